@@ -170,15 +170,9 @@ class PrecisionConfig:
   param_dtype: str = setting(
     "float32", "stored weights", choices=("float32", "bfloat16"), resume="fixed"
   )
-  compute_dtype: str = setting(
-    "bfloat16", "operands of matmuls", choices=("float32", "bfloat16")
-  )
-  mu_dtype: str = setting(
-    "float32", "Adam's first moment", choices=("float32", "bfloat16")
-  )
-  nu_dtype: str = setting(
-    "float32", "Adam's second moment", choices=("float32", "bfloat16")
-  )
+  compute_dtype: str = setting("bfloat16", "operands of matmuls", choices=("float32", "bfloat16"))
+  mu_dtype: str = setting("float32", "Adam's first moment", choices=("float32", "bfloat16"))
+  nu_dtype: str = setting("float32", "Adam's second moment", choices=("float32", "bfloat16"))
   deterministic: bool = setting(
     False, "GPU: bit-equal reruns, at a cost in speed (docs/performance.md)"
   )
@@ -200,7 +194,9 @@ class OpsConfig:
   """Which implementation runs."""
 
   attention: str = setting(
-    "auto", "'auto' = the measured best for the device", choices=("auto", "xla", "cudnn"),
+    "auto",
+    "'auto' = the measured best for the device",
+    choices=("auto", "xla", "cudnn"),
     resume="free",
   )
   strict: bool = setting(
@@ -219,7 +215,8 @@ class EvalConfig:
     0, "batches of the validation split; 0 = all of it once", low=0, resume="free"
   )
   bigram_baseline: bool = setting(
-    False, "at the end, print the loss of a Witten-Bell bigram model fitted on the same tokens",
+    False,
+    "at the end, print the loss of a Witten-Bell bigram model fitted on the same tokens",
     resume="free",
   )
 
@@ -250,7 +247,9 @@ class LogConfig:
   )
   progress: bool = setting(True, "a progress bar with ETA on a terminal", resume="free")
   profile_step: int = setting(
-    0, "write a profiler trace of 3 steps from here to workdir/profile; 0 = none", low=0,
+    0,
+    "write a profiler trace of 3 steps from here to workdir/profile; 0 = none",
+    low=0,
     resume="free",
   )
 
@@ -278,7 +277,8 @@ class Config:
   seed: int = setting(0, "of initialisation, dropout, data order and sampling", low=0)
   num_steps: int = setting(400, "optimizer updates", low=1, resume="free")
   compilation_cache: str = setting(
-    "auto", "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",
+    "auto",
+    "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",
     resume="free",
   )
   model: ModelConfig = ModelConfig()

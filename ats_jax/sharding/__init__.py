@@ -1,0 +1,1 @@
+"""Where arrays live: mesh, logical axes, global batches."""

@@ -1,0 +1,1 @@
+"""One update: state, loss, optimizer, the jitted step."""

@@ -1,0 +1,42 @@
+# `make train` and `make test` are all a fresh machine needs: Python >= 3.12 and make.
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?=                     # e.g. JAX=0.11.2 tests that version; empty = the newest
+CONFIG ?= configs/debug.py
+WORKDIR ?= runs/debug
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(or $(strip $(JAX)),newest)
+PIN := $(if $(strip $(JAX)),jax==$(strip $(JAX)) jaxlib==$(strip $(JAX)))
+
+.PHONY: train test test-all lint format bench clean
+
+train: $(STAMP)
+	$(BIN)/python -m ats_jax.train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m ats_jax.bench step $(ARGS)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else \
+	  f"ats_jax needs Python >= 3.12; $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PIN)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

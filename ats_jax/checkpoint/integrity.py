@@ -1,0 +1,133 @@
+"""The manifest of a checkpoint: size and SHA-256 of every file in it."""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+VERSION = 1
+# SHA-256 has instructions of its own on current CPUs: the fastest hash of the standard library.
+HASH = "sha256"
+
+
+class CheckpointError(ValueError):
+  """A checkpoint could not be written, or none that can be trusted was found."""
+
+
+class _DamagedManifestError(CheckpointError):
+  """The manifest is not what was written."""
+
+
+def seal(folder: Path, fields: dict[str, Any]) -> None:
+  """Write the manifest of a finished checkpoint and flush all of it to the disk.
+
+  Args:
+    folder: holds the files; nobody writes to it any more.
+    fields: JSON values to keep in the manifest (step, metric, leaves).
+  """
+  paths = sorted(p for p in folder.rglob("*") if p.is_file())
+  hashes = _in_threads(lambda p: _digest(p, flush=True), paths)
+  files = {
+    p.relative_to(folder).as_posix(): {"bytes": size, HASH: digest}
+    for p, (size, digest) in zip(paths, hashes, strict=True)
+  }
+  with open(folder / MANIFEST, "w", encoding="utf-8") as f:
+    f.write(_render({"version": VERSION, **fields, "files": files}))
+    f.flush()
+    os.fsync(f.fileno())
+  for directory in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+    flush_directory(directory)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+  """Return the manifest of a checkpoint: version, step, metric, leaves, files.
+
+  Raises:
+    CheckpointError: if it is missing, unreadable, altered, or of a later format.
+  """
+  try:
+    text = (folder / MANIFEST).read_bytes().decode("utf-8")
+    body = json.loads(text)["body"]
+  except FileNotFoundError:
+    raise _DamagedManifestError(f"{MANIFEST} is missing") from None
+  except (OSError, ValueError, TypeError, KeyError) as e:
+    raise _DamagedManifestError(f"{MANIFEST} cannot be read ({type(e).__name__}: {e})") from e
+  if _render(body) != text:
+    raise _DamagedManifestError(f"{MANIFEST} has changed: it does not match its own checksum")
+  if body["version"] != VERSION:
+    raise CheckpointError(
+      f"{folder} has format version {body['version']}, this program reads {VERSION}. "
+      "Use the version of ats_jax that wrote it."
+    )
+  return body
+
+
+def find_damage(folder: Path, only: Iterable[str] | None = None) -> list[str]:
+  """Compare the files of a checkpoint with its manifest.
+
+  Args:
+    folder: a committed checkpoint.
+    only: names of the files to look at; None = all.
+
+  Returns:
+    What is wrong, a phrase for each file; empty if nothing is. Files that the manifest does not
+    know are harmless: nothing reads them.
+
+  Raises:
+    CheckpointError: if the checkpoint is intact but of a later format.
+  """
+  try:
+    files = read_manifest(folder)["files"]
+  except _DamagedManifestError as e:
+    return [str(e)]
+  names = list(files) if only is None else list(only)
+  return [p for p in _in_threads(lambda n: _compare(folder / n, n, files[n]), names) if p]
+
+
+def flush_directory(directory: Path) -> None:
+  """Flush the names in `directory` to the disk."""
+  fd = os.open(directory, os.O_RDONLY)
+  try:
+    os.fsync(fd)
+  finally:
+    os.close(fd)
+
+
+def _compare(path: Path, name: str, expected: dict[str, Any]) -> str:
+  try:
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+      return f"{name} has {size} bytes instead of {expected['bytes']}"
+    _, digest = _digest(path)
+  except FileNotFoundError:
+    return f"{name} is missing"
+  except OSError as e:
+    return f"{name} cannot be read ({e})"
+  if digest != expected[HASH]:
+    return f"{name} has changed: {HASH} {digest[:12]}... instead of {expected[HASH][:12]}..."
+  return ""
+
+
+def _digest(path: Path, *, flush: bool = False) -> tuple[int, str]:
+  with open(path, "rb") as f:
+    digest = hashlib.file_digest(f, HASH).hexdigest()
+    if flush:
+      os.fsync(f.fileno())
+    return f.tell(), digest
+
+
+def _render(body: Any) -> str:
+  # The checksum protects the body; comparing whole texts protects the rest of the file too.
+  text = json.dumps(body, sort_keys=True, indent=1)
+  checksum = hashlib.sha256(text.encode()).hexdigest()
+  return f'{{"checksum": "{checksum}", "body":\n{text}\n}}\n'
+
+
+def _in_threads[T](fn: Callable[[Any], T], items: list[Any]) -> list[T]:
+  # hashlib releases the GIL; 16 threads outrun any disk.
+  with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    return list(pool.map(fn, items))

@@ -1,0 +1,232 @@
+"""Checkpoints of a run: written in the background, committed by one rename, verified before use."""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+
+from ats_jax.checkpoint import integrity, layout, reader
+from ats_jax.checkpoint.integrity import CheckpointError
+from ats_jax.checkpoint.layout import PyTree
+from ats_jax.config.schema import CheckpointConfig
+
+UNFINISHED = "unfinished"
+# Orbax gives up on a write after this time; its default of 600 s is short for a slow network disk.
+WRITE_TIMEOUT_SECS = 3600
+
+
+class CheckpointManager:
+  """Saves and restores the state of one run; a context manager whose exit waits for the last save.
+
+  A checkpoint is the folder `directory/<step>`. It is written in `directory/unfinished`, hashed,
+  and renamed at the end: whatever kills the process, `directory/<step>` is complete or absent.
+
+  In a multi-process job every process makes one and calls the same methods in the same order; the
+  directory must be on a file system that all of them share.
+
+  Attributes:
+    last_save_stall_secs: seconds that the last `save` kept its caller.
+  """
+
+  def __init__(self, directory: Path, cfg: CheckpointConfig):
+    """Open `directory` (`workdir/checkpoints`), removing what a killed process left unfinished.
+
+    Raises:
+      CheckpointError: if the directory cannot be made or cleaned.
+    """
+    self.directory = Path(directory).absolute()
+    self.last_save_stall_secs = 0.0
+    self._cfg = cfg
+    self._unfinished = self.directory / UNFINISHED
+    self._attempts = 0
+    self._pending: tuple[int, concurrent.futures.Future] | None = None
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    self._orbax = ocp.AsyncCheckpointer(
+      reader.handler(),
+      async_options=ocp.options.AsyncOptions(
+        timeout_secs=WRITE_TIMEOUT_SECS,
+        # In the background, a folder that cannot be made leaves Orbax's threads waiting for it.
+        create_directories_asynchronously=False,
+      ),
+    )
+    if jax.process_index() == 0:
+      try:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._remove_unfinished()
+      except OSError as e:
+        raise CheckpointError(
+          f"checkpoints cannot be written to {self.directory}: {e}. Choose another workdir."
+        ) from e
+
+  def save(
+    self,
+    step: int,
+    state: PyTree,
+    extra: dict[str, Any],
+    metric: float | None = None,
+    *,
+    wait: bool = False,
+  ) -> None:
+    """Save `state` as checkpoint `step`; returns when the arrays may be donated.
+
+    Waits for the save before it, if that one is not finished. A step that is saved already is left
+    as it is, with a line in the log.
+
+    Args:
+      step: names the checkpoint.
+      state: pytree of arrays; may hold NNX modules, optax states and typed PRNG keys.
+      extra: JSON values saved beside it, as they are now (tuples come back as lists).
+      metric: lower is better; decides which checkpoint `keep_best` keeps.
+      wait: return when the checkpoint is committed (always so with `asynchronous=false`).
+
+    Raises:
+      CheckpointError: if this save, or the one before it in the background, failed.
+      ValueError: if `state` holds something that is not an array, or `extra` is not JSON.
+    """
+    start = time.perf_counter()
+    self.wait()
+    if reader.process_0_decides(lambda: int(step in self.steps())):
+      logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
+      return
+    leaves = layout.named_leaves(state)
+    fields = {
+      "step": step,
+      "metric": None if metric is None else float(metric),
+      "leaves": layout.describe(leaves),
+    }
+    try:
+      extra_text = json.dumps(extra, indent=1)
+    except TypeError as e:
+      raise ValueError(f"`extra` of checkpoint {step} must be JSON values: {e}") from e
+    # A failed save may still have writers; a new name keeps them out of the next attempt.
+    self._attempts += 1
+    folder = self._unfinished / f"{step}.{self._attempts}"
+    try:
+      if jax.process_index() == 0:
+        folder.mkdir(parents=True)
+        (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
+      # Orbax returns holding host copies, or on CPU views that keep JAX from reusing the buffers.
+      self._orbax.save(folder / reader.STATE, args=ocp.args.PyTreeSave(layout.stored(leaves)))
+    except (OSError, ValueError, RuntimeError) as e:
+      shutil.rmtree(folder, ignore_errors=True)
+      raise self._failure(step, e) from e
+    self._pending = step, self._pool.submit(self._commit, step, folder, fields)
+    if wait or not self._cfg.asynchronous:
+      self.wait()
+    self.last_save_stall_secs = time.perf_counter() - start
+
+  def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+    """Restore the newest intact checkpoint, setting damaged newer ones aside.
+
+    Returns:
+      The step, the state and `extra`; None if nothing was ever committed.
+
+    Raises:
+      CheckpointError: if there are checkpoints and none is intact, or it does not fit.
+    """
+    self.wait()
+    step = reader.process_0_decides(self._choose_latest)
+    return None if step is None else reader.read(self.directory, step, abstract_state)
+
+  def restore(
+    self, abstract_state: PyTree, step: int | str = "latest"
+  ) -> tuple[int, PyTree, dict[str, Any]]:
+    """Verify and restore a step, "latest" or "best"; see `reader.restore_tree`."""
+    self.wait()
+    return reader.restore_tree(self.directory, abstract_state, step)
+
+  def steps(self) -> list[int]:
+    """Return the committed steps, oldest first."""
+    return reader.committed_steps(self.directory)
+
+  def wait(self) -> None:
+    """Wait for the save in the background, if any.
+
+    Raises:
+      CheckpointError: if it failed.
+    """
+    if self._pending is None:
+      return
+    step, future = self._pending
+    self._pending = None
+    if (error := future.exception()) is not None:
+      raise self._failure(step, error) from error
+
+  def close(self) -> None:
+    """Wait for the save in the background and free the threads; raises as `wait` does."""
+    try:
+      self.wait()
+    finally:
+      self._pool.shutdown()
+      self._orbax.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+  def _commit(self, step: int, folder: Path, fields: dict[str, Any]) -> None:
+    """Wait for Orbax, then make `folder` the checkpoint `step`. Runs in the background."""
+    try:
+      self._orbax.wait_until_finished()  # ends with a barrier: all processes have written
+      if jax.process_index() == 0:
+        integrity.seal(folder, fields)
+        os.rename(folder, self.directory / str(step))
+        integrity.flush_directory(self.directory)
+        self._delete_old()
+    finally:
+      if jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+  def _delete_old(self) -> None:
+    keep = set(self.steps()[-self._cfg.keep :])
+    if self._cfg.keep_best and (best := reader.best_step(self.directory)) is not None:
+      keep.add(best)
+    for step in set(self.steps()) - keep:
+      # Out of the way first: a process killed in the middle leaves no half of a checkpoint.
+      doomed = self._unfinished / f"{step}.deleted"
+      os.rename(self.directory / str(step), doomed)
+      shutil.rmtree(doomed)
+
+  def _choose_latest(self) -> int | None:
+    """Return the newest intact step after renaming damaged ones; None if nothing was committed."""
+    if not self.steps() and not reader.damaged_folders(self.directory):
+      return None
+    step, damaged = reader.choose(self.directory, "latest")
+    for bad, what in damaged.items():
+      aside = self.directory / f"{bad}{reader.SET_ASIDE}"
+      count = 1
+      while aside.exists():
+        count += 1
+        aside = self.directory / f"{bad}{reader.SET_ASIDE}{count}"
+      os.rename(self.directory / str(bad), aside)
+      logging.warning(
+        "checkpoint %d is damaged: %s. Using %d instead; the damaged one is now %s.",
+        bad,
+        what,
+        step,
+        aside,
+      )
+    return step
+
+  def _remove_unfinished(self) -> None:
+    leftovers = sorted(p.name for p in self._unfinished.glob("*"))
+    if leftovers:
+      logging.warning("removing unfinished checkpoints of a stopped process: %s", leftovers)
+      shutil.rmtree(self._unfinished)
+
+  def _failure(self, step: int, error: BaseException) -> CheckpointError:
+    reason = str(error).split(" [tensorstore_spec")[0]
+    return CheckpointError(
+      f"checkpoint {step} was not saved to {self.directory}: {type(error).__name__}: {reason}. "
+      f"Older checkpoints are intact: {self.steps() or 'there are none'}. Free space on the disk "
+      "or mend its permissions, then start the run again: it resumes from the newest."
+    )

@@ -1,0 +1,141 @@
+"""ConfigDict -> frozen dataclasses, `--explain`, and the comparison of two configs."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from ats_jax.config.base import to_dict
+from ats_jax.config.schema import Config
+from ats_jax.config.validate import validate
+
+
+def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
+  """Turn a ConfigDict (or plain nested mapping) into a validated `Config`.
+
+  Raises:
+    ValueError: for an unknown key (with the nearest known one), a wrong type, or a broken rule.
+  """
+  values = config.to_dict() if isinstance(config, ConfigDict) else config
+  return validate(_build(Config, values, path=""))
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+  fields = {f.name: f for f in dataclasses.fields(cls)}
+  for key in values:
+    if key not in fields:
+      near = difflib.get_close_matches(key, fields, n=1)
+      hint = f" Did you mean {path}{near[0]}?" if near else f" Known: {', '.join(sorted(fields))}."
+      raise ValueError(f"config: unknown key {path}{key}.{hint}")
+  kwargs = {}
+  for key, value in values.items():
+    kind = fields[key].type
+    assert isinstance(kind, type)
+    if dataclasses.is_dataclass(kind):
+      if not isinstance(value, Mapping):
+        raise ValueError(f"config: {path}{key} is a section, got {value!r}.")
+      kwargs[key] = _build(kind, value, f"{path}{key}.")
+    else:
+      kwargs[key] = _typed(value, kind, path + key)
+  return cls(**kwargs)
+
+
+def _typed(value: Any, kind: type, name: str) -> Any:
+  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
+    raise ValueError(f"config: {name} must be {kind.__name__}, got {value!r}.")
+  return value
+
+
+def flatten(cfg: Config) -> dict[str, Any]:
+  """Return `{"model.num_layers": 4, ...}`."""
+  flat = {}
+  for key, value in to_dict(cfg).items():
+    if isinstance(value, dict):
+      flat.update({f"{key}.{k}": v for k, v in value.items()})
+    else:
+      flat[key] = value
+  return flat
+
+
+def settings() -> dict[str, dataclasses.Field]:
+  """Return every public setting's dataclass field by dotted name."""
+  found = {}
+  for field in dataclasses.fields(Config):
+    if dataclasses.is_dataclass(field.type):
+      found.update({f"{field.name}.{f.name}": f for f in dataclasses.fields(field.type)})
+    else:
+      found[field.name] = field
+  return found
+
+
+def explain(name: str) -> str:
+  """Describe a setting (`model.num_layers`), or every setting of a section (`model`).
+
+  Raises:
+    ValueError: if there is no such setting.
+  """
+  known = settings()
+  names = [name] if name in known else [k for k in known if k.startswith(name + ".")]
+  if not names:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ValueError(f"--explain: no setting {name!r}.{hint}")
+  return "\n".join(_describe(n, known[n]) for n in names)
+
+
+def _describe(name: str, field: dataclasses.Field) -> str:
+  meta, parts = field.metadata, [f"default {field.default!r}"]
+  if meta["unit"]:
+    parts.append(f"unit: {meta['unit']}")
+  if meta["choices"]:
+    parts.append("one of " + ", ".join(meta["choices"]))
+  elif meta["low"] is not None or meta["high"] is not None:
+    low = "-inf" if meta["low"] is None else f"{meta['low']:g}"
+    high = "inf" if meta["high"] is None else f"{meta['high']:g}"
+    parts.append(f"range [{low}, {high}]")
+  may = "may change on resume" if meta["resume"] == "free" else "fixed for a workdir"
+  return f"{name} ({field.type.__name__}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
+  """Compare two flat configs: `{name: (old, new, may_change)}` for each setting that differs.
+
+  A setting that one side lacks (written by another version) counts as its default.
+  """
+  changed = {}
+  for name, field in settings().items():
+    was, now = old.get(name, field.default), new.get(name, field.default)
+    if was != now:
+      changed[name] = (was, now, field.metadata["resume"] == "free")
+  return changed
+
+
+def resolve(cfg: Config, tokenizer_size: int) -> Config:
+  """Replace the zeros of `model` that stand for "derive it" by the derived values.
+
+  Raises:
+    ValueError: if the vocabulary is smaller than the tokenizer's.
+  """
+  m = cfg.model
+  vocab_size = m.vocab_size or -(-tokenizer_size // 128) * 128
+  if vocab_size < tokenizer_size:
+    raise ValueError(
+      f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens. "
+      f"Use at least {tokenizer_size}, or 0 to take it from the tokenizer."
+    )
+  if vocab_size % cfg.mesh.tensor:
+    raise ValueError(
+      f"mesh.tensor={cfg.mesh.tensor} does not divide model.vocab_size={vocab_size}. "
+      "The head is sharded over 'tensor'; use a multiple."
+    )
+  model = dataclasses.replace(
+    m,
+    vocab_size=vocab_size,
+    head_dim=m.head_dim or m.d_model // m.num_heads,
+    d_ff=m.d_ff or -(-8 * m.d_model // (3 * 256)) * 256,
+  )
+  return dataclasses.replace(cfg, model=model)

@@ -1,0 +1,105 @@
+"""The rules: ranges of single fields, then one function for each rule that joins several."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from ats_jax.config.schema import Config
+
+
+def validate(cfg: Config) -> Config:
+  """Return `cfg` unchanged if every rule holds.
+
+  Raises:
+    ValueError: naming the setting, its value, what was expected and what to change.
+  """
+  _ranges(cfg, "")
+  for rule in (_heads, _batch, _warmup, _writers, _tokenizer, _cudnn_precision):
+    rule(cfg)
+  return cfg
+
+
+def _ranges(section: Any, path: str) -> None:
+  for field in dataclasses.fields(section):
+    value, name, meta = getattr(section, field.name), path + field.name, field.metadata
+    if dataclasses.is_dataclass(value):
+      _ranges(value, f"{name}.")
+      continue
+    if meta["choices"] and value not in meta["choices"]:
+      raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(meta['choices'])}.")
+    if meta["low"] is not None and not value >= meta["low"]:
+      raise ValueError(f"{name}={value} is too small: at least {meta['low']:g} ({meta['doc']}).")
+    if meta["high"] is not None and not value <= meta["high"]:
+      raise ValueError(f"{name}={value} is too large: at most {meta['high']:g} ({meta['doc']}).")
+
+
+def _heads(cfg: Config) -> None:
+  m = cfg.model
+  if m.num_heads % m.num_kv_heads:
+    raise ValueError(
+      f"model.num_kv_heads={m.num_kv_heads} does not divide model.num_heads={m.num_heads}. "
+      "Each key/value head serves the same number of query heads; use a divisor."
+    )
+  if not m.head_dim and m.d_model % m.num_heads:
+    raise ValueError(
+      f"model.num_heads={m.num_heads} does not divide model.d_model={m.d_model}. "
+      "Change one of them, or set model.head_dim."
+    )
+  if (m.head_dim or m.d_model // m.num_heads) % 2:
+    raise ValueError("the head dimension must be even for RoPE. Change model.head_dim.")
+  for name in ("num_heads", "num_kv_heads"):
+    if getattr(m, name) % cfg.mesh.tensor:
+      raise ValueError(
+        f"mesh.tensor={cfg.mesh.tensor} does not divide model.{name}={getattr(m, name)}. "
+        "Heads are sharded over 'tensor'."
+      )
+  if cfg.mesh.data != -1 and cfg.mesh.data < 1:
+    raise ValueError(
+      f"mesh.data={cfg.mesh.data}: use a positive number, or -1 for all that is left."
+    )
+
+
+def _batch(cfg: Config) -> None:
+  if cfg.data.batch_size % cfg.step.accum_steps:
+    raise ValueError(
+      f"step.accum_steps={cfg.step.accum_steps} does not divide data.batch_size="
+      f"{cfg.data.batch_size} (rows per update). Change one of them."
+    )
+
+
+def _warmup(cfg: Config) -> None:
+  o = cfg.optimizer
+  if o.warmup_steps and o.warmup_fraction:
+    raise ValueError(
+      f"optimizer.warmup_steps={o.warmup_steps} and optimizer.warmup_fraction="
+      f"{o.warmup_fraction} are both set. Set one of them to 0."
+    )
+  if o.warmup_steps > cfg.num_steps:
+    raise ValueError(
+      f"optimizer.warmup_steps={o.warmup_steps} exceeds num_steps={cfg.num_steps}. Shorten it."
+    )
+
+
+def _writers(cfg: Config) -> None:
+  known = {"console", "jsonl", "csv", "tensorboard", "clu"}
+  for name in filter(None, (w.strip() for w in cfg.log.writers.split(","))):
+    if name not in known:
+      raise ValueError(
+        f"log.writers: unknown writer {name!r}. Choose from {', '.join(sorted(known))}."
+      )
+
+
+def _tokenizer(cfg: Config) -> None:
+  name = cfg.data.tokenizer
+  if name not in ("bytes", "bpe") and not Path(name).is_file():
+    raise ValueError(
+      f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
+    )
+
+
+def _cudnn_precision(cfg: Config) -> None:
+  if cfg.ops.attention == "cudnn" and cfg.precision.compute_dtype != "bfloat16":
+    raise ValueError(
+      f"ops.attention=cudnn needs precision.compute_dtype=bfloat16, got "
+      f"{cfg.precision.compute_dtype}. Use ops.attention=xla for float32."
+    )

@@ -1,0 +1,175 @@
+"""Proof that an epoch holds each token of each document as a target once and only once.
+
+The loader is run twice side by side: as in training, and over the same rows with each text token
+replaced by its own number. The numbers say which token of which document a place holds without
+asking the packing code; the real batch must hold that token's id in the same place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ats_jax.data.loader import Batch, Batches
+from ats_jax.data.pipeline import Dataset, train_batches
+
+BATCH_SIZE = 28  # rows per update; divisible by every host count below
+_BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus
+_LIMIT = 2**31 - 1
+
+
+class Phase(NamedTuple):
+  """Some hosts that read together from where the last phase ended to this share of the epoch."""
+
+  hosts: int
+  accum_steps: int
+  until: float
+
+
+SCENARIOS: dict[str, tuple[Phase, ...]] = {
+  "1 host": (Phase(1, 1, 1.0),),
+  "2 hosts": (Phase(2, 1, 1.0),),
+  "4 hosts": (Phase(4, 1, 1.0),),
+  "7 hosts": (Phase(7, 1, 1.0),),
+  "4 hosts, then 7 with half the micro-batch": (Phase(4, 1, 0.5), Phase(7, 2, 1.0)),
+}
+
+
+class Result(NamedTuple):
+  """What one scenario emitted in the first epoch; `difference` names the first fault, or is ""."""
+
+  scenario: str
+  batches: int
+  rows: int
+  targets: int
+  lost: int
+  repeated: int
+  difference: str
+
+
+def audit(
+  ds: Dataset,
+  *,
+  scenarios: dict[str, Sequence[Phase]] | None = None,
+  batches: Callable[..., Batches] = train_batches,
+) -> Iterator[Result]:
+  """Reads one epoch per scenario and compares it with the documents.
+
+  Args:
+    ds: a split with at least one row.
+    scenarios: name -> phases; None = SCENARIOS.
+    batches: the loader, `train_batches` or one that is called like it.
+
+  Raises:
+    ValueError: if the split has more targets than fit in 31 bits.
+  """
+  if ds.num_tokens > _LIMIT:
+    raise ValueError(
+      f"The audit numbers targets in 31 bits, and the split has {ds.num_tokens}. "
+      "Audit a part of the files: --config.data.paths=..."
+    )
+  for name, phases in (SCENARIOS if scenarios is None else scenarios).items():
+    yield _Audit(ds, batches).run(name, phases)
+
+
+class _NumberedCorpus:
+  """Looks like a Corpus; token i of document d is `base[d] + i`, and its eos the number after."""
+
+  def __init__(self, ds: Dataset):
+    self.length = ds.corpus.length
+    sizes = self.length[ds.documents] + 1
+    self.starts = np.cumsum(sizes) - sizes
+    self.base = np.full(len(self.length), _LIMIT, np.int64)
+    self.base[ds.documents] = self.starts
+
+  def tokens(self, document: int, begin: int, end: int) -> np.ndarray:
+    return self.base[document] + np.arange(begin, min(end, int(self.length[document])))
+
+
+class _NumberedTokenizer:
+  bos_id, eos_id, pad_id = _BOS, _EOS, _PAD
+
+
+class _Audit:
+  """The state of one scenario: how often each target was seen, and the first fault."""
+
+  def __init__(self, ds: Dataset, batches: Callable[..., Batches]):
+    self._ds, self._batches = ds, batches
+    self._numbers = _NumberedCorpus(ds)
+    self._shadow = ds.with_corpus(self._numbers, _NumberedTokenizer())
+    ends = np.append(self._numbers.starts[1:], ds.num_tokens) - 1
+    self._is_eos = np.zeros(ds.num_tokens, bool)
+    self._is_eos[ends] = True
+    self._ids = np.full(ds.num_tokens, ds.tokenizer.eos_id, np.int32)
+    for document, start, end in zip(ds.documents, self._numbers.starts, ends, strict=True):
+      self._ids[start:end] = ds.corpus.tokens(int(document), 0, end - start)
+    self._seen = np.zeros(ds.num_tokens, np.uint16)
+    self._difference = ""
+
+  def run(self, name: str, phases: Sequence[Phase]) -> Result:
+    ds = self._ds
+    total = -(-ds.num_rows // BATCH_SIZE)
+    done = rows = 0
+    for phase in phases:
+      until = total if phase.until == 1.0 else int(total * phase.until)
+      micro = BATCH_SIZE // phase.accum_steps
+      for local in np.split(np.arange(micro), phase.hosts):
+        rows += self._read_host(local, phase, done, until)
+      done = until
+    wrong = np.flatnonzero(self._seen != 1)
+    if len(wrong) and not self._difference:
+      self._difference = f"{self._place(wrong[0])} came {self._seen[wrong[0]]} times"
+    lost, seen = int((self._seen == 0).sum()), int(self._seen.sum(dtype=np.int64))
+    repeated = int(np.maximum(self._seen.astype(np.int64) - 1, 0).sum())
+    return Result(name, total, rows, seen, lost, repeated, self._difference)
+
+  def _read_host(self, local: np.ndarray, phase: Phase, start: int, end: int) -> int:
+    """Reads one host's share of batches [start, end); returns its rows of the first epoch."""
+    arguments = dict(
+      start_row=start * BATCH_SIZE, accum_steps=phase.accum_steps, batch_size=BATCH_SIZE,
+      local_rows=local, num_workers=0, prefetch=2,
+    )  # fmt: skip
+    micro = BATCH_SIZE // phase.accum_steps
+    slots = np.arange(phase.accum_steps)[:, None] * micro + local
+    rows = 0
+    with (
+      self._batches(self._ds, **arguments) as real,
+      self._batches(self._shadow, **arguments) as shadow,
+    ):
+      for k in range(start, end):
+        first_epoch = k * BATCH_SIZE + slots < self._ds.num_rows
+        pair = ({name: x[first_epoch] for name, x in next(b).items()} for b in (real, shadow))
+        self._check(*pair)
+        rows += int(first_epoch.sum())
+    return rows
+
+  def _check(self, real: Batch, shadow: Batch) -> None:
+    counts = shadow["loss_mask"] > 0
+    tokens, targets = shadow["tokens"][counts].astype(np.int64), shadow["targets"][counts]
+    number = np.where(targets == _EOS, tokens + 1, targets)
+    inside = (number >= 0) & (number < self._ds.num_tokens)
+    self._fault(~inside, number, "a target that belongs to no document")
+    number, tokens, targets = number[inside], tokens[inside], targets[inside]
+    np.add.at(self._seen, number, 1)
+
+    starts = np.isin(number, self._numbers.starts)
+    follows = np.where(tokens == _BOS, starts, (number == tokens + 1) & ~starts)
+    self._fault(~follows, number, "does not follow its input: {} crosses a document boundary")
+    self._fault(self._is_eos[number] != (targets == _EOS), number, "{} ends at the wrong place")
+    self._fault(real["targets"][counts][inside] != self._ids[number], number, "{} has a wrong id")
+    bos = self._ds.tokenizer.bos_id
+    inputs = np.where(tokens == _BOS, bos, self._ids[tokens])
+    self._fault(real["tokens"][counts][inside] != inputs, number, "the input of {} has a wrong id")
+    for name in ("loss_mask", "segment_ids", "positions"):
+      if not np.array_equal(real[name], shadow[name]):
+        self._difference = self._difference or f"{name} differ between two readings of a batch"
+
+  def _fault(self, wrong: np.ndarray, number: np.ndarray, text: str) -> None:
+    if wrong.any() and not self._difference:
+      self._difference = text.format(self._place(number[wrong][0]) if "{}" in text else "")
+
+  def _place(self, number: int) -> str:
+    at = int(np.searchsorted(self._numbers.starts, number, "right")) - 1
+    offset = int(number - self._numbers.starts[at])
+    name = self._ds.corpus.name(int(self._ds.documents[at]))
+    return f"{'the eos' if self._is_eos[number] else f'token {offset}'} of document {name!r}"

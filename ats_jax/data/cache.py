@@ -1,0 +1,137 @@
+"""The cache on disk: folders of arrays, written once, renamed into place, checked on opening."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+FORMAT = 1  # part of every key: raise it when the meaning of a cached file changes
+_MANIFEST = "manifest.json"
+
+
+def cache_root(cache_dir: str) -> Path:
+  """The folder of the cache, created if it is not there; "" = $XDG_CACHE_HOME or ~/.cache."""
+  home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+  root = Path(cache_dir).expanduser() if cache_dir else home / "ats_jax" / "data"
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise ValueError(
+      f"The data cache {str(root)!r} cannot be created ({e.strerror}). "
+      "Set data.cache_dir to a folder that can be written."
+    ) from e
+  return root.resolve()
+
+
+def digest(*parts: Any) -> str:
+  """32 hex digits that name `parts` (anything JSON can hold)."""
+  text = json.dumps([FORMAT, *parts], sort_keys=True)
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Folder:
+  """One finished entry of the cache. Pickles as its path, so a loader process maps it anew."""
+
+  def __init__(self, path: Path):
+    self.path = path
+    self.meta: dict[str, Any] = json.loads((path / _MANIFEST).read_text())["meta"]
+
+  def array(self, name: str) -> np.ndarray:
+    """The array saved as `name`.npy, memory-mapped, read-only."""
+    return np.load(self.path / f"{name}.npy", mmap_mode="r")
+
+  def __reduce__(self):
+    return Folder, (self.path,)
+
+
+def cached(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Folder:
+  """The folder `root/name`, built first if it is missing or damaged.
+
+  Args:
+    root: an existing folder.
+    name: the key; must name the content completely.
+    build: writes its files into the folder it is given and returns a dict for `Folder.meta`.
+
+  Raises:
+    ValueError: if the file system of `root` has no file locks.
+  """
+  final = root / name
+  if not _damage(final):
+    return Folder(final)
+  with _locked(root / f"{name}.lock"):
+    damage = _damage(final)  # again: another process may have built it while this one waited
+    if damage and final.exists():
+      logging.warning("The cache entry %s is damaged (%s); building it again.", final, damage)
+      shutil.rmtree(final)
+    if damage:
+      unfinished = root / f"{name}.tmp"
+      shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+      unfinished.mkdir()
+      _write_manifest(unfinished, build(unfinished))
+      unfinished.rename(final)
+  return Folder(final)
+
+
+def _write_manifest(folder: Path, meta: dict[str, Any]) -> None:
+  files = {}
+  for path in sorted(folder.iterdir()):
+    with open(path, "rb") as f:
+      sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+      os.fsync(f.fileno())
+    files[path.name] = [*_size_and_time(path), sha256]
+  with open(folder / _MANIFEST, "w") as f:
+    json.dump({"files": files, "meta": meta}, f)
+    f.flush()
+    os.fsync(f.fileno())
+
+
+def _damage(folder: Path) -> str:
+  """What is wrong with `folder`; "" if nothing. A file is hashed only if its time has changed."""
+  try:
+    files = json.loads((folder / _MANIFEST).read_text())["files"]
+    for name, (size, time, sha256) in files.items():
+      path = folder / name
+      if _size_and_time(path) == [size, time]:
+        continue
+      with open(path, "rb") as f:
+        if hashlib.file_digest(f, "sha256").hexdigest() != sha256:
+          return f"{name} is not what was written"
+  except FileNotFoundError as e:
+    return f"{Path(e.filename).name} is missing"
+  except (ValueError, KeyError) as e:
+    return f"{_MANIFEST} cannot be read: {e}"
+  return ""
+
+
+def _size_and_time(path: Path) -> list[int]:
+  stat = path.stat()
+  return [stat.st_size, stat.st_mtime_ns]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+  """Holds an advisory lock, which the kernel drops if the process dies."""
+  with open(path, "w") as f:
+    try:
+      fcntl.flock(f, fcntl.LOCK_EX)
+    except OSError as e:
+      raise ValueError(
+        f"The file system of {str(path.parent)!r} has no file locks ({e.strerror}). "
+        "Set data.cache_dir to a folder on a local disk."
+      ) from e
+    yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+  """Writes a small text file so that a reader sees all of it or none."""
+  unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  unfinished.write_text(text)
+  unfinished.replace(path)

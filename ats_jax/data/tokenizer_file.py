@@ -1,0 +1,33 @@
+"""A tokenizer as one file in the workdir, so that generation needs no training data."""
+
+import json
+from pathlib import Path
+
+from ats_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+  """Write everything `load_tokenizer` needs to `path` (JSON)."""
+  fields: dict[str, object] = {"kind": "bytes"}
+  if isinstance(tokenizer, JsonTokenizer):
+    ids = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+    fields = {"kind": "tokenizers", **ids, "tokenizer": json.loads(tokenizer.to_json())}
+  path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+  """Read what `save_tokenizer` wrote.
+
+  Raises:
+    ValueError: if the file is missing or damaged.
+  """
+  try:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError) as e:
+    raise ValueError(
+      f"the tokenizer of this run, {path}, cannot be read: {e}. Training writes it at its start."
+    ) from e
+  if fields["kind"] == "bytes":
+    return ByteTokenizer()
+  ids = {name: fields[name] for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+  return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)

@@ -1,0 +1,37 @@
+"""Loss, perplexity and bits per byte of a trained run on its validation split, or on other text.
+
+python -m ats_jax.evaluate --workdir=runs/debug [--step=best] [--paths=other.txt]
+"""
+
+from pathlib import Path
+
+from absl import flags, logging
+
+from ats_jax import runtime
+from ats_jax.data.pipeline import open_datasets, open_split
+from ats_jax.inference.load import load_run
+from ats_jax.scoring import score
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_STEP = flags.DEFINE_string("step", "latest", "Checkpoint: a step, 'latest' or 'best'.")
+_PATHS = flags.DEFINE_string("paths", "", "Evaluate on these files instead (as data.paths).")
+
+
+def main(argv: list[str]) -> None:
+  """Print the metrics of a checkpoint."""
+  del argv
+  folder = Path(runtime.require(_WORKDIR.value, "workdir", "runs/debug"))
+  with load_run(folder, _STEP.value) as run:
+    cfg = run.plan.cfg
+    if _PATHS.value:
+      dataset = open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)
+    else:
+      _, dataset = open_datasets(cfg.data, cfg.seed)
+    metrics = score(run.plan, run.model, dataset)
+    logging.info("checkpoint %d of %s", run.step, folder)
+    for name, value in metrics.items():
+      print(f"{name} {value:.6g}")
+
+
+if __name__ == "__main__":
+  runtime.run(main)

@@ -1,0 +1,32 @@
+"""Datasets meet the mesh: which rows this process loads."""
+
+import jax
+
+from ats_jax.config.schema import Config
+from ats_jax.data.pipeline import Batches, Dataset, eval_batches, train_batches
+from ats_jax.sharding.mesh import local_rows
+
+
+def train_feed(cfg: Config, dataset: Dataset, row: int) -> Batches:
+  """This process's share of the training batches from global row `row` on."""
+  micro = cfg.data.batch_size // cfg.step.accum_steps
+  return train_batches(
+    dataset,
+    start_row=row,
+    accum_steps=cfg.step.accum_steps,
+    batch_size=cfg.data.batch_size,
+    local_rows=local_rows(jax.sharding.get_mesh(), micro),
+    num_workers=cfg.data.num_workers,
+    prefetch=cfg.data.prefetch,
+  )
+
+
+def eval_feed(cfg: Config, dataset: Dataset) -> Batches:
+  """This process's share of one evaluation: `eval.num_batches` batches, or all rows once."""
+  micro = cfg.data.batch_size // cfg.step.accum_steps
+  return eval_batches(
+    dataset,
+    batch_size=micro,
+    local_rows=local_rows(jax.sharding.get_mesh(), micro),
+    num_batches=cfg.eval.num_batches,
+  )

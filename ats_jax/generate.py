@@ -1,0 +1,51 @@
+"""Continue a text with a trained run, streaming to the terminal.
+
+python -m ats_jax.generate --workdir=runs/debug --prompt='def main('
+"""
+
+import dataclasses
+from pathlib import Path
+
+from absl import flags
+
+from ats_jax import runtime
+from ats_jax.inference.generator import generate
+from ats_jax.inference.load import load_run
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_STEP = flags.DEFINE_string("step", "latest", "Checkpoint: a step, 'latest' or 'best'.")
+_PROMPT = flags.DEFINE_string(
+  "prompt", None, "Text to continue (default: the run's sample.prompt)."
+)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens at most.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "0 = the likeliest token.", lower_bound=0)
+_TOP_K = flags.DEFINE_integer("top_k", None, "Keep the k likeliest tokens; 0 = all.", lower_bound=0)
+_TOP_P = flags.DEFINE_float("top_p", None, "Keep the likeliest that sum to p.", 0.0, 1.0)
+_STOP = flags.DEFINE_string("stop", None, "Comma-separated texts that end the generation.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the draws: the same seed gives the same text.")
+
+
+def main(argv: list[str]) -> None:
+  """Print the prompt and its continuation."""
+  del argv
+  folder = Path(runtime.require(_WORKDIR.value, "workdir", "runs/debug"))
+  given = {
+    "prompt": _PROMPT.value,
+    "max_tokens": _MAX_TOKENS.value,
+    "temperature": _TEMPERATURE.value,
+    "top_k": _TOP_K.value,
+    "top_p": _TOP_P.value,
+    "stop": _STOP.value,
+  }
+  with load_run(folder, _STEP.value) as run:
+    cfg = dataclasses.replace(
+      run.plan.cfg.sample, **{k: v for k, v in given.items() if v is not None}
+    )
+    print(cfg.prompt, end="", flush=True)
+    for piece in generate(run.model, run.tokenizer, cfg, prompt=cfg.prompt, seed=_SEED.value):
+      print(piece, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+  runtime.run(main)

@@ -1,0 +1,118 @@
+"""Continue a text: fill the cache with the prompt, then one token at a time."""
+
+import functools
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ats_jax.config.schema import SampleConfig
+from ats_jax.data.tokenizer import StreamDecoder, Tokenizer
+from ats_jax.inference.sampler import sample
+from ats_jax.model.attention import KVCache, empty_cache
+from ats_jax.model.decoder import Decoder
+from ats_jax.sharding.apply import num_shards, reshard
+
+
+def generate(
+  model: Decoder, tokenizer: Tokenizer, cfg: SampleConfig, *, prompt: str, seed: int
+) -> Iterator[str]:
+  """Yield the continuation of `prompt`, piece by piece, as it is drawn.
+
+  Ends at the end-of-document token, at one of `cfg.stop` (which is not yielded), or after
+  `cfg.max_tokens`. Runs on the current mesh; the same seed gives the same text.
+
+  Args:
+    model: the decoder.
+    tokenizer: the one it was trained with.
+    cfg: how to sample.
+    prompt: text to continue; empty = the beginning of a document.
+    seed: of the draws.
+  """
+  stops = tuple(filter(None, cfg.stop.split(",")))
+  tokens = generate_tokens(model, tokenizer, cfg, prompt=prompt, seed=seed)
+  return until_stop(stream_text(tokens, tokenizer), stops)
+
+
+def generate_tokens(
+  model: Decoder, tokenizer: Tokenizer, cfg: SampleConfig, *, prompt: str, seed: int
+) -> Iterator[int]:
+  """Yield the ids that continue `prompt`, up to and without the end-of-document token."""
+  ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+  # Lengths are rounded up so that prompts of similar length share a compiled program.
+  padded = max(16, 1 << (len(ids) - 1).bit_length())
+  length = -(-(padded + cfg.max_tokens) // 64) * 64
+  rows = num_shards("batch")  # every device needs a row; all rows are alike
+  cache = empty_cache(model.cfg, rows, length, model.num.compute_dtype)
+
+  allowed = np.arange(model.cfg.vocab_size) < tokenizer.vocab_size
+  allowed[[tokenizer.bos_id, tokenizer.pad_id]] = False
+  allowed[tokenizer.eos_id] = True
+  step = functools.partial(_extend, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+  key = jax.random.key(seed)
+  # The padding's keys sit in slots that are overwritten before a later token sees them.
+  prompt_ids = np.full(padded, tokenizer.eos_id, np.int32)
+  prompt_ids[: len(ids)] = ids
+  token, cache = step(model, cache, prompt_ids, np.arange(padded), len(ids) - 1, key, allowed)
+  for position in range(len(ids), len(ids) + cfg.max_tokens):
+    token_id = int(token)
+    if token_id == tokenizer.eos_id:
+      return
+    yield token_id
+    if position + 1 < len(ids) + cfg.max_tokens:
+      here = np.array([position])
+      token, cache = step(model, cache, token[None], here, 0, key, allowed)
+
+
+@functools.partial(
+  jax.jit, donate_argnames="cache", static_argnames=("temperature", "top_k", "top_p")
+)
+def _extend(
+  model: Decoder,
+  cache: KVCache,
+  tokens_T: jax.Array,
+  index_T: jax.Array,
+  last: jax.Array,
+  key: jax.Array,
+  allowed_V: jax.Array,
+  **sampling: float,
+) -> tuple[jax.Array, KVCache]:
+  """Run tokens at cache slots `index_T`; draw the token after the one at `last`."""
+  rows = cache.k_BSKH.shape[1]
+  spread = lambda x: reshard(
+    jnp.broadcast_to(jnp.asarray(x, jnp.int32), (rows, x.size)), "batch", "seq"
+  )
+  x_BTD, cache = model.extend(spread(tokens_T), spread(index_T), cache)
+  x_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, last, 1, axis=1)
+  logits_V = reshard(model.logits(x_B1D), None, None, None)[0, 0]
+  logits_V = jnp.where(allowed_V, logits_V, -jnp.inf)
+  draw = jax.random.fold_in(key, index_T[last])
+  return sample(logits_V[None], draw, **sampling)[0], cache
+
+
+def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+  """Turn ids into pieces of text that never cut a character."""
+  decoder = StreamDecoder(tokenizer)
+  for token in tokens:
+    if piece := decoder.push(token):
+      yield piece
+  if rest := decoder.finish():
+    yield rest
+
+
+def until_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
+  """Pass pieces on up to the first of `stops`, holding back what may be the start of one."""
+  held = ""
+  for piece in pieces:
+    held += piece
+    ends = [held.index(s) for s in stops if s in held]
+    if ends:
+      yield held[: min(ends)]
+      return
+    keep = max((n for s in stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
+    if len(held) > keep:
+      yield held[: len(held) - keep]
+      held = held[len(held) - keep :]
+  if held:
+    yield held

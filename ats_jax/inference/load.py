@@ -1,0 +1,60 @@
+"""A trained run, ready to use: its weights, tokenizer and config, from the workdir alone."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from ats_jax import runtime, workdir
+from ats_jax.checkpoint import abstract_like, restore_tree
+from ats_jax.config.build import resolve
+from ats_jax.data.tokenizer import Tokenizer
+from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.model.decoder import Decoder
+from ats_jax.sharding.mesh import make_mesh
+from ats_jax.step.plan import Plan, make_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What `load_run` gives.
+
+  Attributes:
+    step: of the checkpoint.
+    model: the weights; their average where the run keeps one (`optimizer.ema_decay`).
+    tokenizer: the one of the training.
+    plan: how it computes.
+  """
+
+  step: int
+  model: Decoder
+  tokenizer: Tokenizer
+  plan: Plan
+
+
+@contextlib.contextmanager
+def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
+  """Restore the weights of a run; its mesh is set inside the context.
+
+  Args:
+    folder: the workdir.
+    step: a step, "latest" or "best".
+
+  Raises:
+    ValueError: if there is no run, no such checkpoint, or none that is intact.
+  """
+  cfg = workdir.load_config(folder)
+  runtime.configure(cfg)
+  tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
+  cfg = resolve(cfg, tokenizer.vocab_size)
+  cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, data=-1))
+  mesh = make_mesh(cfg)
+  with jax.set_mesh(mesh):
+    plan = make_plan(cfg)
+    part = "ema" if cfg.optimizer.ema_decay else "model"
+    abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
+    chosen = int(step) if step.isdecimal() else step
+    restored, model, _ = restore_tree(folder / workdir.CHECKPOINTS, abstract, chosen, part)
+    yield Run(restored, model, tokenizer, plan)

@@ -1,0 +1,102 @@
+"""Tokens and steps a second, and the share of the hardware's peak they amount to (MFU)."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+
+# Dense peak of one device in FLOP/s, by a pattern for jax's `device_kind` and the operands' dtype;
+# the first pattern that matches decides. From NVIDIA's data sheets (half of a figure quoted "with
+# sparsity") and Google's TPU pages. A variant with other clocks or fewer cores (laptop GPUs, MIG
+# slices, NVL cards) has another peak: it must not match.
+_FP16 = ("bfloat16", "float16")
+PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+  (r"\bMIG\b|Laptop|\bNVL\b", {}),
+  (r"\bH100 PCIe\b", dict.fromkeys(_FP16, 756.5e12)),
+  (r"\bH[12]00\b", dict.fromkeys(_FP16, 989e12)),
+  (r"\bB200\b", dict.fromkeys(_FP16, 2250e12)),
+  (r"\bA100\b", dict.fromkeys(_FP16, 312e12)),
+  (r"\bL40S\b", dict.fromkeys(_FP16, 362e12)),
+  (r"\bL4\b", dict.fromkeys(_FP16, 121e12)),
+  (r"\bRTX 4090$", dict.fromkeys(_FP16, 165e12)),
+  (r"\bV100-SXM2\b", {"float16": 125e12}),
+  (r"\bTPU v4$", {"bfloat16": 275e12}),
+  (r"\bTPU v5( lite|e)$", {"bfloat16": 197e12}),
+  (r"\bTPU v5p?$", {"bfloat16": 459e12}),
+  (r"\bTPU v6( lite|e)$", {"bfloat16": 918e12}),
+)
+
+
+def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+  """Returns the dense peak of one device in FLOP/s, or None where the table has no figure for it.
+
+  Args:
+    device_kind: `jax.devices()[0].device_kind`, e.g. "NVIDIA H100 80GB HBM3".
+    dtype: of the matmul operands, e.g. "bfloat16".
+  """
+  for pattern, peaks in PEAK_FLOPS:
+    if re.search(pattern, device_kind, re.IGNORECASE):
+      return peaks.get(dtype)
+  return None
+
+
+def mfu(
+  flops_per_token: float, tokens_per_sec: float, num_devices: int, peak: float | None
+) -> float | None:
+  """Returns model FLOP/s as a share (0 to 1) of all devices' peak, or None without a peak."""
+  return None if peak is None else flops_per_token * tokens_per_sec / (num_devices * peak)
+
+
+class Throughput:
+  """Speed over the last logging interval, by the host's monotonic clock.
+
+  Call `start` when steps begin to run back to back (after the first step has compiled, after an
+  evaluation or a checkpoint), and `read` whenever metrics are logged: each interval ends and the
+  next begins there. Both must be called when the host has just waited for the same step, as the
+  loop does by fetching its metrics; otherwise they time the dispatch, not the work.
+  """
+
+  def __init__(
+    self,
+    *,
+    num_devices: int,
+    peak: float | None,
+    flops_per_token: Mapping[str, float],
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Sets what MFU is relative to.
+
+    Args:
+      num_devices: devices that share the work.
+      peak: FLOP/s of one of them (`peak_flops`); None leaves MFU out.
+      flops_per_token: forward and backward FLOPs under each convention, by the name of its metric:
+        {"train/mfu": causal, no input embedding, active parameters; "train/mfu_6n": 6N + 12LdS}.
+      clock: seconds.
+    """
+    self._num_devices = num_devices
+    self._peak = peak
+    self._flops_per_token = dict(flops_per_token)
+    self._clock = clock
+    self._start: tuple[int, int, float] | None = None
+
+  def start(self, step: int, tokens: int) -> None:
+    """Begins an interval at `step`, with `tokens` trained on so far over all hosts."""
+    self._start = (step, tokens, self._clock())
+
+  def read(self, step: int, tokens: int) -> dict[str, float]:
+    """Ends the interval and begins the next; empty if there is none or no step ran in it."""
+    if self._start is None or step <= self._start[0]:
+      self.start(step, tokens)
+      return {}
+    first_step, first_tokens, began = self._start
+    self.start(step, tokens)
+    secs = max(self._start[2] - began, 1e-9)
+    tokens_per_sec = (tokens - first_tokens) / secs
+    metrics = {
+      "train/tokens_per_sec": tokens_per_sec,
+      "train/steps_per_sec": (step - first_step) / secs,
+    }
+    for name, flops in self._flops_per_token.items():
+      share = mfu(flops, tokens_per_sec, self._num_devices, self._peak)
+      if share is not None:
+        metrics[name] = share
+    return metrics

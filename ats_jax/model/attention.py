@@ -1,0 +1,110 @@
+"""Grouped-query attention with RoPE.
+
+Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads, H head_dim.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ats_jax.config.schema import ModelConfig
+from ats_jax.model.init import Numerics, normal, residual_std
+from ats_jax.model.norm import RMSNorm
+from ats_jax.ops.attention import attention, cached_attention
+from ats_jax.ops.rope import rope
+from ats_jax.sharding.apply import einsum
+from ats_jax.sharding.rules import spec
+
+RopeTable = tuple[jax.Array, jax.Array]
+
+
+class KVCache(NamedTuple):
+  """Keys and values of the tokens seen so far; stacked over layers by the decoder."""
+
+  k_BSKH: jax.Array
+  v_BSKH: jax.Array
+
+
+class Attention(nnx.Module):
+  """Causal self-attention; key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
+
+  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
+    self.num = num
+    d, n, k, h = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    self.q = normal(
+      rngs.params(), (d, n, h), ("embed", "heads", "head_dim"), cfg.init_std, num.param_dtype
+    )
+    kv_axes = ("embed", "kv_heads", "head_dim")
+    self.k = normal(rngs.params(), (d, k, h), kv_axes, cfg.init_std, num.param_dtype)
+    self.v = normal(rngs.params(), (d, k, h), kv_axes, cfg.init_std, num.param_dtype)
+    self.out = normal(
+      rngs.params(), (n, h, d), ("heads", "head_dim", "embed"), residual_std(cfg), num.param_dtype
+    )
+    self.q_norm = RMSNorm(h, cfg.norm_eps, num) if cfg.qk_norm else None
+    self.k_norm = RMSNorm(h, cfg.norm_eps, num) if cfg.qk_norm else None
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    table: RopeTable,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    cache: KVCache | None = None,
+    index_BT: jax.Array | None = None,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Attend within segments (training) or to a cache (generation).
+
+    Args:
+      x_BTD: normalised activations [batch, seq, d_model] in the compute dtype.
+      table: cosines and sines from `rope_table`.
+      segment_ids_BT: a token sees earlier tokens of its own segment only.
+      cache: keys and values to extend; with it, `index_BT` says in which slot each token goes.
+      index_BT: int32 slots; a token sees the slots up to its own.
+
+    Returns:
+      The output [batch, seq, d_model] and the extended cache (None without one).
+    """
+    q_BTNH = self._project(x_BTD, self.q, "heads")
+    k_BSKH = self._project(x_BTD, self.k, "kv_heads")
+    v_BSKH = self._project(x_BTD, self.v, "kv_heads")
+    if self.q_norm is not None and self.k_norm is not None:
+      q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
+    q_BTNH = checkpoint_name(rope(q_BTNH, table), "attn_q")
+    k_BSKH = checkpoint_name(rope(k_BSKH, table), "attn_k")
+    v_BSKH = checkpoint_name(v_BSKH, "attn_v")
+    if cache is None:
+      assert segment_ids_BT is not None
+      y_BTNH = attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        segment_ids_BT=segment_ids_BT,
+        max_segments=self.num.max_segments,
+        implementation=self.num.attention,
+      )
+    else:
+      assert index_BT is not None
+      y_BTNH, *updated = cached_attention(q_BTNH, k_BSKH, v_BSKH, *cache, index_BT)
+      cache = KVCache(*updated)
+    y_BTNH = checkpoint_name(y_BTNH, "attn_y")
+    y_BTD = einsum(
+      "BTNH,NHD->BTD",
+      y_BTNH,
+      self.out[...].astype(self.num.compute_dtype),
+      axes=("batch", "seq", "act_embed"),
+    )
+    return y_BTD, cache
+
+  def _project(self, x_BTD: jax.Array, weight: nnx.Param, heads: str) -> jax.Array:
+    axes = ("batch", "seq", heads, "head_dim")
+    return einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(self.num.compute_dtype), axes=axes)
+
+
+def empty_cache(cfg: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
+  """A cache of zeros [num_layers, batch, length, num_kv_heads, head_dim] for each of k and v."""
+  shape = (cfg.num_layers, batch, length, cfg.num_kv_heads, cfg.head_dim)
+  axes = spec("layers", "batch", "seq", "kv_heads", "head_dim")
+  return KVCache(*(jnp.zeros(shape, dtype, out_sharding=axes) for _ in range(2)))

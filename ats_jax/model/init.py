@@ -1,0 +1,61 @@
+"""Parameters: born in their dtype and sharding, with their logical axes beside them."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.config.schema import Config, ModelConfig
+from ats_jax.sharding.rules import spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+  """How the function is computed; none of it changes what is computed, beyond rounding."""
+
+  param_dtype: jnp.dtype
+  compute_dtype: jnp.dtype
+  attention: str  # implementation, chosen by ops.attention.choose
+  max_segments: int  # runs of one segment id in a row at most, padding's included
+  remat: str
+  scan_unroll: int
+
+
+def numerics(cfg: Config, attention: str) -> Numerics:
+  """Collect the settings that the model needs beside its shape."""
+  return Numerics(
+    param_dtype=jnp.dtype(cfg.precision.param_dtype),
+    compute_dtype=jnp.dtype(cfg.precision.compute_dtype),
+    attention=attention,
+    max_segments=cfg.data.max_segments + 1,
+    remat=cfg.step.remat,
+    scan_unroll=cfg.step.scan_unroll,
+  )
+
+
+def normal(
+  key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: jnp.dtype
+) -> nnx.Param:
+  """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
+  value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec(*axes))
+  return nnx.Param(value.astype(dtype))
+
+
+def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
+  """A vector of ones, e.g. the scale of a norm."""
+  return nnx.Param(jnp.ones(shape, dtype, out_sharding=spec(*axes)))
+
+
+def residual_std(cfg: ModelConfig) -> float:
+  """Std of matrices that write to the residual stream: 2 * num_layers of them add up (GPT-2)."""
+  return cfg.init_std / math.sqrt(2 * cfg.num_layers)
+
+
+def head_std(cfg: ModelConfig) -> float:
+  """Std of the output head: logits of a unit-RMS input stay within 0.25, so first loss = ln V.
+
+  The excess over ln V is half the logits' variance, at most 0.03 (our choice; no source).
+  """
+  return min(cfg.init_std, 0.25 / math.sqrt(cfg.d_model))

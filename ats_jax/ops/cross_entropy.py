@@ -1,0 +1,164 @@
+"""Output head and cross-entropy in one pass, a chunk of tokens at a time.
+
+Letters: B batch, T seq, D d_model, V vocab (a device's share of it), C tokens of a chunk.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards
+
+X_AXES = ("batch", "seq", "act_embed")
+HEAD_AXES = ("vocab", "act_embed")
+TOKEN_AXES = ("batch", "seq")
+
+
+class LossSums(NamedTuple):
+  """Sums over tokens, weighted by the mask; float32 scalars.
+
+  Attributes:
+    objective: what is minimised: smoothed cross-entropy + z_loss * logsumexp^2.
+    cross_entropy: plain cross-entropy in nats.
+    z: squared logsumexp.
+    correct: tokens whose target has the highest score.
+  """
+
+  objective: jax.Array
+  cross_entropy: jax.Array
+  z: jax.Array
+  correct: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def linear_cross_entropy(
+  x_BTD: jax.Array,
+  head_VD: jax.Array,
+  targets_BT: jax.Array,
+  mask_BT: jax.Array,
+  z_loss: float,
+  label_smoothing: float,
+  chunk_tokens: int,
+) -> LossSums:
+  """Score `x @ head.T` against targets without ever holding `[tokens, vocab]`.
+
+  The forward rule of the derivative computes both gradients while a chunk's logits exist: three
+  matmuls instead of the four that recomputing the logits costs. Only `objective` is
+  differentiable; the other sums are statistics.
+
+  Args:
+    x_BTD: final activations [batch, seq, d_model].
+    head_VD: output matrix [vocab, d_model], same dtype.
+    targets_BT: int32 [batch, seq].
+    mask_BT: float32 weights; 0 = not counted.
+    z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
+    label_smoothing: share of the target spread evenly over the vocabulary.
+    chunk_tokens: tokens of all devices together whose logits exist at one time.
+
+  Returns:
+    Sums over all tokens.
+  """
+  sums, _ = _sums_and_grads(
+    x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, with_grads=False
+  )
+  return sums
+
+
+def _forward(x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens):
+  return _sums_and_grads(
+    x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, with_grads=True
+  )
+
+
+def _backward(z_loss, label_smoothing, chunk_tokens, grads, cotangent):
+  dx_BTD, dhead_VD = grads
+  scale = cotangent.objective
+  return (dx_BTD * scale).astype(dx_BTD.dtype), (dhead_VD * scale).astype(dx_BTD.dtype), None, None
+
+
+linear_cross_entropy.defvjp(_forward, _backward)
+
+
+def _sums_and_grads(
+  x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, with_grads
+):
+  chunk = max(1, chunk_tokens // num_shards("batch"))
+  local = functools.partial(
+    _local,
+    z_loss=z_loss,
+    label_smoothing=label_smoothing,
+    chunk=chunk,
+    with_grads=with_grads,
+  )
+  scalars = LossSums((), (), (), ())
+  grads = (X_AXES, HEAD_AXES) if with_grads else None
+  return island(
+    local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES, TOKEN_AXES), out_axes=(scalars, grads)
+  )(x_BTD, head_VD, targets_BT, mask_BT)
+
+
+def _local(x_BTD, head_VD, targets_BT, mask_BT, *, z_loss, label_smoothing, chunk, with_grads):
+  """Work on one device's rows and its share of the vocabulary."""
+  tokens, d_model = targets_BT.size, x_BTD.shape[-1]
+  chunk = min(chunk, tokens)
+  pad = -tokens % chunk  # padded tokens have mask 0
+
+  def split(a):
+    a = a.reshape(tokens, *a.shape[2:])
+    a = jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1))
+    return a.reshape(-1, chunk, *a.shape[1:])
+
+  def step(dhead_VD, inputs):
+    sums, dx_CD, dchunk_VD = _chunk(
+      head_VD, *inputs, z_loss=z_loss, label_smoothing=label_smoothing, with_grads=with_grads
+    )
+    return (dhead_VD + dchunk_VD, (sums, dx_CD)) if with_grads else (None, (sums, None))
+
+  dhead_VD = jnp.zeros(head_VD.shape, jnp.float32) if with_grads else None
+  inputs = (split(x_BTD), split(targets_BT), split(mask_BT))
+  dhead_VD, (sums, dx) = jax.lax.scan(step, dhead_VD, inputs)
+  sums = jax.tree.map(lambda s: all_sum(jnp.sum(s), "batch"), sums)
+  if not with_grads:
+    return sums, None
+  dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
+  return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, "batch"))
+
+
+def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, with_grads):
+  logits_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
+  num_local = head_VD.shape[0]
+  vocab = num_local * num_shards("vocab")
+  ids_V = jnp.arange(num_local) + axis_index("vocab") * num_local
+  is_target_CV = ids_V == targets_C[:, None]
+
+  top_C = all_max(jnp.max(logits_CV, axis=-1), "vocab")
+  exp_CV = jnp.exp(logits_CV - top_C[:, None])
+  total_C = all_sum(jnp.sum(exp_CV, axis=-1), "vocab")
+  lse_C = top_C + jnp.log(total_C)
+  label_C = all_sum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "vocab")
+  cross_entropy_C = lse_C - label_C
+  objective_C = cross_entropy_C + z_loss * jnp.square(lse_C)
+  if label_smoothing:
+    mean_C = all_sum(jnp.sum(logits_CV, axis=-1), "vocab") / vocab
+    objective_C += label_smoothing * (label_C - mean_C)
+  sums = LossSums(
+    objective=jnp.sum(objective_C * mask_C),
+    cross_entropy=jnp.sum(cross_entropy_C * mask_C),
+    z=jnp.sum(jnp.square(lse_C) * mask_C),
+    correct=jnp.sum((label_C >= top_C) * mask_C),
+  )
+  if not with_grads:
+    return sums, None, None
+
+  # d objective / d logits = (1 + 2 z lse) softmax - (1 - s) onehot - s / V, times the mask
+  weight_C = (1.0 + 2.0 * z_loss * lse_C) / total_C
+  dlogits_CV = exp_CV * weight_C[:, None] - (1.0 - label_smoothing) * is_target_CV
+  dlogits_CV = (dlogits_CV - label_smoothing / vocab) * mask_C[:, None]
+  dlogits_CV = dlogits_CV.astype(x_CD.dtype)
+  # A float32 result where the vocabulary is sharded: its shares are still to be added up.
+  partial = jnp.float32 if num_shards("vocab") > 1 else x_CD.dtype
+  dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, head_VD, preferred_element_type=partial)
+  dhead_VD = jnp.einsum("CV,CD->VD", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
+  return sums, dx_CD, dhead_VD

@@ -1,0 +1,37 @@
+"""Rotary position embedding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864, eq. 15).
+
+  Args:
+    positions_BT: int32 [batch, seq].
+    head_dim: even width of one head.
+    theta: base of the frequencies.
+
+  Returns:
+    Two float32 arrays [batch, seq, 1, head_dim / 2].
+  """
+  frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+  angles = positions_BT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Rotate each pair (i, i + head_dim/2) by its angle, in float32.
+
+  Args:
+    x_BTNH: queries or keys [batch, seq, heads, head_dim].
+    table: from `rope_table`.
+
+  Returns:
+    Array like `x_BTNH`.
+  """
+  cos, sin = table
+  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return rotated.astype(x_BTNH.dtype)

@@ -1,0 +1,117 @@
+"""What a run says about itself at its start and at its end."""
+
+import itertools
+from pathlib import Path
+
+import jax
+from absl import logging
+
+from ats_jax import runtime, workdir
+from ats_jax.config.schema import Config
+from ats_jax.data.bigram import Bigram
+from ats_jax.data.pipeline import Dataset
+from ats_jax.feed import eval_feed, train_feed
+from ats_jax.inference.generator import generate
+from ats_jax.metrics.environment import environment
+from ats_jax.metrics.overview import parameter_overview
+from ats_jax.metrics.throughput import Throughput, peak_flops
+from ats_jax.model.decoder import Decoder
+from ats_jax.scoring import score
+from ats_jax.step.plan import Plan
+
+
+def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start: int) -> None:
+  """Log and store what will run: parameters, implementations, formats, mesh, data."""
+  cfg, mesh = plan.cfg, jax.sharding.get_mesh()
+  logging.info("parameters:\n%s", parameter_overview(model))
+  cache = "off" if cfg.compilation_cache == "off" else str(runtime.cache_folder(cfg))
+  facts = {
+    "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+    **{choice.op: f"{choice.implementation} ({choice.reason})" for choice in plan.choices},
+    "formats": f"parameters {cfg.precision.param_dtype}, matmuls {cfg.precision.compute_dtype}, "
+    f"moments {cfg.precision.mu_dtype} and {cfg.precision.nu_dtype}; "
+    "norms, softmax and loss float32",
+    "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
+    f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
+    "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
+    f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "FLOPs a token": f"{plan.counts.flops_causal:.3g} (causal attention, no input embedding; "
+    f"the base of train/mfu), {plan.counts.flops_full:.3g} (6N + 12LdS)",
+    "compilation cache": cache,
+  }
+  for name, value in facts.items():
+    logging.info("%s: %s", name, value)
+  if jax.process_index() == 0:
+    run = {"model": vars(cfg.model), "parameters": plan.counts.parameters, **facts}
+    workdir.write_json(folder / workdir.METADATA, {**environment(), "run": run})
+  if start == cfg.num_steps:
+    logging.info(
+      "%s is complete: step %d of %d. --config.num_steps=%d would train on.",
+      folder, start, cfg.num_steps, 2 * cfg.num_steps,
+    )  # fmt: skip
+  elif start:
+    logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def speed(plan: Plan) -> Throughput:
+  """A meter that knows the run's FLOPs and its devices' peak."""
+  return Throughput(
+    num_devices=jax.device_count(),
+    peak=peak_flops(jax.devices()[0].device_kind, plan.cfg.precision.compute_dtype),
+    flops_per_token={
+      "train/mfu": plan.counts.flops_causal,
+      "train/mfu_6n": plan.counts.flops_full,
+    },
+  )
+
+
+def closing(
+  plan: Plan,
+  folder: Path,
+  weights: Decoder,
+  train_set: Dataset,
+  valid_set: Dataset,
+  scores: dict[str, float] | None,
+) -> None:
+  """Say what was reached: the validation scores, the bigram baseline, a sample of text."""
+  cfg = plan.cfg
+  if scores is None and valid_set.num_rows:  # the run was complete before it began
+    scores = score(plan, weights, valid_set)
+  if scores:
+    say_scores(cfg, train_set, valid_set, scores)
+  if cfg.sample.max_tokens:
+    text = sample(cfg, weights, train_set)
+    path = folder / "samples" / f"{cfg.num_steps}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    logging.info("a sample that continues %r:\n%s", cfg.sample.prompt, text)
+
+
+def say_scores(
+  cfg: Config, train_set: Dataset, valid_set: Dataset, scores: dict[str, float]
+) -> None:
+  """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
+  logging.info("validation: %s", ", ".join(f"{k[5:]} {v:.5g}" for k, v in scores.items()))
+  if cfg.eval.bigram_baseline:
+    baseline = bigram_baseline(cfg, train_set, valid_set)
+    word = "below" if scores["eval/loss"] < baseline else "NOT below"
+    logging.info(
+      "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
+      scores["eval/loss"], word, baseline,
+    )  # fmt: skip
+
+
+def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> float:
+  """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
+  steps = min(cfg.num_steps, -(-train_set.num_rows // cfg.data.batch_size))
+  with train_feed(cfg, train_set, row=0) as train, eval_feed(cfg, valid_set) as valid:
+    model = Bigram(itertools.islice(train, steps), train_set.tokenizer.vocab_size)
+    return model.loss(valid)
+
+
+def sample(cfg: Config, weights: Decoder, train_set: Dataset) -> str:
+  """The prompt and its continuation."""
+  prompt = cfg.sample.prompt
+  pieces = generate(weights, train_set.tokenizer, cfg.sample, prompt=prompt, seed=cfg.seed)
+  return prompt + "".join(pieces)

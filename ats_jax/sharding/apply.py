@@ -1,0 +1,73 @@
+"""Array operations that name logical axes: the only place that spells `out_sharding`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.sharding.rules import RULES, spec
+
+Axes = Sequence[str | None]
+
+
+def einsum(formula: str, *operands: jax.Array, axes: Axes, **kwargs: Any) -> jax.Array:
+  """`jnp.einsum` whose result is sharded by logical `axes`."""
+  return jnp.einsum(formula, *operands, out_sharding=spec(*axes), **kwargs)
+
+
+def gather_rows(table: jax.Array, index: jax.Array, *, axes: Axes) -> jax.Array:
+  """`table[index]` along the first dimension, sharded by logical `axes`."""
+  return table.at[index].get(out_sharding=spec(*axes))
+
+
+def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
+  """Move `x` to the sharding of logical `axes`."""
+  return jax.reshard(x, spec(*axes))
+
+
+def island(f: Callable, *, in_axes: Sequence[Axes], out_axes: Any) -> Callable:
+  """Run `f` on each device's block (`jax.shard_map`), for what the compiler cannot partition.
+
+  Args:
+    f: function of local arrays; each argument is resharded to `in_axes` first.
+    in_axes: logical axes of each argument.
+    out_axes: a pytree of the results, with a plain tuple of logical axes for each array.
+  """
+  to_specs = lambda axes: jax.tree.map(lambda a: spec(*a), axes, is_leaf=_is_axes)
+  in_specs = to_specs(tuple(in_axes))
+  # check_vma=False: with it, sorting inside an island has given wrong gradients without an error.
+  mapped = jax.shard_map(f, in_specs=in_specs, out_specs=to_specs(out_axes), check_vma=False)
+  return lambda *args: mapped(*(jax.reshard(a, s) for a, s in zip(args, in_specs, strict=True)))
+
+
+def _is_axes(x: Any) -> bool:
+  return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
+
+
+def mesh_axes(axis: str) -> tuple[str, ...]:
+  """The mesh axes that a logical axis is sharded over."""
+  names = RULES[axis]
+  return (names,) if isinstance(names, str) else names or ()
+
+
+def num_shards(axis: str) -> int:
+  """Into how many pieces the current mesh cuts a dimension with this logical axis."""
+  shape = jax.sharding.get_abstract_mesh().shape
+  return math.prod(shape.get(name, 1) for name in mesh_axes(axis))
+
+
+def all_sum(x: jax.Array, axis: str) -> jax.Array:
+  """Inside an island: add up the shares that the devices along a logical axis hold."""
+  return jax.lax.psum(x, mesh_axes(axis)) if num_shards(axis) > 1 else x
+
+
+def all_max(x: jax.Array, axis: str) -> jax.Array:
+  """Inside an island: the maximum over the devices along a logical axis."""
+  return jax.lax.pmax(x, mesh_axes(axis)) if num_shards(axis) > 1 else x
+
+
+def axis_index(axis: str) -> jax.Array | int:
+  """Inside an island: which piece of a logical axis this device holds."""
+  return jax.lax.axis_index(mesh_axes(axis)) if num_shards(axis) > 1 else 0

@@ -1,0 +1,63 @@
+"""The device mesh, and host batches -> global arrays on it."""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from ats_jax.config.schema import Config
+from ats_jax.sharding.rules import MESH_AXES, spec
+
+
+def make_mesh(cfg: Config, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """Build the mesh `cfg.mesh` asks for over all devices (explicit axes).
+
+  Raises:
+    ValueError: if the sizes do not multiply to the number of devices, or do not divide the batch.
+  """
+  devices = devices or jax.devices()
+  sizes = {a: getattr(cfg.mesh, a) for a in MESH_AXES}
+  if sizes["data"] == -1:
+    rest = sizes["fsdp"] * sizes["tensor"]
+    if len(devices) % rest:
+      raise ValueError(
+        f"mesh.fsdp={sizes['fsdp']} x mesh.tensor={sizes['tensor']} = {rest} does not divide "
+        f"the {len(devices)} devices. Choose sizes whose product divides {len(devices)}."
+      )
+    sizes["data"] = len(devices) // rest
+  if math.prod(sizes.values()) != len(devices):
+    raise ValueError(
+      f"mesh {'x'.join(map(str, sizes.values()))} ({', '.join(MESH_AXES)}) needs "
+      f"{math.prod(sizes.values())} devices, there are {len(devices)}. "
+      "Change mesh.data, mesh.fsdp or mesh.tensor; mesh.data=-1 takes all that are left."
+    )
+  shards, micro = sizes["data"] * sizes["fsdp"], cfg.data.batch_size // cfg.step.accum_steps
+  if micro % shards:
+    raise ValueError(
+      f"data.batch_size={cfg.data.batch_size} / step.accum_steps={cfg.step.accum_steps} = {micro} "
+      f"rows a micro-batch do not divide over mesh.data={sizes['data']} x mesh.fsdp="
+      f"{sizes['fsdp']} = {shards} shards. Use a multiple of {shards * cfg.step.accum_steps}."
+    )
+  return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices)
+
+
+def batch_sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:
+  """Sharding of a `[accum, batch, seq]` (ndim 3) or `[batch, seq]` (ndim 2) array."""
+  axes = ("batch", "seq") if ndim == 2 else (None, "batch", "seq")
+  return jax.sharding.NamedSharding(mesh, spec(*axes))
+
+
+def local_rows(mesh: jax.sharding.Mesh, micro: int) -> np.ndarray:
+  """Return the sorted rows of a micro-batch of `micro` rows that this process's devices hold."""
+  sharding = jax.sharding.NamedSharding(mesh, spec("batch"))
+  blocks = sharding.addressable_devices_indices_map((micro,)).values()
+  return np.unique(np.concatenate([np.arange(micro)[b[0]] for b in blocks]))
+
+
+def to_global(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+  """Make global arrays of this process's rows (`local_rows`) of each array."""
+  return {
+    k: jax.make_array_from_process_local_data(batch_sharding(mesh, v.ndim), v)
+    for k, v in batch.items()
+  }

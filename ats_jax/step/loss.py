@@ -1,0 +1,39 @@
+"""The loss of one micro-batch."""
+
+from collections.abc import Mapping
+
+import jax
+
+from ats_jax.config.schema import StepConfig
+from ats_jax.model.decoder import Decoder
+from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy
+
+Batch = Mapping[str, jax.Array]
+
+
+def loss_sums(
+  model: Decoder, batch: Batch, cfg: StepConfig, dropout_key: jax.Array | None = None
+) -> LossSums:
+  """Sums over the tokens of `batch` (arrays [batch, seq]); divide by the mask's sum for means.
+
+  Args:
+    model: the decoder.
+    batch: tokens, targets, loss_mask, segment_ids, positions.
+    cfg: z_loss, label_smoothing and loss_chunk_tokens.
+    dropout_key: None = no dropout.
+  """
+  x_BTD = model(
+    batch["tokens"],
+    positions_BT=batch["positions"],
+    segment_ids_BT=batch["segment_ids"],
+    dropout_key=dropout_key,
+  )
+  return linear_cross_entropy(
+    x_BTD,
+    model.head_weights(),
+    batch["targets"],
+    batch["loss_mask"],
+    cfg.z_loss,
+    cfg.label_smoothing,
+    cfg.loss_chunk_tokens,
+  )

@@ -1,0 +1,78 @@
+"""AdamW as an optax chain. The learning rate is applied by the train step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ats_jax.config.schema import Config
+
+
+class AdamState(NamedTuple):
+  """State of `scale_by_adam`.
+
+  Attributes:
+    count: int32 scalar, updates so far.
+    mu: first moments, a tree like the parameters.
+    nu: second moments.
+  """
+
+  count: jax.Array
+  mu: Any
+  nu: Any
+
+
+def build_optimizer(cfg: Config) -> optax.GradientTransformation:
+  """Clip, Adam, decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101).
+
+  The result is a descent direction of unit learning rate: parameters move by -lr times it.
+  """
+  o = cfg.optimizer
+  chain = [optax.clip_by_global_norm(o.grad_clip)] if o.grad_clip else []
+  dtypes = jnp.dtype(cfg.precision.mu_dtype), jnp.dtype(cfg.precision.nu_dtype)
+  chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
+  if o.weight_decay:
+    mask = lambda params: decay_mask(params, embeddings=o.decay_embeddings)
+    chain.append(optax.add_decayed_weights(o.weight_decay, mask=mask))
+  return optax.chain(*chain)
+
+
+def scale_by_adam(
+  b1: float, b2: float, eps: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype
+) -> optax.GradientTransformation:
+  """Adam's direction (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), float32 arithmetic.
+
+  As `optax.scale_by_adam`, but each moment has a dtype of its own: optax gives the second moment
+  the parameters' dtype, and a bfloat16 average with b2 >= 0.99 stops moving.
+  """
+
+  def init(params):
+    zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
+    return AdamState(jnp.zeros((), jnp.int32), zeros(mu_dtype), zeros(nu_dtype))
+
+  def update(grads, state, params=None):
+    del params
+    count = optax.safe_increment(state.count)
+    average = lambda old, new, b: b * old.astype(jnp.float32) + (1.0 - b) * new
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    mu = jax.tree.map(lambda m, g: average(m, g, b1), state.mu, grads)
+    nu = jax.tree.map(lambda v, g: average(v, jnp.square(g), b2), state.nu, grads)
+    bias1, bias2 = 1.0 - b1**count, 1.0 - b2**count
+    updates = jax.tree.map(lambda m, v: (m / bias1) / (jnp.sqrt(v / bias2) + eps), mu, nu)
+    cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
+    return updates, AdamState(count, cast(mu, mu_dtype), cast(nu, nu_dtype))
+
+  return optax.GradientTransformation(init, update)
+
+
+def decay_mask(params: Any, *, embeddings: bool) -> Any:
+  """Which parameters decay: matrices; the embedding table if asked; never norm scales."""
+
+  def decays(path, _):
+    name = jax.tree_util.keystr(path)
+    if ".scale" in name:
+      return False
+    return embeddings or not name.startswith(".embed")
+
+  return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,86 @@
+"""Everything compiled or chosen once for a run: implementations, optimizer, steps."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ats_jax.config.schema import Config
+from ats_jax.model.count import Counts, count
+from ats_jax.model.init import Numerics, numerics
+from ats_jax.ops import attention
+from ats_jax.ops.registry import Choice
+from ats_jax.sharding.mesh import batch_sharding
+from ats_jax.step.eval_step import make_eval_step
+from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.state import TrainState, init_state
+from ats_jax.step.train_step import make_train_step
+
+BATCH_DTYPES = {
+  "tokens": jnp.int32,
+  "targets": jnp.int32,
+  "loss_mask": jnp.float32,
+  "segment_ids": jnp.int32,
+  "positions": jnp.int32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How a run computes.
+
+  Attributes:
+    cfg: the resolved config.
+    choices: which implementation of each op runs, and why.
+    num: dtypes and implementations, as the model wants them.
+    tx: the optimizer.
+    train_step: `(state, batch) -> (state, metrics)`, see `make_train_step`.
+    eval_step: `(model, batch) -> sums`, see `make_eval_step`.
+    counts: parameters and FLOPs per token.
+  """
+
+  cfg: Config
+  choices: tuple[Choice, ...]
+  num: Numerics
+  tx: optax.GradientTransformation
+  train_step: Callable
+  eval_step: Callable
+  counts: Counts
+
+  def init(self, *, abstract: bool = False) -> TrainState:
+    """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
+    return init_state(self.cfg, self.num, self.tx, abstract=abstract)
+
+  def compile_train_step(self, state: TrainState) -> Callable:
+    """Compile the train step ahead of its first batch."""
+    data, mesh = self.cfg.data, jax.sharding.get_mesh()
+    shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
+    sharding = batch_sharding(mesh, len(shape))
+    batch = {
+      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+      for name, dtype in BATCH_DTYPES.items()
+    }
+    return self.train_step.lower(state, batch).compile()
+
+
+def make_plan(cfg: Config) -> Plan:
+  """Choose implementations for the devices at hand and build the steps (nothing is compiled yet).
+
+  Call under the mesh, with a resolved config.
+  """
+  device = jax.devices()[0]
+  capability = str(getattr(device, "compute_capability", "0.0"))
+  choice = attention.choose(cfg, device.platform, capability)
+  num, tx = numerics(cfg, choice.implementation), build_optimizer(cfg)
+  model = init_state(cfg, num, tx, abstract=True).model
+  return Plan(
+    cfg=cfg,
+    choices=(choice,),
+    num=num,
+    tx=tx,
+    train_step=make_train_step(cfg, tx),
+    eval_step=make_eval_step(cfg),
+    counts=count(cfg.model, model, cfg.data.seq_len),
+  )

@@ -1,0 +1,62 @@
+"""Everything a step changes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ats_jax.config.schema import Config
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.init import Numerics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """State of training; a step maps it to the next.
+
+  Attributes:
+    step: int32 scalar, updates done.
+    model: the weights.
+    opt_state: state of the optax chain.
+    ema: averaged weights, or None (`optimizer.ema_decay`).
+    key: root of all randomness; never split, only folded with (step, purpose, layer).
+  """
+
+  step: jax.Array
+  model: Decoder
+  opt_state: optax.OptState
+  ema: Decoder | None
+  key: jax.Array
+
+  @property
+  def weights(self) -> Decoder:
+    """What evaluation and generation use: the average if there is one."""
+    return self.model if self.ema is None else self.ema
+
+
+# Purposes folded into the root key.
+INIT, DROPOUT = 0, 1
+
+
+def init_state(
+  cfg: Config, num: Numerics, tx: optax.GradientTransformation, *, abstract: bool = False
+) -> TrainState:
+  """Build the state of step 0, each array born in its sharding on the current mesh.
+
+  Args:
+    cfg: the resolved config.
+    num: see `model.init.numerics`.
+    tx: the optimizer.
+    abstract: give shapes, dtypes and shardings only, without computing anything.
+  """
+
+  def init(key: jax.Array) -> TrainState:
+    model = Decoder(cfg.model, num, nnx.Rngs(params=jax.random.fold_in(key, INIT)))
+    ema = jax.tree.map(jnp.copy, model) if cfg.optimizer.ema_decay else None
+    return TrainState(jnp.zeros((), jnp.int32), model, tx.init(model), ema, key)
+
+  key = jax.random.key(cfg.seed)
+  return jax.eval_shape(init, key) if abstract else jax.jit(init)(key)

@@ -1,0 +1,94 @@
+"""One optimizer update."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ats_jax.config.schema import Config
+from ats_jax.model.decoder import Decoder
+from ats_jax.ops.cross_entropy import LossSums
+from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.schedule import learning_rate
+from ats_jax.step.state import DROPOUT, TrainState
+
+# Names of the float32 vector that a step returns, in order.
+METRICS = (
+  "train/loss",  # plain cross-entropy, nats per token
+  "train/accuracy",
+  "train/z",  # mean squared logsumexp of the logits
+  "train/grad_norm",  # before clipping
+  "train/update_norm",
+  "train/param_norm",
+  "train/learning_rate",
+  "train/tokens",  # that counted in the loss
+)
+
+
+def make_train_step(
+  cfg: Config, tx: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+  """Return the jitted step `(state, batch [accum, batch, seq]) -> (state, metrics)`.
+
+  The state is donated. The metrics are one float32 vector, named by `METRICS`.
+  """
+
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+    num_tokens = jnp.sum(batch["loss_mask"])
+    key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
+    sums, grads = sums_and_grads(cfg, state.model, batch, num_tokens, key)
+
+    directions, opt_state = tx.update(grads, state.opt_state, state.model)
+    lr = learning_rate(cfg, state.step)
+    updates = jax.tree.map(lambda d: -lr * d, directions)
+    model = optax.apply_updates(state.model, updates)
+    ema = state.ema
+    if ema is not None:
+      ema = optax.incremental_update(model, ema, 1.0 - cfg.optimizer.ema_decay)
+
+    metrics = (
+      sums.cross_entropy / num_tokens,
+      sums.correct / num_tokens,
+      sums.z / num_tokens,
+      optax.tree.norm(grads),
+      optax.tree.norm(updates),
+      optax.tree.norm(model),
+      lr,
+      num_tokens,
+    )
+    return TrainState(state.step + 1, model, opt_state, ema, state.key), jnp.stack(metrics)
+
+  return jax.jit(train_step, donate_argnums=0)
+
+
+def sums_and_grads(
+  cfg: Config, model: Decoder, batch: Batch, num_tokens: jax.Array, key: jax.Array
+) -> tuple[LossSums, Decoder]:
+  """Accumulate loss sums and gradients of the token-mean objective over the micro-batches.
+
+  Each micro-batch contributes its sum of token losses, and the division is by the token count of
+  the whole batch, so any split into micro-batches gives one gradient.
+  """
+
+  def objective(model: Decoder, micro: Batch, micro_key: jax.Array):
+    dropout_key = micro_key if cfg.model.dropout else None
+    sums = loss_sums(model, micro, cfg.step, dropout_key)
+    return sums.objective / num_tokens, sums
+
+  grad = jax.grad(objective, has_aux=True)
+
+  def micro_step(carry, micro_and_index):
+    micro, index = micro_and_index
+    grads, sums = grad(model, micro, jax.random.fold_in(key, index))
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return jax.tree.map(jnp.add, carry, (sums, grads)), None
+
+  accum = batch["tokens"].shape[0]
+  if accum == 1:  # no second copy of the gradients
+    grads, sums = grad(model, {k: v[0] for k, v in batch.items()}, jax.random.fold_in(key, 0))
+    return sums, grads
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), model)
+  start = (LossSums(*(jnp.zeros(()) for _ in LossSums._fields)), zeros)
+  (sums, grads), _ = jax.lax.scan(micro_step, start, (dict(batch), jnp.arange(accum)))
+  return sums, grads

@@ -1,0 +1,144 @@
+"""Train a model: read a batch, take a step, log, evaluate, checkpoint; repeat.
+
+python -m ats_jax.train --config=configs/debug.py --workdir=runs/debug [--config.section.name=value]
+"""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import jax
+from absl import flags, logging
+
+from ats_jax import report, runtime, workdir
+from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like
+from ats_jax.config import Config, from_config_dict
+from ats_jax.config.build import explain, resolve
+from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.tokenizer_file import save_tokenizer
+from ats_jax.feed import train_feed
+from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.profiler import ProfileWindow
+from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.steplog import StepLog
+from ats_jax.metrics.writer import create_writer
+from ats_jax.scoring import score
+from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.step.plan import make_plan
+from ats_jax.step.state import TrainState
+from ats_jax.step.train_step import METRICS
+
+PROFILED_STEPS = 3
+
+
+def train(cfg: Config, folder: Path) -> TrainState:
+  """Train to `cfg.num_steps`, going on from the newest checkpoint in `folder` if there is one.
+
+  Args:
+    cfg: the run, as `from_config_dict` gives it.
+    folder: its workdir.
+
+  Returns:
+    The state at the end, or where a signal stopped the run after saving it.
+
+  Raises:
+    ValueError: for settings, data or a workdir that cannot be used.
+    FloatingPointError: if the loss stops being finite.
+  """
+  goodput = Goodput()
+  runtime.configure(cfg)
+  workdir.claim(folder, cfg)
+  train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+  save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
+  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  mesh = make_mesh(cfg)
+
+  with ExitStack() as stack:
+    enter = stack.enter_context
+    enter(jax.set_mesh(mesh))
+    stop = enter(StopSignal())
+    plan = make_plan(cfg)
+    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint))
+    restored = checkpoints.restore_latest(abstract_like(plan.init(abstract=True), mesh))
+    first_position = {"row": 0, "data": train_set.fingerprint}
+    start, state, position = restored or (0, plan.init(), first_position)
+    workdir.check_data(folder, position["data"], train_set.fingerprint)
+    report.opening(plan, folder, state.model, train_set, start)
+
+    resume_step = start if restored else None
+    is_main = jax.process_index() == 0
+    writer = enter(
+      closing(create_writer(cfg.log, folder, resume_step=resume_step, is_main=is_main))
+    )
+    progress = enter(Progress(cfg.num_steps, start_step=start, enabled=cfg.log.progress))
+    profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
+    tokens_per_step = cfg.data.batch_size * cfg.data.seq_len
+    log = StepLog(
+      METRICS,
+      writer,
+      report.speed(plan),
+      progress,
+      every_steps=cfg.log.every_steps,
+      tokens_per_step=tokens_per_step,
+    )
+    with goodput.timed("compile"):
+      train_step = plan.compile_train_step(state) if start < cfg.num_steps else None
+    batches = enter(train_feed(cfg, train_set, position["row"]))
+    stopped = scores = None
+
+    for step in range(start + 1, cfg.num_steps + 1):
+      with goodput.timed("data_wait"):
+        batch = to_global(next(batches), mesh)
+      profile.before(step, state)
+      with goodput.timed("step"):
+        state, metrics = train_step(state, batch)
+        log.push(step, metrics)
+      position["row"] += cfg.data.batch_size
+
+      last, stopped, scores = step == cfg.num_steps, stop.agreed(), None
+      if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
+        with log.pause(step), goodput.timed("eval"):
+          scores = score(plan, state.weights, valid_set)
+          writer.write_scalars(step, scores)
+      if last or stopped or due(step, cfg.checkpoint.every_steps):
+        with log.pause(step), goodput.timed("checkpoint"):
+          loss = scores["eval/loss"] if scores else None
+          checkpoints.save(step, state, position, metric=loss)
+      if stopped:
+        break
+
+    if not stopped:
+      with goodput.timed("sample"):
+        report.closing(plan, folder, state.weights, train_set, valid_set, scores)
+    with goodput.timed("checkpoint"):
+      checkpoints.wait()
+    writer.write_scalars(int(state.step), goodput.summary())
+  logging.info("%s", goodput.line())
+  if stopped:
+    logging.info("%s: saved step %d. The same command goes on from there.", stopped, state.step)
+  return state
+
+
+def due(step: int, every: int) -> bool:
+  """Whether something that happens each `every` steps (0 = never) happens at `step`."""
+  return every > 0 and step % every == 0
+
+
+_CONFIG, _WORKDIR = runtime.define_flags()
+_EXPLAIN = flags.DEFINE_string(
+  "explain", None, "Describe a setting or a section, e.g. model.num_layers."
+)
+
+
+def main(argv: list[str]) -> None:
+  """Train, or explain a setting."""
+  del argv
+  if _EXPLAIN.value:
+    print(explain(_EXPLAIN.value))
+    return
+  config = runtime.require(_CONFIG.value, "config", "configs/debug.py")
+  folder = runtime.require(_WORKDIR.value, "workdir", "runs/debug")
+  train(from_config_dict(config), Path(folder))
+
+
+if __name__ == "__main__":
+  runtime.run(main)

@@ -1,0 +1,97 @@
+"""The folder of a run: its config, environment and tokenizer. One workdir = one run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from ats_jax.config.base import to_dict
+from ats_jax.config.build import differences, flatten, from_config_dict
+from ats_jax.config.schema import Config
+
+CONFIG, METADATA, TOKENIZER, CHECKPOINTS = (
+  "config.json",
+  "metadata.json",
+  "tokenizer.json",
+  "checkpoints",
+)
+
+
+def claim(workdir: Path, cfg: Config) -> None:
+  """Make `workdir` the folder of a run with `cfg`, or check that it is.
+
+  Raises:
+    ValueError: if it cannot be written, or holds a run whose settings differ in more than what may
+      change on resume.
+  """
+  path = workdir / CONFIG
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    previous = json.loads(path.read_text()) if path.exists() else None
+    if previous is not None:
+      _compare(workdir, previous, cfg)
+    elif any((workdir / CHECKPOINTS).glob("[0-9]*")):
+      raise ValueError(
+        f"{workdir} holds checkpoints but no {CONFIG}, so nobody can say whether they fit. "
+        "Restore the file or use another --workdir."
+      )
+    write_json(path, to_dict(cfg))
+  except OSError as e:
+    raise ValueError(f"workdir {workdir} cannot be used: {e}. Choose another --workdir.") from e
+
+
+def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config) -> None:
+  changed = differences(flatten_dict(previous), flatten(cfg))
+  fixed = [f"  {n}: {a!r} -> {b!r}" for n, (a, b, free) in changed.items() if not free]
+  if fixed:
+    lines = "\n".join(fixed)
+    raise ValueError(
+      f"{workdir} holds a run with other settings:\n{lines}\n"
+      "Use another --workdir for the new settings, or the old settings to go on."
+    )
+  for name, (was, now, _) in changed.items():
+    logging.info("changed since the last start: %s: %r -> %r", name, was, now)
+
+
+def check_data(folder: Path, saved: str, found: str) -> None:
+  """Check that a run goes on with the rows it began with.
+
+  Raises:
+    ValueError: if the text, its tokenizer or its packing changed since.
+  """
+  if saved != found:
+    raise ValueError(
+      f"{folder} was trained on other data: the text files, the tokenizer or the packing changed "
+      f"since (fingerprint {saved}, now {found}). Restore them, or use another --workdir."
+    )
+
+
+def flatten_dict(nested: Mapping[str, Any]) -> dict[str, Any]:
+  """Return `{"model.num_layers": 4, ...}` of a config.json."""
+  flat = {}
+  for key, value in nested.items():
+    flat.update(
+      {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    )
+  return flat
+
+
+def load_config(workdir: Path) -> Config:
+  """Read the config of a run.
+
+  Raises:
+    ValueError: if there is no run.
+  """
+  path = workdir / CONFIG
+  if not path.exists():
+    raise ValueError(f"{workdir} holds no run ({CONFIG} is missing). Train one there first.")
+  return from_config_dict(json.loads(path.read_text()))
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Replace `path` in one step, so that a killed process leaves the old file or the new one."""
+  temporary = path.with_suffix(".tmp")
+  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  temporary.replace(path)

@@ -1,0 +1,149 @@
+"""Restoring onto another mesh, and saving from several processes."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ats_jax.checkpoint import CheckpointManager, abstract_like, committed_steps, restore_tree
+from ats_jax.config.schema import CheckpointConfig
+
+assert jax.device_count() == 8
+
+
+def make_mesh(data, fsdp):
+  return jax.make_mesh(
+    (data, fsdp),
+    ("data", "fsdp"),
+    axis_types=(AxisType.Explicit,) * 2,
+    devices=jax.devices()[: data * fsdp],
+  )
+
+
+def init():
+  key = jax.random.key(7)
+  return {
+    "w": jax.random.normal(key, (16, 24), out_sharding=P("fsdp", "data")),
+    "b": jax.random.normal(key, (24,), np.dtype("bfloat16"), out_sharding=P(None)),
+    "keys": jax.sharding.reshard(jax.random.split(key, 8), P("fsdp")),
+    "step": jax.numpy.int32(3),
+  }
+
+
+def raw(x):
+  typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if typed else x).tobytes()
+
+
+@pytest.mark.parametrize("before", [(2, 4), (1, 1)])
+@pytest.mark.parametrize("after", [(1, 8), (4, 2), (1, 2), (1, 1)])
+def test_restores_onto_another_mesh_bit_for_bit(tmp_path, before, after):
+  with jax.set_mesh(make_mesh(*before)):
+    state = jax.jit(init)()
+    with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+      manager.save(3, state, {})
+  mesh = make_mesh(*after)
+  with jax.set_mesh(mesh), CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    abstract = abstract_like(jax.eval_shape(init), mesh)
+    step, restored, _ = manager.restore_latest(abstract)
+    assert step == 3
+    for name, value in restored.items():
+      assert value.dtype == state[name].dtype
+      assert value.sharding.is_equivalent_to(abstract[name].sharding, value.ndim)
+      assert raw(value) == raw(state[name]), name
+    assert restored["w"].addressable_shards[0].data.shape == (16 // after[1], 24 // after[0])
+    # The types are right: a jitted step on this mesh accepts the state.
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, (s["w"], s["b"], s["step"])))(restored)
+    _, w, _ = restore_tree(tmp_path, abstract["w"], subtree="w")
+    assert w.sharding.is_equivalent_to(abstract["w"].sharding, 2)
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+
+rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from ats_jax.checkpoint import CheckpointError, CheckpointManager, StopSignal
+from ats_jax.config.schema import CheckpointConfig
+
+mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
+with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(keep=3)) as manager:
+  def state(step):
+    return jax.jit(
+      lambda: {"w": jax.random.normal(jax.random.key(step), (8, 4), out_sharding=P("fsdp"))})()
+
+  for step in (1, 2, 3):
+    manager.save(step, state(step), {"step": step})
+  manager.save(3, state(3), {})
+  manager.wait()
+  jax.experimental.multihost_utils.sync_global_devices("saved")
+
+  if rank == 0:
+    with open(directory / "3" / "extra.json", "a") as f:
+      f.write(" ")
+  step, restored, extra = manager.restore_latest(state(0))
+  for a, b in zip(restored["w"].addressable_shards, state(2)["w"].addressable_shards):
+    np.testing.assert_array_equal(a.data, b.data)
+  print("restored", step, extra["step"])
+
+  if rank == 0:
+    for step in (1, 2):
+      (directory / str(step) / "extra.json").unlink()
+  try:
+    manager.restore_latest(state(0))
+  except CheckpointError as e:
+    print("error", str(e).splitlines()[0][:40])
+
+  with StopSignal() as stop:
+    if rank == 1:
+      stop.requested = "SIGTERM"
+    print("stop", stop.agreed())
+"""
+
+
+def test_two_processes_save_together_and_agree_on_the_step(tmp_path):
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    port = str(s.getsockname()[1])
+  env = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+  }
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", PROCESS, str(rank), port, str(tmp_path)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=env,
+    )
+    for rank in (0, 1)
+  ]
+  try:
+    results = [p.communicate(timeout=90) for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  for p, (_, err) in zip(processes, results, strict=True):
+    assert p.returncode == 0, err
+  first, second = (
+    [line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in results
+  )
+  assert first == ["restored 2 2", "error no intact checkpoint for step 'latest':", "stop SIGTERM"]
+  assert second == [
+    "restored 2 2",
+    "error process 0 found no usable checkpoint; it",
+    "stop SIGTERM",
+  ]
+  assert committed_steps(tmp_path) == [1, 2]
+  assert (tmp_path / "3.damaged").is_dir()

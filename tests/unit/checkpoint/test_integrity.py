@@ -1,0 +1,80 @@
+import json
+import random
+import shutil
+
+import pytest
+from checkpoint_helpers import flip_bit
+
+from ats_jax.checkpoint import integrity
+from ats_jax.checkpoint.integrity import CheckpointError
+
+
+@pytest.fixture
+def sealed(tmp_path):
+  folder = tmp_path / "7"
+  (folder / "state" / "d").mkdir(parents=True)
+  (folder / "extra.json").write_text("{}")
+  (folder / "state" / "d" / "data").write_bytes(random.Random(0).randbytes(1000))
+  (folder / "state" / "empty").touch()
+  integrity.seal(folder, {"step": 7, "metric": 1.5, "leaves": {"ü": "float32[]"}})
+  return folder
+
+
+def test_sealed_folder_is_intact(sealed):
+  assert integrity.find_damage(sealed) == []
+  manifest = integrity.read_manifest(sealed)
+  assert (manifest["step"], manifest["metric"]) == (7, 1.5)
+  assert set(manifest["files"]) == {"extra.json", "state/d/data", "state/empty"}
+
+
+def test_unknown_file_is_harmless(sealed):
+  (sealed / "notes.txt").write_text("mine")
+  assert integrity.find_damage(sealed) == []
+
+
+def test_truncated_missing_and_changed_files_are_named(sealed):
+  data = sealed / "state" / "d" / "data"
+  flip_bit(data, 4321)
+  (problem,) = integrity.find_damage(sealed)
+  assert problem.startswith("state/d/data has changed: sha256 ")
+  data.write_bytes(data.read_bytes()[:-1])
+  assert integrity.find_damage(sealed) == ["state/d/data has 999 bytes instead of 1000"]
+  data.unlink()
+  (sealed / "state" / "empty").write_bytes(b"x")
+  assert integrity.find_damage(sealed) == [
+    "state/d/data is missing",
+    "state/empty has 1 bytes instead of 0",
+  ]
+  assert integrity.find_damage(sealed, only=["extra.json"]) == []
+
+
+def test_every_single_bit_of_the_manifest_counts(sealed):
+  path = sealed / "manifest.json"
+  original = path.read_bytes()
+  for bit in range(8 * len(original)):
+    flip_bit(path, bit)
+    with pytest.raises(CheckpointError, match=r"manifest.json (cannot be read|has changed)"):
+      integrity.read_manifest(sealed)
+    path.write_bytes(original)
+  assert integrity.find_damage(sealed) == []
+
+
+def test_missing_manifest_is_damage(sealed):
+  (sealed / "manifest.json").unlink()
+  assert integrity.find_damage(sealed) == ["manifest.json is missing"]
+
+
+def test_folder_in_place_of_a_file_is_damage(sealed):
+  (sealed / "extra.json").unlink()
+  shutil.copytree(sealed / "state", sealed / "extra.json")
+  (problem,) = integrity.find_damage(sealed)
+  assert problem.startswith("extra.json ")
+
+
+def test_later_format_is_an_error_and_not_damage(sealed, monkeypatch):
+  monkeypatch.setattr(integrity, "VERSION", 2)
+  integrity.seal(sealed, {"step": 7, "metric": None, "leaves": {}})
+  monkeypatch.undo()
+  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == 2
+  with pytest.raises(CheckpointError, match=r"format version 2, this program reads 1"):
+    integrity.find_damage(sealed)

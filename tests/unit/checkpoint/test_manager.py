@@ -1,0 +1,287 @@
+import functools
+import json
+import random
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_helpers import assert_same, flip_bit, make_state
+
+from ats_jax.checkpoint import (
+  CheckpointError,
+  CheckpointManager,
+  committed_steps,
+  integrity,
+  load_extra,
+  restore_tree,
+)
+from ats_jax.config.schema import CheckpointConfig
+
+
+def files_of(folder):
+  return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def data_file(folder):
+  return max(files_of(folder), key=lambda p: p.stat().st_size)
+
+
+def test_round_trip_is_bit_equal(tmp_path):
+  state, extra = make_state(5), {"rows": 123, "tokenizer": {"sha": "ab"}, "ü": [1.5, None]}
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    assert manager.restore_latest(state) is None
+    manager.save(5, state, extra, metric=2.25)
+    assert manager.last_save_stall_secs > 0
+    step, restored, back = manager.restore_latest(make_state(0))
+  assert (step, back) == (5, extra)
+  assert_same(restored, state)
+  assert load_extra(tmp_path) == extra
+  assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_extra_is_what_it_was_when_saved(tmp_path):
+  extra = {"rows": [1]}
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    manager.save(1, {"x": jnp.zeros(3)}, extra)
+    extra["rows"].append(2)
+    with pytest.raises(ValueError, match=r"`extra` of checkpoint 2 must be JSON values: .*bytes"):
+      manager.save(2, {"x": jnp.zeros(3)}, {"bad": b"bytes"})
+  assert load_extra(tmp_path, 1) == {"rows": [1]}
+
+
+def test_saved_values_survive_donation_of_the_state(tmp_path):
+  """The step that follows a save overwrites the state's buffers while Orbax still writes."""
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def update(state, change):
+    return jax.tree.map(lambda x: x + change, state)
+
+  def fresh():
+    return jax.block_until_ready({f"w{i}": jnp.full((512, 1024), float(i)) for i in range(16)})
+
+  def pointers(state):
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+
+  first = fresh()
+  before = pointers(first)
+  assert pointers(update(first, 1.0)) == before, "donation works here, else this proves nothing"
+
+  state = fresh()
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    manager.save(1, state, {})
+    for _ in range(20):
+      state = update(state, -7.0)
+    jax.block_until_ready(state)
+    assert not manager.steps(), "the updates ran while the save was in flight"
+    manager.wait()
+    _, restored, _ = manager.restore_latest(state)
+  assert float(state["w3"][0, 0]) == 3 - 140
+  assert_same(restored, fresh())
+
+
+def test_saving_a_committed_step_again_changes_nothing(tmp_path):
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    manager.save(1, {"x": jnp.zeros(3)}, {}, wait=True)
+    before = (tmp_path / "1" / "manifest.json").read_bytes()
+    manager.save(1, {"x": jnp.ones(3)}, {}, wait=True)
+  assert (tmp_path / "1" / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_keeps_newest_and_best_across_restarts(tmp_path, asynchronous):
+  cfg = CheckpointConfig(keep=2, keep_best=True, asynchronous=asynchronous)
+  metrics = {1: 5.0, 2: 3.0, 3: 4.0, 4: None, 5: float("nan"), 6: 3.5, 7: 2.5, 8: 9.0}
+  kept = []
+  for step, metric in metrics.items():
+    with CheckpointManager(tmp_path, cfg) as manager:
+      manager.save(step, {"x": jnp.full(4, step)}, {"step": step}, metric)
+      if not asynchronous:
+        assert step in manager.steps()
+    kept.append(committed_steps(tmp_path))
+  assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6], [6, 7], [7, 8]]
+  assert restore_tree(tmp_path, {"x": jnp.zeros(4, int)}, "best")[0] == 7
+  assert load_extra(tmp_path, "best") == {"step": 7}
+
+
+def test_restores_a_part_a_step_or_the_best(checkpoints):
+  step, model, extra = restore_tree(checkpoints, make_state(0)["model"], subtree="model")
+  assert (step, extra) == (3, {"rows": 300})
+  assert_same(model, make_state(3)["model"])
+  _, count, _ = restore_tree(checkpoints, jnp.int32(0), 2, subtree="step")
+  assert int(count) == 2
+  with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
+    step, state, _ = manager.restore(make_state(0), 1)
+  assert_same(state, make_state(1))
+  with pytest.raises(CheckpointError, match=r"no checkpoint 9 in .*there are \[1, 2, 3\]"):
+    restore_tree(checkpoints, make_state(0), 9)
+  with pytest.raises(CheckpointError, match="has a metric"):
+    restore_tree(checkpoints, make_state(0), "best")
+  with pytest.raises(CheckpointError, match="no checkpoint in"):
+    load_extra(checkpoints / "nowhere")
+
+
+def test_state_that_does_not_fit_is_explained(checkpoints):
+  state = make_state(0)
+  state["bf16"] = state["bf16"].astype(jnp.float32)
+  state["step"] = jnp.zeros((2,), jnp.int32)
+  state["new"] = state.pop("key")
+  with (
+    CheckpointManager(checkpoints, CheckpointConfig()) as manager,
+    pytest.raises(CheckpointError, match="4 of 22 arrays differ") as error,
+  ):
+    manager.restore_latest(state)
+  for line in (
+    "bf16 is bfloat16[7] in the checkpoint, float32[7] in this program",
+    "step is int32[] in the checkpoint, int32[2] in this program",
+    "key is key<fry>[] in the checkpoint, not there in this program",
+    "new is not there in the checkpoint, key<fry>[] in this program",
+  ):
+    assert line in str(error.value)
+  with pytest.raises(CheckpointError, match=r"ema is not there in the checkpoint"):
+    restore_tree(checkpoints, jnp.zeros(3), subtree="ema")
+
+
+def test_fifty_flipped_bits_are_all_caught(checkpoints):
+  """Each file is hit in turn, small ones too; every flip must be found and nothing restored."""
+  rng = random.Random(20)
+  folder = checkpoints / "3"
+  paths = files_of(folder)
+  caught = 0
+  for i in range(50):
+    path = paths[i % len(paths)]
+    original = path.read_bytes()
+    flip_bit(path, rng.randrange(8 * len(original)))
+    (problem,) = integrity.find_damage(folder)
+    assert problem.startswith(path.relative_to(folder).as_posix())
+    with pytest.raises(CheckpointError, match="no intact checkpoint for step 3"):
+      restore_tree(checkpoints, {}, 3)
+    caught += 1
+    path.write_bytes(original)
+  assert caught == 50 and len(paths) >= 10
+  assert_same(restore_tree(checkpoints, make_state(0), 3)[1], make_state(3))
+
+
+def truncate(folder):
+  path = data_file(folder)
+  path.write_bytes(path.read_bytes()[:-1])
+  return r"state/\S+ has \d+ bytes instead of \d+"
+
+
+def remove_data(folder):
+  data_file(folder).unlink()
+  return r"state/\S+ is missing"
+
+
+def remove_manifest(folder):
+  (folder / "manifest.json").unlink()
+  return "manifest.json is missing"
+
+
+def flip_manifest(folder):
+  flip_bit(folder / "manifest.json", 5001)
+  return "manifest.json (has changed|cannot be read)"
+
+
+def empty(folder):
+  shutil.rmtree(folder)
+  folder.mkdir()
+  return "manifest.json is missing"
+
+
+@pytest.mark.parametrize("harm", [truncate, remove_data, remove_manifest, flip_manifest, empty])
+def test_falls_back_to_the_newest_intact_one(checkpoints, harm, caplog):
+  message = harm(checkpoints / "3")
+  flip_bit(data_file(checkpoints / "2"), 99)
+  caplog.set_level("WARNING", "absl")
+
+  # A reader (evaluation, generation) changes nothing ...
+  step, tree, _ = restore_tree(checkpoints, make_state(0)["model"], subtree="model")
+  assert step == 1
+  assert_same(tree, make_state(1)["model"])
+  assert committed_steps(checkpoints) == [1, 2, 3]
+
+  # ... training sets the damaged ones aside, so that it can save these steps again.
+  with CheckpointManager(checkpoints, CheckpointConfig(keep=2)) as manager:
+    step, state, extra = manager.restore_latest(make_state(0))
+    assert (step, extra) == (1, {"rows": 100})
+    assert_same(state, make_state(1))
+    assert manager.steps() == [1]
+    manager.save(3, make_state(3), {})
+    manager.wait()
+    assert manager.steps() == [1, 3]
+  assert {p.name for p in checkpoints.iterdir()} == {
+    "1", "3", "2.damaged", "3.damaged", "unfinished",
+  }  # fmt: skip
+  lines = [r.getMessage() for r in caplog.records if "checkpoint 3 is damaged" in r.getMessage()]
+  said = rf"checkpoint 3 is damaged: {message}.*\. Using 1 instead"
+  assert len(lines) == 2 and all(re.match(said, line) for line in lines)
+  assert lines[1].endswith(f"the damaged one is now {checkpoints / '3.damaged'}.")
+
+
+def test_all_damaged_is_an_error_each_time_and_never_a_fresh_start(checkpoints):
+  for step in (1, 2, 3):
+    truncate(checkpoints / str(step))
+  for _ in range(2):
+    with (
+      CheckpointManager(checkpoints, CheckpointConfig()) as manager,
+      pytest.raises(CheckpointError, match="no intact checkpoint") as error,
+    ):
+      manager.restore_latest(make_state(0))
+    assert all(f"{checkpoints / str(s)}: state/" in str(error.value) for s in (1, 2, 3))
+    assert "use a new workdir" in str(error.value)
+  for step in (1, 2, 3):
+    (checkpoints / str(step)).rename(checkpoints / f"{step}.damaged")
+  with (
+    CheckpointManager(checkpoints, CheckpointConfig()) as manager,
+    pytest.raises(CheckpointError, match=r"but damaged ones \(1.damaged, 2.damaged, 3.damaged\)"),
+  ):
+    manager.restore_latest(make_state(0))
+
+
+def test_second_damaged_copy_of_a_step_gets_a_name_of_its_own(checkpoints):
+  (checkpoints / "3.damaged").mkdir()
+  truncate(checkpoints / "3")
+  with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
+    assert manager.restore_latest(make_state(0))[0] == 2
+  assert (checkpoints / "3.damaged2").is_dir()
+
+
+def test_leftover_of_a_killed_process_is_removed_with_a_line(checkpoints, caplog):
+  (checkpoints / "unfinished" / "4.1" / "state").mkdir(parents=True)
+  caplog.set_level("WARNING", "absl")
+  with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
+    assert manager.steps() == [1, 2, 3]
+  assert not (checkpoints / "unfinished").exists()
+  assert "removing unfinished checkpoints of a stopped process: ['4.1']" in caplog.text
+
+
+def test_folder_that_cannot_be_written_is_an_error(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to .*Choose another"):
+    CheckpointManager(tmp_path / "file" / "checkpoints", CheckpointConfig())
+
+
+def test_failed_background_write_surfaces_and_leaves_the_rest_alone(tmp_path, monkeypatch):
+  """The commit fails as on a disk that fills up after Orbax has finished."""
+  state = {"x": np.arange(5)}
+  manager = CheckpointManager(tmp_path, CheckpointConfig())
+  manager.save(1, state, {}, wait=True)
+  blocked = tmp_path / "2"
+  blocked.write_text("in the way of the rename")
+  manager.save(2, state, {})
+  with pytest.raises(CheckpointError, match=r"checkpoint 2 was not saved .*intact: \[1\]"):
+    manager.save(3, state, {})
+  manager.save(3, state, {})
+  manager.close()
+  assert committed_steps(tmp_path) == [1, 3]
+  assert integrity.find_damage(tmp_path / "3") == []
+  assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_manifest_is_plain_json(checkpoints):
+  body = json.loads((checkpoints / "2" / "manifest.json").read_text())["body"]
+  assert body["leaves"]["model/embed"] == "float32[32,16]"
+  assert body["leaves"]["keys"] == "key<rbg>[3]"
