@@ -12,7 +12,7 @@ from ats_jax.data.pipeline import open_datasets, open_split
 from ats_jax.inference.load import load_run
 from ats_jax.scoring import score
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_WORKDIR = runtime.define_workdir_flag()
 _STEP = flags.DEFINE_string("step", "latest", "Checkpoint: a step, 'latest' or 'best'.")
 _PATHS = flags.DEFINE_string("paths", "", "Evaluate on these files instead (as data.paths).")
 

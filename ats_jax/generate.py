@@ -12,7 +12,7 @@ from ats_jax import runtime
 from ats_jax.inference.generator import generate
 from ats_jax.inference.load import load_run
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_WORKDIR = runtime.define_workdir_flag()
 _STEP = flags.DEFINE_string("step", "latest", "Checkpoint: a step, 'latest' or 'best'.")
 _PROMPT = flags.DEFINE_string(
   "prompt", None, "Text to continue (default: the run's sample.prompt)."

@@ -15,12 +15,16 @@ from ats_jax.config.schema import Config
 GPU_MEMORY_FRACTION = "0.92"
 
 
-def define_flags() -> tuple[Any, Any]:
-  """Define `--config` and `--workdir`; return their holders."""
-  config = config_flags.DEFINE_config_file(
+def define_config_flag() -> flags.FlagHolder:
+  """Define `--config`, with overrides `--config.section.name=value`."""
+  return config_flags.DEFINE_config_file(
     "config", None, "Config file, e.g. configs/debug.py; a variant follows a colon."
   )
-  return config, flags.DEFINE_string("workdir", None, "Folder of the run.")
+
+
+def define_workdir_flag() -> flags.FlagHolder:
+  """Define `--workdir`."""
+  return flags.DEFINE_string("workdir", None, "Folder of the run, e.g. runs/debug.")
 
 
 def run(main: Any) -> None:

@@ -80,8 +80,10 @@ def train(cfg: Config, folder: Path) -> TrainState:
       every_steps=cfg.log.every_steps,
       tokens_per_step=tokens_per_step,
     )
-    with goodput.timed("compile"):
-      train_step = plan.compile_train_step(state) if start < cfg.num_steps else None
+    train_step = plan.train_step
+    if start < cfg.num_steps:
+      with goodput.timed("compile"):
+        train_step = plan.compile_train_step(state)
     batches = enter(train_feed(cfg, train_set, position["row"]))
     stopped = scores = None
 
@@ -94,7 +96,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
         log.push(step, metrics)
       position["row"] += cfg.data.batch_size
 
-      last, stopped, scores = step == cfg.num_steps, stop.agreed(), None
+      last, stopped, scores = step == cfg.num_steps, stop.agreed(step), None
       if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
         with log.pause(step), goodput.timed("eval"):
           scores = score(plan, state.weights, valid_set)
@@ -123,7 +125,8 @@ def due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
 
 
-_CONFIG, _WORKDIR = runtime.define_flags()
+_CONFIG = runtime.define_config_flag()
+_WORKDIR = runtime.define_workdir_flag()
 _EXPLAIN = flags.DEFINE_string(
   "explain", None, "Describe a setting or a section, e.g. model.num_layers."
 )

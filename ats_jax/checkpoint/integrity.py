@@ -108,7 +108,7 @@ def _compare(path: Path, name: str, expected: dict[str, Any]) -> str:
   except OSError as e:
     return f"{name} cannot be read ({e})"
   if digest != expected[HASH]:
-    return f"{name} has changed: {HASH} {digest[:12]}... instead of {expected[HASH][:12]}..."
+    return f"{name} has changed: {HASH} {digest[:12]} instead of {expected[HASH][:12]}"
   return ""
 
 

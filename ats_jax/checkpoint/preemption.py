@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 # `make`, `uv run` and `srun` pass on a signal that the terminal or scheduler sent to the whole
 # group: the same request reaches the process twice within milliseconds.
 ECHO_SECS = 0.5
+# Steps between the questions whether another process was told to stop.
+POLL_STEPS = 10
 
 
 class StopSignal:
@@ -39,14 +41,17 @@ class StopSignal:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
-  def agreed(self) -> str | None:
+  def agreed(self, step: int) -> str | None:
     """Return the signal that any process of the job received, or None: the same on all processes.
 
     Schedulers do not signal all processes at the same step, yet all must save the same one. In a
-    multi-process job this is a small collective: call it on all processes at the same step.
+    multi-process job this is a small collective at every 10th step (it waits for the device); call
+    it on all processes after each step.
     """
     if jax.process_count() == 1:
       return self.requested
+    if step % POLL_STEPS:
+      return None
     number = signal.Signals[self.requested].value if self.requested else 0
     number = int(np.max(multihost_utils.process_allgather(np.int32(number))))
     return signal.Signals(number).name if number else None

@@ -88,7 +88,8 @@ def explain(name: str) -> str:
 
 
 def _describe(name: str, field: dataclasses.Field) -> str:
-  meta, parts = field.metadata, [f"default {field.default!r}"]
+  kind, meta, parts = field.type, field.metadata, [f"default {field.default!r}"]
+  assert isinstance(kind, type)
   if meta["unit"]:
     parts.append(f"unit: {meta['unit']}")
   if meta["choices"]:
@@ -98,7 +99,7 @@ def _describe(name: str, field: dataclasses.Field) -> str:
     high = "inf" if meta["high"] is None else f"{meta['high']:g}"
     parts.append(f"range [{low}, {high}]")
   may = "may change on resume" if meta["resume"] == "free" else "fixed for a workdir"
-  return f"{name} ({field.type.__name__}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
+  return f"{name} ({kind.__name__}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any, bool]]:

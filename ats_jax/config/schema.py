@@ -1,7 +1,7 @@
-"""Every public setting: its type, default, meaning, unit and range. Frozen, hashable, and the only place with defaults.
+"""Every public setting: type, default, meaning, unit, range. The only place with defaults.
 
-`configs/*.py` edit these through an ml_collections ConfigDict (`base.py`); `build.py` turns the result
-back into these classes; `validate.py` holds the rules that concern more than one field.
+`configs/*.py` edit these through an ml_collections ConfigDict (`base.py`); `build.py` turns the
+result back into these frozen classes; `validate.py` holds the rules that join several fields.
 """
 
 import dataclasses
@@ -146,8 +146,8 @@ class StepConfig:
   )
   remat: str = setting(
     "none",
-    "what the backward pass recomputes: 'none' keeps all, 'full' recomputes each block, 'dots' keeps "
-    "matmul outputs, 'names' keeps the named ones (docs/architecture.md)",
+    "what the backward pass recomputes: 'none' keeps all, 'full' recomputes each block, 'dots' "
+    "keeps matmul outputs, 'names' keeps the named ones (docs/architecture.md)",
     choices=("none", "full", "dots", "names"),
     resume="free",
   )

@@ -76,7 +76,8 @@ def _warmup(cfg: Config) -> None:
     )
   if o.warmup_steps > cfg.num_steps:
     raise ValueError(
-      f"optimizer.warmup_steps={o.warmup_steps} exceeds num_steps={cfg.num_steps}. Shorten it."
+      f"optimizer.warmup_steps={o.warmup_steps} exceeds num_steps={cfg.num_steps}. "
+      "Shorten the warm-up or train longer."
     )
 
 

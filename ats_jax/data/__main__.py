@@ -21,8 +21,8 @@ def _audit(train: Dataset, validation: Dataset) -> bool:
   """Prints a line for each scenario; whether all of them are without a fault."""
   del validation
   print(
-    f"{train.num_tokens:,} targets of {train.num_documents:,} documents in {train.num_rows:,} rows; "
-    f"{BATCH_SIZE} rows a batch, one epoch each"
+    f"{train.num_tokens:,} targets of {train.num_documents:,} documents in {train.num_rows:,} "
+    f"rows; {BATCH_SIZE} rows a batch, one epoch each"
   )
   line = "{:<42} {:>8} {:>9} {:>12} {:>8} {:>9}  {}".format
   print(line("", "batches", "rows", "targets", "lost", "repeated", ""))

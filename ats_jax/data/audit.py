@@ -98,7 +98,8 @@ class _Audit:
     self._numbers = _NumberedCorpus(ds)
     self._shadow = ds.with_corpus(self._numbers, _NumberedTokenizer())
     ends = np.append(self._numbers.starts[1:], ds.num_tokens) - 1
-    self._is_eos = np.zeros(ds.num_tokens, bool)
+    self._is_first, self._is_eos = np.zeros((2, ds.num_tokens), bool)
+    self._is_first[self._numbers.starts] = True
     self._is_eos[ends] = True
     self._ids = np.full(ds.num_tokens, ds.tokenizer.eos_id, np.int32)
     for document, start, end in zip(ds.documents, self._numbers.starts, ends, strict=True):
@@ -152,8 +153,8 @@ class _Audit:
     number, tokens, targets = number[inside], tokens[inside], targets[inside]
     np.add.at(self._seen, number, 1)
 
-    starts = np.isin(number, self._numbers.starts)
-    follows = np.where(tokens == _BOS, starts, (number == tokens + 1) & ~starts)
+    first = self._is_first[number]
+    follows = np.where(tokens == _BOS, first, (number == tokens + 1) & ~first)
     self._fault(~follows, number, "does not follow its input: {} crosses a document boundary")
     self._fault(self._is_eos[number] != (targets == _EOS), number, "{} ends at the wrong place")
     self._fault(real["targets"][counts][inside] != self._ids[number], number, "{} has a wrong id")

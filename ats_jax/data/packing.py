@@ -44,7 +44,7 @@ def make_plan(
 
   Returns:
     A plan that holds each position of each document once. Rows are numbered in the order in which
-    their first documents come.
+    their longest pieces come ('concat': in the order of the stream).
   """
   ordered = np.asarray(lengths, np.int64)[order]
   if packing == "concat":
@@ -138,11 +138,14 @@ def _best_fit(lengths: np.ndarray, seq_len: int, max_segments: int) -> np.ndarra
 
 
 def _group(document: np.ndarray, begin: np.ndarray, length: np.ndarray, row: np.ndarray):
-  """Sorts pieces by row, and rows by their earliest piece, so that no row number means anything."""
-  _, earliest, inverse = np.unique(row, return_index=True, return_inverse=True)
-  rank = np.empty(len(earliest), np.int64)
-  rank[np.argsort(earliest)] = np.arange(len(earliest))
-  row = rank[inverse]
-  by_row = np.argsort(row, kind="stable")
-  first = np.searchsorted(row[by_row], np.arange(len(earliest) + 1))
-  return document[by_row], begin[by_row], length[by_row], first
+  """Sorts pieces by row, and rows by when their longest piece came.
+
+  Whatever number a row has, it then says nothing of what is in it: some rows are like all rows.
+  """
+  by_length = np.argsort(-length, kind="stable")
+  rows, longest = np.unique(row[by_length], return_index=True)
+  rank = np.empty(len(rows), np.int64)
+  rank[rows[np.argsort(by_length[longest])]] = np.arange(len(rows))
+  by_rank = np.argsort(rank[row], kind="stable")
+  first = np.searchsorted(rank[row[by_rank]], np.arange(len(rows) + 1))
+  return document[by_rank], begin[by_rank], length[by_rank], first

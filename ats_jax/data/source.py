@@ -23,8 +23,9 @@ _TEXT = """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .yaml .
 _KIND = dict.fromkeys(_TEXT.split(), "text")
 _KIND |= {".jsonl": "jsonl", ".bin": "tokens", ".npy": "tokens"}
 _PIECE = 2**18  # characters encoded at a time; a longer document is cut where it cannot matter
-# A tokenizer that splits off whitespace gives the same ids on both sides of such a line break.
-_CUT = re.compile(r"(?<=\S)\n(?=\S)")
+# Between words, where the usual splitting patterns (of GPT-2, GPT-4, Llama 3) never join: before a
+# single space, after a single line break. The ids of the parts are those of the whole.
+_CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _SHOWN = 5  # problems repeated in the log
 
 
@@ -299,9 +300,9 @@ def _cut(blocks: Iterable[str], line: int) -> Iterator[Piece]:
   for block in blocks:
     rest += block
     while len(rest) > _PIECE and (cut := _CUT.search(rest, _PIECE)):
-      yield Piece(line, starts, rest[: cut.end()])
-      rest, starts = rest[cut.end() :], False
-    if len(rest) > 8 * _PIECE:  # no line break for two million characters: cut anywhere
+      yield Piece(line, starts, rest[: cut.start()])
+      rest, starts = rest[cut.start() :], False
+    if len(rest) > 8 * _PIECE:  # one word of two million characters: cut anywhere
       yield Piece(line, starts, rest)
       rest, starts = "", False
   if rest:
@@ -321,7 +322,7 @@ def token_array(path: str, vocab_size: int) -> np.ndarray:
         raise ValueError(
           f"expected a 1-D array of integers, got {array.dtype} of shape {array.shape}."
         )
-      return array
+      return array.view(np.ndarray)
     dtype = token_dtype(vocab_size)
     size = os.path.getsize(path)
     if size % dtype.itemsize:
@@ -329,7 +330,7 @@ def token_array(path: str, vocab_size: int) -> np.ndarray:
         f"{size} bytes is no whole number of {dtype} ids "
         f"(the dtype follows from the tokenizer's {vocab_size} ids)."
       )
-    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
+    return np.memmap(path, dtype, "r").view(np.ndarray) if size else np.empty(0, dtype)
   except OSError as e:
     raise ValueError(f"{path}: cannot be read ({e.strerror}).") from e
   except ValueError as e:

@@ -76,7 +76,10 @@ def _extend(
   last: jax.Array,
   key: jax.Array,
   allowed_V: jax.Array,
-  **sampling: float,
+  *,
+  temperature: float,
+  top_k: int,
+  top_p: float,
 ) -> tuple[jax.Array, KVCache]:
   """Run tokens at cache slots `index_T`; draw the token after the one at `last`."""
   rows = cache.k_BSKH.shape[1]
@@ -88,7 +91,8 @@ def _extend(
   logits_V = reshard(model.logits(x_B1D), None, None, None)[0, 0]
   logits_V = jnp.where(allowed_V, logits_V, -jnp.inf)
   draw = jax.random.fold_in(key, index_T[last])
-  return sample(logits_V[None], draw, **sampling)[0], cache
+  token_B = sample(logits_V[None], draw, temperature=temperature, top_k=top_k, top_p=top_p)
+  return token_B[0], cache
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -84,7 +84,8 @@ def sync_file(file: IO[str]) -> None:
 
 def _complete_lines(path: Path) -> list[str]:
   """The lines that end in a newline. Bytes that are no text show up in the error, not as one."""
-  complete, newline, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+  # Not read_text: it would take a carriage return for a newline, and a torn line for a whole one.
+  complete, newline, _ = path.read_bytes().decode("utf-8", "replace").rpartition("\n")
   return complete.split("\n") if newline else []
 
 

@@ -29,7 +29,7 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-  """Causal self-attention; key/value heads are shared by groups of query heads (arXiv:2305.13245)."""
+  """Causal self-attention; groups of query heads share key/value heads (arXiv:2305.13245)."""
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
     self.num = num

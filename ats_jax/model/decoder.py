@@ -9,8 +9,9 @@ from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block
 from ats_jax.model.init import Numerics, head_std, normal
 from ats_jax.model.norm import RMSNorm
+from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
-from ats_jax.sharding.apply import einsum, gather_rows, reshard
+from ats_jax.sharding.apply import einsum, reshard
 
 # What 'names' keeps: the inputs of attention and of the second half of the MLP.
 SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "attn_y", "mlp_gate", "mlp_up")
@@ -72,7 +73,9 @@ class Decoder(nnx.Module):
       return block(x_BTD, table, segment_ids_BT=segment_ids_BT, dropout_key=key)
 
     if self.num.remat != "none":
-      layer = jax.checkpoint(layer, policy=remat_policy(self.num.remat), prevent_cse=False)
+      layer = jax.checkpoint(
+        layer, policy=remat_policy(self.num.remat), prevent_cse=self.num.scan_unroll > 1
+      )
     layers = (self.blocks, jnp.arange(self.cfg.num_layers))
     x_BTD, _ = jax.lax.scan(layer, self._lookup(tokens_BT), layers, unroll=self.num.scan_unroll)
     return self.final_norm(x_BTD)
@@ -115,5 +118,7 @@ class Decoder(nnx.Module):
     )
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
-    x_BTD = gather_rows(self.embed[...], tokens_BT, axes=("batch", "seq", "act_embed"))
-    return x_BTD.astype(self.num.compute_dtype)
+    num = self.num
+    return embedding_lookup(
+      self.embed[...], tokens_BT, num.compute_dtype, deterministic=num.deterministic
+    )

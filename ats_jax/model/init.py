@@ -19,6 +19,7 @@ class Numerics:
   compute_dtype: jnp.dtype
   attention: str  # implementation, chosen by ops.attention.choose
   max_segments: int  # runs of one segment id in a row at most, padding's included
+  deterministic: bool
   remat: str
   scan_unroll: int
 
@@ -30,6 +31,7 @@ def numerics(cfg: Config, attention: str) -> Numerics:
     compute_dtype=jnp.dtype(cfg.precision.compute_dtype),
     attention=attention,
     max_segments=cfg.data.max_segments + 1,
+    deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,
     scan_unroll=cfg.step.scan_unroll,
   )

@@ -49,8 +49,8 @@ def linear_cross_entropy(
   differentiable; the other sums are statistics.
 
   Args:
-    x_BTD: final activations [batch, seq, d_model].
-    head_VD: output matrix [vocab, d_model], same dtype.
+    x_BTD: final activations [batch, seq, d_model], sharded by `X_AXES`.
+    head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     mask_BT: float32 weights; 0 = not counted.
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
@@ -92,7 +92,7 @@ def _sums_and_grads(
     chunk=chunk,
     with_grads=with_grads,
   )
-  scalars = LossSums((), (), (), ())
+  scalars = ()
   grads = (X_AXES, HEAD_AXES) if with_grads else None
   return island(
     local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES, TOKEN_AXES), out_axes=(scalars, grads)
@@ -120,7 +120,7 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, z_loss, label_smoothing, chun
   inputs = (split(x_BTD), split(targets_BT), split(mask_BT))
   dhead_VD, (sums, dx) = jax.lax.scan(step, dhead_VD, inputs)
   sums = jax.tree.map(lambda s: all_sum(jnp.sum(s), "batch"), sums)
-  if not with_grads:
+  if dhead_VD is None or dx is None:
     return sums, None
   dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
   return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, "batch"))

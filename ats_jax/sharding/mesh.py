@@ -1,7 +1,8 @@
 """The device mesh, and host batches -> global arrays on it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from ats_jax.config.schema import Config
 from ats_jax.sharding.rules import MESH_AXES, spec
 
 
-def make_mesh(cfg: Config, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
   """Build the mesh `cfg.mesh` asks for over all devices (explicit axes).
 
   Raises:
@@ -52,7 +53,7 @@ def local_rows(mesh: jax.sharding.Mesh, micro: int) -> np.ndarray:
   """Return the sorted rows of a micro-batch of `micro` rows that this process's devices hold."""
   sharding = jax.sharding.NamedSharding(mesh, spec("batch"))
   blocks = sharding.addressable_devices_indices_map((micro,)).values()
-  return np.unique(np.concatenate([np.arange(micro)[b[0]] for b in blocks]))
+  return np.unique(np.concatenate([np.arange(micro)[b[0]] for b in blocks if b]))
 
 
 def to_global(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:

@@ -1,7 +1,5 @@
 """Loss on held-out rows."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +8,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.step.loss import Batch, loss_sums
 
 
-def make_eval_step(cfg: Config) -> Callable[[Decoder, Batch], jax.Array]:
+def make_eval_step(cfg: Config) -> jax.stages.Wrapped:
   """Return the jitted `(model, batch [batch, seq]) -> float32[3]`.
 
   The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens.

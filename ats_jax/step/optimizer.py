@@ -13,12 +13,12 @@ class AdamState(NamedTuple):
   """State of `scale_by_adam`.
 
   Attributes:
-    count: int32 scalar, updates so far.
+    steps: int32 scalar, updates so far.
     mu: first moments, a tree like the parameters.
     nu: second moments.
   """
 
-  count: jax.Array
+  steps: jax.Array
   mu: Any
   nu: Any
 
@@ -51,17 +51,17 @@ def scale_by_adam(
     zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
     return AdamState(jnp.zeros((), jnp.int32), zeros(mu_dtype), zeros(nu_dtype))
 
-  def update(grads, state, params=None):
+  def update(updates, state, params=None):
     del params
-    count = optax.safe_increment(state.count)
+    steps = state.steps + 1
     average = lambda old, new, b: b * old.astype(jnp.float32) + (1.0 - b) * new
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
     mu = jax.tree.map(lambda m, g: average(m, g, b1), state.mu, grads)
     nu = jax.tree.map(lambda v, g: average(v, jnp.square(g), b2), state.nu, grads)
-    bias1, bias2 = 1.0 - b1**count, 1.0 - b2**count
-    updates = jax.tree.map(lambda m, v: (m / bias1) / (jnp.sqrt(v / bias2) + eps), mu, nu)
+    bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
+    directions = jax.tree.map(lambda m, v: (m / bias1) / (jnp.sqrt(v / bias2) + eps), mu, nu)
     cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
-    return updates, AdamState(count, cast(mu, mu_dtype), cast(nu, nu_dtype))
+    return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
 
   return optax.GradientTransformation(init, update)
 

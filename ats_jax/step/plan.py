@@ -1,7 +1,6 @@
 """Everything compiled or chosen once for a run: implementations, optimizer, steps."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +44,15 @@ class Plan:
   choices: tuple[Choice, ...]
   num: Numerics
   tx: optax.GradientTransformation
-  train_step: Callable
-  eval_step: Callable
+  train_step: jax.stages.Wrapped
+  eval_step: jax.stages.Wrapped
   counts: Counts
 
   def init(self, *, abstract: bool = False) -> TrainState:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
     return init_state(self.cfg, self.num, self.tx, abstract=abstract)
 
-  def compile_train_step(self, state: TrainState) -> Callable:
+  def compile_train_step(self, state: TrainState) -> jax.stages.Compiled:
     """Compile the train step ahead of its first batch."""
     data, mesh = self.cfg.data, jax.sharding.get_mesh()
     shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)

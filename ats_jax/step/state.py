@@ -1,6 +1,7 @@
 """Everything a step changes."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,10 @@ def init_state(
   """
 
   def init(key: jax.Array) -> TrainState:
-    model = Decoder(cfg.model, num, nnx.Rngs(params=jax.random.fold_in(key, INIT)))
-    ema = jax.tree.map(jnp.copy, model) if cfg.optimizer.ema_decay else None
+    model: Any = Decoder(cfg.model, num, nnx.Rngs(params=jax.random.fold_in(key, INIT)))
+    # float32, or a slow average would stop moving; copied, as the state is donated
+    average = lambda p: jnp.array(p, jnp.float32, copy=True)
+    ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
     return TrainState(jnp.zeros((), jnp.int32), model, tx.init(model), ema, key)
 
   key = jax.random.key(cfg.seed)

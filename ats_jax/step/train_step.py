@@ -1,6 +1,6 @@
 """One optimizer update."""
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ METRICS = (
 )
 
 
-def make_train_step(
-  cfg: Config, tx: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq]) -> (state, metrics)`.
 
   The state is donated. The metrics are one float32 vector, named by `METRICS`.
@@ -39,20 +37,20 @@ def make_train_step(
     key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
     sums, grads = sums_and_grads(cfg, state.model, batch, num_tokens, key)
 
-    directions, opt_state = tx.update(grads, state.opt_state, state.model)
+    params: Any = state.model  # optax has no type for "any pytree"
+    directions, opt_state = tx.update(grads, state.opt_state, params)
     lr = learning_rate(cfg, state.step)
-    updates = jax.tree.map(lambda d: -lr * d, directions)
-    model = optax.apply_updates(state.model, updates)
-    ema = state.ema
-    if ema is not None:
-      ema = optax.incremental_update(model, ema, 1.0 - cfg.optimizer.ema_decay)
+    move = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
+    model = jax.tree.map(move, state.model, directions)
+    follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
+    ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
 
     metrics = (
       sums.cross_entropy / num_tokens,
       sums.correct / num_tokens,
       sums.z / num_tokens,
       optax.tree.norm(grads),
-      optax.tree.norm(updates),
+      lr * optax.tree.norm(directions),
       optax.tree.norm(model),
       lr,
       num_tokens,
@@ -64,7 +62,7 @@ def make_train_step(
 
 def sums_and_grads(
   cfg: Config, model: Decoder, batch: Batch, num_tokens: jax.Array, key: jax.Array
-) -> tuple[LossSums, Decoder]:
+) -> tuple[LossSums, Any]:
   """Accumulate loss sums and gradients of the token-mean objective over the micro-batches.
 
   Each micro-batch contributes its sum of token losses, and the division is by the token count of

@@ -107,7 +107,7 @@ with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(keep=3)) 
   with StopSignal() as stop:
     if rank == 1:
       stop.requested = "SIGTERM"
-    print("stop", stop.agreed())
+    print("stop", stop.agreed(0))
 """
 
 

@@ -42,7 +42,7 @@ def state_of(step):
 def test_kill_9_at_any_moment_leaves_an_intact_newest_checkpoint(tmp_path, start_child):
   rng = random.Random(4)
   interrupted, newest = 0, 0
-  for kill in range(4):
+  for kill in range(3):
     child = start_child(WRITER, tmp_path)
     assert child.stdout.readline().split() == ["from", str(newest)]
     while not [s for s in committed_steps(tmp_path) if s > newest]:

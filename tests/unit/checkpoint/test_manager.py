@@ -72,10 +72,10 @@ def test_saved_values_survive_donation_of_the_state(tmp_path):
   state = fresh()
   with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
     manager.save(1, state, {})
-    for _ in range(20):
+    state = jax.block_until_ready(update(state, -7.0))
+    assert not manager.steps(), "the update ran while the save was in flight"
+    for _ in range(19):
       state = update(state, -7.0)
-    jax.block_until_ready(state)
-    assert not manager.steps(), "the updates ran while the save was in flight"
     manager.wait()
     _, restored, _ = manager.restore_latest(state)
   assert float(state["w3"][0, 0]) == 3 - 140

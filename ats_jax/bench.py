@@ -1,0 +1,111 @@
+"""Speed of a config's training step on random rows: `python -m ats_jax.bench --config=...`.
+
+Nothing is read or written; the program is the one that `ats_jax.train` runs. Prints a line a phase
+and one JSON line with everything.
+"""
+
+import json
+import statistics
+import time
+
+import jax
+import numpy as np
+from absl import flags, logging
+
+from ats_jax import runtime
+from ats_jax.config import Config, from_config_dict
+from ats_jax.config.build import resolve
+from ats_jax.metrics.memory import memory_metrics
+from ats_jax.metrics.throughput import mfu, peak_flops
+from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
+from ats_jax.step.plan import make_plan
+
+WARMUP_STEPS = 3
+
+
+def random_batch(cfg: Config, rows: np.ndarray, segments: int) -> dict[str, np.ndarray]:
+  """A batch [accum, len(rows), seq] of random tokens in `segments` documents of equal length."""
+  rng, seq = np.random.default_rng(0), cfg.data.seq_len
+  shape = (cfg.step.accum_steps, len(rows), seq)
+  ids = rng.integers(0, cfg.model.vocab_size, (*shape[:2], seq + 1), dtype=np.int32)
+  index = np.arange(seq, dtype=np.int32)
+  segment = index * segments // seq
+  starts = np.searchsorted(segment, np.arange(segments)).astype(np.int32)
+  spread = lambda a: np.broadcast_to(a, shape).copy()
+  return {
+    "tokens": ids[..., :-1],
+    "targets": ids[..., 1:],
+    "loss_mask": np.ones(shape, np.float32),
+    "segment_ids": spread(segment + 1),
+    "positions": spread(index - starts[segment]),
+  }
+
+
+def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
+  """Compile and run the training step of `cfg`; return what was measured.
+
+  Args:
+    cfg: the run; `model.vocab_size` must be set, as there is no tokenizer.
+    steps: timed steps, after a few untimed ones.
+    segments: documents in each row.
+  """
+  if not cfg.model.vocab_size:
+    raise ValueError("bench: set model.vocab_size; without data it cannot come from a tokenizer.")
+  if not 1 <= segments <= cfg.data.max_segments:
+    raise ValueError(
+      f"bench: --segments={segments} is outside [1, data.max_segments={cfg.data.max_segments}]."
+    )
+  cfg = resolve(cfg, cfg.model.vocab_size)
+  mesh = make_mesh(cfg)
+  with jax.set_mesh(mesh):
+    plan = make_plan(cfg)
+    logging.info("%s", ", ".join(map(str, plan.choices)))
+    state = jax.block_until_ready(plan.init())
+    began = time.perf_counter()
+    train_step = plan.compile_train_step(state)
+    compile_secs = time.perf_counter() - began
+    logging.info("compiled in %.1f s", compile_secs)
+    rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
+    batch = to_global(random_batch(cfg, rows, segments), mesh)
+    times, losses = [], []
+    for _ in range(WARMUP_STEPS + steps):
+      began = time.perf_counter()
+      state, metrics = train_step(state, batch)
+      losses.append(float(metrics[0]))
+      times.append(time.perf_counter() - began)
+  step_secs = statistics.median(times[WARMUP_STEPS:])
+  tokens_per_sec = cfg.data.batch_size * cfg.data.seq_len / step_secs
+  kind, devices = jax.devices()[0].device_kind, jax.device_count()
+  peak = peak_flops(kind, cfg.precision.compute_dtype)
+  return {
+    "jax": jax.__version__,
+    "device": f"{devices} x {kind}",
+    "parameters": plan.counts.parameters,
+    "remat": cfg.step.remat,
+    "scan_unroll": cfg.step.scan_unroll,
+    "segments": segments,
+    "compile_secs": compile_secs,
+    "step_secs": step_secs,
+    "tokens_per_sec": tokens_per_sec,
+    "mfu": mfu(plan.counts.flops_causal, tokens_per_sec, devices, peak),
+    "mfu_6n": mfu(plan.counts.flops_full, tokens_per_sec, devices, peak),
+    "loss": losses[-1],
+    **memory_metrics(),
+  }
+
+
+_CONFIG = runtime.define_config_flag()
+_STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
+_SEGMENTS = flags.DEFINE_integer("segments", 1, "Documents in a row.", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+  """Print the measurement."""
+  del argv
+  cfg = from_config_dict(runtime.require(_CONFIG.value, "config", "configs/debug.py"))
+  runtime.configure(cfg)
+  print(json.dumps(measure(cfg, steps=_STEPS.value, segments=_SEGMENTS.value)))
+
+
+if __name__ == "__main__":
+  runtime.run(main)

@@ -1,0 +1,40 @@
+"""Eight CPU devices, no cache of the user's own touched, one mesh fixture."""
+
+import os
+import shutil
+import tempfile
+
+# Before jax is imported. GPU tests run with JAX_PLATFORMS=cuda in the environment.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+  f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+)
+# One folder for the session: pytest-xdist's workers inherit it from the process that starts them.
+_OWN_CACHE = "ATS_TEST_CACHE" not in os.environ
+if _OWN_CACHE:
+  os.environ["ATS_TEST_CACHE"] = tempfile.mkdtemp(prefix="ats_jax_tests_")
+os.environ["XDG_CACHE_HOME"] = os.environ["ATS_TEST_CACHE"]
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["ATS_TEST_CACHE"], "xla")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+import hypothesis
+import jax
+import pytest
+from helpers import make_test_mesh
+
+# Compilation makes the first example slow; the seed is fixed so that CI does not flicker.
+hypothesis.settings.register_profile("ats", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("ats")
+
+
+@pytest.fixture
+def mesh():
+  """A mesh of one device, set for the test."""
+  one = make_test_mesh(1, 1, 1)
+  with jax.set_mesh(one):
+    yield one
+
+
+def pytest_unconfigure():
+  if _OWN_CACHE:
+    shutil.rmtree(os.environ["ATS_TEST_CACHE"], ignore_errors=True)

@@ -1,0 +1,103 @@
+"""Meshes, small configs and random packed rows that many tests need."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.config.build import resolve
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.init import numerics
+from ats_jax.sharding.rules import MESH_AXES
+
+TINY = {
+  "num_steps": 20,
+  "compilation_cache": "off",
+  "model.vocab_size": 64,
+  "model.num_layers": 2,
+  "model.d_model": 32,
+  "model.num_heads": 4,
+  "model.num_kv_heads": 2,
+  "model.d_ff": 64,
+  "data.tokenizer": "bytes",
+  "data.seq_len": 16,
+  "data.batch_size": 8,
+  "data.max_segments": 4,
+  "optimizer.learning_rate": 1e-2,
+  "precision.compute_dtype": "float32",
+  "step.loss_chunk_tokens": 48,
+}
+
+
+def make_test_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
+  devices = jax.devices()[: data * fsdp * tensor]
+  return jax.make_mesh((data, fsdp, tensor), MESH_AXES, devices=devices)
+
+
+def tiny_config(changes: dict[str, Any] | None = None) -> Config:
+  """A resolved config of a two-layer model, with some settings (by dotted name) changed."""
+  config = base_config()
+  config.update_from_flattened_dict(TINY | (changes or {}))
+  cfg = from_config_dict(config)
+  return resolve(cfg, cfg.model.vocab_size)
+
+
+def make_decoder(cfg: Config, seed: int = 0) -> Decoder:
+  """The decoder of `cfg` on the current mesh."""
+  num = numerics(cfg, "xla")
+  init = jax.jit(lambda key: Decoder(cfg.model, num, nnx.Rngs(params=key)))
+  return init(jax.random.key(seed))
+
+
+def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+  """Segment ids (1.., then 0 for padding) and positions of rows of documents of these lengths."""
+  segments = np.zeros((len(lengths), seq_len), np.int32)
+  positions = np.zeros_like(segments)
+  for row, row_lengths in enumerate(lengths):
+    at = 0
+    for number, length in enumerate(row_lengths, 1):
+      segments[row, at : at + length] = number
+      positions[row, at : at + length] = np.arange(length)
+      at += length
+  return segments, positions
+
+
+def random_rows(cfg: Config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+  """Packed rows [rows, seq] with ragged documents, padding at the end of some, holes in the mask."""
+  rng, seq = np.random.default_rng(seed), cfg.data.seq_len
+  lengths = []
+  for _ in range(rows):
+    used = int(rng.integers(seq // 2, seq + 1))
+    cuts = rng.choice(np.arange(1, used), size=rng.integers(0, 3), replace=False)
+    lengths.append(np.diff([0, *sorted(cuts), used]).tolist())
+  segments, positions = pack(lengths, seq)
+  tokens = rng.integers(0, cfg.model.vocab_size, (2, rows, seq)).astype(np.int32)
+  mask = (segments > 0) & (rng.random((rows, seq)) < 0.8)
+  return {
+    "tokens": tokens[0],
+    "targets": tokens[1],
+    "loss_mask": mask.astype(np.float32),
+    "segment_ids": segments,
+    "positions": positions,
+  }
+
+
+def micro_batches(rows: dict[str, np.ndarray], accum: int) -> dict[str, np.ndarray]:
+  """[rows, seq] -> [accum, rows / accum, seq]."""
+  return {k: v.reshape(accum, -1, *v.shape[1:]) for k, v in rows.items()}
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+  """The arrays of a tree by path."""
+  return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def assert_trees_close(got: Any, want: Any, *, rtol: float, atol: float) -> None:
+  got, want = named_leaves(got), named_leaves(want)
+  assert got.keys() == want.keys()
+  for name, value in want.items():
+    np.testing.assert_allclose(
+      np.asarray(got[name], np.float64), np.asarray(value, np.float64), rtol, atol, err_msg=name
+    )

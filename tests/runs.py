@@ -1,0 +1,93 @@
+"""Real training processes: start them, stop them at a chosen moment, compare what they leave."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.metrics.writer import is_time_key
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TIMEOUT_SECS = 240
+
+
+def start(workdir: Path, *overrides: str, config: str = "configs/debug.py", **env: str):
+  """Start `python -m ats_jax.train`; stdout and stderr come line by line from `.stdout`."""
+  flags = [f"--config.{o}" for o in overrides]
+  command = [sys.executable, "-m", "ats_jax.train", f"--config={config}", f"--workdir={workdir}"]
+  return subprocess.Popen(
+    [*command, *flags],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    cwd=REPOSITORY,
+    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": "", **env},
+  )
+
+
+def finish(process: subprocess.Popen) -> str:
+  """Wait for a run to end well; return what it printed."""
+  output, _ = process.communicate(timeout=TIMEOUT_SECS)
+  assert process.returncode == 0, output
+  return output
+
+
+def stop_at(process: subprocess.Popen, step: int, number: signal.Signals) -> str:
+  """Send a signal when the metrics of `step` are printed; return everything printed."""
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if line.startswith("step") and "train" in line and int(line.split()[1]) >= step:
+      process.send_signal(number)
+      break
+  rest, _ = process.communicate(timeout=TIMEOUT_SECS)
+  return "".join(lines) + rest
+
+
+def kill_while_writing(process: subprocess.Popen, workdir: Path, after_step: int) -> str:
+  """Kill -9 while a checkpoint later than `after_step` is being written; return its folder."""
+  deadline = time.monotonic() + TIMEOUT_SECS
+  while time.monotonic() < deadline:
+    for folder in (workdir / "checkpoints" / "unfinished").glob("*"):
+      if folder.name.split(".")[0].isdecimal() and int(folder.name.split(".")[0]) > after_step:
+        process.kill()
+        process.communicate()
+        return folder.name
+    time.sleep(0.0005)
+  raise AssertionError("no checkpoint was written in time")
+
+
+def arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
+  """Every array of a checkpoint, by name."""
+  tree = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
+  data = lambda v: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v
+  return {jax.tree_util.keystr(k): np.asarray(data(v)) for k, v in jax.tree.leaves_with_path(tree)}
+
+
+def rows(workdir: Path, prefix: str = "") -> list[dict[str, float]]:
+  """The rows of metrics.jsonl without what depends on time."""
+  found = []
+  for row in read_jsonl(workdir / "metrics.jsonl"):
+    kept = {k: v for k, v in row.items() if not is_time_key(k)}
+    if any(k.startswith(prefix) for k in kept if k != "step") and len(kept) > 1:
+      found.append(kept)
+  return found
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+  """Both runs left the same arrays, metrics and data position, bit for bit."""
+  left, right = arrays(one, step), arrays(other, step)
+  assert left.keys() == right.keys() and len(left) > 20
+  for name in left:
+    np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+  assert rows(one) == rows(other)
+  extra = "checkpoints", str(step), "extra.json"
+  assert one.joinpath(*extra).read_text() == other.joinpath(*extra).read_text()

@@ -1,0 +1,196 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ats_jax.data import cache
+from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def corpus(write, tmp_path):
+  for i in range(40):
+    write(f"d/{i}.txt", f"document {i}: " + "abc " * i)
+  return tmp_path / "d"
+
+
+@pytest.fixture
+def work(monkeypatch):
+  """Counts texts tokenised and files hashed."""
+  counts = {"texts": 0, "files": 0}
+  encode_batch, file_digest = ByteTokenizer.encode_batch, cache.hashlib.file_digest
+
+  def counting_encode(self, texts):
+    counts["texts"] += len(texts)
+    return encode_batch(self, texts)
+
+  def counting_digest(f, name):
+    counts["files"] += Path(f.name).suffix == ".txt" and Path(f.name).name != "report.txt"
+    return file_digest(f, name)
+
+  monkeypatch.setattr(ByteTokenizer, "encode_batch", counting_encode)
+  monkeypatch.setattr(cache.hashlib, "file_digest", counting_digest)
+  return counts
+
+
+def first_rows(cfg, seed=0):
+  train, _ = open_datasets(cfg, seed)
+  return train.fingerprint, train.global_rows(range(train.num_rows))["tokens"].tobytes()
+
+
+def test_second_start_reads_nothing(corpus, config, work):
+  cfg = config(paths=str(corpus), seq_len=16)
+  first = first_rows(cfg)
+  assert work == {"texts": 40, "files": 40}
+  assert first_rows(cfg) == first
+  assert work == {"texts": 40, "files": 40}
+
+
+def test_touched_files_are_hashed_but_not_tokenised(corpus, config, work):
+  cfg = config(paths=str(corpus), seq_len=16)
+  first = first_rows(cfg)
+  os.utime(corpus / "3.txt", (1, 1))
+  assert first_rows(cfg) == first
+  assert work == {"texts": 40, "files": 80}
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new file", "gone file"])
+def test_other_input_is_tokenised_again(corpus, config, work, change):
+  cfg = config(paths=str(corpus), seq_len=16)
+  first = first_rows(cfg)
+  path = corpus / "3.txt"
+  if change == "content":
+    path.write_text(path.read_text().replace("a", "b"))
+  elif change == "name":
+    path.rename(corpus / "three.txt")
+  elif change == "new file":
+    (corpus / "new.txt").write_text("new")
+  else:
+    path.unlink()
+  assert first_rows(cfg) != first
+  assert work["texts"] > 40
+
+
+@pytest.mark.parametrize("setting", [
+  {"seq_len": 24}, {"packing": "best_fit"}, {"max_segments": 2}, {"validation_fraction": 0.3},
+  {"tokenizer": "bpe", "bpe_vocab_size": 300},
+])  # fmt: skip
+def test_settings_that_change_rows_change_the_fingerprint(corpus, config, setting):
+  cfg = config(paths=str(corpus), seq_len=16)
+  assert (
+    first_rows(config(**{"paths": str(corpus), "seq_len": 16, **setting}))[0] != first_rows(cfg)[0]
+  )
+
+
+def test_moved_data_is_the_same_data(corpus, config, tmp_path):
+  first = first_rows(config(paths=str(corpus), seq_len=16))
+  corpus.rename(tmp_path / "elsewhere")
+  assert first_rows(config(paths=str(tmp_path / "elsewhere"), seq_len=16)) == first
+
+
+def damage_flip(path):
+  raw = bytearray(path.read_bytes())
+  raw[len(raw) // 2] ^= 1
+  path.write_bytes(raw)
+
+
+def damage_truncate(path):
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {"flip": damage_flip, "truncate": damage_truncate, "remove": Path.unlink}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("file", ["corpus-*/tokens.bin", "corpus-*/length.npy", "plan-*/begin.npy",
+                                  "corpus-*/manifest.json", "bpe-*/tokenizer.json"])  # fmt: skip
+def test_damage_is_found_and_mended(corpus, config, tmp_path, caplog, kind, file):
+  cfg = config(paths=str(corpus), seq_len=16, tokenizer="bpe", bpe_vocab_size=300)
+  first = first_rows(cfg)
+  paths = list((tmp_path / "cache").glob(file))
+  assert paths
+  for path in paths:
+    DAMAGE[kind](path)
+  with caplog.at_level("WARNING", logger="absl"):
+    assert first_rows(cfg) == first
+  assert "is damaged" in caplog.text and "building it again" in caplog.text
+  caplog.clear()
+  assert first_rows(cfg) == first
+  assert "damaged" not in caplog.text
+
+
+def test_a_damaged_memo_is_made_again(corpus, config, tmp_path):
+  cfg = config(paths=str(corpus), seq_len=16)
+  first = first_rows(cfg)
+  for memo in (tmp_path / "cache").glob("memo-*"):
+    memo.write_text("half")
+  assert first_rows(cfg) == first
+
+
+def test_a_copied_cache_is_checked_by_hash_and_used(tmp_path):
+  built = []
+
+  def build(folder):
+    built.append(1)
+    np.save(folder / "x.npy", np.arange(5))
+    return {"n": 5}
+
+  cache.cached(tmp_path, "key", build)
+  os.utime(tmp_path / "key" / "x.npy", (1, 1))
+  folder = cache.cached(tmp_path, "key", build)
+  assert len(built) == 1 and folder.array("x").tolist() == [0, 1, 2, 3, 4] and folder.meta["n"] == 5
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path):
+  def fail(folder):
+    (folder / "half.npy").write_text("half")
+    raise ValueError("no")
+
+  def build(folder):
+    return {"files": sorted(p.name for p in folder.iterdir())}
+
+  with pytest.raises(ValueError, match="no"):
+    cache.cached(tmp_path, "key", fail)
+  assert not (tmp_path / "key").exists()
+  assert cache.cached(tmp_path, "key", build).meta == {"files": []}
+
+
+def test_processes_that_start_together_build_once(tmp_path):
+  script = """
+    import sys, time
+    from pathlib import Path
+    import numpy as np
+    from ats_jax.data import cache
+    root = Path(sys.argv[1])
+    def build(folder):
+      with open(root / "builds", "a") as f:
+        f.write("x")
+      np.save(folder / "x.npy", np.arange(1000))
+      time.sleep(0.5)
+      return {}
+    print(cache.cached(root, "key", build).array("x").sum())
+  """
+  command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+  running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+  assert [p.communicate()[0] for p in running] == ["499500\n"] * 3
+  assert (tmp_path / "builds").read_text() == "x"
+
+
+def test_place_of_the_cache(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+  assert cache.cache_root("") == tmp_path / "xdg" / "ats_jax" / "data"
+  monkeypatch.delenv("XDG_CACHE_HOME")
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  assert cache.cache_root("") == tmp_path / "home" / ".cache" / "ats_jax" / "data"
+  assert cache.cache_root(str(tmp_path / "own")).is_dir()
+
+
+def test_keys_tell_parts_apart():
+  assert cache.digest("a", "b") != cache.digest("ab") != cache.digest("a", ["b"])
+  assert json.dumps(cache.digest({"b": 1, "a": 2})) == json.dumps(cache.digest({"a": 2, "b": 1}))

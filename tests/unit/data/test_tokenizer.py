@@ -1,0 +1,210 @@
+import itertools
+import json
+import pickle
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from ats_jax.config.schema import DataConfig
+from ats_jax.data import tokenizer as lib
+from ats_jax.data.tokenizer import ByteTokenizer, StreamDecoder, build_tokenizer
+from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
+
+TEXT = ["def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂🙃\n" * 20, "<|eos|> </s> 12345 " * 10]
+SPECIAL_WORDS = ["<|eos|>", "</s>", "<s>", "<|endoftext|>", "<pad>", "[PAD]", "<|bos|>"]
+
+
+def bpe(vocab_size=400):
+  return build_tokenizer(DataConfig(bpe_vocab_size=vocab_size), lambda: TEXT)
+
+
+def tokenizer_json(special=("<s>", "</s>"), **extra) -> str:
+  inner = tokenizers.Tokenizer(models.BPE())
+  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.decoder = decoders.ByteLevel()
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  trainer = trainers.BpeTrainer(
+    vocab_size=320, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
+  )
+  inner.train_from_iterator(TEXT, trainer)
+  inner.enable_truncation(4)  # as some published files do
+  inner.enable_padding(length=8)
+  inner.post_processor = tokenizers.processors.TemplateProcessing(
+    single=f"{special[0]} $A", special_tokens=[(special[0], inner.token_to_id(special[0]))]
+  )
+  spec = json.loads(inner.to_str())
+  return json.dumps({**spec, **extra})
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "file"])
+def tokenizer(request, tmp_path_factory):
+  if request.param == "bytes":
+    return ByteTokenizer()
+  if request.param == "bpe":
+    return bpe()
+  path = tmp_path_factory.mktemp("tok") / "tokenizer.json"
+  path.write_text(tokenizer_json())
+  return build_tokenizer(DataConfig(tokenizer=str(path)), lambda: [])
+
+
+ANY_TEXT = st.text(max_size=60) | st.lists(
+  st.sampled_from([*SPECIAL_WORDS, " ", "\n", "a", "é", "🙂"]), max_size=12
+).map("".join)
+
+
+@given(ANY_TEXT)
+@example("\x00\ufffd\u2028 \ufeff\U0010ffff")
+@settings(max_examples=150, deadline=None)
+def test_round_trip_and_no_special_id(tokenizer, text):
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+  special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+  assert not special.intersection(ids)
+  assert all(0 <= i < tokenizer.vocab_size for i in ids)
+  assert tokenizer.encode_batch([text, "x"])[0].tolist() == ids
+  framed = [tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id]
+  assert tokenizer.decode(framed) == text
+
+
+@given(st.lists(st.integers(0, 255), max_size=40), ANY_TEXT)
+@settings(max_examples=150, deadline=None)
+def test_stream_joins_to_decode_and_never_shows_half_a_character(tokenizer, raw, text):
+  for ids in ([i % tokenizer.vocab_size for i in raw], tokenizer.encode(text)):
+    stream = StreamDecoder(tokenizer)
+    parts = [stream.push(i) for i in ids]
+    assert "".join(parts) + stream.finish() == tokenizer.decode(ids)
+  if "\ufffd" not in text:
+    assert "\ufffd" not in "".join(parts)
+
+
+def test_stream_holds_back_an_unfinished_character():
+  stream = StreamDecoder(ByteTokenizer())
+  assert [stream.push(b) for b in "é!".encode()] == ["", "é", "!"]
+  assert [stream.push(b) for b in "🙂".encode()[:3]] == ["", "", ""]
+  assert stream.finish() == "\ufffd"
+
+
+def test_stream_of_a_tokenizer_that_drops_the_first_space():
+  words = {"▁the": 0, "▁cat": 1, "▁sat": 2}
+  inner = tokenizers.Tokenizer(models.WordLevel(words, unk_token="▁the"))
+  inner.decoder = decoders.Metaspace()
+  tokenizer = lib.JsonTokenizer(inner.to_str(), bos_id=3, eos_id=4, pad_id=5, vocab_size=6)
+  stream = StreamDecoder(tokenizer)
+  assert [stream.push(i) for i in (0, 1, 4, 2)] == ["the", " cat", "", " sat"]
+  assert tokenizer.decode([0, 1, 4, 2]) == "the cat sat"
+
+
+def test_vocabulary_and_errors(tokenizer):
+  special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+  assert len(special) == 3 and max(special) < tokenizer.vocab_size
+  for bad in (-1, tokenizer.vocab_size):
+    with pytest.raises(ValueError, match=f"id {bad} is outside"):
+      tokenizer.decode([bad])
+  with pytest.raises(ValueError, match="surrogate"):
+    tokenizer.encode("\ud800")
+
+
+def test_bpe_size_and_repeated_training():
+  a, b = bpe(), bpe()
+  assert 300 < a.vocab_size <= 400
+  assert a.fingerprint == b.fingerprint and a.to_json() == b.to_json()
+  assert build_tokenizer(DataConfig(bpe_vocab_size=300), lambda: TEXT).vocab_size == 300
+  assert bpe(300).fingerprint != a.fingerprint
+  assert len(a.encode(TEXT[1])) < len(TEXT[1].encode()) / 2
+
+
+def test_bpe_reads_a_bounded_sample(monkeypatch):
+  monkeypatch.setattr(lib, "BPE_SAMPLE_BYTES", 1000)
+  taken = itertools.count()
+  build_tokenizer(
+    DataConfig(bpe_vocab_size=300), lambda: (f"{next(taken):0100d}" for _ in range(99))
+  )
+  assert next(taken) == 10
+
+
+def test_bpe_is_cached_by_what_it_was_trained_on(tmp_path):
+  calls = []
+
+  def texts():
+    calls.append(1)
+    return TEXT
+
+  cfg = DataConfig(bpe_vocab_size=300, cache_dir=str(tmp_path))
+  first = build_tokenizer(cfg, texts, corpus_fingerprint="a")
+  again = build_tokenizer(cfg, texts, corpus_fingerprint="a")
+  assert first.fingerprint == again.fingerprint and len(calls) == 1
+  build_tokenizer(cfg, texts, corpus_fingerprint="b")
+  assert len(calls) == 2
+
+
+def test_no_text_to_train_on():
+  with pytest.raises(ValueError, match="no text to train a BPE"):
+    build_tokenizer(DataConfig(), lambda: [])
+
+
+def test_pickle_and_workdir_file_keep_the_ids(tokenizer, tmp_path):
+  save_tokenizer(tokenizer, tmp_path / "t.json")
+  text = "</s> é <s>"
+  for copy in (pickle.loads(pickle.dumps(tokenizer)), load_tokenizer(tmp_path / "t.json")):
+    assert copy.encode(text) == tokenizer.encode(text)
+    assert copy.fingerprint == tokenizer.fingerprint
+
+
+class TestFile:
+  def build(self, tmp_path, text, config=None):
+    (tmp_path / "tokenizer.json").write_text(text)
+    if config is not None:
+      (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return build_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), lambda: [])
+
+  def test_known_names_are_used_and_missing_ones_added(self, tmp_path):
+    text = tokenizer_json()
+    inner = tokenizers.Tokenizer.from_str(text)
+    tokenizer = self.build(tmp_path, text)
+    assert tokenizer.bos_id == inner.token_to_id("<s>")
+    assert tokenizer.eos_id == inner.token_to_id("</s>")
+    assert tokenizer.pad_id == inner.get_vocab_size() == tokenizer.vocab_size - 1
+
+  def test_config_beside_it_decides(self, tmp_path):
+    text = tokenizer_json(special=("<|x|>", "<s>", "</s>"))
+    config = {"bos_token": None, "eos_token": {"content": "<|x|>"}}
+    tokenizer = self.build(tmp_path, text, config)
+    assert tokenizer.eos_id == tokenizers.Tokenizer.from_str(text).token_to_id("<|x|>")
+    assert tokenizer.decode(tokenizer.encode("a<|x|>b")) == "a<|x|>b"
+
+  def test_config_of_another_tokenizer(self, tmp_path):
+    with pytest.raises(ValueError, match="eos_token is '<nope>'"):
+      self.build(tmp_path, tokenizer_json(), {"eos_token": "<nope>"})
+
+  def test_a_token_not_marked_special_is_still_no_text(self, tmp_path):
+    spec = json.loads(tokenizer_json())
+    for token in spec["added_tokens"]:
+      token["special"] = False
+    tokenizer = self.build(tmp_path, json.dumps(spec))
+    assert tokenizer.eos_id not in tokenizer.encode("a</s>b")
+
+  def test_special_token_that_is_a_word_of_the_model(self, tmp_path):
+    words = {"</s>": 0, "<unk>": 1}
+    inner = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    with pytest.raises(ValueError, match="could end itself"):
+      self.build(tmp_path, inner.to_str())
+
+  def test_lossy(self, tmp_path):
+    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
+    inner.normalizer = normalizers.Lowercase()
+    lossy = json.loads(inner.to_str())
+    lossy["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    with pytest.raises(ValueError, match="not lossless"):
+      self.build(tmp_path, json.dumps(lossy))
+
+  @pytest.mark.parametrize("text", ["{", "[]", '{"model": 3}'])
+  def test_not_a_tokenizer(self, tmp_path, text):
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+      self.build(tmp_path, text)
+
+  def test_missing(self):
+    with pytest.raises(ValueError, match="no such file"):
+      build_tokenizer(DataConfig(tokenizer="no/tokenizer.json"), lambda: [])

@@ -1,0 +1,228 @@
+"""The stack: packing, scan, recomputation, tying; none of them may change the function."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+  assert_trees_close,
+  make_decoder,
+  make_test_mesh,
+  named_leaves,
+  pack,
+  random_rows,
+  tiny_config,
+)
+
+from ats_jax.model.block import Block
+from ats_jax.ops.rope import rope_table
+from ats_jax.step.loss import loss_sums
+
+# float32, two layers, activations of order one: matmuls over rows of other lengths add up in
+# another order.
+RTOL, ATOL = 1e-5, 5e-6
+# Gradients pass through each matmul twice.
+GRAD_RTOL, GRAD_ATOL = 1e-4, 1e-6
+
+SEQ = 16
+
+
+@jax.jit
+def hidden(model, tokens, segments, positions):
+  return model(tokens, positions_BT=positions, segment_ids_BT=segments)
+
+
+def run(model, tokens, lengths):
+  return np.asarray(hidden(model, tokens, *pack(lengths, SEQ)))
+
+
+@st.composite
+def document_lengths(draw):
+  lengths, left = [], SEQ
+  while left and len(lengths) < 4:
+    lengths.append(draw(st.integers(1, left)))
+    left -= lengths[-1]
+  return lengths
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(document_lengths(), st.integers(0, 2**16))
+def test_a_packed_document_equals_the_document_alone(lengths, seed):
+  cfg = tiny_config({"model.qk_norm": True})
+  tokens = np.random.default_rng(seed).integers(0, 64, (1, SEQ)).astype(np.int32)
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    model = make_decoder(cfg)
+    packed = run(model, tokens, [lengths])[0]
+    at = 0
+    for length in lengths:
+      alone = np.zeros((1, SEQ), np.int32)
+      alone[0, :length] = tokens[0, at : at + length]
+      got = run(model, alone, [[length]])[0, :length]
+      np.testing.assert_allclose(packed[at : at + length], got, RTOL, ATOL)
+      at += length
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(document_lengths(), st.integers(0, 3), st.integers(0, 2**16))
+def test_changing_one_document_leaves_the_others_bit_equal(lengths, which, seed):
+  which %= len(lengths)
+  start = sum(lengths[:which])
+  inside = slice(start, start + lengths[which])
+  tokens = np.random.default_rng(seed).integers(0, 64, (1, SEQ)).astype(np.int32)
+  other = tokens.copy()
+  other[:, inside] = (other[:, inside] + 1) % 64
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    model = make_decoder(tiny_config())
+    before, after = run(model, tokens, [lengths])[0], run(model, other, [lengths])[0]
+  outside = np.ones(SEQ, bool)
+  outside[inside] = False
+  np.testing.assert_array_equal(before[outside], after[outside])
+  assert np.all(np.any(before[inside] != after[inside], axis=-1))
+
+
+def test_no_token_sees_a_later_one(mesh):
+  model = make_decoder(tiny_config())
+  tokens = np.arange(SEQ, dtype=np.int32)[None]
+  changed = tokens.copy()
+  changed[0, 9] = 50
+  before, after = run(model, tokens, [[SEQ]])[0], run(model, changed, [[SEQ]])[0]
+  np.testing.assert_array_equal(before[:9], after[:9])
+  assert np.all(np.any(before[9:] != after[9:], axis=-1))
+
+
+def test_the_scan_equals_a_loop_over_layers(mesh):
+  cfg = tiny_config({"model.num_layers": 3})
+  model, rows = make_decoder(cfg), random_rows(cfg, 2)
+  table = rope_table(jnp.asarray(rows["positions"]), cfg.model.head_dim, cfg.model.rope_theta)
+  x = jnp.asarray(np.asarray(model.embed[...])[rows["tokens"]])
+  for index in range(3):
+    block: Block = jax.tree.map(lambda leaf, i=index: leaf[i], model.blocks)
+    x, _ = block(x, table, segment_ids_BT=jnp.asarray(rows["segment_ids"]))
+  want = model.final_norm(x)
+  got = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
+  np.testing.assert_allclose(got, want, RTOL, ATOL)
+
+
+def loss_and_grads(cfg, rows, dropout_seed=None):
+  model = make_decoder(cfg)
+  key = None if dropout_seed is None else jax.random.key(dropout_seed)
+  f = lambda m: loss_sums(m, rows, cfg.step, key).objective / rows["loss_mask"].sum()
+  return jax.jit(jax.value_and_grad(f))(model)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"step.remat": "full"},
+    {"step.remat": "dots"},
+    {"step.remat": "names"},
+    {"step.scan_unroll": 2},
+    {"step.scan_unroll": 3, "step.remat": "names"},
+    {"step.loss_chunk_tokens": 7},
+  ],
+)
+def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
+  base = {"model.num_layers": 3, "model.dropout": 0.2, "model.qk_norm": True}
+  cfg = tiny_config(base)
+  rows = random_rows(cfg, 4)
+  want_loss, want = loss_and_grads(cfg, rows, dropout_seed=1)
+  loss, grads = loss_and_grads(tiny_config(base | changes), rows, dropout_seed=1)
+  np.testing.assert_allclose(loss, want_loss, RTOL)
+  assert_trees_close(named_leaves(grads), named_leaves(want), rtol=GRAD_RTOL, atol=GRAD_ATOL)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "names"])
+def test_recomputation_keeps_fewer_arrays(mesh, remat):
+  """What the backward pass gets from the forward pass, in elements."""
+
+  def residuals(policy):
+    cfg = tiny_config({"step.remat": policy, "model.num_layers": 2})
+    model, rows = make_decoder(cfg), random_rows(cfg, 4)
+    call = lambda m: hidden(m, rows["tokens"], rows["segment_ids"], rows["positions"])
+    _, backward = jax.vjp(call, model)
+    return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+  assert residuals(remat) < residuals("none")
+  assert residuals("full") <= residuals(remat)
+
+
+def test_tied_embeddings_share_one_table(mesh):
+  tied, untied = (make_decoder(tiny_config({"model.tie_embeddings": t})) for t in (True, False))
+  assert set(named_leaves(untied)) - set(named_leaves(tied)) == {".head.value"}
+  np.testing.assert_array_equal(tied.head_weights(), tied.embed[...])
+  np.testing.assert_array_equal(untied.head_weights(), untied.head[...])
+  cfg = tiny_config({"model.tie_embeddings": True})
+  rows = random_rows(cfg, 2)
+  _, grads = loss_and_grads(cfg, rows)
+  unused = sorted(set(range(64)) - set(rows["tokens"].ravel()))
+  assert unused and np.all(np.any(np.asarray(grads.embed[...])[unused] != 0, axis=-1))
+
+
+def test_logits_are_the_head_times_the_activations(mesh):
+  cfg = tiny_config()
+  model, rows = make_decoder(cfg), random_rows(cfg, 2)
+  x = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
+  want = np.asarray(x, np.float64) @ np.asarray(model.head[...], np.float64).T
+  logits = model.logits(x)
+  assert logits.dtype == jnp.float32 and logits.shape == (2, SEQ, 64)
+  np.testing.assert_allclose(logits, want, RTOL, ATOL)
+
+
+def test_dtypes_are_those_of_the_config(mesh):
+  changes = {"precision.param_dtype": "bfloat16", "precision.compute_dtype": "bfloat16"}
+  cfg = tiny_config(changes)
+  model, rows = make_decoder(cfg), random_rows(cfg, 2)
+  assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+  x = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
+  assert x.dtype == jnp.bfloat16 and model.logits(x).dtype == jnp.float32
+  mixed = make_decoder(tiny_config({"precision.compute_dtype": "bfloat16"}))
+  assert {leaf.dtype for leaf in jax.tree.leaves(mixed)} == {jnp.dtype("float32")}
+  x = hidden(mixed, rows["tokens"], rows["segment_ids"], rows["positions"])
+  assert x.dtype == mixed.head_weights().dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+  ("d_model", "layers"), [(64, 4), (512, 2), (2048, 1)], ids=["64", "512", "2048"]
+)
+def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
+  cfg = tiny_config({
+    "model.d_model": d_model,
+    "model.num_layers": layers,
+    "model.d_ff": 2 * d_model,
+    "model.head_dim": 16,
+    "model.tie_embeddings": tied,
+    "model.vocab_size": 256,
+  })
+  rows = random_rows(cfg, 8)
+  sums = jax.jit(lambda m: loss_sums(m, rows, cfg.step))(make_decoder(cfg))
+  loss = float(sums.cross_entropy) / rows["loss_mask"].sum()
+  assert abs(loss - np.log(256)) < 0.1
+
+
+def test_initial_standard_deviations(mesh):
+  cfg = tiny_config({"model.d_model": 256, "model.d_ff": 512, "model.num_layers": 4})
+  leaves = named_leaves(make_decoder(cfg))
+  residual = 0.02 / np.sqrt(2 * 4)
+  want = {".head.value": min(0.02, 0.25 / 16), ".embed.value": 0.02}
+  for name, leaf in leaves.items():
+    if ".scale" in name:
+      assert np.all(np.asarray(leaf) == 1.0), name
+      continue
+    std = want.get(name, residual if name.endswith(("out.value", "down.value")) else 0.02)
+    # The spread of an estimate from n draws is std / sqrt(2n); five of them.
+    assert abs(np.std(leaf) - std) < 5 * std / np.sqrt(2 * leaf.size), name
+  q = np.asarray(leaves[".blocks.attn.q.value"])
+  assert not np.array_equal(q[0], q[1])  # each layer draws its own
+
+
+def test_numerics_hold_no_setting_that_changes_the_function():
+  cfg = tiny_config({"model.dropout": 0.1})
+  model_fields = {f.name for f in dataclasses.fields(cfg.model)}
+  from ats_jax.model.init import Numerics
+
+  assert not model_fields & {f.name for f in dataclasses.fields(Numerics)}

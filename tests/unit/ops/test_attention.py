@@ -1,0 +1,209 @@
+"""Attention against one token at a time in float64 numpy; the choice of its implementation."""
+
+import inspect
+from unittest import mock
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, pack, tiny_config
+
+from ats_jax.ops import _compat
+from ats_jax.ops.attention import attention, cached_attention, choose, segment_bounds
+from ats_jax.ops.registry import FallbackError
+
+pytestmark = pytest.mark.compat
+
+# float32 softmax over at most 24 keys of unit-normal scores.
+RTOL, ATOL = 1e-5, 1e-6
+
+# Rows of 24: many short documents, one long, padding at the end, padding only.
+LENGTHS = [[1, 2, 3, 4, 5, 9], [24], [7, 10], [1] * 8 + [5], []]
+SEQ = 24
+
+
+def make_qkv(batch, heads, kv_heads, seq=SEQ, head_dim=8, seed=0):
+  rng = np.random.default_rng(seed)
+  shapes = [(batch, seq, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+  return [rng.normal(size=s).astype(np.float32) for s in shapes]
+
+
+def reference(q, k, v, segment_ids):
+  """Each query alone: the earlier tokens of its own segment, its group's key/value head."""
+  q, k, v = (a.astype(np.float64) for a in (q, k, v))
+  out = np.zeros_like(q)
+  group = q.shape[2] // k.shape[2]
+  for b, t, n in np.ndindex(q.shape[:3]):
+    seen = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t]]
+    scores = k[b, seen, n // group] @ q[b, t, n] / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max())
+    out[b, t, n] = weights @ v[b, seen, n // group] / weights.sum()
+  return out
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_xla_matches_one_token_at_a_time(mesh, kv_heads):
+  q, k, v = make_qkv(len(LENGTHS), 4, kv_heads)
+  segments, _ = pack(LENGTHS, SEQ)
+  got = attention(q, k, v, segment_ids_BT=segments, max_segments=10, implementation="xla")
+  np.testing.assert_allclose(got, reference(q, k, v, segments), RTOL, ATOL)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 1), (2, 2, 2), (1, 4, 2)])
+def test_meshes_agree_with_one_device_in_value_and_gradient(shape):
+  q, k, v = make_qkv(8, 4, 2)
+  segments, _ = pack((LENGTHS * 2)[:8], SEQ)
+
+  def loss(q, k, v):
+    y = attention(q, k, v, segment_ids_BT=segments, max_segments=10, implementation="xla")
+    return jnp.sum(jnp.sin(y))
+
+  results = []
+  for sizes in ((1, 1, 1), shape):
+    with jax.set_mesh(make_test_mesh(*sizes)):
+      results.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v))
+  for one, many in zip(*map(jax.tree.leaves, results), strict=True):
+    np.testing.assert_allclose(np.asarray(many), np.asarray(one), RTOL, ATOL)
+
+
+def test_bfloat16_scores_are_summed_and_normalised_in_float32(mesh):
+  q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in make_qkv(1, 2, 2, seq=512))
+  segments = np.ones((1, 512), np.int32)
+  got = attention(q, k, v, segment_ids_BT=segments, max_segments=2, implementation="xla")
+  assert got.dtype == jnp.bfloat16
+  want = attention(
+    *(a.astype(jnp.float32) for a in (q, k, v)),
+    segment_ids_BT=segments, max_segments=2, implementation="xla",
+  )  # fmt: skip
+  # Weights (float32) and the result are rounded to 8 bits once; a bfloat16 softmax over 512 keys
+  # is wrong by several per cent.
+  np.testing.assert_allclose(np.float32(got), want, rtol=1e-2, atol=4e-3)
+
+
+def plain_bounds(row, max_segments):
+  starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
+  lengths = np.diff([*starts, len(row)]).tolist()
+  fill = lambda values, size: values + [-1] * (size - len(values))
+  return fill(starts, max_segments + 1), fill(lengths, max_segments)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans())
+def test_segment_bounds(lengths, padded):
+  # One shape for all examples: rows of 37, at most 7 runs (6 documents and the padding).
+  seq, max_segments = 37, 7
+  if not padded:
+    lengths = [*lengths[:-1], seq - sum(lengths[:-1])]
+  segments, _ = pack([lengths], seq)
+  starts, found = segment_bounds(jnp.asarray(segments), max_segments)
+  want_starts, want_lengths = plain_bounds(segments[0].tolist(), max_segments)
+  assert starts[0].tolist() == want_starts
+  assert found[0].tolist() == want_lengths
+  assert starts.dtype == found.dtype == jnp.int32
+
+
+def test_segment_bounds_of_exactly_max_segments_runs():
+  segments = jnp.array([[1, 2, 2, 3, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+  starts, lengths = segment_bounds(segments, 4)
+  assert starts.tolist() == [[0, 1, 3, 4, -1], [0, -1, -1, -1, -1], [0, -1, -1, -1, -1]]
+  assert lengths.tolist() == [[1, 2, 1, 1], [5, -1, -1, -1], [5, -1, -1, -1]]
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=6))
+def test_cached_attention_equals_full_attention_for_any_split(parts):
+  length, slots = sum(parts), 50
+  q, k, v = make_qkv(2, 4, 2, seq=length)
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    extend = jax.jit(cached_attention)
+    k_cache = v_cache = jnp.full((2, slots, 2, 8), 1e3)  # what is in later slots must not show
+    pieces, at = [], 0
+    for part in parts:
+      new = slice(at, at + part)
+      index = np.broadcast_to(np.arange(at, at + part), (2, part))
+      y, k_cache, v_cache = extend(q[:, new], k[:, new], v[:, new], k_cache, v_cache, index)
+      pieces.append(y)
+      at += part
+  one_document = np.ones((2, length), np.int32)
+  np.testing.assert_allclose(np.concatenate(pieces, 1), reference(q, k, v, one_document), RTOL, ATOL)
+  for cache, new in ((k_cache, k), (v_cache, v)):
+    np.testing.assert_array_equal(cache[:, :length], new)
+    assert np.all(np.asarray(cache)[:, length:] == 1e3)
+
+
+HOPPER = ("gpu", "9.0")
+
+
+def config_for(**changes):
+  defaults = {"precision.compute_dtype": "bfloat16", "model.head_dim": 64}
+  return tiny_config(defaults | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+@pytest.mark.parametrize(
+  ("changes", "device", "implementation", "reason"),
+  [
+    ({}, HOPPER, "cudnn", "flash attention"),
+    ({}, ("gpu", "10.0"), "cudnn", "flash attention"),
+    ({"ops__attention": "cudnn"}, HOPPER, "cudnn", "ops.attention=cudnn"),
+    ({"ops__attention": "xla"}, HOPPER, "xla", "ops.attention=xla"),
+    ({"ops__attention": "xla", "ops__strict": True}, HOPPER, "xla", "ops.attention=xla"),
+    ({}, ("cpu",), "xla", "cuDNN runs on NVIDIA GPUs, this is cpu"),
+    ({"ops__strict": True}, ("cpu",), "xla", "reference"),
+    ({}, ("tpu",), "xla", "this is tpu"),
+    ({}, ("gpu", "8.0"), "xla", "needs compute capability 9.0, this GPU has 8.0"),
+    ({"precision__compute_dtype": "float32"}, HOPPER, "xla", "compute_dtype is float32"),
+    ({"model__head_dim": 20}, HOPPER, "xla", "head_dim is 20"),
+    ({"model__head_dim": 264}, HOPPER, "xla", "head_dim is 264"),
+    ({"model__head_dim": 256}, HOPPER, "cudnn", "flash attention"),
+  ],
+)
+def test_choice_and_its_reason(changes, device, implementation, reason):
+  choice = choose(config_for(**changes), *device)
+  assert (choice.op, choice.implementation) == ("attention", implementation)
+  assert reason in choice.reason and str(choice) == f"attention: {implementation} ({choice.reason})"
+
+
+@pytest.mark.parametrize(
+  ("changes", "device", "words"),
+  [
+    ({}, ("cpu",), "this is cpu"),
+    ({}, ("gpu", "8.0"), "this GPU has 8.0"),
+    ({"model__head_dim": 20}, HOPPER, "head_dim is 20"),
+  ],
+)
+def test_cudnn_that_cannot_run_is_an_error(changes, device, words):
+  with pytest.raises(ValueError, match=f"ops.attention=cudnn: .*{words}.*Use ops.attention="):
+    choose(config_for(ops__attention="cudnn", **changes), *device)
+
+
+@pytest.mark.parametrize(
+  ("changes", "device", "words"),
+  [
+    ({}, ("gpu", "8.0"), "this GPU has 8.0"),
+    ({"precision__compute_dtype": "float32"}, HOPPER, "compute_dtype is float32"),
+    ({"model__head_dim": 20}, HOPPER, "head_dim is 20"),
+  ],
+)
+def test_strict_turns_a_fallback_into_an_error(changes, device, words):
+  with pytest.raises(FallbackError, match=f"ops.strict: .*{words}.*ops.strict=false"):
+    choose(config_for(ops__strict=True, **changes), *device)
+
+
+def test_the_private_cudnn_function_still_takes_what_we_pass():
+  accepted = inspect.signature(_compat.cudnn.dot_product_attention)
+  assert accepted.parameters["qkv_layout"].default == "BTNH"
+  assert _compat.cudnn.MaskType.PADDING_CAUSAL.name == "PADDING_CAUSAL"
+  with mock.patch.object(_compat.cudnn, "dot_product_attention") as private:
+    q, k, v = map(jnp.asarray, make_qkv(1, 4, 2))
+    private.return_value = q
+    segments, _ = pack([[7, 10]], SEQ)
+    starts, lengths = segment_bounds(jnp.asarray(segments), 3)
+    _compat.cudnn_packed_attention(q, k, v, starts, lengths, 0.5)
+  bound = accepted.bind(*private.call_args.args, **private.call_args.kwargs).arguments
+  assert bound["scale"] == 0.5
+  for side in ("q", "kv"):
+    assert bound[f"{side}_seqlen"].tolist() == [[7, 10, 7]]
+    assert bound[f"{side}_offsets"].tolist() == [[0, 7, 17, -1]]

@@ -1,0 +1,211 @@
+"""Loss and gradients against a float64 loss that holds all logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh
+
+from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy
+from ats_jax.sharding.rules import spec
+
+pytestmark = pytest.mark.compat
+
+# float32 sums of a few hundred terms against float64; gradients here are of order 0.01 to 1.
+RTOL, ATOL = 2e-5, 2e-6
+# bfloat16 keeps 8 bits: 2^-8 for each rounding of an operand.
+BF16_RTOL, BF16_ATOL = 2e-2, 4e-3
+# Central differences in float64: error h^2 of a smooth function plus rounding / h.
+STEP = 1e-5
+
+
+def reference(x, head, targets, mask, z_loss=0.0, label_smoothing=0.0):
+  """The four sums, in float64, from all logits at once."""
+  logits = x.astype(np.float64) @ head.astype(np.float64).T
+  lse = np.log(np.exp(logits).sum(-1))
+  label = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+  uniform = lse - logits.mean(-1)
+  objective = (1 - label_smoothing) * (lse - label) + label_smoothing * uniform + z_loss * lse**2
+  correct = label >= logits.max(-1)
+  return LossSums(*((v * mask).sum() for v in (objective, lse - label, lse**2, correct)))
+
+
+def numeric_gradient(f, at):
+  """d f / d at by central differences."""
+  gradient = np.zeros_like(at)
+  for i in np.ndindex(at.shape):
+    above, below = at.copy(), at.copy()
+    above[i] += STEP
+    below[i] -= STEP
+    gradient[i] = (f(above) - f(below)) / (2 * STEP)
+  return gradient
+
+
+def make_inputs(batch=2, seq=5, d_model=4, vocab=7, seed=0, dtype=np.float32):
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(batch, seq, d_model)).astype(dtype)
+  head = rng.normal(size=(vocab, d_model)).astype(dtype)
+  targets = rng.integers(0, vocab, (batch, seq)).astype(np.int32)
+  mask = (rng.random((batch, seq)) < 0.7).astype(np.float32)
+  mask[0, 0], mask[-1, -1] = 0.5, 0.0  # weights need not be 0 or 1
+  return x, head, targets, mask
+
+
+def value_and_grads(x, head, targets, mask, z_loss=0.0, label_smoothing=0.0, chunk=4, scale=1.0):
+  """LossSums and (dx, dhead) of scale * objective."""
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+  def f(x, head):
+    sums = linear_cross_entropy(x, head, targets, mask, z_loss, label_smoothing, chunk)
+    return scale * sums.objective, sums
+
+  (_, sums), grads = f(x, head)
+  return sums, grads
+
+
+def assert_matches_reference(inputs, z_loss, label_smoothing, chunk):
+  x, head, targets, mask = inputs
+  objective = lambda x, head: reference(x, head, targets, mask, z_loss, label_smoothing).objective
+  x64, head64 = x.astype(np.float64), head.astype(np.float64)
+  sums, (dx, dhead) = value_and_grads(*inputs, z_loss, label_smoothing, chunk)
+  want = reference(x, head, targets, mask, z_loss, label_smoothing)
+  np.testing.assert_allclose(sums, want, RTOL, ATOL)
+  np.testing.assert_allclose(dx, numeric_gradient(lambda a: objective(a, head64), x64), RTOL, ATOL)
+  np.testing.assert_allclose(
+    dhead, numeric_gradient(lambda a: objective(x64, a), head64), RTOL, ATOL
+  )
+  # Without gradients the same sums come out of another branch.
+  plain = linear_cross_entropy(*inputs, z_loss, label_smoothing, chunk)
+  np.testing.assert_allclose(plain, want, RTOL, ATOL)
+
+
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.2)])
+def test_sums_and_gradients(mesh, z_loss, smoothing):
+  assert_matches_reference(make_inputs(), z_loss, smoothing, chunk=5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 9, 10, 1000])
+def test_any_chunk_size(mesh, chunk):
+  assert_matches_reference(make_inputs(), 0.1, 0.2, chunk)
+
+
+def test_one_token(mesh):
+  x, head, targets, _ = make_inputs(batch=1, seq=1)
+  assert_matches_reference((x, head, targets, np.ones((1, 1), np.float32)), 0.1, 0.2, chunk=8)
+
+
+def test_tokens_with_mask_0_have_no_influence(mesh):
+  x, head, targets, mask = make_inputs()
+  hidden = mask == 0
+  other_x = np.where(hidden[..., None], 37.0, x).astype(np.float32)
+  other_targets = np.where(hidden, 0, targets)
+  sums, (dx, dhead) = value_and_grads(x, head, targets, mask, 0.1, 0.2)
+  other_sums, (other_dx, other_dhead) = value_and_grads(
+    other_x, head, other_targets, mask, 0.1, 0.2
+  )
+  np.testing.assert_array_equal(sums, other_sums)
+  np.testing.assert_array_equal(dx, other_dx)
+  np.testing.assert_array_equal(dhead, other_dhead)
+  assert not np.any(np.asarray(dx)[hidden])
+
+
+def test_a_mask_of_zeros_gives_zeros(mesh):
+  x, head, targets, mask = make_inputs()
+  sums, grads = value_and_grads(x, head, targets, 0 * mask, 0.1, 0.2)
+  assert all(not np.any(v) for v in (*sums, *grads))
+
+
+def test_ties_count_as_correct(mesh):
+  head = np.array([[1.0], [1.0], [0.0]], np.float32)
+  x = np.full((1, 4, 1), 2.0, np.float32)
+  targets = np.array([[0, 1, 2, 0]], np.int32)
+  sums = linear_cross_entropy(x, head, targets, np.ones((1, 4), np.float32), 0.0, 0.0, 3)
+  assert sums.correct == 3.0
+  np.testing.assert_allclose(sums.z, 4 * np.log(2 * np.exp(2.0) + 1) ** 2, RTOL)
+
+
+def test_large_logits_do_not_overflow(mesh):
+  x, head, targets, mask = make_inputs()
+  sums, grads = value_and_grads(x * 300, head, targets, mask, 0.0, 0.1)
+  assert np.isfinite(np.array(sums)).all() and all(np.isfinite(g).all() for g in grads)
+
+
+def test_gradients_scale_with_the_cotangent(mesh):
+  inputs = make_inputs()
+  _, grads = value_and_grads(*inputs, 0.1, 0.2)
+  _, scaled = value_and_grads(*inputs, 0.1, 0.2, scale=-3.0)
+  for g, s in zip(grads, scaled, strict=True):
+    np.testing.assert_allclose(-3.0 * g, s, RTOL, ATOL)
+
+
+def test_bfloat16_operands(mesh):
+  x, head, targets, mask = make_inputs(batch=4, seq=16, d_model=32, vocab=64, seed=3)
+  x = jax.device_put(x.astype(jnp.bfloat16), spec("batch", "seq", "act_embed"))
+  head = jax.device_put((head * 0.2).astype(jnp.bfloat16), spec("vocab", "act_embed"))
+  sums, (dx, dhead) = value_and_grads(x, head, targets, mask, 1e-2, 0.1, chunk=24)
+  assert dx.dtype == dhead.dtype == jnp.bfloat16
+  assert all(s.dtype == jnp.float32 for s in sums)
+  exact = [np.asarray(a, np.float32) for a in (x, head)]
+  # The rounded operands are the input: the sums stay float32-exact, products accumulate in float32.
+  np.testing.assert_allclose(sums, reference(*exact, targets, mask, 1e-2, 0.1), RTOL)
+  _, (want_dx, want_dhead) = value_and_grads(*exact, targets, mask, 1e-2, 0.1)
+  np.testing.assert_allclose(np.float32(dx), want_dx, BF16_RTOL, BF16_ATOL)
+  np.testing.assert_allclose(np.float32(dhead), want_dhead, BF16_RTOL, BF16_ATOL)
+
+
+def sizes(jaxpr):
+  """The size of every intermediate of a jaxpr and of all jaxprs inside its equations."""
+  for eqn in jaxpr.eqns:
+    yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
+    for param in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=is_jaxpr):
+      if is_jaxpr(param):
+        yield from sizes(getattr(param, "jaxpr", param))
+
+
+def is_jaxpr(x):
+  return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def test_all_logits_never_exist(mesh):
+  batch, seq, d_model, vocab, chunk = 4, 16, 8, 512, 16
+  inputs = make_inputs(batch, seq, d_model, vocab)
+
+  def fused(x, head, targets, mask):
+    return linear_cross_entropy(x, head, targets, mask, 0.1, 0.1, chunk).objective
+
+  def naive(x, head, targets, mask):
+    return jnp.sum(jax.nn.logsumexp(jnp.einsum("btd,vd->btv", x, head), axis=-1) * mask)
+
+  for transform in (lambda f: f, lambda f: jax.value_and_grad(f, argnums=(0, 1))):
+    largest = lambda f, t=transform: max(sizes(jax.make_jaxpr(t(f))(*inputs).jaxpr))
+    assert largest(naive) >= batch * seq * vocab  # the walk finds such an array where there is one
+    assert chunk * vocab <= largest(fused) < batch * seq * vocab / 2
+
+
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2)]
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_meshes_agree_with_one_device(shape):
+  inputs = make_inputs(batch=8, seq=3, d_model=16, vocab=24)
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    want_sums, want_grads = value_and_grads(*inputs, 0.1, 0.2, chunk=5)
+  axes = (("batch", "seq", "act_embed"), ("vocab", "embed"), ("batch", "seq"), ("batch", "seq"))
+  with jax.set_mesh(make_test_mesh(*shape)):
+    sharded = [jax.device_put(a, spec(*names)) for a, names in zip(inputs, axes, strict=True)]
+
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def f(x, head, targets, mask):
+      head = jax.reshard(head, spec("vocab", "act_embed"))  # as Decoder.head_weights
+      sums = linear_cross_entropy(x, head, targets, mask, 0.1, 0.2, 5)
+      return sums.objective, sums
+
+    (_, sums), grads = jax.jit(f)(*sharded)
+    plain = linear_cross_entropy(*sharded, 0.1, 0.2, 5)
+  for got, want in ((sums, want_sums), (plain, want_sums), (grads, want_grads)):
+    for g, w in zip(got, want, strict=True):
+      np.testing.assert_allclose(np.asarray(g), np.asarray(w), RTOL, ATOL)
+  assert [g.sharding for g in grads] == [a.sharding for a in sharded[:2]]
