@@ -59,6 +59,7 @@ def speed(plan: Plan) -> Throughput:
   return Throughput(
     num_devices=jax.device_count(),
     peak=peak_flops(jax.devices()[0].device_kind, plan.cfg.precision.compute_dtype),
+    tokens_per_step=plan.cfg.data.batch_size * plan.cfg.data.seq_len,
     flops_per_token={
       "train/mfu": plan.counts.flops_causal,
       "train/mfu_6n": plan.counts.flops_full,

@@ -41,13 +41,15 @@ def run(main: Any) -> None:
       if os.environ.get("ATS_TRACEBACK"):
         raise
       raise SystemExit(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)") from None
+    except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
+      raise SystemExit("interrupted") from None
 
   app.run(guarded)
 
 
 def _is_ours_or_warning(record: std_logging.LogRecord) -> bool:
-  """Libraries that log through absl (Orbax) describe every internal step at INFO."""
-  return record.levelno >= std_logging.WARNING or "orbax" not in record.pathname
+  """Libraries that log through absl (Orbax, jax) describe internal steps at INFO."""
+  return record.levelno >= std_logging.WARNING or f"{os.sep}ats_jax{os.sep}" in record.pathname
 
 
 def configure(cfg: Config) -> None:

@@ -48,7 +48,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
   runtime.configure(cfg)
   workdir.claim(folder, cfg)
   train_set, valid_set = open_datasets(cfg.data, cfg.seed)
-  save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
+  if is_main := jax.process_index() == 0:
+    save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
 
@@ -62,29 +63,18 @@ def train(cfg: Config, folder: Path) -> TrainState:
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
     workdir.check_data(folder, position["data"], train_set.fingerprint)
+    batches = enter(train_feed(cfg, train_set, position["row"]))  # starts reading
     report.opening(plan, folder, state.model, train_set, start)
 
-    resume_step = start if restored else None
-    is_main = jax.process_index() == 0
-    writer = enter(
-      closing(create_writer(cfg.log, folder, resume_step=resume_step, is_main=is_main))
-    )
+    rows_until = start if restored else None
+    writer = enter(closing(create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main)))
     progress = enter(Progress(cfg.num_steps, start_step=start, enabled=cfg.log.progress))
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
-    tokens_per_step = cfg.data.batch_size * cfg.data.seq_len
-    log = StepLog(
-      METRICS,
-      writer,
-      report.speed(plan),
-      progress,
-      every_steps=cfg.log.every_steps,
-      tokens_per_step=tokens_per_step,
-    )
+    log = enter(StepLog(METRICS, writer, report.speed(plan), progress, cfg.log.every_steps))
     train_step = plan.train_step
     if start < cfg.num_steps:
       with goodput.timed("compile"):
         train_step = plan.compile_train_step(state)
-    batches = enter(train_feed(cfg, train_set, position["row"]))
     stopped = scores = None
 
     for step in range(start + 1, cfg.num_steps + 1):
@@ -105,6 +95,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
         with log.pause(step), goodput.timed("checkpoint"):
           loss = scores["eval/loss"] if scores else None
           checkpoints.save(step, state, position, metric=loss)
+          writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})
       if stopped:
         break
 

@@ -65,7 +65,7 @@ def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray
 
 
 def random_rows(cfg: Config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-  """Packed rows [rows, seq] with ragged documents, padding at the end of some, holes in the mask."""
+  """Packed rows [rows, seq]: ragged documents, padding at the end of some, holes in the mask."""
   rng, seq = np.random.default_rng(seed), cfg.data.seq_len
   lengths = []
   for _ in range(rows):

@@ -84,9 +84,9 @@ def name_hash(name: str) -> int:
   return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest())
 
 
-def held_out(key: np.ndarray | int, fraction: float) -> np.ndarray | bool:
+def held_out(key: np.ndarray | int, fraction: float) -> np.ndarray:
   """Whether documents with these name hashes are for validation."""
-  return key < np.uint64(fraction * 2**64)
+  return np.asarray(key, np.uint64) < np.uint64(fraction * 2**64)
 
 
 def train_texts(files: list[SourceFile], cfg: DataConfig, fraction: float) -> Iterator[str]:

@@ -26,8 +26,8 @@ class Source:
   def __len__(self) -> int:
     return self._length
 
-  def __getitem__(self, k: int) -> Batch:
-    return self._read(k)
+  def __getitem__(self, index: int) -> Batch:
+    return self._read(index)
 
 
 class Batches:

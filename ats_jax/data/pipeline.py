@@ -247,7 +247,7 @@ def _pack(
     }
 
   root = cache.cache_root(cfg.cache_dir)
-  plan = cache.cached(root, f"plan-{cache.digest("plan", fingerprint, seed)}", build)
+  plan = cache.cached(root, "plan-" + cache.digest("plan", fingerprint, seed), build)
   report = {
     "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
     "skipped": Counter(found["skipped"]) + Counter(corpus.report["skipped"]),

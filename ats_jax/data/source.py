@@ -20,7 +20,7 @@ from ats_jax.data import cache
 _TEXT = """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .yaml .yml .toml .ini .cfg
   .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .go .rs .rb .php .swift .scala .hs .ml .jl
   .r .lua .pl .sh .sql .css .srt"""
-_KIND = dict.fromkeys(_TEXT.split(), "text")
+_KIND: dict[str, str] = dict.fromkeys(_TEXT.split(), "text")
 _KIND |= {".jsonl": "jsonl", ".bin": "tokens", ".npy": "tokens"}
 _PIECE = 2**18  # characters encoded at a time; a longer document is cut where it cannot matter
 # Between words, where the usual splitting patterns (of GPT-2, GPT-4, Llama 3) never join: before a

@@ -252,10 +252,10 @@ def _from_file(path: Path) -> JsonTokenizer:
   names = _special_names(path, ids)
   special = {}
   for role in ("bos", "eos", "pad"):
-    if names[role] is None:  # a new id, which no text can reach
+    if name := names[role]:
+      special[role] = ids[name]
+    else:  # a new id, which no text can reach
       special[role], vocab_size = vocab_size, vocab_size + 1
-    else:
-      special[role] = ids[names[role]]
   for token in spec.get("added_tokens") or []:
     token["special"] = token.get("special") or token["id"] in special.values()
   tokenizer = JsonTokenizer(

@@ -4,6 +4,8 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
 import jax
 import numpy as np
@@ -18,8 +20,9 @@ from ats_jax.metrics.writer import MetricWriter
 class StepLog:
   """Takes the vector that each step returns; writes every n-th of them, one interval late.
 
-  By then the device has long computed it: fetching it costs nothing, and it keeps the host at most
-  one interval ahead of the device. Only the first step of a process is waited for, to time it.
+  By then the device has long computed it: the loop does not wait, and stays at most one interval
+  ahead of the device. A thread waits for each logged step, to know when it was done. Only the
+  first step of a process is waited for in the loop, to time it.
   """
 
   def __init__(
@@ -28,28 +31,25 @@ class StepLog:
     writer: MetricWriter,
     throughput: Throughput,
     progress: Progress,
-    *,
     every_steps: int,
-    tokens_per_step: int,
   ):
     """Set where metrics go.
 
     Args:
       names: of the vector's entries; "train/loss" is one of them.
       writer: gets a row for each step that `every_steps` divides.
-      throughput: measures between those rows.
+      throughput: measures the speed between those rows.
       progress: shows the newest row.
       every_steps: steps between rows.
-      tokens_per_step: positions a step processes, padding included; the base of tokens/s.
     """
     self._names = names
     self._writer = writer
     self._throughput = throughput
     self._progress = progress
     self._every_steps = every_steps
-    self._tokens_per_step = tokens_per_step
     self._began: float | None = time.perf_counter()
-    self._pending: tuple[int, jax.Array] | None = None
+    self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
+    self._pending: tuple[int, Future[tuple[np.ndarray, float]]] | None = None
 
   def push(self, step: int, vector: jax.Array) -> None:
     """Hand over the metrics of `step`.
@@ -60,11 +60,11 @@ class StepLog:
     if self._began is not None:
       vector.block_until_ready()
       logging.info("first step done %.2f s after its compilation began", self._since_start())
-      self._throughput.start(step, step * self._tokens_per_step)
+      self._throughput.start(step)
     if step % self._every_steps == 0:
       vector.copy_to_host_async()
       self._write()
-      self._pending = (step, vector)
+      self._pending = (step, self._waiter.submit(_wait, vector))
     else:
       self._progress.update(step)
 
@@ -78,7 +78,13 @@ class StepLog:
     self._write()
     yield
     self._writer.flush()
-    self._throughput.start(step, step * self._tokens_per_step)
+    self._throughput.start(step)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self._waiter.shutdown()
 
   def _since_start(self) -> float:
     assert self._began is not None
@@ -88,16 +94,23 @@ class StepLog:
   def _write(self) -> None:
     if self._pending is None:
       return
-    step, vector = self._pending
+    step, future = self._pending
     self._pending = None
-    metrics = dict(zip(self._names, np.asarray(vector).tolist(), strict=True))
+    vector, done = future.result()
+    metrics = dict(zip(self._names, vector.tolist(), strict=True))
     if not math.isfinite(metrics["train/loss"]):
       raise FloatingPointError(
         f"train/loss is {metrics['train/loss']} at step {step}. Lower optimizer.learning_rate, or "
         "look at the data (python -m ats_jax.data stats). Checkpoints are from before this step."
       )
     metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))
-    metrics |= self._throughput.read(step, step * self._tokens_per_step)
+    metrics |= self._throughput.read(step, done)
     metrics |= memory_metrics()
     self._writer.write_scalars(step, metrics)
     self._progress.update(step, metrics)
+
+
+def _wait(vector: jax.Array) -> tuple[np.ndarray, float]:
+  """The values, and when they were there."""
+  values = np.asarray(vector)
+  return values, time.monotonic()

@@ -50,9 +50,9 @@ class Throughput:
   """Speed over the last logging interval, by the host's monotonic clock.
 
   Call `start` when steps begin to run back to back (after the first step has compiled, after an
-  evaluation or a checkpoint), and `read` whenever metrics are logged: each interval ends and the
-  next begins there. Both must be called when the host has just waited for the same step, as the
-  loop does by fetching its metrics; otherwise they time the dispatch, not the work.
+  evaluation or a checkpoint), and `read` for each step that is logged: an interval ends and the
+  next begins there. The time must be that at which the step was done on the device, which is not
+  when it was dispatched.
   """
 
   def __init__(
@@ -60,6 +60,7 @@ class Throughput:
     *,
     num_devices: int,
     peak: float | None,
+    tokens_per_step: int,
     flops_per_token: Mapping[str, float],
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -68,6 +69,7 @@ class Throughput:
     Args:
       num_devices: devices that share the work.
       peak: FLOP/s of one of them (`peak_flops`); None leaves MFU out.
+      tokens_per_step: positions that a step processes over all devices, padding included.
       flops_per_token: forward and backward FLOPs under each convention, by the name of its metric:
         {"train/mfu": causal, no input embedding, active parameters; "train/mfu_6n": 6N + 12LdS}.
       clock: seconds.
@@ -76,24 +78,25 @@ class Throughput:
     self._peak = peak
     self._flops_per_token = dict(flops_per_token)
     self._clock = clock
-    self._start: tuple[int, int, float] | None = None
+    self._tokens_per_step = tokens_per_step
+    self._start: tuple[int, float] | None = None
 
-  def start(self, step: int, tokens: int) -> None:
-    """Begins an interval at `step`, with `tokens` trained on so far over all hosts."""
-    self._start = (step, tokens, self._clock())
+  def start(self, step: int, now: float | None = None) -> None:
+    """Begins an interval with `step` done, now or at another time of the clock."""
+    self._start = (step, self._clock() if now is None else now)
 
-  def read(self, step: int, tokens: int) -> dict[str, float]:
+  def read(self, step: int, now: float | None = None) -> dict[str, float]:
     """Ends the interval and begins the next; empty if there is none or no step ran in it."""
     if self._start is None or step <= self._start[0]:
-      self.start(step, tokens)
+      self.start(step, now)
       return {}
-    first_step, first_tokens, began = self._start
-    self.start(step, tokens)
-    secs = max(self._start[2] - began, 1e-9)
-    tokens_per_sec = (tokens - first_tokens) / secs
+    first_step, began = self._start
+    self.start(step, now)
+    steps_per_sec = (step - first_step) / max(self._start[1] - began, 1e-9)
+    tokens_per_sec = steps_per_sec * self._tokens_per_step
     metrics = {
       "train/tokens_per_sec": tokens_per_sec,
-      "train/steps_per_sec": (step - first_step) / secs,
+      "train/steps_per_sec": steps_per_sec,
     }
     for name, flops in self._flops_per_token.items():
       share = mfu(flops, tokens_per_sec, self._num_devices, self._peak)

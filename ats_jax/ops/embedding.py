@@ -21,9 +21,9 @@ def embedding_lookup(
     table_VD: [vocab, d_model].
     tokens_BT: int32 [batch, seq].
     dtype: of the result.
-    deterministic: compute the table's gradient as a one-hot matmul, whose order of additions is
-      fixed, instead of a scatter-add, whose order on a GPU is not. XLA's own deterministic scatter
-      needed 179 GiB for 32,768 tokens of width 2048.
+    deterministic: compute the table's gradient as a one-hot matmul, which adds in a fixed order,
+      instead of a scatter-add, which on a GPU does not. XLA can make the scatter itself
+      deterministic; that was slower (docs/log.md).
 
   Returns:
     [batch, seq, d_model].

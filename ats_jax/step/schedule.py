@@ -39,6 +39,7 @@ def _shape(name: str, p: jax.Array, warmup: int, cfg: Config) -> jax.Array:
   if name == "rex":  # Chen et al. 2021, arXiv:2107.04197, eq. 1
     return final + (1.0 - final) * (1.0 - p) / (0.5 + 0.5 * (1.0 - p))
   assert name == "wsd", name  # warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395
-  length = cfg.optimizer.decay_fraction * cfg.num_steps / max(1, cfg.num_steps - warmup)
+  # The decay never begins before the warm-up ends.
+  length = min(1.0, cfg.optimizer.decay_fraction * cfg.num_steps / max(1, cfg.num_steps - warmup))
   down = jnp.clip((p - (1.0 - length)) / max(length, 1e-9), 0.0, 1.0)
   return 1.0 - (1.0 - final) * down

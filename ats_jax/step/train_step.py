@@ -49,15 +49,20 @@ def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages
       sums.cross_entropy / num_tokens,
       sums.correct / num_tokens,
       sums.z / num_tokens,
-      optax.tree.norm(grads),
-      lr * optax.tree.norm(directions),
-      optax.tree.norm(model),
+      norm(grads),
+      lr * norm(directions),
+      norm(model),
       lr,
       num_tokens,
     )
     return TrainState(state.step + 1, model, opt_state, ema, state.key), jnp.stack(metrics)
 
   return jax.jit(train_step, donate_argnums=0)
+
+
+def norm(tree: Any) -> jax.Array:
+  """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
+  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def sums_and_grads(

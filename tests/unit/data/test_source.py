@@ -312,7 +312,11 @@ class TestTokenFiles:
 
 @pytest.mark.parametrize(
   "text",
-  [Path(json.decoder.__file__).read_text() + "\n\n  x\n", "漢字.\n" * 4000, "a\n\nb\nc\n\n\nd" * 2000],
+  [
+    Path(json.decoder.__file__).read_text() + "\n\n  x\n",
+    "漢字.\n" * 4000,
+    "a\n\nb\nc\n\n\nd" * 2000,
+  ],
   ids=["code", "lines", "paragraphs"],
 )
 def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monkeypatch, text):

@@ -56,14 +56,20 @@ def test_mfu_of_a_known_run():
 def meter(peak):
   now = [0.0]
   flops = {"train/mfu": 2e9, "train/mfu_6n": 3e9}
-  return now, Throughput(num_devices=2, peak=peak, flops_per_token=flops, clock=lambda: now[0])
+  return now, Throughput(
+    num_devices=2,
+    peak=peak,
+    tokens_per_step=1000,
+    flops_per_token=flops,
+    clock=lambda: now[0],
+  )
 
 
 def test_speed_is_that_of_the_last_interval():
   now, speed = meter(peak=1e12)
-  assert speed.read(1, 1000) == {}  # compiling is not an interval
+  assert speed.read(1) == {}  # compiling is not an interval
   now[0] = 4.0
-  assert speed.read(3, 3000) == pytest.approx(
+  assert speed.read(3) == pytest.approx(
     {
       "train/tokens_per_sec": 500.0,
       "train/steps_per_sec": 0.5,
@@ -72,15 +78,23 @@ def test_speed_is_that_of_the_last_interval():
     }
   )
   now[0] = 5.0
-  assert speed.read(4, 4000)["train/tokens_per_sec"] == 1000.0
+  assert speed.read(4)["train/tokens_per_sec"] == 1000.0
 
 
 def test_start_leaves_out_what_came_before():
   now, speed = meter(peak=None)
-  speed.start(10, 0)
+  speed.start(10)
   now[0] = 100.0  # an evaluation
-  speed.start(10, 0)
+  speed.start(10)
   now[0] = 101.0
-  assert speed.read(10, 0) == {}
+  assert speed.read(10) == {}
   now[0] = 102.0
-  assert speed.read(12, 80) == {"train/tokens_per_sec": 80.0, "train/steps_per_sec": 2.0}
+  assert speed.read(12) == {"train/tokens_per_sec": 2000.0, "train/steps_per_sec": 2.0}
+
+
+def test_the_time_of_an_event_in_the_past_counts():
+  now, speed = meter(peak=None)
+  speed.start(10)
+  now[0] = 9.0  # the loop looks late, but step 14 was done at 2.0
+  assert speed.read(14, 2.0)["train/steps_per_sec"] == 2.0
+  assert speed.read(28, now=9.0)["train/steps_per_sec"] == 2.0

@@ -1,7 +1,5 @@
 """The stack: packing, scan, recomputation, tying; none of them may change the function."""
 
-import dataclasses
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -190,14 +188,16 @@ def test_dtypes_are_those_of_the_config(mesh):
   ("d_model", "layers"), [(64, 4), (512, 2), (2048, 1)], ids=["64", "512", "2048"]
 )
 def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
-  cfg = tiny_config({
-    "model.d_model": d_model,
-    "model.num_layers": layers,
-    "model.d_ff": 2 * d_model,
-    "model.head_dim": 16,
-    "model.tie_embeddings": tied,
-    "model.vocab_size": 256,
-  })
+  cfg = tiny_config(
+    {
+      "model.d_model": d_model,
+      "model.num_layers": layers,
+      "model.d_ff": 2 * d_model,
+      "model.head_dim": 16,
+      "model.tie_embeddings": tied,
+      "model.vocab_size": 256,
+    }
+  )
   rows = random_rows(cfg, 8)
   sums = jax.jit(lambda m: loss_sums(m, rows, cfg.step))(make_decoder(cfg))
   loss = float(sums.cross_entropy) / rows["loss_mask"].sum()
@@ -218,11 +218,3 @@ def test_initial_standard_deviations(mesh):
     assert abs(np.std(leaf) - std) < 5 * std / np.sqrt(2 * leaf.size), name
   q = np.asarray(leaves[".blocks.attn.q.value"])
   assert not np.array_equal(q[0], q[1])  # each layer draws its own
-
-
-def test_numerics_hold_no_setting_that_changes_the_function():
-  cfg = tiny_config({"model.dropout": 0.1})
-  model_fields = {f.name for f in dataclasses.fields(cfg.model)}
-  from ats_jax.model.init import Numerics
-
-  assert not model_fields & {f.name for f in dataclasses.fields(Numerics)}

@@ -78,7 +78,12 @@ def reference_loss(p, rows, cfg):
   [
     {"model.num_kv_heads": 1, "step.z_loss": 1e-2},
     {"model.qk_norm": True, "model.tie_embeddings": True, "step.label_smoothing": 0.1},
-    {"model.num_kv_heads": 4, "model.head_dim": 10, "model.rope_theta": 500.0, "step.remat": "full"},
+    {
+      "model.num_kv_heads": 4,
+      "model.head_dim": 10,
+      "model.rope_theta": 500.0,
+      "step.remat": "full",
+    },
   ],
   ids=["multi-query", "qk-norm-tied", "wide-heads"],
 )
@@ -89,7 +94,9 @@ def test_loss_and_gradients(mesh, changes):
   f = lambda m: loss_sums(m, rows, cfg.step).objective / rows["loss_mask"].sum()
   loss, grads = jax.jit(jax.value_and_grad(f))(model)
 
-  plain = lambda tree: {k.removesuffix(".value"): np.asarray(v) for k, v in named_leaves(tree).items()}
+  plain = lambda tree: {
+    k.removesuffix(".value"): np.asarray(v) for k, v in named_leaves(tree).items()
+  }
   params, grads = plain(model), plain(grads)
   with jax.enable_x64(True), jax.set_mesh(None):
     params64 = {k: jnp.asarray(v.astype(np.float64)) for k, v in params.items()}

@@ -128,7 +128,9 @@ def test_cached_attention_equals_full_attention_for_any_split(parts):
       pieces.append(y)
       at += part
   one_document = np.ones((2, length), np.int32)
-  np.testing.assert_allclose(np.concatenate(pieces, 1), reference(q, k, v, one_document), RTOL, ATOL)
+  np.testing.assert_allclose(
+    np.concatenate(pieces, 1), reference(q, k, v, one_document), RTOL, ATOL
+  )
   for cache, new in ((k_cache, k), (v_cache, v)):
     np.testing.assert_array_equal(cache[:, :length], new)
     assert np.all(np.asarray(cache)[:, length:] == 1e3)

@@ -1,0 +1,70 @@
+import jax.numpy as jnp
+import pytest
+
+from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.metrics.steplog import StepLog
+from ats_jax.metrics.throughput import Throughput
+from ats_jax.metrics.writer import JsonlWriter
+
+NAMES = ("train/loss", "train/other")
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "metrics.jsonl"
+
+
+@pytest.fixture
+def log(path):
+  speed = Throughput(num_devices=1, peak=1e12, tokens_per_step=8, flops_per_token={"train/mfu": 1.0})
+  with StepLog(NAMES, JsonlWriter(path), speed, Progress(9, enabled=False), 2) as log:
+    yield log
+
+
+def push(log, step, loss):
+  log.push(step, jnp.array([loss, step]))
+
+
+def test_a_row_is_written_when_the_next_one_comes(log, path):
+  for step in (1, 2, 3):
+    push(log, step, 1.0)
+  assert read_jsonl(path) == []
+  push(log, 4, 1.0)
+  assert [row["step"] for row in read_jsonl(path)] == [2]
+  with log.pause(4):
+    assert [row["step"] for row in read_jsonl(path)] == [2, 4]
+
+
+def test_rows_hold_the_vector_and_the_speed(log, path):
+  for step in (1, 2, 3, 4):
+    push(log, step, 0.5)
+  with log.pause(4):
+    pass
+  first, second = read_jsonl(path)
+  assert (first["train/loss"], first["train/other"]) == (0.5, 2.0)
+  assert first["train/perplexity"] == pytest.approx(1.6487212707)
+  assert second["train/tokens_per_sec"] == 8 * second["train/steps_per_sec"] > 0
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(log, loss):
+  push(log, 2, loss)
+  with pytest.raises(FloatingPointError, match=r"train/loss is (nan|inf) at step 2"), log.pause(2):
+    pytest.fail("a checkpoint would be saved here")
+
+
+def test_time_in_a_pause_does_not_count(path):
+  now = [0.0]
+  speed = Throughput(
+    num_devices=1, peak=None, tokens_per_step=1, flops_per_token={}, clock=lambda: now[0]
+  )
+  with StepLog(NAMES, JsonlWriter(path), speed, Progress(9, enabled=False), 2) as log:
+    push(log, 2, 1.0)
+    with log.pause(2):
+      now[0] = 1e9
+    push(log, 4, 1.0)
+    with log.pause(4):
+      pass
+  # step 4 was done at the real clock's time, long before the fake one's pause ended
+  assert read_jsonl(path)[1]["train/steps_per_sec"] > 1e6

@@ -1,0 +1,120 @@
+"""AdamW against optax's own, moment formats, which parameters decay, validity of the chain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
+
+from ats_jax.step.optimizer import build_optimizer, decay_mask, scale_by_adam
+
+# Both compute in float32 and differ in the order of a few operations.
+RTOL, ATOL = 2e-5, 1e-7
+BF16_RTOL = 2**-8
+LR = 1e-2
+
+
+def gradients(params, step):
+  """Normal numbers whose size differs from leaf to leaf and grows with the step."""
+  leaves, structure = jax.tree.flatten(params)
+  rng = np.random.default_rng(step)
+  draw = lambda i, p: jnp.asarray(rng.normal(size=p.shape) * (i + 1) * (step + 1) * 1e-2, p.dtype)
+  return jax.tree.unflatten(structure, [draw(i, p) for i, p in enumerate(leaves)])
+
+
+def run(tx, params, lr, steps=4):
+  @jax.jit
+  def update(params, state, grads):
+    directions, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, jax.tree.map(lambda d: lr * d, directions)), state
+
+  state = tx.init(params)
+  for step in range(steps):
+    params, state = update(params, state, gradients(params, step))
+  return params, state
+
+
+@pytest.fixture
+def params():
+  rng = np.random.default_rng(0)
+  return {"a": jnp.asarray(rng.normal(size=(4, 5)), jnp.float32), "b": jnp.ones(7)}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1, 1e6])
+def test_equals_optax_adamw(params, clip):
+  cfg = tiny_config(
+    {
+      "optimizer.grad_clip": clip,
+      "optimizer.b1": 0.8,
+      "optimizer.b2": 0.99,
+      "optimizer.eps": 1e-4,
+      "optimizer.weight_decay": 0.3,
+    }
+  )
+  adamw = optax.adamw(LR, b1=0.8, b2=0.99, eps=1e-4, weight_decay=0.3)
+  reference = optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
+  got, _ = run(build_optimizer(cfg), params, -LR)
+  want, _ = run(reference, params, 1.0)
+  assert_trees_close(got, want, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("clip", [0.1, 100.0])
+def test_clip_bounds_the_global_norm(params, clip):
+  cfg = tiny_config({"optimizer.grad_clip": clip, "optimizer.weight_decay": 0.0})
+  tx, grads = build_optimizer(cfg), gradients(params, 3)
+  _, (_, adam) = tx.update(grads, tx.init(params), params)
+  seen = optax.tree.norm(adam.mu) / (1 - cfg.optimizer.b1)  # the first moment after one update
+  np.testing.assert_allclose(seen, min(clip, optax.tree.norm(grads)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mu", ["float32", "bfloat16"])
+@pytest.mark.parametrize("nu", ["float32", "bfloat16"])
+def test_moments_are_kept_as_configured(params, mu, nu):
+  no_clip = {"optimizer.grad_clip": 0.0}
+  cfg = tiny_config({"precision.mu_dtype": mu, "precision.nu_dtype": nu, **no_clip})
+  got, (adam, _) = run(build_optimizer(cfg), params, -LR, steps=2)
+  dtypes = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree)}
+  assert (dtypes(adam.mu), dtypes(adam.nu)) == ({jnp.dtype(mu)}, {jnp.dtype(nu)})
+  assert dtypes(got) == {jnp.dtype("float32")} and int(adam.steps) == 2
+  plain, (want, _) = run(build_optimizer(tiny_config(no_clip)), params, -LR, 2)
+  assert_trees_close(adam.mu, want.mu, rtol=2 * BF16_RTOL, atol=1e-6)
+  assert_trees_close(adam.nu, want.nu, rtol=2 * BF16_RTOL, atol=1e-9)
+  # Rounded moments change a step of size lr by their relative error.
+  assert_trees_close(got, plain, rtol=0, atol=4 * 2 * LR * BF16_RTOL)
+
+
+def test_bfloat16_gradients_and_parameters_use_float32_arithmetic(params):
+  half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+  tx = scale_by_adam(0.9, 0.95, 1e-8, jnp.dtype("float32"), jnp.dtype("float32"))
+  grads = gradients(half, 0)
+  directions, state = tx.update(grads, tx.init(half), half)
+  want, _ = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), tx.init(params), params)
+  assert {d.dtype for d in jax.tree.leaves(directions)} == {jnp.dtype("float32")}
+  assert_trees_close(directions, want, rtol=RTOL, atol=0)
+  assert {v.dtype for v in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_matrices_decay(mesh, embeddings, tied):
+  cfg = tiny_config({"model.qk_norm": True, "model.tie_embeddings": tied})
+  mask = named_leaves(decay_mask(make_decoder(cfg), embeddings=embeddings))
+  kept = {".blocks.attn.q_norm", ".blocks.attn.k_norm", ".blocks.attn_norm", ".blocks.mlp_norm"}
+  kept = {f"{name}.scale.value" for name in (*kept, ".final_norm")}
+  assert {name for name, decays in mask.items() if not decays} == (
+    kept if embeddings else kept | {".embed.value"}
+  )
+  matrices = {"q", "k", "v", "out", "gate", "up", "down"} | (set() if tied else {"head"})
+  decaying = {name.split(".")[-2] for name, decays in mask.items() if decays}
+  assert decaying == (matrices | {"embed"} if embeddings else matrices)
+
+
+def test_decay_moves_a_parameter_by_lr_times_decay_times_itself(mesh):
+  model = make_decoder(tiny_config())
+  zeros = jax.tree.map(jnp.zeros_like, model)
+  tx = build_optimizer(tiny_config({"optimizer.weight_decay": 0.25}))
+  directions, _ = jax.jit(tx.update)(zeros, tx.init(model), model)
+  leaves, moved = named_leaves(model), named_leaves(directions)
+  np.testing.assert_allclose(moved[".head.value"], 0.25 * leaves[".head.value"], RTOL)
+  assert not np.any(moved[".embed.value"]) and not np.any(moved[".final_norm.scale.value"])

@@ -1,0 +1,106 @@
+"""The learning rate: bounds, ends and shapes of every schedule."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax.step.schedule import learning_rate
+
+# A handful of float32 operations on numbers of at most 60 steps.
+RTOL = 3e-6
+LONGEST = 60
+PEAK = 3e-3
+DECAYING = ("cosine", "linear", "wsd", "rex", "one_cycle")
+ALL = (*DECAYING, "constant", "none")
+
+
+def rates(changes):
+  cfg = tiny_config({"optimizer.learning_rate": PEAK} | changes)
+  return np.asarray(learning_rate(cfg, jnp.arange(LONGEST + 20)), np.float64)
+
+
+@st.composite
+def schedules(draw):
+  num_steps = draw(st.integers(1, LONGEST))
+  return {
+    "num_steps": num_steps,
+    "optimizer.schedule": draw(st.sampled_from(ALL)),
+    "optimizer.warmup_steps": draw(st.integers(0, num_steps)),
+    "optimizer.final_lr_fraction": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+    "optimizer.decay_fraction": draw(st.sampled_from([0.05, 0.2, 0.7, 1.0])),
+  }
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(schedules())
+def test_bounds_and_ends(changes):
+  lr, num_steps = rates(changes), changes["num_steps"]
+  warmup, name = changes["optimizer.warmup_steps"], changes["optimizer.schedule"]
+  final = PEAK * changes["optimizer.final_lr_fraction"]
+  assert lr[0] > 0 or (num_steps == 1 and final == 0)
+  assert np.all(lr[: num_steps - 1] > 0) and np.all(lr <= PEAK * (1 + RTOL))
+  if name == "one_cycle" and not warmup:
+    warmup = max(1, round(0.3 * num_steps))
+  if warmup:
+    np.testing.assert_allclose(lr[:warmup], PEAK * np.arange(1, warmup + 1) / warmup, RTOL)
+  after = lr[max(0, warmup - 1) :]
+  np.testing.assert_allclose(after[0], PEAK, RTOL)
+  assert np.all(np.diff(after) <= PEAK * RTOL)  # never rises again
+  decays = name in DECAYING and num_steps - 1 > warmup
+  if decays:
+    np.testing.assert_allclose(lr[num_steps - 1 :], final, RTOL, PEAK * RTOL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_shape_between_warmup_and_end(name):
+  lr = rates(
+    {
+      "num_steps": 50,
+      "optimizer.schedule": name,
+      "optimizer.warmup_steps": 9,
+      "optimizer.final_lr_fraction": 0.2,
+      "optimizer.decay_fraction": 0.2,
+    }
+  )
+  p = np.clip((np.arange(len(lr)) - 9) / 40, 0, 1)
+  shape = {
+    "linear": 1 - p,
+    "cosine": (1 + np.cos(np.pi * p)) / 2,
+    "one_cycle": (1 + np.cos(np.pi * p)) / 2,
+    "rex": (1 - p) / (1 - p / 2),
+    "wsd": 1 - np.clip((p - (1 - 10 / 41)) / (10 / 41), 0, 1),
+    "constant": np.ones_like(p),
+    "none": np.ones_like(p),
+  }[name]
+  want = PEAK * (0.2 + 0.8 * shape)
+  np.testing.assert_allclose(lr[9:], want[9:], RTOL, PEAK * RTOL)
+
+
+def test_wsd_phases():
+  lr = rates(
+    {
+      "num_steps": 50,
+      "optimizer.schedule": "wsd",
+      "optimizer.warmup_steps": 10,
+      "optimizer.decay_fraction": 0.2,
+      "optimizer.final_lr_fraction": 0.0,
+    }
+  )
+  np.testing.assert_allclose(lr[9:40], PEAK, RTOL)  # stable until 10 steps before the end
+  down = lr[40:50]
+  assert np.all(np.diff(down) < 0)
+  np.testing.assert_allclose(np.diff(down), np.diff(down).mean(), rtol=1e-4)  # a straight line
+
+
+def test_warmup_fraction_is_a_share_of_the_run():
+  steps = {"num_steps": 40, "optimizer.warmup_steps": 10}
+  fraction = {"num_steps": 40, "optimizer.warmup_fraction": 0.25}
+  np.testing.assert_array_equal(rates(steps), rates(fraction))
+
+
+def test_one_cycle_without_warmup_rises_for_three_tenths():
+  lr = rates({"num_steps": 40, "optimizer.schedule": "one_cycle"})
+  assert np.argmax(lr) == 11 and np.all(np.diff(lr[:12]) > 0)

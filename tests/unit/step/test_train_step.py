@@ -1,0 +1,212 @@
+"""The update as a whole: accumulation, metrics, the average of the weights, donation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+  assert_trees_close,
+  make_decoder,
+  micro_batches,
+  named_leaves,
+  random_rows,
+  tiny_config,
+)
+
+from ats_jax.ops.cross_entropy import LossSums
+from ats_jax.step.loss import loss_sums
+from ats_jax.step.optimizer import decay_mask
+from ats_jax.step.plan import make_plan
+from ats_jax.step.schedule import learning_rate
+from ats_jax.step.train_step import METRICS, sums_and_grads
+
+# float32; the same terms are summed in another order.
+RTOL, ATOL = 2e-5, 1e-7
+# Adam divides by the root of the second moment: where a gradient is near 0 (1e-6 and less), its
+# rounding moves the update by a visible share of the step lr = 1e-2.
+UPDATE_ATOL = 2e-5
+# Reductions are promised in float32 even where weights and gradients are bfloat16.
+NORM_RTOL = 1e-4
+
+
+def to_device(batch):
+  return {k: jnp.asarray(v) for k, v in batch.items()}
+
+
+def snapshot(tree):
+  """A copy on the host, for the state is donated."""
+  return {name: np.array(jax.device_get(x)) for name, x in named_leaves(tree).items()}
+
+
+def test_accumulation_does_not_change_gradient_or_update(mesh):
+  cfg = tiny_config({"step.z_loss": 1e-2, "step.label_smoothing": 0.1})
+  rows = random_rows(cfg, 8, seed=1)
+  counts = rows["loss_mask"].reshape(4, -1).sum(1)
+  assert len(set(counts)) == 4  # ragged: a mean of means would differ
+  results = {}
+  for accum in (1, 2, 4):
+    cfg_accum = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, accum_steps=accum))
+    plan, batch = make_plan(cfg_accum), micro_batches(rows, accum)
+    state = plan.init()
+    f = lambda m, b, c=cfg_accum: sums_and_grads(
+      c, m, b, rows["loss_mask"].sum(), jax.random.key(0)
+    )
+    sums, grads = jax.jit(f)(state.model, batch)
+    state, metrics = plan.train_step(state, batch)
+    results[accum] = LossSums(*map(np.asarray, sums)), grads, metrics, state.model
+  for accum in (2, 4):
+    (sums, grads, metrics, model), want = results[accum], results[1]
+    np.testing.assert_allclose(sums, want[0], RTOL)
+    assert_trees_close(grads, want[1], rtol=1e-4, atol=ATOL)
+    np.testing.assert_allclose(metrics, want[2], RTOL)
+    assert_trees_close(model, want[3], rtol=0, atol=UPDATE_ATOL)
+
+
+def test_the_gradient_is_that_of_the_token_mean(mesh):
+  cfg = tiny_config({"step.z_loss": 1e-2})
+  rows, model = random_rows(cfg, 4), make_decoder(cfg)
+  tokens = rows["loss_mask"].sum()
+  want = jax.jit(jax.grad(lambda m: loss_sums(m, rows, cfg.step).objective / tokens))(model)
+  f = lambda m: sums_and_grads(cfg, m, micro_batches(rows, 2), tokens, jax.random.key(0))[1]
+  assert_trees_close(jax.jit(f)(model), want, rtol=1e-4, atol=ATOL)
+
+
+def test_several_steps_equal_a_plain_optax_loop(mesh):
+  cfg = tiny_config(
+    {
+      "optimizer.warmup_steps": 2,
+      "optimizer.grad_clip": 0.5,
+      "optimizer.ema_decay": 0.7,
+      "model.dropout": 0.0,
+    }
+  )
+  plan = make_plan(cfg)
+  state = plan.init()
+  model = jax.tree.map(jnp.copy, state.model)
+  ema = {k: v.astype(np.float64) for k, v in snapshot(model).items()}
+  o = cfg.optimizer
+  tx = optax.chain(
+    optax.clip_by_global_norm(o.grad_clip),
+    optax.adamw(
+      lambda count: learning_rate(cfg, count),
+      b1=o.b1,
+      b2=o.b2,
+      eps=o.eps,
+      weight_decay=o.weight_decay,
+      mask=lambda p: decay_mask(p, embeddings=False),
+    ),
+  )
+  opt_state = tx.init(model)
+
+  @jax.jit
+  def plain_step(model, opt_state, rows):
+    objective = lambda m: loss_sums(m, rows, cfg.step).objective / rows["loss_mask"].sum()
+    updates, opt_state = tx.update(jax.grad(objective)(model), opt_state, model)
+    return optax.apply_updates(model, updates), opt_state
+
+  for step in range(4):
+    rows = to_device(random_rows(cfg, 8, seed=step))
+    state, _ = plan.train_step(state, micro_batches(rows, 1))
+    model, opt_state = plain_step(model, opt_state, rows)
+    ema = {k: 0.7 * ema[k] + 0.3 * v for k, v in snapshot(model).items()}
+  assert int(state.step) == 4
+  assert_trees_close(state.model, model, rtol=0, atol=UPDATE_ATOL)
+  assert_trees_close(snapshot(state.ema), ema, rtol=0, atol=UPDATE_ATOL)
+  assert state.weights is state.ema
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_metrics(mesh, param_dtype):
+  cfg = tiny_config({"precision.param_dtype": param_dtype, "optimizer.grad_clip": 1e-3})
+  plan = make_plan(cfg)
+  state, rows = plan.init(), random_rows(cfg, 8)
+  batch, tokens = micro_batches(rows, 1), rows["loss_mask"].sum()
+  sums, grads = jax.jit(lambda m: sums_and_grads(cfg, m, batch, tokens, state.key))(state.model)
+  before = snapshot(state.model)
+  state, metrics = plan.train_step(state, batch)
+  after = snapshot(state.model)
+  norm = lambda tree: np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tree.values()))
+  got = dict(zip(METRICS, np.asarray(metrics, np.float64), strict=True))
+  assert metrics.dtype == jnp.float32
+  assert got["train/tokens"] == tokens
+  np.testing.assert_allclose(got["train/loss"], float(sums.cross_entropy) / tokens, RTOL)
+  np.testing.assert_allclose(got["train/accuracy"], float(sums.correct) / tokens, RTOL)
+  np.testing.assert_allclose(got["train/z"], float(sums.z) / tokens, RTOL)
+  np.testing.assert_allclose(got["train/grad_norm"], norm(snapshot(grads)), NORM_RTOL)  # unclipped
+  np.testing.assert_allclose(got["train/param_norm"], norm(after), NORM_RTOL)
+  np.testing.assert_allclose(got["train/learning_rate"], learning_rate(cfg, jnp.int32(0)), RTOL)
+  if param_dtype == "float32":  # in bfloat16 the parameters cannot show what the update was
+    update = norm({k: after[k] - before[k] for k in before})
+    np.testing.assert_allclose(got["train/update_norm"], update, 1e-4)
+
+
+def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
+  rows = random_rows(tiny_config(), 8)
+  plain, other = tiny_config(), tiny_config({"step.z_loss": 0.1, "step.label_smoothing": 0.3})
+  vectors = []
+  for cfg in (plain, other):
+    plan = make_plan(cfg)
+    vectors.append(np.asarray(plan.train_step(plan.init(), micro_batches(rows, 1))[1]))
+    sums = plan.eval_step(plan.init().model, rows)
+    tokens = rows["loss_mask"].sum()
+    np.testing.assert_allclose(sums[0] / tokens, vectors[-1][0], RTOL)  # train/loss
+    assert float(sums[1]) == round(vectors[-1][1] * tokens) and float(sums[2]) == tokens
+  np.testing.assert_allclose(vectors[0][:3], vectors[1][:3], RTOL)
+  assert abs(vectors[0][3] - vectors[1][3]) > 1e-3  # the gradients do differ
+
+
+def test_a_bfloat16_model_has_an_average_that_moves(mesh):
+  cfg = tiny_config(
+    {
+      "precision.param_dtype": "bfloat16",
+      "optimizer.ema_decay": 0.999,
+      "optimizer.schedule": "constant",
+    }
+  )
+  plan = make_plan(cfg)
+  state = plan.init()
+  start = named_leaves(state.model)[".head.value"].astype(jnp.float32)
+  batch = to_device(micro_batches(random_rows(cfg, 8), 1))
+  for _ in range(20):
+    state, _ = plan.train_step(state, batch)
+  moved = np.abs(named_leaves(state.model)[".head.value"].astype(jnp.float32) - start).max()
+  average = np.abs(named_leaves(state.ema)[".head.value"] - start).max()
+  assert 0.002 * moved < average < 0.02 * moved  # 20 steps of 0.001, half way on average
+
+
+@pytest.mark.compat
+def test_state_is_donated_and_the_step_compiles_once(mesh):
+  cfg = tiny_config({"optimizer.ema_decay": 0.9, "model.dropout": 0.1, "optimizer.warmup_steps": 3})
+  plan = make_plan(cfg)
+  state = plan.init()
+  rates = []
+  for step in range(3):
+    old = state
+    state, metrics = plan.train_step(state, micro_batches(random_rows(cfg, 8, seed=step), 1))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
+    rates.append(float(metrics[METRICS.index("train/learning_rate")]))
+  assert len(set(rates)) == 3
+  assert plan.train_step._cache_size() == 1
+
+
+@pytest.mark.compat
+def test_abstract_state_has_the_types_of_the_real_one(mesh):
+  plan = make_plan(tiny_config({"optimizer.ema_decay": 0.9}))
+  real, abstract = plan.init(), plan.init(abstract=True)
+  assert jax.tree.structure(real) == jax.tree.structure(abstract)
+  types = lambda state: [
+    (a.shape, a.dtype, a.ndim and a.sharding.spec) for a in jax.tree.leaves(state)
+  ]
+  assert types(real) == types(abstract)
+
+
+def test_steps_draw_from_the_seed_and_the_step_alone(mesh):
+  cfg = tiny_config({"model.dropout": 0.5})
+  plan, batch = make_plan(cfg), micro_batches(random_rows(cfg, 8), 1)
+  first, again = (plan.train_step(plan.init(), batch)[1] for _ in range(2))
+  np.testing.assert_array_equal(first, again)
+  other = make_plan(dataclasses.replace(cfg, seed=1))
+  assert first[0] != other.train_step(other.init(), batch)[1][0]
