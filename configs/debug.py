@@ -11,7 +11,7 @@ def get_config(variant: str = ""):
   if variant:
     raise ValueError(f"configs/debug.py: unknown variant {variant!r}. It has none: leave it out.")
   config = base_config()
-  config.num_steps = 600
+  config.num_steps = 400
   config.model.num_layers = 4
   config.model.d_model = 128
   config.model.num_heads = 4

@@ -106,13 +106,17 @@ def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def until_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
-  """Pass pieces on up to the first of `stops`, holding back what may be the start of one."""
+  """Pass pieces on up to the first of `stops`, holding back what may be the start of one.
+
+  The first is the one complete first (of two, the longer), however the text is cut into pieces.
+  """
   held = ""
   for piece in pieces:
     held += piece
-    ends = [held.index(s) for s in stops if s in held]
-    if ends:
-      yield held[: min(ends)]
+    found = [(held.index(s) + len(s), held.index(s)) for s in stops if s in held]
+    if found:
+      _, begin = min(found)
+      yield held[:begin]
       return
     keep = max((n for s in stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
     if len(held) > keep:

@@ -22,7 +22,8 @@ def sample(
   """
   if temperature == 0.0:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-  logits_BV = logits_BV / temperature
+  # The largest is 0 first, so that no temperature makes two of them infinite.
+  logits_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temperature
   if 0 < top_k < logits_BV.shape[-1]:
     kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
     logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)

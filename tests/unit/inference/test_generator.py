@@ -1,0 +1,160 @@
+"""Cached generation against the full forward pass; ends, stops and what is never drawn."""
+
+import dataclasses
+from itertools import pairwise
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_decoder, make_test_mesh, tiny_config
+
+from ats_jax.config.schema import SampleConfig
+from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.inference import generator
+from ats_jax.inference.generator import generate, generate_tokens, until_stop
+from ats_jax.model.attention import empty_cache
+
+# float32; keys are added up over a cache of another length.
+RTOL, ATOL = 1e-5, 2e-5
+GREEDY = SampleConfig(max_tokens=12, temperature=0.0, top_p=1.0)
+TOKENIZER = ByteTokenizer()
+# Weights larger than at initialisation: logits differ clearly and depend on the context.
+CFG = tiny_config({"model.vocab_size": 384, "model.init_std": 0.3, "model.qk_norm": True})
+
+
+def full_logits(model, ids):
+  """Logits of each of `ids` by one pass without a cache."""
+  tokens = np.asarray(ids, np.int32)[None]
+  positions = np.arange(len(ids), dtype=np.int32)[None]
+  x = model(tokens, positions_BT=positions, segment_ids_BT=np.ones_like(tokens))
+  return np.asarray(model.logits(x))[0]
+
+
+def allowed():
+  """Every byte, and the end of the document."""
+  return [*range(256), TOKENIZER.eos_id]
+
+
+# bos + prompt: a power of two (8, 16), and not (6, 21).
+PROMPTS = ["seven c", "fifteen letters", "five.", "a prompt of 20 bytes"]
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS, ""])
+def test_greedy_tokens_equal_the_argmax_of_the_full_forward(mesh, prompt):
+  model = make_decoder(CFG)
+  tokens = list(generate_tokens(model, TOKENIZER, GREEDY, prompt=prompt, seed=0))
+  assert len(tokens) == GREEDY.max_tokens
+  ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt), *tokens]
+  # One causal pass over the whole gives what a pass at each step would.
+  logits = full_logits(model, ids)[-len(tokens) - 1 : -1]
+  ok = np.array(allowed())
+  assert tokens == ok[np.argmax(logits[:, ok], axis=-1)].tolist()
+  assert len(set(tokens)) > 1  # not one token over and over, which would hide a wrong position
+
+
+@pytest.mark.parametrize("parts", [[6], [16], [21], [5, 1, 1, 9], [8, 8]])
+def test_extending_a_cache_gives_the_logits_of_the_full_forward(mesh, parts):
+  model = make_decoder(CFG)
+  ids = np.random.default_rng(0).integers(0, 256, sum(parts)).astype(np.int32)
+  cache = empty_cache(CFG.model, 1, 32, jnp.dtype("float32"))
+  cache = jax.tree.map(lambda a: a + 9.0, cache)  # slots ahead must not be read
+  got, at = [], 0
+  for part in parts:
+    index = np.arange(at, at + part, dtype=np.int32)[None]
+    x, cache = model.extend(ids[None, at : at + part], index, cache)
+    got.append(np.asarray(model.logits(x))[0])
+    at += part
+  np.testing.assert_allclose(np.concatenate(got), full_logits(model, ids), RTOL, ATOL)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}])
+def test_a_mesh_of_eight_gives_the_tokens_of_one_device(changes):
+  sampling = dataclasses.replace(GREEDY, **changes)
+  results = []
+  for shape in ((1, 1, 1), (2, 2, 2)):
+    with jax.set_mesh(make_test_mesh(*shape)):
+      model = make_decoder(CFG)
+      tokens = generate_tokens(model, TOKENIZER, sampling, prompt="some prompt", seed=5)
+      results.append(list(tokens))
+  assert results[0] == results[1] and len(results[0]) == GREEDY.max_tokens
+
+
+def test_special_and_padded_ids_are_never_drawn(mesh):
+  # 127 of 384 ids are forbidden; hot draws are almost uniform.
+  hot = SampleConfig(max_tokens=80, temperature=50.0, top_p=1.0)
+  tokens = list(generate_tokens(make_decoder(CFG), TOKENIZER, hot, prompt="x", seed=1))
+  assert set(tokens) <= set(range(256)) and len(set(tokens)) > 40
+
+
+def test_the_end_of_the_document_ends_the_text(mesh):
+  model = make_decoder(CFG)
+  tokens = list(generate_tokens(model, TOKENIZER, GREEDY, prompt="x", seed=0))
+
+  class EndsEarly(ByteTokenizer):
+    eos_id = tokens[4]
+
+  ended = list(generate_tokens(model, EndsEarly(), GREEDY, prompt="x", seed=0))
+  assert ended == tokens[: tokens.index(tokens[4])]
+
+
+def test_max_tokens_and_seed(mesh):
+  model = make_decoder(CFG)
+  warm = lambda n: SampleConfig(max_tokens=n, temperature=1.0, top_p=1.0)
+  draw = lambda n, seed: list(generate_tokens(model, TOKENIZER, warm(n), prompt="x", seed=seed))
+  assert draw(0, 0) == []
+  assert len(draw(1, 0)) == 1
+  assert draw(9, 0) == draw(9, 0) != draw(9, 1)
+  assert draw(9, 0)[:5] == draw(5, 0)  # how long the text may get does not change it
+
+
+@pytest.mark.compat
+def test_prompts_of_similar_length_share_a_compiled_program(mesh):
+  model = make_decoder(CFG)
+  before, sampling = generator._extend._cache_size(), dataclasses.replace(GREEDY, top_k=7)
+  for prompt in ("a", "another", "fifteen letters"):
+    list(generate_tokens(model, TOKENIZER, sampling, prompt=prompt, seed=0))
+  assert generator._extend._cache_size() - before == 2  # the prompt and one token
+
+
+def test_text_is_the_decoded_tokens_up_to_a_stop(mesh):
+  model = make_decoder(CFG)
+  sampling = SampleConfig(max_tokens=40, temperature=0.8, top_p=1.0)
+  text = TOKENIZER.decode(generate_tokens(model, TOKENIZER, sampling, prompt="p", seed=3))
+  assert "".join(generate(model, TOKENIZER, sampling, prompt="p", seed=3)) == text
+  middle = next(i for i in range(5, len(text)) if "," not in text[i : i + 2])
+  stop = text[middle : middle + 2]
+  stopping = dataclasses.replace(sampling, stop=f"never there,{stop}")
+  got = "".join(generate(model, TOKENIZER, stopping, prompt="p", seed=3))
+  assert got == text[: text.index(stop)]
+
+
+def first_stop(text, stops):
+  """Where the stop begins that is complete first; of two that end together, the longer."""
+  for end in range(len(text) + 1):
+    begins = [end - len(s) for s in stops if text[:end].endswith(s)]
+    if begins:
+      return min(begins)
+  return len(text)
+
+
+@hypothesis.settings(max_examples=500)
+@hypothesis.given(
+  st.text("ab\n", max_size=14),
+  st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+  st.sets(st.integers(0, 14)),
+)
+def test_until_stop_does_not_depend_on_the_split_into_pieces(text, stops, cuts):
+  borders = [0, *sorted(c for c in cuts if c < len(text)), len(text)]
+  pieces = [text[a:b] for a, b in pairwise(borders)]
+  assert "".join(until_stop(pieces, tuple(stops))) == text[: first_stop(text, stops)]
+
+
+@hypothesis.given(st.text("ab", max_size=12))
+def test_until_stop_holds_back_only_what_may_begin_a_stop(text):
+  passed = ""
+  for piece in until_stop(iter(text), ("bbb",)):
+    passed += piece
+    assert not passed.endswith("b") or len(passed) == len(text)
