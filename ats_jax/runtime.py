@@ -1,14 +1,19 @@
 """What must be set before jax touches a device, and what every entry point does first."""
 
+import contextlib
+import difflib
 import logging as std_logging
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections.config_flags import config_flags
 
+from ats_jax.config.build import explain, settings
 from ats_jax.config.schema import Config
 
 # Of the GPU's memory, what jax takes at its start; its own default leaves a quarter unused.
@@ -17,9 +22,26 @@ GPU_MEMORY_FRACTION = "0.92"
 
 def define_config_flag() -> flags.FlagHolder:
   """Define `--config`, with overrides `--config.section.name=value`."""
-  return config_flags.DEFINE_config_file(
+  holder = config_flags.DEFINE_config_file(
     "config", None, "Config file, e.g. configs/debug.py; a variant follows a colon."
   )
+  flags.FLAGS["config"].parser = _ConfigFileParser("config")
+  return holder
+
+
+class _ConfigFileParser(config_flags.ConfigFileFlagParser):
+  """Says in a line what is wrong with a config file; its base class gives tracebacks."""
+
+  def parse(self, path: str) -> Any:
+    """Load `file.py` or `file.py:variant`."""
+    try:
+      Path(path.split(":", 1)[0]).read_bytes()
+    except OSError as e:
+      raise ValueError(f"cannot be read, {e.strerror} (seen from {os.getcwd()})") from e
+    try:
+      return super().parse(path)
+    except (TypeError, ValueError) as e:
+      raise ValueError(str(e.__context__)) from e
 
 
 def define_workdir_flag() -> flags.FlagHolder:
@@ -35,16 +57,45 @@ def run(main: Any) -> None:
     handler = logging.get_absl_handler()
     handler.setFormatter(std_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     handler.addFilter(_is_ours_or_warning)
-    try:
+    with _user_errors():
       return main(argv)
-    except (ValueError, FloatingPointError) as error:
-      if os.environ.get("ATS_TRACEBACK"):
-        raise
-      raise SystemExit(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)") from None
-    except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
-      raise SystemExit("interrupted") from None
 
-  app.run(guarded)
+  app.run(guarded, flags_parser=_parse_flags)
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+  try:
+    yield
+  except (ValueError, FloatingPointError) as error:
+    if os.environ.get("ATS_TRACEBACK"):
+      raise
+    raise SystemExit(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)") from None
+  except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
+    raise SystemExit("interrupted") from None
+
+
+@_user_errors()
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parse the command line; a wrong setting is said with what it means."""
+  overrides = [m[1] for arg in argv[1:] if (m := re.match(r"--?(?:no)?config\.([^=]+)", arg))]
+  for name in overrides:
+    if name not in settings():
+      near = difflib.get_close_matches(name, settings(), n=1)
+      hint = f"Did you mean --config.{near[0]}?" if near else "--explain=model lists a section."
+      raise ValueError(f"--config.{name}: there is no such setting. {hint}")
+  if overrides and "config" in flags.FLAGS:
+    require(any(re.match(r"--?config(=|$)", arg) for arg in argv), "config", "configs/debug.py")
+  try:
+    rest = flags.FLAGS(argv)
+  except flags.Error as e:
+    wrong = [explain(name) for name in overrides if f"--config.{name}=" in str(e)]
+    raise ValueError("\n".join([str(e), *wrong])) from e
+  if rest[1:]:
+    raise ValueError(
+      f"unexpected argument {rest[1]!r}. Everything is a flag: --name=value (see --help)."
+    )
+  return rest
 
 
 def _is_ours_or_warning(record: std_logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The ConfigDict that config files edit: schema.py's defaults, with types locked."""
+"""The ConfigDict that config files edit: schema.py's defaults, each with its type."""
 
 import dataclasses
 from typing import Any
@@ -14,5 +14,9 @@ def to_dict(cfg: Any) -> dict[str, Any]:
 
 
 def base_config() -> ConfigDict:
-  """Return every setting at its default; assigning an unknown name or a wrong type raises."""
+  """Return every setting at its default.
+
+  Assigning a wrong type raises at once; an unknown name is refused by `from_config_dict`, which
+  can say what was meant.
+  """
   return ConfigDict(to_dict(Config()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,11 +116,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
   return changed
 
 
+# The mesh axes that each dimension of a weight is sharded over (sharding/rules.py).
+_SHARDED = {"vocab_size": ("tensor", "fsdp"), "d_model": ("fsdp",), "d_ff": ("tensor",)}
+
+
 def resolve(cfg: Config, tokenizer_size: int) -> Config:
   """Replace the zeros of `model` that stand for "derive it" by the derived values.
 
   Raises:
-    ValueError: if the vocabulary is smaller than the tokenizer's.
+    ValueError: if the vocabulary is smaller than the tokenizer's, or the mesh does not divide a
+      dimension of the weights.
   """
   m = cfg.model
   vocab_size = m.vocab_size or -(-tokenizer_size // 128) * 128
@@ -128,15 +134,18 @@ def resolve(cfg: Config, tokenizer_size: int) -> Config:
       f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens. "
       f"Use at least {tokenizer_size}, or 0 to take it from the tokenizer."
     )
-  if vocab_size % cfg.mesh.tensor:
-    raise ValueError(
-      f"mesh.tensor={cfg.mesh.tensor} does not divide model.vocab_size={vocab_size}. "
-      "The head is sharded over 'tensor'; use a multiple."
-    )
   model = dataclasses.replace(
     m,
     vocab_size=vocab_size,
     head_dim=m.head_dim or m.d_model // m.num_heads,
     d_ff=m.d_ff or -(-8 * m.d_model // (3 * 256)) * 256,
   )
+  for name, axes in _SHARDED.items():
+    size, ways = getattr(model, name), math.prod(getattr(cfg.mesh, a) for a in axes)
+    if size % ways:
+      product = " x ".join(f"mesh.{a}={getattr(cfg.mesh, a)}" for a in axes)
+      raise ValueError(
+        f"{product} does not divide model.{name}={size}, over which weights are sharded. "
+        f"Use a multiple of {ways}, or another mesh."
+      )
   return dataclasses.replace(cfg, model=model)

@@ -14,7 +14,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  for rule in (_heads, _batch, _warmup, _writers, _tokenizer, _cudnn_precision):
+  for rule in (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision):
     rule(cfg)
   return cfg
 
@@ -45,8 +45,10 @@ def _heads(cfg: Config) -> None:
       f"model.num_heads={m.num_heads} does not divide model.d_model={m.d_model}. "
       "Change one of them, or set model.head_dim."
     )
-  if (m.head_dim or m.d_model // m.num_heads) % 2:
-    raise ValueError("the head dimension must be even for RoPE. Change model.head_dim.")
+  if (head_dim := m.head_dim or m.d_model // m.num_heads) % 2:
+    raise ValueError(
+      f"the head dimension is {head_dim}: RoPE needs pairs. Make model.head_dim even."
+    )
   for name in ("num_heads", "num_kv_heads"):
     if getattr(m, name) % cfg.mesh.tensor:
       raise ValueError(
@@ -78,6 +80,18 @@ def _warmup(cfg: Config) -> None:
     raise ValueError(
       f"optimizer.warmup_steps={o.warmup_steps} exceeds num_steps={cfg.num_steps}. "
       "Shorten the warm-up or train longer."
+    )
+
+
+def _adam(cfg: Config) -> None:
+  o = cfg.optimizer
+  for name in ("b1", "b2"):
+    if getattr(o, name) == 1.0:
+      raise ValueError(f"optimizer.{name}=1 never takes a gradient in. Use less than 1.")
+  if o.eps == 0.0:
+    raise ValueError(
+      "optimizer.eps=0 divides 0 by 0 where a gradient is 0, as for tokens not seen yet. "
+      "Use a small positive number, e.g. 1e-8."
     )
 
 

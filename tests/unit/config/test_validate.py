@@ -1,0 +1,102 @@
+"""Every range, every choice, and every rule that joins several settings."""
+
+import pytest
+
+from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.build import settings
+
+SETTINGS = settings()
+WITH_LOW = [n for n, f in SETTINGS.items() if f.metadata["low"] is not None]
+WITH_HIGH = [n for n, f in SETTINGS.items() if f.metadata["high"] is not None]
+WITH_CHOICES = [n for n, f in SETTINGS.items() if f.metadata["choices"]]
+FLOATS = [n for n in WITH_LOW if SETTINGS[n].type is float]
+
+
+def build(changes):
+  config = base_config()
+  config.update_from_flattened_dict(changes)
+  return from_config_dict(config)
+
+
+@pytest.mark.parametrize("name", WITH_LOW)
+def test_too_small(name):
+  field = SETTINGS[name]
+  bad = field.type(field.metadata["low"] - 1)
+  with pytest.raises(ValueError, match=rf"^{name}={bad} is too small: at least"):
+    build({name: bad})
+
+
+@pytest.mark.parametrize("name", WITH_HIGH)
+def test_too_large(name):
+  field = SETTINGS[name]
+  bad = field.type(field.metadata["high"] + 1)
+  with pytest.raises(ValueError, match=rf"^{name}={bad} is too large: at most"):
+    build({name: bad})
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_not_a_number(name):
+  with pytest.raises(ValueError, match=f"{name}=nan is too small"):
+    build({name: float("nan")})
+
+
+@pytest.mark.parametrize("name", WITH_CHOICES)
+def test_unknown_choice(name):
+  choices = ", ".join(SETTINGS[name].metadata["choices"])
+  with pytest.raises(ValueError, match=f"{name}='nonsense' is unknown. Choose one of: {choices}."):
+    build({name: "nonsense"})
+  for choice in SETTINGS[name].metadata["choices"]:
+    extra = {"precision.compute_dtype": "bfloat16"} if choice == "cudnn" else {}
+    assert build({name: choice} | extra)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"model.num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
+    ({"model.d_model": 130}, "model.num_heads=4 does not divide model.d_model=130"),
+    ({"model.head_dim": 7}, "head dimension is 7"),
+    ({"model.d_model": 12, "model.num_heads": 4}, "head dimension is 3"),
+    (
+      {"model.num_heads": 6, "model.num_kv_heads": 6, "model.head_dim": 8, "mesh.tensor": 4},
+      "mesh.tensor=4 does not divide model.num_heads=6",
+    ),
+    ({"model.num_kv_heads": 2, "mesh.tensor": 4}, "mesh.tensor=4 does not divide model.num_kv_h"),
+    ({"mesh.data": 0}, "mesh.data=0: use a positive number, or -1"),
+    ({"mesh.data": -2}, "mesh.data=-2: use a positive number, or -1"),
+    ({"step.accum_steps": 3}, "step.accum_steps=3 does not divide data.batch_size=16"),
+    (
+      {"optimizer.warmup_steps": 5, "optimizer.warmup_fraction": 0.1},
+      "optimizer.warmup_steps=5 and optimizer.warmup_fraction=0.1 are both set",
+    ),
+    ({"optimizer.warmup_steps": 401}, "optimizer.warmup_steps=401 exceeds num_steps=400"),
+    ({"optimizer.b1": 1.0}, "optimizer.b1=1 never takes a gradient in"),
+    ({"optimizer.b2": 1.0}, "optimizer.b2=1 never takes a gradient in"),
+    ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),
+    ({"log.writers": "console,xml"}, "log.writers: unknown writer 'xml'. Choose from clu, con"),
+    ({"data.tokenizer": "/no/such.json"}, "data.tokenizer='/no/such.json' is neither 'bytes'"),
+    (
+      {"ops.attention": "cudnn", "precision.compute_dtype": "float32"},
+      "ops.attention=cudnn needs precision.compute_dtype=bfloat16, got float32",
+    ),
+  ],
+)
+def test_rules_that_join_settings(changes, words):
+  with pytest.raises(ValueError, match=words):
+    build(changes)
+
+
+def test_what_is_just_legal(tmp_path):
+  (tmp_path / "tokenizer.json").write_text("{}")
+  for changes in (
+    {"model.d_model": 130, "model.head_dim": 32},
+    {"mesh.data": 1},
+    {"optimizer.warmup_steps": 400},
+    {"optimizer.warmup_fraction": 1.0},
+    {"log.writers": ""},
+    {"log.writers": " jsonl , csv ,"},
+    {"data.tokenizer": str(tmp_path / "tokenizer.json")},
+    {"mesh.tensor": 2, "mesh.fsdp": 4},
+    {"step.accum_steps": 16},
+  ):
+    assert build(changes)

@@ -1,0 +1,69 @@
+"""The mesh that a config asks for, and host rows -> global arrays."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+
+from ats_jax.sharding.mesh import batch_sharding, local_rows, make_mesh, to_global
+from ats_jax.sharding.rules import MESH_AXES
+
+
+def config(data=-1, fsdp=1, tensor=1, batch_size=8, accum_steps=1):
+  sizes = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+  return tiny_config(sizes | {"data.batch_size": batch_size, "step.accum_steps": accum_steps})
+
+
+@pytest.mark.parametrize(
+  ("sizes", "shape"),
+  [
+    ((-1, 1, 1), (8, 1, 1)),
+    ((-1, 2, 2), (2, 2, 2)),
+    ((1, 4, 2), (1, 4, 2)),
+    ((4, 2, 1), (4, 2, 1)),
+  ],
+)
+def test_make_mesh(sizes, shape):
+  mesh = make_mesh(config(*sizes))
+  assert mesh.axis_names == MESH_AXES and mesh.devices.shape == shape
+  assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+  assert sorted(d.id for d in mesh.devices.flat) == list(range(8))
+
+
+def test_make_mesh_of_some_devices():
+  assert make_mesh(config(fsdp=2), jax.devices()[:4]).devices.shape == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "batch", "words"),
+  [
+    ((-1, 8, 2), (16, 1), r"mesh.fsdp=8 x mesh.tensor=2 = 16 does not divide the 8 devices"),
+    ((2, 2, 1), (8, 1), r"mesh 2x2x1 \(data, fsdp, tensor\) needs 4 devices, there are 8"),
+    ((4, 2, 2), (8, 1), "needs 16 devices, there are 8"),
+    ((-1, 1, 1), (12, 1), "data.batch_size=12 / step.accum_steps=1 = 12 rows.*multiple of 8"),
+    ((-1, 2, 1), (8, 2), r"= 4 rows a micro-batch.*mesh.data=4 x mesh.fsdp=2 = 8.*multiple of 16"),
+  ],
+)
+def test_make_mesh_refuses(sizes, batch, words):
+  with pytest.raises(ValueError, match=words):
+    make_mesh(config(*sizes, *batch))
+
+
+def test_tensor_shards_do_not_count_as_rows():
+  assert make_mesh(config(2, 2, 2, batch_size=4)).devices.shape == (2, 2, 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)])
+def test_rows_become_global_arrays(shape):
+  cfg, mesh = tiny_config(), make_test_mesh(*shape)
+  batch = micro_batches(random_rows(cfg, 16), 2)
+  assert local_rows(mesh, 8).tolist() == list(range(8))  # one process holds them all
+  with jax.set_mesh(mesh):
+    arrays = to_global(batch, mesh)
+  for name, array in arrays.items():
+    np.testing.assert_array_equal(array, batch[name])
+    assert array.dtype == batch[name].dtype and array.sharding == batch_sharding(mesh, 3)
+    rows = 8 // (shape[0] * shape[1])
+    assert {s.data.shape for s in array.addressable_shards} == {(2, rows, cfg.data.seq_len)}
+  flat = to_global({"x": batch["tokens"][0]}, mesh)["x"]
+  assert flat.sharding == batch_sharding(mesh, 2) and flat.shape == (8, cfg.data.seq_len)

@@ -1,0 +1,135 @@
+"""Who imports whom, and the other rules of the house that can be read off the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ats_jax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 500
+
+# What a part may import of ats_jax besides itself; a trailing * matches any ending. A file that
+# lies directly in ats_jax/ is a part of its own. The order is that of the design, lowest first.
+MODEL = {"config", "sharding", "ops"}
+STEP = MODEL | {"model"}
+ALLOWED = {
+  "config": set(),
+  "data": {"config"},
+  "metrics": {"config"},
+  "checkpoint": {"config"},
+  "sharding": {"config"},
+  "ops": {"config", "sharding"},
+  "model": MODEL,
+  "step": STEP,
+  # Shared by all entry points; they know nothing of what is trained.
+  "runtime": {"config"},
+  "workdir": {"config"},
+  "feed": {"config", "sharding", "data"},
+  "scoring": {"feed", "data", "sharding", "model", "step"},
+  "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
+  | {"runtime", "workdir"},
+}
+# The entry points and what they share stand above everything and are imported by nothing below.
+TOP = {"train", "evaluate", "generate", "report", "bench"}
+MESH_AXES = {"data", "fsdp", "tensor"}
+
+
+def part(path: Path) -> str:
+  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def tree(path: Path) -> ast.Module:
+  return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> list[str]:
+  """Full names of all that a file imports, wherever in the file: `a.b` and `a.b.name`."""
+  names = []
+  for node in ast.walk(tree(path)):
+    if isinstance(node, ast.Import):
+      names += [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{path}: relative import"
+      names += [f"{node.module}.{alias.name}" for alias in node.names]
+  return names
+
+
+def is_allowed(target: str, allowed: set[str]) -> bool:
+  return any(
+    target.startswith(rule[:-1]) if rule.endswith("*") else f"{target}.".startswith(f"{rule}.")
+    for rule in allowed
+  )
+
+
+def identify(path: Path) -> str:
+  return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=identify)
+def test_imports_go_downwards(path):
+  here = part(path)
+  if here == "__init__":
+    assert not [n for n in imports(path) if n.startswith("ats_jax")]
+    return
+  if here in TOP:
+    return
+  assert here in ALLOWED, f"{here} has no place in the table above"
+  for name in imports(path):
+    if name.split(".")[0] == "ats_jax":
+      target = name.removeprefix("ats_jax").removeprefix(".")
+      assert is_allowed(target, ALLOWED[here] | {here}), f"{here} must not import {name}"
+
+
+def test_the_table_itself_has_no_cycle():
+  order = list(ALLOWED)
+  for index, (name, allowed) in enumerate(ALLOWED.items()):
+    lower = {rule.split(".")[0] for rule in allowed}
+    assert lower <= set(order[:index]), name
+    assert not lower & TOP
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if part(p) == "model"], ids=identify)
+def test_the_model_names_no_mesh_axis(path):
+  strings = {
+    n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Constant) and type(n.value) is str
+  }
+  assert not strings & MESH_AXES
+
+
+SOURCES = sorted(
+  p for folder in ("ats_jax", "configs", "tests") for p in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=identify)
+def test_no_file_is_longer_than_500_lines(path):
+  assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=identify)
+def test_no_handler_catches_everything(path):
+  for node in ast.walk(tree(path)):
+    if isinstance(node, ast.ExceptHandler):
+      assert node.type is not None, f"{path}:{node.lineno}: bare except"
+      caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+      assert not caught & {"Exception", "BaseException"}, f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+  ("module", "only"), [("clu", "ats_jax/metrics/writer.py"), ("jax._src", "ats_jax/ops/_compat.py")]
+)
+def test_fragile_modules_have_one_door(module, only):
+  users = {
+    identify(path)
+    for path in FILES
+    if any(f"{name}.".startswith(f"{module}.") for name in imports(path))
+  }
+  assert users == {only}
+
+
+def test_test_files_have_unique_names_and_no_packages():
+  files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+  assert len({p.name for p in files}) == len(files)
+  assert not list((ROOT / "tests").rglob("__init__.py"))
