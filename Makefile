@@ -1,16 +1,18 @@
 # `make train` and `make test` are all a fresh machine needs: Python >= 3.12 and make.
 PYTHON ?= python3
 VENV ?= .venv
-JAX ?=                     # e.g. JAX=0.11.2 tests that version; empty = the newest
+# Another version of jax (JAX=0.11.2), other extras of pyproject.toml (EXTRAS=dev,cuda).
+JAX ?=
+EXTRAS ?= dev
 CONFIG ?= configs/debug.py
 WORKDIR ?= runs/debug
 ARGS ?=
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(or $(strip $(JAX)),newest)
+STAMP := $(VENV)/.installed-$(or $(strip $(JAX)),newest)-$(EXTRAS)
 PIN := $(if $(strip $(JAX)),jax==$(strip $(JAX)) jaxlib==$(strip $(JAX)))
 
-.PHONY: train test test-all lint format bench clean
+.PHONY: train test lint format bench clean
 
 train: $(STAMP)
 	$(BIN)/python -m ats_jax.train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
@@ -21,21 +23,21 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python -m ats_jax.bench step $(ARGS)
+	$(BIN)/python -m ats_jax.bench --config=$(CONFIG) $(ARGS)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else \
 	  f"ats_jax needs Python >= 3.12; $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(PIN)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' $(PIN)
 	touch $@
 
 clean:

@@ -15,6 +15,7 @@ from absl import flags, logging
 from ats_jax import runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import resolve
+from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.throughput import mfu, peak_flops
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
@@ -45,17 +46,19 @@ def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
   """Compile and run the training step of `cfg`; return what was measured.
 
   Args:
-    cfg: the run; `model.vocab_size` must be set, as there is no tokenizer.
+    cfg: the run; without `model.vocab_size`, 'bytes' and 'bpe' tokenizers tell theirs.
     steps: timed steps, after a few untimed ones.
     segments: documents in each row.
   """
-  if not cfg.model.vocab_size:
-    raise ValueError("bench: set model.vocab_size; without data it cannot come from a tokenizer.")
+  known_sizes = {"bytes": ByteTokenizer.vocab_size, "bpe": cfg.data.bpe_vocab_size}
+  vocab_size = cfg.model.vocab_size or known_sizes.get(cfg.data.tokenizer)
+  if not vocab_size:
+    raise ValueError("bench: set model.vocab_size; the tokenizer's file is not read here.")
   if not 1 <= segments <= cfg.data.max_segments:
     raise ValueError(
       f"bench: --segments={segments} is outside [1, data.max_segments={cfg.data.max_segments}]."
     )
-  cfg = resolve(cfg, cfg.model.vocab_size)
+  cfg = resolve(cfg, vocab_size)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
     plan = make_plan(cfg)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from ats_jax import runtime
+from ats_jax import runtime, workdir
+from ats_jax.checkpoint import load_extra
 from ats_jax.data.pipeline import open_datasets, open_split
 from ats_jax.inference.load import load_run
 from ats_jax.scoring import score
 
 _WORKDIR = runtime.define_workdir_flag()
-_STEP = flags.DEFINE_string("step", "latest", "Checkpoint: a step, 'latest' or 'best'.")
+_STEP = runtime.define_step_flag()
 _PATHS = flags.DEFINE_string("paths", "", "Evaluate on these files instead (as data.paths).")
 
 
@@ -26,7 +27,9 @@ def main(argv: list[str]) -> None:
     if _PATHS.value:
       dataset = open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)
     else:
-      _, dataset = open_datasets(cfg.data, cfg.seed)
+      train_set, dataset = open_datasets(cfg.data, cfg.seed)
+      trained_on = load_extra(folder / workdir.CHECKPOINTS, run.step)["data"]
+      workdir.check_data(folder, trained_on, train_set.fingerprint)
     metrics = score(run.plan, run.model, dataset)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():

@@ -13,7 +13,7 @@ from ats_jax.inference.generator import generate
 from ats_jax.inference.load import load_run
 
 _WORKDIR = runtime.define_workdir_flag()
-_STEP = flags.DEFINE_string("step", "latest", "Checkpoint: a step, 'latest' or 'best'.")
+_STEP = runtime.define_step_flag()
 _PROMPT = flags.DEFINE_string(
   "prompt", None, "Text to continue (default: the run's sample.prompt)."
 )

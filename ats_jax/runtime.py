@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import logging as std_logging
 import os
 import re
@@ -19,11 +20,21 @@ from ats_jax.config.schema import Config
 # Of the GPU's memory, what jax takes at its start; its own default leaves a quarter unused.
 GPU_MEMORY_FRACTION = "0.92"
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SHOW_TRACEBACKS = bool(os.environ.get("ATS_TRACEBACK"))
+
+# `--help` shows a flag with the entry point that asked for it. Several entry points may be imported
+# into one process, hence allow_override.
+flags.disclaim_key_flags()
+
 
 def define_config_flag() -> flags.FlagHolder:
   """Define `--config`, with overrides `--config.section.name=value`."""
   holder = config_flags.DEFINE_config_file(
-    "config", None, "Config file, e.g. configs/debug.py; a variant follows a colon."
+    "config",
+    None,
+    "Config file, e.g. configs/debug.py; a variant follows a colon.",
+    allow_override=True,
   )
   flags.FLAGS["config"].parser = _ConfigFileParser("config")
   return holder
@@ -46,7 +57,16 @@ class _ConfigFileParser(config_flags.ConfigFileFlagParser):
 
 def define_workdir_flag() -> flags.FlagHolder:
   """Define `--workdir`."""
-  return flags.DEFINE_string("workdir", None, "Folder of the run, e.g. runs/debug.")
+  return flags.DEFINE_string(
+    "workdir", None, "Folder of the run, e.g. runs/debug.", allow_override=True
+  )
+
+
+def define_step_flag() -> flags.FlagHolder:
+  """Define `--step`."""
+  return flags.DEFINE_string(
+    "step", "latest", "Checkpoint: a step, 'latest' or 'best'.", allow_override=True
+  )
 
 
 def run(main: Any) -> None:
@@ -56,7 +76,7 @@ def run(main: Any) -> None:
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.setFormatter(std_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    handler.addFilter(_is_ours_or_warning)
+    handler.addFilter(_shorten)
     with _user_errors():
       return main(argv)
 
@@ -68,9 +88,16 @@ def _user_errors() -> Iterator[None]:
   try:
     yield
   except (ValueError, FloatingPointError) as error:
-    if os.environ.get("ATS_TRACEBACK"):
+    if _SHOW_TRACEBACKS:
       raise
     raise SystemExit(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)") from None
+  except OSError as error:
+    if error.errno not in _DISK_FULL or _SHOW_TRACEBACKS:
+      raise
+    raise SystemExit(
+      f"error: a file could not be written: {error}. Free space on the disk, then start the same "
+      "command again: it goes on from the newest checkpoint."
+    ) from None
   except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
     raise SystemExit("interrupted") from None
 
@@ -98,20 +125,35 @@ def _parse_flags(argv: list[str]) -> list[str]:
   return rest
 
 
-def _is_ours_or_warning(record: std_logging.LogRecord) -> bool:
-  """Libraries that log through absl (Orbax, jax) describe internal steps at INFO."""
-  return record.levelno >= std_logging.WARNING or f"{os.sep}ats_jax{os.sep}" in record.pathname
+def _shorten(record: std_logging.LogRecord) -> bool:
+  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
+  if f"{os.sep}ats_jax{os.sep}" in record.pathname:
+    return True
+  if not _SHOW_TRACEBACKS:
+    record.exc_info = None
+  return record.levelno >= std_logging.WARNING
 
 
 def configure(cfg: Config) -> None:
-  """Set compiler flags, memory and the compilation cache. Call before any device is used."""
+  """Set compiler flags, memory and the compilation cache. Call before any device is used.
+
+  Raises:
+    ValueError: if the cache's folder cannot be made.
+  """
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
   if cfg.precision.deterministic:
     flag = "--xla_gpu_deterministic_ops=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+  jax.config.update("jax_enable_compilation_cache", cfg.compilation_cache != "off")
   if cfg.compilation_cache != "off":
     folder = cache_folder(cfg)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+      raise ValueError(
+        f"the compilation cache {folder} cannot be made: {e.strerror}. Set compilation_cache to a "
+        "folder that can be written, or to 'off'."
+      ) from e
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

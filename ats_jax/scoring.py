@@ -29,8 +29,8 @@ def score(plan: Plan, model: Decoder, dataset: Dataset) -> dict[str, float]:
     sums = [plan.eval_step(model, to_global(batch, mesh)) for batch in batches]
   if not sums:
     raise ValueError(
-      "evaluation: the validation split is empty. Set data.validation_fraction or "
-      "data.validation_paths."
+      "evaluation: the validation split is empty. Train with data.validation_fraction or "
+      "data.validation_paths, or evaluate on other text with --paths."
     )
   loss_sum, correct, tokens = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
   loss = loss_sum / tokens

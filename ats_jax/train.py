@@ -25,7 +25,7 @@ from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.plan import make_plan
 from ats_jax.step.state import TrainState
-from ats_jax.step.train_step import METRICS
+from ats_jax.step.train_step import METRICS, check_finite
 
 PROFILED_STEPS = 3
 
@@ -42,14 +42,12 @@ def train(cfg: Config, folder: Path) -> TrainState:
 
   Raises:
     ValueError: for settings, data or a workdir that cannot be used.
-    FloatingPointError: if the loss stops being finite.
+    FloatingPointError: if the loss or the weights stop being finite.
   """
   goodput = Goodput()
   runtime.configure(cfg)
   workdir.claim(folder, cfg)
   train_set, valid_set = open_datasets(cfg.data, cfg.seed)
-  if is_main := jax.process_index() == 0:
-    save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
 
@@ -63,6 +61,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
     workdir.check_data(folder, position["data"], train_set.fingerprint)
+    if is_main := jax.process_index() == 0:
+      save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     batches = enter(train_feed(cfg, train_set, position["row"]))  # starts reading
     report.opening(plan, folder, state.model, train_set, start)
 
@@ -93,6 +93,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
           writer.write_scalars(step, scores)
       if last or stopped or due(step, cfg.checkpoint.every_steps):
         with log.pause(step), goodput.timed("checkpoint"):
+          check_finite(step, metrics)
           loss = scores["eval/loss"] if scores else None
           checkpoints.save(step, state, position, metric=loss)
           writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})

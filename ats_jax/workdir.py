@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 
 from ats_jax.config.base import to_dict
@@ -22,6 +23,8 @@ CONFIG, METADATA, TOKENIZER, CHECKPOINTS = (
 def claim(workdir: Path, cfg: Config) -> None:
   """Make `workdir` the folder of a run with `cfg`, or check that it is.
 
+  Before its first checkpoint a run has nothing to lose: its settings may still change, all of them.
+
   Raises:
     ValueError: if it cannot be written, or holds a run whose settings differ in more than what may
       change on resume.
@@ -29,23 +32,25 @@ def claim(workdir: Path, cfg: Config) -> None:
   path = workdir / CONFIG
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    previous = json.loads(path.read_text()) if path.exists() else None
-    if previous is not None:
-      _compare(workdir, previous, cfg)
-    elif any((workdir / CHECKPOINTS).glob("[0-9]*")):
+    has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))
+    if path.exists():
+      _compare(workdir, _read_config(path), cfg, all_free=not has_checkpoints)
+    elif has_checkpoints:
       raise ValueError(
         f"{workdir} holds checkpoints but no {CONFIG}, so nobody can say whether they fit. "
         "Restore the file or use another --workdir."
       )
-    write_json(path, to_dict(cfg))
+    if jax.process_index() == 0:
+      write_json(path, to_dict(cfg))
   except OSError as e:
-    raise ValueError(f"workdir {workdir} cannot be used: {e}. Choose another --workdir.") from e
+    why = "it is a file" if workdir.is_file() else str(e)
+    raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
 
 
-def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config) -> None:
+def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:
   changed = differences(flatten_dict(previous), flatten(cfg))
   fixed = [f"  {n}: {a!r} -> {b!r}" for n, (a, b, free) in changed.items() if not free]
-  if fixed:
+  if fixed and not all_free:
     lines = "\n".join(fixed)
     raise ValueError(
       f"{workdir} holds a run with other settings:\n{lines}\n"
@@ -64,7 +69,8 @@ def check_data(folder: Path, saved: str, found: str) -> None:
   if saved != found:
     raise ValueError(
       f"{folder} was trained on other data: the text files, the tokenizer or the packing changed "
-      f"since (fingerprint {saved}, now {found}). Restore them, or use another --workdir."
+      f"since (fingerprint {saved}, now {found}). Restore them, or use another --workdir to train "
+      "and --paths to evaluate."
     )
 
 
@@ -82,12 +88,19 @@ def load_config(workdir: Path) -> Config:
   """Read the config of a run.
 
   Raises:
-    ValueError: if there is no run.
+    ValueError: if there is no run, or the file cannot be read.
   """
   path = workdir / CONFIG
   if not path.exists():
     raise ValueError(f"{workdir} holds no run ({CONFIG} is missing). Train one there first.")
-  return from_config_dict(json.loads(path.read_text()))
+  return from_config_dict(_read_config(path))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError) as e:
+    raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
 
 
 def write_json(path: Path, value: Any) -> None:

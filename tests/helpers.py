@@ -1,5 +1,6 @@
 """Meshes, small configs and random packed rows that many tests need."""
 
+import functools
 from typing import Any
 
 import jax
@@ -46,9 +47,12 @@ def tiny_config(changes: dict[str, Any] | None = None) -> Config:
 
 def make_decoder(cfg: Config, seed: int = 0) -> Decoder:
   """The decoder of `cfg` on the current mesh."""
-  num = numerics(cfg, "xla")
-  init = jax.jit(lambda key: Decoder(cfg.model, num, nnx.Rngs(params=key)))
-  return init(jax.random.key(seed))
+  return _init(cfg)(jax.random.key(seed))
+
+
+@functools.cache
+def _init(cfg: Config):
+  return jax.jit(lambda key: Decoder(cfg.model, numerics(cfg, "xla"), nnx.Rngs(params=key)))
 
 
 def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

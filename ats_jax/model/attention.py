@@ -89,7 +89,6 @@ class Attention(nnx.Module):
       assert index_BT is not None
       y_BTNH, *updated = cached_attention(q_BTNH, k_BSKH, v_BSKH, *cache, index_BT)
       cache = KVCache(*updated)
-    y_BTNH = checkpoint_name(y_BTNH, "attn_y")
     y_BTD = einsum(
       "BTNH,NHD->BTD",
       y_BTNH,

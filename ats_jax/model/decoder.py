@@ -9,21 +9,24 @@ from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block
 from ats_jax.model.init import Numerics, head_std, normal
 from ats_jax.model.norm import RMSNorm
+from ats_jax.ops import attention as attention_op
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import einsum, reshard
 
-# What 'names' keeps: the inputs of attention and of the second half of the MLP.
-SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "attn_y", "mlp_gate", "mlp_up")
+# What 'names' keeps beside attention's results: its inputs, and those of the MLP's second half.
+SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 
 
 def remat_policy(name: str):
   """Return the `jax.checkpoint` policy called `name` in `step.remat` ('none' has no policy)."""
   policies = jax.checkpoint_policies
+  attention = policies.save_only_these_names(*attention_op.SAVED_NAMES)
+  dots = policies.dots_with_no_batch_dims_saveable
   return {
     "full": policies.nothing_saveable,
-    "dots": policies.dots_with_no_batch_dims_saveable,
-    "names": policies.save_only_these_names(*SAVED_NAMES),
+    "dots": policies.save_from_both_policies(dots, attention),
+    "names": policies.save_only_these_names(*SAVED_NAMES, *attention_op.SAVED_NAMES),
   }[name]
 
 

@@ -3,8 +3,11 @@
 Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_dim, M segments.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
 from ats_jax.ops import _compat
@@ -14,6 +17,9 @@ from ats_jax.sharding.apply import island
 Q_AXES = ("batch", "seq", "heads", "head_dim")
 KV_AXES = ("batch", "seq", "kv_heads", "head_dim")
 TOKEN_AXES = ("batch", "seq")
+# Names (jax.ad_checkpoint) of the output and of the softmax statistics. A policy that keeps both
+# spares the backward pass a second run of attention.
+SAVED_NAMES = ("attn_y", "attn_lse")
 
 
 def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choice:
@@ -91,15 +97,45 @@ def attention(
 def _xla(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, max_segments):
   del max_segments
   same_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-  return jax.nn.dot_product_attention(
+  y_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BTKH, v_BTKH, mask=same_B1TT, is_causal=True, implementation="xla"
   )
+  return checkpoint_name(y_BTNH, SAVED_NAMES[0])
 
 
 def _cudnn(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, max_segments):
   starts_BM, lengths_BM = segment_bounds(segment_ids_BT, max_segments)
   scale = q_BTNH.shape[-1] ** -0.5
+  return _cudnn_named(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _cudnn_named(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale):
+  """The kernel, with names on what its backward pass needs, so that a remat policy can keep it."""
   return _compat.cudnn_packed_attention(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale)
+
+
+def _cudnn_forward(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale):
+  inputs = (q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM)
+  kernel = lambda q, k, v: _compat.cudnn_packed_attention(q, k, v, starts_BM, lengths_BM, scale)
+  y_BTNH, pullback = jax.vjp(kernel, q_BTNH, k_BTKH, v_BTKH)
+  leaves, structure = jax.tree.flatten(pullback)
+  named_y = checkpoint_name(y_BTNH, SAVED_NAMES[0])
+
+  def named(leaf):
+    if leaf is y_BTNH:
+      return named_y
+    return leaf if any(leaf is x for x in inputs) else checkpoint_name(leaf, SAVED_NAMES[1])
+
+  return named_y, jax.tree.unflatten(structure, map(named, leaves))
+
+
+def _cudnn_backward(scale, pullback, dy_BTNH):
+  del scale
+  return *pullback(dy_BTNH), None, None
+
+
+_cudnn_named.defvjp(_cudnn_forward, _cudnn_backward)
 
 
 def segment_bounds(segment_ids_BT: jax.Array, max_segments: int) -> tuple[jax.Array, jax.Array]:

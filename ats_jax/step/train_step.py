@@ -1,9 +1,11 @@
 """One optimizer update."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ats_jax.config.schema import Config
@@ -58,6 +60,20 @@ def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages
     return TrainState(state.step + 1, model, opt_state, ema, state.key), jnp.stack(metrics)
 
   return jax.jit(train_step, donate_argnums=0)
+
+
+def check_finite(step: int, metrics: jax.Array) -> None:
+  """Before a checkpoint, which would displace good weights: see that `step` left finite ones.
+
+  Raises:
+    FloatingPointError: if it did not; its own loss, from the weights before it, may have been.
+  """
+  weights = float(np.asarray(metrics)[METRICS.index("train/param_norm")])
+  if not math.isfinite(weights):
+    raise FloatingPointError(
+      f"the norm of the weights is {weights} after step {step}, which was not saved. Lower "
+      "optimizer.learning_rate, or look at the data (python -m ats_jax.data stats)."
+    )
 
 
 def norm(tree: Any) -> jax.Array:

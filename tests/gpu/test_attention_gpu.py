@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import make_test_mesh
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
@@ -46,7 +47,7 @@ def test_values_and_gradients(kind, head_dim, kv_heads):
   draw = lambda n: jnp.asarray(rng.standard_normal((batch, seq, n, head_dim)), jnp.bfloat16)
   q, k, v, dy = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
   ids = np.stack([segment_ids(kind, seq), segment_ids("one document", seq), segment_ids(kind, seq)])
-  with jax.set_mesh(jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])):
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, q, k, v):

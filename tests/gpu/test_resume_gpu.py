@@ -1,4 +1,4 @@
-"""On a GPU, `precision.deterministic` makes a resumed run equal an uninterrupted one bit for bit."""
+"""On a GPU, `precision.deterministic` makes a resumed run bit-equal to an uninterrupted one."""
 
 import signal
 

@@ -96,9 +96,8 @@ def test_gradients_equal_those_of_one_device(shape):
 @pytest.mark.parametrize("shape", MESHES)
 def test_moments_and_average_live_where_their_parameter_lives(shape):
   for shardings in (run(shape).before, run(shape).after):
-    parameters = {
-      k.removeprefix(".model"): s for k, s in shardings.items() if k.startswith(".model")
-    }
+    of_model = {k: s for k, s in shardings.items() if k.startswith(".model")}
+    parameters = {k.removeprefix(".model"): s for k, s in of_model.items()}
     assert len(parameters) > 10
     for name, sharding in parameters.items():
       copies = [k for k in shardings if k.endswith(name) and k not in of_model]

@@ -17,7 +17,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def log(path):
-  speed = Throughput(num_devices=1, peak=1e12, tokens_per_step=8, flops_per_token={"train/mfu": 1.0})
+  speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
   with StepLog(NAMES, JsonlWriter(path), speed, Progress(9, enabled=False), 2) as log:
     yield log
 

@@ -1,5 +1,7 @@
 """Dropout: its rate, its expectation, and where its randomness comes from."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from helpers import make_decoder, micro_batches, random_rows, tiny_config
 
 from ats_jax.model.block import dropout
 from ats_jax.step.eval_step import make_eval_step
+from ats_jax.step.plan import make_plan
 from ats_jax.step.train_step import sums_and_grads
 
 
@@ -59,23 +62,34 @@ def test_every_layer_and_sub_layer_draws_its_own_mask(mesh):
       assert 0.3 < np.mean(one == other) < 0.7  # independent masks agree half of the time
 
 
-def test_micro_batches_and_steps_draw_their_own_masks(mesh):
+def test_micro_batches_draw_their_own_masks(mesh):
   cfg = tiny_config({"model.dropout": 0.5})
   model, rows = make_decoder(cfg), random_rows(cfg, 2)
-  # Twice the same micro-batch: with equal masks the gradient would be twice that of one.
-  twice = {k: np.stack([v, v]) for k, v in rows.items()}
+  silent = rows | {"loss_mask": 0 * rows["loss_mask"]}
   tokens = rows["loss_mask"].sum()
 
   @jax.jit
-  def gradient(model, batch, key):
+  def gradient(model, first, second, key):
+    batch = {k: jnp.stack([first[k], second[k]]) for k in first}
     return sums_and_grads(cfg, model, batch, tokens, key)[1].blocks.mlp.down[...]
 
-  one = gradient(model, micro_batches(rows, 1), jax.random.key(1))
-  two = gradient(model, twice, jax.random.key(1))
-  other_step = gradient(model, twice, jax.random.key(2))
-  np.testing.assert_array_equal(gradient(model, twice, jax.random.key(1)), two)
-  far = 0.1 * np.abs(one).max()
-  assert np.abs(two - 2 * one).max() > far and np.abs(two - other_step).max() > far
+  # The same rows as micro-batch 0 and as micro-batch 1; the other one contributes nothing.
+  zeroth = gradient(model, rows, silent, jax.random.key(1))
+  first = gradient(model, silent, rows, jax.random.key(1))
+  np.testing.assert_array_equal(gradient(model, rows, silent, jax.random.key(1)), zeroth)
+  assert np.abs(zeroth - first).max() > 0.1 * np.abs(zeroth).max()
+  both = gradient(model, rows, rows, jax.random.key(1))
+  np.testing.assert_allclose(both, zeroth + first, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_steps_draw_their_own_masks(mesh, rate):
+  cfg = tiny_config({"model.dropout": rate})
+  plan, batch = make_plan(cfg), micro_batches(random_rows(cfg, 8), 1)
+  at = lambda step: dataclasses.replace(plan.init(), step=jnp.int32(step))
+  losses = [float(plan.train_step(at(step), batch)[1][0]) for step in (0, 0, 1, 2)]
+  assert losses[0] == losses[1]  # from the seed and the step alone
+  assert len(set(losses)) == (3 if rate else 1)
 
 
 def test_evaluation_has_no_dropout(mesh):

@@ -1,0 +1,115 @@
+"""How a grouped matmul is cut into tiles: small int32 tables that a few cheap XLA ops make on the device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+# A TMA copy into swizzled shared memory must start at a multiple of this many rows.
+ROW_ALIGNMENT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """The tile of one thread block, and the order in which the tiles are visited.
+
+  Attributes:
+    block_m: rows of an output tile. Two warpgroups split them, so a multiple of 128.
+    block_n: columns of an output tile, a multiple of 64. The fp32 accumulator must fit in registers:
+      `block_m * block_n <= 128 * 256`.
+    block_k: how much of the contraction one pipeline stage holds, a multiple of 64.
+    stages: pipeline stages in shared memory.
+    strip: tiles along the first output axis that are visited together while the second axis is
+      walked, so that what they share stays in the L2 cache.
+    num_blocks: thread blocks of the persistent grid. 132 is one for each SM of an H100 SXM or an
+      H200; every value gives the same numbers.
+  """
+
+  block_m: int = 128
+  block_n: int = 256
+  block_k: int = 64
+  stages: int = 4
+  strip: int = 16
+  num_blocks: int = 132
+
+  def __post_init__(self):
+    for name, multiple in (("block_m", 128), ("block_n", 64), ("block_k", 64)):
+      value = getattr(self, name)
+      if value <= 0 or value % multiple:
+        raise ValueError(f"Tiling.{name} is {value}: it must be a positive multiple of {multiple}")
+    if self.block_m * self.block_n > 128 * 256:
+      raise ValueError(
+        f"Tiling of {self.block_m} x {self.block_n}: an output tile of more than 128 x 256 elements"
+        " does not fit in the registers of two warpgroups. Make one side smaller"
+      )
+    if self.stages < 2 or self.strip < 1 or self.num_blocks < 1:
+      raise ValueError(
+        f"Tiling has stages={self.stages}, strip={self.strip}, num_blocks={self.num_blocks}:"
+        " at least 2, 1 and 1 are needed"
+      )
+
+
+def ceil_div(a: int, b: int) -> int:
+  """The least integer that is not below a / b."""
+  return -(-a // b)
+
+
+def _running_sum(x_N: jax.Array) -> jax.Array:
+  """Prefix sum of a short vector as one masked reduction: one kernel, cumsum takes several."""
+  i = jnp.arange(x_N.shape[0])
+  return jnp.sum(jnp.where(i[None, :] <= i[:, None], x_N[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def row_tiles(group_sizes: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
+  """Cuts the rows into tiles that hold rows of one group only.
+
+  The tiles of a group start at its first row, rounded down to a multiple of `ROW_ALIGNMENT`, and
+  then every `block_m` rows: only the first and the last one are short. The rows past the last group
+  are cut too, as a group of their own with number G.
+
+  Args:
+    group_sizes: [G] int32, rows of each group, `sum(group_sizes) <= m`.
+    m: rows in all.
+    block_m: rows of a tile.
+
+  Returns:
+    `(tiles, count)`: int32 `[L, 4]`, rows `(group, row, begin, end)`, where the tile at `row` owns
+    rows `row + begin` to `row + end - 1`, and int32 `[1]`, how many of the L are in use. The others
+    own no rows.
+  """
+  num_groups = group_sizes.shape[0]
+  sizes = group_sizes.astype(jnp.int32)
+  sizes = jnp.concatenate([sizes, m - jnp.sum(sizes, dtype=jnp.int32, keepdims=True)])
+  row_ends = _running_sum(sizes)
+  row_starts = row_ends - sizes
+  first_rows = row_starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+  counts = jnp.where(sizes > 0, (row_ends - first_rows + block_m - 1) // block_m, 0)
+  tile_ends = _running_sum(counts)
+  length = ceil_div(m + (num_groups + 1) * (ROW_ALIGNMENT - 1), block_m) + num_groups
+  i = jnp.arange(length, dtype=jnp.int32)
+  group = jnp.sum(tile_ends[None, :] <= i[:, None], axis=1, dtype=jnp.int32)
+  group = jnp.minimum(group, num_groups)
+  row = first_rows[group] + (i - (tile_ends - counts)[group]) * block_m
+  begin = jnp.maximum(row_starts[group] - row, 0)
+  end = jnp.clip(row_ends[group] - row, 0, block_m)
+  return jnp.stack([group, row, begin, end], axis=1), tile_ends[-1:]
+
+
+def groups_by_size(group_sizes: jax.Array) -> jax.Array:
+  """Lists the groups from the largest to the smallest, so that the longest tiles start first.
+
+  Args:
+    group_sizes: [G] int32.
+
+  Returns:
+    int32 `[G, 3]`, rows `(group, first row, rows)`; equal sizes keep their order.
+  """
+  sizes = group_sizes.astype(jnp.int32)
+  i = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+  larger = sizes[None, :] > sizes[:, None]
+  earlier = (sizes[None, :] == sizes[:, None]) & (i[None, :] < i[:, None])
+  rank = jnp.sum(larger | earlier, axis=1)
+  table = jnp.stack([i, _running_sum(sizes) - sizes, sizes], axis=1)
+  chosen = rank[None, :] == i[:, None]  # a permutation: one source for each place
+  return jnp.sum(jnp.where(chosen[:, :, None], table[None], 0), axis=1, dtype=jnp.int32)

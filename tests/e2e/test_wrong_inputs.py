@@ -1,0 +1,344 @@
+"""What a user can get wrong: the exit code, and a message that says what, where and what to do."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+from commands import forked, started, train_flags
+
+from ats_jax.checkpoint import committed_steps
+
+EIGHT_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+# Linux lets root read and write what it has no permission for: two capabilities less, and it may
+# not, though it is still the owner of its files and of this Python.
+_DROP_CAPABILITIES = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+  if ctypes.CDLL(None, use_errno=True).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+    sys.exit(os.strerror(ctypes.get_errno()))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+UNPRIVILEGED = (sys.executable, "-c", _DROP_CAPABILITIES) if os.geteuid() == 0 else ()
+
+
+def assert_says(message: str, *parts: str) -> None:
+  for part in parts:
+    assert part in message, message
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+  """A folder of files that are no good."""
+  folder = tmp_path_factory.mktemp("inputs")
+  (folder / "empty.txt").touch()
+  (folder / "latin.txt").write_bytes("abc caf\xe9".encode("latin-1"))
+  (folder / "short.txt").write_text("hi")
+  (folder / "picture.jpg").write_bytes(b"\xff\xd8")
+  (folder / "nothing").mkdir()
+  (folder / "mixed").mkdir()
+  lines = ['{"text": "%s"}' % ("good " * 20), '{"text": broken', '{"txt": "x"}', '{"text": 3}']
+  (folder / "mixed" / "lines.jsonl").write_text("\n".join(lines))
+  (folder / "mixed" / "latin.txt").write_bytes(b"ab\xff")
+  (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+  (folder / "bad.py").write_text(
+    "from ats_jax.config import base_config\n"
+    "def get_config():\n  config = base_config()\n  config.model.num_layers = 'four'\n"
+    "  return config\n"
+  )
+  (folder / "typo.py").write_text(
+    "from ats_jax.config import base_config\n"
+    "def get_config():\n  config = base_config()\n  config.model.num_layrs = 4\n"
+    "  return config\n"
+  )
+  return folder
+
+
+# Settings -> parts of the message.
+SETTINGS = {
+  "missing file": (["data.paths={inputs}/no.txt"], "{inputs}/no.txt' does not exist"),
+  "glob without a match": (["data.paths={inputs}/*.rs"], "{inputs}/*.rs' matches no file"),
+  "empty file": (["data.paths={inputs}/empty.txt"], "1 empty", "Check data.paths"),
+  "empty folder": (["data.paths={inputs}/nothing"], "no file that can be read", ".txt"),
+  "unknown suffix": (["data.paths={inputs}/picture.jpg"], "picture.jpg' has a suffix", ".jsonl"),
+  "not UTF-8": (["data.paths={inputs}/latin.txt"], "{inputs}/latin.txt: not UTF-8 at byte 7 (e9)"),
+  "not UTF-8, strict": (
+    ["data.paths={inputs}/latin.txt", "data.strict=True"],
+    "{inputs}/latin.txt: not UTF-8 at byte 7 (e9). Mend it, or set data.strict=False",
+  ),
+  "broken JSON, strict": (
+    ["data.paths={inputs}/mixed/lines.jsonl", "data.strict=True"],
+    "{inputs}/mixed/lines.jsonl:2: broken JSON",
+    "data.strict=False",
+  ),
+  "shorter than a row": (
+    ["data.paths={inputs}/short.txt", "data.validation_fraction=0.0"],
+    "has 3 tokens in 1 documents, less than one row of data.seq_len=32",
+    "set data.seq_len to at most 3",
+  ),
+  "heads": (["model.num_heads=3", "model.num_kv_heads=3"],
+            "model.num_heads=3 does not divide model.d_model=32", "Change one"),
+  "kv heads": (["model.num_heads=4", "model.num_kv_heads=3"],
+               "model.num_kv_heads=3 does not divide model.num_heads=4", "use a divisor"),
+  "precision word": (["precision.compute_dtype=float8"],
+                     "precision.compute_dtype='float8' is unknown", "float32, bfloat16"),
+  "accum": (["step.accum_steps=3"], "step.accum_steps=3 does not divide data.batch_size=8"),
+  "out of range": (["model.num_layers=0"], "model.num_layers=0 is too small: at least 1"),
+  "vocabulary": (["model.vocab_size=100"],
+                 "model.vocab_size=100 is smaller than the tokenizer's 259 tokens",
+                 "Use at least 259, or 0"),
+  "no tokenizer": (["data.tokenizer={inputs}/no.json"],
+                   "data.tokenizer='{inputs}/no.json' is neither 'bytes', 'bpe' nor an existing"),
+  "not a tokenizer": (["data.tokenizer={inputs}/tokenizer.json"],
+                      "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'"),
+  "writer": (["log.writers=console,jsonnl"], "unknown writer 'jsonnl'", "jsonl"),
+  "cache file": (["compilation_cache={inputs}/short.txt"],
+                 "compilation cache {inputs}/short.txt cannot be made: File exists", "or to 'off'"),
+  "unknown key": (["model.num_layrs=3"], "no such setting", "Did you mean --config.model.num_layers?"),
+  "unknown section": (["modle.num_layers=3"], "Did you mean --config.model.num_layers?"),
+  "wrong type": (["model.num_layers=abc"], "--config.model.num_layers=abc", "(int): decoder blocks",
+                 "range [1, inf]"),
+  "not a number": (["optimizer.learning_rate=1e-3x"], "=1e-3x", "learning_rate (float): peak"),
+  "not a truth value": (["data.strict=maybe"], "--config.data.strict=maybe", "data.strict (bool)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, parts", [(s, p) for s, *p in SETTINGS.values()], ids=SETTINGS)
+def test_settings_and_data(settings, parts, tiny, inputs, tmp_path):
+  settings = (s.format(inputs=inputs) for s in settings)
+  result = forked("ats_jax.train", *train_flags(tmp_path / "run", *tiny, *settings))
+  assert_says(result.error(), *(p.format(inputs=inputs) for p in parts))
+  assert result.out == ""
+
+
+# Settings -> parts of the message, on 8 devices.
+MESHES = {
+  "too large": (["mesh.data=4", "mesh.fsdp=4"], "mesh 4x4x1 (data, fsdp, tensor) needs 16 devices, there are 8",
+                "mesh.data=-1"),
+  "no divisor": (["mesh.fsdp=3", "model.d_model=48", "model.vocab_size=384"],
+                 "mesh.fsdp=3 x mesh.tensor=1 = 3 does not divide the 8 devices"),
+  "batch": (["data.batch_size=12"], "data.batch_size=12 / step.accum_steps=1 = 12 rows",
+            "do not divide over mesh.data=8", "Use a multiple of 8"),
+  "micro-batch": (["step.accum_steps=2"], "= 4 rows a micro-batch", "Use a multiple of 16"),
+  "heads": (["mesh.tensor=4"], "mesh.tensor=4 does not divide model.num_heads=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, parts", [(s, p) for s, *p in MESHES.values()], ids=MESHES)
+def test_mesh(settings, parts, tiny, tmp_path):
+  flags = train_flags(tmp_path / "run", *tiny, *settings)
+  assert_says(forked("ats_jax.train", *flags, **EIGHT_DEVICES).error(), *parts)
+
+
+# Module and flags -> parts of the message.
+COMMANDS = {
+  "variant": ("train --config=configs/debug.py:foo --workdir={run}",
+              "configs/debug.py: unknown variant 'foo'", "leave it out"),
+  "no config": ("train --workdir={run}", "--config is missing. Example: --config=configs/debug.py"),
+  "settings without config": ("train --workdir={run} --config.num_steps=3", "--config is missing"),
+  "no workdir": ("train --config=configs/debug.py", "--workdir is missing. Example: --workdir="),
+  "config does not exist": ("train --config=configs/no.py --workdir={run}",
+                            "--config=configs/no.py", "No such file or directory",
+                            f"seen from {commands.REPOSITORY}"),
+  "config is a folder": ("train --config=configs --workdir={run}", "Is a directory"),
+  "wrong type in a config": ("train --config={inputs}/bad.py --workdir={run}",
+                             "--config={inputs}/bad.py", "num_layers", "four"),
+  "unknown key in a config": ("train --config={inputs}/typo.py --workdir={run}",
+                              "unknown key model.num_layrs. Did you mean model.num_layers?"),
+  "no dashes": ("train --config=configs/debug.py --workdir={run} config.num_steps=3",
+                "unexpected argument 'config.num_steps=3'", "--name=value"),
+  "explain": ("train --explain=model.num_layrs", "no setting 'model.num_layrs'",
+              "Did you mean model.num_layers?"),
+  "bench without config": ("bench", "--config is missing"),
+  "generate without workdir": ("generate", "--workdir is missing"),
+  "evaluate, empty folder": ("evaluate --workdir={inputs}/nothing",
+                             "{inputs}/nothing holds no run (config.json is missing)", "Train one"),
+  "generate, no folder": ("generate --workdir={inputs}/no", "{inputs}/no holds no run"),
+  "generate, unknown flag": ("generate --workdir={trained} --promt=x", "promt", "prompt"),
+  "generate, temperature": ("generate --workdir={trained} --temperature=-1", "--temperature=-1"),
+  "generate, missing step": ("generate --workdir={trained} --step=7",
+                             "no checkpoint 7 in {trained}/checkpoints; there are [", "40]"),
+  "evaluate, missing step": ("evaluate --workdir={trained} --step=lates",
+                             "no checkpoint 'lates' in {trained}/checkpoints; there are ["),
+  "evaluate, missing text": ("evaluate --workdir={trained} --paths=/no.txt",
+                             "'/no.txt' does not exist"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line, parts", [(s, p) for s, *p in COMMANDS.values()], ids=COMMANDS)
+def test_command_line(line, parts, inputs, trained, tmp_path):
+  names = {"run": tmp_path / "run", "inputs": inputs, "trained": trained}
+  module, *flags = line.format(**names).split()
+  result = forked(f"ats_jax.{module}", *flags)
+  assert_says(result.error(), *(p.format(**names) for p in parts))
+  assert not (tmp_path / "run").exists()
+
+
+def test_malformed_lines_are_counted_and_named_and_the_rest_is_used(tiny, inputs, tmp_path):
+  paths = f"data.paths={inputs}/mixed"
+  settings = (*tiny, paths, "num_steps=2", "data.validation_fraction=0.0")
+  result = forked("ats_jax.train", *train_flags(tmp_path, *settings))
+  assert result.code == 0, result.err
+  for problem in ("broken JSON", "missing field", "field not a string", "not UTF-8"):
+    assert f"1 {problem}" in result.err
+  for line, what in {2: "broken JSON (", 3: "no field 'text'", 4: "field 'text' is int"}.items():
+    assert f"{inputs}/mixed/lines.jsonl:{line}: {what}" in result.err
+  assert f"{inputs}/mixed/latin.txt: not UTF-8 at byte 2 (ff)" in result.err
+  assert committed_steps(tmp_path / "checkpoints") == [2]
+
+
+class TestWorkdir:
+  def test_is_a_file(self, tiny, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("x")
+    message = forked("ats_jax.train", *train_flags(path, *tiny)).error()
+    assert_says(message, f"workdir {path} cannot be used: it is a file", "another --workdir")
+    assert path.read_text() == "x"
+
+  def test_of_another_config(self, trained, trained_settings):
+    before = (trained / "config.json").read_text()
+    settings = (*trained_settings, "model.num_layers=2", "optimizer.b2=0.9", "checkpoint.keep=3")
+    message = forked("ats_jax.train", *train_flags(trained, *settings)).error()
+    assert_says(
+      message,
+      f"{trained} holds a run with other settings:\n",
+      "  model.num_layers: 1 -> 2\n  optimizer.b2: 0.95 -> 0.9\nUse another --workdir",
+    )
+    assert "checkpoint.keep" not in message  # that one may change
+    assert (trained / "config.json").read_text() == before
+
+  def test_whose_data_changed(self, trained, trained_settings, text):
+    tokenizer = (trained / "tokenizer.json").read_text()
+    more = text / "more.txt"
+    more.write_text("quite other words")
+    try:
+      train = forked("ats_jax.train", *train_flags(trained, *trained_settings))
+      evaluate = forked("ats_jax.evaluate", f"--workdir={trained}")
+    finally:
+      more.unlink()
+    for result in (train, evaluate):
+      assert_says(result.error(), f"{trained} was trained on other data", "text files", "--paths")
+    assert (trained / "tokenizer.json").read_text() == tokenizer
+
+  def test_without_its_config(self, trained, tiny, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink()
+    message = forked("ats_jax.train", *train_flags(tmp_path / "run", *tiny)).error()
+    assert_says(message, "holds checkpoints but no config.json", "Restore the file")
+
+  def test_with_a_broken_config(self, tiny, tmp_path):
+    (tmp_path / "config.json").write_text('{"seed": ')
+    for result in (
+      forked("ats_jax.train", *train_flags(tmp_path, *tiny)),
+      forked("ats_jax.generate", f"--workdir={tmp_path}"),
+    ):
+      assert_says(result.error(), f"{tmp_path}/config.json cannot be read", "Restore it")
+
+  def test_without_a_checkpoint(self, trained, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+      shutil.copy(trained / name, tmp_path)
+    for module in ("generate", "evaluate"):
+      message = forked(f"ats_jax.{module}", f"--workdir={tmp_path}").error()
+      assert_says(message, f"no checkpoint in {tmp_path}/checkpoints", "Train first")
+
+  def test_without_a_metric_for_the_best(self, tiny, tmp_path):
+    assert forked("ats_jax.train", *train_flags(tmp_path, *tiny, "data.validation_fraction=0.0"))
+    message = forked("ats_jax.generate", f"--workdir={tmp_path}", "--step=best").error()
+    assert_says(message, "no checkpoint", "has a metric", "Choose a step of [4]")
+    message = forked("ats_jax.evaluate", f"--workdir={tmp_path}").error()
+    assert_says(message, "validation split is empty", "data.validation_fraction", "--paths")
+
+
+@pytest.mark.skipif(bool(UNPRIVILEGED) and sys.platform != "linux", reason="root may do anything")
+class TestPermissions:
+  """What an ordinary user may not touch."""
+
+  def test_workdir_that_cannot_be_written(self, tiny, tmp_path):
+    tmp_path.chmod(0o500)
+    result = started("ats_jax.train", *train_flags(tmp_path / "run", *tiny), prefix=UNPRIVILEGED)
+    tmp_path.chmod(0o700)
+    message = result.error()
+    assert_says(message, f"workdir {tmp_path}/run cannot be used", "Permission denied", "another")
+
+  def test_text_that_cannot_be_read(self, tiny, tmp_path):
+    path = tmp_path / "secret.txt"
+    path.write_text("secret " * 100)
+    path.chmod(0)
+    flags = train_flags(tmp_path / "run", *tiny, f"data.paths={path}")
+    message = started("ats_jax.train", *flags, prefix=UNPRIVILEGED).error()
+    assert_says(message, f"{path}: cannot be read (Permission denied)", "Check data.paths")
+
+
+class TestDamage:
+  def damage(self, folder: Path) -> None:
+    """Change one byte of the largest file."""
+    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+  def test_newest(self, trained, trained_settings, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    steps = committed_steps(run / "checkpoints")
+    self.damage(run / "checkpoints" / str(steps[-1]))
+    result = forked("ats_jax.evaluate", f"--workdir={run}")  # changes nothing
+    assert result.code == 0
+    line = f"checkpoint {steps[-1]} is damaged: state/"
+    assert line in result.err and f"Using {steps[-2]} instead" in result.err
+    assert f"checkpoint {steps[-2]} of {run}" in result.err
+
+    result = forked("ats_jax.train", *train_flags(run, *trained_settings))
+    assert result.code == 0, result.err
+    assert line in result.err and "has changed: sha256" in result.err
+    assert f"the damaged one is now {run}/checkpoints/{steps[-1]}.damaged" in result.err
+    assert f"resuming {run} from step {steps[-2]} of {steps[-1]}" in result.err
+
+  def test_all(self, trained, trained_settings, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    steps = committed_steps(run / "checkpoints")
+    for step in steps:
+      self.damage(run / "checkpoints" / str(step))
+    metrics = (run / "metrics.jsonl").read_text()
+    for result in (
+      started("ats_jax.train", *train_flags(run, *trained_settings)),
+      forked("ats_jax.generate", f"--workdir={run}"),
+    ):
+      message = result.error()
+      for step in steps:
+        assert f"{run}/checkpoints/{step}: state/" in message
+      assert_says(message, "no intact checkpoint", "Nothing was restored", "use a new workdir")
+    assert committed_steps(run / "checkpoints") == steps  # no fresh start
+    assert (run / "metrics.jsonl").read_text() == metrics
+
+
+def small_files_only(kilobytes: int) -> tuple[str, ...]:
+  """A command that runs another, which then fails to write larger files: a disk that is full."""
+  set_limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+  code = (
+    f"{set_limit.format(1024 * kilobytes)}; import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+  )
+  return sys.executable, "-c", code
+
+
+def test_full_disk(tiny, tmp_path):
+  settings = (*tiny, "checkpoint.every_steps=2", "optimizer.schedule=constant")
+  assert forked("ats_jax.train", *train_flags(tmp_path, *settings)).code == 0
+  flags = train_flags(tmp_path, *settings, "num_steps=8")
+  message = started("ats_jax.train", *flags, prefix=small_files_only(50)).last_error()
+  assert_says(
+    message, f"checkpoint 6 was not saved to {tmp_path}/checkpoints", "File too large",
+    "Older checkpoints are intact: [2, 4]", "Free space on the disk", "it resumes from the newest",
+  )  # fmt: skip
+  assert committed_steps(tmp_path / "checkpoints") == [2, 4]
+  result = forked("ats_jax.train", *flags)
+  assert result.code == 0 and f"resuming {tmp_path} from step 4 of 8" in result.err
+  assert committed_steps(tmp_path / "checkpoints") == [6, 8]
+
+
+def test_full_disk_while_metrics_are_written(tiny, tmp_path):
+  flags = train_flags(tmp_path, *tiny, "num_steps=30", "optimizer.schedule=constant")
+  message = started("ats_jax.train", *flags, prefix=small_files_only(3)).last_error()
+  assert_says(message, "a file could not be written", "File too large", "Free space on the disk")

@@ -1,0 +1,121 @@
+"""The training loop in this process: its numbers against a plain loop, evaluation, divergence."""
+
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+from helpers import make_test_mesh, tiny_config
+
+from ats_jax.checkpoint import committed_steps
+from ats_jax.data.pipeline import open_datasets
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.scoring import score
+from ats_jax.sharding.mesh import make_mesh
+from ats_jax.step.plan import make_plan
+from ats_jax.train import due, train
+
+RTOL = 1e-5
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+
+
+@pytest.fixture
+def config(tmp_path):
+  """A function that gives the config of a run on thirty small texts."""
+  texts, rng = tmp_path / "texts", random.Random(0)
+  texts.mkdir()
+  for i in range(30):
+    (texts / f"{i}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randint(5, 60))))
+
+  def make(changes=()):
+    return tiny_config(
+      {
+        "num_steps": 6,
+        "model.vocab_size": 384,
+        "data.paths": str(texts),
+        "data.validation_fraction": 0.3,
+        "data.cache_dir": str(tmp_path / "cache"),
+        "log.writers": "jsonl",
+        "log.every_steps": 1,
+        "log.progress": False,
+        "sample.max_tokens": 0,
+        **dict(changes),
+      }
+    )
+
+  return make
+
+
+def test_scores_are_means_over_tokens_of_the_whole_split(config):
+  cfg = config()
+  _, valid = open_datasets(cfg.data, cfg.seed)
+  assert valid.num_rows % 8  # the last batch is padded
+  rows = valid.rows(range(valid.num_rows))
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    plan = make_plan(cfg)
+    model = plan.init().model
+    whole = np.asarray(plan.eval_step(model, rows), np.float64)
+    found = score(plan, model, valid)
+    two = dataclasses.replace(cfg.eval, num_batches=2)
+    part = score(make_plan(dataclasses.replace(cfg, eval=two)), model, valid)
+    first = plan.eval_step(model, {k: v[:16] for k, v in rows.items()})
+  loss, correct, tokens = whole
+  assert tokens == valid.num_tokens == found["eval/tokens"]
+  np.testing.assert_allclose(found["eval/loss"], loss / tokens, RTOL)
+  np.testing.assert_allclose(found["eval/perplexity"], np.exp(loss / tokens), RTOL)
+  np.testing.assert_allclose(found["eval/accuracy"], correct / tokens, RTOL)
+  text_bytes = tokens - valid.num_documents  # a byte is a token; each document has an eos as well
+  np.testing.assert_allclose(found["eval/bits_per_byte"], loss / np.log(2) / text_bytes, RTOL)
+  np.testing.assert_allclose(part["eval/loss"], first[0] / first[2], RTOL)
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
+    plan = make_plan(cfg)
+    many = score(plan, plan.init().model, valid)
+  assert many.keys() == found.keys()
+  for name, value in found.items():
+    np.testing.assert_allclose(many[name], value, 1e-4, err_msg=name)
+
+
+def test_the_loop_equals_a_plain_loop(config, tmp_path):
+  cfg = config({"model.dropout": 0.1, "step.accum_steps": 2, "data.batch_size": 16})
+  cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, every_steps=3))
+  state = train(cfg, tmp_path / "run")
+  assert int(state.step) == cfg.num_steps
+
+  dataset, valid = open_datasets(cfg.data, cfg.seed)
+  with jax.set_mesh(make_mesh(cfg)):
+    plan = make_plan(cfg)
+    plain, losses, evaluations = plan.init(), [], []
+    for step in range(cfg.num_steps):
+      rows = np.arange(step * 16, (step + 1) * 16).reshape(2, 8)
+      plain, metrics = plan.train_step(plain, dataset.global_rows(rows))
+      losses.append(float(metrics[0]))
+      if (step + 1) % 3 == 0:
+        evaluations.append(score(plan, plain.model, valid)["eval/loss"])
+  for a, b in zip(*(jax.tree.leaves(s.model) for s in (state, plain)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+  logged = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+  np.testing.assert_allclose([r["train/loss"] for r in logged if "train/loss" in r], losses, RTOL)
+  np.testing.assert_allclose(
+    [r["eval/loss"] for r in logged if "eval/loss" in r], evaluations, 1e-4
+  )
+  assert committed_steps(tmp_path / "run" / "checkpoints") == [cfg.num_steps]
+
+
+def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):
+  """Not even where the step was not logged, or its loss was still finite."""
+  cfg = config(
+    {
+      "optimizer.learning_rate": 1e30,
+      "checkpoint.every_steps": 1,
+      "log.every_steps": 5,
+    }
+  )
+  with pytest.raises(FloatingPointError, match="after step 1, which was not saved"):
+    train(cfg, tmp_path / "run")
+  assert committed_steps(tmp_path / "run" / "checkpoints") == []
+
+
+def test_due():
+  assert [s for s in range(1, 10) if due(s, 3)] == [3, 6, 9]
+  assert not any(due(s, 0) for s in range(1, 10))
