@@ -4,6 +4,8 @@ python -m ats_jax.generate --workdir=runs/debug --prompt='def main('
 """
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 from absl import flags
@@ -37,14 +39,21 @@ def main(argv: list[str]) -> None:
     "top_p": _TOP_P.value,
     "stop": _STOP.value,
   }
+  try:
+    (_PROMPT.value or "").encode()
+  except UnicodeEncodeError as e:
+    raise ValueError(f"--prompt is not UTF-8 at character {e.start}.") from e
   with load_run(folder, _STEP.value) as run:
     cfg = dataclasses.replace(
       run.plan.cfg.sample, **{k: v for k, v in given.items() if v is not None}
     )
-    print(cfg.prompt, end="", flush=True)
-    for piece in generate(run.model, run.tokenizer, cfg, prompt=cfg.prompt, seed=_SEED.value):
-      print(piece, end="", flush=True)
-    print()
+    try:
+      print(cfg.prompt, end="", flush=True)
+      for piece in generate(run.model, run.tokenizer, cfg, prompt=cfg.prompt, seed=_SEED.value):
+        print(piece, end="", flush=True)
+      print(flush=True)
+    except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

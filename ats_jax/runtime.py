@@ -6,6 +6,8 @@ import errno
 import logging as std_logging
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from ats_jax.config.schema import Config
 GPU_MEMORY_FRACTION = "0.92"
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SHOW_TRACEBACKS = bool(os.environ.get("ATS_TRACEBACK"))
 
 # `--help` shows a flag with the entry point that asked for it. Several entry points may be imported
 # into one process, hence allow_override.
@@ -88,18 +89,19 @@ def _user_errors() -> Iterator[None]:
   try:
     yield
   except (ValueError, FloatingPointError) as error:
-    if _SHOW_TRACEBACKS:
+    if _shows_tracebacks():
       raise
     raise SystemExit(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)") from None
   except OSError as error:
-    if error.errno not in _DISK_FULL or _SHOW_TRACEBACKS:
+    if error.errno not in _DISK_FULL or _shows_tracebacks():
       raise
     raise SystemExit(
       f"error: a file could not be written: {error}. Free space on the disk, then start the same "
       "command again: it goes on from the newest checkpoint."
     ) from None
   except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
-    raise SystemExit("interrupted") from None
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(128 + signal.SIGINT) from None
 
 
 @_user_errors()
@@ -116,7 +118,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as e:
-    wrong = [explain(name) for name in overrides if f"--config.{name}=" in str(e)]
+    wrong = [explain(name) for name in set(overrides) if f"--config.{name}=" in str(e)]
     raise ValueError("\n".join([str(e), *wrong])) from e
   if rest[1:]:
     raise ValueError(
@@ -129,9 +131,13 @@ def _shorten(record: std_logging.LogRecord) -> bool:
   """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
   if f"{os.sep}ats_jax{os.sep}" in record.pathname:
     return True
-  if not _SHOW_TRACEBACKS:
+  if not _shows_tracebacks():
     record.exc_info = None
   return record.levelno >= std_logging.WARNING
+
+
+def _shows_tracebacks() -> bool:
+  return bool(os.environ.get("ATS_TRACEBACK"))
 
 
 def configure(cfg: Config) -> None:

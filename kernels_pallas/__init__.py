@@ -1,1 +1,1 @@
-"""Pallas kernels. This package imports jax and numpy only; `ats_jax.ops` decides where each one is used."""
+"""Pallas kernels. They import jax and numpy only; `ats_jax.ops` decides where each one is used."""

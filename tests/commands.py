@@ -43,7 +43,10 @@ def train_flags(workdir: Path, *settings: str) -> list[str]:
 
 
 def forked(module: str, *flags: str, **env: str) -> Result:
-  """`python -m module flags`, in a process of its own that need not import jax again."""
+  """`python -m module flags`, in a process of its own that need not import jax again.
+
+  A `module` that ends in .py is a script.
+  """
   with tempfile.TemporaryDirectory() as folder:
     process = _FORKSERVER.Process(target=_child, args=(module, flags, env, folder))
     process.start()
@@ -60,7 +63,10 @@ def _child(module: str, flags: tuple[str, ...], env: dict[str, str], folder: str
   os.environ.update({"XLA_FLAGS": "", **env})
   os.chdir(REPOSITORY)
   sys.argv = [module, *flags]
-  runpy.run_module(module, run_name="__main__", alter_sys=True)
+  if module.endswith(".py"):
+    runpy.run_path(module, run_name="__main__")
+  else:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def started(module: str, *flags: str, prefix: tuple[str, ...] = (), **env: str) -> Result:

@@ -17,7 +17,11 @@ class Bigram:
   """
 
   def __init__(self, rows: Rows, vocab_size: int):
-    """Count the pairs of `rows` (batches with tokens, targets and loss_mask of any shape)."""
+    """Count the pairs of `rows` (batches with tokens, targets and loss_mask of any shape).
+
+    Raises:
+      ValueError: if no target counts.
+    """
     self._vocab = vocab_size
     table, new = (np.zeros(0, np.int64), np.zeros(0, np.int64)), []
     for batch in rows:
@@ -25,6 +29,8 @@ class Bigram:
       if sum(map(len, new)) > _MERGE_PAIRS:
         table, new = _merge(table, new), []
     self._pairs, self._counts = pairs, counts = _merge(table, new)
+    if not len(pairs):
+      raise ValueError("bigram baseline: there are no tokens to fit on.")
     context, target = np.divmod(pairs, vocab_size)
     self._context_count = np.bincount(context, counts, minlength=vocab_size)
     self._context_types = np.bincount(context, minlength=vocab_size)
@@ -33,7 +39,11 @@ class Bigram:
     self._unigram = (unigram + types / vocab_size) / (unigram.sum() + types)
 
   def loss(self, rows: Rows) -> float:
-    """Mean cross-entropy of the counted targets of `rows`, nats per token."""
+    """Mean cross-entropy of the counted targets of `rows`, nats per token.
+
+    Raises:
+      ValueError: if no target counts.
+    """
     total, tokens = 0.0, 0
     for batch in rows:
       pairs = _pairs(batch, self._vocab)
@@ -46,9 +56,8 @@ class Bigram:
   def probability(self, context: np.ndarray, target: np.ndarray) -> np.ndarray:
     """P(target | context) for two integer arrays of one shape."""
     pairs = context.astype(np.int64) * self._vocab + target
-    at = np.minimum(np.searchsorted(self._pairs, pairs), max(len(self._pairs) - 1, 0))
-    seen = self._pairs[at] == pairs if len(self._pairs) else np.zeros(pairs.shape, bool)
-    count = np.where(seen, self._counts[at] if len(self._pairs) else 0, 0)
+    at = np.minimum(np.searchsorted(self._pairs, pairs), len(self._pairs) - 1)
+    count = np.where(self._pairs[at] == pairs, self._counts[at], 0)
     types = self._context_types[context]
     mass = self._context_count[context] + types
     backed = types * self._unigram[target]

@@ -1,4 +1,4 @@
-"""Grouped matmul for Hopper in Pallas Mosaic GPU: `y[i] = x[i] @ w[g(i)]`, and with `w[g]^T` the input gradient.
+"""Grouped matmul for Hopper in Pallas Mosaic GPU: `y[i] = x[i] @ w[g(i)]`, or with `w[g]^T`.
 
 A persistent grid of thread blocks, each of one warpgroup that loads tiles with TMA and two that
 multiply them with wgmma, 64 (or 128) rows each. The loading warpgroup runs ahead through a ring of
@@ -16,12 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.grouped_matmul.worklist import ROW_ALIGNMENT, Tiling, ceil_div, row_tiles
 
-_WARPGROUPS = 2  # that multiply; a third one loads
-_LOAD_REGISTERS, _COMPUTE_REGISTERS = 40, 232  # (512 - 40) / 2, rounded down to a multiple of 8
+WARPGROUPS = 2  # that multiply; a third one loads
+LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232  # (512 - 40) / 2, rounded down to a multiple of 8
+TILING = Tiling()
 
 
 def swizzled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
-  """Shared memory in the layout that wgmma reads and that warpgroups write without bank conflicts."""
+  """Shared memory as wgmma reads it and as warpgroups write it without bank conflicts."""
   lanes = 128 // jnp.dtype(dtype).itemsize
   transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
   return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -47,7 +48,7 @@ def check_operands(a: jax.Array, b: jax.Array, group_sizes: jax.Array) -> None:
 
 
 def pad_rows(x_MK: jax.Array, at_least: int) -> jax.Array:
-  """Appends zero rows where TMA needs them: arrays no shorter than a tile, of whole swizzled tiles."""
+  """Appends zero rows: TMA needs arrays no shorter than a tile, of whole swizzled tiles."""
   m = x_MK.shape[0]
   padded = max(at_least, ceil_div(m, ROW_ALIGNMENT) * ROW_ALIGNMENT)
   return x_MK if padded == m else jnp.pad(x_MK, ((0, padded - m), (0, 0)))
@@ -68,13 +69,14 @@ def store_swizzled(y, smem, y_gmem, row, column):
 
 
 def _store_short(y, smem, y_gmem, row, begin, end, column):
-  """Writes rows `begin` to `end - 1` only of the 64: the binary digits of their number say in which copies.
+  """Writes rows `begin` to `end - 1` of the 64, in copies that add up to their number in binary.
 
-  TMA copies have a static size. `smem` is not swizzled, so that a copy may start at any row.
+  TMA copies have a static size. `smem` is not swizzled, so that a copy may start at any row; it is
+  the memory of `store_swizzled`, hence the waits before and after.
   """
   width = smem.shape[-1]
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
   for i in range(y.shape[1] // width):
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem[...] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column + i * width, width)
@@ -86,6 +88,8 @@ def _store_short(y, smem, y_gmem, row, begin, end, column):
         y_rows = y_gmem.at[pl.ds(row + first, length), columns]
         plgpu.copy_smem_to_gmem(smem.at[pl.ds(first, length)], y_rows)
 
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
 
 def _kernel(
   tiles_gmem, count_gmem, x_gmem, w_gmem, y_gmem, x_smem, w_smem, ready, free, *staging,
@@ -94,16 +98,16 @@ def _kernel(
   """One thread block. `ready[s]`: stage s is loaded; `free[s]`: both warpgroups have read it."""
   t = tiling
   num_groups, contraction = w_gmem.shape[0], x_gmem.shape[1]
-  wg_rows = t.block_m // _WARPGROUPS
+  wg_rows = t.block_m // WARPGROUPS
   grid = (count_gmem[0], ceil_div(y_gmem.shape[1], t.block_n))
 
   def for_each_tile(body):
-    """Calls `body(group, row, begin, end, column, steps, step)`; `step` counts the steps before it."""
+    """Calls `body(group, row, begin, end, column, steps, step)`, `step` steps on."""
 
     @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="block", init_carry=jnp.int32(0))
     def _(loop, carry):
       i, j = plgpu.planar_snake(loop.index[0], grid, 0, t.strip)
-      group, row, begin, end = (tiles_gmem[i, column] for column in range(4))
+      group, row, begin, end = (tiles_gmem[i, c] for c in range(4))
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)
@@ -111,8 +115,6 @@ def _kernel(
       return carry + steps
 
   def load():
-    plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
-
     @for_each_tile
     def _(group, row, begin, end, column, steps, step):
       del begin, end  # A short tile loads rows of other groups too, or zeros past the last row.
@@ -123,12 +125,16 @@ def _kernel(
         plgpu.barrier_wait(free.at[slot])
         k_slice, n_slice = pl.ds(k * t.block_k, t.block_k), pl.ds(column, t.block_n)
         x_tile = x_gmem.at[pl.ds(row, t.block_m), k_slice]
-        w_tile = w_gmem.at[group, n_slice, k_slice] if transpose_w else w_gmem.at[group, k_slice, n_slice]
+        w_tile = (
+          w_gmem.at[group, n_slice, k_slice] if transpose_w else w_gmem.at[group, k_slice, n_slice]
+        )
         plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready.at[slot])
         plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready.at[slot])
 
+    for slot in range(t.stages):  # Leave no arrival unobserved.
+      plgpu.barrier_wait(free.at[slot])
+
   def compute(wg: int):
-    plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
     smem, short_smem = staging[wg]
     my_rows = pl.ds(wg * wg_rows, wg_rows)
     for slot in range(t.stages):
@@ -163,7 +169,6 @@ def _kernel(
           plgpu.barrier_arrive(free.at[lax.rem(step + steps - 1, t.stages)])
 
         for i in range(0, wg_rows, 64):
-
           first, last = jnp.clip(begin - i, 0, 64), jnp.clip(end - i, 0, 64)
 
           @pl.when(last - first == 64)
@@ -188,17 +193,24 @@ def _kernel(
 
 
 def run_warpgroups(compute, load):
-  """Runs `compute(i)` in warpgroup i < 2 and `load()` in warpgroup 2."""
+  """Runs `compute(i)` in warpgroups 0 and 1, with most of the registers, and `load()` in 2."""
   warpgroup = lax.axis_index("warpgroup")
-  for i in range(_WARPGROUPS):
-    pl.when(warpgroup == i)(functools.partial(compute, i))
-  pl.when(warpgroup == _WARPGROUPS)(load)
+
+  def compute_side():
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    lax.cond(warpgroup == 0, lambda: compute(0), lambda: compute(1))
+
+  def load_side():
+    plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+    load()
+
+  lax.cond(warpgroup < WARPGROUPS, compute_side, load_side)
 
 
 def ring(tiling: Tiling):
   """The `ready` and `free` barriers of the ring of stages."""
   loads = plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages)
-  readers = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=tiling.stages)
+  readers = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiling.stages)
   return loads, readers
 
 
@@ -210,7 +222,7 @@ def launch(body, out_type, scratch, tiling: Tiling, interpret):
     scratch_types=scratch,
     grid=(tiling.num_blocks,),
     grid_names=("block",),
-    num_threads=_WARPGROUPS + 1,
+    num_threads=WARPGROUPS + 1,
     thread_name="warpgroup",
     interpret=interpret,
   )
@@ -223,19 +235,19 @@ def grouped_matmul(
   *,
   transpose_w: bool = False,
   out_dtype=None,
-  tiling: Tiling = Tiling(),
+  tiling: Tiling = TILING,
   interpret=None,
 ) -> jax.Array:
   """`y[i] = x[i] @ w[g(i)]`, accumulated in fp32; rows past the last group are zero.
 
-  With `transpose_w`, `w[g]^T` is read in place: `grouped_matmul(dy, w, group_sizes, transpose_w=True)`
-  is the gradient of x.
+  With `transpose_w` it multiplies by `w[g]^T`, read in place: of the gradient of y, this makes the
+  gradient of x.
 
   Args:
     x_MK: [M, K] bfloat16 or float16, rows sorted by group ([M, N] if `transpose_w`).
-    w_GKN: [G, K, N], the same dtype. K and N are multiples of 8, at least 64.
+    w_GKN: [G, K, N], the same dtype. K and N are multiples of 64.
     group_sizes: [G] integers >= 0, `sum(group_sizes) <= M`. Not checked: they live on the device.
-    transpose_w: multiply by `w[g]^T`.
+    transpose_w: multiply by `w[g]^T` instead of `w[g]`.
     out_dtype: of the result; `x_MK.dtype` if None.
     tiling: tile sizes and order.
     interpret: `plgpu.InterpretGPUParams` to run on the CPU.
@@ -264,7 +276,7 @@ def grouped_matmul(
     swizzled((t.stages, *w_tile), x_MK.dtype),
     *ring(t),
   ]
-  for _ in range(_WARPGROUPS):
+  for _ in range(WARPGROUPS):
     short = plgpu.SMEM(stripe, out_dtype)
     scratch.append(plgpu.RefUnion(swizzled((2, *stripe), out_dtype), short))
   y_MN = launch(

@@ -1,4 +1,4 @@
-"""The specification of the grouped matmul and its two gradients: numpy, float64, one group at a time."""
+"""What the kernels compute, in numpy and float64, one group at a time."""
 
 import numpy as np
 
@@ -37,6 +37,4 @@ def grouped_matmul_dw(x_MK, dy_MN, group_sizes) -> np.ndarray:
   """
   x_MK, dy_MN = np.asarray(x_MK, np.float64), np.asarray(dy_MN, np.float64)
   ends = np.cumsum(group_sizes)
-  return np.stack(
-    [x_MK[s:e].T @ dy_MN[s:e] for s, e in zip(ends - group_sizes, ends, strict=True)]
-  )
+  return np.stack([x_MK[s:e].T @ dy_MN[s:e] for s, e in zip(ends - group_sizes, ends, strict=True)])

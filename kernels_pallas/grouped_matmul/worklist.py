@@ -1,10 +1,9 @@
-"""How a grouped matmul is cut into tiles: small int32 tables that a few cheap XLA ops make on the device."""
+"""How a grouped matmul is cut into tiles: small int32 tables, made on the device by XLA."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-
 
 # A TMA copy into swizzled shared memory must start at a multiple of this many rows.
 ROW_ALIGNMENT = 8
@@ -16,8 +15,8 @@ class Tiling:
 
   Attributes:
     block_m: rows of an output tile. Two warpgroups split them, so a multiple of 128.
-    block_n: columns of an output tile, a multiple of 64. The fp32 accumulator must fit in registers:
-      `block_m * block_n <= 128 * 256`.
+    block_n: columns of an output tile, a multiple of 128. The fp32 accumulator must fit in
+      registers: `block_m * block_n <= 128 * 256`.
     block_k: how much of the contraction one pipeline stage holds, a multiple of 64.
     stages: pipeline stages in shared memory.
     strip: tiles along the first output axis that are visited together while the second axis is
@@ -34,7 +33,7 @@ class Tiling:
   num_blocks: int = 132
 
   def __post_init__(self):
-    for name, multiple in (("block_m", 128), ("block_n", 64), ("block_k", 64)):
+    for name, multiple in (("block_m", 128), ("block_n", 128), ("block_k", 64)):
       value = getattr(self, name)
       if value <= 0 or value % multiple:
         raise ValueError(f"Tiling.{name} is {value}: it must be a positive multiple of {multiple}")
@@ -96,20 +95,22 @@ def row_tiles(group_sizes: jax.Array, m: int, block_m: int) -> tuple[jax.Array, 
   return jnp.stack([group, row, begin, end], axis=1), tile_ends[-1:]
 
 
-def groups_by_size(group_sizes: jax.Array) -> jax.Array:
+def groups_by_size(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Lists the groups from the largest to the smallest, so that the longest tiles start first.
 
   Args:
     group_sizes: [G] int32.
 
   Returns:
-    int32 `[G, 3]`, rows `(group, first row, rows)`; equal sizes keep their order.
+    `(groups, total)`: int32 `[G, 3]`, rows `(group, first row, rows)`, where equal sizes keep their
+    order, and int32 `[1]`, the rows of all groups.
   """
   sizes = group_sizes.astype(jnp.int32)
+  row_ends = _running_sum(sizes)
   i = jnp.arange(sizes.shape[0], dtype=jnp.int32)
   larger = sizes[None, :] > sizes[:, None]
   earlier = (sizes[None, :] == sizes[:, None]) & (i[None, :] < i[:, None])
   rank = jnp.sum(larger | earlier, axis=1)
-  table = jnp.stack([i, _running_sum(sizes) - sizes, sizes], axis=1)
-  chosen = rank[None, :] == i[:, None]  # a permutation: one source for each place
-  return jnp.sum(jnp.where(chosen[:, :, None], table[None], 0), axis=1, dtype=jnp.int32)
+  chosen = rank[None, :, None] == i[:, None, None]  # A permutation: one source for each place.
+  groups = jnp.stack([i, row_ends - sizes, sizes], axis=1)
+  return jnp.sum(jnp.where(chosen, groups[None], 0), axis=1, dtype=jnp.int32), row_ends[-1:]

@@ -7,7 +7,7 @@ import pytest
 import runs
 
 STEPS = 40
-WORDS = "def return self import for in the if not None value name list of a to is and x y".split()
+WORDS = ("def", "return", "self", "import", "for", "in", "the", "if", "not", "value", "x", "y")
 
 
 @pytest.fixture(scope="session")

@@ -79,31 +79,57 @@ SETTINGS = {
     "has 3 tokens in 1 documents, less than one row of data.seq_len=32",
     "set data.seq_len to at most 3",
   ),
-  "heads": (["model.num_heads=3", "model.num_kv_heads=3"],
-            "model.num_heads=3 does not divide model.d_model=32", "Change one"),
-  "kv heads": (["model.num_heads=4", "model.num_kv_heads=3"],
-               "model.num_kv_heads=3 does not divide model.num_heads=4", "use a divisor"),
-  "precision word": (["precision.compute_dtype=float8"],
-                     "precision.compute_dtype='float8' is unknown", "float32, bfloat16"),
+  "heads": (
+    ["model.num_heads=3", "model.num_kv_heads=3"],
+    "model.num_heads=3 does not divide model.d_model=32",
+    "Change one",
+  ),
+  "kv heads": (
+    ["model.num_heads=4", "model.num_kv_heads=3"],
+    "model.num_kv_heads=3 does not divide model.num_heads=4",
+    "use a divisor",
+  ),
+  "precision word": (
+    ["precision.compute_dtype=float8"],
+    "precision.compute_dtype='float8' is unknown",
+    "float32, bfloat16",
+  ),
   "accum": (["step.accum_steps=3"], "step.accum_steps=3 does not divide data.batch_size=8"),
   "out of range": (["model.num_layers=0"], "model.num_layers=0 is too small: at least 1"),
-  "vocabulary": (["model.vocab_size=100"],
-                 "model.vocab_size=100 is smaller than the tokenizer's 259 tokens",
-                 "Use at least 259, or 0"),
-  "no tokenizer": (["data.tokenizer={inputs}/no.json"],
-                   "data.tokenizer='{inputs}/no.json' is neither 'bytes', 'bpe' nor an existing"),
-  "not a tokenizer": (["data.tokenizer={inputs}/tokenizer.json"],
-                      "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'"),
+  "vocabulary": (
+    ["model.vocab_size=100"],
+    "model.vocab_size=100 is smaller than the tokenizer's 259 tokens",
+    "Use at least 259, or 0",
+  ),
+  "no tokenizer": (
+    ["data.tokenizer={inputs}/no.json"],
+    "data.tokenizer='{inputs}/no.json' is neither 'bytes', 'bpe' nor an existing",
+  ),
+  "not a tokenizer": (
+    ["data.tokenizer={inputs}/tokenizer.json"],
+    "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
+  ),
   "writer": (["log.writers=console,jsonnl"], "unknown writer 'jsonnl'", "jsonl"),
-  "cache file": (["compilation_cache={inputs}/short.txt"],
-                 "compilation cache {inputs}/short.txt cannot be made: File exists", "or to 'off'"),
-  "unknown key": (["model.num_layrs=3"], "no such setting", "Did you mean --config.model.num_layers?"),
+  "cache file": (
+    ["compilation_cache={inputs}/short.txt"],
+    "compilation cache {inputs}/short.txt cannot be made: File exists",
+    "or to 'off'",
+  ),
+  "unknown key": (
+    ["model.num_layrs=3"],
+    "no such setting",
+    "Did you mean --config.model.num_layers?",
+  ),
   "unknown section": (["modle.num_layers=3"], "Did you mean --config.model.num_layers?"),
-  "wrong type": (["model.num_layers=abc"], "--config.model.num_layers=abc", "(int): decoder blocks",
-                 "range [1, inf]"),
+  "wrong type": (
+    ["model.num_layers=abc"],
+    "--config.model.num_layers=abc",
+    "(int): decoder blocks",
+    "range [1, inf]",
+  ),
   "not a number": (["optimizer.learning_rate=1e-3x"], "=1e-3x", "learning_rate (float): peak"),
   "not a truth value": (["data.strict=maybe"], "--config.data.strict=maybe", "data.strict (bool)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("settings, parts", [(s, p) for s, *p in SETTINGS.values()], ids=SETTINGS)
@@ -116,15 +142,24 @@ def test_settings_and_data(settings, parts, tiny, inputs, tmp_path):
 
 # Settings -> parts of the message, on 8 devices.
 MESHES = {
-  "too large": (["mesh.data=4", "mesh.fsdp=4"], "mesh 4x4x1 (data, fsdp, tensor) needs 16 devices, there are 8",
-                "mesh.data=-1"),
-  "no divisor": (["mesh.fsdp=3", "model.d_model=48", "model.vocab_size=384"],
-                 "mesh.fsdp=3 x mesh.tensor=1 = 3 does not divide the 8 devices"),
-  "batch": (["data.batch_size=12"], "data.batch_size=12 / step.accum_steps=1 = 12 rows",
-            "do not divide over mesh.data=8", "Use a multiple of 8"),
+  "too large": (
+    ["mesh.data=4", "mesh.fsdp=4"],
+    "mesh 4x4x1 (data, fsdp, tensor) needs 16 devices, there are 8",
+    "mesh.data=-1",
+  ),
+  "no divisor": (
+    ["mesh.fsdp=3", "model.d_model=48", "model.vocab_size=384"],
+    "mesh.fsdp=3 x mesh.tensor=1 = 3 does not divide the 8 devices",
+  ),
+  "batch": (
+    ["data.batch_size=12"],
+    "data.batch_size=12 / step.accum_steps=1 = 12 rows",
+    "do not divide over mesh.data=8",
+    "Use a multiple of 8",
+  ),
   "micro-batch": (["step.accum_steps=2"], "= 4 rows a micro-batch", "Use a multiple of 16"),
   "heads": (["mesh.tensor=4"], "mesh.tensor=4 does not divide model.num_heads=2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("settings, parts", [(s, p) for s, *p in MESHES.values()], ids=MESHES)
@@ -135,37 +170,69 @@ def test_mesh(settings, parts, tiny, tmp_path):
 
 # Module and flags -> parts of the message.
 COMMANDS = {
-  "variant": ("train --config=configs/debug.py:foo --workdir={run}",
-              "configs/debug.py: unknown variant 'foo'", "leave it out"),
+  "variant": (
+    "train --config=configs/debug.py:foo --workdir={run}",
+    "configs/debug.py: unknown variant 'foo'",
+    "leave it out",
+  ),
   "no config": ("train --workdir={run}", "--config is missing. Example: --config=configs/debug.py"),
   "settings without config": ("train --workdir={run} --config.num_steps=3", "--config is missing"),
   "no workdir": ("train --config=configs/debug.py", "--workdir is missing. Example: --workdir="),
-  "config does not exist": ("train --config=configs/no.py --workdir={run}",
-                            "--config=configs/no.py", "No such file or directory",
-                            f"seen from {commands.REPOSITORY}"),
+  "config does not exist": (
+    "train --config=configs/no.py --workdir={run}",
+    "--config=configs/no.py",
+    "No such file or directory",
+    f"seen from {commands.REPOSITORY}",
+  ),
   "config is a folder": ("train --config=configs --workdir={run}", "Is a directory"),
-  "wrong type in a config": ("train --config={inputs}/bad.py --workdir={run}",
-                             "--config={inputs}/bad.py", "num_layers", "four"),
-  "unknown key in a config": ("train --config={inputs}/typo.py --workdir={run}",
-                              "unknown key model.num_layrs. Did you mean model.num_layers?"),
-  "no dashes": ("train --config=configs/debug.py --workdir={run} config.num_steps=3",
-                "unexpected argument 'config.num_steps=3'", "--name=value"),
-  "explain": ("train --explain=model.num_layrs", "no setting 'model.num_layrs'",
-              "Did you mean model.num_layers?"),
+  "wrong type in a config": (
+    "train --config={inputs}/bad.py --workdir={run}",
+    "--config={inputs}/bad.py",
+    "num_layers",
+    "four",
+  ),
+  "unknown key in a config": (
+    "train --config={inputs}/typo.py --workdir={run}",
+    "unknown key model.num_layrs. Did you mean model.num_layers?",
+  ),
+  "no dashes": (
+    "train --config=configs/debug.py --workdir={run} config.num_steps=3",
+    "unexpected argument 'config.num_steps=3'",
+    "--name=value",
+  ),
+  "explain": (
+    "train --explain=model.num_layrs",
+    "no setting 'model.num_layrs'",
+    "Did you mean model.num_layers?",
+  ),
   "bench without config": ("bench", "--config is missing"),
   "generate without workdir": ("generate", "--workdir is missing"),
-  "evaluate, empty folder": ("evaluate --workdir={inputs}/nothing",
-                             "{inputs}/nothing holds no run (config.json is missing)", "Train one"),
+  "evaluate, empty folder": (
+    "evaluate --workdir={inputs}/nothing",
+    "{inputs}/nothing holds no run (config.json is missing)",
+    "Train one",
+  ),
   "generate, no folder": ("generate --workdir={inputs}/no", "{inputs}/no holds no run"),
   "generate, unknown flag": ("generate --workdir={trained} --promt=x", "promt", "prompt"),
   "generate, temperature": ("generate --workdir={trained} --temperature=-1", "--temperature=-1"),
-  "generate, missing step": ("generate --workdir={trained} --step=7",
-                             "no checkpoint 7 in {trained}/checkpoints; there are [", "40]"),
-  "evaluate, missing step": ("evaluate --workdir={trained} --step=lates",
-                             "no checkpoint 'lates' in {trained}/checkpoints; there are ["),
-  "evaluate, missing text": ("evaluate --workdir={trained} --paths=/no.txt",
-                             "'/no.txt' does not exist"),
-}  # fmt: skip
+  "generate, prompt": (
+    "generate --workdir={trained} --prompt=ab\udcff",  # how Python shows the byte ff
+    "--prompt is not UTF-8 at character 2",
+  ),
+  "generate, missing step": (
+    "generate --workdir={trained} --step=7",
+    "no checkpoint 7 in {trained}/checkpoints; there are [",
+    "40]",
+  ),
+  "evaluate, missing step": (
+    "evaluate --workdir={trained} --step=lates",
+    "no checkpoint 'lates' in {trained}/checkpoints; there are [",
+  ),
+  "evaluate, missing text": (
+    "evaluate --workdir={trained} --paths=/no.txt",
+    "'/no.txt' does not exist",
+  ),
+}
 
 
 @pytest.mark.parametrize("line, parts", [(s, p) for s, *p in COMMANDS.values()], ids=COMMANDS)
@@ -245,7 +312,8 @@ class TestWorkdir:
       assert_says(message, f"no checkpoint in {tmp_path}/checkpoints", "Train first")
 
   def test_without_a_metric_for_the_best(self, tiny, tmp_path):
-    assert forked("ats_jax.train", *train_flags(tmp_path, *tiny, "data.validation_fraction=0.0"))
+    settings = (*tiny, "data.validation_fraction=0.0")
+    assert forked("ats_jax.train", *train_flags(tmp_path, *settings)).code == 0
     message = forked("ats_jax.generate", f"--workdir={tmp_path}", "--step=best").error()
     assert_says(message, "no checkpoint", "has a metric", "Choose a step of [4]")
     message = forked("ats_jax.evaluate", f"--workdir={tmp_path}").error()

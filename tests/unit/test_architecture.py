@@ -1,6 +1,7 @@
 """Who imports whom, and the other rules of the house that can be read off the source."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ats_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 500
+
+KERNELS = sorted(p for folder in ROOT.glob("kernels_*") for p in folder.rglob("*.py"))
 
 # What a part may import of ats_jax besides itself; a trailing * matches any ending. A file that
 # lies directly in ats_jax/ is a part of its own. The order is that of the design, lowest first.
@@ -20,7 +23,7 @@ ALLOWED = {
   "metrics": {"config"},
   "checkpoint": {"config"},
   "sharding": {"config"},
-  "ops": {"config", "sharding"},
+  "ops": {"config", "sharding"},  # and kernels_*
   "model": MODEL,
   "step": STEP,
   # Shared by all entry points; they know nothing of what is trained.
@@ -77,9 +80,17 @@ def test_imports_go_downwards(path):
     return
   assert here in ALLOWED, f"{here} has no place in the table above"
   for name in imports(path):
+    assert here == "ops" or not name.startswith("kernels_"), f"{here} must not import {name}"
     if name.split(".")[0] == "ats_jax":
       target = name.removeprefix("ats_jax").removeprefix(".")
       assert is_allowed(target, ALLOWED[here] | {here}), f"{here} must not import {name}"
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=identify)
+def test_kernels_know_jax_and_triton_only(path):
+  known = {"jax", "numpy", "triton", "jax_triton", path.relative_to(ROOT).parts[0]}
+  others = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
+  assert others <= known
 
 
 def test_the_table_itself_has_no_cycle():
@@ -99,7 +110,9 @@ def test_the_model_names_no_mesh_axis(path):
 
 
 SOURCES = sorted(
-  p for folder in ("ats_jax", "configs", "tests") for p in (ROOT / folder).rglob("*.py")
+  p
+  for folder in (PACKAGE, ROOT / "configs", ROOT / "tests", *ROOT.glob("kernels_*"))
+  for p in folder.rglob("*.py")
 )
 
 
@@ -108,7 +121,7 @@ def test_no_file_is_longer_than_500_lines(path):
   assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("path", FILES, ids=identify)
+@pytest.mark.parametrize("path", [*FILES, *KERNELS], ids=identify)
 def test_no_handler_catches_everything(path):
   for node in ast.walk(tree(path)):
     if isinstance(node, ast.ExceptHandler):
@@ -123,7 +136,7 @@ def test_no_handler_catches_everything(path):
 def test_fragile_modules_have_one_door(module, only):
   users = {
     identify(path)
-    for path in FILES
+    for path in [*FILES, *KERNELS]
     if any(f"{name}.".startswith(f"{module}.") for name in imports(path))
   }
   assert users == {only}

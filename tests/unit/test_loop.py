@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.checkpoint import committed_steps
+from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.scoring import score
@@ -18,6 +18,12 @@ from ats_jax.train import due, train
 
 RTOL = 1e-5
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+
+
+@pytest.fixture(autouse=True)
+def keep_the_compilation_cache_of_the_session():
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
 
 
 @pytest.fixture
@@ -99,7 +105,9 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
   np.testing.assert_allclose(
     [r["eval/loss"] for r in logged if "eval/loss" in r], evaluations, 1e-4
   )
-  assert committed_steps(tmp_path / "run" / "checkpoints") == [cfg.num_steps]
+  checkpoints = tmp_path / "run" / "checkpoints"
+  assert committed_steps(checkpoints) == [cfg.num_steps]
+  assert load_extra(checkpoints) == {"row": 6 * 16, "data": dataset.fingerprint}
 
 
 def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):

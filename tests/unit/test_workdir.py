@@ -1,107 +1,137 @@
 """A workdir belongs to one run: what is accepted, what is refused, and what is left on disk."""
 
-import dataclasses
 import json
+import logging
+import re
 
 import pytest
-from helpers import tiny_config
 
-from ats_jax import runtime, workdir
-from ats_jax.config import Config
+from ats_jax import workdir
+from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.config.base import to_dict
+
+
+def config(**changes) -> Config:
+  base = base_config()
+  base.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+  return from_config_dict(base)
 
 
 @pytest.fixture
-def folder(tmp_path):
-  return tmp_path / "runs" / "one"
+def run(tmp_path):
+  """A workdir with a config and a checkpoint."""
+  workdir.claim(tmp_path / "run", config())
+  (tmp_path / "run" / "checkpoints" / "100").mkdir(parents=True)
+  return tmp_path / "run"
 
 
-def changed(cfg, section, **values):
-  return dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **values)})
+def test_new_folder_gets_the_config(tmp_path):
+  cfg = config(model__num_layers=3, seed=7)
+  workdir.claim(tmp_path / "a" / "b", cfg)
+  assert workdir.load_config(tmp_path / "a" / "b") == cfg
+  assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == to_dict(cfg)
+  assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["config.json"]
 
 
-def test_a_config_comes_back_as_it_went_in(folder):
-  cfg = changed(tiny_config(), "data", paths="a.txt,b.txt")
-  workdir.claim(folder, cfg)
-  assert workdir.load_config(folder) == cfg
-  workdir.claim(folder, cfg)
-  assert [p.name for p in folder.iterdir()] == ["config.json"]
+def test_same_settings_go_on(run, caplog):
+  with caplog.at_level(logging.INFO, logger="absl"):
+    workdir.claim(run, config())
+  assert not caplog.records
 
 
-def test_free_settings_may_change_and_the_new_ones_are_kept(folder):
-  workdir.claim(folder, Config())
-  new = dataclasses.replace(changed(Config(), "step", remat="full"), num_steps=9)
-  workdir.claim(folder, new)
-  assert workdir.load_config(folder) == new
+def test_free_settings_may_change_and_are_logged(run, caplog):
+  cfg = config(num_steps=800, log__every_steps=3)
+  with caplog.at_level(logging.INFO, logger="absl"):
+    workdir.claim(run, cfg)
+  assert [r.getMessage() for r in caplog.records] == [
+    "changed since the last start: num_steps: 400 -> 800",
+    "changed since the last start: log.every_steps: 10 -> 3",
+  ]
+  assert workdir.load_config(run) == cfg
 
 
-def test_fixed_settings_must_not_change(folder):
-  workdir.claim(folder, Config())
-  other = changed(changed(Config(), "model", num_layers=5), "optimizer", b1=0.5)
-  other = dataclasses.replace(other, num_steps=9)
-  with pytest.raises(ValueError, match="other settings") as error:
-    workdir.claim(folder, other)
-  lines = [line for line in str(error.value).splitlines() if "->" in line]
-  assert lines == ["  model.num_layers: 4 -> 5", "  optimizer.b1: 0.9 -> 0.5"]
-  assert workdir.load_config(folder) == Config()  # nothing was overwritten
+def test_other_settings_are_shown_and_refused(run):
+  before = (run / "config.json").read_text()
+  with pytest.raises(ValueError) as error:
+    workdir.claim(run, config(model__num_layers=2, data__tokenizer="bytes", num_steps=800))
+  assert str(error.value) == (
+    f"{run} holds a run with other settings:\n  model.num_layers: 4 -> 2\n"
+    "  data.tokenizer: 'bpe' -> 'bytes'\n"
+    "Use another --workdir for the new settings, or the old settings to go on."
+  )
+  assert (run / "config.json").read_text() == before
 
 
-def test_a_config_from_before_a_setting_existed_counts_its_default(folder):
-  workdir.claim(folder, Config())
-  path = folder / workdir.CONFIG
+@pytest.mark.parametrize("name", ["100", "100.damaged"])
+def test_settings_are_fixed_from_the_first_checkpoint_on(tmp_path, name):
+  """A first start that was refused, say for its data, may be mended in the same workdir."""
+  cfg = config(model__num_layers=2)
+  workdir.claim(tmp_path, config())
+  (tmp_path / "checkpoints" / "unfinished" / "1.1").mkdir(parents=True)
+  workdir.claim(tmp_path, cfg)
+  assert workdir.load_config(tmp_path) == cfg
+  (tmp_path / "checkpoints" / name).mkdir()
+  with pytest.raises(ValueError, match=r"model\.num_layers: 2 -> 4"):
+    workdir.claim(tmp_path, config())
+
+
+def test_a_setting_that_the_older_version_did_not_have_counts_as_its_default(run):
+  path = run / "config.json"
   old = json.loads(path.read_text())
-  del old["model"]["qk_norm"], old["mesh"]
+  del old["optimizer"]["ema_decay"], old["mesh"]
   path.write_text(json.dumps(old))
-  workdir.claim(folder, Config())
-  path.write_text(json.dumps(old))
-  with pytest.raises(ValueError, match=r"model.qk_norm: False -> True"):
-    workdir.claim(folder, changed(Config(), "model", qk_norm=True))
+  workdir.claim(run, config())
+  with pytest.raises(ValueError, match=r"optimizer\.ema_decay: 0\.0 -> 0\.5"):
+    workdir.claim(run, config(optimizer__ema_decay=0.5))
 
 
-def test_checkpoints_without_a_config_are_not_taken_over(folder):
-  (folder / workdir.CHECKPOINTS / "200").mkdir(parents=True)
-  with pytest.raises(ValueError, match=r"holds checkpoints but no config.json"):
-    workdir.claim(folder, Config())
+def test_checkpoints_without_a_config(run):
+  (run / "config.json").unlink()
+  with pytest.raises(ValueError, match=r"holds checkpoints but no config\.json"):
+    workdir.claim(run, config())
 
 
-def test_a_file_in_the_way_is_named(folder):
-  folder.parent.mkdir()
-  folder.write_text("")
-  with pytest.raises(ValueError, match=r"cannot be used: .*Choose another --workdir"):
-    workdir.claim(folder, Config())
+@pytest.mark.parametrize("content", [b"", b'{"seed": ', b"\xff"])
+def test_a_broken_config(run, content):
+  (run / "config.json").write_bytes(content)
+  for use in (lambda: workdir.claim(run, config()), lambda: workdir.load_config(run)):
+    with pytest.raises(ValueError, match=rf"{run}/config\.json cannot be read: .*Restore it"):
+      use()
 
 
-def test_no_run_no_config(folder):
-  with pytest.raises(ValueError, match=r"holds no run .*Train one there first"):
-    workdir.load_config(folder)
+def test_a_file_in_its_place(tmp_path):
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(ValueError, match=r"file cannot be used: it is a file\. Choose another"):
+    workdir.claim(tmp_path / "file", config())
+  with pytest.raises(ValueError, match="Not a directory"):
+    workdir.claim(tmp_path / "file" / "run", config())
 
 
-def test_other_data_is_refused(folder):
-  workdir.check_data(folder, "same", "same")
-  with pytest.raises(ValueError, match="fingerprint old, now new"):
-    workdir.check_data(folder, "old", "new")
+def test_no_run(tmp_path):
+  with pytest.raises(ValueError, match=rf"{tmp_path} holds no run \(config\.json is missing\)"):
+    workdir.load_config(tmp_path)
 
 
-def test_write_json_replaces_in_one_step(tmp_path):
+def test_other_data(tmp_path):
+  workdir.check_data(tmp_path, "abc", "abc")
+  with pytest.raises(ValueError, match=re.escape("(fingerprint abc, now def)")):
+    workdir.check_data(tmp_path, "abc", "def")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
   path = tmp_path / "x.json"
   workdir.write_json(path, {"a": 1})
   with pytest.raises(TypeError):
     workdir.write_json(path, {"a": object()})
   assert json.loads(path.read_text()) == {"a": 1}
+  workdir.write_json(path, {"a": 2})
+  assert json.loads(path.read_text()) == {"a": 2}
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_where_compiled_programs_are_kept(monkeypatch, tmp_path):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  cache = lambda value: runtime.cache_folder(dataclasses.replace(Config(), compilation_cache=value))
-  assert cache("auto") == tmp_path / "ats_jax" / "xla"
-  assert cache("/some/where").as_posix() == "/some/where"
-  monkeypatch.setenv("HOME", "/home/someone")
-  assert cache("~/x").as_posix() == "/home/someone/x"
-  monkeypatch.delenv("XDG_CACHE_HOME")
-  assert cache("auto").as_posix() == "/home/someone/.cache/ats_jax/xla"
-
-
-def test_a_missing_flag_is_explained():
-  assert runtime.require("x", "config", "c.py") == "x"
-  with pytest.raises(ValueError, match=r"--config is missing. Example: --config=c.py"):
-    runtime.require(None, "config", "c.py")
+def test_flat_names():
+  assert workdir.flatten_dict({"seed": 1, "model": {"d_ff": 2, "qk_norm": True}}) == {
+    "seed": 1,
+    "model.d_ff": 2,
+    "model.qk_norm": True,
+  }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, pack, tiny_config
 
+from ats_jax.model.decoder import remat_policy
 from ats_jax.ops import _compat
 from ats_jax.ops.attention import attention, cached_attention, choose, segment_bounds
 from ats_jax.ops.registry import FallbackError
@@ -110,6 +111,39 @@ def test_segment_bounds_of_exactly_max_segments_runs():
   starts, lengths = segment_bounds(segments, 4)
   assert starts.tolist() == [[0, 1, 3, 4, -1], [0, -1, -1, -1, -1], [0, -1, -1, -1, -1]]
   assert lengths.tolist() == [[1, 2, 1, 1], [5, -1, -1, -1], [5, -1, -1, -1]]
+
+
+def packed_attention(q, k, v, starts, lengths, scale):
+  """What the cuDNN kernel computes, from the arguments that it gets."""
+  token = jnp.arange(q.shape[1])
+  ends = jnp.where(lengths > 0, starts[:, :-1] + lengths, -1)
+  inside = (token >= starts[:, :-1, None]) & (token < ends[:, :, None])  # [batch, segment, token]
+  same = jnp.any(inside[:, :, :, None] & inside[:, :, None, :], axis=1)
+  mask = (same & np.tri(q.shape[1], dtype=bool))[:, None]
+  return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "names"])
+def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(monkeypatch, remat):
+  """Bounds of segments, mesh and names for remat; the kernel itself runs in tests/gpu."""
+  monkeypatch.setattr(_compat, "cudnn_packed_attention", packed_attention)
+  q, k, v = make_qkv(8, 4, 2)
+  segments, _ = pack((LENGTHS * 2)[:8], SEQ)
+
+  def loss(q, k, v, implementation):
+    f = lambda *qkv: attention(
+      *qkv, segment_ids_BT=segments, max_segments=10, implementation=implementation
+    )
+    if implementation == "cudnn" and remat != "none":
+      f = jax.checkpoint(f, policy=remat_policy(remat))
+    y = f(q, k, v)
+    return jnp.sum(jnp.sin(y)), y
+
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), static_argnums=3)
+    found, want = (run(q, k, v, name) for name in ("cudnn", "xla"))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), RTOL, ATOL)
 
 
 @hypothesis.settings(max_examples=20)

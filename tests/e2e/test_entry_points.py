@@ -1,0 +1,255 @@
+"""What each command does for a user, and what a run leaves in its workdir."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import runs
+from commands import REPOSITORY, forked, train_flags
+
+from ats_jax import workdir
+from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
+from ats_jax.checkpoint.integrity import find_damage, read_manifest
+from ats_jax.checkpoint.preemption import ECHO_SECS
+from ats_jax.config.build import resolve
+from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.scoring import score
+from ats_jax.sharding.mesh import make_mesh
+from ats_jax.step.plan import make_plan
+
+FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"
+
+
+def printed(out: str) -> dict[str, float]:
+  """The metrics that `ats_jax.evaluate` printed."""
+  return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
+
+
+def evaluate(folder: Path, *flags: str) -> dict[str, float]:
+  result = forked("ats_jax.evaluate", f"--workdir={folder}", *flags)
+  assert result.code == 0, result.err
+  return printed(result.out)
+
+
+class TestHelp:
+  def test_explain_a_setting(self):
+    result = forked("ats_jax.train", "--explain=data.seq_len")
+    assert result.code == 0
+    assert result.out == (
+      "data.seq_len (int): length of a packed row\n"
+      "    default 256; unit: tokens; range [8, inf]; fixed for a workdir\n"
+    )
+
+  def test_explain_a_section(self):
+    result = forked("ats_jax.train", "--explain=checkpoint")
+    assert re.findall(r"^(\S+) \(", result.out, re.MULTILINE) == [
+      "checkpoint.every_steps", "checkpoint.keep", "checkpoint.keep_best",
+      "checkpoint.asynchronous",
+    ]  # fmt: skip
+
+  @pytest.mark.parametrize(
+    "module, flags",
+    [
+      ("train", ["config", "workdir", "explain"]),
+      ("evaluate", ["workdir", "step", "paths"]),
+      ("generate", ["workdir", "step", "prompt", "max_tokens", "temperature", "seed"]),
+      ("bench", ["config", "steps", "segments"]),
+    ],
+  )
+  def test_help_lists_the_flags(self, module, flags):
+    out = forked(f"ats_jax.{module}", "--help").out
+    assert f"python -m ats_jax.{module}" in out
+    assert set(flags) <= set(re.findall(r"^ +--(?:\[no\])?(\w+):", out, re.MULTILINE))
+
+  def test_entry_points_can_be_imported_together(self):
+    modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
+    code = f"import {modules}, ats_jax.data.__main__"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+class TestTrainedRun:
+  def test_workdir(self, trained, trained_settings):
+    steps = committed_steps(trained / "checkpoints")
+    assert len(steps) == 3 and steps[-2:] == [35, 40]  # keep=2, and the best
+    assert not [s for s in steps if find_damage(trained / "checkpoints" / str(s))]
+    assert load_extra(trained / "checkpoints").keys() == {"row", "data"}
+    cfg = workdir.load_config(trained)
+    assert (cfg.num_steps, cfg.data.tokenizer, cfg.optimizer.ema_decay) == (40, "bpe", 0.5)
+    assert load_tokenizer(trained / "tokenizer.json").decode([]) == ""
+    metadata = json.loads((trained / "metadata.json").read_text())
+    assert metadata["run"]["mesh"] == "data=1, fsdp=1, tensor=1"
+    assert metadata["run"]["attention"].startswith("xla (")
+    assert metadata["run"]["parameters"] > 10_000 and metadata["packages"]["jax"] == jax.__version__
+    rows = runs.rows(trained, "train/loss")
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert len((trained / "metrics.csv").read_text().splitlines()) > 40
+    assert list(trained.glob("events.out.tfevents.*"))
+    assert (trained / "samples" / "40.txt").read_text().startswith("def")
+    assert {p.name.split(".")[0] for p in trained.iterdir()} == {
+      "config", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples", "profile",
+    }  # fmt: skip
+
+  def test_profile(self, trained):
+    (trace,) = (trained / "profile").rglob("*.xplane.pb")
+    assert b"train_step" in trace.read_bytes()
+
+  def test_evaluate_repeats_the_last_evaluation_of_the_training(self, trained):
+    row = runs.rows(trained, "eval/")[-1]
+    assert row.pop("step") == 40
+    assert evaluate(trained) == {name: float(f"{value:.6g}") for name, value in row.items()}
+
+  def test_evaluate_the_best_checkpoint(self, trained):
+    metric = {s: read_manifest(trained / f"checkpoints/{s}")["metric"] for s in (35, 40)}
+    best = min(runs.rows(trained, "eval/"), key=lambda row: row["eval/loss"])
+    assert best["eval/loss"] < min(metric.values())
+    loss = evaluate(trained, "--step=best")["eval/loss"]
+    assert loss == float(f"{best['eval/loss']:.6g}")
+    assert evaluate(trained, f"--step={best['step']}")["eval/loss"] == loss
+    assert evaluate(trained, "--step=35")["eval/loss"] == float(f"{metric[35]:.6g}")
+
+  def test_evaluate_on_other_text(self, trained, tmp_path):
+    (tmp_path / "other.txt").write_text("something else " * 40)
+    other = evaluate(trained, f"--paths={tmp_path}/other.txt")
+    tokenizer = load_tokenizer(trained / "tokenizer.json")
+    assert other["eval/tokens"] == len(tokenizer.encode("something else " * 40)) + 1
+    assert other["eval/loss"] > evaluate(trained)["eval/loss"]
+
+  def test_evaluation_uses_the_average_of_the_weights(self, trained):
+    """On another mesh too: this process has eight devices."""
+    cfg = workdir.load_config(trained)
+    _, valid_set = open_datasets(cfg.data, cfg.seed)
+    cfg = resolve(cfg, valid_set.tokenizer.vocab_size)
+    losses = {}
+    mesh = make_mesh(cfg)
+    with jax.set_mesh(mesh):
+      plan = make_plan(cfg)
+      for part in ("model", "ema"):
+        abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
+        _, weights, _ = restore_tree(trained / "checkpoints", abstract, 35, part)
+        losses[part] = score(plan, weights, valid_set)["eval/loss"]
+    logged = read_manifest(trained / "checkpoints/35")["metric"]
+    np.testing.assert_allclose(losses["ema"], logged, rtol=1e-4)
+    assert abs(losses["model"] - logged) > 0.01
+
+  def test_greedy_generation(self, trained):
+    flags = ("--prompt=return self", "--temperature=0", "--max_tokens=12", "--step=best")
+    one = forked("ats_jax.generate", f"--workdir={trained}", *flags, "--seed=1")
+    other = forked("ats_jax.generate", f"--workdir={trained}", *flags, "--seed=2")
+    assert one.code == 0 and one.out == other.out
+    assert one.out.startswith("return self") and len(one.out) > len("return self\n")
+
+  def test_sampled_generation_follows_its_seed(self, trained):
+    flags = ("--prompt=def", "--temperature=1", "--max_tokens=24")
+    texts = [
+      forked("ats_jax.generate", f"--workdir={trained}", *flags, f"--seed={seed}").out
+      for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+  def test_stop_text(self, trained):
+    flags = ("--prompt=def", "--temperature=0", "--max_tokens=60", "--step=best")
+    text = forked("ats_jax.generate", f"--workdir={trained}", *flags).out.removeprefix("def")
+    stop = text.strip()[len(text) // 2 :][:3]
+    stopped = forked("ats_jax.generate", f"--workdir={trained}", *flags, f"--stop={stop}").out
+    assert stopped == "def" + text[: text.index(stop)] + "\n"
+
+  def test_generation_into_a_pipe_that_closes(self, trained):
+    command = [sys.executable, "-m", "ats_jax.generate", f"--workdir={trained}", "--prompt=def"]
+    with subprocess.Popen(
+      [*command, "--temperature=0"],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      cwd=REPOSITORY,
+      env={**os.environ, "XLA_FLAGS": ""},
+    ) as process:
+      process.stdout.close()
+      assert (process.wait(runs.TIMEOUT_SECS), process.stderr.read()) == (0, b"")
+
+
+def start(folder: Path, *settings: str) -> subprocess.Popen:
+  """A training in a process group of its own, as a terminal starts it."""
+  return subprocess.Popen(
+    [sys.executable, "-m", "ats_jax.train", *train_flags(folder, *settings)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    cwd=REPOSITORY,
+    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""},
+    start_new_session=True,
+  )
+
+
+def read_to(process: subprocess.Popen, pattern: str) -> str:
+  """Read what it prints up to a line that matches."""
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if re.search(pattern, line):
+      return "".join(lines)
+  raise AssertionError("".join(lines))
+
+
+class TestCtrlC:
+  def test_saves_and_goes_on(self, tiny, tmp_path):
+    """The signal goes to the whole group, the two loader processes included."""
+    settings = (*tiny, "optimizer.schedule=constant", "data.num_workers=2")
+    process = start(tmp_path, *settings, "num_steps=1000000")
+    read_to(process, r"^step +3 ")
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
+    assert process.returncode == 0, output
+    assert FINISHING in output and "Traceback" not in output
+    (step,) = committed_steps(tmp_path / "checkpoints")
+    assert output.endswith(f"SIGINT: saved step {step}. The same command goes on from there.\n")
+
+    result = forked("ats_jax.train", *train_flags(tmp_path, *settings, f"num_steps={step + 2}"))
+    assert result.code == 0, result.err
+    assert f"resuming {tmp_path} from step {step} of {step + 2}" in result.err
+    steps = [row["step"] for row in runs.rows(tmp_path, "train/loss")]
+    assert steps == list(range(1, step + 3))  # none lost, none twice
+
+  def test_twice_exits_at_once(self, tiny, tmp_path):
+    process = start(tmp_path, *tiny, "optimizer.schedule=constant", "num_steps=1000000")
+    read_to(process, r"^step +3 ")
+    os.killpg(process.pid, signal.SIGINT)
+    read_to(process, FINISHING)
+    os.killpg(process.pid, signal.SIGSTOP)  # so that it is still at it when the second comes
+    time.sleep(ECHO_SECS + 0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "goes on from there" not in output
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path):
+  settings = (*tiny, "num_steps=20", "optimizer.learning_rate=1e6", "checkpoint.every_steps=1")
+  result = forked("ats_jax.train", *train_flags(tmp_path, *settings))
+  message = result.error()
+  assert re.match(r"(train/loss|the norm of the weights) is (nan|inf) (at|after) step", message)
+  assert "Lower optimizer.learning_rate, or look at the data" in message
+  step = committed_steps(tmp_path / "checkpoints")[-1]
+  assert not find_damage(tmp_path / "checkpoints" / str(step))
+  saved = runs.arrays(tmp_path, step)
+  assert all(np.isfinite(x).all() for x in saved.values() if x.dtype.kind == "f")
+
+
+def test_bench_prints_one_json_line():
+  settings = ("model.num_layers=1", "model.d_model=32", "model.d_ff=32", "data.seq_len=32")
+  flags = ["--config=configs/debug.py", *(f"--config.{s}" for s in settings)]
+  result = forked("ats_jax.bench", "--steps=2", *flags)
+  assert result.code == 0, result.err
+  (line,) = result.out.splitlines()
+  found = json.loads(line)
+  assert found["device"] == "1 x cpu"
+  assert found["tokens_per_sec"] == pytest.approx(16 * 32 / found["step_secs"])
+  assert found["compile_secs"] > 0 and 0 < found["loss"] < 20
