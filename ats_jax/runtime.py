@@ -70,8 +70,13 @@ def define_step_flag() -> flags.FlagHolder:
   )
 
 
-def run(main: Any) -> None:
-  """Run `main(argv)` under absl, with short log lines and user errors without a traceback."""
+def run(main: Any, commands: tuple[str, ...] = ()) -> None:
+  """Run `main(argv)` under absl, with short log lines and user errors without a traceback.
+
+  Args:
+    main: gets the arguments that are no flags.
+    commands: one of these words must follow the flags, if there are any.
+  """
 
   def guarded(argv: list[str]) -> int | None:
     logging.set_verbosity(logging.INFO)
@@ -81,7 +86,7 @@ def run(main: Any) -> None:
     with _user_errors():
       return main(argv)
 
-  app.run(guarded, flags_parser=_parse_flags)
+  app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, commands))
 
 
 @contextlib.contextmanager
@@ -105,7 +110,7 @@ def _user_errors() -> Iterator[None]:
 
 
 @_user_errors()
-def _parse_flags(argv: list[str]) -> list[str]:
+def _parse_flags(argv: list[str], commands: tuple[str, ...] = ()) -> list[str]:
   """Parse the command line; a wrong setting is said with what it means."""
   overrides = [m[1] for arg in argv[1:] if (m := re.match(r"--?(?:no)?config\.([^=]+)", arg))]
   for name in overrides:
@@ -120,7 +125,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
   except flags.Error as e:
     wrong = [explain(name) for name in set(overrides) if f"--config.{name}=" in str(e)]
     raise ValueError("\n".join([str(e), *wrong])) from e
-  if rest[1:]:
+  if commands:
+    if len(rest) != 2 or rest[1] not in commands:
+      raise ValueError(f"expected one command of {', '.join(commands)}, got {rest[1:]}.")
+  elif rest[1:]:
     raise ValueError(
       f"unexpected argument {rest[1]!r}. Everything is a flag: --name=value (see --help)."
     )

@@ -74,7 +74,9 @@ class DataConfig:
     0.05, "share of documents held out, chosen by a hash of their name", low=0.0, high=0.5
   )
   text_field: str = setting("text", "the field of a JSONL object that holds the document")
-  strict: bool = setting(False, "stop at the first malformed line or file instead of counting it")
+  strict: bool = setting(
+    False, "stop at the first malformed line or file instead of counting it", resume="free"
+  )
   tokenizer: str = setting(
     "bpe", "'bytes', 'bpe' (byte-level BPE trained on the training text), or a tokenizer.json"
   )

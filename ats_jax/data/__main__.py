@@ -4,17 +4,13 @@ python -m ats_jax.data stats [--config=configs/debug.py [--config.data.name=valu
 python -m ats_jax.data audit [--config=configs/debug.py [--config.data.name=value]]
 """
 
-import sys
-
-from absl import app, logging
-from ml_collections import config_flags
-
+from ats_jax import runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.pipeline import Dataset, open_datasets
 from ats_jax.data.stats import stats
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file; none = defaults.")
+_CONFIG = runtime.define_config_flag()
 
 
 def _audit(train: Dataset, validation: Dataset) -> bool:
@@ -48,16 +44,10 @@ _COMMANDS = {"audit": _audit, "stats": _stats}
 
 def main(argv: list[str]) -> None:
   """Runs a command; exit code 1 if the data or the settings are at fault."""
-  if len(argv) != 2 or argv[1] not in _COMMANDS:
-    raise app.UsageError(f"expected one command of {', '.join(_COMMANDS)}, got {argv[1:]}")
-  logging.set_verbosity(logging.INFO)
-  try:
-    cfg = from_config_dict(_CONFIG.value) if _CONFIG.value else Config()
-    good = _COMMANDS[argv[1]](*open_datasets(cfg.data, cfg.seed))
-  except ValueError as e:
-    sys.exit(f"error: {e}")
-  sys.exit(not good)
+  cfg = from_config_dict(_CONFIG.value) if _CONFIG.value else Config()
+  if not _COMMANDS[argv[1]](*open_datasets(cfg.data, cfg.seed)):
+    raise SystemExit(1)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  runtime.run(main, commands=tuple(_COMMANDS))

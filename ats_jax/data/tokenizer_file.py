@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from ats_jax.data.cache import write_atomically
 from ats_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 
@@ -12,7 +13,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
   if isinstance(tokenizer, JsonTokenizer):
     ids = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     fields = {"kind": "tokenizers", **ids, "tokenizer": json.loads(tokenizer.to_json())}
-  path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+  write_atomically(path, json.dumps(fields, ensure_ascii=False))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -23,11 +24,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
   """
   try:
     fields = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError) as e:
+    if fields["kind"] == "bytes":
+      return ByteTokenizer()
+    ids = {name: fields[name] for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+    return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
+  except (OSError, ValueError, KeyError) as e:
     raise ValueError(
-      f"the tokenizer of this run, {path}, cannot be read: {e}. Training writes it at its start."
+      f"the tokenizer of this run, {path}, cannot be read: {e!r}. Training writes it at its start."
     ) from e
-  if fields["kind"] == "bytes":
-    return ByteTokenizer()
-  ids = {name: fields[name] for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
-  return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)

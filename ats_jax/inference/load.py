@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax
 
 from ats_jax import runtime, workdir
 from ats_jax.checkpoint import abstract_like, restore_tree
+from ats_jax.config import Config
 from ats_jax.config.build import resolve
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
@@ -34,6 +36,24 @@ class Run:
   plan: Plan
 
 
+def fit_devices(cfg: Config, num_devices: int) -> Config:
+  """Change mesh and batch of a run so that its model can be used on `num_devices` devices.
+
+  Weights stay split as in training as far as the devices allow, and the batch of an evaluation is
+  rounded up to a multiple of its shards.
+  """
+  tensor = math.gcd(cfg.mesh.tensor, num_devices)
+  fsdp = math.gcd(cfg.mesh.fsdp, num_devices // tensor)
+  shards = num_devices // tensor
+  micro = cfg.data.batch_size // cfg.step.accum_steps
+  return dataclasses.replace(
+    cfg,
+    mesh=dataclasses.replace(cfg.mesh, data=-1, fsdp=fsdp, tensor=tensor),
+    data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
+    step=dataclasses.replace(cfg.step, accum_steps=1),
+  )
+
+
 @contextlib.contextmanager
 def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   """Restore the weights of a run; its mesh is set inside the context.
@@ -48,8 +68,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   cfg = workdir.load_config(folder)
   runtime.configure(cfg)
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
-  cfg = resolve(cfg, tokenizer.vocab_size)
-  cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, data=-1))
+  cfg = fit_devices(resolve(cfg, tokenizer.vocab_size), jax.device_count())
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
     plan = make_plan(cfg)

@@ -4,6 +4,7 @@ Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_di
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choic
   if cfg.ops.attention == "xla":
     return Choice("attention", "xla", "ops.attention=xla")
   if not obstacle:
-    return Choice("attention", "cudnn", "flash attention, the fastest on Hopper, Ampere and later")
+    return Choice("attention", "cudnn", "flash attention, the fastest measured on Hopper")
   if platform == "gpu" and cfg.ops.strict:
     raise FallbackError(
       f"ops.strict: attention would fall back to xla because {obstacle}. "
@@ -54,6 +55,8 @@ def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choic
 def _cudnn_obstacle(cfg: Config, platform: str, compute_capability: str) -> str:
   if platform != "gpu":
     return f"cuDNN runs on NVIDIA GPUs, this is {platform}"
+  if not re.fullmatch(r"\d+\.\d", compute_capability):  # AMD: gfx942
+    return f"cuDNN runs on NVIDIA GPUs, this one calls itself {compute_capability}"
   if float(compute_capability) < 9.0:
     return f"packed cuDNN attention needs compute capability 9.0, this GPU has {compute_capability}"
   if cfg.precision.compute_dtype != "bfloat16":

@@ -4,17 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from wide_tokenizer import WideTokenizer
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.pipeline import Dataset, open_split
-from ats_jax.data.tokenizer import ByteTokenizer
-
-
-class WideTokenizer(ByteTokenizer):
-  """Enough ids to give every token of a small corpus one of its own."""
-
-  vocab_size, bos_id, eos_id, pad_id = 200_000, 199_997, 199_998, 199_999
-  fingerprint = "wide"
 
 
 @pytest.fixture
