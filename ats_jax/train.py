@@ -46,13 +46,12 @@ def train(cfg: Config, folder: Path) -> TrainState:
   """
   goodput = Goodput()
   runtime.configure(cfg)
-  workdir.claim(folder, cfg)
-  train_set, valid_set = open_datasets(cfg.data, cfg.seed)
-  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
-  mesh = make_mesh(cfg)
-
   with ExitStack() as stack:
     enter = stack.enter_context
+    enter(workdir.claim(folder, cfg))
+    train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+    cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+    mesh = make_mesh(cfg)
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
     plan = make_plan(cfg)

@@ -1,7 +1,9 @@
 """The folder of a run: its config, environment and tokenizer. One workdir = one run."""
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +14,55 @@ from ats_jax.config.base import to_dict
 from ats_jax.config.build import differences, flatten, from_config_dict
 from ats_jax.config.schema import Config
 
-CONFIG, METADATA, TOKENIZER, CHECKPOINTS = (
+CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LOCK = (
   "config.json",
   "metadata.json",
   "tokenizer.json",
   "checkpoints",
+  ".lock",
 )
 
 
-def claim(workdir: Path, cfg: Config) -> None:
-  """Make `workdir` the folder of a run with `cfg`, or check that it is.
+@contextlib.contextmanager
+def claim(workdir: Path, cfg: Config) -> Iterator[None]:
+  """Make `workdir` the folder of a run with `cfg`, or check that it is; keep others out meanwhile.
 
   Before its first checkpoint a run has nothing to lose: its settings may still change, all of them.
 
   Raises:
-    ValueError: if it cannot be written, or holds a run whose settings differ in more than what may
-      change on resume.
+    ValueError: if it cannot be written, another process trains in it, or it holds a run whose
+      settings differ in more than what may change on resume.
   """
-  path = workdir / CONFIG
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))
-    if path.exists():
-      _compare(workdir, _read_config(path), cfg, all_free=not has_checkpoints)
-    elif has_checkpoints:
+  with contextlib.ExitStack() as lock:
+    try:
+      workdir.mkdir(parents=True, exist_ok=True)
+      if jax.process_index() == 0:
+        file = lock.enter_context(open(workdir / LOCK, "a"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, or dies
+      _take(workdir, cfg)
+    except BlockingIOError as e:
       raise ValueError(
-        f"{workdir} holds checkpoints but no {CONFIG}, so nobody can say whether they fit. "
-        "Restore the file or use another --workdir."
-      )
-    if jax.process_index() == 0:
-      write_json(path, to_dict(cfg))
-  except OSError as e:
-    why = "it is a file" if workdir.is_file() else str(e)
-    raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
+        f"another process trains in {workdir} now: two would damage its files. "
+        "Wait for it, stop it, or use another --workdir."
+      ) from e
+    except OSError as e:
+      why = "it is a file" if workdir.is_file() else str(e)
+      raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
+    yield
+
+
+def _take(workdir: Path, cfg: Config) -> None:
+  path = workdir / CONFIG
+  has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))
+  if path.exists():
+    _compare(workdir, _read_config(path), cfg, all_free=not has_checkpoints)
+  elif has_checkpoints:
+    raise ValueError(
+      f"{workdir} holds checkpoints but no {CONFIG}, so nobody can say whether they fit. "
+      "Restore the file or use another --workdir."
+    )
+  if jax.process_index() == 0:
+    write_json(path, to_dict(cfg))
 
 
 def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:

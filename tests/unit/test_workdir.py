@@ -11,6 +11,12 @@ from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.base import to_dict
 
 
+def claim(folder, cfg):
+  """Take a workdir and give it back, as a run does."""
+  with workdir.claim(folder, cfg):
+    pass
+
+
 def config(**changes) -> Config:
   base = base_config()
   base.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
@@ -20,29 +26,29 @@ def config(**changes) -> Config:
 @pytest.fixture
 def run(tmp_path):
   """A workdir with a config and a checkpoint."""
-  workdir.claim(tmp_path / "run", config())
+  claim(tmp_path / "run", config())
   (tmp_path / "run" / "checkpoints" / "100").mkdir(parents=True)
   return tmp_path / "run"
 
 
 def test_new_folder_gets_the_config(tmp_path):
   cfg = config(model__num_layers=3, seed=7)
-  workdir.claim(tmp_path / "a" / "b", cfg)
+  claim(tmp_path / "a" / "b", cfg)
   assert workdir.load_config(tmp_path / "a" / "b") == cfg
   assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == to_dict(cfg)
-  assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["config.json"]
+  assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"config.json", ".lock"}
 
 
 def test_same_settings_go_on(run, caplog):
   with caplog.at_level(logging.INFO, logger="absl"):
-    workdir.claim(run, config())
+    claim(run, config())
   assert not caplog.records
 
 
 def test_free_settings_may_change_and_are_logged(run, caplog):
   cfg = config(num_steps=800, log__every_steps=3)
   with caplog.at_level(logging.INFO, logger="absl"):
-    workdir.claim(run, cfg)
+    claim(run, cfg)
   assert [r.getMessage() for r in caplog.records] == [
     "changed since the last start: num_steps: 400 -> 800",
     "changed since the last start: log.every_steps: 10 -> 3",
@@ -53,7 +59,7 @@ def test_free_settings_may_change_and_are_logged(run, caplog):
 def test_other_settings_are_shown_and_refused(run):
   before = (run / "config.json").read_text()
   with pytest.raises(ValueError) as error:
-    workdir.claim(run, config(model__num_layers=2, data__tokenizer="bytes", num_steps=800))
+    claim(run, config(model__num_layers=2, data__tokenizer="bytes", num_steps=800))
   assert str(error.value) == (
     f"{run} holds a run with other settings:\n  model.num_layers: 4 -> 2\n"
     "  data.tokenizer: 'bpe' -> 'bytes'\n"
@@ -66,13 +72,13 @@ def test_other_settings_are_shown_and_refused(run):
 def test_settings_are_fixed_from_the_first_checkpoint_on(tmp_path, name):
   """A first start that was refused, say for its data, may be mended in the same workdir."""
   cfg = config(model__num_layers=2)
-  workdir.claim(tmp_path, config())
+  claim(tmp_path, config())
   (tmp_path / "checkpoints" / "unfinished" / "1.1").mkdir(parents=True)
-  workdir.claim(tmp_path, cfg)
+  claim(tmp_path, cfg)
   assert workdir.load_config(tmp_path) == cfg
   (tmp_path / "checkpoints" / name).mkdir()
   with pytest.raises(ValueError, match=r"model\.num_layers: 2 -> 4"):
-    workdir.claim(tmp_path, config())
+    claim(tmp_path, config())
 
 
 def test_a_setting_that_the_older_version_did_not_have_counts_as_its_default(run):
@@ -80,21 +86,21 @@ def test_a_setting_that_the_older_version_did_not_have_counts_as_its_default(run
   old = json.loads(path.read_text())
   del old["optimizer"]["ema_decay"], old["mesh"]
   path.write_text(json.dumps(old))
-  workdir.claim(run, config())
+  claim(run, config())
   with pytest.raises(ValueError, match=r"optimizer\.ema_decay: 0\.0 -> 0\.5"):
-    workdir.claim(run, config(optimizer__ema_decay=0.5))
+    claim(run, config(optimizer__ema_decay=0.5))
 
 
 def test_checkpoints_without_a_config(run):
   (run / "config.json").unlink()
   with pytest.raises(ValueError, match=r"holds checkpoints but no config\.json"):
-    workdir.claim(run, config())
+    claim(run, config())
 
 
 @pytest.mark.parametrize("content", [b"", b'{"seed": ', b"\xff"])
 def test_a_broken_config(run, content):
   (run / "config.json").write_bytes(content)
-  for use in (lambda: workdir.claim(run, config()), lambda: workdir.load_config(run)):
+  for use in (lambda: claim(run, config()), lambda: workdir.load_config(run)):
     with pytest.raises(ValueError, match=rf"{run}/config\.json cannot be read: .*Restore it"):
       use()
 
@@ -102,9 +108,9 @@ def test_a_broken_config(run, content):
 def test_a_file_in_its_place(tmp_path):
   (tmp_path / "file").write_text("x")
   with pytest.raises(ValueError, match=r"file cannot be used: it is a file\. Choose another"):
-    workdir.claim(tmp_path / "file", config())
+    claim(tmp_path / "file", config())
   with pytest.raises(ValueError, match="Not a directory"):
-    workdir.claim(tmp_path / "file" / "run", config())
+    claim(tmp_path / "file" / "run", config())
 
 
 def test_no_run(tmp_path):
@@ -135,3 +141,20 @@ def test_flat_names():
     "model.d_ff": 2,
     "model.qk_norm": True,
   }
+
+
+def test_two_processes_cannot_train_in_one_workdir(tmp_path):
+  with workdir.claim(tmp_path, config()):
+    with pytest.raises(ValueError, match="another process trains in"):
+      claim(tmp_path, config())
+    before = (tmp_path / "config.json").read_bytes()
+  claim(tmp_path, config())  # the first one ended
+  assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_refused_claim_keeps_nobody_out(tmp_path):
+  claim(tmp_path, config())
+  (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+  with pytest.raises(ValueError, match="other settings"):
+    claim(tmp_path, config(seed=7))
+  claim(tmp_path, config())
