@@ -103,7 +103,7 @@ def _kernel(
   block, num_blocks = lax.axis_index("block"), t.num_blocks // t.cluster
 
   def tile_at(kind, index):
-    """The tile at `index` of a list: its row of the table, and its columns.
+    """The tile at `index` of a list: its row of the table, and its number along the columns.
 
     The lists are walked a strip of row tiles at a time, with the columns in the outer loop.
     """
@@ -111,8 +111,8 @@ def _kernel(
     j, i = lax.div(index, t.strip), lax.rem(index, t.strip)
     i = jnp.minimum(strip * t.strip + i, tiles_gmem.shape[1] - 1)
     j = jnp.where(lax.rem(strip, 2) == 0, j, grid_n - 1 - j)  # Back and forth.
-    column = (j * t.cluster + lax.axis_index("cluster")) * t.block_n
-    return (*(tiles_gmem[kind, i, c] for c in range(4)), column)
+    j = j * t.cluster + lax.axis_index("cluster")
+    return (*(tiles_gmem[kind, i, c] for c in range(4)), j)
 
   def for_each_tile(body):
     """Calls `body(group, row, begin, end, column, steps, step)`, `step` steps on.
@@ -131,13 +131,13 @@ def _kernel(
       step, indices, heads = carry
       is_light = heads[1][1] < heads[0][1]
       choose = functools.partial(jnp.where, is_light)
-      group, row, begin, end, column = jax.tree.map(choose, heads[1], heads[0])
+      group, row, begin, end, j = jax.tree.map(choose, heads[1], heads[0])
       index = choose(indices[1], indices[0]) + num_blocks
       head = tile_at(is_light.astype(jnp.int32), index)
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)
-      body(group, row, begin, end, column, steps, step)
+      body(group, row, begin, end, j * t.block_n, steps, step)
       heads = jax.tree.map(choose, (heads[0], head), (head, heads[1]))
       indices = choose(indices[0], index), choose(index, indices[1])
       return step + steps, indices, heads

@@ -67,6 +67,7 @@ def test_kills_and_a_sigterm_change_nothing(settings, uninterrupted, tmp_path):
   runs.assert_same_run(uninterrupted, tmp_path, STEPS)
 
 
+@pytest.mark.compat
 def test_a_complete_run_says_so(settings, uninterrupted):
   before = runs.rows(uninterrupted)
   output = runs.finish(runs.start(uninterrupted, *settings))
