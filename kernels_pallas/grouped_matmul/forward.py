@@ -57,15 +57,15 @@ def pad_rows(x_MK: jax.Array, at_least: int) -> jax.Array:
 def store_swizzled(y, smem, y_gmem, row, column):
   """Writes the [64, n] registers `y` to `y_gmem[row:, column:]`, a stripe of columns at a time.
 
-  Of the stripes that `smem` holds, one is filled while TMA reads the others.
+  `smem` holds two stripes: one is filled while TMA reads the other.
   """
-  slots, _, width = smem.shape
+  width = smem.shape[-1]
   for i in range(y.shape[1] // width):
-    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-    smem[i % slots] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    smem[i % 2] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column + i * width, width)
-    plgpu.copy_smem_to_gmem(smem.at[i % slots], y_gmem.at[pl.ds(row, 64), columns])
+    plgpu.copy_smem_to_gmem(smem.at[i % 2], y_gmem.at[pl.ds(row, 64), columns])
 
 
 def _store_short(y, smem, y_gmem, row, begin, end, column):
@@ -92,58 +92,27 @@ def _store_short(y, smem, y_gmem, row, begin, end, column):
 
 
 def _kernel(
-  tiles_gmem, counts_gmem, x_gmem, w_gmem, y_gmem, x_smem, w_smem, ready, free, *staging,
+  tiles_gmem, count_gmem, x_gmem, w_gmem, y_gmem, x_smem, w_smem, ready, free, *staging,
   tiling: Tiling, transpose_w: bool,
 ):  # fmt: skip
   """One thread block. `ready[s]`: stage s is loaded; `free[s]`: both warpgroups have read it."""
   t = tiling
   num_groups, contraction = w_gmem.shape[0], x_gmem.shape[1]
   wg_rows = t.block_m // WARPGROUPS
-  grid_n = ceil_div(y_gmem.shape[1], t.block_n * t.cluster)
-  block, num_blocks = lax.axis_index("block"), t.num_blocks // t.cluster
-
-  def tile_at(kind, index):
-    """The tile at `index` of a list: its row of the table, and its number along the columns.
-
-    The lists are walked a strip of row tiles at a time, with the columns in the outer loop.
-    """
-    strip, index = lax.div(index, t.strip * grid_n), lax.rem(index, t.strip * grid_n)
-    j, i = lax.div(index, t.strip), lax.rem(index, t.strip)
-    i = jnp.minimum(strip * t.strip + i, tiles_gmem.shape[1] - 1)
-    j = jnp.where(lax.rem(strip, 2) == 0, j, grid_n - 1 - j)  # Back and forth.
-    j = j * t.cluster + lax.axis_index("cluster")
-    return (*(tiles_gmem[kind, i, c] for c in range(4)), j)
+  grid = (count_gmem[0], ceil_div(y_gmem.shape[1], t.block_n))
 
   def for_each_tile(body):
-    """Calls `body(group, row, begin, end, column, steps, step)`, `step` steps on.
+    """Calls `body(group, row, begin, end, column, steps, step)`, `step` steps on."""
 
-    Of each list, this thread block takes every `num_blocks`th tile; the light ones are dealt out
-    from where the whole ones ended. The next tile is looked up before the current one is worked on.
-    """
-    whole, light = (
-      lax.div(counts_gmem[i] + t.strip - 1, t.strip) * t.strip * grid_n for i in (0, 1)
-    )
-    first = lax.rem(block + num_blocks - lax.rem(whole, num_blocks), num_blocks)
-    of_block = lambda count, index: lax.div(count - index + num_blocks - 1, num_blocks)
-    num_tiles = of_block(whole, block) + of_block(light, first)
-
-    def visit(_, carry):
-      step, indices, heads = carry
-      is_light = heads[1][1] < heads[0][1]
-      choose = functools.partial(jnp.where, is_light)
-      group, row, begin, end, j = jax.tree.map(choose, heads[1], heads[0])
-      index = choose(indices[1], indices[0]) + num_blocks
-      head = tile_at(is_light.astype(jnp.int32), index)
+    @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="block", init_carry=jnp.int32(0))
+    def _(loop, carry):
+      i, j = plgpu.planar_snake(loop.index[0], grid, 0, t.strip)
+      group, row, begin, end = (tiles_gmem[i, c] for c in range(4))
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)
-      body(group, row, begin, end, j * t.block_n, steps, step)
-      heads = jax.tree.map(choose, (heads[0], head), (head, heads[1]))
-      indices = choose(indices[0], index), choose(index, indices[1])
-      return step + steps, indices, heads
-
-    heads = tile_at(jnp.int32(0), block), tile_at(jnp.int32(1), first)
-    lax.fori_loop(0, num_tiles, visit, (jnp.int32(0), (block, first), heads))
+      body(group, row, begin, end, j * t.block_n, steps, carry)
+      return carry + steps
 
   def load():
     @for_each_tile
@@ -159,8 +128,7 @@ def _kernel(
         w_tile = (
           w_gmem.at[group, n_slice, k_slice] if transpose_w else w_gmem.at[group, k_slice, n_slice]
         )
-        shared = "cluster" if t.cluster > 1 else None
-        plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready.at[slot], collective_axes=shared)
+        plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready.at[slot])
         plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready.at[slot])
 
     for slot in range(t.stages):  # Leave no arrival unobserved.
@@ -242,10 +210,8 @@ def run_warpgroups(compute, load):
 def ring(tiling: Tiling):
   """The `ready` and `free` barriers of the ring of stages."""
   loads = plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages)
-  readers = dict(num_arrivals=WARPGROUPS, num_barriers=tiling.stages)
-  if tiling.cluster > 1:
-    return loads, plgpu.ClusterBarrier(collective_axes=("cluster",), **readers)
-  return loads, plgpu.Barrier(**readers)
+  readers = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiling.stages)
+  return loads, readers
 
 
 def launch(body, out_type, scratch, tiling: Tiling, interpret):
@@ -254,10 +220,8 @@ def launch(body, out_type, scratch, tiling: Tiling, interpret):
     body,
     out_type=out_type,
     scratch_types=scratch,
-    grid=(tiling.num_blocks // tiling.cluster,),
+    grid=(tiling.num_blocks,),
     grid_names=("block",),
-    cluster=(tiling.cluster,),
-    cluster_names=("cluster",),
     num_threads=WARPGROUPS + 1,
     thread_name="warpgroup",
     interpret=interpret,
@@ -305,7 +269,7 @@ def grouped_matmul(
     )
   t, m, out_dtype = tiling, x_MK.shape[0], jnp.dtype(out_dtype or x_MK.dtype)
   x_MK = pad_rows(x_MK, t.block_m)
-  width = 2 * t.stripe // out_dtype.itemsize
+  stripe = (64, 128 // out_dtype.itemsize)
   w_tile = (t.block_n, t.block_k) if transpose_w else (t.block_k, t.block_n)
   scratch = [
     swizzled((t.stages, t.block_m, t.block_k), x_MK.dtype),
@@ -313,14 +277,13 @@ def grouped_matmul(
     *ring(t),
   ]
   for _ in range(WARPGROUPS):
-    short = plgpu.SMEM((64, 128 // out_dtype.itemsize), out_dtype)
-    slots = 2 if t.stripe == 64 else 1
-    scratch.append(plgpu.RefUnion(swizzled((slots, 64, width), out_dtype), short))
+    short = plgpu.SMEM(stripe, out_dtype)
+    scratch.append(plgpu.RefUnion(swizzled((2, *stripe), out_dtype), short))
   y_MN = launch(
     functools.partial(_kernel, tiling=t, transpose_w=transpose_w),
     jax.ShapeDtypeStruct((x_MK.shape[0], n), out_dtype),
     scratch,
     t,
     interpret,
-  )(*row_tiles(group_sizes, x_MK.shape[0], t.block_m, t.strip, t.balance), x_MK, w_GKN)
+  )(*row_tiles(group_sizes, x_MK.shape[0], t.block_m), x_MK, w_GKN)
   return y_MN[:m]

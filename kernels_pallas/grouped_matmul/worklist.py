@@ -21,9 +21,6 @@ class Tiling:
     stages: pipeline stages in shared memory.
     strip: tiles along the first output axis that are visited together while the second axis is
       walked, so that what they share stays in the L2 cache.
-    stripe: columns that a warpgroup stages at a time on the way to global memory.
-    cluster: thread blocks side by side that share the tiles of x, 1 or 2.
-    balance: deal whole and half row tiles out to the thread blocks separately.
     num_blocks: thread blocks of the persistent grid. 132 is one for each SM of an H100 SXM or an
       H200; every value gives the same numbers.
   """
@@ -33,9 +30,6 @@ class Tiling:
   block_k: int = 64
   stages: int = 4
   strip: int = 16
-  stripe: int = 64
-  cluster: int = 1
-  balance: bool = True
   num_blocks: int = 132
 
   def __post_init__(self):
@@ -66,29 +60,22 @@ def _running_sum(x_N: jax.Array) -> jax.Array:
   return jnp.sum(jnp.where(i[None, :] <= i[:, None], x_N[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def row_tiles(
-  group_sizes: jax.Array, m: int, block_m: int, multiple: int = 1, balance: bool = True
-) -> tuple[jax.Array, jax.Array]:
+def row_tiles(group_sizes: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
   """Cuts the rows into tiles that hold rows of one group only.
 
   The tiles of a group start at its first row, rounded down to a multiple of `ROW_ALIGNMENT`, and
   then every `block_m` rows: only the first and the last one are short. The rows past the last group
   are cut too, as a group of their own with number G.
 
-  Tiles that keep both warpgroups busy and tiles that take less time (at most half full, or of group
-  G) make two lists, so that each can be dealt out evenly to the thread blocks.
-
   Args:
     group_sizes: [G] int32, rows of each group, `sum(group_sizes) <= m`.
     m: rows in all.
     block_m: rows of a tile.
-    multiple: of which the length of the lists is one.
-    balance: if not, all tiles are in the first list.
 
   Returns:
-    `(tiles, counts)`: int32 `[2, L, 4]`, rows `(group, row, begin, end)`, where the tile at `row`
-    owns rows `row + begin` to `row + end - 1`, and int32 `[2]`, how many of the L are in use. The
-    others own no rows, and their `row` is past all others.
+    `(tiles, count)`: int32 `[L, 4]`, rows `(group, row, begin, end)`, where the tile at `row` owns
+    rows `row + begin` to `row + end - 1`, and int32 `[1]`, how many of the L are in use. The others
+    own no rows.
   """
   num_groups = group_sizes.shape[0]
   sizes = group_sizes.astype(jnp.int32)
@@ -97,26 +84,15 @@ def row_tiles(
   row_starts = row_ends - sizes
   first_rows = row_starts // ROW_ALIGNMENT * ROW_ALIGNMENT
   counts = jnp.where(sizes > 0, (row_ends - first_rows + block_m - 1) // block_m, 0)
-  last_rows = row_ends - first_rows - (counts - 1) * block_m
-  light = jnp.where((sizes > 0) & (last_rows <= block_m // 2), 1, 0) if balance else 0 * counts
-  light = light.at[num_groups].set(counts[num_groups]) if balance else light
-  whole = counts - light
-  counts = jnp.stack([whole, light])
-  first_rows = jnp.stack([first_rows, first_rows + whole * block_m])
-
+  tile_ends = _running_sum(counts)
   length = ceil_div(m + (num_groups + 1) * (ROW_ALIGNMENT - 1), block_m) + num_groups
-  i = jnp.arange(ceil_div(length + 1, multiple) * multiple, dtype=jnp.int32)
-  tile_ends = jax.vmap(_running_sum)(counts)
-  group = jnp.sum(tile_ends[:, None, :] <= i[None, :, None], axis=2, dtype=jnp.int32)
-  used = group <= num_groups
+  i = jnp.arange(length, dtype=jnp.int32)
+  group = jnp.sum(tile_ends[None, :] <= i[:, None], axis=1, dtype=jnp.int32)
   group = jnp.minimum(group, num_groups)
-  take = lambda table: jnp.take_along_axis(table, group, axis=1)
-  row = take(first_rows) + (i - take(tile_ends - counts)) * block_m
+  row = first_rows[group] + (i - (tile_ends - counts)[group]) * block_m
   begin = jnp.maximum(row_starts[group] - row, 0)
   end = jnp.clip(row_ends[group] - row, 0, block_m)
-  past = jnp.int32(ceil_div(m, ROW_ALIGNMENT) * ROW_ALIGNMENT)
-  tiles = [group, jnp.where(used, row, past), jnp.where(used, begin, 0), jnp.where(used, end, 0)]
-  return jnp.stack(tiles, axis=2), tile_ends[:, -1]
+  return jnp.stack([group, row, begin, end], axis=1), tile_ends[-1:]
 
 
 def groups_by_size(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
