@@ -392,7 +392,7 @@ def create_writer(
 def _clu_writer(workdir: Path) -> MetricWriter:
   """CLU's default writer: absl log and TensorFlow event files, from a thread of its own."""
   try:
-    from clu import metric_writers
+    from clu import metric_writers  # pyright: ignore[reportMissingImports]  # the tf extra
   except ImportError as error:
     raise ValueError(
       f"log.writers: 'clu' needs CLU with TensorFlow and TensorBoard ({error}); "
