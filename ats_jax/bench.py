@@ -65,7 +65,7 @@ def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
     logging.info("%s", ", ".join(map(str, plan.choices)))
     state = jax.block_until_ready(plan.init())
     began = time.perf_counter()
-    train_step = plan.compile_train_step(state)
+    train_step = plan.compile_train_step(state, plan.training_rules(cfg.num_steps))
     compile_secs = time.perf_counter() - began
     logging.info("compiled in %.1f s", compile_secs)
     rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
@@ -74,7 +74,7 @@ def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
     for _ in range(WARMUP_STEPS + steps):
       began = time.perf_counter()
       state, metrics = train_step(state, batch)
-      losses.append(float(metrics[0]))
+      losses.append(float(metrics.values[0]))
       times.append(time.perf_counter() - began)
   step_secs = statistics.median(times[WARMUP_STEPS:])
   tokens_per_sec = cfg.data.batch_size * cfg.data.seq_len / step_secs

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
       train_set, dataset = open_datasets(cfg.data, cfg.seed)
       trained_on = load_extra(folder / workdir.CHECKPOINTS, run.step)["data"]
       workdir.check_data(folder, trained_on, train_set.fingerprint)
-    metrics = score(run.plan, run.model, dataset)
+    metrics = score(run.plan, run.model, dataset, run.step)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():
       print(f"{name} {value:.6g}")

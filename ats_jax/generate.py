@@ -49,7 +49,15 @@ def main(argv: list[str]) -> None:
     )
     try:
       print(cfg.prompt, end="", flush=True)
-      for piece in generate(run.model, run.tokenizer, cfg, prompt=cfg.prompt, seed=_SEED.value):
+      pieces = generate(
+        run.model,
+        run.tokenizer,
+        cfg,
+        rules=run.plan.rules(run.step),
+        prompt=cfg.prompt,
+        seed=_SEED.value,
+      )
+      for piece in pieces:
         print(piece, end="", flush=True)
       print(flush=True)
     except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit

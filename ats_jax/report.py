@@ -1,6 +1,8 @@
 """What a run says about itself at its start and at its end."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -13,11 +15,13 @@ from ats_jax.data.pipeline import Dataset
 from ats_jax.feed import eval_feed, train_feed
 from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
+from ats_jax.metrics.layers import LayerLog
 from ats_jax.metrics.overview import parameter_overview
 from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.model.decoder import Decoder
 from ats_jax.scoring import score
 from ats_jax.step.plan import Plan
+from ats_jax.step.state import TrainState
 
 
 def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start: int) -> None:
@@ -36,6 +40,7 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
     f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "active parameters a token": f"{plan.counts.active:,.0f} of {plan.counts.parameters:,}",
     "FLOPs a token": f"{plan.counts.flops_causal:.3g} (causal attention, no input embedding; "
     f"the base of train/mfu), {plan.counts.flops_full:.3g} (6N + 12LdS)",
     "compilation cache": cache,
@@ -43,7 +48,8 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
   if jax.process_index() == 0:
-    run = {"model": vars(cfg.model), "parameters": plan.counts.parameters, **facts}
+    shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
+    run = {**shape, "parameters": plan.counts.parameters, **facts}
     workdir.write_json(folder / workdir.METADATA, {**environment(), "run": run})
   if start == cfg.num_steps:
     logging.info(
@@ -67,22 +73,36 @@ def speed(plan: Plan) -> Throughput:
   )
 
 
+@contextlib.contextmanager
+def layer_log(plan: Plan, folder: Path, resume_step: int | None) -> Iterator[LayerLog | None]:
+  """Where arrays of sparse layers go; None where there are none, or on another process."""
+  sparse = plan.cfg.moe.num_experts or plan.cfg.mod.routing != "none"
+  if not sparse or jax.process_index() != 0:
+    yield None
+    return
+  path = folder / workdir.LAYERS
+  with contextlib.closing(
+    LayerLog(path, last_step=-1 if resume_step is None else resume_step)
+  ) as log:
+    yield log
+
+
 def closing(
   plan: Plan,
   folder: Path,
-  weights: Decoder,
+  state: TrainState,
   train_set: Dataset,
   valid_set: Dataset,
   scores: dict[str, float] | None,
 ) -> None:
   """Say what was reached: the validation scores, the bigram baseline, a sample of text."""
-  cfg = plan.cfg
+  cfg, step = plan.cfg, int(state.step)
   if scores is None and valid_set.num_rows:  # the run was complete before it began
-    scores = score(plan, weights, valid_set)
+    scores = score(plan, state.weights, valid_set, step)
   if scores:
     say_scores(cfg, train_set, valid_set, scores)
   if cfg.sample.max_tokens:
-    text = sample(cfg, weights, train_set)
+    text = sample(plan, state.weights, train_set, step)
     path = folder / "samples" / f"{cfg.num_steps}.txt"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
@@ -111,8 +131,10 @@ def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> floa
     return model.loss(valid)
 
 
-def sample(cfg: Config, weights: Decoder, train_set: Dataset) -> str:
+def sample(plan: Plan, weights: Decoder, train_set: Dataset, step: int) -> str:
   """The prompt and its continuation."""
-  prompt = cfg.sample.prompt
-  pieces = generate(weights, train_set.tokenizer, cfg.sample, prompt=prompt, seed=cfg.seed)
+  cfg, rules, prompt = plan.cfg, plan.rules(step), plan.cfg.sample.prompt
+  pieces = generate(
+    weights, train_set.tokenizer, cfg.sample, rules=rules, prompt=prompt, seed=cfg.seed
+  )
   return prompt + "".join(pieces)

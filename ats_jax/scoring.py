@@ -12,21 +12,22 @@ from ats_jax.sharding.mesh import to_global
 from ats_jax.step.plan import Plan
 
 
-def score(plan: Plan, model: Decoder, dataset: Dataset) -> dict[str, float]:
+def score(plan: Plan, model: Decoder, dataset: Dataset, step: int) -> dict[str, float]:
   """Run the model without dropout over `dataset`, or over `eval.num_batches` batches of it.
 
   Args:
     plan: its eval step, on the current mesh.
     model: the weights.
     dataset: tokenised rows.
+    step: updates that made the weights (layers that skip tokens may change over a run).
 
   Returns:
     eval/loss (nats per token), eval/perplexity, eval/accuracy, eval/tokens, and
     eval/bits_per_byte where the bytes of the text are known. Means are over tokens, not batches.
   """
-  mesh = jax.sharding.get_mesh()
+  mesh, rules = jax.sharding.get_mesh(), plan.rules(step)
   with eval_feed(plan.cfg, dataset) as batches:
-    sums = [plan.eval_step(model, to_global(batch, mesh)) for batch in batches]
+    sums = [plan.eval_step(model, to_global(batch, mesh), rules) for batch in batches]
   if not sums:
     raise ValueError(
       "evaluation: the validation split is empty. Train with data.validation_fraction or "

@@ -23,9 +23,9 @@ from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.step.metrics import check_finite, metric_names
 from ats_jax.step.plan import make_plan
 from ats_jax.step.state import TrainState
-from ats_jax.step.train_step import METRICS, check_finite
 
 PROFILED_STEPS = 3
 
@@ -69,26 +69,29 @@ def train(cfg: Config, folder: Path) -> TrainState:
     writer = enter(closing(create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main)))
     progress = enter(Progress(cfg.num_steps, start_step=start, enabled=cfg.log.progress))
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
-    log = enter(StepLog(METRICS, writer, report.speed(plan), progress, cfg.log.every_steps))
-    train_step = plan.train_step
-    if start < cfg.num_steps:
-      with goodput.timed("compile"):
-        train_step = plan.compile_train_step(state)
+    layers = enter(report.layer_log(plan, folder, rows_until))
+    speed, every = report.speed(plan), cfg.log.every_steps
+    log = enter(StepLog(metric_names(cfg), writer, speed, progress, every, layers))
+    train_step, rules = plan.train_step, None
     stopped = scores = None
 
     for step in range(start + 1, cfg.num_steps + 1):
+      if rules != plan.training_rules(step):  # at the first step, and as mod.capacity falls
+        with log.pause(step - 1), goodput.timed("compile"):
+          rules = plan.training_rules(step)
+          train_step = plan.compile_train_step(state, rules)
       with goodput.timed("data_wait"):
         batch = to_global(next(batches), mesh)
       profile.before(step, state)
       with goodput.timed("step"):
         state, metrics = train_step(state, batch)
-        log.push(step, metrics)
+        log.push(step, *metrics)
       position["row"] += cfg.data.batch_size
 
       last, stopped, scores = step == cfg.num_steps, stop.agreed(step), None
       if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
         with log.pause(step), goodput.timed("eval"):
-          scores = score(plan, state.weights, valid_set)
+          scores = score(plan, state.weights, valid_set, step)
           writer.write_scalars(step, scores)
       if last or stopped or due(step, cfg.checkpoint.every_steps):
         with log.pause(step), goodput.timed("checkpoint"):
@@ -101,7 +104,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
 
     if not stopped:
       with goodput.timed("sample"):
-        report.closing(plan, folder, state.weights, train_set, valid_set, scores)
+        report.closing(plan, folder, state, train_set, valid_set, scores)
     with goodput.timed("checkpoint"):
       checkpoints.wait()
     writer.write_scalars(int(state.step), goodput.summary())

@@ -14,11 +14,12 @@ from ats_jax.config.base import to_dict
 from ats_jax.config.build import differences, flatten, from_config_dict
 from ats_jax.config.schema import Config
 
-CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LOCK = (
+CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, LOCK = (
   "config.json",
   "metadata.json",
   "tokenizer.json",
   "checkpoints",
+  "layers.jsonl",
   ".lock",
 )
 

@@ -2,14 +2,20 @@
 
 Goal: a validation loss below a bigram model's within 4 minutes on 2 CPU cores, nothing downloaded.
 Command: python -m ats_jax.train --config=configs/debug.py --workdir=runs/debug
+Variants: dense (default); moe: 8 experts, of which a token uses 2, each half as wide; mod: 8 layers, of
+which every other one takes an eighth of the tokens; hybrid: both; null: 8 experts and 8 that do nothing.
 """
 
 from ats_jax.config import base_config
 
+VARIANTS = ("dense", "moe", "mod", "hybrid", "null")
 
-def get_config(variant: str = ""):
-  if variant:
-    raise ValueError(f"configs/debug.py: unknown variant {variant!r}. It has none: leave it out.")
+
+def get_config(variant: str = "dense"):
+  if variant not in VARIANTS:
+    raise ValueError(
+      f"configs/debug.py: unknown variant {variant!r}. Choose one of {', '.join(VARIANTS)}."
+    )
   config = base_config()
   config.num_steps = 400
   config.model.num_layers = 4
@@ -28,4 +34,12 @@ def get_config(variant: str = ""):
   config.eval.every_steps = 200
   config.eval.bigram_baseline = True
   config.sample.prompt = "def "
+  if variant in ("moe", "hybrid", "null"):
+    config.moe.num_experts = 8
+    config.moe.d_ff = 192
+  if variant == "null":
+    config.moe.null_experts = 8
+  if variant in ("mod", "hybrid"):
+    config.model.num_layers = 8
+    config.mod.routing = "learned"
   return config

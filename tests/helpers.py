@@ -11,7 +11,12 @@ from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import numerics
+from ats_jax.model.mod import Pass
 from ats_jax.sharding.rules import MESH_AXES
+
+# The rules of a pass through dense layers, which have no use for them.
+TRAINING = Pass(training=True, capacity=1.0)
+EVALUATION = Pass(training=False, capacity=1.0)
 
 TINY = {
   "num_steps": 20,
@@ -32,9 +37,9 @@ TINY = {
 }
 
 
-def make_test_mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
-  devices = jax.devices()[: data * fsdp * tensor]
-  return jax.make_mesh((data, fsdp, tensor), MESH_AXES, devices=devices)
+def make_test_mesh(data: int, fsdp: int, tensor: int, expert: int = 1) -> jax.sharding.Mesh:
+  devices = jax.devices()[: data * fsdp * expert * tensor]
+  return jax.make_mesh((data, fsdp, expert, tensor), MESH_AXES, devices=devices)
 
 
 def tiny_config(changes: dict[str, Any] | None = None) -> Config:
@@ -52,7 +57,7 @@ def make_decoder(cfg: Config, seed: int = 0) -> Decoder:
 
 @functools.cache
 def _init(cfg: Config):
-  return jax.jit(lambda key: Decoder(cfg.model, numerics(cfg, "xla"), nnx.Rngs(params=key)))
+  return jax.jit(lambda key: Decoder(cfg, numerics(cfg, "xla", "xla"), nnx.Rngs(params=key)))
 
 
 def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -117,11 +117,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 
 # The mesh axes that each dimension of a weight is sharded over (sharding/rules.py).
-_SHARDED = {"vocab_size": ("tensor", "fsdp"), "d_model": ("fsdp",), "d_ff": ("tensor",)}
+_SHARDED = {
+  "model.vocab_size": ("tensor", "fsdp"),
+  "model.d_model": ("fsdp",),
+  "model.d_ff": ("tensor",),
+  "moe.d_ff": ("tensor",),
+}
 
 
 def resolve(cfg: Config, tokenizer_size: int) -> Config:
-  """Replace the zeros of `model` that stand for "derive it" by the derived values.
+  """Replace the zeros that stand for "derive it" by the derived values.
 
   Raises:
     ValueError: if the vocabulary is smaller than the tokenizer's, or the mesh does not divide a
@@ -140,12 +145,18 @@ def resolve(cfg: Config, tokenizer_size: int) -> Config:
     head_dim=m.head_dim or m.d_model // m.num_heads,
     d_ff=m.d_ff or -(-8 * m.d_model // (3 * 256)) * 256,
   )
+  moe, mod = cfg.moe, cfg.mod
+  if moe.num_experts:
+    moe = dataclasses.replace(moe, d_ff=moe.d_ff or model.d_ff)
+  if mod.routing != "none":
+    mod = dataclasses.replace(mod, end_layer=mod.end_layer or m.num_layers)
+  cfg = dataclasses.replace(cfg, model=model, moe=moe, mod=mod)
   for name, axes in _SHARDED.items():
-    size, ways = getattr(model, name), math.prod(getattr(cfg.mesh, a) for a in axes)
+    size, ways = flatten(cfg)[name], math.prod(getattr(cfg.mesh, a) for a in axes)
     if size % ways:
       product = " x ".join(f"mesh.{a}={getattr(cfg.mesh, a)}" for a in axes)
       raise ValueError(
-        f"{product} does not divide model.{name}={size}, over which weights are sharded. "
+        f"{product} does not divide {name}={size}, over which weights are sharded. "
         f"Use a multiple of {ways}, or another mesh."
       )
-  return dataclasses.replace(cfg, model=model)
+  return cfg

@@ -59,6 +59,111 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+  """Mixture of experts: several feed-forwards in a layer, of which each token uses a few."""
+
+  num_experts: int = setting(0, "routed experts of a layer; 0 = no mixture of experts", low=0)
+  top_k: int = setting(2, "experts that a token goes to", low=1)
+  d_ff: int = setting(0, "hidden width of an expert; 0 = model.d_ff", low=0)
+  num_shared: int = setting(0, "experts of the same width that every token goes to", low=0)
+  every: int = setting(1, "every n-th layer has experts, the n-th first; 1 = all", low=1)
+  dense_first: int = setting(0, "layers without experts at the bottom", low=0)
+  dense_last: int = setting(0, "layers without experts at the top", low=0)
+  score: str = setting(
+    "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
+  )
+  renormalize: bool = setting(
+    True,
+    "divide the scores of a token's experts by their sum; with top_k = 1 never, as the router "
+    "would have no gradient",
+  )
+  route_scale: float = setting(1.0, "multiplies the weights of the experts", low=0.0)
+  temperature: float = setting(1.0, "divides the router's logits", low=0.01, high=100.0)
+  noise: float = setting(
+    0.0, "standard deviation of what is added to the logits when training chooses experts", low=0.0
+  )
+  num_groups: int = setting(
+    1, "groups of neighbouring experts, of which a token uses top_groups; 1 = no limit", low=1
+  )
+  top_groups: int = setting(1, "groups that a token may use", low=1)
+  null_experts: int = setting(
+    0, "experts that do nothing: the compute of a token depends on how many it draws", low=0
+  )
+  spare_experts: int = setting(
+    0,
+    "idle slots that surgery can fill with new experts, each as large as an expert (weights, "
+    "gradients, moments)",
+    low=0,
+  )
+  dispatch: str = setting(
+    "dropless",
+    "'dropless' computes every choice; 'capacity' gives an expert room for capacity_factor times "
+    "its fair share of each row and drops the rest (training only)",
+    choices=("dropless", "capacity"),
+  )
+  capacity_factor: float = setting(1.25, "room of an expert over its fair share", low=0.1)
+  drop_policy: str = setting(
+    "position",
+    "who keeps a place in a full expert: the first in the row, or the highest weight",
+    choices=("position", "weight"),
+  )
+  aux_loss: float = setting(
+    0.001, "weight of the Switch balance loss over the global batch", low=0.0
+  )
+  sequence_aux_loss: float = setting(0.0, "weight of the balance loss within each row", low=0.0)
+  z_loss: float = setting(0.001, "weight of mean(logsumexp(router logits)^2)", low=0.0)
+  bias_update: str = setting(
+    "proportional",
+    "how the selection bias follows the load: not, by the error's sign, or by the error",
+    choices=("none", "sign", "proportional"),
+  )
+  bias_rate: float = setting(
+    0.0, "step of the selection bias; 0 = 20 / num_steps within [0.001, 0.02]", low=0.0, high=1.0
+  )
+  bias_freeze: float = setting(
+    0.05, "last share of the run over which bias_rate falls to 0", low=0.0, high=1.0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoDConfig:
+  """Mixture of depths: layers that only some tokens of a row go through."""
+
+  routing: str = setting(
+    "none",
+    "who chooses the tokens: nobody (no mixture of depths), a trained router, an even pattern of "
+    "positions, or chance",
+    choices=("none", "learned", "static", "random"),
+  )
+  scope: str = setting(
+    "block", "what is skipped: the whole block or its feed-forward", choices=("block", "ffn")
+  )
+  capacity: float = setting(0.125, "share of a row's tokens that go through", low=0.001, high=1.0)
+  every: int = setting(2, "every n-th layer of the range skips tokens, the n-th first", low=1)
+  start_layer: int = setting(0, "first layer of the range", low=0)
+  end_layer: int = setting(0, "end of the range, exclusive; 0 = num_layers", low=0)
+  start_capacity: float = setting(
+    1.0, "capacity at the start of the annealing", low=0.001, high=1.0
+  )
+  anneal_fraction: float = setting(
+    0.0,
+    "share of the run over which capacity falls to its final value; 0 = at once",
+    high=1.0,
+    low=0.0,
+  )
+  rungs: int = setting(
+    4, "steps of the annealing, each compiled once; capacities in geometric progression", low=1
+  )
+  decision: str = setting(
+    "threshold",
+    "causal rule of evaluation and generation: score above a running quantile, or a predictor "
+    "trained beside the router",
+    choices=("threshold", "predictor"),
+  )
+  threshold_decay: float = setting(0.99, "decay of the running quantile", low=0.0, high=0.9999)
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Text to batches."""
 
@@ -186,6 +291,9 @@ class MeshConfig:
 
   data: int = setting(-1, "copies of the weights; -1 = all devices that are left", resume="free")
   fsdp: int = setting(1, "ways weights and moments are sharded", low=1, resume="free")
+  expert: int = setting(
+    1, "ways experts are spread; the batch is split over it too", low=1, resume="free"
+  )
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
   )
@@ -199,6 +307,12 @@ class OpsConfig:
     "auto",
     "'auto' = the measured best for the device",
     choices=("auto", "xla", "cudnn"),
+    resume="free",
+  )
+  grouped_matmul: str = setting(
+    "auto",
+    "of the experts; 'auto' = the measured best for the device",
+    choices=("auto", "xla", "mosaic"),
     resume="free",
   )
   strict: bool = setting(
@@ -284,6 +398,8 @@ class Config:
     resume="free",
   )
   model: ModelConfig = ModelConfig()
+  moe: MoEConfig = MoEConfig()
+  mod: MoDConfig = MoDConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
   step: StepConfig = StepConfig()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax.config.schema import Config
+from ats_jax.config.validate_sparse import check_mod, check_moe
 
 
 def validate(cfg: Config) -> Config:
@@ -16,6 +17,10 @@ def validate(cfg: Config) -> Config:
   _ranges(cfg, "")
   for rule in (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision):
     rule(cfg)
+  if cfg.moe.num_experts:
+    check_moe(cfg)
+  if cfg.mod.routing != "none":
+    check_mod(cfg)
   return cfg
 
 

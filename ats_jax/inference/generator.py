@@ -10,13 +10,19 @@ import numpy as np
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import StreamDecoder, Tokenizer
 from ats_jax.inference.sampler import sample
-from ats_jax.model.attention import KVCache, empty_cache
-from ats_jax.model.decoder import Decoder
+from ats_jax.model.decoder import Cache, Decoder
+from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import num_shards, reshard
 
 
 def generate(
-  model: Decoder, tokenizer: Tokenizer, cfg: SampleConfig, *, prompt: str, seed: int
+  model: Decoder,
+  tokenizer: Tokenizer,
+  cfg: SampleConfig,
+  *,
+  rules: Pass,
+  prompt: str,
+  seed: int,
 ) -> Iterator[str]:
   """Yield the continuation of `prompt`, piece by piece, as it is drawn.
 
@@ -27,16 +33,23 @@ def generate(
     model: the decoder.
     tokenizer: the one it was trained with.
     cfg: how to sample.
+    rules: how sparse layers choose (`Plan.rules`).
     prompt: text to continue; empty = the beginning of a document.
     seed: of the draws.
   """
   stops = tuple(filter(None, cfg.stop.split(",")))
-  tokens = generate_tokens(model, tokenizer, cfg, prompt=prompt, seed=seed)
+  tokens = generate_tokens(model, tokenizer, cfg, rules=rules, prompt=prompt, seed=seed)
   return until_stop(stream_text(tokens, tokenizer), stops)
 
 
 def generate_tokens(
-  model: Decoder, tokenizer: Tokenizer, cfg: SampleConfig, *, prompt: str, seed: int
+  model: Decoder,
+  tokenizer: Tokenizer,
+  cfg: SampleConfig,
+  *,
+  rules: Pass,
+  prompt: str,
+  seed: int,
 ) -> Iterator[int]:
   """Yield the ids that continue `prompt`, up to and without the end-of-document token."""
   ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
@@ -44,12 +57,13 @@ def generate_tokens(
   padded = max(16, 1 << (len(ids) - 1).bit_length())
   length = -(-(padded + cfg.max_tokens) // 64) * 64
   rows = num_shards("batch")  # every device needs a row; all rows are alike
-  cache = empty_cache(model.cfg, rows, length, model.num.compute_dtype)
+  cache = model.empty_cache(rows, length, rules, model.num.compute_dtype)
 
   allowed = np.arange(model.cfg.vocab_size) < tokenizer.vocab_size
   allowed[[tokenizer.bos_id, tokenizer.pad_id]] = False
   allowed[tokenizer.eos_id] = True
-  step = functools.partial(_extend, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+  drawing = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
+  step = functools.partial(_extend, rules=rules, **drawing)
   key = jax.random.key(seed)
   # The padding's keys sit in slots that are overwritten before a later token sees them.
   prompt_ids = np.full(padded, tokenizer.eos_id, np.int32)
@@ -66,27 +80,31 @@ def generate_tokens(
 
 
 @functools.partial(
-  jax.jit, donate_argnames="cache", static_argnames=("temperature", "top_k", "top_p")
+  jax.jit, donate_argnames="cache", static_argnames=("rules", "temperature", "top_k", "top_p")
 )
 def _extend(
   model: Decoder,
-  cache: KVCache,
+  cache: Cache,
   tokens_T: jax.Array,
   index_T: jax.Array,
   last: jax.Array,
   key: jax.Array,
   allowed_V: jax.Array,
   *,
+  rules: Pass,
   temperature: float,
   top_k: int,
   top_p: float,
-) -> tuple[jax.Array, KVCache]:
-  """Run tokens at cache slots `index_T`; draw the token after the one at `last`."""
-  rows = cache.k_BSKH.shape[1]
+) -> tuple[jax.Array, Cache]:
+  """Run tokens at cache slots `index_T`, padding after `last`; draw the one that follows."""
+  rows = num_shards("batch")
   spread = lambda x: reshard(
     jnp.broadcast_to(jnp.asarray(x, jnp.int32), (rows, x.size)), "batch", "seq"
   )
-  x_BTD, cache = model.extend(spread(tokens_T), spread(index_T), cache)
+  is_real_T = jnp.arange(tokens_T.size) <= last
+  x_BTD, cache = model.extend(
+    spread(tokens_T), spread(index_T), spread(is_real_T) > 0, cache, rules
+  )
   x_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, last, 1, axis=1)
   logits_V = reshard(model.logits(x_B1D), None, None, None)[0, 0]
   logits_V = jnp.where(allowed_V, logits_V, -jnp.inf)

@@ -43,12 +43,13 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   rounded up to a multiple of its shards.
   """
   tensor = math.gcd(cfg.mesh.tensor, num_devices)
-  fsdp = math.gcd(cfg.mesh.fsdp, num_devices // tensor)
+  expert = math.gcd(cfg.mesh.expert, num_devices // tensor)
+  fsdp = math.gcd(cfg.mesh.fsdp, num_devices // (tensor * expert))
   shards = num_devices // tensor
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return dataclasses.replace(
     cfg,
-    mesh=dataclasses.replace(cfg.mesh, data=-1, fsdp=fsdp, tensor=tensor),
+    mesh=dataclasses.replace(cfg.mesh, data=-1, fsdp=fsdp, expert=expert, tensor=tensor),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1),
   )

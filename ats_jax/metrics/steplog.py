@@ -11,10 +11,13 @@ import jax
 import numpy as np
 from absl import logging
 
+from ats_jax.metrics.layers import LayerLog
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
+
+Arrays = dict[str, jax.Array]
 
 
 class StepLog:
@@ -32,6 +35,7 @@ class StepLog:
     throughput: Throughput,
     progress: Progress,
     every_steps: int,
+    layers: LayerLog | None = None,
   ):
     """Set where metrics go.
 
@@ -41,17 +45,19 @@ class StepLog:
       throughput: measures the speed between those rows.
       progress: shows the newest row.
       every_steps: steps between rows.
+      layers: gets the arrays of sparse layers at the same steps.
     """
     self._names = names
     self._writer = writer
     self._throughput = throughput
     self._progress = progress
     self._every_steps = every_steps
+    self._layers = layers
     self._began: float | None = time.perf_counter()
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
-    self._pending: tuple[int, Future[tuple[np.ndarray, float]]] | None = None
+    self._pending: tuple[int, Arrays, Future[tuple[np.ndarray, float]]] | None = None
 
-  def push(self, step: int, vector: jax.Array) -> None:
+  def push(self, step: int, vector: jax.Array, layers: Arrays | None = None) -> None:
     """Hand over the metrics of `step`.
 
     Raises:
@@ -62,9 +68,9 @@ class StepLog:
       logging.info("first step done %.2f s after its compilation began", self._since_start())
       self._throughput.start(step)
     if step % self._every_steps == 0:
-      vector.copy_to_host_async()
+      jax.copy_to_host_async((vector, layers))
       self._write()
-      self._pending = (step, self._waiter.submit(_wait, vector))
+      self._pending = (step, layers or {}, self._waiter.submit(_wait, vector))
     else:
       self._progress.update(step)
 
@@ -94,7 +100,7 @@ class StepLog:
   def _write(self) -> None:
     if self._pending is None:
       return
-    step, future = self._pending
+    step, layers, future = self._pending
     self._pending = None
     vector, done = future.result()
     metrics = dict(zip(self._names, vector.tolist(), strict=True))
@@ -107,6 +113,8 @@ class StepLog:
     metrics |= self._throughput.read(step, done)
     metrics |= memory_metrics()
     self._writer.write_scalars(step, metrics)
+    if layers and self._layers is not None:
+      self._layers.write_arrays(step, jax.device_get(layers))
     self._progress.update(step, metrics)
 
 

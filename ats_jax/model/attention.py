@@ -6,7 +6,6 @@ Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -16,7 +15,6 @@ from ats_jax.model.norm import RMSNorm
 from ats_jax.ops.attention import attention, cached_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import einsum
-from ats_jax.sharding.rules import spec
 
 RopeTable = tuple[jax.Array, jax.Array]
 
@@ -100,10 +98,3 @@ class Attention(nnx.Module):
   def _project(self, x_BTD: jax.Array, weight: nnx.Param, heads: str) -> jax.Array:
     axes = ("batch", "seq", heads, "head_dim")
     return einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(self.num.compute_dtype), axes=axes)
-
-
-def empty_cache(cfg: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
-  """A cache of zeros [num_layers, batch, length, num_kv_heads, head_dim] for each of k and v."""
-  shape = (cfg.num_layers, batch, length, cfg.num_kv_heads, cfg.head_dim)
-  axes = spec("layers", "batch", "seq", "kv_heads", "head_dim")
-  return KVCache(*(jnp.zeros(shape, dtype, out_sharding=axes) for _ in range(2)))

@@ -1,14 +1,55 @@
-"""One pre-norm residual block."""
+"""One pre-norm block: attention and a dense or sparse feed-forward, for all tokens or some.
+
+Letters: B batch, T seq, D d_model, C places of a row in a layer that skips tokens.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ats_jax.config.schema import ModelConfig
+from ats_jax.config.schema import Config
 from ats_jax.model.attention import Attention, KVCache, RopeTable
 from ats_jax.model.init import Numerics
+from ats_jax.model.layout import LayerKind
 from ats_jax.model.mlp import MLP
+from ats_jax.model.mod import Depth, Pass
+from ats_jax.model.moe import MoE
 from ats_jax.model.norm import RMSNorm
+from ats_jax.model.stats import LayerStats, MoEStats
+from ats_jax.ops.rope import rope_table
+
+# Purposes folded into a layer's key, beside the two halves that dropout splits it into.
+_DEPTH, _EXPERTS = 2, 3
+
+
+class Tokens(NamedTuple):
+  """What a block knows of its tokens beside their activations.
+
+  Attributes:
+    positions_BT: int32, in their document.
+    segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
+    rope: cosines and sines of the positions.
+    slot_BT: int32 where their keys and values go in a cache; None without one.
+  """
+
+  positions_BT: jax.Array
+  segment_ids_BT: jax.Array
+  rope: RopeTable
+  slot_BT: jax.Array | None = None
+
+
+class LayerCache(NamedTuple):
+  """What generation remembers of a layer.
+
+  Attributes:
+    kv: keys and values; in a layer that whole blocks skip, of the tokens that went through.
+    taken_B: int32 places that they took; None in a layer for all tokens.
+  """
+
+  kv: KVCache
+  taken_B: jax.Array | None
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -20,29 +61,132 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Block(nnx.Module):
-  """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+  """`x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
 
-  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
-    self.rate = cfg.dropout
-    self.attn_norm = RMSNorm(cfg.d_model, cfg.norm_eps, num)
-    self.attn = Attention(cfg, num, rngs)
-    self.mlp_norm = RMSNorm(cfg.d_model, cfg.norm_eps, num)
-    self.mlp = MLP(cfg, num, rngs)
+  def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs, kind: LayerKind):
+    model = cfg.model
+    self.rate, self.scope = model.dropout, cfg.mod.scope
+    self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
+    self.attn_norm = RMSNorm(model.d_model, model.norm_eps, num)
+    self.attn = Attention(model, num, rngs)
+    self.mlp_norm = RMSNorm(model.d_model, model.norm_eps, num)
+    self.mlp = MoE(cfg, num, rngs) if kind.moe else MLP(model, num, rngs, model.d_ff)
+    self.depth = Depth(cfg, num, rngs) if kind.mod else None
 
   def __call__(
     self,
     x_BTD: jax.Array,
-    table: RopeTable,
+    tokens: Tokens,
+    rules: Pass,
     *,
-    segment_ids_BT: jax.Array | None = None,
-    dropout_key: jax.Array | None = None,
-    cache: KVCache | None = None,
-    index_BT: jax.Array | None = None,
-  ) -> tuple[jax.Array, KVCache | None]:
-    """Map [batch, seq, d_model] to the same shape, and extend the cache if there is one."""
-    attn_key, mlp_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD, cache = self.attn(
-      self.attn_norm(x_BTD), table, segment_ids_BT=segment_ids_BT, cache=cache, index_BT=index_BT
+    layer: jax.Array,
+    key: jax.Array | None = None,
+    cache: LayerCache | None = None,
+  ) -> tuple[jax.Array, LayerStats, jax.Array, LayerCache | None]:
+    """Map [batch, seq, d_model] to the same shape.
+
+    Args:
+      x_BTD: the residual stream.
+      tokens: about its tokens.
+      rules: of this pass.
+      layer: int32 index of this layer.
+      key: of this layer and micro-batch, for dropout and noise; None = neither.
+      cache: what earlier tokens left (generation).
+
+    Returns:
+      The stream, statistics, which tokens went through (bool [batch, seq]), the extended cache.
+    """
+    if self.depth is not None:
+      return self._for_some(self.depth, x_BTD, tokens, rules, layer, key, cache)
+    y_BTD, kv = self._attend(x_BTD, tokens, key, None if cache is None else cache.kv)
+    x_BTD = x_BTD + y_BTD
+    y_BTD, moe = self._feed(x_BTD, tokens, rules, key)
+    cache = None if kv is None else LayerCache(kv, None)
+    return x_BTD + y_BTD, LayerStats(moe, None), tokens.segment_ids_BT > 0, cache
+
+  def _for_some(self, depth: Depth, x_BTD, tokens, rules, layer, key, cache):
+    """Only the tokens that `depth` chooses go through the block, or through its feed-forward."""
+    kv = None if cache is None else cache.kv
+    if self.scope == "ffn":
+      y_BTD, kv = self._attend(x_BTD, tokens, key, kv)
+      x_BTD = x_BTD + y_BTD
+    seq = x_BTD.shape[1]
+    in_all = seq if cache is None else self._places_in_all(cache, rules)
+    places = rules.places(seq) if cache is None else min(seq, in_all)
+    chosen, mod = depth(
+      x_BTD,
+      tokens.positions_BT,
+      tokens.segment_ids_BT > 0,
+      rules,
+      layer=layer,
+      key=None if key is None else jax.random.fold_in(key, _DEPTH),
+      places=places,
+      room_B=None if cache is None else in_all - cache.taken_B,
     )
-    x_BTD = x_BTD + dropout(y_BTD, self.rate, attn_key)
-    return x_BTD + dropout(self.mlp(self.mlp_norm(x_BTD)), self.rate, mlp_key), cache
+    positions_BC = chosen.take_ids(tokens.positions_BT, 0)
+    some = Tokens(
+      positions_BT=positions_BC,
+      segment_ids_BT=chosen.take_ids(tokens.segment_ids_BT, 0),
+      rope=rope_table(positions_BC, self.head_dim, self.rope_theta),
+      # An empty place goes past the end of the cache: it is not written.
+      slot_BT=None
+      if cache is None
+      else jnp.where(chosen.filled_BC, cache.taken_B[:, None] + jnp.arange(places), in_all),
+    )
+
+    def through(x_BTD):
+      x_BCD, new_kv = chosen.take(x_BTD), kv
+      if self.scope == "ffn":
+        y_BCD, moe = self._feed(x_BCD, some, rules, key)
+      else:
+        attended_BCD, new_kv = self._attend(x_BCD, some, key, kv)
+        y_BCD, moe = self._feed(x_BCD + attended_BCD, some, rules, key)
+        y_BCD += attended_BCD
+      return chosen.put(y_BCD), new_kv, moe
+
+    if cache is None:
+      y_BTD, _, moe = through(x_BTD)
+    else:  # often no token of the few at hand goes through: then nothing is computed
+      moe = None
+      y_BTD, kv = jax.lax.cond(
+        jnp.any(chosen.filled_BC),
+        lambda x_BTD: through(x_BTD)[:2],
+        lambda x_BTD: (jnp.zeros_like(x_BTD), kv),
+        x_BTD,
+      )
+      assert kv is not None
+      taken_B = cache.taken_B + jnp.sum(chosen.filled_BC, axis=1, dtype=jnp.int32)
+      cache = LayerCache(kv, taken_B)
+    return x_BTD + y_BTD, LayerStats(moe, mod), chosen.slot_BT < places, cache
+
+  def _places_in_all(self, cache: LayerCache, rules: Pass) -> int:
+    """Places of a whole row, of which a cache holds keys and values of all or of these tokens."""
+    length = cache.kv.k_BSKH.shape[1]
+    return rules.places(length) if self.scope == "ffn" else length
+
+  def _attend(
+    self, x_BTD: jax.Array, tokens: Tokens, key: jax.Array | None, kv: KVCache | None
+  ) -> tuple[jax.Array, KVCache | None]:
+    y_BTD, kv = self.attn(
+      self.attn_norm(x_BTD),
+      tokens.rope,
+      segment_ids_BT=tokens.segment_ids_BT,
+      cache=kv,
+      index_BT=tokens.slot_BT,
+    )
+    attn_key = None if key is None else jax.random.split(key)[0]
+    return dropout(y_BTD, self.rate, attn_key), kv
+
+  def _feed(
+    self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None
+  ) -> tuple[jax.Array, MoEStats | None]:
+    x_BTD, moe = self.mlp_norm(x_BTD), None
+    if isinstance(self.mlp, MoE):
+      noise_key = None if key is None else jax.random.fold_in(key, _EXPERTS)
+      y_BTD, moe = self.mlp(
+        x_BTD, tokens.segment_ids_BT > 0, training=rules.training, key=noise_key
+      )
+    else:
+      y_BTD = self.mlp(x_BTD)
+    mlp_key = None if key is None else jax.random.split(key)[1]
+    return dropout(y_BTD, self.rate, mlp_key), moe

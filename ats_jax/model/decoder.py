@@ -1,18 +1,28 @@
-"""The decoder: embed, scan over blocks, norm, head. Letters: B batch, T seq, D d_model, V vocab."""
+"""The decoder: embed, scan over super-blocks, norm, head.
+
+Letters: B batch, T seq, D d_model, V vocab, L layers that skip tokens.
+"""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ats_jax.config.schema import ModelConfig
+from ats_jax.config.schema import Config
 from ats_jax.model.attention import KVCache
-from ats_jax.model.block import Block
+from ats_jax.model.block import Block, LayerCache, Tokens
 from ats_jax.model.init import Numerics, head_std, normal
+from ats_jax.model.layout import LayerKind, layer_kinds, segments
+from ats_jax.model.mod import Pass
 from ats_jax.model.norm import RMSNorm
+from ats_jax.model.stats import StackStats
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import einsum, reshard
+from ats_jax.sharding.rules import spec
+
+# For each segment, for each place of its super-block: caches with a leading [repeats].
+Cache = tuple[tuple[LayerCache, ...], ...]
 
 # What 'names' keeps beside attention's results: its inputs, and those of the MLP's second half.
 SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
@@ -30,23 +40,37 @@ def remat_policy(name: str):
   }[name]
 
 
-class Decoder(nnx.Module):
-  """A decoder-only transformer."""
+class SuperBlock(nnx.Module):
+  """The layers of one period of the pattern of dense and sparse layers."""
 
-  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
-    self.cfg, self.num = cfg, num
-    shape = (cfg.vocab_size, cfg.d_model)
-    table_std = head_std(cfg) if cfg.tie_embeddings else cfg.init_std
+  def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs, kinds: tuple[LayerKind, ...]):
+    self.layers = nnx.List([Block(cfg, num, rngs, kind) for kind in kinds])
+
+
+class Decoder(nnx.Module):
+  """A decoder-only transformer: a list of segments, each scanned over its super-blocks."""
+
+  def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
+    model = cfg.model
+    self.cfg, self.num = model, num
+    self.layout = segments(layer_kinds(cfg))
+    shape = (model.vocab_size, model.d_model)
+    table_std = head_std(model) if model.tie_embeddings else model.init_std
     self.embed = normal(
       rngs.params(), shape, ("vocab_rows", "table_embed"), table_std, num.param_dtype
     )
-    # One Block whose every leaf has a leading [num_layers].
-    self.blocks = jax.vmap(lambda r: Block(cfg, num, r))(rngs.split(cfg.num_layers))
-    self.final_norm = RMSNorm(cfg.d_model, cfg.norm_eps, num)
+    # Each a SuperBlock whose every leaf has a leading [repeats].
+    self.segments = nnx.List(
+      [
+        jax.vmap(lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds))(rngs.split(s.repeats))
+        for s in self.layout
+      ]
+    )
+    self.final_norm = RMSNorm(model.d_model, model.norm_eps, num)
     self.head = (
       None
-      if cfg.tie_embeddings
-      else normal(rngs.params(), shape, ("vocab", "embed"), head_std(cfg), num.param_dtype)
+      if model.tie_embeddings
+      else normal(rngs.params(), shape, ("vocab", "embed"), head_std(model), num.param_dtype)
     )
 
   def __call__(
@@ -55,55 +79,118 @@ class Decoder(nnx.Module):
     *,
     positions_BT: jax.Array,
     segment_ids_BT: jax.Array,
-    dropout_key: jax.Array | None = None,
-  ) -> jax.Array:
+    rules: Pass,
+    key: jax.Array | None = None,
+  ) -> tuple[jax.Array, StackStats]:
     """Run the stack; `logits` or the loss op turns the result into scores.
 
     Args:
       tokens_BT: int32 [batch, seq].
       positions_BT: int32, for RoPE; restart at 0 in each segment.
-      segment_ids_BT: int32; tokens of different segments do not see each other.
-      dropout_key: key of this micro-batch; None = no dropout.
+      segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
+      rules: how sparse layers choose.
+      key: of this micro-batch, for dropout, noise and random routing; None = none of them.
 
     Returns:
-      Final normalised activations [batch, seq, d_model] in the compute dtype.
+      Final normalised activations [batch, seq, d_model] in the compute dtype, and statistics of
+      the sparse layers.
     """
+    positions_BT, segment_ids_BT = (
+      reshard(a, "batch", "seq") for a in (positions_BT, segment_ids_BT)
+    )
     table = rope_table(positions_BT, self.cfg.head_dim, self.cfg.rope_theta)
+    tokens = Tokens(positions_BT, segment_ids_BT, table)
 
-    def layer(x_BTD, block_and_index):
-      block, index = block_and_index
-      key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-      return block(x_BTD, table, segment_ids_BT=segment_ids_BT, dropout_key=key)
+    def super_block(carry, block_and_index):
+      (x_BTD, depth_BT), (block, first) = carry, block_and_index
+      stats = []
+      for place, layer in enumerate(block.layers):
+        index = first + place
+        layer_key = None if key is None else jax.random.fold_in(key, index)
+        x_BTD, layer_stats, passed_BT, _ = layer(x_BTD, tokens, rules, layer=index, key=layer_key)
+        stats.append(layer_stats)
+        if layer.depth is not None:
+          depth_BT += passed_BT
+      return (x_BTD, depth_BT), tuple(stats)
 
     if self.num.remat != "none":
-      layer = jax.checkpoint(
-        layer, policy=remat_policy(self.num.remat), prevent_cse=self.num.scan_unroll > 1
+      super_block = jax.checkpoint(
+        super_block, policy=remat_policy(self.num.remat), prevent_cse=self.num.scan_unroll > 1
       )
-    layers = (self.blocks, jnp.arange(self.cfg.num_layers))
-    x_BTD, _ = jax.lax.scan(layer, self._lookup(tokens_BT), layers, unroll=self.num.scan_unroll)
-    return self.final_norm(x_BTD)
+    carry, stats = (self._lookup(tokens_BT), jnp.zeros_like(segment_ids_BT)), []
+    for segment, blocks in zip(self.layout, self.segments, strict=True):
+      firsts = jnp.array(segment.layer_indices(0))
+      carry, of_segment = jax.lax.scan(
+        super_block, carry, (blocks, firsts), unroll=min(self.num.scan_unroll, segment.repeats)
+      )
+      stats.append(of_segment)
+    x_BTD, depth_BT = carry
+    return self.final_norm(x_BTD), StackStats(
+      tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
+    )
+
+  def _depth_counts(self, depth_BT: jax.Array, valid_BT: jax.Array) -> jax.Array | None:
+    skipping = sum(kind.mod for s in self.layout for kind in s.kinds * s.repeats)
+    if not skipping:
+      return None
+    is_depth_BTL = (depth_BT[..., None] == jnp.arange(skipping + 1)) & valid_BT[..., None]
+    return jnp.sum(is_depth_BTL, axis=(0, 1), dtype=jnp.float32)
 
   def extend(
-    self, tokens_BT: jax.Array, index_BT: jax.Array, cache: KVCache
-  ) -> tuple[jax.Array, KVCache]:
+    self, tokens_BT: jax.Array, index_BT: jax.Array, valid_BT: jax.Array, cache: Cache, rules: Pass
+  ) -> tuple[jax.Array, Cache]:
     """Run `tokens_BT` as the continuation of what the cache holds.
 
     Args:
       tokens_BT: int32 [batch, seq].
       index_BT: the cache slot, and position, of each token.
+      valid_BT: bool; padding takes no place in a sparse layer.
       cache: from `empty_cache`; slots beyond a token's own are not read.
+      rules: of evaluation.
 
     Returns:
       Final activations [batch, seq, d_model] and the extended cache.
     """
+    assert not rules.training
     table = rope_table(index_BT, self.cfg.head_dim, self.cfg.rope_theta)
+    tokens = Tokens(index_BT, valid_BT.astype(jnp.int32), table, index_BT)
 
-    def layer(x_BTD, block_and_cache):
-      block, layer_cache = block_and_cache
-      return block(x_BTD, table, cache=layer_cache, index_BT=index_BT)
+    def super_block(x_BTD, inputs):
+      block, first, caches = inputs
+      extended = []
+      for place, layer in enumerate(block.layers):
+        x_BTD, _, _, new = layer(x_BTD, tokens, rules, layer=first + place, cache=caches[place])
+        extended.append(new)
+      return x_BTD, tuple(extended)
 
-    x_BTD, cache = jax.lax.scan(layer, self._lookup(tokens_BT), (self.blocks, cache))
-    return self.final_norm(x_BTD), cache
+    x_BTD, new_cache = self._lookup(tokens_BT), []
+    for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
+      firsts = jnp.array(segment.layer_indices(0))
+      x_BTD, extended = jax.lax.scan(super_block, x_BTD, (blocks, firsts, caches))
+      new_cache.append(extended)
+    return self.final_norm(x_BTD), tuple(new_cache)
+
+  def empty_cache(self, batch: int, length: int, rules: Pass, dtype: jnp.dtype) -> Cache:
+    """A cache for rows of up to `length` tokens.
+
+    A layer that whole blocks skip keeps only as many keys and values as it has places.
+    """
+
+    def layer_cache(block: Block, repeats: int) -> LayerCache:
+      skipped = block.depth is not None and block.scope == "block"
+      slots = rules.places(length) if skipped else length
+      shape = (repeats, batch, slots, self.cfg.num_kv_heads, self.cfg.head_dim)
+      axes = spec("layers", "batch", "seq", "kv_heads", "head_dim")
+      kv = KVCache(*(jnp.zeros(shape, dtype, out_sharding=axes) for _ in range(2)))
+      if block.depth is None:
+        return LayerCache(kv, None)
+      taken = jnp.zeros((repeats, batch), jnp.int32, out_sharding=spec("layers", "batch"))
+      return LayerCache(kv, taken)
+
+    return tuple(
+      tuple(layer_cache(block, segment.repeats) for block in blocks.layers)
+      for segment, blocks in zip(self.layout, self.segments, strict=True)
+    )
 
   def head_weights(self) -> jax.Array:
     """The output matrix [vocab, d_model] in the compute dtype."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,39 @@ class Numerics:
   param_dtype: jnp.dtype
   compute_dtype: jnp.dtype
   attention: str  # implementation, chosen by ops.attention.choose
+  grouped_matmul: str  # the same, by ops.grouped_matmul.choose
   max_segments: int  # runs of one segment id in a row at most, padding's included
   deterministic: bool
   remat: str
   scan_unroll: int
 
 
-def numerics(cfg: Config, attention: str) -> Numerics:
+class Buffer(nnx.Variable):
+  """What the model reads but no gradient trains: the step sets it from what it saw."""
+
+
+def trainable(model: Any) -> Any:
+  """The model with None in place of its buffers; `merge` undoes it."""
+  return jax.tree.map(lambda v: None if isinstance(v, Buffer) else v, model, is_leaf=_is_variable)
+
+
+def merge(params: Any, model: Any) -> Any:
+  """`params` (like `trainable(model)`) with the buffers of `model`."""
+  pick = lambda v, p: v if isinstance(v, Buffer) else p
+  return jax.tree.map(pick, model, params, is_leaf=_is_variable)
+
+
+def _is_variable(x: Any) -> bool:
+  return isinstance(x, nnx.Variable)
+
+
+def numerics(cfg: Config, attention: str, grouped_matmul: str) -> Numerics:
   """Collect the settings that the model needs beside its shape."""
   return Numerics(
     param_dtype=jnp.dtype(cfg.precision.param_dtype),
     compute_dtype=jnp.dtype(cfg.precision.compute_dtype),
     attention=attention,
+    grouped_matmul=grouped_matmul,
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,

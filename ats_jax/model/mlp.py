@@ -12,9 +12,9 @@ from ats_jax.sharding.apply import einsum
 class MLP(nnx.Module):
   """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
-  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
+  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
     self.dtype = num.compute_dtype
-    shape = (cfg.d_model, cfg.d_ff)
+    shape = (cfg.d_model, d_ff)
     self.gate = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
     self.up = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
     self.down = normal(

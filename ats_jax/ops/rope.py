@@ -22,7 +22,7 @@ def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[ja
 
 
 def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Rotate each pair (i, i + head_dim/2) by its angle, in float32.
+  """Rotate each pair (i, i + head_dim/2) by its angle, in float32 or wider.
 
   Args:
     x_BTNH: queries or keys [batch, seq, heads, head_dim].
@@ -32,6 +32,6 @@ def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     Array like `x_BTNH`.
   """
   cos, sin = table
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  first, second = jnp.split(x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32)), 2, axis=-1)
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x_BTNH.dtype)

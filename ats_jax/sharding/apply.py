@@ -71,3 +71,18 @@ def all_max(x: jax.Array, axis: str) -> jax.Array:
 def axis_index(axis: str) -> jax.Array | int:
   """Inside an island: which piece of a logical axis this device holds."""
   return jax.lax.axis_index(mesh_axes(axis)) if num_shards(axis) > 1 else 0
+
+
+def exchange(x: jax.Array, axis: str) -> jax.Array:
+  """Inside an island: send block i of the first dimension to device i along a logical axis.
+
+  The result's block j is what device j sent here.
+  """
+  if num_shards(axis) == 1:
+    return x
+  return jax.lax.all_to_all(x, mesh_axes(axis), split_axis=0, concat_axis=0, tiled=True)
+
+
+def all_gather(x: jax.Array, axis: str) -> jax.Array:
+  """Inside an island: `x` of every device along a logical axis, stacked in front."""
+  return jax.lax.all_gather(x, mesh_axes(axis)) if num_shards(axis) > 1 else x[None]

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ats_jax.config.schema import Config
+from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.rules import MESH_AXES, spec
 
 
@@ -20,25 +21,29 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
   devices = devices or jax.devices()
   sizes = {a: getattr(cfg.mesh, a) for a in MESH_AXES}
   if sizes["data"] == -1:
-    rest = sizes["fsdp"] * sizes["tensor"]
+    others = {a: n for a, n in sizes.items() if a != "data"}
+    rest = math.prod(others.values())
     if len(devices) % rest:
+      product = " x ".join(f"mesh.{a}={n}" for a, n in others.items())
       raise ValueError(
-        f"mesh.fsdp={sizes['fsdp']} x mesh.tensor={sizes['tensor']} = {rest} does not divide "
-        f"the {len(devices)} devices. Choose sizes whose product divides {len(devices)}."
+        f"{product} = {rest} does not divide the {len(devices)} devices. "
+        f"Choose sizes whose product divides {len(devices)}."
       )
     sizes["data"] = len(devices) // rest
   if math.prod(sizes.values()) != len(devices):
     raise ValueError(
       f"mesh {'x'.join(map(str, sizes.values()))} ({', '.join(MESH_AXES)}) needs "
       f"{math.prod(sizes.values())} devices, there are {len(devices)}. "
-      "Change mesh.data, mesh.fsdp or mesh.tensor; mesh.data=-1 takes all that are left."
+      f"Change {', '.join(f'mesh.{a}' for a in MESH_AXES)}; mesh.data=-1 takes all that are left."
     )
-  shards, micro = sizes["data"] * sizes["fsdp"], cfg.data.batch_size // cfg.step.accum_steps
+  ways = [sizes[a] for a in mesh_axes("batch")]
+  shards, micro = math.prod(ways), cfg.data.batch_size // cfg.step.accum_steps
   if micro % shards:
+    product = " x ".join(f"mesh.{a}={n}" for a, n in zip(mesh_axes("batch"), ways, strict=True))
     raise ValueError(
       f"data.batch_size={cfg.data.batch_size} / step.accum_steps={cfg.step.accum_steps} = {micro} "
-      f"rows a micro-batch do not divide over mesh.data={sizes['data']} x mesh.fsdp="
-      f"{sizes['fsdp']} = {shards} shards. Use a multiple of {shards * cfg.step.accum_steps}."
+      f"rows a micro-batch do not divide over {product} = {shards} shards. "
+      f"Use a multiple of {shards * cfg.step.accum_steps}."
     )
   return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices)
 

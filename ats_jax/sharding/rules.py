@@ -3,13 +3,13 @@
 import jax
 
 # Mesh axes, outermost first. Neighbouring devices share the last axis, which talks the most.
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
 # None = not sharded. A tuple shards one dimension over several mesh axes.
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
   None: None,
   # activations
-  "batch": ("data", "fsdp"),
+  "batch": ("data", "fsdp", "expert"),
   "seq": None,
   "act_embed": None,
   "heads": "tensor",
@@ -17,10 +17,13 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
   "head_dim": None,
   "ff": "tensor",
   "vocab": "tensor",
+  "choice": None,  # of a token among experts
   # parameters: `embed` is the d_model side of a matrix, sharded ZeRO-style over fsdp
   "layers": None,
   "embed": "fsdp",
   "norm": None,
+  "experts": "expert",
+  "router": None,  # experts as columns of the router
   # The lookup table is sharded over its rows only: sharding its width makes XLA fully
   # rematerialise the gather.
   "vocab_rows": ("tensor", "fsdp"),

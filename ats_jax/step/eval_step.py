@@ -1,22 +1,29 @@
 """Loss on held-out rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
 from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.routing import rules_at
 
 
 def make_eval_step(cfg: Config) -> jax.stages.Wrapped:
-  """Return the jitted `(model, batch [batch, seq]) -> float32[3]`.
+  """Return the jitted `(model, batch [batch, seq], rules) -> float32[3]`.
 
   The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens.
+  `rules` are those of the end of the run if left out.
   """
+  final = rules_at(cfg, cfg.num_steps, training=False)
 
-  @jax.jit
-  def eval_step(model: Decoder, batch: Batch) -> jax.Array:
-    sums = loss_sums(model, batch, cfg.step)
+  @functools.partial(jax.jit, static_argnames="rules")
+  def eval_step(model: Decoder, batch: Batch, rules: Pass = final) -> jax.Array:
+    assert not rules.training, "training's routing sees the future"
+    sums, _ = loss_sums(model, batch, cfg.step, rules)
     return jnp.stack([sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])])
 
   return eval_step

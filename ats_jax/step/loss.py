@@ -6,29 +6,36 @@ import jax
 
 from ats_jax.config.schema import StepConfig
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
+from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy
 
 Batch = Mapping[str, jax.Array]
 
 
 def loss_sums(
-  model: Decoder, batch: Batch, cfg: StepConfig, dropout_key: jax.Array | None = None
-) -> LossSums:
+  model: Decoder, batch: Batch, cfg: StepConfig, rules: Pass, key: jax.Array | None = None
+) -> tuple[LossSums, StackStats]:
   """Sums over the tokens of `batch` (arrays [batch, seq]); divide by the mask's sum for means.
 
   Args:
     model: the decoder.
     batch: tokens, targets, loss_mask, segment_ids, positions.
     cfg: z_loss, label_smoothing and loss_chunk_tokens.
-    dropout_key: None = no dropout.
+    rules: how sparse layers choose.
+    key: for dropout, noise and random routing; None = none of them.
+
+  Returns:
+    The sums, and the statistics of the sparse layers.
   """
-  x_BTD = model(
+  x_BTD, stats = model(
     batch["tokens"],
     positions_BT=batch["positions"],
     segment_ids_BT=batch["segment_ids"],
-    dropout_key=dropout_key,
+    rules=rules,
+    key=key,
   )
-  return linear_cross_entropy(
+  sums = linear_cross_entropy(
     x_BTD,
     model.head_weights(),
     batch["targets"],
@@ -37,3 +44,4 @@ def loss_sums(
     cfg.label_smoothing,
     cfg.loss_chunk_tokens,
   )
+  return sums, stats

@@ -8,6 +8,9 @@ import optax
 
 from ats_jax.config.schema import Config
 
+# Parts of the paths of parameters that are vectors. Their shapes do not tell: layers are stacked.
+VECTORS = (".scale", ".depth.weight", ".depth.predict_out")
+
 
 class AdamState(NamedTuple):
   """State of `scale_by_adam`.
@@ -67,11 +70,11 @@ def scale_by_adam(
 
 
 def decay_mask(params: Any, *, embeddings: bool) -> Any:
-  """Which parameters decay: matrices; the embedding table if asked; never norm scales."""
+  """Which parameters decay: matrices; the embedding table if asked; no norm scale or vector."""
 
   def decays(path, _):
     name = jax.tree_util.keystr(path)
-    if ".scale" in name:
+    if any(vector in name for vector in VECTORS):
       return False
     return embeddings or not name.startswith(".embed")
 

@@ -9,11 +9,13 @@ import optax
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
 from ats_jax.model.init import Numerics, numerics
-from ats_jax.ops import attention
+from ats_jax.model.mod import Pass
+from ats_jax.ops import attention, grouped_matmul
 from ats_jax.ops.registry import Choice
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.routing import rules_at
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
 
@@ -35,8 +37,8 @@ class Plan:
     choices: which implementation of each op runs, and why.
     num: dtypes and implementations, as the model wants them.
     tx: the optimizer.
-    train_step: `(state, batch) -> (state, metrics)`, see `make_train_step`.
-    eval_step: `(model, batch) -> sums`, see `make_eval_step`.
+    train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
+    eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
     counts: parameters and FLOPs per token.
   """
 
@@ -52,8 +54,16 @@ class Plan:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
     return init_state(self.cfg, self.num, self.tx, abstract=abstract)
 
-  def compile_train_step(self, state: TrainState) -> jax.stages.Compiled:
-    """Compile the train step ahead of its first batch."""
+  def rules(self, step: int) -> Pass:
+    """How evaluation and generation use the weights that update `step` (1-based) left."""
+    return rules_at(self.cfg, max(0, step - 1), training=False)
+
+  def training_rules(self, step: int) -> Pass:
+    """How update `step` (1-based) is made."""
+    return rules_at(self.cfg, step - 1, training=True)
+
+  def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
+    """Compile the train step for `rules` ahead of its first batch."""
     data, mesh = self.cfg.data, jax.sharding.get_mesh()
     shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
     sharding = batch_sharding(mesh, len(shape))
@@ -61,7 +71,7 @@ class Plan:
       name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
       for name, dtype in BATCH_DTYPES.items()
     }
-    return self.train_step.lower(state, batch).compile()
+    return self.train_step.lower(state, batch, rules).compile()
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -71,15 +81,19 @@ def make_plan(cfg: Config) -> Plan:
   """
   device = jax.devices()[0]
   capability = str(getattr(device, "compute_capability", "0.0"))
-  choice = attention.choose(cfg, device.platform, capability)
-  num, tx = numerics(cfg, choice.implementation), build_optimizer(cfg)
+  choices = [attention.choose(cfg, device.platform, capability)]
+  matmul = "xla"
+  if cfg.moe.num_experts:
+    choices.append(grouped_matmul.choose(cfg, device.platform, capability))
+    matmul = choices[-1].implementation
+  num, tx = numerics(cfg, choices[0].implementation, matmul), build_optimizer(cfg)
   model = init_state(cfg, num, tx, abstract=True).model
   return Plan(
     cfg=cfg,
-    choices=(choice,),
+    choices=tuple(choices),
     num=num,
     tx=tx,
     train_step=make_train_step(cfg, tx),
     eval_step=make_eval_step(cfg),
-    counts=count(cfg.model, model, cfg.data.seq_len),
+    counts=count(cfg, model, cfg.data.seq_len),
   )

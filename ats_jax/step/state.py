@@ -10,7 +10,7 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import Numerics
+from ats_jax.model.init import Numerics, trainable
 
 
 @jax.tree_util.register_dataclass
@@ -55,11 +55,11 @@ def init_state(
   """
 
   def init(key: jax.Array) -> TrainState:
-    model: Any = Decoder(cfg.model, num, nnx.Rngs(params=jax.random.fold_in(key, INIT)))
+    model: Any = Decoder(cfg, num, nnx.Rngs(params=jax.random.fold_in(key, INIT)))
     # float32, or a slow average would stop moving; copied, as the state is donated
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
-    return TrainState(jnp.zeros((), jnp.int32), model, tx.init(model), ema, key)
+    return TrainState(jnp.zeros((), jnp.int32), model, tx.init(trainable(model)), ema, key)
 
   key = jax.random.key(cfg.seed)
   return jax.eval_shape(init, key) if abstract else jax.jit(init)(key)

@@ -1,79 +1,61 @@
 """One optimizer update."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.init import merge, trainable
+from ats_jax.model.mod import Pass
+from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums
 from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.metrics import StepMetrics, step_metrics
+from ats_jax.step.routing import Totals, routing_loss, rules_at, set_buffers, totals
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import DROPOUT, TrainState
 
-# Names of the float32 vector that a step returns, in order.
-METRICS = (
-  "train/loss",  # plain cross-entropy, nats per token
-  "train/accuracy",
-  "train/z",  # mean squared logsumexp of the logits
-  "train/grad_norm",  # before clipping
-  "train/update_norm",
-  "train/param_norm",
-  "train/learning_rate",
-  "train/tokens",  # that counted in the loss
-)
-
 
 def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages.Wrapped:
-  """Return the jitted step `(state, batch [accum, batch, seq]) -> (state, metrics)`.
+  """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
-  The state is donated. The metrics are one float32 vector, named by `METRICS`.
+  The state is donated. `rules` are those of the end of the run if left out.
   """
+  final = rules_at(cfg, cfg.num_steps, training=True)
 
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-    num_tokens = jnp.sum(batch["loss_mask"])
+  def train_step(
+    state: TrainState, batch: Batch, rules: Pass = final
+  ) -> tuple[TrainState, StepMetrics]:
+    whole = totals(batch, rules)
     key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
-    sums, grads = sums_and_grads(cfg, state.model, batch, num_tokens, key)
+    sums, stats, grads = sums_and_grads(cfg, state.model, batch, whole, key, rules)
 
-    params: Any = state.model  # optax has no type for "any pytree"
+    params: Any = trainable(state.model)  # optax has no type for "any pytree"
     directions, opt_state = tx.update(grads, state.opt_state, params)
     lr = learning_rate(cfg, state.step)
     move = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
-    model = jax.tree.map(move, state.model, directions)
+    model = merge(jax.tree.map(move, params, directions), state.model)
+    set_buffers(cfg, model, stats, state.step, rules)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
 
-    metrics = (
-      sums.cross_entropy / num_tokens,
-      sums.correct / num_tokens,
-      sums.z / num_tokens,
+    scalars = (
+      sums.cross_entropy / whole.counted,
+      sums.correct / whole.counted,
+      sums.z / whole.counted,
       norm(grads),
       lr * norm(directions),
-      norm(model),
+      norm(trainable(model)),
       lr,
-      num_tokens,
+      whole.counted,
     )
-    return TrainState(state.step + 1, model, opt_state, ema, state.key), jnp.stack(metrics)
+    metrics = step_metrics(cfg, model, stats, scalars)
+    return TrainState(state.step + 1, model, opt_state, ema, state.key), metrics
 
-  return jax.jit(train_step, donate_argnums=0)
-
-
-def check_finite(step: int, metrics: jax.Array) -> None:
-  """Before a checkpoint, which would displace good weights: see that `step` left finite ones.
-
-  Raises:
-    FloatingPointError: if it did not; its own loss, from the weights before it, may have been.
-  """
-  weights = float(np.asarray(metrics)[METRICS.index("train/param_norm")])
-  if not math.isfinite(weights):
-    raise FloatingPointError(
-      f"the norm of the weights is {weights} after step {step}, which was not saved. Lower "
-      "optimizer.learning_rate, or look at the data (python -m ats_jax.data stats)."
-    )
+  return jax.jit(train_step, donate_argnums=0, static_argnames="rules")
 
 
 def norm(tree: Any) -> jax.Array:
@@ -82,32 +64,41 @@ def norm(tree: Any) -> jax.Array:
 
 
 def sums_and_grads(
-  cfg: Config, model: Decoder, batch: Batch, num_tokens: jax.Array, key: jax.Array
-) -> tuple[LossSums, Any]:
-  """Accumulate loss sums and gradients of the token-mean objective over the micro-batches.
+  cfg: Config, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+) -> tuple[LossSums, StackStats, Any]:
+  """Accumulate sums, statistics and gradients of the token-mean objective over the micro-batches.
 
   Each micro-batch contributes its sum of token losses, and the division is by the token count of
   the whole batch, so any split into micro-batches gives one gradient.
+
+  Returns:
+    Loss sums, statistics of the sparse layers, and gradients like `trainable(model)`.
   """
 
-  def objective(model: Decoder, micro: Batch, micro_key: jax.Array):
-    dropout_key = micro_key if cfg.model.dropout else None
-    sums = loss_sums(model, micro, cfg.step, dropout_key)
-    return sums.objective / num_tokens, sums
+  def objective(params: Any, micro: Batch, micro_key: jax.Array):
+    full = merge(params, model)
+    sums, stats = loss_sums(full, micro, cfg.step, rules, micro_key)
+    loss = sums.objective / whole.counted + routing_loss(cfg, full, stats, whole)
+    return loss, (sums, stats)
 
-  grad = jax.grad(objective, has_aux=True)
-
-  def micro_step(carry, micro_and_index):
-    micro, index = micro_and_index
-    grads, sums = grad(model, micro, jax.random.fold_in(key, index))
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    return jax.tree.map(jnp.add, carry, (sums, grads)), None
+  def of_micro(index: jax.Array | int, micro: Batch):
+    grads, (sums, stats) = jax.grad(objective, has_aux=True)(
+      trainable(model), micro, jax.random.fold_in(key, index)
+    )
+    return sums, stats, grads
 
   accum = batch["tokens"].shape[0]
+  first = {k: v[0] for k, v in batch.items()}
   if accum == 1:  # no second copy of the gradients
-    grads, sums = grad(model, {k: v[0] for k, v in batch.items()}, jax.random.fold_in(key, 0))
-    return sums, grads
-  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), model)
-  start = (LossSums(*(jnp.zeros(()) for _ in LossSums._fields)), zeros)
-  (sums, grads), _ = jax.lax.scan(micro_step, start, (dict(batch), jnp.arange(accum)))
-  return sums, grads
+    return of_micro(0, first)
+
+  def micro_step(carry, index_and_micro):
+    sums, stats, grads = of_micro(*index_and_micro)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return jax.tree.map(jnp.add, carry, (sums, stats, grads)), None
+
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trainable(model))
+  sums, stats, _ = jax.eval_shape(of_micro, 0, first)
+  start = (*jax.tree.map(jnp.zeros_like, (sums, stats)), zeros)
+  carry, _ = jax.lax.scan(micro_step, start, (jnp.arange(accum), dict(batch)))
+  return carry

@@ -135,7 +135,7 @@ class TestTrainedRun:
       for part in ("model", "ema"):
         abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
         _, weights, _ = restore_tree(trained / "checkpoints", abstract, 35, part)
-        losses[part] = score(plan, weights, valid_set)["eval/loss"]
+        losses[part] = score(plan, weights, valid_set, 35)["eval/loss"]
     logged = read_manifest(trained / "checkpoints/35")["metric"]
     np.testing.assert_allclose(losses["ema"], logged, rtol=1e-4)
     assert abs(losses["model"] - logged) > 0.01

@@ -10,8 +10,8 @@ import jax
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.config import Config
+from ats_jax.step.metrics import METRICS
 from ats_jax.step.plan import make_plan
-from ats_jax.step.train_step import METRICS
 
 CURVE = Path(__file__).with_name("curve.json")
 STEPS = 20
@@ -44,7 +44,7 @@ def curve() -> dict[str, list[float]]:
       rows = random_rows(cfg, cfg.data.batch_size, seed=step % 4)
       state, metrics = plan.train_step(state, micro_batches(rows, 2))
       for name in STORED:
-        found[name].append(float(metrics[METRICS.index(name)]))
+        found[name].append(float(metrics.values[METRICS.index(name)]))
   return found
 
 

@@ -36,7 +36,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "evaluate", "generate", "report", "bench"}
-MESH_AXES = {"data", "fsdp", "tensor"}
+MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 
 def part(path: Path) -> str:

@@ -62,9 +62,9 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
     plan = make_plan(cfg)
     model = plan.init().model
     whole = np.asarray(plan.eval_step(model, rows), np.float64)
-    found = score(plan, model, valid)
+    found = score(plan, model, valid, 0)
     two = dataclasses.replace(cfg.eval, num_batches=2)
-    part = score(make_plan(dataclasses.replace(cfg, eval=two)), model, valid)
+    part = score(make_plan(dataclasses.replace(cfg, eval=two)), model, valid, 0)
     first = plan.eval_step(model, {k: v[:16] for k, v in rows.items()})
   loss, correct, tokens = whole
   assert tokens == valid.num_tokens == found["eval/tokens"]
@@ -76,7 +76,7 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
   np.testing.assert_allclose(part["eval/loss"], first[0] / first[2], RTOL)
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
     plan = make_plan(cfg)
-    many = score(plan, plan.init().model, valid)
+    many = score(plan, plan.init().model, valid, 0)
   assert many.keys() == found.keys()
   for name, value in found.items():
     np.testing.assert_allclose(many[name], value, 1e-4, err_msg=name)
@@ -95,9 +95,9 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
     for step in range(cfg.num_steps):
       rows = np.arange(step * 16, (step + 1) * 16).reshape(2, 8)
       plain, metrics = plan.train_step(plain, dataset.global_rows(rows))
-      losses.append(float(metrics[0]))
+      losses.append(float(metrics.values[0]))
       if (step + 1) % 3 == 0:
-        evaluations.append(score(plan, plain.model, valid)["eval/loss"])
+        evaluations.append(score(plan, plain.model, valid, step + 1)["eval/loss"])
   for a, b in zip(*(jax.tree.leaves(s.model) for s in (state, plain)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
   logged = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))

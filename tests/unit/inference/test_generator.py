@@ -1,6 +1,7 @@
 """Cached generation against the full forward pass; ends, stops and what is never drawn."""
 
 import dataclasses
+import functools
 from itertools import pairwise
 
 import hypothesis
@@ -9,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_decoder, make_test_mesh, tiny_config
+from helpers import EVALUATION, make_decoder, make_test_mesh, tiny_config
 
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference import generator
-from ats_jax.inference.generator import generate, generate_tokens, until_stop
-from ats_jax.model.attention import empty_cache
+from ats_jax.inference.generator import until_stop
+
+generate = functools.partial(generator.generate, rules=EVALUATION)
+generate_tokens = functools.partial(generator.generate_tokens, rules=EVALUATION)
 
 # float32; keys are added up over a cache of another length.
 RTOL, ATOL = 1e-5, 2e-5
@@ -29,7 +32,8 @@ def full_logits(model, ids):
   """Logits of each of `ids` by one pass without a cache."""
   tokens = np.asarray(ids, np.int32)[None]
   positions = np.arange(len(ids), dtype=np.int32)[None]
-  x = model(tokens, positions_BT=positions, segment_ids_BT=np.ones_like(tokens))
+  ones = np.ones_like(tokens)
+  x, _ = model(tokens, positions_BT=positions, segment_ids_BT=ones, rules=EVALUATION)
   return np.asarray(model.logits(x))[0]
 
 
@@ -59,12 +63,13 @@ def test_greedy_tokens_equal_the_argmax_of_the_full_forward(mesh, prompt):
 def test_extending_a_cache_gives_the_logits_of_the_full_forward(mesh, parts):
   model = make_decoder(CFG)
   ids = np.random.default_rng(0).integers(0, 256, sum(parts)).astype(np.int32)
-  cache = empty_cache(CFG.model, 1, 32, jnp.dtype("float32"))
+  cache = model.empty_cache(1, 32, EVALUATION, jnp.dtype("float32"))
   cache = jax.tree.map(lambda a: a + 9.0, cache)  # slots ahead must not be read
   got, at = [], 0
   for part in parts:
     index = np.arange(at, at + part, dtype=np.int32)[None]
-    x, cache = model.extend(ids[None, at : at + part], index, cache)
+    real = np.ones_like(index, bool)
+    x, cache = model.extend(ids[None, at : at + part], index, real, cache, EVALUATION)
     got.append(np.asarray(model.logits(x))[0])
     at += part
   np.testing.assert_allclose(np.concatenate(got), full_logits(model, ids), RTOL, ATOL)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+  TRAINING,
   assert_trees_close,
   make_decoder,
   make_test_mesh,
@@ -18,8 +19,9 @@ from helpers import (
   tiny_config,
 )
 
-from ats_jax.model.block import Block
+from ats_jax.model.block import Block, Tokens
 from ats_jax.ops.rope import rope_table
+from ats_jax.sharding.apply import reshard
 from ats_jax.step.loss import loss_sums
 
 # float32, two layers, activations of order one: matmuls over rows of other lengths add up in
@@ -33,7 +35,7 @@ SEQ = 16
 
 @jax.jit
 def hidden(model, tokens, segments, positions):
-  return model(tokens, positions_BT=positions, segment_ids_BT=segments)
+  return model(tokens, positions_BT=positions, segment_ids_BT=segments, rules=TRAINING)[0]
 
 
 def run(model, tokens, lengths):
@@ -97,11 +99,13 @@ def test_no_token_sees_a_later_one(mesh):
 def test_the_scan_equals_a_loop_over_layers(mesh):
   cfg = tiny_config({"model.num_layers": 3})
   model, rows = make_decoder(cfg), random_rows(cfg, 2)
-  table = rope_table(jnp.asarray(rows["positions"]), cfg.model.head_dim, cfg.model.rope_theta)
+  positions, segments = (reshard(rows[k], "batch", "seq") for k in ("positions", "segment_ids"))
+  table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
+  tokens = Tokens(positions, segments, table)
   x = jnp.asarray(np.asarray(model.embed[...])[rows["tokens"]])
   for index in range(3):
-    block: Block = jax.tree.map(lambda leaf, i=index: leaf[i], model.blocks)
-    x, _ = block(x, table, segment_ids_BT=jnp.asarray(rows["segment_ids"]))
+    block: Block = jax.tree.map(lambda leaf, i=index: leaf[i], model.segments[0].layers[0])
+    x, *_ = block(x, tokens, TRAINING, layer=jnp.int32(index))
   want = model.final_norm(x)
   got = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
   np.testing.assert_allclose(got, want, RTOL, ATOL)
@@ -111,7 +115,8 @@ def test_the_scan_equals_a_loop_over_layers(mesh):
 def loss_and_grads(cfg, dropout_seed=None):
   rows, model = random_rows(cfg, 4), make_decoder(cfg)
   key = None if dropout_seed is None else jax.random.key(dropout_seed)
-  f = lambda m: loss_sums(m, rows, cfg.step, key).objective / rows["loss_mask"].sum()
+  sums = lambda m: loss_sums(m, rows, cfg.step, TRAINING, key)[0]
+  f = lambda m: sums(m).objective / rows["loss_mask"].sum()
   return jax.jit(jax.value_and_grad(f))(model)
 
 
@@ -199,7 +204,7 @@ def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
     }
   )
   rows = random_rows(cfg, 8)
-  sums = jax.jit(lambda m: loss_sums(m, rows, cfg.step))(make_decoder(cfg))
+  sums = jax.jit(lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0])(make_decoder(cfg))
   loss = float(sums.cross_entropy) / rows["loss_mask"].sum()
   assert abs(loss - np.log(256)) < 0.1
 
@@ -216,5 +221,5 @@ def test_initial_standard_deviations(mesh):
     std = want.get(name, residual if name.endswith(("out.value", "down.value")) else 0.02)
     # The spread of an estimate from n draws is std / sqrt(2n); five of them.
     assert abs(np.std(leaf) - std) < 5 * std / np.sqrt(2 * leaf.size), name
-  q = np.asarray(leaves[".blocks.attn.q.value"])
+  q = np.asarray(leaves[".segments[0].layers[0].attn.q.value"])
   assert not np.array_equal(q[0], q[1])  # each layer draws its own

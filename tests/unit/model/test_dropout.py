@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_decoder, micro_batches, random_rows, tiny_config
+from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_config
 
 from ats_jax.model.block import dropout
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.plan import make_plan
+from ats_jax.step.routing import totals
 from ats_jax.step.train_step import sums_and_grads
 
 
@@ -43,11 +44,8 @@ def dropped_sites(cfg, model, tokens, key):
     patch.setattr("ats_jax.model.block.dropout", spy)
     ones = np.ones_like(tokens)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    jax.block_until_ready(
-      jax.jit(lambda m: m(tokens, positions_BT=positions, segment_ids_BT=ones, dropout_key=key))(
-        model
-      )
-    )
+    about = {"positions_BT": positions, "segment_ids_BT": ones, "rules": TRAINING, "key": key}
+    jax.block_until_ready(jax.jit(lambda m: m(tokens, **about)[0])(model))
     jax.effects_barrier()
   return masks
 
@@ -71,7 +69,10 @@ def test_micro_batches_draw_their_own_masks(mesh):
   @jax.jit
   def gradient(model, first, second, key):
     batch = {k: jnp.stack([first[k], second[k]]) for k in first}
-    return sums_and_grads(cfg, model, batch, tokens, key)[1].blocks.mlp.down[...]
+    whole = totals(batch, TRAINING)._replace(counted=tokens)
+    return (
+      sums_and_grads(cfg, model, batch, whole, key, TRAINING)[2].segments[0].layers[0].mlp.down[...]
+    )
 
   # The same rows as micro-batch 0 and as micro-batch 1; the other one contributes nothing.
   zeroth = gradient(model, rows, silent, jax.random.key(1))
@@ -87,7 +88,7 @@ def test_steps_draw_their_own_masks(mesh, rate):
   cfg = tiny_config({"model.dropout": rate})
   plan, batch = make_plan(cfg), micro_batches(random_rows(cfg, 8), 1)
   at = lambda step: dataclasses.replace(plan.init(), step=jnp.int32(step))
-  losses = [float(plan.train_step(at(step), batch)[1][0]) for step in (0, 0, 1, 2)]
+  losses = [float(plan.train_step(at(step), batch)[1].values[0]) for step in (0, 0, 1, 2)]
   assert losses[0] == losses[1]  # from the seed and the step alone
   assert len(set(losses)) == (3 if rate else 1)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_decoder, named_leaves, random_rows, tiny_config
+from helpers import TRAINING, make_decoder, named_leaves, random_rows, tiny_config
 
 from ats_jax.step.loss import loss_sums
 
@@ -33,15 +33,15 @@ def attend(x, p, layer, positions, visible, cfg):
   m, out = cfg.model, 0.0
   for n in range(m.num_heads):
     group = n * m.num_kv_heads // m.num_heads
-    q = x @ p[".blocks.attn.q"][layer][:, n]
-    k = x @ p[".blocks.attn.k"][layer][:, group]
-    v = x @ p[".blocks.attn.v"][layer][:, group]
+    q = x @ p[".segments[0].layers[0].attn.q"][layer][:, n]
+    k = x @ p[".segments[0].layers[0].attn.k"][layer][:, group]
+    v = x @ p[".segments[0].layers[0].attn.v"][layer][:, group]
     if m.qk_norm:
-      q = norm(q, p[".blocks.attn.q_norm.scale"][layer])
-      k = norm(k, p[".blocks.attn.k_norm.scale"][layer])
+      q = norm(q, p[".segments[0].layers[0].attn.q_norm.scale"][layer])
+      k = norm(k, p[".segments[0].layers[0].attn.k_norm.scale"][layer])
     q, k = rotate(q, positions, m.rope_theta), rotate(k, positions, m.rope_theta)
     scores = jnp.where(visible, q @ k.T / jnp.sqrt(q.shape[-1]), -1e30)
-    out = out + jax.nn.softmax(scores, -1) @ v @ p[".blocks.attn.out"][layer][n]
+    out = out + jax.nn.softmax(scores, -1) @ v @ p[".segments[0].layers[0].attn.out"][layer][n]
   return out
 
 
@@ -50,12 +50,12 @@ def row_logits(p, tokens, segments, positions, cfg):
   visible = (segments[:, None] == segments[None]) & np.tri(seq, dtype=bool)
   x = p[".embed"][tokens]
   for layer in range(cfg.model.num_layers):
-    y = norm(x, p[".blocks.attn_norm.scale"][layer])
+    y = norm(x, p[".segments[0].layers[0].attn_norm.scale"][layer])
     x = x + attend(y, p, layer, positions, visible, cfg)
-    y = norm(x, p[".blocks.mlp_norm.scale"][layer])
-    gate = y @ p[".blocks.mlp.gate"][layer]
-    up = y @ p[".blocks.mlp.up"][layer]
-    x = x + (gate / (1 + jnp.exp(-gate)) * up) @ p[".blocks.mlp.down"][layer]
+    y = norm(x, p[".segments[0].layers[0].mlp_norm.scale"][layer])
+    gate = y @ p[".segments[0].layers[0].mlp.gate"][layer]
+    up = y @ p[".segments[0].layers[0].mlp.up"][layer]
+    x = x + (gate / (1 + jnp.exp(-gate)) * up) @ p[".segments[0].layers[0].mlp.down"][layer]
   head = p[".embed"] if cfg.model.tie_embeddings else p[".head"]
   return norm(x, p[".final_norm.scale"]) @ head.T
 
@@ -91,7 +91,8 @@ def test_loss_and_gradients(mesh, changes):
   # Weights larger than at initialisation, so that attention is far from uniform.
   cfg = tiny_config({"model.init_std": 0.3, "data.seq_len": 12, **changes})
   rows, model = random_rows(cfg, 3, seed=5), make_decoder(cfg)
-  f = lambda m: loss_sums(m, rows, cfg.step).objective / rows["loss_mask"].sum()
+  sums = lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0]
+  f = lambda m: sums(m).objective / rows["loss_mask"].sum()
   loss, grads = jax.jit(jax.value_and_grad(f))(model)
 
   plain = lambda tree: {

@@ -9,18 +9,19 @@ from ats_jax.sharding.mesh import batch_sharding, local_rows, make_mesh, to_glob
 from ats_jax.sharding.rules import MESH_AXES
 
 
-def config(data=-1, fsdp=1, tensor=1, batch_size=8, accum_steps=1):
-  sizes = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+def config(data=-1, fsdp=1, expert=1, tensor=1, batch_size=8, accum_steps=1):
+  sizes = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.expert": expert, "mesh.tensor": tensor}
   return tiny_config(sizes | {"data.batch_size": batch_size, "step.accum_steps": accum_steps})
 
 
 @pytest.mark.parametrize(
   ("sizes", "shape"),
   [
-    ((-1, 1, 1), (8, 1, 1)),
-    ((-1, 2, 2), (2, 2, 2)),
-    ((1, 4, 2), (1, 4, 2)),
-    ((4, 2, 1), (4, 2, 1)),
+    ((-1, 1, 1, 1), (8, 1, 1, 1)),
+    ((-1, 2, 1, 2), (2, 2, 1, 2)),
+    ((1, 4, 1, 2), (1, 4, 1, 2)),
+    ((4, 2, 1, 1), (4, 2, 1, 1)),
+    ((-1, 1, 2, 2), (2, 1, 2, 2)),
   ],
 )
 def test_make_mesh(sizes, shape):
@@ -31,17 +32,18 @@ def test_make_mesh(sizes, shape):
 
 
 def test_make_mesh_of_some_devices():
-  assert make_mesh(config(fsdp=2), jax.devices()[:4]).devices.shape == (2, 2, 1)
+  assert make_mesh(config(fsdp=2), jax.devices()[:4]).devices.shape == (2, 2, 1, 1)
 
 
 @pytest.mark.parametrize(
   ("sizes", "batch", "words"),
   [
-    ((-1, 8, 2), (16, 1), r"mesh.fsdp=8 x mesh.tensor=2 = 16 does not divide the 8 devices"),
-    ((2, 2, 1), (8, 1), r"mesh 2x2x1 \(data, fsdp, tensor\) needs 4 devices, there are 8"),
-    ((4, 2, 2), (8, 1), "needs 16 devices, there are 8"),
-    ((-1, 1, 1), (12, 1), "data.batch_size=12 / step.accum_steps=1 = 12 rows.*multiple of 8"),
-    ((-1, 2, 1), (8, 2), r"= 4 rows a micro-batch.*mesh.data=4 x mesh.fsdp=2 = 8.*multiple of 16"),
+    ((-1, 8, 1, 2), (16, 1), r"mesh.fsdp=8 x mesh.expert=1 x mesh.tensor=2 = 16 does not divide"),
+    ((2, 2, 1, 1), (8, 1), r"2x2x1x1 \(data, fsdp, expert, tensor\) needs 4 devices, there are 8"),
+    ((4, 2, 1, 2), (8, 1), "needs 16 devices, there are 8"),
+    ((-1, 1, 1, 1), (12, 1), "data.batch_size=12 / step.accum_steps=1 = 12 rows.*multiple of 8"),
+    ((-1, 2, 1, 1), (8, 2), r"= 4 rows a.*=4 x mesh.fsdp=2 x mesh.expert=1 = 8.*multiple of 16"),
+    ((-1, 1, 4, 1), (4, 1), r"= 4 rows a.*mesh.data=2 x mesh.fsdp=1 x mesh.expert=4 = 8"),
   ],
 )
 def test_make_mesh_refuses(sizes, batch, words):
@@ -50,7 +52,7 @@ def test_make_mesh_refuses(sizes, batch, words):
 
 
 def test_tensor_shards_do_not_count_as_rows():
-  assert make_mesh(config(2, 2, 2, batch_size=4)).devices.shape == (2, 2, 2)
+  assert make_mesh(config(2, 2, 1, 2, batch_size=4)).devices.shape == (2, 2, 1, 2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)])

@@ -13,7 +13,7 @@ from ats_jax.sharding.rules import MESH_AXES, RULES, spec
 
 
 def test_spec_translates():
-  assert spec("batch", "seq", None) == jax.P(("data", "fsdp"), None, None)
+  assert spec("batch", "seq", None) == jax.P(("data", "fsdp", "expert"), None, None)
   assert spec("layers", "embed", "ff") == jax.P(None, "fsdp", "tensor")
   assert spec() == jax.P()
 

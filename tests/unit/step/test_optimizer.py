@@ -100,7 +100,9 @@ def test_bfloat16_gradients_and_parameters_use_float32_arithmetic(params):
 def test_only_matrices_decay(mesh, embeddings, tied):
   cfg = tiny_config({"model.qk_norm": True, "model.tie_embeddings": tied})
   mask = named_leaves(decay_mask(make_decoder(cfg), embeddings=embeddings))
-  kept = {".blocks.attn.q_norm", ".blocks.attn.k_norm", ".blocks.attn_norm", ".blocks.mlp_norm"}
+  kept = {
+    f".segments[0].layers[0].{n}" for n in ("attn.q_norm", "attn.k_norm", "attn_norm", "mlp_norm")
+  }
   kept = {f"{name}.scale.value" for name in (*kept, ".final_norm")}
   assert {name for name, decays in mask.items() if not decays} == (
     kept if embeddings else kept | {".embed.value"}

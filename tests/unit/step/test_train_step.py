@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+  TRAINING,
   assert_trees_close,
   make_decoder,
   micro_batches,
@@ -15,10 +16,12 @@ from helpers import (
 )
 
 from ats_jax.step.loss import loss_sums
+from ats_jax.step.metrics import METRICS
 from ats_jax.step.optimizer import decay_mask
 from ats_jax.step.plan import make_plan
+from ats_jax.step.routing import totals
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.train_step import METRICS, sums_and_grads
+from ats_jax.step.train_step import sums_and_grads
 
 # float32; the same terms are summed in another order.
 RTOL, ATOL = 2e-5, 1e-7
@@ -54,7 +57,7 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
     state, metrics = plan.train_step(plan.init(), micro_batches(rows, accum))
     (adam, _) = state.opt_state
     grads = jax.tree.map(lambda m, b1=cfg.optimizer.b1: m / (1 - b1), adam.mu)  # after one update
-    results.append((grads, metrics, state.model))
+    results.append((grads, metrics.values, state.model))
   want_grads, want_metrics, want_model = results[0]
   for grads, metrics, model in results[1:]:
     assert_trees_close(grads, want_grads, rtol=1e-4, atol=ATOL)
@@ -62,12 +65,21 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
     assert_trees_close(model, want_model, rtol=0, atol=UPDATE_ATOL)
 
 
+def grads_of(cfg, model, batch, key):
+  """Loss sums and gradients of a dense model."""
+  whole = totals(batch, TRAINING)
+  sums, _, grads = sums_and_grads(cfg, model, batch, whole, key, TRAINING)
+  return sums, grads
+
+
 def test_the_gradient_is_that_of_the_token_mean(mesh):
   cfg = tiny_config({"step.z_loss": 1e-2})
   rows, model = random_rows(cfg, 4), make_decoder(cfg)
   tokens = rows["loss_mask"].sum()
-  want = jax.jit(jax.grad(lambda m: loss_sums(m, rows, cfg.step).objective / tokens))(model)
-  f = lambda m: sums_and_grads(cfg, m, micro_batches(rows, 2), tokens, jax.random.key(0))[1]
+  want = jax.jit(jax.grad(lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0].objective / tokens))(
+    model
+  )
+  f = lambda m: grads_of(cfg, m, micro_batches(rows, 2), jax.random.key(0))[1]
   assert_trees_close(jax.jit(f)(model), want, rtol=1e-4, atol=ATOL)
 
 
@@ -100,7 +112,8 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
 
   @jax.jit
   def plain_step(model, opt_state, rows):
-    objective = lambda m: loss_sums(m, rows, cfg.step).objective / rows["loss_mask"].sum()
+    sums = lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0]
+    objective = lambda m: sums(m).objective / rows["loss_mask"].sum()
     updates, opt_state = tx.update(jax.grad(objective)(model), opt_state, model)
     return optax.apply_updates(model, updates), opt_state
 
@@ -121,13 +134,13 @@ def test_metrics(mesh, param_dtype):
   plan = make_plan(cfg)
   state, rows = plan.init(), random_rows(cfg, 8)
   batch, tokens = micro_batches(rows, 1), rows["loss_mask"].sum()
-  sums, grads = jax.jit(lambda m: sums_and_grads(cfg, m, batch, tokens, state.key))(state.model)
+  sums, grads = jax.jit(lambda m: grads_of(cfg, m, batch, state.key))(state.model)
   before = snapshot(state.model)
   state, metrics = plan.train_step(state, batch)
   after = snapshot(state.model)
   norm = lambda tree: np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tree.values()))
-  got = dict(zip(METRICS, np.asarray(metrics, np.float64), strict=True))
-  assert metrics.dtype == jnp.float32
+  got = dict(zip(METRICS, np.asarray(metrics.values, np.float64), strict=True))
+  assert metrics.values.dtype == jnp.float32
   assert got["train/tokens"] == tokens
   np.testing.assert_allclose(got["train/loss"], float(sums.cross_entropy) / tokens, RTOL)
   np.testing.assert_allclose(got["train/accuracy"], float(sums.correct) / tokens, RTOL)
@@ -146,7 +159,7 @@ def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
   vectors = []
   for cfg in (plain, other):
     plan = make_plan(cfg)
-    vectors.append(np.asarray(plan.train_step(plan.init(), micro_batches(rows, 1))[1]))
+    vectors.append(np.asarray(plan.train_step(plan.init(), micro_batches(rows, 1))[1].values))
     sums = plan.eval_step(plan.init().model, rows)
     tokens = rows["loss_mask"].sum()
     np.testing.assert_allclose(sums[0] / tokens, vectors[-1][0], RTOL)  # train/loss
@@ -179,7 +192,7 @@ def test_state_is_donated_and_the_step_compiles_once(mesh):
     old = state
     state, metrics = plan.train_step(state, micro_batches(random_rows(cfg, 8, seed=step), 1))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
-    rates.append(float(metrics[METRICS.index("train/learning_rate")]))
+    rates.append(float(metrics.values[METRICS.index("train/learning_rate")]))
   assert len(set(rates)) == 3
   assert plan.train_step._cache_size() == 1
 

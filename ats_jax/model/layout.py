@@ -1,0 +1,88 @@
+"""Which layers have experts and which skip tokens, and how the stack is cut into scans."""
+
+import dataclasses
+import math
+
+from ats_jax.config.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+  """What one layer is made of.
+
+  Attributes:
+    moe: its feed-forward is a mixture of experts.
+    mod: only some tokens go through it (mixture of depths).
+  """
+
+  moe: bool
+  mod: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Consecutive layers: `kinds`, `repeats` times over; one `lax.scan` over the repeats.
+
+  Attributes:
+    first: index of its first layer.
+    kinds: the layers of one super-block.
+    repeats: how many super-blocks.
+  """
+
+  first: int
+  kinds: tuple[LayerKind, ...]
+  repeats: int
+
+  def layer_indices(self, place: int) -> range:
+    """Indices of the layers at one place of the super-block."""
+    period = len(self.kinds)
+    return range(self.first + place, self.first + period * self.repeats, period)
+
+
+def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
+  """The kind of every layer, from the bottom up."""
+  moe, mod, num_layers = cfg.moe, cfg.mod, cfg.model.num_layers
+  moe_layers = _every(moe.every, moe.dense_first, num_layers - moe.dense_last)
+  mod_layers = _every(mod.every, mod.start_layer, mod.end_layer or num_layers)
+  return tuple(
+    LayerKind(
+      moe=moe.num_experts > 0 and layer in moe_layers,
+      mod=mod.routing != "none" and layer in mod_layers,
+    )
+    for layer in range(num_layers)
+  )
+
+
+def _every(n: int, start: int, stop: int) -> range:
+  return range(start + n - 1, stop, n)
+
+
+def segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
+  """Cut layers into segments: from the bottom, the pattern that repeats over the most layers.
+
+  The number of programs that XLA compiles is the number of layers in all patterns, however deep
+  the model is.
+  """
+  found, first = [], 0
+  while first < len(kinds):
+    rest = kinds[first:]
+    options = [Segment(first, rest[:p], _repeats(rest, p)) for p in range(1, len(rest) + 1)]
+    # A pattern without a repeat is no better than its first layer alone.
+    repeated = [s for s in options if s.repeats > 1] or options[:1]
+    best = max(repeated, key=lambda s: (len(s.kinds) * s.repeats, -len(s.kinds)))
+    found.append(best)
+    first += len(best.kinds) * best.repeats
+  return tuple(found)
+
+
+def _repeats(kinds: tuple[LayerKind, ...], period: int) -> int:
+  repeats = 1
+  while kinds[period * repeats : period * (repeats + 1)] == kinds[:period]:
+    repeats += 1
+  return repeats
+
+
+def mod_tokens(capacity: float, seq_len: int) -> int:
+  """Tokens of a row that go through a layer of this capacity."""
+  # Not ceil(capacity * seq_len): 0.55 * 100 is a hair over 55 in binary.
+  return min(seq_len, math.ceil(round(capacity * seq_len, 6)))

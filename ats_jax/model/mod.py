@@ -1,0 +1,274 @@
+"""Mixture of depths: some tokens of each row go through a layer, the others go past it.
+
+Letters: B batch, T seq, D d_model, H predictor width, C places of a row.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.config.schema import Config
+from ats_jax.model.init import Buffer, Numerics, normal
+from ats_jax.model.layout import mod_tokens
+from ats_jax.model.stats import MoDStats
+from ats_jax.ops.dispatch import Places, sum_rows, take_rows
+from ats_jax.sharding.apply import einsum, island
+from ats_jax.sharding.rules import spec
+
+X_AXES = ("batch", "seq", "act_embed")
+TOKEN_AXES = ("batch", "seq")
+# Places for tokens under the causal rule, over those it is expected to choose. A row that wants
+# more goes on without them: the first come by position, the others skip the layer and are counted.
+SLACK = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """The rules of a forward pass; static.
+
+  Attributes:
+    training: choose experts and tokens as training does, which looks at whole rows.
+    capacity: share of a row that goes through a layer which skips tokens.
+  """
+
+  training: bool
+  capacity: float
+
+  def places(self, seq_len: int) -> int:
+    """Places for tokens of a row of `seq_len` in a layer which skips tokens."""
+    share = self.capacity if self.training else min(1.0, SLACK * self.capacity)
+    return mod_tokens(share, seq_len)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+  """The tokens that go through a layer, in order of position.
+
+  Attributes:
+    index_BC: int32 where each of them is in its row; arbitrary in empty places.
+    filled_BC: bool.
+    slot_BT: int32 place of each token; C = none.
+    gate_BT: float32 weight of the layer's output for each token.
+  """
+
+  index_BC: jax.Array
+  filled_BC: jax.Array
+  slot_BT: jax.Array
+  gate_BT: jax.Array
+
+  def take(self, x_BTD: jax.Array) -> jax.Array:
+    """Their activations [batch, places, d_model], zero in empty places."""
+
+    def local(x_BTD, index_BC, filled_BC, slot_BT):
+      rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT))
+      return rows.reshape(*index_BC.shape, -1)
+
+    axes = (X_AXES, *[TOKEN_AXES] * 3)
+    return island(local, in_axes=axes, out_axes=X_AXES)(
+      x_BTD, self.index_BC, self.filled_BC, self.slot_BT
+    )
+
+  def take_ids(self, ids_BT: jax.Array, empty: int) -> jax.Array:
+    """Their integers [batch, places], `empty` in empty places."""
+    taken = lambda ids, index: jnp.take_along_axis(ids, index, axis=1)
+    ids_BC = island(taken, in_axes=(TOKEN_AXES, TOKEN_AXES), out_axes=TOKEN_AXES)(
+      ids_BT, self.index_BC
+    )
+    return jnp.where(self.filled_BC, ids_BC, empty)
+
+  def put(self, y_BCD: jax.Array) -> jax.Array:
+    """`y` times the gate at their own places [batch, seq, d_model], zero elsewhere."""
+
+    def local(y_BCD, gate_BT, index_BC, filled_BC, slot_BT):
+      places = _places(index_BC, filled_BC, slot_BT)
+      return sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places).reshape(*gate_BT.shape, -1)
+
+    axes = (X_AXES, *[TOKEN_AXES] * 4)
+    return island(local, in_axes=axes, out_axes=X_AXES)(
+      y_BCD, self.gate_BT, self.index_BC, self.filled_BC, self.slot_BT
+    )
+
+
+def _flat(x_BTD: jax.Array) -> jax.Array:
+  return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _places(index_BC: jax.Array, filled_BC: jax.Array, slot_BT: jax.Array) -> Places:
+  """The map of a device's rows, flattened."""
+  (batch, seq), capacity = slot_BT.shape, index_BC.shape[1]
+  row_B1 = jnp.arange(batch)[:, None]
+  source = jnp.where(filled_BC, index_BC + row_B1 * seq, batch * seq).reshape(-1)
+  slot = jnp.where(slot_BT < capacity, slot_BT + row_B1 * capacity, batch * capacity)
+  return Places(source_M=source, choice_M=source, slot_NK=slot.reshape(-1, 1))
+
+
+class Depth(nnx.Module):
+  """Chooses the tokens that go through a layer (Raposo et al. 2024, arXiv:2404.02258).
+
+  Training takes the highest scores of each row, which no token can know before the row ends.
+  Evaluation and generation use a causal rule instead: score over a running quantile (`threshold`,
+  a buffer with the number of its updates and the capacity that it is for), or a small predictor.
+  """
+
+  def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
+    self.cfg = cfg.mod
+    if self.cfg.routing != "learned":
+      return
+    width, wide = cfg.model.d_model, jnp.promote_types(num.param_dtype, jnp.float32)
+    std = cfg.model.init_std
+    self.weight = normal(rngs.params(), (width,), ("norm",), std, wide)
+    zero = lambda: Buffer(jnp.zeros((), wide, out_sharding=spec()))
+    self.threshold, self.updates, self.capacity = zero(), zero(), zero()
+    if self.cfg.decision == "predictor":
+      hidden = max(16, width // 8)
+      axes = ("embed", "router")
+      self.predict_in = normal(rngs.params(), (width, hidden), axes, 1 / math.sqrt(width), wide)
+      self.predict_out = normal(rngs.params(), (hidden,), ("norm",), std, wide)
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    valid_BT: jax.Array,
+    rules: Pass,
+    *,
+    layer: jax.Array,
+    key: jax.Array | None,
+    places: int,
+    room_B: jax.Array | None = None,
+  ) -> tuple[Chosen, MoDStats]:
+    """Choose up to `places` tokens of each row.
+
+    Args:
+      x_BTD: the residual stream [batch, seq, d_model].
+      positions_BT: int32 position of each token in its document.
+      valid_BT: bool; padding never goes through.
+      rules: of this pass.
+      layer: int32 index of the layer, for the routings without a router.
+      key: of this layer and micro-batch; random routing in training needs it.
+      places: C.
+      room_B: int32 places that are left of what a row has in all (generation).
+    """
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    scores_BT = gate_BT = jnp.ones(positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES))
+    predicted_BT = None
+    if self.cfg.routing == "learned":
+      x_BTD = _unit_rms(x_BTD.astype(wide))  # or scores would grow with the residual stream
+      scores_BT = _project("BTD,D->BT", x_BTD, self.weight, TOKEN_AXES)
+      gate_BT = jax.nn.sigmoid(scores_BT)
+      if self.cfg.decision == "predictor":
+        predicted_BT = self._predict(jax.lax.stop_gradient(x_BTD))
+      causal_BT = self._causal_rule(scores_BT, predicted_BT) & valid_BT
+    else:
+      causal_BT = self._pattern(positions_BT, layer, rules.capacity) & valid_BT
+      if self.cfg.routing == "random" and rules.training:
+        assert key is not None, "random routing draws in training"
+        scores_BT = jax.random.uniform(
+          key, positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES)
+        )
+    scores_BT = jax.lax.stop_gradient(scores_BT)
+    wanted_BT = causal_BT
+    if rules.training and self.cfg.routing != "static":
+      wanted_BT = _highest(scores_BT, valid_BT, places)
+
+    order_BT = jnp.cumsum(wanted_BT, axis=1)
+    limit = places if room_B is None else jnp.minimum(places, room_B)[:, None]
+    chosen_BT = wanted_BT & (order_BT <= limit)
+    count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
+    chosen = Chosen(
+      index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :places],
+      filled_BC=jnp.arange(places) < count_B1,
+      slot_BT=jnp.where(chosen_BT, order_BT - 1, places),
+      gate_BT=gate_BT,
+    )
+    total = lambda a_BT: jnp.sum(jnp.where(valid_BT, a_BT, 0), dtype=wide)
+    threshold, rows = _threshold(scores_BT, valid_BT, places)
+    stats = MoDStats(
+      tokens=total(1),
+      routed=total(chosen_BT),
+      overflow=total(wanted_BT & ~chosen_BT),
+      gate=total(chosen_BT * gate_BT),
+      agree=total(causal_BT == wanted_BT),
+      threshold=threshold,
+      rows=rows,
+      predictor_loss=(
+        jnp.zeros((), wide)
+        if predicted_BT is None
+        else total(_binary_cross_entropy(predicted_BT, chosen_BT))
+      ),
+    )
+    return chosen, stats
+
+  def _causal_rule(self, scores_BT: jax.Array, predicted_BT: jax.Array | None) -> jax.Array:
+    if predicted_BT is not None:
+      return predicted_BT > 0
+    # All go, as far as there are places, before the first update.
+    return (scores_BT > self.threshold[...]) | (self.updates[...] == 0)
+
+  def _predict(self, x_BTD: jax.Array) -> jax.Array:
+    """Log-odds that training would choose a token, from its own activations alone."""
+    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, ("batch", "seq", "router"))
+    return _project("BTH,H->BT", jax.nn.silu(hidden_BTH), self.predict_out, TOKEN_AXES)
+
+  def _pattern(self, positions_BT: jax.Array, layer: jax.Array, capacity: float) -> jax.Array:
+    """The choice of a routing that does not look at the token; another one in each layer."""
+    if self.cfg.routing == "static":
+      steps = lambda at: jnp.floor((at + layer) * capacity)
+      return steps(positions_BT + 1) > steps(positions_BT)
+    layer_key = jax.random.fold_in(jax.random.key(0), layer)
+    draw = lambda position: jax.random.uniform(jax.random.fold_in(layer_key, position))
+    return jax.vmap(jax.vmap(draw))(positions_BT) < capacity
+
+  def updated(self, stats: MoDStats, capacity: float) -> dict[str, jax.Array]:
+    """The buffers after a step; another capacity than before starts the quantile anew.
+
+    Args:
+      stats: of the whole batch, over all devices and micro-batches.
+      capacity: that the step used.
+    """
+    seen = jnp.where(self.capacity[...] == capacity, self.updates[...], 0.0)
+    decay = jnp.minimum(self.cfg.threshold_decay, seen / (seen + 1.0))
+    mean = stats.threshold / jnp.maximum(stats.rows, 1.0)
+    moved = decay * self.threshold[...] + (1.0 - decay) * mean
+    is_new = stats.rows > 0
+    return {
+      "threshold": jnp.where(is_new, moved, self.threshold[...]),
+      "updates": jnp.where(is_new, seen + 1.0, seen),
+      "capacity": jnp.full_like(seen, capacity),
+    }
+
+
+def _unit_rms(x_BTD: jax.Array) -> jax.Array:
+  return x_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True) + 1e-6)
+
+
+def _project(formula: str, x: jax.Array, weight: nnx.Param, axes: tuple[str, ...]) -> jax.Array:
+  return einsum(
+    formula, x, weight[...].astype(x.dtype), axes=axes, precision=jax.lax.Precision.HIGHEST
+  )
+
+
+def _highest(scores_BT: jax.Array, valid_BT: jax.Array, places: int) -> jax.Array:
+  """Mark the `places` highest scores of each row; of equal ones the first."""
+  order_BT = jnp.argsort(jnp.where(valid_BT, -scores_BT, jnp.inf), axis=1, stable=True)
+  return (jnp.argsort(order_BT, axis=1) < places) & valid_BT
+
+
+def _threshold(
+  scores_BT: jax.Array, valid_BT: jax.Array, places: int
+) -> tuple[jax.Array, jax.Array]:
+  """Half-way between the last score in and the first one out, summed over rows that have both."""
+  if places == scores_BT.shape[1]:
+    return jnp.zeros((), scores_BT.dtype), jnp.zeros((), scores_BT.dtype)
+  sorted_BT = jnp.sort(jnp.where(valid_BT, scores_BT, -jnp.inf), axis=1, descending=True)
+  edge_B = 0.5 * (sorted_BT[:, places - 1] + sorted_BT[:, places])
+  is_edge_B = edge_B > -jnp.inf
+  return jnp.sum(jnp.where(is_edge_B, edge_B, 0.0)), jnp.sum(is_edge_B, dtype=scores_BT.dtype)
+
+
+def _binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  return jax.nn.softplus(logits) - labels * logits

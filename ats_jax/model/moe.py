@@ -1,0 +1,148 @@
+"""Mixture of experts: a router, many small feed-forwards, and the way from one to the other.
+
+Letters: B batch, T seq, D d_model, F expert width, E experts on a device, K choices, M slots,
+C places of an expert in a row.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ats_jax.config.schema import Config
+from ats_jax.model.init import Numerics, normal, residual_std
+from ats_jax.model.mlp import MLP
+from ats_jax.model.router import Router
+from ats_jax.model.stats import MoEStats
+from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
+from ats_jax.ops.grouped_matmul import grouped_matmul
+from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
+
+X_AXES = ("batch", "seq", "act_embed")
+CHOICE_AXES = ("batch", "seq", "choice")
+IN_AXES = ("experts", "act_embed", "ff")  # of gate and up
+OUT_AXES = ("experts", "ff", "act_embed")
+
+
+class MoE(nnx.Module):
+  """`sum_k weight_k * expert_k(x)`, plus the experts that every token shares."""
+
+  def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
+    moe, d_model = cfg.moe, cfg.model.d_model
+    self.cfg, self.num = moe, num
+    self.router = Router(cfg, num, rngs)
+    shape = (self.router.num_slots, d_model, moe.d_ff)
+    std, axes = cfg.model.init_std, ("experts", "embed", "ff")
+    self.gate = normal(rngs.params(), shape, axes, std, num.param_dtype)
+    self.up = normal(rngs.params(), shape, axes, std, num.param_dtype)
+    self.down = normal(
+      rngs.params(),
+      (shape[0], moe.d_ff, d_model),
+      ("experts", "ff", "embed"),
+      residual_std(cfg.model),
+      num.param_dtype,
+    )
+    self.shared = MLP(cfg.model, num, rngs, moe.num_shared * moe.d_ff) if moe.num_shared else None
+
+  def __call__(
+    self, x_BTD: jax.Array, valid_BT: jax.Array, *, training: bool, key: jax.Array | None
+  ) -> tuple[jax.Array, MoEStats]:
+    """Map [batch, seq, d_model] to the same shape.
+
+    Args:
+      x_BTD: normalised activations in the compute dtype.
+      valid_BT: bool; padding goes to no expert and gets 0.
+      training: capacity mode drops choices in training only: in evaluation and generation they
+        would make the result depend on what else is in the batch.
+      key: for the router's noise; None = none.
+    """
+    routing, stats = self.router(x_BTD, valid_BT, key if training else None)
+    with_capacity = training and self.cfg.dispatch == "capacity"
+    local = self._capacity if with_capacity else self._dropless
+    y_BTD, dropped = island(
+      local,
+      in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, IN_AXES, IN_AXES, OUT_AXES),
+      out_axes=(X_AXES, ()),
+    )(x_BTD, *routing, *(w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down)))
+    if self.shared is not None:
+      y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD), 0)
+    return y_BTD, stats._replace(dropped=dropped)
+
+  def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
+    """One device: sort the choices by expert, multiply group by group, sum each token's rows."""
+    x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
+    ways, num_local = num_shards("experts"), gate.shape[0]
+    mlp = functools.partial(self._grouped_mlp, gate=gate, up=up, down=down)
+    if ways == 1:
+      places, sizes_E = sort_by_expert(expert_NK, num_local)
+      y_MD = mlp(take_rows(x_ND, places), sizes_E)
+    else:
+      # To the devices that hold the experts: room for all that a token can send to one of them.
+      room = x_ND.shape[0] * min(expert_NK.shape[1], num_local)
+      places = place_in_bins(expert_NK // num_local, ways, room)
+      local_NK = expert_NK % num_local
+      sent_M = local_NK.reshape(-1).at[places.choice_M].get(mode="fill", fill_value=num_local)
+      received_M, rows_MD = (exchange(a, "experts") for a in (sent_M, take_rows(x_ND, places)))
+      inner, sizes_E = sort_by_expert(received_M[:, None], num_local)
+      y_MD = mlp(take_rows(rows_MD, inner), sizes_E)
+      ones = jnp.ones(inner.slot_NK.shape, weight_NK.dtype)
+      y_MD = exchange(sum_rows(y_MD, ones, inner), "experts")
+    y_ND = all_sum(sum_rows(y_MD, weight_NK, places), "ff")
+    return y_ND.reshape(x_BTD.shape), jnp.zeros((), weight_NK.dtype)
+
+  def _capacity(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
+    """One device: every expert has C places in every row, full or not."""
+    batch, seq, _ = x_BTD.shape
+    x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
+    num_experts = gate.shape[0] * num_shards("experts")
+    places_C = expert_capacity(seq, self.cfg.top_k, self.cfg.capacity_factor, self.cfg.num_experts)
+    row_N1 = jnp.repeat(jnp.arange(batch), seq)[:, None]
+    bin_NK = expert_NK * batch + jnp.where(expert_NK < num_experts, row_N1, 0)
+    priority = jax.lax.stop_gradient(weight_NK) if self.cfg.drop_policy == "weight" else None
+    places = place_in_bins(bin_NK, num_experts * batch, places_C, priority)
+    rows_EMD = exchange(_by_expert(take_rows(x_ND, places), num_experts), "experts")
+    rows_EMD = _swap_blocks(rows_EMD, gate.shape[0])
+    y_EMD = self._batched_mlp(rows_EMD, gate, up, down)
+    y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
+    y_ND = all_sum(sum_rows(y_EMD.reshape(-1, x_ND.shape[1]), weight_NK, places), "ff")
+    dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
+    return y_ND.reshape(x_BTD.shape), all_sum(dropped.astype(weight_NK.dtype), "batch")
+
+  def _grouped_mlp(self, x_MD, sizes_E, *, gate, up, down):
+    matmul = functools.partial(grouped_matmul, implementation=self.num.grouped_matmul)
+    gate_MF = checkpoint_name(matmul(x_MD, gate, sizes_E), "mlp_gate")
+    up_MF = checkpoint_name(matmul(x_MD, up, sizes_E), "mlp_up")
+    return matmul(jax.nn.silu(gate_MF) * up_MF, down, sizes_E)
+
+  def _batched_mlp(self, x_EMD, gate, up, down):
+    gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), "mlp_gate")
+    up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), "mlp_up")
+    return jnp.einsum("EMF,EFD->EMD", jax.nn.silu(gate_EMF) * up_EMF, down)
+
+
+def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:
+  """Places of one expert in a row of `seq_len` tokens (GShard, arXiv:2006.16668, section 2.2)."""
+  return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))
+
+
+def _flat(a_BTx: jax.Array) -> jax.Array:
+  return a_BTx.reshape(-1, a_BTx.shape[-1])
+
+
+def _by_expert(rows_MD: jax.Array, num_experts: int) -> jax.Array:
+  return rows_MD.reshape(num_experts, -1, rows_MD.shape[-1])
+
+
+def _swap_blocks(rows: jax.Array, num_local: int) -> jax.Array:
+  """[devices * E, M, D] as received -> [E, devices * M, D]."""
+  blocks = rows.reshape(-1, num_local, *rows.shape[1:])
+  return jnp.swapaxes(blocks, 0, 1).reshape(num_local, -1, rows.shape[-1])
+
+
+def _swap_back(rows: jax.Array, ways: int) -> jax.Array:
+  """[E, devices * M, D] -> [devices * E, M, D]."""
+  blocks = rows.reshape(rows.shape[0], ways, -1, rows.shape[-1])
+  return jnp.swapaxes(blocks, 0, 1).reshape(ways * rows.shape[0], -1, rows.shape[-1])

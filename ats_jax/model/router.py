@@ -1,0 +1,172 @@
+"""Which experts a token goes to, and with what weights.
+
+Letters: B batch, T seq, D d_model, E expert slots with the null experts behind, K choices, G
+groups.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.config.schema import Config
+from ats_jax.model.init import Buffer, Numerics, normal
+from ats_jax.model.stats import MoEStats
+from ats_jax.sharding.apply import einsum
+from ats_jax.sharding.rules import spec
+
+CLOSED = -1e30  # the logit of an expert that a token cannot go to; exp() of it is 0
+
+
+class Routing(NamedTuple):
+  """Where tokens go.
+
+  Attributes:
+    expert_BTK: int32; the number of slots = nowhere (padding, null experts).
+    weight_BTK: float32.
+  """
+
+  expert_BTK: jax.Array
+  weight_BTK: jax.Array
+
+
+class Router(nnx.Module):
+  """Top-k router in float32, balanced by a bias on the selection alone (arXiv:2408.15664).
+
+  Buffers: `bias_E` (added to the scores when experts are chosen), `load_E` (the share of all
+  choices that fell on each expert in the step before, for the balance loss). With spare slots
+  also `active_S`, and for experts that surgery has split in two `side_S`, `direction_SD` and
+  `penalty_S`: a token on the other side of the plane loses `penalty` in that expert's logit.
+  """
+
+  def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
+    moe = self.cfg = cfg.moe
+    self.num_slots = moe.num_experts + moe.spare_experts
+    outputs = self.num_slots + moe.null_experts
+    width = cfg.model.d_model
+    wide = jnp.promote_types(num.param_dtype, jnp.float32)
+    self.weight = normal(
+      rngs.params(), (width, outputs), ("embed", "router"), cfg.model.init_std, wide
+    )
+    zeros = lambda *shape: Buffer(jnp.zeros(shape, wide, out_sharding=spec(*[None] * len(shape))))
+    self.bias_E = zeros(outputs)
+    self.load_E = zeros(outputs)
+    self.load_E[...] = self._initially_open(moe) / (moe.num_experts + moe.null_experts)
+    if moe.spare_experts:
+      self.active_S = Buffer(self._initially_open(moe)[: self.num_slots])
+      self.side_S, self.penalty_S = zeros(self.num_slots), zeros(self.num_slots)
+      self.direction_SD = zeros(self.num_slots, width)
+
+  def _initially_open(self, moe) -> jax.Array:
+    """1 for the experts in use at the start, as many in each group."""
+    per_group = self.num_slots // moe.num_groups
+    used = jnp.arange(self.num_slots) % per_group < moe.num_experts // moe.num_groups
+    null = jnp.ones(moe.null_experts, bool)
+    return jnp.concatenate([used, null]).astype(self.bias_E.dtype)
+
+  def is_open(self) -> jax.Array:
+    """1 for each expert that tokens can go to, 0 for an idle slot: like `bias_E`."""
+    ones = jnp.ones_like(self.bias_E[...])
+    if not self.cfg.spare_experts:
+      return ones
+    return ones.at[..., : self.num_slots].set(self.active_S[...])
+
+  def __call__(
+    self, x_BTD: jax.Array, valid_BT: jax.Array, noise_key: jax.Array | None = None
+  ) -> tuple[Routing, MoEStats]:
+    """Route each valid token to `top_k` experts.
+
+    Args:
+      x_BTD: normalised activations [batch, seq, d_model].
+      valid_BT: bool; the others are padding and go nowhere.
+      noise_key: for `moe.noise`; None = no noise.
+    """
+    moe = self.cfg
+    x_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    logits_BTE = einsum(
+      "BTD,DE->BTE",
+      x_BTD,
+      self.weight[...].astype(x_BTD.dtype),
+      axes=("batch", "seq", "router"),
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    logits_BTE = self._close(x_BTD, logits_BTE / moe.temperature)
+    scores_BTE = self._scores(logits_BTE)
+    noisy_BTE = scores_BTE
+    if moe.noise and noise_key is not None:
+      sharding = jax.typeof(logits_BTE).sharding.spec
+      noise_BTE = jax.random.normal(
+        noise_key, logits_BTE.shape, logits_BTE.dtype, out_sharding=sharding
+      )
+      noisy_BTE = self._scores(logits_BTE + moe.noise * noise_BTE)
+    expert_BTK = self._choose(noisy_BTE, logits_BTE)
+
+    is_chosen_BTKE = expert_BTK[..., None] == jnp.arange(logits_BTE.shape[-1])
+    weight_BTK = jnp.sum(is_chosen_BTKE * scores_BTE[:, :, None], axis=-1)
+    if moe.renormalize and moe.top_k > 1:
+      weight_BTK /= jnp.sum(weight_BTK, axis=-1, keepdims=True) + 1e-20
+    goes_BTK = valid_BT[..., None] & (expert_BTK < self.num_slots)
+    routing = Routing(
+      expert_BTK=jnp.where(goes_BTK, expert_BTK, self.num_slots),
+      weight_BTK=moe.route_scale * weight_BTK,
+    )
+    return routing, self._stats(logits_BTE, scores_BTE, is_chosen_BTKE, valid_BT)
+
+  def _scores(self, logits_BTE: jax.Array) -> jax.Array:
+    return jax.nn.softmax(logits_BTE) if self.cfg.score == "softmax" else jax.nn.sigmoid(logits_BTE)
+
+  def _choose(self, scores_BTE: jax.Array, logits_BTE: jax.Array) -> jax.Array:
+    """The experts with the highest biased scores, of the best groups: int32 [batch, seq, top_k]."""
+    biased_BTE = jax.lax.stop_gradient(scores_BTE) + self.bias_E[...].astype(scores_BTE.dtype)
+    biased_BTE = jnp.where(logits_BTE > CLOSED / 2, biased_BTE, -jnp.inf)
+    groups = self.cfg.num_groups
+    if groups > 1:  # DeepSeek-V3, arXiv:2412.19437, section 2.1.2: a group counts by its best two
+      grouped_BTGE = biased_BTE.reshape(*biased_BTE.shape[:2], groups, -1)
+      best = jax.lax.top_k(grouped_BTGE, min(2, grouped_BTGE.shape[-1]))[0]
+      _, group_BTK = jax.lax.top_k(jnp.sum(best, axis=-1), self.cfg.top_groups)
+      allowed_BTG = jnp.any(group_BTK[..., None] == jnp.arange(groups), axis=-2)
+      grouped_BTGE = jnp.where(allowed_BTG[..., None], grouped_BTGE, -jnp.inf)
+      biased_BTE = grouped_BTGE.reshape(biased_BTE.shape)
+    return jax.lax.top_k(biased_BTE, self.cfg.top_k)[1]
+
+  def _close(self, x_BTD: jax.Array, logits_BTE: jax.Array) -> jax.Array:
+    """Close idle slots, and to each token the half of a split expert that is not on its side."""
+    if not self.cfg.spare_experts:
+      return logits_BTE
+    slots_BTS, null_BTE = jnp.split(logits_BTE, [self.num_slots], axis=-1)
+    away_BTS = self.side_S[...] * einsum(
+      "BTD,SD->BTS",
+      jax.lax.stop_gradient(x_BTD),
+      self.direction_SD[...].astype(x_BTD.dtype),
+      axes=("batch", "seq", "router"),
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    # Exactly one of the sides +1 and -1 is open, on the plane itself too.
+    is_away_BTS = (away_BTS < 0) | ((away_BTS == 0) & (self.side_S[...] < 0))
+    slots_BTS -= jnp.where(is_away_BTS, self.penalty_S[...], 0.0)
+    slots_BTS = jnp.where(self.active_S[...] > 0, slots_BTS, CLOSED)
+    return jnp.concatenate([jnp.maximum(slots_BTS, CLOSED), null_BTE], axis=-1)
+
+  def _stats(self, logits_BTE, scores_BTE, is_chosen_BTKE, valid_BT) -> MoEStats:
+    valid_BT = valid_BT.astype(scores_BTE.dtype)
+    probs_BTE = scores_BTE
+    if self.cfg.score == "sigmoid":
+      probs_BTE = scores_BTE / (jnp.sum(scores_BTE, axis=-1, keepdims=True) + 1e-20)
+    num_open = jnp.sum(self.is_open())
+    load_BE = jnp.einsum("BTKE,BT->BE", is_chosen_BTKE.astype(valid_BT.dtype), valid_BT)
+    prob_BE = jnp.einsum("BTE,BT->BE", probs_BTE, valid_BT)
+    tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1.0)
+    share_BE = jax.lax.stop_gradient(load_BE) / (tokens_B1 * self.cfg.top_k)
+    log_probs_BTE = jnp.log(jnp.maximum(probs_BTE, 1e-30))
+    total = lambda a_BT: jnp.sum(a_BT * valid_BT)
+    return MoEStats(
+      tokens=jnp.sum(valid_BT),
+      load_E=jnp.sum(load_BE, axis=0),
+      balance=num_open * jnp.sum(self.load_E[...] * jnp.sum(prob_BE, axis=0)),
+      sequence_balance=num_open * jnp.sum(share_BE * prob_BE / tokens_B1),
+      z=total(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))),
+      entropy=total(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1)),
+      confidence=total(jnp.max(probs_BTE, axis=-1)),
+      dropped=jnp.zeros((), valid_BT.dtype),
+    )

@@ -1,0 +1,138 @@
+"""Rows to where they are computed, and back, by gathers only: backward too, nothing is scattered.
+
+Letters: N tokens, K choices of a token, M = slots that rows are put in, D d_model, E experts.
+Local arrays throughout: call these inside an island.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Places(NamedTuple):
+  """A partial one-to-one map between choices (n, k) and slots m, both ways.
+
+  Attributes:
+    source_M: int32 token in each slot; N = none.
+    choice_M: int32 which choice, n * K + k, is in each slot; N * K = none.
+    slot_NK: int32 slot of each choice; M = none.
+  """
+
+  source_M: jax.Array
+  choice_M: jax.Array
+  slot_NK: jax.Array
+
+
+def sort_by_expert(expert_NK: jax.Array, num_experts: int) -> tuple[Places, jax.Array]:
+  """Give every choice a slot, grouped by expert, in the order of tokens within a group.
+
+  Args:
+    expert_NK: int32; `num_experts` means nowhere.
+    num_experts: E.
+
+  Returns:
+    Places with M = N * K, of which those past the last group are empty; int32 [E] group sizes.
+  """
+  tokens, choices = expert_NK.shape
+  flat_M = expert_NK.reshape(-1)
+  order_M = jnp.argsort(flat_M, stable=True).astype(jnp.int32)
+  slot_M = jnp.argsort(order_M).astype(jnp.int32)
+  ends_E = jnp.searchsorted(flat_M[order_M], jnp.arange(num_experts), side="right")
+  sizes_E = jnp.diff(ends_E, prepend=0).astype(jnp.int32)
+  used_M = jnp.arange(flat_M.size) < ends_E[-1]
+  places = Places(
+    source_M=jnp.where(used_M, order_M // choices, tokens),
+    choice_M=jnp.where(used_M, order_M, flat_M.size),
+    slot_NK=jnp.where(flat_M < num_experts, slot_M, flat_M.size).reshape(expert_NK.shape),
+  )
+  return places, sizes_E
+
+
+def place_in_bins(
+  bin_NK: jax.Array, num_bins: int, capacity: int, priority_NK: jax.Array | None = None
+) -> Places:
+  """Give choices the slots of bins of one size; what comes to a full bin gets none.
+
+  Args:
+    bin_NK: int32; `num_bins` means nowhere.
+    num_bins: bins.
+    capacity: slots of each.
+    priority_NK: the highest come first; without it the first tokens do.
+
+  Returns:
+    Places with M = num_bins * capacity; bin b has the slots from b * capacity.
+  """
+  flat_M = bin_NK.reshape(-1)
+  num_choices, num_slots = flat_M.size, num_bins * capacity
+  if priority_NK is None:
+    order_M = jnp.argsort(flat_M, stable=True)
+  else:
+    order_M = jnp.lexsort((-priority_NK.reshape(-1), flat_M))
+  starts = jnp.searchsorted(flat_M[order_M], jnp.arange(num_bins + 1), side="left")
+  rank_M = jnp.argsort(order_M) - starts[flat_M]
+  kept_M = (rank_M < capacity) & (flat_M < num_bins)
+  slot_M = jnp.where(kept_M, flat_M * capacity + rank_M, num_slots)
+  sorted_at = starts[:-1, None] + jnp.arange(capacity)
+  filled = sorted_at < starts[1:, None]
+  choice_S = jnp.where(filled, order_M[jnp.minimum(sorted_at, num_choices - 1)], num_choices)
+  choice_S = choice_S.reshape(-1).astype(jnp.int32)
+  return Places(
+    source_M=choice_S // bin_NK.shape[1],
+    choice_M=choice_S,
+    slot_NK=slot_M.reshape(bin_NK.shape).astype(jnp.int32),
+  )
+
+
+@jax.custom_vjp
+def take_rows(x_ND: jax.Array, places: Places) -> jax.Array:
+  """`out[m] = x[source[m]]`, zero in empty slots: [N, D] -> [M, D]."""
+  return _rows(x_ND, places.source_M)
+
+
+def _take_forward(x_ND, places):
+  return take_rows(x_ND, places), places
+
+
+def _take_backward(places, dout_MD):
+  return _rows(dout_MD, places.slot_NK).sum(axis=1).astype(dout_MD.dtype), None
+
+
+take_rows.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def sum_rows(y_MD: jax.Array, weight_NK: jax.Array, places: Places) -> jax.Array:
+  """`out[n] = sum_k weight[n, k] * y[slot[n, k]]`; a choice without a slot adds nothing.
+
+  Args:
+    y_MD: rows [slots, d_model].
+    weight_NK: float32 weights.
+    places: which row is whose.
+
+  Returns:
+    [tokens, d_model] in the dtype of `y_MD`, summed in float32.
+  """
+  rows_NKD = _rows(y_MD, places.slot_NK)
+  return jnp.einsum("NKD,NK->ND", rows_NKD, weight_NK).astype(y_MD.dtype)
+
+
+def _sum_forward(y_MD, weight_NK, places):
+  return sum_rows(y_MD, weight_NK, places), (y_MD, weight_NK, places)
+
+
+def _sum_backward(residuals, dout_ND):
+  y_MD, weight_NK, places = residuals
+  dout_MD = _rows(dout_ND, places.source_M)
+  weight_M = _rows(weight_NK.reshape(-1), places.choice_M)
+  dy_MD = (dout_MD * weight_M[:, None]).astype(y_MD.dtype)
+  dweight_M = jnp.einsum("MD,MD->M", dout_MD.astype(weight_M.dtype), y_MD.astype(weight_M.dtype))
+  return dy_MD, _rows(dweight_M, places.slot_NK), None
+
+
+sum_rows.defvjp(_sum_forward, _sum_backward)
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+  """`x[index]`, zero where the index is past the end."""
+  return x.at[index].get(mode="fill", fill_value=0)

@@ -1,0 +1,162 @@
+"""One matmul for each group of consecutive rows: the experts of a mixture.
+
+Letters: M rows, E groups, D input width, F output width, J tiles, R rows of a tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.ops.registry import Choice, FallbackError
+
+MAX_TILE_ROWS = 512  # of the XLA implementation
+
+
+def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choice:
+  """Decide which implementation the experts use.
+
+  Args:
+    cfg: the run, resolved.
+    platform: "cpu", "gpu" or "tpu".
+    compute_capability: of the GPU, e.g. "9.0".
+
+  Raises:
+    ValueError: if the implementation that was asked for cannot run here.
+    FallbackError: if `ops.strict` is set and the fast implementation of a GPU cannot run.
+  """
+  obstacle = _mosaic_obstacle(cfg, platform, compute_capability)
+  name = "grouped_matmul"
+  if cfg.ops.grouped_matmul == "mosaic":
+    if obstacle:
+      raise ValueError(
+        f"ops.grouped_matmul=mosaic: {obstacle}. Use ops.grouped_matmul=auto or xla."
+      )
+    return Choice(name, "mosaic", "ops.grouped_matmul=mosaic")
+  if cfg.ops.grouped_matmul == "xla":
+    return Choice(name, "xla", "ops.grouped_matmul=xla")
+  if not obstacle:
+    return Choice(name, "mosaic", "the fastest measured on Hopper")
+  if platform == "gpu" and cfg.ops.strict:
+    raise FallbackError(
+      f"ops.strict: grouped_matmul would fall back to xla because {obstacle}. "
+      "Change that, or set ops.strict=false."
+    )
+  return Choice(name, "xla", f"reference: {obstacle}")
+
+
+def _mosaic_obstacle(cfg: Config, platform: str, compute_capability: str) -> str:
+  if platform != "gpu":
+    return f"the kernel is written for NVIDIA Hopper GPUs, this is {platform}"
+  if compute_capability != "9.0":
+    return f"the kernel needs compute capability 9.0, this GPU has {compute_capability}"
+  if cfg.precision.compute_dtype != "bfloat16":
+    return f"the kernel needs bfloat16, precision.compute_dtype is {cfg.precision.compute_dtype}"
+  widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
+  for setting, width in widths.items():
+    if width % 64:
+      return f"the kernel needs widths divisible by 64, {setting} is {width} on a device"
+  return ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(
+  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, implementation: str
+) -> jax.Array:
+  """`y[m] = x[m] @ w[g(m)]`, accumulated in float32.
+
+  For local arrays: call it inside an island.
+
+  Args:
+    x_MD: rows [rows, d_in], sorted by group.
+    w_EDF: one matrix a group [groups, d_in, d_out], same dtype.
+    sizes_E: int32 [groups]; their sum may be less than M.
+    implementation: "xla" (the specification) or "mosaic".
+
+  Returns:
+    [rows, d_out] in the dtype of `x_MD`; zero in rows past the last group.
+  """
+  return _matmul(x_MD, w_EDF, sizes_E, implementation, transpose=False)
+
+
+def _forward(x_MD, w_EDF, sizes_E, implementation):
+  return grouped_matmul(x_MD, w_EDF, sizes_E, implementation), (x_MD, w_EDF, sizes_E)
+
+
+def _backward(implementation, residuals, dy_MF):
+  x_MD, w_EDF, sizes_E = residuals
+  dx_MD = _matmul(dy_MF, w_EDF, sizes_E, implementation, transpose=True)
+  dw_EDF = _weight_gradient(x_MD, dy_MF, sizes_E, implementation)
+  return dx_MD, dw_EDF.astype(w_EDF.dtype), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _matmul(x_MD, w_EDF, sizes_E, implementation, *, transpose):
+  if implementation == "mosaic":
+    from kernels_pallas import grouped_matmul as mosaic
+
+    return mosaic.grouped_matmul(x_MD, w_EDF, sizes_E, transpose_w=transpose)
+  tiles = _Tiles(x_MD.shape[0], sizes_E)
+  formula = "JRF,JDF->JRD" if transpose else "JRD,JDF->JRF"
+  y_JRF = jnp.einsum(
+    formula, tiles.split(x_MD), w_EDF[tiles.group_J], preferred_element_type=_wide(x_MD.dtype)
+  )
+  return tiles.join(y_JRF.astype(x_MD.dtype))
+
+
+def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
+  if implementation == "mosaic":
+    from kernels_pallas import grouped_matmul as mosaic
+
+    return mosaic.grouped_matmul_dw(x_MD, dy_MF, sizes_E)
+  tiles = _Tiles(x_MD.shape[0], sizes_E)
+  dw_JDF = jnp.einsum(
+    "JRD,JRF->JDF",
+    tiles.split(x_MD),
+    tiles.split(dy_MF),
+    preferred_element_type=_wide(x_MD.dtype),
+  )
+  return jax.ops.segment_sum(dw_JDF, tiles.group_J, sizes_E.shape[0], indices_are_sorted=True)
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+class _Tiles:
+  """Rows cut into tiles of R that lie in one group each; the last one of a group is filled up.
+
+  Their number is static: J = ceil(M / R) + E, of which a few are empty.
+  """
+
+  def __init__(self, num_rows: int, sizes_E: jax.Array):
+    num_groups = sizes_E.shape[0]
+    # About eight tiles a group, so that filling up costs a sixteenth.
+    target = max(1, num_rows // (8 * num_groups))
+    self.rows = min(MAX_TILE_ROWS, max(8, 1 << (target - 1).bit_length()))
+    ends_E = jnp.cumsum(sizes_E)
+    tile_ends_E = jnp.cumsum(-(-sizes_E // self.rows))
+    tile_J = jnp.arange(-(-num_rows // self.rows) + num_groups)
+    find = lambda ends, at: jnp.searchsorted(ends, at, side="right", method="compare_all")
+    self.group_J = jnp.minimum(find(tile_ends_E, tile_J), num_groups - 1)
+    starts_E, tile_starts_E = ends_E - sizes_E, tile_ends_E - (-(-sizes_E // self.rows))
+    first_J = starts_E[self.group_J] + (tile_J - tile_starts_E[self.group_J]) * self.rows
+    source_JR = first_J[:, None] + jnp.arange(self.rows)
+    inside_JR = (source_JR < ends_E[self.group_J][:, None]) & (tile_J < tile_ends_E[-1])[:, None]
+    self.source_JR = jnp.where(inside_JR, source_JR, num_rows)
+    row_M = jnp.arange(num_rows)
+    group_M = jnp.minimum(find(ends_E, row_M), num_groups - 1)
+    slot_M = tile_starts_E[group_M] * self.rows + row_M - starts_E[group_M]
+    self.slot_M = jnp.where(row_M < ends_E[-1], slot_M, self.source_JR.size)
+
+  def split(self, x_MD: jax.Array) -> jax.Array:
+    """[M, D] -> [J, R, D], zero where a tile is filled up."""
+    return x_MD.at[self.source_JR].get(mode="fill", fill_value=0)
+
+  def join(self, y_JRF: jax.Array) -> jax.Array:
+    """[J, R, F] -> [M, F], zero in rows past the last group."""
+    y_SF = y_JRF.reshape(-1, y_JRF.shape[-1])
+    return y_SF.at[self.slot_M].get(mode="fill", fill_value=0)

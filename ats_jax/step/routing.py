@@ -1,0 +1,127 @@
+"""Sparse layers in a step: their losses, and the buffers that steer them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
+from ats_jax.model.moe import MoE
+from ats_jax.model.router import Router
+from ats_jax.model.stats import MoEStats, StackStats
+from ats_jax.step.loss import Batch
+
+# Of the predictor's loss. Nothing else trains the predictor and Adam ignores a gradient's scale:
+# it only has to be too small to move the norm that all gradients are clipped by.
+PREDICTOR_WEIGHT = 0.01
+
+
+def rules_at(cfg: Config, step: int, *, training: bool) -> Pass:
+  """The rules of update `step` (0-based), or for using the weights that it left.
+
+  `mod.capacity` is reached over the first `mod.anneal_fraction` of the run, in `mod.rungs` steps.
+  """
+  mod, length = cfg.mod, cfg.mod.anneal_fraction * cfg.num_steps
+  if step >= length:
+    return Pass(training, mod.capacity)
+  rung = int(mod.rungs * step / length)
+  ratio = mod.capacity / mod.start_capacity
+  return Pass(training, mod.start_capacity * ratio ** (rung / mod.rungs))
+
+
+class Totals(NamedTuple):
+  """Of a whole batch, over devices and micro-batches; float32.
+
+  Attributes:
+    counted: tokens in the loss.
+    real: tokens that are no padding.
+    places: tokens that training lets through a layer which skips some.
+    rows: with a token that is no padding.
+  """
+
+  counted: jax.Array
+  real: jax.Array
+  places: jax.Array
+  rows: jax.Array
+
+
+def totals(batch: Batch, rules: Pass) -> Totals:
+  """Count a batch [..., seq]."""
+  lengths = jnp.sum(batch["segment_ids"] > 0, axis=-1, dtype=jnp.float32)
+  places = rules.places(batch["segment_ids"].shape[-1])
+  return Totals(
+    counted=jnp.sum(batch["loss_mask"]),
+    real=jnp.sum(lengths),
+    places=jnp.sum(jnp.minimum(lengths, places)),
+    rows=jnp.sum(lengths > 0, dtype=jnp.float32),
+  )
+
+
+def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) -> jax.Array:
+  """What sparse layers add to the objective; over the micro-batches of a batch it adds up.
+
+  Means over tokens, then over layers, so that its strength depends on neither.
+
+  Args:
+    cfg: the weights of the losses.
+    model: for its layout.
+    stats: of one micro-batch.
+    whole: the batch's totals.
+  """
+  moe, mod, loss = cfg.moe, cfg.mod, jnp.zeros(())
+  kinds = [kind for segment in model.layout for kind in segment.kinds * segment.repeats]
+  num_moe, num_mod = sum(k.moe for k in kinds), sum(k.mod for k in kinds)
+  for segment, of_segment in zip(model.layout, stats.segments, strict=True):
+    for kind, layers in zip(segment.kinds, of_segment, strict=True):
+      if (experts := layers.moe) is not None:
+        tokens = num_moe * (whole.places if kind.mod else whole.real)
+        loss += moe.aux_loss * jnp.sum(experts.balance) / tokens
+        loss += moe.z_loss * jnp.sum(experts.z) / tokens
+        loss += moe.sequence_aux_loss * jnp.sum(experts.sequence_balance) / (num_moe * whole.rows)
+      if mod.decision == "predictor" and layers.mod is not None:
+        share = PREDICTOR_WEIGHT / (num_mod * whole.real)
+        loss += share * jnp.sum(layers.mod.predictor_loss)
+  return loss
+
+
+def bias_rate(cfg: Config, step: jax.Array) -> jax.Array:
+  """Step of the selection bias in update `step`; falls to 0 over the run's last `bias_freeze`."""
+  rate = cfg.moe.bias_rate or min(max(20.0 / cfg.num_steps, 1e-3), 2e-2)
+  left = (cfg.num_steps - 1 - step) / max(1.0, cfg.moe.bias_freeze * cfg.num_steps)
+  return rate * jnp.clip(left, 0.0, 1.0)
+
+
+def set_buffers(
+  cfg: Config, model: Decoder, stats: StackStats, step: jax.Array, rules: Pass
+) -> None:
+  """Move the routers' biases against the load, and the thresholds after the scores; in place.
+
+  Args:
+    cfg: `moe` and `mod`.
+    model: a new one, that nothing else holds.
+    stats: of the whole batch.
+    step: int32 scalar, 0-based.
+    rules: that the step followed.
+  """
+  for blocks, of_segment in zip(model.segments, stats.segments, strict=True):
+    for layer, of_layer in zip(blocks.layers, of_segment, strict=True):
+      if isinstance(layer.mlp, MoE):
+        assert of_layer.moe is not None
+        _set_router(cfg, layer.mlp.router, of_layer.moe, bias_rate(cfg, step))
+      if layer.depth is not None and cfg.mod.routing == "learned":
+        assert of_layer.mod is not None
+        for name, value in layer.depth.updated(of_layer.mod, rules.capacity).items():
+          getattr(layer.depth, name)[...] = value
+
+
+def _set_router(cfg: Config, router: Router, stats: MoEStats, rate: jax.Array) -> None:
+  """Loss-free balance by the error's sign (arXiv:2408.15664), or by the error (2509.01322)."""
+  load = stats.load_E / jnp.maximum(jnp.sum(stats.load_E, axis=-1, keepdims=True), 1.0)
+  is_open = router.is_open()
+  num_open = jnp.sum(is_open, axis=-1, keepdims=True)
+  error = (1.0 - load * num_open) * is_open
+  kinds = {"none": jnp.zeros_like, "sign": jnp.sign, "proportional": lambda e: jnp.clip(e, -1, 1)}
+  router.bias_E[...] += rate * kinds[cfg.moe.bias_update](error)
+  router.load_E[...] = load
