@@ -72,6 +72,7 @@ class MoEConfig:
   score: str = setting(
     "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
   )
+  router_bias: bool = setting(False, "train an offset of each expert's logit")
   renormalize: bool = setting(
     True,
     "divide the scores of a token's experts by their sum; with top_k = 1 never, as the router "
@@ -118,7 +119,10 @@ class MoEConfig:
     choices=("none", "sign", "proportional"),
   )
   bias_rate: float = setting(
-    0.0, "step of the selection bias; 0 = 20 / num_steps within [0.001, 0.02]", low=0.0, high=1.0
+    0.0,
+    "step of the selection bias, in logits; 0 = 100 / num_steps within [0.005, 0.1]",
+    low=0.0,
+    high=1.0,
   )
   bias_freeze: float = setting(
     0.05, "last share of the run over which bias_rate falls to 0", low=0.0, high=1.0

@@ -49,10 +49,12 @@ def _check_groups(cfg: Config) -> None:
     if getattr(moe, name) % moe.num_groups:
       raise ValueError(
         f"moe.num_groups={moe.num_groups} does not divide moe.{name}={getattr(moe, name)}. "
-        "Groups are of one size."
+        "Groups are of one size; change one of them."
       )
   if moe.top_groups > moe.num_groups:
-    raise ValueError(f"moe.top_groups={moe.top_groups} exceeds moe.num_groups={moe.num_groups}.")
+    raise ValueError(
+      f"moe.top_groups={moe.top_groups} exceeds moe.num_groups={moe.num_groups}. Lower top_groups."
+    )
   if moe.top_k > (reach := moe.top_groups * moe.num_experts // moe.num_groups):
     raise ValueError(
       f"moe.top_k={moe.top_k} exceeds the {reach} experts of moe.top_groups={moe.top_groups} "

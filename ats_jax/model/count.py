@@ -2,13 +2,36 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from ats_jax.config.schema import Config
 from ats_jax.model.init import trainable
-from ats_jax.model.layout import LayerKind
+from ats_jax.model.layout import LayerKind, mod_tokens
+
+PARTS: tuple[str, ...] = (
+  "embedding",
+  "attention",
+  "dense feed-forward",
+  "experts",
+  "routers",
+  "norms",
+  "head",
+)
+
+
+class Part(NamedTuple):
+  """Parameters of one part of a model.
+
+  Attributes:
+    total: all of them.
+    active: those that a token is multiplied with, on average.
+  """
+
+  total: int
+  active: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,17 +41,20 @@ class Counts:
   Attributes:
     parameters: all of them.
     active: those that a token is multiplied with, on average: top_k of the experts (fewer where
-      null experts take choices), and the capacity's share of a layer that skips tokens.
+      null experts take choices), and the places' share of a layer that skips tokens.
     flops_causal: training FLOPs per token: 6 x (active parameters without the input embedding)
       plus causal attention (each query sees half of the keys). The convention of our MFU.
     flops_full: 6 x active parameters + 12 x layers x heads x head_dim x seq, as in PaLM
       (arXiv:2204.02311, appendix B); higher for the same speed.
+    parts: the parameters by part, for each name in `PARTS`. The table of a tied model counts as
+      embedding; shared experts, which every token uses, as dense feed-forward.
   """
 
   parameters: int
   active: float
   flops_causal: float
   flops_full: float
+  parts: dict[str, Part]
 
 
 def count(cfg: Config, model: Any, seq_len: int) -> Counts:
@@ -37,21 +63,39 @@ def count(cfg: Config, model: Any, seq_len: int) -> Counts:
   Recomputation is not counted: FLOPs are those the mathematics needs. Experts are taken as
   balanced, and layers that skip tokens at their final capacity.
   """
-  skipped = attention_layers = 0.0
+  mod_share = mod_tokens(cfg.mod.capacity, seq_len) / seq_len
+  total, active = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0.0)
+
+  def add(part: str, parameters: int, share: float = 1.0) -> None:
+    total[part] += parameters
+    active[part] += parameters * share
+
+  add("embedding", size(model.embed))
+  add("head", size(model.head))
+  add("norms", size(model.final_norm))
+  attention_layers = 0.0
   for segment, blocks in zip(model.layout, model.segments, strict=True):
     for kind, layer in zip(segment.kinds, blocks.layers, strict=True):
-      unused, share = _unused(cfg, kind, layer)
-      skipped += unused
-      attention_layers += segment.repeats * share**2  # fewer queries, and fewer keys for each
-  parameters = size(model)
-  active = parameters - skipped
-  table = 0 if cfg.model.tie_embeddings else size(model.embed)
+      feed_share = mod_share if kind.mod else 1.0
+      attend_share = feed_share if cfg.mod.scope == "block" else 1.0
+      # Fewer queries, and fewer keys for each.
+      attention_layers += segment.repeats * attend_share**2
+      for part, tree in _attention_parts(layer):
+        add(part, size(tree), attend_share)
+      for part, tree, share in _feed_parts(cfg, kind, layer):
+        add(part, size(tree), feed_share * share)
+      add("routers", size(layer.depth))
+  assert sum(total.values()) == size(model), "a parameter is in no part, or in two"
+
+  parameters, all_active = sum(total.values()), sum(active.values())
+  table = 0 if cfg.model.tie_embeddings else total["embedding"]
   attention = 12 * attention_layers * cfg.model.num_heads * cfg.model.head_dim * seq_len
   return Counts(
     parameters=parameters,
-    active=active,
-    flops_causal=6.0 * (active - table) + attention / 2,
-    flops_full=6.0 * active + attention,
+    active=all_active,
+    flops_causal=6.0 * (all_active - table) + attention / 2,
+    flops_full=6.0 * all_active + attention,
+    parts={name: Part(total[name], active[name]) for name in PARTS},
   )
 
 
@@ -60,16 +104,20 @@ def size(tree: Any) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainable(tree)))
 
 
-def _unused(cfg: Config, kind: LayerKind, layer: Any) -> tuple[float, float]:
-  """Parameters of a (stacked) layer that a token passes by, and its attention's share of tokens."""
-  moe, unused = cfg.moe, 0.0
-  if kind.moe:
-    experts = sum(size(w) for w in (layer.mlp.gate, layer.mlp.up, layer.mlp.down))
-    drawn = moe.top_k * moe.num_experts / (moe.num_experts + moe.null_experts)
-    unused = experts * (1.0 - drawn / layer.mlp.router.num_slots)
-  if not kind.mod:
-    return unused, 1.0
-  whole = cfg.mod.scope == "block"
-  parts = (layer.attn_norm, layer.attn, layer.mlp_norm, layer.mlp) if whole else (layer.mlp,)
-  passed = (1.0 - cfg.mod.capacity) * (sum(map(size, parts)) - unused)
-  return unused + passed, cfg.mod.capacity if whole else 1.0
+def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:
+  attn = layer.attn
+  yield "attention", (attn.q, attn.k, attn.v, attn.out)
+  yield "norms", (layer.attn_norm, attn.q_norm, attn.k_norm)
+
+
+def _feed_parts(cfg: Config, kind: LayerKind, layer: Any) -> Iterator[tuple[str, Any, float]]:
+  """Part, parameters and the share of them that a token in the layer is multiplied with."""
+  moe, mlp = cfg.moe, layer.mlp
+  yield "norms", layer.mlp_norm, 1.0
+  if not kind.moe:
+    yield "dense feed-forward", mlp, 1.0
+    return
+  drawn = moe.top_k * moe.num_experts / (moe.num_experts + moe.null_experts)
+  yield "experts", (mlp.gate, mlp.up, mlp.down), drawn / mlp.router.num_slots
+  yield "routers", mlp.router, 1.0
+  yield "dense feed-forward", mlp.shared, 1.0

@@ -72,6 +72,11 @@ def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx
   return nnx.Param(jnp.ones(shape, dtype, out_sharding=spec(*axes)))
 
 
+def zero_vector(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
+  """A vector of zeros, e.g. a bias."""
+  return nnx.Param(jnp.zeros(shape, dtype, out_sharding=spec(*axes)))
+
+
 def residual_std(cfg: ModelConfig) -> float:
   """Std of matrices that write to the residual stream: 2 * num_layers of them add up (GPT-2)."""
   return cfg.init_std / math.sqrt(2 * cfg.num_layers)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import Buffer, Numerics, normal
+from ats_jax.model.init import Buffer, Numerics, normal, zero_vector
 from ats_jax.model.stats import MoEStats
 from ats_jax.sharding.apply import einsum
 from ats_jax.sharding.rules import spec
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
   """Top-k router in float32, balanced by a bias on the selection alone (arXiv:2408.15664).
 
-  Buffers: `bias_E` (added to the scores when experts are chosen), `load_E` (the share of all
+  Buffers: `bias_E` (added to the logits when experts are chosen), `load_E` (the share of all
   choices that fell on each expert in the step before, for the balance loss). With spare slots
   also `active_S`, and for experts that surgery has split in two `side_S`, `direction_SD` and
   `penalty_S`: a token on the other side of the plane loses `penalty` in that expert's logit.
@@ -49,6 +49,7 @@ class Router(nnx.Module):
     self.weight = normal(
       rngs.params(), (width, outputs), ("embed", "router"), cfg.model.init_std, wide
     )
+    self.offset = zero_vector((outputs,), ("router",), wide) if moe.router_bias else None
     zeros = lambda *shape: Buffer(jnp.zeros(shape, wide, out_sharding=spec(*[None] * len(shape))))
     self.bias_E = zeros(outputs)
     self.load_E = zeros(outputs)
@@ -59,9 +60,9 @@ class Router(nnx.Module):
       self.direction_SD = zeros(self.num_slots, width)
 
   def _initially_open(self, moe) -> jax.Array:
-    """1 for the experts in use at the start, as many in each group."""
-    per_group = self.num_slots // moe.num_groups
-    used = jnp.arange(self.num_slots) % per_group < moe.num_experts // moe.num_groups
+    """1 for the experts in use at the start; idle slots are spread over groups and devices."""
+    idle_before = jnp.arange(self.num_slots + 1) * moe.spare_experts // self.num_slots
+    used = jnp.diff(idle_before) == 0
     null = jnp.ones(moe.null_experts, bool)
     return jnp.concatenate([used, null]).astype(self.bias_E.dtype)
 
@@ -91,16 +92,17 @@ class Router(nnx.Module):
       axes=("batch", "seq", "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
+    if self.offset is not None:
+      logits_BTE += self.offset[...]
     logits_BTE = self._close(x_BTD, logits_BTE / moe.temperature)
-    scores_BTE = self._scores(logits_BTE)
-    noisy_BTE = scores_BTE
+    scores_BTE, noisy_BTE = self._scores(logits_BTE), logits_BTE
     if moe.noise and noise_key is not None:
       sharding = jax.typeof(logits_BTE).sharding.spec
       noise_BTE = jax.random.normal(
         noise_key, logits_BTE.shape, logits_BTE.dtype, out_sharding=sharding
       )
-      noisy_BTE = self._scores(logits_BTE + moe.noise * noise_BTE)
-    expert_BTK = self._choose(noisy_BTE, logits_BTE)
+      noisy_BTE = logits_BTE + moe.noise * noise_BTE
+    expert_BTK = self._choose(jax.lax.stop_gradient(noisy_BTE))
 
     is_chosen_BTKE = expert_BTK[..., None] == jnp.arange(logits_BTE.shape[-1])
     weight_BTK = jnp.sum(is_chosen_BTKE * scores_BTE[:, :, None], axis=-1)
@@ -116,18 +118,20 @@ class Router(nnx.Module):
   def _scores(self, logits_BTE: jax.Array) -> jax.Array:
     return jax.nn.softmax(logits_BTE) if self.cfg.score == "softmax" else jax.nn.sigmoid(logits_BTE)
 
-  def _choose(self, scores_BTE: jax.Array, logits_BTE: jax.Array) -> jax.Array:
-    """The experts with the highest biased scores, of the best groups: int32 [batch, seq, top_k]."""
-    biased_BTE = jax.lax.stop_gradient(scores_BTE) + self.bias_E[...].astype(scores_BTE.dtype)
+  def _choose(self, logits_BTE: jax.Array) -> jax.Array:
+    """The experts with the highest biased logits, of the best groups: int32 [batch, seq, top_k]."""
+    # On the logits, not the scores as published: docs/adr/0007-balance.md.
+    biased_BTE = logits_BTE + self.bias_E[...].astype(logits_BTE.dtype)
     biased_BTE = jnp.where(logits_BTE > CLOSED / 2, biased_BTE, -jnp.inf)
     groups = self.cfg.num_groups
     if groups > 1:  # DeepSeek-V3, arXiv:2412.19437, section 2.1.2: a group counts by its best two
-      grouped_BTGE = biased_BTE.reshape(*biased_BTE.shape[:2], groups, -1)
-      best = jax.lax.top_k(grouped_BTGE, min(2, grouped_BTGE.shape[-1]))[0]
+      by_group = lambda a_BTE: a_BTE.reshape(*a_BTE.shape[:2], groups, -1)
+      scores_BTGE = by_group(self._scores(biased_BTE))  # 0 for a closed one
+      best = jax.lax.top_k(scores_BTGE, min(2, scores_BTGE.shape[-1]))[0]
       _, group_BTK = jax.lax.top_k(jnp.sum(best, axis=-1), self.cfg.top_groups)
       allowed_BTG = jnp.any(group_BTK[..., None] == jnp.arange(groups), axis=-2)
-      grouped_BTGE = jnp.where(allowed_BTG[..., None], grouped_BTGE, -jnp.inf)
-      biased_BTE = grouped_BTGE.reshape(biased_BTE.shape)
+      biased_BTGE = jnp.where(allowed_BTG[..., None], by_group(biased_BTE), -jnp.inf)
+      biased_BTE = biased_BTGE.reshape(biased_BTE.shape)
     return jax.lax.top_k(biased_BTE, self.cfg.top_k)[1]
 
   def _close(self, x_BTD: jax.Array, logits_BTE: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import optax
 from ats_jax.config.schema import Config
 
 # Parts of the paths of parameters that are vectors. Their shapes do not tell: layers are stacked.
-VECTORS = (".scale", ".depth.weight", ".depth.predict_out")
+VECTORS = (".scale", ".router.offset", ".depth.weight", ".depth.predict_out")
 
 
 class AdamState(NamedTuple):

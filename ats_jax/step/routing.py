@@ -88,7 +88,7 @@ def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) 
 
 def bias_rate(cfg: Config, step: jax.Array) -> jax.Array:
   """Step of the selection bias in update `step`; falls to 0 over the run's last `bias_freeze`."""
-  rate = cfg.moe.bias_rate or min(max(20.0 / cfg.num_steps, 1e-3), 2e-2)
+  rate = cfg.moe.bias_rate or min(max(100.0 / cfg.num_steps, 5e-3), 0.1)
   left = (cfg.num_steps - 1 - step) / max(1.0, cfg.moe.bias_freeze * cfg.num_steps)
   return rate * jnp.clip(left, 0.0, 1.0)
 

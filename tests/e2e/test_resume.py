@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import runs
+from commands import forked
+
+from ats_jax.metrics.rows import read_jsonl
 
 STEPS = 40
 SETTINGS = (
@@ -65,6 +68,53 @@ def test_kills_and_a_sigterm_change_nothing(settings, uninterrupted, tmp_path):
   output = runs.finish(start())
   assert f"resuming {tmp_path} from step" in output
   runs.assert_same_run(uninterrupted, tmp_path, STEPS)
+
+
+SPARSE = {
+  "moe": (
+    "moe.num_experts=4",
+    "moe.d_ff=32",
+    "moe.noise=0.1",
+    "moe.sequence_aux_loss=0.01",
+  ),
+  "hybrid": (
+    "model.num_layers=4",
+    "moe.num_experts=4",
+    "moe.d_ff=32",
+    "moe.null_experts=2",
+    "mod.routing=learned",
+    "mod.capacity=0.25",
+    "mod.anneal_fraction=0.5",
+    "mod.rungs=2",
+  ),
+}
+
+
+@pytest.mark.parametrize("variant", SPARSE)
+def test_sparse_runs_resume_bit_for_bit(variant, settings, tmp_path):
+  """Router biases, loads and thresholds are part of the state; capacity goes on where it was."""
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  start = lambda folder: runs.start(folder, *settings, *SPARSE[variant])
+  runs.finish(start(whole))
+  runs.stop_at(start(broken), 11, signal.SIGKILL)
+  output = runs.finish(start(broken))
+  assert f"resuming {broken} from step" in output
+  runs.assert_same_run(whole, broken, STEPS)
+  layers = [
+    [{k: v for k, v in row.items() if k != "wall_time"} for row in read_jsonl(f / "layers.jsonl")]
+    for f in (whole, broken)
+  ]
+  assert layers[0] == layers[1] and len(layers[0]) == STEPS
+  names = " ".join(runs.arrays(whole, STEPS))
+  buffers = ("bias_E", "load_E") + (("threshold", "updates") if variant == "hybrid" else ())
+  assert all(buffer in names for buffer in buffers)
+
+  logged = runs.rows(whole, "eval/loss")[-1]["eval/loss"]
+  evaluated = forked("ats_jax.evaluate", f"--workdir={whole}")
+  assert f"eval/loss {logged:.6g}" in evaluated.out.splitlines(), evaluated.err
+  flags = (f"--workdir={whole}", "--prompt=document 1", "--max_tokens=12")
+  generated = forked("ats_jax.generate", *flags)
+  assert generated.code == 0 and generated.out.startswith("document 1"), generated.err
 
 
 @pytest.mark.compat

@@ -128,6 +128,21 @@ SETTINGS = {
     "range [1, inf]",
   ),
   "not a number": (["optimizer.learning_rate=1e-3x"], "=1e-3x", "learning_rate (float): peak"),
+  "too many experts": (
+    ["moe.num_experts=4", "moe.top_k=5"],
+    "moe.top_k=5 exceeds moe.num_experts=4",
+    "lower top_k or add experts",
+  ),
+  "no capacity": (["mod.routing=learned", "mod.capacity=0.0"], "mod.capacity=0.0 is too small"),
+  "skipping past the top": (
+    ["mod.routing=learned", "mod.start_layer=90"],
+    "mod.start_layer=90",
+    "no range within model.num_layers=",
+  ),
+  "null experts that save nothing": (
+    ["moe.num_experts=4", "moe.null_experts=2", "moe.dispatch=capacity"],
+    "moe.null_experts=2 needs moe.dispatch=dropless",
+  ),
   "not a truth value": (["data.strict=maybe"], "--config.data.strict=maybe", "data.strict (bool)"),
 }
 
@@ -144,12 +159,12 @@ def test_settings_and_data(settings, parts, tiny, inputs, tmp_path):
 MESHES = {
   "too large": (
     ["mesh.data=4", "mesh.fsdp=4"],
-    "mesh 4x4x1 (data, fsdp, tensor) needs 16 devices, there are 8",
+    "mesh 4x4x1x1 (data, fsdp, expert, tensor) needs 16 devices, there are 8",
     "mesh.data=-1",
   ),
   "no divisor": (
     ["mesh.fsdp=3", "model.d_model=48", "model.vocab_size=384"],
-    "mesh.fsdp=3 x mesh.tensor=1 = 3 does not divide the 8 devices",
+    "mesh.fsdp=3 x mesh.expert=1 x mesh.tensor=1 = 3 does not divide the 8 devices",
   ),
   "batch": (
     ["data.batch_size=12"],
@@ -159,6 +174,10 @@ MESHES = {
   ),
   "micro-batch": (["step.accum_steps=2"], "= 4 rows a micro-batch", "Use a multiple of 16"),
   "heads": (["mesh.tensor=4"], "mesh.tensor=4 does not divide model.num_heads=2"),
+  "experts": (
+    ["mesh.expert=4", "moe.num_experts=6"],
+    "mesh.expert=4 does not divide moe.num_experts=6",
+  ),
 }
 
 
@@ -173,7 +192,7 @@ COMMANDS = {
   "variant": (
     "train --config=configs/debug.py:foo --workdir={run}",
     "configs/debug.py: unknown variant 'foo'",
-    "leave it out",
+    "Choose one of dense, moe, mod, hybrid, null.",
   ),
   "no config": ("train --workdir={run}", "--config is missing. Example: --config=configs/debug.py"),
   "settings without config": ("train --workdir={run} --config.num_steps=3", "--config is missing"),

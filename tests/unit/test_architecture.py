@@ -26,6 +26,8 @@ ALLOWED = {
   "ops": {"config", "sharding"},  # and kernels_*
   "model": MODEL,
   "step": STEP,
+  "planner": STEP | {"step", "metrics.memory*", "data.tokenizer*"},
+  "orchestrator": STEP | {"step"},
   # Shared by all entry points; they know nothing of what is trained.
   "runtime": {"config"},
   "workdir": {"config"},
@@ -35,7 +37,7 @@ ALLOWED = {
   | {"runtime", "workdir"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
-TOP = {"train", "evaluate", "generate", "report", "bench"}
+TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 from helpers import make_decoder, tiny_config
 
-from ats_jax.model.count import count
+from ats_jax.model.count import PARTS, Part, count, size
 
 # Llama 3 8B (arXiv:2407.21783): its published count is 8.03e9 parameters.
 LLAMA_8B = {
@@ -16,15 +16,28 @@ LLAMA_8B = {
   "model.d_ff": 14_336,
   "data.seq_len": 4096,
 }
+SEQ = 16  # of the tiny models: 4 layers, 32 wide
+ATTENTION = 32 * (4 + 2 + 2 + 4) * 8  # parameters of a layer
+EXPERT = 3 * 32 * 64
+NORMS = 2 * 32
+TABLE = 64 * 32
 
 
 def abstract(cfg):
   return jax.eval_shape(lambda: make_decoder(cfg))
 
 
+def counted(**settings):
+  """Of a tiny model of four layers."""
+  cfg = tiny_config(
+    {"model.num_layers": 4} | {k.replace("__", "."): v for k, v in settings.items()}
+  )
+  return count(cfg, abstract(cfg), SEQ)
+
+
 def test_llama_8b(mesh):
   cfg = tiny_config(LLAMA_8B)
-  counts = count(cfg.model, abstract(cfg), seq_len=4096)
+  counts = count(cfg, abstract(cfg), seq_len=4096)
   layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336 + 2 * 4096
   table = 128_256 * 4096
   assert counts.parameters == 32 * layer + 2 * table + 4096 == 8_030_261_248
@@ -34,17 +47,85 @@ def test_llama_8b(mesh):
   assert counts.flops_causal == 6 * (32 * layer + table + 4096) + attention / 2
   assert counts.flops_full == 6 * counts.parameters + attention
   assert counts.flops_causal == pytest.approx(4.82e10, rel=0.01)
+  assert counts.active == counts.parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_those_of_the_tree(mesh, tied):
   cfg = tiny_config({"model.tie_embeddings": tied, "model.qk_norm": True})
   model = make_decoder(cfg)
-  counts = count(cfg.model, model, seq_len=16)
+  counts = count(cfg, model, seq_len=16)
   assert counts.parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
-  assert counts == count(cfg.model, abstract(cfg), seq_len=16)
+  assert counts == count(cfg, abstract(cfg), seq_len=16)
   # The input embedding costs no FLOPs, but a tied table is the head as well.
   head = cfg.model.vocab_size * cfg.model.d_model
   without_head = counts.parameters - head * (1 if tied else 2)
   attention = 6 * cfg.model.num_layers * cfg.model.num_heads * cfg.model.head_dim * 16
   assert counts.flops_causal == 6 * (without_head + head) + attention
+
+
+def test_experts(mesh):
+  parts = counted(moe__num_experts=8, moe__top_k=2, moe__every=2, moe__num_shared=1).parts
+  assert parts == {
+    "embedding": Part(TABLE, TABLE),
+    "attention": Part(4 * ATTENTION, 4 * ATTENTION),
+    "dense feed-forward": Part(4 * EXPERT, 4 * EXPERT),  # two dense layers, two shared experts
+    "experts": Part(2 * 8 * EXPERT, 2 * 2 * EXPERT),
+    "routers": Part(2 * 32 * 8, 2 * 32 * 8),
+    "norms": Part(4 * NORMS + 32, 4 * NORMS + 32),
+    "head": Part(TABLE, TABLE),
+  }
+
+
+def test_spare_experts_are_never_active_and_null_experts_take_their_share(mesh):
+  plain = counted(moe__num_experts=4, moe__top_k=2)
+  spare = counted(moe__num_experts=4, moe__top_k=2, moe__spare_experts=4)
+  null = counted(moe__num_experts=4, moe__top_k=2, moe__null_experts=4)
+  assert spare.parts["experts"] == Part(4 * 8 * EXPERT, plain.parts["experts"].active)
+  # Half of the choices fall on experts that do nothing.
+  assert null.parts["experts"] == Part(4 * 4 * EXPERT, plain.parts["experts"].active / 2)
+
+
+def test_layers_that_skip_tokens(mesh):
+  """Places of 16 tokens at 30 %: 5."""
+  mod = {"mod__routing": "learned", "mod__capacity": 0.3}
+  dense, block, ffn = counted(), counted(**mod), counted(**mod, mod__scope="ffn")
+  share = 5 / 16
+  skips = 2 * (ATTENTION + EXPERT + NORMS)
+  assert block.parameters == ffn.parameters == dense.parameters + 2 * 32  # two routers
+  assert block.active == pytest.approx(block.parameters - (1 - share) * skips)
+  assert ffn.active == pytest.approx(ffn.parameters - (1 - share) * 2 * (EXPERT + 32))
+  # Attention of a token: to the keys of those that go through, for those that do.
+  layer = 12 * 4 * 8 * SEQ
+  full = lambda counts: counts.flops_full - 6 * counts.active
+  assert full(dense) == full(ffn) == 4 * layer
+  assert full(block) == pytest.approx((2 + 2 * share**2) * layer)
+  assert block.flops_causal == pytest.approx(6 * (block.active - TABLE) + full(block) / 2)
+
+
+def test_experts_in_layers_that_skip_tokens(mesh):
+  both = counted(moe__num_experts=8, mod__routing="learned", mod__capacity=0.25, mod__every=1)
+  assert both.parts["experts"] == Part(4 * 8 * EXPERT, 4 * EXPERT * 2 / 4)
+  # Only the tokens that go through see the experts' router; all see the layer's own.
+  assert both.parts["routers"] == Part(4 * 32 * 9, 4 * 32 * (8 / 4 + 1))
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.null_experts": 2},
+    {"moe.num_experts": 4, "moe.dense_first": 1, "moe.num_shared": 2, "model.num_layers": 3},
+    {"mod.routing": "learned", "mod.decision": "predictor", "mod.scope": "ffn"},
+    {"mod.routing": "static", "moe.num_experts": 4, "model.qk_norm": True},
+  ],
+)
+def test_parts_add_up_and_buffers_are_no_parameters(mesh, settings):
+  cfg = tiny_config(settings)
+  model = abstract(cfg)
+  counts = count(cfg, model, SEQ)
+  assert tuple(counts.parts) == PARTS
+  assert counts.parameters == size(model) == sum(part.total for part in counts.parts.values())
+  assert counts.active == pytest.approx(sum(part.active for part in counts.parts.values()))
+  buffers = sum(leaf.size for leaf in jax.tree.leaves(model)) - counts.parameters
+  assert buffers > 0
+  assert counts.active <= counts.parameters

@@ -1,0 +1,1 @@
+"""What a run costs, from shapes alone: parameters, FLOPs, memory."""

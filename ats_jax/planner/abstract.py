@@ -1,0 +1,89 @@
+"""A run as shapes, dtypes and shardings on a mesh of any size; no device is used."""
+
+import math
+
+import jax
+
+from ats_jax.config.build import resolve
+from ats_jax.config.schema import Config
+from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.model.init import numerics
+from ats_jax.sharding.apply import mesh_axes
+from ats_jax.sharding.rules import MESH_AXES, spec
+from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.plan import BATCH_DTYPES
+from ats_jax.step.state import TrainState, init_state
+
+
+def resolve_without_data(cfg: Config) -> Config:
+  """Resolve with the vocabulary that the settings alone tell.
+
+  Raises:
+    ValueError: if they do not tell it, or as `resolve`.
+  """
+  known_sizes = {"bytes": ByteTokenizer.vocab_size, "bpe": cfg.data.bpe_vocab_size}
+  size = known_sizes.get(cfg.data.tokenizer, cfg.model.vocab_size)
+  if not size:
+    raise ValueError(
+      f"model.vocab_size=0 stands for the size of data.tokenizer={cfg.data.tokenizer}, which is "
+      "not read here. Set model.vocab_size."
+    )
+  return resolve(cfg, size)
+
+
+def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
+  """The mesh that `cfg.mesh` asks for, without its devices.
+
+  Args:
+    cfg: the run.
+    devices: how many; 0 = as few as the mesh needs.
+
+  Raises:
+    ValueError: if the sizes do not multiply to `devices`, or do not divide the batch.
+  """
+  sizes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
+  if sizes["data"] == -1:
+    sizes["data"] = max(1, devices // math.prod(n for axis, n in sizes.items() if axis != "data"))
+  named = " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
+  if devices not in (0, needed := math.prod(sizes.values())):
+    raise ValueError(
+      f"{named} is a mesh of {needed} devices, not of {devices}. Change the mesh or --devices; "
+      "mesh.data=-1 takes what the other axes leave."
+    )
+  shards = math.prod(sizes[axis] for axis in mesh_axes("batch"))
+  if (micro := cfg.data.batch_size // cfg.step.accum_steps) % shards:
+    raise ValueError(
+      f"data.batch_size={cfg.data.batch_size} / step.accum_steps={cfg.step.accum_steps} = {micro} "
+      f"rows a micro-batch do not divide over the {shards} shards of {named} (all axes but "
+      f"tensor). Use a multiple of {shards * cfg.step.accum_steps}."
+    )
+  explicit = (jax.sharding.AxisType.Explicit,) * len(MESH_AXES)
+  return jax.sharding.AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=explicit)
+
+
+def abstract_state(cfg: Config) -> TrainState:
+  """The state of step 0 on the current (abstract) mesh; `cfg` is resolved."""
+  # Which implementation runs changes no shape.
+  num, tx = numerics(cfg, attention="xla", grouped_matmul="xla"), build_optimizer(cfg)
+  return jax.eval_shape(lambda: init_state(cfg, num, tx))
+
+
+def abstract_batch(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """A batch [..., rows, seq] on the current (abstract) mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = spec(*[None] * (len(shape) - 2), "batch", "seq")
+  sharding = jax.sharding.NamedSharding(mesh, axes)
+  return {
+    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    for name, dtype in BATCH_DTYPES.items()
+  }
+
+
+def device_bytes(tree: object) -> int:
+  """Bytes that one device holds of a tree of (abstract) arrays."""
+  return sum(map(_shard_bytes, jax.tree.leaves(tree)))
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+  return math.prod(shape) * leaf.dtype.itemsize

@@ -1,0 +1,132 @@
+"""Memory of one device: what the state takes exactly, and an estimate of what comes and goes."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+
+from ats_jax.config.schema import Config
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.init import merge, trainable
+from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
+from ats_jax.sharding.apply import num_shards
+from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.routing import routing_loss, rules_at, totals
+from ats_jax.step.state import TrainState
+
+
+def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
+  """Bytes on one device, by part; exact.
+
+  With gradient accumulation there is a float32 sum beside the gradients of a micro-batch.
+
+  Args:
+    cfg: the resolved run.
+    state: its (abstract) state on the current (abstract) mesh.
+  """
+  params = trainable(state.model)
+  moments = {name: device_bytes(optax.tree.get(state.opt_state, name)) for name in ("mu", "nu")}
+  kept = {"weights": device_bytes(state.model), **moments, "ema": device_bytes(state.ema)}
+  as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
+  sums = jax.eval_shape(as_float32, params) if cfg.step.accum_steps > 1 else None
+  return {
+    **kept,
+    "counters": device_bytes(state) - sum(kept.values()),
+    "gradients": device_bytes(params),
+    "gradient sums": device_bytes(sums),
+  }
+
+
+def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
+  """Bytes on one device that a step needs beside the state; estimates of their peak.
+
+  activations: what reverse mode keeps of a micro-batch between its forward and backward pass, as
+    traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
+    cuDNN's, arrays of the size seq x seq are left out.
+  recomputed block: with remat, what a super-block keeps without it, once.
+  gathered weights: those of a super-block in the compute dtype, whole along fsdp.
+  logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
+
+  Args:
+    cfg: the resolved run.
+    state: its (abstract) state on the current (abstract) mesh.
+  """
+  blocks = sum(segment.repeats for segment in state.model.layout)
+  compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
+  shards = num_shards("batch")
+  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // shards
+  chunk = min(tokens, max(1, cfg.step.loss_chunk_tokens // shards))
+  kept_without_remat = 0
+  if cfg.step.remat != "none":
+    step = dataclasses.replace(cfg.step, remat="none")
+    plain = dataclasses.replace(cfg, step=step)
+    kept_without_remat = activations(plain, abstract_state(plain))
+  return {
+    "activations": activations(cfg, state),
+    "recomputed block": kept_without_remat // blocks,
+    "gathered weights": _gathered_block(state.model, compute),
+    "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
+  }
+
+
+def activations(cfg: Config, state: TrainState) -> int:
+  """Bytes of a micro-batch that wait for the backward pass, see `step_memory`."""
+  rows, seq = cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
+  kept = _residuals(cfg, state, rows, seq)
+  if cfg.ops.attention == "xla" or cfg.step.remat != "none" or seq % 2:
+    return kept
+  # The same tokens in rows half as long need half as much of what grows with seq x seq.
+  return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))
+
+
+def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
+  rules = rules_at(cfg, 0, training=True)  # capacity only falls
+
+  def pullback(params: Any, model: Decoder, batch: Batch, key: jax.Array) -> Any:
+    def objective(params: Any) -> jax.Array:
+      full = merge(params, model)
+      sums, stats = loss_sums(full, batch, cfg.step, rules, key)
+      return sums.objective + routing_loss(cfg, full, stats, totals(batch, rules))
+
+    return jax.vjp(objective, params)[1]  # a pytree of all that it keeps
+
+  args = trainable(state.model), state.model, abstract_batch(rows, seq), state.key
+  jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
+  given = {*jaxpr.invars, *jaxpr.constvars}  # weights and batch are there anyway
+  kept = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)} - given
+  return sum(device_bytes(v.aval) for v in kept)
+
+
+def _gathered_block(model: Decoder, itemsize: int) -> int:
+  """Bytes of the weights of the largest super-block, whole along fsdp."""
+
+  def of_leaf(leaf: jax.ShapeDtypeStruct) -> int:
+    _, *shape = leaf.sharding.shard_shape(leaf.shape)
+    names = [n for entry in leaf.sharding.spec if entry for n in _names(entry)]
+    return math.prod(shape) * itemsize * (num_shards("embed") if "fsdp" in names else 1)
+
+  return max(sum(map(of_leaf, jax.tree.leaves(trainable(block)))) for block in model.segments)
+
+
+def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+  return (entry,) if isinstance(entry, str) else entry
+
+
+def kv_cache_bytes(cfg: Config, model: Decoder) -> int:
+  """Bytes of the keys and values of a row of `data.seq_len` tokens, over all devices.
+
+  A layer that whole blocks skip keeps its places only.
+
+  Args:
+    cfg: the resolved run.
+    model: its (abstract) decoder on the current (abstract) mesh.
+  """
+  rules = rules_at(cfg, cfg.num_steps, training=False)
+  rows, dtype = num_shards("batch"), jnp.dtype(cfg.precision.compute_dtype)
+  cache = jax.eval_shape(lambda: model.empty_cache(rows, cfg.data.seq_len, rules, dtype))
+  keys_and_values = [layer.kv for segment in cache for layer in segment]
+  return sum(math.prod(a.shape) * dtype.itemsize for a in jax.tree.leaves(keys_and_values)) // rows

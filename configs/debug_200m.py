@@ -1,0 +1,11 @@
+"""79M parameters: tests of the architecture on a small machine.
+
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Command: python -m ats_jax.plan --config=configs/debug_200m.py:moe
+"""
+
+from ats_jax.config.presets import preset
+
+
+def get_config(variant: str = ""):
+  return preset("debug_200m", variant)

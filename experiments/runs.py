@@ -1,0 +1,79 @@
+"""One training run as a function: for comparisons of many."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from ats_jax.config import from_config_dict
+from ats_jax.config.build import resolve
+from ats_jax.data.pipeline import open_datasets
+from ats_jax.feed import train_feed
+from ats_jax.model.count import Counts
+from ats_jax.scoring import score
+from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.step.metrics import metric_names
+from ats_jax.step.plan import make_plan
+from ats_jax.step.state import TrainState
+
+Changes = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What a run gave.
+
+  Attributes:
+    series: each metric of the step, by name: [num_steps].
+    scores: of the validation split at the end; empty without one.
+    counts: parameters and FLOPs.
+    step_secs: median time of a step, the first ten left out.
+  """
+
+  series: dict[str, np.ndarray]
+  scores: dict[str, float]
+  counts: Counts
+  step_secs: float
+
+
+def run(
+  config: ConfigDict, changes: Changes, edit: Callable[[TrainState], TrainState] | None = None
+) -> Result:
+  """Train without checkpoints or logs, with the production step, data and evaluation.
+
+  Args:
+    config: a config file's; not changed.
+    changes: settings by dotted name.
+    edit: done to the state before the first step.
+  """
+  config = ConfigDict(config.to_dict())
+  config.update_from_flattened_dict(changes)
+  cfg = from_config_dict(config)
+  train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  mesh = make_mesh(cfg)
+  with jax.set_mesh(mesh), train_feed(cfg, train_set, row=0) as batches:
+    plan = make_plan(cfg)
+    state = plan.init()
+    if edit:
+      state = jax.jit(edit, donate_argnums=0)(state)
+    rows, times = [], []
+    for step in range(1, cfg.num_steps + 1):
+      batch, began = to_global(next(batches), mesh), time.perf_counter()
+      state, metrics = plan.train_step(state, batch, plan.training_rules(step))
+      rows.append(np.asarray(metrics.values))
+      times.append(time.perf_counter() - began)
+    scores = score(plan, state.weights, valid_set, cfg.num_steps) if valid_set.num_rows else {}
+  series = dict(zip(metric_names(cfg), np.stack(rows, axis=1), strict=True))
+  return Result(series, scores, plan.counts, statistics.median(times[10:] or times))
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+  """A table."""
+  line = lambda cells: f"| {' | '.join(cells)} |"
+  return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])

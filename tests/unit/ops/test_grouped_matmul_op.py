@@ -1,0 +1,117 @@
+"""The XLA grouped matmul against numpy, and which implementation is chosen when."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax.ops.grouped_matmul import choose, grouped_matmul
+from ats_jax.ops.registry import FallbackError
+
+# Rows, groups, widths; each compiles anew. Tiles have 8 rows, but 32 and 512 in the last two.
+SHAPES = [(1, 1, 1, 1), (7, 3, 5, 2), (65, 4, 3, 6), (260, 1, 2, 3), (4099, 1, 1, 2)]
+
+
+@jax.jit
+def value_and_gradients(x, w, sizes, dy):
+  y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, "xla"), x, w)
+  return y, *pull(dy)
+
+
+def in_numpy(x, w, sizes, dy):
+  """The same three by a loop over the groups."""
+  y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+  end = 0
+  for e, size in enumerate(sizes):
+    rows = slice(end, end := end + size)
+    y[rows], dx[rows], dw[e] = x[rows] @ w[e], dy[rows] @ w[e].T, x[rows].T @ dy[rows]
+  return y, dx, dw
+
+
+def operands(shape, seed, used):
+  """x, w and dy; NaN in rows that are in no group: nothing of them may show."""
+  rows, groups, d_in, d_out = shape
+  rng = np.random.default_rng(seed)
+  x, w, dy = (rng.standard_normal(s) for s in ((rows, d_in), (groups, d_in, d_out), (rows, d_out)))
+  x[used:] = dy[used:] = np.nan
+  return x, w, dy
+
+
+@st.composite
+def cases(draw):
+  rows, groups, *_ = shape = draw(st.sampled_from(SHAPES))
+  cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=groups, max_size=groups)))
+  sizes = np.diff([0, *cuts])  # equal cuts make empty groups, the last one is seldom `rows`
+  return shape, sizes, draw(st.integers(0, 100))
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(cases())
+@hypothesis.example(((7, 3, 5, 2), np.array([0, 0, 0]), 0))
+@hypothesis.example(((7, 3, 5, 2), np.array([0, 7, 0]), 0))
+@hypothesis.example(((65, 4, 3, 6), np.array([8, 16, 9, 32]), 0))  # about whole tiles; all rows
+def test_values_and_gradients(case):
+  shape, sizes, seed = case
+  x, w, dy = operands(shape, seed, sizes.sum())
+  with jax.enable_x64(True):
+    got = value_and_gradients(x, w, jnp.array(sizes, jnp.int32), dy)
+  for name, a, b in zip(("y", "dx", "dw"), got, in_numpy(x, w, sizes, dy), strict=True):
+    assert a.dtype == jnp.float64
+    np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_bfloat16_is_accumulated_in_float32():
+  shape, sizes = (1100, 4, 40, 24), [600, 0, 1, 450]
+  rounded = [jnp.array(a, jnp.bfloat16) for a in operands(shape, 0, sum(sizes))]
+  exact = [np.asarray(a, np.float64) for a in rounded]
+  x, w, dy = rounded
+  got = value_and_gradients(x, w, jnp.array(sizes), dy)
+  for name, a, b in zip(("y", "dx", "dw"), got, in_numpy(*exact[:2], sizes, exact[2]), strict=True):
+    assert a.dtype == jnp.bfloat16
+    # One rounding of the result, half a unit in the last of 8 bits; sums of 600 terms in bfloat16
+    # would be off by far more.
+    bound = 2.0**-8 * np.abs(b) + 1e-4
+    assert np.all(np.abs(np.asarray(a, np.float64) - b) <= bound), name
+
+
+def on(**changes):
+  """A config whose experts the Hopper kernel takes, with some of that changed."""
+  cfg = tiny_config(
+    {"moe.num_experts": 4, "model.d_model": 128, "moe.d_ff": 128}
+    | {"precision.compute_dtype": "bfloat16"}
+    | {k.replace("__", "."): v for k, v in changes.items()}
+  )
+  return cfg
+
+
+def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
+  assert choose(on(), "gpu", "9.0").implementation == "mosaic"
+  for platform, capability, reason in [
+    ("cpu", "0.0", "this is cpu"),
+    ("tpu", "0.0", "this is tpu"),
+    ("gpu", "8.0", "this GPU has 8.0"),
+  ]:
+    choice = choose(on(), platform, capability)
+    assert choice.implementation == "xla" and reason in choice.reason
+  assert choose(on(ops__grouped_matmul="xla"), "gpu", "9.0").implementation == "xla"
+
+
+@pytest.mark.parametrize(
+  ("changes", "obstacle"),
+  [
+    ({"precision__compute_dtype": "float32"}, "precision.compute_dtype is float32"),
+    ({"model__d_model": 96}, "model.d_model is 96 on a device"),
+    ({"moe__d_ff": 64, "mesh__tensor": 2}, "moe.d_ff is 32 on a device"),
+  ],
+)
+def test_what_the_kernel_cannot_do(changes, obstacle):
+  assert obstacle in choose(on(**changes), "gpu", "9.0").reason
+  with pytest.raises(ValueError, match=f"mosaic: .*{obstacle}. Use ops.grouped_matmul=auto or xla"):
+    choose(on(**changes, ops__grouped_matmul="mosaic"), "gpu", "9.0")
+  with pytest.raises(FallbackError, match=f"ops.strict: .*{obstacle}.*set ops.strict=false"):
+    choose(on(**changes, ops__strict=True), "gpu", "9.0")
+  # There is nothing faster to miss on a CPU.
+  assert choose(on(**changes, ops__strict=True), "cpu").implementation == "xla"

@@ -1,0 +1,98 @@
+"""`python -m ats_jax.plan`, and what its text is made of."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import forked, started
+from helpers import tiny_config
+
+from ats_jax.config import base_config, from_config_dict
+from ats_jax.planner.describe import describe, render
+from ats_jax.planner.models import update
+
+
+def test_2700_billion_parameters_without_a_device():
+  """An unknown platform: whatever touched a device would fail."""
+  result = started(
+    "ats_jax.plan", "--config=configs/b300.py:hybrid", "--devices=1024", "--json",
+    "--config.mesh.fsdp=16", "--config.mesh.expert=8", "--config.mesh.tensor=8",
+    JAX_PLATFORMS="none-at-all",
+  )  # fmt: skip
+  assert result.code == 0, result.err
+  plan = json.loads(result.out)
+  assert plan["run"]["mesh"] == {"data": 1, "fsdp": 16, "expert": 8, "tensor": 8}
+  assert plan["parameters"]["total"] > 2.6e12
+  # Experts are cut along all three axes, attention along two of them.
+  parts = plan["parameters"]["parts"]
+  weights = 4 * (parts["experts"]["total"] / 1024 + parts["attention"]["total"] / 128)
+  assert plan["device_bytes_exact"]["weights"] == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    ((), r"--config is missing"),
+    (("--config=configs/b7.py:sparse",), r"unknown variant 'sparse'.*'dense'.*'hybrid'"),
+    (("--config=configs/b7.py", "--devices=6"), r"16 rows a micro-batch do not divide over the 6"),
+    (("--config=configs/b7.py", "--config.mesh.tensor=3"), r"mesh.tensor=3 does not divide"),
+    (("--config=configs/b7.py", "--devices=-1"), r"--devices"),
+    (
+      ("--config=configs/debug.py", "--config.data.tokenizer=README.md"),
+      r"model.vocab_size=0 stands for the size of data.tokenizer=README.md",
+    ),
+  ],
+)
+def test_what_is_wrong_is_said(flags, message):
+  assert re.search(message, forked("ats_jax.plan", *flags).error())
+
+
+def test_a_config_without_a_vocabulary_uses_the_tokenizers():
+  config = base_config()
+  assert describe(from_config_dict(config))["parameters"]["parts"]["head"]["total"] == 2048 * 128
+  config.data.tokenizer = "bytes"
+  assert describe(from_config_dict(config))["parameters"]["parts"]["head"]["total"] == 384 * 128
+
+
+def test_what_sparse_layers_spare():
+  layers = {
+    "model.vocab_size": 384,
+    "model.num_layers": 4,
+    "moe.num_experts": 8,
+    "mod.routing": "learned",
+  }
+  hybrid = tiny_config(layers | {"mod.capacity": 0.25})
+  plan = describe(hybrid)
+  flops = plan["flops_per_token"]
+  experts, seq = 3 * 32 * 64, 16
+  attention = 6 * 4 * 8 * seq  # of a layer, causal
+  spared = 2 * (1 - 0.25**2) * attention  # the scores of two layers
+  spared += 6 * 2 * 0.75 * (32 * 12 * 8 + 2 * 32 + 32 * 8 + 2 * experts)
+  assert flops["training_without_mod"] - flops["training"] == pytest.approx(spared)
+  spared = 6 * (2 + 2 * 0.25) * 6 * experts
+  assert flops["training_without_top_k"] - flops["training"] == pytest.approx(spared)
+  assert flops["training_without_both"] > flops["training_without_mod"]
+  assert (flops["forward"], flops["forward_6n"]) == (
+    flops["training"] / 3,
+    flops["training_6n"] / 3,
+  )
+  text = render(plan)
+  assert text.count("are saved") == 3
+  assert "with both" in text
+
+
+def test_text_of_a_dense_run_mentions_nothing_that_it_lacks():
+  text = render(describe(tiny_config({"model.vocab_size": 384}), devices=2))
+  assert text.startswith("devices: 2 (data=2, fsdp=1, expert=1, tensor=1)\n")
+  assert "4 x 16 tokens" in text
+  assert not any(word in text for word in ("experts", "routers", "saved", "ema,", "sums"))
+
+
+def test_the_models_page_is_up_to_date():
+  """Builds, counts and validates every variant of every preset."""
+  page = Path(__file__).parents[3] / "docs" / "models.md"
+  text = page.read_text(encoding="utf-8")
+  assert update(text) == text, "run: python -m ats_jax.planner models"
+  with pytest.raises(ValueError, match="the tables lie between"):
+    update("no markers")

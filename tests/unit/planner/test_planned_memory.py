@@ -1,0 +1,170 @@
+"""Planned bytes against arrays that exist, and estimates against what is known of them."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, tiny_config
+
+from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
+from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
+from ats_jax.step.plan import make_plan
+from ats_jax.step.routing import totals
+from ats_jax.step.train_step import sums_and_grads
+
+SPARSE = {
+  "moe.num_experts": 4,
+  "moe.num_shared": 1,
+  "mod.routing": "learned",
+  "mod.decision": "predictor",
+  "precision.param_dtype": "bfloat16",
+  "precision.mu_dtype": "bfloat16",
+  "optimizer.ema_decay": 0.9,
+}
+MESH = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2}
+
+
+def on_first_device(tree):
+  shards = [s.data for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device.id == 0]
+  return sum(math.prod(s.shape) * s.dtype.itemsize for s in shards)
+
+
+def planned(cfg, devices=0):
+  """The abstract state, and a context in which to use it."""
+  mesh = abstract_mesh(cfg, devices)
+  with jax.sharding.use_abstract_mesh(mesh):
+    return abstract_state(cfg), jax.sharding.use_abstract_mesh(mesh)
+
+
+def test_state_is_what_eight_devices_hold():
+  cfg = tiny_config(SPARSE | MESH)
+  abstract, context = planned(cfg)
+  with context:
+    parts = state_memory(cfg, abstract)
+  with jax.set_mesh(make_test_mesh(1, 2, 2, 2)):
+    plan = make_plan(cfg)
+    state = plan.init()
+    rules = plan.training_rules(1)
+    grads = jax.eval_shape(
+      lambda s, b: sums_and_grads(cfg, s.model, b, totals(b, rules), s.key, rules)[2],
+      state,
+      abstract_batch(1, 8, 16),
+    )
+  assert parts["weights"] == on_first_device(state.model)
+  assert parts["ema"] == on_first_device(state.ema) > parts["weights"]
+  assert parts["gradients"] == device_bytes(grads)
+  moments = state.opt_state[1]
+  assert (parts["mu"], parts["nu"]) == (on_first_device(moments.mu), on_first_device(moments.nu))
+  in_state = sum(parts.values()) - parts["gradients"]
+  key = jax.random.key_data(state.key)
+  assert in_state == on_first_device(dataclasses.replace(state, key=key))
+  assert parts["gradient sums"] == 0
+
+
+def test_sums_of_accumulated_gradients_are_float32():
+  cfg = tiny_config(SPARSE | {"step.accum_steps": 2})
+  state, context = planned(cfg)
+  with context:
+    assert state_memory(cfg, state)["gradient sums"] == state_memory(cfg, state)["nu"]
+
+
+def test_a_mesh_of_4096_devices():
+  sizes = {"mesh.data": 4, "mesh.fsdp": 64, "mesh.expert": 4, "mesh.tensor": 4}
+  dims = {"model.d_model": 1024, "model.d_ff": 512, "model.vocab_size": 1024, "moe.num_experts": 8}
+  batch = {"data.batch_size": 1024, "model.num_kv_heads": 4}
+  cfg = tiny_config(sizes | dims | batch)
+  state, _ = planned(cfg, 4096)
+  layer = state.model.segments[0].layers[0]
+  # Two layers of eight experts, and so on, in float32.
+  assert device_bytes(layer.mlp.gate) == 4 * 2 * 8 * 1024 * 512 / (4 * 64 * 4)
+  assert device_bytes(layer.attn.q) == 4 * 2 * 1024 * 1024 / (64 * 4)
+  assert device_bytes(layer.attn_norm) == 4 * 2 * 1024
+  assert device_bytes(state.model.embed) == 4 * 1024 * 1024 / (64 * 4)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"mesh.fsdp": 4}, r"mesh.data=1 x mesh.fsdp=4 .* is a mesh of 4 devices, not of 6"),
+    ({"mesh.data": 2}, r"mesh of 2 devices, not of 6"),
+    ({"data.batch_size": 8}, r"data.batch_size=8 / step.accum_steps=1 = 8 rows .* 6 shards"),
+  ],
+)
+def test_a_mesh_that_does_not_fit(changes, message):
+  with pytest.raises(ValueError, match=message):
+    abstract_mesh(tiny_config({"data.batch_size": 24} | changes), 6)
+
+
+def kept(**changes):
+  """Estimated bytes of the activations of a tiny model, by default of 8 rows of 16 tokens."""
+  cfg = tiny_config({name.replace("__", "."): value for name, value in changes.items()})
+  state, context = planned(cfg)
+  with context:
+    return activations(cfg, state)
+
+
+def test_full_remat_keeps_the_residual_stream():
+  stream = 8 * 16 * 32 * 4
+  shallow, deep = kept(step__remat="full"), kept(step__remat="full", model__num_layers=7)
+  assert deep - shallow == 5 * stream
+  # Besides: inputs and outputs of the last norm and of the loss, the head's gradient.
+  assert 2 * stream + 64 * 32 * 4 < shallow < 6 * stream + 2 * 64 * 32 * 4
+
+
+def test_policies_keep_more_in_their_order():
+  by_policy = [kept(step__remat=policy) for policy in ("full", "names", "dots", "none")]
+  assert by_policy == sorted(by_policy) and len(set(by_policy)) == 4
+  # 'names': queries, keys, values, attention's output, and the two halves of the feed-forward.
+  named = 2 * 8 * 16 * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8 + 64 + 64) * 4
+  assert by_policy[1] - by_policy[0] == named
+
+
+def test_flash_attention_keeps_nothing_of_seq_by_seq():
+  """The estimate grows with the tokens, whatever the length of a row."""
+  flash = kept(step__remat="none")
+  as_short = kept(step__remat="none", data__seq_len=8, data__batch_size=16)
+  assert flash == pytest.approx(as_short, rel=1e-3)
+  whole = kept(step__remat="none", ops__attention="xla")
+  scores = 2 * 8 * 4 * 16 * 16 * 4  # layers x rows x heads x seq x seq, float32
+  assert scores <= whole - flash <= 4 * scores
+
+
+def test_activations_are_cut_along_the_batch():
+  one = kept(step__remat="full", mesh__data=1)
+  four = kept(step__remat="full", mesh__data=2, mesh__fsdp=2)
+  head = 64 * 32 * 4  # its gradient is whole on each
+  assert four == pytest.approx((one - head) / 4 + head, rel=0.05)
+
+
+def test_what_a_step_needs_besides():
+  changes = {"step.remat": "full", "precision.compute_dtype": "bfloat16", "mesh.fsdp": 2}
+  cfg = tiny_config(changes)
+  state, context = planned(cfg)
+  with context:
+    parts = step_memory(cfg, state)
+  layer = (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64 + 2 * 32) * 2
+  assert parts["gathered weights"] == layer
+  # 48 tokens over two devices; float32 logits and their gradient in bfloat16.
+  assert parts["logits chunk"] == 24 * 64 * 6
+  assert (
+    parts["recomputed block"]
+    == kept(step__remat="none", precision__compute_dtype="bfloat16", mesh__fsdp=2) // 2
+  )
+
+
+@pytest.mark.parametrize("settings", [{}, SPARSE, {"mod.routing": "static", "mod.scope": "ffn"}])
+def test_keys_and_values_are_those_of_the_cache(mesh, settings):
+  cfg = tiny_config(settings)
+  state, context = planned(cfg)
+  with context:
+    planned_bytes = kv_cache_bytes(cfg, state.model)
+  plan = make_plan(cfg)
+  cache = plan.init().model.empty_cache(1, 16, plan.rules(cfg.num_steps), jnp.float32)
+  real = [layer.kv for segment in cache for layer in segment]
+  assert planned_bytes == sum(np.asarray(a).nbytes for a in jax.tree.leaves(real))
+  whole = 2 * 2 * 16 * 2 * 8 * 4
+  skips = settings.get("mod.routing") == "learned"  # whole blocks: one layer keeps 3 places of 16
+  assert planned_bytes == (whole // 2 + whole // 2 * 3 // 16 if skips else whole)

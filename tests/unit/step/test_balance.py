@@ -1,0 +1,84 @@
+"""From a router that sends everything to two experts back to balance, with the default settings."""
+
+import argparse
+import functools
+import inspect
+import statistics
+
+import jax
+import numpy as np
+from helpers import micro_batches, tiny_config
+
+from ats_jax.step.metrics import metric_names
+from ats_jax.step.plan import make_plan
+
+SEEDS, MOST_STEPS, MEDIAN_STEPS, WINDOW = 5, 150, 100, 10
+
+
+@functools.cache
+def text() -> np.ndarray:
+  """Bytes of a module of the standard library."""
+  return np.frombuffer(inspect.getsource(argparse).encode(), np.uint8).astype(np.int32)
+
+
+def batch(rng, rows, seq):
+  starts = rng.integers(0, text().size - seq - 1, rows)
+  window = text()[starts[:, None] + np.arange(seq + 1)]
+  ones = np.ones((rows, seq), np.int32)
+  found = {
+    "tokens": window[:, :-1],
+    "targets": window[:, 1:],
+    "loss_mask": ones.astype(np.float32),
+    "segment_ids": ones,
+    "positions": np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq)),
+  }
+  return micro_batches(found, 1)
+
+
+@jax.jit
+def collapse(state):
+  for layer in state.model.segments[0].layers:
+    offset = layer.mlp.router.offset
+    offset[...] = offset[...].at[:, :2].add(6.0)
+  return state
+
+
+def steps_to_balance(plan, seed) -> int:
+  """Steps until max_violation, averaged over a window, is below 1."""
+  cfg, rng = plan.cfg, np.random.default_rng(seed)
+  state = plan.init()
+  state = collapse(jax.tree.map(lambda x: x, state))
+  index, violations = metric_names(cfg).index("moe/max_violation"), []
+  for step in range(1, MOST_STEPS + 1):
+    state, metrics = plan.train_step(state, batch(rng, cfg.data.batch_size, cfg.data.seq_len))
+    violations.append(float(metrics.values[index]))
+    if step == 1:
+      assert violations[0] > 2.5  # two of eight experts have it all: 3
+    if step >= WINDOW and np.mean(violations[-WINDOW:]) < 1.0:
+      return step
+  return MOST_STEPS + 1
+
+
+def test_a_collapsed_router_recovers(mesh):
+  found = []
+  for seed in range(SEEDS):
+    cfg = tiny_config(
+      {
+        "seed": seed,
+        "num_steps": 300,
+        "model.vocab_size": 256,
+        "model.d_model": 64,
+        "moe.num_experts": 8,
+        "moe.d_ff": 32,
+        "moe.router_bias": True,
+        "data.seq_len": 64,
+        "data.batch_size": 16,
+        "optimizer.learning_rate": 3e-3,
+        "optimizer.warmup_steps": 20,
+        "step.loss_chunk_tokens": 1024,
+      }
+    )
+    found.append(steps_to_balance(make_plan(cfg), seed))
+  print(found)
+  assert max(found) <= MOST_STEPS
+  assert statistics.median(found) <= MEDIAN_STEPS
