@@ -14,10 +14,9 @@ from absl import flags, logging
 
 from ats_jax import runtime
 from ats_jax.config import Config, from_config_dict
-from ats_jax.config.build import resolve
-from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.throughput import mfu, peak_flops
+from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
 from ats_jax.step.plan import make_plan
 
@@ -50,15 +49,11 @@ def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
     steps: timed steps, after a few untimed ones.
     segments: documents in each row.
   """
-  known_sizes = {"bytes": ByteTokenizer.vocab_size, "bpe": cfg.data.bpe_vocab_size}
-  vocab_size = cfg.model.vocab_size or known_sizes.get(cfg.data.tokenizer)
-  if not vocab_size:
-    raise ValueError("bench: set model.vocab_size; the tokenizer's file is not read here.")
   if not 1 <= segments <= cfg.data.max_segments:
     raise ValueError(
       f"bench: --segments={segments} is outside [1, data.max_segments={cfg.data.max_segments}]."
     )
-  cfg = resolve(cfg, vocab_size)
+  cfg = resolve_without_data(cfg)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
     plan = make_plan(cfg)

@@ -20,10 +20,10 @@ WAYS = {
   "none": NO_BALANCE,
   "aux 0.01": NO_BALANCE | {"moe.aux_loss": 0.01},
   "aux 0.1": NO_BALANCE | {"moe.aux_loss": 0.1},
-  "sign, rate 0.001": SIGN | {"moe.bias_rate": 0.001},
-  "sign, rate 0.02": SIGN | {"moe.bias_rate": 0.02},
-  "proportional, rate 0.02": PROPORTIONAL | {"moe.bias_rate": 0.02},
-  "default": {},
+  "sign, rate 0.01": SIGN | {"moe.bias_rate": 0.01},
+  "sign, rate 0.1": SIGN | {"moe.bias_rate": 0.1},
+  "proportional, rate 0.1": PROPORTIONAL | {"moe.bias_rate": 0.1},
+  "default: proportional, aux, z": {},
 }
 COLLAPSE = 6.0  # added to the logits of two of the eight experts
 WINDOW = 10  # steps over which max_violation is averaged

@@ -18,7 +18,8 @@ from ats_jax.model.count import Counts
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.plan import make_plan
 
-EXPERTS = {"moe.num_experts": 8, "moe.top_k": 2, "moe.route_scale": 2.0, "moe.bias_rate": 0.002}
+# Experts half as wide as the feed-forward that they replace: weights that sum to 2 make up for it.
+EXPERTS = {"moe.num_experts": 8, "moe.top_k": 2, "moe.route_scale": 2.0}
 DEPTHS = {"mod.routing": "learned", "mod.every": 2, "mod.capacity": 0.125}
 # Layers that skip 7 of 8 tokens leave FLOPs for more layers: twice the dense model's, less one or
 # two. The width of the feed-forward takes up the rest.

@@ -8,7 +8,7 @@ from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.model.init import numerics
-from ats_jax.sharding.apply import mesh_axes
+from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
 from ats_jax.step.optimizer import build_optimizer
 from ats_jax.step.plan import BATCH_DTYPES
@@ -39,24 +39,11 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
     devices: how many; 0 = as few as the mesh needs.
 
   Raises:
-    ValueError: if the sizes do not multiply to `devices`, or do not divide the batch.
+    ValueError: as `mesh_sizes`.
   """
-  sizes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
-  if sizes["data"] == -1:
-    sizes["data"] = max(1, devices // math.prod(n for axis, n in sizes.items() if axis != "data"))
-  named = " x ".join(f"mesh.{axis}={n}" for axis, n in sizes.items())
-  if devices not in (0, needed := math.prod(sizes.values())):
-    raise ValueError(
-      f"{named} is a mesh of {needed} devices, not of {devices}. Change the mesh or --devices; "
-      "mesh.data=-1 takes what the other axes leave."
-    )
-  shards = math.prod(sizes[axis] for axis in mesh_axes("batch"))
-  if (micro := cfg.data.batch_size // cfg.step.accum_steps) % shards:
-    raise ValueError(
-      f"data.batch_size={cfg.data.batch_size} / step.accum_steps={cfg.step.accum_steps} = {micro} "
-      f"rows a micro-batch do not divide over the {shards} shards of {named} (all axes but "
-      f"tensor). Use a multiple of {shards * cfg.step.accum_steps}."
-    )
+  asked = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
+  fewest = math.prod(n for n in asked.values() if n != -1)
+  sizes = mesh_sizes(cfg, devices or fewest)
   explicit = (jax.sharding.AxisType.Explicit,) * len(MESH_AXES)
   return jax.sharding.AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=explicit)
 

@@ -16,24 +16,34 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
   """Build the mesh `cfg.mesh` asks for over all devices (explicit axes).
 
   Raises:
-    ValueError: if the sizes do not multiply to the number of devices, or do not divide the batch.
+    ValueError: as `mesh_sizes`.
   """
   devices = devices or jax.devices()
+  sizes = mesh_sizes(cfg, len(devices))
+  return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices)
+
+
+def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
+  """The size of each mesh axis.
+
+  Raises:
+    ValueError: if the sizes do not multiply to the number of devices, or do not divide the batch.
+  """
   sizes = {a: getattr(cfg.mesh, a) for a in MESH_AXES}
   if sizes["data"] == -1:
     others = {a: n for a, n in sizes.items() if a != "data"}
     rest = math.prod(others.values())
-    if len(devices) % rest:
+    if num_devices % rest:
       product = " x ".join(f"mesh.{a}={n}" for a, n in others.items())
       raise ValueError(
-        f"{product} = {rest} does not divide the {len(devices)} devices. "
-        f"Choose sizes whose product divides {len(devices)}."
+        f"{product} = {rest} does not divide the {num_devices} devices. "
+        f"Choose sizes whose product divides {num_devices}."
       )
-    sizes["data"] = len(devices) // rest
-  if math.prod(sizes.values()) != len(devices):
+    sizes["data"] = num_devices // rest
+  if math.prod(sizes.values()) != num_devices:
     raise ValueError(
       f"mesh {'x'.join(map(str, sizes.values()))} ({', '.join(MESH_AXES)}) needs "
-      f"{math.prod(sizes.values())} devices, there are {len(devices)}. "
+      f"{math.prod(sizes.values())} devices, there are {num_devices}. "
       f"Change {', '.join(f'mesh.{a}' for a in MESH_AXES)}; mesh.data=-1 takes all that are left."
     )
   ways = [sizes[a] for a in mesh_axes("batch")]
@@ -45,7 +55,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
       f"rows a micro-batch do not divide over {product} = {shards} shards. "
       f"Use a multiple of {shards * cfg.step.accum_steps}."
     )
-  return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices)
+  return sizes
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:
