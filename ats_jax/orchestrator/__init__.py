@@ -1,0 +1,1 @@
+"""Metrics to decisions to a new state."""

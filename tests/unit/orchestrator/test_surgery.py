@@ -1,0 +1,456 @@
+"""What surgery promises: the function kept, or changed as stated, and training that goes on."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+
+from ats_jax.checkpoint import CheckpointManager, abstract_like
+from ats_jax.config.schema import CheckpointConfig
+from ats_jax.orchestrator import surgery
+from ats_jax.orchestrator.slots import SurgeryError, find, read_slots
+from ats_jax.step.plan import make_plan
+
+EXACT = 1e-5  # nats per token, float32
+BASE = {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.d_ff": 32, "model.d_ff": 32}
+SIGMOID = {"moe.score": "sigmoid"}
+BFLOAT16 = {"precision.compute_dtype": "bfloat16", "precision.param_dtype": "bfloat16"}
+
+
+def moe_of(tree, cfg, layer):
+  return surgery._moe(tree, find(cfg, layer).block)
+
+
+def experts_of(tree, cfg, layer):
+  """The weights of a layer (or their moments) by name, on the host, experts first."""
+  moe, repeat = moe_of(tree, cfg, layer), find(cfg, layer).repeat
+  names = ("gate", "up", "down", "router")
+  return {
+    name: np.moveaxis(np.array(variable[...][repeat]), axis, 0)
+    for name, (variable, axis) in zip(names, surgery._weights(moe), strict=False)
+  }
+
+
+def bits(tree):
+  """The arrays of a tree by path, on the host."""
+  typed = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  host = lambda x: np.array(jax.random.key_data(x) if typed(x) else x)
+  return {name: host(x) for name, x in named_leaves(tree).items()}
+
+
+def assert_same_bits(got, want):
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  got = bits(got)
+  for name, value in bits(want).items():
+    assert got[name].tobytes() == value.tobytes(), name
+
+
+# The function is kept, whatever the routing. (2 of 4 with softmax: the run below.)
+
+VARIANTS = {
+  "1 of 4, shared, ema": {"moe.top_k": 1, "moe.num_shared": 1, "optimizer.ema_decay": 0.9},
+  "1 of 4, sigmoid, offset, dense layer": SIGMOID
+  | {"moe.top_k": 1, "moe.router_bias": True, "moe.temperature": 2.0, "moe.dense_first": 1},
+  "2 of 4, sigmoid, not renormalised, groups, capacity": SIGMOID
+  | {"moe.num_groups": 2, "moe.top_groups": 1, "moe.renormalize": False}
+  | {"moe.dispatch": "capacity"},
+  "4 of 4, not renormalised, null, bfloat16": BFLOAT16
+  | {"moe.top_k": 4, "moe.renormalize": False, "moe.null_experts": 2},
+  "4 of 4, sigmoid": SIGMOID | {"moe.top_k": 4},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_split_keeps_the_function(mesh, changes):
+  cfg = tiny_config(BASE | changes)
+  plan, rows, layer = make_plan(cfg), random_rows(cfg, 8), 1
+  state = plan.init()
+  models = lambda: [m for m in (state.model, state.ema) if m is not None]
+  loss = lambda model: float(plan.eval_step(model, rows)[0]) / rows["loss_mask"].sum()
+  rng = np.random.default_rng(0)
+  # Probabilities far from even, a selection bias that makes expert 0 popular, outputs that count.
+  for model in models():
+    moe = moe_of(model, cfg, layer)
+    moe.router.weight[...] *= 30.0
+    moe.down[...] *= 300.0
+    bias = rng.normal(0, 0.1, moe.router.bias_E.shape) + 0.5 * (
+      np.arange(moe.router.bias_E.shape[1]) == 0
+    )
+    moe.router.bias_E[...] = jnp.array(bias, jnp.float32)
+    if cfg.moe.router_bias:
+      moe.router.offset[...] = jnp.array(rng.normal(0, 1, moe.router.offset.shape), jnp.float32)
+  before = [loss(m) for m in models()]
+  state = surgery.split(cfg, state, layer, 0)
+  after = [loss(m) for m in models()]
+  np.testing.assert_allclose(after, before, rtol=0, atol=EXACT)
+
+  view = read_slots(cfg, state, layer)
+  assert view.is_open.sum() == cfg.moe.num_experts + 1
+  assert view.twin[0] > 0 and view.twin[view.twin[0]] == 0
+  # Both halves are in use: without either the loss is another.
+  down = moe_of(state.model, cfg, layer).down
+  whole = down[...]
+  for half in (0, view.twin[0]):
+    is_other = jnp.arange(view.is_open.size) != half
+    down[...] = whole * is_other[:, None, None].astype(whole.dtype)
+    assert abs(loss(state.model) - before[0]) > 10 * EXACT
+
+
+# One run, cut and continued in many ways.
+
+CFG = tiny_config(
+  BASE
+  | {
+    "num_steps": 100,
+    "moe.aux_loss": 0.0,  # it counts the experts: its gradient changes with a split
+    "moe.bias_rate": 0.001,
+    "optimizer.grad_clip": 0.0,  # two halves have another norm than their sum
+    "optimizer.ema_decay": 0.5,
+  }
+)
+LAYER, EXPERT = 1, 4
+
+
+@pytest.fixture(scope="module")
+def run():
+  """A trained state and its loss, and how to go on: the same four batches over and over."""
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    plan, batches = make_plan(CFG), [random_rows(CFG, 8, seed=s) for s in range(4)]
+    rows = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+
+    def train(state, steps):
+      losses, metrics = [], None
+      for step in range(int(state.step), int(state.step) + steps):
+        state, metrics = plan.train_step(state, micro_batches(batches[step % 4], 1))
+        losses.append(float(metrics.values[0]))
+      return state, np.array(losses), metrics
+
+    state, losses, _ = train(plan.init(), 20)
+    assert losses[-1] < losses[0] - 0.3
+    _, undisturbed, _ = train(jax.tree.map(jnp.copy, state), 31)
+
+    def assert_smooth(losses, since=0, within=0.15):
+      """Near those of the run that was left alone, which fall from 2.4 to 0.4."""
+      want = undisturbed[since : since + len(losses)]
+      assert np.abs(losses - want).max() < within
+
+    yield SimpleNamespace(
+      plan=plan,
+      assert_smooth=assert_smooth,
+      train=train,
+      state=lambda: jax.tree.map(jnp.copy, state),  # what it is given to is donated
+      loss=lambda s: float(plan.eval_step(s.model, rows)[0]) / rows["loss_mask"].sum(),
+    )
+    assert plan.train_step._cache_size() == 1  # however much its state was cut
+
+
+def split_run(run):
+  """The trained state, split; the slots of the halves."""
+  state = surgery.split(CFG, run.state(), LAYER, EXPERT)
+  return state, EXPERT, int(read_slots(CFG, state, LAYER).twin[EXPERT])
+
+
+def test_a_split_copies_weights_and_halves_moments_and_touches_nothing_else(run):
+  before, (state, one, two) = run.state(), split_run(run)
+  for get, factor in (
+    (lambda s: s.model, 1.0),
+    (lambda s: s.ema, 1.0),
+    (lambda s: s.opt_state[0].mu, 0.5),
+    (lambda s: s.opt_state[0].nu, 0.5),
+  ):
+    old, new = experts_of(get(before), CFG, LAYER), experts_of(get(state), CFG, LAYER)
+    for name in old:
+      np.testing.assert_array_equal(new[name][one], factor * old[name][one])
+      np.testing.assert_array_equal(new[name][two], factor * old[name][one])
+      others = [s for s in range(8) if s not in (one, two)]
+      np.testing.assert_array_equal(new[name][others], old[name][others])
+      assert np.abs(old[name][one]).max() > 0
+    assert_same_bits(get(state).embed, get(before).embed)
+    for name, value in experts_of(get(before), CFG, 0).items():
+      np.testing.assert_array_equal(experts_of(get(state), CFG, 0)[name], value)
+  old, new = (moe_of(s.model, CFG, LAYER).router for s in (before, state))
+  np.testing.assert_array_equal(new.bias_E[...][1, two], old.bias_E[...][1, one])
+  np.testing.assert_array_equal(
+    new.load_E[...][1, jnp.array([one, two])], old.load_E[...][1, one] / 2
+  )
+  u = np.array(new.direction_SD[...][1, one])
+  assert np.linalg.norm(u) == pytest.approx(1.0, abs=1e-6)
+  columns = np.array(new.weight[...][1])
+  assert np.abs(u @ columns / np.linalg.norm(columns, axis=0)).max() < 0.01  # chance: 0.125
+  assert_same_bits(state.key, before.key)
+
+
+def test_the_gradients_of_the_halves_add_up(run):
+  """After a step on both: the moments of the halves sum to those without a split."""
+  (state, one, two), b1 = split_run(run), CFG.optimizer.b1
+  (state, split_losses, _), (whole, losses, _) = run.train(state, 1), run.train(run.state(), 1)
+  np.testing.assert_allclose(split_losses, losses, rtol=0, atol=EXACT)
+  got, want = (experts_of(s.opt_state[0].mu, CFG, LAYER) for s in (state, whole))
+  old = experts_of(run.state().opt_state[0].mu, CFG, LAYER)
+  for name in got:
+    close = lambda a, b, name=name: np.testing.assert_allclose(a, b, 1e-4, 1e-7, err_msg=name)
+    close(got[name][one] + got[name][two], want[name][one])
+    others = [s for s in range(8) if s not in (one, two)]
+    close(got[name][others], want[name][others])
+    for half in (one, two):  # both had tokens
+      assert np.abs(got[name][half] - b1 * old[name][one] / 2).max() > 1e-5
+  close(np.array(state.model.embed[...]), np.array(whole.model.embed[...]))
+
+
+def test_training_goes_on_and_the_halves_diverge(run):
+  state, one, two = split_run(run)
+  state, losses, metrics = run.train(state, 30)
+  run.assert_smooth(losses)
+  weights = experts_of(state.model, CFG, LAYER)
+  for name, w in weights.items():
+    assert np.abs(w[one] - w[two]).max() > 0.1 * np.abs(w[one]).max(), name
+  cosines = surgery.similarity(CFG, state, LAYER)
+  assert cosines[one, two] < 0.99
+  load = np.array(metrics.layers["moe/load"])[LAYER]
+  assert (load[[one, two]] > 0.01).all()
+  assert read_slots(CFG, state, LAYER).load == pytest.approx(load)
+
+
+def test_a_release_goes_gradually_and_ends_with_two_whole_experts(run):
+  state, one, two = split_run(run)
+  state, _, _ = run.train(state, 20)
+  losses = [run.loss(state)]
+  for penalty in (20.0, 6.0, 3.0, 1.0, 0.0):
+    assert read_slots(CFG, state, LAYER).twin[one] == two
+    state = surgery.release(CFG, state, LAYER, two, penalty)
+    losses.append(run.loss(state))
+  assert abs(losses[1] - losses[0]) < EXACT  # exp(-20)
+  assert np.abs(np.diff(losses)).max() < 0.1
+  view = read_slots(CFG, state, LAYER)
+  assert (view.twin < 0).all() and (view.penalty == 0).all()
+  before = run.loss(state)
+  state = surgery.split(CFG, state, LAYER, one)  # now it is an expert like any other
+  assert abs(run.loss(state) - before) < EXACT
+
+
+def test_pruning_a_half_undoes_a_split(run):
+  for half in (0, 1):
+    state, *halves = split_run(run)
+    state = surgery.prune(CFG, state, LAYER, halves[half])
+    assert abs(run.loss(state) - run.loss(run.state())) < EXACT
+    view = read_slots(CFG, state, LAYER)
+    assert (view.twin < 0).all() and view.is_open[halves[1 - half]]
+    assert view.load.sum() == pytest.approx(1.0)
+
+
+def without_tokens(run, expert):
+  """The trained state with an expert that nothing goes to, a step later."""
+  state = run.state()
+  router = moe_of(state.model, CFG, LAYER).router
+  router.bias_E[...] = router.bias_E[...].at[1, expert].set(-5.0)
+  return run.train(state, 1)[0]
+
+
+def test_a_dead_expert_is_found_and_pruned_or_recycled(run):
+  dead = 6
+  assert read_slots(CFG, run.state(), LAYER).dead() == []
+  state = without_tokens(run, dead)
+  before, view = run.loss(state), read_slots(CFG, state, LAYER)
+  assert view.dead() == [dead]
+  source = view.most_loaded()
+  state = surgery.recycle(CFG, state, LAYER, dead)
+  assert abs(run.loss(state) - before) < EXACT
+  view = read_slots(CFG, state, LAYER)
+  assert view.twin[dead] == source and view.is_open.sum() == 4
+  for moment in state.opt_state[0].mu, state.opt_state[0].nu:
+    for name, m in experts_of(moment, CFG, LAYER).items():
+      assert np.abs(m[dead]).max() > 0, name
+  state, losses, metrics = run.train(state, 30)
+  run.assert_smooth(losses, since=1, within=0.25)
+  assert np.array(metrics.layers["moe/load"])[LAYER, dead] > 0.01
+
+  pruned = surgery.prune(CFG, without_tokens(run, dead), LAYER, dead)
+  assert abs(run.loss(pruned) - before) < EXACT
+  _, losses, metrics = run.train(pruned, 30)
+  run.assert_smooth(losses, since=1, within=0.25)
+  assert np.array(metrics.layers["moe/load"])[LAYER, dead] == 0.0
+
+
+def test_a_pruned_expert_comes_back_with_sound_moments(run):
+  before = run.state()
+  least = int(read_slots(CFG, before, LAYER).load.argsort()[4])
+  state = surgery.prune(CFG, run.state(), LAYER, least)
+  assert EXACT < run.loss(state) - run.loss(before) < 0.5
+  state = surgery.reopen(CFG, state, LAYER, least)
+  assert run.loss(state) == run.loss(before)
+  others = [s for s in (0, 2, 4, 6) if s != least]
+  mu, nu = (experts_of(m, CFG, LAYER) for m in (state.opt_state[0].mu, state.opt_state[0].nu))
+  for name in mu:
+    assert not mu[name][least].any()
+    np.testing.assert_allclose(nu[name][least], nu[name][others].mean(0), 1e-5)
+
+
+@pytest.mark.parametrize("slot", [1, 6])
+def test_a_fresh_expert_takes_no_long_first_step(run, slot):
+  state = surgery.reinitialize(CFG, run.state(), LAYER, slot)
+  view, fresh = read_slots(CFG, state, LAYER), experts_of(state.model, CFG, LAYER)
+  assert view.is_open[slot]
+  for name, std in (("gate", 0.02), ("up", 0.02), ("down", 0.01), ("router", 0.02)):
+    assert fresh[name][slot].std() == pytest.approx(std, rel=0.3), name
+    assert np.abs(fresh[name][slot]).max() < 6 * std
+  lr = CFG.optimizer.learning_rate
+  moved, losses, _ = run.train(state, 1)
+  run.assert_smooth(losses)
+  for name, w in experts_of(moved.model, CFG, LAYER).items():
+    # Of the same order as that of an expert which has been there all the time: with a second
+    # moment of 0 each element would move by (1 - b1) / sqrt(1 - b2) = 0.45 lr.
+    step = np.sqrt(np.mean((w[slot] - fresh[name][slot]) ** 2))
+    assert 0 < step < 0.3 * lr, name
+
+
+def test_merging_a_fresh_pair_is_exact_and_a_trained_one_close(run):
+  state, one, two = split_run(run)
+  before = run.loss(state)
+  state = surgery.merge(CFG, state, LAYER, one, two)
+  assert abs(run.loss(state) - before) < EXACT
+  want = run.state().opt_state[0]  # all of the moments is back
+  for got, old in ((state.opt_state[0].mu, want.mu), (state.opt_state[0].nu, want.nu)):
+    for name, m in experts_of(got, CFG, LAYER).items():
+      np.testing.assert_array_equal(m[one], experts_of(old, CFG, LAYER)[name][one])
+
+  state, one, two = split_run(run)
+  state, _, _ = run.train(state, 10)
+  before, weights = run.loss(state), experts_of(state.model, CFG, LAYER)
+  load = read_slots(CFG, state, LAYER).load
+  state = surgery.merge(CFG, state, LAYER, two, one)
+  assert abs(run.loss(state) - before) < 0.1
+  share = load[two] / (load[one] + load[two])
+  for name, w in experts_of(state.model, CFG, LAYER).items():
+    mean = share * weights[name][two] + (1 - share) * weights[name][one]
+    np.testing.assert_allclose(w[two], mean, 1e-5, 1e-7)
+  view = read_slots(CFG, state, LAYER)
+  assert view.is_open[two] and not view.is_open[one] and (view.twin < 0).all()
+  assert view.load[two] == pytest.approx(load[one] + load[two])
+
+
+def test_merging_strangers_costs_and_training_recovers(run):
+  state = run.state()
+  cosines = surgery.similarity(CFG, state, LAYER)
+  assert abs(cosines[0, 2]) < 0.5
+  before = run.loss(state)
+  state = surgery.merge(CFG, state, LAYER, 0, 2)
+  after = run.loss(state)
+  assert EXACT < after - before < 0.2
+  _, losses, _ = run.train(state, 30)
+  run.assert_smooth(losses, within=0.25)
+
+
+def test_similarity_is_the_cosine_of_all_weights(run):
+  state = run.state()
+  weights = experts_of(state.model, CFG, LAYER)
+  flat = np.concatenate([weights[n].reshape(8, -1) for n in ("gate", "up", "down")], 1)
+  flat = flat.astype(np.float64) / np.linalg.norm(flat.astype(np.float64), axis=1, keepdims=True)
+  np.testing.assert_allclose(surgery.similarity(CFG, state, LAYER), flat @ flat.T, atol=1e-6)
+
+
+def test_every_edit_goes_through_a_checkpoint_bit_for_bit(run, tmp_path):
+  state, _, two = split_run(run)
+  state = surgery.split(CFG, state, 0, 2)
+  state = surgery.release(CFG, state, LAYER, two, 5.0)
+  state = surgery.prune(CFG, state, LAYER, 6)
+  state = surgery.merge(CFG, state, 0, 0, 4)
+  state = surgery.recycle(CFG, state, 0, 6, 0)
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    manager.save(int(state.step), state, {})
+  abstract = abstract_like(run.plan.init(abstract=True), jax.sharding.get_mesh())
+  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    _, restored, _ = manager.restore_latest(abstract)
+  assert_same_bits(restored, state)
+  for layer in (0, 1):
+    for got, want in zip(
+      read_slots(CFG, restored, layer), read_slots(CFG, state, layer), strict=True
+    ):
+      np.testing.assert_array_equal(got, want)
+  (restored, got, _), (state, want, _) = run.train(restored, 2), run.train(state, 2)
+  np.testing.assert_array_equal(got, want)
+  assert_same_bits(restored, state)
+
+
+def test_edits_are_deterministic_and_compiled_once_for_all_slots_and_layers(run):
+  compiled = lambda: [f._cache_size() for f in (surgery._split, surgery._prune, surgery._merge)]
+  state, _, _ = split_run(run)
+  assert_same_bits(state, split_run(run)[0])
+  state = surgery.merge(CFG, surgery.prune(CFG, state, LAYER, EXPERT), LAYER, 0, 2)
+  before = compiled()
+  other = surgery.split(CFG, run.state(), 0, 2, 7)
+  other = surgery.merge(CFG, surgery.prune(CFG, other, 0, 0), 0, 7, 2)
+  assert compiled() == before
+  direction = lambda s, layer, e: np.array(
+    moe_of(s.model, CFG, layer).router.direction_SD[...][layer, e]
+  )
+  first = direction(split_run(run)[0], LAYER, EXPERT)
+  later = surgery.split(CFG, run.train(run.state(), 1)[0], LAYER, EXPERT)
+  assert abs(first @ direction(later, LAYER, EXPERT)) < 0.9
+
+
+def test_what_cannot_be_done_is_refused_and_changes_nothing(run):
+  state, one, two = split_run(run)
+  idle = int(np.flatnonzero(~read_slots(CFG, state, LAYER).is_open)[0])
+  other = surgery.split(CFG, run.state(), LAYER, 0)
+  before = bits(state)
+  refused = [
+    (surgery.split, (2, 0), "layer 2 has no experts; layers [0, 1] have"),
+    (surgery.split, (LAYER, 8), "has no slot 8: it has 0 to 7"),
+    (surgery.split, (LAYER, -1), "has no slot -1"),
+    (surgery.split, (LAYER, idle), f"slot {idle} is idle, no expert in use"),
+    (surgery.split, (LAYER, 0, 2), "slot 2 is in use"),
+    (surgery.split, (LAYER, one), f"is a half of a split expert, the other is {two}"),
+    (surgery.split, (LAYER, two), f"is a half of a split expert, the other is {one}"),
+    (surgery.release, (LAYER, 0, 1.0), "no half"),
+    (surgery.release, (LAYER, one, -1.0), "penalty=-1.0 is not in"),
+    (surgery.release, (LAYER, one, float("nan")), "penalty=nan is not in"),
+    (surgery.prune, (LAYER, idle), "is idle"),
+    (surgery.reopen, (LAYER, 0), "slot 0 is in use"),
+    (surgery.reinitialize, (LAYER, one), "is a half"),
+    (surgery.recycle, (LAYER, 0, 0), "slot 0 is idle"),
+    (surgery.recycle, (LAYER, 0, one), "is a half"),
+    (surgery.merge, (LAYER, 0, 0), "cannot be merged with itself"),
+    (surgery.merge, (LAYER, one, 0), "is a half"),
+    (surgery.merge, (LAYER, 0, one), "is a half"),
+    (surgery.similarity, (7,), "layer 7 has no experts"),
+  ]
+  for action, args, message in refused:
+    with pytest.raises(SurgeryError, match=message.replace("[", r"\[")):
+      action(CFG, state, *args)
+  after = bits(state)
+  assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
+
+  # Two experts of four are the least that top_k = 2 needs; a pair is one.
+  other = surgery.prune(CFG, other, LAYER, 2)
+  other = surgery.prune(CFG, other, LAYER, 4)
+  too_few = r"can choose among 1 experts .* moe.top_k=2"
+  for action in (surgery.prune, surgery.recycle):
+    with pytest.raises(SurgeryError, match=too_few):
+      action(CFG, other, LAYER, 6)
+  other = surgery.prune(CFG, other, LAYER, 0)  # a half: its twin stays
+  assert np.flatnonzero(read_slots(CFG, other, LAYER).is_open).tolist() == [1, 6]
+  with pytest.raises(SurgeryError, match=too_few):
+    surgery.merge(CFG, other, LAYER, 1, 6)
+  for expert in (1, 6):
+    other = surgery.split(CFG, other, LAYER, expert)
+  with pytest.raises(SurgeryError, match="all experts are halves"):
+    read_slots(CFG, other, LAYER).most_loaded()
+
+
+def test_with_an_offset_a_merged_expert_keeps_the_sum_of_probabilities(mesh):
+  cfg = tiny_config(BASE | {"moe.router_bias": True, "moe.temperature": 1.5})
+  state = make_plan(cfg).init()
+  x = np.random.default_rng(0).standard_normal((4096, cfg.model.d_model))
+
+  def logits(state, expert):
+    router = moe_of(state.model, cfg, 0).router
+    along = x @ np.array(router.weight[...][0, :, expert])
+    return along / cfg.moe.temperature, float(router.offset[...][0, expert]) / cfg.moe.temperature
+
+  together = np.logaddexp(logits(state, 0)[0], logits(state, 2)[0])
+  column, offset = logits(surgery.merge(cfg, state, 0, 0, 2), 0)
+  assert np.mean(column - together) == pytest.approx(-np.log(2), abs=0.05)
+  assert np.mean(column + offset - together) == pytest.approx(0.0, abs=0.05)
