@@ -32,15 +32,20 @@ class Pass:
   Attributes:
     training: choose experts and tokens as training does, which looks at whole rows.
     capacity: share of a row that goes through a layer which skips tokens.
+    horizon: outside of training, shorter rows have the places of a row of this length: a text has
+      the same room however far it goes on.
   """
 
   training: bool
   capacity: float
+  horizon: int = 0
 
   def places(self, seq_len: int) -> int:
     """Places for tokens of a row of `seq_len` in a layer which skips tokens."""
-    share = self.capacity if self.training else min(1.0, SLACK * self.capacity)
-    return mod_tokens(share, seq_len)
+    if self.training:
+      return mod_tokens(self.capacity, seq_len)
+    share = min(1.0, SLACK * self.capacity)
+    return min(seq_len, mod_tokens(share, max(seq_len, self.horizon)))
 
 
 @jax.tree_util.register_dataclass
@@ -231,7 +236,8 @@ class Depth(nnx.Module):
       capacity: that the step used.
     """
     seen = jnp.where(self.capacity[...] == capacity, self.updates[...], 0.0)
-    decay = jnp.minimum(self.cfg.threshold_decay, seen / (seen + 1.0))
+    # A mean over the newest tenth of a young history: early scores move fast.
+    decay = jnp.minimum(self.cfg.threshold_decay, seen / (seen + 9.0))
     mean = stats.threshold / jnp.maximum(stats.rows, 1.0)
     moved = decay * self.threshold[...] + (1.0 - decay) * mean
     is_new = stats.rows > 0

@@ -24,11 +24,12 @@ def rules_at(cfg: Config, step: int, *, training: bool) -> Pass:
   `mod.capacity` is reached over the first `mod.anneal_fraction` of the run, in `mod.rungs` steps.
   """
   mod, length = cfg.mod, cfg.mod.anneal_fraction * cfg.num_steps
+  horizon = 0 if training else cfg.data.seq_len
   if step >= length:
-    return Pass(training, mod.capacity)
+    return Pass(training, mod.capacity, horizon)
   rung = int(mod.rungs * step / length)
   ratio = mod.capacity / mod.start_capacity
-  return Pass(training, mod.start_capacity * ratio ** (rung / mod.rungs))
+  return Pass(training, mod.start_capacity * ratio ** (rung / mod.rungs), horizon)
 
 
 class Totals(NamedTuple):
@@ -37,7 +38,8 @@ class Totals(NamedTuple):
   Attributes:
     counted: tokens in the loss.
     real: tokens that are no padding.
-    places: tokens that training lets through a layer which skips some.
+    places: tokens that training lets through a layer which skips some; with static routing, which
+      lets through a few less, a bound.
     rows: with a token that is no padding.
   """
 

@@ -35,7 +35,10 @@ def test_2700_billion_parameters_without_a_device():
   [
     ((), r"--config is missing"),
     (("--config=configs/b7.py:sparse",), r"unknown variant 'sparse'.*'dense'.*'hybrid'"),
-    (("--config=configs/b7.py", "--devices=6"), r"16 rows a micro-batch do not divide over .* = 6 shards"),
+    (
+      ("--config=configs/b7.py", "--devices=6"),
+      r"16 rows a micro-batch do not divide over .* = 6 shards",
+    ),
     (("--config=configs/b7.py", "--config.mesh.tensor=3"), r"mesh.tensor=3 does not divide"),
     (("--config=configs/b7.py", "--devices=-1"), r"--devices"),
     (

@@ -1,0 +1,185 @@
+"""Which layers are sparse, how the stack is cut into scans, and that the cut changes nothing."""
+
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_trees_close, make_decoder, random_rows, tiny_config
+
+from ats_jax.model.block import Tokens
+from ats_jax.model.layout import LayerKind, Segment, layer_kinds, mod_tokens, segments
+from ats_jax.model.mod import Pass
+from ats_jax.model.stats import by_layer
+from ats_jax.ops.rope import rope_table
+from ats_jax.sharding.apply import gather_rows, reshard
+
+# Both sides run the same float32 operations; a scan may fuse them in another way.
+RTOL, ATOL = 1e-5, 1e-5
+LETTERS = {
+  ".": LayerKind(moe=False, mod=False),
+  "e": LayerKind(moe=True, mod=False),
+  "d": LayerKind(moe=False, mod=True),
+  "b": LayerKind(moe=True, mod=True),
+}
+kinds_of = lambda text: tuple(map(LETTERS.__getitem__, text))
+text_of = lambda kinds: "".join(next(k for k, v in LETTERS.items() if v == kind) for kind in kinds)
+PLACES = ("positions", "segment_ids")
+MOE, MOD = {"moe.num_experts": 4}, {"mod.routing": "learned"}
+
+
+@pytest.mark.parametrize(
+  ("layers", "changes", "want"),
+  [
+    (4, {}, "...."),
+    (4, {"moe.every": 2, "mod.every": 3}, "...."),  # neither is asked for
+    (4, MOE, "eeee"),
+    (5, MOE | {"moe.every": 2}, ".e.e."),
+    (7, MOE | {"moe.every": 3}, "..e..e."),
+    (6, MOE | {"moe.dense_first": 1, "moe.dense_last": 2}, ".eee.."),
+    (7, MOE | {"moe.dense_first": 2, "moe.every": 2, "moe.dense_last": 1}, "...e.e."),
+    (6, MOE | {"moe.dense_first": 2, "moe.every": 2, "moe.dense_last": 1}, "...e.."),
+    (5, MOD, ".d.d."),
+    (4, MOD | {"mod.every": 1}, "dddd"),
+    (6, MOD | {"mod.every": 1, "mod.start_layer": 1, "mod.end_layer": 4}, ".ddd.."),
+    (8, MOD | {"mod.every": 2, "mod.start_layer": 1}, "..d.d.d."),
+    (8, MOD | {"mod.every": 3, "mod.start_layer": 2, "mod.end_layer": 7}, "....d..."),
+    (6, MOE | MOD, "ebebeb"),
+    (8, MOE | MOD | {"moe.dense_first": 1}, ".bebebeb"),
+    (6, MOE | MOD | {"moe.every": 2, "mod.every": 3}, ".ede.b"),
+  ],
+)
+def test_layer_kinds(layers, changes, want):
+  assert text_of(layer_kinds(tiny_config({"model.num_layers": layers} | changes))) == want
+
+
+@pytest.mark.parametrize(
+  ("text", "want"),
+  [
+    ("....", [(0, ".", 4)]),
+    ("eeee", [(0, "e", 4)]),
+    (".d.d.d", [(0, ".d", 3)]),
+    (".d.d.", [(0, ".d", 2), (4, ".", 1)]),
+    (".eeeee", [(0, ".", 1), (1, "e", 5)]),
+    ("..eeee.", [(0, ".", 2), (2, "e", 4), (6, ".", 1)]),
+    (".bebebeb", [(0, ".", 1), (1, "be", 3), (7, "b", 1)]),
+    ("..d..d", [(0, "..d", 2)]),
+    (".ed", [(0, ".", 1), (1, "e", 1), (2, "d", 1)]),
+  ],
+)
+def test_segments(text, want):
+  assert segments(kinds_of(text)) == tuple(Segment(f, kinds_of(k), r) for f, k, r in want)
+
+
+any_layers = st.text(".edb", min_size=1, max_size=12)
+
+
+@hypothesis.given(any_layers)
+def test_segments_hold_every_layer_once_and_in_order(text):
+  found = segments(kinds_of(text))
+  assert text_of([k for s in found for k in s.kinds * s.repeats]) == text
+  indices = []
+  for segment in found:
+    assert segment.first == len(indices)
+    by_place = [segment.layer_indices(place) for place in range(len(segment.kinds))]
+    assert all(len(of_place) == segment.repeats for of_place in by_place)
+    indices += [int(i) for i in np.array(by_place).T.reshape(-1)]  # super-block by super-block
+    for kind, of_place in zip(segment.kinds, by_place, strict=True):
+      assert {text[i] for i in of_place} == {text_of([kind])}
+  assert indices == list(range(len(text)))
+
+
+@hypothesis.given(any_layers, st.integers(2, 5))
+def test_a_pattern_is_one_scan_of_its_own_size_however_deep(pattern, repeats):
+  (found,) = segments(kinds_of(pattern * repeats))
+  smallest = next(p for p in range(1, 13) if pattern[:p] * len(pattern) == pattern * p)
+  assert text_of(found.kinds) == pattern[:smallest]
+
+
+def _program_size(cfg, rows) -> int:
+  """Operations that XLA is given."""
+
+  def run(model):
+    positions, ids = rows["positions"], rows["segment_ids"]
+    rules = Pass(training=True, capacity=0.25)
+    return model(rows["tokens"], positions_BT=positions, segment_ids_BT=ids, rules=rules)
+
+  model = jax.eval_shape(lambda: make_decoder(cfg))
+  return jax.jit(run).lower(model).as_text().count("stablehlo.")
+
+
+def test_the_program_does_not_grow_with_depth(mesh):
+  sizes = {}
+  for text, layers, changes in [
+    (".", 4, {}),
+    (".b", 4, {"moe.every": 2}),
+    (".b", 12, {"moe.every": 2}),
+    (".b.b.", 5, {"moe.every": 2}),
+  ]:
+    changes = {"model.num_layers": layers} | changes | (MOE | MOD if "b" in text else {})
+    cfg = tiny_config(changes)
+    sizes[text, layers] = _program_size(cfg, random_rows(cfg, 2))
+  assert sizes[".b", 4] == sizes[".b", 12]
+  # A layer that is left over is compiled for itself, like the first of the dense model.
+  rest = sizes[".b.b.", 5] - sizes[".b", 4]
+  assert 0.5 * sizes[".", 4] < rest < sizes[".", 4]
+
+
+def test_segments_give_what_the_layers_give_one_by_one(mesh):
+  cfg = tiny_config(
+    MOE | MOD | {"model.num_layers": 5, "moe.dense_first": 4, "model.init_std": 0.2}
+  )
+  rows, model, rules = random_rows(cfg, 4, seed=3), make_decoder(cfg), Pass(True, 0.5)
+  assert [(text_of(s.kinds), s.repeats) for s in model.layout] == [(".d", 2), ("e", 1)]
+  positions, ids = (reshard(jnp.asarray(rows[n]), "batch", "seq") for n in PLACES)
+  # of each layer: segment, place in the super-block, repeat
+  at = [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 0)]
+
+  @jax.jit
+  def whole(model):
+    return model(rows["tokens"], positions_BT=positions, segment_ids_BT=ids, rules=rules)
+
+  @jax.jit
+  def one(layer, x, index):
+    table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
+    return layer(x, Tokens(positions, ids, table), rules, layer=index)
+
+  x = gather_rows(model.embed[...], rows["tokens"], axes=("batch", "seq", "act_embed"))
+  depth, stats = 0, []
+  for index, (segment, place, repeat) in enumerate(at):
+    layer = jax.tree.map(lambda a, r=repeat: a[r], model.segments[segment].layers[place])
+    x, of_layer, went, _ = one(layer, x, index)
+    stats.append(of_layer)
+    depth += np.asarray(went) * (layer.depth is not None)
+  got, got_stats = whole(model)
+  np.testing.assert_allclose(got, model.final_norm(x), RTOL, ATOL)
+  np.testing.assert_array_equal(
+    got_stats.depth_L, np.bincount(depth[rows["segment_ids"] > 0], minlength=3)
+  )
+  for want, (segment, place, repeat) in zip(stats, at, strict=True):
+    here = jax.tree.map(lambda a, r=repeat: a[r], got_stats.segments[segment][place])
+    assert_trees_close(here, want, rtol=RTOL, atol=ATOL)
+  # The layers that skip tokens and those with experts, from the bottom up.
+  for part, indices in (("mod", [1, 3]), ("moe", [4])):
+    stacked = by_layer(got_stats, model.layout, part)
+    wanted = jax.tree.map(lambda *a: np.stack(a), *(getattr(stats[i], part) for i in indices))
+    assert_trees_close(stacked, wanted, rtol=RTOL, atol=ATOL)
+
+
+@hypothesis.given(st.integers(1, 1000), st.integers(1, 5000))
+def test_places_are_the_share_rounded_up(thousandths, seq):
+  want = -(-Fraction(thousandths, 1000) * seq // 1)
+  assert mod_tokens(thousandths / 1000, seq) == want
+  slack = min(Fraction(1), Fraction(5, 4) * Fraction(thousandths, 1000))
+  assert Pass(False, thousandths / 1000).places(seq) == -(-slack * seq // 1)
+  assert Pass(True, thousandths / 1000).places(seq) == want
+
+
+def test_places_of_a_row():
+  assert [Pass(True, 0.125, 64).places(n) for n in (8, 40, 64)] == [1, 5, 8]
+  # Under the causal rule a quarter more, and no fewer in a shorter row than in one of 64.
+  assert [Pass(False, 0.125, 64).places(n) for n in (8, 40, 64, 128)] == [8, 10, 10, 20]
+  assert Pass(False, 0.9, 64).places(64) == 64
