@@ -96,7 +96,7 @@ def test_sparse_runs_resume_bit_for_bit(variant, settings, tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   start = lambda folder: runs.start(folder, *settings, *SPARSE[variant])
   runs.finish(start(whole))
-  runs.stop_at(start(broken), 11, signal.SIGKILL)
+  runs.stop_at(start(broken), 20, signal.SIGKILL)  # saving step 14 waits for that of step 7
   output = runs.finish(start(broken))
   assert f"resuming {broken} from step" in output
   runs.assert_same_run(whole, broken, STEPS)

@@ -88,7 +88,7 @@ def weights(mode):
 def biases(mode, pull):
   """All 0, or such that every token wants the experts of one device first."""
   number = {"dropless": 12, "capacity": 4}[mode]
-  return 5.0 * (np.arange(number) < 2) if pull else np.zeros(number)
+  return 50.0 * (np.arange(number) < 2) if pull else np.zeros(number)
 
 
 def make_layer(mode, values):
