@@ -27,7 +27,7 @@ VARIANTS: dict[str, Changes] = {
   "dense": {},
   "moe": EXPERTS,
   "mod": DEPTHS,
-  "mod, half the tokens": DEPTHS | {"mod.capacity": 0.5},
+  "mod half": DEPTHS | {"mod.capacity": 0.5},
   "hybrid": EXPERTS | DEPTHS,
   "null experts": EXPERTS | {"moe.null_experts": 8},
 }
@@ -57,7 +57,7 @@ def dense_config(size: str) -> ConfigDict:
     config.precision.compute_dtype = "float32"
   else:
     shape = dict(num_layers=12, d_model=768, num_heads=12, num_kv_heads=4, d_ff=2048)
-    config.num_steps, config.data.seq_len, config.data.batch_size = 600, 2048, 16
+    config.num_steps, config.data.seq_len, config.data.batch_size = 6000, 2048, 8
     config.data.bpe_vocab_size, config.data.max_segments = 16384, 16
     config.optimizer.learning_rate = 1e-3
   config.optimizer.warmup_fraction = 0.1

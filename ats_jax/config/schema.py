@@ -119,8 +119,8 @@ class MoEConfig:
     choices=("none", "sign", "proportional"),
   )
   bias_rate: float = setting(
-    0.0,
-    "step of the selection bias, in logits; 0 = 100 / num_steps within [0.005, 0.1]",
+    0.005,
+    "step of the selection bias, in logits; up to 0.1 while a router is collapsed",
     low=0.0,
     high=1.0,
   )

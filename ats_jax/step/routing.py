@@ -16,6 +16,7 @@ from ats_jax.step.loss import Batch
 # Of the predictor's loss. Nothing else trains the predictor and Adam ignores a gradient's scale:
 # it only has to be too small to move the norm that all gradients are clipped by.
 PREDICTOR_WEIGHT = 0.01
+RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
 
 
 def rules_at(cfg: Config, step: int, *, training: bool) -> Pass:
@@ -88,9 +89,19 @@ def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) 
   return loss
 
 
-def bias_rate(cfg: Config, step: jax.Array) -> jax.Array:
-  """Step of the selection bias in update `step`; falls to 0 over the run's last `bias_freeze`."""
-  rate = cfg.moe.bias_rate or min(max(100.0 / cfg.num_steps, 5e-3), 0.1)
+def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
+  """Step of the selection bias in logits.
+
+  A slow bias is the better teacher (docs/moe.md), but takes long to undo a collapse: above a
+  violation of 1 the rate rises, to `RESCUE_RATE` at 1.25.
+
+  Args:
+    cfg: `moe.bias_rate`, and `moe.bias_freeze`: over this last share of the run it falls to 0.
+    step: int32 scalar, 0-based.
+    violation: of a layer, its highest load over the mean, less 1; any shape.
+  """
+  calm = cfg.moe.bias_rate
+  rate = calm + max(RESCUE_RATE - calm, 0.0) * jnp.clip(4.0 * (violation - 1.0), 0.0, 1.0)
   left = (cfg.num_steps - 1 - step) / max(1.0, cfg.moe.bias_freeze * cfg.num_steps)
   return rate * jnp.clip(left, 0.0, 1.0)
 
@@ -111,19 +122,20 @@ def set_buffers(
     for layer, of_layer in zip(blocks.layers, of_segment, strict=True):
       if isinstance(layer.mlp, MoE):
         assert of_layer.moe is not None
-        _set_router(cfg, layer.mlp.router, of_layer.moe, bias_rate(cfg, step))
+        _set_router(cfg, layer.mlp.router, of_layer.moe, step)
       if layer.depth is not None and cfg.mod.routing == "learned":
         assert of_layer.mod is not None
         for name, value in layer.depth.updated(of_layer.mod, rules.capacity).items():
           getattr(layer.depth, name)[...] = value
 
 
-def _set_router(cfg: Config, router: Router, stats: MoEStats, rate: jax.Array) -> None:
+def _set_router(cfg: Config, router: Router, stats: MoEStats, step: jax.Array) -> None:
   """Loss-free balance by the error's sign (arXiv:2408.15664), or by the error (2509.01322)."""
   load = stats.load_E / jnp.maximum(jnp.sum(stats.load_E, axis=-1, keepdims=True), 1.0)
   is_open = router.is_open()
   num_open = jnp.sum(is_open, axis=-1, keepdims=True)
   error = (1.0 - load * num_open) * is_open
+  rate = bias_rate(cfg, step, -jnp.min(error, axis=-1, keepdims=True))
   kinds = {"none": jnp.zeros_like, "sign": jnp.sign, "proportional": lambda e: jnp.clip(e, -1, 1)}
   router.bias_E[...] += rate * kinds[cfg.moe.bias_update](error)
   router.load_E[...] = load
