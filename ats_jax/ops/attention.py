@@ -4,15 +4,15 @@ Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_di
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import _compat
-from ats_jax.ops.registry import Choice, FallbackError
+from ats_jax.ops import _compat, registry
+from ats_jax.ops.obstacles import Device
+from ats_jax.ops.registry import Choice
 from ats_jax.sharding.apply import island
 
 Q_AXES = ("batch", "seq", "heads", "head_dim")
@@ -35,35 +35,8 @@ def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choic
     ValueError: if the implementation that was asked for cannot run here.
     FallbackError: if `ops.strict` is set and the fast implementation of a GPU cannot run.
   """
-  obstacle = _cudnn_obstacle(cfg, platform, compute_capability)
-  if cfg.ops.attention == "cudnn":
-    if obstacle:
-      raise ValueError(f"ops.attention=cudnn: {obstacle}. Use ops.attention=auto or xla.")
-    return Choice("attention", "cudnn", "ops.attention=cudnn")
-  if cfg.ops.attention == "xla":
-    return Choice("attention", "xla", "ops.attention=xla")
-  if not obstacle:
-    return Choice("attention", "cudnn", "flash attention, the fastest measured on Hopper")
-  if platform == "gpu" and cfg.ops.strict:
-    raise FallbackError(
-      f"ops.strict: attention would fall back to xla because {obstacle}. "
-      "Change that, or set ops.strict=false."
-    )
-  return Choice("attention", "xla", f"reference: {obstacle}")
-
-
-def _cudnn_obstacle(cfg: Config, platform: str, compute_capability: str) -> str:
-  if platform != "gpu":
-    return f"cuDNN runs on NVIDIA GPUs, this is {platform}"
-  if not re.fullmatch(r"\d+\.\d", compute_capability):  # AMD: gfx942
-    return f"cuDNN runs on NVIDIA GPUs, this one calls itself {compute_capability}"
-  if float(compute_capability) < 9.0:
-    return f"packed cuDNN attention needs compute capability 9.0, this GPU has {compute_capability}"
-  if cfg.precision.compute_dtype != "bfloat16":
-    return f"cuDNN needs bfloat16, precision.compute_dtype is {cfg.precision.compute_dtype}"
-  if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
-    return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
-  return ""
+  device = Device(platform, compute_capability)
+  return registry.choose_op(cfg, device, "attention")["forward"]
 
 
 def attention(

@@ -1,0 +1,79 @@
+"""Why a kernel cannot run on a device or for a config: sentences for logs and errors."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import jax
+
+from ats_jax.config.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """What decides which kernels can run.
+
+  Attributes:
+    platform: "cpu", "gpu" or "tpu".
+    capability: of a GPU, e.g. "9.0".
+    kind: the model, e.g. "NVIDIA H200"; names the tuning table.
+  """
+
+  platform: str
+  capability: str = "0.0"
+  kind: str = ""
+
+
+def this_device() -> Device:
+  """The devices of this process, which are all of one kind."""
+  device = jax.devices()[0]
+  capability = str(getattr(device, "compute_capability", "0.0"))
+  return Device(device.platform, capability, device.device_kind)
+
+
+def nvidia(device: Device, what: str, capabilities: Sequence[str] | str) -> str:
+  """Obstacle of a kernel for NVIDIA GPUs.
+
+  Args:
+    device: where it would run.
+    what: names the kernel in the sentence.
+    capabilities: those it is compiled for, or the least one.
+  """
+  if device.platform != "gpu":
+    return f"{what} runs on NVIDIA GPUs, this is {device.platform}"
+  if not re.fullmatch(r"\d+\.\d", device.capability):  # AMD: gfx942
+    return f"{what} runs on NVIDIA GPUs, this one calls itself {device.capability}"
+  if isinstance(capabilities, str):
+    fits = float(device.capability) >= float(capabilities)
+  else:
+    fits = device.capability in capabilities
+  if not fits:
+    needed = capabilities if isinstance(capabilities, str) else " or ".join(capabilities)
+    return f"{what} needs compute capability {needed}, this GPU has {device.capability}"
+  return ""
+
+
+def bfloat16(cfg: Config, what: str) -> str:
+  """Obstacle of a kernel that computes in bfloat16."""
+  dtype = cfg.precision.compute_dtype
+  return "" if dtype == "bfloat16" else f"{what} needs bfloat16, precision.compute_dtype is {dtype}"
+
+
+def cudnn_attention(cfg: Config, device: Device) -> str:
+  """Obstacle of cuDNN's flash attention over packed rows."""
+  if obstacle := nvidia(device, "packed cuDNN attention", "9.0") or bfloat16(cfg, "cuDNN"):
+    return obstacle
+  if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
+    return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
+  return ""
+
+
+def mosaic_grouped_matmul(cfg: Config, device: Device) -> str:
+  """Obstacle of the grouped matmul in Pallas Mosaic GPU."""
+  if obstacle := nvidia(device, "the kernel", ("9.0",)) or bfloat16(cfg, "the kernel"):
+    return obstacle
+  widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
+  for setting, width in widths.items():
+    if width % 64:
+      return f"the kernel needs widths divisible by 64, {setting} is {width} on a device"
+  return ""
