@@ -60,8 +60,8 @@ def bfloat16(cfg: Config, what: str) -> str:
 
 
 def cudnn_attention(cfg: Config, device: Device) -> str:
-  """Obstacle of cuDNN's flash attention over packed rows."""
-  if obstacle := nvidia(device, "packed cuDNN attention", "9.0") or bfloat16(cfg, "cuDNN"):
+  """Obstacle of cuDNN's flash attention over packed rows, which older GPUs do not have."""
+  if obstacle := nvidia(device, "cuDNN", "9.0") or bfloat16(cfg, "cuDNN"):
     return obstacle
   if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
     return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"

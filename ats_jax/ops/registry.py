@@ -1,8 +1,9 @@
 """Which implementation runs in which slot: decided once, in Python, with a reason that is logged.
 
-Before anything is traced, `choose` fills the slots from the settings, the device and `table.OPS`. While an
-op is traced, `kernel` looks up the shape at hand in the device's tuning table, a file in the repository,
-for tile parameters, or for the news that XLA is faster at this shape. Nothing is measured in a run.
+Before anything is traced, `choose` fills the slots from the settings, the device and `table.OPS`.
+While an op is traced, `kernel` looks up the shape at hand in the device's tuning table, a file in
+the repository, for tile parameters, or for the news that XLA is faster at this shape. Nothing is
+measured in a run.
 """
 
 import dataclasses
@@ -212,9 +213,7 @@ def shape_class(*, rows: int, **widths: int) -> str:
 
 
 @functools.cache
-def tuned_choice(
-  kind: str, op: str, slot: str, shape: str
-) -> tuple[str, Mapping[str, int]] | None:
+def tuned_choice(kind: str, op: str, slot: str, shape: str) -> tuple[str, Mapping[str, int]] | None:
   """What the tuning table of a device kind says of a shape; logged, once each."""
   entry = tuning_table(kind, op).get(slot, {}).get(shape)
   if entry is None:
@@ -226,7 +225,7 @@ def tuned_choice(
 
 @functools.cache
 def tuning_table(kind: str, op: str) -> dict[str, dict[str, dict]]:
-  """slot -> shape class -> {implementation, tiles, ms, xla_ms}; {} where nothing was tuned."""
+  """Of each slot: shape class -> {implementation, tiles, ms, xla_ms}; {} where nothing was tuned."""
   path = tuning_file(kind, op)
   return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

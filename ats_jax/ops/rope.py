@@ -28,9 +28,7 @@ def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[ja
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rope(
-  x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], slots: Slots = XLA
-) -> jax.Array:
+def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], slots: Slots = XLA) -> jax.Array:
   """Rotate each pair (i, i + head_dim/2) by its angle, in float32 or wider.
 
   Args:

@@ -1,8 +1,8 @@
 """Which ops exist, what can run in each of their slots, what does by default and why.
 
 A slot is one computation of an op: its forward pass, its backward pass or a part of that. Every
-slot can run XLA's version, which stands in the op's own file and is the specification. docs/kernels.md
-says what each slot takes and gives, and how to add an op or a kernel.
+slot can run XLA's version, which stands in the op's own file and is the specification.
+docs/kernels.md says what each slot takes and gives, and how to add an op or a kernel.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Kernel:
     default: the slots in which it runs wherever it can.
     why: the measurement behind that, or behind its not being a default. Logged.
     obstacle: `(cfg, device)` -> why it cannot run, "" if it can.
-    tiles: keyword of the function -> the values that `ats_jax.ops.tune` tries, its own default first.
+    tiles: keyword of the function -> the values that `ats_jax.ops.tune` tries, the default first.
   """
 
   name: str

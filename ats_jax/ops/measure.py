@@ -1,0 +1,92 @@
+"""Device time and errors of functions of arrays.
+
+A launch from the host takes longer than a small kernel. Functions are therefore timed inside one
+compiled loop, long and short: the difference is device time alone. A barrier ties each round's
+inputs to the results of the round before, so that the compiler can neither hoist the work nor drop
+it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+REPEATS = 5  # timings of which the median counts
+TARGET_SECS = 0.05  # of the long loop
+MAX_ROUNDS = 200
+
+# Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/performance.md says what is reached.
+PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989e12)}
+
+
+def floor_secs(kind: str, bytes_moved: float, flops: float) -> float | None:
+  """The time below which a device cannot finish; None if its peaks are not known."""
+  if kind not in PEAKS:
+    return None
+  bandwidth, rate = PEAKS[kind]
+  return max(bytes_moved / bandwidth, flops / rate)
+
+
+def loop(f: Callable, rounds: int) -> Callable:
+  """`f` done `rounds` times over, as a function of its arguments and of its results."""
+
+  def run(args, out):
+    def body(_, carry):
+      args, out = jax.lax.optimization_barrier(carry)
+      return args, f(*args)
+
+    # Static bounds: a trip count that the compiler knows needs no word from the device.
+    return jax.lax.fori_loop(0, rounds, body, (args, out))[1]
+
+  return jax.jit(run, donate_argnums=1)
+
+
+def device_secs(f: Callable, args: tuple, repeats: int = REPEATS) -> float:
+  """Median device time of one `f(*args)` in seconds."""
+  out = jax.block_until_ready(jax.jit(f)(*args))
+  short = loop(f, 1).lower(args, out).compile()
+  for _ in range(2):
+    once, out = _wall(short, args, out)
+  rounds = min(MAX_ROUNDS, max(5, round(TARGET_SECS / once)))
+  long = loop(f, 1 + rounds).lower(args, out).compile()
+  _, out = _wall(long, args, out)
+  times = []
+  for _ in range(repeats):
+    base, out = _wall(short, args, out)
+    all_rounds, out = _wall(long, args, out)
+    times.append((all_rounds - base) / rounds)
+  return statistics.median(times)
+
+
+def _wall(compiled: Any, args: Any, out: Any) -> tuple[float, Any]:
+  began = time.perf_counter()
+  out = jax.block_until_ready(compiled(args, out))
+  return time.perf_counter() - began, out
+
+
+def peak_bytes(f: Callable, args: tuple) -> int | None:
+  """Memory that one call takes beside its arguments: results and temporaries, as compiled."""
+  analysis = jax.jit(f).lower(*args).compile().memory_analysis()
+  if analysis is None:
+    return None
+  return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+def relative_errors(got: Any, want: Any) -> list[float]:
+  """||got - want|| / ||want|| of each floating-point array; NaN where anything is NaN.
+
+  Of integers, the share that differs.
+  """
+
+  @jax.jit
+  def one(a, b):
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+      return jnp.mean(a != b, dtype=jnp.float32)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.linalg.norm(jnp.ravel(a - b)) / jnp.maximum(jnp.linalg.norm(jnp.ravel(b)), 1e-30)
+
+  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+  return [float(one(a, b)) for a, b in pairs]
