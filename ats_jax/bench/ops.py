@@ -18,7 +18,7 @@ from ats_jax.bench import rivals
 from ats_jax.config.schema import Config
 from ats_jax.ops import table
 from ats_jax.ops.cases import Case, real_cases, toy_cases
-from ats_jax.ops.measure import device_secs, floor_secs, peak_bytes, relative_errors
+from ats_jax.ops.measure import device_secs, floor_secs, kernel_secs, peak_bytes, relative_errors
 from ats_jax.ops.obstacles import this_device
 from ats_jax.ops.registry import XLA, Slots
 from ats_jax.sharding.rules import MESH_AXES
@@ -34,23 +34,30 @@ Row = dict[str, Any]
 
 def measure_case(case: Case, *, check_only: bool = False) -> Iterator[Row]:
   """Rows of one case: each pass in each implementation, then the rivals."""
+  checked = case.check or case
   for name in case.passes:
-    allowed = _errors(case.check or case, name, XLA)
+    args = checked.arguments(name, seed=1)  # other inputs than the timed ones
+    exact = _exact(checked, name, args)
+    compiled = {"xla": jax.jit(checked.compute(name, XLA)).lower(*args).compile()}
+    allowed = relative_errors(compiled["xla"](*args), exact)
     for implementation, slots in variants(case, name):
-      if implementation == "xla" and not case.has_xla:
-        continue
       row = _row(case, name, implementation)
       try:
-        errors = _errors(case.check or case, name, slots)
-        row["errors"] = errors
+        if implementation not in compiled:
+          f = jax.jit(checked.compute(name, slots))
+          compiled[implementation] = f.lower(*args).compile()
+        once = compiled[implementation]
+        row["errors"] = relative_errors(once(*args), exact)
         row["ok"] = all(
-          e <= max(ERROR_FACTOR * a, ERROR_FLOOR) for e, a in zip(errors, allowed, strict=True)
+          e <= max(ERROR_FACTOR * a, ERROR_FLOOR)
+          for e, a in zip(row["errors"], allowed, strict=True)
         )
-        if row["ok"] and not check_only:
-          _time(case, name, slots, row)
-      except (ValueError, jax.errors.JaxRuntimeError) as e:  # said, and the next one goes on
+        if row["ok"] and not check_only and (implementation != "xla" or case.has_xla):
+          _time(case, name, slots, row, once if checked is case else None)
+      except (ValueError, RuntimeError) as e:  # said in the row, and the next one goes on
         row["failed"] = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
       yield row
+    del args, exact, compiled
     if check_only:
       continue
     if not case.passes[name].wrt:
@@ -76,19 +83,20 @@ def variants(case: Case, pass_name: str) -> list[tuple[str, Slots]]:
   return found
 
 
-def _errors(case: Case, name: str, slots: Slots) -> list[float]:
-  """Relative errors against XLA in float32, with other inputs than the timed ones."""
-  args = case.arguments(name, seed=1)
+def _exact(case: Case, name: str, args: tuple) -> Any:
+  """XLA's results in float32."""
   widen = lambda x: x.astype("float32") if x.dtype == "bfloat16" else x
   with jax.default_matmul_precision("highest"):
-    exact = jax.jit(case.compute(name, XLA))(*jax.tree.map(widen, args))
-  return relative_errors(jax.jit(case.compute(name, slots))(*args), exact)
+    return jax.jit(case.compute(name, XLA))(*jax.tree.map(widen, args))
 
 
-def _time(case: Case, name: str, slots: Slots, row: Row) -> None:
+def _time(case: Case, name: str, slots: Slots, row: Row, once: Any) -> None:
   f, args = case.compute(name, slots), case.arguments(name, 0)
-  row["peak_bytes"] = peak_bytes(f, args)
-  _add_time(row, device_secs(f, args))
+  once = once or jax.jit(f).lower(*args).compile()
+  row["peak_bytes"] = peak_bytes(once)
+  _add_time(row, device_secs(f, args, once))
+  kernels = kernel_secs(once, args)
+  row["kernel_ms"] = kernels and 1e3 * kernels
 
 
 def _row(case: Case, name: str, implementation: str) -> Row:
@@ -115,21 +123,22 @@ def _add_time(row: Row, secs: float) -> None:
 def markdown(rows: list[Row]) -> str:
   """A table with a line for each measurement; `vs xla` is XLA's time over this one's."""
   lines = [
-    "| op | shape | pass | implementation | ms | of its floor | TB/s or TFLOP/s | vs xla | "
-    "worst error | peak GiB |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| op | shape | pass | implementation | ms | kernels ms | of its floor | TB/s or TFLOP/s "
+    "| vs xla | worst error | peak GiB |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
   ]
   key = lambda r: (r["op"], r["shape"], r["pass"])
   xla_ms = {key(r): r["ms"] for r in rows if r["implementation"] == "xla" and "ms" in r}
   for r in rows:
     cells = [r["op"], r["shape"], r["pass"], r["implementation"]]
     if "ms" not in r:
-      cells += [r.get("failed") or ("checked" if r.get("ok") else "WRONG"), "", "", ""]
+      cells += [r.get("failed") or ("checked" if r.get("ok") else "WRONG"), "", "", "", ""]
     else:
       rate = f"{r['tflop_per_sec']:.0f} TF" if r["flops"] else f"{r['tb_per_sec']:.2f} TB"
       of_floor = f"{100 * r['of_floor']:.0f} %" if r["of_floor"] else ""
       ratio = f"{xla_ms[key(r)] / r['ms']:.2f}x" if key(r) in xla_ms else ""
-      cells += [f"{r['ms']:.4g}", of_floor, rate, ratio]
+      kernels = f"{r['kernel_ms']:.4g}" if r.get("kernel_ms") else ""
+      cells += [f"{r['ms']:.4g}", kernels, of_floor, rate, ratio]
     cells.append(f"{max(r['errors']):.1e}" if r.get("errors") else "")
     cells.append(f"{r['peak_bytes'] / 2**30:.2f}" if r.get("peak_bytes") else "")
     lines.append(f"| {' | '.join(cells)} |")
@@ -139,7 +148,9 @@ def markdown(rows: list[Row]) -> str:
 _ONLY = flags.DEFINE_list("only", [], "Ops to measure; all without it.")
 _TOY = flags.DEFINE_bool("toy", False, "Tiny shapes: a test that everything runs.")
 _CHECK = flags.DEFINE_bool("check_only", False, "Errors only, nothing is timed.")
-_OUT = flags.DEFINE_string("out", None, "File for the JSON lines and, beside it, .md for the table.")
+_OUT = flags.DEFINE_string(
+  "out", None, "File for the JSON lines and, beside it, .md for the table."
+)
 
 
 def main(argv: list[str]) -> int:

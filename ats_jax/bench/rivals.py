@@ -1,4 +1,4 @@
-"""The same computations in torch, eager and compiled: imported when first asked for, if it is there."""
+"""The same computations in torch, eager and compiled, if it is there; imported when asked for."""
 
 import functools
 import importlib.util
@@ -15,7 +15,7 @@ CALLS, REPEATS, WARMUP = 20, 5, 3
 
 
 def versions() -> dict[str, str]:
-  """torch's version, if it can use the GPU that jax uses."""
+  """The version of torch, if it can use the GPU that jax uses."""
   return {"torch": _torch().__version__} if _torch() else {}
 
 

@@ -44,11 +44,12 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One op at one shape.
+  """One op at one shape. Run it under a mesh.
 
   Attributes:
     op: of `table.OPS`.
     shape: its sizes in words.
+    dims: the sizes by which tuning tables keep it (`registry.kernel`).
     f: `(slots, *args)` -> results; the first floating-point one is differentiated.
     make: draws the arguments; fresh ones for each seed.
     passes: by name.
@@ -59,6 +60,7 @@ class Case:
 
   op: str
   shape: str
+  dims: Mapping[str, int]
   f: Callable
   make: Callable[[int], tuple]
   passes: Mapping[str, Pass]
@@ -80,9 +82,10 @@ class Case:
           full[i] = part
         return first_float(value(*full))
 
-      return jax.vjp(of, *(args[i] for i in of_pass.wrt))[1](cotangent)
+      y, pullback = jax.vjp(of, *(args[i] for i in of_pass.wrt))
+      return pullback(jax.reshard(cotangent, jax.typeof(y).sharding.spec))
 
-    return lambda *all_args: gradients(all_args[:-1], all_args[-1])
+    return lambda *args: gradients(args[:-1], args[-1])
 
   def arguments(self, pass_name: str, seed: int) -> tuple:
     """What `compute(pass_name, ...)` takes."""
@@ -125,6 +128,7 @@ def swiglu_case(rows: int, d_ff: int) -> Case:
   return Case(
     "swiglu",
     f"{rows} x {d_ff}",
+    dict(rows=rows, d_ff=d_ff),
     lambda slots, gate, up: swiglu(gate, up, slots),
     lambda seed: tuple(normal(seed + i, (rows, d_ff)) for i in range(2)),
     {
@@ -140,6 +144,7 @@ def rms_norm_case(rows: int, dim: int) -> Case:
   return Case(
     "rms_norm",
     f"{rows} x {dim}",
+    dict(rows=rows, dim=dim),
     lambda slots, x, scale: rms_norm(x, scale, eps=1e-6, slots=slots),
     lambda seed: (normal(seed, (rows, dim)), 1 + normal(seed + 1, (dim,), std=0.1)),
     {
@@ -160,6 +165,7 @@ def rope_case(batch: int, seq: int, heads: int, head_dim: int) -> Case:
   return Case(
     "rope",
     f"{batch * seq} x {heads} x {head_dim}",
+    dict(rows=batch * seq, heads=heads, head_dim=head_dim),
     lambda slots, x, table: rope(x, table, slots),
     make,
     {
@@ -186,6 +192,7 @@ def routing_case(rows: int, experts: int, top_k: int, score: str = "softmax") ->
   return Case(
     "routing",
     f"{rows} x E{experts} top-{top_k} {score}",
+    dict(rows=rows, columns=experts, top_k=top_k),
     f,
     make,
     {
@@ -206,6 +213,7 @@ def sort_case(tokens: int, experts: int, top_k: int) -> Case:
   return Case(
     "sort_by_expert",
     f"{tokens} x E{experts} top-{top_k}",
+    dict(rows=tokens, choices=top_k, experts=experts),
     lambda slots, expert: sort_by_expert(expert, experts, slots),
     lambda seed: (_places(seed, tokens, experts, top_k),),
     {"forward": Pass(("forward",), (), 16 * tokens * top_k)},
@@ -224,6 +232,7 @@ def take_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
   return Case(
     "take_rows",
     f"{tokens} x {width} top-{top_k} E{experts}",
+    dict(rows=tokens, choices=top_k, width=width),
     lambda slots, x, places: take_rows(x, places, slots),
     make,
     {
@@ -245,6 +254,7 @@ def sum_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
   return Case(
     "sum_rows",
     f"{tokens} x {width} top-{top_k} E{experts}",
+    dict(rows=tokens, choices=top_k, width=width),
     lambda slots, y, weights, places: sum_rows(y, weights, places, slots),
     make,
     {
@@ -273,6 +283,7 @@ def grouped_matmul_case(
   return Case(
     "grouped_matmul",
     f"{rows} x {d_in} x {d_out} E{experts} {kind}",
+    dict(rows=rows, groups=experts, d_in=d_in, d_out=d_out),
     lambda slots, x, w, sizes: grouped_matmul(x, w, sizes, slots),
     make,
     {
@@ -302,6 +313,7 @@ def cross_entropy_case(tokens: int, width: int, vocab: int, chunk: int = 8192) -
   return Case(
     "linear_cross_entropy",
     f"{tokens} x {width} V{vocab}",
+    {},
     f,
     make,
     {
@@ -328,6 +340,7 @@ def adamw_case(rows: int, width: int, moments: str = "float32") -> Case:
   return Case(
     "adamw",
     f"{size // 2**20}M, moments {moments}" if size >= 2**20 else f"{size}, moments {moments}",
+    dict(rows=size),
     f,
     make,
     {"update": Pass(("update",), (), size * (3 * 2 + 4 * item))},
@@ -365,6 +378,7 @@ def attention_case(
   return Case(
     "attention",
     f"B{batch} S{seq} {segments} segments {heads}/{kv_heads} x {head_dim}",
+    {},
     f,
     make,
     {

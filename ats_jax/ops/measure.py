@@ -1,9 +1,8 @@
 """Device time and errors of functions of arrays.
 
 A launch from the host takes longer than a small kernel. Functions are therefore timed inside one
-compiled loop, long and short: the difference is device time alone. A barrier ties each round's
-inputs to the results of the round before, so that the compiler can neither hoist the work nor drop
-it.
+compiled loop, and a single call is subtracted. A barrier ties each round's inputs to the results of
+the round before, so that the compiler can neither hoist the work nor drop it.
 """
 
 import statistics
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 REPEATS = 5  # timings of which the median counts
 TARGET_SECS = 0.05  # of the long loop
-MAX_ROUNDS = 200
+MAX_ROUNDS = 1000
 
 # Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/performance.md says what is reached.
 PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989e12)}
@@ -35,7 +34,7 @@ def loop(f: Callable, rounds: int) -> Callable:
 
   def run(args, out):
     def body(_, carry):
-      args, out = jax.lax.optimization_barrier(carry)
+      args, _ = jax.lax.optimization_barrier(carry)
       return args, f(*args)
 
     # Static bounds: a trip count that the compiler knows needs no word from the device.
@@ -44,32 +43,50 @@ def loop(f: Callable, rounds: int) -> Callable:
   return jax.jit(run, donate_argnums=1)
 
 
-def device_secs(f: Callable, args: tuple, repeats: int = REPEATS) -> float:
-  """Median device time of one `f(*args)` in seconds."""
-  out = jax.block_until_ready(jax.jit(f)(*args))
-  short = loop(f, 1).lower(args, out).compile()
-  for _ in range(2):
-    once, out = _wall(short, args, out)
-  rounds = min(MAX_ROUNDS, max(5, round(TARGET_SECS / once)))
+def device_secs(f: Callable, args: tuple, once: Callable | None = None) -> float:
+  """Median device time of one `f(*args)` in seconds.
+
+  Args:
+    f: function of arrays.
+    args: arrays.
+    once: `f` compiled for `args`, if that was done before.
+  """
+  once = once or jax.jit(f).lower(*args).compile()
+  out = jax.block_until_ready(once(*args))
+  single = min(_wall(once, *args)[0] for _ in range(3))
+  rounds = min(MAX_ROUNDS, max(5, round(TARGET_SECS / single)))
   long = loop(f, 1 + rounds).lower(args, out).compile()
   _, out = _wall(long, args, out)
   times = []
-  for _ in range(repeats):
-    base, out = _wall(short, args, out)
+  for _ in range(REPEATS):
+    base, _ = _wall(once, *args)
     all_rounds, out = _wall(long, args, out)
     times.append((all_rounds - base) / rounds)
   return statistics.median(times)
 
 
-def _wall(compiled: Any, args: Any, out: Any) -> tuple[float, Any]:
+def kernel_secs(once: Callable, args: tuple, calls: int = 5) -> float | None:
+  """Median sum of the times of the kernels of one call, as the GPU's profiler sees them.
+
+  Without the gaps between kernels: a second opinion on `device_secs`. None where there is no GPU.
+  """
+  if jax.devices()[0].platform != "gpu":
+    return None
+  from jax.experimental.mosaic.gpu import profiler
+
+  _, times_ms = profiler.measure(once, iterations=calls)(*args)
+  return None if times_ms is None else statistics.median(times_ms) / 1e3
+
+
+def _wall(compiled: Callable, *args: Any) -> tuple[float, Any]:
   began = time.perf_counter()
-  out = jax.block_until_ready(compiled(args, out))
+  out = jax.block_until_ready(compiled(*args))
   return time.perf_counter() - began, out
 
 
-def peak_bytes(f: Callable, args: tuple) -> int | None:
+def peak_bytes(once: jax.stages.Compiled) -> int | None:
   """Memory that one call takes beside its arguments: results and temporaries, as compiled."""
-  analysis = jax.jit(f).lower(*args).compile().memory_analysis()
+  analysis = once.memory_analysis()
   if analysis is None:
     return None
   return analysis.temp_size_in_bytes + analysis.output_size_in_bytes

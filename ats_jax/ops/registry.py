@@ -225,7 +225,7 @@ def tuned_choice(kind: str, op: str, slot: str, shape: str) -> tuple[str, Mappin
 
 @functools.cache
 def tuning_table(kind: str, op: str) -> dict[str, dict[str, dict]]:
-  """Of each slot: shape class -> {implementation, tiles, ms, xla_ms}; {} where nothing was tuned."""
+  """Of each slot: shape class -> {implementation, tiles, ms, xla_ms}; {} if nothing was tuned."""
   path = tuning_file(kind, op)
   return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

@@ -146,7 +146,9 @@ def test_adamw_follows_optax_and_its_definition(moments):
   param = draw(0, 6, 5)
   got = [jnp.asarray(param, jnp.float32), *[jnp.zeros((6, 5), moments)] * 2]
   want = [param.copy(), np.zeros((6, 5)), np.zeros((6, 5))]
-  tx = optax.chain(optax.clip_by_global_norm(max_norm), optax.adamw(lr, b1, b2, eps, 0.0, None, decay))
+  tx = optax.chain(
+    optax.clip_by_global_norm(max_norm), optax.adamw(lr, b1, b2, eps, 0.0, None, decay)
+  )
   by_optax = jnp.asarray(param, jnp.float32)
   opt_state = tx.init(by_optax)
   for step in range(1, steps + 1):

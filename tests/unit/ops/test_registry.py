@@ -13,6 +13,7 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.ops import registry, table
 from ats_jax.ops.adamw import Rates, adamw
+from ats_jax.ops.cases import toy_cases
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import XLA, FallbackError, Slots
@@ -138,7 +139,7 @@ def test_default_obstacle_and_strict(monkeypatch):
     registry.choose_op(strict, HOPPER, "swiglu")
   assert registry.choose_op(strict, Device("cpu"), "swiglu")["forward"].implementation == "xla"
   forced = tiny_config({"ops.slots": "swiglu=mine"})
-  with pytest.raises(ValueError, match="ops.slots=swiglu=mine: it is broken. Use xla there"):
+  with pytest.raises(ValueError, match=r"ops\.slots=swiglu=mine: it is broken\. Use xla there"):
     registry.choose(forced, HOPPER)
 
 
@@ -212,7 +213,11 @@ def cases():
 
   both = lambda f, b: {"forward": f, "backward": b}
   return {
-    "swiglu": (both("swiglu_forward", "swiglu_backward"), lambda s, g, u: swiglu(g, u, s), [(x, btf), (y, btf)]),
+    "swiglu": (
+      both("swiglu_forward", "swiglu_backward"),
+      lambda s, gate, up: swiglu(gate, up, s),
+      [(x, btf), (y, btf)],
+    ),
     "rms_norm": (
       both("rms_norm_forward", "rms_norm_backward"),
       lambda s, x, w: rms_norm(x, w, eps=1e-3, slots=s),
@@ -224,19 +229,22 @@ def cases():
       route_of,
       [(x, ("batch", "seq", "router"))],
     ),
-    "adamw": ({"update": "adamw_update"}, adamw_of, [(x[0], ("embed", "ff")), (y[0], ("embed", "ff"))]),
-  }  # fmt: skip
+    "adamw": ({"update": "adamw_update"}, adamw_of, [(a[0], ("embed", "ff")) for a in (x, y)]),
+  }
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("op", ["swiglu", "rms_norm", "rope", "routing", "adamw"])
-@pytest.mark.parametrize("only", ["forward", "backward", "both"])
-def test_plugged_kernels_agree_with_xla(monkeypatch, op, mesh_shape, only):
+PLUGGED = [
+  (op, only, mesh)
+  for op in ("swiglu", "rms_norm", "rope", "routing", "adamw")
+  for only in (("both",) if op == "adamw" else ("forward", "backward", "both"))
+  # Those of rope and routing are placed on a mesh inside.
+  for mesh in ([] if op in ("rope", "routing") else [None]) + [(1, 1, 1), (2, 2, 2)]
+]
+
+
+@pytest.mark.parametrize(("op", "only", "mesh_shape"), PLUGGED, ids=str)
+def test_plugged_kernels_agree_with_xla(monkeypatch, op, only, mesh_shape):
   where, f, placed = cases()[op]
-  if op == "adamw" and only != "both":
-    pytest.skip("it has one slot")
-  if mesh_shape is None and op in ("rope", "routing"):
-    pytest.skip("their inputs are placed on a mesh")
   slots = plug(monkeypatch, op, **{k: v for k, v in where.items() if only in (k, "both")})
   SEEN.clear()
 
@@ -283,3 +291,18 @@ def test_dispatch_kernels(monkeypatch):
 
   for a, b in zip(run(slots), run(XLA), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_cases_know_the_shape_that_tuning_tables_are_asked_for(monkeypatch):
+  asked = []
+  monkeypatch.setattr(registry, "tuned_choice", lambda *key: asked.append(key) or ("xla", {}))
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    for case in (c for c in toy_cases() if c.dims):
+      where = {slot: "swiglu_forward" for slot in table.OPS[case.op].slots}
+      slots = dataclasses.replace(plug(monkeypatch, case.op, **where), tuned_for="NVIDIA Test")
+      for name, of_pass in case.passes.items():
+        asked.clear()
+        args = jax.eval_shape(lambda: case.arguments(name, 0))  # noqa: B023
+        jax.eval_shape(case.compute(name, slots), *args)
+        want = ("NVIDIA Test", case.op, of_pass.slots[0], registry.shape_class(**case.dims))
+        assert want in asked
