@@ -32,7 +32,7 @@ ANY_RUN = Config()  # kernels say of it whether this device suits them
 Row = dict[str, Any]
 
 
-def measure_case(case: Case, *, check_only: bool = False) -> Iterator[Row]:
+def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[Row]:
   """Rows of one case: each pass in each implementation, then the rivals."""
   checked = case.check or case
   for name in case.passes:
@@ -65,7 +65,7 @@ def measure_case(case: Case, *, check_only: bool = False) -> Iterator[Row]:
         row = _row(case, name, rival)
         _add_time(row, device_secs(f, case.arguments(name, 0)))
         yield row
-    for rival, secs, peak in rivals.torch_times(case, name):
+    for rival, secs, peak in rivals.torch_times(case, name) if with_torch else []:
       row = _row(case, name, rival)
       _add_time(row, secs)
       yield row | {"peak_bytes": peak}
@@ -148,6 +148,7 @@ def markdown(rows: list[Row]) -> str:
 _ONLY = flags.DEFINE_list("only", [], "Ops to measure; all without it.")
 _TOY = flags.DEFINE_bool("toy", False, "Tiny shapes: a test that everything runs.")
 _CHECK = flags.DEFINE_bool("check_only", False, "Errors only, nothing is timed.")
+_TORCH = flags.DEFINE_bool("torch", True, "Time torch too, if it is there.")
 _OUT = flags.DEFINE_string(
   "out", None, "File for the JSON lines and, beside it, .md for the table."
 )
@@ -157,7 +158,7 @@ def main(argv: list[str]) -> int:
   """Measure; exit with 1 if a result was wrong or a kernel failed."""
   del argv
   # torch wants memory on the same GPU.
-  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")
   if unknown := sorted(set(_ONLY.value) - set(table.OPS)):
     raise ValueError(f"--only={','.join(unknown)}: there is no such op; {', '.join(table.OPS)}.")
   cases = toy_cases() if _TOY.value else real_cases()
@@ -165,10 +166,16 @@ def main(argv: list[str]) -> int:
   rows = []
   mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
-    emit({"jax": jax.__version__, "device": jax.devices()[0].device_kind, **rivals.versions()})
+    emit(
+      {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        **(rivals.versions() if _TORCH.value else {}),
+      }
+    )
     for case in cases:
       logging.info("%s %s", case.op, case.shape)
-      for row in measure_case(case, check_only=_CHECK.value):
+      for row in measure_case(case, check_only=_CHECK.value, with_torch=_TORCH.value):
         rows.append(row)
         emit(row)
   print(markdown(rows), flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from ats_jax.ops.cases import Case
 
@@ -23,11 +24,15 @@ def versions() -> dict[str, str]:
 def _torch() -> Any:
   if jax.devices()[0].platform != "gpu" or importlib.util.find_spec("torch") is None:
     return None
-  import torch
-
-  if not torch.cuda.is_available():
+  try:
+    import torch
+  except (ImportError, OSError) as e:  # its CUDA libraries beside those of jax
+    logging.warning("torch cannot be imported: %s", e)
     return None
-  torch._dynamo.config.cache_size_limit = 64
+  if not torch.cuda.is_available():
+    logging.warning("torch %s sees no GPU", torch.__version__)
+    return None
+  torch._functorch.config.donated_buffer = False  # a backward pass is run many times
   return torch
 
 
@@ -38,31 +43,33 @@ def torch_times(case: Case, pass_name: str) -> Iterator[tuple[str, float, int]]:
     return
   torch._dynamo.reset()
   args = jax.tree.map(_to_torch, case.arguments(pass_name, 0))
-  value = functools.partial(FUNCTIONS[case.op], torch, case)
-  for name, f in (("torch eager", value), ("torch.compile", torch.compile(value, dynamic=False))):
-    if name == "torch eager" and case.op == "attention" and " 1 segments" not in case.shape:
+  packed = case.op == "attention" and " 1 segments" not in case.shape
+  if packed:
+    args = (*args[:3], _block_mask(args[3]), *args[4:])
+  value = FUNCTIONS[case.op](torch, case)
+  named = {"torch eager": value, "torch.compile": torch.compile(value, dynamic=False)}
+  for name, f in named.items():
+    if name == "torch eager" and packed:
       continue  # it would hold seq x seq scores
     try:
-      run = _gradients(torch, f, args, case.passes[pass_name].wrt)
-      yield name, *_timed(torch, run)
-    except (RuntimeError, torch.cuda.OutOfMemoryError) as e:
-      print(f"# {case.op} {case.shape} {pass_name} {name}: {str(e).splitlines()[0][:160]}")
+      yield name, *_timed(torch, _call(torch, f, args, case.passes[pass_name]))
+    except RuntimeError as e:  # out of memory, or it does not compile: said, and on
+      reason = str(e).strip().splitlines()
+      logging.warning("%s %s %s %s: %s", case.op, case.shape, pass_name, name, reason[:1])
     torch.cuda.empty_cache()
 
 
 def _to_torch(x: jax.Array) -> Any:
   torch = _torch()
-  if not isinstance(x, jax.Array):
-    return x
   if x.dtype == "bfloat16":
-    host = np.asarray(x).view(np.int16)
-    return torch.from_numpy(host.copy()).cuda().view(torch.bfloat16)
+    bits = np.asarray(jax.lax.bitcast_convert_type(x, "int16"))
+    return torch.from_numpy(bits.copy()).cuda().view(torch.bfloat16)
   return torch.from_numpy(np.array(x)).cuda()
 
 
-def _gradients(torch: Any, f: Callable, args: tuple, wrt: tuple[int, ...]) -> Callable:
-  """What one timed call does: the value, or the backward pass of a value computed before."""
-  if not wrt:
+def _call(torch: Any, f: Callable, args: tuple, work: Any) -> Callable:
+  """What one timed call does: the value, the backward pass of a value computed before, or both."""
+  if not work.wrt:
 
     def value():
       with torch.no_grad():
@@ -70,21 +77,12 @@ def _gradients(torch: Any, f: Callable, args: tuple, wrt: tuple[int, ...]) -> Ca
 
     return value
   *args, cotangent = args
-  args = [a.requires_grad_(True) if i in wrt else a for i, a in enumerate(args)]
-  wanted = [args[i] for i in wrt]
-  if f_needs_forward(cotangent):
-
-    def both():
-      return torch.autograd.grad(f(*args), wanted)
-
-    return both
+  args = [a.detach().requires_grad_(True) if i in work.wrt else a for i, a in enumerate(args)]
+  wanted = [args[i] for i in work.wrt]
+  if work.with_forward:
+    return lambda: torch.autograd.grad(f(*args), wanted, cotangent)
   out = f(*args)
   return lambda: torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
-
-
-def f_needs_forward(cotangent: Any) -> bool:
-  """A loss is timed forward and backward, as ours, whose forward pass makes the gradients."""
-  return cotangent.ndim == 0
 
 
 def _timed(torch: Any, run: Callable) -> tuple[float, int]:
@@ -108,73 +106,103 @@ def _timed(torch: Any, run: Callable) -> tuple[float, int]:
   return statistics.median(times), peak
 
 
-def _swiglu(torch, case, gate, up):
-  return torch.nn.functional.silu(gate) * up
+def _swiglu(torch, case):
+  return lambda gate, up: torch.nn.functional.silu(gate) * up
 
 
-def _rms_norm(torch, case, x, scale):
-  return torch.nn.functional.rms_norm(x, scale.shape, scale, 1e-6)
+def _rms_norm(torch, case):
+  return lambda x, scale: torch.nn.functional.rms_norm(x, scale.shape, scale, 1e-6)
 
 
-def _rope(torch, case, x, table):
-  cos, sin = table
-  first, second = x.float().chunk(2, dim=-1)
-  return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+def _rope(torch, case):
+  def rope(x, table):
+    cos, sin = table
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+  return rope
 
 
-def _routing(torch, case, logits, selection, valid):
-  top_k = int(case.shape.split("top-")[1].split()[0])
-  scores = logits.sigmoid() if "sigmoid" in case.shape else logits.softmax(-1)
-  columns = selection.topk(top_k, dim=-1).indices
-  weights = scores.gather(-1, columns)
-  return weights / weights.sum(-1, keepdim=True)
+def _routing(torch, case):
+  top_k, sigmoid = case.dims["top_k"], "sigmoid" in case.shape
+
+  def route(logits, selection, valid):
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    columns = selection.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, columns)
+    weights = weights / weights.sum(-1, keepdim=True)
+    if weights.requires_grad:
+      return weights
+    load = torch.zeros_like(logits[:, 0]).scatter_add_(
+      1, columns.flatten(1), valid[..., None].expand_as(columns).flatten(1).to(logits.dtype)
+    )
+    return weights, columns, load
+
+  return route
 
 
-def _sort(torch, case, expert):
-  order = expert.flatten().argsort(stable=True)
-  return order, order.argsort()
+def _sort(torch, case):
+  experts = case.dims["experts"]
+
+  def sort(expert):
+    flat = expert.flatten()
+    order = flat.argsort(stable=True)
+    sizes = torch.bincount(flat, minlength=experts)
+    return order // expert.shape[1], order, order.argsort(), sizes
+
+  return sort
 
 
-def _take_rows(torch, case, x, places):
-  return x[places[0].long().clamp(max=x.shape[0] - 1)]
+def _take_rows(torch, case):
+  return lambda x, places: x[places[0].clamp(max=x.shape[0] - 1)]
 
 
-def _sum_rows(torch, case, y, weights, places):
-  rows = y[places[2].long().clamp(max=y.shape[0] - 1)]
-  return torch.einsum("nkd,nk->nd", rows.float(), weights).to(y.dtype)
+def _sum_rows(torch, case):
+  def combine(y, weights, places):
+    rows = y[places[2].clamp(max=y.shape[0] - 1)]
+    return (rows * weights[..., None]).sum(1).to(y.dtype)
+
+  return combine
 
 
-def _cross_entropy(torch, case, x, head, targets, mask):
-  logits = x.flatten(0, 1) @ head.T
-  return torch.nn.functional.cross_entropy(logits.float(), targets.flatten().long())
+def _cross_entropy(torch, case):
+  def loss(x, head, targets, mask):
+    logits = x.flatten(0, 1) @ head.T
+    return torch.nn.functional.cross_entropy(logits.float(), targets.flatten().long())
+
+  return loss
 
 
-def _adamw(torch, case, p, g, m, v):
+def _adamw(torch, case):
   b1, b2, eps, decay, lr = 0.9, 0.95, 1e-8, 0.1, 3e-4
-  g = g.float() * 0.5
-  m32, v32 = b1 * m.float() + (1 - b1) * g, b2 * v.float() + (1 - b2) * g * g
-  direction = (m32 / (1 - b1**10)) / ((v32 / (1 - b2**10)).sqrt() + eps) + decay * p.float()
-  return (p.float() - lr * direction).to(p.dtype), m32.to(m.dtype), v32.to(v.dtype)
+
+  def update(p, g, m, v):
+    g = g.float() * 0.5
+    m32, v32 = b1 * m.float() + (1 - b1) * g, b2 * v.float() + (1 - b2) * g * g
+    direction = (m32 / (1 - b1**10)) / ((v32 / (1 - b2**10)).sqrt() + eps) + decay * p.float()
+    p = (p.float() - lr * direction).to(p.dtype)
+    return p, m32.to(m.dtype), v32.to(v.dtype), (direction * direction).sum()
+
+  return update
 
 
-def _attention(torch, case, q, k, v, ids):
-  heads_first = [a.transpose(1, 2) for a in (q, k, v)]
-  if " 1 segments" in case.shape:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    y = sdpa(*heads_first, is_causal=True, enable_gqa=True)
-  else:
+def _attention(torch, case):
+  sdpa = torch.nn.functional.scaled_dot_product_attention
+
+  def causal(q, k, v, ids):
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+  def packed(q, k, v, mask):
     from torch.nn.attention.flex_attention import flex_attention
 
-    y = flex_attention(*heads_first, block_mask=_block_mask(case, ids), enable_gqa=True)
-  return y.transpose(1, 2)
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+  return causal if " 1 segments" in case.shape else packed
 
 
-@functools.cache
-def _block_mask_of(shape: str, make: Callable) -> Any:
-  return make()
-
-
-def _block_mask(case, ids):
+def _block_mask(ids):
   from torch.nn.attention.flex_attention import create_block_mask
 
   same = lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k])
