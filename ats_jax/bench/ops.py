@@ -166,13 +166,8 @@ def main(argv: list[str]) -> int:
   rows = []
   mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
-    emit(
-      {
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-        **(rivals.versions() if _TORCH.value else {}),
-      }
-    )
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    emit(versions | (rivals.versions() if _TORCH.value else {}))
     for case in cases:
       logging.info("%s %s", case.op, case.shape)
       for row in measure_case(case, check_only=_CHECK.value, with_torch=_TORCH.value):

@@ -1,6 +1,7 @@
 """The same computations in torch, eager and compiled, if it is there; imported when asked for."""
 
 import functools
+import importlib
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ def _torch() -> Any:
   if jax.devices()[0].platform != "gpu" or importlib.util.find_spec("torch") is None:
     return None
   try:
-    import torch
+    torch = importlib.import_module("torch")
   except (ImportError, OSError) as e:  # its CUDA libraries beside those of jax
     logging.warning("torch cannot be imported: %s", e)
     return None
@@ -76,12 +77,13 @@ def _call(torch: Any, f: Callable, args: tuple, work: Any) -> Callable:
         return f(*args)
 
     return value
-  *args, cotangent = args
-  args = [a.detach().requires_grad_(True) if i in work.wrt else a for i, a in enumerate(args)]
-  wanted = [args[i] for i in work.wrt]
+  *inputs, cotangent = args
+  for i in work.wrt:
+    inputs[i] = inputs[i].detach().requires_grad_(True)
+  wanted = [inputs[i] for i in work.wrt]
   if work.with_forward:
-    return lambda: torch.autograd.grad(f(*args), wanted, cotangent)
-  out = f(*args)
+    return lambda: torch.autograd.grad(f(*inputs), wanted, cotangent)
+  out = f(*inputs)
   return lambda: torch.autograd.grad(out, wanted, cotangent, retain_graph=True)
 
 
@@ -193,21 +195,20 @@ def _attention(torch, case):
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-  def packed(q, k, v, mask):
-    from torch.nn.attention.flex_attention import flex_attention
+  flex = importlib.import_module("torch.nn.attention.flex_attention")
 
+  def packed(q, k, v, mask):
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
   return causal if " 1 segments" in case.shape else packed
 
 
 def _block_mask(ids):
-  from torch.nn.attention.flex_attention import create_block_mask
-
+  flex = importlib.import_module("torch.nn.attention.flex_attention")
   same = lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k])
   batch, seq = ids.shape
-  return create_block_mask(same, batch, None, seq, seq)
+  return flex.create_block_mask(same, batch, None, seq, seq)
 
 
 FUNCTIONS = {

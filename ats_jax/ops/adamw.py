@@ -94,5 +94,5 @@ def adamw(
   v = b2 * v + (1.0 - b2) * jnp.square(g)
   direction = (m / rates.bias1) / (jnp.sqrt(v / rates.bias2) + eps) + weight_decay * p
   p -= rates.lr * direction
-  cast = (a.astype(like.dtype) for a, like in ((p, param), (m, mu), (v, nu)))
-  return Updated(*cast, jnp.sum(jnp.square(direction)))
+  squares = jnp.sum(jnp.square(direction))
+  return Updated(p.astype(param.dtype), m.astype(mu.dtype), v.astype(nu.dtype), squares)

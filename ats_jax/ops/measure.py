@@ -44,7 +44,7 @@ def loop(f: Callable, rounds: int) -> Callable:
   return jax.jit(run, donate_argnums=1)
 
 
-def device_secs(f: Callable, args: tuple, once: Callable | None = None) -> float:
+def device_secs(f: Callable, args: tuple, once: jax.stages.Compiled | None = None) -> float:
   """Median device time of one `f(*args)` in seconds.
 
   Args:

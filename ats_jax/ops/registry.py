@@ -181,7 +181,7 @@ def _merged(op: str, of_op: dict[str, Choice]) -> list[Choice]:
   return [dataclasses.replace(c, op=f"{op}.{slot}") for slot, c in of_op.items()]
 
 
-def kernel(op: str, slot: str, slots: Slots, **dims: int) -> Callable | None:
+def kernel(op: str, slot: str, slots: Slots, **dims: int) -> functools.partial | None:
   """The kernel for a slot at one shape, its tile parameters filled in; None = XLA's version.
 
   Args:

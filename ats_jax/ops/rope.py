@@ -39,11 +39,12 @@ def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], slots: Slots = X
   Returns:
     Array like `x_BTNH`.
   """
-  return _rotate("forward", x_BTNH, *table, slots)
+  cos, sin = table
+  return _rotate("forward", x_BTNH, cos, sin, slots)
 
 
 def _forward(x_BTNH, table, slots):
-  return _rotate("forward", x_BTNH, *table, slots), table
+  return rope(x_BTNH, table, slots), table
 
 
 def _backward(slots, table, dy_BTNH):
