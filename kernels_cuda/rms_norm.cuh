@@ -10,12 +10,12 @@
 namespace ats {
 
 constexpr int kNormThreads = 256;  // at most; fewer for narrow rows
-constexpr int kMaxNormPacks = 8;   // of a thread: rows of up to 256 * 8 * 8 elements
+constexpr int kMaxNormPacks = 4;   // of a thread: rows of up to 256 * 4 * 8 elements
 
 // Blocks of a multiprocessor that the registers of a thread leave room for.
-constexpr int norm_blocks(int packs, bool backward) {
-  if (backward) return packs == 1 ? 4 : packs == 2 ? 2 : 1;
-  return packs <= 2 ? 4 : packs == 4 ? 2 : 1;
+constexpr int norm_blocks(int packs, bool add, bool backward) {
+  if (backward) return packs == 1 ? (add ? 3 : 4) : packs == 2 ? 2 : 1;
+  return packs == 1 ? 4 : packs == 2 ? (add ? 3 : 4) : (add ? 1 : 2);
 }
 
 // The packs of row `row` that belong to this thread; zero past the end of the row.
@@ -40,7 +40,7 @@ __device__ inline void load_scale(const float* scale, int64_t width, float (&to)
 
 // y = x / rms(x) * scale; with kAdd first x += residual, which is rounded and written to `sum`.
 template <int P, bool kAdd>
-__global__ void __launch_bounds__(kNormThreads, norm_blocks(P, false))
+__global__ void __launch_bounds__(kNormThreads, norm_blocks(P, kAdd, false))
     rms_norm_forward(const bf16* __restrict__ x, const bf16* __restrict__ residual,
                      const float* __restrict__ scale, bf16* __restrict__ sum,
                      bf16* __restrict__ y, int64_t rows, int64_t width, float eps) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kNormThreads, norm_blocks(P, false))
 // dx = r * (dy * scale - x * r^2 * mean(dy * scale * x)) with r = 1 / rms(x), plus `dsum` with kAdd;
 // row b of `partial` [gridDim, dim] becomes the sum of dy * x * r over the rows of block b.
 template <int P, bool kAdd>
-__global__ void __launch_bounds__(kNormThreads, norm_blocks(P, true))
+__global__ void __launch_bounds__(kNormThreads, norm_blocks(P, kAdd, true))
     rms_norm_backward(const bf16* __restrict__ x, const float* __restrict__ scale,
                       const bf16* __restrict__ dy, const bf16* __restrict__ dsum,
                       bf16* __restrict__ dx, float* __restrict__ partial, int64_t rows,
@@ -200,11 +200,11 @@ inline ffi::Error launch_forward(cudaStream_t stream, const bf16* x, const bf16*
       return launch_forward<kAdd, 2 * P>(stream, x, residual, scale, sum, y, rows, width, eps);
     }
   } else if (norm_packs(width) > P) {
-    return ffi::Error::InvalidArgument("rows of at most 16384 elements");
+    return ffi::Error::InvalidArgument("rows of at most 8192 elements");
   }
   const int threads = norm_threads(width, P);
   const int64_t resident =
-      int64_t(num_multiprocessors()) * norm_blocks(P, false) * (kNormThreads / threads);
+      int64_t(num_multiprocessors()) * norm_blocks(P, kAdd, false) * (kNormThreads / threads);
   return launch(stream, rms_norm_forward<P, kAdd>, rows < resident ? rows : resident, threads, x,
                 residual, scale, sum, y, rows, width, eps);
 }
@@ -219,7 +219,7 @@ inline ffi::Error launch_backward(cudaStream_t stream, const bf16* x, const floa
                                           rows, width, eps);
     }
   } else if (norm_packs(width) > P) {
-    return ffi::Error::InvalidArgument("rows of at most 16384 elements");
+    return ffi::Error::InvalidArgument("rows of at most 8192 elements");
   }
   return launch(stream, rms_norm_backward<P, kAdd>, num_partials, norm_threads(width, P), x, scale,
                 dy, dsum, dx, partial, rows, width, eps);

@@ -104,10 +104,9 @@ __global__ void __launch_bounds__(kRouteThreads)
       float logit = 0.0f;
 #pragma unroll
       for (int i = 0; i < kRegisters; ++i) {
-        if (i == e / kWarp) {
-          logit = x[i];
-          if (lane == e % kWarp) key[i] = 0u;
-        }
+        const bool taken = lane + i * kWarp == e && key[i] == highest;
+        logit = taken ? x[i] : logit;
+        key[i] = taken ? 0u : key[i];
       }
       logit = __shfl_sync(kAllLanes, logit, e % kWarp);
       if (lane == k) {
