@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       float logit = 0.0f;
 #pragma unroll
       for (int i = 0; i < kRegisters; ++i) {
-        const bool taken = lane + i * kWarp == e && key[i] == highest;
+        const bool taken = unsigned(lane + i * kWarp) == e && key[i] == highest;
         logit = taken ? x[i] : logit;
         key[i] = taken ? 0u : key[i];
       }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   const int rank = rank_in_block(entries[threadIdx.x], set.num_experts, counts, gridDim.x);
   const int64_t entry = first * set.choices + threadIdx.x;
-  if (threadIdx.x < kRouteTokens * set.choices && entry < tokens * set.choices) {
+  if (int(threadIdx.x) < kRouteTokens * set.choices && entry < tokens * set.choices) {
     number[entry] = rank;
   }
 }
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __shared__ int starts[kMaxExperts];
   __shared__ int warp_totals[kPlaceThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int size = threadIdx.x < num_experts ? sizes[threadIdx.x] : 0;
+  const int size = int(threadIdx.x) < num_experts ? sizes[threadIdx.x] : 0;
   int inclusive = size;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {

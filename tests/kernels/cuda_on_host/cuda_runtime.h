@@ -6,12 +6,13 @@
 // Not modelled: speed, registers, fused multiply-add, memory ordering, writes of two blocks at once.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <cmath>
 #include <functional>
 #include <memory>
 #include <mutex>
