@@ -127,7 +127,9 @@ def compile_shared(
       run = subprocess.run([*command, str(ENTRY), "-o", str(made)], capture_output=True, text=True)
       if run.returncode:
         output = run.stderr + run.stdout
-        lines = [line for line in output.splitlines() if "error" in line.lower()] or [output.strip()]
+        lines = [line for line in output.splitlines() if "error" in line.lower()] or [
+          output.strip()
+        ]
         raise KernelsUnavailableError(
           f"{compiler[0]} could not compile the CUDA kernels: {lines[0]} "
           f"(run `{' '.join(command)} {ENTRY}` to see all of it)"

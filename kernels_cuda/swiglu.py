@@ -39,9 +39,7 @@ def _backward(residuals, dout):
 swiglu.defvjp(_forward, _backward)
 
 
-def swiglu_backward(
-  gate: jax.Array, up: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def swiglu_backward(gate: jax.Array, up: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Gradients of `swiglu` by `gate` and `up`, given that of its result; all like `gate`."""
   _check(gate, up, dout)
   return call("ats_swiglu_backward", (like(gate), like(up)), gate, up, dout)

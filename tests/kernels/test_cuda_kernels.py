@@ -1,4 +1,4 @@
-"""CUDA kernels, run on the CPU through a C++ shim, against numpy in float64; odd sizes, bfloat16."""
+"""CUDA kernels, run on the CPU through a C++ shim, against numpy in float64."""
 
 import functools
 
@@ -34,9 +34,9 @@ def assert_close(got, want, bound):
   """Relative Frobenius error; NaN never passes."""
   got, want = wide(got), wide(want)
   assert got.shape == want.shape
-  assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want), (
-    np.linalg.norm(got - want) / np.linalg.norm(want)
-  )
+  assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want), np.linalg.norm(
+    got - want
+  ) / np.linalg.norm(want)
 
 
 def in_every_order(f, *args):
@@ -256,7 +256,9 @@ def test_route_gives_distinct_experts_whatever_the_logits():
   logits[::2] = -np.inf
   logits[1::4] = 0.0
   logits[1::4, 3] = -0.0
-  result = routing.route(logits, np.zeros(16, np.float32), np.ones(64, bool), 8, 16, "sigmoid", False, 1.0)
+  result = routing.route(
+    logits, np.zeros(16, np.float32), np.ones(64, bool), 8, 16, "sigmoid", False, 1.0
+  )
   chosen = np.asarray(result.chosen_NK)
   assert ((chosen >= 0) & (chosen < 16)).all()
   assert (np.diff(np.sort(chosen, axis=1), axis=1) > 0).all()
@@ -278,7 +280,9 @@ def test_gradient_of_the_weights(score):
     for sign in (1, -1):
       x = logits.astype(np.float64)
       x[:, e] += sign * step
-      p = np.exp(x) / np.exp(x).sum(1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-x))
+      p = (
+        np.exp(x) / np.exp(x).sum(1, keepdims=True) if score == "softmax" else 1 / (1 + np.exp(-x))
+      )
       w = np.take_along_axis(p, chosen, 1)
       sides.append(np.sum(2 * w / w.sum(1, keepdims=True) * dweight, axis=1))
     want[:, e] = (sides[0] - sides[1]) / (2 * step)
