@@ -39,7 +39,7 @@ _registered: set[str] = set()  # platforms
 
 
 class KernelsUnavailableError(RuntimeError):
-  """The kernels cannot be had on this machine; the message is one line that says why and what to do.
+  """The kernels cannot be had on this machine; the message says in one line why and what to do.
 
   The caller takes another implementation, or passes the message on if this one was asked for.
   """
@@ -76,7 +76,7 @@ def ensure_loaded() -> None:
 
 
 def build(environ: Mapping[str, str] = os.environ) -> Path:
-  """Compile for `target()` with the nvcc of `find_nvcc()`; the result is cached in `cache_folder()`.
+  """Compile for `target()` with the nvcc of `find_nvcc()`, or find it in `cache_folder()`.
 
   Raises:
     KernelsUnavailableError: as `load`.
@@ -170,8 +170,8 @@ def find_nvcc(environ: Mapping[str, str] = os.environ) -> Path:
       return path.resolve()
   raise KernelsUnavailableError(
     "CUDA kernels need nvcc, which is not in CUDA_HOME "
-    f"({environ.get('CUDA_HOME') or 'not set'}), on PATH, in /usr/local/cuda or in the pip packages; "
-    "install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
+    f"({environ.get('CUDA_HOME') or 'not set'}), on PATH, in /usr/local/cuda or in the pip "
+    "packages; install the CUDA toolkit, or: pip install nvidia-cuda-nvcc nvidia-cuda-cccl"
   )
 
 

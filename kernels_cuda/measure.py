@@ -4,9 +4,9 @@
   python -m kernels_cuda.measure --small    # odd little shapes, checks only (for compute-sanitizer)
   python -m kernels_cuda.measure --only=rms_norm,route
 
-A line with "check" says whether the values are right: relative Frobenius error against float32, of the
-kernel and of XLA in the same dtype, and whether a second run gave the same bits. A line with "time" has
-microseconds (median) and the share of what `stream_tbps`, measured first, would allow.
+A line with "check" says whether the values are right: relative Frobenius error against float32, of
+the kernel and of XLA in the same dtype, and whether a second run gave the same bits. A line with
+"time" has microseconds (median) and the share of what `stream_tbps`, measured first, would allow.
 Exit status 1 if a check failed.
 """
 
@@ -37,10 +37,12 @@ failures = []
 
 
 def emit(**line):
+  """Print one JSON line."""
   print(json.dumps(line), flush=True)
 
 
 def normal(seed, *shape, dtype=BF16):
+  """Random values on the device."""
   make = lambda: jax.random.normal(jax.random.key(seed), shape, dtype)
   return jax.jit(make)()
 
@@ -61,6 +63,7 @@ def relative_error(got, want):
 
 @jax.jit
 def same_bits(a, b):
+  """Whether two trees are equal bit by bit."""
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
   same = jax.tree.map(lambda x, y: jnp.array_equal(bits(x), bits(y)), a, b)
   return jnp.all(jnp.stack(jax.tree.leaves(same)))
@@ -127,6 +130,7 @@ def seconds(f, sets, rounds=5, calls=3):
 
 
 def stream_tbps():
+  """TB/s of an elementwise pass, read and written."""
   x = normal(0, 1 << 29)
   return 2 * x.nbytes / seconds(lambda x: x + 1, [(x,)]) / 1e12
 
@@ -169,6 +173,7 @@ def pullback_of(f, num_args):
 
 
 def measure_rms_norm(name, shape, stream):
+  """Without and with a residual sum."""
   tokens, width = shape[:2]
   scale = normal(9, width, dtype=F32)
   ours = lambda x, s: rms_norm.rms_norm(x, s, EPS)
@@ -222,6 +227,7 @@ def measure_rms_norm(name, shape, stream):
 
 
 def measure_swiglu(name, shape, stream):
+  """SwiGLU, both ways."""
   width, num_rows = shape[4:]
   gate, up, dout = (normal(i, num_rows, width) for i in range(3))
   ours, theirs = pullback_of(swiglu.swiglu, 2), pullback_of(reference.swiglu, 2)
@@ -244,6 +250,7 @@ def some_logits(seed, tokens, experts):
 
 
 def measure_route(name, shape, stream):
+  """Routing and sorting; tokens of padding among them."""
   tokens, _, experts, choices = shape[:4]
   bias = 0.1 * normal(1, experts, dtype=F32)
   valid = jnp.arange(tokens) % 11 > 0
@@ -274,11 +281,12 @@ def measure_route(name, shape, stream):
 
 
 def measure_rows(name, shape, stream):
+  """Dispatch and combine; NaN in every row and weight that must not count."""
   tokens, width, experts, choices = shape[:4]
   valid = jnp.arange(tokens) % 11 > 0
-  made = jax.jit(lambda x: reference.route(x, jnp.zeros(experts), valid, choices, experts, "softmax", True, 1.0))(
-    some_logits(0, tokens, experts)
-  )  # fmt: skip
+  settings = (choices, experts, "softmax", True, 1.0)
+  choose = jax.jit(lambda x: reference.route(x, jnp.zeros(experts), valid, *settings))
+  made = choose(some_logits(0, tokens, experts))
   places, slots = made.places, tokens * choices
   empty, nowhere = places.source_M == tokens, places.slot_NK == slots
   x, dout = normal(0, tokens, width), normal(1, tokens, width)
@@ -314,6 +322,7 @@ def measure_rows(name, shape, stream):
 
 
 def measure_adamw(leaves, stream):
+  """The update with clipping, state donated."""
   for dtypes in ((F32, F32, F32, F32), (BF16, BF16, F32, F32), (BF16, BF16, BF16, BF16)):
     name = " ".join(jnp.dtype(d).name for d in dtypes)
     make = lambda seed, dtype: [normal(seed + i, *s, dtype=dtype) for i, s in enumerate(leaves)]

@@ -15,7 +15,7 @@ constexpr int kMaxNormPacks = 4;   // of a thread: rows of up to 256 * 4 * 8 ele
 // Blocks of a multiprocessor that the registers of a thread leave room for.
 constexpr int norm_blocks(int packs, bool add, bool backward) {
   if (backward) return packs == 1 ? (add ? 3 : 4) : packs == 2 ? 2 : 1;
-  return packs == 1 ? 4 : packs == 2 ? (add ? 3 : 4) : (add ? 1 : 2);
+  return packs == 1 ? 4 : packs == 2 ? (add ? 2 : 4) : (add ? 1 : 2);
 }
 
 // The packs of row `row` that belong to this thread; zero past the end of the row.
