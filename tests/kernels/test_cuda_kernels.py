@@ -40,7 +40,7 @@ def assert_close(got, want, bound):
 
 
 def in_every_order(f, *args):
-  """Call `f` with blocks and threads in three orders; the results must have the same bits."""
+  """Call `f` with blocks and threads in several orders; the results must have the same bits."""
   results = []
   for name in cuda_host.ORDERS:
     with cuda_host.order(name):

@@ -1,7 +1,8 @@
 // CUDA on one host thread: kernels compiled by a C++ compiler run block after block, the threads of
 // a block as coroutines that change places at barriers and warp collectives. What this checks is
 // the arithmetic, the indices and the synchronisation: the order in which blocks and threads run can
-// be turned round or shuffled, so a result that needs a missing barrier changes.
+// be turned round or shuffled, or one warp run far ahead, so a result that needs a missing barrier
+// changes.
 //
 // Not modelled: speed, registers, fused multiply-add, memory ordering, writes of two blocks at once.
 #pragma once
@@ -89,7 +90,8 @@ struct Warp {
   uint64_t value[2][kLanes];
 };
 
-enum Order { kForward, kReverse, kShuffled };
+// kGreedy: a warp runs as far as it can before the next one gets a turn.
+enum Order { kForward, kReverse, kShuffled, kGreedy };
 
 inline Order order = kForward;
 inline std::mutex one_launch;
@@ -150,14 +152,21 @@ inline void run_block(unsigned num_threads) {
     threads[t].started = threads[t].done = false;
     threads[t].barriers = threads[t].collectives = 0;
   }
+  const unsigned group = order == kGreedy ? kLanes : num_threads;
   for (bool live = true; live;) {
     live = false;
-    const uint64_t before = progress;
-    for (unsigned t : sequence(num_threads)) {
-      if (!threads[t].done) resume(t);
-      live |= !threads[t].done;
+    const uint64_t before_all = progress;
+    for (unsigned first = 0; first < num_threads; first += group) {
+      uint64_t before;
+      do {
+        before = progress;
+        for (unsigned t : sequence(group)) {
+          if (!threads[first + t].done) resume(first + t);
+        }
+      } while (order == kGreedy && progress != before);
     }
-    if (live && progress == before) fail("threads wait for each other");
+    for (unsigned t = 0; t < num_threads; ++t) live |= !threads[t].done;
+    if (live && progress == before_all) fail("threads wait for each other");
   }
   for (unsigned t = 1; t < num_threads; ++t) {
     if (threads[t].barriers != threads[0].barriers) fail("a barrier that not all threads reach");
