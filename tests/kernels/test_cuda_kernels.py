@@ -338,10 +338,31 @@ def test_what_is_called_wrongly_is_refused():
 
 
 def test_calls_lower_for_cuda_without_a_gpu():
-  x, scale = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jnp.ones(128)
-  loss = lambda x: jnp.sum(rms_norm.rms_norm(x, scale, EPS).astype(jnp.float32))
-  text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-  assert "ats_rms_norm_backward" in text
+  """At real shapes, forward and backward; every target is called."""
+  tokens, width, experts, choices = 32768, 4096, 64, 8
+  shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
+  x, scale = shape(tokens, width), shape(width, dtype=jnp.float32)
+  logits, bias = shape(tokens, experts, dtype=jnp.float32), shape(experts, dtype=jnp.float32)
+  leaf, step = shape(16, 2048, 2048), shape(dtype=jnp.int32)
+
+  def layer(x, residual, scale, logits, bias, valid):
+    h, y = rms_norm.add_rms_norm(x, residual, scale, EPS)
+    to = routing.route(logits, bias, valid, choices, experts, "softmax", True, 1.0)
+    places, _ = routing.sort_by_expert(to.chosen_NK, experts)
+    z = rows.take_rows(y, to.places)
+    out = h + rows.sum_rows(swiglu.swiglu(z, z), to.weight_NK, places)
+    return jnp.sum(rms_norm.rms_norm(out, scale, EPS).astype(jnp.float32))
+
+  def update(p, g, m, v, t):
+    settings = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}
+    return adamw.adamw([p], [g], [m], [v], steps=t, learning_rate=0.1, decays=[True], **settings)
+
+  grads = jax.jit(jax.value_and_grad(layer, argnums=(0, 1, 2, 3)))
+  valid = shape(tokens, dtype=jnp.bool_)
+  traced = [grads.trace(x, x, scale, logits, bias, valid)]
+  traced.append(jax.jit(update).trace(leaf, leaf, leaf, leaf, step))
+  text = "".join(t.lower(lowering_platforms=("cuda",)).as_text() for t in traced)
+  assert {name for name in library.TARGETS if f"@{name}(" in text} == set(library.TARGETS)
 
 
 def test_every_target_has_its_function():
