@@ -123,6 +123,7 @@ def weights_of(
   return scale * weight_NK
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))  # integers, but jax asks for a rule
 def sort_by_expert(chosen_NK: jax.Array, num_experts: int) -> tuple[Places, jax.Array]:
   """Give every choice a slot, grouped by expert, in the order of tokens within a group.
 
@@ -144,6 +145,12 @@ def sort_by_expert(chosen_NK: jax.Array, num_experts: int) -> tuple[Places, jax.
   out = _places_of(like(chosen_NK), num_experts, -(-chosen_NK.size // CHOICES_PER_BLOCK))
   slot_NK, source_M, choice_M, sizes_S, _ = call("ats_sort_by_expert", out, chosen_NK)
   return Places(source_M, choice_M, slot_NK), sizes_S
+
+
+sort_by_expert.defvjp(
+  lambda chosen_NK, num_experts: (sort_by_expert(chosen_NK, num_experts), None),
+  lambda num_experts, residuals, cotangents: (None,),
+)
 
 
 def _places_of(chosen, num_experts, blocks):
