@@ -65,7 +65,7 @@ def _kernel(
   totals = [counts_gmem[i] * columns_of_tiles for i in range(1 + t.balance)]
 
   def head_at(index, which=0):
-    """`(group, row, begin, end, column)` of tile `index` of a list."""
+    """`(group, row, begin, end, number along the columns)` of tile `index` of a list."""
     i, j = plgpu.planar_snake(index, grids[which], 0, t.strip)
     i = jnp.clip(i, 0, tiles_gmem.shape[1] - 1)
     group, row, begin, end = (tiles_gmem[which, i, c] for c in range(4))
@@ -76,16 +76,16 @@ def _kernel(
       offset = lax.axis_index("cluster") * t.block_m
       row = jnp.where(end > offset, row + offset, row)  # If there is nothing: any rows.
       begin, end = begin - offset, end - offset
-    return group, row, begin, end, j * t.block_n
+    return group, row, begin, end, j
 
   def for_each_tile(body):
     """Calls `body(group, row, begin, end, column, steps, step, tile)`."""
 
-    def visit(group, row, begin, end, column, step, tile):
+    def visit(group, row, begin, end, j, step, tile):
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)
-      body(group, row, begin, end, column, steps, step, tile)
+      body(group, row, begin, end, j * t.block_n, steps, step, tile)
       return steps
 
     if t.balance:
@@ -116,23 +116,19 @@ def _kernel(
     """One warpgroup's registers, 64 rows at a time; `begin` and `end` are its own."""
     for i in range(0, wg_rows, 64):
       first, last = jnp.clip(begin - i, 0, 64), jnp.clip(end - i, 0, 64)
-      parts = []
       for what, y_gmem in zip(outputs, results, strict=True):
-        part = y[i : i + 64]
-        if what == "h":
-          gate, up = part[:, : t.block_n // 2], part[:, t.block_n // 2 :]
-          part = gate * up / (1 + jnp.exp(-gate))
-        parts.append((part, y_gmem, column // 2 if what == "h" else column))
+        take = machine.swiglu_stripes_of if what == "h" else machine.stripes_of
+        stripes = functools.partial(take, y[i : i + 64], y_gmem.dtype)
+        to = y_gmem, row + i
+        at = pl.multiple_of(lax.div(column, 2), t.block_n // 2) if what == "h" else column
 
-      @pl.when(last - first == 64)
-      def _(i=i, parts=parts):
-        for part, y_gmem, at in parts:
-          machine.store_rows(part, smem, y_gmem, row + i, at)
+        @pl.when(last - first == 64)
+        def _(stripes=stripes, to=to, at=at):
+          machine.store_rows(stripes(), smem, *to, at)
 
-      @pl.when(last - first < 64)
-      def _(i=i, parts=parts, first=first, last=last):
-        for part, y_gmem, at in parts:
-          machine.store_some_rows(part, smem, short_smem, y_gmem, row + i, first, last, at, t)
+        @pl.when(last - first < 64)
+        def _(stripes=stripes, to=to, at=at, first=first, last=last):
+          machine.store_some_rows(stripes, smem, short_smem, *to, first, last, at, t)
 
   def compute(wg: int):
     for slot in range(t.stages):

@@ -37,37 +37,55 @@ def staging(tiling: Tiling, dtype, *, short: bool = False):
   return plgpu.RefUnion(swizzled(shape, dtype), plgpu.SMEM(shape, dtype))
 
 
-def store_rows(y, smem, y_gmem, row, column):
-  """Writes the [64, n] registers `y` to `y_gmem[row:, column:]`, a stripe of columns at a time.
+def stripes_of(y, dtype):
+  """The [64, n] registers `y`, 128 bytes of columns at a time."""
+  width = 128 // jnp.dtype(dtype).itemsize
+  for i in range(0, y.shape[1], width):
+    yield y[:, i : i + width]
+
+
+def swiglu_stripes_of(y, dtype):
+  """`silu(gate) * up`, where `y` holds gate and then up, 128 bytes of columns at a time."""
+  width, half = 128 // jnp.dtype(dtype).itemsize, y.shape[1] // 2
+  for i in range(0, half, width):
+    gate, up = y[:, i : i + width], y[:, half + i : half + i + width]
+    yield gate * up / (1 + jnp.exp(-gate))
+
+
+def store_rows(stripes, smem, y_gmem, row, column):
+  """Writes 64 rows to `y_gmem[row:, column:]`, a stripe of columns at a time.
 
   Of the stripes that `smem` holds, one is filled while TMA reads the others.
   """
   slots, _, width = smem.shape
-  for i in range(y.shape[1] // width):
+  for i, stripe in enumerate(stripes):
     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-    smem[i % slots] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
+    smem[i % slots] = stripe.astype(smem.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column + i * width, width)
     plgpu.copy_smem_to_gmem(smem.at[i % slots], y_gmem.at[pl.ds(row, 64), columns])
 
 
-def store_some_rows(y, smem, plain_smem, y_gmem, row, begin, end, column, tiling: Tiling):
-  """Writes rows `begin` to `end - 1` of the 64. TMA copies have a static size."""
+def store_some_rows(make, smem, plain_smem, y_gmem, row, begin, end, column, tiling: Tiling):
+  """Writes rows `begin` to `end - 1` of the 64 that the stripes of `make()` have.
+
+  TMA copies have a static size.
+  """
   if tiling.short == "wait":
-    _store_ladder(y, plain_smem, y_gmem, row, begin, end, column, 1, one_group=False)
+    _store_ladder(make(), plain_smem, y_gmem, row, begin, end, column, 1, one_group=False)
     return
   on_tiles = lax.rem(begin, ROW_ALIGNMENT) + lax.rem(end, ROW_ALIGNMENT) == 0
 
   @pl.when(on_tiles)
   def _():
-    _store_ladder(y, smem, y_gmem, row, begin, end, column, ROW_ALIGNMENT, one_group=True)
+    _store_ladder(make(), smem, y_gmem, row, begin, end, column, ROW_ALIGNMENT, one_group=True)
 
   @pl.when(~on_tiles)
   def _():
-    _store_ladder(y, plain_smem, y_gmem, row, begin, end, column, 1, one_group=True)
+    _store_ladder(make(), plain_smem, y_gmem, row, begin, end, column, 1, one_group=True)
 
 
-def _store_ladder(y, smem, y_gmem, row, begin, end, column, shortest, *, one_group):
+def _store_ladder(stripes, smem, y_gmem, row, begin, end, column, shortest, *, one_group):
   """Copies that add up to the number of rows in binary.
 
   With `one_group`, those of a stripe count as one copy to wait for; or else everything stops after
@@ -75,9 +93,9 @@ def _store_ladder(y, smem, y_gmem, row, begin, end, column, shortest, *, one_gro
   """
   slots, _, width = smem.shape
   slots = slots if one_group else 1
-  for i in range(y.shape[1] // width):
+  for i, stripe in enumerate(stripes):
     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-    smem[i % slots] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
+    smem[i % slots] = stripe.astype(smem.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column + i * width, width)
     for length in (32, 16, 8, 4, 2, 1):

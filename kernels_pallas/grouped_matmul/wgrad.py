@@ -51,24 +51,19 @@ def _kernel(
   num_groups, k, n = dw_gmem.shape
   wg_rows, wg_columns = t.block_m // WARPGROUPS, t.block_n // WARPGROUPS
   alignment = t.block_k if transposed else ROW_ALIGNMENT
-  blocks_m, blocks_n = t.block_m, t.block_n  # of a cluster
-  if t.share == "lhs":
-    blocks_n *= 2
-  elif t.share == "rhs":
-    blocks_m *= 2
-  grid = (ceil_div(k, blocks_m), ceil_div(n, blocks_n))
+  wide, tall = (2 if t.share == side else 1 for side in ("lhs", "rhs"))  # of a cluster
+  grid = (ceil_div(k, t.block_m * tall), ceil_div(n, t.block_n * wide))
 
   def head_at(index):
-    """`(group, start, rows, k_row, n_column)` of tile `index`."""
+    """`(group, start, rows, number along K, number along N)` of tile `index`."""
     group, index = lax.div(index, grid[0] * grid[1]), lax.rem(index, grid[0] * grid[1])
     i, j = plgpu.planar_snake(index, grid, 0, t.strip)
-    k_row, n_column = i * blocks_m, j * blocks_n
-    if t.share == "lhs":
-      n_column += lax.axis_index("cluster") * t.block_n
-    elif t.share == "rhs":
-      k_row += lax.axis_index("cluster") * t.block_m
+    if t.share == "lhs":  # side by side
+      j = j * 2 + lax.axis_index("cluster")
+    elif t.share == "rhs":  # one below the other
+      i = i * 2 + lax.axis_index("cluster")
     group = jnp.minimum(group, num_groups - 1)
-    return (*(groups_gmem[group, c] for c in range(3)), k_row, n_column)
+    return (*(groups_gmem[group, c] for c in range(3)), i, j)
 
   def for_each_tile(body):
     """Calls `body(group, base, begin, end, k_row, n_column, steps, step, tile)`.
@@ -76,10 +71,11 @@ def _kernel(
     The rows of the group are `base + begin` to `base + end - 1`.
     """
 
-    def visit(group, start, rows, k_row, n_column, step, tile):
+    def visit(group, start, rows, i, j, step, tile):
       begin = lax.rem(start, alignment)
       base = pl.multiple_of(start - begin, alignment)
       steps = jnp.where(rows > 0, lax.div(begin + rows + t.block_k - 1, t.block_k), 0)
+      k_row, n_column = i * t.block_m, j * t.block_n
       body(group, base, begin, begin + rows, k_row, n_column, steps, step, tile)
       return steps
 
@@ -145,7 +141,8 @@ def _kernel(
       def _():
         for i in range(0, wg_rows, 64):
           row = k_row + wg * wg_rows + i
-          machine.store_rows(dw[i : i + 64], stages_out[wg], dw_gmem.at[group], row, n_column)
+          stripes = machine.stripes_of(dw[i : i + 64], dw_gmem.dtype)
+          machine.store_rows(stripes, stages_out[wg], dw_gmem.at[group], row, n_column)
 
     plgpu.wait_smem_to_gmem(0)
 
