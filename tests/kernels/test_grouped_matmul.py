@@ -117,21 +117,26 @@ def test_tilings_agree(tiling):
   assert relative_errors(dw, reference.grouped_matmul_dw(x, dy, sizes)).max() < 4e-3
 
 
-@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize("block_m, light_rows", [(128, 0), (128, 64), (256, 0), (256, 64)])
 @pytest.mark.parametrize("seed", range(3))
-def test_tiles_own_each_row_once(seed, block_m):
+def test_tiles_own_each_row_once(seed, block_m, light_rows):
   rng = np.random.default_rng(seed)
   m, num_groups = 4096, (1, 7, 128)[seed]
   sizes = np.diff(np.sort(rng.integers(0, m + 1, num_groups + 1)))
-  tiles, count = jax.jit(row_tiles, static_argnums=(1, 2))(jnp.array(sizes), m, block_m)
+  make = jax.jit(row_tiles, static_argnums=(1, 2, 3))
+  tiles, counts = make(jnp.array(sizes), m, block_m, light_rows)
   owner = np.full(m, -1)
-  for i, (group, row, begin, end) in enumerate(np.asarray(tiles)):
-    assert (begin < end) == (i < count[0])
-    assert row % 8 == 0
-    assert 0 <= begin <= 7
-    assert end <= block_m
-    assert np.all(owner[row + begin : row + end] == -1)
-    owner[row + begin : row + end] = group
+  assert len(tiles) == (2 if light_rows else 1)
+  for which, (table, count) in enumerate(zip(np.asarray(tiles), counts, strict=True)):
+    for i, (group, row, begin, end) in enumerate(table):
+      assert (begin < end) == (i < count)
+      assert row % 8 == 0
+      assert 0 <= begin <= 7
+      assert end <= block_m
+      assert np.all(owner[row + begin : row + end] == -1)
+      owner[row + begin : row + end] = group
+      if light_rows and i < count:
+        assert which == (end <= light_rows or group == num_groups)
   want = np.repeat(np.arange(num_groups + 1), [*sizes, m - sizes.sum()])
   np.testing.assert_array_equal(owner, want)
 
