@@ -10,6 +10,7 @@ from kernels_cuda.checks import call, expect, like
 
 FLOATS = (jnp.float32, jnp.bfloat16)
 NUM_PARTIALS = 1056  # blocks that sum squares: eight a multiprocessor of an H200
+PER_BLOCK = 2048  # elements that a block updates: kAdamThreads * kPack
 
 
 class Updated(NamedTuple):
@@ -47,13 +48,13 @@ def adamw_leaf(
   grad: jax.Array,
   mu: jax.Array,
   nu: jax.Array,
-  scalars_4: jax.Array,
+  rates_4: jax.Array,
   *,
   b1: float,
   b2: float,
   eps: float,
   weight_decay: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """One leaf's update, in place where the arrays are donated; float32 arithmetic.
 
   Floor: one read of all four and one write of three.
@@ -63,29 +64,30 @@ def adamw_leaf(
     grad: the same shape; each of the four has a dtype of its own.
     mu: first moment.
     nu: second moment.
-    scalars_4: float32: factor of the gradient, learning rate, 1 / (1 - b1^t), 1 / (1 - b2^t).
+    rates_4: float32: factor of the gradient, learning rate, 1 - b1^t, 1 - b2^t.
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root of the second moment.
     weight_decay: decoupled (arXiv:1711.05101), times the learning rate.
 
   Returns:
-    New parameter and moments.
+    New parameter and moments, and float32 sums of the squared direction, one a block.
 
   Raises:
     ValueError: another dtype or shape.
   """
   for name, x in {"param": param, "grad": grad, "mu": mu, "nu": nu}.items():
     expect("adamw", name, x, param.shape, *FLOATS)
-  expect("adamw", "scalars", scalars_4, (4,), jnp.float32)
+  expect("adamw", "rates", rates_4, (4,), jnp.float32)
+  squares = jax.ShapeDtypeStruct((-(-param.size // PER_BLOCK),), jnp.float32)
   return call(
     "ats_adamw",
-    (like(param), like(mu), like(nu)),
+    (like(param), like(mu), like(nu), squares),
     param,
     grad,
     mu,
     nu,
-    scalars_4,
+    rates_4,
     aliases={0: 0, 2: 1, 3: 2},
     b1=float(b1),
     b2=float(b2),
@@ -140,16 +142,10 @@ def adamw(
   if max_norm is not None:
     clip = jnp.where(norm < max_norm, 1.0, max_norm / norm)
   t = steps.astype(jnp.float32)
-  scalars_4 = jnp.stack(
-    [
-      clip,
-      jnp.asarray(learning_rate, jnp.float32),
-      1.0 / (1.0 - jnp.float32(b1) ** t),
-      1.0 / (1.0 - jnp.float32(b2) ** t),
-    ]
-  )
+  lr = jnp.asarray(learning_rate, jnp.float32)
+  rates_4 = jnp.stack([clip, lr, 1.0 - jnp.float32(b1) ** t, 1.0 - jnp.float32(b2) ** t])
   new = [
-    adamw_leaf(*leaf, scalars_4, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay * decay)
+    adamw_leaf(*leaf, rates_4, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay * decay)[:3]
     for *leaf, decay in zip(params, grads, mu, nu, decays, strict=True)
   ]
   return Updated(*(list(x) for x in zip(*new, strict=True)), norm)

@@ -22,6 +22,7 @@ TARGETS = (
   "ats_add_rms_norm_backward",
   "ats_add_rms_norm_forward",
   "ats_add_rows",
+  "ats_choose",
   "ats_rms_norm_backward",
   "ats_rms_norm_forward",
   "ats_route",
@@ -78,20 +79,32 @@ def ensure_loaded() -> None:
 def build(environ: Mapping[str, str] = os.environ) -> Path:
   """Compile for `target()` with the nvcc of `find_nvcc()`, or find it in `cache_folder()`.
 
+  Without nvcc, a library of the same sources and target that another nvcc has left there will do.
+
   Raises:
     KernelsUnavailableError: as `load`.
   """
-  nvcc = find_nvcc(environ)
+  label = re.sub(r"[^\w.]+", "_", target(environ))
+  try:
+    nvcc = find_nvcc(environ)
+  except KernelsUnavailableError:
+    built = sorted(cache_folder(environ).glob(f"kernels-{label}-{_sources_key()}-*.so"))
+    if not built:
+      raise
+    return built[-1]
   root = nvcc.parents[1]
   command = [str(nvcc), "-O3", "-lineinfo", "-Xcompiler", "-fPIC"]
   command += gencode(target(environ))
   # The nvcc of the pip packages does not find its own library folder.
   command += [f"-L{folder}" for folder in (root / "lib", root / "lib64") if folder.is_dir()]
-  return compile_shared(command, environ)
+  return compile_shared(command, environ, label=label)
 
 
 def compile_shared(
-  compiler: list[str], environ: Mapping[str, str] = os.environ, extra: tuple[Path, ...] = ()
+  compiler: list[str],
+  environ: Mapping[str, str] = os.environ,
+  extra: tuple[Path, ...] = (),
+  label: str = "host",
 ) -> Path:
   """Compile `kernels.cu` into a shared library, or find it in the cache.
 
@@ -102,6 +115,7 @@ def compile_shared(
     compiler: the command with its options, to which C++17, include folders and files are added.
     environ: for the cache's place.
     extra: files outside this folder that the result depends on.
+    label: for the library's name: what it is compiled for.
 
   Raises:
     KernelsUnavailableError: the compiler failed; the message has its first error.
@@ -110,11 +124,9 @@ def compile_shared(
   command = [*compiler, "-std=c++17", "-shared", f"-I{FOLDER}", "-isystem", str(headers)]
   key = hashlib.sha256("\0".join(command).encode())
   key.update(_version(compiler[0]))
-  sources = sorted(FOLDER.glob("*.cu*")) + sorted(headers.rglob("xla/ffi/api/*.h"))
-  for path in [*sources, *extra]:
-    key.update(path.name.encode() + b"\0" + path.read_bytes())
+  _add_files(key, extra)
   folder = cache_folder(environ)
-  library = folder / f"kernels-{key.hexdigest()[:16]}.so"
+  library = folder / f"kernels-{label}-{_sources_key()}-{key.hexdigest()[:16]}.so"
   if library.exists():
     return library
   folder.mkdir(parents=True, exist_ok=True)
@@ -136,6 +148,18 @@ def compile_shared(
         )
       os.replace(made, library)
   return library
+
+
+def _sources_key() -> str:
+  headers = Path(jax.ffi.include_dir())
+  key = hashlib.sha256()
+  _add_files(key, sorted(FOLDER.glob("*.cu*")) + sorted(headers.rglob("xla/ffi/api/*.h")))
+  return key.hexdigest()[:16]
+
+
+def _add_files(key, paths) -> None:
+  for path in paths:
+    key.update(path.name.encode() + b"\0" + path.read_bytes())
 
 
 def _version(compiler: str) -> bytes:

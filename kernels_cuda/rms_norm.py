@@ -118,6 +118,24 @@ def rms_norm_backward(
   return dx_ND, dscale_D
 
 
+def forward(x: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
+  """`rms_norm` of `x` [..., width] with a scale of any float dtype."""
+  return rms_norm(_rows(x), scale_D.astype(jnp.float32), eps).reshape(x.shape)
+
+
+def backward(
+  x: jax.Array, scale_D: jax.Array, dy: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+  """Gradients of `forward`: of `x`, like it; of the scale, float32 [1, width]."""
+  scale_D = scale_D.astype(jnp.float32)
+  dx_ND, dscale_D = rms_norm_backward(_rows(x), scale_D, _rows(dy), eps=eps)
+  return dx_ND.reshape(x.shape), dscale_D[None]
+
+
+def _rows(x):
+  return x.reshape(-1, x.shape[-1])
+
+
 def _check(x_ND, scale_D, **others):
   shape = expect("rms_norm", "x", x_ND, (None, None), jnp.bfloat16)
   expect("rms_norm", "scale", scale_D, shape[1:], jnp.float32)

@@ -6,8 +6,11 @@
 //    within their expert, in order; counts[s, b] = how many fell on expert s.
 // 2. `scan_counts`: counts[s, b] becomes the number in blocks before b, sizes[s] the sum.
 // 3. `place`: slot = start of the expert + counts[s, b] + number in the block.
-// Integers only after the choice, no atomics: the result never depends on timing.
+// `choose` is the choice alone, for whole rows of a batch, with what decides given.
+// After the choice integers only, or sums of ones: the result never depends on timing.
 #pragma once
+
+#include <type_traits>
 
 #include "common.cuh"
 
@@ -59,7 +62,54 @@ struct RouteSettings {
   float route_scale, closed;
 };
 
-// A warp for each token; output e lies in lane e % 32, register e / 32.
+// One warp's token: lane k returns its choice k, in descending order of `key`, and that one's weight.
+// Output e lies in lane e % 32, register e / 32; those past the last have logit -inf and key 0.
+template <int kRegisters>
+__device__ inline void choose_of(const float (&x)[kRegisters], unsigned (&key)[kRegisters],
+                                 const RouteSettings& set, int& mine, float& weight) {
+  const int lane = threadIdx.x % kWarp;
+  float top = -INFINITY, total = 0.0f;
+  if (!set.sigmoid) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) top = fmaxf(top, x[i]);
+    top = warp_max(top);
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) total += expf(x[i] - top);
+    total = warp_sum(total);
+  }
+  mine = 0;
+  float score = 0.0f;
+  for (int k = 0; k < set.choices; ++k) {
+    unsigned best = 0u, at = kMaxExperts;
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) {
+      if (key[i] > best) best = key[i], at = lane + i * kWarp;
+    }
+    const unsigned highest = warp_max(best);
+    const unsigned e = warp_min(best == highest ? at : unsigned(kMaxExperts));
+    float logit = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) {
+      const bool taken = unsigned(lane + i * kWarp) == e && key[i] == highest;
+      logit = taken ? x[i] : logit;
+      key[i] = taken ? 0u : key[i];
+    }
+    logit = __shfl_sync(kAllLanes, logit, e % kWarp);
+    if (lane == k) {
+      mine = e;
+      score = set.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - top) / total;
+    }
+  }
+  if (set.renormalize) {
+    // In the order of choices, so that the sum is that of the definition.
+    float sum = 0.0f;
+    for (int k = 0; k < set.choices; ++k) sum += __shfl_sync(kAllLanes, score, k);
+    score /= sum + 1e-20f;
+  }
+  weight = set.route_scale * score;
+}
+
+// A warp for each token.
 template <int kRegisters>
 __global__ void __launch_bounds__(kRouteThreads)
     route(const float* __restrict__ logits, const float* __restrict__ bias,
@@ -72,56 +122,19 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   for (int t = warp; t < kRouteTokens && first + t < tokens; t += kRouteWarps) {
     const int64_t n = first + t;
-    float x[kRegisters];
+    float x[kRegisters], my_weight;
     unsigned key[kRegisters];
-    float top = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) {
       const int e = lane + i * kWarp;
       x[i] = e < set.outputs ? logits[n * set.outputs + e] : -INFINITY;
       const float biased = e < set.outputs && x[i] > set.closed ? x[i] + bias[e] : -INFINITY;
       key[i] = e < set.outputs ? order_key(biased) : 0u;
-      top = fmaxf(top, x[i]);
     }
-    float total = 0.0f;
-    if (!set.sigmoid) {
-      top = warp_max(top);
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) total += expf(x[i] - top);
-      total = warp_sum(total);
-    }
-    // Lane k keeps choice k.
-    int mine = 0;
-    float score = 0.0f;
-    for (int k = 0; k < set.choices; ++k) {
-      unsigned best = 0u, at = kMaxExperts;
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) {
-        if (key[i] > best) best = key[i], at = lane + i * kWarp;
-      }
-      const unsigned highest = warp_max(best);
-      const unsigned e = warp_min(best == highest ? at : unsigned(kMaxExperts));
-      float logit = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) {
-        const bool taken = unsigned(lane + i * kWarp) == e && key[i] == highest;
-        logit = taken ? x[i] : logit;
-        key[i] = taken ? 0u : key[i];
-      }
-      logit = __shfl_sync(kAllLanes, logit, e % kWarp);
-      if (lane == k) {
-        mine = e;
-        score = set.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - top) / total;
-      }
-    }
-    if (set.renormalize) {
-      // In the order of choices, so that the sum is that of the definition.
-      float sum = 0.0f;
-      for (int k = 0; k < set.choices; ++k) sum += __shfl_sync(kAllLanes, score, k);
-      score /= sum + 1e-20f;
-    }
+    int mine;
+    choose_of(x, key, set, mine, my_weight);
     if (lane < set.choices) {
-      weight[n * set.choices + lane] = set.route_scale * score;
+      weight[n * set.choices + lane] = my_weight;
       chosen[n * set.choices + lane] = mine;
       if (valid[n] && mine < set.num_experts) entries[t * set.choices + lane] = mine;
     }
@@ -134,7 +147,43 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 }
 
-// The same for choices that are made: 512 of them a block; an expert outside [0, S) is nowhere.
+// `load` [rows, outputs], zeroed by the caller: choices of valid tokens. Block b is part b % parts of
+// row b / parts. Sums of ones are exact in float32, in any order.
+template <int kRegisters>
+__global__ void __launch_bounds__(kRouteThreads)
+    choose(const float* __restrict__ logits, const float* __restrict__ selection,
+           const uint8_t* __restrict__ valid, int* __restrict__ chosen, float* __restrict__ weight,
+           float* __restrict__ load, int64_t seq, int64_t parts, RouteSettings set) {
+  __shared__ int counts[kMaxExperts];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t row = blockIdx.x / parts, first = blockIdx.x % parts * kRouteTokens;
+  for (int e = threadIdx.x; e < set.outputs; e += kRouteThreads) counts[e] = 0;
+  __syncthreads();
+  for (int64_t t = first + warp; t < first + kRouteTokens && t < seq; t += kRouteWarps) {
+    const int64_t n = row * seq + t;
+    float x[kRegisters], my_weight;
+    unsigned key[kRegisters];
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) {
+      const int e = lane + i * kWarp;
+      x[i] = e < set.outputs ? logits[n * set.outputs + e] : -INFINITY;
+      key[i] = e < set.outputs ? order_key(selection[n * set.outputs + e]) : 0u;
+    }
+    int mine;
+    choose_of(x, key, set, mine, my_weight);
+    if (lane < set.choices) {
+      weight[n * set.choices + lane] = my_weight;
+      chosen[n * set.choices + lane] = mine;
+      if (valid[n]) atomicAdd(&counts[mine], 1);
+    }
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < set.outputs; e += kRouteThreads) {
+    if (counts[e]) atomicAdd(&load[row * set.outputs + e], float(counts[e]));
+  }
+}
+
+// As `route` for choices that are made: 512 of them a block; an expert outside [0, S) is nowhere.
 __global__ void __launch_bounds__(kRouteThreads)
     count(const int* __restrict__ chosen, int* __restrict__ number, int* __restrict__ counts,
           int64_t entries, int num_experts) {
@@ -225,20 +274,15 @@ __global__ void __launch_bounds__(kPlaceThreads)
 static_assert(kPlaceThreads == kMaxExperts, "place() scans one expert a thread");
 static_assert(kRouteTokens * 8 == kRouteThreads, "a thread for each choice of a block");
 
-template <int kRegisters = 1>
-inline ffi::Error launch_route(cudaStream_t stream, const float* logits, const float* bias,
-                               const uint8_t* valid, float* weight, int* chosen, int* number,
-                               int* counts, int64_t tokens, const RouteSettings& set) {
+// Call `f` with the number of registers that hold a warp's share of the outputs.
+template <int kRegisters = 1, class F>
+inline ffi::Error with_registers(int64_t outputs, F f) {
   if constexpr (kRegisters * kWarp < kMaxExperts) {
-    if (set.outputs > kRegisters * kWarp) {
-      return launch_route<2 * kRegisters>(stream, logits, bias, valid, weight, chosen, number,
-                                          counts, tokens, set);
-    }
-  } else if (set.outputs > kMaxExperts) {
+    if (outputs > kRegisters * kWarp) return with_registers<2 * kRegisters>(outputs, f);
+  } else if (outputs > kMaxExperts) {
     return ffi::Error::InvalidArgument("at most 256 outputs of the router");
   }
-  return launch(stream, route<kRegisters>, divide_up(tokens, kRouteTokens), kRouteThreads, logits,
-                bias, valid, weight, chosen, number, counts, tokens, set);
+  return f(std::integral_constant<int, kRegisters>());
 }
 
 inline ffi::Error launch_place(cudaStream_t stream, const int* chosen, int* counts, int* sizes,
@@ -268,14 +312,39 @@ inline ffi::Error Route(cudaStream_t stream, ffi::BufferR2<ffi::F32> logits,
   }
   const RouteSettings set = {choices, num_experts, int(size[1]), sigmoid, renormalize,
                              route_scale, closed};
-  const auto routed = launch_route(stream, logits.typed_data(), bias.typed_data(),
-                                   data<const uint8_t>(valid), weight->typed_data(),
-                                   chosen->typed_data(), slot->typed_data(), counts->typed_data(),
-                                   size[0], set);
+  const auto routed = with_registers(size[1], [&](auto registers) {
+    return launch(stream, route<decltype(registers)::value>, blocks, kRouteThreads,
+                  logits.typed_data(), bias.typed_data(), data<const uint8_t>(valid),
+                  weight->typed_data(), chosen->typed_data(), slot->typed_data(),
+                  counts->typed_data(), size[0], set);
+  });
   if (routed.failure()) return routed;
   return launch_place(stream, chosen->typed_data(), counts->typed_data(), sizes->typed_data(),
                       slot->typed_data(), source->typed_data(), choice->typed_data(),
                       size[0] * choices, choices, num_experts, blocks, kRouteTokens * choices);
+}
+
+inline ffi::Error Choose(cudaStream_t stream, ffi::BufferR3<ffi::F32> logits,
+                         ffi::BufferR3<ffi::F32> selection, ffi::BufferR2<ffi::PRED> valid,
+                         ffi::ResultBufferR3<ffi::S32> chosen, ffi::ResultBufferR3<ffi::F32> weight,
+                         ffi::ResultBufferR2<ffi::F32> load, bool sigmoid, bool renormalize,
+                         float route_scale) {
+  const auto size = logits.dimensions();
+  const int choices = int(weight->dimensions()[2]);
+  if (choices > 8 || choices > size[2] || selection.element_count() != logits.element_count()) {
+    return ffi::Error::InvalidArgument("routing: sizes of the arrays do not fit together");
+  }
+  const auto zeroed =
+      check(cudaMemsetAsync(load->typed_data(), 0, load->size_bytes(), stream), "cudaMemsetAsync");
+  if (zeroed.failure()) return zeroed;
+  const RouteSettings set = {choices, 0, int(size[2]), sigmoid, renormalize, route_scale, 0.0f};
+  const int64_t parts = divide_up(size[1], kRouteTokens);
+  return with_registers(size[2], [&](auto registers) {
+    return launch(stream, choose<decltype(registers)::value>, size[0] * parts, kRouteThreads,
+                  logits.typed_data(), selection.typed_data(), data<const uint8_t>(valid),
+                  chosen->typed_data(), weight->typed_data(), load->typed_data(), size[1], parts,
+                  set);
+  });
 }
 
 inline ffi::Error SortByExpert(cudaStream_t stream, ffi::BufferR2<ffi::S32> chosen,
@@ -316,6 +385,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_route, Route,
                                   .Attr<bool>("renormalize")
                                   .Attr<float>("route_scale")
                                   .Attr<float>("closed"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_choose, Choose,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<ffi::BufferR3<ffi::F32>>()
+                                  .Arg<ffi::BufferR3<ffi::F32>>()
+                                  .Arg<ffi::BufferR2<ffi::PRED>>()
+                                  .Ret<ffi::BufferR3<ffi::S32>>()
+                                  .Ret<ffi::BufferR3<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Attr<bool>("sigmoid")
+                                  .Attr<bool>("renormalize")
+                                  .Attr<float>("route_scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_sort_by_expert, SortByExpert,

@@ -69,15 +69,9 @@ def route(
   tokens, outputs = expect(op, "logits", logits_NE, (None, None), jnp.float32)
   expect(op, "bias", bias_E, (outputs,), jnp.float32)
   expect(op, "valid", valid_N, (tokens,), jnp.bool_)
-  if not 1 <= top_k <= min(MAX_CHOICES, outputs):
-    raise ValueError(f"{op}: top_k is {top_k}, expected 1 to {min(MAX_CHOICES, outputs)}")
-  if not 1 <= num_experts <= outputs <= MAX_EXPERTS:
-    raise ValueError(
-      f"{op}: {num_experts} experts of {outputs} outputs, expected 1 <= experts <= outputs <= "
-      f"{MAX_EXPERTS}"
-    )
-  if score not in ("softmax", "sigmoid"):
-    raise ValueError(f"{op}: score is {score!r}, expected softmax or sigmoid")
+  _check_settings(op, outputs, top_k, score)
+  if not 1 <= num_experts <= outputs:
+    raise ValueError(f"{op}: {num_experts} experts of {outputs} outputs")
   chosen = jax.ShapeDtypeStruct((tokens, top_k), jnp.int32)
   weight = jax.ShapeDtypeStruct((tokens, top_k), jnp.float32)
   out = (weight, chosen, *_places_of(chosen, num_experts, -(-tokens // TOKENS_PER_BLOCK)))
@@ -123,7 +117,58 @@ def weights_of(
   return scale * weight_NK
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))  # integers, but jax asks for a rule
+def choose(
+  logits_BTE: jax.Array,
+  selection_BTE: jax.Array,
+  valid_BT: jax.Array,
+  *,
+  top_k: int,
+  score: str,
+  renormalize: bool,
+  scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The choice of `route` alone, of the K outputs with the highest `selection`.
+
+  Not differentiable. Floor in bytes: 8 B T E + B T (1 + 8 K).
+
+  Args:
+    logits_BTE: float32 [batch, seq, outputs], at most 256 outputs.
+    selection_BTE: like the logits.
+    valid_BT: bool; the others are not counted.
+    top_k: K, 1 to 8.
+    score: "softmax" or "sigmoid".
+    renormalize: divide a token's weights by their sum.
+    scale: multiplies the weights.
+
+  Returns:
+    Outputs [batch, seq, K] int32, their weights, and the choices of valid tokens that fell on each
+    output of each row, float32 [batch, outputs].
+
+  Raises:
+    ValueError: another dtype, shape or setting.
+  """
+  shape = expect("routing", "logits", logits_BTE, (None, None, None), jnp.float32)
+  expect("routing", "selection", selection_BTE, shape, jnp.float32)
+  expect("routing", "valid", valid_BT, shape[:2], jnp.bool_)
+  _check_settings("routing", shape[2], top_k, score)
+  chosen = jax.ShapeDtypeStruct((*shape[:2], top_k), jnp.int32)
+  weight = jax.ShapeDtypeStruct(chosen.shape, jnp.float32)
+  load = jax.ShapeDtypeStruct((shape[0], shape[2]), jnp.float32)
+  settings = {"sigmoid": score == "sigmoid", "renormalize": renormalize}
+  settings["route_scale"] = float(scale)
+  out = (chosen, weight, load)
+  return tuple(call("ats_choose", out, logits_BTE, selection_BTE, valid_BT, **settings))
+
+
+def _check_settings(op, outputs, top_k, score):
+  if outputs > MAX_EXPERTS:
+    raise ValueError(f"{op}: {outputs} outputs of the router, expected at most {MAX_EXPERTS}")
+  if not 1 <= top_k <= min(MAX_CHOICES, outputs):
+    raise ValueError(f"{op}: top_k is {top_k}, expected 1 to {min(MAX_CHOICES, outputs)}")
+  if score not in ("softmax", "sigmoid"):
+    raise ValueError(f"{op}: score is {score!r}, expected softmax or sigmoid")
+
+
 def sort_by_expert(chosen_NK: jax.Array, num_experts: int) -> tuple[Places, jax.Array]:
   """Give every choice a slot, grouped by expert, in the order of tokens within a group.
 
@@ -139,16 +184,25 @@ def sort_by_expert(chosen_NK: jax.Array, num_experts: int) -> tuple[Places, jax.
   Raises:
     ValueError: another dtype, shape or number.
   """
+  *places, sizes_S = sort_choices(chosen_NK, num_experts=num_experts)
+  return Places(*places), sizes_S
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))  # integers, but jax asks for a rule
+def sort_choices(
+  chosen_NK: jax.Array, num_experts: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """As `sort_by_expert`: source, choice, slot, sizes."""
   expect("sort_by_expert", "chosen", chosen_NK, (None, None), jnp.int32)
   if not 1 <= num_experts <= MAX_EXPERTS:
     raise ValueError(f"sort_by_expert: {num_experts} experts, expected 1 to {MAX_EXPERTS}")
   out = _places_of(like(chosen_NK), num_experts, -(-chosen_NK.size // CHOICES_PER_BLOCK))
   slot_NK, source_M, choice_M, sizes_S, _ = call("ats_sort_by_expert", out, chosen_NK)
-  return Places(source_M, choice_M, slot_NK), sizes_S
+  return source_M, choice_M, slot_NK, sizes_S
 
 
-sort_by_expert.defvjp(
-  lambda chosen_NK, num_experts: (sort_by_expert(chosen_NK, num_experts), None),
+sort_choices.defvjp(
+  lambda chosen_NK, num_experts: (sort_choices(chosen_NK, num_experts), None),
   lambda num_experts, residuals, cotangents: (None,),
 )
 

@@ -43,9 +43,8 @@ def take_rows(x_ND: jax.Array, places: Places) -> jax.Array:
   Raises:
     ValueError: another dtype or shape.
   """
-  slots = _check("take_rows", places, x_ND=x_ND)
-  out = jax.ShapeDtypeStruct((slots, x_ND.shape[1]), x_ND.dtype)
-  return call("ats_take_rows", out, x_ND, places.source_M)
+  _check("take_rows", places, x_ND=x_ND)
+  return gather_rows(x_ND, places.source_M)
 
 
 def _take_forward(x_ND, places):
@@ -78,8 +77,7 @@ def sum_rows(y_MD: jax.Array, weight_NK: jax.Array, places: Places) -> jax.Array
     ValueError: another dtype or shape.
   """
   _check("sum_rows", places, y_MD=y_MD, weight_NK=weight_NK)
-  out = jax.ShapeDtypeStruct((weight_NK.shape[0], y_MD.shape[1]), y_MD.dtype)
-  return call("ats_sum_rows", out, y_MD, weight_NK, places.slot_NK)
+  return weighted_rows(y_MD, weight_NK, places.slot_NK)
 
 
 def _sum_forward(y_MD, weight_NK, places):
@@ -87,10 +85,30 @@ def _sum_forward(y_MD, weight_NK, places):
 
 
 def _sum_backward(residuals, dout_ND):
-  return *sum_rows_backward(dout_ND, *residuals), None
+  y_MD, weight_NK, places = residuals
+  return *sum_rows_backward(y_MD, weight_NK, *places, dout_ND), None
 
 
 sum_rows.defvjp(_sum_forward, _sum_backward)
+
+
+def gather_rows(x_ND: jax.Array, source_M: jax.Array) -> jax.Array:
+  """`x[source]`, zero where `source` is no row of `x`; not differentiable."""
+  _, width = expect("take_rows", "x", x_ND, (None, None), jnp.bfloat16)
+  (slots,) = expect("take_rows", "source", source_M, (None,), jnp.int32)
+  expect_packs("take_rows", width)
+  return call("ats_take_rows", jax.ShapeDtypeStruct((slots, width), x_ND.dtype), x_ND, source_M)
+
+
+def weighted_rows(y_MD: jax.Array, weight_NK: jax.Array, slot_NK: jax.Array) -> jax.Array:
+  """`sum_rows`, not differentiable."""
+  tokens, choices = expect("sum_rows", "slot", slot_NK, (None, None), jnp.int32)
+  _, width = expect("sum_rows", "y", y_MD, (None, None), jnp.bfloat16)
+  expect("sum_rows", "weight", weight_NK, (tokens, choices), jnp.float32)
+  expect_packs("sum_rows", width)
+  _expect_choices("sum_rows", choices)
+  out = jax.ShapeDtypeStruct((tokens, width), y_MD.dtype)
+  return call("ats_sum_rows", out, y_MD, weight_NK, slot_NK)
 
 
 def add_rows(y_MD: jax.Array, slot_NK: jax.Array) -> jax.Array:
@@ -103,12 +121,18 @@ def add_rows(y_MD: jax.Array, slot_NK: jax.Array) -> jax.Array:
 
 
 def sum_rows_backward(
-  dout_ND: jax.Array, y_MD: jax.Array, weight_NK: jax.Array, places: Places
+  y_MD: jax.Array,
+  weight_NK: jax.Array,
+  source_M: jax.Array,
+  choice_M: jax.Array,
+  slot_NK: jax.Array,
+  dout_ND: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Gradients of `sum_rows` by `y_MD` (zero in empty slots) and `weight_NK`, in one pass."""
+  places = Places(source_M, choice_M, slot_NK)
   _check("sum_rows_backward", places, x_ND=dout_ND, y_MD=y_MD, weight_NK=weight_NK)
   out = (like(y_MD), like(weight_NK))
-  return call("ats_sum_rows_backward", out, dout_ND, y_MD, weight_NK, places.choice_M)
+  return call("ats_sum_rows_backward", out, dout_ND, y_MD, weight_NK, choice_M)
 
 
 def _check(op, places, x_ND=None, y_MD=None, weight_NK=None) -> int:

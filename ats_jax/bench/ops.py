@@ -94,7 +94,7 @@ def _time(case: Case, name: str, slots: Slots, row: Row, once: Any) -> None:
   f, args = case.compute(name, slots), case.arguments(name, 0)
   once = once or jax.jit(f).lower(*args).compile()
   row["peak_bytes"] = peak_bytes(once)
-  _add_time(row, device_secs(f, args, once))
+  _add_time(row, device_secs(f, args, once, case.feed))
   kernels = kernel_secs(once, args)
   row["kernel_ms"] = kernels and 1e3 * kernels
 

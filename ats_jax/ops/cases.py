@@ -58,6 +58,7 @@ class Case:
     rivals: other jax functions `(*args)` of the value pass, e.g. the library's nearest.
     has_xla: False where XLA's version does not fit in memory; then it is checked at `check`.
     check: the same case at a size where float32 XLA fits; None = this one.
+    feed: `(args, results)` -> the next call's arguments, of an op that works in place.
   """
 
   op: str
@@ -69,6 +70,7 @@ class Case:
   rivals: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
   has_xla: bool = True
   check: "Case | None" = None
+  feed: Callable | None = None
 
   def compute(self, pass_name: str, slots: Slots) -> Callable:
     """The function `(*args, *cotangents)` of a pass."""
@@ -346,6 +348,7 @@ def adamw_case(rows: int, width: int, moments: str = "float32") -> Case:
     f,
     make,
     {"update": Pass(("update",), (), size * (3 * 2 + 4 * item))},
+    feed=lambda args, out: (out.param, args[1], out.mu, out.nu),
   )
 
 

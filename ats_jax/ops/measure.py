@@ -30,13 +30,18 @@ def floor_secs(kind: str, bytes_moved: float, flops: float) -> float | None:
   return max(bytes_moved / bandwidth, flops / rate)
 
 
-def loop(f: Callable, rounds: int) -> Callable:
-  """`f` done `rounds` times over, as a function of its arguments and of its results."""
+def loop(f: Callable, rounds: int, feed: Callable | None = None) -> Callable:
+  """`f` done `rounds` times over, as a function of its arguments and of its results.
+
+  `feed(args, out)` gives the next round's arguments: for what updates its arguments in place, and
+  would be timed with copies of them otherwise.
+  """
 
   def run(args, out):
     def body(_, carry):
       args, _ = jax.lax.optimization_barrier(carry)
-      return args, f(*args)
+      out = f(*args)
+      return (feed(args, out) if feed else args), out
 
     # Static bounds: a trip count that the compiler knows needs no word from the device.
     return jax.lax.fori_loop(0, rounds, body, (args, out))[1]
@@ -44,19 +49,25 @@ def loop(f: Callable, rounds: int) -> Callable:
   return jax.jit(run, donate_argnums=1)
 
 
-def device_secs(f: Callable, args: tuple, once: jax.stages.Compiled | None = None) -> float:
+def device_secs(
+  f: Callable,
+  args: tuple,
+  once: jax.stages.Compiled | None = None,
+  feed: Callable | None = None,
+) -> float:
   """Median device time of one `f(*args)` in seconds.
 
   Args:
     f: function of arrays.
     args: arrays.
     once: `f` compiled for `args`, if that was done before.
+    feed: see `loop`.
   """
   once = once or jax.jit(f).lower(*args).compile()
   out = jax.block_until_ready(once(*args))
   single = min(_wall(once, *args)[0] for _ in range(3))
   rounds = min(MAX_ROUNDS, max(5, round(TARGET_SECS / single)))
-  long = loop(f, 1 + rounds).lower(args, out).compile()
+  long = loop(f, 1 + rounds, feed).lower(args, out).compile()
   _, out = _wall(long, args, out)
   times = []
   for _ in range(REPEATS):

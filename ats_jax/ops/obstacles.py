@@ -1,12 +1,14 @@
 """Why a kernel cannot run on a device or for a config: sentences for logs and errors."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from ats_jax.config.schema import Config
+from kernels_cuda import library, rms_norm, routing, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,68 @@ def mosaic_grouped_matmul(cfg: Config, device: Device) -> str:
   if obstacle := nvidia(device, "the kernel", ("9.0",)) or bfloat16(cfg, "the kernel"):
     return obstacle
   widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
+  return multiples(64, widths)
+
+
+def multiples(of: int, widths: Mapping[str, int]) -> str:
+  """Obstacle of a kernel that takes a multiple of `of` columns; `widths` by setting."""
   for setting, width in widths.items():
-    if width % 64:
-      return f"the kernel needs widths divisible by 64, {setting} is {width} on a device"
+    if width % of:
+      return f"the kernel needs widths divisible by {of}, {setting} is {width} on a device"
+  return ""
+
+
+def cuda(device: Device) -> str:
+  """Obstacle of all of `kernels_cuda`. Builds the library, at most once, if the GPU fits."""
+  return nvidia(device, "the kernel", "7.5") or _no_library()
+
+
+@functools.cache
+def _no_library() -> str:
+  try:
+    library.load()
+  except library.KernelsUnavailableError as e:
+    return str(e)
+  return ""
+
+
+def cuda_swiglu(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.swiglu`, which reads 16 bytes at a time."""
+  tensor = cfg.mesh.tensor
+  widths = {"model.d_ff": cfg.model.d_ff // tensor, "moe.d_ff": cfg.moe.d_ff // tensor}
+  return bfloat16(cfg, "the kernel") or multiples(8, widths) or cuda(device)
+
+
+def cuda_rms_norm(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.rms_norm`."""
+  if cfg.model.d_model > rms_norm.MAX_WIDTH:
+    return f"the kernel takes rows of up to {rms_norm.MAX_WIDTH}, model.d_model is wider"
+  widths = {"model.d_model": cfg.model.d_model, "model.head_dim": cfg.model.head_dim}
+  return bfloat16(cfg, "the kernel") or multiples(8, widths) or cuda(device)
+
+
+def cuda_routing(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.routing`."""
+  moe = cfg.moe
+  outputs = moe.num_experts + moe.spare_experts + moe.null_experts
+  if outputs > routing.MAX_EXPERTS:
+    return f"the kernel takes up to {routing.MAX_EXPERTS} experts, there are {outputs}"
+  return _choices(cfg) or cuda(device)
+
+
+def cuda_rows(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.rows`."""
+  obstacle = bfloat16(cfg, "the kernel") or multiples(8, {"model.d_model": cfg.model.d_model})
+  return obstacle or _choices(cfg) or cuda(device)
+
+
+def cuda_adamw(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.adamw`, which takes every format that can be set."""
+  del cfg
+  return cuda(device)
+
+
+def _choices(cfg):
+  if cfg.moe.top_k > rows.MAX_CHOICES:
+    return f"the kernel takes up to {rows.MAX_CHOICES} choices, moe.top_k is {cfg.moe.top_k}"
   return ""

@@ -22,6 +22,7 @@ from ats_jax.ops.obstacles import Device
 from ats_jax.ops.table import Kernel
 
 TUNING = Path(__file__).parent / "tuning"
+OF_EXPERTS = ("grouped_matmul", "routing", "sort_by_expert", "take_rows", "sum_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
     FallbackError: if `ops.strict` is set and the default of a GPU cannot run.
   """
   asked = asked_for(cfg)  # also for ops that this run does not use
-  unused = () if cfg.moe.num_experts else ("grouped_matmul", "routing", "sort_by_expert")
+  unused = () if cfg.moe.num_experts else OF_EXPERTS
   names, choices = [], []
   for op, entry in table.OPS.items():
     if entry.kernels and op not in unused:
@@ -120,13 +121,12 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
   for kernel in table.OPS[op].kernels:
     if slot not in kernel.where:
       continue
-    obstacle = kernel.obstacle(cfg, device)
-    if slot in kernel.default and not obstacle:
-      return Choice(op, kernel.name, kernel.why)
-    if slot in kernel.default:
+    if slot not in kernel.default:
+      reasons.append(f"{kernel.name} is no default: {kernel.why}")
+    elif obstacle := kernel.obstacle(cfg, device):
       missed.append(obstacle)
     else:
-      reasons.append(f"{kernel.name} is no default: {kernel.why}")
+      return Choice(op, kernel.name, kernel.why)
   if missed and device.platform == "gpu" and cfg.ops.strict:
     raise FallbackError(
       f"ops.strict: {op} would fall back to xla because {'; '.join(missed)}. "

@@ -44,6 +44,13 @@ class Op:
 
 FORWARD_BACKWARD = ("forward", "backward")
 
+
+def cuda(obstacle: Callable[[Config, Device], str], **where: str) -> Kernel:
+  """One of `kernels_cuda`; slot="module:function" there."""
+  where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
+  return Kernel("cuda", where, default=(), why="not measured yet", obstacle=obstacle)
+
+
 OPS: dict[str, Op] = {
   "attention": Op(
     ("forward",),  # cuDNN brings its own backward pass
@@ -74,13 +81,27 @@ OPS: dict[str, Op] = {
       ),
     ),
   ),
-  "swiglu": Op(FORWARD_BACKWARD),
-  "rms_norm": Op(FORWARD_BACKWARD),
+  "swiglu": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_swiglu, forward="swiglu:swiglu", backward="swiglu:swiglu_backward"),),
+  ),
+  "rms_norm": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rms_norm, forward="rms_norm:forward", backward="rms_norm:backward"),),
+  ),
   "rope": Op(FORWARD_BACKWARD),
-  "routing": Op(FORWARD_BACKWARD),
-  "sort_by_expert": Op(("forward",)),
-  "take_rows": Op(FORWARD_BACKWARD),
-  "sum_rows": Op(FORWARD_BACKWARD),
+  "routing": Op(FORWARD_BACKWARD, (cuda(obstacles.cuda_routing, forward="routing:choose"),)),
+  "sort_by_expert": Op(
+    ("forward",), (cuda(obstacles.cuda_routing, forward="routing:sort_choices"),)
+  ),
+  "take_rows": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rows, forward="rows:gather_rows", backward="rows:add_rows"),),
+  ),
+  "sum_rows": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rows, forward="rows:weighted_rows", backward="rows:sum_rows_backward"),),
+  ),
   "linear_cross_entropy": Op(("forward",)),  # computes the gradients too, while the logits exist
-  "adamw": Op(("update",)),
+  "adamw": Op(("update",), (cuda(obstacles.cuda_adamw, update="adamw:adamw_leaf"),)),
 }

@@ -37,7 +37,7 @@ def tune_case(case: Case, kernels: tuple[Kernel, ...]) -> dict[str, dict]:
       continue
     args = case.arguments(pass_name, seed=0)
     f = case.compute(pass_name, XLA)
-    want, xla_secs = jax.jit(f)(*args), device_secs(f, args)
+    want, xla_secs = jax.jit(f)(*args), device_secs(f, args, feed=case.feed)
     entry = {"implementation": "xla", "tiles": {}, "ms": 1e3 * xla_secs, "xla_ms": 1e3 * xla_secs}
     for kernel in fitting:
 
@@ -74,7 +74,7 @@ def _secs(case, pass_name, slot, kernel, tiles, args, want) -> float:
     if not max(errors) < MAX_ERROR:
       logging.warning("%s %s %s: WRONG, errors %s", case.op, slot, tiles, errors)
       return float("inf")
-    return 1e3 * device_secs(f, args, once)
+    return 1e3 * device_secs(f, args, once, case.feed)
   except (ValueError, RuntimeError) as e:  # tiles that do not fit this shape or the device
     logging.info("%s %s %s: %s", case.op, slot, tiles, str(e).splitlines()[0][:120])
     return float("inf")

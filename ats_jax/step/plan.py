@@ -89,7 +89,7 @@ def make_plan(cfg: Config) -> Plan:
     choices=choices,
     num=num,
     tx=tx,
-    train_step=make_train_step(cfg, tx),
+    train_step=make_train_step(cfg, tx, slots),
     eval_step=make_eval_step(cfg),
     counts=count(cfg, model, cfg.data.seq_len),
   )

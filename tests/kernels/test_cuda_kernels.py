@@ -245,6 +245,40 @@ def test_route(tokens, outputs, num_experts, top_k, score, renorm):
   assert_places(result.places, result.sizes_S, sorted_by_expert(goes, num_experts))
 
 
+@pytest.mark.parametrize(
+  ("batch", "seq", "outputs", "top_k", "score", "renormalize"),
+  [
+    (1, 1, 1, 1, "softmax", True),
+    (3, 130, 33, 3, "softmax", True),
+    (2, 64, 8, 2, "sigmoid", True),
+    (2, 70, 256, 8, "sigmoid", False),
+    (1, 33, 100, 8, "softmax", False),
+  ],
+)
+def test_choose(batch, seq, outputs, top_k, score, renormalize):
+  rng = np.random.default_rng(outputs)
+  logits = rng.standard_normal((batch, seq, outputs), np.float32)
+  selection = rng.standard_normal((batch, seq, outputs), np.float32)
+  if outputs > top_k + 2:
+    selection[..., 1] = -np.inf
+    selection[..., 2] = selection[..., 0]  # ties
+  valid = rng.random((batch, seq)) < 0.8
+  settings = dict(top_k=top_k, score=score, renormalize=renormalize, scale=1.5)
+  run = functools.partial(routing.choose, **settings)
+  chosen, weight, load = in_every_order(run, logits, selection, valid)
+  want = np.argsort(-selection, axis=-1, kind="stable")[..., :top_k]
+  np.testing.assert_array_equal(chosen, want)
+  x = logits.astype(np.float64)
+  p = 1 / (1 + np.exp(-x))
+  if score == "softmax":
+    p = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+  p = np.take_along_axis(p, want, -1)
+  p /= p.sum(-1, keepdims=True) if renormalize else 1
+  np.testing.assert_allclose(weight, 1.5 * p, rtol=3e-6)
+  counts = [np.bincount(want[b][valid[b]].ravel(), minlength=outputs) for b in range(batch)]
+  np.testing.assert_array_equal(load, counts)
+
+
 def test_route_in_every_order():
   logits, bias = random(0, 150, 64, dtype=np.float32), random(1, 64, dtype=np.float32)
   valid = np.arange(150) % 7 > 0
@@ -319,6 +353,16 @@ def test_adamw(param, grad, moments, max_norm):
       np.testing.assert_allclose(wide(got), expected, rtol=rounding, atol=1e-6)
 
 
+def test_squares_of_the_direction_in_every_order():
+  p, g, m, v = (random(i, 3, 5001, dtype=np.float32) for i in range(4))
+  v, rates = np.abs(v), np.array([0.5, 0.1, 0.3, 0.2], np.float32)
+  leaf = functools.partial(adamw.adamw_leaf, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+  param, _, _, squares = in_every_order(leaf, p, g, m, v, rates)
+  direction = (wide(p) - wide(param)) / 0.1
+  assert squares.shape == (8,)
+  np.testing.assert_allclose(squares.sum(), np.sum(direction**2), rtol=1e-4)
+
+
 def test_sum_squares_in_every_order():
   x = random(0, 3, 30001)
   got = in_every_order(adamw.sum_squares, x)
@@ -357,10 +401,16 @@ def test_calls_lower_for_cuda_without_a_gpu():
     settings = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}
     return adamw.adamw([p], [g], [m], [v], steps=t, learning_rate=0.1, decays=[True], **settings)
 
+  def choose(logits, valid):
+    logits = logits.reshape(8, -1, experts)
+    settings = dict(top_k=choices, score="softmax", renormalize=True, scale=1.0)
+    return routing.choose(logits, logits, valid.reshape(8, -1), **settings)
+
   grads = jax.jit(jax.value_and_grad(layer, argnums=(0, 1, 2, 3)))
   valid = shape(tokens, dtype=jnp.bool_)
   traced = [grads.trace(x, x, scale, logits, bias, valid)]
   traced.append(jax.jit(update).trace(leaf, leaf, leaf, leaf, step))
+  traced.append(jax.jit(choose).trace(logits, valid))
   text = "".join(t.lower(lowering_platforms=("cuda",)).as_text() for t in traced)
   assert {name for name in library.TARGETS if f"@{name}(" in text} == set(library.TARGETS)
 

@@ -111,6 +111,16 @@ def test_what_is_built_is_kept(fake, tmp_path):
   assert len(calls(fake)) == 3
 
 
+def test_without_nvcc_what_was_built_will_do(fake, tmp_path, monkeypatch):
+  env = environment(fake, tmp_path / "cache", CUDA_TARGET_SM="9.0")
+  built = library.build(env)
+  monkeypatch.setattr(library.os, "access", lambda *_: False)
+  assert library.build(env) == built
+  for other in ({"CUDA_TARGET_SM": "8.0"}, {"XDG_CACHE_HOME": str(tmp_path / "empty")}):
+    with pytest.raises(KernelsUnavailableError, match="need nvcc"):
+      library.build(env | other)
+
+
 def test_two_processes_at_once_build_once(fake, tmp_path):
   env = environment(fake, tmp_path / "cache", CUDA_TARGET_SM="90")
   context = multiprocessing.get_context("spawn")

@@ -248,6 +248,14 @@ inline unsigned __match_any_sync(unsigned mask, int x) {
   return peers;
 }
 
+// One thread runs at a time.
+template <class T>
+T atomicAdd(T* at, T value) {
+  const T before = *at;
+  *at += value;
+  return before;
+}
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __float_as_uint(float x) { return host::from_bits<unsigned>(host::to_bits(x)); }
 inline float __expf(float x) { return std::exp(x); }

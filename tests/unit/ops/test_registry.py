@@ -158,7 +158,7 @@ def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
     ("swiglu", "is not 'op=implementation'"),
     ("gelu=xla", "no op 'gelu'; there are attention"),
     ("swiglu.middle=xla", "swiglu has the slots forward, backward"),
-    ("swiglu=cuda", "'cuda' is not one of xla"),
+    ("swiglu=mosaic", "'mosaic' is not one of xla, cuda"),
   ],
 )
 def test_wrong_settings(slots, message):
