@@ -30,7 +30,7 @@ def floor_secs(kind: str, bytes_moved: float, flops: float) -> float | None:
   return max(bytes_moved / bandwidth, flops / rate)
 
 
-def loop(f: Callable, rounds: int, feed: Callable | None = None) -> Callable:
+def loop(f: Callable, rounds: int, feed: Callable | None = None) -> jax.stages.Wrapped:
   """`f` done `rounds` times over, as a function of its arguments and of its results.
 
   `feed(args, out)` gives the next round's arguments: for what updates its arguments in place, and

@@ -133,8 +133,8 @@ def fused_adamw(
   leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
   constants = dict(b1=o.b1, b2=o.b2, eps=o.eps, slots=slots)
   updated = [
-    adamw(*arrays, rates, weight_decay=o.weight_decay * decay, **constants)
-    for *arrays, decay in leaves
+    adamw(p, g, m, v, rates, weight_decay=o.weight_decay * decay, **constants)
+    for p, g, m, v, decay in leaves
   ]
   param, mu, nu, squares = zip(*updated, strict=True)
   like = jax.tree.structure(params).unflatten
