@@ -3,7 +3,9 @@ r"""The grouped matmul kernels and the 8-bit matmul on one Hopper GPU: checked f
 Prints JSON lines: `check` (worst relative error of a group against float32; reruns bitwise equal),
 `time` (median of rounds that go round robin over all variants of a shape; `share` is of the batched
 einsum with equal groups in the same rounds), `clock` (of the SMs and the power while a shape ran).
-A variant that does not compile, or is wrong, gives a line with `error` and is not timed.
+A variant that does not compile, or is wrong, gives a line with `error` and is not timed. `run` says
+what is about to run; if it never returns, the process ends itself with a line `hang` (exit code 3).
+So variants that use clusters, the likeliest to, are cases of their own and come last.
 
 Command: PYTHONPATH=. python experiments/grouped_matmul.py [--out=lines.jsonl] [--limit=270]
   [--cases=E64,E8,...] [--variants=base,all,...]. With --tiny and JAX_PLATFORMS=cpu it checks itself
@@ -11,8 +13,10 @@ in the simulator.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -48,20 +52,23 @@ VARIANTS = {
   "lookahead": dict(lookahead=True),
   "lead1": dict(lead=1),
   "lead2": dict(lead=2),
-  "lead3": dict(lead=3),
   "group": dict(short="group"),
   "balance": dict(balance=True),
   "slots4": dict(stages=3, slots=4),
-  "lhs": dict(share="lhs"),
-  "rhs": dict(share="rhs"),
   "strip8": dict(strip=8),
   "strip32": dict(strip=32),
   "soft": dict(lookahead=True, lead=2, short="group", balance=True),
-  "soft_lhs": dict(lookahead=True, lead=2, short="group", balance=True, share="lhs"),
-  "soft_rhs": dict(lookahead=True, lead=2, short="group", balance=True, share="rhs"),
-  "soft_rhs1": dict(lookahead=True, lead=1, short="group", balance=True, share="rhs"),
 }
-FEW = ("base", "soft", "soft_lhs", "soft_rhs")
+CLUSTERS = {
+  "base": {},
+  "lhs": dict(share="lhs"),
+  "rhs": dict(share="rhs"),
+  "soft_lhs": VARIANTS["soft"] | dict(share="lhs"),
+  "soft_rhs": VARIANTS["soft"] | dict(share="rhs"),
+}
+FEW = {v: VARIANTS[v] for v in ("base", "soft")}
+EIGHT_BIT_VARIANTS = {v: VARIANTS[v] for v in ("base", "lookahead", "lead2", "soft")}
+EIGHT_BIT_CLUSTERS = {v: CLUSTERS[v] for v in ("base", "rhs", "soft_rhs")}
 EINSUM = dict(fwd="gmk,gkn->gmn", dgrad="gmn,gkn->gmk", wgrad="gmk,gmn->gkn")
 # Name, groups, N, how the rows are spread, which variants; M = 65536, K = 2048.
 CASES = [
@@ -127,6 +134,24 @@ def tiling(changes: dict) -> Tiling:
 def simulate():
   """For `interpret=`."""
   return plgpu.InterpretGPUParams() if _TINY.value else None
+
+
+@contextlib.contextmanager
+def watched(what: str, seconds: float = 45):
+  """Says what runs, and ends the process if it takes longer: a deadlocked kernel never returns."""
+
+  def give_up():
+    emit(kind="hang", what=what, seconds=seconds)
+    os._exit(3)
+
+  emit(kind="run", what=what)
+  timer = threading.Timer(seconds, give_up)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 # ---- what is right
@@ -214,7 +239,7 @@ def measure(jobs: dict, rounds: int = 7, calls: int = 10) -> dict:
 
 
 def compile_all(jobs: dict, **labels) -> dict:
-  """name -> compiled function of `name -> (f, args)`; what fails is reported and left out."""
+  """Compiled functions by name, of `name -> (f, args)`; what fails is reported and left out."""
   compiled = {}
   with concurrent.futures.ThreadPoolExecutor(1 if _TINY.value else 12) as pool:
     make = lambda f, args: jax.jit(f).lower(*args).compile()
@@ -277,9 +302,17 @@ def kernel(op, changes):
   return functools.partial(grouped_matmul, transpose_w=op == "dgrad", **run)
 
 
+def chosen(variants: dict) -> dict:
+  """Those that the flag asks for."""
+  return {v: c for v, c in variants.items() if v in (_VARIANTS.value or variants)}
+
+
 def run_case(name, groups, n, kind, variants, m=65536, k=2048):
   """Checks and times the 16-bit variants of one shape."""
-  variants = {v: VARIANTS[v] for v in variants if v in (_VARIANTS.value or variants)}
+  variants = chosen(variants)
+  patterns = {"timed": spread(kind, groups, m)}
+  if variants.keys() - FEW:
+    patterns["edges"] = edges(groups, m)
   x, w, dy = operands(m, k, n, groups)
   sizes = spread(kind, groups, m)
   flops = 2 * m * k * n
@@ -292,12 +325,13 @@ def run_case(name, groups, n, kind, variants, m=65536, k=2048):
       jobs[op, variant] = kernel(op, changes), (*plain(op), jnp.array(sizes))
   compiled = compile_all(jobs, case=name)
   for op in TAKE:
-    for pattern, these in (("timed", sizes), ("edges", edges(groups, m))):
+    for pattern, these in patterns.items():
       for variant in variants:
         f = compiled.get((op, variant))
         if f is None:
           continue
-        right, worst, equal = check(op, f, TAKE[op], these, 5e-3)
+        with watched(f"{name} {op} {variant} {pattern}"):
+          right, worst, equal = check(op, f, TAKE[op], these, 5e-3)
         emit(kind="check", case=name, op=op, variant=variant, pattern=pattern, ok=right,
              worst=worst, bitwise=equal)  # fmt: skip
         if not right:
@@ -310,7 +344,7 @@ def run_case(name, groups, n, kind, variants, m=65536, k=2048):
     for variant in variants:
       if (op, variant) in compiled:
         where[op, variant] = compiled[op, variant], jobs[op, variant][1]
-  with Clock() as clock:
+  with Clock() as clock, watched(f"{name} timing"):
     seconds = measure(where)
   report(seconds, flops, case=name, N=n, E=groups, sizes=kind)
   clock.report(case=name)
@@ -320,7 +354,9 @@ def run_case(name, groups, n, kind, variants, m=65536, k=2048):
       for key, (f, args) in where.items()
       if key[1] in ("einsum", *FEW)
     }
-    report(measure(few), flops, case=name + "zeros", N=n, E=groups, sizes=kind)
+    with watched(f"{name} timing of zeros"):
+      seconds = measure(few)
+    report(seconds, flops, case=name + "zeros", N=n, E=groups, sizes=kind)
 
 
 def report(seconds: dict, flops: float, **labels):
@@ -341,21 +377,22 @@ EIGHT_BITS = dict(
 )
 
 
-def run_eight_bits(name, groups, n, kind, m=65536, k=2048):
+def run_eight_bits(name, groups, n, kind, variants, m=65536, k=2048):
   """Checks and times the 8-bit kernels of one shape, and what making their operands costs."""
+  variants = chosen(variants)
   x, w, dy = operands(m, k, n, groups)
   sizes, flops = spread(kind, groups, m), 2 * m * k * n
   x8, w8, dy8 = x.astype(E4M3), (w * k**0.5).astype(E4M3), dy.astype(E5M2)
   one = jnp.ones(1, F32)
   prepare = {op: jax.jit(f) for op, f in EIGHT_BITS.items()}
-  variants = {v: VARIANTS[v] for v in ("base", "lookahead", "lead2", "soft", "soft_rhs")}
-  variants = {v: c for v, c in variants.items() if v in (_VARIANTS.value or variants)}
   args = {op: (*f(x8, w8, dy8, jnp.array(sizes)), jnp.array(sizes)) for op, f in prepare.items()}
   jobs = {}
   for op in EIGHT_BITS:
     for variant, changes in variants.items():
       run = dict(tiling=tiling(dict(block_k=128) | changes), interpret=simulate(), scale=one)
-      f = grouped_matmul_dw if op == "wgrad" else functools.partial(grouped_matmul, transpose_w=True)
+      f = (
+        grouped_matmul_dw if op == "wgrad" else functools.partial(grouped_matmul, transpose_w=True)
+      )
       jobs[op, variant] = functools.partial(f, **run), args[op]
   compiled, check = compile_all(jobs, case=name + "fp8"), Checker(x8, w8, dy8)
   for op in EIGHT_BITS:
@@ -364,7 +401,8 @@ def run_eight_bits(name, groups, n, kind, m=65536, k=2048):
         if (op, variant) not in compiled:
           continue
         f = compiled[op, variant]
-        right, worst, equal = check(op, f, prepare[op], these, 1e-2)
+        with watched(f"{name} fp8 {op} {variant} {pattern}"):
+          right, worst, equal = check(op, f, prepare[op], these, 1e-2)
         emit(kind="check", case=name + "fp8", op=op, variant=variant, pattern=pattern, ok=right,
              worst=worst, bitwise=equal)  # fmt: skip
         if not right:
@@ -390,9 +428,11 @@ def run_eight_bits(name, groups, n, kind, m=65536, k=2048):
   of_dy["dy_and_aligned_transpose"] = lambda a: (lambda q: (q, align_rows(q, device_sizes).T))(
     scaled(a, E5M2)
   )
+  if any(c.get("share") for c in variants.values()):
+    copies = of_w = of_dy = {}  # Measured with the other variants already.
   for those, a in ((copies, x), (of_w, w), (of_dy, dy)):
     where |= {("make_" + what, "xla"): (jax.jit(f), [a]) for what, f in those.items()}
-  with Clock() as clock:
+  with Clock() as clock, watched(f"{name} fp8 timing"):
     seconds = measure(where)
   for (op, variant), s in seconds.items():
     bf16 = seconds.get(("bf16_" + op, "base"))
@@ -405,7 +445,7 @@ def run_eight_bits(name, groups, n, kind, m=65536, k=2048):
 # ---- SwiGLU
 
 
-def run_swiglu(name, groups, n, kind, m=65536, k=2048):
+def run_swiglu(name, groups, n, kind, variants, m=65536, k=2048):
   """SwiGLU in the epilogue against a grouped matmul and XLA's fusion; N = gate and up together."""
   x, w, _ = operands(m, k, n, groups)
   sizes = jnp.array(spread(kind, groups, m))
@@ -417,26 +457,30 @@ def run_swiglu(name, groups, n, kind, m=65536, k=2048):
 
   small = dict(block_n=128) if _TINY.value else {}
   jobs = {}
-  for variant in ("base", "soft", "soft_rhs"):
-    run = dict(tiling=tiling(VARIANTS[variant] | small), interpret=simulate())
+  for variant, changes in variants.items():
+    run = dict(tiling=tiling(changes | small), interpret=simulate())
     plain = functools.partial(grouped_matmul, **run)
     jobs["matmul_then_xla", variant] = lambda x, w, s, f=plain: split(f(x, w, s))
-    jobs["matmul_then_xla_keep", variant] = lambda x, w, s, f=plain: (
-      lambda y: (split(y), y)
-    )(f(x, w, s))
+    jobs["matmul_then_xla_keep", variant] = lambda x, w, s, f=plain: (lambda y: (split(y), y))(
+      f(x, w, s)
+    )
     jobs["swiglu", variant] = functools.partial(grouped_swiglu, **run)
     jobs["swiglu_keep", variant] = functools.partial(grouped_swiglu, keep=True, **run)
   args = x, w, sizes
   compiled = compile_all({key: (f, args) for key, f in jobs.items()}, case=name + "swiglu")
   want = compiled["matmul_then_xla", "base"](*args).astype(F32)
   for key in list(compiled):
-    got = compiled[key](*args)
-    got = (got[0] if isinstance(got, tuple) else got).astype(F32)
-    worst = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    emit(kind="check", case=name + "swiglu", op=key[0], variant=key[1], ok=worst < 1e-2, worst=worst)
+    with watched(f"{name} {key[0]} {key[1]}"):
+      got = compiled[key](*args)
+      got = (got[0] if isinstance(got, tuple) else got).astype(F32)
+      worst = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    emit(
+      kind="check", case=name + "swiglu", op=key[0], variant=key[1], ok=worst < 1e-2, worst=worst
+    )
     if not worst < 1e-2:
       del compiled[key]
-  seconds = measure({key: (f, args) for key, f in compiled.items()})
+  with watched(f"{name} swiglu timing"):
+    seconds = measure({key: (f, args) for key, f in compiled.items()})
   for (op, variant), s in seconds.items():
     emit(kind="time", case=name + "swiglu", op=op, variant=variant, E=groups, N=n, ms=s * 1e3,
          tflops=2 * m * k * n / s / 1e12)  # fmt: skip
@@ -495,7 +539,8 @@ def run_small():
     jobs = {(op, "base"): (kernel(op, {}), (*TAKE[op](x, w, dy, None), jnp.array(sizes)))
             for op in TAKE}  # fmt: skip
     for (op, _), f in compile_all(jobs, case="small").items():
-      right, worst, equal = Checker(x, w, dy)(op, f, TAKE[op], sizes, 5e-3)
+      with watched(f"small {m}x{k}x{n} {op}"):
+        right, worst, equal = Checker(x, w, dy)(op, f, TAKE[op], sizes, 5e-3)
       emit(kind="check", case=f"small {m}x{k}x{n}", op=op, variant="base", ok=right, worst=worst,
            bitwise=equal)  # fmt: skip
 
@@ -503,17 +548,23 @@ def run_small():
 def main(argv):
   """Runs the cases in the order of what matters, until the time is up."""
   del argv
+  if _TINY.value:
+    os.environ["NPROC"] = "16"  # The simulator hangs with fewer threads in XLA than in the kernel.
   device = jax.devices()[0]
   emit(kind="start", jax=jax.__version__, device=device.device_kind)
   tiny = dict(m=272, k=128) if _TINY.value else {}
   cases = [("E64", 4, 256, "uneven", FEW)] if _TINY.value else CASES
-  eight = [c[:4] for c in cases[:2]]
+  first = [c[:4] for c in cases[:2]]
   work = [(c[0], functools.partial(run_case, *c, **tiny)) for c in cases[:2]]
-  work += [(c[0] + "fp8", functools.partial(run_eight_bits, *c, **tiny)) for c in eight]
-  work += [("dense", run_dense)]
-  work += [(c[0] + "swiglu", functools.partial(run_swiglu, *c, **tiny)) for c in eight]
+  add = lambda suffix, do, variants: work.extend(
+    (c[0] + suffix, functools.partial(do, *c, variants, **tiny)) for c in first
+  )
+  add("fp8", run_eight_bits, EIGHT_BIT_VARIANTS)
+  work += [("dense", run_dense), ("small", run_small)]
+  add("swiglu", run_swiglu, FEW)
   work += [(c[0], functools.partial(run_case, *c, **tiny)) for c in cases[2:]]
-  work += [("small", run_small)]
+  add("clusters", run_case, CLUSTERS)
+  add("fp8clusters", run_eight_bits, EIGHT_BIT_CLUSTERS)
   for name, do in work:
     if _CASES.value and name not in _CASES.value:
       continue

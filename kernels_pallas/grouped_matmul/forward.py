@@ -65,10 +65,16 @@ def _kernel(
   totals = [counts_gmem[i] * columns_of_tiles for i in range(1 + t.balance)]
 
   def head_at(index, which=0):
-    """`(group, row, begin, end, number along the columns)` of tile `index` of a list."""
+    """`(group, row, begin, end, number along the columns)` of tile `index` of a list.
+
+    The same in both thread blocks of a cluster: they must agree on the order of the tiles.
+    """
     i, j = plgpu.planar_snake(index, grids[which], 0, t.strip)
     i = jnp.clip(i, 0, tiles_gmem.shape[1] - 1)
-    group, row, begin, end = (tiles_gmem[which, i, c] for c in range(4))
+    return (*(tiles_gmem[which, i, c] for c in range(4)), j)
+
+  def mine(group, row, begin, end, j):
+    """This thread block's tile of what a cluster visits together."""
     if t.share == "lhs":  # side by side
       j = j * 2 + lax.axis_index("cluster")
       end = jnp.where(j * t.block_n < n, end, 0)
@@ -81,7 +87,9 @@ def _kernel(
   def for_each_tile(body):
     """Calls `body(group, row, begin, end, column, steps, step, tile)`."""
 
-    def visit(group, row, begin, end, j, step, tile):
+    def visit(*head_step_tile):
+      *head, step, tile = head_step_tile
+      group, row, begin, end, j = mine(*head)
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)

@@ -52,6 +52,15 @@ def swiglu_stripes_of(y, dtype):
     yield gate * up / (1 + jnp.exp(-gate))
 
 
+def _wait_for_slot(i: int, slots: int) -> None:
+  """Until stripe `i` may be written: the copy out of its slot has been read.
+
+  The first stripe waits for all earlier copies, which may have ended at any slot; they were issued
+  a tile ago.
+  """
+  plgpu.wait_smem_to_gmem(slots - 1 if i else 0, wait_read_only=True)
+
+
 def store_rows(stripes, smem, y_gmem, row, column):
   """Writes 64 rows to `y_gmem[row:, column:]`, a stripe of columns at a time.
 
@@ -59,7 +68,7 @@ def store_rows(stripes, smem, y_gmem, row, column):
   """
   slots, _, width = smem.shape
   for i, stripe in enumerate(stripes):
-    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    _wait_for_slot(i, slots)
     smem[i % slots] = stripe.astype(smem.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column + i * width, width)
@@ -94,7 +103,7 @@ def _store_ladder(stripes, smem, y_gmem, row, begin, end, column, shortest, *, o
   slots, _, width = smem.shape
   slots = slots if one_group else 1
   for i, stripe in enumerate(stripes):
-    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    _wait_for_slot(i, slots)
     smem[i % slots] = stripe.astype(smem.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column + i * width, width)
@@ -149,7 +158,9 @@ def for_each_of_two(totals, head_at, position, body, tiling: Tiling):
   block, num_blocks = lax.axis_index("block"), tiling.num_blocks // tiling.cluster
   starts = block, lax.rem(block + num_blocks - lax.rem(totals[0], num_blocks), num_blocks)
   heads = tuple(head_at(start, which) for which, start in enumerate(starts))
-  counts = [lax.div(n - s + num_blocks - 1, num_blocks) for n, s in zip(totals, starts, strict=True)]
+  counts = [
+    lax.div(n - s + num_blocks - 1, num_blocks) for n, s in zip(totals, starts, strict=True)
+  ]
 
   def visit(_, carry):
     step, tile, indices, heads = carry
@@ -174,12 +185,8 @@ def for_each_of_two(totals, head_at, position, body, tiling: Tiling):
 def load_tiles(lhs, rhs, slot, lhs_smem, rhs_smem, ready, tiling: Tiling):
   """Loads one stage. What a cluster shares, each of its thread blocks loads a half of for both."""
   shared = lambda name: "cluster" if tiling.share == name else None
-  plgpu.copy_gmem_to_smem(
-    lhs, lhs_smem.at[slot], ready.at[slot], collective_axes=shared("lhs")
-  )
-  plgpu.copy_gmem_to_smem(
-    rhs, rhs_smem.at[slot], ready.at[slot], collective_axes=shared("rhs")
-  )
+  plgpu.copy_gmem_to_smem(lhs, lhs_smem.at[slot], ready.at[slot], collective_axes=shared("lhs"))
+  plgpu.copy_gmem_to_smem(rhs, rhs_smem.at[slot], ready.at[slot], collective_axes=shared("rhs"))
 
 
 class Reader:
@@ -226,14 +233,13 @@ class Reader:
       def _(k):
         slot = self._slot(k)
         plgpu.barrier_wait(self.ready.at[slot])
+        self._signal(k)  # Before `operands`, in which one warpgroup may wait for the other.
         plgpu.wgmma(acc, *operands(slot, k))
         plgpu.wgmma_wait(1)  # The one before has read its stage.
 
         @pl.when(k > 0)
         def _():
           plgpu.barrier_arrive(self.free.at[self._slot(k - 1)])
-
-        self._signal(k)
 
       return acc[...]
 
@@ -252,6 +258,10 @@ class Reader:
     def _(k):
       slot = self._slot(k)
       plgpu.barrier_wait(self.ready.at[slot])
+      if self.tiling.share:
+        # One thread arrives at a cluster barrier for its warpgroup: first, all must have seen
+        # `ready`, which may be two phases on by the time that a late one looks.
+        plgpu.commit_smem()
       plgpu.barrier_arrive(self.free.at[slot])
       self._signal(k)
 

@@ -68,7 +68,9 @@ class Tiling:
         f" slots={self.slots}: at least 2, 1, {self.cluster} and 1 are needed"
       )
     if not 0 <= self.lead < self.stages:
-      raise ValueError(f"Tiling.lead is {self.lead}: it must be 0 to stages - 1 = {self.stages - 1}")
+      raise ValueError(
+        f"Tiling.lead is {self.lead}: it must be 0 to stages - 1 = {self.stages - 1}"
+      )
     for name, choices in (("share", ("", "lhs", "rhs")), ("short", ("wait", "group"))):
       if getattr(self, name) not in choices:
         raise ValueError(f"Tiling.{name} is {getattr(self, name)!r}: it must be one of {choices}")
@@ -143,7 +145,9 @@ def row_tiles(
   column = jnp.arange(4)[None, None, :, None]
   row = first_rows[:, None, None, :] + (i - tile_starts) * block_m
   begin, end = jnp.maximum(row_starts - row, 0), jnp.minimum(row_ends - row, block_m)
-  values = jnp.select([column == 0, column == 1, column == 2], [group - num_groups, row, begin], end)
+  values = jnp.select(
+    [column == 0, column == 1, column == 2], [group - num_groups, row, begin], end
+  )
   chosen = (tile_starts <= i) & (i < tile_ends)
   tiles = jnp.sum(jnp.where(chosen, values, 0), axis=3, dtype=jnp.int32)
   return tiles + jnp.array([num_groups, 0, 0, 0], jnp.int32), tile_ends[:, 0, 0, -1]

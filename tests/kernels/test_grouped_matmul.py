@@ -19,10 +19,8 @@ M, K, N = 272, 128, 192  # two row tiles and a bit; N fills one and a half tiles
 TILING = Tiling(block_n=128, stages=2, strip=2, num_blocks=2)
 GROUPS = {
   "one group": [272],
-  "equal": [88, 88, 96],
   "tile - 1, tile, tile + 1 rows in all": [127, 1, 129],
   "empty, one row, rest": [0, 1, 271],
-  "all in the middle one": [0, 272, 0],
   "fewer rows than M": [3, 60, 70],
   "fewer rows than M, ends on a tile": [64, 64, 0],
   "no rows": [0, 0, 0],
@@ -65,7 +63,7 @@ def test_forward(sizes):
   assert relative_errors(y, want).max() < 4e-3  # a row at a time; bf16 rounds to 2e-3
 
 
-@pytest.mark.parametrize("name", ["empty, one row, rest", "fewer rows than M", "eight"])
+@pytest.mark.parametrize("name", ["fewer rows than M", "eight"])
 def test_input_gradient(name):
   sizes = GROUPS[name]
   dy, w = operand(0, M, N, rows=sum(sizes)), operand(1, len(sizes), K, N)
@@ -75,8 +73,9 @@ def test_input_gradient(name):
   assert relative_errors(dx, reference.grouped_matmul(dy, w, sizes, transpose_w=True)).max() < 4e-3
 
 
-@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
-def test_weight_gradient(sizes):
+@pytest.mark.parametrize("name", ["one group", "fewer rows than M", "no rows", "eight"])
+def test_weight_gradient(name):
+  sizes = GROUPS[name]
   x, dy = operand(0, M, K, rows=sum(sizes)), operand(1, M, N, rows=sum(sizes))
   run = functools.partial(grouped_matmul_dw, tiling=TILING, interpret=SIMULATOR)
   dw = run(x, dy, jnp.array(sizes), out_dtype=jnp.float32)
@@ -117,7 +116,7 @@ def test_tilings_agree(tiling):
   assert relative_errors(dw, reference.grouped_matmul_dw(x, dy, sizes)).max() < 4e-3
 
 
-@pytest.mark.parametrize("block_m, light_rows", [(128, 0), (128, 64), (256, 0), (256, 64)])
+@pytest.mark.parametrize("block_m, light_rows", [(128, 0), (256, 64)])
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles_own_each_row_once(seed, block_m, light_rows):
   rng = np.random.default_rng(seed)
@@ -147,8 +146,9 @@ def test_groups_come_largest_first():
   assert total.tolist() == [19]
 
 
-@pytest.mark.parametrize("num_groups, n", [(8, 5632), (128, 1024)])
-@pytest.mark.parametrize("block_m, block_n", [(128, 256), (256, 128)])
+@pytest.mark.parametrize(
+  "num_groups, n, block_m, block_n", [(8, 5632, 128, 256), (128, 1024, 256, 128)]
+)
 def test_lowers_for_cuda(num_groups, n, block_m, block_n):
   """The layouts, the tile sizes and the shared memory fit an H200 at production shapes."""
   m, k, tiling = 65536, 2048, Tiling(block_m=block_m, block_n=block_n)
