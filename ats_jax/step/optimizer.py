@@ -1,5 +1,6 @@
 """AdamW as an optax chain, or by the `adamw` op on the state of that chain."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -131,10 +132,9 @@ def fused_adamw(
   rates = Rates(clip, lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
   decays = decay_mask(params, embeddings=o.decay_embeddings)
   leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
-  constants = dict(b1=o.b1, b2=o.b2, eps=o.eps, slots=slots)
+  update = functools.partial(adamw, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, slots=slots)
   updated = [
-    adamw(p, g, m, v, rates, weight_decay=o.weight_decay * decay, **constants)
-    for p, g, m, v, decay in leaves
+    update(p, g, m, v, weight_decay=o.weight_decay * decay) for p, g, m, v, decay in leaves
   ]
   param, mu, nu, squares = zip(*updated, strict=True)
   like = jax.tree.structure(params).unflatten
