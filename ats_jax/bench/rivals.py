@@ -40,13 +40,14 @@ def _torch() -> Any:
 def torch_times(case: Case, pass_name: str) -> Iterator[tuple[str, float, int]]:
   """(name, seconds of a call, peak bytes beside the arguments) of each rival that exists."""
   torch = _torch()
-  if torch is None or case.op not in FUNCTIONS:
+  extras = case.op == "attention" and ("window" in case.shape or "sinks" in case.shape)
+  if torch is None or case.op not in FUNCTIONS or extras:
     return
   torch._dynamo.reset()
   args = jax.tree.map(_to_torch, case.arguments(pass_name, 0))
   packed = case.op == "attention" and " 1 segments" not in case.shape
   if packed:
-    args = (*args[:3], _block_mask(args[3]), *args[4:])
+    args = (*args[:4], _block_mask(args[4]), *args[5:])
   value = FUNCTIONS[case.op](torch, case)
   named = {"torch eager": value, "torch.compile": torch.compile(value, dynamic=False)}
   for name, f in named.items():
@@ -191,13 +192,13 @@ def _adamw(torch, case):
 def _attention(torch, case):
   sdpa = torch.nn.functional.scaled_dot_product_attention
 
-  def causal(q, k, v, ids):
+  def causal(q, k, v, sinks, ids):
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     return sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
   flex = importlib.import_module("torch.nn.attention.flex_attention")
 
-  def packed(q, k, v, mask):
+  def packed(q, k, v, sinks, mask):
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     return flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
 

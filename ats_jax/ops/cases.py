@@ -353,7 +353,15 @@ def adamw_case(rows: int, width: int, moments: str = "float32") -> Case:
 
 
 def attention_case(
-  batch: int, seq: int, segments: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
+  batch: int,
+  seq: int,
+  segments: int,
+  heads: int = 32,
+  kv_heads: int = 8,
+  head_dim: int = 128,
+  *,
+  window: int | None = None,
+  with_sinks: bool = False,
 ) -> Case:
   """Causal attention in rows of equal segments, of which a row may hold `segments`.
 
@@ -361,15 +369,17 @@ def attention_case(
   2048.
   """
   length = seq // segments
-  flops = 2.0 * batch * heads * head_dim * seq * length  # two matmuls over half of the square
+  seen = length / 2 if window is None else min(window, length / 2)  # by a token, about
+  flops = 4.0 * batch * heads * head_dim * seq * seen  # two matmuls
   moved = 4 * batch * seq * head_dim * (heads + kv_heads)
 
   def make(seed):
     draw = lambda i, n: normal(seed + i, (batch, seq, n, head_dim))
     ids = jnp.broadcast_to(jnp.arange(seq) // length + 1, (batch, seq))
-    return draw(0, heads), draw(1, kv_heads), draw(2, kv_heads), ids.astype(jnp.int32)
+    sinks = normal(seed + 3, (heads,), jnp.float32)
+    return draw(0, heads), draw(1, kv_heads), draw(2, kv_heads), sinks, ids.astype(jnp.int32)
 
-  def f(slots, q, k, v, ids):
+  def f(slots, q, k, v, sinks, ids):
     return attention(
       q,
       k,
@@ -377,19 +387,24 @@ def attention_case(
       segment_ids_BT=ids,
       max_segments=segments + 1,
       implementation=slots.of("attention", "forward"),
+      window=window,
+      sinks_N=sinks if with_sinks else None,
     )
 
+  rule = dict(window=window, with_sinks=with_sinks)
   large = batch * heads * seq**2 > 2**30
-  small = attention_case(1, 2048, segments, heads, kv_heads, head_dim) if large else None
+  small = attention_case(1, 2048, segments, heads, kv_heads, head_dim, **rule) if large else None
+  gradients = (0, 1, 2, 3) if with_sinks else (0, 1, 2)
+  extras = (f", window {window}" if window else "") + (", sinks" if with_sinks else "")
   return Case(
     "attention",
-    f"B{batch} S{seq} {segments} segments {heads}/{kv_heads} x {head_dim}",
+    f"B{batch} S{seq} {segments} segments {heads}/{kv_heads} x {head_dim}{extras}",
     {},
     f,
     make,
     {
       "forward": Pass(("forward",), (), moved, flops),
-      "forward and backward": Pass(("forward",), (0, 1, 2), 3 * moved, 3.5 * flops, True),
+      "forward and backward": Pass(("forward",), gradients, 3 * moved, 3.5 * flops, True),
     },
     has_xla=not large,
     check=small,
@@ -426,6 +441,9 @@ def real_cases() -> list[Case]:
     adamw_case(16384, 16384, "bfloat16"),
     *[attention_case(4, 4096, n) for n in (1, 8, 16, 32)],
     *[attention_case(1, 16384, n) for n in (1, 8, 32)],
+    attention_case(4, 4096, 8, with_sinks=True),
+    attention_case(4, 4096, 1, window=1024),
+    attention_case(1, 16384, 1, window=1024),
   ]
 
 

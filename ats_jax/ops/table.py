@@ -53,11 +53,11 @@ def cuda(obstacle: Callable[[Config, Device], str], **where: str) -> Kernel:
 
 OPS: dict[str, Op] = {
   "attention": Op(
-    ("forward",),  # cuDNN brings its own backward pass
+    ("forward",),  # and backward: the statistics between them have the kernel's own layout
     (
       Kernel(
         "cudnn",
-        {"forward": "ats_jax.ops._compat:cudnn_packed_attention"},
+        {"forward": "ats_jax.ops._compat:cudnn_attention"},
         default=("forward",),
         why="flash attention, the fastest measured on Hopper",
         obstacle=obstacles.cudnn_attention,
