@@ -391,9 +391,10 @@ def attention_case(
       sinks_N=sinks if with_sinks else None,
     )
 
-  rule = dict(window=window, with_sinks=with_sinks)
-  large = batch * heads * seq**2 > 2**30
-  small = attention_case(1, 2048, segments, heads, kv_heads, head_dim, **rule) if large else None
+  large, small = batch * heads * seq**2 > 2**30, None
+  if large:
+    shape = segments, heads, kv_heads, head_dim
+    small = attention_case(1, 2048, *shape, window=window, with_sinks=with_sinks)
   gradients = (0, 1, 2, 3) if with_sinks else (0, 1, 2)
   extras = (f", window {window}" if window else "") + (", sinks" if with_sinks else "")
   return Case(

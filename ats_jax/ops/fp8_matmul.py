@@ -9,7 +9,7 @@ Letters: T tokens (any leading axes), K input width, N output width, H steps tha
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class History(NamedTuple):
     return History(*(keep(a, new) for a, new in zip(self, seen, strict=True)))
 
 
-def quantise(x: jax.Array, dtype: jnp.dtype, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantise(x: jax.Array, dtype: Any, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Casts to 8 bits after dividing by a power of two, so that `amax` is just within range.
 
   What is larger than the range saturates; what is not finite becomes NaN.
@@ -118,12 +118,11 @@ def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None) -> ja
   return _matmul(x_TK, w_KN, amax)
 
 
-@jax.custom_vjp
-def _matmul(x_TK, w_KN, amax):
+def _value(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> jax.Array:
   return _forward(x_TK, w_KN, amax)[0]
 
 
-def _forward(x_TK, w_KN, amax):
+def _forward(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> tuple[jax.Array, tuple]:
   seen_x, seen_w = _amax(x_TK), _amax(w_KN)
   x8_TK, scale_x = quantise(x_TK, E4M3, seen_x if amax is None else amax.x)
   w8_KN, scale_w = quantise(w_KN, E4M3, seen_w if amax is None else amax.w)
@@ -147,6 +146,7 @@ def _backward(residuals, dy_TN):
   return dx_TK, dw_KN, None if amax is None else Amax(seen_x, seen_w, seen_dy)
 
 
+_matmul = jax.custom_vjp(_value)
 _matmul.defvjp(_forward, _backward)
 
 
