@@ -108,18 +108,25 @@ inline ffi::Error check(cudaError_t status, const char* what) {
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-// Start a kernel; nothing to do for no blocks.
+// Start a kernel with `shared` bytes of dynamic shared memory; nothing to do for no blocks.
 template <class... Parameters, class... Arguments>
-inline ffi::Error launch(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
-                         int threads, Arguments... arguments) {
+inline ffi::Error launch_shared(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
+                                int threads, int shared, Arguments... arguments) {
   if (blocks == 0) return ffi::Error::Success();
   if (blocks > INT32_MAX) return ffi::Error::InvalidArgument("array too large: over 2^31 blocks");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
   config.stream = stream;
   return check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...),
                "kernel launch");
+}
+
+template <class... Parameters, class... Arguments>
+inline ffi::Error launch(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
+                         int threads, Arguments... arguments) {
+  return launch_shared(stream, kernel, blocks, threads, 0, arguments...);
 }
 
 inline int num_multiprocessors() {

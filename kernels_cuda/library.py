@@ -23,6 +23,8 @@ TARGETS = (
   "ats_add_rms_norm_forward",
   "ats_add_rows",
   "ats_choose",
+  "ats_grouped_matmul",
+  "ats_grouped_matmul_dw",
   "ats_rms_norm_backward",
   "ats_rms_norm_forward",
   "ats_route",

@@ -62,6 +62,22 @@ inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream
   return std::memset(at, value, bytes), cudaSuccess;
 }
 
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel*) {
+  return of->ptxVersion = 80, cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
 // A host has no stream to decode from the call.
 template <>
 struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
@@ -77,12 +93,24 @@ namespace host {
 constexpr int kLanes = 32;
 constexpr size_t kStack = 128 * 1024;
 
+// An asynchronous copy of 16 bytes, or of zeros.
+struct Copy {
+  void* to;
+  const void* from;
+  void make() const {
+    if (from) std::memcpy(to, from, 16);
+    else std::memset(to, 0, 16);
+  }
+};
+
 struct Thread {
   std::unique_ptr<char[]> stack{new char[kStack]};
   ucontext_t start;
   std::jmp_buf place;
   bool started = false, done = false;
   uint64_t barriers = 0, collectives = 0;
+  std::vector<Copy> open_copies;
+  std::vector<std::vector<Copy>> copies;  // in groups, those not made yet
 };
 
 // What the lanes of a warp show each other; two sets, for a lane may be one collective ahead.
@@ -97,6 +125,8 @@ inline Order order = kForward;
 inline std::mutex one_launch;
 inline std::vector<Thread> threads;
 inline std::vector<Warp> warps;
+inline std::vector<char> shared;  // dynamic, with room to align it
+inline size_t shared_bytes;
 inline std::function<void()> body;
 inline ucontext_t scheduler;
 inline std::jmp_buf scheduler_place;
@@ -108,6 +138,16 @@ inline uint64_t arrivals, progress;
   std::abort();
 }
 
+inline char* dynamic_shared() {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(shared.data());
+  return reinterpret_cast<char*>((at + 127) / 128 * 128);
+}
+
+inline void check_shared(uintptr_t at, size_t bytes) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(dynamic_shared());
+  if (at < begin || at + bytes > begin + shared_bytes) fail("outside of shared memory");
+}
+
 inline void yield() {
   const unsigned self = current;
   if (!_setjmp(threads[self].place)) _longjmp(scheduler_place, 1);
@@ -117,6 +157,10 @@ inline void yield() {
 
 inline void run_thread() {
   body();
+  for (const auto& group : threads[current].copies) {
+    if (!group.empty()) fail("a thread ends before its copies");
+  }
+  threads[current].copies.clear();
   threads[current].done = true;
   ++progress;
   _longjmp(scheduler_place, 1);
@@ -148,6 +192,7 @@ inline std::vector<unsigned> sequence(unsigned n) {
 
 inline void run_block(unsigned num_threads) {
   arrivals = 0;
+  std::fill(shared.begin(), shared.end(), char(0xff));  // NaN in every format
   for (unsigned t = 0; t < num_threads; ++t) {
     threads[t].started = threads[t].done = false;
     threads[t].barriers = threads[t].collectives = 0;
@@ -266,6 +311,8 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   std::lock_guard<std::mutex> lock(host::one_launch);
+  host::shared_bytes = config->dynamicSmemBytes;
+  host::shared.resize(host::shared_bytes + 128);
   gridDim = config->gridDim;
   blockDim = config->blockDim;
   if (blockDim.x % host::kLanes) host::fail("a block of incomplete warps");
