@@ -9,7 +9,6 @@ import numpy as np
 
 from kernels_cuda.checks import call, expect, expect_packs
 
-MIN_CAPABILITY = "8.0"
 BLOCK_N = (128, 256)  # columns of a result that a block computes, the default first
 
 
@@ -42,7 +41,8 @@ def grouped_matmul(
   shape = (None, None, d_in) if transpose_w else (None, d_in, None)
   groups, *sides = expect(op, "w", w_EDF, shape, x_MD.dtype)
   d_out = sides[0 if transpose_w else 1]
-  _check(op, sizes_E, groups, d_in, d_out, block_n)
+  expect(op, "sizes", sizes_E, (groups,), jnp.int32)
+  _check(op, d_in, d_out, block_n)
   out = jax.ShapeDtypeStruct((rows, d_out), x_MD.dtype)
   settings = {"transpose_w": np.bool_(transpose_w), "block_n": np.int64(block_n)}
   return call("ats_grouped_matmul", out, x_MD, w_EDF, sizes_E, **settings)
@@ -68,14 +68,13 @@ def grouped_matmul_dw(
   op = "grouped_matmul_dw"
   rows, d_in = expect(op, "x", x_MD, (None, None), jnp.bfloat16, jnp.float16)
   _, d_out = expect(op, "dy", dy_MF, (rows, None), x_MD.dtype)
-  (groups,) = sizes_E.shape
-  _check(op, sizes_E, groups, d_in, d_out, block_n)
+  (groups,) = expect(op, "sizes", sizes_E, (None,), jnp.int32)
+  _check(op, d_in, d_out, block_n)
   out = jax.ShapeDtypeStruct((groups, d_in, d_out), x_MD.dtype)
   return call("ats_grouped_matmul_dw", out, x_MD, dy_MF, sizes_E, block_n=np.int64(block_n))
 
 
-def _check(op, sizes_E, groups, d_in, d_out, block_n):
-  expect(op, "sizes", sizes_E, (groups,), jnp.int32)
+def _check(op, d_in, d_out, block_n):
   expect_packs(op, d_in)
   expect_packs(op, d_out)
   if block_n not in BLOCK_N:

@@ -100,6 +100,13 @@ def _no_library() -> str:
   return ""
 
 
+def cuda_grouped_matmul(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.grouped_matmul`, whose instructions came with sm_80."""
+  widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
+  obstacle = bfloat16(cfg, "the kernel") or multiples(8, widths)
+  return obstacle or nvidia(device, "the kernel", "8.0") or cuda(device)
+
+
 def cuda_swiglu(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.swiglu`, which reads 16 bytes at a time."""
   tensor = cfg.mesh.tensor

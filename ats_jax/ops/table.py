@@ -79,6 +79,12 @@ OPS: dict[str, Op] = {
         obstacle=obstacles.mosaic_grouped_matmul,
         tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
       ),
+      cuda(
+        obstacles.cuda_grouped_matmul,
+        forward="grouped_matmul:grouped_matmul",
+        input_gradient="grouped_matmul:grouped_matmul",
+        weight_gradient="grouped_matmul:grouped_matmul_dw",
+      ),
     ),
   ),
   "swiglu": Op(

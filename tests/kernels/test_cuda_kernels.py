@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_cuda import adamw, library, rms_norm, routing, rows, swiglu
+from kernels_cuda import adamw, grouped_matmul, library, rms_norm, routing, rows, swiglu
 
 pytestmark = pytest.mark.compat
 
@@ -406,11 +406,17 @@ def test_calls_lower_for_cuda_without_a_gpu():
     settings = dict(top_k=choices, score="softmax", renormalize=True, scale=1.0)
     return routing.choose(logits, logits, valid.reshape(8, -1), **settings)
 
+  def experts_backward(x, w, dy, sizes):
+    dx = grouped_matmul.grouped_matmul(dy, w, sizes, transpose_w=True)
+    return dx, grouped_matmul.grouped_matmul_dw(x, dy, sizes)
+
   grads = jax.jit(jax.value_and_grad(layer, argnums=(0, 1, 2, 3)))
   valid = shape(tokens, dtype=jnp.bool_)
   traced = [grads.trace(x, x, scale, logits, bias, valid)]
   traced.append(jax.jit(update).trace(leaf, leaf, leaf, leaf, step))
   traced.append(jax.jit(choose).trace(logits, valid))
+  matmuls = shape(65536, 2048), shape(8, 2048, 5632), shape(65536, 5632), shape(8, dtype=jnp.int32)
+  traced.append(jax.jit(experts_backward).trace(*matmuls))
   text = "".join(t.lower(lowering_platforms=("cuda",)).as_text() for t in traced)
   assert {name for name in library.TARGETS if f"@{name}(" in text} == set(library.TARGETS)
 

@@ -114,6 +114,7 @@ def test_training_with_all_of_them_follows_xla(on_host):
     ({"precision.compute_dtype": "float32"}, "swiglu", "needs bfloat16"),
     ({"model.d_ff": 100}, "swiglu", "divisible by 8, model.d_ff is 100"),
     ({"model.d_model": 8200}, "rms_norm", "rows of up to 8192"),
+    ({"moe.num_experts": 4, "moe.d_ff": 20}, "grouped_matmul", "divisible by 8, moe.d_ff is 20"),
     ({"moe.num_experts": 300}, "routing", "up to 256 experts, there are 300"),
     ({"moe.num_experts": 16, "moe.top_k": 9}, "sum_rows", "up to 8 choices, moe.top_k is 9"),
   ],
@@ -128,6 +129,9 @@ def test_an_old_gpu_is_refused():
   cfg = tiny_config({"ops.slots": "adamw=cuda"})
   with pytest.raises(ValueError, match=r"needs compute capability 7\.5, this GPU has 7\.0"):
     registry.choose_op(cfg, Device("gpu", "7.0"), "adamw")
+  cfg = tiny_config({"ops.slots": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
+  with pytest.raises(ValueError, match=r"needs compute capability 8\.0, this GPU has 7\.5"):
+    registry.choose_op(cfg, Device("gpu", "7.5"), "grouped_matmul")
 
 
 def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):
