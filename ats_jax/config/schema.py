@@ -319,6 +319,12 @@ class OpsConfig:
     choices=("auto", "xla", "mosaic"),
     resume="free",
   )
+  slots: str = setting(
+    "",
+    "implementations of other ops or single slots, e.g. 'rms_norm.backward=cuda,swiglu=xla'; "
+    "docs/kernels.md lists them. The rest is 'auto'",
+    resume="free",
+  )
   strict: bool = setting(
     False, "an 'auto' choice that is not the fast one for this device is an error", resume="free"
   )

@@ -70,8 +70,8 @@ class Attention(nnx.Module):
     v_BSKH = self._project(x_BTD, self.v, "kv_heads")
     if self.q_norm is not None and self.k_norm is not None:
       q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
-    q_BTNH = checkpoint_name(rope(q_BTNH, table), "attn_q")
-    k_BSKH = checkpoint_name(rope(k_BSKH, table), "attn_k")
+    q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.slots), "attn_q")
+    k_BSKH = checkpoint_name(rope(k_BSKH, table, self.num.slots), "attn_k")
     v_BSKH = checkpoint_name(v_BSKH, "attn_v")
     if cache is None:
       assert segment_ids_BT is not None

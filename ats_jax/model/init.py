@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
+from ats_jax.ops.registry import XLA, Slots
 from ats_jax.sharding.rules import spec
 
 
@@ -19,7 +20,8 @@ class Numerics:
   param_dtype: jnp.dtype
   compute_dtype: jnp.dtype
   attention: str  # implementation, chosen by ops.attention.choose
-  grouped_matmul: str  # the same, by ops.grouped_matmul.choose
+  grouped_matmul: str | Slots
+  slots: Slots  # what runs in the slots of all other ops, by ops.registry.choose
   max_segments: int  # runs of one segment id in a row at most, padding's included
   deterministic: bool
   remat: str
@@ -45,13 +47,16 @@ def _is_variable(x: Any) -> bool:
   return isinstance(x, nnx.Variable)
 
 
-def numerics(cfg: Config, attention: str, grouped_matmul: str) -> Numerics:
+def numerics(
+  cfg: Config, attention: str, grouped_matmul: str | Slots, slots: Slots = XLA
+) -> Numerics:
   """Collect the settings that the model needs beside its shape."""
   return Numerics(
     param_dtype=jnp.dtype(cfg.precision.param_dtype),
     compute_dtype=jnp.dtype(cfg.precision.compute_dtype),
     attention=attention,
     grouped_matmul=grouped_matmul,
+    slots=slots,
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,

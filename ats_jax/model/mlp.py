@@ -6,6 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.init import Numerics, normal, residual_std
+from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import einsum
 
 
@@ -13,7 +14,7 @@ class MLP(nnx.Module):
   """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
-    self.dtype = num.compute_dtype
+    self.dtype, self.slots = num.compute_dtype, num.slots
     shape = (cfg.d_model, d_ff)
     self.gate = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
     self.up = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
@@ -30,7 +31,7 @@ class MLP(nnx.Module):
     up_BTF = checkpoint_name(up_BTF, "mlp_up")
     return einsum(
       "BTF,FD->BTD",
-      jax.nn.silu(gate_BTF) * up_BTF,
+      swiglu(gate_BTF, up_BTF, self.slots),
       self.down[...].astype(self.dtype),
       axes=("batch", "seq", "act_embed"),
     )

@@ -19,6 +19,7 @@ from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul
+from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
 
 X_AXES = ("batch", "seq", "act_embed")
@@ -74,28 +75,29 @@ class MoE(nnx.Module):
   def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
     """One device: sort the choices by expert, multiply group by group, sum each token's rows."""
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    ways, num_local = num_shards("experts"), gate.shape[0]
+    ways, num_local, slots = num_shards("experts"), gate.shape[0], self.num.slots
     mlp = functools.partial(self._grouped_mlp, gate=gate, up=up, down=down)
     if ways == 1:
-      places, sizes_E = sort_by_expert(expert_NK, num_local)
-      y_MD = mlp(take_rows(x_ND, places), sizes_E)
+      places, sizes_E = sort_by_expert(expert_NK, num_local, slots)
+      y_MD = mlp(take_rows(x_ND, places, slots), sizes_E)
     else:
       # To the devices that hold the experts: room for all that a token can send to one of them.
       room = x_ND.shape[0] * min(expert_NK.shape[1], num_local)
       places = place_in_bins(expert_NK // num_local, ways, room)
       local_NK = expert_NK % num_local
       sent_M = local_NK.reshape(-1).at[places.choice_M].get(mode="fill", fill_value=num_local)
-      received_M, rows_MD = (exchange(a, "experts") for a in (sent_M, take_rows(x_ND, places)))
-      inner, sizes_E = sort_by_expert(received_M[:, None], num_local)
-      y_MD = mlp(take_rows(rows_MD, inner), sizes_E)
+      sent = (sent_M, take_rows(x_ND, places, slots))
+      received_M, rows_MD = (exchange(a, "experts") for a in sent)
+      inner, sizes_E = sort_by_expert(received_M[:, None], num_local, slots)
+      y_MD = mlp(take_rows(rows_MD, inner, slots), sizes_E)
       ones = jnp.ones(inner.slot_NK.shape, weight_NK.dtype)
-      y_MD = exchange(sum_rows(y_MD, ones, inner), "experts")
-    y_ND = all_sum(sum_rows(y_MD, weight_NK, places), "ff")
+      y_MD = exchange(sum_rows(y_MD, ones, inner, slots), "experts")
+    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, slots), "ff")
     return y_ND.reshape(x_BTD.shape), jnp.zeros((), weight_NK.dtype)
 
   def _capacity(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
     """One device: every expert has C places in every row, full or not."""
-    batch, seq, _ = x_BTD.shape
+    batch, seq, slots = *x_BTD.shape[:2], self.num.slots
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
     num_experts = gate.shape[0] * num_shards("experts")
     places_C = expert_capacity(seq, self.cfg.top_k, self.cfg.capacity_factor, self.cfg.num_experts)
@@ -103,11 +105,12 @@ class MoE(nnx.Module):
     bin_NK = expert_NK * batch + jnp.where(expert_NK < num_experts, row_N1, 0)
     priority = jax.lax.stop_gradient(weight_NK) if self.cfg.drop_policy == "weight" else None
     places = place_in_bins(bin_NK, num_experts * batch, places_C, priority)
-    rows_EMD = exchange(_by_expert(take_rows(x_ND, places), num_experts), "experts")
+    rows_EMD = exchange(_by_expert(take_rows(x_ND, places, slots), num_experts), "experts")
     rows_EMD = _swap_blocks(rows_EMD, gate.shape[0])
     y_EMD = self._batched_mlp(rows_EMD, gate, up, down)
     y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
-    y_ND = all_sum(sum_rows(y_EMD.reshape(-1, x_ND.shape[1]), weight_NK, places), "ff")
+    y_MD = y_EMD.reshape(-1, x_ND.shape[1])
+    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, slots), "ff")
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
     return y_ND.reshape(x_BTD.shape), all_sum(dropped.astype(weight_NK.dtype), "batch")
 
@@ -115,12 +118,12 @@ class MoE(nnx.Module):
     matmul = functools.partial(grouped_matmul, implementation=self.num.grouped_matmul)
     gate_MF = checkpoint_name(matmul(x_MD, gate, sizes_E), "mlp_gate")
     up_MF = checkpoint_name(matmul(x_MD, up, sizes_E), "mlp_up")
-    return matmul(jax.nn.silu(gate_MF) * up_MF, down, sizes_E)
+    return matmul(swiglu(gate_MF, up_MF, self.num.slots), down, sizes_E)
 
   def _batched_mlp(self, x_EMD, gate, up, down):
     gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), "mlp_gate")
     up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), "mlp_up")
-    return jnp.einsum("EMF,EFD->EMD", jax.nn.silu(gate_EMF) * up_EMF, down)
+    return jnp.einsum("EMF,EFD->EMD", swiglu(gate_EMF, up_EMF, self.num.slots), down)
 
 
 def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:

@@ -13,6 +13,7 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model.init import Buffer, Numerics, normal, zero_vector
 from ats_jax.model.stats import MoEStats
+from ats_jax.ops.routing import Rule, route
 from ats_jax.sharding.apply import einsum
 from ats_jax.sharding.rules import spec
 
@@ -42,6 +43,7 @@ class Router(nnx.Module):
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     moe = self.cfg = cfg.moe
+    self.slots = num.slots
     self.num_slots = moe.num_experts + moe.spare_experts
     outputs = self.num_slots + moe.null_experts
     width = cfg.model.d_model
@@ -95,31 +97,25 @@ class Router(nnx.Module):
     if self.offset is not None:
       logits_BTE += self.offset[...]
     logits_BTE = self._close(x_BTD, logits_BTE / moe.temperature)
-    scores_BTE, noisy_BTE = self._scores(logits_BTE), logits_BTE
+    noisy_BTE = logits_BTE
     if moe.noise and noise_key is not None:
       sharding = jax.typeof(logits_BTE).sharding.spec
       noise_BTE = jax.random.normal(
         noise_key, logits_BTE.shape, logits_BTE.dtype, out_sharding=sharding
       )
       noisy_BTE = logits_BTE + moe.noise * noise_BTE
-    expert_BTK = self._choose(jax.lax.stop_gradient(noisy_BTE))
-
-    is_chosen_BTKE = expert_BTK[..., None] == jnp.arange(logits_BTE.shape[-1])
-    weight_BTK = jnp.sum(is_chosen_BTKE * scores_BTE[:, :, None], axis=-1)
-    if moe.renormalize and moe.top_k > 1:
-      weight_BTK /= jnp.sum(weight_BTK, axis=-1, keepdims=True) + 1e-20
+    selection_BTE = self._selection(jax.lax.stop_gradient(noisy_BTE))
+    rule = Rule(moe.top_k, moe.score, moe.renormalize and moe.top_k > 1, moe.route_scale)
+    expert_BTK, weight_BTK, load_BE = route(logits_BTE, selection_BTE, valid_BT, rule, self.slots)
     goes_BTK = valid_BT[..., None] & (expert_BTK < self.num_slots)
-    routing = Routing(
-      expert_BTK=jnp.where(goes_BTK, expert_BTK, self.num_slots),
-      weight_BTK=moe.route_scale * weight_BTK,
-    )
-    return routing, self._stats(logits_BTE, scores_BTE, is_chosen_BTKE, valid_BT)
+    routing = Routing(jnp.where(goes_BTK, expert_BTK, self.num_slots), weight_BTK)
+    return routing, self._stats(logits_BTE, load_BE, valid_BT)
 
   def _scores(self, logits_BTE: jax.Array) -> jax.Array:
     return jax.nn.softmax(logits_BTE) if self.cfg.score == "softmax" else jax.nn.sigmoid(logits_BTE)
 
-  def _choose(self, logits_BTE: jax.Array) -> jax.Array:
-    """The experts with the highest biased logits, of the best groups: int32 [batch, seq, top_k]."""
+  def _selection(self, logits_BTE: jax.Array) -> jax.Array:
+    """What the highest are chosen of: biased logits, -inf outside the best groups."""
     # On the logits, not the scores as published: docs/adr/0007-balance.md.
     biased_BTE = logits_BTE + self.bias_E[...].astype(logits_BTE.dtype)
     biased_BTE = jnp.where(logits_BTE > CLOSED / 2, biased_BTE, -jnp.inf)
@@ -132,7 +128,7 @@ class Router(nnx.Module):
       allowed_BTG = jnp.any(group_BTK[..., None] == jnp.arange(groups), axis=-2)
       biased_BTGE = jnp.where(allowed_BTG[..., None], by_group(biased_BTE), -jnp.inf)
       biased_BTE = biased_BTGE.reshape(biased_BTE.shape)
-    return jax.lax.top_k(biased_BTE, self.cfg.top_k)[1]
+    return biased_BTE
 
   def _close(self, x_BTD: jax.Array, logits_BTE: jax.Array) -> jax.Array:
     """Close idle slots, and to each token the half of a split expert that is not on its side."""
@@ -152,13 +148,12 @@ class Router(nnx.Module):
     slots_BTS = jnp.where(self.active_S[...] > 0, slots_BTS, CLOSED)
     return jnp.concatenate([jnp.maximum(slots_BTS, CLOSED), null_BTE], axis=-1)
 
-  def _stats(self, logits_BTE, scores_BTE, is_chosen_BTKE, valid_BT) -> MoEStats:
-    valid_BT = valid_BT.astype(scores_BTE.dtype)
-    probs_BTE = scores_BTE
+  def _stats(self, logits_BTE, load_BE, valid_BT) -> MoEStats:
+    valid_BT = valid_BT.astype(logits_BTE.dtype)
+    probs_BTE = self._scores(logits_BTE)
     if self.cfg.score == "sigmoid":
-      probs_BTE = scores_BTE / (jnp.sum(scores_BTE, axis=-1, keepdims=True) + 1e-20)
+      probs_BTE /= jnp.sum(probs_BTE, axis=-1, keepdims=True) + 1e-20
     num_open = jnp.sum(self.is_open())
-    load_BE = jnp.einsum("BTKE,BT->BE", is_chosen_BTKE.astype(valid_BT.dtype), valid_BT)
     prob_BE = jnp.einsum("BTE,BT->BE", probs_BTE, valid_BT)
     tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1.0)
     share_BE = jax.lax.stop_gradient(load_BE) / (tokens_B1 * self.cfg.top_k)

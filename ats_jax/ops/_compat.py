@@ -1,28 +1,39 @@
 """The only file that uses private jax names; tested on jax 0.11.2 and on the newest."""
 
+import inspect
+
 import jax
+import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+_MASK, _LAYOUT = cudnn.MaskType.PADDING_CAUSAL, cudnn.AttentionLayout.BTNH
 
-def cudnn_packed_attention(
+
+def cudnn_attention(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   starts_BM: jax.Array,
   lengths_BM: jax.Array,
   scale: float,
-) -> jax.Array:
+  window: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Causal cuDNN flash attention within each segment of a packed row; no dense mask.
 
   Args:
     q_BTNH: bfloat16 queries [batch, seq, heads, head_dim].
     k_BSKH: keys [batch, seq, kv_heads, head_dim].
     v_BSKH: values like the keys.
-    starts_BM: int32 [batch, max_segments + 1], first token of each segment, then -1.
-    lengths_BM: int32 [batch, max_segments], tokens in each segment, then -1.
+    starts_BM: int32 [batch, M + 1], first token of each of at most M segments, then -1.
+    lengths_BM: int32 [batch, M], tokens in each segment, then -1.
     scale: multiplies the scores.
+    window: a query sees itself and the `window - 1` tokens before it; None = all before it.
+
+  Returns:
+    The output like the queries, and the logarithms of the softmax's denominators, float32
+    [batch * M, heads, seq]: those of the batch's first segment come first, then the second's...
   """
-  output = cudnn.dot_product_attention(
+  results = cudnn.dot_product_attention(
     q_BTNH,
     k_BSKH,
     v_BSKH,
@@ -31,7 +42,53 @@ def cudnn_packed_attention(
     q_offsets=starts_BM,
     kv_offsets=starts_BM,
     scale=scale,
-    mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    mask_type=_MASK,
+    sliding_window_length=window,
+    return_residual=True,
   )
-  assert isinstance(output, jax.Array)  # a tuple only with fp8 or residuals
-  return output
+  y_BTNH, lse_RNT, *_ = results  # no more than two without fp8
+  return y_BTNH, lse_RNT
+
+
+def cudnn_attention_backward(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  starts_BM: jax.Array,
+  lengths_BM: jax.Array,
+  y_BTNH: jax.Array,
+  lse_RNT: jax.Array,
+  dy_BTNH: jax.Array,
+  scale: float,
+  window: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Gradients of queries, keys and values, from the output and the statistics that are given.
+
+  These need not be what `cudnn_attention` returned: attention weights are `exp(score - lse)`.
+  """
+  none = jnp.zeros(0, q_BTNH.dtype)
+  newer = "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
+  dq_BTNH, dk_BSKH, dv_BSKH = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    none,  # bias
+    lengths_BM,
+    lengths_BM,
+    starts_BM,
+    starts_BM,
+    none,  # page tables
+    none,
+    lse_RNT,
+    y_BTNH,
+    dy_BTNH,
+    scale=scale,
+    seed=0,
+    dropout_rate=0.0,
+    variadic_args=(False, False),
+    mask_type=_MASK,
+    layout=_LAYOUT.value,
+    sliding_window_length=window,
+    **({"score_mod": None} if newer else {}),
+  )
+  return dq_BTNH, dk_BSKH, dv_BSKH

@@ -4,15 +4,15 @@ Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_di
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import _compat
-from ats_jax.ops.registry import Choice, FallbackError
+from ats_jax.ops import _compat, registry
+from ats_jax.ops.obstacles import Device
+from ats_jax.ops.registry import Choice
 from ats_jax.sharding.apply import island
 
 Q_AXES = ("batch", "seq", "heads", "head_dim")
@@ -35,35 +35,8 @@ def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choic
     ValueError: if the implementation that was asked for cannot run here.
     FallbackError: if `ops.strict` is set and the fast implementation of a GPU cannot run.
   """
-  obstacle = _cudnn_obstacle(cfg, platform, compute_capability)
-  if cfg.ops.attention == "cudnn":
-    if obstacle:
-      raise ValueError(f"ops.attention=cudnn: {obstacle}. Use ops.attention=auto or xla.")
-    return Choice("attention", "cudnn", "ops.attention=cudnn")
-  if cfg.ops.attention == "xla":
-    return Choice("attention", "xla", "ops.attention=xla")
-  if not obstacle:
-    return Choice("attention", "cudnn", "flash attention, the fastest measured on Hopper")
-  if platform == "gpu" and cfg.ops.strict:
-    raise FallbackError(
-      f"ops.strict: attention would fall back to xla because {obstacle}. "
-      "Change that, or set ops.strict=false."
-    )
-  return Choice("attention", "xla", f"reference: {obstacle}")
-
-
-def _cudnn_obstacle(cfg: Config, platform: str, compute_capability: str) -> str:
-  if platform != "gpu":
-    return f"cuDNN runs on NVIDIA GPUs, this is {platform}"
-  if not re.fullmatch(r"\d+\.\d", compute_capability):  # AMD: gfx942
-    return f"cuDNN runs on NVIDIA GPUs, this one calls itself {compute_capability}"
-  if float(compute_capability) < 9.0:
-    return f"packed cuDNN attention needs compute capability 9.0, this GPU has {compute_capability}"
-  if cfg.precision.compute_dtype != "bfloat16":
-    return f"cuDNN needs bfloat16, precision.compute_dtype is {cfg.precision.compute_dtype}"
-  if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
-    return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
-  return ""
+  device = Device(platform, compute_capability)
+  return registry.choose_op(cfg, device, "attention")["forward"]
 
 
 def attention(
@@ -74,6 +47,9 @@ def attention(
   segment_ids_BT: jax.Array,
   max_segments: int,
   implementation: str,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  sinks_N: jax.Array | None = None,
 ) -> jax.Array:
   """Causal attention within segments, scaled by head_dim^-1/2; softmax in float32.
 
@@ -85,60 +61,131 @@ def attention(
       contiguous run.
     max_segments: runs in a row at most, padding's included.
     implementation: "xla" (the specification) or "cudnn".
+    window: a token sees itself and the `window - 1` tokens before it; None = all before it.
+    soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv:2408.00118); not
+      with "cudnn".
+    sinks_N: float32 [heads], trained: the logit of a place with value 0 that every token sees
+      (gpt-oss, arXiv:2508.10925).
 
   Returns:
     Array like the queries.
+
+  Raises:
+    ValueError: a window below 1, or a soft cap that is not positive or comes with "cudnn".
   """
-  local = {"xla": _xla, "cudnn": _cudnn}[implementation]
+  if window is not None and window < 1:
+    raise ValueError(f"attention: window is {window}: at least 1 is expected, or None")
+  if soft_cap is not None and soft_cap <= 0:
+    raise ValueError(f"attention: soft_cap is {soft_cap}: a positive number is expected, or None")
+  if implementation == "cudnn" and soft_cap is not None:
+    raise ValueError("attention: cuDNN has no soft_cap here. Use implementation='xla'")
+
+  def local(q, k, v, segments, sinks=None):
+    if implementation == "cudnn":
+      bounds = segment_bounds(segments, max_segments)
+      return _flash(q, k, v, sinks, *bounds, q.shape[-1] ** -0.5, window)
+    same_B1TT = (segments[:, :, None] == segments[:, None, :])[:, None]
+    return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
+
+  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads",),))
   return island(
-    lambda q, k, v, segments: local(q, k, v, segments, max_segments),
-    in_axes=(Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES),
+    local,
+    in_axes=(Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, *sinks_axes),
     out_axes=Q_AXES,
-  )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *sinks)
 
 
-def _xla(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, max_segments):
-  del max_segments
-  same_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-  y_BTNH = jax.nn.dot_product_attention(
-    q_BTNH, k_BTKH, v_BTKH, mask=same_B1TT, is_causal=True, implementation="xla"
+def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
+  """All scores at once."""
+  if sinks_N is None and soft_cap is None:
+    before = None if window is None else (window - 1, 0)
+    y_BTNH = jax.nn.dot_product_attention(
+      q_BTNH,
+      k_BTKH,
+      v_BTKH,
+      mask=same_B1TT,
+      is_causal=True,
+      local_window_size=before,
+      implementation="xla",
+    )
+    return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+  batch, seq, heads, width = q_BTNH.shape
+  wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+  q_BTKGH = q_BTNH.reshape(batch, seq, k_BTKH.shape[2], -1, width)
+  scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH, preferred_element_type=wide)
+  scores_BNTS = scores.reshape(batch, heads, seq, seq) * width**-0.5
+  if soft_cap is not None:
+    scores_BNTS = soft_cap * jnp.tanh(scores_BNTS / soft_cap)
+  distance_TT = jnp.arange(seq)[:, None] - jnp.arange(seq)
+  visible_B1TT = same_B1TT & (distance_TT >= 0) & (distance_TT < (window or seq))
+  scores_BNTS = jnp.where(visible_B1TT, scores_BNTS, -jnp.inf)
+  if sinks_N is not None:
+    sink_BNT1 = jnp.broadcast_to(sinks_N.astype(wide)[:, None, None], (batch, heads, seq, 1))
+    scores_BNTS = jnp.concatenate([scores_BNTS, sink_BNT1], axis=-1)
+  weights_BNTS = jax.nn.softmax(scores_BNTS)[..., :seq].astype(q_BTNH.dtype)
+  weights = weights_BNTS.reshape(batch, k_BTKH.shape[2], -1, seq, seq)
+  y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BTKH)
+  return checkpoint_name(y_BTKGH.reshape(q_BTNH.shape), SAVED_NAMES[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window):
+  return _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window)[0]
+
+
+def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window):
+  """The kernel, then the sinks, which only enlarge the softmax's denominators.
+
+  What the backward pass needs has names, so that a remat policy can keep it.
+  """
+  y_BTNH, lse_RNT = _compat.cudnn_attention(
+    q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale, window
   )
-  return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+  if sinks_N is not None:
+    without_BTN = by_token(lse_RNT, starts_BM, y_BTNH.shape[1])
+    lse_RNT = jnp.logaddexp(lse_RNT, sinks_N[:, None])
+    share_BTN = jnp.exp(without_BTN - jnp.logaddexp(without_BTN, sinks_N))
+    y_BTNH = (y_BTNH * share_BTN[..., None]).astype(y_BTNH.dtype)
+  y_BTNH = checkpoint_name(y_BTNH, SAVED_NAMES[0])
+  lse_RNT = checkpoint_name(lse_RNT, SAVED_NAMES[1])
+  return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT)
 
 
-def _cudnn(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, max_segments):
-  starts_BM, lengths_BM = segment_bounds(segment_ids_BT, max_segments)
-  scale = q_BTNH.shape[-1] ** -0.5
-  return _cudnn_named(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale)
+def _flash_backward(scale, window, saved, dy_BTNH):
+  """The kernel's own backward pass: it takes the weights to be `exp(score - lse)`."""
+  q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT = saved
+  gradients = _compat.cudnn_attention_backward(
+    q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, y_BTNH, lse_RNT, dy_BTNH, scale, window
+  )
+  dsinks_N = None
+  if sinks_N is not None:  # its weight times (0 - y) . dy
+    weight_BTN = jnp.exp(sinks_N - by_token(lse_RNT, starts_BM, y_BTNH.shape[1]))
+    product_BTN = jnp.einsum("BTNH,BTNH->BTN", y_BTNH, dy_BTNH, preferred_element_type=jnp.float32)
+    dsinks_N = -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sinks_N.dtype)
+  return *gradients, dsinks_N, None, None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _cudnn_named(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale):
-  """The kernel, with names on what its backward pass needs, so that a remat policy can keep it."""
-  return _compat.cudnn_packed_attention(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale)
+_flash.defvjp(_flash_forward, _flash_backward)
 
 
-def _cudnn_forward(q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale):
-  inputs = (q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM)
-  kernel = lambda q, k, v: _compat.cudnn_packed_attention(q, k, v, starts_BM, lengths_BM, scale)
-  y_BTNH, pullback = jax.vjp(kernel, q_BTNH, k_BTKH, v_BTKH)
-  leaves, structure = jax.tree.flatten(pullback)
-  named_y = checkpoint_name(y_BTNH, SAVED_NAMES[0])
+def by_token(lse_RNT: jax.Array, starts_BM: jax.Array, seq: int) -> jax.Array:
+  """Put statistics that a kernel keeps by segment into the order of the tokens.
 
-  def named(leaf):
-    if leaf is y_BTNH:
-      return named_y
-    return leaf if any(leaf is x for x in inputs) else checkpoint_name(leaf, SAVED_NAMES[1])
+  Args:
+    lse_RNT: [segments of the batch or more, heads, seq]; a segment's tokens come first in a row.
+    starts_BM: as `segment_bounds` returns them.
+    seq: tokens in a row of the batch.
 
-  return named_y, jax.tree.unflatten(structure, map(named, leaves))
-
-
-def _cudnn_backward(scale, pullback, dy_BTNH):
-  del scale
-  return *pullback(dy_BTNH), None, None
-
-
-_cudnn_named.defvjp(_cudnn_forward, _cudnn_backward)
+  Returns:
+    [batch, seq, heads].
+  """
+  is_start_BM = starts_BM >= 0
+  reached_BMT = is_start_BM[..., None] & (starts_BM[..., None] <= jnp.arange(seq))
+  segment_BT = jnp.sum(reached_BMT, axis=1) - 1
+  start_BT = jnp.take_along_axis(starts_BM, segment_BT, axis=1)
+  count_B = jnp.sum(is_start_BM, axis=1)
+  row_BT = segment_BT + (jnp.cumsum(count_B) - count_B)[:, None]
+  return lse_RNT[row_BT, :, jnp.arange(seq) - start_BT]
 
 
 def segment_bounds(segment_ids_BT: jax.Array, max_segments: int) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.ops.registry import Choice, FallbackError
+from ats_jax.ops import registry
+from ats_jax.ops.obstacles import Device
+from ats_jax.ops.registry import Choice, Slots, every_slot
 
 MAX_TILE_ROWS = 512  # of the XLA implementation
 
@@ -26,43 +28,15 @@ def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choic
     ValueError: if the implementation that was asked for cannot run here.
     FallbackError: if `ops.strict` is set and the fast implementation of a GPU cannot run.
   """
-  obstacle = _mosaic_obstacle(cfg, platform, compute_capability)
-  name = "grouped_matmul"
-  if cfg.ops.grouped_matmul == "mosaic":
-    if obstacle:
-      raise ValueError(
-        f"ops.grouped_matmul=mosaic: {obstacle}. Use ops.grouped_matmul=auto or xla."
-      )
-    return Choice(name, "mosaic", "ops.grouped_matmul=mosaic")
-  if cfg.ops.grouped_matmul == "xla":
-    return Choice(name, "xla", "ops.grouped_matmul=xla")
-  if not obstacle:
-    return Choice(name, "mosaic", "the fastest measured on Hopper")
-  if platform == "gpu" and cfg.ops.strict:
-    raise FallbackError(
-      f"ops.strict: grouped_matmul would fall back to xla because {obstacle}. "
-      "Change that, or set ops.strict=false."
-    )
-  return Choice(name, "xla", f"reference: {obstacle}")
-
-
-def _mosaic_obstacle(cfg: Config, platform: str, compute_capability: str) -> str:
-  if platform != "gpu":
-    return f"the kernel is written for NVIDIA Hopper GPUs, this is {platform}"
-  if compute_capability != "9.0":
-    return f"the kernel needs compute capability 9.0, this GPU has {compute_capability}"
-  if cfg.precision.compute_dtype != "bfloat16":
-    return f"the kernel needs bfloat16, precision.compute_dtype is {cfg.precision.compute_dtype}"
-  widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
-  for setting, width in widths.items():
-    if width % 64:
-      return f"the kernel needs widths divisible by 64, {setting} is {width} on a device"
-  return ""
+  device = Device(platform, compute_capability)
+  of_slots = registry.choose_op(cfg, device, "grouped_matmul")
+  assert len(set(of_slots.values())) == 1 or cfg.ops.slots
+  return of_slots["forward"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(
-  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, implementation: str
+  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, implementation: str | Slots
 ) -> jax.Array:
   """`y[m] = x[m] @ w[g(m)]`, accumulated in float32.
 
@@ -72,7 +46,7 @@ def grouped_matmul(
     x_MD: rows [rows, d_in], sorted by group.
     w_EDF: one matrix a group [groups, d_in, d_out], same dtype.
     sizes_E: int32 [groups]; their sum may be less than M.
-    implementation: "xla" (the specification) or "mosaic".
+    implementation: of all slots, "xla" (the specification) or "mosaic"; or the run's slots.
 
   Returns:
     [rows, d_out] in the dtype of `x_MD`; zero in rows past the last group.
@@ -95,10 +69,9 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _matmul(x_MD, w_EDF, sizes_E, implementation, *, transpose):
-  if implementation == "mosaic":
-    from kernels_pallas import grouped_matmul as mosaic
-
-    return mosaic.grouped_matmul(x_MD, w_EDF, sizes_E, transpose_w=transpose)
+  kernel = _kernel("input_gradient" if transpose else "forward", x_MD, w_EDF.shape, implementation)
+  if kernel is not None:
+    return kernel(x_MD, w_EDF, sizes_E, transpose_w=transpose)
   tiles = _Tiles(x_MD.shape[0], sizes_E)
   formula = "JRF,JDF->JRD" if transpose else "JRD,JDF->JRF"
   y_JRF = jnp.einsum(
@@ -108,10 +81,10 @@ def _matmul(x_MD, w_EDF, sizes_E, implementation, *, transpose):
 
 
 def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
-  if implementation == "mosaic":
-    from kernels_pallas import grouped_matmul as mosaic
-
-    return mosaic.grouped_matmul_dw(x_MD, dy_MF, sizes_E)
+  shape = (sizes_E.shape[0], x_MD.shape[1], dy_MF.shape[1])
+  kernel = _kernel("weight_gradient", x_MD, shape, implementation)
+  if kernel is not None:
+    return kernel(x_MD, dy_MF, sizes_E)
   tiles = _Tiles(x_MD.shape[0], sizes_E)
   dw_JDF = jnp.einsum(
     "JRD,JRF->JDF",
@@ -120,6 +93,18 @@ def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
     preferred_element_type=_wide(x_MD.dtype),
   )
   return jax.ops.segment_sum(dw_JDF, tiles.group_J, sizes_E.shape[0], indices_are_sorted=True)
+
+
+def _kernel(slot, x_MD, shape_EDF, implementation):
+  groups, d_in, d_out = shape_EDF
+  slots = every_slot("grouped_matmul", implementation)
+  dims = dict(rows=x_MD.shape[0], groups=groups, d_in=d_in, d_out=d_out)
+  kernel = registry.kernel("grouped_matmul", slot, slots, **dims)
+  if kernel is None or not kernel.keywords:
+    return kernel
+  from kernels_pallas.grouped_matmul import Tiling
+
+  return functools.partial(kernel.func, tiling=Tiling(**kernel.keywords))
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:

@@ -1,6 +1,28 @@
-"""A choice of implementation: made once, with its reason, before anything is traced."""
+"""Which implementation runs in which slot: decided once, in Python, with a reason that is logged.
+
+Before anything is traced, `choose` fills the slots from the settings, the device and `table.OPS`.
+While an op is traced, `kernel` looks up the shape at hand in the device's tuning table, a file in
+the repository, for tile parameters, or for the news that XLA is faster at this shape. Nothing is
+measured in a run.
+"""
 
 import dataclasses
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from absl import logging
+
+from ats_jax.config.schema import Config
+from ats_jax.ops import table
+from ats_jax.ops.obstacles import Device
+from ats_jax.ops.table import Kernel
+
+TUNING = Path(__file__).parent / "tuning"
+OF_EXPERTS = ("grouped_matmul", "routing", "sort_by_expert", "take_rows", "sum_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,3 +39,209 @@ class Choice:
 
 class FallbackError(ValueError):
   """`ops.strict` is set and the fast implementation cannot run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """What runs where, for all ops; hashable, so that it can be a static argument.
+
+  Attributes:
+    names: ("op.slot", implementation) of every slot that does not run XLA's.
+    tuned_for: the device kind whose tuning tables apply; "" = none do.
+    asked: the "op.slot" that settings name: tables may give them tiles, but not replace them.
+    tiles: ("name", value): tile parameters for every kernel, instead of a tuning table's.
+  """
+
+  names: tuple[tuple[str, str], ...] = ()
+  tuned_for: str = ""
+  asked: tuple[str, ...] = ()
+  tiles: tuple[tuple[str, int], ...] = ()
+
+  def of(self, op: str, slot: str) -> str:
+    """The implementation in a slot."""
+    return dict(self.names).get(f"{op}.{slot}", "xla")
+
+
+XLA = Slots()
+
+
+def every_slot(op: str, implementation: str | Slots) -> Slots:
+  """`implementation` in each slot of `op` that it can fill; `Slots` are returned as they are."""
+  if isinstance(implementation, Slots):
+    return implementation
+  if implementation == "xla":
+    return XLA
+  where = _kernel(op, implementation).where
+  return Slots(tuple((f"{op}.{slot}", implementation) for slot in where))
+
+
+def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
+  """Fill the slots of all ops that this run uses.
+
+  Args:
+    cfg: the run, resolved.
+    device: where it runs.
+
+  Returns:
+    The slots, and a choice for each op that has a kernel (one for each slot where they differ).
+
+  Raises:
+    ValueError: if an implementation that was asked for cannot run here, or does not exist.
+    FallbackError: if `ops.strict` is set and the default of a GPU cannot run.
+  """
+  asked = asked_for(cfg)  # also for ops that this run does not use
+  unused = () if cfg.moe.num_experts else OF_EXPERTS
+  names, choices = [], []
+  for op, entry in table.OPS.items():
+    if entry.kernels and op not in unused:
+      of_op = choose_op(cfg, device, op)
+      names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
+      choices += _merged(op, of_op)
+  names = tuple((slot, name) for slot, name in names if name != "xla")
+  named = tuple(slot for slot, (_, name) in asked.items() if name != "auto")
+  return Slots(names, tuned_for=device.kind, asked=named), tuple(choices)
+
+
+def choose_op(cfg: Config, device: Device, op: str) -> dict[str, Choice]:
+  """A choice for each slot of one op. Raises as `choose`."""
+  asked = asked_for(cfg)
+  return {slot: _choose_slot(cfg, device, op, slot, asked) for slot in table.OPS[op].slots}
+
+
+def _choose_slot(cfg, device, op, slot, asked) -> Choice:
+  setting, name = asked.get(f"{op}.{slot}", ("", "auto"))
+  if name == "xla":
+    return Choice(op, "xla", setting)
+  if name != "auto":
+    kernel = _kernel(op, name)
+    if obstacle := kernel.obstacle(cfg, device):
+      raise ValueError(f"{setting}: {obstacle}. Use {_instead(setting)}.")
+    return Choice(op, name, setting)
+  missed, reasons = [], []
+  for kernel in table.OPS[op].kernels:
+    if slot not in kernel.where:
+      continue
+    if slot not in kernel.default:
+      reasons.append(f"{kernel.name} is no default: {kernel.why}")
+    elif obstacle := kernel.obstacle(cfg, device):
+      missed.append(obstacle)
+    else:
+      return Choice(op, kernel.name, kernel.why)
+  if missed and device.platform == "gpu" and cfg.ops.strict:
+    raise FallbackError(
+      f"ops.strict: {op} would fall back to xla because {'; '.join(missed)}. "
+      "Change that, or set ops.strict=false."
+    )
+  reasons = missed + reasons
+  return Choice(op, "xla", f"reference: {'; '.join(reasons) or 'this slot has no kernel'}")
+
+
+def asked_for(cfg: Config) -> dict[str, tuple[str, str]]:
+  """What the settings say: "op.slot" -> (the setting as text, the implementation).
+
+  Raises:
+    ValueError: for an op, slot or implementation in `ops.slots` that does not exist.
+  """
+  asked = {}
+  for op in ("attention", "grouped_matmul"):
+    name = getattr(cfg.ops, op)
+    asked |= {f"{op}.{slot}": (f"ops.{op}={name}", name) for slot in table.OPS[op].slots}
+  for item in filter(None, cfg.ops.slots.replace(" ", "").split(",")):
+    op, slot, name = _parse(item)
+    for each in [slot] if slot else table.OPS[op].slots:
+      if name == "xla" or slot or each in _kernel(op, name).where:
+        asked[f"{op}.{each}"] = (f"ops.slots={item}", name)
+  return asked
+
+
+def _parse(item: str) -> tuple[str, str, str]:
+  match = re.fullmatch(r"(\w+)(?:\.(\w+))?=(\w+)", item)
+  where = f"ops.slots: {item!r}"
+  if not match:
+    raise ValueError(f"{where} is not 'op=implementation' or 'op.slot=implementation'.")
+  op, slot, name = match[1], match[2] or "", match[3]
+  if op not in table.OPS:
+    raise ValueError(f"{where}: no op {op!r}; there are {', '.join(table.OPS)}.")
+  entry = table.OPS[op]
+  if slot and slot not in entry.slots:
+    raise ValueError(f"{where}: {op} has the slots {', '.join(entry.slots)}.")
+  fitting = [k.name for k in entry.kernels if not slot or slot in k.where]
+  if name not in ["xla", *fitting]:
+    raise ValueError(f"{where}: {name!r} is not one of {', '.join(['xla', *fitting])}.")
+  return op, slot, name
+
+
+def _instead(setting: str) -> str:
+  return f"{setting.split('=')[0]}=auto or xla" if "slots" not in setting else "xla there"
+
+
+def _merged(op: str, of_op: dict[str, Choice]) -> list[Choice]:
+  if len(set(of_op.values())) == 1:
+    return [next(iter(of_op.values()))]
+  return [dataclasses.replace(c, op=f"{op}.{slot}") for slot, c in of_op.items()]
+
+
+def kernel(op: str, slot: str, slots: Slots, **dims: int) -> functools.partial | None:
+  """The kernel for a slot at one shape, its tile parameters filled in; None = XLA's version.
+
+  Args:
+    op: of `table.OPS`.
+    slot: of that op.
+    slots: the run's.
+    dims: the sizes of one device's arrays by which tuning tables are kept. `rows` is rounded up
+      to a power of two.
+  """
+  name = slots.of(op, slot)
+  if name == "xla":
+    return None
+  tiles = dict(slots.tiles)
+  if slots.tuned_for and not tiles:
+    tuned = tuned_choice(slots.tuned_for, op, slot, shape_class(**dims))
+    if tuned is not None and (tuned[0] == name or f"{op}.{slot}" not in slots.asked):
+      name, tiles = tuned
+    if name == "xla":
+      return None
+  function = _load(_kernel(op, name).where[slot])
+  known = _kernel(op, name).tiles
+  return functools.partial(function, **{t: v for t, v in tiles.items() if t in known})
+
+
+def shape_class(*, rows: int, **widths: int) -> str:
+  """The key of a tuning table: `rows` up to the next power of two, widths as they are."""
+  rounded = 1 << max(0, rows - 1).bit_length()
+  return ",".join([f"rows<={rounded}", *(f"{k}={v}" for k, v in sorted(widths.items()))])
+
+
+@functools.cache
+def tuned_choice(kind: str, op: str, slot: str, shape: str) -> tuple[str, Mapping[str, int]] | None:
+  """What the tuning table of a device kind says of a shape; logged, once each."""
+  entry = tuning_table(kind, op).get(slot, {}).get(shape)
+  if entry is None:
+    logging.info("%s.%s, %s: not tuned for %s, the kernel's own tiles", op, slot, shape, kind)
+    return None
+  logging.info("%s.%s, %s: %s %s, tuned", op, slot, shape, entry["implementation"], entry["tiles"])
+  return entry["implementation"], entry["tiles"]
+
+
+@functools.cache
+def tuning_table(kind: str, op: str) -> dict[str, dict[str, dict]]:
+  """Of each slot: shape class -> {implementation, tiles, ms, xla_ms}; {} if nothing was tuned."""
+  path = tuning_file(kind, op)
+  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def tuning_file(kind: str, op: str) -> Path:
+  """Where the table of an op on a device kind is kept."""
+  return TUNING / re.sub(r"\W+", "_", kind.lower()) / f"{op}.json"
+
+
+def _kernel(op: str, name: str) -> Kernel:
+  found = {k.name: k for k in table.OPS[op].kernels}
+  if name not in found:
+    raise ValueError(f"{op}: no implementation {name!r}; there are {', '.join(['xla', *found])}.")
+  return found[name]
+
+
+def _load(where: str) -> Callable:
+  module, function = where.split(":")
+  return getattr(importlib.import_module(module), function)

@@ -1,8 +1,14 @@
 """Rotary position embedding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ats_jax.ops import registry
+from ats_jax.ops.registry import XLA, Slots
+from ats_jax.sharding.apply import in_place
 
 
 def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -21,17 +27,39 @@ def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[ja
   return jnp.cos(angles), jnp.sin(angles)
 
 
-def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], slots: Slots = XLA) -> jax.Array:
   """Rotate each pair (i, i + head_dim/2) by its angle, in float32 or wider.
 
   Args:
     x_BTNH: queries or keys [batch, seq, heads, head_dim].
-    table: from `rope_table`.
+    table: from `rope_table`; it gets no gradient.
+    slots: what runs.
 
   Returns:
     Array like `x_BTNH`.
   """
   cos, sin = table
+  return _rotate("forward", x_BTNH, cos, sin, slots)
+
+
+def _forward(x_BTNH, table, slots):
+  return rope(x_BTNH, table, slots), table
+
+
+def _backward(slots, table, dy_BTNH):
+  cos, sin = table
+  return _rotate("backward", dy_BTNH, cos, -sin, slots), None  # a rotation's transpose turns back
+
+
+rope.defvjp(_forward, _backward)
+
+
+def _rotate(slot, x_BTNH, cos, sin, slots):
+  dims = dict(rows=x_BTNH.shape[0] * x_BTNH.shape[1], head_dim=x_BTNH.shape[-1])
+  kernel = registry.kernel("rope", slot, slots, heads=x_BTNH.shape[2], **dims)
+  if kernel is not None:
+    return in_place(lambda *a: (kernel(*a),), x_BTNH, cos, sin, out_like=(0,))[0]
   first, second = jnp.split(x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32)), 2, axis=-1)
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x_BTNH.dtype)

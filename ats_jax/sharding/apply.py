@@ -42,6 +42,27 @@ def island(f: Callable, *, in_axes: Sequence[Axes], out_axes: Any) -> Callable:
   return lambda *args: mapped(*(jax.reshard(a, s) for a, s in zip(args, in_specs, strict=True)))
 
 
+def in_place(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> Any:
+  """Run `f` on each device's block of `args`, cut as they are: for what works row by row.
+
+  Inside an island, and without a mesh, the blocks are the arrays.
+
+  Args:
+    f: function of local arrays that returns a tuple.
+    args: arrays. Their dimensions that `f` works along must not be sharded.
+    out_like: for each result, the argument that it is sharded like. None = a partial result
+      [parts, ...] to be summed over its first dimension: those of all devices are stacked.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.manual_axes:
+    return f(*args)
+  specs = [jax.typeof(a).sharding.spec for a in args]
+  cut = [entry for entry in specs[0] if entry is not None]
+  stacked = jax.P(tuple(n for e in cut for n in ((e,) if isinstance(e, str) else e)) or None)
+  out_specs = tuple(stacked if i is None else specs[i] for i in out_like)
+  return jax.shard_map(f, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
+
+
 def _is_axes(x: Any) -> bool:
   return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 

@@ -1,5 +1,6 @@
-"""AdamW as an optax chain. The learning rate is applied by the train step."""
+"""AdamW as an optax chain, or by the `adamw` op on the state of that chain."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from ats_jax.config.schema import Config
+from ats_jax.ops.adamw import Rates, adamw, clip_scale
+from ats_jax.ops.registry import XLA, Slots
 
 # Parts of the paths of parameters that are vectors. Their shapes do not tell: layers are stacked.
 VECTORS = (".scale", ".router.offset", ".depth.weight", ".depth.predict_out")
@@ -67,6 +70,82 @@ def scale_by_adam(
     return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
 
   return optax.GradientTransformation(init, update)
+
+
+class Moved(NamedTuple):
+  """What an update leaves behind.
+
+  Attributes:
+    params: new parameters.
+    opt_state: new state.
+    grad_norm: float32, before clipping.
+    update_norm: float32, of what was added to the parameters.
+  """
+
+  params: Any
+  opt_state: optax.OptState
+  grad_norm: jax.Array
+  update_norm: jax.Array
+
+
+def apply_gradients(
+  cfg: Config,
+  tx: optax.GradientTransformation,
+  params: Any,
+  grads: Any,
+  opt_state: optax.OptState,
+  lr: jax.Array,
+  slots: Slots = XLA,
+) -> Moved:
+  """Move the parameters: by `tx`, or by `fused_adamw` where a kernel is in its slot.
+
+  Args:
+    cfg: the resolved config.
+    tx: made by `build_optimizer`.
+    params: trainable parameters.
+    grads: like them.
+    opt_state: of `tx`.
+    lr: learning rate, scalar.
+    slots: what runs.
+  """
+  if slots.of("adamw", "update") != "xla":
+    return fused_adamw(cfg, params, grads, opt_state, lr, slots)
+  directions, opt_state = tx.update(grads, opt_state, params)
+  move = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
+  moved = jax.tree.map(move, params, directions)
+  return Moved(moved, opt_state, norm(grads), lr * norm(directions))
+
+
+def fused_adamw(
+  cfg: Config, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array, slots: Slots
+) -> Moved:
+  """What the chain of `build_optimizer` does, in one pass over each parameter and on its state.
+
+  Neither clipped gradients nor directions are ever in memory. The clip is a float32 factor; the
+  chain rounds clipped gradients to the dtype of the gradients.
+  """
+  o = cfg.optimizer
+  is_adam = lambda state: isinstance(state, AdamState)
+  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+  steps = adam.steps + 1
+  grad_norm, clip = clip_scale(grads, o.grad_clip)
+  rates = Rates(clip, lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
+  decays = decay_mask(params, embeddings=o.decay_embeddings)
+  leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
+  update = functools.partial(adamw, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, slots=slots)
+  updated = [
+    update(p, g, m, v, weight_decay=o.weight_decay * decay) for p, g, m, v, decay in leaves
+  ]
+  param, mu, nu, squares = zip(*updated, strict=True)
+  like = jax.tree.structure(params).unflatten
+  new = AdamState(steps, like(mu), like(nu))
+  opt_state = jax.tree.map(lambda s: new if is_adam(s) else s, opt_state, is_leaf=is_adam)
+  return Moved(like(param), opt_state, grad_norm, lr * jnp.sqrt(sum(squares)))
+
+
+def norm(tree: Any) -> jax.Array:
+  """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
+  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def decay_mask(params: Any, *, embeddings: bool) -> Any:

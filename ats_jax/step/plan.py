@@ -10,7 +10,8 @@ from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
 from ats_jax.model.init import Numerics, numerics
 from ats_jax.model.mod import Pass
-from ats_jax.ops import attention, grouped_matmul
+from ats_jax.ops import registry
+from ats_jax.ops.obstacles import this_device
 from ats_jax.ops.registry import Choice
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.step.eval_step import make_eval_step
@@ -79,21 +80,16 @@ def make_plan(cfg: Config) -> Plan:
 
   Call under the mesh, with a resolved config.
   """
-  device = jax.devices()[0]
-  capability = str(getattr(device, "compute_capability", "0.0"))
-  choices = [attention.choose(cfg, device.platform, capability)]
-  matmul = "xla"
-  if cfg.moe.num_experts:
-    choices.append(grouped_matmul.choose(cfg, device.platform, capability))
-    matmul = choices[-1].implementation
-  num, tx = numerics(cfg, choices[0].implementation, matmul), build_optimizer(cfg)
+  slots, choices = registry.choose(cfg, this_device())
+  num = numerics(cfg, slots.of("attention", "forward"), slots, slots)
+  tx = build_optimizer(cfg)
   model = init_state(cfg, num, tx, abstract=True).model
   return Plan(
     cfg=cfg,
-    choices=tuple(choices),
+    choices=choices,
     num=num,
     tx=tx,
-    train_step=make_train_step(cfg, tx),
+    train_step=make_train_step(cfg, tx, slots),
     eval_step=make_eval_step(cfg),
     counts=count(cfg, model, cfg.data.seq_len),
   )

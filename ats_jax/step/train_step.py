@@ -12,17 +12,22 @@ from ats_jax.model.init import merge, trainable
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums
+from ats_jax.ops.registry import XLA, Slots
 from ats_jax.step.loss import Batch, loss_sums
 from ats_jax.step.metrics import StepMetrics, step_metrics
+from ats_jax.step.optimizer import apply_gradients, norm
 from ats_jax.step.routing import Totals, routing_loss, rules_at, set_buffers, totals
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import DROPOUT, TrainState
 
 
-def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages.Wrapped:
+def make_train_step(
+  cfg: Config, tx: optax.GradientTransformation, slots: Slots = XLA
+) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
-  The state is donated. `rules` are those of the end of the run if left out.
+  The state is donated. `rules` are those of the end of the run if left out; `slots` say what runs
+  in the optimizer.
   """
   final = rules_at(cfg, cfg.num_steps, training=True)
 
@@ -34,10 +39,9 @@ def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages
     sums, stats, grads = sums_and_grads(cfg, state.model, batch, whole, key, rules)
 
     params: Any = trainable(state.model)  # optax has no type for "any pytree"
-    directions, opt_state = tx.update(grads, state.opt_state, params)
     lr = learning_rate(cfg, state.step)
-    move = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
-    model = merge(jax.tree.map(move, params, directions), state.model)
+    moved = apply_gradients(cfg, tx, params, grads, state.opt_state, lr, slots)
+    model = merge(moved.params, state.model)
     set_buffers(cfg, model, stats, state.step, rules)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
@@ -46,21 +50,16 @@ def make_train_step(cfg: Config, tx: optax.GradientTransformation) -> jax.stages
       sums.cross_entropy / whole.counted,
       sums.correct / whole.counted,
       sums.z / whole.counted,
-      norm(grads),
-      lr * norm(directions),
+      moved.grad_norm,
+      moved.update_norm,
       norm(trainable(model)),
       lr,
       whole.counted,
     )
     metrics = step_metrics(cfg, model, stats, scalars)
-    return TrainState(state.step + 1, model, opt_state, ema, state.key), metrics
+    return TrainState(state.step + 1, model, moved.opt_state, ema, state.key), metrics
 
   return jax.jit(train_step, donate_argnums=0, static_argnames="rules")
-
-
-def norm(tree: Any) -> jax.Array:
-  """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
-  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def sums_and_grads(

@@ -1,9 +1,6 @@
 """Grouped matmul for Hopper in Pallas Mosaic GPU: `y[i] = x[i] @ w[g(i)]`, or with `w[g]^T`.
 
-A persistent grid of thread blocks, each of one warpgroup that loads tiles with TMA and two that
-multiply them with wgmma, 64 (or 128) rows each. The loading warpgroup runs ahead through a ring of
-shared-memory stages, from one output tile into the next; the multiplying ones do not wait for each
-other, so that one stores its rows while the other keeps the tensor cores busy.
+Operands of 16 or of 8 bits, and SwiGLU on the way out. The machine is described in `machine`.
 """
 
 import functools
@@ -14,36 +11,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.grouped_matmul import machine
+from kernels_pallas.grouped_matmul.machine import FP8, WARPGROUPS
 from kernels_pallas.grouped_matmul.worklist import ROW_ALIGNMENT, Tiling, ceil_div, row_tiles
 
-WARPGROUPS = 2  # that multiply; a third one loads
-LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232  # (512 - 40) / 2, rounded down to a multiple of 8
 TILING = Tiling()
-
-
-def swizzled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
-  """Shared memory as wgmma reads it and as warpgroups write it without bank conflicts."""
-  lanes = 128 // jnp.dtype(dtype).itemsize
-  transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
-  return plgpu.SMEM(shape, dtype, transforms=transforms)
+TILING_FP8 = Tiling(block_k=128)
 
 
 def check_operands(a: jax.Array, b: jax.Array, group_sizes: jax.Array) -> None:
   """Raises ValueError for dtypes and sizes that the kernels do not take."""
-  if a.dtype != b.dtype or a.dtype not in (jnp.bfloat16, jnp.float16):
+  if not (a.dtype == b.dtype and a.dtype in (jnp.bfloat16, jnp.float16)) and not (
+    a.dtype in FP8 and b.dtype in FP8
+  ):
     raise ValueError(
-      f"operands of {a.dtype} and {b.dtype}: the kernel takes two of bfloat16 or two of float16."
-      " Cast them, or use the XLA implementation"
+      f"operands of {a.dtype} and {b.dtype}: the kernel takes two of bfloat16, two of float16, or"
+      " two of float8_e4m3fn and float8_e5m2. Cast them, or use the XLA implementation"
     )
   if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
     raise ValueError(
       f"group_sizes is {group_sizes.dtype}{group_sizes.shape}: a vector of integers is expected"
     )
+  width = 128 // a.dtype.itemsize
   for size in (*a.shape[1:], *b.shape[1:]):
-    if size % 64:
+    if size % width:
       raise ValueError(
-        f"operands of shapes {a.shape} and {b.shape}: {size} is not a multiple of 64, the width of"
-        " a swizzled tile. Pad it, or use the XLA implementation"
+        f"operands of shapes {a.shape} and {b.shape}: {size} is not a multiple of {width}, the"
+        " width of a swizzled tile. Pad it, or use the XLA implementation"
       )
 
 
@@ -54,70 +48,63 @@ def pad_rows(x_MK: jax.Array, at_least: int) -> jax.Array:
   return x_MK if padded == m else jnp.pad(x_MK, ((0, padded - m), (0, 0)))
 
 
-def store_swizzled(y, smem, y_gmem, row, column):
-  """Writes the [64, n] registers `y` to `y_gmem[row:, column:]`, a stripe of columns at a time.
-
-  `smem` holds two stripes: one is filled while TMA reads the other.
-  """
-  width = smem.shape[-1]
-  for i in range(y.shape[1] // width):
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    smem[i % 2] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
-    plgpu.commit_smem()
-    columns = pl.ds(column + i * width, width)
-    plgpu.copy_smem_to_gmem(smem.at[i % 2], y_gmem.at[pl.ds(row, 64), columns])
-
-
-def _store_short(y, smem, y_gmem, row, begin, end, column):
-  """Writes rows `begin` to `end - 1` of the 64, in copies that add up to their number in binary.
-
-  TMA copies have a static size. `smem` is not swizzled, so that a copy may start at any row; it is
-  the memory of `store_swizzled`, hence the waits before and after.
-  """
-  width = smem.shape[-1]
-  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-  for i in range(y.shape[1] // width):
-    smem[...] = y[:, i * width : (i + 1) * width].astype(smem.dtype)
-    plgpu.commit_smem()
-    columns = pl.ds(column + i * width, width)
-    for length in (32, 16, 8, 4, 2, 1):
-      first = begin + ((end - begin) & ~(2 * length - 1))  # Longer copies wrote the rows before it.
-
-      @pl.when((end - begin) & length != 0)
-      def _(first=first, length=length, columns=columns):
-        y_rows = y_gmem.at[pl.ds(row + first, length), columns]
-        plgpu.copy_smem_to_gmem(smem.at[pl.ds(first, length)], y_rows)
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
 def _kernel(
-  tiles_gmem, count_gmem, x_gmem, w_gmem, y_gmem, x_smem, w_smem, ready, free, *staging,
-  tiling: Tiling, transpose_w: bool,
+  tiles_gmem, counts_gmem, *refs, tiling: Tiling, transpose_w: bool, scaled: bool, outputs: str,
 ):  # fmt: skip
-  """One thread block. `ready[s]`: stage s is loaded; `free[s]`: both warpgroups have read it."""
+  """One thread block."""
   t = tiling
+  scale_gmem, refs = (refs[0], refs[1:]) if scaled else (None, refs)
+  x_gmem, w_gmem, *refs = refs
+  results, (x_smem, w_smem, *refs) = refs[: len(outputs)], refs[len(outputs) :]
+  barriers, stages_out = refs[: 2 + (t.lead > 0)], refs[2 + (t.lead > 0) :]
+  ready, free = barriers[:2]
   num_groups, contraction = w_gmem.shape[0], x_gmem.shape[1]
-  wg_rows = t.block_m // WARPGROUPS
-  grid = (count_gmem[0], ceil_div(y_gmem.shape[1], t.block_n))
+  wg_rows, n = t.block_m // WARPGROUPS, w_gmem.shape[1 if transpose_w else 2]
+  columns_of_tiles = ceil_div(n, t.block_n * (2 if t.share == "lhs" else 1))
+  grids = [(jnp.maximum(counts_gmem[i], 1), columns_of_tiles) for i in range(1 + t.balance)]
+  totals = [counts_gmem[i] * columns_of_tiles for i in range(1 + t.balance)]
+
+  def head_at(index, which=0):
+    """`(group, row, begin, end, number along the columns)` of tile `index` of a list.
+
+    The same in both thread blocks of a cluster: they must agree on the order of the tiles.
+    """
+    i, j = plgpu.planar_snake(index, grids[which], 0, t.strip)
+    i = jnp.clip(i, 0, tiles_gmem.shape[1] - 1)
+    return (*(tiles_gmem[which, i, c] for c in range(4)), j)
+
+  def mine(group, row, begin, end, j):
+    """This thread block's tile of what a cluster visits together."""
+    if t.share == "lhs":  # side by side
+      j = j * 2 + lax.axis_index("cluster")
+      end = jnp.where(j * t.block_n < n, end, 0)
+    elif t.share == "rhs":  # one below the other
+      offset = lax.axis_index("cluster") * t.block_m
+      row = jnp.where(end > offset, row + offset, row)  # If there is nothing: any rows.
+      begin, end = begin - offset, end - offset
+    return group, row, begin, end, j
 
   def for_each_tile(body):
-    """Calls `body(group, row, begin, end, column, steps, step)`, `step` steps on."""
+    """Calls `body(group, row, begin, end, column, steps, step, tile)`."""
 
-    @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="block", init_carry=jnp.int32(0))
-    def _(loop, carry):
-      i, j = plgpu.planar_snake(loop.index[0], grid, 0, t.strip)
-      group, row, begin, end = (tiles_gmem[i, c] for c in range(4))
+    def visit(*head_step_tile):
+      *head, step, tile = head_step_tile
+      group, row, begin, end, j = mine(*head)
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)
-      body(group, row, begin, end, j * t.block_n, steps, carry)
-      return carry + steps
+      body(group, row, begin, end, j * t.block_n, steps, step, tile)
+      return steps
+
+    if t.balance:
+      machine.for_each_of_two(totals, head_at, lambda head: head[1], visit, t)
+    else:
+      machine.for_each_tile(totals[0], head_at, visit, t)
 
   def load():
     @for_each_tile
-    def _(group, row, begin, end, column, steps, step):
-      del begin, end  # A short tile loads rows of other groups too, or zeros past the last row.
+    def _(group, row, begin, end, column, steps, step, tile):
+      del begin, end, tile  # A short tile loads rows of other groups too, or zeros past the last.
 
       @pl.loop(0, steps)
       def _(k):
@@ -128,104 +115,59 @@ def _kernel(
         w_tile = (
           w_gmem.at[group, n_slice, k_slice] if transpose_w else w_gmem.at[group, k_slice, n_slice]
         )
-        plgpu.copy_gmem_to_smem(x_tile, x_smem.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], ready.at[slot])
+        machine.load_tiles(x_tile, w_tile, slot, x_smem, w_smem, ready, t)
 
     for slot in range(t.stages):  # Leave no arrival unobserved.
       plgpu.barrier_wait(free.at[slot])
 
+  def store(y, smem, short_smem, row, begin, end, column):
+    """One warpgroup's registers, 64 rows at a time; `begin` and `end` are its own."""
+    for i in range(0, wg_rows, 64):
+      first, last = jnp.clip(begin - i, 0, 64), jnp.clip(end - i, 0, 64)
+      for what, y_gmem in zip(outputs, results, strict=True):
+        take = machine.swiglu_stripes_of if what == "h" else machine.stripes_of
+        stripes = functools.partial(take, y[i : i + 64], y_gmem.dtype)
+        to = y_gmem, row + i
+        at = pl.multiple_of(lax.div(column, 2), t.block_n // 2) if what == "h" else column
+
+        @pl.when(last - first == 64)
+        def _(stripes=stripes, to=to, at=at):
+          machine.store_rows(stripes(), smem, *to, at)
+
+        @pl.when(last - first < 64)
+        def _(stripes=stripes, to=to, at=at, first=first, last=last):
+          machine.store_some_rows(stripes, smem, short_smem, *to, first, last, at, t)
+
   def compute(wg: int):
-    smem, short_smem = staging[wg]
-    my_rows = pl.ds(wg * wg_rows, wg_rows)
     for slot in range(t.stages):
       plgpu.barrier_arrive(free.at[slot])
 
     @for_each_tile
-    def _(group, row, begin, end, column, steps, step):
-      del group
+    def _(group, row, begin, end, column, steps, step, tile):
       row, begin, end = row + wg * wg_rows, begin - wg * wg_rows, end - wg * wg_rows
+      reader = machine.Reader(barriers, wg, steps, step, tile, t)
+      reader.start()
 
-      def accumulate(acc):
-        @pl.loop(0, steps)
-        def _(k):
-          slot = lax.rem(step + k, t.stages)
-          plgpu.barrier_wait(ready.at[slot])
-          w_tile = w_smem.at[slot].transpose((1, 0)) if transpose_w else w_smem.at[slot]
-          plgpu.wgmma(acc, x_smem.at[slot, my_rows], w_tile)
-          plgpu.wgmma_wait(1)  # The one before has read its stage.
-
-          @pl.when(k > 0)
-          def _():
-            plgpu.barrier_arrive(free.at[lax.rem(step + k - 1, t.stages)])
-
-        return acc[...]
+      def operands(slot, k):
+        del k
+        w_tile = w_smem.at[slot].transpose((1, 0)) if transpose_w else w_smem.at[slot]
+        return x_smem.at[slot, pl.ds(wg * wg_rows, wg_rows)], w_tile
 
       @pl.when(end > 0)
       def _():
-        y = pl.run_scoped(accumulate, plgpu.ACC((wg_rows, t.block_n)))
-
-        @pl.when(steps > 0)
-        def _():
-          plgpu.barrier_arrive(free.at[lax.rem(step + steps - 1, t.stages)])
-
-        for i in range(0, wg_rows, 64):
-          first, last = jnp.clip(begin - i, 0, 64), jnp.clip(end - i, 0, 64)
-
-          @pl.when(last - first == 64)
-          def _(i=i):
-            store_swizzled(y[i : i + 64], smem, y_gmem, row + i, column)
-
-          @pl.when(last - first < 64)
-          def _(i=i, first=first, last=last):
-            _store_short(y[i : i + 64], short_smem, y_gmem, row + i, first, last, column)
+        y = reader.multiply((wg_rows, t.block_n), operands)
+        if scaled:
+          which = jnp.minimum(group, num_groups - 1) if scale_gmem.shape[0] > 1 else 0
+          y = y * scale_gmem[which]
+        store(y, *stages_out[wg], row, begin, end, column)
 
       @pl.when(end <= 0)  # Nothing to multiply in this half of a short tile.
       def _():
-        @pl.loop(0, steps)
-        def _(k):
-          slot = lax.rem(step + k, t.stages)
-          plgpu.barrier_wait(ready.at[slot])
-          plgpu.barrier_arrive(free.at[slot])
+        reader.skip()
 
     plgpu.wait_smem_to_gmem(0)
 
-  run_warpgroups(compute, load)
-
-
-def run_warpgroups(compute, load):
-  """Runs `compute(i)` in warpgroups 0 and 1, with most of the registers, and `load()` in 2."""
-  warpgroup = lax.axis_index("warpgroup")
-
-  def compute_side():
-    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-    lax.cond(warpgroup == 0, lambda: compute(0), lambda: compute(1))
-
-  def load_side():
-    plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-    load()
-
-  lax.cond(warpgroup < WARPGROUPS, compute_side, load_side)
-
-
-def ring(tiling: Tiling):
-  """The `ready` and `free` barriers of the ring of stages."""
-  loads = plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages)
-  readers = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiling.stages)
-  return loads, readers
-
-
-def launch(body, out_type, scratch, tiling: Tiling, interpret):
-  """`plgpu.kernel` over the persistent grid."""
-  return plgpu.kernel(
-    body,
-    out_type=out_type,
-    scratch_types=scratch,
-    grid=(tiling.num_blocks,),
-    grid_names=("block",),
-    num_threads=WARPGROUPS + 1,
-    thread_name="warpgroup",
-    interpret=interpret,
-  )
+  machine.run_warpgroups(compute, load)
 
 
 def grouped_matmul(
@@ -234,8 +176,9 @@ def grouped_matmul(
   group_sizes: jax.Array,
   *,
   transpose_w: bool = False,
+  scale: jax.Array | None = None,
   out_dtype=None,
-  tiling: Tiling = TILING,
+  tiling: Tiling | None = None,
   interpret=None,
 ) -> jax.Array:
   """`y[i] = x[i] @ w[g(i)]`, accumulated in fp32; rows past the last group are zero.
@@ -243,13 +186,19 @@ def grouped_matmul(
   With `transpose_w` it multiplies by `w[g]^T`, read in place: of the gradient of y, this makes the
   gradient of x.
 
+  The tensor cores read 8-bit operands only along the contraction, so these need `transpose_w`: the
+  forward pass takes weights stored as [G, N, K], the input gradient takes [G, K, N].
+
   Args:
-    x_MK: [M, K] bfloat16 or float16, rows sorted by group ([M, N] if `transpose_w`).
-    w_GKN: [G, K, N], the same dtype. K and N are multiples of 64.
+    x_MK: [M, K] bfloat16, float16, float8_e4m3fn or float8_e5m2, rows sorted by group ([M, N] if
+      `transpose_w`).
+    w_GKN: [G, K, N], the same dtype, or any of the two 8-bit ones. K and N are multiples of 64, of
+      128 for 8 bits.
     group_sizes: [G] integers >= 0, `sum(group_sizes) <= M`. Not checked: they live on the device.
     transpose_w: multiply by `w[g]^T` instead of `w[g]`.
-    out_dtype: of the result; `x_MK.dtype` if None.
-    tiling: tile sizes and order.
+    scale: float32 [1], or [G] for one a group, that multiplies the fp32 sums; None = 1.
+    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands.
+    tiling: tile sizes and order; None = the measured default.
     interpret: `plgpu.InterpretGPUParams` to run on the CPU.
 
   Returns:
@@ -258,7 +207,61 @@ def grouped_matmul(
   Raises:
     ValueError: a dtype or shape that the kernel does not take.
   """
+  return _run(x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, "y")[0]
+
+
+def grouped_swiglu(
+  x_MK: jax.Array,
+  w_GKN: jax.Array,
+  group_sizes: jax.Array,
+  *,
+  keep: bool = False,
+  transpose_w: bool = False,
+  scale: jax.Array | None = None,
+  out_dtype=None,
+  tiling: Tiling | None = None,
+  interpret=None,
+):
+  """`silu(x @ gate[g]) * (x @ up[g])` in one kernel; the arguments are those of `grouped_matmul`.
+
+  The columns of `w_GKN` are half a tile (128) of gate and half a tile of up in turn (`interleave`),
+  so that a thread block holds both factors of a product.
+
+  Args:
+    x_MK: rows.
+    w_GKN: both matrices.
+    group_sizes: rows of each group.
+    keep: also return `x @ w`, in the same order of columns, for the backward pass.
+    transpose_w: `w_GKN` is stored as [G, N, K].
+    scale: as in `grouped_matmul`.
+    out_dtype: of the results.
+    tiling: tile sizes and order.
+    interpret: as in `grouped_matmul`.
+
+  Returns:
+    [M, N / 2], or with `keep` a pair of that and [M, N].
+
+  Raises:
+    ValueError: a dtype or shape that the kernel does not take.
+  """
+  n = w_GKN.shape[1 if transpose_w else 2]
+  block_n = (tiling or TILING).block_n
+  if n % block_n:
+    raise ValueError(f"{n} columns of gate and up: a multiple of {block_n} is expected. Pad them")
+  which = "hy" if keep else "h"
+  run = (x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, which)
+  return tuple(_run(*run)) if keep else _run(*run)[0]
+
+
+def interleave(gate_GKF: jax.Array, up_GKF: jax.Array, width: int = 128) -> jax.Array:
+  """[G, K, F] twice -> [G, K, 2 F]: `width` columns of gate and of up in turn."""
+  blocks = [a.reshape(*a.shape[:2], -1, width) for a in (gate_GKF, up_GKF)]
+  return jnp.stack(blocks, axis=3).reshape(*gate_GKF.shape[:2], -1)
+
+
+def _run(x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, outputs):
   check_operands(x_MK, w_GKN, group_sizes)
+  eight_bits = x_MK.dtype in FP8
   num_groups, k, n = w_GKN.shape
   if transpose_w:
     k, n = n, k
@@ -267,23 +270,42 @@ def grouped_matmul(
       f"x {x_MK.shape}, w {w_GKN.shape} and group_sizes {group_sizes.shape} with"
       f" {transpose_w=}: expected x [M, {k}] and group_sizes [{num_groups}]"
     )
-  t, m, out_dtype = tiling, x_MK.shape[0], jnp.dtype(out_dtype or x_MK.dtype)
+  t = tiling or (TILING_FP8 if eight_bits else TILING)
+  if eight_bits and not (transpose_w and t.block_k % 128 == 0):
+    raise ValueError(
+      f"8-bit operands with {transpose_w=} and block_k={t.block_k}: the tensor cores read them"
+      " along the contraction only. Store w transposed, and use a block_k that is a multiple of 128"
+    )
+  if scale is not None and (scale.dtype != jnp.float32 or scale.shape not in ((1,), (num_groups,))):
+    raise ValueError(f"scale is {scale.dtype}{scale.shape}: float32 [1] or [{num_groups}] expected")
+  m = x_MK.shape[0]
+  out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if eight_bits else x_MK.dtype))
   x_MK = pad_rows(x_MK, t.block_m)
-  stripe = (64, 128 // out_dtype.itemsize)
   w_tile = (t.block_n, t.block_k) if transpose_w else (t.block_k, t.block_n)
   scratch = [
-    swizzled((t.stages, t.block_m, t.block_k), x_MK.dtype),
-    swizzled((t.stages, *w_tile), x_MK.dtype),
-    *ring(t),
+    machine.swizzled((t.stages, t.block_m, t.block_k), x_MK.dtype),
+    machine.swizzled((t.stages, *w_tile), w_GKN.dtype),
+    *machine.ring(t),
+    *[machine.staging(t, out_dtype, short=True)] * WARPGROUPS,
   ]
-  for _ in range(WARPGROUPS):
-    short = plgpu.SMEM(stripe, out_dtype)
-    scratch.append(plgpu.RefUnion(swizzled((2, *stripe), out_dtype), short))
-  y_MN = launch(
-    functools.partial(_kernel, tiling=t, transpose_w=transpose_w),
-    jax.ShapeDtypeStruct((x_MK.shape[0], n), out_dtype),
+  widths = {"y": n, "h": n // 2}
+  results = machine.launch(
+    functools.partial(
+      _kernel, tiling=t, transpose_w=transpose_w, scaled=scale is not None, outputs=outputs
+    ),
+    [jax.ShapeDtypeStruct((x_MK.shape[0], widths[what]), out_dtype) for what in outputs],
     scratch,
     t,
     interpret,
-  )(*row_tiles(group_sizes, x_MK.shape[0], t.block_m), x_MK, w_GKN)
-  return y_MN[:m]
+  )(
+    *row_tiles(
+      group_sizes,
+      x_MK.shape[0],
+      t.block_m * (2 if t.share == "rhs" else 1),
+      t.block_m // WARPGROUPS if t.balance else 0,
+    ),
+    *([] if scale is None else [scale]),
+    x_MK,
+    w_GKN,
+  )
+  return [y[:m] for y in results]

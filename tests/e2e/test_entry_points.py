@@ -22,6 +22,7 @@ from ats_jax.checkpoint.preemption import ECHO_SECS
 from ats_jax.config.build import resolve
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.ops.table import OPS
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.plan import make_plan
@@ -253,3 +254,16 @@ def test_bench_prints_one_json_line():
   assert found["device"] == "1 x cpu"
   assert found["tokens_per_sec"] == pytest.approx(16 * 32 / found["step_secs"])
   assert found["compile_secs"] > 0 and 0 < found["loss"] < 20
+
+
+def test_bench_ops_checks_and_times_every_op():
+  result = forked("ats_jax.bench", "ops", "--toy")
+  assert result.code == 0, result.err
+  lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+  rows = lines[1:]
+  assert {r["op"] for r in rows} == set(OPS)
+  checked = [r for r in rows if r["implementation"] == "xla"]
+  assert all(r["ok"] and "ms" in r and max(r["errors"]) < 4e-3 for r in checked)
+  passes = {(r["op"], r["pass"]) for r in rows}
+  assert ("rms_norm", "backward") in passes and ("linear_cross_entropy", "gradients") in passes
+  assert result.out.count("| swiglu | 64 x 128 |") == 2  # the table at the end

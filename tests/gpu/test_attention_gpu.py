@@ -36,37 +36,56 @@ def segment_ids(kind: str, seq: int) -> np.ndarray:
   return ids
 
 
+KINDS = ["one document", "as many as allowed", "lengths 1 and 127", "half padding"]
+
+
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-  "kind", ["one document", "as many as allowed", "lengths 1 and 127", "half padding"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind, head_dim, kv_heads):
+  check(kind, head_dim, kv_heads)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_and_sinks(kind, with_sinks, window):
+  check(kind, 64, 2, with_sinks, window)
+
+
+def check(kind, head_dim, kv_heads, with_sinks=False, window=None):
+  """Values and gradients against XLA in float32."""
   rng = np.random.default_rng(0)
   batch, seq, heads = 3, 640, 8
   draw = lambda n: jnp.asarray(rng.standard_normal((batch, seq, n, head_dim)), jnp.bfloat16)
   q, k, v, dy = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+  sinks = jnp.asarray(rng.standard_normal(heads), jnp.float32)
   ids = np.stack([segment_ids(kind, seq), segment_ids("one document", seq), segment_ids(kind, seq)])
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, q, k, v):
-      def f(q, k, v):
+      def f(q, k, v, sinks):
         return attention(
           q, k, v,
           segment_ids_BT=jnp.asarray(ids),
           max_segments=MAX_SEGMENTS,
           implementation=implementation,
+          window=window,
+          sinks_N=sinks if with_sinks else None,
         )  # fmt: skip
 
-      y, pull = jax.vjp(f, q, k, v)
+      y, pull = jax.vjp(f, q, k, v, sinks)
       return y, *pull(dy.astype(y.dtype))
 
     exact = run("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
     found = run("cudnn", q, k, v)
-  for name, a, b in zip(("y", "dq", "dk", "dv"), found, exact, strict=True):
-    counted = (ids > 0)[..., None, None]
-    a, b = np.where(counted, np.asarray(a, np.float32), 0), np.where(counted, np.asarray(b), 0)
+  for name, a, b in zip(("y", "dq", "dk", "dv", "dsinks"), found, exact, strict=True):
+    a, b = np.asarray(a, np.float32), np.asarray(b)
+    if name == "dsinks" and not with_sinks:
+      continue
+    if name != "dsinks":
+      a, b = (np.where((ids > 0)[..., None, None], x, 0) for x in (a, b))
     error = np.linalg.norm(a - b) / np.linalg.norm(b)
     assert error < TOLERANCE, (name, error)
 

@@ -1,5 +1,6 @@
 """Attention against one token at a time in float64 numpy; the choice of its implementation."""
 
+import functools
 import inspect
 from unittest import mock
 
@@ -13,7 +14,13 @@ from helpers import make_test_mesh, pack, tiny_config
 
 from ats_jax.model.decoder import remat_policy
 from ats_jax.ops import _compat
-from ats_jax.ops.attention import attention, cached_attention, choose, segment_bounds
+from ats_jax.ops.attention import (
+  attention,
+  by_token,
+  cached_attention,
+  choose,
+  segment_bounds,
+)
 from ats_jax.ops.registry import FallbackError
 
 pytestmark = pytest.mark.compat
@@ -32,16 +39,19 @@ def make_qkv(batch, heads, kv_heads, seq=SEQ, head_dim=8, seed=0):
   return [rng.normal(size=s).astype(np.float32) for s in shapes]
 
 
-def reference(q, k, v, segment_ids):
+def reference(q, k, v, segment_ids, *, window=None, soft_cap=None, sinks=None):
   """Each query alone: the earlier tokens of its own segment, its group's key/value head."""
   q, k, v = (a.astype(np.float64) for a in (q, k, v))
   out = np.zeros_like(q)
   group = q.shape[2] // k.shape[2]
   for b, t, n in np.ndindex(q.shape[:3]):
     seen = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t]]
+    seen = seen[-window:] if window else seen
     scores = k[b, seen, n // group] @ q[b, t, n] / np.sqrt(q.shape[-1])
-    weights = np.exp(scores - scores.max())
-    out[b, t, n] = weights @ v[b, seen, n // group] / weights.sum()
+    scores = soft_cap * np.tanh(scores / soft_cap) if soft_cap else scores
+    weights = np.exp(scores)
+    total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
+    out[b, t, n] = weights @ v[b, seen, n // group] / total
   return out
 
 
@@ -113,37 +123,122 @@ def test_segment_bounds_of_exactly_max_segments_runs():
   assert lengths.tolist() == [[1, 2, 1, 1], [5, -1, -1, -1], [5, -1, -1, -1]]
 
 
-def packed_attention(q, k, v, starts, lengths, scale):
-  """What the cuDNN kernel computes, from the arguments that it gets."""
+def kernel_scores(q, k, starts, lengths, scale, window):
+  """Scores of the cuDNN kernel from the arguments that it gets, [batch, kv, group, seq, seq]."""
   token = jnp.arange(q.shape[1])
   ends = jnp.where(lengths > 0, starts[:, :-1] + lengths, -1)
   inside = (token >= starts[:, :-1, None]) & (token < ends[:, :, None])  # [batch, segment, token]
   same = jnp.any(inside[:, :, :, None] & inside[:, :, None, :], axis=1)
-  mask = (same & np.tri(q.shape[1], dtype=bool))[:, None]
-  return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
+  distance = token[:, None] - token
+  mask = same & (distance >= 0) & (distance < (window or q.shape[1]))
+  grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+  scores = scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k)
+  return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots", "names"])
-def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(monkeypatch, remat):
-  """Bounds of segments, mesh and names for remat; the kernel itself runs in tests/gpu."""
-  monkeypatch.setattr(_compat, "cudnn_packed_attention", packed_attention)
+def kernel_forward(q, k, v, starts, lengths, scale, window=None):
+  """The output, and statistics by segment; NaN where the kernel writes none."""
+  scores = kernel_scores(q, k, starts, lengths, scale, window)
+  y = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(scores), v).reshape(q.shape)
+  lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[0], q.shape[2], -1)
+  order = jnp.argsort(lengths.reshape(-1) < 0, stable=True)  # first those in use
+  start, length = (a.reshape(-1)[order] for a in (starts[:, :-1], lengths))
+  source = start[:, None] + jnp.arange(q.shape[1])
+  rows = jnp.take_along_axis(
+    lse[order // lengths.shape[1]], jnp.minimum(source, q.shape[1] - 1)[:, None], axis=2
+  )
+  used = jnp.arange(q.shape[1]) < length[:, None]
+  return y, jnp.where(used[:, None], rows, jnp.nan)
+
+
+def kernel_backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None):
+  """Gradients by the equations of FlashAttention-2 (arXiv:2307.08691), from `y` and `lse`."""
+  scores = kernel_scores(q, k, starts, lengths, scale, window)
+  group = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])
+  by_score = lambda a: jnp.moveaxis(group(a), 1, 3)[..., None]
+  p = jnp.exp(scores - by_score(by_token(lse, starts, q.shape[1])))
+  dv = jnp.einsum("BKGTS,BTKGH->BSKH", p, group(dy))
+  dp = jnp.einsum("BTKGH,BSKH->BKGTS", group(dy), v)
+  ds = p * (dp - by_score(jnp.sum(y * dy, axis=-1))) * scale
+  dq = jnp.einsum("BKGTS,BSKH->BTKGH", ds, k).reshape(q.shape)
+  return dq, jnp.einsum("BKGTS,BTKGH->BSKH", ds, group(q)), dv
+
+
+@pytest.mark.parametrize(
+  ("remat", "window", "with_sinks"),
+  [
+    ("none", None, False),
+    ("full", None, True),
+    ("dots", 3, False),
+    ("names", 5, True),
+  ],
+)
+def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
+  monkeypatch, remat, window, with_sinks
+):
+  """Bounds of segments, sinks, mesh and names for remat; the kernel itself runs in tests/gpu."""
+  monkeypatch.setattr(_compat, "cudnn_attention", kernel_forward)
+  monkeypatch.setattr(_compat, "cudnn_attention_backward", kernel_backward)
   q, k, v = make_qkv(8, 4, 2)
   segments, _ = pack((LENGTHS * 2)[:8], SEQ)
+  sinks = jnp.array([-1.0, 0.0, 0.5, 2.0]) if with_sinks else None
 
-  def loss(q, k, v, implementation):
-    f = lambda *qkv: attention(
-      *qkv, segment_ids_BT=segments, max_segments=10, implementation=implementation
+  def loss(q, k, v, sinks, implementation):
+    f = lambda q, k, v, sinks: attention(
+      q,
+      k,
+      v,
+      sinks_N=sinks,
+      window=window,
+      segment_ids_BT=segments,
+      max_segments=10,
+      implementation=implementation,
     )
     if implementation == "cudnn" and remat != "none":
       f = jax.checkpoint(f, policy=remat_policy(remat))
-    y = f(q, k, v)
+    y = f(q, k, v, sinks)
     return jnp.sum(jnp.sin(y)), y
 
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), static_argnums=3)
-    found, want = (run(q, k, v, name) for name in ("cudnn", "xla"))
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True), static_argnums=4)
+    found, want = (run(q, k, v, sinks, name) for name in ("cudnn", "xla"))
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), RTOL, ATOL)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 0.5, 2.0]])
+def test_windows_soft_caps_and_sinks(mesh, window, soft_cap, sinks):
+  q, k, v = make_qkv(len(LENGTHS), 4, 2)
+  segments, _ = pack(LENGTHS, SEQ)
+  rule = dict(window=window, soft_cap=soft_cap)
+  got = attention(
+    q,
+    k,
+    v,
+    sinks_N=None if sinks is None else jnp.array(sinks),
+    segment_ids_BT=segments,
+    max_segments=10,
+    implementation="xla",
+    **rule,
+  )
+  np.testing.assert_allclose(got, reference(q, k, v, segments, sinks=sinks, **rule), RTOL, ATOL)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    (dict(window=0), "window is 0: at least 1"),
+    (dict(soft_cap=-1.0), "soft_cap is -1.0: a positive"),
+    (dict(soft_cap=5.0, implementation="cudnn"), "cuDNN has no soft_cap"),
+  ],
+)
+def test_what_attention_cannot_do_is_an_error(mesh, changes, words):
+  q, k, v = make_qkv(1, 4, 2)
+  run = dict(segment_ids_BT=np.ones((1, SEQ), np.int32), max_segments=2, implementation="xla")
+  with pytest.raises(ValueError, match=words):
+    attention(q, k, v, **run | changes)
 
 
 @hypothesis.settings(max_examples=20)
@@ -228,18 +323,23 @@ def test_strict_turns_a_fallback_into_an_error(changes, device, words):
     choose(config_for(ops__strict=True, **changes), *device)
 
 
-def test_the_private_cudnn_function_still_takes_what_we_pass():
+def test_the_private_cudnn_functions_still_take_what_we_pass():
+  q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in make_qkv(1, 4, 2))
+  segments, _ = pack([[7, 10]], SEQ)
+  bounds = segment_bounds(jnp.asarray(segments), 3)
   accepted = inspect.signature(_compat.cudnn.dot_product_attention)
-  assert accepted.parameters["qkv_layout"].default == "BTNH"
-  assert _compat.cudnn.MaskType.PADDING_CAUSAL.name == "PADDING_CAUSAL"
   with mock.patch.object(_compat.cudnn, "dot_product_attention") as private:
-    q, k, v = map(jnp.asarray, make_qkv(1, 4, 2))
-    private.return_value = q
-    segments, _ = pack([[7, 10]], SEQ)
-    starts, lengths = segment_bounds(jnp.asarray(segments), 3)
-    _compat.cudnn_packed_attention(q, k, v, starts, lengths, 0.5)
+    private.return_value = q, jnp.zeros((3, 4, SEQ))
+    _, lse = _compat.cudnn_attention(q, k, v, *bounds, 0.5, window=8)
   bound = accepted.bind(*private.call_args.args, **private.call_args.kwargs).arguments
-  assert bound["scale"] == 0.5
+  assert bound["scale"] == 0.5 and bound["sliding_window_length"] == 8
   for side in ("q", "kv"):
     assert bound[f"{side}_seqlen"].tolist() == [[7, 10, 7]]
     assert bound[f"{side}_offsets"].tolist() == [[0, 7, 17, -1]]
+  backward = functools.partial(_compat.cudnn_attention_backward, scale=0.5, window=8)
+  gradients = jax.eval_shape(backward, q, k, v, *bounds, q, lse, q)
+  assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+  lowered = jax.jit(backward).trace(q, k, v, *bounds, q, lse, q)
+  text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+  assert "__cudnn$fmhaSoftmaxBackward" in text
+  assert "sliding_window_length\\22: 8" in text

@@ -7,7 +7,14 @@ import optax
 import pytest
 from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
 
-from ats_jax.step.optimizer import build_optimizer, decay_mask, scale_by_adam
+from ats_jax.ops.registry import XLA
+from ats_jax.step.optimizer import (
+  apply_gradients,
+  build_optimizer,
+  decay_mask,
+  fused_adamw,
+  scale_by_adam,
+)
 
 # Both compute in float32 and differ in the order of a few operations.
 RTOL, ATOL = 2e-5, 1e-7
@@ -93,6 +100,44 @@ def test_bfloat16_gradients_and_parameters_use_float32_arithmetic(params):
   assert {d.dtype for d in jax.tree.leaves(directions)} == {jnp.dtype("float32")}
   assert_trees_close(directions, want, rtol=RTOL, atol=0)
   assert {v.dtype for v in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
+  cfg = tiny_config(
+    {
+      "optimizer.grad_clip": clip,
+      "optimizer.weight_decay": decay,
+      "precision.mu_dtype": moments,
+      "precision.nu_dtype": moments,
+    }
+  )
+  tx, model = build_optimizer(cfg), make_decoder(cfg)
+  steps = {
+    "chain": jax.jit(lambda p, g, s: apply_gradients(cfg, tx, p, g, s, jnp.float32(LR))),
+    "fused": jax.jit(lambda p, g, s: fused_adamw(cfg, p, g, s, jnp.float32(LR), XLA)),
+  }
+  found = {}
+  for name, update in steps.items():
+    params, state = model, tx.init(model)
+    norms = []
+    for step in range(4):
+      params, state, *of_step = update(params, gradients(params, step), state)
+      norms.append(of_step)
+    found[name] = params, state, norms
+  (want, want_state, want_norms), (got, got_state, norms) = found.values()
+  assert jax.tree.structure(got_state) == jax.tree.structure(want_state)
+  kinds = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+  assert kinds((got, got_state)) == kinds((want, want_state))
+  np.testing.assert_allclose(norms, want_norms, rtol=RTOL)
+  assert 0.05 < np.min(norms, axis=0)[0] < 1e6  # the clips above are one that acts and one not
+  # Sums in another order may fall on the other side of a rounding to bfloat16.
+  rtol, atol = (RTOL, ATOL) if moments == "float32" else (2 * BF16_RTOL, 4 * LR * BF16_RTOL)
+  wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+  assert_trees_close(wide(got), wide(want), rtol=rtol, atol=atol)
+  assert_trees_close(wide(got_state), wide(want_state), rtol=rtol, atol=ATOL)
 
 
 @pytest.mark.parametrize("embeddings", [False, True])

@@ -103,7 +103,3 @@ def main(argv: list[str]) -> None:
   cfg = from_config_dict(runtime.require(_CONFIG.value, "config", "configs/debug.py"))
   runtime.configure(cfg)
   print(json.dumps(measure(cfg, steps=_STEPS.value, segments=_SEGMENTS.value)))
-
-
-if __name__ == "__main__":
-  runtime.run(main)

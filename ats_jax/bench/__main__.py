@@ -1,0 +1,23 @@
+"""Speed on this machine; nothing is trained or kept.
+
+`python -m ats_jax.bench --config=...` times the training step of a config on random rows.
+`python -m ats_jax.bench ops` checks and times every op at shapes of real models.
+"""
+
+import sys
+
+from absl import flags
+
+from ats_jax import runtime
+
+if __name__ == "__main__":
+  if "ops" in sys.argv[1:]:
+    from ats_jax.bench import ops
+
+    flags.adopt_module_key_flags(ops)
+    runtime.run(ops.main, commands=("ops",))
+  else:
+    from ats_jax.bench import step
+
+    flags.adopt_module_key_flags(step)
+    runtime.run(step.main)

@@ -1,0 +1,126 @@
+"""Device time and errors of functions of arrays.
+
+A launch from the host takes longer than a small kernel. Functions are therefore timed inside one
+compiled loop, and a single call is subtracted. A barrier ties each round's inputs to the results of
+the round before, so that the compiler can neither hoist the work nor drop it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+REPEATS = 5  # timings of which the median counts
+TARGET_SECS = 0.05  # of the long loop
+MAX_ROUNDS = 1000
+
+# Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/performance.md says what is reached.
+PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989e12)}
+
+
+def floor_secs(kind: str, bytes_moved: float, flops: float) -> float | None:
+  """The time below which a device cannot finish; None if its peaks are not known."""
+  if kind not in PEAKS:
+    return None
+  bandwidth, rate = PEAKS[kind]
+  return max(bytes_moved / bandwidth, flops / rate)
+
+
+def loop(f: Callable, rounds: int, feed: Callable | None = None) -> jax.stages.Wrapped:
+  """`f` done `rounds` times over, as a function of its arguments and of its results.
+
+  `feed(args, out)` gives the next round's arguments: for what updates its arguments in place, and
+  would be timed with copies of them otherwise.
+  """
+
+  def run(args, out):
+    def body(_, carry):
+      args, _ = jax.lax.optimization_barrier(carry)
+      out = f(*args)
+      return (feed(args, out) if feed else args), out
+
+    # Static bounds: a trip count that the compiler knows needs no word from the device.
+    return jax.lax.fori_loop(0, rounds, body, (args, out))[1]
+
+  return jax.jit(run, donate_argnums=1)
+
+
+def device_secs(
+  f: Callable,
+  args: tuple,
+  once: jax.stages.Compiled | None = None,
+  feed: Callable | None = None,
+) -> float:
+  """Median device time of one `f(*args)` in seconds.
+
+  Args:
+    f: function of arrays.
+    args: arrays.
+    once: `f` compiled for `args`, if that was done before.
+    feed: see `loop`.
+  """
+  once = once or jax.jit(f).lower(*args).compile()
+  out = jax.block_until_ready(once(*args))
+  single = min(_wall(once, *args)[0] for _ in range(3))
+  rounds = min(MAX_ROUNDS, max(5, round(TARGET_SECS / single)))
+  long = loop(f, 1 + rounds, feed).lower(args, out).compile()
+  _, out = _wall(long, args, out)
+  times = []
+  for _ in range(REPEATS):
+    base, _ = _wall(once, *args)
+    all_rounds, out = _wall(long, args, out)
+    times.append((all_rounds - base) / rounds)
+  return statistics.median(times)
+
+
+def kernel_secs(once: Callable, args: tuple, calls: int = 5) -> float | None:
+  """Median sum of the times of the kernels of one call, as the GPU's profiler sees them.
+
+  Without the gaps between kernels: a second opinion on `device_secs`. None where there is no GPU.
+  """
+  if jax.devices()[0].platform != "gpu":
+    return None
+  from jax.experimental.mosaic.gpu import profiler
+
+  try:
+    _, times_ms = profiler.measure(once, iterations=calls)(*args)
+  except RuntimeError as e:  # a second opinion only; the first stands without it
+    logging.warning("no kernel times: %s", e)
+    return None
+  return None if times_ms is None else statistics.median(times_ms) / 1e3
+
+
+def _wall(compiled: Callable, *args: Any) -> tuple[float, Any]:
+  began = time.perf_counter()
+  out = jax.block_until_ready(compiled(*args))
+  return time.perf_counter() - began, out
+
+
+def peak_bytes(once: jax.stages.Compiled) -> int | None:
+  """Memory that one call takes beside its arguments: results and temporaries, as compiled."""
+  analysis = once.memory_analysis()
+  if analysis is None:
+    return None
+  return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+def relative_errors(got: Any, want: Any) -> list[float]:
+  """||got - want|| / ||want|| of each floating-point array; NaN where anything is NaN.
+
+  Of integers, the share that differs.
+  """
+
+  @jax.jit
+  def one(a, b):
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+      return jnp.mean(a != b, dtype=jnp.float32)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x)))
+    return norm(a - b) / jnp.maximum(norm(b), 1e-30)
+
+  pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+  return [float(one(a, b)) for a, b in pairs]

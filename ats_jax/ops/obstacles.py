@@ -1,0 +1,149 @@
+"""Why a kernel cannot run on a device or for a config: sentences for logs and errors."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from ats_jax.config.schema import Config
+from kernels_cuda import library, rms_norm, routing, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """What decides which kernels can run.
+
+  Attributes:
+    platform: "cpu", "gpu" or "tpu".
+    capability: of a GPU, e.g. "9.0".
+    kind: the model, e.g. "NVIDIA H200"; names the tuning table.
+  """
+
+  platform: str
+  capability: str = "0.0"
+  kind: str = ""
+
+
+def this_device() -> Device:
+  """The devices of this process, which are all of one kind."""
+  device = jax.devices()[0]
+  capability = str(getattr(device, "compute_capability", "0.0"))
+  return Device(device.platform, capability, device.device_kind)
+
+
+def nvidia(device: Device, what: str, capabilities: Sequence[str] | str) -> str:
+  """Obstacle of a kernel for NVIDIA GPUs.
+
+  Args:
+    device: where it would run.
+    what: names the kernel in the sentence.
+    capabilities: those it is compiled for, or the least one.
+  """
+  if device.platform != "gpu":
+    return f"{what} runs on NVIDIA GPUs, this is {device.platform}"
+  if not re.fullmatch(r"\d+\.\d", device.capability):  # AMD: gfx942
+    return f"{what} runs on NVIDIA GPUs, this one calls itself {device.capability}"
+  if isinstance(capabilities, str):
+    fits = float(device.capability) >= float(capabilities)
+  else:
+    fits = device.capability in capabilities
+  if not fits:
+    needed = capabilities if isinstance(capabilities, str) else " or ".join(capabilities)
+    return f"{what} needs compute capability {needed}, this GPU has {device.capability}"
+  return ""
+
+
+def bfloat16(cfg: Config, what: str) -> str:
+  """Obstacle of a kernel that computes in bfloat16."""
+  dtype = cfg.precision.compute_dtype
+  return "" if dtype == "bfloat16" else f"{what} needs bfloat16, precision.compute_dtype is {dtype}"
+
+
+def cudnn_attention(cfg: Config, device: Device) -> str:
+  """Obstacle of cuDNN's flash attention over packed rows, which older GPUs do not have."""
+  if obstacle := nvidia(device, "cuDNN", "9.0") or bfloat16(cfg, "cuDNN"):
+    return obstacle
+  if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
+    return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
+  return ""
+
+
+def mosaic_grouped_matmul(cfg: Config, device: Device) -> str:
+  """Obstacle of the grouped matmul in Pallas Mosaic GPU."""
+  if obstacle := nvidia(device, "the kernel", ("9.0",)) or bfloat16(cfg, "the kernel"):
+    return obstacle
+  widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
+  return multiples(64, widths)
+
+
+def multiples(of: int, widths: Mapping[str, int]) -> str:
+  """Obstacle of a kernel that takes a multiple of `of` columns; `widths` by setting."""
+  for setting, width in widths.items():
+    if width % of:
+      return f"the kernel needs widths divisible by {of}, {setting} is {width} on a device"
+  return ""
+
+
+def cuda(device: Device) -> str:
+  """Obstacle of all of `kernels_cuda`. Builds the library, at most once, if the GPU fits."""
+  return nvidia(device, "the kernel", "7.5") or _no_library()
+
+
+@functools.cache
+def _no_library() -> str:
+  try:
+    library.load()
+  except library.KernelsUnavailableError as e:
+    return str(e)
+  return ""
+
+
+def cuda_grouped_matmul(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.grouped_matmul`, whose instructions came with sm_80."""
+  widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
+  obstacle = bfloat16(cfg, "the kernel") or multiples(8, widths)
+  return obstacle or nvidia(device, "the kernel", "8.0") or cuda(device)
+
+
+def cuda_swiglu(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.swiglu`, which reads 16 bytes at a time."""
+  tensor = cfg.mesh.tensor
+  widths = {"model.d_ff": cfg.model.d_ff // tensor, "moe.d_ff": cfg.moe.d_ff // tensor}
+  return bfloat16(cfg, "the kernel") or multiples(8, widths) or cuda(device)
+
+
+def cuda_rms_norm(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.rms_norm`."""
+  if cfg.model.d_model > rms_norm.MAX_WIDTH:
+    return f"the kernel takes rows of up to {rms_norm.MAX_WIDTH}, model.d_model is wider"
+  widths = {"model.d_model": cfg.model.d_model, "model.head_dim": cfg.model.head_dim}
+  return bfloat16(cfg, "the kernel") or multiples(8, widths) or cuda(device)
+
+
+def cuda_routing(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.routing`."""
+  moe = cfg.moe
+  outputs = moe.num_experts + moe.spare_experts + moe.null_experts
+  if outputs > routing.MAX_EXPERTS:
+    return f"the kernel takes up to {routing.MAX_EXPERTS} experts, there are {outputs}"
+  return _choices(cfg) or cuda(device)
+
+
+def cuda_rows(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.rows`."""
+  obstacle = bfloat16(cfg, "the kernel") or multiples(8, {"model.d_model": cfg.model.d_model})
+  return obstacle or _choices(cfg) or cuda(device)
+
+
+def cuda_adamw(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.adamw`, which takes every format that can be set."""
+  del cfg
+  return cuda(device)
+
+
+def _choices(cfg):
+  if cfg.moe.top_k > rows.MAX_CHOICES:
+    return f"the kernel takes up to {rows.MAX_CHOICES} choices, moe.top_k is {cfg.moe.top_k}"
+  return ""

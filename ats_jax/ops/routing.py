@@ -1,0 +1,119 @@
+"""From a router's logits to each token's experts and their weights.
+
+Letters: B batch, T seq, E columns of the router (experts, then null experts), K choices.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.ops import registry
+from ats_jax.ops.registry import XLA, Slots
+from ats_jax.sharding.apply import in_place
+
+TINY = 1e-20  # no division by 0 where all scores vanish
+
+
+class Rule(NamedTuple):
+  """How scores become weights. Static.
+
+  Attributes:
+    top_k: choices of a token.
+    score: "softmax" or "sigmoid" of the logits.
+    renormalize: divide the weights by their sum.
+    scale: multiply them by this.
+  """
+
+  top_k: int
+  score: str
+  renormalize: bool
+  scale: float
+
+
+def route(
+  logits_BTE: jax.Array,
+  selection_BTE: jax.Array,
+  valid_BT: jax.Array,
+  rule: Rule,
+  slots: Slots = XLA,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Choose the `top_k` columns highest in `selection`; weigh them by the scores of `logits`.
+
+  Args:
+    logits_BTE: float32 [batch, seq, columns], not sharded along the columns.
+    selection_BTE: what decides, the lower column first among equals; gets no gradient.
+    valid_BT: bool; the others are not counted.
+    rule: how scores become weights.
+    slots: what runs.
+
+  Returns:
+    Columns [batch, seq, top_k] int32, of the invalid tokens too; their weights like the logits; and
+    how many choices of valid tokens fell on each column of each row, [batch, columns] like the
+    logits.
+  """
+  return _route(logits_BTE, jax.lax.stop_gradient(selection_BTE), valid_BT, rule, slots)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _route(logits_BTE, selection_BTE, valid_BT, rule, slots):
+  kernel = registry.kernel("routing", "forward", slots, **_dims(logits_BTE, rule))
+  if kernel is not None:
+    run = functools.partial(kernel, **rule._asdict())
+    like = (0, 0, 2)
+    column_BTK, weight_BTK, load_BE = in_place(
+      run, logits_BTE, selection_BTE, valid_BT, out_like=like
+    )
+    return column_BTK, weight_BTK, load_BE
+  column_BTK = jax.lax.top_k(selection_BTE, rule.top_k)[1]
+  is_chosen_BTKE = _one_hot(column_BTK, logits_BTE)
+  weight_BTK = jnp.sum(is_chosen_BTKE * _scores(logits_BTE, rule)[:, :, None], axis=-1)
+  if rule.renormalize:
+    weight_BTK /= jnp.sum(weight_BTK, axis=-1, keepdims=True) + TINY
+  valid_BT = valid_BT.astype(logits_BTE.dtype)
+  load_BE = jnp.einsum("BTKE,BT->BE", is_chosen_BTKE.astype(valid_BT.dtype), valid_BT)
+  return column_BTK, rule.scale * weight_BTK, load_BE
+
+
+def _forward(logits_BTE, selection_BTE, valid_BT, rule, slots):
+  out = _route(logits_BTE, selection_BTE, valid_BT, rule, slots)
+  return out, (logits_BTE, out[0])
+
+
+def _backward(rule, slots, residuals, cotangents):
+  logits_BTE, column_BTK = residuals
+  dweight_BTK = cotangents[1]
+  kernel = registry.kernel("routing", "backward", slots, **_dims(logits_BTE, rule))
+  if kernel is not None:
+    run = lambda *a: (kernel(*a, **rule._asdict()),)
+    (dlogits_BTE,) = in_place(run, logits_BTE, column_BTK, dweight_BTK, out_like=(0,))
+    return dlogits_BTE, None, None
+  scores_BTE, is_chosen_BTKE = _scores(logits_BTE, rule), _one_hot(column_BTK, logits_BTE)
+  dchosen_BTK = rule.scale * dweight_BTK
+  if rule.renormalize:
+    chosen_BTK = jnp.sum(is_chosen_BTKE * scores_BTE[:, :, None], axis=-1)
+    total_BT1 = jnp.sum(chosen_BTK, axis=-1, keepdims=True) + TINY
+    mean_BT1 = jnp.sum(dchosen_BTK * chosen_BTK, axis=-1, keepdims=True) / total_BT1
+    dchosen_BTK = (dchosen_BTK - mean_BT1) / total_BT1
+  dscores_BTE = jnp.sum(is_chosen_BTKE * dchosen_BTK[..., None], axis=2)
+  if rule.score == "softmax":
+    dscores_BTE -= jnp.sum(dscores_BTE * scores_BTE, axis=-1, keepdims=True)
+    return scores_BTE * dscores_BTE, None, None
+  return scores_BTE * (1 - scores_BTE) * dscores_BTE, None, None
+
+
+_route.defvjp(_forward, _backward)
+
+
+def _scores(logits_BTE, rule):
+  return jax.nn.softmax(logits_BTE) if rule.score == "softmax" else jax.nn.sigmoid(logits_BTE)
+
+
+def _one_hot(column_BTK, logits_BTE):
+  return column_BTK[..., None] == jnp.arange(logits_BTE.shape[-1])
+
+
+def _dims(logits_BTE, rule):
+  batch, seq, columns = logits_BTE.shape
+  return dict(rows=batch * seq, columns=columns, top_k=rule.top_k)

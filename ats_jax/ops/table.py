@@ -1,0 +1,113 @@
+"""Which ops exist, what can run in each of their slots, what does by default and why.
+
+A slot is one computation of an op: its forward pass, its backward pass or a part of that. Every
+slot can run XLA's version, which stands in the op's own file and is the specification.
+docs/kernels.md says what each slot takes and gives, and how to add an op or a kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from ats_jax.config.schema import Config
+from ats_jax.ops import obstacles
+from ats_jax.ops.obstacles import Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A hand-written (or library) implementation of one or more slots of an op.
+
+  Attributes:
+    name: what settings and logs call it.
+    where: slot -> "module:function", imported when the slot is first used.
+    default: the slots in which it runs wherever it can.
+    why: the measurement behind that, or behind its not being a default. Logged.
+    obstacle: `(cfg, device)` -> why it cannot run, "" if it can.
+    tiles: keyword of the function -> the values that `ats_jax.ops.tune` tries, the default first.
+  """
+
+  name: str
+  where: Mapping[str, str]
+  default: tuple[str, ...]
+  why: str
+  obstacle: Callable[[Config, Device], str]
+  tiles: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+  """Its slots, and the kernels that can run there beside "xla", the preferred first."""
+
+  slots: tuple[str, ...]
+  kernels: tuple[Kernel, ...] = ()
+
+
+FORWARD_BACKWARD = ("forward", "backward")
+
+
+def cuda(obstacle: Callable[[Config, Device], str], **where: str) -> Kernel:
+  """One of `kernels_cuda`; slot="module:function" there."""
+  where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
+  return Kernel("cuda", where, default=(), why="not measured yet", obstacle=obstacle)
+
+
+OPS: dict[str, Op] = {
+  "attention": Op(
+    ("forward",),  # and backward: the statistics between them have the kernel's own layout
+    (
+      Kernel(
+        "cudnn",
+        {"forward": "ats_jax.ops._compat:cudnn_attention"},
+        default=("forward",),
+        why="flash attention, the fastest measured on Hopper",
+        obstacle=obstacles.cudnn_attention,
+      ),
+    ),
+  ),
+  "grouped_matmul": Op(
+    ("forward", "input_gradient", "weight_gradient"),
+    (
+      Kernel(
+        "mosaic",
+        {
+          "forward": "kernels_pallas.grouped_matmul:grouped_matmul",
+          "input_gradient": "kernels_pallas.grouped_matmul:grouped_matmul",
+          "weight_gradient": "kernels_pallas.grouped_matmul:grouped_matmul_dw",
+        },
+        default=("forward", "input_gradient", "weight_gradient"),
+        why="the fastest measured on Hopper",
+        obstacle=obstacles.mosaic_grouped_matmul,
+        tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
+      ),
+      cuda(
+        obstacles.cuda_grouped_matmul,
+        forward="grouped_matmul:grouped_matmul",
+        input_gradient="grouped_matmul:grouped_matmul",
+        weight_gradient="grouped_matmul:grouped_matmul_dw",
+      ),
+    ),
+  ),
+  "swiglu": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_swiglu, forward="swiglu:swiglu", backward="swiglu:swiglu_backward"),),
+  ),
+  "rms_norm": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rms_norm, forward="rms_norm:forward", backward="rms_norm:backward"),),
+  ),
+  "rope": Op(FORWARD_BACKWARD),
+  "routing": Op(FORWARD_BACKWARD, (cuda(obstacles.cuda_routing, forward="routing:choose"),)),
+  "sort_by_expert": Op(
+    ("forward",), (cuda(obstacles.cuda_routing, forward="routing:sort_choices"),)
+  ),
+  "take_rows": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rows, forward="rows:gather_rows", backward="rows:add_rows"),),
+  ),
+  "sum_rows": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rows, forward="rows:weighted_rows", backward="rows:sum_rows_backward"),),
+  ),
+  "linear_cross_entropy": Op(("forward",)),  # computes the gradients too, while the logits exist
+  "adamw": Op(("update",), (cuda(obstacles.cuda_adamw, update="adamw:adamw_leaf"),)),
+}

@@ -1,0 +1,155 @@
+// What all kernels share: 16-byte accesses, reductions whose order never changes, launches.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ats {
+
+namespace ffi = xla::ffi;
+
+using bf16 = __nv_bfloat16;
+using Stream = ffi::PlatformStream<cudaStream_t>;
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kPack = 8;  // elements that a thread moves at once: 16 bytes of bfloat16
+
+// Eight elements as they lie in memory; copying one is one or two 16-byte accesses.
+template <class T>
+struct alignas(16) Pack {
+  T at[kPack];
+};
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) { return x; }
+template <>
+__device__ inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+
+// Pack number `index` of an array.
+template <class T>
+__device__ inline Pack<T> load(const T* from, int64_t index) {
+  return reinterpret_cast<const Pack<T>*>(from)[index];
+}
+
+template <class T>
+__device__ inline void store(T* to, int64_t index, const Pack<T>& pack) {
+  reinterpret_cast<Pack<T>*>(to)[index] = pack;
+}
+
+template <class T>
+__device__ inline Pack<T> zeros() {
+  Pack<T> pack;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) pack.at[j] = from_float<T>(0.0f);
+  return pack;
+}
+
+// Sum over a warp, in every lane, always added in the same order.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+__device__ inline float warp_max(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+__device__ inline unsigned warp_max(unsigned x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, x);
+#else
+#pragma unroll
+  for (int step = kWarp / 2; step; step /= 2) {
+    const unsigned other = __shfl_xor_sync(kAllLanes, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+#endif
+}
+
+__device__ inline unsigned warp_min(unsigned x) { return ~warp_max(~x); }
+
+// Sums of N numbers over a block, in every thread. `scratch` holds N floats a warp; a barrier has
+// to lie between reading the result and the next call with the same scratch.
+template <int N>
+__device__ inline void block_sum(float (&x)[N], float* scratch) {
+  const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    x[n] = warp_sum(x[n]);
+    if (threadIdx.x % kWarp == 0) scratch[warp * N + n] = x[n];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    x[n] = scratch[n];
+    for (int w = 1; w < num_warps; ++w) x[n] += scratch[w * N + n];
+  }
+}
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline ffi::Error check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// Start a kernel with `shared` bytes of dynamic shared memory; nothing to do for no blocks.
+template <class... Parameters, class... Arguments>
+inline ffi::Error launch_shared(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
+                                int threads, int shared, Arguments... arguments) {
+  if (blocks == 0) return ffi::Error::Success();
+  if (blocks > INT32_MAX) return ffi::Error::InvalidArgument("array too large: over 2^31 blocks");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  return check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...),
+               "kernel launch");
+}
+
+template <class... Parameters, class... Arguments>
+inline ffi::Error launch(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
+                         int threads, Arguments... arguments) {
+  return launch_shared(stream, kernel, blocks, threads, 0, arguments...);
+}
+
+inline int num_multiprocessors() {
+  int device = 0, count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+// The elements of a buffer as T.
+template <class T, class Buffer>
+inline T* data(Buffer&& buffer) {
+  return reinterpret_cast<T*>(buffer.untyped_data());
+}
+
+// 16-byte accesses need 16-byte addresses.
+template <class... Pointers>
+inline bool aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+inline ffi::Error misaligned() {
+  return ffi::Error::InvalidArgument("the kernel needs arrays that start at 16-byte addresses");
+}
+
+}  // namespace ats

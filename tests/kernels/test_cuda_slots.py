@@ -1,0 +1,151 @@
+"""The CUDA kernels in the slots of the ops, through a C++ shim: contracts, meshes, a train step."""
+
+import dataclasses
+
+import cuda_host
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+
+from ats_jax.ops import obstacles, registry, table
+from ats_jax.ops.cases import toy_cases
+from ats_jax.ops.measure import relative_errors
+from ats_jax.ops.obstacles import Device
+from ats_jax.ops.registry import XLA
+from ats_jax.ops.swiglu import swiglu
+from ats_jax.sharding.apply import reshard
+from ats_jax.step.plan import make_plan
+
+HOPPER = Device("gpu", "9.0", "NVIDIA Test")
+CUDA = {
+  op: kernel for op, entry in table.OPS.items() for kernel in entry.kernels if kernel.name == "cuda"
+}
+EVERYWHERE = ",".join(f"{op}=cuda" for op in CUDA)
+PASSES = [
+  (case, name)
+  for case in toy_cases()
+  if case.op in CUDA
+  for name, of_pass in case.passes.items()
+  if set(of_pass.slots) <= set(CUDA[case.op].where)
+]
+# Both round to bfloat16 once, but may fall on different sides; float32 and integers are near exact.
+BF16_ERROR, F32_ERROR = 3e-3, 1e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _host_library():
+  cuda_host.host_library()
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+  """Let settings choose the kernels here."""
+  monkeypatch.setattr(obstacles, "nvidia", lambda *_: "")
+
+
+def test_every_kernel_has_a_case():
+  slots = {(case.op, slot) for case, name in PASSES for slot in case.passes[name].slots}
+  assert slots == {(op, slot) for op, kernel in CUDA.items() for slot in kernel.where}
+
+
+@pytest.mark.parametrize(("case", "name"), PASSES, ids=lambda x: getattr(x, "op", x))
+def test_a_slot_takes_and_gives_what_xla_does(case, name):
+  slots = registry.every_slot(case.op, "cuda")
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    args = case.arguments(name, seed=0)
+    run = jax.jit(case.compute(name, slots))
+    assert "ats_" in run.lower(*args).as_text()
+    got, want = run(*args), jax.jit(case.compute(name, XLA))(*args)
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert shapes(got) == shapes(want)
+  errors = relative_errors(got, want)
+  for error, x in zip(errors, jax.tree.leaves(want), strict=True):
+    assert error <= (BF16_ERROR if x.dtype == jnp.bfloat16 else F32_ERROR)
+
+
+def test_on_a_mesh_the_kernel_sees_blocks():
+  draw = lambda i: jax.random.normal(jax.random.key(i), (8, 4, 32), jnp.bfloat16)
+  want = jax.jit(jax.grad(lambda g, u: swiglu(g, u).astype(jnp.float32).sum()))(draw(0), draw(1))
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
+    cut = [reshard(draw(i), "batch", "seq", "ff") for i in (0, 1)]
+    f = jax.grad(
+      lambda g, u: swiglu(g, u, registry.every_slot("swiglu", "cuda")).astype(jnp.float32).sum()
+    )
+    assert "tensor<2x4x16xbf16>" in jax.jit(f).lower(*cut).as_text()
+    got = jax.jit(f)(*cut)
+  np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1e-2)
+
+
+def test_training_with_all_of_them_follows_xla(on_host):
+  changes = {
+    "moe.num_experts": 4,
+    "moe.top_k": 4,  # all: rounding may turn a narrow choice
+    "model.num_layers": 1,
+    "model.qk_norm": True,
+    "precision.compute_dtype": "bfloat16",
+    "data.seq_len": 8,
+    "ops.attention": "xla",
+    "ops.grouped_matmul": "xla",
+  }
+  found = {}
+  with jax.set_mesh(make_test_mesh(2, 2, 1)):
+    for slots in ("", EVERYWHERE):
+      cfg = tiny_config(changes | {"ops.slots": slots})
+      plan = make_plan(cfg)
+      assert plan.num.slots.of("adamw", "update") == ("cuda" if slots else "xla")
+      state, values = plan.init(), []
+      for seed in range(2):
+        state, metrics = plan.train_step(state, micro_batches(random_rows(cfg, 8, seed=seed), 1))
+        values.append(np.asarray(metrics.values))
+      found[slots] = values, {k: np.asarray(v) for k, v in named_leaves(state.opt_state).items()}
+  (want, want_state), (got, got_state) = found.values()
+  np.testing.assert_allclose(got, want, rtol=2e-2)
+  assert want_state.keys() == got_state.keys()  # so checkpoints go both ways
+  for name, x in want_state.items():
+    error = np.linalg.norm((got_state[name] - x).astype(np.float64))
+    assert error <= 0.05 * np.linalg.norm(x.astype(np.float64)), name
+
+
+@pytest.mark.parametrize(
+  ("changes", "op", "message"),
+  [
+    ({"precision.compute_dtype": "float32"}, "swiglu", "needs bfloat16"),
+    ({"model.d_ff": 100}, "swiglu", "divisible by 8, model.d_ff is 100"),
+    ({"model.d_model": 8200}, "rms_norm", "rows of up to 8192"),
+    ({"moe.num_experts": 4, "moe.d_ff": 20}, "grouped_matmul", "divisible by 8, moe.d_ff is 20"),
+    ({"moe.num_experts": 300}, "routing", "up to 256 experts, there are 300"),
+    ({"moe.num_experts": 16, "moe.top_k": 9}, "sum_rows", "up to 8 choices, moe.top_k is 9"),
+  ],
+)
+def test_obstacles(on_host, changes, op, message):
+  cfg = tiny_config({"precision.compute_dtype": "bfloat16", "ops.slots": f"{op}=cuda"} | changes)
+  with pytest.raises(ValueError, match=f"{op}=cuda: .*{message}"):
+    registry.choose_op(cfg, HOPPER, op)
+
+
+def test_an_old_gpu_is_refused():
+  cfg = tiny_config({"ops.slots": "adamw=cuda"})
+  with pytest.raises(ValueError, match=r"needs compute capability 7\.5, this GPU has 7\.0"):
+    registry.choose_op(cfg, Device("gpu", "7.0"), "adamw")
+  cfg = tiny_config({"ops.slots": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
+  with pytest.raises(ValueError, match=r"needs compute capability 8\.0, this GPU has 7\.5"):
+    registry.choose_op(cfg, Device("gpu", "7.5"), "grouped_matmul")
+
+
+def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):
+  def no_library():
+    raise obstacles.library.KernelsUnavailableError("CUDA kernels need nvcc")
+
+  monkeypatch.setattr(obstacles.library, "load", no_library)
+  obstacles._no_library.cache_clear()
+  kernel = dataclasses.replace(CUDA["adamw"], default=("update",))
+  monkeypatch.setitem(table.OPS, "adamw", table.Op(("update",), (kernel,)))
+  choice = registry.choose_op(tiny_config(), HOPPER, "adamw")["update"]
+  assert str(choice) == "adamw: xla (reference: CUDA kernels need nvcc)"
+  with pytest.raises(ValueError, match="adamw=cuda: CUDA kernels need nvcc"):
+    registry.choose_op(tiny_config({"ops.slots": "adamw=cuda"}), HOPPER, "adamw")
+  with pytest.raises(registry.FallbackError, match="CUDA kernels need nvcc"):
+    registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "adamw")
+  obstacles._no_library.cache_clear()

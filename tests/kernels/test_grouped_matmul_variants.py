@@ -1,0 +1,214 @@
+"""Variants of the grouped matmul kernels: order, clusters, 8-bit operands, SwiGLU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.grouped_matmul import (
+  Tiling,
+  align_rows,
+  grouped_matmul,
+  grouped_matmul_dw,
+  grouped_swiglu,
+  interleave,
+  reference,
+)
+
+pytestmark = pytest.mark.compat
+
+SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+VARIANTS = {
+  "lead, single steps": dict(lead=1, block_k=128),
+  "soft": dict(balance=True, lead=2, stages=3, lookahead=True, short="group", slots=3),
+  "lhs": dict(share="lhs", slots=1),
+  "all": dict(share="rhs", balance=True, lead=1, lookahead=True, short="group"),
+}
+SMALL = dict(block_n=128, stages=2, strip=2, num_blocks=2)
+# Two tiles of a pair, empty groups, halves without work; multiples of 8 and not.
+GROUPS = {"ragged": [17, 0, 130, 1, 0, 60, 31], "eights": [16, 0, 136, 0, 8, 72, 40]}
+
+
+@pytest.fixture(autouse=True)
+def _simulator_state():
+  yield
+  gpu_callbacks.reset_gpu_interpret_mode_state()  # Or a failure disturbs the next test.
+
+
+def operand(seed, *shape, rows=None, dtype=jnp.bfloat16):
+  """Random values; NaN from row `rows` on."""
+  x = np.random.default_rng(seed).standard_normal(shape, np.float32)
+  x[rows if rows is not None else len(x) :] = np.nan
+  return jnp.asarray(x, dtype)
+
+
+def relative_error(got, want):
+  got = np.asarray(got, np.float64)
+  return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def close(got, want, tolerance):
+  """Finite, zero where it must be, and close in each slice along the first axis."""
+  got = np.asarray(got, np.float64)
+  axes = tuple(range(1, got.ndim))
+  norm = lambda a: np.sqrt(np.sum(a * a, axis=axes))
+  return np.all(norm(got - want) <= tolerance * norm(want))
+
+
+def assert_no_races():
+  assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_variants_agree(changes, sizes):
+  tiling = Tiling(**SMALL | changes)
+  run = dict(tiling=tiling, interpret=SIMULATOR)
+  m, k, n, used = 280, 128, 320, sum(sizes)
+  x, dy = operand(0, m, k, rows=used), operand(1, m, n, rows=used)
+  w, sizes = operand(2, len(sizes), k, n), jnp.array(sizes)
+  if not sizes[0] % 8:  # The other half of the cases, to save time.
+    y = grouped_matmul(x, w, sizes, **run)
+    assert_no_races()
+    assert close(y, reference.grouped_matmul(x, w, sizes), 4e-3)
+    return
+  dx = grouped_matmul(dy, w, sizes, transpose_w=True, **run)
+  assert_no_races()
+  assert close(dx, reference.grouped_matmul(dy, w, sizes, transpose_w=True), 4e-3)
+  dw = grouped_matmul_dw(x, dy, sizes, out_dtype=jnp.float32, **run)
+  assert_no_races()
+  assert close(dw, reference.grouped_matmul_dw(x, dy, sizes), 1e-6)
+
+
+def test_eight_bits_forward_and_input_gradient():
+  sizes, k, n = GROUPS["ragged"], 256, 128
+  used, m = sum(sizes), 264
+  scale = jnp.asarray(np.random.default_rng(5).uniform(0.5, 2, len(sizes)), jnp.float32)
+  of_row = np.pad(np.repeat(scale, sizes), (0, m - used))[:, None]
+  x, dy = operand(0, m, k, rows=used, dtype=E4M3), operand(1, m, n, rows=used, dtype=E5M2)
+  w = operand(2, len(sizes), k, n, dtype=E4M3)
+  run = dict(tiling=Tiling(**SMALL | dict(block_k=128)), interpret=SIMULATOR)
+  run = dict(run, transpose_w=True, out_dtype=jnp.float32)
+  y = grouped_matmul(x, w.swapaxes(1, 2), jnp.array(sizes), scale=scale, **run)
+  assert_no_races()
+  assert close(y, of_row * reference.grouped_matmul(x, w, sizes), 1e-6)
+  dx = grouped_matmul(dy, w, jnp.array(sizes), scale=scale[:1], **run)
+  assert_no_races()
+  assert close(dx, scale[0] * reference.grouped_matmul(dy, w, sizes, transpose_w=True), 1e-6)
+
+
+def test_eight_bits_weight_gradient():
+  sizes, m = [5, 0, 130, 128, 1], 272
+  x, dy = operand(0, m, 64, rows=264, dtype=E4M3), operand(1, m, 128, rows=264, dtype=E5M2)
+  run = dict(tiling=Tiling(**SMALL | dict(block_k=128)), interpret=SIMULATOR)
+  copies = [align_rows(a, jnp.array(sizes)).T for a in (x, dy)]
+  scale = jnp.array([0.25], jnp.float32)
+  run = dict(run, scale=scale, out_dtype=jnp.float32)
+  dw = grouped_matmul_dw(*copies, jnp.array(sizes), **run)
+  assert_no_races()
+  assert close(dw, 0.25 * reference.grouped_matmul_dw(x, dy, sizes), 1e-6)
+
+
+def test_eight_bits_come_out_as_bfloat16():
+  x, w = operand(0, 128, 128, dtype=E4M3), operand(1, 1, 128, 128, dtype=E4M3)
+  make = functools.partial(grouped_matmul, transpose_w=True)
+  assert jax.eval_shape(make, x, w, jnp.array([128])).dtype == jnp.bfloat16
+  assert jax.eval_shape(grouped_matmul_dw, x, x, jnp.array([1])).dtype == jnp.bfloat16
+
+
+def test_aligned_rows():
+  x = jnp.arange(1, 15, dtype=jnp.float32)[:, None]
+  got = align_rows(x, jnp.array([3, 0, 4, 5]), 4)[:, 0]
+  want = [1, 2, 3, 0, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+  np.testing.assert_array_equal(got, want + [0] * (got.size - len(want)))
+  assert got.size == (14 // 4 + 4) * 4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_swiglu(keep):
+  sizes, m, k, f = GROUPS["ragged"], 264, 128, 128
+  x = operand(0, m, k, rows=sum(sizes))
+  gate, up = (operand(s, len(sizes), k, f) / 8 for s in (1, 2))
+  w = interleave(gate, up, 64)
+  # Two results of one and of two stripes, which end at different slots.
+  run = dict(tiling=Tiling(**SMALL | dict(slots=3)), interpret=SIMULATOR)
+  got = grouped_swiglu(x, w, jnp.array(sizes), keep=keep, **run)
+  assert_no_races()
+  g, u = (reference.grouped_matmul(x, a, sizes) for a in (gate, up))
+  h, *kept = got if keep else (got,)
+  assert close(h, g / (1 + np.exp(-g)) * u, 4e-3)
+  if keep:
+    assert close(kept[0], reference.grouped_matmul(x, w, sizes), 4e-3)
+
+
+PRODUCTION = {
+  "slots": dict(stages=3, slots=4, short="group"),
+  "lhs": dict(share="lhs"),
+  "all": VARIANTS["all"],
+}
+
+
+@pytest.mark.parametrize("changes", PRODUCTION.values(), ids=PRODUCTION.keys())
+def test_lowers_for_cuda(changes):
+  """The layouts, the tile sizes and the shared memory fit an H200 at production shapes."""
+  tiling = Tiling(**changes)
+  m, k, n, num_groups = 65536, 2048, 1024, 64
+  struct = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+  sizes = struct(num_groups, dtype=jnp.int32)
+
+  def kernels(x, w, dy, sizes):
+    y = grouped_matmul(x, w, sizes, tiling=tiling)
+    dx = grouped_matmul(dy, w, sizes, transpose_w=True, tiling=tiling)
+    h = grouped_swiglu(x, w, sizes, keep=True, tiling=tiling)
+    return y, dx, h, grouped_matmul_dw(x, dy, sizes, tiling=tiling)
+
+  operands = struct(m, k), struct(num_groups, k, n), struct(m, n), sizes
+  lowered = jax.jit(kernels).trace(*operands).lower(lowering_platforms=("cuda",))
+  assert lowered.as_text().count("@mosaic_gpu") == 4
+
+
+def test_eight_bits_lower_for_cuda():
+  tiling = Tiling(**VARIANTS["all"] | dict(block_k=128))
+  m, k, n, num_groups = 65536, 2048, 1024, 64
+  struct = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+  operands = (
+    struct(E4M3, m, k),
+    struct(E4M3, num_groups, n, k),
+    struct(E5M2, m, n),
+    struct(E4M3, num_groups, k, n),
+    struct(jnp.int32, num_groups),
+    struct(jnp.float32, 1),
+  )
+
+  def kernels(x, w_t, dy, w, sizes, scale):
+    run = dict(tiling=tiling, scale=scale)
+    y = grouped_matmul(x, w_t, sizes, transpose_w=True, **run)
+    dx = grouped_matmul(dy, w, sizes, transpose_w=True, **run)
+    h = grouped_swiglu(x, w_t, sizes, transpose_w=True, **run)
+    return y, dx, h, grouped_matmul_dw(*(align_rows(a, sizes).T for a in (x, dy)), sizes, **run)
+
+  lowered = jax.jit(kernels).trace(*operands).lower(lowering_platforms=("cuda",))
+  assert lowered.as_text().count("@mosaic_gpu") == 4
+
+
+def test_rejects():
+  x8, w8 = jnp.zeros((128, 128), E4M3), jnp.zeros((2, 128, 128), E4M3)
+  sizes = jnp.zeros(2, jnp.int32)
+  with pytest.raises(ValueError, match="along the contraction"):
+    grouped_matmul(x8, w8, sizes)
+  with pytest.raises(ValueError, match="float8"):
+    grouped_matmul(x8.astype(jnp.bfloat16), w8, sizes, transpose_w=True)
+  with pytest.raises(ValueError, match="scale"):
+    grouped_matmul(x8, w8, sizes, transpose_w=True, scale=jnp.ones(3))
+  with pytest.raises(ValueError, match="multiple of 128"):
+    grouped_matmul(x8[:, :64], w8[:, :64], sizes)
+  with pytest.raises(ValueError, match="gate and up"):
+    grouped_swiglu(x8.astype(jnp.bfloat16), w8.astype(jnp.bfloat16), sizes)
+  for bad in (dict(lead=4), dict(share="x"), dict(short=""), dict(share="rhs", num_blocks=3)):
+    with pytest.raises(ValueError, match="Tiling"):
+      Tiling(**bad)

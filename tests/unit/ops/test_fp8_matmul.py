@@ -1,0 +1,170 @@
+"""The 8-bit matmul: within what the rounding of its operands explains, and really 8 bits."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ats_jax.ops.fp8_matmul import E4M3, E5M2, Amax, History, fp8_matmul, quantise
+
+# Half a unit in the last place, relative, and half the distance of the smallest numbers.
+ROUNDING = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def cast_error(x, dtype, amax):
+  """An upper bound of |quantised x - x| for each element, in float64."""
+  scale = 2.0 ** np.ceil(np.log2(amax / LARGEST[dtype]) + 1e-9) if amax else 1.0
+  relative, absolute = ROUNDING[dtype]
+  return np.maximum(relative * np.abs(x), absolute * scale)
+
+
+def product_bound(a, da, b, db, result_bits):
+  """An upper bound of the error of a @ b whose operands are off by da and db."""
+  a, b = np.abs(a), np.abs(b)
+  operands = da @ b + a @ db + da @ db
+  sums = a.shape[1] * 2.0**-24 * ((a + da) @ (b + db))
+  return (operands + sums) * (1 + 2.0**-result_bits) + 2.0**-result_bits * (a @ b)
+
+
+def random(seed, *shape, scale=1.0):
+  x = np.random.default_rng(seed).standard_normal(shape) * scale
+  return jnp.asarray(x, jnp.float32)
+
+
+@jax.jit
+def value_and_gradients(x, w, dy, amax=None):
+  y, pull = jax.vjp(fp8_matmul, x, w, amax)
+  return y, *pull(dy)
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(
+  st.integers(0, 100), *[st.sampled_from([1e-9, 1e-4, 0.02, 1.0, 300.0, 1e8]) for _ in range(3)]
+)
+def test_errors_are_those_of_the_casts(seed, size_x, size_w, size_dy):
+  x, w = random(seed, 32, 48, scale=size_x), random(seed + 1, 48, 16, scale=size_w)
+  dy = random(seed + 2, 32, 16, scale=size_dy)
+  y, dx, dw, _ = value_and_gradients(x, w, dy)
+  x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+  ex, ew = (cast_error(a, E4M3, np.abs(a).max()) for a in (x, w))
+  edy = cast_error(dy, E5M2, np.abs(dy).max())
+  for got, want, bound in (
+    (y, x @ w, product_bound(x, ex, w, ew, 24)),
+    (dx, dy @ w.T, product_bound(dy, edy, w.T, ew.T, 24)),
+    (dw, x.T @ dy, product_bound(x.T, ex.T, dy, edy, 24)),
+  ):
+    assert np.all(np.abs(np.asarray(got, np.float64) - want) <= bound)
+
+
+def test_typical_error_is_that_of_three_bits():
+  """Neither of a scale that is off nor of 16-bit operands: about 2.6 % an operand."""
+  x, w, dy = random(0, 256, 512), random(1, 512, 64, scale=0.02), random(2, 256, 64, scale=1e-5)
+  x, w, dy = (a.astype(jnp.bfloat16) for a in (x, w, dy))
+  y, dx, dw, _ = value_and_gradients(x, w, dy)
+  assert y.dtype == dx.dtype == dw.dtype == jnp.bfloat16
+  x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+  for got, want, low, high in (
+    (y, x @ w, 0.03, 0.045),
+    (dx, dy @ w.T, 0.045, 0.07),
+    (dw, x.T @ dy, 0.045, 0.07),
+  ):
+    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+    assert low < error < high
+
+
+def test_numbers_of_eight_bits_multiply_exactly():
+  rng = np.random.default_rng(0)
+  x, w = (jnp.asarray(rng.integers(-15, 16, s) / 4.0, jnp.float32) for s in ((16, 32), (32, 16)))
+  dy = jnp.asarray(rng.integers(-7, 8, (16, 16)) * 8.0, jnp.float32)
+  y, dx, dw, _ = value_and_gradients(x, w, dy)
+  np.testing.assert_array_equal(y, x @ w)
+  np.testing.assert_array_equal(dx, dy @ w.T)
+  np.testing.assert_array_equal(dw, x.T @ dy)
+
+
+def test_any_leading_axes():
+  x, w, dy = random(0, 2, 8, 32), random(1, 32, 16), random(2, 2, 8, 16)
+  y, dx, dw, _ = value_and_gradients(x, w, dy)
+  flat = value_and_gradients(x.reshape(16, 32), w, dy.reshape(16, 16))
+  np.testing.assert_array_equal(y.reshape(16, 16), flat[0])
+  np.testing.assert_array_equal(dx.reshape(16, 32), flat[1])
+  np.testing.assert_array_equal(dw, flat[2])
+
+
+def test_delayed_scaling_reports_what_it_saw_and_uses_what_it_is_told():
+  x, w, dy = random(0, 16, 32), random(1, 32, 16), random(2, 16, 16)
+  told = Amax(*(jnp.float32(2.0**k) for k in (-3, 9, 0)))
+  y, _, _, seen = value_and_gradients(x, w, dy, told)
+  for got, a in zip(seen, (x, w, dy), strict=True):
+    assert got == jnp.max(jnp.abs(a))
+  rounded = [q.astype(jnp.float32) * s for q, s in (quantise(x, E4M3, told.x),
+                                                   quantise(w, E4M3, told.w))]  # fmt: skip
+  assert jnp.max(jnp.abs(rounded[0])) <= 2 * told.x  # saturated
+  np.testing.assert_allclose(y, rounded[0] @ rounded[1], rtol=1e-5, atol=1e-5)
+
+
+def test_delayed_scaling_becomes_current_scaling():
+  """Once the history has seen tensors of this size, the results are the same bit by bit."""
+  x, w, dy = random(0, 16, 32), random(1, 32, 16, scale=0.02), random(2, 16, 16, scale=1e-6)
+  history, want = History.empty(4), value_and_gradients(x, w, dy)
+  for step in range(2):
+    got = value_and_gradients(x, w, dy, history.amax())
+    history = history.push(got[3])
+    same = all(np.array_equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+    assert same == (step == 1)
+
+
+def test_history_forgets_and_skips_what_is_not_finite():
+  history = History.empty(3)
+  for value in (5.0, 1.0, 2.0, np.inf, 3.0):
+    history = history.push(Amax(*[jnp.float32(value)] * 3))
+  np.testing.assert_array_equal(history.x, [3.0, 2.0, 1.0])
+  assert history.amax().dy == 3.0
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_quantise_at_the_edges(dtype):
+  for amax in (448.0, 57344.0, 1.0, 3e-5, 449.0):
+    x = jnp.array([amax, -amax, 2 * amax * 57344, 0.0])
+    q, scale = quantise(x, dtype, jnp.float32(amax))
+    values = np.asarray(q, np.float64) * float(scale)
+    assert np.log2(scale) % 1 == 0
+    assert abs(values[0] - amax) <= cast_error(amax, dtype, amax)
+    assert values[1] == -values[0]
+    assert values[2] == LARGEST[dtype] * scale  # saturates
+    assert values[3] == 0
+  q, scale = quantise(jnp.array([1.0, np.inf, np.nan]), dtype, jnp.float32(0))
+  assert scale == 1
+  assert np.isnan(np.asarray(q, np.float32)).tolist() == [False, True, True]
+
+
+def test_an_overflow_is_not_hidden():
+  x = random(0, 16, 16).at[3, 2].set(np.inf)
+  y = fp8_matmul(x, random(1, 16, 16))
+  assert np.isnan(y[3]).all()
+
+
+def test_all_three_matmuls_are_lowered_in_eight_bits():
+  bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  loss = lambda x, w: fp8_matmul(x, w).astype(jnp.float32).sum()
+  traced = jax.jit(jax.grad(loss, (0, 1))).trace(bf16(64, 128), bf16(128, 32))
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  kinds = sorted(
+    tuple(kind.lower() for kind in re.findall(r"E[45]M[23]", line.partition(" -> ")[0]))
+    for line in text.splitlines()
+    if "dot_general" in line
+  )
+  # The value of y is not used by this gradient, so its matmul may be gone.
+  assert kinds[-2:] == [("e4m3", "e5m2"), ("e5m2", "e4m3")]
+  assert all(len(kind) == 2 for kind in kinds)
+
+
+def test_rejects_odd_sizes():
+  for x, w in (((15, 16), (16, 16)), ((16, 24), (24, 16)), ((16, 16), (16, 8))):
+    with pytest.raises(ValueError, match="multiple of 16"):
+      fp8_matmul(jnp.zeros(x), jnp.zeros(w))

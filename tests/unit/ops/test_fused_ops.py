@@ -1,0 +1,183 @@
+"""SwiGLU, RMSNorm, RoPE, routing and AdamW: values and gradients against numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ats_jax.ops.adamw import Rates, adamw, clip_scale
+from ats_jax.ops.rms_norm import rms_norm
+from ats_jax.ops.rope import rope, rope_table
+from ats_jax.ops.routing import Rule, route
+from ats_jax.ops.swiglu import swiglu
+
+pytestmark = pytest.mark.compat
+
+BF16 = 2.0**-8  # the most that one rounding to bfloat16 changes a number
+
+
+def draw(seed, *shape):
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+def slopes(f, args, i, dy, step=1e-6):
+  """Gradient of sum(f * dy) with respect to argument i, by central differences in float64."""
+  found = np.zeros_like(args[i])
+  for at in np.ndindex(found.shape):
+    ends = []
+    for sign in (1, -1):
+      moved = [a.copy() for a in args]
+      moved[i][at] += sign * step
+      ends.append(np.sum(f(*moved) * dy))
+    found[at] = (ends[0] - ends[1]) / (2 * step)
+  return found
+
+
+def check_gradients(op, f, args, dy, wrt):
+  """The op's gradients in float64 against differences of its definition `f` in numpy."""
+  with jax.enable_x64(True):
+    y, pullback = jax.vjp(op, *(jnp.asarray(a) for a in args))
+    np.testing.assert_allclose(y, f(*args), rtol=1e-12, atol=1e-12)
+    grads = pullback(jnp.asarray(dy))
+  for i in wrt:
+    np.testing.assert_allclose(grads[i], slopes(f, args, i, dy), rtol=1e-6, atol=1e-8)
+
+
+def np_silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def test_swiglu():
+  args = [3 * draw(0, 3, 5), draw(1, 3, 5)]
+  check_gradients(swiglu, lambda g, u: np_silu(g) * u, args, draw(2, 3, 5), wrt=(0, 1))
+
+
+def test_swiglu_of_large_gates_is_finite():
+  gate = jnp.array([-1e4, -90.0, 0.0, 90.0, 1e4])
+  y, pullback = jax.vjp(swiglu, gate, jnp.ones(5))
+  assert np.all(np.isfinite([y, *pullback(jnp.ones(5))]))
+  np.testing.assert_allclose(y, [0, 0, 0, 90, 1e4], atol=1e-30)
+
+
+def test_swiglu_in_bfloat16_is_rounded_once():
+  gate, up = (jnp.asarray(draw(i, 64, 32), jnp.bfloat16) for i in (0, 1))
+  want = np_silu(np.asarray(gate, np.float64)) * np.asarray(up, np.float64)
+  got = swiglu(gate, up)
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1.01 * BF16, atol=1e-30)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm(eps):
+  define = lambda x, s: x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * s
+  args = [draw(0, 2, 3, 5), draw(1, 5)]
+  op = lambda x, s: rms_norm(x, s, eps=eps)
+  check_gradients(op, define, args, draw(2, 2, 3, 5), wrt=(0, 1))
+
+
+def test_gradient_of_a_norm_scale_is_summed_in_float32():
+  """In bfloat16 a sum of 4096 ones stops at 256."""
+  x = jnp.ones((4096, 8), jnp.bfloat16)
+  grad = jax.grad(lambda s: rms_norm(x, s, eps=0.0).astype(jnp.float32).sum())(jnp.ones(8))
+  np.testing.assert_allclose(grad, 4096)
+
+
+def test_rope_turns_gradients_back():
+  positions = jnp.asarray([[0, 1, 5], [7, 8, 2]])
+  with jax.enable_x64(True):
+    table = tuple(np.asarray(t, np.float64) for t in rope_table(positions, 6, 100.0))
+
+  def define(x):
+    cos, sin = table
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+  op = lambda x: rope(x, tuple(jnp.asarray(t) for t in table))
+  check_gradients(op, define, [draw(0, 2, 3, 2, 6)], draw(1, 2, 3, 2, 6), wrt=(0,))
+
+
+def np_route(logits, selection, rule):
+  """One token at a time."""
+  columns = np.argsort(-selection, axis=-1, kind="stable")[..., : rule.top_k]
+  exp = np.exp(logits - logits.max(-1, keepdims=True))
+  scores = 1 / (1 + np.exp(-logits))
+  if rule.score == "softmax":
+    scores = exp / exp.sum(-1, keepdims=True)
+  weights = np.take_along_axis(scores, columns, -1)
+  if rule.renormalize:
+    weights = weights / weights.sum(-1, keepdims=True)
+  return columns, rule.scale * weights
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_routing(score, renormalize, top_k):
+  rule = Rule(top_k, score, renormalize, 2.5)
+  logits, bias = draw(0, 2, 3, 7), draw(1, 7)
+  valid = np.array([[True, True, False], [True, False, True]])
+  selection = logits + bias
+  selection[0, 1, :2] = selection[0, 1].max() + 1  # equals: the lower column first
+  columns, _ = np_route(logits, selection, rule)
+  with jax.enable_x64(True):
+    got_columns, _, load = route(logits, selection, valid, rule)
+  np.testing.assert_array_equal(got_columns, columns)
+  want_load = [
+    np.bincount(columns[b][valid[b]].ravel(), minlength=7) for b in range(valid.shape[0])
+  ]
+  np.testing.assert_array_equal(load, want_load)
+  op = lambda logits: route(logits, jnp.asarray(selection), jnp.asarray(valid), rule)[1]
+  define = lambda logits: np_route(logits, selection, rule)[1]
+  check_gradients(op, define, [logits], draw(2, 2, 3, top_k), wrt=(0,))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_routing_where_all_scores_vanish(score):
+  logits = jnp.full((1, 2, 4), -1e30)
+  f = lambda x: route(x, x, jnp.ones((1, 2), bool), Rule(2, score, True, 1.0))[1].sum()
+  assert np.all(np.isfinite(jax.grad(f)(logits)))
+
+
+@pytest.mark.parametrize("moments", [jnp.float32, jnp.bfloat16])
+def test_adamw_follows_optax_and_its_definition(moments):
+  b1, b2, eps, decay, lr, max_norm, steps = 0.9, 0.95, 1e-8, 0.1, 1e-2, 0.5, 4
+  constants = dict(b1=b1, b2=b2, eps=eps, weight_decay=decay)
+  param = draw(0, 6, 5)
+  got = [jnp.asarray(param, jnp.float32), *[jnp.zeros((6, 5), moments)] * 2]
+  want = [param.copy(), np.zeros((6, 5)), np.zeros((6, 5))]
+  tx = optax.chain(
+    optax.clip_by_global_norm(max_norm), optax.adamw(lr, b1, b2, eps, 0.0, None, decay)
+  )
+  by_optax = jnp.asarray(param, jnp.float32)
+  opt_state = tx.init(by_optax)
+  for step in range(1, steps + 1):
+    grad = draw(step, 6, 5) * (0.01 if step == 2 else 1.0)  # one that needs no clipping
+    norm, clip = clip_scale([jnp.asarray(grad, jnp.float32)], max_norm)
+    rates = Rates(clip, lr, 1 - b1**step, 1 - b2**step)
+    updated = adamw(got[0], jnp.asarray(grad, jnp.float32), *got[1:], rates, **constants)
+    got = list(updated[:3])
+
+    true_norm = np.sqrt((grad**2).sum())
+    assert float(norm) == pytest.approx(true_norm, rel=1e-6)
+    g = grad * min(1.0, max_norm / true_norm)
+    p, m, v = want
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+    direction = m / (1 - b1**step) / (np.sqrt(v / (1 - b2**step)) + eps) + decay * p
+    want = [p - lr * direction, m, v]
+
+    updates, opt_state = tx.update(jnp.asarray(grad, jnp.float32), opt_state, by_optax)
+    by_optax = optax.apply_updates(by_optax, updates)
+    if moments == jnp.float32:
+      assert float(updated.squares) == pytest.approx((direction**2).sum(), rel=1e-5)
+  rtol = 1e-5 if moments == jnp.float32 else 4 * BF16
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=rtol, atol=rtol * 0.1)
+  assert [a.dtype for a in got] == [jnp.float32, moments, moments]
+  if moments == jnp.float32:
+    np.testing.assert_allclose(got[0], by_optax, rtol=1e-5, atol=1e-7)
+
+
+def test_nothing_is_clipped_with_max_norm_0():
+  norm, clip = clip_scale({"a": jnp.full(4, 50.0), "b": jnp.zeros(3)}, 0.0)
+  assert (float(norm), float(clip)) == (100.0, 1.0)
