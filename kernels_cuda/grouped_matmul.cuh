@@ -177,13 +177,13 @@ __device__ inline void multiply_tile(const T* a, int64_t a_width, const T* b, in
   for (int step = 0; step < steps; ++step) {
     left.load(left_next, read, 1);
     right.load(right_next, read + A::kBytes, 1);
-    // Into the stage of the step before, which all warps have read at the last barrier.
+    // Into the stage of the step before, which all warps had read by the last barrier.
     if (step + kStages - 1 < steps) {
       left.copy(write);
       right.copy(write + A::kBytes);
     }
     commit_copies();
-    write = write + kStage == end ? begin : write + kStage;
+    write = read;
     read = read + kStage == end ? begin : read + kStage;
     multiply_fragments<T>(sums, left_now, right_now);
     wait_for_copies<kStages - 2>();  // the next step's copies have arrived

@@ -3,6 +3,7 @@
   python -m kernels_cuda.measure            # all; about two minutes on an H200
   python -m kernels_cuda.measure --small    # odd little shapes, checks only (for compute-sanitizer)
   python -m kernels_cuda.measure --only=rms_norm,route
+  python -m kernels_cuda.measure --only=grouped_matmul
 
 A line with "check" says whether the values are right: relative Frobenius error against float32, of
 the kernel and of XLA in the same dtype, and whether a second run gave the same bits. A line with
@@ -19,8 +20,18 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kernels_cuda import adamw, library, reference, rms_norm, routing, rows, swiglu
+from kernels_cuda import (
+  adamw,
+  grouped_matmul,
+  library,
+  reference,
+  rms_norm,
+  routing,
+  rows,
+  swiglu,
+)
 
 EPS = 1e-5
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -33,6 +44,15 @@ SMALL = {"d72 E12 K3 f40": (333, 72, 12, 3, 40, 37), "d2056 E200 K8": (70, 2056,
 ADAM_LEAVES = [(16, 2048, 8192), (16, 2048, 2048), (128256, 2048), (16, 2048), (2048,)]
 SMALL_LEAVES = [(3, 50, 7), (1,), (1001,)]
 ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}
+# rows, groups, d_in, d_out, kind of sizes
+MATMULS = [
+  (65536, 8, 2048, 5632, "uneven"),
+  (65536, 64, 2048, 1024, "uneven"),
+  (65536, 16, 2048, 2816, "one has 90 %"),
+  (65536, 64, 2048, 1024, "a third empty"),
+  (65536, 128, 2048, 768, "uneven"),
+]
+SMALL_MATMULS = [(2999, 12, 136, 264, "a third empty"), (70, 5, 8, 520, "uneven")]
 failures = []
 
 
@@ -367,6 +387,63 @@ def measure_adamw(leaves, stream):
     )
 
 
+def group_sizes(rows, groups, kind):
+  """Sizes whose sum is a little less than `rows`, as Python integers."""
+  share = np.random.default_rng(0).dirichlet(np.full(groups, 5.0))
+  if kind == "one has 90 %":
+    share = np.array([0.9] + [0.1 / (groups - 1)] * (groups - 1))
+  if kind == "a third empty":
+    share[::3] = 0
+  return tuple(int(size) for size in share / share.sum() * (rows - 3))
+
+
+def measure_grouped_matmul(num_rows, groups, d_in, d_out, kind, timed):
+  """All three products, NaN past the last group; timed beside one cuBLAS batch of equal groups."""
+  sizes = group_sizes(num_rows, groups, kind)
+  sizes_E = jnp.array(sizes, jnp.int32)
+  x, w = normal(0, num_rows, d_in), normal(1, groups, d_in, d_out)
+  dy = normal(2, num_rows, d_out)
+  past = (jnp.arange(num_rows) >= sum(sizes))[:, None]
+  poison = lambda a: jnp.where(past, jnp.nan, a)
+  ours, dw = grouped_matmul.grouped_matmul, grouped_matmul.grouped_matmul_dw
+  # name: kernel, its arguments, the judge, the batch
+  products = {
+    "grouped_matmul": (ours, (x, w), reference.grouped_matmul, "EMD,EDF->EMF"),
+    "grouped_matmul input gradient": (
+      functools.partial(ours, transpose_w=True),
+      (dy, w),
+      functools.partial(reference.grouped_matmul, transpose_w=True),
+      "EMF,EDF->EMD",
+    ),
+    "grouped_matmul_dw": (dw, (x, dy), reference.grouped_matmul_dw, "EMD,EMF->EDF"),
+  }
+  shape = f"{num_rows} x {d_in} x {d_out} E{groups} {kind}"
+  for op, (kernel, args, judge, formula) in products.items():
+    by_group = list if kernel is dw else lambda y: reference.split_rows(y, sizes)
+    for block_n in grouped_matmul.BLOCK_N:
+      ours_by_group = lambda a, b, f=kernel, n=block_n, g=by_group: g(f(a, b, sizes_E, block_n=n))
+      name = f"{op} block_n={block_n}"
+      poisoned = (poison(args[0]), poison(args[1]) if args[1] is dy else args[1])
+      check(name, shape, ours_by_group, functools.partial(judge, sizes=sizes), poisoned)
+    if not timed:
+      continue
+    cut = lambda a: a if a is w else a.reshape(groups, num_rows // groups, -1)
+    batch = functools.partial(jnp.einsum, formula)
+    base = seconds(batch, [tuple(cut(a) for a in args)])
+    for block_n in grouped_matmul.BLOCK_N:
+      run = lambda a, b, f=kernel, n=block_n: f(a, b, sizes_E, block_n=n)
+      took = seconds(run, [args])
+      emit(
+        time=op,
+        shape=shape,
+        variant=f"cuda block_n={block_n}",
+        us=round(took * 1e6, 2),
+        tflops=round(2 * num_rows * d_in * d_out / took / 1e12, 1),
+        batch_us=round(base * 1e6, 2),
+        share_of_batch=round(base / took, 3),
+      )
+
+
 OPS = {
   "rms_norm": measure_rms_norm,
   "swiglu": measure_swiglu,
@@ -379,7 +456,9 @@ def main(argv=None) -> int:
   """Run; see the top of the file."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--small", action="store_true", help="odd little shapes, checks only")
-  parser.add_argument("--only", default=",".join([*OPS, "adamw"]), help="comma-separated ops")
+  parser.add_argument(
+    "--only", default=",".join([*OPS, "adamw", "grouped_matmul"]), help="comma-separated ops"
+  )
   options = parser.parse_args(argv)
   start = time.perf_counter()
   library.ensure_loaded()
@@ -392,6 +471,10 @@ def main(argv=None) -> int:
   for op in wanted:
     if op == "adamw":
       measure_adamw(SMALL_LEAVES if options.small else ADAM_LEAVES, stream)
+      continue
+    if op == "grouped_matmul":
+      for shape in SMALL_MATMULS if options.small else MATMULS:
+        measure_grouped_matmul(*shape, timed=not options.small)
       continue
     for name, shape in (SMALL if options.small else SHAPES).items():
       OPS[op](name, shape, stream)

@@ -4,6 +4,7 @@ Letters as in the kernels' modules.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -123,3 +124,26 @@ def _adamw(
 def adamw(params, grads, mu, nu, *, steps, learning_rate, decays, **settings):
   """As `adamw.adamw`: new parameters, moments, norm."""
   return _adamw(params, grads, mu, nu, steps, learning_rate, tuple(decays), **settings)
+
+
+def grouped_matmul(x_MD, w_EDF, sizes, transpose_w=False):
+  """As `grouped_matmul.grouped_matmul`, but a list: the rows of each group, then the rest.
+
+  `sizes` are Python integers, so XLA has one matmul a group.
+  """
+  formula = "MD,FD->MF" if transpose_w else "MD,DF->MF"
+  product = functools.partial(jnp.einsum, formula, precision="highest")
+  *groups, rest = split_rows(x_MD, sizes)
+  zeros_RF = jnp.zeros((len(rest), w_EDF.shape[1 if transpose_w else 2]), x_MD.dtype)
+  return [product(x, w) for x, w in zip(groups, w_EDF, strict=True)] + [zeros_RF]
+
+
+def grouped_matmul_dw(x_MD, dy_MF, sizes):
+  """As `grouped_matmul.grouped_matmul_dw`, but a list of groups."""
+  pairs = zip(split_rows(x_MD, sizes)[:-1], split_rows(dy_MF, sizes)[:-1], strict=True)
+  return [jnp.einsum("MD,MF->DF", x, dy, precision="highest") for x, dy in pairs]
+
+
+def split_rows(x_MD, sizes):
+  """The rows of each group, and those past the last one."""
+  return jnp.split(x_MD, list(itertools.accumulate(sizes)))

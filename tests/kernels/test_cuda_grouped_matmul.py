@@ -154,6 +154,17 @@ def test_what_the_weight_gradient_does_not_take():
     grouped_matmul_dw(x, x, sizes[None])
 
 
+def test_a_library_for_older_gpus_is_refused():
+  """Its kernels would be empty."""
+  x, w, _, sizes, _ = make(8, 8, 8, [8])
+  cuda_host.host_library().set_compiled_for(75)
+  try:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"capability 8\.0.*compiled for 75"):
+      jax.block_until_ready(grouped_matmul(x, w, sizes))
+  finally:
+    cuda_host.host_library().set_compiled_for(80)
+
+
 @pytest.mark.parametrize("target", ["80", pytest.param("90", marks=pytest.mark.slow)])
 def test_nvcc_spills_no_registers(target, tmp_path):
   try:

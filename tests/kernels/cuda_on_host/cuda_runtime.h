@@ -62,6 +62,8 @@ inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream
   return std::memset(at, value, bytes), cudaSuccess;
 }
 
+inline int compiled_for = 80;
+
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
 struct cudaFuncAttributes {
@@ -70,7 +72,7 @@ struct cudaFuncAttributes {
 
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel*) {
-  return of->ptxVersion = 80, cudaSuccess;
+  return of->ptxVersion = compiled_for, cudaSuccess;
 }
 
 template <class Kernel>
@@ -261,6 +263,10 @@ T from_bits(uint64_t bits) {
 
 extern "C" inline void __attribute__((used, visibility("default"))) set_order(int order) {
   host::order = static_cast<host::Order>(order);
+}
+
+extern "C" inline void __attribute__((used, visibility("default"))) set_compiled_for(int target) {
+  compiled_for = target;
 }
 
 inline void __syncthreads() { host::barrier(); }
