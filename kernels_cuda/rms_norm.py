@@ -12,7 +12,7 @@ from kernels_cuda.checks import call, expect, expect_packs, like
 
 MAX_WIDTH = 8192
 # Blocks of the backward pass, each with a partial sum of dscale: two a multiprocessor of an H200.
-NUM_PARTIALS = 264
+NUM_PARTIALS = 528
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

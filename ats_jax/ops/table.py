@@ -43,12 +43,13 @@ class Op:
 
 
 FORWARD_BACKWARD = ("forward", "backward")
+UNMEASURED = "not measured yet"
 
 
-def cuda(obstacle: Callable[[Config, Device], str], **where: str) -> Kernel:
+def cuda(obstacle: Callable[[Config, Device], str], why: str = UNMEASURED, **where: str) -> Kernel:
   """One of `kernels_cuda`; slot="module:function" there."""
   where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
-  return Kernel("cuda", where, default=(), why="not measured yet", obstacle=obstacle)
+  return Kernel("cuda", where, default=(), why=why, obstacle=obstacle)
 
 
 OPS: dict[str, Op] = {
@@ -89,16 +90,37 @@ OPS: dict[str, Op] = {
   ),
   "swiglu": Op(
     FORWARD_BACKWARD,
-    (cuda(obstacles.cuda_swiglu, forward="swiglu:swiglu", backward="swiglu:swiglu_backward"),),
+    (
+      cuda(
+        obstacles.cuda_swiglu,
+        "0.88 to 0.98 of XLA's speed on an H200",
+        forward="swiglu:swiglu",
+        backward="swiglu:swiglu_backward",
+      ),
+    ),
   ),
   "rms_norm": Op(
     FORWARD_BACKWARD,
-    (cuda(obstacles.cuda_rms_norm, forward="rms_norm:forward", backward="rms_norm:backward"),),
+    (
+      cuda(
+        obstacles.cuda_rms_norm,
+        "forward 0.78 to 1.04, backward 1.27 to 1.29 of XLA's speed on an H200, not yet in a step",
+        forward="rms_norm:forward",
+        backward="rms_norm:backward",
+      ),
+    ),
   ),
   "rope": Op(FORWARD_BACKWARD),
   "routing": Op(FORWARD_BACKWARD, (cuda(obstacles.cuda_routing, forward="routing:choose"),)),
   "sort_by_expert": Op(
-    ("forward",), (cuda(obstacles.cuda_routing, forward="routing:sort_choices"),)
+    ("forward",),
+    (
+      cuda(
+        obstacles.cuda_routing,
+        "15 times XLA's speed on an H200, not yet measured in a step",
+        forward="routing:sort_choices",
+      ),
+    ),
   ),
   "take_rows": Op(
     FORWARD_BACKWARD,
