@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TIMEOUT_SECS = 120
+TIMEOUT_SECS = 300
 
 # Its processes are forked from one that has imported the libraries: 0.2 s each instead of 3 s.
 _FORKSERVER = multiprocessing.get_context("forkserver")

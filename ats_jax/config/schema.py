@@ -120,7 +120,7 @@ class MoEConfig:
   )
   bias_rate: float = setting(
     0.005,
-    "step of the selection bias, in logits; up to 0.1 while a router is collapsed",
+    "step of the selection bias, in logits; up to 0.15 while a router is collapsed",
     low=0.0,
     high=1.0,
   )

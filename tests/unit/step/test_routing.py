@@ -17,7 +17,7 @@ from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import Totals, bias_rate, routing_loss, set_buffers, totals
+from ats_jax.step.routing import RESCUE_RATE, Totals, bias_rate, routing_loss, set_buffers, totals
 from ats_jax.step.train_step import sums_and_grads
 
 SMALL = {
@@ -225,7 +225,7 @@ def test_totals_count_no_padding(mesh):
 def test_the_bias_is_faster_in_a_collapsed_layer(given):
   cfg = tiny_config(SMALL | {"moe.bias_rate": given})
   violation = jnp.array([0.0, 1.0, 1.125, 1.25, 3.0])
-  fast = max(given, 0.1)
+  fast = max(given, RESCUE_RATE)
   want = [given, given, (given + fast) / 2, fast, fast]
   np.testing.assert_allclose(bias_rate(cfg, jnp.int32(0), violation), want, rtol=1e-6)
 
