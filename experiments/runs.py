@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from ml_collections import ConfigDict
 
 from ats_jax.config import from_config_dict
@@ -70,6 +71,8 @@ def run(
       rows.append(metrics.values)
       if step % WINDOW == 0:
         rows = jax.device_get(rows)
+        if step % max(WINDOW, cfg.num_steps // 20) < WINDOW:
+          logging.info("step %d: loss %.3f", step, np.mean([r[0] for r in rows[-WINDOW:]]))
         times.append((time.perf_counter() - began) / WINDOW)
         began = time.perf_counter()
     scores = score(plan, state.weights, valid_set, cfg.num_steps) if valid_set.num_rows else {}
