@@ -92,7 +92,7 @@ def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) 
 def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
   """Step of the selection bias in logits.
 
-  A slow bias is the better teacher (docs/moe.md), but takes long to undo a collapse: above a
+  A slow bias does not follow the noise of batches, but takes long to undo a collapse: above a
   violation of 1 the rate rises, to `RESCUE_RATE` at 1.25.
 
   Args:
