@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kernels_cuda.checks import call, expect, expect_packs, like
 
 MAX_WIDTH = 8192
-# Blocks of the backward pass, each with a partial sum of dscale: two a multiprocessor of an H200.
+# Blocks of the backward pass, each with a partial sum of dscale: four a multiprocessor of an H200.
 NUM_PARTIALS = 528
 
 

@@ -113,7 +113,13 @@ def test_the_model_names_no_mesh_axis(path):
 
 SOURCES = sorted(
   p
-  for folder in (PACKAGE, ROOT / "configs", ROOT / "tests", *ROOT.glob("kernels_*"))
+  for folder in (
+    PACKAGE,
+    ROOT / "configs",
+    ROOT / "experiments",
+    ROOT / "tests",
+    *ROOT.glob("kernels_*"),
+  )
   for p in folder.rglob("*.py")
 )
 
