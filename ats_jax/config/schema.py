@@ -397,6 +397,18 @@ class SampleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class OrchestratorConfig:
+  """What watches the run and steps in."""
+
+  mode: str = setting(
+    "off",
+    "nothing, or measure and report, or also act",
+    choices=("off", "observe", "act"),
+  )
+  check_interval: int = setting(100, "updates between two looks of the supervisor", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run."""
 
@@ -420,3 +432,4 @@ class Config:
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
   sample: SampleConfig = SampleConfig()
+  orchestrator: OrchestratorConfig = OrchestratorConfig()

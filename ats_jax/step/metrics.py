@@ -39,6 +39,18 @@ MOD_METRICS = (
   "mod/agreement",  # share of tokens for which training's choice and the causal rule agree
   "mod/gate",  # weight of a token that goes through
 )
+REFLEX_METRICS = (
+  "reflex/z_loss",  # sigmas of the loss
+  "reflex/z_grad",  # of the logarithm of the gradient's norm
+  "reflex/z_update",  # of the logarithm of the update's norm over the learning rate
+  "reflex/grad_scale",  # what the gradient was multiplied with
+  "reflex/update_scale",  # what the update was multiplied with
+  "reflex/skipped",  # 1 = the update was not made
+  "reflex/bucket",
+  "reflex/cusum",
+  "reflex/broken",  # steps in a row with a loss or gradient that is not finite
+  "reflex/held",  # updates in a row that were shrunk
+)
 
 
 class StepMetrics(NamedTuple):
@@ -59,11 +71,16 @@ class StepMetrics(NamedTuple):
 def metric_names(cfg: Config) -> tuple[str, ...]:
   """Names of `StepMetrics.values`, in order."""
   moe = MOE_METRICS if cfg.moe.num_experts else ()
-  return METRICS + moe + (MOD_METRICS if cfg.mod.routing != "none" else ())
+  mod = MOD_METRICS if cfg.mod.routing != "none" else ()
+  return METRICS + moe + mod + (REFLEX_METRICS if cfg.orchestrator.mode != "off" else ())
 
 
 def step_metrics(
-  cfg: Config, model: Decoder, stats: StackStats, scalars: tuple[jax.Array, ...]
+  cfg: Config,
+  model: Decoder,
+  stats: StackStats,
+  scalars: tuple[jax.Array, ...],
+  reflex: tuple[jax.Array, ...] = (),
 ) -> StepMetrics:
   """Put a step's metrics together.
 
@@ -72,6 +89,7 @@ def step_metrics(
     model: as the step left it.
     stats: of the whole batch.
     scalars: values of `METRICS`.
+    reflex: values of `REFLEX_METRICS`.
   """
   values, layers = list(scalars), {}
   for wanted, find in (
@@ -81,6 +99,7 @@ def step_metrics(
     if wanted:
       more, arrays = find(cfg, model, stats)
       values, layers = values + more, layers | arrays
+  values += [x.astype(jnp.float32) for x in reflex]
   return StepMetrics(jnp.stack(values), layers)
 
 

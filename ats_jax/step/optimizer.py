@@ -9,7 +9,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.ops.adamw import Rates, adamw, clip_scale
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import Slots
 
 # Parts of the paths of parameters that are vectors. Their shapes do not tell: layers are stacked.
 VECTORS = (".scale", ".router.offset", ".depth.weight", ".depth.predict_out")
@@ -78,42 +78,18 @@ class Moved(NamedTuple):
   Attributes:
     params: new parameters.
     opt_state: new state.
-    grad_norm: float32, before clipping.
     update_norm: float32, of what was added to the parameters.
   """
 
   params: Any
   opt_state: optax.OptState
-  grad_norm: jax.Array
   update_norm: jax.Array
 
 
-def apply_gradients(
-  cfg: Config,
-  tx: optax.GradientTransformation,
-  params: Any,
-  grads: Any,
-  opt_state: optax.OptState,
-  lr: jax.Array,
-  slots: Slots = XLA,
-) -> Moved:
-  """Move the parameters: by `tx`, or by `fused_adamw` where a kernel is in its slot.
-
-  Args:
-    cfg: the resolved config.
-    tx: made by `build_optimizer`.
-    params: trainable parameters.
-    grads: like them.
-    opt_state: of `tx`.
-    lr: learning rate, scalar.
-    slots: what runs.
-  """
-  if slots.of("adamw", "update") != "xla":
-    return fused_adamw(cfg, params, grads, opt_state, lr, slots)
-  directions, opt_state = tx.update(grads, opt_state, params)
-  move = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
-  moved = jax.tree.map(move, params, directions)
-  return Moved(moved, opt_state, norm(grads), lr * norm(directions))
+def move(params: Any, directions: Any, lr: jax.Array) -> Any:
+  """`params - lr * directions`, in float32, rounded once."""
+  one = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
+  return jax.tree.map(one, params, directions)
 
 
 def fused_adamw(
@@ -128,7 +104,7 @@ def fused_adamw(
   is_adam = lambda state: isinstance(state, AdamState)
   (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
   steps = adam.steps + 1
-  grad_norm, clip = clip_scale(grads, o.grad_clip)
+  _, clip = clip_scale(grads, o.grad_clip)
   rates = Rates(clip, lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
   decays = decay_mask(params, embeddings=o.decay_embeddings)
   leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
@@ -140,7 +116,7 @@ def fused_adamw(
   like = jax.tree.structure(params).unflatten
   new = AdamState(steps, like(mu), like(nu))
   opt_state = jax.tree.map(lambda s: new if is_adam(s) else s, opt_state, is_leaf=is_adam)
-  return Moved(like(param), opt_state, grad_norm, lr * jnp.sqrt(sum(squares)))
+  return Moved(like(param), opt_state, lr * jnp.sqrt(sum(squares)))
 
 
 def norm(tree: Any) -> jax.Array:

@@ -11,6 +11,7 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import Numerics, trainable
+from ats_jax.step.reflex import Control, Reflex
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +25,8 @@ class TrainState:
     opt_state: state of the optax chain.
     ema: averaged weights, or None (`optimizer.ema_decay`).
     key: root of all randomness; never split, only folded with (step, purpose, layer).
+    control: what the supervisor sets; None with `orchestrator.mode=off`.
+    reflex: what the step remembers of earlier ones; None likewise.
   """
 
   step: jax.Array
@@ -31,6 +34,8 @@ class TrainState:
   opt_state: optax.OptState
   ema: Decoder | None
   key: jax.Array
+  control: Control | None = None
+  reflex: Reflex | None = None
 
   @property
   def weights(self) -> Decoder:
@@ -59,7 +64,13 @@ def init_state(
     # float32, or a slow average would stop moving; copied, as the state is donated
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
-    return TrainState(jnp.zeros((), jnp.int32), model, tx.init(trainable(model)), ema, key)
+    state = TrainState(jnp.zeros((), jnp.int32), model, tx.init(trainable(model)), ema, key)
+    if cfg.orchestrator.mode == "off":
+      return state
+    # Past the least of 32, the supervisor is to look before the reflex gives in.
+    bucket = max(32.0, 1.25 * cfg.orchestrator.check_interval)
+    control = Control.new(armed=cfg.orchestrator.mode == "act", bucket=bucket)
+    return dataclasses.replace(state, control=control, reflex=Reflex.new())
 
   key = jax.random.key(cfg.seed)
   return jax.eval_shape(init, key) if abstract else jax.jit(init)(key)

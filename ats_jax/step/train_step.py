@@ -1,5 +1,6 @@
 """One optimizer update."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from ats_jax.ops.cross_entropy import LossSums
 from ats_jax.ops.registry import XLA, Slots
 from ats_jax.step.loss import Batch, loss_sums
 from ats_jax.step.metrics import StepMetrics, step_metrics
-from ats_jax.step.optimizer import apply_gradients, norm
+from ats_jax.step.optimizer import norm
 from ats_jax.step.routing import Totals, routing_loss, rules_at, set_buffers, totals
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import DROPOUT, TrainState
+from ats_jax.step.update import Fault, guarded_update, update
 
 
 def make_train_step(
@@ -27,12 +29,12 @@ def make_train_step(
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
   The state is donated. `rules` are those of the end of the run if left out; `slots` say what runs
-  in the optimizer.
+  in the optimizer; a `fault` is injected by `ats_jax.faults` alone.
   """
   final = rules_at(cfg, cfg.num_steps, training=True)
 
   def train_step(
-    state: TrainState, batch: Batch, rules: Pass = final
+    state: TrainState, batch: Batch, rules: Pass = final, fault: Fault | None = None
   ) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
     key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
@@ -40,24 +42,35 @@ def make_train_step(
 
     params: Any = trainable(state.model)  # optax has no type for "any pytree"
     lr = learning_rate(cfg, state.step)
-    moved = apply_gradients(cfg, tx, params, grads, state.opt_state, lr, slots)
-    model = merge(moved.params, state.model)
+    loss, control, reflex = sums.cross_entropy / whole.counted, state.control, state.reflex
+    if control is None or reflex is None:
+      new = update(cfg, tx, params, grads, state.opt_state, lr, slots, fault)
+    else:
+      new = guarded_update(tx, params, grads, state.opt_state, lr, loss, control, reflex, fault)
+    model = merge(new.params, state.model)
     set_buffers(cfg, model, stats, state.step, rules)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
 
+    moved = (model, new.opt_state, ema)
+    if new.accept is not None:
+      take = functools.partial(jnp.where, new.accept)
+      moved = jax.tree.map(take, moved, (state.model, state.opt_state, state.ema))
+    model, opt_state, ema = moved
+
     scalars = (
-      sums.cross_entropy / whole.counted,
+      loss,
       sums.correct / whole.counted,
       sums.z / whole.counted,
-      moved.grad_norm,
-      moved.update_norm,
+      new.grad_norm,
+      new.update_norm,
       norm(trainable(model)),
       lr,
       whole.counted,
     )
-    metrics = step_metrics(cfg, model, stats, scalars)
-    return TrainState(state.step + 1, model, moved.opt_state, ema, state.key), metrics
+    metrics = step_metrics(cfg, model, stats, scalars, new.report)
+    step = state.step + 1
+    return TrainState(step, model, opt_state, ema, state.key, control, new.reflex), metrics
 
   return jax.jit(train_step, donate_argnums=0, static_argnames="rules")
 

@@ -9,12 +9,12 @@ from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
 
 from ats_jax.ops.registry import XLA
 from ats_jax.step.optimizer import (
-  apply_gradients,
   build_optimizer,
   decay_mask,
   fused_adamw,
   scale_by_adam,
 )
+from ats_jax.step.update import update
 
 # Both compute in float32 and differ in the order of a few operations.
 RTOL, ATOL = 2e-5, 1e-7
@@ -115,16 +115,21 @@ def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
     }
   )
   tx, model = build_optimizer(cfg), make_decoder(cfg)
+
+  def chain(params, grads, state):
+    new = update(cfg, tx, params, grads, state, jnp.float32(LR))
+    return new.params, new.opt_state, new.update_norm
+
   steps = {
-    "chain": jax.jit(lambda p, g, s: apply_gradients(cfg, tx, p, g, s, jnp.float32(LR))),
+    "chain": jax.jit(chain),
     "fused": jax.jit(lambda p, g, s: fused_adamw(cfg, p, g, s, jnp.float32(LR), XLA)),
   }
   found = {}
-  for name, update in steps.items():
+  for name, step_of in steps.items():
     params, state = model, tx.init(model)
     norms = []
     for step in range(4):
-      params, state, *of_step = update(params, gradients(params, step), state)
+      params, state, *of_step = step_of(params, gradients(params, step), state)
       norms.append(of_step)
     found[name] = params, state, norms
   (want, want_state, want_norms), (got, got_state, norms) = found.values()
@@ -132,7 +137,6 @@ def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
   kinds = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
   assert kinds((got, got_state)) == kinds((want, want_state))
   np.testing.assert_allclose(norms, want_norms, rtol=RTOL)
-  assert 0.05 < np.min(norms, axis=0)[0] < 1e6  # the clips above are one that acts and one not
   # Sums in another order may fall on the other side of a rounding to bfloat16.
   rtol, atol = (RTOL, ATOL) if moments == "float32" else (2 * BF16_RTOL, 4 * LR * BF16_RTOL)
   wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)

@@ -1,0 +1,148 @@
+"""From gradients to new parameters: plainly, or guarded by the reflex."""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from ats_jax.config.schema import Config
+from ats_jax.ops.registry import XLA, Slots
+from ats_jax.step.optimizer import fused_adamw, move, norm
+from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
+
+
+class Fault(NamedTuple):
+  """What goes wrong in a step of a fault-injection run (`ats_jax.faults`); float32 scalars.
+
+  Attributes:
+    gradient: multiplies the gradients; may be NaN.
+    rate: multiplies the learning rate, unknown to the schedule.
+  """
+
+  gradient: jax.Array
+  rate: jax.Array
+
+
+class Updated(NamedTuple):
+  """What an update leaves behind.
+
+  Attributes:
+    params: new parameters.
+    opt_state: new state of the optimizer.
+    grad_norm: float32, before clipping.
+    update_norm: float32, of what was added to the parameters, were it accepted.
+    accept: bool, whether to keep this; None = yes.
+    reflex: its new state, or None.
+    report: values of `REFLEX_METRICS`; empty without reflex.
+  """
+
+  params: Any
+  opt_state: optax.OptState
+  grad_norm: jax.Array
+  update_norm: jax.Array
+  accept: jax.Array | None = None
+  reflex: Reflex | None = None
+  report: tuple[jax.Array, ...] = ()
+
+
+def seam(tree: Any) -> Any:
+  """Where the guarded and the plain step part and meet again.
+
+  XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
+  nothing is fused across. On a GPU that would write out what is never in memory otherwise.
+  """
+  return jax.lax.optimization_barrier(tree) if jax.default_backend() == "cpu" else tree
+
+
+def update(
+  cfg: Config,
+  tx: optax.GradientTransformation,
+  params: Any,
+  grads: Any,
+  opt_state: optax.OptState,
+  lr: jax.Array,
+  slots: Slots = XLA,
+  fault: Fault | None = None,
+) -> Updated:
+  """Move the parameters: by `tx`, or by `fused_adamw` where a kernel is in its slot.
+
+  Args:
+    cfg: the resolved config.
+    tx: made by `build_optimizer`.
+    params: trainable parameters.
+    grads: like them.
+    opt_state: of `tx`.
+    lr: learning rate, scalar.
+    slots: what runs.
+    fault: to be injected.
+  """
+  grads, lr = seam((grads, lr))
+  rate = lr
+  if fault is not None:
+    grads, rate = scaled(grads, fault.gradient), lr * fault.rate
+  if slots.of("adamw", "update") != "xla":
+    moved = fused_adamw(cfg, params, grads, opt_state, rate, slots)
+    return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm)
+  directions, opt_state = seam(tx.update(grads, opt_state, params))
+  moved = seam(move(params, directions, rate))
+  return Updated(moved, opt_state, norm(grads), rate * norm(directions))
+
+
+def guarded_update(
+  tx: optax.GradientTransformation,
+  params: Any,
+  grads: Any,
+  opt_state: optax.OptState,
+  lr: jax.Array,
+  loss: jax.Array,
+  control: Control,
+  reflex: Reflex,
+  fault: Fault | None = None,
+) -> Updated:
+  """`update` with the reflex: it may shrink the gradient or the update, or reject the whole.
+
+  Args:
+    tx: made by `build_optimizer`.
+    params: trainable parameters.
+    grads: like them.
+    opt_state: of `tx`.
+    lr: learning rate of the schedule, scalar.
+    loss: cross entropy per token of the batch.
+    control: what the supervisor set.
+    reflex: of the steps before.
+    fault: to be injected.
+  """
+  loss, grads, lr = seam((loss, grads, lr))
+  if fault is not None:
+    grads = scaled(grads, fault.gradient)
+  grad_norm = norm(grads)
+  verdict = judge(reflex, control, loss, grad_norm)
+  grads = seam(scaled(grads, verdict.grad_scale))
+  directions, opt_state = seam(tx.update(grads, opt_state, params))
+  # Over the rate that is known: a change that somebody decided is no surprise.
+  undeclared = 1.0 if fault is None else fault.rate
+  size = undeclared * norm(directions)
+  scale, z_update = govern(reflex, control, size)
+  rate = lr * control.lr_scale * undeclared * scale
+  moved = seam(move(params, directions, rate))
+  after = advance(reflex, verdict, loss, grad_norm, size, scale)
+  report = (
+    verdict.z_loss,
+    verdict.z_grad,
+    z_update,
+    verdict.grad_scale,
+    scale,
+    ~verdict.accept,
+    after.bucket,
+    after.cusum,
+    after.broken,
+    after.held,
+  )
+  return Updated(
+    moved, opt_state, grad_norm, rate * norm(directions), verdict.accept, after, report
+  )
+
+
+def scaled(tree: Any, factor: jax.Array) -> Any:
+  """Every leaf times a scalar, in the leaf's dtype."""
+  return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)

@@ -1,0 +1,216 @@
+"""The reflex: silent on healthy runs, bit for bit; and what it does about each kind of fault."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import micro_batches, tiny_config
+
+from ats_jax.step.metrics import metric_names
+from ats_jax.step.plan import make_plan
+from ats_jax.step.reflex import WARM, Tracker
+from ats_jax.step.update import Fault
+
+FLOOR = 0.1
+
+
+def assert_trees_equal(got, want):
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@jax.jit
+def observe(tracker, x, healthy=True):
+  z = tracker.z(x, FLOOR)
+  return tracker.add(x, jnp.asarray(healthy), FLOOR, memory=0.98, reach=3.0), z
+
+
+def tracked(values):
+  tracker = Tracker.new()
+  for x in values:
+    tracker, _ = observe(tracker, jnp.float32(x))
+  return tracker
+
+
+def test_a_tracker_finds_mean_and_spread():
+  values = np.random.default_rng(0).normal(3.0, 0.5, 2000)
+  tracker = tracked(values)
+  # The weight of the last fifty: the mean's own std is 0.05, that of the std about as much.
+  assert abs(float(tracker.mean) - 3.0) < 0.2
+  assert abs(float(tracker.std(FLOOR)) - 0.5) < 0.15
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(
+  st.lists(
+    st.one_of(st.floats(-10, 10, width=32), st.sampled_from([np.nan, np.inf, -np.inf])),
+    min_size=1,
+    max_size=60,
+  )
+)
+def test_what_is_not_finite_never_enters(values):
+  finite = [x for x in values if np.isfinite(x)]
+  tracker, clean = tracked(values), tracked(finite)
+  assert_trees_equal(tracker, clean)
+  assert np.isfinite(jax.tree.leaves(tracker)).all()
+
+
+def test_one_outlier_moves_the_mean_by_three_sigmas_share_at_most():
+  tracker = tracked(np.random.default_rng(0).normal(0.0, 0.2, 400))
+  hit, z = observe(tracker, jnp.float32(1e6))
+  assert z > 1e5
+  assert abs(float(hit.mean - tracker.mean)) <= 3.0 * float(tracker.std(FLOOR)) * 0.021
+
+
+def test_a_new_level_is_learned_although_every_sample_was_an_outlier():
+  tracker = tracked(np.random.default_rng(0).normal(0.0, 0.1, 400))
+  for _ in range(100):
+    tracker, _ = observe(tracker, jnp.float32(2.0), healthy=False)
+  assert abs(float(tracker.mean) - 2.0) < 0.5
+
+
+# ---- in the step
+
+SMALL = {
+  "num_steps": 200,
+  "model.vocab_size": 64,
+  "data.seq_len": 16,
+  "data.batch_size": 8,
+  "optimizer.learning_rate": 1e-3,
+  "optimizer.warmup_steps": 10,
+}
+
+
+def batch(step, *, noise=False):
+  """Sequences that count, which a model learns quickly; or noise."""
+  rng = np.random.default_rng(step)
+  tokens = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
+  if noise:
+    tokens = rng.integers(0, 64, (8, 17))
+  ones = np.ones((8, 16), np.int32)
+  rows = {
+    "tokens": tokens[:, :-1].astype(np.int32),
+    "targets": tokens[:, 1:].astype(np.int32),
+    "loss_mask": ones.astype(np.float32),
+    "segment_ids": ones,
+    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
+  }
+  return micro_batches(rows, 1)
+
+
+class Run:
+  """A few steps of a tiny model under a mode."""
+
+  def __init__(self, mode, changes=None):
+    cfg = tiny_config(SMALL | {"orchestrator.mode": mode} | (changes or {}))
+    self.plan, self.names = make_plan(cfg), metric_names(cfg)
+    self.state, self.rows, self.step = self.plan.init(), [], 0
+
+  def __call__(self, steps=1, *, noise=False, **fault):
+    given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
+    for _ in range(steps):
+      self.state, metrics = self.plan.train_step(
+        self.state, batch(self.step, noise=noise), fault=given
+      )
+      self.step += 1
+      self.rows.append(dict(zip(self.names, np.asarray(metrics.values), strict=True)))
+    return self.rows[-1]
+
+  @property
+  def weights(self):
+    return jax.tree.map(np.asarray, (self.state.model, self.state.opt_state))
+
+
+@pytest.mark.parametrize(
+  "changes", [{}, {"moe.num_experts": 4, "moe.d_ff": 32}], ids=["dense", "moe"]
+)
+def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
+  runs = {mode: Run(mode, changes) for mode in ("off", "observe", "act")}
+  for run in runs.values():
+    run(WARM + 30)
+  for row in runs["act"].rows:
+    assert row["reflex/skipped"] == 0.0
+    assert row["reflex/grad_scale"] == row["reflex/update_scale"] == 1.0
+  for mode in ("observe", "act"):
+    assert_trees_equal(runs[mode].weights, runs["off"].weights)
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(mesh):
+  run = Run("act")
+  run(5)
+  before, reflex = run.weights, run.state.reflex
+  row = run(gradient=np.nan)
+  assert row["reflex/skipped"] == row["reflex/broken"] == 1.0
+  assert_trees_equal(run.weights, before)
+  assert_trees_equal(run.state.reflex.grad, reflex.grad)
+  assert int(run.state.step) == 6  # its data is consumed, the schedule goes on
+  assert run()["reflex/broken"] == 0.0
+
+
+def test_a_batch_of_noise_is_left_out(mesh):
+  run = Run("act")
+  run(80)
+  before = run.weights
+  row = run(noise=True)
+  assert row["reflex/z_loss"] > 6.0 and row["reflex/skipped"] == 1.0
+  assert_trees_equal(run.weights, before)
+  assert run()["reflex/skipped"] == 0.0
+
+
+def test_no_fault_can_lock_it(mesh):
+  run = Run("act", {"orchestrator.check_interval": 8})
+  run(80)
+  skipped = [run(noise=True)["reflex/skipped"] for _ in range(60)]
+  assert 32 <= skipped.index(0.0) < 60  # the bucket
+  # And what is the rule from now on is learned: no more is left out in the end.
+  run(120, noise=True)
+  assert sum(r["reflex/skipped"] for r in run.rows[-40:]) == 0.0
+
+
+def test_a_gradient_a_thousand_times_too_large_is_shrunk(mesh):
+  run = Run("act", {"optimizer.grad_clip": 0.0})
+  run(60)
+  row = run(gradient=1000.0)
+  held = row["train/grad_norm"] * row["reflex/grad_scale"]
+  typical = np.median([r["train/grad_norm"] for r in run.rows[-20:-1]])
+  assert held < 2.0 * typical
+
+
+def test_a_rate_thirty_times_too_large_is_held(mesh):
+  run = Run("act")
+  run(60)
+  typical = run.rows[-1]["train/update_norm"]
+  rows = [run(rate=30.0) for _ in range(10)]
+  assert rows[0]["train/update_norm"] < 1.5 * typical
+  assert rows[-1]["reflex/held"] == 10.0
+  free = Run("off")
+  free(60)
+  assert free(rate=30.0)["train/update_norm"] > 20.0 * typical
+
+
+def test_observing_changes_nothing_whatever_happens(mesh):
+  runs = [Run(mode) for mode in ("off", "observe")]
+  for run in runs:
+    run(60)
+    run(noise=True)
+    run(gradient=100.0)
+    run(3)
+  assert_trees_equal(runs[0].weights, runs[1].weights)
+  assert max(row["reflex/z_loss"] for row in runs[1].rows) > 6.0
+
+
+def test_the_supervisor_can_lower_the_rate_without_a_new_program(mesh):
+  run = Run("act")
+  run(60)
+  full = run.rows[-1]["train/update_norm"]
+  control = run.state.control._replace(lr_scale=jnp.float32(0.5))
+  run.state = dataclasses.replace(run.state, control=control)
+  programs = run.plan.train_step._cache_size()
+  row = run()
+  assert 0.4 * full < row["train/update_norm"] < 0.6 * full
+  assert row["reflex/update_scale"] == 1.0
+  assert run.plan.train_step._cache_size() == programs
