@@ -80,17 +80,18 @@ SMALL = {
   "model.vocab_size": 64,
   "data.seq_len": 16,
   "data.batch_size": 8,
-  "optimizer.learning_rate": 1e-3,
+  "model.d_model": 32,
+  "optimizer.learning_rate": 1e-2,
   "optimizer.warmup_steps": 10,
 }
 
 
 def batch(step, *, noise=False):
-  """Sequences that count, which a model learns quickly; or noise."""
+  """Sequences that count, but for a fifth of the tokens; or noise."""
   rng = np.random.default_rng(step)
-  tokens = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
-  if noise:
-    tokens = rng.integers(0, 64, (8, 17))
+  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
+  wrong = noise | (rng.random((8, 17)) < 0.2)
+  tokens = np.where(wrong, rng.integers(0, 64, (8, 17)), counting)
   ones = np.ones((8, 16), np.int32)
   rows = {
     "tokens": tokens[:, :-1].astype(np.int32),
@@ -129,7 +130,8 @@ class Run:
   "changes", [{}, {"moe.num_experts": 4, "moe.d_ff": 32}], ids=["dense", "moe"]
 )
 def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
-  runs = {mode: Run(mode, changes) for mode in ("off", "observe", "act")}
+  calm = {"optimizer.learning_rate": 1e-3}
+  runs = {mode: Run(mode, calm | changes) for mode in ("off", "observe", "act")}
   for run in runs.values():
     run(WARM + 30)
   for row in runs["act"].rows:
@@ -142,18 +144,18 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
 def test_a_gradient_that_is_not_finite_is_left_out(mesh):
   run = Run("act")
   run(5)
-  before, reflex = run.weights, run.state.reflex
+  before, grad = run.weights, jax.tree.map(np.asarray, run.state.reflex.grad)
   row = run(gradient=np.nan)
   assert row["reflex/skipped"] == row["reflex/broken"] == 1.0
   assert_trees_equal(run.weights, before)
-  assert_trees_equal(run.state.reflex.grad, reflex.grad)
+  assert_trees_equal(run.state.reflex.grad, grad)
   assert int(run.state.step) == 6  # its data is consumed, the schedule goes on
   assert run()["reflex/broken"] == 0.0
 
 
 def test_a_batch_of_noise_is_left_out(mesh):
   run = Run("act")
-  run(80)
+  run(150)
   before = run.weights
   row = run(noise=True)
   assert row["reflex/z_loss"] > 6.0 and row["reflex/skipped"] == 1.0
@@ -163,9 +165,9 @@ def test_a_batch_of_noise_is_left_out(mesh):
 
 def test_no_fault_can_lock_it(mesh):
   run = Run("act", {"orchestrator.check_interval": 8})
-  run(80)
+  run(150)
   skipped = [run(noise=True)["reflex/skipped"] for _ in range(60)]
-  assert 32 <= skipped.index(0.0) < 60  # the bucket
+  assert 16 <= skipped.index(0.0) < 60
   # And what is the rule from now on is learned: no more is left out in the end.
   run(120, noise=True)
   assert sum(r["reflex/skipped"] for r in run.rows[-40:]) == 0.0
@@ -173,7 +175,7 @@ def test_no_fault_can_lock_it(mesh):
 
 def test_a_gradient_a_thousand_times_too_large_is_shrunk(mesh):
   run = Run("act", {"optimizer.grad_clip": 0.0})
-  run(60)
+  run(150)
   row = run(gradient=1000.0)
   held = row["train/grad_norm"] * row["reflex/grad_scale"]
   typical = np.median([r["train/grad_norm"] for r in run.rows[-20:-1]])
@@ -182,20 +184,20 @@ def test_a_gradient_a_thousand_times_too_large_is_shrunk(mesh):
 
 def test_a_rate_thirty_times_too_large_is_held(mesh):
   run = Run("act")
-  run(60)
+  run(150)
   typical = run.rows[-1]["train/update_norm"]
   rows = [run(rate=30.0) for _ in range(10)]
   assert rows[0]["train/update_norm"] < 1.5 * typical
   assert rows[-1]["reflex/held"] == 10.0
   free = Run("off")
-  free(60)
+  free(150)
   assert free(rate=30.0)["train/update_norm"] > 20.0 * typical
 
 
 def test_observing_changes_nothing_whatever_happens(mesh):
   runs = [Run(mode) for mode in ("off", "observe")]
   for run in runs:
-    run(60)
+    run(150)
     run(noise=True)
     run(gradient=100.0)
     run(3)
@@ -205,7 +207,7 @@ def test_observing_changes_nothing_whatever_happens(mesh):
 
 def test_the_supervisor_can_lower_the_rate_without_a_new_program(mesh):
   run = Run("act")
-  run(60)
+  run(150)
   full = run.rows[-1]["train/update_norm"]
   control = run.state.control._replace(lr_scale=jnp.float32(0.5))
   run.state = dataclasses.replace(run.state, control=control)
