@@ -406,6 +406,24 @@ class OrchestratorConfig:
     choices=("off", "observe", "act"),
   )
   check_interval: int = setting(100, "updates between two looks of the supervisor", low=1)
+  confidence: float = setting(
+    0.75,
+    "probability that a fault is there and an action helps, from which on it acts",
+    low=0.0,
+    high=1.0,
+    resume="free",
+  )
+  snapshot_interval: int = setting(
+    100, "least updates between two snapshots to roll back to", low=1, resume="free"
+  )
+  snapshot_gb: float = setting(
+    64.0,
+    "host memory of a process that three snapshots may take; past it, or with 0, a rollback goes "
+    "to the last checkpoint",
+    unit="GiB",
+    low=0.0,
+    resume="free",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  for rule in (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision):
+  rules = (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision, _orchestrator)
+  for rule in rules:
     rule(cfg)
   if cfg.moe.num_experts:
     check_moe(cfg)
@@ -122,4 +123,20 @@ def _cudnn_precision(cfg: Config) -> None:
     raise ValueError(
       f"ops.attention=cudnn needs precision.compute_dtype=bfloat16, got "
       f"{cfg.precision.compute_dtype}. Use ops.attention=xla for float32."
+    )
+
+
+def _orchestrator(cfg: Config) -> None:
+  o = cfg.orchestrator
+  if o.mode == "off":
+    return
+  if o.check_interval > cfg.num_steps:
+    raise ValueError(
+      f"orchestrator.check_interval={o.check_interval} exceeds num_steps={cfg.num_steps}: nobody "
+      "would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
+    )
+  if o.mode == "act" and o.snapshot_gb == 0.0 and cfg.checkpoint.every_steps == 0:
+    raise ValueError(
+      "orchestrator.snapshot_gb=0 and checkpoint.every_steps=0 leave nothing to roll back to. Set "
+      "one of them, or orchestrator.mode=observe."
     )

@@ -43,6 +43,14 @@ class TrainState:
     return self.model if self.ema is None else self.ema
 
 
+def first_bucket(cfg: Config) -> float:
+  """How many batches in a row the reflex may leave out for their loss, before anyone says more.
+
+  A fault is looked at two intervals after it at the latest: the reflex is not to give in before.
+  """
+  return max(32.0, 2.25 * cfg.orchestrator.check_interval)
+
+
 # Purposes folded into the root key.
 INIT, DROPOUT = 0, 1
 
@@ -67,9 +75,7 @@ def init_state(
     state = TrainState(jnp.zeros((), jnp.int32), model, tx.init(trainable(model)), ema, key)
     if cfg.orchestrator.mode == "off":
       return state
-    # Past the least of 32, the supervisor is to look before the reflex gives in.
-    bucket = max(32.0, 1.25 * cfg.orchestrator.check_interval)
-    control = Control.new(armed=cfg.orchestrator.mode == "act", bucket=bucket)
+    control = Control.new(armed=cfg.orchestrator.mode == "act", bucket=first_bucket(cfg))
     return dataclasses.replace(state, control=control, reflex=Reflex.new())
 
   key = jax.random.key(cfg.seed)

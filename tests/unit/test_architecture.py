@@ -27,7 +27,7 @@ ALLOWED = {
   "model": MODEL,
   "step": STEP,
   "planner": STEP | {"step", "metrics.memory*", "data.tokenizer*"},
-  "orchestrator": STEP | {"step"},
+  "orchestrator": STEP | {"step", "metrics.rows*"},
   # Shared by all entry points; they know nothing of what is trained.
   "runtime": {"config"},
   "workdir": {"config"},

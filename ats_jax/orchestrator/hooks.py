@@ -1,0 +1,55 @@
+"""Code of the user that is called at each look of the supervisor.
+
+A config file is Python, so it is the place to register one, without touching the loop:
+
+  from ats_jax.orchestrator import hooks
+
+  @hooks.register
+  def tell_me(look: hooks.Look) -> None:
+    if look.health.level == "critical":
+      send_mail(look.step, look.health.causes)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ats_jax.orchestrator.health import Health
+from ats_jax.orchestrator.policy import Judgement
+from ats_jax.orchestrator.reading import Reading
+
+
+class Look(NamedTuple):
+  """What a hook is told.
+
+  Attributes:
+    step: the newest step; those of the reading are an interval older.
+    reading: what was seen.
+    health: how that is.
+    judgement: what was concluded; its decisions are applied before hooks are called.
+  """
+
+  step: int
+  reading: Reading
+  health: Health
+  judgement: Judgement
+
+
+Hook = Callable[[Look], None]
+_registered: list[Hook] = []
+
+
+def register(hook: Hook) -> Hook:
+  """Have `hook` called at each look, in every process; what it raises ends the run."""
+  _registered.append(hook)
+  return hook
+
+
+def unregister(hook: Hook) -> None:
+  """Take back `register`."""
+  _registered.remove(hook)
+
+
+def call(look: Look) -> None:
+  """Call them all, in the order of registration."""
+  for hook in tuple(_registered):
+    hook(look)

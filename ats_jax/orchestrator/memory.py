@@ -1,0 +1,94 @@
+"""What the policy remembers between two looks; plain numbers, so that a checkpoint can hold it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+from ats_jax.orchestrator import actions
+from ats_jax.orchestrator.actions import Action
+
+# How often each action helped, before this run has tried any: Beta(helped, did not), of eight.
+PRIOR = {"Rollback": (7.2, 0.8), "SetLearningRateScale": (6.8, 1.2), "SetSkips": (7.2, 0.8)}
+
+
+class Trial(NamedTuple):
+  """An action whose effect is not known yet.
+
+  Attributes:
+    id: of the decision.
+    action: what was done.
+    step: when.
+    before: how far the probe's loss was above its reference then, in nats; inf if not finite.
+  """
+
+  id: int
+  action: Action
+  step: int
+  before: float
+
+
+class Memory(NamedTuple):
+  """State of the policy.
+
+  Attributes:
+    checks: looks so far.
+    decisions: made so far.
+    reference: the probe's loss when all was well last; NaN before.
+    spread: variance of the probe's loss from look to look.
+    learning_rate: of the schedule at the last look.
+    healthy: looks in a row without a finding.
+    broken: looks in a row in which no gradient was finite.
+    lr_scale: what `Control` holds.
+    bucket: likewise.
+    acted_step: when the state was last changed; steps before tell nothing about it.
+    rollbacks: looks at which there was one, the newest last.
+    spent: steps of the last actions, which a budget limits.
+    wait: look from which on each kind of action is allowed again.
+    trial: what is being judged.
+    helped: kind of action -> (times it helped, times it did not), with the prior.
+    effects: sum of what was gained by judged actions, in nats, each within one.
+    judged: actions judged so far.
+    harms: in a row.
+    latched: only watch from here on: what was done did harm.
+  """
+
+  checks: int = 0
+  decisions: int = 0
+  reference: float = math.nan
+  spread: float = 0.0
+  learning_rate: float = math.nan
+  healthy: int = 0
+  broken: int = 0
+  lr_scale: float = 1.0
+  bucket: float = math.nan
+  acted_step: int = 0
+  rollbacks: tuple[int, ...] = ()
+  spent: tuple[int, ...] = ()
+  wait: Mapping[str, int] = {}
+  trial: Trial | None = None
+  helped: Mapping[str, tuple[float, float]] = PRIOR
+  effects: float = 0.0
+  judged: int = 0
+  harms: int = 0
+  latched: bool = False
+
+  def to_json(self) -> dict[str, Any]:
+    """As JSON values; may hold NaN and infinity, as Python's json writes them."""
+    fields = self._asdict()
+    if self.trial is not None:
+      fields["trial"] = {**self.trial._asdict(), "action": actions.to_json(self.trial.action)}
+    return fields
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> Self:
+    """What `to_json` made, also after a JSON file held it."""
+    trial = fields["trial"]
+    if trial is not None:
+      trial = Trial(**{**trial, "action": actions.from_json(trial["action"])})
+    return cls(**{
+      **fields,
+      "trial": trial,
+      "rollbacks": tuple(fields["rollbacks"]),
+      "spent": tuple(fields["spent"]),
+      "helped": {kind: tuple(counts) for kind, counts in fields["helped"].items()},
+    })  # fmt: skip

@@ -1,0 +1,108 @@
+"""States to go back to, in host memory: two that were found good, and one that is not yet known."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ats_jax.step.state import TrainState
+
+COPIES = 3
+HOST = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+  """A state without its step, key and control, which a rollback does not touch.
+
+  Attributes:
+    step: after which it was taken.
+    arrays: model, optimizer, average and reflex, in host memory.
+    shardings: where they live on the devices.
+  """
+
+  step: int
+  arrays: Any
+  shardings: Any
+
+  @classmethod
+  def take(cls, step: int, state: TrainState) -> "Snapshot":
+    """Start copying `state` to host memory; it may be donated right after."""
+    parts = _parts(state)
+    shardings = jax.tree.map(lambda x: x.sharding, parts)
+    hosts = jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
+    return cls(step, jax.device_put(parts, hosts, may_alias=False), shardings)
+
+  def restore(self, state: TrainState) -> TrainState:
+    """`state` with what was saved put in; the snapshot stays usable."""
+    model, opt_state, ema, reflex = jax.device_put(self.arrays, self.shardings, may_alias=False)
+    return dataclasses.replace(state, model=model, opt_state=opt_state, ema=ema, reflex=reflex)
+
+
+class Snapshots:
+  """The ring. A state is good when the looks after it found nothing wrong.
+
+  Attributes:
+    good: the newest last, at most two.
+    candidate: newer, and not known to be good.
+    left: what the last rollback left, while that is on trial; in place of a candidate.
+  """
+
+  def __init__(self, every_steps: int, max_bytes: int):
+    """Set how often a state is taken, and the most memory of this process that all may hold."""
+    self.good: tuple[Snapshot, ...] = ()
+    self.candidate: Snapshot | None = None
+    self.left: Snapshot | None = None
+    self._every_steps = every_steps
+    self._max_bytes = max_bytes
+
+  def fits(self, state: TrainState) -> bool:
+    """Whether all copies of this process's part of `state` fit in the memory allowed."""
+    return COPIES * local_bytes(state) <= self._max_bytes
+
+  def start(self, step: int, state: TrainState) -> None:
+    """Begin with a state that is taken to be good: a new one, or that of a verified checkpoint."""
+    if self.fits(state):
+      self.good = (Snapshot.take(step, state),)
+
+  def offer(self, step: int, state: TrainState) -> None:
+    """Take `state` if it is time and there is room."""
+    has_room = self.candidate is None and self.left is None
+    if self.good and has_room and step - self.good[-1].step >= self._every_steps:
+      self.candidate = Snapshot.take(step, state)
+
+  def confirm(self, first: int) -> None:
+    """The steps from `first` on were good: so is what was taken before them."""
+    if self.candidate is not None and self.candidate.step < first:
+      self.good = (*self.good, self.candidate)[-2:]
+      self.candidate = None
+
+  def reject(self) -> None:
+    """The candidate is not to be trusted."""
+    self.candidate = None
+
+  def forget(self) -> None:
+    """The last rollback is not going to be undone."""
+    self.left = None
+
+  def back(self, number: int) -> Snapshot | None:
+    """The `number`-th newest good one, from 0, or the oldest; None if there is none."""
+    return self.good[max(-len(self.good), -1 - number)] if self.good else None
+
+  def leave(self, step: int, state: TrainState) -> None:
+    """Keep the state that a rollback leaves, to undo it."""
+    self.candidate, self.left = None, Snapshot.take(step, state)
+
+
+def local_bytes(state: TrainState) -> int:
+  """Bytes that this process holds of what a snapshot holds; replicas on its devices count once."""
+  return sum(_local_bytes(x) for x in jax.tree.leaves(_parts(state)))
+
+
+def _local_bytes(x: jax.Array) -> int:
+  shards = {str(s.index): s.data.nbytes for s in x.addressable_shards}
+  return sum(shards.values())
+
+
+def _parts(state: TrainState) -> tuple[Any, ...]:
+  return state.model, state.opt_state, state.ema, state.reflex

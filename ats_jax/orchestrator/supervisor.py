@@ -1,0 +1,266 @@
+"""The host side: gathers what steps report, looks at it every interval, does what the policy says.
+
+Nothing here waits for the device while it trains: a look at step t reads the interval before the
+last, whose numbers have long arrived, and starts the probe that the next look reads. Only at a
+checkpoint, where the loop waits anyway, is everything read.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from absl import logging
+
+from ats_jax.orchestrator import hooks
+from ats_jax.orchestrator.actions import Rollback, Stop, apply, to_json
+from ats_jax.orchestrator.health import LEVELS, report
+from ats_jax.orchestrator.ledger import Ledger
+from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.policy import Decision, Judgement, decide
+from ats_jax.orchestrator.reading import Reading, check_probe, probe_loss, read
+from ats_jax.orchestrator.snapshots import COPIES, Snapshots, local_bytes
+from ats_jax.step.loss import Batch
+from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
+from ats_jax.step.plan import Plan
+from ats_jax.step.state import TrainState, first_bucket
+
+Write = Callable[[int, Mapping[str, float]], None]
+Restore = Callable[[], TrainState]
+
+
+class Interval(NamedTuple):
+  """Steps that were not looked at yet.
+
+  Attributes:
+    step: the last of them.
+    rows: `StepMetrics.values` of each, on their way to the host.
+    probe: what the eval step returned for the weights after the last.
+  """
+
+  step: int
+  rows: list[jax.Array]
+  probe: jax.Array | None
+
+
+class Supervisor:
+  """One run's supervisor; with `orchestrator.mode=off` it does nothing.
+
+  Attributes:
+    memory: of the policy.
+    decisions: those of this process, with the steps at which they were taken.
+  """
+
+  def __init__(
+    self,
+    plan: Plan,
+    probe: Batch | None = None,
+    *,
+    ledger: Path | None = None,
+    write: Write | None = None,
+    restore: Restore | None = None,
+  ):
+    """Set what it works with; `start` begins.
+
+    Args:
+      plan: the run; its config says what may be done.
+      probe: a batch [rows, seq] on the mesh that is not trained on; without one, a fault of the
+        data cannot be told from one of the state, and only what is not finite is rolled back.
+      ledger: where decisions are written; None on processes but the first.
+      write: takes a few metrics at each look.
+      restore: gives the last checkpoint's state, for a rollback without snapshots.
+
+    Raises:
+      ValueError: if the probe holds no token.
+    """
+    self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
+    self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
+    self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
+    self._write, self._restore = write, restore
+    self._rows: list[jax.Array] = []
+    self._pending: Interval | None = None
+    self._snapshots = Snapshots(self._cfg.snapshot_interval, int(self._cfg.snapshot_gb * 2**30))
+    self._ledger = None
+    if self._cfg.mode != "off":
+      if probe is not None:
+        check_probe(jax.device_get(dict(probe)))
+      self._ledger = None if ledger is None else Ledger(ledger)
+
+  @property
+  def acts(self) -> bool:
+    """Whether it may change the run."""
+    return self._cfg.mode == "act"
+
+  def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
+    """Begin before the update after `step`.
+
+    Args:
+      step: updates done; 0 in a new run.
+      state: the new or restored one, which is taken to be good.
+      saved: what `saved` returned at the checkpoint that is resumed.
+    """
+    if self._cfg.mode == "off":
+      return
+    if saved is not None:
+      self.memory = Memory.from_json(saved)
+    if step:
+      self._note("resumed_from", step)
+    self._note("start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket)
+    if self._probe is not None:  # compiled here, not in the middle of training
+      jax.block_until_ready(self._plan.eval_step(state.model, self._probe))
+    if self.acts:
+      self._snapshots.start(step, state)
+      gb = COPIES * local_bytes(state) / 2**30
+      where = f"snapshots in host memory, {gb:.3g} GB" if self._snapshots.good else (
+        f"the last checkpoint: snapshots would take {gb:.3g} GB of host memory, and "
+        f"orchestrator.snapshot_gb={self._cfg.snapshot_gb:g}"
+      )  # fmt: skip
+      logging.info("orchestrator: rolls back to %s", where)
+
+  def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
+    """Take in what update `step` returned; the state with which to go on.
+
+    Raises:
+      FloatingPointError: if the policy gives the run up.
+    """
+    if self._cfg.mode == "off":
+      return state
+    metrics.values.copy_to_host_async()
+    self._rows.append(metrics.values)
+    if step % self._cfg.check_interval:
+      return state
+    earlier, self._pending = self._pending, self._interval(step, state)
+    if earlier is not None:
+      state = self._look(step, state, earlier)
+    if self.acts and step > self.memory.acted_step:
+      self._snapshots.offer(step, state)
+    return state
+
+  def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
+    """Look at all that there is, waiting for it: before a checkpoint, which must be sound.
+
+    Raises:
+      FloatingPointError: if weights are not finite and nothing mends them.
+    """
+    if self._cfg.mode != "off":
+      intervals = [self._pending, self._interval(step, state) if self._rows else None]
+      self._pending = None
+      for interval in intervals:
+        if interval is not None:
+          state = self._look(step, state, interval)
+    if self.memory.acted_step < step:
+      check_finite(step, metrics)
+    return state
+
+  def saved(self) -> dict[str, Any] | None:
+    """What to keep with a checkpoint, right after `settle`."""
+    return None if self._cfg.mode == "off" else self.memory.to_json()
+
+  def close(self) -> None:
+    """Make the ledger durable."""
+    if self._ledger is not None:
+      self._ledger.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+  def _interval(self, step: int, state: TrainState) -> Interval:
+    rows, self._rows = self._rows, []
+    probe = None
+    if self._probe is not None:
+      probe = self._plan.eval_step(state.model, self._probe)
+      probe.copy_to_host_async()
+    return Interval(step, rows, probe)
+
+  def _look(self, step: int, state: TrainState, interval: Interval) -> TrainState:
+    """Conclude from an interval, act, and tell everybody."""
+    rows = np.stack(jax.device_get(interval.rows))
+    probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
+    reading = read(self._names, interval.step, rows, probe)
+    self.memory, judgement = decide(self._cfg, self.memory, reading, step, self._bucket)
+    health = report(reading, judgement.finding)
+    self._note(
+      "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict()
+    )
+    if health.level != "healthy" and not judgement.stale:
+      logging.warning("health: %s: %s", health.level, "; ".join(health.causes))
+    if judgement.outcome is not None:
+      self._note("outcome", step, **judgement.outcome._asdict())
+      logging.info("orchestrator: decision %d %s (held-out loss %+.4g, then %+.4g, from when all "
+        "was well)", judgement.outcome.id, judgement.outcome.verdict, judgement.outcome.before,
+        judgement.outcome.after)  # fmt: skip
+    if not judgement.stale:
+      if judgement.good:
+        self._snapshots.confirm(reading.first)
+      else:
+        self._snapshots.reject()
+    for decision in judgement.decisions:
+      self.decisions.append((step, decision))
+      state = self._carry_out(step, state, decision)
+    if self.memory.trial is None:
+      self._snapshots.forget()
+    self._report(step, reading, judgement, LEVELS.index(health.level))
+    hooks.call(hooks.Look(step, reading, health, judgement))
+    return state
+
+  def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
+    action, earlier, came_to = decision.action, None, {}
+    if isinstance(action, Rollback) and self.acts:
+      earlier, came_to = self._earlier(step, state, action)
+    applied = self.acts and not (isinstance(action, Rollback) and earlier is None)
+    fields = to_json(action)
+    name = fields.pop("action")
+    self._note(
+      "decision", step, id=decision.id, action=name, fields=fields, cause=decision.cause,
+      confidence=decision.confidence, reason=decision.reason, applied=applied, **came_to,
+    )  # fmt: skip
+    logging.warning(
+      "orchestrator: step %d: %s %s%s: %s (%s, confidence %.2f)", step,
+      name, " ".join(f"{k}={v:g}" for k, v in (fields | came_to).items()),
+      "" if applied else " (not applied)", decision.reason, decision.cause, decision.confidence,
+    )  # fmt: skip
+    if not applied:
+      return state
+    if isinstance(action, Stop):
+      raise FloatingPointError(
+        f"the orchestrator gives up at step {step}: {decision.reason}. What it tried is in "
+        "decisions.jsonl (python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or "
+        "look at the data (python -m ats_jax.data stats). No checkpoint holds such weights."
+      )
+    return apply(action, state, earlier)
+
+  def _earlier(
+    self, step: int, state: TrainState, action: Rollback
+  ) -> tuple[TrainState | None, dict[str, int]]:
+    """The state to go back to, and the step that made it."""
+    ring = self._snapshots
+    snapshot = ring.left if action.undo else ring.back(action.back)
+    if snapshot is not None:
+      earlier = snapshot.restore(state)
+      ring.leave(step, state)
+      return earlier, {"to": snapshot.step}
+    if action.undo or self._restore is None:
+      return None, {}
+    earlier = self._restore()
+    return earlier, {"to": int(earlier.step)}
+
+  def _report(self, step: int, reading: Reading, judgement: Judgement, level: int) -> None:
+    if self._write is None:
+      return
+    seen = {} if np.isnan(reading.probe) else {"orchestrator/probe_loss": reading.probe}
+    self._write(step, {
+      "orchestrator/health": level,
+      "orchestrator/lr_scale": self.memory.lr_scale,
+      "orchestrator/decisions": self.memory.decisions,
+      "orchestrator/confidence": judgement.finding.confidence if judgement.finding else 0.0,
+      **seen,
+    })  # fmt: skip
+
+  def _note(self, kind: str, step: int, **fields: Any) -> None:
+    if self._ledger is not None:
+      self._ledger.write(kind, step, **fields)
