@@ -4,7 +4,7 @@ import jax
 
 from ats_jax.config.schema import Config
 from ats_jax.data.pipeline import Batches, Dataset, eval_batches, train_batches
-from ats_jax.sharding.mesh import local_rows
+from ats_jax.sharding.mesh import local_rows, to_global
 
 
 def train_feed(cfg: Config, dataset: Dataset, row: int) -> Batches:
@@ -19,6 +19,14 @@ def train_feed(cfg: Config, dataset: Dataset, row: int) -> Batches:
     num_workers=cfg.data.num_workers,
     prefetch=cfg.data.prefetch,
   )
+
+
+def probe_batch(cfg: Config, dataset: Dataset) -> dict[str, jax.Array] | None:
+  """The first micro-batch of `dataset`, on the mesh; None without an orchestrator to use it."""
+  if cfg.orchestrator.mode == "off":
+    return None
+  with eval_feed(cfg, dataset) as batches:
+    return to_global(next(batches), jax.sharding.get_mesh())
 
 
 def eval_feed(cfg: Config, dataset: Dataset) -> Batches:

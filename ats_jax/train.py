@@ -15,15 +15,16 @@ from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import explain, resolve
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.data.tokenizer_file import save_tokenizer
-from ats_jax.feed import train_feed
+from ats_jax.feed import probe_batch, train_feed
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh, to_global
-from ats_jax.step.metrics import check_finite, metric_names
+from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
 from ats_jax.step.state import TrainState
 
@@ -42,7 +43,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
 
   Raises:
     ValueError: for settings, data or a workdir that cannot be used.
-    FloatingPointError: if the loss or the weights stop being finite.
+    FloatingPointError: if the loss or the weights stop being finite, and the orchestrator, if it
+      acts, does not mend it.
   """
   goodput = Goodput()
   runtime.configure(cfg)
@@ -56,7 +58,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
     stop = enter(StopSignal())
     plan = make_plan(cfg)
     checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint))
-    restored = checkpoints.restore_latest(abstract_like(plan.init(abstract=True), mesh))
+    abstract = abstract_like(plan.init(abstract=True), mesh)
+    restored = checkpoints.restore_latest(abstract)
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
     workdir.check_data(folder, position["data"], train_set.fingerprint)
@@ -71,7 +74,12 @@ def train(cfg: Config, folder: Path) -> TrainState:
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     layers = enter(report.layer_log(plan, folder, rows_until))
     speed, every = report.speed(plan), cfg.log.every_steps
-    log = enter(StepLog(metric_names(cfg), writer, speed, progress, every, layers))
+    probe = probe_batch(cfg, valid_set if valid_set.num_rows else train_set)
+    ledger, restore = folder / workdir.DECISIONS, lambda: checkpoints.restore_latest(abstract)
+    supervisor = enter(Supervisor(plan, probe, ledger, writer.write_scalars, restore))
+    supervisor.start(start, state, position)
+    names, raises = metric_names(cfg), not supervisor.acts
+    log = enter(StepLog(names, writer, speed, progress, every, layers, raises=raises))
     train_step, rules = plan.train_step, None
     stopped = scores = None
 
@@ -86,18 +94,21 @@ def train(cfg: Config, folder: Path) -> TrainState:
       with goodput.timed("step"):
         state, metrics = train_step(state, batch)
         log.push(step, *metrics)
+        state = supervisor.after(step, state, metrics)
       position["row"] += cfg.data.batch_size
 
       last, stopped, scores = step == cfg.num_steps, stop.agreed(step), None
+      if saves := last or stopped or due(step, cfg.checkpoint.every_steps):
+        with log.pause(step), goodput.timed("checkpoint"):
+          state = supervisor.settle(step, state, metrics)
       if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
         with log.pause(step), goodput.timed("eval"):
           scores = score(plan, state.weights, valid_set, step)
           writer.write_scalars(step, scores)
-      if last or stopped or due(step, cfg.checkpoint.every_steps):
+      if saves:
         with log.pause(step), goodput.timed("checkpoint"):
-          check_finite(step, metrics)
           loss = scores["eval/loss"] if scores else None
-          checkpoints.save(step, state, position, metric=loss)
+          checkpoints.save(step, state, position | supervisor.saved(), metric=loss)
           writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})
       if stopped:
         break

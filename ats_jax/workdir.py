@@ -14,12 +14,13 @@ from ats_jax.config.base import to_dict
 from ats_jax.config.build import differences, flatten, from_config_dict
 from ats_jax.config.schema import Config
 
-CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, LOCK = (
+CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, LOCK = (
   "config.json",
   "metadata.json",
   "tokenizer.json",
   "checkpoints",
   "layers.jsonl",
+  "decisions.jsonl",
   ".lock",
 )
 

@@ -135,8 +135,9 @@ def _orchestrator(cfg: Config) -> None:
       f"orchestrator.check_interval={o.check_interval} exceeds num_steps={cfg.num_steps}: nobody "
       "would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
     )
-  if o.mode == "act" and o.snapshot_gb == 0.0 and cfg.checkpoint.every_steps == 0:
+  if o.mode == "act" and o.snapshot_gb == 0.0 and cfg.checkpoint.every_steps >= cfg.num_steps:
     raise ValueError(
-      "orchestrator.snapshot_gb=0 and checkpoint.every_steps=0 leave nothing to roll back to. Set "
-      "one of them, or orchestrator.mode=observe."
+      f"orchestrator.snapshot_gb=0 and checkpoint.every_steps={cfg.checkpoint.every_steps} of "
+      f"num_steps={cfg.num_steps} leave nothing to roll back to. Allow snapshots, save more often, "
+      "or use orchestrator.mode=observe."
     )

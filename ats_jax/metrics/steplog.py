@@ -36,6 +36,8 @@ class StepLog:
     progress: Progress,
     every_steps: int,
     layers: LayerLog | None = None,
+    *,
+    raises: bool = True,
   ):
     """Set where metrics go.
 
@@ -46,6 +48,7 @@ class StepLog:
       progress: shows the newest row.
       every_steps: steps between rows.
       layers: gets the arrays of sparse layers at the same steps.
+      raises: whether a loss that is not finite ends the run; not if somebody mends it.
     """
     self._names = names
     self._writer = writer
@@ -53,6 +56,7 @@ class StepLog:
     self._progress = progress
     self._every_steps = every_steps
     self._layers = layers
+    self._raises = raises
     self._began: float | None = time.perf_counter()
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
     self._pending: tuple[int, Arrays, Future[tuple[np.ndarray, float]]] | None = None
@@ -104,7 +108,7 @@ class StepLog:
     self._pending = None
     vector, done = future.result()
     metrics = dict(zip(self._names, vector.tolist(), strict=True))
-    if not math.isfinite(metrics["train/loss"]):
+    if self._raises and not math.isfinite(metrics["train/loss"]):
       raise FloatingPointError(
         f"train/loss is {metrics['train/loss']} at step {step}. Lower optimizer.learning_rate, or "
         "look at the data (python -m ats_jax.data stats). No checkpoint holds such weights."

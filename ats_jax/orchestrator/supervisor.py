@@ -28,7 +28,9 @@ from ats_jax.step.plan import Plan
 from ats_jax.step.state import TrainState, first_bucket
 
 Write = Callable[[int, Mapping[str, float]], None]
-Restore = Callable[[], TrainState]
+# Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
+Restore = Callable[[], tuple[int, TrainState, Any] | None]
+SAVED = "orchestrator"  # where a checkpoint keeps the policy's memory
 
 
 class Interval(NamedTuple):
@@ -57,7 +59,6 @@ class Supervisor:
     self,
     plan: Plan,
     probe: Batch | None = None,
-    *,
     ledger: Path | None = None,
     write: Write | None = None,
     restore: Restore | None = None,
@@ -68,9 +69,9 @@ class Supervisor:
       plan: the run; its config says what may be done.
       probe: a batch [rows, seq] on the mesh that is not trained on; without one, a fault of the
         data cannot be told from one of the state, and only what is not finite is rolled back.
-      ledger: where decisions are written; None on processes but the first.
+      ledger: where decisions are written, by the first process.
       write: takes a few metrics at each look.
-      restore: gives the last checkpoint's state, for a rollback without snapshots.
+      restore: gives the last checkpoint, for a rollback without snapshots.
 
     Raises:
       ValueError: if the probe holds no token.
@@ -86,7 +87,8 @@ class Supervisor:
     if self._cfg.mode != "off":
       if probe is not None:
         check_probe(jax.device_get(dict(probe)))
-      self._ledger = None if ledger is None else Ledger(ledger)
+      if ledger is not None and jax.process_index() == 0:
+        self._ledger = Ledger(ledger)
 
   @property
   def acts(self) -> bool:
@@ -99,12 +101,12 @@ class Supervisor:
     Args:
       step: updates done; 0 in a new run.
       state: the new or restored one, which is taken to be good.
-      saved: what `saved` returned at the checkpoint that is resumed.
+      saved: what the checkpoint that is resumed holds beside the state; see `saved`.
     """
     if self._cfg.mode == "off":
       return
-    if saved is not None:
-      self.memory = Memory.from_json(saved)
+    if saved and SAVED in saved:
+      self.memory = Memory.from_json(saved[SAVED])
     if step:
       self._note("resumed_from", step)
     self._note("start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket)
@@ -154,9 +156,9 @@ class Supervisor:
       check_finite(step, metrics)
     return state
 
-  def saved(self) -> dict[str, Any] | None:
-    """What to keep with a checkpoint, right after `settle`."""
-    return None if self._cfg.mode == "off" else self.memory.to_json()
+  def saved(self) -> dict[str, Any]:
+    """What to keep with a checkpoint, right after `settle`; JSON values."""
+    return {} if self._cfg.mode == "off" else {SAVED: self.memory.to_json()}
 
   def close(self) -> None:
     """Make the ledger durable."""
@@ -244,10 +246,10 @@ class Supervisor:
       earlier = snapshot.restore(state)
       ring.leave(step, state)
       return earlier, {"to": snapshot.step}
-    if action.undo or self._restore is None:
+    if action.undo or self._restore is None or (found := self._restore()) is None:
       return None, {}
-    earlier = self._restore()
-    return earlier, {"to": int(earlier.step)}
+    to, earlier, _ = found
+    return earlier, {"to": to}
 
   def _report(self, step: int, reading: Reading, judgement: Judgement, level: int) -> None:
     if self._write is None:
