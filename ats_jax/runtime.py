@@ -70,12 +70,13 @@ def define_step_flag() -> flags.FlagHolder:
   )
 
 
-def run(main: Any, commands: tuple[str, ...] = ()) -> None:
+def run(main: Any, commands: tuple[str, ...] = (), *, operand: str = "") -> None:
   """Run `main(argv)` under absl, with short log lines and user errors without a traceback.
 
   Args:
     main: gets the arguments that are no flags.
     commands: one of these words must follow the flags, if there are any.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
   """
 
   def guarded(argv: list[str]) -> int | None:
@@ -86,7 +87,7 @@ def run(main: Any, commands: tuple[str, ...] = ()) -> None:
     with _user_errors():
       return main(argv)
 
-  app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, commands))
+  app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, commands, operand))
 
 
 @contextlib.contextmanager
@@ -110,7 +111,7 @@ def _user_errors() -> Iterator[None]:
 
 
 @_user_errors()
-def _parse_flags(argv: list[str], commands: tuple[str, ...] = ()) -> list[str]:
+def _parse_flags(argv: list[str], commands: tuple[str, ...] = (), operand: str = "") -> list[str]:
   """Parse the command line; a wrong setting is said with what it means."""
   overrides = [m[1] for arg in argv[1:] if (m := re.match(r"--?(?:no)?config\.([^=]+)", arg))]
   for name in overrides:
@@ -128,6 +129,9 @@ def _parse_flags(argv: list[str], commands: tuple[str, ...] = ()) -> list[str]:
   if commands:
     if len(rest) != 2 or rest[1] not in commands:
       raise ValueError(f"expected one command of {', '.join(commands)}, got {rest[1:]}.")
+  elif operand:
+    if len(rest) != 2:
+      raise ValueError(f"expected one {operand}, got {rest[1:]}.")
   elif rest[1:]:
     raise ValueError(
       f"unexpected argument {rest[1]!r}. Everything is a flag: --name=value (see --help)."

@@ -1,0 +1,38 @@
+"""What the orchestrator saw in a run, what it did, and what that changed.
+
+python -m ats_jax.decisions runs/debug [--replay]
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from ats_jax import runtime, workdir
+from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.story import tell
+
+_REPLAY = flags.DEFINE_bool(
+  "replay", False, "Also decide again from what was seen, and compare with what was decided."
+)
+
+
+def main(argv: list[str]) -> None:
+  """Print the story."""
+  path = Path(argv[1]) / workdir.DECISIONS
+  if not path.exists():
+    raise ValueError(
+      f"{argv[1]} holds no {workdir.DECISIONS}. A run writes it with --config.orchestrator.mode="
+      "observe or act."
+    )
+  print("\n".join(tell(path)))
+  if _REPLAY.value:
+    if ledger.replay(path) != ledger.decisions(path):
+      raise ValueError(
+        f"{path} decides otherwise when it is replayed: this is another version of the policy, or "
+        "the file was edited."
+      )
+    print("replayed: the same decisions")
+
+
+if __name__ == "__main__":
+  runtime.run(main, operand="workdir")

@@ -1,0 +1,89 @@
+"""A ledger in plain words."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ats_jax.orchestrator import actions, ledger
+from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, SetSkips, Stop
+from ats_jax.orchestrator.health import LEVELS
+
+
+def tell(path: Path) -> list[str]:
+  """Lines that say what the orchestrator saw, what it did, and what that changed.
+
+  Raises:
+    ValueError: if a line of the ledger cannot be read.
+  """
+  rows = ledger.rows(path)
+  lines, level = [], LEVELS[0]
+  for row in rows:
+    match row["kind"]:
+      case "start":
+        settings = row["settings"]
+        does = {"act": "acts", "observe": "only observes"}[settings["mode"]]
+        lines.append(_line(row, f"begins: looks every {settings['check_interval']} steps, {does}"))
+      case "resumed_from":
+        lines.append(_line(row, "resumed from here; what came after is not part of the run"))
+      case "check":
+        health = row["health"]
+        if not row["stale"] and health["level"] != level:
+          level = health["level"]
+          lines.append(_line(row, ": ".join((level, *health["causes"][:1]))))
+      case "decision":
+        lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
+      case "outcome":
+        lines.append(_line(row, _effect(row)))
+  return [*lines, *_summary(rows)]
+
+
+def _line(row: Mapping[str, Any], text: str) -> str:
+  return f"step {row['step']:>7,}  {text}"
+
+
+def _deed(row: Mapping[str, Any]) -> str:
+  match actions.from_json({"action": row["action"], **row["fields"]}):
+    case Rollback(undo=True):
+      what = "takes the rollback back"
+    case Rollback():
+      what = f"rolls back to step {row['to']:,}" if "to" in row else "rolls back"
+    case SetLearningRateScale(scale, before):
+      what = f"learning rate times {scale:.3g} of the schedule's ({before:.3g} before)"
+    case SetSkips(bucket, before):
+      what = f"up to {bucket:g} batches in a row may be left out ({before:g} before)"
+    case Stop():
+      what = "stops the run"
+  return f"decision {row['id']}: {what if row['applied'] else f'would do, but did not: {what}'}"
+
+
+def _because(row: Mapping[str, Any]) -> str:
+  if row["cause"] in ("recovery", "harm"):
+    return f"{row['cause']}: {row['reason']}"
+  return f"the {row['cause']} (confidence {row['confidence']:.2f}): {row['reason']}"
+
+
+def _effect(row: Mapping[str, Any]) -> str:
+  before, after = float(row["before"]), float(row["after"])
+  return (
+    f"decision {row['id']}: {row['verdict']}: held-out loss was {before:+.3g} nats from when all "
+    f"was well, and is {after:+.3g}"
+  )
+
+
+def _summary(rows: list[dict[str, Any]]) -> list[str]:
+  checks = [row for row in rows if row["kind"] == "check"]
+  if not checks:
+    return ["no look yet"]
+  levels = Counter(row["health"]["level"] for row in checks)
+  verdicts = Counter(row["verdict"] for row in rows if row["kind"] == "outcome")
+  made = [row for row in rows if row["kind"] == "decision"]
+  count = lambda counter: ", ".join(f"{n} {name}" for name, n in counter.most_common())
+  lines = [
+    f"{len(checks)} looks: {count(levels)}",
+    f"{len(made)} decisions, {sum(row['applied'] for row in made)} carried out"
+    + (f"; of those judged: {count(verdicts)}" if verdicts else ""),
+  ]
+  level, causes = checks[-1]["health"].values()
+  loss = float(checks[-1]["reading"]["loss"])
+  return [*lines, f"last look: training loss {loss:.4g}, {': '.join((level, *causes[:1]))}"]
