@@ -1,6 +1,5 @@
 """What the policy remembers between two looks; plain numbers, so that a checkpoint can hold it."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -33,13 +32,13 @@ class Memory(NamedTuple):
   Attributes:
     checks: looks so far.
     decisions: made so far.
-    reference: the probe's loss when all was well last; NaN before.
+    reference: the probe's loss when all was well last; None before.
     spread: variance of the probe's loss from look to look.
-    learning_rate: of the schedule at the last look.
+    learning_rate: of the schedule at the last look; None before.
     healthy: looks in a row without a finding.
     broken: looks in a row in which no gradient was finite.
     lr_scale: what `Control` holds.
-    bucket: likewise.
+    bucket: likewise; None before the first look.
     acted_step: when the state was last changed; steps before tell nothing about it.
     rollbacks: looks at which there was one, the newest last.
     spent: steps of the last actions, which a budget limits.
@@ -54,13 +53,13 @@ class Memory(NamedTuple):
 
   checks: int = 0
   decisions: int = 0
-  reference: float = math.nan
+  reference: float | None = None
   spread: float = 0.0
-  learning_rate: float = math.nan
+  learning_rate: float | None = None
   healthy: int = 0
   broken: int = 0
   lr_scale: float = 1.0
-  bucket: float = math.nan
+  bucket: float | None = None
   acted_step: int = 0
   rollbacks: tuple[int, ...] = ()
   spent: tuple[int, ...] = ()
@@ -73,7 +72,7 @@ class Memory(NamedTuple):
   latched: bool = False
 
   def to_json(self) -> dict[str, Any]:
-    """As JSON values; may hold NaN and infinity, as Python's json writes them."""
+    """As JSON values; may hold infinity, as Python's json writes it."""
     fields = self._asdict()
     if self.trial is not None:
       fields["trial"] = {**self.trial._asdict(), "action": actions.to_json(self.trial.action)}

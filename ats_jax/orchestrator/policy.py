@@ -122,7 +122,7 @@ def decide(
     base_bucket: what the reflex was given at first.
   """
   memory = memory._replace(checks=memory.checks + 1)
-  if math.isnan(memory.bucket):
+  if memory.bucket is None:
     memory = memory._replace(bucket=base_bucket)
   if reading.first <= memory.acted_step:
     return memory, Judgement(stale=True)
@@ -196,7 +196,7 @@ def _remedy(
 def _candidates(
   memory: Memory, reading: Reading, finding: Finding, base_bucket: float
 ) -> list[Action]:
-  scale, bucket = memory.lr_scale, memory.bucket
+  scale, bucket = memory.lr_scale, memory.bucket or base_bucket
   if finding.cause == "state":
     rung = 1 + sum(check > memory.checks - LADDER_CHECKS for check in memory.rollbacks)
     if rung >= LADDER:
@@ -228,7 +228,7 @@ def _recover(
   if memory.lr_scale < 1.0:
     scale = min(1.0, RECOVER * memory.lr_scale)
     wanted.append(SetLearningRateScale(scale, memory.lr_scale))
-  if memory.bucket != base_bucket:
+  if memory.bucket is not None and memory.bucket != base_bucket:
     wanted.append(SetSkips(base_bucket, memory.bucket))
   return [(action, "recovery", 1.0, why) for action in wanted]
 
@@ -282,7 +282,7 @@ def _remember(
   memory = memory._replace(healthy=memory.healthy + 1)
   if math.isnan(reading.probe):
     return memory
-  if math.isnan(memory.reference):
+  if memory.reference is None:
     return memory._replace(reference=reading.probe)
   # A rise that the training loss does not share, as of overfitting, is followed, but slowly.
   rise = min(excess, margin)
@@ -325,12 +325,14 @@ def _excess(memory: Memory, reading: Reading) -> float:
   """How far the probe's loss is above its reference, nats; 0 if one of them is not known."""
   if not reading.sound:
     return math.inf
-  excess = reading.probe - memory.reference
-  return 0.0 if math.isnan(excess) else excess
+  if memory.reference is None or math.isnan(reading.probe):
+    return 0.0
+  return reading.probe - memory.reference
 
 
 def _margin(memory: Memory, reading: Reading) -> float:
-  rose = reading.learning_rate > RATE_ROSE * memory.learning_rate
+  before = memory.learning_rate
+  rose = before is not None and reading.learning_rate > RATE_ROSE * before
   margin = max(MARGIN, MARGIN_SIGMAS * math.sqrt(memory.spread))
   return WIDER * margin if rose else margin
 

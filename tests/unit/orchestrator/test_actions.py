@@ -1,0 +1,93 @@
+"""Each action does what it says to the state, and can be taken back."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax.orchestrator.actions import (
+  KINDS,
+  Rollback,
+  SetLearningRateScale,
+  SetSkips,
+  Stop,
+  apply,
+  from_json,
+  to_json,
+  undo,
+)
+from ats_jax.step.plan import make_plan
+
+
+@pytest.fixture
+def state(mesh):
+  cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+  return make_plan(cfg).init()
+
+
+def assert_equal(got, want):
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert a.dtype == b.dtype and a.sharding == b.sharding
+    if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+      np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize(
+  ("action", "field", "value"),
+  [(SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5), (SetSkips(64.0, 32.0), "bucket", 64.0)],
+)
+def test_scalars_are_set_and_set_back(state, action, field, value):
+  changed = apply(action, state)
+  assert float(getattr(changed.control, field)) == value
+  same = dataclasses.replace(changed, control=state.control)
+  assert_equal(same, state)
+  back = undo(action)
+  assert back is not None
+  assert_equal(apply(back, changed), state)
+
+
+def test_a_rollback_keeps_step_key_and_control(state):
+  saved = dataclasses.replace(state, model=jax.tree.map(lambda x: x + 1, state.model))
+  now = dataclasses.replace(
+    apply(SetLearningRateScale(0.5, 1.0), state), step=state.step + 7, key=jax.random.key(3)
+  )
+  rolled = apply(Rollback(), now, saved)
+  assert_equal((rolled.model, rolled.opt_state), (saved.model, saved.opt_state))
+  assert int(rolled.step) == 7 and rolled.key == now.key
+  assert float(rolled.control.lr_scale) == 0.5
+  assert undo(Rollback(back=1)) == Rollback(undo=True)
+
+
+def test_nothing_undoes_a_stop_or_an_undo():
+  assert undo(Stop()) is None
+  assert undo(Rollback(undo=True)) is None
+
+
+@pytest.mark.parametrize(
+  ("action", "message"),
+  [
+    (SetLearningRateScale(0.0, 1.0), "scale is 0.0; it must be in"),
+    (SetLearningRateScale(1.5, 1.0), "scale is 1.5"),
+    (SetLearningRateScale(float("nan"), 1.0), "scale is nan"),
+    (SetSkips(0.0, 32.0), "must be 1 or more"),
+  ],
+)
+def test_values_that_no_run_can_go_on_with_are_refused(state, action, message):
+  with pytest.raises(ValueError, match=message):
+    apply(action, state)
+
+
+def test_a_state_is_not_changed_in_place(state):
+  before = jax.tree.map(jnp.copy, state)
+  apply(SetSkips(64.0, 32.0), state)
+  assert_equal(state, before)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_json_keeps_every_field(kind):
+  values = {float: 0.5, int: 1, bool: True}
+  action = kind(**{field.name: values[field.type] for field in dataclasses.fields(kind)})
+  assert from_json(to_json(action)) == action

@@ -1,0 +1,233 @@
+"""What the policy concludes from each kind of reading, what it does, and when it keeps still."""
+
+import itertools
+import json
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from readings import (
+  BAD_DATA,
+  BAD_STATE,
+  HELD,
+  HELD_AND_WORSE,
+  INTERVAL,
+  NAN_GRADIENT,
+  NAN_STATE,
+  reading,
+)
+
+from ats_jax.config.schema import OrchestratorConfig
+from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, SetSkips, Stop
+from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.policy import BUDGET, LEAST_SCALE, MOST_SKIPS, decide
+
+ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
+BUCKET = 32.0
+
+
+class Looks:
+  """A policy that is shown one reading after another, each an interval late."""
+
+  def __init__(self, cfg=ACT):
+    self.cfg, self.memory, self.number, self.judgements = cfg, Memory(), 0, []
+
+  def __call__(self, times=1, **changes):
+    for _ in range(times):
+      seen = reading(self.number, **changes)
+      step = seen.step + INTERVAL
+      self.memory, judgement = decide(self.cfg, self.memory, seen, step, BUCKET)
+      self.judgements.append(judgement)
+      self.number += 1
+    return self.judgements[-1]
+
+  @property
+  def actions(self):
+    return [d.action for judgement in self.judgements for d in judgement.decisions]
+
+  def remedies(self):
+    return [d for j in self.judgements for d in j.decisions if d.cause not in ("recovery", "harm")]
+
+
+@pytest.fixture
+def looks():
+  """After ten looks at a healthy run."""
+  looks = Looks()
+  looks(10)
+  assert not looks.actions
+  return looks
+
+
+@pytest.mark.parametrize(
+  ("fault", "cause", "action"),
+  [
+    (NAN_STATE, "state", Rollback()),
+    (BAD_STATE, "state", Rollback()),
+    (BAD_DATA, "data", SetSkips(64.0, 32.0)),
+    (NAN_GRADIENT, "system", None),
+    (HELD, "learning rate", None),
+    (HELD_AND_WORSE, "learning rate", SetLearningRateScale(0.5, 1.0)),
+    ({"cusum": 12.0, "recent_z": 1.9}, None, None),
+    ({"probe": 2.5}, None, None),  # no fault of the state raises the held-out loss alone
+    ({"probe": 2.05, "cusum": 100.0}, None, None),
+  ],
+)
+def test_each_fault_has_its_cause_and_its_action(looks, fault, cause, action):
+  judgement = looks(**fault)
+  assert (judgement.finding and judgement.finding.cause) == cause
+  assert looks.actions == ([] if action is None else [action])
+
+
+def test_a_rise_that_a_schedule_asked_for_is_no_fault(looks):
+  higher = dict(learning_rate=2e-3, probe=2.2, cusum=30.0)
+  assert looks(**higher).finding is None
+
+
+def test_noise_of_the_probe_widens_its_margin():
+  for noise, expected in ((0.0, [Rollback()]), (0.1, [])):
+    looks = Looks()
+    for i in range(40):
+      looks(probe=2.0 + noise * (-1) ** i)
+    looks(**{**BAD_STATE, "probe": looks.memory.reference + 0.3})
+    assert looks.actions == expected
+
+
+def test_steps_from_before_an_action_are_not_held_against_it(looks):
+  looks(**NAN_STATE)
+  judgement = looks(**NAN_STATE)
+  assert judgement.stale and not judgement.decisions
+  assert looks().finding is None
+
+
+def test_a_rollback_that_helps_is_judged_so_and_believed_in_more(looks):
+  looks(**BAD_STATE)
+  looks(3)
+  outcome = looks.judgements[-1].outcome
+  assert outcome is not None and outcome.verdict == "helped"
+  assert outcome.before == pytest.approx(3.0) and abs(outcome.after) < 0.01
+  assert looks.memory.helped["Rollback"] == (8.2, 0.8)
+  assert looks.memory.trial is None
+
+
+def test_the_ladder_rolls_back_then_slows_then_goes_further_back_then_stops(looks):
+  for _ in range(4):
+    looks(**NAN_STATE)
+    if Stop() not in looks.actions:
+      assert looks(**NAN_STATE).stale
+  assert looks.actions == [
+    Rollback(),
+    Rollback(),
+    SetLearningRateScale(0.6, 1.0),
+    Rollback(back=1),
+    SetLearningRateScale(pytest.approx(0.36), 0.6),
+    Stop(),
+  ]
+
+
+def test_a_gradient_that_stays_broken_ends_the_run(looks):
+  looks(3, **NAN_GRADIENT)
+  assert not looks.actions
+  looks(**NAN_GRADIENT)
+  assert looks.actions == [Stop()]
+
+
+def test_a_lower_rate_is_given_back_by_and_by(looks):
+  looks(**HELD_AND_WORSE)
+  looks(30)
+  scales = [a.scale for a in looks.actions if isinstance(a, SetLearningRateScale)]
+  assert scales[0] == 0.5 and scales == sorted(scales) and scales[-1] == 1.0
+  assert all(b / a <= 1.1 + 1e-9 for a, b in itertools.pairwise(scales))
+
+
+def test_more_skips_are_taken_back_after_the_burst(looks):
+  looks(**BAD_DATA)
+  looks(12)
+  assert looks.actions == [SetSkips(64.0, 32.0), SetSkips(32.0, 64.0)]
+
+
+def test_what_did_harm_is_undone_and_the_second_harm_is_the_last(looks):
+  for number in range(2):
+    looks(**HELD_AND_WORSE)
+    looks(2)
+    judgement = looks(probe=3.0)  # worse than before the action, and nothing else says why
+    assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
+    assert [d.action for d in judgement.decisions] == [SetLearningRateScale(1.0, 0.5)]
+    assert looks.memory.latched == (number == 1)
+    looks.memory = looks.memory._replace(reference=2.0)
+    looks(3)
+  looks(**BAD_STATE)
+  assert not looks.judgements[-1].decisions
+  looks(**NAN_STATE)
+  assert looks.actions[-1] == Stop()
+
+
+def test_what_does_not_help_is_not_believed_in_for_ever(looks):
+  for _ in range(6):
+    looks(**BAD_STATE)
+    looks(2, **BAD_STATE)
+    looks(10)
+  rollbacks = [a for a in looks.actions if isinstance(a, Rollback)]
+  assert 1 <= len(rollbacks) < 6
+  assert looks.memory.helped["Rollback"][1] > 0.8
+
+
+def test_a_higher_threshold_keeps_it_still():
+  looks = Looks(OrchestratorConfig(mode="act", check_interval=INTERVAL, confidence=0.99))
+  looks(10)
+  looks(**BAD_STATE)
+  assert not looks.actions
+  looks(**NAN_STATE)  # is no matter of probability
+  assert looks.actions == [Rollback()]
+
+
+def test_without_a_probe_only_what_is_not_finite_is_rolled_back():
+  looks = Looks()
+  looks(10, probe=math.nan)
+  looks(**{**BAD_STATE, "probe": math.nan})
+  assert not any(isinstance(a, Rollback) for a in looks.actions)
+  looks(**NAN_STATE)
+  assert looks.actions[-1] == Rollback()
+
+
+def test_observing_decides_and_changes_nothing():
+  looks = Looks(OrchestratorConfig(mode="observe", check_interval=INTERVAL))
+  looks(10)
+  looks(**BAD_STATE)
+  looks(**HELD_AND_WORSE)
+  assert len(looks.actions) == 2
+  assert looks.memory.lr_scale == 1.0 and looks.memory.trial is None
+  assert not any(judgement.stale for judgement in looks.judgements)
+
+
+FAULTS = st.sampled_from(
+  [{}, {}, {}, NAN_STATE, BAD_STATE, BAD_DATA, NAN_GRADIENT, HELD, HELD_AND_WORSE]
+)
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(st.lists(FAULTS, max_size=80))
+def test_whatever_happens_it_stays_within_its_bounds(faults):
+  looks = Looks()
+  for fault in faults:
+    looks(**fault)
+    memory = looks.memory
+    assert LEAST_SCALE <= memory.lr_scale <= 1.0
+    assert BUCKET <= memory.bucket <= BUCKET + MOST_SKIPS
+    assert Memory.from_json(json.loads(json.dumps(memory.to_json()))) == memory
+  certain = sum(d.confidence == 1.0 for d in looks.remedies())
+  stretches = 1 + looks.number * INTERVAL // 1000
+  assert len(looks.remedies()) - certain <= 2 * BUDGET * stretches
+  ids = [d.id for judgement in looks.judgements for d in judgement.decisions]
+  assert ids == list(range(len(ids)))
+
+
+@hypothesis.given(
+  st.lists(st.tuples(st.floats(-3.0, 3.0), st.floats(0.0, 15.0)), min_size=1, max_size=60)
+)
+def test_a_clean_run_is_left_alone(noise):
+  looks = Looks()
+  for z, cusum in noise:
+    looks(probe=2.0 + 0.01 * z, recent_z=z / 2.0, cusum=cusum, loss=2.0 + 0.02 * z)
+  assert not looks.actions
+  assert all(judgement.good for judgement in looks.judgements)

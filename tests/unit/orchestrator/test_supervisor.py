@@ -1,0 +1,306 @@
+"""The supervisor on the real step of a tiny model: planted faults, what it does about them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, tiny_config
+
+from ats_jax.orchestrator import hooks, ledger
+from ats_jax.orchestrator.actions import Rollback, SetSkips
+from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.snapshots import COPIES, Snapshot, Snapshots, local_bytes
+from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.step.plan import make_plan
+from ats_jax.step.update import Fault
+
+SETTINGS = {
+  "num_steps": 220,
+  "data.batch_size": 8,
+  "model.d_model": 32,
+  "optimizer.warmup_steps": 10,
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": 8,
+  "orchestrator.snapshot_interval": 8,
+}
+FAULT_STEP = 160
+NO_FAULT = Fault(jnp.float32(1.0), jnp.float32(1.0))
+
+
+def rows(seed, *, noise=False):
+  """Sequences that count, but for a fifth of the tokens; or noise."""
+  rng = np.random.default_rng(seed)
+  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
+  wrong = noise | (rng.random((8, 17)) < 0.2)
+  tokens = np.where(wrong, rng.integers(0, 64, (8, 17)), counting).astype(np.int32)
+  ones = np.ones((8, 16), np.int32)
+  return {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "loss_mask": ones.astype(np.float32),
+    "segment_ids": ones,
+    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
+  }
+
+
+@pytest.fixture(scope="module")
+def plan():
+  """One compiled step for all runs of this file."""
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    yield make_plan(tiny_config(SETTINGS))
+
+
+class Run:
+  """A run of `plan`, with a hand in it."""
+
+  def __init__(self, plan, path=None, probe=True, **kwargs):
+    self.plan, self.path, self.state, self.step = plan, path, plan.init(), 0
+    self.supervisor = Supervisor(plan, rows(10**6) if probe else None, path, **kwargs)
+    self.supervisor.start(0, self.state)
+
+  def __call__(self, steps, *, noise=False, **fault):
+    given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
+    for _ in range(steps):
+      self.step += 1
+      batch = micro_batches(rows(self.step, noise=noise), 1)
+      self.state, self.metrics = self.plan.train_step(self.state, batch, fault=given)
+      self.state = self.supervisor.after(self.step, self.state, self.metrics)
+    return self
+
+  def spoil(self, factor):
+    """Multiplies the output matrix."""
+    spoiled = lambda path, x: x * factor if "head" in jax.tree_util.keystr(path) else x
+    model = jax.tree_util.tree_map_with_path(spoiled, self.state.model)
+    self.state = dataclasses.replace(self.state, model=model)
+
+  def end(self):
+    self.state = self.supervisor.settle(self.step, self.state, self.metrics)
+    self.supervisor.close()
+    return [d for _, d in self.supervisor.decisions]
+
+  def probe_loss(self):
+    cross_entropy, _, tokens = np.asarray(self.plan.eval_step(self.state.model, rows(10**6)))
+    return cross_entropy / tokens
+
+
+@pytest.fixture(scope="module")
+def clean_loss(plan):
+  run = Run(plan)(SETTINGS["num_steps"])
+  assert not run.end()
+  return run.probe_loss()
+
+
+def interventions(decisions):
+  return [(d.cause, d.action) for d in decisions if d.cause != "recovery"]
+
+
+@pytest.mark.parametrize("factor", [np.nan, 100.0])
+def test_a_spoilt_state_is_rolled_back(plan, tmp_path, clean_loss, factor):
+  run = Run(plan, tmp_path / "decisions.jsonl")(FAULT_STEP)
+  run.spoil(factor)
+  run(SETTINGS["num_steps"] - FAULT_STEP)
+  assert int(run.state.step) == run.step  # the data is not rewound
+  assert interventions(run.end()) == [("state", Rollback())]
+  assert run.probe_loss() < clean_loss + 0.15
+  recorded = ledger.rows(run.path)
+  (decision,) = [row for row in recorded if row["kind"] == "decision"]
+  assert decision["applied"] and FAULT_STEP - 40 < decision["to"] < FAULT_STEP
+  (outcome,) = [row for row in recorded if row["kind"] == "outcome"]
+  assert outcome["verdict"] == "helped"
+  assert ledger.replay(run.path) == ledger.decisions(run.path) == run.supervisor.decisions
+  story = "\n".join(tell(run.path))
+  for words in ("critical: state", f"rolls back to step {decision['to']}", "helped"):
+    assert words in story
+
+
+def test_the_last_steps_are_looked_at_before_the_end(plan, clean_loss):
+  run = Run(plan)(SETTINGS["num_steps"] - 5)
+  run.spoil(np.nan)
+  run(5)
+  assert interventions(run.end()) == [("state", Rollback())]
+  assert run.probe_loss() < clean_loss + 0.15
+
+
+def test_a_burst_of_noise_is_left_out_and_not_rolled_back(plan, clean_loss):
+  run = Run(plan)(FAULT_STEP)(16, noise=True)(SETTINGS["num_steps"] - FAULT_STEP - 16)
+  kinds = {(cause, type(action)) for cause, action in interventions(run.end())}
+  assert kinds <= {("data", SetSkips)}
+  assert int(run.state.reflex.skipped) >= 14
+  assert run.probe_loss() < clean_loss + 0.15
+
+
+def test_a_rate_thirty_times_too_high_is_held_and_reported(plan, clean_loss):
+  seen = []
+  hooks.register(seen.append)
+  try:
+    run = Run(plan)(FAULT_STEP)(50, rate=30.0)
+    decisions = run.end()
+  finally:
+    hooks.unregister(seen.append)
+  assert not interventions(decisions)
+  assert any("updates had to be shrunk" in " ".join(look.health.causes) for look in seen)
+  assert {look.health.level for look in seen} == {"healthy", "warning"}
+  assert run.probe_loss() < clean_loss + 0.15
+
+
+def test_a_gradient_broken_for_ever_ends_the_run_and_says_so(plan, tmp_path):
+  run = Run(plan, tmp_path / "decisions.jsonl")(20)
+  with pytest.raises(FloatingPointError, match="no loss or gradient was finite in the last"):
+    run(100, gradient=np.nan)
+  run.supervisor.close()
+  assert ledger.rows(run.path)[-1]["action"] == "Stop"
+
+
+def test_without_room_for_snapshots_the_checkpoint_is_used(plan):
+  cfg = plan.cfg
+  small = dataclasses.replace(
+    cfg, orchestrator=dataclasses.replace(cfg.orchestrator, snapshot_gb=0)
+  )
+  saved = plan.init()
+  run = Run(dataclasses.replace(plan, cfg=small), restore=lambda: (40, saved, {}))(60)
+  run.spoil(np.nan)
+  run(24)
+  assert interventions(run.end()) == [("state", Rollback())]
+  assert np.isfinite(run.probe_loss())
+
+
+def test_a_rollback_that_did_harm_is_taken_back(plan):
+  run = Run(plan)(48)
+  before = run.state
+  kept = jax.tree.map(np.asarray, before.model)
+  action = Rollback()
+  earlier, _ = run.supervisor._earlier(48, before, action)
+  assert earlier is not None
+  back, came_to = run.supervisor._earlier(48, earlier, Rollback(undo=True))
+  assert back is not None and came_to == {"to": 48}
+  for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), b)
+
+
+def test_observing_writes_the_same_findings_and_applies_none(plan, tmp_path):
+  cfg = plan.cfg
+  observing = dataclasses.replace(cfg.orchestrator, mode="observe")
+  plan = dataclasses.replace(plan, cfg=dataclasses.replace(cfg, orchestrator=observing))
+  run = Run(plan, tmp_path / "decisions.jsonl")(FAULT_STEP)
+  run.spoil(100.0)
+  run(32)
+  assert run.end()
+  made = [row for row in ledger.rows(run.path) if row["kind"] == "decision"]
+  assert made[0]["action"] == "Rollback" and not any(row["applied"] for row in made)
+  assert "would do, but did not: rolls back" in "\n".join(tell(run.path))
+  assert run.probe_loss() > 5.0
+
+
+def test_memory_survives_a_checkpoint(plan):
+  run = Run(plan)(FAULT_STEP)
+  run.spoil(np.nan)
+  run(30)
+  run.end()
+  saved = json.loads(json.dumps(run.supervisor.saved()))
+  again = Supervisor(plan, rows(10**6))
+  again.start(run.step, run.state, saved)
+  assert again.memory == run.supervisor.memory != Memory()
+
+
+def test_nothing_is_read_that_is_not_an_interval_old(plan):
+  """The loop never waits for the device: no array is read in the interval that made it."""
+  run = Run(plan)(8)
+  waited = []
+
+  class Spy:
+    """Stands for a metric on its way to the host."""
+
+    def __init__(self, values, step):
+      self.values, self.step = values, step
+
+    def copy_to_host_async(self):
+      pass
+
+    def __array__(self, dtype=None, copy=None):
+      waited.append(run.step - self.step)
+      return np.asarray(self.values)
+
+  after = run.supervisor.after
+
+  def spied(step, state, metrics):
+    return after(step, state, metrics._replace(values=Spy(metrics.values, step)))
+
+  run.supervisor.after = spied
+  run(40)
+  assert len(waited) >= 32 and min(waited) >= 8
+
+
+def test_a_probe_of_padding_is_refused(plan):
+  empty = {**rows(0), "loss_mask": np.zeros((8, 16), np.float32)}
+  with pytest.raises(ValueError, match="holds no token"):
+    Supervisor(plan, empty)
+
+
+def test_what_a_hook_raises_is_not_hidden(plan):
+  @hooks.register
+  def broken(look):
+    raise RuntimeError(f"hook at {look.step}")
+
+  try:
+    with pytest.raises(RuntimeError, match="hook at 16"):
+      Run(plan)(16)
+  finally:
+    hooks.unregister(broken)
+
+
+# ---- snapshots
+
+
+def test_the_ring_holds_two_good_states_and_a_candidate(plan):
+  state, ring = plan.init(), Snapshots(10, 2**30)
+  ring.start(0, state)
+  ring.offer(5, state)
+  assert ring.candidate is None  # too early
+  for step in (10, 20, 30):
+    ring.offer(step, state)
+    ring.confirm(step)  # its own step proves nothing
+    assert ring.candidate is not None
+    ring.confirm(step + 1)
+  assert [s.step for s in ring.good] == [20, 30]
+  assert [ring.back(n).step for n in (0, 1, 2)] == [30, 20, 20]
+  ring.offer(40, state)
+  ring.reject()
+  ring.confirm(41)
+  assert ring.back(0).step == 30
+  ring.leave(45, state)
+  ring.offer(50, state)
+  assert ring.candidate is None  # the place is taken until the rollback is judged
+  ring.forget()
+  ring.offer(50, state)
+  assert ring.candidate.step == 50
+
+
+def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(plan):
+  state = plan.init()
+  want = jax.tree.map(np.asarray, (state.model, state.opt_state, state.reflex))
+  shardings = [x.sharding for x in jax.tree.leaves(state)]
+  snapshot = Snapshot.take(0, state)
+  assert {x.sharding.memory_kind for x in jax.tree.leaves(snapshot.arrays)} == {"pinned_host"}
+  state, _ = plan.train_step(state, micro_batches(rows(0), 1), fault=NO_FAULT)  # donates it
+  for _ in range(2):
+    back = snapshot.restore(state)
+    got = (back.model, back.opt_state, back.reflex)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_array_equal(np.asarray(a), b)
+    assert [x.sharding for x in jax.tree.leaves(back)] == shardings
+
+
+def test_memory_is_priced_from_the_state(plan):
+  state = plan.init()
+  parts = (state.model, state.opt_state, state.ema, state.reflex)
+  size = sum(x.nbytes for x in jax.tree.leaves(parts))
+  assert local_bytes(state) == size
+  assert Snapshots(10, COPIES * size).fits(state)
+  ring = Snapshots(10, COPIES * size - 1)
+  ring.start(0, state)
+  ring.offer(100, state)
+  assert not ring.good and ring.candidate is None

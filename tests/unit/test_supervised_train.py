@@ -1,0 +1,182 @@
+"""`train` under the orchestrator: bit-equal when all is well, recovery, resumption, settings."""
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax import train as train_module
+from ats_jax import workdir
+from ats_jax.checkpoint import load_extra
+from ats_jax.config import Config
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.actions import Rollback
+from ats_jax.step.plan import Plan
+
+STEPS = 60
+
+
+@pytest.fixture(autouse=True)
+def keep_the_compilation_cache_of_the_session():
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+  folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+  words = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+  for i in range(60):
+    (folder / f"{i}.txt").write_text(" ".join(rng.choices(words, k=rng.randint(20, 60))))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def config(texts, tmp_path_factory):
+  cache = tmp_path_factory.mktemp("cache")
+
+  def make(mode: str, **changes) -> Config:
+    return tiny_config(
+      {
+        "num_steps": STEPS,
+        "compilation_cache": "auto",  # in the folder of these tests: two programs for all runs
+        "model.vocab_size": 384,
+        "model.num_layers": 1,
+        "data.paths": str(texts),
+        "data.validation_fraction": 0.3,
+        "data.cache_dir": str(cache),
+        "log.writers": "jsonl",
+        "log.every_steps": 1,
+        "log.progress": False,
+        "sample.max_tokens": 0,
+        "checkpoint.every_steps": 20,
+        "optimizer.learning_rate": 1e-3,
+        "optimizer.schedule": "constant",
+        "orchestrator.mode": mode,
+        "orchestrator.check_interval": 5,
+        "orchestrator.snapshot_interval": 5,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+      }
+    )
+
+  return make
+
+
+class Killed(BaseException):
+  """Ends a run as a signal that nobody can catch does, as far as one process can show it."""
+
+
+def plant(monkeypatch, step, happen):
+  """Have `happen(state)` give the state that goes into update `step`."""
+  compile_train_step = Plan.compile_train_step
+
+  def planted(plan, state, rules):
+    compiled, count = compile_train_step(plan, state, rules), int(state.step)
+
+    def run(state, batch):
+      nonlocal count
+      count += 1
+      return compiled(happen(state) if count == step else state, batch)
+
+    return run
+
+  monkeypatch.setattr(Plan, "compile_train_step", planted)
+
+
+def spoil(state):
+  broken = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, state.model)
+  return dataclasses.replace(state, model=broken)
+
+
+def kill(state):
+  raise Killed
+
+
+def weights(state):
+  return [np.asarray(x) for x in jax.tree.leaves((state.model, state.opt_state))]
+
+
+@pytest.fixture(scope="module")
+def runs(config, tmp_path_factory):
+  """A healthy run in each mode: workdirs and final states."""
+  folders = {mode: tmp_path_factory.mktemp(mode) for mode in ("off", "act")}
+  return {mode: (d, train_module.train(config(mode), d)) for mode, d in folders.items()}
+
+
+def test_a_healthy_run_is_the_same_bit_for_bit(runs):
+  (off, plain), (act, supervised) = runs["off"], runs["act"]
+  for a, b in zip(weights(plain), weights(supervised), strict=True):
+    np.testing.assert_array_equal(a, b)
+  losses = lambda folder: [
+    row["train/loss"] for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row
+  ]
+  assert losses(off) == losses(act) and len(losses(off)) == STEPS
+  assert not (off / workdir.DECISIONS).exists()
+  rows = ledger.rows(act / workdir.DECISIONS)
+  assert [row["reading"]["step"] for row in rows if row["kind"] == "check"] == list(range(5, 61, 5))
+  assert not ledger.decisions(act / workdir.DECISIONS)
+  reports = [r for r in read_jsonl(act / "metrics.jsonl") if "orchestrator/health" in r]
+  assert len(reports) == STEPS // 5 and not any(r["orchestrator/decisions"] for r in reports)
+
+
+def test_weights_that_break_are_replaced_and_no_checkpoint_holds_them(
+  config, runs, tmp_path, monkeypatch
+):
+  plant(monkeypatch, 34, spoil)
+  state = train_module.train(config("act"), tmp_path)
+  assert all(np.isfinite(x).all() for x in weights(state))
+  ((step, decision),) = ledger.decisions(tmp_path / workdir.DECISIONS)
+  assert decision.action == Rollback() and step == 40
+  assert ledger.replay(tmp_path / workdir.DECISIONS) == [(step, decision)]
+  rows = lambda folder: read_jsonl(folder / "metrics.jsonl")
+  (reached,) = [row["eval/loss"] for row in rows(tmp_path) if "eval/loss" in row]
+  (before_it,) = [row["train/loss"] for row in rows(runs["off"][0])[:-3] if row["step"] == 33]
+  assert reached < before_it - 0.3  # training went on
+
+
+def test_off_ends_as_ever(config, tmp_path, monkeypatch):
+  plant(monkeypatch, 34, spoil)
+  with pytest.raises(FloatingPointError, match="train/loss is nan at step 34"):
+    train_module.train(config("off"), tmp_path)
+
+
+def test_a_killed_run_goes_on_with_its_memory_and_its_ledger(config, tmp_path, monkeypatch):
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  with monkeypatch.context() as patch:
+    plant(patch, 14, spoil)
+    want = train_module.train(config("act"), whole)
+    plant(patch, 53, kill)
+    with pytest.raises(Killed):
+      train_module.train(config("act"), killed)
+  path = killed / workdir.DECISIONS
+  with path.open("a") as file:
+    file.write('{"v": 1, "kind"')  # the kill came in the middle of a line
+  got = train_module.train(config("act"), killed)
+  for a, b in zip(weights(want), weights(got), strict=True):
+    np.testing.assert_array_equal(a, b)
+  kept = lambda p: [r for r in ledger.rows(p) if r["kind"] not in ("start", "resumed_from")]
+  assert kept(path) == kept(whole / workdir.DECISIONS)
+  assert ledger.replay(path) == ledger.decisions(path) != []
+  memories = [load_extra(d / workdir.CHECKPOINTS, STEPS)["orchestrator"] for d in (whole, killed)]
+  assert memories[0] == memories[1]
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"orchestrator.check_interval": 21}, "check_interval=21 exceeds num_steps=20"),
+    ({"orchestrator.check_interval": 0}, "check_interval=0 is too small"),
+    ({"orchestrator.confidence": 1.5}, "confidence=1.5 is too large"),
+    ({"orchestrator.snapshot_gb": 0.0}, "leave nothing to roll back to"),
+    ({"orchestrator.snapshot_interval": 0}, "snapshot_interval=0 is too small"),
+    ({"orchestrator.mode": "on"}, "Choose one of: off, observe, act"),
+  ],
+)
+def test_wrong_settings_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 5, **changes})
