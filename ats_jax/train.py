@@ -73,13 +73,14 @@ def train(cfg: Config, folder: Path) -> TrainState:
     progress = enter(Progress(cfg.num_steps, start_step=start, enabled=cfg.log.progress))
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     layers = enter(report.layer_log(plan, folder, rows_until))
-    speed, every = report.speed(plan), cfg.log.every_steps
     probe = probe_batch(cfg, valid_set if valid_set.num_rows else train_set)
     ledger, restore = folder / workdir.DECISIONS, lambda: checkpoints.restore_latest(abstract)
-    supervisor = enter(Supervisor(plan, probe, ledger, writer.write_scalars, restore))
+    write, totals = writer.write_scalars, goodput.summary
+    supervisor = enter(Supervisor(plan, probe, ledger, write, restore, totals))
     supervisor.start(start, state, position)
-    names, raises = metric_names(cfg), not supervisor.acts
-    log = enter(StepLog(names, writer, speed, progress, every, layers, raises=raises))
+    names, every, acts = metric_names(cfg), cfg.log.every_steps, supervisor.acts
+    log = StepLog(names, writer, report.speed(plan), progress, every, layers, raises=not acts)
+    enter(log)
     train_step, rules = plan.train_step, None
     stopped = scores = None
 

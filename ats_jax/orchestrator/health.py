@@ -1,10 +1,10 @@
 """How a run is doing, in one word and its causes."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ats_jax.orchestrator.policy import Finding
-from ats_jax.orchestrator.reading import Reading
 
 LEVELS = ("healthy", "warning", "critical")
 
@@ -43,33 +43,34 @@ class Limit(NamedTuple):
 # size 50 are where bfloat16 resolves 0.25 (so z about 2500); predictors of MoD arXiv:2404.02258.
 LIMITS = (
   Limit("train/z", 100.0, 2500.0, "the logits grow (step.z_loss holds them)"),
-  Limit("reflex/skipped", 0.02, 0.5, "updates are left out"),
+  Limit("reflex/skipped", 0.1, 0.5, "updates are left out"),
   Limit("moe/max_violation", 2.0, 6.0, "experts are loaded unevenly"),
   Limit("moe/min_load", 0.05, 0.0, "an expert gets next to no tokens", low=True),
   Limit("moe/dropped", 0.05, 0.3, "choices find no place (moe.capacity_factor)"),
   Limit("moe/z", 1000.0, 2500.0, "the router's logits grow (moe.z_loss)"),
   Limit("mod/agreement", 0.9, 0.6, "the causal rule differs from training's choice", low=True),
   Limit("mod/overflow", 0.2, 0.6, "chosen tokens find no place"),
-  Limit("train/data_wait_share", 0.1, 0.5, "the device waits for data (data.num_workers)"),
-  Limit("train/slower", 0.1, 0.5, "steps are slower than they were"),
+  Limit("host/data_wait_share", 0.1, 0.5, "steps wait for data (data.num_workers, data.prefetch)"),
+  Limit("host/slower", 0.5, 2.0, "steps take longer than they did, by this share"),
 )
 
 
-def report(reading: Reading, finding: Finding | None) -> Health:
+def report(means: Mapping[str, float], nonfinite: int, finding: Finding | None) -> Health:
   """Say how an interval of steps was.
 
   Args:
-    reading: the interval.
+    means: of the metrics, over the interval.
+    nonfinite: steps with a loss or gradient that was not finite.
     finding: what the policy found.
   """
   causes: list[tuple[int, str]] = []
   if finding is not None:
     grave = finding.cause in ("state", "system")
     causes.append((2 if grave else 1, f"{finding.cause}: {finding.reason}"))
-  elif reading.nonfinite:
-    causes.append((1, f"{reading.nonfinite} steps with a loss or gradient that is not finite"))
+  elif nonfinite:
+    causes.append((1, f"{nonfinite} steps with a loss or gradient that is not finite"))
   for limit in LIMITS:
-    value = reading.means.get(limit.metric, math.nan)
+    value = means.get(limit.metric, math.nan)
     sign = -1.0 if limit.low else 1.0
     if sign * value >= sign * limit.warning:
       level = 2 if sign * value >= sign * limit.critical else 1

@@ -64,6 +64,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
       raise ValueError(
         f"{path}: a line of version {row.get('v')!r}, this program reads {VERSION}: {row}"
       )
+    if row["kind"] == "start" and row["step"] == 0:  # killed before its first checkpoint
+      kept = []
     if row["kind"] == "resumed_from":
       kept = [r for r in kept if r["step"] <= row["step"]]
     kept.append(row)

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ats_jax.step.loss import Batch
-
 RECENT = 8  # last steps of an interval, which tell how things stand now
 
 
@@ -84,13 +82,13 @@ def probe_loss(sums: np.ndarray) -> float:
   return cross_entropy / tokens
 
 
-def check_probe(probe: Batch) -> None:
-  """Is there a token to predict?
+def check_probe(sums: np.ndarray) -> None:
+  """Does the probe batch hold a token to predict? Takes what an eval step returns.
 
   Raises:
     ValueError: if all is padding.
   """
-  if not np.any(probe["loss_mask"]):
+  if not sums[2] > 0.0:
     raise ValueError(
       "the probe batch of the orchestrator holds no token that counts in the loss. Give it rows of "
       "text that are not all padding."

@@ -6,6 +6,8 @@ checkpoint, where the loop waits anyway, is everything read.
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,9 +15,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import Rollback, Stop, apply, to_json
+from ats_jax.orchestrator.clock import Clock, Totals
 from ats_jax.orchestrator.health import LEVELS, report
 from ats_jax.orchestrator.ledger import Ledger
 from ats_jax.orchestrator.memory import Memory
@@ -30,6 +34,7 @@ from ats_jax.step.state import TrainState, first_bucket
 Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
+AGREE = 10  # looks between two comparisons of what processes remember
 SAVED = "orchestrator"  # where a checkpoint keeps the policy's memory
 
 
@@ -40,11 +45,13 @@ class Interval(NamedTuple):
     step: the last of them.
     rows: `StepMetrics.values` of each, on their way to the host.
     probe: what the eval step returned for the weights after the last.
+    host: what this process's clock says of them.
   """
 
   step: int
   rows: list[jax.Array]
   probe: jax.Array | None
+  host: dict[str, float]
 
 
 class Supervisor:
@@ -62,6 +69,7 @@ class Supervisor:
     ledger: Path | None = None,
     write: Write | None = None,
     restore: Restore | None = None,
+    totals: Totals | None = None,
   ):
     """Set what it works with; `start` begins.
 
@@ -72,9 +80,7 @@ class Supervisor:
       ledger: where decisions are written, by the first process.
       write: takes a few metrics at each look.
       restore: gives the last checkpoint, for a rollback without snapshots.
-
-    Raises:
-      ValueError: if the probe holds no token.
+      totals: says where the time of this process went, see `Clock`.
     """
     self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
     self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
@@ -82,13 +88,11 @@ class Supervisor:
     self._write, self._restore = write, restore
     self._rows: list[jax.Array] = []
     self._pending: Interval | None = None
+    self._clock, self._restored_step = Clock(totals), -1
     self._snapshots = Snapshots(self._cfg.snapshot_interval, int(self._cfg.snapshot_gb * 2**30))
     self._ledger = None
-    if self._cfg.mode != "off":
-      if probe is not None:
-        check_probe(jax.device_get(dict(probe)))
-      if ledger is not None and jax.process_index() == 0:
-        self._ledger = Ledger(ledger)
+    if self._cfg.mode != "off" and ledger is not None and jax.process_index() == 0:
+      self._ledger = Ledger(ledger)
 
   @property
   def acts(self) -> bool:
@@ -102,6 +106,9 @@ class Supervisor:
       step: updates done; 0 in a new run.
       state: the new or restored one, which is taken to be good.
       saved: what the checkpoint that is resumed holds beside the state; see `saved`.
+
+    Raises:
+      ValueError: if the probe holds no token.
     """
     if self._cfg.mode == "off":
       return
@@ -111,7 +118,7 @@ class Supervisor:
       self._note("resumed_from", step)
     self._note("start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket)
     if self._probe is not None:  # compiled here, not in the middle of training
-      jax.block_until_ready(self._plan.eval_step(state.model, self._probe))
+      check_probe(jax.device_get(self._plan.eval_step(state.model, self._probe)))
     if self.acts:
       self._snapshots.start(step, state)
       gb = COPIES * local_bytes(state) / 2**30
@@ -152,7 +159,7 @@ class Supervisor:
       for interval in intervals:
         if interval is not None:
           state = self._look(step, state, interval)
-    if self.memory.acted_step < step:
+    if self._restored_step != step:  # else these are the metrics of what was replaced
       check_finite(step, metrics)
     return state
 
@@ -177,7 +184,7 @@ class Supervisor:
     if self._probe is not None:
       probe = self._plan.eval_step(state.model, self._probe)
       probe.copy_to_host_async()
-    return Interval(step, rows, probe)
+    return Interval(step, rows, probe, self._clock.lap(len(rows)))
 
   def _look(self, step: int, state: TrainState, interval: Interval) -> TrainState:
     """Conclude from an interval, act, and tell everybody."""
@@ -185,10 +192,13 @@ class Supervisor:
     probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
     reading = read(self._names, interval.step, rows, probe)
     self.memory, judgement = decide(self._cfg, self.memory, reading, step, self._bucket)
-    health = report(reading, judgement.finding)
+    if self.memory.checks % AGREE == 0:
+      check_agreement(self.memory)
+    health = report({**reading.means, **interval.host}, reading.nonfinite, judgement.finding)
     self._note(
-      "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict()
-    )
+      "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
+      host=interval.host,
+    )  # fmt: skip
     if health.level != "healthy" and not judgement.stale:
       logging.warning("health: %s: %s", health.level, "; ".join(health.causes))
     if judgement.outcome is not None:
@@ -234,6 +244,8 @@ class Supervisor:
         "decisions.jsonl (python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or "
         "look at the data (python -m ats_jax.data stats). No checkpoint holds such weights."
       )
+    if earlier is not None:
+      self._restored_step = step
     return apply(action, state, earlier)
 
   def _earlier(
@@ -266,3 +278,21 @@ class Supervisor:
   def _note(self, kind: str, step: int, **fields: Any) -> None:
     if self._ledger is not None:
       self._ledger.write(kind, step, **fields)
+
+
+def check_agreement(memory: Memory) -> None:
+  """Do all processes remember the same? If not, they act on different things from now on.
+
+  Raises:
+    RuntimeError: on every process, if two differ.
+  """
+  if jax.process_count() == 1:
+    return
+  digest = hashlib.sha256(json.dumps(memory.to_json(), sort_keys=True).encode()).digest()
+  digests = multihost_utils.process_allgather(np.frombuffer(digest[:8], np.uint32))
+  if len({tuple(d) for d in np.asarray(digests).tolist()}) > 1:
+    raise RuntimeError(
+      f"processes decide differently at look {memory.checks}: their numbers are not the same. A "
+      "device computes wrongly, or programs or library versions differ. Restart the job from the "
+      "last checkpoint on machines with one environment."
+    )

@@ -159,7 +159,11 @@ def test_a_killed_run_goes_on_with_its_memory_and_its_ledger(config, tmp_path, m
   got = train_module.train(config("act"), killed)
   for a, b in zip(weights(want), weights(got), strict=True):
     np.testing.assert_array_equal(a, b)
-  kept = lambda p: [r for r in ledger.rows(p) if r["kind"] not in ("start", "resumed_from")]
+  kept = lambda p: [
+    {k: v for k, v in row.items() if k not in ("host", "health")}  # as fast as the machine
+    for row in ledger.rows(p)
+    if row["kind"] not in ("start", "resumed_from")
+  ]
   assert kept(path) == kept(whole / workdir.DECISIONS)
   assert ledger.replay(path) == ledger.decisions(path) != []
   memories = [load_extra(d / workdir.CHECKPOINTS, STEPS)["orchestrator"] for d in (whole, killed)]

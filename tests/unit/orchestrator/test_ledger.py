@@ -35,6 +35,12 @@ def test_lines_after_the_step_that_is_resumed_do_not_count(path):
   assert len(path.read_text().splitlines()) == 9  # nothing was removed
 
 
+def test_a_run_that_begins_anew_begins_a_new_ledger(path):
+  write(path, ("start", 0), ("check", 10))
+  write(path, ("start", 0), ("check", 10))
+  assert steps(path) == [("start", 0), ("check", 10)]
+
+
 def test_half_a_line_of_a_killed_process_is_cut(path):
   write(path, ("start", 0), ("check", 10))
   with path.open("a") as file:

@@ -237,7 +237,7 @@ def test_nothing_is_read_that_is_not_an_interval_old(plan):
 def test_a_probe_of_padding_is_refused(plan):
   empty = {**rows(0), "loss_mask": np.zeros((8, 16), np.float32)}
   with pytest.raises(ValueError, match="holds no token"):
-    Supervisor(plan, empty)
+    Supervisor(plan, empty).start(0, plan.init())
 
 
 def test_what_a_hook_raises_is_not_hidden(plan):

@@ -1,0 +1,39 @@
+"""How fast this process goes, by its own clock: for the health report, never for a decision."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+
+Totals = Callable[[], Mapping[str, float]]
+MEMORY, LEAST = 20, 5  # intervals that are remembered, and needed to compare with
+ASIDE = ("compile", "eval", "checkpoint", "sample")  # is no training
+
+
+class Clock:
+  """Laps of the loop, from totals of where its time went."""
+
+  def __init__(self, totals: Totals | None):
+    """Take `Goodput.summary`, or something that gives totals under the same names."""
+    self._totals = totals
+    self._last = None if totals is None else dict(totals())
+    self._usual: deque[float] = deque(maxlen=MEMORY)
+
+  def lap(self, steps: int) -> dict[str, float]:
+    """What the last `steps` steps took; empty without totals.
+
+    Returns:
+      host/step_secs; host/data_wait_share, of the time in which steps were made, spent waiting for
+      batches; host/slower, how much longer a step took than usual, as a share, once that is known.
+    """
+    if self._totals is None or self._last is None:
+      return {}
+    last, self._last = self._last, dict(self._totals())
+    spent = {name: self._last[name] - last[name] for name in self._last}
+    aside = sum(spent[f"goodput/{name}_secs"] for name in ASIDE)
+    wall = max(spent["goodput/wall_secs"] - aside, 1e-9)
+    secs = wall / max(steps, 1)
+    found = {"host/step_secs": secs, "host/data_wait_share": spent["goodput/data_wait_secs"] / wall}
+    if len(self._usual) >= LEAST:
+      found["host/slower"] = secs / statistics.median(self._usual) - 1.0
+    self._usual.append(secs)
+    return found
