@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.orchestrator.actions import (
   KINDS,
@@ -19,6 +19,8 @@ from ats_jax.orchestrator.actions import (
   to_json,
   undo,
 )
+from ats_jax.orchestrator.snapshots import Snapshot
+from ats_jax.sharding.mesh import to_global
 from ats_jax.step.plan import make_plan
 
 
@@ -59,6 +61,21 @@ def test_a_rollback_keeps_step_key_and_control(state):
   assert int(rolled.step) == 7 and rolled.key == now.key
   assert float(rolled.control.lr_scale) == 0.5
   assert undo(Rollback(back=1)) == Rollback(undo=True)
+
+
+def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
+  cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+  with jax.set_mesh(make_test_mesh(2, 2, 2)) as mesh:
+    plan = make_plan(cfg)
+    state = plan.init()
+    step = plan.compile_train_step(state, plan.training_rules(1))
+    batch = to_global(micro_batches(random_rows(cfg, 8), 1), mesh)
+    snapshot = Snapshot.take(0, state)
+    state, _ = step(apply(SetLearningRateScale(0.5, 1.0), state), batch)
+    state, _ = step(apply(SetSkips(64.0, 32.0), state), batch)
+    state, _ = step(apply(Rollback(), state, snapshot.restore(state)), batch)
+    assert int(state.step) == 3
+    assert float(state.control.lr_scale) == 0.5 and float(state.control.bucket) == 64.0
 
 
 def test_nothing_undoes_a_stop_or_an_undo():

@@ -102,7 +102,9 @@ def interventions(decisions):
 def test_a_spoilt_state_is_rolled_back(plan, tmp_path, clean_loss, factor):
   run = Run(plan, tmp_path / "decisions.jsonl")(FAULT_STEP)
   run.spoil(factor)
+  programs = plan.train_step._cache_size(), plan.eval_step._cache_size()
   run(SETTINGS["num_steps"] - FAULT_STEP)
+  assert (plan.train_step._cache_size(), plan.eval_step._cache_size()) == programs
   assert int(run.state.step) == run.step  # the data is not rewound
   assert interventions(run.end()) == [("state", Rollback())]
   assert run.probe_loss() < clean_loss + 0.15
