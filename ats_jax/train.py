@@ -21,6 +21,7 @@ from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
+from ats_jax.orchestrator.relief import relieved
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh, to_global
@@ -31,6 +32,7 @@ from ats_jax.step.state import TrainState
 PROFILED_STEPS = 3
 
 
+@relieved
 def train(cfg: Config, folder: Path) -> TrainState:
   """Train to `cfg.num_steps`, going on from the newest checkpoint in `folder` if there is one.
 

@@ -1,15 +1,18 @@
 """What the supervisor can do to a run: small typed values, one pure function that does them.
 
-An action says what will be and what was, so that it can be undone; none of them makes a new
-program: they write scalars that the compiled step reads, or put a snapshot back.
+An action says what will be and what was, so that it can be undone; after none of them the train
+step is compiled again: they write scalars that it reads, put a snapshot back, or edit experts
+within their arrays (a program of its own, compiled at its first use).
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator import surgery
 from ats_jax.step.reflex import Control
 from ats_jax.step.state import TrainState
 
@@ -54,12 +57,54 @@ class Rollback:
 
 
 @dataclasses.dataclass(frozen=True)
+class RecycleExpert:
+  """Close an expert that gets no tokens, and split the most loaded one into its slot.
+
+  The model computes the same function but for the tokens of the closed one (`surgery.recycle`).
+
+  Attributes:
+    layer: index from the bottom.
+    expert: its slot.
+  """
+
+  layer: int
+  expert: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PruneExpert:
+  """Close an expert; of the halves of a split one, the other is whole again (`surgery.prune`).
+
+  Attributes:
+    layer: index from the bottom.
+    expert: its slot.
+  """
+
+  layer: int
+  expert: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReopenExpert:
+  """Use a closed expert with the weights that it has (`surgery.reopen`).
+
+  Attributes:
+    layer: index from the bottom.
+    expert: its slot.
+  """
+
+  layer: int
+  expert: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Stop:
   """End the run: what would help was tried, and did not."""
 
 
-Action = SetLearningRateScale | SetSkips | Rollback | Stop
-KINDS = {kind.__name__: kind for kind in (SetLearningRateScale, SetSkips, Rollback, Stop)}
+Surgery = RecycleExpert | PruneExpert | ReopenExpert
+Action = SetLearningRateScale | SetSkips | Rollback | Stop | Surgery
+KINDS = {kind.__name__: kind for kind in get_args(Action)}
 
 
 def to_json(action: Action) -> dict[str, Any]:
@@ -81,20 +126,28 @@ def undo(action: Action) -> Action | None:
       return SetSkips(before, bucket)
     case Rollback(_, undo=False):
       return Rollback(undo=True)
+    case RecycleExpert(layer, expert) | ReopenExpert(layer, expert):
+      return PruneExpert(layer, expert)  # of a fresh half: the split one is whole again
+    case PruneExpert(layer, expert):
+      return ReopenExpert(layer, expert)
     case Rollback() | Stop():
       return None
 
 
-def apply(action: Action, state: TrainState, saved: TrainState | None = None) -> TrainState:
+def apply(
+  action: Action, state: TrainState, cfg: Config, saved: TrainState | None = None
+) -> TrainState:
   """The state in which training goes on.
 
   Args:
     action: what to do; `Stop` is not for the state.
-    state: as the last step left it, of a run with `orchestrator.mode=act`.
+    state: as the last step left it, of a run with `orchestrator.mode=act`; surgery donates it.
+    cfg: the run.
     saved: for `Rollback`, an earlier state on the same devices.
 
   Raises:
     ValueError: for a value that no run can go on with.
+    SurgeryError: for surgery that is not possible; the state is as it was.
   """
   control = state.control
   assert control is not None, "the run has no reflex"
@@ -111,6 +164,12 @@ def apply(action: Action, state: TrainState, saved: TrainState | None = None) ->
       assert saved is not None, "nothing to go back to"
       # The step counts batches, and those are gone: schedule and randomness go on from here.
       return dataclasses.replace(saved, step=state.step, key=state.key, control=control)
+    case RecycleExpert(layer, expert):
+      return surgery.recycle(cfg, state, layer, expert)
+    case PruneExpert(layer, expert):
+      return surgery.prune(cfg, state, layer, expert)
+    case ReopenExpert(layer, expert):
+      return surgery.reopen(cfg, state, layer, expert)
     case Stop():
       raise AssertionError("a stop is for the loop")
 

@@ -103,7 +103,8 @@ def _replayed(path: Path) -> Iterator[tuple[int, Judgement]]:
     if row["kind"] == "start":
       cfg, bucket = OrchestratorConfig(**row["settings"]), row["bucket"]
     elif row["kind"] == "check":
-      memory, judgement = decide(cfg, memory, decode(row["reading"]), row["step"], bucket)
+      reading, step, pause = decode(row["reading"]), row["step"], row["pause"]
+      memory, judgement = decide(cfg, memory, reading, step, bucket, pause=pause)
       yield row["step"], judgement
 
 
@@ -123,4 +124,5 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   number = lambda x: float(x) if isinstance(x, str) else x
   values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name != "means"}
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
+  values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
   return Reading(**values)

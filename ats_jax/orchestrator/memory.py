@@ -7,7 +7,12 @@ from ats_jax.orchestrator import actions
 from ats_jax.orchestrator.actions import Action
 
 # How often each action helped, before this run has tried any: Beta(helped, did not), of eight.
-PRIOR = {"Rollback": (7.2, 0.8), "SetLearningRateScale": (6.8, 1.2), "SetSkips": (7.2, 0.8)}
+PRIOR = {
+  "Rollback": (7.2, 0.8),
+  "SetLearningRateScale": (6.8, 1.2),
+  "SetSkips": (7.2, 0.8),
+  "RecycleExpert": (7.2, 0.8),
+}
 
 
 class Trial(NamedTuple):
@@ -37,6 +42,7 @@ class Memory(NamedTuple):
     learning_rate: of the schedule at the last look; None before.
     healthy: looks in a row without a finding.
     broken: looks in a row in which no gradient was finite.
+    starved: "layer/expert" -> looks in a row in which it got next to no tokens.
     lr_scale: what `Control` holds.
     bucket: likewise; None before the first look.
     acted_step: when the state was last changed; steps before tell nothing about it.
@@ -58,6 +64,7 @@ class Memory(NamedTuple):
   learning_rate: float | None = None
   healthy: int = 0
   broken: int = 0
+  starved: Mapping[str, int] = {}
   lr_scale: float = 1.0
   bucket: float | None = None
   acted_step: int = 0

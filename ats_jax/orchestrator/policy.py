@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import (
   Action,
+  RecycleExpert,
   Rollback,
   SetLearningRateScale,
   SetSkips,
@@ -31,7 +32,8 @@ BROKEN, HELD, SKIPPED, RECENT_Z = 8, 20, 4, 2.0  # steps, steps, steps, sigmas: 
 PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
 EVIDENCE = 12.0  # at most, log odds
 HORIZON = 2  # looks until an action is judged
-WAIT = {"Rollback": 3, "SetLearningRateScale": 5, "SetSkips": 1}  # looks
+WAIT = {"Rollback": 3, "SetLearningRateScale": 5, "SetSkips": 1, "RecycleExpert": 10}  # looks
+STARVED_CHECKS = 10  # looks in a row without tokens, after which an expert is dead
 BUDGET, BUDGET_STEPS = 3, 1000
 LADDER, LADDER_RATE, LADDER_CHECKS = 4, 0.6, 8  # the fourth rollback in eight looks is a stop
 CUT, LEAST_SCALE, RECOVER, RECOVER_CHECKS = 0.5, 0.1, 1.1, 5
@@ -110,7 +112,13 @@ class Judgement(NamedTuple):
 
 
 def decide(
-  cfg: OrchestratorConfig, memory: Memory, reading: Reading, step: int, base_bucket: float
+  cfg: OrchestratorConfig,
+  memory: Memory,
+  reading: Reading,
+  step: int,
+  base_bucket: float,
+  *,
+  pause: bool = False,
 ) -> tuple[Memory, Judgement]:
   """Judge the last action, find what is wrong now, and say what to do about it.
 
@@ -120,6 +128,7 @@ def decide(
     reading: an interval of steps.
     step: at which the actions are applied.
     base_bucket: what the reflex was given at first.
+    pause: whether the loop waits anyway, as before a checkpoint: there is time for surgery.
   """
   memory = memory._replace(checks=memory.checks + 1)
   if memory.bucket is None:
@@ -133,6 +142,8 @@ def decide(
   wanted = [] if finding is None else _remedy(cfg, memory, reading, finding, base_bucket)
   memory = _remember(memory, reading, finding, excess, margin)
   wanted = undone or wanted or _recover(memory, finding, base_bucket)
+  if pause and not wanted and finding is None:
+    wanted = _improve(cfg, memory, reading)
   decisions = tuple(Decision(memory.decisions + i, *parts) for i, parts in enumerate(wanted))
   for decision in decisions:
     memory = _act(cfg, memory, decision, step, excess)
@@ -233,6 +244,22 @@ def _recover(
   return [(action, "recovery", 1.0, why) for action in wanted]
 
 
+def _improve(
+  cfg: OrchestratorConfig, memory: Memory, reading: Reading
+) -> list[tuple[Action, str, float, str]]:
+  """What a healthy run can be given: another use of an expert that has had no tokens for long."""
+  looks = lambda at: memory.starved.get(f"{at[0]}/{at[1]}", 0)
+  dead = [at for at in reading.starved if looks(at) >= STARVED_CHECKS]
+  yes, no = memory.helped["RecycleExpert"]
+  waiting = memory.trial is not None or memory.checks < memory.wait.get("RecycleExpert", 0)
+  confidence = yes / (yes + no)
+  if not dead or waiting or memory.latched or confidence < cfg.confidence:
+    return []
+  layer, expert = dead[0]
+  why = f"expert {expert} of layer {layer} got next to no tokens in {looks(dead[0])} looks"
+  return [(RecycleExpert(layer, expert), "router", confidence, why)]
+
+
 def _judge_trial(
   memory: Memory, reading: Reading, finding: Finding | None, excess: float, margin: float
 ) -> tuple[Memory, Outcome | None, list[tuple[Action, str, float, str]]]:
@@ -246,7 +273,11 @@ def _judge_trial(
   after = excess if reading.sound else math.inf
   noise = max(2.0 * margin / MARGIN_SIGMAS, LEAST_HARM)
   is_skips = isinstance(trial.action, SetSkips)  # cannot hurt: it keeps the state as it is
-  if after < trial.before - noise or (is_skips and after <= margin):
+  works = is_skips and after <= margin
+  if isinstance(trial.action, RecycleExpert):
+    at = (trial.action.layer, trial.action.expert)
+    works = at not in reading.starved and after <= trial.before + noise
+  if after < trial.before - noise or works:
     verdict = "helped"
   elif after > trial.before + noise and not is_skips:
     verdict = "harmed"
@@ -276,7 +307,9 @@ def _remember(
   memory: Memory, reading: Reading, finding: Finding | None, excess: float, margin: float
 ) -> Memory:
   broken = memory.broken + 1 if reading.broken >= BROKEN else 0
-  memory = memory._replace(learning_rate=reading.learning_rate, broken=broken)
+  names = [f"{layer}/{expert}" for layer, expert in reading.starved]
+  starved = {name: memory.starved.get(name, 0) + 1 for name in names}
+  memory = memory._replace(learning_rate=reading.learning_rate, broken=broken, starved=starved)
   if finding is not None:
     return memory._replace(healthy=0)
   memory = memory._replace(healthy=memory.healthy + 1)
@@ -311,8 +344,10 @@ def _act(
       memory = memory._replace(bucket=bucket)
     case Rollback():
       memory = memory._replace(acted_step=step)
-    case Stop():
-      return memory
+    case _:
+      pass
+  if isinstance(action, Stop):
+    return memory
   if is_remedy and memory.trial is None:
     before = excess if math.isfinite(excess) else math.inf
     trial = Trial(decision.id, action, step, before)

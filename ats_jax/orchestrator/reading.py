@@ -26,6 +26,7 @@ class Reading(NamedTuple):
     cusum: the reflex's, at the end.
     learning_rate: of the schedule, at the end.
     means: of every metric of the step, over the steps where it was finite.
+    starved: (layer, expert) of experts that got next to no tokens, the idlest first.
   """
 
   first: int
@@ -42,6 +43,7 @@ class Reading(NamedTuple):
   cusum: float
   learning_rate: float
   means: Mapping[str, float]
+  starved: tuple[tuple[int, int], ...] = ()
 
 
 def read(

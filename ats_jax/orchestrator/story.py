@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax.orchestrator import actions, ledger
-from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, SetSkips, Stop
+from ats_jax.orchestrator.actions import (
+  PruneExpert,
+  RecycleExpert,
+  ReopenExpert,
+  Rollback,
+  SetLearningRateScale,
+  SetSkips,
+  Stop,
+)
 from ats_jax.orchestrator.health import LEVELS
 
 
@@ -23,7 +31,8 @@ def tell(path: Path) -> list[str]:
       case "start":
         settings = row["settings"]
         does = {"act": "acts", "observe": "only observes"}[settings["mode"]]
-        lines.append(_line(row, f"begins: looks every {settings['check_interval']} steps, {does}"))
+        looks = f"looks every {settings['check_interval']} steps, {does}"
+        lines.append(_line(row, f"begins: {looks}; {row['accum_steps']} micro-batches an update"))
       case "resumed_from":
         lines.append(_line(row, "resumed from here; what came after is not part of the run"))
       case "check":
@@ -52,6 +61,12 @@ def _deed(row: Mapping[str, Any]) -> str:
       what = f"learning rate times {scale:.3g} of the schedule's ({before:.3g} before)"
     case SetSkips(bucket, before):
       what = f"up to {bucket:g} batches in a row may be left out ({before:g} before)"
+    case RecycleExpert(layer, expert):
+      what = f"closes expert {expert} of layer {layer} and splits the busiest into its place"
+    case PruneExpert(layer, expert):
+      what = f"closes expert {expert} of layer {layer}"
+    case ReopenExpert(layer, expert):
+      what = f"opens expert {expert} of layer {layer} again"
     case Stop():
       what = "stops the run"
   return f"decision {row['id']}: {what if row['applied'] else f'would do, but did not: {what}'}"

@@ -18,8 +18,9 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions import Rollback, Stop, apply, to_json
+from ats_jax.orchestrator.actions import Rollback, Stop, Surgery, apply, to_json
 from ats_jax.orchestrator.clock import Clock, Totals
+from ats_jax.orchestrator.experts import Experts
 from ats_jax.orchestrator.health import LEVELS, report
 from ats_jax.orchestrator.ledger import Ledger
 from ats_jax.orchestrator.memory import Memory
@@ -46,12 +47,14 @@ class Interval(NamedTuple):
     rows: `StepMetrics.values` of each, on their way to the host.
     probe: what the eval step returned for the weights after the last.
     host: what this process's clock says of them.
+    loads: moe/load of each step, if experts are watched.
   """
 
   step: int
   rows: list[jax.Array]
   probe: jax.Array | None
   host: dict[str, float]
+  loads: list[jax.Array]
 
 
 class Supervisor:
@@ -87,6 +90,8 @@ class Supervisor:
     self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
     self._write, self._restore = write, restore
     self._rows: list[jax.Array] = []
+    self._loads: list[jax.Array] = []
+    self._experts: Experts | None = None
     self._pending: Interval | None = None
     self._clock, self._restored_step = Clock(totals), -1
     self._snapshots = Snapshots(self._cfg.snapshot_interval, int(self._cfg.snapshot_gb * 2**30))
@@ -116,9 +121,14 @@ class Supervisor:
       self.memory = Memory.from_json(saved[SAVED])
     if step:
       self._note("resumed_from", step)
-    self._note("start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket)
+    self._note(
+      "start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket,
+      accum_steps=self._plan.cfg.step.accum_steps,
+    )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
       check_probe(jax.device_get(self._plan.eval_step(state.model, self._probe)))
+    if self._plan.cfg.moe.spare_experts:
+      self._experts = Experts(self._plan.cfg, state)
     if self.acts:
       self._snapshots.start(step, state)
       gb = COPIES * local_bytes(state) / 2**30
@@ -138,6 +148,9 @@ class Supervisor:
       return state
     metrics.values.copy_to_host_async()
     self._rows.append(metrics.values)
+    if self._experts is not None:
+      metrics.layers["moe/load"].copy_to_host_async()
+      self._loads.append(metrics.layers["moe/load"])
     if step % self._cfg.check_interval:
       return state
     earlier, self._pending = self._pending, self._interval(step, state)
@@ -158,7 +171,7 @@ class Supervisor:
       self._pending = None
       for interval in intervals:
         if interval is not None:
-          state = self._look(step, state, interval)
+          state = self._look(step, state, interval, pause=True)
     if self._restored_step != step:  # else these are the metrics of what was replaced
       check_finite(step, metrics)
     return state
@@ -179,25 +192,31 @@ class Supervisor:
     self.close()
 
   def _interval(self, step: int, state: TrainState) -> Interval:
-    rows, self._rows = self._rows, []
+    rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
     probe = None
     if self._probe is not None:
       probe = self._plan.eval_step(state.model, self._probe)
       probe.copy_to_host_async()
-    return Interval(step, rows, probe, self._clock.lap(len(rows)))
+    return Interval(step, rows, probe, self._clock.lap(len(rows)), loads)
 
-  def _look(self, step: int, state: TrainState, interval: Interval) -> TrainState:
+  def _look(
+    self, step: int, state: TrainState, interval: Interval, *, pause: bool = False
+  ) -> TrainState:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
     reading = read(self._names, interval.step, rows, probe)
-    self.memory, judgement = decide(self._cfg, self.memory, reading, step, self._bucket)
+    if self._experts is not None:
+      reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
+    self.memory, judgement = decide(
+      self._cfg, self.memory, reading, step, self._bucket, pause=pause
+    )
     if self.memory.checks % AGREE == 0:
       check_agreement(self.memory)
     health = report({**reading.means, **interval.host}, reading.nonfinite, judgement.finding)
     self._note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
-      host=interval.host,
+      host=interval.host, pause=pause,
     )  # fmt: skip
     if health.level != "healthy" and not judgement.stale:
       logging.warning("health: %s: %s", health.level, "; ".join(health.causes))
@@ -246,7 +265,10 @@ class Supervisor:
       )
     if earlier is not None:
       self._restored_step = step
-    return apply(action, state, earlier)
+    state = apply(action, state, self._plan.cfg, earlier)
+    if self._experts is not None and isinstance(action, Rollback | Surgery):
+      self._experts = Experts(self._plan.cfg, state)
+    return state
 
   def _earlier(
     self, step: int, state: TrainState, action: Rollback

@@ -170,6 +170,48 @@ def test_a_killed_run_goes_on_with_its_memory_and_its_ledger(config, tmp_path, m
   assert memories[0] == memories[1]
 
 
+def out_of_memory(times):
+  """Raises what XLA does, so many times."""
+  left = [True] * times
+
+  def happen(state):
+    if left:
+      left.pop()
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 42 bytes.")
+    return state
+
+  return happen
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(config, tmp_path, monkeypatch):
+  cfg = config("act", data__batch_size=16)
+  train_module.train(cfg, tmp_path / "whole")
+  plant(monkeypatch, 34, out_of_memory(1))
+  train_module.train(cfg, tmp_path / "relieved")
+  losses = lambda name: [
+    row["train/loss"]
+    for row in read_jsonl(tmp_path / name / "metrics.jsonl")
+    if "train/loss" in row
+  ]
+  assert len(losses("relieved")) == STEPS
+  np.testing.assert_allclose(losses("relieved"), losses("whole"), rtol=1e-5)
+  assert losses("relieved") != losses("whole")  # sums in another order
+  assert workdir.load_config(tmp_path / "relieved").step.accum_steps == 2
+  starts = [
+    r for r in ledger.rows(tmp_path / "relieved" / workdir.DECISIONS) if r["kind"] == "start"
+  ]
+  assert [(row["step"], row["accum_steps"]) for row in starts] == [(0, 1), (20, 2)]
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("observe", 16), ("act", 8)])
+def test_out_of_memory_is_an_error_where_nothing_can_be_done(
+  config, tmp_path, monkeypatch, mode, rows
+):
+  plant(monkeypatch, 2, out_of_memory(1))
+  with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+    train_module.train(config(mode, data__batch_size=rows), tmp_path)
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

@@ -23,11 +23,12 @@ from ats_jax.orchestrator.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.plan import make_plan
 
+CFG = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+
 
 @pytest.fixture
 def state(mesh):
-  cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-  return make_plan(cfg).init()
+  return make_plan(CFG).init()
 
 
 def assert_equal(got, want):
@@ -42,21 +43,21 @@ def assert_equal(got, want):
   [(SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5), (SetSkips(64.0, 32.0), "bucket", 64.0)],
 )
 def test_scalars_are_set_and_set_back(state, action, field, value):
-  changed = apply(action, state)
+  changed = apply(action, state, CFG)
   assert float(getattr(changed.control, field)) == value
   same = dataclasses.replace(changed, control=state.control)
   assert_equal(same, state)
   back = undo(action)
   assert back is not None
-  assert_equal(apply(back, changed), state)
+  assert_equal(apply(back, changed, CFG), state)
 
 
 def test_a_rollback_keeps_step_key_and_control(state):
   saved = dataclasses.replace(state, model=jax.tree.map(lambda x: x + 1, state.model))
   now = dataclasses.replace(
-    apply(SetLearningRateScale(0.5, 1.0), state), step=state.step + 7, key=jax.random.key(3)
+    apply(SetLearningRateScale(0.5, 1.0), state, CFG), step=state.step + 7, key=jax.random.key(3)
   )
-  rolled = apply(Rollback(), now, saved)
+  rolled = apply(Rollback(), now, CFG, saved)
   assert_equal((rolled.model, rolled.opt_state), (saved.model, saved.opt_state))
   assert int(rolled.step) == 7 and rolled.key == now.key
   assert float(rolled.control.lr_scale) == 0.5
@@ -64,16 +65,16 @@ def test_a_rollback_keeps_step_key_and_control(state):
 
 
 def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
-  cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
-  with jax.set_mesh(make_test_mesh(2, 2, 2)) as mesh:
-    plan = make_plan(cfg)
+  mesh = make_test_mesh(2, 2, 2)
+  with jax.set_mesh(mesh):
+    plan = make_plan(CFG)
     state = plan.init()
     step = plan.compile_train_step(state, plan.training_rules(1))
-    batch = to_global(micro_batches(random_rows(cfg, 8), 1), mesh)
+    batch = to_global(micro_batches(random_rows(CFG, 8), 1), mesh)
     snapshot = Snapshot.take(0, state)
-    state, _ = step(apply(SetLearningRateScale(0.5, 1.0), state), batch)
-    state, _ = step(apply(SetSkips(64.0, 32.0), state), batch)
-    state, _ = step(apply(Rollback(), state, snapshot.restore(state)), batch)
+    state, _ = step(apply(SetLearningRateScale(0.5, 1.0), state, CFG), batch)
+    state, _ = step(apply(SetSkips(64.0, 32.0), state, CFG), batch)
+    state, _ = step(apply(Rollback(), state, CFG, snapshot.restore(state)), batch)
     assert int(state.step) == 3
     assert float(state.control.lr_scale) == 0.5 and float(state.control.bucket) == 64.0
 
@@ -94,12 +95,12 @@ def test_nothing_undoes_a_stop_or_an_undo():
 )
 def test_values_that_no_run_can_go_on_with_are_refused(state, action, message):
   with pytest.raises(ValueError, match=message):
-    apply(action, state)
+    apply(action, state, CFG)
 
 
 def test_a_state_is_not_changed_in_place(state):
   before = jax.tree.map(jnp.copy, state)
-  apply(SetSkips(64.0, 32.0), state)
+  apply(SetSkips(64.0, 32.0), state, CFG)
   assert_equal(state, before)
 
 

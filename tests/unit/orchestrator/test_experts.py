@@ -1,0 +1,131 @@
+"""A dead expert is seen, recycled at a pause without a change of the loss, and that is undone."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import micro_batches, random_rows, tiny_config
+from readings import INTERVAL, reading
+
+from ats_jax.config.schema import OrchestratorConfig
+from ats_jax.orchestrator import ledger, surgery
+from ats_jax.orchestrator.actions import PruneExpert, RecycleExpert, ReopenExpert, apply, undo
+from ats_jax.orchestrator.experts import Experts, moe_layers
+from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.policy import STARVED_CHECKS, decide
+from ats_jax.orchestrator.slots import find, read_slots
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.step.plan import make_plan
+
+DEAD, LAYER = 2, 1
+EXACT = 1e-5  # nats per token, float32
+CFG = tiny_config(
+  {
+    "num_steps": 400,
+    "moe.num_experts": 4,
+    "moe.spare_experts": 1,
+    "moe.d_ff": 32,
+    "moe.dense_first": 1,
+    "moe.bias_update": "none",
+    "moe.aux_loss": 0.0,
+    "orchestrator.mode": "act",
+    "orchestrator.check_interval": 4,
+  }
+)
+
+
+def starve(state):
+  """Expert `DEAD` gets no tokens any more."""
+  (segment, member), repeat = find(CFG, LAYER)
+  router = state.model.segments[segment].layers[member].mlp.router
+  router.bias_E[...] = router.bias_E[...].at[repeat, DEAD].set(-100.0)
+
+
+def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp_path):
+  assert moe_layers(CFG) == (LAYER,)
+  plan, probe = make_plan(CFG), random_rows(CFG, 8, seed=99)
+  state = plan.init()
+  starve(state)
+  path = tmp_path / "decisions.jsonl"
+  supervisor = Supervisor(plan, probe, path)
+  supervisor.start(0, state)
+  steps = 4 * (STARVED_CHECKS + 1)
+  for step in range(1, steps + 1):
+    state, metrics = plan.train_step(state, micro_batches(random_rows(CFG, 8, seed=step), 1))
+    state = supervisor.after(step, state, metrics)
+  assert not supervisor.decisions  # there is no time for surgery between two steps
+  before = plan.eval_step(state.model, probe)
+  programs = plan.train_step._cache_size()
+  state = supervisor.settle(steps, state, metrics)
+  after = plan.eval_step(state.model, probe)
+  assert abs(float(after[0] - before[0])) / float(before[2]) < EXACT
+  ((_, decision),) = supervisor.decisions
+  assert decision.action == RecycleExpert(LAYER, DEAD) and decision.cause == "router"
+  assert read_slots(CFG, state, LAYER).twin[DEAD] >= 0
+  for step in range(steps + 1, steps + 25):
+    state, metrics = plan.train_step(state, micro_batches(random_rows(CFG, 8, seed=step), 1))
+    state = supervisor.after(step, state, metrics)
+  supervisor.close()
+  assert plan.train_step._cache_size() == programs
+  assert metrics.layers["moe/load"][0, DEAD] > 0.05
+  (outcome,) = [row for row in ledger.rows(path) if row["kind"] == "outcome"]
+  assert outcome["verdict"] == "helped"
+  assert ledger.replay(path) == ledger.decisions(path)
+
+  back = undo(decision.action)
+  assert back == PruneExpert(LAYER, DEAD)
+  undone = read_slots(CFG, apply(back, state, CFG), LAYER)
+  assert not undone.is_open[DEAD] and (undone.twin < 0).all()
+
+
+def test_what_is_pruned_can_be_opened_again(mesh):
+  state = make_plan(CFG).init()
+  weights = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
+  action = PruneExpert(LAYER, 0)
+  state = apply(action, state, CFG)
+  assert not read_slots(CFG, state, LAYER).is_open[0]
+  back = undo(action)
+  assert back == ReopenExpert(LAYER, 0) and undo(back) == action
+  state = apply(back, state, CFG)
+  assert read_slots(CFG, state, LAYER).is_open[0]
+  kept = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
+  np.testing.assert_array_equal(kept, weights)
+
+
+def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
+  experts = Experts(CFG, make_plan(CFG).init())
+  slots = experts.is_open.shape[1]
+  assert experts.is_open.sum() == 4 and slots == 5
+  even = np.where(experts.is_open, 0.25, 0.0)
+  assert experts.starved([even, even]) == ()
+  without = even.copy()
+  without[0, np.flatnonzero(experts.is_open[0])[1]] = 0.0
+  slot = int(np.flatnonzero(experts.is_open[0])[1])
+  assert experts.starved([without, without]) == ((LAYER, slot),)
+  assert experts.starved([without, even]) == ()
+
+
+ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
+
+
+@pytest.mark.parametrize(
+  ("looks", "pause", "acts"),
+  [(STARVED_CHECKS, True, True), (STARVED_CHECKS, False, False), (STARVED_CHECKS - 2, True, False)],
+)
+def test_it_takes_long_starvation_and_a_pause(looks, pause, acts):
+  memory = Memory()
+  for number in range(looks):
+    seen = reading(number, starved=((3, 1),))
+    last = number == looks - 1
+    memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=pause and last)
+    if not last:
+      assert not judgement.decisions
+  assert [d.action for d in judgement.decisions] == ([RecycleExpert(3, 1)] if acts else [])
+
+
+def test_surgery_waits_while_something_is_wrong():
+  memory = Memory()
+  for number in range(STARVED_CHECKS + 5):
+    seen = reading(number, starved=((3, 1),), held=25)
+    memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=True)
+    assert not judgement.decisions
+  assert jax.tree.leaves(memory.starved) == [STARVED_CHECKS + 5]
