@@ -7,6 +7,7 @@ from ats_jax.orchestrator import actions
 from ats_jax.orchestrator.actions import Action
 
 # How often each action helped, before this run has tried any: Beta(helped, did not), of eight.
+# Leaving batches out is not judged: it keeps the state as it is.
 PRIOR = {
   "Rollback": (7.2, 0.8),
   "SetLearningRateScale": (6.8, 1.2),
@@ -42,6 +43,7 @@ class Memory(NamedTuple):
     learning_rate: of the schedule at the last look; None before.
     healthy: looks in a row without a finding.
     broken: looks in a row in which no gradient was finite.
+    odd: looks since the batches turned odd while the probe was well; 0 if they are not.
     starved: "layer/expert" -> looks in a row in which it got next to no tokens.
     lr_scale: what `Control` holds.
     bucket: likewise; None before the first look.
@@ -64,6 +66,7 @@ class Memory(NamedTuple):
   learning_rate: float | None = None
   healthy: int = 0
   broken: int = 0
+  odd: int = 0
   starved: Mapping[str, int] = {}
   lr_scale: float = 1.0
   bucket: float | None = None

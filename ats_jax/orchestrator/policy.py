@@ -82,7 +82,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     id: of the decision.
-    verdict: "helped", "no effect" or "harmed".
+    verdict: "helped", "no effect" or "harmed"; "unclear", and not counted, if the data is odd now.
     before: how far the probe's loss was above its reference, nats.
     after: the same, `HORIZON` looks later.
   """
@@ -166,6 +166,9 @@ def diagnose(memory: Memory, reading: Reading) -> Finding | None:
   fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
   held = f"the last {reading.held} updates had to be shrunk"
+  if is_worse and memory.odd:
+    reason = f"{probe}, after {memory.odd} looks at odd batches: the weights follow other data"
+    return Finding("data", fault, False, reason)
   if is_worse and is_held and excess < 4.0 * margin:
     return Finding("learning rate", worse, False, f"{held}; {probe}")
   if is_worse and surprised:
@@ -271,15 +274,16 @@ def _judge_trial(
   if memory.checks < memory.wait["trial"] and not relapsed:
     return memory, None, []
   after = excess if reading.sound else math.inf
+  if finding is not None and finding.cause == "data":
+    return memory._replace(trial=None), Outcome(trial.id, "unclear", trial.before, after), []
   noise = max(2.0 * margin / MARGIN_SIGMAS, LEAST_HARM)
-  is_skips = isinstance(trial.action, SetSkips)  # cannot hurt: it keeps the state as it is
-  works = is_skips and after <= margin
+  works = False
   if isinstance(trial.action, RecycleExpert):
     at = (trial.action.layer, trial.action.expert)
     works = at not in reading.starved and after <= trial.before + noise
   if after < trial.before - noise or works:
     verdict = "helped"
-  elif after > trial.before + noise and not is_skips:
+  elif after > trial.before + noise:
     verdict = "harmed"
   else:
     verdict = "no effect"
@@ -311,8 +315,12 @@ def _remember(
   starved = {name: memory.starved.get(name, 0) + 1 for name in names}
   memory = memory._replace(learning_rate=reading.learning_rate, broken=broken, starved=starved)
   if finding is not None:
-    return memory._replace(healthy=0)
-  memory = memory._replace(healthy=memory.healthy + 1)
+    turned = finding.cause == "data" and reading.skipped >= SKIPPED
+    is_odd = turned or (memory.odd > 0 and finding.cause != "state")
+    memory = memory._replace(healthy=0, odd=memory.odd + 1 if is_odd else 0)
+    # What lasts longer than the reflex may leave batches out is the data from now on.
+    return memory._replace(reference=reading.probe) if is_odd and excess > margin else memory
+  memory = memory._replace(healthy=memory.healthy + 1, odd=0)
   if math.isnan(reading.probe):
     return memory
   if memory.reference is None:
@@ -348,7 +356,7 @@ def _act(
       pass
   if isinstance(action, Stop):
     return memory
-  if is_remedy and memory.trial is None:
+  if is_remedy and memory.trial is None and not isinstance(action, SetSkips):
     before = excess if math.isfinite(excess) else math.inf
     trial = Trial(decision.id, action, step, before)
     wait = {**memory.wait, "trial": memory.checks + HORIZON + 1}

@@ -181,6 +181,28 @@ def test_a_higher_threshold_keeps_it_still():
   assert looks.actions == [Rollback()]
 
 
+def test_weights_that_follow_new_data_are_no_fault(looks):
+  looks(3, **BAD_DATA)
+  for rise in (0.5, 1.0, 1.2):  # the reflex gave in, and the model learns the new domain
+    judgement = looks(**{**BAD_STATE, "probe": 2.0 + rise, "skipped": 0})
+    assert judgement.finding is not None and judgement.finding.cause == "data"
+    assert not judgement.good
+  assert {type(action) for action in looks.actions} == {SetSkips}
+  looks(probe=3.2)
+  assert looks.memory.odd == 0 and looks.judgements[-1].good
+  looks(4, probe=3.2)
+  looks(**{**BAD_STATE, "probe": 6.0})  # measured from where it is now
+  assert looks.actions[-1] == Rollback()
+
+
+def test_a_verdict_amid_odd_data_does_not_count(looks):
+  looks(**HELD_AND_WORSE)
+  looks(2)
+  outcome = looks(**BAD_DATA).outcome
+  assert outcome is not None and outcome.verdict == "unclear"
+  assert looks.memory.judged == 0 and looks.memory.trial is None
+
+
 def test_without_a_probe_only_what_is_not_finite_is_rolled_back():
   looks = Looks()
   looks(10, probe=math.nan)

@@ -135,6 +135,21 @@ def test_a_burst_of_noise_is_left_out_and_not_rolled_back(plan, clean_loss):
   assert run.probe_loss() < clean_loss + 0.15
 
 
+def test_another_domain_is_taken_in_after_a_while(plan):
+  """A switch that nobody declared is neither rolled back nor answered by a lower rate."""
+  run = Run(plan)(FAULT_STEP)
+  for _ in range(200):
+    run.step += 1
+    batch = micro_batches(rows(run.step), 1)
+    other = {name: 63 - batch[name] for name in ("tokens", "targets")}  # counts down
+    run.state, run.metrics = plan.train_step(run.state, {**batch, **other}, fault=NO_FAULT)
+    run.state = run.supervisor.after(run.step, run.state, run.metrics)
+  kinds = {(cause, type(action)) for cause, action in interventions(run.end())}
+  assert kinds <= {("data", SetSkips)}
+  assert int(run.state.reflex.skipped) < 180
+  assert run.supervisor.memory.healthy > 0
+
+
 def test_a_rate_thirty_times_too_high_is_held_and_reported(plan, clean_loss):
   seen = []
   hooks.register(seen.append)
