@@ -162,7 +162,9 @@ def diagnose(memory: Memory, reading: Reading) -> Finding | None:
     steps = f"no loss or gradient was finite in the last {reading.broken} steps"
     return Finding("system", 1.0, True, f"{steps}, though the weights are: {probe}")
   is_worse, is_held = excess > margin, reading.held >= HELD
-  surprised = reading.cusum > CUSUM or reading.skipped >= SKIPPED or reading.recent_z > RECENT_Z
+  # The CUSUM remembers long: a rise that the statistics have taken in by now is no surprise.
+  rising = reading.cusum > CUSUM and reading.recent_z > RECENT_Z
+  surprised = rising or reading.skipped >= SKIPPED
   fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
   held = f"the last {reading.held} updates had to be shrunk"
@@ -175,7 +177,7 @@ def diagnose(memory: Memory, reading: Reading) -> Finding | None:
     return Finding("state", fault * worse, False, f"{probe}; training loss {_raised(reading)}")
   if is_held:
     return Finding("learning rate", 0.0, False, f"{held}, which is enough: {probe}")
-  if reading.skipped >= SKIPPED or (reading.cusum > CUSUM and reading.recent_z > RECENT_Z):
+  if surprised:
     reason = f"training loss {_raised(reading)}, but {probe}: the batches are odd, not the weights"
     return Finding("data", fault, False, reason)
   return None

@@ -71,6 +71,7 @@ def looks():
     ({"cusum": 12.0, "recent_z": 1.9}, None, None),
     ({"probe": 2.5}, None, None),  # no fault of the state raises the held-out loss alone
     ({"probe": 2.05, "cusum": 100.0}, None, None),
+    ({"probe": 2.50, "cusum": 100.0}, None, None),  # the rise is long over
   ],
 )
 def test_each_fault_has_its_cause_and_its_action(looks, fault, cause, action):
@@ -79,9 +80,10 @@ def test_each_fault_has_its_cause_and_its_action(looks, fault, cause, action):
   assert looks.actions == ([] if action is None else [action])
 
 
-def test_a_rise_that_a_schedule_asked_for_is_no_fault(looks):
-  higher = dict(learning_rate=2e-3, probe=2.2, cusum=30.0)
-  assert looks(**higher).finding is None
+@pytest.mark.parametrize(("rate", "actions"), [(1e-3, [Rollback()]), (2e-3, [])])
+def test_a_rise_that_a_schedule_asked_for_is_no_fault(looks, rate, actions):
+  looks(learning_rate=rate, probe=2.2, cusum=30.0, recent_z=3.0)
+  assert looks.actions == actions
 
 
 def test_noise_of_the_probe_widens_its_margin():

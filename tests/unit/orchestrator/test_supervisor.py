@@ -138,7 +138,8 @@ def test_a_burst_of_noise_is_left_out_and_not_rolled_back(plan, clean_loss):
 def test_another_domain_is_taken_in_after_a_while(plan):
   """A switch that nobody declared is neither rolled back nor answered by a lower rate."""
   run = Run(plan)(FAULT_STEP)
-  for _ in range(200):
+  before = run.metrics.values[0]
+  for _ in range(260):
     run.step += 1
     batch = micro_batches(rows(run.step), 1)
     other = {name: 63 - batch[name] for name in ("tokens", "targets")}  # counts down
@@ -147,7 +148,7 @@ def test_another_domain_is_taken_in_after_a_while(plan):
   kinds = {(cause, type(action)) for cause, action in interventions(run.end())}
   assert kinds <= {("data", SetSkips)}
   assert int(run.state.reflex.skipped) < 180
-  assert run.supervisor.memory.healthy > 0
+  assert float(run.metrics.values[0]) < float(before) + 1.5  # it was 3.3 more at the switch
 
 
 def test_a_rate_thirty_times_too_high_is_held_and_reported(plan, clean_loss):

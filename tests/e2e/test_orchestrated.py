@@ -1,0 +1,51 @@
+"""Real processes under the orchestrator: kill -9, resumption, and the story of the run."""
+
+import signal
+
+import runs
+from commands import forked
+
+from ats_jax.orchestrator import ledger
+
+SETTINGS = (
+  "num_steps=60",
+  "model.num_layers=1",
+  "model.d_model=32",
+  "model.num_heads=2",
+  "model.num_kv_heads=2",
+  "model.d_ff=32",
+  "data.validation_fraction=0.2",
+  "data.tokenizer=bytes",
+  "data.seq_len=32",
+  "data.batch_size=8",
+  "optimizer.warmup_steps=5",
+  "checkpoint.every_steps=15",
+  "eval.bigram_baseline=False",
+  "log.every_steps=1",
+  "sample.max_tokens=0",
+  "orchestrator.mode=act",
+  "orchestrator.check_interval=5",
+)
+
+
+def seen(workdir):
+  """What was read at each look, and what was decided, of the run as it counts."""
+  rows = ledger.rows(workdir / "decisions.jsonl")
+  checks = [(row["step"], row["reading"]) for row in rows if row["kind"] == "check"]
+  return checks, ledger.decisions(workdir / "decisions.jsonl")
+
+
+def test_kill_9_leaves_a_ledger_that_goes_on_where_the_checkpoint_is(text, tmp_path):
+  settings = (*SETTINGS, f"data.paths={text}")
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  runs.finish(runs.start(whole, *settings))
+  runs.stop_at(runs.start(killed, *settings), 38, signal.SIGKILL)
+  runs.finish(runs.start(killed, *settings))
+  assert seen(killed) == seen(whole)
+  assert len(seen(whole)[0]) == 12
+  kinds = [row["kind"] for row in ledger.rows(killed / "decisions.jsonl")]
+  assert kinds.count("resumed_from") == 1
+
+  told = forked("ats_jax.decisions", str(killed), "--replay")
+  assert told.code == 0, told.err
+  assert "resumed from here" in told.out and "replayed: the same decisions" in told.out
