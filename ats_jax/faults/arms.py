@@ -1,0 +1,137 @@
+"""Ways to guard a run: each is the production step, some with a rule around it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ats_jax.config.schema import Config
+from ats_jax.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
+from ats_jax.step.loss import Batch
+from ats_jax.step.metrics import METRICS, metric_names
+from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.plan import Plan, make_plan
+from ats_jax.step.reflex import Tracker
+from ats_jax.step.state import TrainState
+from ats_jax.step.train_step import make_train_step
+from ats_jax.step.update import Fault
+
+RULE_METRICS = ("rule/skipped", "rule/rate")
+SEED_LEAST_RATE = 1e-6  # learning rate below which the seed's rules never go
+Step = Callable[[TrainState, Any, Batch, Fault], tuple[TrainState, Any, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """One way to guard a run.
+
+  Attributes:
+    name: in `ARMS`.
+    plan: how it computes.
+    step: (state, memory, batch, fault) -> (state, memory, metrics); the state is donated.
+    memory: at the start.
+    names: of the metrics.
+  """
+
+  name: str
+  plan: Plan
+  step: Step
+  memory: Any
+  names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What makes an arm.
+
+  Attributes:
+    mode: of the orchestrator.
+    clip: whether the fixed clip of the gradient's norm stays.
+    before: what comes before clip and Adam.
+    rule: around the step.
+    blind: trackers of the reflex that are kept from learning, so that they never object.
+    bucket: whether steps may be left out for their loss.
+  """
+
+  mode: str = "off"
+  clip: bool = True
+  before: Callable[[], optax.GradientTransformation] | None = None
+  rule: Callable[[Config], Rule] | None = None
+  blind: tuple[str, ...] = ()
+  bucket: bool = True
+
+
+ARMS = {
+  "none": Kind(clip=False),
+  "clip": Kind(),
+  "zclip": Kind(before=zclip),
+  "adagc": Kind(clip=False, before=adagc),
+  "skip_step": Kind(rule=lambda cfg: skip_step()),
+  "rate_rules": Kind(rule=lambda cfg: rate_rules(SEED_LEAST_RATE / cfg.optimizer.learning_rate)),
+  "reflex": Kind(mode="act"),
+  "reflex-governor": Kind(mode="act", blind=("update",)),
+  "reflex-gradient": Kind(mode="act", blind=("grad",)),
+  "reflex-skip": Kind(mode="act", bucket=False),
+}
+
+
+def build_arm(name: str, cfg: Config) -> Arm:
+  """Build an arm under the current mesh; nothing is compiled yet.
+
+  Args:
+    name: in `ARMS`.
+    cfg: the resolved config of the suite; the arm's own settings replace some.
+  """
+  kind = ARMS[name]
+  cfg = dataclasses.replace(
+    cfg,
+    optimizer=cfg.optimizer if kind.clip else dataclasses.replace(cfg.optimizer, grad_clip=0.0),
+    orchestrator=dataclasses.replace(cfg.orchestrator, mode=kind.mode),
+  )
+  plan = make_plan(cfg)
+  if kind.before is not None:
+    tx = optax.chain(kind.before(), build_optimizer(cfg))
+    plan = dataclasses.replace(plan, tx=tx, train_step=make_train_step(cfg, tx))
+  names = metric_names(cfg)
+  if kind.rule is not None:
+    rule = kind.rule(cfg)
+    return Arm(name, plan, _ruled(plan, rule), rule.init(), names + RULE_METRICS)
+  return Arm(name, plan, _plain(plan, kind), None, names)
+
+
+def _plain(plan: Plan, kind: Kind) -> Step:
+  """The production step; what an ablation takes away is taken from the state before it."""
+
+  def step(state: TrainState, memory: None, batch: Batch, fault: Fault):
+    if kind.blind:
+      assert state.reflex is not None
+      untaught = dict.fromkeys(kind.blind, Tracker.new())
+      state = dataclasses.replace(state, reflex=state.reflex._replace(**untaught))
+    if not kind.bucket:
+      assert state.control is not None
+      none = state.control._replace(bucket=jnp.float32(0.0))
+      state = dataclasses.replace(state, control=none)
+    state, metrics = plan.train_step(state, batch, fault=fault)
+    return state, memory, metrics.values
+
+  return step
+
+
+def _ruled(plan: Plan, rule: Rule) -> Step:
+  loss_at, norm_at = METRICS.index("train/loss"), METRICS.index("train/grad_norm")
+
+  def step(state: TrainState, memory: Any, batch: Batch, fault: Fault):
+    rate = rule.rate(memory)
+    fault = fault._replace(rate=fault.rate * rate)
+    new, metrics = plan.train_step(state, batch, fault=fault)
+    memory, keep = rule.judge(memory, metrics.values[loss_at], metrics.values[norm_at])
+    take = lambda a, b: jnp.where(keep, a, b)
+    kept = jax.tree.map(take, (new.model, new.opt_state), (state.model, state.opt_state))
+    state = dataclasses.replace(new, model=kept[0], opt_state=kept[1])
+    extra = jnp.stack([1.0 - keep.astype(jnp.float32), rate])
+    return state, memory, jnp.concatenate([metrics.values, extra])
+
+  return jax.jit(step, donate_argnums=0)

@@ -1,0 +1,292 @@
+"""What is done to a run: faults F1-F7, and N1, the negative controls: legitimate surprises.
+
+A scenario changes the rows of a step, the gradient or the learning rate (traced, `step.update`), or
+the state before the step. When, how badly and where is drawn from the run's seed, alike for every
+arm.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ats_jax.model.init import merge, trainable
+from ats_jax.step.state import TrainState
+
+Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
+EARLIEST, LATEST = 0.3, 0.7  # of the run: where a fault may begin
+
+
+class Injection(NamedTuple):
+  """What happens at one step.
+
+  Attributes:
+    rows: the batch that is trained on.
+    gradient: multiplies the gradients; may be NaN.
+    rate: multiplies the learning rate.
+    state: maps the state before the step to what is used, or None.
+  """
+
+  rows: Rows
+  gradient: float = 1.0
+  rate: float = 1.0
+  state: Callable[[TrainState], TrainState] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """What chance decided for one run.
+
+  Attributes:
+    name: of the scenario.
+    seed: of the run.
+    onset: first step (0-based) at which anything may happen.
+    severity: one of the scenario's three.
+    vocab_size: ids of noise are below it.
+    foreign: batch of another domain for a step.
+  """
+
+  name: str
+  seed: int
+  onset: int
+  severity: float
+  vocab_size: int
+  foreign: Callable[[int], Rows]
+
+  def rng(self, step: int = 0) -> np.random.Generator:
+    """Chance at one step, the same whoever asks."""
+    return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), step])
+
+  def within(self, step: int, length: float) -> bool:
+    """Whether `step` is one of the first `length` from the onset on."""
+    return self.onset <= step < self.onset + length
+
+
+Inject = Callable[[Draw, int, Rows], Injection]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+  """A kind of fault.
+
+  Attributes:
+    family: F1-F7, or N1 for what is no fault.
+    severities: mild, middling, bad; what the number means is said by `inject`.
+    inject: what happens at a step.
+  """
+
+  family: str
+  severities: tuple[float, float, float]
+  inject: Inject
+
+  @property
+  def is_control(self) -> bool:
+    """Whether nothing is wrong, so that nothing lasting may be done."""
+    return self.family == "N1"
+
+  def draw(
+    self,
+    name: str,
+    seed: int,
+    num_steps: int,
+    vocab_size: int,
+    foreign: Callable[[int], Rows],
+  ) -> Draw:
+    """Let chance decide for the run with this seed."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    onset = int(num_steps * rng.uniform(EARLIEST, LATEST))
+    severity = self.severities[rng.integers(3)]
+    return Draw(name, seed, onset, severity, vocab_size, foreign)
+
+
+# ---- F1: the learning rate
+
+
+def rate_burst(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Multiplied with the severity for 30 steps."""
+  return Injection(rows, rate=draw.severity if draw.within(step, 30) else 1.0)
+
+
+def rate_forever(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Multiplied with the severity from the onset on."""
+  return Injection(rows, rate=draw.severity if step >= draw.onset else 1.0)
+
+
+# ---- F2, F3, F7: the data
+
+
+def _stream(rows: Rows, ids: np.ndarray) -> Rows:
+  """`rows` with the text `ids` [accum, batch, seq + 1]."""
+  return rows | {"tokens": ids[..., :-1], "targets": ids[..., 1:]}
+
+
+def _noise(draw: Draw, step: int, rows: Rows) -> Rows:
+  *lead, seq = rows["tokens"].shape
+  ids = draw.rng(step).integers(0, draw.vocab_size, (*lead, seq + 1), dtype=np.int32)
+  return _stream(rows, ids)
+
+
+def noise_burst(draw: Draw, step: int, rows: Rows) -> Injection:
+  """As many batches as the severity says are uniform noise."""
+  return Injection(_noise(draw, step, rows) if draw.within(step, draw.severity) else rows)
+
+
+def noise_share(draw: Draw, step: int, rows: Rows) -> Injection:
+  """A share of all batches from the onset on is uniform noise."""
+  hit = step >= draw.onset and draw.rng(step).random() < draw.severity
+  return Injection(_noise(draw, step, rows) if hit else rows)
+
+
+def shuffled_targets(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Targets are permuted within as many batches as the severity says."""
+  if draw.within(step, draw.severity):
+    rows = rows | {"targets": draw.rng(step).permuted(rows["targets"].ravel()).reshape(
+      rows["targets"].shape)}  # fmt: skip
+  return Injection(rows)
+
+
+def repeats(draw: Draw, step: int, rows: Rows) -> Injection:
+  """One token over and over, in as many batches as the severity says."""
+  if draw.within(step, draw.severity):
+    *lead, seq = rows["tokens"].shape
+    rows = _stream(rows, np.full((*lead, seq + 1), draw.rng().integers(256), np.int32))
+  return Injection(rows)
+
+
+def stretched(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Positions 64 times too far apart in as many batches as the severity says: bad packing."""
+  if draw.within(step, draw.severity):
+    rows = rows | {"positions": rows["positions"] * 64}
+  return Injection(rows)
+
+
+# ---- F4, F5: the gradient
+
+
+def nan_gradient(draw: Draw, step: int, rows: Rows) -> Injection:
+  """As many steps as the severity says have a gradient of NaN; they are 7 apart."""
+  since = step - draw.onset
+  hit = 0 <= since < 7 * draw.severity and since % 7 == 0
+  return Injection(rows, gradient=np.nan if hit else 1.0)
+
+
+def huge_gradient(draw: Draw, step: int, rows: Rows) -> Injection:
+  """A fiftieth of the steps from the onset on has a gradient as many times too large."""
+  hit = step >= draw.onset and draw.rng(step).random() < 0.02
+  return Injection(rows, gradient=draw.severity if hit else 1.0)
+
+
+# ---- F4, F6: the state
+
+
+def _edit_matrix(state: TrainState, rng: np.random.Generator, edit: Callable) -> TrainState:
+  """`state` with one matrix of the model, chosen by chance, replaced by `edit(matrix)`."""
+  params: Any = trainable(state.model)
+  leaves, structure = jax.tree.flatten(params)
+  which = rng.choice([i for i, x in enumerate(leaves) if x.size > 4 * max(x.shape)])
+  old = leaves[which]
+  leaves[which] = jax.device_put(edit(np.array(old)), old.sharding)
+  return dataclasses.replace(state, model=merge(structure.unflatten(leaves), state.model))
+
+
+def _places(matrix: np.ndarray, rng: np.random.Generator, count: float) -> tuple:
+  return np.unravel_index(rng.choice(matrix.size, int(count), replace=False), matrix.shape)
+
+
+def nan_weight(draw: Draw, step: int, rows: Rows) -> Injection:
+  """As many weights of a matrix as the severity says become NaN, once: no batch is to blame."""
+  if step != draw.onset:
+    return Injection(rows)
+  rng = draw.rng(step)
+
+  def edit(matrix: np.ndarray) -> np.ndarray:
+    matrix[_places(matrix, rng, draw.severity)] = np.nan
+    return matrix
+
+  return Injection(rows, state=lambda state: _edit_matrix(state, rng, edit))
+
+
+def scaled_matrix(draw: Draw, step: int, rows: Rows) -> Injection:
+  """A matrix is multiplied with the severity, once: silent corruption."""
+  if step != draw.onset:
+    return Injection(rows)
+  edit = lambda matrix: matrix * np.float32(draw.severity)
+  return Injection(rows, state=lambda state: _edit_matrix(state, draw.rng(step), edit))
+
+
+def flipped_bits(draw: Draw, step: int, rows: Rows) -> Injection:
+  """The highest bit of the exponent flips in as many weights of a matrix as the severity says."""
+  if step != draw.onset:
+    return Injection(rows)
+  rng = draw.rng(step)
+
+  def edit(matrix: np.ndarray) -> np.ndarray:
+    matrix.view(np.uint32)[_places(matrix, rng, draw.severity)] ^= np.uint32(1 << 30)
+    return matrix
+
+  return Injection(rows, state=lambda state: _edit_matrix(state, rng, edit))
+
+
+# ---- N1: what may surprise, and is right
+
+
+def clean(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Nothing happens."""
+  del draw, step
+  return Injection(rows)
+
+
+def domain_switch(draw: Draw, step: int, rows: Rows) -> Injection:
+  """From the onset on, a share of the rows is of another kind of text."""
+  if step < draw.onset:
+    return Injection(rows)
+  taken = int(draw.severity * rows["tokens"].shape[1])
+  foreign = draw.foreign(step)
+  join = lambda old, new: np.concatenate([new[:, :taken], old[:, taken:]], axis=1)
+  return Injection({name: join(rows[name], foreign[name]) for name in rows})
+
+
+def rate_jump(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Somebody raises the learning rate and tells nobody."""
+  return rate_forever(draw, step, rows)
+
+
+def small_batch(draw: Draw, step: int, rows: Rows) -> Injection:
+  """From the onset on, as many rows of a batch as the severity says count."""
+  if step < draw.onset:
+    return Injection(rows)
+  counts = np.arange(rows["tokens"].shape[1]) < draw.severity
+  return Injection(rows | {"loss_mask": rows["loss_mask"] * counts[None, :, None]})
+
+
+def length_jump(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Until the onset, rows are cut into documents as long as the severity says: a curriculum."""
+  if step >= draw.onset:
+    return Injection(rows)
+  piece, place = np.divmod(np.arange(rows["tokens"].shape[2], dtype=np.int32), int(draw.severity))
+  spread = lambda x: np.broadcast_to(x, rows["tokens"].shape)
+  return Injection(rows | {"segment_ids": spread(piece + 1), "positions": spread(place)})
+
+
+SCENARIOS = {
+  "rate_burst": Scenario("F1", (10.0, 30.0, 100.0), rate_burst),
+  "rate_forever": Scenario("F1", (10.0, 30.0, 100.0), rate_forever),
+  "noise_burst": Scenario("F2", (10, 20, 40), noise_burst),
+  "noise_share": Scenario("F2", (0.02, 0.05, 0.1), noise_share),
+  "shuffled_targets": Scenario("F3", (30, 60, 90), shuffled_targets),
+  "nan_gradient": Scenario("F4", (1, 3, 10), nan_gradient),
+  "nan_weight": Scenario("F4", (1, 10, 100), nan_weight),
+  "huge_gradient": Scenario("F5", (1e2, 1e3, 1e4), huge_gradient),
+  "scaled_matrix": Scenario("F6", (10.0, 30.0, 100.0), scaled_matrix),
+  "flipped_bits": Scenario("F6", (1, 4, 16), flipped_bits),
+  "repeats": Scenario("F7", (10, 20, 40), repeats),
+  "stretched": Scenario("F7", (10, 20, 40), stretched),
+  "clean": Scenario("N1", (0, 0, 0), clean),
+  "domain_switch": Scenario("N1", (0.25, 0.5, 1.0), domain_switch),
+  "rate_jump": Scenario("N1", (1.5, 2.0, 3.0), rate_jump),
+  "small_batch": Scenario("N1", (2, 2, 4), small_batch),
+  "length_jump": Scenario("N1", (4, 8, 16), length_jump),
+}
