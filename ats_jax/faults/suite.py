@@ -1,0 +1,208 @@
+"""One run of an arm under a scenario, and all runs of a suite."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.build import flatten, resolve
+from ats_jax.config.schema import Config
+from ats_jax.data.pipeline import Dataset, open_datasets, open_split
+from ats_jax.faults.arms import ARMS, RULE_METRICS, Arm, build_arm
+from ats_jax.faults.results import Record, Results
+from ats_jax.faults.scenarios import SCENARIOS, Rows
+from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.step.metrics import REFLEX_METRICS
+from ats_jax.step.state import TrainState, init_state
+from ats_jax.step.update import Fault
+
+PROTOCOL = 1  # raise it when a scenario, an arm or the scoring changes
+SCORED_ROWS = 1024  # of the validation split
+TUNING_SEEDS, HELD_OUT_SEEDS = range(10), range(100, 110)
+
+# A byte-level model that trains in seconds on one core.
+SETTINGS = {
+  "num_steps": 400,
+  "model.num_layers": 2,
+  "model.d_model": 48,
+  "model.num_heads": 4,
+  "model.num_kv_heads": 4,
+  "model.d_ff": 128,
+  "data.tokenizer": "bytes",
+  "data.seq_len": 32,
+  "data.batch_size": 16,
+  "optimizer.learning_rate": 4e-3,
+  "optimizer.warmup_steps": 50,
+  "optimizer.schedule": "wsd",
+  "optimizer.decay_fraction": 0.3,
+  "optimizer.final_lr_fraction": 0.05,
+  "orchestrator.check_interval": 25,
+  "precision.compute_dtype": "float32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+  """What is run.
+
+  Attributes:
+    arms: names in `ARMS`.
+    scenarios: names in `SCENARIOS`.
+    seeds: of the runs.
+    settings: what differs from `SETTINGS`.
+  """
+
+  arms: tuple[str, ...]
+  scenarios: tuple[str, ...]
+  seeds: tuple[int, ...]
+  settings: tuple[tuple[str, int | float], ...] = ()
+
+
+SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "huge_gradient", "repeats")
+SUITES = {
+  "smoke": Suite(("clip", "reflex"), ("clean", *SMOKE_FAULTS), (0,), (("num_steps", 200),)),
+  "tune": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(TUNING_SEEDS)),
+  "full": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(HELD_OUT_SEEDS)),
+}
+
+
+class Bench:
+  """Data and scoring that all arms share. Make it and use it under a mesh of one device."""
+
+  def __init__(self, suite: Suite):
+    config = base_config()
+    config.update_from_flattened_dict(SETTINGS | dict(suite.settings))
+    cfg = from_config_dict(config)
+    self._train, valid = open_datasets(cfg.data, 0)
+    self._foreign = open_split(cfg.data, 0, _foreign_text(), self._train.tokenizer)
+    self.cfg = resolve(cfg, self._train.tokenizer.vocab_size)
+    self.vocab_size = self._train.tokenizer.vocab_size
+    self._valid = to_global(valid.rows(np.arange(SCORED_ROWS)), jax.sharding.get_mesh())
+    parts = [PROTOCOL, self._train.fingerprint, self._foreign.fingerprint, flatten(self.cfg)]
+    self.protocol = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+  def rows(self, seed: int, step: int) -> Rows:
+    """The batch of a step (0-based); each seed reads rows of its own."""
+    return _rows(self._train, self.cfg, seed, step)
+
+  def foreign_rows(self, seed: int, step: int) -> Rows:
+    """The same of another kind of text: English prose."""
+    return _rows(self._foreign, self.cfg, seed, step)
+
+  def score(self, arm: Arm, state: TrainState) -> tuple[float, bool]:
+    """Validation loss in nats, at most ln V; and whether it was finite."""
+    total, _, tokens = np.asarray(arm.plan.eval_step(state.weights, self._valid)).tolist()
+    loss, worst = total / tokens, math.log(self.vocab_size)
+    return (min(loss, worst), True) if math.isfinite(loss) else (worst, False)
+
+
+def _foreign_text() -> str:
+  """The documentation that `help()` shows: prose, where the training text is code."""
+  import pydoc_data.topics
+
+  return str(pydoc_data.topics.__file__)
+
+
+def _rows(dataset: Dataset, cfg: Config, seed: int, step: int) -> Rows:
+  size = cfg.data.batch_size
+  first = (seed * cfg.num_steps + step) * size
+  return dataset.global_rows(np.arange(first, first + size)[None])
+
+
+def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> Record:
+  """Train `arm` once with something happening to it.
+
+  Args:
+    bench: see there.
+    arm: see there.
+    scenario: name in `SCENARIOS`.
+    seed: decides data, initial weights and all that chance decides.
+    state: the state of step 0 for this seed; donated.
+
+  Returns:
+    What the table is made of; see docs/faults.md.
+  """
+  began, mesh, num_steps = time.perf_counter(), jax.sharding.get_mesh(), bench.cfg.num_steps
+  kind = SCENARIOS[scenario]
+  foreign = functools.partial(bench.foreign_rows, seed)
+  draw = kind.draw(scenario, seed, num_steps, bench.vocab_size, foreign)
+  memory, rows = arm.memory, []
+  for step in range(num_steps):
+    now = kind.inject(draw, step, bench.rows(seed, step))
+    if now.state is not None:
+      state = now.state(state)
+    fault = Fault(jnp.float32(now.gradient), jnp.float32(now.rate))
+    state, memory, values = arm.step(state, memory, to_global(now.rows, mesh), fault)
+    rows.append(values)
+  loss, finite = bench.score(arm, state)
+  metrics = dict(zip(arm.names, np.stack(jax.device_get(rows)).T, strict=True))
+  return {
+    "arm": arm.name,
+    "scenario": scenario,
+    "seed": seed,
+    "onset": draw.onset,
+    "severity": draw.severity,
+    "loss": loss,
+    "finite": finite,
+    "steps": num_steps,
+    **_reactions(metrics, draw.onset),
+    "secs": round(time.perf_counter() - began, 2),
+  }
+
+
+def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
+  """Whether and when the arm did something; empty for arms that do not say."""
+  if set(RULE_METRICS) <= metrics.keys():
+    skipped = metrics["rule/skipped"] > 0
+    acted = skipped | (metrics["rule/rate"] != 1.0)
+  elif set(REFLEX_METRICS) <= metrics.keys():
+    skipped = metrics["reflex/skipped"] > 0
+    acted = skipped | (metrics["reflex/grad_scale"] < 1) | (metrics["reflex/update_scale"] < 1)
+  else:
+    return {}
+  after = np.flatnonzero(acted[onset:])
+  return {
+    "delay": int(after[0]) if after.size else None,
+    "acted": int(acted.sum()),
+    "acted_early": int(acted[:onset].sum()),
+    "skipped": int(skipped.sum()),
+    "skipped_early": int(skipped[:onset].sum()),
+  }
+
+
+def missing(suite: Suite, results: Results) -> Iterator[tuple[str, int, list[str]]]:
+  """Arm, seed and scenarios that are not done yet."""
+  for arm, seed in itertools.product(suite.arms, suite.seeds):
+    left = [s for s in suite.scenarios if (arm, s, seed) not in results.records]
+    if left:
+      yield arm, seed, left
+
+
+def run_suite(suite: Suite, path: Path) -> Results:
+  """Run what is missing in the results file; one compilation an arm."""
+  with jax.set_mesh(make_mesh(from_config_dict(base_config()), jax.devices()[:1])):
+    bench = Bench(suite)
+    results = Results(path, bench.protocol)
+    build = functools.cache(lambda name: build_arm(name, bench.cfg))
+    for name, seed, scenarios in missing(suite, results):
+      arm = build(name)
+      start = init_state(dataclasses.replace(arm.plan.cfg, seed=seed), arm.plan.num, arm.plan.tx)
+      for scenario in scenarios:
+        copy = jax.tree.map(lambda x: jnp.array(x, copy=True), start)
+        record = run(bench, arm, scenario, seed, copy)
+        results.add(record)
+        logging.info(
+          "%-16s %-16s seed %-3d loss %.4f (%.1f s)",
+          name, scenario, seed, record["loss"], record["secs"],
+        )  # fmt: skip
+  return results
