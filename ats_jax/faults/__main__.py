@@ -27,7 +27,7 @@ _FAULTS = flags.DEFINE_list("faults", None, "Only these scenarios.")
 _SEEDS = flags.DEFINE_list("seeds", None, "Only these seeds of the suite.")
 _RESULTS = flags.DEFINE_string("results", None, "File of JSON lines, e.g. runs/faults.jsonl.")
 
-JUDGED = "reflex"  # the arm that the thresholds are for
+JUDGED = "ours"  # the arm that the thresholds are for
 
 
 def chosen(suite: Suite) -> Suite:

@@ -10,8 +10,9 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.loss import Batch
-from ats_jax.step.metrics import METRICS, metric_names
+from ats_jax.step.metrics import METRICS, StepMetrics, metric_names
 from ats_jax.step.optimizer import build_optimizer
 from ats_jax.step.plan import Plan, make_plan
 from ats_jax.step.reflex import Tracker
@@ -21,7 +22,7 @@ from ats_jax.step.update import Fault
 
 RULE_METRICS = ("rule/skipped", "rule/rate")
 SEED_LEAST_RATE = 1e-6  # learning rate below which the seed's rules never go
-Step = Callable[[TrainState, Any, Batch, Fault], tuple[TrainState, Any, jax.Array]]
+Step = Callable[[TrainState, Any, Batch, Fault], tuple[TrainState, Any, StepMetrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Arm:
     step: (state, memory, batch, fault) -> (state, memory, metrics); the state is donated.
     memory: at the start.
     names: of the metrics.
+    supervise: makes the supervisor of a run; one that does nothing where the arm has none.
   """
 
   name: str
@@ -41,6 +43,7 @@ class Arm:
   step: Step
   memory: Any
   names: tuple[str, ...]
+  supervise: Callable[[Batch], Supervisor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Kind:
     rule: around the step.
     blind: trackers of the reflex that are kept from learning, so that they never object.
     bucket: whether steps may be left out for their loss.
+    watched: whether the supervisor looks on.
+    probe: whether it has held-out rows to look at.
   """
 
   mode: str = "off"
@@ -62,6 +67,8 @@ class Kind:
   rule: Callable[[Config], Rule] | None = None
   blind: tuple[str, ...] = ()
   bucket: bool = True
+  watched: bool = False
+  probe: bool = True
 
 
 ARMS = {
@@ -75,6 +82,8 @@ ARMS = {
   "reflex-governor": Kind(mode="act", blind=("update",)),
   "reflex-gradient": Kind(mode="act", blind=("grad",)),
   "reflex-skip": Kind(mode="act", bucket=False),
+  "ours": Kind(mode="act", watched=True),
+  "ours-probe": Kind(mode="act", watched=True, probe=False),
 }
 
 
@@ -95,11 +104,14 @@ def build_arm(name: str, cfg: Config) -> Arm:
   if kind.before is not None:
     tx = optax.chain(kind.before(), build_optimizer(cfg))
     plan = dataclasses.replace(plan, tx=tx, train_step=make_train_step(cfg, tx))
+  off = dataclasses.replace(cfg, orchestrator=dataclasses.replace(cfg.orchestrator, mode="off"))
+  watched = plan if kind.watched else dataclasses.replace(plan, cfg=off)
+  supervise = lambda probe: Supervisor(watched, probe if kind.probe else None)
   names = metric_names(cfg)
   if kind.rule is not None:
     rule = kind.rule(cfg)
-    return Arm(name, plan, _ruled(plan, rule), rule.init(), names + RULE_METRICS)
-  return Arm(name, plan, _plain(plan, kind), None, names)
+    return Arm(name, plan, _ruled(plan, rule), rule.init(), names + RULE_METRICS, supervise)
+  return Arm(name, plan, _plain(plan, kind), None, names, supervise)
 
 
 def _plain(plan: Plan, kind: Kind) -> Step:
@@ -115,7 +127,7 @@ def _plain(plan: Plan, kind: Kind) -> Step:
       none = state.control._replace(bucket=jnp.float32(0.0))
       state = dataclasses.replace(state, control=none)
     state, metrics = plan.train_step(state, batch, fault=fault)
-    return state, memory, metrics.values
+    return state, memory, metrics
 
   return step
 
@@ -132,6 +144,7 @@ def _ruled(plan: Plan, rule: Rule) -> Step:
     kept = jax.tree.map(take, (new.model, new.opt_state), (state.model, state.opt_state))
     state = dataclasses.replace(new, model=kept[0], opt_state=kept[1])
     extra = jnp.stack([1.0 - keep.astype(jnp.float32), rate])
-    return state, memory, jnp.concatenate([metrics.values, extra])
+    values = jnp.concatenate([metrics.values, extra])
+    return state, memory, metrics._replace(values=values)
 
   return jax.jit(step, donate_argnums=0)

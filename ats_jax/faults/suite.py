@@ -15,19 +15,21 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.build import flatten, resolve
+from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.pipeline import Dataset, open_datasets, open_split
 from ats_jax.faults.arms import ARMS, RULE_METRICS, Arm, build_arm
 from ats_jax.faults.results import Record, Results
 from ats_jax.faults.scenarios import SCENARIOS, Rows
+from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, to_json
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import REFLEX_METRICS
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.update import Fault
 
 PROTOCOL = 1  # raise it when a scenario, an arm or the scoring changes
-SCORED_ROWS = 1024  # of the validation split
+SCORED_ROWS, PROBE_ROWS = 1024, 128  # of the validation split
 TUNING_SEEDS, HELD_OUT_SEEDS = range(10), range(100, 110)
 
 # A byte-level model that trains in seconds on one core.
@@ -70,14 +72,21 @@ class Suite:
 
 SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "huge_gradient", "repeats")
 SUITES = {
-  "smoke": Suite(("clip", "reflex"), ("clean", *SMOKE_FAULTS), (0,), (("num_steps", 200),)),
+  "smoke": Suite(("clip", "ours"), ("clean", *SMOKE_FAULTS), (0,), (("num_steps", 200),)),
   "tune": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(TUNING_SEEDS)),
   "full": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(HELD_OUT_SEEDS)),
 }
 
 
 class Bench:
-  """Data and scoring that all arms share. Make it and use it under a mesh of one device."""
+  """Data and scoring that all arms share. Make it and use it under a mesh of one device.
+
+  Attributes:
+    cfg: resolved; arms change some of it.
+    vocab_size: of the tokenizer.
+    probe: held-out rows that supervisors look at; others than those that are scored.
+    protocol: names what decides the figures, but for the code of the arms.
+  """
 
   def __init__(self, suite: Suite):
     config = base_config()
@@ -87,8 +96,12 @@ class Bench:
     self._foreign = open_split(cfg.data, 0, _foreign_text(), self._train.tokenizer)
     self.cfg = resolve(cfg, self._train.tokenizer.vocab_size)
     self.vocab_size = self._train.tokenizer.vocab_size
-    self._valid = to_global(valid.rows(np.arange(SCORED_ROWS)), jax.sharding.get_mesh())
-    parts = [PROTOCOL, self._train.fingerprint, self._foreign.fingerprint, flatten(self.cfg)]
+    held_out = lambda *numbers: to_global(valid.rows(np.arange(*numbers)), jax.sharding.get_mesh())
+    self._scored = held_out(SCORED_ROWS)
+    self.probe = held_out(SCORED_ROWS, SCORED_ROWS + PROBE_ROWS)
+    c = self.cfg
+    parts = [PROTOCOL, self._train.fingerprint, self._foreign.fingerprint,
+             c.num_steps, c.model, c.data, c.optimizer, c.precision]  # fmt: skip
     self.protocol = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
   def rows(self, seed: int, step: int) -> Rows:
@@ -101,7 +114,7 @@ class Bench:
 
   def score(self, arm: Arm, state: TrainState) -> tuple[float, bool]:
     """Validation loss in nats, at most ln V; and whether it was finite."""
-    total, _, tokens = np.asarray(arm.plan.eval_step(state.weights, self._valid)).tolist()
+    total, _, tokens = np.asarray(arm.plan.eval_step(state.weights, self._scored)).tolist()
     loss, worst = total / tokens, math.log(self.vocab_size)
     return (min(loss, worst), True) if math.isfinite(loss) else (worst, False)
 
@@ -136,16 +149,24 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
   kind = SCENARIOS[scenario]
   foreign = functools.partial(bench.foreign_rows, seed)
   draw = kind.draw(scenario, seed, num_steps, bench.vocab_size, foreign)
-  memory, rows = arm.memory, []
-  for step in range(num_steps):
-    now = kind.inject(draw, step, bench.rows(seed, step))
-    if now.state is not None:
-      state = now.state(state)
-    fault = Fault(jnp.float32(now.gradient), jnp.float32(now.rate))
-    state, memory, values = arm.step(state, memory, to_global(now.rows, mesh), fault)
-    rows.append(values)
+  memory, rows, stopped = arm.memory, [], False
+  supervisor = arm.supervise(bench.probe)
+  supervisor.start(0, state)
+  try:
+    for step in range(num_steps):
+      now = kind.inject(draw, step, bench.rows(seed, step))
+      if now.state is not None:
+        state = now.state(state)
+      fault = Fault(jnp.float32(now.gradient), jnp.float32(now.rate))
+      state, memory, metrics = arm.step(state, memory, to_global(now.rows, mesh), fault)
+      rows.append(metrics.values)
+      state = supervisor.after(step + 1, state, metrics)
+      if step + 1 == num_steps:
+        state = supervisor.settle(num_steps, state, metrics)
+  except FloatingPointError:  # the supervisor gives up
+    stopped = True
   loss, finite = bench.score(arm, state)
-  metrics = dict(zip(arm.names, np.stack(jax.device_get(rows)).T, strict=True))
+  values = dict(zip(arm.names, np.stack(jax.device_get(rows)).T, strict=True))
   return {
     "arm": arm.name,
     "scenario": scenario,
@@ -155,7 +176,9 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
     "loss": loss,
     "finite": finite,
     "steps": num_steps,
-    **_reactions(metrics, draw.onset),
+    **_reactions(values, draw.onset),
+    **_decisions(supervisor),
+    "stopped": stopped,
     "secs": round(time.perf_counter() - began, 2),
   }
 
@@ -177,6 +200,18 @@ def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
     "acted_early": int(acted[:onset].sum()),
     "skipped": int(skipped.sum()),
     "skipped_early": int(skipped[:onset].sum()),
+  }
+
+
+def _decisions(supervisor: Supervisor) -> Record:
+  """What the supervisor did; nothing if there is none."""
+  taken = [(step, d.cause, d.action) for step, d in supervisor.decisions]
+  is_cut = lambda a: isinstance(a, SetLearningRateScale) and a.scale < a.before
+  return {
+    "decisions": [[step, cause, to_json(action)] for step, cause, action in taken],
+    "rollbacks": sum(isinstance(a, Rollback) and not a.undo for _, _, a in taken),
+    "cuts": sum(is_cut(a) and cause != "harm" for _, cause, a in taken),
+    "undone": sum(cause == "harm" for _, cause, _ in taken),
   }
 
 

@@ -204,8 +204,13 @@ def _verdict(board: Board, arm: str) -> str:
   for name, value in figures(board, arm).items():
     wanted = THRESHOLDS[name]
     reaches = lambda x, up=wanted.more_is_better, v=value: v >= x if up else v <= x
-    word = "goal" if reaches(wanted.goal) else "must" if (
-      wanted.must is not None and reaches(wanted.must)) else "missed"  # fmt: skip
+    word = "missed"
+    if not np.isfinite(value):
+      word = "no runs"
+    elif reaches(wanted.goal):
+      word = "goal"
+    elif wanted.must is not None and reaches(wanted.must):
+      word = "must"
     must = "-" if wanted.must is None else f"{wanted.must:g}"
-    rows.append([name, f"{value:.4g}", must, f"{wanted.goal:g}", word])
+    rows.append([name, _number(value, 4), must, f"{wanted.goal:g}", word])
   return _markdown([arm, "figure", "must", "goal", "reached"], rows)

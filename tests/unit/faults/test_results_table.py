@@ -119,7 +119,7 @@ def test_the_table_says_what_was_reached():
   lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
   assert lines["mean recovered"].rstrip(" |").endswith("goal")
   assert lines["clean runs: steps left out, share"].rstrip(" |").endswith("missed")
-  assert lines["clean runs: steps left out, share"].split("|")[2].strip() == "0.5"
+  assert lines["clean runs: steps left out, share"].split("|")[2].strip() == "0.5000"
 
 
 def test_records_are_json(tmp_path):
