@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 WARM = 32  # samples before a tracker says anything
-FREE = (
-  16  # samples that a new tracker takes as they are, and outliers in a row after which it adapts
-)
+YOUNG = 6.0  # a tracker remembers a sixth of its samples, until that is what it may remember
+FREE = 16  # samples that a new tracker takes as they are; outliers in a row after which it adapts
 GRADIENT_FLOOR, UPDATE_FLOOR = 0.10, 0.05  # least std of logarithms of norms
 LOSS_FLOOR, LOSS_FLOOR_SHARE = 0.02, 0.0025  # least std of the loss: nats, and share of the mean
 SHRINK_GRADIENT, SHRINK_UPDATE = 4.0, 4.0  # sigmas from which on a norm is held
@@ -32,7 +31,7 @@ class Tracker(NamedTuple):
     mean: of what was taken in.
     var: of the same.
     count: samples taken in.
-    outliers: samples in a row that were not healthy.
+    outliers: samples in a row that were not healthy, and trained on nevertheless.
   """
 
   mean: jax.Array
@@ -54,13 +53,25 @@ class Tracker(NamedTuple):
     return jnp.where(self.count >= WARM, (x - self.mean) / self.std(floor), 0.0 * x)
 
   def add(
-    self, x: jax.Array, healthy: jax.Array, floor: jax.Array | float, *, memory: float, reach: float
+    self,
+    x: jax.Array,
+    healthy: jax.Array,
+    accepted: jax.Array,
+    floor: jax.Array | float,
+    *,
+    memory: float,
+    reach: float,
   ) -> "Tracker":
     """Takes in `x`, pulled to within `reach` sigmas of the mean.
 
+    Early on, what is tracked falls steeply; then remembering a share of the run instead of `memory`
+    keeps the descent out of the variance.
+
     Args:
       x: scalar; what is not finite is ignored.
-      healthy: bool; others are kept out, unless `FREE` came in a row: then the level has changed.
+      healthy: bool; others are kept out, unless `FREE` in a row were trained on: then the level has
+        changed.
+      accepted: bool, whether the step was trained on.
       floor: see `std`.
       memory: weight of the past, e.g. 0.98 for the last fifty samples.
       reach: sigmas.
@@ -68,16 +79,16 @@ class Tracker(NamedTuple):
     std = self.std(floor)
     pulled = jnp.clip(x, self.mean - reach * std, self.mean + reach * std)
     pulled = jnp.where(self.count < FREE, x, pulled)
-    weight = jnp.maximum(1.0 - memory, 1.0 / (self.count + 1.0))
+    weight = jnp.maximum(1.0 - memory, YOUNG / (self.count + YOUNG))
     off = pulled - self.mean
     finite = jnp.isfinite(x)
-    taken = finite & (healthy | (self.outliers >= FREE))
+    taken = finite & (healthy | (accepted & (self.outliers >= FREE)))
     take = lambda new, old: jnp.where(taken, new, old)
     return Tracker(
       mean=take(self.mean + weight * off, self.mean),
       var=take((1.0 - weight) * (self.var + weight * jnp.square(off)), self.var),
       count=self.count + taken,
-      outliers=jnp.where(finite, jnp.where(healthy, 0.0, self.outliers + 1.0), self.outliers),
+      outliers=jnp.where(finite & healthy, 0.0, self.outliers + (finite & accepted)),
     )
 
 
@@ -219,13 +230,16 @@ def advance(
     skipped_for_loss, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - REFILL * healthy, 0.0)
   )
   step = jnp.clip(verdict.z_loss, CUSUM_LEAST, CUSUM_MOST) - CUSUM_SLACK
+  log_grad, log_size, how = (
+    jnp.log(grad_norm + 1e-30),
+    jnp.log(size + 1e-30),
+    (healthy, verdict.accept),
+  )
   return Reflex(
-    grad=reflex.grad.add(
-      jnp.log(grad_norm + 1e-30), healthy, GRADIENT_FLOOR, memory=0.98, reach=3.0
-    ),
+    grad=reflex.grad.add(log_grad, *how, GRADIENT_FLOOR, memory=0.98, reach=3.0),
     # Slowly: at most one sigma a step, so that a rate that is wrong does not become the norm.
-    update=reflex.update.add(jnp.log(size + 1e-30), healthy, UPDATE_FLOOR, memory=0.95, reach=1.0),
-    loss=reflex.loss.add(loss, healthy, loss_floor(reflex), memory=0.98, reach=3.0),
+    update=reflex.update.add(log_size, *how, UPDATE_FLOOR, memory=0.95, reach=1.0),
+    loss=reflex.loss.add(loss, *how, loss_floor(reflex), memory=0.98, reach=3.0),
     bucket=bucket,
     cusum=jnp.where(verdict.finite, jnp.maximum(reflex.cusum + step, 0.0), reflex.cusum),
     skipped=count(reflex.skipped, ~verdict.accept),

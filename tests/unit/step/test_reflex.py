@@ -26,7 +26,7 @@ def assert_trees_equal(got, want):
 @jax.jit
 def observe(tracker, x, healthy=True):
   z = tracker.z(x, FLOOR)
-  return tracker.add(x, jnp.asarray(healthy), FLOOR, memory=0.98, reach=3.0), z
+  return tracker.add(x, jnp.asarray(healthy), True, FLOOR, memory=0.98, reach=3.0), z
 
 
 def tracked(values):
