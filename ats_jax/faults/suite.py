@@ -70,9 +70,10 @@ class Suite:
   settings: tuple[tuple[str, int | float], ...] = ()
 
 
-SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "huge_gradient", "repeats")
+SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "nan_weight", "repeats")
+SMOKE_CONTROLS = ("clean", "domain_switch", "rate_jump")
 SUITES = {
-  "smoke": Suite(("clip", "ours"), ("clean", *SMOKE_FAULTS), (0,), (("num_steps", 200),)),
+  "smoke": Suite(("clip", "ours"), (*SMOKE_FAULTS, *SMOKE_CONTROLS), (0,), (("num_steps", 200),)),
   "tune": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(TUNING_SEEDS)),
   "full": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(HELD_OUT_SEEDS)),
 }

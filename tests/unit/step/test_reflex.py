@@ -24,9 +24,9 @@ def assert_trees_equal(got, want):
 
 
 @jax.jit
-def observe(tracker, x, healthy=True):
-  z = tracker.z(x, FLOOR)
-  return tracker.add(x, jnp.asarray(healthy), True, FLOOR, memory=0.98, reach=3.0), z
+def observe(tracker, x, healthy=True, accepted=True):
+  z, how = tracker.z(x, FLOOR), (jnp.asarray(healthy), jnp.asarray(accepted))
+  return tracker.add(x, *how, FLOOR, memory=0.98, reach=3.0), z
 
 
 def tracked(values):
@@ -71,6 +71,23 @@ def test_a_new_level_is_learned_although_every_sample_was_an_outlier():
   for _ in range(100):
     tracker, _ = observe(tracker, jnp.float32(2.0), healthy=False)
   assert abs(float(tracker.mean) - 2.0) < 0.5
+
+
+def test_what_is_left_out_is_not_learned_however_often_it_comes():
+  tracker = tracked(np.random.default_rng(0).normal(0.0, 0.1, 400))
+  hit = tracker
+  for _ in range(100):
+    hit, _ = observe(hit, jnp.float32(2.0), healthy=False, accepted=False)
+  assert_trees_equal(hit, tracker)
+
+
+def test_a_steep_start_does_not_widen_it_for_long():
+  steps, rng = np.arange(1, 121), np.random.default_rng(0)
+  noise = 0.15
+  losses = 2.0 + 3.5 * np.minimum(1.0, 12.0 / steps) + rng.normal(0.0, noise, steps.size)
+  tracker = tracked(losses)
+  assert float(tracker.std(0.0)) < 2.0 * noise
+  assert float(tracker.z(jnp.float32(losses[-1] + 2.0), 0.0)) > 6.0
 
 
 # ---- in the step
