@@ -76,11 +76,13 @@ class Scenario:
     family: F1-F7, or N1 for what is no fault.
     severities: mild, middling, bad; what the number means is said by `inject`.
     inject: what happens at a step.
+    cause: what a supervisor should say: "learning rate", "data", "state"; "" if nothing.
   """
 
   family: str
   severities: tuple[float, float, float]
   inject: Inject
+  cause: str = ""
 
   @property
   def is_control(self) -> bool:
@@ -272,18 +274,18 @@ def length_jump(draw: Draw, step: int, rows: Rows) -> Injection:
 
 
 SCENARIOS = {
-  "rate_burst": Scenario("F1", (10.0, 30.0, 100.0), rate_burst),
-  "rate_forever": Scenario("F1", (10.0, 30.0, 100.0), rate_forever),
-  "noise_burst": Scenario("F2", (10, 20, 40), noise_burst),
-  "noise_share": Scenario("F2", (0.02, 0.05, 0.1), noise_share),
-  "shuffled_targets": Scenario("F3", (30, 60, 90), shuffled_targets),
+  "rate_burst": Scenario("F1", (10.0, 30.0, 100.0), rate_burst, "learning rate"),
+  "rate_forever": Scenario("F1", (10.0, 30.0, 100.0), rate_forever, "learning rate"),
+  "noise_burst": Scenario("F2", (10, 20, 40), noise_burst, "data"),
+  "noise_share": Scenario("F2", (0.02, 0.05, 0.1), noise_share, "data"),
+  "shuffled_targets": Scenario("F3", (30, 60, 90), shuffled_targets, "data"),
   "nan_gradient": Scenario("F4", (1, 3, 10), nan_gradient),
-  "nan_weight": Scenario("F4", (1, 10, 100), nan_weight),
+  "nan_weight": Scenario("F4", (1, 10, 100), nan_weight, "state"),
   "huge_gradient": Scenario("F5", (1e2, 1e3, 1e4), huge_gradient),
-  "scaled_matrix": Scenario("F6", (10.0, 30.0, 100.0), scaled_matrix),
-  "flipped_bits": Scenario("F6", (1, 4, 16), flipped_bits),
-  "repeats": Scenario("F7", (10, 20, 40), repeats),
-  "stretched": Scenario("F7", (10, 20, 40), stretched),
+  "scaled_matrix": Scenario("F6", (10.0, 30.0, 100.0), scaled_matrix, "state"),
+  "flipped_bits": Scenario("F6", (1, 4, 16), flipped_bits, "state"),
+  "repeats": Scenario("F7", (10, 20, 40), repeats, "data"),
+  "stretched": Scenario("F7", (20, 40, 80), stretched, "data"),
   "clean": Scenario("N1", (0, 0, 0), clean),
   "domain_switch": Scenario("N1", (0.25, 0.5, 1.0), domain_switch),
   "rate_jump": Scenario("N1", (1.5, 2.0, 3.0), rate_jump),

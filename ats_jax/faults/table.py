@@ -71,6 +71,15 @@ class Board:
     """[fault, seed]."""
     return np.array([self.recovered(arm, fault) for fault in self.faults])
 
+  def diagnosed(self, arm: str, scenario: str) -> np.ndarray:
+    """By seed: 1 if the first finding from the onset on names the cause; NaN without one."""
+    cause, right = SCENARIOS[scenario].cause, []
+    for seed in self.seeds:
+      record = self.records.get((arm, scenario, seed), {})
+      found = [c for step, c in record.get("findings", ()) if step > record["onset"]]
+      right.append(float(found[0] == cause) if found and cause else np.nan)
+    return np.array(right)
+
 
 def mean(by_seed: np.ndarray) -> float:
   """Of [scenario, seed]: over seeds, then over scenarios, of what is not NaN; NaN of nothing."""
@@ -92,6 +101,7 @@ def figures(board: Board, arm: str) -> dict[str, float]:
   best = max(baselines.values(), key=mean, default=nothing)
   best_by_fault = np.array([_mean(b) for b in baselines.values()] or [_mean(nothing)])
   excess = np.array([board.excess(arm, fault) for fault in board.faults])
+  right = np.concatenate([board.diagnosed(arm, f) for f in board.faults])
   of_clean = lambda name: board.values(name, arm, CLEAN)
   lasting = [board.values("rollbacks", arm, c) + board.values("cuts", arm, c)
              for c in board.controls]  # fmt: skip
@@ -102,6 +112,7 @@ def figures(board: Board, arm: str) -> dict[str, float]:
     -_least(_mean(ours) - np.max(best_by_fault, axis=0)),
     mean(excess),
     -_least(-excess),
+    float(_mean(right)),
     abs(mean(board.excess(arm, CLEAN)[None])),
     float(_mean(of_clean("skipped") / of_clean("steps"))),
     float(np.nansum(lasting)),
@@ -125,6 +136,7 @@ def render(records: Sequence[Record], judged: str) -> str:
     tables += [
       _table("recovered, mean [95 %]", board, board.faults, _recovered, overall=_overall),
       _table("excess, nats: mean / worst", board, board.faults, _excess),
+      _table("diagnosis: right / with one", board, board.faults, _diagnosis),
       _table("steps until it acted: median (runs without any)", board, board.faults, _delay),
     ]
   if board.controls:
@@ -191,6 +203,11 @@ def _delay(board: Board, arm: str, scenario: str) -> str:
   silent = int(np.isnan(delays).sum())
   median = "-" if silent == delays.size else f"{np.nanmedian(delays):.0f}"
   return f"{median} ({silent})"
+
+
+def _diagnosis(board: Board, arm: str, scenario: str) -> str:
+  right = board.diagnosed(arm, scenario)
+  return f"{np.nansum(right):.0f} / {np.isfinite(right).sum()}"
 
 
 def _false(board: Board, arm: str, scenario: str) -> str:

@@ -24,6 +24,7 @@ THRESHOLDS = {
   "most that a fault is below the best baseline": Threshold(None, 0.05),
   "mean excess, nats": Threshold(0.06, 0.03),
   "max excess, nats": Threshold(0.25, 0.10),
+  "diagnosis right, share of runs with one": Threshold(0.9, 0.97, more_is_better=True),
   "clean runs: loss against clip, nats": Threshold(0.002, 0.0),
   "clean runs: steps left out, share": Threshold(1e-3, 5e-4),
   "controls: rollbacks and rate cuts": Threshold(0, 0),

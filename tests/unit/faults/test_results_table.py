@@ -51,6 +51,9 @@ def test_runs_of_another_protocol(tmp_path):
     Results(path, "p2")
 
 
+FINDINGS = [[[20, "state"], [40, "data"], [50, "state"]], [[40, "state"]]]
+
+
 def runs(reflex=(2.02, 2.1), skipped=0):
   """Two seeds; without a guard the fault costs 1 nat, with a clip 0.5, with the reflex less."""
   made = []
@@ -65,6 +68,7 @@ def runs(reflex=(2.02, 2.1), skipped=0):
       record("skip_step", "nan_gradient", seed, 2.3),
       record("reflex", "rate_burst", seed, guarded, acted=5, delay=seed),
       record("reflex", "nan_gradient", seed, 2.0, acted=0),
+      record("reflex", "noise_burst", seed, 2.0, onset=30, findings=FINDINGS[seed]),
       record("reflex", "clean", seed, 2.0, acted=skipped, skipped=skipped),
     ]
   return made
@@ -72,7 +76,9 @@ def runs(reflex=(2.02, 2.1), skipped=0):
 
 def test_figures():
   board = Board(runs())
-  assert board.faults == ["rate_burst", "nan_gradient"] and board.controls == ["clean"]
+  assert board.faults == ["rate_burst", "noise_burst", "nan_gradient"] and board.controls == [
+    "clean"
+  ]
   np.testing.assert_allclose(board.recovered("reflex", "rate_burst"), [0.98, 0.9])
   got = figures(board, "reflex")
   assert got.keys() == THRESHOLDS.keys()
@@ -82,8 +88,9 @@ def test_figures():
     "mean recovered, less that of the best baseline": (0.94 + 1.0) / 2 - 0.5,
     "recovered, worst fault": 0.94,
     "most that a fault is below the best baseline": 0.7 - 1.0,
-    "mean excess, nats": (0.02 + 0.1) / 4,
+    "mean excess, nats": (0.02 + 0.1) / 2 / 3,
     "max excess, nats": 0.1,
+    "diagnosis right, share of runs with one": 0.5,
     "clean runs: loss against clip, nats": 0.0,
     "clean runs: steps left out, share": 0.0,
     "controls: rollbacks and rate cuts": 0.0,
