@@ -36,6 +36,7 @@ class Arm:
     memory: at the start.
     names: of the metrics.
     supervise: makes the supervisor of a run; one that does nothing where the arm has none.
+    knows: whether it is told of every fault: no arm can do better.
   """
 
   name: str
@@ -44,6 +45,7 @@ class Arm:
   memory: Any
   names: tuple[str, ...]
   supervise: Callable[[Batch], Supervisor]
+  knows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Kind:
     bucket: whether steps may be left out for their loss.
     watched: whether the supervisor looks on.
     probe: whether it has held-out rows to look at.
+    knows: whether it is told of every fault.
   """
 
   mode: str = "off"
@@ -69,11 +72,13 @@ class Kind:
   bucket: bool = True
   watched: bool = False
   probe: bool = True
+  knows: bool = False
 
 
 ARMS = {
   "none": Kind(clip=False),
   "clip": Kind(),
+  "oracle": Kind(knows=True),
   "zclip": Kind(before=zclip),
   "adagc": Kind(clip=False, before=adagc),
   "skip_step": Kind(rule=lambda cfg: skip_step()),
@@ -111,7 +116,7 @@ def build_arm(name: str, cfg: Config) -> Arm:
   if kind.rule is not None:
     rule = kind.rule(cfg)
     return Arm(name, plan, _ruled(plan, rule), rule.init(), names + RULE_METRICS, supervise)
-  return Arm(name, plan, _plain(plan, kind), None, names, supervise)
+  return Arm(name, plan, _plain(plan, kind), None, names, supervise, kind.knows)
 
 
 def _plain(plan: Plan, kind: Kind) -> Step:

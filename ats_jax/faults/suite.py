@@ -20,7 +20,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.pipeline import Dataset, open_datasets, open_split
 from ats_jax.faults.arms import ARMS, RULE_METRICS, Arm, build_arm
 from ats_jax.faults.results import Record, Results
-from ats_jax.faults.scenarios import SCENARIOS, Rows
+from ats_jax.faults.scenarios import SCENARIOS, Injection, Rows
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, to_json
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -158,7 +158,13 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
   hook = hooks.register(looks.append)
   try:
     for step in range(num_steps):
-      now = kind.inject(draw, step, bench.rows(seed, step))
+      clean = bench.rows(seed, step)
+      now = kind.inject(draw, step, clean)
+      if arm.knows and not kind.is_control:
+        if now.rows is not clean or now.gradient != 1.0:  # that batch, or its gradient, is lost
+          state = dataclasses.replace(state, step=state.step + 1)
+          continue
+        now = Injection(clean)
       if now.state is not None:
         state = now.state(state)
       fault = Fault(jnp.float32(now.gradient), jnp.float32(now.rate))
@@ -167,8 +173,8 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
       state = supervisor.after(step + 1, state, metrics)
       if step + 1 == num_steps:
         state = supervisor.settle(num_steps, state, metrics)
-  except FloatingPointError:  # the supervisor gives up
-    stopped = True
+  except FloatingPointError:  # the supervisor gives up; or the last weights are not finite
+    stopped = step + 1 < num_steps
   finally:
     hooks.unregister(hook)
   loss, finite = bench.score(arm, state)

@@ -99,7 +99,7 @@ def figures(board: Board, arm: str) -> dict[str, float]:
   baselines = {b: board.all_recovered(b) for b in BASELINES if b in board.arms and b != arm}
   nothing = np.full_like(ours, np.nan)
   best = max(baselines.values(), key=mean, default=nothing)
-  best_by_fault = np.array([_mean(b) for b in baselines.values()] or [_mean(nothing)])
+  gaps = np.array([_mean(b - ours) for b in baselines.values()] or [_mean(nothing)])
   excess = np.array([board.excess(arm, fault) for fault in board.faults])
   right = np.concatenate([board.diagnosed(arm, f) for f in board.faults])
   of_clean = lambda name: board.values(name, arm, CLEAN)
@@ -109,7 +109,7 @@ def figures(board: Board, arm: str) -> dict[str, float]:
     mean(ours),
     mean(ours) - mean(best),
     _least(_mean(ours)),
-    -_least(_mean(ours) - np.max(best_by_fault, axis=0)),
+    -_least(-gaps),
     mean(excess),
     -_least(-excess),
     float(_mean(right)),
