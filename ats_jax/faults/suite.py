@@ -174,7 +174,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
       if step + 1 == num_steps:
         state = supervisor.settle(num_steps, state, metrics)
   except FloatingPointError:  # the supervisor gives up; or the last weights are not finite
-    stopped = step + 1 < num_steps
+    stopped = int(state.step) < num_steps
   finally:
     hooks.unregister(hook)
   loss, finite = bench.score(arm, state)
