@@ -30,13 +30,13 @@ class Tracker(NamedTuple):
   Attributes:
     mean: of what was taken in.
     var: of the same.
-    count: samples taken in.
+    seen: samples taken in.
     outliers: samples in a row that were not healthy, and trained on nevertheless.
   """
 
   mean: jax.Array
   var: jax.Array
-  count: jax.Array
+  seen: jax.Array
   outliers: jax.Array
 
   @classmethod
@@ -50,7 +50,7 @@ class Tracker(NamedTuple):
 
   def z(self, x: jax.Array, floor: jax.Array | float) -> jax.Array:
     """How many sigmas `x` is above the mean; 0 before the tracker is warm; NaN of NaN."""
-    return jnp.where(self.count >= WARM, (x - self.mean) / self.std(floor), 0.0 * x)
+    return jnp.where(self.seen >= WARM, (x - self.mean) / self.std(floor), 0.0 * x)
 
   def add(
     self,
@@ -78,8 +78,8 @@ class Tracker(NamedTuple):
     """
     std = self.std(floor)
     pulled = jnp.clip(x, self.mean - reach * std, self.mean + reach * std)
-    pulled = jnp.where(self.count < FREE, x, pulled)
-    weight = jnp.maximum(1.0 - memory, YOUNG / (self.count + YOUNG))
+    pulled = jnp.where(self.seen < FREE, x, pulled)
+    weight = jnp.maximum(1.0 - memory, YOUNG / (self.seen + YOUNG))
     off = pulled - self.mean
     finite = jnp.isfinite(x)
     taken = finite & (healthy | (accepted & (self.outliers >= FREE)))
@@ -87,7 +87,7 @@ class Tracker(NamedTuple):
     return Tracker(
       mean=take(self.mean + weight * off, self.mean),
       var=take((1.0 - weight) * (self.var + weight * jnp.square(off)), self.var),
-      count=self.count + taken,
+      seen=self.seen + taken,
       outliers=jnp.where(finite & healthy, 0.0, self.outliers + (finite & accepted)),
     )
 
