@@ -75,7 +75,7 @@ def run(main: Any, commands: tuple[str, ...] = ()) -> None:
 
   Args:
     main: gets the arguments that are no flags.
-    commands: one of these words must follow the flags, if there are any.
+    commands: one of these words must be among the flags, if there are any; "" = or none of them.
   """
 
   def guarded(argv: list[str]) -> int | None:
@@ -126,8 +126,9 @@ def _parse_flags(argv: list[str], commands: tuple[str, ...] = ()) -> list[str]:
     wrong = [explain(name) for name in set(overrides) if f"--config.{name}=" in str(e)]
     raise ValueError("\n".join([str(e), *wrong])) from e
   if commands:
-    if len(rest) != 2 or rest[1] not in commands:
-      raise ValueError(f"expected one command of {', '.join(commands)}, got {rest[1:]}.")
+    if " ".join(rest[1:]) not in commands:
+      words = ", ".join(word or "none" for word in commands)
+      raise ValueError(f"expected one command of {words}, got {rest[1:]}.")
   elif rest[1:]:
     raise ValueError(
       f"unexpected argument {rest[1]!r}. Everything is a flag: --name=value (see --help)."
