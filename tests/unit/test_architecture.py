@@ -37,7 +37,7 @@ ALLOWED = {
   | {"runtime", "workdir"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
-TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
+TOP = {"train", "evaluate", "generate", "report", "bench", "plan", "forecast"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 
