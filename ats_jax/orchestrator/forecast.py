@@ -5,7 +5,7 @@ L(s) = L0 + A S1^-alpha - C S2, with S1 the sum of the rates and S2 what anneali
 their drops with memory lambda. While the rate is constant S2 is 0, so C cannot be known from a WSD
 run before its decay: it comes from a reference run of the same recipe.
 
-n: points, G: grid of (alpha, lambda), S: samples.
+n: points, G: grid of (alpha, lambda), F: L0, A, C, S: samples.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ MIN_POINTS = 8
 SKIPPED = 0.1  # first share of the run, whose fall is steeper than any power law's
 ALPHAS = np.arange(0.05, 1.51, 0.05)
 MEMORIES = (10, 20, 50, 100, 200, 500, 1000)  # 1 / (1 - lambda), steps
+ANNEALED = 0.01  # share of the peak rate by which S2 must change before it tells something
 SAMPLES = 1000
 # How far the change that a reference foretells is off in a run of its family, as a share of the
 # change: docs/planning.md has the runs that it was read from.
@@ -117,7 +118,8 @@ def fit(curve: Curve, reference: Fit | None = None) -> Fit:
 
   precision_GFF = np.swapaxes(X_GnF, 1, 2) @ X_GnF / variance
   target_GF = np.swapaxes(X_GnF, 1, 2) @ y_n / variance
-  is_annealed = bool(np.ptp(X_GnF[:, :, 2]) > 0) or reference is not None
+  is_annealed = bool(np.ptp(X_GnF[:, :, 2]) > ANNEALED * curve.rates.max())
+  is_annealed |= reference is not None and reference.is_annealed
   prior_G, centre_G = np.full(len(X_GnF), 1e-12), np.zeros(len(X_GnF))
   if reference is not None:
     prior_G, centre_G = 1 / reference.covariances[:, 2, 2], reference.means[:, 2]
@@ -152,8 +154,9 @@ def forecast(curve: Curve, fitted: Fit, rates: np.ndarray | None = None) -> Fore
   if not fitted.is_annealed:
     theta_SF[:, 2] = 0.0
   last = np.arange(len(rates) - max(1, len(rates) // BINS), len(rates)) + 1
-  now_SF = _features(curve.rates, curve.steps[-1:])[:, 0][points_S]
-  end_SF = _features(rates, last).mean(axis=1)[points_S]
+  one_bin = np.array([0])
+  now_SF = _features(curve.rates, curve.steps[-1:], one_bin)[points_S, 0]
+  end_SF = _features(rates, last, one_bin)[points_S, 0]
   change_S = np.sum((end_SF - now_SF) * theta_SF, axis=1)
   spread_S = 1 + FAMILY_SPREAD * rng.standard_normal(SAMPLES)
   scatter_S = fitted.scatter * rng.standard_normal(SAMPLES)
@@ -181,21 +184,17 @@ def _binned(curve: Curve, skipped: int) -> tuple[np.ndarray, np.ndarray]:
       f"{len(starts)} points after step {skipped}, where fitting begins; {MIN_POINTS} are needed, "
       f"and a {BINS}th of the run gives one at most. Wait, or measure the loss more often."
     )
-  mean = lambda values, axis: np.add.reduceat(values, starts, axis)
-  X_GnF = mean(_features(curve.rates, steps), 1) / sizes[:, None]
-  return X_GnF, mean(losses, 0) / sizes
+  return _features(curve.rates, steps, starts), np.add.reduceat(losses, starts) / sizes
 
 
-def _features(rates: np.ndarray, steps: np.ndarray) -> np.ndarray:
-  """What multiplies L0, A and C after `steps`: [G, steps, 3]."""
-  summed = np.cumsum(rates)[steps - 1]
-  ones = np.ones(len(steps))
-  won = [_annealed(rates, memory)[steps - 1] for memory in MEMORIES]
+def _features(rates: np.ndarray, steps: np.ndarray, starts: np.ndarray) -> np.ndarray:
+  """What multiplies L0, A and C, mean over `steps` in bins that begin at `starts`: [G, bins, 3]."""
+  mean = lambda values: np.add.reduceat(values, starts) / np.diff(starts, append=len(steps))
+  summed, ones = np.cumsum(rates)[steps - 1], np.ones(len(starts))
+  powers = [mean(summed**-alpha) for alpha in ALPHAS]
+  gains = [mean(_annealed(rates, memory)[steps - 1]) for memory in MEMORIES]
   return np.stack(
-    [
-      np.stack([ones, summed**-alpha, -gain], axis=1)
-      for alpha, gain in itertools.product(ALPHAS, won)
-    ]
+    [np.stack([ones, power, -gain], axis=1) for power, gain in itertools.product(powers, gains)]
   )
 
 

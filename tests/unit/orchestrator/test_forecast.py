@@ -144,6 +144,13 @@ def test_the_same_curve_gives_the_same_forecast():
   np.testing.assert_array_equal(first, second)
 
 
+def test_a_rate_that_falls_by_a_rounding_error_tells_nothing_of_its_decay():
+  rates = wsd()
+  curve = observed(rates, law(rates), until=0.6)
+  nearly = np.where(np.arange(STEPS) > 400, rates * (1 - 1e-7), rates)
+  assert not fit(Curve(curve.steps, curve.losses, nearly)).is_annealed
+
+
 def test_many_rows_are_averaged_without_a_bias():
   rates = wsd()
   losses = law(rates)
