@@ -75,7 +75,7 @@ def run(main: Any, commands: tuple[str, ...] = (), *, operand: str = "") -> None
 
   Args:
     main: gets the arguments that are no flags.
-    commands: one of these words must follow the flags, if there are any.
+    commands: one of these words must be among the flags, if there are any; "" = or none of them.
     operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
   """
 
@@ -127,8 +127,9 @@ def _parse_flags(argv: list[str], commands: tuple[str, ...] = (), operand: str =
     wrong = [explain(name) for name in set(overrides) if f"--config.{name}=" in str(e)]
     raise ValueError("\n".join([str(e), *wrong])) from e
   if commands:
-    if len(rest) != 2 or rest[1] not in commands:
-      raise ValueError(f"expected one command of {', '.join(commands)}, got {rest[1:]}.")
+    if " ".join(rest[1:]) not in commands:
+      words = ", ".join(word or "none" for word in commands)
+      raise ValueError(f"expected one command of {words}, got {rest[1:]}.")
   elif operand:
     if len(rest) != 2:
       raise ValueError(f"expected one {operand}, got {rest[1:]}.")

@@ -42,6 +42,7 @@ _PATHS = flags.DEFINE_string("paths", "", "Text or tokens to train on (data.path
 _VALIDATION = flags.DEFINE_string("validation_paths", "", "The same for validation.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", "bpe", "data.tokenizer.")
 _STEPS = flags.DEFINE_integer("steps", 0, "Updates of a run; 0 = the size's own.", lower_bound=0)
+_RATE = flags.DEFINE_float("learning_rate", 0.0, "Its peak; 0 = the size's own.", lower_bound=0.0)
 
 
 def dense_config(size: str) -> ConfigDict:
@@ -57,12 +58,13 @@ def dense_config(size: str) -> ConfigDict:
     config.precision.compute_dtype = "float32"
   else:
     shape = dict(num_layers=12, d_model=768, num_heads=12, num_kv_heads=4, d_ff=2048)
-    config.num_steps, config.data.seq_len, config.data.batch_size = 6000, 2048, 8
+    config.num_steps, config.data.seq_len, config.data.batch_size = 600, 2048, 32
     config.data.bpe_vocab_size, config.data.max_segments = 16384, 16
     config.optimizer.learning_rate = 1e-3
   config.optimizer.warmup_fraction = 0.1
   config.model.update(shape)
   config.num_steps = _STEPS.value or config.num_steps
+  config.optimizer.learning_rate = _RATE.value or config.optimizer.learning_rate
   return config
 
 

@@ -1,12 +1,14 @@
 """Speed of a config's training step on random rows: `python -m ats_jax.bench --config=...`.
 
-Nothing is read or written; the program is the one that `ats_jax.train` runs. Prints a line a phase
-and one JSON line with everything.
+Nothing is read or kept; the program is the one that `ats_jax.train` runs. Prints a line a phase and
+one JSON line with everything; with --profile first where the time of two more steps went.
 """
 
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from absl import flags, logging
 
 from ats_jax import runtime
 from ats_jax.config import Config, from_config_dict
+from ats_jax.metrics.kernels import kernel_table, kernel_times
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.throughput import mfu, peak_flops
 from ats_jax.planner.abstract import resolve_without_data
@@ -21,6 +24,7 @@ from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
 from ats_jax.step.plan import make_plan
 
 WARMUP_STEPS = 3
+PROFILED_STEPS = 2
 
 
 def random_batch(cfg: Config, rows: np.ndarray, segments: int) -> dict[str, np.ndarray]:
@@ -41,13 +45,14 @@ def random_batch(cfg: Config, rows: np.ndarray, segments: int) -> dict[str, np.n
   }
 
 
-def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
+def measure(cfg: Config, *, steps: int, segments: int, profile: bool = False) -> dict[str, object]:
   """Compile and run the training step of `cfg`; return what was measured.
 
   Args:
     cfg: the run; without `model.vocab_size`, 'bytes' and 'bpe' tokenizers tell theirs.
     steps: timed steps, after a few untimed ones.
     segments: documents in each row.
+    profile: trace two more steps and log the kernels that took longest.
   """
   if not 1 <= segments <= cfg.data.max_segments:
     raise ValueError(
@@ -71,6 +76,14 @@ def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
       state, metrics = train_step(state, batch)
       losses.append(float(metrics.values[0]))
       times.append(time.perf_counter() - began)
+    if profile:
+      with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+          for _ in range(PROFILED_STEPS):
+            state, _ = train_step(state, batch)
+          jax.block_until_ready(state)
+        table = kernel_table(kernel_times(Path(folder)))
+      logging.info("kernels of %d steps:\n%s", PROFILED_STEPS, table)
   step_secs = statistics.median(times[WARMUP_STEPS:])
   tokens_per_sec = cfg.data.batch_size * cfg.data.seq_len / step_secs
   kind, devices = jax.devices()[0].device_kind, jax.device_count()
@@ -88,13 +101,23 @@ def measure(cfg: Config, *, steps: int, segments: int) -> dict[str, object]:
     "mfu": mfu(plan.counts.flops_causal, tokens_per_sec, devices, peak),
     "mfu_6n": mfu(plan.counts.flops_full, tokens_per_sec, devices, peak),
     "loss": losses[-1],
+    "memory/predicted_gib": predicted_bytes(train_step) / 2**30,
     **memory_metrics(),
   }
+
+
+def predicted_bytes(compiled: jax.stages.Compiled) -> int:
+  """Device memory that a compiled step needs at its peak, as its compiler planned it."""
+  plan = compiled.memory_analysis()
+  assert plan is not None, "every backend of jax.jit has one"
+  donated = plan.alias_size_in_bytes
+  return plan.argument_size_in_bytes + plan.output_size_in_bytes - donated + plan.temp_size_in_bytes
 
 
 _CONFIG = runtime.define_config_flag()
 _STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
 _SEGMENTS = flags.DEFINE_integer("segments", 1, "Documents in a row.", lower_bound=1)
+_PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.")
 
 
 def main(argv: list[str]) -> None:
@@ -102,4 +125,5 @@ def main(argv: list[str]) -> None:
   del argv
   cfg = from_config_dict(runtime.require(_CONFIG.value, "config", "configs/debug.py"))
   runtime.configure(cfg)
-  print(json.dumps(measure(cfg, steps=_STEPS.value, segments=_SEGMENTS.value)))
+  found = measure(cfg, steps=_STEPS.value, segments=_SEGMENTS.value, profile=_PROFILE.value)
+  print(json.dumps(found))

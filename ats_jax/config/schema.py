@@ -282,6 +282,13 @@ class PrecisionConfig:
     "float32", "stored weights", choices=("float32", "bfloat16"), resume="fixed"
   )
   compute_dtype: str = setting("bfloat16", "operands of matmuls", choices=("float32", "bfloat16"))
+  fp8: bool = setting(
+    False,
+    "projections of attention and dense feed-forwards in 8 bits: e4m3 operands, e5m2 gradients, "
+    "one scale a tensor; not in layers that skip tokens (docs/adr/0009-eight-bits.md)",
+  )
+  fp8_keep_first: int = setting(1, "layers at the bottom that stay in compute_dtype", low=0)
+  fp8_keep_last: int = setting(1, "layers at the top that stay in compute_dtype", low=0)
   mu_dtype: str = setting("float32", "Adam's first moment", choices=("float32", "bfloat16"))
   nu_dtype: str = setting("float32", "Adam's second moment", choices=("float32", "bfloat16"))
   deterministic: bool = setting(

@@ -7,6 +7,8 @@ from typing import Any
 from ats_jax.config.schema import Config
 from ats_jax.config.validate_sparse import check_mod, check_moe
 
+EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
+
 
 def validate(cfg: Config) -> Config:
   """Return `cfg` unchanged if every rule holds.
@@ -15,8 +17,8 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  rules = (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision, _orchestrator)
-  for rule in rules:
+  rules = (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision)
+  for rule in (*rules, _eight_bits, _orchestrator):
     rule(cfg)
   if cfg.moe.num_experts:
     check_moe(cfg)
@@ -124,6 +126,33 @@ def _cudnn_precision(cfg: Config) -> None:
       f"ops.attention=cudnn needs precision.compute_dtype=bfloat16, got "
       f"{cfg.precision.compute_dtype}. Use ops.attention=xla for float32."
     )
+
+
+def _eight_bits(cfg: Config) -> None:
+  precision, model, tensor = cfg.precision, cfg.model, cfg.mesh.tensor
+  if not precision.fp8:
+    return
+  kept = precision.fp8_keep_first + precision.fp8_keep_last
+  if kept >= model.num_layers:
+    raise ValueError(
+      f"precision.fp8_keep_first={precision.fp8_keep_first} and fp8_keep_last="
+      f"{precision.fp8_keep_last} leave none of {model.num_layers} layers for 8 bits. "
+      "Lower them, or set precision.fp8=false."
+    )
+  head_dim = model.head_dim or model.d_model // model.num_heads
+  widths = {
+    "model.d_model": model.d_model,
+    "model.num_heads x head_dim": model.num_heads * head_dim // tensor,
+    "model.num_kv_heads x head_dim": model.num_kv_heads * head_dim // tensor,
+    "model.d_ff": model.d_ff // tensor,
+    "data.seq_len": cfg.data.seq_len,
+  }
+  for name, width in widths.items():
+    if width % EIGHT_BIT_MULTIPLE:
+      raise ValueError(
+        f"precision.fp8 needs multiples of {EIGHT_BIT_MULTIPLE}: {name} is {width} on a device. "
+        "Change it, or set precision.fp8=false."
+      )
 
 
 def _orchestrator(cfg: Config) -> None:

@@ -7,6 +7,8 @@ from typing import Any, Self
 import jax
 from absl import logging
 
+from ats_jax.metrics.kernels import kernel_table, kernel_times
+
 
 class ProfileWindow:
   """Traces steps `first_step` to `first_step + num_steps - 1`; view with TensorBoard or XProf.
@@ -61,7 +63,8 @@ class ProfileWindow:
     if self._running:
       self._running = False
       jax.profiler.stop_trace()
-      logging.info("profiler trace of steps from %d: %s", self._first, self._directory)
+      table = kernel_table(kernel_times(self._directory))
+      logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, table)
 
   def __enter__(self) -> Self:
     return self

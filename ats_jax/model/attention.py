@@ -13,8 +13,8 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.init import Numerics, normal, residual_std
 from ats_jax.model.norm import RMSNorm
 from ats_jax.ops.attention import attention, cached_attention
+from ats_jax.ops.linear import linear
 from ats_jax.ops.rope import rope
-from ats_jax.sharding.apply import einsum
 
 RopeTable = tuple[jax.Array, jax.Array]
 
@@ -87,14 +87,20 @@ class Attention(nnx.Module):
       assert index_BT is not None
       y_BTNH, *updated = cached_attention(q_BTNH, k_BSKH, v_BSKH, *cache, index_BT)
       cache = KVCache(*updated)
-    y_BTD = einsum(
-      "BTNH,NHD->BTD",
+    y_BTD = linear(
       y_BTNH,
       self.out[...].astype(self.num.compute_dtype),
-      axes=("batch", "seq", "act_embed"),
+      inputs=("heads", "head_dim"),
+      outputs=("act_embed",),
+      fp8=self.num.fp8,
     )
     return y_BTD, cache
 
   def _project(self, x_BTD: jax.Array, weight: nnx.Param, heads: str) -> jax.Array:
-    axes = ("batch", "seq", heads, "head_dim")
-    return einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(self.num.compute_dtype), axes=axes)
+    return linear(
+      x_BTD,
+      weight[...].astype(self.num.compute_dtype),
+      inputs=("act_embed",),
+      outputs=(heads, "head_dim"),
+      fp8=self.num.fp8,
+    )

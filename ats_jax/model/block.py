@@ -3,6 +3,7 @@
 Letters: B batch, T seq, D d_model, C places of a row in a layer that skips tokens.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -64,7 +65,7 @@ class Block(nnx.Module):
   """`x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs, kind: LayerKind):
-    model = cfg.model
+    model, num = cfg.model, dataclasses.replace(num, fp8=kind.fp8)
     self.rate, self.scope = model.dropout, cfg.mod.scope
     self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
     self.attn_norm = RMSNorm(model.d_model, model.norm_eps, num)

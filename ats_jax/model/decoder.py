@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
+from ats_jax.model import moe
 from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block, LayerCache, Tokens
 from ats_jax.model.init import Numerics, head_std, normal
@@ -24,19 +25,21 @@ from ats_jax.sharding.rules import spec
 # For each segment, for each place of its super-block: caches with a leading [repeats].
 Cache = tuple[tuple[LayerCache, ...], ...]
 
-# What 'names' keeps beside attention's results: its inputs, and those of the MLP's second half.
+# Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
+KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES)
+# What 'names' keeps beside them: attention's inputs, and those of the MLP's second half.
 SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 
 
 def remat_policy(name: str):
   """Return the `jax.checkpoint` policy called `name` in `step.remat` ('none' has no policy)."""
   policies = jax.checkpoint_policies
-  attention = policies.save_only_these_names(*attention_op.SAVED_NAMES)
+  kernels = policies.save_only_these_names(*KERNEL_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
   return {
     "full": policies.nothing_saveable,
-    "dots": policies.save_from_both_policies(dots, attention),
-    "names": policies.save_only_these_names(*SAVED_NAMES, *attention_op.SAVED_NAMES),
+    "dots": policies.save_from_both_policies(dots, kernels),
+    "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
   }[name]
 
 

@@ -13,10 +13,12 @@ class LayerKind:
   Attributes:
     moe: its feed-forward is a mixture of experts.
     mod: only some tokens go through it (mixture of depths).
+    fp8: its projections and its dense feed-forward are multiplied in 8 bits.
   """
 
   moe: bool
   mod: bool
+  fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +44,22 @@ class Segment:
 def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
   """The kind of every layer, from the bottom up."""
   moe, mod, num_layers = cfg.moe, cfg.mod, cfg.model.num_layers
+  precision = cfg.precision
+  fp8_layers = range(precision.fp8_keep_first, num_layers - precision.fp8_keep_last)
   moe_layers = _every(moe.every, moe.dense_first, num_layers - moe.dense_last)
   mod_layers = _every(mod.every, mod.start_layer, mod.end_layer or num_layers)
-  return tuple(
-    LayerKind(
-      moe=moe.num_experts > 0 and layer in moe_layers,
-      mod=mod.routing != "none" and layer in mod_layers,
+  kinds = []
+  for layer in range(num_layers):
+    skips = mod.routing != "none" and layer in mod_layers
+    kinds.append(
+      LayerKind(
+        moe=moe.num_experts > 0 and layer in moe_layers,
+        mod=skips,
+        # Skipping layers see any number of rows, 8 bits take multiples of 16.
+        fp8=precision.fp8 and layer in fp8_layers and not skips,
+      )
     )
-    for layer in range(num_layers)
-  )
+  return tuple(kinds)
 
 
 def _every(n: int, start: int, stop: int) -> range:

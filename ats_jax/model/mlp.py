@@ -6,15 +6,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.init import Numerics, normal, residual_std
+from ats_jax.ops.linear import linear
 from ats_jax.ops.swiglu import swiglu
-from ats_jax.sharding.apply import einsum
 
 
 class MLP(nnx.Module):
   """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
-    self.dtype, self.slots = num.compute_dtype, num.slots
+    self.dtype, self.slots, self.fp8 = num.compute_dtype, num.slots, num.fp8
     shape = (cfg.d_model, d_ff)
     self.gate = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
     self.up = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
@@ -24,14 +24,10 @@ class MLP(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Map [batch, seq, d_model] to the same shape."""
-    axes = ("batch", "seq", "ff")
-    gate_BTF = einsum("BTD,DF->BTF", x_BTD, self.gate[...].astype(self.dtype), axes=axes)
-    up_BTF = einsum("BTD,DF->BTF", x_BTD, self.up[...].astype(self.dtype), axes=axes)
-    gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
-    up_BTF = checkpoint_name(up_BTF, "mlp_up")
-    return einsum(
-      "BTF,FD->BTD",
-      swiglu(gate_BTF, up_BTF, self.slots),
-      self.down[...].astype(self.dtype),
-      axes=("batch", "seq", "act_embed"),
-    )
+    gate_BTF = checkpoint_name(self._linear(x_BTD, self.gate, "act_embed", "ff"), "mlp_gate")
+    up_BTF = checkpoint_name(self._linear(x_BTD, self.up, "act_embed", "ff"), "mlp_up")
+    return self._linear(swiglu(gate_BTF, up_BTF, self.slots), self.down, "ff", "act_embed")
+
+  def _linear(self, x: jax.Array, weight: nnx.Param, inputs: str, outputs: str) -> jax.Array:
+    weight_IO = weight[...].astype(self.dtype)
+    return linear(x, weight_IO, inputs=(inputs,), outputs=(outputs,), fp8=self.fp8)

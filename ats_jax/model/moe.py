@@ -26,6 +26,7 @@ X_AXES = ("batch", "seq", "act_embed")
 CHOICE_AXES = ("batch", "seq", "choice")
 IN_AXES = ("experts", "act_embed", "ff")  # of gate and up
 OUT_AXES = ("experts", "ff", "act_embed")
+SAVED_NAMES = ("expert_gate", "expert_up", "expert_out")  # of matmuls, for remat policies
 
 
 class MoE(nnx.Module):
@@ -116,14 +117,16 @@ class MoE(nnx.Module):
 
   def _grouped_mlp(self, x_MD, sizes_E, *, gate, up, down):
     matmul = functools.partial(grouped_matmul, implementation=self.num.grouped_matmul)
-    gate_MF = checkpoint_name(matmul(x_MD, gate, sizes_E), "mlp_gate")
-    up_MF = checkpoint_name(matmul(x_MD, up, sizes_E), "mlp_up")
-    return matmul(swiglu(gate_MF, up_MF, self.num.slots), down, sizes_E)
+    gate_MF = checkpoint_name(matmul(x_MD, gate, sizes_E), SAVED_NAMES[0])
+    up_MF = checkpoint_name(matmul(x_MD, up, sizes_E), SAVED_NAMES[1])
+    y_MD = matmul(swiglu(gate_MF, up_MF, self.num.slots), down, sizes_E)
+    return checkpoint_name(y_MD, SAVED_NAMES[2])  # the gradients of the weights need it
 
   def _batched_mlp(self, x_EMD, gate, up, down):
-    gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), "mlp_gate")
-    up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), "mlp_up")
-    return jnp.einsum("EMF,EFD->EMD", swiglu(gate_EMF, up_EMF, self.num.slots), down)
+    gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), SAVED_NAMES[0])
+    up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), SAVED_NAMES[1])
+    y_EMD = jnp.einsum("EMF,EFD->EMD", swiglu(gate_EMF, up_EMF, self.num.slots), down)
+    return checkpoint_name(y_EMD, SAVED_NAMES[2])
 
 
 def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:

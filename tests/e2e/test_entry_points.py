@@ -247,13 +247,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path):
 def test_bench_prints_one_json_line():
   settings = ("model.num_layers=1", "model.d_model=32", "model.d_ff=32", "data.seq_len=32")
   flags = ["--config=configs/debug.py", *(f"--config.{s}" for s in settings)]
-  result = forked("ats_jax.bench", "--steps=2", *flags)
+  result = forked("ats_jax.bench", "--steps=2", "--profile", *flags)
   assert result.code == 0, result.err
+  assert re.search(r"kernels of 2 steps:\n +share +ms +calls  kernel\n +\d+\.\d% ", result.err)
   (line,) = result.out.splitlines()
   found = json.loads(line)
   assert found["device"] == "1 x cpu"
   assert found["tokens_per_sec"] == pytest.approx(16 * 32 / found["step_secs"])
   assert found["compile_secs"] > 0 and 0 < found["loss"] < 20
+  weights_and_moments = 3 * 4 * found["parameters"]
+  assert found["memory/predicted_gib"] > weights_and_moments / 2**30
 
 
 def test_bench_ops_checks_and_times_every_op():

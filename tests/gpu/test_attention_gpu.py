@@ -86,7 +86,8 @@ def check(kind, head_dim, kv_heads, with_sinks=False, window=None):
       continue
     if name != "dsinks":
       a, b = (np.where((ids > 0)[..., None, None], x, 0) for x in (a, b))
-    error = np.linalg.norm(a - b) / np.linalg.norm(b)
+    # With a window of 1 the gradients of queries and keys are nothing but rounding.
+    error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3 * np.sqrt(b.size))
     assert error < TOLERANCE, (name, error)
 
 
@@ -98,5 +99,5 @@ def test_the_train_step_contains_cudnn():
   with jax.set_mesh(make_mesh(cfg, jax.devices()[:1])):
     assert choose(cfg, "gpu", jax.devices()[0].compute_capability).implementation == "cudnn"
     plan = make_plan(cfg)
-    text = plan.compile_train_step(plan.init()).as_text()
+    text = plan.compile_train_step(plan.init(), plan.training_rules(1)).as_text()
   assert text.count("__cudnn$fmha") >= 2  # forward and backward

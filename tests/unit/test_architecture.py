@@ -37,7 +37,8 @@ ALLOWED = {
   | {"runtime", "workdir"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
-TOP = {"train", "evaluate", "generate", "report", "bench", "plan", "decisions", "faults"}
+TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
+TOP |= {"forecast", "decisions", "faults"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 

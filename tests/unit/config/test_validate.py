@@ -79,6 +79,15 @@ def test_unknown_choice(name):
       {"ops.attention": "cudnn", "precision.compute_dtype": "float32"},
       "ops.attention=cudnn needs precision.compute_dtype=bfloat16, got float32",
     ),
+    (
+      {"precision.fp8": True, "precision.fp8_keep_first": 3, "model.num_layers": 4},
+      "fp8_keep_first=3 and fp8_keep_last=1 leave none of 4 layers for 8 bits",
+    ),
+    ({"precision.fp8": True, "data.seq_len": 100}, "needs multiples of 16: data.seq_len is 100"),
+    (
+      {"precision.fp8": True, "model.d_ff": 88, "mesh.tensor": 2},
+      "needs multiples of 16: model.d_ff is 44 on a device",
+    ),
   ],
 )
 def test_rules_that_join_settings(changes, words):

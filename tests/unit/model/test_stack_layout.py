@@ -24,10 +24,13 @@ LETTERS = {
   "e": LayerKind(moe=True, mod=False),
   "d": LayerKind(moe=False, mod=True),
   "b": LayerKind(moe=True, mod=True),
+  "8": LayerKind(moe=False, mod=False, fp8=True),
+  "x": LayerKind(moe=True, mod=False, fp8=True),
 }
 kinds_of = lambda text: tuple(map(LETTERS.__getitem__, text))
 text_of = lambda kinds: "".join(next(k for k, v in LETTERS.items() if v == kind) for kind in kinds)
 PLACES = ("positions", "segment_ids")
+FP8 = {"precision.fp8": True}
 MOE, MOD = {"moe.num_experts": 4}, {"mod.routing": "learned"}
 
 
@@ -50,6 +53,9 @@ MOE, MOD = {"moe.num_experts": 4}, {"mod.routing": "learned"}
     (6, MOE | MOD, "ebebeb"),
     (8, MOE | MOD | {"moe.dense_first": 1}, ".bebebeb"),
     (6, MOE | MOD | {"moe.every": 2, "mod.every": 3}, ".ede.b"),
+    (5, FP8, ".888."),
+    (5, FP8 | {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 3}, "88..."),
+    (6, FP8 | MOE | MOD | {"moe.every": 2, "mod.every": 3}, ".xdx8b"),
   ],
 )
 def test_layer_kinds(layers, changes, want):

@@ -136,3 +136,20 @@ def test_against_xla_and_the_formula(mesh, settings):
     assert of_step / formula == pytest.approx(1.0, abs=0.005)
   else:  # tiles of the grouped matmul are filled up
     assert 1.0 < of_step / formula < 1.2
+
+
+@pytest.mark.parametrize("remat", ["dots", "names"])
+def test_no_matmul_of_experts_runs_twice(mesh, remat):
+  """Beside attention, which XLA's version recomputes, only sums over the router's scores come
+  again, and its logits where they have no name."""
+
+  def flops(**settings):
+    cfg = tiny_config(MEASURED | {key.replace("__", "."): v for key, v in settings.items()})
+    plan = make_plan(cfg)
+    rules = plan.training_rules(1)
+    return matmul_flops(plan.train_step, plan.init(abstract=True), abstract_batch(1, 2, 128), rules)
+
+  again = lambda **model: flops(step__remat=remat, **model) - flops(step__remat="none", **model)
+  scores = 2 * (2 * 128) * 4 * 2  # tokens, experts, layers
+  expected = again() + scores + (scores * 128 if remat == "names" else 0)
+  assert again(moe__num_experts=4) == expected

@@ -1,0 +1,50 @@
+"""A linear layer on sharded arrays, in the compute dtype or in 8 bits."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+
+from ats_jax.ops.fp8_matmul import MULTIPLE, fp8_matmul
+from ats_jax.sharding.apply import all_sum, einsum, island
+
+INPUTS, OUTPUTS = "IJK", "MNO"  # letters of the contracted and of the new dimensions
+
+
+def linear(
+  x: jax.Array,
+  weight: jax.Array,
+  *,
+  inputs: Sequence[str],
+  outputs: Sequence[str],
+  fp8: bool = False,
+) -> jax.Array:
+  """Multiply the last dimensions of `x` by `weight`.
+
+  Args:
+    x: activations [batch, seq, *inputs].
+    weight: [*inputs, *outputs] in the dtype of `x`; sharded in any way.
+    inputs: logical axes of the contracted dimensions, as `x` has them.
+    outputs: logical axes of the result's new dimensions.
+    fp8: multiply in 8 bits (`fp8_matmul`), each device with the scales of its own block. A number
+      of rows on a device that 8 bits cannot take, as in generation token by token, is multiplied
+      in the dtype of `x`.
+
+  Returns:
+    [batch, seq, *outputs] in the dtype of `x`.
+  """
+  k, n = INPUTS[: len(inputs)], OUTPUTS[: len(outputs)]
+  rows = ("batch", "seq")
+  if not fp8:
+    return einsum(f"BT{k},{k}{n}->BT{n}", x, weight, axes=(*rows, *outputs))
+
+  def local(x, weight):
+    batch, seq, shape = *x.shape[:2], weight.shape[len(inputs) :]
+    flat_TK = x.reshape(batch * seq, -1)
+    flat_KN = weight.reshape(flat_TK.shape[1], math.prod(shape))
+    y_TN = flat_TK @ flat_KN if batch * seq % MULTIPLE else fp8_matmul(flat_TK, flat_KN)
+    return all_sum(y_TN, inputs[0]).reshape(batch, seq, *shape)
+
+  return island(local, in_axes=((*rows, *inputs), (*inputs, *outputs)), out_axes=(*rows, *outputs))(
+    x, weight
+  )

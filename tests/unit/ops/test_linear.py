@@ -1,0 +1,65 @@
+"""The linear layer in both formats, on one device and on meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh
+
+from ats_jax.config.validate import EIGHT_BIT_MULTIPLE
+from ats_jax.ops.fp8_matmul import MULTIPLE
+from ats_jax.ops.linear import linear
+from ats_jax.sharding.apply import reshard
+
+SHAPES = {  # weight, its logical axes, those that x and the result have
+  "columns": ((32, 4, 16), ("embed", "heads", "head_dim"), ("act_embed",), ("heads", "head_dim")),
+  "rows": ((4, 16, 32), ("heads", "head_dim", "embed"), ("heads", "head_dim"), ("act_embed",)),
+}
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+  """Small integers, which 8 bits hold exactly: scales are powers of two."""
+  values = np.random.default_rng(seed).integers(-4, 5, shape)
+  values.flat[0] = 4  # every block that a test cuts has its largest value somewhere
+  return jnp.asarray(values, jnp.float32)
+
+
+def run(kind, fp8):
+  """The result and both gradients."""
+  shape, weight_axes, inputs, outputs = SHAPES[kind]
+  w = reshard(draw(0, *shape), *weight_axes)
+  x = reshard(draw(1, 8, 32, *shape[: len(inputs)]), "batch", "seq", *inputs)
+  dy = reshard(draw(2, 8, 32, *shape[len(inputs) :]), "batch", "seq", *outputs)
+
+  @jax.jit
+  def f(x, w, dy):
+    y, pull = jax.vjp(functools.partial(linear, inputs=inputs, outputs=outputs, fp8=fp8), x, w)
+    return y, *pull(dy)
+
+  return [np.asarray(a) for a in f(x, w, dy)], f.lower(x, w, dy).as_text()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2), (8, 1, 1)])
+def test_eight_bits_are_exact_where_the_operands_are(kind, shape):
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    want, text = run(kind, fp8=False)
+  assert "f8E4M3" not in text
+  with jax.set_mesh(make_test_mesh(*shape)):
+    found, text = run(kind, fp8=True)
+  assert "f8E4M3FN" in text and "f8E5M2" in text
+  for a, b in zip(found, want, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_rows_that_eight_bits_cannot_take_are_multiplied_as_they_are(mesh):
+  x, w = draw(0, 1, 3, 32) / 3, draw(1, 32, 16)
+  f = functools.partial(linear, inputs=("act_embed",), outputs=("ff",), fp8=True)
+  np.testing.assert_array_equal(jax.jit(f)(x, w), (x.reshape(3, 32) @ w).reshape(1, 3, 16))
+  assert "f8E4M3" not in jax.jit(f).lower(x, w).as_text()
+
+
+def test_the_settings_know_what_the_matmul_takes():
+  assert EIGHT_BIT_MULTIPLE == MULTIPLE
