@@ -46,11 +46,17 @@ FORWARD_BACKWARD = ("forward", "backward")
 
 
 def cuda(
-  obstacle: Callable[[Config, Device], str], why: str, *, default: bool = False, **where: str
+  obstacle: Callable[[Config, Device], str],
+  why: str,
+  *,
+  default: bool = False,
+  tiles: Mapping[str, tuple[int, ...]] | None = None,
+  **where: str,
 ) -> Kernel:
   """One of `kernels_cuda`; slot="module:function" there, run by default in all slots or in none."""
   where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
-  return Kernel("cuda", where, default=tuple(where) if default else (), why=why, obstacle=obstacle)
+  slots = tuple(where) if default else ()
+  return Kernel("cuda", where, default=slots, why=why, obstacle=obstacle, tiles=tiles or {})
 
 
 OPS: dict[str, Op] = {
@@ -72,9 +78,9 @@ OPS: dict[str, Op] = {
       Kernel(
         "mosaic",
         {
-          "forward": "kernels_pallas.grouped_matmul:grouped_matmul",
-          "input_gradient": "kernels_pallas.grouped_matmul:grouped_matmul",
-          "weight_gradient": "kernels_pallas.grouped_matmul:grouped_matmul_dw",
+          "forward": "ats_jax.ops.grouped_matmul:mosaic",
+          "input_gradient": "ats_jax.ops.grouped_matmul:mosaic",
+          "weight_gradient": "ats_jax.ops.grouped_matmul:mosaic_dw",
         },
         default=("forward", "input_gradient", "weight_gradient"),
         why="the fastest measured on Hopper",
@@ -84,6 +90,7 @@ OPS: dict[str, Op] = {
       cuda(
         obstacles.cuda_grouped_matmul,
         "not measured yet",
+        tiles={"block_n": (128, 256)},
         forward="grouped_matmul:grouped_matmul",
         input_gradient="grouped_matmul:grouped_matmul",
         weight_gradient="grouped_matmul:grouped_matmul_dw",
