@@ -1,4 +1,4 @@
-// Sum of squares of a gradient, and one AdamW update that clips on the way. One launch a leaf.
+// One AdamW update that clips on the way.
 #pragma once
 
 #include "common.cuh"
@@ -6,29 +6,6 @@
 namespace ats {
 
 constexpr int kAdamThreads = 256;
-
-// partial[b] = sum of squares of the elements of block b; which those are depends on sizes only.
-template <class G>
-__global__ void __launch_bounds__(kAdamThreads)
-    sum_squares(const G* __restrict__ x, float* __restrict__ partial, int64_t n) {
-  __shared__ float scratch[kAdamThreads / kWarp];
-  float sums[kPack] = {};
-  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
-  const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-#pragma unroll 4
-  for (int64_t i = first; i < n / kPack; i += stride) {
-    const Pack<G> in = load(x, i);
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) sums[j] += to_float(in.at[j]) * to_float(in.at[j]);
-  }
-  const int64_t rest = n / kPack * kPack + first;  // fewer than a pack: one element a thread
-  if (rest < n) sums[0] += to_float(x[rest]) * to_float(x[rest]);
-  float total[1] = {0.0f};
-#pragma unroll
-  for (int j = 0; j < kPack; ++j) total[0] += sums[j];
-  block_sum(total, scratch);
-  if (threadIdx.x == 0) partial[blockIdx.x] = total[0];
-}
 
 struct AdamSettings {
   float b1, b2, eps, decay;
@@ -99,16 +76,6 @@ inline ffi::Error with_type(ffi::DataType dtype, F f) {
   return ffi::Error::InvalidArgument("float32 or bfloat16 only");
 }
 
-inline ffi::Error SumSquares(cudaStream_t stream, ffi::AnyBuffer x,
-                             ffi::ResultBufferR1<ffi::F32> partial) {
-  if (!aligned(x.untyped_data())) return misaligned();
-  return with_type(x.element_type(), [&](auto* g) {
-    using G = std::remove_pointer_t<decltype(g)>;
-    return launch(stream, sum_squares<G>, partial->element_count(), kAdamThreads,
-                  data<const G>(x), partial->typed_data(), int64_t(x.element_count()));
-  });
-}
-
 inline ffi::Error Adamw(cudaStream_t stream, ffi::AnyBuffer param, ffi::AnyBuffer grad,
                         ffi::AnyBuffer mu, ffi::AnyBuffer nu, ffi::BufferR1<ffi::F32> rates,
                         ffi::Result<ffi::AnyBuffer> param_out, ffi::Result<ffi::AnyBuffer> mu_out,
@@ -141,13 +108,6 @@ inline ffi::Error Adamw(cudaStream_t stream, ffi::AnyBuffer param, ffi::AnyBuffe
     });
   });
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_sum_squares, SumSquares,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::BufferR1<ffi::F32>>(),
-                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_adamw, Adamw,
                               ffi::Ffi::Bind()

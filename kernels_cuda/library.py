@@ -19,22 +19,18 @@ ENTRY = FOLDER / "kernels.cu"
 # Each is the name of an XLA target and of the C function that handles it.
 TARGETS = (
   "ats_adamw",
-  "ats_add_rms_norm_backward",
-  "ats_add_rms_norm_forward",
-  "ats_add_rows",
   "ats_choose",
   "ats_grouped_matmul",
   "ats_grouped_matmul_dw",
   "ats_rms_norm_backward",
   "ats_rms_norm_forward",
-  "ats_route",
   "ats_sort_by_expert",
   "ats_sum_rows",
   "ats_sum_rows_backward",
-  "ats_sum_squares",
   "ats_swiglu_backward",
   "ats_swiglu_forward",
   "ats_take_rows",
+  "ats_take_rows_backward",
 )
 DEFAULT_TARGET = "7.5+PTX"  # PTX, so that a newer GPU can still run it
 

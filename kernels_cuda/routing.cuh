@@ -1,12 +1,11 @@
-// Routing: scores, top-k, and the slot of every choice, sorted by expert, without a sort.
-// Letters: N tokens, E outputs of the router, K choices, S experts (the outputs from S on are null
-// experts), M = N * K slots, B blocks of choices.
+// `choose`: scores and top-k. `sort_by_expert`: the slot of every choice, sorted by expert, without
+// a sort. Letters: N tokens, E outputs of the router, K choices, S experts, M = N * K slots, B
+// blocks of choices.
 //
-// 1. `route` (or `count`, where the experts are known): chooses; numbers the choices of its block
-//    within their expert, in order; counts[s, b] = how many fell on expert s.
+// 1. `count`: numbers the choices of its block within their expert, in order; counts[s, b] = how
+//    many fell on expert s.
 // 2. `scan_counts`: counts[s, b] becomes the number in blocks before b, sizes[s] the sum.
 // 3. `place`: slot = start of the expert + counts[s, b] + number in the block.
-// `choose` is the choice alone, for whole rows of a batch, with what decides given.
 // After the choice integers only, or sums of ones: the result never depends on timing.
 #pragma once
 
@@ -18,7 +17,7 @@ namespace ats {
 
 constexpr int kRouteThreads = 512;
 constexpr int kRouteWarps = kRouteThreads / kWarp;
-constexpr int kRouteTokens = 64;  // of a block: with 8 choices a token, one thread a choice
+constexpr int kRouteTokens = 64;  // of a block of `choose`
 constexpr int kMaxExperts = 256;
 constexpr int kPlaceThreads = 256;
 constexpr int kScanWarps = 8;
@@ -57,9 +56,9 @@ __device__ inline int rank_in_block(int expert, int num_experts, int* counts, in
 }
 
 struct RouteSettings {
-  int choices, num_experts, outputs;
+  int choices, outputs;
   bool sigmoid, renormalize;
-  float route_scale, closed;
+  float route_scale;
 };
 
 // One warp's token: lane k returns its choice k, in descending order of `key`, and that one's weight.
@@ -109,46 +108,8 @@ __device__ inline void choose_of(const float (&x)[kRegisters], unsigned (&key)[k
   weight = set.route_scale * score;
 }
 
-// A warp for each token.
-template <int kRegisters>
-__global__ void __launch_bounds__(kRouteThreads)
-    route(const float* __restrict__ logits, const float* __restrict__ bias,
-          const uint8_t* __restrict__ valid, float* __restrict__ weight, int* __restrict__ chosen,
-          int* __restrict__ number, int* __restrict__ counts, int64_t tokens, RouteSettings set) {
-  __shared__ int entries[kRouteThreads];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t first = int64_t(blockIdx.x) * kRouteTokens;
-  entries[threadIdx.x] = kNowhere;
-  __syncthreads();
-  for (int t = warp; t < kRouteTokens && first + t < tokens; t += kRouteWarps) {
-    const int64_t n = first + t;
-    float x[kRegisters], my_weight;
-    unsigned key[kRegisters];
-#pragma unroll
-    for (int i = 0; i < kRegisters; ++i) {
-      const int e = lane + i * kWarp;
-      x[i] = e < set.outputs ? logits[n * set.outputs + e] : -INFINITY;
-      const float biased = e < set.outputs && x[i] > set.closed ? x[i] + bias[e] : -INFINITY;
-      key[i] = e < set.outputs ? order_key(biased) : 0u;
-    }
-    int mine;
-    choose_of(x, key, set, mine, my_weight);
-    if (lane < set.choices) {
-      weight[n * set.choices + lane] = my_weight;
-      chosen[n * set.choices + lane] = mine;
-      if (valid[n] && mine < set.num_experts) entries[t * set.choices + lane] = mine;
-    }
-  }
-  __syncthreads();
-  const int rank = rank_in_block(entries[threadIdx.x], set.num_experts, counts, gridDim.x);
-  const int64_t entry = first * set.choices + threadIdx.x;
-  if (int(threadIdx.x) < kRouteTokens * set.choices && entry < tokens * set.choices) {
-    number[entry] = rank;
-  }
-}
-
-// `load` [rows, outputs], zeroed by the caller: choices of valid tokens. Block b is part b % parts of
-// row b / parts. Sums of ones are exact in float32, in any order.
+// A warp for each token. `load` [rows, outputs], zeroed by the caller: choices of valid tokens. Block
+// b is part b % parts of row b / parts. Sums of ones are exact in float32, in any order.
 template <int kRegisters>
 __global__ void __launch_bounds__(kRouteThreads)
     choose(const float* __restrict__ logits, const float* __restrict__ selection,
@@ -183,7 +144,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 }
 
-// As `route` for choices that are made: 512 of them a block; an expert outside [0, S) is nowhere.
+// 512 choices a block; an expert outside [0, S) is nowhere.
 __global__ void __launch_bounds__(kRouteThreads)
     count(const int* __restrict__ chosen, int* __restrict__ number, int* __restrict__ counts,
           int64_t entries, int num_experts) {
@@ -231,8 +192,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarp)
 __global__ void __launch_bounds__(kPlaceThreads)
     place(const int* __restrict__ chosen, const int* __restrict__ counts,
           const int* __restrict__ sizes, int* __restrict__ slot, int* __restrict__ source,
-          int* __restrict__ choice, int64_t entries, int choices, int num_experts, int64_t blocks,
-          int entries_per_block) {
+          int* __restrict__ choice, int64_t entries, int choices, int num_experts, int64_t blocks) {
   __shared__ int starts[kMaxExperts];
   __shared__ int warp_totals[kPlaceThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -260,7 +220,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     slot[i] = int(entries);
   } else {
     const int s = chosen[i];
-    const int m = starts[s] + counts[s * blocks + i / entries_per_block] + rank;
+    const int m = starts[s] + counts[s * blocks + i / kRouteThreads] + rank;
     slot[i] = m;
     source[m] = int(i / choices);
     choice[m] = int(i);
@@ -272,7 +232,6 @@ __global__ void __launch_bounds__(kPlaceThreads)
 }
 
 static_assert(kPlaceThreads == kMaxExperts, "place() scans one expert a thread");
-static_assert(kRouteTokens * 8 == kRouteThreads, "a thread for each choice of a block");
 
 // Call `f` with the number of registers that hold a warp's share of the outputs.
 template <int kRegisters = 1, class F>
@@ -283,45 +242,6 @@ inline ffi::Error with_registers(int64_t outputs, F f) {
     return ffi::Error::InvalidArgument("at most 256 outputs of the router");
   }
   return f(std::integral_constant<int, kRegisters>());
-}
-
-inline ffi::Error launch_place(cudaStream_t stream, const int* chosen, int* counts, int* sizes,
-                               int* slot, int* source, int* choice, int64_t entries, int choices,
-                               int num_experts, int64_t blocks, int entries_per_block) {
-  const auto scanned = launch(stream, scan_counts, divide_up(num_experts, kScanWarps),
-                              kScanWarps * kWarp, counts, sizes, num_experts, blocks);
-  if (scanned.failure()) return scanned;
-  return launch(stream, place, divide_up(entries, kPlaceThreads), kPlaceThreads, chosen, counts,
-                sizes, slot, source, choice, entries, choices, num_experts, blocks,
-                entries_per_block);
-}
-
-inline ffi::Error Route(cudaStream_t stream, ffi::BufferR2<ffi::F32> logits,
-                        ffi::BufferR1<ffi::F32> bias, ffi::BufferR1<ffi::PRED> valid,
-                        ffi::ResultBufferR2<ffi::F32> weight, ffi::ResultBufferR2<ffi::S32> chosen,
-                        ffi::ResultBufferR2<ffi::S32> slot, ffi::ResultBufferR1<ffi::S32> source,
-                        ffi::ResultBufferR1<ffi::S32> choice, ffi::ResultBufferR1<ffi::S32> sizes,
-                        ffi::ResultBufferR2<ffi::S32> counts, bool sigmoid, bool renormalize,
-                        float route_scale, float closed) {
-  const auto size = logits.dimensions();
-  const int choices = int(weight->dimensions()[1]), num_experts = int(sizes->element_count());
-  const int64_t blocks = divide_up(size[0], kRouteTokens);
-  if (choices > 8 || choices > size[1] || num_experts > size[1] ||
-      counts->dimensions()[0] != num_experts || counts->dimensions()[1] != blocks) {
-    return ffi::Error::InvalidArgument("routing: sizes of the arrays do not fit together");
-  }
-  const RouteSettings set = {choices, num_experts, int(size[1]), sigmoid, renormalize,
-                             route_scale, closed};
-  const auto routed = with_registers(size[1], [&](auto registers) {
-    return launch(stream, route<decltype(registers)::value>, blocks, kRouteThreads,
-                  logits.typed_data(), bias.typed_data(), data<const uint8_t>(valid),
-                  weight->typed_data(), chosen->typed_data(), slot->typed_data(),
-                  counts->typed_data(), size[0], set);
-  });
-  if (routed.failure()) return routed;
-  return launch_place(stream, chosen->typed_data(), counts->typed_data(), sizes->typed_data(),
-                      slot->typed_data(), source->typed_data(), choice->typed_data(),
-                      size[0] * choices, choices, num_experts, blocks, kRouteTokens * choices);
 }
 
 inline ffi::Error Choose(cudaStream_t stream, ffi::BufferR3<ffi::F32> logits,
@@ -337,7 +257,7 @@ inline ffi::Error Choose(cudaStream_t stream, ffi::BufferR3<ffi::F32> logits,
   const auto zeroed =
       check(cudaMemsetAsync(load->typed_data(), 0, load->size_bytes(), stream), "cudaMemsetAsync");
   if (zeroed.failure()) return zeroed;
-  const RouteSettings set = {choices, 0, int(size[2]), sigmoid, renormalize, route_scale, 0.0f};
+  const RouteSettings set = {choices, int(size[2]), sigmoid, renormalize, route_scale};
   const int64_t parts = divide_up(size[1], kRouteTokens);
   return with_registers(size[2], [&](auto registers) {
     return launch(stream, choose<decltype(registers)::value>, size[0] * parts, kRouteThreads,
@@ -363,29 +283,14 @@ inline ffi::Error SortByExpert(cudaStream_t stream, ffi::BufferR2<ffi::S32> chos
   const auto counted = launch(stream, count, blocks, kRouteThreads, chosen.typed_data(),
                               slot->typed_data(), counts->typed_data(), entries, num_experts);
   if (counted.failure()) return counted;
-  return launch_place(stream, chosen.typed_data(), counts->typed_data(), sizes->typed_data(),
-                      slot->typed_data(), source->typed_data(), choice->typed_data(), entries,
-                      choices, num_experts, blocks, kRouteThreads);
+  const auto scanned =
+      launch(stream, scan_counts, divide_up(num_experts, kScanWarps), kScanWarps * kWarp,
+             counts->typed_data(), sizes->typed_data(), num_experts, blocks);
+  if (scanned.failure()) return scanned;
+  return launch(stream, place, divide_up(entries, kPlaceThreads), kPlaceThreads,
+                chosen.typed_data(), counts->typed_data(), sizes->typed_data(), slot->typed_data(),
+                source->typed_data(), choice->typed_data(), entries, choices, num_experts, blocks);
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_route, Route,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<ffi::BufferR2<ffi::F32>>()
-                                  .Arg<ffi::BufferR1<ffi::F32>>()
-                                  .Arg<ffi::BufferR1<ffi::PRED>>()
-                                  .Ret<ffi::BufferR2<ffi::F32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Ret<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::BufferR2<ffi::S32>>()
-                                  .Attr<bool>("sigmoid")
-                                  .Attr<bool>("renormalize")
-                                  .Attr<float>("route_scale")
-                                  .Attr<float>("closed"),
-                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_choose, Choose,
                               ffi::Ffi::Bind()

@@ -142,9 +142,10 @@ inline ffi::Error SumRows(cudaStream_t stream, ffi::BufferR2<ffi::BF16> y,
   return sum_rows_of<true>(stream, y, weight.typed_data(), slot, out);
 }
 
-inline ffi::Error AddRows(cudaStream_t stream, ffi::BufferR2<ffi::BF16> y,
-                          ffi::BufferR2<ffi::S32> slot, ffi::ResultBufferR2<ffi::BF16> out) {
-  return sum_rows_of<false>(stream, y, nullptr, slot, out);
+inline ffi::Error TakeRowsBackward(cudaStream_t stream, ffi::BufferR2<ffi::BF16> dout,
+                                   ffi::BufferR2<ffi::S32> slot,
+                                   ffi::ResultBufferR2<ffi::BF16> dx) {
+  return sum_rows_of<false>(stream, dout, nullptr, slot, dx);
 }
 
 inline ffi::Error SumRowsBackward(cudaStream_t stream, ffi::BufferR2<ffi::BF16> dout,
@@ -181,7 +182,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_sum_rows, SumRows,
                                   .Ret<ffi::BufferR2<ffi::BF16>>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_add_rows, AddRows,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ats_take_rows_backward, TakeRowsBackward,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
                                   .Arg<ffi::BufferR2<ffi::BF16>>()

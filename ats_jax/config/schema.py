@@ -323,7 +323,7 @@ class OpsConfig:
   grouped_matmul: str = setting(
     "auto",
     "of the experts; 'auto' = the measured best for the device",
-    choices=("auto", "xla", "mosaic"),
+    choices=("auto", "xla", "mosaic", "cuda"),
     resume="free",
   )
   slots: str = setting(

@@ -46,7 +46,7 @@ def grouped_matmul(
     x_MD: rows [rows, d_in], sorted by group.
     w_EDF: one matrix a group [groups, d_in, d_out], same dtype.
     sizes_E: int32 [groups]; their sum may be less than M.
-    implementation: of all slots, "xla" (the specification) or "mosaic"; or the run's slots.
+    implementation: of all slots, "xla" (the specification), "mosaic" or "cuda"; or the run's slots.
 
   Returns:
     [rows, d_out] in the dtype of `x_MD`; zero in rows past the last group.
@@ -99,12 +99,23 @@ def _kernel(slot, x_MD, shape_EDF, implementation):
   groups, d_in, d_out = shape_EDF
   slots = every_slot("grouped_matmul", implementation)
   dims = dict(rows=x_MD.shape[0], groups=groups, d_in=d_in, d_out=d_out)
-  kernel = registry.kernel("grouped_matmul", slot, slots, **dims)
-  if kernel is None or not kernel.keywords:
-    return kernel
-  from kernels_pallas.grouped_matmul import Tiling
+  return registry.kernel("grouped_matmul", slot, slots, **dims)
 
-  return functools.partial(kernel.func, tiling=Tiling(**kernel.keywords))
+
+def mosaic(x_MD, w_EDF, sizes_E, *, transpose_w, **tiles):
+  """`kernels_pallas.grouped_matmul` with tile parameters as keywords."""
+  from kernels_pallas import grouped_matmul as pallas
+
+  tiling = pallas.Tiling(**tiles) if tiles else None
+  return pallas.grouped_matmul(x_MD, w_EDF, sizes_E, transpose_w=transpose_w, tiling=tiling)
+
+
+def mosaic_dw(x_MD, dy_MF, sizes_E, **tiles):
+  """`kernels_pallas.grouped_matmul_dw`, likewise."""
+  from kernels_pallas import grouped_matmul as pallas
+
+  tiling = pallas.Tiling(**tiles) if tiles else None
+  return pallas.grouped_matmul_dw(x_MD, dy_MF, sizes_E, tiling=tiling)
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:

@@ -86,9 +86,12 @@ def multiples(of: int, widths: Mapping[str, int]) -> str:
   return ""
 
 
-def cuda(device: Device) -> str:
-  """Obstacle of all of `kernels_cuda`. Builds the library, at most once, if the GPU fits."""
-  return nvidia(device, "the kernel", "7.5") or _no_library()
+def cuda(device: Device, of_config: str = "", capability: str = "7.5") -> str:
+  """Obstacle of one of `kernels_cuda`: the device, then `of_config`, then the library.
+
+  That is built, at most once, if the other two are no obstacle.
+  """
+  return nvidia(device, "the kernel", capability) or of_config or _no_library()
 
 
 @functools.cache
@@ -103,38 +106,39 @@ def _no_library() -> str:
 def cuda_grouped_matmul(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.grouped_matmul`, whose instructions came with sm_80."""
   widths = {"model.d_model": cfg.model.d_model, "moe.d_ff": cfg.moe.d_ff // cfg.mesh.tensor}
-  obstacle = bfloat16(cfg, "the kernel") or multiples(8, widths)
-  return obstacle or nvidia(device, "the kernel", "8.0") or cuda(device)
+  return cuda(device, bfloat16(cfg, "the kernel") or multiples(8, widths), "8.0")
 
 
 def cuda_swiglu(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.swiglu`, which reads 16 bytes at a time."""
   tensor = cfg.mesh.tensor
   widths = {"model.d_ff": cfg.model.d_ff // tensor, "moe.d_ff": cfg.moe.d_ff // tensor}
-  return bfloat16(cfg, "the kernel") or multiples(8, widths) or cuda(device)
+  return cuda(device, bfloat16(cfg, "the kernel") or multiples(8, widths))
 
 
 def cuda_rms_norm(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.rms_norm`."""
-  if cfg.model.d_model > rms_norm.MAX_WIDTH:
-    return f"the kernel takes rows of up to {rms_norm.MAX_WIDTH}, model.d_model is wider"
   widths = {"model.d_model": cfg.model.d_model, "model.head_dim": cfg.model.head_dim}
-  return bfloat16(cfg, "the kernel") or multiples(8, widths) or cuda(device)
+  of_config = bfloat16(cfg, "the kernel") or multiples(8, widths)
+  if cfg.model.d_model > rms_norm.MAX_WIDTH:
+    of_config = f"the kernel takes rows of up to {rms_norm.MAX_WIDTH}, model.d_model is wider"
+  return cuda(device, of_config)
 
 
 def cuda_routing(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.routing`."""
   moe = cfg.moe
   outputs = moe.num_experts + moe.spare_experts + moe.null_experts
+  of_config = _choices(cfg)
   if outputs > routing.MAX_EXPERTS:
-    return f"the kernel takes up to {routing.MAX_EXPERTS} experts, there are {outputs}"
-  return _choices(cfg) or cuda(device)
+    of_config = f"the kernel takes up to {routing.MAX_EXPERTS} experts, there are {outputs}"
+  return cuda(device, of_config)
 
 
 def cuda_rows(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.rows`."""
-  obstacle = bfloat16(cfg, "the kernel") or multiples(8, {"model.d_model": cfg.model.d_model})
-  return obstacle or _choices(cfg) or cuda(device)
+  of_config = bfloat16(cfg, "the kernel") or multiples(8, {"model.d_model": cfg.model.d_model})
+  return cuda(device, of_config or _choices(cfg))
 
 
 def cuda_adamw(cfg: Config, device: Device) -> str:

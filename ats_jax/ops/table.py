@@ -46,11 +46,17 @@ FORWARD_BACKWARD = ("forward", "backward")
 
 
 def cuda(
-  obstacle: Callable[[Config, Device], str], why: str, *, default: bool = False, **where: str
+  obstacle: Callable[[Config, Device], str],
+  why: str,
+  *,
+  default: bool = False,
+  tiles: Mapping[str, tuple[int, ...]] | None = None,
+  **where: str,
 ) -> Kernel:
   """One of `kernels_cuda`; slot="module:function" there, run by default in all slots or in none."""
   where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
-  return Kernel("cuda", where, default=tuple(where) if default else (), why=why, obstacle=obstacle)
+  slots = tuple(where) if default else ()
+  return Kernel("cuda", where, default=slots, why=why, obstacle=obstacle, tiles=tiles or {})
 
 
 OPS: dict[str, Op] = {
@@ -72,9 +78,9 @@ OPS: dict[str, Op] = {
       Kernel(
         "mosaic",
         {
-          "forward": "kernels_pallas.grouped_matmul:grouped_matmul",
-          "input_gradient": "kernels_pallas.grouped_matmul:grouped_matmul",
-          "weight_gradient": "kernels_pallas.grouped_matmul:grouped_matmul_dw",
+          "forward": "ats_jax.ops.grouped_matmul:mosaic",
+          "input_gradient": "ats_jax.ops.grouped_matmul:mosaic",
+          "weight_gradient": "ats_jax.ops.grouped_matmul:mosaic_dw",
         },
         default=("forward", "input_gradient", "weight_gradient"),
         why="the fastest measured on Hopper",
@@ -84,6 +90,7 @@ OPS: dict[str, Op] = {
       cuda(
         obstacles.cuda_grouped_matmul,
         "not measured yet",
+        tiles={"block_n": (128, 256)},
         forward="grouped_matmul:grouped_matmul",
         input_gradient="grouped_matmul:grouped_matmul",
         weight_gradient="grouped_matmul:grouped_matmul_dw",
@@ -108,8 +115,8 @@ OPS: dict[str, Op] = {
         obstacles.cuda_rms_norm,
         "forward 0.5 to 0.9 of XLA's speed on an H200; backward 1.5 where rows are 2048 and wider, "
         "0.3 where they are 128",
-        forward="rms_norm:forward",
-        backward="rms_norm:backward",
+        forward="rms_norm:rms_norm",
+        backward="rms_norm:rms_norm_backward",
       ),
     ),
   ),
@@ -132,7 +139,7 @@ OPS: dict[str, Op] = {
         obstacles.cuda_routing,
         "25 times XLA's speed on an H200",
         default=True,
-        forward="routing:sort_choices",
+        forward="routing:sort_by_expert",
       ),
     ),
   ),
@@ -143,8 +150,8 @@ OPS: dict[str, Op] = {
         obstacles.cuda_rows,
         "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
         default=True,
-        forward="rows:gather_rows",
-        backward="rows:add_rows",
+        forward="rows:take_rows",
+        backward="rows:take_rows_backward",
       ),
     ),
   ),
@@ -155,7 +162,7 @@ OPS: dict[str, Op] = {
         obstacles.cuda_rows,
         "1.00 to 1.07 of XLA's speed on an H200",
         default=True,
-        forward="rows:weighted_rows",
+        forward="rows:sum_rows",
         backward="rows:sum_rows_backward",
       ),
     ),
@@ -167,7 +174,7 @@ OPS: dict[str, Op] = {
       cuda(
         obstacles.cuda_adamw,
         "0.97 to 1.02 of XLA's speed on an H200",
-        update="adamw:adamw_leaf",
+        update="adamw:adamw",
       ),
     ),
   ),

@@ -1,6 +1,8 @@
 """The CUDA kernels in the slots of the ops, through a C++ shim: contracts, meshes, a train step."""
 
 import dataclasses
+import functools
+import re
 
 import cuda_host
 import jax
@@ -10,13 +12,14 @@ import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
 from ats_jax.ops import obstacles, registry, table
-from ats_jax.ops.cases import toy_cases
+from ats_jax.ops.cases import grouped_matmul_case, real_cases, toy_cases
 from ats_jax.ops.measure import relative_errors
 from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import XLA
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.plan import make_plan
+from kernels_cuda import library
 
 HOPPER = Device("gpu", "9.0", "NVIDIA Test")
 CUDA = {
@@ -41,8 +44,9 @@ def _host_library():
 
 @pytest.fixture
 def on_host(monkeypatch):
-  """Let settings choose the kernels here."""
+  """Let settings choose the kernels here, with or without nvcc."""
   monkeypatch.setattr(obstacles, "nvidia", lambda *_: "")
+  monkeypatch.setattr(obstacles, "_no_library", lambda: "")
 
 
 def test_every_kernel_has_a_case():
@@ -65,6 +69,32 @@ def test_a_slot_takes_and_gives_what_xla_does(case, name):
     assert error <= (BF16_ERROR if x.dtype == jnp.bfloat16 else F32_ERROR)
 
 
+def lowered_for_cuda(case, slots):
+  """The program of each pass, without a GPU."""
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    for name in case.passes:
+      args = jax.eval_shape(functools.partial(case.arguments, name, 0))
+      traced = jax.jit(case.compute(name, slots)).trace(*args)
+      yield traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_real_shapes_call_every_target_of_the_library():
+  called = set()
+  for case in (c for c in real_cases() if c.op in CUDA):
+    for text in lowered_for_cuda(case, registry.every_slot(case.op, "cuda")):
+      called.update(re.findall(r"@(ats_\w+)\(", text))
+  assert called == set(library.TARGETS)
+
+
+@pytest.mark.parametrize(("kernel", "tile"), [("cuda", ("block_n", 256)), ("mosaic", ("strip", 8))])
+def test_tiles_reach_the_grouped_matmul(kernel, tile):
+  case = grouped_matmul_case(1024, 4, 128, 256)
+  slots = registry.every_slot("grouped_matmul", kernel)
+  tiled = dataclasses.replace(slots, tiles=(tile,))
+  pairs = zip(lowered_for_cuda(case, slots), lowered_for_cuda(case, tiled), strict=True)
+  assert [a != b for a, b in pairs] == [True] * 3
+
+
 def test_on_a_mesh_the_kernel_sees_blocks():
   draw = lambda i: jax.random.normal(jax.random.key(i), (8, 4, 32), jnp.bfloat16)
   want = jax.jit(jax.grad(lambda g, u: swiglu(g, u).astype(jnp.float32).sum()))(draw(0), draw(1))
@@ -81,7 +111,7 @@ def test_on_a_mesh_the_kernel_sees_blocks():
 def test_training_with_all_of_them_follows_xla(on_host):
   changes = {
     "moe.num_experts": 4,
-    "moe.top_k": 4,  # all: rounding may turn a narrow choice
+    "moe.top_k": 2,
     "model.num_layers": 1,
     "model.qk_norm": True,
     "precision.compute_dtype": "bfloat16",
@@ -90,7 +120,7 @@ def test_training_with_all_of_them_follows_xla(on_host):
     "ops.grouped_matmul": "xla",
   }
   found = {}
-  with jax.set_mesh(make_test_mesh(2, 2, 1)):
+  with jax.set_mesh(make_test_mesh(2, 2, 1, expert=2)):
     for slots in ("", EVERYWHERE):
       cfg = tiny_config(changes | {"ops.slots": slots})
       plan = make_plan(cfg)
@@ -123,6 +153,21 @@ def test_obstacles(on_host, changes, op, message):
   cfg = tiny_config({"precision.compute_dtype": "bfloat16", "ops.slots": f"{op}=cuda"} | changes)
   with pytest.raises(ValueError, match=f"{op}=cuda: .*{message}"):
     registry.choose_op(cfg, HOPPER, op)
+
+
+@pytest.mark.parametrize("op", CUDA)
+def test_a_missing_gpu_is_named_before_what_the_config_lacks(op):
+  changes = {"precision.compute_dtype": "float32", "moe.num_experts": 300, "moe.top_k": 9}
+  cfg = tiny_config(changes | {"ops.slots": f"{op}=cuda"})
+  with pytest.raises(ValueError, match=f"{op}=cuda: the kernel runs on NVIDIA GPUs, this is cpu"):
+    registry.choose_op(cfg, Device("cpu"), op)
+
+
+def test_the_grouped_matmul_has_a_setting_of_its_own(on_host):
+  changes = {"moe.num_experts": 4, "precision.compute_dtype": "bfloat16"}
+  cfg = tiny_config(changes | {"ops.grouped_matmul": "cuda"})
+  of_slots = registry.choose_op(cfg, HOPPER, "grouped_matmul")
+  assert {choice.implementation for choice in of_slots.values()} == {"cuda"}
 
 
 def test_an_old_gpu_is_refused():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.config.build import settings
 from ats_jax.ops import registry, table
 from ats_jax.ops.adamw import Rates, adamw
 from ats_jax.ops.cases import toy_cases
@@ -113,6 +114,12 @@ def test_the_table_is_consistent():
       assert kernel.why and kernel.name != "xla"
       for where in kernel.where.values():
         assert callable(registry._load(where))
+
+
+def test_settings_offer_the_kernels_of_the_table():
+  for op in ("attention", "grouped_matmul"):
+    choices = settings()[f"ops.{op}"].metadata["choices"]
+    assert choices == ("auto", "xla", *(kernel.name for kernel in table.OPS[op].kernels))
 
 
 def test_docs_name_every_op_and_slot():
