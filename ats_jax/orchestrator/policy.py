@@ -28,6 +28,7 @@ from ats_jax.orchestrator.reading import Reading
 MARGIN, MARGIN_SIGMAS = 0.08, 6.0  # nats; how far the probe's loss may be above its reference
 RATE_ROSE, WIDER = 1.1, 3.0  # a schedule that raises its rate may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
+EDITED = 0.01  # of the weights' norm; rounding to bfloat16 moves it by less than 0.004
 BROKEN, HELD, SKIPPED, RECENT_Z = 8, 20, 4, 2.0  # steps, steps, steps, sigmas: from here an alarm
 PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
 EVIDENCE = 12.0  # at most, log odds
@@ -158,6 +159,9 @@ def diagnose(memory: Memory, reading: Reading) -> Finding | None:
   if not reading.sound:
     reason = f"weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", 1.0, True, reason)
+  if reading.edited > EDITED:
+    change = f"the norm of the weights changed by {reading.edited:.2g} of itself in one step"
+    return Finding("state", 1.0, True, f"{change}, beyond its update: something else wrote to them")
   if reading.broken >= BROKEN:
     steps = f"no loss or gradient was finite in the last {reading.broken} steps"
     return Finding("system", 1.0, True, f"{steps}, though the weights are: {probe}")

@@ -27,6 +27,8 @@ class Reading(NamedTuple):
     learning_rate: of the schedule, at the end.
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
+    edited: the most that the norm of the weights changed in a step beyond the norm of its update,
+      as a share of it. Rounding aside it cannot: if it did, something else wrote to the weights.
   """
 
   first: int
@@ -44,10 +46,15 @@ class Reading(NamedTuple):
   learning_rate: float
   means: Mapping[str, float]
   starved: tuple[tuple[int, int], ...] = ()
+  edited: float = 0.0
 
 
 def read(
-  names: Sequence[str], last_step: int, rows: np.ndarray, probe: float | None = None
+  names: Sequence[str],
+  last_step: int,
+  rows: np.ndarray,
+  probe: float | None = None,
+  norm_before: float | None = None,
 ) -> Reading:
   """Sum up an interval.
 
@@ -56,6 +63,7 @@ def read(
     last_step: that of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
     probe: loss on the probe batch after the last step; None if it was not measured.
+    norm_before: of the weights before the first step; None if it is not known.
   """
   column = dict(zip(names, rows.T.astype(np.float64), strict=True))
   last = {name: float(values[-1]) for name, values in column.items()}
@@ -75,7 +83,15 @@ def read(
     cusum=last["reflex/cusum"],
     learning_rate=last["train/learning_rate"],
     means={name: _mean(values) for name, values in column.items()},
+    edited=_edited(column["train/param_norm"], column["train/update_norm"], norm_before),
   )
+
+
+def _edited(norms: np.ndarray, updates: np.ndarray, before: float | None) -> float:
+  """See `Reading.edited`; steps around one that is not finite are left out."""
+  norms = np.concatenate([[np.nan if before is None else before], norms])
+  beyond = (np.abs(np.diff(norms)) - updates) / norms[1:]
+  return float(max(0.0, np.max(_finite(beyond), initial=0.0)))
 
 
 def probe_loss(sums: np.ndarray) -> float:

@@ -94,6 +94,8 @@ class Supervisor:
     self._experts: Experts | None = None
     self._pending: Interval | None = None
     self._clock, self._restored_step = Clock(totals), -1
+    self._norm: float | None = None  # of the weights, in the last row that was read
+    self._changed_step = -1  # after which the state was replaced or edited
     self._snapshots = Snapshots(self._cfg.snapshot_interval, int(self._cfg.snapshot_gb * 2**30))
     self._ledger = None
     if self._cfg.mode != "off" and ledger is not None and jax.process_index() == 0:
@@ -205,7 +207,9 @@ class Supervisor:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
-    reading = read(self._names, interval.step, rows, probe)
+    is_next = interval.step - len(rows) != self._changed_step
+    reading = read(self._names, interval.step, rows, probe, self._norm if is_next else None)
+    self._norm = float(rows[-1, self._names.index("train/param_norm")])
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
     self.memory, judgement = decide(
@@ -265,7 +269,7 @@ class Supervisor:
       )
     if earlier is not None:
       self._restored_step = step
-    state = apply(action, state, self._plan.cfg, earlier)
+    state, self._changed_step = apply(action, state, self._plan.cfg, earlier), step
     if self._experts is not None and isinstance(action, Rollback | Surgery):
       self._experts = Experts(self._plan.cfg, state)
     return state

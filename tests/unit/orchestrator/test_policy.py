@@ -64,6 +64,8 @@ def looks():
   [
     (NAN_STATE, "state", Rollback()),
     (BAD_STATE, "state", Rollback()),
+    ({"edited": 0.02}, "state", Rollback()),
+    ({"edited": 0.004}, None, None),  # what rounding to bfloat16 may do
     (BAD_DATA, "data", SetSkips(64.0, 32.0)),
     (NAN_GRADIENT, "system", None),
     (HELD, "learning rate", None),

@@ -12,6 +12,7 @@ from helpers import make_test_mesh, micro_batches, tiny_config
 from ats_jax.orchestrator import hooks, ledger
 from ats_jax.orchestrator.actions import Rollback, SetSkips
 from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.policy import EDITED
 from ats_jax.orchestrator.snapshots import COPIES, Snapshot, Snapshots, local_bytes
 from ats_jax.orchestrator.story import tell
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -117,6 +118,21 @@ def test_a_spoilt_state_is_rolled_back(plan, tmp_path, clean_loss, factor):
   story = "\n".join(tell(run.path))
   for words in ("critical: state", f"rolls back to step {decision['to']}", "helped"):
     assert words in story
+
+
+@pytest.mark.parametrize("step", [FAULT_STEP, FAULT_STEP + 3])  # between two looks, and within
+def test_weights_that_something_else_wrote_to_are_rolled_back(plan, tmp_path, clean_loss, step):
+  """Even if the loss hardly moves: the norm of the weights cannot change more than its update."""
+  run = Run(plan, tmp_path / "decisions.jsonl")(step)
+  run.spoil(1.5)
+  run(SETTINGS["num_steps"] - step)
+  (decision,) = [d for d in run.end() if d.cause != "recovery"]
+  assert decision.action == Rollback() and "something else wrote to them" in decision.reason
+  assert run.probe_loss() < clean_loss + 0.15
+  checks = [row for row in ledger.rows(run.path) if row["kind"] == "check"]
+  edited = sorted(row["reading"]["edited"] for row in checks)
+  assert edited[-1] > EDITED and edited[-2] < EDITED / 100
+  assert ledger.replay(run.path) == run.supervisor.decisions
 
 
 def test_the_last_steps_are_looked_at_before_the_end(plan, clean_loss):
