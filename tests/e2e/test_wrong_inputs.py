@@ -426,6 +426,7 @@ def test_full_disk(tiny, tmp_path):
 
 
 def test_full_disk_while_metrics_are_written(tiny, tmp_path):
-  flags = train_flags(tmp_path, *tiny, "num_steps=30", "optimizer.schedule=constant")
-  message = started("ats_jax.train", *flags, prefix=small_files_only(3)).last_error()
+  # config.json fits, the rows of so many steps do not.
+  flags = train_flags(tmp_path, *tiny, "num_steps=60", "optimizer.schedule=constant")
+  message = started("ats_jax.train", *flags, prefix=small_files_only(5)).last_error()
   assert_says(message, "a file could not be written", "File too large", "Free space on the disk")

@@ -71,11 +71,13 @@ def test_a_slot_takes_and_gives_what_xla_does(case, name):
 
 def lowered_for_cuda(case, slots):
   """The program of each pass, without a GPU."""
+  texts = []
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     for name in case.passes:
       args = jax.eval_shape(functools.partial(case.arguments, name, 0))
       traced = jax.jit(case.compute(name, slots)).trace(*args)
-      yield traced.lower(lowering_platforms=("cuda",)).as_text()
+      texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
+  return texts
 
 
 def test_real_shapes_call_every_target_of_the_library():
