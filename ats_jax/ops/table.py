@@ -137,7 +137,7 @@ OPS: dict[str, Op] = {
     (
       cuda(
         obstacles.cuda_routing,
-        "25 times XLA's speed on an H200",
+        "23 to 25 times XLA's speed on an H200",
         default=True,
         forward="routing:sort_by_expert",
       ),

@@ -57,44 +57,31 @@ class Rollback:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecycleExpert:
+class _OfExpert:
+  """An edit of one expert.
+
+  Attributes:
+    layer: index from the bottom.
+    expert: its slot.
+  """
+
+  layer: int
+  expert: int
+
+
+class RecycleExpert(_OfExpert):
   """Close an expert that gets no tokens, and split the most loaded one into its slot.
 
   The model computes the same function but for the tokens of the closed one (`surgery.recycle`).
-
-  Attributes:
-    layer: index from the bottom.
-    expert: its slot.
   """
 
-  layer: int
-  expert: int
+
+class PruneExpert(_OfExpert):
+  """Close an expert; of the halves of a split one, the other is whole again (`surgery.prune`)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PruneExpert:
-  """Close an expert; of the halves of a split one, the other is whole again (`surgery.prune`).
-
-  Attributes:
-    layer: index from the bottom.
-    expert: its slot.
-  """
-
-  layer: int
-  expert: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ReopenExpert:
-  """Use a closed expert with the weights that it has (`surgery.reopen`).
-
-  Attributes:
-    layer: index from the bottom.
-    expert: its slot.
-  """
-
-  layer: int
-  expert: int
+class ReopenExpert(_OfExpert):
+  """Use a closed expert with the weights that it has (`surgery.reopen`)."""
 
 
 @dataclasses.dataclass(frozen=True)
