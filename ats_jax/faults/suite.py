@@ -190,8 +190,11 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
     "steps": num_steps,
     **_reactions(values, draw.onset),
     "findings": [
-      [look.reading.step, look.judgement.finding.cause] for look in looks if look.judgement.finding
+      [look.reading.step, found.cause, found.confidence]
+      for look in looks
+      if (found := look.judgement.finding)
     ],
+    "verdicts": [look.judgement.outcome[:2] for look in looks if look.judgement.outcome],
     **_decisions(supervisor),
     "stopped": stopped,
     "secs": round(time.perf_counter() - began, 2),
@@ -220,13 +223,13 @@ def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
 
 def _decisions(supervisor: Supervisor) -> Record:
   """What the supervisor did; nothing if there is none."""
-  taken = [(step, d.cause, d.action) for step, d in supervisor.decisions]
+  taken = supervisor.decisions
   is_cut = lambda a: isinstance(a, SetLearningRateScale) and a.scale < a.before
   return {
-    "decisions": [[step, cause, to_json(action)] for step, cause, action in taken],
-    "rollbacks": sum(isinstance(a, Rollback) and not a.undo for _, _, a in taken),
-    "cuts": sum(is_cut(a) and cause != "harm" for _, cause, a in taken),
-    "undone": sum(cause == "harm" for _, cause, _ in taken),
+    "decisions": [[step, d.id, d.cause, d.confidence, to_json(d.action)] for step, d in taken],
+    "rollbacks": sum(isinstance(d.action, Rollback) and not d.action.undo for _, d in taken),
+    "cuts": sum(is_cut(d.action) and d.cause != "harm" for _, d in taken),
+    "undone": sum(d.cause == "harm" for _, d in taken),
   }
 
 

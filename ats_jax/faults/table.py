@@ -76,9 +76,42 @@ class Board:
     cause, right = SCENARIOS[scenario].cause, []
     for seed in self.seeds:
       record = self.records.get((arm, scenario, seed), {})
-      found = [c for step, c in record.get("findings", ()) if step > record["onset"]]
+      found = [c for step, c, _ in record.get("findings", ()) if step > record["onset"]]
       right.append(float(found[0] == cause) if found and cause else np.nan)
     return np.array(right)
+
+  def remedies(self, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """The interventions of all runs of an arm, controls too.
+
+    Returns:
+      How sure the supervisor was of each; and 1 where it was right: the fault was there, of that
+      cause, and no verdict says that the action did no good.
+    """
+    sure, right = [], []
+    for (of, scenario, _), record in self.records.items():
+      verdicts = dict(record.get("verdicts", ()))
+      for step, number, cause, confidence, _ in record.get("decisions", ()) if of == arm else ():
+        if cause not in ("harm", "recovery"):
+          planted = cause == SCENARIOS[scenario].cause and step > record["onset"]
+          sure.append(confidence)
+          right.append(planted and verdicts.get(number, "unclear") in ("helped", "unclear"))
+    return np.array(sure), np.array(right, np.float64)
+
+
+def calibration_error(sure: np.ndarray, right: np.ndarray, bins: int = 10) -> float:
+  """Expected calibration error (Guo et al. 2017, eq. 3): how far confidence is from its hit rate.
+
+  Args:
+    sure: stated probabilities, [n].
+    right: 1 where it came true, [n].
+    bins: equally wide, of probabilities.
+
+  Returns:
+    The mean over the bins of |mean of sure - mean of right|, by the number in each; NaN of none.
+  """
+  at = np.minimum((sure * bins).astype(int), bins - 1)
+  gaps = [abs(np.sum(sure[at == i] - right[at == i])) for i in range(bins)]
+  return sum(gaps) / sure.size if sure.size else np.nan
 
 
 def mean(by_seed: np.ndarray) -> float:
@@ -103,6 +136,8 @@ def figures(board: Board, arm: str) -> dict[str, float]:
   excess = np.array([board.excess(arm, fault) for fault in board.faults])
   right = np.concatenate([board.diagnosed(arm, f) for f in board.faults])
   of_clean = lambda name: board.values(name, arm, CLEAN)
+  sure, hit = board.remedies(arm)
+  undone = sum(r.get("undone", 0) for (of, _, _), r in board.records.items() if of == arm)
   lasting = [board.values("rollbacks", arm, c) + board.values("cuts", arm, c)
              for c in board.controls]  # fmt: skip
   return dict(zip(THRESHOLDS, (
@@ -113,6 +148,8 @@ def figures(board: Board, arm: str) -> dict[str, float]:
     mean(excess),
     -_least(-excess),
     float(_mean(right)),
+    undone / sure.size if sure.size else np.nan,
+    calibration_error(sure, hit),
     abs(mean(board.excess(arm, CLEAN)[None])),
     float(_mean(of_clean("skipped") / of_clean("steps"))),
     float(np.nansum(lasting)),

@@ -25,6 +25,8 @@ THRESHOLDS = {
   "mean excess, nats": Threshold(0.06, 0.03),
   "max excess, nats": Threshold(0.25, 0.10),
   "diagnosis right, share of runs with one": Threshold(0.9, 0.97, more_is_better=True),
+  "interventions undone, share": Threshold(None, 0.05),
+  "calibration error of the confidence": Threshold(0.15, 0.08),
   "clean runs: loss against clip, nats": Threshold(0.002, 0.0),
   "clean runs: steps left out, share": Threshold(1e-3, 5e-4),
   "controls: rollbacks and rate cuts": Threshold(0, 0),

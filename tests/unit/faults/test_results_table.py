@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ats_jax.faults.results import Results
-from ats_jax.faults.table import Board, figures, mean, render
+from ats_jax.faults.table import Board, calibration_error, figures, mean, render
 from ats_jax.faults.thresholds import THRESHOLDS
 
 
@@ -51,7 +53,19 @@ def test_runs_of_another_protocol(tmp_path):
     Results(path, "p2")
 
 
-FINDINGS = [[[20, "state"], [40, "data"], [50, "state"]], [[40, "state"]]]
+FINDINGS = [
+  [[20, "state", 0.9], [40, "data", 0.9], [50, "state", 0.9]],
+  [[40, "state", 0.9]],
+]
+# The cause of noise is "data". Right at 40, too early at 20, undone at 50, wrong cause at 70.
+DECISIONS = [
+  [20, 0, "data", 0.85, {}],
+  [40, 1, "data", 0.85, {}],
+  [50, 2, "data", 0.95, {}],
+  [60, 3, "harm", 1.0, {}],
+  [70, 4, "state", 1.0, {}],
+]
+REMEDIES = {"decisions": DECISIONS, "verdicts": [[2, "harmed"]], "undone": 1}
 
 
 def runs(reflex=(2.02, 2.1), skipped=0):
@@ -68,7 +82,15 @@ def runs(reflex=(2.02, 2.1), skipped=0):
       record("skip_step", "nan_gradient", seed, 2.3),
       record("reflex", "rate_burst", seed, guarded, acted=5, delay=seed),
       record("reflex", "nan_gradient", seed, 2.0, acted=0),
-      record("reflex", "noise_burst", seed, 2.0, onset=30, findings=FINDINGS[seed]),
+      record(
+        "reflex",
+        "noise_burst",
+        seed,
+        2.0,
+        onset=30,
+        findings=FINDINGS[seed],
+        **(REMEDIES if seed == 0 else {}),
+      ),
       record("reflex", "clean", seed, 2.0, acted=skipped, skipped=skipped),
     ]
   return made
@@ -91,12 +113,25 @@ def test_figures():
     "mean excess, nats": (0.02 + 0.1) / 2 / 3,
     "max excess, nats": 0.1,
     "diagnosis right, share of runs with one": 0.5,
+    "interventions undone, share": 1 / 4,
+    # Two between 0.8 and 0.9, one of them right; two above, both wrong.
+    "calibration error of the confidence": (2 * 0.35 + 0.95 + 1.0) / 4,
     "clean runs: loss against clip, nats": 0.0,
     "clean runs: steps left out, share": 0.0,
     "controls: rollbacks and rate cuts": 0.0,
   }
   for name, value in want.items():
     assert got[name] == pytest.approx(value, abs=1e-9), name
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32 - 1))
+def test_honest_confidence_is_calibrated(seed):
+  rng = np.random.default_rng(seed)
+  sure = rng.uniform(size=20_000)
+  right = (rng.uniform(size=sure.size) < sure).astype(float)
+  assert calibration_error(sure, right) < 0.02
+  assert calibration_error(np.ones_like(sure), right) == pytest.approx(1.0 - right.mean())
 
 
 def test_what_cost_next_to_nothing_is_not_counted():
