@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ats_jax.faults.arms import ARMS
 from ats_jax.faults.results import Record
 from ats_jax.faults.scenarios import SCENARIOS
 from ats_jax.faults.thresholds import THRESHOLDS
@@ -24,7 +25,7 @@ class Board:
   """Final losses and reactions as arrays [arm, scenario, seed]; NaN where there is no run.
 
   Attributes:
-    arms: names, in order of appearance.
+    arms: names, in the order of `ARMS`.
     faults: scenarios that are faults.
     controls: those that are not.
     seeds: sorted.
@@ -33,7 +34,8 @@ class Board:
 
   def __init__(self, records: Sequence[Record]):
     self.records = {(r["arm"], r["scenario"], r["seed"]): r for r in records}
-    self.arms = list(dict.fromkeys(arm for arm, _, _ in self.records))
+    found = {arm for arm, _, _ in self.records}
+    self.arms = [arm for arm in ARMS if arm in found]
     ran = {scenario for _, scenario, _ in self.records}
     self.faults = [s for s in SCENARIOS if s in ran and not SCENARIOS[s].is_control]
     self.controls = [s for s in SCENARIOS if s in ran and SCENARIOS[s].is_control]
