@@ -7,7 +7,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.ops.registry import XLA, Slots
-from ats_jax.step.optimizer import fused_adamw, move, norm
+from ats_jax.step.optimizer import fused_adamw, move, norm, norm_in_passing
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
@@ -85,7 +85,7 @@ def update(
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm)
   directions, opt_state = seam(tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))
-  return Updated(moved, opt_state, norm(grads), rate * norm(directions))
+  return Updated(moved, opt_state, norm(grads), rate * norm_in_passing(directions, moved))
 
 
 def guarded_update(
