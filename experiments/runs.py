@@ -44,7 +44,10 @@ class Result:
 
 
 def run(
-  config: ConfigDict, changes: Changes, edit: Callable[[TrainState], TrainState] | None = None
+  config: ConfigDict,
+  changes: Changes,
+  edit: Callable[[TrainState], TrainState] | None = None,
+  data_seed: int | None = None,
 ) -> Result:
   """Train without checkpoints or logs, with the production step, data and evaluation.
 
@@ -52,11 +55,12 @@ def run(
     config: a config file's; not changed.
     changes: settings by dotted name.
     edit: done to the state before the first step.
+    data_seed: of the order of the data; None = the run's.
   """
   config = ConfigDict(config.to_dict())
   config.update_from_flattened_dict(changes)
   cfg = from_config_dict(config)
-  train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+  train_set, valid_set = open_datasets(cfg.data, cfg.seed if data_seed is None else data_seed)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh), train_feed(cfg, train_set, row=0) as batches:
