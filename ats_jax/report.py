@@ -36,6 +36,7 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
     "formats": f"parameters {cfg.precision.param_dtype}, matmuls {cfg.precision.compute_dtype}, "
     f"moments {cfg.precision.mu_dtype} and {cfg.precision.nu_dtype}; "
     "norms, softmax and loss float32",
+    "compiler options": ", ".join(f"{k}={v}" for k, v in plan.options.items()) or "XLA's defaults",
     "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "

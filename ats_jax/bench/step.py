@@ -94,6 +94,7 @@ def measure(cfg: Config, *, steps: int, segments: int, profile: bool = False) ->
     "parameters": plan.counts.parameters,
     "remat": cfg.step.remat,
     "scan_unroll": cfg.step.scan_unroll,
+    "compiler_options": plan.options,
     "segments": segments,
     "compile_secs": compile_secs,
     "step_secs": step_secs,

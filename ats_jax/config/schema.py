@@ -265,6 +265,12 @@ class StepConfig:
   scan_unroll: int = setting(
     1, "blocks per iteration of the scan over layers", low=1, resume="free"
   )
+  compiler_options: str = setting(
+    "",
+    "options of XLA for the train step, e.g. 'xla_gpu_enable_dynamic_slice_fusion=false,"
+    "xla_gpu_autotune_level=1'; they go before those that the device gets anyway (logged)",
+    resume="free",
+  )
   loss_chunk_tokens: int = setting(
     8192, "tokens whose logits exist at one time, over all devices", low=1, resume="free"
   )

@@ -14,6 +14,7 @@ from ats_jax.ops import registry
 from ats_jax.ops.obstacles import this_device
 from ats_jax.ops.registry import Choice
 from ats_jax.sharding.mesh import batch_sharding
+from ats_jax.step.compiler import Options, compiler_options
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.optimizer import build_optimizer
 from ats_jax.step.routing import rules_at
@@ -38,6 +39,7 @@ class Plan:
     choices: which implementation of each op runs, and why.
     num: dtypes and implementations, as the model wants them.
     tx: the optimizer.
+    options: of the compiler, for the train step.
     train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
     eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
     counts: parameters and FLOPs per token.
@@ -47,6 +49,7 @@ class Plan:
   choices: tuple[Choice, ...]
   num: Numerics
   tx: optax.GradientTransformation
+  options: Options
   train_step: jax.stages.Wrapped
   eval_step: jax.stages.Wrapped
   counts: Counts
@@ -82,14 +85,15 @@ def make_plan(cfg: Config) -> Plan:
   """
   slots, choices = registry.choose(cfg, this_device())
   num = numerics(cfg, slots.of("attention", "forward"), slots, slots)
-  tx = build_optimizer(cfg)
+  tx, options = build_optimizer(cfg), compiler_options(cfg, jax.devices()[0].device_kind)
   model = init_state(cfg, num, tx, abstract=True).model
   return Plan(
     cfg=cfg,
     choices=choices,
     num=num,
     tx=tx,
-    train_step=make_train_step(cfg, tx, slots),
+    options=options,
+    train_step=make_train_step(cfg, tx, slots, options),
     eval_step=make_eval_step(cfg),
     counts=count(cfg, model, cfg.data.seq_len),
   )

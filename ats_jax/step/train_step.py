@@ -14,6 +14,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums
 from ats_jax.ops.registry import XLA, Slots
+from ats_jax.step.compiler import Options
 from ats_jax.step.loss import Batch, loss_sums
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.optimizer import norm
@@ -24,12 +25,15 @@ from ats_jax.step.update import Fault, guarded_update, update
 
 
 def make_train_step(
-  cfg: Config, tx: optax.GradientTransformation, slots: Slots = XLA
+  cfg: Config,
+  tx: optax.GradientTransformation,
+  slots: Slots = XLA,
+  options: Options | None = None,
 ) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
   The state is donated. `rules` are those of the end of the run if left out; `slots` say what runs
-  in the optimizer; a `fault` is injected by `ats_jax.faults` alone.
+  in the optimizer; `options` are the compiler's; a `fault` is injected by `ats_jax.faults` alone.
   """
   final = rules_at(cfg, cfg.num_steps, training=True)
 
@@ -74,7 +78,9 @@ def make_train_step(
     step = state.step + 1
     return TrainState(step, model, opt_state, ema, state.key, control, new.reflex), metrics
 
-  return jax.jit(train_step, donate_argnums=0, static_argnames="rules")
+  return jax.jit(
+    train_step, donate_argnums=0, static_argnames="rules", compiler_options=options or None
+  )
 
 
 def sums_and_grads(

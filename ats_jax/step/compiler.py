@@ -1,0 +1,70 @@
+"""Options of XLA for the train step: those that a device gets, and those that a run asks for."""
+
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from ats_jax.config.schema import Config
+
+Options = dict[str, str | bool]
+
+# By a pattern for jax's `device_kind`, the first that matches decides; why, in docs/performance.md.
+# Command buffers (CUDA graphs) are XLA's own default.
+DEFAULTS: tuple[tuple[str, Mapping[str, str]], ...] = ((r"\bH[12]00\b", {}),)
+
+
+def compiler_options(cfg: Config, device_kind: str) -> Options:
+  """What `jax.jit` gets for the train step, each option tried on a trivial program first.
+
+  Args:
+    cfg: `step.compiler_options`, which goes before the table.
+    device_kind: `jax.devices()[0].device_kind`.
+
+  Returns:
+    The options; without those of the table that this XLA does not take, which is logged.
+
+  Raises:
+    ValueError: if `step.compiler_options` has one that this XLA does not take.
+  """
+  defaults = next((o for kind, o in DEFAULTS if re.search(kind, device_kind)), {})
+  asked, options = parse(cfg.step.compiler_options), Options()
+  for name, text in {**defaults, **asked}.items():
+    value = {"true": True, "false": False}.get(text.lower(), text)
+    refusal = _refusal(name, value)
+    if not refusal:
+      options[name] = value
+    elif name in asked:
+      raise ValueError(f"step.compiler_options: {name}={text}: {refusal}. Change or remove it.")
+    else:
+      logging.warning("%s=%s, a default of %s, is left out: %s", name, text, device_kind, refusal)
+  return options
+
+
+def parse(text: str) -> dict[str, str]:
+  """`xla_a=true,xla_b=X,Y` -> {"xla_a": "true", "xla_b": "X,Y"}: values may hold commas.
+
+  Raises:
+    ValueError: for a part that is no option.
+  """
+  options = {}
+  for part in re.split(r",(?=xla_)", text.replace(" ", "")) if text.strip() else ():
+    name, equals, value = part.partition("=")
+    if not (re.fullmatch(r"xla_\w+", name) and equals and value):
+      raise ValueError(
+        f"step.compiler_options: {part!r} is not an option of XLA, such as "
+        "xla_gpu_enable_dynamic_slice_fusion=false."
+      )
+    options[name] = value
+  return options
+
+
+def _refusal(name: str, value: str | bool) -> str:
+  """Why XLA does not take an option; "" if it does. Unknown names in XLA_FLAGS end the process."""
+  try:
+    jax.jit(lambda: jnp.zeros(()), compiler_options={name: value}).lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    return str(error)
+  return ""

@@ -1,0 +1,61 @@
+"""Options of XLA: parsed, tried, and in force in the compiled step."""
+
+import logging
+
+import pytest
+from helpers import tiny_config
+
+from ats_jax.step import compiler
+from ats_jax.step.compiler import compiler_options, parse
+from ats_jax.step.plan import make_plan
+
+
+def options(text, kind="cpu"):
+  return compiler_options(tiny_config({"step.compiler_options": text}), kind)
+
+
+def test_values_may_hold_commas():
+  text = "xla_gpu_enable_command_buffer=FUSION,CUBLAS, xla_disable_hlo_passes=fusion"
+  want = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS", "xla_disable_hlo_passes": "fusion"}
+  assert parse(text) == want
+  assert parse("") == {}
+
+
+@pytest.mark.parametrize("text", ["fast=true", "xla_gpu_x", "xla_gpu_x=", "=1", "xla_a=1,xla_b"])
+def test_what_is_no_option(text):
+  with pytest.raises(ValueError, match=r"step\.compiler_options: .* is not an option of XLA"):
+    parse(text)
+
+
+def test_an_option_of_the_run_that_xla_refuses_is_an_error():
+  with pytest.raises(ValueError, match=r"xla_gpu_none=1: .*No such compile option"):
+    options("xla_gpu_none=1")
+  with pytest.raises(ValueError, match=r"xla_backend_optimization_level=x: .*not a valid"):
+    options("xla_backend_optimization_level=x")
+
+
+def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, caplog):
+  table = {"xla_gpu_none": "1", "xla_gpu_enable_dynamic_slice_fusion": "false"}
+  monkeypatch.setattr(compiler, "DEFAULTS", ((r"H200", table), (r"H", {"xla_gpu_other": "1"})))
+  with caplog.at_level(logging.WARNING):
+    assert options("", "NVIDIA H200") == {"xla_gpu_enable_dynamic_slice_fusion": False}
+  assert "xla_gpu_none=1, a default of NVIDIA H200, is left out" in caplog.text
+  assert options("", "NVIDIA A100") == {}
+  asked = options("xla_gpu_enable_dynamic_slice_fusion=true", "NVIDIA H200")
+  assert asked == {"xla_gpu_enable_dynamic_slice_fusion": True}
+
+
+def test_every_default_is_an_option_of_this_xla():
+  for _, table in compiler.DEFAULTS:
+    for name, value in table.items():
+      assert options(f"{name}={value}") != {}
+
+
+def test_the_compiled_step_obeys(mesh):
+  def kernels(text):
+    plan = make_plan(tiny_config({"step.compiler_options": text, "model.num_layers": 1}))
+    compiled = plan.compile_train_step(plan.init(abstract=True), plan.training_rules(1))
+    return compiled.as_text().count(" fusion(")
+
+  # Without the pass that joins operations, each is a kernel of its own.
+  assert kernels("xla_disable_hlo_passes=fusion") > 1.2 * kernels("")
