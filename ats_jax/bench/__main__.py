@@ -1,6 +1,7 @@
 """Speed on this machine; nothing is trained or kept.
 
-`python -m ats_jax.bench --config=...` times the training step of a config on random rows.
+`python -m ats_jax.bench [step] --config=...` times the training step of a config on random rows.
+`python -m ats_jax.bench sweep --config=...` does so with settings changed, and picks the best.
 `python -m ats_jax.bench ops` checks and times every op at shapes of real models.
 """
 
@@ -16,8 +17,14 @@ if __name__ == "__main__":
 
     flags.adopt_module_key_flags(ops)
     runtime.run(ops.main, commands=("ops",))
+  elif "sweep" in sys.argv[1:]:
+    from ats_jax.bench import step, sweep
+
+    flags.adopt_module_key_flags(step)
+    flags.adopt_module_key_flags(sweep)
+    runtime.run(sweep.main, commands=("sweep",))
   else:
     from ats_jax.bench import step
 
     flags.adopt_module_key_flags(step)
-    runtime.run(step.main)
+    runtime.run(step.main, commands=("", "step"))

@@ -1,10 +1,11 @@
-"""Speed of a config's training step on random rows: `python -m ats_jax.bench --config=...`.
+"""Speed of a config's training step on random rows: `python -m ats_jax.bench step --config=...`.
 
 Nothing is read or kept; the program is the one that `ats_jax.train` runs. Prints a line a phase and
 one JSON line with everything; with --profile first where the time of two more steps went.
 """
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -17,13 +18,15 @@ from absl import flags, logging
 from ats_jax import runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.metrics.kernels import kernel_table, kernel_times
-from ats_jax.metrics.memory import memory_metrics
+from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.throughput import mfu, peak_flops
 from ats_jax.planner.abstract import resolve_without_data
+from ats_jax.planner.describe import describe
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
 from ats_jax.step.plan import make_plan
 
 WARMUP_STEPS = 3
+SLACK = 1.1  # the planner estimated 5 % too little to 8 % too much in six configs of one H200
 PROFILED_STEPS = 2
 
 
@@ -45,7 +48,9 @@ def random_batch(cfg: Config, rows: np.ndarray, segments: int) -> dict[str, np.n
   }
 
 
-def measure(cfg: Config, *, steps: int, segments: int, profile: bool = False) -> dict[str, object]:
+def measure(
+  cfg: Config, *, steps: int, segments: int, profile: bool = False, memory_gib: float = 0.0
+) -> dict[str, object]:
   """Compile and run the training step of `cfg`; return what was measured.
 
   Args:
@@ -53,12 +58,20 @@ def measure(cfg: Config, *, steps: int, segments: int, profile: bool = False) ->
     steps: timed steps, after a few untimed ones.
     segments: documents in each row.
     profile: trace two more steps and log the kernels that took longest.
+    memory_gib: of a device; 0 = what it says itself.
+
+  Raises:
+    ValueError: if it cannot run: for its settings, or as it does not fit. The planner's estimate
+      decides before anything is allocated, the compiler's plan before the first step.
   """
   if not 1 <= segments <= cfg.data.max_segments:
     raise ValueError(
       f"bench: --segments={segments} is outside [1, data.max_segments={cfg.data.max_segments}]."
     )
   cfg = resolve_without_data(cfg)
+  limit = memory_gib or memory_metrics().get("memory/device_limit_gib", math.inf)
+  planned = planned_bytes(cfg, jax.device_count()) / GIB
+  _require_memory("the planner estimates", planned, SLACK * limit)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
     plan = make_plan(cfg)
@@ -68,6 +81,8 @@ def measure(cfg: Config, *, steps: int, segments: int, profile: bool = False) ->
     train_step = plan.compile_train_step(state, plan.training_rules(cfg.num_steps))
     compile_secs = time.perf_counter() - began
     logging.info("compiled in %.1f s", compile_secs)
+    predicted = predicted_bytes(train_step) / GIB
+    _require_memory("the compiled step needs", predicted, limit)
     rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
     batch = to_global(random_batch(cfg, rows, segments), mesh)
     times, losses = [], []
@@ -99,12 +114,29 @@ def measure(cfg: Config, *, steps: int, segments: int, profile: bool = False) ->
     "compile_secs": compile_secs,
     "step_secs": step_secs,
     "tokens_per_sec": tokens_per_sec,
+    "model_flops_per_sec": plan.counts.flops_causal * tokens_per_sec,
     "mfu": mfu(plan.counts.flops_causal, tokens_per_sec, devices, peak),
     "mfu_6n": mfu(plan.counts.flops_full, tokens_per_sec, devices, peak),
     "loss": losses[-1],
-    "memory/predicted_gib": predicted_bytes(train_step) / 2**30,
+    "memory/planned_gib": planned,
+    "memory/predicted_gib": predicted,
     **memory_metrics(),
   }
+
+
+def planned_bytes(cfg: Config, devices: int) -> int:
+  """What the planner thinks that a device needs, before anything is compiled."""
+  plan = describe(cfg, devices)
+  parts = plan["device_bytes_exact"], plan["device_bytes_estimated"]
+  return sum(sum(part.values()) for part in parts)
+
+
+def _require_memory(who: str, need: float, limit: float) -> None:
+  if need > limit:
+    raise ValueError(
+      f"left out: {who} {need:,.1f} GiB a device, the limit is {limit:,.1f}. Use a smaller "
+      "micro-batch (step.accum_steps), step.remat=full, or more devices."
+    )
 
 
 def predicted_bytes(compiled: jax.stages.Compiled) -> int:
@@ -115,16 +147,25 @@ def predicted_bytes(compiled: jax.stages.Compiled) -> int:
   return plan.argument_size_in_bytes + plan.output_size_in_bytes - donated + plan.temp_size_in_bytes
 
 
-_CONFIG = runtime.define_config_flag()
-_STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
-_SEGMENTS = flags.DEFINE_integer("segments", 1, "Documents in a row.", lower_bound=1)
-_PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.")
+CONFIG = runtime.define_config_flag()
+STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
+SEGMENTS = flags.DEFINE_integer("segments", 1, "Documents in a row.", lower_bound=1)
+MEMORY = flags.DEFINE_float(
+  "memory_gib", 0.0, "Memory of a device in GiB; 0 = what it says itself.", lower_bound=0.0
+)
+PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.")
 
 
 def main(argv: list[str]) -> None:
   """Print the measurement."""
   del argv
-  cfg = from_config_dict(runtime.require(_CONFIG.value, "config", "configs/debug.py"))
+  cfg = from_config_dict(runtime.require(CONFIG.value, "config", "configs/debug.py"))
   runtime.configure(cfg)
-  found = measure(cfg, steps=_STEPS.value, segments=_SEGMENTS.value, profile=_PROFILE.value)
+  found = measure(
+    cfg,
+    steps=STEPS.value,
+    segments=SEGMENTS.value,
+    profile=PROFILE.value,
+    memory_gib=MEMORY.value,
+  )
   print(json.dumps(found))

@@ -1,0 +1,192 @@
+r"""The fastest way to run a config here: every combination of some settings, each timed.
+
+python -m ats_jax.bench sweep --config=configs/dense_1_5b.py --try=step.remat=dots,names,full \
+  --try=step.accum_steps=1,2 --try=step.scan_unroll=1,4 --try=precision.fp8=false,true \
+  --try=model.num_layers=8,16 [--steps=10] [--out=FOLDER]
+
+Each candidate is `python -m ats_jax.bench step` in a process of its own: one that is out of memory
+or does not compile is a row of the table. Those that cannot fit are left out before they are
+compiled, or before they run. The best is that with the most model FLOPs a second, which for
+one model is the most tokens a second. Prints the table and the flags that the best one needs; --out
+keeps sweep.md, and sweep.jsonl, to which each candidate is added as it ends.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from ats_jax import runtime
+from ats_jax.bench import step
+from ats_jax.config.build import settings
+
+DEFAULT_TRIES = ("step.remat=dots,names,full", "step.accum_steps=1,2")
+_ERROR = re.compile(r"^(?:error: (.*)|([\w.]+Error: .*))$", re.MULTILINE)  # ours, or a traceback's
+_COLUMNS = {
+  "tokens/s": ("tokens_per_sec", "{:,.0f}", 1),
+  "ms": ("step_secs", "{:,.1f}", 1e3),
+  "model TFLOP/s": ("model_flops_per_sec", "{:,.2f}", 1e-12),
+  "mfu": ("mfu", "{:.1%}", 1),
+  "GiB planned": ("memory/planned_gib", "{:,.2f}", 1),
+  "compiled": ("memory/predicted_gib", "{:,.2f}", 1),
+  "used": ("memory/device_peak_gib", "{:,.2f}", 1),
+  "compile s": ("compile_secs", "{:,.1f}", 1),
+}
+
+
+class Candidate(NamedTuple):
+  """One combination.
+
+  Attributes:
+    changes: settings by dotted name.
+    found: what `bench step` printed; empty if it failed.
+    error: why it has no figures; "" if it has.
+  """
+
+  changes: dict[str, Any]
+  found: dict[str, Any]
+  error: str
+
+
+def parse_tries(tries: list[str]) -> dict[str, list[Any]]:
+  """["step.remat=dots,full"] -> {"step.remat": ["dots", "full"]}, of the settings' types.
+
+  Raises:
+    ValueError: for what is no setting, or none of its values.
+  """
+  known, found = settings(), {}
+  for text in tries:
+    name, _, values = text.partition("=")
+    if name not in known or not values:
+      raise ValueError(f"--try={text}: expected SETTING=VALUE,VALUE, such as {DEFAULT_TRIES[0]}.")
+    found[name] = [_typed(known[name].type, value, text) for value in values.split(",")]
+  return found
+
+
+def _typed(kind: Any, value: str, text: str) -> Any:
+  if kind is bool and value.lower() in ("true", "false"):
+    return value.lower() == "true"
+  try:
+    if kind is not bool:
+      return kind(value)
+  except ValueError:
+    pass
+  raise ValueError(f"--try={text}: {value!r} is no {kind.__name__}.")
+
+
+def combinations(tries: dict[str, list[Any]]) -> list[dict[str, Any]]:
+  """Every choice of one value for each setting."""
+  return [dict(zip(tries, values, strict=True)) for values in itertools.product(*tries.values())]
+
+
+def measure(
+  config: ConfigDict, changes: dict[str, Any], options: list[str], limit: int
+) -> Candidate:
+  """Run `bench step` with some settings changed.
+
+  Args:
+    config: a config file's; not changed.
+    changes: settings by dotted name.
+    options: other flags of `bench step`.
+    limit: seconds after which it is given up.
+  """
+  changed = ConfigDict(config.to_dict())
+  changed.update_from_flattened_dict(changes)
+  with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder, "candidate.py")
+    file.write_text(
+      "from ml_collections import ConfigDict\n"
+      f"def get_config():\n  return ConfigDict({changed.to_dict()!r})\n",
+      encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "ats_jax.bench", "step", f"--config={file}", *options]
+    try:
+      done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+      return Candidate(changes, {}, f"given up after {limit} s (--limit_secs)")
+  if done.returncode == 0:
+    return Candidate(changes, json.loads(done.stdout.splitlines()[-1]), "")
+  return Candidate(changes, {}, reason(done.stderr) or f"ended with {done.returncode}")
+
+
+def reason(stderr: str) -> str:
+  """The last error that a process wrote."""
+  found = _ERROR.findall(stderr)
+  return "".join(found[-1]) if found else ""
+
+
+def best(candidates: list[Candidate]) -> Candidate | None:
+  """The one with the most model FLOPs a second; None if none ran."""
+  ran = [c for c in candidates if c.found]
+  return max(ran, key=lambda c: c.found["model_flops_per_sec"], default=None)
+
+
+def table(candidates: list[Candidate]) -> str:
+  """A table in Markdown, the best in bold."""
+  winner, names = best(candidates), list(candidates[0].changes)
+  columns = {
+    title: of
+    for title, of in _COLUMNS.items()
+    if any(c.found.get(of[0]) is not None for c in candidates)
+  }
+  lines = [[*names, *columns, ""], ["---"] * len(names) + ["--:"] * len(columns) + ["---"]]
+  for c in candidates:
+    cells = [_text(value) for value in c.changes.values()]
+    if c is winner:
+      cells = [f"**{cell}**" for cell in cells]
+    for key, form, scale in columns.values():
+      value = c.found.get(key)
+      cells.append("" if value is None else form.format(scale * value))
+    lines.append([*cells, c.error.replace("|", "/")[:200]])
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def as_flags(changes: dict[str, Any]) -> str:
+  """What to add to a command line."""
+  return " ".join(f"--config.{name}={_text(value)}" for name, value in changes.items())
+
+
+def _text(value: Any) -> str:
+  return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_TRIES = flags.DEFINE_multi_string(
+  "try", list(DEFAULT_TRIES), "A setting and the values to try, e.g. step.remat=dots,full."
+)
+_LIMIT = flags.DEFINE_integer("limit_secs", 900, "Longest time of a candidate.", lower_bound=1)
+_OUT = flags.DEFINE_string("out", "", "Folder for sweep.md and sweep.jsonl; must be new or empty.")
+
+
+def main(argv: list[str]) -> None:
+  """Print the table and the best one's flags."""
+  del argv
+  config = runtime.require(step.CONFIG.value, "config", "configs/debug.py")
+  out = Path(_OUT.value) if _OUT.value else None
+  if out is not None:
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+      raise ValueError(f"--out={out} is not empty. Name another folder.")
+  shared = (step.STEPS, step.SEGMENTS, step.MEMORY)
+  options = [f"--{flag.name}={flag.value}" for flag in shared]
+  todo, done = combinations(parse_tries(_TRIES.value)), []
+  for number, changes in enumerate(todo, 1):
+    candidate = measure(config, changes, options, _LIMIT.value)
+    done.append(candidate)
+    speed = f"{candidate.found['tokens_per_sec']:,.0f} tokens/s" if candidate.found else ""
+    logging.info("%d of %d, %s: %s", number, len(todo), as_flags(changes), speed or candidate.error)
+    if out is not None:
+      with (out / "sweep.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(candidate._asdict()) + "\n")
+  winner = best(done)
+  verdict = f"best: {as_flags(winner.changes)}" if winner else "none of them ran"
+  text = f"{table(done)}\n\n{verdict}"
+  if out is not None:
+    (out / "sweep.md").write_text(text + "\n", encoding="utf-8")
+  print(text)
