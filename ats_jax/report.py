@@ -2,8 +2,9 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
@@ -15,12 +16,14 @@ from ats_jax.data.pipeline import Dataset
 from ats_jax.feed import eval_feed, train_feed
 from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
+from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.layers import LayerLog
+from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.overview import parameter_overview
 from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.model.decoder import Decoder
 from ats_jax.scoring import score
-from ats_jax.step.plan import Plan
+from ats_jax.step.plan import Plan, predicted_bytes
 from ats_jax.step.state import TrainState
 
 
@@ -28,7 +31,6 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
   """Log and store what will run: parameters, implementations, formats, mesh, data."""
   cfg, mesh = plan.cfg, jax.sharding.get_mesh()
   logging.info("parameters:\n%s", parameter_overview(model))
-  cache = "off" if cfg.compilation_cache == "off" else str(runtime.cache_folder(cfg))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
@@ -44,7 +46,7 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
     "active parameters a token": f"{plan.counts.active:,.0f} of {plan.counts.parameters:,}",
     "FLOPs a token": f"{plan.counts.flops_causal:.3g} (causal attention, no input embedding; "
     f"the base of train/mfu), {plan.counts.flops_full:.3g} (6N + 12LdS)",
-    "compilation cache": cache,
+    "compilation cache": runtime.cache_use(cfg),
   }
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
@@ -86,6 +88,64 @@ def layer_log(plan: Plan, folder: Path, resume_step: int | None) -> Iterator[Lay
     LayerLog(path, last_step=-1 if resume_step is None else resume_step)
   ) as log:
     yield log
+
+
+def get_performance_stats(
+  plan: Plan,
+  goodput: Goodput,
+  meter: Throughput,
+  train_step: Callable[..., Any],
+) -> dict[str, Any]:
+  """What this process's part of a run took, as JSON-ready numbers.
+
+  Args:
+    plan: what ran.
+    goodput: where the wall time went.
+    meter: that measured its speed.
+    train_step: the newest one; its memory is left out if it is not compiled.
+
+  Returns:
+    `Throughput.summary` (step times are means of `log.every_steps` steps), `Goodput.summary`,
+    `memory_metrics`, `memory/predicted_gib`; `device`, `kernels` (op -> implementation),
+    `compiler_options`, `compilation_cache`.
+  """
+  predicted = {}
+  if isinstance(train_step, jax.stages.Compiled):
+    predicted["memory/predicted_gib"] = predicted_bytes(train_step) / GIB
+  return {
+    "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    **meter.summary(),
+    **goodput.summary(),
+    **memory_metrics(),
+    **predicted,
+    "kernels": {choice.op: choice.implementation for choice in plan.choices},
+    "compiler_options": plan.options,
+    "compilation_cache": runtime.cache_use(plan.cfg),
+  }
+
+
+def performance(stats: dict[str, Any]) -> str:
+  """The numbers of `get_performance_stats` as text."""
+  get = lambda name, form, scale=1.0: form.format(scale * stats[name]) if name in stats else "?"
+  kernels = ", ".join(f"{op} {name}" for op, name in stats["kernels"].items())
+  speed = (
+    f"{stats['train/tokens_per_sec']:,.0f} tokens/s on {stats['device']}, MFU "
+    f"{get('train/mfu', '{:.1%}')} ({get('train/mfu_6n', '{:.1%}')} by 6N + 12LdS)"
+    if "train/tokens_per_sec" in stats
+    else "too few steps to time"
+  )
+  ms = [get(f"train/step_secs_{name}", "{:,.1f}", 1e3) for name in ("p50", "p90", "max")]
+  return "\n".join(
+    (
+      f"speed: {speed}",
+      f"a step: median {ms[0]} ms, 90th percentile {ms[1]}, slowest {ms[2]} (means of intervals)",
+      f"memory of a device: {get('memory/device_peak_gib', '{:.2f}')} GiB used at most, "
+      f"{get('memory/predicted_gib', '{:.2f}')} predicted for the step, "
+      f"{get('memory/device_limit_gib', '{:.2f}')} there",
+      f"kernels: {kernels}",
+      f"compilation: {stats['goodput/compile_secs']:.1f} s; cache {stats['compilation_cache']}",
+    )
+  )
 
 
 def closing(

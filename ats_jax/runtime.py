@@ -1,8 +1,10 @@
 """What must be set before jax touches a device, and what every entry point does first."""
 
+import collections
 import contextlib
 import difflib
 import errno
+import functools
 import logging as std_logging
 import os
 import re
@@ -176,6 +178,7 @@ def configure(cfg: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+  _count_cache_events()
 
 
 def cache_folder(cfg: Config) -> Path:
@@ -184,6 +187,25 @@ def cache_folder(cfg: Config) -> Path:
     return Path(cfg.compilation_cache).expanduser()
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   return Path(base).expanduser() / "ats_jax" / "xla"
+
+
+def cache_use(cfg: Config) -> str:
+  """Where the cache is, how large, and how often this process found a program in it."""
+  if cfg.compilation_cache == "off":
+    return "off"
+  folder = cache_folder(cfg)
+  size = sum(f.stat().st_size for f in folder.glob("*") if f.is_file())
+  events = _count_cache_events()
+  hits, misses = (events[f"/jax/compilation_cache/cache_{kind}"] for kind in ("hits", "misses"))
+  return f"{folder}, {size / 2**20:,.1f} MiB; {hits} programs found, {misses} added"
+
+
+@functools.cache
+def _count_cache_events() -> collections.Counter[str]:
+  """Events of jax in this process by name, from the first call on."""
+  events = collections.Counter[str]()
+  jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
+  return events
 
 
 def require(value: Any, flag: str, example: str) -> Any:

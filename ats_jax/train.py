@@ -81,7 +81,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
     supervisor = enter(Supervisor(plan, probe, ledger, write, restore, totals))
     supervisor.start(start, state, position)
     names, every, acts = metric_names(cfg), cfg.log.every_steps, supervisor.acts
-    log = StepLog(names, writer, report.speed(plan), progress, every, layers, raises=not acts)
+    meter = report.speed(plan)
+    log = StepLog(names, writer, meter, progress, every, layers, raises=not acts)
     enter(log)
     train_step, rules = plan.train_step, None
     stopped = scores = None
@@ -122,7 +123,10 @@ def train(cfg: Config, folder: Path) -> TrainState:
     with goodput.timed("checkpoint"):
       checkpoints.wait()
     writer.write_scalars(int(state.step), goodput.summary())
-  logging.info("%s", goodput.line())
+    stats = report.get_performance_stats(plan, goodput, meter, train_step)
+    logging.info("%s\n%s", report.performance(stats), goodput.line())
+    if is_main:
+      workdir.write_json(folder / workdir.PERFORMANCE, stats)
   if stopped:
     logging.info("%s: saved step %d. The same command goes on from there.", stopped, state.step)
   return state

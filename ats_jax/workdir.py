@@ -14,13 +14,14 @@ from ats_jax.config.base import to_dict
 from ats_jax.config.build import differences, flatten, from_config_dict
 from ats_jax.config.schema import Config
 
-CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, LOCK = (
+CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
   "config.json",
   "metadata.json",
   "tokenizer.json",
   "checkpoints",
   "layers.jsonl",
   "decisions.jsonl",
+  "performance.json",
   ".lock",
 )
 

@@ -23,7 +23,7 @@ from ats_jax.metrics.throughput import mfu, peak_flops
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
-from ats_jax.step.plan import make_plan
+from ats_jax.step.plan import make_plan, predicted_bytes
 
 WARMUP_STEPS = 3
 SLACK = 1.1  # the planner estimated 5 % too little to 8 % too much in six configs of one H200
@@ -80,7 +80,6 @@ def measure(
     began = time.perf_counter()
     train_step = plan.compile_train_step(state, plan.training_rules(cfg.num_steps))
     compile_secs = time.perf_counter() - began
-    logging.info("compiled in %.1f s", compile_secs)
     predicted = predicted_bytes(train_step) / GIB
     _require_memory("the compiled step needs", predicted, limit)
     rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
@@ -137,14 +136,6 @@ def _require_memory(who: str, need: float, limit: float) -> None:
       f"left out: {who} {need:,.1f} GiB a device, the limit is {limit:,.1f}. Use a smaller "
       "micro-batch (step.accum_steps), step.remat=full, or more devices."
     )
-
-
-def predicted_bytes(compiled: jax.stages.Compiled) -> int:
-  """Device memory that a compiled step needs at its peak, as its compiler planned it."""
-  plan = compiled.memory_analysis()
-  assert plan is not None, "every backend of jax.jit has one"
-  donated = plan.alias_size_in_bytes
-  return plan.argument_size_in_bytes + plan.output_size_in_bytes - donated + plan.temp_size_in_bytes
 
 
 CONFIG = runtime.define_config_flag()

@@ -4,6 +4,8 @@ import re
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 # Dense peak of one device in FLOP/s, by a pattern for jax's `device_kind` and the operands' dtype;
 # the first pattern that matches decides. From NVIDIA's data sheets (half of a figure quoted "with
 # sparsity") and Google's TPU pages. A variant with other clocks or fewer cores (laptop GPUs, MIG
@@ -80,6 +82,7 @@ class Throughput:
     self._clock = clock
     self._tokens_per_step = tokens_per_step
     self._start: tuple[int, float] | None = None
+    self._intervals: list[tuple[int, float]] = []  # steps and seconds of each
 
   def start(self, step: int, now: float | None = None) -> None:
     """Begins an interval with `step` done, now or at another time of the clock."""
@@ -92,11 +95,29 @@ class Throughput:
       return {}
     first_step, began = self._start
     self.start(step, now)
-    steps_per_sec = (step - first_step) / max(self._start[1] - began, 1e-9)
-    tokens_per_sec = steps_per_sec * self._tokens_per_step
+    self._intervals.append((step - first_step, max(self._start[1] - began, 1e-9)))
+    return self._speed(*self._intervals[-1])
+
+  def summary(self) -> dict[str, float]:
+    """Speed over all intervals, and `train/step_secs_p50`, `..._p90` and `..._max` of their means.
+
+    Empty if there was none.
+    """
+    if not self._intervals:
+      return {}
+    steps, secs = np.array(self._intervals).T
+    p50, p90, most = np.percentile(secs / steps, (50, 90, 100)).tolist()
+    percentiles = {"p50": p50, "p90": p90, "max": most}
+    return {
+      **self._speed(steps.sum().item(), secs.sum().item()),
+      **{f"train/step_secs_{name}": value for name, value in percentiles.items()},
+    }
+
+  def _speed(self, steps: float, secs: float) -> dict[str, float]:
+    tokens_per_sec = steps / secs * self._tokens_per_step
     metrics = {
       "train/tokens_per_sec": tokens_per_sec,
-      "train/steps_per_sec": steps_per_sec,
+      "train/steps_per_sec": steps / secs,
     }
     for name, flops in self._flops_per_token.items():
       share = mfu(flops, tokens_per_sec, self._num_devices, self._peak)

@@ -1,10 +1,12 @@
 """Everything compiled or chosen once for a run: implementations, optimizer, steps."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
 import optax
+from absl import logging
 
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
@@ -67,7 +69,8 @@ class Plan:
     return rules_at(self.cfg, step - 1, training=True)
 
   def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
-    """Compile the train step for `rules` ahead of its first batch."""
+    """Compile the train step for `rules` ahead of its first batch; log what it will need."""
+    began = time.perf_counter()
     data, mesh = self.cfg.data, jax.sharding.get_mesh()
     shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
     sharding = batch_sharding(mesh, len(shape))
@@ -75,7 +78,20 @@ class Plan:
       name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
       for name, dtype in BATCH_DTYPES.items()
     }
-    return self.train_step.lower(state, batch, rules).compile()
+    compiled = self.train_step.lower(state, batch, rules).compile()
+    logging.info(
+      "the train step was compiled in %.1f s; it needs %.2f GiB of a device",
+      time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
+    )  # fmt: skip
+    return compiled
+
+
+def predicted_bytes(compiled: jax.stages.Compiled) -> int:
+  """Device memory that a compiled step needs at its peak, as its compiler planned it."""
+  plan = compiled.memory_analysis()
+  assert plan is not None, "every backend of jax.jit has one"
+  donated = plan.alias_size_in_bytes
+  return plan.argument_size_in_bytes + plan.output_size_in_bytes - donated + plan.temp_size_in_bytes
 
 
 def make_plan(cfg: Config) -> Plan:

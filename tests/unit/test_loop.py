@@ -1,6 +1,7 @@
 """The training loop in this process: its numbers against a plain loop, evaluation, divergence."""
 
 import dataclasses
+import json
 import random
 
 import jax
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax import report
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.data.pipeline import open_datasets
+from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import make_plan
+from ats_jax.step.plan import make_plan, predicted_bytes
 from ats_jax.train import due, train
 
 RTOL = 1e-5
@@ -108,6 +111,28 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
   checkpoints = tmp_path / "run" / "checkpoints"
   assert committed_steps(checkpoints) == [cfg.num_steps]
   assert load_extra(checkpoints) == {"row": 6 * 16, "data": dataset.fingerprint}
+
+
+def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
+  cfg = config()
+  with caplog.at_level("INFO"):
+    train(cfg, tmp_path / "run")
+  stats = json.loads((tmp_path / "run" / "performance.json").read_text())
+  assert stats["train/step_secs_p50"] <= stats["train/step_secs_max"]
+  tokens = cfg.data.batch_size * cfg.data.seq_len
+  assert stats["train/tokens_per_sec"] == pytest.approx(tokens * stats["train/steps_per_sec"])
+  shares = [value for name, value in stats.items() if name.endswith("_share")]
+  assert sum(shares) == pytest.approx(1.0)
+  assert stats["kernels"]["attention"] == "xla" and stats["compilation_cache"] == "off"
+  with jax.set_mesh(make_mesh(cfg)):
+    plan = make_plan(cfg)
+    step = plan.compile_train_step(plan.init(), plan.training_rules(1))
+  assert stats["memory/predicted_gib"] == predicted_bytes(step) / 2**30
+  assert report.performance(stats) in caplog.text
+  assert f"speed: {stats['train/tokens_per_sec']:,.0f} tokens/s on 8 x cpu, MFU ?" in caplog.text
+  again = report.get_performance_stats(plan, Goodput(), report.speed(plan), plan.train_step)
+  assert "memory/predicted_gib" not in again
+  assert "too few steps to time" in report.performance(again)
 
 
 def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):

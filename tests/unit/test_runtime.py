@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -60,6 +61,20 @@ class TestConfigure:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert runtime.cache_folder(config()) == Path.home() / ".cache" / "ats_jax" / "xla"
     assert runtime.cache_folder(config(compilation_cache="~/c")) == Path.home() / "c"
+
+  def test_how_the_cache_was_used(self, tmp_path):
+    cfg = config(compilation_cache=str(tmp_path))
+    runtime.configure(cfg)
+    count = lambda: [int(n) for n in re.findall(r"(\d+) programs found, (\d+)", use())[0]]
+    use = lambda: runtime.cache_use(cfg)
+    (tmp_path / "program").write_bytes(bytes(2**20))
+    assert use().startswith(f"{tmp_path}, 1.0 MiB; ")
+    found, added = count()
+    for name in ("cache_hits", "cache_misses", "cache_misses"):
+      jax.monitoring.record_event(f"/jax/compilation_cache/{name}")
+    runtime.configure(cfg)  # listens once, however often it is called
+    assert count() == [found + 1, added + 2]
+    assert runtime.cache_use(config(compilation_cache="off")) == "off"
 
   def test_memory_fraction_of_the_user_stays(self, monkeypatch):
     runtime.configure(config(compilation_cache="off"))

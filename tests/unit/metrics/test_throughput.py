@@ -98,3 +98,22 @@ def test_the_time_of_an_event_in_the_past_counts():
   now[0] = 9.0  # the loop looks late, but step 14 was done at 2.0
   assert speed.read(14, 2.0)["train/steps_per_sec"] == 2.0
   assert speed.read(28, now=9.0)["train/steps_per_sec"] == 2.0
+
+
+def test_the_summary_is_of_all_intervals():
+  now, speed = meter(peak=1e12)
+  assert speed.summary() == {}
+  speed.start(0)
+  for step, now[0] in ((10, 5.0), (20, 25.0), (30, 30.0)):
+    speed.read(step)
+  assert speed.summary() == pytest.approx(
+    {
+      "train/tokens_per_sec": 1000.0,
+      "train/steps_per_sec": 1.0,
+      "train/mfu": 1.0,
+      "train/mfu_6n": 1.5,
+      "train/step_secs_p50": 0.5,
+      "train/step_secs_p90": 0.5 + 0.8 * 1.5,
+      "train/step_secs_max": 2.0,
+    }
+  )
