@@ -22,6 +22,7 @@ from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.overview import parameter_overview
 from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.layout import layer_kinds
 from ats_jax.scoring import score
 from ats_jax.step.plan import Plan, predicted_bytes
 from ats_jax.step.state import TrainState
@@ -38,6 +39,7 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
     "formats": f"parameters {cfg.precision.param_dtype}, matmuls {cfg.precision.compute_dtype}, "
     f"moments {cfg.precision.mu_dtype} and {cfg.precision.nu_dtype}; "
     "norms, softmax and loss float32",
+    **_eight_bits(cfg),
     "compiler options": ", ".join(f"{k}={v}" for k, v in plan.options.items()) or "XLA's defaults",
     "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
@@ -61,6 +63,17 @@ def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start:
     )  # fmt: skip
   elif start:
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def _eight_bits(cfg: Config) -> dict[str, str]:
+  if not cfg.precision.fp8:
+    return {}
+  number, every = sum(kind.fp8 for kind in layer_kinds(cfg)), cfg.eval.every_steps
+  when = f"at an evaluation (each {every} steps)" if every else "never (eval.every_steps=0)"
+  return {
+    "8 bits": f"{number} of {cfg.model.num_layers} layers; switched off {when} if they raise the "
+    f"validation loss by more than {cfg.precision.fp8_band:.2%}"
+  }
 
 
 def speed(plan: Plan) -> Throughput:
@@ -125,27 +138,34 @@ def get_performance_stats(
 
 
 def performance(stats: dict[str, Any]) -> str:
-  """The numbers of `get_performance_stats` as text."""
-  get = lambda name, form, scale=1.0: form.format(scale * stats[name]) if name in stats else "?"
-  kernels = ", ".join(f"{op} {name}" for op, name in stats["kernels"].items())
-  speed = (
-    f"{stats['train/tokens_per_sec']:,.0f} tokens/s on {stats['device']}, MFU "
-    f"{get('train/mfu', '{:.1%}')} ({get('train/mfu_6n', '{:.1%}')} by 6N + 12LdS)"
-    if "train/tokens_per_sec" in stats
-    else "too few steps to time"
-  )
-  ms = [get(f"train/step_secs_{name}", "{:,.1f}", 1e3) for name in ("p50", "p90", "max")]
-  return "\n".join(
-    (
-      f"speed: {speed}",
-      f"a step: median {ms[0]} ms, 90th percentile {ms[1]}, slowest {ms[2]} (means of intervals)",
-      f"memory of a device: {get('memory/device_peak_gib', '{:.2f}')} GiB used at most, "
-      f"{get('memory/predicted_gib', '{:.2f}')} predicted for the step, "
-      f"{get('memory/device_limit_gib', '{:.2f}')} there",
-      f"kernels: {kernels}",
-      f"compilation: {stats['goodput/compile_secs']:.1f} s; cache {stats['compilation_cache']}",
+  """The numbers of `get_performance_stats` as text; what is not known here is left out."""
+
+  def say(*parts: tuple[str, str, float]) -> str:
+    known = [form.format(scale * stats[name]) for form, name, scale in parts if name in stats]
+    return ", ".join(known)
+
+  lines = {
+    f"speed on {stats['device']}": say(
+      ("{:,.0f} tokens/s", "train/tokens_per_sec", 1),
+      ("MFU {:.1%}", "train/mfu", 1),
+      ("{:.1%} by 6N + 12LdS", "train/mfu_6n", 1),
     )
-  )
+    or "too few steps to time",
+    "a step": say(
+      ("median {:,.1f} ms", "train/step_secs_p50", 1e3),
+      ("90th percentile {:,.1f}", "train/step_secs_p90", 1e3),
+      ("slowest {:,.1f} (means of intervals)", "train/step_secs_max", 1e3),
+    ),
+    "memory of a device": say(
+      ("{:.2f} GiB used at most", "memory/device_peak_gib", 1),
+      ("{:.2f} GiB predicted for the step", "memory/predicted_gib", 1),
+      ("{:.2f} GiB there", "memory/device_limit_gib", 1),
+    ),
+    "kernels": ", ".join(f"{op} {name}" for op, name in stats["kernels"].items()),
+    "compilation": f"{stats['goodput/compile_secs']:.1f} s",
+    "compilation cache": stats["compilation_cache"],
+  }
+  return "\n".join(f"{title}: {text}" for title, text in lines.items() if text)
 
 
 def closing(

@@ -204,7 +204,7 @@ def cache_use(cfg: Config) -> str:
 def _count_cache_events() -> collections.Counter[str]:
   """Events of jax in this process by name, from the first call on."""
   events = collections.Counter[str]()
-  jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
+  jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
   return events
 
 

@@ -1,13 +1,16 @@
 """How well weights predict held-out text."""
 
+import dataclasses
 import math
 
 import jax
 import numpy as np
+from absl import logging
 
 from ats_jax.data.pipeline import Dataset
 from ats_jax.feed import eval_feed
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.plan import Plan
 
@@ -23,17 +26,16 @@ def score(plan: Plan, model: Decoder, dataset: Dataset, step: int) -> dict[str, 
 
   Returns:
     eval/loss (nats per token), eval/perplexity, eval/accuracy, eval/tokens, and
-    eval/bits_per_byte where the bytes of the text are known. Means are over tokens, not batches.
+    eval/bits_per_byte where the bytes of the text are known; with layers in 8 bits eval/fp8_gap,
+    how much higher the loss is than without them. Means are over tokens, not batches.
   """
-  mesh, rules = jax.sharding.get_mesh(), plan.rules(step)
-  with eval_feed(plan.cfg, dataset) as batches:
-    sums = [plan.eval_step(model, to_global(batch, mesh), rules) for batch in batches]
-  if not sums:
+  rules = plan.rules(step)
+  loss_sum, correct, tokens = _sums(plan, model, dataset, rules)
+  if not tokens:
     raise ValueError(
       "evaluation: the validation split is empty. Train with data.validation_fraction or "
       "data.validation_paths, or evaluate on other text with --paths."
     )
-  loss_sum, correct, tokens = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
   loss = loss_sum / tokens
   metrics = {
     "eval/loss": loss,
@@ -43,4 +45,27 @@ def score(plan: Plan, model: Decoder, dataset: Dataset, step: int) -> dict[str, 
   }
   if dataset.bytes_per_token:
     metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.bytes_per_token
+  if plan.cfg.precision.fp8 and plan.fp8:
+    wider, *_ = _sums(plan, model, dataset, dataclasses.replace(rules, fp8=False))
+    metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
   return metrics
+
+
+def _sums(plan: Plan, model: Decoder, dataset: Dataset, rules: Pass) -> list[float]:
+  """Loss, correct predictions and counted tokens over one evaluation."""
+  mesh = jax.sharding.get_mesh()
+  with eval_feed(plan.cfg, dataset) as batches:
+    sums = [plan.eval_step(model, to_global(batch, mesh), rules) for batch in batches]
+  return np.sum(jax.device_get(sums) or [np.zeros(3)], axis=0, dtype=np.float64).tolist()
+
+
+def check_fp8(plan: Plan, scores: dict[str, float]) -> Plan:
+  """The plan to go on with: without 8 bits if they cost more than `precision.fp8_band`."""
+  gap, band = scores.get("eval/fp8_gap", 0.0), plan.cfg.precision.fp8_band * scores["eval/loss"]
+  if gap <= band:
+    return plan
+  logging.warning(
+    "8 bits are switched off for the rest of the run: they raise the validation loss by %.4f, more "
+    "than precision.fp8_band=%g of it (%.4f)", gap, plan.cfg.precision.fp8_band, band,
+  )  # fmt: skip
+  return dataclasses.replace(plan, fp8=False)

@@ -3,6 +3,7 @@
 python -m ats_jax.train --config=configs/debug.py --workdir=runs/debug [--config.section.name=value]
 """
 
+import dataclasses
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
 from ats_jax.orchestrator.relief import relieved
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.scoring import score
+from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
@@ -64,6 +65,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
     restored = checkpoints.restore_latest(abstract)
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
+    plan = dataclasses.replace(plan, fp8=position.get("fp8", True))
     workdir.check_data(folder, position["data"], train_set.fingerprint)
     if is_main := jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
@@ -109,9 +111,12 @@ def train(cfg: Config, folder: Path) -> TrainState:
         with log.pause(step), goodput.timed("eval"):
           scores = score(plan, state.weights, valid_set, step)
           writer.write_scalars(step, scores)
+          plan = check_fp8(plan, scores)
       if saves:
         with log.pause(step), goodput.timed("checkpoint"):
           loss = scores["eval/loss"] if scores else None
+          if not plan.fp8:
+            position["fp8"] = False
           checkpoints.save(step, state, position | supervisor.saved(), metric=loss)
           writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})
       if stopped:

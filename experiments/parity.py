@@ -1,9 +1,9 @@
 r"""Does the fast step learn what the plain one learns: losses of both, side by side, over seeds.
 
-The fast step is the config's; the plain one runs every op as XLA writes it and recomputes nothing.
-Both see the same rows; a seed chooses the weights alone. So the gap between the two is that of
-rounding, and seed noise (between the plain runs of two seeds) is what a change that does not matter
-may cost. Losses are means of ten steps. Prints a table, and with --out writes every loss.
+The fast step is the config's; the plain one runs every op as XLA writes it, recomputes nothing and
+uses no 8 bits. Both see the same rows; a seed chooses the weights alone. So the gap between the two
+is that of rounding, and seed noise (between the plain runs of two seeds) is what a change that does
+not matter may cost. Losses are means of ten steps. Prints a table; --out keeps every loss.
 Command: python experiments/parity.py --config=configs/debug.py --config.step.remat=names \
   [--steps=200] [--seeds=3] [--plain_accum_steps=8] [--out=FILE]
 """
@@ -73,7 +73,8 @@ def main(argv: list[str]) -> None:
   rows = []
   for seed in range(_SEEDS.value):
     for kind, changes in kinds.items():
-      result = run(config, common | changes | {"seed": seed}, data_seed=config.seed)
+      settings = common | changes | {"seed": seed}
+      result = run(config, settings, data_seed=config.seed, fp8=kind == "fast")
       losses[kind].append(result.series["train/loss"])
     fast, reference = losses["fast"][-1], losses["plain"][-1]
     largest, late = gap(fast, reference)

@@ -48,6 +48,7 @@ def run(
   changes: Changes,
   edit: Callable[[TrainState], TrainState] | None = None,
   data_seed: int | None = None,
+  fp8: bool = True,
 ) -> Result:
   """Train without checkpoints or logs, with the production step, data and evaluation.
 
@@ -56,6 +57,7 @@ def run(
     changes: settings by dotted name.
     edit: done to the state before the first step.
     data_seed: of the order of the data; None = the run's.
+    fp8: false = layers that the config puts in 8 bits are not.
   """
   config = ConfigDict(config.to_dict())
   config.update_from_flattened_dict(changes)
@@ -64,7 +66,7 @@ def run(
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh), train_feed(cfg, train_set, row=0) as batches:
-    plan = make_plan(cfg)
+    plan = dataclasses.replace(make_plan(cfg), fp8=fp8)
     state = plan.init()
     if edit:
       state = jax.jit(edit, donate_argnums=0)(state)

@@ -295,6 +295,13 @@ class PrecisionConfig:
   )
   fp8_keep_first: int = setting(1, "layers at the bottom that stay in compute_dtype", low=0)
   fp8_keep_last: int = setting(1, "layers at the top that stay in compute_dtype", low=0)
+  fp8_band: float = setting(
+    0.0025,
+    "share of the validation loss that 8 bits may add at an evaluation (eval.every_steps); past it "
+    "they are off for the rest of the run, with a warning",
+    low=0.0,
+    resume="free",
+  )
   mu_dtype: str = setting("float32", "Adam's first moment", choices=("float32", "bfloat16"))
   nu_dtype: str = setting("float32", "Adam's second moment", choices=("float32", "bfloat16"))
   deterministic: bool = setting(

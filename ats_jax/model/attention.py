@@ -52,6 +52,7 @@ class Attention(nnx.Module):
     segment_ids_BT: jax.Array | None = None,
     cache: KVCache | None = None,
     index_BT: jax.Array | None = None,
+    fp8: bool = False,
   ) -> tuple[jax.Array, KVCache | None]:
     """Attend within segments (training) or to a cache (generation).
 
@@ -61,13 +62,14 @@ class Attention(nnx.Module):
       segment_ids_BT: a token sees earlier tokens of its own segment only.
       cache: keys and values to extend; with it, `index_BT` says in which slot each token goes.
       index_BT: int32 slots; a token sees the slots up to its own.
+      fp8: multiply by the weights in 8 bits.
 
     Returns:
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
-    q_BTNH = self._project(x_BTD, self.q, "heads")
-    k_BSKH = self._project(x_BTD, self.k, "kv_heads")
-    v_BSKH = self._project(x_BTD, self.v, "kv_heads")
+    q_BTNH = self._project(x_BTD, self.q, "heads", fp8)
+    k_BSKH = self._project(x_BTD, self.k, "kv_heads", fp8)
+    v_BSKH = self._project(x_BTD, self.v, "kv_heads", fp8)
     if self.q_norm is not None and self.k_norm is not None:
       q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
     q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.slots), "attn_q")
@@ -92,15 +94,15 @@ class Attention(nnx.Module):
       self.out[...].astype(self.num.compute_dtype),
       inputs=("heads", "head_dim"),
       outputs=("act_embed",),
-      fp8=self.num.fp8,
+      fp8=fp8,
     )
     return y_BTD, cache
 
-  def _project(self, x_BTD: jax.Array, weight: nnx.Param, heads: str) -> jax.Array:
+  def _project(self, x_BTD: jax.Array, weight: nnx.Param, heads: str, fp8: bool) -> jax.Array:
     return linear(
       x_BTD,
       weight[...].astype(self.num.compute_dtype),
       inputs=("act_embed",),
       outputs=(heads, "head_dim"),
-      fp8=self.num.fp8,
+      fp8=fp8,
     )

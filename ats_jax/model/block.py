@@ -3,7 +3,6 @@
 Letters: B batch, T seq, D d_model, C places of a row in a layer that skips tokens.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -65,7 +64,7 @@ class Block(nnx.Module):
   """`x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs, kind: LayerKind):
-    model, num = cfg.model, dataclasses.replace(num, fp8=kind.fp8)
+    model, self.fp8 = cfg.model, kind.fp8
     self.rate, self.scope = model.dropout, cfg.mod.scope
     self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
     self.attn_norm = RMSNorm(model.d_model, model.norm_eps, num)
@@ -99,7 +98,7 @@ class Block(nnx.Module):
     """
     if self.depth is not None:
       return self._for_some(self.depth, x_BTD, tokens, rules, layer, key, cache)
-    y_BTD, kv = self._attend(x_BTD, tokens, key, None if cache is None else cache.kv)
+    y_BTD, kv = self._attend(x_BTD, tokens, rules, key, None if cache is None else cache.kv)
     x_BTD = x_BTD + y_BTD
     y_BTD, moe = self._feed(x_BTD, tokens, rules, key)
     cache = None if kv is None else LayerCache(kv, None)
@@ -109,7 +108,7 @@ class Block(nnx.Module):
     """Only the tokens that `depth` chooses go through the block, or through its feed-forward."""
     kv = None if cache is None else cache.kv
     if self.scope == "ffn":
-      y_BTD, kv = self._attend(x_BTD, tokens, key, kv)
+      y_BTD, kv = self._attend(x_BTD, tokens, rules, key, kv)
       x_BTD = x_BTD + y_BTD
     seq = x_BTD.shape[1]
     in_all = seq if cache is None else self._places_in_all(cache, rules)
@@ -140,7 +139,7 @@ class Block(nnx.Module):
       if self.scope == "ffn":
         y_BCD, moe = self._feed(x_BCD, some, rules, key)
       else:
-        attended_BCD, new_kv = self._attend(x_BCD, some, key, kv)
+        attended_BCD, new_kv = self._attend(x_BCD, some, rules, key, kv)
         y_BCD, moe = self._feed(x_BCD + attended_BCD, some, rules, key)
         y_BCD += attended_BCD
       return chosen.put(y_BCD), new_kv, moe
@@ -166,7 +165,12 @@ class Block(nnx.Module):
     return rules.places(length) if self.scope == "ffn" else length
 
   def _attend(
-    self, x_BTD: jax.Array, tokens: Tokens, key: jax.Array | None, kv: KVCache | None
+    self,
+    x_BTD: jax.Array,
+    tokens: Tokens,
+    rules: Pass,
+    key: jax.Array | None,
+    kv: KVCache | None,
   ) -> tuple[jax.Array, KVCache | None]:
     y_BTD, kv = self.attn(
       self.attn_norm(x_BTD),
@@ -174,6 +178,7 @@ class Block(nnx.Module):
       segment_ids_BT=tokens.segment_ids_BT,
       cache=kv,
       index_BT=tokens.slot_BT,
+      fp8=self.fp8 and rules.fp8,
     )
     attn_key = None if key is None else jax.random.split(key)[0]
     return dropout(y_BTD, self.rate, attn_key), kv
@@ -181,13 +186,13 @@ class Block(nnx.Module):
   def _feed(
     self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None
   ) -> tuple[jax.Array, MoEStats | None]:
-    x_BTD, moe = self.mlp_norm(x_BTD), None
+    x_BTD, moe, fp8 = self.mlp_norm(x_BTD), None, self.fp8 and rules.fp8
     if isinstance(self.mlp, MoE):
       noise_key = None if key is None else jax.random.fold_in(key, _EXPERTS)
       y_BTD, moe = self.mlp(
-        x_BTD, tokens.segment_ids_BT > 0, training=rules.training, key=noise_key
+        x_BTD, tokens.segment_ids_BT > 0, training=rules.training, key=noise_key, fp8=fp8
       )
     else:
-      y_BTD = self.mlp(x_BTD)
+      y_BTD = self.mlp(x_BTD, fp8=fp8)
     mlp_key = None if key is None else jax.random.split(key)[1]
     return dropout(y_BTD, self.rate, mlp_key), moe

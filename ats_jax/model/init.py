@@ -26,7 +26,6 @@ class Numerics:
   deterministic: bool
   remat: str
   scan_unroll: int
-  fp8: bool = False  # projections and dense feed-forwards in 8 bits; a layer's own (LayerKind)
 
 
 class Buffer(nnx.Variable):

@@ -14,7 +14,7 @@ class MLP(nnx.Module):
   """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
-    self.dtype, self.slots, self.fp8 = num.compute_dtype, num.slots, num.fp8
+    self.dtype, self.slots = num.compute_dtype, num.slots
     shape = (cfg.d_model, d_ff)
     self.gate = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
     self.up = normal(rngs.params(), shape, ("embed", "ff"), cfg.init_std, num.param_dtype)
@@ -22,12 +22,13 @@ class MLP(nnx.Module):
       rngs.params(), shape[::-1], ("ff", "embed"), residual_std(cfg), num.param_dtype
     )
 
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    """Map [batch, seq, d_model] to the same shape."""
-    gate_BTF = checkpoint_name(self._linear(x_BTD, self.gate, "act_embed", "ff"), "mlp_gate")
-    up_BTF = checkpoint_name(self._linear(x_BTD, self.up, "act_embed", "ff"), "mlp_up")
-    return self._linear(swiglu(gate_BTF, up_BTF, self.slots), self.down, "ff", "act_embed")
+  def __call__(self, x_BTD: jax.Array, *, fp8: bool = False) -> jax.Array:
+    """Map [batch, seq, d_model] to the same shape; `fp8` multiplies in 8 bits."""
 
-  def _linear(self, x: jax.Array, weight: nnx.Param, inputs: str, outputs: str) -> jax.Array:
-    weight_IO = weight[...].astype(self.dtype)
-    return linear(x, weight_IO, inputs=(inputs,), outputs=(outputs,), fp8=self.fp8)
+    def project(x: jax.Array, weight: nnx.Param, inputs: str, outputs: str) -> jax.Array:
+      weight_IO = weight[...].astype(self.dtype)
+      return linear(x, weight_IO, inputs=(inputs,), outputs=(outputs,), fp8=fp8)
+
+    gate_BTF = checkpoint_name(project(x_BTD, self.gate, "act_embed", "ff"), "mlp_gate")
+    up_BTF = checkpoint_name(project(x_BTD, self.up, "act_embed", "ff"), "mlp_up")
+    return project(swiglu(gate_BTF, up_BTF, self.slots), self.down, "ff", "act_embed")

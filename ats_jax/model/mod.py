@@ -35,11 +35,13 @@ class Pass:
     capacity: share of a row that goes through a layer which skips tokens.
     horizon: outside of training, shorter rows have the places of a row of this length: a text has
       the same room however far it goes on.
+    fp8: layers of that kind multiply in 8 bits (`LayerKind`); false = none does.
   """
 
   training: bool
   capacity: float
   horizon: int = 0
+  fp8: bool = True
 
   def places(self, seq_len: int) -> int:
     """Places for tokens of a row of `seq_len` in a layer which skips tokens."""

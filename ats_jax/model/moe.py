@@ -50,7 +50,13 @@ class MoE(nnx.Module):
     self.shared = MLP(cfg.model, num, rngs, moe.num_shared * moe.d_ff) if moe.num_shared else None
 
   def __call__(
-    self, x_BTD: jax.Array, valid_BT: jax.Array, *, training: bool, key: jax.Array | None
+    self,
+    x_BTD: jax.Array,
+    valid_BT: jax.Array,
+    *,
+    training: bool,
+    key: jax.Array | None,
+    fp8: bool = False,
   ) -> tuple[jax.Array, MoEStats]:
     """Map [batch, seq, d_model] to the same shape.
 
@@ -60,6 +66,7 @@ class MoE(nnx.Module):
       training: capacity mode drops choices in training only: in evaluation and generation they
         would make the result depend on what else is in the batch.
       key: for the router's noise; None = none.
+      fp8: multiply in 8 bits in the shared expert; the others never do.
     """
     routing, stats = self.router(x_BTD, valid_BT, key if training else None)
     with_capacity = training and self.cfg.dispatch == "capacity"
@@ -70,7 +77,7 @@ class MoE(nnx.Module):
       out_axes=(X_AXES, ()),
     )(x_BTD, *routing, *(w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down)))
     if self.shared is not None:
-      y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD), 0)
+      y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD, fp8=fp8), 0)
     return y_BTD, stats._replace(dropped=dropped)
 
   def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):

@@ -45,6 +45,7 @@ class Plan:
     train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
     eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
     counts: parameters and FLOPs per token.
+    fp8: whether layers meant for 8 bits still use them (`scoring.check_fp8`).
   """
 
   cfg: Config
@@ -55,6 +56,7 @@ class Plan:
   train_step: jax.stages.Wrapped
   eval_step: jax.stages.Wrapped
   counts: Counts
+  fp8: bool = True
 
   def init(self, *, abstract: bool = False) -> TrainState:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
@@ -62,11 +64,15 @@ class Plan:
 
   def rules(self, step: int) -> Pass:
     """How evaluation and generation use the weights that update `step` (1-based) left."""
-    return rules_at(self.cfg, max(0, step - 1), training=False)
+    return self._rules(max(0, step - 1), training=False)
 
   def training_rules(self, step: int) -> Pass:
     """How update `step` (1-based) is made."""
-    return rules_at(self.cfg, step - 1, training=True)
+    return self._rules(step - 1, training=True)
+
+  def _rules(self, update: int, *, training: bool) -> Pass:
+    rules = rules_at(self.cfg, update, training=training)
+    return dataclasses.replace(rules, fp8=self.fp8)
 
   def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
     """Compile the train step for `rules` ahead of its first batch; log what it will need."""

@@ -14,7 +14,7 @@ from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.scoring import score
+from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.plan import make_plan, predicted_bytes
 from ats_jax.train import due, train
@@ -129,10 +129,38 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
     step = plan.compile_train_step(plan.init(), plan.training_rules(1))
   assert stats["memory/predicted_gib"] == predicted_bytes(step) / 2**30
   assert report.performance(stats) in caplog.text
-  assert f"speed: {stats['train/tokens_per_sec']:,.0f} tokens/s on 8 x cpu, MFU ?" in caplog.text
+  assert f"speed on 8 x cpu: {stats['train/tokens_per_sec']:,.0f} tokens/s\n" in caplog.text
   again = report.get_performance_stats(plan, Goodput(), report.speed(plan), plan.train_step)
   assert "memory/predicted_gib" not in again
   assert "too few steps to time" in report.performance(again)
+
+
+def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_path, caplog):
+  eight = {"model.num_layers": 3, "precision.fp8": True, "precision.fp8_band": 0.0}
+  changes = {"eval.every_steps": 2, "checkpoint.every_steps": 2, "optimizer.learning_rate": 0.03}
+  cfg = config(eight | changes | {"num_steps": 4})
+  train(cfg, tmp_path / "run")
+  assert (gaps := fp8_gaps(tmp_path))[2] > 0.0 and gaps[4] is None
+  assert f"they raise the validation loss by {gaps[2]:.4f}" in caplog.text
+  assert load_extra(tmp_path / "run" / "checkpoints")["fp8"] is False
+  caplog.clear()
+  train(dataclasses.replace(cfg, num_steps=6), tmp_path / "run")
+  assert "switched off for the rest" not in caplog.text
+  assert fp8_gaps(tmp_path) == gaps | {6: None}
+
+
+def fp8_gaps(folder):
+  rows = read_jsonl(folder / "run" / "metrics.jsonl")
+  return {r["step"]: r.get("eval/fp8_gap") for r in rows if "eval/loss" in r}
+
+
+@pytest.mark.parametrize("gap, kept", [(-0.1, True), (0.009, True), (0.011, False)])
+def test_the_band_is_a_share_of_the_loss(gap, kept):
+  cfg = tiny_config({"model.num_layers": 3, "precision.fp8": True, "precision.fp8_band": 0.005})
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    plan = make_plan(cfg)
+  assert check_fp8(plan, {"eval/loss": 2.0, "eval/fp8_gap": gap}).fp8 is kept
+  assert check_fp8(plan, {"eval/loss": 2.0}).fp8  # nothing was compared
 
 
 def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):

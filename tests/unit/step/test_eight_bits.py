@@ -1,9 +1,12 @@
 """Training with some layers in 8 bits."""
 
+import dataclasses
 import inspect
 import statistics
 
+import jax
 import numpy as np
+import optax
 import pytest
 from helpers import micro_batches, tiny_config
 
@@ -12,6 +15,8 @@ from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
+from ats_jax.step.routing import totals
+from ats_jax.step.train_step import sums_and_grads
 
 SHAPE = {"model.num_layers": 4, "model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16}
 STEPS, BAND = 40, 0.05  # nats between the losses of the last ten steps
@@ -62,3 +67,25 @@ def test_the_loss_stays_within_a_band_of_the_compute_dtypes(mesh):
   rules = plan.rules(STEPS)
   text = generate(state.weights, ByteTokenizer(), greedy, rules=rules, prompt="import ", seed=0)
   assert len("".join(text)) > 0
+
+
+def test_the_rules_switch_them_off(mesh):
+  changes = SHAPE | {"model.vocab_size": 320, "precision.fp8_keep_first": 0}
+  plan, wide = (
+    make_plan(tiny_config(changes | {"precision.fp8_keep_last": 0, "precision.fp8": fp8}))
+    for fp8 in (True, False)
+  )
+  model, batch = plan.init().model, {k: v[0] for k, v in rows(plan.cfg, 0).items()}
+  same = jax.tree.unflatten(jax.tree.structure(wide.init().model), jax.tree.leaves(model))
+  want = wide.eval_step(same, batch)
+  off = dataclasses.replace(plan, fp8=False)
+  np.testing.assert_array_equal(off.eval_step(model, batch, off.rules(0)), want)
+  assert plan.eval_step(model, batch, plan.rules(0))[0] != want[0]
+  assert plan.rules(0) != off.rules(0) and plan.training_rules(1) != off.training_rules(1)
+
+  def grad_norm(plan, model):
+    rules, batch = plan.training_rules(1), rows(plan.cfg, 0)
+    whole, key = totals(batch, rules), jax.random.key(0)
+    return optax.tree.norm(sums_and_grads(plan.cfg, model, batch, whole, key, rules)[2])
+
+  assert grad_norm(off, model) == grad_norm(wide, same) != grad_norm(plan, model)
