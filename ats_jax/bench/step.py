@@ -107,7 +107,7 @@ def measure(
     "device": f"{devices} x {kind}",
     "parameters": plan.counts.parameters,
     "remat": cfg.step.remat,
-    "scan_unroll": cfg.step.scan_unroll,
+    "scan_unroll": plan.num.scan_unroll,
     "compiler_options": plan.options,
     "segments": segments,
     "compile_secs": compile_secs,

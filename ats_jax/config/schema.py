@@ -263,7 +263,11 @@ class StepConfig:
     resume="free",
   )
   scan_unroll: int = setting(
-    1, "blocks per iteration of the scan over layers", low=1, resume="free"
+    0,
+    "blocks per iteration of the scan over layers; 0 = all of them on a GPU if the model has up to "
+    "32 layers, else 1",
+    low=0,
+    resume="free",
   )
   compiler_options: str = setting(
     "",

@@ -12,6 +12,8 @@ from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.ops.registry import XLA, Slots
 from ats_jax.sharding.rules import spec
 
+UNROLLED = 32  # layers; 32 of d_model 4096 take 74 s to compile on an H200
+
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
@@ -60,8 +62,17 @@ def numerics(
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,
-    scan_unroll=cfg.step.scan_unroll,
+    scan_unroll=cfg.step.scan_unroll or usual_unroll(cfg.model.num_layers),
   )
+
+
+def usual_unroll(num_layers: int) -> int:
+  """Blocks per iteration of the scan over layers where no setting says so.
+
+  In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
+  avoid that; without one the program is longer to compile (docs/performance.md).
+  """
+  return num_layers if jax.default_backend() == "gpu" and num_layers <= UNROLLED else 1
 
 
 def normal(

@@ -20,6 +20,7 @@ from helpers import (
 )
 
 from ats_jax.model.block import Block, Tokens
+from ats_jax.model.init import numerics
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.loss import loss_sums
@@ -136,6 +137,16 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
   loss, grads = loss_and_grads(tiny_config(base | changes), dropout_seed=1)
   np.testing.assert_allclose(loss, want_loss, RTOL)
   assert_trees_close(named_leaves(grads), named_leaves(want), rtol=GRAD_RTOL, atol=GRAD_ATOL)
+
+
+@pytest.mark.parametrize(
+  ("backend", "layers", "setting", "want"),
+  [("gpu", 24, 0, 24), ("gpu", 33, 0, 1), ("gpu", 24, 2, 2), ("cpu", 24, 0, 1)],
+)
+def test_layers_are_unrolled_on_a_gpu(monkeypatch, backend, layers, setting, want):
+  cfg = tiny_config({"model.num_layers": layers, "step.scan_unroll": setting})
+  monkeypatch.setattr(jax, "default_backend", lambda: backend)
+  assert numerics(cfg, "xla", "xla").scan_unroll == want
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names"])
