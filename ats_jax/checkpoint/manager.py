@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -122,8 +123,14 @@ class CheckpointManager:
       self.wait()
     self.last_save_stall_secs = time.perf_counter() - start
 
-  def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+  def restore_latest(
+    self, abstract_state: PyTree, added: Mapping[str, float] | None = None
+  ) -> tuple[int, PyTree, dict[str, Any]] | None:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.
+
+    Args:
+      abstract_state: what to restore, see `reader.restore_tree`.
+      added: leaves that an older program did not save, by name, and what they are filled with.
 
     Returns:
       The step, the state and `extra`; None if nothing was ever committed.
@@ -133,7 +140,9 @@ class CheckpointManager:
     """
     self.wait()
     step = reader.process_0_decides(self._choose_latest)
-    return None if step is None else reader.read(self.directory, step, abstract_state)
+    if step is None:
+      return None
+    return reader.read(self.directory, step, abstract_state, added=added)
 
   def restore(
     self, abstract_state: PyTree, step: int | str = "latest"

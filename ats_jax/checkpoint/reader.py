@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +131,26 @@ def choose(directory: Path, step: int | str) -> tuple[int, dict[int, str]]:
 
 
 def read(
-  directory: Path, step: int, abstract: PyTree, subtree: str = ""
+  directory: Path,
+  step: int,
+  abstract: PyTree,
+  subtree: str = "",
+  added: Mapping[str, float] | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
-  """Restore a step that `choose` returned; see `restore_tree`."""
+  """Restore a step that `choose` returned; see `restore_tree`.
+
+  Args:
+    directory: see there.
+    step: see there.
+    abstract: see there.
+    subtree: see there.
+    added: leaves that an older program did not save, by name, and what they are then filled with.
+  """
   folder = directory / str(step)
   wanted = layout.named_leaves(abstract, subtree)
   saved = integrity.read_manifest(folder)["leaves"]
+  lacking = {n: v for n, v in (added or {}).items() if n in wanted and n not in saved}
+  filled = {n: layout.filled(n, wanted.pop(n), value) for n, value in lacking.items()}
   if subtree:
     saved = {n: t for n, t in saved.items() if n == subtree or n.startswith(f"{subtree}/")}
   if lines := layout.differences(saved, layout.describe(wanted)):
@@ -155,7 +169,7 @@ def read(
         partial_restore=True,
       ),
     )
-  return step, layout.rebuild(abstract, arrays, subtree), load_extra(directory, step)
+  return step, layout.rebuild(abstract, arrays | filled, subtree), load_extra(directory, step)
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:

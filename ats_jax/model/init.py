@@ -41,7 +41,8 @@ def trainable(model: Any) -> Any:
 
 def merge(params: Any, model: Any) -> Any:
   """`params` (like `trainable(model)`) with the buffers of `model`."""
-  pick = lambda v, p: v if isinstance(v, Buffer) else p
+  copied = lambda v: jax.tree.map(lambda x: x, v)  # whoever writes to it writes to no other model
+  pick = lambda v, p: copied(v) if isinstance(v, Buffer) else p
   return jax.tree.map(pick, model, params, is_leaf=_is_variable)
 
 

@@ -39,8 +39,7 @@ def build_optimizer(cfg: Config) -> optax.GradientTransformation:
   dtypes = jnp.dtype(cfg.precision.mu_dtype), jnp.dtype(cfg.precision.nu_dtype)
   chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
   if o.weight_decay:
-    mask = lambda params: decay_mask(params, embeddings=o.decay_embeddings)
-    chain.append(optax.add_decayed_weights(o.weight_decay, mask=mask))
+    chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
   return optax.chain(*chain)
 
 
@@ -59,6 +58,25 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     return jax.tree.map(clip, grads), state
 
   return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def add_decayed_weights(
+  weight_decay: float, *, embeddings: bool
+) -> optax.GradientTransformationExtraArgs:
+  """As `optax.add_decayed_weights`; `update` also takes a `decay_scale` that multiplies the decay.
+
+  Args:
+    weight_decay: of the parameters in `decay_mask`.
+    embeddings: see there.
+  """
+
+  def update(updates, state, params, *, decay_scale: jax.Array | float = 1.0, **_):
+    decay = jnp.asarray(weight_decay, jnp.float32) * decay_scale
+    one = lambda u, p, decays: u + decay.astype(p.dtype) * p if decays else u
+    mask = decay_mask(params, embeddings=embeddings)
+    return jax.tree.map(one, updates, params, mask), state
+
+  return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 def scale_by_adam(

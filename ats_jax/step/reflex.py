@@ -132,17 +132,21 @@ class Control(NamedTuple):
     armed: bool; without it everything is measured and nothing is done.
     lr_scale: float32, multiplies the learning rate.
     bucket: float32, how many steps in a row may be left out for their loss.
+    decay_scale: float32, multiplies the weight decay.
+    expert_dropout: float32, probability that an expert takes no part in a step.
   """
 
   armed: jax.Array
   lr_scale: jax.Array
   bucket: jax.Array
+  decay_scale: jax.Array
+  expert_dropout: jax.Array
 
   @classmethod
   def new(cls, *, armed: bool, bucket: float) -> "Control":
-    """At the start: the schedule's learning rate."""
-    as_scalar = lambda x: jnp.asarray(x, jnp.float32)
-    return cls(jnp.asarray(armed), as_scalar(1.0), as_scalar(bucket))
+    """At the start: learning rate and decay as configured, all experts."""
+    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, bucket, 1.0, 0.0))
+    return cls(jnp.asarray(armed), *scalars)
 
 
 class Verdict(NamedTuple):

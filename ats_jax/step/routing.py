@@ -9,7 +9,7 @@ from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.moe import MoE
-from ats_jax.model.router import Router
+from ats_jax.model.router import CLOSED, Router
 from ats_jax.model.stats import MoEStats, StackStats
 from ats_jax.step.loss import Batch
 
@@ -106,8 +106,46 @@ def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
   return rate * jnp.clip(left, 0.0, 1.0)
 
 
+def drop_experts(cfg: Config, model: Decoder, rate: jax.Array, key: jax.Array) -> Decoder:
+  """A model in which some experts of each layer are chosen by no token.
+
+  Their selection bias is lowered beyond reach: what a token has left is renormalised as ever
+  (`moe.renormalize`), and the losses see the same logits. Enough stay for every token: one more
+  than `moe.top_k`, counted in any `moe.top_groups` groups.
+
+  Args:
+    cfg: `moe`.
+    model: not changed.
+    rate: probability of each expert, float32 scalar; with 0 the model is the same bit for bit.
+    key: of this step; the draw is the same on all devices and for all micro-batches.
+  """
+  groups, least = cfg.moe.num_groups, -(-(cfg.moe.top_k + 1) // cfg.moe.top_groups)
+  model = jax.tree.map(lambda x: x, model)
+  for number, blocks in enumerate(model.segments):
+    for place, layer in enumerate(blocks.layers):
+      if not isinstance(layer.mlp, MoE):
+        continue
+      router = layer.mlp.router
+      bias = router.bias_E[...]
+      is_open = router.is_open()[..., : router.num_slots]
+      draw_key = jax.random.fold_in(jax.random.fold_in(key, number), place)
+      draw = jnp.where(is_open > 0, jax.random.uniform(draw_key, is_open.shape), -1.0)
+      draw_LGS = draw.reshape(len(draw), groups, -1)
+      kept = min(least, draw_LGS.shape[-1])
+      most = jnp.sort(draw_LGS, axis=-1)[..., -kept, None]  # those that draw more than that stay
+      drops = (draw_LGS < jnp.minimum(rate, most)).reshape(draw.shape)
+      drops = jnp.pad(drops, ((0, 0), (0, bias.shape[-1] - router.num_slots)))  # no null expert
+      router.bias_E[...] = jnp.where(drops, CLOSED, bias)
+  return model
+
+
 def set_buffers(
-  cfg: Config, model: Decoder, stats: StackStats, step: jax.Array, rules: Pass
+  cfg: Config,
+  model: Decoder,
+  stats: StackStats,
+  step: jax.Array,
+  rules: Pass,
+  used: Decoder | None = None,
 ) -> None:
   """Move the routers' biases against the load, and the thresholds after the scores; in place.
 
@@ -117,22 +155,27 @@ def set_buffers(
     stats: of the whole batch.
     step: int32 scalar, 0-based.
     rules: that the step followed.
+    used: what made the step, if that had fewer experts (`drop_experts`); the bias of those rests.
   """
-  for blocks, of_segment in zip(model.segments, stats.segments, strict=True):
-    for layer, of_layer in zip(blocks.layers, of_segment, strict=True):
+  used = model if used is None else used
+  for blocks, of_segment, were in zip(model.segments, stats.segments, used.segments, strict=True):
+    for layer, of_layer, was in zip(blocks.layers, of_segment, were.layers, strict=True):
       if isinstance(layer.mlp, MoE):
         assert of_layer.moe is not None
-        _set_router(cfg, layer.mlp.router, of_layer.moe, step)
+        in_use = was.mlp.router.bias_E[...] > CLOSED / 2
+        _set_router(cfg, layer.mlp.router, of_layer.moe, step, in_use)
       if layer.depth is not None and cfg.mod.routing == "learned":
         assert of_layer.mod is not None
         for name, value in layer.depth.updated(of_layer.mod, rules.capacity).items():
           getattr(layer.depth, name)[...] = value
 
 
-def _set_router(cfg: Config, router: Router, stats: MoEStats, step: jax.Array) -> None:
+def _set_router(
+  cfg: Config, router: Router, stats: MoEStats, step: jax.Array, in_use: jax.Array
+) -> None:
   """Loss-free balance by the error's sign (arXiv:2408.15664), or by the error (2509.01322)."""
   load = stats.load_E / jnp.maximum(jnp.sum(stats.load_E, axis=-1, keepdims=True), 1.0)
-  is_open = router.is_open()
+  is_open = router.is_open() * in_use
   num_open = jnp.sum(is_open, axis=-1, keepdims=True)
   error = (1.0 - load * num_open) * is_open
   rate = bias_rate(cfg, step, -jnp.min(error, axis=-1, keepdims=True))

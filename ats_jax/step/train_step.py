@@ -18,9 +18,16 @@ from ats_jax.step.compiler import Options
 from ats_jax.step.loss import Batch, loss_sums
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.optimizer import norm
-from ats_jax.step.routing import Totals, routing_loss, rules_at, set_buffers, totals
+from ats_jax.step.routing import (
+  Totals,
+  drop_experts,
+  routing_loss,
+  rules_at,
+  set_buffers,
+  totals,
+)
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.state import DROPOUT, TrainState
+from ats_jax.step.state import DROPOUT, EXPERT_DROPOUT, TrainState
 from ats_jax.step.update import Fault, guarded_update, update
 
 
@@ -42,7 +49,11 @@ def make_train_step(
   ) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
     key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
-    sums, stats, grads = sums_and_grads(cfg, state.model, batch, whole, key, rules)
+    used = state.model
+    if state.control is not None and cfg.moe.num_experts:
+      drop_key = jax.random.fold_in(jax.random.fold_in(state.key, EXPERT_DROPOUT), state.step)
+      used = drop_experts(cfg, used, state.control.expert_dropout, drop_key)
+    sums, stats, grads = sums_and_grads(cfg, used, batch, whole, key, rules)
 
     params: Any = trainable(state.model)  # optax has no type for "any pytree"
     lr = learning_rate(cfg, state.step)
@@ -52,7 +63,7 @@ def make_train_step(
     else:
       new = guarded_update(tx, params, grads, state.opt_state, lr, loss, control, reflex, fault)
     model = merge(new.params, state.model)
-    set_buffers(cfg, model, stats, state.step, rules)
+    set_buffers(cfg, model, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
 

@@ -118,7 +118,11 @@ def guarded_update(
   grad_norm = norm(grads)
   verdict = judge(reflex, control, loss, grad_norm)
   grads = seam(scaled(grads, verdict.grad_scale))
-  directions, opt_state = seam(tx.update(grads, opt_state, params))
+  directions, opt_state = seam(
+    optax.with_extra_args_support(tx).update(
+      grads, opt_state, params, decay_scale=control.decay_scale
+    )
+  )
   # Over the rate that is known: a change that somebody decided is no surprise.
   undeclared = 1.0 if fault is None else fault.rate
   size = undeclared * norm(directions)

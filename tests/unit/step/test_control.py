@@ -1,0 +1,132 @@
+"""What the supervisor can set between two steps: its effect, neutrality, and no new program."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+
+from ats_jax.sharding.mesh import to_global
+from ats_jax.step.metrics import metric_names
+from ats_jax.step.optimizer import decay_mask
+from ats_jax.step.plan import make_plan
+from ats_jax.step.update import Fault
+
+CALM = {
+  "optimizer.learning_rate": 1e-3,
+  "optimizer.schedule": "constant",
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": 10,
+}
+EXPERTS = {"moe.num_experts": 6, "moe.d_ff": 16, "moe.top_k": 2, "model.num_layers": 3}
+GROUPS = {"moe.num_groups": 3, "moe.top_groups": 2, "moe.spare_experts": 3}
+
+
+def with_control(state, **values):
+  arrays = {name: jnp.float32(value) for name, value in values.items()}
+  return dataclasses.replace(state, control=state.control._replace(**arrays))
+
+
+def batch(cfg, step):
+  return micro_batches(random_rows(cfg, 8, seed=step), cfg.step.accum_steps)
+
+
+def arrays(tree):
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
+  cfg = tiny_config(CALM | {"optimizer.weight_decay": 0.5})
+  plan, state = make_plan(cfg), make_plan(cfg).init()
+  copies = [jax.tree.map(jnp.copy, state) for _ in range(3)]
+  moved = []
+  for copy, scale in zip(copies, (1.0, 3.0, 0.0), strict=True):
+    moved.append(plan.train_step(with_control(copy, decay_scale=scale), batch(cfg, 0))[0])
+  assert plan.train_step._cache_size() == 1
+  rate = 1e-3  # no warm-up
+  decays = jax.tree.leaves(decay_mask(state.model, embeddings=False))
+  for decay, before, once, thrice, never in zip(
+    decays, *(arrays(s.model) for s in (state, *moved)), strict=True
+  ):
+    off = rate * 0.5 * before if decay else np.zeros_like(before)
+    np.testing.assert_allclose(never - once, off, rtol=1e-3, atol=3e-7)
+    np.testing.assert_allclose(once - thrice, 2 * off, rtol=1e-3, atol=3e-7)
+  for a, b in zip(arrays(moved[0].opt_state), arrays(moved[1].opt_state), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("changes", [{}, GROUPS | {"moe.num_experts": 9}], ids=["plain", "groups"])
+def test_dropped_experts_get_no_token_and_enough_stay(mesh, changes, accum):
+  cfg = tiny_config(CALM | EXPERTS | changes | {"step.accum_steps": accum})
+  plan = make_plan(cfg)
+  state = with_control(plan.init(), expert_dropout=0.5)
+  bias = lambda s: [np.asarray(layer.mlp.router.bias_E[...])
+                    for blocks in s.model.segments for layer in blocks.layers]  # fmt: skip
+  idle = []
+  for step in range(12):
+    state, metrics = plan.train_step(state, batch(cfg, step))
+    load_LE = np.asarray(metrics.layers["moe/load"])
+    np.testing.assert_allclose(load_LE.sum(axis=1), 1.0, rtol=1e-5)
+    used = (load_LE > 0).sum(axis=1)
+    assert (used >= cfg.moe.top_k).all()
+    idle.append(cfg.moe.num_experts - used)
+  assert np.mean(idle) > 1.0 and len({tuple(i) for i in idle}) > 1  # another draw in each step
+  assert np.isfinite(metrics.values).all() and max(np.abs(b).max() for b in bias(state)) < 10.0
+  state, metrics = plan.train_step(with_control(state, expert_dropout=0.0), batch(cfg, 12))
+  assert (np.asarray(metrics.layers["moe/load"]) > 0).sum() == cfg.moe.num_experts * 3
+  assert plan.train_step._cache_size() == 1
+
+
+def test_evaluation_knows_nothing_of_dropped_experts(mesh):
+  cfg = tiny_config(CALM | EXPERTS)
+  plan = make_plan(cfg)
+  rows, state = random_rows(cfg, 8, seed=9), plan.init()
+  want = np.asarray(plan.eval_step(state.model, rows))
+  state = with_control(state, expert_dropout=0.5)
+  np.testing.assert_array_equal(plan.eval_step(state.model, rows), want)
+
+
+@pytest.mark.parametrize("name", ["decay_scale", "expert_dropout"])
+def test_neutral_again_after_an_undo(mesh, name):
+  """What follows an undo is the step of a run that was never touched, from the same state."""
+  cfg = tiny_config(CALM | EXPERTS)
+  plan = make_plan(cfg)
+  neutral = float(getattr(plan.init().control, name))
+  state, _ = plan.train_step(with_control(plan.init(), **{name: 0.5}), batch(cfg, 0))
+  undone = with_control(state, **{name: neutral})
+  fresh = dataclasses.replace(
+    jax.tree.map(jnp.copy, undone), control=jax.tree.map(jnp.copy, plan.init().control)
+  )
+  got, _ = plan.train_step(undone, batch(cfg, 1))
+  want, _ = plan.train_step(fresh, batch(cfg, 1))
+  for a, b in zip(arrays(got.model), arrays(want.model), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_all_devices_drop_the_same_experts():
+  cfg = tiny_config(CALM | EXPERTS | {"moe.num_experts": 8})
+  loads = []
+  for shape in ((1, 1, 1, 1), (2, 1, 2, 2)):
+    mesh = make_test_mesh(*shape)
+    with jax.set_mesh(mesh):
+      plan = make_plan(cfg)
+      state = with_control(plan.init(), expert_dropout=0.4)
+      _, metrics = plan.train_step(state, to_global(batch(cfg, 0), mesh))
+      loads.append(np.asarray(metrics.layers["moe/load"]))
+  np.testing.assert_allclose(*loads, atol=1e-6)
+  assert (loads[0] == 0).any()
+
+
+def test_a_step_that_is_left_out_leaves_the_buffers_of_routers_alone(mesh):
+  cfg = tiny_config(CALM | EXPERTS | {"mod.routing": "learned", "mod.capacity": 0.5})
+  plan = make_plan(cfg)
+  state, _ = plan.train_step(plan.init(), batch(cfg, 0))
+  before = arrays((state.model, state.opt_state))
+  broken = Fault(jnp.float32(np.nan), jnp.float32(1.0))
+  state, metrics = plan.train_step(state, batch(cfg, 1), fault=broken)
+  assert metrics.values[metric_names(cfg).index("reflex/skipped")] == 1.0
+  for a, b in zip(arrays((state.model, state.opt_state)), before, strict=True):
+    np.testing.assert_array_equal(a, b)
