@@ -20,7 +20,7 @@ from ats_jax.config import Config
 from ats_jax.config.build import differences, flatten
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.forecast import BINS, Curve, Forecast, fit, forecast, phase
-from ats_jax.step.schedule import learning_rate
+from ats_jax.step.schedule import decay_from, learning_rate
 
 _WORKDIR = runtime.define_workdir_flag()
 _REFERENCE = flags.DEFINE_string(
@@ -77,11 +77,6 @@ def read_curve(folder: Path, metric: str, until: int = 0) -> Curve:
 def planned_rates(cfg: Config) -> np.ndarray:
   """The schedule of a config: [num_steps]."""
   return np.array(learning_rate(cfg, jnp.arange(cfg.num_steps)), np.float64)
-
-
-def decay_from(cfg: Config, step: int) -> int:
-  """The `num_steps` with which a WSD schedule begins to decay after `step`."""
-  return math.ceil((step + 1) / (1 - cfg.optimizer.decay_fraction))
 
 
 def with_num_steps(cfg: Config, curve: Curve, num_steps: int) -> np.ndarray:

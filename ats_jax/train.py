@@ -13,7 +13,7 @@ from absl import flags, logging
 from ats_jax import report, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like
 from ats_jax.config import Config, from_config_dict
-from ats_jax.config.build import explain, resolve
+from ats_jax.config.build import explain, resolve, with_changes
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.data.tokenizer_file import save_tokenizer
 from ats_jax.feed import probe_batch, train_feed
@@ -22,13 +22,14 @@ from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
+from ats_jax.orchestrator.changes import Restart
 from ats_jax.orchestrator.relief import relieved
-from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.supervisor import SETTINGS, Supervisor
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import ADDED, TrainState
 
 PROFILED_STEPS = 3
 
@@ -54,17 +55,21 @@ def train(cfg: Config, folder: Path) -> TrainState:
   with ExitStack() as stack:
     enter = stack.enter_context
     enter(workdir.claim(folder, cfg))
+    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint))
+    changes = checkpoints.latest_extra().get(SETTINGS, {})
+    cfg = with_changes(cfg, changes)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
     mesh = make_mesh(cfg)
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
     plan = make_plan(cfg)
-    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint))
     abstract = abstract_like(plan.init(abstract=True), mesh)
-    restored = checkpoints.restore_latest(abstract)
+    restored = checkpoints.restore_latest(abstract, ADDED)
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
+    if position.get(SETTINGS, {}) != changes:
+      raise Restart(f"checkpoint {start} was made with other settings than a newer, damaged one")
     plan = dataclasses.replace(plan, fp8=position.get("fp8", True))
     workdir.check_data(folder, position["data"], train_set.fingerprint)
     if is_main := jax.process_index() == 0:
@@ -78,7 +83,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     layers = enter(report.layer_log(plan, folder, rows_until))
     probe = probe_batch(cfg, valid_set if valid_set.num_rows else train_set)
-    ledger, restore = folder / workdir.DECISIONS, lambda: checkpoints.restore_latest(abstract)
+    ledger = folder / workdir.DECISIONS
+    restore = lambda: checkpoints.restore_latest(abstract, ADDED)
     write, totals = writer.write_scalars, goodput.summary
     supervisor = enter(Supervisor(plan, probe, ledger, write, restore, totals))
     supervisor.start(start, state, position)
@@ -104,7 +110,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
       position["row"] += cfg.data.batch_size
 
       last, stopped, scores = step == cfg.num_steps, stop.agreed(step), None
-      if saves := last or stopped or due(step, cfg.checkpoint.every_steps):
+      due_now = supervisor.wants_checkpoint or due(step, cfg.checkpoint.every_steps)
+      if saves := last or stopped or due_now:
         with log.pause(step), goodput.timed("checkpoint"):
           state = supervisor.settle(step, state, metrics)
       if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
@@ -121,6 +128,9 @@ def train(cfg: Config, folder: Path) -> TrainState:
           writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})
       if stopped:
         break
+      if supervisor.wants_restart and saves:
+        checkpoints.wait()
+        raise Restart(f"other settings from step {step} on; the step is compiled again")
 
     if not stopped:
       with goodput.timed("sample"):

@@ -123,6 +123,17 @@ class CheckpointManager:
       self.wait()
     self.last_save_stall_secs = time.perf_counter() - start
 
+  def latest_extra(self) -> dict[str, Any]:
+    """`extra` of the newest checkpoint, no array read; {} if there is none, or it is damaged."""
+    step = reader.process_0_decides(lambda: max(self.steps(), default=None))
+    if step is None:
+      return {}
+    try:
+      return reader.load_extra(self.directory, step)
+    except CheckpointError as e:  # `restore_latest` goes further back
+      logging.warning("checkpoint %d: %s", step, e)
+      return {}
+
   def restore_latest(
     self, abstract_state: PyTree, added: Mapping[str, float] | None = None
   ) -> tuple[int, PyTree, dict[str, Any]] | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -114,6 +114,28 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     if was != now:
       changed[name] = (was, now, field.metadata["resume"] == "free")
   return changed
+
+
+def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:
+  """`cfg` with some settings, by dotted name, changed; valid.
+
+  Raises:
+    ValueError: as `from_config_dict`.
+  """
+  nested = to_dict(cfg)
+  for name, value in values.items():
+    section, _, key = name.rpartition(".")
+    (nested[section] if section else nested)[key] = value
+  return from_config_dict(nested)
+
+
+def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
+  """`cfg` with what an orchestrator has changed since: {name: (what it was, what it is now)}.
+
+  A setting that is not what it was has been set by somebody since then, and stays.
+  """
+  flat = flatten(cfg)
+  return with_settings(cfg, {n: now for n, (was, now) in changes.items() if flat[n] == was})
 
 
 # The mesh axes that each dimension of a weight is sharded over (sharding/rules.py).

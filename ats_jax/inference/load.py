@@ -5,13 +5,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from ats_jax import runtime, workdir
-from ats_jax.checkpoint import abstract_like, restore_tree
+from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree
 from ats_jax.config import Config
-from ats_jax.config.build import resolve
+from ats_jax.config.build import resolve, with_changes
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.model.decoder import Decoder
@@ -55,6 +56,14 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   )
 
 
+def settings_of(checkpoints: Path, step: int | str) -> dict[str, Any]:
+  """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
+  try:
+    return load_extra(checkpoints, step).get("settings", {})
+  except CheckpointError:  # `restore_tree` says it better, or goes further back
+    return {}
+
+
 @contextlib.contextmanager
 def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   """Restore the weights of a run; its mesh is set inside the context.
@@ -66,7 +75,10 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   Raises:
     ValueError: if there is no run, no such checkpoint, or none that is intact.
   """
-  cfg = workdir.load_config(folder)
+  cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
+  chosen = int(step) if step.isdecimal() else step
+  changes = settings_of(checkpoints, chosen)
+  cfg = with_changes(cfg, changes)
   runtime.configure(cfg)
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
   cfg = fit_devices(resolve(cfg, tokenizer.vocab_size), jax.device_count())
@@ -75,6 +87,10 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
     plan = make_plan(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
-    chosen = int(step) if step.isdecimal() else step
-    restored, model, _ = restore_tree(folder / workdir.CHECKPOINTS, abstract, chosen, part)
+    restored, model, extra = restore_tree(checkpoints, abstract, chosen, part)
+    if extra.get("settings", {}) != changes:
+      raise ValueError(
+        f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "
+        f"other settings. Use --step={restored}."
+      )
     yield Run(restored, model, tokenizer, plan)

@@ -1,8 +1,8 @@
 """What the supervisor can do to a run: small typed values, one pure function that does them.
 
-An action says what will be and what was, so that it can be undone; after none of them the train
-step is compiled again: they write scalars that it reads, put a snapshot back, or edit experts
-within their arrays (a program of its own, compiled at its first use).
+An action says what will be and what was, so that it can be undone. Only after `ChangeSettings` is
+the train step compiled again: the others write scalars that it reads, put a snapshot back, or edit
+experts and routers within their arrays (a program of its own, compiled at its first use).
 """
 
 import dataclasses
@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator import surgery
-from ats_jax.step.reflex import Control
+from ats_jax.orchestrator.changes import ChangeSettings
 from ats_jax.step.state import TrainState
+
+MOST_RATE, MOST_DECAY, MOST_DROPPED = 32.0, 10.0, 0.5  # what may be asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +24,13 @@ class SetLearningRateScale:
   """Multiply the schedule's learning rate with `scale`, from now on.
 
   Attributes:
-    scale: in (0, 1]; a higher rate than the schedule's is no emergency measure.
+    scale: in (0, 32]; a higher rate than the schedule's is no emergency measure: the policy alone
+      never asks for one, but after a paired branch.
     before: what it was.
   """
 
   scale: float
-  before: float
+  before: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,47 @@ class SetSkips:
   """
 
   bucket: float
-  before: float
+  before: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SetWeightDecay:
+  """Multiply `optimizer.weight_decay` with `scale`, from now on.
+
+  Attributes:
+    scale: in [0, 10]; repeated data wants more (Lovelace et al. 2026, arXiv:2605.01640).
+    before: what it was.
+  """
+
+  scale: float
+  before: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SetExpertDropout:
+  """Let each expert sit out a step with probability `rate`, from now on, in training only.
+
+  Attributes:
+    rate: in [0, 0.5].
+    before: what it was.
+  """
+
+  rate: float
+  before: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleTemperature:
+  """Multiply the temperature of all routers with `by`: their columns and offsets are divided.
+
+  The order of a token's experts stays: this changes how evenly their weights are spread, in
+  evaluation too, and does not balance loads.
+
+  Attributes:
+    by: in [0.5, 2].
+  """
+
+  by: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +128,50 @@ class ReopenExpert(_OfExpert):
 
 
 @dataclasses.dataclass(frozen=True)
+class AddExpert:
+  """Open an idle slot with a half of an expert; the model computes the same (`surgery.split`).
+
+  Attributes:
+    layer: index from the bottom.
+    expert: the one to split; -1 = the most loaded one.
+    slot: the idle one; -1 = the nearest.
+  """
+
+  layer: int
+  expert: int = -1
+  slot: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class SetPenalty:
+  """Let the two halves of a split expert compete for all their tokens (`surgery.release`).
+
+  Attributes:
+    layer: index from the bottom.
+    expert: one of the halves.
+    penalty: what a half loses in its logit for the other's tokens; at 0 they are whole, for good.
+    before: what it was.
+  """
+
+  layer: int
+  expert: int
+  penalty: float
+  before: float = surgery.EXCLUSIVE
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveCheckpoint:
+  """Save a checkpoint now, whatever `checkpoint.every_steps` says."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Stop:
   """End the run: what would help was tried, and did not."""
 
 
-Surgery = RecycleExpert | PruneExpert | ReopenExpert
-Action = SetLearningRateScale | SetSkips | Rollback | Stop | Surgery
+Surgery = RecycleExpert | PruneExpert | ReopenExpert | AddExpert | SetPenalty
+Scalar = SetLearningRateScale | SetSkips | SetWeightDecay | SetExpertDropout
+Action = Scalar | Rollback | Stop | Surgery | ScaleTemperature | ChangeSettings | SaveCheckpoint
 KINDS = {kind.__name__: kind for kind in get_args(Action)}
 
 
@@ -100,24 +181,36 @@ def to_json(action: Action) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any]) -> Action:
-  """What `to_json` made."""
-  return KINDS[fields["action"]](**{k: v for k, v in fields.items() if k != "action"})
+  """What `to_json` made, also after a JSON file held it."""
+  frozen = lambda v: tuple(map(frozen, v)) if isinstance(v, list) else v
+  return KINDS[fields["action"]](**{k: frozen(v) for k, v in fields.items() if k != "action"})
 
 
 def undo(action: Action) -> Action | None:
   """The action that takes `action` back; None if nothing can."""
   match action:
-    case SetLearningRateScale(scale, before):
-      return SetLearningRateScale(before, scale)
-    case SetSkips(bucket, before):
-      return SetSkips(before, bucket)
+    case (
+      SetLearningRateScale(value, before)
+      | SetSkips(value, before)
+      | SetWeightDecay(value, before)
+      | SetExpertDropout(value, before)
+    ):
+      return type(action)(before, value)
+    case ScaleTemperature(by):
+      return ScaleTemperature(1.0 / by)
+    case ChangeSettings(settings, before):
+      return ChangeSettings(before, settings)
+    case SetPenalty(layer, expert, penalty, before) if penalty > 0.0:
+      return SetPenalty(layer, expert, before, penalty)
+    case AddExpert(layer, _, slot):
+      return PruneExpert(layer, slot)  # the other half is whole again
     case Rollback(_, undo=False):
       return Rollback(undo=True)
     case RecycleExpert(layer, expert) | ReopenExpert(layer, expert):
       return PruneExpert(layer, expert)  # of a fresh half: the split one is whole again
     case PruneExpert(layer, expert):
       return ReopenExpert(layer, expert)
-    case Rollback() | Stop():
+    case _:
       return None
 
 
@@ -127,7 +220,7 @@ def apply(
   """The state in which training goes on.
 
   Args:
-    action: what to do; `Stop` is not for the state.
+    action: what to do; `Stop`, `ChangeSettings` and `SaveCheckpoint` are not for the state.
     state: as the last step left it, of a run with `orchestrator.mode=act`; surgery donates it.
     cfg: the run.
     saved: for `Rollback`, an earlier state on the same devices.
@@ -138,15 +231,22 @@ def apply(
   """
   control = state.control
   assert control is not None, "the run has no reflex"
+  check(action, cfg)
   match action:
     case SetLearningRateScale(scale):
-      if not 0.0 < scale <= 1.0:
-        raise ValueError(f"the learning rate's scale is {scale}; it must be in (0, 1].")
-      return _with(state, control._replace(lr_scale=jnp.full_like(control.lr_scale, scale)))
+      return _set(state, lr_scale=scale)
     case SetSkips(bucket):
-      if not bucket >= 1.0:
-        raise ValueError(f"{bucket} batches in a row to leave out; it must be 1 or more.")
-      return _with(state, control._replace(bucket=jnp.full_like(control.bucket, bucket)))
+      return _set(state, bucket=bucket)
+    case SetWeightDecay(scale):
+      return _set(state, decay_scale=scale)
+    case SetExpertDropout(rate):
+      return _set(state, expert_dropout=rate)
+    case ScaleTemperature(by):
+      return surgery.temper(state, by)
+    case AddExpert(layer, expert, slot):
+      return surgery.split(cfg, state, layer, expert, slot)
+    case SetPenalty(layer, expert, penalty):
+      return surgery.release(cfg, state, layer, expert, penalty)
     case Rollback():
       assert saved is not None, "nothing to go back to"
       # The step counts batches, and those are gone: schedule and randomness go on from here.
@@ -157,9 +257,47 @@ def apply(
       return surgery.prune(cfg, state, layer, expert)
     case ReopenExpert(layer, expert):
       return surgery.reopen(cfg, state, layer, expert)
-    case Stop():
-      raise AssertionError("a stop is for the loop")
+    case Stop() | ChangeSettings() | SaveCheckpoint():
+      raise AssertionError(f"{action} is for the loop")
 
 
-def _with(state: TrainState, control: Control) -> TrainState:
-  return dataclasses.replace(state, control=control)
+def check(action: Action, cfg: Config) -> None:
+  """Is it something that a run of `cfg` can go on with? Says nothing of the state.
+
+  Raises:
+    ValueError: if not.
+  """
+  match action:
+    case SetLearningRateScale(scale):
+      if not 0.0 < scale <= MOST_RATE:
+        raise ValueError(f"the learning rate's scale is {scale}; it must be in (0, {MOST_RATE:g}].")
+    case SetSkips(bucket):
+      if not bucket >= 1.0:
+        raise ValueError(f"{bucket} batches in a row to leave out; it must be 1 or more.")
+    case SetWeightDecay(scale):
+      if not 0.0 <= scale <= MOST_DECAY:
+        raise ValueError(f"the weight decay's scale is {scale}; it must be in [0, {MOST_DECAY:g}].")
+      if not cfg.optimizer.weight_decay:
+        raise ValueError("optimizer.weight_decay=0 stays 0 however it is multiplied.")
+    case SetExpertDropout(rate):
+      if not 0.0 <= rate <= MOST_DROPPED:
+        raise ValueError(f"the experts' dropout is {rate}; it must be in [0, {MOST_DROPPED:g}].")
+      _check_experts(action, cfg)
+    case ScaleTemperature(by):
+      if not 0.5 <= by <= 2.0:
+        raise ValueError(f"the temperature is to be multiplied with {by}; it must be in [0.5, 2].")
+      _check_experts(action, cfg)
+    case SetPenalty(_, _, penalty):
+      if not 0.0 <= penalty <= surgery.EXCLUSIVE:
+        raise ValueError(f"penalty={penalty} is not in [0, {surgery.EXCLUSIVE:g}].")
+
+
+def _check_experts(action: Action, cfg: Config) -> None:
+  if not cfg.moe.num_experts:
+    raise ValueError(f"{action}: the model has no experts (moe.num_experts=0).")
+
+
+def _set(state: TrainState, **value: float) -> TrainState:
+  assert state.control is not None
+  arrays = {name: jnp.full_like(getattr(state.control, name), x) for name, x in value.items()}
+  return dataclasses.replace(state, control=state.control._replace(**arrays))

@@ -1,4 +1,4 @@
-"""Code of the user that is called at each look of the supervisor.
+"""Code of the user that is called at each look of the supervisor, and may ask for an action.
 
 A config file is Python, so it is the place to register one, without touching the loop:
 
@@ -8,11 +8,16 @@ A config file is Python, so it is the place to register one, without touching th
   def tell_me(look: hooks.Look) -> None:
     if look.health.level == "critical":
       send_mail(look.step, look.health.causes)
+
+  @hooks.register
+  def decay_less_in_the_end(look: hooks.Look) -> actions.Action | None:
+    return actions.SetWeightDecay(0.5) if look.step == 9000 else None
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ats_jax.orchestrator.actions import Action
 from ats_jax.orchestrator.health import Health
 from ats_jax.orchestrator.policy import Judgement
 from ats_jax.orchestrator.reading import Reading
@@ -34,12 +39,16 @@ class Look(NamedTuple):
   judgement: Judgement
 
 
-Hook = Callable[[Look], None]
+Hook = Callable[[Look], Action | None]
 _registered: list[Hook] = []
 
 
 def register(hook: Hook) -> Hook:
-  """Have `hook` called at each look, in every process; what it raises ends the run."""
+  """Have `hook` called at each look, in every process; what it raises ends the run.
+
+  An action that it returns, the same in every process, is done at one of the next looks, judged
+  and, if it did harm, undone (docs/orchestrator.md).
+  """
   _registered.append(hook)
   return hook
 
@@ -49,7 +58,7 @@ def unregister(hook: Hook) -> None:
   _registered.remove(hook)
 
 
-def call(look: Look) -> None:
-  """Call them all, in the order of registration."""
-  for hook in tuple(_registered):
-    hook(look)
+def call(look: Look) -> list[Action]:
+  """Call them all, in the order of registration; returns what they ask for."""
+  asked = [hook(look) for hook in tuple(_registered)]
+  return [action for action in asked if action is not None]

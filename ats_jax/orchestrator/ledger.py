@@ -4,7 +4,8 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
 
   start        the settings; at the beginning of a workdir, or when they changed
   resumed_from the run goes on from this step: lines of later steps before it no longer count
-  check        a look: the reading, the health report
+  check        a look: the reading, the health report, what a hook asks for
+  refused      what a hook asked for and is not possible, and why
   decision     id, action and its fields, cause, confidence, reason, applied, and what it came to
   outcome      id, verdict, before and after (nats above the reference)
 
@@ -24,6 +25,7 @@ from ats_jax.orchestrator import actions
 from ats_jax.orchestrator.memory import Memory
 from ats_jax.orchestrator.policy import Decision, Judgement, decide
 from ats_jax.orchestrator.reading import Reading
+from ats_jax.orchestrator.requests import Request
 
 VERSION = 1
 
@@ -104,7 +106,9 @@ def _replayed(path: Path) -> Iterator[tuple[int, Judgement]]:
       cfg, bucket = OrchestratorConfig(**row["settings"]), row["bucket"]
     elif row["kind"] == "check":
       reading, step, pause = decode(row["reading"]), row["step"], row["pause"]
-      memory, judgement = decide(cfg, memory, reading, step, bucket, pause=pause)
+      asked = row.get("request")
+      request = None if asked is None else Request.from_json(asked)
+      memory, judgement = decide(cfg, memory, reading, step, bucket, pause=pause, request=request)
       yield row["step"], judgement
 
 

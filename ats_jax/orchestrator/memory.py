@@ -24,12 +24,14 @@ class Trial(NamedTuple):
     action: what was done.
     step: when.
     before: how far the probe's loss was above its reference then, in nats; inf if not finite.
+    requested: by a hook: says nothing about the policy.
   """
 
   id: int
   action: Action
   step: int
   before: float
+  requested: bool = False
 
 
 class Memory(NamedTuple):
@@ -57,6 +59,8 @@ class Memory(NamedTuple):
     judged: actions judged so far.
     harms: in a row.
     latched: only watch from here on: what was done did harm.
+    decay_scale: what `Control` holds.
+    expert_dropout: likewise.
   """
 
   checks: int = 0
@@ -80,6 +84,8 @@ class Memory(NamedTuple):
   judged: int = 0
   harms: int = 0
   latched: bool = False
+  decay_scale: float = 1.0
+  expert_dropout: float = 0.0
 
   def to_json(self) -> dict[str, Any]:
     """As JSON values; may hold infinity, as Python's json writes it."""

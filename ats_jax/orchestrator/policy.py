@@ -17,13 +17,17 @@ from ats_jax.orchestrator.actions import (
   Action,
   RecycleExpert,
   Rollback,
+  SaveCheckpoint,
+  SetExpertDropout,
   SetLearningRateScale,
   SetSkips,
+  SetWeightDecay,
   Stop,
   undo,
 )
 from ats_jax.orchestrator.memory import Memory, Trial
 from ats_jax.orchestrator.reading import Reading
+from ats_jax.orchestrator.requests import Request
 
 MARGIN, MARGIN_SIGMAS = 0.08, 6.0  # nats; how far the probe's loss may be above its reference
 RATE_ROSE, WIDER = 1.1, 3.0  # a schedule that raises its rate may cost some loss
@@ -41,6 +45,7 @@ CUT, LEAST_SCALE, RECOVER, RECOVER_CHECKS = 0.5, 0.1, 1.1, 5
 MORE_SKIPS, MOST_SKIPS = 32.0, 128.0  # beyond what the reflex is given at first
 LATCH_HARMS, LATCH_JUDGED = 2, 5
 LEAST_HARM = 0.005  # nats
+UNJUDGED = SetSkips | SaveCheckpoint | Stop
 
 
 class Finding(NamedTuple):
@@ -66,7 +71,7 @@ class Decision(NamedTuple):
     id: counts decisions of a run.
     action: what to do.
     cause: see `Finding`; "recovery" for taking back an action that did its work, "harm" for undoing
-      one that did harm.
+      one that did harm; that of a `Request`.
     confidence: probability that there is this fault, and that the action helps.
     reason: in words.
   """
@@ -120,6 +125,7 @@ def decide(
   base_bucket: float,
   *,
   pause: bool = False,
+  request: Request | None = None,
 ) -> tuple[Memory, Judgement]:
   """Judge the last action, find what is wrong now, and say what to do about it.
 
@@ -130,6 +136,7 @@ def decide(
     step: at which the actions are applied.
     base_bucket: what the reflex was given at first.
     pause: whether the loop waits anyway, as before a checkpoint: there is time for surgery.
+    request: what somebody asks for; it is done if nothing is wrong and no action is on trial.
   """
   memory = memory._replace(checks=memory.checks + 1)
   if memory.bucket is None:
@@ -139,10 +146,15 @@ def decide(
   finding = diagnose(memory, reading)
   excess = _excess(memory, reading)
   margin = _margin(memory, reading)
+  requested = memory.trial is not None and memory.trial.requested
   memory, outcome, undone = _judge_trial(memory, reading, finding, excess, margin)
   wanted = [] if finding is None else _remedy(cfg, memory, reading, finding, base_bucket)
   memory = _remember(memory, reading, finding, excess, margin)
-  wanted = undone or wanted or _recover(memory, finding, base_bucket)
+  # The settings that a hook asked for may have broken the state: both are to be mended.
+  wanted = wanted + undone if requested else undone or wanted
+  wanted = wanted or _recover(memory, finding, base_bucket)
+  if request is not None and not wanted and finding is None and memory.trial is None:
+    wanted = [(request.action, request.cause, 1.0, request.reason)]
   if pause and not wanted and finding is None:
     wanted = _improve(cfg, memory, reading)
   decisions = tuple(Decision(memory.decisions + i, *parts) for i, parts in enumerate(wanted))
@@ -283,7 +295,7 @@ def _judge_trial(
   if finding is not None and finding.cause == "data":
     return memory._replace(trial=None), Outcome(trial.id, "unclear", trial.before, after), []
   noise = max(2.0 * margin / MARGIN_SIGMAS, LEAST_HARM)
-  works = False
+  works, kind = False, type(trial.action).__name__
   if isinstance(trial.action, RecycleExpert):
     at = (trial.action.layer, trial.action.expert)
     works = at not in reading.starved and after <= trial.before + noise
@@ -293,20 +305,20 @@ def _judge_trial(
     verdict = "harmed"
   else:
     verdict = "no effect"
-  kind = type(trial.action).__name__
-  yes, no = memory.helped[kind]
-  counts = (yes + 1.0, no) if verdict == "helped" else (yes, no + 1.0)
-  gain = min(max(trial.before - after, -1.0), 1.0) if verdict != "no effect" else 0.0
-  effects, judged = memory.effects + gain, memory.judged + 1
-  harms = memory.harms + 1 if verdict == "harmed" else 0
-  memory = memory._replace(
-    trial=None,
-    helped={**memory.helped, kind: counts},
-    effects=effects,
-    judged=judged,
-    harms=harms,
-    latched=harms >= LATCH_HARMS or (judged >= LATCH_JUDGED and effects < 0.0),
-  )
+  memory = memory._replace(trial=None)
+  if not trial.requested:
+    yes, no = memory.helped[kind]
+    counts = (yes + 1.0, no) if verdict == "helped" else (yes, no + 1.0)
+    gain = min(max(trial.before - after, -1.0), 1.0) if verdict != "no effect" else 0.0
+    effects, judged = memory.effects + gain, memory.judged + 1
+    harms = memory.harms + 1 if verdict == "harmed" else 0
+    memory = memory._replace(
+      helped={**memory.helped, kind: counts},
+      effects=effects,
+      judged=judged,
+      harms=harms,
+      latched=harms >= LATCH_HARMS or (judged >= LATCH_JUDGED and effects < 0.0),
+    )
   back = undo(trial.action) if verdict == "harmed" and reading.sound else None
   why = f"decision {trial.id} cost {after - trial.before:.3g} nats"
   undone = [] if back is None else [(back, "harm", 1.0, why)]
@@ -343,8 +355,9 @@ def _act(
   """Remember what is done; who only observes remembers that it was said."""
   action, kind = decision.action, type(decision.action).__name__
   memory = memory._replace(decisions=decision.id + 1)
-  is_remedy = decision.cause not in ("recovery", "harm")
-  if is_remedy:
+  requested = decision.cause == "request"
+  is_on_trial = decision.cause not in ("recovery", "harm")
+  if is_on_trial and not requested:
     wait = {**memory.wait, kind: memory.checks + WAIT.get(kind, 0)}
     memory = memory._replace(wait=wait, spent=(*memory.spent, step)[-BUDGET:])
   if isinstance(action, Rollback):
@@ -356,15 +369,17 @@ def _act(
       memory = memory._replace(lr_scale=scale)
     case SetSkips(bucket):
       memory = memory._replace(bucket=bucket)
+    case SetWeightDecay(scale):
+      memory = memory._replace(decay_scale=scale)
+    case SetExpertDropout(rate):
+      memory = memory._replace(expert_dropout=rate)
     case Rollback():
       memory = memory._replace(acted_step=step)
     case _:
       pass
-  if isinstance(action, Stop):
-    return memory
-  if is_remedy and memory.trial is None and not isinstance(action, SetSkips):
+  if is_on_trial and memory.trial is None and not isinstance(action, UNJUDGED):
     before = excess if math.isfinite(excess) else math.inf
-    trial = Trial(decision.id, action, step, before)
+    trial = Trial(decision.id, action, step, before, requested)
     wait = {**memory.wait, "trial": memory.checks + HORIZON + 1}
     memory = memory._replace(trial=trial, wait=wait)
   return memory

@@ -1,4 +1,4 @@
-"""Out of device memory: the run goes on with smaller micro-batches, and the same updates."""
+"""A run that goes on from its checkpoint: out of device memory, or with other settings."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ import jax
 from absl import logging
 
 from ats_jax.config.schema import Config
+from ats_jax.orchestrator.changes import Restart
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.step.state import TrainState
 
@@ -24,6 +25,9 @@ def relieved(train: Train) -> Train:
   gradients are divided once by the tokens of all of them, so only rounding differs.
 
   Only with `orchestrator.mode=act`, and in a run of one process: the others would wait for ever.
+
+  After a `Restart`, which all processes raise at one step, it is called again as it was: the
+  checkpoint says what has changed.
   """
 
   @functools.wraps(train)
@@ -31,6 +35,8 @@ def relieved(train: Train) -> Train:
     while True:
       try:
         return train(cfg, folder)
+      except Restart as change:
+        logging.info("orchestrator: %s", change)
       except jax.errors.JaxRuntimeError as error:
         smaller = halve_micro_batch(cfg)
         if OUT_OF_MEMORY not in str(error) or smaller is None:

@@ -110,6 +110,12 @@ class Slots(NamedTuple):
         "Release them to penalty 0, or prune or merge them, first."
       )
 
+  def check_half(self, expert: int) -> None:
+    """Is it a half of a split expert?"""
+    self.check_slot(expert)
+    if self.twin[expert] < 0:
+      raise SurgeryError(f"layer {self.layer}: expert {expert} is no half of a split expert.")
+
   def check_group(self, slot: int, other: int) -> None:
     """Are both in one group?"""
     groups = self.group[[slot, other]]
@@ -134,6 +140,14 @@ class Slots(NamedTuple):
     self.check_idle(slot)
     self.check_group(expert, slot)
     return slot
+
+  def check_recycle(self, cfg: Config, dead: int, source: int | None) -> int:
+    """Can `dead` make room for a half of `source`? Returns that, the most loaded one if None."""
+    after = self.without(cfg, dead)
+    if source is None:
+      source = after.most_loaded(group=after.group[dead])
+    after.check_split(source, dead)
+    return source
 
   def without(self, cfg: Config, expert: int) -> "Slots":
     """The layer without an expert, if enough are left for every token."""

@@ -7,14 +7,21 @@ from typing import Any
 
 from ats_jax.orchestrator import actions, ledger
 from ats_jax.orchestrator.actions import (
+  AddExpert,
   PruneExpert,
   RecycleExpert,
   ReopenExpert,
   Rollback,
+  SaveCheckpoint,
+  ScaleTemperature,
+  SetExpertDropout,
   SetLearningRateScale,
+  SetPenalty,
   SetSkips,
+  SetWeightDecay,
   Stop,
 )
+from ats_jax.orchestrator.changes import ChangeSettings
 from ats_jax.orchestrator.health import LEVELS
 
 
@@ -42,6 +49,8 @@ def tell(path: Path) -> list[str]:
           lines.append(_line(row, ": ".join((level, *health["causes"][:1]))))
       case "decision":
         lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
+      case "refused":
+        lines.append(_line(row, f"does not do what a hook asked for: {row['reason']}"))
       case "outcome":
         lines.append(_line(row, _effect(row)))
   return [*lines, *_summary(rows)]
@@ -67,13 +76,29 @@ def _deed(row: Mapping[str, Any]) -> str:
       what = f"closes expert {expert} of layer {layer}"
     case ReopenExpert(layer, expert):
       what = f"opens expert {expert} of layer {layer} again"
+    case AddExpert(layer, expert, slot):
+      what = f"splits expert {expert} of layer {layer} in two, the other half is {slot}"
+    case SetPenalty(layer, expert, penalty, before):
+      what = f"penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"
+    case SetWeightDecay(scale, before):
+      what = f"weight decay times {scale:.3g} ({before:.3g} before)"
+    case SetExpertDropout(rate, before):
+      what = f"experts sit out {rate:.3g} of the steps ({before:.3g} before)"
+    case ScaleTemperature(by):
+      what = f"temperature of the routers times {by:.3g}"
+    case ChangeSettings(settings, before):
+      were = dict(before)
+      of_each = (f"{name}={value} ({were[name]} before)" for name, value in settings)
+      what = f"goes on from here with {', '.join(of_each)}"
+    case SaveCheckpoint():
+      what = "saves a checkpoint"
     case Stop():
       what = "stops the run"
   return f"decision {row['id']}: {what if row['applied'] else f'would do, but did not: {what}'}"
 
 
 def _because(row: Mapping[str, Any]) -> str:
-  if row["cause"] in ("recovery", "harm"):
+  if row["cause"] in ("recovery", "harm", "request"):
     return f"{row['cause']}: {row['reason']}"
   return f"the {row['cause']} (confidence {row['confidence']:.2f}): {row['reason']}"
 

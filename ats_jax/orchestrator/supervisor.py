@@ -8,7 +8,7 @@ checkpoint, where the loop waits anyway, is everything read.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +18,15 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions import Rollback, Stop, Surgery, apply, to_json
+from ats_jax.orchestrator.actions import (
+  Rollback,
+  SaveCheckpoint,
+  Stop,
+  Surgery,
+  apply,
+  to_json,
+)
+from ats_jax.orchestrator.changes import ChangeSettings
 from ats_jax.orchestrator.clock import Clock, Totals
 from ats_jax.orchestrator.experts import Experts
 from ats_jax.orchestrator.health import LEVELS, report
@@ -26,6 +34,7 @@ from ats_jax.orchestrator.ledger import Ledger
 from ats_jax.orchestrator.memory import Memory
 from ats_jax.orchestrator.policy import Decision, Judgement, decide
 from ats_jax.orchestrator.reading import Reading, check_probe, probe_loss, read
+from ats_jax.orchestrator.requests import Ready, Request, Requests
 from ats_jax.orchestrator.snapshots import COPIES, Snapshots, local_bytes
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
@@ -36,7 +45,8 @@ Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 AGREE = 10  # looks between two comparisons of what processes remember
-SAVED = "orchestrator"  # where a checkpoint keeps the policy's memory
+# Where a checkpoint keeps the policy's memory, what hooks asked for, and {setting: (first, now)}.
+SAVED, WAITING, SETTINGS = "orchestrator", "requests", "settings"
 
 
 class Interval(NamedTuple):
@@ -63,6 +73,8 @@ class Supervisor:
   Attributes:
     memory: of the policy.
     decisions: those of this process, with the steps at which they were taken.
+    wants_checkpoint: an action needs one now.
+    wants_restart: the checkpoint that was just saved is to be gone on from, with other settings.
   """
 
   def __init__(
@@ -86,6 +98,8 @@ class Supervisor:
       totals: says where the time of this process went, see `Clock`.
     """
     self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
+    self.wants_checkpoint = self.wants_restart = False
+    self._requests, self._settings = Requests(plan.cfg), dict[str, tuple[Any, Any]]()
     self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
     self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
     self._write, self._restore = write, restore
@@ -121,6 +135,8 @@ class Supervisor:
       return
     if saved and SAVED in saved:
       self.memory = Memory.from_json(saved[SAVED])
+      self._requests = Requests(self._plan.cfg, saved.get(WAITING, ()))
+      self._settings = {name: (was, now) for name, (was, now) in saved.get(SETTINGS, {}).items()}
     if step:
       self._note("resumed_from", step)
     self._note(
@@ -180,7 +196,11 @@ class Supervisor:
 
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
-    return {} if self._cfg.mode == "off" else {SAVED: self.memory.to_json()}
+    self.wants_checkpoint = False
+    if self._cfg.mode == "off":
+      return {}
+    waiting = self._requests.to_json()
+    return {SAVED: self.memory.to_json(), WAITING: waiting, SETTINGS: self._settings}
 
   def close(self) -> None:
     """Make the ledger durable."""
@@ -212,15 +232,17 @@ class Supervisor:
     self._norm = float(rows[-1, self._names.index("train/param_norm")])
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
+    ready = self._ready(step, state, pause=pause)
+    request = None if ready is None else ready.request
     self.memory, judgement = decide(
-      self._cfg, self.memory, reading, step, self._bucket, pause=pause
+      self._cfg, self.memory, reading, step, self._bucket, pause=pause, request=request
     )
     if self.memory.checks % AGREE == 0:
-      check_agreement(self.memory)
+      check_agreement(self.memory, self._requests.to_json())
     health = report({**reading.means, **interval.host}, reading.nonfinite, judgement.finding)
     self._note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
-      host=interval.host, pause=pause,
+      host=interval.host, pause=pause, request=None if request is None else request.to_json(),
     )  # fmt: skip
     if health.level != "healthy" and not judgement.stale:
       logging.warning("health: %s: %s", health.level, "; ".join(health.causes))
@@ -235,13 +257,27 @@ class Supervisor:
       else:
         self._snapshots.reject()
     for decision in judgement.decisions:
+      if ready is not None and decision.action is ready.request.action:
+        del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
     if self.memory.trial is None:
       self._snapshots.forget()
     self._report(step, reading, judgement, LEVELS.index(health.level))
-    hooks.call(hooks.Look(step, reading, health, judgement))
+    for action in hooks.call(hooks.Look(step, reading, health, judgement)):
+      self._requests.add(Request(action), step)
     return state
+
+  def _ready(self, step: int, state: TrainState, *, pause: bool) -> Ready | None:
+    """The request whose turn it is; one that turns out impossible is dropped, and said so."""
+    ready = self._requests.ready(self.memory, state, step, pause=pause)
+    if ready is None or not ready.refusal:
+      return ready
+    del self._requests.waiting[ready.place]
+    fields = to_json(ready.request.action)
+    self._note("refused", step, action=fields.pop("action"), fields=fields, reason=ready.refusal)
+    logging.warning("orchestrator: what a hook asked for is not possible: %s", ready.refusal)
+    return None
 
   def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
     action, earlier, came_to = decision.action, None, {}
@@ -256,7 +292,7 @@ class Supervisor:
     )  # fmt: skip
     logging.warning(
       "orchestrator: step %d: %s %s%s: %s (%s, confidence %.2f)", step,
-      name, " ".join(f"{k}={v:g}" for k, v in (fields | came_to).items()),
+      name, " ".join(f"{k}={v}" for k, v in (fields | came_to).items()),
       "" if applied else " (not applied)", decision.reason, decision.cause, decision.confidence,
     )  # fmt: skip
     if not applied:
@@ -267,12 +303,26 @@ class Supervisor:
         "decisions.jsonl (python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or "
         "look at the data (python -m ats_jax.data stats). No checkpoint holds such weights."
       )
+    if isinstance(action, SaveCheckpoint | ChangeSettings):
+      self.wants_checkpoint = True
+      if isinstance(action, ChangeSettings):
+        self._change(action)
+      return state
     if earlier is not None:
       self._restored_step = step
     state, self._changed_step = apply(action, state, self._plan.cfg, earlier), step
     if self._experts is not None and isinstance(action, Rollback | Surgery):
       self._experts = Experts(self._plan.cfg, state)
     return state
+
+  def _change(self, action: ChangeSettings) -> None:
+    """Have the run go on with other settings, once it is saved."""
+    was = dict(action.before)
+    for name, now in action.settings:
+      began, _ = self._settings.pop(name, (was[name], None))
+      if now != began:
+        self._settings[name] = (began, now)
+    self.wants_restart = True
 
   def _earlier(
     self, step: int, state: TrainState, action: Rollback
@@ -306,19 +356,25 @@ class Supervisor:
       self._ledger.write(kind, step, **fields)
 
 
-def check_agreement(memory: Memory) -> None:
+def check_agreement(memory: Memory, waiting: Sequence[Mapping[str, Any]] = ()) -> None:
   """Do all processes remember the same? If not, they act on different things from now on.
+
+  Args:
+    memory: of the policy.
+    waiting: requests, as JSON values.
 
   Raises:
     RuntimeError: on every process, if two differ.
   """
   if jax.process_count() == 1:
     return
-  digest = hashlib.sha256(json.dumps(memory.to_json(), sort_keys=True).encode()).digest()
+  known = json.dumps([memory.to_json(), waiting], sort_keys=True)
+  digest = hashlib.sha256(known.encode()).digest()
   digests = multihost_utils.process_allgather(np.frombuffer(digest[:8], np.uint32))
   if len({tuple(d) for d in np.asarray(digests).tolist()}) > 1:
     raise RuntimeError(
       f"processes decide differently at look {memory.checks}: their numbers are not the same. A "
-      "device computes wrongly, or programs or library versions differ. Restart the job from the "
-      "last checkpoint on machines with one environment."
+      "device computes wrongly, programs or library versions differ, or a hook asks for something "
+      "in one process only. Restart the job from the last checkpoint on machines with one "
+      "environment."
     )

@@ -70,9 +70,7 @@ def release(cfg: Config, state: TrainState, layer: int, expert: int, penalty: fl
     SurgeryError: if `expert` is no half, or the penalty not in [0, EXCLUSIVE].
   """
   view = read_slots(cfg, state, layer)
-  view.check_slot(expert)
-  if view.twin[expert] < 0:
-    raise SurgeryError(f"layer {layer}: expert {expert} is no half of a split expert.")
+  view.check_half(expert)
   if not 0.0 <= penalty <= EXCLUSIVE:
     raise SurgeryError(f"penalty={penalty} is not in [0, {EXCLUSIVE:g}].")
   return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
@@ -113,10 +111,7 @@ def recycle(
     SurgeryError: as `prune` and `split`.
   """
   view = read_slots(cfg, state, layer)
-  after = view.without(cfg, dead)
-  if source is None:
-    source = after.most_loaded(group=after.group[dead])
-  after.check_split(source, dead)
+  source = view.check_recycle(cfg, dead, source)
   state = _prune(state, *find(cfg, layer), dead, view.twin[dead])
   return _split(state, *find(cfg, layer), layer, source, dead)
 
@@ -193,6 +188,19 @@ def reinitialize(cfg: Config, state: TrainState, layer: int, slot: int) -> Train
   return _open(state, *find(cfg, layer), layer, slot, stds)
 
 
+def temper(state: TrainState, by: float) -> TrainState:
+  """Multiply the temperature of all routers: columns and offsets are divided by `by`.
+
+  The function is then that of a model with `moe.temperature` times `by`, for whoever uses the
+  weights. Gradients of columns keep their scale: nothing is done to moments.
+
+  Args:
+    state: donated.
+    by: above 0.
+  """
+  return _temper(state, by)
+
+
 def similarity(cfg: Config, state: TrainState, layer: int) -> np.ndarray:
   """Cosines between the experts' weights (gate, up, down): float32 [slots, slots].
 
@@ -260,6 +268,19 @@ def _release(state, block, repeat, expert, twin, penalty):
 def _prune(state, block, repeat, expert, twin):
   for moe in _models(state, block):
     _close(moe, repeat, expert, twin)
+  return state
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _temper(state, by):
+  for model in (state.model, state.ema):
+    for blocks in () if model is None else model.segments:
+      for layer in blocks.layers:
+        if isinstance(layer.mlp, MoE):
+          router = layer.mlp.router
+          for variable in (router.weight, router.offset):
+            if variable is not None:
+              variable[...] /= by
   return state
 
 

@@ -70,13 +70,13 @@ def add_decayed_weights(
     embeddings: see there.
   """
 
-  def update(updates, state, params, *, decay_scale: jax.Array | float = 1.0, **_):
+  def update(updates, state, params=None, *, decay_scale: jax.Array | float = 1.0, **_):
     decay = jnp.asarray(weight_decay, jnp.float32) * decay_scale
     one = lambda u, p, decays: u + decay.astype(p.dtype) * p if decays else u
     mask = decay_mask(params, embeddings=embeddings)
     return jax.tree.map(one, updates, params, mask), state
 
-  return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def scale_by_adam(

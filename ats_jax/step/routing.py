@@ -161,7 +161,7 @@ def set_buffers(
   for blocks, of_segment, were in zip(model.segments, stats.segments, used.segments, strict=True):
     for layer, of_layer, was in zip(blocks.layers, of_segment, were.layers, strict=True):
       if isinstance(layer.mlp, MoE):
-        assert of_layer.moe is not None
+        assert of_layer.moe is not None and isinstance(was.mlp, MoE)
         in_use = was.mlp.router.bias_E[...] > CLOSED / 2
         _set_router(cfg, layer.mlp.router, of_layer.moe, step, in_use)
       if layer.depth is not None and cfg.mod.routing == "learned":

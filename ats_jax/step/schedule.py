@@ -1,5 +1,7 @@
 """Learning rate as a function of the step."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,11 @@ def learning_rate(cfg: Config, step: jax.Array) -> jax.Array:
   shape = _shape(o.schedule, p, warmup, cfg)
   rise = jnp.minimum(1.0, (t + 1.0) / max(1, warmup))
   return jnp.asarray(o.learning_rate, jnp.float32) * rise * shape
+
+
+def decay_from(cfg: Config, step: int) -> int:
+  """The `num_steps` with which a WSD schedule begins to decay after `step`."""
+  return math.ceil((step + 1) / (1 - cfg.optimizer.decay_fraction))
 
 
 def _shape(name: str, p: jax.Array, warmup: int, cfg: Config) -> jax.Array:

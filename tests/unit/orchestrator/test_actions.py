@@ -1,6 +1,7 @@
 """Each action does what it says to the state, and can be taken back."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +12,26 @@ from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 from ats_jax.orchestrator.actions import (
   KINDS,
   Rollback,
+  SaveCheckpoint,
+  ScaleTemperature,
+  SetExpertDropout,
   SetLearningRateScale,
+  SetPenalty,
   SetSkips,
+  SetWeightDecay,
   Stop,
   apply,
   from_json,
   to_json,
   undo,
 )
+from ats_jax.orchestrator.changes import ChangeSettings
 from ats_jax.orchestrator.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.plan import make_plan
 
 CFG = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+EXPERTS = tiny_config({"moe.num_experts": 4, "moe.d_ff": 32})
 
 
 @pytest.fixture
@@ -40,16 +48,21 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize(
   ("action", "field", "value"),
-  [(SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5), (SetSkips(64.0, 32.0), "bucket", 64.0)],
+  [
+    (SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5),
+    (SetSkips(64.0, 32.0), "bucket", 64.0),
+    (SetWeightDecay(3.0, 1.0), "decay_scale", 3.0),
+    (SetExpertDropout(0.25, 0.0), "expert_dropout", 0.25),
+  ],
 )
 def test_scalars_are_set_and_set_back(state, action, field, value):
-  changed = apply(action, state, CFG)
+  changed = apply(action, state, EXPERTS)
   assert float(getattr(changed.control, field)) == value
   same = dataclasses.replace(changed, control=state.control)
   assert_equal(same, state)
   back = undo(action)
   assert back is not None
-  assert_equal(apply(back, changed, CFG), state)
+  assert_equal(apply(back, changed, EXPERTS), state)
 
 
 def test_a_rollback_keeps_step_key_and_control(state):
@@ -82,15 +95,27 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
 def test_nothing_undoes_a_stop_or_an_undo():
   assert undo(Stop()) is None
   assert undo(Rollback(undo=True)) is None
+  assert undo(SaveCheckpoint()) is None
+  assert undo(SetPenalty(1, 2, 0.0)) is None  # the pair is no more
+
+
+def test_a_setting_is_changed_back():
+  action = ChangeSettings((("num_steps", 9),), (("num_steps", 20),))
+  assert undo(action) == ChangeSettings((("num_steps", 20),), (("num_steps", 9),))
 
 
 @pytest.mark.parametrize(
   ("action", "message"),
   [
     (SetLearningRateScale(0.0, 1.0), "scale is 0.0; it must be in"),
-    (SetLearningRateScale(1.5, 1.0), "scale is 1.5"),
+    (SetLearningRateScale(33.0, 1.0), "scale is 33"),
     (SetLearningRateScale(float("nan"), 1.0), "scale is nan"),
     (SetSkips(0.0, 32.0), "must be 1 or more"),
+    (SetWeightDecay(-1.0), r"decay's scale is -1.0; it must be in \[0, 10\]"),
+    (SetExpertDropout(0.6), r"dropout is 0.6; it must be in \[0, 0.5\]"),
+    (SetExpertDropout(0.1), "has no experts"),
+    (ScaleTemperature(2.5), r"multiplied with 2.5; it must be in \[0.5, 2\]"),
+    (ScaleTemperature(1.25), "has no experts"),
   ],
 )
 def test_values_that_no_run_can_go_on_with_are_refused(state, action, message):
@@ -107,5 +132,6 @@ def test_a_state_is_not_changed_in_place(state):
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_json_keeps_every_field(kind):
   values = {float: 0.5, int: 1, bool: True}
-  action = kind(**{field.name: values[field.type] for field in dataclasses.fields(kind)})
-  assert from_json(to_json(action)) == action
+  pairs = (("mod.capacity", 0.5), ("num_steps", 7))
+  action = kind(**{field.name: values.get(field.type, pairs) for field in dataclasses.fields(kind)})
+  assert from_json(json.loads(json.dumps(to_json(action)))) == action

@@ -1,0 +1,142 @@
+"""Settings that a run can change in its middle: at a checkpoint, from which it goes on anew.
+
+Another shape or another precision is another program. The step is compiled again, from the cache of
+programs if the run had that setting before; weights, moments and the position in the data stay. A
+checkpoint says what was changed, so that the command that began a run goes on with it, and
+evaluation and generation use each checkpoint as it was made.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from ats_jax.config.build import flatten, with_settings
+from ats_jax.config.schema import Config
+from ats_jax.sharding.mesh import mesh_sizes
+from ats_jax.step.schedule import decay_from
+
+CHANGEABLE = frozenset(
+  (
+    "num_steps",
+    "moe.capacity_factor",
+    "mod.capacity",
+    "precision.compute_dtype",
+    "data.batch_size",
+    "step.accum_steps",
+    "step.remat",
+    "optimizer.learning_rate",
+    "optimizer.b2",
+    "optimizer.weight_decay",
+    "checkpoint.every_steps",
+    "eval.every_steps",
+  )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeSettings:
+  """Save a checkpoint, and go on from it with other settings; compiles the step again.
+
+  Attributes:
+    settings: (name, value) of each, of those in `CHANGEABLE`.
+    before: the same with what they were; filled in when it is done.
+  """
+
+  settings: tuple[tuple[str, Any], ...]
+  before: tuple[tuple[str, Any], ...] = ()
+
+
+class Restart(Exception):  # noqa: N818  (no error)
+  """The run goes on from the checkpoint that it has just saved, with other settings."""
+
+
+def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
+  """`cfg` as it is to be from `step` on.
+
+  Raises:
+    ValueError: for a setting that cannot change, or a value that cannot be.
+  """
+  values = dict(action.settings)
+  if unknown := sorted(values.keys() - CHANGEABLE):
+    raise ValueError(
+      f"{', '.join(unknown)} cannot change in the middle of a run. These can: "
+      f"{', '.join(sorted(CHANGEABLE))}."
+    )
+  if "moe.capacity_factor" in values and cfg.moe.dispatch != "capacity":
+    raise ValueError(
+      f"moe.capacity_factor does nothing with moe.dispatch={cfg.moe.dispatch}: none is dropped."
+    )
+  if "mod.capacity" in values and cfg.mod.routing == "none":
+    raise ValueError("mod.capacity does nothing with mod.routing=none: no layer skips tokens.")
+  new = with_settings(cfg, values)
+  if new.num_steps <= step:
+    raise ValueError(f"num_steps={new.num_steps} is over at step {step}. Use a later one.")
+  if _micro_batch(new) != _micro_batch(cfg):
+    raise ValueError(
+      f"data.batch_size={new.data.batch_size} with step.accum_steps={new.step.accum_steps} makes "
+      f"micro-batches of {_micro_batch(new):g} rows, until now of {_micro_batch(cfg):g}: memory "
+      "and the probe batch are for those. Change both by the same factor."
+    )
+  mesh_sizes(new, jax.device_count())
+  return new
+
+
+def values_of(cfg: Config, action: ChangeSettings) -> tuple[tuple[str, Any], ...]:
+  """What the settings of an action are now."""
+  flat = flatten(cfg)
+  return tuple((name, flat[name]) for name, _ in action.settings)
+
+
+def decay_now(cfg: Config, step: int) -> ChangeSettings:
+  """End a run early, as well as it can be ended: let the decay of 'wsd' begin after `step`.
+
+  Hagele et al. 2024 (arXiv:2405.18392). `python -m ats_jax.forecast` says what it would cost.
+
+  Raises:
+    ValueError: if the schedule has no decay that can begin at any time, or it has begun.
+  """
+  if cfg.optimizer.schedule != "wsd" or not _is_flat(cfg, step):
+    raise ValueError(
+      f"optimizer.schedule={cfg.optimizer.schedule} over num_steps={cfg.num_steps} cannot begin to "
+      f"decay after step {step}: only 'wsd' can, and only sooner than it would anyway."
+    )
+  return ChangeSettings((("num_steps", decay_from(cfg, step)),))
+
+
+def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
+  """Batches `by` times as large for the tokens that are left, in micro-batches of the same size.
+
+  What goes with it for Adam: the rate times sqrt(by) (Malladi et al. 2022, arXiv:2205.10287), the
+  half-life of the second moment in tokens (Marek et al. 2025, arXiv:2507.07101), and the time scale
+  of the decay, batch / (rate * decay), in tokens too (Wang & Aitchison 2024, arXiv:2405.13698).
+
+  Raises:
+    ValueError: if the schedule would jump: it must be flat, and go by the step alone.
+  """
+  o, left = cfg.optimizer, cfg.num_steps - step
+  if o.schedule != "constant" and not (o.schedule == "wsd" and _is_flat(cfg, step)):
+    raise ValueError(
+      f"optimizer.schedule={o.schedule} at step {step} of {cfg.num_steps} would jump with fewer "
+      "steps. Batches can grow in the flat part of 'wsd' or 'constant'."
+    )
+  return ChangeSettings(
+    (
+      ("data.batch_size", by * cfg.data.batch_size),
+      ("step.accum_steps", by * cfg.step.accum_steps),
+      ("num_steps", step + -(-left // by)),
+      ("optimizer.learning_rate", math.sqrt(by) * o.learning_rate),
+      ("optimizer.b2", o.b2**by),
+      ("optimizer.weight_decay", math.sqrt(by) * o.weight_decay),
+    )
+  )
+
+
+def _is_flat(cfg: Config, step: int) -> bool:
+  """Before the decay of 'wsd'."""
+  return step + 1 < cfg.num_steps * (1.0 - cfg.optimizer.decay_fraction)
+
+
+def _micro_batch(cfg: Config) -> float:
+  return cfg.data.batch_size / cfg.step.accum_steps

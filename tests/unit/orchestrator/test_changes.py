@@ -1,0 +1,106 @@
+"""Which settings can change in the middle of a run, to what, and what goes with them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax.config.build import flatten, with_changes, with_settings
+from ats_jax.orchestrator.changes import (
+  CHANGEABLE,
+  ChangeSettings,
+  changed,
+  decay_now,
+  grow_batch,
+  values_of,
+)
+from ats_jax.step.schedule import learning_rate
+
+WSD = tiny_config({"num_steps": 100, "optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.2})
+SPARSE = tiny_config(
+  {
+    "moe.num_experts": 4,
+    "moe.d_ff": 32,
+    "moe.dispatch": "capacity",
+    "mod.routing": "learned",
+    "mod.capacity": 0.25,
+  }
+)
+
+
+def test_values_change_and_change_back():
+  action = ChangeSettings((("mod.capacity", 0.5), ("moe.capacity_factor", 2.0)))
+  new = changed(SPARSE, action, 5)
+  assert (new.mod.capacity, new.moe.capacity_factor) == (0.5, 2.0)
+  assert values_of(SPARSE, action) == (("mod.capacity", 0.25), ("moe.capacity_factor", 1.25))
+  assert changed(new, ChangeSettings(values_of(SPARSE, action)), 5) == SPARSE
+
+
+def test_all_that_can_change_are_settings():
+  assert flatten(WSD).keys() >= CHANGEABLE
+
+
+@pytest.mark.parametrize(
+  ("cfg", "settings", "message"),
+  [
+    (WSD, {"model.d_model": 64}, "model.d_model cannot change in the middle of a run"),
+    (WSD, {"num_steps": 40}, "num_steps=40 is over at step 50"),
+    (WSD, {"num_steps": 90.5}, "num_steps must be int"),
+    (WSD, {"data.batch_size": 16}, "micro-batches of 16 rows, until now of 8"),
+    (WSD, {"moe.capacity_factor": 2.0}, "does nothing with moe.dispatch=dropless"),
+    (WSD, {"mod.capacity": 0.5}, "does nothing with mod.routing=none"),
+    (dataclasses.replace(SPARSE, num_steps=90), {"mod.capacity": 1.5}, "capacity=1.5 is too large"),
+    (WSD, {"data.batch_size": 8 * 3, "step.accum_steps": 3}, None),
+  ],
+)
+def test_what_cannot_be_is_refused(cfg, settings, message):
+  action = ChangeSettings(tuple(settings.items()))
+  if message is None:
+    changed(cfg, action, 50)
+    return
+  with pytest.raises(ValueError, match=message):
+    changed(cfg, action, 50)
+
+
+@pytest.mark.parametrize("step", [17, 50, 77])
+def test_decay_begins_now_and_the_run_ends_early(step):
+  (setting,) = decay_now(WSD, step).settings
+  new = with_settings(WSD, dict([setting]))
+  assert step < new.num_steps < WSD.num_steps
+  rates = np.array([learning_rate(new, jnp.int32(t)) for t in range(new.num_steps)])
+  peak = WSD.optimizer.learning_rate
+  assert rates[step - 1] == pytest.approx(peak)
+  assert rates[step + 3] < peak and (np.diff(rates[step:]) <= 1e-12).all()
+  assert rates[-1] == pytest.approx(WSD.optimizer.final_lr_fraction * peak)
+
+
+@pytest.mark.parametrize("step", [80, 99])
+@pytest.mark.parametrize("make", [decay_now, grow_batch])
+def test_what_has_begun_to_decay_is_left_alone(step, make):
+  with pytest.raises(ValueError, match=f"wsd.*step {step}"):
+    make(WSD, step)
+  with pytest.raises(ValueError, match="schedule=cosine"):
+    make(with_settings(WSD, {"optimizer.schedule": "cosine"}), 10)
+
+
+def test_a_batch_grows_with_what_belongs_to_it():
+  step = 40
+  new = changed(WSD, grow_batch(WSD, step), step)
+  old_tokens = WSD.num_steps * WSD.data.batch_size
+  assert step * WSD.data.batch_size + (new.num_steps - step) * new.data.batch_size == old_tokens
+  assert new.data.batch_size / new.step.accum_steps == WSD.data.batch_size
+  o, n = WSD.optimizer, new.optimizer
+  assert n.learning_rate == pytest.approx(2**0.5 * o.learning_rate)
+  tokens_of = lambda o, c: c.data.batch_size / (o.learning_rate * o.weight_decay)
+  assert tokens_of(n, new) == pytest.approx(tokens_of(o, WSD))  # the decay's time scale
+  half_life = lambda o, c: c.data.batch_size / np.log(o.b2)
+  assert half_life(n, new) == pytest.approx(half_life(o, WSD))
+
+
+def test_who_sets_a_changed_setting_anew_has_the_last_word():
+  changes = {"num_steps": [100, 60]}
+  assert with_changes(WSD, changes).num_steps == 60
+  assert with_changes(dataclasses.replace(WSD, num_steps=200), changes).num_steps == 200
+  assert with_changes(WSD, {}) == WSD

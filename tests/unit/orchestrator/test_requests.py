@@ -1,0 +1,263 @@
+"""What a hook asks for is done, judged, undone if it did harm, written down and replayed."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import micro_batches, random_rows, tiny_config
+from readings import BAD_STATE, HELD, INTERVAL, reading
+
+from ats_jax.config.schema import OrchestratorConfig
+from ats_jax.orchestrator import hooks, ledger
+from ats_jax.orchestrator.actions import (
+  AddExpert,
+  PruneExpert,
+  Rollback,
+  SaveCheckpoint,
+  ScaleTemperature,
+  SetExpertDropout,
+  SetLearningRateScale,
+  SetPenalty,
+  SetWeightDecay,
+  Stop,
+  apply,
+  undo,
+)
+from ats_jax.orchestrator.changes import ChangeSettings
+from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.policy import decide
+from ats_jax.orchestrator.requests import Request, Requests
+from ats_jax.orchestrator.slots import read_slots
+from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.step.plan import make_plan
+
+ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
+DECAY = Request(SetWeightDecay(2.0))
+
+
+class Looks:
+  """A policy that is shown one reading after another."""
+
+  def __init__(self, cfg=ACT):
+    self.cfg, self.memory, self.number = cfg, Memory(), 0
+
+  def __call__(self, request=None, **changes):
+    seen = reading(self.number, **changes)
+    self.number += 1
+    self.memory, judgement = decide(
+      self.cfg, self.memory, seen, seen.step + INTERVAL, 32.0, request=request
+    )
+    return judgement
+
+
+def test_a_request_is_decided_and_judged_and_leaves_the_policy_as_it_was():
+  looks = Looks()
+  looks()
+  (decision,) = looks(DECAY).decisions
+  assert (decision.action, decision.cause) == (DECAY.action, "request")
+  assert looks.memory.decay_scale == 2.0
+  looks(), looks()
+  outcome = looks().outcome
+  assert outcome is not None and outcome.verdict == "no effect"
+  memory = looks.memory
+  assert memory.trial is None and memory.judged == 0 and memory.spent == ()
+  assert memory.helped == Memory().helped and not memory.latched
+
+
+def test_a_request_that_did_harm_is_undone():
+  looks = Looks()
+  looks(), looks(DECAY), looks(probe=2.05), looks(probe=2.1)
+  judgement = looks(probe=2.3)
+  assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
+  assert [(d.action, d.cause) for d in judgement.decisions] == [(SetWeightDecay(1.0, 2.0), "harm")]
+  assert looks.memory.decay_scale == 1.0 and looks.memory.harms == 0
+
+
+def test_a_state_that_a_request_broke_is_mended_and_the_request_undone():
+  looks = Looks()
+  looks(), looks(DECAY)
+  judgement = looks(**BAD_STATE)
+  assert [d.action for d in judgement.decisions] == [Rollback(), SetWeightDecay(1.0, 2.0)]
+
+
+@pytest.mark.parametrize("fault", [BAD_STATE, HELD])
+def test_while_something_is_wrong_a_request_waits(fault):
+  looks = Looks()
+  looks()
+  assert DECAY.action not in [d.action for d in looks(DECAY, **fault).decisions]
+
+
+def test_one_action_at_a_time_is_on_trial():
+  looks = Looks()
+  looks(), looks(DECAY)
+  other = Request(SetExpertDropout(0.1))
+  waited = [bool(looks(other).decisions) for _ in range(4)]
+  assert waited == [False, False, True, False]
+
+
+def test_saving_is_no_trial():
+  looks = Looks()
+  looks(), looks(Request(SaveCheckpoint()))
+  assert looks.memory.trial is None
+
+
+def test_observing_changes_nothing():
+  looks = Looks(OrchestratorConfig(mode="observe", check_interval=INTERVAL))
+  looks()
+  assert looks(DECAY).decisions
+  assert looks.memory.decay_scale == 1.0 and looks.memory.trial is None
+
+
+def test_the_queue_survives_a_checkpoint():
+  cfg = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+  queue = Requests(cfg)
+  for action in (SetWeightDecay(2.0), ChangeSettings((("num_steps", 30),))):
+    queue.add(Request(action), 5)
+  again = Requests(cfg, json.loads(json.dumps(queue.to_json())))
+  assert again.waiting == queue.waiting
+
+
+@pytest.mark.parametrize(
+  ("action", "message"),
+  [
+    (Stop(), "not for hooks"),
+    (Rollback(undo=True), "not for hooks"),
+    (SetLearningRateScale(0.0), "scale is 0.0"),
+    (ChangeSettings((("num_steps", 3),)), "is over at step 5"),
+  ],
+)
+def test_what_can_never_be_done_ends_the_run_at_once(action, message):
+  with pytest.raises(ValueError, match=message):
+    Requests(tiny_config()).add(Request(action), 5)
+
+
+# ---- on the real step
+
+CFG = tiny_config(
+  {
+    "num_steps": 200,
+    "moe.num_experts": 4,
+    "moe.spare_experts": 1,
+    "moe.d_ff": 32,
+    "moe.dense_first": 1,
+    "optimizer.learning_rate": 1e-3,
+    "orchestrator.mode": "act",
+    "orchestrator.check_interval": 4,
+  }
+)
+LAYER = 1
+
+
+@pytest.fixture
+def asked():
+  """Hooks for one test: actions by the step of the look at which they are asked for."""
+  actions = {}
+  hook = hooks.register(lambda look: actions.get(look.step))
+  yield actions
+  hooks.unregister(hook)
+
+
+class Run:
+  """A few steps of a small model with experts, under the supervisor."""
+
+  def __init__(self, cfg, path, saves=()):
+    self.plan, self.path, self.saves, self.rows = make_plan(cfg), path, saves, []
+    self.state, self.step = self.plan.init(), 0
+    self.probe = random_rows(cfg, 8, seed=99)
+    self.supervisor = Supervisor(self.plan, self.probe, path)
+    self.supervisor.start(0, self.state)
+
+  def __call__(self, steps):
+    for _ in range(steps):
+      self.step += 1
+      batch = micro_batches(random_rows(CFG, 8, seed=self.step), 1)
+      self.state, metrics = self.plan.train_step(self.state, batch)
+      self.rows.append(np.asarray(metrics.layers["moe/load"]))
+      self.state = self.supervisor.after(self.step, self.state, metrics)
+      if self.step in self.saves:
+        self.state = self.supervisor.settle(self.step, self.state, metrics)
+    return self
+
+  def probe_loss(self):
+    cross_entropy, _, tokens = np.asarray(self.plan.eval_step(self.state.model, self.probe))
+    return cross_entropy / tokens
+
+  def kinds(self, kind):
+    return [row for row in ledger.rows(self.path) if row["kind"] == kind]
+
+
+def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
+  asked |= {8: SetExpertDropout(0.5), 40: SetExpertDropout(0.0), 60: ScaleTemperature(2.0)}
+  run = Run(CFG, tmp_path / "decisions.jsonl")(16)
+  programs = run.plan.train_step._cache_size()
+  run(90)
+  run.supervisor.close()
+  assert run.plan.train_step._cache_size() == programs
+  made = run.kinds("decision")
+  assert [(row["action"], row["step"]) for row in made] == [
+    ("SetExpertDropout", 12), ("SetExpertDropout", 44), ("ScaleTemperature", 64)
+  ]  # fmt: skip
+  assert made[1]["fields"] == {"rate": 0.0, "before": 0.5}
+  idle = np.array([(load > 0).sum() for load in run.rows]) < 4
+  assert idle[12:44].sum() > 8 and not idle[:12].any() and not idle[44:].any()
+  assert len(run.kinds("outcome")) == 3
+  assert ledger.replay(run.path) == ledger.decisions(run.path) == run.supervisor.decisions
+  story = "\n".join(tell(run.path))
+  assert "experts sit out 0.5 of the steps (0 before) because of request: a hook" in story
+
+
+def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_path, asked):
+  asked |= {8: AddExpert(LAYER), 12: AddExpert(LAYER)}
+  run = Run(CFG, tmp_path / "decisions.jsonl", saves=(40, 60))(39)
+  programs = run.plan.train_step._cache_size()
+  before = run.probe_loss()
+  assert not run.kinds("decision")  # experts are edited while the loop waits anyway
+  run(1)
+  ((_, decision),) = run.supervisor.decisions
+  view = read_slots(CFG, run.state, LAYER)
+  assert view.is_open.sum() == 5 and view.twin[decision.action.slot] == decision.action.expert
+  run(21)
+  run.supervisor.close()
+  assert run.plan.train_step._cache_size() == programs
+  assert len(run.supervisor.decisions) == 1
+  (refused,) = run.kinds("refused")  # no slot is left for the second
+  assert "no idle slot" in refused["reason"] or "all experts are halves" in refused["reason"]
+  assert "does not do what a hook asked for" in "\n".join(tell(run.path))
+
+  penalty = SetPenalty(LAYER, decision.action.slot, 5.0)
+  state = apply(penalty, run.state, CFG)
+  assert read_slots(CFG, state, LAYER).penalty[decision.action.slot] == 5.0
+  state = apply(undo(penalty), state, CFG)
+  assert read_slots(CFG, state, LAYER).penalty[decision.action.slot] == pytest.approx(1e30)
+  back = undo(decision.action)
+  assert back == PruneExpert(LAYER, decision.action.slot)
+  view = read_slots(CFG, apply(back, state, CFG), LAYER)
+  assert view.is_open.sum() == 4 and (view.twin < 0).all()
+  assert before > 0
+
+
+def test_adding_an_expert_is_exact(mesh):
+  run = Run(CFG, None)(2)
+  before = run.probe_loss()
+  ready = Requests(CFG, [Request(AddExpert(LAYER)).to_json()]).ready(
+    Memory(), run.state, 2, pause=True
+  )
+  run.state = apply(ready.request.action, run.state, CFG)
+  assert abs(run.probe_loss() - before) < 1e-5
+
+
+def test_temperature_is_that_of_the_setting(mesh):
+  cfg = dataclasses.replace(CFG, moe=dataclasses.replace(CFG.moe, router_bias=True))
+  warm = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, temperature=2.0))
+  plan, rows = make_plan(cfg), random_rows(cfg, 8, seed=3)
+  state = plan.init()
+  want = np.asarray(make_plan(warm).eval_step(make_plan(warm).init().model, rows))
+  kept = jax.tree.map(np.asarray, state.model)
+  changed = apply(ScaleTemperature(2.0), state, cfg)
+  np.testing.assert_allclose(plan.eval_step(changed.model, rows), want, rtol=1e-6)
+  back = apply(undo(ScaleTemperature(2.0)), changed, cfg)
+  for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), b)
