@@ -1,5 +1,8 @@
 """Datasets meet the mesh: which rows this process loads."""
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 
 from ats_jax.config.schema import Config
@@ -19,6 +22,15 @@ def train_feed(cfg: Config, dataset: Dataset, row: int) -> Batches:
     num_workers=cfg.data.num_workers,
     prefetch=cfg.data.prefetch,
   )
+
+
+@contextlib.contextmanager
+def global_feed(
+  cfg: Config, dataset: Dataset, row: int
+) -> Iterator[Iterator[dict[str, jax.Array]]]:
+  """The training batches from global row `row` on, on the mesh."""
+  with train_feed(cfg, dataset, row) as batches:
+    yield (to_global(batch, jax.sharding.get_mesh()) for batch in batches)
 
 
 def probe_batch(cfg: Config, dataset: Dataset) -> dict[str, jax.Array] | None:

@@ -16,12 +16,13 @@ from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import explain, resolve, with_changes
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.data.tokenizer_file import save_tokenizer
-from ats_jax.feed import probe_batch, train_feed
+from ats_jax.feed import global_feed, probe_batch, train_feed
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
+from ats_jax.orchestrator.branch import Ahead
 from ats_jax.orchestrator.changes import Restart
 from ats_jax.orchestrator.relief import relieved
 from ats_jax.orchestrator.supervisor import SETTINGS, Supervisor
@@ -93,6 +94,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
     log = StepLog(names, writer, meter, progress, every, layers, raises=not acts)
     enter(log)
     train_step, rules = plan.train_step, None
+    upcoming = lambda: global_feed(cfg, train_set, position["row"])
     stopped = scores = None
 
     for step in range(start + 1, cfg.num_steps + 1):
@@ -113,7 +115,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
       due_now = supervisor.wants_checkpoint or due(step, cfg.checkpoint.every_steps)
       if saves := last or stopped or due_now:
         with log.pause(step), goodput.timed("checkpoint"):
-          state = supervisor.settle(step, state, metrics)
+          state = supervisor.settle(step, state, metrics, Ahead(train_step, upcoming))
       if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
         with log.pause(step), goodput.timed("eval"):
           scores = score(plan, state.weights, valid_set, step)

@@ -448,6 +448,13 @@ class OrchestratorConfig:
     low=0.0,
     resume="free",
   )
+  branch_steps: int = setting(
+    0,
+    "updates of an arm of a paired branch, eight of which are trained ahead at a checkpoint before "
+    "a higher learning rate, or what a hook wants tried, is taken; 0 = neither",
+    low=0,
+    resume="free",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

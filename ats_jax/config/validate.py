@@ -164,6 +164,11 @@ def _orchestrator(cfg: Config) -> None:
       f"orchestrator.check_interval={o.check_interval} exceeds num_steps={cfg.num_steps}: nobody "
       "would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
     )
+  if o.branch_steps and o.mode != "act":
+    raise ValueError(
+      f"orchestrator.branch_steps={o.branch_steps} with orchestrator.mode={o.mode}: what is tried "
+      "ahead is done if it wins. Use mode=act, or branch_steps=0."
+    )
   if o.mode == "act" and o.snapshot_gb == 0.0 and cfg.checkpoint.every_steps >= cfg.num_steps:
     raise ValueError(
       f"orchestrator.snapshot_gb=0 and checkpoint.every_steps={cfg.checkpoint.every_steps} of "

@@ -39,7 +39,17 @@ class Look(NamedTuple):
   judgement: Judgement
 
 
-Hook = Callable[[Look], Action | None]
+class Try(NamedTuple):
+  """An action to be done only if it wins a paired branch (`orchestrator.branch_steps`).
+
+  Attributes:
+    action: on the state, not the settings.
+  """
+
+  action: Action
+
+
+Hook = Callable[[Look], Action | Try | None]
 _registered: list[Hook] = []
 
 
@@ -58,7 +68,7 @@ def unregister(hook: Hook) -> None:
   _registered.remove(hook)
 
 
-def call(look: Look) -> list[Action]:
+def call(look: Look) -> list[Action | Try]:
   """Call them all, in the order of registration; returns what they ask for."""
   asked = [hook(look) for hook in tuple(_registered)]
   return [action for action in asked if action is not None]

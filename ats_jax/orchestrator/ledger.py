@@ -5,6 +5,7 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   start        the settings; at the beginning of a workdir, or when they changed
   resumed_from the run goes on from this step: lines of later steps before it no longer count
   check        a look: the reading, the health report, what a hook asks for
+  branch       what was tried ahead, and what it changed: mean and its error, in nats
   refused      what a hook asked for and is not possible, and why
   decision     id, action and its fields, cause, confidence, reason, applied, and what it came to
   outcome      id, verdict, before and after (nats above the reference)

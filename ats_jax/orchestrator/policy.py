@@ -355,7 +355,7 @@ def _act(
   """Remember what is done; who only observes remembers that it was said."""
   action, kind = decision.action, type(decision.action).__name__
   memory = memory._replace(decisions=decision.id + 1)
-  requested = decision.cause == "request"
+  requested = decision.cause in ("request", "branch")
   is_on_trial = decision.cause not in ("recovery", "harm")
   if is_on_trial and not requested:
     wait = {**memory.wait, kind: memory.checks + WAIT.get(kind, 0)}

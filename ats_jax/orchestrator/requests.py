@@ -12,6 +12,7 @@ from ats_jax.orchestrator.actions import (
   RecycleExpert,
   ReopenExpert,
   Rollback,
+  SaveCheckpoint,
   SetExpertDropout,
   SetLearningRateScale,
   SetPenalty,
@@ -34,7 +35,7 @@ class Request(NamedTuple):
 
   Attributes:
     action: what.
-    cause: "request".
+    cause: "request" of a hook; "trial" if it is to win a paired branch first, "branch" if it did.
     reason: in words.
   """
 
@@ -76,6 +77,7 @@ class Requests:
   def __init__(self, cfg: Config, waiting: Iterable[Mapping[str, Any]] = ()):
     """Go on with what `to_json` gave."""
     self._cfg = cfg
+    self._last: tuple[int, list[Request]] = (-1, [])  # of the last step with requests
     self.waiting = [Request.from_json(fields) for fields in waiting]
 
   def to_json(self) -> list[dict[str, Any]]:
@@ -83,29 +85,43 @@ class Requests:
     return [request.to_json() for request in self.waiting]
 
   def add(self, request: Request, step: int) -> None:
-    """Take it in.
+    """Take it in; once, though before a checkpoint there may be several looks at one step.
 
     Raises:
       ValueError: if this run can never do it.
     """
     action = request.action
+    if request.cause == "trial":
+      if not self._cfg.orchestrator.branch_steps:
+        raise ValueError(f"{action} is to win a branch first, but orchestrator.branch_steps=0.")
+      if isinstance(action, Rollback | ChangeSettings | SaveCheckpoint):
+        raise ValueError(f"{action} cannot be tried on a branch. Ask for it without.")
     if isinstance(action, Stop) or action == Rollback(undo=True):
       raise ValueError(f"{action} is not for hooks to ask for.")
     check(action, self._cfg)
     if isinstance(action, ChangeSettings):
       changed(self._cfg, action, step)
-    self.waiting.append(request)
+    if self._last[0] != step:
+      self._last = (step, [])
+    if request not in self._last[1]:
+      self._last[1].append(request)
+      self.waiting.append(request)
 
-  def ready(self, memory: Memory, state: TrainState, step: int, *, pause: bool) -> Ready | None:
+  def ready(
+    self, memory: Memory, state: TrainState, step: int, *, pause: bool, trial: bool = False
+  ) -> Ready | None:
     """The first whose turn it is.
 
     Args:
+      trial: of those that are to be tried, or else of the others.
       memory: of the policy; says what was before.
       state: says which experts there are; read at a pause only.
       step: now.
       pause: whether the loop waits anyway, as before a checkpoint.
     """
     for place, request in enumerate(self.waiting):
+      if trial is not (request.cause == "trial"):
+        continue
       if pause or not isinstance(request.action, Surgery):
         try:
           action = self._filled_in(request.action, memory, state, step)

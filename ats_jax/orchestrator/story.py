@@ -51,6 +51,9 @@ def tell(path: Path) -> list[str]:
         lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
       case "refused":
         lines.append(_line(row, f"does not do what a hook asked for: {row['reason']}"))
+      case "branch":
+        effect = f"{row['mean']:+.3g} +- {row['error']:.2g} nats"
+        lines.append(_line(row, f"tries {row['action']} on a branch: held-out loss {effect}"))
       case "outcome":
         lines.append(_line(row, _effect(row)))
   return [*lines, *_summary(rows)]
@@ -98,7 +101,7 @@ def _deed(row: Mapping[str, Any]) -> str:
 
 
 def _because(row: Mapping[str, Any]) -> str:
-  if row["cause"] in ("recovery", "harm", "request"):
+  if row["cause"] in ("recovery", "harm", "request", "branch"):
     return f"{row['cause']}: {row['reason']}"
   return f"the {row['cause']} (confidence {row['confidence']:.2f}): {row['reason']}"
 

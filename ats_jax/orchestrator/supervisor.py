@@ -19,13 +19,16 @@ from jax.experimental import multihost_utils
 
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
+  MOST_RATE,
   Rollback,
   SaveCheckpoint,
+  SetLearningRateScale,
   Stop,
   Surgery,
   apply,
   to_json,
 )
+from ats_jax.orchestrator.branch import Ahead, compare
 from ats_jax.orchestrator.changes import ChangeSettings
 from ats_jax.orchestrator.clock import Clock, Totals
 from ats_jax.orchestrator.experts import Experts
@@ -39,14 +42,17 @@ from ats_jax.orchestrator.snapshots import COPIES, Snapshots, local_bytes
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.plan import Plan
+from ats_jax.step.schedule import is_flat
 from ats_jax.step.state import TrainState, first_bucket
 
 Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 AGREE = 10  # looks between two comparisons of what processes remember
-# Where a checkpoint keeps the policy's memory, what hooks asked for, and {setting: (first, now)}.
-SAVED, WAITING, SETTINGS = "orchestrator", "requests", "settings"
+RAISE, LOST = 2.0, 3  # of the learning rate; after so many lost branches none is tried any more
+# Where a checkpoint keeps the policy's memory, what hooks asked for, how many branches lost, and
+# {setting: (first value, value now)}.
+SAVED, WAITING, BRANCHES, SETTINGS = "orchestrator", "requests", "branches_lost", "settings"
 
 
 class Interval(NamedTuple):
@@ -100,6 +106,7 @@ class Supervisor:
     self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
     self._requests, self._settings = Requests(plan.cfg), dict[str, tuple[Any, Any]]()
+    self._lost = 0  # branches, and actions that were undone
     self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
     self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
     self._write, self._restore = write, restore
@@ -136,6 +143,7 @@ class Supervisor:
     if saved and SAVED in saved:
       self.memory = Memory.from_json(saved[SAVED])
       self._requests = Requests(self._plan.cfg, saved.get(WAITING, ()))
+      self._lost = saved.get(BRANCHES, 0)
       self._settings = {name: (was, now) for name, (was, now) in saved.get(SETTINGS, {}).items()}
     if step:
       self._note("resumed_from", step)
@@ -178,8 +186,16 @@ class Supervisor:
       self._snapshots.offer(step, state)
     return state
 
-  def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
+  def settle(
+    self, step: int, state: TrainState, metrics: StepMetrics, ahead: Ahead | None = None
+  ) -> TrainState:
     """Look at all that there is, waiting for it: before a checkpoint, which must be sound.
+
+    Args:
+      step: updates done.
+      state: what the last one left.
+      metrics: likewise.
+      ahead: to try an action with, if there is one to be tried.
 
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.
@@ -192,6 +208,8 @@ class Supervisor:
           state = self._look(step, state, interval, pause=True)
     if self._restored_step != step:  # else these are the metrics of what was replaced
       check_finite(step, metrics)
+    if ahead is not None and self._may_try(step):
+      state = self._try(step, state, ahead)
     return state
 
   def saved(self) -> dict[str, Any]:
@@ -199,8 +217,12 @@ class Supervisor:
     self.wants_checkpoint = False
     if self._cfg.mode == "off":
       return {}
-    waiting = self._requests.to_json()
-    return {SAVED: self.memory.to_json(), WAITING: waiting, SETTINGS: self._settings}
+    return {
+      SAVED: self.memory.to_json(),
+      WAITING: self._requests.to_json(),
+      BRANCHES: self._lost,
+      SETTINGS: self._settings,
+    }
 
   def close(self) -> None:
     """Make the ledger durable."""
@@ -259,25 +281,32 @@ class Supervisor:
     for decision in judgement.decisions:
       if ready is not None and decision.action is ready.request.action:
         del self._requests.waiting[ready.place]
+      self._lost += decision.cause == "harm"
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
     if self.memory.trial is None:
       self._snapshots.forget()
     self._report(step, reading, judgement, LEVELS.index(health.level))
-    for action in hooks.call(hooks.Look(step, reading, health, judgement)):
-      self._requests.add(Request(action), step)
+    for asked in hooks.call(hooks.Look(step, reading, health, judgement)):
+      is_try = isinstance(asked, hooks.Try)
+      self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
     return state
 
   def _ready(self, step: int, state: TrainState, *, pause: bool) -> Ready | None:
     """The request whose turn it is; one that turns out impossible is dropped, and said so."""
+    if self.wants_restart:
+      return None
     ready = self._requests.ready(self.memory, state, step, pause=pause)
     if ready is None or not ready.refusal:
       return ready
     del self._requests.waiting[ready.place]
+    self._refuse(step, ready)
+    return None
+
+  def _refuse(self, step: int, ready: Ready) -> None:
     fields = to_json(ready.request.action)
     self._note("refused", step, action=fields.pop("action"), fields=fields, reason=ready.refusal)
     logging.warning("orchestrator: what a hook asked for is not possible: %s", ready.refusal)
-    return None
 
   def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
     action, earlier, came_to = decision.action, None, {}
@@ -313,6 +342,40 @@ class Supervisor:
     state, self._changed_step = apply(action, state, self._plan.cfg, earlier), step
     if self._experts is not None and isinstance(action, Rollback | Surgery):
       self._experts = Experts(self._plan.cfg, state)
+    return state
+
+  def _may_try(self, step: int) -> bool:
+    """Whether there is time and peace for a branch."""
+    memory, is_over = self.memory, step == self._plan.cfg.num_steps
+    healthy = memory.healthy > 0 and memory.trial is None and not memory.latched
+    able = self._cfg.branch_steps > 0 and self._probe is not None and self._snapshots.good
+    return bool(able) and healthy and not is_over and not self.wants_restart
+
+  def _try(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
+    """Try what a hook wants tried, or a higher rate, on a branch; ask for it if it wins."""
+    ready = self._requests.ready(self.memory, state, step, pause=True, trial=True)
+    if ready is not None:
+      del self._requests.waiting[ready.place]
+      if ready.refusal:
+        self._refuse(step, ready)
+        return state
+      action = ready.request.action
+    elif self._lost < LOST and is_flat(self._plan.cfg, step):
+      before = self.memory.lr_scale
+      action = SetLearningRateScale(min(RAISE * before, MOST_RATE), before)
+    else:
+      return state
+    loss = lambda model: probe_loss(jax.device_get(self._plan.eval_step(model, self._probe)))
+    state, effect = compare(self._plan.cfg, state, action, ahead, loss)
+    self._lost += not effect.wins
+    fields = to_json(action)
+    name = fields.pop("action")
+    self._note("branch", step, action=name, fields=fields, **effect._asdict())
+    logging.info("orchestrator: step %d: %s on a branch: held-out loss %+.3g +- %.2g nats",
+      step, action, *effect)  # fmt: skip
+    if effect.wins:
+      reason = f"on a branch the held-out loss changed by {effect.mean:.3g} +- {effect.error:.2g}"
+      self._requests.add(Request(action, "branch", reason), step)
     return state
 
   def _change(self, action: ChangeSettings) -> None:

@@ -116,6 +116,8 @@ def test_the_queue_survives_a_checkpoint():
   queue = Requests(cfg)
   for action in (SetWeightDecay(2.0), ChangeSettings((("num_steps", 30),))):
     queue.add(Request(action), 5)
+    queue.add(Request(action), 5)  # two looks at one step
+  assert len(queue.waiting) == 2
   again = Requests(cfg, json.loads(json.dumps(queue.to_json())))
   assert again.waiting == queue.waiting
 

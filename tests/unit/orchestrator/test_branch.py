@@ -1,0 +1,170 @@
+"""A paired branch: what wins is done, what loses leaves no trace, and the run is as it was."""
+
+import contextlib
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from helpers import micro_batches, tiny_config
+
+from ats_jax.orchestrator import hooks, ledger
+from ats_jax.orchestrator.actions import (
+  Rollback,
+  SaveCheckpoint,
+  SetLearningRateScale,
+  SetWeightDecay,
+)
+from ats_jax.orchestrator.branch import Ahead, Effect, compare
+from ats_jax.orchestrator.changes import ChangeSettings
+from ats_jax.orchestrator.reading import probe_loss
+from ats_jax.orchestrator.requests import Request, Requests
+from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.supervisor import LOST, Supervisor
+from ats_jax.step.plan import make_plan
+
+SETTINGS = {
+  "num_steps": 400,
+  "model.num_layers": 1,
+  "optimizer.schedule": "constant",
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": 10,
+  "orchestrator.snapshot_interval": 10,
+  "orchestrator.branch_steps": 12,
+}
+
+
+def rows(seed):
+  """Sequences that count, but for a fifth of the tokens."""
+  rng = np.random.default_rng(seed)
+  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
+  tokens = np.where(rng.random((8, 17)) < 0.2, rng.integers(0, 64, (8, 17)), counting)
+  ones = np.ones((8, 16), np.int32)
+  return {
+    "tokens": tokens[:, :-1].astype(np.int32),
+    "targets": tokens[:, 1:].astype(np.int32),
+    "loss_mask": ones.astype(np.float32),
+    "segment_ids": ones,
+    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
+  }
+
+
+class Run:
+  """A run of a tiny model that saves, or could, every 40 steps."""
+
+  def __init__(self, rate, path=None, **settings):
+    self.cfg = tiny_config(SETTINGS | {"optimizer.learning_rate": rate} | settings)
+    self.plan, self.path, self.step = make_plan(self.cfg), path, 0
+    self.state = self.plan.init()
+    self.supervisor = Supervisor(self.plan, rows(10**6), path)
+    self.supervisor.start(0, self.state)
+    self.opened = []
+
+  @contextlib.contextmanager
+  def batches(self):
+    self.opened.append(self.step)
+    yield (micro_batches(rows(step), 1) for step in itertools.count(self.step + 1))
+
+  def __call__(self, steps, *, tries=True):
+    ahead = Ahead(self.plan.train_step, self.batches) if tries else None
+    for _ in range(steps):
+      self.step += 1
+      batch = micro_batches(rows(self.step), 1)
+      self.state, metrics = self.plan.train_step(self.state, batch)
+      self.state = self.supervisor.after(self.step, self.state, metrics)
+      if self.step % 40 == 0:
+        self.state = self.supervisor.settle(self.step, self.state, metrics, ahead)
+    return self
+
+  def loss(self, model=None):
+    model = self.state.model if model is None else model
+    return probe_loss(np.asarray(self.plan.eval_step(model, rows(10**6))))
+
+  def compare(self, action):
+    ahead = Ahead(self.plan.train_step, self.batches)
+    self.state, effect = compare(self.cfg, self.state, action, ahead, self.loss)
+    return effect
+
+
+def arrays(state):
+  return [
+    np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    for x in jax.tree.leaves(state)
+  ]
+
+
+def test_an_arm_that_is_better_wins_and_the_state_comes_back(mesh):
+  run = Run(1e-4)(40, tries=False)
+  before, programs = arrays(run.state), run.plan.train_step._cache_size()
+  higher = run.compare(SetLearningRateScale(8.0))
+  assert higher.wins and higher.mean < -0.01
+  for a, b in zip(arrays(run.state), before, strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert not run.compare(SetLearningRateScale(0.1)).wins  # though the rate falls in both arms
+  none = run.compare(SetWeightDecay(1.0))
+  assert none == Effect(0.0, 0.0) and not none.wins  # the arms differ in nothing else
+  assert run.plan.train_step._cache_size() == programs
+  run(1)
+
+
+@pytest.mark.parametrize(
+  ("mean", "error", "wins"),
+  [(-0.01, 0.001, True), (-0.01, 0.004, False), (-0.002, 1e-5, False), (0.01, 0.001, False)],
+)
+def test_what_wins(mean, error, wins):
+  assert Effect(mean, error).wins is wins
+
+
+def test_a_low_rate_is_raised_and_that_is_written_down(mesh, tmp_path):
+  low = Run(1e-4, tmp_path / "decisions.jsonl")(200)
+  low.supervisor.close()
+  assert low.supervisor.memory.lr_scale > 2.0
+  raises = [d for _, d in low.supervisor.decisions if d.cause == "branch"]
+  assert raises and all(isinstance(d.action, SetLearningRateScale) for d in raises)
+  tried = [row for row in ledger.rows(low.path) if row["kind"] == "branch"]
+  assert len(tried) >= len(raises) and tried[0]["mean"] < 0
+  assert ledger.replay(low.path) == ledger.decisions(low.path)
+  assert "on a branch: held-out loss -" in "\n".join(tell(low.path))
+  left = Run(1e-4, **{"orchestrator.branch_steps": 0})(200)
+  assert not left.supervisor.decisions and not left.opened
+  assert low.loss() < left.loss() - 0.1
+
+
+def test_a_rate_that_is_high_enough_is_left_alone_and_weights_too(mesh):
+  run = Run(3e-2)(200)
+  assert len(run.opened) == LOST and not run.supervisor.decisions  # then it tries no more
+  off = Run(3e-2, **{"orchestrator.branch_steps": 0})(200)
+  for a, b in zip(arrays(run.state), arrays(off.state), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh):
+  asked = {60: hooks.Try(SetWeightDecay(0.0)), 140: hooks.Try(SetLearningRateScale(6.0))}
+  hook = hooks.register(lambda look: asked.get(look.step))
+  try:
+    run = Run(1e-4)
+    run.supervisor._lost = LOST  # of its own accord it tries nothing
+    run(200)
+  finally:
+    hooks.unregister(hook)
+  assert run.opened == [80, 160]
+  assert [d.action for _, d in run.supervisor.decisions] == [SetLearningRateScale(6.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+  ("changes", "action", "message"),
+  [
+    ({"orchestrator.branch_steps": 0}, SetWeightDecay(0.5), "branch_steps=0"),
+    ({}, Rollback(), "cannot be tried"),
+    ({}, SaveCheckpoint(), "cannot be tried"),
+    ({}, ChangeSettings((("num_steps", 300),)), "cannot be tried"),
+  ],
+)
+def test_what_cannot_be_tried_is_refused(changes, action, message):
+  with pytest.raises(ValueError, match=message):
+    Requests(tiny_config(SETTINGS | changes)).add(Request(action, "trial"), 5)
+
+
+def test_only_who_acts_may_try():
+  with pytest.raises(ValueError, match="branch_steps=12 with"):
+    tiny_config(SETTINGS | {"orchestrator.mode": "observe"})
