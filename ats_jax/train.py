@@ -13,7 +13,7 @@ from absl import flags, logging
 from ats_jax import report, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like
 from ats_jax.config import Config, from_config_dict
-from ats_jax.config.build import explain, resolve, with_changes
+from ats_jax.config.build import CHANGES, explain, resolve, with_changes
 from ats_jax.data.pipeline import open_datasets
 from ats_jax.data.tokenizer_file import save_tokenizer
 from ats_jax.feed import global_feed, probe_batch, train_feed
@@ -25,7 +25,7 @@ from ats_jax.metrics.writer import create_writer
 from ats_jax.orchestrator.branch import Ahead
 from ats_jax.orchestrator.changes import Restart
 from ats_jax.orchestrator.relief import relieved
-from ats_jax.orchestrator.supervisor import SETTINGS, Supervisor
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
@@ -57,7 +57,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
     enter = stack.enter_context
     enter(workdir.claim(folder, cfg))
     checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint))
-    changes = checkpoints.latest_extra().get(SETTINGS, {})
+    changes = checkpoints.latest_extra().get(CHANGES, {})
     cfg = with_changes(cfg, changes)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
@@ -69,7 +69,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
     restored = checkpoints.restore_latest(abstract, ADDED)
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
-    if position.get(SETTINGS, {}) != changes:
+    if position.get(CHANGES, {}) != changes:
       raise Restart(f"checkpoint {start} was made with other settings than a newer, damaged one")
     plan = dataclasses.replace(plan, fp8=position.get("fp8", True))
     workdir.check_data(folder, position["data"], train_set.fingerprint)
@@ -130,7 +130,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
           writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})
       if stopped:
         break
-      if supervisor.wants_restart and saves:
+      if supervisor.wants_restart:
         checkpoints.wait()
         raise Restart(f"other settings from step {step} on; the step is compiled again")
 

@@ -139,12 +139,7 @@ def read(
 ) -> tuple[int, PyTree, dict[str, Any]]:
   """Restore a step that `choose` returned; see `restore_tree`.
 
-  Args:
-    directory: see there.
-    step: see there.
-    abstract: see there.
-    subtree: see there.
-    added: leaves that an older program did not save, by name, and what they are then filled with.
+  Leaves in `added` that an older program did not save are filled with the value given there.
   """
   folder = directory / str(step)
   wanted = layout.named_leaves(abstract, subtree)

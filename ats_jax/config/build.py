@@ -129,6 +129,9 @@ def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:
   return from_config_dict(nested)
 
 
+CHANGES = "settings"  # where a checkpoint keeps what `with_changes` takes
+
+
 def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
   """`cfg` with what an orchestrator has changed since: {name: (what it was, what it is now)}.
 

@@ -12,7 +12,7 @@ import jax
 from ats_jax import runtime, workdir
 from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree
 from ats_jax.config import Config
-from ats_jax.config.build import resolve, with_changes
+from ats_jax.config.build import CHANGES, resolve, with_changes
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.model.decoder import Decoder
@@ -59,7 +59,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
 def settings_of(checkpoints: Path, step: int | str) -> dict[str, Any]:
   """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
   try:
-    return load_extra(checkpoints, step).get("settings", {})
+    return load_extra(checkpoints, step).get(CHANGES, {})
   except CheckpointError:  # `restore_tree` says it better, or goes further back
     return {}
 
@@ -88,7 +88,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
     restored, model, extra = restore_tree(checkpoints, abstract, chosen, part)
-    if extra.get("settings", {}) != changes:
+    if extra.get(CHANGES, {}) != changes:
       raise ValueError(
         f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "
         f"other settings. Use --step={restored}."

@@ -2,7 +2,7 @@
 
 A config file is Python, so it is the place to register one, without touching the loop:
 
-  from ats_jax.orchestrator import hooks
+  from ats_jax.orchestrator import actions, hooks
 
   @hooks.register
   def tell_me(look: hooks.Look) -> None:

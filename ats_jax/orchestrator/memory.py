@@ -59,6 +59,7 @@ class Memory(NamedTuple):
     judged: actions judged so far.
     harms: in a row.
     latched: only watch from here on: what was done did harm.
+    lr_wanted: what `lr_scale` is given back to: 1, or what a request made it.
     decay_scale: what `Control` holds.
     expert_dropout: likewise.
   """
@@ -84,6 +85,7 @@ class Memory(NamedTuple):
   judged: int = 0
   harms: int = 0
   latched: bool = False
+  lr_wanted: float = 1.0
   decay_scale: float = 1.0
   expert_dropout: float = 0.0
 

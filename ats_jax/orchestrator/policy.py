@@ -257,8 +257,8 @@ def _recover(
     return []
   why = f"{memory.healthy} looks in a row found nothing"
   wanted: list[Action] = []
-  if memory.lr_scale < 1.0:
-    scale = min(1.0, RECOVER * memory.lr_scale)
+  if memory.lr_scale < memory.lr_wanted:
+    scale = min(memory.lr_wanted, RECOVER * memory.lr_scale)
     wanted.append(SetLearningRateScale(scale, memory.lr_scale))
   if memory.bucket is not None and memory.bucket != base_bucket:
     wanted.append(SetSkips(base_bucket, memory.bucket))
@@ -295,7 +295,7 @@ def _judge_trial(
   if finding is not None and finding.cause == "data":
     return memory._replace(trial=None), Outcome(trial.id, "unclear", trial.before, after), []
   noise = max(2.0 * margin / MARGIN_SIGMAS, LEAST_HARM)
-  works, kind = False, type(trial.action).__name__
+  works = False
   if isinstance(trial.action, RecycleExpert):
     at = (trial.action.layer, trial.action.expert)
     works = at not in reading.starved and after <= trial.before + noise
@@ -306,7 +306,11 @@ def _judge_trial(
   else:
     verdict = "no effect"
   memory = memory._replace(trial=None)
-  if not trial.requested:
+  if trial.requested:
+    if isinstance(trial.action, SetLearningRateScale) and verdict == "harmed":
+      memory = memory._replace(lr_wanted=trial.action.before)
+  else:
+    kind = type(trial.action).__name__
     yes, no = memory.helped[kind]
     counts = (yes + 1.0, no) if verdict == "helped" else (yes, no + 1.0)
     gain = min(max(trial.before - after, -1.0), 1.0) if verdict != "no effect" else 0.0
@@ -366,7 +370,7 @@ def _act(
     return memory
   match action:
     case SetLearningRateScale(scale):
-      memory = memory._replace(lr_scale=scale)
+      memory = memory._replace(lr_scale=scale, lr_wanted=scale if requested else memory.lr_wanted)
     case SetSkips(bucket):
       memory = memory._replace(bucket=bucket)
     case SetWeightDecay(scale):

@@ -113,11 +113,11 @@ class Requests:
     """The first whose turn it is.
 
     Args:
-      trial: of those that are to be tried, or else of the others.
       memory: of the policy; says what was before.
       state: says which experts there are; read at a pause only.
       step: now.
       pause: whether the loop waits anyway, as before a checkpoint.
+      trial: of those that are to be tried, or else of the others.
     """
     for place, request in enumerate(self.waiting):
       if trial is not (request.cause == "trial"):

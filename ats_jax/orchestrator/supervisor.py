@@ -17,6 +17,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from ats_jax.config.build import CHANGES
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   MOST_RATE,
@@ -50,9 +51,8 @@ Write = Callable[[int, Mapping[str, float]], None]
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 AGREE = 10  # looks between two comparisons of what processes remember
 RAISE, LOST = 2.0, 3  # of the learning rate; after so many lost branches none is tried any more
-# Where a checkpoint keeps the policy's memory, what hooks asked for, how many branches lost, and
-# {setting: (first value, value now)}.
-SAVED, WAITING, BRANCHES, SETTINGS = "orchestrator", "requests", "branches_lost", "settings"
+# Where a checkpoint keeps the policy's memory, what hooks asked for, how many branches lost.
+SAVED, WAITING, BRANCHES = "orchestrator", "requests", "branches_lost"
 
 
 class Interval(NamedTuple):
@@ -105,7 +105,8 @@ class Supervisor:
     """
     self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
-    self._requests, self._settings = Requests(plan.cfg), dict[str, tuple[Any, Any]]()
+    self._requests = Requests(plan.cfg)
+    self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self._lost = 0  # branches, and actions that were undone
     self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
     self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
@@ -144,7 +145,7 @@ class Supervisor:
       self.memory = Memory.from_json(saved[SAVED])
       self._requests = Requests(self._plan.cfg, saved.get(WAITING, ()))
       self._lost = saved.get(BRANCHES, 0)
-      self._settings = {name: (was, now) for name, (was, now) in saved.get(SETTINGS, {}).items()}
+      self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
     if step:
       self._note("resumed_from", step)
     self._note(
@@ -221,7 +222,7 @@ class Supervisor:
       SAVED: self.memory.to_json(),
       WAITING: self._requests.to_json(),
       BRANCHES: self._lost,
-      SETTINGS: self._settings,
+      CHANGES: self._settings,
     }
 
   def close(self) -> None:
@@ -349,7 +350,8 @@ class Supervisor:
     memory, is_over = self.memory, step == self._plan.cfg.num_steps
     healthy = memory.healthy > 0 and memory.trial is None and not memory.latched
     able = self._cfg.branch_steps > 0 and self._probe is not None and self._snapshots.good
-    return bool(able) and healthy and not is_over and not self.wants_restart
+    has_won = any(request.cause == "branch" for request in self._requests.waiting)
+    return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
 
   def _try(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
     """Try what a hook wants tried, or a higher rate, on a branch; ask for it if it wins."""
@@ -367,7 +369,7 @@ class Supervisor:
       return state
     loss = lambda model: probe_loss(jax.device_get(self._plan.eval_step(model, self._probe)))
     state, effect = compare(self._plan.cfg, state, action, ahead, loss)
-    self._lost += not effect.wins
+    self._lost += ready is None and not effect.wins
     fields = to_json(action)
     name = fields.pop("action")
     self._note("branch", step, action=name, fields=fields, **effect._asdict())

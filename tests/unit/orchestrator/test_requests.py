@@ -76,6 +76,21 @@ def test_a_request_that_did_harm_is_undone():
   assert looks.memory.decay_scale == 1.0 and looks.memory.harms == 0
 
 
+def test_a_rate_that_was_asked_for_is_the_one_that_is_given_back():
+  looks = Looks()
+  looks(), looks(Request(SetLearningRateScale(0.5)))
+  for _ in range(12):
+    assert not looks().decisions
+  looks(held=25, probe=2.3)  # the policy halves it
+  assert looks.memory.lr_scale == 0.25
+  for _ in range(30):
+    looks()
+  assert looks.memory.lr_scale == 0.5
+  looks(Request(SetLearningRateScale(2.0, 0.5))), looks(probe=2.05), looks(probe=2.1)
+  assert looks(probe=2.3).outcome.verdict == "harmed"
+  assert looks.memory.lr_scale == looks.memory.lr_wanted == 0.5
+
+
 def test_a_state_that_a_request_broke_is_mended_and_the_request_undone():
   looks = Looks()
   looks(), looks(DECAY)
