@@ -50,7 +50,9 @@ Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 AGREE = 10  # looks between two comparisons of what processes remember
-RAISE, LOST = 2.0, 3  # of the learning rate; after so many lost branches none is tried any more
+# A higher rate is tried from a fifth of the run on, before which it looks better than it is, and
+# until so many branches were lost.
+RAISE, RAISE_FROM, LOST = 2.0, 0.2, 3
 # Where a checkpoint keeps the policy's memory, what hooks asked for, how many branches lost.
 SAVED, WAITING, BRANCHES = "orchestrator", "requests", "branches_lost"
 
@@ -353,6 +355,11 @@ class Supervisor:
     has_won = any(request.cause == "branch" for request in self._requests.waiting)
     return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
 
+  def _at_peak(self, step: int) -> bool:
+    """Whether it is time to ask for more than the schedule's learning rate."""
+    cfg = self._plan.cfg
+    return step >= RAISE_FROM * cfg.num_steps and is_flat(cfg, step)
+
   def _try(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
     """Try what a hook wants tried, or a higher rate, on a branch; ask for it if it wins."""
     ready = self._requests.ready(self.memory, state, step, pause=True, trial=True)
@@ -362,7 +369,7 @@ class Supervisor:
         self._refuse(step, ready)
         return state
       action = ready.request.action
-    elif self._lost < LOST and is_flat(self._plan.cfg, step):
+    elif self._lost < LOST and self._at_peak(step):
       before = self.memory.lr_scale
       action = SetLearningRateScale(min(RAISE * before, MOST_RATE), before)
     else:

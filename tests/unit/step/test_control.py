@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+from helpers import make_decoder, make_test_mesh, micro_batches, random_rows, tiny_config
 
+from ats_jax.model.router import CLOSED
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizer import decay_mask
 from ats_jax.step.plan import make_plan
+from ats_jax.step.routing import drop_experts
 from ats_jax.step.update import Fault
 
 CALM = {
@@ -78,6 +80,19 @@ def test_dropped_experts_get_no_token_and_enough_stay(mesh, changes, accum):
   state, metrics = plan.train_step(with_control(state, expert_dropout=0.0), batch(cfg, 12))
   assert (np.asarray(metrics.layers["moe/load"]) > 0).sum() == cfg.moe.num_experts * 3
   assert plan.train_step._cache_size() == 1
+
+
+@pytest.mark.parametrize(("changes", "kept"), [({}, 3), (GROUPS | {"moe.num_experts": 9}, 6)])
+def test_enough_experts_stay_whatever_the_rate(mesh, changes, kept):
+  cfg = tiny_config(CALM | EXPERTS | changes)
+  model = make_decoder(cfg)
+  dropped = drop_experts(cfg, model, jnp.float32(1.0), jax.random.key(0))
+  for blocks, were in zip(dropped.segments, model.segments, strict=True):
+    for layer, was in zip(blocks.layers, were.layers, strict=True):
+      router = layer.mlp.router
+      stays = (router.bias_E[...] > CLOSED / 2) * router.is_open()
+      assert (stays.sum(axis=-1) == kept).all()
+      assert (was.mlp.router.bias_E[...] == 0.0).all()  # the model itself is not changed
 
 
 def test_evaluation_knows_nothing_of_dropped_experts(mesh):
