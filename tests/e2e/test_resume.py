@@ -118,6 +118,17 @@ def test_sparse_runs_resume_bit_for_bit(variant, settings, tmp_path):
 
 
 @pytest.mark.compat
+def test_the_fast_step_resumes_bit_for_bit(settings, tmp_path):
+  fast = ("step.remat=names", "step.scan_unroll=2", "precision.deterministic=True")
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  start = lambda folder: runs.start(folder, *settings, *fast)
+  runs.finish(start(whole))
+  runs.stop_at(start(broken), 20, signal.SIGKILL)
+  output = runs.finish(start(broken))
+  assert f"resuming {broken} from step" in output
+  runs.assert_same_run(whole, broken, STEPS)
+
+
 def test_a_complete_run_says_so(settings, uninterrupted):
   before = runs.rows(uninterrupted)
   output = runs.finish(runs.start(uninterrupted, *settings))
