@@ -69,11 +69,12 @@ def _eight_bits(cfg: Config) -> dict[str, str]:
   if not cfg.precision.fp8:
     return {}
   number, every = sum(kind.fp8 for kind in layer_kinds(cfg)), cfg.eval.every_steps
-  when = f"at an evaluation (each {every} steps)" if every else "never (eval.every_steps=0)"
-  return {
-    "8 bits": f"{number} of {cfg.model.num_layers} layers; switched off {when} if they raise the "
-    f"validation loss by more than {cfg.precision.fp8_band:.2%}"
-  }
+  watch = "not watched (eval.every_steps=0)"
+  if every:
+    watch = (
+      f"off once they add {cfg.precision.fp8_band:.2%} to a validation loss (each {every} steps)"
+    )
+  return {"8 bits": f"{number} of {cfg.model.num_layers} layers; {watch}"}
 
 
 def speed(plan: Plan) -> Throughput:

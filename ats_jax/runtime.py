@@ -194,10 +194,17 @@ def cache_use(cfg: Config) -> str:
   if cfg.compilation_cache == "off":
     return "off"
   folder = cache_folder(cfg)
-  size = sum(f.stat().st_size for f in folder.glob("*") if f.is_file())
+  size = sum(map(_file_size, folder.glob("*")))
   events = _count_cache_events()
   hits, misses = (events[f"/jax/compilation_cache/cache_{kind}"] for kind in ("hits", "misses"))
   return f"{folder}, {size / 2**20:,.1f} MiB; {hits} programs found, {misses} added"
+
+
+def _file_size(path: Path) -> int:
+  try:
+    return path.stat().st_size
+  except FileNotFoundError:  # another process has just removed it
+    return 0
 
 
 @functools.cache

@@ -133,7 +133,7 @@ def planned_bytes(cfg: Config, devices: int) -> int:
 def _require_memory(who: str, need: float, limit: float) -> None:
   if need > limit:
     raise ValueError(
-      f"left out: {who} {need:,.1f} GiB a device, the limit is {limit:,.1f}. Use a smaller "
+      f"does not fit: {who} {need:,.1f} GiB a device, the limit is {limit:,.1f}. Use a smaller "
       "micro-batch (step.accum_steps), step.remat=full, or more devices."
     )
 

@@ -71,14 +71,10 @@ def parse_tries(tries: list[str]) -> dict[str, list[Any]]:
 
 
 def _typed(kind: Any, value: str, text: str) -> Any:
-  if kind is bool and value.lower() in ("true", "false"):
-    return value.lower() == "true"
   try:
-    if kind is not bool:
-      return kind(value)
-  except ValueError:
-    pass
-  raise ValueError(f"--try={text}: {value!r} is no {kind.__name__}.")
+    return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+  except (KeyError, ValueError):
+    raise ValueError(f"--try={text}: {value!r} is no {kind.__name__}.") from None
 
 
 def combinations(tries: dict[str, list[Any]]) -> list[dict[str, Any]]:

@@ -105,9 +105,10 @@ def make_plan(cfg: Config) -> Plan:
 
   Call under the mesh, with a resolved config.
   """
-  slots, choices = registry.choose(cfg, this_device())
+  device = this_device()
+  slots, choices = registry.choose(cfg, device)
   num = numerics(cfg, slots.of("attention", "forward"), slots, slots)
-  tx, options = build_optimizer(cfg), compiler_options(cfg, jax.devices()[0].device_kind)
+  tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
   model = init_state(cfg, num, tx, abstract=True).model
   return Plan(
     cfg=cfg,

@@ -41,14 +41,14 @@ def test_what_cannot_be_tried(text, message):
 def test_the_best_has_the_most_model_flops():
   small = Candidate({"model.num_layers": 2}, RAN | {"tokens_per_sec": 9e4}, "")
   large = Candidate({"model.num_layers": 9}, RAN | {"model_flops_per_sec": 2e12}, "")
-  lost = Candidate({"model.num_layers": 99}, {}, "left out: | too large")
+  lost = Candidate({"model.num_layers": 99}, {}, "does not fit: | too large")
   assert best([small, large, lost]) is large
   assert best([lost]) is None
   lines = table([small, large, lost]).splitlines()
   assert lines[0] == "| model.num_layers | tokens/s | ms | model TFLOP/s |  |"  # no empty columns
   assert lines[2] == "| 2 | 90,000 | 100.0 | 1.00 |  |"
   assert lines[3] == "| **9** | 10,000 | 100.0 | 2.00 |  |"
-  assert lines[4] == "| 99 |  |  |  | left out: / too large |"
+  assert lines[4] == "| 99 |  |  |  | does not fit: / too large |"
 
 
 def test_the_reason_is_the_last_error_of_a_process():
@@ -67,7 +67,9 @@ def test_candidates_that_cannot_run_are_rows(tmp_path):
   ran, large, odd = rows
   assert ran["error"] == "" and ran["found"]["tokens_per_sec"] > 0
   assert ran["changes"] == {"data.batch_size": 16, "step.accum_steps": 2}
-  assert re.match(r"left out: the planner estimates [\d.]+ GiB a device, the limit", large["error"])
+  assert re.match(
+    r"does not fit: the planner estimates [\d.]+ GiB a device, the limit", large["error"]
+  )
   assert "step.accum_steps=2 does not divide data.batch_size=15" in odd["error"]
   assert not large["found"] and not odd["found"]
   assert result.out == (tmp_path / "out" / "sweep.md").read_text()
