@@ -185,9 +185,10 @@ def closing(
     say_scores(cfg, train_set, valid_set, scores)
   if cfg.sample.max_tokens:
     text = sample(plan, state.weights, train_set, step)
-    path = folder / "samples" / f"{cfg.num_steps}.txt"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    if jax.process_index() == 0:
+      path = folder / "samples" / f"{cfg.num_steps}.txt"
+      path.parent.mkdir(exist_ok=True)
+      path.write_text(text + "\n", encoding="utf-8")
     logging.info("a sample that continues %r:\n%s", cfg.sample.prompt, text)
 
 

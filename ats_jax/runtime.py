@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from ml_collections.config_flags import config_flags
 
 from ats_jax.config.build import explain, settings
 from ats_jax.config.schema import Config
+from ats_jax.launch import REFUSED
 
 # Of the GPU's memory, what jax takes at its start; its own default leaves a quarter unused.
 GPU_MEMORY_FRACTION = "0.92"
@@ -86,7 +88,9 @@ def run(main: Any, commands: tuple[str, ...] = (), *, operand: str = "") -> None
     handler = logging.get_absl_handler()
     handler.setFormatter(std_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     handler.addFilter(_shorten)
-    with _user_errors():
+    with contextlib.ExitStack() as stack:
+      stack.push(_leave_job)
+      stack.enter_context(_user_errors())
       return main(argv)
 
   app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, commands, operand))
@@ -99,17 +103,36 @@ def _user_errors() -> Iterator[None]:
   except (ValueError, FloatingPointError) as error:
     if _shows_tracebacks():
       raise
-    raise SystemExit(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)") from None
+    print(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)", file=sys.stderr)
+    raise SystemExit(REFUSED) from None
   except OSError as error:
     if error.errno not in _DISK_FULL or _shows_tracebacks():
       raise
-    raise SystemExit(
+    print(
       f"error: a file could not be written: {error}. Free space on the disk, then start the same "
-      "command again: it goes on from the newest checkpoint."
-    ) from None
+      "command again: it goes on from the newest checkpoint.",
+      file=sys.stderr,
+    )
+    raise SystemExit(REFUSED) from None
   except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
     print("interrupted", file=sys.stderr)
     raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _leave_job(
+  kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+  """After an error, end a process of a job at once.
+
+  At exit jax would wait for the other processes, and those wait for what this one does not compute.
+  """
+  if kind is None or error is None or not jax.distributed.is_initialized():
+    return
+  if not isinstance(error, SystemExit):
+    sys.excepthook(kind, error, trace)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 @_user_errors()
@@ -179,6 +202,34 @@ def configure(cfg: Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
   _count_cache_events()
+
+
+def join_job(cfg: Config) -> None:
+  """Become one of several processes that train together, if the environment says so.
+
+  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set by `ats_jax.launch`, or by
+  hand on each machine. Call before any device is used. The first process alone reports its steps;
+  of the others, warnings are shown with their number.
+
+  Raises:
+    ValueError: if only some of the three are set.
+  """
+  names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+  values = [os.environ.get(name) for name in names]
+  if not any(values):
+    return
+  address, size, rank = values
+  if address is None or size is None or rank is None:
+    missing = ", ".join(n for n, v in zip(names, values, strict=True) if v is None)
+    raise ValueError(f"{missing} is not set, and the rest of {', '.join(names)} is. Set all three.")
+  jax.distributed.initialize(
+    address, int(size), int(rank), cluster_detection_method="deactivate",
+    heartbeat_timeout_seconds=cfg.heartbeat_secs,
+  )  # fmt: skip
+  if int(rank):
+    logging.set_verbosity(logging.WARNING)
+    line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
+    logging.get_absl_handler().setFormatter(line)
 
 
 def cache_folder(cfg: Config) -> Path:

@@ -25,6 +25,7 @@ from ats_jax.metrics.writer import create_writer
 from ats_jax.orchestrator.branch import Ahead
 from ats_jax.orchestrator.changes import Restart
 from ats_jax.orchestrator.relief import relieved
+from ats_jax.orchestrator.snapshots import Snapshots
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global
@@ -36,12 +37,13 @@ PROFILED_STEPS = 3
 
 
 @relieved
-def train(cfg: Config, folder: Path) -> TrainState:
+def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
   """Train to `cfg.num_steps`, going on from the newest checkpoint in `folder` if there is one.
 
   Args:
     cfg: the run, as `from_config_dict` gives it.
     folder: its workdir.
+    snapshots: states in host memory, empty at first; `relieved` gives them.
 
   Returns:
     The state at the end, or where a signal stopped the run after saving it.
@@ -53,6 +55,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
   """
   goodput = Goodput()
   runtime.configure(cfg)
+  runtime.join_job(cfg)
   with ExitStack() as stack:
     enter = stack.enter_context
     enter(workdir.claim(folder, cfg))
@@ -66,7 +69,8 @@ def train(cfg: Config, folder: Path) -> TrainState:
     stop = enter(StopSignal())
     plan = make_plan(cfg)
     abstract = abstract_like(plan.init(abstract=True), mesh)
-    restored = checkpoints.restore_latest(abstract, ADDED)
+    kept = snapshots.newest(checkpoints.steps())
+    restored = kept or checkpoints.restore_latest(abstract, ADDED)
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, plan.init(), first_position)
     if position.get(CHANGES, {}) != changes:
@@ -87,7 +91,7 @@ def train(cfg: Config, folder: Path) -> TrainState:
     ledger = folder / workdir.DECISIONS
     restore = lambda: checkpoints.restore_latest(abstract, ADDED)
     write, totals = writer.write_scalars, goodput.summary
-    supervisor = enter(Supervisor(plan, probe, ledger, write, restore, totals))
+    supervisor = enter(Supervisor(plan, probe, ledger, write, restore, totals, snapshots))
     supervisor.start(start, state, position)
     names, every, acts = metric_names(cfg), cfg.log.every_steps, supervisor.acts
     meter = report.speed(plan)
@@ -107,9 +111,9 @@ def train(cfg: Config, folder: Path) -> TrainState:
       profile.before(step, state)
       with goodput.timed("step"):
         state, metrics = train_step(state, batch)
+        position["row"] += cfg.data.batch_size
         log.push(step, *metrics)
-        state = supervisor.after(step, state, metrics)
-      position["row"] += cfg.data.batch_size
+        state = supervisor.after(step, state, metrics, position)
 
       last, stopped, scores = step == cfg.num_steps, stop.agreed(step), None
       due_now = supervisor.wants_checkpoint or due(step, cfg.checkpoint.every_steps)
@@ -121,11 +125,11 @@ def train(cfg: Config, folder: Path) -> TrainState:
           scores = score(plan, state.weights, valid_set, step)
           writer.write_scalars(step, scores)
           plan = check_fp8(plan, scores)
+          if not plan.fp8:
+            position["fp8"] = False
       if saves:
         with log.pause(step), goodput.timed("checkpoint"):
           loss = scores["eval/loss"] if scores else None
-          if not plan.fp8:
-            position["fp8"] = False
           checkpoints.save(step, state, position | supervisor.saved(), metric=loss)
           writer.write_scalars(step, {"checkpoint/stall_secs": checkpoints.last_save_stall_secs})
       if stopped:

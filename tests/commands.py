@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from ats_jax.launch import REFUSED
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECS = 300
 
@@ -32,14 +34,16 @@ class Result(NamedTuple):
 
   def last_error(self) -> str:
     """The same, where a library may have printed a traceback before it."""
-    assert self.code == 1, self
+    assert self.code == REFUSED, self
     _, message = re.split("^error: ", self.err, flags=re.MULTILINE)
     return message
 
 
-def train_flags(workdir: Path, *settings: str) -> list[str]:
-  """Flags of a training with `configs/debug.py` and some settings changed ("name=value")."""
-  return ["--config=configs/debug.py", f"--workdir={workdir}", *(f"--config.{s}" for s in settings)]
+def train_flags(
+  workdir: Path, *settings: str, config: str | Path = "configs/debug.py"
+) -> list[str]:
+  """Flags of a training with a config file and some settings changed ("name=value")."""
+  return [f"--config={config}", f"--workdir={workdir}", *(f"--config.{s}" for s in settings)]
 
 
 def forked(module: str, *flags: str, **env: str) -> Result:

@@ -19,10 +19,20 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECS = 240
 
 
-def start(workdir: Path, *overrides: str, config: str = "configs/debug.py", **env: str):
-  """Start `python -m ats_jax.train`; stdout and stderr come line by line from `.stdout`."""
+def start(
+  workdir: Path,
+  *overrides: str,
+  config: str = "configs/debug.py",
+  launch: tuple[str, ...] = (),
+  **env: str,
+):
+  """Start `python -m ats_jax.train`; stdout and stderr come line by line from `.stdout`.
+
+  With flags for it in `launch`, start `python -m ats_jax.launch`.
+  """
   flags = [f"--config.{o}" for o in overrides]
-  command = [sys.executable, "-m", "ats_jax.train", f"--config={config}", f"--workdir={workdir}"]
+  module = ["ats_jax.launch", *launch] if launch else ["ats_jax.train"]
+  command = [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}"]
   return subprocess.Popen(
     [*command, *flags],
     stdout=subprocess.PIPE,
@@ -40,16 +50,22 @@ def finish(process: subprocess.Popen) -> str:
   return output
 
 
-def stop_at(process: subprocess.Popen, step: int, number: signal.Signals) -> str:
-  """Send a signal when the metrics of `step` are printed; return everything printed."""
+def read_to(process: subprocess.Popen, step: int) -> str:
+  """Wait until the metrics of `step` are printed; return what was printed so far."""
   lines = []
   for line in process.stdout:
     lines.append(line)
     if line.startswith("step") and "train" in line and int(line.split()[1]) >= step:
-      process.send_signal(number)
-      break
+      return "".join(lines)
+  raise AssertionError("".join(lines))
+
+
+def stop_at(process: subprocess.Popen, step: int, number: signal.Signals) -> str:
+  """Send a signal when the metrics of `step` are printed; return everything printed."""
+  begin = read_to(process, step)
+  process.send_signal(number)
   rest, _ = process.communicate(timeout=TIMEOUT_SECS)
-  return "".join(lines) + rest
+  return begin + rest
 
 
 def kill_while_writing(process: subprocess.Popen, workdir: Path, after_step: int) -> str:
@@ -80,6 +96,13 @@ def rows(workdir: Path, prefix: str = "") -> list[dict[str, float]]:
     if any(k.startswith(prefix) for k in kept if k != "step") and len(kept) > 1:
       found.append(kept)
   return found
+
+
+def losses(workdir: Path) -> list[float]:
+  """The training losses, by step from 1."""
+  found = [(row["step"], row["train/loss"]) for row in rows(workdir, "train/loss")]
+  assert [step for step, _ in found] == list(range(1, len(found) + 1))
+  return [loss for _, loss in found]
 
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:

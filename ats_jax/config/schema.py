@@ -468,6 +468,14 @@ class Config:
     "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",
     resume="free",
   )
+  heartbeat_secs: int = setting(
+    100,
+    "in a job of several processes, one that gives no sign of life for so long is taken for dead, "
+    "and all end",
+    unit="s",
+    low=1,
+    resume="free",
+  )
   model: ModelConfig = ModelConfig()
   moe: MoEConfig = MoEConfig()
   mod: MoDConfig = MoDConfig()

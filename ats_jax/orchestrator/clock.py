@@ -23,7 +23,8 @@ class Clock:
 
     Returns:
       host/step_secs; host/data_wait_share, of the time in which steps were made, spent waiting for
-      batches; host/slower, how much longer a step took than usual, as a share, once that is known.
+      batches; host/slower, how much longer than usual a step took beside that, as a share, once it
+      is known.
     """
     if self._totals is None or self._last is None:
       return {}
@@ -31,9 +32,10 @@ class Clock:
     spent = {name: self._last[name] - last[name] for name in self._last}
     aside = sum(spent[f"goodput/{name}_secs"] for name in ASIDE)
     wall = max(spent["goodput/wall_secs"] - aside, 1e-9)
-    secs = wall / max(steps, 1)
-    found = {"host/step_secs": secs, "host/data_wait_share": spent["goodput/data_wait_secs"] / wall}
+    waited, steps = spent["goodput/data_wait_secs"], max(steps, 1)
+    found = {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}
+    busy = max(wall - waited, 1e-9) / steps
     if len(self._usual) >= LEAST:
-      found["host/slower"] = secs / statistics.median(self._usual) - 1.0
-    self._usual.append(secs)
+      found["host/slower"] = busy / statistics.median(self._usual) - 1.0
+    self._usual.append(busy)
     return found

@@ -51,7 +51,7 @@ LIMITS = (
   Limit("mod/agreement", 0.9, 0.6, "the causal rule differs from training's choice", low=True),
   Limit("mod/overflow", 0.2, 0.6, "chosen tokens find no place"),
   Limit("host/data_wait_share", 0.1, 0.5, "steps wait for data (data.num_workers, data.prefetch)"),
-  Limit("host/slower", 0.5, 2.0, "steps take longer than they did, by this share"),
+  Limit("host/slower", 0.5, 2.0, "steps take longer than they did, by this share, data apart"),
 )
 
 

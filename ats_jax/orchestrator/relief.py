@@ -10,19 +10,21 @@ from absl import logging
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.changes import Restart
+from ats_jax.orchestrator.snapshots import Snapshots
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.step.state import TrainState
 
-Train = Callable[[Config, Path], TrainState]
+Train = Callable[[Config, Path, Snapshots], TrainState]
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
 
 
-def relieved(train: Train) -> Train:
+def relieved(train: Train) -> Callable[[Config, Path], TrainState]:
   """Have `train` called again, with half the micro-batch, when the device's memory runs out.
 
-  The step's arguments were donated: what it was working on is gone, and `train` goes on from its
-  newest checkpoint as it does in any new process. An update is still made of the same rows, and
-  gradients are divided once by the tokens of all of them, so only rounding differs.
+  The step's arguments were donated: what it was working on is gone. `train` goes on from the
+  newest snapshot in host memory that was found good, or the newest checkpoint if that is later. An
+  update is still made of the same rows, and gradients are divided once by the tokens of all of
+  them, so only rounding differs.
 
   Only with `orchestrator.mode=act`, and in a run of one process: the others would wait for ever.
 
@@ -32,9 +34,10 @@ def relieved(train: Train) -> Train:
 
   @functools.wraps(train)
   def again(cfg: Config, folder: Path) -> TrainState:
+    snapshots = Snapshots.of(cfg.orchestrator)
     while True:
       try:
-        return train(cfg, folder)
+        return train(cfg, folder, snapshots)
       except Restart as change:
         logging.info("orchestrator: %s", change)
       except jax.errors.JaxRuntimeError as error:
@@ -42,7 +45,7 @@ def relieved(train: Train) -> Train:
         if OUT_OF_MEMORY not in str(error) or smaller is None:
           raise
         logging.warning(
-          "orchestrator: the device is out of memory. Going on from the newest checkpoint with "
+          "orchestrator: the device is out of memory. Going on from the newest good state with "
           "step.accum_steps=%d instead of %d; the updates are the same. (%s)",
           smaller.step.accum_steps, cfg.step.accum_steps, str(error).splitlines()[0],
         )  # fmt: skip

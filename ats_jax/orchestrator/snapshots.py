@@ -1,10 +1,13 @@
 """States to go back to, in host memory: two that were found good, and one that is not yet known."""
 
 import dataclasses
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
 
+from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.step.state import TrainState
 
 COPIES = 3
@@ -13,30 +16,37 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-  """A state without its step, key and control, which a rollback does not touch.
+  """A state in host memory.
 
   Attributes:
     step: after which it was taken.
-    arrays: model, optimizer, average and reflex, in host memory.
-    shardings: where they live on the devices.
+    arrays: the state, its key as numbers; what becomes of a restored one does not change it.
+    shardings: where its arrays live on the devices.
+    saved: what a checkpoint would hold beside it, as JSON.
   """
 
   step: int
-  arrays: Any
+  arrays: TrainState
   shardings: Any
+  saved: str
 
   @classmethod
-  def take(cls, step: int, state: TrainState) -> "Snapshot":
+  def take(cls, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> Self:
     """Start copying `state` to host memory; it may be donated right after."""
-    parts = _parts(state)
-    shardings = jax.tree.map(lambda x: x.sharding, parts)
+    # Keys cannot be put where several processes share them.
+    state = dataclasses.replace(state, key=jax.random.key_data(state.key))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
     hosts = jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
-    return cls(step, jax.device_put(parts, hosts, may_alias=False), shardings)
+    return cls(step, jax.device_put(state, hosts, may_alias=False), shardings, json.dumps(saved or {}))
+
+  def resume(self) -> TrainState:
+    """All of it, on the devices."""
+    state = jax.device_put(self.arrays, self.shardings, may_alias=False)
+    return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
   def restore(self, state: TrainState) -> TrainState:
-    """`state` with what was saved put in; the snapshot stays usable."""
-    model, opt_state, ema, reflex = jax.device_put(self.arrays, self.shardings, may_alias=False)
-    return dataclasses.replace(state, model=model, opt_state=opt_state, ema=ema, reflex=reflex)
+    """The same but for the step, key and control of `state`, which a rollback does not touch."""
+    return dataclasses.replace(self.resume(), step=state.step, key=state.key, control=state.control)
 
 
 class Snapshots:
@@ -56,20 +66,26 @@ class Snapshots:
     self._every_steps = every_steps
     self._max_bytes = max_bytes
 
+  @classmethod
+  def of(cls, cfg: OrchestratorConfig) -> Self:
+    """Those that the settings allow."""
+    return cls(cfg.snapshot_interval, int(cfg.snapshot_gb * 2**30))
+
   def fits(self, state: TrainState) -> bool:
     """Whether all copies of this process's part of `state` fit in the memory allowed."""
     return COPIES * local_bytes(state) <= self._max_bytes
 
-  def start(self, step: int, state: TrainState) -> None:
+  def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Begin with a state that is taken to be good: a new one, or that of a verified checkpoint."""
+    self.good, self.candidate, self.left = (), None, None
     if self.fits(state):
-      self.good = (Snapshot.take(step, state),)
+      self.good = (Snapshot.take(step, state, saved),)
 
-  def offer(self, step: int, state: TrainState) -> None:
+  def offer(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Take `state` if it is time and there is room."""
     has_room = self.candidate is None and self.left is None
     if self.good and has_room and step - self.good[-1].step >= self._every_steps:
-      self.candidate = Snapshot.take(step, state)
+      self.candidate = Snapshot.take(step, state, saved)
 
   def confirm(self, first: int) -> None:
     """The steps from `first` on were good: so is what was taken before them."""
@@ -84,6 +100,16 @@ class Snapshots:
   def forget(self) -> None:
     """The last rollback is not going to be undone."""
     self.left = None
+
+  def newest(self, saved_steps: Sequence[int]) -> tuple[int, TrainState, dict[str, Any]] | None:
+    """The newest good one as a checkpoint would give it: step, state and the rest.
+
+    None if there is none, or no earlier step is the last of `saved_steps`, those on the disk.
+    """
+    newest = self.back(0)
+    if newest is None or newest.step <= max(saved_steps, default=-1):
+      return None
+    return newest.step, newest.resume(), json.loads(newest.saved)
 
   def back(self, number: int) -> Snapshot | None:
     """The `number`-th newest good one, from 0, or the oldest; None if there is none."""

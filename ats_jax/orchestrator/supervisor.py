@@ -49,7 +49,6 @@ from ats_jax.step.state import TrainState, first_bucket
 Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
-AGREE = 10  # looks between two comparisons of what processes remember
 # A higher rate is tried from a fifth of the run on, before which it looks better than it is, and
 # until so many branches were lost.
 RAISE, RAISE_FROM, LOST = 2.0, 0.2, 3
@@ -93,6 +92,7 @@ class Supervisor:
     write: Write | None = None,
     restore: Restore | None = None,
     totals: Totals | None = None,
+    snapshots: Snapshots | None = None,
   ):
     """Set what it works with; `start` begins.
 
@@ -104,6 +104,7 @@ class Supervisor:
       write: takes a few metrics at each look.
       restore: gives the last checkpoint, for a rollback without snapshots.
       totals: says where the time of this process went, see `Clock`.
+      snapshots: where to keep states, if they are to outlive it.
     """
     self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
@@ -120,7 +121,7 @@ class Supervisor:
     self._clock, self._restored_step = Clock(totals), -1
     self._norm: float | None = None  # of the weights, in the last row that was read
     self._changed_step = -1  # after which the state was replaced or edited
-    self._snapshots = Snapshots(self._cfg.snapshot_interval, int(self._cfg.snapshot_gb * 2**30))
+    self._snapshots = snapshots or Snapshots.of(self._cfg)
     self._ledger = None
     if self._cfg.mode != "off" and ledger is not None and jax.process_index() == 0:
       self._ledger = Ledger(ledger)
@@ -159,7 +160,7 @@ class Supervisor:
     if self._plan.cfg.moe.spare_experts:
       self._experts = Experts(self._plan.cfg, state)
     if self.acts:
-      self._snapshots.start(step, state)
+      self._snapshots.start(step, state, {**(saved or {}), **self._remembered()})
       gb = COPIES * local_bytes(state) / 2**30
       where = f"snapshots in host memory, {gb:.3g} GB" if self._snapshots.good else (
         f"the last checkpoint: snapshots would take {gb:.3g} GB of host memory, and "
@@ -167,8 +168,20 @@ class Supervisor:
       )  # fmt: skip
       logging.info("orchestrator: rolls back to %s", where)
 
-  def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
+  def after(
+    self,
+    step: int,
+    state: TrainState,
+    metrics: StepMetrics,
+    position: Mapping[str, Any] | None = None,
+  ) -> TrainState:
     """Take in what update `step` returned; the state with which to go on.
+
+    Args:
+      step: updates done.
+      state: as it returned it.
+      metrics: likewise.
+      position: what a checkpoint of this state would hold beside it and `saved`.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
@@ -186,7 +199,7 @@ class Supervisor:
     if earlier is not None:
       state = self._look(step, state, earlier)
     if self.acts and step > self.memory.acted_step:
-      self._snapshots.offer(step, state)
+      self._snapshots.offer(step, state, {**(position or {}), **self._remembered()})
     return state
 
   def settle(
@@ -218,6 +231,9 @@ class Supervisor:
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
+    return self._remembered()
+
+  def _remembered(self) -> dict[str, Any]:
     if self._cfg.mode == "off":
       return {}
     return {
@@ -262,8 +278,7 @@ class Supervisor:
     self.memory, judgement = decide(
       self._cfg, self.memory, reading, step, self._bucket, pause=pause, request=request
     )
-    if self.memory.checks % AGREE == 0:
-      check_agreement(self.memory, self._requests.to_json())
+    check_agreement(self.memory, reading, judgement.decisions, self._requests.to_json())
     health = report({**reading.means, **interval.host}, reading.nonfinite, judgement.finding)
     self._note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
@@ -428,11 +443,18 @@ class Supervisor:
       self._ledger.write(kind, step, **fields)
 
 
-def check_agreement(memory: Memory, waiting: Sequence[Mapping[str, Any]] = ()) -> None:
-  """Do all processes remember the same? If not, they act on different things from now on.
+def check_agreement(
+  memory: Memory,
+  reading: Reading,
+  decisions: tuple[Decision, ...],
+  waiting: Sequence[Mapping[str, Any]] = (),
+) -> None:
+  """Do all processes see, remember and decide the same? Called before anything is done.
 
   Args:
     memory: of the policy.
+    reading: what it looked at.
+    decisions: what it wants done.
     waiting: requests, as JSON values.
 
   Raises:
@@ -440,13 +462,13 @@ def check_agreement(memory: Memory, waiting: Sequence[Mapping[str, Any]] = ()) -
   """
   if jax.process_count() == 1:
     return
-  known = json.dumps([memory.to_json(), waiting], sort_keys=True)
-  digest = hashlib.sha256(known.encode()).digest()
-  digests = multihost_utils.process_allgather(np.frombuffer(digest[:8], np.uint32))
-  if len({tuple(d) for d in np.asarray(digests).tolist()}) > 1:
+  acts = [to_json(decision.action) for decision in decisions]
+  known = json.dumps([memory.to_json(), reading._asdict(), acts, waiting], sort_keys=True)
+  digest = np.frombuffer(hashlib.sha256(known.encode()).digest()[:8], np.uint32)
+  if len(np.unique(multihost_utils.process_allgather(digest), axis=0)) > 1:
     raise RuntimeError(
-      f"processes decide differently at look {memory.checks}: their numbers are not the same. A "
-      "device computes wrongly, programs or library versions differ, or a hook asks for something "
-      "in one process only. Restart the job from the last checkpoint on machines with one "
-      "environment."
+      f"processes see or decide differently at look {memory.checks}, of steps {reading.first} to "
+      f"{reading.step}; nothing was done. A device computes wrongly, programs or library versions "
+      "differ, or a hook asks for something in one process only. Restart the job from the last "
+      "checkpoint on machines with one environment."
     )

@@ -12,6 +12,7 @@ from commands import Result, forked
 
 from ats_jax import runtime
 from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.launch import REFUSED
 
 
 def config(**changes) -> Config:
@@ -142,7 +143,7 @@ class TestRun:
   @pytest.mark.parametrize("error", ERRORS)
   def test_a_users_error_is_a_message(self, error, run_script):
     code, _, err = run_script(error)
-    assert code == 1
+    assert code == REFUSED
     assert ERRORS[error] in err
     assert "Traceback" not in err and "deep inside" not in err
     assert "look out" in err  # a library's warning, without its traceback

@@ -183,8 +183,14 @@ def out_of_memory(times):
   return happen
 
 
-def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(config, tmp_path, monkeypatch):
-  cfg = config("act", data__batch_size=16)
+@pytest.mark.parametrize(
+  ("saved_every", "start"),
+  [(STEPS, 15), (32, 32)],  # from a snapshot; from a checkpoint, when that is newer
+)
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
+  saved_every, start, config, tmp_path, monkeypatch
+):
+  cfg = config("act", data__batch_size=16, checkpoint__every_steps=saved_every)
   train_module.train(cfg, tmp_path / "whole")
   plant(monkeypatch, 34, out_of_memory(1))
   train_module.train(cfg, tmp_path / "relieved")
@@ -200,7 +206,8 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(config, tmp_p
   starts = [
     r for r in ledger.rows(tmp_path / "relieved" / workdir.DECISIONS) if r["kind"] == "start"
   ]
-  assert [(row["step"], row["accum_steps"]) for row in starts] == [(0, 1), (20, 2)]
+  assert [(row["step"], row["accum_steps"]) for row in starts] == [(0, 1), (start, 2)]
+  assert ledger.replay(tmp_path / "relieved" / workdir.DECISIONS) == []
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("observe", 16), ("act", 8)])

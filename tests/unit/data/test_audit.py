@@ -10,6 +10,7 @@ from ats_jax.data.audit import SCENARIOS, Phase, audit
 from ats_jax.data.pipeline import Dataset, open_datasets, open_split, train_batches
 from ats_jax.data.stats import stats, vocabulary_counts
 from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.launch import REFUSED
 
 ONE_HOST = {"1 host": (Phase(1, 1, 1.0),)}
 
@@ -201,5 +202,7 @@ def test_command_line(write, tmp_path):
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("exactly once") == 5
   done = command("audit", f"--config={script}", "--config.data.paths=/no/such/file")
-  assert done.returncode == 1 and "error: paths: '/no/such/file' does not exist" in done.stderr
+  assert (
+    done.returncode == REFUSED and "error: paths: '/no/such/file' does not exist" in done.stderr
+  )
   assert "Traceback" not in done.stderr

@@ -1,0 +1,93 @@
+"""The launcher with small programs of its own: who is started again, what is passed on."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ats_jax.launch import REFUSED
+
+LAUNCH = """
+import sys
+from ats_jax.launch import Job
+sys.exit(Job([sys.executable, "-c", sys.argv[1]], 2).run(restarts=2))
+"""
+# Counts its starts in a file; `rank` and `start` are there for what follows.
+BEGIN = """
+import os, signal, sys, time
+rank = int(os.environ["JAX_PROCESS_ID"])
+with open(f"starts_{rank}", "a") as file:
+  file.write("x")
+start = os.path.getsize(f"starts_{rank}")
+"""
+WAIT = "\ntime.sleep(60)"
+
+
+def launch(program, folder):
+  return subprocess.Popen(
+    [sys.executable, "-c", LAUNCH, BEGIN + program],
+    cwd=folder,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def starts(folder, rank):
+  return (folder / f"starts_{rank}").stat().st_size
+
+
+def test_all_start_again_when_one_is_killed(tmp_path):
+  die = "if (rank, start) == (1, 1): os.kill(os.getpid(), signal.SIGKILL)"
+  stay = "\nif start == 1: time.sleep(60)\nsys.exit(0)"
+  job = launch(die + stay, tmp_path)
+  _, err = job.communicate(timeout=30)
+  assert job.returncode == 0 and starts(tmp_path, 0) == starts(tmp_path, 1) == 2
+  assert "launch: process 1 was killed by SIGKILL after" in err
+  assert "starting all 2 again, from the newest checkpoint: restart 1 of 2" in err
+
+
+@pytest.mark.parametrize(
+  ("program", "code", "count", "says"),
+  [
+    ("sys.exit(7)", 7, 3, "giving up after 2 restarts"),
+    ("os.abort()", 128 + signal.SIGABRT, 3, "was killed by SIGABRT"),
+    (f"sys.exit({REFUSED})", REFUSED, 1, f"ended with code {REFUSED}"),
+  ],
+)
+def test_restarts_are_bounded_and_the_code_is_passed_on(program, code, count, says, tmp_path):
+  job = launch(f"if rank == 0: {program}{WAIT}", tmp_path)
+  _, err = job.communicate(timeout=30)
+  assert job.returncode == code and starts(tmp_path, 0) == count
+  assert says in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("saved", "code"), [(0, 0), (9, 9)])
+def test_a_signal_reaches_all_and_nothing_starts_again(number, saved, code, tmp_path):
+  handle = f"""
+def stop(number, frame):
+  open(f"got_{{rank}}_{{number}}", "w").close()
+  sys.exit({saved})
+signal.signal({int(number)}, stop)
+open(f"ready_{{rank}}", "w").close()
+"""
+  job = launch(handle + WAIT, tmp_path)
+  while not all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)):
+    assert job.poll() is None
+    time.sleep(0.02)
+  job.send_signal(number)
+  job.communicate(timeout=30)
+  assert job.returncode == code and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
+  if code == 0:  # else the first that fails ends the other
+    assert all((tmp_path / f"got_{rank}_{int(number)}").exists() for rank in (0, 1))
+
+
+def test_what_a_process_started_ends_with_it(tmp_path):
+  child = "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
+  note = "open(f'child_{rank}', 'w').write(str(p.pid))\n"
+  die = "if rank == 0: sys.exit(2)"
+  job = launch(child + note + die + WAIT, tmp_path)
+  job.communicate(timeout=30)  # would wait for who holds stderr
+  assert job.returncode == REFUSED
