@@ -133,7 +133,7 @@ import jax
 from ats_jax.orchestrator import hooks
 from configs.debug import get_config  # noqa: F401
 
-ROOM = 15 * 2**20  # less than half of what a step needs for its time
+ROOM = 4 * 2**20  # a step needs 34 MB for its time
 
 
 class GiveBack(logging.Handler):
@@ -161,7 +161,7 @@ def shrink(look):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory there is in use")
 def test_out_of_memory(settings, tmp_path):
-  """The machine has no memory left for a step; what it was working on was donated."""
+  """From step 40 on the machine has no memory for a step; what that worked on was donated."""
   large = (
     *settings,
     "model.vocab_size=16384",  # for 256 tokens: 16 MiB of logits, and of their gradient
@@ -182,11 +182,10 @@ def test_out_of_memory(settings, tmp_path):
   assert "step.accum_steps=2 instead of 1" in line
   assert "RESOURCE_EXHAUSTED: Out of memory allocating" in line
   (resumed,) = [line for line in log.splitlines() if f"resuming {relieved} from step" in line]
-  start = int(resumed.split()[-3])
-  assert start in (25, 35)  # a snapshot, as there is no checkpoint: found good at 35, or at 45
+  assert int(resumed.split()[-3]) >= 25  # a snapshot that was found good: there is no checkpoint
   assert load_config(relieved).step.accum_steps == 2
   np.testing.assert_allclose(runs.losses(relieved), runs.losses(whole), rtol=1e-5)
-  assert len(runs.losses(whole)) == STEPS
+  assert len(runs.losses(whole)) == STEPS and runs.losses(relieved) != runs.losses(whole)
   tokens = lambda folder: {row["train/tokens"] for row in runs.rows(folder, "train/tokens")}
   assert tokens(relieved) == tokens(whole)
   assert ledger.decisions(relieved / "decisions.jsonl") == []

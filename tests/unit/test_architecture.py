@@ -28,8 +28,9 @@ ALLOWED = {
   "step": STEP,
   "planner": STEP | {"step", "metrics.memory*", "data.tokenizer*"},
   "orchestrator": STEP | {"step", "metrics.rows*"},
+  "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
   # Shared by all entry points; they know nothing of what is trained.
-  "runtime": {"config"},
+  "runtime": {"config", "launch"},
   "workdir": {"config"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},

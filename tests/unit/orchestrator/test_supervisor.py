@@ -328,6 +328,27 @@ def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(plan):
     assert [x.sharding for x in jax.tree.leaves(back)] == shardings
 
 
+def test_a_run_goes_on_from_the_newest_good_state_unless_a_later_one_is_on_the_disk(plan):
+  state, ring = plan.init(), Snapshots(10, 2**30)
+  assert ring.newest([]) is None
+  ring.start(0, state)
+  state, _ = plan.train_step(state, micro_batches(rows(0), 1), fault=NO_FAULT)
+  want = [np.asarray(x) for x in jax.tree.leaves((state.model, state.control, state.step))]
+  key = np.array(jax.random.key_data(state.key))
+  ring.offer(10, state, {"remembered": 1})
+  assert ring.newest([])[0] == 0  # the newer one is not known to be good
+  ring.confirm(11)
+  plan.train_step(state, micro_batches(rows(1), 1), fault=NO_FAULT)  # the state is gone
+  step, again, saved = ring.newest([5, 9])
+  assert step == 10 and saved == {"remembered": 1}
+  got = [np.asarray(x) for x in jax.tree.leaves((again.model, again.control, again.step))]
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_array_equal(a, b)
+  np.testing.assert_array_equal(jax.random.key_data(again.key), key)
+  plan.train_step(again, micro_batches(rows(1), 1), fault=NO_FAULT)
+  assert ring.newest([5, 10]) is None
+
+
 def test_memory_is_priced_from_the_state(plan):
   state = plan.init()
   parts = (state.model, state.opt_state, state.ema, state.reflex)
