@@ -37,7 +37,9 @@ class Snapshot:
     state = dataclasses.replace(state, key=jax.random.key_data(state.key))
     shardings = jax.tree.map(lambda x: x.sharding, state)
     hosts = jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
-    return cls(step, jax.device_put(state, hosts, may_alias=False), shardings, json.dumps(saved or {}))
+    return cls(
+      step, jax.device_put(state, hosts, may_alias=False), shardings, json.dumps(saved or {})
+    )
 
   def resume(self) -> TrainState:
     """All of it, on the devices."""
