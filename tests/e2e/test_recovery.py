@@ -114,12 +114,14 @@ def test_a_slow_loader_is_named_and_nothing_is_done(settings, undisturbed, tmp_p
   path = workdir / "decisions.jsonl"
   assert ledger.replay(path) == ledger.decisions(path) == []
   checks = [row for row in ledger.rows(path) if row["kind"] == "check"]
-  slowest = max(checks, key=lambda row: row["host"]["host/data_wait_share"])
-  assert slowest["host"]["host/data_wait_share"] > 0.5
+  stalled = [row for row in checks if row["reading"]["step"] in (55, 60)]  # a batch or two wait
+  slowest = max(stalled, key=lambda row: row["host"]["host/data_wait_share"])
+  assert slowest["host"]["host/data_wait_share"] > 0.8
   assert slowest["health"]["level"] == "critical"
-  assert "steps wait for data" in slowest["health"]["causes"][0]
-  assert "health: critical: host/data_wait_share" in log
-  assert any(row.get("orchestrator/health") == 2 for row in read_jsonl(workdir / "metrics.jsonl"))
+  assert any("steps wait for data" in cause for cause in slowest["health"]["causes"])
+  assert any("critical" in x and "steps wait for data" in x for x in log.splitlines())
+  reports = [row for row in read_jsonl(workdir / "metrics.jsonl") if row["step"] == slowest["step"]]
+  assert any(row.get("orchestrator/health") == 2 for row in reports)
 
 
 SHRINK = """

@@ -39,9 +39,15 @@ def starts(folder, rank):
 
 
 def test_all_start_again_when_one_is_killed(tmp_path):
-  die = "if (rank, start) == (1, 1): os.kill(os.getpid(), signal.SIGKILL)"
-  stay = "\nif start == 1: time.sleep(60)\nsys.exit(0)"
-  job = launch(die + stay, tmp_path)
+  program = """
+if (rank, start) == (1, 1):
+  while not (os.path.exists("starts_0") and os.path.getsize("starts_0")):
+    time.sleep(0.02)
+  os.kill(os.getpid(), signal.SIGKILL)
+if start == 1:
+  time.sleep(60)
+"""
+  job = launch(program, tmp_path)
   _, err = job.communicate(timeout=30)
   assert job.returncode == 0 and starts(tmp_path, 0) == starts(tmp_path, 1) == 2
   assert "launch: process 1 was killed by SIGKILL after" in err
