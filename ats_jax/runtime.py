@@ -216,7 +216,7 @@ def join_job(cfg: Config) -> None:
   """
   names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
   values = [os.environ.get(name) for name in names]
-  if not any(values):
+  if not any(values) or jax.distributed.is_initialized():  # `train` may be called more than once
     return
   address, size, rank = values
   if address is None or size is None or rank is None:

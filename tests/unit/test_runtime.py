@@ -146,6 +146,13 @@ def test_half_of_what_names_a_job_is_refused(monkeypatch):
     runtime.join_job(Config())
 
 
+def test_a_process_joins_its_job_once(monkeypatch):
+  for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+    monkeypatch.setenv(name, "nobody calls this")
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  runtime.join_job(Config())
+
+
 class TestRun:
   @pytest.mark.parametrize("error", ERRORS)
   def test_a_users_error_is_a_message(self, error, run_script):
