@@ -113,7 +113,8 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
         state, metrics = train_step(state, batch)
         position["row"] += cfg.data.batch_size
         log.push(step, *metrics)
-        state = supervisor.after(step, state, metrics, position)
+        again = lambda state, run=train_step, batch=batch: run(state, batch)
+        state = supervisor.after(step, state, metrics, position, again)
 
       last, stopped, scores = step == cfg.num_steps, stop.agreed(step), None
       due_now = supervisor.wants_checkpoint or due(step, cfg.checkpoint.every_steps)

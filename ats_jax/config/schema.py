@@ -455,6 +455,12 @@ class OrchestratorConfig:
     low=0,
     resume="free",
   )
+  raise_learning_rate: bool = setting(
+    False,
+    "try higher learning rates on branches from a snapshot, and keep one that wins; a try takes "
+    "the time of two intervals and the host memory of two snapshots",
+    resume="free",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

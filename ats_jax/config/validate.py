@@ -157,6 +157,11 @@ def _eight_bits(cfg: Config) -> None:
 
 def _orchestrator(cfg: Config) -> None:
   o = cfg.orchestrator
+  if o.raise_learning_rate and o.mode != "act":
+    raise ValueError(
+      f"orchestrator.raise_learning_rate=true, but orchestrator.mode={o.mode} changes nothing. Use "
+      "orchestrator.mode=act."
+    )
   if o.mode == "off":
     return
   if o.check_interval > cfg.num_steps:

@@ -6,6 +6,7 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   resumed_from the run goes on from this step: lines of later steps before it no longer count
   check        a look: the reading, the health report, what a hook asks for
   branch       what was tried ahead, and what it changed: mean and its error, in nats
+  rerun        steps made again with a higher learning rate: from which step, and the losses
   refused      what a hook asked for and is not possible, and why
   decision     id, action and its fields, cause, confidence, reason, applied, and what it came to
   outcome      id, verdict, before and after (nats above the reference)
@@ -24,6 +25,7 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.metrics.rows import jsonl_rows
 from ats_jax.orchestrator import actions
 from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.plateau import Branch, Plateau, conclude
 from ats_jax.orchestrator.policy import Decision, Judgement, decide
 from ats_jax.orchestrator.reading import Reading
 from ats_jax.orchestrator.requests import Request
@@ -111,6 +113,10 @@ def _replayed(path: Path) -> Iterator[tuple[int, Judgement]]:
       request = None if asked is None else Request.from_json(asked)
       memory, judgement = decide(cfg, memory, reading, step, bucket, pause=pause, request=request)
       yield row["step"], judgement
+    elif row["kind"] == "rerun":
+      branch = Branch(*(float(row[name]) for name in Branch._fields))
+      _, memory, decision = conclude(cfg, Plateau(), memory, branch, row["step"])
+      yield row["step"], Judgement(decisions=(decision,) if decision else ())
 
 
 def encode(value: Any) -> Any:

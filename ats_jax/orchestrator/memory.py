@@ -46,6 +46,7 @@ class Memory(NamedTuple):
     healthy: looks in a row without a finding.
     broken: looks in a row in which no gradient was finite.
     odd: looks since the batches turned odd while the probe was well; 0 if they are not.
+    crowded: looks in a row in which experts had too few places.
     starved: "layer/expert" -> looks in a row in which it got next to no tokens.
     lr_scale: what `Control` holds.
     bucket: likewise; None before the first look.
@@ -59,7 +60,7 @@ class Memory(NamedTuple):
     judged: actions judged so far.
     harms: in a row.
     latched: only watch from here on: what was done did harm.
-    lr_wanted: what `lr_scale` is given back to: 1, or what a request made it.
+    lr_wanted: what `lr_scale` is given back to: 1, or what a request or a branch made it.
     decay_scale: what `Control` holds.
     expert_dropout: likewise.
   """
@@ -72,6 +73,7 @@ class Memory(NamedTuple):
   healthy: int = 0
   broken: int = 0
   odd: int = 0
+  crowded: int = 0
   starved: Mapping[str, int] = {}
   lr_scale: float = 1.0
   bucket: float | None = None

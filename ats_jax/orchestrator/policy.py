@@ -38,6 +38,7 @@ PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
 EVIDENCE = 12.0  # at most, log odds
 HORIZON = 2  # looks until an action is judged
 WAIT = {"Rollback": 3, "SetLearningRateScale": 5, "SetSkips": 1, "RecycleExpert": 10}  # looks
+CROWDED = 0.3  # share of choices that are dropped, from which on experts have too few places
 STARVED_CHECKS = 10  # looks in a row without tokens, after which an expert is dead
 BUDGET, BUDGET_STEPS = 3, 1000
 LADDER, LADDER_RATE, LADDER_CHECKS = 4, 0.6, 8  # the fourth rollback in eight looks is a stop
@@ -297,6 +298,7 @@ def _judge_trial(
   noise = max(2.0 * margin / MARGIN_SIGMAS, LEAST_HARM)
   works = False
   if isinstance(trial.action, RecycleExpert):
+    noise = margin  # it changed nothing when it was done: what comes later is mostly other noise
     at = (trial.action.layer, trial.action.expert)
     works = at not in reading.starved and after <= trial.before + noise
   if after < trial.before - noise or works:
@@ -335,7 +337,10 @@ def _remember(
   broken = memory.broken + 1 if reading.broken >= BROKEN else 0
   names = [f"{layer}/{expert}" for layer, expert in reading.starved]
   starved = {name: memory.starved.get(name, 0) + 1 for name in names}
-  memory = memory._replace(learning_rate=reading.learning_rate, broken=broken, starved=starved)
+  crowded = memory.crowded + 1 if reading.means.get("moe/dropped", 0.0) > CROWDED else 0
+  memory = memory._replace(
+    learning_rate=reading.learning_rate, broken=broken, starved=starved, crowded=crowded
+  )
   if finding is not None:
     turned = finding.cause == "data" and reading.skipped >= SKIPPED
     is_odd = turned or (memory.odd > 0 and finding.cause != "state")

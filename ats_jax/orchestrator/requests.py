@@ -24,6 +24,7 @@ from ats_jax.orchestrator.actions import (
   from_json,
   to_json,
 )
+from ats_jax.orchestrator.capacity import more_room
 from ats_jax.orchestrator.changes import ChangeSettings, changed, values_of
 from ats_jax.orchestrator.memory import Memory
 from ats_jax.orchestrator.slots import read_slots
@@ -106,6 +107,12 @@ class Requests:
     if request not in self._last[1]:
       self._last[1].append(request)
       self.waiting.append(request)
+
+  def make_room(self, memory: Memory, step: int) -> None:
+    """Ask for more places of experts, if many choices have found none for long."""
+    action = more_room(self._cfg, memory)
+    if action is not None and not self.waiting and step < self._cfg.num_steps:
+      self.add(Request(action, reason="experts had too few places for long"), step)
 
   def ready(
     self, memory: Memory, state: TrainState, step: int, *, pause: bool, trial: bool = False

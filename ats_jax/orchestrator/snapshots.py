@@ -11,6 +11,7 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.step.state import TrainState
 
 COPIES = 3
+COPIES_OF_BRANCH = 2  # where the arms begin, and where the first ends
 HOST = "pinned_host"
 
 
@@ -46,6 +47,15 @@ class Snapshot:
     state = jax.device_put(self.arrays, self.shardings, may_alias=False)
     return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
+  @classmethod
+  def swap_out(cls, step: int, state: TrainState) -> "Snapshot":
+    """`take`, and free the device's memory: the state is gone until `restore`. Waits for it."""
+    snapshot = cls.take(step, state)
+    jax.block_until_ready(snapshot.arrays)
+    for array in jax.tree.leaves(_parts(state)):
+      array.delete()
+    return snapshot
+
   def restore(self, state: TrainState) -> TrainState:
     """The same but for the step, key and control of `state`, which a rollback does not touch."""
     return dataclasses.replace(self.resume(), step=state.step, key=state.key, control=state.control)
@@ -58,24 +68,27 @@ class Snapshots:
     good: the newest last, at most two.
     candidate: newer, and not known to be good.
     left: what the last rollback left, while that is on trial; in place of a candidate.
+    copies: of a state that there may be at once, with those of a branch.
   """
 
-  def __init__(self, every_steps: int, max_bytes: int):
-    """Set how often a state is taken, and the most memory of this process that all may hold."""
+  def __init__(self, every_steps: int, max_bytes: int, copies: int = COPIES):
+    """Set how often a state is taken, and the most memory of this process that copies may hold."""
     self.good: tuple[Snapshot, ...] = ()
     self.candidate: Snapshot | None = None
     self.left: Snapshot | None = None
+    self.copies = copies
     self._every_steps = every_steps
     self._max_bytes = max_bytes
 
   @classmethod
   def of(cls, cfg: OrchestratorConfig) -> Self:
     """Those that the settings allow."""
-    return cls(cfg.snapshot_interval, int(cfg.snapshot_gb * 2**30))
+    copies = COPIES + COPIES_OF_BRANCH * cfg.raise_learning_rate
+    return cls(cfg.snapshot_interval, int(cfg.snapshot_gb * 2**30), copies)
 
   def fits(self, state: TrainState) -> bool:
     """Whether all copies of this process's part of `state` fit in the memory allowed."""
-    return COPIES * local_bytes(state) <= self._max_bytes
+    return self.copies * local_bytes(state) <= self._max_bytes
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Begin with a state that is taken to be good: a new one, or that of a verified checkpoint."""

@@ -47,6 +47,8 @@ def tell(path: Path) -> list[str]:
         if not row["stale"] and health["level"] != level:
           level = health["level"]
           lines.append(_line(row, ": ".join((level, *health["causes"][:1]))))
+      case "rerun":
+        lines.append(_line(row, _rerun(row)))
       case "decision":
         lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
       case "refused":
@@ -104,6 +106,14 @@ def _because(row: Mapping[str, Any]) -> str:
   if row["cause"] in ("recovery", "harm", "request", "branch"):
     return f"{row['cause']}: {row['reason']}"
   return f"the {row['cause']} (confidence {row['confidence']:.2f}): {row['reason']}"
+
+
+def _rerun(row: Mapping[str, Any]) -> str:
+  before, kept, raised = (float(row[name]) for name in ("before", "kept", "raised"))
+  return (
+    f"makes the steps from {row['first']:,} on again with {row['factor']:g} times the learning "
+    f"rate: held-out loss {before:.4g}, then {raised:.4g} instead of {kept:.4g}"
+  )
 
 
 def _effect(row: Mapping[str, Any]) -> str:

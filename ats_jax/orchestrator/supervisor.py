@@ -6,16 +6,14 @@ checkpoint, where the loop waits anyway, is everything read.
 """
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
 from ats_jax.config.build import CHANGES
 from ats_jax.orchestrator import hooks
@@ -29,6 +27,7 @@ from ats_jax.orchestrator.actions import (
   apply,
   to_json,
 )
+from ats_jax.orchestrator.agreement import check_agreement
 from ats_jax.orchestrator.branch import Ahead, compare
 from ats_jax.orchestrator.changes import ChangeSettings
 from ats_jax.orchestrator.clock import Clock, Totals
@@ -36,10 +35,12 @@ from ats_jax.orchestrator.experts import Experts
 from ats_jax.orchestrator.health import LEVELS, report
 from ats_jax.orchestrator.ledger import Ledger
 from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.plateau import FACTOR, SPAN, Plateau, conclude, observe
 from ats_jax.orchestrator.policy import Decision, Judgement, decide
 from ats_jax.orchestrator.reading import Reading, check_probe, probe_loss, read
 from ats_jax.orchestrator.requests import Ready, Request, Requests
-from ats_jax.orchestrator.snapshots import COPIES, Snapshots, local_bytes
+from ats_jax.orchestrator.rerun import Again, Rerun
+from ats_jax.orchestrator.snapshots import Snapshots, local_bytes
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.plan import Plan
@@ -54,6 +55,7 @@ Restore = Callable[[], tuple[int, TrainState, Any] | None]
 RAISE, RAISE_FROM, LOST = 2.0, 0.2, 3
 # Where a checkpoint keeps the policy's memory, what hooks asked for, how many branches lost.
 SAVED, WAITING, BRANCHES = "orchestrator", "requests", "branches_lost"
+PLATEAU = "plateau"
 
 
 class Interval(NamedTuple):
@@ -82,6 +84,7 @@ class Supervisor:
     decisions: those of this process, with the steps at which they were taken.
     wants_checkpoint: an action needs one now.
     wants_restart: the checkpoint that was just saved is to be gone on from, with other settings.
+    replayed: steps that were made again on branches.
   """
 
   def __init__(
@@ -111,6 +114,7 @@ class Supervisor:
     self._requests = Requests(plan.cfg)
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self._lost = 0  # branches, and actions that were undone
+    self.replayed = 0
     self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
     self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
     self._write, self._restore = write, restore
@@ -119,8 +123,10 @@ class Supervisor:
     self._experts: Experts | None = None
     self._pending: Interval | None = None
     self._clock, self._restored_step = Clock(totals), -1
-    self._norm: float | None = None  # of the weights, in the last row that was read
+    self._norm = (-1, math.nan)  # of the weights after a step: of the last row that was read
     self._changed_step = -1  # after which the state was replaced or edited
+    self._raises = self._cfg.raise_learning_rate and probe is not None
+    self._plateau, self._ripe, self._rerun = Plateau(), False, None
     self._snapshots = snapshots or Snapshots.of(self._cfg)
     self._ledger = None
     if self._cfg.mode != "off" and ledger is not None and jax.process_index() == 0:
@@ -149,6 +155,7 @@ class Supervisor:
       self._requests = Requests(self._plan.cfg, saved.get(WAITING, ()))
       self._lost = saved.get(BRANCHES, 0)
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
+      self._plateau = Plateau(**saved.get(PLATEAU, {}))
     if step:
       self._note("resumed_from", step)
     self._note(
@@ -161,10 +168,10 @@ class Supervisor:
       self._experts = Experts(self._plan.cfg, state)
     if self.acts:
       self._snapshots.start(step, state, {**(saved or {}), **self._remembered()})
-      gb = COPIES * local_bytes(state) / 2**30
+      gb = self._snapshots.copies * local_bytes(state) / 2**30
       where = f"snapshots in host memory, {gb:.3g} GB" if self._snapshots.good else (
-        f"the last checkpoint: snapshots would take {gb:.3g} GB of host memory, and "
-        f"orchestrator.snapshot_gb={self._cfg.snapshot_gb:g}"
+        f"the last checkpoint and tries nothing: snapshots would take {gb:.3g} GB of host memory, "
+        f"and orchestrator.snapshot_gb={self._cfg.snapshot_gb:g}"
       )  # fmt: skip
       logging.info("orchestrator: rolls back to %s", where)
 
@@ -174,14 +181,16 @@ class Supervisor:
     state: TrainState,
     metrics: StepMetrics,
     position: Mapping[str, Any] | None = None,
+    again: Again | None = None,
   ) -> TrainState:
     """Take in what update `step` returned; the state with which to go on.
 
     Args:
       step: updates done.
-      state: as it returned it.
+      state: as it returned it; not to be used any more.
       metrics: likewise.
       position: what a checkpoint of this state would hold beside it and `saved`.
+      again: makes the same update from another state; without it no branches are tried.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
@@ -193,11 +202,15 @@ class Supervisor:
     if self._experts is not None:
       metrics.layers["moe/load"].copy_to_host_async()
       self._loads.append(metrics.layers["moe/load"])
+    if self._rerun is not None and again is not None:
+      self._rerun.add(again, metrics)
     if step % self._cfg.check_interval:
       return state
     earlier, self._pending = self._pending, self._interval(step, state)
     if earlier is not None:
       state = self._look(step, state, earlier)
+    if again is not None:
+      state = self._branch(step, state)
     if self.acts and step > self.memory.acted_step:
       self._snapshots.offer(step, state, {**(position or {}), **self._remembered()})
     return state
@@ -240,6 +253,7 @@ class Supervisor:
       SAVED: self.memory.to_json(),
       WAITING: self._requests.to_json(),
       BRANCHES: self._lost,
+      PLATEAU: self._plateau._asdict(),
       CHANGES: self._settings,
     }
 
@@ -268,9 +282,10 @@ class Supervisor:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
-    is_next = interval.step - len(rows) != self._changed_step
-    reading = read(self._names, interval.step, rows, probe, self._norm if is_next else None)
-    self._norm = float(rows[-1, self._names.index("train/param_norm")])
+    at, norm = self._norm
+    is_next = interval.step - len(rows) == at != self._changed_step
+    reading = read(self._names, interval.step, rows, probe, norm if is_next else None)
+    self._norm = interval.step, float(rows[-1, self._names.index("train/param_norm")])
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
     ready = self._ready(step, state, pause=pause)
@@ -304,7 +319,11 @@ class Supervisor:
       state = self._carry_out(step, state, decision)
     if self.memory.trial is None:
       self._snapshots.forget()
+    self._plateau, self._ripe = observe(self._plateau, self.memory, reading, judgement)
+    if judgement.finding or judgement.decisions:
+      self._rerun = None
     self._report(step, reading, judgement, LEVELS.index(health.level))
+    self._requests.make_room(self.memory, step)
     for asked in hooks.call(hooks.Look(step, reading, health, judgement)):
       is_try = isinstance(asked, hooks.Try)
       self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
@@ -384,7 +403,7 @@ class Supervisor:
         self._refuse(step, ready)
         return state
       action = ready.request.action
-    elif self._lost < LOST and self._at_peak(step):
+    elif not self._raises and self._lost < LOST and self._at_peak(step):
       before = self.memory.lr_scale
       action = SetLearningRateScale(min(RAISE * before, MOST_RATE), before)
     else:
@@ -410,6 +429,34 @@ class Supervisor:
       if now != began:
         self._settings[name] = (began, now)
     self.wants_restart = True
+
+  def _branch(self, step: int, state: TrainState) -> TrainState:
+    """Begin a branch with a higher learning rate, or end it in the state of the better arm."""
+    pending, rerun = self._pending, self._rerun
+    assert pending is not None, "no interval ends here"
+    if rerun is None:
+      if self._raises and self._ripe and self._snapshots.good:
+        self._rerun, self._ripe = Rerun(step, state, pending.probe), False
+      return state
+    if step < rerun.first + SPAN * self._cfg.check_interval:
+      return state
+    self._rerun = None
+    look = lambda model: self._plan.eval_step(model, self._probe)
+    left, other, branch = rerun.make(state, FACTOR, look)
+    self.replayed += step - rerun.first
+    self._clock.lap(step - rerun.first)  # is no slow training
+    self._note("rerun", step, first=rerun.first, factor=FACTOR, **branch._asdict())
+    self._plateau, self.memory, decision = conclude(
+      self._cfg, self._plateau, self.memory, branch, step
+    )
+    logging.info("orchestrator: steps %d to %d again with %g times the learning rate: %s, %s",
+      rerun.first + 1, step, FACTOR, branch, "kept" if decision else "not kept")  # fmt: skip
+    if decision is None:
+      del other  # there is memory for one
+      return left.restore(state)
+    self._snapshots.reject()
+    self.decisions.append((step, decision))
+    return self._carry_out(step, other, decision)
 
   def _earlier(
     self, step: int, state: TrainState, action: Rollback
@@ -441,34 +488,3 @@ class Supervisor:
   def _note(self, kind: str, step: int, **fields: Any) -> None:
     if self._ledger is not None:
       self._ledger.write(kind, step, **fields)
-
-
-def check_agreement(
-  memory: Memory,
-  reading: Reading,
-  decisions: tuple[Decision, ...],
-  waiting: Sequence[Mapping[str, Any]] = (),
-) -> None:
-  """Do all processes see, remember and decide the same? Called before anything is done.
-
-  Args:
-    memory: of the policy.
-    reading: what it looked at.
-    decisions: what it wants done.
-    waiting: requests, as JSON values.
-
-  Raises:
-    RuntimeError: on every process, if two differ.
-  """
-  if jax.process_count() == 1:
-    return
-  acts = [to_json(decision.action) for decision in decisions]
-  known = json.dumps([memory.to_json(), reading._asdict(), acts, waiting], sort_keys=True)
-  digest = np.frombuffer(hashlib.sha256(known.encode()).digest()[:8], np.uint32)
-  if len(np.unique(multihost_utils.process_allgather(digest), axis=0)) > 1:
-    raise RuntimeError(
-      f"processes see or decide differently at look {memory.checks}, of steps {reading.first} to "
-      f"{reading.step}; nothing was done. A device computes wrongly, programs or library versions "
-      "differ, or a hook asks for something in one process only. Restart the job from the last "
-      "checkpoint on machines with one environment."
-    )

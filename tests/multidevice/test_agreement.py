@@ -15,8 +15,8 @@ jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from readings import reading
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.agreement import check_agreement
 from ats_jax.orchestrator.policy import Decision
-from ats_jax.orchestrator.supervisor import check_agreement
 
 decisions = Decision(0, Rollback(), "state", 1.0, ""), Decision(0, Rollback(1), "state", 1.0, "")
 cases = {

@@ -219,6 +219,23 @@ def test_out_of_memory_is_an_error_where_nothing_can_be_done(
     train_module.train(config(mode, data__batch_size=rows), tmp_path)
 
 
+def test_a_low_rate_is_raised_by_the_compiled_step_on_its_own_batches(config, runs, tmp_path):
+  low = {"optimizer__learning_rate": 1e-4, "orchestrator__raise_learning_rate": True}
+  state = train_module.train(config("act", **low), tmp_path)
+  path = tmp_path / workdir.DECISIONS
+  decisions, rows = ledger.decisions(path), ledger.rows(path)
+  scales = [decision.action.scale for _, decision in decisions]
+  assert scales and scales == [3.0**n for n in range(1, len(scales) + 1)]
+  assert float(state.control.lr_scale) == scales[-1] and int(state.step) == STEPS
+  assert ledger.replay(path) == decisions
+  assert sum(row["kind"] == "rerun" for row in rows) >= len(scales)
+  final = lambda folder: [
+    row["eval/loss"] for row in read_jsonl(folder / "metrics.jsonl") if "eval/loss" in row
+  ][-1]
+  train_module.train(config("off", optimizer__learning_rate=1e-4), tmp_path / "slow")
+  assert final(runs["off"][0]) < final(tmp_path) < final(tmp_path / "slow") - 0.1
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
@@ -228,6 +245,10 @@ def test_out_of_memory_is_an_error_where_nothing_can_be_done(
     ({"orchestrator.snapshot_gb": 0.0}, "leave nothing to roll back to"),
     ({"orchestrator.snapshot_interval": 0}, "snapshot_interval=0 is too small"),
     ({"orchestrator.mode": "on"}, "Choose one of: off, observe, act"),
+    (
+      {"orchestrator.mode": "observe", "orchestrator.raise_learning_rate": True},
+      "orchestrator.mode=observe changes nothing",
+    ),
   ],
 )
 def test_wrong_settings_are_refused(changes, message):

@@ -1,0 +1,243 @@
+"""A branch with a higher learning rate: tried when it may be, kept only if it wins by far."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, tiny_config
+from readings import INTERVAL, reading
+
+from ats_jax.config.schema import OrchestratorConfig
+from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.actions import SetLearningRateScale
+from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.plateau import (
+  FACTOR,
+  LONGER,
+  LOST,
+  MOST,
+  SPAN,
+  WAIT,
+  Branch,
+  Plateau,
+  conclude,
+  observe,
+)
+from ats_jax.orchestrator.policy import Finding, Judgement
+from ats_jax.orchestrator.rerun import Rerun
+from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.sharding.mesh import to_global
+from ats_jax.step.plan import make_plan
+from ats_jax.step.update import Fault
+
+ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
+WELL, NEW, FRESH = Judgement(), Memory(), Plateau()
+WON = Branch(before=3.0, kept=2.9, raised=2.8, gain=0.05, error=0.01)
+
+
+def looks_until_ripe(rates, judgements=(WELL,) * 100, memory=NEW, plateau=FRESH):
+  """Looks until it is time for a branch; None if it never is."""
+  for number, (rate, judgement) in enumerate(zip(rates, judgements, strict=False)):
+    seen = reading(number, learning_rate=rate)
+    plateau, ripe = observe(plateau, memory, seen, judgement)
+    if ripe:
+      return number + 1
+  return None
+
+
+def test_it_waits_for_calm_looks_at_the_top_of_the_schedule():
+  warmup = [0.2, 0.4, 0.6, 0.8, 1.0]
+  assert looks_until_ripe(warmup + [1.0] * 20) == len(warmup) + WAIT
+  assert looks_until_ripe(warmup) is None
+  assert looks_until_ripe([1.0, 0.89] * 20) is None  # half of the looks are of a decay
+  assert looks_until_ripe(list(np.linspace(1.0, 0.0, 100))) == 1 + WAIT  # slow: still at the top
+  found = Judgement(finding=Finding("data", 0.1, False, ""))
+  for trouble in (found, Judgement(stale=True)):
+    assert looks_until_ripe([1.0] * 20, [WELL] * WAIT + [trouble] * 20) is None
+    assert looks_until_ripe([1.0] * 20, [WELL, trouble, *[WELL] * 20]) == 2 + WAIT
+
+
+@pytest.mark.parametrize(
+  "memory", [Memory(latched=True), Memory(lr_scale=0.5), Memory(lr_scale=81.0, lr_wanted=81.0)]
+)
+def test_it_never_begins_where_the_rate_was_cut_or_is_high_enough(memory):
+  assert looks_until_ripe([1.0] * 50, memory=memory) is None
+
+
+@pytest.mark.parametrize(
+  ("changes", "wins"),
+  [
+    ({}, True),
+    ({"raised": 2.88}, False),  # a fifth more progress
+    ({"before": 2.9, "raised": 2.895}, False),  # 0.005 nats
+    ({"before": 2.8, "kept": 2.9, "raised": 2.85}, True),  # better, where the other got worse
+    ({"gain": 0.015}, False),  # within the noise of batches
+    ({"gain": -0.05}, False),
+    ({"raised": math.nan}, False),
+    ({"raised": math.inf, "gain": math.nan, "error": math.nan}, False),
+  ],
+)
+def test_who_wins(changes, wins):
+  memory = Memory(decisions=4)
+  plateau, after, decision = conclude(ACT, Plateau(lost=1), memory, WON._replace(**changes), 70)
+  assert (decision is not None) == wins and plateau.branches == 1
+  if decision is None:
+    assert after == memory and plateau.lost == 2
+    return
+  assert decision.id == 4 and decision.cause == "plateau"
+  assert decision.action == SetLearningRateScale(FACTOR, 1.0)
+  assert decision.confidence > 0.99
+  assert (after.lr_scale, after.lr_wanted, after.acted_step, after.decisions) == (3.0, 3.0, 70, 5)
+  assert plateau.lost == 0
+
+
+def test_the_confidence_asked_for_counts():
+  sure = dataclasses.replace(ACT, confidence=0.999)
+  branch = WON._replace(gain=0.025)  # 0.994
+  assert conclude(ACT, Plateau(), Memory(), branch, 70)[2] is not None
+  assert conclude(sure, Plateau(), Memory(), branch, 70)[2] is None
+
+
+def test_branches_end_after_two_that_lost_and_after_a_few_in_all():
+  lost, plateau = WON._replace(raised=3.0), Plateau(highest=1.0)
+  for number in range(LOST):
+    wanted = LONGER if number else WAIT
+    assert looks_until_ripe([1.0] * 50, plateau=plateau) == wanted
+    plateau, _, _ = conclude(ACT, plateau, Memory(), lost, 70)
+  assert looks_until_ripe([1.0] * 50, plateau=plateau) is None
+  assert looks_until_ripe([1.0] * 50, plateau=Plateau(highest=1.0, branches=MOST)) is None
+
+
+# On the real step.
+
+SETTINGS = {
+  "num_steps": 200,
+  "data.batch_size": 8,
+  "model.d_model": 32,
+  "optimizer.warmup_steps": 8,
+  "optimizer.schedule": "constant",
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": 8,
+  "orchestrator.snapshot_interval": 8,
+  "orchestrator.raise_learning_rate": True,
+}
+LOW, TUNED = 0.02, 1.0  # of a rate of 1e-2
+
+
+def rows(seed):
+  """Sequences that count, but for a fifth of the tokens."""
+  rng = np.random.default_rng(seed)
+  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
+  wrong = rng.random((8, 17)) < 0.2
+  tokens = np.where(wrong, rng.integers(0, 64, (8, 17)), counting).astype(np.int32)
+  ones = np.ones((8, 16), np.int32)
+  return {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "loss_mask": ones.astype(np.float32),
+    "segment_ids": ones,
+    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
+  }
+
+
+@pytest.fixture(scope="module")
+def plan():
+  """One compiled step for all runs."""
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    yield make_plan(tiny_config(SETTINGS))
+
+
+def train(plan, steps, rate, path=None, *, raises=True):
+  """The state and the supervisor of a run; and what it recorded."""
+  orchestrator = dataclasses.replace(plan.cfg.orchestrator, raise_learning_rate=raises)
+  cfg = dataclasses.replace(plan.cfg, orchestrator=orchestrator)
+  supervisor = Supervisor(dataclasses.replace(plan, cfg=cfg), rows(10**6), path)
+  state, fault = plan.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
+  supervisor.start(0, state)
+  for step in range(1, steps + 1):
+    batch = micro_batches(rows(step), 1)
+    again = lambda state, batch=batch: plan.train_step(state, batch, fault=fault)
+    state, metrics = again(state)
+    state = supervisor.after(step, state, metrics, again)
+    assert int(state.step) == step
+  state = supervisor.settle(steps, state, metrics)
+  supervisor.close()
+  return state, supervisor
+
+
+def test_a_rate_far_too_low_is_raised_on_evidence(plan, tmp_path):
+  path = tmp_path / "decisions.jsonl"
+  state, supervisor = train(plan, 120, LOW, path)
+  branches = [row for row in ledger.rows(path) if row["kind"] == "rerun"]
+  first, decision = supervisor.decisions[0]
+  assert first == branches[0]["step"] and branches[0]["first"] == first - SPAN * 8
+  assert decision.action == SetLearningRateScale(FACTOR, 1.0)
+  assert all(d.cause == "plateau" for _, d in supervisor.decisions)
+  wins = len(supervisor.decisions)
+  assert wins >= 2 and supervisor.replayed == SPAN * 8 * len(branches)
+  scale = FACTOR**wins
+  assert float(state.control.lr_scale) == supervisor.memory.lr_wanted == scale
+  assert ledger.replay(path) == ledger.decisions(path) == supervisor.decisions
+  assert "3 times the learning rate: held-out loss" in "\n".join(tell(path))
+  slow, _ = train(plan, 120, LOW, raises=False)
+  probe = lambda s: float(np.divide(*np.asarray(plan.eval_step(s.model, rows(10**6)))[[0, 2]]))
+  assert probe(state) < probe(slow) - 0.3
+  saved = json.loads(json.dumps(supervisor.saved()))
+  again = Supervisor(plan, rows(10**6))
+  again.start(120, state, saved)
+  assert again.memory == supervisor.memory and again._plateau == supervisor._plateau
+
+
+def test_the_winner_is_the_state_of_a_run_with_that_rate(plan):
+  """The arms part where the branch begins; the steps made again are those of the batches."""
+  state, supervisor = train(plan, 8 * (2 + WAIT + SPAN), LOW)
+  ((step, _),) = supervisor.decisions
+  first = step - SPAN * 8
+  by_hand, fault = plan.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
+  for number in range(1, step + 1):
+    if number == first + 1:
+      by_hand = dataclasses.replace(
+        by_hand, control=by_hand.control._replace(lr_scale=jnp.float32(FACTOR))
+      )
+    by_hand, _ = plan.train_step(by_hand, micro_batches(rows(number), 1), fault=fault)
+  assert int(state.step) == step
+  for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(by_hand.model), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
+  mesh = make_test_mesh(2, 2, 2)
+  with jax.set_mesh(mesh):
+    plan = make_plan(tiny_config(SETTINGS))
+    state, probe = plan.init(), to_global(rows(10**6), mesh)
+    look = lambda model: plan.eval_step(model, probe)
+    compiled = plan.compile_train_step(state, plan.training_rules(1))
+    rerun = Rerun(0, state, look(state.model))
+    for step in (1, 2):
+      batch = to_global(micro_batches(rows(step), 1), mesh)
+      again = lambda state, batch=batch: compiled(state, batch)
+      state, metrics = again(state)
+      rerun.add(again, metrics)
+    kept = np.asarray(state.model.embed[...])
+    left, other, branch = rerun.make(state, FACTOR, look)
+    assert other.model.embed[...].sharding == left.restore(state).model.embed[...].sharding
+    np.testing.assert_array_equal(left.restore(state).model.embed[...], kept)
+    assert int(other.step) == int(state.step) == 2 and branch.raised != branch.kept
+    compiled(left.restore(state), batch)
+
+
+def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(plan, tmp_path):
+  programs = plan.train_step._cache_size()
+  state, supervisor = train(plan, 200, TUNED, path := tmp_path / "decisions.jsonl")
+  branches = [row for row in ledger.rows(path) if row["kind"] == "rerun"]
+  assert len(branches) == LOST and not supervisor.decisions
+  assert plan.train_step._cache_size() == max(programs, 1)
+  other, _ = train(plan, 200, TUNED, raises=False)
+  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+    if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+      np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
