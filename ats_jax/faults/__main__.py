@@ -1,6 +1,6 @@
 """Faults on purpose, against several ways to guard a run.
 
-python -m ats_jax.faults run --suite=smoke|tune|full --results=runs/faults.jsonl \
+python -m ats_jax.faults run --suite=smoke|tune|full|experts|plateau --results=runs/faults.jsonl \
   [--arms=clip,reflex] [--faults=rate_burst,clean] [--seeds=0,1,2]
 python -m ats_jax.faults table --results=runs/faults.jsonl
 
@@ -15,11 +15,11 @@ from absl import flags
 
 from ats_jax import runtime
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.faults.arms import ARMS
+from ats_jax.faults.arms import ARMS, OTHER_ARMS
+from ats_jax.faults.other_tables import tables
 from ats_jax.faults.results import Results
 from ats_jax.faults.scenarios import SCENARIOS
 from ats_jax.faults.suite import SUITES, Suite, run_suite
-from ats_jax.faults.table import render
 
 _SUITE = flags.DEFINE_enum("suite", "smoke", list(SUITES), "What is run.")
 _ARMS = flags.DEFINE_list("arms", None, "Only these arms.")
@@ -35,7 +35,7 @@ def chosen(suite: Suite) -> Suite:
   seeds = _SEEDS.value and [int(s) if s.isdecimal() else s for s in _SEEDS.value]
   return dataclasses.replace(
     suite,
-    arms=_only(_ARMS.value, "arms", suite.arms, ARMS),
+    arms=_only(_ARMS.value, "arms", suite.arms, ARMS | OTHER_ARMS),
     scenarios=_only(_FAULTS.value, "faults", suite.scenarios, SCENARIOS),
     seeds=_only(seeds, "seeds", suite.seeds, suite.seeds),
   )
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     results = Results(path)
     if not results.records:
       raise ValueError(f"--results={path} holds no runs. Make some: python -m ats_jax.faults run.")
-  print(render(list(results.records.values()), JUDGED))
+  print(tables(list(results.records.values()), JUDGED))
 
 
 if __name__ == "__main__":

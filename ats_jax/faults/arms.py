@@ -30,7 +30,7 @@ class Arm:
   """One way to guard a run.
 
   Attributes:
-    name: in `ARMS`.
+    name: in `ARMS` or `OTHER_ARMS`.
     plan: how it computes.
     step: (state, memory, batch, fault) -> (state, memory, metrics); the state is donated.
     memory: at the start.
@@ -62,6 +62,8 @@ class Kind:
     watched: whether the supervisor looks on.
     probe: whether it has held-out rows to look at.
     knows: whether it is told of every fault.
+    raises: whether it tries higher learning rates.
+    moe: what differs in `moe`.
   """
 
   mode: str = "off"
@@ -73,8 +75,11 @@ class Kind:
   watched: bool = False
   probe: bool = True
   knows: bool = False
+  raises: bool = False
+  moe: tuple[tuple[str, str | float], ...] = ()
 
 
+NO_BIAS = ("bias_update", "none")
 ARMS = {
   "none": Kind(clip=False),
   "clip": Kind(),
@@ -90,20 +95,28 @@ ARMS = {
   "ours": Kind(mode="act", watched=True),
   "ours-probe": Kind(mode="act", watched=True, probe=False),
 }
+# For the suites of experts and of low learning rates.
+OTHER_ARMS = {
+  "unbalanced": Kind(moe=(NO_BIAS, ("aux_loss", 0.0))),
+  "switch": Kind(moe=(NO_BIAS, ("aux_loss", 0.01))),
+  "ours+rate": Kind(mode="act", watched=True, raises=True),
+}
 
 
 def build_arm(name: str, cfg: Config) -> Arm:
   """Build an arm under the current mesh; nothing is compiled yet.
 
   Args:
-    name: in `ARMS`.
+    name: in `ARMS` or `OTHER_ARMS`.
     cfg: the resolved config of the suite; the arm's own settings replace some.
   """
-  kind = ARMS[name]
+  kind = (ARMS | OTHER_ARMS)[name]
+  orchestrator = {"mode": kind.mode, "raise_learning_rate": kind.raises}
   cfg = dataclasses.replace(
     cfg,
     optimizer=cfg.optimizer if kind.clip else dataclasses.replace(cfg.optimizer, grad_clip=0.0),
-    orchestrator=dataclasses.replace(cfg.orchestrator, mode=kind.mode),
+    moe=dataclasses.replace(cfg.moe, **dict(kind.moe)),
+    orchestrator=dataclasses.replace(cfg.orchestrator, **orchestrator),
   )
   plan = make_plan(cfg)
   if kind.before is not None:

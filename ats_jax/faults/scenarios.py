@@ -1,4 +1,4 @@
-"""What is done to a run: faults F1-F7, and N1, the negative controls: legitimate surprises.
+"""What is done to a run: faults F1-F9 and F11, and N1, the negative controls: legitimate surprises.
 
 A scenario changes the rows of a step, the gradient or the learning rate (traced, `step.update`), or
 the state before the step. When, how badly and where is drawn from the run's seed, alike for every
@@ -6,6 +6,7 @@ arm.
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ import jax
 import numpy as np
 
 from ats_jax.model.init import merge, trainable
+from ats_jax.model.moe import MoE
+from ats_jax.step.optimizer import AdamState
 from ats_jax.step.state import TrainState
 
 Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
@@ -73,10 +76,11 @@ class Scenario:
   """A kind of fault.
 
   Attributes:
-    family: F1-F7, or N1 for what is no fault.
+    family: F1-F9, F11, or N1 for what is no fault.
     severities: mild, middling, bad; what the number means is said by `inject`.
     inject: what happens at a step.
-    cause: what a supervisor should say: "learning rate", "data", "state"; "" if nothing.
+    cause: what a supervisor should say: "learning rate", "data", "state", "router", "plateau"; ""
+      if nothing.
   """
 
   family: str
@@ -232,6 +236,80 @@ def flipped_bits(draw: Draw, step: int, rows: Rows) -> Injection:
   return Injection(rows, state=lambda state: _edit_matrix(state, rng, edit))
 
 
+# ---- F8, F9: the experts
+
+
+def _moes(tree: Any) -> list[MoE]:
+  """The stacked layers with experts of a model, or of moments."""
+  layers = [layer for blocks in tree.segments for layer in blocks.layers]
+  return [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
+
+
+def _chosen(draw: Draw, state: TrainState, count: float) -> np.ndarray:
+  """As many experts in use as `count` says, by chance: the same in each layer."""
+  router = _moes(state.model)[0].router
+  in_use = np.flatnonzero(np.asarray(router.is_open())[0, : router.num_slots])
+  return draw.rng().choice(in_use, int(count), replace=False)
+
+
+def _write(variable: Any, experts: np.ndarray, edit: Callable) -> None:
+  """Replace what arrays [layers, experts, ...] hold of some experts."""
+  array = np.array(variable[...])
+  array[:, experts] = edit(array[:, experts])
+  variable[...] = jax.device_put(array, variable[...].sharding)
+
+
+def _push_two(draw: Draw, step: int, rows: Rows, name: str) -> Injection:
+  """Add to what a router's `name` holds of two experts."""
+  if step != draw.onset:
+    return Injection(rows)
+
+  def edit(state: TrainState) -> TrainState:
+    for moe in _moes(state.model):
+      chosen = _chosen(draw, state, 2)
+      _write(getattr(moe.router, name), chosen, lambda x: x + draw.severity)
+    return state
+
+  return Injection(rows, state=edit)
+
+
+def collapsed_router(draw: Draw, step: int, rows: Rows) -> Injection:
+  """As much as the severity says is added to the logits of two experts of each layer, once."""
+  return _push_two(draw, step, rows, "offset")
+
+
+def biased_router(draw: Draw, step: int, rows: Rows) -> Injection:
+  """The same to the bias that chooses: neither probabilities nor any weight change."""
+  return _push_two(draw, step, rows, "bias_E")
+
+
+def dead_experts(draw: Draw, step: int, rows: Rows) -> Injection:
+  """As many experts of each layer as the severity says are chosen no more; their moments are 0."""
+  if step != draw.onset:
+    return Injection(rows)
+
+  def edit(state: TrainState) -> TrainState:
+    dead = _chosen(draw, state, draw.severity)
+    is_adam = lambda x: isinstance(x, AdamState)
+    adams = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)]
+    for moe in _moes(state.model):
+      _write(moe.router.bias_E, dead, lambda x: x - 1e3)
+    for moments in itertools.chain(*(_moes(m) for adam in adams for m in (adam.mu, adam.nu))):
+      for weight in (moments.gate, moments.up, moments.down):
+        _write(weight, dead, np.zeros_like)
+    return state
+
+  return Injection(rows, state=edit)
+
+
+# ---- F11: a learning rate that is too low
+
+
+def low_rate(draw: Draw, step: int, rows: Rows) -> Injection:
+  """Multiplied with the severity in the whole run."""
+  return Injection(rows, rate=draw.severity)
+
+
 # ---- N1: what may surprise, and is right
 
 
@@ -286,6 +364,10 @@ SCENARIOS = {
   "flipped_bits": Scenario("F6", (1, 4, 16), flipped_bits, "state"),
   "repeats": Scenario("F7", (10, 20, 40), repeats, "data"),
   "stretched": Scenario("F7", (20, 40, 80), stretched, "data"),
+  "collapsed_router": Scenario("F8", (4.0, 6.0, 8.0), collapsed_router),
+  "biased_router": Scenario("F8", (4.0, 6.0, 8.0), biased_router),
+  "dead_experts": Scenario("F9", (1, 1, 2), dead_experts, "router"),
+  "low_rate": Scenario("F11", (0.02, 0.05, 0.1), low_rate, "plateau"),
   "clean": Scenario("N1", (0, 0, 0), clean),
   "domain_switch": Scenario("N1", (0.25, 0.5, 1.0), domain_switch),
   "rate_jump": Scenario("N1", (1.5, 2.0, 3.0), rate_jump),

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,20 @@ from ats_jax.faults.arms import ARMS, RULE_METRICS, Arm, build_arm
 from ats_jax.faults.results import Record, Results
 from ats_jax.faults.scenarios import SCENARIOS, Injection, Rows
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, to_json
+from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, Surgery, to_json
+from ats_jax.orchestrator.reading import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import make_mesh, to_global
-from ats_jax.step.metrics import REFLEX_METRICS
+from ats_jax.step.loss import Batch
+from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.update import Fault
 
 PROTOCOL = 1  # raise it when a scenario, an arm or the scoring changes
 SCORED_ROWS, PROBE_ROWS = 1024, 64  # of the validation split
 TUNING_SEEDS, HELD_OUT_SEEDS = range(10), range(100, 110)
+BALANCED = 1.0  # of the largest load over the mean, less 1: below, experts are balanced
+WINDOW = 10  # steps over which loads are averaged
 
 # A byte-level model that trains in seconds on one core.
 SETTINGS = {
@@ -60,24 +65,55 @@ class Suite:
   """What is run.
 
   Attributes:
-    arms: names in `ARMS`.
+    arms: names in `ARMS` or `OTHER_ARMS`.
     scenarios: names in `SCENARIOS`.
     seeds: of the runs.
     settings: what differs from `SETTINGS`.
+    pause_every: steps between two pauses, as training makes them before a checkpoint; 0 = only at
+      the end.
   """
 
   arms: tuple[str, ...]
   scenarios: tuple[str, ...]
   seeds: tuple[int, ...]
   settings: tuple[tuple[str, int | float], ...] = ()
+  pause_every: int = 0
 
 
+def family(*names: str) -> tuple[str, ...]:
+  """The scenarios of these families."""
+  return tuple(name for name, kind in SCENARIOS.items() if kind.family in names)
+
+
+DENSE = family("F1", "F2", "F3", "F4", "F5", "F6", "F7", "N1")
+# Eight experts, of which a token uses two.
+EXPERTS = (
+  ("num_steps", 500),
+  ("moe.num_experts", 8),
+  ("moe.d_ff", 64),
+  ("moe.router_bias", True),
+  ("moe.spare_experts", 1),
+  ("orchestrator.check_interval", 5),
+)
 SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "nan_weight", "repeats")
 SMOKE_CONTROLS = ("clean", "domain_switch")
 SUITES = {
   "smoke": Suite(("clip", "ours"), (*SMOKE_FAULTS, *SMOKE_CONTROLS), (0,), (("num_steps", 200),)),
-  "tune": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(TUNING_SEEDS)),
-  "full": Suite(tuple(ARMS), tuple(SCENARIOS), tuple(HELD_OUT_SEEDS)),
+  "tune": Suite(tuple(ARMS), DENSE, tuple(TUNING_SEEDS)),
+  "full": Suite(tuple(ARMS), DENSE, tuple(HELD_OUT_SEEDS)),
+  "experts": Suite(
+    ("unbalanced", "switch", "clip", "ours"),
+    (*family("F8", "F9"), "clean"),
+    tuple(HELD_OUT_SEEDS)[:5],
+    EXPERTS,
+    pause_every=50,
+  ),
+  "plateau": Suite(
+    ("none", "clip", "ours+rate"),
+    ("low_rate", "clean"),
+    tuple(range(100, 120)),
+    (("num_steps", 600),),
+  ),
 }
 
 
@@ -102,9 +138,11 @@ class Bench:
     held_out = lambda *numbers: to_global(valid.rows(np.arange(*numbers)), jax.sharding.get_mesh())
     self._scored = held_out(SCORED_ROWS)
     self.probe = held_out(SCORED_ROWS, SCORED_ROWS + PROBE_ROWS)
+    self._pause_every = suite.pause_every
     c = self.cfg
     parts = [PROTOCOL, self._train.fingerprint, self._foreign.fingerprint,
              c.num_steps, c.model, c.data, c.optimizer, c.precision]  # fmt: skip
+    parts += [c.moe, suite.pause_every] if c.moe.num_experts else []
     self.protocol = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
   def rows(self, seed: int, step: int) -> Rows:
@@ -114,6 +152,14 @@ class Bench:
   def foreign_rows(self, seed: int, step: int) -> Rows:
     """The same of another kind of text: English prose."""
     return _rows(self._foreign, self.cfg, seed, step)
+
+  def pauses(self, step: int) -> bool:
+    """Whether the loop waits after `step` updates."""
+    return step == self.cfg.num_steps or (self._pause_every > 0 and step % self._pause_every == 0)
+
+  def look(self, arm: Arm, state: TrainState) -> float:
+    """Loss of the trained weights on the probe batch, nats."""
+    return probe_loss(np.asarray(arm.plan.eval_step(state.model, self.probe)))
 
   def score(self, arm: Arm, state: TrainState) -> tuple[float, bool]:
     """Validation loss in nats, at most ln V; and whether it was finite."""
@@ -154,10 +200,14 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
   draw = kind.draw(scenario, seed, num_steps, bench.vocab_size, foreign)
   memory, rows, stopped = arm.memory, [], False
   supervisor, looks = arm.supervise(bench.probe), list[hooks.Look]()
+  charged, jumps = 0, list[float]()
   supervisor.start(0, state)
   hook = hooks.register(looks.append)
   try:
     for step in range(num_steps):
+      if charged < supervisor.replayed:  # a step that was made twice counts twice
+        state, charged = dataclasses.replace(state, step=state.step + 1), charged + 1
+        continue
       clean = bench.rows(seed, step)
       now = kind.inject(draw, step, clean)
       if arm.knows and not kind.is_control:
@@ -168,11 +218,17 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
       if now.state is not None:
         state = now.state(state)
       fault = Fault(jnp.float32(now.gradient), jnp.float32(now.rate))
-      state, memory, metrics = arm.step(state, memory, to_global(now.rows, mesh), fault)
+      batch = to_global(now.rows, mesh)
+      again = functools.partial(_again, arm, memory, batch, fault)
+      state, memory, metrics = arm.step(state, memory, batch, fault)
       rows.append(metrics.values)
-      state = supervisor.after(step + 1, state, metrics)
-      if step + 1 == num_steps:
-        state = supervisor.settle(num_steps, state, metrics)
+      state = supervisor.after(step + 1, state, metrics, again)
+      if bench.pauses(step + 1):
+        before, done = bench.look(arm, state), len(supervisor.decisions)
+        state = supervisor.settle(step + 1, state, metrics)
+        new = [decision.action for _, decision in supervisor.decisions[done:]]
+        if new and all(isinstance(action, Surgery) for action in new):
+          jumps.append(bench.look(arm, state) - before)
   except FloatingPointError:  # the supervisor gives up; or the last weights are not finite
     stopped = int(state.step) < num_steps
   finally:
@@ -189,6 +245,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
     "finite": finite,
     "steps": num_steps,
     **_reactions(values, draw.onset),
+    **(_balance(values, draw.onset) | {"jumps": jumps} if bench.cfg.moe.num_experts else {}),
     "findings": [
       [look.reading.step, found.cause, found.confidence]
       for look in looks
@@ -199,6 +256,13 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
     "stopped": stopped,
     "secs": round(time.perf_counter() - began, 2),
   }
+
+
+def _again(
+  arm: Arm, memory: Any, batch: Batch, fault: Fault, state: TrainState
+) -> tuple[TrainState, StepMetrics]:
+  state, _, metrics = arm.step(state, memory, batch, fault)
+  return state, metrics
 
 
 def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
@@ -221,11 +285,29 @@ def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
   }
 
 
+def _balance(metrics: dict[str, np.ndarray], onset: int) -> Record:
+  """How experts were loaded.
+
+  Returns:
+    worst violation at the onset; steps from there until it is below `BALANCED`, averaged over a
+    window, None if it never is; least load, over the mean, at the end.
+  """
+  violation = metrics["moe/max_violation"][onset:]
+  smooth = np.convolve(violation, np.ones(WINDOW) / WINDOW, "valid")
+  below = np.flatnonzero(smooth < BALANCED)
+  return {
+    "violation": float(violation[0]),
+    "balanced": int(below[0]) + WINDOW if below.size else None,
+    "min_load": float(np.mean(metrics["moe/min_load"][-WINDOW:])),
+  }
+
+
 def _decisions(supervisor: Supervisor) -> Record:
   """What the supervisor did; nothing if there is none."""
   taken = supervisor.decisions
   is_cut = lambda a: isinstance(a, SetLearningRateScale) and a.scale < a.before
   return {
+    "replayed": supervisor.replayed,
     "decisions": [[step, d.id, d.cause, d.confidence, to_json(d.action)] for step, d in taken],
     "rollbacks": sum(isinstance(d.action, Rollback) and not d.action.undo for _, d in taken),
     "cuts": sum(is_cut(d.action) and d.cause != "harm" for _, d in taken),

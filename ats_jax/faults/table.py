@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ats_jax.faults.arms import ARMS
+from ats_jax.faults.arms import ARMS, OTHER_ARMS
 from ats_jax.faults.results import Record
 from ats_jax.faults.scenarios import SCENARIOS
 from ats_jax.faults.thresholds import THRESHOLDS
@@ -25,7 +25,7 @@ class Board:
   """Final losses and reactions as arrays [arm, scenario, seed]; NaN where there is no run.
 
   Attributes:
-    arms: names, in the order of `ARMS`.
+    arms: names, in the order of `ARMS` and `OTHER_ARMS`.
     faults: scenarios that are faults.
     controls: those that are not.
     seeds: sorted.
@@ -35,7 +35,7 @@ class Board:
   def __init__(self, records: Sequence[Record]):
     self.records = {(r["arm"], r["scenario"], r["seed"]): r for r in records}
     found = {arm for arm, _, _ in self.records}
-    self.arms = [arm for arm in ARMS if arm in found]
+    self.arms = [arm for arm in (*ARMS, *OTHER_ARMS) if arm in found]
     ran = {scenario for _, scenario, _ in self.records}
     self.faults = [s for s in SCENARIOS if s in ran and not SCENARIOS[s].is_control]
     self.controls = [s for s in SCENARIOS if s in ran and SCENARIOS[s].is_control]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, random_rows, tiny_config
 
-from ats_jax.faults.arms import ARMS, RULE_METRICS, build_arm
+from ats_jax.faults.arms import ARMS, OTHER_ARMS, RULE_METRICS, build_arm
 from ats_jax.faults.suite import Bench, Suite, run
 from ats_jax.step.reflex import WARM
 from ats_jax.step.update import Fault
@@ -66,10 +66,12 @@ def test_a_rule_leaves_a_step_of_the_production_step_out():
   assert row["rule/skipped"] == 0.0 and moved
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", ARMS | OTHER_ARMS)
 def test_each_can_be_built(name):
   arm = build_arm(name, CFG)
-  kind = ARMS[name]
+  kind = (ARMS | OTHER_ARMS)[name]
+  assert arm.plan.cfg.orchestrator.raise_learning_rate == (name == "ours+rate")
+  assert (arm.plan.cfg.moe.bias_update == "none") == (name in ("unbalanced", "switch"))
   assert arm.plan.cfg.orchestrator.mode == kind.mode
   assert (arm.plan.cfg.optimizer.grad_clip == 1.0) == kind.clip
   assert (set(RULE_METRICS) <= set(arm.names)) == (kind.rule is not None)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import named_leaves, random_rows, tiny_config
+from helpers import make_test_mesh, named_leaves, random_rows, tiny_config
 
 from ats_jax.faults.scenarios import EARLIEST, LATEST, SCENARIOS
 from ats_jax.step.plan import make_plan
@@ -13,6 +13,7 @@ from ats_jax.step.plan import make_plan
 STEPS = 400
 CFG = tiny_config()
 ROWS = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size).items()}
+EARLY = ("length_jump", "low_rate")  # what there is from the start
 FOREIGN = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size, seed=1).items()}
 
 
@@ -41,7 +42,7 @@ def test_onset_and_severity_are_drawn_from_the_seed(name):
   assert {d.severity for d in draws} == set(SCENARIOS[name].severities)
 
 
-@pytest.mark.parametrize("name", [n for n in SCENARIOS if n != "length_jump"])
+@pytest.mark.parametrize("name", [n for n in SCENARIOS if n not in EARLY])
 def test_nothing_happens_before_the_onset_and_the_data_is_left_alone(name):
   before = {k: v.copy() for k, v in ROWS.items()}
   draw, injected = injections(name)
@@ -127,6 +128,63 @@ def test_one_matrix_is_hit_once(state, name, seed):
     assert np.isnan(after[places]).all()
   else:
     assert (np.abs(after[places]) > 1e30).all() or not np.isfinite(after[places]).all()
+
+
+MOE = tiny_config({"moe.num_experts": 8, "moe.d_ff": 16, "moe.spare_experts": 1,
+                   "moe.router_bias": True})  # fmt: skip
+
+
+@pytest.fixture
+def moe_state():
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    yield make_plan(MOE).init()
+
+
+@pytest.mark.parametrize(
+  ("name", "leaves", "count"),
+  [
+    ("collapsed_router", (".router.offset",), 2),
+    ("biased_router", (".router.bias_E",), 2),
+    ("dead_experts", (".router.bias_E",), 3),
+  ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_experts_of_each_layer_are_hit_once(moe_state, name, leaves, count, seed):
+  draw, injected = injections(name, seed=seed, severity=3.0)
+  assert [s for s, now in enumerate(injected) if now.state is not None] == [draw.onset]
+  router = moe_state.model.segments[0].layers[0].mlp.router
+  is_open = np.asarray(router.is_open())[0] > 0
+  moments = jax.tree.leaves(moe_state.opt_state)
+  old = {k: np.asarray(v) for k, v in named_leaves(moe_state.model).items()}
+  state = injected[draw.onset].state(moe_state)
+  hit = {k: np.asarray(v) - old[k] for k, v in named_leaves(state.model).items()
+         if not np.array_equal(v, old[k])}  # fmt: skip
+  assert len(hit) == 1 and all(part in key for part, key in zip(leaves, hit, strict=True))
+  (change,) = hit.values()
+  assert set(np.unique(change)) == {0.0, -1e3 if name == "dead_experts" else 3.0}
+  chosen = change[0] != 0
+  assert chosen.sum() == count and (change == change[:1]).all() and not (chosen & ~is_open).any()
+  for before, after in zip(moments, jax.tree.leaves(state.opt_state), strict=True):
+    assert before.shape == after.shape and before.sharding == after.sharding
+
+
+def test_dead_experts_have_no_moments(moe_state):
+  ones = jax.tree.map(lambda x: x * 0 + 1, moe_state.opt_state)
+  moe_state = dataclasses.replace(moe_state, opt_state=ones)
+  draw, injected = injections("dead_experts", severity=1.0)
+  state = injected[draw.onset].state(moe_state)
+  (dead,) = np.flatnonzero(np.asarray(state.model.segments[0].layers[0].mlp.router.bias_E)[0])
+  for key, value in named_leaves(state.opt_state).items():
+    if value.ndim:
+      zeros = np.argwhere(np.asarray(value) == 0)
+      expected = any(f".mlp.{name}" in key for name in ("gate", "up", "down"))
+      assert bool(len(zeros)) == expected, key
+      assert not expected or set(zeros[:, 1]) == {dead}
+
+
+def test_a_rate_is_low_from_the_start():
+  draw, injected = injections("low_rate")
+  assert {now.rate for now in injected} == {draw.severity} and draw.severity < 0.2
 
 
 def test_controls():
