@@ -129,3 +129,17 @@ def test_surgery_waits_while_something_is_wrong():
     memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=True)
     assert not judgement.decisions
   assert jax.tree.leaves(memory.starved) == [STARVED_CHECKS + 5]
+
+
+@pytest.mark.parametrize(("probe", "verdict"), [(2.06, "helped"), (2.2, "harmed")])
+def test_what_the_probe_wobbles_by_is_no_harm_of_surgery(probe, verdict):
+  memory, outcome, number = Memory(), None, 0
+  while outcome is None:
+    starved = ((3, 1),) if memory.trial is None else ()
+    is_judged = memory.trial is not None and memory.checks + 1 >= memory.wait["trial"]
+    seen = reading(number, starved=starved, probe=probe if is_judged else 2.0)
+    memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=True)
+    outcome, number = judgement.outcome, number + 1
+  assert outcome.verdict == verdict
+  undone = [decision.action for decision in judgement.decisions]
+  assert undone == ([PruneExpert(3, 1)] if verdict == "harmed" else [])
