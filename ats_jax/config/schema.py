@@ -451,7 +451,7 @@ class OrchestratorConfig:
   branch_steps: int = setting(
     0,
     "updates of an arm of a paired branch, eight of which are trained ahead at a checkpoint before "
-    "a higher learning rate, or what a hook wants tried, is taken; 0 = neither",
+    "what a hook wants tried is done; 0 = nothing is tried",
     low=0,
     resume="free",
   )

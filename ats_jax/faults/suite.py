@@ -222,7 +222,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
       again = functools.partial(_again, arm, memory, batch, fault)
       state, memory, metrics = arm.step(state, memory, batch, fault)
       rows.append(metrics.values)
-      state = supervisor.after(step + 1, state, metrics, again)
+      state = supervisor.after(step + 1, state, metrics, again=again)
       if bench.pauses(step + 1):
         before, done = bench.look(arm, state), len(supervisor.decisions)
         state = supervisor.settle(step + 1, state, metrics)

@@ -18,10 +18,8 @@ from absl import logging
 from ats_jax.config.build import CHANGES
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
-  MOST_RATE,
   Rollback,
   SaveCheckpoint,
-  SetLearningRateScale,
   Stop,
   Surgery,
   apply,
@@ -44,18 +42,13 @@ from ats_jax.orchestrator.snapshots import Snapshots, local_bytes
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.plan import Plan
-from ats_jax.step.schedule import is_flat
 from ats_jax.step.state import TrainState, first_bucket
 
 Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
-# A higher rate is tried from a fifth of the run on, before which it looks better than it is, and
-# until so many branches were lost.
-RAISE, RAISE_FROM, LOST = 2.0, 0.2, 3
-# Where a checkpoint keeps the policy's memory, what hooks asked for, how many branches lost.
-SAVED, WAITING, BRANCHES = "orchestrator", "requests", "branches_lost"
-PLATEAU = "plateau"
+# Where a checkpoint keeps the policy's memory, what hooks asked for, what came of higher rates.
+SAVED, WAITING, PLATEAU = "orchestrator", "requests", "plateau"
 
 
 class Interval(NamedTuple):
@@ -113,7 +106,6 @@ class Supervisor:
     self.wants_checkpoint = self.wants_restart = False
     self._requests = Requests(plan.cfg)
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
-    self._lost = 0  # branches, and actions that were undone
     self.replayed = 0
     self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
     self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
@@ -153,7 +145,6 @@ class Supervisor:
     if saved and SAVED in saved:
       self.memory = Memory.from_json(saved[SAVED])
       self._requests = Requests(self._plan.cfg, saved.get(WAITING, ()))
-      self._lost = saved.get(BRANCHES, 0)
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
       self._plateau = Plateau(**saved.get(PLATEAU, {}))
     if step:
@@ -252,7 +243,6 @@ class Supervisor:
     return {
       SAVED: self.memory.to_json(),
       WAITING: self._requests.to_json(),
-      BRANCHES: self._lost,
       PLATEAU: self._plateau._asdict(),
       CHANGES: self._settings,
     }
@@ -314,7 +304,6 @@ class Supervisor:
     for decision in judgement.decisions:
       if ready is not None and decision.action is ready.request.action:
         del self._requests.waiting[ready.place]
-      self._lost += decision.cause == "harm"
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
     if self.memory.trial is None:
@@ -389,28 +378,18 @@ class Supervisor:
     has_won = any(request.cause == "branch" for request in self._requests.waiting)
     return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
 
-  def _at_peak(self, step: int) -> bool:
-    """Whether it is time to ask for more than the schedule's learning rate."""
-    cfg = self._plan.cfg
-    return step >= RAISE_FROM * cfg.num_steps and is_flat(cfg, step)
-
   def _try(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
-    """Try what a hook wants tried, or a higher rate, on a branch; ask for it if it wins."""
+    """Try what a hook wants tried on a branch; ask for it if it wins."""
     ready = self._requests.ready(self.memory, state, step, pause=True, trial=True)
-    if ready is not None:
-      del self._requests.waiting[ready.place]
-      if ready.refusal:
-        self._refuse(step, ready)
-        return state
-      action = ready.request.action
-    elif not self._raises and self._lost < LOST and self._at_peak(step):
-      before = self.memory.lr_scale
-      action = SetLearningRateScale(min(RAISE * before, MOST_RATE), before)
-    else:
+    if ready is None:
       return state
+    del self._requests.waiting[ready.place]
+    if ready.refusal:
+      self._refuse(step, ready)
+      return state
+    action = ready.request.action
     loss = lambda model: probe_loss(jax.device_get(self._plan.eval_step(model, self._probe)))
     state, effect = compare(self._plan.cfg, state, action, ahead, loss)
-    self._lost += ready is None and not effect.wins
     fields = to_json(action)
     name = fields.pop("action")
     self._note("branch", step, action=name, fields=fields, **effect._asdict())

@@ -34,12 +34,6 @@ def decay_from(cfg: Config, step: int) -> int:
   return math.ceil((step + 1) / (1 - cfg.optimizer.decay_fraction))
 
 
-def is_flat(cfg: Config, step: int) -> bool:
-  """Whether the rate is at its peak after `step`, and no decay is near."""
-  rates = learning_rate(cfg, jnp.array([step, step + max(1, cfg.num_steps // 20)]))
-  return bool(jnp.all(rates > 0.9 * cfg.optimizer.learning_rate))
-
-
 def _shape(name: str, p: jax.Array, warmup: int, cfg: Config) -> jax.Array:
   """Factor in [final_lr_fraction, 1] at progress `p`."""
   final = cfg.optimizer.final_lr_fraction

@@ -163,7 +163,7 @@ def train(plan, steps, rate, path=None, *, raises=True):
     batch = micro_batches(rows(step), 1)
     again = lambda state, batch=batch: plan.train_step(state, batch, fault=fault)
     state, metrics = again(state)
-    state = supervisor.after(step, state, metrics, again)
+    state = supervisor.after(step, state, metrics, again=again)
     assert int(state.step) == step
   state = supervisor.settle(steps, state, metrics)
   supervisor.close()
