@@ -30,8 +30,8 @@ SHAPES = {
   "debug": dict(num_layers=4, d_model=128, num_heads=4, num_kv_heads=2, d_ff=384, vocab_size=1024),
   "20m": dict(num_layers=9, d_model=384, num_heads=6, num_kv_heads=2, d_ff=1024, vocab_size=8192),
 }
-ROWS = {"debug": (16, 128), "20m": (8, 256)}  # batch, tokens of a row
-CHECKED_STEPS, MAX_ERROR = 5, 1e-3  # nats
+ROWS = {"debug": (16, 128), "20m": (4, 256)}  # batch, tokens of a row
+CHECKED_STEPS, MAX_ERROR = 3, 1e-3  # nats
 _CORES = flags.DEFINE_list("cores", None, "Cores to run on; default: all.")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Turns that each takes.", lower_bound=1)
 _TURN = flags.DEFINE_integer("turn_steps", 5, "Steps of a turn.", lower_bound=1)
