@@ -8,30 +8,31 @@ import jax.numpy as jnp
 from absl import logging
 
 from ats_jax.config.schema import Config
+from ats_jax.model.init import usual_unroll
 
 Options = dict[str, str | bool]
 
-# By a pattern for jax's `device_kind`, the first that matches decides; why, in docs/performance.md.
-# Command buffers (CUDA graphs) are XLA's own default.
-DEFAULTS: tuple[tuple[str, Mapping[str, str]], ...] = ((r"\bH[12]00\b", {}),)
+# Experts in a loop over layers, on Hopper: XLA would run their forward kernels twice to write into
+# the loop's arrays (docs/performance.md). Command buffers (CUDA graphs) are XLA's own default.
+EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
+HOPPER = r"\bH[12]00\b"  # in jax's `device_kind`
 
 
 def compiler_options(cfg: Config, device_kind: str) -> Options:
   """What `jax.jit` gets for the train step, each option tried on a trivial program first.
 
   Args:
-    cfg: `step.compiler_options`, which goes before the table.
+    cfg: `step.compiler_options`, which goes before `usual`.
     device_kind: `jax.devices()[0].device_kind`.
 
   Returns:
-    The options; without those of the table that this XLA does not take, which is logged.
+    The options; without those of `usual` that this XLA does not take, which is logged.
 
   Raises:
     ValueError: if `step.compiler_options` has one that this XLA does not take.
   """
-  defaults = next((o for kind, o in DEFAULTS if re.search(kind, device_kind)), {})
   asked, options = parse(cfg.step.compiler_options), Options()
-  for name, text in {**defaults, **asked}.items():
+  for name, text in {**usual(cfg, device_kind), **asked}.items():
     value = {"true": True, "false": False}.get(text.lower(), text)
     refusal = _refusal(name, value)
     if not refusal:
@@ -41,6 +42,14 @@ def compiler_options(cfg: Config, device_kind: str) -> Options:
     else:
       logging.warning("%s=%s, a default of %s, is left out: %s", name, text, device_kind, refusal)
   return options
+
+
+def usual(cfg: Config, device_kind: str) -> Mapping[str, str]:
+  """Options that nobody has to ask for."""
+  layers = cfg.model.num_layers
+  in_a_loop = (cfg.step.scan_unroll or usual_unroll(layers)) < layers
+  is_wanted = cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device_kind)
+  return EXPERTS_IN_A_LOOP if is_wanted else {}
 
 
 def parse(text: str) -> dict[str, str]:

@@ -36,19 +36,27 @@ def test_an_option_of_the_run_that_xla_refuses_is_an_error():
 
 def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, caplog):
   table = {"xla_gpu_none": "1", "xla_gpu_enable_dynamic_slice_fusion": "false"}
-  monkeypatch.setattr(compiler, "DEFAULTS", ((r"H200", table), (r"H", {"xla_gpu_other": "1"})))
+  monkeypatch.setattr(compiler, "usual", lambda cfg, kind: table)
   with caplog.at_level(logging.WARNING):
     assert options("", "NVIDIA H200") == {"xla_gpu_enable_dynamic_slice_fusion": False}
   assert "xla_gpu_none=1, a default of NVIDIA H200, is left out" in caplog.text
-  assert options("", "NVIDIA A100") == {}
   asked = options("xla_gpu_enable_dynamic_slice_fusion=true", "NVIDIA H200")
   assert asked == {"xla_gpu_enable_dynamic_slice_fusion": True}
 
 
-def test_every_default_is_an_option_of_this_xla():
-  for _, table in compiler.DEFAULTS:
-    for name, value in table.items():
-      assert options(f"{name}={value}") != {}
+@pytest.mark.parametrize(
+  ("kind", "experts", "unroll", "wanted"),
+  [
+    ("NVIDIA H200", 4, 1, True),
+    ("NVIDIA H200", 4, 2, False),  # both layers: no loop
+    ("NVIDIA H200", 0, 1, False),
+    ("NVIDIA A100", 4, 1, False),
+  ],
+)
+def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
+  settings = {"model.num_layers": 2, "moe.num_experts": experts, "step.scan_unroll": unroll}
+  found = compiler_options(tiny_config(settings), kind)
+  assert found == ({"xla_gpu_enable_dynamic_slice_fusion": False} if wanted else {})
 
 
 def test_the_compiled_step_obeys(mesh):
