@@ -18,11 +18,13 @@ from ats_jax.orchestrator.actions import (
   RecycleExpert,
   Rollback,
   SaveCheckpoint,
+  ScaleTemperature,
   SetExpertDropout,
   SetLearningRateScale,
   SetSkips,
   SetWeightDecay,
   Stop,
+  Surgery,
   undo,
 )
 from ats_jax.orchestrator.memory import Memory, Trial
@@ -47,6 +49,7 @@ MORE_SKIPS, MOST_SKIPS = 32.0, 128.0  # beyond what the reflex is given at first
 LATCH_HARMS, LATCH_JUDGED = 2, 5
 LEAST_HARM = 0.005  # nats
 UNJUDGED = SetSkips | SaveCheckpoint | Stop
+EDITS = Rollback | Surgery | ScaleTemperature  # of the state
 
 
 class Finding(NamedTuple):
@@ -151,8 +154,12 @@ def decide(
   memory, outcome, undone = _judge_trial(memory, reading, finding, excess, margin)
   wanted = [] if finding is None else _remedy(cfg, memory, reading, finding, base_bucket)
   memory = _remember(memory, reading, finding, excess, margin)
-  # The settings that a hook asked for may have broken the state: both are to be mended.
-  wanted = wanted + undone if requested else undone or wanted
+  if requested or (finding is not None and finding.certain):
+    # What did harm may have broken the state: both are to be mended. Edits of it are gone with it.
+    rolls_back = any(isinstance(action, Rollback) for action, *_ in wanted)
+    wanted += [part for part in undone if not (rolls_back and isinstance(part[0], EDITS))]
+  else:
+    wanted = undone or wanted
   wanted = wanted or _recover(memory, finding, base_bucket)
   if request is not None and not wanted and finding is None and memory.trial is None:
     wanted = [(request.action, request.cause, 1.0, request.reason)]

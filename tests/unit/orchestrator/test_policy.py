@@ -19,8 +19,14 @@ from readings import (
 )
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, SetSkips, Stop
-from ats_jax.orchestrator.memory import Memory
+from ats_jax.orchestrator.actions import (
+  RecycleExpert,
+  Rollback,
+  SetLearningRateScale,
+  SetSkips,
+  Stop,
+)
+from ats_jax.orchestrator.memory import Memory, Trial
 from ats_jax.orchestrator.policy import BUDGET, LEAST_SCALE, MOST_SKIPS, decide
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
@@ -164,6 +170,16 @@ def test_what_did_harm_is_undone_and_the_second_harm_is_the_last(looks):
   assert not looks.judgements[-1].decisions
   looks(**NAN_STATE)
   assert looks.actions[-1] == Stop()
+
+
+def test_weights_that_something_wrote_to_are_mended_first(looks):
+  trial = Trial(0, RecycleExpert(0, 1), 100, 0.0)
+  wait = {"trial": looks.memory.checks}
+  looks.memory = looks.memory._replace(trial=trial, wait=wait, decisions=1)
+  judgement = looks(probe=3.0, edited=0.5)
+  assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
+  # The expert's edit goes with the state that it was made in.
+  assert [d.action for d in judgement.decisions] == [Rollback()]
 
 
 def test_what_does_not_help_is_not_believed_in_for_ever(looks):
