@@ -76,7 +76,7 @@ class Suite:
   arms: tuple[str, ...]
   scenarios: tuple[str, ...]
   seeds: tuple[int, ...]
-  settings: tuple[tuple[str, int | float], ...] = ()
+  settings: tuple[tuple[str, int | float | str], ...] = ()
   pause_every: int = 0
 
 
@@ -95,12 +95,32 @@ EXPERTS = (
   ("moe.spare_experts", 1),
   ("orchestrator.check_interval", 5),
 )
+# 26 million parameters, for a GPU.
+LARGE = (
+  ("num_steps", 600),
+  ("model.num_layers", 8),
+  ("model.d_model", 512),
+  ("model.num_heads", 8),
+  ("model.num_kv_heads", 8),
+  ("model.d_ff", 1408),
+  ("data.seq_len", 256),
+  ("data.batch_size", 32),
+  ("optimizer.learning_rate", 1e-3),
+  ("optimizer.warmup_steps", 60),
+  ("precision.compute_dtype", "bfloat16"),
+)
 SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "nan_weight", "repeats")
 SMOKE_CONTROLS = ("clean", "domain_switch")
 SUITES = {
   "smoke": Suite(("clip", "ours"), (*SMOKE_FAULTS, *SMOKE_CONTROLS), (0,), (("num_steps", 200),)),
   "tune": Suite(tuple(ARMS), DENSE, tuple(TUNING_SEEDS)),
   "full": Suite(tuple(ARMS), DENSE, tuple(HELD_OUT_SEEDS)),
+  "large": Suite(
+    ("none", "clip", "zclip", "skip_step", "ours"),
+    ("rate_burst", "shuffled_targets", "scaled_matrix", "clean"),
+    tuple(HELD_OUT_SEEDS)[:2],
+    LARGE,
+  ),
   "experts": Suite(
     ("unbalanced", "switch", "clip", "ours"),
     (*family("F8", "F9"), "clean"),

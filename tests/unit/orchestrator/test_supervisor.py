@@ -99,6 +99,20 @@ def interventions(decisions):
   return [(d.cause, d.action) for d in decisions if d.cause != "recovery"]
 
 
+def test_the_host_reads_only_at_looks_and_only_what_is_old(plan, monkeypatch):
+  run, real, read = Run(plan), jax.device_get, []
+
+  def device_get(tree):
+    read.append((run.step, len(tree) if isinstance(tree, list) else 1))
+    return real(tree)
+
+  monkeypatch.setattr(jax, "device_get", device_get)
+  run(40)
+  every = SETTINGS["orchestrator.check_interval"]
+  # The first interval has none before it; each look reads the rows of one, and its probe.
+  assert read == [x for look in range(2 * every, 41, every) for x in ((look, every), (look, 1))]
+
+
 @pytest.mark.parametrize("factor", [np.nan, 100.0])
 def test_a_spoilt_state_is_rolled_back(plan, tmp_path, clean_loss, factor):
   run = Run(plan, tmp_path / "decisions.jsonl")(FAULT_STEP)
