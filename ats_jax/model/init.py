@@ -51,9 +51,21 @@ def _is_variable(x: Any) -> bool:
 
 
 def numerics(
-  cfg: Config, attention: str, grouped_matmul: str | Slots, slots: Slots = XLA
+  cfg: Config,
+  attention: str,
+  grouped_matmul: str | Slots,
+  slots: Slots = XLA,
+  scan_unroll: int = 1,
 ) -> Numerics:
-  """Collect the settings that the model needs beside its shape."""
+  """Collect the settings that the model needs beside its shape.
+
+  Args:
+    cfg: the resolved config.
+    attention: its implementation.
+    grouped_matmul: likewise, or slots.
+    slots: what runs in those of all other ops.
+    scan_unroll: where no setting says so.
+  """
   return Numerics(
     param_dtype=jnp.dtype(cfg.precision.param_dtype),
     compute_dtype=jnp.dtype(cfg.precision.compute_dtype),
@@ -63,12 +75,12 @@ def numerics(
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,
-    scan_unroll=cfg.step.scan_unroll or usual_unroll(cfg.model.num_layers),
+    scan_unroll=cfg.step.scan_unroll or scan_unroll,
   )
 
 
 def usual_unroll(num_layers: int) -> int:
-  """Blocks per iteration of the scan over layers where no setting says so.
+  """Blocks per iteration of the scan over layers that are fastest on the devices at hand.
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
   avoid that; without one the program is longer to compile (docs/performance.md).

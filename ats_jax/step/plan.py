@@ -10,7 +10,7 @@ from absl import logging
 
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
-from ats_jax.model.init import Numerics, numerics
+from ats_jax.model.init import Numerics, numerics, usual_unroll
 from ats_jax.model.mod import Pass
 from ats_jax.ops import registry
 from ats_jax.ops.obstacles import this_device
@@ -107,7 +107,8 @@ def make_plan(cfg: Config) -> Plan:
   """
   device = this_device()
   slots, choices = registry.choose(cfg, device)
-  num = numerics(cfg, slots.of("attention", "forward"), slots, slots)
+  unroll = usual_unroll(cfg.model.num_layers)
+  num = numerics(cfg, slots.of("attention", "forward"), slots, slots, unroll)
   tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
   model = init_state(cfg, num, tx, abstract=True).model
   return Plan(

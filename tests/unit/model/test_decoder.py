@@ -20,7 +20,7 @@ from helpers import (
 )
 
 from ats_jax.model.block import Block, Tokens
-from ats_jax.model.init import numerics
+from ats_jax.model.init import numerics, usual_unroll
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.loss import loss_sums
@@ -146,7 +146,7 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
 def test_layers_are_unrolled_on_a_gpu(monkeypatch, backend, layers, setting, want):
   cfg = tiny_config({"model.num_layers": layers, "step.scan_unroll": setting})
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  assert numerics(cfg, "xla", "xla").scan_unroll == want
+  assert numerics(cfg, "xla", "xla", scan_unroll=usual_unroll(layers)).scan_unroll == want
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names"])
