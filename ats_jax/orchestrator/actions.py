@@ -25,7 +25,7 @@ class SetLearningRateScale:
 
   Attributes:
     scale: in (0, 32]; a higher rate than the schedule's is no emergency measure: the policy alone
-      never asks for one, but after a paired branch.
+      never asks for one, but after it won on the same steps (`plateau.py`).
     before: what it was.
   """
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -76,16 +75,7 @@ def compare(
   Returns:
     The state as it was, and the effect.
   """
-  snapshot, copied = Snapshot.take(0, state), lambda tree: jax.tree.map(jnp.copy, tree)
-  rest = copied((state.step, state.key, state.control))
-
-  def again() -> TrainState:
-    step, key, control = copied(rest)
-    return snapshot.restore(dataclasses.replace(state, step=step, key=key, control=control))
-
-  gains = []
-  for array in jax.tree.leaves((state.model, state.opt_state, state.ema)):
-    array.delete()
+  again, gains = Snapshot.swap_out(0, state).resume, []
   with ahead.batches() as batches:
     for _ in range(PAIRS):
       block = list(islice(batches, cfg.orchestrator.branch_steps))

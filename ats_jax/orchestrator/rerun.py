@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.model.decoder import Decoder
@@ -56,21 +55,17 @@ class Rerun:
     """
     sums = [self._probe, probe(state.model)]
     left = Snapshot.swap_out(self.first + len(self._again), state)
-    assert state.control is not None
-    key, control = jax.tree.map(jnp.copy, (state.key, state.control))  # steps donate them
-    other = dataclasses.replace(
-      self._start.restore(state),
-      step=jnp.full_like(state.step, self.first),
-      key=key,
-      control=control._replace(lr_scale=factor * control.lr_scale),
-    )
+    other = self._start.resume()
+    assert other.control is not None
+    raised = other.control._replace(lr_scale=factor * other.control.lr_scale)
+    other = dataclasses.replace(other, control=raised)
     losses = []
     for again in self._again:
       other, metrics = again(other)
       losses.append(metrics.values)
     at = METRICS.index("train/loss")
-    kept, raised = (np.stack(jax.device_get(rows))[:, at] for rows in (self._losses, losses))
-    gains = kept.astype(np.float64) - raised
+    kept, higher = (np.stack(jax.device_get(rows))[:, at] for rows in (self._losses, losses))
+    gains = kept.astype(np.float64) - higher
     losses = map(probe_loss, jax.device_get([*sums, probe(other.model)]))
     error = gains.std() / math.sqrt(len(gains))
     return left, other, Branch(*losses, gain=float(gains.mean()), error=float(error))

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, tiny_config
+from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.plan import make_plan
@@ -17,26 +17,14 @@ SETTINGS = {
 }
 
 
-def rows(seed):
-  tokens = np.random.default_rng(seed).integers(0, 64, (8, 17)).astype(np.int32)
-  ones = np.ones((8, 16), np.int32)
-  return {
-    "tokens": tokens[:, :-1],
-    "targets": tokens[:, 1:],
-    "loss_mask": ones.astype(np.float32),
-    "segment_ids": ones,
-    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
-  }
-
-
 @pytest.mark.gpu
 def test_nothing_is_read_between_looks_and_nothing_by_accident():
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     plan = make_plan(tiny_config(SETTINGS))
     state = plan.init()
-    supervisor = Supervisor(plan, jax.device_put(rows(10**6)))
+    supervisor = Supervisor(plan, jax.device_put(counting_rows(10**6)))
     supervisor.start(0, state)
-    batches = [jax.device_put(micro_batches(rows(step), 1)) for step in range(61)]
+    batches = [jax.device_put(micro_batches(counting_rows(step), 1)) for step in range(61)]
     for step in range(1, 61):
       state, metrics = plan.train_step(state, batches[step])
       is_look = step % supervisor._cfg.check_interval == 0

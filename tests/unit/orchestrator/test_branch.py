@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from helpers import micro_batches, tiny_config
+from helpers import counting_rows, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks, ledger
 from ats_jax.orchestrator.actions import (
@@ -34,21 +34,6 @@ SETTINGS = {
 }
 
 
-def rows(seed):
-  """Sequences that count, but for a fifth of the tokens."""
-  rng = np.random.default_rng(seed)
-  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
-  tokens = np.where(rng.random((8, 17)) < 0.2, rng.integers(0, 64, (8, 17)), counting)
-  ones = np.ones((8, 16), np.int32)
-  return {
-    "tokens": tokens[:, :-1].astype(np.int32),
-    "targets": tokens[:, 1:].astype(np.int32),
-    "loss_mask": ones.astype(np.float32),
-    "segment_ids": ones,
-    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
-  }
-
-
 class Run:
   """A run of a tiny model that saves, or could, every 40 steps."""
 
@@ -56,20 +41,20 @@ class Run:
     self.cfg = tiny_config(SETTINGS | {"optimizer.learning_rate": rate} | settings)
     self.plan, self.path, self.step = make_plan(self.cfg), path, 0
     self.state = self.plan.init()
-    self.supervisor = Supervisor(self.plan, rows(10**6), path)
+    self.supervisor = Supervisor(self.plan, counting_rows(10**6), path)
     self.supervisor.start(0, self.state)
     self.opened = []
 
   @contextlib.contextmanager
   def batches(self):
     self.opened.append(self.step)
-    yield (micro_batches(rows(step), 1) for step in itertools.count(self.step + 1))
+    yield (micro_batches(counting_rows(step), 1) for step in itertools.count(self.step + 1))
 
   def __call__(self, steps, *, tries=True):
     ahead = Ahead(self.plan.train_step, self.batches) if tries else None
     for _ in range(steps):
       self.step += 1
-      batch = micro_batches(rows(self.step), 1)
+      batch = micro_batches(counting_rows(self.step), 1)
       self.state, metrics = self.plan.train_step(self.state, batch)
       self.state = self.supervisor.after(self.step, self.state, metrics)
       if self.step % 40 == 0:
@@ -78,7 +63,7 @@ class Run:
 
   def loss(self, model=None):
     model = self.state.model if model is None else model
-    return probe_loss(np.asarray(self.plan.eval_step(model, rows(10**6))))
+    return probe_loss(np.asarray(self.plan.eval_step(model, counting_rows(10**6))))
 
   def compare(self, action):
     ahead = Ahead(self.plan.train_step, self.batches)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, tiny_config
+from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
@@ -129,22 +129,6 @@ SETTINGS = {
 LOW, TUNED = 0.02, 1.0  # of a rate of 1e-2
 
 
-def rows(seed):
-  """Sequences that count, but for a fifth of the tokens."""
-  rng = np.random.default_rng(seed)
-  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
-  wrong = rng.random((8, 17)) < 0.2
-  tokens = np.where(wrong, rng.integers(0, 64, (8, 17)), counting).astype(np.int32)
-  ones = np.ones((8, 16), np.int32)
-  return {
-    "tokens": tokens[:, :-1],
-    "targets": tokens[:, 1:],
-    "loss_mask": ones.astype(np.float32),
-    "segment_ids": ones,
-    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
-  }
-
-
 @pytest.fixture(scope="module")
 def plan():
   """One compiled step for all runs."""
@@ -156,11 +140,11 @@ def train(plan, steps, rate, path=None, *, raises=True):
   """The state and the supervisor of a run; and what it recorded."""
   orchestrator = dataclasses.replace(plan.cfg.orchestrator, raise_learning_rate=raises)
   cfg = dataclasses.replace(plan.cfg, orchestrator=orchestrator)
-  supervisor = Supervisor(dataclasses.replace(plan, cfg=cfg), rows(10**6), path)
+  supervisor = Supervisor(dataclasses.replace(plan, cfg=cfg), counting_rows(10**6), path)
   state, fault = plan.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
   supervisor.start(0, state)
   for step in range(1, steps + 1):
-    batch = micro_batches(rows(step), 1)
+    batch = micro_batches(counting_rows(step), 1)
     again = lambda state, batch=batch: plan.train_step(state, batch, fault=fault)
     state, metrics = again(state)
     state = supervisor.after(step, state, metrics, again=again)
@@ -185,10 +169,12 @@ def test_a_rate_far_too_low_is_raised_on_evidence(plan, tmp_path):
   assert ledger.replay(path) == ledger.decisions(path) == supervisor.decisions
   assert "3 times the learning rate: held-out loss" in "\n".join(tell(path))
   slow, _ = train(plan, 120, LOW, raises=False)
-  probe = lambda s: float(np.divide(*np.asarray(plan.eval_step(s.model, rows(10**6)))[[0, 2]]))
+  probe = lambda s: float(
+    np.divide(*np.asarray(plan.eval_step(s.model, counting_rows(10**6)))[[0, 2]])
+  )
   assert probe(state) < probe(slow) - 0.3
   saved = json.loads(json.dumps(supervisor.saved()))
-  again = Supervisor(plan, rows(10**6))
+  again = Supervisor(plan, counting_rows(10**6))
   again.start(120, state, saved)
   assert again.memory == supervisor.memory and again._plateau == supervisor._plateau
 
@@ -204,7 +190,7 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(plan):
       by_hand = dataclasses.replace(
         by_hand, control=by_hand.control._replace(lr_scale=jnp.float32(FACTOR))
       )
-    by_hand, _ = plan.train_step(by_hand, micro_batches(rows(number), 1), fault=fault)
+    by_hand, _ = plan.train_step(by_hand, micro_batches(counting_rows(number), 1), fault=fault)
   assert int(state.step) == step
   for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(by_hand.model), strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -214,12 +200,12 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
     plan = make_plan(tiny_config(SETTINGS))
-    state, probe = plan.init(), to_global(rows(10**6), mesh)
+    state, probe = plan.init(), to_global(counting_rows(10**6), mesh)
     look = lambda model: plan.eval_step(model, probe)
     compiled = plan.compile_train_step(state, plan.training_rules(1))
     rerun = Rerun(0, state, look(state.model))
     for step in (1, 2):
-      batch = to_global(micro_batches(rows(step), 1), mesh)
+      batch = to_global(micro_batches(counting_rows(step), 1), mesh)
       again = lambda state, batch=batch: compiled(state, batch)
       state, metrics = again(state)
       rerun.add(again, metrics)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, tiny_config
+from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks, ledger
 from ats_jax.orchestrator.actions import Rollback, SetSkips
@@ -32,22 +32,6 @@ FAULT_STEP = 160
 NO_FAULT = Fault(jnp.float32(1.0), jnp.float32(1.0))
 
 
-def rows(seed, *, noise=False):
-  """Sequences that count, but for a fifth of the tokens; or noise."""
-  rng = np.random.default_rng(seed)
-  counting = (rng.integers(0, 64, (8, 1)) + np.arange(17)) % 64
-  wrong = noise | (rng.random((8, 17)) < 0.2)
-  tokens = np.where(wrong, rng.integers(0, 64, (8, 17)), counting).astype(np.int32)
-  ones = np.ones((8, 16), np.int32)
-  return {
-    "tokens": tokens[:, :-1],
-    "targets": tokens[:, 1:],
-    "loss_mask": ones.astype(np.float32),
-    "segment_ids": ones,
-    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
-  }
-
-
 @pytest.fixture(scope="module")
 def plan():
   """One compiled step for all runs of this file."""
@@ -60,14 +44,14 @@ class Run:
 
   def __init__(self, plan, path=None, probe=True, **kwargs):
     self.plan, self.path, self.state, self.step = plan, path, plan.init(), 0
-    self.supervisor = Supervisor(plan, rows(10**6) if probe else None, path, **kwargs)
+    self.supervisor = Supervisor(plan, counting_rows(10**6) if probe else None, path, **kwargs)
     self.supervisor.start(0, self.state)
 
   def __call__(self, steps, *, noise=False, **fault):
     given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
     for _ in range(steps):
       self.step += 1
-      batch = micro_batches(rows(self.step, noise=noise), 1)
+      batch = micro_batches(counting_rows(self.step, noise=noise), 1)
       self.state, self.metrics = self.plan.train_step(self.state, batch, fault=given)
       self.state = self.supervisor.after(self.step, self.state, self.metrics)
     return self
@@ -84,7 +68,9 @@ class Run:
     return [d for _, d in self.supervisor.decisions]
 
   def probe_loss(self):
-    cross_entropy, _, tokens = np.asarray(self.plan.eval_step(self.state.model, rows(10**6)))
+    cross_entropy, _, tokens = np.asarray(
+      self.plan.eval_step(self.state.model, counting_rows(10**6))
+    )
     return cross_entropy / tokens
 
 
@@ -171,7 +157,7 @@ def test_another_domain_is_taken_in_after_a_while(plan):
   before = run.metrics.values[0]
   for _ in range(260):
     run.step += 1
-    batch = micro_batches(rows(run.step), 1)
+    batch = micro_batches(counting_rows(run.step), 1)
     other = {name: 63 - batch[name] for name in ("tokens", "targets")}  # counts down
     run.state, run.metrics = plan.train_step(run.state, {**batch, **other}, fault=NO_FAULT)
     run.state = run.supervisor.after(run.step, run.state, run.metrics)
@@ -249,7 +235,7 @@ def test_memory_survives_a_checkpoint(plan):
   run(30)
   run.end()
   saved = json.loads(json.dumps(run.supervisor.saved()))
-  again = Supervisor(plan, rows(10**6))
+  again = Supervisor(plan, counting_rows(10**6))
   again.start(run.step, run.state, saved)
   assert again.memory == run.supervisor.memory != Memory()
 
@@ -283,7 +269,7 @@ def test_nothing_is_read_that_is_not_an_interval_old(plan):
 
 
 def test_a_probe_of_padding_is_refused(plan):
-  empty = {**rows(0), "loss_mask": np.zeros((8, 16), np.float32)}
+  empty = {**counting_rows(0), "loss_mask": np.zeros((8, 16), np.float32)}
   with pytest.raises(ValueError, match="holds no token"):
     Supervisor(plan, empty).start(0, plan.init())
 
@@ -333,7 +319,9 @@ def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(plan):
   shardings = [x.sharding for x in jax.tree.leaves(state)]
   snapshot = Snapshot.take(0, state)
   assert {x.sharding.memory_kind for x in jax.tree.leaves(snapshot.arrays)} == {"pinned_host"}
-  state, _ = plan.train_step(state, micro_batches(rows(0), 1), fault=NO_FAULT)  # donates it
+  state, _ = plan.train_step(
+    state, micro_batches(counting_rows(0), 1), fault=NO_FAULT
+  )  # donates it
   for _ in range(2):
     back = snapshot.restore(state)
     got = (back.model, back.opt_state, back.reflex)
@@ -346,20 +334,20 @@ def test_a_run_goes_on_from_the_newest_good_state_unless_a_later_one_is_on_the_d
   state, ring = plan.init(), Snapshots(10, 2**30)
   assert ring.newest([]) is None
   ring.start(0, state)
-  state, _ = plan.train_step(state, micro_batches(rows(0), 1), fault=NO_FAULT)
+  state, _ = plan.train_step(state, micro_batches(counting_rows(0), 1), fault=NO_FAULT)
   want = [np.asarray(x) for x in jax.tree.leaves((state.model, state.control, state.step))]
   key = np.array(jax.random.key_data(state.key))
   ring.offer(10, state, {"remembered": 1})
   assert ring.newest([])[0] == 0  # the newer one is not known to be good
   ring.confirm(11)
-  plan.train_step(state, micro_batches(rows(1), 1), fault=NO_FAULT)  # the state is gone
+  plan.train_step(state, micro_batches(counting_rows(1), 1), fault=NO_FAULT)  # the state is gone
   step, again, saved = ring.newest([5, 9])
   assert step == 10 and saved == {"remembered": 1}
   got = [np.asarray(x) for x in jax.tree.leaves((again.model, again.control, again.step))]
   for a, b in zip(got, want, strict=True):
     np.testing.assert_array_equal(a, b)
   np.testing.assert_array_equal(jax.random.key_data(again.key), key)
-  plan.train_step(again, micro_batches(rows(1), 1), fault=NO_FAULT)
+  plan.train_step(again, micro_batches(counting_rows(1), 1), fault=NO_FAULT)
   assert ring.newest([5, 10]) is None
 
 
