@@ -3,6 +3,8 @@
 Letters: B batch, T seq, D d_model, V vocab, L layers that skip tokens.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +18,7 @@ from ats_jax.model.layout import LayerKind, layer_kinds, segments
 from ats_jax.model.mod import Pass
 from ats_jax.model.norm import RMSNorm
 from ats_jax.model.stats import StackStats
+from ats_jax.model.unroll import run_layers, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
@@ -116,21 +119,27 @@ class Decoder(nnx.Module):
           depth_BT += passed_BT
       return (x_BTD, depth_BT), tuple(stats)
 
-    if self.num.remat != "none":
-      super_block = jax.checkpoint(
-        super_block, policy=remat_policy(self.num.remat), prevent_cse=self.num.scan_unroll > 1
-      )
     carry, stats = (self._lookup(tokens_BT), jnp.zeros_like(segment_ids_BT)), []
     for segment, blocks in zip(self.layout, self.segments, strict=True):
-      firsts = jnp.array(segment.layer_indices(0))
-      carry, of_segment = jax.lax.scan(
-        super_block, carry, (blocks, firsts), unroll=min(self.num.scan_unroll, segment.repeats)
-      )
+      firsts, unroll = segment.layer_indices(0), self.num.scan_unroll
+      body = self._remat(super_block, in_loop=unroll == 1 < segment.repeats)
+      if unroll >= segment.repeats:
+        carry, of_segment = run_layers(body, carry, zip(unstack(blocks), firsts, strict=True))
+      else:
+        carry, of_segment = jax.lax.scan(body, carry, (blocks, jnp.array(firsts)), unroll=unroll)
       stats.append(of_segment)
     x_BTD, depth_BT = carry
     return self.final_norm(x_BTD), StackStats(
       tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
     )
+
+  def _remat(self, super_block: Callable, *, in_loop: bool) -> Callable:
+    """`super_block` as `step.remat` says, which in a loop needs no barriers against sharing."""
+    if self.num.remat == "none":
+      return super_block
+    of_weights = False  # they are there anyway
+    barriers = False if in_loop else (True, (of_weights, True))
+    return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
   def _depth_counts(self, depth_BT: jax.Array, valid_BT: jax.Array) -> jax.Array | None:
     skipping = sum(kind.mod for s in self.layout for kind in s.kinds * s.repeats)

@@ -79,13 +79,18 @@ def numerics(
   )
 
 
-def usual_unroll(num_layers: int) -> int:
+def usual_unroll(cfg: Config) -> int:
   """Blocks per iteration of the scan over layers that are fastest on the devices at hand.
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
-  avoid that; without one the program is longer to compile (docs/performance.md).
+  avoid that; without one the program is longer to compile (docs/performance.md), with 8 bits very
+  much so. Under accumulation with deterministic kernels an unrolled step failed in XLA's runtime
+  (docs/log.md): either alone stays in the loop too, which is known to work.
   """
-  return num_layers if jax.default_backend() == "gpu" and num_layers <= UNROLLED else 1
+  layers = cfg.model.num_layers
+  in_a_loop = cfg.precision.fp8 or cfg.precision.deterministic or cfg.step.accum_steps > 1
+  on_gpu = jax.default_backend() == "gpu"
+  return layers if on_gpu and layers <= UNROLLED and not in_a_loop else 1
 
 
 def normal(

@@ -47,7 +47,7 @@ def compiler_options(cfg: Config, device_kind: str) -> Options:
 def usual(cfg: Config, device_kind: str) -> Mapping[str, str]:
   """Options that nobody has to ask for."""
   layers = cfg.model.num_layers
-  in_a_loop = (cfg.step.scan_unroll or usual_unroll(layers)) < layers
+  in_a_loop = (cfg.step.scan_unroll or usual_unroll(cfg)) < layers
   is_wanted = cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device_kind)
   return EXPERTS_IN_A_LOOP if is_wanted else {}
 

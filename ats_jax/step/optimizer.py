@@ -44,7 +44,7 @@ def build_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
-  """Scale gradients whose norm is `max_norm` or more to it (Pascanu et al. 2013, algorithm 1).
+  """Scale gradients whose norm is above `max_norm` to it (Pascanu et al. 2013, algorithm 1).
 
   As `optax.clip_by_global_norm`, but in float32 whatever the gradients are: that one rounds the
   norm of bfloat16 gradients to bfloat16, and reads them once more than the step's own norm.
@@ -52,10 +52,8 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     del params
-    size = norm(updates)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-    clip = lambda g: jnp.where(size < max_norm, g, g / size * max_norm)
-    return jax.tree.map(clip, grads), state
+    scale = jnp.minimum(1.0, max_norm / norm(updates))
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates), state
 
   return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -85,7 +83,9 @@ def scale_by_adam(
   """Adam's direction (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), float32 arithmetic.
 
   As `optax.scale_by_adam`, but each moment has a dtype of its own: optax gives the second moment
-  the parameters' dtype, and a bfloat16 average with b2 >= 0.99 stops moving.
+  the parameters' dtype, and a bfloat16 average with b2 >= 0.99 stops moving. The bias corrections
+  are in scalars, as at the end of the paper's section 2: with a single division an element, XLA
+  makes the whole update of a parameter and its norm in one pass over memory.
   """
 
   def init(params):
@@ -100,7 +100,8 @@ def scale_by_adam(
     mu = jax.tree.map(lambda m, g: average(m, g, b1), state.mu, grads)
     nu = jax.tree.map(lambda v, g: average(v, jnp.square(g), b2), state.nu, grads)
     bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
-    directions = jax.tree.map(lambda m, v: (m / bias1) / (jnp.sqrt(v / bias2) + eps), mu, nu)
+    of_root = bias1 / jnp.sqrt(bias2)
+    directions = jax.tree.map(lambda m, v: m / (of_root * jnp.sqrt(v) + bias1 * eps), mu, nu)
     cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
     return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
 
@@ -153,20 +154,19 @@ def fused_adamw(
   return Moved(like(param), opt_state, lr * jnp.sqrt(sum(squares)))
 
 
-def norm_in_passing(directions: Any, moved: Any) -> jax.Array:
-  """`norm(directions)`, taken as `moved`, what they lead to, is written.
+def seam(tree: Any) -> Any:
+  """Where the guarded and the plain step part and meet again.
 
-  XLA on a GPU otherwise writes directions out in float32 for the two that use them, and reads them
-  twice: 1.4 times the time of an update. A sum that also hangs on what is written stays with it. A
-  product with 0 is left alone, as it may be NaN: so is the norm if a new parameter is not finite.
+  XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
+  nothing is fused across. On a GPU that would write out what is never in memory otherwise.
   """
-  square = lambda d, p: jnp.sum(jnp.square(d) + 0.0 * p.astype(jnp.float32))
-  return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(square, directions, moved))))
+  return jax.lax.optimization_barrier(tree) if jax.default_backend() == "cpu" else tree
 
 
 def norm(tree: Any) -> jax.Array:
   """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
-  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(seam(squares)))
 
 
 def decay_mask(params: Any, *, embeddings: bool) -> Any:

@@ -107,7 +107,7 @@ def make_plan(cfg: Config) -> Plan:
   """
   device = this_device()
   slots, choices = registry.choose(cfg, device)
-  unroll = usual_unroll(cfg.model.num_layers)
+  unroll = usual_unroll(cfg)
   num = numerics(cfg, slots.of("attention", "forward"), slots, slots, unroll)
   tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
   model = init_state(cfg, num, tx, abstract=True).model

@@ -7,7 +7,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.ops.registry import XLA, Slots
-from ats_jax.step.optimizer import fused_adamw, move, norm, norm_in_passing
+from ats_jax.step.optimizer import fused_adamw, move, norm, seam
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
@@ -45,15 +45,6 @@ class Updated(NamedTuple):
   report: tuple[jax.Array, ...] = ()
 
 
-def seam(tree: Any) -> Any:
-  """Where the guarded and the plain step part and meet again.
-
-  XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
-  nothing is fused across. On a GPU that would write out what is never in memory otherwise.
-  """
-  return jax.lax.optimization_barrier(tree) if jax.default_backend() == "cpu" else tree
-
-
 def update(
   cfg: Config,
   tx: optax.GradientTransformation,
@@ -79,13 +70,13 @@ def update(
   grads, lr = seam((grads, lr))
   rate = lr
   if fault is not None:
-    grads, rate = scaled(grads, fault.gradient), lr * fault.rate
+    grads, rate = seam(scaled(grads, fault.gradient)), lr * fault.rate
   if slots.of("adamw", "update") != "xla":
     moved = fused_adamw(cfg, params, grads, opt_state, rate, slots)
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm)
   directions, opt_state = seam(tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))
-  return Updated(moved, opt_state, norm(grads), rate * norm_in_passing(directions, moved))
+  return Updated(moved, opt_state, norm(grads), rate * norm(directions))
 
 
 def guarded_update(
@@ -114,7 +105,7 @@ def guarded_update(
   """
   loss, grads, lr = seam((loss, grads, lr))
   if fault is not None:
-    grads = scaled(grads, fault.gradient)
+    grads = seam(scaled(grads, fault.gradient))
   grad_norm = norm(grads)
   verdict = judge(reflex, control, loss, grad_norm)
   grads = seam(scaled(grads, verdict.grad_scale))

@@ -124,7 +124,7 @@ def row_tiles(
   """
   num_groups = group_sizes.shape[0]
   ends_of_groups = _running_sum(group_sizes.astype(jnp.int32))
-  row_ends = jnp.concatenate([ends_of_groups, jnp.array([m], jnp.int32)])
+  row_ends = jnp.concatenate([ends_of_groups, jnp.full(1, m, jnp.int32)])
   row_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_of_groups])
   first_rows = row_starts // ROW_ALIGNMENT * ROW_ALIGNMENT
   counts = jnp.where(row_ends > row_starts, ceil_div(row_ends - first_rows, block_m), 0)
@@ -150,7 +150,7 @@ def row_tiles(
   )
   chosen = (tile_starts <= i) & (i < tile_ends)
   tiles = jnp.sum(jnp.where(chosen, values, 0), axis=3, dtype=jnp.int32)
-  return tiles + jnp.array([num_groups, 0, 0, 0], jnp.int32), tile_ends[:, 0, 0, -1]
+  return tiles + jnp.where(jnp.arange(4) == 0, num_groups, 0), tile_ends[:, 0, 0, -1]
 
 
 def groups_by_size(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:

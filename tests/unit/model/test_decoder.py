@@ -140,13 +140,21 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
 
 
 @pytest.mark.parametrize(
-  ("backend", "layers", "setting", "want"),
-  [("gpu", 24, 0, 24), ("gpu", 33, 0, 1), ("gpu", 24, 2, 2), ("cpu", 24, 0, 1)],
+  ("backend", "layers", "changes", "want"),
+  [
+    ("gpu", 24, {}, 24),
+    ("gpu", 33, {}, 1),
+    ("gpu", 24, {"step.scan_unroll": 2}, 2),
+    ("gpu", 24, {"step.accum_steps": 2}, 1),
+    ("gpu", 24, {"precision.deterministic": True}, 1),
+    ("gpu", 24, {"precision.fp8": True}, 1),
+    ("cpu", 24, {}, 1),
+  ],
 )
-def test_layers_are_unrolled_on_a_gpu(monkeypatch, backend, layers, setting, want):
-  cfg = tiny_config({"model.num_layers": layers, "step.scan_unroll": setting})
+def test_layers_are_unrolled_on_a_gpu(monkeypatch, backend, layers, changes, want):
+  cfg = tiny_config({"model.num_layers": layers} | changes)
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  assert numerics(cfg, "xla", "xla", scan_unroll=usual_unroll(layers)).scan_unroll == want
+  assert numerics(cfg, "xla", "xla", scan_unroll=usual_unroll(cfg)).scan_unroll == want
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names"])
