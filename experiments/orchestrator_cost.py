@@ -2,13 +2,17 @@ r"""What the orchestrator costs: the time of a step with it and without, in turn
 
 Both runs are trained on random rows by the program of `ats_jax.train`: the one with
 `orchestrator.mode=act`, its looks, its probe and its snapshots, the other with `off`. Each turn is
-`--window` steps that end with a wait, so that what runs beside the steps is counted. Both states
-are on the device at once. Prints a table, with how long each step takes to compile.
+`--window` steps that end with a wait, so that what runs beside the steps is counted: with
+`orchestrator.check_interval` and `snapshot_interval` of as many, one look and one snapshot. Turns
+before those that count fill the host memory of the three snapshots: it is slow to get (seconds for
+each), and is used again from then on. Both states are on the device at once. Prints a table, with
+how long each step takes to compile.
 Command: python experiments/orchestrator_cost.py --config=configs/dense_1_5b.py [--window=100] \
   [--turns=4] [--config.step.remat=names]
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from typing import NamedTuple
@@ -21,6 +25,7 @@ from runs import markdown
 from ats_jax import runtime
 from ats_jax.bench.step import random_batch
 from ats_jax.config import Config, from_config_dict
+from ats_jax.orchestrator.snapshots import COPIES
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
@@ -87,14 +92,19 @@ def main(argv: list[str]) -> None:
     rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
     batch = to_global(random_batch(cfg, rows, 1), mesh)
     probe = {name: x[0] for name, x in batch.items()}
+    fill = COPIES * math.ceil(cfg.orchestrator.snapshot_interval / _WINDOW.value)
+    warm_up = {"off": 1, "act": fill}
     runs, states = {}, {}
-    for mode in ("off", "act"):
+    for mode, turns in warm_up.items():
       runs[mode], states[mode] = begin(cfg, mode, probe)
-      states[mode], _ = turn(runs[mode], states[mode], 0, batch)  # caches, clocks, first looks
+      for number in range(turns):
+        states[mode], took = turn(runs[mode], states[mode], number * _WINDOW.value, batch)
+        print(mode, "warming up", f"{1e3 * took:.2f} ms", flush=True)
     secs: dict[str, list[float]] = {mode: [] for mode in runs}
     for number in range(1, _TURNS.value + 1):
       for mode, run in runs.items():
-        states[mode], took = turn(run, states[mode], number * _WINDOW.value, batch)
+        first = (warm_up[mode] + number - 1) * _WINDOW.value
+        states[mode], took = turn(run, states[mode], first, batch)
         secs[mode].append(took)
         print(mode, number, f"{1e3 * took:.2f} ms", flush=True)
   table = [

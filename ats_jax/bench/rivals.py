@@ -33,7 +33,8 @@ def _torch() -> Any:
   if not torch.cuda.is_available():
     logging.warning("torch %s sees no GPU", torch.__version__)
     return None
-  torch._functorch.config.donated_buffer = False  # a backward pass is run many times
+  config = importlib.import_module("torch._functorch.config")
+  config.donated_buffer = False  # a backward pass is run many times
   return torch
 
 

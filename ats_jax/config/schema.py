@@ -264,8 +264,8 @@ class StepConfig:
   )
   scan_unroll: int = setting(
     0,
-    "blocks per iteration of the scan over layers; 0 = all of them on a GPU if the model has up to "
-    "32 layers, else 1",
+    "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers; 1 "
+    "elsewhere, and under accumulation, in 8 bits, or with deterministic kernels (docs/log.md)",
     low=0,
     resume="free",
   )

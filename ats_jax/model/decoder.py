@@ -22,7 +22,7 @@ from ats_jax.model.unroll import run_layers, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
-from ats_jax.sharding.apply import einsum, reshard
+from ats_jax.sharding.apply import einsum, num_shards, reshard
 from ats_jax.sharding.rules import spec
 
 # For each segment, for each place of its super-block: caches with a leading [repeats].
@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
     carry, stats = (self._lookup(tokens_BT), jnp.zeros_like(segment_ids_BT)), []
     for segment, blocks in zip(self.layout, self.segments, strict=True):
       firsts, unroll = segment.layer_indices(0), self.num.scan_unroll
-      body = self._remat(super_block, in_loop=unroll == 1 < segment.repeats)
+      body = self._remat(super_block, in_loop=unroll == 1 and segment.repeats > 1)
       if unroll >= segment.repeats:
         carry, of_segment = run_layers(body, carry, zip(unstack(blocks), firsts, strict=True))
       else:
@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
     """`super_block` as `step.remat` says, which in a loop needs no barriers against sharing."""
     if self.num.remat == "none":
       return super_block
-    of_weights = False  # they are there anyway
+    of_weights = num_shards("embed") > 1  # what was gathered is not to be kept; else they are there
     barriers = False if in_loop else (True, (of_weights, True))
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 

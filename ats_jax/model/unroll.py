@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ats_jax.sharding.apply import unwritten
+
 
 def unstack(tree: Any) -> list[Any]:
   """Trees of the layers, from a tree whose every leaf has a leading [layers].
@@ -32,11 +34,12 @@ def _slices_fwd(stack: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
 
 def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   aval = jax.typeof(grads[0])
-  sharding = aval.sharding.update(spec=jax.P(None, *aval.sharding.spec))
-  stack = jax.lax.empty((len(grads), *aval.shape), aval.dtype, out_sharding=sharding)
+  stack = unwritten((len(grads), *aval.shape), aval.dtype, jax.P(None, *aval.sharding.spec))
+  # Places that XLA knows it makes asynchronous copies to (docs/log.md).
   places = jax.lax.optimization_barrier(tuple(map(jnp.int32, range(len(grads)))))
   for place, grad in zip(places, grads, strict=True):
     stack = jax.lax.dynamic_update_index_in_dim(stack, grad, place, axis=0)
+  # Or else whatever reads the stack looks for the place of each of its elements.
   return (jax.lax.optimization_barrier(stack),)
 
 

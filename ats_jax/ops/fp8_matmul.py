@@ -123,6 +123,7 @@ def _value(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> jax.Array:
 
 
 def _forward(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> tuple[jax.Array, tuple]:
+  x_TK = _written(x_TK)
   seen_x, seen_w = _amax(x_TK), _amax(w_KN)
   x8_TK, scale_x = quantise(x_TK, E4M3, seen_x if amax is None else amax.x)
   w8_KN, scale_w = quantise(w_KN, E4M3, seen_w if amax is None else amax.w)
@@ -137,6 +138,7 @@ def _forward(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> tuple[jax.A
 
 def _backward(residuals, dy_TN):
   x8_TK, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w = residuals
+  dy_TN = _written(dy_TN)
   seen_dy = _amax(dy_TN)
   dy8_TN, scale_dy = quantise(dy_TN, E5M2, seen_dy if amax is None else amax.dy)
   last, leading = dy_TN.ndim - 1, tuple(range(dy_TN.ndim - 1))
@@ -156,6 +158,11 @@ def _dot(a, b, dimensions, dtype, precision):
 
 def _scale(y, scale):
   return (y.astype(jnp.float32) * scale).astype(y.dtype)
+
+
+def _written(x):
+  """Kept from XLA, which would write what has two readers in the float32 that it was made in."""
+  return jax.lax.optimization_barrier(x)
 
 
 def _amax(x: jax.Array) -> jax.Array:

@@ -27,6 +27,17 @@ def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.reshard(x, spec(*axes))
 
 
+def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
+  """An array that somebody is going to write all of, cut as a partition spec says."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.manual_axes:
+    return jax.lax.empty(shape, dtype)
+  # Asked for as a whole, XLA allocates the whole on each device.
+  local = jax.NamedSharding(mesh, cut).shard_shape(tuple(shape))
+  make = lambda: jax.lax.empty(local, dtype)
+  return jax.shard_map(make, in_specs=(), out_specs=cut, check_vma=False)()
+
+
 def island(f: Callable, *, in_axes: Sequence[Axes], out_axes: Any) -> Callable:
   """Run `f` on each device's block (`jax.shard_map`), for what the compiler cannot partition.
 

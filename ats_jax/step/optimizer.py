@@ -155,7 +155,7 @@ def fused_adamw(
 
 
 def seam(tree: Any) -> Any:
-  """Where the guarded and the plain step part and meet again.
+  """Where the guarded and the plain step part and meet again, and the parts of a norm in both.
 
   XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
   nothing is fused across. On a GPU that would write out what is never in memory otherwise.

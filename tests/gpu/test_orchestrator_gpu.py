@@ -17,8 +17,12 @@ SETTINGS = {
 }
 
 
+def refuse(*args):
+  raise AssertionError("the loop waits for the device")
+
+
 @pytest.mark.gpu
-def test_nothing_is_read_by_accident():
+def test_nothing_is_read_by_accident_and_nothing_between_looks(monkeypatch):
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     plan = make_plan(tiny_config(SETTINGS))
     state = plan.init()
@@ -27,7 +31,9 @@ def test_nothing_is_read_by_accident():
     batches = [jax.device_put(micro_batches(counting_rows(step), 1)) for step in range(61)]
     for step in range(1, 61):
       state, metrics = plan.train_step(state, batches[step])
-      with jax.transfer_guard_device_to_host("disallow"):  # what is not asked for by its name
+      with monkeypatch.context() as patch, jax.transfer_guard_device_to_host("disallow"):
+        if step % supervisor._cfg.check_interval:  # a copy is begun, and nobody waits for it
+          patch.setattr(jax, "device_get", refuse)
         state = supervisor.after(step, state, metrics)
     with pytest.raises(jax.errors.JaxRuntimeError), jax.transfer_guard_device_to_host("disallow"):
       np.asarray(metrics.values + 1)  # the guard works here

@@ -58,24 +58,39 @@ def gradients_for_cuda(slots=XLA, **changes):
   num = numerics(cfg, "xla", slots)
   make = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
   model = jax.eval_shape(make, jax.random.key(0))
-  shape = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+  shape = jax.ShapeDtypeStruct((4, 128), jnp.int32)
   rows = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), shape)
-  rows["loss_mask"] = jax.ShapeDtypeStruct((2, 128), jnp.float32)
+  rows["loss_mask"] = jax.ShapeDtypeStruct((4, 128), jnp.float32)
   loss = lambda model, rows: loss_sums(model, rows, cfg.step, TRAINING, None)[0].objective
   gradients = jax.jit(jax.grad(loss, allow_int=True))
   return model, gradients.trace(model, rows).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_weights_stand_behind_no_barrier_and_gradients_are_written_in_place(mesh):
-  model, text = gradients_for_cuda()
+def test_activations_are_fenced_weights_are_not_and_gradients_are_written_in_place(mesh):
+  model, text = gradients_for_cuda(**{"step.remat": "full"})
   weight = model.segments[0].layers[0].mlp.gate.get_value()
   one = "x".join(map(str, weight.shape[1:]))
   barriers = re.findall(r"optimization_barrier .*", text)
-  assert any("2x128x" in line for line in barriers)  # activations: else nothing is recomputed
+  stream = f"tensor<4x128x{weight.shape[1]}x"
+  assert sum(stream in line for line in barriers) == LAYERS  # or nothing is recomputed
   assert not any(f"tensor<{one}xf32>" in line for line in barriers)
   whole = f"tensor<{LAYERS}x{one}xf32>"
   assert not re.search(rf"stablehlo\.(concatenate|pad).*-> {whole}", text)
   assert re.search(rf"stablehlo\.dynamic_update_slice.*-> {whole}", text)
+  assert any(line.endswith(f": {whole}") for line in barriers)  # written before it is read
+  places = ", ".join(["tensor<i32>"] * LAYERS)
+  assert any(line.endswith(f": {places}") for line in barriers)  # not known to XLA
+
+
+def test_gathered_weights_are_gathered_again_and_gradients_are_allocated_in_parts():
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
+    model, text = gradients_for_cuda(**{"step.remat": "full"})
+  weight = model.segments[0].layers[0].mlp.gate.get_value()
+  one = "x".join(map(str, weight.shape[1:]))
+  assert any(f"tensor<{one}xf32>" in line for line in re.findall(r"optimization_barrier .*", text))
+  allocated = re.findall(r"@AllocateBuffer.*tensor<([\dx]+)xf32>", text)
+  assert "x".join(map(str, weight.sharding.shard_shape(weight.shape))) in allocated
+  assert "x".join(map(str, weight.shape)) not in allocated
 
 
 def test_experts_on_a_gpu_are_recomputed_without_a_loop(mesh):

@@ -1,0 +1,132 @@
+r"""What a training step needs on a GPU that is not there: compiled for it, and not run.
+
+Needs jax's CUDA plugin (`pip install "jax[cuda13]"`), but no GPU. The compiler cannot time
+anything, so matmuls go to the library untuned: their scratch memory and layouts are not those of a
+real run. Prints the memory that the step needs beside the planner's estimate; --out keeps the
+optimized program, to look for what is copied, fused or written out.
+Command: python experiments/compile_for_gpu.py --config=configs/dense_1_5b.py [--gpu=H200] \
+  [--out=step.txt] [--config.step.remat=names]
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax._src.cudnn.fused_attention_stablehlo as cudnn
+import jax.numpy as jnp
+from absl import flags
+from jax.experimental import topologies
+
+from ats_jax import runtime
+from ats_jax.bench.step import planned_bytes
+from ats_jax.config import Config, from_config_dict
+from ats_jax.ops.obstacles import Device
+from ats_jax.planner.abstract import resolve_without_data
+from ats_jax.sharding.mesh import make_mesh
+from ats_jax.step import compiler, plan
+
+GIB = 2**30
+NOTHING_IS_TIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: 62914560
+  cuda_compute_capability {{ major: 9 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 20 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
+
+
+class Gpu(NamedTuple):
+  """What the compiler is told: its name, bytes per second, and bytes."""
+
+  name: str
+  bandwidth: int
+  memory: int
+
+
+GPUS = {
+  "H100": Gpu("NVIDIA H100 80GB HBM3", 3352 * 10**9, 85 * 10**9),
+  "H200": Gpu("NVIDIA H200", 4800 * 10**9, 150 * 10**9),
+}
+
+_CONFIG = runtime.define_config_flag()
+_GPU = flags.DEFINE_enum("gpu", "H200", list(GPUS), "Which GPU.")
+_OUT = flags.DEFINE_string("out", "", "Where to write the optimized program.")
+
+
+@contextlib.contextmanager
+def pretending(kind: str) -> Iterator[None]:
+  """Everything that asks for the device at hand is told that it is a GPU of this kind."""
+  device = lambda: Device("gpu", "9.0", kind)
+  with (
+    mock.patch.object(jax, "default_backend", lambda: "gpu"),
+    mock.patch.object(plan, "this_device", device),
+    mock.patch.object(compiler, "_refusal", lambda name, value: ""),
+    mock.patch.object(cudnn, "check_cudnn_version", lambda: 92000),
+    mock.patch.object(cudnn, "check_is_flash_attention", lambda *args: None),
+    mock.patch.object(cudnn, "check_compute_capability", lambda capability: True),
+  ):
+    yield
+
+
+def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, plan.Plan]:
+  """The training step of a resolved config for one such GPU.
+
+  Call before anything runs: jax reads its environment once.
+  """
+  jax.config.update("jax_platforms", None)  # the plugin too, whatever there is to run on
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+  os.environ["XLA_FLAGS"] = f"{NOTHING_IS_TIMED} {os.environ.get('XLA_FLAGS', '')}"
+  target = HOPPER.format(**GPUS[gpu]._asdict())
+  try:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+  except NotImplementedError as e:
+    raise ValueError(
+      "jax's plugin for CUDA is not installed beside it: pip install 'jax[cuda13]'."
+    ) from e
+  made = []
+
+  def trace():  # keys are arrays, and there is no device to have them
+    made.append(plan.make_plan(cfg))
+    made.append(made[0].init(abstract=True))
+    return jnp.zeros(())
+
+  with pretending(GPUS[gpu].name), jax.set_mesh(make_mesh(cfg, list(topology.devices))):
+    jax.eval_shape(trace)
+    return made[0].compile_train_step(made[1], made[0].training_rules(cfg.num_steps)), made[0]
+
+
+def main(argv: list[str]) -> None:
+  """Print what was found."""
+  del argv
+  config = runtime.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
+  cfg = resolve_without_data(from_config_dict(config))
+  began = time.perf_counter()
+  step, made = compiled(cfg, _GPU.value)
+  secs = time.perf_counter() - began
+  for choice in made.choices:
+    print(choice)
+  print(
+    f"{made.counts.parameters / 1e9:.2f}B parameters on one {GPUS[_GPU.value].name}: the step "
+    f"needs {plan.predicted_bytes(step) / GIB:.2f} GiB (the planner estimates "
+    f"{planned_bytes(cfg, 1) / GIB:.2f}); compiled here in {secs:.0f} s."
+  )
+  if _OUT.value:
+    Path(_OUT.value).write_text(step.as_text() or "", encoding="utf-8")
+
+
+if __name__ == "__main__":
+  runtime.run(main)
