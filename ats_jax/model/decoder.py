@@ -122,8 +122,8 @@ class Decoder(nnx.Module):
     carry, stats = (self._lookup(tokens_BT), jnp.zeros_like(segment_ids_BT)), []
     for segment, blocks in zip(self.layout, self.segments, strict=True):
       firsts, unroll = segment.layer_indices(0), self.num.scan_unroll
-      body = self._remat(super_block, in_loop=unroll == 1 and segment.repeats > 1)
-      if unroll >= segment.repeats:
+      body = self._remat(super_block, in_loop=unroll == 1)
+      if unroll > 1 and unroll >= segment.repeats:
         carry, of_segment = run_layers(body, carry, zip(unstack(blocks), firsts, strict=True))
       else:
         carry, of_segment = jax.lax.scan(body, carry, (blocks, jnp.array(firsts)), unroll=unroll)

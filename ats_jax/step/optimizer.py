@@ -52,7 +52,8 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     del params
-    scale = jnp.minimum(1.0, max_norm / norm(updates))
+    # Without the seam it is by who else reads the norm whether XLA divides or takes an rsqrt.
+    scale = jnp.minimum(1.0, max_norm / seam(norm(updates)))
     return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates), state
 
   return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
