@@ -33,7 +33,7 @@ def _torch() -> Any:
   if not torch.cuda.is_available():
     logging.warning("torch %s sees no GPU", torch.__version__)
     return None
-  config = importlib.import_module("torch._functorch.config")
+  config: Any = importlib.import_module("torch._functorch.config")
   config.donated_buffer = False  # a backward pass is run many times
   return torch
 

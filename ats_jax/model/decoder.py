@@ -4,6 +4,7 @@ Letters: B batch, T seq, D d_model, V vocab, L layers that skip tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,8 @@ class Decoder(nnx.Module):
     if self.num.remat == "none":
       return super_block
     of_weights = num_shards("embed") > 1  # what was gathered is not to be kept; else they are there
-    barriers = False if in_loop else (True, (of_weights, True))
+    # A prefix of the arguments' tree, which jax takes and its annotation does not know.
+    barriers: Any = False if in_loop else (True, (of_weights, True))
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
   def _depth_counts(self, depth_BT: jax.Array, valid_BT: jax.Array) -> jax.Array | None:
