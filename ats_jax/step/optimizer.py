@@ -156,7 +156,7 @@ def fused_adamw(
 
 
 def seam(tree: Any) -> Any:
-  """Where the guarded and the plain step part and meet again, and the parts of a norm in both.
+  """Where the guarded and the plain step part and meet again.
 
   XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
   nothing is fused across. On a GPU that would write out what is never in memory otherwise.
@@ -166,8 +166,7 @@ def seam(tree: Any) -> Any:
 
 def norm(tree: Any) -> jax.Array:
   """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
-  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-  return jnp.sqrt(sum(seam(squares)))
+  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def decay_mask(params: Any, *, embeddings: bool) -> Any:
