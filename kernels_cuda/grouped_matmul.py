@@ -3,6 +3,10 @@
 Letters: M rows, E groups, D input width, F output width.
 """
 
+import functools
+import operator
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +50,19 @@ def grouped_matmul(
   out = jax.ShapeDtypeStruct((rows, d_out), x_MD.dtype)
   settings = {"transpose_w": np.bool_(transpose_w), "block_n": np.int64(block_n)}
   return call("ats_grouped_matmul", out, x_MD, w_EDF, sizes_E, **settings)
+
+
+def grouped_matmul_dx(
+  gradients: Sequence[jax.Array],
+  weights: Sequence[jax.Array],
+  sizes_E: jax.Array,
+  *,
+  block_n: int = BLOCK_N[0],
+) -> jax.Array:
+  """The sum over pairs of `dy[m] @ w[g(m)]^T`, a kernel each; otherwise as `grouped_matmul`."""
+  pairs = zip(gradients, weights, strict=True)
+  run = functools.partial(grouped_matmul, transpose_w=True, block_n=block_n)
+  return functools.reduce(operator.add, [run(dy_MF, w, sizes_E) for dy_MF, w in pairs])
 
 
 def grouped_matmul_dw(

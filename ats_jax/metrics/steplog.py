@@ -15,6 +15,7 @@ from ats_jax.metrics.layers import LayerLog
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.throughput import Throughput
+from ats_jax.metrics.transfer import start_copy
 from ats_jax.metrics.writer import MetricWriter
 
 Arrays = dict[str, jax.Array]
@@ -72,7 +73,7 @@ class StepLog:
       logging.info("first step done %.2f s after its compilation began", self._since_start())
       self._throughput.start(step)
     if step % self._every_steps == 0:
-      jax.copy_to_host_async((vector, layers))
+      start_copy((vector, layers))
       self._write()
       self._pending = (step, layers or {}, self._waiter.submit(_wait, vector))
     else:

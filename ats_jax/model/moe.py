@@ -18,7 +18,7 @@ from ats_jax.model.mlp import MLP
 from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
-from ats_jax.ops.grouped_matmul import grouped_matmul
+from ats_jax.ops.grouped_matmul import grouped_matmul, grouped_matmuls
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
 
@@ -123,10 +123,10 @@ class MoE(nnx.Module):
     return y_ND.reshape(x_BTD.shape), all_sum(dropped.astype(weight_NK.dtype), "batch")
 
   def _grouped_mlp(self, x_MD, sizes_E, *, gate, up, down):
-    matmul = functools.partial(grouped_matmul, implementation=self.num.grouped_matmul)
-    gate_MF = checkpoint_name(matmul(x_MD, gate, sizes_E), SAVED_NAMES[0])
-    up_MF = checkpoint_name(matmul(x_MD, up, sizes_E), SAVED_NAMES[1])
-    y_MD = matmul(swiglu(gate_MF, up_MF, self.num.slots), down, sizes_E)
+    wide = grouped_matmuls(x_MD, (gate, up), sizes_E, self.num.grouped_matmul)
+    gate_MF, up_MF = map(checkpoint_name, wide, SAVED_NAMES)
+    h_MF = swiglu(gate_MF, up_MF, self.num.slots)
+    y_MD = grouped_matmul(h_MF, down, sizes_E, self.num.grouped_matmul)
     return checkpoint_name(y_MD, SAVED_NAMES[2])  # the gradients of the weights need it
 
   def _batched_mlp(self, x_EMD, gate, up, down):

@@ -4,6 +4,7 @@ Letters: M rows, E groups, D input width, F output width, J tiles, R rows of a t
 """
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,6 @@ def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choic
   return of_slots["forward"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(
   x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, implementation: str | Slots
 ) -> jax.Array:
@@ -51,33 +51,58 @@ def grouped_matmul(
   Returns:
     [rows, d_out] in the dtype of `x_MD`; zero in rows past the last group.
   """
-  return _matmul(x_MD, w_EDF, sizes_E, implementation, transpose=False)
+  return grouped_matmuls(x_MD, (w_EDF,), sizes_E, implementation)[0]
 
 
-def _forward(x_MD, w_EDF, sizes_E, implementation):
-  return grouped_matmul(x_MD, w_EDF, sizes_E, implementation), (x_MD, w_EDF, sizes_E)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmuls(
+  x_MD: jax.Array, weights: tuple[jax.Array, ...], sizes_E: jax.Array, implementation: str | Slots
+) -> tuple[jax.Array, ...]:
+  """`grouped_matmul` of the same rows with several weights of one shape, such as gate and up.
+
+  Then the gradient of the rows is a sum of products, which "mosaic" makes in one pass.
+
+  Returns:
+    [rows, d_out] for each of the weights.
+  """
+  return tuple(_matmul(x_MD, w_EDF, sizes_E, implementation) for w_EDF in weights)
 
 
-def _backward(implementation, residuals, dy_MF):
-  x_MD, w_EDF, sizes_E = residuals
-  dx_MD = _matmul(dy_MF, w_EDF, sizes_E, implementation, transpose=True)
-  dw_EDF = _weight_gradient(x_MD, dy_MF, sizes_E, implementation)
-  return dx_MD, dw_EDF.astype(w_EDF.dtype), None
+def _forward(x_MD, weights, sizes_E, implementation):
+  return grouped_matmuls(x_MD, weights, sizes_E, implementation), (x_MD, weights, sizes_E)
 
 
-grouped_matmul.defvjp(_forward, _backward)
+def _backward(implementation, residuals, gradients):
+  x_MD, weights, sizes_E = residuals
+  dx_MD = _input_gradient(gradients, weights, sizes_E, implementation)
+  dw = (_weight_gradient(x_MD, dy_MF, sizes_E, implementation) for dy_MF in gradients)
+  return dx_MD, tuple(d.astype(w.dtype) for d, w in zip(dw, weights, strict=True)), None
 
 
-def _matmul(x_MD, w_EDF, sizes_E, implementation, *, transpose):
-  kernel = _kernel("input_gradient" if transpose else "forward", x_MD, w_EDF.shape, implementation)
+grouped_matmuls.defvjp(_forward, _backward)
+
+
+def _matmul(x_MD, w_EDF, sizes_E, implementation):
+  kernel = _kernel("forward", x_MD, w_EDF.shape, implementation)
   if kernel is not None:
-    return kernel(x_MD, w_EDF, sizes_E, transpose_w=transpose)
+    return kernel(x_MD, w_EDF, sizes_E)
+  return _by_tiles("JRD,JDF->JRF", x_MD, w_EDF, sizes_E)
+
+
+def _input_gradient(gradients, weights, sizes_E, implementation):
+  kernel = _kernel("input_gradient", gradients[0], weights[0].shape, implementation)
+  if kernel is not None:
+    return kernel(gradients, weights, sizes_E)
+  pairs = zip(gradients, weights, strict=True)
+  parts = [_by_tiles("JRF,JDF->JRD", dy_MF, w_EDF, sizes_E) for dy_MF, w_EDF in pairs]
+  return functools.reduce(operator.add, parts)
+
+
+def _by_tiles(formula, x_MD, w_EDF, sizes_E):
   tiles = _Tiles(x_MD.shape[0], sizes_E)
-  formula = "JRF,JDF->JRD" if transpose else "JRD,JDF->JRF"
-  y_JRF = jnp.einsum(
-    formula, tiles.split(x_MD), w_EDF[tiles.group_J], preferred_element_type=_wide(x_MD.dtype)
-  )
-  return tiles.join(y_JRF.astype(x_MD.dtype))
+  wide = _wide(x_MD.dtype)
+  y = jnp.einsum(formula, tiles.split(x_MD), w_EDF[tiles.group_J], preferred_element_type=wide)
+  return tiles.join(y.astype(x_MD.dtype))
 
 
 def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
@@ -102,12 +127,21 @@ def _kernel(slot, x_MD, shape_EDF, implementation):
   return registry.kernel("grouped_matmul", slot, slots, **dims)
 
 
-def mosaic(x_MD, w_EDF, sizes_E, *, transpose_w, **tiles):
+def mosaic(x_MD, w_EDF, sizes_E, **tiles):
   """`kernels_pallas.grouped_matmul` with tile parameters as keywords."""
   from kernels_pallas import grouped_matmul as pallas
 
   tiling = pallas.Tiling(**tiles) if tiles else None
-  return pallas.grouped_matmul(x_MD, w_EDF, sizes_E, transpose_w=transpose_w, tiling=tiling)
+  return pallas.grouped_matmul(x_MD, w_EDF, sizes_E, tiling=tiling)
+
+
+def mosaic_dx(gradients, weights, sizes_E, **tiles):
+  """The same, transposed; the sum over the pairs in one kernel."""
+  from kernels_pallas import grouped_matmul as pallas
+
+  tiling = pallas.Tiling(**tiles) if tiles else None
+  first, *more = zip(gradients, weights, strict=True)
+  return pallas.grouped_matmul(*first, sizes_E, transpose_w=True, more=more, tiling=tiling)
 
 
 def mosaic_dw(x_MD, dy_MF, sizes_E, **tiles):

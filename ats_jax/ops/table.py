@@ -79,7 +79,7 @@ OPS: dict[str, Op] = {
         "mosaic",
         {
           "forward": "ats_jax.ops.grouped_matmul:mosaic",
-          "input_gradient": "ats_jax.ops.grouped_matmul:mosaic",
+          "input_gradient": "ats_jax.ops.grouped_matmul:mosaic_dx",
           "weight_gradient": "ats_jax.ops.grouped_matmul:mosaic_dw",
         },
         default=("forward", "input_gradient", "weight_gradient"),
@@ -92,7 +92,7 @@ OPS: dict[str, Op] = {
         "not measured yet",
         tiles={"block_n": (128, 256)},
         forward="grouped_matmul:grouped_matmul",
-        input_gradient="grouped_matmul:grouped_matmul",
+        input_gradient="grouped_matmul:grouped_matmul_dx",
         weight_gradient="grouped_matmul:grouped_matmul_dw",
       ),
     ),

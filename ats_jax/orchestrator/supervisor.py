@@ -16,6 +16,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.build import CHANGES
+from ats_jax.metrics.transfer import start_copy
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   Rollback,
@@ -188,10 +189,10 @@ class Supervisor:
     """
     if self._cfg.mode == "off":
       return state
-    metrics.values.copy_to_host_async()
+    start_copy(metrics.values)
     self._rows.append(metrics.values)
     if self._experts is not None:
-      metrics.layers["moe/load"].copy_to_host_async()
+      start_copy(metrics.layers["moe/load"])
       self._loads.append(metrics.layers["moe/load"])
     if self._rerun is not None and again is not None:
       self._rerun.add(again, metrics)
@@ -263,7 +264,7 @@ class Supervisor:
     probe = None
     if self._probe is not None:
       probe = self._plan.eval_step(state.model, self._probe)
-      probe.copy_to_host_async()
+      start_copy(probe)
     return Interval(step, rows, probe, self._clock.lap(len(rows)), loads)
 
   def _look(

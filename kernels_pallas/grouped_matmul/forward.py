@@ -1,9 +1,12 @@
 """Grouped matmul for Hopper in Pallas Mosaic GPU: `y[i] = x[i] @ w[g(i)]`, or with `w[g]^T`.
 
-Operands of 16 or of 8 bits, and SwiGLU on the way out. The machine is described in `machine`.
+Operands of 16 or of 8 bits, sums of several products, and SwiGLU on the way out. The machine is
+described in `machine`.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +52,20 @@ def pad_rows(x_MK: jax.Array, at_least: int) -> jax.Array:
 
 
 def _kernel(
-  tiles_gmem, counts_gmem, *refs, tiling: Tiling, transpose_w: bool, scaled: bool, outputs: str,
-):  # fmt: skip
+  tiles_gmem,
+  counts_gmem,
+  *refs,
+  tiling: Tiling,
+  transpose_w: bool,
+  scaled: bool,
+  products: int,
+  outputs: str,
+):
   """One thread block."""
   t = tiling
   scale_gmem, refs = (refs[0], refs[1:]) if scaled else (None, refs)
-  x_gmem, w_gmem, *refs = refs
+  pairs, refs = [refs[i : i + 2] for i in range(0, 2 * products, 2)], refs[2 * products :]
+  x_gmem, w_gmem = pairs[0]
   results, (x_smem, w_smem, *refs) = refs[: len(outputs)], refs[len(outputs) :]
   barriers, stages_out = refs[: 2 + (t.lead > 0)], refs[2 + (t.lead > 0) :]
   ready, free = barriers[:2]
@@ -92,7 +103,7 @@ def _kernel(
       group, row, begin, end, j = mine(*head)
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
-      steps = jnp.where(group < num_groups, ceil_div(contraction, t.block_k), 0)
+      steps = jnp.where(group < num_groups, products * ceil_div(contraction, t.block_k), 0)
       body(group, row, begin, end, j * t.block_n, steps, step, tile)
       return steps
 
@@ -105,17 +116,18 @@ def _kernel(
     @for_each_tile
     def _(group, row, begin, end, column, steps, step, tile):
       del begin, end, tile  # A short tile loads rows of other groups too, or zeros past the last.
+      of_one = lax.div(steps, products)
 
-      @pl.loop(0, steps)
-      def _(k):
-        slot = lax.rem(step + k, t.stages)
-        plgpu.barrier_wait(free.at[slot])
-        k_slice, n_slice = pl.ds(k * t.block_k, t.block_k), pl.ds(column, t.block_n)
-        x_tile = x_gmem.at[pl.ds(row, t.block_m), k_slice]
-        w_tile = (
-          w_gmem.at[group, n_slice, k_slice] if transpose_w else w_gmem.at[group, k_slice, n_slice]
-        )
-        machine.load_tiles(x_tile, w_tile, slot, x_smem, w_smem, ready, t)
+      for i, (x, w) in enumerate(pairs):  # one product after the other, into the same sums
+
+        @pl.loop(0, of_one)
+        def _(k, first=i * of_one, x=x, w=w):
+          slot = lax.rem(step + first + k, t.stages)
+          plgpu.barrier_wait(free.at[slot])
+          k_slice, n_slice = pl.ds(k * t.block_k, t.block_k), pl.ds(column, t.block_n)
+          x_tile = x.at[pl.ds(row, t.block_m), k_slice]
+          w_tile = w.at[group, n_slice, k_slice] if transpose_w else w.at[group, k_slice, n_slice]
+          machine.load_tiles(x_tile, w_tile, slot, x_smem, w_smem, ready, t)
 
     for slot in range(t.stages):  # Leave no arrival unobserved.
       plgpu.barrier_wait(free.at[slot])
@@ -176,6 +188,7 @@ def grouped_matmul(
   group_sizes: jax.Array,
   *,
   transpose_w: bool = False,
+  more: Sequence[tuple[jax.Array, jax.Array]] = (),
   scale: jax.Array | None = None,
   out_dtype=None,
   tiling: Tiling | None = None,
@@ -196,6 +209,8 @@ def grouped_matmul(
       128 for 8 bits.
     group_sizes: [G] integers >= 0, `sum(group_sizes) <= M`. Not checked: they live on the device.
     transpose_w: multiply by `w[g]^T` instead of `w[g]`.
+    more: further pairs, shaped as `x_MK` and `w_GKN`, whose products are added to the fp32 sums:
+      the gradient of rows that several matrices multiply, in one pass.
     scale: float32 [1], or [G] for one a group, that multiplies the fp32 sums; None = 1.
     out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands.
     tiling: tile sizes and order; None = the measured default.
@@ -207,7 +222,8 @@ def grouped_matmul(
   Raises:
     ValueError: a dtype or shape that the kernel does not take.
   """
-  return _run(x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, "y")[0]
+  pairs = (x_MK, w_GKN), *more
+  return _run(pairs, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, "y")[0]
 
 
 def grouped_swiglu(
@@ -249,7 +265,8 @@ def grouped_swiglu(
   if n % block_n:
     raise ValueError(f"{n} columns of gate and up: a multiple of {block_n} is expected. Pad them")
   which = "hy" if keep else "h"
-  run = (x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, which)
+  pairs = ((x_MK, w_GKN),)
+  run = (pairs, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, which)
   return tuple(_run(*run)) if keep else _run(*run)[0]
 
 
@@ -259,8 +276,12 @@ def interleave(gate_GKF: jax.Array, up_GKF: jax.Array, width: int = 128) -> jax.
   return jnp.stack(blocks, axis=3).reshape(*gate_GKF.shape[:2], -1)
 
 
-def _run(x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, outputs):
+def _run(pairs, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, outputs):
+  x_MK, w_GKN = pairs[0]
   check_operands(x_MK, w_GKN, group_sizes)
+  for pair in pairs[1:]:
+    if (got := [(a.shape, a.dtype) for a in pair]) != [(a.shape, a.dtype) for a in pairs[0]]:
+      raise ValueError(f"a further pair {got}: shapes and dtypes of the first pair are expected")
   eight_bits = x_MK.dtype in FP8
   num_groups, k, n = w_GKN.shape
   if transpose_w:
@@ -280,7 +301,7 @@ def _run(x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interp
     raise ValueError(f"scale is {scale.dtype}{scale.shape}: float32 [1] or [{num_groups}] expected")
   m = x_MK.shape[0]
   out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if eight_bits else x_MK.dtype))
-  x_MK = pad_rows(x_MK, t.block_m)
+  pairs = [(pad_rows(x, t.block_m), w) for x, w in pairs]
   w_tile = (t.block_n, t.block_k) if transpose_w else (t.block_k, t.block_n)
   scratch = [
     machine.swizzled((t.stages, t.block_m, t.block_k), x_MK.dtype),
@@ -288,24 +309,28 @@ def _run(x_MK, w_GKN, group_sizes, transpose_w, scale, out_dtype, tiling, interp
     *machine.ring(t),
     *[machine.staging(t, out_dtype, short=True)] * WARPGROUPS,
   ]
-  widths = {"y": n, "h": n // 2}
+  widths, padded = {"y": n, "h": n // 2}, pairs[0][0].shape[0]
   results = machine.launch(
     functools.partial(
-      _kernel, tiling=t, transpose_w=transpose_w, scaled=scale is not None, outputs=outputs
+      _kernel,
+      tiling=t,
+      transpose_w=transpose_w,
+      scaled=scale is not None,
+      products=len(pairs),
+      outputs=outputs,
     ),
-    [jax.ShapeDtypeStruct((x_MK.shape[0], widths[what]), out_dtype) for what in outputs],
+    [jax.ShapeDtypeStruct((padded, widths[what]), out_dtype) for what in outputs],
     scratch,
     t,
     interpret,
   )(
     *row_tiles(
       group_sizes,
-      x_MK.shape[0],
+      padded,
       t.block_m * (2 if t.share == "rhs" else 1),
       t.block_m // WARPGROUPS if t.balance else 0,
     ),
     *([] if scale is None else [scale]),
-    x_MK,
-    w_GKN,
+    *itertools.chain(*pairs),
   )
   return [y[:m] for y in results]

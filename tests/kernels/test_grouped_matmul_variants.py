@@ -85,6 +85,22 @@ def test_variants_agree(changes, sizes):
   assert close(dw, reference.grouped_matmul_dw(x, dy, sizes), 1e-6)
 
 
+@pytest.mark.parametrize("name", ["ragged", "eights"])
+@pytest.mark.parametrize("changes", [{}, VARIANTS["all"]], ids=["plain", "all"])
+def test_products_are_added(changes, name):
+  """Three pairs, with a contraction that the steps do not divide; empty groups stay zero."""
+  m, k, n, sizes = 280, 128, 192, GROUPS[name]
+  gradients = [operand(i, m, n, rows=sum(sizes)) for i in range(3)]
+  weights = [operand(3 + i, len(sizes), k, n) for i in range(3)]
+  first, *more = zip(gradients, weights, strict=True)
+  run = dict(transpose_w=True, more=more, out_dtype=jnp.float32)
+  tiling = Tiling(**SMALL | dict(block_k=128) | changes)
+  dx = grouped_matmul(*first, jnp.array(sizes), **run, tiling=tiling, interpret=SIMULATOR)
+  assert_no_races()
+  parts = [reference.grouped_matmul(*p, sizes, transpose_w=True) for p in (first, *more)]
+  assert close(dx, sum(parts), 1e-6)  # rounded once, not three times
+
+
 def test_eight_bits_forward_and_input_gradient():
   sizes, k, n = GROUPS["ragged"], 256, 128
   used, m = sum(sizes), 264
@@ -163,7 +179,7 @@ def test_lowers_for_cuda(changes):
 
   def kernels(x, w, dy, sizes):
     y = grouped_matmul(x, w, sizes, tiling=tiling)
-    dx = grouped_matmul(dy, w, sizes, transpose_w=True, tiling=tiling)
+    dx = grouped_matmul(dy, w, sizes, transpose_w=True, tiling=tiling, more=[(2 * dy, w)])
     h = grouped_swiglu(x, w, sizes, keep=True, tiling=tiling)
     return y, dx, h, grouped_matmul_dw(x, dy, sizes, tiling=tiling)
 
@@ -198,6 +214,9 @@ def test_eight_bits_lower_for_cuda():
 
 def test_rejects():
   x8, w8 = jnp.zeros((128, 128), E4M3), jnp.zeros((2, 128, 128), E4M3)
+  x, w = x8.astype(jnp.bfloat16), w8.astype(jnp.bfloat16)
+  with pytest.raises(ValueError, match="a further pair .* of the first pair are expected"):
+    grouped_matmul(x, w, jnp.array([1, 2]), more=[(x[:64], w)])
   sizes = jnp.zeros(2, jnp.int32)
   with pytest.raises(ValueError, match="along the contraction"):
     grouped_matmul(x8, w8, sizes)

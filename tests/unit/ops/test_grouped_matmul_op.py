@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from ats_jax.ops.grouped_matmul import choose, grouped_matmul
+from ats_jax.ops.grouped_matmul import choose, grouped_matmul, grouped_matmuls
 from ats_jax.ops.registry import FallbackError
 
 # Rows, groups, widths; each compiles anew. Tiles have 8 rows, but 32 and 512 in the last two.
@@ -75,6 +75,27 @@ def test_bfloat16_is_accumulated_in_float32():
     # would be off by far more.
     bound = 2.0**-8 * np.abs(b) + 1e-4
     assert np.all(np.abs(np.asarray(a, np.float64) - b) <= bound), name
+
+
+def test_several_weights_of_the_same_rows():
+  """Values and gradients are those of one after the other; the rows' gradient is their sum."""
+  sizes = jnp.array([9, 0, 40], jnp.int32)
+  x, gate, dy = (jnp.asarray(a) for a in operands((60, 3, 5, 2), 0, 49))
+  up, du = -2 * gate[::-1], 3 * dy
+
+  def apart(x, gate, up):
+    return tuple(grouped_matmul(x, w, sizes, "xla") for w in (gate, up))
+
+  def together(x, gate, up):
+    return grouped_matmuls(x, (gate, up), sizes, "xla")
+
+  for run in (apart, together):
+    y, pull = jax.vjp(run, x, gate, up)
+    got = *y, *pull((dy, du))
+    if run is apart:
+      want = got
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_array_equal(a[:49], b[:49])
 
 
 def on(**changes):
