@@ -4,9 +4,9 @@ Both runs are trained on random rows by the program of `ats_jax.train`: the one 
 `orchestrator.mode=act`, its looks, its probe and its snapshots, the other with `off`. Each turn is
 `--window` steps that end with a wait, so that what runs beside the steps is counted: with
 `orchestrator.check_interval` and `snapshot_interval` of as many, one look and one snapshot. Turns
-before those that count fill the host memory of the three snapshots: it is slow to get (seconds for
-each), and is used again from then on. Both states are on the device at once. Prints a table, with
-how long each step takes to compile.
+before those that count fill the host memory of the three snapshots, which takes seconds for some of
+them, most likely to get it: later ones use it again. Both states are on the device at once. Prints
+a table, with how long each step takes to compile.
 Command: python experiments/orchestrator_cost.py --config=configs/dense_1_5b.py [--window=100] \
   [--turns=4] [--config.step.remat=names]
 """

@@ -84,8 +84,8 @@ def usual_unroll(cfg: Config) -> int:
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
   avoid that; without one the program is longer to compile (docs/performance.md), with 8 bits very
-  much so. Under accumulation with deterministic kernels an unrolled step failed in XLA's runtime
-  (docs/log.md): either alone stays in the loop too, which is known to work.
+  much so. With deterministic kernels an unrolled step stops in XLA's runtime (docs/log.md); under
+  accumulation it runs, and has not been timed.
   """
   layers = cfg.model.num_layers
   in_a_loop = cfg.precision.fp8 or cfg.precision.deterministic or cfg.step.accum_steps > 1

@@ -108,6 +108,12 @@ def make_plan(cfg: Config) -> Plan:
   device = this_device()
   slots, choices = registry.choose(cfg, device)
   unroll = usual_unroll(cfg)
+  if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
+    logging.warning(
+      "step.scan_unroll=%d with precision.deterministic: such a step stopped at its first call "
+      "with an IndexError inside XLA (jax 0.11.2). If this one does too, use step.scan_unroll=1.",
+      cfg.step.scan_unroll,
+    )
   num = numerics(cfg, slots.of("attention", "forward"), slots, slots, unroll)
   tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
   model = init_state(cfg, num, tx, abstract=True).model

@@ -215,7 +215,7 @@ def test_eight_bits_lower_for_cuda():
 def test_rejects():
   x8, w8 = jnp.zeros((128, 128), E4M3), jnp.zeros((2, 128, 128), E4M3)
   x, w = x8.astype(jnp.bfloat16), w8.astype(jnp.bfloat16)
-  with pytest.raises(ValueError, match="a further pair .* of the first pair are expected"):
+  with pytest.raises(ValueError, match=r"a further pair .* of the first pair are expected"):
     grouped_matmul(x, w, jnp.array([1, 2]), more=[(x[:64], w)])
   sizes = jnp.zeros(2, jnp.int32)
   with pytest.raises(ValueError, match="along the contraction"):

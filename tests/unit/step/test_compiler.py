@@ -5,7 +5,8 @@ import logging
 import pytest
 from helpers import tiny_config
 
-from ats_jax.step import compiler
+from ats_jax.ops.obstacles import Device
+from ats_jax.step import compiler, plan
 from ats_jax.step.compiler import compiler_options, parse
 from ats_jax.step.plan import make_plan
 
@@ -67,3 +68,22 @@ def test_the_compiled_step_obeys(mesh):
 
   # Without the pass that joins operations, each is a kernel of its own.
   assert kernels("xla_disable_hlo_passes=fusion") > 1.2 * kernels("")
+
+
+@pytest.mark.parametrize(
+  ("platform", "unroll", "deterministic", "warns"),
+  [
+    ("gpu", 2, True, True),
+    ("gpu", 1, True, False),
+    ("gpu", 2, False, False),
+    ("cpu", 2, True, False),
+  ],
+)
+def test_what_stops_in_xla_is_warned_of(
+  monkeypatch, caplog, mesh, platform, unroll, deterministic, warns
+):
+  monkeypatch.setattr(plan, "this_device", lambda: Device(platform, "9.0"))
+  cfg = tiny_config({"step.scan_unroll": unroll, "precision.deterministic": deterministic})
+  with caplog.at_level(logging.WARNING):
+    make_plan(cfg)
+  assert ("use step.scan_unroll=1" in caplog.text) == warns
