@@ -73,15 +73,16 @@ def make_train_step(
       moved = jax.tree.map(take, moved, (state.model, state.opt_state, state.ema))
     model, opt_state, ema = moved
 
-    # Behind a barrier, so that XLA does not write parameters in float32 for the sake of this norm.
-    written = jax.lax.optimization_barrier(trainable(model))
+    param_norm = new.param_norm
+    if param_norm is None:  # behind a barrier: XLA would write parameters in float32 for its sake
+      param_norm = norm(jax.lax.optimization_barrier(trainable(model)))
     scalars = (
       loss,
       sums.correct / whole.counted,
       sums.z / whole.counted,
       new.grad_norm,
       new.update_norm,
-      norm(written),
+      param_norm,
       lr,
       whole.counted,
     )

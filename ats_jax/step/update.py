@@ -1,5 +1,6 @@
 """From gradients to new parameters: plainly, or guarded by the reflex."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.ops.registry import XLA, Slots
-from ats_jax.step.optimizer import fused_adamw, move, norm, seam
+from ats_jax.step.optimizer import fused_adamw, move, norm, norms, seam
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
@@ -34,6 +35,7 @@ class Updated(NamedTuple):
     accept: bool, whether to keep this; None = yes.
     reflex: its new state, or None.
     report: values of `REFLEX_METRICS`; empty without reflex.
+    param_norm: float32, of `params`, where it came along for free; or None.
   """
 
   params: Any
@@ -43,6 +45,7 @@ class Updated(NamedTuple):
   accept: jax.Array | None = None
   reflex: Reflex | None = None
   report: tuple[jax.Array, ...] = ()
+  param_norm: jax.Array | None = None
 
 
 def update(
@@ -76,7 +79,10 @@ def update(
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm)
   directions, opt_state = seam(tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))
-  return Updated(moved, opt_state, norm(grads), rate * norm(directions))
+  if jax.default_backend() != "gpu":
+    return Updated(moved, opt_state, norm(grads), rate * norm(directions))
+  length, param_norm = norms(directions, moved)
+  return Updated(moved, opt_state, norm(grads), rate * length, param_norm=param_norm)
 
 
 def guarded_update(
@@ -109,16 +115,23 @@ def guarded_update(
   grad_norm = norm(grads)
   verdict = judge(reflex, control, loss, grad_norm)
   grads = seam(scaled(grads, verdict.grad_scale))
-  directions, opt_state = seam(
-    optax.with_extra_args_support(tx).update(
-      grads, opt_state, params, decay_scale=control.decay_scale
-    )
+  make = functools.partial(
+    optax.with_extra_args_support(tx).update,
+    params=params,
+    grad_norm=verdict.grad_scale * grad_norm,
+    decay_scale=control.decay_scale,
   )
+  directions, new_state = seam(make(grads, opt_state))
   # Over the rate that is known: a change that somebody decided is no surprise.
   undeclared = 1.0 if fault is None else fault.rate
-  size = undeclared * norm(directions)
+  length = norm(directions)
+  size = undeclared * length
   scale, z_update = govern(reflex, control, size)
   rate = lr * control.lr_scale * undeclared * scale
+  if jax.default_backend() == "gpu":
+    # Made once more, of what XLA does not know to be the same: it would keep the directions, in
+    # float32, from the pass that measures them to the one that needs the outcome.
+    directions, new_state = make(grads, jax.lax.optimization_barrier(opt_state))
   moved = seam(move(params, directions, rate))
   after = advance(reflex, verdict, loss, grad_norm, size, scale)
   report = (
@@ -133,9 +146,7 @@ def guarded_update(
     after.broken,
     after.held,
   )
-  return Updated(
-    moved, opt_state, grad_norm, rate * norm(directions), verdict.accept, after, report
-  )
+  return Updated(moved, new_state, grad_norm, rate * length, verdict.accept, after, report)
 
 
 def scaled(tree: Any, factor: jax.Array) -> Any:

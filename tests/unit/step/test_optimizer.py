@@ -10,8 +10,11 @@ from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
 from ats_jax.ops.registry import XLA
 from ats_jax.step.optimizer import (
   build_optimizer,
+  clip_by_norm,
   decay_mask,
   fused_adamw,
+  norm,
+  norms,
   scale_by_adam,
 )
 from ats_jax.step.update import update
@@ -75,8 +78,26 @@ def test_clip_bounds_the_global_norm(params, clip):
   np.testing.assert_allclose(seen, min(clip, optax.tree.norm(grads)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mu", ["float32", "bfloat16"])
+def test_a_known_norm_is_taken_for_the_gradients_own(params):
+  clip, grads = clip_by_norm(0.5), gradients(params, 300)
+  clipped, _ = clip.update(grads, clip.init(params))
+  told, _ = clip.update(grads, clip.init(params), grad_norm=2.0 * norm(grads))
+  np.testing.assert_allclose(norm(clipped), 0.5, rtol=1e-6)
+  np.testing.assert_allclose(norm(told), 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
+def test_two_norms_in_one_sum(params, bad):
+  """What is not finite in one tree stays out of the other's norm."""
+  first, second = gradients(params, 0), gradients(params, 5)
+  first = jax.tree.map(lambda x: bad * x, first)
+  one, other = jax.jit(norms)(first, second)
+  np.testing.assert_allclose(one, norm(first), rtol=1e-6)
+  np.testing.assert_allclose(other, norm(second), rtol=1e-6)
+
+
 @pytest.mark.parametrize("nu", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mu", ["float32", "bfloat16"])
 def test_moments_are_kept_as_configured(params, mu, nu):
   no_clip = {"optimizer.grad_clip": 0.0}
   cfg = tiny_config({"precision.mu_dtype": mu, "precision.nu_dtype": nu, **no_clip})
