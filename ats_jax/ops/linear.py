@@ -6,9 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from ats_jax.ops.fp8_matmul import MULTIPLE, fp8_matmul
-from ats_jax.sharding.apply import all_sum, einsum, island
-
-INPUTS, OUTPUTS = "IJK", "MNO"  # letters of the contracted and of the new dimensions
+from ats_jax.sharding.apply import all_sum, einsum, island, reshape
 
 
 def linear(
@@ -33,10 +31,13 @@ def linear(
   Returns:
     [batch, seq, *outputs] in the dtype of `x`.
   """
-  k, n = INPUTS[: len(inputs)], OUTPUTS[: len(outputs)]
-  rows = ("batch", "seq")
+  rows, shape = ("batch", "seq"), weight.shape[len(inputs) :]
   if not fp8:
-    return einsum(f"BT{k},{k}{n}->BT{n}", x, weight, axes=(*rows, *outputs))
+    # As matrices: where it sums over several dimensions, XLA on a CPU copies operands, transposed.
+    x_TK = reshape(x, (x.shape[0] * x.shape[1], math.prod(x.shape[2:])), axes=("batch", inputs[0]))
+    weight_KN = weight.reshape(x_TK.shape[1], -1)
+    y_TN = einsum("TK,KN->TN", x_TK, weight_KN, axes=("batch", outputs[0]))
+    return reshape(y_TN, (*x.shape[:2], *shape), axes=(*rows, *outputs))
 
   def local(x, weight):
     batch, seq, shape = *x.shape[:2], weight.shape[len(inputs) :]

@@ -17,6 +17,11 @@ def einsum(formula: str, *operands: jax.Array, axes: Axes, **kwargs: Any) -> jax
   return jnp.einsum(formula, *operands, out_sharding=spec(*axes), **kwargs)
 
 
+def reshape(x: jax.Array, shape: Sequence[int], *, axes: Axes) -> jax.Array:
+  """`x.reshape(shape)`, sharded by logical `axes`."""
+  return jax.lax.reshape(x, shape, out_sharding=spec(*axes))
+
+
 def gather_rows(table: jax.Array, index: jax.Array, *, axes: Axes) -> jax.Array:
   """`table[index]` along the first dimension, sharded by logical `axes`."""
   return table.at[index].get(out_sharding=spec(*axes))
