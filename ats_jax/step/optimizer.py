@@ -35,7 +35,9 @@ def build_optimizer(cfg: Config) -> optax.GradientTransformation:
   The result is a descent direction of unit learning rate: parameters move by -lr times it.
   """
   o = cfg.optimizer
-  chain = [clip_by_norm(o.grad_clip)] if o.grad_clip else []
+  chain: list[optax.GradientTransformation] = []
+  if o.grad_clip:
+    chain.append(clip_by_norm(o.grad_clip))
   dtypes = jnp.dtype(cfg.precision.mu_dtype), jnp.dtype(cfg.precision.nu_dtype)
   chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
   if o.weight_decay:

@@ -27,7 +27,7 @@ ALLOWED = {
   "model": MODEL,
   "step": STEP,
   "planner": STEP | {"step", "metrics.memory*", "data.tokenizer*"},
-  "orchestrator": STEP | {"step", "metrics.rows*"},
+  "orchestrator": STEP | {"step", "metrics.rows*", "metrics.transfer*"},
   "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
   # Shared by all entry points; they know nothing of what is trained.
   "runtime": {"config", "launch"},
