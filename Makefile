@@ -8,7 +8,7 @@ CONFIG ?= configs/debug.py
 WORKDIR ?= runs/debug
 ARGS ?=
 
-# Large arrays in huge pages, where malloc is glibc's: a CPU's steps take a quarter to a third less
+# Large arrays in huge pages, where malloc is glibc's: a CPU's steps take an eighth to a third less
 # time (docs/performance.md).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 

@@ -95,7 +95,7 @@ def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, plan.Plan]:
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
   except NotImplementedError as e:
     raise ValueError(
-      "jax's plugin for CUDA is not installed beside it: pip install 'jax[cuda13]'."
+      f"jax cannot compile for CUDA here: {e}. If its plugin is missing: pip install 'jax[cuda13]'."
     ) from e
   made = []
 

@@ -1,7 +1,7 @@
 """Faults on purpose, against several ways to guard a run.
 
-python -m ats_jax.faults run --suite=smoke|tune|full|experts|plateau --results=runs/faults.jsonl \
-  [--arms=clip,reflex] [--faults=rate_burst,clean] [--seeds=0,1,2]
+python -m ats_jax.faults run --suite=smoke|tune|full|large|experts|plateau \
+  --results=runs/faults.jsonl [--arms=clip,reflex] [--faults=rate_burst,clean] [--seeds=0,1,2]
 python -m ats_jax.faults table --results=runs/faults.jsonl
 
 `run` goes on where an earlier call was stopped.
