@@ -30,7 +30,8 @@ from absl import app, flags
 from grouped_matmul_checks import EINSUM, Checker, edges, spread
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ats_jax.ops.fp8_matmul import E4M3, E5M2, fp8_matmul, quantise
+from ats_jax.ops.fp8_matmul import fp8_matmul
+from ats_jax.ops.quantise import E4M3, E5M2, quantise
 from kernels_pallas.grouped_matmul import (
   Tiling,
   align_rows,

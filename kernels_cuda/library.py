@@ -22,6 +22,8 @@ TARGETS = (
   "ats_choose",
   "ats_grouped_matmul",
   "ats_grouped_matmul_dw",
+  "ats_quantise_both",
+  "ats_quantise_transposed",
   "ats_rms_norm_backward",
   "ats_rms_norm_forward",
   "ats_sort_by_expert",

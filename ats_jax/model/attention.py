@@ -95,6 +95,7 @@ class Attention(nnx.Module):
       inputs=("heads", "head_dim"),
       outputs=("act_embed",),
       fp8=fp8,
+      slots=self.num.slots,
     )
     return y_BTD, cache
 
@@ -105,4 +106,5 @@ class Attention(nnx.Module):
       inputs=("act_embed",),
       outputs=(heads, "head_dim"),
       fp8=fp8,
+      slots=self.num.slots,
     )

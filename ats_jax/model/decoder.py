@@ -21,6 +21,7 @@ from ats_jax.model.norm import RMSNorm
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, unstack
 from ats_jax.ops import attention as attention_op
+from ats_jax.ops import fp8_matmul
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import einsum, num_shards, reshard
@@ -30,7 +31,7 @@ from ats_jax.sharding.rules import spec
 Cache = tuple[tuple[LayerCache, ...], ...]
 
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
-KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES)
+KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES, fp8_matmul.AMAX)
 # What 'names' keeps beside them: attention's inputs, and those of the MLP's second half.
 SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 

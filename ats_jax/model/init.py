@@ -83,12 +83,12 @@ def usual_unroll(cfg: Config) -> int:
   """Blocks per iteration of the scan over layers that are fastest on the devices at hand.
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
-  avoid that; without one the program is longer to compile (docs/performance.md), with 8 bits very
-  much so. With deterministic kernels an unrolled step stops in XLA's runtime (docs/log.md); under
-  accumulation it runs, and has not been timed.
+  avoid that; without one the program is longer to compile (docs/performance.md). With deterministic
+  kernels an unrolled step stops in XLA's runtime (docs/log.md); under accumulation it runs, and has
+  not been timed.
   """
   layers = cfg.model.num_layers
-  in_a_loop = cfg.precision.fp8 or cfg.precision.deterministic or cfg.step.accum_steps > 1
+  in_a_loop = cfg.precision.deterministic or cfg.step.accum_steps > 1
   on_gpu = jax.default_backend() == "gpu"
   return layers if on_gpu and layers <= UNROLLED and not in_a_loop else 1
 

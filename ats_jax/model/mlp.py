@@ -27,7 +27,8 @@ class MLP(nnx.Module):
 
     def project(x: jax.Array, weight: nnx.Param, inputs: str, outputs: str) -> jax.Array:
       weight_IO = weight[...].astype(self.dtype)
-      return linear(x, weight_IO, inputs=(inputs,), outputs=(outputs,), fp8=fp8)
+      axes = dict(inputs=(inputs,), outputs=(outputs,))
+      return linear(x, weight_IO, **axes, fp8=fp8, slots=self.slots)
 
     gate_BTF = checkpoint_name(project(x_BTD, self.gate, "act_embed", "ff"), "mlp_gate")
     up_BTF = checkpoint_name(project(x_BTD, self.up, "act_embed", "ff"), "mlp_up")

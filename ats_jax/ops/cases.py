@@ -17,6 +17,7 @@ from ats_jax.ops.attention import attention
 from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul
+from ats_jax.ops.quantise import E4M3, E5M2, cast_and_transpose, transposed
 from ats_jax.ops.registry import Slots
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
@@ -155,6 +156,20 @@ def rms_norm_case(rows: int, dim: int) -> Case:
       "forward": Pass(("forward",), (), 2 * size),
       "backward": Pass(("backward",), (0, 1), 3 * size),
     },
+  )
+
+
+def quantise_case(rows: int, columns: int, slot: str, dtype=E4M3) -> Case:
+  """Reads 2 bytes an element, writes 1 for each result."""
+  f = transposed if slot == "transposed" else cast_and_transpose
+  moved = (3 if slot == "transposed" else 4) * rows * columns
+  return Case(
+    "quantise",
+    f"{rows} x {columns} {jnp.dtype(dtype).name}",
+    dict(rows=rows, columns=columns),
+    lambda slots, x, scale: f(x, scale, dtype, slots),
+    lambda seed: (normal(seed, (rows, columns)), jnp.float32(2**-4)),
+    {slot: Pass((slot,), (), moved)},
   )
 
 
@@ -420,6 +435,10 @@ def real_cases() -> list[Case]:
     rms_norm_case(65536, 2048),
     rms_norm_case(32768, 4096),
     rms_norm_case(32768 * 32, 128),  # of queries
+    quantise_case(16384, 4096, "transposed"),
+    quantise_case(16384, 14336, "transposed"),
+    quantise_case(16384, 4096, "both", E5M2),
+    quantise_case(16384, 14336, "both", E5M2),
     rope_case(8, 4096, 32, 128),
     rope_case(16, 4096, 8, 64),
     routing_case(65536, 8, 2),
@@ -443,6 +462,8 @@ def real_cases() -> list[Case]:
     *[attention_case(4, 4096, n) for n in (1, 8, 16, 32)],
     *[attention_case(1, 16384, n) for n in (1, 8, 32)],
     attention_case(4, 4096, 8, with_sinks=True),
+    attention_case(4, 4096, 1, with_sinks=True),
+    attention_case(1, 16384, 1, with_sinks=True),
     attention_case(4, 4096, 1, window=1024),
     attention_case(1, 16384, 1, window=1024),
   ]
@@ -454,6 +475,8 @@ def toy_cases() -> list[Case]:
     swiglu_case(37, 40),
     rms_norm_case(37, 72),
     rms_norm_case(9, 2056),
+    quantise_case(144, 80, "transposed"),
+    quantise_case(80, 208, "both", E5M2),
     rope_case(2, 32, 4, 16),
     routing_case(8 * 41, 12, 3),
     routing_case(8 * 9, 200, 8),

@@ -3,21 +3,27 @@
 The two operands of the forward matmul are float8_e4m3fn (3 bits of mantissa, up to 448), gradients
 are float8_e5m2 (2 bits, up to 57344). A scale is a power of two: dividing and multiplying by it is
 exact, so only the cast itself rounds. On GPUs of compute capability 8.9 and later, XLA gives all
-three matmuls to cuBLASLt in 8 bits; elsewhere they run widened, with the same operands.
+three matmuls to cuBLASLt in 8 bits; elsewhere they run widened, with the same operands. cuBLASLt
+wants both operands of a product to lie along its contraction, so weights are transposed for the
+forward one, and both activations and gradients for the weights' gradient (`ops.quantise`).
 
 Letters: T tokens (any leading axes), K input width, N output width, H steps that are remembered.
 """
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of, transposed
+from ats_jax.ops.registry import XLA, Slots
+
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
-MAX_EXPONENT = 60  # of a scale, so that the product of two is a normal float32
+AMAX = "fp8_amax"  # the largest values of a forward pass, for remat policies
 
 
 class Amax(NamedTuple):
@@ -62,28 +68,9 @@ class History(NamedTuple):
     return History(*(keep(a, new) for a, new in zip(self, seen, strict=True)))
 
 
-def quantise(x: jax.Array, dtype: Any, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Casts to 8 bits after dividing by a power of two, so that `amax` is just within range.
-
-  What is larger than the range saturates; what is not finite becomes NaN.
-
-  Args:
-    x: any floating-point array.
-    dtype: float8_e4m3fn or float8_e5m2.
-    amax: float32 scalar.
-
-  Returns:
-    The 8-bit array and the float32 scale: `x` is about their product.
-  """
-  largest = float(jnp.finfo(dtype).max)
-  _, exponent = jnp.frexp(amax / largest)
-  exponent = jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)
-  scaled = x.astype(jnp.float32) * jnp.ldexp(jnp.float32(1), -exponent)
-  scaled = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -largest, largest), jnp.nan)
-  return scaled.astype(dtype), jnp.ldexp(jnp.float32(1), exponent)
-
-
-def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None) -> jax.Array:
+def fp8_matmul(
+  x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None, slots: Slots = XLA
+) -> jax.Array:
   """`x @ w` in 8 bits, forward and backward.
 
   Without `amax`, every tensor is scaled by its own largest value (current scaling): one more pass
@@ -98,6 +85,7 @@ def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None) -> ja
     x_TK: activations [..., K].
     w_KN: weights [K, N], same dtype.
     amax: for delayed scaling.
+    slots: what runs.
 
   Returns:
     [..., N] in the dtype of `x_TK`.
@@ -105,8 +93,9 @@ def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None) -> ja
   Raises:
     ValueError: a width or the number of rows is not a multiple of 16.
   """
+  rows = math.prod(x_TK.shape[:-1])
   for what, size in (
-    ("rows", math.prod(x_TK.shape[:-1])),
+    ("rows", rows),
     ("the input width", x_TK.shape[-1]),
     ("the output width", w_KN.shape[1]),
   ):
@@ -115,45 +104,51 @@ def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None) -> ja
         f"fp8_matmul of {x_TK.shape} and {w_KN.shape}: {what}, {size}, must be a multiple of"
         f" {MULTIPLE}. Pad it, or multiply in bfloat16"
       )
-  return _matmul(x_TK, w_KN, amax)
+  y_TN = _matmul(x_TK.reshape(rows, -1), w_KN, amax, slots)
+  return y_TN.reshape(*x_TK.shape[:-1], w_KN.shape[1])
 
 
-def _value(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> jax.Array:
-  return _forward(x_TK, w_KN, amax)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None, slots: Slots) -> jax.Array:
+  return _forward(x_TK, w_KN, amax, slots)[0]
 
 
-def _forward(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None) -> tuple[jax.Array, tuple]:
+def _forward(x_TK, w_KN, amax, slots):
   x_TK = _written(x_TK)
-  seen_x, seen_w = _amax(x_TK), _amax(w_KN)
-  x8_TK, scale_x = quantise(x_TK, E4M3, seen_x if amax is None else amax.x)
-  w8_KN, scale_w = quantise(w_KN, E4M3, seen_w if amax is None else amax.w)
-  contract = (((x_TK.ndim - 1,), (0,)), ((), ()))
+  # Named, so that a backward pass that makes the operands again need not look for it again.
+  seen_x, seen_w = (checkpoint_name(_amax(a), AMAX) for a in (x_TK, w_KN))
+  scale_x = scale_of(E4M3, seen_x if amax is None else amax.x)
+  scale_w = scale_of(E4M3, seen_w if amax is None else amax.w)
+  w8_NK = transposed(w_KN, scale_w, E4M3, slots)
   # Each product is exact; the tensor cores add them up with some 14 bits. The gradients, whose
   # sums are longer, ask for sums that are carried over to float32 now and then.
-  y_TN = _dot(x8_TK, w8_KN, contract, x_TK.dtype, Precision.DEFAULT)
+  y_TN = _product(cast(x_TK, scale_x, E4M3), w8_NK, x_TK.dtype, Precision.DEFAULT)
+  x8_KT, w8_KN = transposed(x_TK, scale_x, E4M3, slots), cast(w_KN, scale_w, E4M3)
   like_w = jnp.zeros(0, w_KN.dtype)
-  residuals = (x8_TK, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w)
+  residuals = (x8_KT, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w)
   return _scale(y_TN, scale_x * scale_w), residuals
 
 
-def _backward(residuals, dy_TN):
-  x8_TK, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w = residuals
+def _backward(slots, residuals, dy_TN):
+  x8_KT, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w = residuals
   dy_TN = _written(dy_TN)
   seen_dy = _amax(dy_TN)
-  dy8_TN, scale_dy = quantise(dy_TN, E5M2, seen_dy if amax is None else amax.dy)
-  last, leading = dy_TN.ndim - 1, tuple(range(dy_TN.ndim - 1))
-  dx_TK = _dot(dy8_TN, w8_KN, (((last,), (1,)), ((), ())), dy_TN.dtype, Precision.HIGHEST)
-  dw_KN = _dot(x8_TK, dy8_TN, ((leading, leading), ((), ())), like_w.dtype, Precision.HIGHEST)
+  scale_dy = scale_of(E5M2, seen_dy if amax is None else amax.dy)
+  dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, slots)
+  dx_TK = _product(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
+  dw_KN = _product(x8_KT, dy8_NT, like_w.dtype, Precision.HIGHEST)
   dx_TK, dw_KN = _scale(dx_TK, scale_dy * scale_w), _scale(dw_KN, scale_x * scale_dy)
   return dx_TK, dw_KN, None if amax is None else Amax(seen_x, seen_w, seen_dy)
 
 
-_matmul = jax.custom_vjp(_value)
 _matmul.defvjp(_forward, _backward)
 
 
-def _dot(a, b, dimensions, dtype, precision):
-  return jax.lax.dot_general(a, b, dimensions, precision, preferred_element_type=dtype)
+def _product(a_MC, b_NC, dtype, precision):
+  """`a @ b.T`, contracting the last dimension of both."""
+  return jax.lax.dot_general(
+    a_MC, b_NC, (((1,), (1,)), ((), ())), precision, preferred_element_type=dtype
+  )
 
 
 def _scale(y, scale):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from ats_jax.ops.fp8_matmul import MULTIPLE, fp8_matmul
+from ats_jax.ops.registry import XLA, Slots
 from ats_jax.sharding.apply import all_sum, einsum, island, reshape
 
 
@@ -16,6 +17,7 @@ def linear(
   inputs: Sequence[str],
   outputs: Sequence[str],
   fp8: bool = False,
+  slots: Slots = XLA,
 ) -> jax.Array:
   """Multiply the last dimensions of `x` by `weight`.
 
@@ -27,6 +29,7 @@ def linear(
     fp8: multiply in 8 bits (`fp8_matmul`), each device with the scales of its own block. A number
       of rows on a device that 8 bits cannot take, as in generation token by token, is multiplied
       in the dtype of `x`.
+    slots: what runs.
 
   Returns:
     [batch, seq, *outputs] in the dtype of `x`.
@@ -43,7 +46,9 @@ def linear(
     batch, seq, shape = *x.shape[:2], weight.shape[len(inputs) :]
     flat_TK = x.reshape(batch * seq, -1)
     flat_KN = weight.reshape(flat_TK.shape[1], math.prod(shape))
-    y_TN = flat_TK @ flat_KN if batch * seq % MULTIPLE else fp8_matmul(flat_TK, flat_KN)
+    y_TN = (
+      flat_TK @ flat_KN if batch * seq % MULTIPLE else fp8_matmul(flat_TK, flat_KN, slots=slots)
+    )
     return all_sum(y_TN, inputs[0]).reshape(batch, seq, *shape)
 
   return island(local, in_axes=((*rows, *inputs), (*inputs, *outputs)), out_axes=(*rows, *outputs))(

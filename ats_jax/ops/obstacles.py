@@ -116,6 +116,11 @@ def cuda_swiglu(cfg: Config, device: Device) -> str:
   return cuda(device, bfloat16(cfg, "the kernel") or multiples(8, widths))
 
 
+def cuda_quantise(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.quantise`: 8-bit floats came with sm_89."""
+  return cuda(device, bfloat16(cfg, "the kernel"), "8.9")
+
+
 def cuda_rms_norm(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.rms_norm`."""
   widths = {"model.d_model": cfg.model.d_model, "model.head_dim": cfg.model.head_dim}

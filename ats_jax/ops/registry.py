@@ -22,6 +22,7 @@ from ats_jax.ops.obstacles import Device
 from ats_jax.ops.table import Kernel
 
 TUNING = Path(__file__).parent / "tuning"
+OF_8_BITS = ("quantise",)
 OF_EXPERTS = ("grouped_matmul", "routing", "sort_by_expert", "take_rows", "sum_rows")
 
 
@@ -91,6 +92,7 @@ def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
   """
   asked = asked_for(cfg)  # also for ops that this run does not use
   unused = () if cfg.moe.num_experts else OF_EXPERTS
+  unused += () if cfg.precision.fp8 else OF_8_BITS
   names, choices = [], []
   for op, entry in table.OPS.items():
     if entry.kernels and op not in unused:

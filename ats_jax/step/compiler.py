@@ -15,6 +15,8 @@ Options = dict[str, str | bool]
 # Experts in a loop over layers, on Hopper: XLA would run their forward kernels twice to write into
 # the loop's arrays (docs/performance.md). Command buffers (CUDA graphs) are XLA's own default.
 EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
+# In 8 bits XLA times thousands of Triton's ways to multiply beside cuBLASLt's, for minutes.
+EIGHT_BITS = {"xla_gpu_enable_triton_gemm": "false"}
 HOPPER = r"\bH[12]00\b"  # in jax's `device_kind`
 
 
@@ -48,8 +50,11 @@ def usual(cfg: Config, device_kind: str) -> Mapping[str, str]:
   """Options that nobody has to ask for."""
   layers = cfg.model.num_layers
   in_a_loop = (cfg.step.scan_unroll or usual_unroll(cfg)) < layers
-  is_wanted = cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device_kind)
-  return EXPERTS_IN_A_LOOP if is_wanted else {}
+  options = {}
+  if re.search(HOPPER, device_kind):
+    options |= EXPERTS_IN_A_LOOP if cfg.moe.num_experts and in_a_loop else {}
+    options |= EIGHT_BITS if cfg.precision.fp8 else {}
+  return options
 
 
 def parse(text: str) -> dict[str, str]:

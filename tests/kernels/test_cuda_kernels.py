@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_cuda import adamw, library, rms_norm, routing, rows, swiglu
+from kernels_cuda import adamw, library, quantise, rms_norm, routing, rows, swiglu
 
 pytestmark = pytest.mark.compat
 
@@ -63,6 +63,23 @@ def test_swiglu(shape):
   dgate, dup = swiglu.swiglu_backward(gate, up, dout)
   assert_close(dgate, d * u * s * (1 + g * (1 - s)), ROUND)
   assert_close(dup, d * g * s, ROUND)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("shape", [(16, 16), (144, 80), (256, 192)])
+def test_quantise_is_the_cast_and_its_transpose(shape, dtype):
+  """Every power of two and what lies between, numbers too large, and those that are none."""
+  x = random(0, *shape) * np.exp2(random(1, *shape) * 8).astype(BF16)
+  x.reshape(-1)[:6] = [np.nan, np.inf, -np.inf, 3e38, -3e38, -0.0]
+  largest = float(ml_dtypes.finfo(dtype).max)
+  scaled = wide(x) / 4
+  finite = np.where(np.isfinite(scaled), np.clip(scaled, -largest, largest), np.nan)
+  want = finite.astype(dtype)
+  scale = np.float32(4)
+  straight, turned = in_every_order(functools.partial(quantise.both, dtype=dtype), x, scale)
+  alone = in_every_order(functools.partial(quantise.transposed, dtype=dtype), x, scale)
+  for got in (straight, np.asarray(turned).T, np.asarray(alone).T):
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want.astype(np.float32))
 
 
 def norm_reference(x, scale, dy):
@@ -260,6 +277,10 @@ def test_what_is_called_wrongly_is_refused():
     rows.take_rows_backward(x[:, :8], jnp.zeros((4, 9), jnp.int32))
   with pytest.raises(ValueError, match="gate is float32"):
     swiglu.swiglu(jnp.zeros(8), jnp.zeros(8))
+  with pytest.raises(ValueError, match=r"x is \[16, 24\], expected multiples of 16"):
+    quantise.both(jnp.zeros((16, 24), jnp.bfloat16), jnp.float32(1), dtype=jnp.float8_e5m2)
+  with pytest.raises(ValueError, match="float16, expected float8"):
+    quantise.transposed(jnp.zeros((16, 16), jnp.bfloat16), jnp.float32(1), dtype=jnp.float16)
   logits, settings = jnp.zeros((1, 4, 16)), dict(score="softmax", renormalize=True, scale=1.0)
   with pytest.raises(ValueError, match="top_k is 9, expected 1 to 8"):
     routing.choose(logits, logits, jnp.ones((1, 4), bool), top_k=9, **settings)

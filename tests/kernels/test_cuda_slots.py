@@ -13,6 +13,7 @@ from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, ti
 
 from ats_jax.ops import obstacles, registry, table
 from ats_jax.ops.cases import grouped_matmul_case, real_cases, toy_cases
+from ats_jax.ops.linear import linear
 from ats_jax.ops.measure import relative_errors
 from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import XLA
@@ -108,6 +109,29 @@ def test_on_a_mesh_the_kernel_sees_blocks():
     assert "tensor<2x4x16xbf16>" in jax.jit(f).lower(*cut).as_text()
     got = jax.jit(f)(*cut)
   np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
+  draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+
+  def gradients(slots):
+    def f(x, w):
+      y = linear(x, w, inputs=("act_embed",), outputs=("ff",), fp8=True, slots=slots)
+      return (y.astype(jnp.float32) ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))
+    x, w = (
+      reshard(draw(0, 8, 16, 48), "batch", "seq", None),
+      reshard(draw(1, 48, 64), "embed", "ff"),
+    )
+    called = run.lower(x, w).as_text().count("custom_call @ats_quantise")
+    return called, jax.tree.map(lambda a: np.asarray(a, np.float32), run(x, w))
+
+  with jax.set_mesh(make_test_mesh(*shape)):
+    (none, want), (called, got) = gradients(XLA), gradients(registry.every_slot("quantise", "cuda"))
+  assert (none, called) == (0, 3)  # weights, activations, gradients
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_training_with_all_of_them_follows_xla(on_host):

@@ -147,7 +147,7 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
     ("gpu", 24, {"step.scan_unroll": 2}, 2),
     ("gpu", 24, {"step.accum_steps": 2}, 1),
     ("gpu", 24, {"precision.deterministic": True}, 1),
-    ("gpu", 24, {"precision.fp8": True}, 1),
+    ("gpu", 24, {"precision.fp8": True}, 24),
     ("cpu", 24, {}, 1),
   ],
 )

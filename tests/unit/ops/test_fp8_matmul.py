@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ats_jax.ops.fp8_matmul import E4M3, E5M2, Amax, History, fp8_matmul, quantise
+from ats_jax.ops.fp8_matmul import AMAX, Amax, History, fp8_matmul
+from ats_jax.ops.quantise import E4M3, E5M2, quantise
 
 # Half a unit in the last place, relative, and half the distance of the smallest numbers.
 ROUNDING = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
@@ -168,3 +169,12 @@ def test_rejects_odd_sizes():
   for x, w in (((15, 16), (16, 16)), ((16, 24), (24, 16)), ((16, 16), (16, 8))):
     with pytest.raises(ValueError, match="multiple of 16"):
       fp8_matmul(jnp.zeros(x), jnp.zeros(w))
+
+
+@pytest.mark.parametrize(("saved", "maxima"), [((), 5), ((AMAX,), 3)])
+def test_a_policy_keeps_the_largest_values(saved, maxima):
+  """Of x, weights and gradient, each once; without, those of x and weights in both passes."""
+  policy = jax.checkpoint_policies.save_only_these_names(*saved)
+  x, w = random(0, 32, 48), random(1, 48, 16)
+  f = jax.checkpoint(lambda x, w: jnp.sin(fp8_matmul(x, w)).sum(), policy=policy)
+  assert str(jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w)).count("reduce_max") == maxima

@@ -60,6 +60,15 @@ def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
   assert found == ({"xla_gpu_enable_dynamic_slice_fusion": False} if wanted else {})
 
 
+@pytest.mark.parametrize(
+  ("kind", "fp8"), [("NVIDIA H200", True), ("NVIDIA H200", False), ("TPU", True)]
+)
+def test_eight_bits_leave_matmuls_to_the_library_on_hopper(kind, fp8):
+  settings = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0}
+  found = compiler_options(tiny_config(settings | {"precision.fp8": fp8}), kind)
+  assert found == ({"xla_gpu_enable_triton_gemm": False} if fp8 and "H200" in kind else {})
+
+
 def test_the_compiled_step_obeys(mesh):
   def kernels(text):
     plan = make_plan(tiny_config({"step.compiler_options": text, "model.num_layers": 1}))

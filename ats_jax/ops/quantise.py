@@ -1,0 +1,84 @@
+"""Casts to 8 bits with one scale for an array, and the same transposed.
+
+Letters: R rows, C columns.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.ops import registry
+from ats_jax.ops.registry import XLA, Slots
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+MAX_EXPONENT = 60  # of a scale, so that the product of two is a normal float32
+
+
+def scale_of(dtype: Any, amax: jax.Array) -> jax.Array:
+  """The least power of two by which `amax` over it is within range, as float32.
+
+  Args:
+    dtype: float8_e4m3fn or float8_e5m2.
+    amax: float32 scalar.
+  """
+  _, exponent = jnp.frexp(amax / float(jnp.finfo(dtype).max))
+  return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT))
+
+
+def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+  """`x / scale` in 8 bits: to the nearest, ties to even.
+
+  What is larger than the range saturates; what is not finite becomes NaN.
+
+  Args:
+    x: any floating-point array.
+    scale: float32 scalar, a power of two.
+    dtype: float8_e4m3fn or float8_e5m2.
+  """
+  largest = float(jnp.finfo(dtype).max)
+  scaled = x.astype(jnp.float32) * (1 / scale)
+  scaled = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -largest, largest), jnp.nan)
+  return scaled.astype(dtype)
+
+
+def quantise(x: jax.Array, dtype: Any, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """`cast` by the scale of `amax`.
+
+  Returns:
+    The 8-bit array and the float32 scale: `x` is about their product.
+  """
+  scale = scale_of(dtype, amax)
+  return cast(x, scale, dtype), scale
+
+
+def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, slots: Slots = XLA) -> jax.Array:
+  """`cast(x).T`, [C, R].
+
+  For local arrays, as `fp8_matmul`; the same of `cast_and_transpose`.
+
+  Args:
+    x_RC: two dimensions.
+    scale: as of `cast`.
+    dtype: as of `cast`.
+    slots: what runs.
+  """
+  kernel = registry.kernel("quantise", "transposed", slots, **_dims(x_RC))
+  if kernel is not None:
+    return kernel(x_RC, scale, dtype=dtype)
+  return cast(x_RC, scale, dtype).T
+
+
+def cast_and_transpose(
+  x_RC: jax.Array, scale: jax.Array, dtype: Any, slots: Slots = XLA
+) -> tuple[jax.Array, jax.Array]:
+  """`cast(x)` and its transpose, [R, C] and [C, R]; arguments as of `transposed`."""
+  kernel = registry.kernel("quantise", "both", slots, **_dims(x_RC))
+  if kernel is not None:
+    return kernel(x_RC, scale, dtype=dtype)
+  x8_RC = cast(x_RC, scale, dtype)
+  return x8_RC, x8_RC.T
+
+
+def _dims(x_RC):
+  return dict(rows=x_RC.shape[0], columns=x_RC.shape[1])
