@@ -173,17 +173,6 @@ def norm(tree: Any) -> jax.Array:
   return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
-def norms(first: Any, second: Any) -> tuple[jax.Array, jax.Array]:
-  """`norm` of two trees of one structure, as one sum of complex numbers for each pair of leaves.
-
-  On a GPU XLA puts one sum, and no second one, into the kernel that makes what is summed up.
-  """
-  square = lambda x: jnp.square(x.astype(jnp.float32))
-  both = lambda a, b: jnp.sum(jax.lax.complex(square(a), square(b)))
-  squares = sum(jax.tree.leaves(jax.tree.map(both, first, second)))
-  return jnp.sqrt(squares.real), jnp.sqrt(squares.imag)
-
-
 def decay_mask(params: Any, *, embeddings: bool) -> Any:
   """Which parameters decay: matrices; the embedding table if asked; no norm scale or vector."""
 

@@ -73,16 +73,15 @@ def make_train_step(
       moved = jax.tree.map(take, moved, (state.model, state.opt_state, state.ema))
     model, opt_state, ema = moved
 
-    param_norm = new.param_norm
-    if param_norm is None:  # behind a barrier: XLA would write parameters in float32 for its sake
-      param_norm = norm(jax.lax.optimization_barrier(trainable(model)))
+    # Behind a barrier, so that XLA does not write parameters in float32 for the sake of this norm.
+    written = jax.lax.optimization_barrier(trainable(model))
     scalars = (
       loss,
       sums.correct / whole.counted,
       sums.z / whole.counted,
       new.grad_norm,
       new.update_norm,
-      param_norm,
+      norm(written),
       lr,
       whole.counted,
     )

@@ -8,7 +8,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.ops.registry import XLA, Slots
-from ats_jax.step.optimizer import fused_adamw, move, norm, norms, seam
+from ats_jax.step.optimizer import fused_adamw, move, norm, seam
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
@@ -35,7 +35,6 @@ class Updated(NamedTuple):
     accept: bool, whether to keep this; None = yes.
     reflex: its new state, or None.
     report: values of `REFLEX_METRICS`; empty without reflex.
-    param_norm: float32, of `params`, where it came along for free; or None.
   """
 
   params: Any
@@ -45,7 +44,6 @@ class Updated(NamedTuple):
   accept: jax.Array | None = None
   reflex: Reflex | None = None
   report: tuple[jax.Array, ...] = ()
-  param_norm: jax.Array | None = None
 
 
 def update(
@@ -79,10 +77,7 @@ def update(
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm)
   directions, opt_state = seam(tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))
-  if jax.default_backend() != "gpu":
-    return Updated(moved, opt_state, norm(grads), rate * norm(directions))
-  length, param_norm = norms(directions, moved)
-  return Updated(moved, opt_state, norm(grads), rate * length, param_norm=param_norm)
+  return Updated(moved, opt_state, norm(grads), rate * norm(directions))
 
 
 def guarded_update(
