@@ -146,6 +146,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 _ONLY = flags.DEFINE_list("only", [], "Ops to measure; all without it.")
+_SHAPES = flags.DEFINE_string("shapes", "", "Only cases whose shape, as it is printed, has this.")
 _TOY = flags.DEFINE_bool("toy", False, "Tiny shapes: a test that everything runs.")
 _CHECK = flags.DEFINE_bool("check_only", False, "Errors only, nothing is timed.")
 _TORCH = flags.DEFINE_bool("torch", True, "Time torch too, if it is there.")
@@ -163,6 +164,9 @@ def main(argv: list[str]) -> int:
     raise ValueError(f"--only={','.join(unknown)}: there is no such op; {', '.join(table.OPS)}.")
   cases = toy_cases() if _TOY.value else real_cases()
   cases = [c for c in cases if not _ONLY.value or c.op in _ONLY.value]
+  cases = [c for c in cases if _SHAPES.value in c.shape]
+  if not cases:
+    raise ValueError(f"--shapes={_SHAPES.value}: no case has this in its shape.")
   rows = []
   mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):

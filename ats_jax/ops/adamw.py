@@ -92,7 +92,9 @@ def adamw(
   g *= rates.clip
   m = b1 * m + (1.0 - b1) * g
   v = b2 * v + (1.0 - b2) * jnp.square(g)
-  direction = (m / rates.bias1) / (jnp.sqrt(v / rates.bias2) + eps) + weight_decay * p
+  # One division an element: with more, XLA on a GPU writes the direction out for its norm.
+  unbiased, root = m * (1.0 / rates.bias1), jnp.sqrt(v * (1.0 / rates.bias2))
+  direction = unbiased / (root + eps) + weight_decay * p
   p -= rates.lr * direction
   squares = jnp.sum(jnp.square(direction))
   return Updated(p.astype(param.dtype), m.astype(mu.dtype), v.astype(nu.dtype), squares)
