@@ -34,8 +34,6 @@ def get_config(variant: str = "dense"):
   config.eval.every_steps = 200
   config.eval.bigram_baseline = True
   config.sample.prompt = "def "
-  if variant == "dense":
-    config.step.scan_unroll = config.model.num_layers  # faster on a CPU, and as quick to compile
   if variant in ("moe", "hybrid", "null"):
     config.moe.num_experts = 8
     config.moe.d_ff = 192

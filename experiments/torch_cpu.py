@@ -50,7 +50,7 @@ def make_config(size: str) -> Config:
   return resolve(from_config_dict(config), config.model.vocab_size)
 
 
-def jax_step(cfg: Config, weights: Path, *, looped: bool) -> Callable[[], float]:
+def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
   """The production step; writes its weights for the others."""
   import jax
 
@@ -58,8 +58,9 @@ def jax_step(cfg: Config, weights: Path, *, looped: bool) -> Callable[[], float]
   from ats_jax.sharding.mesh import make_mesh, to_global
   from ats_jax.step.plan import make_plan
 
-  layers = 1 if looped else cfg.model.num_layers  # unrolled is how PyTorch runs them
-  cfg = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, scan_unroll=layers))
+  if unrolled:  # as PyTorch runs it
+    step_config = dataclasses.replace(cfg.step, scan_unroll=cfg.model.num_layers)
+    cfg = dataclasses.replace(cfg, step=step_config)
   mesh = make_mesh(cfg)
   jax.set_mesh(mesh)
   plan = make_plan(cfg)
@@ -107,8 +108,8 @@ def torch_step(cfg: Config, weights: Path, compiled: bool) -> Callable[[], float
 
 
 MAKERS = {
-  "ats_jax": lambda *args: jax_step(*args, looped=False),
-  "ats_jax, layers in a loop": lambda *args: jax_step(*args, looped=True),
+  "ats_jax": lambda *args: jax_step(*args, unrolled=False),
+  "ats_jax, unrolled": lambda *args: jax_step(*args, unrolled=True),
   "torch eager": lambda *args: torch_step(*args, compiled=False),
   "torch.compile": lambda *args: torch_step(*args, compiled=True),
 }
