@@ -7,11 +7,12 @@
 
 namespace ats {
 
-constexpr int kSquareColumns = 64, kSquareRows = 128;
+constexpr int kBlockColumns = 64, kBlockRows = 128;
 constexpr int kRowsOfThread = 4;  // a thread packs as many rows of a column into a word
-constexpr int kQuantiseThreads = kSquareColumns / kPack * (kSquareRows / kRowsOfThread);
-constexpr int kWordsOfColumn = kSquareRows / kRowsOfThread;  // in shared memory
-constexpr int kWordsOfStore = 4;                           // 16 bytes of a column
+constexpr int kQuantiseThreads = kBlockColumns / kPack * (kBlockRows / kRowsOfThread);
+constexpr int kWordsOfColumn = kBlockRows / kRowsOfThread;  // in shared memory
+constexpr int kWordsOfStore = 4;                            // 16 bytes of a column
+static_assert(kBlockColumns / kPack * kWordsOfStore == kWordsOfColumn, "places stay in a column");
 
 // To the nearest, ties to even; saturates what is finite, and makes NaN of what is not.
 template <__nv_fp8_interpretation_t kFormat>
@@ -27,13 +28,13 @@ __global__ void __launch_bounds__(kQuantiseThreads)
     quantise_transposed(const bf16* __restrict__ x, const float* __restrict__ scale,
                         uint8_t* __restrict__ transposed, uint8_t* __restrict__ straight,
                         int64_t rows, int64_t columns, int64_t tiles_of_row) {
-  __shared__ uint4 stores[kSquareColumns * kWordsOfColumn / kWordsOfStore];
+  __shared__ uint4 stores[kBlockColumns * kWordsOfColumn / kWordsOfStore];
   auto* tile = reinterpret_cast<uint32_t*>(stores);
-  const int64_t first_row = int64_t(blockIdx.x) / tiles_of_row * kSquareRows;
-  const int64_t first_column = int64_t(blockIdx.x) % tiles_of_row * kSquareColumns;
+  const int64_t first_row = int64_t(blockIdx.x) / tiles_of_row * kBlockRows;
+  const int64_t first_column = int64_t(blockIdx.x) % tiles_of_row * kBlockColumns;
   const float factor = 1.0f / *scale;  // exact: a power of two
 
-  constexpr int kPacks = kSquareColumns / kPack;
+  constexpr int kPacks = kBlockColumns / kPack;
   const int pack = threadIdx.x % kPacks, word = threadIdx.x / kPacks;
   const int64_t row = first_row + word * kRowsOfThread, column = first_column + pack * kPack;
   if (row < rows && column < columns) {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
   __syncthreads();
 
   constexpr int kStores = kWordsOfColumn / kWordsOfStore;  // of a column
-  for (int i = threadIdx.x; i < kSquareColumns * kStores; i += kQuantiseThreads) {
+  for (int i = threadIdx.x; i < kBlockColumns * kStores; i += kQuantiseThreads) {
     const int of_tile = i / kStores, part = i % kStores;
     const int64_t from = first_row + part * kWordsOfStore * kRowsOfThread;
     if (first_column + of_tile >= columns || from >= rows) continue;
@@ -79,11 +80,13 @@ inline ffi::Error quantise(cudaStream_t stream, ffi::Buffer<ffi::BF16> x,
   const auto* from = data<const bf16>(x);
   auto* to = data<uint8_t>(transposed);
   if (!aligned(from, to, straight)) return misaligned();
-  const int64_t tiles_of_row = divide_up(columns, kSquareColumns);
-  const auto kernel = transposed.element_type() == ffi::F8E5M2
-                          ? quantise_transposed<__NV_E5M2, kBoth>
-                          : quantise_transposed<__NV_E4M3, kBoth>;
-  return launch(stream, kernel, divide_up(rows, kSquareRows) * tiles_of_row, kQuantiseThreads, from,
+  const bool wide_range = transposed.element_type() == ffi::F8E5M2;
+  if (!wide_range && transposed.element_type() != ffi::F8E4M3FN)
+    return ffi::Error::InvalidArgument("the kernel casts to F8E4M3FN or F8E5M2");
+  const int64_t tiles_of_row = divide_up(columns, kBlockColumns);
+  const auto kernel = wide_range ? quantise_transposed<__NV_E5M2, kBoth>
+                                 : quantise_transposed<__NV_E4M3, kBoth>;
+  return launch(stream, kernel, divide_up(rows, kBlockRows) * tiles_of_row, kQuantiseThreads, from,
                 data<const float>(scale), to, straight, rows, columns, tiles_of_row);
 }
 

@@ -265,7 +265,7 @@ class StepConfig:
   scan_unroll: int = setting(
     0,
     "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers; 1 "
-    "elsewhere, and under accumulation, in 8 bits, or with deterministic kernels (docs/log.md)",
+    "elsewhere, and under accumulation or with deterministic kernels (docs/log.md)",
     low=0,
     resume="free",
   )

@@ -123,6 +123,7 @@ def _forward(x_TK, w_KN, amax, slots):
   # Each product is exact; the tensor cores add them up with some 14 bits. The gradients, whose
   # sums are longer, ask for sums that are carried over to float32 now and then.
   y_TN = _product(cast(x_TK, scale_x, E4M3), w8_NK, x_TK.dtype, Precision.DEFAULT)
+  # A second read of x, but under remat only one of the two is made in each pass.
   x8_KT, w8_KN = transposed(x_TK, scale_x, E4M3, slots), cast(w_KN, scale_w, E4M3)
   like_w = jnp.zeros(0, w_KN.dtype)
   residuals = (x8_KT, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w)

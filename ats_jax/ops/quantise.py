@@ -29,7 +29,8 @@ def scale_of(dtype: Any, amax: jax.Array) -> jax.Array:
 def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
   """`x / scale` in 8 bits: to the nearest, ties to even.
 
-  What is larger than the range saturates; what is not finite becomes NaN.
+  What is larger than the range saturates; what is not finite becomes NaN, and so does a quotient
+  that float32 cannot hold.
 
   Args:
     x: any floating-point array.

@@ -15,9 +15,9 @@ Options = dict[str, str | bool]
 # Experts in a loop over layers, on Hopper: XLA would run their forward kernels twice to write into
 # the loop's arrays (docs/performance.md). Command buffers (CUDA graphs) are XLA's own default.
 EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
-# In 8 bits XLA times thousands of Triton's ways to multiply beside cuBLASLt's, for minutes.
+# In 8 bits XLA times Triton's many ways to multiply beside cuBLASLt's, for minutes.
 EIGHT_BITS = {"xla_gpu_enable_triton_gemm": "false"}
-HOPPER = r"\bH[12]00\b"  # in jax's `device_kind`
+NVIDIA, HOPPER = r"\bNVIDIA\b", r"\bH[12]00\b"  # in jax's `device_kind`
 
 
 def compiler_options(cfg: Config, device_kind: str) -> Options:
@@ -51,10 +51,16 @@ def usual(cfg: Config, device_kind: str) -> Mapping[str, str]:
   layers = cfg.model.num_layers
   in_a_loop = (cfg.step.scan_unroll or usual_unroll(cfg)) < layers
   options = {}
-  if re.search(HOPPER, device_kind):
-    options |= EXPERTS_IN_A_LOOP if cfg.moe.num_experts and in_a_loop else {}
-    options |= EIGHT_BITS if cfg.precision.fp8 else {}
+  if cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device_kind):
+    options |= EXPERTS_IN_A_LOOP
+  if cfg.precision.fp8 and re.search(NVIDIA, device_kind):
+    options |= EIGHT_BITS
   return options
+
+
+def for_evaluation(options: Options) -> Options:
+  """Those of the train step's that its forward pass needs too."""
+  return {name: value for name, value in options.items() if name in EIGHT_BITS}
 
 
 def parse(text: str) -> dict[str, str]:

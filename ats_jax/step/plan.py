@@ -16,7 +16,7 @@ from ats_jax.ops import registry
 from ats_jax.ops.obstacles import this_device
 from ats_jax.ops.registry import Choice
 from ats_jax.sharding.mesh import batch_sharding
-from ats_jax.step.compiler import Options, compiler_options
+from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.optimizer import build_optimizer
 from ats_jax.step.routing import rules_at
@@ -41,7 +41,7 @@ class Plan:
     choices: which implementation of each op runs, and why.
     num: dtypes and implementations, as the model wants them.
     tx: the optimizer.
-    options: of the compiler, for the train step.
+    options: of the compiler, for the train step; for the other, `for_evaluation`.
     train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
     eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
     counts: parameters and FLOPs per token.
@@ -124,6 +124,6 @@ def make_plan(cfg: Config) -> Plan:
     tx=tx,
     options=options,
     train_step=make_train_step(cfg, tx, slots, options),
-    eval_step=make_eval_step(cfg),
+    eval_step=make_eval_step(cfg, for_evaluation(options)),
     counts=count(cfg, model, cfg.data.seq_len),
   )

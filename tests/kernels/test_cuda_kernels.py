@@ -78,8 +78,10 @@ def test_quantise_is_the_cast_and_its_transpose(shape, dtype):
   scale = np.float32(4)
   straight, turned = in_every_order(functools.partial(quantise.both, dtype=dtype), x, scale)
   alone = in_every_order(functools.partial(quantise.transposed, dtype=dtype), x, scale)
-  for got in (straight, np.asarray(turned).T, np.asarray(alone).T):
-    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want.astype(np.float32))
+  none = np.isnan(want.astype(np.float32))  # of which there are several in 8 bits
+  for got in (np.asarray(straight), np.asarray(turned).T, np.asarray(alone).T):
+    np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), none)
+    np.testing.assert_array_equal(got.view(np.uint8)[~none], want.view(np.uint8)[~none])
 
 
 def norm_reference(x, scale, dy):

@@ -4,15 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-struct float2 {
-  float x, y;
-};
-struct uint2 {
-  uint32_t x, y;
-};
-struct uint4 {
-  uint32_t x, y, z, w;
-};
+#include "cuda_runtime.h"
 
 enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
 enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };

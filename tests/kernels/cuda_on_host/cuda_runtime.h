@@ -38,6 +38,16 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 typedef struct HostStream* cudaStream_t;

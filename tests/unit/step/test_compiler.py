@@ -2,13 +2,15 @@
 
 import logging
 
+import jax
 import pytest
 from helpers import tiny_config
 
 from ats_jax.ops.obstacles import Device
 from ats_jax.step import compiler, plan
 from ats_jax.step.compiler import compiler_options, parse
-from ats_jax.step.plan import make_plan
+from ats_jax.step.eval_step import make_eval_step
+from ats_jax.step.plan import BATCH_DTYPES, make_plan
 
 
 def options(text, kind="cpu"):
@@ -61,12 +63,30 @@ def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
 
 
 @pytest.mark.parametrize(
-  ("kind", "fp8"), [("NVIDIA H200", True), ("NVIDIA H200", False), ("TPU", True)]
+  ("kind", "fp8", "wanted"),
+  [
+    ("NVIDIA H200", True, True),
+    ("NVIDIA L4", True, True),
+    ("NVIDIA H200", False, False),
+    ("cpu", True, False),
+  ],
 )
-def test_eight_bits_leave_matmuls_to_the_library_on_hopper(kind, fp8):
+def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
   settings = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0}
   found = compiler_options(tiny_config(settings | {"precision.fp8": fp8}), kind)
-  assert found == ({"xla_gpu_enable_triton_gemm": False} if fp8 and "H200" in kind else {})
+  assert found == ({"xla_gpu_enable_triton_gemm": False} if wanted else {})
+  assert compiler.for_evaluation(found | {"xla_gpu_other": True}) == found
+
+
+def test_the_evaluation_gets_its_options(mesh):
+  cfg = tiny_config({"model.num_layers": 1})
+  model = make_plan(cfg).init(abstract=True).model
+  rows = {name: jax.ShapeDtypeStruct((2, 16), dtype) for name, dtype in BATCH_DTYPES.items()}
+
+  def kernels(options):
+    return make_eval_step(cfg, options).lower(model, rows).compile().as_text().count(" fusion(")
+
+  assert kernels({"xla_disable_hlo_passes": "fusion"}) > 1.2 * kernels({})
 
 
 def test_the_compiled_step_obeys(mesh):
