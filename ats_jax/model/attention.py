@@ -3,7 +3,7 @@
 Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads, H head_dim.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -13,7 +13,7 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.init import Numerics, normal, residual_std
 from ats_jax.model.norm import RMSNorm
 from ats_jax.ops.attention import attention, cached_attention
-from ats_jax.ops.linear import linear
+from ats_jax.ops.linear import linear, linears
 from ats_jax.ops.rope import rope
 
 RopeTable = tuple[jax.Array, jax.Array]
@@ -67,9 +67,10 @@ class Attention(nnx.Module):
     Returns:
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
-    q_BTNH = self._project(x_BTD, self.q, "heads", fp8)
-    k_BSKH = self._project(x_BTD, self.k, "kv_heads", fp8)
-    v_BSKH = self._project(x_BTD, self.v, "kv_heads", fp8)
+    how: dict[str, Any] = dict(fp8=fp8, slots=self.num.slots)
+    weights = [w[...].astype(self.num.compute_dtype) for w in (self.q, self.k, self.v)]
+    axes = [(heads, "head_dim") for heads in ("heads", "kv_heads", "kv_heads")]
+    q_BTNH, k_BSKH, v_BSKH = linears(x_BTD, weights, inputs=("act_embed",), outputs=axes, **how)
     if self.q_norm is not None and self.k_norm is not None:
       q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
     q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.slots), "attn_q")
@@ -94,17 +95,6 @@ class Attention(nnx.Module):
       self.out[...].astype(self.num.compute_dtype),
       inputs=("heads", "head_dim"),
       outputs=("act_embed",),
-      fp8=fp8,
-      slots=self.num.slots,
+      **how,
     )
     return y_BTD, cache
-
-  def _project(self, x_BTD: jax.Array, weight: nnx.Param, heads: str, fp8: bool) -> jax.Array:
-    return linear(
-      x_BTD,
-      weight[...].astype(self.num.compute_dtype),
-      inputs=("act_embed",),
-      outputs=(heads, "head_dim"),
-      fp8=fp8,
-      slots=self.num.slots,
-    )

@@ -1,12 +1,14 @@
 """SwiGLU feed-forward. Letters: B batch, T seq, D d_model, F d_ff."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.init import Numerics, normal, residual_std
-from ats_jax.ops.linear import linear
+from ats_jax.ops.linear import linear, linears
 from ats_jax.ops.swiglu import swiglu
 
 
@@ -24,12 +26,10 @@ class MLP(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array, *, fp8: bool = False) -> jax.Array:
     """Map [batch, seq, d_model] to the same shape; `fp8` multiplies in 8 bits."""
-
-    def project(x: jax.Array, weight: nnx.Param, inputs: str, outputs: str) -> jax.Array:
-      weight_IO = weight[...].astype(self.dtype)
-      axes = dict(inputs=(inputs,), outputs=(outputs,))
-      return linear(x, weight_IO, **axes, fp8=fp8, slots=self.slots)
-
-    gate_BTF = checkpoint_name(project(x_BTD, self.gate, "act_embed", "ff"), "mlp_gate")
-    up_BTF = checkpoint_name(project(x_BTD, self.up, "act_embed", "ff"), "mlp_up")
-    return project(swiglu(gate_BTF, up_BTF, self.slots), self.down, "ff", "act_embed")
+    gate_DF, up_DF, down_FD = (w[...].astype(self.dtype) for w in (self.gate, self.up, self.down))
+    how: dict[str, Any] = dict(fp8=fp8, slots=self.slots)
+    axes = (("ff",), ("ff",))
+    gate_BTF, up_BTF = linears(x_BTD, (gate_DF, up_DF), inputs=("act_embed",), outputs=axes, **how)
+    gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+    y_BTF = swiglu(gate_BTF, up_BTF, self.slots)
+    return linear(y_BTF, down_FD, inputs=("ff",), outputs=("act_embed",), **how)

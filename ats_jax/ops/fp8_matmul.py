@@ -12,6 +12,8 @@ Letters: T tokens (any leading axes), K input width, N output width, H steps tha
 
 import functools
 import math
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -93,56 +95,97 @@ def fp8_matmul(
   Raises:
     ValueError: a width or the number of rows is not a multiple of 16.
   """
-  rows = math.prod(x_TK.shape[:-1])
-  for what, size in (
-    ("rows", rows),
-    ("the input width", x_TK.shape[-1]),
-    ("the output width", w_KN.shape[1]),
-  ):
-    if size % MULTIPLE:
-      raise ValueError(
-        f"fp8_matmul of {x_TK.shape} and {w_KN.shape}: {what}, {size}, must be a multiple of"
-        f" {MULTIPLE}. Pad it, or multiply in bfloat16"
-      )
-  y_TN = _matmul(x_TK.reshape(rows, -1), w_KN, amax, slots)
-  return y_TN.reshape(*x_TK.shape[:-1], w_KN.shape[1])
+  lists = None if amax is None else (amax.x, (amax.w,), (amax.dy,))
+  return _checked(x_TK, (w_KN,), lists, slots)[0]
+
+
+def fp8_matmuls(
+  x_TK: jax.Array, weights: Sequence[jax.Array], slots: Slots = XLA
+) -> tuple[jax.Array, ...]:
+  """`fp8_matmul` of the same activations with several weights, such as those of q, k and v.
+
+  The 8-bit operands that are made of the activations serve all of them.
+
+  Args:
+    x_TK: activations [..., K].
+    weights: each [K, N] with a width of its own, same dtype.
+    slots: what runs.
+
+  Returns:
+    [..., N] for each of the weights.
+
+  Raises:
+    ValueError: as `fp8_matmul`.
+  """
+  return _checked(x_TK, tuple(weights), None, slots)
+
+
+def _checked(x_TK, weights, amax, slots):
+  rows, width = math.prod(x_TK.shape[:-1]), x_TK.shape[-1]
+  for w_KN in weights:
+    for what, size in (
+      ("rows", rows),
+      ("the input width", width),
+      ("the output width", w_KN.shape[1]),
+    ):
+      if size % MULTIPLE:
+        raise ValueError(
+          f"fp8_matmul of {x_TK.shape} and {w_KN.shape}: {what}, {size}, must be a multiple of"
+          f" {MULTIPLE}. Pad it, or multiply in bfloat16"
+        )
+  results = _matmuls(x_TK.reshape(rows, width), weights, amax, slots)
+  return tuple(y_RN.reshape(*x_TK.shape[:-1], -1) for y_RN in results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None, slots: Slots) -> jax.Array:
-  return _forward(x_TK, w_KN, amax, slots)[0]
+def _matmuls(x_TK, weights, amax, slots):
+  """`amax`, if any: of x, of each of the weights, and of each result's gradient."""
+  return _forward(x_TK, weights, amax, slots)[0]
 
 
-def _forward(x_TK, w_KN, amax, slots):
+def _forward(x_TK, weights, amax, slots):
   x_TK = _written(x_TK)
   # Named, so that a backward pass that makes the operands again need not look for it again.
-  seen_x, seen_w = (checkpoint_name(_amax(a), AMAX) for a in (x_TK, w_KN))
-  scale_x = scale_of(E4M3, seen_x if amax is None else amax.x)
-  scale_w = scale_of(E4M3, seen_w if amax is None else amax.w)
-  w8_NK = transposed(w_KN, scale_w, E4M3, slots)
-  # Each product is exact; the tensor cores add them up with some 14 bits. The gradients, whose
-  # sums are longer, ask for sums that are carried over to float32 now and then.
-  y_TN = _product(cast(x_TK, scale_x, E4M3), w8_NK, x_TK.dtype, Precision.DEFAULT)
+  seen_x, *seen_w = (checkpoint_name(_amax(a), AMAX) for a in (x_TK, *weights))
+  scale_x = scale_of(E4M3, seen_x if amax is None else amax[0])
+  scales_w = [scale_of(E4M3, a) for a in (seen_w if amax is None else amax[1])]
+  x8_TK = cast(x_TK, scale_x, E4M3)
+
+  def times(w_KN, scale_w):
+    w8_NK = transposed(w_KN, scale_w, E4M3, slots)
+    # Each product is exact; the tensor cores add them up with some 14 bits. The gradients, whose
+    # sums are longer, ask for sums that are carried over to float32 now and then.
+    y_TN = _product(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
+    return _scale(y_TN, scale_x * scale_w)
+
+  results = tuple(map(times, weights, scales_w))
   # A second read of x, but under remat only one of the two is made in each pass.
-  x8_KT, w8_KN = transposed(x_TK, scale_x, E4M3, slots), cast(w_KN, scale_w, E4M3)
-  like_w = jnp.zeros(0, w_KN.dtype)
-  residuals = (x8_KT, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w)
-  return _scale(y_TN, scale_x * scale_w), residuals
+  x8_KT = transposed(x_TK, scale_x, E4M3, slots)
+  weights8 = tuple(map(functools.partial(cast, dtype=E4M3), weights, scales_w))
+  like_w = tuple(jnp.zeros(0, w_KN.dtype) for w_KN in weights)
+  return results, (x8_KT, scale_x, weights8, scales_w, amax, seen_x, tuple(seen_w), like_w)
 
 
-def _backward(slots, residuals, dy_TN):
-  x8_KT, scale_x, w8_KN, scale_w, amax, seen_x, seen_w, like_w = residuals
-  dy_TN = _written(dy_TN)
-  seen_dy = _amax(dy_TN)
-  scale_dy = scale_of(E5M2, seen_dy if amax is None else amax.dy)
-  dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, slots)
-  dx_TK = _product(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
-  dw_KN = _product(x8_KT, dy8_NT, like_w.dtype, Precision.HIGHEST)
-  dx_TK, dw_KN = _scale(dx_TK, scale_dy * scale_w), _scale(dw_KN, scale_x * scale_dy)
-  return dx_TK, dw_KN, None if amax is None else Amax(seen_x, seen_w, seen_dy)
+def _backward(slots, residuals, gradients):
+  x8_KT, scale_x, weights8, scales_w, amax, seen_x, seen_w, like_w = residuals
+  gradients = [_written(dy_TN) for dy_TN in gradients]
+  seen_dy = tuple(map(_amax, gradients))
+  scales_dy = [scale_of(E5M2, a) for a in (seen_dy if amax is None else amax[2])]
+
+  def through(dy_TN, scale_dy, w8_KN, scale_w, like):
+    dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, slots)
+    dx_TK = _product(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
+    dw_KN = _product(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
+    return _scale(dx_TK, scale_dy * scale_w), _scale(dw_KN, scale_x * scale_dy)
+
+  parts, dweights = zip(
+    *map(through, gradients, scales_dy, weights8, scales_w, like_w), strict=True
+  )
+  dx_TK = functools.reduce(operator.add, parts)
+  return dx_TK, dweights, None if amax is None else (seen_x, seen_w, seen_dy)
 
 
-_matmul.defvjp(_forward, _backward)
+_matmuls.defvjp(_forward, _backward)
 
 
 def _product(a_MC, b_NC, dtype, precision):

@@ -13,7 +13,8 @@ from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, ti
 
 from ats_jax.ops import obstacles, registry, table
 from ats_jax.ops.cases import grouped_matmul_case, real_cases, toy_cases
-from ats_jax.ops.linear import linear
+from ats_jax.ops.fp8_matmul import AMAX
+from ats_jax.ops.linear import linears
 from ats_jax.ops.measure import relative_errors
 from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import XLA
@@ -114,23 +115,24 @@ def test_on_a_mesh_the_kernel_sees_blocks():
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
   draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+  policy = jax.checkpoint_policies.save_only_these_names(AMAX)
+  axes = dict(inputs=("act_embed",), outputs=(("ff",), ("ff",), ("ff",)))
 
   def gradients(slots):
-    def f(x, w):
-      y = linear(x, w, inputs=("act_embed",), outputs=("ff",), fp8=True, slots=slots)
-      return (y.astype(jnp.float32) ** 2).sum()
+    def f(x, weights):
+      results = linears(x, weights, **axes, fp8=True, slots=slots)
+      return sum((y.astype(jnp.float32) ** 2).sum() for y in results)
 
-    run = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))
-    x, w = (
-      reshard(draw(0, 8, 16, 48), "batch", "seq", None),
-      reshard(draw(1, 48, 64), "embed", "ff"),
-    )
-    called = run.lower(x, w).as_text().count("custom_call @ats_quantise")
-    return called, jax.tree.map(lambda a: np.asarray(a, np.float32), run(x, w))
+    run = jax.jit(jax.value_and_grad(jax.checkpoint(f, policy=policy), argnums=(0, 1)))
+    x = reshard(draw(0, 8, 16, 48), "batch", "seq", None)
+    weights = [reshard(draw(i, 48, 32 * i), "embed", "ff") for i in (1, 2, 3)]
+    called = run.lower(x, weights).as_text().count("custom_call @ats_quantise")
+    return called, jax.tree.map(lambda a: np.asarray(a, np.float32), run(x, weights))
 
   with jax.set_mesh(make_test_mesh(*shape)):
     (none, want), (called, got) = gradients(XLA), gradients(registry.every_slot("quantise", "cuda"))
-  assert (none, called) == (0, 3)  # weights, activations, gradients
+  # Weights in both passes (the first one's results are not kept here), gradients, x once.
+  assert (none, called) == (0, 3 + 3 + 3 + 1)
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

@@ -10,7 +10,7 @@ from helpers import make_test_mesh
 
 from ats_jax.config.validate import EIGHT_BIT_MULTIPLE
 from ats_jax.ops.fp8_matmul import MULTIPLE
-from ats_jax.ops.linear import linear
+from ats_jax.ops.linear import linear, linears
 from ats_jax.sharding.apply import reshard
 
 SHAPES = {  # weight, its logical axes, those that x and the result have
@@ -63,3 +63,31 @@ def test_rows_that_eight_bits_cannot_take_are_multiplied_as_they_are(mesh):
 
 def test_the_settings_know_what_the_matmul_takes():
   assert EIGHT_BIT_MULTIPLE == MULTIPLE
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_several_weights_are_multiplied_as_each_alone(shape, fp8):
+  widths = {"heads": 4, "kv_heads": 2, "ff": 32}
+  axes = [(name, "head_dim") if name != "ff" else (name,) for name in widths]
+
+  def loss(f):
+    return lambda x, weights: sum(jnp.sum(jnp.sin(y)) for y in f(x, weights))
+
+  def together(x, weights):
+    return linears(x, weights, inputs=("act_embed",), outputs=axes, fp8=fp8)
+
+  def apart(x, weights):
+    each = functools.partial(linear, x, inputs=("act_embed",), fp8=fp8)
+    return [each(w, outputs=a) for w, a in zip(weights, axes, strict=True)]
+
+  with jax.set_mesh(make_test_mesh(*shape)):
+    x = reshard(draw(0, 8, 32, 32) / 3, "batch", "seq", "act_embed")
+    sizes = [(32, n, 16) if name != "ff" else (32, n) for name, n in widths.items()]
+    weights = [
+      reshard(draw(i, *size) / 3, "embed", *a)
+      for i, (size, a) in enumerate(zip(sizes, axes, strict=True))
+    ]
+    run = lambda f: jax.jit(jax.value_and_grad(loss(f), argnums=(0, 1)))(x, weights)
+    got, want = run(together), run(apart)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
