@@ -31,7 +31,7 @@ from grouped_matmul_checks import EINSUM, Checker, edges, spread
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ats_jax.ops.fp8_matmul import fp8_matmul
-from ats_jax.ops.quantise import E4M3, E5M2, quantise
+from ats_jax.ops.quantise import E4M3, E5M2, cast, scale_of
 from kernels_pallas.grouped_matmul import (
   Tiling,
   align_rows,
@@ -49,6 +49,7 @@ _TINY = flags.DEFINE_bool("tiny", False, "Small shapes in the simulator, to try 
 START = time.time()
 failed = []  # lines that say so: the exit status is 1
 BF16, F32 = jnp.bfloat16, jnp.float32
+largest = lambda a: jnp.max(jnp.abs(a)).astype(F32)
 FAILURES = (ValueError, NotImplementedError, RuntimeError)  # of a variant that does not compile
 VARIANTS = {
   "base": {},
@@ -324,8 +325,8 @@ def run_eight_bits(name, groups, n, kind, variants, m=65536, k=2048):
             for op in TAKE}  # fmt: skip
   where |= {key: (f, bits16[key][1]) for key, f in compile_all(bits16, case=name).items()}
   device_sizes = jnp.array(sizes)
-  scaled = lambda a, dtype: quantise(a, dtype, jnp.max(jnp.abs(a)).astype(F32))[0]
-  delayed = lambda a, dtype: quantise(a, dtype, jnp.float32(4))[0]
+  scaled = lambda a, dtype: cast(a, scale_of(dtype, largest(a)), dtype)
+  delayed = lambda a, dtype: cast(a, scale_of(dtype, jnp.float32(4)), dtype)
   copies = {
     "x": lambda a: scaled(a, E4M3),
     "x_delayed": lambda a: delayed(a, E4M3),
@@ -409,7 +410,8 @@ def run_dense(m=32768, k=4096, n=14336):
   wide = lambda a: a.astype(BF16)
 
   def dequantised(x, w):  # the other pattern that XLA knows: scales as arguments of cuBLASLt
-    (x8, sx), (w8, sw) = (quantise(a, E4M3, jnp.max(jnp.abs(a)).astype(F32)) for a in (x, w))
+    sx, sw = (scale_of(E4M3, largest(a)) for a in (x, w))
+    x8, w8 = cast(x, sx, E4M3), cast(w, sw, E4M3)
     return (wide(x8) * wide(sx)) @ (wide(w8) * wide(sw))
 
   def with_gradients(f):

@@ -31,7 +31,7 @@ from ats_jax.sharding.rules import spec
 Cache = tuple[tuple[LayerCache, ...], ...]
 
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
-KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES, fp8_matmul.AMAX)
+KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES, *fp8_matmul.SAVED_NAMES)
 # What 'names' keeps beside them: attention's inputs, and those of the MLP's second half.
 SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 

@@ -25,7 +25,7 @@ from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of,
 from ats_jax.ops.registry import XLA, Slots
 
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
-AMAX = "fp8_amax"  # the largest values of a forward pass, for remat policies
+SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
 
 
 class Amax(NamedTuple):
@@ -146,7 +146,7 @@ def _matmuls(x_TK, weights, amax, slots):
 def _forward(x_TK, weights, amax, slots):
   x_TK = _written(x_TK)
   # Named, so that a backward pass that makes the operands again need not look for it again.
-  seen_x, *seen_w = (checkpoint_name(_amax(a), AMAX) for a in (x_TK, *weights))
+  seen_x, *seen_w = (checkpoint_name(_amax(a), *SAVED_NAMES) for a in (x_TK, *weights))
   scale_x = scale_of(E4M3, seen_x if amax is None else amax[0])
   scales_w = [scale_of(E4M3, a) for a in (seen_w if amax is None else amax[1])]
   x8_TK = cast(x_TK, scale_x, E4M3)

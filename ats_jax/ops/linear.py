@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from ats_jax.ops.fp8_matmul import MULTIPLE, fp8_matmuls
+from ats_jax.ops.fp8_matmul import fp8_matmuls
 from ats_jax.ops.registry import XLA, Slots
 from ats_jax.sharding.apply import all_sum, einsum, island, reshape
 
@@ -39,13 +39,14 @@ def linears(
     weights: each [*inputs, *outputs] in the dtype of `x`; sharded in any way.
     inputs: logical axes of the contracted dimensions, as `x` has them.
     outputs: for each weight, logical axes of the result's new dimensions.
-    fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block. A number
-      of rows on a device that 8 bits cannot take, as in generation token by token, is multiplied
-      in the dtype of `x`.
+    fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
     slots: what runs.
 
   Returns:
     [batch, seq, *outputs] in the dtype of `x`, for each weight.
+
+  Raises:
+    ValueError: in 8 bits, for sizes on a device that are no multiples of 16.
   """
   rows = ("batch", "seq")
   if not fp8:
@@ -64,10 +65,7 @@ def linears(
     batch, seq = x.shape[:2]
     flat_TK = x.reshape(batch * seq, -1)
     flat = [weight.reshape(flat_TK.shape[1], -1) for weight in weights]
-    if batch * seq % MULTIPLE:
-      results = [flat_TK @ weight_KN for weight_KN in flat]
-    else:
-      results = fp8_matmuls(flat_TK, flat, slots)
+    results = fp8_matmuls(flat_TK, flat, slots)
     shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
     return tuple(
       all_sum(y_TN, inputs[0]).reshape(s) for y_TN, s in zip(results, shapes, strict=True)

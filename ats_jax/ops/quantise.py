@@ -43,16 +43,6 @@ def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
   return scaled.astype(dtype)
 
 
-def quantise(x: jax.Array, dtype: Any, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """`cast` by the scale of `amax`.
-
-  Returns:
-    The 8-bit array and the float32 scale: `x` is about their product.
-  """
-  scale = scale_of(dtype, amax)
-  return cast(x, scale, dtype), scale
-
-
 def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, slots: Slots = XLA) -> jax.Array:
   """`cast(x).T`, [C, R].
 

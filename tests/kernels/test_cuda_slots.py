@@ -13,7 +13,7 @@ from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, ti
 
 from ats_jax.ops import obstacles, registry, table
 from ats_jax.ops.cases import grouped_matmul_case, real_cases, toy_cases
-from ats_jax.ops.fp8_matmul import AMAX
+from ats_jax.ops.fp8_matmul import SAVED_NAMES
 from ats_jax.ops.linear import linears
 from ats_jax.ops.measure import relative_errors
 from ats_jax.ops.obstacles import Device
@@ -115,7 +115,7 @@ def test_on_a_mesh_the_kernel_sees_blocks():
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
   draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
-  policy = jax.checkpoint_policies.save_only_these_names(AMAX)
+  policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
   axes = dict(inputs=("act_embed",), outputs=(("ff",), ("ff",), ("ff",)))
 
   def gradients(slots):

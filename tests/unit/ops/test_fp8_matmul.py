@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ats_jax.ops.fp8_matmul import AMAX, Amax, History, fp8_matmul
-from ats_jax.ops.quantise import E4M3, E5M2, quantise
+from ats_jax.ops.fp8_matmul import SAVED_NAMES, Amax, History, fp8_matmul
+from ats_jax.ops.quantise import E4M3, E5M2, cast, scale_of
 
 # Half a unit in the last place, relative, and half the distance of the smallest numbers.
 ROUNDING = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
@@ -30,6 +30,11 @@ def product_bound(a, da, b, db, result_bits):
   operands = da @ b + a @ db + da @ db
   sums = a.shape[1] * 2.0**-24 * ((a + da) @ (b + db))
   return (operands + sums) * (1 + 2.0**-result_bits) + 2.0**-result_bits * (a @ b)
+
+
+def quantise(x, dtype, amax):
+  scale = scale_of(dtype, amax)
+  return cast(x, scale, dtype), scale
 
 
 def random(seed, *shape, scale=1.0):
@@ -171,7 +176,7 @@ def test_rejects_odd_sizes():
       fp8_matmul(jnp.zeros(x), jnp.zeros(w))
 
 
-@pytest.mark.parametrize(("saved", "maxima"), [((), 5), ((AMAX,), 3)])
+@pytest.mark.parametrize(("saved", "maxima"), [((), 5), (SAVED_NAMES, 3)])
 def test_a_policy_keeps_the_largest_values(saved, maxima):
   """Of x, weights and gradient, each once; without, those of x and weights in both passes."""
   policy = jax.checkpoint_policies.save_only_these_names(*saved)

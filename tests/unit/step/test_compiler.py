@@ -9,7 +9,6 @@ from helpers import tiny_config
 from ats_jax.ops.obstacles import Device
 from ats_jax.step import compiler, plan
 from ats_jax.step.compiler import compiler_options, parse
-from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.plan import BATCH_DTYPES, make_plan
 
 
@@ -78,15 +77,16 @@ def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
   assert compiler.for_evaluation(found | {"xla_gpu_other": True}) == found
 
 
-def test_the_evaluation_gets_its_options(mesh):
-  cfg = tiny_config({"model.num_layers": 1})
-  model = make_plan(cfg).init(abstract=True).model
+def test_the_evaluation_gets_its_options(mesh, monkeypatch):
+  monkeypatch.setattr(compiler, "EIGHT_BITS", {"xla_disable_hlo_passes": ""})
   rows = {name: jax.ShapeDtypeStruct((2, 16), dtype) for name, dtype in BATCH_DTYPES.items()}
 
-  def kernels(options):
-    return make_eval_step(cfg, options).lower(model, rows).compile().as_text().count(" fusion(")
+  def kernels(text):
+    plan = make_plan(tiny_config({"model.num_layers": 1, "step.compiler_options": text}))
+    model = plan.init(abstract=True).model
+    return plan.eval_step.lower(model, rows).compile().as_text().count(" fusion(")
 
-  assert kernels({"xla_disable_hlo_passes": "fusion"}) > 1.2 * kernels({})
+  assert kernels("xla_disable_hlo_passes=fusion") > 1.2 * kernels("")
 
 
 def test_the_compiled_step_obeys(mesh):

@@ -13,6 +13,7 @@ from helpers import micro_batches, tiny_config
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
+from ats_jax.ops import linear
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
 from ats_jax.step.routing import totals
@@ -55,14 +56,15 @@ def losses(mesh, **precision):
   return np.array(found), plan, state
 
 
-def test_the_loss_stays_within_a_band_of_the_compute_dtypes(mesh):
+def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkeypatch):
   want, *_ = losses(mesh)
   # With all layers in 8 bits the stack is one scan, as without, and starts from the same weights.
   found, plan, state = losses(mesh, fp8=True, fp8_keep_first=0, fp8_keep_last=0)
   assert found[0] == pytest.approx(want[0], abs=0.01) and (found != want).all()
   assert want[-10:].mean() < want[0] - 1.5
   assert found[-10:].mean() == pytest.approx(want[-10:].mean(), abs=BAND)
-  # Token by token there are fewer rows than 8 bits take: those are multiplied as they are.
+  # A prompt is 16 rows and more, which 8 bits could take; a token is not.
+  monkeypatch.setattr(linear, "fp8_matmuls", None)
   greedy = SampleConfig(temperature=0.0, max_tokens=4)
   rules = plan.rules(STEPS)
   text = generate(state.weights, ByteTokenizer(), greedy, rules=rules, prompt="import ", seed=0)
