@@ -5,11 +5,10 @@ Prints JSON lines: `check` (worst relative error of a group against float32; rer
 einsum with equal groups in the same rounds), `clock` (of the SMs and the power while a shape ran).
 A variant that does not compile, or is wrong, gives a line with `error` and is not timed. `run` says
 what is about to run; if it never returns, the process ends itself with a line `hang` (exit code 3).
-So variants that use clusters, the likeliest to, are cases of their own and come last.
 
 Command: PYTHONPATH=. python experiments/grouped_matmul.py [--out=lines.jsonl] [--limit=270]
-  [--cases=E64,E8,...] [--variants=base,all,...]. With --tiny and JAX_PLATFORMS=cpu it checks itself
-in the simulator.
+  [--cases=E64,E8,...] [--variants=base,strip8,...]. With --tiny and JAX_PLATFORMS=cpu it checks
+itself in the simulator.
 """
 
 import concurrent.futures
@@ -53,26 +52,12 @@ largest = lambda a: jnp.max(jnp.abs(a)).astype(F32)
 FAILURES = (ValueError, NotImplementedError, RuntimeError)  # of a variant that does not compile
 VARIANTS = {
   "base": {},
-  "lookahead": dict(lookahead=True),
-  "lead1": dict(lead=1),
-  "lead2": dict(lead=2),
-  "group": dict(short="group"),
-  "balance": dict(balance=True),
-  "slots4": dict(stages=3, slots=4),
+  "stages3": dict(stages=3),
   "strip8": dict(strip=8),
   "strip32": dict(strip=32),
-  "soft": dict(lookahead=True, lead=2, short="group", balance=True),
+  "tall": dict(block_m=256, block_n=128),
 }
-CLUSTERS = {
-  "base": {},
-  "lhs": dict(share="lhs"),
-  "rhs": dict(share="rhs"),
-  "soft_lhs": VARIANTS["soft"] | dict(share="lhs"),
-  "soft_rhs": VARIANTS["soft"] | dict(share="rhs"),
-}
-FEW = {v: VARIANTS[v] for v in ("base", "soft")}
-EIGHT_BIT_VARIANTS = {v: VARIANTS[v] for v in ("base", "lookahead", "lead2", "soft")}
-EIGHT_BIT_CLUSTERS = {v: CLUSTERS[v] for v in ("base", "rhs", "soft_rhs")}
+FEW = {"base": {}}
 # Name, groups, N, how the rows are spread, which variants; M = 65536, K = 2048.
 CASES = [
   ("E64", 64, 1024, "uneven", VARIANTS),
@@ -232,8 +217,6 @@ def run_case(name, groups, n, kind, variants, m=65536, k=2048):
   plain = lambda op: TAKE[op](x, w, dy, None)
   for op in TAKE:
     for variant, changes in variants.items():
-      if op == "wgrad" and changes.get("balance") and len(changes) == 1:
-        continue  # the weight gradient has one list only
       jobs[op, variant] = kernel(op, changes), (*plain(op), jnp.array(sizes))
   compiled = compile_all(jobs, case=name)
   for op in TAKE:
@@ -340,8 +323,6 @@ def run_eight_bits(name, groups, n, kind, variants, m=65536, k=2048):
   of_dy["dy_and_aligned_transpose"] = lambda a: (lambda q: (q, align_rows(q, device_sizes).T))(
     scaled(a, E5M2)
   )
-  if any(c.get("share") for c in variants.values()):
-    copies = of_w = of_dy = {}  # Measured with the other variants already.
   for those, a in ((copies, x), (of_w, w), (of_dy, dy)):
     where |= {("make_" + what, "xla"): (jax.jit(f), [a]) for what, f in those.items()}
   with Clock() as clock, watched(f"{name} fp8 timing"):
@@ -472,12 +453,10 @@ def main(argv):
   add = lambda suffix, do, variants: work.extend(
     (c[0] + suffix, functools.partial(do, *c, variants, **tiny)) for c in first
   )
-  add("fp8", run_eight_bits, EIGHT_BIT_VARIANTS)
+  add("fp8", run_eight_bits, FEW)
   work += [("dense", run_dense), ("small", run_small)]
   add("swiglu", run_swiglu, FEW)
   work += [(c[0], functools.partial(run_case, *c, **tiny)) for c in cases[2:]]
-  add("clusters", run_case, CLUSTERS)
-  add("fp8clusters", run_eight_bits, EIGHT_BIT_CLUSTERS)
   for name, do in work:
     if _CASES.value and name not in _CASES.value:
       continue

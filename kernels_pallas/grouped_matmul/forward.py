@@ -53,7 +53,7 @@ def pad_rows(x_MK: jax.Array, at_least: int) -> jax.Array:
 
 def _kernel(
   tiles_gmem,
-  counts_gmem,
+  bounds_gmem,
   *refs,
   tiling: Tiling,
   transpose_w: bool,
@@ -66,56 +66,33 @@ def _kernel(
   scale_gmem, refs = (refs[0], refs[1:]) if scaled else (None, refs)
   pairs, refs = [refs[i : i + 2] for i in range(0, 2 * products, 2)], refs[2 * products :]
   x_gmem, w_gmem = pairs[0]
-  results, (x_smem, w_smem, *refs) = refs[: len(outputs)], refs[len(outputs) :]
-  barriers, stages_out = refs[: 2 + (t.lead > 0)], refs[2 + (t.lead > 0) :]
-  ready, free = barriers[:2]
+  results, (x_smem, w_smem, ready, free, *staging) = refs[: len(outputs)], refs[len(outputs) :]
   num_groups, contraction = w_gmem.shape[0], x_gmem.shape[1]
   wg_rows, n = t.block_m // WARPGROUPS, w_gmem.shape[1 if transpose_w else 2]
-  columns_of_tiles = ceil_div(n, t.block_n * (2 if t.share == "lhs" else 1))
-  grids = [(jnp.maximum(counts_gmem[i], 1), columns_of_tiles) for i in range(1 + t.balance)]
-  totals = [counts_gmem[i] * columns_of_tiles for i in range(1 + t.balance)]
+  num_tiles = bounds_gmem[num_groups + 1]
+  grid = (jnp.maximum(num_tiles, 1), ceil_div(n, t.block_n))
 
-  def head_at(index, which=0):
-    """`(group, row, begin, end, number along the columns)` of tile `index` of a list.
+  def head_at(index):
+    """`(group, row, begin, end, number along the columns)` of tile `index`."""
+    i, j = plgpu.planar_snake(index, grid, 0, t.strip)
+    i = jnp.clip(i, 0, tiles_gmem.shape[0] - 1)
+    return (*(tiles_gmem[i, c] for c in range(4)), j)
 
-    The same in both thread blocks of a cluster: they must agree on the order of the tiles.
-    """
-    i, j = plgpu.planar_snake(index, grids[which], 0, t.strip)
-    i = jnp.clip(i, 0, tiles_gmem.shape[1] - 1)
-    return (*(tiles_gmem[which, i, c] for c in range(4)), j)
+  def for_each_tile(body, carry=()):
+    """Calls `body(group, row, begin, end, column, steps, step, peek, carry)`, see `machine`."""
 
-  def mine(group, row, begin, end, j):
-    """This thread block's tile of what a cluster visits together."""
-    if t.share == "lhs":  # side by side
-      j = j * 2 + lax.axis_index("cluster")
-      end = jnp.where(j * t.block_n < n, end, 0)
-    elif t.share == "rhs":  # one below the other
-      offset = lax.axis_index("cluster") * t.block_m
-      row = jnp.where(end > offset, row + offset, row)  # If there is nothing: any rows.
-      begin, end = begin - offset, end - offset
-    return group, row, begin, end, j
-
-  def for_each_tile(body):
-    """Calls `body(group, row, begin, end, column, steps, step, tile)`."""
-
-    def visit(*head_step_tile):
-      *head, step, tile = head_step_tile
-      group, row, begin, end, j = mine(*head)
+    def visit(group, row, begin, end, j, step, peek, carry):
       row = pl.multiple_of(row, ROW_ALIGNMENT)
       # Rows past the last group are stored as they start out: zero.
       steps = jnp.where(group < num_groups, products * ceil_div(contraction, t.block_k), 0)
-      body(group, row, begin, end, j * t.block_n, steps, step, tile)
-      return steps
+      return steps, *body(group, row, begin, end, j * t.block_n, steps, step, peek, carry)
 
-    if t.balance:
-      machine.for_each_of_two(totals, head_at, lambda head: head[1], visit, t)
-    else:
-      machine.for_each_tile(totals[0], head_at, visit, t)
+    return machine.for_each_tile(num_tiles * grid[1], head_at, visit, t, carry)
 
   def load():
     @for_each_tile
-    def _(group, row, begin, end, column, steps, step, tile):
-      del begin, end, tile  # A short tile loads rows of other groups too, or zeros past the last.
+    def _(group, row, begin, end, column, steps, step, peek, carry):
+      del begin, end  # A short tile loads rows of other groups too, or zeros past the last.
       of_one = lax.div(steps, products)
 
       for i, (x, w) in enumerate(pairs):  # one product after the other, into the same sums
@@ -127,56 +104,48 @@ def _kernel(
           k_slice, n_slice = pl.ds(k * t.block_k, t.block_k), pl.ds(column, t.block_n)
           x_tile = x.at[pl.ds(row, t.block_m), k_slice]
           w_tile = w.at[group, n_slice, k_slice] if transpose_w else w.at[group, k_slice, n_slice]
-          machine.load_tiles(x_tile, w_tile, slot, x_smem, w_smem, ready, t)
+          machine.load_tiles(x_tile, w_tile, slot, x_smem, w_smem, ready)
+
+      return peek(), carry
 
     for slot in range(t.stages):  # Leave no arrival unobserved.
       plgpu.barrier_wait(free.at[slot])
 
-  def store(y, smem, short_smem, row, begin, end, column):
-    """One warpgroup's registers, 64 rows at a time; `begin` and `end` are its own."""
-    for i in range(0, wg_rows, 64):
-      first, last = jnp.clip(begin - i, 0, 64), jnp.clip(end - i, 0, 64)
-      for what, y_gmem in zip(outputs, results, strict=True):
-        take = machine.swiglu_stripes_of if what == "h" else machine.stripes_of
-        stripes = functools.partial(take, y[i : i + 64], y_gmem.dtype)
-        to = y_gmem, row + i
-        at = pl.multiple_of(lax.div(column, 2), t.block_n // 2) if what == "h" else column
-
-        @pl.when(last - first == 64)
-        def _(stripes=stripes, to=to, at=at):
-          machine.store_rows(stripes(), smem, *to, at)
-
-        @pl.when(last - first < 64)
-        def _(stripes=stripes, to=to, at=at, first=first, last=last):
-          machine.store_some_rows(stripes, smem, short_smem, *to, first, last, at, t)
-
-  def compute(wg: int):
+  def compute(wg):
     for slot in range(t.stages):
       plgpu.barrier_arrive(free.at[slot])
+    widths = [t.block_n // 2 if what == "h" else t.block_n for what in outputs]
+    store = lambda pending: pending.chores(results, *(smem.at[wg] for smem in staging))
+    my_rows = pl.multiple_of(wg * wg_rows, 64)
 
-    @for_each_tile
-    def _(group, row, begin, end, column, steps, step, tile):
-      row, begin, end = row + wg * wg_rows, begin - wg * wg_rows, end - wg * wg_rows
-      reader = machine.Reader(barriers, wg, steps, step, tile, t)
-      reader.start()
+    def tile(group, row, begin, end, column, steps, step, peek, pending):
+      row, begin, end = row + my_rows, begin - my_rows, end - my_rows
+      reader = machine.Reader(ready, free, steps, step, t)
 
       def operands(slot, k):
         del k
         w_tile = w_smem.at[slot].transpose((1, 0)) if transpose_w else w_smem.at[slot]
-        return x_smem.at[slot, pl.ds(wg * wg_rows, wg_rows)], w_tile
+        return x_smem.at[slot, pl.ds(my_rows, wg_rows)], w_tile
 
-      @pl.when(end > 0)
-      def _():
-        y = reader.multiply((wg_rows, t.block_n), operands)
+      def multiply():
+        y, later = reader.multiply((wg_rows, t.block_n), operands, peek, store(pending))
         if scaled:
           which = jnp.minimum(group, num_groups - 1) if scale_gmem.shape[0] > 1 else 0
           y = y * scale_gmem[which]
-        store(y, *stages_out[wg], row, begin, end, column)
+        arrays = [(machine.swiglu(y) if what == "h" else y) for what in outputs]
+        columns = [lax.div(column, 2) if what == "h" else column for what in outputs]
+        arrays = tuple(a.astype(results[0].dtype) for a in arrays)
+        return later, machine.Pending(arrays, group, row, begin, end, tuple(columns))
 
-      @pl.when(end <= 0)  # Nothing to multiply in this half of a short tile.
-      def _():
+      def skip():  # Nothing to multiply in this half of a short tile.
         reader.skip()
+        return peek(), pending
 
+      return lax.cond(end > 0, multiply, skip)
+
+    nothing = machine.Pending.nothing([(wg_rows, w) for w in widths], results[0].dtype)
+    for chore in store(for_each_tile(tile, nothing)):
+      chore()
     plgpu.wait_smem_to_gmem(0)
 
   machine.run_warpgroups(compute, load)
@@ -212,7 +181,8 @@ def grouped_matmul(
     more: further pairs, shaped as `x_MK` and `w_GKN`, whose products are added to the fp32 sums:
       the gradient of rows that several matrices multiply, in one pass.
     scale: float32 [1], or [G] for one a group, that multiplies the fp32 sums; None = 1.
-    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands.
+    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands. float32 is slow: no
+      registers are left for it beside the next sums.
     tiling: tile sizes and order; None = the measured default.
     interpret: `plgpu.InterpretGPUParams` to run on the CPU.
 
@@ -307,7 +277,7 @@ def _run(pairs, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, o
     machine.swizzled((t.stages, t.block_m, t.block_k), x_MK.dtype),
     machine.swizzled((t.stages, *w_tile), w_GKN.dtype),
     *machine.ring(t),
-    *[machine.staging(t, out_dtype, short=True)] * WARPGROUPS,
+    *machine.staging(out_dtype),
   ]
   widths, padded = {"y": n, "h": n // 2}, pairs[0][0].shape[0]
   results = machine.launch(
@@ -324,12 +294,7 @@ def _run(pairs, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, o
     t,
     interpret,
   )(
-    *row_tiles(
-      group_sizes,
-      padded,
-      t.block_m * (2 if t.share == "rhs" else 1),
-      t.block_m // WARPGROUPS if t.balance else 0,
-    ),
+    *row_tiles(group_sizes, padded, t.block_m),
     *([] if scale is None else [scale]),
     *itertools.chain(*pairs),
   )

@@ -40,51 +40,43 @@ def _keep_rows(ref, begin, end):
 
 
 def _kernel(
-  groups_gmem, total_gmem, *refs, tiling: Tiling, transposed: bool, scaled: bool
+  groups_gmem, bounds_gmem, *refs, tiling: Tiling, transposed: bool, scaled: bool
 ):  # fmt: skip
   """One thread block."""
   t = tiling
   scale_gmem, refs = (refs[0], refs[1:]) if scaled else (None, refs)
-  x_gmem, dy_gmem, dw_gmem, x_smem, dy_smem, *refs = refs
-  barriers, (masked, *stages_out) = refs[: 2 + (t.lead > 0)], refs[2 + (t.lead > 0) :]
-  ready, free = barriers[:2]
+  x_gmem, dy_gmem, dw_gmem, x_smem, dy_smem, ready, free, masked, *staging = refs
   num_groups, k, n = dw_gmem.shape
   wg_rows, wg_columns = t.block_m // WARPGROUPS, t.block_n // WARPGROUPS
   alignment = t.block_k if transposed else ROW_ALIGNMENT
-  wide, tall = (2 if t.share == side else 1 for side in ("lhs", "rhs"))  # of a cluster
-  grid = (ceil_div(k, t.block_m * tall), ceil_div(n, t.block_n * wide))
+  grid = (ceil_div(k, t.block_m), ceil_div(n, t.block_n))
 
   def head_at(index):
     """`(group, start, rows, number along K, number along N)` of tile `index`."""
     group, index = lax.div(index, grid[0] * grid[1]), lax.rem(index, grid[0] * grid[1])
     i, j = plgpu.planar_snake(index, grid, 0, t.strip)
-    if t.share == "lhs":  # side by side
-      j = j * 2 + lax.axis_index("cluster")
-    elif t.share == "rhs":  # one below the other
-      i = i * 2 + lax.axis_index("cluster")
     group = jnp.minimum(group, num_groups - 1)
     return (*(groups_gmem[group, c] for c in range(3)), i, j)
 
-  def for_each_tile(body):
-    """Calls `body(group, base, begin, end, k_row, n_column, steps, step, tile)`.
+  def for_each_tile(body, carry=()):
+    """Calls `body(group, base, begin, end, k_row, n_column, steps, step, peek, carry)`.
 
-    The rows of the group are `base + begin` to `base + end - 1`.
+    The rows of the group are `base + begin` to `base + end - 1`; the rest is as in `machine`.
     """
 
-    def visit(group, start, rows, i, j, step, tile):
+    def visit(group, start, rows, i, j, step, peek, carry):
       begin = lax.rem(start, alignment)
       base = pl.multiple_of(start - begin, alignment)
       steps = jnp.where(rows > 0, lax.div(begin + rows + t.block_k - 1, t.block_k), 0)
-      k_row, n_column = i * t.block_m, j * t.block_n
-      body(group, base, begin, begin + rows, k_row, n_column, steps, step, tile)
-      return steps
+      args = group, base, begin, begin + rows, i * t.block_m, j * t.block_n, steps, step
+      return steps, *body(*args, peek, carry)
 
-    machine.for_each_tile(num_groups * grid[0] * grid[1], head_at, visit, t)
+    return machine.for_each_tile(num_groups * grid[0] * grid[1], head_at, visit, t, carry)
 
   def load():
     @for_each_tile
-    def _(group, base, begin, end, k_row, n_column, steps, step, tile):
-      del group, begin, end, tile
+    def _(group, base, begin, end, k_row, n_column, steps, step, peek, carry):
+      del group, begin, end
 
       @pl.loop(0, steps)
       def _(s):
@@ -96,21 +88,26 @@ def _kernel(
           tiles = x_gmem.at[k_slice, rows], dy_gmem.at[n_slice, rows]
         else:
           tiles = x_gmem.at[rows, k_slice], dy_gmem.at[rows, n_slice]
-        machine.load_tiles(*tiles, slot, x_smem, dy_smem, ready, t)
+        machine.load_tiles(*tiles, slot, x_smem, dy_smem, ready)
+
+      return peek(), carry
 
     for slot in range(t.stages):  # Leave no arrival unobserved.
       plgpu.barrier_wait(free.at[slot])
 
-  def compute(wg: int):
-    total = total_gmem[0]
+  def compute(wg):
+    total = bounds_gmem[num_groups]
     for slot in range(t.stages):
       plgpu.barrier_arrive(free.at[slot])
 
-    @for_each_tile
-    def _(group, base, begin, end, k_row, n_column, steps, step, tile):
-      reader = machine.Reader(barriers, wg, steps, step, tile, t)
-      reader.start()
-      my_rows = pl.ds(wg * wg_rows, wg_rows)
+    my_row, my_column = pl.multiple_of(wg * wg_rows, 64), pl.multiple_of(wg * wg_columns, 64)
+
+    def store(pending):
+      return pending.chores([dw_gmem.at[pending.group]], *(smem.at[wg] for smem in staging))
+
+    def tile(group, base, begin, end, k_row, n_column, steps, step, peek, pending):
+      reader = machine.Reader(ready, free, steps, step, t)
+      my_rows = pl.ds(my_row, wg_rows)
 
       def operands(slot, s):
         if transposed:
@@ -127,23 +124,22 @@ def _kernel(
         # warpgroup reads what this one overwrites, and the other way round.
         @pl.when(base + (s + 1) * t.block_k > total)
         def _():
-          _keep_rows(dy_smem.at[slot, :, pl.ds(wg * wg_columns, wg_columns)], first, last)
+          _keep_rows(dy_smem.at[slot, :, pl.ds(my_column, wg_columns)], first, last)
           plgpu.barrier_arrive(masked)
           plgpu.barrier_wait(masked)
 
         return x_tile.transpose((1, 0)), dy_smem.at[slot]
 
-      dw = reader.multiply((wg_rows, t.block_n), operands)
+      dw, later = reader.multiply((wg_rows, t.block_n), operands, peek, store(pending))
       if scaled:
         dw = dw * scale_gmem[0]
+      arrays = (dw.astype(dw_gmem.dtype),)
+      rows = jnp.int32(0), jnp.int32(wg_rows)
+      return later, machine.Pending(arrays, group, k_row + my_row, *rows, (n_column,))
 
-      @pl.when((k_row < k) & (n_column < n))
-      def _():
-        for i in range(0, wg_rows, 64):
-          row = k_row + wg * wg_rows + i
-          stripes = machine.stripes_of(dw[i : i + 64], dw_gmem.dtype)
-          machine.store_rows(stripes, stages_out[wg], dw_gmem.at[group], row, n_column)
-
+    nothing = machine.Pending.nothing([(wg_rows, t.block_n)], dw_gmem.dtype)
+    for chore in store(for_each_tile(tile, nothing)):
+      chore()
     plgpu.wait_smem_to_gmem(0)
 
   machine.run_warpgroups(compute, load)
@@ -195,7 +191,8 @@ def grouped_matmul_dw(
       (8-bit: of 8, and P of 128).
     group_sizes: [G] integers >= 0, `sum(group_sizes) <= M`. Not checked: they live on the device.
     scale: float32 [1] that multiplies the fp32 sums; None = 1.
-    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands.
+    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands. float32 is slow: no
+      registers are left for it beside the next sums.
     tiling: tile sizes and order: `block_m` cuts K, `block_n` cuts N, `block_k` cuts the rows; None
       = the measured default.
     interpret: `plgpu.InterpretGPUParams` to run on the CPU.
@@ -231,7 +228,7 @@ def grouped_matmul_dw(
     machine.swizzled((t.stages, *dy_tile), dy_MN.dtype),
     *machine.ring(t),
     plgpu.Barrier(num_arrivals=WARPGROUPS),
-    *[machine.staging(t, out_dtype)] * WARPGROUPS,
+    *machine.staging(out_dtype),
   ]
   return machine.launch(
     functools.partial(_kernel, tiling=t, transposed=transposed, scaled=scale is not None),

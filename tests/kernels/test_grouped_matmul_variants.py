@@ -1,4 +1,4 @@
-"""Variants of the grouped matmul kernels: order, clusters, 8-bit operands, SwiGLU."""
+"""Variants of the grouped matmul kernels: tiles, order, 8-bit operands, SwiGLU."""
 
 import functools
 
@@ -24,10 +24,9 @@ pytestmark = pytest.mark.compat
 SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 VARIANTS = {
-  "lead, single steps": dict(lead=1, block_k=128),
-  "soft": dict(balance=True, lead=2, stages=3, lookahead=True, short="group", slots=3),
-  "lhs": dict(share="lhs", slots=1),
-  "all": dict(share="rhs", balance=True, lead=1, lookahead=True, short="group"),
+  "single steps": dict(block_k=128),
+  "strips": dict(strip=1, stages=3),
+  "tall": dict(block_m=256),
 }
 SMALL = dict(block_n=128, stages=2, strip=2, num_blocks=2)
 # Two tiles of a pair, empty groups, halves without work; multiples of 8 and not.
@@ -86,15 +85,17 @@ def test_variants_agree(changes, sizes):
 
 
 @pytest.mark.parametrize("name", ["ragged", "eights"])
-@pytest.mark.parametrize("changes", [{}, VARIANTS["all"]], ids=["plain", "all"])
-def test_products_are_added(changes, name):
-  """Three pairs, with a contraction that the steps do not divide; empty groups stay zero."""
+def test_products_are_added(name):
+  """Three pairs, with a contraction that the steps do not divide; empty groups stay zero.
+
+  Six steps a tile: enough for the warpgroups to store in turn.
+  """
   m, k, n, sizes = 280, 128, 192, GROUPS[name]
   gradients = [operand(i, m, n, rows=sum(sizes)) for i in range(3)]
   weights = [operand(3 + i, len(sizes), k, n) for i in range(3)]
   first, *more = zip(gradients, weights, strict=True)
   run = dict(transpose_w=True, more=more, out_dtype=jnp.float32)
-  tiling = Tiling(**SMALL | dict(block_k=128) | changes)
+  tiling = Tiling(**SMALL | dict(block_k=128))
   dx = grouped_matmul(*first, jnp.array(sizes), **run, tiling=tiling, interpret=SIMULATOR)
   assert_no_races()
   parts = [reference.grouped_matmul(*p, sizes, transpose_w=True) for p in (first, *more)]
@@ -151,8 +152,7 @@ def test_swiglu(keep):
   x = operand(0, m, k, rows=sum(sizes))
   gate, up = (operand(s, len(sizes), k, f) / 8 for s in (1, 2))
   w = interleave(gate, up, 64)
-  # Two results of one and of two stripes, which end at different slots.
-  run = dict(tiling=Tiling(**SMALL | dict(slots=3)), interpret=SIMULATOR)
+  run = dict(tiling=Tiling(**SMALL), interpret=SIMULATOR)
   got = grouped_swiglu(x, w, jnp.array(sizes), keep=keep, **run)
   assert_no_races()
   g, u = (reference.grouped_matmul(x, a, sizes) for a in (gate, up))
@@ -163,9 +163,9 @@ def test_swiglu(keep):
 
 
 PRODUCTION = {
-  "slots": dict(stages=3, slots=4, short="group"),
-  "lhs": dict(share="lhs"),
-  "all": VARIANTS["all"],
+  "default": {},
+  "tall": dict(block_m=256, block_n=128),
+  "deep": dict(block_n=128, stages=6),
 }
 
 
@@ -189,7 +189,7 @@ def test_lowers_for_cuda(changes):
 
 
 def test_eight_bits_lower_for_cuda():
-  tiling = Tiling(**VARIANTS["all"] | dict(block_k=128))
+  tiling = Tiling(block_k=128)
   m, k, n, num_groups = 65536, 2048, 1024, 64
   struct = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
   operands = (
@@ -228,6 +228,6 @@ def test_rejects():
     grouped_matmul(x8[:, :64], w8[:, :64], sizes)
   with pytest.raises(ValueError, match="gate and up"):
     grouped_swiglu(x8.astype(jnp.bfloat16), w8.astype(jnp.bfloat16), sizes)
-  for bad in (dict(lead=4), dict(share="x"), dict(short=""), dict(share="rhs", num_blocks=3)):
+  for bad in (dict(stages=1), dict(strip=0), dict(block_m=256)):
     with pytest.raises(ValueError, match="Tiling"):
       Tiling(**bad)
