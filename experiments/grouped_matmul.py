@@ -208,7 +208,7 @@ def run_case(name, groups, n, kind, variants, m=65536, k=2048):
   """Checks and times the 16-bit variants of one shape."""
   variants = chosen(variants)
   patterns = {"timed": spread(kind, groups, m)}
-  if variants.keys() - FEW:
+  if name in ("E64", "E8"):
     patterns["edges"] = edges(groups, m)
   x, w, dy = operands(m, k, n, groups)
   sizes = spread(kind, groups, m)

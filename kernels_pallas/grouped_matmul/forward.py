@@ -74,8 +74,8 @@ def _kernel(
 
   def head_at(index):
     """`(group, row, begin, end, number along the columns)` of tile `index`."""
+    index = jnp.minimum(index, grid[0] * grid[1] - 1)
     i, j = plgpu.planar_snake(index, grid, 0, t.strip)
-    i = jnp.clip(i, 0, tiles_gmem.shape[0] - 1)
     return (*(tiles_gmem[i, c] for c in range(4)), j)
 
   def for_each_tile(body, carry=()):
@@ -217,7 +217,8 @@ def grouped_swiglu(
     x_MK: rows.
     w_GKN: both matrices.
     group_sizes: rows of each group.
-    keep: also return `x @ w`, in the same order of columns, for the backward pass.
+    keep: also return `x @ w`, in the same order of columns, for the backward pass. Some registers
+      spill then.
     transpose_w: `w_GKN` is stored as [G, N, K].
     scale: as in `grouped_matmul`.
     out_dtype: of the results.
@@ -277,7 +278,7 @@ def _run(pairs, group_sizes, transpose_w, scale, out_dtype, tiling, interpret, o
     machine.swizzled((t.stages, t.block_m, t.block_k), x_MK.dtype),
     machine.swizzled((t.stages, *w_tile), w_GKN.dtype),
     *machine.ring(t),
-    *machine.staging(out_dtype),
+    *machine.staging(out_dtype, short=True),
   ]
   widths, padded = {"y": n, "h": n // 2}, pairs[0][0].shape[0]
   results = machine.launch(

@@ -31,13 +31,14 @@ def swizzled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
   return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def staging(dtype):
+def staging(dtype, *, short: bool):
   """Where each warpgroup puts 128 bytes of columns of 64 rows on the way to global memory.
 
-  Once as `swizzled`, and once without the swizzle: from there a copy may start at any row.
+  `swizzled`; with `short` there is a second place without the swizzle, from where a copy may start
+  at any row.
   """
   shape = (WARPGROUPS, 64, 128 // jnp.dtype(dtype).itemsize)
-  return [swizzled(shape, dtype), plgpu.SMEM(shape, dtype)]
+  return [swizzled(shape, dtype), *([plgpu.SMEM(shape, dtype)] if short else [])]
 
 
 class Pending(NamedTuple):
@@ -65,13 +66,13 @@ class Pending(NamedTuple):
     zeros = [plgpu.layout_cast(jnp.zeros(s, dtype), plgpu.Layout.WGMMA) for s in shapes]
     return cls(tuple(zeros), *[jnp.int32(0)] * 4, tuple(jnp.int32(0) for _ in shapes))
 
-  def chores(self, outputs, smem, plain_smem):
+  def chores(self, outputs, smem, plain_smem=None):
     """Functions that store a stripe each, to be called in turn with some time in between.
 
     Args:
       outputs: the arrays in global memory that `arrays` belong to.
-      smem: both views of the staging memory.
-      plain_smem: the one without a swizzle.
+      smem: this warpgroup's place of `staging`.
+      plain_smem: the one without the swizzle; None = 64 rows are stored together or not at all.
     """
     width = smem.shape[1]
     places = [
@@ -91,9 +92,11 @@ class Pending(NamedTuple):
         at = pl.multiple_of(row, ROW_ALIGNMENT)
         _store_rows(stripe, smem, outputs[which], at, column)
 
-      @pl.when((last - first < 64) & (last > first))
-      def _():
-        _store_some_rows(stripe, plain_smem, outputs[which], row, column, first, last)
+      if plain_smem is not None:
+
+        @pl.when((last - first < 64) & (last > first))
+        def _():
+          _store_some_rows(stripe, plain_smem, outputs[which], row, column, first, last)
 
     return [functools.partial(store, *place) for place in places]
 
@@ -136,7 +139,7 @@ def swiglu(y):
 
 
 def for_each_tile(total, head_at, body, tiling: Tiling, carry=()):
-  """Calls `body(*head_at(i), step, tile, peek, carry)` for the tiles i of this thread block.
+  """Calls `body(*head_at(i), step, peek, carry)` for the tiles i of this thread block.
 
   `body` returns the pipeline steps of the tile, what `peek()` gave, the next tile's head, and the
   next carry. `peek` reads global memory: the right time is while the tensor cores are busy. `step`

@@ -39,13 +39,11 @@ def _keep_rows(ref, begin, end):
   plgpu.commit_smem()
 
 
-def _kernel(
-  groups_gmem, bounds_gmem, *refs, tiling: Tiling, transposed: bool, scaled: bool
-):  # fmt: skip
+def _kernel(groups_gmem, bounds_gmem, *refs, tiling: Tiling, transposed: bool, scaled: bool):
   """One thread block."""
   t = tiling
   scale_gmem, refs = (refs[0], refs[1:]) if scaled else (None, refs)
-  x_gmem, dy_gmem, dw_gmem, x_smem, dy_smem, ready, free, masked, *staging = refs
+  x_gmem, dy_gmem, dw_gmem, x_smem, dy_smem, ready, free, masked, staging = refs
   num_groups, k, n = dw_gmem.shape
   wg_rows, wg_columns = t.block_m // WARPGROUPS, t.block_n // WARPGROUPS
   alignment = t.block_k if transposed else ROW_ALIGNMENT
@@ -101,9 +99,7 @@ def _kernel(
       plgpu.barrier_arrive(free.at[slot])
 
     my_row, my_column = pl.multiple_of(wg * wg_rows, 64), pl.multiple_of(wg * wg_columns, 64)
-
-    def store(pending):
-      return pending.chores([dw_gmem.at[pending.group]], *(smem.at[wg] for smem in staging))
+    store = lambda pending: pending.chores([dw_gmem.at[pending.group]], staging.at[wg])
 
     def tile(group, base, begin, end, k_row, n_column, steps, step, peek, pending):
       reader = machine.Reader(ready, free, steps, step, t)
@@ -228,7 +224,7 @@ def grouped_matmul_dw(
     machine.swizzled((t.stages, *dy_tile), dy_MN.dtype),
     *machine.ring(t),
     plgpu.Barrier(num_arrivals=WARPGROUPS),
-    *machine.staging(out_dtype),
+    *machine.staging(out_dtype, short=False),
   ]
   return machine.launch(
     functools.partial(_kernel, tiling=t, transposed=transposed, scaled=scale is not None),

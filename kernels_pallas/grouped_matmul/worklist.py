@@ -64,7 +64,7 @@ def round_up(a, multiple: int):
 
 
 def _sums_before(x_N: jax.Array) -> jax.Array:
-  """[N + 1] sums of the first 0 to N elements, as one masked reduction: cumsum takes kernels."""
+  """[N + 1] sums of the first 0 to N elements, as one masked reduction: cumsum takes several."""
   i, j = jnp.arange(x_N.shape[0] + 1)[:, None], jnp.arange(x_N.shape[0])
   return jnp.sum(jnp.where(j < i, x_N, 0), axis=1, dtype=jnp.int32)
 

@@ -17,12 +17,15 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 2e-2
 
 
+@pytest.mark.parametrize("scale, width", [(1, 256), (16, 1024)], ids=["tile", "tiles"])
 @pytest.mark.parametrize("sizes", [[100, 0, 300, 57, 1, 0, 500, 20], [1000, 0, 0, 0, 0, 0, 0, 24]])
-def test_grouped_matmul(sizes):
-  keys = jax.random.split(jax.random.key(0), 3)
-  x = jax.random.normal(keys[0], (1024, 256), jnp.bfloat16)
-  w = jax.random.normal(keys[1], (8, 256, 128), jnp.bfloat16) / 16
-  dy = jax.random.normal(keys[2], (1024, 128), jnp.bfloat16)
+def test_grouped_matmul(sizes, scale, width):
+  """One tile to a thread block, and several, which are stored while the next is multiplied."""
+  keys, rows = jax.random.split(jax.random.key(0), 3), 1024 * scale
+  sizes = [max(scale * size - scale // 16, 0) for size in sizes]
+  x = jax.random.normal(keys[0], (rows, width), jnp.bfloat16)
+  w = jax.random.normal(keys[1], (8, width, width // 2), jnp.bfloat16) / width**0.5
+  dy = jax.random.normal(keys[2], (rows, width // 2), jnp.bfloat16)
 
   @functools.partial(jax.jit, static_argnums=0)
   def both(implementation, x, w, dy):

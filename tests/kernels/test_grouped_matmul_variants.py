@@ -29,7 +29,7 @@ VARIANTS = {
   "tall": dict(block_m=256),
 }
 SMALL = dict(block_n=128, stages=2, strip=2, num_blocks=2)
-# Two tiles of a pair, empty groups, halves without work; multiples of 8 and not.
+# Short and whole tiles, empty groups, halves without work; multiples of 8 and not.
 GROUPS = {"ragged": [17, 0, 130, 1, 0, 60, 31], "eights": [16, 0, 136, 0, 8, 72, 40]}
 
 
@@ -86,13 +86,14 @@ def test_variants_agree(changes, sizes):
 
 @pytest.mark.parametrize("name", ["ragged", "eights"])
 def test_products_are_added(name):
-  """Three pairs, with a contraction that the steps do not divide; empty groups stay zero.
+  """Four pairs, with a contraction that the steps do not divide; empty groups stay zero.
 
-  Six steps a tile: enough for the warpgroups to store in turn.
+  A float32 tile of 128 columns is stored in four parts: in turn by two warpgroups, that takes just
+  the eight steps of a tile.
   """
   m, k, n, sizes = 280, 128, 192, GROUPS[name]
-  gradients = [operand(i, m, n, rows=sum(sizes)) for i in range(3)]
-  weights = [operand(3 + i, len(sizes), k, n) for i in range(3)]
+  gradients = [operand(i, m, n, rows=sum(sizes)) for i in range(4)]
+  weights = [operand(4 + i, len(sizes), k, n) for i in range(4)]
   first, *more = zip(gradients, weights, strict=True)
   run = dict(transpose_w=True, more=more, out_dtype=jnp.float32)
   tiling = Tiling(**SMALL | dict(block_k=128))
@@ -100,6 +101,25 @@ def test_products_are_added(name):
   assert_no_races()
   parts = [reference.grouped_matmul(*p, sizes, transpose_w=True) for p in (first, *more)]
   assert close(dx, sum(parts), 1e-6)  # rounded once, not three times
+
+
+def test_tall_tiles_are_stored_in_turn():
+  """Four parts of 64 rows and columns; eight steps a tile, several tiles to a thread block."""
+  sizes = GROUPS["ragged"]
+  x, w = operand(0, 280, 512, rows=sum(sizes)), operand(1, len(sizes), 512, 192)
+  run = dict(tiling=Tiling(**SMALL | dict(block_m=256)), interpret=SIMULATOR)
+  y = grouped_matmul(x, w, jnp.array(sizes), **run)
+  assert_no_races()
+  assert close(y, reference.grouped_matmul(x, w, sizes), 4e-3)
+
+
+def test_weight_gradients_are_stored_in_turn_or_first():
+  """Tiles of four steps (enough for that), of one and of none follow each other."""
+  sizes, m = [200, 0, 17, 0, 55], 280
+  x, dy = operand(0, m, 256, rows=sum(sizes)), operand(1, m, 192, rows=sum(sizes))
+  dw = grouped_matmul_dw(x, dy, jnp.array(sizes), tiling=Tiling(**SMALL), interpret=SIMULATOR)
+  assert_no_races()
+  assert close(dw, reference.grouped_matmul_dw(x, dy, sizes), 4e-3)
 
 
 def test_eight_bits_forward_and_input_gradient():
@@ -148,7 +168,7 @@ def test_aligned_rows():
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_swiglu(keep):
-  sizes, m, k, f = GROUPS["ragged"], 264, 128, 128
+  sizes, m, k, f = GROUPS["ragged"], 264, 384, 128
   x = operand(0, m, k, rows=sum(sizes))
   gate, up = (operand(s, len(sizes), k, f) / 8 for s in (1, 2))
   w = interleave(gate, up, 64)
