@@ -1,7 +1,9 @@
 """Speed of a config's training step on random rows: `python -m ats_jax.bench step --config=...`.
 
 Nothing is read or kept; the program is the one that `ats_jax.train` runs. Prints a line a phase and
-one JSON line with everything; with --profile first where the time of two more steps went.
+one JSON line with everything: `step_secs` where the host waits for each step (the median),
+`queued_step_secs` where it waits for the last one only, as in training (the mean). With --profile
+first where the time of two more steps went.
 """
 
 import json
@@ -55,7 +57,7 @@ def measure(
 
   Args:
     cfg: the run; without `model.vocab_size`, 'bytes' and 'bpe' tokenizers tell theirs.
-    steps: timed steps, after a few untimed ones.
+    steps: timed steps, after a few untimed ones: waited for one by one, then as many queued.
     segments: documents in each row.
     profile: trace two more steps and log the kernels that took longest.
     memory_gib: of a device; 0 = what it says itself.
@@ -90,6 +92,11 @@ def measure(
       state, metrics = train_step(state, batch)
       losses.append(float(metrics.values[0]))
       times.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    for _ in range(steps):
+      state, _ = train_step(state, batch)
+    jax.block_until_ready(state)
+    queued_secs = (time.perf_counter() - began) / steps
     if profile:
       with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -99,7 +106,8 @@ def measure(
         table = kernel_table(kernel_times(Path(folder)))
       logging.info("kernels of %d steps:\n%s", PROFILED_STEPS, table)
   step_secs = statistics.median(times[WARMUP_STEPS:])
-  tokens_per_sec = cfg.data.batch_size * cfg.data.seq_len / step_secs
+  tokens = cfg.data.batch_size * cfg.data.seq_len
+  tokens_per_sec = tokens / step_secs
   kind, devices = jax.devices()[0].device_kind, jax.device_count()
   peak = peak_flops(kind, cfg.precision.compute_dtype)
   return {
@@ -113,6 +121,8 @@ def measure(
     "compile_secs": compile_secs,
     "step_secs": step_secs,
     "tokens_per_sec": tokens_per_sec,
+    "queued_step_secs": queued_secs,
+    "queued_tokens_per_sec": tokens / queued_secs,
     "model_flops_per_sec": plan.counts.flops_causal * tokens_per_sec,
     "mfu": mfu(plan.counts.flops_causal, tokens_per_sec, devices, peak),
     "mfu_6n": mfu(plan.counts.flops_full, tokens_per_sec, devices, peak),

@@ -255,6 +255,8 @@ def test_bench_prints_one_json_line():
   found = json.loads(line)
   assert found["device"] == "1 x cpu"
   assert found["tokens_per_sec"] == pytest.approx(16 * 32 / found["step_secs"])
+  assert found["queued_tokens_per_sec"] == pytest.approx(16 * 32 / found["queued_step_secs"])
+  assert 0 < found["queued_step_secs"] < 10 * found["step_secs"]
   assert found["compile_secs"] > 0 and 0 < found["loss"] < 20
   weights_and_moments = 3 * 4 * found["parameters"]
   assert found["memory/predicted_gib"] > weights_and_moments / 2**30

@@ -1,0 +1,97 @@
+r"""Inside the grouped matmul kernels on one Hopper GPU: where a multiplying warpgroup's cycles go.
+
+Mosaic's profiler notes the clock of each warpgroup where a tile's products begin and end. Printed
+for each kernel: medians over all tiles of all thread blocks, of the products and of the time until
+the next tile's. At the rate of the tensor cores, a step of 64 takes 1,024 cycles for a tile of
+128 x 256. The clock counts cycles, whatever their frequency is.
+Command: PYTHONPATH=. python experiments/kernel_timeline.py [--groups=64] [--n=1024]
+  [--trace=FOLDER: keeps what Perfetto shows]
+"""
+
+import collections
+import functools
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from grouped_matmul_checks import spread
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.grouped_matmul import grouped_matmul, grouped_matmul_dw, machine
+
+_GROUPS = flags.DEFINE_integer("groups", 64, "Groups, of uneven sizes.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("m", 65536, "Rows of all groups.", lower_bound=1)
+_K = flags.DEFINE_integer("k", 2048, "Columns of x.", lower_bound=64)
+_N = flags.DEFINE_integer("n", 1024, "Columns of y.", lower_bound=64)
+_TRACE = flags.DEFINE_string("trace", "", "Where to keep the traces; none without it.")
+
+TILES = 40  # that there is room for in shared memory, for each warpgroup
+SCOPE = "products"
+
+
+def cycles(events: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+  """Durations of the scope, and of what lies between two, over all warpgroups of a trace."""
+  by_warpgroup = collections.defaultdict(list)
+  for event in events:
+    if event["name"] == SCOPE:
+      by_warpgroup[event["tid"]].append(1e3 * event["ts"])
+  inside = [t[1::2] - t[::2] for t in map(np.array, by_warpgroup.values())]
+  between = [t[2::2] - t[1:-1:2] for t in map(np.array, by_warpgroup.values())]
+  return np.concatenate(inside), np.concatenate(between)
+
+
+def timeline(folder: Path, f, *args) -> tuple[np.ndarray, np.ndarray]:
+  """`cycles` of a call of the kernel in `f`, which is compiled with the profiler."""
+  settings = plgpu.CompilerParams(
+    profile_space=TILES, profile_dir=str(folder), profile_bounds_check=True
+  )
+  multiply = machine.Reader.multiply
+
+  def named(*args):
+    with jax.named_scope(SCOPE):
+      return multiply(*args)
+
+  with (
+    mock.patch.object(machine.Reader, "multiply", named),
+    mock.patch.object(plgpu, "kernel", functools.partial(plgpu.kernel, compiler_params=settings)),
+  ):
+    compiled = jax.jit(f).lower(*args).compile()
+  for _ in range(3):  # the newest trace is of a warm GPU
+    jax.block_until_ready(compiled(*args))
+  jax.effects_barrier()
+  newest = max(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+  return cycles(json.loads(newest.read_text(encoding="utf-8"))["traceEvents"])
+
+
+def main(argv: list[str]) -> None:
+  """Print the table."""
+  del argv
+  m, k, n, groups = _ROWS.value, _K.value, _N.value, _GROUPS.value
+  keys = jax.random.split(jax.random.key(0), 3)
+  normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
+  x, w, dy = normal(keys[0], m, k), normal(keys[1], groups, k, n), normal(keys[2], m, n)
+  sizes = jnp.array(spread("uneven", groups, m))
+  jobs = {
+    "forward": (grouped_matmul, x, w, sizes),
+    "input_gradient": (functools.partial(grouped_matmul, transpose_w=True), dy, w, sizes),
+    "weight_gradient": (grouped_matmul_dw, x, dy, sizes),
+  }
+  print(
+    f"jax {jax.__version__}, {jax.devices()[0].device_kind}: {m} rows, {groups} groups, {k=}, {n=}"
+  )
+  print("| | tiles seen | products | until the next tile's |\n|---|--:|--:|--:|")
+  with tempfile.TemporaryDirectory() as scratch:
+    for name, job in jobs.items():
+      folder = Path(_TRACE.value or scratch) / name
+      folder.mkdir(parents=True, exist_ok=True)
+      inside, between = timeline(folder, *job)
+      print(f"| {name} | {inside.size} | {np.median(inside):,.0f} | {np.median(between):,.0f} |")
+
+
+if __name__ == "__main__":
+  app.run(main)
