@@ -99,7 +99,10 @@ def test_rows_that_are_no_multiple_of_eight(m):
 
 @pytest.mark.parametrize(
   "tiling",
-  [Tiling(block_m=256, block_n=128, stages=3, num_blocks=3), Tiling(block_k=128, stages=2)],
+  [
+    Tiling(block_m=256, block_n=128, stages=3, num_blocks=2),
+    Tiling(block_k=128, stages=2, num_blocks=2),
+  ],
   ids=["256 x 128", "128 x 256, deep"],
 )
 def test_tilings_agree(tiling):
