@@ -71,6 +71,11 @@ def timeline(folder: Path, f, *args) -> tuple[np.ndarray, np.ndarray]:
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
+  if jax.default_backend() != "gpu":
+    raise SystemExit(
+      f"kernel_timeline: Mosaic's profiler needs a Hopper GPU, jax has a {jax.default_backend()}."
+      " Without one, experiments/grouped_matmul.py --tiny runs the kernels in the simulator."
+    )
   m, k, n, groups = _ROWS.value, _K.value, _N.value, _GROUPS.value
   keys = jax.random.split(jax.random.key(0), 3)
   normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)

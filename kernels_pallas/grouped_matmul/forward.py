@@ -181,8 +181,8 @@ def grouped_matmul(
     more: further pairs, shaped as `x_MK` and `w_GKN`, whose products are added to the fp32 sums:
       the gradient of rows that several matrices multiply, in one pass.
     scale: float32 [1], or [G] for one a group, that multiplies the fp32 sums; None = 1.
-    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands. float32 is slow: no
-      registers are left for it beside the next sums.
+    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands. float32
+      spills registers: few are left beside the next tile's sums.
     tiling: tile sizes and order; None = the measured default.
     interpret: `plgpu.InterpretGPUParams` to run on the CPU.
 

@@ -187,8 +187,8 @@ def grouped_matmul_dw(
       (8-bit: of 8, and P of 128).
     group_sizes: [G] integers >= 0, `sum(group_sizes) <= M`. Not checked: they live on the device.
     scale: float32 [1] that multiplies the fp32 sums; None = 1.
-    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands. float32 is slow: no
-      registers are left for it beside the next sums.
+    out_dtype: of the result; `x_MK.dtype` if None, bfloat16 for 8-bit operands. float32
+      spills registers: few are left beside the next tile's sums.
     tiling: tile sizes and order: `block_m` cuts K, `block_n` cuts N, `block_k` cuts the rows; None
       = the measured default.
     interpret: `plgpu.InterpretGPUParams` to run on the CPU.
