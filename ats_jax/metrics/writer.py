@@ -8,6 +8,7 @@ import abc
 import contextlib
 import csv
 import fnmatch
+import functools
 import json
 import math
 import os
@@ -262,13 +263,17 @@ class TensorboardWriter(MetricWriter):
     self._events.close()
 
 
+# Python holds back what goes into a file or a pipe.
+_print_now = functools.partial(print, flush=True)
+
+
 class ConsoleWriter(MetricWriter):
   """A short aligned line of the metrics in `CONSOLE_LABELS`, one of all in `eval/`, and texts.
 
   What would not fit a line is left to the files. Other kinds are ignored.
   """
 
-  def __init__(self, print_line: Callable[[str], None] = print):
+  def __init__(self, print_line: Callable[[str], None] = _print_now):
     self._print = print_line
 
   @override

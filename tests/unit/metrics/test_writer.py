@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import inspect
+import io
 import json
 import math
 import signal
@@ -417,3 +418,11 @@ def test_time_keys():
   assert all(map(is_time_key, timed))
   exact = ["step", "train/loss", "eval/loss", "train/learning_rate", "moe/load_max", "moe/share"]
   assert not any(map(is_time_key, exact))
+
+
+def test_the_console_holds_nothing_back(monkeypatch):
+  """As in a log file: a killed run has the lines of all its rows there."""
+  raw = io.BytesIO()
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
+  ConsoleWriter().write_scalars(3, {"train/loss": 1.5})
+  assert b"step       3  train  loss 1.5" in raw.getvalue()
