@@ -108,19 +108,36 @@ inline ffi::Error check(cudaError_t status, const char* what) {
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-// Start a kernel with `shared` bytes of dynamic shared memory; nothing to do for no blocks.
+// Start a kernel in `clusters` clusters of `cluster` blocks each, with `shared` bytes of dynamic shared
+// memory a block; nothing to do for none. Only sm_90 and newer know clusters of more than one block.
 template <class... Parameters, class... Arguments>
-inline ffi::Error launch_shared(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
-                                int threads, int shared, Arguments... arguments) {
-  if (blocks == 0) return ffi::Error::Success();
+inline ffi::Error launch_clusters(cudaStream_t stream, void (*kernel)(Parameters...),
+                                  int64_t clusters, int cluster, int threads, int shared,
+                                  Arguments... arguments) {
+  if (clusters == 0) return ffi::Error::Success();
+  const int64_t blocks = clusters * cluster;
   if (blocks > INT32_MAX) return ffi::Error::InvalidArgument("array too large: over 2^31 blocks");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  if (cluster > 1) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
   return check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...),
                "kernel launch");
+}
+
+// Start a kernel with `shared` bytes of dynamic shared memory.
+template <class... Parameters, class... Arguments>
+inline ffi::Error launch_shared(cudaStream_t stream, void (*kernel)(Parameters...), int64_t blocks,
+                                int threads, int shared, Arguments... arguments) {
+  return launch_clusters(stream, kernel, blocks, 1, threads, shared, arguments...);
 }
 
 template <class... Parameters, class... Arguments>

@@ -1,5 +1,6 @@
 // One translation unit: the FFI headers take most of the compile time.
 #include "adamw.cuh"
+#include "cross_entropy.cuh"
 #include "grouped_matmul.cuh"
 #include "quantise.cuh"
 #include "rms_norm.cuh"

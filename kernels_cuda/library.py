@@ -20,6 +20,8 @@ ENTRY = FOLDER / "kernels.cu"
 TARGETS = (
   "ats_adamw",
   "ats_choose",
+  "ats_cross_entropy",
+  "ats_cross_entropy_gradient",
   "ats_grouped_matmul",
   "ats_grouped_matmul_dw",
   "ats_quantise_both",

@@ -324,20 +324,19 @@ def cross_entropy_case(tokens: int, width: int, vocab: int, chunk: int = 8192) -
     return normal(seed, (1, tokens, width)), head, targets, jnp.ones((1, tokens))
 
   def f(slots, x, head, targets, mask):
-    del slots  # it has one implementation
     x, head = reshard(x, *X_AXES), reshard(head, *HEAD_AXES)
-    return linear_cross_entropy(x, head, targets, mask, 0.0, 0.0, chunk).objective / tokens
+    return linear_cross_entropy(x, head, targets, mask, 0.0, 0.0, chunk, slots).objective / tokens
 
   arrays = 2 * width * (tokens + vocab)
   return Case(
     "linear_cross_entropy",
     f"{tokens} x {width} V{vocab}",
-    {},
+    dict(rows=min(chunk, tokens), vocab=vocab),
     f,
     make,
     {
-      "forward": Pass(("forward",), (), arrays, flops),
-      "gradients": Pass(("forward",), (0, 1), 2 * arrays, 3 * flops, with_forward=True),
+      "value": Pass(("value",), (), arrays, flops),
+      "gradients": Pass(("gradient",), (0, 1), 2 * arrays, 3 * flops, with_forward=True),
     },
   )
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ats_jax.ops import registry
+from ats_jax.ops.registry import XLA, Slots
 from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards
 
 X_AXES = ("batch", "seq", "act_embed")
@@ -32,7 +34,7 @@ class LossSums(NamedTuple):
   correct: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def linear_cross_entropy(
   x_BTD: jax.Array,
   head_VD: jax.Array,
@@ -41,6 +43,7 @@ def linear_cross_entropy(
   z_loss: float,
   label_smoothing: float,
   chunk_tokens: int,
+  slots: Slots = XLA,
 ) -> LossSums:
   """Score `x @ head.T` against targets without ever holding `[tokens, vocab]`.
 
@@ -56,23 +59,20 @@ def linear_cross_entropy(
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
     label_smoothing: share of the target spread evenly over the vocabulary.
     chunk_tokens: tokens of all devices together whose logits exist at one time.
+    slots: what runs; a vocabulary that is sharded is XLA's.
 
   Returns:
     Sums over all tokens.
   """
-  sums, _ = _sums_and_grads(
-    x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, with_grads=False
-  )
-  return sums
+  how = z_loss, label_smoothing, chunk_tokens, slots
+  return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=False)[0]
 
 
-def _forward(x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens):
-  return _sums_and_grads(
-    x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, with_grads=True
-  )
+def _forward(x_BTD, head_VD, targets_BT, mask_BT, *how):
+  return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=True)
 
 
-def _backward(z_loss, label_smoothing, chunk_tokens, grads, cotangent):
+def _backward(z_loss, label_smoothing, chunk_tokens, slots, grads, cotangent):
   dx_BTD, dhead_VD = grads
   scale = cotangent.objective
   return (dx_BTD * scale).astype(dx_BTD.dtype), (dhead_VD * scale).astype(dx_BTD.dtype), None, None
@@ -82,16 +82,13 @@ linear_cross_entropy.defvjp(_forward, _backward)
 
 
 def _sums_and_grads(
-  x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, with_grads
+  x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, slots, with_grads
 ):
-  chunk = max(1, chunk_tokens // num_shards("batch"))
-  local = functools.partial(
-    _local,
-    z_loss=z_loss,
-    label_smoothing=label_smoothing,
-    chunk=chunk,
-    with_grads=with_grads,
+  of_chunk = functools.partial(
+    _chunk, z_loss=z_loss, label_smoothing=label_smoothing, slots=slots, with_grads=with_grads
   )
+  chunk = max(1, chunk_tokens // num_shards("batch"))
+  local = functools.partial(_local, of_chunk=of_chunk, chunk=chunk, with_grads=with_grads)
   scalars = ()
   grads = (X_AXES, HEAD_AXES) if with_grads else None
   return island(
@@ -99,7 +96,7 @@ def _sums_and_grads(
   )(x_BTD, head_VD, targets_BT, mask_BT)
 
 
-def _local(x_BTD, head_VD, targets_BT, mask_BT, *, z_loss, label_smoothing, chunk, with_grads):
+def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, with_grads):
   """Work on one device's rows and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
@@ -111,9 +108,7 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, z_loss, label_smoothing, chun
     return a.reshape(-1, chunk, *a.shape[1:])
 
   def step(dhead_VD, inputs):
-    sums, dx_CD, dchunk_VD = _chunk(
-      head_VD, *inputs, z_loss=z_loss, label_smoothing=label_smoothing, with_grads=with_grads
-    )
+    sums, dx_CD, dchunk_VD = of_chunk(head_VD, *inputs)
     return (dhead_VD + dchunk_VD, (sums, dx_CD)) if with_grads else (None, (sums, None))
 
   dhead_VD = jnp.zeros(head_VD.shape, jnp.float32) if with_grads else None
@@ -126,39 +121,92 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, z_loss, label_smoothing, chun
   return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, "batch"))
 
 
-def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, with_grads):
-  logits_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
-  num_local = head_VD.shape[0]
-  vocab = num_local * num_shards("vocab")
-  ids_V = jnp.arange(num_local) + axis_index("vocab") * num_local
-  is_target_CV = ids_V == targets_C[:, None]
+class _Rows(NamedTuple):
+  """Of each token, float32 [C]: log-sum-exp, the target's logit, the largest and the mean logit."""
 
-  top_C = all_max(jnp.max(logits_CV, axis=-1), "vocab")
-  exp_CV = jnp.exp(logits_CV - top_C[:, None])
-  total_C = all_sum(jnp.sum(exp_CV, axis=-1), "vocab")
-  lse_C = top_C + jnp.log(total_C)
-  label_C = all_sum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "vocab")
-  cross_entropy_C = lse_C - label_C
-  objective_C = cross_entropy_C + z_loss * jnp.square(lse_C)
+  lse: jax.Array
+  label: jax.Array
+  top: jax.Array
+  mean: jax.Array
+
+
+def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, slots, with_grads):
+  """Sums of some tokens, and their share of the gradients."""
+  logits_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
+  if with_grads:
+    rows, dlogits_CV = _rows_and_gradient(
+      logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, x_CD.dtype
+    )
+  else:
+    rows, dlogits_CV = _rows(logits_CV, targets_C, slots), None
+  cross_entropy_C = rows.lse - rows.label
+  objective_C = cross_entropy_C + z_loss * jnp.square(rows.lse)
   if label_smoothing:
-    mean_C = all_sum(jnp.sum(logits_CV, axis=-1), "vocab") / vocab
-    objective_C += label_smoothing * (label_C - mean_C)
+    objective_C += label_smoothing * (rows.label - rows.mean)
   sums = LossSums(
     objective=jnp.sum(objective_C * mask_C),
     cross_entropy=jnp.sum(cross_entropy_C * mask_C),
-    z=jnp.sum(jnp.square(lse_C) * mask_C),
-    correct=jnp.sum((label_C >= top_C) * mask_C),
+    z=jnp.sum(jnp.square(rows.lse) * mask_C),
+    correct=jnp.sum((rows.label >= rows.top) * mask_C),
   )
-  if not with_grads:
+  if dlogits_CV is None:
     return sums, None, None
-
-  # d objective / d logits = (1 + 2 z lse) softmax - (1 - s) onehot - s / V, times the mask
-  weight_C = (1.0 + 2.0 * z_loss * lse_C) / total_C
-  dlogits_CV = exp_CV * weight_C[:, None] - (1.0 - label_smoothing) * is_target_CV
-  dlogits_CV = (dlogits_CV - label_smoothing / vocab) * mask_C[:, None]
-  dlogits_CV = dlogits_CV.astype(x_CD.dtype)
   # A float32 result where the vocabulary is sharded: its shares are still to be added up.
   partial = jnp.float32 if num_shards("vocab") > 1 else x_CD.dtype
   dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, head_VD, preferred_element_type=partial)
   dhead_VD = jnp.einsum("CV,CD->VD", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
   return sums, dx_CD, dhead_VD
+
+
+def _kernel(slot, slots, logits_CV):
+  if num_shards("vocab") > 1:  # a row's sums are then not one device's to make
+    return None
+  tokens, vocab = logits_CV.shape
+  return registry.kernel("linear_cross_entropy", slot, slots, rows=tokens, vocab=vocab)
+
+
+def _from_kernel(statistics_C4, vocab):
+  lse_C, label_C, top_C, logits_C = statistics_C4.T
+  return _Rows(lse_C, label_C, top_C, logits_C / vocab)
+
+
+def _rows(logits_CV, targets_C, slots):
+  kernel = _kernel("value", slots, logits_CV)
+  if kernel is not None:
+    return _from_kernel(kernel(logits_CV, targets_C), logits_CV.shape[1])
+  return _reduced(logits_CV, _is_target(logits_CV, targets_C))[0]
+
+
+def _rows_and_gradient(logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, dtype):
+  """`_Rows`, and the gradient of the masked objective by the logits in `dtype`."""
+  kernel = _kernel("gradient", slots, logits_CV)
+  if kernel is not None:
+    dlogits_CV, statistics_C4 = kernel(
+      logits_CV, targets_C, mask_C, z_loss=z_loss, label_smoothing=label_smoothing
+    )
+    return _from_kernel(statistics_C4, logits_CV.shape[1]), dlogits_CV
+  is_target_CV = _is_target(logits_CV, targets_C)
+  rows, exp_CV, total_C = _reduced(logits_CV, is_target_CV)
+  # d objective / d logits = (1 + 2 z lse) softmax - (1 - s) onehot - s / V, times the mask
+  weight_C = (1.0 + 2.0 * z_loss * rows.lse) / total_C
+  dlogits_CV = exp_CV * weight_C[:, None] - (1.0 - label_smoothing) * is_target_CV
+  vocab = logits_CV.shape[1] * num_shards("vocab")
+  dlogits_CV = (dlogits_CV - label_smoothing / vocab) * mask_C[:, None]
+  return rows, dlogits_CV.astype(dtype)
+
+
+def _is_target(logits_CV, targets_C):
+  num_local = logits_CV.shape[1]
+  ids_V = jnp.arange(num_local) + axis_index("vocab") * num_local
+  return ids_V == targets_C[:, None]
+
+
+def _reduced(logits_CV, is_target_CV):
+  """`_Rows`, `exp(logits - top)` of this device's share, and the sum of that over all shares."""
+  top_C = all_max(jnp.max(logits_CV, axis=-1), "vocab")
+  exp_CV = jnp.exp(logits_CV - top_C[:, None])
+  total_C = all_sum(jnp.sum(exp_CV, axis=-1), "vocab")
+  label_C = all_sum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "vocab")
+  vocab = logits_CV.shape[1] * num_shards("vocab")
+  mean_C = all_sum(jnp.sum(logits_CV, axis=-1), "vocab") / vocab
+  return _Rows(top_C + jnp.log(total_C), label_C, top_C, mean_C), exp_CV, total_C

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from ats_jax.config.schema import Config
-from kernels_cuda import library, rms_norm, routing, rows
+from kernels_cuda import cross_entropy, library, rms_norm, routing, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +144,17 @@ def cuda_rows(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.rows`."""
   of_config = bfloat16(cfg, "the kernel") or multiples(8, {"model.d_model": cfg.model.d_model})
   return cuda(device, of_config or _choices(cfg))
+
+
+def cuda_cross_entropy(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.cross_entropy`: clusters of thread blocks came with sm_90."""
+  vocab, what = cfg.model.vocab_size, "the kernel"
+  of_config = bfloat16(cfg, what) or multiples(4, {"model.vocab_size": vocab})
+  if vocab > cross_entropy.MAX_VOCAB:
+    of_config = f"the kernel takes up to {cross_entropy.MAX_VOCAB} logits, there are {vocab}"
+  if cfg.mesh.tensor > 1:
+    of_config = f"the kernel needs whole rows of logits, mesh.tensor is {cfg.mesh.tensor}"
+  return cuda(device, of_config, "9.0")
 
 
 def cuda_adamw(cfg: Config, device: Device) -> str:

@@ -179,7 +179,17 @@ OPS: dict[str, Op] = {
       ),
     ),
   ),
-  "linear_cross_entropy": Op(("forward",)),  # computes the gradients too, while the logits exist
+  "linear_cross_entropy": Op(
+    ("value", "gradient"),  # of some tokens, between the matmuls, while their logits exist
+    (
+      cuda(
+        obstacles.cuda_cross_entropy,
+        "not measured yet",
+        value="cross_entropy:cross_entropy",
+        gradient="cross_entropy:cross_entropy_gradient",
+      ),
+    ),
+  ),
   "adamw": Op(
     ("update",),
     (

@@ -43,5 +43,6 @@ def loss_sums(
     cfg.z_loss,
     cfg.label_smoothing,
     cfg.loss_chunk_tokens,
+    model.num.slots,
   )
   return sums, stats

@@ -9,7 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_cuda import adamw, library, quantise, rms_norm, routing, rows, swiglu
+from kernels_cuda import (
+  adamw,
+  cross_entropy,
+  library,
+  quantise,
+  rms_norm,
+  routing,
+  rows,
+  swiglu,
+)
 
 pytestmark = pytest.mark.compat
 
@@ -82,6 +91,73 @@ def test_quantise_is_the_cast_and_its_transpose(shape, dtype):
   for got in (np.asarray(straight), np.asarray(turned).T, np.asarray(alone).T):
     np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), none)
     np.testing.assert_array_equal(got.view(np.uint8)[~none], want.view(np.uint8)[~none])
+
+
+def loss_reference(logits, targets, mask, z_loss, smoothing):
+  """Gradient and statistics; logits of -inf may be no targets."""
+  x, vocab = wide(logits), logits.shape[1]
+  top = x.max(1)
+  exp = np.exp(x - top[:, None])
+  lse = top + np.log(exp.sum(1))
+  onehot = np.arange(vocab) == targets[:, None]
+  label = np.where(onehot, x, 0).sum(1)
+  softmax = exp / exp.sum(1, keepdims=True)
+  slope = (1 + 2 * z_loss * lse)[:, None] * softmax - (1 - smoothing) * onehot - smoothing / vocab
+  return slope * mask[:, None], np.stack([lse, label, top, x.sum(1)], axis=1)
+
+
+# A block, and clusters of 2 and 8, whose last block may have nothing; then twice as much a thread.
+@pytest.mark.parametrize("vocab", [4, 100, 16_384, 16_388, 66_000, 131_072, 131_076])
+def test_cross_entropy(vocab):
+  tokens = 3 if vocab < 20_000 else 2
+  logits = random(0, tokens, vocab, dtype=np.float32) * 5
+  logits[0] += 300  # which exp() would not survive
+  targets = np.random.default_rng(1).integers(0, vocab, tokens).astype(np.int32)
+  targets[-1] = -1  # nowhere
+  mask = np.array([1.0, 0.5, 0.0], np.float32)[-tokens:]
+  gradient = functools.partial(
+    cross_entropy.cross_entropy_gradient, z_loss=0.25, label_smoothing=0.125
+  )
+  got, statistics = gradient(logits, targets, mask)
+  want, want_statistics = loss_reference(logits, targets, mask, 0.25, 0.125)
+  for t in range(tokens):  # each: a wrong row of small numbers would hide in the others
+    assert_close(got[t], want[t], ROUND)
+    np.testing.assert_allclose(statistics[t], want_statistics[t], 1e-5, 1e-3)
+  np.testing.assert_array_equal(cross_entropy.cross_entropy(logits, targets), statistics)
+
+
+def test_cross_entropy_is_the_same_in_every_order():
+  logits = random(0, 3, 20_000, dtype=np.float32)
+  args = logits, np.array([0, 19_999, 8192], np.int32), np.ones(3, np.float32)
+  gradient = functools.partial(
+    cross_entropy.cross_entropy_gradient, z_loss=0.1, label_smoothing=0.1
+  )
+  got, _ = in_every_order(gradient, *args)
+  assert_close(got, loss_reference(*args, 0.1, 0.1)[0], ROUND)
+
+
+def test_cross_entropy_of_logits_that_are_not_finite():
+  """-inf has weight 0, even where a whole block has nothing else; others spoil their own row."""
+  logits = random(0, 4, 16_388, dtype=np.float32) - 200
+  logits[0, 2048:] = -np.inf  # of the cluster's second block
+  logits[1, 16_000], logits[2, 7] = np.nan, np.inf
+  targets, mask = np.array([7, 8, 9, 10], np.int32), np.ones(4, np.float32)
+  got, statistics = cross_entropy.cross_entropy_gradient(
+    logits, targets, mask, z_loss=0.0, label_smoothing=0.0
+  )
+  clean = [0, 3]
+  want, want_statistics = loss_reference(logits[clean], targets[clean], mask[clean], 0.0, 0.0)
+  assert_close(np.asarray(got)[clean], want, ROUND)
+  np.testing.assert_allclose(np.asarray(statistics)[clean], want_statistics, 1e-5)
+  assert np.isnan(np.asarray(statistics)[[1, 2], 0]).all()
+  assert np.isnan(wide(got)[[1, 2]]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("vocab", [6, 262_148])
+def test_cross_entropy_refuses_other_vocabularies(vocab):
+  logits, targets = jnp.zeros((1, vocab)), jnp.zeros(1, jnp.int32)
+  with pytest.raises(ValueError, match=f"rows have {vocab} logits, expected a multiple of 4 and"):
+    cross_entropy.cross_entropy(logits, targets)
 
 
 def norm_reference(x, scale, dy):

@@ -13,6 +13,7 @@ from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, ti
 
 from ats_jax.ops import obstacles, registry, table
 from ats_jax.ops.cases import grouped_matmul_case, real_cases, toy_cases
+from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
 from ats_jax.ops.fp8_matmul import SAVED_NAMES
 from ats_jax.ops.linear import linears
 from ats_jax.ops.measure import relative_errors
@@ -136,6 +137,34 @@ def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize(
+  ("shape", "calls"), [((1, 1, 1), True), ((8, 1, 1), True), ((2, 2, 2), False)]
+)
+def test_the_loss_is_that_of_xla(shape, calls):
+  """With all that it weighs, the last chunk padded; where a row is cut, XLA runs."""
+  rng = np.random.default_rng(0)
+  targets = rng.integers(0, 40, (8, 6)).astype(np.int32)
+  mask = (rng.random((8, 6)) < 0.7).astype(np.float32)
+  draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+
+  def run(slots, with_grads):
+    def f(x, head):
+      sums = linear_cross_entropy(x, head, targets, mask, 0.1, 0.2, 32, slots)
+      return sums.objective, sums
+
+    x, head = reshard(draw(0, 8, 6, 16), *X_AXES), reshard(draw(1, 40, 16), *HEAD_AXES)
+    g = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True) if with_grads else f)
+    called = "custom_call @ats_cross_entropy" in g.lower(x, head).as_text()
+    return called, jax.tree.map(lambda a: np.asarray(a, np.float32), jax.tree.leaves(g(x, head)))
+
+  with jax.set_mesh(make_test_mesh(*shape)):
+    for with_grads in (False, True):
+      called, got = run(registry.every_slot("linear_cross_entropy", "cuda"), with_grads)
+      assert called == calls
+      for a, b in zip(got, run(XLA, with_grads)[1], strict=True):
+        np.testing.assert_allclose(np.linalg.norm(a - b), 0, atol=4e-3 * np.linalg.norm(b))
+
+
 def test_training_with_all_of_them_follows_xla(on_host):
   changes = {
     "moe.num_experts": 4,
@@ -173,6 +202,9 @@ def test_training_with_all_of_them_follows_xla(on_host):
     ({"model.d_ff": 100}, "swiglu", "divisible by 8, model.d_ff is 100"),
     ({"model.d_model": 8200}, "rms_norm", "rows of up to 8192"),
     ({"moe.num_experts": 4, "moe.d_ff": 20}, "grouped_matmul", "divisible by 8, moe.d_ff is 20"),
+    ({"mesh.tensor": 2}, "linear_cross_entropy", "whole rows of logits, mesh.tensor is 2"),
+    ({"model.vocab_size": 50257}, "linear_cross_entropy", "by 4, model.vocab_size is 50257"),
+    ({"model.vocab_size": 300_000}, "linear_cross_entropy", "up to 262144 logits"),
     ({"moe.num_experts": 300}, "routing", "up to 256 experts, there are 300"),
     ({"moe.num_experts": 16, "moe.top_k": 9}, "sum_rows", "up to 8 choices, moe.top_k is 9"),
   ],
@@ -205,6 +237,11 @@ def test_an_old_gpu_is_refused():
   cfg = tiny_config({"ops.slots": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
   with pytest.raises(ValueError, match=r"needs compute capability 8\.0, this GPU has 7\.5"):
     registry.choose_op(cfg, Device("gpu", "7.5"), "grouped_matmul")
+  with pytest.raises(ValueError, match=r"needs compute capability 9\.0, this GPU has 8\.9"):
+    cfg = tiny_config(
+      {"ops.slots": "linear_cross_entropy=cuda", "precision.compute_dtype": "bfloat16"}
+    )
+    registry.choose_op(cfg, Device("gpu", "8.9"), "linear_cross_entropy")
 
 
 def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):

@@ -1,5 +1,5 @@
 // CUDA on one host thread: kernels compiled by a C++ compiler run block after block, the threads of
-// a block as coroutines that change places at barriers and warp collectives. What this checks is
+// a block, or of a cluster of blocks, as coroutines that change places at barriers and warp collectives. What this checks is
 // the arithmetic, the indices and the synchronisation: the order in which blocks and threads run can
 // be turned round or shuffled, or one warp run far ahead, so a result that needs a missing barrier
 // changes.
@@ -54,10 +54,23 @@ typedef struct HostStream* cudaStream_t;
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+  } val;
+};
+
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
@@ -120,7 +133,7 @@ struct Thread {
   ucontext_t start;
   std::jmp_buf place;
   bool started = false, done = false;
-  uint64_t barriers = 0, collectives = 0;
+  uint64_t barriers = 0, cluster_barriers = 0, collectives = 0;
   std::vector<Copy> open_copies;
   std::vector<std::vector<Copy>> copies;  // in groups, those not made yet
 };
@@ -137,34 +150,50 @@ inline Order order = kForward;
 inline std::mutex one_launch;
 inline std::vector<Thread> threads;
 inline std::vector<Warp> warps;
-inline std::vector<char> shared;  // dynamic, with room to align it
-inline size_t shared_bytes;
+inline std::vector<char> shared;  // dynamic, of each block of a cluster, with room to align it
+inline size_t shared_bytes;       // of a block
+inline unsigned cluster = 1;      // blocks that run together
 inline std::function<void()> body;
 inline ucontext_t scheduler;
 inline std::jmp_buf scheduler_place;
-inline unsigned current;
-inline uint64_t arrivals, progress;
+inline unsigned current;  // thread of the cluster
+inline std::vector<uint64_t> arrivals;  // of each block
+inline uint64_t cluster_arrivals, progress;
 
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "cuda_on_host: %s (block %u, thread %u)\n", what, blockIdx.x, current);
   std::abort();
 }
 
-inline char* dynamic_shared() {
+inline unsigned rank() { return current / blockDim.x; }
+
+inline size_t shared_stride() { return (shared_bytes + 127) / 128 * 128; }
+
+inline char* dynamic_shared(unsigned rank) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(shared.data());
-  return reinterpret_cast<char*>((at + 127) / 128 * 128);
+  return reinterpret_cast<char*>((at + 127) / 128 * 128 + rank * shared_stride());
 }
+
+inline char* dynamic_shared() { return dynamic_shared(rank()); }
 
 inline void check_shared(uintptr_t at, size_t bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(dynamic_shared());
   if (at < begin || at + bytes > begin + shared_bytes) fail("outside of shared memory");
 }
 
+// Thread `t` of the cluster whose first block is `first_block` has its turn.
+inline unsigned first_block;
+
+inline void take_turn(unsigned t) {
+  current = t;
+  threadIdx = dim3(t % blockDim.x);
+  blockIdx = dim3(first_block + t / blockDim.x);
+}
+
 inline void yield() {
   const unsigned self = current;
   if (!_setjmp(threads[self].place)) _longjmp(scheduler_place, 1);
-  current = self;
-  threadIdx = dim3(self);
+  take_turn(self);
 }
 
 inline void run_thread() {
@@ -179,8 +208,7 @@ inline void run_thread() {
 }
 
 inline void resume(unsigned t) {
-  current = t;
-  threadIdx = dim3(t);
+  take_turn(t);
   if (_setjmp(scheduler_place)) return;
   Thread& thread = threads[t];
   if (thread.started) _longjmp(thread.place, 1);
@@ -202,12 +230,15 @@ inline std::vector<unsigned> sequence(unsigned n) {
   return result;
 }
 
-inline void run_block(unsigned num_threads) {
-  arrivals = 0;
+inline void run_cluster(unsigned block) {
+  const unsigned num_threads = blockDim.x * cluster;
+  first_block = block;
+  arrivals.assign(cluster, 0);
+  cluster_arrivals = 0;
   std::fill(shared.begin(), shared.end(), char(0xff));  // NaN in every format
   for (unsigned t = 0; t < num_threads; ++t) {
     threads[t].started = threads[t].done = false;
-    threads[t].barriers = threads[t].collectives = 0;
+    threads[t].barriers = threads[t].cluster_barriers = threads[t].collectives = 0;
   }
   const unsigned group = order == kGreedy ? kLanes : num_threads;
   for (bool live = true; live;) {
@@ -226,15 +257,32 @@ inline void run_block(unsigned num_threads) {
     if (live && progress == before_all) fail("threads wait for each other");
   }
   for (unsigned t = 1; t < num_threads; ++t) {
-    if (threads[t].barriers != threads[0].barriers) fail("a barrier that not all threads reach");
+    const Thread& first_of_block = threads[t / blockDim.x * blockDim.x];
+    if (threads[t].barriers != first_of_block.barriers ||
+        threads[t].cluster_barriers != threads[0].cluster_barriers) {
+      fail("a barrier that not all threads reach");
+    }
   }
 }
 
 inline void barrier() {
   const uint64_t all = ++threads[current].barriers * blockDim.x;
-  ++arrivals;
+  uint64_t& arrived = arrivals[rank()];
+  ++arrived;
   ++progress;
-  while (arrivals < all) yield();
+  while (arrived < all) yield();
+}
+
+inline void cluster_barrier() {
+  const uint64_t all = ++threads[current].cluster_barriers * blockDim.x * cluster;
+  ++cluster_arrivals;
+  ++progress;
+  while (cluster_arrivals < all) yield();
+}
+
+inline bool has_left(unsigned rank) {
+  const auto first = threads.begin() + rank * blockDim.x;
+  return std::all_of(first, first + blockDim.x, [](const Thread& thread) { return thread.done; });
 }
 
 // Shows a value to the lanes of `mask`, waits for theirs, returns all.
@@ -327,19 +375,18 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   std::lock_guard<std::mutex> lock(host::one_launch);
-  host::shared_bytes = config->dynamicSmemBytes;
-  host::shared.resize(host::shared_bytes + 128);
   gridDim = config->gridDim;
   blockDim = config->blockDim;
+  host::cluster = config->numAttrs ? config->attrs->val.clusterDim.x : 1;
+  host::shared_bytes = config->dynamicSmemBytes;
+  host::shared.resize(host::shared_stride() * host::cluster + 128);
+  const unsigned together = blockDim.x * host::cluster;
   if (blockDim.x % host::kLanes) host::fail("a block of incomplete warps");
-  if (host::threads.size() < blockDim.x) {
-    host::threads.resize(blockDim.x);
-    host::warps.resize(blockDim.x / host::kLanes);
+  if (host::threads.size() < together) {
+    host::threads.resize(together);
+    host::warps.resize(together / host::kLanes);
   }
   host::body = [&] { kernel(arguments...); };
-  for (unsigned block : host::sequence(gridDim.x)) {
-    blockIdx = dim3(block);
-    host::run_block(blockDim.x);
-  }
+  for (unsigned i : host::sequence(gridDim.x / host::cluster)) host::run_cluster(i * host::cluster);
   return cudaSuccess;
 }
