@@ -142,9 +142,8 @@ def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale
     q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale, window
   )
   if sinks_N is not None:
-    without_BTN = by_token(lse_RNT, starts_BM, y_BTNH.shape[1])
-    lse_RNT = jnp.logaddexp(lse_RNT, sinks_N[:, None])
-    share_BTN = jnp.exp(without_BTN - jnp.logaddexp(without_BTN, sinks_N))
+    without_RNT, lse_RNT = lse_RNT, jnp.logaddexp(lse_RNT, sinks_N[:, None])
+    share_BTN = by_token(jnp.exp(without_RNT - lse_RNT), starts_BM)
     y_BTNH = (y_BTNH * share_BTN[..., None]).astype(y_BTNH.dtype)
   y_BTNH = checkpoint_name(y_BTNH, SAVED_NAMES[0])
   lse_RNT = checkpoint_name(lse_RNT, SAVED_NAMES[1])
@@ -159,7 +158,7 @@ def _flash_backward(scale, window, saved, dy_BTNH):
   )
   dsinks_N = None
   if sinks_N is not None:  # its weight times (0 - y) . dy
-    weight_BTN = jnp.exp(sinks_N - by_token(lse_RNT, starts_BM, y_BTNH.shape[1]))
+    weight_BTN = by_token(jnp.exp(sinks_N[:, None] - lse_RNT), starts_BM)
     product_BTN = jnp.einsum("BTNH,BTNH->BTN", y_BTNH, dy_BTNH, preferred_element_type=jnp.float32)
     dsinks_N = -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sinks_N.dtype)
   return *gradients, dsinks_N, None, None
@@ -168,24 +167,25 @@ def _flash_backward(scale, window, saved, dy_BTNH):
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def by_token(lse_RNT: jax.Array, starts_BM: jax.Array, seq: int) -> jax.Array:
-  """Put statistics that a kernel keeps by segment into the order of the tokens.
+def by_token(values_RNT: jax.Array, starts_BM: jax.Array) -> jax.Array:
+  """Put what a kernel keeps by segment, its statistics, into the order of the tokens.
 
   Args:
-    lse_RNT: [segments of the batch or more, heads, seq]; a segment's tokens come first in a row.
+    values_RNT: [segments of the batch or more, heads, seq]; a segment's tokens come first in a row.
     starts_BM: as `segment_bounds` returns them.
-    seq: tokens in a row of the batch.
 
   Returns:
     [batch, seq, heads].
   """
+  token_T = jnp.arange(values_RNT.shape[-1])
   is_start_BM = starts_BM >= 0
-  reached_BMT = is_start_BM[..., None] & (starts_BM[..., None] <= jnp.arange(seq))
+  reached_BMT = is_start_BM[..., None] & (starts_BM[..., None] <= token_T)
   segment_BT = jnp.sum(reached_BMT, axis=1) - 1
   start_BT = jnp.take_along_axis(starts_BM, segment_BT, axis=1)
   count_B = jnp.sum(is_start_BM, axis=1)
   row_BT = segment_BT + (jnp.cumsum(count_B) - count_B)[:, None]
-  return lse_RNT[row_BT, :, jnp.arange(seq) - start_BT]
+  of_head = lambda values_RT: values_RT[row_BT, token_T - start_BT]
+  return jax.vmap(of_head, in_axes=1, out_axes=2)(values_RNT)
 
 
 def segment_bounds(segment_ids_BT: jax.Array, max_segments: int) -> tuple[jax.Array, jax.Array]:

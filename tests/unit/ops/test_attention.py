@@ -156,7 +156,7 @@ def kernel_backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None):
   scores = kernel_scores(q, k, starts, lengths, scale, window)
   group = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])
   by_score = lambda a: jnp.moveaxis(group(a), 1, 3)[..., None]
-  p = jnp.exp(scores - by_score(by_token(lse, starts, q.shape[1])))
+  p = jnp.exp(scores - by_score(by_token(lse, starts)))
   dv = jnp.einsum("BKGTS,BTKGH->BSKH", p, group(dy))
   dp = jnp.einsum("BTKGH,BSKH->BKGTS", group(dy), v)
   ds = p * (dp - by_score(jnp.sum(y * dy, axis=-1))) * scale
