@@ -91,10 +91,17 @@ def norm_reference(x, scale, dy):
   return x * r * scale, r * (dy * scale - x * slope), np.sum(dy * x * r, axis=0)
 
 
-@pytest.mark.parametrize(
-  ("num_rows", "width"), [(1, 8), (37, 72), (19, 264), (70, 2048), (9, 2056), (5, 4104), (3, 8192)]
-)
-def test_rms_norm(num_rows, width):
+# Rows of one lane, of some lanes, of a warp with one pack a lane and with up to 32, in numbers that
+# fill no block; 1000 of 128 are more than all blocks take at once.
+NORM_SHAPES = [
+  *[(n, w) for n in (1, 3, 37) for w in (8, 24, 64, 128, 136, 256, 264)],
+  *[(1000, 8), (1000, 128), (70, 2048), (9, 2056), (5, 4096), (3, 4104), (3, 8192)],
+]
+
+
+@pytest.mark.parametrize(("num_rows", "width"), NORM_SHAPES)
+def test_rms_norm(num_rows, width, monkeypatch):
+  monkeypatch.setattr(rms_norm, "NUM_PARTIALS", 10)
   x, dy = random(0, num_rows, width), random(1, num_rows, width)
   scale = random(2, width, dtype=np.float32)
   want_y, want_dx, want_dscale = norm_reference(x, scale, dy)
@@ -104,11 +111,20 @@ def test_rms_norm(num_rows, width):
   assert_close(dscale, want_dscale[None], 1e-5)
 
 
+@pytest.mark.parametrize("width", [24, 264])
+def test_rms_norm_of_rows_that_are_not_there_without_eps(width):
+  x, dy, scale = random(0, 5, width), random(1, 5, width), random(2, width, dtype=np.float32)
+  dx, dscale = rms_norm.rms_norm_backward(x, scale, dy, eps=0.0)
+  for y in (rms_norm.rms_norm(x, scale, eps=0.0), dx, dscale):
+    assert np.isfinite(wide(y)).all()
+
+
 @pytest.mark.parametrize("num_partials", [1, 5, 37])
-def test_rms_norm_is_the_same_in_every_order(num_partials, monkeypatch):
+@pytest.mark.parametrize(("num_rows", "width"), [(37, 520), (150, 40), (150, 256)])
+def test_rms_norm_is_the_same_in_every_order(num_rows, width, num_partials, monkeypatch):
   monkeypatch.setattr(rms_norm, "NUM_PARTIALS", num_partials)
-  x, dy = random(0, 37, 520), random(1, 37, 520)
-  scale = random(2, 520, dtype=np.float32)
+  x, dy = random(0, num_rows, width), random(1, num_rows, width)
+  scale = random(2, width, dtype=np.float32)
   backward = functools.partial(rms_norm.rms_norm_backward, eps=EPS)
   dx, dscale = in_every_order(backward, x, scale, dy)
   _, want_dx, want_dscale = norm_reference(x, scale, dy)
