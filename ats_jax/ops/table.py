@@ -120,7 +120,10 @@ OPS: dict[str, Op] = {
       ),
     ),
   ),
-  "rope": Op(FORWARD_BACKWARD),
+  "rope": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rope, "not measured yet", forward="rope:rope", backward="rope:rope"),),
+  ),
   "quantise": Op(
     ("transposed", "both"),
     (

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_cuda import adamw, library, quantise, rms_norm, routing, rows, swiglu
+from kernels_cuda import adamw, library, quantise, rms_norm, rope, routing, rows, swiglu
 
 pytestmark = pytest.mark.compat
 
@@ -131,6 +131,23 @@ def test_rms_norm_is_the_same_in_every_order(num_rows, width, num_partials, monk
   assert_close(dx, want_dx, ROUND)
   assert_close(dscale, want_dscale[None], 1e-5)
   in_every_order(functools.partial(rms_norm.rms_norm, eps=EPS), x, scale)
+
+
+@pytest.mark.parametrize(
+  ("batch", "seq", "heads", "head_dim"),
+  [(1, 1, 1, 16), (2, 3, 4, 16), (1, 7, 5, 48), (2, 5, 8, 64), (3, 4, 9, 128), (1, 2, 33, 256)],
+)
+def test_rope(batch, seq, heads, head_dim):
+  x = random(0, batch, seq, heads, head_dim)
+  angle = 100 * random(1, batch, seq, 1, head_dim // 2, dtype=np.float32)
+  cos, sin = np.cos(angle), np.sin(angle)
+  turned = in_every_order(rope.rope, x, cos, sin)
+  a, b = np.split(wide(x), 2, axis=-1)
+  c, s = wide(cos), wide(sin)
+  want = np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+  # By element: rounded once, at 2^-9 of the result, beside float32's error of two products.
+  np.testing.assert_allclose(wide(turned), want, rtol=2.0**-8, atol=1e-6)
+  assert_close(rope.rope(turned, cos, -sin), x, 2 * ROUND)
 
 
 def some_places(tokens, choices, slots, seed=0):
@@ -293,6 +310,11 @@ def test_what_is_called_wrongly_is_refused():
     rows.take_rows(x, jnp.zeros(5, jnp.int32))
   with pytest.raises(ValueError, match="9 choices a token, expected 1 to 8"):
     rows.take_rows_backward(x[:, :8], jnp.zeros((4, 9), jnp.int32))
+  heads, table = jnp.zeros((2, 3, 4, 24), jnp.bfloat16), jnp.zeros((2, 3, 1, 12))
+  with pytest.raises(ValueError, match="heads have 24 elements, expected a multiple of 16"):
+    rope.rope(heads, table, table)
+  with pytest.raises(ValueError, match=r"sin is .* expected float32\[2, 3, 1, 8\]"):
+    rope.rope(heads[..., :16], table[..., :8], table)
   with pytest.raises(ValueError, match="gate is float32"):
     swiglu.swiglu(jnp.zeros(8), jnp.zeros(8))
   with pytest.raises(ValueError, match=r"x is \[16, 24\], expected multiples of 16"):
