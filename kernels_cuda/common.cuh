@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 
 #include "xla/ffi/api/ffi.h"
@@ -55,10 +56,40 @@ __device__ inline Pack<T> zeros() {
   return pack;
 }
 
-// Sum over a warp, in every lane, always added in the same order.
+// A pack of bfloat16 in four registers: a compiler gives each element of a Pack one of its own, which
+// is twice as many for threads that hold several packs.
+struct alignas(16) Words {
+  uint32_t at[kPack / 2];
+};
+
+__device__ inline Words load_words(const bf16* from, int64_t index) {
+  return reinterpret_cast<const Words*>(from)[index];
+}
+
+__device__ inline void store(bf16* to, int64_t index, const Words& words) {
+  reinterpret_cast<Words*>(to)[index] = words;
+}
+
+__device__ inline float element(const Words& words, int j) {
+  const uint32_t word = words.at[j / 2];
+  return __uint_as_float(j % 2 ? word & 0xffff0000u : word << 16);
+}
+
+__device__ inline Words words_of(const float (&elements)[kPack]) {
+  Words words;
+#pragma unroll
+  for (int k = 0; k < kPack / 2; ++k) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(elements[2 * k], elements[2 * k + 1]);
+    memcpy(&words.at[k], &two, sizeof two);
+  }
+  return words;
+}
+
+// Sum over every kLanes neighbours of a warp, in each of them, always added in the same order.
+template <int kLanes = kWarp>
 __device__ inline float warp_sum(float x) {
 #pragma unroll
-  for (int step = kWarp / 2; step; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  for (int step = kLanes / 2; step; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
 

@@ -4,6 +4,7 @@
 #include "grouped_matmul.cuh"
 #include "quantise.cuh"
 #include "rms_norm.cuh"
+#include "rope.cuh"
 #include "routing.cuh"
 #include "rows.cuh"
 #include "swiglu.cuh"

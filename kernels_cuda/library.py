@@ -28,6 +28,7 @@ TARGETS = (
   "ats_quantise_transposed",
   "ats_rms_norm_backward",
   "ats_rms_norm_forward",
+  "ats_rope",
   "ats_sort_by_expert",
   "ats_sum_rows",
   "ats_sum_rows_backward",

@@ -130,6 +130,12 @@ def cuda_rms_norm(cfg: Config, device: Device) -> str:
   return cuda(device, of_config)
 
 
+def cuda_rope(cfg: Config, device: Device) -> str:
+  """Obstacle of `kernels_cuda.rope`, which reads 16 bytes of each half of a head."""
+  widths = {"model.head_dim": cfg.model.head_dim}
+  return cuda(device, bfloat16(cfg, "the kernel") or multiples(16, widths))
+
+
 def cuda_routing(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.routing`."""
   moe = cfg.moe

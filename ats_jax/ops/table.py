@@ -113,14 +113,17 @@ OPS: dict[str, Op] = {
     (
       cuda(
         obstacles.cuda_rms_norm,
-        "forward 0.5 to 0.9 of XLA's speed on an H200; backward 1.5 to 1.7 where rows are 2048 and "
-        "wider, 0.3 where they are 128",
+        "backward 1.5 to 1.7 of XLA's speed on an H200 where rows are 2048 and wider; forward, and "
+        "backward of narrow rows, not measured since they changed",
         forward="rms_norm:rms_norm",
         backward="rms_norm:rms_norm_backward",
       ),
     ),
   ),
-  "rope": Op(FORWARD_BACKWARD),
+  "rope": Op(
+    FORWARD_BACKWARD,
+    (cuda(obstacles.cuda_rope, "not measured yet", forward="rope:rope", backward="rope:rope"),),
+  ),
   "quantise": Op(
     ("transposed", "both"),
     (

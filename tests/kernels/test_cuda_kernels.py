@@ -15,6 +15,7 @@ from kernels_cuda import (
   library,
   quantise,
   rms_norm,
+  rope,
   routing,
   rows,
   swiglu,
@@ -167,10 +168,17 @@ def norm_reference(x, scale, dy):
   return x * r * scale, r * (dy * scale - x * slope), np.sum(dy * x * r, axis=0)
 
 
-@pytest.mark.parametrize(
-  ("num_rows", "width"), [(1, 8), (37, 72), (19, 264), (70, 2048), (9, 2056), (5, 4104), (3, 8192)]
-)
-def test_rms_norm(num_rows, width):
+# Rows of one lane, of some lanes, of a warp with one pack a lane and with up to 32, in numbers that
+# fill no block; 1000 of 128 are more than all blocks take at once.
+NORM_SHAPES = [
+  *[(n, w) for n in (1, 3, 37) for w in (8, 24, 64, 128, 136, 256, 264)],
+  *[(1000, 8), (1000, 128), (70, 2048), (9, 2056), (5, 4096), (3, 4104), (3, 8192)],
+]
+
+
+@pytest.mark.parametrize(("num_rows", "width"), NORM_SHAPES)
+def test_rms_norm(num_rows, width, monkeypatch):
+  monkeypatch.setattr(rms_norm, "NUM_PARTIALS", 10)
   x, dy = random(0, num_rows, width), random(1, num_rows, width)
   scale = random(2, width, dtype=np.float32)
   want_y, want_dx, want_dscale = norm_reference(x, scale, dy)
@@ -180,17 +188,43 @@ def test_rms_norm(num_rows, width):
   assert_close(dscale, want_dscale[None], 1e-5)
 
 
+@pytest.mark.parametrize("width", [24, 264])
+def test_rms_norm_of_rows_that_are_not_there_without_eps(width):
+  x, dy, scale = random(0, 5, width), random(1, 5, width), random(2, width, dtype=np.float32)
+  dx, dscale = rms_norm.rms_norm_backward(x, scale, dy, eps=0.0)
+  for y in (rms_norm.rms_norm(x, scale, eps=0.0), dx, dscale):
+    assert np.isfinite(wide(y)).all()
+
+
 @pytest.mark.parametrize("num_partials", [1, 5, 37])
-def test_rms_norm_is_the_same_in_every_order(num_partials, monkeypatch):
+@pytest.mark.parametrize(("num_rows", "width"), [(37, 520), (150, 40), (150, 256)])
+def test_rms_norm_is_the_same_in_every_order(num_rows, width, num_partials, monkeypatch):
   monkeypatch.setattr(rms_norm, "NUM_PARTIALS", num_partials)
-  x, dy = random(0, 37, 520), random(1, 37, 520)
-  scale = random(2, 520, dtype=np.float32)
+  x, dy = random(0, num_rows, width), random(1, num_rows, width)
+  scale = random(2, width, dtype=np.float32)
   backward = functools.partial(rms_norm.rms_norm_backward, eps=EPS)
   dx, dscale = in_every_order(backward, x, scale, dy)
   _, want_dx, want_dscale = norm_reference(x, scale, dy)
   assert_close(dx, want_dx, ROUND)
   assert_close(dscale, want_dscale[None], 1e-5)
   in_every_order(functools.partial(rms_norm.rms_norm, eps=EPS), x, scale)
+
+
+@pytest.mark.parametrize(
+  ("batch", "seq", "heads", "head_dim"),
+  [(1, 1, 1, 16), (2, 3, 4, 16), (1, 7, 5, 48), (2, 5, 8, 64), (3, 4, 9, 128), (1, 2, 33, 256)],
+)
+def test_rope(batch, seq, heads, head_dim):
+  x = random(0, batch, seq, heads, head_dim)
+  angle = 100 * random(1, batch, seq, 1, head_dim // 2, dtype=np.float32)
+  cos, sin = np.cos(angle), np.sin(angle)
+  turned = in_every_order(rope.rope, x, cos, sin)
+  a, b = np.split(wide(x), 2, axis=-1)
+  c, s = wide(cos), wide(sin)
+  want = np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+  # By element: rounded once, at 2^-9 of the result, beside float32's error of two products.
+  np.testing.assert_allclose(wide(turned), want, rtol=2.0**-8, atol=1e-6)
+  assert_close(rope.rope(turned, cos, -sin), x, 2 * ROUND)
 
 
 def some_places(tokens, choices, slots, seed=0):
@@ -353,6 +387,11 @@ def test_what_is_called_wrongly_is_refused():
     rows.take_rows(x, jnp.zeros(5, jnp.int32))
   with pytest.raises(ValueError, match="9 choices a token, expected 1 to 8"):
     rows.take_rows_backward(x[:, :8], jnp.zeros((4, 9), jnp.int32))
+  heads, table = jnp.zeros((2, 3, 4, 24), jnp.bfloat16), jnp.zeros((2, 3, 1, 12))
+  with pytest.raises(ValueError, match="heads have 24 elements, expected a multiple of 16"):
+    rope.rope(heads, table, table)
+  with pytest.raises(ValueError, match=r"sin is .* expected float32\[2, 3, 1, 8\]"):
+    rope.rope(heads[..., :16], table[..., :8], table)
   with pytest.raises(ValueError, match="gate is float32"):
     swiglu.swiglu(jnp.zeros(8), jnp.zeros(8))
   with pytest.raises(ValueError, match=r"x is \[16, 24\], expected multiples of 16"):

@@ -22,3 +22,11 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};  // NaN
   return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
+
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}

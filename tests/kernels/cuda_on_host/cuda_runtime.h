@@ -367,6 +367,7 @@ T atomicAdd(T* at, T value) {
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __float_as_uint(float x) { return host::from_bits<unsigned>(host::to_bits(x)); }
+inline float __uint_as_float(unsigned x) { return host::from_bits<float>(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

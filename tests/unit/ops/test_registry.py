@@ -131,6 +131,7 @@ def test_docs_name_every_op_and_slot():
 
 def test_default_obstacle_and_strict(monkeypatch):
   cfg, strict = tiny_config(), tiny_config({"ops.strict": True})
+  monkeypatch.setitem(table.OPS, "rope", table.Op(table.FORWARD_BACKWARD))
   plug(monkeypatch, "swiglu", forward="swiglu_forward")
   slots, choices = registry.choose(cfg, HOPPER)
   assert slots.of("swiglu", "forward") == "mine"
