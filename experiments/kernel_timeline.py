@@ -1,8 +1,8 @@
 r"""Inside the grouped matmul kernels on one Hopper GPU: where a multiplying warpgroup's cycles go.
 
 Mosaic's profiler notes the clock of each warpgroup where a tile's products begin and end. Printed
-for each kernel: medians over all tiles of all thread blocks, of the products and of the time until
-the next tile's. At the rate of the tensor cores, a step of 64 takes 1,024 cycles for a tile of
+for each kernel: medians over all tiles of all thread blocks, of the products, of the time until the
+next tile's, and of the time when neither warpgroup is at its products. At the rate of the tensor cores, a step of 64 takes 1,024 cycles for a tile of
 128 x 256. The clock counts cycles, whatever their frequency is.
 Command: PYTHONPATH=. python experiments/kernel_timeline.py [--groups=64] [--n=1024]
   [--trace=FOLDER: keeps what Perfetto shows]
@@ -13,6 +13,7 @@ import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -34,18 +35,42 @@ TILES = 40  # that there is room for in shared memory, for each warpgroup
 SCOPE = "products"
 
 
-def cycles(events: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-  """Durations of the scope, and of what lies between two, over all warpgroups of a trace."""
-  by_warpgroup = collections.defaultdict(list)
+class Cycles(NamedTuple):
+  """Medians over the tiles of all thread blocks.
+
+  Attributes:
+    tiles: how many were seen, by both multiplying warpgroups together.
+    products: from the begin of a warpgroup's tile to the end of its products.
+    until_next: from there to the begin of its next tile.
+    neither: of a tile, when no warpgroup of the thread block was at its products.
+  """
+
+  tiles: int
+  products: float
+  until_next: float
+  neither: float
+
+
+def cycles(events: list[dict]) -> Cycles:
+  """What a trace says of the scope."""
+  blocks = collections.defaultdict(lambda: collections.defaultdict(list))
   for event in events:
-    if event["name"] == SCOPE:
-      by_warpgroup[event["tid"]].append(1e3 * event["ts"])
-  inside = [t[1::2] - t[::2] for t in map(np.array, by_warpgroup.values())]
-  between = [t[2::2] - t[1:-1:2] for t in map(np.array, by_warpgroup.values())]
-  return np.concatenate(inside), np.concatenate(between)
+    if event["name"] == SCOPE:  # a "begin" or an "end", in turn; one process is one SM
+      blocks[event["pid"]][event["tid"]].append(1e3 * event["ts"])
+  inside, between, neither = [], [], []
+  for warpgroups in blocks.values():
+    spans = [np.array(t)[: len(t) // 2 * 2].reshape(-1, 2) for _, t in sorted(warpgroups.items())]
+    for span in spans:
+      inside.extend(span[:, 1] - span[:, 0])
+      between.extend(span[1:, 0] - span[:-1, 1])
+    both = min(map(len, spans))
+    begins, ends = np.sort(np.concatenate([span[:both] for span in spans]), axis=0).T
+    # No span is open where as many have ended as began.
+    neither.append(np.maximum(begins[1:] - ends[:-1], 0).sum() / both)
+  return Cycles(len(inside), *map(np.median, (inside, between, neither)))
 
 
-def timeline(folder: Path, f, *args) -> tuple[np.ndarray, np.ndarray]:
+def timeline(folder: Path, f, *args) -> Cycles:
   """`cycles` of a call of the kernel in `f`, which is compiled with the profiler."""
   settings = plgpu.CompilerParams(
     profile_space=TILES, profile_dir=str(folder), profile_bounds_check=True
@@ -89,13 +114,13 @@ def main(argv: list[str]) -> None:
   print(
     f"jax {jax.__version__}, {jax.devices()[0].device_kind}: {m} rows, {groups} groups, {k=}, {n=}"
   )
-  print("| | tiles seen | products | until the next tile's |\n|---|--:|--:|--:|")
+  print("| | tiles seen | products | until the next tile's | in neither warpgroup |")
+  print("|---|--:|--:|--:|--:|")
   with tempfile.TemporaryDirectory() as scratch:
     for name, job in jobs.items():
       folder = Path(_TRACE.value or scratch) / name
       folder.mkdir(parents=True, exist_ok=True)
-      inside, between = timeline(folder, *job)
-      print(f"| {name} | {inside.size} | {np.median(inside):,.0f} | {np.median(between):,.0f} |")
+      print(f"| {name} |", *(f"{value:,.0f} |" for value in timeline(folder, *job)))
 
 
 if __name__ == "__main__":

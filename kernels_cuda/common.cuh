@@ -177,6 +177,23 @@ inline ffi::Error launch(cudaStream_t stream, void (*kernel)(Parameters...), int
   return launch_shared(stream, kernel, blocks, threads, 0, arguments...);
 }
 
+// Let a kernel have `bytes` of dynamic shared memory, which may be more than a launch gives without
+// this. An error where the library was compiled for less than `capability`: the kernel is empty then.
+template <class Kernel>
+inline ffi::Error prepare(Kernel kernel, int capability, int bytes) {
+  cudaFuncAttributes compiled;
+  const cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
+  if (status != cudaSuccess) return check(status, "kernel attributes");
+  if (compiled.ptxVersion < capability) {
+    return ffi::Error::InvalidArgument(
+        "the kernel needs compute capability " + std::to_string(capability / 10) + "." +
+        std::to_string(capability % 10) + "; the library was compiled for " +
+        std::to_string(compiled.ptxVersion) + ": check CUDA_TARGET_SM and TORCH_CUDA_ARCH_LIST");
+  }
+  return check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "shared memory");
+}
+
 inline int num_multiprocessors() {
   int device = 0, count = 1;
   cudaGetDevice(&device);

@@ -2,10 +2,11 @@
 //
 // A row is too long for one thread block to hold, so a cluster takes it: each thread keeps its
 // elements in registers from the load to the gradient, and the blocks tell each other their sums
-// through shared memory.
+// through shared memory. While a row is worked on, the next one is copied to where it will be read.
 #pragma once
 
 #include <cluster.cuh>
+#include <tensor_core.cuh>
 
 #include "common.cuh"
 
@@ -13,8 +14,9 @@ namespace ats {
 
 constexpr int kLossThreads = 512;
 constexpr int kLossWarps = kLossThreads / kWarp;
-constexpr int kQuad = 4;  // elements that a thread loads at once: 16 bytes of float32
+constexpr int kQuad = 4;        // elements that a thread loads at once: 16 bytes of float32
 constexpr int kMaxCluster = 8;  // that every GPU with clusters can run
+constexpr int kRowsOfCluster = 8;
 
 template <class T>
 struct alignas(kQuad * sizeof(T)) Quad {
@@ -29,99 +31,119 @@ struct RowSums {
   float logits;  // sum of the logits
 };
 
+template <int Q>
 struct LossMemory {
+  Quad<float> next[Q * kLossThreads];  // each thread copies and reads its own
   float tops[kLossWarps];
   float sums[3 * kLossWarps];
-  RowSums block;
+  RowSums block[2];  // in turn, so that the other blocks have time to read
 };
 
-// Of row `blockIdx.x / cluster`: `statistics` becomes log-sum-exp, the target's logit, the largest
-// logit and the sum of the logits; with kGradient, `gradient` becomes that of mask * objective,
-// (1 + 2 z_loss lse) softmax - (1 - smoothing) onehot - smoothing / V, times the mask. A target
-// outside of the vocabulary has logit 0.
+// What a row's blocks have found, put together in the same order in every thread: of eight lanes,
+// each reads one block's.
+__device__ inline RowSums of_all_blocks(RowSums* mine, int cluster) {
+  const int rank = threadIdx.x % kMaxCluster;
+  RowSums part = {-INFINITY, 0.0f, 0.0f, 0.0f};
+  if (rank < cluster) part = *of_block(mine, rank);
+  const float top = warp_max(part.top);
+  return {top, warp_sum<kMaxCluster>(part.total * __expf(part.top - top)),
+          warp_sum<kMaxCluster>(part.label), warp_sum<kMaxCluster>(part.logits)};
+}
+
+// Of each row: `statistics` becomes log-sum-exp, the target's logit, the largest logit and the sum of
+// the logits; with kGradient, `gradient` becomes that of mask * objective, (1 + 2 z_loss lse) softmax
+// - (1 - smoothing) onehot - smoothing / V, times the mask. A target outside of the vocabulary has
+// logit 0.
 template <int Q, bool kGradient>
 __global__ void __launch_bounds__(kLossThreads, Q <= 8 ? 2 : 1)
     cross_entropy(const float* __restrict__ logits, const int* __restrict__ targets,
                   const float* __restrict__ mask, bf16* __restrict__ gradient,
-                  float* __restrict__ statistics, int quads, int cluster, float z_loss,
-                  float smoothing) {
-  const int64_t row = blockIdx.x / cluster;
-  const int rank = blockIdx.x % cluster;
-  const auto* from = reinterpret_cast<const Quad<float>*>(logits) + row * quads;
-  const int target = targets[row];
-  auto* memory = cluster_memory<LossMemory>();
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-
-  Quad<float> x[Q];
+                  float* __restrict__ statistics, int64_t rows, int quads, int cluster,
+                  float z_loss, float smoothing) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  const int rank = blockIdx.x % cluster, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t first_row = blockIdx.x / cluster * int64_t(kRowsOfCluster);
+  const int64_t end_row = first_row + kRowsOfCluster < rows ? first_row + kRowsOfCluster : rows;
+  auto* memory = cluster_memory<LossMemory<Q>>();
   const auto place = [&](int q) { return (q * cluster + rank) * kLossThreads + int(threadIdx.x); };
-  float top = -INFINITY;
+  const auto prefetch = [&](int64_t row) {
+    const auto* from = reinterpret_cast<const Quad<float>*>(logits) + row * quads;
 #pragma unroll
-  for (int q = 0; q < Q; ++q) {
-    if (place(q) < quads) x[q] = from[place(q)];
-  }
-#pragma unroll
-  for (int q = 0; q < Q; ++q) {
-    if (place(q) >= quads) continue;
-#pragma unroll
-    for (int j = 0; j < kQuad; ++j) top = fmaxf(top, x[q].at[j]);
-  }
-  top = warp_max(top);
-  if (lane == 0) memory->tops[warp] = top;
-  __syncthreads();
-  for (int w = 0; w < kLossWarps; ++w) top = fmaxf(top, memory->tops[w]);
-
-  // A block without elements has top -inf, and sums that count for nothing.
-  const float base = top == -INFINITY ? 0.0f : top;
-  float sums[3] = {0.0f, 0.0f, 0.0f};  // total, label, logits
-#pragma unroll
-  for (int q = 0; q < Q; ++q) {
-    if (place(q) >= quads) continue;
-#pragma unroll
-    for (int j = 0; j < kQuad; ++j) {
-      float& value = x[q].at[j];
-      sums[2] += value;
-      if (place(q) * kQuad + j == target) sums[1] = value;
-      value = __expf(value - base);
-      sums[0] += value;
+    for (int q = 0; q < Q; ++q) {
+      const SharedAddress to =
+          dynamic_shared() + (q * kLossThreads + threadIdx.x) * sizeof(Quad<float>);
+      if (place(q) < quads) copy_async(to, from + place(q), true);
     }
-  }
-  block_sum(sums, memory->sums);
-  if (threadIdx.x == 0) memory->block = {top, sums[0], sums[1], sums[2]};
-  cluster_barrier();
-  RowSums of_row = {-INFINITY, 0.0f, 0.0f, 0.0f};
-  for (int r = 0; r < cluster; ++r) {
-    const RowSums part = *of_block(&memory->block, r);
-    const float higher = fmaxf(of_row.top, part.top);
-    of_row.total = of_row.total * __expf(of_row.top - higher) + part.total * __expf(part.top - higher);
-    of_row.top = higher;
-    of_row.label += part.label;
-    of_row.logits += part.logits;
-  }
-  cluster_barrier();  // A block that has ended has no shared memory to read.
-  const float lse = of_row.top + logf(of_row.total);
-  if (rank == 0 && threadIdx.x == 0) {
-    reinterpret_cast<Quad<float>*>(statistics)[row] = {lse, of_row.label, of_row.top, of_row.logits};
-  }
-  if constexpr (kGradient) {
-    const float counted = mask[row];
-    const float weight =
-        counted * (1.0f + 2.0f * z_loss * lse) * __expf(top - of_row.top) / of_row.total;
-    const float everywhere = counted * smoothing / (float(quads) * kQuad);
-    const float at_target = counted * (1.0f - smoothing);
-    auto* to = reinterpret_cast<Quad<bf16>*>(gradient) + row * quads;
+    commit_copies();
+  };
+
+  prefetch(first_row);
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const int target = targets[row];
+    Quad<float> x[Q];
+    float top = -INFINITY;
+    wait_for_copies<0>();
 #pragma unroll
     for (int q = 0; q < Q; ++q) {
       if (place(q) >= quads) continue;
-      Quad<bf16> out;
+      x[q] = memory->next[q * kLossThreads + threadIdx.x];
+#pragma unroll
+      for (int j = 0; j < kQuad; ++j) top = fmaxf(top, x[q].at[j]);
+    }
+    top = warp_max(top);
+    if (lane == 0) memory->tops[warp] = top;
+    __syncthreads();
+    if (row + 1 < end_row) prefetch(row + 1);
+    for (int w = 0; w < kLossWarps; ++w) top = fmaxf(top, memory->tops[w]);
+
+    // A block without elements has top -inf, and sums that count for nothing.
+    const float base = top == -INFINITY ? 0.0f : top;
+    float sums[3] = {0.0f, 0.0f, 0.0f};  // total, label, logits
+#pragma unroll
+    for (int q = 0; q < Q; ++q) {
+      if (place(q) >= quads) continue;
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) {
-        float value = x[q].at[j] * weight - everywhere;
-        if (place(q) * kQuad + j == target) value -= at_target;
-        out.at[j] = from_float<bf16>(value);
+        float& value = x[q].at[j];
+        sums[2] += value;
+        if (place(q) * kQuad + j == target) sums[1] = value;
+        value = __expf(value - base);
+        sums[0] += value;
       }
-      to[place(q)] = out;
+    }
+    block_sum(sums, memory->sums);
+    RowSums* found = &memory->block[row % 2];
+    if (threadIdx.x == 0) *found = {top, sums[0], sums[1], sums[2]};
+    cluster_barrier();
+    const RowSums of_row = of_all_blocks(found, cluster);
+    const float lse = of_row.top + logf(of_row.total);
+    if (rank == 0 && threadIdx.x == 0) {
+      reinterpret_cast<Quad<float>*>(statistics)[row] = {lse, of_row.label, of_row.top,
+                                                         of_row.logits};
+    }
+    if constexpr (kGradient) {
+      const float counted = mask[row];
+      const float weight =
+          counted * (1.0f + 2.0f * z_loss * lse) * __expf(top - of_row.top) / of_row.total;
+      const float everywhere = counted * smoothing / (float(quads) * kQuad);
+      const float at_target = counted * (1.0f - smoothing);
+      auto* to = reinterpret_cast<Quad<bf16>*>(gradient) + row * quads;
+#pragma unroll
+      for (int q = 0; q < Q; ++q) {
+        if (place(q) >= quads) continue;
+        Quad<bf16> out;
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) {
+          float value = x[q].at[j] * weight - everywhere;
+          if (place(q) * kQuad + j == target) value -= at_target;
+          out.at[j] = from_float<bf16>(value);
+        }
+        to[place(q)] = out;
+      }
     }
   }
+  cluster_barrier();  // A block that has ended has no shared memory to read.
+#endif
 }
 
 template <int Q, bool kGradient>
@@ -137,9 +159,13 @@ inline ffi::Error start_cross_entropy(cudaStream_t stream, const float* logits, 
     }
     return ffi::Error::InvalidArgument("rows of at most 262144 logits");
   }
-  return launch_clusters(stream, cross_entropy<Q, kGradient>, rows, cluster, kLossThreads,
-                         sizeof(LossMemory), logits, targets, mask, gradient, statistics, quads,
-                         cluster, z_loss, smoothing);
+  const auto kernel = cross_entropy<Q, kGradient>;
+  const int bytes = sizeof(LossMemory<Q>);
+  const auto ready = prepare(kernel, 90, bytes);
+  if (ready.failure()) return ready;
+  return launch_clusters(stream, kernel, divide_up(rows, kRowsOfCluster), cluster, kLossThreads,
+                         bytes, logits, targets, mask, gradient, statistics, rows, quads, cluster,
+                         z_loss, smoothing);
 }
 
 inline ffi::Error CrossEntropy(cudaStream_t stream, ffi::BufferR2<ffi::F32> logits,

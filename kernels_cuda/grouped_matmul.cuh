@@ -264,20 +264,11 @@ __global__ void __launch_bounds__(Shape<kCols>::kThreads, Shape<kCols>::kPerMult
 #endif
 }
 
-// Start a kernel with more shared memory than a launch gives by default.
 template <class Kernel, class... Arguments>
 inline ffi::Error launch_tiles(cudaStream_t stream, Kernel kernel, int64_t blocks, int threads,
                                int bytes, Arguments... arguments) {
-  cudaFuncAttributes compiled;
-  cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
-  if (status != cudaSuccess) return check(status, "grouped matmul");
-  if (compiled.ptxVersion < 80) {  // then the kernel is empty
-    return ffi::Error::InvalidArgument(
-        "the grouped matmul in CUDA needs compute capability 8.0; the library was compiled for " +
-        std::to_string(compiled.ptxVersion) + ": check CUDA_TARGET_SM and TORCH_CUDA_ARCH_LIST");
-  }
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return check(status, "grouped matmul: shared memory");
+  const auto ready = prepare(kernel, 80, bytes);
+  if (ready.failure()) return ready;
   return launch_shared(stream, kernel, blocks, threads, bytes, arguments...);
 }
 

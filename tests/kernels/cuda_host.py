@@ -11,7 +11,7 @@ import pytest
 from kernels_cuda import library
 
 SHIM = Path(__file__).parent / "cuda_on_host"
-ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2, "one warp ahead": 3}
+ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2, "one warp ahead": 3, "one block ahead": 4}
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 // CUDA on one host thread: kernels compiled by a C++ compiler run block after block, the threads of
-// a block, or of a cluster of blocks, as coroutines that change places at barriers and warp collectives. What this checks is
-// the arithmetic, the indices and the synchronisation: the order in which blocks and threads run can
-// be turned round or shuffled, or one warp run far ahead, so a result that needs a missing barrier
-// changes.
+// a block, or of a cluster of blocks, as coroutines that change places at barriers and warp
+// collectives. What this checks is the arithmetic, the indices and the synchronisation: the order in
+// which blocks and threads run can be turned round or shuffled, or one warp or block run far ahead,
+// so a result that needs a missing barrier changes.
 //
 // Not modelled: speed, registers, fused multiply-add, memory ordering, writes of two blocks at once.
 #pragma once
@@ -85,7 +85,7 @@ inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream
   return std::memset(at, value, bytes), cudaSuccess;
 }
 
-inline int compiled_for = 80;
+inline int compiled_for = 90;
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
@@ -143,8 +143,9 @@ struct Warp {
   uint64_t value[2][kLanes];
 };
 
-// kGreedy: a warp runs as far as it can before the next one gets a turn.
-enum Order { kForward, kReverse, kShuffled, kGreedy };
+// kGreedy: a warp runs as far as it can before the next one gets a turn; kGreedyBlock: a block of a
+// cluster does.
+enum Order { kForward, kReverse, kShuffled, kGreedy, kGreedyBlock };
 
 inline Order order = kForward;
 inline std::mutex one_launch;
@@ -240,7 +241,8 @@ inline void run_cluster(unsigned block) {
     threads[t].started = threads[t].done = false;
     threads[t].barriers = threads[t].cluster_barriers = threads[t].collectives = 0;
   }
-  const unsigned group = order == kGreedy ? kLanes : num_threads;
+  const bool greedy = order == kGreedy || order == kGreedyBlock;
+  const unsigned group = order == kGreedy ? kLanes : order == kGreedyBlock ? blockDim.x : num_threads;
   for (bool live = true; live;) {
     live = false;
     const uint64_t before_all = progress;
@@ -251,7 +253,7 @@ inline void run_cluster(unsigned block) {
         for (unsigned t : sequence(group)) {
           if (!threads[first + t].done) resume(first + t);
         }
-      } while (order == kGreedy && progress != before);
+      } while (greedy && progress != before);
     }
     for (unsigned t = 0; t < num_threads; ++t) live |= !threads[t].done;
     if (live && progress == before_all) fail("threads wait for each other");
