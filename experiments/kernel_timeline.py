@@ -2,8 +2,9 @@ r"""Inside the grouped matmul kernels on one Hopper GPU: where a multiplying war
 
 Mosaic's profiler notes the clock of each warpgroup where a tile's products begin and end. Printed
 for each kernel: medians over all tiles of all thread blocks, of the products, of the time until the
-next tile's, and of the time when neither warpgroup is at its products. At the rate of the tensor cores, a step of 64 takes 1,024 cycles for a tile of
-128 x 256. The clock counts cycles, whatever their frequency is.
+next tile's, and of the time when neither warpgroup is at its products. At the rate of the tensor
+cores, a step of 64 takes 1,024 cycles for a tile of 128 x 256. The clock counts cycles, whatever
+their frequency is.
 Command: PYTHONPATH=. python experiments/kernel_timeline.py [--groups=64] [--n=1024]
   [--trace=FOLDER: keeps what Perfetto shows]
 """

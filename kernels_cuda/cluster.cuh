@@ -23,10 +23,15 @@ __device__ inline T* of_block([[maybe_unused]] T* mine, [[maybe_unused]] int ran
 #endif
 }
 
-// All threads of all blocks of the cluster meet; what they wrote before is seen after.
-__device__ inline void cluster_barrier() {
+// All threads of all blocks of the cluster meet. What threads that say so `wrote` to shared memory
+// before is seen after; the others are spared waiting for their stores to global memory.
+__device__ inline void cluster_barrier([[maybe_unused]] bool wrote) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cooperative_groups::this_cluster().sync();
+  if (wrote) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  __syncwarp();
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 

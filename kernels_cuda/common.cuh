@@ -93,9 +93,10 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
+template <int kLanes = kWarp>
 __device__ inline float warp_max(float x) {
 #pragma unroll
-  for (int step = kWarp / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  for (int step = kLanes / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
   return x;
 }
 

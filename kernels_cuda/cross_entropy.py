@@ -8,22 +8,26 @@ from kernels_cuda.checks import call, expect
 MAX_VOCAB = 262_144  # what the threads of a cluster hold in registers
 
 
-def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
+def cross_entropy(
+  logits_CV: jax.Array, targets_C: jax.Array, *, label_smoothing: float
+) -> jax.Array:
   """What the loss of each row needs. Floor: 4 bytes a logit.
 
   Args:
     logits_CV: float32 [tokens, vocab]; vocab a multiple of 4, at most 262,144.
     targets_C: int32 [tokens].
+    label_smoothing: 0 = the sum of the logits is not wanted.
 
   Returns:
     float32 [tokens, 4]: log-sum-exp, the target's logit (0 if it is outside of the vocabulary), the
-    largest logit, the sum of the logits.
+    largest logit, the sum of the logits or 0.
 
   Raises:
     ValueError: another dtype or shape.
   """
   rows = _check(logits_CV, targets_C)
-  return call("ats_cross_entropy", rows, logits_CV, targets_C)
+  settings = dict(label_smoothing=float(label_smoothing))
+  return call("ats_cross_entropy", rows, logits_CV, targets_C, **settings)
 
 
 def cross_entropy_gradient(

@@ -138,7 +138,7 @@ def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, slots, 
       logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, x_CD.dtype
     )
   else:
-    rows, dlogits_CV = _rows(logits_CV, targets_C, slots), None
+    rows, dlogits_CV = _rows(logits_CV, targets_C, label_smoothing, slots), None
   cross_entropy_C = rows.lse - rows.label
   objective_C = cross_entropy_C + z_loss * jnp.square(rows.lse)
   if label_smoothing:
@@ -170,10 +170,11 @@ def _from_kernel(statistics_C4, vocab):
   return _Rows(lse_C, label_C, top_C, logits_C / vocab)
 
 
-def _rows(logits_CV, targets_C, slots):
+def _rows(logits_CV, targets_C, label_smoothing, slots):
   kernel = _kernel("value", slots, logits_CV)
   if kernel is not None:
-    return _from_kernel(kernel(logits_CV, targets_C), logits_CV.shape[1])
+    statistics_C4 = kernel(logits_CV, targets_C, label_smoothing=label_smoothing)
+    return _from_kernel(statistics_C4, logits_CV.shape[1])
   return _reduced(logits_CV, _is_target(logits_CV, targets_C))[0]
 
 

@@ -34,17 +34,20 @@ def loop(f: Callable, rounds: int, feed: Callable | None = None) -> jax.stages.W
   """`f` done `rounds` times over, as a function of its arguments and of its results.
 
   `feed(args, out)` gives the next round's arguments: for what updates its arguments in place, and
-  would be timed with copies of them otherwise.
+  would be timed with copies of them otherwise. Then nothing else holds the results.
+
+  Returns:
+    A function that gives the last arguments (None without `feed`), and the results.
   """
 
   def run(args, out):
     def body(_, carry):
-      args, _ = jax.lax.optimization_barrier(carry)
-      out = f(*args)
-      return (feed(args, out) if feed else args), out
+      args, out = jax.lax.optimization_barrier(carry)
+      return (feed(args, f(*args)), out) if feed else (args, f(*args))
 
     # Static bounds: a trip count that the compiler knows needs no word from the device.
-    return jax.lax.fori_loop(0, rounds, body, (args, out))[1]
+    args, out = jax.lax.fori_loop(0, rounds, body, (args, out))
+    return (args if feed else None), out
 
   return jax.jit(run, donate_argnums=1)
 
@@ -68,11 +71,11 @@ def device_secs(
   single = min(_wall(once, *args)[0] for _ in range(3))
   rounds = min(MAX_ROUNDS, max(5, round(TARGET_SECS / single)))
   long = loop(f, 1 + rounds, feed).lower(args, out).compile()
-  _, out = _wall(long, args, out)
+  _, (_, out) = _wall(long, args, out)
   times = []
   for _ in range(REPEATS):
     base, _ = _wall(once, *args)
-    all_rounds, out = _wall(long, args, out)
+    all_rounds, (_, out) = _wall(long, args, out)
     times.append((all_rounds - base) / rounds)
   return statistics.median(times)
 

@@ -80,14 +80,13 @@ def _secs(case, pass_name, slot, kernel, tiles, args, want) -> float:
     return float("inf")
 
 
-def write(kind: str, op: str, found: Mapping[str, Mapping[str, dict]]) -> None:
-  """Put shape class -> slot -> entry into the op's table; other shapes in it stay."""
+def write(kind: str, op: str, shape: str, found: Mapping[str, dict]) -> None:
+  """Put what was found at a shape class, slot -> entry, into the op's table; other shapes stay."""
   path = registry.tuning_file(kind, op)
   tables = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-  for shape, by_slot in found.items():
-    for slot, entry in by_slot.items():
-      rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in entry.items()}
-      tables.setdefault(slot, {})[shape] = rounded | {"jax": jax.__version__}
+  for slot, entry in found.items():
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in entry.items()}
+    tables.setdefault(slot, {})[shape] = rounded | {"jax": jax.__version__}
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(tables, indent=2, sort_keys=True) + "\n", encoding="utf-8")
   logging.info("wrote %s", path)
@@ -111,14 +110,13 @@ def main(argv: list[str]) -> None:
           logging.info("%s: not %s, %s", op, name, obstacle)
       kernels = tuple(k for k in entry.kernels if not obstacles[k.name])
       cases = [c for c in (toy_cases() if _TOY.value else real_cases()) if c.op == op and c.dims]
-      found = {}
+      done = set()
       for case in cases if kernels else []:
         # Shapes that share a class (uneven groups, empty ones): the first one decides.
         shape = registry.shape_class(**case.dims)
-        if shape not in found:
-          found[shape] = tune_case(case, kernels)
-      if found:
-        write(device.kind, op, found)
+        if shape not in done:
+          write(device.kind, op, shape, tune_case(case, kernels))  # now: a later case may fail
+          done.add(shape)
 
 
 if __name__ == "__main__":

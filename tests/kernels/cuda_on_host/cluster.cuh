@@ -21,6 +21,6 @@ inline T* of_block(T* mine, int rank) {
                               (reinterpret_cast<char*>(mine) - host::dynamic_shared()));
 }
 
-inline void cluster_barrier() { host::cluster_barrier(); }
+inline void cluster_barrier(bool) { host::cluster_barrier(); }
 
 }  // namespace ats
