@@ -125,6 +125,8 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
       continue
     if slot not in kernel.default:
       reasons.append(f"{kernel.name} is no default: {kernel.why}")
+    elif reserve := kernel.reserve(cfg):
+      reasons.append(f"{kernel.name} is no default for this config: {reserve} ({kernel.why})")
     elif obstacle := kernel.obstacle(cfg, device):
       missed.append(obstacle)
     else:

@@ -232,6 +232,19 @@ def test_the_grouped_matmul_has_a_setting_of_its_own(on_host):
   assert {choice.implementation for choice in of_slots.values()} == {"cuda"}
 
 
+def test_the_loss_takes_the_kernel_where_the_library_is_needed_anyway(on_host):
+  def choice(**changes):
+    cfg = tiny_config({"precision.compute_dtype": "bfloat16"} | changes)
+    return {str(c) for c in registry.choose_op(cfg, HOPPER, "linear_cross_entropy").values()}
+
+  (dense,), (strict,) = choice(), choice(**{"ops.strict": True})  # not what strict is about
+  assert dense == strict and re.search("xla .*no default for this config: nothing else", dense)
+  (experts,) = choice(**{"moe.num_experts": 4})
+  assert experts.startswith("linear_cross_entropy: cuda (1.9 to 2.1 times")
+  (asked,) = choice(**{"ops.slots": "linear_cross_entropy=cuda"})
+  assert asked.startswith("linear_cross_entropy: cuda (ops.slots")
+
+
 def test_an_old_gpu_is_refused():
   cfg = tiny_config({"ops.slots": "adamw=cuda"})
   with pytest.raises(ValueError, match=r"needs compute capability 7\.5, this GPU has 7\.0"):
