@@ -37,7 +37,7 @@ SCOPE = "products"
 
 
 class Cycles(NamedTuple):
-  """Medians over the tiles of all thread blocks.
+  """Medians over the tiles of all thread blocks; of `neither`, over the thread blocks' means.
 
   Attributes:
     tiles: how many were seen, by both multiplying warpgroups together.

@@ -24,7 +24,8 @@ __device__ inline T* of_block([[maybe_unused]] T* mine, [[maybe_unused]] int ran
 }
 
 // All threads of all blocks of the cluster meet. What threads that say so `wrote` to shared memory
-// before is seen after; the others are spared waiting for their stores to global memory.
+// before is seen after; the others are spared waiting for their stores to global memory. It does not
+// wait for loads either: what was read before must have been used.
 __device__ inline void cluster_barrier([[maybe_unused]] bool wrote) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (wrote) asm volatile("fence.acq_rel.cluster;" ::: "memory");

@@ -15,7 +15,7 @@ namespace ats {
 constexpr int kLossThreads = 256;
 constexpr int kLossWarps = kLossThreads / kWarp;
 constexpr int kQuad = 4;        // elements that a thread loads at once: 16 bytes of float32
-constexpr int kMaxCluster = 8;  // that every GPU with clusters can run
+constexpr int kMaxCluster = 8;  // the portable limit
 constexpr int kRowsOfCluster = 8;
 
 template <class T>
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kLossThreads, Q <= 16 ? 2 : 1)
   const int rank = blockIdx.x % cluster, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t first_row = blockIdx.x / cluster * int64_t(kRowsOfCluster);
   const int64_t end_row = first_row + kRowsOfCluster < rows ? first_row + kRowsOfCluster : rows;
+  static_assert(offsetof(LossMemory<Q>, next) == 0, "copies go to where dynamic memory begins");
   auto* memory = cluster_memory<LossMemory<Q>>();
   const auto place = [&](int q) { return (q * cluster + rank) * kLossThreads + int(threadIdx.x); };
   const auto prefetch = [&](int64_t row) {
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(kLossThreads, Q <= 16 ? 2 : 1)
       for (int j = 0; j < kQuad; ++j) part.top = fmaxf(part.top, x[q].at[j]);
     }
     part.top = warp_max(part.top);
-    if (row + 1 < end_row) prefetch(row + 1);  // What is there was read for the maximum.
+    __syncwarp();  // What is there has been read for the maximum, and is not read again.
+    if (row + 1 < end_row) prefetch(row + 1);
     if (smoothing != 0.0f) {
 #pragma unroll
       for (int q = 0; q < Q; ++q) {

@@ -226,6 +226,12 @@ def target(environ: Mapping[str, str] = os.environ) -> str:
   )
 
 
+def newest_target(environ: Mapping[str, str] = os.environ) -> str:
+  """The highest compute capability of `target()`, like "9.0". Raises as `gencode`."""
+  pairs = [(int(major), int(minor)) for major, minor, *_ in _parsed(target(environ))]
+  return "{}.{}".format(*max(pairs))
+
+
 def gencode(targets: str) -> list[str]:
   """Options of nvcc for "90", "sm_90a", "9.0", "8.0;9.0+PTX", "80,90".
 
@@ -233,6 +239,14 @@ def gencode(targets: str) -> list[str]:
     KernelsUnavailableError: a name that is no compute capability.
   """
   options = []
+  for major, minor, suffix, ptx in _parsed(targets):
+    number = f"{major}{minor}{suffix.lower()}"
+    codes = [f"sm_{number}"] + ([f"compute_{number}"] if ptx else [])
+    options += [f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"]
+  return options
+
+
+def _parsed(targets):
   for name in re.split(r"[;,\s]+", targets.strip()):
     match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)([af]?)(\+PTX)?", name, re.IGNORECASE)
     if not match:
@@ -240,8 +254,4 @@ def gencode(targets: str) -> list[str]:
         f"CUDA kernels: {name!r} is no compute capability; set CUDA_TARGET_SM or "
         "TORCH_CUDA_ARCH_LIST to one like 9.0, or unset both"
       )
-    major, minor, suffix, ptx = match.groups()
-    number = f"{major}{minor}{suffix.lower()}"
-    codes = [f"sm_{number}"] + ([f"compute_{number}"] if ptx else [])
-    options += [f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"]
-  return options
+    yield match.groups()

@@ -484,6 +484,7 @@ def toy_cases() -> list[Case]:
     sum_rows_case(333, 12, 3, 72),
     grouped_matmul_case(299, 12, 64, 192, "empty"),
     cross_entropy_case(64, 32, 96, 16),
+    cross_entropy_case(21, 8, 16388, 11),
     adamw_case(21, 50),
     attention_case(1, 64, 4, 4, 2, 8),
   ]

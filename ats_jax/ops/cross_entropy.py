@@ -59,7 +59,7 @@ def linear_cross_entropy(
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
     label_smoothing: share of the target spread evenly over the vocabulary.
     chunk_tokens: tokens of all devices together whose logits exist at one time.
-    slots: what runs; a vocabulary that is sharded is XLA's.
+    slots: what runs; a vocabulary that is sharded, and dtypes other than bfloat16, are XLA's.
 
   Returns:
     Sums over all tokens.
@@ -138,7 +138,7 @@ def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, slots, 
       logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, x_CD.dtype
     )
   else:
-    rows, dlogits_CV = _rows(logits_CV, targets_C, label_smoothing, slots), None
+    rows, dlogits_CV = _rows(logits_CV, targets_C, label_smoothing, slots, x_CD.dtype), None
   cross_entropy_C = rows.lse - rows.label
   objective_C = cross_entropy_C + z_loss * jnp.square(rows.lse)
   if label_smoothing:
@@ -158,8 +158,9 @@ def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, slots, 
   return sums, dx_CD, dhead_VD
 
 
-def _kernel(slot, slots, logits_CV):
-  if num_shards("vocab") > 1:  # a row's sums are then not one device's to make
+def _kernel(slot, slots, logits_CV, dtype):
+  # Of a vocabulary that is cut, a row's sums are not one device's to make.
+  if num_shards("vocab") > 1 or dtype != jnp.bfloat16:
     return None
   tokens, vocab = logits_CV.shape
   return registry.kernel("linear_cross_entropy", slot, slots, rows=tokens, vocab=vocab)
@@ -170,8 +171,8 @@ def _from_kernel(statistics_C4, vocab):
   return _Rows(lse_C, label_C, top_C, logits_C / vocab)
 
 
-def _rows(logits_CV, targets_C, label_smoothing, slots):
-  kernel = _kernel("value", slots, logits_CV)
+def _rows(logits_CV, targets_C, label_smoothing, slots, dtype):
+  kernel = _kernel("value", slots, logits_CV, dtype)
   if kernel is not None:
     statistics_C4 = kernel(logits_CV, targets_C, label_smoothing=label_smoothing)
     return _from_kernel(statistics_C4, logits_CV.shape[1])
@@ -180,7 +181,7 @@ def _rows(logits_CV, targets_C, label_smoothing, slots):
 
 def _rows_and_gradient(logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, dtype):
   """`_Rows`, and the gradient of the masked objective by the logits in `dtype`."""
-  kernel = _kernel("gradient", slots, logits_CV)
+  kernel = _kernel("gradient", slots, logits_CV, dtype)
   if kernel is not None:
     dlogits_CV, statistics_C4 = kernel(
       logits_CV, targets_C, mask_C, z_loss=z_loss, label_smoothing=label_smoothing

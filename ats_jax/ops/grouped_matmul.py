@@ -117,7 +117,7 @@ def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
     tiles.split(dy_MF),
     preferred_element_type=_wide(x_MD.dtype),
   )
-  # They are sorted, but told so, the XLA of jax 0.11.2 aborts on a GPU where there are many groups.
+  # The groups are sorted, but where they are many, XLA of jax 0.11.2 aborts if it is told so.
   return jax.ops.segment_sum(dw_JDF, tiles.group_J, sizes_E.shape[0])
 
 

@@ -86,7 +86,7 @@ def multiples(of: int, widths: Mapping[str, int]) -> str:
   return ""
 
 
-def cuda(device: Device, of_config: str = "", capability: str = "7.5") -> str:
+def cuda(device: Device, of_config: str = "", capability: Sequence[str] | str = "7.5") -> str:
   """Obstacle of one of `kernels_cuda`: the device, then `of_config`, then the library.
 
   That is built, at most once, if the other two are no obstacle.
@@ -153,14 +153,32 @@ def cuda_rows(cfg: Config, device: Device) -> str:
 
 
 def cuda_cross_entropy(cfg: Config, device: Device) -> str:
-  """Obstacle of `kernels_cuda.cross_entropy`: clusters of thread blocks came with sm_90."""
-  vocab, what = cfg.model.vocab_size, "the kernel"
-  of_config = bfloat16(cfg, what) or multiples(4, {"model.vocab_size": vocab})
-  if vocab > cross_entropy.MAX_VOCAB:
-    of_config = f"the kernel takes up to {cross_entropy.MAX_VOCAB} logits, there are {vocab}"
+  """Obstacle of `kernels_cuda.cross_entropy`, which needs clusters of eight thread blocks.
+
+  On some GPUs newer than these a block has too little shared memory for it.
+  """
+  of_config = bfloat16(cfg, "the kernel") or rows_of_logits(cfg) or _compiled_below("9.0")
+  return cuda(device, of_config, ("9.0", "10.0", "10.3"))
+
+
+def rows_of_logits(cfg: Config) -> str:
+  """Why `kernels_cuda.cross_entropy` does not take this config's logits."""
+  vocab = cfg.model.vocab_size
   if cfg.mesh.tensor > 1:
-    of_config = f"the kernel needs whole rows of logits, mesh.tensor is {cfg.mesh.tensor}"
-  return cuda(device, of_config, "9.0")
+    return f"the kernel needs whole rows of logits, mesh.tensor is {cfg.mesh.tensor}"
+  if vocab > cross_entropy.MAX_VOCAB:
+    return f"the kernel takes up to {cross_entropy.MAX_VOCAB} logits, there are {vocab}"
+  return multiples(4, {"model.vocab_size": vocab})
+
+
+def _compiled_below(capability: str) -> str:
+  newest = library.newest_target()
+  if float(newest) >= float(capability):
+    return ""
+  return (
+    f"the kernel needs a library that is compiled for {capability}, it is for {newest} at most: "
+    "see CUDA_TARGET_SM and TORCH_CUDA_ARCH_LIST"
+  )
 
 
 def cuda_adamw(cfg: Config, device: Device) -> str:

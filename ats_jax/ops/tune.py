@@ -114,9 +114,9 @@ def main(argv: list[str]) -> None:
       for case in cases if kernels else []:
         # Shapes that share a class (uneven groups, empty ones): the first one decides.
         shape = registry.shape_class(**case.dims)
-        if shape not in done:
+        if (shape, *case.passes) not in done:
           write(device.kind, op, shape, tune_case(case, kernels))  # now: a later case may fail
-          done.add(shape)
+          done.add((shape, *case.passes))
 
 
 if __name__ == "__main__":

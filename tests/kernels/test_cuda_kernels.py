@@ -107,8 +107,8 @@ def loss_reference(logits, targets, mask, z_loss, smoothing):
   return slope * mask[:, None], np.stack([lse, label, top, x.sum(1)], axis=1)
 
 
-# A block, and clusters of 2 and 8, whose last block may have nothing; then twice as much a thread.
-@pytest.mark.parametrize("vocab", [4, 100, 16_384, 16_388, 66_000, 131_072, 131_076])
+# A block, and clusters of 2, 4 and 8; then twice as much a thread.
+@pytest.mark.parametrize("vocab", [4, 100, 16_384, 16_388, 40_000, 66_000, 131_072, 131_076])
 def test_cross_entropy(vocab):
   tokens = 10 if vocab < 20_000 else 2  # a cluster takes eight, one after the other
   logits = random(0, tokens, vocab, dtype=np.float32) * 5
@@ -141,7 +141,7 @@ def test_cross_entropy_is_the_same_in_every_order():
 def test_cross_entropy_of_logits_that_are_not_finite():
   """-inf has weight 0, even where a whole block has nothing else; others spoil their own row."""
   logits = random(0, 4, 16_388, dtype=np.float32) - 200
-  logits[0, 2048:] = -np.inf  # of the cluster's second block
+  logits[0, 1024:] = -np.inf  # the cluster's second block has none before
   logits[1, 16_000], logits[2, 7] = np.nan, np.inf
   targets, mask = np.array([7, 8, 9, 10], np.int32), np.ones(4, np.float32)
   got, statistics = cross_entropy.cross_entropy_gradient(
@@ -154,6 +154,14 @@ def test_cross_entropy_of_logits_that_are_not_finite():
   np.testing.assert_allclose(np.asarray(statistics)[clean], want_statistics, 1e-5)
   assert np.isnan(np.asarray(statistics)[[1, 2], 0]).all()
   assert np.isnan(wide(got)[[1, 2]]).any(axis=1).all()
+
+
+def test_cross_entropy_of_no_tokens():
+  logits, nothing = jnp.zeros((0, 16)), jnp.zeros(0)
+  gradient, statistics = cross_entropy.cross_entropy_gradient(
+    logits, nothing.astype(jnp.int32), nothing, z_loss=0.0, label_smoothing=0.0
+  )
+  assert gradient.shape == (0, 16) and statistics.shape == (0, 4)
 
 
 @pytest.mark.parametrize("vocab", [6, 262_148])

@@ -68,6 +68,10 @@ def test_gencode(targets, codes):
   assert library.gencode(targets) == [f"-gencode=arch={code}" for code in codes]
 
 
+def test_the_newest_target():
+  assert library.newest_target({"CUDA_TARGET_SM": "8.0;sm_100a 9.0+PTX"}) == "10.0"
+
+
 def test_a_target_that_is_none():
   with pytest.raises(KernelsUnavailableError, match="'Hopper' is no compute capability; set CUDA"):
     library.gencode("Hopper")

@@ -50,6 +50,7 @@ def on_host(monkeypatch):
   """Let settings choose the kernels here, with or without nvcc."""
   monkeypatch.setattr(obstacles, "nvidia", lambda *_: "")
   monkeypatch.setattr(obstacles, "_no_library", lambda: "")
+  monkeypatch.setenv("CUDA_TARGET_SM", "9.0")
 
 
 def test_every_kernel_has_a_case():
@@ -239,10 +240,21 @@ def test_the_loss_takes_the_kernel_where_the_library_is_needed_anyway(on_host):
 
   (dense,), (strict,) = choice(), choice(**{"ops.strict": True})  # not what strict is about
   assert dense == strict and re.search("xla .*no default for this config: nothing else", dense)
-  (experts,) = choice(**{"moe.num_experts": 4})
-  assert experts.startswith("linear_cross_entropy: cuda (1.9 to 2.1 times")
+  eight_bits = {"precision.fp8": True, "model.num_layers": 4}
+  for other in ({"moe.num_experts": 4}, eight_bits, {"ops.slots": "swiglu=cuda"}):
+    (built,) = choice(**other)
+    assert built.startswith("linear_cross_entropy: cuda (")
   (asked,) = choice(**{"ops.slots": "linear_cross_entropy=cuda"})
   assert asked.startswith("linear_cross_entropy: cuda (ops.slots")
+  (cut,) = choice(**{"moe.num_experts": 4, "mesh.tensor": 2, "ops.strict": True})
+  assert re.search("xla .*whole rows", cut)
+
+
+def test_the_loss_needs_a_library_for_its_gpu(on_host, monkeypatch):
+  monkeypatch.setenv("CUDA_TARGET_SM", "8.0;8.6+PTX")
+  cfg = tiny_config({"moe.num_experts": 4, "precision.compute_dtype": "bfloat16"})
+  (choice,) = set(registry.choose_op(cfg, HOPPER, "linear_cross_entropy").values())
+  assert choice.implementation == "xla" and "it is for 8.6 at most" in choice.reason
 
 
 def test_an_old_gpu_is_refused():
@@ -252,7 +264,7 @@ def test_an_old_gpu_is_refused():
   cfg = tiny_config({"ops.slots": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
   with pytest.raises(ValueError, match=r"needs compute capability 8\.0, this GPU has 7\.5"):
     registry.choose_op(cfg, Device("gpu", "7.5"), "grouped_matmul")
-  with pytest.raises(ValueError, match=r"needs compute capability 9\.0, this GPU has 8\.9"):
+  with pytest.raises(ValueError, match=r"needs compute capability 9\.0 or .* this GPU has 8\.9"):
     cfg = tiny_config(
       {"ops.slots": "linear_cross_entropy=cuda", "precision.compute_dtype": "bfloat16"}
     )
