@@ -6,7 +6,7 @@ commit them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from absl import app, flags, logging
@@ -92,6 +92,18 @@ def write(kind: str, op: str, shape: str, found: Mapping[str, dict]) -> None:
   logging.info("wrote %s", path)
 
 
+def one_of_each(cases: Sequence[Case]) -> list[tuple[str, Case]]:
+  """With its shape class, the first case of each class and set of passes.
+
+  Uneven groups and empty ones share a class: the first one decides.
+  """
+  first = {}
+  for case in cases:
+    shape = registry.shape_class(**case.dims)
+    first.setdefault((shape, *case.passes), (shape, case))
+  return list(first.values())
+
+
 def main(argv: list[str]) -> None:
   """Tune every op that has a kernel for this device."""
   del argv
@@ -110,13 +122,8 @@ def main(argv: list[str]) -> None:
           logging.info("%s: not %s, %s", op, name, obstacle)
       kernels = tuple(k for k in entry.kernels if not obstacles[k.name])
       cases = [c for c in (toy_cases() if _TOY.value else real_cases()) if c.op == op and c.dims]
-      done = set()
-      for case in cases if kernels else []:
-        # Shapes that share a class (uneven groups, empty ones): the first one decides.
-        shape = registry.shape_class(**case.dims)
-        if (shape, *case.passes) not in done:
-          write(device.kind, op, shape, tune_case(case, kernels))  # now: a later case may fail
-          done.add((shape, *case.passes))
+      for shape, case in one_of_each(cases) if kernels else []:
+        write(device.kind, op, shape, tune_case(case, kernels))  # now: a later case may fail
 
 
 if __name__ == "__main__":
