@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import flags
 
 from ats_jax import runtime
+from ats_jax.config.schema import MAX_SEED
 from ats_jax.inference.generator import generate
 from ats_jax.inference.load import load_run
 
@@ -24,7 +25,9 @@ _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 = the likeliest token.
 _TOP_K = flags.DEFINE_integer("top_k", None, "Keep the k likeliest tokens; 0 = all.", lower_bound=0)
 _TOP_P = flags.DEFINE_float("top_p", None, "Keep the likeliest that sum to p.", 0.0, 1.0)
 _STOP = flags.DEFINE_string("stop", None, "Comma-separated texts that end the generation.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the draws: the same seed gives the same text.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Of the draws: the same seed gives the same text.", 0, MAX_SEED
+)
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from ats_jax.config.base import to_dict
 from ats_jax.config.schema import Config
-from ats_jax.config.validate import validate
+from ats_jax.config.validate import format_bound, validate
 
 
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -96,8 +96,8 @@ def _describe(name: str, field: dataclasses.Field) -> str:
   if meta["choices"]:
     parts.append("one of " + ", ".join(meta["choices"]))
   elif meta["low"] is not None or meta["high"] is not None:
-    low = "-inf" if meta["low"] is None else f"{meta['low']:g}"
-    high = "inf" if meta["high"] is None else f"{meta['high']:g}"
+    low = "-inf" if meta["low"] is None else format_bound(meta["low"])
+    high = "inf" if meta["high"] is None else format_bound(meta["high"])
     parts.append(f"range [{low}, {high}]")
   may = "may change on resume" if meta["resume"] == "free" else "fixed for a workdir"
   return f"{name} ({kind.__name__}): {meta['doc']}\n    {'; '.join(parts)}; {may}"

@@ -7,6 +7,9 @@ result back into these frozen classes; `validate.py` holds the rules that join s
 import dataclasses
 from typing import Any
 
+MAX_SEED = 2**32 - 1  # jax drops what is above 32 bits: 2**32 would be seed 0 again
+MAX_STEPS = 2**31 - 1  # steps are counted in int32 on the device
+
 
 def setting(
   default: Any,
@@ -288,9 +291,7 @@ class StepConfig:
 class PrecisionConfig:
   """Number formats. Norms, softmax, loss and reductions are float32 whatever is said here."""
 
-  param_dtype: str = setting(
-    "float32", "stored weights", choices=("float32", "bfloat16"), resume="fixed"
-  )
+  param_dtype: str = setting("float32", "stored weights", choices=("float32", "bfloat16"))
   compute_dtype: str = setting("bfloat16", "operands of matmuls", choices=("float32", "bfloat16"))
   fp8: bool = setting(
     False,
@@ -467,8 +468,8 @@ class OrchestratorConfig:
 class Config:
   """A whole run."""
 
-  seed: int = setting(0, "of initialisation, dropout, data order and sampling", low=0)
-  num_steps: int = setting(400, "optimizer updates", low=1, resume="free")
+  seed: int = setting(0, "of weights, dropout, data order and sampling", low=0, high=MAX_SEED)
+  num_steps: int = setting(400, "optimizer updates", low=1, high=MAX_STEPS, resume="free")
   compilation_cache: str = setting(
     "auto",
     "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",

@@ -1,6 +1,7 @@
 """The rules: ranges of single fields, then one function for each rule that joins several."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,19 @@ def _ranges(section: Any, path: str) -> None:
       continue
     if meta["choices"] and value not in meta["choices"]:
       raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(meta['choices'])}.")
-    if meta["low"] is not None and not value >= meta["low"]:
-      raise ValueError(f"{name}={value} is too small: at least {meta['low']:g} ({meta['doc']}).")
-    if meta["high"] is not None and not value <= meta["high"]:
-      raise ValueError(f"{name}={value} is too large: at most {meta['high']:g} ({meta['doc']}).")
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f"{name}={value} is not a finite number ({meta['doc']}).")
+    if meta["low"] is not None and value < meta["low"]:
+      least = format_bound(meta["low"])
+      raise ValueError(f"{name}={value} is too small: at least {least} ({meta['doc']}).")
+    if meta["high"] is not None and value > meta["high"]:
+      most = format_bound(meta["high"])
+      raise ValueError(f"{name}={value} is too large: at most {most} ({meta['doc']}).")
+
+
+def format_bound(bound: float) -> str:
+  """An end of a range in words: whole numbers with all their digits."""
+  return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _heads(cfg: Config) -> None:

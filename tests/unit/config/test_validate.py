@@ -3,13 +3,13 @@
 import pytest
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.build import settings
+from ats_jax.config.build import explain, settings
 
 SETTINGS = settings()
 WITH_LOW = [n for n, f in SETTINGS.items() if f.metadata["low"] is not None]
 WITH_HIGH = [n for n, f in SETTINGS.items() if f.metadata["high"] is not None]
 WITH_CHOICES = [n for n, f in SETTINGS.items() if f.metadata["choices"]]
-FLOATS = [n for n in WITH_LOW if SETTINGS[n].type is float]
+FLOATS = [n for n, f in SETTINGS.items() if f.type is float]
 
 
 def build(changes):
@@ -34,10 +34,19 @@ def test_too_large(name):
     build({name: bad})
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("name", FLOATS)
-def test_not_a_number(name):
-  with pytest.raises(ValueError, match=f"{name}=nan is too small"):
-    build({name: float("nan")})
+def test_a_number_that_is_not_finite(name, value):
+  with pytest.raises(ValueError, match=f"^{name}={value} is not a finite number"):
+    build({name: float(value)})
+
+
+def test_bounds_are_shown_with_all_their_digits():
+  with pytest.raises(ValueError, match=r"^seed=4294967296 is too large: at most 4294967295 \("):
+    build({"seed": 2**32})
+  with pytest.raises(ValueError, match=r"^num_steps=2147483648 is too large: at most 2147483647 "):
+    build({"num_steps": 2**31})
+  assert "range [0, 4294967295]" in explain("seed")
 
 
 @pytest.mark.parametrize("name", WITH_CHOICES)
@@ -107,5 +116,7 @@ def test_what_is_just_legal(tmp_path):
     {"data.tokenizer": str(tmp_path / "tokenizer.json")},
     {"mesh.tensor": 2, "mesh.fsdp": 4},
     {"step.accum_steps": 16},
+    {"seed": 2**32 - 1},
+    {"num_steps": 2**31 - 1},
   ):
     assert build(changes)
