@@ -3,6 +3,7 @@
 python -m ats_jax.decisions runs/debug [--replay]
 """
 
+import os
 from pathlib import Path
 
 from absl import flags
@@ -19,7 +20,7 @@ _REPLAY = flags.DEFINE_bool(
 def main(argv: list[str]) -> None:
   """Print the story."""
   path = Path(argv[1]) / workdir.DECISIONS
-  if not path.exists():
+  if not os.path.isfile(path):
     raise ValueError(
       f"{argv[1]} holds no {workdir.DECISIONS}. A run writes it with --config.orchestrator.mode="
       "observe or act."

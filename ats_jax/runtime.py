@@ -6,6 +6,7 @@ import difflib
 import errno
 import functools
 import logging as std_logging
+import math
 import os
 import re
 import signal
@@ -151,6 +152,9 @@ def _parse_flags(argv: list[str], commands: tuple[str, ...] = (), operand: str =
   except flags.Error as e:
     wrong = [explain(name) for name in set(overrides) if f"--config.{name}=" in str(e)]
     raise ValueError("\n".join([str(e), *wrong])) from e
+  for flag in (flags.FLAGS[name] for name in flags.FLAGS):
+    if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
+      raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
   if commands:
     if " ".join(rest[1:]) not in commands:
       words = ", ".join(word or "none" for word in commands)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def claim(workdir: Path, cfg: Config) -> Iterator[None]:
         "Wait for it, stop it, or use another --workdir."
       ) from e
     except OSError as e:
-      why = "it is a file" if workdir.is_file() else str(e)
+      why = "it is a file" if os.path.isfile(workdir) else str(e)
       raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
     yield
 
@@ -112,14 +113,17 @@ def load_config(workdir: Path) -> Config:
     ValueError: if there is no run, or the file cannot be read.
   """
   path = workdir / CONFIG
-  if not path.exists():
+  if not os.path.exists(path):
     raise ValueError(f"{workdir} holds no run ({CONFIG} is missing). Train one there first.")
   return from_config_dict(_read_config(path))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
   try:
-    return json.loads(path.read_text(encoding="utf-8"))
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+      raise ValueError(f"it holds no settings but {values!r:.40}")
+    return values
   except (OSError, ValueError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
 

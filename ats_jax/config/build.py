@@ -24,6 +24,8 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+  if not isinstance(values, Mapping):
+    raise ValueError(f"config: {path[:-1] or 'it'} is a section, got {values!r}.")
   fields = {f.name: f for f in dataclasses.fields(cls)}
   for key in values:
     if key not in fields:
@@ -35,8 +37,6 @@ def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
     kind = fields[key].type
     assert isinstance(kind, type)
     if dataclasses.is_dataclass(kind):
-      if not isinstance(value, Mapping):
-        raise ValueError(f"config: {path}{key} is a section, got {value!r}.")
       kwargs[key] = _build(kind, value, f"{path}{key}.")
     else:
       kwargs[key] = _typed(value, kind, path + key)

@@ -143,6 +143,8 @@ SETTINGS = {
     ["moe.num_experts=4", "moe.null_experts=2", "moe.dispatch=capacity"],
     "moe.null_experts=2 needs moe.dispatch=dropless",
   ),
+  "not finite": (["optimizer.eps=inf"], "optimizer.eps=inf is not a finite number"),
+  "more steps than are counted": (["num_steps=3000000000"], "num_steps=3000000000 is too large"),
   "not a truth value": (["data.strict=maybe"], "--config.data.strict=maybe", "data.strict (bool)"),
 }
 
@@ -234,6 +236,17 @@ COMMANDS = {
   "generate, no folder": ("generate --workdir={inputs}/no", "{inputs}/no holds no run"),
   "generate, unknown flag": ("generate --workdir={trained} --promt=x", "promt", "prompt"),
   "generate, temperature": ("generate --workdir={trained} --temperature=-1", "--temperature=-1"),
+  "generate, no temperature": (
+    "generate --workdir={trained} --temperature=inf",
+    "--temperature=inf is not a finite number",
+  ),
+  "generate, no share": ("generate --workdir={trained} --top_p=nan", "--top_p=nan is not a finite"),
+  "generate, seed": (
+    "generate --workdir={trained} --seed=99999999999999999999",
+    "--seed=99999999999999999999",
+    "[0, 4294967295]",
+  ),
+  "a workdir's name": ("decisions " + "x" * 256, "holds no decisions.jsonl"),
   "generate, prompt": (
     "generate --workdir={trained} --prompt=ab\udcff",  # how Python shows the byte ff
     "--prompt is not UTF-8 at character 2",

@@ -97,7 +97,7 @@ def test_checkpoints_without_a_config(run):
     claim(run, config())
 
 
-@pytest.mark.parametrize("content", [b"", b'{"seed": ', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b'{"seed": ', b"\xff", b"[]", b"null"])
 def test_a_broken_config(run, content):
   (run / "config.json").write_bytes(content)
   for use in (lambda: claim(run, config()), lambda: workdir.load_config(run)):
@@ -111,6 +111,14 @@ def test_a_file_in_its_place(tmp_path):
     claim(tmp_path / "file", config())
   with pytest.raises(ValueError, match="Not a directory"):
     claim(tmp_path / "file" / "run", config())
+
+
+def test_a_name_that_is_too_long(tmp_path):
+  folder = tmp_path / ("x" * 256)
+  with pytest.raises(ValueError, match=r"cannot be used: .*File name too long.* Choose another"):
+    claim(folder, config())
+  with pytest.raises(ValueError, match=r"holds no run"):
+    workdir.load_config(folder)
 
 
 def test_no_run(tmp_path):

@@ -43,6 +43,7 @@ def test_a_config_is_frozen():
     ({"modle": {}}, r"unknown key modle. Did you mean model\?"),
     ({"model": {"zzz": 3}}, r"unknown key model.zzz. Known: d_ff, d_model, "),
     ({"model": 3}, "model is a section, got 3"),
+    ([], r"it is a section, got \[\]"),
     ({"model": {"num_layers": 2.0}}, "model.num_layers must be int, got 2.0"),
     ({"model": {"num_layers": "2"}}, "model.num_layers must be int, got '2'"),
     ({"model": {"num_layers": True}}, "model.num_layers must be int, got True"),
