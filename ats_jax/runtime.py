@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 from absl import app, flags, logging
+from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
 from ats_jax.config.build import explain, settings
+from ats_jax.config.file import load_file
 from ats_jax.config.schema import Config
 from ats_jax.launch import REFUSED
 
@@ -39,7 +41,9 @@ def define_config_flag() -> flags.FlagHolder:
   holder = config_flags.DEFINE_config_file(
     "config",
     None,
-    "Config file, e.g. configs/debug.py; a variant follows a colon.",
+    "Config file, e.g. configs/debug.py; a variant follows a colon. Behind it, "
+    "--config.section.name=value changes a setting, e.g. --config.optimizer.learning_rate=1e-3; "
+    "`python -m ats_jax.train --explain=optimizer` lists a section's.",
     allow_override=True,
   )
   flags.FLAGS["config"].parser = _ConfigFileParser("config")
@@ -49,16 +53,9 @@ def define_config_flag() -> flags.FlagHolder:
 class _ConfigFileParser(config_flags.ConfigFileFlagParser):
   """Says in a line what is wrong with a config file; its base class gives tracebacks."""
 
-  def parse(self, path: str) -> Any:
-    """Load `file.py` or `file.py:variant`."""
-    try:
-      Path(path.split(":", 1)[0]).read_bytes()
-    except OSError as e:
-      raise ValueError(f"cannot be read, {e.strerror} (seen from {os.getcwd()})") from e
-    try:
-      return super().parse(path)
-    except (TypeError, ValueError) as e:
-      raise ValueError(str(e.__context__)) from e
+  def parse(self, path: str) -> ConfigDict:
+    """Load `file.py` or `file.py:variant`; no setting can be added to it afterwards."""
+    return load_file(path).lock()
 
 
 def define_workdir_flag() -> flags.FlagHolder:

@@ -71,6 +71,12 @@ class TestHelp:
     assert f"python -m ats_jax.{module}" in out
     assert set(flags) <= set(re.findall(r"^ +--(?:\[no\])?(\w+):", out, re.MULTILINE))
 
+  @pytest.mark.parametrize("module", ["train", "plan", "bench", "data", "planner"])
+  def test_help_says_how_to_change_a_setting(self, module):
+    out = " ".join(forked(f"ats_jax.{module}", "--help").out.split())
+    assert "--config.section.name=value changes a setting" in out
+    assert "--config.optimizer.learning_rate=1e-3" in out and "--explain=optimizer" in out
+
   def test_entry_points_can_be_imported_together(self):
     modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
     code = f"import {modules}, ats_jax.data.__main__"

@@ -54,6 +54,9 @@ def inputs(tmp_path_factory) -> Path:
     "def get_config():\n  config = base_config()\n  config.model.num_layrs = 4\n"
     "  return config\n"
   )
+  (folder / "name.py").write_text("def get_config():\n  return seed\n")
+  (folder / "nothing.py").write_text("def get_config():\n  pass\n")
+  (folder / "exit.py").write_text("import sys\nsys.exit(0)\n")
   return folder
 
 
@@ -209,9 +212,24 @@ COMMANDS = {
   "wrong type in a config": (
     "train --config={inputs}/bad.py --workdir={run}",
     "--config={inputs}/bad.py",
+    "{inputs}/bad.py:4: TypeError: ",
     "num_layers",
     "four",
   ),
+  "name not known in a config": (
+    "train --config={inputs}/name.py --workdir={run}",
+    "{inputs}/name.py:2: NameError: name 'seed' is not defined\n",
+  ),
+  "config that returns nothing": (
+    "plan --config={inputs}/nothing.py",
+    "{inputs}/nothing.py: get_config() returned None, not a ConfigDict",
+    "`return config`",
+  ),
+  "config that exits": (
+    "bench --config={inputs}/exit.py",
+    "{inputs}/exit.py:2: SystemExit: 0\n",
+  ),
+  "no name of a config": ("train --config= --workdir={run}", "the name of the file is empty"),
   "unknown key in a config": (
     "train --config={inputs}/typo.py --workdir={run}",
     "unknown key model.num_layrs. Did you mean model.num_layers?",

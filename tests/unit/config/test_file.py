@@ -1,0 +1,81 @@
+"""Config files: what is run, and what is said of one that fails."""
+
+import pytest
+
+from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.file import load_file
+
+RETURNS = "from ats_jax.config import base_config\ndef get_config(variant='dense'):\n"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+  def load(source, name="a.py"):
+    (tmp_path / "a.py").write_bytes(source if isinstance(source, bytes) else source.encode())
+    return load_file(name)
+
+  return load
+
+
+def test_a_variant_is_what_follows_the_colon(load):
+  source = f"{RETURNS}  config = base_config()\n  config.sample.prompt = variant\n  return config\n"
+  for name, prompt in (("a.py", "dense"), ("a.py:x:y", "x:y"), ("a.py:", "")):
+    assert from_config_dict(load(source, name)).sample.prompt == prompt
+
+
+def test_a_file_that_was_changed_is_read_again(load):
+  assert load(f"{RETURNS}  return base_config()\n") == base_config()
+  changed = load(f"{RETURNS}  config = base_config()\n  config.seed = 5\n  return config\n")
+  assert changed.seed == 5
+
+
+def test_a_file_may_define_dataclasses(load):
+  source = (
+    "from __future__ import annotations\nimport dataclasses\n"
+    f"{RETURNS.strip()}\n  return base_config()\n@dataclasses.dataclass\nclass A:\n  x: int\n"
+  )
+  assert load(source) == base_config()
+
+
+@pytest.mark.parametrize(
+  ("source", "words"),
+  [
+    ("x = 1\nx = (", r"^a\.py:2: SyntaxError: '\(' was never closed"),
+    (b"x = 'caf\xe9'\n", r"^a\.py:1: SyntaxError: .*'utf-8' codec can't decode byte 0xe9"),
+    ("x = '\0'", r"^a\.py:?\d?: SyntaxError: .*null byte"),
+    ("import no_such_module", r"^a\.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("\nx = undefined", r"^a\.py:2: NameError: name 'undefined' is not defined"),
+    ("def get_config():\n  return {}['k']", r"^a\.py:2: KeyError: 'k'"),
+    ("def get_config():\n  return open('no.txt')", r"^a\.py:2: FileNotFoundError: .*no\.txt"),
+    ("def get_config():\n  return 1 / 0", r"^a\.py:2: ZeroDivisionError: "),
+    ("def get_config():\n  return next(iter(()))", r"^a\.py:2: StopIteration: "),
+    ("def f():\n  return f()\nf()", r"^a\.py:2: RecursionError: "),
+    (f"{RETURNS}  base_config().seed = 'a'", r"^a\.py:3: TypeError: "),
+    (f"{RETURNS}  return base_config().modle", r"^a\.py:3: AttributeError: "),
+    ("raise SystemExit", r"^a\.py:1: SystemExit: "),
+    ("x = 1", r"^a\.py: AttributeError: .*get_config"),
+    ("get_config = lambda: None", r"^a\.py: get_config\(\) returned None, not a ConfigDict\. "),
+    ("get_config = lambda: {'seed': 1}", r"^a\.py: get_config\(\) returned {'seed': 1}, not a"),
+  ],
+)
+def test_a_file_that_fails_is_named_with_its_line(load, source, words):
+  with pytest.raises(ValueError, match=words):
+    load(source)
+
+
+def test_a_variant_that_the_file_does_not_take(load):
+  with pytest.raises(ValueError, match=r"^a\.py: TypeError: get_config\(\) takes 0 positional"):
+    load("def get_config():\n  pass", "a.py:moe")
+
+
+def test_no_name(load):
+  for name in ("", ":moe"):
+    with pytest.raises(ValueError, match=r"name of the file is empty\. Example: configs/debug"):
+      load("", name)
+
+
+def test_interruption_is_no_mistake_of_the_file(load):
+  with pytest.raises(KeyboardInterrupt):
+    load("raise KeyboardInterrupt")
