@@ -14,6 +14,7 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
 Numbers that are not finite are the strings "nan", "inf" and "-inf".
 """
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.metrics.rows import jsonl_rows
 from ats_jax.orchestrator import actions
 from ats_jax.orchestrator.memory import Memory
 from ats_jax.orchestrator.plateau import Branch, Plateau, conclude
@@ -31,6 +31,22 @@ from ats_jax.orchestrator.reading import Reading
 from ats_jax.orchestrator.requests import Request
 
 VERSION = 1
+KINDS = (
+  "start", "resumed_from", "check", "branch", "rerun", "refused", "decision", "outcome"
+)  # fmt: skip
+
+
+class Row(dict[str, Any]):
+  """What a line holds.
+
+  Attributes:
+    number: of the line in its file, from 1.
+  """
+
+  def __init__(self, number: int, fields: Mapping[str, Any]):
+    """Take what `fields` has."""
+    super().__init__(fields)
+    self.number = number
 
 
 class Ledger:
@@ -57,18 +73,34 @@ class Ledger:
     self._file.close()
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-  """The lines that count, in order: without those that a resumed run has superseded.
+@contextlib.contextmanager
+def reading(path: Path, number: int) -> Iterator[None]:
+  """Name the line, if what is read from it is not there or is something else.
 
   Raises:
-    ValueError: if a line is damaged, or of another version.
+    ValueError: in place of what was raised.
   """
-  kept: list[dict[str, Any]] = []
-  for _, row in jsonl_rows(path):
-    if row.get("v") != VERSION:
-      raise ValueError(
-        f"{path}: a line of version {row.get('v')!r}, this program reads {VERSION}: {row}"
-      )
+  try:
+    yield
+  except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{path}:{number}: not a line of an orchestrator's decisions ({type(error).__name__}: "
+      f"{error}). Was the file edited? Restore that line, or remove it."
+    ) from error
+
+
+def rows(path: Path) -> list[Row]:
+  """The lines that count, in order: without those that a resumed run has superseded.
+
+  A last line without its newline (the run is writing it, or was killed) is left out.
+
+  Raises:
+    ValueError: if a line is damaged, or of another version; names the line.
+  """
+  kept: list[Row] = []
+  for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    with reading(path, number):
+      row = _row(number, line)
     if row["kind"] == "start" and row["step"] == 0:  # killed before its first checkpoint
       kept = []
     if row["kind"] == "resumed_from":
@@ -77,46 +109,57 @@ def rows(path: Path) -> list[dict[str, Any]]:
   return kept
 
 
+def _row(number: int, line: bytes) -> Row:
+  row = Row(number, {**json.loads(line)})
+  if row["v"] != VERSION:
+    raise ValueError(f"it is of version {row['v']!r}, this program reads {VERSION}")
+  if row["kind"] not in KINDS:
+    raise ValueError(f"kind {row['kind']!r} is none of {', '.join(KINDS)}")
+  if type(row["step"]) is not int:
+    raise ValueError(f"step {row['step']!r} is no whole number")
+  return row
+
+
 def decisions(path: Path) -> list[tuple[int, Decision]]:
-  """The decisions that a ledger records, with the steps at which they were taken."""
-  return [
-    (
-      row["step"],
-      Decision(
-        row["id"],
-        actions.from_json({"action": row["action"], **row["fields"]}),
-        row["cause"],
-        row["confidence"],
-        row["reason"],
-      ),
-    )
-    for row in rows(path)
-    if row["kind"] == "decision"
-  ]
+  """The decisions that a ledger records, with the steps at which they were taken.
+
+  Raises:
+    ValueError: if a line cannot be read; names it.
+  """
+  made = []
+  for row in rows(path):
+    if row["kind"] == "decision":
+      with reading(path, row.number):
+        action = actions.from_json({"action": row["action"], **row["fields"]})
+        rest = (row["cause"], row["confidence"], row["reason"])
+        made.append((row["step"], Decision(row["id"], action, *rest)))
+  return made
 
 
 def replay(path: Path) -> list[tuple[int, Decision]]:
-  """Decide again from the readings of a ledger; gives `decisions(path)`, or they are not its."""
-  return [
-    (step, decision) for step, judgement in _replayed(path) for decision in judgement.decisions
-  ]
+  """Decide again from the readings of a ledger; gives `decisions(path)`, or they are not its.
 
-
-def _replayed(path: Path) -> Iterator[tuple[int, Judgement]]:
+  Raises:
+    ValueError: if a line cannot be read; names it.
+  """
   cfg, bucket, memory = OrchestratorConfig(), 0.0, Memory()
+  made: list[tuple[int, Decision]] = []
   for row in rows(path):
-    if row["kind"] == "start":
-      cfg, bucket = OrchestratorConfig(**row["settings"]), row["bucket"]
-    elif row["kind"] == "check":
-      reading, step, pause = decode(row["reading"]), row["step"], row["pause"]
-      asked = row.get("request")
-      request = None if asked is None else Request.from_json(asked)
-      memory, judgement = decide(cfg, memory, reading, step, bucket, pause=pause, request=request)
-      yield row["step"], judgement
-    elif row["kind"] == "rerun":
-      branch = Branch(*(float(row[name]) for name in Branch._fields))
-      _, memory, decision = conclude(cfg, Plateau(), memory, branch, row["step"])
-      yield row["step"], Judgement(decisions=(decision,) if decision else ())
+    judgement = Judgement()
+    with reading(path, row.number):
+      if row["kind"] == "start":
+        cfg, bucket = OrchestratorConfig(**row["settings"]), row["bucket"]
+      elif row["kind"] == "check":
+        seen, step, pause = decode(row["reading"]), row["step"], row["pause"]
+        asked = row.get("request")
+        request = None if asked is None else Request.from_json(asked)
+        memory, judgement = decide(cfg, memory, seen, step, bucket, pause=pause, request=request)
+      elif row["kind"] == "rerun":
+        branch = Branch(*(float(row[name]) for name in Branch._fields))
+        _, memory, decision = conclude(cfg, Plateau(), memory, branch, row["step"])
+        judgement = Judgement(decisions=(decision,) if decision else ())
+    made += [(row["step"], decision) for decision in judgement.decisions]
+  return made
 
 
 def encode(value: Any) -> Any:

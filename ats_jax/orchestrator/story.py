@@ -29,36 +29,50 @@ def tell(path: Path) -> list[str]:
   """Lines that say what the orchestrator saw, what it did, and what that changed.
 
   Raises:
-    ValueError: if a line of the ledger cannot be read.
+    ValueError: if a line of the ledger cannot be read; names it.
   """
-  rows = ledger.rows(path)
-  lines, level = [], LEVELS[0]
-  for row in rows:
-    match row["kind"]:
-      case "start":
-        settings = row["settings"]
-        does = {"act": "acts", "observe": "only observes"}[settings["mode"]]
-        looks = f"looks every {settings['check_interval']} steps, {does}"
-        lines.append(_line(row, f"begins: {looks}; {row['accum_steps']} micro-batches an update"))
-      case "resumed_from":
-        lines.append(_line(row, "resumed from here; what came after is not part of the run"))
-      case "check":
-        health = row["health"]
-        if not row["stale"] and health["level"] != level:
-          level = health["level"]
-          lines.append(_line(row, ": ".join((level, *health["causes"][:1]))))
-      case "rerun":
-        lines.append(_line(row, _rerun(row)))
-      case "decision":
-        lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
-      case "refused":
-        lines.append(_line(row, f"does not do what a hook asked for: {row['reason']}"))
-      case "branch":
-        effect = f"{row['mean']:+.3g} +- {row['error']:.2g} nats"
-        lines.append(_line(row, f"tries {row['action']} on a branch: held-out loss {effect}"))
-      case "outcome":
-        lines.append(_line(row, _effect(row)))
-  return [*lines, *_summary(rows)]
+  lines, level, look = [], LEVELS[0], ""
+  levels, verdicts, carried_out = Counter[str](), Counter[str](), Counter[bool]()
+  for row in ledger.rows(path):
+    with ledger.reading(path, row.number):
+      match row["kind"]:
+        case "check":
+          now = row["health"]["level"]
+          health = ": ".join((now, *row["health"]["causes"][:1]))
+          if not row["stale"] and now != level:
+            level = now
+            lines.append(_line(row, health))
+          look = f"training loss {float(row['reading']['loss']):.4g}, {health}"
+          levels[now] += 1
+        case "decision":
+          lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
+          carried_out[bool(row["applied"])] += 1
+        case "outcome":
+          lines.append(_line(row, _effect(row)))
+          verdicts[row["verdict"]] += 1
+        case _:
+          lines.append(_line(row, _event(row)))
+  return [*lines, *_summary(levels, verdicts, carried_out, look)]
+
+
+def _event(row: Mapping[str, Any]) -> str:
+  match row["kind"]:
+    case "start":
+      settings = row["settings"]
+      does = {"act": "acts", "observe": "only observes"}[settings["mode"]]
+      looks = f"looks every {settings['check_interval']} steps, {does}"
+      return f"begins: {looks}; {row['accum_steps']} micro-batches an update"
+    case "resumed_from":
+      return "resumed from here; what came after is not part of the run"
+    case "rerun":
+      return _rerun(row)
+    case "refused":
+      return f"does not do what a hook asked for: {row['reason']}"
+    case "branch":
+      effect = f"{float(row['mean']):+.3g} +- {float(row['error']):.2g} nats"
+      return f"tries {row['action']} on a branch: held-out loss {effect}"
+    case kind:
+      raise AssertionError(f"{kind} is not in ledger.KINDS")
 
 
 def _line(row: Mapping[str, Any], text: str) -> str:
@@ -124,19 +138,15 @@ def _effect(row: Mapping[str, Any]) -> str:
   )
 
 
-def _summary(rows: list[dict[str, Any]]) -> list[str]:
-  checks = [row for row in rows if row["kind"] == "check"]
-  if not checks:
+def _summary(
+  levels: Counter[str], verdicts: Counter[str], carried_out: Counter[bool], look: str
+) -> list[str]:
+  if not levels:
     return ["no look yet"]
-  levels = Counter(row["health"]["level"] for row in checks)
-  verdicts = Counter(row["verdict"] for row in rows if row["kind"] == "outcome")
-  made = [row for row in rows if row["kind"] == "decision"]
   count = lambda counter: ", ".join(f"{n} {name}" for name, n in counter.most_common())
-  lines = [
-    f"{len(checks)} looks: {count(levels)}",
-    f"{len(made)} decisions, {sum(row['applied'] for row in made)} carried out"
+  return [
+    f"{levels.total()} looks: {count(levels)}",
+    f"{carried_out.total()} decisions, {carried_out[True]} carried out"
     + (f"; of those judged: {count(verdicts)}" if verdicts else ""),
+    f"last look: {look}",
   ]
-  level, causes = checks[-1]["health"].values()
-  loss = float(checks[-1]["reading"]["loss"])
-  return [*lines, f"last look: training loss {loss:.4g}, {': '.join((level, *causes[:1]))}"]

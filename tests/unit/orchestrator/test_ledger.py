@@ -1,13 +1,16 @@
 """The ledger: whole lines only, superseded ones left out, numbers that JSON does not have."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 from readings import INTERVAL, NAN_STATE, reading
 
-from ats_jax.orchestrator import ledger
+from ats_jax.config.schema import OrchestratorConfig
+from ats_jax.orchestrator import actions, ledger
 from ats_jax.orchestrator.ledger import Ledger
+from ats_jax.orchestrator.story import tell
 
 
 @pytest.fixture
@@ -50,11 +53,97 @@ def test_half_a_line_of_a_killed_process_is_cut(path):
   assert steps(path) == [("start", 0), ("check", 10), ("check", 20)]
 
 
+SETTINGS = dataclasses.asdict(OrchestratorConfig(mode="act", check_interval=INTERVAL))
+HEALTHY = {"health": {"level": "healthy", "causes": []}, "stale": False, "pause": False}
+DEED = {"action": "SetLearningRateScale", "fields": {"scale": 0.5, "before": 1.0}}
+WHOLE = (
+  {"kind": "start", "step": 0, "settings": SETTINGS, "bucket": 0.0, "accum_steps": 1},
+  {"kind": "resumed_from", "step": 0},
+  {"kind": "check", "step": INTERVAL, "reading": reading(1)._asdict(), **HEALTHY},
+  {"kind": "decision", "step": INTERVAL, "id": 1, "cause": "rate", "confidence": 0.9,
+   "reason": "too fast", "applied": True, **DEED},
+  {"kind": "outcome", "step": 2 * INTERVAL, "id": 1, "verdict": "helped", "before": 1.0,
+   "after": "nan"},
+  {"kind": "branch", "step": 2 * INTERVAL, "action": "AddExpert", "mean": "nan", "error": "inf"},
+  {"kind": "refused", "step": 2 * INTERVAL, "reason": "no slot"},
+)  # fmt: skip
+
+
+def write_rows(path, rows):
+  with path.open("w") as file:
+    for row in rows:
+      print(json.dumps({"v": 1, **ledger.encode(row)}), file=file)
+
+
+def test_whole_lines_are_told_in_order(path):
+  write_rows(path, WHOLE)
+  story = tell(path)
+  assert [line.split()[1] for line in story[:-3]] == ["0", "0", "10", "20", "20", "20"]
+  assert story[-3:] == [
+    "1 looks: 1 healthy",
+    "1 decisions, 1 carried out; of those judged: 1 helped",
+    f"last look: training loss {reading(1).loss:.4g}, healthy",
+  ]
+  (step, decision), = ledger.decisions(path)  # fmt: skip
+  assert step == INTERVAL and decision.action == actions.SetLearningRateScale(0.5)
+  assert ledger.replay(path) == []
+
+
+# What is done to a line -> its place in WHOLE, what changes, who notices.
+EDITS = {
+  "no version": (2, {"v": None}, ledger.rows),
+  "no kind": (2, {"kind": None}, ledger.rows),
+  "unknown kind": (2, {"kind": "chekc"}, ledger.rows),
+  "kind that is no word": (2, {"kind": []}, ledger.rows),
+  "step that is no number": (2, {"step": "40"}, ledger.rows),
+  "step that is a truth value": (2, {"step": True}, ledger.rows),
+  "no settings": (0, {"settings": None}, tell),
+  "unknown mode": (0, {"settings": SETTINGS | {"mode": "nap"}}, tell),
+  "no settings to replay": (0, {"settings": None}, ledger.replay),
+  "unknown setting to replay": (0, {"settings": {"naps": 3}}, ledger.replay),
+  "no health": (2, {"health": None}, tell),
+  "health that is a word": (2, {"health": "good"}, tell),
+  "level that is a list": (2, {"health": {"level": [], "causes": []}}, tell),
+  "no health where nothing was concluded": (2, {"health": {}, "stale": True}, tell),
+  "reading that is a number": (2, {"reading": 3}, tell),
+  "reading that is a number, replayed": (2, {"reading": 3}, ledger.replay),
+  "reading with a word": (2, {"reading": reading(1)._asdict() | {"loss": "low"}}, ledger.replay),
+  "unknown action": (3, {"action": "Dance"}, tell),
+  "unknown action, read back": (3, {"action": "Dance"}, ledger.decisions),
+  "action without its fields": (3, {"fields": {}}, ledger.decisions),
+  "confidence that is a word": (3, {"confidence": "high"}, tell),
+  "no verdict": (4, {"verdict": None}, tell),
+  "verdict that is a list": (4, {"verdict": []}, tell),
+  "loss that is a word": (4, {"after": "better"}, tell),
+  "branch without a mean": (5, {"mean": None}, tell),
+}
+
+
+@pytest.mark.parametrize(("place", "changes", "read"), EDITS.values(), ids=EDITS)
+def test_an_edited_line_is_named(path, place, changes, read):
+  """A value None stands for a field that was taken out."""
+  edited = {"v": 1, **WHOLE[place], **changes}
+  edited = {name: value for name, value in edited.items() if changes.get(name, 1) is not None}
+  rows = [{"v": 1, **row} for row in WHOLE]
+  rows[place] = edited
+  path.write_text("".join(json.dumps(ledger.encode(row)) + "\n" for row in rows))
+  with pytest.raises(ValueError, match=rf"decisions\.jsonl:{place + 1}: not a line of"):
+    read(path)
+
+
+@pytest.mark.parametrize("line", [b"rubbish", b"\xff", b"", b"[1, 2]", b"3", b"null"])
+def test_rubbish_is_named(path, line):
+  write_rows(path, WHOLE[:2])
+  path.write_bytes(path.read_bytes() + line + b"\n")
+  with pytest.raises(ValueError, match=r"decisions\.jsonl:3: not a line of an orchestrator's dec"):
+    ledger.rows(path)
+
+
 @pytest.mark.parametrize("line", ['{"v": 1, "step', '{"v": 2, "kind": "check", "step": 3}'])
 def test_a_damaged_line_is_an_error_that_names_the_file(path, line):
   write(path, ("start", 0))
   path.write_text(path.read_text() + line + "\n")
-  with pytest.raises(ValueError, match=r"decisions\.jsonl"):
+  with pytest.raises(ValueError, match=r"decisions\.jsonl:2: not a line of an orchestrator's dec"):
     ledger.rows(path)
 
 
