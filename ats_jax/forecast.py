@@ -42,7 +42,8 @@ RECIPE = ("model.", "moe.", "mod.", "data.", "optimizer.")
 def read_curve(folder: Path, metric: str, until: int = 0) -> Curve:
   """The curve of the run in a workdir.
 
-  Learning rates are those that it logged, and from its last row on those of its schedule.
+  Learning rates are those that its updates were made with, as logged, and from its last row on
+  those of its schedule, times what the orchestrator had set by then.
 
   Args:
     folder: its workdir.
@@ -64,14 +65,15 @@ def read_curve(folder: Path, metric: str, until: int = 0) -> Curve:
       f"{path} holds no {metric} up to step {until or cfg.num_steps}, but {names}. Choose another "
       "--metric, a later --at, or train with eval.every_steps."
     )
-  rates = planned_rates(cfg)
+  scale = float(column("orchestrator/lr_scale")[1][-1:].prod())  # 1 where there is none
+  rates = scale * planned_rates(cfg)
   if steps[-1] > len(rates):
     raise ValueError(
       f"{path} has a row of step {steps[-1]:.0f}, after num_steps={len(rates)} of its config."
     )
   done = np.arange(int(logged[-1]))
   rates[: len(done)] = np.interp(done + 1, logged, past)
-  return Curve(steps.astype(int), losses, rates)
+  return Curve(steps.astype(int), losses, rates, scale)
 
 
 def planned_rates(cfg: Config) -> np.ndarray:
@@ -82,7 +84,7 @@ def planned_rates(cfg: Config) -> np.ndarray:
 def with_num_steps(cfg: Config, curve: Curve, num_steps: int) -> np.ndarray:
   """Rates of the run if it goes on from its last point with another `num_steps`."""
   step = curve.steps[-1]
-  rates = planned_rates(dataclasses.replace(cfg, num_steps=num_steps))
+  rates = curve.scale * planned_rates(dataclasses.replace(cfg, num_steps=num_steps))
   return np.concatenate([curve.rates[:step], rates[step:]])
 
 
@@ -124,7 +126,7 @@ def report(
     low, high = of.interval(coverage)
     return {"loss": of.loss, "low": low if math.isfinite(low) else None, "high": high}
 
-  now = phase(curve.rates, step)
+  now = phase(planned_rates(cfg), step)
   whole = read_curve(folder, metric)
   last = whole.losses[whole.steps > len(whole.rates) * (BINS - 1) // BINS]
   plans = []

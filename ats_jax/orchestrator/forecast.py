@@ -33,11 +33,13 @@ class Curve:
     steps: updates after which the loss was measured, 1-based, increasing: [n].
     losses: of those steps, nats per token: [n].
     rates: the learning rate of each update of the run, past and planned: [num_steps].
+    scale: what the schedule's rates to come are multiplied with.
   """
 
   steps: np.ndarray
   losses: np.ndarray
   rates: np.ndarray
+  scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ def phase(rates: np.ndarray, step: int) -> str:
   """What the learning rate does after `step` updates: warm-up, stable, decay or the end.
 
   Args:
-    rates: of all updates: [num_steps].
+    rates: of all updates, by the schedule: [num_steps].
     step: updates made so far.
   """
   if step >= len(rates):

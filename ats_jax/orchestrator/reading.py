@@ -24,7 +24,7 @@ class Reading(NamedTuple):
     held: in a row at the end whose update was shrunk.
     bucket: the reflex's, at the end.
     cusum: the reflex's, at the end.
-    learning_rate: of the schedule, at the end.
+    learning_rate: of the schedule, at the end: what the policy itself made of it is no rise.
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
     edited: the most that the norm of the weights changed in a step beyond the norm of its update,
@@ -81,7 +81,7 @@ def read(
     held=int(last["reflex/held"]),
     bucket=last["reflex/bucket"],
     cusum=last["reflex/cusum"],
-    learning_rate=last["train/learning_rate"],
+    learning_rate=last["train/scheduled_rate"],
     means={name: _mean(values) for name, values in column.items()},
     edited=_edited(column["train/param_norm"], column["train/update_norm"], norm_before),
   )

@@ -18,7 +18,8 @@ METRICS = (
   "train/grad_norm",  # before clipping
   "train/update_norm",
   "train/param_norm",
-  "train/learning_rate",
+  "train/learning_rate",  # applied; of a step that is left out, what it would have been made with
+  "train/scheduled_rate",
   "train/tokens",  # that counted in the loss
 )
 MOE_METRICS = (

@@ -82,6 +82,7 @@ def make_train_step(
       new.grad_norm,
       new.update_norm,
       norm(written),
+      new.rate,
       lr,
       whole.counted,
     )

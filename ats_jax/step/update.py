@@ -32,6 +32,8 @@ class Updated(NamedTuple):
     opt_state: new state of the optimizer.
     grad_norm: float32, before clipping.
     update_norm: float32, of what was added to the parameters, were it accepted.
+    rate: float32, what multiplied the directions, were it accepted: the schedule's learning rate
+      times all that anybody made of it.
     accept: bool, whether to keep this; None = yes.
     reflex: its new state, or None.
     report: values of `REFLEX_METRICS`; empty without reflex.
@@ -41,6 +43,7 @@ class Updated(NamedTuple):
   opt_state: optax.OptState
   grad_norm: jax.Array
   update_norm: jax.Array
+  rate: jax.Array
   accept: jax.Array | None = None
   reflex: Reflex | None = None
   report: tuple[jax.Array, ...] = ()
@@ -64,7 +67,7 @@ def update(
     params: trainable parameters.
     grads: like them.
     opt_state: of `tx`.
-    lr: learning rate, scalar.
+    lr: learning rate of the schedule, scalar.
     slots: what runs.
     fault: to be injected.
   """
@@ -74,10 +77,10 @@ def update(
     grads, rate = seam(scaled(grads, fault.gradient)), lr * fault.rate
   if slots.of("adamw", "update") != "xla":
     moved = fused_adamw(cfg, params, grads, opt_state, rate, slots)
-    return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm)
+    return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, rate)
   directions, opt_state = seam(tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))
-  return Updated(moved, opt_state, norm(grads), rate * norm(directions))
+  return Updated(moved, opt_state, norm(grads), rate * norm(directions), rate)
 
 
 def guarded_update(
@@ -141,7 +144,7 @@ def guarded_update(
     after.broken,
     after.held,
   )
-  return Updated(moved, new_state, grad_norm, rate * length, verdict.accept, after, report)
+  return Updated(moved, new_state, grad_norm, rate * length, rate, verdict.accept, after, report)
 
 
 def scaled(tree: Any, factor: jax.Array) -> Any:

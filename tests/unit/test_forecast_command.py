@@ -10,7 +10,15 @@ from helpers import tiny_config
 
 from ats_jax import workdir
 from ats_jax.config.base import to_dict
-from ats_jax.forecast import advise, decay_from, planned_rates, read_curve, render, report
+from ats_jax.forecast import (
+  advise,
+  decay_from,
+  planned_rates,
+  read_curve,
+  render,
+  report,
+  with_num_steps,
+)
 
 WSD = {
   "num_steps": 1000,
@@ -101,6 +109,25 @@ def test_a_run_in_progress_and_rates_that_were_not_the_schedules(tmp_path):
   known = report(run, None, METRIC)
   assert known["run"]["step"] == 600
   assert known["forecast"]["found"] is None
+
+
+def test_what_the_orchestrator_set_holds_for_the_rates_to_come(tmp_path):
+  """A rate that was cut and stays so is no decay, and what is planned goes on from it."""
+  run = make_run(tmp_path / "run", until=600)
+  path = run / "metrics.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  for row in lines:
+    if row["step"] > 400 and "train/learning_rate" in row:
+      row["train/learning_rate"] *= 0.5
+  lines += [{"step": at, "orchestrator/lr_scale": scale} for at, scale in ((390, 1.0), (600, 0.5))]
+  path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+  curve, scheduled = read_curve(run, METRIC), planned_rates(tiny_config(WSD))
+  np.testing.assert_allclose(curve.rates[60:400], scheduled[60:400], rtol=1e-6)
+  np.testing.assert_allclose(curve.rates[410:], 0.5 * scheduled[410:], rtol=1e-6)
+  longer = with_num_steps(tiny_config(WSD), curve, 2000)
+  np.testing.assert_allclose(longer[600:1300], 1.5e-3, rtol=1e-6)
+  known = report(run, make_run(tmp_path / "other", {"num_steps": 500}), METRIC)
+  assert known["run"]["phase"] == "stable" and known["plans"]
 
 
 def test_without_a_reference_there_is_no_low_end(tmp_path):

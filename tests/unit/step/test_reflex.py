@@ -13,6 +13,7 @@ from helpers import micro_batches, tiny_config
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.plan import make_plan
 from ats_jax.step.reflex import WARM, Tracker
+from ats_jax.step.schedule import learning_rate
 from ats_jax.step.update import Fault
 
 FLOOR = 0.1
@@ -156,6 +157,37 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
     assert row["reflex/grad_scale"] == row["reflex/update_scale"] == 1.0
   for mode in ("observe", "act"):
     assert_trees_equal(runs[mode].weights, runs["off"].weights)
+
+
+@pytest.mark.parametrize("mode", ["off", "act"])
+def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mode):
+  """With what the supervisor set, with what nobody declared, and with what the reflex shrank."""
+  run = Run(mode)
+  calm, burst = run(WARM), run(rate=1e3)
+  for row, factor in ((calm, 1.0), (burst, 1e3)):
+    factor *= row.get("reflex/update_scale", 1.0)
+    np.testing.assert_allclose(
+      row["train/learning_rate"], factor * row["train/scheduled_rate"], rtol=1e-5
+    )
+  scheduled = learning_rate(run.plan.cfg, np.array([WARM - 1, WARM]))
+  np.testing.assert_allclose(
+    [row["train/scheduled_rate"] for row in (calm, burst)], scheduled, rtol=1e-6
+  )
+  if mode == "act":
+    assert burst["reflex/update_scale"] < 0.1
+    control = run.state.control._replace(lr_scale=jnp.float32(0.25))
+    run.state = dataclasses.replace(run.state, control=control)
+    cut, left_out = run(), run(gradient=np.nan)
+    np.testing.assert_allclose(
+      cut["train/learning_rate"],
+      0.25 * cut["reflex/update_scale"] * cut["train/scheduled_rate"],
+      rtol=1e-5,
+    )
+    # Of an update that is left out, the rate is the one it would have been made with.
+    assert left_out["reflex/skipped"] == 1.0
+    np.testing.assert_allclose(
+      left_out["train/learning_rate"], 0.25 * left_out["train/scheduled_rate"], rtol=1e-5
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(mesh):

@@ -147,7 +147,8 @@ def test_metrics(mesh, param_dtype):
   np.testing.assert_allclose(got["train/z"], float(sums.z) / tokens, RTOL)
   np.testing.assert_allclose(got["train/grad_norm"], norm(snapshot(grads)), NORM_RTOL)  # unclipped
   np.testing.assert_allclose(got["train/param_norm"], norm(after), NORM_RTOL)
-  np.testing.assert_allclose(got["train/learning_rate"], learning_rate(cfg, jnp.int32(0)), RTOL)
+  for name in ("train/learning_rate", "train/scheduled_rate"):
+    np.testing.assert_allclose(got[name], learning_rate(cfg, jnp.int32(0)), RTOL)
   if param_dtype == "float32":  # in bfloat16 the parameters cannot show what the update was
     update = norm({k: after[k] - before[k] for k in before})
     np.testing.assert_allclose(got["train/update_norm"], update, 1e-4)

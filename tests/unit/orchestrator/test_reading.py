@@ -1,0 +1,23 @@
+"""What an interval of steps is summed up to."""
+
+import numpy as np
+from helpers import tiny_config
+
+from ats_jax.orchestrator.reading import read
+from ats_jax.step.metrics import metric_names
+
+NAMES = metric_names(tiny_config({"num_steps": 100, "orchestrator.mode": "act"}))
+
+
+def rows(**columns):
+  """Three steps, ones but for some columns."""
+  found = np.ones((3, len(NAMES)), np.float32)
+  for name, values in columns.items():
+    found[:, NAMES.index(f"train/{name}")] = values
+  return found
+
+
+def test_the_learning_rate_is_the_schedules():
+  """Or a cut that is given back would look like a schedule that rises, which widens the margin."""
+  seen = read(NAMES, 3, rows(learning_rate=[0.5, 0.5, 1.0], scheduled_rate=[4.0, 3.0, 2.0]))
+  assert seen.learning_rate == 2.0
