@@ -102,10 +102,11 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
     stopped = scores = None
 
     for step in range(start + 1, cfg.num_steps + 1):
-      if rules != plan.training_rules(step):  # at the first step, and as mod.capacity falls
+      if rules != plan.training_rules(step):  # at first; mod.capacity fell; 8 bits are off
         with log.pause(step - 1), goodput.timed("compile"):
           rules = plan.training_rules(step)
           train_step = plan.compile_train_step(state, rules)
+          supervisor.follow(plan, step, state)
       with goodput.timed("data_wait"):
         batch = to_global(next(batches), mesh)
       profile.before(step, state)

@@ -134,6 +134,7 @@ def build_arm(name: str, cfg: Config) -> Arm:
 
 def _plain(plan: Plan, kind: Kind) -> Step:
   """The production step; what an ablation takes away is taken from the state before it."""
+  rules = plan.training_rules(1)  # of all updates: no suite has layers that skip tokens
 
   def step(state: TrainState, memory: None, batch: Batch, fault: Fault):
     if kind.blind:
@@ -144,7 +145,7 @@ def _plain(plan: Plan, kind: Kind) -> Step:
       assert state.control is not None
       none = state.control._replace(bucket=jnp.float32(0.0))
       state = dataclasses.replace(state, control=none)
-    state, metrics = plan.train_step(state, batch, fault=fault)
+    state, metrics = plan.train_step(state, batch, rules, fault)
     return state, memory, metrics
 
   return step
@@ -152,11 +153,12 @@ def _plain(plan: Plan, kind: Kind) -> Step:
 
 def _ruled(plan: Plan, rule: Rule) -> Step:
   loss_at, norm_at = METRICS.index("train/loss"), METRICS.index("train/grad_norm")
+  rules = plan.training_rules(1)
 
   def step(state: TrainState, memory: Any, batch: Batch, fault: Fault):
     rate = rule.rate(memory)
     fault = fault._replace(rate=fault.rate * rate)
-    new, metrics = plan.train_step(state, batch, fault=fault)
+    new, metrics = plan.train_step(state, batch, rules, fault)
     memory, keep = rule.judge(memory, metrics.values[loss_at], metrics.values[norm_at])
     take = lambda a, b: jnp.where(keep, a, b)
     kept = jax.tree.map(take, (new.model, new.opt_state), (state.model, state.opt_state))

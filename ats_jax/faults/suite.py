@@ -22,6 +22,7 @@ from ats_jax.data.pipeline import Dataset, open_datasets, open_split
 from ats_jax.faults.arms import ARMS, RULE_METRICS, Arm, build_arm
 from ats_jax.faults.results import Record, Results
 from ats_jax.faults.scenarios import SCENARIOS, Injection, Rows
+from ats_jax.model.decoder import Decoder
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale, Surgery, to_json
 from ats_jax.orchestrator.reading import probe_loss
@@ -179,13 +180,16 @@ class Bench:
 
   def look(self, arm: Arm, state: TrainState) -> float:
     """Loss of the trained weights on the probe batch, nats."""
-    return probe_loss(np.asarray(arm.plan.eval_step(state.model, self.probe)))
+    return probe_loss(self._sums(arm, state.model, self.probe))
 
   def score(self, arm: Arm, state: TrainState) -> tuple[float, bool]:
     """Validation loss in nats, at most ln V; and whether it was finite."""
-    total, _, tokens = np.asarray(arm.plan.eval_step(state.weights, self._scored)).tolist()
+    total, _, tokens = self._sums(arm, state.weights, self._scored).tolist()
     loss, worst = total / tokens, math.log(self.vocab_size)
     return (min(loss, worst), True) if math.isfinite(loss) else (worst, False)
+
+  def _sums(self, arm: Arm, model: Decoder, rows: Batch) -> np.ndarray:
+    return np.asarray(arm.plan.eval_step(model, rows, arm.plan.rules(self.cfg.num_steps)))
 
 
 def _foreign_text() -> str:

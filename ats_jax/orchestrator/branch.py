@@ -70,7 +70,7 @@ def compare(
     state: donated; a copy of it is in host memory meanwhile.
     action: one that `apply` can do.
     ahead: what to train with; each pair has batches of its own.
-    loss: of weights on the probe batch.
+    loss: of weights on the probe batch, by one set of rules: those of `ahead`.
 
   Returns:
     The state as it was, and the effect.

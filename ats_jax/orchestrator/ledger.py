@@ -179,4 +179,5 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name != "means"}
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
+  values["rules"] = tuple(fields.get("rules", ()))
   return Reading(**values)

@@ -41,6 +41,7 @@ class Memory(NamedTuple):
     checks: looks so far.
     decisions: made so far.
     reference: the probe's loss when all was well last; None before.
+    rules: by which the probe was scored for it, see `Reading`.
     spread: variance of the probe's loss from look to look.
     learning_rate: of the schedule at the last look; None before.
     healthy: looks in a row without a finding.
@@ -68,6 +69,7 @@ class Memory(NamedTuple):
   checks: int = 0
   decisions: int = 0
   reference: float | None = None
+  rules: tuple[float, ...] = ()
   spread: float = 0.0
   learning_rate: float | None = None
   healthy: int = 0
@@ -109,5 +111,6 @@ class Memory(NamedTuple):
       "trial": trial,
       "rollbacks": tuple(fields["rollbacks"]),
       "spent": tuple(fields["spent"]),
+      "rules": tuple(fields.get("rules", ())),
       "helped": {kind: tuple(counts) for kind, counts in fields["helped"].items()},
     })  # fmt: skip

@@ -92,9 +92,10 @@ class Outcome(NamedTuple):
 
   Attributes:
     id: of the decision.
-    verdict: "helped", "no effect" or "harmed"; "unclear", and not counted, if the data is odd now.
+    verdict: "helped", "no effect" or "harmed"; "unclear", and not counted, if the data is odd now
+      or the probe is scored by other rules.
     before: how far the probe's loss was above its reference, nats.
-    after: the same, `HORIZON` looks later.
+    after: the same, `HORIZON` looks later; NaN if it cannot be compared.
   """
 
   id: int
@@ -147,11 +148,20 @@ def decide(
     memory = memory._replace(bucket=base_bucket)
   if reading.first <= memory.acted_step:
     return memory, Judgement(stale=True)
+  # The probe by other rules (8 bits switched off, `mod.capacity` a rung lower) is the loss of
+  # another model, and no loss of before is held against it. Earlier weights cannot be scored by
+  # the new rules either: their thresholds belong to the capacity that they were trained with. So
+  # the reference is taken anew, at the first look that finds nothing, and an action on trial stays
+  # unjudged. A fault in that very interval shows in all that is read but the probe.
+  changed = reading.rules != memory.rules
+  if changed:
+    memory = memory._replace(reference=None, rules=reading.rules)
   finding = diagnose(memory, reading)
   excess = _excess(memory, reading)
   margin = _margin(memory, reading)
   requested = memory.trial is not None and memory.trial.requested
-  memory, outcome, undone = _judge_trial(memory, reading, finding, excess, margin)
+  judged = _judge_trial(memory, reading, finding, excess, margin, changed=changed)
+  memory, outcome, undone = judged
   wanted = [] if finding is None else _remedy(cfg, memory, reading, finding, base_bucket)
   memory = _remember(memory, reading, finding, excess, margin)
   if requested or (finding is not None and finding.certain):
@@ -290,12 +300,20 @@ def _improve(
 
 
 def _judge_trial(
-  memory: Memory, reading: Reading, finding: Finding | None, excess: float, margin: float
+  memory: Memory,
+  reading: Reading,
+  finding: Finding | None,
+  excess: float,
+  margin: float,
+  *,
+  changed: bool,
 ) -> tuple[Memory, Outcome | None, list[tuple[Action, str, float, str]]]:
   """The verdict on the action on trial, if it is time, and what undoes it."""
   trial = memory.trial
   if trial is None:
     return memory, None, []
+  if changed:
+    return memory._replace(trial=None), Outcome(trial.id, "unclear", trial.before, math.nan), []
   relapsed = finding is not None and finding.cause == "state"
   if memory.checks < memory.wait["trial"] and not relapsed:
     return memory, None, []

@@ -27,6 +27,7 @@ class Reading(NamedTuple):
     learning_rate: of the schedule, at the end: what the policy itself made of it is no rise.
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
+    rules: by which the probe was scored, the fields of a `Pass`; () if it was not.
     edited: the most that the norm of the weights changed in a step beyond the norm of its update,
       as a share of it. Rounding aside it cannot: if it did, something else wrote to the weights.
   """
@@ -46,6 +47,7 @@ class Reading(NamedTuple):
   learning_rate: float
   means: Mapping[str, float]
   starved: tuple[tuple[int, int], ...] = ()
+  rules: tuple[float, ...] = ()
   edited: float = 0.0
 
 

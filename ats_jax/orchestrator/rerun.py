@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.plateau import Branch
 from ats_jax.orchestrator.reading import probe_loss
 from ats_jax.orchestrator.snapshots import Snapshot
@@ -26,11 +27,12 @@ class Rerun:
 
   Attributes:
     first: step at which the arms part.
+    rules: by which the probe was scored there.
   """
 
-  def __init__(self, step: int, state: TrainState, probe: jax.Array | None):
+  def __init__(self, step: int, state: TrainState, probe: jax.Array | None, rules: Pass):
     """Begin with `state`, which made `step` updates; `probe` is what the eval step gave for it."""
-    self.first, self._probe = step, probe
+    self.first, self.rules, self._probe = step, rules, probe
     self._start = Snapshot.take(step, state)
     self._again: list[Again] = []
     self._losses: list[jax.Array] = []
@@ -48,7 +50,7 @@ class Rerun:
     Args:
       state: where the first arm ended; its memory is freed.
       factor: multiplies the learning rate.
-      probe: gives the sums of an eval step.
+      probe: gives the sums of an eval step, by the same rules.
 
     Returns:
       A snapshot of `state`, the state where the other arm ends, and what came of it.

@@ -1,5 +1,6 @@
 """A ledger in plain words."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,9 +133,10 @@ def _rerun(row: Mapping[str, Any]) -> str:
 
 def _effect(row: Mapping[str, Any]) -> str:
   before, after = float(row["before"]), float(row["after"])
+  now = "cannot be compared now" if math.isnan(after) else f"is {after:+.3g}"
   return (
     f"decision {row['id']}: {row['verdict']}: held-out loss was {before:+.3g} nats from when all "
-    f"was well, and is {after:+.3g}"
+    f"was well, and {now}"
   )
 
 

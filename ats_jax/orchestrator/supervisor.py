@@ -17,6 +17,8 @@ from absl import logging
 
 from ats_jax.config.build import CHANGES
 from ats_jax.metrics.transfer import start_copy
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
   Rollback,
@@ -59,6 +61,7 @@ class Interval(NamedTuple):
     step: the last of them.
     rows: `StepMetrics.values` of each, on their way to the host.
     probe: what the eval step returned for the weights after the last.
+    rules: by which it did.
     host: what this process's clock says of them.
     loads: moe/load of each step, if experts are watched.
   """
@@ -66,6 +69,7 @@ class Interval(NamedTuple):
   step: int
   rows: list[jax.Array]
   probe: jax.Array | None
+  rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
 
@@ -155,7 +159,7 @@ class Supervisor:
       accum_steps=self._plan.cfg.step.accum_steps,
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
-      check_probe(jax.device_get(self._plan.eval_step(state.model, self._probe)))
+      check_probe(jax.device_get(self._eval(state.model, self._plan.rules(step))))
     if self._plan.cfg.moe.spare_experts:
       self._experts = Experts(self._plan.cfg, state)
     if self.acts:
@@ -166,6 +170,21 @@ class Supervisor:
         f"and orchestrator.snapshot_gb={self._cfg.snapshot_gb:g}"
       )  # fmt: skip
       logging.info("orchestrator: rolls back to %s", where)
+
+  def follow(self, plan: Plan, step: int, state: TrainState) -> None:
+    """Look at the model as `plan` has it from update `step` on; compiles what that needs.
+
+    Call where the train step is compiled too: when 8 bits are switched off, and as `mod.capacity`
+    falls. Looks by other rules are not compared, see `decide`.
+
+    Args:
+      plan: of the same run.
+      step: 1-based.
+      state: as it is before that update; only its shapes matter.
+    """
+    self._plan = plan
+    if self._cfg.mode != "off" and self._probe is not None:
+      jax.block_until_ready(self._eval(state.model, plan.rules(step)))
 
   def after(
     self,
@@ -261,11 +280,15 @@ class Supervisor:
 
   def _interval(self, step: int, state: TrainState) -> Interval:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
-    probe = None
+    probe, rules = None, self._plan.rules(step)
     if self._probe is not None:
-      probe = self._plan.eval_step(state.model, self._probe)
+      probe = self._eval(state.model, rules)
       start_copy(probe)
-    return Interval(step, rows, probe, self._clock.lap(len(rows)), loads)
+    return Interval(step, rows, probe, rules, self._clock.lap(len(rows)), loads)
+
+  def _eval(self, model: Decoder, rules: Pass) -> jax.Array:
+    assert self._probe is not None
+    return self._plan.eval_step(model, self._probe, rules)
 
   def _look(
     self, step: int, state: TrainState, interval: Interval, *, pause: bool = False
@@ -276,6 +299,8 @@ class Supervisor:
     at, norm = self._norm
     is_next = interval.step - len(rows) == at != self._changed_step
     reading = read(self._names, interval.step, rows, probe, norm if is_next else None)
+    if probe is not None:
+      reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     self._norm = interval.step, float(rows[-1, self._names.index("train/param_norm")])
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
@@ -389,7 +414,8 @@ class Supervisor:
       self._refuse(step, ready)
       return state
     action = ready.request.action
-    loss = lambda model: probe_loss(jax.device_get(self._plan.eval_step(model, self._probe)))
+    rules = self._plan.rules(step)
+    loss = lambda model: probe_loss(jax.device_get(self._eval(model, rules)))
     state, effect = compare(self._plan.cfg, state, action, ahead, loss)
     fields = to_json(action)
     name = fields.pop("action")
@@ -416,12 +442,15 @@ class Supervisor:
     assert pending is not None, "no interval ends here"
     if rerun is None:
       if self._raises and self._ripe and self._snapshots.good:
-        self._rerun, self._ripe = Rerun(step, state, pending.probe), False
+        self._rerun, self._ripe = Rerun(step, state, pending.probe, pending.rules), False
+      return state
+    if rerun.rules != pending.rules:
+      self._rerun = None  # its beginning and its end are losses of two models
       return state
     if step < rerun.first + SPAN * self._cfg.check_interval:
       return state
     self._rerun = None
-    look = lambda model: self._plan.eval_step(model, self._probe)
+    look = lambda model: self._eval(model, rerun.rules)
     left, other, branch = rerun.make(state, FACTOR, look)
     self.replayed += step - rerun.first
     self._clock.lap(step - rerun.first)  # is no slow training

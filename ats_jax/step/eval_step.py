@@ -10,19 +10,18 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.step.compiler import Options
 from ats_jax.step.loss import Batch, loss_sums
-from ats_jax.step.routing import rules_at
 
 
 def make_eval_step(cfg: Config, options: Options | None = None) -> jax.stages.Wrapped:
   """Return the jitted `(model, batch [batch, seq], rules) -> float32[3]`.
 
   The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens.
-  `rules` are those of the end of the run if left out; `options` are of the compiler.
+  `rules` say how sparse layers choose and what is in 8 bits (`Plan.rules`); `options` are of the
+  compiler.
   """
-  final = rules_at(cfg, cfg.num_steps, training=False)
 
   @functools.partial(jax.jit, static_argnames="rules", compiler_options=options or None)
-  def eval_step(model: Decoder, batch: Batch, rules: Pass = final) -> jax.Array:
+  def eval_step(model: Decoder, batch: Batch, rules: Pass) -> jax.Array:
     assert not rules.training, "training's routing sees the future"
     sums, _ = loss_sums(model, batch, cfg.step, rules)
     return jnp.stack([sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])])

@@ -22,7 +22,6 @@ from ats_jax.step.routing import (
   Totals,
   drop_experts,
   routing_loss,
-  rules_at,
   set_buffers,
   totals,
 )
@@ -39,13 +38,13 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
-  The state is donated. `rules` are those of the end of the run if left out; `slots` say what runs
-  in the optimizer; `options` are the compiler's; a `fault` is injected by `ats_jax.faults` alone.
+  The state is donated. `rules` are those of the update (`Plan.training_rules`); `slots` say what
+  runs in the optimizer; `options` are the compiler's; a `fault` is injected by `ats_jax.faults`
+  alone.
   """
-  final = rules_at(cfg, cfg.num_steps, training=True)
 
   def train_step(
-    state: TrainState, batch: Batch, rules: Pass = final, fault: Fault | None = None
+    state: TrainState, batch: Batch, rules: Pass, fault: Fault | None = None
   ) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
     key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)

@@ -42,7 +42,7 @@ def curve() -> dict[str, list[float]]:
     state = plan.init()
     for step in range(STEPS):
       rows = random_rows(cfg, cfg.data.batch_size, seed=step % 4)
-      state, metrics = plan.train_step(state, micro_batches(rows, 2))
+      state, metrics = plan.train_step(state, micro_batches(rows, 2), plan.training_rules(1))
       for name in STORED:
         found[name].append(float(metrics.values[METRICS.index(name)]))
   return found

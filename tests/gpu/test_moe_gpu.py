@@ -64,7 +64,7 @@ def test_steps_follow_the_reference(changes):
       state, found = plan.init(), []
       batch = micro_batches(random_rows(cfg, 8), 1)
       for _ in range(10):
-        state, metrics = plan.train_step(state, batch)
+        state, metrics = plan.train_step(state, batch, plan.training_rules(1))
         found.append(float(metrics.values[metric_names(cfg).index("train/loss")]))
     losses.append(found)
   assert losses[0][-1] < losses[0][0] - 0.05

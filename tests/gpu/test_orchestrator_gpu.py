@@ -30,7 +30,7 @@ def test_nothing_is_read_by_accident_and_nothing_between_looks(monkeypatch):
     supervisor.start(0, state)
     batches = [jax.device_put(micro_batches(counting_rows(step), 1)) for step in range(61)]
     for step in range(1, 61):
-      state, metrics = plan.train_step(state, batches[step])
+      state, metrics = plan.train_step(state, batches[step], plan.training_rules(1))
       with monkeypatch.context() as patch, jax.transfer_guard_device_to_host("disallow"):
         if step % supervisor._cfg.check_interval:  # a copy is begun, and nobody waits for it
           patch.setattr(jax, "device_get", refuse)

@@ -187,13 +187,13 @@ def test_training_with_all_of_them_follows_xla(on_host):
       assert plan.num.slots.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
       state, values = plan.init(), []
       batches = [micro_batches(random_rows(cfg, 8, seed=seed), 1) for seed in range(2)]
-      program = plan.train_step.lower(state, batches[0]).as_text()
+      program = plan.train_step.lower(state, batches[0], plan.training_rules(1)).as_text()
       called = {name for name in library.TARGETS if f"@{name}(" in program}
       # Nothing is in 8 bits here, and the loss is never without its gradient.
       others = {name for name in library.TARGETS if "quantise" in name} | {"ats_cross_entropy"}
       assert called == (set(library.TARGETS) - others if slots == EVERYWHERE else set())
       for batch in batches:
-        state, metrics = plan.train_step(state, batch)
+        state, metrics = plan.train_step(state, batch, plan.training_rules(1))
         values.append(np.asarray(metrics.values))
       found[slots] = values, {k: np.asarray(v) for k, v in named_leaves(state.opt_state).items()}
   (want, want_state), (got, got_state) = found.values()

@@ -58,11 +58,11 @@ def run(shape):
     plan = make_plan(CFG)
     rows = [random_rows(CFG, 8, seed) for seed in (1, 2)]
     first, second = (to_global(micro_batches(r, 1), mesh) for r in rows)
-    state, metrics = plan.train_step(plan.init(), first)
+    state, metrics = plan.train_step(plan.init(), first, plan.training_rules(1))
     moments = named_leaves(state.opt_state[0].mu)
     grads = {k: np.asarray(v) / (1 - CFG.optimizer.b1) for k, v in moments.items()}
     buffers = {k: np.asarray(v) for k, v in named_leaves(buffers_of(state.model)).items()}
-    _, later = plan.train_step(state, second)
+    _, later = plan.train_step(state, second, plan.training_rules(1))
     return jax.tree.map(np.asarray, (metrics, grads, buffers, later))
 
 
@@ -99,7 +99,7 @@ def test_evaluation_and_text_of_a_mesh_are_those_of_one_device():
     with jax.set_mesh(mesh):
       model, plan = make_decoder(CFG), make_plan(CFG)
       rules = plan.rules(CFG.num_steps)
-      sums.append(plan.eval_step(model, to_global(random_rows(CFG, 8, seed=3), mesh)))
+      sums.append(plan.eval_step(model, to_global(random_rows(CFG, 8, seed=3), mesh), rules))
       texts.append(
         list(
           generate_tokens(

@@ -42,7 +42,7 @@ def run(shape: tuple[int, int, int, int]) -> Run:
     plan = make_plan(CFG)
     batch = to_global(micro_batches(random_rows(CFG, 8), 1), mesh)
     shardings = lambda tree: {k: v.sharding for k, v in named_leaves(tree).items()}
-    state, first = plan.train_step(plan.init(), batch)
+    state, first = plan.train_step(plan.init(), batch, plan.training_rules(1))
     found = [shardings(state)]
     # Slots 0 to 3 and 4 to 7 are on different devices: copies go to another one, and stay.
     state = surgery.split(CFG, state, 0, 0, 7)
@@ -61,7 +61,7 @@ def run(shape: tuple[int, int, int, int]) -> Run:
     twins = [read_slots(CFG, state, layer).twin.tolist() for layer in (0, 1)]
     losses = [float(first.values[0])]
     for _ in range(3):
-      state, metrics = plan.train_step(state, batch)
+      state, metrics = plan.train_step(state, batch, plan.training_rules(1))
       losses.append(float(metrics.values[0]))
     found.append(shardings(state))
     return Run(cut, np.array(losses), twins, similarity, found, plan.train_step._cache_size())

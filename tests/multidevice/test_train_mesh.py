@@ -56,7 +56,7 @@ def run(shape: tuple[int, int, int]) -> Run:
     batches = [to_global(micro_batches(r, 2), mesh) for r in rows]
     losses, grads = [], {}
     for batch in batches:
-      state, metrics = plan.train_step(state, batch)
+      state, metrics = plan.train_step(state, batch, plan.training_rules(1))
       losses.append(float(metrics.values[0]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
@@ -70,7 +70,7 @@ def run(shape: tuple[int, int, int]) -> Run:
       shardings(),
       shards,
       plan.train_step._cache_size(),
-      np.asarray(plan.eval_step(state.weights, eval_batch)),
+      np.asarray(plan.eval_step(state.weights, eval_batch, plan.rules(1))),
     )
 
 

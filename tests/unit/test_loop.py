@@ -64,11 +64,11 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     plan = make_plan(cfg)
     model = plan.init().model
-    whole = np.asarray(plan.eval_step(model, rows), np.float64)
+    whole = np.asarray(plan.eval_step(model, rows, plan.rules(1)), np.float64)
     found = score(plan, model, valid, 0)
     two = dataclasses.replace(cfg.eval, num_batches=2)
     part = score(make_plan(dataclasses.replace(cfg, eval=two)), model, valid, 0)
-    first = plan.eval_step(model, {k: v[:16] for k, v in rows.items()})
+    first = plan.eval_step(model, {k: v[:16] for k, v in rows.items()}, plan.rules(1))
   loss, correct, tokens = whole
   assert tokens == valid.num_tokens == found["eval/tokens"]
   np.testing.assert_allclose(found["eval/loss"], loss / tokens, RTOL)
@@ -97,7 +97,7 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
     plain, losses, evaluations = plan.init(), [], []
     for step in range(cfg.num_steps):
       rows = np.arange(step * 16, (step + 1) * 16).reshape(2, 8)
-      plain, metrics = plan.train_step(plain, dataset.global_rows(rows))
+      plain, metrics = plan.train_step(plain, dataset.global_rows(rows), plan.training_rules(1))
       losses.append(float(metrics.values[0]))
       if (step + 1) % 3 == 0:
         evaluations.append(score(plan, plain.model, valid, step + 1)["eval/loss"])

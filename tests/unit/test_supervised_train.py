@@ -13,10 +13,15 @@ from ats_jax import train as train_module
 from ats_jax import workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.config import Config
+from ats_jax.config.build import resolve
+from ats_jax.data.pipeline import open_datasets
+from ats_jax.feed import probe_batch
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator import ledger
 from ats_jax.orchestrator.actions import Rollback
-from ats_jax.step.plan import Plan
+from ats_jax.orchestrator.reading import probe_loss
+from ats_jax.sharding.mesh import make_mesh
+from ats_jax.step.plan import Plan, make_plan
 
 STEPS = 60
 
@@ -137,6 +142,23 @@ def test_weights_that_break_are_replaced_and_no_checkpoint_holds_them(
   (reached,) = [row["eval/loss"] for row in rows(tmp_path) if "eval/loss" in row]
   (before_it,) = [row["train/loss"] for row in rows(runs["off"][0])[:-3] if row["step"] == 33]
   assert reached < before_it - 0.3  # training went on
+
+
+def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp_path):
+  eight = {"model__num_layers": 3, "precision__fp8": True, "precision__fp8_band": 0.0}
+  cfg = config("observe", num_steps=15, eval__every_steps=1, optimizer__learning_rate=0.03, **eight)
+  state = train_module.train(cfg, tmp_path)
+  assert load_extra(tmp_path / workdir.CHECKPOINTS)["fp8"] is False
+  train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  with jax.set_mesh(make_mesh(cfg)):
+    plan, rows = make_plan(cfg), probe_batch(cfg, valid_set)
+    rules = plan.rules(15)
+    score = lambda rules: probe_loss(np.asarray(plan.eval_step(state.model, rows, rules)))
+    eight, wide = score(rules), score(dataclasses.replace(rules, fp8=False))
+  looks = [r["reading"] for r in ledger.rows(tmp_path / workdir.DECISIONS) if r["kind"] == "check"]
+  assert looks[-1]["step"] == 15 and looks[-1]["probe"] == wide != eight
+  assert looks[-1]["rules"] == [False, rules.capacity, rules.horizon, False]
 
 
 def test_off_ends_as_ever(config, tmp_path, monkeypatch):

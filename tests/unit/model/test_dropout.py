@@ -11,7 +11,7 @@ from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_con
 from ats_jax.model.block import dropout
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import totals
+from ats_jax.step.routing import rules_at, totals
 from ats_jax.step.train_step import sums_and_grads
 
 
@@ -88,7 +88,10 @@ def test_steps_draw_their_own_masks(mesh, rate):
   cfg = tiny_config({"model.dropout": rate})
   plan, batch = make_plan(cfg), micro_batches(random_rows(cfg, 8), 1)
   at = lambda step: dataclasses.replace(plan.init(), step=jnp.int32(step))
-  losses = [float(plan.train_step(at(step), batch)[1].values[0]) for step in (0, 0, 1, 2)]
+  losses = [
+    float(plan.train_step(at(step), batch, plan.training_rules(1))[1].values[0])
+    for step in (0, 0, 1, 2)
+  ]
   assert losses[0] == losses[1]  # from the seed and the step alone
   assert len(set(losses)) == (3 if rate else 1)
 
@@ -96,5 +99,6 @@ def test_steps_draw_their_own_masks(mesh, rate):
 def test_evaluation_has_no_dropout(mesh):
   rows = random_rows(tiny_config(), 2)
   plain, dropping = tiny_config(), tiny_config({"model.dropout": 0.5})
-  want = make_eval_step(plain)(make_decoder(plain), rows)
-  np.testing.assert_array_equal(make_eval_step(dropping)(make_decoder(dropping), rows), want)
+  rules = rules_at(plain, 0, training=False)
+  got, want = (make_eval_step(c)(make_decoder(c), rows, rules) for c in (dropping, plain))
+  np.testing.assert_array_equal(got, want)

@@ -120,7 +120,8 @@ def test_the_eval_step_does_not_look_ahead(mesh, name):
   cfg, rows = config(name), random_rows(config(name), ROWS, seed=2)
   model, eval_step = settled(name, rows), make_eval_step(cfg)
   past = {"loss_mask": is_past(rows).astype(np.float32)}
-  want, *changed = [np.asarray(eval_step(model, r | past)) for r in (rows, *futures(rows))]
+  score = lambda r: np.asarray(eval_step(model, r | past, rules_of(cfg, False)))
+  want, *changed = map(score, (rows, *futures(rows)))
   assert want[2] == is_past(rows).sum() and 0 <= want[1] <= want[2] < want[0]
   for sums in changed:
     np.testing.assert_array_equal(sums, want)
@@ -163,7 +164,9 @@ def train(cfg, only=None):
   plan = make_plan(cfg)
   state, values, still = plan.init(), [], None
   for step in range(cfg.num_steps):
-    state, metrics = plan.train_step(state, micro_batches(learnable(cfg, step), 1))
+    state, metrics = plan.train_step(
+      state, micro_batches(learnable(cfg, step), 1), plan.training_rules(1)
+    )
     if only and step >= cfg.num_steps // 2:
       still = still or jax.tree.map(np.asarray, state.model)
       keep = lambda path, new, old: new if only in jax.tree_util.keystr(path) else (0 * new + old)

@@ -45,17 +45,20 @@ class Run:
     self.supervisor.start(0, self.state)
     self.opened = []
 
+  def step_ahead(self, state, batch):
+    return self.plan.train_step(state, batch, self.plan.training_rules(1))
+
   @contextlib.contextmanager
   def batches(self):
     self.opened.append(self.step)
     yield (micro_batches(counting_rows(step), 1) for step in itertools.count(self.step + 1))
 
   def __call__(self, steps, *, tries=True):
-    ahead = Ahead(self.plan.train_step, self.batches) if tries else None
+    ahead = Ahead(self.step_ahead, self.batches) if tries else None
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(counting_rows(self.step), 1)
-      self.state, metrics = self.plan.train_step(self.state, batch)
+      self.state, metrics = self.plan.train_step(self.state, batch, self.plan.training_rules(1))
       self.state = self.supervisor.after(self.step, self.state, metrics)
       if self.step % 40 == 0:
         self.state = self.supervisor.settle(self.step, self.state, metrics, ahead)
@@ -63,10 +66,12 @@ class Run:
 
   def loss(self, model=None):
     model = self.state.model if model is None else model
-    return probe_loss(np.asarray(self.plan.eval_step(model, counting_rows(10**6))))
+    return probe_loss(
+      np.asarray(self.plan.eval_step(model, counting_rows(10**6), self.plan.rules(1)))
+    )
 
   def compare(self, action):
-    ahead = Ahead(self.plan.train_step, self.batches)
+    ahead = Ahead(self.step_ahead, self.batches)
     self.state, effect = compare(self.cfg, self.state, action, ahead, self.loss)
     return effect
 

@@ -70,7 +70,9 @@ def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, run
   supervisor.start(0, state)
   steps = 4 * (LOOKS + 1)
   for step in range(1, steps + 1):
-    state, metrics = plan.train_step(state, micro_batches(random_rows(cfg, 8, seed=step), 1))
+    state, metrics = plan.train_step(
+      state, micro_batches(random_rows(cfg, 8, seed=step), 1), plan.training_rules(1)
+    )
     state = supervisor.after(step, state, metrics)
   assert not supervisor.decisions
   for _ in range(2):  # asked for at the first look, if at all, and done at the next

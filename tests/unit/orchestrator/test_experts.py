@@ -50,19 +50,23 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
   supervisor.start(0, state)
   steps = 4 * (STARVED_CHECKS + 1)
   for step in range(1, steps + 1):
-    state, metrics = plan.train_step(state, micro_batches(random_rows(CFG, 8, seed=step), 1))
+    state, metrics = plan.train_step(
+      state, micro_batches(random_rows(CFG, 8, seed=step), 1), plan.training_rules(1)
+    )
     state = supervisor.after(step, state, metrics)
   assert not supervisor.decisions  # there is no time for surgery between two steps
-  before = plan.eval_step(state.model, probe)
+  before = plan.eval_step(state.model, probe, plan.rules(1))
   programs = plan.train_step._cache_size()
   state = supervisor.settle(steps, state, metrics)
-  after = plan.eval_step(state.model, probe)
+  after = plan.eval_step(state.model, probe, plan.rules(1))
   assert abs(float(after[0] - before[0])) / float(before[2]) < EXACT
   ((_, decision),) = supervisor.decisions
   assert decision.action == RecycleExpert(LAYER, DEAD) and decision.cause == "router"
   assert read_slots(CFG, state, LAYER).twin[DEAD] >= 0
   for step in range(steps + 1, steps + 25):
-    state, metrics = plan.train_step(state, micro_batches(random_rows(CFG, 8, seed=step), 1))
+    state, metrics = plan.train_step(
+      state, micro_batches(random_rows(CFG, 8, seed=step), 1), plan.training_rules(1)
+    )
     state = supervisor.after(step, state, metrics)
   supervisor.close()
   assert plan.train_step._cache_size() == programs

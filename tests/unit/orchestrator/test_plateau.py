@@ -145,7 +145,9 @@ def train(plan, steps, rate, path=None, *, raises=True):
   supervisor.start(0, state)
   for step in range(1, steps + 1):
     batch = micro_batches(counting_rows(step), 1)
-    again = lambda state, batch=batch: plan.train_step(state, batch, fault=fault)
+    again = lambda state, batch=batch: plan.train_step(
+      state, batch, plan.training_rules(1), fault=fault
+    )
     state, metrics = again(state)
     state = supervisor.after(step, state, metrics, again=again)
     assert int(state.step) == step
@@ -170,7 +172,7 @@ def test_a_rate_far_too_low_is_raised_on_evidence(plan, tmp_path):
   assert "3 times the learning rate: held-out loss" in "\n".join(tell(path))
   slow, _ = train(plan, 120, LOW, raises=False)
   probe = lambda s: float(
-    np.divide(*np.asarray(plan.eval_step(s.model, counting_rows(10**6)))[[0, 2]])
+    np.divide(*np.asarray(plan.eval_step(s.model, counting_rows(10**6), plan.rules(1)))[[0, 2]])
   )
   assert probe(state) < probe(slow) - 0.3
   saved = json.loads(json.dumps(supervisor.saved()))
@@ -190,7 +192,9 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(plan):
       by_hand = dataclasses.replace(
         by_hand, control=by_hand.control._replace(lr_scale=jnp.float32(FACTOR))
       )
-    by_hand, _ = plan.train_step(by_hand, micro_batches(counting_rows(number), 1), fault=fault)
+    by_hand, _ = plan.train_step(
+      by_hand, micro_batches(counting_rows(number), 1), plan.training_rules(1), fault=fault
+    )
   assert int(state.step) == step
   for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(by_hand.model), strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -201,9 +205,9 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
   with jax.set_mesh(mesh):
     plan = make_plan(tiny_config(SETTINGS))
     state, probe = plan.init(), to_global(counting_rows(10**6), mesh)
-    look = lambda model: plan.eval_step(model, probe)
+    look = lambda model: plan.eval_step(model, probe, plan.rules(1))
     compiled = plan.compile_train_step(state, plan.training_rules(1))
-    rerun = Rerun(0, state, look(state.model))
+    rerun = Rerun(0, state, look(state.model), plan.rules(1))
     for step in (1, 2):
       batch = to_global(micro_batches(counting_rows(step), 1), mesh)
       again = lambda state, batch=batch: compiled(state, batch)

@@ -103,6 +103,33 @@ def test_noise_of_the_probe_widens_its_margin():
     assert looks.actions == expected
 
 
+WIDE, NARROW = (False, 1.0, 128, True), (False, 0.5, 128, True)  # rules of the probe
+
+
+def test_losses_of_the_probe_by_other_rules_are_not_compared():
+  looks = Looks()
+  looks(10, rules=WIDE)
+  rise = dict(probe=3.0, cusum=30.0, recent_z=3.0)
+  looks(rules=NARROW, **rise)  # a smaller model predicts worse: no fault of the state
+  assert looks.judgements[-1].finding.cause == "data" and not looks.actions
+  looks(3, rules=NARROW, probe=3.0)
+  assert looks.memory.reference == 3.0
+  looks(rules=NARROW, **(rise | {"probe": 4.0}))
+  assert looks.actions == [Rollback()]
+
+
+def test_what_is_on_trial_across_a_change_of_the_rules_is_not_judged():
+  looks = Looks()
+  looks(10, rules=WIDE)
+  looks(rules=WIDE, **BAD_STATE)
+  looks(rules=WIDE)  # from before the rollback
+  helped = looks.memory.helped
+  looks(3, rules=NARROW, probe=9.0)
+  (outcome,) = [j.outcome for j in looks.judgements if j.outcome]
+  assert outcome.verdict == "unclear" and math.isnan(outcome.after)
+  assert looks.memory.trial is None and looks.memory.helped == helped and looks.memory.harms == 0
+
+
 def test_steps_from_before_an_action_are_not_held_against_it(looks):
   looks(**NAN_STATE)
   judgement = looks(**NAN_STATE)

@@ -191,7 +191,7 @@ class Run:
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(random_rows(CFG, 8, seed=self.step), 1)
-      self.state, metrics = self.plan.train_step(self.state, batch)
+      self.state, metrics = self.plan.train_step(self.state, batch, self.plan.training_rules(1))
       self.rows.append(np.asarray(metrics.layers["moe/load"]))
       self.state = self.supervisor.after(self.step, self.state, metrics)
       if self.step in self.saves:
@@ -199,7 +199,9 @@ class Run:
     return self
 
   def probe_loss(self):
-    cross_entropy, _, tokens = np.asarray(self.plan.eval_step(self.state.model, self.probe))
+    cross_entropy, _, tokens = np.asarray(
+      self.plan.eval_step(self.state.model, self.probe, self.plan.rules(1))
+    )
     return cross_entropy / tokens
 
   def kinds(self, kind):
@@ -271,10 +273,11 @@ def test_temperature_is_that_of_the_setting(mesh):
   warm = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, temperature=2.0))
   plan, rows = make_plan(cfg), random_rows(cfg, 8, seed=3)
   state = plan.init()
-  want = np.asarray(make_plan(warm).eval_step(make_plan(warm).init().model, rows))
+  other = make_plan(warm)
+  want = np.asarray(other.eval_step(other.init().model, rows, other.rules(1)))
   kept = jax.tree.map(np.asarray, state.model)
   changed = apply(ScaleTemperature(2.0), state, cfg)
-  np.testing.assert_allclose(plan.eval_step(changed.model, rows), want, rtol=1e-6)
+  np.testing.assert_allclose(plan.eval_step(changed.model, rows, plan.rules(1)), want, rtol=1e-6)
   back = apply(undo(ScaleTemperature(2.0)), changed, cfg)
   for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
     np.testing.assert_array_equal(np.asarray(a), b)

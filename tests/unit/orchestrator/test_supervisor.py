@@ -52,7 +52,9 @@ class Run:
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(counting_rows(self.step, noise=noise), 1)
-      self.state, self.metrics = self.plan.train_step(self.state, batch, fault=given)
+      self.state, self.metrics = self.plan.train_step(
+        self.state, batch, self.plan.training_rules(1), fault=given
+      )
       self.state = self.supervisor.after(self.step, self.state, self.metrics)
     return self
 
@@ -69,7 +71,7 @@ class Run:
 
   def probe_loss(self):
     cross_entropy, _, tokens = np.asarray(
-      self.plan.eval_step(self.state.model, counting_rows(10**6))
+      self.plan.eval_step(self.state.model, counting_rows(10**6), self.plan.rules(1))
     )
     return cross_entropy / tokens
 
@@ -159,7 +161,9 @@ def test_another_domain_is_taken_in_after_a_while(plan):
     run.step += 1
     batch = micro_batches(counting_rows(run.step), 1)
     other = {name: 63 - batch[name] for name in ("tokens", "targets")}  # counts down
-    run.state, run.metrics = plan.train_step(run.state, {**batch, **other}, fault=NO_FAULT)
+    run.state, run.metrics = plan.train_step(
+      run.state, {**batch, **other}, plan.training_rules(1), fault=NO_FAULT
+    )
     run.state = run.supervisor.after(run.step, run.state, run.metrics)
   kinds = {(cause, type(action)) for cause, action in interventions(run.end())}
   assert kinds <= {("data", SetSkips)}
@@ -320,7 +324,7 @@ def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(plan):
   snapshot = Snapshot.take(0, state)
   assert {x.sharding.memory_kind for x in jax.tree.leaves(snapshot.arrays)} == {"pinned_host"}
   state, _ = plan.train_step(
-    state, micro_batches(counting_rows(0), 1), fault=NO_FAULT
+    state, micro_batches(counting_rows(0), 1), plan.training_rules(1), fault=NO_FAULT
   )  # donates it
   for _ in range(2):
     back = snapshot.restore(state)
@@ -334,20 +338,24 @@ def test_a_run_goes_on_from_the_newest_good_state_unless_a_later_one_is_on_the_d
   state, ring = plan.init(), Snapshots(10, 2**30)
   assert ring.newest([]) is None
   ring.start(0, state)
-  state, _ = plan.train_step(state, micro_batches(counting_rows(0), 1), fault=NO_FAULT)
+  state, _ = plan.train_step(
+    state, micro_batches(counting_rows(0), 1), plan.training_rules(1), fault=NO_FAULT
+  )
   want = [np.asarray(x) for x in jax.tree.leaves((state.model, state.control, state.step))]
   key = np.array(jax.random.key_data(state.key))
   ring.offer(10, state, {"remembered": 1})
   assert ring.newest([])[0] == 0  # the newer one is not known to be good
   ring.confirm(11)
-  plan.train_step(state, micro_batches(counting_rows(1), 1), fault=NO_FAULT)  # the state is gone
+  plan.train_step(
+    state, micro_batches(counting_rows(1), 1), plan.training_rules(1), fault=NO_FAULT
+  )  # the state is gone
   step, again, saved = ring.newest([5, 9])
   assert step == 10 and saved == {"remembered": 1}
   got = [np.asarray(x) for x in jax.tree.leaves((again.model, again.control, again.step))]
   for a, b in zip(got, want, strict=True):
     np.testing.assert_array_equal(a, b)
   np.testing.assert_array_equal(jax.random.key_data(again.key), key)
-  plan.train_step(again, micro_batches(counting_rows(1), 1), fault=NO_FAULT)
+  plan.train_step(again, micro_batches(counting_rows(1), 1), plan.training_rules(1), fault=NO_FAULT)
   assert ring.newest([5, 10]) is None
 
 

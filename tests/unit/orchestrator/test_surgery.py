@@ -69,7 +69,9 @@ def test_a_split_keeps_the_function(mesh, changes):
   plan, rows, layer = make_plan(cfg), random_rows(cfg, 8), 1
   state = plan.init()
   models = lambda: [m for m in (state.model, state.ema) if m is not None]
-  loss = lambda model: float(plan.eval_step(model, rows)[0]) / rows["loss_mask"].sum()
+  loss = lambda model: (
+    float(plan.eval_step(model, rows, plan.rules(1))[0]) / rows["loss_mask"].sum()
+  )
   rng = np.random.default_rng(0)
   # Probabilities far from even, a selection bias that makes expert 0 popular, outputs that count.
   for model in models():
@@ -124,7 +126,9 @@ def run():
     def train(state, steps):
       losses, metrics = [], None
       for step in range(int(state.step), int(state.step) + steps):
-        state, metrics = plan.train_step(state, micro_batches(batches[step % 4], 1))
+        state, metrics = plan.train_step(
+          state, micro_batches(batches[step % 4], 1), plan.training_rules(1)
+        )
         losses.append(float(metrics.values[0]))
       return state, np.array(losses), metrics
 
@@ -142,7 +146,9 @@ def run():
       assert_smooth=assert_smooth,
       train=train,
       state=lambda: jax.tree.map(jnp.copy, state),  # what it is given to is donated
-      loss=lambda s: float(plan.eval_step(s.model, rows)[0]) / rows["loss_mask"].sum(),
+      loss=lambda s: (
+        float(plan.eval_step(s.model, rows, plan.rules(1))[0]) / rows["loss_mask"].sum()
+      ),
     )
     assert plan.train_step._cache_size() == 1  # however much its state was cut
 

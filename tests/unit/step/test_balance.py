@@ -50,7 +50,9 @@ def steps_to_balance(plan, seed) -> int:
   state = collapse(jax.tree.map(lambda x: x, state))
   index, violations = metric_names(cfg).index("moe/max_violation"), []
   for step in range(1, MOST_STEPS + 1):
-    state, metrics = plan.train_step(state, batch(rng, cfg.data.batch_size, cfg.data.seq_len))
+    state, metrics = plan.train_step(
+      state, batch(rng, cfg.data.batch_size, cfg.data.seq_len), plan.training_rules(1)
+    )
     violations.append(float(metrics.values[index]))
     if step == 1:
       assert violations[0] > 2.5  # two of eight experts have it all: 3

@@ -84,7 +84,7 @@ def test_the_evaluation_gets_its_options(mesh, monkeypatch):
   def kernels(text):
     plan = make_plan(tiny_config({"model.num_layers": 1, "step.compiler_options": text}))
     model = plan.init(abstract=True).model
-    return plan.eval_step.lower(model, rows).compile().as_text().count(" fusion(")
+    return plan.eval_step.lower(model, rows, plan.rules(1)).compile().as_text().count(" fusion(")
 
   assert kernels("xla_disable_hlo_passes=fusion") > 1.2 * kernels("")
 

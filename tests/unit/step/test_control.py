@@ -45,7 +45,11 @@ def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
   copies = [jax.tree.map(jnp.copy, state) for _ in range(3)]
   moved = []
   for copy, scale in zip(copies, (1.0, 3.0, 0.0), strict=True):
-    moved.append(plan.train_step(with_control(copy, decay_scale=scale), batch(cfg, 0))[0])
+    moved.append(
+      plan.train_step(with_control(copy, decay_scale=scale), batch(cfg, 0), plan.training_rules(1))[
+        0
+      ]
+    )
   assert plan.train_step._cache_size() == 1
   rate = 1e-3  # no warm-up
   decays = jax.tree.leaves(decay_mask(state.model, embeddings=False))
@@ -67,7 +71,7 @@ def test_dropped_experts_get_no_token(mesh):
                     for blocks in s.model.segments for layer in blocks.layers]  # fmt: skip
   idle = []
   for step in range(12):
-    state, metrics = plan.train_step(state, batch(cfg, step))
+    state, metrics = plan.train_step(state, batch(cfg, step), plan.training_rules(1))
     load_LE = np.asarray(metrics.layers["moe/load"])
     np.testing.assert_allclose(load_LE.sum(axis=1), 1.0, rtol=1e-5)
     used = (load_LE > 0).sum(axis=1)
@@ -75,7 +79,9 @@ def test_dropped_experts_get_no_token(mesh):
     idle.append(cfg.moe.num_experts - used)
   assert np.mean(idle) > 1.0 and len({tuple(i) for i in idle}) > 1  # another draw in each step
   assert np.isfinite(metrics.values).all() and max(np.abs(b).max() for b in bias(state)) < 10.0
-  state, metrics = plan.train_step(with_control(state, expert_dropout=0.0), batch(cfg, 12))
+  state, metrics = plan.train_step(
+    with_control(state, expert_dropout=0.0), batch(cfg, 12), plan.training_rules(1)
+  )
   assert (np.asarray(metrics.layers["moe/load"]) > 0).sum() == cfg.moe.num_experts * 2
   assert plan.train_step._cache_size() == 1
 
@@ -98,13 +104,13 @@ def test_neutral_again_after_an_undo(mesh):
   cfg = tiny_config(CALM | EXPERTS)
   plan = make_plan(cfg)
   set_to = with_control(plan.init(), decay_scale=0.5, expert_dropout=0.5)
-  state, _ = plan.train_step(set_to, batch(cfg, 0))
+  state, _ = plan.train_step(set_to, batch(cfg, 0), plan.training_rules(1))
   undone = with_control(state, decay_scale=1.0, expert_dropout=0.0)
   fresh = dataclasses.replace(
     jax.tree.map(jnp.copy, undone), control=jax.tree.map(jnp.copy, plan.init().control)
   )
-  got, _ = plan.train_step(undone, batch(cfg, 1))
-  want, _ = plan.train_step(fresh, batch(cfg, 1))
+  got, _ = plan.train_step(undone, batch(cfg, 1), plan.training_rules(1))
+  want, _ = plan.train_step(fresh, batch(cfg, 1), plan.training_rules(1))
   for a, b in zip(arrays(got.model), arrays(want.model), strict=True):
     np.testing.assert_array_equal(a, b)
 
@@ -117,7 +123,7 @@ def test_all_devices_drop_the_same_experts():
     with jax.set_mesh(mesh):
       plan = make_plan(cfg)
       state = with_control(plan.init(), expert_dropout=0.4)
-      _, metrics = plan.train_step(state, to_global(batch(cfg, 0), mesh))
+      _, metrics = plan.train_step(state, to_global(batch(cfg, 0), mesh), plan.training_rules(1))
       loads.append(np.asarray(metrics.layers["moe/load"]))
   np.testing.assert_allclose(*loads, atol=1e-6)
   assert (loads[0] == 0).any()
@@ -127,10 +133,10 @@ def test_a_step_that_is_left_out_leaves_the_buffers_of_routers_alone(mesh):
   depth = {"mod.routing": "learned", "mod.capacity": 0.5, "mod.every": 1}
   cfg = tiny_config(CALM | EXPERTS | depth | {"model.num_layers": 1})
   plan = make_plan(cfg)
-  state, _ = plan.train_step(plan.init(), batch(cfg, 0))
+  state, _ = plan.train_step(plan.init(), batch(cfg, 0), plan.training_rules(1))
   before = arrays((state.model, state.opt_state))
   broken = Fault(jnp.float32(np.nan), jnp.float32(1.0))
-  state, metrics = plan.train_step(state, batch(cfg, 1), fault=broken)
+  state, metrics = plan.train_step(state, batch(cfg, 1), plan.training_rules(1), fault=broken)
   assert metrics.values[metric_names(cfg).index("reflex/skipped")] == 1.0
   for a, b in zip(arrays((state.model, state.opt_state)), before, strict=True):
     np.testing.assert_array_equal(a, b)

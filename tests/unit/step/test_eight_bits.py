@@ -51,7 +51,7 @@ def losses(mesh, **precision):
   state, found = plan.init(), []
   index = metric_names(cfg).index("train/loss")
   for step in range(STEPS):
-    state, metrics = plan.train_step(state, rows(cfg, step))
+    state, metrics = plan.train_step(state, rows(cfg, step), plan.training_rules(1))
     found.append(float(metrics.values[index]))
   return np.array(found), plan, state
 
@@ -79,7 +79,7 @@ def test_the_rules_switch_them_off(mesh):
   )
   model, batch = plan.init().model, {k: v[0] for k, v in rows(plan.cfg, 0).items()}
   same = jax.tree.unflatten(jax.tree.structure(wide.init().model), jax.tree.leaves(model))
-  want = wide.eval_step(same, batch)
+  want = wide.eval_step(same, batch, wide.rules(1))
   off = dataclasses.replace(plan, fp8=False)
   np.testing.assert_array_equal(off.eval_step(model, batch, off.rules(0)), want)
   assert plan.eval_step(model, batch, plan.rules(0))[0] != want[0]

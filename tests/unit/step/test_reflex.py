@@ -133,7 +133,7 @@ class Run:
     given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
     for _ in range(steps):
       self.state, metrics = self.plan.train_step(
-        self.state, batch(self.step, noise=noise), fault=given
+        self.state, batch(self.step, noise=noise), self.plan.training_rules(1), fault=given
       )
       self.step += 1
       self.rows.append(dict(zip(self.names, np.asarray(metrics.values), strict=True)))

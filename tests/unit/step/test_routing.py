@@ -293,7 +293,7 @@ def test_no_optimizer_touches_a_buffer(mesh):
     getattr(router, name)[...] = 0.05 + 0.0 * old
   before = {name: np.array(getattr(router, name)[...]) for name in names}
   weight, load = np.array(router.weight[...]), np.array(router.load_E[...])
-  state, metrics = plan.train_step(state, micro_batches(ragged_rows(), 1))
+  state, metrics = plan.train_step(state, micro_batches(ragged_rows(), 1), plan.training_rules(1))
   (router,) = routers(state.model)
   for name, value in before.items():
     np.testing.assert_array_equal(getattr(router, name)[...], value, err_msg=name)

@@ -54,7 +54,9 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
   for accum in (1, 2, 4):
     cfg = tiny_config(changes | {"step.accum_steps": accum})
     plan = make_plan(cfg)
-    state, metrics = plan.train_step(plan.init(), micro_batches(rows, accum))
+    state, metrics = plan.train_step(
+      plan.init(), micro_batches(rows, accum), plan.training_rules(1)
+    )
     (adam, _) = state.opt_state
     grads = jax.tree.map(lambda m, b1=cfg.optimizer.b1: m / (1 - b1), adam.mu)  # after one update
     results.append((grads, metrics.values, state.model))
@@ -119,7 +121,7 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
 
   for step in range(4):
     rows = to_device(random_rows(cfg, 8, seed=step))
-    state, _ = plan.train_step(state, micro_batches(rows, 1))
+    state, _ = plan.train_step(state, micro_batches(rows, 1), plan.training_rules(1))
     model, opt_state = plain_step(model, opt_state, rows)
     ema = {k: 0.7 * ema[k] + 0.3 * v for k, v in float64(model).items()}
   assert int(state.step) == 4
@@ -136,7 +138,7 @@ def test_metrics(mesh, param_dtype):
   batch, tokens = micro_batches(rows, 1), rows["loss_mask"].sum()
   sums, grads = jax.jit(lambda m: grads_of(cfg, m, batch, state.key))(state.model)
   before = snapshot(state.model)
-  state, metrics = plan.train_step(state, batch)
+  state, metrics = plan.train_step(state, batch, plan.training_rules(1))
   after = snapshot(state.model)
   norm = lambda tree: np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tree.values()))
   got = dict(zip(METRICS, np.asarray(metrics.values, np.float64), strict=True))
@@ -160,8 +162,12 @@ def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
   vectors = []
   for cfg in (plain, other):
     plan = make_plan(cfg)
-    vectors.append(np.asarray(plan.train_step(plan.init(), micro_batches(rows, 1))[1].values))
-    sums = plan.eval_step(plan.init().model, rows)
+    vectors.append(
+      np.asarray(
+        plan.train_step(plan.init(), micro_batches(rows, 1), plan.training_rules(1))[1].values
+      )
+    )
+    sums = plan.eval_step(plan.init().model, rows, plan.rules(1))
     tokens = rows["loss_mask"].sum()
     np.testing.assert_allclose(sums[0] / tokens, vectors[-1][0], RTOL)  # train/loss
     assert float(sums[1]) == round(vectors[-1][1] * tokens) and float(sums[2]) == tokens
@@ -176,7 +182,7 @@ def test_the_average_of_a_bfloat16_model_is_float32(mesh):
   want = float64(state.model)
   batch = to_device(micro_batches(random_rows(cfg, 8), 1))
   for _ in range(5):
-    state, _ = plan.train_step(state, batch)
+    state, _ = plan.train_step(state, batch, plan.training_rules(1))
     want = {k: 0.999 * want[k] + 0.001 * v for k, v in float64(state.model).items()}
   assert {leaf.dtype for leaf in jax.tree.leaves(state.ema)} == {jnp.dtype("float32")}
   # It moves by 1e-5 and less a step, which a bfloat16 of size 0.02 (spacing 1e-4) would not show.
@@ -191,7 +197,9 @@ def test_state_is_donated_and_the_step_compiles_once(mesh):
   rates = []
   for step in range(3):
     old = state
-    state, metrics = plan.train_step(state, micro_batches(random_rows(cfg, 8, seed=step), 1))
+    state, metrics = plan.train_step(
+      state, micro_batches(random_rows(cfg, 8, seed=step), 1), plan.training_rules(1)
+    )
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
     rates.append(float(metrics.values[METRICS.index("train/learning_rate")]))
   assert len(set(rates)) == 3

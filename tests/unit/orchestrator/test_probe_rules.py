@@ -1,0 +1,76 @@
+"""The probe is scored by the rules of the model that trains, also while these change."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
+
+from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.plateau import SPAN
+from ats_jax.orchestrator.reading import probe_loss
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.step.plan import make_plan
+
+EVERY, RUNG, STEPS = 4, 20, 40
+# Two rungs: all tokens through every layer, then a quarter of them through the second.
+SETTINGS = {
+  "num_steps": STEPS,
+  "data.batch_size": 8,
+  "model.num_layers": 2,
+  "optimizer.schedule": "constant",
+  "mod.routing": "learned",
+  "mod.capacity": 0.25,
+  "mod.anneal_fraction": 0.5,
+  "mod.rungs": 1,
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": EVERY,
+  "orchestrator.snapshot_interval": EVERY,
+  "orchestrator.raise_learning_rate": True,
+}
+
+
+@pytest.fixture(scope="module")
+def plan():
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    yield make_plan(tiny_config(SETTINGS))
+
+
+def train(plan, path):
+  """The supervisor of a run; and the probe's loss after each step by the rules of that step."""
+  supervisor, state, losses = Supervisor(plan, counting_rows(10**6), path), plan.init(), {}
+  supervisor.start(0, state)
+  for step in range(1, STEPS + 1):
+    rules, batch = plan.training_rules(step), micro_batches(counting_rows(step), 1)
+    if step in (1, RUNG + 1):
+      supervisor.follow(plan, step, state)
+    again = lambda state, batch=batch, rules=rules: plan.train_step(state, batch, rules)
+    state, metrics = again(state)
+    losses[step] = probe_loss(
+      np.asarray(plan.eval_step(state.model, counting_rows(10**6), plan.rules(step)))
+    )
+    state = supervisor.after(step, state, metrics, again=again)
+  supervisor.settle(STEPS, state, metrics)
+  supervisor.close()
+  return supervisor, losses
+
+
+def test_the_probe_follows_the_capacity(plan, tmp_path):
+  supervisor, losses = train(plan, path := tmp_path / "decisions.jsonl")
+  looks = [row["reading"] for row in ledger.rows(path) if row["kind"] == "check"]
+  assert {look["step"]: look["probe"] for look in looks} == {
+    step: losses[step] for step in range(EVERY, STEPS + 1, EVERY)
+  }
+  capacities = [look["rules"][1] for look in looks]
+  assert capacities == [1.0] * (RUNG // EVERY) + [0.25] * ((STEPS - RUNG) // EVERY)
+  assert supervisor.memory.rules == dataclasses.astuple(plan.rules(STEPS))
+  assert supervisor.memory.from_json(supervisor.memory.to_json()) == supervisor.memory
+  assert ledger.replay(path) == ledger.decisions(path)
+
+
+def test_a_branch_whose_rules_change_is_dropped(plan, tmp_path):
+  """It would begin at step 20, after three calm looks; the next begins, and ends, by new rules."""
+  supervisor, _ = train(plan, path := tmp_path / "decisions.jsonl")
+  branches = [row["first"] for row in ledger.rows(path) if row["kind"] == "rerun"]
+  assert branches == [RUNG + 2 * EVERY] and supervisor.replayed == SPAN * EVERY
