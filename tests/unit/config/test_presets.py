@@ -8,6 +8,7 @@ from ml_collections.config_flags import config_flags
 from ats_jax.config import from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.config.presets import PRESETS, VARIANTS, preset
+from ats_jax.planner.describe import describe
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -39,6 +40,18 @@ def test_it_can_be_trained_with_the_tokenizer_it_names(name):
     assert (cfg.mod.routing == "learned") == (variant in ("mod", "hybrid"))
     assert cfg.model.d_ff == PRESETS[name].d_ff
     assert cfg.moe.d_ff == (cfg.model.d_ff if cfg.moe.num_experts else 0)
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGS.glob("*.py")))
+def test_weights_are_float32(name, tmp_path, monkeypatch):
+  assert load(f"{name}.py", tmp_path, monkeypatch)["precision"]["param_dtype"] == "float32"
+
+
+def test_the_one_for_a_card_of_80_gb_fits_there(tmp_path, monkeypatch):
+  plan = describe(from_config_dict(load("dense_1_5b.py", tmp_path, monkeypatch)))
+  needs = sum((plan["device_bytes_exact"] | plan["device_bytes_estimated"]).values())
+  assert plan["run"]["formats"]["weights"] == "float32" and plan["run"]["devices"] == 1
+  assert needs < 0.9 * 80e9  # XLA and cuDNN want some of it
 
 
 def test_every_dimension_is_used():
