@@ -94,6 +94,9 @@ class Report:
 def find_files(paths: str, report: Report) -> list[SourceFile]:
   """The files that `DataConfig.paths` names, in a fixed order, each once.
 
+  What is there but is no regular file (to open a pipe waits for a writer, a device may never end)
+  goes to `report`. A broken link is kept: it is unreadable when its documents are read.
+
   Raises:
     ValueError: for a path that does not exist, a glob without a match, a file whose suffix says
       nothing, or no file at all.
@@ -106,13 +109,16 @@ def find_files(paths: str, report: Report) -> list[SourceFile]:
       continue
     for path, name in _expand(os.path.expanduser(entry), report):
       real = os.path.realpath(path)
-      if real in found:
+      if os.path.exists(real) and not os.path.isfile(real):
+        report.bad("not a regular file", path, "not a regular file but a pipe, socket or device")
+      elif real in found:
         report.skip("listed twice", path)
       else:
         found[real] = SourceFile(real, name, _KIND[_suffix(path)])
   if not found:
     raise ValueError(
-      f"paths={paths!r} holds no file that can be read. Known suffixes: {' '.join(sorted(_KIND))}."
+      f"paths={paths!r} holds no file that can be read ({report}). "
+      f"Known suffixes: {' '.join(sorted(_KIND))}."
     )
   return list(found.values())
 
@@ -146,7 +152,8 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
       )
     yield entry, Path(entry).name
   elif glob.has_magic(entry):
-    matches = [path for path in sorted(glob.glob(entry, recursive=True)) if os.path.isfile(path)]
+    matches = sorted(glob.glob(entry, recursive=True))
+    matches = [path for path in matches if not os.path.isdir(path)]
     if not matches:
       raise ValueError(f"paths: the glob {entry!r} matches no file.")
     fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])

@@ -1,7 +1,9 @@
+import contextlib
 import io
 import json
 import logging
 import os
+import signal
 import sysconfig
 import tempfile
 import tracemalloc
@@ -25,6 +27,22 @@ def texts(ds):
   """Every document of a split, decoded from its tokens."""
   tokens = [ds.corpus.tokens(int(d), 0, 10**9) for d in ds.documents]
   return sorted(ds.tokenizer.decode(t) for t in tokens)
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+  """Fails the test where it hangs: to open a pipe waits for ever."""
+
+  def stop(*_):
+    pytest.fail(f"still busy after {seconds} s")
+
+  before = signal.signal(signal.SIGALRM, stop)
+  signal.alarm(seconds)
+  try:
+    yield
+  finally:
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 class TestFiles:
@@ -169,6 +187,47 @@ class TestMalformed:
     assert texts(ds) == ["good"] and ds.report["malformed"] == {"unreadable": 1}
     with pytest.raises(ValueError, match="cannot be read"):
       open_split(config(strict=True), 0, str(tmp_path / "d"), ByteTokenizer())
+
+  @pytest.mark.parametrize("place", ["folder", "glob", "named"])
+  @pytest.mark.parametrize("special", ["pipe", "link to a pipe", "link to a device"])
+  def test_what_is_no_regular_file_is_named_and_never_opened(
+    self, write, config, tmp_path, special, place
+  ):
+    good, odd = write("d/good.txt", "good"), tmp_path / "d" / "odd.txt"
+    if special == "pipe":
+      os.mkfifo(odd)
+    elif special == "link to a pipe":
+      os.mkfifo(tmp_path / "pipe")
+      odd.symlink_to(tmp_path / "pipe")
+    else:
+      odd.symlink_to("/dev/zero")
+    (tmp_path / "d" / "link.txt").symlink_to(write("elsewhere", "linked"))
+    paths = {
+      "folder": str(tmp_path / "d"),
+      "glob": f"{tmp_path}/d/*.txt",
+      "named": f"{good},{odd},{tmp_path}/d/link.txt",
+    }[place]
+    with time_limit(20):
+      ds = open_split(config(), 0, paths, ByteTokenizer())
+    assert texts(ds) == ["good", "linked"]
+    assert ds.report["malformed"] == {"not a regular file": 1}
+    assert ds.report["first"] == [f"{odd}: not a regular file but a pipe, socket or device"]
+    with time_limit(20), pytest.raises(ValueError, match=r"odd\.txt: not a regular file"):
+      open_split(config(strict=True), 0, paths, ByteTokenizer())
+
+  def test_nothing_but_a_pipe(self, tmp_path):
+    os.mkfifo(tmp_path / "odd.txt")
+    for paths in (tmp_path, tmp_path / "*.txt", tmp_path / "odd.txt"):
+      with pytest.raises(ValueError, match=r"no file .* read .*odd\.txt: not a regular file"):
+        find(paths)
+
+  @pytest.mark.parametrize("paths", ["d", "d/*.txt", "d/bad.txt,d/good.txt"])
+  def test_broken_link(self, write, config, tmp_path, paths, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("d/good.txt", "good")
+    (tmp_path / "d" / "bad.txt").symlink_to(tmp_path / "gone.txt")
+    ds = open_split(config(), 0, paths, ByteTokenizer())
+    assert texts(ds) == ["good"] and ds.report["malformed"] == {"unreadable": 1}
 
   def test_no_permission(self):
     with tempfile.TemporaryDirectory() as folder:
