@@ -161,32 +161,32 @@ class CsvWriter(MetricWriter):
   def __init__(self, path: Path, *, last_step: int = -1):
     """Opens `path`, first cutting rows of steps after `last_step` and a torn last line."""
     self._path = path
-    self._columns = ["step", "wall_time"]
-    kept = []
+    columns, kept = ["step", "wall_time"], []
     if path.exists():
-      columns, rows = read_csv(path)
+      old_columns, rows = read_csv(path)
       kept = [row for row in rows if int(row[0]) <= last_step]
       if kept:
-        self._columns = columns
+        columns = old_columns
       _log_cut(path, len(rows) - len(kept))
-    self._open(kept)
+    self._open(columns, kept)
 
-  def _open(self, rows: Sequence[list[str]]) -> None:
+  def _open(self, columns: list[str], rows: Sequence[list[str]]) -> None:
     """Replaces the file by the header and `rows`, padded to its width, and opens it for more."""
-    padded = [row + [""] * (len(self._columns) - len(row)) for row in rows]
-    replace_file(self._path, csv_text([self._columns, *padded]))
+    padded = [row + [""] * (len(columns) - len(row)) for row in rows]
+    replace_file(self._path, csv_text([columns, *padded]))
     self._file = self._path.open("a", buffering=1, encoding="utf-8", newline="")
     self._rows = csv.writer(self._file, lineterminator="\n")
+    self._columns = columns
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     numbers = _numbers(scalars)
     new = [name for name in numbers if name not in self._columns]
     if new:
-      self._file.close()
+      old_file = self._file
       _, rows = read_csv(self._path)
-      self._columns = [*self._columns, *new]
-      self._open(rows)
+      self._open([*self._columns, *new], rows)
+      old_file.close()  # not before: on a full disk the old file stays the one in use
     cells = [numbers.get(name, "") for name in self._columns[2:]]
     self._rows.writerow([int(step), time.time(), *cells])
 

@@ -278,6 +278,53 @@ def test_csv_columns_keep_their_order_and_old_rows_are_padded(tmp_path):
   assert [row[2:] for row in rows] == [["1.0", ""], ["3", "2.0"]]
 
 
+FULL_DISK = """
+import contextlib, resource, sys
+from pathlib import Path
+from ats_jax import runtime
+from ats_jax.metrics.writer import CsvWriter
+
+path = Path(sys.argv.pop())
+
+def main(argv):
+  with contextlib.closing(CsvWriter(path)) as writer:
+    for step in range(100):
+      writer.write_scalars(step, {"train/loss": 1.0})
+    limit = path.stat().st_size + 40  # a row fits, a column more does not
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    writer.write_scalars(100, {"eval/loss": 1.0})
+
+runtime.run(main)
+"""
+
+
+def test_a_disk_that_is_full_when_a_column_is_added_is_said(tmp_path):
+  path = tmp_path / "metrics.csv"
+  command = [sys.executable, "-c", FULL_DISK, str(path)]
+  result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+  assert "a file could not be written: [Errno 27] File too large. Free space" in result.stderr
+  assert result.returncode == 2
+  header, rows = read_csv(path)
+  assert header == ["step", "wall_time", "train/loss"] and len(rows) == 100
+
+
+def test_rows_go_on_in_the_old_columns_after_a_column_could_not_be_added(tmp_path):
+  writer = CsvWriter(tmp_path / "m.csv")
+  writer.write_scalars(1, {"a": 1.0})
+  (tmp_path / "m.csv.tmp").mkdir()  # in the way of the new file
+  with pytest.raises(IsADirectoryError):
+    writer.write_scalars(2, {"a": 2.0, "b": 2.0})
+  writer.write_scalars(3, {"a": 3.0})
+  (tmp_path / "m.csv.tmp").rmdir()
+  writer.write_scalars(4, {"b": 4.0})
+  writer.close()
+  header, rows = read_csv(tmp_path / "m.csv")
+  assert header == ["step", "wall_time", "a", "b"]
+  assert [(row[0], *row[2:]) for row in rows] == [
+    ("1", "1.0", ""), ("3", "3.0", ""), ("4", "", "4.0"),
+  ]  # fmt: skip
+
+
 @pytest.mark.parametrize("cls", [JsonlWriter, CsvWriter, TensorboardWriter])
 @pytest.mark.parametrize(
   ("scalars", "match"),
