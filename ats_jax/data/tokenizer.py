@@ -15,6 +15,14 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
 
 BPE_SAMPLE_BYTES = 16 * 2**20
+# A word of the trainer's is any run of letters, of digits, of spaces or of other signs. Its time
+# grows with the square of their length, so words are cut every 1,000 bytes, or up to three earlier:
+# not inside a character, whose bytes after the first (128 to 191) ByteLevel spells as in brackets.
+_CUT = r".{997,1000}(?![\u00a1-\u00ac\u00ae-\u00bf\u0122-\u0143])"
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_TRAINING_WORDS = pre_tokenizers.Sequence(
+  [_WORDS, pre_tokenizers.Split(tokenizers.Regex(_CUT), "isolated")]
+)
 
 # What published tokenizers call each special token, where no tokenizer_config.json says it.
 _KNOWN_NAMES = {
@@ -195,7 +203,7 @@ def build_tokenizer(
     (folder / "tokenizer.json").write_text(_train_bpe(cfg.bpe_vocab_size, train_texts()))
     return {}
 
-  key = cache.digest("bpe", corpus_fingerprint, cfg.bpe_vocab_size, BPE_SAMPLE_BYTES)
+  key = cache.digest("bpe", corpus_fingerprint, cfg.bpe_vocab_size, BPE_SAMPLE_BYTES, _CUT)
   folder = cache.cached(cache.cache_root(cfg.cache_dir), f"bpe-{key}", build)
   return _bpe((folder.path / "tokenizer.json").read_text())
 
@@ -211,8 +219,9 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> str:
     raise ValueError(
       "There is no text to train a BPE on. Give some, or set data.tokenizer='bytes'."
     )
+  logging.info("Training a BPE of %d ids on %.1f MB of text ...", vocab_size, num_bytes / 1e6)
   inner = tokenizers.Tokenizer(models.BPE())
-  inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  inner.pre_tokenizer = _TRAINING_WORDS
   inner.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
     vocab_size=vocab_size - 3,
@@ -220,6 +229,7 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> str:
     show_progress=False,
   )
   inner.train_from_iterator(sample, trainer)
+  inner.pre_tokenizer = _WORDS  # to encode a long word takes n log n: it need not be cut
   logging.info(
     "Trained a byte-level BPE of %d tokens (+ 3 special) on %.1f MB of training text.",
     inner.get_vocab_size(), num_bytes / 1e6,

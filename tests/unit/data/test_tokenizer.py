@@ -1,6 +1,12 @@
+import argparse
+import inspect
 import itertools
 import json
 import pickle
+import subprocess
+import sys
+import typing
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -114,6 +120,59 @@ def test_bpe_size_and_repeated_training():
   assert build_tokenizer(DataConfig(bpe_vocab_size=300), lambda: TEXT).vocab_size == 300
   assert bpe(300).fingerprint != a.fingerprint
   assert len(a.encode(TEXT[1])) < len(TEXT[1].encode()) / 2
+
+
+def test_bpe_of_ordinary_text_is_the_library_s_own():
+  longest = ["x" * 996, "é" * 498, " " * 990, "7" * 996, "=" * 996]  # words that are not cut yet
+  sample = [Path(module.__file__).read_text() for module in (argparse, inspect, typing)] + longest
+  plain = tokenizers.Tokenizer(models.BPE())
+  plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  plain.decoder = decoders.ByteLevel()
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  trainer = trainers.BpeTrainer(vocab_size=997, initial_alphabet=alphabet, show_progress=False)
+  plain.train_from_iterator(sample, trainer)
+  ours = build_tokenizer(DataConfig(bpe_vocab_size=1000), lambda: sample)
+  assert json.loads(ours.to_json()) == json.loads(plain.to_str())
+
+
+LONG_WORDS = """
+import random, sys
+from absl import logging
+from ats_jax.config.schema import DataConfig
+from ats_jax.data.tokenizer import build_tokenizer
+
+logging.set_verbosity(logging.INFO)
+random.seed(0)
+samples = {"x": "x" * 4_000_000, "ACGT": "".join(random.choices("ACGT", k=400_000))}
+text = samples[sys.argv[1]]
+tokenizer = build_tokenizer(DataConfig(), lambda: [text])
+ids = tokenizer.encode(text)
+assert tokenizer.decode(ids) == text
+print(len(ids))
+"""
+
+
+@pytest.mark.parametrize(
+  ("sample", "megabytes", "most_tokens"), [("x", "4.0", 20_000), ("ACGT", "0.4", 100_000)]
+)
+def test_bpe_of_one_unbroken_word_takes_seconds_and_says_that_it_trains(
+  sample, megabytes, most_tokens
+):
+  command = [sys.executable, "-c", LONG_WORDS, sample]
+  result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+  assert f"Training a BPE of 2048 ids on {megabytes} MB of text" in result.stderr
+  assert int(result.stdout) < most_tokens
+
+
+def test_long_words_of_the_sample_are_cut_between_characters():
+  text = "short " + "aé漢𠮷b" * 1000 + " " * 1500 + "end"
+  words = [word for word, _ in lib._TRAINING_WORDS.pre_tokenize_str(text)]
+  parts = [decoders.ByteLevel().decode([word]) for word in words]  # U+FFFD for half a character
+  first, *letters, spaces, fewer_spaces, last = parts
+  assert (first, spaces, fewer_spaces, last) == ("short", " " * 1000, " " * 499, " end")
+  sizes = [len(part.encode()) for part in letters]
+  assert "".join(parts) == text and len(set(sizes)) > 2
+  assert set(sizes[:-1]) <= {997, 998, 999, 1000} and sizes[-1] <= 1000
 
 
 def test_bpe_reads_a_bounded_sample(monkeypatch):
