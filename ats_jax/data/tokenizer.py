@@ -1,9 +1,11 @@
 """Text <-> token ids: UTF-8 bytes, a BPE trained on the training text, or a tokenizer.json."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,7 +104,7 @@ class JsonTokenizer:
 
   def __init__(self, text: str, *, bos_id: int, eos_id: int, pad_id: int, vocab_size: int):
     self._text = json.dumps(json.loads(text), sort_keys=True)  # one form, one fingerprint
-    self._inner = tokenizers.Tokenizer.from_str(self._text)
+    self._inner = _parsed(self._text)
     self._inner.no_padding()
     self._inner.no_truncation()
     self._inner.encode_special_tokens = True  # the library's word for "as ordinary text"
@@ -132,6 +134,20 @@ class JsonTokenizer:
 
   def __reduce__(self):
     return _json_tokenizer, (self._text, self.bos_id, self.eos_id, self.pad_id, self.vocab_size)
+
+
+def _parsed(text: str) -> tokenizers.Tokenizer:
+  """The library's tokenizer of a tokenizer.json's text, or ValueError if it is none."""
+  with contextlib.ExitStack() as stack:
+    stack.push(_value_error)
+    return tokenizers.Tokenizer.from_str(text)
+
+
+def _value_error(
+  kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+  if kind is Exception:  # the library has no kind of its own
+    raise ValueError(str(error)) from error
 
 
 def _json_tokenizer(text: str, bos_id: int, eos_id: int, pad_id: int, vocab_size: int):
@@ -239,13 +255,16 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> str:
 
 def _bpe(text: str) -> JsonTokenizer:
   # The special tokens are ids past the library's vocabulary, so no text can reach them.
-  size = tokenizers.Tokenizer.from_str(text).get_vocab_size()
+  size = _parsed(text).get_vocab_size()
   return JsonTokenizer(text, bos_id=size, eos_id=size + 1, pad_id=size + 2, vocab_size=size + 3)
 
 
 def _from_file(path: Path) -> JsonTokenizer:
   try:
     spec = json.loads(path.read_text())
+    if not isinstance(spec, dict) or "model" not in spec:
+      raise ValueError("it has no field 'model'")
+    ids = _parsed(json.dumps(spec)).get_vocab(with_added_tokens=True)
   except FileNotFoundError as e:
     raise ValueError(
       f"data.tokenizer is {str(path)!r}, and there is no such file. "
@@ -255,10 +274,7 @@ def _from_file(path: Path) -> JsonTokenizer:
     raise ValueError(f"The tokenizer {str(path)!r} cannot be read: {e.strerror}.") from e
   except ValueError as e:
     raise ValueError(f"{str(path)!r} is not a tokenizer.json: {e}.") from e
-  if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
-    raise ValueError(f"{str(path)!r} is not a tokenizer.json: it has no field 'model'.")
-  ids = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
-  vocab_size = max(ids.values()) + 1
+  vocab_size = max(ids.values(), default=-1) + 1
   names = _special_names(path, ids)
   special = {}
   for role in ("bos", "eos", "pad"):
@@ -280,18 +296,23 @@ def _from_file(path: Path) -> JsonTokenizer:
 
 def _special_names(path: Path, ids: dict[str, int]) -> dict[str, str | None]:
   """Role -> token, from the tokenizer_config.json beside `path` if there is one, else as known."""
+  beside = path.parent / "tokenizer_config.json"
   try:
-    config = json.loads((path.parent / "tokenizer_config.json").read_text())
+    config = json.loads(beside.read_text())
   except FileNotFoundError:
     config = {}
+  except (OSError, ValueError) as e:
+    raise ValueError(f"{beside} cannot be read: {e}. Mend it or remove it.") from e
+  if not isinstance(config, dict):
+    raise ValueError(f"{beside} holds {config!r:.40}, not a JSON object. Mend it or remove it.")
   names: dict[str, str | None] = {}
   for role, known in _KNOWN_NAMES.items():
     said = config.get(f"{role}_token")
     said = said.get("content") if isinstance(said, dict) else said
-    if said and said not in ids:
+    if said and (not isinstance(said, str) or said not in ids):
       raise ValueError(
-        f"{path.parent / 'tokenizer_config.json'} says {role}_token is {said!r}, which "
-        f"{path.name} does not hold. The two files belong to different tokenizers."
+        f"{beside} says {role}_token is {said!r}, which {path.name} does not hold. "
+        "The two files belong to different tokenizers."
       )
     names[role] = said or next((name for name in known if name in ids), None)
   return names

@@ -24,11 +24,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
   """
   try:
     fields = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(fields, dict):
+      raise ValueError(f"expected a JSON object, got {fields!r:.40}")
     if fields["kind"] == "bytes":
       return ByteTokenizer()
-    ids = {name: fields[name] for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+    ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
-  except (OSError, ValueError, KeyError) as e:
+  except (OSError, ValueError, KeyError, TypeError) as e:
     raise ValueError(
       f"the tokenizer of this run, {path}, cannot be read: {e!r}. Training writes it at its start."
     ) from e

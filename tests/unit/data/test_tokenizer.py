@@ -259,10 +259,38 @@ class TestFile:
     with pytest.raises(ValueError, match="not lossless"):
       self.build(tmp_path, json.dumps(lossy))
 
-  @pytest.mark.parametrize("text", ["{", "[]", '{"model": 3}'])
-  def test_not_a_tokenizer(self, tmp_path, text):
-    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+  @pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+      ("{", "Expecting property name"),
+      ("[1]", "it has no field 'model'"),
+      ("3", "it has no field 'model'"),
+      ("{}", "it has no field 'model'"),
+      ('{"model": 3}', "ModelUntagged"),
+      ('{"model": {"type": "BPE"}}', "Missing vocab/merges"),
+      ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "`b` out of voc"),
+    ],
+  )
+  def test_not_a_tokenizer(self, tmp_path, text, reason):
+    with pytest.raises(ValueError, match=rf"is not a tokenizer\.json: .*{reason}"):
       self.build(tmp_path, text)
+
+  def test_no_token_at_all(self, tmp_path):
+    with pytest.raises(ValueError, match="not lossless"):
+      self.build(tmp_path, '{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+
+  @pytest.mark.parametrize(
+    ("config", "said"),
+    [
+      ("{", r"tokenizer_config\.json cannot be read: Expecting"),
+      ("[1]", r"tokenizer_config\.json holds \[1\], not a JSON object"),
+      ('{"eos_token": [1]}', r"eos_token is \[1\], which tokenizer\.json does not hold"),
+    ],
+  )
+  def test_config_that_is_none(self, tmp_path, config, said):
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match=said):
+      self.build(tmp_path, tokenizer_json())
 
   def test_missing(self):
     with pytest.raises(ValueError, match="no such file"):

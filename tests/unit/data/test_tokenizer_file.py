@@ -80,7 +80,15 @@ def test_readable_text_in_the_file(tmp_path):
   assert len(fields["tokenizer"]["model"]["vocab"]) == tokenizer.vocab_size - 3
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"kind": ', b"\xff"])
+IDS = {"bos_id": 1, "eos_id": 2, "pad_id": 3, "vocab_size": 4}
+NO_TOKENIZERS = [b"", b'{"kind": ', b"\xff", b"[1]", b"3", b"null", b"{}", b'{"kind": "other"}']
+NO_TOKENIZERS += [
+  json.dumps({"kind": "tokenizers", **ids, "tokenizer": tokenizer}).encode()
+  for ids, tokenizer in ((IDS, [1]), (IDS, {}), ({**IDS, "bos_id": []}, {}))
+]
+
+
+@pytest.mark.parametrize("content", [None, *NO_TOKENIZERS])
 def test_missing_or_damaged(tmp_path, content):
   path = tmp_path / "tokenizer.json"
   if content is not None:
