@@ -29,6 +29,7 @@ from ats_jax.metrics.rows import csv_text, jsonl_rows, read_csv, replace_file, s
 # Names (fnmatch patterns) of values that depend on the machine and the moment, not on the run's
 # mathematics: a bitwise comparison of two runs leaves them out.
 TIME_KEYS = ("wall_time", "*_secs", "*_per_sec", "*/mfu", "*/mfu_6n", "goodput/*", "memory/*")
+TIME_KEYS += ("orchestrator/health",)  # slow steps and waiting for data count in it
 
 # What the console shows of training, and how it calls it.
 CONSOLE_LABELS = {
@@ -45,7 +46,7 @@ _ROW_FIELDS = ("step", "wall_time", "nonfinite")  # of a JSONL row, next to the 
 
 
 def is_time_key(name: str) -> bool:
-  """Whether a metric measures time, speed or memory (`TIME_KEYS`), so that reruns differ in it."""
+  """Whether a metric depends on time, speed or memory (`TIME_KEYS`): reruns differ in it."""
   return any(fnmatch.fnmatchcase(name, pattern) for pattern in TIME_KEYS)
 
 

@@ -23,6 +23,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from ats_jax.config.schema import LogConfig
 from ats_jax.metrics.rows import read_csv, read_jsonl
 from ats_jax.metrics.writer import (
+  TIME_KEYS,
   ConsoleWriter,
   CsvWriter,
   JsonlWriter,
@@ -459,11 +460,19 @@ def test_a_killed_process_loses_no_row(tmp_path):
   assert len(scalars_of(read_events(tmp_path))) == 50
 
 
+def test_the_docs_name_what_depends_on_time():
+  text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+  paragraph = text[text.index("**Comparing two runs.**") :].split("\n\n")[0]
+  assert not [pattern for pattern in TIME_KEYS if f"`{pattern}`" not in paragraph]
+
+
 def test_time_keys():
   timed = ["wall_time", "train/tokens_per_sec", "train/steps_per_sec", "train/mfu", "train/mfu_6n"]
   timed += ["goodput/step_secs", "goodput/step_share", "eval/wall_secs", "memory/host_rss_gib"]
+  timed += ["checkpoint/stall_secs", "orchestrator/health"]
   assert all(map(is_time_key, timed))
   exact = ["step", "train/loss", "eval/loss", "train/learning_rate", "moe/load_max", "moe/share"]
+  exact += ["orchestrator/probe_loss", "orchestrator/lr_scale", "orchestrator/decisions"]
   assert not any(map(is_time_key, exact))
 
 
