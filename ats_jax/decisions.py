@@ -9,8 +9,8 @@ from pathlib import Path
 from absl import flags
 
 from ats_jax import runtime, workdir
-from ats_jax.orchestrator import ledger
-from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
 
 _REPLAY = flags.DEFINE_bool(
   "replay", False, "Also decide again from what was seen, and compare with what was decided."

@@ -9,7 +9,7 @@ from absl import flags, logging
 
 from ats_jax import runtime, workdir
 from ats_jax.checkpoint import load_extra
-from ats_jax.data.pipeline import open_datasets, open_split
+from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.inference.load import load_run
 from ats_jax.scoring import score
 
@@ -23,14 +23,14 @@ def main(argv: list[str]) -> None:
   del argv
   folder = Path(runtime.require(_WORKDIR.value, "workdir", "runs/debug"))
   with load_run(folder, _STEP.value) as run:
-    cfg = run.plan.cfg
+    cfg = run.program.cfg
     if _PATHS.value:
       dataset = open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)
     else:
       train_set, dataset = open_datasets(cfg.data, cfg.seed)
       trained_on = load_extra(folder / workdir.CHECKPOINTS, run.step)["data"]
       workdir.check_data(folder, trained_on, train_set.fingerprint)
-    metrics = score(run.plan, run.model, dataset, run.step)
+    metrics = score(run.program, run.model, dataset, run.step)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():
       print(f"{name} {value:.6g}")

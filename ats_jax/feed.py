@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import jax
 
 from ats_jax.config.schema import Config
-from ats_jax.data.pipeline import Batches, Dataset, eval_batches, train_batches
+from ats_jax.data.batches import eval_batches, train_batches
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import Batches
 from ats_jax.sharding.mesh import local_rows, to_global
 
 

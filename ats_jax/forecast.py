@@ -19,7 +19,7 @@ from ats_jax import runtime, workdir
 from ats_jax.config import Config
 from ats_jax.config.build import differences, flatten
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator.forecast import BINS, Curve, Forecast, fit, forecast, phase
+from ats_jax.planner.curve import BINS, Curve, Forecast, fit, forecast, phase
 from ats_jax.step.schedule import decay_from, learning_rate
 
 _WORKDIR = runtime.define_workdir_flag()

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     raise ValueError(f"--prompt is not UTF-8 at character {e.start}.") from e
   with load_run(folder, _STEP.value) as run:
     cfg = dataclasses.replace(
-      run.plan.cfg.sample, **{k: v for k, v in given.items() if v is not None}
+      run.program.cfg.sample, **{k: v for k, v in given.items() if v is not None}
     )
     try:
       print(cfg.prompt, end="", flush=True)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         run.model,
         run.tokenizer,
         cfg,
-        rules=run.plan.rules(run.step),
+        rules=run.program.rules(run.step),
         prompt=cfg.prompt,
         seed=_SEED.value,
       )

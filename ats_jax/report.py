@@ -12,7 +12,7 @@ from absl import logging
 from ats_jax import runtime, workdir
 from ats_jax.config.schema import Config
 from ats_jax.data.bigram import Bigram
-from ats_jax.data.pipeline import Dataset
+from ats_jax.data.dataset import Dataset
 from ats_jax.feed import eval_feed, train_feed
 from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
@@ -24,37 +24,38 @@ from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import layer_kinds
 from ats_jax.scoring import score
-from ats_jax.step.plan import Plan, predicted_bytes
+from ats_jax.step.program import Program, predicted_bytes
 from ats_jax.step.state import TrainState
 
 
-def opening(plan: Plan, folder: Path, model: Decoder, train_set: Dataset, start: int) -> None:
+def opening(program: Program, folder: Path, model: Decoder, train_set: Dataset, start: int) -> None:
   """Log and store what will run: parameters, implementations, formats, mesh, data."""
-  cfg, mesh = plan.cfg, jax.sharding.get_mesh()
+  cfg, mesh = program.cfg, jax.sharding.get_mesh()
   logging.info("parameters:\n%s", parameter_overview(model))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
-    **{choice.op: f"{choice.implementation} ({choice.reason})" for choice in plan.choices},
+    **{choice.op: f"{choice.implementation} ({choice.reason})" for choice in program.choices},
     "formats": f"parameters {cfg.precision.param_dtype}, matmuls {cfg.precision.compute_dtype}, "
     f"moments {cfg.precision.mu_dtype} and {cfg.precision.nu_dtype}; "
     "norms, softmax and loss float32",
     **_eight_bits(cfg),
-    "compiler options": ", ".join(f"{k}={v}" for k, v in plan.options.items()) or "XLA's defaults",
+    "compiler options": ", ".join(f"{k}={v}" for k, v in program.options.items())
+    or "XLA's defaults",
     "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
     f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
-    "active parameters a token": f"{plan.counts.active:,.0f} of {plan.counts.parameters:,}",
-    "FLOPs a token": f"{plan.counts.flops_causal:.3g} (causal attention, no input embedding; "
-    f"the base of train/mfu), {plan.counts.flops_full:.3g} (6N + 12LdS)",
+    "active parameters a token": f"{program.counts.active:,.0f} of {program.counts.parameters:,}",
+    "FLOPs a token": f"{program.counts.flops_causal:.3g} (causal attention, no input embedding; "
+    f"the base of train/mfu), {program.counts.flops_full:.3g} (6N + 12LdS)",
     "compilation cache": runtime.cache_use(cfg),
   }
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
   if jax.process_index() == 0:
     shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
-    run = {**shape, "parameters": plan.counts.parameters, **facts}
+    run = {**shape, "parameters": program.counts.parameters, **facts}
     workdir.write_json(folder / workdir.METADATA, {**environment(), "run": run})
   if start == cfg.num_steps:
     logging.info(
@@ -77,23 +78,23 @@ def _eight_bits(cfg: Config) -> dict[str, str]:
   return {"8 bits": f"{number} of {cfg.model.num_layers} layers; {watch}"}
 
 
-def speed(plan: Plan) -> Throughput:
+def speed(program: Program) -> Throughput:
   """A meter that knows the run's FLOPs and its devices' peak."""
   return Throughput(
     num_devices=jax.device_count(),
-    peak=peak_flops(jax.devices()[0].device_kind, plan.cfg.precision.compute_dtype),
-    tokens_per_step=plan.cfg.data.batch_size * plan.cfg.data.seq_len,
+    peak=peak_flops(jax.devices()[0].device_kind, program.cfg.precision.compute_dtype),
+    tokens_per_step=program.cfg.data.batch_size * program.cfg.data.seq_len,
     flops_per_token={
-      "train/mfu": plan.counts.flops_causal,
-      "train/mfu_6n": plan.counts.flops_full,
+      "train/mfu": program.counts.flops_causal,
+      "train/mfu_6n": program.counts.flops_full,
     },
   )
 
 
 @contextlib.contextmanager
-def layer_log(plan: Plan, folder: Path, resume_step: int | None) -> Iterator[LayerLog | None]:
+def layer_log(program: Program, folder: Path, resume_step: int | None) -> Iterator[LayerLog | None]:
   """Where arrays of sparse layers go; None where there are none, or on another process."""
-  sparse = plan.cfg.moe.num_experts or plan.cfg.mod.routing != "none"
+  sparse = program.cfg.moe.num_experts or program.cfg.mod.routing != "none"
   if not sparse or jax.process_index() != 0:
     yield None
     return
@@ -105,7 +106,7 @@ def layer_log(plan: Plan, folder: Path, resume_step: int | None) -> Iterator[Lay
 
 
 def get_performance_stats(
-  plan: Plan,
+  program: Program,
   goodput: Goodput,
   meter: Throughput,
   train_step: Callable[..., Any],
@@ -113,7 +114,7 @@ def get_performance_stats(
   """What this process's part of a run took, as JSON-ready numbers.
 
   Args:
-    plan: what ran.
+    program: what ran.
     goodput: where the wall time went.
     meter: that measured its speed.
     train_step: the newest one; its memory is left out if it is not compiled.
@@ -132,9 +133,9 @@ def get_performance_stats(
     **goodput.summary(),
     **memory_metrics(),
     **predicted,
-    "kernels": {choice.op: choice.implementation for choice in plan.choices},
-    "compiler_options": plan.options,
-    "compilation_cache": runtime.cache_use(plan.cfg),
+    "kernels": {choice.op: choice.implementation for choice in program.choices},
+    "compiler_options": program.options,
+    "compilation_cache": runtime.cache_use(program.cfg),
   }
 
 
@@ -170,7 +171,7 @@ def performance(stats: dict[str, Any]) -> str:
 
 
 def closing(
-  plan: Plan,
+  program: Program,
   folder: Path,
   state: TrainState,
   train_set: Dataset,
@@ -178,13 +179,13 @@ def closing(
   scores: dict[str, float] | None,
 ) -> None:
   """Say what was reached: the validation scores, the bigram baseline, a sample of text."""
-  cfg, step = plan.cfg, int(state.step)
+  cfg, step = program.cfg, int(state.step)
   if scores is None and valid_set.num_rows:  # the run was complete before it began
-    scores = score(plan, state.weights, valid_set, step)
+    scores = score(program, state.weights, valid_set, step)
   if scores:
     say_scores(cfg, train_set, valid_set, scores)
   if cfg.sample.max_tokens:
-    text = sample(plan, state.weights, train_set, step)
+    text = sample(program, state.weights, train_set, step)
     if jax.process_index() == 0:
       path = folder / "samples" / f"{cfg.num_steps}.txt"
       path.parent.mkdir(exist_ok=True)
@@ -214,9 +215,9 @@ def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> floa
     return model.loss(valid)
 
 
-def sample(plan: Plan, weights: Decoder, train_set: Dataset, step: int) -> str:
+def sample(program: Program, weights: Decoder, train_set: Dataset, step: int) -> str:
   """The prompt and its continuation."""
-  cfg, rules, prompt = plan.cfg, plan.rules(step), plan.cfg.sample.prompt
+  cfg, rules, prompt = program.cfg, program.rules(step), program.cfg.sample.prompt
   pieces = generate(
     weights, train_set.tokenizer, cfg.sample, rules=rules, prompt=prompt, seed=cfg.seed
   )

@@ -7,19 +7,19 @@ import jax
 import numpy as np
 from absl import logging
 
-from ats_jax.data.pipeline import Dataset
+from ats_jax.data.dataset import Dataset
 from ats_jax.feed import eval_feed
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.plan import Plan
+from ats_jax.step.program import Program
 
 
-def score(plan: Plan, model: Decoder, dataset: Dataset, step: int) -> dict[str, float]:
+def score(program: Program, model: Decoder, dataset: Dataset, step: int) -> dict[str, float]:
   """Run the model without dropout over `dataset`, or over `eval.num_batches` batches of it.
 
   Args:
-    plan: its eval step, on the current mesh.
+    program: its eval step, on the current mesh.
     model: the weights.
     dataset: tokenised rows.
     step: updates that made the weights (layers that skip tokens may change over a run).
@@ -29,8 +29,8 @@ def score(plan: Plan, model: Decoder, dataset: Dataset, step: int) -> dict[str, 
     eval/bits_per_byte where the bytes of the text are known; with layers in 8 bits eval/fp8_gap,
     how much higher the loss is than without them. Means are over tokens, not batches.
   """
-  rules = plan.rules(step)
-  loss_sum, correct, tokens = _sums(plan, model, dataset, rules)
+  rules = program.rules(step)
+  loss_sum, correct, tokens = _sums(program, model, dataset, rules)
   if not tokens:
     raise ValueError(
       "evaluation: the validation split is empty. Train with data.validation_fraction or "
@@ -45,27 +45,27 @@ def score(plan: Plan, model: Decoder, dataset: Dataset, step: int) -> dict[str, 
   }
   if dataset.bytes_per_token:
     metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.bytes_per_token
-  if plan.cfg.precision.fp8 and plan.fp8:
-    wider, *_ = _sums(plan, model, dataset, dataclasses.replace(rules, fp8=False))
+  if program.cfg.precision.fp8 and program.fp8:
+    wider, *_ = _sums(program, model, dataset, dataclasses.replace(rules, fp8=False))
     metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
   return metrics
 
 
-def _sums(plan: Plan, model: Decoder, dataset: Dataset, rules: Pass) -> list[float]:
+def _sums(program: Program, model: Decoder, dataset: Dataset, rules: Pass) -> list[float]:
   """Loss, correct predictions and counted tokens over one evaluation."""
   mesh = jax.sharding.get_mesh()
-  with eval_feed(plan.cfg, dataset) as batches:
-    sums = [plan.eval_step(model, to_global(batch, mesh), rules) for batch in batches]
+  with eval_feed(program.cfg, dataset) as batches:
+    sums = [program.eval_step(model, to_global(batch, mesh), rules) for batch in batches]
   return np.sum(jax.device_get(sums) or [np.zeros(3)], axis=0, dtype=np.float64).tolist()
 
 
-def check_fp8(plan: Plan, scores: dict[str, float]) -> Plan:
+def check_fp8(program: Program, scores: dict[str, float]) -> Program:
   """The plan to go on with: without 8 bits if they cost more than `precision.fp8_band`."""
-  gap, band = scores.get("eval/fp8_gap", 0.0), plan.cfg.precision.fp8_band * scores["eval/loss"]
+  gap, band = scores.get("eval/fp8_gap", 0.0), program.cfg.precision.fp8_band * scores["eval/loss"]
   if gap <= band:
-    return plan
+    return program
   logging.warning(
     "8 bits are switched off for the rest of the run: they raise the validation loss by %.4f, more "
-    "than precision.fp8_band=%g of it (%.4f)", gap, plan.cfg.precision.fp8_band, band,
+    "than precision.fp8_band=%g of it (%.4f)", gap, program.cfg.precision.fp8_band, band,
   )  # fmt: skip
-  return dataclasses.replace(plan, fp8=False)
+  return dataclasses.replace(program, fp8=False)

@@ -14,7 +14,7 @@ from ats_jax import report, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import CHANGES, explain, resolve, with_changes
-from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokenizer_file import save_tokenizer
 from ats_jax.feed import global_feed, probe_batch, train_feed
 from ats_jax.metrics.goodput import Goodput
@@ -22,15 +22,15 @@ from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.writer import create_writer
-from ats_jax.orchestrator.branch import Ahead
-from ats_jax.orchestrator.changes import Restart
+from ats_jax.orchestrator.actions.settings import Restart
 from ats_jax.orchestrator.relief import relieved
-from ats_jax.orchestrator.snapshots import Snapshots
 from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.trials.ahead import Ahead
+from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 from ats_jax.step.state import ADDED, TrainState
 
 PROFILED_STEPS = 3
@@ -67,46 +67,46 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
     mesh = make_mesh(cfg)
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
-    plan = make_plan(cfg)
-    abstract = abstract_like(plan.init(abstract=True), mesh)
+    program = make_program(cfg)
+    abstract = abstract_like(program.init(abstract=True), mesh)
     kept = snapshots.newest(checkpoints.steps())
     restored = kept or checkpoints.restore_latest(abstract, ADDED)
     first_position = {"row": 0, "data": train_set.fingerprint}
-    start, state, position = restored or (0, plan.init(), first_position)
+    start, state, position = restored or (0, program.init(), first_position)
     if position.get(CHANGES, {}) != changes:
       raise Restart(f"checkpoint {start} was made with other settings than a newer, damaged one")
-    plan = dataclasses.replace(plan, fp8=position.get("fp8", True))
+    program = dataclasses.replace(program, fp8=position.get("fp8", True))
     workdir.check_data(folder, position["data"], train_set.fingerprint)
     if is_main := jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     batches = enter(train_feed(cfg, train_set, position["row"]))  # starts reading
-    report.opening(plan, folder, state.model, train_set, start)
+    report.opening(program, folder, state.model, train_set, start)
 
     rows_until = start if restored else None
     writer = enter(closing(create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main)))
     progress = enter(Progress(cfg.num_steps, start_step=start, enabled=cfg.log.progress))
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
-    layers = enter(report.layer_log(plan, folder, rows_until))
+    layers = enter(report.layer_log(program, folder, rows_until))
     probe = probe_batch(cfg, valid_set if valid_set.num_rows else train_set)
     ledger = folder / workdir.DECISIONS
     restore = lambda: checkpoints.restore_latest(abstract, ADDED)
     write, totals = writer.write_scalars, goodput.summary
-    supervisor = enter(Supervisor(plan, probe, ledger, write, restore, totals, snapshots))
+    supervisor = enter(Supervisor(program, probe, ledger, write, restore, totals, snapshots))
     supervisor.start(start, state, position)
     names, every, acts = metric_names(cfg), cfg.log.every_steps, supervisor.acts
-    meter = report.speed(plan)
+    meter = report.speed(program)
     log = StepLog(names, writer, meter, progress, every, layers, raises=not acts)
     enter(log)
-    train_step, rules = plan.train_step, None
+    train_step, rules = program.train_step, None
     upcoming = lambda: global_feed(cfg, train_set, position["row"])
     stopped = scores = None
 
     for step in range(start + 1, cfg.num_steps + 1):
-      if rules != plan.training_rules(step):  # at first; mod.capacity fell; 8 bits are off
+      if rules != program.training_rules(step):  # at first; mod.capacity fell; 8 bits are off
         with log.pause(step - 1), goodput.timed("compile"):
-          rules = plan.training_rules(step)
-          train_step = plan.compile_train_step(state, rules)
-          supervisor.follow(plan, step, state)
+          rules = program.training_rules(step)
+          train_step = program.compile_train_step(state, rules)
+          supervisor.follow(program, step, state)
       with goodput.timed("data_wait"):
         batch = to_global(next(batches), mesh)
       profile.before(step, state)
@@ -124,10 +124,10 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
           state = supervisor.settle(step, state, metrics, Ahead(train_step, upcoming))
       if valid_set.num_rows and (last or due(step, cfg.eval.every_steps)):
         with log.pause(step), goodput.timed("eval"):
-          scores = score(plan, state.weights, valid_set, step)
+          scores = score(program, state.weights, valid_set, step)
           writer.write_scalars(step, scores)
-          plan = check_fp8(plan, scores)
-          if not plan.fp8:
+          program = check_fp8(program, scores)
+          if not program.fp8:
             position["fp8"] = False
       if saves:
         with log.pause(step), goodput.timed("checkpoint"):
@@ -142,11 +142,11 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
 
     if not stopped:
       with goodput.timed("sample"):
-        report.closing(plan, folder, state, train_set, valid_set, scores)
+        report.closing(program, folder, state, train_set, valid_set, scores)
     with goodput.timed("checkpoint"):
       checkpoints.wait()
     writer.write_scalars(int(state.step), goodput.summary())
-    stats = report.get_performance_stats(plan, goodput, meter, train_step)
+    stats = report.get_performance_stats(program, goodput, meter, train_step)
     logging.info("%s\n%s", report.performance(stats), goodput.line())
     if is_main:
       workdir.write_json(folder / workdir.PERFORMANCE, stats)

@@ -25,10 +25,11 @@ from jax.experimental import topologies
 from ats_jax import runtime
 from ats_jax.bench.step import planned_bytes
 from ats_jax.config import Config, from_config_dict
-from ats_jax.ops.obstacles import Device
+from ats_jax.ops.requirements import Device
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step import compiler, plan
+from ats_jax.step import compiler
+from ats_jax.step import program as programs
 
 GIB = 2**30
 NOTHING_IS_TIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
@@ -73,7 +74,7 @@ def pretending(kind: str) -> Iterator[None]:
   device = lambda: Device("gpu", "9.0", kind)
   with (
     mock.patch.object(jax, "default_backend", lambda: "gpu"),
-    mock.patch.object(plan, "this_device", device),
+    mock.patch.object(programs, "this_device", device),
     mock.patch.object(compiler, "_refusal", lambda name, value: ""),
     mock.patch.object(cudnn, "check_cudnn_version", lambda: 92000),
     mock.patch.object(cudnn, "check_is_flash_attention", lambda *args: None),
@@ -82,7 +83,7 @@ def pretending(kind: str) -> Iterator[None]:
     yield
 
 
-def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, plan.Plan]:
+def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, programs.Program]:
   """The training step of a resolved config for one such GPU.
 
   Call before anything runs: jax reads its environment once.
@@ -101,7 +102,7 @@ def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, plan.Plan]:
   made = []
 
   def trace():  # keys are arrays, and there is no device to have them
-    made.append(plan.make_plan(cfg))
+    made.append(programs.make_program(cfg))
     made.append(made[0].init(abstract=True))
     return jnp.zeros(())
 
@@ -122,7 +123,7 @@ def main(argv: list[str]) -> None:
     print(choice)
   print(
     f"{made.counts.parameters / 1e9:.2f}B parameters on one {GPUS[_GPU.value].name}: the step "
-    f"needs {plan.predicted_bytes(step) / GIB:.2f} GiB (the planner estimates "
+    f"needs {programs.predicted_bytes(step) / GIB:.2f} GiB (the planner estimates "
     f"{planned_bytes(cfg, 1) / GIB:.2f}); compiled here in {secs:.0f} s."
   )
   if _OUT.value:

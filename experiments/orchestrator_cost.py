@@ -25,12 +25,12 @@ from runs import markdown
 from ats_jax import runtime
 from ats_jax.bench.step import random_batch
 from ats_jax.config import Config, from_config_dict
-from ats_jax.orchestrator.snapshots import COPIES
 from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
 from ats_jax.step.loss import Batch
-from ats_jax.step.plan import Plan, make_plan, predicted_bytes
+from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
 
 _CONFIG = runtime.define_config_flag()
@@ -42,14 +42,14 @@ class Run(NamedTuple):
   """One of the two.
 
   Attributes:
-    plan: how it computes.
+    program: how it computes.
     step: compiled.
     supervisor: does nothing in the run without it.
     compile_secs: of the step.
     gib: what the step needs by the compiler's plan.
   """
 
-  plan: Plan
+  program: Program
   step: jax.stages.Compiled
   supervisor: Supervisor
   compile_secs: float
@@ -58,16 +58,16 @@ class Run(NamedTuple):
 
 def begin(cfg: Config, mode: str, probe: Batch) -> tuple[Run, TrainState]:
   """Compile, and take the first snapshot."""
-  plan = make_plan(
+  program = make_program(
     dataclasses.replace(cfg, orchestrator=dataclasses.replace(cfg.orchestrator, mode=mode))
   )
-  state = plan.init()
+  state = program.init()
   began = time.perf_counter()
-  step = plan.compile_train_step(state, plan.training_rules(cfg.num_steps))
+  step = program.compile_train_step(state, program.training_rules(cfg.num_steps))
   secs = time.perf_counter() - began
-  supervisor = Supervisor(plan, probe)
+  supervisor = Supervisor(program, probe)
   supervisor.start(0, state)
-  return Run(plan, step, supervisor, secs, predicted_bytes(step) / 2**30), state
+  return Run(program, step, supervisor, secs, predicted_bytes(step) / 2**30), state
 
 
 def turn(run: Run, state: TrainState, first: int, batch: Batch) -> tuple[TrainState, float]:

@@ -19,7 +19,7 @@ from runs import Changes, markdown, run
 
 from ats_jax import runtime
 from ats_jax.config import from_config_dict
-from ats_jax.ops.table import OPS
+from ats_jax.ops.kernels import OPS
 
 WINDOW = 10
 _CONFIG = runtime.define_config_flag()

@@ -13,13 +13,13 @@ from ml_collections import ConfigDict
 
 from ats_jax.config import from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.splits import open_datasets
 from ats_jax.feed import train_feed
 from ats_jax.model.count import Counts
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 from ats_jax.step.state import TrainState
 
 Changes = dict[str, Any]
@@ -66,14 +66,14 @@ def run(
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh), train_feed(cfg, train_set, row=0) as batches:
-    plan = dataclasses.replace(make_plan(cfg), fp8=fp8)
-    state = plan.init()
+    program = dataclasses.replace(make_program(cfg), fp8=fp8)
+    state = program.init()
     if edit:
       state = jax.jit(edit, donate_argnums=0)(state)
     rows, times, began = [], [], time.perf_counter()
     for step in range(1, cfg.num_steps + 1):
       batch = to_global(next(batches), mesh)
-      state, metrics = plan.train_step(state, batch, plan.training_rules(step))
+      state, metrics = program.train_step(state, batch, program.training_rules(step))
       rows.append(metrics.values)
       if step % WINDOW == 0:
         rows = jax.device_get(rows)
@@ -81,10 +81,10 @@ def run(
           logging.info("step %d: loss %.3f", step, np.mean([r[0] for r in rows[-WINDOW:]]))
         times.append((time.perf_counter() - began) / WINDOW)
         began = time.perf_counter()
-    scores = score(plan, state.weights, valid_set, cfg.num_steps) if valid_set.num_rows else {}
+    scores = score(program, state.weights, valid_set, cfg.num_steps) if valid_set.num_rows else {}
   values = np.stack(jax.device_get(rows), axis=1)
   series = dict(zip(metric_names(cfg), values, strict=True))
-  return Result(series, scores, plan.counts, statistics.median(times[1:]))
+  return Result(series, scores, program.counts, statistics.median(times[1:]))
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

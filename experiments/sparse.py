@@ -16,7 +16,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.model.count import Counts
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 # Experts half as wide as the feed-forward that they replace: weights that sum to 2 make up for it.
 EXPERTS = {"moe.num_experts": 8, "moe.top_k": 2, "moe.route_scale": 2.0}
@@ -73,7 +73,7 @@ def counts(config: ConfigDict) -> Counts:
   cfg = from_config_dict(config)
   cfg = resolve(cfg, cfg.data.bpe_vocab_size)
   with jax.set_mesh(make_mesh(cfg)):
-    return make_plan(cfg).counts
+    return make_program(cfg).counts
 
 
 def variant(size: str, name: str) -> ConfigDict:

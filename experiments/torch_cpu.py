@@ -56,22 +56,22 @@ def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
 
   from ats_jax.bench.step import random_batch
   from ats_jax.sharding.mesh import make_mesh, to_global
-  from ats_jax.step.plan import make_plan
+  from ats_jax.step.program import make_program
 
   if unrolled:  # as PyTorch runs it
     step_config = dataclasses.replace(cfg.step, scan_unroll=cfg.model.num_layers)
     cfg = dataclasses.replace(cfg, step=step_config)
   mesh = make_mesh(cfg)
   jax.set_mesh(mesh)
-  plan = make_plan(cfg)
-  state = plan.init()
+  program = make_program(cfg)
+  state = program.init()
   leaves = jax.tree_util.tree_leaves_with_path(state.model)
   named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
   short = lambda name: name.removeprefix("segments.0.layers.0.").removesuffix(".value")
   np.savez(weights, **{short(name): np.asarray(leaf) for name, leaf in named.items()})
   rows = random_batch(cfg, np.arange(cfg.data.batch_size), segments=1)
-  batch, rules = to_global(rows, mesh), plan.training_rules(1)
-  train_step = plan.compile_train_step(state, rules)
+  batch, rules = to_global(rows, mesh), program.training_rules(1)
+  train_step = program.compile_train_step(state, rules)
 
   def step() -> float:
     nonlocal state

@@ -1,1 +1,1 @@
-"""Speed: of a training step (`python -m ats_jax.bench`) and of the ops (`... bench ops`)."""
+"""Speed: of a training step, of settings in turn, of the tiles of kernels."""

@@ -2,7 +2,7 @@
 
 `python -m ats_jax.bench [step] --config=...` times the training step of a config on random rows.
 `python -m ats_jax.bench sweep --config=...` does so with settings changed, and picks the best.
-`python -m ats_jax.bench ops` checks and times every op at shapes of real models.
+`python -m ats_jax.bench tune` finds the tiles with which kernels are fastest on this GPU.
 """
 
 import sys
@@ -12,11 +12,11 @@ from absl import flags
 from ats_jax import runtime
 
 if __name__ == "__main__":
-  if "ops" in sys.argv[1:]:
-    from ats_jax.bench import ops
+  if "tune" in sys.argv[1:]:
+    from ats_jax.bench import tune
 
-    flags.adopt_module_key_flags(ops)
-    runtime.run(ops.main, commands=("ops",))
+    flags.adopt_module_key_flags(tune)
+    runtime.run(tune.main, commands=("tune",))
   elif "sweep" in sys.argv[1:]:
     from ats_jax.bench import step, sweep
 

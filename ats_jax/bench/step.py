@@ -25,7 +25,7 @@ from ats_jax.metrics.throughput import mfu, peak_flops
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
-from ats_jax.step.plan import make_plan, predicted_bytes
+from ats_jax.step.program import make_program, predicted_bytes
 
 WARMUP_STEPS = 3
 SLACK = 1.1  # the planner estimated 5 % too little to 8 % too much in six configs of one H200
@@ -76,11 +76,11 @@ def measure(
   _require_memory("the planner estimates", planned, SLACK * limit)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
-    plan = make_plan(cfg)
-    logging.info("%s", ", ".join(map(str, plan.choices)))
-    state = jax.block_until_ready(plan.init())
+    program = make_program(cfg)
+    logging.info("%s", ", ".join(map(str, program.choices)))
+    state = jax.block_until_ready(program.init())
     began = time.perf_counter()
-    train_step = plan.compile_train_step(state, plan.training_rules(cfg.num_steps))
+    train_step = program.compile_train_step(state, program.training_rules(cfg.num_steps))
     compile_secs = time.perf_counter() - began
     predicted = predicted_bytes(train_step) / GIB
     _require_memory("the compiled step needs", predicted, limit)
@@ -113,19 +113,19 @@ def measure(
   return {
     "jax": jax.__version__,
     "device": f"{devices} x {kind}",
-    "parameters": plan.counts.parameters,
+    "parameters": program.counts.parameters,
     "remat": cfg.step.remat,
-    "scan_unroll": plan.num.scan_unroll,
-    "compiler_options": plan.options,
+    "scan_unroll": program.num.scan_unroll,
+    "compiler_options": program.options,
     "segments": segments,
     "compile_secs": compile_secs,
     "step_secs": step_secs,
     "tokens_per_sec": tokens_per_sec,
     "queued_step_secs": queued_secs,
     "queued_tokens_per_sec": tokens / queued_secs,
-    "model_flops_per_sec": plan.counts.flops_causal * tokens_per_sec,
-    "mfu": mfu(plan.counts.flops_causal, tokens_per_sec, devices, peak),
-    "mfu_6n": mfu(plan.counts.flops_full, tokens_per_sec, devices, peak),
+    "model_flops_per_sec": program.counts.flops_causal * tokens_per_sec,
+    "mfu": mfu(program.counts.flops_causal, tokens_per_sec, devices, peak),
+    "mfu_6n": mfu(program.counts.flops_full, tokens_per_sec, devices, peak),
     "loss": losses[-1],
     "memory/planned_gib": planned,
     "memory/predicted_gib": predicted,

@@ -7,7 +7,8 @@ python -m ats_jax.data audit [--config=configs/debug.py [--config.data.name=valu
 from ats_jax import runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.data.audit import BATCH_SIZE, audit
-from ats_jax.data.pipeline import Dataset, open_datasets
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.splits import open_datasets
 from ats_jax.data.stats import stats
 
 _CONFIG = runtime.define_config_flag()

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ats_jax.data.batches import train_batches
+from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import Batch, Batches
-from ats_jax.data.pipeline import Dataset, train_batches
 
 BATCH_SIZE = 28  # rows per update; divisible by every host count below
 _BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus

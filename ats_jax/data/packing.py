@@ -8,7 +8,7 @@ import numpy as np
 _WINDOW = 1024  # rows that first_fit keeps open
 
 
-class Plan(NamedTuple):
+class Layout(NamedTuple):
   """Rows as lists of pieces; all arrays are int64.
 
   A document of n text tokens has n + 1 positions: inputs [bos, t_0 .. t_n-1], targets
@@ -27,9 +27,9 @@ class Plan(NamedTuple):
   first: np.ndarray
 
 
-def make_plan(
+def make_layout(
   lengths: np.ndarray, order: np.ndarray, *, seq_len: int, packing: str, max_segments: int
-) -> Plan:
+) -> Layout:
   """Groups documents into rows.
 
   Args:
@@ -55,7 +55,7 @@ def make_plan(
     document, begin, length, first = _group(
       document, begin, length, _place(length, seq_len, max_segments, place)
     )
-  return Plan(np.asarray(order, np.int64)[document], begin, length, first)
+  return Layout(np.asarray(order, np.int64)[document], begin, length, first)
 
 
 def _concat(lengths: np.ndarray, seq_len: int, max_segments: int):

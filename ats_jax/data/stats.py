@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax.data.pipeline import Dataset
+from ats_jax.data.dataset import Dataset
 
 _CHUNK = 2**22  # tokens counted at a time
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)

@@ -17,7 +17,7 @@ from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import Plan, make_plan
+from ats_jax.step.program import Program, make_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Run:
     step: of the checkpoint.
     model: the weights; their average where the run keeps one (`optimizer.ema_decay`).
     tokenizer: the one of the training.
-    plan: how it computes.
+    program: how it computes.
   """
 
   step: int
   model: Decoder
   tokenizer: Tokenizer
-  plan: Plan
+  program: Program
 
 
 def fit_devices(cfg: Config, num_devices: int) -> Config:
@@ -84,13 +84,13 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   cfg = fit_devices(resolve(cfg, tokenizer.vocab_size), jax.device_count())
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
-    plan = make_plan(cfg)
+    program = make_program(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
-    abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
+    abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
     restored, model, extra = restore_tree(checkpoints, abstract, chosen, part)
     if extra.get(CHANGES, {}) != changes:
       raise ValueError(
         f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "
         f"other settings. Use --step={restored}."
       )
-    yield Run(restored, model, tokenizer, plan)
+    yield Run(restored, model, tokenizer, program)

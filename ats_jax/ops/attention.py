@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
 from ats_jax.ops import _compat, registry
-from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import Choice
+from ats_jax.ops.requirements import Device
 from ats_jax.sharding.apply import island
 
 Q_AXES = ("batch", "seq", "heads", "head_dim")

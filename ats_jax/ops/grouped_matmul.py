@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.ops import registry
-from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import Choice, Slots, every_slot
+from ats_jax.ops.requirements import Device
 
 MAX_TILE_ROWS = 512  # of the XLA implementation
 

@@ -1,6 +1,6 @@
 """Which implementation runs in which slot: decided once, in Python, with a reason that is logged.
 
-Before anything is traced, `choose` fills the slots from the settings, the device and `table.OPS`.
+Before anything is traced, `choose` fills the slots from the settings, the device and `kernels.OPS`.
 While an op is traced, `kernel` looks up the shape at hand in the device's tuning table, a file in
 the repository, for tile parameters, or for the news that XLA is faster at this shape. Nothing is
 measured in a run.
@@ -17,9 +17,9 @@ from pathlib import Path
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import table
-from ats_jax.ops.obstacles import Device
-from ats_jax.ops.table import Kernel
+from ats_jax.ops import kernels
+from ats_jax.ops.kernels import Kernel
+from ats_jax.ops.requirements import Device
 
 TUNING = Path(__file__).parent / "tuning"
 OF_8_BITS = ("quantise",)
@@ -94,7 +94,7 @@ def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
   unused = () if cfg.moe.num_experts else OF_EXPERTS
   unused += () if cfg.precision.fp8 else OF_8_BITS
   names, choices = [], []
-  for op, entry in table.OPS.items():
+  for op, entry in kernels.OPS.items():
     if entry.kernels and op not in unused:
       of_op = choose_op(cfg, device, op)
       names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
@@ -107,7 +107,7 @@ def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
 def choose_op(cfg: Config, device: Device, op: str) -> dict[str, Choice]:
   """A choice for each slot of one op. Raises as `choose`."""
   asked = asked_for(cfg)
-  return {slot: _choose_slot(cfg, device, op, slot, asked) for slot in table.OPS[op].slots}
+  return {slot: _choose_slot(cfg, device, op, slot, asked) for slot in kernels.OPS[op].slots}
 
 
 def _choose_slot(cfg, device, op, slot, asked) -> Choice:
@@ -120,7 +120,7 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
       raise ValueError(f"{setting}: {obstacle}. Use {_instead(setting)}.")
     return Choice(op, name, setting)
   missed, reasons = [], []
-  for kernel in table.OPS[op].kernels:
+  for kernel in kernels.OPS[op].kernels:
     if slot not in kernel.where:
       continue
     if slot not in kernel.default:
@@ -149,10 +149,10 @@ def asked_for(cfg: Config) -> dict[str, tuple[str, str]]:
   asked = {}
   for op in ("attention", "grouped_matmul"):
     name = getattr(cfg.ops, op)
-    asked |= {f"{op}.{slot}": (f"ops.{op}={name}", name) for slot in table.OPS[op].slots}
+    asked |= {f"{op}.{slot}": (f"ops.{op}={name}", name) for slot in kernels.OPS[op].slots}
   for item in filter(None, cfg.ops.slots.replace(" ", "").split(",")):
     op, slot, name = _parse(item)
-    for each in [slot] if slot else table.OPS[op].slots:
+    for each in [slot] if slot else kernels.OPS[op].slots:
       if name == "xla" or slot or each in _kernel(op, name).where:
         asked[f"{op}.{each}"] = (f"ops.slots={item}", name)
   return asked
@@ -164,9 +164,9 @@ def _parse(item: str) -> tuple[str, str, str]:
   if not match:
     raise ValueError(f"{where} is not 'op=implementation' or 'op.slot=implementation'.")
   op, slot, name = match[1], match[2] or "", match[3]
-  if op not in table.OPS:
-    raise ValueError(f"{where}: no op {op!r}; there are {', '.join(table.OPS)}.")
-  entry = table.OPS[op]
+  if op not in kernels.OPS:
+    raise ValueError(f"{where}: no op {op!r}; there are {', '.join(kernels.OPS)}.")
+  entry = kernels.OPS[op]
   if slot and slot not in entry.slots:
     raise ValueError(f"{where}: {op} has the slots {', '.join(entry.slots)}.")
   fitting = [k.name for k in entry.kernels if not slot or slot in k.where]
@@ -189,7 +189,7 @@ def kernel(op: str, slot: str, slots: Slots, **dims: int) -> functools.partial |
   """The kernel for a slot at one shape, its tile parameters filled in; None = XLA's version.
 
   Args:
-    op: of `table.OPS`.
+    op: of `kernels.OPS`.
     slot: of that op.
     slots: the run's.
     dims: the sizes of one device's arrays by which tuning tables are kept. `rows` is rounded up
@@ -240,7 +240,7 @@ def tuning_file(kind: str, op: str) -> Path:
 
 
 def _kernel(op: str, name: str) -> Kernel:
-  found = {k.name: k for k in table.OPS[op].kernels}
+  found = {k.name: k for k in kernels.OPS[op].kernels}
   if name not in found:
     raise ValueError(f"{op}: no implementation {name!r}; there are {', '.join(['xla', *found])}.")
   return found[name]

@@ -9,8 +9,8 @@ import jax
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.changes import Restart
-from ats_jax.orchestrator.snapshots import Snapshots
+from ats_jax.orchestrator.actions.settings import Restart
+from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.step.state import TrainState
 

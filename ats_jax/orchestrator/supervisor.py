@@ -16,11 +16,12 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.build import CHANGES
+from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions import (
+from ats_jax.orchestrator.actions.base import (
   Rollback,
   SaveCheckpoint,
   Stop,
@@ -28,23 +29,22 @@ from ats_jax.orchestrator.actions import (
   apply,
   to_json,
 )
-from ats_jax.orchestrator.agreement import check_agreement
-from ats_jax.orchestrator.branch import Ahead, compare
-from ats_jax.orchestrator.changes import ChangeSettings
-from ats_jax.orchestrator.clock import Clock, Totals
-from ats_jax.orchestrator.experts import Experts
-from ats_jax.orchestrator.health import LEVELS, report
-from ats_jax.orchestrator.ledger import Ledger
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.plateau import FACTOR, SPAN, Plateau, conclude, observe
-from ats_jax.orchestrator.policy import Decision, Judgement, decide
-from ats_jax.orchestrator.reading import Reading, check_probe, probe_loss, read
-from ats_jax.orchestrator.requests import Ready, Request, Requests
-from ats_jax.orchestrator.rerun import Again, Rerun
-from ats_jax.orchestrator.snapshots import Snapshots, local_bytes
+from ats_jax.orchestrator.actions.settings import ChangeSettings
+from ats_jax.orchestrator.policy.decide import Decision, Judgement, decide
+from ats_jax.orchestrator.policy.plateau import FACTOR, SPAN, Plateau, conclude, observe
+from ats_jax.orchestrator.policy.requests import Ready, Request, Requests
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record.agreement import check_agreement
+from ats_jax.orchestrator.record.ledger import Ledger
+from ats_jax.orchestrator.signals.experts import Experts
+from ats_jax.orchestrator.signals.health import LEVELS, report
+from ats_jax.orchestrator.signals.interval import Reading, check_probe, probe_loss, read
+from ats_jax.orchestrator.trials.again import Again, Rerun
+from ats_jax.orchestrator.trials.ahead import Ahead, compare
+from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
-from ats_jax.step.plan import Plan
+from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState, first_bucket
 
 Write = Callable[[int, Mapping[str, float]], None]
@@ -87,7 +87,7 @@ class Supervisor:
 
   def __init__(
     self,
-    plan: Plan,
+    program: Program,
     probe: Batch | None = None,
     ledger: Path | None = None,
     write: Write | None = None,
@@ -98,7 +98,7 @@ class Supervisor:
     """Set what it works with; `start` begins.
 
     Args:
-      plan: the run; its config says what may be done.
+      program: the run; its config says what may be done.
       probe: a batch [rows, seq] on the mesh that is not trained on; without one, a fault of the
         data cannot be told from one of the state, and only what is not finite is rolled back.
       ledger: where decisions are written, by the first process.
@@ -109,11 +109,11 @@ class Supervisor:
     """
     self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
-    self._requests = Requests(plan.cfg)
+    self._requests = Requests(program.cfg)
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self.replayed = 0
-    self._plan, self._cfg, self._probe = plan, plan.cfg.orchestrator, probe
-    self._names, self._bucket = metric_names(plan.cfg), first_bucket(plan.cfg)
+    self._program, self._cfg, self._probe = program, program.cfg.orchestrator, probe
+    self._names, self._bucket = metric_names(program.cfg), first_bucket(program.cfg)
     self._write, self._restore = write, restore
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
@@ -149,19 +149,19 @@ class Supervisor:
       return
     if saved and SAVED in saved:
       self.memory = Memory.from_json(saved[SAVED])
-      self._requests = Requests(self._plan.cfg, saved.get(WAITING, ()))
+      self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
       self._plateau = Plateau(**saved.get(PLATEAU, {}))
     if step:
       self._note("resumed_from", step)
     self._note(
       "start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket,
-      accum_steps=self._plan.cfg.step.accum_steps,
+      accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
-      check_probe(jax.device_get(self._eval(state.model, self._plan.rules(step))))
-    if self._plan.cfg.moe.spare_experts:
-      self._experts = Experts(self._plan.cfg, state)
+      check_probe(jax.device_get(self._eval(state.model, self._program.rules(step))))
+    if self._program.cfg.moe.spare_experts:
+      self._experts = Experts(self._program.cfg, state)
     if self.acts:
       self._snapshots.start(step, state, {**(saved or {}), **self._remembered()})
       gb = self._snapshots.copies * local_bytes(state) / 2**30
@@ -171,20 +171,20 @@ class Supervisor:
       )  # fmt: skip
       logging.info("orchestrator: rolls back to %s", where)
 
-  def follow(self, plan: Plan, step: int, state: TrainState) -> None:
+  def follow(self, program: Program, step: int, state: TrainState) -> None:
     """Look at the model as `plan` has it from update `step` on; compiles what that needs.
 
     Call where the train step is compiled too: when 8 bits are switched off, and as `mod.capacity`
     falls. Looks by other rules are not compared, see `decide`.
 
     Args:
-      plan: of the same run.
+      program: of the same run.
       step: 1-based.
       state: as it is before that update; only its shapes matter.
     """
-    self._plan = plan
+    self._program = program
     if self._cfg.mode != "off" and self._probe is not None:
-      jax.block_until_ready(self._eval(state.model, plan.rules(step)))
+      jax.block_until_ready(self._eval(state.model, program.rules(step)))
 
   def after(
     self,
@@ -280,7 +280,7 @@ class Supervisor:
 
   def _interval(self, step: int, state: TrainState) -> Interval:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
-    probe, rules = None, self._plan.rules(step)
+    probe, rules = None, self._program.rules(step)
     if self._probe is not None:
       probe = self._eval(state.model, rules)
       start_copy(probe)
@@ -288,7 +288,7 @@ class Supervisor:
 
   def _eval(self, model: Decoder, rules: Pass) -> jax.Array:
     assert self._probe is not None
-    return self._plan.eval_step(model, self._probe, rules)
+    return self._program.eval_step(model, self._probe, rules)
 
   def _look(
     self, step: int, state: TrainState, interval: Interval, *, pause: bool = False
@@ -391,14 +391,14 @@ class Supervisor:
       return state
     if earlier is not None:
       self._restored_step = step
-    state, self._changed_step = apply(action, state, self._plan.cfg, earlier), step
+    state, self._changed_step = apply(action, state, self._program.cfg, earlier), step
     if self._experts is not None and isinstance(action, Rollback | Surgery):
-      self._experts = Experts(self._plan.cfg, state)
+      self._experts = Experts(self._program.cfg, state)
     return state
 
   def _may_try(self, step: int) -> bool:
     """Whether there is time and peace for a branch."""
-    memory, is_over = self.memory, step == self._plan.cfg.num_steps
+    memory, is_over = self.memory, step == self._program.cfg.num_steps
     healthy = memory.healthy > 0 and memory.trial is None and not memory.latched
     able = self._cfg.branch_steps > 0 and self._probe is not None and self._snapshots.good
     has_won = any(request.cause == "branch" for request in self._requests.waiting)
@@ -414,9 +414,9 @@ class Supervisor:
       self._refuse(step, ready)
       return state
     action = ready.request.action
-    rules = self._plan.rules(step)
+    rules = self._program.rules(step)
     loss = lambda model: probe_loss(jax.device_get(self._eval(model, rules)))
-    state, effect = compare(self._plan.cfg, state, action, ahead, loss)
+    state, effect = compare(self._program.cfg, state, action, ahead, loss)
     fields = to_json(action)
     name = fields.pop("action")
     self._note("branch", step, action=name, fields=fields, **effect._asdict())

@@ -11,7 +11,7 @@ from ats_jax.model.init import numerics
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
 from ats_jax.step.optimizer import build_optimizer
-from ats_jax.step.plan import BATCH_DTYPES
+from ats_jax.step.program import BATCH_DTYPES
 from ats_jax.step.state import TrainState, init_state
 
 

@@ -14,8 +14,8 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import merge, trainable
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
+from ats_jax.step.balance import routing_loss, rules_at, totals
 from ats_jax.step.loss import Batch, loss_sums
-from ats_jax.step.routing import routing_loss, rules_at, totals
 from ats_jax.step.state import TrainState
 
 

@@ -14,17 +14,17 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums
 from ats_jax.ops.registry import XLA, Slots
-from ats_jax.step.compiler import Options
-from ats_jax.step.loss import Batch, loss_sums
-from ats_jax.step.metrics import StepMetrics, step_metrics
-from ats_jax.step.optimizer import norm
-from ats_jax.step.routing import (
+from ats_jax.step.balance import (
   Totals,
   drop_experts,
   routing_loss,
   set_buffers,
   totals,
 )
+from ats_jax.step.compiler import Options
+from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.metrics import StepMetrics, step_metrics
+from ats_jax.step.optimizer import norm
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import DROPOUT, EXPERT_DROPOUT, TrainState
 from ats_jax.step.update import Fault, guarded_update, update
@@ -39,7 +39,7 @@ def make_train_step(
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
   The state is donated. `rules` are those of the update (`Plan.training_rules`); `slots` say what
-  runs in the optimizer; `options` are the compiler's; a `fault` is injected by `ats_jax.faults`
+  runs in the optimizer; `options` are the compiler's; a `fault` is injected by `benchmarks.faults`
   alone.
   """
 

@@ -13,7 +13,7 @@ from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
 class Fault(NamedTuple):
-  """What goes wrong in a step of a fault-injection run (`ats_jax.faults`); float32 scalars.
+  """What goes wrong in a step of a fault-injection run (`benchmarks.faults`); float32 scalars.
 
   Attributes:
     gradient: multiplies the gradients; may be NaN.

@@ -20,12 +20,12 @@ from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, resto
 from ats_jax.checkpoint.integrity import find_damage, read_manifest
 from ats_jax.checkpoint.preemption import ECHO_SECS
 from ats_jax.config.build import resolve
-from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokenizer_file import load_tokenizer
-from ats_jax.ops.table import OPS
+from ats_jax.ops.kernels import OPS
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"
 
@@ -139,11 +139,11 @@ class TestTrainedRun:
     losses = {}
     mesh = make_mesh(cfg)
     with jax.set_mesh(mesh):
-      plan = make_plan(cfg)
+      program = make_program(cfg)
       for part in ("model", "ema"):
-        abstract = abstract_like(getattr(plan.init(abstract=True), part), mesh)
+        abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
         _, weights, _ = restore_tree(trained / "checkpoints", abstract, 35, part)
-        losses[part] = score(plan, weights, valid_set, 35)["eval/loss"]
+        losses[part] = score(program, weights, valid_set, 35)["eval/loss"]
     logged = read_manifest(trained / "checkpoints/35")["metric"]
     np.testing.assert_allclose(losses["ema"], logged, rtol=1e-4)
     assert abs(losses["model"] - logged) > 0.01
@@ -269,7 +269,7 @@ def test_bench_prints_one_json_line():
 
 
 def test_bench_ops_checks_and_times_every_op():
-  result = forked("ats_jax.bench", "ops", "--toy")
+  result = forked("benchmarks.ops", "--toy")
   assert result.code == 0, result.err
   lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
   rows = lines[1:]

@@ -1,14 +1,14 @@
-"""`python -m ats_jax.faults`: the smoke suite with the production step and supervisor."""
+"""`python -m benchmarks.faults`: the smoke suite with the production step and supervisor."""
 
 import pytest
 from commands import forked
 
-from ats_jax.faults.results import Results
-from ats_jax.faults.suite import SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
+from benchmarks.faults.results import Results
+from benchmarks.faults.suite import SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
 
 
 def faults(*flags):
-  result = forked("ats_jax.faults", *flags)
+  result = forked("benchmarks.faults", *flags)
   assert result.code == 0, result.err
   return result.out
 
@@ -83,4 +83,4 @@ def test_the_table_is_printed_again(smoke):
   ],
 )
 def test_wrong_flags(flags, error):
-  assert error in forked("ats_jax.faults", *flags).error()
+  assert error in forked("benchmarks.faults", *flags).error()

@@ -5,7 +5,7 @@ import signal
 import runs
 from commands import forked
 
-from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.record import ledger
 
 SETTINGS = (
   "num_steps=60",

@@ -14,7 +14,7 @@ from commands import forked, started, train_flags
 
 from ats_jax.checkpoint import committed_steps
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.record import ledger
 from ats_jax.workdir import load_config
 
 STEPS = 100

@@ -11,7 +11,7 @@ from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.config import Config
 from ats_jax.step.metrics import METRICS
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 CURVE = Path(__file__).with_name("curve.json")
 STEPS = 20
@@ -38,11 +38,11 @@ def curve() -> dict[str, list[float]]:
   cfg = golden_config()
   found = {name: [] for name in STORED}
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    plan = make_plan(cfg)
-    state = plan.init()
+    program = make_program(cfg)
+    state = program.init()
     for step in range(STEPS):
       rows = random_rows(cfg, cfg.data.batch_size, seed=step % 4)
-      state, metrics = plan.train_step(state, micro_batches(rows, 2), plan.training_rules(1))
+      state, metrics = program.train_step(state, micro_batches(rows, 2), program.training_rules(1))
       for name in STORED:
         found[name].append(float(metrics.values[METRICS.index(name)]))
   return found

@@ -12,7 +12,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.ops.attention import attention, choose
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +98,6 @@ def test_the_train_step_contains_cudnn():
   cfg = resolve(from_config_dict(config), 300)
   with jax.set_mesh(make_mesh(cfg, jax.devices()[:1])):
     assert choose(cfg, "gpu", jax.devices()[0].compute_capability).implementation == "cudnn"
-    plan = make_plan(cfg)
-    text = plan.compile_train_step(plan.init(), plan.training_rules(1)).as_text()
+    program = make_program(cfg)
+    text = program.compile_train_step(program.init(), program.training_rules(1)).as_text()
   assert text.count("__cudnn$fmha") >= 2  # forward and backward

@@ -10,7 +10,7 @@ from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.ops.grouped_matmul import grouped_matmul
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 pytestmark = pytest.mark.gpu
 # bfloat16 results of float32 sums in another order, relative to the largest element.
@@ -56,15 +56,15 @@ def test_steps_follow_the_reference(changes):
   for ops in ({"ops.strict": True}, {"ops.attention": "xla", "ops.grouped_matmul": "xla"}):
     cfg = tiny_config(shape | sparse | changes | ops | {"optimizer.learning_rate": 1e-3})
     with jax.set_mesh(make_test_mesh(1, 1, 1)):
-      plan = make_plan(cfg)
-      chosen = {c.op: c.implementation for c in plan.choices}
+      program = make_program(cfg)
+      chosen = {c.op: c.implementation for c in program.choices}
       fast = "ops.strict" in ops
       assert chosen["attention"] == ("cudnn" if fast else "xla")
       assert chosen["grouped_matmul"] == ("mosaic" if fast else "xla")
-      state, found = plan.init(), []
+      state, found = program.init(), []
       batch = micro_batches(random_rows(cfg, 8), 1)
       for _ in range(10):
-        state, metrics = plan.train_step(state, batch, plan.training_rules(1))
+        state, metrics = program.train_step(state, batch, program.training_rules(1))
         found.append(float(metrics.values[metric_names(cfg).index("train/loss")]))
     losses.append(found)
   assert losses[0][-1] < losses[0][0] - 0.05

@@ -11,22 +11,25 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
-from ats_jax.ops import obstacles, registry, table
-from ats_jax.ops.cases import grouped_matmul_case, real_cases, toy_cases
+from ats_jax.bench.cases import grouped_matmul_case, real_cases, toy_cases
+from ats_jax.bench.measure import relative_errors
+from ats_jax.ops import kernels, registry, requirements
 from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
 from ats_jax.ops.fp8_matmul import SAVED_NAMES
 from ats_jax.ops.linear import linears
-from ats_jax.ops.measure import relative_errors
-from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import XLA
+from ats_jax.ops.requirements import Device
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 from kernels_cuda import library
 
 HOPPER = Device("gpu", "9.0", "NVIDIA Test")
 CUDA = {
-  op: kernel for op, entry in table.OPS.items() for kernel in entry.kernels if kernel.name == "cuda"
+  op: kernel
+  for op, entry in kernels.OPS.items()
+  for kernel in entry.kernels
+  if kernel.name == "cuda"
 }
 EVERYWHERE = ",".join(f"{op}=cuda" for op in CUDA)
 NOWHERE = ",".join(f"{op}=xla" for op in CUDA)
@@ -49,8 +52,8 @@ def _host_library():
 @pytest.fixture
 def on_host(monkeypatch):
   """Let settings choose the kernels here, with or without nvcc."""
-  monkeypatch.setattr(obstacles, "nvidia", lambda *_: "")
-  monkeypatch.setattr(obstacles, "_no_library", lambda: "")
+  monkeypatch.setattr(requirements, "nvidia", lambda *_: "")
+  monkeypatch.setattr(requirements, "_no_library", lambda: "")
   monkeypatch.setenv("CUDA_TARGET_SM", "9.0")
 
 
@@ -183,17 +186,17 @@ def test_training_with_all_of_them_follows_xla(on_host):
   with jax.set_mesh(make_test_mesh(2, 2, 1, expert=2)):
     for slots in (NOWHERE, EVERYWHERE):
       cfg = tiny_config(changes | {"ops.slots": slots})
-      plan = make_plan(cfg)
-      assert plan.num.slots.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
-      state, values = plan.init(), []
+      program = make_program(cfg)
+      assert program.num.slots.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
+      state, values = program.init(), []
       batches = [micro_batches(random_rows(cfg, 8, seed=seed), 1) for seed in range(2)]
-      program = plan.train_step.lower(state, batches[0], plan.training_rules(1)).as_text()
+      program = program.train_step.lower(state, batches[0], program.training_rules(1)).as_text()
       called = {name for name in library.TARGETS if f"@{name}(" in program}
       # Nothing is in 8 bits here, and the loss is never without its gradient.
       others = {name for name in library.TARGETS if "quantise" in name} | {"ats_cross_entropy"}
       assert called == (set(library.TARGETS) - others if slots == EVERYWHERE else set())
       for batch in batches:
-        state, metrics = plan.train_step(state, batch, plan.training_rules(1))
+        state, metrics = program.train_step(state, batch, program.training_rules(1))
         values.append(np.asarray(metrics.values))
       found[slots] = values, {k: np.asarray(v) for k, v in named_leaves(state.opt_state).items()}
   (want, want_state), (got, got_state) = found.values()
@@ -280,16 +283,16 @@ def test_an_old_gpu_is_refused():
 
 def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):
   def no_library():
-    raise obstacles.library.KernelsUnavailableError("CUDA kernels need nvcc")
+    raise requirements.library.KernelsUnavailableError("CUDA kernels need nvcc")
 
-  monkeypatch.setattr(obstacles.library, "load", no_library)
-  obstacles._no_library.cache_clear()
+  monkeypatch.setattr(requirements.library, "load", no_library)
+  requirements._no_library.cache_clear()
   kernel = dataclasses.replace(CUDA["adamw"], default=("update",))
-  monkeypatch.setitem(table.OPS, "adamw", table.Op(("update",), (kernel,)))
+  monkeypatch.setitem(kernels.OPS, "adamw", kernels.Op(("update",), (kernel,)))
   choice = registry.choose_op(tiny_config(), HOPPER, "adamw")["update"]
   assert str(choice) == "adamw: xla (reference: CUDA kernels need nvcc)"
   with pytest.raises(ValueError, match="adamw=cuda: CUDA kernels need nvcc"):
     registry.choose_op(tiny_config({"ops.slots": "adamw=cuda"}), HOPPER, "adamw")
   with pytest.raises(registry.FallbackError, match="CUDA kernels need nvcc"):
     registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "adamw")
-  obstacles._no_library.cache_clear()
+  requirements._no_library.cache_clear()

@@ -13,10 +13,10 @@ import jax
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from readings import reading
-from ats_jax.orchestrator.actions import Rollback
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.agreement import check_agreement
-from ats_jax.orchestrator.policy import Decision
+from ats_jax.orchestrator.actions.base import Rollback
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record.agreement import check_agreement
+from ats_jax.orchestrator.policy.decide import Decision
 
 decisions = Decision(0, Rollback(), "state", 1.0, ""), Decision(0, Rollback(1), "state", 1.0, "")
 cases = {

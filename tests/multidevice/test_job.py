@@ -12,7 +12,7 @@ import runs
 from commands import forked, train_flags
 
 from ats_jax.launch import REFUSED
-from ats_jax.orchestrator import ledger
+from ats_jax.orchestrator.record import ledger
 
 STEPS = 100
 QUICK = "--xla_backend_optimization_level=0"

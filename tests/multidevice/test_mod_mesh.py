@@ -24,9 +24,9 @@ from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.init import Buffer
 from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import to_global
+from ats_jax.step.balance import rules_at, set_buffers, totals
 from ats_jax.step.metrics import METRICS, metric_names, step_metrics
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import rules_at, set_buffers, totals
+from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
 # float32 sums in another order; gradients are of order 1e-3 to 1.
@@ -55,14 +55,14 @@ def run(shape):
   """Metrics, gradients and buffers of a step, metrics of the next; evaluation; a text."""
   mesh = make_test_mesh(*shape)
   with jax.set_mesh(mesh):
-    plan = make_plan(CFG)
+    program = make_program(CFG)
     rows = [random_rows(CFG, 8, seed) for seed in (1, 2)]
     first, second = (to_global(micro_batches(r, 1), mesh) for r in rows)
-    state, metrics = plan.train_step(plan.init(), first, plan.training_rules(1))
+    state, metrics = program.train_step(program.init(), first, program.training_rules(1))
     moments = named_leaves(state.opt_state[0].mu)
     grads = {k: np.asarray(v) / (1 - CFG.optimizer.b1) for k, v in moments.items()}
     buffers = {k: np.asarray(v) for k, v in named_leaves(buffers_of(state.model)).items()}
-    _, later = plan.train_step(state, second, plan.training_rules(1))
+    _, later = program.train_step(state, second, program.training_rules(1))
     return jax.tree.map(np.asarray, (metrics, grads, buffers, later))
 
 
@@ -97,9 +97,9 @@ def test_evaluation_and_text_of_a_mesh_are_those_of_one_device():
   for shape in ((1, 1, 1, 1), (1, 2, 2, 2)):
     mesh = make_test_mesh(*shape)
     with jax.set_mesh(mesh):
-      model, plan = make_decoder(CFG), make_plan(CFG)
-      rules = plan.rules(CFG.num_steps)
-      sums.append(plan.eval_step(model, to_global(random_rows(CFG, 8, seed=3), mesh), rules))
+      model, program = make_decoder(CFG), make_program(CFG)
+      rules = program.rules(CFG.num_steps)
+      sums.append(program.eval_step(model, to_global(random_rows(CFG, 8, seed=3), mesh), rules))
       texts.append(
         list(
           generate_tokens(
@@ -116,7 +116,7 @@ def test_micro_batches_change_nothing(mesh):
   rows, model, rules = (
     random_rows(cfg, 8, seed=1),
     make_decoder(cfg),
-    make_plan(cfg).training_rules(1),
+    make_program(cfg).training_rules(1),
   )
   lengths = (rows["segment_ids"] > 0).reshape(4, -1).sum(1)
   assert len(set(lengths)) == 4  # ragged: a mean of means would differ

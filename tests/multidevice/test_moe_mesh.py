@@ -18,8 +18,8 @@ from ats_jax.model.init import Buffer, merge, numerics, trainable
 from ats_jax.model.moe import MoE
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import to_global
+from ats_jax.step.balance import rules_at
 from ats_jax.step.optimizer import build_optimizer
-from ats_jax.step.routing import rules_at
 from ats_jax.step.state import init_state
 from ats_jax.step.train_step import make_train_step
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
-from ats_jax.orchestrator import surgery
-from ats_jax.orchestrator.slots import read_slots
+from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions.expert_view import read_slots
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 CFG = tiny_config(
   {
@@ -39,10 +39,10 @@ class Run(NamedTuple):
 def run(shape: tuple[int, int, int, int]) -> Run:
   mesh = make_test_mesh(*shape)
   with jax.set_mesh(mesh):
-    plan = make_plan(CFG)
+    program = make_program(CFG)
     batch = to_global(micro_batches(random_rows(CFG, 8), 1), mesh)
     shardings = lambda tree: {k: v.sharding for k, v in named_leaves(tree).items()}
-    state, first = plan.train_step(plan.init(), batch, plan.training_rules(1))
+    state, first = program.train_step(program.init(), batch, program.training_rules(1))
     found = [shardings(state)]
     # Slots 0 to 3 and 4 to 7 are on different devices: copies go to another one, and stay.
     state = surgery.split(CFG, state, 0, 0, 7)
@@ -61,10 +61,10 @@ def run(shape: tuple[int, int, int, int]) -> Run:
     twins = [read_slots(CFG, state, layer).twin.tolist() for layer in (0, 1)]
     losses = [float(first.values[0])]
     for _ in range(3):
-      state, metrics = plan.train_step(state, batch, plan.training_rules(1))
+      state, metrics = program.train_step(state, batch, program.training_rules(1))
       losses.append(float(metrics.values[0]))
     found.append(shardings(state))
-    return Run(cut, np.array(losses), twins, similarity, found, plan.train_step._cache_size())
+    return Run(cut, np.array(losses), twins, similarity, found, program.train_step._cache_size())
 
 
 def test_the_result_is_that_of_one_device():

@@ -9,7 +9,7 @@ import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 pytestmark = pytest.mark.compat
 
@@ -48,15 +48,15 @@ class Run(NamedTuple):
 def run(shape: tuple[int, int, int]) -> Run:
   mesh = make_test_mesh(*shape)
   with jax.set_mesh(mesh):
-    plan = make_plan(CFG)
-    state = plan.init()
+    program = make_program(CFG)
+    state = program.init()
     shardings = lambda: {k: v.sharding for k, v in named_leaves(state).items()}
     before = shardings()
     rows = [random_rows(CFG, CFG.data.batch_size, seed=s) for s in range(STEPS)]
     batches = [to_global(micro_batches(r, 2), mesh) for r in rows]
     losses, grads = [], {}
     for batch in batches:
-      state, metrics = plan.train_step(state, batch, plan.training_rules(1))
+      state, metrics = program.train_step(state, batch, program.training_rules(1))
       losses.append(float(metrics.values[0]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
@@ -69,8 +69,8 @@ def run(shape: tuple[int, int, int]) -> Run:
       before,
       shardings(),
       shards,
-      plan.train_step._cache_size(),
-      np.asarray(plan.eval_step(state.weights, eval_batch, plan.rules(1))),
+      program.train_step._cache_size(),
+      np.asarray(program.eval_step(state.weights, eval_batch, program.rules(1))),
     )
 
 
@@ -122,9 +122,9 @@ def test_a_run_compiles_once(shape):
 def test_the_step_compiled_ahead_takes_real_batches_and_its_own_result(shape):
   mesh = make_test_mesh(*shape)
   with jax.set_mesh(mesh):
-    plan = make_plan(CFG)
-    state = plan.init()
-    step = plan.compile_train_step(state, plan.training_rules(1))
+    program = make_program(CFG)
+    state = program.init()
+    step = program.compile_train_step(state, program.training_rules(1))
     losses = []
     for seed in range(2):
       rows = random_rows(CFG, CFG.data.batch_size, seed=seed)

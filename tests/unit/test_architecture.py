@@ -27,7 +27,7 @@ ALLOWED = {
   "model": MODEL,
   "step": STEP,
   "planner": STEP | {"step", "metrics.memory*", "data.tokenizer*"},
-  "orchestrator": STEP | {"step", "metrics.rows*", "metrics.transfer*"},
+  "orchestrator": STEP | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"},
   "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
   # Shared by all entry points; they know nothing of what is trained.
   "runtime": {"config", "launch"},
@@ -39,7 +39,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
-TOP |= {"forecast", "decisions", "faults"}
+TOP |= {"forecast", "decisions"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 
@@ -117,6 +117,7 @@ SOURCES = sorted(
   p
   for folder in (
     PACKAGE,
+    ROOT / "benchmarks",
     ROOT / "configs",
     ROOT / "experiments",
     ROOT / "tests",

@@ -13,10 +13,11 @@ from ats_jax import workdir
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator import hooks, ledger
-from ats_jax.orchestrator.actions import SaveCheckpoint
-from ats_jax.orchestrator.changes import ChangeSettings, decay_now, grow_batch
-from ats_jax.step.plan import Plan
+from ats_jax.orchestrator import hooks
+from ats_jax.orchestrator.actions.base import SaveCheckpoint
+from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
+from ats_jax.orchestrator.record import ledger
+from ats_jax.step.program import Program
 
 STEPS, EVERY, LOOK = 40, 20, 4
 
@@ -75,13 +76,13 @@ def asked():
 @pytest.fixture
 def compiled(monkeypatch):
   """The configs for which the step was compiled."""
-  found, compile_train_step = [], Plan.compile_train_step
+  found, compile_train_step = [], Program.compile_train_step
 
-  def counted(plan, state, rules):
-    found.append(plan.cfg)
-    return compile_train_step(plan, state, rules)
+  def counted(program, state, rules):
+    found.append(program.cfg)
+    return compile_train_step(program, state, rules)
 
-  monkeypatch.setattr(Plan, "compile_train_step", counted)
+  monkeypatch.setattr(Program, "compile_train_step", counted)
   return found
 
 
@@ -139,7 +140,7 @@ def test_depth_capacity_goes_with_each_checkpoint(config, tmp_path, asked, monke
   assert max(routed[step] for step in range(1, 13)) < 0.3
   assert min(routed[step] for step in range(13, STEPS + 1)) > 0.7
   with load_run(tmp_path / "killed", "20") as run:
-    assert run.plan.rules(20).capacity == 0.75
+    assert run.program.rules(20).capacity == 0.75
   assert workdir.load_config(tmp_path / "killed").mod.capacity == 0.25  # what the user wrote
 
 
@@ -175,6 +176,6 @@ def test_precision_changes_and_a_checkpoint_is_saved_on_request(config, tmp_path
   assert committed_steps(tmp_path / workdir.CHECKPOINTS) == [12, 20, 24]
   assert [c.precision.compute_dtype for c in compiled] == ["float32", "bfloat16"]
   with load_run(tmp_path) as run:
-    assert run.plan.num.compute_dtype == "bfloat16"
+    assert run.program.num.compute_dtype == "bfloat16"
   loss = rows(tmp_path, "train/loss")
   assert loss[21] == pytest.approx(loss[20], rel=0.2)

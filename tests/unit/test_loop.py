@@ -11,12 +11,12 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax import report
 from ats_jax.checkpoint import committed_steps, load_extra
-from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import make_plan, predicted_bytes
+from ats_jax.step.program import make_program, predicted_bytes
 from ats_jax.train import due, train
 
 RTOL = 1e-5
@@ -62,13 +62,13 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
   assert valid.num_rows % 8  # the last batch is padded
   rows = valid.rows(range(valid.num_rows))
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    plan = make_plan(cfg)
-    model = plan.init().model
-    whole = np.asarray(plan.eval_step(model, rows, plan.rules(1)), np.float64)
-    found = score(plan, model, valid, 0)
+    program = make_program(cfg)
+    model = program.init().model
+    whole = np.asarray(program.eval_step(model, rows, program.rules(1)), np.float64)
+    found = score(program, model, valid, 0)
     two = dataclasses.replace(cfg.eval, num_batches=2)
-    part = score(make_plan(dataclasses.replace(cfg, eval=two)), model, valid, 0)
-    first = plan.eval_step(model, {k: v[:16] for k, v in rows.items()}, plan.rules(1))
+    part = score(make_program(dataclasses.replace(cfg, eval=two)), model, valid, 0)
+    first = program.eval_step(model, {k: v[:16] for k, v in rows.items()}, program.rules(1))
   loss, correct, tokens = whole
   assert tokens == valid.num_tokens == found["eval/tokens"]
   np.testing.assert_allclose(found["eval/loss"], loss / tokens, RTOL)
@@ -78,8 +78,8 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
   np.testing.assert_allclose(found["eval/bits_per_byte"], loss / np.log(2) / text_bytes, RTOL)
   np.testing.assert_allclose(part["eval/loss"], first[0] / first[2], RTOL)
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
-    plan = make_plan(cfg)
-    many = score(plan, plan.init().model, valid, 0)
+    program = make_program(cfg)
+    many = score(program, program.init().model, valid, 0)
   assert many.keys() == found.keys()
   for name, value in found.items():
     np.testing.assert_allclose(many[name], value, 1e-4, err_msg=name)
@@ -93,14 +93,16 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
 
   dataset, valid = open_datasets(cfg.data, cfg.seed)
   with jax.set_mesh(make_mesh(cfg)):
-    plan = make_plan(cfg)
-    plain, losses, evaluations = plan.init(), [], []
+    program = make_program(cfg)
+    plain, losses, evaluations = program.init(), [], []
     for step in range(cfg.num_steps):
       rows = np.arange(step * 16, (step + 1) * 16).reshape(2, 8)
-      plain, metrics = plan.train_step(plain, dataset.global_rows(rows), plan.training_rules(1))
+      plain, metrics = program.train_step(
+        plain, dataset.global_rows(rows), program.training_rules(1)
+      )
       losses.append(float(metrics.values[0]))
       if (step + 1) % 3 == 0:
-        evaluations.append(score(plan, plain.model, valid, step + 1)["eval/loss"])
+        evaluations.append(score(program, plain.model, valid, step + 1)["eval/loss"])
   for a, b in zip(*(jax.tree.leaves(s.model) for s in (state, plain)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
   logged = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
@@ -125,12 +127,14 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
   assert sum(shares) == pytest.approx(1.0)
   assert stats["kernels"]["attention"] == "xla" and stats["compilation_cache"] == "off"
   with jax.set_mesh(make_mesh(cfg)):
-    plan = make_plan(cfg)
-    step = plan.compile_train_step(plan.init(), plan.training_rules(1))
+    program = make_program(cfg)
+    step = program.compile_train_step(program.init(), program.training_rules(1))
   assert stats["memory/predicted_gib"] == predicted_bytes(step) / 2**30
   assert report.performance(stats) in caplog.text
   assert f"speed on 8 x cpu: {stats['train/tokens_per_sec']:,.0f} tokens/s\n" in caplog.text
-  again = report.get_performance_stats(plan, Goodput(), report.speed(plan), plan.train_step)
+  again = report.get_performance_stats(
+    program, Goodput(), report.speed(program), program.train_step
+  )
   assert "memory/predicted_gib" not in again
   assert "too few steps to time" in report.performance(again)
 
@@ -158,9 +162,9 @@ def fp8_gaps(folder):
 def test_the_band_is_a_share_of_the_loss(gap, kept):
   cfg = tiny_config({"model.num_layers": 3, "precision.fp8": True, "precision.fp8_band": 0.005})
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    plan = make_plan(cfg)
-  assert check_fp8(plan, {"eval/loss": 2.0, "eval/fp8_gap": gap}).fp8 is kept
-  assert check_fp8(plan, {"eval/loss": 2.0}).fp8  # nothing was compared
+    program = make_program(cfg)
+  assert check_fp8(program, {"eval/loss": 2.0, "eval/fp8_gap": gap}).fp8 is kept
+  assert check_fp8(program, {"eval/loss": 2.0}).fp8  # nothing was compared
 
 
 def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):

@@ -14,14 +14,14 @@ from ats_jax import workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.config import Config
 from ats_jax.config.build import resolve
-from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.splits import open_datasets
 from ats_jax.feed import probe_batch
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator import ledger
-from ats_jax.orchestrator.actions import Rollback
-from ats_jax.orchestrator.reading import probe_loss
+from ats_jax.orchestrator.actions.base import Rollback
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.plan import Plan, make_plan
+from ats_jax.step.program import Program, make_program
 
 STEPS = 60
 
@@ -78,10 +78,10 @@ class Killed(BaseException):
 
 def plant(monkeypatch, step, happen):
   """Have `happen(state)` give the state that goes into update `step`."""
-  compile_train_step = Plan.compile_train_step
+  compile_train_step = Program.compile_train_step
 
-  def planted(plan, state, rules):
-    compiled, count = compile_train_step(plan, state, rules), int(state.step)
+  def planted(program, state, rules):
+    compiled, count = compile_train_step(program, state, rules), int(state.step)
 
     def run(state, batch):
       nonlocal count
@@ -90,7 +90,7 @@ def plant(monkeypatch, step, happen):
 
     return run
 
-  monkeypatch.setattr(Plan, "compile_train_step", planted)
+  monkeypatch.setattr(Program, "compile_train_step", planted)
 
 
 def spoil(state):
@@ -152,9 +152,9 @@ def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp
   train_set, valid_set = open_datasets(cfg.data, cfg.seed)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   with jax.set_mesh(make_mesh(cfg)):
-    plan, rows = make_plan(cfg), probe_batch(cfg, valid_set)
-    rules = plan.rules(15)
-    score = lambda rules: probe_loss(np.asarray(plan.eval_step(state.model, rows, rules)))
+    program, rows = make_program(cfg), probe_batch(cfg, valid_set)
+    rules = program.rules(15)
+    score = lambda rules: probe_loss(np.asarray(program.eval_step(state.model, rows, rules)))
     eight, wide = score(rules), score(dataclasses.replace(rules, fp8=False))
   looks = [r["reading"] for r in ledger.rows(tmp_path / workdir.DECISIONS) if r["kind"] == "check"]
   assert looks[-1]["step"] == 15 and looks[-1]["probe"] == wide != eight

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ats_jax.data import cache
-from ats_jax.data.pipeline import open_datasets
+from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokenizer import ByteTokenizer
 
 

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ats_jax.data import packing
-from ats_jax.data.packing import make_plan
+from ats_jax.data.packing import make_layout
 
 MODES = ("concat", "first_fit", "best_fit")
 
@@ -22,7 +22,7 @@ def problems(draw):
 @settings(max_examples=200, deadline=None)
 def test_every_position_once_and_rows_within_limits(mode, problem):
   lengths, order, seq_len, max_segments = problem
-  plan = make_plan(lengths, order, seq_len=seq_len, packing=mode, max_segments=max_segments)
+  plan = make_layout(lengths, order, seq_len=seq_len, packing=mode, max_segments=max_segments)
   seen = [np.zeros(n, int) for n in lengths]
   for d, b, n in zip(plan.document, plan.begin, plan.length, strict=True):
     assert n >= 1 and b + n <= lengths[d]
@@ -41,7 +41,7 @@ def test_every_position_once_and_rows_within_limits(mode, problem):
 @settings(max_examples=200, deadline=None)
 def test_concat_pads_only_where_it_must(problem):
   lengths, order, seq_len, max_segments = problem
-  plan = make_plan(lengths, order, seq_len=seq_len, packing="concat", max_segments=max_segments)
+  plan = make_layout(lengths, order, seq_len=seq_len, packing="concat", max_segments=max_segments)
   fill = np.add.reduceat(plan.length, plan.first[:-1]) if len(lengths) else np.zeros(0)
   full = (fill == seq_len) | (np.diff(plan.first) == max_segments)
   assert full[:-1].all()
@@ -55,7 +55,7 @@ def test_concat_pads_only_where_it_must(problem):
 @settings(max_examples=200, deadline=None)
 def test_fitting_keeps_documents_whole_and_rows_full(mode, problem):
   lengths, order, seq_len, _ = problem
-  plan = make_plan(lengths, order, seq_len=seq_len, packing=mode, max_segments=10**6)
+  plan = make_layout(lengths, order, seq_len=seq_len, packing=mode, max_segments=10**6)
   pieces = np.bincount(plan.document, minlength=len(lengths))
   assert (pieces == -(-lengths // seq_len)).all()
   fill = np.sort(np.add.reduceat(plan.length, plan.first[:-1])) if len(lengths) else np.zeros(0)
@@ -64,14 +64,14 @@ def test_fitting_keeps_documents_whole_and_rows_full(mode, problem):
 
 def test_best_fit_takes_the_tightest_row():
   lengths = np.array([6, 7, 3, 4])
-  plan = make_plan(lengths, np.arange(4), seq_len=10, packing="best_fit", max_segments=9)
+  plan = make_layout(lengths, np.arange(4), seq_len=10, packing="best_fit", max_segments=9)
   rows = [sorted(row) for row in np.split(plan.document, plan.first[1:-1])]
   assert sorted(rows) == [[0, 3], [1, 2]]
 
 
 def test_first_fit_takes_the_first_row_with_room():
   lengths = np.array([6, 7, 3, 4])
-  plan = make_plan(lengths, np.arange(4), seq_len=10, packing="first_fit", max_segments=9)
+  plan = make_layout(lengths, np.arange(4), seq_len=10, packing="first_fit", max_segments=9)
   rows = [sorted(row) for row in np.split(plan.document, plan.first[1:-1])]
   assert rows == [[0, 2], [1], [3]]
 
@@ -79,7 +79,7 @@ def test_first_fit_takes_the_first_row_with_room():
 def test_first_fit_with_more_rows_than_it_keeps_open(monkeypatch):
   monkeypatch.setattr(packing, "_WINDOW", 4)
   lengths = np.random.default_rng(0).integers(1, 33, 500)
-  plan = make_plan(lengths, np.arange(500), seq_len=32, packing="first_fit", max_segments=64)
+  plan = make_layout(lengths, np.arange(500), seq_len=32, packing="first_fit", max_segments=64)
   assert np.bincount(plan.document, plan.length).tolist() == lengths.tolist()
   assert np.add.reduceat(plan.length, plan.first[:-1]).max() <= 32
 
@@ -89,7 +89,7 @@ def test_first_fit_with_more_rows_than_it_keeps_open(monkeypatch):
 )
 def test_fill_of_a_realistic_corpus(mode, least):
   lengths = np.random.default_rng(0).lognormal(5.5, 1.2, 5000).astype(np.int64) + 1
-  plan = make_plan(lengths, np.arange(5000), seq_len=1024, packing=mode, max_segments=64)
+  plan = make_layout(lengths, np.arange(5000), seq_len=1024, packing=mode, max_segments=64)
   assert lengths.sum() / ((len(plan.first) - 1) * 1024) > least
 
 
@@ -97,7 +97,7 @@ def test_fill_of_a_realistic_corpus(mode, least):
 def test_row_numbers_say_nothing_about_length(mode):
   """A part of the rows, as in a short evaluation, must be like the whole."""
   lengths = np.random.default_rng(0).integers(1, 600, 4000)
-  plan = make_plan(lengths, np.arange(4000), seq_len=512, packing=mode, max_segments=64)
+  plan = make_layout(lengths, np.arange(4000), seq_len=512, packing=mode, max_segments=64)
   half = plan.first[len(plan.first) // 2]
   mean = [lengths[d].mean() for d in (plan.document[:half], plan.document[half:])]
   assert abs(mean[0] - mean[1]) < 0.1 * lengths.mean()

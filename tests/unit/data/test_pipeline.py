@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.pipeline import eval_batches, open_datasets, open_split, train_batches
+from ats_jax.data.batches import eval_batches, train_batches
+from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ats_jax.data import source
-from ats_jax.data.pipeline import open_datasets, open_split
 from ats_jax.data.source import Report, find_files, pieces, token_documents
+from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
 
 

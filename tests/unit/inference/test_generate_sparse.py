@@ -13,7 +13,7 @@ from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.routing import rules_at, set_buffers
+from ats_jax.step.balance import rules_at, set_buffers
 
 # float32; keys are added up over a cache of another length.
 RTOL, ATOL = 1e-5, 2e-5

@@ -9,9 +9,9 @@ import pytest
 from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_config
 
 from ats_jax.model.block import dropout
+from ats_jax.step.balance import rules_at, totals
 from ats_jax.step.eval_step import make_eval_step
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import rules_at, totals
+from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
 
@@ -86,10 +86,10 @@ def test_micro_batches_draw_their_own_masks(mesh):
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_steps_draw_their_own_masks(mesh, rate):
   cfg = tiny_config({"model.dropout": rate})
-  plan, batch = make_plan(cfg), micro_batches(random_rows(cfg, 8), 1)
-  at = lambda step: dataclasses.replace(plan.init(), step=jnp.int32(step))
+  program, batch = make_program(cfg), micro_batches(random_rows(cfg, 8), 1)
+  at = lambda step: dataclasses.replace(program.init(), step=jnp.int32(step))
   losses = [
-    float(plan.train_step(at(step), batch, plan.training_rules(1))[1].values[0])
+    float(program.train_step(at(step), batch, program.training_rules(1))[1].values[0])
     for step in (0, 0, 1, 2)
   ]
   assert losses[0] == losses[1]  # from the seed and the step alone

@@ -10,10 +10,10 @@ from helpers import make_decoder, micro_batches, pack, random_rows, tiny_config
 
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
+from ats_jax.step.balance import rules_at, set_buffers
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import rules_at, set_buffers
+from ats_jax.step.program import make_program
 
 ROWS, SEQ = 4, 24
 VOCAB = 384
@@ -161,11 +161,11 @@ def train(cfg, only=None):
 
   `only`: from the middle on, the one part of the model that still moves.
   """
-  plan = make_plan(cfg)
-  state, values, still = plan.init(), [], None
+  program = make_program(cfg)
+  state, values, still = program.init(), [], None
   for step in range(cfg.num_steps):
-    state, metrics = plan.train_step(
-      state, micro_batches(learnable(cfg, step), 1), plan.training_rules(1)
+    state, metrics = program.train_step(
+      state, micro_batches(learnable(cfg, step), 1), program.training_rules(1)
     )
     if only and step >= cfg.num_steps // 2:
       still = still or jax.tree.map(np.asarray, state.model)
@@ -173,7 +173,7 @@ def train(cfg, only=None):
       model = jax.tree_util.tree_map_with_path(keep, state.model, still)
       state = dataclasses.replace(state, model=model)
     values.append(np.asarray(metrics.values))
-  return plan, state, dict(zip(metric_names(cfg), np.array(values).T, strict=True))
+  return program, state, dict(zip(metric_names(cfg), np.array(values).T, strict=True))
 
 
 def test_the_threshold_comes_to_choose_what_training_chooses(mesh):
@@ -217,16 +217,16 @@ def test_capacity_falls_in_rungs():
 def test_a_run_down_the_rungs(mesh):
   ladder = {"mod.start_capacity": 0.5, "mod.anneal_fraction": 0.5, "mod.rungs": 1, "num_steps": 8}
   cfg = tiny_config(TRAINED | ladder | {"optimizer.learning_rate": 1e-3})
-  plan = make_plan(cfg)
-  state, losses, capacities, updates, thresholds = plan.init(), [], [], [], []
+  program = make_program(cfg)
+  state, losses, capacities, updates, thresholds = program.init(), [], [], [], []
   for step in range(1, cfg.num_steps + 1):
-    rules = plan.training_rules(step)
-    state, metrics = plan.train_step(state, micro_batches(learnable(cfg, step), 1), rules)
+    rules = program.training_rules(step)
+    state, metrics = program.train_step(state, micro_batches(learnable(cfg, step), 1), rules)
     values = dict(zip(metric_names(cfg), np.asarray(metrics.values), strict=True))
     losses.append(values["train/loss"])
     np.testing.assert_allclose(values["mod/routed"], rules.capacity, 1e-6)
     (depth,) = (layer.depth for layer in skipping(state.model))
-    assert depth.capacity[...] == rules.capacity == plan.rules(step).capacity
+    assert depth.capacity[...] == rules.capacity == program.rules(step).capacity
     capacities.append(rules.capacity)
     updates.append(float(depth.updates[...][0]))
     thresholds.append(float(depth.threshold[...][0]))
@@ -235,4 +235,4 @@ def test_a_run_down_the_rungs(mesh):
   assert np.isfinite(losses).all() and losses[-1] < losses[0]
   # The upper quartile lies above the median: the old quantile is forgotten at once.
   assert min(thresholds[4:]) > max(thresholds[:4]) + 0.02
-  assert plan.train_step._cache_size() == 2
+  assert program.train_step._cache_size() == 2

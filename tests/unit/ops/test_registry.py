@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.bench.cases import toy_cases
 from ats_jax.config.build import settings
-from ats_jax.ops import registry, table
+from ats_jax.ops import kernels, registry
 from ats_jax.ops.adamw import Rates, adamw
-from ats_jax.ops.cases import toy_cases
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
-from ats_jax.ops.obstacles import Device
 from ats_jax.ops.registry import XLA, FallbackError, Slots
+from ats_jax.ops.requirements import Device
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import Rule, route
@@ -98,17 +98,17 @@ def sum_back_kernel(y, weight, source, choice, slot, dout):
 
 def plug(monkeypatch, op, obstacle="", default=True, tiles=None, **where):
   """Adds a kernel "mine" of this file to the table."""
-  entry = table.OPS[op]
+  entry = kernels.OPS[op]
   where = {slot: f"{__name__}:{name}" for slot, name in where.items()}
-  kernel = table.Kernel(
+  kernel = kernels.Kernel(
     "mine", where, tuple(where) if default else (), "2x", lambda cfg, device: obstacle, tiles or {}
   )
-  monkeypatch.setitem(table.OPS, op, dataclasses.replace(entry, kernels=(kernel,)))
+  monkeypatch.setitem(kernels.OPS, op, dataclasses.replace(entry, kernels=(kernel,)))
   return Slots(tuple((f"{op}.{slot}", "mine") for slot in where))
 
 
 def test_the_table_is_consistent():
-  for name, op in table.OPS.items():
+  for name, op in kernels.OPS.items():
     for kernel in op.kernels:
       assert set(kernel.default) <= set(kernel.where) <= set(op.slots), (name, kernel.name)
       assert kernel.why and kernel.name != "xla"
@@ -119,19 +119,19 @@ def test_the_table_is_consistent():
 def test_settings_offer_the_kernels_of_the_table():
   for op in ("attention", "grouped_matmul"):
     choices = settings()[f"ops.{op}"].metadata["choices"]
-    assert choices == ("auto", "xla", *(kernel.name for kernel in table.OPS[op].kernels))
+    assert choices == ("auto", "xla", *(kernel.name for kernel in kernels.OPS[op].kernels))
 
 
 def test_docs_name_every_op_and_slot():
   text = (Path(__file__).parents[3] / "docs/kernels.md").read_text()
-  for name, op in table.OPS.items():
+  for name, op in kernels.OPS.items():
     for slot in op.slots:
       assert f"`{name}.{slot}`" in text
 
 
 def test_default_obstacle_and_strict(monkeypatch):
   cfg, strict = tiny_config(), tiny_config({"ops.strict": True})
-  monkeypatch.setitem(table.OPS, "rope", table.Op(table.FORWARD_BACKWARD))
+  monkeypatch.setitem(kernels.OPS, "rope", kernels.Op(kernels.FORWARD_BACKWARD))
   plug(monkeypatch, "swiglu", forward="swiglu_forward")
   slots, choices = registry.choose(cfg, HOPPER)
   assert slots.of("swiglu", "forward") == "mine"
@@ -306,7 +306,7 @@ def test_cases_know_the_shape_that_tuning_tables_are_asked_for(monkeypatch):
   monkeypatch.setattr(registry, "tuned_choice", lambda *key: asked.append(key) or ("xla", {}))
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     for case in (c for c in toy_cases() if c.dims):
-      where = {slot: "swiglu_forward" for slot in table.OPS[case.op].slots}
+      where = {slot: "swiglu_forward" for slot in kernels.OPS[case.op].slots}
       slots = dataclasses.replace(plug(monkeypatch, case.op, **where), tuned_for="NVIDIA Test")
       for name, of_pass in case.passes.items():
         asked.clear()

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ats_jax.orchestrator.reading import Reading
+from ats_jax.orchestrator.signals.interval import Reading
 
 INTERVAL = 10
 HEALTHY: dict[str, Any] = dict(

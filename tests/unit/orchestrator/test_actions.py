@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
-from ats_jax.orchestrator.actions import (
+from ats_jax.orchestrator.actions.base import (
   KINDS,
   Rollback,
   SaveCheckpoint,
@@ -25,10 +25,10 @@ from ats_jax.orchestrator.actions import (
   to_json,
   undo,
 )
-from ats_jax.orchestrator.changes import ChangeSettings
-from ats_jax.orchestrator.snapshots import Snapshot
+from ats_jax.orchestrator.actions.settings import ChangeSettings
+from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 CFG = tiny_config({"orchestrator.mode": "act", "orchestrator.check_interval": 10})
 EXPERTS = tiny_config({"moe.num_experts": 4, "moe.d_ff": 32})
@@ -36,7 +36,7 @@ EXPERTS = tiny_config({"moe.num_experts": 4, "moe.d_ff": 32})
 
 @pytest.fixture
 def state(mesh):
-  return make_plan(CFG).init()
+  return make_program(CFG).init()
 
 
 def assert_equal(got, want):
@@ -80,9 +80,9 @@ def test_a_rollback_keeps_step_key_and_control(state):
 def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
-    plan = make_plan(CFG)
-    state = plan.init()
-    step = plan.compile_train_step(state, plan.training_rules(1))
+    program = make_program(CFG)
+    state = program.init()
+    step = program.compile_train_step(state, program.training_rules(1))
     batch = to_global(micro_batches(random_rows(CFG, 8), 1), mesh)
     snapshot = Snapshot.take(0, state)
     state, _ = step(apply(SetLearningRateScale(0.5, 1.0), state, CFG), batch)

@@ -5,14 +5,14 @@ from helpers import micro_batches, random_rows, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator import ledger
-from ats_jax.orchestrator.capacity import LADDER, LOOKS, more_room
-from ats_jax.orchestrator.changes import ChangeSettings
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.policy import CROWDED, decide
-from ats_jax.orchestrator.requests import Requests
+from ats_jax.orchestrator.actions.settings import ChangeSettings
+from ats_jax.orchestrator.policy.capacity import LADDER, LOOKS, more_room
+from ats_jax.orchestrator.policy.decide import CROWDED, decide
+from ats_jax.orchestrator.policy.requests import Requests
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 FEW = {"moe.num_experts": 4, "moe.d_ff": 32, "moe.dispatch": "capacity"}
 ACT = {"num_steps": 400, "orchestrator.mode": "act", "orchestrator.check_interval": 4}
@@ -64,14 +64,14 @@ def test_nothing_is_asked_for_at_the_end_of_a_run():
 @pytest.mark.parametrize(("factor", "rung"), [(0.25, 1.0), (2.0, None)])
 def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, rung):
   cfg = config(factor)
-  plan, path = make_plan(cfg), tmp_path / "decisions.jsonl"
-  state = plan.init()
-  supervisor = Supervisor(plan, random_rows(cfg, 8, seed=99), path)
+  program, path = make_program(cfg), tmp_path / "decisions.jsonl"
+  state = program.init()
+  supervisor = Supervisor(program, random_rows(cfg, 8, seed=99), path)
   supervisor.start(0, state)
   steps = 4 * (LOOKS + 1)
   for step in range(1, steps + 1):
-    state, metrics = plan.train_step(
-      state, micro_batches(random_rows(cfg, 8, seed=step), 1), plan.training_rules(1)
+    state, metrics = program.train_step(
+      state, micro_batches(random_rows(cfg, 8, seed=step), 1), program.training_rules(1)
     )
     state = supervisor.after(step, state, metrics)
   assert not supervisor.decisions

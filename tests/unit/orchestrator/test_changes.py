@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.config.build import flatten, with_changes, with_settings
-from ats_jax.orchestrator.changes import (
+from ats_jax.orchestrator.actions.settings import (
   CHANGEABLE,
   ChangeSettings,
   changed,

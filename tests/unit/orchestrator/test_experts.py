@@ -7,14 +7,15 @@ from helpers import micro_batches, random_rows, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator import ledger, surgery
-from ats_jax.orchestrator.actions import PruneExpert, RecycleExpert, ReopenExpert, apply, undo
-from ats_jax.orchestrator.experts import Experts, moe_layers
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.policy import STARVED_CHECKS, decide
-from ats_jax.orchestrator.slots import find, read_slots
+from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions.base import PruneExpert, RecycleExpert, ReopenExpert, apply, undo
+from ats_jax.orchestrator.actions.expert_view import find, read_slots
+from ats_jax.orchestrator.policy.decide import STARVED_CHECKS, decide
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.signals.experts import Experts, moe_layers
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 DEAD, LAYER = 2, 1
 EXACT = 1e-5  # nats per token, float32
@@ -42,34 +43,34 @@ def starve(state):
 
 def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp_path):
   assert moe_layers(CFG) == (LAYER,)
-  plan, probe = make_plan(CFG), random_rows(CFG, 8, seed=99)
-  state = plan.init()
+  program, probe = make_program(CFG), random_rows(CFG, 8, seed=99)
+  state = program.init()
   starve(state)
   path = tmp_path / "decisions.jsonl"
-  supervisor = Supervisor(plan, probe, path)
+  supervisor = Supervisor(program, probe, path)
   supervisor.start(0, state)
   steps = 4 * (STARVED_CHECKS + 1)
   for step in range(1, steps + 1):
-    state, metrics = plan.train_step(
-      state, micro_batches(random_rows(CFG, 8, seed=step), 1), plan.training_rules(1)
+    state, metrics = program.train_step(
+      state, micro_batches(random_rows(CFG, 8, seed=step), 1), program.training_rules(1)
     )
     state = supervisor.after(step, state, metrics)
   assert not supervisor.decisions  # there is no time for surgery between two steps
-  before = plan.eval_step(state.model, probe, plan.rules(1))
-  programs = plan.train_step._cache_size()
+  before = program.eval_step(state.model, probe, program.rules(1))
+  programs = program.train_step._cache_size()
   state = supervisor.settle(steps, state, metrics)
-  after = plan.eval_step(state.model, probe, plan.rules(1))
+  after = program.eval_step(state.model, probe, program.rules(1))
   assert abs(float(after[0] - before[0])) / float(before[2]) < EXACT
   ((_, decision),) = supervisor.decisions
   assert decision.action == RecycleExpert(LAYER, DEAD) and decision.cause == "router"
   assert read_slots(CFG, state, LAYER).twin[DEAD] >= 0
   for step in range(steps + 1, steps + 25):
-    state, metrics = plan.train_step(
-      state, micro_batches(random_rows(CFG, 8, seed=step), 1), plan.training_rules(1)
+    state, metrics = program.train_step(
+      state, micro_batches(random_rows(CFG, 8, seed=step), 1), program.training_rules(1)
     )
     state = supervisor.after(step, state, metrics)
   supervisor.close()
-  assert plan.train_step._cache_size() == programs
+  assert program.train_step._cache_size() == programs
   assert metrics.layers["moe/load"][0, DEAD] > 0.05
   (outcome,) = [row for row in ledger.rows(path) if row["kind"] == "outcome"]
   assert outcome["verdict"] == "helped"
@@ -82,7 +83,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
 
 
 def test_what_is_pruned_can_be_opened_again(mesh):
-  state = make_plan(CFG).init()
+  state = make_program(CFG).init()
   weights = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
   action = PruneExpert(LAYER, 0)
   state = apply(action, state, CFG)
@@ -96,7 +97,7 @@ def test_what_is_pruned_can_be_opened_again(mesh):
 
 
 def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
-  experts = Experts(CFG, make_plan(CFG).init())
+  experts = Experts(CFG, make_program(CFG).init())
   slots = experts.is_open.shape[1]
   assert experts.is_open.sum() == 4 and slots == 5
   even = np.where(experts.is_open, 0.25, 0.0)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ats_jax.orchestrator.clock import ASIDE, LEAST, Clock
-from ats_jax.orchestrator.health import report
-from ats_jax.orchestrator.policy import Finding
+from ats_jax.metrics.clock import ASIDE, LEAST, Clock
+from ats_jax.orchestrator.policy.decide import Finding
+from ats_jax.orchestrator.signals.health import report
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from readings import INTERVAL, NAN_STATE, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator import actions, ledger
-from ats_jax.orchestrator.ledger import Ledger
-from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator import actions
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.ledger import Ledger
+from ats_jax.orchestrator.record.narrate import tell
 
 
 @pytest.fixture

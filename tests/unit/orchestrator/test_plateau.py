@@ -12,10 +12,9 @@ from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator import ledger
-from ats_jax.orchestrator.actions import SetLearningRateScale
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.plateau import (
+from ats_jax.orchestrator.actions.base import SetLearningRateScale
+from ats_jax.orchestrator.policy.decide import Finding, Judgement
+from ats_jax.orchestrator.policy.plateau import (
   FACTOR,
   LONGER,
   LOST,
@@ -27,12 +26,13 @@ from ats_jax.orchestrator.plateau import (
   conclude,
   observe,
 )
-from ats_jax.orchestrator.policy import Finding, Judgement
-from ats_jax.orchestrator.rerun import Rerun
-from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.trials.again import Rerun
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 from ats_jax.step.update import Fault
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
@@ -130,23 +130,23 @@ LOW, TUNED = 0.02, 1.0  # of a rate of 1e-2
 
 
 @pytest.fixture(scope="module")
-def plan():
+def program():
   """One compiled step for all runs."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_plan(tiny_config(SETTINGS))
+    yield make_program(tiny_config(SETTINGS))
 
 
-def train(plan, steps, rate, path=None, *, raises=True):
+def train(program, steps, rate, path=None, *, raises=True):
   """The state and the supervisor of a run; and what it recorded."""
-  orchestrator = dataclasses.replace(plan.cfg.orchestrator, raise_learning_rate=raises)
-  cfg = dataclasses.replace(plan.cfg, orchestrator=orchestrator)
-  supervisor = Supervisor(dataclasses.replace(plan, cfg=cfg), counting_rows(10**6), path)
-  state, fault = plan.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
+  orchestrator = dataclasses.replace(program.cfg.orchestrator, raise_learning_rate=raises)
+  cfg = dataclasses.replace(program.cfg, orchestrator=orchestrator)
+  supervisor = Supervisor(dataclasses.replace(program, cfg=cfg), counting_rows(10**6), path)
+  state, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
   supervisor.start(0, state)
   for step in range(1, steps + 1):
     batch = micro_batches(counting_rows(step), 1)
-    again = lambda state, batch=batch: plan.train_step(
-      state, batch, plan.training_rules(1), fault=fault
+    again = lambda state, batch=batch: program.train_step(
+      state, batch, program.training_rules(1), fault=fault
     )
     state, metrics = again(state)
     state = supervisor.after(step, state, metrics, again=again)
@@ -156,9 +156,9 @@ def train(plan, steps, rate, path=None, *, raises=True):
   return state, supervisor
 
 
-def test_a_rate_far_too_low_is_raised_on_evidence(plan, tmp_path):
+def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   path = tmp_path / "decisions.jsonl"
-  state, supervisor = train(plan, 120, LOW, path)
+  state, supervisor = train(program, 120, LOW, path)
   branches = [row for row in ledger.rows(path) if row["kind"] == "rerun"]
   first, decision = supervisor.decisions[0]
   assert first == branches[0]["step"] and branches[0]["first"] == first - SPAN * 8
@@ -170,30 +170,32 @@ def test_a_rate_far_too_low_is_raised_on_evidence(plan, tmp_path):
   assert float(state.control.lr_scale) == supervisor.memory.lr_wanted == scale
   assert ledger.replay(path) == ledger.decisions(path) == supervisor.decisions
   assert "3 times the learning rate: held-out loss" in "\n".join(tell(path))
-  slow, _ = train(plan, 120, LOW, raises=False)
+  slow, _ = train(program, 120, LOW, raises=False)
   probe = lambda s: float(
-    np.divide(*np.asarray(plan.eval_step(s.model, counting_rows(10**6), plan.rules(1)))[[0, 2]])
+    np.divide(
+      *np.asarray(program.eval_step(s.model, counting_rows(10**6), program.rules(1)))[[0, 2]]
+    )
   )
   assert probe(state) < probe(slow) - 0.3
   saved = json.loads(json.dumps(supervisor.saved()))
-  again = Supervisor(plan, counting_rows(10**6))
+  again = Supervisor(program, counting_rows(10**6))
   again.start(120, state, saved)
   assert again.memory == supervisor.memory and again._plateau == supervisor._plateau
 
 
-def test_the_winner_is_the_state_of_a_run_with_that_rate(plan):
+def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
   """The arms part where the branch begins; the steps made again are those of the batches."""
-  state, supervisor = train(plan, 8 * (2 + WAIT + SPAN), LOW)
+  state, supervisor = train(program, 8 * (2 + WAIT + SPAN), LOW)
   ((step, _),) = supervisor.decisions
   first = step - SPAN * 8
-  by_hand, fault = plan.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
+  by_hand, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
   for number in range(1, step + 1):
     if number == first + 1:
       by_hand = dataclasses.replace(
         by_hand, control=by_hand.control._replace(lr_scale=jnp.float32(FACTOR))
       )
-    by_hand, _ = plan.train_step(
-      by_hand, micro_batches(counting_rows(number), 1), plan.training_rules(1), fault=fault
+    by_hand, _ = program.train_step(
+      by_hand, micro_batches(counting_rows(number), 1), program.training_rules(1), fault=fault
     )
   assert int(state.step) == step
   for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(by_hand.model), strict=True):
@@ -203,11 +205,11 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(plan):
 def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):
-    plan = make_plan(tiny_config(SETTINGS))
-    state, probe = plan.init(), to_global(counting_rows(10**6), mesh)
-    look = lambda model: plan.eval_step(model, probe, plan.rules(1))
-    compiled = plan.compile_train_step(state, plan.training_rules(1))
-    rerun = Rerun(0, state, look(state.model), plan.rules(1))
+    program = make_program(tiny_config(SETTINGS))
+    state, probe = program.init(), to_global(counting_rows(10**6), mesh)
+    look = lambda model: program.eval_step(model, probe, program.rules(1))
+    compiled = program.compile_train_step(state, program.training_rules(1))
+    rerun = Rerun(0, state, look(state.model), program.rules(1))
     for step in (1, 2):
       batch = to_global(micro_batches(counting_rows(step), 1), mesh)
       again = lambda state, batch=batch: compiled(state, batch)
@@ -221,13 +223,13 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
     compiled(left.restore(state), batch)
 
 
-def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(plan, tmp_path):
-  programs = plan.train_step._cache_size()
-  state, supervisor = train(plan, 200, TUNED, path := tmp_path / "decisions.jsonl")
+def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):
+  programs = program.train_step._cache_size()
+  state, supervisor = train(program, 200, TUNED, path := tmp_path / "decisions.jsonl")
   branches = [row for row in ledger.rows(path) if row["kind"] == "rerun"]
   assert len(branches) == LOST and not supervisor.decisions
-  assert plan.train_step._cache_size() == max(programs, 1)
-  other, _ = train(plan, 200, TUNED, raises=False)
+  assert program.train_step._cache_size() == max(programs, 1)
+  other, _ = train(program, 200, TUNED, raises=False)
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
     if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -19,15 +19,15 @@ from readings import (
 )
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions import (
+from ats_jax.orchestrator.actions.base import (
   RecycleExpert,
   Rollback,
   SetLearningRateScale,
   SetSkips,
   Stop,
 )
-from ats_jax.orchestrator.memory import Memory, Trial
-from ats_jax.orchestrator.policy import BUDGET, LEAST_SCALE, MOST_SKIPS, decide
+from ats_jax.orchestrator.policy.decide import BUDGET, LEAST_SCALE, MOST_SKIPS, decide
+from ats_jax.orchestrator.policy.state import Memory, Trial
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
 BUCKET = 32.0

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 
-from ats_jax.orchestrator import ledger
-from ats_jax.orchestrator.plateau import SPAN
-from ats_jax.orchestrator.reading import probe_loss
+from ats_jax.orchestrator.policy.plateau import SPAN
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 EVERY, RUNG, STEPS = 4, 20, 40
 # Two rungs: all tokens through every layer, then a quarter of them through the second.
@@ -32,23 +32,23 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def plan():
+def program():
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_plan(tiny_config(SETTINGS))
+    yield make_program(tiny_config(SETTINGS))
 
 
-def train(plan, path):
+def train(program, path):
   """The supervisor of a run; and the probe's loss after each step by the rules of that step."""
-  supervisor, state, losses = Supervisor(plan, counting_rows(10**6), path), plan.init(), {}
+  supervisor, state, losses = Supervisor(program, counting_rows(10**6), path), program.init(), {}
   supervisor.start(0, state)
   for step in range(1, STEPS + 1):
-    rules, batch = plan.training_rules(step), micro_batches(counting_rows(step), 1)
+    rules, batch = program.training_rules(step), micro_batches(counting_rows(step), 1)
     if step in (1, RUNG + 1):
-      supervisor.follow(plan, step, state)
-    again = lambda state, batch=batch, rules=rules: plan.train_step(state, batch, rules)
+      supervisor.follow(program, step, state)
+    again = lambda state, batch=batch, rules=rules: program.train_step(state, batch, rules)
     state, metrics = again(state)
     losses[step] = probe_loss(
-      np.asarray(plan.eval_step(state.model, counting_rows(10**6), plan.rules(step)))
+      np.asarray(program.eval_step(state.model, counting_rows(10**6), program.rules(step)))
     )
     state = supervisor.after(step, state, metrics, again=again)
   supervisor.settle(STEPS, state, metrics)
@@ -56,21 +56,21 @@ def train(plan, path):
   return supervisor, losses
 
 
-def test_the_probe_follows_the_capacity(plan, tmp_path):
-  supervisor, losses = train(plan, path := tmp_path / "decisions.jsonl")
+def test_the_probe_follows_the_capacity(program, tmp_path):
+  supervisor, losses = train(program, path := tmp_path / "decisions.jsonl")
   looks = [row["reading"] for row in ledger.rows(path) if row["kind"] == "check"]
   assert {look["step"]: look["probe"] for look in looks} == {
     step: losses[step] for step in range(EVERY, STEPS + 1, EVERY)
   }
   capacities = [look["rules"][1] for look in looks]
   assert capacities == [1.0] * (RUNG // EVERY) + [0.25] * ((STEPS - RUNG) // EVERY)
-  assert supervisor.memory.rules == dataclasses.astuple(plan.rules(STEPS))
+  assert supervisor.memory.rules == dataclasses.astuple(program.rules(STEPS))
   assert supervisor.memory.from_json(supervisor.memory.to_json()) == supervisor.memory
   assert ledger.replay(path) == ledger.decisions(path)
 
 
-def test_a_branch_whose_rules_change_is_dropped(plan, tmp_path):
+def test_a_branch_whose_rules_change_is_dropped(program, tmp_path):
   """It would begin at step 20, after three calm looks; the next begins, and ends, by new rules."""
-  supervisor, _ = train(plan, path := tmp_path / "decisions.jsonl")
+  supervisor, _ = train(program, path := tmp_path / "decisions.jsonl")
   branches = [row["first"] for row in ledger.rows(path) if row["kind"] == "rerun"]
   assert branches == [RUNG + 2 * EVERY] and supervisor.replayed == SPAN * EVERY

@@ -3,7 +3,7 @@
 import numpy as np
 from helpers import tiny_config
 
-from ats_jax.orchestrator.reading import read
+from ats_jax.orchestrator.signals.interval import read
 from ats_jax.step.metrics import metric_names
 
 NAMES = metric_names(tiny_config({"num_steps": 100, "orchestrator.mode": "act"}))

@@ -10,8 +10,8 @@ from helpers import micro_batches, random_rows, tiny_config
 from readings import BAD_STATE, HELD, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator import hooks, ledger
-from ats_jax.orchestrator.actions import (
+from ats_jax.orchestrator import hooks
+from ats_jax.orchestrator.actions.base import (
   AddExpert,
   PruneExpert,
   Rollback,
@@ -25,14 +25,15 @@ from ats_jax.orchestrator.actions import (
   apply,
   undo,
 )
-from ats_jax.orchestrator.changes import ChangeSettings
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.policy import decide
-from ats_jax.orchestrator.requests import Request, Requests
-from ats_jax.orchestrator.slots import read_slots
-from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator.actions.expert_view import read_slots
+from ats_jax.orchestrator.actions.settings import ChangeSettings
+from ats_jax.orchestrator.policy.decide import decide
+from ats_jax.orchestrator.policy.requests import Request, Requests
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
 DECAY = Request(SetWeightDecay(2.0))
@@ -181,17 +182,19 @@ class Run:
   """A few steps of a small model with experts, under the supervisor."""
 
   def __init__(self, cfg, path, saves=()):
-    self.plan, self.path, self.saves, self.rows = make_plan(cfg), path, saves, []
-    self.state, self.step = self.plan.init(), 0
+    self.program, self.path, self.saves, self.rows = make_program(cfg), path, saves, []
+    self.state, self.step = self.program.init(), 0
     self.probe = random_rows(cfg, 8, seed=99)
-    self.supervisor = Supervisor(self.plan, self.probe, path)
+    self.supervisor = Supervisor(self.program, self.probe, path)
     self.supervisor.start(0, self.state)
 
   def __call__(self, steps):
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(random_rows(CFG, 8, seed=self.step), 1)
-      self.state, metrics = self.plan.train_step(self.state, batch, self.plan.training_rules(1))
+      self.state, metrics = self.program.train_step(
+        self.state, batch, self.program.training_rules(1)
+      )
       self.rows.append(np.asarray(metrics.layers["moe/load"]))
       self.state = self.supervisor.after(self.step, self.state, metrics)
       if self.step in self.saves:
@@ -200,7 +203,7 @@ class Run:
 
   def probe_loss(self):
     cross_entropy, _, tokens = np.asarray(
-      self.plan.eval_step(self.state.model, self.probe, self.plan.rules(1))
+      self.program.eval_step(self.state.model, self.probe, self.program.rules(1))
     )
     return cross_entropy / tokens
 
@@ -211,10 +214,10 @@ class Run:
 def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
   asked |= {8: SetExpertDropout(0.5), 40: SetExpertDropout(0.0), 60: ScaleTemperature(2.0)}
   run = Run(CFG, tmp_path / "decisions.jsonl")(16)
-  programs = run.plan.train_step._cache_size()
+  programs = run.program.train_step._cache_size()
   run(90)
   run.supervisor.close()
-  assert run.plan.train_step._cache_size() == programs
+  assert run.program.train_step._cache_size() == programs
   made = run.kinds("decision")
   assert [(row["action"], row["step"]) for row in made] == [
     ("SetExpertDropout", 12), ("SetExpertDropout", 44), ("ScaleTemperature", 64)
@@ -231,7 +234,7 @@ def test_hooks_steer_a_run_without_a_new_program(mesh, tmp_path, asked):
 def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_path, asked):
   asked |= {8: AddExpert(LAYER), 12: AddExpert(LAYER)}
   run = Run(CFG, tmp_path / "decisions.jsonl", saves=(40, 60))(39)
-  programs = run.plan.train_step._cache_size()
+  programs = run.program.train_step._cache_size()
   before = run.probe_loss()
   assert not run.kinds("decision")  # experts are edited while the loop waits anyway
   run(1)
@@ -240,7 +243,7 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
   assert view.is_open.sum() == 5 and view.twin[decision.action.slot] == decision.action.expert
   run(21)
   run.supervisor.close()
-  assert run.plan.train_step._cache_size() == programs
+  assert run.program.train_step._cache_size() == programs
   assert len(run.supervisor.decisions) == 1
   (refused,) = run.kinds("refused")  # no slot is left for the second
   assert "no idle slot" in refused["reason"] or "all experts are halves" in refused["reason"]
@@ -271,13 +274,15 @@ def test_adding_an_expert_is_exact(mesh):
 def test_temperature_is_that_of_the_setting(mesh):
   cfg = dataclasses.replace(CFG, moe=dataclasses.replace(CFG.moe, router_bias=True))
   warm = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, temperature=2.0))
-  plan, rows = make_plan(cfg), random_rows(cfg, 8, seed=3)
-  state = plan.init()
-  other = make_plan(warm)
+  program, rows = make_program(cfg), random_rows(cfg, 8, seed=3)
+  state = program.init()
+  other = make_program(warm)
   want = np.asarray(other.eval_step(other.init().model, rows, other.rules(1)))
   kept = jax.tree.map(np.asarray, state.model)
   changed = apply(ScaleTemperature(2.0), state, cfg)
-  np.testing.assert_allclose(plan.eval_step(changed.model, rows, plan.rules(1)), want, rtol=1e-6)
+  np.testing.assert_allclose(
+    program.eval_step(changed.model, rows, program.rules(1)), want, rtol=1e-6
+  )
   back = apply(undo(ScaleTemperature(2.0)), changed, cfg)
   for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
     np.testing.assert_array_equal(np.asarray(a), b)

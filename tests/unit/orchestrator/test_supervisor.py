@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 
-from ats_jax.orchestrator import hooks, ledger
-from ats_jax.orchestrator.actions import Rollback, SetSkips
-from ats_jax.orchestrator.memory import Memory
-from ats_jax.orchestrator.policy import EDITED
-from ats_jax.orchestrator.snapshots import COPIES, Snapshot, Snapshots, local_bytes
-from ats_jax.orchestrator.story import tell
+from ats_jax.orchestrator import hooks
+from ats_jax.orchestrator.actions.base import Rollback, SetSkips
+from ats_jax.orchestrator.policy.decide import EDITED
+from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.plan import make_plan
+from ats_jax.orchestrator.trials.snapshots import COPIES, Snapshot, Snapshots, local_bytes
+from ats_jax.step.program import make_program
 from ats_jax.step.update import Fault
 
 SETTINGS = {
@@ -33,18 +34,18 @@ NO_FAULT = Fault(jnp.float32(1.0), jnp.float32(1.0))
 
 
 @pytest.fixture(scope="module")
-def plan():
+def program():
   """One compiled step for all runs of this file."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_plan(tiny_config(SETTINGS))
+    yield make_program(tiny_config(SETTINGS))
 
 
 class Run:
   """A run of `plan`, with a hand in it."""
 
-  def __init__(self, plan, path=None, probe=True, **kwargs):
-    self.plan, self.path, self.state, self.step = plan, path, plan.init(), 0
-    self.supervisor = Supervisor(plan, counting_rows(10**6) if probe else None, path, **kwargs)
+  def __init__(self, program, path=None, probe=True, **kwargs):
+    self.program, self.path, self.state, self.step = program, path, program.init(), 0
+    self.supervisor = Supervisor(program, counting_rows(10**6) if probe else None, path, **kwargs)
     self.supervisor.start(0, self.state)
 
   def __call__(self, steps, *, noise=False, **fault):
@@ -52,8 +53,8 @@ class Run:
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(counting_rows(self.step, noise=noise), 1)
-      self.state, self.metrics = self.plan.train_step(
-        self.state, batch, self.plan.training_rules(1), fault=given
+      self.state, self.metrics = self.program.train_step(
+        self.state, batch, self.program.training_rules(1), fault=given
       )
       self.state = self.supervisor.after(self.step, self.state, self.metrics)
     return self
@@ -71,14 +72,14 @@ class Run:
 
   def probe_loss(self):
     cross_entropy, _, tokens = np.asarray(
-      self.plan.eval_step(self.state.model, counting_rows(10**6), self.plan.rules(1))
+      self.program.eval_step(self.state.model, counting_rows(10**6), self.program.rules(1))
     )
     return cross_entropy / tokens
 
 
 @pytest.fixture(scope="module")
-def clean_loss(plan):
-  run = Run(plan)(SETTINGS["num_steps"])
+def clean_loss(program):
+  run = Run(program)(SETTINGS["num_steps"])
   assert not run.end()
   return run.probe_loss()
 
@@ -87,8 +88,8 @@ def interventions(decisions):
   return [(d.cause, d.action) for d in decisions if d.cause != "recovery"]
 
 
-def test_the_host_reads_only_at_looks_and_only_what_is_old(plan, monkeypatch):
-  run, real, read = Run(plan), jax.device_get, []
+def test_the_host_reads_only_at_looks_and_only_what_is_old(program, monkeypatch):
+  run, real, read = Run(program), jax.device_get, []
 
   def device_get(tree):
     read.append((run.step, len(tree) if isinstance(tree, list) else 1))
@@ -102,12 +103,12 @@ def test_the_host_reads_only_at_looks_and_only_what_is_old(plan, monkeypatch):
 
 
 @pytest.mark.parametrize("factor", [np.nan, 100.0])
-def test_a_spoilt_state_is_rolled_back(plan, tmp_path, clean_loss, factor):
-  run = Run(plan, tmp_path / "decisions.jsonl")(FAULT_STEP)
+def test_a_spoilt_state_is_rolled_back(program, tmp_path, clean_loss, factor):
+  run = Run(program, tmp_path / "decisions.jsonl")(FAULT_STEP)
   run.spoil(factor)
-  programs = plan.train_step._cache_size(), plan.eval_step._cache_size()
+  programs = program.train_step._cache_size(), program.eval_step._cache_size()
   run(SETTINGS["num_steps"] - FAULT_STEP)
-  assert (plan.train_step._cache_size(), plan.eval_step._cache_size()) == programs
+  assert (program.train_step._cache_size(), program.eval_step._cache_size()) == programs
   assert int(run.state.step) == run.step  # the data is not rewound
   assert interventions(run.end()) == [("state", Rollback())]
   assert run.probe_loss() < clean_loss + 0.15
@@ -123,9 +124,9 @@ def test_a_spoilt_state_is_rolled_back(plan, tmp_path, clean_loss, factor):
 
 
 @pytest.mark.parametrize("step", [FAULT_STEP, FAULT_STEP + 3])  # between two looks, and within
-def test_weights_that_something_else_wrote_to_are_rolled_back(plan, tmp_path, clean_loss, step):
+def test_weights_that_something_else_wrote_to_are_rolled_back(program, tmp_path, clean_loss, step):
   """Even if the loss hardly moves: the norm of the weights cannot change more than its update."""
-  run = Run(plan, tmp_path / "decisions.jsonl")(step)
+  run = Run(program, tmp_path / "decisions.jsonl")(step)
   run.spoil(1.5)
   run(SETTINGS["num_steps"] - step)
   (decision,) = [d for d in run.end() if d.cause != "recovery"]
@@ -137,32 +138,32 @@ def test_weights_that_something_else_wrote_to_are_rolled_back(plan, tmp_path, cl
   assert ledger.replay(run.path) == run.supervisor.decisions
 
 
-def test_the_last_steps_are_looked_at_before_the_end(plan, clean_loss):
-  run = Run(plan)(SETTINGS["num_steps"] - 5)
+def test_the_last_steps_are_looked_at_before_the_end(program, clean_loss):
+  run = Run(program)(SETTINGS["num_steps"] - 5)
   run.spoil(np.nan)
   run(5)
   assert interventions(run.end()) == [("state", Rollback())]
   assert run.probe_loss() < clean_loss + 0.15
 
 
-def test_a_burst_of_noise_is_left_out_and_not_rolled_back(plan, clean_loss):
-  run = Run(plan)(FAULT_STEP)(16, noise=True)(SETTINGS["num_steps"] - FAULT_STEP - 16)
+def test_a_burst_of_noise_is_left_out_and_not_rolled_back(program, clean_loss):
+  run = Run(program)(FAULT_STEP)(16, noise=True)(SETTINGS["num_steps"] - FAULT_STEP - 16)
   kinds = {(cause, type(action)) for cause, action in interventions(run.end())}
   assert kinds <= {("data", SetSkips)}
   assert int(run.state.reflex.skipped) >= 14
   assert run.probe_loss() < clean_loss + 0.15
 
 
-def test_another_domain_is_taken_in_after_a_while(plan):
+def test_another_domain_is_taken_in_after_a_while(program):
   """A switch that nobody declared is neither rolled back nor answered by a lower rate."""
-  run = Run(plan)(FAULT_STEP)
+  run = Run(program)(FAULT_STEP)
   before = run.metrics.values[0]
   for _ in range(260):
     run.step += 1
     batch = micro_batches(counting_rows(run.step), 1)
     other = {name: 63 - batch[name] for name in ("tokens", "targets")}  # counts down
-    run.state, run.metrics = plan.train_step(
-      run.state, {**batch, **other}, plan.training_rules(1), fault=NO_FAULT
+    run.state, run.metrics = program.train_step(
+      run.state, {**batch, **other}, program.training_rules(1), fault=NO_FAULT
     )
     run.state = run.supervisor.after(run.step, run.state, run.metrics)
   kinds = {(cause, type(action)) for cause, action in interventions(run.end())}
@@ -171,11 +172,11 @@ def test_another_domain_is_taken_in_after_a_while(plan):
   assert float(run.metrics.values[0]) < float(before) + 1.5  # it was 3.3 more at the switch
 
 
-def test_a_rate_thirty_times_too_high_is_held_and_reported(plan, clean_loss):
+def test_a_rate_thirty_times_too_high_is_held_and_reported(program, clean_loss):
   seen = []
   hooks.register(seen.append)
   try:
-    run = Run(plan)(FAULT_STEP)(50, rate=30.0)
+    run = Run(program)(FAULT_STEP)(50, rate=30.0)
     decisions = run.end()
   finally:
     hooks.unregister(seen.append)
@@ -185,29 +186,29 @@ def test_a_rate_thirty_times_too_high_is_held_and_reported(plan, clean_loss):
   assert run.probe_loss() < clean_loss + 0.15
 
 
-def test_a_gradient_broken_for_ever_ends_the_run_and_says_so(plan, tmp_path):
-  run = Run(plan, tmp_path / "decisions.jsonl")(20)
+def test_a_gradient_broken_for_ever_ends_the_run_and_says_so(program, tmp_path):
+  run = Run(program, tmp_path / "decisions.jsonl")(20)
   with pytest.raises(FloatingPointError, match="no loss or gradient was finite in the last"):
     run(100, gradient=np.nan)
   run.supervisor.close()
   assert ledger.rows(run.path)[-1]["action"] == "Stop"
 
 
-def test_without_room_for_snapshots_the_checkpoint_is_used(plan):
-  cfg = plan.cfg
+def test_without_room_for_snapshots_the_checkpoint_is_used(program):
+  cfg = program.cfg
   small = dataclasses.replace(
     cfg, orchestrator=dataclasses.replace(cfg.orchestrator, snapshot_gb=0)
   )
-  saved = plan.init()
-  run = Run(dataclasses.replace(plan, cfg=small), restore=lambda: (40, saved, {}))(60)
+  saved = program.init()
+  run = Run(dataclasses.replace(program, cfg=small), restore=lambda: (40, saved, {}))(60)
   run.spoil(np.nan)
   run(24)
   assert interventions(run.end()) == [("state", Rollback())]
   assert np.isfinite(run.probe_loss())
 
 
-def test_a_rollback_that_did_harm_is_taken_back(plan):
-  run = Run(plan)(48)
+def test_a_rollback_that_did_harm_is_taken_back(program):
+  run = Run(program)(48)
   before = run.state
   kept = jax.tree.map(np.asarray, before.model)
   action = Rollback()
@@ -219,11 +220,11 @@ def test_a_rollback_that_did_harm_is_taken_back(plan):
     np.testing.assert_array_equal(np.asarray(a), b)
 
 
-def test_observing_writes_the_same_findings_and_applies_none(plan, tmp_path):
-  cfg = plan.cfg
+def test_observing_writes_the_same_findings_and_applies_none(program, tmp_path):
+  cfg = program.cfg
   observing = dataclasses.replace(cfg.orchestrator, mode="observe")
-  plan = dataclasses.replace(plan, cfg=dataclasses.replace(cfg, orchestrator=observing))
-  run = Run(plan, tmp_path / "decisions.jsonl")(FAULT_STEP)
+  program = dataclasses.replace(program, cfg=dataclasses.replace(cfg, orchestrator=observing))
+  run = Run(program, tmp_path / "decisions.jsonl")(FAULT_STEP)
   run.spoil(100.0)
   run(32)
   assert run.end()
@@ -233,20 +234,20 @@ def test_observing_writes_the_same_findings_and_applies_none(plan, tmp_path):
   assert run.probe_loss() > 5.0
 
 
-def test_memory_survives_a_checkpoint(plan):
-  run = Run(plan)(FAULT_STEP)
+def test_memory_survives_a_checkpoint(program):
+  run = Run(program)(FAULT_STEP)
   run.spoil(np.nan)
   run(30)
   run.end()
   saved = json.loads(json.dumps(run.supervisor.saved()))
-  again = Supervisor(plan, counting_rows(10**6))
+  again = Supervisor(program, counting_rows(10**6))
   again.start(run.step, run.state, saved)
   assert again.memory == run.supervisor.memory != Memory()
 
 
-def test_nothing_is_read_that_is_not_an_interval_old(plan):
+def test_nothing_is_read_that_is_not_an_interval_old(program):
   """The loop never waits for the device: no array is read in the interval that made it."""
-  run = Run(plan)(8)
+  run = Run(program)(8)
   waited = []
 
   class Spy:
@@ -272,20 +273,20 @@ def test_nothing_is_read_that_is_not_an_interval_old(plan):
   assert len(waited) >= 32 and min(waited) >= 8
 
 
-def test_a_probe_of_padding_is_refused(plan):
+def test_a_probe_of_padding_is_refused(program):
   empty = {**counting_rows(0), "loss_mask": np.zeros((8, 16), np.float32)}
   with pytest.raises(ValueError, match="holds no token"):
-    Supervisor(plan, empty).start(0, plan.init())
+    Supervisor(program, empty).start(0, program.init())
 
 
-def test_what_a_hook_raises_is_not_hidden(plan):
+def test_what_a_hook_raises_is_not_hidden(program):
   @hooks.register
   def broken(look):
     raise RuntimeError(f"hook at {look.step}")
 
   try:
     with pytest.raises(RuntimeError, match="hook at 16"):
-      Run(plan)(16)
+      Run(program)(16)
   finally:
     hooks.unregister(broken)
 
@@ -293,8 +294,8 @@ def test_what_a_hook_raises_is_not_hidden(plan):
 # ---- snapshots
 
 
-def test_the_ring_holds_two_good_states_and_a_candidate(plan):
-  state, ring = plan.init(), Snapshots(10, 2**30)
+def test_the_ring_holds_two_good_states_and_a_candidate(program):
+  state, ring = program.init(), Snapshots(10, 2**30)
   ring.start(0, state)
   ring.offer(5, state)
   assert ring.candidate is None  # too early
@@ -317,14 +318,14 @@ def test_the_ring_holds_two_good_states_and_a_candidate(plan):
   assert ring.candidate.step == 50
 
 
-def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(plan):
-  state = plan.init()
+def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(program):
+  state = program.init()
   want = jax.tree.map(np.asarray, (state.model, state.opt_state, state.reflex))
   shardings = [x.sharding for x in jax.tree.leaves(state)]
   snapshot = Snapshot.take(0, state)
   assert {x.sharding.memory_kind for x in jax.tree.leaves(snapshot.arrays)} == {"pinned_host"}
-  state, _ = plan.train_step(
-    state, micro_batches(counting_rows(0), 1), plan.training_rules(1), fault=NO_FAULT
+  state, _ = program.train_step(
+    state, micro_batches(counting_rows(0), 1), program.training_rules(1), fault=NO_FAULT
   )  # donates it
   for _ in range(2):
     back = snapshot.restore(state)
@@ -334,20 +335,20 @@ def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(plan):
     assert [x.sharding for x in jax.tree.leaves(back)] == shardings
 
 
-def test_a_run_goes_on_from_the_newest_good_state_unless_a_later_one_is_on_the_disk(plan):
-  state, ring = plan.init(), Snapshots(10, 2**30)
+def test_a_run_goes_on_from_the_newest_good_state_unless_a_later_one_is_on_the_disk(program):
+  state, ring = program.init(), Snapshots(10, 2**30)
   assert ring.newest([]) is None
   ring.start(0, state)
-  state, _ = plan.train_step(
-    state, micro_batches(counting_rows(0), 1), plan.training_rules(1), fault=NO_FAULT
+  state, _ = program.train_step(
+    state, micro_batches(counting_rows(0), 1), program.training_rules(1), fault=NO_FAULT
   )
   want = [np.asarray(x) for x in jax.tree.leaves((state.model, state.control, state.step))]
   key = np.array(jax.random.key_data(state.key))
   ring.offer(10, state, {"remembered": 1})
   assert ring.newest([])[0] == 0  # the newer one is not known to be good
   ring.confirm(11)
-  plan.train_step(
-    state, micro_batches(counting_rows(1), 1), plan.training_rules(1), fault=NO_FAULT
+  program.train_step(
+    state, micro_batches(counting_rows(1), 1), program.training_rules(1), fault=NO_FAULT
   )  # the state is gone
   step, again, saved = ring.newest([5, 9])
   assert step == 10 and saved == {"remembered": 1}
@@ -355,12 +356,14 @@ def test_a_run_goes_on_from_the_newest_good_state_unless_a_later_one_is_on_the_d
   for a, b in zip(got, want, strict=True):
     np.testing.assert_array_equal(a, b)
   np.testing.assert_array_equal(jax.random.key_data(again.key), key)
-  plan.train_step(again, micro_batches(counting_rows(1), 1), plan.training_rules(1), fault=NO_FAULT)
+  program.train_step(
+    again, micro_batches(counting_rows(1), 1), program.training_rules(1), fault=NO_FAULT
+  )
   assert ring.newest([5, 10]) is None
 
 
-def test_memory_is_priced_from_the_state(plan):
-  state = plan.init()
+def test_memory_is_priced_from_the_state(program):
+  state = program.init()
   parts = (state.model, state.opt_state, state.ema, state.reflex)
   size = sum(x.nbytes for x in jax.tree.leaves(parts))
   assert local_bytes(state) == size

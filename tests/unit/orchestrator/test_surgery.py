@@ -10,9 +10,9 @@ from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, ti
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like
 from ats_jax.config.schema import CheckpointConfig
-from ats_jax.orchestrator import surgery
-from ats_jax.orchestrator.slots import SurgeryError, find, read_slots
-from ats_jax.step.plan import make_plan
+from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, read_slots
+from ats_jax.step.program import make_program
 
 EXACT = 1e-5  # nats per token, float32
 BASE = {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.d_ff": 32, "model.d_ff": 32}
@@ -66,11 +66,11 @@ VARIANTS = {
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_split_keeps_the_function(mesh, changes):
   cfg = tiny_config(BASE | changes)
-  plan, rows, layer = make_plan(cfg), random_rows(cfg, 8), 1
-  state = plan.init()
+  program, rows, layer = make_program(cfg), random_rows(cfg, 8), 1
+  state = program.init()
   models = lambda: [m for m in (state.model, state.ema) if m is not None]
   loss = lambda model: (
-    float(plan.eval_step(model, rows, plan.rules(1))[0]) / rows["loss_mask"].sum()
+    float(program.eval_step(model, rows, program.rules(1))[0]) / rows["loss_mask"].sum()
   )
   rng = np.random.default_rng(0)
   # Probabilities far from even, a selection bias that makes expert 0 popular, outputs that count.
@@ -120,19 +120,19 @@ LAYER, EXPERT = 1, 4
 def run():
   """A trained state and its loss, and how to go on: the same four batches over and over."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    plan, batches = make_plan(CFG), [random_rows(CFG, 8, seed=s) for s in range(4)]
+    program, batches = make_program(CFG), [random_rows(CFG, 8, seed=s) for s in range(4)]
     rows = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
 
     def train(state, steps):
       losses, metrics = [], None
       for step in range(int(state.step), int(state.step) + steps):
-        state, metrics = plan.train_step(
-          state, micro_batches(batches[step % 4], 1), plan.training_rules(1)
+        state, metrics = program.train_step(
+          state, micro_batches(batches[step % 4], 1), program.training_rules(1)
         )
         losses.append(float(metrics.values[0]))
       return state, np.array(losses), metrics
 
-    state, losses, _ = train(plan.init(), 20)
+    state, losses, _ = train(program.init(), 20)
     assert losses[-1] < losses[0] - 0.3
     _, undisturbed, _ = train(jax.tree.map(jnp.copy, state), 31)
 
@@ -142,15 +142,15 @@ def run():
       assert np.abs(losses - want).max() < within
 
     yield SimpleNamespace(
-      plan=plan,
+      program=program,
       assert_smooth=assert_smooth,
       train=train,
       state=lambda: jax.tree.map(jnp.copy, state),  # what it is given to is donated
       loss=lambda s: (
-        float(plan.eval_step(s.model, rows, plan.rules(1))[0]) / rows["loss_mask"].sum()
+        float(program.eval_step(s.model, rows, program.rules(1))[0]) / rows["loss_mask"].sum()
       ),
     )
-    assert plan.train_step._cache_size() == 1  # however much its state was cut
+    assert program.train_step._cache_size() == 1  # however much its state was cut
 
 
 def split_run(run):
@@ -366,7 +366,7 @@ def test_every_edit_goes_through_a_checkpoint_bit_for_bit(run, tmp_path):
   state = surgery.recycle(CFG, state, 0, 6, 0)
   with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
     manager.save(int(state.step), state, {})
-  abstract = abstract_like(run.plan.init(abstract=True), jax.sharding.get_mesh())
+  abstract = abstract_like(run.program.init(abstract=True), jax.sharding.get_mesh())
   with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
     _, restored, _ = manager.restore_latest(abstract)
   assert_same_bits(restored, state)
@@ -448,7 +448,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(run):
 
 def test_with_an_offset_a_merged_expert_keeps_the_sum_of_probabilities(mesh):
   cfg = tiny_config(BASE | {"moe.router_bias": True, "moe.temperature": 1.5})
-  state = make_plan(cfg).init()
+  state = make_program(cfg).init()
   x = np.random.default_rng(0).standard_normal((4096, cfg.model.d_model))
 
   def logits(state, expert):

@@ -10,7 +10,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax.planner.abstract import abstract_batch
 from ats_jax.planner.flops import matmul_flops
 from ats_jax.step.loss import loss_sums
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 A, B = jnp.ones((4, 8)), jnp.ones((8, 16))
 AB = 2 * 4 * 8 * 16
@@ -112,7 +112,7 @@ MEASURED = {
 )
 def test_against_xla_and_the_formula(mesh, settings):
   cfg = tiny_config(MEASURED | settings)
-  plan = make_plan(cfg)
+  plan = make_program(cfg)
   state, batch = plan.init(abstract=True), abstract_batch(1, 2, 128)
   rules = plan.training_rules(cfg.num_steps)
   forward = jax.jit(lambda model, rows: loss_sums(model, rows, cfg.step, rules)[0])
@@ -145,7 +145,7 @@ def test_no_matmul_of_experts_runs_twice(mesh, remat):
 
   def flops(**settings):
     cfg = tiny_config(MEASURED | {key.replace("__", "."): v for key, v in settings.items()})
-    plan = make_plan(cfg)
+    plan = make_program(cfg)
     rules = plan.training_rules(1)
     return matmul_flops(plan.train_step, plan.init(abstract=True), abstract_batch(1, 2, 128), rules)
 

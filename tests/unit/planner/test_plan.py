@@ -10,7 +10,7 @@ from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.planner.describe import describe, render
-from ats_jax.planner.models import update
+from benchmarks.model_tables import update
 
 
 def test_2700_billion_parameters_without_a_device():
@@ -96,6 +96,6 @@ def test_the_models_page_is_up_to_date():
   """Builds, counts and validates every variant of every preset."""
   page = Path(__file__).parents[3] / "docs" / "models.md"
   text = page.read_text(encoding="utf-8")
-  assert update(text) == text, "run: python -m ats_jax.planner models"
+  assert update(text) == text, "run: python -m benchmarks.model_tables"
   with pytest.raises(ValueError, match="the tables lie between"):
     update("no markers")

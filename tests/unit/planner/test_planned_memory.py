@@ -11,8 +11,8 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import totals
+from ats_jax.step.balance import totals
+from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
 SPARSE = {
@@ -45,7 +45,7 @@ def test_state_is_what_eight_devices_hold():
   with context:
     parts = state_memory(cfg, abstract)
   with jax.set_mesh(make_test_mesh(1, 2, 2, 2)):
-    plan = make_plan(cfg)
+    plan = make_program(cfg)
     state = plan.init()
     rules = plan.training_rules(1)
     grads = jax.eval_shape(
@@ -161,7 +161,7 @@ def test_keys_and_values_are_those_of_the_cache(mesh, settings):
   state, context = planned(cfg)
   with context:
     planned_bytes = kv_cache_bytes(cfg, state.model)
-  plan = make_plan(cfg)
+  plan = make_program(cfg)
   cache = plan.init().model.empty_cache(1, 16, plan.rules(cfg.num_steps), jnp.float32)
   real = [layer.kv for segment in cache for layer in segment]
   assert planned_bytes == sum(np.asarray(a).nbytes for a in jax.tree.leaves(real))

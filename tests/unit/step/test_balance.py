@@ -10,7 +10,7 @@ import numpy as np
 from helpers import micro_batches, tiny_config
 
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 
 SEEDS, MOST_STEPS, MEDIAN_STEPS, WINDOW = 5, 150, 100, 10
 
@@ -43,15 +43,15 @@ def collapse(state):
   return state
 
 
-def steps_to_balance(plan, seed) -> int:
+def steps_to_balance(program, seed) -> int:
   """Steps until max_violation, averaged over a window, is below 1."""
-  cfg, rng = plan.cfg, np.random.default_rng(seed)
-  state = plan.init()
+  cfg, rng = program.cfg, np.random.default_rng(seed)
+  state = program.init()
   state = collapse(jax.tree.map(lambda x: x, state))
   index, violations = metric_names(cfg).index("moe/max_violation"), []
   for step in range(1, MOST_STEPS + 1):
-    state, metrics = plan.train_step(
-      state, batch(rng, cfg.data.batch_size, cfg.data.seq_len), plan.training_rules(1)
+    state, metrics = program.train_step(
+      state, batch(rng, cfg.data.batch_size, cfg.data.seq_len), program.training_rules(1)
     )
     violations.append(float(metrics.values[index]))
     if step == 1:
@@ -80,7 +80,7 @@ def test_a_collapsed_router_recovers(mesh):
         "step.loss_chunk_tokens": 1024,
       }
     )
-    found.append(steps_to_balance(make_plan(cfg), seed))
+    found.append(steps_to_balance(make_program(cfg), seed))
   print(found)
   assert max(found) <= MOST_STEPS
   assert statistics.median(found) <= MEDIAN_STEPS

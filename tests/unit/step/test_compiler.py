@@ -6,10 +6,11 @@ import jax
 import pytest
 from helpers import tiny_config
 
-from ats_jax.ops.obstacles import Device
-from ats_jax.step import compiler, plan
+from ats_jax.ops.requirements import Device
+from ats_jax.step import compiler
+from ats_jax.step import program as programs
 from ats_jax.step.compiler import compiler_options, parse
-from ats_jax.step.plan import BATCH_DTYPES, make_plan
+from ats_jax.step.program import BATCH_DTYPES, make_program
 
 
 def options(text, kind="cpu"):
@@ -82,17 +83,19 @@ def test_the_evaluation_gets_its_options(mesh, monkeypatch):
   rows = {name: jax.ShapeDtypeStruct((2, 16), dtype) for name, dtype in BATCH_DTYPES.items()}
 
   def kernels(text):
-    plan = make_plan(tiny_config({"model.num_layers": 1, "step.compiler_options": text}))
-    model = plan.init(abstract=True).model
-    return plan.eval_step.lower(model, rows, plan.rules(1)).compile().as_text().count(" fusion(")
+    program = make_program(tiny_config({"model.num_layers": 1, "step.compiler_options": text}))
+    model = program.init(abstract=True).model
+    return (
+      program.eval_step.lower(model, rows, program.rules(1)).compile().as_text().count(" fusion(")
+    )
 
   assert kernels("xla_disable_hlo_passes=fusion") > 1.2 * kernels("")
 
 
 def test_the_compiled_step_obeys(mesh):
   def kernels(text):
-    plan = make_plan(tiny_config({"step.compiler_options": text, "model.num_layers": 1}))
-    compiled = plan.compile_train_step(plan.init(abstract=True), plan.training_rules(1))
+    program = make_program(tiny_config({"step.compiler_options": text, "model.num_layers": 1}))
+    compiled = program.compile_train_step(program.init(abstract=True), program.training_rules(1))
     return compiled.as_text().count(" fusion(")
 
   # Without the pass that joins operations, each is a kernel of its own.
@@ -111,8 +114,8 @@ def test_the_compiled_step_obeys(mesh):
 def test_what_stops_in_xla_is_warned_of(
   monkeypatch, caplog, mesh, platform, unroll, deterministic, warns
 ):
-  monkeypatch.setattr(plan, "this_device", lambda: Device(platform, "9.0"))
+  monkeypatch.setattr(programs, "this_device", lambda: Device(platform, "9.0"))
   cfg = tiny_config({"step.scan_unroll": unroll, "precision.deterministic": deterministic})
   with caplog.at_level(logging.WARNING):
-    make_plan(cfg)
+    make_program(cfg)
   assert ("use step.scan_unroll=1" in caplog.text) == warns

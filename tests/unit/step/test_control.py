@@ -10,10 +10,10 @@ from helpers import make_decoder, make_test_mesh, micro_batches, random_rows, ti
 
 from ats_jax.model.router import CLOSED
 from ats_jax.sharding.mesh import to_global
+from ats_jax.step.balance import drop_experts
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizer import decay_mask
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import drop_experts
+from ats_jax.step.program import make_program
 from ats_jax.step.update import Fault
 
 CALM = {
@@ -41,16 +41,16 @@ def arrays(tree):
 
 def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
   cfg = tiny_config(CALM | {"optimizer.weight_decay": 0.5})
-  plan, state = make_plan(cfg), make_plan(cfg).init()
+  program, state = make_program(cfg), make_program(cfg).init()
   copies = [jax.tree.map(jnp.copy, state) for _ in range(3)]
   moved = []
   for copy, scale in zip(copies, (1.0, 3.0, 0.0), strict=True):
     moved.append(
-      plan.train_step(with_control(copy, decay_scale=scale), batch(cfg, 0), plan.training_rules(1))[
-        0
-      ]
+      program.train_step(
+        with_control(copy, decay_scale=scale), batch(cfg, 0), program.training_rules(1)
+      )[0]
     )
-  assert plan.train_step._cache_size() == 1
+  assert program.train_step._cache_size() == 1
   rate = 1e-3  # no warm-up
   decays = jax.tree.leaves(decay_mask(state.model, embeddings=False))
   for decay, before, once, thrice, never in zip(
@@ -65,13 +65,13 @@ def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
 
 def test_dropped_experts_get_no_token(mesh):
   cfg = tiny_config(CALM | EXPERTS | {"step.accum_steps": 2})
-  plan = make_plan(cfg)
-  state = with_control(plan.init(), expert_dropout=0.5)
+  program = make_program(cfg)
+  state = with_control(program.init(), expert_dropout=0.5)
   bias = lambda s: [np.asarray(layer.mlp.router.bias_E[...])
                     for blocks in s.model.segments for layer in blocks.layers]  # fmt: skip
   idle = []
   for step in range(12):
-    state, metrics = plan.train_step(state, batch(cfg, step), plan.training_rules(1))
+    state, metrics = program.train_step(state, batch(cfg, step), program.training_rules(1))
     load_LE = np.asarray(metrics.layers["moe/load"])
     np.testing.assert_allclose(load_LE.sum(axis=1), 1.0, rtol=1e-5)
     used = (load_LE > 0).sum(axis=1)
@@ -79,11 +79,11 @@ def test_dropped_experts_get_no_token(mesh):
     idle.append(cfg.moe.num_experts - used)
   assert np.mean(idle) > 1.0 and len({tuple(i) for i in idle}) > 1  # another draw in each step
   assert np.isfinite(metrics.values).all() and max(np.abs(b).max() for b in bias(state)) < 10.0
-  state, metrics = plan.train_step(
-    with_control(state, expert_dropout=0.0), batch(cfg, 12), plan.training_rules(1)
+  state, metrics = program.train_step(
+    with_control(state, expert_dropout=0.0), batch(cfg, 12), program.training_rules(1)
   )
   assert (np.asarray(metrics.layers["moe/load"]) > 0).sum() == cfg.moe.num_experts * 2
-  assert plan.train_step._cache_size() == 1
+  assert program.train_step._cache_size() == 1
 
 
 @pytest.mark.parametrize(("changes", "kept"), [({}, 3), (GROUPS | {"moe.num_experts": 9}, 6)])
@@ -102,15 +102,15 @@ def test_enough_experts_stay_whatever_the_rate(mesh, changes, kept):
 def test_neutral_again_after_an_undo(mesh):
   """What follows an undo is the step of a run that was never touched, from the same state."""
   cfg = tiny_config(CALM | EXPERTS)
-  plan = make_plan(cfg)
-  set_to = with_control(plan.init(), decay_scale=0.5, expert_dropout=0.5)
-  state, _ = plan.train_step(set_to, batch(cfg, 0), plan.training_rules(1))
+  program = make_program(cfg)
+  set_to = with_control(program.init(), decay_scale=0.5, expert_dropout=0.5)
+  state, _ = program.train_step(set_to, batch(cfg, 0), program.training_rules(1))
   undone = with_control(state, decay_scale=1.0, expert_dropout=0.0)
   fresh = dataclasses.replace(
-    jax.tree.map(jnp.copy, undone), control=jax.tree.map(jnp.copy, plan.init().control)
+    jax.tree.map(jnp.copy, undone), control=jax.tree.map(jnp.copy, program.init().control)
   )
-  got, _ = plan.train_step(undone, batch(cfg, 1), plan.training_rules(1))
-  want, _ = plan.train_step(fresh, batch(cfg, 1), plan.training_rules(1))
+  got, _ = program.train_step(undone, batch(cfg, 1), program.training_rules(1))
+  want, _ = program.train_step(fresh, batch(cfg, 1), program.training_rules(1))
   for a, b in zip(arrays(got.model), arrays(want.model), strict=True):
     np.testing.assert_array_equal(a, b)
 
@@ -121,9 +121,11 @@ def test_all_devices_drop_the_same_experts():
   for shape in ((1, 1, 1, 1), (2, 1, 2, 2)):
     mesh = make_test_mesh(*shape)
     with jax.set_mesh(mesh):
-      plan = make_plan(cfg)
-      state = with_control(plan.init(), expert_dropout=0.4)
-      _, metrics = plan.train_step(state, to_global(batch(cfg, 0), mesh), plan.training_rules(1))
+      program = make_program(cfg)
+      state = with_control(program.init(), expert_dropout=0.4)
+      _, metrics = program.train_step(
+        state, to_global(batch(cfg, 0), mesh), program.training_rules(1)
+      )
       loads.append(np.asarray(metrics.layers["moe/load"]))
   np.testing.assert_allclose(*loads, atol=1e-6)
   assert (loads[0] == 0).any()
@@ -132,11 +134,11 @@ def test_all_devices_drop_the_same_experts():
 def test_a_step_that_is_left_out_leaves_the_buffers_of_routers_alone(mesh):
   depth = {"mod.routing": "learned", "mod.capacity": 0.5, "mod.every": 1}
   cfg = tiny_config(CALM | EXPERTS | depth | {"model.num_layers": 1})
-  plan = make_plan(cfg)
-  state, _ = plan.train_step(plan.init(), batch(cfg, 0), plan.training_rules(1))
+  program = make_program(cfg)
+  state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
   before = arrays((state.model, state.opt_state))
   broken = Fault(jnp.float32(np.nan), jnp.float32(1.0))
-  state, metrics = plan.train_step(state, batch(cfg, 1), plan.training_rules(1), fault=broken)
+  state, metrics = program.train_step(state, batch(cfg, 1), program.training_rules(1), fault=broken)
   assert metrics.values[metric_names(cfg).index("reflex/skipped")] == 1.0
   for a, b in zip(arrays((state.model, state.opt_state)), before, strict=True):
     np.testing.assert_array_equal(a, b)

@@ -14,9 +14,9 @@ from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
 from ats_jax.ops import linear
+from ats_jax.step.balance import totals
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import totals
+from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
 SHAPE = {"model.num_layers": 4, "model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16}
@@ -47,47 +47,47 @@ def losses(mesh, **precision):
     | {"optimizer.learning_rate": 3e-3, "num_steps": STEPS, "model.vocab_size": 320}
     | {f"precision.{name}": value for name, value in precision.items()}
   )
-  plan = make_plan(cfg)
-  state, found = plan.init(), []
+  program = make_program(cfg)
+  state, found = program.init(), []
   index = metric_names(cfg).index("train/loss")
   for step in range(STEPS):
-    state, metrics = plan.train_step(state, rows(cfg, step), plan.training_rules(1))
+    state, metrics = program.train_step(state, rows(cfg, step), program.training_rules(1))
     found.append(float(metrics.values[index]))
-  return np.array(found), plan, state
+  return np.array(found), program, state
 
 
 def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkeypatch):
   want, *_ = losses(mesh)
   # With all layers in 8 bits the stack is one scan, as without, and starts from the same weights.
-  found, plan, state = losses(mesh, fp8=True, fp8_keep_first=0, fp8_keep_last=0)
+  found, program, state = losses(mesh, fp8=True, fp8_keep_first=0, fp8_keep_last=0)
   assert found[0] == pytest.approx(want[0], abs=0.01) and (found != want).all()
   assert want[-10:].mean() < want[0] - 1.5
   assert found[-10:].mean() == pytest.approx(want[-10:].mean(), abs=BAND)
   # A prompt is 16 rows and more, which 8 bits could take; a token is not.
   monkeypatch.setattr(linear, "fp8_matmuls", None)
   greedy = SampleConfig(temperature=0.0, max_tokens=4)
-  rules = plan.rules(STEPS)
+  rules = program.rules(STEPS)
   text = generate(state.weights, ByteTokenizer(), greedy, rules=rules, prompt="import ", seed=0)
   assert len("".join(text)) > 0
 
 
 def test_the_rules_switch_them_off(mesh):
   changes = SHAPE | {"model.vocab_size": 320, "precision.fp8_keep_first": 0}
-  plan, wide = (
-    make_plan(tiny_config(changes | {"precision.fp8_keep_last": 0, "precision.fp8": fp8}))
+  program, wide = (
+    make_program(tiny_config(changes | {"precision.fp8_keep_last": 0, "precision.fp8": fp8}))
     for fp8 in (True, False)
   )
-  model, batch = plan.init().model, {k: v[0] for k, v in rows(plan.cfg, 0).items()}
+  model, batch = program.init().model, {k: v[0] for k, v in rows(program.cfg, 0).items()}
   same = jax.tree.unflatten(jax.tree.structure(wide.init().model), jax.tree.leaves(model))
   want = wide.eval_step(same, batch, wide.rules(1))
-  off = dataclasses.replace(plan, fp8=False)
+  off = dataclasses.replace(program, fp8=False)
   np.testing.assert_array_equal(off.eval_step(model, batch, off.rules(0)), want)
-  assert plan.eval_step(model, batch, plan.rules(0))[0] != want[0]
-  assert plan.rules(0) != off.rules(0) and plan.training_rules(1) != off.training_rules(1)
+  assert program.eval_step(model, batch, program.rules(0))[0] != want[0]
+  assert program.rules(0) != off.rules(0) and program.training_rules(1) != off.training_rules(1)
 
-  def grad_norm(plan, model):
-    rules, batch = plan.training_rules(1), rows(plan.cfg, 0)
+  def grad_norm(program, model):
+    rules, batch = program.training_rules(1), rows(program.cfg, 0)
     whole, key = totals(batch, rules), jax.random.key(0)
-    return optax.tree.norm(sums_and_grads(plan.cfg, model, batch, whole, key, rules)[2])
+    return optax.tree.norm(sums_and_grads(program.cfg, model, batch, whole, key, rules)[2])
 
-  assert grad_norm(off, model) == grad_norm(wide, same) != grad_norm(plan, model)
+  assert grad_norm(off, model) == grad_norm(wide, same) != grad_norm(program, model)

@@ -11,7 +11,7 @@ import pytest
 from helpers import micro_batches, tiny_config
 
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.plan import make_plan
+from ats_jax.step.program import make_program
 from ats_jax.step.reflex import WARM, Tracker
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.update import Fault
@@ -126,14 +126,14 @@ class Run:
 
   def __init__(self, mode, changes=None):
     cfg = tiny_config(SMALL | {"orchestrator.mode": mode} | (changes or {}))
-    self.plan, self.names = make_plan(cfg), metric_names(cfg)
-    self.state, self.rows, self.step = self.plan.init(), [], 0
+    self.program, self.names = make_program(cfg), metric_names(cfg)
+    self.state, self.rows, self.step = self.program.init(), [], 0
 
   def __call__(self, steps=1, *, noise=False, **fault):
     given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
     for _ in range(steps):
-      self.state, metrics = self.plan.train_step(
-        self.state, batch(self.step, noise=noise), self.plan.training_rules(1), fault=given
+      self.state, metrics = self.program.train_step(
+        self.state, batch(self.step, noise=noise), self.program.training_rules(1), fault=given
       )
       self.step += 1
       self.rows.append(dict(zip(self.names, np.asarray(metrics.values), strict=True)))
@@ -169,7 +169,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mo
     np.testing.assert_allclose(
       row["train/learning_rate"], factor * row["train/scheduled_rate"], rtol=1e-5
     )
-  scheduled = learning_rate(run.plan.cfg, np.array([WARM - 1, WARM]))
+  scheduled = learning_rate(run.program.cfg, np.array([WARM - 1, WARM]))
   np.testing.assert_allclose(
     [row["train/scheduled_rate"] for row in (calm, burst)], scheduled, rtol=1e-6
   )
@@ -280,8 +280,8 @@ def test_the_supervisor_can_lower_the_rate_without_a_new_program(mesh):
   full = run.rows[-1]["train/update_norm"]
   control = run.state.control._replace(lr_scale=jnp.float32(0.5))
   run.state = dataclasses.replace(run.state, control=control)
-  programs = run.plan.train_step._cache_size()
+  programs = run.program.train_step._cache_size()
   row = run()
   assert 0.4 * full < row["train/update_norm"] < 0.6 * full
   assert row["reflex/update_scale"] == 1.0
-  assert run.plan.train_step._cache_size() == programs
+  assert run.program.train_step._cache_size() == programs

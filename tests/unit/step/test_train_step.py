@@ -15,11 +15,11 @@ from helpers import (
   tiny_config,
 )
 
+from ats_jax.step.balance import totals
 from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import METRICS
 from ats_jax.step.optimizer import decay_mask
-from ats_jax.step.plan import make_plan
-from ats_jax.step.routing import totals
+from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.train_step import sums_and_grads
 
@@ -53,9 +53,9 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
   results = []
   for accum in (1, 2, 4):
     cfg = tiny_config(changes | {"step.accum_steps": accum})
-    plan = make_plan(cfg)
-    state, metrics = plan.train_step(
-      plan.init(), micro_batches(rows, accum), plan.training_rules(1)
+    program = make_program(cfg)
+    state, metrics = program.train_step(
+      program.init(), micro_batches(rows, accum), program.training_rules(1)
     )
     (adam, _) = state.opt_state
     grads = jax.tree.map(lambda m, b1=cfg.optimizer.b1: m / (1 - b1), adam.mu)  # after one update
@@ -94,8 +94,8 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
       "model.dropout": 0.0,
     }
   )
-  plan = make_plan(cfg)
-  state = plan.init()
+  program = make_program(cfg)
+  state = program.init()
   model = jax.tree.map(jnp.copy, state.model)
   ema = float64(model)
   o = cfg.optimizer
@@ -121,7 +121,7 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
 
   for step in range(4):
     rows = to_device(random_rows(cfg, 8, seed=step))
-    state, _ = plan.train_step(state, micro_batches(rows, 1), plan.training_rules(1))
+    state, _ = program.train_step(state, micro_batches(rows, 1), program.training_rules(1))
     model, opt_state = plain_step(model, opt_state, rows)
     ema = {k: 0.7 * ema[k] + 0.3 * v for k, v in float64(model).items()}
   assert int(state.step) == 4
@@ -133,12 +133,12 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_metrics(mesh, param_dtype):
   cfg = tiny_config({"precision.param_dtype": param_dtype, "optimizer.grad_clip": 1e-3})
-  plan = make_plan(cfg)
-  state, rows = plan.init(), random_rows(cfg, 8)
+  program = make_program(cfg)
+  state, rows = program.init(), random_rows(cfg, 8)
   batch, tokens = micro_batches(rows, 1), rows["loss_mask"].sum()
   sums, grads = jax.jit(lambda m: grads_of(cfg, m, batch, state.key))(state.model)
   before = snapshot(state.model)
-  state, metrics = plan.train_step(state, batch, plan.training_rules(1))
+  state, metrics = program.train_step(state, batch, program.training_rules(1))
   after = snapshot(state.model)
   norm = lambda tree: np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tree.values()))
   got = dict(zip(METRICS, np.asarray(metrics.values, np.float64), strict=True))
@@ -161,13 +161,15 @@ def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
   plain, other = tiny_config(), tiny_config({"step.z_loss": 0.1, "step.label_smoothing": 0.3})
   vectors = []
   for cfg in (plain, other):
-    plan = make_plan(cfg)
+    program = make_program(cfg)
     vectors.append(
       np.asarray(
-        plan.train_step(plan.init(), micro_batches(rows, 1), plan.training_rules(1))[1].values
+        program.train_step(program.init(), micro_batches(rows, 1), program.training_rules(1))[
+          1
+        ].values
       )
     )
-    sums = plan.eval_step(plan.init().model, rows, plan.rules(1))
+    sums = program.eval_step(program.init().model, rows, program.rules(1))
     tokens = rows["loss_mask"].sum()
     np.testing.assert_allclose(sums[0] / tokens, vectors[-1][0], RTOL)  # train/loss
     assert float(sums[1]) == round(vectors[-1][1] * tokens) and float(sums[2]) == tokens
@@ -177,12 +179,12 @@ def test_accuracy_and_loss_are_plain_whatever_the_objective(mesh):
 
 def test_the_average_of_a_bfloat16_model_is_float32(mesh):
   cfg = tiny_config({"precision.param_dtype": "bfloat16", "optimizer.ema_decay": 0.999})
-  plan = make_plan(cfg)
-  state = plan.init()
+  program = make_program(cfg)
+  state = program.init()
   want = float64(state.model)
   batch = to_device(micro_batches(random_rows(cfg, 8), 1))
   for _ in range(5):
-    state, _ = plan.train_step(state, batch, plan.training_rules(1))
+    state, _ = program.train_step(state, batch, program.training_rules(1))
     want = {k: 0.999 * want[k] + 0.001 * v for k, v in float64(state.model).items()}
   assert {leaf.dtype for leaf in jax.tree.leaves(state.ema)} == {jnp.dtype("float32")}
   # It moves by 1e-5 and less a step, which a bfloat16 of size 0.02 (spacing 1e-4) would not show.
@@ -192,24 +194,24 @@ def test_the_average_of_a_bfloat16_model_is_float32(mesh):
 @pytest.mark.compat
 def test_state_is_donated_and_the_step_compiles_once(mesh):
   cfg = tiny_config({"optimizer.ema_decay": 0.9, "model.dropout": 0.1, "optimizer.warmup_steps": 3})
-  plan = make_plan(cfg)
-  state = plan.init()
+  program = make_program(cfg)
+  state = program.init()
   rates = []
   for step in range(3):
     old = state
-    state, metrics = plan.train_step(
-      state, micro_batches(random_rows(cfg, 8, seed=step), 1), plan.training_rules(1)
+    state, metrics = program.train_step(
+      state, micro_batches(random_rows(cfg, 8, seed=step), 1), program.training_rules(1)
     )
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
     rates.append(float(metrics.values[METRICS.index("train/learning_rate")]))
   assert len(set(rates)) == 3
-  assert plan.train_step._cache_size() == 1
+  assert program.train_step._cache_size() == 1
 
 
 @pytest.mark.compat
 def test_abstract_state_has_the_types_of_the_real_one(mesh):
-  plan = make_plan(tiny_config({"optimizer.ema_decay": 0.9}))
-  real, abstract = plan.init(), plan.init(abstract=True)
+  program = make_program(tiny_config({"optimizer.ema_decay": 0.9}))
+  real, abstract = program.init(), program.init(abstract=True)
   assert jax.tree.structure(real) == jax.tree.structure(abstract)
   types = lambda state: [
     (a.shape, a.dtype, a.ndim and a.sharding.spec) for a in jax.tree.leaves(state)
@@ -218,7 +220,7 @@ def test_abstract_state_has_the_types_of_the_real_one(mesh):
 
 
 def test_the_seed_decides_the_weights(mesh):
-  first, again, other = (make_plan(tiny_config({"seed": s})).init().model for s in (0, 0, 1))
+  first, again, other = (make_program(tiny_config({"seed": s})).init().model for s in (0, 0, 1))
   pairs = lambda a, b: zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   same = lambda a, b: [np.array_equal(x, y) for x, y in pairs(a, b)]
   assert all(same(first, again))

@@ -1,0 +1,87 @@
+"""Rows -> batches: an endless stream for training, one pass for evaluation."""
+
+import functools
+
+import numpy as np
+
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import Batch, Batches, Source
+
+_ENDLESS = 2**48  # batches: more than any run takes
+
+
+def train_batches(
+  ds: Dataset,
+  *,
+  start_row: int,
+  accum_steps: int,
+  batch_size: int,
+  local_rows: np.ndarray,
+  num_workers: int,
+  prefetch: int,
+) -> Batches:
+  """An endless iterator over this host's share of the training batches.
+
+  Slot j of micro-step a of batch k holds global row `start_row + (k * accum + a) * micro + j`, so
+  another host count or micro-batch gives the same rows in another arrangement. Epochs follow each
+  other inside a batch; nothing is dropped.
+
+  Args:
+    ds: the training split.
+    start_row: global rows already consumed, over all hosts.
+    accum_steps: micro-batches per update.
+    batch_size: rows per update over all hosts; a multiple of `accum_steps`.
+    local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
+    num_workers: loader processes; 0 = a thread.
+    prefetch: batches made ahead, by each process or by the thread.
+
+  Returns:
+    `Batches` of arrays [accum_steps, len(local_rows), seq_len].
+
+  Raises:
+    ValueError: if the arguments contradict each other or the split is empty.
+  """
+  if not ds.num_rows:
+    raise ValueError("The dataset has no row to train on.")
+  if batch_size % accum_steps:
+    raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
+  if start_row < 0:
+    raise ValueError(f"start_row={start_row} is negative; expected the rows consumed so far.")
+  micro = batch_size // accum_steps
+  slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
+  read = functools.partial(_train_batch, ds, start_row, batch_size, slots)
+  return Batches(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
+
+
+def _train_batch(ds: Dataset, start_row: int, batch_size: int, slots: np.ndarray, k: int) -> Batch:
+  return ds.global_rows(start_row + k * batch_size + slots)
+
+
+def eval_batches(
+  ds: Dataset, *, batch_size: int, local_rows: np.ndarray, num_batches: int
+) -> Batches:
+  """This host's share of one pass over the rows in order; the last batch is filled with padding.
+
+  Args:
+    ds: any split, also an empty one.
+    batch_size: rows of a batch over all hosts.
+    local_rows: sorted indices in [0, batch_size) that this host loads.
+    num_batches: stop after so many; 0 = all.
+
+  Returns:
+    `Batches` of arrays [len(local_rows), seq_len].
+  """
+  local = _checked(local_rows, batch_size)
+  length = -(-ds.num_rows // batch_size)
+  length = min(length, num_batches) if num_batches else length
+  source = Source(lambda k: ds.rows(k * batch_size + local), length)
+  return Batches(source, num_workers=0, prefetch=2)
+
+
+def _checked(local_rows: np.ndarray, micro: int) -> np.ndarray:
+  local = np.asarray(local_rows)
+  if local.ndim != 1 or local.dtype.kind not in "iu" or not len(local):
+    raise ValueError(f"local_rows={local!r}: expected a 1-D array of at least one row index.")
+  if local[0] < 0 or local[-1] >= micro or (np.diff(local) <= 0).any():
+    raise ValueError(f"local_rows={local!r}: expected increasing indices in [0, {micro}).")
+  return local

@@ -1,0 +1,122 @@
+"""Packed rows. Row i of an epoch is a pure function of (fingerprint, seed, epoch, i)."""
+
+import copy
+import functools
+from typing import Any
+
+import grain
+import numpy as np
+
+from ats_jax.data import cache
+from ats_jax.data.corpus import Corpus
+from ats_jax.data.loader import Batch
+from ats_jax.data.packing import Layout
+from ats_jax.data.tokenizer import Tokenizer
+
+_FIELDS = ("tokens", "targets", "segment_ids", "positions")
+
+
+class Dataset:
+  """One split, tokenised and packed.
+
+  Attributes:
+    tokenizer: what made the ids.
+    fingerprint: names the content of every row: documents, tokenizer, split, row length, packing.
+    seed: of the order of documents and rows.
+    seq_len: positions in a row.
+    num_rows: rows of an epoch.
+    num_tokens: targets with loss in an epoch: every text token and one eos a document.
+    num_documents: documents of the split.
+    bytes_per_token: UTF-8 bytes of the text over `num_tokens`; 0 if token files hide them.
+    report: `malformed` and `skipped` (kind -> count), `first` (a few in words), `files` (all).
+    corpus: the documents, of this split and of others.
+    documents: [num_documents] int64, indices into the corpus.
+    plan: which part of which document is where.
+  """
+
+  def __init__(
+    self,
+    corpus: Corpus,
+    plan: cache.Folder,
+    tokenizer: Tokenizer,
+    *,
+    fingerprint: str,
+    seed: int,
+    seq_len: int,
+    report: dict[str, Any],
+  ):
+    self.corpus, self.tokenizer, self.report = corpus, tokenizer, report
+    self.fingerprint, self.seed, self.seq_len = fingerprint, seed, seq_len
+    self._plan_folder = plan
+    self.plan = Layout(*map(plan.array, Layout._fields))
+    self.documents = plan.array("documents")
+    self.num_rows = len(self.plan.first) - 1
+    self.num_tokens: int = plan.meta["num_tokens"]
+    self.num_documents: int = plan.meta["num_documents"]
+    self.bytes_per_token: float = plan.meta["num_bytes"] / max(self.num_tokens, 1)
+    self._shuffle_seed = int(cache.digest("rows", fingerprint, seed)[:8], 16)
+
+  def __reduce__(self):
+    make = functools.partial(
+      Dataset, fingerprint=self.fingerprint, seed=self.seed, seq_len=self.seq_len,
+      report=self.report,
+    )  # fmt: skip
+    return make, (self.corpus, self._plan_folder, self.tokenizer)
+
+  def with_corpus(self, corpus: Any, tokenizer: Any) -> "Dataset":
+    """The same rows of other documents of the same lengths (for the audit)."""
+    other = copy.copy(self)
+    other.corpus, other.tokenizer = corpus, tokenizer
+    return other
+
+  def row_index(self, global_row: int) -> int:
+    """Which row of the plan is row `global_row` of training; each epoch has an order of its own."""
+    epoch, i = divmod(global_row, self.num_rows)
+    seed = (self._shuffle_seed + epoch * 0x9E3779B9) % 2**32
+    return grain.experimental.index_shuffle(i, max_index=self.num_rows - 1, seed=seed, rounds=4)
+
+  def global_rows(self, indices: np.ndarray | range) -> Batch:
+    """The rows of training with these numbers; arrays of shape [*indices.shape, seq_len]."""
+    indices = np.asarray(indices)
+    rows = [self.row_index(int(r)) for r in indices.flat]
+    return self.rows(np.array(rows, np.int64).reshape(indices.shape))
+
+  def rows(self, indices: np.ndarray | range) -> Batch:
+    """Rows of the plan: arrays of shape [*indices.shape, seq_len].
+
+    Returns:
+      tokens, targets: int32; the pad id where there is no document.
+      segment_ids: int32, 1.. for the documents of a row, 0 = padding.
+      positions: int32, from 0 in each segment.
+      loss_mask: float32, 1 for every position of a document.
+    """
+    indices = np.asarray(indices)
+    stacked = np.stack([self._row(int(i)) for i in indices.flat], axis=1)
+    fields = stacked.reshape(4, *indices.shape, self.seq_len)
+    batch = dict(zip(_FIELDS, fields, strict=True))
+    return {**batch, "loss_mask": (batch["segment_ids"] > 0).astype(np.float32)}
+
+  def _row(self, i: int) -> np.ndarray:
+    """_FIELDS of row i as [4, seq_len] int32; `i >= num_rows` gives a row of padding."""
+    out = np.zeros((4, self.seq_len), np.int32)
+    out[:2] = self.tokenizer.pad_id
+    if i >= self.num_rows:
+      return out
+    first, end = self.plan.first[i], self.plan.first[i + 1]
+    at = 0
+    for segment, piece in enumerate(range(first, end), 1):
+      document, length = int(self.plan.document[piece]), int(self.plan.length[piece])
+      begin = int(self.plan.begin[piece])
+      # Position p of a document is the input token p - 1 (bos before the first) with target p.
+      ids = self.corpus.tokens(document, max(begin - 1, 0), begin + length)
+      tokens, targets, segment_ids, positions = out[:, at : at + length]
+      if begin == 0:
+        tokens[0], tokens[1:], targets[: len(ids)] = self.tokenizer.bos_id, ids[: length - 1], ids
+      else:
+        tokens[:], targets[: len(ids) - 1] = ids[:length], ids[1:]
+      if begin + length > self.corpus.length[document]:
+        targets[-1] = self.tokenizer.eos_id
+      segment_ids[:] = segment
+      positions[:] = np.arange(length)
+      at += length
+    return out

@@ -1,0 +1,159 @@
+"""Text files -> the training and the validation split: found, tokenised, packed, cached."""
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from ats_jax.config.schema import DataConfig
+from ats_jax.data import cache
+from ats_jax.data.corpus import Corpus, held_out, nothing_left, open_corpus, train_texts
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.packing import make_layout
+from ats_jax.data.source import Report, SourceFile, content_fingerprint, find_files
+from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
+
+
+def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
+  """The training and the validation split; tokenised, packed and cached on first use.
+
+  The validation split is packed with seed 0 whatever `seed` is, so that runs compare.
+
+  Args:
+    cfg: everything but `batch_size`, `num_workers` and `prefetch` is read.
+    seed: of the order of training documents and rows.
+
+  Raises:
+    ValueError: for paths that hold nothing, malformed input if `cfg.strict`, a training text
+      shorter than one row, or a validation split that came out empty.
+  """
+  fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
+  files, content, found = _find(cfg.paths, cfg)
+  tokenizer = build_tokenizer(
+    cfg,
+    lambda: train_texts(files, cfg, fraction),
+    corpus_fingerprint=cache.digest(content, fraction, cfg.text_field),
+  )
+  corpus = open_corpus(cfg, files, content, tokenizer)
+  out = held_out(corpus.key, fraction)
+  split = [content, "train", fraction]
+  train = _pack(cfg, seed, corpus, np.flatnonzero(~out), tokenizer, split, found)
+  if not train.num_documents:
+    raise ValueError(nothing_left(int(out.sum()), _counts(train.report)))
+  if train.num_tokens < cfg.seq_len:
+    raise ValueError(
+      f"The training text has {train.num_tokens} tokens in {train.num_documents} documents, less "
+      f"than one row of data.seq_len={cfg.seq_len}. Give more text or set data.seq_len to at most "
+      f"{train.num_tokens}."
+    )
+  if cfg.validation_paths:
+    return train, open_split(cfg, 0, cfg.validation_paths, tokenizer)
+  split = [content, "validation", fraction]
+  validation = _pack(cfg, 0, corpus, np.flatnonzero(out), tokenizer, split, found)
+  if fraction and not validation.num_documents:
+    raise ValueError(
+      f"The validation split is empty: of {train.num_documents} documents none falls into "
+      f"data.validation_fraction={fraction} (documents are held out whole). Raise it, give "
+      "data.validation_paths, or set it to 0 to train without validation."
+    )
+  return train, validation
+
+
+def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> Dataset:
+  """All documents of `paths`, with a tokenizer that is there already.
+
+  Args:
+    cfg: says how to read, pack and cache.
+    seed: of the order of documents and rows.
+    paths: as `DataConfig.paths`.
+    tokenizer: makes the ids.
+
+  Raises:
+    ValueError: if the paths hold no document, or something malformed and `cfg.strict`.
+  """
+  files, content, found = _find(paths, cfg)
+  corpus = open_corpus(cfg, files, content, tokenizer)
+  documents = np.arange(len(corpus))
+  dataset = _pack(cfg, seed, corpus, documents, tokenizer, [content, "all", 0.0], found)
+  if not dataset.num_documents:
+    raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.report)}.")
+  return dataset
+
+
+def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
+  """The files of `paths`, the hash of their contents, and what was passed over."""
+  root = cache.cache_root(cfg.cache_dir)
+  lines = io.StringIO()
+  report = Report(strict=cfg.strict, file=lines)
+  files = find_files(paths, report)
+  passed_over = {**report.summary(), "files": []}
+  if lines.getvalue():
+    path = root / f"paths-{cache.digest(lines.getvalue())}.txt"
+    cache.write_atomically(path, lines.getvalue())
+    passed_over["files"].append(str(path))
+    logging.warning("Some of the files in paths are passed over: %s. See %s.", report, path)
+  return files, content_fingerprint(files, root), passed_over
+
+
+def _counts(report: dict[str, Any]) -> str:
+  counts = {**report["malformed"], **report["skipped"]}
+  return (
+    "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]])
+    or "nothing malformed"
+  )
+
+
+def _pack(
+  cfg: DataConfig,
+  seed: int,
+  corpus: Corpus,
+  documents: np.ndarray,
+  tokenizer: Tokenizer,
+  split: list,
+  found: dict[str, Any],
+) -> Dataset:
+  packing = [cfg.seq_len, cfg.packing, cfg.max_segments]
+  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, cfg.text_field, packing)
+
+  def build(folder: Path) -> dict[str, Any]:
+    lengths = corpus.length[documents] + 1
+    plan = make_layout(
+      lengths, _order(corpus.key[documents], seed), seq_len=cfg.seq_len, packing=cfg.packing,
+      max_segments=cfg.max_segments,
+    )  # fmt: skip
+    for name, values in plan._replace(document=documents[plan.document])._asdict().items():
+      np.save(folder / f"{name}.npy", values)
+    np.save(folder / "documents.npy", documents)
+    num_bytes = corpus.num_bytes[documents]
+    return {
+      "num_documents": len(documents),
+      "num_tokens": int(lengths.sum()),
+      "num_bytes": int(num_bytes.sum()) if (num_bytes > 0).all() else 0,
+    }
+
+  root = cache.cache_root(cfg.cache_dir)
+  plan = cache.cached(root, "plan-" + cache.digest("plan", fingerprint, seed), build)
+  report = {
+    "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
+    "skipped": Counter(found["skipped"]) + Counter(corpus.report["skipped"]),
+    "first": found["first"] + corpus.report["first"],
+    "files": [*found["files"], corpus.report["file"]],
+  }
+  dataset = Dataset(
+    corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report
+  )
+  logging.info(
+    "%s: %d documents, %d targets in %d rows of %d.",
+    split[1].capitalize(), dataset.num_documents, dataset.num_tokens, dataset.num_rows, cfg.seq_len,
+  )  # fmt: skip
+  return dataset
+
+
+def _order(key: np.ndarray, seed: int) -> np.ndarray:
+  """A permutation that depends on names and seed only, not on a library's generator."""
+  mixed = key ^ np.uint64(int(cache.digest("order", seed)[:16], 16))
+  mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+  return np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")

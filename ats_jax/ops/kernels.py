@@ -1,0 +1,230 @@
+"""Which ops exist, what can run in each of their slots, what does by default and why.
+
+A slot is one computation of an op: its forward pass, its backward pass or a part of that. Every
+slot can run XLA's version, which stands in the op's own file and is the specification.
+docs/kernels.md says what each slot takes and gives, and how to add an op or a kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from ats_jax.config.schema import Config
+from ats_jax.ops import requirements
+from ats_jax.ops.requirements import Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A hand-written (or library) implementation of one or more slots of an op.
+
+  Attributes:
+    name: what settings and logs call it.
+    where: slot -> "module:function", imported when the slot is first used.
+    default: the slots in which it runs wherever it can.
+    why: the measurement behind that, or behind its not being a default. Logged.
+    obstacle: `(cfg, device)` -> why it cannot run, "" if it can.
+    tiles: keyword of the function -> the values that `bench tune` tries, the default first.
+    reserve: why it is no default for a config after all, "" if it is.
+  """
+
+  name: str
+  where: Mapping[str, str]
+  default: tuple[str, ...]
+  why: str
+  obstacle: Callable[[Config, Device], str]
+  tiles: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+  reserve: Callable[[Config], str] = lambda cfg: ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+  """Its slots, and the kernels that can run there beside "xla", the preferred first."""
+
+  slots: tuple[str, ...]
+  kernels: tuple[Kernel, ...] = ()
+
+
+FORWARD_BACKWARD = ("forward", "backward")
+
+
+def cuda(
+  obstacle: Callable[[Config, Device], str],
+  why: str,
+  *,
+  default: bool = False,
+  tiles: Mapping[str, tuple[int, ...]] | None = None,
+  reserve: Callable[[Config], str] = lambda cfg: "",
+  **where: str,
+) -> Kernel:
+  """One of `kernels_cuda`; slot="module:function" there, run by default in all slots or in none."""
+  where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
+  slots = tuple(where) if default else ()
+  return Kernel("cuda", where, slots, why, obstacle, tiles or {}, reserve)
+
+
+def reserve_of_the_loss(cfg: Config) -> str:
+  """Why the loss's kernel is no default for a config, "" if it is.
+
+  With experts or 8 bits the library is built anyway; for this slot alone the first start would wait
+  for it. A vocabulary that is cut is XLA's by design.
+  """
+  asked = "=cuda" in cfg.ops.slots.replace(" ", "") or cfg.ops.grouped_matmul == "cuda"
+  if not (cfg.moe.num_experts or cfg.precision.fp8 or asked):
+    return "nothing else here needs the CUDA library, whose build takes half a minute"
+  return requirements.rows_of_logits(cfg)
+
+
+OPS: dict[str, Op] = {
+  "attention": Op(
+    ("forward",),  # and backward: the statistics between them have the kernel's own layout
+    (
+      Kernel(
+        "cudnn",
+        {"forward": "ats_jax.ops._compat:cudnn_attention"},
+        default=("forward",),
+        why="flash attention, the fastest measured on Hopper",
+        obstacle=requirements.cudnn_attention,
+      ),
+    ),
+  ),
+  "grouped_matmul": Op(
+    ("forward", "input_gradient", "weight_gradient"),
+    (
+      Kernel(
+        "mosaic",
+        {
+          "forward": "ats_jax.ops.grouped_matmul:mosaic",
+          "input_gradient": "ats_jax.ops.grouped_matmul:mosaic_dx",
+          "weight_gradient": "ats_jax.ops.grouped_matmul:mosaic_dw",
+        },
+        default=("forward", "input_gradient", "weight_gradient"),
+        why="the fastest measured on Hopper",
+        obstacle=requirements.mosaic_grouped_matmul,
+        tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
+      ),
+      cuda(
+        requirements.cuda_grouped_matmul,
+        "mosaic takes 0.51 to 0.71 of its time on an H200",
+        tiles={"block_n": (128, 256)},
+        forward="grouped_matmul:grouped_matmul",
+        input_gradient="grouped_matmul:grouped_matmul_dx",
+        weight_gradient="grouped_matmul:grouped_matmul_dw",
+      ),
+    ),
+  ),
+  "swiglu": Op(
+    FORWARD_BACKWARD,
+    (
+      cuda(
+        requirements.cuda_swiglu,
+        "0.88 to 1.02 of XLA's speed on an H200",
+        forward="swiglu:swiglu",
+        backward="swiglu:swiglu_backward",
+      ),
+    ),
+  ),
+  "rms_norm": Op(
+    FORWARD_BACKWARD,
+    (
+      cuda(
+        requirements.cuda_rms_norm,
+        "backward 1.5 to 1.9, forward 0.99 to 1.06 times XLA's speed on an H200, but a step of "
+        "1.5B took 0.9 % longer with backward (once each), perhaps as XLA joins norms with others",
+        forward="rms_norm:rms_norm",
+        backward="rms_norm:rms_norm_backward",
+      ),
+    ),
+  ),
+  "rope": Op(
+    FORWARD_BACKWARD,
+    (
+      cuda(
+        requirements.cuda_rope,
+        "0.82 to 0.95 of XLA's speed on an H200",
+        forward="rope:rope",
+        backward="rope:rope",
+      ),
+    ),
+  ),
+  "quantise": Op(
+    ("transposed", "both"),
+    (
+      cuda(
+        requirements.cuda_quantise,
+        "1.5 to 1.6 times XLA's speed on an H200, and arrays keep their layouts around it",
+        default=True,
+        transposed="quantise:transposed",
+        both="quantise:both",
+      ),
+    ),
+  ),
+  "routing": Op(
+    FORWARD_BACKWARD,
+    (
+      cuda(
+        requirements.cuda_routing,
+        "1.8 to 5.3 times XLA's speed on an H200",
+        default=True,
+        forward="routing:choose",
+      ),
+    ),
+  ),
+  "sort_by_expert": Op(
+    ("forward",),
+    (
+      cuda(
+        requirements.cuda_routing,
+        "23 to 27 times XLA's speed on an H200",
+        default=True,
+        forward="routing:sort_by_expert",
+      ),
+    ),
+  ),
+  "take_rows": Op(
+    FORWARD_BACKWARD,
+    (
+      cuda(
+        requirements.cuda_rows,
+        "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
+        default=True,
+        forward="rows:take_rows",
+        backward="rows:take_rows_backward",
+      ),
+    ),
+  ),
+  "sum_rows": Op(
+    FORWARD_BACKWARD,
+    (
+      cuda(
+        requirements.cuda_rows,
+        "0.96 to 1.12 of XLA's speed on an H200",
+        default=True,
+        forward="rows:sum_rows",
+        backward="rows:sum_rows_backward",
+      ),
+    ),
+  ),
+  "linear_cross_entropy": Op(
+    ("value", "gradient"),  # of some tokens, between the matmuls, while their logits exist
+    (
+      cuda(
+        requirements.cuda_cross_entropy,
+        "1.9 to 2.2 times XLA's speed on an H200, 0.8 to 1.0 % of a step",
+        default=True,
+        reserve=reserve_of_the_loss,
+        value="cross_entropy:cross_entropy",
+        gradient="cross_entropy:cross_entropy_gradient",
+      ),
+    ),
+  ),
+  "adamw": Op(
+    ("update",),
+    (
+      cuda(
+        requirements.cuda_adamw,
+        "0.97 to 1.02 of XLA's speed on an H200",
+        update="adamw:adamw",
+      ),
+    ),
+  ),
+}

@@ -1,0 +1,426 @@
+"""Experts split, merged, pruned and recycled while training goes on: state -> state.
+
+No shape changes, so the train step is not compiled again: a layer has `moe.num_experts +
+moe.spare_experts` slots, of which some are idle. Each function checks on the host what it is asked
+for, then edits weights, moments, router and averaged weights in one compiled program. Like the
+train step it donates the state; a refused edit leaves it as it was.
+
+Letters: S expert slots, D d_model.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.scipy.special import entr
+
+from ats_jax.config.schema import Config
+from ats_jax.model.init import residual_std
+from ats_jax.model.moe import MoE
+from ats_jax.model.router import CLOSED
+from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, read_slots
+from ats_jax.sharding.apply import einsum, reshard
+from ats_jax.step.optimizer import AdamState
+from ats_jax.step.state import TrainState
+
+EXCLUSIVE = -CLOSED  # the penalty at which a token can go to one half of a pair only
+SURGERY = 2  # folded into the root key, as the purposes in step/state.py
+
+
+def split(
+  cfg: Config, state: TrainState, layer: int, expert: int, slot: int | None = None
+) -> TrainState:
+  """Split an expert in two that share its tokens; the model computes the same function.
+
+  `slot` gets a copy of the weights, and a random plane through the origin says which of the two a
+  token can go to ("exclusive twin"). They drift apart because they see different tokens.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    expert: an open expert that is no half yet.
+    slot: an idle one in the expert's group; the nearest if left out, which is often on the same
+      device.
+
+  Raises:
+    SurgeryError: if there is no such layer, expert or slot.
+  """
+  slot = read_slots(cfg, state, layer).check_split(expert, slot)
+  return _split(state, *find(cfg, layer), layer, expert, slot)
+
+
+def release(cfg: Config, state: TrainState, layer: int, expert: int, penalty: float) -> TrainState:
+  """Let the two halves of a split expert compete for all their tokens.
+
+  Lower the penalty from about 10, where a token's score at the other half is exp(-10) of that at
+  its own, to 0 over some hundreds of steps. At 0 they are two ordinary experts.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    expert: one of the halves.
+    penalty: what a half loses in its logit for tokens on the other side.
+
+  Raises:
+    SurgeryError: if `expert` is no half, or the penalty not in [0, EXCLUSIVE].
+  """
+  view = read_slots(cfg, state, layer)
+  view.check_half(expert)
+  if not 0.0 <= penalty <= EXCLUSIVE:
+    raise SurgeryError(f"penalty={penalty} is not in [0, {EXCLUSIVE:g}].")
+  return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
+
+
+def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState:
+  """Close an expert; its weights stay. Its tokens go to their next best experts.
+
+  Those of a half go to the other half, which is whole again: that undoes a split.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    expert: an open one.
+
+  Raises:
+    SurgeryError: if it is not open, or fewer than `moe.top_k` would be left for a token.
+  """
+  view = read_slots(cfg, state, layer)
+  view.without(cfg, expert)
+  return _prune(state, *find(cfg, layer), expert, view.twin[expert])
+
+
+def recycle(
+  cfg: Config, state: TrainState, layer: int, dead: int, source: int | None = None
+) -> TrainState:
+  """Prune a dead expert and split another one into its slot.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    dead: the open expert to give up.
+    source: the one to split; that with the highest load in the group if left out.
+
+  Raises:
+    SurgeryError: as `prune` and `split`.
+  """
+  view = read_slots(cfg, state, layer)
+  source = view.check_recycle(cfg, dead, source)
+  state = _prune(state, *find(cfg, layer), dead, view.twin[dead])
+  return _split(state, *find(cfg, layer), layer, source, dead)
+
+
+def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> TrainState:
+  """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
+
+  Exact for a pair that was just split. Else the function changes: hidden units of two experts match
+  only if the experts are similar (`similarity`), and no column gives the sum of two experts'
+  probabilities. The mean of the columns is nearest to it (least squares over isotropic inputs) but
+  for a constant, at most log 2 in the logit, which goes into the offset with `moe.router_bias`.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    keep: an open expert.
+    drop: another one in its group; both whole, or the halves of one pair.
+
+  Raises:
+    SurgeryError: if they are not, or fewer than `moe.top_k` would be left for a token.
+  """
+  view = read_slots(cfg, state, layer)
+  view.check_open(keep)
+  after = view.without(cfg, drop)
+  if keep == drop:
+    raise SurgeryError(f"layer {layer}: expert {keep} cannot be merged with itself.")
+  view.check_group(keep, drop)
+  after.check_whole(keep)  # of another pair
+  if view.twin[drop] != keep:
+    view.check_whole(drop)
+  return _merge(state, *find(cfg, layer), keep, drop, cfg.moe)
+
+
+def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
+  """Use an idle slot with the weights it has: undoes `prune`.
+
+  Its moments have decayed meanwhile. The first becomes 0. A second of 0 on a late step, when it is
+  no longer corrected for its start, would make the first updates too long (6 times at b2 = 0.999):
+  it becomes the mean over the other open experts.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    slot: an idle one.
+
+  Raises:
+    SurgeryError: if it is not idle.
+  """
+  read_slots(cfg, state, layer).check_idle(slot)
+  return _open(state, *find(cfg, layer), layer, slot, None)
+
+
+def reinitialize(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
+  """Put a fresh expert into a slot, weights as at step 0 and moments as in `reopen`.
+
+  The function changes: tokens go to an expert that has learned nothing. Prefer `recycle`.
+
+  Args:
+    cfg: the run.
+    state: donated.
+    layer: index from the bottom.
+    slot: an idle one, or an expert that is no half.
+
+  Raises:
+    SurgeryError: if it is not.
+  """
+  view = read_slots(cfg, state, layer)
+  view.check_slot(slot)
+  view.check_whole(slot)
+  std = cfg.model.init_std
+  stds = (std, std, residual_std(cfg.model), std, 0.0)  # of `_weights`
+  return _open(state, *find(cfg, layer), layer, slot, stds)
+
+
+def temper(state: TrainState, by: float) -> TrainState:
+  """Multiply the temperature of all routers: columns and offsets are divided by `by`.
+
+  The function is then that of a model with `moe.temperature` times `by`, for whoever uses the
+  weights. Gradients of columns keep their scale: nothing is done to moments.
+
+  Args:
+    state: donated.
+    by: above 0.
+  """
+  return _temper(state, by)
+
+
+def similarity(cfg: Config, state: TrainState, layer: int) -> np.ndarray:
+  """Cosines between the experts' weights (gate, up, down): float32 [slots, slots].
+
+  Raises:
+    SurgeryError: if the layer has no experts.
+  """
+  return np.asarray(_similarity(state.model, *find(cfg, layer)))
+
+
+# The edits. They change arguments of a compiled program in place: nobody else holds them.
+# block: which stacked layer, static. repeat: which of the stack. Slots are traced.
+
+
+def _edit(*static: str):
+  return functools.partial(jax.jit, static_argnames=("block", *static), donate_argnames="state")
+
+
+@_edit()
+def _split(state, block, repeat, layer, expert, slot):
+  direction = _direction(state, block, repeat, layer, expert)
+  for moe in _models(state, block):
+    first, second, router = _these(moe, expert), _these(moe, slot), moe.router
+    for variable, axis in (*_weights(moe), (router.bias_E, 0)):
+      _put(variable, repeat, second, _mix(variable, repeat, 1.0 * first, axis), axis)
+    both = first | second
+    _put(router.load_E, repeat, both, _mix(router.load_E, repeat, 0.5 * first))
+    _put(router.active_S, repeat, second, 1.0)
+    _put(router.side_S, repeat, first, 1.0)
+    _put(router.side_S, repeat, second, -1.0)
+    _put(router.penalty_S, repeat, both, EXCLUSIVE)
+    _put(router.direction_SD, repeat, both, direction)
+  for moments in _moments(state, block):
+    for moe in moments:  # each half sees half of the tokens
+      first, both = _these(moe, expert), _these(moe, expert, slot)
+      for variable, axis in _weights(moe):
+        _put(variable, repeat, both, _mix(variable, repeat, 0.5 * first, axis), axis)
+  return state
+
+
+def _direction(state, block, repeat, layer, expert) -> jax.Array:
+  """A random unit vector [d_model], nearly orthogonal to the router's columns.
+
+  What the tokens of an expert have in common lies along the columns: a vector with a part of it
+  would often send nearly all of them to one side (docs/surgery.md).
+  """
+  columns_DE = reshard(_moe(state.model, block).router.weight[...][repeat], None, None)
+  u = jax.random.normal(_key(state, layer, expert), columns_DE.shape[:1], columns_DE.dtype)
+  gram_EE = columns_DE.T @ columns_DE
+  # The ridge is for columns that are equal, as those of a fresh pair.
+  ridge = 1e-3 * jnp.mean(jnp.diagonal(gram_EE)) * jnp.eye(gram_EE.shape[0])
+  u -= columns_DE @ jnp.linalg.solve(gram_EE + ridge, u @ columns_DE)
+  return u / jnp.linalg.norm(u)
+
+
+@_edit()
+def _release(state, block, repeat, expert, twin, penalty):
+  for moe in _models(state, block):
+    both = _these(moe, expert, twin)
+    _put(moe.router.penalty_S, repeat, both, penalty)
+    _make_whole(moe, repeat, both & (penalty == 0.0))
+  return state
+
+
+@_edit()
+def _prune(state, block, repeat, expert, twin):
+  for moe in _models(state, block):
+    _close(moe, repeat, expert, twin)
+  return state
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _temper(state, by):
+  for model in (state.model, state.ema):
+    for blocks in () if model is None else model.segments:
+      for layer in blocks.layers:
+        if isinstance(layer.mlp, MoE):
+          router = layer.mlp.router
+          for variable in (router.weight, router.offset):
+            if variable is not None:
+              variable[...] /= by
+  return state
+
+
+@_edit("moe")
+def _merge(state, block, repeat, keep, drop, moe):
+  router = _moe(state.model, block).router
+  load_E, is_pair = router.load_E[...][repeat], router.side_S[...][repeat, keep] != 0
+  loads = [jnp.maximum(load_E[e], 1e-9) for e in (keep, drop)]  # they may both be 0
+  shares = [load / (loads[0] + loads[1]) for load in loads]
+  # log(exp a + exp b) = p a + (1 - p) b + entropy(p) at best. A token sees one half of a pair.
+  gain = jnp.where(is_pair, 0.0, moe.temperature * (entr(shares[0]) + entr(shares[1])))
+  for layer in _models(state, block):
+    kept, dropped = _these(layer, keep), _these(layer, drop)
+    share = shares[0] * kept + shares[1] * dropped
+    for variable, axis in (*_weights(layer), (layer.router.bias_E, 0)):
+      _put(variable, repeat, kept, _mix(variable, repeat, share, axis), axis)
+    if (offset := layer.router.offset) is not None and moe.score == "softmax":
+      _put(offset, repeat, kept, _mix(offset, repeat, 1.0 * kept) + gain)
+    _close(layer, repeat, drop, keep)
+  for moments in _moments(state, block):
+    for layer in moments:  # a gradient is a sum over tokens
+      kept, both = _these(layer, keep), _these(layer, keep, drop)
+      for variable, axis in _weights(layer):
+        _put(variable, repeat, kept, _mix(variable, repeat, 1.0 * both, axis), axis)
+  return state
+
+
+@_edit("stds")
+def _open(state, block, repeat, layer, slot, stds):
+  """Open a slot, with fresh weights of these standard deviations if given."""
+  router = _moe(state.model, block).router
+  opened = _these(_moe(state.model, block), slot)
+  others = jnp.where(opened, 0.0, router.active_S[...][repeat])
+  mean = others / jnp.maximum(jnp.sum(others), 1.0)
+  for moe in _models(state, block):
+    if stds is not None:
+      for number, (variable, axis) in enumerate(_weights(moe)):
+        key = jax.random.fold_in(_key(state, layer, slot), number)
+        shape = [n for d, n in enumerate(variable.shape[1:]) if d != axis]
+        _put(variable, repeat, opened, stds[number] * jax.random.normal(key, shape), axis)
+      _put(moe.router.bias_E, repeat, opened, 0.0)
+    _put(moe.router.active_S, repeat, opened, 1.0)
+  for mu, nu in _moments(state, block):
+    for (first, axis), (second, _) in zip(_weights(mu), _weights(nu), strict=True):
+      _put(first, repeat, opened, 0.0, axis)
+      _put(second, repeat, opened, _mix(second, repeat, mean, axis), axis)
+  return state
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _similarity(model, block, repeat):
+  moe = _moe(model, block)
+
+  def dots_with(slot):  # one expert at a time goes to all devices
+    total = 0.0
+    for variable, axis in _weights(moe)[:3]:
+      row = _mix(variable, repeat, 1.0 * _these(moe, slot), axis)
+      x = variable[...][repeat].astype(row.dtype)
+      total += einsum("Sab,ab->S", x, row, axes=(None,), precision="highest")
+    return total
+
+  dots = jax.lax.map(dots_with, jnp.arange(moe.gate.shape[1]))
+  norms = jnp.sqrt(jnp.diagonal(dots))
+  return dots / (norms[:, None] * norms)
+
+
+# What they are made of.
+
+
+def _moe(tree: Any, block: tuple[int, int]) -> MoE:
+  """The stacked layer in a model, or in moments."""
+  segment, member = block
+  return tree.segments[segment].layers[member].mlp
+
+
+def _models(state: TrainState, block: tuple[int, int]) -> list[MoE]:
+  return [_moe(m, block) for m in (state.model, state.ema) if m is not None]
+
+
+def _moments(state: TrainState, block: tuple[int, int]) -> list[tuple[MoE, MoE]]:
+  """First and second moments."""
+  is_adam = lambda x: isinstance(x, AdamState)
+  adams = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)]
+  assert adams, "surgery knows Adam's moments only"
+  return [(_moe(adam.mu, block), _moe(adam.nu, block)) for adam in adams]
+
+
+def _weights(moe: MoE) -> tuple[tuple[nnx.Variable, int], ...]:
+  """What belongs to an expert, and which dimension of a layer counts experts."""
+  router = moe.router
+  offset = () if router.offset is None else ((router.offset, 0),)
+  return (moe.gate, 0), (moe.up, 0), (moe.down, 0), (router.weight, 1), *offset
+
+
+def _these(moe: MoE, *experts: Any) -> jax.Array:
+  """Mask [slots]; -1 is none of them."""
+  return jnp.any(jnp.arange(moe.gate.shape[1]) == jnp.array(experts)[:, None], axis=0)
+
+
+def _along(of_slots_S: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+  """Make it broadcast along a dimension of `x`; 0 for null experts, which come last."""
+  vector = jnp.pad(of_slots_S, (0, x.shape[axis] - of_slots_S.size))
+  return jnp.expand_dims(vector, [d for d in range(x.ndim) if d != axis])
+
+
+def _mix(variable: nnx.Variable, repeat: Any, share_S: jax.Array, axis: int = 0) -> jax.Array:
+  """Sum of `share * x` over the slots of a layer; slots of share 0 are not looked at.
+
+  A masked sum, not an index: it works for any sharding, and moves no more than the result.
+  """
+  x = variable[...][repeat]
+  x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  share = _along(share_S, x, axis)
+  return jnp.sum(jnp.where(share != 0, share * x, 0.0), axis=axis)
+
+
+def _put(variable: nnx.Variable, repeat: Any, is_slot_S: Any, row: Any, axis: int = 0) -> None:
+  """Write `row` into slots of a layer."""
+  stack = variable[...]
+  x, row = stack[repeat], jnp.asarray(row, stack.dtype)
+  row = jnp.expand_dims(row, axis) if row.ndim else row
+  variable[...] = stack.at[repeat].set(jnp.where(_along(is_slot_S, x, axis), row, x))
+
+
+def _close(moe: MoE, repeat: Any, expert: Any, heir: Any) -> None:
+  """Close an expert; another one (-1 = none) gets its load, and all tokens if it was its twin."""
+  router, closed, both = moe.router, _these(moe, expert), _these(moe, expert, heir)
+  _put(router.active_S, repeat, closed, 0.0)
+  _put(router.load_E, repeat, both & ~closed, _mix(router.load_E, repeat, 1.0 * both))
+  _put(router.load_E, repeat, closed, 0.0)
+  _make_whole(moe, repeat, both)
+
+
+def _make_whole(moe: MoE, repeat: Any, is_slot_S: Any) -> None:
+  for buffer in (moe.router.side_S, moe.router.penalty_S, moe.router.direction_SD):
+    _put(buffer, repeat, is_slot_S, 0.0)
+
+
+def _key(state: TrainState, layer: Any, slot: Any) -> jax.Array:
+  key = jax.random.fold_in(state.key, SURGERY)
+  for number in (state.step, layer, slot):
+    key = jax.random.fold_in(key, number)
+  return key

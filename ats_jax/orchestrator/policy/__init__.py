@@ -1,0 +1,1 @@
+"""What is wrong and what would help: pure functions of replicated numbers."""

@@ -1,0 +1,1 @@
+"""What was seen, decided and changed, on disk and in words."""

@@ -1,0 +1,1 @@
+"""What a look sees: an interval of steps, experts, health."""

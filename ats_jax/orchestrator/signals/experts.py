@@ -1,0 +1,45 @@
+"""Which experts get next to no tokens: from the loads that steps report, over whole intervals."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ats_jax.config.schema import Config
+from ats_jax.model.layout import layer_kinds
+from ats_jax.orchestrator.actions.expert_view import read_slots
+from ats_jax.step.state import TrainState
+
+STARVED = 0.05  # of the mean share of a layer's open experts
+
+
+class Experts:
+  """The open experts of each layer, as the host knows them; needs `moe.spare_experts` >= 1.
+
+  Attributes:
+    layers: indices of the layers with experts, from the bottom.
+    is_open: bool [layers, slots].
+  """
+
+  def __init__(self, cfg: Config, state: TrainState):
+    """Read which are open; waits for the step that makes `state`."""
+    self.layers = moe_layers(cfg)
+    self.is_open = np.stack([read_slots(cfg, state, layer).is_open for layer in self.layers])
+
+  def starved(self, loads: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
+    """Open experts with too small a share, as (layer, slot), the idlest first.
+
+    Args:
+      loads: moe/load of consecutive steps, each [layers, slots and null experts].
+    """
+    share = np.mean(loads, axis=0)[:, : self.is_open.shape[1]]
+    mean = np.sum(share * self.is_open, axis=1, keepdims=True) / np.sum(
+      self.is_open, axis=1, keepdims=True
+    )
+    found = np.argwhere(self.is_open & (share < STARVED * mean))
+    order = np.argsort([share[row, slot] for row, slot in found], kind="stable")
+    return tuple((self.layers[row], int(slot)) for row, slot in found[order])
+
+
+def moe_layers(cfg: Config) -> tuple[int, ...]:
+  """Indices of the layers with experts."""
+  return tuple(index for index, kind in enumerate(layer_kinds(cfg)) if kind.moe)

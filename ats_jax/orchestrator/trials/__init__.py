@@ -1,0 +1,1 @@
+"""Would it help? Paired trials from one state."""

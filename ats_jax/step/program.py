@@ -1,0 +1,129 @@
+"""Everything compiled or chosen once for a run: implementations, optimizer, steps."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import logging
+
+from ats_jax.config.schema import Config
+from ats_jax.model.count import Counts, count
+from ats_jax.model.init import Numerics, numerics, usual_unroll
+from ats_jax.model.mod import Pass
+from ats_jax.ops import registry
+from ats_jax.ops.registry import Choice
+from ats_jax.ops.requirements import this_device
+from ats_jax.sharding.mesh import batch_sharding
+from ats_jax.step.balance import rules_at
+from ats_jax.step.compiler import Options, compiler_options, for_evaluation
+from ats_jax.step.eval_step import make_eval_step
+from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.state import TrainState, init_state
+from ats_jax.step.train_step import make_train_step
+
+BATCH_DTYPES = {
+  "tokens": jnp.int32,
+  "targets": jnp.int32,
+  "loss_mask": jnp.float32,
+  "segment_ids": jnp.int32,
+  "positions": jnp.int32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """How a run computes.
+
+  Attributes:
+    cfg: the resolved config.
+    choices: which implementation of each op runs, and why.
+    num: dtypes and implementations, as the model wants them.
+    tx: the optimizer.
+    options: of the compiler, for the train step; for the other, `for_evaluation`.
+    train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
+    eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
+    counts: parameters and FLOPs per token.
+    fp8: whether layers meant for 8 bits still use them (`scoring.check_fp8`).
+  """
+
+  cfg: Config
+  choices: tuple[Choice, ...]
+  num: Numerics
+  tx: optax.GradientTransformation
+  options: Options
+  train_step: jax.stages.Wrapped
+  eval_step: jax.stages.Wrapped
+  counts: Counts
+  fp8: bool = True
+
+  def init(self, *, abstract: bool = False) -> TrainState:
+    """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
+    return init_state(self.cfg, self.num, self.tx, abstract=abstract)
+
+  def rules(self, step: int) -> Pass:
+    """How evaluation and generation use the weights that update `step` (1-based) left."""
+    return self._rules(max(0, step - 1), training=False)
+
+  def training_rules(self, step: int) -> Pass:
+    """How update `step` (1-based) is made."""
+    return self._rules(step - 1, training=True)
+
+  def _rules(self, update: int, *, training: bool) -> Pass:
+    rules = rules_at(self.cfg, update, training=training)
+    return dataclasses.replace(rules, fp8=self.fp8)
+
+  def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
+    """Compile the train step for `rules` ahead of its first batch; log what it will need."""
+    began = time.perf_counter()
+    data, mesh = self.cfg.data, jax.sharding.get_mesh()
+    shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
+    sharding = batch_sharding(mesh, len(shape))
+    batch = {
+      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+      for name, dtype in BATCH_DTYPES.items()
+    }
+    compiled = self.train_step.lower(state, batch, rules).compile()
+    logging.info(
+      "the train step was compiled in %.1f s; it needs %.2f GiB of a device",
+      time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
+    )  # fmt: skip
+    return compiled
+
+
+def predicted_bytes(compiled: jax.stages.Compiled) -> int:
+  """Device memory that a compiled step needs at its peak, as its compiler planned it."""
+  plan = compiled.memory_analysis()
+  assert plan is not None, "every backend of jax.jit has one"
+  donated = plan.alias_size_in_bytes
+  return plan.argument_size_in_bytes + plan.output_size_in_bytes - donated + plan.temp_size_in_bytes
+
+
+def make_program(cfg: Config) -> Program:
+  """Choose implementations for the devices at hand and build the steps (nothing is compiled yet).
+
+  Call under the mesh, with a resolved config.
+  """
+  device = this_device()
+  slots, choices = registry.choose(cfg, device)
+  unroll = usual_unroll(cfg)
+  if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
+    logging.warning(
+      "step.scan_unroll=%d with precision.deterministic: such a step stopped at its first call "
+      "with an IndexError inside XLA (jax 0.11.2). If this one does too, use step.scan_unroll=1.",
+      cfg.step.scan_unroll,
+    )
+  num = numerics(cfg, slots.of("attention", "forward"), slots, slots, unroll)
+  tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
+  model = init_state(cfg, num, tx, abstract=True).model
+  return Program(
+    cfg=cfg,
+    choices=choices,
+    num=num,
+    tx=tx,
+    options=options,
+    train_step=make_train_step(cfg, tx, slots, options),
+    eval_step=make_eval_step(cfg, for_evaluation(options)),
+    counts=count(cfg, model, cfg.data.seq_len),
+  )

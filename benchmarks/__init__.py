@@ -1,0 +1,1 @@
+"""The laboratory: what measures this package against others and against faults. Not installed."""

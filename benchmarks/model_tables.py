@@ -1,0 +1,138 @@
+"""Write the tables of docs/models.md: exact sizes of the presets beside the published ones.
+
+python -m benchmarks.model_tables
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from ats_jax import runtime
+from ats_jax.config.build import from_config_dict
+from ats_jax.config.presets import PRESETS, VARIANTS, Preset, preset
+from ats_jax.config.schema import Config
+from ats_jax.model.count import Counts, count
+from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
+from ats_jax.planner.memory import kv_cache_bytes
+
+BEGIN = "<!-- written by: python -m benchmarks.model_tables -->"
+END = "<!-- end -->"
+
+# Parameters as published with the dimensions: active, total.
+PUBLISHED = {
+  "debug_200m": ("200M", "6B"),
+  "b1": ("1B", "8B"),
+  "b7": ("7B", "56B"),
+  "b14": ("14B", "112B"),
+  "b30": ("30B", "240B"),
+  "b50": ("50B", "400B"),
+  "b100": ("100B", "800B"),
+  "b200": ("200B", "1.6T"),
+  "b300": ("300B", "2.4T"),
+  "moe_200m": ("200M", "549M"),
+  "p828_60m": ("", "60M"),
+  "p828_800m": ("", "800M"),
+  "llama_7b": ("8.03B", "8.03B"),
+  "llama_13b": ("14.84B", "14.84B"),
+  "llama_70b": ("70.55B", "70.55B"),
+  "moe_small": ("2.9B", "9.23B"),
+}
+
+
+def sizes(name: str, variant: str) -> tuple[Config, Counts, int]:
+  """The resolved config of a preset, its counts, and bytes of keys and values of a row."""
+  cfg = resolve_without_data(from_config_dict(preset(name, variant)))
+  with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
+    model = abstract_state(cfg).model
+    return cfg, count(cfg, model, cfg.data.seq_len), kv_cache_bytes(cfg, model)
+
+
+def formula(dims: Preset) -> int:
+  """Parameters of a dense model by the formulas published with b1 to b300 (docs/models.md)."""
+  attention = dims.d_model**2 * (1 + dims.num_kv_heads / dims.num_heads)
+  tables = (1 if dims.tie_embeddings else 2) * dims.vocab_size * dims.d_model
+  return round(tables + dims.num_layers * (attention + 2 * dims.d_model * dims.d_ff))
+
+
+def update(text: str) -> str:
+  """`text` with the tables between the markers written anew.
+
+  Raises:
+    ValueError: if it lacks the markers.
+  """
+  if text.count(BEGIN) != 1 or END not in text.split(BEGIN)[1]:
+    raise ValueError(
+      f"docs/models.md: the tables lie between {BEGIN!r} and {END!r}, in that order."
+    )
+  before, rest = text.split(BEGIN)
+  return "".join([before, BEGIN, "\n", "\n".join(tables()), "\n", END, rest.split(END, 1)[1]])
+
+
+def tables() -> Iterator[str]:
+  """Lines of Markdown."""
+  found = {(name, v): sizes(name, v) for name in PRESETS for v in VARIANTS}
+  yield from _row(
+    "preset", "layers", "d_model", "heads / kv", "head_dim", "d_ff", "experts", "vocabulary",
+    "head", "seq_len", "published: active / total", "dense, by published formulas", "dense, exact",
+    header=True,
+  )  # fmt: skip
+  for name, dims in PRESETS.items():
+    cfg, counts, _ = found[name, "dense"]
+    yield from _row(
+      f"`{name}`",
+      dims.num_layers,
+      dims.d_model,
+      f"{dims.num_heads} / {dims.num_kv_heads}",
+      cfg.model.head_dim,
+      dims.d_ff,
+      f"{dims.num_experts} + {dims.num_shared}" if dims.num_shared else dims.num_experts,
+      dims.vocab_size,
+      "tied" if dims.tie_embeddings else "own",
+      dims.seq_len,
+      " / ".join(filter(None, PUBLISHED.get(name, ("-",)))),
+      _short(formula(dims)),
+      _short(counts.parameters),
+    )
+  yield ""
+  yield from _row(
+    "config", "parameters", "active", "active share", "GFLOPs a token, training", "6N + 12LdS",
+    "keys and values: bytes a token", "GiB a row",
+    header=True,
+  )  # fmt: skip
+  for (name, variant), (cfg, counts, kv_row) in found.items():
+    yield from _row(
+      f"`{name}:{variant}`" + (" *" if PRESETS[name].variant == variant else ""),
+      counts.parameters,
+      round(counts.active),
+      f"{counts.active / counts.parameters:.1%}",
+      f"{counts.flops_causal / 1e9:,.3f}",
+      f"{counts.flops_full / 1e9:,.3f}",
+      round(kv_row / cfg.data.seq_len),
+      f"{kv_row / 2**30:,.3f}",
+    )
+
+
+def _row(*cells: str | int, header: bool = False) -> Iterator[str]:
+  yield f"| {' | '.join(f'{c:,}' if isinstance(c, int) else c for c in cells)} |"
+  if header:
+    yield "|---" + "|--:" * (len(cells) - 1) + "|"
+
+
+def _short(number: float) -> str:
+  for unit, size in (("T", 1e12), ("B", 1e9)):
+    if number >= size:
+      return f"{number / size:.2f}{unit}"
+  return f"{number / 1e6:.1f}M"
+
+
+def main(argv: list[str]) -> None:
+  """Write them."""
+  del argv
+  path = Path(__file__).parents[1] / "docs" / "models.md"
+  path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
+  print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+  runtime.run(main)
