@@ -47,7 +47,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
   """Return the manifest of a checkpoint: version, step, metric, leaves, files.
 
   Raises:
-    CheckpointError: if it is missing, unreadable, altered, or of a later format.
+    CheckpointError: if it is missing, unreadable, altered, of another format, or if the folder was
+      given the name of another step.
   """
   try:
     text = (folder / MANIFEST).read_bytes().decode("utf-8")
@@ -63,6 +64,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
       f"{folder} has format version {body['version']}, this program reads {VERSION}. "
       "Use the version of ats_jax that wrote it."
     )
+  if str(body["step"]) != folder.name:
+    raise _DamagedManifestError(f"{MANIFEST} says step {body['step']}")
   return body
 
 

@@ -24,7 +24,12 @@ def committed_steps(directory: Path) -> list[int]:
   """Return the steps of the committed checkpoints in `directory`, oldest first."""
   if not directory.is_dir():
     return []
-  return sorted(int(p.name) for p in directory.iterdir() if p.name.isdecimal() and p.is_dir())
+  return sorted(int(p.name) for p in directory.iterdir() if _is_step(p.name) and p.is_dir())
+
+
+def _is_step(name: str) -> bool:
+  """Whether a folder's name is the one that a save gives: `0100` is somebody else's."""
+  return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
 def best_step(directory: Path) -> int | None:

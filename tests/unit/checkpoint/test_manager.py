@@ -209,13 +209,22 @@ def flip_manifest(folder):
   return "manifest.json (has changed|cannot be read)"
 
 
+def take_its_name(folder):
+  shutil.rmtree(folder)
+  shutil.copytree(folder.parent / "1", folder)
+  return "manifest.json says step 1"
+
+
 def empty(folder):
   shutil.rmtree(folder)
   folder.mkdir()
   return "manifest.json is missing"
 
 
-@pytest.mark.parametrize("harm", [truncate, remove_data, remove_manifest, flip_manifest, empty])
+HARMS = [truncate, remove_data, remove_manifest, flip_manifest, take_its_name, empty]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_falls_back_to_the_newest_intact_one(checkpoints, harm, caplog):
   message = harm(checkpoints / "3")
   flip_bit(data_file(checkpoints / "2"), 99)
@@ -263,6 +272,17 @@ def test_all_damaged_is_an_error_each_time_and_never_a_fresh_start(checkpoints):
     pytest.raises(CheckpointError, match=r"but damaged ones \(1.damaged, 2.damaged, 3.damaged\)"),
   ):
     manager.restore_latest(make_state(0))
+
+
+@pytest.mark.parametrize("name", ["0100", "00", "१००"])
+def test_a_folder_that_no_save_named_is_left_alone(checkpoints, name):
+  (checkpoints / name).mkdir()
+  with CheckpointManager(checkpoints, CheckpointConfig(keep=1)) as manager:
+    assert manager.steps() == [1, 2, 3]
+    assert manager.restore_latest(make_state(0))[0] == 3
+    manager.save(4, make_state(4), {}, wait=True)
+    assert manager.steps() == [4]
+  assert {p.name for p in checkpoints.iterdir()} == {name, "4", "unfinished"}
 
 
 def test_second_damaged_copy_of_a_step_gets_a_name_of_its_own(checkpoints):
