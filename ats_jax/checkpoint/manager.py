@@ -207,13 +207,28 @@ class CheckpointManager:
         shutil.rmtree(folder, ignore_errors=True)
 
   def _delete_old(self) -> None:
+    """Delete what need not be kept; the new checkpoint is good whether or not that works."""
     keep = set(self.steps()[-self._cfg.keep :])
     if self._cfg.keep_best and (best := reader.best_step(self.directory)) is not None:
       keep.add(best)
-    for step in set(self.steps()) - keep:
-      # Out of the way first: a process killed in the middle leaves no half of a checkpoint.
-      doomed = self._unfinished / f"{step}.deleted"
-      os.rename(self.directory / str(step), doomed)
+    for step in sorted(set(self.steps()) - keep):
+      try:
+        self._delete(step)
+      except OSError as e:
+        logging.warning(
+          "the old checkpoint %d in %s was not deleted: %s. It may be deleted by hand.",
+          step,
+          self.directory,
+          e,
+        )
+
+  def _delete(self, step: int) -> None:
+    # Out of the way first: a process killed in the middle leaves no half of a checkpoint.
+    doomed = self._unfinished / f"{step}.deleted"
+    os.rename(self.directory / str(step), doomed)
+    if doomed.is_symlink():
+      doomed.unlink()
+    else:
       shutil.rmtree(doomed)
 
   def _choose_latest(self) -> int | None:

@@ -106,6 +106,27 @@ def test_keeps_newest_and_best_across_restarts(tmp_path, asynchronous):
   assert load_extra(tmp_path, "best") == {"step": 7}
 
 
+def test_of_an_old_checkpoint_that_is_a_link_only_the_link_is_deleted(checkpoints, tmp_path):
+  elsewhere = (checkpoints / "1").rename(tmp_path / "elsewhere")
+  (checkpoints / "1").symlink_to(elsewhere)
+  with CheckpointManager(checkpoints, CheckpointConfig(keep=1)) as manager:
+    manager.save(4, make_state(4), {}, wait=True)
+    assert manager.steps() == [4]
+  assert (elsewhere / "manifest.json").exists()
+  assert not list((checkpoints / "unfinished").iterdir())
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(checkpoints, caplog):
+  caplog.set_level("WARNING", "absl")
+  with CheckpointManager(checkpoints, CheckpointConfig(keep=1)) as manager:
+    (checkpoints / "unfinished").mkdir(exist_ok=True)
+    (checkpoints / "unfinished" / "2.deleted").write_text("in the way of the rename")
+    manager.save(4, make_state(4), {}, wait=True)
+    assert manager.steps() == [2, 4]
+  (line,) = [r.getMessage() for r in caplog.records]
+  assert line.startswith(f"the old checkpoint 2 in {checkpoints} was not deleted: ")
+
+
 def test_restores_a_part_a_step_or_the_best(checkpoints):
   step, model, extra = restore_tree(checkpoints, make_state(0)["model"], subtree="model")
   assert (step, extra) == (3, {"rows": 300})
