@@ -196,8 +196,8 @@ def configure(cfg: Config) -> None:
       folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
       raise ValueError(
-        f"the compilation cache {folder} cannot be made: {e.strerror}. Set compilation_cache to a "
-        "folder that can be written, or to 'off'."
+        f"the compilation cache {folder} cannot be made: {e.strerror}. Set XDG_CACHE_HOME or "
+        "compilation_cache to a folder that can be written, or compilation_cache to 'off'."
       ) from e
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -26,7 +26,7 @@ def cache_root(cache_dir: str) -> Path:
   except OSError as e:
     raise ValueError(
       f"The data cache {str(root)!r} cannot be created ({e.strerror}). "
-      "Set data.cache_dir to a folder that can be written."
+      "Set XDG_CACHE_HOME or data.cache_dir to a folder that can be written."
     ) from e
   return root.resolve()
 

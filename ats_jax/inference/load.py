@@ -56,6 +56,20 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   )
 
 
+def as_data(cfg: Config) -> Config:
+  """`cfg` without what would let somebody else's workdir reach into this machine.
+
+  Compiled programs are machine code: they come from the user's own cache, never from a folder that
+  a workdir names. So does tokenised text. Options of XLA may write files and name programs to run.
+  """
+  return dataclasses.replace(
+    cfg,
+    compilation_cache="off" if cfg.compilation_cache == "off" else "auto",
+    data=dataclasses.replace(cfg.data, cache_dir=""),
+    step=dataclasses.replace(cfg.step, compiler_options=""),
+  )
+
+
 def settings_of(checkpoints: Path, step: int | str) -> dict[str, Any]:
   """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
   try:
@@ -78,7 +92,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
   chosen = int(step) if step.isdecimal() else step
   changes = settings_of(checkpoints, chosen)
-  cfg = with_changes(cfg, changes)
+  cfg = as_data(with_changes(cfg, changes))  # in this order: a checkpoint may name folders too
   runtime.configure(cfg)
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
   cfg = fit_devices(resolve(cfg, tokenizer.vocab_size), jax.device_count())

@@ -1,9 +1,16 @@
 import dataclasses
+import json
 
+import jax
 import pytest
+from helpers import tiny_config
+from ml_collections import ConfigDict
 
+from ats_jax import runtime, workdir
+from ats_jax.checkpoint import integrity
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.inference.load import fit_devices
+from ats_jax.inference.load import fit_devices, load_run
+from ats_jax.train import train
 
 
 def trained_on(data: int, fsdp: int, tensor: int, batch_size: int, accum_steps: int):
@@ -32,3 +39,72 @@ def test_any_run_fits_any_number_of_devices(trained, devices, fsdp, tensor, batc
   assert (fitted.data.batch_size, fitted.step.accum_steps) == (batch_size, 1)
   assert devices % (fsdp * tensor) == 0
   assert fitted.data.batch_size % (devices // tensor) == 0
+
+
+@pytest.fixture
+def trained(tmp_path):
+  """The workdir of a run of two steps."""
+  (tmp_path / "text.txt").write_text("alpha beta gamma " * 300)
+  settings = {
+    "num_steps": 2,
+    "model.vocab_size": 384,
+    "data.paths": str(tmp_path / "text.txt"),
+    "data.validation_fraction": 0.0,
+    "log.progress": False,
+    "sample.max_tokens": 0,
+  }
+  train(tiny_config(settings), tmp_path / "run")
+  yield tmp_path / "run"
+  jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
+
+
+def prepare(folder, of_the_config, of_the_checkpoint):
+  """Give settings to a workdir, in its config and as what an orchestrator would have changed."""
+  config = ConfigDict(json.loads((folder / workdir.CONFIG).read_text()))
+  config.update_from_flattened_dict(of_the_config)
+  workdir.write_json(folder / workdir.CONFIG, config.to_dict())
+  checkpoint = folder / workdir.CHECKPOINTS / "2"
+  extra = json.loads((checkpoint / "extra.json").read_text())
+  workdir.write_json(checkpoint / "extra.json", extra | {"settings": of_the_checkpoint})
+  manifest = integrity.read_manifest(checkpoint)
+  (checkpoint / integrity.MANIFEST).unlink()
+  integrity.seal(checkpoint, {k: v for k, v in manifest.items() if k not in ("version", "files")})
+
+
+def test_a_workdir_names_no_cache_and_no_option_of_the_compiler(trained, tmp_path):
+  theirs, dump = tmp_path / "theirs", tmp_path / "dump"
+  reaching = {
+    "compilation_cache": str(theirs),
+    "data.cache_dir": str(theirs),
+    "step.compiler_options": f"xla_dump_to={dump}",
+  }
+  prepare(trained, reaching, {})
+  with load_run(trained) as run:
+    assert jax.config.jax_enable_compilation_cache
+    assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
+    assert (run.plan.cfg.data.cache_dir, run.plan.options) == ("", {})
+  assert not theirs.exists() and not dump.exists()
+
+
+def test_nor_does_a_checkpoint(trained, tmp_path):
+  theirs = str(tmp_path / "theirs")
+  prepare(
+    trained,
+    {"compilation_cache": "auto"},
+    {"compilation_cache": ["auto", theirs], "data.cache_dir": ["", theirs]},
+  )
+  with load_run(trained) as run:
+    assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
+    assert run.plan.cfg.data.cache_dir == ""
+  assert not (tmp_path / "theirs").exists()
+
+
+def test_a_run_without_a_cache_is_loaded_without_one(trained):
+  with load_run(trained) as run:
+    assert run.plan.cfg.compilation_cache == "off"
+    assert not jax.config.jax_enable_compilation_cache
+
+
+def base():
+  """A config whose caches are where those of the user are."""
+  return from_config_dict(base_config())
