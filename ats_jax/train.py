@@ -58,8 +58,8 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
   runtime.join_job(cfg)
   with ExitStack() as stack:
     enter = stack.enter_context
-    enter(workdir.claim(folder, cfg))
-    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint))
+    identity = enter(workdir.claim(folder, cfg))
+    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint, identity))
     changes = checkpoints.latest_extra().get(CHANGES, {})
     cfg = with_changes(cfg, changes)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)

@@ -4,19 +4,25 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 from ats_jax.config.base import to_dict
 from ats_jax.config.build import differences, flatten, from_config_dict
+from ats_jax.config.identity import RunIdentity, fixed_settings_hash
 from ats_jax.config.schema import Config
 
-CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
+CONFIG, RUN_ID, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
   "config.json",
+  "run_id",
   "metadata.json",
   "tokenizer.json",
   "checkpoints",
@@ -25,17 +31,22 @@ CONFIG, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK =
   "performance.json",
   ".lock",
 )
+RUN_ID_BYTES = 8
 
 
 @contextlib.contextmanager
-def claim(workdir: Path, cfg: Config) -> Iterator[None]:
+def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
   """Make `workdir` the folder of a run with `cfg`, or check that it is; keep others out meanwhile.
 
   Before its first checkpoint a run has nothing to lose: its settings may still change, all of them.
+  In a multi-process job all processes must call this together; all get the same.
+
+  Yields:
+    Which run it is: made at the first claim, and found again at each later one.
 
   Raises:
-    ValueError: if it cannot be written, another process trains in it, or it holds a run whose
-      settings differ in more than what may change on resume.
+    ValueError: if it cannot be written, another process trains in it, its files cannot be read, or
+      it holds a run whose settings differ in more than what may change on resume.
   """
   with contextlib.ExitStack() as lock:
     try:
@@ -43,7 +54,7 @@ def claim(workdir: Path, cfg: Config) -> Iterator[None]:
       if jax.process_index() == 0:
         file = lock.enter_context(open(workdir / LOCK, "a"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, or dies
-      _take(workdir, cfg)
+      run = _take(workdir, cfg)
     except BlockingIOError as e:
       raise ValueError(
         f"another process trains in {workdir} now: two would damage its files. "
@@ -52,10 +63,11 @@ def claim(workdir: Path, cfg: Config) -> Iterator[None]:
     except OSError as e:
       why = "it is a file" if os.path.isfile(workdir) else str(e)
       raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
-    yield
+    yield RunIdentity(run, fixed_settings_hash(cfg))
 
 
-def _take(workdir: Path, cfg: Config) -> None:
+def _take(workdir: Path, cfg: Config) -> str:
+  """Write what a claimed workdir holds; return the id of its run."""
   path = workdir / CONFIG
   has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))
   if path.exists():
@@ -66,7 +78,31 @@ def _take(workdir: Path, cfg: Config) -> None:
       "Restore the file or use another --workdir."
     )
   if jax.process_index() == 0:
+    if not has_checkpoints and not (workdir / RUN_ID).exists():
+      replace(workdir / RUN_ID, secrets.token_hex(RUN_ID_BYTES) + "\n")
+    run = bytes.fromhex(_read_run_id(workdir))
     write_json(path, to_dict(cfg))
+  else:
+    run = bytes(RUN_ID_BYTES)
+  if jax.process_count() > 1:
+    run = multihost_utils.broadcast_one_to_all(np.frombuffer(run, np.uint8)).tobytes()
+  return run.hex()
+
+
+def _read_run_id(workdir: Path) -> str:
+  path = workdir / RUN_ID
+  if not path.exists():
+    raise ValueError(
+      f"{workdir} holds no {RUN_ID}, so nobody can say whether its checkpoints are of this run. "
+      "Restore the file (the manifest.json of each checkpoint says it) or use another --workdir."
+    )
+  text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+  if not re.fullmatch(f"[0-9a-f]{{{2 * RUN_ID_BYTES}}}", text):
+    raise ValueError(
+      f"{path} holds {text[:40]!r}, not the {2 * RUN_ID_BYTES} hexadecimal digits of a run. "
+      "Restore the file or use another --workdir."
+    )
+  return text
 
 
 def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:
@@ -118,6 +154,16 @@ def load_config(workdir: Path) -> Config:
   return from_config_dict(_read_config(path))
 
 
+def load_identity(workdir: Path) -> RunIdentity:
+  """Return which run a workdir holds.
+
+  Raises:
+    ValueError: if there is no run, or its files cannot be read.
+  """
+  cfg = load_config(workdir)
+  return RunIdentity(_read_run_id(workdir), fixed_settings_hash(cfg))
+
+
 def _read_config(path: Path) -> dict[str, Any]:
   try:
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -129,7 +175,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
+  """Replace `path` by a value, as `replace` does."""
+  replace(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
   """Replace `path` in one step, so that a killed process leaves the old file or the new one."""
   temporary = path.with_suffix(".tmp")
-  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  temporary.write_text(text, encoding="utf-8")
   temporary.replace(path)

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: size and SHA-256 of every file in it."""
 
 import concurrent.futures
+import dataclasses
 import hashlib
 import json
 import os
@@ -8,8 +9,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ats_jax.config.identity import RunIdentity
+
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2
 # SHA-256 has instructions of its own on current CPUs: the fastest hash of the standard library.
 HASH = "sha256"
 
@@ -27,7 +30,7 @@ def seal(folder: Path, fields: dict[str, Any]) -> None:
 
   Args:
     folder: holds the files; nobody writes to it any more.
-    fields: JSON values to keep in the manifest (step, metric, leaves).
+    fields: JSON values to keep in the manifest (step, run, metric, leaves).
   """
   paths = sorted(p for p in folder.rglob("*") if p.is_file())
   hashes = _in_threads(lambda p: _digest(p, flush=True), paths)
@@ -44,7 +47,7 @@ def seal(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-  """Return the manifest of a checkpoint: version, step, metric, leaves, files.
+  """Return the manifest of a checkpoint: version, step, run, metric, leaves, files.
 
   Raises:
     CheckpointError: if it is missing, unreadable, altered, of another format, or if the folder was
@@ -89,6 +92,39 @@ def find_damage(folder: Path, only: Iterable[str] | None = None) -> list[str]:
     return [str(e)]
   names = list(files) if only is None else list(only)
   return [p for p in _in_threads(lambda n: _compare(folder / n, n, files[n]), names) if p]
+
+
+def check_run(folder: Path, expected: RunIdentity | None) -> None:
+  """Check that a checkpoint is one of this run; damage is for `find_damage` to tell.
+
+  Args:
+    folder: a committed checkpoint.
+    expected: the run; None = any.
+
+  Raises:
+    CheckpointError: if it is intact and of another run.
+  """
+  if expected is None:
+    return
+  try:
+    found = read_manifest(folder)["run"]
+  except _DamagedManifestError:
+    return
+  wanted = dataclasses.asdict(expected)
+  if found == wanted:
+    return
+  found = found or dict.fromkeys(wanted, "none")
+  if found["run"] != wanted["run"]:
+    which = f"is of another run: {found['run']}, expected {wanted['run']}"
+  else:
+    which = (
+      f"is of this run ({wanted['run']}) with other settings: their hash is {found['settings']}, "
+      f"expected {wanted['settings']}"
+    )
+  raise CheckpointError(
+    f"checkpoint {folder} {which}. Nothing was restored and nothing was changed. Move it out of "
+    "this folder, or use the workdir that it comes from, or another one."
+  )
 
 
 def flush_directory(directory: Path) -> None:

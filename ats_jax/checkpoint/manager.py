@@ -1,6 +1,7 @@
 """Checkpoints of a run: written in the background, committed by one rename, verified before use."""
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from absl import logging
 from ats_jax.checkpoint import integrity, layout, reader
 from ats_jax.checkpoint.integrity import CheckpointError
 from ats_jax.checkpoint.layout import PyTree
+from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 
 UNFINISHED = "unfinished"
@@ -36,15 +38,20 @@ class CheckpointManager:
     last_save_stall_secs: seconds that the last `save` kept its caller.
   """
 
-  def __init__(self, directory: Path, cfg: CheckpointConfig):
-    """Open `directory` (`workdir/checkpoints`), removing what a killed process left unfinished.
+  def __init__(self, directory: Path, cfg: CheckpointConfig, run: RunIdentity | None = None):
+    """Open a folder of checkpoints, removing what a killed process left unfinished.
+
+    Args:
+      directory: `workdir/checkpoints`.
+      cfg: which ones to keep, and how to write them.
+      run: whose they are; checkpoints of others are refused. None = nobody's, not compared.
 
     Raises:
       CheckpointError: if the directory cannot be made or cleaned.
     """
     self.directory = Path(directory).absolute()
     self.last_save_stall_secs = 0.0
-    self._cfg = cfg
+    self._cfg, self._run = cfg, run
     self._unfinished = self.directory / UNFINISHED
     self._attempts = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
@@ -99,6 +106,7 @@ class CheckpointManager:
     leaves = layout.named_leaves(state)
     fields = {
       "step": step,
+      "run": self._run and dataclasses.asdict(self._run),
       "metric": None if metric is None else float(metric),
       "leaves": layout.describe(leaves),
     }
@@ -124,8 +132,12 @@ class CheckpointManager:
     self.last_save_stall_secs = time.perf_counter() - start
 
   def latest_extra(self) -> dict[str, Any]:
-    """`extra` of the newest checkpoint, no array read; {} if there is none, or it is damaged."""
-    step = reader.process_0_decides(lambda: max(self.steps(), default=None))
+    """`extra` of the newest checkpoint, no array read; {} if there is none, or it is damaged.
+
+    Raises:
+      CheckpointError: if any of the checkpoints is of another run.
+    """
+    step = reader.process_0_decides(lambda: max(self._own_steps(), default=None))
     if step is None:
       return {}
     try:
@@ -147,7 +159,8 @@ class CheckpointManager:
       The step, the state and `extra`; None if nothing was ever committed.
 
     Raises:
-      CheckpointError: if there are checkpoints and none is intact, or it does not fit.
+      CheckpointError: if there are checkpoints and none is intact, one is of another run, or the
+        state does not fit.
     """
     self.wait()
     step = reader.process_0_decides(self._choose_latest)
@@ -160,11 +173,17 @@ class CheckpointManager:
   ) -> tuple[int, PyTree, dict[str, Any]]:
     """Verify and restore a step, "latest" or "best"; see `reader.restore_tree`."""
     self.wait()
-    return reader.restore_tree(self.directory, abstract_state, step)
+    return reader.restore_tree(self.directory, abstract_state, step, run=self._run)
 
   def steps(self) -> list[int]:
     """Return the committed steps, oldest first."""
     return reader.committed_steps(self.directory)
+
+  def _own_steps(self) -> list[int]:
+    """Return the committed steps after a check that all are of this run."""
+    for step in (steps := self.steps()):
+      integrity.check_run(self.directory / str(step), self._run)
+    return steps
 
   def wait(self) -> None:
     """Wait for the save in the background, if any.
@@ -233,7 +252,7 @@ class CheckpointManager:
 
   def _choose_latest(self) -> int | None:
     """Return the newest intact step after renaming damaged ones; None if nothing was committed."""
-    if not self.steps() and not reader.damaged_folders(self.directory):
+    if not self._own_steps() and not reader.damaged_folders(self.directory):
       return None
     step, damaged = reader.choose(self.directory, "latest")
     for bad, what in damaged.items():

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from ats_jax.checkpoint import integrity, layout
 from ats_jax.checkpoint.integrity import CheckpointError
 from ats_jax.checkpoint.layout import PyTree
+from ats_jax.config.identity import RunIdentity
 
 STATE, EXTRA = "state", "extra.json"
 SET_ASIDE = ".damaged"
@@ -47,7 +48,11 @@ def best_step(directory: Path) -> int | None:
 
 
 def restore_tree(
-  directory: Path, abstract: PyTree, step: int | str = "latest", subtree: str = ""
+  directory: Path,
+  abstract: PyTree,
+  step: int | str = "latest",
+  subtree: str = "",
+  run: RunIdentity | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
   """Verify a checkpoint and restore it, or a part of it, without changing anything on disk.
 
@@ -59,17 +64,18 @@ def restore_tree(
       each leaf (`abstract_like`). A leaf without a sharding goes to the first local device.
     step: a step, "latest" (goes back past damaged ones, with a warning each), or "best".
     subtree: name of the part that `abstract` describes, e.g. "model"; empty = everything.
+    run: whose checkpoint it must be; None = anybody's.
 
   Returns:
     The step, the restored tree, and the `extra` dict saved with it.
 
   Raises:
-    CheckpointError: if there is no such checkpoint, it is damaged, or its arrays differ in name,
-      shape or dtype from `abstract`.
+    CheckpointError: if there is no such checkpoint, it is damaged or of another run, or its arrays
+      differ in name, shape or dtype from `abstract`.
   """
 
   def decide() -> int:
-    chosen, damaged = choose(directory, step)
+    chosen, damaged = choose(directory, step, run)
     for bad, what in damaged.items():
       logging.warning("checkpoint %d is damaged: %s. Using %d instead.", bad, what, chosen)
     return chosen
@@ -79,13 +85,17 @@ def restore_tree(
   return read(directory, chosen, abstract, subtree)
 
 
-def load_extra(directory: Path, step: int | str = "latest") -> dict[str, Any]:
+def load_extra(
+  directory: Path, step: int | str = "latest", run: RunIdentity | None = None
+) -> dict[str, Any]:
   """Return the `extra` dict of a checkpoint, after verifying its own hash but not the arrays.
 
   Raises:
-    CheckpointError: if there is no such checkpoint, or its manifest or extra.json is damaged.
+    CheckpointError: if there is no such checkpoint, it is not of this `run` (None = anybody's), or
+      its manifest or extra.json is damaged.
   """
   folder = directory / str(find(directory, step))
+  integrity.check_run(folder, run)
   if problems := integrity.find_damage(folder, only=[EXTRA]):
     raise CheckpointError(f"checkpoint {folder} is damaged: {problems[0]}. Choose another step.")
   return json.loads((folder / EXTRA).read_text(encoding="utf-8"))
@@ -113,16 +123,20 @@ def find(directory: Path, step: int | str) -> int:
   return step
 
 
-def choose(directory: Path, step: int | str) -> tuple[int, dict[int, str]]:
+def choose(
+  directory: Path, step: int | str, run: RunIdentity | None = None
+) -> tuple[int, dict[int, str]]:
   """Return the verified step that `step` means, and the damaged ones that "latest" went past.
 
   Raises:
-    CheckpointError: if there is no such checkpoint, or nothing intact to go back to.
+    CheckpointError: if there is no such checkpoint, it is not of this `run`, or there is nothing
+      intact to go back to.
   """
   first = find(directory, step)
   steps = committed_steps(directory) if step == "latest" else [first]
   damaged = {}
   for s in reversed(steps):
+    integrity.check_run(directory / str(s), run)
     problems = integrity.find_damage(directory / str(s))
     if not problems:
       return s, damaged

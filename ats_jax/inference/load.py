@@ -13,6 +13,7 @@ from ats_jax import runtime, workdir
 from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes
+from ats_jax.config.identity import RunIdentity
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.model.decoder import Decoder
@@ -70,10 +71,10 @@ def as_data(cfg: Config) -> Config:
   )
 
 
-def settings_of(checkpoints: Path, step: int | str) -> dict[str, Any]:
+def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[str, Any]:
   """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
   try:
-    return load_extra(checkpoints, step).get(CHANGES, {})
+    return load_extra(checkpoints, step, run).get(CHANGES, {})
   except CheckpointError:  # `restore_tree` says it better, or goes further back
     return {}
 
@@ -87,11 +88,12 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
     step: a step, "latest" or "best".
 
   Raises:
-    ValueError: if there is no run, no such checkpoint, or none that is intact.
+    ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
   """
   cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
+  run = workdir.load_identity(folder)
   chosen = int(step) if step.isdecimal() else step
-  changes = settings_of(checkpoints, chosen)
+  changes = settings_of(checkpoints, chosen, run)
   cfg = as_data(with_changes(cfg, changes))  # in this order: a checkpoint may name folders too
   runtime.configure(cfg)
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
@@ -101,7 +103,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
     program = make_program(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
-    restored, model, extra = restore_tree(checkpoints, abstract, chosen, part)
+    restored, model, extra = restore_tree(checkpoints, abstract, chosen, part, run)
     if extra.get(CHANGES, {}) != changes:
       raise ValueError(
         f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "

@@ -355,7 +355,7 @@ class TestWorkdir:
       assert_says(result.error(), f"{tmp_path}/config.json cannot be read", "Restore it")
 
   def test_without_a_checkpoint(self, trained, tmp_path):
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json", "run_id", "tokenizer.json"):
       shutil.copy(trained / name, tmp_path)
     for module in ("generate", "evaluate"):
       message = forked(f"ats_jax.{module}", f"--workdir={tmp_path}").error()

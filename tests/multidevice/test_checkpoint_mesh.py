@@ -74,7 +74,13 @@ from jax.sharding import AxisType, PartitionSpec as P
 rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from ats_jax.checkpoint import CheckpointError, CheckpointManager, StopSignal
+from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema import CheckpointConfig
+from ats_jax.workdir import claim
+
+for _ in range(2):
+  with claim(directory / "run", from_config_dict(base_config())) as run:
+    print("run", run.run)
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
 with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(keep=3)) as manager:
@@ -111,7 +117,7 @@ with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(keep=3)) 
 """
 
 
-def test_two_processes_save_together_and_agree_on_the_step(tmp_path):
+def test_two_processes_save_together_and_agree_on_run_and_step(tmp_path):
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = str(s.getsockname()[1])
@@ -139,6 +145,9 @@ def test_two_processes_save_together_and_agree_on_the_step(tmp_path):
   first, second = (
     [line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in results
   )
+  runs = {line for lines in (first[:2], second[:2]) for line in lines}
+  assert runs == {f"run {(tmp_path / 'run' / 'run_id').read_text().strip()}"}
+  first, second = first[2:], second[2:]
   assert first == ["restored 2 2", "error no intact checkpoint for step 'latest':", "stop SIGTERM"]
   assert second == [
     "restored 2 2",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax import report
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.data.splits import open_datasets
+from ats_jax.inference.load import load_run
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.scoring import check_fp8, score
@@ -179,6 +181,23 @@ def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):
   with pytest.raises(FloatingPointError, match="after step 1, which was not saved"):
     train(cfg, tmp_path / "run")
   assert committed_steps(tmp_path / "run" / "checkpoints") == []
+
+
+def test_a_checkpoint_of_another_run_with_the_same_settings_is_refused(config, tmp_path):
+  cfg = config({"checkpoint.every_steps": 3})
+  one, other = tmp_path / "one", tmp_path / "other"
+  for folder in (one, other):
+    train(dataclasses.replace(cfg, num_steps=3), folder)
+  train(dataclasses.replace(cfg, num_steps=4), other)
+  moved = (other / "checkpoints" / "4").rename(one / "checkpoints" / "4")
+  found, expected = ((folder / "run_id").read_text().strip() for folder in (other, one))
+  says = f"{moved} is of another run: {found}, expected {expected}"
+  with pytest.raises(ValueError, match=says):
+    train(cfg, one)
+  with pytest.raises(ValueError, match=says), load_run(one):
+    pass
+  shutil.rmtree(moved)
+  assert int(train(cfg, one).step) == cfg.num_steps
 
 
 def test_due():

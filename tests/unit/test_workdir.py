@@ -13,8 +13,8 @@ from ats_jax.config.base import to_dict
 
 def claim(folder, cfg):
   """Take a workdir and give it back, as a run does."""
-  with workdir.claim(folder, cfg):
-    pass
+  with workdir.claim(folder, cfg) as run:
+    return run
 
 
 def config(**changes) -> Config:
@@ -36,7 +36,7 @@ def test_new_folder_gets_the_config(tmp_path):
   claim(tmp_path / "a" / "b", cfg)
   assert workdir.load_config(tmp_path / "a" / "b") == cfg
   assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == to_dict(cfg)
-  assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"config.json", ".lock"}
+  assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"config.json", "run_id", ".lock"}
 
 
 def test_same_settings_go_on(run, caplog):
@@ -166,3 +166,42 @@ def test_a_refused_claim_keeps_nobody_out(tmp_path):
   with pytest.raises(ValueError, match="other settings"):
     claim(tmp_path, config(seed=7))
   claim(tmp_path, config())
+
+
+def test_a_run_is_the_same_at_each_claim(run):
+  first = claim(run, config())
+  assert re.fullmatch("[0-9a-f]{16}", first.run)
+  assert claim(run, config(num_steps=800, checkpoint__keep=9)) == first  # these may change
+  assert workdir.load_identity(run) == first
+
+
+def test_runs_differ(tmp_path):
+  one, other = claim(tmp_path / "one", config()), claim(tmp_path / "other", config())
+  assert one.run != other.run and one.settings == other.settings
+  seven = claim(tmp_path / "one", config(seed=7))  # no checkpoint yet
+  assert seven.run == one.run and seven.settings != one.settings
+
+
+def test_a_setting_at_its_default_and_a_whole_number_change_no_hash(tmp_path):
+  default = claim(tmp_path, config())
+  assert claim(tmp_path, config(optimizer__eps=config().optimizer.eps)) == default
+  whole = to_dict(config()) | {"optimizer": to_dict(config().optimizer) | {"learning_rate": 1}}
+  assert claim(tmp_path, from_config_dict(whole)) == claim(
+    tmp_path, config(optimizer__learning_rate=1.0)
+  )
+
+
+def test_checkpoints_without_a_run(run):
+  (run / "run_id").unlink()
+  for use in (lambda: claim(run, config()), lambda: workdir.load_identity(run)):
+    with pytest.raises(ValueError, match=r"holds no run_id, .*manifest\.json of each checkpoint"):
+      use()
+  assert not (run / "run_id").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"0123456789abcde\n", b"0123456789abcdeg\n", b"\xff"])
+def test_a_broken_run_id(run, content):
+  (run / "run_id").write_bytes(content)
+  for use in (lambda: claim(run, config()), lambda: workdir.load_identity(run)):
+    with pytest.raises(ValueError, match=r"run_id holds '.*not the 16 hexadecimal digits"):
+      use()

@@ -72,9 +72,9 @@ def test_folder_in_place_of_a_file_is_damage(sealed):
 
 
 def test_later_format_is_an_error_and_not_damage(sealed, monkeypatch):
-  monkeypatch.setattr(integrity, "VERSION", 2)
+  monkeypatch.setattr(integrity, "VERSION", 3)
   integrity.seal(sealed, {"step": 7, "metric": None, "leaves": {}})
   monkeypatch.undo()
-  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == 2
-  with pytest.raises(CheckpointError, match=r"format version 2, this program reads 1"):
+  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == 3
+  with pytest.raises(CheckpointError, match=r"format version 3, this program reads 2"):
     integrity.find_damage(sealed)

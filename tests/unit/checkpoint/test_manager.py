@@ -18,6 +18,7 @@ from ats_jax.checkpoint import (
   load_extra,
   restore_tree,
 )
+from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 
 
@@ -163,6 +164,64 @@ def test_state_that_does_not_fit_is_explained(checkpoints):
     assert line in str(error.value)
   with pytest.raises(CheckpointError, match=r"ema is not there in the checkpoint"):
     restore_tree(checkpoints, jnp.zeros(3), subtree="ema")
+
+
+@pytest.fixture
+def of_two_runs(tmp_path):
+  """A folder with checkpoint 1 of run "one" and checkpoint 2 of run "two"."""
+  for step, run in ((1, "one"), (2, "two")):
+    with CheckpointManager(tmp_path / run, CheckpointConfig(), RunIdentity(run, "s")) as manager:
+      manager.save(step, make_state(step), {"settings": {"num_steps": [1, 2]}})
+  (tmp_path / "two" / "2").rename(tmp_path / "one" / "2")
+  return tmp_path / "one"
+
+
+@pytest.mark.parametrize(
+  ("run", "settings", "says"),
+  [
+    ("one", "s", r"one/2 is of another run: two, expected one\. .*Move it out of this folder"),
+    ("two", "s", r"one/1 is of another run: one, expected two\. "),
+    ("one", "t", r"one/1 is of this run \(one\) with other settings: their hash is s, expected t"),
+  ],
+)
+def test_training_takes_no_checkpoint_of_another_run(of_two_runs, run, settings, says):
+  identity = RunIdentity(run, settings)
+  with CheckpointManager(of_two_runs, CheckpointConfig(keep=1), identity) as manager:
+    for use in (manager.latest_extra, lambda: manager.restore_latest(make_state(0))):
+      with pytest.raises(CheckpointError, match=says):
+        use()
+  assert committed_steps(of_two_runs) == [1, 2]
+
+
+def test_a_reader_takes_only_a_checkpoint_of_its_run(of_two_runs):
+  one = RunIdentity("one", "s")
+  assert restore_tree(of_two_runs, make_state(0), 1, run=one)[0] == 1
+  for step in (2, "latest"):
+    for use in (
+      lambda step=step: restore_tree(of_two_runs, make_state(0), step, run=one),
+      lambda step=step: load_extra(of_two_runs, step, one),
+    ):
+      with pytest.raises(CheckpointError, match="2 is of another run: two, expected one"):
+        use()
+  assert restore_tree(of_two_runs, make_state(0))[0] == 2  # of any run, if none is asked for
+
+
+def test_a_checkpoint_of_no_run_is_not_taken_by_a_run(checkpoints):
+  with (
+    CheckpointManager(checkpoints, CheckpointConfig(), RunIdentity("one", "s")) as manager,
+    pytest.raises(CheckpointError, match="is of another run: none, expected one"),
+  ):
+    manager.restore_latest(make_state(0))
+
+
+def test_damage_is_damage_also_where_a_run_is_asked_for(tmp_path):
+  one = RunIdentity("one", "s")
+  with CheckpointManager(tmp_path, CheckpointConfig(), one) as manager:
+    for step in (1, 2):
+      manager.save(step, make_state(step), {}, wait=True)
+    flip_bit(tmp_path / "2" / "manifest.json", 5001)
+    assert manager.restore_latest(make_state(0))[0] == 1
+  assert (tmp_path / "2.damaged").exists()
 
 
 def test_leaves_that_an_older_program_did_not_save_are_filled_in(tmp_path):
