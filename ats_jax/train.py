@@ -31,7 +31,7 @@ from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.program import make_program
-from ats_jax.step.state import ADDED, TrainState
+from ats_jax.step.state import TrainState
 
 PROFILED_STEPS = 3
 
@@ -70,7 +70,7 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
     program = make_program(cfg)
     abstract = abstract_like(program.init(abstract=True), mesh)
     kept = snapshots.newest(checkpoints.steps())
-    restored = kept or checkpoints.restore_latest(abstract, ADDED)
+    restored = kept or checkpoints.restore_latest(abstract)
     first_position = {"row": 0, "data": train_set.fingerprint}
     start, state, position = restored or (0, program.init(), first_position)
     if position.get(CHANGES, {}) != changes:
@@ -89,7 +89,7 @@ def train(cfg: Config, folder: Path, snapshots: Snapshots) -> TrainState:
     layers = enter(report.layer_log(program, folder, rows_until))
     probe = probe_batch(cfg, valid_set if valid_set.num_rows else train_set)
     ledger = folder / workdir.DECISIONS
-    restore = lambda: checkpoints.restore_latest(abstract, ADDED)
+    restore = lambda: checkpoints.restore_latest(abstract)
     write, totals = writer.write_scalars, goodput.summary
     supervisor = enter(Supervisor(program, probe, ledger, write, restore, totals, snapshots))
     supervisor.start(start, state, position)

@@ -82,12 +82,6 @@ def restore_target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def filled(name: str, leaf: Any, value: float) -> jax.Array:
-  """Return an array like `leaf`, where `restore_target` says, every element `value`."""
-  target = restore_target(name, leaf)
-  return jnp.full(target.shape, value, target.dtype, device=target.sharding)
-
-
 def rebuild(abstract: PyTree, arrays: Mapping[str, jax.Array], root: str = "") -> PyTree:
   """Return `abstract` with its leaves replaced by the `arrays` of the same names."""
   leaves = []
@@ -95,7 +89,8 @@ def rebuild(abstract: PyTree, arrays: Mapping[str, jax.Array], root: str = "") -
     if leaf.size:
       leaves.append(arrays[name])
     else:
-      leaves.append(filled(name, leaf, 0))
+      target = restore_target(name, leaf)
+      leaves.append(jnp.zeros(target.shape, target.dtype, device=target.sharding))
   return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 

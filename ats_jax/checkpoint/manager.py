@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -146,14 +145,11 @@ class CheckpointManager:
       logging.warning("checkpoint %d: %s", step, e)
       return {}
 
-  def restore_latest(
-    self, abstract_state: PyTree, added: Mapping[str, float] | None = None
-  ) -> tuple[int, PyTree, dict[str, Any]] | None:
+  def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.
 
     Args:
       abstract_state: what to restore, see `reader.restore_tree`.
-      added: leaves that an older program did not save, by name, and what they are filled with.
 
     Returns:
       The step, the state and `extra`; None if nothing was ever committed.
@@ -166,7 +162,7 @@ class CheckpointManager:
     step = reader.process_0_decides(self._choose_latest)
     if step is None:
       return None
-    return reader.read(self.directory, step, abstract_state, added=added)
+    return reader.read(self.directory, step, abstract_state)
 
   def restore(
     self, abstract_state: PyTree, step: int | str = "latest"

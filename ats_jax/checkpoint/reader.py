@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,21 +150,12 @@ def choose(
 
 
 def read(
-  directory: Path,
-  step: int,
-  abstract: PyTree,
-  subtree: str = "",
-  added: Mapping[str, float] | None = None,
+  directory: Path, step: int, abstract: PyTree, subtree: str = ""
 ) -> tuple[int, PyTree, dict[str, Any]]:
-  """Restore a step that `choose` returned; see `restore_tree`.
-
-  Leaves in `added` that an older program did not save are filled with the value given there.
-  """
+  """Restore a step that `choose` returned; see `restore_tree`."""
   folder = directory / str(step)
   wanted = layout.named_leaves(abstract, subtree)
   saved = integrity.read_manifest(folder)["leaves"]
-  lacking = {n: v for n, v in (added or {}).items() if n in wanted and n not in saved}
-  filled = {n: layout.filled(n, wanted.pop(n), value) for n, value in lacking.items()}
   if subtree:
     saved = {n: t for n, t in saved.items() if n == subtree or n.startswith(f"{subtree}/")}
   if lines := layout.differences(saved, layout.describe(wanted)):
@@ -183,7 +174,7 @@ def read(
         partial_restore=True,
       ),
     )
-  return step, layout.rebuild(abstract, arrays | filled, subtree), load_extra(directory, step)
+  return step, layout.rebuild(abstract, arrays, subtree), load_extra(directory, step)
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:

@@ -53,8 +53,6 @@ def first_bucket(cfg: Config) -> float:
 
 # Purposes folded into the root key; 2 is surgery's.
 INIT, DROPOUT, EXPERT_DROPOUT = 0, 1, 3
-# Leaves that checkpoints of earlier versions lack, and the value that stands for what those did.
-ADDED = {"control/decay_scale": 1.0, "control/expert_dropout": 0.0}
 
 
 def init_state(

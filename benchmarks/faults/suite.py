@@ -356,7 +356,9 @@ def run_suite(suite: Suite, path: Path) -> Results:
     build = functools.cache(lambda name: build_arm(name, bench.cfg))
     for name, seed, scenarios in missing(suite, results):
       arm = build(name)
-      start = init_state(dataclasses.replace(arm.program.cfg, seed=seed), arm.program.num, arm.program.tx)
+      start = init_state(
+        dataclasses.replace(arm.program.cfg, seed=seed), arm.program.num, arm.program.tx
+      )
       for scenario in scenarios:
         copy = jax.tree.map(lambda x: jnp.array(x, copy=True), start)
         record = run(bench, arm, scenario, seed, copy)

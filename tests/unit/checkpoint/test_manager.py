@@ -224,23 +224,6 @@ def test_damage_is_damage_also_where_a_run_is_asked_for(tmp_path):
   assert (tmp_path / "2.damaged").exists()
 
 
-def test_leaves_that_an_older_program_did_not_save_are_filled_in(tmp_path):
-  saved = {"control": {"scale": jnp.float32(0.5)}}
-  wanted = {"control": {"scale": jnp.float32(1.0), "rate": jnp.float32(7.0)}}
-  added = {"control/rate": 0.25, "control/gone": 3.0}
-  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
-    manager.save(1, saved, {"row": 4}, wait=True)
-    assert manager.latest_extra() == {"row": 4}
-    _, state, _ = manager.restore_latest(wanted, added)
-    assert state == {"control": {"scale": 0.5, "rate": 0.25}}
-    assert state["control"]["rate"].dtype == jnp.float32
-    with pytest.raises(CheckpointError, match="control/rate is not there in the checkpoint"):
-      manager.restore_latest(wanted)
-    manager.save(2, wanted, {}, wait=True)
-    _, state, _ = manager.restore_latest(saved | wanted, added)
-    assert state["control"]["rate"] == 7.0  # what was saved counts
-
-
 def test_an_extra_that_is_damaged_is_none(checkpoints):
   with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
     assert manager.latest_extra() == {"rows": 300}
