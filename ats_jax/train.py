@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from absl import flags, logging
 
-from ats_jax import report, runtime, workdir
+from ats_jax import cli, report, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import CHANGES, explain, resolve, with_changes
@@ -160,8 +160,8 @@ def due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
 
 
-_CONFIG = runtime.define_config_flag()
-_WORKDIR = runtime.define_workdir_flag()
+_CONFIG = cli.define_config_flag()
+_WORKDIR = cli.define_workdir_flag()
 _EXPLAIN = flags.DEFINE_string(
   "explain", None, "Describe a setting or a section, e.g. model.num_layers."
 )
@@ -173,10 +173,10 @@ def main(argv: list[str]) -> None:
   if _EXPLAIN.value:
     print(explain(_EXPLAIN.value))
     return
-  config = runtime.require(_CONFIG.value, "config", "configs/debug.py")
-  folder = runtime.require(_WORKDIR.value, "workdir", "runs/debug")
+  config = cli.require(_CONFIG.value, "config", "configs/debug.py")
+  folder = cli.require(_WORKDIR.value, "workdir", "runs/debug")
   train(from_config_dict(config), Path(folder))
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import jax
 from absl import flags, logging
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.bench.cases import Case, real_cases, toy_cases
 from ats_jax.bench.measure import device_secs, floor_secs, kernel_secs, peak_bytes, relative_errors
 from ats_jax.config.schema import Config
@@ -197,4 +197,4 @@ def emit(row: Row) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

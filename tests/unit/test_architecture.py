@@ -30,12 +30,13 @@ ALLOWED = {
   "orchestrator": STEP | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"},
   "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
   # Shared by all entry points; they know nothing of what is trained.
-  "runtime": {"config", "launch"},
+  "cli": {"config", "launch"},
+  "runtime": {"config"},
   "workdir": {"config"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
-  | {"runtime", "workdir"},
+  | {"cli", "runtime", "workdir"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
