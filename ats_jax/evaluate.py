@@ -9,7 +9,9 @@ from absl import flags, logging
 
 from ats_jax import cli, workdir
 from ats_jax.checkpoint import load_extra
+from ats_jax.data.batches import row_of
 from ats_jax.data.splits import open_datasets, open_split
+from ats_jax.feed import POSITION
 from ats_jax.inference.load import load_run
 from ats_jax.scoring import score
 
@@ -28,8 +30,7 @@ def main(argv: list[str]) -> None:
       dataset = open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)
     else:
       train_set, dataset = open_datasets(cfg.data, cfg.seed)
-      trained_on = load_extra(folder / workdir.CHECKPOINTS, run.step)["data"]
-      workdir.check_data(folder, trained_on, train_set.fingerprint)
+      row_of(train_set, load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
     metrics = score(run.program, run.model, dataset, run.step)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():

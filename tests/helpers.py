@@ -42,6 +42,22 @@ def make_test_mesh(data: int, fsdp: int, tensor: int, expert: int = 1) -> jax.sh
   return jax.make_mesh((data, fsdp, expert, tensor), MESH_AXES, devices=devices)
 
 
+class Lent:
+  """What a test's loop lends to a supervisor: what it was told last."""
+
+  def __init__(self, again=None, ahead=None):
+    self.last, self.next = again, ahead
+
+  def position(self):
+    return {}
+
+  def again(self):
+    return self.last
+
+  def ahead(self):
+    return self.next
+
+
 def tiny_config(changes: dict[str, Any] | None = None) -> Config:
   """A resolved config of a two-layer model, with some settings (by dotted name) changed."""
   config = base_config()

@@ -470,6 +470,10 @@ class Config:
 
   seed: int = setting(0, "of weights, dropout, data order and sampling", low=0, high=MAX_SEED)
   num_steps: int = setting(400, "optimizer updates", low=1, high=MAX_STEPS, resume="free")
+  num_epochs: float = setting(
+    0.0, "passes over the training rows, in place of num_steps; 0 = num_steps", low=0.0,
+    resume="free",
+  )  # fmt: skip
   compilation_cache: str = setting(
     "auto",
     "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",

@@ -18,8 +18,10 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  rules = (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision)
-  for rule in (*rules, _eight_bits, _orchestrator):
+  rules = (_heads, _batch, _adam, _writers, _tokenizer, _cudnn_precision, _eight_bits)
+  # With num_epochs, num_steps is known when the data is: `count_epochs` checks these rules then.
+  of_num_steps = () if cfg.num_epochs else (_warmup, _orchestrator)
+  for rule in (*rules, *of_num_steps):
     rule(cfg)
   if cfg.moe.num_experts:
     check_moe(cfg)

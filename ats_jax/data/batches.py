@@ -47,7 +47,7 @@ def train_batches(
       in other data.
   """
   if position is not None:
-    start_row = _row_in(ds, position)
+    start_row = row_of(ds, position)
   if not ds.num_rows:
     raise ValueError("The dataset has no row to train on.")
   if batch_size % accum_steps:
@@ -100,8 +100,12 @@ class TrainBatches(Batches):
     return {"row": self._first_row + self._count * self._batch_size, "data": self._data}
 
 
-def _row_in(ds: Dataset, position: Mapping[str, Any]) -> int:
-  """The row of a position, if it is one in this data."""
+def row_of(ds: Dataset, position: Mapping[str, Any]) -> int:
+  """The first row that a run at `position` has not read.
+
+  Raises:
+    ValueError: if the position is one in other data.
+  """
   if position["data"] != ds.fingerprint:
     raise ValueError(
       "the run was trained on other data: the text files, the tokenizer or the packing changed "

@@ -39,7 +39,7 @@ ALLOWED = {
   | {"cli", "runtime", "workdir"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
-TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
+TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
 TOP |= {"forecast", "decisions"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 

@@ -48,10 +48,6 @@ class ChangeSettings:
   before: tuple[tuple[str, Any], ...] = ()
 
 
-class Restart(Exception):  # noqa: N818  (no error)
-  """The run goes on from the checkpoint that it has just saved, with other settings."""
-
-
 def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
   """`cfg` as it is to be from `step` on.
 
