@@ -154,6 +154,16 @@ def test_fragile_modules_have_one_door(module, only):
   assert users == {only}
 
 
+@pytest.mark.parametrize("path", FILES, ids=identify)
+def test_random_keys_are_folded_never_split(path):
+  """Nor with bare numbers: the purposes are `model.random.Purpose`, each with its own."""
+  calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+  for called, *arguments in ((ast.unparse(n.func), *n.args) for n in calls):
+    assert called != "jax.random.split"
+    if called == "jax.random.fold_in":
+      assert not isinstance(arguments[1], ast.Constant)
+
+
 def test_test_files_have_unique_names_and_no_packages():
   files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
   assert len({p.name for p in files}) == len(files)
