@@ -74,7 +74,7 @@ def saving(dense: Program, mod: Program) -> Saving:
 
 def _step_flops(program: Program) -> int:
   """Of the reference implementations, where every matmul shows."""
-  ops = dataclasses.replace(program.cfg.ops, attention="xla", grouped_matmul="xla")
+  ops = dataclasses.replace(program.cfg.ops, kernels="attention=xla,grouped_matmul=xla")
   program = make_program(dataclasses.replace(program.cfg, ops=ops))
   data, accum = program.cfg.data, program.cfg.step.accum_steps
   batch = abstract_batch(accum, data.batch_size // accum, data.seq_len)

@@ -38,9 +38,7 @@ _OUT = flags.DEFINE_string("out", "", "Where to write the losses of all runs, as
 def plain(config: ConfigDict, remat: str, accum_steps: int) -> Changes:
   """Settings of the plain step. Accumulation changes nothing but the order of sums."""
   return {
-    "ops.attention": "xla",
-    "ops.grouped_matmul": "xla",
-    "ops.slots": ",".join(f"{op}=xla" for op, entry in OPS.items() if entry.kernels),
+    "ops.kernels": ",".join(f"{op}=xla" for op, entry in OPS.items() if entry.kernels),
     "step.remat": remat,
     "step.scan_unroll": 1,
     "step.accum_steps": accum_steps or config.step.accum_steps,

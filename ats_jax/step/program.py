@@ -142,7 +142,7 @@ def make_program(cfg: Config) -> Program:
   Call under the mesh, with a resolved config.
   """
   device = this_device()
-  slots, choices = registry.choose(cfg, device)
+  kernels, choices = registry.choose(cfg, device)
   unroll = usual_unroll(cfg)
   if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
     logging.warning(
@@ -150,7 +150,7 @@ def make_program(cfg: Config) -> Program:
       "with an IndexError inside XLA (jax 0.11.2). If this one does too, use step.scan_unroll=1.",
       cfg.step.scan_unroll,
     )
-  num = numerics(cfg, slots.of("attention", "forward"), slots, slots, unroll)
+  num = numerics(cfg, kernels, unroll)
   tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
   model = init_state(cfg, num, tx, abstract=True).model
   return Program(
@@ -159,7 +159,7 @@ def make_program(cfg: Config) -> Program:
     num=num,
     tx=tx,
     options=options,
-    train_step=make_train_step(cfg, tx, slots, options),
+    train_step=make_train_step(cfg, tx, kernels, options),
     eval_step=make_eval_step(cfg, for_evaluation(options)),
     counts=count(cfg, model, cfg.data.seq_len),
   )

@@ -14,7 +14,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.balance import (
   Totals,
   drop_experts,
@@ -34,12 +34,12 @@ from ats_jax.step.update import Fault, guarded_update, update
 def make_train_step(
   cfg: Config,
   tx: optax.GradientTransformation,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
   options: Options | None = None,
 ) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
-  The state is donated. `rules` are those of the update (`Plan.training_rules`); `slots` say what
+  The state is donated. `rules` are those of the update (`Plan.training_rules`); `kernels` say what
   runs in the optimizer; `options` are the compiler's; a `fault` is injected by `benchmarks.faults`
   alone.
   """
@@ -59,7 +59,7 @@ def make_train_step(
     lr = learning_rate(cfg, state.step)
     loss, control, reflex = sums.cross_entropy / whole.counted, state.control, state.reflex
     if control is None or reflex is None:
-      new = update(cfg, tx, params, grads, state.opt_state, lr, slots, fault)
+      new = update(cfg, tx, params, grads, state.opt_state, lr, kernels, fault)
     else:
       new = guarded_update(tx, params, grads, state.opt_state, lr, loss, control, reflex, fault)
     model = merge(new.params, state.model)
