@@ -10,13 +10,14 @@ import optax
 from jax.extend import core
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import merge, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
-from ats_jax.step.balance import routing_loss, rules_at, totals
-from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.balance import rules_at, totals
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.state import TrainState
 
 
@@ -90,9 +91,7 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
 
   def pullback(params: Any, model: Decoder, batch: Batch, key: jax.Array) -> Any:
     def objective(params: Any) -> jax.Array:
-      full = merge(params, model)
-      sums, stats = loss_sums(full, batch, cfg.step, rules, key)
-      return sums.objective + routing_loss(cfg, full, stats, totals(batch, rules))
+      return Pretraining(cfg)(merge(params, model), batch, totals(batch, rules), rules, key).loss
 
     return jax.vjp(objective, params)[1]  # a pytree of all that it keeps
 

@@ -18,6 +18,7 @@ from absl import logging
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.model.decoder import Decoder
@@ -28,7 +29,6 @@ from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
 from ats_jax.orchestrator.trials.again import Again
 from ats_jax.orchestrator.trials.ahead import Ahead
 from ats_jax.sharding.mesh import make_mesh, to_global
-from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.update import Fault

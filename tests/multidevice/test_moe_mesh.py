@@ -19,6 +19,7 @@ from ats_jax.model.moe import MoE
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.balance import rules_at
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.optimizer import build_optimizer
 from ats_jax.step.state import init_state
 from ats_jax.step.train_step import make_train_step
@@ -231,7 +232,9 @@ def train_step(mode, shape):
       )
     start = on_host(state.model)
     batch = to_global(micro_batches(random_rows(cfg, 16), 2), mesh)
-    state, metrics = make_train_step(cfg, tx)(state, batch, rules_at(cfg, 0, training=True))
+    state, metrics = make_train_step(cfg, tx, Pretraining(cfg))(
+      state, batch, rules_at(cfg, 0, training=True)
+    )
     is_buffer = lambda v: isinstance(v, Buffer)
     buffers = [v for v in jax.tree.leaves(state.model, is_leaf=is_buffer) if is_buffer(v)]
     return {

@@ -17,6 +17,7 @@ from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.balance import RESCUE_RATE, Totals, bias_rate, routing_loss, set_buffers, totals
 from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import metric_names
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
@@ -85,7 +86,7 @@ def step_of(cfg):
     weighted = with_weights(cfg, weights)
     key = jax.random.key(0)
     whole = totals(batch, TRAINING)
-    _, stats, grads = sums_and_grads(weighted, model, batch, whole, key, TRAINING)
+    _, stats, grads = sums_and_grads(Pretraining(weighted), model, batch, whole, key, TRAINING)
     # A new model, as the step makes one of the moved weights.
     new = merge(trainable(model), jax.tree.map(jnp.copy, model))
     set_buffers(cfg, new, stats, jnp.int32(0), TRAINING)
