@@ -67,7 +67,8 @@ def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
   state = program.init()
   leaves = jax.tree_util.tree_leaves_with_path(state.model)
   named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-  short = lambda name: name.removeprefix("segments.0.layers.0.").removesuffix(".value")
+  bare = lambda name: name.removesuffix(".value").removesuffix(".weight")
+  short = lambda name: bare(name.removeprefix("segments.0.layers.0."))
   np.savez(weights, **{short(name): np.asarray(leaf) for name, leaf in named.items()})
   rows = random_batch((1, cfg.data.batch_size, cfg.data.seq_len), cfg.model.vocab_size)
   batch, rules = to_global(rows, mesh), program.training_rules(1)

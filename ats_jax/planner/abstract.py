@@ -11,7 +11,7 @@ from ats_jax.model.init import numerics
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
 from ats_jax.step import program
-from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.state import TrainState, init_state
 
 
@@ -51,8 +51,8 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
 def abstract_state(cfg: Config) -> TrainState:
   """The state of step 0 on the current (abstract) mesh; `cfg` is resolved."""
   # Which implementation runs changes no shape.
-  num, tx = numerics(cfg), build_optimizer(cfg)
-  return jax.eval_shape(lambda: init_state(cfg, num, tx))
+  num = numerics(cfg)
+  return jax.eval_shape(lambda: init_state(cfg, num, build_optimizer(cfg)))
 
 
 def abstract_batch(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:

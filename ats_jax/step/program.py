@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import optax
 from absl import logging
 
 from ats_jax.config.schema import Config
@@ -23,7 +22,7 @@ from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.objective import Objective, Pretraining
-from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
 
@@ -38,7 +37,7 @@ class Program:
     cfg: the resolved config.
     choices: which implementation of each op runs, and why.
     num: dtypes and implementations, as the model wants them.
-    tx: the optimizer.
+    optimizer: what makes directions of gradients.
     objective: what is minimised.
     options: of the compiler, for the train step; for the other, `for_evaluation`.
     train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
@@ -50,7 +49,7 @@ class Program:
   cfg: Config
   choices: tuple[Choice, ...]
   num: Numerics
-  tx: optax.GradientTransformation
+  optimizer: Optimizer
   objective: Objective
   options: Options
   train_step: jax.stages.Wrapped
@@ -60,7 +59,7 @@ class Program:
 
   def init(self, *, abstract: bool = False) -> TrainState:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
-    return init_state(self.cfg, self.num, self.tx, abstract=abstract)
+    return init_state(self.cfg, self.num, self.optimizer, abstract=abstract)
 
   def rules(self, step: int) -> Pass:
     """How evaluation and generation use the weights that update `step` (1-based) left."""
@@ -158,16 +157,16 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
       cfg.step.scan_unroll,
     )
   num = numerics(cfg, kernels, unroll)
-  tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
-  model = init_state(cfg, num, tx, abstract=True).model
+  optimizer, options = build_optimizer(cfg, kernels), compiler_options(cfg, device.kind)
+  model = init_state(cfg, num, optimizer, abstract=True).model
   return Program(
     cfg=cfg,
     choices=choices,
     num=num,
-    tx=tx,
+    optimizer=optimizer,
     objective=objective,
     options=options,
-    train_step=make_train_step(cfg, tx, objective, kernels, options),
+    train_step=make_train_step(cfg, optimizer, objective, options),
     eval_step=make_eval_step(cfg, for_evaluation(options)),
     counts=count(cfg, model, cfg.data.seq_len),
   )

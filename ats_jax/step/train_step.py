@@ -5,16 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import merge, trainable
 from ats_jax.model.mod import Pass
+from ats_jax.model.param import merge, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
-from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.balance import (
   Totals,
   drop_experts,
@@ -24,24 +22,20 @@ from ats_jax.step.balance import (
 from ats_jax.step.compiler import Options
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.objective import Objective
-from ats_jax.step.optimizer import norm
+from ats_jax.step.optimizers.base import Optimizer, norm
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.update import Fault, guarded_update, update
 
 
 def make_train_step(
-  cfg: Config,
-  tx: optax.GradientTransformation,
-  objective: Objective,
-  kernels: Kernels = XLA,
-  options: Options | None = None,
+  cfg: Config, optimizer: Optimizer, objective: Objective, options: Options | None = None
 ) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
   The state is donated. `objective` is what is minimised; `rules` are those of the update
-  (`Program.training_rules`); `kernels` say what runs in the optimizer; `options` are the
-  compiler's; a `fault` is injected by `benchmarks.faults` alone.
+  (`Program.training_rules`); `options` are the compiler's; a `fault` is injected by
+  `benchmarks.faults` alone.
   """
 
   def train_step(
@@ -60,9 +54,11 @@ def make_train_step(
     control, reflex = state.control, state.reflex
     loss, accuracy, z, *further = objective.means(sums, whole)
     if control is None or reflex is None:
-      new = update(cfg, tx, params, grads, state.opt_state, lr, kernels, fault)
+      new = update(optimizer, params, grads, state.opt_state, lr, fault)
     else:
-      new = guarded_update(tx, params, grads, state.opt_state, lr, loss, control, reflex, fault)
+      new = guarded_update(
+        optimizer, params, grads, state.opt_state, lr, loss, control, reflex, fault
+      )
     model = merge(new.params, state.model)
     set_buffers(cfg, model, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)

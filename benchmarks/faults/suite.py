@@ -375,7 +375,7 @@ def run_suite(suite: Suite, path: Path) -> Results:
     for name, seed, scenarios in missing(suite, results):
       arm = build(name)
       start = init_state(
-        dataclasses.replace(arm.program.cfg, seed=seed), arm.program.num, arm.program.tx
+        dataclasses.replace(arm.program.cfg, seed=seed), arm.program.num, arm.program.optimizer
       )
       for scenario in scenarios:
         copy = jax.tree.map(lambda x: jnp.array(x, copy=True), start)

@@ -21,7 +21,7 @@ from helpers import (
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
-from ats_jax.model.init import Buffer
+from ats_jax.model.param import Buffer
 from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.balance import rules_at, set_buffers, totals
