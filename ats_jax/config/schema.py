@@ -297,9 +297,10 @@ class PrecisionConfig:
     False,
     "projections of attention and dense feed-forwards in 8 bits: e4m3 operands, e5m2 gradients, "
     "one scale a tensor; not in layers that skip tokens (docs/adr/0009-eight-bits.md)",
+    resume="free",
   )
-  fp8_keep_first: int = setting(1, "layers at the bottom that stay in compute_dtype", low=0)
-  fp8_keep_last: int = setting(1, "layers at the top that stay in compute_dtype", low=0)
+  fp8_keep_first: int = setting(1, "bottom layers left in compute_dtype", low=0, resume="free")
+  fp8_keep_last: int = setting(1, "top layers left in compute_dtype", low=0, resume="free")
   fp8_band: float = setting(
     0.0025,
     "share of the validation loss that 8 bits may add at an evaluation (eval.every_steps); past it "

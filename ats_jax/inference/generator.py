@@ -1,6 +1,5 @@
 """Continue a text: fill the cache with the prompt, then one token at a time."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 
@@ -64,8 +63,7 @@ def generate_tokens(
   allowed[[tokenizer.bos_id, tokenizer.pad_id]] = False
   allowed[tokenizer.eos_id] = True
   drawing = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-  # Not in 8 bits: a token is fewer rows than they take, and a prompt is not worth tuning for them.
-  step = functools.partial(_extend, rules=dataclasses.replace(rules, fp8=False), **drawing)
+  step = functools.partial(_extend, rules=rules, **drawing)
   key = jax.random.key(seed)
   # The padding's keys sit in slots that are overwritten before a later token sees them.
   prompt_ids = np.full(padded, tokenizer.eos_id, np.int32)

@@ -62,7 +62,7 @@ class Block(nnx.Module):
   """`x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs, kind: LayerKind):
-    model, self.fp8 = cfg.model, kind.fp8
+    model = cfg.model
     self.rate, self.scope = model.dropout, cfg.mod.scope
     self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
     self.attn_norm = RMSNorm(model.d_model, model.norm_eps, num)
@@ -80,6 +80,7 @@ class Block(nnx.Module):
     layer: jax.Array,
     key: jax.Array | None = None,
     cache: LayerCache | None = None,
+    fp8: bool = False,
   ) -> tuple[jax.Array, LayerStats, jax.Array, LayerCache | None]:
     """Map [batch, seq, d_model] to the same shape.
 
@@ -90,15 +91,17 @@ class Block(nnx.Module):
       layer: int32 index of this layer.
       key: of this layer and micro-batch, for dropout and noise; None = neither.
       cache: what earlier tokens left (generation).
+      fp8: multiply in 8 bits; not in a layer that skips tokens.
 
     Returns:
       The stream, statistics, which tokens went through (bool [batch, seq]), the extended cache.
     """
     if self.depth is not None:
+      assert not fp8
       return self._for_some(self.depth, x_BTD, tokens, rules, layer, key, cache)
-    y_BTD, kv = self._attend(x_BTD, tokens, rules, key, None if cache is None else cache.kv)
+    y_BTD, kv = self._attend(x_BTD, tokens, key, None if cache is None else cache.kv, fp8)
     x_BTD = x_BTD + y_BTD
-    y_BTD, moe = self._feed(x_BTD, tokens, rules, key)
+    y_BTD, moe = self._feed(x_BTD, tokens, rules, key, fp8)
     cache = None if kv is None else LayerCache(kv, None)
     return x_BTD + y_BTD, LayerStats(moe, None), tokens.segment_ids_BT > 0, cache
 
@@ -106,7 +109,7 @@ class Block(nnx.Module):
     """Only the tokens that `depth` chooses go through the block, or through its feed-forward."""
     kv = None if cache is None else cache.kv
     if self.scope == "ffn":
-      y_BTD, kv = self._attend(x_BTD, tokens, rules, key, kv)
+      y_BTD, kv = self._attend(x_BTD, tokens, key, kv)
       x_BTD = x_BTD + y_BTD
     seq = x_BTD.shape[1]
     in_all = seq if cache is None else self._places_in_all(cache, rules)
@@ -137,7 +140,7 @@ class Block(nnx.Module):
       if self.scope == "ffn":
         y_BCD, moe = self._feed(x_BCD, some, rules, key)
       else:
-        attended_BCD, new_kv = self._attend(x_BCD, some, rules, key, kv)
+        attended_BCD, new_kv = self._attend(x_BCD, some, key, kv)
         y_BCD, moe = self._feed(x_BCD + attended_BCD, some, rules, key)
         y_BCD += attended_BCD
       return chosen.put(y_BCD), new_kv, moe
@@ -166,9 +169,9 @@ class Block(nnx.Module):
     self,
     x_BTD: jax.Array,
     tokens: Tokens,
-    rules: Pass,
     key: jax.Array | None,
     kv: KVCache | None,
+    fp8: bool = False,
   ) -> tuple[jax.Array, KVCache | None]:
     y_BTD, kv = self.attn(
       self.attn_norm(x_BTD),
@@ -176,14 +179,14 @@ class Block(nnx.Module):
       segment_ids_BT=tokens.segment_ids_BT,
       cache=kv,
       index_BT=tokens.slot_BT,
-      fp8=self.fp8 and rules.fp8,
+      fp8=fp8,
     )
     return dropout(y_BTD, self.rate, maybe_fold(key, Purpose.ATTENTION_DROPOUT)), kv
 
   def _feed(
-    self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None
+    self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None, fp8: bool = False
   ) -> tuple[jax.Array, MoEStats | None]:
-    x_BTD, moe, fp8 = self.mlp_norm(x_BTD), None, self.fp8 and rules.fp8
+    x_BTD, moe = self.mlp_norm(x_BTD), None
     if isinstance(self.mlp, MoE):
       noise_key = maybe_fold(key, Purpose.EXPERT_NOISE)
       y_BTD, moe = self.mlp(

@@ -3,6 +3,7 @@
 Letters: B batch, T seq, D d_model, V vocab, L layers that skip tokens.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,13 @@ from ats_jax.model import moe
 from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block, LayerCache, Tokens
 from ats_jax.model.init import Numerics
-from ats_jax.model.layout import LayerKind, layer_kinds, segments
+from ats_jax.model.layout import LayerKind, fp8_layers, layer_kinds, segments
 from ats_jax.model.linear import Weight
 from ats_jax.model.mod import Pass
 from ats_jax.model.norm import RMSNorm
 from ats_jax.model.param import Role, head_std
 from ats_jax.model.stats import StackStats
-from ats_jax.model.unroll import run_layers, unstack
+from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul
 from ats_jax.ops.embedding import embedding_lookup
@@ -63,7 +64,7 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     model = cfg.model
     self.cfg, self.num = model, num
-    self.layout = segments(layer_kinds(cfg))
+    self.layout, self.fp8 = segments(layer_kinds(cfg)), fp8_layers(cfg)
     std = head_std(model) if model.tie_embeddings else model.init_std
     sizes = {"vocab_rows": model.vocab_size, "table_embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
@@ -110,13 +111,15 @@ class Decoder(nnx.Module):
     table = rope_table(positions_BT, self.cfg.head_dim, self.cfg.rope_theta)
     tokens = Tokens(positions_BT, segment_ids_BT, table)
 
-    def super_block(carry, block_and_index):
+    def super_block(fp8, carry, block_and_index):
       (x_BTD, depth_BT), (block, first) = carry, block_and_index
       stats = []
       for place, layer in enumerate(block.layers):
         index = first + place
         layer_key = None if key is None else jax.random.fold_in(key, index)
-        x_BTD, layer_stats, passed_BT, _ = layer(x_BTD, tokens, rules, layer=index, key=layer_key)
+        x_BTD, layer_stats, passed_BT, _ = layer(
+          x_BTD, tokens, rules, layer=index, key=layer_key, fp8=fp8[place]
+        )
         stats.append(layer_stats)
         if layer.depth is not None:
           depth_BT += passed_BT
@@ -125,16 +128,23 @@ class Decoder(nnx.Module):
     carry, stats = (self._lookup(tokens_BT), jnp.zeros_like(segment_ids_BT)), []
     for segment, blocks in zip(self.layout, self.segments, strict=True):
       firsts, unroll = segment.layer_indices(0), self.num.scan_unroll
-      body = self._remat(super_block, in_loop=unroll == 1)
+      remat = functools.partial(self._remat, in_loop=unroll == 1)
+      # One function for each choice of formats: what is traced once serves all repeats.
+      body_of = functools.cache(lambda fp8, r=remat: r(functools.partial(super_block, fp8)))
+      bodies = [body_of(self._formats(first, len(segment.kinds), rules)) for first in firsts]
       if unroll > 1 and unroll >= segment.repeats:
-        carry, of_segment = run_layers(body, carry, zip(unstack(blocks), firsts, strict=True))
+        carry, of_segment = run_layers(bodies, carry, zip(unstack(blocks), firsts, strict=True))
       else:
-        carry, of_segment = jax.lax.scan(body, carry, (blocks, jnp.array(firsts)), unroll=unroll)
+        carry, of_segment = scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
       stats.append(of_segment)
     x_BTD, depth_BT = carry
     return self.final_norm(x_BTD), StackStats(
       tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
     )
+
+  def _formats(self, first: int, number: int, rules: Pass) -> tuple[bool, ...]:
+    """Which of `number` layers from `first` on are multiplied in 8 bits in this pass."""
+    return tuple(fp8 and rules.fp8 for fp8 in self.fp8[first : first + number])
 
   def _remat(self, super_block: Callable, *, in_loop: bool) -> Callable:
     """`super_block` as `step.remat` says, which in a loop needs no barriers against sharing."""
@@ -156,6 +166,8 @@ class Decoder(nnx.Module):
     self, tokens_BT: jax.Array, index_BT: jax.Array, valid_BT: jax.Array, cache: Cache, rules: Pass
   ) -> tuple[jax.Array, Cache]:
     """Run `tokens_BT` as the continuation of what the cache holds.
+
+    Not in 8 bits: a token is fewer rows than they take, and a prompt is not worth tuning for them.
 
     Args:
       tokens_BT: int32 [batch, seq].

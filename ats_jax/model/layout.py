@@ -13,12 +13,10 @@ class LayerKind:
   Attributes:
     moe: its feed-forward is a mixture of experts.
     mod: only some tokens go through it (mixture of depths).
-    fp8: its projections and its dense feed-forward are multiplied in 8 bits.
   """
 
   moe: bool
   mod: bool
-  fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,22 +42,31 @@ class Segment:
 def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
   """The kind of every layer, from the bottom up."""
   moe, mod, num_layers = cfg.moe, cfg.mod, cfg.model.num_layers
-  precision = cfg.precision
-  fp8_layers = range(precision.fp8_keep_first, num_layers - precision.fp8_keep_last)
   moe_layers = _every(moe.every, moe.dense_first, num_layers - moe.dense_last)
   mod_layers = _every(mod.every, mod.start_layer, mod.end_layer or num_layers)
   kinds = []
   for layer in range(num_layers):
-    skips = mod.routing != "none" and layer in mod_layers
     kinds.append(
       LayerKind(
         moe=moe.num_experts > 0 and layer in moe_layers,
-        mod=skips,
-        # Skipping layers see any number of rows, 8 bits take multiples of 16.
-        fp8=precision.fp8 and layer in fp8_layers and not skips,
+        mod=mod.routing != "none" and layer in mod_layers,
       )
     )
   return tuple(kinds)
+
+
+def fp8_layers(cfg: Config) -> tuple[bool, ...]:
+  """Which layers multiply their projections and dense feed-forwards in 8 bits, from the bottom up.
+
+  A matter of how they are computed: their weights are the same ones.
+  """
+  precision = cfg.precision
+  within = range(precision.fp8_keep_first, cfg.model.num_layers - precision.fp8_keep_last)
+  return tuple(
+    # Skipping layers see any number of rows, 8 bits take multiples of 16.
+    precision.fp8 and layer in within and not kind.mod
+    for layer, kind in enumerate(layer_kinds(cfg))
+  )
 
 
 def _every(n: int, start: int, stop: int) -> range:

@@ -36,7 +36,7 @@ class Pass:
     capacity: share of a row that goes through a layer which skips tokens.
     horizon: outside of training, shorter rows have the places of a row of this length: a text has
       the same room however far it goes on.
-    fp8: layers of that kind multiply in 8 bits (`LayerKind`); false = none does.
+    fp8: layers that are to multiply in 8 bits (`fp8_layers`) do; false = none does.
   """
 
   training: bool

@@ -1,11 +1,13 @@
-"""Layers one after the other, from weights that are stacked: `lax.scan` without a loop.
+"""Layers one after the other, from weights that are stacked: `lax.scan` without a loop, or several.
 
 With `lax.scan(unroll=num_layers)` XLA copies each layer's weights out of the stack for the backward
 pass, since what `jax.checkpoint` reads again stands behind a barrier, and it gathers the gradients
 of all layers again inside everything that reads them (docs/performance.md has both times).
 """
 
-from collections.abc import Callable, Iterable
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -46,10 +48,52 @@ def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
 _slices.defvjp(_slices_fwd, _slices_bwd)
 
 
-def run_layers(body: Callable, carry: Any, xs: Iterable[Any]) -> tuple[Any, Any]:
-  """`jax.lax.scan(body, carry, xs)` of `xs` already taken apart; outputs are stacked."""
+def run_layers(bodies: Sequence[Callable], carry: Any, xs: Iterable[Any]) -> tuple[Any, Any]:
+  """`jax.lax.scan` of `xs` already taken apart, each with its own body; outputs are stacked."""
   outputs = []
-  for x in xs:
+  for body, x in zip(bodies, xs, strict=True):
     carry, output = body(carry, x)
     outputs.append(output)
   return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+
+def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> tuple[Any, Any]:
+  """`jax.lax.scan` over runs of layers with the same body, one scan after the other.
+
+  Args:
+    bodies: of each layer; layers with the same function are scanned together.
+    carry: as in `jax.lax.scan`.
+    xs: trees with a leading [layers]. More than one run copies what it reads of them.
+    unroll: as in `jax.lax.scan`.
+
+  Returns:
+    The last carry, and the outputs of all layers, stacked.
+  """
+  runs = [(body, len(list(same))) for body, same in itertools.groupby(bodies)]
+  if len(runs) == 1:
+    return jax.lax.scan(bodies[0], carry, xs, unroll=unroll)
+  leaves, structure = jax.tree.flatten(xs)
+  sizes = tuple(size for _, size in runs)
+  parts, outputs = zip(*(_cut(leaf, sizes) for leaf in leaves), strict=True), []
+  for (body, _), part in zip(runs, parts, strict=True):
+    carry, output = jax.lax.scan(body, carry, structure.unflatten(part), unroll=unroll)
+    outputs.append(output)
+  return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _cut(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+  ends = tuple(itertools.accumulate(sizes))
+  return tuple(stack[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+def _cut_fwd(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[jax.Array, ...], None]:
+  return _cut(stack, sizes), None
+
+
+def _cut_bwd(sizes: tuple[int, ...], _, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+  # Of slices, JAX makes a whole stack for each, padded with zeros, and adds them up.
+  return (jnp.concatenate(grads),)
+
+
+_cut.defvjp(_cut_fwd, _cut_bwd)

@@ -12,7 +12,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
 from ats_jax.model.init import Numerics, numerics, usual_unroll
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layout import fp8_layers
 from ats_jax.model.mod import Pass
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
@@ -91,7 +91,7 @@ class Program:
       f"{p.nu_dtype}; norms, softmax and loss float32"
     )
     if p.fp8:
-      number, every = sum(kind.fp8 for kind in layer_kinds(cfg)), cfg.eval.every_steps
+      number, every = sum(fp8_layers(cfg)), cfg.eval.every_steps
       watch = f"off once they add {p.fp8_band:.2%} to a validation loss (each {every} steps)"
       watch = watch if every else "not watched (eval.every_steps=0)"
       facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"

@@ -104,8 +104,7 @@ def fused_adamw(
     adamw_update, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, kernels=kernels
   )
   updated = [
-    adamw_update(p, g, m, v, weight_decay=o.weight_decay * decay, **how)
-    for p, g, m, v, decay in leaves
+    update(p, g, m, v, weight_decay=o.weight_decay * decay) for p, g, m, v, decay in leaves
   ]
   param, mu, nu, squares = zip(*updated, strict=True)
   like = jax.tree.structure(params).unflatten

@@ -82,7 +82,7 @@ def test_a_workdir_names_no_cache_and_no_option_of_the_compiler(trained, tmp_pat
   with load_run(trained) as run:
     assert jax.config.jax_enable_compilation_cache
     assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
-    assert (run.plan.cfg.data.cache_dir, run.plan.options) == ("", {})
+    assert (run.program.cfg.data.cache_dir, run.program.options) == ("", {})
   assert not theirs.exists() and not dump.exists()
 
 
@@ -95,13 +95,13 @@ def test_nor_does_a_checkpoint(trained, tmp_path):
   )
   with load_run(trained) as run:
     assert jax.config.jax_compilation_cache_dir == str(runtime.cache_folder(base()))
-    assert run.plan.cfg.data.cache_dir == ""
+    assert run.program.cfg.data.cache_dir == ""
   assert not (tmp_path / "theirs").exists()
 
 
 def test_a_run_without_a_cache_is_loaded_without_one(trained):
   with load_run(trained) as run:
-    assert run.plan.cfg.compilation_cache == "off"
+    assert run.program.cfg.compilation_cache == "off"
     assert not jax.config.jax_enable_compilation_cache
 
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_trees_close, make_decoder, random_rows, tiny_config
 
 from ats_jax.model.block import Tokens
-from ats_jax.model.layout import LayerKind, Segment, layer_kinds, mod_tokens, segments
+from ats_jax.model.layout import LayerKind, Segment, fp8_layers, layer_kinds, mod_tokens, segments
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
 from ats_jax.ops.rope import rope_table
@@ -24,8 +24,6 @@ LETTERS = {
   "e": LayerKind(moe=True, mod=False),
   "d": LayerKind(moe=False, mod=True),
   "b": LayerKind(moe=True, mod=True),
-  "8": LayerKind(moe=False, mod=False, fp8=True),
-  "x": LayerKind(moe=True, mod=False, fp8=True),
 }
 kinds_of = lambda text: tuple(map(LETTERS.__getitem__, text))
 text_of = lambda kinds: "".join(next(k for k, v in LETTERS.items() if v == kind) for kind in kinds)
@@ -53,13 +51,26 @@ MOE, MOD = {"moe.num_experts": 4}, {"mod.routing": "learned"}
     (6, MOE | MOD, "ebebeb"),
     (8, MOE | MOD | {"moe.dense_first": 1}, ".bebebeb"),
     (6, MOE | MOD | {"moe.every": 2, "mod.every": 3}, ".ede.b"),
-    (5, FP8, ".888."),
-    (5, FP8 | {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 3}, "88..."),
-    (6, FP8 | MOE | MOD | {"moe.every": 2, "mod.every": 3}, ".xdx8b"),
   ],
 )
 def test_layer_kinds(layers, changes, want):
   assert text_of(layer_kinds(tiny_config({"model.num_layers": layers} | changes))) == want
+
+
+@pytest.mark.parametrize(
+  ("layers", "changes", "want"),
+  [
+    (5, {}, "....."),
+    (5, FP8, ".888."),
+    (5, FP8 | {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 3}, "88..."),
+    (6, FP8 | MOE | MOD | {"moe.every": 2, "mod.every": 3}, ".8.88."),  # the third and last skip
+  ],
+)
+def test_layers_in_8_bits_have_the_same_kinds(layers, changes, want):
+  cfg = tiny_config({"model.num_layers": layers} | changes)
+  assert "".join(".8"[fp8] for fp8 in fp8_layers(cfg)) == want
+  wide = tiny_config({"model.num_layers": layers} | changes | {"precision.fp8": False})
+  assert layer_kinds(cfg) == layer_kinds(wide)
 
 
 @pytest.mark.parametrize(

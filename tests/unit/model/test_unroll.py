@@ -11,7 +11,7 @@ from helpers import TRAINING, kernels_of, make_test_mesh, tiny_config
 
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import numerics
-from ats_jax.model.unroll import run_layers, unstack
+from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops.registry import XLA
 from ats_jax.step.loss import loss_sums
 
@@ -45,10 +45,23 @@ def test_the_same_as_a_scan_with_its_gradients(any_mesh):
     return jax.jit(jax.value_and_grad(of))(stack)
 
   want = loss(lambda s: jax.lax.scan(body, start, s))
-  got = loss(lambda s: run_layers(body, start, unstack(s)))
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert a.sharding == b.sharding
+  got = loss(lambda s: run_layers([body] * LAYERS, start, unstack(s)))
+  other = lambda carry, layer: body(carry, layer)
+  runs = loss(lambda s: scan_runs([body, other, other], start, s, 1))
+  for found in (got, runs):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-6)
+      assert a.sharding == b.sharding
+
+
+def test_gradients_of_runs_are_put_side_by_side_not_padded_and_added(mesh):
+  other = lambda carry, layer: body(carry, layer)
+  run = lambda s: jnp.sum(scan_runs([body, other, other], jnp.ones(8), s, 1)[0])
+  stack = {name: jnp.ones((LAYERS, 8)) for name in "wb"}
+  text = jax.jit(jax.grad(run)).lower(stack).as_text()
+  whole = rf"-> tensor<{LAYERS}x8xf32>"
+  assert len(re.findall(rf"stablehlo\.concatenate.*{whole}", text)) == 2
+  assert not re.search(rf"stablehlo\.pad.*{whole}", text)
 
 
 def gradients_for_cuda(kernels=XLA, **changes):

@@ -59,7 +59,6 @@ def losses(mesh, **precision):
 
 def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkeypatch):
   want, *_ = losses(mesh)
-  # With all layers in 8 bits the stack is one scan, as without, and starts from the same weights.
   found, program, state = losses(mesh, fp8=True, fp8_keep_first=0, fp8_keep_last=0)
   assert found[0] == pytest.approx(want[0], abs=0.01) and (found != want).all()
   assert want[-10:].mean() < want[0] - 1.5
@@ -72,6 +71,33 @@ def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkey
   assert len("".join(text)) > 0
 
 
+@pytest.mark.parametrize("changes", [{}, {"moe.num_experts": 4, "moe.every": 2}], ids=["", "moe"])
+def test_the_parameters_do_not_know_of_them(mesh, changes):
+  model = lambda fp8: jax.tree_util.tree_leaves_with_path(
+    make_program(tiny_config(SHAPE | changes | {"precision.fp8": fp8})).init().model
+  )
+  for (path, got), (wanted_path, want) in zip(model(True), model(False), strict=True):
+    assert path == wanted_path and got.shape == want.shape
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("changes", [{}, {"moe.num_experts": 4, "moe.every": 2}], ids=["", "moe"])
+def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
+  """The first and the last layer are wide: three scans over slices of one stack."""
+  found = []
+  for unroll in (1, 6):
+    settings = {"step.remat": remat, "step.scan_unroll": unroll, "precision.fp8": True}
+    cfg = tiny_config(SHAPE | {"model.num_layers": 6} | changes | settings)
+    program = make_program(cfg)
+    state, metrics = program.train_step(program.init(), rows(cfg, 0), program.training_rules(1))
+    found.append((metrics.values, state.model))
+  for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+    np.testing.assert_allclose(
+      np.asarray(got, np.float64), np.asarray(want, np.float64), rtol=2e-3, atol=1e-4
+    )
+
+
 def test_the_rules_switch_them_off(mesh):
   changes = SHAPE | {"model.vocab_size": 320, "precision.fp8_keep_first": 0}
   program, wide = (
@@ -79,7 +105,7 @@ def test_the_rules_switch_them_off(mesh):
     for fp8 in (True, False)
   )
   model, batch = program.init().model, {k: v[0] for k, v in rows(program.cfg, 0).items()}
-  same = jax.tree.unflatten(jax.tree.structure(wide.init().model), jax.tree.leaves(model))
+  same = wide.init().model
   want = wide.eval_step(same, batch, wide.rules(1))
   off = dataclasses.replace(program, fp8=False)
   np.testing.assert_array_equal(off.eval_step(model, batch, off.rules(0)), want)
