@@ -25,7 +25,7 @@ from ats_jax.metrics.writer import create_writer
 from ats_jax.orchestrator.actions.settings import Restart
 from ats_jax.orchestrator.relief import relieved
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.ahead import Ahead
+from ats_jax.orchestrator.trials.paired import Ahead
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, to_global

@@ -13,16 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.scipy.special import entr
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import residual_std
 from ats_jax.model.moe import MoE
 from ats_jax.model.router import CLOSED
-from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, read_slots
-from ats_jax.sharding.apply import einsum, reshard
+from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
+from ats_jax.sharding.apply import reshard
 from ats_jax.step.optimizer import AdamState
 from ats_jax.step.state import TrainState
 
@@ -49,7 +47,7 @@ def split(
   Raises:
     SurgeryError: if there is no such layer, expert or slot.
   """
-  slot = read_slots(cfg, state, layer).check_split(expert, slot)
+  slot = view_experts(cfg, state, layer).check_split(expert, slot)
   return _split(state, *find(cfg, layer), layer, expert, slot)
 
 
@@ -69,11 +67,16 @@ def release(cfg: Config, state: TrainState, layer: int, expert: int, penalty: fl
   Raises:
     SurgeryError: if `expert` is no half, or the penalty not in [0, EXCLUSIVE].
   """
-  view = read_slots(cfg, state, layer)
+  view = view_experts(cfg, state, layer)
   view.check_half(expert)
+  check_penalty(penalty)
+  return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
+
+
+def check_penalty(penalty: float) -> None:
+  """Is it one that a half can have?"""
   if not 0.0 <= penalty <= EXCLUSIVE:
     raise SurgeryError(f"penalty={penalty} is not in [0, {EXCLUSIVE:g}].")
-  return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
 
 
 def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState:
@@ -90,7 +93,7 @@ def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState
   Raises:
     SurgeryError: if it is not open, or fewer than `moe.top_k` would be left for a token.
   """
-  view = read_slots(cfg, state, layer)
+  view = view_experts(cfg, state, layer)
   view.without(cfg, expert)
   return _prune(state, *find(cfg, layer), expert, view.twin[expert])
 
@@ -110,7 +113,7 @@ def recycle(
   Raises:
     SurgeryError: as `prune` and `split`.
   """
-  view = read_slots(cfg, state, layer)
+  view = view_experts(cfg, state, layer)
   source = view.check_recycle(cfg, dead, source)
   state = _prune(state, *find(cfg, layer), dead, view.twin[dead])
   return _split(state, *find(cfg, layer), layer, source, dead)
@@ -120,7 +123,7 @@ def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> T
   """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
 
   Exact for a pair that was just split. Else the function changes: hidden units of two experts match
-  only if the experts are similar (`similarity`), and no column gives the sum of two experts'
+  only if the experts are similar, and no column gives the sum of two experts'
   probabilities. The mean of the columns is nearest to it (least squares over isotropic inputs) but
   for a constant, at most log 2 in the logit, which goes into the offset with `moe.router_bias`.
 
@@ -134,15 +137,7 @@ def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> T
   Raises:
     SurgeryError: if they are not, or fewer than `moe.top_k` would be left for a token.
   """
-  view = read_slots(cfg, state, layer)
-  view.check_open(keep)
-  after = view.without(cfg, drop)
-  if keep == drop:
-    raise SurgeryError(f"layer {layer}: expert {keep} cannot be merged with itself.")
-  view.check_group(keep, drop)
-  after.check_whole(keep)  # of another pair
-  if view.twin[drop] != keep:
-    view.check_whole(drop)
+  view_experts(cfg, state, layer).check_merge(cfg, keep, drop)
   return _merge(state, *find(cfg, layer), keep, drop, cfg.moe)
 
 
@@ -162,30 +157,8 @@ def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
   Raises:
     SurgeryError: if it is not idle.
   """
-  read_slots(cfg, state, layer).check_idle(slot)
-  return _open(state, *find(cfg, layer), layer, slot, None)
-
-
-def reinitialize(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
-  """Put a fresh expert into a slot, weights as at step 0 and moments as in `reopen`.
-
-  The function changes: tokens go to an expert that has learned nothing. Prefer `recycle`.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    slot: an idle one, or an expert that is no half.
-
-  Raises:
-    SurgeryError: if it is not.
-  """
-  view = read_slots(cfg, state, layer)
-  view.check_slot(slot)
-  view.check_whole(slot)
-  std = cfg.model.init_std
-  stds = (std, std, residual_std(cfg.model), std, 0.0)  # of `_weights`
-  return _open(state, *find(cfg, layer), layer, slot, stds)
+  view_experts(cfg, state, layer).check_idle(slot)
+  return _open(state, *find(cfg, layer), slot)
 
 
 def temper(state: TrainState, by: float) -> TrainState:
@@ -199,15 +172,6 @@ def temper(state: TrainState, by: float) -> TrainState:
     by: above 0.
   """
   return _temper(state, by)
-
-
-def similarity(cfg: Config, state: TrainState, layer: int) -> np.ndarray:
-  """Cosines between the experts' weights (gate, up, down): float32 [slots, slots].
-
-  Raises:
-    SurgeryError: if the layer has no experts.
-  """
-  return np.asarray(_similarity(state.model, *find(cfg, layer)))
 
 
 # The edits. They change arguments of a compiled program in place: nobody else holds them.
@@ -308,43 +272,19 @@ def _merge(state, block, repeat, keep, drop, moe):
   return state
 
 
-@_edit("stds")
-def _open(state, block, repeat, layer, slot, stds):
-  """Open a slot, with fresh weights of these standard deviations if given."""
+@_edit()
+def _open(state, block, repeat, slot):
   router = _moe(state.model, block).router
   opened = _these(_moe(state.model, block), slot)
   others = jnp.where(opened, 0.0, router.active_S[...][repeat])
   mean = others / jnp.maximum(jnp.sum(others), 1.0)
   for moe in _models(state, block):
-    if stds is not None:
-      for number, (variable, axis) in enumerate(_weights(moe)):
-        key = jax.random.fold_in(_key(state, layer, slot), number)
-        shape = [n for d, n in enumerate(variable.shape[1:]) if d != axis]
-        _put(variable, repeat, opened, stds[number] * jax.random.normal(key, shape), axis)
-      _put(moe.router.bias_E, repeat, opened, 0.0)
     _put(moe.router.active_S, repeat, opened, 1.0)
   for mu, nu in _moments(state, block):
     for (first, axis), (second, _) in zip(_weights(mu), _weights(nu), strict=True):
       _put(first, repeat, opened, 0.0, axis)
       _put(second, repeat, opened, _mix(second, repeat, mean, axis), axis)
   return state
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _similarity(model, block, repeat):
-  moe = _moe(model, block)
-
-  def dots_with(slot):  # one expert at a time goes to all devices
-    total = 0.0
-    for variable, axis in _weights(moe)[:3]:
-      row = _mix(variable, repeat, 1.0 * _these(moe, slot), axis)
-      x = variable[...][repeat].astype(row.dtype)
-      total += einsum("Sab,ab->S", x, row, axes=(None,), precision="highest")
-    return total
-
-  dots = jax.lax.map(dots_with, jnp.arange(moe.gate.shape[1]))
-  norms = jnp.sqrt(jnp.diagonal(dots))
-  return dots / (norms[:, None] * norms)
 
 
 # What they are made of.
