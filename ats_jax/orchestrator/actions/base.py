@@ -5,13 +5,13 @@ kinds anywhere else. A subclass is known by its name from then on, so that a led
 back; docs/orchestrator.md shows how to add one.
 """
 
-import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 
+from ats_jax.config.build import flatten
 from ats_jax.config.schema import Config
 from ats_jax.step.state import TrainState
 
@@ -60,10 +60,11 @@ class Host(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Action(abc.ABC):
+class Action:
   """Something that can be done to a run; its fields are all that a ledger keeps of it.
 
   Attributes:
+    words: what it does, with its fields in braces.
     prior: how often it helped before this run has tried any, as of Beta(helped, did not).
     cooldown: looks until the policy may do the same kind again.
     judged: whether its effect is measured, and undone if it did harm.
@@ -72,8 +73,10 @@ class Action(abc.ABC):
     at_pause: done only where the loop waits anyway, as before a checkpoint.
     can_be_tried: on the next steps, from one state, with and without it.
     needs_saved: it puts an earlier state in the place of this one.
+    needs: a setting without which it does nothing.
   """
 
+  words: ClassVar[str]
   prior: ClassVar[tuple[float, float]] = (1.0, 0.0)
   cooldown: ClassVar[int] = 0
   judged: ClassVar[bool] = True
@@ -82,32 +85,27 @@ class Action(abc.ABC):
   at_pause: ClassVar[bool] = False
   can_be_tried: ClassVar[bool] = True
   needs_saved: ClassVar[bool] = False
+  needs: ClassVar[str] = ""
 
   def __init_subclass__(cls, *, abstract: bool = False) -> None:
     """Make it known by its name, unless it is only a base of others."""
-    super().__init_subclass__()
     if not abstract:
       KINDS[cls.__name__] = cls
-
-  @abc.abstractmethod
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """In words, after "decision 3: ".
-
-    Args:
-      row: the line of the ledger, which may say more of what it came to.
-    """
 
   @property
   def can_be_asked_for(self) -> bool:
     """Whether a hook may ask for it."""
     return True
 
-  def check(self, cfg: Config, step: int = 0) -> None:  # noqa: B027  (most have nothing to refuse)
+  def check(self, cfg: Config, step: int = 0) -> None:
     """Is it something that a run of `cfg` can go on with after `step`? Not: as things are now.
 
     Raises:
       ValueError: if not.
     """
+    del step
+    if self.needs and not flatten(cfg)[self.needs]:
+      raise ValueError(f"{self} does nothing in a run with {self.needs}=0.")
 
   def fill(self, now: Now) -> Self:
     """With all that it left open filled in.
@@ -118,20 +116,6 @@ class Action(abc.ABC):
     del now
     return self
 
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """The state in which training goes on; the same object if it is not for the state.
-
-    Args:
-      state: as the last step left it, of a run with `orchestrator.mode=act`; edits donate it.
-      cfg: the run, for which the action was checked.
-      saved: an earlier state on the same devices, if it `needs_saved`.
-
-    Raises:
-      SurgeryError: for an edit that is not possible; the state is as it was.
-    """
-    del cfg, saved
-    return state
-
   def find(
     self, host: Host, step: int, state: TrainState
   ) -> tuple[TrainState | None, dict[str, Any]]:
@@ -139,24 +123,29 @@ class Action(abc.ABC):
     del host, step, state
     return None, {}
 
-  def tell(self, host: Host, step: int, reason: str) -> None:  # noqa: B027  (most want nothing)
-    """Ask the loop for what only it can do.
+  def tell(self, host: Host, step: int, reason: str) -> None:
+    """Ask for what only the loop can do; a `FloatingPointError` ends the run."""
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """The state in which training goes on; the same object if it is not for the state.
 
     Args:
-      host: takes the wish.
-      step: updates done.
-      reason: why it is done, in words.
+      state: as the last step left it, of a run with `orchestrator.mode=act`; edits donate it.
+      cfg: the run, for which the action was checked.
+      saved: what `find` gave.
 
     Raises:
-      FloatingPointError: to end the run.
+      SurgeryError: for an edit that is not possible; the state is as it was.
     """
+    del cfg, saved
+    return state
 
   def undo(self) -> "Action | None":
     """The action that takes it back; None if nothing can."""
     return None
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """What the policy knows once it is done.
+    """What the policy knows once it is done at `step`.
 
     Args:
       policy: before.
@@ -175,6 +164,11 @@ class Action(abc.ABC):
     del reading
     return False
 
+  def narrate(self, row: Mapping[str, Any]) -> str:
+    """In words, after "decision 3: "; the line of the ledger may say more of what it came to."""
+    del row
+    return self.words.format(**dataclasses.asdict(self))
+
   def to_json(self) -> dict[str, Any]:
     """As JSON values: its fields, and its kind as "action"."""
     return {"action": type(self).__name__, **dataclasses.asdict(self)}
@@ -186,15 +180,28 @@ class Scalar(Action, abstract=True):
 
   Attributes:
     scalar: its name there.
+    called: the same in words.
+    least: value.
+    most: value.
   """
 
   scalar: ClassVar[str]
+  called: ClassVar[str]
+  least: ClassVar[float]
+  most: ClassVar[float]
 
   @property
   def value(self) -> float:
     """What it is set to."""
     value, _ = dataclasses.astuple(self)
     return value
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """It is in its range."""
+    if not self.least <= self.value <= self.most:
+      allowed = f"[{self.least:g}, {self.most:g}]"
+      raise ValueError(f"{self.called} is {self.value}; it must be in {allowed}.")
+    super().check(cfg, step)
 
   def fill(self, now: Now) -> Self:
     """The policy knows what it was."""
@@ -203,7 +210,6 @@ class Scalar(Action, abstract=True):
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Write it for the compiled step to read."""
-    del cfg, saved
     assert state.control is not None, "the run has no reflex"
     array = jnp.full_like(getattr(state.control, self.scalar), self.value)
     return dataclasses.replace(state, control=state.control._replace(**{self.scalar: array}))
@@ -213,14 +219,13 @@ class Scalar(Action, abstract=True):
     value, before = dataclasses.astuple(self)
     return self._of(before, value)
 
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """The policy knows what it is."""
+    return policy._replace(control={**policy.control, self.scalar: self.value})
+
   def _of(self, *fields: float) -> Self:
     names = (field.name for field in dataclasses.fields(self))
     return type(self)(**dict(zip(names, fields, strict=True)))
-
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """The policy knows what it is."""
-    del step, wanted
-    return policy._replace(control={**policy.control, self.scalar: self.value})
 
 
 def from_json(fields: Mapping[str, Any]) -> Action:

@@ -1,8 +1,8 @@
 """Edits of experts and routers within their arrays; each is a program of its own (surgery.py)."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions import surgery
@@ -19,17 +19,28 @@ class LayerEdit(Action, abstract=True):
   """An edit of the experts of a layer.
 
   Attributes:
+    edit: makes it; takes the run, the state, the layer and the other fields but `before`.
     layer: index from the bottom.
   """
 
-  edits: ClassVar[bool] = True
-  at_pause: ClassVar[bool] = True
+  edits = True
+  at_pause = True
+  edit: ClassVar[Callable[..., TrainState]]
 
   layer: int
 
-  def view(self, now: Now) -> ExpertView:
-    """The experts of the layer."""
-    return view_experts(now.cfg, now.state, self.layer)
+  def fill(self, now: Now) -> Self:
+    """Is it possible, and of which experts?"""
+    return self._resolve(now.cfg, view_experts(now.cfg, now.state, self.layer))
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """Edit."""
+    fields = dataclasses.asdict(self)
+    return type(self).edit(cfg, state, *(fields[name] for name in fields if name != "before"))
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    """With what was left open filled in; a `SurgeryError` if it is not possible."""
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +58,18 @@ class ExpertEdit(LayerEdit, abstract=True):
 class RecycleExpert(ExpertEdit):
   """Close an expert that gets no tokens, and split the most loaded one into its slot.
 
-  The model computes the same function but for the tokens of the closed one (`surgery.recycle`).
+  The model computes the same function but for the tokens of the closed one.
   """
 
-  prior: ClassVar[tuple[float, float]] = (7.2, 0.8)
-  cooldown: ClassVar[int] = 10
-  exact: ClassVar[bool] = True
+  prior = (7.2, 0.8)
+  cooldown = 10
+  exact = True
+  edit = staticmethod(surgery.recycle)
+  words = "closes expert {expert} of layer {layer} and splits the busiest into its place"
 
-  def fill(self, now: Now) -> Self:
-    """Is it possible?"""
-    self.view(now).check_recycle(now.cfg, self.expert, None)
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_recycle(cfg, self.expert, None)
     return self
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Prune and split."""
-    return surgery.recycle(cfg, state, self.layer, self.expert)
 
   def undo(self) -> Action:
     """Close the fresh half: the split one is whole again."""
@@ -71,58 +79,40 @@ class RecycleExpert(ExpertEdit):
     """The expert gets tokens."""
     return (self.layer, self.expert) not in reading.starved
 
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """Which."""
-    return (
-      f"closes expert {self.expert} of layer {self.layer} and splits the busiest into its place"
-    )
-
 
 class PruneExpert(ExpertEdit):
-  """Close an expert; of the halves of a split one, the other is whole again (`surgery.prune`)."""
+  """Close an expert; of the halves of a split one, the other is whole again."""
 
-  def fill(self, now: Now) -> Self:
-    """Are enough left?"""
-    self.view(now).without(now.cfg, self.expert)
+  edit = staticmethod(surgery.prune)
+  words = "closes expert {expert} of layer {layer}"
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.without(cfg, self.expert)
     return self
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Close it."""
-    return surgery.prune(cfg, state, self.layer, self.expert)
 
   def undo(self) -> Action:
     """Open it again."""
     return ReopenExpert(self.layer, self.expert)
 
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """Which."""
-    return f"closes expert {self.expert} of layer {self.layer}"
-
 
 class ReopenExpert(ExpertEdit):
-  """Use a closed expert with the weights that it has (`surgery.reopen`)."""
+  """Use a closed expert with the weights that it has."""
 
-  def fill(self, now: Now) -> Self:
-    """Is it closed?"""
-    self.view(now).check_idle(self.expert)
+  edit = staticmethod(surgery.reopen)
+  words = "opens expert {expert} of layer {layer} again"
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_idle(self.expert)
     return self
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Open it."""
-    return surgery.reopen(cfg, state, self.layer, self.expert)
 
   def undo(self) -> Action:
     """Close it."""
     return PruneExpert(self.layer, self.expert)
 
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """Which."""
-    return f"opens expert {self.expert} of layer {self.layer} again"
-
 
 @dataclasses.dataclass(frozen=True)
 class AddExpert(LayerEdit):
-  """Open an idle slot with a half of an expert; the model computes the same (`surgery.split`).
+  """Open an idle slot with a half of an expert; the model computes the same.
 
   Attributes:
     layer: index from the bottom.
@@ -130,34 +120,25 @@ class AddExpert(LayerEdit):
     slot: the idle one; -1 = the nearest.
   """
 
+  edit = staticmethod(surgery.split)
+  words = "splits expert {expert} of layer {layer} in two, the other half is {slot}"
+
   expert: int = -1
   slot: int = -1
 
-  def fill(self, now: Now) -> Self:
-    """Which expert, and where to."""
-    view = self.view(now)
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     expert = view.most_loaded() if self.expert < 0 else self.expert
     slot = view.check_split(expert, None if self.slot < 0 else self.slot)
     return dataclasses.replace(self, expert=expert, slot=slot)
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Split it."""
-    return surgery.split(cfg, state, self.layer, self.expert, self.slot)
 
   def undo(self) -> Action:
     """Close the new half: the other is whole again."""
     return PruneExpert(self.layer, self.slot)
 
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """Which, and where to."""
-    return (
-      f"splits expert {self.expert} of layer {self.layer} in two, the other half is {self.slot}"
-    )
-
 
 @dataclasses.dataclass(frozen=True)
 class SetPenalty(ExpertEdit):
-  """Let the two halves of a split expert compete for all their tokens (`surgery.release`).
+  """Let the two halves of a split expert compete for all their tokens.
 
   Attributes:
     layer: index from the bottom.
@@ -166,6 +147,9 @@ class SetPenalty(ExpertEdit):
     before: what it was.
   """
 
+  edit = staticmethod(surgery.release)
+  words = "penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"
+
   penalty: float
   before: float = surgery.EXCLUSIVE
 
@@ -173,33 +157,19 @@ class SetPenalty(ExpertEdit):
     """It is in its range."""
     surgery.check_penalty(self.penalty)
 
-  def fill(self, now: Now) -> Self:
-    """Is it a half, and what was its penalty?"""
-    view = self.view(now)
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     view.check_half(self.expert)
     return dataclasses.replace(self, before=float(view.penalty[self.expert]))
 
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Set that of both halves."""
-    return surgery.release(cfg, state, self.layer, self.expert, self.penalty)
-
   def undo(self) -> Action | None:
     """Set it back, while they are a pair."""
-    if self.penalty == 0.0:
-      return None
-    return SetPenalty(self.layer, self.expert, self.before, self.penalty)
-
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """Both penalties."""
-    return (
-      f"penalty of expert {self.expert} of layer {self.layer} is {self.penalty:g} "
-      f"({self.before:g} before)"
-    )
+    back = dataclasses.replace(self, penalty=self.before, before=self.penalty)
+    return back if self.penalty > 0.0 else None
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeExperts(LayerEdit):
-  """Make one expert of two, the mean of their weights by load; nothing undoes it (`surgery.merge`).
+  """Make one expert of two, the mean of their weights by load; nothing undoes it.
 
   Attributes:
     layer: index from the bottom.
@@ -207,21 +177,15 @@ class MergeExperts(LayerEdit):
     drop: the one that is closed.
   """
 
+  edit = staticmethod(surgery.merge)
+  words = "merges expert {drop} of layer {layer} into {keep}"
+
   keep: int
   drop: int
 
-  def fill(self, now: Now) -> Self:
-    """Is it possible?"""
-    self.view(now).check_merge(now.cfg, self.keep, self.drop)
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_merge(cfg, self.keep, self.drop)
     return self
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Merge them."""
-    return surgery.merge(cfg, state, self.layer, self.keep, self.drop)
-
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """Which."""
-    return f"merges expert {self.drop} of layer {self.layer} into {self.keep}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,18 +199,19 @@ class ScaleTemperature(Action):
     by: in [0.5, 2].
   """
 
-  edits: ClassVar[bool] = True
+  edits = True
+  needs = "moe.num_experts"
+  words = "temperature of the routers times {by:.3g}"
 
   by: float
 
   def check(self, cfg: Config, step: int = 0) -> None:
-    """It is in its range, and there are experts."""
+    """It is in its range."""
     if not 0.5 <= self.by <= 2.0:
       raise ValueError(
         f"the temperature is to be multiplied with {self.by}; it must be in [0.5, 2]."
       )
-    if not cfg.moe.num_experts:
-      raise ValueError(f"{self}: the model has no experts (moe.num_experts=0).")
+    super().check(cfg, step)
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Divide."""
@@ -255,7 +220,3 @@ class ScaleTemperature(Action):
   def undo(self) -> Action:
     """Divide by the inverse."""
     return ScaleTemperature(1.0 / self.by)
-
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """By how much."""
-    return f"temperature of the routers times {self.by:.3g}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions.base import Action, Host
@@ -21,11 +21,11 @@ class Rollback(Action):
     returns: take the state that the last rollback left instead.
   """
 
-  prior: ClassVar[tuple[float, float]] = (7.2, 0.8)
-  cooldown: ClassVar[int] = 3
-  edits: ClassVar[bool] = True
-  can_be_tried: ClassVar[bool] = False
-  needs_saved: ClassVar[bool] = True
+  prior = (7.2, 0.8)
+  cooldown = 3
+  edits = True
+  can_be_tried = False
+  needs_saved = True
 
   back: int = 0
   returns: bool = False
@@ -65,23 +65,21 @@ class Rollback(Action):
 class SaveCheckpoint(Action):
   """Save a checkpoint now, whatever `checkpoint.every_steps` says."""
 
-  judged: ClassVar[bool] = False
-  can_be_tried: ClassVar[bool] = False
+  words = "saves a checkpoint"
+  judged = False
+  can_be_tried = False
 
   def tell(self, host: Host, step: int, reason: str) -> None:
     """Only the loop can."""
     host.wants_checkpoint = True
-
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """That it does."""
-    return "saves a checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
 class Stop(Action):
   """End the run: what would help was tried, and did not."""
 
-  judged: ClassVar[bool] = False
+  words = "stops the run"
+  judged = False
 
   @property
   def can_be_asked_for(self) -> bool:
@@ -95,7 +93,3 @@ class Stop(Action):
       "(python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or look at the data "
       "(python -m ats_jax.data stats). No checkpoint holds such weights."
     )
-
-  def narrate(self, row: Mapping[str, Any]) -> str:
-    """That it does."""
-    return "stops the run"

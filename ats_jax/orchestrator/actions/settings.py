@@ -9,7 +9,7 @@ evaluation and generation use each checkpoint as it was made.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 
@@ -46,7 +46,7 @@ class ChangeSettings(Action):
     before: the same with what they were; filled in when it is done.
   """
 
-  can_be_tried: ClassVar[bool] = False
+  can_be_tried = False
 
   settings: Settings
   before: Settings = ()

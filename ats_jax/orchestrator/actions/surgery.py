@@ -3,7 +3,8 @@
 No shape changes, so the train step is not compiled again: a layer has `moe.num_experts +
 moe.spare_experts` slots, of which some are idle. Each function checks on the host what it is asked
 for, then edits weights, moments, router and averaged weights in one compiled program. Like the
-train step it donates the state; a refused edit leaves it as it was.
+train step it donates the state; a refused edit, a `SurgeryError`, leaves it as it was. Layers count
+from the bottom.
 
 Letters: S expert slots, D d_model.
 """
@@ -35,17 +36,6 @@ def split(
 
   `slot` gets a copy of the weights, and a random plane through the origin says which of the two a
   token can go to ("exclusive twin"). They drift apart because they see different tokens.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    expert: an open expert that is no half yet.
-    slot: an idle one in the expert's group; the nearest if left out, which is often on the same
-      device.
-
-  Raises:
-    SurgeryError: if there is no such layer, expert or slot.
   """
   slot = view_experts(cfg, state, layer).check_split(expert, slot)
   return _split(state, *find(cfg, layer), layer, expert, slot)
@@ -56,16 +46,6 @@ def release(cfg: Config, state: TrainState, layer: int, expert: int, penalty: fl
 
   Lower the penalty from about 10, where a token's score at the other half is exp(-10) of that at
   its own, to 0 over some hundreds of steps. At 0 they are two ordinary experts.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    expert: one of the halves.
-    penalty: what a half loses in its logit for tokens on the other side.
-
-  Raises:
-    SurgeryError: if `expert` is no half, or the penalty not in [0, EXCLUSIVE].
   """
   view = view_experts(cfg, state, layer)
   view.check_half(expert)
@@ -83,15 +63,6 @@ def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState
   """Close an expert; its weights stay. Its tokens go to their next best experts.
 
   Those of a half go to the other half, which is whole again: that undoes a split.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    expert: an open one.
-
-  Raises:
-    SurgeryError: if it is not open, or fewer than `moe.top_k` would be left for a token.
   """
   view = view_experts(cfg, state, layer)
   view.without(cfg, expert)
@@ -101,18 +72,7 @@ def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState
 def recycle(
   cfg: Config, state: TrainState, layer: int, dead: int, source: int | None = None
 ) -> TrainState:
-  """Prune a dead expert and split another one into its slot.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    dead: the open expert to give up.
-    source: the one to split; that with the highest load in the group if left out.
-
-  Raises:
-    SurgeryError: as `prune` and `split`.
-  """
+  """Prune a dead expert and split another one into its slot."""
   view = view_experts(cfg, state, layer)
   source = view.check_recycle(cfg, dead, source)
   state = _prune(state, *find(cfg, layer), dead, view.twin[dead])
@@ -123,19 +83,9 @@ def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> T
   """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
 
   Exact for a pair that was just split. Else the function changes: hidden units of two experts match
-  only if the experts are similar, and no column gives the sum of two experts'
-  probabilities. The mean of the columns is nearest to it (least squares over isotropic inputs) but
-  for a constant, at most log 2 in the logit, which goes into the offset with `moe.router_bias`.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    keep: an open expert.
-    drop: another one in its group; both whole, or the halves of one pair.
-
-  Raises:
-    SurgeryError: if they are not, or fewer than `moe.top_k` would be left for a token.
+  only if the experts are similar, and no column gives the sum of two experts' probabilities. The
+  mean of the columns is nearest to it (least squares over isotropic inputs) but for a constant, at
+  most log 2 in the logit, which goes into the offset with `moe.router_bias`.
   """
   view_experts(cfg, state, layer).check_merge(cfg, keep, drop)
   return _merge(state, *find(cfg, layer), keep, drop, cfg.moe)

@@ -12,7 +12,6 @@ from statistics import NormalDist
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, ChangeSettings, SetLearningRateScale
-from ats_jax.orchestrator.actions.scalars import MOST_RATE
 from ats_jax.orchestrator.policy.state import Judgement, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
@@ -49,7 +48,7 @@ def higher_rate(
   spent = plateau.lost >= LOST or plateau.tried >= MOST
   scale = FACTOR * policy.lr_scale
   allowed = not (spent or policy.latched) and policy.lr_scale == policy.lr_wanted
-  if not allowed or scale > MOST_RATE or calm < (LONGER if plateau.lost else WAIT):
+  if not allowed or scale > SetLearningRateScale.most or calm < (LONGER if plateau.lost else WAIT):
     return policy, None
   return policy, SetLearningRateScale(scale, policy.lr_scale)
 
