@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl import flags
 
-from ats_jax import runtime, workdir
+from ats_jax import cli, workdir
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 
@@ -36,4 +36,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main, operand="workdir")
+  cli.run(main, operand="workdir")

@@ -7,29 +7,30 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from ats_jax import runtime, workdir
+from ats_jax import cli, workdir
 from ats_jax.checkpoint import load_extra
+from ats_jax.data.batches import row_of
 from ats_jax.data.splits import open_datasets, open_split
+from ats_jax.feed import POSITION
 from ats_jax.inference.load import load_run
 from ats_jax.scoring import score
 
-_WORKDIR = runtime.define_workdir_flag()
-_STEP = runtime.define_step_flag()
+_WORKDIR = cli.define_workdir_flag()
+_STEP = cli.define_step_flag()
 _PATHS = flags.DEFINE_string("paths", "", "Evaluate on these files instead (as data.paths).")
 
 
 def main(argv: list[str]) -> None:
   """Print the metrics of a checkpoint."""
   del argv
-  folder = Path(runtime.require(_WORKDIR.value, "workdir", "runs/debug"))
+  folder = Path(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   with load_run(folder, _STEP.value) as run:
     cfg = run.program.cfg
     if _PATHS.value:
       dataset = open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)
     else:
       train_set, dataset = open_datasets(cfg.data, cfg.seed)
-      trained_on = load_extra(folder / workdir.CHECKPOINTS, run.step)["data"]
-      workdir.check_data(folder, trained_on, train_set.fingerprint)
+      row_of(train_set, load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
     metrics = score(run.program, run.model, dataset, run.step)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():
@@ -37,4 +38,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from ats_jax import runtime, workdir
+from ats_jax import cli, workdir
 from ats_jax.config import Config
 from ats_jax.config.build import differences, flatten
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.planner.curve import BINS, Curve, Forecast, fit, forecast, phase
 from ats_jax.step.schedule import decay_from, learning_rate
 
-_WORKDIR = runtime.define_workdir_flag()
+_WORKDIR = cli.define_workdir_flag()
 _REFERENCE = flags.DEFINE_string(
   "reference", None, "Workdir of a finished run of the same recipe: other seed, or fewer steps."
 )
@@ -221,7 +221,7 @@ def main(argv: list[str]) -> None:
   """Print the forecast of a run."""
   del argv
   jax.config.update("jax_platforms", "cpu")  # leave a GPU to the run
-  folder = Path(runtime.require(_WORKDIR.value, "workdir", "runs/debug"))
+  folder = Path(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   reference = Path(_REFERENCE.value) if _REFERENCE.value else None
   known = report(folder, reference, _METRIC.value, _AT.value, _COVERAGE.value)
   advice = advise(known, _TARGET.value, _WORTH.value)
@@ -229,4 +229,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

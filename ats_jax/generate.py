@@ -10,13 +10,13 @@ from pathlib import Path
 
 from absl import flags
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.config.schema import MAX_SEED
 from ats_jax.inference.generator import generate
 from ats_jax.inference.load import load_run
 
-_WORKDIR = runtime.define_workdir_flag()
-_STEP = runtime.define_step_flag()
+_WORKDIR = cli.define_workdir_flag()
+_STEP = cli.define_step_flag()
 _PROMPT = flags.DEFINE_string(
   "prompt", None, "Text to continue (default: the run's sample.prompt)."
 )
@@ -33,7 +33,7 @@ _SEED = flags.DEFINE_integer(
 def main(argv: list[str]) -> None:
   """Print the prompt and its continuation."""
   del argv
-  folder = Path(runtime.require(_WORKDIR.value, "workdir", "runs/debug"))
+  folder = Path(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   given = {
     "prompt": _PROMPT.value,
     "max_tokens": _MAX_TOKENS.value,
@@ -68,4 +68,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

@@ -10,12 +10,12 @@ import json
 
 from absl import flags
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.config import from_config_dict
 from ats_jax.planner import describe
 from ats_jax.planner.budget import budget, parse_law, render
 
-_CONFIG = runtime.define_config_flag()
+_CONFIG = cli.define_config_flag()
 _DEVICES = flags.DEFINE_integer(
   "devices", 0, "Devices that share the run; 0 = as few as config.mesh needs.", lower_bound=0
 )
@@ -34,7 +34,7 @@ _LAW = flags.DEFINE_string(
 
 def main(argv: list[str]) -> None:
   """Print the plan of a config, or its budget."""
-  cfg = from_config_dict(runtime.require(_CONFIG.value, "config", "configs/b7.py:moe"))
+  cfg = from_config_dict(cli.require(_CONFIG.value, "config", "configs/b7.py:moe"))
   of_other = (_DEVICES,) if argv[1:] else (*_AMOUNTS, _LAW)
   for flag in of_other:
     if flag.present:
@@ -49,4 +49,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main, commands=("", "budget"))
+  cli.run(main, commands=("", "budget"))

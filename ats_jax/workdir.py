@@ -107,6 +107,8 @@ def _read_run_id(workdir: Path) -> str:
 
 def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:
   changed = differences(flatten_dict(previous), flatten(cfg))
+  if cfg.num_epochs:
+    changed.pop("num_steps", None)  # it follows from the data
   fixed = [f"  {n}: {a!r} -> {b!r}" for n, (a, b, free) in changed.items() if not free]
   if fixed and not all_free:
     lines = "\n".join(fixed)
@@ -118,20 +120,6 @@ def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_fre
     logging.info("changed since the last start: %s: %r -> %r", name, was, now)
 
 
-def check_data(folder: Path, saved: str, found: str) -> None:
-  """Check that a run goes on with the rows it began with.
-
-  Raises:
-    ValueError: if the text, its tokenizer or its packing changed since.
-  """
-  if saved != found:
-    raise ValueError(
-      f"{folder} was trained on other data: the text files, the tokenizer or the packing changed "
-      f"since (fingerprint {saved}, now {found}). Restore them, or use another --workdir to train "
-      "and --paths to evaluate."
-    )
-
-
 def flatten_dict(nested: Mapping[str, Any]) -> dict[str, Any]:
   """Return `{"model.num_layers": 4, ...}` of a config.json."""
   flat = {}
@@ -140,6 +128,12 @@ def flatten_dict(nested: Mapping[str, Any]) -> dict[str, Any]:
       {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
     )
   return flat
+
+
+def write_config(workdir: Path, cfg: Config) -> None:
+  """Replace the settings of a claimed workdir, as more is known of them."""
+  if jax.process_index() == 0:
+    write_json(workdir / CONFIG, to_dict(cfg))
 
 
 def load_config(workdir: Path) -> Config:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from ats_jax import runtime
+from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.schema import MoDConfig
 from ats_jax.planner.abstract import abstract_batch, resolve_without_data
@@ -25,7 +25,7 @@ CAPACITIES = (0.125, 0.25, 0.5)
 EVERY = {"alternate": 2, "all": 1}  # which layers skip
 WARMUP_STEPS = 2
 
-_CONFIG = runtime.define_config_flag()
+_CONFIG = cli.define_config_flag()
 _STEPS = flags.DEFINE_integer(
   "steps", 10, "Timed steps of each program.", lower_bound=1, allow_override=True
 )
@@ -74,7 +74,7 @@ def saving(dense: Program, mod: Program) -> Saving:
 
 def _step_flops(program: Program) -> int:
   """Of the reference implementations, where every matmul shows."""
-  ops = dataclasses.replace(program.cfg.ops, attention="xla", grouped_matmul="xla")
+  ops = dataclasses.replace(program.cfg.ops, kernels="attention=xla,grouped_matmul=xla")
   program = make_program(dataclasses.replace(program.cfg, ops=ops))
   data, accum = program.cfg.data, program.cfg.step.accum_steps
   batch = abstract_batch(accum, data.batch_size // accum, data.seq_len)
@@ -169,4 +169,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

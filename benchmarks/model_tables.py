@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.config.build import from_config_dict
 from ats_jax.config.presets import PRESETS, VARIANTS, Preset, preset
 from ats_jax.config.schema import Config
@@ -135,4 +135,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

@@ -14,12 +14,12 @@ from typing import Any, TextIO
 import jax
 from absl import flags, logging
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.bench.cases import Case, real_cases, toy_cases
 from ats_jax.bench.measure import device_secs, floor_secs, kernel_secs, peak_bytes, relative_errors
 from ats_jax.config.schema import Config
 from ats_jax.ops import kernels
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.requirements import this_device
 from ats_jax.sharding.rules import MESH_AXES
 from benchmarks import rivals
@@ -41,11 +41,11 @@ def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[
     exact = _exact(checked, name, args)
     compiled = {"xla": jax.jit(checked.compute(name, XLA)).lower(*args).compile()}
     allowed = relative_errors(compiled["xla"](*args), exact)
-    for implementation, slots in variants(case, name):
+    for implementation, chosen in variants(case, name):
       row = _row(case, name, implementation)
       try:
         if implementation not in compiled:
-          f = jax.jit(checked.compute(name, slots))
+          f = jax.jit(checked.compute(name, chosen))
           compiled[implementation] = f.lower(*args).compile()
         once = compiled[implementation]
         row["errors"] = relative_errors(once(*args), exact)
@@ -54,7 +54,7 @@ def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[
           for e, a in zip(row["errors"], allowed, strict=True)
         )
         if row["ok"] and not check_only and (implementation != "xla" or case.has_xla):
-          _time(case, name, slots, row, once if checked is case else None)
+          _time(case, name, chosen, row, once if checked is case else None)
       except (ValueError, RuntimeError) as e:  # said in the row, and the next one goes on
         row["failed"] = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
       yield row
@@ -72,7 +72,7 @@ def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[
       yield row | {"peak_bytes": peak}
 
 
-def variants(case: Case, pass_name: str) -> list[tuple[str, Slots]]:
+def variants(case: Case, pass_name: str) -> list[tuple[str, Kernels]]:
   """What can run in the slots of a pass: XLA's, then each kernel with its tuned tiles."""
   device, found = this_device(), [("xla", XLA)]
   for kernel in kernels.OPS[case.op].kernels:
@@ -80,7 +80,7 @@ def variants(case: Case, pass_name: str) -> list[tuple[str, Slots]]:
     if slots and not kernel.obstacle(ANY_RUN, device):
       names = tuple((f"{case.op}.{s}", kernel.name) for s in slots)
       asked = tuple(slot for slot, _ in names)
-      found.append((kernel.name, Slots(names, tuned_for=device.kind, asked=asked)))
+      found.append((kernel.name, Kernels(names, tuned_for=device.kind, asked=asked)))
   return found
 
 
@@ -91,8 +91,8 @@ def _exact(case: Case, name: str, args: tuple) -> Any:
     return jax.jit(case.compute(name, XLA))(*jax.tree.map(widen, args))
 
 
-def _time(case: Case, name: str, slots: Slots, row: Row, once: Any) -> None:
-  f, args = case.compute(name, slots), case.arguments(name, 0)
+def _time(case: Case, name: str, chosen: Kernels, row: Row, once: Any) -> None:
+  f, args = case.compute(name, chosen), case.arguments(name, 0)
   once = once or jax.jit(f).lower(*args).compile()
   row["peak_bytes"] = peak_bytes(once)
   _add_time(row, device_secs(f, args, once, case.feed))
@@ -197,4 +197,4 @@ def emit(row: Row) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from absl import flags
 from jax.experimental import topologies
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.bench.step import planned_bytes
 from ats_jax.config import Config, from_config_dict
 from ats_jax.ops.requirements import Device
@@ -63,7 +63,7 @@ GPUS = {
   "H200": Gpu("NVIDIA H200", 4800 * 10**9, 150 * 10**9),
 }
 
-_CONFIG = runtime.define_config_flag()
+_CONFIG = cli.define_config_flag()
 _GPU = flags.DEFINE_enum("gpu", "H200", list(GPUS), "Which GPU.")
 _OUT = flags.DEFINE_string("out", "", "Where to write the optimized program.")
 
@@ -114,7 +114,7 @@ def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, programs.Progr
 def main(argv: list[str]) -> None:
   """Print what was found."""
   del argv
-  config = runtime.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
+  config = cli.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
   cfg = resolve_without_data(from_config_dict(config))
   began = time.perf_counter()
   step, made = compiled(cfg, _GPU.value)
@@ -131,4 +131,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

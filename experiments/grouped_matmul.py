@@ -31,13 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ats_jax.ops.fp8_matmul import fp8_matmul
 from ats_jax.ops.quantise import E4M3, E5M2, cast, scale_of
-from kernels_pallas.grouped_matmul import (
-  Tiling,
-  align_rows,
-  grouped_matmul,
-  grouped_matmul_dw,
-  grouped_swiglu,
-)
+from kernels_pallas.grouped_matmul.forward import grouped_matmul, grouped_swiglu
+from kernels_pallas.grouped_matmul.wgrad import align_rows, grouped_matmul_dw
+from kernels_pallas.grouped_matmul.worklist import Tiling
 
 _OUT = flags.DEFINE_string("out", "", "File that the JSON lines are appended to.")
 _LIMIT = flags.DEFINE_float("limit", 270, "Seconds after which nothing new is started.")

@@ -24,7 +24,9 @@ from absl import app, flags
 from grouped_matmul_checks import spread
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.grouped_matmul import grouped_matmul, grouped_matmul_dw, machine
+from kernels_pallas.grouped_matmul import machine
+from kernels_pallas.grouped_matmul.forward import grouped_matmul
+from kernels_pallas.grouped_matmul.wgrad import grouped_matmul_dw
 
 _GROUPS = flags.DEFINE_integer("groups", 64, "Groups, of uneven sizes.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("m", 65536, "Rows of all groups.", lower_bound=1)

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 from runs import markdown
 
-from ats_jax import runtime
+from ats_jax import cli, runtime
 from ats_jax.bench.step import random_batch
 from ats_jax.config import Config, from_config_dict
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -33,7 +33,7 @@ from ats_jax.step.loss import Batch
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
 
-_CONFIG = runtime.define_config_flag()
+_CONFIG = cli.define_config_flag()
 _WINDOW = flags.DEFINE_integer("window", 100, "Steps of a turn.", lower_bound=10)
 _TURNS = flags.DEFINE_integer("turns", 4, "Turns of each.", lower_bound=2)
 
@@ -84,7 +84,7 @@ def turn(run: Run, state: TrainState, first: int, batch: Batch) -> tuple[TrainSt
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
-  config = runtime.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
+  config = cli.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
   cfg = resolve_without_data(from_config_dict(config))
   runtime.configure(cfg)
   mesh = make_mesh(cfg)
@@ -128,4 +128,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

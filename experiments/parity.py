@@ -17,12 +17,12 @@ from absl import flags
 from ml_collections import ConfigDict
 from runs import Changes, markdown, run
 
-from ats_jax import runtime
+from ats_jax import cli, runtime
 from ats_jax.config import from_config_dict
 from ats_jax.ops.kernels import OPS
 
 WINDOW = 10
-_CONFIG = runtime.define_config_flag()
+_CONFIG = cli.define_config_flag()
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of a run.", lower_bound=2 * WINDOW)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Pairs of runs.", lower_bound=2)
 _REMAT = flags.DEFINE_string("plain_remat", "none", "step.remat of the plain step.")
@@ -38,9 +38,7 @@ _OUT = flags.DEFINE_string("out", "", "Where to write the losses of all runs, as
 def plain(config: ConfigDict, remat: str, accum_steps: int) -> Changes:
   """Settings of the plain step. Accumulation changes nothing but the order of sums."""
   return {
-    "ops.attention": "xla",
-    "ops.grouped_matmul": "xla",
-    "ops.slots": ",".join(f"{op}=xla" for op, entry in OPS.items() if entry.kernels),
+    "ops.kernels": ",".join(f"{op}=xla" for op, entry in OPS.items() if entry.kernels),
     "step.remat": remat,
     "step.scan_unroll": 1,
     "step.accum_steps": accum_steps or config.step.accum_steps,
@@ -61,7 +59,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
-  config = runtime.require(_CONFIG.value, "config", "configs/debug.py")
+  config = cli.require(_CONFIG.value, "config", "configs/debug.py")
   runtime.configure(from_config_dict(config))
   common: Changes = {
     "num_steps": _STEPS.value,
@@ -104,4 +102,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main)
+  cli.run(main)

@@ -65,7 +65,7 @@ def run(
   train_set, valid_set = open_datasets(cfg.data, cfg.seed if data_seed is None else data_seed)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
-  with jax.set_mesh(mesh), train_feed(cfg, train_set, row=0) as batches:
+  with jax.set_mesh(mesh), train_feed(cfg, train_set) as batches:
     program = dataclasses.replace(make_program(cfg), fp8=fp8)
     state = program.init()
     if edit:

@@ -17,7 +17,7 @@ TIMEOUT_SECS = 300
 
 # Its processes are forked from one that has imported the libraries: 0.2 s each instead of 3 s.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["ats_jax.report", "ats_jax.inference.load"])
+_FORKSERVER.set_forkserver_preload(["ats_jax.run", "ats_jax.inference.load"])
 
 
 class Result(NamedTuple):

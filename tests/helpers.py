@@ -12,6 +12,8 @@ from ats_jax.config.build import resolve
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import numerics
 from ats_jax.model.mod import Pass
+from ats_jax.ops.kernels import OPS
+from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.rules import MESH_AXES
 
 # The rules of a pass through dense layers, which have no use for them.
@@ -37,9 +39,31 @@ TINY = {
 }
 
 
+def kernels_of(op: str, name: str) -> Kernels:
+  """The implementation `name` in each slot of `op` that it can fill."""
+  (where,) = [k.where for k in OPS[op].kernels if k.name == name] or [()]
+  return Kernels(tuple((f"{op}.{slot}", name) for slot in where))
+
+
 def make_test_mesh(data: int, fsdp: int, tensor: int, expert: int = 1) -> jax.sharding.Mesh:
   devices = jax.devices()[: data * fsdp * expert * tensor]
   return jax.make_mesh((data, fsdp, expert, tensor), MESH_AXES, devices=devices)
+
+
+class Lent:
+  """What a test's loop lends to a supervisor: what it was told last."""
+
+  def __init__(self, again=None, ahead=None):
+    self.last, self.next = again, ahead
+
+  def position(self):
+    return {}
+
+  def again(self):
+    return self.last
+
+  def ahead(self):
+    return self.next
 
 
 def tiny_config(changes: dict[str, Any] | None = None) -> Config:
@@ -57,7 +81,7 @@ def make_decoder(cfg: Config, seed: int = 0) -> Decoder:
 
 @functools.cache
 def _init(cfg: Config):
-  return jax.jit(lambda key: Decoder(cfg, numerics(cfg, "xla", "xla"), nnx.Rngs(params=key)))
+  return jax.jit(lambda key: Decoder(cfg, numerics(cfg), nnx.Rngs(params=key)))
 
 
 def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

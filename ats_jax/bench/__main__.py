@@ -9,22 +9,22 @@ import sys
 
 from absl import flags
 
-from ats_jax import runtime
+from ats_jax import cli
 
 if __name__ == "__main__":
   if "tune" in sys.argv[1:]:
     from ats_jax.bench import tune
 
     flags.adopt_module_key_flags(tune)
-    runtime.run(tune.main, commands=("tune",))
+    cli.run(tune.main, commands=("tune",))
   elif "sweep" in sys.argv[1:]:
     from ats_jax.bench import step, sweep
 
     flags.adopt_module_key_flags(step)
     flags.adopt_module_key_flags(sweep)
-    runtime.run(sweep.main, commands=("sweep",))
+    cli.run(sweep.main, commands=("sweep",))
   else:
     from ats_jax.bench import step
 
     flags.adopt_module_key_flags(step)
-    runtime.run(step.main, commands=("", "step"))
+    cli.run(step.main, commands=("", "step"))

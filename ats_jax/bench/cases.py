@@ -1,6 +1,6 @@
 """Each op at shapes of real models, as `benchmarks.ops` checks and times it and `tune` tunes it.
 
-A case is a function `f(slots, *args)` with its arguments; a pass is what is computed of it: its
+A case is a function `f(kernels, *args)` with its arguments; a pass is what is computed of it: its
 value, or some of its gradients.
 """
 
@@ -18,7 +18,7 @@ from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul
 from ats_jax.ops.quantise import E4M3, E5M2, cast_and_transpose, transposed
-from ats_jax.ops.registry import Slots
+from ats_jax.ops.registry import Kernels
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import Rule, route
@@ -53,7 +53,7 @@ class Case:
     op: of `table.OPS`.
     shape: its sizes in words.
     dims: the sizes by which tuning tables keep it (`registry.kernel`).
-    f: `(slots, *args)` -> results; the first floating-point one is differentiated.
+    f: `(kernels, *args)` -> results; the first floating-point one is differentiated.
     make: draws the arguments; fresh ones for each seed.
     passes: by name.
     rivals: other jax functions `(*args)` of the value pass, e.g. the library's nearest.
@@ -73,10 +73,10 @@ class Case:
   check: "Case | None" = None
   feed: Callable | None = None
 
-  def compute(self, pass_name: str, slots: Slots) -> Callable:
+  def compute(self, pass_name: str, kernels: Kernels) -> Callable:
     """The function `(*args, *cotangents)` of a pass."""
     of_pass = self.passes[pass_name]
-    value = functools.partial(self.f, slots)
+    value = functools.partial(self.f, kernels)
     if not of_pass.wrt:
       return value
 
@@ -97,7 +97,7 @@ class Case:
     args = self.make(seed)
     if not self.passes[pass_name].wrt:
       return args
-    shape = jax.eval_shape(lambda *a: first_float(self.f(Slots(), *a)), *args)
+    shape = jax.eval_shape(lambda *a: first_float(self.f(Kernels(), *a)), *args)
     if not shape.shape:
       return *args, jnp.ones((), shape.dtype)
     return *args, normal(seed + 1000, shape.shape, shape.dtype)
@@ -134,7 +134,7 @@ def swiglu_case(rows: int, d_ff: int) -> Case:
     "swiglu",
     f"{rows} x {d_ff}",
     dict(rows=rows, d_ff=d_ff),
-    lambda slots, gate, up: swiglu(gate, up, slots),
+    lambda kernels, gate, up: swiglu(gate, up, kernels),
     lambda seed: tuple(normal(seed + i, (rows, d_ff)) for i in range(2)),
     {
       "forward": Pass(("forward",), (), 3 * size),
@@ -150,7 +150,7 @@ def rms_norm_case(rows: int, dim: int) -> Case:
     "rms_norm",
     f"{rows} x {dim}",
     dict(rows=rows, dim=dim),
-    lambda slots, x, scale: rms_norm(x, scale, eps=1e-6, slots=slots),
+    lambda kernels, x, scale: rms_norm(x, scale, eps=1e-6, kernels=kernels),
     lambda seed: (normal(seed, (rows, dim)), 1 + normal(seed + 1, (dim,), std=0.1)),
     {
       "forward": Pass(("forward",), (), 2 * size),
@@ -167,7 +167,7 @@ def quantise_case(rows: int, columns: int, slot: str, dtype=E4M3) -> Case:
     "quantise",
     f"{rows} x {columns} {jnp.dtype(dtype).name}",
     dict(rows=rows, columns=columns),
-    lambda slots, x, scale: f(x, scale, dtype, slots),
+    lambda kernels, x, scale: f(x, scale, dtype, kernels),
     lambda seed: (normal(seed, (rows, columns)), jnp.float32(2**-4)),
     {slot: Pass((slot,), (), moved)},
   )
@@ -185,7 +185,7 @@ def rope_case(batch: int, seq: int, heads: int, head_dim: int) -> Case:
     "rope",
     f"{batch * seq} x {heads} x {head_dim}",
     dict(rows=batch * seq, heads=heads, head_dim=head_dim),
-    lambda slots, x, table: rope(x, table, slots),
+    lambda kernels, x, table: rope(x, table, kernels),
     make,
     {
       "forward": Pass(("forward",), (), moved),
@@ -204,8 +204,8 @@ def routing_case(rows: int, experts: int, top_k: int, score: str = "softmax") ->
     bias = normal(seed + 1, (experts,), jnp.float32, std=0.1)
     return logits, logits + bias, jnp.ones(logits.shape[:2], bool)
 
-  def f(slots, logits, selection, valid):
-    columns, weights, load = route(logits, selection, valid, rule, slots)
+  def f(kernels, logits, selection, valid):
+    columns, weights, load = route(logits, selection, valid, rule, kernels)
     return weights, columns, load
 
   return Case(
@@ -233,7 +233,7 @@ def sort_case(tokens: int, experts: int, top_k: int) -> Case:
     "sort_by_expert",
     f"{tokens} x E{experts} top-{top_k}",
     dict(rows=tokens, choices=top_k, experts=experts),
-    lambda slots, expert: sort_by_expert(expert, experts, slots),
+    lambda kernels, expert: sort_by_expert(expert, experts, kernels),
     lambda seed: (_places(seed, tokens, experts, top_k),),
     {"forward": Pass(("forward",), (), 16 * tokens * top_k)},
   )
@@ -252,7 +252,7 @@ def take_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
     "take_rows",
     f"{tokens} x {width} top-{top_k} E{experts}",
     dict(rows=tokens, choices=top_k, width=width),
-    lambda slots, x, places: take_rows(x, places, slots),
+    lambda kernels, x, places: take_rows(x, places, kernels),
     make,
     {
       "forward": Pass(("forward",), (), moved),
@@ -274,7 +274,7 @@ def sum_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
     "sum_rows",
     f"{tokens} x {width} top-{top_k} E{experts}",
     dict(rows=tokens, choices=top_k, width=width),
-    lambda slots, y, weights, places: sum_rows(y, weights, places, slots),
+    lambda kernels, y, weights, places: sum_rows(y, weights, places, kernels),
     make,
     {
       "forward": Pass(("forward",), (), row * (1 + top_k)),
@@ -303,7 +303,7 @@ def grouped_matmul_case(
     "grouped_matmul",
     f"{rows} x {d_in} x {d_out} E{experts} {kind}",
     dict(rows=rows, groups=experts, d_in=d_in, d_out=d_out),
-    lambda slots, x, w, sizes: grouped_matmul(x, w, sizes, slots),
+    lambda kernels, x, w, sizes: grouped_matmul(x, w, sizes, kernels),
     make,
     {
       "forward": Pass(("forward",), (), moved, flops),
@@ -323,9 +323,9 @@ def cross_entropy_case(tokens: int, width: int, vocab: int, chunk: int = 8192) -
     head = normal(seed + 1, (vocab, width), std=width**-0.5)
     return normal(seed, (1, tokens, width)), head, targets, jnp.ones((1, tokens))
 
-  def f(slots, x, head, targets, mask):
+  def f(kernels, x, head, targets, mask):
     x, head = reshard(x, *X_AXES), reshard(head, *HEAD_AXES)
-    return linear_cross_entropy(x, head, targets, mask, 0.0, 0.0, chunk, slots).objective / tokens
+    return linear_cross_entropy(x, head, targets, mask, 0.0, 0.0, chunk, kernels).objective / tokens
 
   arrays = 2 * width * (tokens + vocab)
   return Case(
@@ -351,9 +351,9 @@ def adamw_case(rows: int, width: int, moments: str = "float32") -> Case:
     nu = jnp.square(like(3, moments, 1e-3))
     return like(0, jnp.bfloat16, 0.02), like(1, jnp.bfloat16, 1e-3), like(2, moments, 1e-3), nu
 
-  def f(slots, param, grad, mu, nu):
+  def f(kernels, param, grad, mu, nu):
     rates = Rates(0.5, 3e-4, 1 - 0.9**10, 1 - 0.95**10)
-    return adamw(param, grad, mu, nu, rates, **constants, slots=slots)
+    return adamw(param, grad, mu, nu, rates, **constants, kernels=kernels)
 
   return Case(
     "adamw",
@@ -393,14 +393,14 @@ def attention_case(
     sinks = normal(seed + 3, (heads,), jnp.float32)
     return draw(0, heads), draw(1, kv_heads), draw(2, kv_heads), sinks, ids.astype(jnp.int32)
 
-  def f(slots, q, k, v, sinks, ids):
+  def f(kernels, q, k, v, sinks, ids):
     return attention(
       q,
       k,
       v,
       segment_ids_BT=ids,
       max_segments=segments + 1,
-      implementation=slots.of("attention", "forward"),
+      kernels=kernels,
       window=window,
       sinks_N=sinks if with_sinks else None,
     )

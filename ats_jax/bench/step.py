@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from ats_jax import runtime
+from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.metrics.kernels import kernel_table, kernel_times
 from ats_jax.metrics.memory import GIB, memory_metrics
@@ -148,7 +148,7 @@ def _require_memory(who: str, need: float, limit: float) -> None:
     )
 
 
-CONFIG = runtime.define_config_flag()
+CONFIG = cli.define_config_flag()
 STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
 SEGMENTS = flags.DEFINE_integer("segments", 1, "Documents in a row.", lower_bound=1)
 MEMORY = flags.DEFINE_float(
@@ -160,7 +160,7 @@ PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.")
 def main(argv: list[str]) -> None:
   """Print the measurement."""
   del argv
-  cfg = from_config_dict(runtime.require(CONFIG.value, "config", "configs/debug.py"))
+  cfg = from_config_dict(cli.require(CONFIG.value, "config", "configs/debug.py"))
   runtime.configure(cfg)
   found = measure(
     cfg,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.bench import step
 from ats_jax.config.build import settings
 
@@ -163,7 +163,7 @@ _OUT = flags.DEFINE_string("out", "", "Folder for sweep.md and sweep.jsonl; must
 def main(argv: list[str]) -> None:
   """Print the table and the best one's flags."""
   del argv
-  config = runtime.require(step.CONFIG.value, "config", "configs/debug.py")
+  config = cli.require(step.CONFIG.value, "config", "configs/debug.py")
   out = Path(_OUT.value) if _OUT.value else None
   if out is not None:
     out.mkdir(parents=True, exist_ok=True)

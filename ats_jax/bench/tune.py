@@ -16,7 +16,7 @@ from ats_jax.bench.measure import device_secs, relative_errors
 from ats_jax.config.schema import Config
 from ats_jax.ops import kernels, registry
 from ats_jax.ops.kernels import Kernel
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.requirements import this_device
 from ats_jax.sharding.rules import MESH_AXES
 
@@ -66,8 +66,8 @@ def search(choices: Mapping[str, tuple[int, ...]], ms) -> tuple[dict[str, int], 
 
 
 def _secs(case, pass_name, slot, kernel, tiles, args, want) -> float:
-  slots = Slots(((f"{case.op}.{slot}", kernel.name),), tiles=tuple(tiles.items()))
-  f = case.compute(pass_name, slots)
+  chosen = Kernels(((f"{case.op}.{slot}", kernel.name),), tiles=tuple(tiles.items()))
+  f = case.compute(pass_name, chosen)
   try:
     once = jax.jit(f).lower(*args).compile()
     errors = relative_errors(once(*args), want)

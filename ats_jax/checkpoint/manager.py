@@ -130,20 +130,23 @@ class CheckpointManager:
       self.wait()
     self.last_save_stall_secs = time.perf_counter() - start
 
-  def latest_extra(self) -> dict[str, Any]:
-    """`extra` of the newest checkpoint, no array read; {} if there is none, or it is damaged.
+  def newest(self) -> tuple[int, dict[str, Any]] | None:
+    """The newest intact checkpoint and its `extra`; damaged newer ones are set aside.
 
     Raises:
-      CheckpointError: if any of the checkpoints is of another run.
+      CheckpointError: if there are checkpoints and none is intact, or one is of another run.
     """
-    step = reader.process_0_decides(lambda: max(self._own_steps(), default=None))
-    if step is None:
-      return {}
-    try:
-      return reader.load_extra(self.directory, step)
-    except CheckpointError as e:  # `restore_latest` goes further back
-      logging.warning("checkpoint %d: %s", step, e)
-      return {}
+    self.wait()
+    step = reader.process_0_decides(self._choose_latest)
+    return None if step is None else (step, reader.load_extra(self.directory, step))
+
+  def read(self, step: int, abstract_state: PyTree) -> PyTree:
+    """Restore the state of a step that `newest` found intact.
+
+    Raises:
+      CheckpointError: if it does not fit `abstract_state`.
+    """
+    return reader.read(self.directory, step, abstract_state)[1]
 
   def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.
@@ -158,11 +161,11 @@ class CheckpointManager:
       CheckpointError: if there are checkpoints and none is intact, one is of another run, or the
         state does not fit.
     """
-    self.wait()
-    step = reader.process_0_decides(self._choose_latest)
-    if step is None:
+    newest = self.newest()
+    if newest is None:
       return None
-    return reader.read(self.directory, step, abstract_state)
+    step, extra = newest
+    return step, self.read(step, abstract_state), extra
 
   def restore(
     self, abstract_state: PyTree, step: int | str = "latest"

@@ -332,26 +332,14 @@ class MeshConfig:
 class OpsConfig:
   """Which implementation runs."""
 
-  attention: str = setting(
-    "auto",
-    "'auto' = the measured best for the device",
-    choices=("auto", "xla", "cudnn"),
-    resume="free",
-  )
-  grouped_matmul: str = setting(
-    "auto",
-    "of the experts; 'auto' = the measured best for the device",
-    choices=("auto", "xla", "mosaic", "cuda"),
-    resume="free",
-  )
-  slots: str = setting(
+  kernels: str = setting(
     "",
-    "implementations of other ops or single slots, e.g. 'rms_norm.backward=cuda,swiglu=xla'; "
-    "docs/kernels.md lists them. The rest is 'auto'",
+    "implementations of ops or of single slots, e.g. 'attention=xla,rms_norm.backward=cuda'; "
+    "docs/kernels.md lists them. The rest is the measured best for the device",
     resume="free",
   )
   strict: bool = setting(
-    False, "an 'auto' choice that is not the fast one for this device is an error", resume="free"
+    False, "a choice of ours that is not the fast one for this device is an error", resume="free"
   )
 
 
@@ -470,6 +458,10 @@ class Config:
 
   seed: int = setting(0, "of weights, dropout, data order and sampling", low=0, high=MAX_SEED)
   num_steps: int = setting(400, "optimizer updates", low=1, high=MAX_STEPS, resume="free")
+  num_epochs: float = setting(
+    0.0, "passes over the training rows, in place of num_steps; 0 = num_steps", low=0.0,
+    resume="free",
+  )  # fmt: skip
   compilation_cache: str = setting(
     "auto",
     "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",

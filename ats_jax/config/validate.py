@@ -18,8 +18,10 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  rules = (_heads, _batch, _warmup, _adam, _writers, _tokenizer, _cudnn_precision)
-  for rule in (*rules, _eight_bits, _orchestrator):
+  rules = (_heads, _batch, _adam, _writers, _tokenizer, _eight_bits)
+  # With num_epochs, num_steps is known when the data is: `count_epochs` checks these rules then.
+  of_num_steps = () if cfg.num_epochs else (_warmup, _orchestrator)
+  for rule in (*rules, *of_num_steps):
     rule(cfg)
   if cfg.moe.num_experts:
     check_moe(cfg)
@@ -127,14 +129,6 @@ def _tokenizer(cfg: Config) -> None:
   if name not in ("bytes", "bpe") and not Path(name).is_file():
     raise ValueError(
       f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
-    )
-
-
-def _cudnn_precision(cfg: Config) -> None:
-  if cfg.ops.attention == "cudnn" and cfg.precision.compute_dtype != "bfloat16":
-    raise ValueError(
-      f"ops.attention=cudnn needs precision.compute_dtype=bfloat16, got "
-      f"{cfg.precision.compute_dtype}. Use ops.attention=xla for float32."
     )
 
 

@@ -4,14 +4,14 @@ python -m ats_jax.data stats [--config=configs/debug.py [--config.data.name=valu
 python -m ats_jax.data audit [--config=configs/debug.py [--config.data.name=value]]
 """
 
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.config import Config, from_config_dict
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.stats import stats
 
-_CONFIG = runtime.define_config_flag()
+_CONFIG = cli.define_config_flag()
 
 
 def _audit(train: Dataset, validation: Dataset) -> bool:
@@ -51,4 +51,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main, commands=tuple(_COMMANDS))
+  cli.run(main, commands=tuple(_COMMANDS))

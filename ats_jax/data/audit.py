@@ -6,13 +6,13 @@ asking the packing code; the real batch must hold that token's id in the same pl
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ats_jax.data.batches import train_batches
+from ats_jax.data.batches import TrainBatches, train_batches
 from ats_jax.data.dataset import Dataset
-from ats_jax.data.loader import Batch, Batches
+from ats_jax.data.loader import Batch
 
 BATCH_SIZE = 28  # rows per update; divisible by every host count below
 _BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus
@@ -52,7 +52,7 @@ def audit(
   ds: Dataset,
   *,
   scenarios: dict[str, Sequence[Phase]] | None = None,
-  batches: Callable[..., Batches] = train_batches,
+  batches: Callable[..., TrainBatches] = train_batches,
 ) -> Iterator[Result]:
   """Reads one epoch per scenario and compares it with the documents.
 
@@ -94,7 +94,7 @@ class _NumberedTokenizer:
 class _Audit:
   """The state of one scenario: how often each target was seen, and the first fault."""
 
-  def __init__(self, ds: Dataset, batches: Callable[..., Batches]):
+  def __init__(self, ds: Dataset, batches: Callable[..., TrainBatches]):
     self._ds, self._batches = ds, batches
     self._numbers = _NumberedCorpus(ds)
     self._shadow = ds.with_corpus(self._numbers, _NumberedTokenizer())
@@ -112,11 +112,18 @@ class _Audit:
     ds = self._ds
     total = -(-ds.num_rows // BATCH_SIZE)
     done = rows = 0
+    position = None
     for phase in phases:
       until = total if phase.until == 1.0 else int(total * phase.until)
       micro = BATCH_SIZE // phase.accum_steps
+      ends = []
       for local in np.split(np.arange(micro), phase.hosts):
-        rows += self._read_host(local, phase, done, until)
+        seen, end = self._read_host(local, phase, position, done, until)
+        rows += seen
+        ends.append(end)
+      position = ends[0]
+      if any(end != position for end in ends):
+        self._difference = self._difference or f"hosts are at different positions: {ends}"
       done = until
     wrong = np.flatnonzero(self._seen != 1)
     if len(wrong) and not self._difference:
@@ -125,11 +132,17 @@ class _Audit:
     repeated = int(np.maximum(self._seen.astype(np.int64) - 1, 0).sum())
     return Result(name, total, rows, seen, lost, repeated, self._difference)
 
-  def _read_host(self, local: np.ndarray, phase: Phase, start: int, end: int) -> int:
-    """Reads one host's share of batches [start, end); returns its rows of the first epoch."""
+  def _read_host(
+    self, local: np.ndarray, phase: Phase, position: Any, start: int, end: int
+  ) -> tuple[int, Any]:
+    """Reads one host's share of batches [start, end), the first of which is at `position`.
+
+    Returns:
+      Its rows of the first epoch, and the position behind them.
+    """
     arguments = dict(
-      start_row=start * BATCH_SIZE, accum_steps=phase.accum_steps, batch_size=BATCH_SIZE,
-      local_rows=local, num_workers=0, prefetch=2,
+      position=position, accum_steps=phase.accum_steps, batch_size=BATCH_SIZE, local_rows=local,
+      num_workers=0, prefetch=2,
     )  # fmt: skip
     micro = BATCH_SIZE // phase.accum_steps
     slots = np.arange(phase.accum_steps)[:, None] * micro + local
@@ -143,7 +156,7 @@ class _Audit:
         pair = ({name: x[first_epoch] for name, x in next(b).items()} for b in (real, shadow))
         self._check(*pair)
         rows += int(first_epoch.sum())
-    return rows
+      return rows, real.position()
 
   def _check(self, real: Batch, shadow: Batch) -> None:
     counts = shadow["loss_mask"] > 0

@@ -1,6 +1,8 @@
 """Rows -> batches: an endless stream for training, one pass for evaluation."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -13,22 +15,24 @@ _ENDLESS = 2**48  # batches: more than any run takes
 def train_batches(
   ds: Dataset,
   *,
-  start_row: int,
+  position: Mapping[str, Any] | None = None,
+  start_row: int = 0,
   accum_steps: int,
   batch_size: int,
   local_rows: np.ndarray,
   num_workers: int,
   prefetch: int,
-) -> Batches:
+) -> "TrainBatches":
   """An endless iterator over this host's share of the training batches.
 
-  Slot j of micro-step a of batch k holds global row `start_row + (k * accum + a) * micro + j`, so
-  another host count or micro-batch gives the same rows in another arrangement. Epochs follow each
-  other inside a batch; nothing is dropped.
+  Slot j of micro-step a of batch k holds global row `row + (k * accum + a) * micro + j` of those
+  from `row` on, where the position is, so another host count or micro-batch gives the same rows in
+  another arrangement. Epochs follow each other inside a batch; nothing is dropped.
 
   Args:
     ds: the training split.
-    start_row: global rows already consumed, over all hosts.
+    position: where to go on, from `TrainBatches.position`; None = at the first row.
+    start_row: without a position, global rows already consumed, over all hosts.
     accum_steps: micro-batches per update.
     batch_size: rows per update over all hosts; a multiple of `accum_steps`.
     local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
@@ -36,11 +40,14 @@ def train_batches(
     prefetch: batches made ahead, by each process or by the thread.
 
   Returns:
-    `Batches` of arrays [accum_steps, len(local_rows), seq_len].
+    Batches of arrays [accum_steps, len(local_rows), seq_len].
 
   Raises:
-    ValueError: if the arguments contradict each other or the split is empty.
+    ValueError: if the arguments contradict each other, the split is empty, or the position is one
+      in other data.
   """
+  if position is not None:
+    start_row = row_of(ds, position)
   if not ds.num_rows:
     raise ValueError("The dataset has no row to train on.")
   if batch_size % accum_steps:
@@ -50,7 +57,62 @@ def train_batches(
   micro = batch_size // accum_steps
   slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
   read = functools.partial(_train_batch, ds, start_row, batch_size, slots)
-  return Batches(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
+  source = Source(read, _ENDLESS)
+  return TrainBatches(source, ds, start_row, batch_size, num_workers=num_workers, prefetch=prefetch)
+
+
+class TrainBatches(Batches):
+  """Batches that know where they are: who reads them keeps `position` and asks no more of it."""
+
+  def __init__(
+    self,
+    source: Source,
+    ds: Dataset,
+    start_row: int,
+    batch_size: int,
+    *,
+    num_workers: int,
+    prefetch: int,
+  ):
+    """Starts to read at once, as `Batches`.
+
+    Args:
+      source: whose batch 0 begins at `start_row`.
+      ds: what it reads.
+      start_row: global rows already consumed.
+      batch_size: rows of a batch over all hosts.
+      num_workers: processes that read; 0 = a thread of this one.
+      prefetch: batches made ahead, by each process or by the thread.
+    """
+    self._first_row = start_row
+    self._data = ds.fingerprint
+    self._batch_size = batch_size
+    self._count = 0
+    super().__init__(source, num_workers=num_workers, prefetch=prefetch)
+
+  def __next__(self) -> Batch:
+    batch = super().__next__()
+    self._count += 1
+    return batch
+
+  def position(self) -> dict[str, Any]:
+    """Behind the batches handed out so far, whatever was made ahead; JSON, alike on all hosts."""
+    return {"row": self._first_row + self._count * self._batch_size, "data": self._data}
+
+
+def row_of(ds: Dataset, position: Mapping[str, Any]) -> int:
+  """The first row that a run at `position` has not read.
+
+  Raises:
+    ValueError: if the position is one in other data.
+  """
+  if position["data"] != ds.fingerprint:
+    raise ValueError(
+      "the run was trained on other data: the text files, the tokenizer or the packing changed "
+      f"since (fingerprint {position['data']}, now {ds.fingerprint}). Restore them, or use another "
+      "--workdir to train and --paths to evaluate."
+    )
+  return position["row"]
 
 
 def _train_batch(ds: Dataset, start_row: int, batch_size: int, slots: np.ndarray, k: int) -> Batch:

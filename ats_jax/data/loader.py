@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from multiprocessing import resource_tracker
+from typing import Self
 
 import grain
 import numpy as np
@@ -84,7 +85,7 @@ class Batches:
     """Stops the threads or processes and waits for them; harmless if repeated."""
     self._finalizer()
 
-  def __enter__(self) -> "Batches":
+  def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:

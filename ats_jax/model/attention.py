@@ -67,14 +67,14 @@ class Attention(nnx.Module):
     Returns:
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
-    how: dict[str, Any] = dict(fp8=fp8, slots=self.num.slots)
+    how: dict[str, Any] = dict(fp8=fp8, kernels=self.num.kernels)
     weights = [w[...].astype(self.num.compute_dtype) for w in (self.q, self.k, self.v)]
     axes = [(heads, "head_dim") for heads in ("heads", "kv_heads", "kv_heads")]
     q_BTNH, k_BSKH, v_BSKH = linears(x_BTD, weights, inputs=("act_embed",), outputs=axes, **how)
     if self.q_norm is not None and self.k_norm is not None:
       q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
-    q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.slots), "attn_q")
-    k_BSKH = checkpoint_name(rope(k_BSKH, table, self.num.slots), "attn_k")
+    q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.kernels), "attn_q")
+    k_BSKH = checkpoint_name(rope(k_BSKH, table, self.num.kernels), "attn_k")
     v_BSKH = checkpoint_name(v_BSKH, "attn_v")
     if cache is None:
       assert segment_ids_BT is not None
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         v_BSKH,
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
-        implementation=self.num.attention,
+        kernels=self.num.kernels,
       )
     else:
       assert index_BT is not None

@@ -17,11 +17,9 @@ from ats_jax.model.mlp import MLP
 from ats_jax.model.mod import Depth, Pass
 from ats_jax.model.moe import MoE
 from ats_jax.model.norm import RMSNorm
+from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
 from ats_jax.ops.rope import rope_table
-
-# Purposes folded into a layer's key, beside the two halves that dropout splits it into.
-_DEPTH, _EXPERTS = 2, 3
 
 
 class Tokens(NamedTuple):
@@ -119,7 +117,7 @@ class Block(nnx.Module):
       tokens.segment_ids_BT > 0,
       rules,
       layer=layer,
-      key=None if key is None else jax.random.fold_in(key, _DEPTH),
+      key=maybe_fold(key, Purpose.DEPTH),
       places=places,
       room_B=None if cache is None else in_all - cache.taken_B,
     )
@@ -180,19 +178,17 @@ class Block(nnx.Module):
       index_BT=tokens.slot_BT,
       fp8=self.fp8 and rules.fp8,
     )
-    attn_key = None if key is None else jax.random.split(key)[0]
-    return dropout(y_BTD, self.rate, attn_key), kv
+    return dropout(y_BTD, self.rate, maybe_fold(key, Purpose.ATTENTION_DROPOUT)), kv
 
   def _feed(
     self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None
   ) -> tuple[jax.Array, MoEStats | None]:
     x_BTD, moe, fp8 = self.mlp_norm(x_BTD), None, self.fp8 and rules.fp8
     if isinstance(self.mlp, MoE):
-      noise_key = None if key is None else jax.random.fold_in(key, _EXPERTS)
+      noise_key = maybe_fold(key, Purpose.EXPERT_NOISE)
       y_BTD, moe = self.mlp(
         x_BTD, tokens.segment_ids_BT > 0, training=rules.training, key=noise_key, fp8=fp8
       )
     else:
       y_BTD = self.mlp(x_BTD, fp8=fp8)
-    mlp_key = None if key is None else jax.random.split(key)[1]
-    return dropout(y_BTD, self.rate, mlp_key), moe
+    return dropout(y_BTD, self.rate, maybe_fold(key, Purpose.MLP_DROPOUT)), moe

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.rules import spec
 
 UNROLLED = 32  # layers; 32 of d_model 4096 take two minutes to compile on an H200
@@ -21,9 +21,7 @@ class Numerics:
 
   param_dtype: jnp.dtype
   compute_dtype: jnp.dtype
-  attention: str  # implementation, chosen by ops.attention.choose
-  grouped_matmul: str | Slots
-  slots: Slots  # what runs in the slots of all other ops, by ops.registry.choose
+  kernels: Kernels  # what runs in the slots of the ops
   max_segments: int  # runs of one segment id in a row at most, padding's included
   deterministic: bool
   remat: str
@@ -50,28 +48,18 @@ def _is_variable(x: Any) -> bool:
   return isinstance(x, nnx.Variable)
 
 
-def numerics(
-  cfg: Config,
-  attention: str,
-  grouped_matmul: str | Slots,
-  slots: Slots = XLA,
-  scan_unroll: int = 1,
-) -> Numerics:
+def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numerics:
   """Collect the settings that the model needs beside its shape.
 
   Args:
     cfg: the resolved config.
-    attention: its implementation.
-    grouped_matmul: likewise, or slots.
-    slots: what runs in those of all other ops.
+    kernels: what runs, by `ops.registry.choose`.
     scan_unroll: where no setting says so.
   """
   return Numerics(
     param_dtype=jnp.dtype(cfg.precision.param_dtype),
     compute_dtype=jnp.dtype(cfg.precision.compute_dtype),
-    attention=attention,
-    grouped_matmul=grouped_matmul,
-    slots=slots,
+    kernels=kernels,
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,

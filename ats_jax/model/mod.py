@@ -15,7 +15,7 @@ from ats_jax.model.init import Buffer, Numerics, normal
 from ats_jax.model.layout import mod_tokens
 from ats_jax.model.stats import MoDStats
 from ats_jax.ops.dispatch import Places, sum_rows, take_rows
-from ats_jax.ops.registry import Slots
+from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import einsum, island
 from ats_jax.sharding.rules import spec
 
@@ -61,20 +61,20 @@ class Chosen:
     filled_BC: bool.
     slot_BT: int32 place of each token; C = none.
     gate_BT: float32 weight of the layer's output for each token.
-    slots: what moves rows, by ops.registry.choose.
+    kernels: what moves rows.
   """
 
   index_BC: jax.Array
   filled_BC: jax.Array
   slot_BT: jax.Array
   gate_BT: jax.Array
-  slots: Slots = dataclasses.field(metadata=dict(static=True))
+  kernels: Kernels = dataclasses.field(metadata=dict(static=True))
 
   def take(self, x_BTD: jax.Array) -> jax.Array:
     """Their activations [batch, places, d_model], zero in empty places."""
 
     def local(x_BTD, index_BC, filled_BC, slot_BT):
-      rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT), self.slots)
+      rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT), self.kernels)
       return rows.reshape(*index_BC.shape, -1)
 
     axes = (X_AXES, *[TOKEN_AXES] * 3)
@@ -95,7 +95,7 @@ class Chosen:
 
     def local(y_BCD, gate_BT, index_BC, filled_BC, slot_BT):
       places = _places(index_BC, filled_BC, slot_BT)
-      y_ND = sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places, self.slots)
+      y_ND = sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places, self.kernels)
       return y_ND.reshape(*gate_BT.shape, -1)
 
     axes = (X_AXES, *[TOKEN_AXES] * 4)
@@ -126,7 +126,7 @@ class Depth(nnx.Module):
   """
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
-    self.cfg, self.slots = cfg.mod, num.slots
+    self.cfg, self.kernels = cfg.mod, num.kernels
     if self.cfg.routing != "learned":
       return
     width, wide = cfg.model.d_model, jnp.promote_types(num.param_dtype, jnp.float32)
@@ -195,7 +195,7 @@ class Depth(nnx.Module):
       filled_BC=jnp.arange(places) < count_B1,
       slot_BT=jnp.where(chosen_BT, order_BT - 1, places),
       gate_BT=gate_BT,
-      slots=self.slots,
+      kernels=self.kernels,
     )
     total = lambda a_BT: jnp.sum(jnp.where(valid_BT, a_BT, 0), dtype=wide)
     threshold, rows = _threshold(scores_BT, valid_BT, places)
@@ -231,6 +231,7 @@ class Depth(nnx.Module):
     if self.cfg.routing == "static":
       steps = lambda at: jnp.floor((at + layer) * capacity)
       return steps(positions_BT + 1) > steps(positions_BT)
+    # Whatever the run's seed: whoever uses a checkpoint makes the same choice without knowing it.
     layer_key = jax.random.fold_in(jax.random.key(0), layer)
     draw = lambda position: jax.random.uniform(jax.random.fold_in(layer_key, position))
     return jax.vmap(jax.vmap(draw))(positions_BT) < capacity

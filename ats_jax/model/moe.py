@@ -83,29 +83,29 @@ class MoE(nnx.Module):
   def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
     """One device: sort the choices by expert, multiply group by group, sum each token's rows."""
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    ways, num_local, slots = num_shards("experts"), gate.shape[0], self.num.slots
+    ways, num_local, kernels = num_shards("experts"), gate.shape[0], self.num.kernels
     mlp = functools.partial(self._grouped_mlp, gate=gate, up=up, down=down)
     if ways == 1:
-      places, sizes_E = sort_by_expert(expert_NK, num_local, slots)
-      y_MD = mlp(take_rows(x_ND, places, slots), sizes_E)
+      places, sizes_E = sort_by_expert(expert_NK, num_local, kernels)
+      y_MD = mlp(take_rows(x_ND, places, kernels), sizes_E)
     else:
       # To the devices that hold the experts: room for all that a token can send to one of them.
       room = x_ND.shape[0] * min(expert_NK.shape[1], num_local)
       places = place_in_bins(expert_NK // num_local, ways, room)
       local_NK = expert_NK % num_local
       sent_M = local_NK.reshape(-1).at[places.choice_M].get(mode="fill", fill_value=num_local)
-      sent = (sent_M, take_rows(x_ND, places, slots))
+      sent = (sent_M, take_rows(x_ND, places, kernels))
       received_M, rows_MD = (exchange(a, "experts") for a in sent)
-      inner, sizes_E = sort_by_expert(received_M[:, None], num_local, slots)
-      y_MD = mlp(take_rows(rows_MD, inner, slots), sizes_E)
+      inner, sizes_E = sort_by_expert(received_M[:, None], num_local, kernels)
+      y_MD = mlp(take_rows(rows_MD, inner, kernels), sizes_E)
       ones = jnp.ones(inner.slot_NK.shape, weight_NK.dtype)
-      y_MD = exchange(sum_rows(y_MD, ones, inner, slots), "experts")
-    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, slots), "ff")
+      y_MD = exchange(sum_rows(y_MD, ones, inner, kernels), "experts")
+    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
     return y_ND.reshape(x_BTD.shape), jnp.zeros((), weight_NK.dtype)
 
   def _capacity(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
     """One device: every expert has C places in every row, full or not."""
-    batch, seq, slots = *x_BTD.shape[:2], self.num.slots
+    batch, seq, kernels = *x_BTD.shape[:2], self.num.kernels
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
     num_experts = gate.shape[0] * num_shards("experts")
     places_C = expert_capacity(seq, self.cfg.top_k, self.cfg.capacity_factor, self.cfg.num_experts)
@@ -113,26 +113,26 @@ class MoE(nnx.Module):
     bin_NK = expert_NK * batch + jnp.where(expert_NK < num_experts, row_N1, 0)
     priority = jax.lax.stop_gradient(weight_NK) if self.cfg.drop_policy == "weight" else None
     places = place_in_bins(bin_NK, num_experts * batch, places_C, priority)
-    rows_EMD = exchange(_by_expert(take_rows(x_ND, places, slots), num_experts), "experts")
+    rows_EMD = exchange(_by_expert(take_rows(x_ND, places, kernels), num_experts), "experts")
     rows_EMD = _swap_blocks(rows_EMD, gate.shape[0])
     y_EMD = self._batched_mlp(rows_EMD, gate, up, down)
     y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
     y_MD = y_EMD.reshape(-1, x_ND.shape[1])
-    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, slots), "ff")
+    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
     return y_ND.reshape(x_BTD.shape), all_sum(dropped.astype(weight_NK.dtype), "batch")
 
   def _grouped_mlp(self, x_MD, sizes_E, *, gate, up, down):
-    wide = grouped_matmuls(x_MD, (gate, up), sizes_E, self.num.grouped_matmul)
+    wide = grouped_matmuls(x_MD, (gate, up), sizes_E, self.num.kernels)
     gate_MF, up_MF = map(checkpoint_name, wide, SAVED_NAMES)
-    h_MF = swiglu(gate_MF, up_MF, self.num.slots)
-    y_MD = grouped_matmul(h_MF, down, sizes_E, self.num.grouped_matmul)
+    h_MF = swiglu(gate_MF, up_MF, self.num.kernels)
+    y_MD = grouped_matmul(h_MF, down, sizes_E, self.num.kernels)
     return checkpoint_name(y_MD, SAVED_NAMES[2])  # the gradients of the weights need it
 
   def _batched_mlp(self, x_EMD, gate, up, down):
     gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), SAVED_NAMES[0])
     up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), SAVED_NAMES[1])
-    y_EMD = jnp.einsum("EMF,EFD->EMD", swiglu(gate_EMF, up_EMF, self.num.slots), down)
+    y_EMD = jnp.einsum("EMF,EFD->EMD", swiglu(gate_EMF, up_EMF, self.num.kernels), down)
     return checkpoint_name(y_EMD, SAVED_NAMES[2])
 
 

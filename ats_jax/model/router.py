@@ -43,7 +43,7 @@ class Router(nnx.Module):
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     moe = self.cfg = cfg.moe
-    self.slots = num.slots
+    self.kernels = num.kernels
     self.num_slots = moe.num_experts + moe.spare_experts
     outputs = self.num_slots + moe.null_experts
     width = cfg.model.d_model
@@ -106,7 +106,7 @@ class Router(nnx.Module):
       noisy_BTE = logits_BTE + moe.noise * noise_BTE
     selection_BTE = self._selection(jax.lax.stop_gradient(noisy_BTE))
     rule = Rule(moe.top_k, moe.score, moe.renormalize and moe.top_k > 1, moe.route_scale)
-    expert_BTK, weight_BTK, load_BE = route(logits_BTE, selection_BTE, valid_BT, rule, self.slots)
+    expert_BTK, weight_BTK, load_BE = route(logits_BTE, selection_BTE, valid_BT, rule, self.kernels)
     goes_BTK = valid_BT[..., None] & (expert_BTK < self.num_slots)
     routing = Routing(jnp.where(goes_BTK, expert_BTK, self.num_slots), weight_BTK)
     return routing, self._stats(logits_BTE, load_BE, valid_BT)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
@@ -64,7 +64,7 @@ def adamw(
   b2: float,
   eps: float,
   weight_decay: float,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
 ) -> Updated:
   """One parameter's AdamW update (arXiv:1711.05101), float32 arithmetic, each result rounded once.
 
@@ -78,10 +78,10 @@ def adamw(
     b2: decay of the second.
     eps: added to the root.
     weight_decay: 0 for what does not decay.
-    slots: what runs.
+    kernels: what runs.
   """
   constants = dict(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-  kernel = registry.kernel("adamw", "update", slots, rows=param.size)
+  kernel = registry.kernel("adamw", "update", kernels, rows=param.size)
   if kernel is not None:
     rates_4 = jnp.stack([jnp.asarray(r, jnp.float32) for r in rates])
     run = functools.partial(kernel, **constants)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards
 
 X_AXES = ("batch", "seq", "act_embed")
@@ -43,7 +43,7 @@ def linear_cross_entropy(
   z_loss: float,
   label_smoothing: float,
   chunk_tokens: int,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
 ) -> LossSums:
   """Score `x @ head.T` against targets without ever holding `[tokens, vocab]`.
 
@@ -59,12 +59,12 @@ def linear_cross_entropy(
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
     label_smoothing: share of the target spread evenly over the vocabulary.
     chunk_tokens: tokens of all devices together whose logits exist at one time.
-    slots: what runs; a vocabulary that is sharded, and dtypes other than bfloat16, are XLA's.
+    kernels: what runs; a vocabulary that is sharded, and dtypes other than bfloat16, are XLA's.
 
   Returns:
     Sums over all tokens.
   """
-  how = z_loss, label_smoothing, chunk_tokens, slots
+  how = z_loss, label_smoothing, chunk_tokens, kernels
   return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=False)[0]
 
 
@@ -72,7 +72,7 @@ def _forward(x_BTD, head_VD, targets_BT, mask_BT, *how):
   return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=True)
 
 
-def _backward(z_loss, label_smoothing, chunk_tokens, slots, grads, cotangent):
+def _backward(z_loss, label_smoothing, chunk_tokens, kernels, grads, cotangent):
   dx_BTD, dhead_VD = grads
   scale = cotangent.objective
   return (dx_BTD * scale).astype(dx_BTD.dtype), (dhead_VD * scale).astype(dx_BTD.dtype), None, None
@@ -82,10 +82,10 @@ linear_cross_entropy.defvjp(_forward, _backward)
 
 
 def _sums_and_grads(
-  x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, slots, with_grads
+  x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, kernels, with_grads
 ):
   of_chunk = functools.partial(
-    _chunk, z_loss=z_loss, label_smoothing=label_smoothing, slots=slots, with_grads=with_grads
+    _chunk, z_loss=z_loss, label_smoothing=label_smoothing, kernels=kernels, with_grads=with_grads
   )
   chunk = max(1, chunk_tokens // num_shards("batch"))
   local = functools.partial(_local, of_chunk=of_chunk, chunk=chunk, with_grads=with_grads)
@@ -130,15 +130,15 @@ class _Rows(NamedTuple):
   mean: jax.Array
 
 
-def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, slots, with_grads):
+def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, kernels, with_grads):
   """Sums of some tokens, and their share of the gradients."""
   logits_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
   if with_grads:
     rows, dlogits_CV = _rows_and_gradient(
-      logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, x_CD.dtype
+      logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, x_CD.dtype
     )
   else:
-    rows, dlogits_CV = _rows(logits_CV, targets_C, label_smoothing, slots, x_CD.dtype), None
+    rows, dlogits_CV = _rows(logits_CV, targets_C, label_smoothing, kernels, x_CD.dtype), None
   cross_entropy_C = rows.lse - rows.label
   objective_C = cross_entropy_C + z_loss * jnp.square(rows.lse)
   if label_smoothing:
@@ -158,12 +158,12 @@ def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, slots, 
   return sums, dx_CD, dhead_VD
 
 
-def _kernel(slot, slots, logits_CV, dtype):
+def _kernel(slot, kernels, logits_CV, dtype):
   # Of a vocabulary that is cut, a row's sums are not one device's to make.
   if num_shards("vocab") > 1 or dtype != jnp.bfloat16:
     return None
   tokens, vocab = logits_CV.shape
-  return registry.kernel("linear_cross_entropy", slot, slots, rows=tokens, vocab=vocab)
+  return registry.kernel("linear_cross_entropy", slot, kernels, rows=tokens, vocab=vocab)
 
 
 def _from_kernel(statistics_C4, vocab):
@@ -171,17 +171,17 @@ def _from_kernel(statistics_C4, vocab):
   return _Rows(lse_C, label_C, top_C, logits_C / vocab)
 
 
-def _rows(logits_CV, targets_C, label_smoothing, slots, dtype):
-  kernel = _kernel("value", slots, logits_CV, dtype)
+def _rows(logits_CV, targets_C, label_smoothing, kernels, dtype):
+  kernel = _kernel("value", kernels, logits_CV, dtype)
   if kernel is not None:
     statistics_C4 = kernel(logits_CV, targets_C, label_smoothing=label_smoothing)
     return _from_kernel(statistics_C4, logits_CV.shape[1])
   return _reduced(logits_CV, _is_target(logits_CV, targets_C))[0]
 
 
-def _rows_and_gradient(logits_CV, targets_C, mask_C, z_loss, label_smoothing, slots, dtype):
+def _rows_and_gradient(logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, dtype):
   """`_Rows`, and the gradient of the masked objective by the logits in `dtype`."""
-  kernel = _kernel("gradient", slots, logits_CV, dtype)
+  kernel = _kernel("gradient", kernels, logits_CV, dtype)
   if kernel is not None:
     dlogits_CV, statistics_C4 = kernel(
       logits_CV, targets_C, mask_C, z_loss=z_loss, label_smoothing=label_smoothing

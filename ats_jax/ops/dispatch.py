@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 
 
 class Places(NamedTuple):
@@ -29,19 +29,19 @@ class Places(NamedTuple):
 
 
 def sort_by_expert(
-  expert_NK: jax.Array, num_experts: int, slots: Slots = XLA
+  expert_NK: jax.Array, num_experts: int, kernels: Kernels = XLA
 ) -> tuple[Places, jax.Array]:
   """Give every choice a slot, grouped by expert, in the order of tokens within a group.
 
   Args:
     expert_NK: int32; `num_experts` means nowhere.
     num_experts: E.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     Places with M = N * K, of which those past the last group are empty; int32 [E] group sizes.
   """
-  kernel = _kernel("sort_by_expert", "forward", slots, expert_NK, experts=num_experts)
+  kernel = _kernel("sort_by_expert", "forward", kernels, expert_NK, experts=num_experts)
   if kernel is not None:
     *places, sizes_E = kernel(expert_NK, num_experts=num_experts)
     return Places(*places), sizes_E
@@ -96,20 +96,20 @@ def place_in_bins(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def take_rows(x_ND: jax.Array, places: Places, slots: Slots = XLA) -> jax.Array:
+def take_rows(x_ND: jax.Array, places: Places, kernels: Kernels = XLA) -> jax.Array:
   """`out[m] = x[source[m]]`, zero in empty slots: [N, D] -> [M, D]."""
-  kernel = _kernel("take_rows", "forward", slots, places.slot_NK, width=x_ND.shape[1])
+  kernel = _kernel("take_rows", "forward", kernels, places.slot_NK, width=x_ND.shape[1])
   if kernel is not None:
     return kernel(x_ND, places.source_M)
   return _rows(x_ND, places.source_M)
 
 
-def _take_forward(x_ND, places, slots):
-  return take_rows(x_ND, places, slots), places
+def _take_forward(x_ND, places, kernels):
+  return take_rows(x_ND, places, kernels), places
 
 
-def _take_backward(slots, places, dout_MD):
-  kernel = _kernel("take_rows", "backward", slots, places.slot_NK, width=dout_MD.shape[1])
+def _take_backward(kernels, places, dout_MD):
+  kernel = _kernel("take_rows", "backward", kernels, places.slot_NK, width=dout_MD.shape[1])
   if kernel is not None:
     return kernel(dout_MD, places.slot_NK), None
   return _rows(dout_MD, places.slot_NK).sum(axis=1).astype(dout_MD.dtype), None
@@ -120,7 +120,7 @@ take_rows.defvjp(_take_forward, _take_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def sum_rows(
-  y_MD: jax.Array, weight_NK: jax.Array, places: Places, slots: Slots = XLA
+  y_MD: jax.Array, weight_NK: jax.Array, places: Places, kernels: Kernels = XLA
 ) -> jax.Array:
   """`out[n] = sum_k weight[n, k] * y[slot[n, k]]`; a choice without a slot adds nothing.
 
@@ -128,25 +128,25 @@ def sum_rows(
     y_MD: rows [slots, d_model].
     weight_NK: float32 weights.
     places: which row is whose.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     [tokens, d_model] in the dtype of `y_MD`, summed in float32.
   """
-  kernel = _kernel("sum_rows", "forward", slots, places.slot_NK, width=y_MD.shape[1])
+  kernel = _kernel("sum_rows", "forward", kernels, places.slot_NK, width=y_MD.shape[1])
   if kernel is not None:
     return kernel(y_MD, weight_NK, places.slot_NK)
   rows_NKD = _rows(y_MD, places.slot_NK)
   return jnp.einsum("NKD,NK->ND", rows_NKD, weight_NK).astype(y_MD.dtype)
 
 
-def _sum_forward(y_MD, weight_NK, places, slots):
-  return sum_rows(y_MD, weight_NK, places, slots), (y_MD, weight_NK, places)
+def _sum_forward(y_MD, weight_NK, places, kernels):
+  return sum_rows(y_MD, weight_NK, places, kernels), (y_MD, weight_NK, places)
 
 
-def _sum_backward(slots, residuals, dout_ND):
+def _sum_backward(kernels, residuals, dout_ND):
   y_MD, weight_NK, places = residuals
-  kernel = _kernel("sum_rows", "backward", slots, places.slot_NK, width=y_MD.shape[1])
+  kernel = _kernel("sum_rows", "backward", kernels, places.slot_NK, width=y_MD.shape[1])
   if kernel is not None:
     dy_MD, dweight_NK = kernel(y_MD, weight_NK, *places, dout_ND)
     return dy_MD, dweight_NK, None
@@ -160,8 +160,8 @@ def _sum_backward(slots, residuals, dout_ND):
 sum_rows.defvjp(_sum_forward, _sum_backward)
 
 
-def _kernel(op, slot, slots, a_NK, **widths):
-  return registry.kernel(op, slot, slots, rows=a_NK.shape[0], choices=a_NK.shape[1], **widths)
+def _kernel(op, slot, kernels, a_NK, **widths):
+  return registry.kernel(op, slot, kernels, rows=a_NK.shape[0], choices=a_NK.shape[1], **widths)
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import Precision
 
 from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of, transposed
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
 SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
@@ -71,7 +71,7 @@ class History(NamedTuple):
 
 
 def fp8_matmul(
-  x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None, slots: Slots = XLA
+  x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None, kernels: Kernels = XLA
 ) -> jax.Array:
   """`x @ w` in 8 bits, forward and backward.
 
@@ -87,7 +87,7 @@ def fp8_matmul(
     x_TK: activations [..., K].
     w_KN: weights [K, N], same dtype.
     amax: for delayed scaling.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     [..., N] in the dtype of `x_TK`.
@@ -96,11 +96,11 @@ def fp8_matmul(
     ValueError: a width or the number of rows is not a multiple of 16.
   """
   lists = None if amax is None else (amax.x, (amax.w,), (amax.dy,))
-  return _checked(x_TK, (w_KN,), lists, slots)[0]
+  return _checked(x_TK, (w_KN,), lists, kernels)[0]
 
 
 def fp8_matmuls(
-  x_TK: jax.Array, weights: Sequence[jax.Array], slots: Slots = XLA
+  x_TK: jax.Array, weights: Sequence[jax.Array], kernels: Kernels = XLA
 ) -> tuple[jax.Array, ...]:
   """`fp8_matmul` of the same activations with several weights, such as those of q, k and v.
 
@@ -109,7 +109,7 @@ def fp8_matmuls(
   Args:
     x_TK: activations [..., K].
     weights: each [K, N] with a width of its own, same dtype.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     [..., N] for each of the weights.
@@ -117,10 +117,10 @@ def fp8_matmuls(
   Raises:
     ValueError: as `fp8_matmul`.
   """
-  return _checked(x_TK, tuple(weights), None, slots)
+  return _checked(x_TK, tuple(weights), None, kernels)
 
 
-def _checked(x_TK, weights, amax, slots):
+def _checked(x_TK, weights, amax, kernels):
   rows, width = math.prod(x_TK.shape[:-1]), x_TK.shape[-1]
   for w_KN in weights:
     for what, size in (
@@ -133,17 +133,17 @@ def _checked(x_TK, weights, amax, slots):
           f"fp8_matmul of {x_TK.shape} and {w_KN.shape}: {what}, {size}, must be a multiple of"
           f" {MULTIPLE}. Pad it, or multiply in bfloat16"
         )
-  results = _matmuls(x_TK.reshape(rows, width), weights, amax, slots)
+  results = _matmuls(x_TK.reshape(rows, width), weights, amax, kernels)
   return tuple(y_RN.reshape(*x_TK.shape[:-1], -1) for y_RN in results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmuls(x_TK, weights, amax, slots):
+def _matmuls(x_TK, weights, amax, kernels):
   """`amax`, if any: of x, of each of the weights, and of each result's gradient."""
-  return _forward(x_TK, weights, amax, slots)[0]
+  return _forward(x_TK, weights, amax, kernels)[0]
 
 
-def _forward(x_TK, weights, amax, slots):
+def _forward(x_TK, weights, amax, kernels):
   x_TK = _written(x_TK)
   # Named, so that a backward pass that makes the operands again need not look for it again.
   seen_x, *seen_w = (checkpoint_name(_amax(a), *SAVED_NAMES) for a in (x_TK, *weights))
@@ -152,7 +152,7 @@ def _forward(x_TK, weights, amax, slots):
   x8_TK = cast(x_TK, scale_x, E4M3)
 
   def times(w_KN, scale_w):
-    w8_NK = transposed(w_KN, scale_w, E4M3, slots)
+    w8_NK = transposed(w_KN, scale_w, E4M3, kernels)
     # Each product is exact; the tensor cores add them up with some 14 bits. The gradients, whose
     # sums are longer, ask for sums that are carried over to float32 now and then.
     y_TN = _product(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
@@ -160,20 +160,20 @@ def _forward(x_TK, weights, amax, slots):
 
   results = tuple(map(times, weights, scales_w))
   # A second read of x, but under remat only one of the two is made in each pass.
-  x8_KT = transposed(x_TK, scale_x, E4M3, slots)
+  x8_KT = transposed(x_TK, scale_x, E4M3, kernels)
   weights8 = tuple(map(functools.partial(cast, dtype=E4M3), weights, scales_w))
   like_w = tuple(jnp.zeros(0, w_KN.dtype) for w_KN in weights)
   return results, (x8_KT, scale_x, weights8, scales_w, amax, seen_x, tuple(seen_w), like_w)
 
 
-def _backward(slots, residuals, gradients):
+def _backward(kernels, residuals, gradients):
   x8_KT, scale_x, weights8, scales_w, amax, seen_x, seen_w, like_w = residuals
   gradients = [_written(dy_TN) for dy_TN in gradients]
   seen_dy = tuple(map(_amax, gradients))
   scales_dy = [scale_of(E5M2, a) for a in (seen_dy if amax is None else amax[2])]
 
   def through(dy_TN, scale_dy, w8_KN, scale_w, like):
-    dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, slots)
+    dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, kernels)
     dx_TK = _product(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
     dw_KN = _product(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
     return _scale(dx_TK, scale_dy * scale_w), _scale(dw_KN, scale_x * scale_dy)

@@ -9,34 +9,14 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from ats_jax.config.schema import Config
 from ats_jax.ops import registry
-from ats_jax.ops.registry import Choice, Slots, every_slot
-from ats_jax.ops.requirements import Device
+from ats_jax.ops.registry import XLA, Kernels
 
 MAX_TILE_ROWS = 512  # of the XLA implementation
 
 
-def choose(cfg: Config, platform: str, compute_capability: str = "0.0") -> Choice:
-  """Decide which implementation the experts use.
-
-  Args:
-    cfg: the run, resolved.
-    platform: "cpu", "gpu" or "tpu".
-    compute_capability: of the GPU, e.g. "9.0".
-
-  Raises:
-    ValueError: if the implementation that was asked for cannot run here.
-    FallbackError: if `ops.strict` is set and the fast implementation of a GPU cannot run.
-  """
-  device = Device(platform, compute_capability)
-  of_slots = registry.choose_op(cfg, device, "grouped_matmul")
-  assert len(set(of_slots.values())) == 1 or cfg.ops.slots
-  return of_slots["forward"]
-
-
 def grouped_matmul(
-  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, implementation: str | Slots
+  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, kernels: Kernels = XLA
 ) -> jax.Array:
   """`y[m] = x[m] @ w[g(m)]`, accumulated in float32.
 
@@ -46,17 +26,17 @@ def grouped_matmul(
     x_MD: rows [rows, d_in], sorted by group.
     w_EDF: one matrix a group [groups, d_in, d_out], same dtype.
     sizes_E: int32 [groups]; their sum may be less than M.
-    implementation: of all slots, "xla" (the specification), "mosaic" or "cuda"; or the run's slots.
+    kernels: what runs.
 
   Returns:
     [rows, d_out] in the dtype of `x_MD`; zero in rows past the last group.
   """
-  return grouped_matmuls(x_MD, (w_EDF,), sizes_E, implementation)[0]
+  return grouped_matmuls(x_MD, (w_EDF,), sizes_E, kernels)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmuls(
-  x_MD: jax.Array, weights: tuple[jax.Array, ...], sizes_E: jax.Array, implementation: str | Slots
+  x_MD: jax.Array, weights: tuple[jax.Array, ...], sizes_E: jax.Array, kernels: Kernels = XLA
 ) -> tuple[jax.Array, ...]:
   """`grouped_matmul` of the same rows with several weights of one shape, such as gate and up.
 
@@ -65,32 +45,32 @@ def grouped_matmuls(
   Returns:
     [rows, d_out] for each of the weights.
   """
-  return tuple(_matmul(x_MD, w_EDF, sizes_E, implementation) for w_EDF in weights)
+  return tuple(_matmul(x_MD, w_EDF, sizes_E, kernels) for w_EDF in weights)
 
 
-def _forward(x_MD, weights, sizes_E, implementation):
-  return grouped_matmuls(x_MD, weights, sizes_E, implementation), (x_MD, weights, sizes_E)
+def _forward(x_MD, weights, sizes_E, kernels):
+  return grouped_matmuls(x_MD, weights, sizes_E, kernels), (x_MD, weights, sizes_E)
 
 
-def _backward(implementation, residuals, gradients):
+def _backward(kernels, residuals, gradients):
   x_MD, weights, sizes_E = residuals
-  dx_MD = _input_gradient(gradients, weights, sizes_E, implementation)
-  dw = (_weight_gradient(x_MD, dy_MF, sizes_E, implementation) for dy_MF in gradients)
+  dx_MD = _input_gradient(gradients, weights, sizes_E, kernels)
+  dw = (_weight_gradient(x_MD, dy_MF, sizes_E, kernels) for dy_MF in gradients)
   return dx_MD, tuple(d.astype(w.dtype) for d, w in zip(dw, weights, strict=True)), None
 
 
 grouped_matmuls.defvjp(_forward, _backward)
 
 
-def _matmul(x_MD, w_EDF, sizes_E, implementation):
-  kernel = _kernel("forward", x_MD, w_EDF.shape, implementation)
+def _matmul(x_MD, w_EDF, sizes_E, kernels):
+  kernel = _kernel("forward", x_MD, w_EDF.shape, kernels)
   if kernel is not None:
     return kernel(x_MD, w_EDF, sizes_E)
   return _by_tiles("JRD,JDF->JRF", x_MD, w_EDF, sizes_E)
 
 
-def _input_gradient(gradients, weights, sizes_E, implementation):
-  kernel = _kernel("input_gradient", gradients[0], weights[0].shape, implementation)
+def _input_gradient(gradients, weights, sizes_E, kernels):
+  kernel = _kernel("input_gradient", gradients[0], weights[0].shape, kernels)
   if kernel is not None:
     return kernel(gradients, weights, sizes_E)
   pairs = zip(gradients, weights, strict=True)
@@ -105,9 +85,9 @@ def _by_tiles(formula, x_MD, w_EDF, sizes_E):
   return tiles.join(y.astype(x_MD.dtype))
 
 
-def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
+def _weight_gradient(x_MD, dy_MF, sizes_E, kernels):
   shape = (sizes_E.shape[0], x_MD.shape[1], dy_MF.shape[1])
-  kernel = _kernel("weight_gradient", x_MD, shape, implementation)
+  kernel = _kernel("weight_gradient", x_MD, shape, kernels)
   if kernel is not None:
     return kernel(x_MD, dy_MF, sizes_E)
   tiles = _Tiles(x_MD.shape[0], sizes_E)
@@ -121,36 +101,10 @@ def _weight_gradient(x_MD, dy_MF, sizes_E, implementation):
   return jax.ops.segment_sum(dw_JDF, tiles.group_J, sizes_E.shape[0])
 
 
-def _kernel(slot, x_MD, shape_EDF, implementation):
+def _kernel(slot, x_MD, shape_EDF, kernels):
   groups, d_in, d_out = shape_EDF
-  slots = every_slot("grouped_matmul", implementation)
   dims = dict(rows=x_MD.shape[0], groups=groups, d_in=d_in, d_out=d_out)
-  return registry.kernel("grouped_matmul", slot, slots, **dims)
-
-
-def mosaic(x_MD, w_EDF, sizes_E, **tiles):
-  """`kernels_pallas.grouped_matmul` with tile parameters as keywords."""
-  from kernels_pallas import grouped_matmul as pallas
-
-  tiling = pallas.Tiling(**tiles) if tiles else None
-  return pallas.grouped_matmul(x_MD, w_EDF, sizes_E, tiling=tiling)
-
-
-def mosaic_dx(gradients, weights, sizes_E, **tiles):
-  """The same, transposed; the sum over the pairs in one kernel."""
-  from kernels_pallas import grouped_matmul as pallas
-
-  tiling = pallas.Tiling(**tiles) if tiles else None
-  first, *more = zip(gradients, weights, strict=True)
-  return pallas.grouped_matmul(*first, sizes_E, transpose_w=True, more=more, tiling=tiling)
-
-
-def mosaic_dw(x_MD, dy_MF, sizes_E, **tiles):
-  """`kernels_pallas.grouped_matmul_dw`, likewise."""
-  from kernels_pallas import grouped_matmul as pallas
-
-  tiling = pallas.Tiling(**tiles) if tiles else None
-  return pallas.grouped_matmul_dw(x_MD, dy_MF, sizes_E, tiling=tiling)
+  return registry.kernel("grouped_matmul", slot, kernels, **dims)
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:

@@ -9,8 +9,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import requirements
+from ats_jax.ops import cudnn, requirements
 from ats_jax.ops.requirements import Device
+from kernels_cuda import (
+  adamw,
+  cross_entropy,
+  grouped_matmul,
+  quantise,
+  rms_norm,
+  rope,
+  routing,
+  rows,
+  swiglu,
+)
+from kernels_pallas.grouped_matmul import slots as mosaic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +31,7 @@ class Kernel:
 
   Attributes:
     name: what settings and logs call it.
-    where: slot -> "module:function", imported when the slot is first used.
+    where: slot -> the function.
     default: the slots in which it runs wherever it can.
     why: the measurement behind that, or behind its not being a default. Logged.
     obstacle: `(cfg, device)` -> why it cannot run, "" if it can.
@@ -28,7 +40,7 @@ class Kernel:
   """
 
   name: str
-  where: Mapping[str, str]
+  where: Mapping[str, Callable]
   default: tuple[str, ...]
   why: str
   obstacle: Callable[[Config, Device], str]
@@ -54,10 +66,9 @@ def cuda(
   default: bool = False,
   tiles: Mapping[str, tuple[int, ...]] | None = None,
   reserve: Callable[[Config], str] = lambda cfg: "",
-  **where: str,
+  **where: Callable,
 ) -> Kernel:
-  """One of `kernels_cuda`; slot="module:function" there, run by default in all slots or in none."""
-  where = {slot: f"kernels_cuda.{function}" for slot, function in where.items()}
+  """One of `kernels_cuda`; slot=function, run by default in all slots or in none."""
   slots = tuple(where) if default else ()
   return Kernel("cuda", where, slots, why, obstacle, tiles or {}, reserve)
 
@@ -68,7 +79,7 @@ def reserve_of_the_loss(cfg: Config) -> str:
   With experts or 8 bits the library is built anyway; for this slot alone the first start would wait
   for it. A vocabulary that is cut is XLA's by design.
   """
-  asked = "=cuda" in cfg.ops.slots.replace(" ", "") or cfg.ops.grouped_matmul == "cuda"
+  asked = "=cuda" in cfg.ops.kernels.replace(" ", "")
   if not (cfg.moe.num_experts or cfg.precision.fp8 or asked):
     return "nothing else here needs the CUDA library, whose build takes half a minute"
   return requirements.rows_of_logits(cfg)
@@ -80,7 +91,7 @@ OPS: dict[str, Op] = {
     (
       Kernel(
         "cudnn",
-        {"forward": "ats_jax.ops._compat:cudnn_attention"},
+        {"forward": cudnn.attention},
         default=("forward",),
         why="flash attention, the fastest measured on Hopper",
         obstacle=requirements.cudnn_attention,
@@ -93,9 +104,9 @@ OPS: dict[str, Op] = {
       Kernel(
         "mosaic",
         {
-          "forward": "ats_jax.ops.grouped_matmul:mosaic",
-          "input_gradient": "ats_jax.ops.grouped_matmul:mosaic_dx",
-          "weight_gradient": "ats_jax.ops.grouped_matmul:mosaic_dw",
+          "forward": mosaic.forward,
+          "input_gradient": mosaic.input_gradient,
+          "weight_gradient": mosaic.weight_gradient,
         },
         default=("forward", "input_gradient", "weight_gradient"),
         why="the fastest measured on Hopper",
@@ -106,9 +117,9 @@ OPS: dict[str, Op] = {
         requirements.cuda_grouped_matmul,
         "mosaic takes 0.51 to 0.71 of its time on an H200",
         tiles={"block_n": (128, 256)},
-        forward="grouped_matmul:grouped_matmul",
-        input_gradient="grouped_matmul:grouped_matmul_dx",
-        weight_gradient="grouped_matmul:grouped_matmul_dw",
+        forward=grouped_matmul.grouped_matmul,
+        input_gradient=grouped_matmul.grouped_matmul_dx,
+        weight_gradient=grouped_matmul.grouped_matmul_dw,
       ),
     ),
   ),
@@ -118,8 +129,8 @@ OPS: dict[str, Op] = {
       cuda(
         requirements.cuda_swiglu,
         "0.88 to 1.02 of XLA's speed on an H200",
-        forward="swiglu:swiglu",
-        backward="swiglu:swiglu_backward",
+        forward=swiglu.swiglu,
+        backward=swiglu.swiglu_backward,
       ),
     ),
   ),
@@ -130,8 +141,8 @@ OPS: dict[str, Op] = {
         requirements.cuda_rms_norm,
         "backward 1.5 to 1.9, forward 0.99 to 1.06 times XLA's speed on an H200, but a step of "
         "1.5B took 0.9 % longer with backward (once each), perhaps as XLA joins norms with others",
-        forward="rms_norm:rms_norm",
-        backward="rms_norm:rms_norm_backward",
+        forward=rms_norm.rms_norm,
+        backward=rms_norm.rms_norm_backward,
       ),
     ),
   ),
@@ -141,8 +152,8 @@ OPS: dict[str, Op] = {
       cuda(
         requirements.cuda_rope,
         "0.82 to 0.95 of XLA's speed on an H200",
-        forward="rope:rope",
-        backward="rope:rope",
+        forward=rope.rope,
+        backward=rope.rope,
       ),
     ),
   ),
@@ -153,8 +164,8 @@ OPS: dict[str, Op] = {
         requirements.cuda_quantise,
         "1.5 to 1.6 times XLA's speed on an H200, and arrays keep their layouts around it",
         default=True,
-        transposed="quantise:transposed",
-        both="quantise:both",
+        transposed=quantise.transposed,
+        both=quantise.both,
       ),
     ),
   ),
@@ -165,7 +176,7 @@ OPS: dict[str, Op] = {
         requirements.cuda_routing,
         "1.8 to 5.3 times XLA's speed on an H200",
         default=True,
-        forward="routing:choose",
+        forward=routing.choose,
       ),
     ),
   ),
@@ -176,7 +187,7 @@ OPS: dict[str, Op] = {
         requirements.cuda_routing,
         "23 to 27 times XLA's speed on an H200",
         default=True,
-        forward="routing:sort_by_expert",
+        forward=routing.sort_by_expert,
       ),
     ),
   ),
@@ -187,8 +198,8 @@ OPS: dict[str, Op] = {
         requirements.cuda_rows,
         "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
         default=True,
-        forward="rows:take_rows",
-        backward="rows:take_rows_backward",
+        forward=rows.take_rows,
+        backward=rows.take_rows_backward,
       ),
     ),
   ),
@@ -199,8 +210,8 @@ OPS: dict[str, Op] = {
         requirements.cuda_rows,
         "0.96 to 1.12 of XLA's speed on an H200",
         default=True,
-        forward="rows:sum_rows",
-        backward="rows:sum_rows_backward",
+        forward=rows.sum_rows,
+        backward=rows.sum_rows_backward,
       ),
     ),
   ),
@@ -212,8 +223,8 @@ OPS: dict[str, Op] = {
         "1.9 to 2.2 times XLA's speed on an H200, 0.8 to 1.0 % of a step",
         default=True,
         reserve=reserve_of_the_loss,
-        value="cross_entropy:cross_entropy",
-        gradient="cross_entropy:cross_entropy_gradient",
+        value=cross_entropy.cross_entropy,
+        gradient=cross_entropy.cross_entropy_gradient,
       ),
     ),
   ),
@@ -223,7 +234,7 @@ OPS: dict[str, Op] = {
       cuda(
         requirements.cuda_adamw,
         "0.97 to 1.02 of XLA's speed on an H200",
-        update="adamw:adamw",
+        update=adamw.adamw,
       ),
     ),
   ),

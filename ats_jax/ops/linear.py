@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from ats_jax.ops.fp8_matmul import fp8_matmuls
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import all_sum, einsum, island, reshape
 
 
@@ -17,10 +17,10 @@ def linear(
   inputs: Sequence[str],
   outputs: Sequence[str],
   fp8: bool = False,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
 ) -> jax.Array:
   """Multiply the last dimensions of `x` by `weight`: `linears` of one."""
-  return linears(x, (weight,), inputs=inputs, outputs=(outputs,), fp8=fp8, slots=slots)[0]
+  return linears(x, (weight,), inputs=inputs, outputs=(outputs,), fp8=fp8, kernels=kernels)[0]
 
 
 def linears(
@@ -30,7 +30,7 @@ def linears(
   inputs: Sequence[str],
   outputs: Sequence[Sequence[str]],
   fp8: bool = False,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
 ) -> tuple[jax.Array, ...]:
   """Multiply the last dimensions of `x` by each of several weights.
 
@@ -40,7 +40,7 @@ def linears(
     inputs: logical axes of the contracted dimensions, as `x` has them.
     outputs: for each weight, logical axes of the result's new dimensions.
     fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     [batch, seq, *outputs] in the dtype of `x`, for each weight.
@@ -65,7 +65,7 @@ def linears(
     batch, seq = x.shape[:2]
     flat_TK = x.reshape(batch * seq, -1)
     flat = [weight.reshape(flat_TK.shape[1], -1) for weight in weights]
-    results = fp8_matmuls(flat_TK, flat, slots)
+    results = fp8_matmuls(flat_TK, flat, kernels)
     shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
     return tuple(
       all_sum(y_TN, inputs[0]).reshape(s) for y_TN, s in zip(results, shapes, strict=True)

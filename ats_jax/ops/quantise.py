@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 MAX_EXPONENT = 60  # of a scale, so that the product of two is a normal float32
@@ -43,7 +43,7 @@ def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
   return scaled.astype(dtype)
 
 
-def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, slots: Slots = XLA) -> jax.Array:
+def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels = XLA) -> jax.Array:
   """`cast(x).T`, [C, R].
 
   For local arrays, as `fp8_matmul`; the same of `cast_and_transpose`.
@@ -52,19 +52,19 @@ def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, slots: Slots = XLA
     x_RC: two dimensions.
     scale: as of `cast`.
     dtype: as of `cast`.
-    slots: what runs.
+    kernels: what runs.
   """
-  kernel = registry.kernel("quantise", "transposed", slots, **_dims(x_RC))
+  kernel = registry.kernel("quantise", "transposed", kernels, **_dims(x_RC))
   if kernel is not None:
     return kernel(x_RC, scale, dtype=dtype)
   return cast(x_RC, scale, dtype).T
 
 
 def cast_and_transpose(
-  x_RC: jax.Array, scale: jax.Array, dtype: Any, slots: Slots = XLA
+  x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels = XLA
 ) -> tuple[jax.Array, jax.Array]:
   """`cast(x)` and its transpose, [R, C] and [C, R]; arguments as of `transposed`."""
-  kernel = registry.kernel("quantise", "both", slots, **_dims(x_RC))
+  kernel = registry.kernel("quantise", "both", kernels, **_dims(x_RC))
   if kernel is not None:
     return kernel(x_RC, scale, dtype=dtype)
   x8_RC = cast(x_RC, scale, dtype)

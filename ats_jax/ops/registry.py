@@ -8,17 +8,15 @@ measured in a run.
 
 import dataclasses
 import functools
-import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import kernels
-from ats_jax.ops.kernels import Kernel
+from ats_jax.ops.kernels import OPS, Kernel
 from ats_jax.ops.requirements import Device
 
 TUNING = Path(__file__).parent / "tuning"
@@ -43,7 +41,7 @@ class FallbackError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class Kernels:
   """What runs where, for all ops; hashable, so that it can be a static argument.
 
   Attributes:
@@ -63,20 +61,10 @@ class Slots:
     return dict(self.names).get(f"{op}.{slot}", "xla")
 
 
-XLA = Slots()
+XLA = Kernels()
 
 
-def every_slot(op: str, implementation: str | Slots) -> Slots:
-  """`implementation` in each slot of `op` that it can fill; `Slots` are returned as they are."""
-  if isinstance(implementation, Slots):
-    return implementation
-  if implementation == "xla":
-    return XLA
-  where = _kernel(op, implementation).where
-  return Slots(tuple((f"{op}.{slot}", implementation) for slot in where))
-
-
-def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
+def choose(cfg: Config, device: Device) -> tuple[Kernels, tuple[Choice, ...]]:
   """Fill the slots of all ops that this run uses.
 
   Args:
@@ -84,7 +72,7 @@ def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
     device: where it runs.
 
   Returns:
-    The slots, and a choice for each op that has a kernel (one for each slot where they differ).
+    What runs, and a choice for each op that has a kernel (one for each slot where they differ).
 
   Raises:
     ValueError: if an implementation that was asked for cannot run here, or does not exist.
@@ -94,33 +82,33 @@ def choose(cfg: Config, device: Device) -> tuple[Slots, tuple[Choice, ...]]:
   unused = () if cfg.moe.num_experts else OF_EXPERTS
   unused += () if cfg.precision.fp8 else OF_8_BITS
   names, choices = [], []
-  for op, entry in kernels.OPS.items():
+  for op, entry in OPS.items():
     if entry.kernels and op not in unused:
       of_op = choose_op(cfg, device, op)
       names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
       choices += _merged(op, of_op)
   names = tuple((slot, name) for slot, name in names if name != "xla")
-  named = tuple(slot for slot, (_, name) in asked.items() if name != "auto")
-  return Slots(names, tuned_for=device.kind, asked=named), tuple(choices)
+  return Kernels(names, tuned_for=device.kind, asked=tuple(asked)), tuple(choices)
 
 
 def choose_op(cfg: Config, device: Device, op: str) -> dict[str, Choice]:
   """A choice for each slot of one op. Raises as `choose`."""
   asked = asked_for(cfg)
-  return {slot: _choose_slot(cfg, device, op, slot, asked) for slot in kernels.OPS[op].slots}
+  return {slot: _choose_slot(cfg, device, op, slot, asked) for slot in OPS[op].slots}
 
 
 def _choose_slot(cfg, device, op, slot, asked) -> Choice:
-  setting, name = asked.get(f"{op}.{slot}", ("", "auto"))
+  setting, name = asked.get(f"{op}.{slot}", ("", ""))
   if name == "xla":
     return Choice(op, "xla", setting)
-  if name != "auto":
+  if name:
     kernel = _kernel(op, name)
     if obstacle := kernel.obstacle(cfg, device):
-      raise ValueError(f"{setting}: {obstacle}. Use {_instead(setting)}.")
+      instead = setting.replace(f"={name}", "=xla").removeprefix("ops.kernels=")
+      raise ValueError(f"{setting}: {obstacle}. Use {instead}, or leave it out.")
     return Choice(op, name, setting)
   missed, reasons = [], []
-  for kernel in kernels.OPS[op].kernels:
+  for kernel in OPS[op].kernels:
     if slot not in kernel.where:
       continue
     if slot not in kernel.default:
@@ -144,29 +132,26 @@ def asked_for(cfg: Config) -> dict[str, tuple[str, str]]:
   """What the settings say: "op.slot" -> (the setting as text, the implementation).
 
   Raises:
-    ValueError: for an op, slot or implementation in `ops.slots` that does not exist.
+    ValueError: for an op, slot or implementation in `ops.kernels` that does not exist.
   """
   asked = {}
-  for op in ("attention", "grouped_matmul"):
-    name = getattr(cfg.ops, op)
-    asked |= {f"{op}.{slot}": (f"ops.{op}={name}", name) for slot in kernels.OPS[op].slots}
-  for item in filter(None, cfg.ops.slots.replace(" ", "").split(",")):
+  for item in filter(None, cfg.ops.kernels.replace(" ", "").split(",")):
     op, slot, name = _parse(item)
-    for each in [slot] if slot else kernels.OPS[op].slots:
+    for each in [slot] if slot else OPS[op].slots:
       if name == "xla" or slot or each in _kernel(op, name).where:
-        asked[f"{op}.{each}"] = (f"ops.slots={item}", name)
+        asked[f"{op}.{each}"] = (f"ops.kernels={item}", name)
   return asked
 
 
 def _parse(item: str) -> tuple[str, str, str]:
   match = re.fullmatch(r"(\w+)(?:\.(\w+))?=(\w+)", item)
-  where = f"ops.slots: {item!r}"
+  where = f"ops.kernels: {item!r}"
   if not match:
     raise ValueError(f"{where} is not 'op=implementation' or 'op.slot=implementation'.")
   op, slot, name = match[1], match[2] or "", match[3]
-  if op not in kernels.OPS:
-    raise ValueError(f"{where}: no op {op!r}; there are {', '.join(kernels.OPS)}.")
-  entry = kernels.OPS[op]
+  if op not in OPS:
+    raise ValueError(f"{where}: no op {op!r}; there are {', '.join(OPS)}.")
+  entry = OPS[op]
   if slot and slot not in entry.slots:
     raise ValueError(f"{where}: {op} has the slots {', '.join(entry.slots)}.")
   fitting = [k.name for k in entry.kernels if not slot or slot in k.where]
@@ -175,39 +160,35 @@ def _parse(item: str) -> tuple[str, str, str]:
   return op, slot, name
 
 
-def _instead(setting: str) -> str:
-  return f"{setting.split('=')[0]}=auto or xla" if "slots" not in setting else "xla there"
-
-
 def _merged(op: str, of_op: dict[str, Choice]) -> list[Choice]:
   if len(set(of_op.values())) == 1:
     return [next(iter(of_op.values()))]
   return [dataclasses.replace(c, op=f"{op}.{slot}") for slot, c in of_op.items()]
 
 
-def kernel(op: str, slot: str, slots: Slots, **dims: int) -> functools.partial | None:
+def kernel(op: str, slot: str, kernels: Kernels, **dims: int) -> functools.partial | None:
   """The kernel for a slot at one shape, its tile parameters filled in; None = XLA's version.
 
   Args:
-    op: of `kernels.OPS`.
+    op: of `ops.kernels.OPS`.
     slot: of that op.
-    slots: the run's.
+    kernels: the run's.
     dims: the sizes of one device's arrays by which tuning tables are kept. `rows` is rounded up
-      to a power of two.
+      to a power of two. None = the op has no such tables.
   """
-  name = slots.of(op, slot)
+  name = kernels.of(op, slot)
   if name == "xla":
     return None
-  tiles = dict(slots.tiles)
-  if slots.tuned_for and not tiles:
-    tuned = tuned_choice(slots.tuned_for, op, slot, shape_class(**dims))
-    if tuned is not None and (tuned[0] == name or f"{op}.{slot}" not in slots.asked):
+  tiles = dict(kernels.tiles)
+  if kernels.tuned_for and dims and not tiles:
+    tuned = tuned_choice(kernels.tuned_for, op, slot, shape_class(**dims))
+    if tuned is not None and (tuned[0] == name or f"{op}.{slot}" not in kernels.asked):
       name, tiles = tuned
     if name == "xla":
       return None
-  function = _load(_kernel(op, name).where[slot])
-  known = _kernel(op, name).tiles
-  return functools.partial(function, **{t: v for t, v in tiles.items() if t in known})
+  chosen = _kernel(op, name)
+  tiles = {tile: value for tile, value in tiles.items() if tile in chosen.tiles}
+  return functools.partial(chosen.where[slot], **tiles)
 
 
 def shape_class(*, rows: int, **widths: int) -> str:
@@ -240,12 +221,7 @@ def tuning_file(kind: str, op: str) -> Path:
 
 
 def _kernel(op: str, name: str) -> Kernel:
-  found = {k.name: k for k in kernels.OPS[op].kernels}
+  found = {k.name: k for k in OPS[op].kernels}
   if name not in found:
     raise ValueError(f"{op}: no implementation {name!r}; there are {', '.join(['xla', *found])}.")
   return found[name]
-
-
-def _load(where: str) -> Callable:
-  module, function = where.split(":")
-  return getattr(importlib.import_module(module), function)

@@ -6,41 +6,41 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, slots: Slots = XLA) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, kernels: Kernels = XLA) -> jax.Array:
   """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, computed in float32 or wider.
 
   Args:
     x: activations [..., dim], whose last axis is not sharded.
     scale: [dim].
     eps: added to the mean square.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     Array like `x`.
   """
-  return _rms_norm(x, scale, eps, slots)
+  return _rms_norm(x, scale, eps, kernels)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, scale, eps, slots):
-  kernel = registry.kernel("rms_norm", "forward", slots, **_dims(x))
+def _rms_norm(x, scale, eps, kernels):
+  kernel = registry.kernel("rms_norm", "forward", kernels, **_dims(x))
   if kernel is not None:
     return in_place(lambda *a: (kernel(*a, eps=eps),), x, scale, out_like=(0,))[0]
   x32 = _wide(x)
   return (x32 * _inverse_rms(x32, eps) * scale.astype(x32.dtype)).astype(x.dtype)
 
 
-def _forward(x, scale, eps, slots):
-  return _rms_norm(x, scale, eps, slots), (x, scale)
+def _forward(x, scale, eps, kernels):
+  return _rms_norm(x, scale, eps, kernels), (x, scale)
 
 
-def _backward(eps, slots, residuals, dy):
+def _backward(eps, kernels, residuals, dy):
   x, scale = residuals
-  kernel = registry.kernel("rms_norm", "backward", slots, **_dims(x))
+  kernel = registry.kernel("rms_norm", "backward", kernels, **_dims(x))
   if kernel is not None:
     run = functools.partial(kernel, eps=eps)
     dx, dscale_PD = in_place(run, x, scale, dy, out_like=(0, None))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
@@ -28,36 +28,38 @@ def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[ja
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rope(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], slots: Slots = XLA) -> jax.Array:
+def rope(
+  x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], kernels: Kernels = XLA
+) -> jax.Array:
   """Rotate each pair (i, i + head_dim/2) by its angle, in float32 or wider.
 
   Args:
     x_BTNH: queries or keys [batch, seq, heads, head_dim].
     table: from `rope_table`; it gets no gradient.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     Array like `x_BTNH`.
   """
   cos, sin = table
-  return _rotate("forward", x_BTNH, cos, sin, slots)
+  return _rotate("forward", x_BTNH, cos, sin, kernels)
 
 
-def _forward(x_BTNH, table, slots):
-  return rope(x_BTNH, table, slots), table
+def _forward(x_BTNH, table, kernels):
+  return rope(x_BTNH, table, kernels), table
 
 
-def _backward(slots, table, dy_BTNH):
+def _backward(kernels, table, dy_BTNH):
   cos, sin = table
-  return _rotate("backward", dy_BTNH, cos, -sin, slots), None  # a rotation's transpose turns back
+  return _rotate("backward", dy_BTNH, cos, -sin, kernels), None  # a rotation's transpose turns back
 
 
 rope.defvjp(_forward, _backward)
 
 
-def _rotate(slot, x_BTNH, cos, sin, slots):
+def _rotate(slot, x_BTNH, cos, sin, kernels):
   dims = dict(rows=x_BTNH.shape[0] * x_BTNH.shape[1], head_dim=x_BTNH.shape[-1])
-  kernel = registry.kernel("rope", slot, slots, heads=x_BTNH.shape[2], **dims)
+  kernel = registry.kernel("rope", slot, kernels, heads=x_BTNH.shape[2], **dims)
   if kernel is not None:
     return in_place(lambda *a: (kernel(*a),), x_BTNH, cos, sin, out_like=(0,))[0]
   first, second = jnp.split(x_BTNH.astype(jnp.promote_types(x_BTNH.dtype, jnp.float32)), 2, axis=-1)

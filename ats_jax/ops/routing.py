@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 TINY = 1e-20  # no division by 0 where all scores vanish
@@ -37,7 +37,7 @@ def route(
   selection_BTE: jax.Array,
   valid_BT: jax.Array,
   rule: Rule,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Choose the `top_k` columns highest in `selection`; weigh them by the scores of `logits`.
 
@@ -46,19 +46,19 @@ def route(
     selection_BTE: what decides, the lower column first among equals; gets no gradient.
     valid_BT: bool; the others are not counted.
     rule: how scores become weights.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     Columns [batch, seq, top_k] int32, of the invalid tokens too; their weights like the logits; and
     how many choices of valid tokens fell on each column of each row, [batch, columns] like the
     logits.
   """
-  return _route(logits_BTE, jax.lax.stop_gradient(selection_BTE), valid_BT, rule, slots)
+  return _route(logits_BTE, jax.lax.stop_gradient(selection_BTE), valid_BT, rule, kernels)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _route(logits_BTE, selection_BTE, valid_BT, rule, slots):
-  kernel = registry.kernel("routing", "forward", slots, **_dims(logits_BTE, rule))
+def _route(logits_BTE, selection_BTE, valid_BT, rule, kernels):
+  kernel = registry.kernel("routing", "forward", kernels, **_dims(logits_BTE, rule))
   if kernel is not None:
     run = functools.partial(kernel, **rule._asdict())
     like = (0, 0, 2)
@@ -76,15 +76,15 @@ def _route(logits_BTE, selection_BTE, valid_BT, rule, slots):
   return column_BTK, rule.scale * weight_BTK, load_BE
 
 
-def _forward(logits_BTE, selection_BTE, valid_BT, rule, slots):
-  out = _route(logits_BTE, selection_BTE, valid_BT, rule, slots)
+def _forward(logits_BTE, selection_BTE, valid_BT, rule, kernels):
+  out = _route(logits_BTE, selection_BTE, valid_BT, rule, kernels)
   return out, (logits_BTE, out[0])
 
 
-def _backward(rule, slots, residuals, cotangents):
+def _backward(rule, kernels, residuals, cotangents):
   logits_BTE, column_BTK = residuals
   dweight_BTK = cotangents[1]
-  kernel = registry.kernel("routing", "backward", slots, **_dims(logits_BTE, rule))
+  kernel = registry.kernel("routing", "backward", kernels, **_dims(logits_BTE, rule))
   if kernel is not None:
     run = lambda *a: (kernel(*a, **rule._asdict()),)
     (dlogits_BTE,) = in_place(run, logits_BTE, column_BTK, dweight_BTK, out_like=(0,))

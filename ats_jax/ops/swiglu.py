@@ -6,36 +6,36 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.ops import registry
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def swiglu(gate: jax.Array, up: jax.Array, slots: Slots = XLA) -> jax.Array:
+def swiglu(gate: jax.Array, up: jax.Array, kernels: Kernels = XLA) -> jax.Array:
   """`silu(gate) * up` (Shazeer 2020, arXiv:2002.05202, eq. 6), in float32 or wider, rounded once.
 
   Args:
     gate: [..., d_ff].
     up: like `gate`.
-    slots: what runs.
+    kernels: what runs.
 
   Returns:
     Array like `gate`.
   """
-  kernel = registry.kernel("swiglu", "forward", slots, **_dims(gate))
+  kernel = registry.kernel("swiglu", "forward", kernels, **_dims(gate))
   if kernel is not None:
     return in_place(lambda *a: (kernel(*a),), gate, up, out_like=(0,))[0]
   gate32, up32 = _wide(gate), _wide(up)
   return (gate32 * jax.nn.sigmoid(gate32) * up32).astype(gate.dtype)
 
 
-def _forward(gate, up, slots):
-  return swiglu(gate, up, slots), (gate, up)
+def _forward(gate, up, kernels):
+  return swiglu(gate, up, kernels), (gate, up)
 
 
-def _backward(slots, residuals, dy):
+def _backward(kernels, residuals, dy):
   gate, up = residuals
-  kernel = registry.kernel("swiglu", "backward", slots, **_dims(gate))
+  kernel = registry.kernel("swiglu", "backward", kernels, **_dims(gate))
   if kernel is not None:
     return in_place(kernel, gate, up, dy, out_like=(0, 1))
   gate32, up32, dy32 = _wide(gate), _wide(up), _wide(dy)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, 
 from ats_jax.orchestrator.record.ledger import Ledger, check_agreement
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import LEVELS, report
-from ats_jax.orchestrator.signals.interval import Reading, check_probe, probe_loss, read
+from ats_jax.orchestrator.signals.interval import Pending, Reading, check_probe, probe_loss, read
 from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step.loss import Batch
@@ -44,28 +44,62 @@ Restore = Callable[[], tuple[int, TrainState, Any] | None]
 SAVED, WAITING = "orchestrator", "requests"
 
 
-class Pending(NamedTuple):
-  """Steps that were not looked at yet.
+class Loop(Protocol):
+  """What the training loop lends; what is lent is asked for when it is needed."""
 
-  Attributes:
-    step: the last of them.
-    rows: `StepMetrics.values` of each, on their way to the host.
-    probe: what the eval step returned for the weights after the last.
-    rules: by which it did.
-    host: what this process's clock says of them.
-    loads: moe/load of each step, if experts are watched.
-  """
+  def position(self) -> Mapping[str, Any]:
+    """What a checkpoint of the state would hold beside it and what the supervisor has `saved`."""
+    ...
 
-  step: int
-  rows: list[jax.Array]
-  probe: jax.Array | None
-  rules: Pass
-  host: dict[str, float]
-  loads: list[jax.Array]
+  def again(self) -> Update:
+    """What makes the last update once more, from another state."""
+    ...
+
+  def ahead(self) -> Ahead:
+    """What makes the updates that come next, on batches that the loop will read again."""
+    ...
+
+
+class NoSupervisor:
+  """Nobody watches (`orchestrator.mode=off`); only weights that are not finite are not saved."""
+
+  wants_checkpoint = wants_restart = False
+  decisions: tuple[tuple[int, Decision], ...] = ()
+  replayed = 0
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    pass
+
+  def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
+    """See `Supervisor.start`."""
+
+  def follow(self, program: Program, step: int, state: TrainState) -> None:
+    """See `Supervisor.follow`."""
+
+  def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
+    """The state, as it is."""
+    del step, metrics
+    return state
+
+  def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
+    """The state, as it is.
+
+    Raises:
+      FloatingPointError: if its weights are not finite.
+    """
+    check_finite(step, metrics)
+    return state
+
+  def saved(self) -> dict[str, Any]:
+    """Nothing to keep."""
+    return {}
 
 
 class Supervisor:
-  """One run's supervisor; with `orchestrator.mode=off` it does nothing.
+  """One run's supervisor.
 
   Attributes:
     policy: what it remembers.
@@ -84,6 +118,7 @@ class Supervisor:
     restore: Restore | None = None,
     totals: Totals | None = None,
     snapshots: Snapshots | None = None,
+    loop: Loop | None = None,
   ):
     """Set what it works with; `start` begins.
 
@@ -96,6 +131,7 @@ class Supervisor:
       restore: gives the last checkpoint, for a rollback without snapshots.
       totals: says where the time of this process went, see `Clock`.
       snapshots: where to keep states, if they are to outlive it.
+      loop: lends what branches need; without one none are tried.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
@@ -104,7 +140,7 @@ class Supervisor:
     self.replayed = 0
     self._program, self._cfg, self._probe = program, program.cfg.orchestrator, probe
     self._names, self._terms = metric_names(program.cfg), Terms.of(program.cfg)
-    self._write, self._restore = write, restore
+    self._write, self._restore, self._loop = write, restore, loop
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None
@@ -116,7 +152,7 @@ class Supervisor:
     self._again: Again | None = None
     self._snapshots = snapshots or Snapshots.of(self._cfg)
     self._ledger = None
-    if self._cfg.mode != "off" and ledger is not None and jax.process_index() == 0:
+    if ledger is not None and jax.process_index() == 0:
       self._ledger = Ledger(ledger)
 
   @property
@@ -135,8 +171,6 @@ class Supervisor:
     Raises:
       ValueError: if the probe holds no token.
     """
-    if self._cfg.mode == "off":
-      return
     if saved and SAVED in saved:
       self.policy = PolicyState.from_json(saved[SAVED])
       self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
@@ -172,73 +206,59 @@ class Supervisor:
       state: as it is before that update; only its shapes matter.
     """
     self._program = program
-    if self._cfg.mode != "off" and self._probe is not None:
+    if self._probe is not None:
       jax.block_until_ready(self._eval(state.model, program.rules(step)))
 
-  def after(
-    self,
-    step: int,
-    state: TrainState,
-    metrics: StepMetrics,
-    position: Mapping[str, Any] | None = None,
-    again: Update | None = None,
-  ) -> TrainState:
+  def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Take in what update `step` returned; the state with which to go on.
 
     Args:
       step: updates done.
       state: as it returned it; not to be used any more.
       metrics: likewise.
-      position: what a checkpoint of this state would hold beside it and `saved`.
-      again: makes the same update from another state; without it no branches are tried.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
     """
-    if self._cfg.mode == "off":
-      return state
     start_copy(metrics.values)
     self._rows.append(metrics.values)
     if self._experts is not None:
       start_copy(metrics.layers["moe/load"])
       self._loads.append(metrics.layers["moe/load"])
-    if self._again is not None and again is not None:
-      self._again.add(again, metrics)
+    if self._again is not None and self._loop is not None:
+      self._again.add(self._loop.again(), metrics)
     if step % self._cfg.check_interval:
       return state
     earlier, self._pending = self._pending, self._interval(step, state)
     if earlier is not None:
       state = self._look(step, state, earlier)
-    if again is not None:
+    if self._loop is not None:
       state = self._try_again(step, state)
     if self.acts and step > self.policy.acted_step:
-      self._snapshots.offer(step, state, {**(position or {}), **self._remembered()})
+      position = {} if self._loop is None else self._loop.position()
+      self._snapshots.offer(step, state, {**position, **self._remembered()})
     return state
 
-  def settle(
-    self, step: int, state: TrainState, metrics: StepMetrics, ahead: Ahead | None = None
-  ) -> TrainState:
+  def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Look at all that there is, waiting for it: before a checkpoint, which must be sound.
 
     Args:
       step: updates done.
       state: what the last one left.
       metrics: likewise.
-      ahead: to try an action with, if there is one to be tried.
 
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.
     """
-    if self._cfg.mode != "off":
-      intervals = [self._pending, self._interval(step, state) if self._rows else None]
-      self._pending = None
-      for interval in intervals:
-        if interval is not None:
-          state = self._look(step, state, interval, pause=True)
+    intervals = [self._pending, self._interval(step, state) if self._rows else None]
+    self._pending = None
+    for interval in intervals:
+      if interval is not None:
+        state = self._look(step, state, interval, pause=True)
     if self._restored_step != step:  # else these are the metrics of what was replaced
       check_finite(step, metrics)
-    if ahead is not None and self._may_try(step):
-      state = self._try_ahead(step, state, ahead)
+    if self._loop is not None and self._may_try(step):
+      state = self._try_ahead(step, state, self._loop.ahead())
     return state
 
   def saved(self) -> dict[str, Any]:
@@ -247,8 +267,6 @@ class Supervisor:
     return self._remembered()
 
   def _remembered(self) -> dict[str, Any]:
-    if self._cfg.mode == "off":
-      return {}
     return {
       SAVED: self.policy.to_json(),
       WAITING: self._requests.to_json(),

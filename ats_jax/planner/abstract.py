@@ -51,7 +51,7 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
 def abstract_state(cfg: Config) -> TrainState:
   """The state of step 0 on the current (abstract) mesh; `cfg` is resolved."""
   # Which implementation runs changes no shape.
-  num, tx = numerics(cfg, attention="xla", grouped_matmul="xla"), build_optimizer(cfg)
+  num, tx = numerics(cfg), build_optimizer(cfg)
   return jax.eval_shape(lambda: init_state(cfg, num, tx))
 
 

@@ -56,8 +56,8 @@ def _of_equation(eqn: core.JaxprEqn) -> int:
     return 2 * math.prod(_shape(eqn.outvars[0])) * (math.prod(kernel) // outputs)
   if name.startswith(_OPAQUE):
     raise ValueError(
-      f"the FLOPs of {name} do not show in the program. Count with ops.attention=xla and "
-      "ops.grouped_matmul=xla, which compute the same."
+      f"the FLOPs of {name} do not show in the program. Count with "
+      "ops.kernels=attention=xla,grouped_matmul=xla, which compute the same."
     )
   inner = [_of_jaxpr(j) for value in params.values() for j in _jaxprs(value)]
   if name == "cond":

@@ -12,6 +12,7 @@ from jax.extend import core
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import merge, trainable
+from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
 from ats_jax.step.balance import routing_loss, rules_at, totals
@@ -77,7 +78,8 @@ def activations(cfg: Config, state: TrainState) -> int:
   """Bytes of a micro-batch that wait for the backward pass, see `step_memory`."""
   rows, seq = cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
-  if cfg.ops.attention == "xla" or cfg.step.remat != "none" or seq % 2:
+  _, attention = asked_for(cfg).get("attention.forward", ("", ""))
+  if attention == "xla" or cfg.step.remat != "none" or seq % 2:
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))

@@ -43,6 +43,6 @@ def loss_sums(
     cfg.z_loss,
     cfg.label_smoothing,
     cfg.loss_chunk_tokens,
-    model.num.slots,
+    model.num.kernels,
   )
   return sums, stats

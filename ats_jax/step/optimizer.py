@@ -9,7 +9,7 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.ops.adamw import Rates, adamw, clip_scale
-from ats_jax.ops.registry import Slots
+from ats_jax.ops.registry import Kernels
 
 # Parts of the paths of parameters that are vectors. Their shapes do not tell: layers are stacked.
 VECTORS = (".scale", ".router.offset", ".depth.weight", ".depth.predict_out")
@@ -134,7 +134,7 @@ def move(params: Any, directions: Any, lr: jax.Array) -> Any:
 
 
 def fused_adamw(
-  cfg: Config, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array, slots: Slots
+  cfg: Config, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array, kernels: Kernels
 ) -> Moved:
   """What the chain of `build_optimizer` does, in one pass over each parameter and on its state.
 
@@ -148,7 +148,7 @@ def fused_adamw(
   rates = Rates(clip, lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
   decays = decay_mask(params, embeddings=o.decay_embeddings)
   leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
-  update = functools.partial(adamw, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, slots=slots)
+  update = functools.partial(adamw, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, kernels=kernels)
   updated = [
     update(p, g, m, v, weight_decay=o.weight_decay * decay) for p, g, m, v, decay in leaves
   ]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from absl import logging
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
 from ats_jax.model.init import Numerics, numerics, usual_unroll
+from ats_jax.model.layout import layer_kinds
 from ats_jax.model.mod import Pass
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
@@ -22,6 +25,8 @@ from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.optimizer import build_optimizer
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
+
+FP8 = "fp8"  # where a checkpoint says that 8 bits were switched off
 
 BATCH_DTYPES = {
   "tokens": jnp.int32,
@@ -74,6 +79,37 @@ class Program:
     rules = rules_at(self.cfg, update, training=training)
     return dataclasses.replace(rules, fp8=self.fp8)
 
+  def continued(self, saved: Mapping[str, Any]) -> "Program":
+    """How a run goes on from a checkpoint that `saved` stands in."""
+    return dataclasses.replace(self, fp8=saved.get(FP8, True))
+
+  def saved(self) -> dict[str, Any]:
+    """What a checkpoint must say of how the run computes from here on; JSON."""
+    return {} if self.fp8 else {FP8: False}
+
+  def facts(self) -> dict[str, str]:
+    """What runs, in words, for the log and the workdir."""
+    cfg = self.cfg
+    p = cfg.precision
+    facts = {c.op: f"{c.implementation} ({c.reason})" for c in self.choices}
+    facts["formats"] = (
+      f"parameters {p.param_dtype}, matmuls {p.compute_dtype}, moments {p.mu_dtype} and "
+      f"{p.nu_dtype}; norms, softmax and loss float32"
+    )
+    if p.fp8:
+      number, every = sum(kind.fp8 for kind in layer_kinds(cfg)), cfg.eval.every_steps
+      watch = f"off once they add {p.fp8_band:.2%} to a validation loss (each {every} steps)"
+      watch = watch if every else "not watched (eval.every_steps=0)"
+      facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"
+    options = ", ".join(f"{k}={v}" for k, v in self.options.items())
+    counts = self.counts
+    return facts | {
+      "compiler options": options or "XLA's defaults",
+      "active parameters a token": f"{counts.active:,.0f} of {counts.parameters:,}",
+      "FLOPs a token": f"{counts.flops_causal:.3g} (causal attention, no input embedding; "
+      f"the base of train/mfu), {counts.flops_full:.3g} (6N + 12LdS)",
+    }
+
   def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
     """Compile the train step for `rules` ahead of its first batch; log what it will need."""
     began = time.perf_counter()
@@ -106,7 +142,7 @@ def make_program(cfg: Config) -> Program:
   Call under the mesh, with a resolved config.
   """
   device = this_device()
-  slots, choices = registry.choose(cfg, device)
+  kernels, choices = registry.choose(cfg, device)
   unroll = usual_unroll(cfg)
   if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
     logging.warning(
@@ -114,7 +150,7 @@ def make_program(cfg: Config) -> Program:
       "with an IndexError inside XLA (jax 0.11.2). If this one does too, use step.scan_unroll=1.",
       cfg.step.scan_unroll,
     )
-  num = numerics(cfg, slots.of("attention", "forward"), slots, slots, unroll)
+  num = numerics(cfg, kernels, unroll)
   tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
   model = init_state(cfg, num, tx, abstract=True).model
   return Program(
@@ -123,7 +159,7 @@ def make_program(cfg: Config) -> Program:
     num=num,
     tx=tx,
     options=options,
-    train_step=make_train_step(cfg, tx, slots, options),
+    train_step=make_train_step(cfg, tx, kernels, options),
     eval_step=make_eval_step(cfg, for_evaluation(options)),
     counts=count(cfg, model, cfg.data.seq_len),
   )

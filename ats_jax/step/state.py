@@ -11,6 +11,7 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import Numerics, trainable
+from ats_jax.model.random import Purpose, fold
 from ats_jax.step.reflex import Control, Reflex
 
 
@@ -24,7 +25,7 @@ class TrainState:
     model: the weights.
     opt_state: state of the optax chain.
     ema: averaged weights, or None (`optimizer.ema_decay`).
-    key: root of all randomness; never split, only folded with (step, purpose, layer).
+    key: root of all randomness; never split, only folded, see `model.random`.
     control: what the supervisor sets; None with `orchestrator.mode=off`.
     reflex: what the step remembers of earlier ones; None likewise.
   """
@@ -51,10 +52,6 @@ def first_bucket(cfg: Config) -> float:
   return max(32.0, 2.25 * cfg.orchestrator.check_interval)
 
 
-# Purposes folded into the root key; 2 is surgery's.
-INIT, DROPOUT, EXPERT_DROPOUT = 0, 1, 3
-
-
 def init_state(
   cfg: Config, num: Numerics, tx: optax.GradientTransformation, *, abstract: bool = False
 ) -> TrainState:
@@ -68,7 +65,7 @@ def init_state(
   """
 
   def init(key: jax.Array) -> TrainState:
-    model: Any = Decoder(cfg, num, nnx.Rngs(params=jax.random.fold_in(key, INIT)))
+    model: Any = Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT)))
     # float32, or a slow average would stop moving; copied, as the state is donated
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None

@@ -11,9 +11,10 @@ from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import merge, trainable
 from ats_jax.model.mod import Pass
+from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.balance import (
   Totals,
   drop_experts,
@@ -26,19 +27,19 @@ from ats_jax.step.loss import Batch, loss_sums
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.optimizer import norm
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.state import DROPOUT, EXPERT_DROPOUT, TrainState
+from ats_jax.step.state import TrainState
 from ats_jax.step.update import Fault, guarded_update, update
 
 
 def make_train_step(
   cfg: Config,
   tx: optax.GradientTransformation,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
   options: Options | None = None,
 ) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
-  The state is donated. `rules` are those of the update (`Plan.training_rules`); `slots` say what
+  The state is donated. `rules` are those of the update (`Plan.training_rules`); `kernels` say what
   runs in the optimizer; `options` are the compiler's; a `fault` is injected by `benchmarks.faults`
   alone.
   """
@@ -47,10 +48,10 @@ def make_train_step(
     state: TrainState, batch: Batch, rules: Pass, fault: Fault | None = None
   ) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
-    key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
+    key = fold(state.key, Purpose.PASS, state.step)
     used = state.model
     if state.control is not None and cfg.moe.num_experts:
-      drop_key = jax.random.fold_in(jax.random.fold_in(state.key, EXPERT_DROPOUT), state.step)
+      drop_key = fold(state.key, Purpose.EXPERT_DROPOUT, state.step)
       used = drop_experts(cfg, used, state.control.expert_dropout, drop_key)
     sums, stats, grads = sums_and_grads(cfg, used, batch, whole, key, rules)
 
@@ -58,7 +59,7 @@ def make_train_step(
     lr = learning_rate(cfg, state.step)
     loss, control, reflex = sums.cross_entropy / whole.counted, state.control, state.reflex
     if control is None or reflex is None:
-      new = update(cfg, tx, params, grads, state.opt_state, lr, slots, fault)
+      new = update(cfg, tx, params, grads, state.opt_state, lr, kernels, fault)
     else:
       new = guarded_update(tx, params, grads, state.opt_state, lr, loss, control, reflex, fault)
     model = merge(new.params, state.model)

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from ats_jax.config.schema import Config
-from ats_jax.ops.registry import XLA, Slots
+from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.optimizer import fused_adamw, move, norm, seam
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
@@ -56,7 +56,7 @@ def update(
   grads: Any,
   opt_state: optax.OptState,
   lr: jax.Array,
-  slots: Slots = XLA,
+  kernels: Kernels = XLA,
   fault: Fault | None = None,
 ) -> Updated:
   """Move the parameters: by `tx`, or by `fused_adamw` where a kernel is in its slot.
@@ -68,15 +68,15 @@ def update(
     grads: like them.
     opt_state: of `tx`.
     lr: learning rate of the schedule, scalar.
-    slots: what runs.
+    kernels: what runs.
     fault: to be injected.
   """
   grads, lr = seam((grads, lr))
   rate = lr
   if fault is not None:
     grads, rate = seam(scaled(grads, fault.gradient)), lr * fault.rate
-  if slots.of("adamw", "update") != "xla":
-    moved = fused_adamw(cfg, params, grads, opt_state, rate, slots)
+  if kernels.of("adamw", "update") != "xla":
+    moved = fused_adamw(cfg, params, grads, opt_state, rate, kernels)
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, rate)
   directions, opt_state = seam(tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))

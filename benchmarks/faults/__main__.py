@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags
 
-from ats_jax import runtime
+from ats_jax import cli, runtime
 from ats_jax.config import base_config, from_config_dict
 from benchmarks.faults.arms import ARMS, OTHER_ARMS
 from benchmarks.faults.other_tables import tables
@@ -54,7 +54,7 @@ def _only(wanted: list | None, flag: str, usual: tuple, known: Iterable) -> tupl
 
 def main(argv: list[str]) -> None:
   """Run a suite and print its table, or only print it."""
-  path = Path(runtime.require(_RESULTS.value, "results", "runs/faults.jsonl"))
+  path = Path(cli.require(_RESULTS.value, "results", "runs/faults.jsonl"))
   if argv[1] == "run":
     runtime.configure(from_config_dict(base_config()))
     results = run_suite(chosen(SUITES[_SUITE.value]), path)
@@ -68,4 +68,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  runtime.run(main, commands=("run", "table"))
+  cli.run(main, commands=("run", "table"))

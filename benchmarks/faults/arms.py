@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.supervisor import Loop, NoSupervisor, Supervisor
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import METRICS, StepMetrics, metric_names
 from ats_jax.step.optimizer import build_optimizer
@@ -44,7 +44,7 @@ class Arm:
   step: Step
   memory: Any
   names: tuple[str, ...]
-  supervise: Callable[[Batch], Supervisor]
+  supervise: Callable[[Batch, Loop], Supervisor | NoSupervisor]
   knows: bool = False
 
 
@@ -122,9 +122,12 @@ def build_arm(name: str, cfg: Config) -> Arm:
   if kind.before is not None:
     tx = optax.chain(kind.before(), build_optimizer(cfg))
     program = dataclasses.replace(program, tx=tx, train_step=make_train_step(cfg, tx))
-  off = dataclasses.replace(cfg, orchestrator=dataclasses.replace(cfg.orchestrator, mode="off"))
-  watched = program if kind.watched else dataclasses.replace(program, cfg=off)
-  supervise = lambda probe: Supervisor(watched, probe if kind.probe else None)
+
+  def supervise(probe: Batch, loop: Loop) -> Supervisor | NoSupervisor:
+    if not kind.watched:
+      return NoSupervisor()
+    return Supervisor(program, probe if kind.probe else None, loop=loop)
+
   names = metric_names(cfg)
   if kind.rule is not None:
     rule = kind.rule(cfg)

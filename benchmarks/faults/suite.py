@@ -24,7 +24,8 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale
 from ats_jax.orchestrator.signals.interval import probe_loss
-from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
+from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
@@ -206,6 +207,21 @@ def _rows(dataset: Dataset, cfg: Config, seed: int, step: int) -> Rows:
   return dataset.global_rows(np.arange(first, first + size)[None])
 
 
+class _Lent:
+  """What the loop lends to a supervisor that tries nothing ahead."""
+
+  last: Update
+
+  def position(self) -> dict[str, Any]:
+    return {}
+
+  def again(self) -> Update:
+    return self.last
+
+  def ahead(self) -> Ahead:
+    raise AssertionError("no suite has orchestrator.branch_steps")
+
+
 def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> Record:
   """Train `arm` once with something happening to it.
 
@@ -224,7 +240,8 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
   foreign = functools.partial(bench.foreign_rows, seed)
   draw = kind.draw(scenario, seed, num_steps, bench.vocab_size, foreign)
   memory, rows, stopped = arm.memory, [], False
-  supervisor, looks = arm.supervise(bench.probe), list[hooks.Look]()
+  lent = _Lent()
+  supervisor, looks = arm.supervise(bench.probe, lent), list[hooks.Look]()
   charged, jumps = 0, list[float]()
   supervisor.start(0, state)
   hook = hooks.register(looks.append)
@@ -244,10 +261,10 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
         state = now.state(state)
       fault = Fault(jnp.float32(now.gradient), jnp.float32(now.rate))
       batch = to_global(now.rows, mesh)
-      again = functools.partial(_again, arm, memory, batch, fault)
+      lent.last = functools.partial(_again, arm, memory, batch, fault)
       state, memory, metrics = arm.step(state, memory, batch, fault)
       rows.append(metrics.values)
-      state = supervisor.after(step + 1, state, metrics, again=again)
+      state = supervisor.after(step + 1, state, metrics)
       if bench.pauses(step + 1):
         before, done = bench.look(arm, state), len(supervisor.decisions)
         state = supervisor.settle(step + 1, state, metrics)
@@ -327,7 +344,7 @@ def _balance(metrics: dict[str, np.ndarray], onset: int) -> Record:
   }
 
 
-def _decisions(supervisor: Supervisor) -> Record:
+def _decisions(supervisor: Supervisor | NoSupervisor) -> Record:
   """What the supervisor did; nothing if there is none."""
   taken = supervisor.decisions
   is_cut = lambda a: isinstance(a, SetLearningRateScale) and a.scale < a.before

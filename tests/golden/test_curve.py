@@ -1,10 +1,10 @@
-"""The training trajectory is the one in the repository (`golden_run.py` writes it anew)."""
+"""The training trajectories are those in the repository (`golden_run.py` writes it anew)."""
 
 import json
 
 import numpy as np
 import pytest
-from golden_run import CURVE, STEPS, STORED, curve
+from golden_run import DROPOUT, STEPS, STORED, curve, file_of
 
 pytestmark = pytest.mark.compat
 
@@ -14,16 +14,22 @@ pytestmark = pytest.mark.compat
 RTOL = 3e-5
 
 
-def test_the_curve_has_not_changed():
-  golden = json.loads(CURVE.read_text())
-  found = curve()
-  for name in STORED:
-    assert len(golden[name]) == STEPS
+@pytest.mark.parametrize("name", DROPOUT)
+def test_the_curve_has_not_changed(name):
+  golden = json.loads(file_of(name).read_text())
+  found = curve(name)
+  for metric in STORED:
+    assert len(golden[metric]) == STEPS
     np.testing.assert_allclose(
-      found[name], golden[name], RTOL, err_msg=f"{name}; written on jax {golden['jax']}"
+      found[metric], golden[metric], RTOL, err_msg=f"{metric}; written on jax {golden['jax']}"
     )
 
 
-def test_the_golden_run_learns():
-  loss = json.loads(CURVE.read_text())["train/loss"]
+@pytest.mark.parametrize("name", DROPOUT)
+def test_the_golden_run_learns(name):
+  loss = json.loads(file_of(name).read_text())["train/loss"]
   assert np.mean(loss[-4:]) < np.mean(loss[:4]) - 0.3
+
+
+def test_the_curves_are_of_two_runs():
+  assert file_of("plain").read_text() != file_of("dropout").read_text()

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh
+from helpers import kernels_of, make_test_mesh
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.ops.attention import attention, choose
+from ats_jax.ops.attention import attention
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
 
@@ -70,7 +70,7 @@ def check(kind, head_dim, kv_heads, with_sinks=False, window=None):
           q, k, v,
           segment_ids_BT=jnp.asarray(ids),
           max_segments=MAX_SEGMENTS,
-          implementation=implementation,
+          kernels=kernels_of("attention", implementation),
           window=window,
           sinks_N=sinks if with_sinks else None,
         )  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_train_step_contains_cudnn():
   config.data.seq_len = 256
   cfg = resolve(from_config_dict(config), 300)
   with jax.set_mesh(make_mesh(cfg, jax.devices()[:1])):
-    assert choose(cfg, "gpu", jax.devices()[0].compute_capability).implementation == "cudnn"
     program = make_program(cfg)
+    assert program.num.kernels.of("attention", "forward") == "cudnn"
     text = program.compile_train_step(program.init(), program.training_rules(1)).as_text()
   assert text.count("__cudnn$fmha") >= 2  # forward and backward

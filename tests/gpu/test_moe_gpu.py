@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+from helpers import kernels_of, make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.ops.grouped_matmul import grouped_matmul
 from ats_jax.step.metrics import metric_names
@@ -29,7 +29,8 @@ def test_grouped_matmul(sizes, scale, width):
 
   @functools.partial(jax.jit, static_argnums=0)
   def both(implementation, x, w, dy):
-    y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.array(sizes), implementation), x, w)
+    kernels = kernels_of("grouped_matmul", implementation)
+    y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.array(sizes), kernels), x, w)
     return y, *pullback(dy)
 
   for got, want in zip(both("mosaic", x, w, dy), both("xla", x, w, dy), strict=True):
@@ -53,7 +54,7 @@ def test_steps_follow_the_reference(changes):
   shape = {"model.d_model": 128, "model.d_ff": 256, "model.head_dim": 64, "data.seq_len": 128}
   sparse = {"moe.num_experts": 4, "moe.d_ff": 128, "precision.compute_dtype": "bfloat16"}
   losses = []
-  for ops in ({"ops.strict": True}, {"ops.attention": "xla", "ops.grouped_matmul": "xla"}):
+  for ops in ({"ops.strict": True}, {"ops.kernels": "attention=xla,grouped_matmul=xla"}):
     cfg = tiny_config(shape | sparse | changes | ops | {"optimizer.learning_rate": 1e-3})
     with jax.set_mesh(make_test_mesh(1, 1, 1)):
       program = make_program(cfg)

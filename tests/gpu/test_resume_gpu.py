@@ -21,7 +21,7 @@ SETTINGS = (
   "step.remat=names",
   "precision.compute_dtype=bfloat16",
   "precision.deterministic=True",
-  "ops.attention=cudnn",
+  "ops.kernels=attention=cudnn",
   "checkpoint.every_steps=10",
   "eval.every_steps=0",
   "eval.num_batches=4",

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+from helpers import (
+  kernels_of,
+  make_test_mesh,
+  micro_batches,
+  named_leaves,
+  random_rows,
+  tiny_config,
+)
 
 from ats_jax.bench.cases import grouped_matmul_case, real_cases, toy_cases
 from ats_jax.bench.measure import relative_errors
@@ -64,7 +71,7 @@ def test_every_kernel_has_a_case():
 
 @pytest.mark.parametrize(("case", "name"), PASSES, ids=lambda x: getattr(x, "op", x))
 def test_a_slot_takes_and_gives_what_xla_does(case, name):
-  slots = registry.every_slot(case.op, "cuda")
+  slots = kernels_of(case.op, "cuda")
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     args = case.arguments(name, seed=0)
     run = jax.jit(case.compute(name, slots))
@@ -91,7 +98,7 @@ def lowered_for_cuda(case, slots):
 def test_real_shapes_call_every_target_of_the_library():
   called = set()
   for case in (c for c in real_cases() if c.op in CUDA):
-    for text in lowered_for_cuda(case, registry.every_slot(case.op, "cuda")):
+    for text in lowered_for_cuda(case, kernels_of(case.op, "cuda")):
       called.update(re.findall(r"@(ats_\w+)\(", text))
   assert called == set(library.TARGETS)
 
@@ -99,7 +106,7 @@ def test_real_shapes_call_every_target_of_the_library():
 @pytest.mark.parametrize(("kernel", "tile"), [("cuda", ("block_n", 256)), ("mosaic", ("strip", 8))])
 def test_tiles_reach_the_grouped_matmul(kernel, tile):
   case = grouped_matmul_case(1024, 4, 128, 256)
-  slots = registry.every_slot("grouped_matmul", kernel)
+  slots = kernels_of("grouped_matmul", kernel)
   tiled = dataclasses.replace(slots, tiles=(tile,))
   pairs = zip(lowered_for_cuda(case, slots), lowered_for_cuda(case, tiled), strict=True)
   assert [a != b for a, b in pairs] == [True] * 3
@@ -110,9 +117,7 @@ def test_on_a_mesh_the_kernel_sees_blocks():
   want = jax.jit(jax.grad(lambda g, u: swiglu(g, u).astype(jnp.float32).sum()))(draw(0), draw(1))
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
     cut = [reshard(draw(i), "batch", "seq", "ff") for i in (0, 1)]
-    f = jax.grad(
-      lambda g, u: swiglu(g, u, registry.every_slot("swiglu", "cuda")).astype(jnp.float32).sum()
-    )
+    f = jax.grad(lambda g, u: swiglu(g, u, kernels_of("swiglu", "cuda")).astype(jnp.float32).sum())
     assert "tensor<2x4x16xbf16>" in jax.jit(f).lower(*cut).as_text()
     got = jax.jit(f)(*cut)
   np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1e-2)
@@ -136,7 +141,7 @@ def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
     return called, jax.tree.map(lambda a: np.asarray(a, np.float32), run(x, weights))
 
   with jax.set_mesh(make_test_mesh(*shape)):
-    (none, want), (called, got) = gradients(XLA), gradients(registry.every_slot("quantise", "cuda"))
+    (none, want), (called, got) = gradients(XLA), gradients(kernels_of("quantise", "cuda"))
   # Weights in both passes (the first one's results are not kept here), gradients, x once.
   assert (none, called) == (0, 3 + 3 + 3 + 1)
   jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -164,7 +169,7 @@ def test_the_loss_is_that_of_xla(shape, calls):
 
   with jax.set_mesh(make_test_mesh(*shape)):
     for with_grads in (False, True):
-      called, got = run(registry.every_slot("linear_cross_entropy", "cuda"), with_grads)
+      called, got = run(kernels_of("linear_cross_entropy", "cuda"), with_grads)
       assert called == calls
       for a, b in zip(got, run(XLA, with_grads)[1], strict=True):
         np.testing.assert_allclose(np.linalg.norm(a - b), 0, atol=4e-3 * np.linalg.norm(b))
@@ -179,15 +184,13 @@ def test_training_with_all_of_them_follows_xla(on_host):
     "model.head_dim": 16,
     "precision.compute_dtype": "bfloat16",
     "data.seq_len": 8,
-    "ops.attention": "xla",
-    "ops.grouped_matmul": "xla",
   }
   found = {}
   with jax.set_mesh(make_test_mesh(2, 2, 1, expert=2)):
     for slots in (NOWHERE, EVERYWHERE):
-      cfg = tiny_config(changes | {"ops.slots": slots})
+      cfg = tiny_config(changes | {"ops.kernels": f"attention=xla,{slots}"})
       program = make_program(cfg)
-      assert program.num.slots.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
+      assert program.num.kernels.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
       state, values = program.init(), []
       batches = [micro_batches(random_rows(cfg, 8, seed=seed), 1) for seed in range(2)]
       program = program.train_step.lower(state, batches[0], program.training_rules(1)).as_text()
@@ -223,7 +226,7 @@ def test_training_with_all_of_them_follows_xla(on_host):
   ],
 )
 def test_obstacles(on_host, changes, op, message):
-  cfg = tiny_config({"precision.compute_dtype": "bfloat16", "ops.slots": f"{op}=cuda"} | changes)
+  cfg = tiny_config({"precision.compute_dtype": "bfloat16", "ops.kernels": f"{op}=cuda"} | changes)
   with pytest.raises(ValueError, match=f"{op}=cuda: .*{message}"):
     registry.choose_op(cfg, HOPPER, op)
 
@@ -231,14 +234,14 @@ def test_obstacles(on_host, changes, op, message):
 @pytest.mark.parametrize("op", CUDA)
 def test_a_missing_gpu_is_named_before_what_the_config_lacks(op):
   changes = {"precision.compute_dtype": "float32", "moe.num_experts": 300, "moe.top_k": 9}
-  cfg = tiny_config(changes | {"ops.slots": f"{op}=cuda"})
+  cfg = tiny_config(changes | {"ops.kernels": f"{op}=cuda"})
   with pytest.raises(ValueError, match=f"{op}=cuda: the kernel runs on NVIDIA GPUs, this is cpu"):
     registry.choose_op(cfg, Device("cpu"), op)
 
 
-def test_the_grouped_matmul_has_a_setting_of_its_own(on_host):
+def test_all_slots_of_the_grouped_matmul_are_filled(on_host):
   changes = {"moe.num_experts": 4, "precision.compute_dtype": "bfloat16"}
-  cfg = tiny_config(changes | {"ops.grouped_matmul": "cuda"})
+  cfg = tiny_config(changes | {"ops.kernels": "grouped_matmul=cuda"})
   of_slots = registry.choose_op(cfg, HOPPER, "grouped_matmul")
   assert {choice.implementation for choice in of_slots.values()} == {"cuda"}
 
@@ -251,11 +254,11 @@ def test_the_loss_takes_the_kernel_where_the_library_is_needed_anyway(on_host):
   (dense,), (strict,) = choice(), choice(**{"ops.strict": True})  # not what strict is about
   assert dense == strict and re.search("xla .*no default for this config: nothing else", dense)
   eight_bits = {"precision.fp8": True, "model.num_layers": 4}
-  for other in ({"moe.num_experts": 4}, eight_bits, {"ops.slots": "swiglu=cuda"}):
+  for other in ({"moe.num_experts": 4}, eight_bits, {"ops.kernels": "swiglu=cuda"}):
     (built,) = choice(**other)
     assert built.startswith("linear_cross_entropy: cuda (")
-  (asked,) = choice(**{"ops.slots": "linear_cross_entropy=cuda"})
-  assert asked.startswith("linear_cross_entropy: cuda (ops.slots")
+  (asked,) = choice(**{"ops.kernels": "linear_cross_entropy=cuda"})
+  assert asked.startswith("linear_cross_entropy: cuda (ops.kernels")
   (cut,) = choice(**{"moe.num_experts": 4, "mesh.tensor": 2, "ops.strict": True})
   assert re.search("xla .*whole rows", cut)
 
@@ -268,15 +271,15 @@ def test_the_loss_needs_a_library_for_its_gpu(on_host, monkeypatch):
 
 
 def test_an_old_gpu_is_refused():
-  cfg = tiny_config({"ops.slots": "adamw=cuda"})
+  cfg = tiny_config({"ops.kernels": "adamw=cuda"})
   with pytest.raises(ValueError, match=r"needs compute capability 7\.5, this GPU has 7\.0"):
     registry.choose_op(cfg, Device("gpu", "7.0"), "adamw")
-  cfg = tiny_config({"ops.slots": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
+  cfg = tiny_config({"ops.kernels": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
   with pytest.raises(ValueError, match=r"needs compute capability 8\.0, this GPU has 7\.5"):
     registry.choose_op(cfg, Device("gpu", "7.5"), "grouped_matmul")
   with pytest.raises(ValueError, match=r"needs compute capability 9\.0 or .* this GPU has 8\.9"):
     cfg = tiny_config(
-      {"ops.slots": "linear_cross_entropy=cuda", "precision.compute_dtype": "bfloat16"}
+      {"ops.kernels": "linear_cross_entropy=cuda", "precision.compute_dtype": "bfloat16"}
     )
     registry.choose_op(cfg, Device("gpu", "8.9"), "linear_cross_entropy")
 
@@ -292,7 +295,7 @@ def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):
   choice = registry.choose_op(tiny_config(), HOPPER, "adamw")["update"]
   assert str(choice) == "adamw: xla (reference: CUDA kernels need nvcc)"
   with pytest.raises(ValueError, match="adamw=cuda: CUDA kernels need nvcc"):
-    registry.choose_op(tiny_config({"ops.slots": "adamw=cuda"}), HOPPER, "adamw")
+    registry.choose_op(tiny_config({"ops.kernels": "adamw=cuda"}), HOPPER, "adamw")
   with pytest.raises(registry.FallbackError, match="CUDA kernels need nvcc"):
     registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "adamw")
   requirements._no_library.cache_clear()

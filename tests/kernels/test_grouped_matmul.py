@@ -9,8 +9,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.grouped_matmul import Tiling, grouped_matmul, grouped_matmul_dw, reference
-from kernels_pallas.grouped_matmul.worklist import groups_by_size, row_tiles
+from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.grouped_matmul.forward import grouped_matmul
+from kernels_pallas.grouped_matmul.wgrad import grouped_matmul_dw
+from kernels_pallas.grouped_matmul.worklist import Tiling, groups_by_size, row_tiles
 
 pytestmark = pytest.mark.compat
 

@@ -9,15 +9,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.grouped_matmul import (
-  Tiling,
-  align_rows,
-  grouped_matmul,
-  grouped_matmul_dw,
-  grouped_swiglu,
-  interleave,
-  reference,
-)
+from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.grouped_matmul.forward import grouped_matmul, grouped_swiglu, interleave
+from kernels_pallas.grouped_matmul.wgrad import align_rows, grouped_matmul_dw
+from kernels_pallas.grouped_matmul.worklist import Tiling
 
 pytestmark = pytest.mark.compat
 

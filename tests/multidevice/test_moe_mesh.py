@@ -47,7 +47,7 @@ MODES = {"dropless": DROPLESS, "capacity": CAPACITY}
 
 
 def numerics64(cfg):
-  num = numerics(cfg, "xla", "xla")
+  num = numerics(cfg)
   return dataclasses.replace(num, param_dtype=jnp.float64, compute_dtype=jnp.float64)
 
 

@@ -30,15 +30,16 @@ ALLOWED = {
   "orchestrator": STEP | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"},
   "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
   # Shared by all entry points; they know nothing of what is trained.
-  "runtime": {"config", "launch"},
+  "cli": {"config", "launch"},
+  "runtime": {"config"},
   "workdir": {"config"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
-  | {"runtime", "workdir"},
+  | {"cli", "runtime", "workdir"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
-TOP = {"train", "evaluate", "generate", "report", "bench", "plan"}
+TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
 TOP |= {"forecast", "decisions"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
@@ -151,6 +152,16 @@ def test_fragile_modules_have_one_door(module, only):
     if any(f"{name}.".startswith(f"{module}.") for name in imports(path))
   }
   assert users == {only}
+
+
+@pytest.mark.parametrize("path", FILES, ids=identify)
+def test_random_keys_are_folded_never_split(path):
+  """Nor with bare numbers: the purposes are `model.random.Purpose`, each with its own."""
+  calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+  for called, *arguments in ((ast.unparse(n.func), *n.args) for n in calls):
+    assert called != "jax.random.split"
+    if called == "jax.random.fold_in":
+      assert not isinstance(arguments[1], ast.Constant)
 
 
 def test_test_files_have_unique_names_and_no_packages():

@@ -166,7 +166,7 @@ def test_a_larger_batch_reads_each_row_once(config, tmp_path, asked):
   tokens = rows(tmp_path, "train/tokens")
   assert tokens[1] < 0.6 * tokens[20]
   last = load_extra(tmp_path / workdir.CHECKPOINTS, 22)
-  assert last["row"] == 12 * 8 + 10 * 16 == 32 * 8
+  assert last["position"]["row"] == 12 * 8 + 10 * 16 == 32 * 8
   assert rows(tmp_path, "train/learning_rate")[22] == pytest.approx(2**0.5 * 1e-3)
 
 

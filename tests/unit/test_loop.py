@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax import report
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
+from ats_jax.metrics.summary import performance, performance_stats
+from ats_jax.run import speed
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program, predicted_bytes
@@ -114,7 +115,7 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
   )
   checkpoints = tmp_path / "run" / "checkpoints"
   assert committed_steps(checkpoints) == [cfg.num_steps]
-  assert load_extra(checkpoints) == {"row": 6 * 16, "data": dataset.fingerprint}
+  assert load_extra(checkpoints) == {"position": {"row": 6 * 16, "data": dataset.fingerprint}}
 
 
 def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
@@ -132,13 +133,13 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
     program = make_program(cfg)
     step = program.compile_train_step(program.init(), program.training_rules(1))
   assert stats["memory/predicted_gib"] == predicted_bytes(step) / 2**30
-  assert report.performance(stats) in caplog.text
+  assert performance(stats) in caplog.text
   assert f"speed on 8 x cpu: {stats['train/tokens_per_sec']:,.0f} tokens/s\n" in caplog.text
-  again = report.get_performance_stats(
-    program, Goodput(), report.speed(program), program.train_step
+  again = performance_stats(
+    Goodput(), speed(program), None, {"kernels": {}, "compilation_cache": "off"}
   )
   assert "memory/predicted_gib" not in again
-  assert "too few steps to time" in report.performance(again)
+  assert "too few steps to time" in performance(again)
 
 
 def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_path, caplog):

@@ -10,7 +10,7 @@ import jax
 import pytest
 from commands import Result, forked
 
-from ats_jax import runtime
+from ats_jax import cli, runtime
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.launch import REFUSED
 
@@ -94,16 +94,16 @@ class TestConfigure:
 
 
 def test_a_missing_flag():
-  assert runtime.require("x", "workdir", "runs/debug") == "x"
+  assert cli.require("x", "workdir", "runs/debug") == "x"
   for missing in (None, ""):
     with pytest.raises(ValueError, match=r"--workdir is missing\. Example: --workdir=runs/debug"):
-      runtime.require(missing, "workdir", "runs/debug")
+      cli.require(missing, "workdir", "runs/debug")
 
 
 SCRIPT = """
 import logging
 from absl import logging as absl_logging
-from ats_jax import runtime
+from ats_jax import cli, runtime
 
 def library_warns():
   code = "log.warning('look out', exc_info=True); log.info('a step of mine')"
@@ -117,7 +117,7 @@ def main(argv):
   library_warns()
   raise {error}
 
-runtime.run(main)
+cli.run(main)
 """
 ERRORS = {
   "ValueError('model.x=3 is wrong. Use 4.')": "error: model.x=3 is wrong. Use 4.\n",
@@ -182,6 +182,6 @@ class TestRun:
 def test_our_own_lines_are_shown():
   record = lambda path, level: logging.LogRecord("absl", level, path, 1, "m", (), None)
   ours = os.sep.join(("", "x", "ats_jax", "report.py"))
-  assert runtime._shorten(record(ours, logging.INFO))
-  assert not runtime._shorten(record("/x/orbax/y.py", logging.INFO))
-  assert runtime._shorten(record("/x/orbax/y.py", logging.WARNING))
+  assert cli._shorten(record(ours, logging.INFO))
+  assert not cli._shorten(record("/x/orbax/y.py", logging.INFO))
+  assert cli._shorten(record("/x/orbax/y.py", logging.WARNING))

@@ -15,12 +15,12 @@ from ats_jax.checkpoint import load_extra
 from ats_jax.config import Config
 from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
-from ats_jax.feed import probe_batch
+from ats_jax.feed import eval_feed
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
-from ats_jax.sharding.mesh import make_mesh
+from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.program import Program, make_program
 
 STEPS = 60
@@ -152,7 +152,9 @@ def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp
   train_set, valid_set = open_datasets(cfg.data, cfg.seed)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   with jax.set_mesh(make_mesh(cfg)):
-    program, rows = make_program(cfg), probe_batch(cfg, valid_set)
+    program = make_program(cfg)
+    with eval_feed(cfg, valid_set) as batches:
+      rows = to_global(next(batches), jax.sharding.get_mesh())
     rules = program.rules(15)
     score = lambda rules: probe_loss(np.asarray(program.eval_step(state.model, rows, rules)))
     eight, wide = score(rules), score(dataclasses.replace(rules, fp8=False))

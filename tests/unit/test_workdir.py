@@ -126,12 +126,6 @@ def test_no_run(tmp_path):
     workdir.load_config(tmp_path)
 
 
-def test_other_data(tmp_path):
-  workdir.check_data(tmp_path, "abc", "abc")
-  with pytest.raises(ValueError, match=re.escape("(fingerprint abc, now def)")):
-    workdir.check_data(tmp_path, "abc", "def")
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
   path = tmp_path / "x.json"
   workdir.write_json(path, {"a": 1})

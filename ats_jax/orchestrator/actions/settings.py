@@ -75,10 +75,6 @@ class ChangeSettings(Action):
     return f"goes on from here with {', '.join(of_each)}"
 
 
-class Restart(Exception):  # noqa: N818  (no error)
-  """The run goes on from the checkpoint that it has just saved, with other settings."""
-
-
 def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
   """`cfg` as it is to be from `step` on.
 

@@ -19,6 +19,7 @@ from jax.scipy.special import entr
 
 from ats_jax.config.schema import Config
 from ats_jax.model.moe import MoE
+from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED
 from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
 from ats_jax.sharding.apply import reshard
@@ -26,7 +27,6 @@ from ats_jax.step.optimizer import AdamState
 from ats_jax.step.state import TrainState
 
 EXCLUSIVE = -CLOSED  # the penalty at which a token can go to one half of a pair only
-SURGERY = 2  # folded into the root key, as the purposes in step/state.py
 
 
 def split(
@@ -310,7 +310,4 @@ def _make_whole(moe: MoE, repeat: Any, is_slot_S: Any) -> None:
 
 
 def _key(state: TrainState, layer: Any, slot: Any) -> jax.Array:
-  key = jax.random.fold_in(state.key, SURGERY)
-  for number in (state.step, layer, slot):
-    key = jax.random.fold_in(key, number)
-  return key
+  return fold(state.key, Purpose.SURGERY, state.step, layer, slot)

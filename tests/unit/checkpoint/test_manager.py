@@ -187,7 +187,7 @@ def of_two_runs(tmp_path):
 def test_training_takes_no_checkpoint_of_another_run(of_two_runs, run, settings, says):
   identity = RunIdentity(run, settings)
   with CheckpointManager(of_two_runs, CheckpointConfig(keep=1), identity) as manager:
-    for use in (manager.latest_extra, lambda: manager.restore_latest(make_state(0))):
+    for use in (manager.newest, lambda: manager.restore_latest(make_state(0))):
       with pytest.raises(CheckpointError, match=says):
         use()
   assert committed_steps(of_two_runs) == [1, 2]
@@ -224,11 +224,12 @@ def test_damage_is_damage_also_where_a_run_is_asked_for(tmp_path):
   assert (tmp_path / "2.damaged").exists()
 
 
-def test_an_extra_that_is_damaged_is_none(checkpoints):
+def test_the_newest_is_the_newest_intact_one(checkpoints):
   with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
-    assert manager.latest_extra() == {"rows": 300}
+    assert manager.newest() == (3, {"rows": 300})
     (checkpoints / "3" / "extra.json").write_text("{}")
-    assert manager.latest_extra() == {}  # `restore_latest` goes further back
+    assert manager.newest() == (2, {"rows": 200})
+    assert manager.restore_latest(make_state(0))[0] == 2
 
 
 def test_fifty_flipped_bits_are_all_caught(checkpoints):

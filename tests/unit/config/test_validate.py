@@ -85,10 +85,6 @@ def test_unknown_choice(name):
     ({"log.writers": "console,xml"}, "log.writers: unknown writer 'xml'. Choose from clu, con"),
     ({"data.tokenizer": "/no/such.json"}, "data.tokenizer='/no/such.json' is neither 'bytes'"),
     (
-      {"ops.attention": "cudnn", "precision.compute_dtype": "float32"},
-      "ops.attention=cudnn needs precision.compute_dtype=bfloat16, got float32",
-    ),
-    (
       {"precision.fp8": True, "precision.fp8_keep_first": 3, "model.num_layers": 4},
       "fp8_keep_first=3 and fp8_keep_last=1 leave none of 4 layers for 8 bits",
     ),

@@ -104,16 +104,18 @@ class TestPlantedFaults:
     assert result.repeated and result.lost and "came" in result.difference
 
   def test_loader_that_drops_a_batch(self, ds):
-    def drops(ds, *, start_row, batch_size, **arguments):
-      start = start_row + batch_size  # the first batch is gone
-      return train_batches(ds, start_row=start, batch_size=batch_size, **arguments)
+    def drops(ds, **arguments):
+      batches = train_batches(ds, **arguments)
+      next(batches)  # the first batch is gone
+      return batches
 
     (result,) = audit(ds, scenarios=ONE_HOST, batches=drops)
     assert result.difference and result.lost
 
   def test_resume_one_row_late(self, ds):
-    def late(ds, *, start_row, **arguments):
-      return train_batches(ds, start_row=start_row + (start_row > 0), **arguments)
+    def late(ds, *, position, **arguments):
+      position = position and position | {"row": position["row"] + 1}
+      return train_batches(ds, position=position, **arguments)
 
     (good, bad) = audit(
       ds, scenarios={**ONE_HOST, "resumed": (Phase(1, 1, 0.5), Phase(2, 1, 1.0))}, batches=late

@@ -1,4 +1,5 @@
 import hashlib
+import json
 import pickle
 
 import numpy as np
@@ -86,6 +87,39 @@ def test_resume_anywhere_continues_the_stream(ds):
   for consumed in (0, 1, 7, 29):
     rest = flat(take(ds, 30 - consumed, start_row=4 * consumed))
     assert_same(rest, {f: whole[f][4 * consumed :] for f in FIELDS})
+
+
+def open_at(ds, position, *, accum=1, batch=4, local=None, workers=0):
+  local = np.arange(batch // accum) if local is None else np.array(local)
+  return train_batches(
+    ds, position=position, accum_steps=accum, batch_size=batch, local_rows=local,
+    num_workers=workers, prefetch=3,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_is_behind_what_was_handed_out(ds, workers):
+  """What a run keeps is JSON and alike on all hosts; batches made ahead do not move it."""
+  rest = flat(take(ds, 6))
+  with open_at(ds, None, accum=2, local=[1], workers=workers) as batches:
+    start = batches.position()
+    for _ in range(3):
+      next(batches)
+    position = json.loads(json.dumps(batches.position()))
+  with open_at(ds, start, accum=1, batch=12) as batches:
+    next(batches)
+    assert batches.position() == position
+  with open_at(ds, position, batch=6) as batches:
+    again = flat([next(batches), next(batches)])
+  assert_same(again, {name: x[12:] for name, x in rest.items()})
+
+
+def test_a_position_in_other_data_is_refused(numbered):
+  with open_at(numbered(LENGTHS, seq_len=8), None) as batches:
+    next(batches)
+    position = batches.position()
+  with pytest.raises(ValueError, match=rf"(?s)other data.*{position['data']}.*Restore them"):
+    open_at(numbered(LENGTHS, seq_len=16), position)
 
 
 def test_each_epoch_is_a_permutation_of_its_own(ds):

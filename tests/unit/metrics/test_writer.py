@@ -282,7 +282,7 @@ def test_csv_columns_keep_their_order_and_old_rows_are_padded(tmp_path):
 FULL_DISK = """
 import contextlib, resource, sys
 from pathlib import Path
-from ats_jax import runtime
+from ats_jax import cli
 from ats_jax.metrics.writer import CsvWriter
 
 path = Path(sys.argv.pop())
@@ -295,7 +295,7 @@ def main(argv):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     writer.write_scalars(100, {"eval/loss": 1.0})
 
-runtime.run(main)
+cli.run(main)
 """
 
 

@@ -154,7 +154,7 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
 def test_layers_are_unrolled_on_a_gpu(monkeypatch, backend, layers, changes, want):
   cfg = tiny_config({"model.num_layers": layers} | changes)
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  assert numerics(cfg, "xla", "xla", scan_unroll=usual_unroll(cfg)).scan_unroll == want
+  assert numerics(cfg, scan_unroll=usual_unroll(cfg)).scan_unroll == want
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names"])

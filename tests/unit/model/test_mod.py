@@ -161,7 +161,7 @@ def reference(p, x, cfg, training, given=None):
 
 def make_block(cfg, mod: bool = True, dtype: str = "float64") -> Block:
   dtypes = dict(param_dtype=jnp.dtype(dtype), compute_dtype=jnp.dtype(dtype))
-  num = dataclasses.replace(numerics(cfg, "xla", "xla"), **dtypes)
+  num = dataclasses.replace(numerics(cfg), **dtypes)
   kind = LayerKind(moe=False, mod=mod)
   return jax.jit(lambda key: Block(cfg, num, nnx.Rngs(params=key), kind))(jax.random.key(1))
 
@@ -289,7 +289,7 @@ def test_block_against_the_reference(wide, routing, scope, decision):
 
 def test_random_routing_draws_anew_in_training_and_by_position_in_evaluation(mesh):
   cfg = tiny_config(SMALL | {"mod.routing": "random", "mod.capacity": 0.3})
-  depth = Depth(cfg, numerics(cfg, "xla", "xla"), nnx.Rngs(params=0))
+  depth = Depth(cfg, numerics(cfg), nnx.Rngs(params=0))
   seq, half = 600, 300
   # A row of one document, and one of two: the same positions again.
   positions = np.stack([np.arange(seq), np.tile(np.arange(half), 2)]).astype(np.int32)
@@ -360,7 +360,7 @@ class Choice(NamedTuple):
 @functools.cache
 def chooser(training: bool, has_room: bool):
   cfg = tiny_config(SMALL | {"mod.routing": "learned", "model.d_model": WIDTH})
-  depth = Depth(cfg, numerics(cfg, "xla", "xla"), nnx.Rngs(params=0))
+  depth = Depth(cfg, numerics(cfg), nnx.Rngs(params=0))
   depth.weight[...] = jnp.eye(WIDTH)[0]
   depth.threshold[...], depth.updates[...] = jnp.float32(0.5), jnp.float32(1)
   rules = Pass(training, CAPACITY)
@@ -423,7 +423,7 @@ def test_of_equal_scores_the_first_and_padding_never(training, has_room, levels,
 
 def test_running_quantile_against_numpy(mesh):
   cfg = tiny_config(SMALL | {"mod.routing": "learned", "mod.threshold_decay": 0.3})
-  depth = Depth(cfg, numerics(cfg, "xla", "xla"), nnx.Rngs(params=0))
+  depth = Depth(cfg, numerics(cfg), nnx.Rngs(params=0))
   chosen_stats = chooser(True, False)(
     np.ones((ROWS, SEQ, WIDTH), np.float32), np.ones((ROWS, SEQ), bool), np.zeros(ROWS, np.int32)
   ).stats

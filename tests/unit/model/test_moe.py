@@ -56,7 +56,7 @@ VARIANTS = {
 def make(changes, seed=0):
   """A float64 module with a bias and loads that are not the initial ones."""
   cfg = tiny_config(SMALL | changes)
-  num = numerics(cfg, "xla", "xla")
+  num = numerics(cfg)
   num = dataclasses.replace(num, param_dtype=jnp.float64, compute_dtype=jnp.float64)
   moe = MoE(cfg, num, nnx.Rngs(params=jax.random.key(seed)))
   rng, router = np.random.default_rng(seed), moe.router

@@ -23,7 +23,7 @@ def make(changes=None, param_dtype=jnp.float32):
   """A router of 4 experts whose logits are the first numbers of a token."""
   sizes = {"model.d_model": WIDTH, "model.num_heads": 2, "moe.num_experts": 4}
   cfg = tiny_config(sizes | (changes or {}))
-  num = dataclasses.replace(numerics(cfg, "xla", "xla"), param_dtype=param_dtype)
+  num = dataclasses.replace(numerics(cfg), param_dtype=param_dtype)
   router = Router(cfg, num, nnx.Rngs(params=jax.random.key(0)))
   router.weight[...] = jnp.eye(WIDTH, router.bias_E.shape[0], dtype=router.weight.dtype)
   return router

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import TRAINING, make_test_mesh, tiny_config
+from helpers import TRAINING, kernels_of, make_test_mesh, tiny_config
 
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.init import numerics
 from ats_jax.model.unroll import run_layers, unstack
-from ats_jax.ops.registry import XLA, every_slot
+from ats_jax.ops.registry import XLA
 from ats_jax.step.loss import loss_sums
 
 LAYERS = 3
@@ -51,11 +51,11 @@ def test_the_same_as_a_scan_with_its_gradients(any_mesh):
     assert a.sharding == b.sharding
 
 
-def gradients_for_cuda(slots=XLA, **changes):
+def gradients_for_cuda(kernels=XLA, **changes):
   """The gradients of a decoder as XLA for a GPU gets them."""
   settings = {"model.num_layers": LAYERS, "step.remat": "names", "step.scan_unroll": LAYERS}
   cfg = tiny_config(settings | changes)
-  num = numerics(cfg, "xla", slots)
+  num = numerics(cfg, kernels)
   make = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
   model = jax.eval_shape(make, jax.random.key(0))
   shape = jax.ShapeDtypeStruct((4, 128), jnp.int32)
@@ -95,7 +95,7 @@ def test_gathered_weights_are_gathered_again_and_gradients_are_allocated_in_part
 
 def test_experts_on_a_gpu_are_recomputed_without_a_loop(mesh):
   """`jax.checkpoint` miscounts its barriers where a kernel brings arrays of constants along."""
-  slots = every_slot("grouped_matmul", "mosaic")
+  kernels = kernels_of("grouped_matmul", "mosaic")
   sizes = {"model.d_model": 64, "moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 128}
-  _, text = gradients_for_cuda(slots, **sizes, **{"precision.compute_dtype": "bfloat16"})
+  _, text = gradients_for_cuda(kernels, **sizes, **{"precision.compute_dtype": "bfloat16"})
   assert "mosaic_gpu" in text

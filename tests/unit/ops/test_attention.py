@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh, pack, tiny_config
+from helpers import kernels_of, make_test_mesh, pack, tiny_config
 
 from ats_jax.model.decoder import remat_policy
 from ats_jax.ops import _compat
 from ats_jax.ops.attention import (
   attention,
-  by_token,
   cached_attention,
-  choose,
-  segment_bounds,
 )
-from ats_jax.ops.registry import FallbackError
+from ats_jax.ops.cudnn import by_token, segment_bounds
+from ats_jax.ops.registry import FallbackError, choose_op
+from ats_jax.ops.requirements import Device
 
 pytestmark = pytest.mark.compat
 
@@ -59,7 +58,7 @@ def reference(q, k, v, segment_ids, *, window=None, soft_cap=None, sinks=None):
 def test_xla_matches_one_token_at_a_time(mesh, kv_heads):
   q, k, v = make_qkv(len(LENGTHS), 4, kv_heads)
   segments, _ = pack(LENGTHS, SEQ)
-  got = attention(q, k, v, segment_ids_BT=segments, max_segments=10, implementation="xla")
+  got = attention(q, k, v, segment_ids_BT=segments, max_segments=10)
   np.testing.assert_allclose(got, reference(q, k, v, segments), RTOL, ATOL)
 
 
@@ -69,7 +68,7 @@ def test_meshes_agree_with_one_device_in_value_and_gradient(shape):
   segments, _ = pack((LENGTHS * 2)[:8], SEQ)
 
   def loss(q, k, v):
-    y = attention(q, k, v, segment_ids_BT=segments, max_segments=10, implementation="xla")
+    y = attention(q, k, v, segment_ids_BT=segments, max_segments=10)
     return jnp.sum(jnp.sin(y))
 
   results = []
@@ -83,11 +82,11 @@ def test_meshes_agree_with_one_device_in_value_and_gradient(shape):
 def test_bfloat16_scores_are_summed_and_normalised_in_float32(mesh):
   q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in make_qkv(1, 2, 2, seq=512))
   segments = np.ones((1, 512), np.int32)
-  got = attention(q, k, v, segment_ids_BT=segments, max_segments=2, implementation="xla")
+  got = attention(q, k, v, segment_ids_BT=segments, max_segments=2)
   assert got.dtype == jnp.bfloat16
   want = attention(
     *(a.astype(jnp.float32) for a in (q, k, v)),
-    segment_ids_BT=segments, max_segments=2, implementation="xla",
+    segment_ids_BT=segments, max_segments=2, 
   )  # fmt: skip
   # Weights (float32) and the result are rounded to 8 bits once; a bfloat16 softmax over 512 keys
   # is wrong by several per cent.
@@ -192,7 +191,7 @@ def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
       window=window,
       segment_ids_BT=segments,
       max_segments=10,
-      implementation=implementation,
+      kernels=kernels_of("attention", implementation),
     )
     if implementation == "cudnn" and remat != "none":
       f = jax.checkpoint(f, policy=remat_policy(remat))
@@ -220,7 +219,6 @@ def test_windows_soft_caps_and_sinks(mesh, window, soft_cap, sinks):
     sinks_N=None if sinks is None else jnp.array(sinks),
     segment_ids_BT=segments,
     max_segments=10,
-    implementation="xla",
     **rule,
   )
   np.testing.assert_allclose(got, reference(q, k, v, segments, sinks=sinks, **rule), RTOL, ATOL)
@@ -231,12 +229,12 @@ def test_windows_soft_caps_and_sinks(mesh, window, soft_cap, sinks):
   [
     (dict(window=0), "window is 0: at least 1"),
     (dict(soft_cap=-1.0), "soft_cap is -1.0: a positive"),
-    (dict(soft_cap=5.0, implementation="cudnn"), "cuDNN has no soft_cap"),
+    (dict(soft_cap=5.0, kernels=kernels_of("attention", "cudnn")), "cudnn has no soft_cap"),
   ],
 )
 def test_what_attention_cannot_do_is_an_error(mesh, changes, words):
   q, k, v = make_qkv(1, 4, 2)
-  run = dict(segment_ids_BT=np.ones((1, SEQ), np.int32), max_segments=2, implementation="xla")
+  run = dict(segment_ids_BT=np.ones((1, SEQ), np.int32), max_segments=2)
   with pytest.raises(ValueError, match=words):
     attention(q, k, v, **run | changes)
 
@@ -268,6 +266,10 @@ def test_cached_attention_equals_full_attention_for_any_split(parts):
 HOPPER = ("gpu", "9.0")
 
 
+def choose(cfg, *device):
+  return choose_op(cfg, Device(*device), "attention")["forward"]
+
+
 def config_for(**changes):
   defaults = {"precision.compute_dtype": "bfloat16", "model.head_dim": 64}
   return tiny_config(defaults | {k.replace("__", "."): v for k, v in changes.items()})
@@ -278,9 +280,9 @@ def config_for(**changes):
   [
     ({}, HOPPER, "cudnn", "flash attention"),
     ({}, ("gpu", "10.0"), "cudnn", "flash attention"),
-    ({"ops__attention": "cudnn"}, HOPPER, "cudnn", "ops.attention=cudnn"),
-    ({"ops__attention": "xla"}, HOPPER, "xla", "ops.attention=xla"),
-    ({"ops__attention": "xla", "ops__strict": True}, HOPPER, "xla", "ops.attention=xla"),
+    ({"ops__kernels": "attention=cudnn"}, HOPPER, "cudnn", "ops.kernels=attention=cudnn"),
+    ({"ops__kernels": "attention=xla"}, HOPPER, "xla", "ops.kernels=attention=xla"),
+    ({"ops__kernels": "attention=xla", "ops__strict": True}, HOPPER, "xla", "attention=xla"),
     ({}, ("cpu",), "xla", "cuDNN runs on NVIDIA GPUs, this is cpu"),
     ({"ops__strict": True}, ("cpu",), "xla", "reference"),
     ({}, ("tpu",), "xla", "this is tpu"),
@@ -306,8 +308,10 @@ def test_choice_and_its_reason(changes, device, implementation, reason):
   ],
 )
 def test_cudnn_that_cannot_run_is_an_error(changes, device, words):
-  with pytest.raises(ValueError, match=f"ops.attention=cudnn: .*{words}.*Use ops.attention="):
-    choose(config_for(ops__attention="cudnn", **changes), *device)
+  with pytest.raises(
+    ValueError, match=f"ops.kernels=attention=cudnn: .*{words}.*Use attention=xla"
+  ):
+    choose(config_for(ops__kernels="attention=cudnn", **changes), *device)
 
 
 @pytest.mark.parametrize(

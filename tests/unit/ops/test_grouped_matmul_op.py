@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from ats_jax.ops.grouped_matmul import choose, grouped_matmul, grouped_matmuls
-from ats_jax.ops.registry import FallbackError
+from ats_jax.ops.grouped_matmul import grouped_matmul, grouped_matmuls
+from ats_jax.ops.registry import FallbackError, choose_op
+from ats_jax.ops.requirements import Device
 
 # Rows, groups, widths; each compiles anew. Tiles have 8 rows, but 32 and 512 in the last two.
 SHAPES = [(1, 1, 1, 1), (7, 3, 5, 2), (65, 4, 3, 6), (260, 1, 2, 3), (4099, 1, 1, 2)]
@@ -17,7 +18,7 @@ SHAPES = [(1, 1, 1, 1), (7, 3, 5, 2), (65, 4, 3, 6), (260, 1, 2, 3), (4099, 1, 1
 
 @jax.jit
 def value_and_gradients(x, w, sizes, dy):
-  y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, "xla"), x, w)
+  y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
   return y, *pull(dy)
 
 
@@ -84,10 +85,10 @@ def test_several_weights_of_the_same_rows():
   up, du = -2 * gate[::-1], 3 * dy
 
   def apart(x, gate, up):
-    return tuple(grouped_matmul(x, w, sizes, "xla") for w in (gate, up))
+    return tuple(grouped_matmul(x, w, sizes) for w in (gate, up))
 
   def together(x, gate, up):
-    return grouped_matmuls(x, (gate, up), sizes, "xla")
+    return grouped_matmuls(x, (gate, up), sizes)
 
   def everything(run):
     y, pull = jax.vjp(run, x, gate, up)
@@ -108,6 +109,12 @@ def on(**changes):
   return cfg
 
 
+def choose(cfg, *device):
+  """The one choice for all slots."""
+  (choice,) = set(choose_op(cfg, Device(*device), "grouped_matmul").values())
+  return choice
+
+
 def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
   assert choose(on(), "gpu", "9.0").implementation == "mosaic"
   for platform, capability, reason in [
@@ -117,7 +124,7 @@ def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
   ]:
     choice = choose(on(), platform, capability)
     assert choice.implementation == "xla" and reason in choice.reason
-  assert choose(on(ops__grouped_matmul="xla"), "gpu", "9.0").implementation == "xla"
+  assert choose(on(ops__kernels="grouped_matmul=xla"), "gpu", "9.0").implementation == "xla"
 
 
 @pytest.mark.parametrize(
@@ -130,8 +137,9 @@ def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
 )
 def test_what_the_kernel_cannot_do(changes, obstacle):
   assert obstacle in choose(on(**changes), "gpu", "9.0").reason
-  with pytest.raises(ValueError, match=f"mosaic: .*{obstacle}. Use ops.grouped_matmul=auto or xla"):
-    choose(on(**changes, ops__grouped_matmul="mosaic"), "gpu", "9.0")
+  message = f"grouped_matmul=mosaic: .*{obstacle}. Use grouped_matmul=xla, or leave it out"
+  with pytest.raises(ValueError, match=message):
+    choose(on(**changes, ops__kernels="grouped_matmul=mosaic"), "gpu", "9.0")
   with pytest.raises(FallbackError, match=f"ops.strict: .*{obstacle}.*set ops.strict=false"):
     choose(on(**changes, ops__strict=True), "gpu", "9.0")
   # There is nothing faster to miss on a CPU.

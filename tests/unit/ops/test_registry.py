@@ -12,11 +12,10 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.bench.cases import toy_cases
-from ats_jax.config.build import settings
 from ats_jax.ops import kernels, registry
 from ats_jax.ops.adamw import Rates, adamw
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
-from ats_jax.ops.registry import XLA, FallbackError, Slots
+from ats_jax.ops.registry import XLA, FallbackError, Kernels
 from ats_jax.ops.requirements import Device
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
@@ -99,12 +98,12 @@ def sum_back_kernel(y, weight, source, choice, slot, dout):
 def plug(monkeypatch, op, obstacle="", default=True, tiles=None, **where):
   """Adds a kernel "mine" of this file to the table."""
   entry = kernels.OPS[op]
-  where = {slot: f"{__name__}:{name}" for slot, name in where.items()}
+  where = {slot: globals()[name] for slot, name in where.items()}
   kernel = kernels.Kernel(
     "mine", where, tuple(where) if default else (), "2x", lambda cfg, device: obstacle, tiles or {}
   )
   monkeypatch.setitem(kernels.OPS, op, dataclasses.replace(entry, kernels=(kernel,)))
-  return Slots(tuple((f"{op}.{slot}", "mine") for slot in where))
+  return Kernels(tuple((f"{op}.{slot}", "mine") for slot in where))
 
 
 def test_the_table_is_consistent():
@@ -113,13 +112,7 @@ def test_the_table_is_consistent():
       assert set(kernel.default) <= set(kernel.where) <= set(op.slots), (name, kernel.name)
       assert kernel.why and kernel.name != "xla"
       for where in kernel.where.values():
-        assert callable(registry._load(where))
-
-
-def test_settings_offer_the_kernels_of_the_table():
-  for op in ("attention", "grouped_matmul"):
-    choices = settings()[f"ops.{op}"].metadata["choices"]
-    assert choices == ("auto", "xla", *(kernel.name for kernel in kernels.OPS[op].kernels))
+        assert callable(where)
 
 
 def test_docs_name_every_op_and_slot():
@@ -133,9 +126,9 @@ def test_default_obstacle_and_strict(monkeypatch):
   cfg, strict = tiny_config(), tiny_config({"ops.strict": True})
   monkeypatch.setitem(kernels.OPS, "rope", kernels.Op(kernels.FORWARD_BACKWARD))
   plug(monkeypatch, "swiglu", forward="swiglu_forward")
-  slots, choices = registry.choose(cfg, HOPPER)
-  assert slots.of("swiglu", "forward") == "mine"
-  assert slots.of("swiglu", "backward") == slots.of("rope", "forward") == "xla"
+  chosen, choices = registry.choose(cfg, HOPPER)
+  assert chosen.of("swiglu", "forward") == "mine"
+  assert chosen.of("swiglu", "backward") == chosen.of("rope", "forward") == "xla"
   lines = [str(c) for c in choices]
   assert "swiglu.forward: mine (2x)" in lines
   assert "swiglu.backward: xla (reference: this slot has no kernel)" in lines
@@ -146,8 +139,10 @@ def test_default_obstacle_and_strict(monkeypatch):
   with pytest.raises(FallbackError, match="swiglu would fall back to xla because it is broken"):
     registry.choose_op(strict, HOPPER, "swiglu")
   assert registry.choose_op(strict, Device("cpu"), "swiglu")["forward"].implementation == "xla"
-  forced = tiny_config({"ops.slots": "swiglu=mine"})
-  with pytest.raises(ValueError, match=r"ops\.slots=swiglu=mine: it is broken\. Use xla there"):
+  forced = tiny_config({"ops.kernels": "swiglu=mine"})
+  with pytest.raises(
+    ValueError, match=r"ops\.kernels=swiglu=mine: it is broken\. Use swiglu=xla, or leave it out"
+  ):
     registry.choose(forced, HOPPER)
 
 
@@ -155,7 +150,7 @@ def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
   plug(monkeypatch, "swiglu", default=False, forward="swiglu_forward", backward="swiglu_backward")
   choice = registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "swiglu")["forward"]
   assert str(choice) == "swiglu: xla (reference: mine is no default: 2x)"
-  cfg = tiny_config({"ops.slots": "swiglu.backward=mine, rope=xla"})
+  cfg = tiny_config({"ops.kernels": "swiglu.backward=mine, rope=xla"})
   slots, _ = registry.choose(cfg, HOPPER)
   assert (slots.of("swiglu", "forward"), slots.of("swiglu", "backward")) == ("xla", "mine")
 
@@ -170,8 +165,8 @@ def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
   ],
 )
 def test_wrong_settings(slots, message):
-  with pytest.raises(ValueError, match=f"ops.slots: {re.escape(repr(slots))}.*{message}"):
-    registry.choose(tiny_config({"ops.slots": slots}), Device("cpu"))
+  with pytest.raises(ValueError, match=f"ops.kernels: {re.escape(repr(slots))}.*{message}"):
+    registry.choose(tiny_config({"ops.kernels": slots}), Device("cpu"))
 
 
 def test_tuning_tables(monkeypatch, tmp_path):
@@ -189,7 +184,7 @@ def test_tuning_tables(monkeypatch, tmp_path):
   assert find(slots, 16).keywords == find(slots, 9).keywords == {"block": 2}
   assert find(slots, 17).keywords == {}  # not tuned: the kernel's own tiles
   assert find(slots, 600) is None  # measured: XLA is faster there
-  asked, _ = registry.choose(tiny_config({"ops.slots": "swiglu=mine"}), HOPPER)
+  asked, _ = registry.choose(tiny_config({"ops.kernels": "swiglu=mine"}), HOPPER)
   assert find(asked, 600).keywords == {}  # unless it is asked for
   SEEN.clear()
   swiglu(jnp.ones((16, 8)), jnp.ones((16, 8)), slots)
@@ -216,7 +211,7 @@ def cases():
     rates = Rates(0.5, 0.1, 0.3, 0.2)
     moments = jnp.zeros_like(p), jnp.zeros_like(p)
     return tuple(
-      adamw(p, g, *moments, rates, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, slots=slots)
+      adamw(p, g, *moments, rates, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, kernels=slots)
     )
 
   both = lambda f, b: {"forward": f, "backward": b}
@@ -228,7 +223,7 @@ def cases():
     ),
     "rms_norm": (
       both("rms_norm_forward", "rms_norm_backward"),
-      lambda s, x, w: rms_norm(x, w, eps=1e-3, slots=s),
+      lambda s, x, w: rms_norm(x, w, eps=1e-3, kernels=s),
       [(x, ("batch", "seq", "act_embed")), (draw(2, 16), ("norm",))],
     ),
     "rope": (both("rotate", "rotate"), rope_of, [(draw(3, 8, 4, 4, 16), heads)]),
@@ -283,7 +278,7 @@ def test_dispatch_kernels(monkeypatch):
   expert = jnp.asarray(np.random.default_rng(0).integers(0, 5, (12, 2)), jnp.int32)  # 4 = nowhere
   x = jnp.asarray(np.random.default_rng(1).normal(size=(12, 6)), jnp.float32)
   weight = jnp.asarray(np.random.default_rng(2).random((12, 2)), jnp.float32)
-  slots = Slots(
+  slots = Kernels(
     plug(monkeypatch, "sort_by_expert", forward="sort_kernel").names
     + plug(monkeypatch, "take_rows", forward="take_kernel", backward="take_back_kernel").names
     + plug(monkeypatch, "sum_rows", forward="sum_kernel", backward="sum_back_kernel").names

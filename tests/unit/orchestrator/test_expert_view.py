@@ -41,7 +41,7 @@ def test_layers_are_found_in_any_layout():
 def test_idle_slots_are_spread_over_groups_and_devices(mesh, experts, spare, groups):
   settings = {"num_experts": experts, "spare_experts": spare, "num_groups": groups}
   cfg = tiny_config({f"moe.{k}": v for k, v in settings.items()} | {"moe.top_k": 1})
-  router = Router(cfg, numerics(cfg, "xla", "xla"), nnx.Rngs(params=0))
+  router = Router(cfg, numerics(cfg), nnx.Rngs(params=0))
   is_open = np.array(router.active_S[...])
   assert is_open.sum() == experts
   for ways in range(1, spare + 1):

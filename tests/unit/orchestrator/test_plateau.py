@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
+from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
@@ -152,16 +152,17 @@ def train(program, steps, rate, path=None, *, raises=True):
   """The state and the supervisor of a run; and what it recorded."""
   orchestrator = dataclasses.replace(program.cfg.orchestrator, raise_learning_rate=raises)
   cfg = dataclasses.replace(program.cfg, orchestrator=orchestrator)
-  supervisor = Supervisor(dataclasses.replace(program, cfg=cfg), counting_rows(10**6), path)
+  lent, program = Lent(), dataclasses.replace(program, cfg=cfg)
+  supervisor = Supervisor(program, counting_rows(10**6), path, loop=lent)
   state, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
   supervisor.start(0, state)
   for step in range(1, steps + 1):
     batch = micro_batches(counting_rows(step), 1)
-    again = lambda state, batch=batch: program.train_step(
+    lent.last = lambda state, batch=batch: program.train_step(
       state, batch, program.training_rules(1), fault=fault
     )
-    state, metrics = again(state)
-    state = supervisor.after(step, state, metrics, again=again)
+    state, metrics = lent.last(state)
+    state = supervisor.after(step, state, metrics)
     assert int(state.step) == step
   state = supervisor.settle(steps, state, metrics)
   supervisor.close()

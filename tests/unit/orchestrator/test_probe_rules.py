@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
+from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.record import ledger
@@ -39,18 +39,19 @@ def program():
 
 def train(program, path):
   """The supervisor of a run; and the probe's loss after each step by the rules of that step."""
-  supervisor, state, losses = Supervisor(program, counting_rows(10**6), path), program.init(), {}
+  lent, state, losses = Lent(), program.init(), {}
+  supervisor = Supervisor(program, counting_rows(10**6), path, loop=lent)
   supervisor.start(0, state)
   for step in range(1, STEPS + 1):
     rules, batch = program.training_rules(step), micro_batches(counting_rows(step), 1)
     if step in (1, RUNG + 1):
       supervisor.follow(program, step, state)
-    again = lambda state, batch=batch, rules=rules: program.train_step(state, batch, rules)
-    state, metrics = again(state)
+    lent.last = lambda state, batch=batch, rules=rules: program.train_step(state, batch, rules)
+    state, metrics = lent.last(state)
     losses[step] = probe_loss(
       np.asarray(program.eval_step(state.model, counting_rows(10**6), program.rules(step)))
     )
-    state = supervisor.after(step, state, metrics, again=again)
+    state = supervisor.after(step, state, metrics)
   supervisor.settle(STEPS, state, metrics)
   supervisor.close()
   return supervisor, losses

@@ -323,7 +323,7 @@ def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(program):
   want = jax.tree.map(np.asarray, (state.model, state.opt_state, state.reflex))
   shardings = [x.sharding for x in jax.tree.leaves(state)]
   snapshot = Snapshot.take(0, state)
-  assert {x.sharding.policy_kind for x in jax.tree.leaves(snapshot.arrays)} == {"pinned_host"}
+  assert {x.sharding.memory_kind for x in jax.tree.leaves(snapshot.arrays)} == {"pinned_host"}
   state, _ = program.train_step(
     state, micro_batches(counting_rows(0), 1), program.training_rules(1), fault=NO_FAULT
   )  # donates it

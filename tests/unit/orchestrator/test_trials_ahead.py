@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from helpers import counting_rows, micro_batches, tiny_config
+from helpers import Lent, counting_rows, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import (
@@ -44,7 +44,8 @@ class Run:
     self.cfg = tiny_config(SETTINGS | {"optimizer.learning_rate": rate} | settings)
     self.program, self.path, self.step = make_program(self.cfg), path, 0
     self.state = self.program.init()
-    self.supervisor = Supervisor(self.program, counting_rows(10**6), path)
+    lent = Lent(ahead=Ahead(self.step_ahead, self.batches))
+    self.supervisor = Supervisor(self.program, counting_rows(10**6), path, loop=lent)
     self.supervisor.start(0, self.state)
     self.opened = []
 
@@ -57,7 +58,7 @@ class Run:
     yield (micro_batches(counting_rows(step), 1) for step in itertools.count(self.step + 1))
 
   def __call__(self, steps, *, tries=True):
-    ahead = Ahead(self.step_ahead, self.batches) if tries else None
+    self.supervisor._loop = self.supervisor._loop if tries else None
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(counting_rows(self.step), 1)
@@ -66,7 +67,7 @@ class Run:
       )
       self.state = self.supervisor.after(self.step, self.state, metrics)
       if self.step % 40 == 0:
-        self.state = self.supervisor.settle(self.step, self.state, metrics, ahead)
+        self.state = self.supervisor.settle(self.step, self.state, metrics)
     return self
 
   def loss(self, model=None):

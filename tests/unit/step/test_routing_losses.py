@@ -51,7 +51,7 @@ def ragged_rows():
 
 def decoder64(cfg):
   """In float64, so that the sums' order decides no routing; with uneven loads."""
-  num = numerics(cfg, "xla", "xla")
+  num = numerics(cfg)
   num = dataclasses.replace(num, param_dtype=jnp.float64, compute_dtype=jnp.float64)
   model = jax.jit(lambda key: Decoder(cfg, num, nnx.Rngs(params=key)))(jax.random.key(0))
   for router in routers(model):

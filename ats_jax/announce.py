@@ -1,0 +1,97 @@
+"""What a run says about itself: at its start, and at its end."""
+
+import itertools
+from pathlib import Path
+
+import jax
+from absl import logging
+
+from ats_jax import runtime, workdir
+from ats_jax.config.schema import Config
+from ats_jax.data.bigram import Bigram
+from ats_jax.data.dataset import Dataset
+from ats_jax.feed import eval_feed, train_feed
+from ats_jax.inference.generator import generate
+from ats_jax.metrics.environment import environment
+from ats_jax.metrics.overview import parameter_overview
+from ats_jax.step.program import Program
+from ats_jax.step.state import TrainState
+
+
+def opening(
+  program: Program,
+  folder: Path,
+  state: TrainState,
+  train_set: Dataset,
+  start: int,
+) -> None:
+  """Log and store what will run: parameters, implementations, formats, mesh, data.
+
+  Args:
+    program: how it computes.
+    folder: the workdir.
+    state: its first one.
+    train_set: what it reads.
+    start: updates done.
+  """
+  cfg, mesh = program.cfg, jax.sharding.get_mesh()
+  logging.info("parameters:\n%s", parameter_overview(state.model))
+  facts = {
+    "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+    **program.facts(),
+    "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
+    f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
+    "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
+    f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "compilation cache": runtime.cache_use(cfg),
+  }
+  for name, value in facts.items():
+    logging.info("%s: %s", name, value)
+  if jax.process_index() == 0:
+    shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
+    run = {**shape, "parameters": program.counts.parameters, **facts}
+    workdir.write_json(folder / workdir.METADATA, {**environment(), "run": run})
+  if start == cfg.num_steps:
+    logging.info(
+      "%s is complete: step %d of %d. --config.num_steps=%d would train on.",
+      folder, start, cfg.num_steps, 2 * cfg.num_steps,
+    )  # fmt: skip
+  elif start:
+    logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:
+  """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
+  logging.info("validation: %s", ", ".join(f"{k[5:]} {v:.5g}" for k, v in found.items()))
+  if cfg.eval.bigram_baseline:
+    baseline = bigram_baseline(cfg, train_set, valid_set)
+    word = "below" if found["eval/loss"] < baseline else "NOT below"
+    logging.info(
+      "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
+      found["eval/loss"], word, baseline,
+    )  # fmt: skip
+
+
+def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> float:
+  """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
+  steps = min(cfg.num_steps, -(-train_set.num_rows // cfg.data.batch_size))
+  with train_feed(cfg, train_set) as train, eval_feed(cfg, valid_set) as valid:
+    model = Bigram(itertools.islice(train, steps), train_set.tokenizer.vocab_size)
+    return model.loss(valid)
+
+
+def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> None:
+  """Log and store the prompt and its continuation, if `sample.max_tokens` asks for some."""
+  cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
+  if not cfg.sample.max_tokens:
+    return
+  pieces = generate(
+    state.weights, train_set.tokenizer, cfg.sample, rules=rules, prompt=prompt, seed=cfg.seed
+  )
+  text = prompt + "".join(pieces)
+  if jax.process_index() == 0:
+    path = folder / "samples" / f"{cfg.num_steps}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+  logging.info("a sample that continues %r:\n%s", prompt, text)

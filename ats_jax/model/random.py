@@ -1,0 +1,33 @@
+"""Keys of randomness: every key is the run's root key, folded with a purpose and with numbers.
+
+Nothing is split: a new purpose changes no number that another one draws.
+"""
+
+import enum
+
+import jax
+
+
+class Purpose(enum.IntEnum):
+  """What is drawn. A value is never used again for another purpose: it is in every trajectory."""
+
+  INIT = 0  # weights of step 0
+  PASS = 1  # a step's forward passes; those "of a pass" are folded into a layer's key of it
+  SURGERY = 2
+  EXPERT_DROPOUT = 3  # experts that are left out for a step
+  DEPTH = 4  # of a pass: tokens that go through a layer, with random routing
+  EXPERT_NOISE = 5  # of a pass: on the router's logits
+  ATTENTION_DROPOUT = 6  # of a pass
+  MLP_DROPOUT = 7  # of a pass
+
+
+def fold(key: jax.Array, purpose: Purpose, *numbers: jax.Array | int) -> jax.Array:
+  """The key for a purpose, and for a step, a layer and so on, in the order they are given."""
+  for number in (purpose, *numbers):
+    key = jax.random.fold_in(key, number)
+  return key
+
+
+def maybe_fold(key: jax.Array | None, purpose: Purpose) -> jax.Array | None:
+  """`fold`, or None without a key: then nothing is drawn."""
+  return None if key is None else fold(key, purpose)

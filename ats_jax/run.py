@@ -1,0 +1,389 @@
+"""A run: its parts, opened in the order in which each needs those before it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from ats_jax import announce, runtime, workdir
+from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
+from ats_jax.config import Config
+from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
+from ats_jax.data.batches import TrainBatches
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.splits import open_datasets
+from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
+from ats_jax.feed import POSITION, eval_feed, train_feed, upcoming
+from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.layers import LayerLog
+from ats_jax.metrics.profiler import ProfileWindow
+from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.steplog import StepLog
+from ats_jax.metrics.summary import performance, performance_stats
+from ats_jax.metrics.throughput import Throughput, peak_flops
+from ats_jax.metrics.writer import MetricWriter, create_writer
+from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
+from ats_jax.orchestrator.trials.paired import Ahead, Update
+from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.scoring import check_fp8, score
+from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
+from ats_jax.step.loss import Batch
+from ats_jax.step.metrics import StepMetrics, metric_names
+from ats_jax.step.program import Program, make_program, predicted_bytes
+from ats_jax.step.state import TrainState
+
+PROFILED_STEPS = 3
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
+
+
+@dataclasses.dataclass(frozen=True)
+class InitFrom:
+  """Weights that a new run begins with.
+
+  Attributes:
+    folder: workdir of a run of this program.
+    step: its checkpoint: a step, "latest" or "best".
+  """
+
+  folder: Path
+  step: str = "latest"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+  """Where a run goes on, or begins.
+
+  Attributes:
+    step: updates done.
+    extra: what was saved beside the state; {} at the beginning.
+    restore: gives the state, from shapes, dtypes and shardings; None = there is none yet.
+  """
+
+  step: int = 0
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  restore: Callable[[TrainState], TrainState] | None = None
+
+
+@dataclasses.dataclass
+class Run:
+  """An open run. The loop reads and writes `state`; the rest goes through the methods.
+
+  Attributes:
+    cfg: resolved, with what an orchestrator has changed.
+    folder: the workdir.
+    program: how it computes; another one once 8 bits are switched off.
+    state: as the last update left it.
+    step: updates done.
+    train_set: the training split.
+    valid_set: the validation split; may be empty.
+    batches: of the training split, from the run's position on.
+    checkpoints: saves and restores.
+    stop: whether a signal asks to end.
+    writer: takes metrics.
+    log: takes those of steps.
+    profile: traces some steps.
+    meter: of speed.
+    goodput: of where the time goes.
+    watch: the supervisor.
+    scores: of the last evaluation, if it was of this state.
+  """
+
+  cfg: Config
+  folder: Path
+  program: Program
+  state: TrainState
+  step: int
+  train_set: Dataset
+  valid_set: Dataset
+  batches: TrainBatches
+  checkpoints: CheckpointManager
+  stop: StopSignal
+  writer: MetricWriter
+  log: StepLog
+  profile: ProfileWindow
+  meter: Throughput
+  goodput: Goodput
+  watch: Supervisor | NoSupervisor = dataclasses.field(default_factory=NoSupervisor)
+  scores: dict[str, float] | None = None
+  _compiled: tuple[Any, Any] = (None, None)  # rules, and the step that follows them
+  _batch: Batch | None = None
+
+  def compiled_step(self, step: int) -> Callable:
+    """What makes update `step`; compiled where its rules are others than those of the last one."""
+    rules = self.program.training_rules(step)
+    if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
+      with self.aside("compile"):
+        self._compiled = rules, self.program.compile_train_step(self.state, rules)
+        self.watch.follow(self.program, step, self.state)
+    self.profile.before(step, self.state)
+    return self._compiled[1]
+
+  def next_batch(self) -> Batch:
+    """The next training batch, on the mesh."""
+    with self.timed("data_wait"):
+      self._batch = to_global(next(self.batches), jax.sharding.get_mesh())
+    return self._batch
+
+  def took(self, step: int, metrics: StepMetrics) -> None:
+    """Hand over what update `step` returned beside the state, which is new."""
+    self.step, self.scores = step, None
+    self.log.push(step, *metrics)
+
+  def evaluate(self) -> None:
+    """Score the weights on the validation split, if there is one."""
+    if not self.valid_set.num_rows:
+      return
+    with self.aside("eval"):
+      self.scores = score(self.program, self.state.weights, self.valid_set, self.step)
+      self.writer.write_scalars(self.step, self.scores)
+      self.program = check_fp8(self.program, self.scores)
+
+  def save(self) -> None:
+    """Save a checkpoint; it is written in the background."""
+    with self.aside("checkpoint"):
+      loss = self.scores["eval/loss"] if self.scores else None
+      extra = self.position() | self.watch.saved()
+      self.checkpoints.save(self.step, self.state, extra, metric=loss)
+      stall = {"checkpoint/stall_secs": self.checkpoints.last_save_stall_secs}
+      self.writer.write_scalars(self.step, stall)
+
+  def finish(self, *, whole: bool) -> None:
+    """Wait for the last checkpoint and say what was reached; a sample too if the run is `whole`."""
+    if whole:
+      with self.timed("sample"):
+        if self.scores is None and self.valid_set.num_rows:  # it was complete before it began
+          self.scores = score(self.program, self.state.weights, self.valid_set, self.step)
+        if self.scores:
+          announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
+        announce.sample(self.program, self.folder, self.state, self.train_set)
+    with self.timed("checkpoint"):
+      self.checkpoints.wait()
+    self.writer.write_scalars(self.step, self.goodput.summary())
+    stats = self._performance()
+    logging.info("%s\n%s", performance(stats), self.goodput.line())
+    if jax.process_index() == 0:
+      workdir.write_json(self.folder / workdir.PERFORMANCE, stats)
+
+  def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+    """Around a part of the loop: its time is counted under that name."""
+    return self.goodput.timed(name)
+
+  @contextlib.contextmanager
+  def aside(self, name: str) -> Iterator[None]:
+    """As `timed`, around what is no training: it does not count as slow steps."""
+    with self.log.pause(self.step), self.timed(name):
+      yield
+
+  # What the supervisor asks for (`orchestrator.supervisor.Loop`).
+
+  def position(self) -> dict[str, Any]:
+    """What a checkpoint holds beside the state, but for what the supervisor has `saved`."""
+    return {POSITION: self.batches.position(), **self.program.saved()}
+
+  def again(self) -> Update:
+    """What makes the last update once more, from another state."""
+    train_step, batch = self._compiled[1], self._batch
+    return lambda state: train_step(state, batch)
+
+  def ahead(self) -> Ahead:
+    """What makes the updates that come next, on batches that the loop will read again."""
+    position = self.batches.position()
+    return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
+
+  def _performance(self) -> dict[str, Any]:
+    compiled = self._compiled[1]
+    program = {
+      "kernels": {choice.op: choice.implementation for choice in self.program.choices},
+      "compiler_options": self.program.options,
+      "compilation_cache": runtime.cache_use(self.cfg),
+    }
+    predicted = predicted_bytes(compiled) if isinstance(compiled, jax.stages.Compiled) else None
+    return performance_stats(self.goodput, self.meter, predicted, program)
+
+
+@contextlib.contextmanager
+def open_run(
+  cfg: Config, folder: Path, snapshots: Snapshots, init: InitFrom | None = None
+) -> Iterator[Run]:
+  """Open a run where it goes on: from its newest good state, or else from the beginning.
+
+  The order is that of need. Claim the workdir. Find the newest state, which may have been made with
+  other settings. Open the data, which tells the vocabulary. Make the mesh and the program. Restore
+  the state, read on from its position, cut the logs to its step, and set the supervisor to watch.
+
+  Args:
+    cfg: the run, as its user wrote it.
+    folder: its workdir.
+    snapshots: states in host memory, empty at first; they outlive a run that is opened again.
+    init: weights to begin with; a run that goes on has its own.
+
+  Raises:
+    ValueError: for settings, data or a workdir that cannot be used.
+  """
+  goodput = Goodput()
+  with contextlib.ExitStack() as stack:
+    enter = stack.enter_context
+    identity = enter(workdir.claim(folder, cfg))
+    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint, identity))
+    origin = find_origin(checkpoints, snapshots)
+    train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+    cfg = count_epochs(cfg, train_set.num_rows)
+    workdir.write_config(folder, cfg)
+    cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
+    cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+    mesh = make_mesh(cfg)
+    enter(jax.set_mesh(mesh))
+    stop = enter(StopSignal())
+    program = make_program(cfg).continued(origin.extra)
+    state = restored_or_new(program, origin, init, train_set)
+    batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION)))  # starts reading
+    if jax.process_index() == 0:
+      save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
+    announce.opening(program, folder, state, train_set, origin.step)
+    meter = speed(program)
+    writer, log = open_log(stack, program, folder, origin, meter)
+    profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
+    run = Run(
+      cfg, folder, program, state, origin.step, train_set, valid_set, batches, checkpoints, stop,
+      writer, log, profile, meter, goodput,
+    )  # fmt: skip
+    run.watch = enter(open_watch(run, snapshots))
+    run.watch.start(origin.step, state, origin.extra)
+    yield run
+
+
+def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
+  """The newest state there is: a snapshot in host memory, or else an intact checkpoint."""
+  kept = snapshots.newest(checkpoints.steps())
+  if kept is not None:
+    step, state, extra = kept
+    return Origin(step, extra, lambda abstract: state)
+  newest = checkpoints.newest()
+  if newest is None:
+    return Origin()
+  step, extra = newest
+  return Origin(step, extra, lambda abstract: checkpoints.read(step, abstract))
+
+
+def restored_or_new(
+  program: Program, origin: Origin, init: InitFrom | None, train_set: Dataset
+) -> TrainState:
+  """The state of `origin`; at the beginning a new one, with the weights of `init` if there are."""
+  if origin.restore is not None:
+    abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
+    return origin.restore(abstract)
+  state = program.init()
+  return state if init is None else _with_weights(program, state, init, train_set)
+
+
+def _with_weights(
+  program: Program, state: TrainState, init: InitFrom, train_set: Dataset
+) -> TrainState:
+  """A new state with the weights of another run, in this run's dtypes."""
+  source = workdir.load_config(init.folder)
+  tokenizer = init.folder / workdir.TOKENIZER
+  if load_tokenizer(tokenizer).fingerprint != train_set.tokenizer.fingerprint:
+    raise ValueError(
+      f"--init_from={init.folder}: its tokenizer is not the one of this run, so its weights would "
+      "read other tokens. Train on the same text, or give both runs one data.tokenizer file."
+    )
+  part = "ema" if source.optimizer.ema_decay else "model"
+  stored = "float32" if part == "ema" else source.precision.param_dtype
+  own = jnp.dtype(program.cfg.precision.param_dtype)
+  like = lambda x: jax.ShapeDtypeStruct(
+    x.shape, stored if part == "ema" or x.dtype == own else x.dtype, sharding=x.sharding
+  )
+  chosen = int(init.step) if init.step.isdecimal() else init.step
+  abstract = jax.tree.map(like, abstract_like(state.model, jax.sharding.get_mesh()))
+  step, model, _ = restore_tree(init.folder / workdir.CHECKPOINTS, abstract, chosen, part)
+  model = jax.tree.map(lambda new, old: new.astype(old.dtype), model, state.model)
+  logging.info("the weights are those of step %d of %s", step, init.folder)
+  copied = lambda p: jnp.array(p, jnp.float32, copy=True)
+  ema = None if state.ema is None else jax.tree.map(copied, model)
+  return dataclasses.replace(state, model=model, ema=ema)
+
+
+def open_log(
+  stack: contextlib.ExitStack, program: Program, folder: Path, origin: Origin, meter: Throughput
+) -> tuple[MetricWriter, StepLog]:
+  """Where metrics go; rows of steps that are made again are cut off."""
+  cfg, is_main = program.cfg, jax.process_index() == 0
+  rows_until = origin.step if origin.restore else None
+  writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main)
+  stack.enter_context(contextlib.closing(writer))
+  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress)
+  stack.enter_context(progress)
+  layers = None
+  if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):
+    layers = LayerLog(folder / workdir.LAYERS, last_step=-1 if rows_until is None else rows_until)
+    stack.enter_context(contextlib.closing(layers))
+  acts = cfg.orchestrator.mode == "act"
+  log = StepLog(
+    metric_names(cfg), writer, meter, progress, cfg.log.every_steps, layers, raises=not acts
+  )
+  return writer, stack.enter_context(log)
+
+
+def open_watch(run: Run, snapshots: Snapshots) -> Supervisor | NoSupervisor:
+  """The supervisor of a run, with a probe batch that is not trained on; or nobody."""
+  if run.cfg.orchestrator.mode == "off":
+    return NoSupervisor()
+  mesh = jax.sharding.get_mesh()
+  with eval_feed(run.cfg, run.valid_set if run.valid_set.num_rows else run.train_set) as batches:
+    probe = to_global(next(batches), mesh)
+  abstract = abstract_like(run.program.init(abstract=True), mesh)
+  return Supervisor(
+    run.program,
+    probe,
+    run.folder / workdir.DECISIONS,
+    run.writer.write_scalars,
+    lambda: run.checkpoints.restore_latest(abstract),
+    run.goodput.summary,
+    snapshots,
+    run,
+  )
+
+
+def speed(program: Program) -> Throughput:
+  """A meter that knows the run's FLOPs and its devices' peak."""
+  cfg = program.cfg
+  return Throughput(
+    num_devices=jax.device_count(),
+    peak=peak_flops(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
+    tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
+    flops_per_token={
+      "train/mfu": program.counts.flops_causal,
+      "train/mfu_6n": program.counts.flops_full,
+    },
+  )
+
+
+def smaller_micro_batch(cfg: Config, error: RuntimeError) -> Config:
+  """`cfg` with half the micro-batch, for a run whose devices are out of memory.
+
+  The step's arguments were donated: what it was working on is gone. Only an orchestrator that acts
+  goes on, and only in a run of one process: the others would wait for ever.
+
+  Raises:
+    RuntimeError: `error`, if it is another one or nothing can be done.
+  """
+  accum_steps = 2 * cfg.step.accum_steps
+  smaller = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, accum_steps=accum_steps))
+  acts = cfg.orchestrator.mode == "act" and jax.process_count() == 1
+  if OUT_OF_MEMORY not in str(error) or not acts or cfg.data.batch_size % accum_steps:
+    raise error
+  try:
+    mesh_sizes(smaller, jax.device_count())
+  except ValueError:  # fewer rows than devices that share them
+    raise error from None
+  logging.warning(
+    "orchestrator: the device is out of memory. Going on from the newest good state with "
+    "step.accum_steps=%d instead of %d; the updates are the same. (%s)",
+    accum_steps, cfg.step.accum_steps, str(error).splitlines()[0],
+  )  # fmt: skip
+  return smaller

@@ -1,0 +1,146 @@
+"""How a run begins: from the weights of another run, for so many epochs, watched or not."""
+
+import dataclasses
+import math
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax import workdir
+from ats_jax.data.splits import open_datasets
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.orchestrator.supervisor import NoSupervisor
+from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.run import InitFrom, open_run
+from ats_jax.train import train
+
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+  folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+  for i in range(30):
+    (folder / f"{i}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randint(5, 60))))
+  return folder
+
+
+def config(texts, **changes):
+  settings = {
+    "num_steps": 4,
+    "model.vocab_size": 384,
+    "data.paths": str(texts),
+    "data.validation_fraction": 0.3,
+    "data.cache_dir": str(texts.parent / "cache"),
+    "log.writers": "jsonl",
+    "log.every_steps": 1,
+    "log.progress": False,
+    "sample.max_tokens": 0,
+  }
+  return tiny_config(settings | {name.replace("__", "."): v for name, v in changes.items()})
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory):
+  """The workdir of a finished run with checkpoints at 2 and 4, and its last state."""
+  folder = tmp_path_factory.mktemp("trained")
+  return folder, train(config(texts, checkpoint__every_steps=2), folder)
+
+
+def first_weights(cfg, folder, init):
+  with open_run(cfg, folder, Snapshots.of(cfg.orchestrator), init) as run:
+    return jax.device_get((run.state.model, run.state.opt_state, run.step))
+
+
+def test_a_run_begins_with_the_weights_of_another(texts, trained, tmp_path):
+  source, state = trained
+  model, opt_state, step = first_weights(config(texts, seed=7), tmp_path, InitFrom(source))
+  assert step == 0
+  for new, old in zip(jax.tree.leaves(model), jax.tree.leaves(state.model), strict=True):
+    np.testing.assert_array_equal(new, old)
+  assert not any(np.any(x) for x in jax.tree.leaves(opt_state))  # moments are not taken along
+
+
+def test_weights_of_a_chosen_step_and_in_another_dtype(texts, trained, tmp_path):
+  source, state = trained
+  cfg = config(texts, precision__param_dtype="bfloat16")
+  model, *_ = first_weights(cfg, tmp_path, InitFrom(source, "2"))
+  last = jax.tree.leaves(state.model)[0]
+  first = jax.tree.leaves(model)[0]
+  assert first.dtype == "bfloat16" and first.shape == last.shape
+  assert np.any(np.asarray(first, np.float32) != np.asarray(last.astype("bfloat16"), np.float32))
+
+
+def test_the_average_is_what_another_run_gets(texts, tmp_path):
+  averaged = train(config(texts, optimizer__ema_decay=0.5), tmp_path / "ema")
+  model, *_ = first_weights(config(texts), tmp_path / "new", InitFrom(tmp_path / "ema"))
+  for new, ema in zip(jax.tree.leaves(model), jax.tree.leaves(averaged.ema), strict=True):
+    np.testing.assert_array_equal(new, ema.astype(new.dtype))
+
+
+def test_a_run_that_goes_on_keeps_its_own_weights(texts, trained, tmp_path):
+  train(config(texts, num_steps=2), tmp_path)
+  own, _, step = first_weights(config(texts, num_steps=3), tmp_path, None)
+  again, _, _ = first_weights(config(texts, num_steps=3), tmp_path, InitFrom(trained[0]))
+  assert step == 2
+  for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(again), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  ("changes", "step", "says"),
+  [
+    ({}, "3", "no checkpoint 3 in"),
+    ({"model__d_model": 64}, "latest", "does not fit: "),
+    ({"data__tokenizer": "bpe", "data__bpe_vocab_size": 300}, "latest", "its tokenizer is not"),
+  ],
+)
+def test_weights_that_cannot_be_taken(texts, trained, tmp_path, changes, step, says):
+  with pytest.raises(ValueError, match=says):
+    first_weights(config(texts, **changes), tmp_path, InitFrom(trained[0], step))
+
+
+def test_no_run_to_begin_from(texts, tmp_path):
+  with pytest.raises(ValueError, match="holds no run"):
+    first_weights(config(texts), tmp_path / "new", InitFrom(tmp_path / "nothing"))
+
+
+def test_epochs_in_place_of_steps(texts, tmp_path):
+  cfg = config(texts, num_epochs=1.5, num_steps=400, optimizer__warmup_steps=1)
+  train_set, _ = open_datasets(cfg.data, cfg.seed)
+  steps = math.ceil(1.5 * train_set.num_rows / cfg.data.batch_size)
+  state = train(cfg, tmp_path)
+  assert int(state.step) == steps
+  assert workdir.load_config(tmp_path).num_steps == steps  # the schedule's, for who reads it
+  losses = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
+  assert len(losses) == steps
+  assert int(train(cfg, tmp_path).step) == steps  # complete: nothing more is trained
+  longer = dataclasses.replace(cfg, num_epochs=2.0)
+  assert int(train(longer, tmp_path).step) == math.ceil(2 * train_set.num_rows / 8)
+
+
+def test_rules_of_the_number_of_steps_hold_for_epochs(texts, tmp_path):
+  cfg = config(texts, num_epochs=0.1, optimizer__warmup_steps=300)
+  with pytest.raises(ValueError, match=r"optimizer\.warmup_steps=300 exceeds num_steps=\d+"):
+    train(cfg, tmp_path)
+
+
+def test_nobody_watches_unless_asked(texts, tmp_path):
+  cfg = config(texts)
+  with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
+    assert isinstance(run.watch, NoSupervisor) and run.watch.saved() == {}
+    assert run.position() == {"position": {"row": 0, "data": run.train_set.fingerprint}}
+
+
+def test_data_that_changed_is_refused(texts, tmp_path):
+  other = tmp_path / "texts"
+  shutil.copytree(texts, other)
+  cfg = config(other, num_steps=1)
+  train(cfg, tmp_path / "run")
+  (other / "31.txt").write_text("one more")
+  with pytest.raises(ValueError, match=r"was trained on other data: .*now [0-9a-f]+"):
+    train(dataclasses.replace(cfg, num_steps=2), tmp_path / "run")
