@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
-import jax.numpy as jnp
-
 from ats_jax.config.build import flatten
 from ats_jax.config.schema import Config
 from ats_jax.step.state import TrainState
@@ -172,60 +170,6 @@ class Action:
   def to_json(self) -> dict[str, Any]:
     """As JSON values: its fields, and its kind as "action"."""
     return {"action": type(self).__name__, **dataclasses.asdict(self)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Scalar(Action, abstract=True):
-  """Sets a scalar of `Control` to its first field; the second, `before`, is what that was.
-
-  Attributes:
-    scalar: its name there.
-    called: the same in words.
-    least: value.
-    most: value.
-  """
-
-  scalar: ClassVar[str]
-  called: ClassVar[str]
-  least: ClassVar[float]
-  most: ClassVar[float]
-
-  @property
-  def value(self) -> float:
-    """What it is set to."""
-    value, _ = dataclasses.astuple(self)
-    return value
-
-  def check(self, cfg: Config, step: int = 0) -> None:
-    """It is in its range."""
-    if not self.least <= self.value <= self.most:
-      allowed = f"[{self.least:g}, {self.most:g}]"
-      raise ValueError(f"{self.called} is {self.value}; it must be in {allowed}.")
-    super().check(cfg, step)
-
-  def fill(self, now: Now) -> Self:
-    """The policy knows what it was."""
-    _, before = dataclasses.astuple(self)
-    return self._of(self.value, now.policy.control.get(self.scalar, before))
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Write it for the compiled step to read."""
-    assert state.control is not None, "the run has no reflex"
-    array = jnp.full_like(getattr(state.control, self.scalar), self.value)
-    return dataclasses.replace(state, control=state.control._replace(**{self.scalar: array}))
-
-  def undo(self) -> Action:
-    """Set it back."""
-    value, before = dataclasses.astuple(self)
-    return self._of(before, value)
-
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """The policy knows what it is."""
-    return policy._replace(control={**policy.control, self.scalar: self.value})
-
-  def _of(self, *fields: float) -> Self:
-    names = (field.name for field in dataclasses.fields(self))
-    return type(self)(**dict(zip(names, fields, strict=True)))
 
 
 def from_json(fields: Mapping[str, Any]) -> Action:

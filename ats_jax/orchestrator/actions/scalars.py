@@ -2,12 +2,70 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from ats_jax.orchestrator.actions.base import Scalar
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator.actions.base import Action, Now
+from ats_jax.step.state import TrainState
 
 if TYPE_CHECKING:
   from ats_jax.orchestrator.policy.state import PolicyState
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar(Action, abstract=True):
+  """Sets a scalar of `Control` to its first field; the second, `before`, is what that was.
+
+  Attributes:
+    scalar: its name there.
+    called: the same in words.
+    least: value.
+    most: value.
+  """
+
+  scalar: ClassVar[str]
+  called: ClassVar[str]
+  least: ClassVar[float]
+  most: ClassVar[float]
+
+  @property
+  def value(self) -> float:
+    """What it is set to."""
+    value, _ = dataclasses.astuple(self)
+    return value
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """It is in its range."""
+    if not self.least <= self.value <= self.most:
+      allowed = f"[{self.least:g}, {self.most:g}]"
+      raise ValueError(f"{self.called} is {self.value}; it must be in {allowed}.")
+    super().check(cfg, step)
+
+  def fill(self, now: Now) -> Self:
+    """The policy knows what it was."""
+    _, before = dataclasses.astuple(self)
+    return self._of(self.value, now.policy.control.get(self.scalar, before))
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """Write it for the compiled step to read."""
+    assert state.control is not None, "the run has no reflex"
+    array = jnp.full_like(getattr(state.control, self.scalar), self.value)
+    return dataclasses.replace(state, control=state.control._replace(**{self.scalar: array}))
+
+  def undo(self) -> Action:
+    """Set it back."""
+    value, before = dataclasses.astuple(self)
+    return self._of(before, value)
+
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """The policy knows what it is."""
+    return policy._replace(control={**policy.control, self.scalar: self.value})
+
+  def _of(self, *fields: float) -> Self:
+    names = (field.name for field in dataclasses.fields(self))
+    return type(self)(**dict(zip(names, fields, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
