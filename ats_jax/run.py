@@ -14,6 +14,7 @@ from ats_jax import announce, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
+from ats_jax.data.batch import Batch
 from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets
@@ -32,7 +33,6 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
-from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState

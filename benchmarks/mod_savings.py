@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 
 from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.schema import MoDConfig
+from ats_jax.data.batch import random_batch
 from ats_jax.planner.abstract import abstract_batch, resolve_without_data
 from ats_jax.planner.flops import matmul_flops
 from ats_jax.sharding.mesh import make_mesh, to_global
@@ -94,14 +94,7 @@ class Run:
     """Compiles; under the mesh."""
     data, accum = program.cfg.data, program.cfg.step.accum_steps
     shape = (accum, data.batch_size // accum, data.seq_len)
-    ids = np.random.default_rng(0).integers(0, program.cfg.model.vocab_size, shape, dtype=np.int32)
-    batch = {
-      "tokens": ids,
-      "targets": ids,
-      "loss_mask": np.ones(shape, np.float32),
-      "segment_ids": np.ones(shape, np.int32),
-      "positions": np.broadcast_to(np.arange(data.seq_len, dtype=np.int32), shape).copy(),
-    }
+    batch = random_batch(shape, program.cfg.model.vocab_size)
     self._state = program.init()
     self._batch = to_global(batch, jax.sharding.get_mesh())
     rules = program.training_rules(program.cfg.num_steps)

@@ -23,13 +23,12 @@ from absl import flags
 from runs import markdown
 
 from ats_jax import cli, runtime
-from ats_jax.bench.step import random_batch
 from ats_jax.config import Config, from_config_dict
+from ats_jax.data.batch import Batch, random_batch
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
-from ats_jax.step.loss import Batch
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
 
@@ -90,7 +89,8 @@ def main(argv: list[str]) -> None:
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):
     rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
-    batch = to_global(random_batch(cfg, rows, 1), mesh)
+    shape = (cfg.step.accum_steps, len(rows), cfg.data.seq_len)
+    batch = to_global(random_batch(shape, cfg.model.vocab_size), mesh)
     probe = {name: x[0] for name, x in batch.items()}
     fill = COPIES * math.ceil(cfg.orchestrator.snapshot_interval / _WINDOW.value)
     warm_up = {"off": 1, "act": fill}

@@ -54,7 +54,7 @@ def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
   """The production step; writes its weights for the others."""
   import jax
 
-  from ats_jax.bench.step import random_batch
+  from ats_jax.data.batch import random_batch
   from ats_jax.sharding.mesh import make_mesh, to_global
   from ats_jax.step.program import make_program
 
@@ -67,9 +67,10 @@ def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
   state = program.init()
   leaves = jax.tree_util.tree_leaves_with_path(state.model)
   named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-  short = lambda name: name.removeprefix("segments.0.layers.0.").removesuffix(".value")
+  bare = lambda name: name.removesuffix(".value").removesuffix(".weight")
+  short = lambda name: bare(name.removeprefix("segments.0.layers.0."))
   np.savez(weights, **{short(name): np.asarray(leaf) for name, leaf in named.items()})
-  rows = random_batch(cfg, np.arange(cfg.data.batch_size), segments=1)
+  rows = random_batch((1, cfg.data.batch_size, cfg.data.seq_len), cfg.model.vocab_size)
   batch, rules = to_global(rows, mesh), program.training_rules(1)
   train_step = program.compile_train_step(state, rules)
 
@@ -86,13 +87,13 @@ def torch_step(cfg: Config, weights: Path, compiled: bool) -> Callable[[], float
   import torch
   import torch_decoder
 
-  from ats_jax.bench.step import random_batch
+  from ats_jax.data.batch import random_batch
 
   torch.set_num_threads(len(os.sched_getaffinity(0)))
   model = torch_decoder.Decoder(cfg.model, cfg.data.seq_len)
   torch_decoder.load(model, dict(np.load(weights)))
   optimizer = torch_decoder.optimizer(model, cfg.optimizer)
-  rows = random_batch(cfg, np.arange(cfg.data.batch_size), segments=1)
+  rows = random_batch((1, cfg.data.batch_size, cfg.data.seq_len), cfg.model.vocab_size)
   tokens, targets = (torch.from_numpy(rows[name][0]).long() for name in ("tokens", "targets"))
   loss_of = torch.compile(model, dynamic=False) if compiled else model
 

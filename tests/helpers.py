@@ -1,6 +1,7 @@
 """Meshes, small configs and random packed rows that many tests need."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -150,3 +151,16 @@ def assert_trees_close(got: Any, want: Any, *, rtol: float, atol: float) -> None
     np.testing.assert_allclose(
       np.asarray(got[name], np.float64), np.asarray(value, np.float64), rtol, atol, err_msg=name
     )
+
+
+def sizes(jaxpr: Any) -> Iterator[int]:
+  """The size of every intermediate of a jaxpr and of all jaxprs inside its equations."""
+  for eqn in jaxpr.eqns:
+    yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
+    for param in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=_is_jaxpr):
+      if _is_jaxpr(param):
+        yield from sizes(getattr(param, "jaxpr", param))
+
+
+def _is_jaxpr(x: Any) -> bool:
+  return hasattr(x, "eqns") or hasattr(x, "jaxpr")

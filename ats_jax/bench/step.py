@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 from absl import flags, logging
 
 from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
+from ats_jax.data.batch import random_batch
 from ats_jax.metrics.kernels import kernel_table, kernel_times
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.throughput import mfu, peak_flops
@@ -30,24 +30,6 @@ from ats_jax.step.program import make_program, predicted_bytes
 WARMUP_STEPS = 3
 SLACK = 1.1  # the planner estimated 5 % too little to 8 % too much in six configs of one H200
 PROFILED_STEPS = 2
-
-
-def random_batch(cfg: Config, rows: np.ndarray, segments: int) -> dict[str, np.ndarray]:
-  """A batch [accum, len(rows), seq] of random tokens in `segments` documents of equal length."""
-  rng, seq = np.random.default_rng(0), cfg.data.seq_len
-  shape = (cfg.step.accum_steps, len(rows), seq)
-  ids = rng.integers(0, cfg.model.vocab_size, (*shape[:2], seq + 1), dtype=np.int32)
-  index = np.arange(seq, dtype=np.int32)
-  segment = index * segments // seq
-  starts = np.searchsorted(segment, np.arange(segments)).astype(np.int32)
-  spread = lambda a: np.broadcast_to(a, shape).copy()
-  return {
-    "tokens": ids[..., :-1],
-    "targets": ids[..., 1:],
-    "loss_mask": np.ones(shape, np.float32),
-    "segment_ids": spread(segment + 1),
-    "positions": spread(index - starts[segment]),
-  }
 
 
 def measure(
@@ -85,7 +67,8 @@ def measure(
     predicted = predicted_bytes(train_step) / GIB
     _require_memory("the compiled step needs", predicted, limit)
     rows = local_rows(mesh, cfg.data.batch_size // cfg.step.accum_steps)
-    batch = to_global(random_batch(cfg, rows, segments), mesh)
+    shape = (cfg.step.accum_steps, len(rows), cfg.data.seq_len)
+    batch = to_global(random_batch(shape, cfg.model.vocab_size, segments), mesh)
     times, losses = [], []
     for _ in range(WARMUP_STEPS + steps):
       began = time.perf_counter()

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ats_jax.data.batch import Batch
 from ats_jax.data.dataset import Dataset
-from ats_jax.data.loader import Batch, Batches, Source
+from ats_jax.data.loader import Batches, Source
 
 _ENDLESS = 2**48  # batches: more than any run takes
 

@@ -9,11 +9,10 @@ import numpy as np
 
 from ats_jax.data import cache
 from ats_jax.data.corpus import Corpus
-from ats_jax.data.loader import Batch
 from ats_jax.data.packing import Layout
 from ats_jax.data.tokenizer import Tokenizer
 
-_FIELDS = ("tokens", "targets", "segment_ids", "positions")
+_PACKED = ("tokens", "targets", "segment_ids", "positions")  # of a batch's fields, by packing
 
 
 class Dataset:
@@ -75,29 +74,22 @@ class Dataset:
     seed = (self._shuffle_seed + epoch * 0x9E3779B9) % 2**32
     return grain.experimental.index_shuffle(i, max_index=self.num_rows - 1, seed=seed, rounds=4)
 
-  def global_rows(self, indices: np.ndarray | range) -> Batch:
+  def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """The rows of training with these numbers; arrays of shape [*indices.shape, seq_len]."""
     indices = np.asarray(indices)
     rows = [self.row_index(int(r)) for r in indices.flat]
     return self.rows(np.array(rows, np.int64).reshape(indices.shape))
 
-  def rows(self, indices: np.ndarray | range) -> Batch:
-    """Rows of the plan: arrays of shape [*indices.shape, seq_len].
-
-    Returns:
-      tokens, targets: int32; the pad id where there is no document.
-      segment_ids: int32, 1.. for the documents of a row, 0 = padding.
-      positions: int32, from 0 in each segment.
-      loss_mask: float32, 1 for every position of a document.
-    """
+  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+    """Rows of the plan: arrays [*indices.shape, seq_len]; all positions of documents count."""
     indices = np.asarray(indices)
     stacked = np.stack([self._row(int(i)) for i in indices.flat], axis=1)
     fields = stacked.reshape(4, *indices.shape, self.seq_len)
-    batch = dict(zip(_FIELDS, fields, strict=True))
+    batch = dict(zip(_PACKED, fields, strict=True))
     return {**batch, "loss_mask": (batch["segment_ids"] > 0).astype(np.float32)}
 
   def _row(self, i: int) -> np.ndarray:
-    """_FIELDS of row i as [4, seq_len] int32; `i >= num_rows` gives a row of padding."""
+    """_PACKED of row i as [4, seq_len] int32; `i >= num_rows` gives a row of padding."""
     out = np.zeros((4, self.seq_len), np.int32)
     out[:2] = self.tokenizer.pad_id
     if i >= self.num_rows:

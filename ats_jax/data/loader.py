@@ -15,7 +15,7 @@ import grain
 import numpy as np
 from absl import flags
 
-Batch = dict[str, np.ndarray]
+from ats_jax.data.batch import Batch
 
 
 class Source:

@@ -3,17 +3,18 @@
 Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads, H head_dim.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
-from ats_jax.model.init import Numerics, normal, residual_std
+from ats_jax.model.init import Numerics
+from ats_jax.model.linear import Linear, project
 from ats_jax.model.norm import RMSNorm
+from ats_jax.model.param import residual_std
 from ats_jax.ops.attention import attention, cached_attention
-from ats_jax.ops.linear import linear, linears
 from ats_jax.ops.rope import rope
 
 RopeTable = tuple[jax.Array, jax.Array]
@@ -32,15 +33,12 @@ class Attention(nnx.Module):
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
     self.num = num
     d, n, k, h = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    self.q = normal(
-      rngs.params(), (d, n, h), ("embed", "heads", "head_dim"), cfg.init_std, num.param_dtype
-    )
-    kv_axes = ("embed", "kv_heads", "head_dim")
-    self.k = normal(rngs.params(), (d, k, h), kv_axes, cfg.init_std, num.param_dtype)
-    self.v = normal(rngs.params(), (d, k, h), kv_axes, cfg.init_std, num.param_dtype)
-    self.out = normal(
-      rngs.params(), (n, h, d), ("heads", "head_dim", "embed"), residual_std(cfg), num.param_dtype
-    )
+    stream, heads = {"embed": d}, {"heads": n, "head_dim": h}
+    kv_heads = {"kv_heads": k, "head_dim": h}
+    self.q = Linear(stream, heads, std=cfg.init_std, num=num, rngs=rngs)
+    self.k = Linear(stream, kv_heads, std=cfg.init_std, num=num, rngs=rngs)
+    self.v = Linear(stream, kv_heads, std=cfg.init_std, num=num, rngs=rngs)
+    self.out = Linear(heads, stream, std=residual_std(cfg), num=num, rngs=rngs)
     self.q_norm = RMSNorm(h, cfg.norm_eps, num) if cfg.qk_norm else None
     self.k_norm = RMSNorm(h, cfg.norm_eps, num) if cfg.qk_norm else None
 
@@ -67,10 +65,7 @@ class Attention(nnx.Module):
     Returns:
       The output [batch, seq, d_model] and the extended cache (None without one).
     """
-    how: dict[str, Any] = dict(fp8=fp8, kernels=self.num.kernels)
-    weights = [w[...].astype(self.num.compute_dtype) for w in (self.q, self.k, self.v)]
-    axes = [(heads, "head_dim") for heads in ("heads", "kv_heads", "kv_heads")]
-    q_BTNH, k_BSKH, v_BSKH = linears(x_BTD, weights, inputs=("act_embed",), outputs=axes, **how)
+    q_BTNH, k_BSKH, v_BSKH = project(x_BTD, (self.q, self.k, self.v), fp8=fp8)
     if self.q_norm is not None and self.k_norm is not None:
       q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
     q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.kernels), "attn_q")
@@ -90,11 +85,4 @@ class Attention(nnx.Module):
       assert index_BT is not None
       y_BTNH, *updated = cached_attention(q_BTNH, k_BSKH, v_BSKH, *cache, index_BT)
       cache = KVCache(*updated)
-    y_BTD = linear(
-      y_BTNH,
-      self.out[...].astype(self.num.compute_dtype),
-      inputs=("heads", "head_dim"),
-      outputs=("act_embed",),
-      **how,
-    )
-    return y_BTD, cache
+    return self.out(y_BTNH, fp8=fp8), cache

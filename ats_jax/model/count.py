@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import trainable
 from ats_jax.model.layout import LayerKind, mod_tokens
+from ats_jax.model.param import trainable
 
 PARTS: tuple[str, ...] = (
   "embedding",

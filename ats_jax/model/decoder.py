@@ -14,10 +14,12 @@ from ats_jax.config.schema import Config
 from ats_jax.model import moe
 from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block, LayerCache, Tokens
-from ats_jax.model.init import Numerics, head_std, normal
+from ats_jax.model.init import Numerics
 from ats_jax.model.layout import LayerKind, layer_kinds, segments
+from ats_jax.model.linear import Weight
 from ats_jax.model.mod import Pass
 from ats_jax.model.norm import RMSNorm
+from ats_jax.model.param import Role, head_std
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, unstack
 from ats_jax.ops import attention as attention_op
@@ -62,11 +64,9 @@ class Decoder(nnx.Module):
     model = cfg.model
     self.cfg, self.num = model, num
     self.layout = segments(layer_kinds(cfg))
-    shape = (model.vocab_size, model.d_model)
-    table_std = head_std(model) if model.tie_embeddings else model.init_std
-    self.embed = normal(
-      rngs.params(), shape, ("vocab_rows", "table_embed"), table_std, num.param_dtype
-    )
+    std = head_std(model) if model.tie_embeddings else model.init_std
+    sizes = {"vocab_rows": model.vocab_size, "table_embed": model.d_model}
+    self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
     # Each a SuperBlock whose every leaf has a leading [repeats].
     self.segments = nnx.List(
       [
@@ -75,10 +75,11 @@ class Decoder(nnx.Module):
       ]
     )
     self.final_norm = RMSNorm(model.d_model, model.norm_eps, num)
+    sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.head = (
       None
       if model.tie_embeddings
-      else normal(rngs.params(), shape, ("vocab", "embed"), head_std(model), num.param_dtype)
+      else Weight(sizes, role=Role.HEAD, std=head_std(model), num=num, rngs=rngs)
     )
 
   def __call__(
@@ -209,8 +210,8 @@ class Decoder(nnx.Module):
 
   def head_weights(self) -> jax.Array:
     """The output matrix [vocab, d_model] in the compute dtype."""
-    weights = self.embed if self.head is None else self.head
-    return reshard(weights[...].astype(self.num.compute_dtype), "vocab", "act_embed")
+    layer = self.embed if self.head is None else self.head
+    return reshard(layer.value(self.num.compute_dtype), "vocab", "act_embed")
 
   def logits(self, x_BTD: jax.Array) -> jax.Array:
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
@@ -223,7 +224,5 @@ class Decoder(nnx.Module):
     )
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
-    num = self.num
-    return embedding_lookup(
-      self.embed[...], tokens_BT, num.compute_dtype, deterministic=num.deterministic
-    )
+    num, table_VD = self.num, self.embed.value()  # the lookup casts rows, and sums gradients before
+    return embedding_lookup(table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic)

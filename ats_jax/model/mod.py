@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import Buffer, Numerics, normal
+from ats_jax.model.init import Numerics
 from ats_jax.model.layout import mod_tokens
+from ats_jax.model.param import Param, Role, normal, zero_buffer
 from ats_jax.model.stats import MoDStats
 from ats_jax.ops.dispatch import Places, sum_rows, take_rows
 from ats_jax.ops.registry import Kernels
@@ -131,14 +132,15 @@ class Depth(nnx.Module):
       return
     width, wide = cfg.model.d_model, jnp.promote_types(num.param_dtype, jnp.float32)
     std = cfg.model.init_std
-    self.weight = normal(rngs.params(), (width,), ("norm",), std, wide)
-    zero = lambda: Buffer(jnp.zeros((), wide, out_sharding=spec()))
-    self.threshold, self.updates, self.capacity = zero(), zero(), zero()
+    self.weight = normal(rngs.params(), (width,), ("norm",), std, wide, Role.ROUTER)
+    self.threshold = zero_buffer((), (), wide)
+    self.updates = zero_buffer((), (), wide)
+    self.capacity = zero_buffer((), (), wide)
     if self.cfg.decision == "predictor":
       hidden = max(16, width // 8)
-      axes = ("embed", "router")
-      self.predict_in = normal(rngs.params(), (width, hidden), axes, 1 / math.sqrt(width), wide)
-      self.predict_out = normal(rngs.params(), (hidden,), ("norm",), std, wide)
+      axes, in_std, role = ("embed", "router"), 1 / math.sqrt(width), Role.ROUTER
+      self.predict_in = normal(rngs.params(), (width, hidden), axes, in_std, wide, role)
+      self.predict_out = normal(rngs.params(), (hidden,), ("norm",), std, wide, role)
 
   def __call__(
     self,
@@ -260,7 +262,7 @@ def _unit_rms(x_BTD: jax.Array) -> jax.Array:
   return x_BTD * jax.lax.rsqrt(jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True) + 1e-6)
 
 
-def _project(formula: str, x: jax.Array, weight: nnx.Param, axes: tuple[str, ...]) -> jax.Array:
+def _project(formula: str, x: jax.Array, weight: Param, axes: tuple[str, ...]) -> jax.Array:
   return einsum(
     formula, x, weight[...].astype(x.dtype), axes=axes, precision=jax.lax.Precision.HIGHEST
   )

@@ -13,8 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import Numerics, normal, residual_std
+from ats_jax.model.init import Numerics
+from ats_jax.model.linear import ExpertLinear
 from ats_jax.model.mlp import MLP
+from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
@@ -24,8 +26,6 @@ from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
 
 X_AXES = ("batch", "seq", "act_embed")
 CHOICE_AXES = ("batch", "seq", "choice")
-IN_AXES = ("experts", "act_embed", "ff")  # of gate and up
-OUT_AXES = ("experts", "ff", "act_embed")
 SAVED_NAMES = ("expert_gate", "expert_up", "expert_out")  # of matmuls, for remat policies
 
 
@@ -36,17 +36,11 @@ class MoE(nnx.Module):
     moe, d_model = cfg.moe, cfg.model.d_model
     self.cfg, self.num = moe, num
     self.router = Router(cfg, num, rngs)
-    shape = (self.router.num_slots, d_model, moe.d_ff)
-    std, axes = cfg.model.init_std, ("experts", "embed", "ff")
-    self.gate = normal(rngs.params(), shape, axes, std, num.param_dtype)
-    self.up = normal(rngs.params(), shape, axes, std, num.param_dtype)
-    self.down = normal(
-      rngs.params(),
-      (shape[0], moe.d_ff, d_model),
-      ("experts", "ff", "embed"),
-      residual_std(cfg.model),
-      num.param_dtype,
-    )
+    experts, stream, wide = self.router.num_slots, {"embed": d_model}, {"ff": moe.d_ff}
+    std, residual = cfg.model.init_std, residual_std(cfg.model)
+    self.gate = ExpertLinear(experts, stream, wide, std=std, num=num, rngs=rngs)
+    self.up = ExpertLinear(experts, stream, wide, std=std, num=num, rngs=rngs)
+    self.down = ExpertLinear(experts, wide, stream, std=residual, num=num, rngs=rngs)
     self.shared = MLP(cfg.model, num, rngs, moe.num_shared * moe.d_ff) if moe.num_shared else None
 
   def __call__(
@@ -71,11 +65,12 @@ class MoE(nnx.Module):
     routing, stats = self.router(x_BTD, valid_BT, key if training else None)
     with_capacity = training and self.cfg.dispatch == "capacity"
     local = self._capacity if with_capacity else self._dropless
+    layers = (self.gate, self.up, self.down)
     y_BTD, dropped = island(
       local,
-      in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, IN_AXES, IN_AXES, OUT_AXES),
+      in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, *(layer.axes for layer in layers)),
       out_axes=(X_AXES, ()),
-    )(x_BTD, *routing, *(w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down)))
+    )(x_BTD, *routing, *(layer.value(x_BTD.dtype) for layer in layers))
     if self.shared is not None:
       y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD, fp8=fp8), 0)
     return y_BTD, stats._replace(dropped=dropped)

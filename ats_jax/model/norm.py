@@ -3,7 +3,8 @@
 import jax
 from flax import nnx
 
-from ats_jax.model.init import Numerics, ones
+from ats_jax.model.init import Numerics
+from ats_jax.model.param import Role, ones
 from ats_jax.ops.rms_norm import rms_norm
 
 
@@ -12,7 +13,7 @@ class RMSNorm(nnx.Module):
 
   def __init__(self, dim: int, eps: float, num: Numerics):
     self.eps, self.kernels = eps, num.kernels
-    self.scale = ones((dim,), ("norm",), num.param_dtype)
+    self.scale = ones((dim,), ("norm",), num.param_dtype, Role.NORM)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalise `x [..., dim]`; statistics in float32, result in the dtype of `x`."""

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import Buffer, Numerics, normal, zero_vector
+from ats_jax.model.init import Numerics
+from ats_jax.model.param import Buffer, Role, normal, zero_buffer, zeros
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.routing import Rule, route
 from ats_jax.sharding.apply import einsum
-from ats_jax.sharding.rules import spec
 
 CLOSED = -1e30  # the logit of an expert that a token cannot go to; exp() of it is 0
 
@@ -48,18 +48,18 @@ class Router(nnx.Module):
     outputs = self.num_slots + moe.null_experts
     width = cfg.model.d_model
     wide = jnp.promote_types(num.param_dtype, jnp.float32)
-    self.weight = normal(
-      rngs.params(), (width, outputs), ("embed", "router"), cfg.model.init_std, wide
-    )
-    self.offset = zero_vector((outputs,), ("router",), wide) if moe.router_bias else None
-    zeros = lambda *shape: Buffer(jnp.zeros(shape, wide, out_sharding=spec(*[None] * len(shape))))
-    self.bias_E = zeros(outputs)
-    self.load_E = zeros(outputs)
+    axes, std = ("embed", "router"), cfg.model.init_std
+    self.weight = normal(rngs.params(), (width, outputs), axes, std, wide, Role.ROUTER)
+    self.offset = zeros((outputs,), ("router",), wide, Role.BIAS) if moe.router_bias else None
+    self.bias_E = zero_buffer((outputs,), ("router",), wide)
+    self.load_E = zero_buffer((outputs,), ("router",), wide)
     self.load_E[...] = self._initially_open(moe) / (moe.num_experts + moe.null_experts)
     if moe.spare_experts:
-      self.active_S = Buffer(self._initially_open(moe)[: self.num_slots])
-      self.side_S, self.penalty_S = zeros(self.num_slots), zeros(self.num_slots)
-      self.direction_SD = zeros(self.num_slots, width)
+      of_slots = (self.num_slots,)
+      self.active_S = Buffer(self._initially_open(moe)[: self.num_slots], axes=("router",))
+      self.side_S = zero_buffer(of_slots, ("router",), wide)
+      self.penalty_S = zero_buffer(of_slots, ("router",), wide)
+      self.direction_SD = zero_buffer((self.num_slots, width), ("router", None), wide)
 
   def _initially_open(self, moe) -> jax.Array:
     """1 for the experts in use at the start; idle slots are spread over groups and devices."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
@@ -49,7 +50,8 @@ def linear_cross_entropy(
 
   The forward rule of the derivative computes both gradients while a chunk's logits exist: three
   matmuls instead of the four that recomputing the logits costs. Only `objective` is
-  differentiable; the other sums are statistics.
+  differentiable, by activations and matrix; to differentiate another sum, or by the mask, is an
+  error. `token_logprobs` is for losses that need more.
 
   Args:
     x_BTD: final activations [batch, seq, d_model], sharded by `X_AXES`.
@@ -63,22 +65,91 @@ def linear_cross_entropy(
 
   Returns:
     Sums over all tokens.
+
+  Raises:
+    TypeError: when something else is differentiated.
   """
   how = z_loss, label_smoothing, chunk_tokens, kernels
   return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=False)[0]
 
 
 def _forward(x_BTD, head_VD, targets_BT, mask_BT, *how):
-  return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=True)
+  if mask_BT.perturbed:
+    raise TypeError("linear_cross_entropy has no derivative by the mask; use token_logprobs.")
+  values = (a.value for a in (x_BTD, head_VD, targets_BT, mask_BT))
+  return _sums_and_grads(*values, *how, with_grads=True)
 
 
 def _backward(z_loss, label_smoothing, chunk_tokens, kernels, grads, cotangent):
+  is_zero = lambda c: type(c) is SymbolicZero
+  if not all(map(is_zero, (cotangent.cross_entropy, cotangent.z, cotangent.correct))):
+    raise TypeError(
+      "of the sums of linear_cross_entropy only `objective` has a derivative; take the others as "
+      "auxiliary results, or use token_logprobs."
+    )
   dx_BTD, dhead_VD = grads
-  scale = cotangent.objective
+  scale = jnp.zeros(()) if is_zero(cotangent.objective) else cotangent.objective
   return (dx_BTD * scale).astype(dx_BTD.dtype), (dhead_VD * scale).astype(dx_BTD.dtype), None, None
 
 
-linear_cross_entropy.defvjp(_forward, _backward)
+linear_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def token_logprobs(
+  x_BTD: jax.Array,
+  head_VD: jax.Array,
+  targets_BT: jax.Array,
+  chunk_tokens: int,
+  kernels: Kernels = XLA,
+) -> jax.Array:
+  """The log-probability of each target under `softmax(x @ head.T)`, for losses of any form.
+
+  Its derivative computes the logits a second time, a chunk at a time: what a token's weight in the
+  loss is, is known only then. Where it is known beforehand, `linear_cross_entropy` saves that.
+
+  Args:
+    x_BTD: final activations [batch, seq, d_model], sharded by `X_AXES`.
+    head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
+    targets_BT: int32 [batch, seq].
+    chunk_tokens: tokens of all devices together whose logits exist at one time.
+    kernels: as in `linear_cross_entropy`.
+
+  Returns:
+    float32 [batch, seq], sharded by `TOKEN_AXES`.
+  """
+
+  def local(x_BTD, head_VD, targets_BT):
+    tokens = targets_BT.size
+    split = functools.partial(_split, chunk=min(_local_chunk(chunk_tokens), tokens))
+
+    def step(_, inputs):
+      x_CD, targets_C = inputs
+      rows = _rows(_logits(x_CD, head_VD), targets_C, 0.0, kernels, x_CD.dtype)
+      return None, rows.label - rows.lse
+
+    _, logprobs = jax.lax.scan(step, None, (split(x_BTD), split(targets_BT)))
+    return logprobs.reshape(-1)[:tokens].reshape(targets_BT.shape)
+
+  args = x_BTD, head_VD, targets_BT
+  return island(local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES), out_axes=TOKEN_AXES)(*args)
+
+
+def _logprobs_forward(x_BTD, head_VD, targets_BT, chunk_tokens, kernels):
+  args = x_BTD, head_VD, targets_BT
+  return token_logprobs(*args, chunk_tokens, kernels), args
+
+
+def _logprobs_backward(chunk_tokens, kernels, args, cotangent_BT):
+  # The gradient of a cross-entropy in which token t has the weight -cotangent[t].
+  x_BTD, head_VD, targets_BT = args
+  _, (dx_BTD, dhead_VD) = _sums_and_grads(
+    x_BTD, head_VD, targets_BT, -cotangent_BT, 0.0, 0.0, chunk_tokens, kernels, with_grads=True
+  )
+  return dx_BTD, dhead_VD.astype(dx_BTD.dtype), None
+
+
+token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
 def _sums_and_grads(
@@ -87,7 +158,7 @@ def _sums_and_grads(
   of_chunk = functools.partial(
     _chunk, z_loss=z_loss, label_smoothing=label_smoothing, kernels=kernels, with_grads=with_grads
   )
-  chunk = max(1, chunk_tokens // num_shards("batch"))
+  chunk = _local_chunk(chunk_tokens)
   local = functools.partial(_local, of_chunk=of_chunk, chunk=chunk, with_grads=with_grads)
   scalars = ()
   grads = (X_AXES, HEAD_AXES) if with_grads else None
@@ -100,12 +171,7 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, with_grads):
   """Work on one device's rows and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
-  pad = -tokens % chunk  # padded tokens have mask 0
-
-  def split(a):
-    a = a.reshape(tokens, *a.shape[2:])
-    a = jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1))
-    return a.reshape(-1, chunk, *a.shape[1:])
+  split = functools.partial(_split, chunk=chunk)  # padded tokens have mask 0
 
   def step(dhead_VD, inputs):
     sums, dx_CD, dchunk_VD = of_chunk(head_VD, *inputs)
@@ -121,6 +187,21 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, with_grads):
   return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, "batch"))
 
 
+def _local_chunk(chunk_tokens):
+  return max(1, chunk_tokens // num_shards("batch"))
+
+
+def _split(a, chunk):
+  """[batch, seq, ...] -> [chunks, chunk, ...], with zeros at the end."""
+  a = a.reshape(-1, *a.shape[2:])
+  a = jnp.pad(a, [(0, -len(a) % chunk)] + [(0, 0)] * (a.ndim - 1))
+  return a.reshape(-1, chunk, *a.shape[1:])
+
+
+def _logits(x_CD, head_VD):
+  return jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
+
+
 class _Rows(NamedTuple):
   """Of each token, float32 [C]: log-sum-exp, the target's logit, the largest and the mean logit."""
 
@@ -132,7 +213,7 @@ class _Rows(NamedTuple):
 
 def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, kernels, with_grads):
   """Sums of some tokens, and their share of the gradients."""
-  logits_CV = jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
+  logits_CV = _logits(x_CD, head_VD)
   if with_grads:
     rows, dlogits_CV = _rows_and_gradient(
       logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, x_CD.dtype

@@ -16,6 +16,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.build import CHANGES
+from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
@@ -32,7 +33,6 @@ from ats_jax.orchestrator.signals.health import LEVELS, report
 from ats_jax.orchestrator.signals.interval import Pending, Reading, check_probe, probe_loss, read
 from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
-from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState

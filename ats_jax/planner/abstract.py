@@ -10,8 +10,8 @@ from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.model.init import numerics
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
-from ats_jax.step.optimizer import build_optimizer
-from ats_jax.step.program import BATCH_DTYPES
+from ats_jax.step import program
+from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.state import TrainState, init_state
 
 
@@ -51,19 +51,15 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
 def abstract_state(cfg: Config) -> TrainState:
   """The state of step 0 on the current (abstract) mesh; `cfg` is resolved."""
   # Which implementation runs changes no shape.
-  num, tx = numerics(cfg), build_optimizer(cfg)
-  return jax.eval_shape(lambda: init_state(cfg, num, tx))
+  num = numerics(cfg)
+  return jax.eval_shape(lambda: init_state(cfg, num, build_optimizer(cfg)))
 
 
 def abstract_batch(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:
   """A batch [..., rows, seq] on the current (abstract) mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   axes = spec(*[None] * (len(shape) - 2), "batch", "seq")
-  sharding = jax.sharding.NamedSharding(mesh, axes)
-  return {
-    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    for name, dtype in BATCH_DTYPES.items()
-  }
+  return program.abstract_batch(shape, jax.sharding.NamedSharding(mesh, axes))
 
 
 def device_bytes(tree: object) -> int:

@@ -6,17 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend import core
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import merge, trainable
+from ats_jax.model.param import Param, merge, params_of, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
-from ats_jax.step.balance import routing_loss, rules_at, totals
-from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.balance import rules_at, totals
+from ats_jax.step.objective import Pretraining
+from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 
 
@@ -30,13 +31,15 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
     state: its (abstract) state on the current (abstract) mesh.
   """
   params = trainable(state.model)
-  moments = {name: device_bytes(optax.tree.get(state.opt_state, name)) for name in ("mu", "nu")}
-  kept = {"weights": device_bytes(state.model), **moments, "ema": device_bytes(state.ema)}
+  of_optimizer = dict.fromkeys((name for name, _ in per_parameter(state.opt_state)), 0)
+  for name, tree in per_parameter(state.opt_state):
+    of_optimizer[name] += device_bytes(tree)
+  parts = {"weights": device_bytes(state.model), **of_optimizer, "ema": device_bytes(state.ema)}
   as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
   sums = jax.eval_shape(as_float32, params) if cfg.step.accum_steps > 1 else None
   return {
-    **kept,
-    "counters": device_bytes(state) - sum(kept.values()),
+    **parts,
+    "counters": device_bytes(state) - sum(parts.values()),
     "gradients": device_bytes(params),
     "gradient sums": device_bytes(sums),
   }
@@ -90,9 +93,7 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
 
   def pullback(params: Any, model: Decoder, batch: Batch, key: jax.Array) -> Any:
     def objective(params: Any) -> jax.Array:
-      full = merge(params, model)
-      sums, stats = loss_sums(full, batch, cfg.step, rules, key)
-      return sums.objective + routing_loss(cfg, full, stats, totals(batch, rules))
+      return Pretraining(cfg)(merge(params, model), batch, totals(batch, rules), rules, key).loss
 
     return jax.vjp(objective, params)[1]  # a pytree of all that it keeps
 
@@ -106,16 +107,11 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
 def _gathered_block(model: Decoder, itemsize: int) -> int:
   """Bytes of the weights of the largest super-block, whole along fsdp."""
 
-  def of_leaf(leaf: jax.ShapeDtypeStruct) -> int:
-    _, *shape = leaf.sharding.shard_shape(leaf.shape)
-    names = [n for entry in leaf.sharding.spec if entry for n in _names(entry)]
-    return math.prod(shape) * itemsize * (num_shards("embed") if "fsdp" in names else 1)
+  def of_param(param: Param) -> int:
+    _, *shape = param.sharding.shard_shape(param.shape)
+    return math.prod(shape) * itemsize * (num_shards("embed") if "embed" in param.axes else 1)
 
-  return max(sum(map(of_leaf, jax.tree.leaves(trainable(block)))) for block in model.segments)
-
-
-def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-  return (entry,) if isinstance(entry, str) else entry
+  return max(sum(map(of_param, params_of(block))) for block in model.segments)
 
 
 def kv_cache_bytes(cfg: Config, model: Decoder) -> int:

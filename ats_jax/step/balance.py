@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.moe import MoE
 from ats_jax.model.router import CLOSED, Router
 from ats_jax.model.stats import MoEStats, StackStats
-from ats_jax.step.loss import Batch
 
 # Of the predictor's loss. Nothing else trains the predictor and Adam ignores a gradient's scale:
 # it only has to be too small to move the norm that all gradients are clipped by.

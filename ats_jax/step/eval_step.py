@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.step.compiler import Options
-from ats_jax.step.loss import Batch, loss_sums
+from ats_jax.step.loss import loss_sums
 
 
 def make_eval_step(cfg: Config, options: Options | None = None) -> jax.stages.Wrapped:

@@ -69,11 +69,12 @@ class StepMetrics(NamedTuple):
   layers: dict[str, jax.Array]
 
 
-def metric_names(cfg: Config) -> tuple[str, ...]:
-  """Names of `StepMetrics.values`, in order."""
+def metric_names(cfg: Config, further: tuple[str, ...] = ()) -> tuple[str, ...]:
+  """Names of `StepMetrics.values`, in order; `further` are those of the objective."""
   moe = MOE_METRICS if cfg.moe.num_experts else ()
   mod = MOD_METRICS if cfg.mod.routing != "none" else ()
-  return METRICS + moe + mod + (REFLEX_METRICS if cfg.orchestrator.mode != "off" else ())
+  reflex = REFLEX_METRICS if cfg.orchestrator.mode != "off" else ()
+  return METRICS + moe + mod + reflex + further
 
 
 def step_metrics(
@@ -81,7 +82,7 @@ def step_metrics(
   model: Decoder,
   stats: StackStats,
   scalars: tuple[jax.Array, ...],
-  reflex: tuple[jax.Array, ...] = (),
+  further: tuple[jax.Array, ...] = (),
 ) -> StepMetrics:
   """Put a step's metrics together.
 
@@ -90,7 +91,7 @@ def step_metrics(
     model: as the step left it.
     stats: of the whole batch.
     scalars: values of `METRICS`.
-    reflex: values of `REFLEX_METRICS`.
+    further: values of `REFLEX_METRICS`, if there is a reflex, and of the objective's own.
   """
   values, layers = list(scalars), {}
   for wanted, find in (
@@ -100,7 +101,7 @@ def step_metrics(
     if wanted:
       more, arrays = find(cfg, model, stats)
       values, layers = values + more, layers | arrays
-  values += [x.astype(jnp.float32) for x in reflex]
+  values += [x.astype(jnp.float32) for x in further]
   return StepMetrics(jnp.stack(values), layers)
 
 

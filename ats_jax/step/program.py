@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from absl import logging
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
 from ats_jax.model.init import Numerics, numerics, usual_unroll
 from ats_jax.model.layout import layer_kinds
@@ -22,19 +21,12 @@ from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.eval_step import make_eval_step
-from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.objective import Objective, Pretraining
+from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
 
 FP8 = "fp8"  # where a checkpoint says that 8 bits were switched off
-
-BATCH_DTYPES = {
-  "tokens": jnp.int32,
-  "targets": jnp.int32,
-  "loss_mask": jnp.float32,
-  "segment_ids": jnp.int32,
-  "positions": jnp.int32,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +37,8 @@ class Program:
     cfg: the resolved config.
     choices: which implementation of each op runs, and why.
     num: dtypes and implementations, as the model wants them.
-    tx: the optimizer.
+    optimizer: what makes directions of gradients.
+    objective: what is minimised.
     options: of the compiler, for the train step; for the other, `for_evaluation`.
     train_step: `(state, batch, rules) -> (state, metrics)`, see `make_train_step`.
     eval_step: `(model, batch, rules) -> sums`, see `make_eval_step`.
@@ -56,7 +49,8 @@ class Program:
   cfg: Config
   choices: tuple[Choice, ...]
   num: Numerics
-  tx: optax.GradientTransformation
+  optimizer: Optimizer
+  objective: Objective
   options: Options
   train_step: jax.stages.Wrapped
   eval_step: jax.stages.Wrapped
@@ -65,7 +59,7 @@ class Program:
 
   def init(self, *, abstract: bool = False) -> TrainState:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
-    return init_state(self.cfg, self.num, self.tx, abstract=abstract)
+    return init_state(self.cfg, self.num, self.optimizer, abstract=abstract)
 
   def rules(self, step: int) -> Pass:
     """How evaluation and generation use the weights that update `step` (1-based) left."""
@@ -115,17 +109,24 @@ class Program:
     began = time.perf_counter()
     data, mesh = self.cfg.data, jax.sharding.get_mesh()
     shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
-    sharding = batch_sharding(mesh, len(shape))
-    batch = {
-      name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-      for name, dtype in BATCH_DTYPES.items()
-    }
+    batch = abstract_batch(shape, batch_sharding(mesh, len(shape)), self.objective)
     compiled = self.train_step.lower(state, batch, rules).compile()
     logging.info(
       "the train step was compiled in %.1f s; it needs %.2f GiB of a device",
       time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
     )  # fmt: skip
     return compiled
+
+
+def abstract_batch(
+  shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, objective: Objective | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """A batch of a shape, with the fields that an objective adds."""
+  fields = FIELDS | dict(objective.fields if objective is not None else {})
+  return {
+    name: jax.ShapeDtypeStruct(shape, field.dtype, sharding=sharding)
+    for name, field in fields.items()
+  }
 
 
 def predicted_bytes(compiled: jax.stages.Compiled) -> int:
@@ -136,11 +137,16 @@ def predicted_bytes(compiled: jax.stages.Compiled) -> int:
   return plan.argument_size_in_bytes + plan.output_size_in_bytes - donated + plan.temp_size_in_bytes
 
 
-def make_program(cfg: Config) -> Program:
+def make_program(cfg: Config, objective: Objective | None = None) -> Program:
   """Choose implementations for the devices at hand and build the steps (nothing is compiled yet).
 
   Call under the mesh, with a resolved config.
+
+  Args:
+    cfg: the run.
+    objective: what is minimised; None = `Pretraining`.
   """
+  objective = Pretraining(cfg) if objective is None else objective
   device = this_device()
   kernels, choices = registry.choose(cfg, device)
   unroll = usual_unroll(cfg)
@@ -151,15 +157,16 @@ def make_program(cfg: Config) -> Program:
       cfg.step.scan_unroll,
     )
   num = numerics(cfg, kernels, unroll)
-  tx, options = build_optimizer(cfg), compiler_options(cfg, device.kind)
-  model = init_state(cfg, num, tx, abstract=True).model
+  optimizer, options = build_optimizer(cfg, kernels), compiler_options(cfg, device.kind)
+  model = init_state(cfg, num, optimizer, abstract=True).model
   return Program(
     cfg=cfg,
     choices=choices,
     num=num,
-    tx=tx,
+    optimizer=optimizer,
+    objective=objective,
     options=options,
-    train_step=make_train_step(cfg, tx, kernels, options),
+    train_step=make_train_step(cfg, optimizer, objective, options),
     eval_step=make_eval_step(cfg, for_evaluation(options)),
     counts=count(cfg, model, cfg.data.seq_len),
   )

@@ -10,8 +10,10 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import Numerics, trainable
+from ats_jax.model.init import Numerics
+from ats_jax.model.param import trainable
 from ats_jax.model.random import Purpose, fold
+from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.reflex import Control, Reflex
 
 
@@ -53,14 +55,14 @@ def first_bucket(cfg: Config) -> float:
 
 
 def init_state(
-  cfg: Config, num: Numerics, tx: optax.GradientTransformation, *, abstract: bool = False
+  cfg: Config, num: Numerics, optimizer: Optimizer, *, abstract: bool = False
 ) -> TrainState:
   """Build the state of step 0, each array born in its sharding on the current mesh.
 
   Args:
     cfg: the resolved config.
     num: see `model.init.numerics`.
-    tx: the optimizer.
+    optimizer: what is to train it.
     abstract: give shapes, dtypes and shardings only, without computing anything.
   """
 
@@ -69,7 +71,8 @@ def init_state(
     # float32, or a slow average would stop moving; copied, as the state is donated
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
-    state = TrainState(jnp.zeros((), jnp.int32), model, tx.init(trainable(model)), ema, key)
+    opt_state = optimizer.tx.init(trainable(model))
+    state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, key)
     if cfg.orchestrator.mode == "off":
       return state
     control = Control.new(armed=cfg.orchestrator.mode == "act", bucket=first_bucket(cfg))

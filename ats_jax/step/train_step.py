@@ -5,43 +5,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import merge, trainable
 from ats_jax.model.mod import Pass
+from ats_jax.model.param import merge, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
-from ats_jax.ops.cross_entropy import LossSums
-from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.step.balance import (
   Totals,
   drop_experts,
-  routing_loss,
   set_buffers,
   totals,
 )
 from ats_jax.step.compiler import Options
-from ats_jax.step.loss import Batch, loss_sums
 from ats_jax.step.metrics import StepMetrics, step_metrics
-from ats_jax.step.optimizer import norm
+from ats_jax.step.objective import Objective
+from ats_jax.step.optimizers.base import Optimizer, norm
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.update import Fault, guarded_update, update
 
 
 def make_train_step(
-  cfg: Config,
-  tx: optax.GradientTransformation,
-  kernels: Kernels = XLA,
-  options: Options | None = None,
+  cfg: Config, optimizer: Optimizer, objective: Objective, options: Options | None = None
 ) -> jax.stages.Wrapped:
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
-  The state is donated. `rules` are those of the update (`Plan.training_rules`); `kernels` say what
-  runs in the optimizer; `options` are the compiler's; a `fault` is injected by `benchmarks.faults`
-  alone.
+  The state is donated. `objective` is what is minimised; `rules` are those of the update
+  (`Program.training_rules`); `options` are the compiler's; a `fault` is injected by
+  `benchmarks.faults` alone.
   """
 
   def train_step(
@@ -53,15 +47,18 @@ def make_train_step(
     if state.control is not None and cfg.moe.num_experts:
       drop_key = fold(state.key, Purpose.EXPERT_DROPOUT, state.step)
       used = drop_experts(cfg, used, state.control.expert_dropout, drop_key)
-    sums, stats, grads = sums_and_grads(cfg, used, batch, whole, key, rules)
+    sums, stats, grads = sums_and_grads(objective, used, batch, whole, key, rules)
 
     params: Any = trainable(state.model)  # optax has no type for "any pytree"
     lr = learning_rate(cfg, state.step)
-    loss, control, reflex = sums.cross_entropy / whole.counted, state.control, state.reflex
+    control, reflex = state.control, state.reflex
+    loss, accuracy, z, *further = objective.means(sums, whole)
     if control is None or reflex is None:
-      new = update(cfg, tx, params, grads, state.opt_state, lr, kernels, fault)
+      new = update(optimizer, params, grads, state.opt_state, lr, fault)
     else:
-      new = guarded_update(tx, params, grads, state.opt_state, lr, loss, control, reflex, fault)
+      new = guarded_update(
+        optimizer, params, grads, state.opt_state, lr, loss, control, reflex, fault
+      )
     model = merge(new.params, state.model)
     set_buffers(cfg, model, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
@@ -77,8 +74,8 @@ def make_train_step(
     written = jax.lax.optimization_barrier(trainable(model))
     scalars = (
       loss,
-      sums.correct / whole.counted,
-      sums.z / whole.counted,
+      accuracy,
+      z,
       new.grad_norm,
       new.update_norm,
       norm(written),
@@ -86,7 +83,7 @@ def make_train_step(
       lr,
       whole.counted,
     )
-    metrics = step_metrics(cfg, model, stats, scalars, new.report)
+    metrics = step_metrics(cfg, model, stats, scalars, (*new.report, *further))
     step = state.step + 1
     return TrainState(step, model, opt_state, ema, state.key, control, new.reflex), metrics
 
@@ -96,25 +93,20 @@ def make_train_step(
 
 
 def sums_and_grads(
-  cfg: Config, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
-) -> tuple[LossSums, StackStats, Any]:
-  """Accumulate sums, statistics and gradients of the token-mean objective over the micro-batches.
-
-  Each micro-batch contributes its sum of token losses, and the division is by the token count of
-  the whole batch, so any split into micro-batches gives one gradient.
+  objective: Objective, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+) -> tuple[Any, StackStats, Any]:
+  """Accumulate sums, statistics and gradients of the objective over the micro-batches.
 
   Returns:
-    Loss sums, statistics of the sparse layers, and gradients like `trainable(model)`.
+    The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`.
   """
 
-  def objective(params: Any, micro: Batch, micro_key: jax.Array):
-    full = merge(params, model)
-    sums, stats = loss_sums(full, micro, cfg.step, rules, micro_key)
-    loss = sums.objective / whole.counted + routing_loss(cfg, full, stats, whole)
-    return loss, (sums, stats)
+  def contribution(params: Any, micro: Batch, micro_key: jax.Array):
+    part = objective(merge(params, model), micro, whole, rules, micro_key)
+    return part.loss, (part.sums, part.stats)
 
   def of_micro(index: jax.Array | int, micro: Batch):
-    grads, (sums, stats) = jax.grad(objective, has_aux=True)(
+    grads, (sums, stats) = jax.grad(contribution, has_aux=True)(
       trainable(model), micro, jax.random.fold_in(key, index)
     )
     return sums, stats, grads

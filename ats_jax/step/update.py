@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ats_jax.config.schema import Config
-from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.step.optimizer import fused_adamw, move, norm, seam
+from ats_jax.step.optimizers.base import Optimizer, move, norm, seam
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
@@ -50,41 +48,37 @@ class Updated(NamedTuple):
 
 
 def update(
-  cfg: Config,
-  tx: optax.GradientTransformation,
+  optimizer: Optimizer,
   params: Any,
   grads: Any,
   opt_state: optax.OptState,
   lr: jax.Array,
-  kernels: Kernels = XLA,
   fault: Fault | None = None,
 ) -> Updated:
-  """Move the parameters: by `tx`, or by `fused_adamw` where a kernel is in its slot.
+  """Move the parameters, in one pass where the optimizer has one.
 
   Args:
-    cfg: the resolved config.
-    tx: made by `build_optimizer`.
+    optimizer: what makes directions of gradients.
     params: trainable parameters.
     grads: like them.
-    opt_state: of `tx`.
+    opt_state: of the optimizer.
     lr: learning rate of the schedule, scalar.
-    kernels: what runs.
     fault: to be injected.
   """
   grads, lr = seam((grads, lr))
   rate = lr
   if fault is not None:
     grads, rate = seam(scaled(grads, fault.gradient)), lr * fault.rate
-  if kernels.of("adamw", "update") != "xla":
-    moved = fused_adamw(cfg, params, grads, opt_state, rate, kernels)
+  if optimizer.fused is not None:
+    moved = optimizer.fused(params, grads, opt_state, rate)
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, rate)
-  directions, opt_state = seam(tx.update(grads, opt_state, params))
+  directions, opt_state = seam(optimizer.tx.update(grads, opt_state, params))
   moved = seam(move(params, directions, rate))
   return Updated(moved, opt_state, norm(grads), rate * norm(directions), rate)
 
 
 def guarded_update(
-  tx: optax.GradientTransformation,
+  optimizer: Optimizer,
   params: Any,
   grads: Any,
   opt_state: optax.OptState,
@@ -97,10 +91,10 @@ def guarded_update(
   """`update` with the reflex: it may shrink the gradient or the update, or reject the whole.
 
   Args:
-    tx: made by `build_optimizer`.
+    optimizer: what makes directions of gradients.
     params: trainable parameters.
     grads: like them.
-    opt_state: of `tx`.
+    opt_state: of the optimizer.
     lr: learning rate of the schedule, scalar.
     loss: cross entropy per token of the batch.
     control: what the supervisor set.
@@ -114,7 +108,7 @@ def guarded_update(
   verdict = judge(reflex, control, loss, grad_norm)
   grads = seam(scaled(grads, verdict.grad_scale))
   make = functools.partial(
-    optax.with_extra_args_support(tx).update,
+    optax.with_extra_args_support(optimizer.tx).update,
     params=params,
     grad_norm=verdict.grad_scale * grad_norm,
     decay_scale=control.decay_scale,

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.orchestrator.supervisor import Loop, NoSupervisor, Supervisor
-from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import METRICS, StepMetrics, metric_names
-from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.reflex import Tracker
 from ats_jax.step.state import TrainState
@@ -120,8 +120,9 @@ def build_arm(name: str, cfg: Config) -> Arm:
   )
   program = make_program(cfg)
   if kind.before is not None:
-    tx = optax.chain(kind.before(), build_optimizer(cfg))
-    program = dataclasses.replace(program, tx=tx, train_step=make_train_step(cfg, tx))
+    optimizer = Optimizer(optax.chain(kind.before(), build_optimizer(cfg).tx))
+    step = make_train_step(cfg, optimizer, program.objective)
+    program = dataclasses.replace(program, optimizer=optimizer, train_step=step)
 
   def supervise(probe: Batch, loop: Loop) -> Supervisor | NoSupervisor:
     if not kind.watched:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ats_jax.model.init import merge, trainable
 from ats_jax.model.moe import MoE
-from ats_jax.step.optimizer import AdamState
+from ats_jax.model.param import Role, merge, params_of, trainable
+from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 
 Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
@@ -192,7 +192,7 @@ def _edit_matrix(state: TrainState, rng: np.random.Generator, edit: Callable) ->
   """`state` with one matrix of the model, chosen by chance, replaced by `edit(matrix)`."""
   params: Any = trainable(state.model)
   leaves, structure = jax.tree.flatten(params)
-  which = rng.choice([i for i, x in enumerate(leaves) if x.size > 4 * max(x.shape)])
+  which = rng.choice([i for i, p in enumerate(params_of(params)) if len(p.axes) > 1])
   old = leaves[which]
   leaves[which] = jax.device_put(edit(np.array(old)), old.sharding)
   return dataclasses.replace(state, model=merge(structure.unflatten(leaves), state.model))
@@ -290,13 +290,12 @@ def dead_experts(draw: Draw, step: int, rows: Rows) -> Injection:
 
   def edit(state: TrainState) -> TrainState:
     dead = _chosen(draw, state, draw.severity)
-    is_adam = lambda x: isinstance(x, AdamState)
-    adams = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)]
     for moe in _moes(state.model):
       _write(moe.router.bias_E, dead, lambda x: x - 1e3)
-    for moments in itertools.chain(*(_moes(m) for adam in adams for m in (adam.mu, adam.nu))):
-      for weight in (moments.gate, moments.up, moments.down):
-        _write(weight, dead, np.zeros_like)
+    for moe in itertools.chain(*(_moes(tree) for _, tree in per_parameter(state.opt_state))):
+      for moment in params_of(moe):
+        if moment.role is Role.EXPERT:
+          _write(moment, dead, np.zeros_like)
     return state
 
   return Injection(rows, state=edit)

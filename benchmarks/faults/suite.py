@@ -18,6 +18,7 @@ from absl import logging
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.model.decoder import Decoder
@@ -27,7 +28,6 @@ from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.sharding.mesh import make_mesh, to_global
-from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.update import Fault
@@ -374,7 +374,7 @@ def run_suite(suite: Suite, path: Path) -> Results:
     for name, seed, scenarios in missing(suite, results):
       arm = build(name)
       start = init_state(
-        dataclasses.replace(arm.program.cfg, seed=seed), arm.program.num, arm.program.tx
+        dataclasses.replace(arm.program.cfg, seed=seed), arm.program.num, arm.program.optimizer
       )
       for scenario in scenarios:
         copy = jax.tree.map(lambda x: jnp.array(x, copy=True), start)

@@ -21,11 +21,12 @@ from helpers import (
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
-from ats_jax.model.init import Buffer
+from ats_jax.model.param import Buffer
 from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.balance import rules_at, set_buffers, totals
 from ats_jax.step.metrics import METRICS, metric_names, step_metrics
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
@@ -124,7 +125,9 @@ def test_micro_batches_change_nothing(mesh):
   @jax.jit
   def step(model, batch):
     whole = totals(batch, rules)
-    _, stats, grads = sums_and_grads(cfg, model, batch, whole, jax.random.key(0), rules)
+    _, stats, grads = sums_and_grads(
+      Pretraining(cfg), model, batch, whole, jax.random.key(0), rules
+    )
     set_buffers(cfg, model, stats, 0, rules)
     return stats, grads, buffers_of(model)
 

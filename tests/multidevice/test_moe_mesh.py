@@ -14,12 +14,14 @@ from flax import nnx
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
 from ats_jax.model import moe as moe_module
-from ats_jax.model.init import Buffer, merge, numerics, trainable
+from ats_jax.model.init import numerics
 from ats_jax.model.moe import MoE
+from ats_jax.model.param import Buffer, merge, trainable
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.balance import rules_at
-from ats_jax.step.optimizer import build_optimizer
+from ats_jax.step.objective import Pretraining
+from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.state import init_state
 from ats_jax.step.train_step import make_train_step
 
@@ -216,11 +218,11 @@ def train_step(mode, shape):
   cfg = tiny_config(MODES[mode] | STEP | more)
   mesh = make_test_mesh(*shape)
   with jax.enable_x64(True), jax.set_mesh(mesh):
-    tx = build_optimizer(cfg)
+    optimizer = build_optimizer(cfg)
     if shape == ONE:
-      state = init_state(cfg, numerics64(cfg), tx)
+      state = init_state(cfg, numerics64(cfg), optimizer)
     else:  # the weights of one device; zeros everywhere else
-      born = init_state(cfg, numerics64(cfg), tx, abstract=True)
+      born = init_state(cfg, numerics64(cfg), optimizer, abstract=True)
       zeros = lambda a: put(np.zeros(a.shape, a.dtype), a)
       state = dataclasses.replace(
         born,
@@ -231,7 +233,8 @@ def train_step(mode, shape):
       )
     start = on_host(state.model)
     batch = to_global(micro_batches(random_rows(cfg, 16), 2), mesh)
-    state, metrics = make_train_step(cfg, tx)(state, batch, rules_at(cfg, 0, training=True))
+    step = make_train_step(cfg, optimizer, Pretraining(cfg))
+    state, metrics = step(state, batch, rules_at(cfg, 0, training=True))
     is_buffer = lambda v: isinstance(v, Buffer)
     buffers = [v for v in jax.tree.leaves(state.model, is_leaf=is_buffer) if is_buffer(v)]
     return {

@@ -2,9 +2,9 @@
 
 No shape changes, so the train step is not compiled again: a layer has `moe.num_experts +
 moe.spare_experts` slots, of which some are idle. Each function checks on the host what it is asked
-for, then edits weights, moments, router and averaged weights in one compiled program. Like the
-train step it donates the state; a refused edit, a `SurgeryError`, leaves it as it was. Layers count
-from the bottom.
+for, then edits weights, router, averaged weights and what the optimizer keeps of each parameter, in
+one compiled program. Like the train step it donates the state; a refused edit, a `SurgeryError`,
+leaves it as it was. Layers count from the bottom.
 
 Letters: S expert slots, D d_model.
 """
@@ -19,11 +19,13 @@ from jax.scipy.special import entr
 
 from ats_jax.config.schema import Config
 from ats_jax.model.moe import MoE
+from ats_jax.model.param import Param, params_of
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED
 from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.optimizer import AdamState
+from ats_jax.step.optimizers import build_optimizer
+from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 
 EXCLUSIVE = -CLOSED  # the penalty at which a token can go to one half of a pair only
@@ -94,9 +96,9 @@ def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> T
 def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
   """Use an idle slot with the weights it has: undoes `prune`.
 
-  Its moments have decayed meanwhile. The first becomes 0. A second of 0 on a late step, when it is
-  no longer corrected for its start, would make the first updates too long (6 times at b2 = 0.999):
-  it becomes the mean over the other open experts.
+  What the optimizer keeps of it has decayed meanwhile. Averages of gradients become 0. A 0 for one
+  of squares on a late step, when it is no longer corrected for its start, would make the first
+  updates too long (6 times at b2 = 0.999): it becomes the mean over the other open experts.
 
   Args:
     cfg: the run.
@@ -108,7 +110,7 @@ def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
     SurgeryError: if it is not idle.
   """
   view_experts(cfg, state, layer).check_idle(slot)
-  return _open(state, *find(cfg, layer), slot)
+  return _open(state, *find(cfg, layer), slot, build_optimizer(cfg).squares)
 
 
 def temper(state: TrainState, by: float) -> TrainState:
@@ -137,7 +139,7 @@ def _split(state, block, repeat, layer, expert, slot):
   direction = _direction(state, block, repeat, layer, expert)
   for moe in _models(state, block):
     first, second, router = _these(moe, expert), _these(moe, slot), moe.router
-    for variable, axis in (*_weights(moe), (router.bias_E, 0)):
+    for variable, axis in (*_rows(moe), (router.bias_E, 0)):
       _put(variable, repeat, second, _mix(variable, repeat, 1.0 * first, axis), axis)
     both = first | second
     _put(router.load_E, repeat, both, _mix(router.load_E, repeat, 0.5 * first))
@@ -146,11 +148,10 @@ def _split(state, block, repeat, layer, expert, slot):
     _put(router.side_S, repeat, second, -1.0)
     _put(router.penalty_S, repeat, both, EXCLUSIVE)
     _put(router.direction_SD, repeat, both, direction)
-  for moments in _moments(state, block):
-    for moe in moments:  # each half sees half of the tokens
-      first, both = _these(moe, expert), _these(moe, expert, slot)
-      for variable, axis in _weights(moe):
-        _put(variable, repeat, both, _mix(variable, repeat, 0.5 * first, axis), axis)
+  moe = _moe(state.model, block)
+  first, both = _these(moe, expert), _these(moe, expert, slot)
+  for _, variable, axis in _kept_rows(state, block):  # each half sees half of the tokens
+    _put(variable, repeat, both, _mix(variable, repeat, 0.5 * first, axis), axis)
   return state
 
 
@@ -209,31 +210,29 @@ def _merge(state, block, repeat, keep, drop, moe):
   for layer in _models(state, block):
     kept, dropped = _these(layer, keep), _these(layer, drop)
     share = shares[0] * kept + shares[1] * dropped
-    for variable, axis in (*_weights(layer), (layer.router.bias_E, 0)):
+    for variable, axis in (*_rows(layer), (layer.router.bias_E, 0)):
       _put(variable, repeat, kept, _mix(variable, repeat, share, axis), axis)
     if (offset := layer.router.offset) is not None and moe.score == "softmax":
       _put(offset, repeat, kept, _mix(offset, repeat, 1.0 * kept) + gain)
     _close(layer, repeat, drop, keep)
-  for moments in _moments(state, block):
-    for layer in moments:  # a gradient is a sum over tokens
-      kept, both = _these(layer, keep), _these(layer, keep, drop)
-      for variable, axis in _weights(layer):
-        _put(variable, repeat, kept, _mix(variable, repeat, 1.0 * both, axis), axis)
+  layer = _moe(state.model, block)
+  kept, both = _these(layer, keep), _these(layer, keep, drop)
+  for _, variable, axis in _kept_rows(state, block):  # a gradient is a sum over tokens
+    _put(variable, repeat, kept, _mix(variable, repeat, 1.0 * both, axis), axis)
   return state
 
 
-@_edit()
-def _open(state, block, repeat, slot):
+@_edit("squares")
+def _open(state, block, repeat, slot, squares):
   router = _moe(state.model, block).router
   opened = _these(_moe(state.model, block), slot)
   others = jnp.where(opened, 0.0, router.active_S[...][repeat])
   mean = others / jnp.maximum(jnp.sum(others), 1.0)
   for moe in _models(state, block):
     _put(moe.router.active_S, repeat, opened, 1.0)
-  for mu, nu in _moments(state, block):
-    for (first, axis), (second, _) in zip(_weights(mu), _weights(nu), strict=True):
-      _put(first, repeat, opened, 0.0, axis)
-      _put(second, repeat, opened, _mix(second, repeat, mean, axis), axis)
+  for name, variable, axis in _kept_rows(state, block):
+    row = _mix(variable, repeat, mean, axis) if name in squares else 0.0
+    _put(variable, repeat, opened, row, axis)
   return state
 
 
@@ -241,7 +240,7 @@ def _open(state, block, repeat, slot):
 
 
 def _moe(tree: Any, block: tuple[int, int]) -> MoE:
-  """The stacked layer in a model, or in moments."""
+  """The stacked layer in a model, or in a tree like it."""
   segment, member = block
   return tree.segments[segment].layers[member].mlp
 
@@ -250,24 +249,32 @@ def _models(state: TrainState, block: tuple[int, int]) -> list[MoE]:
   return [_moe(m, block) for m in (state.model, state.ema) if m is not None]
 
 
-def _moments(state: TrainState, block: tuple[int, int]) -> list[tuple[MoE, MoE]]:
-  """First and second moments."""
-  is_adam = lambda x: isinstance(x, AdamState)
-  adams = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)]
-  assert adams, "surgery knows Adam's moments only"
-  return [(_moe(adam.mu, block), _moe(adam.nu, block)) for adam in adams]
+def _rows(moe: MoE) -> list[tuple[Param, int]]:
+  """The parameters that have a row for each expert, and which dimension of a layer counts them."""
+  found = []
+  for param in params_of(moe):
+    found += [(param, d) for d, name in enumerate(param.axes) if name in ("experts", "router")]
+  return found
 
 
-def _weights(moe: MoE) -> tuple[tuple[nnx.Variable, int], ...]:
-  """What belongs to an expert, and which dimension of a layer counts experts."""
-  router = moe.router
-  offset = () if router.offset is None else ((router.offset, 0),)
-  return (moe.gate, 0), (moe.up, 0), (moe.down, 0), (router.weight, 1), *offset
+def _kept_rows(state: TrainState, block: tuple[int, int]) -> list[tuple[str, Param, int]]:
+  """The same of what the optimizer keeps, with the name of its field.
+
+  An array that some optimizer keeps in another shape has rows of experts where it is like the
+  parameter up to that dimension; one that sums over experts has none.
+  """
+  found, of_model = [], _rows(_moe(state.model, block))
+  for name, tree in per_parameter(state.opt_state):
+    for (array, axis), (param, _) in zip(_rows(_moe(tree, block)), of_model, strict=True):
+      leading = slice(axis + 2)  # the stack's dimension too
+      if jax.tree.leaves(array) and array.shape[leading] == param.shape[leading]:
+        found.append((name, array, axis))
+  return found
 
 
 def _these(moe: MoE, *experts: Any) -> jax.Array:
   """Mask [slots]; -1 is none of them."""
-  return jnp.any(jnp.arange(moe.gate.shape[1]) == jnp.array(experts)[:, None], axis=0)
+  return jnp.any(jnp.arange(moe.router.num_slots) == jnp.array(experts)[:, None], axis=0)
 
 
 def _along(of_slots_S: jax.Array, x: jax.Array, axis: int) -> jax.Array:

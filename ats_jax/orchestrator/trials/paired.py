@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.actions.base import Action
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot
-from ats_jax.step.loss import Batch
 from ats_jax.step.metrics import METRICS, StepMetrics
 from ats_jax.step.state import TrainState
 

@@ -13,11 +13,11 @@ BUFFERS = ("bias_E", "load_E", "active_S", "side_S", "direction_SD", "penalty_S"
 def weights_of(moe: Any) -> dict[str, Any]:
   """The arrays of a module, or of its gradient."""
   found = {"router": moe.router.weight[...]}
-  found |= {name: getattr(moe, name)[...] for name in ("gate", "up", "down")}
+  found |= {name: getattr(moe, name).weight[...] for name in ("gate", "up", "down")}
   if moe.router.offset is not None:
     found["offset"] = moe.router.offset[...]
   if moe.shared is not None:
-    found |= {f"shared_{n}": getattr(moe.shared, n)[...] for n in ("gate", "up", "down")}
+    found |= {f"shared_{n}": getattr(moe.shared, n).weight[...] for n in ("gate", "up", "down")}
   return found
 
 

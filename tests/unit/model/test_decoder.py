@@ -103,7 +103,7 @@ def test_the_scan_equals_a_loop_over_layers(mesh):
   positions, segments = (reshard(rows[k], "batch", "seq") for k in ("positions", "segment_ids"))
   table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
   tokens = Tokens(positions, segments, table)
-  x = jnp.asarray(np.asarray(model.embed[...])[rows["tokens"]])
+  x = jnp.asarray(np.asarray(model.embed.weight[...])[rows["tokens"]])
   for index in range(3):
     block: Block = jax.tree.map(lambda leaf, i=index: leaf[i], model.segments[0].layers[0])
     x, *_ = block(x, tokens, TRAINING, layer=jnp.int32(index))
@@ -174,21 +174,21 @@ def test_recomputation_keeps_fewer_arrays(mesh, remat):
 
 def test_tied_embeddings_share_one_table(mesh):
   tied, untied = (make_decoder(tiny_config({"model.tie_embeddings": t})) for t in (True, False))
-  assert set(named_leaves(untied)) - set(named_leaves(tied)) == {".head.value"}
-  np.testing.assert_array_equal(tied.head_weights(), tied.embed[...])
-  np.testing.assert_array_equal(untied.head_weights(), untied.head[...])
+  assert set(named_leaves(untied)) - set(named_leaves(tied)) == {".head.weight.value"}
+  np.testing.assert_array_equal(tied.head_weights(), tied.embed.weight[...])
+  np.testing.assert_array_equal(untied.head_weights(), untied.head.weight[...])
   cfg = tiny_config({"model.tie_embeddings": True})
   rows = random_rows(cfg, 4)
   _, grads = loss_and_grads(cfg)
   unused = sorted(set(range(64)) - set(rows["tokens"].ravel()))
-  assert unused and np.all(np.any(np.asarray(grads.embed[...])[unused] != 0, axis=-1))
+  assert unused and np.all(np.any(np.asarray(grads.embed.weight[...])[unused] != 0, axis=-1))
 
 
 def test_logits_are_the_head_times_the_activations(mesh):
   cfg = tiny_config()
   model, rows = make_decoder(cfg), random_rows(cfg, 2)
   x = hidden(model, rows["tokens"], rows["segment_ids"], rows["positions"])
-  want = np.asarray(x, np.float64) @ np.asarray(model.head[...], np.float64).T
+  want = np.asarray(x, np.float64) @ np.asarray(model.head.weight[...], np.float64).T
   logits = model.logits(x)
   assert logits.dtype == jnp.float32 and logits.shape == (2, SEQ, 64)
   np.testing.assert_allclose(logits, want, RTOL, ATOL)
@@ -232,13 +232,14 @@ def test_initial_standard_deviations(mesh):
   cfg = tiny_config({"model.d_model": 256, "model.d_ff": 512, "model.num_layers": 4})
   leaves = named_leaves(make_decoder(cfg))
   residual = 0.02 / np.sqrt(2 * 4)
-  want = {".head.value": min(0.02, 0.25 / 16), ".embed.value": 0.02}
+  want = {".head.weight.value": min(0.02, 0.25 / 16), ".embed.weight.value": 0.02}
   for name, leaf in leaves.items():
     if ".scale" in name:
       assert np.all(np.asarray(leaf) == 1.0), name
       continue
-    std = want.get(name, residual if name.endswith(("out.value", "down.value")) else 0.02)
+    writes = name.endswith(("out.weight.value", "down.weight.value"))
+    std = want.get(name, residual if writes else 0.02)
     # The spread of an estimate from n draws is std / sqrt(2n); five of them.
     assert abs(np.std(leaf) - std) < 5 * std / np.sqrt(2 * leaf.size), name
-  q = np.asarray(leaves[".segments[0].layers[0].attn.q.value"])
+  q = np.asarray(leaves[".segments[0].layers[0].attn.q.weight.value"])
   assert not np.array_equal(q[0], q[1])  # each layer draws its own

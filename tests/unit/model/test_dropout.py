@@ -11,6 +11,7 @@ from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_con
 from ats_jax.model.block import dropout
 from ats_jax.step.balance import rules_at, totals
 from ats_jax.step.eval_step import make_eval_step
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
@@ -70,9 +71,8 @@ def test_micro_batches_draw_their_own_masks(mesh):
   def gradient(model, first, second, key):
     batch = {k: jnp.stack([first[k], second[k]]) for k in first}
     whole = totals(batch, TRAINING)._replace(counted=tokens)
-    return (
-      sums_and_grads(cfg, model, batch, whole, key, TRAINING)[2].segments[0].layers[0].mlp.down[...]
-    )
+    grads = sums_and_grads(Pretraining(cfg), model, batch, whole, key, TRAINING)[2]
+    return grads.segments[0].layers[0].mlp.down.weight[...]
 
   # The same rows as micro-batch 0 and as micro-batch 1; the other one contributes nothing.
   zeroth = gradient(model, rows, silent, jax.random.key(1))

@@ -16,9 +16,10 @@ from flax import nnx
 from helpers import make_test_mesh, named_leaves, pack, tiny_config
 
 from ats_jax.model.block import Block, Tokens
-from ats_jax.model.init import merge, numerics, trainable
+from ats_jax.model.init import numerics
 from ats_jax.model.layout import LayerKind
 from ats_jax.model.mod import Depth, Pass
+from ats_jax.model.param import merge, trainable
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
 
@@ -74,9 +75,13 @@ def attend(p, row, tokens, segments, positions, cfg):
     heads = lambda w, norm, h=h, t=t: [
       rotate(unit(h @ w[:, n]) * norm, positions[t], m.rope_theta) for n in range(w.shape[1])
     ]
-    q = heads(p["attn.q"], p["attn.q_norm.scale"])
+    q = heads(p["attn.q.weight"], p["attn.q_norm.scale"])
     seen.append(
-      (segments[t], heads(p["attn.k"], p["attn.k_norm.scale"]), h @ p["attn.v"].swapaxes(0, 1))
+      (
+        segments[t],
+        heads(p["attn.k.weight"], p["attn.k_norm.scale"]),
+        h @ p["attn.v.weight"].swapaxes(0, 1),
+      )
     )
     same = [(k, v) for segment, k, v in seen if segment == segments[t]]
     out[t] = np.zeros_like(h)
@@ -85,14 +90,14 @@ def attend(p, row, tokens, segments, positions, cfg):
       scores = np.array([q[n] @ k[group] for k, _ in same]) / math.sqrt(m.head_dim)
       weights = np.exp(scores - scores.max())
       value = sum(w * v[group] for w, (_, v) in zip(weights / weights.sum(), same, strict=True))
-      out[t] += value @ p["attn.out"][n]
+      out[t] += value @ p["attn.out.weight"][n]
   return out
 
 
 def feed(p, x):
   h = unit(x) * p["mlp_norm.scale"]
-  gate = h @ p["mlp.gate"]
-  return (gate / (1 + np.exp(-gate)) * (h @ p["mlp.up"])) @ p["mlp.down"]
+  gate = h @ p["mlp.gate.weight"]
+  return (gate / (1 + np.exp(-gate)) * (h @ p["mlp.up.weight"])) @ p["mlp.down.weight"]
 
 
 def choose(p, row, valid, positions, cfg, training):

@@ -96,7 +96,8 @@ def test_loss_and_gradients(mesh, changes):
   loss, grads = jax.jit(jax.value_and_grad(f))(model)
 
   plain = lambda tree: {
-    k.removesuffix(".value"): np.asarray(v) for k, v in named_leaves(tree).items()
+    k.removesuffix(".value").removesuffix(".weight"): np.asarray(v)
+    for k, v in named_leaves(tree).items()
   }
   params, grads = plain(model), plain(grads)
   with jax.enable_x64(True), jax.set_mesh(None):

@@ -153,7 +153,7 @@ def test_segments_give_what_the_layers_give_one_by_one(mesh):
     table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
     return layer(x, Tokens(positions, ids, table), rules, layer=index)
 
-  x = gather_rows(model.embed[...], rows["tokens"], axes=("batch", "seq", "act_embed"))
+  x = gather_rows(model.embed.weight[...], rows["tokens"], axes=("batch", "seq", "act_embed"))
   depth, stats = 0, []
   for index, (segment, place, repeat) in enumerate(at):
     layer = jax.tree.map(lambda a, r=repeat: a[r], model.segments[segment].layers[place])

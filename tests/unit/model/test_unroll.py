@@ -68,7 +68,7 @@ def gradients_for_cuda(kernels=XLA, **changes):
 
 def test_activations_are_fenced_weights_are_not_and_gradients_are_written_in_place(mesh):
   model, text = gradients_for_cuda(**{"step.remat": "full"})
-  weight = model.segments[0].layers[0].mlp.gate.get_value()
+  weight = model.segments[0].layers[0].mlp.gate.weight.get_value()
   one = "x".join(map(str, weight.shape[1:]))
   barriers = re.findall(r"optimization_barrier .*", text)
   stream = f"tensor<4x128x{weight.shape[1]}x"
@@ -85,7 +85,7 @@ def test_activations_are_fenced_weights_are_not_and_gradients_are_written_in_pla
 def test_gathered_weights_are_gathered_again_and_gradients_are_allocated_in_parts():
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
     model, text = gradients_for_cuda(**{"step.remat": "full"})
-  weight = model.segments[0].layers[0].mlp.gate.get_value()
+  weight = model.segments[0].layers[0].mlp.gate.weight.get_value()
   one = "x".join(map(str, weight.shape[1:]))
   assert any(f"tensor<{one}xf32>" in line for line in re.findall(r"optimization_barrier .*", text))
   allocated = re.findall(r"@AllocateBuffer.*tensor<([\dx]+)xf32>", text)

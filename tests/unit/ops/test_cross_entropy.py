@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh
+from helpers import make_test_mesh, sizes
 
 from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy
 from ats_jax.sharding.rules import spec
@@ -156,19 +156,6 @@ def test_bfloat16_operands(mesh):
   np.testing.assert_allclose(np.float32(dhead), want_dhead, BF16_RTOL, BF16_ATOL)
 
 
-def sizes(jaxpr):
-  """The size of every intermediate of a jaxpr and of all jaxprs inside its equations."""
-  for eqn in jaxpr.eqns:
-    yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
-    for param in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=is_jaxpr):
-      if is_jaxpr(param):
-        yield from sizes(getattr(param, "jaxpr", param))
-
-
-def is_jaxpr(x):
-  return hasattr(x, "eqns") or hasattr(x, "jaxpr")
-
-
 def test_all_logits_never_exist(mesh):
   batch, seq, d_model, vocab, chunk = 4, 16, 8, 512, 16
   inputs = make_inputs(batch, seq, d_model, vocab)
@@ -209,3 +196,14 @@ def test_meshes_agree_with_one_device(shape):
     for g, w in zip(got, want, strict=True):
       np.testing.assert_allclose(np.asarray(g), np.asarray(w), RTOL, ATOL)
   assert [g.sharding for g in grads] == [a.sharding for a in sharded[:2]]
+
+
+def test_only_the_objective_is_differentiated(mesh):
+  """A statistic's gradient would be zeros, and nobody would know."""
+  x, head, targets, mask = make_inputs()
+  sums = lambda x, mask: linear_cross_entropy(x, head, targets, mask, 0.1, 0.2, 4)
+  for name in ("cross_entropy", "z", "correct"):
+    with pytest.raises(TypeError, match="only `objective`"):
+      jax.jit(jax.grad(lambda x, name=name: getattr(sums(x, mask), name)))(x)
+  with pytest.raises(TypeError, match="the mask"):
+    jax.grad(lambda mask: sums(x, mask).objective)(mask)

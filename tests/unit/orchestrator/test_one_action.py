@@ -48,9 +48,9 @@ def test_a_new_action_goes_all_the_way(mesh, tmp_path, action):
     for step in range(1, 40):
       batch = micro_batches(counting_rows(step), 1)
       state, metrics = program.train_step(state, batch, program.training_rules(step))
-      before = np.asarray(state.model.embed[...])
+      before = np.asarray(state.model.embed.weight[...])
       state = supervisor.after(step, state, metrics)
-      heads[step] = np.asarray(state.model.embed[...]) / before
+      heads[step] = np.asarray(state.model.embed.weight[...]) / before
   finally:
     hooks.unregister(hook)
   supervisor.close()

@@ -230,10 +230,12 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
       again = lambda state, batch=batch: compiled(state, batch)
       state, metrics = again(state)
       rerun.add(again, metrics)
-    kept = np.asarray(state.model.embed[...])
+    kept = np.asarray(state.model.embed.weight[...])
     left, other, effect = rerun.make(program.cfg, state, look)
-    assert other.model.embed[...].sharding == left.restore(state).model.embed[...].sharding
-    np.testing.assert_array_equal(left.restore(state).model.embed[...], kept)
+    assert (
+      other.model.embed.weight[...].sharding == left.restore(state).model.embed.weight[...].sharding
+    )
+    np.testing.assert_array_equal(left.restore(state).model.embed.weight[...], kept)
     assert int(other.step) == int(state.step) == 2 and effect.changed != effect.without
     compiled(left.restore(state), batch)
 

@@ -27,11 +27,10 @@ def moe_of(tree, cfg, layer):
 def experts_of(tree, cfg, layer):
   """The weights of a layer (or their moments) by name, on the host, experts first."""
   moe, repeat = moe_of(tree, cfg, layer), find(cfg, layer).repeat
-  names = ("gate", "up", "down", "router")
-  return {
-    name: np.moveaxis(np.array(variable[...][repeat]), axis, 0)
-    for name, (variable, axis) in zip(names, surgery._weights(moe), strict=False)
+  found = {
+    name: np.array(getattr(moe, name).weight[...][repeat]) for name in ("gate", "up", "down")
   }
+  return found | {"router": np.array(moe.router.weight[...][repeat]).T}
 
 
 def bits(tree):
@@ -77,7 +76,7 @@ def test_a_split_keeps_the_function(mesh, changes):
   for model in models():
     moe = moe_of(model, cfg, layer)
     moe.router.weight[...] *= 30.0
-    moe.down[...] *= 300.0
+    moe.down.weight[...] *= 300.0
     bias = rng.normal(0, 0.1, moe.router.bias_E.shape) + 0.5 * (
       np.arange(moe.router.bias_E.shape[1]) == 0
     )
@@ -203,7 +202,7 @@ def test_the_gradients_of_the_halves_add_up(run):
     close(got[name][others], want[name][others])
     for half in (one, two):  # both had tokens
       assert np.abs(got[name][half] - b1 * old[name][one] / 2).max() > 1e-5
-  close(np.array(state.model.embed[...]), np.array(whole.model.embed[...]))
+  close(np.array(state.model.embed.weight[...]), np.array(whole.model.embed.weight[...]))
 
 
 def test_training_goes_on_and_the_halves_diverge(run):

@@ -12,6 +12,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
 from ats_jax.step.balance import totals
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
@@ -49,7 +50,7 @@ def test_state_is_what_eight_devices_hold():
     state = plan.init()
     rules = plan.training_rules(1)
     grads = jax.eval_shape(
-      lambda s, b: sums_and_grads(cfg, s.model, b, totals(b, rules), s.key, rules)[2],
+      lambda s, b: sums_and_grads(Pretraining(cfg), s.model, b, totals(b, rules), s.key, rules)[2],
       state,
       abstract_batch(1, 8, 16),
     )

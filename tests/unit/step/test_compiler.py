@@ -2,7 +2,6 @@
 
 import logging
 
-import jax
 import pytest
 from helpers import tiny_config
 
@@ -10,7 +9,7 @@ from ats_jax.ops.requirements import Device
 from ats_jax.step import compiler
 from ats_jax.step import program as programs
 from ats_jax.step.compiler import compiler_options, parse
-from ats_jax.step.program import BATCH_DTYPES, make_program
+from ats_jax.step.program import abstract_batch, make_program
 
 
 def options(text, kind="cpu"):
@@ -80,7 +79,7 @@ def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
 
 def test_the_evaluation_gets_its_options(mesh, monkeypatch):
   monkeypatch.setattr(compiler, "EIGHT_BITS", {"xla_disable_hlo_passes": ""})
-  rows = {name: jax.ShapeDtypeStruct((2, 16), dtype) for name, dtype in BATCH_DTYPES.items()}
+  rows = abstract_batch((2, 16), None)
 
   def kernels(text):
     program = make_program(tiny_config({"model.num_layers": 1, "step.compiler_options": text}))

@@ -12,7 +12,7 @@ from ats_jax.model.router import CLOSED
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.balance import drop_experts
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.optimizer import decay_mask
+from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
 from ats_jax.step.update import Fault
 

@@ -16,6 +16,7 @@ from ats_jax.inference.generator import generate
 from ats_jax.ops import linear
 from ats_jax.step.balance import totals
 from ats_jax.step.metrics import metric_names
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
@@ -88,6 +89,8 @@ def test_the_rules_switch_them_off(mesh):
   def grad_norm(program, model):
     rules, batch = program.training_rules(1), rows(program.cfg, 0)
     whole, key = totals(batch, rules), jax.random.key(0)
-    return optax.tree.norm(sums_and_grads(program.cfg, model, batch, whole, key, rules)[2])
+    return optax.tree.norm(
+      sums_and_grads(Pretraining(program.cfg), model, batch, whole, key, rules)[2]
+    )
 
   assert grad_norm(off, model) == grad_norm(wide, same) != grad_norm(program, model)

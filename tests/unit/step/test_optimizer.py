@@ -7,15 +7,11 @@ import optax
 import pytest
 from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
 
+from ats_jax.model.param import Param, Role
 from ats_jax.ops.registry import XLA
-from ats_jax.step.optimizer import (
-  build_optimizer,
-  clip_by_norm,
-  decay_mask,
-  fused_adamw,
-  norm,
-  scale_by_adam,
-)
+from ats_jax.step.optimizers import build_optimizer
+from ats_jax.step.optimizers.adamw import fused_adamw, scale_by_adam
+from ats_jax.step.optimizers.base import clip_by_norm, decay_mask, norm
 from ats_jax.step.update import update
 
 # Both compute in float32 and differ in the order of a few operations.
@@ -47,7 +43,11 @@ def run(tx, params, lr, steps=4):
 @pytest.fixture
 def params():
   rng = np.random.default_rng(0)
-  return {"a": jnp.asarray(rng.normal(size=(4, 5)), jnp.float32), "b": jnp.ones(7)}
+  matrix = lambda x: Param(x, axes=("embed", "ff"), role=Role.MATRIX)
+  return {
+    "a": matrix(jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)),
+    "b": matrix(jnp.ones((7, 1))),
+  }
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e6])
@@ -63,7 +63,7 @@ def test_equals_optax_adamw(params, clip):
   )
   adamw = optax.adamw(LR, b1=0.8, b2=0.99, eps=1e-4, weight_decay=0.3)
   reference = optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
-  got, _ = run(build_optimizer(cfg), params, -LR)
+  got, _ = run(build_optimizer(cfg).tx, params, -LR)
   want, _ = run(reference, params, 1.0)
   assert_trees_close(got, want, rtol=RTOL, atol=ATOL)
 
@@ -71,7 +71,7 @@ def test_equals_optax_adamw(params, clip):
 @pytest.mark.parametrize("clip", [0.1, 100.0])
 def test_clip_bounds_the_global_norm(params, clip):
   cfg = tiny_config({"optimizer.grad_clip": clip, "optimizer.weight_decay": 0.0})
-  tx, grads = build_optimizer(cfg), gradients(params, 3)
+  tx, grads = build_optimizer(cfg).tx, gradients(params, 3)
   _, (_, adam) = tx.update(grads, tx.init(params), params)
   seen = optax.tree.norm(adam.mu) / (1 - cfg.optimizer.b1)  # the first moment after one update
   np.testing.assert_allclose(seen, min(clip, optax.tree.norm(grads)), rtol=1e-5)
@@ -90,11 +90,11 @@ def test_a_known_norm_is_taken_for_the_gradients_own(params):
 def test_moments_are_kept_as_configured(params, mu, nu):
   no_clip = {"optimizer.grad_clip": 0.0}
   cfg = tiny_config({"precision.mu_dtype": mu, "precision.nu_dtype": nu, **no_clip})
-  got, (adam, _) = run(build_optimizer(cfg), params, -LR, steps=2)
+  got, (adam, _) = run(build_optimizer(cfg).tx, params, -LR, steps=2)
   dtypes = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree)}
   assert (dtypes(adam.mu), dtypes(adam.nu)) == ({jnp.dtype(mu)}, {jnp.dtype(nu)})
   assert dtypes(got) == {jnp.dtype("float32")} and int(adam.steps) == 2
-  plain, (want, _) = run(build_optimizer(tiny_config(no_clip)), params, -LR, 2)
+  plain, (want, _) = run(build_optimizer(tiny_config(no_clip)).tx, params, -LR, 2)
   assert_trees_close(adam.mu, want.mu, rtol=2 * BF16_RTOL, atol=1e-6)
   assert_trees_close(adam.nu, want.nu, rtol=2 * BF16_RTOL, atol=1e-9)
   # Rounded moments change a step of size lr by their relative error.
@@ -124,19 +124,19 @@ def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
       "precision.nu_dtype": moments,
     }
   )
-  tx, model = build_optimizer(cfg), make_decoder(cfg)
+  optimizer, model = build_optimizer(cfg), make_decoder(cfg)
 
   def chain(params, grads, state):
-    new = update(cfg, tx, params, grads, state, jnp.float32(LR))
+    new = update(optimizer, params, grads, state, jnp.float32(LR))
     return new.params, new.opt_state, new.update_norm
 
   steps = {
     "chain": jax.jit(chain),
-    "fused": jax.jit(lambda p, g, s: fused_adamw(cfg, p, g, s, jnp.float32(LR), XLA)),
+    "fused": jax.jit(lambda p, g, s: fused_adamw(cfg, XLA, p, g, s, jnp.float32(LR))),
   }
   found = {}
   for name, step_of in steps.items():
-    params, state = model, tx.init(model)
+    params, state = model, optimizer.tx.init(model)
     norms = []
     for step in range(4):
       params, state, *of_step = step_of(params, gradients(params, step), state)
@@ -164,18 +164,20 @@ def test_only_matrices_decay(mesh, embeddings, tied):
   }
   kept = {f"{name}.scale.value" for name in (*kept, ".final_norm")}
   assert {name for name, decays in mask.items() if not decays} == (
-    kept if embeddings else kept | {".embed.value"}
+    kept if embeddings else kept | {".embed.weight.value"}
   )
   matrices = {"q", "k", "v", "out", "gate", "up", "down"} | (set() if tied else {"head"})
-  decaying = {name.split(".")[-2] for name, decays in mask.items() if decays}
+  decaying = {
+    name.removesuffix(".weight.value").split(".")[-1] for name, decays in mask.items() if decays
+  }
   assert decaying == (matrices | {"embed"} if embeddings else matrices)
 
 
 def test_decay_moves_a_parameter_by_lr_times_decay_times_itself(mesh):
   model = make_decoder(tiny_config())
   zeros = jax.tree.map(jnp.zeros_like, model)
-  tx = build_optimizer(tiny_config({"optimizer.weight_decay": 0.25}))
+  tx = build_optimizer(tiny_config({"optimizer.weight_decay": 0.25})).tx
   directions, _ = jax.jit(tx.update)(zeros, tx.init(model), model)
   leaves, moved = named_leaves(model), named_leaves(directions)
-  np.testing.assert_allclose(moved[".head.value"], 0.25 * leaves[".head.value"], RTOL)
-  assert not np.any(moved[".embed.value"]) and not np.any(moved[".final_norm.scale.value"])
+  np.testing.assert_allclose(moved[".head.weight.value"], 0.25 * leaves[".head.weight.value"], RTOL)
+  assert not np.any(moved[".embed.weight.value"]) and not np.any(moved[".final_norm.scale.value"])

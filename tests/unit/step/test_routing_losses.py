@@ -11,12 +11,14 @@ from flax import nnx
 from helpers import TRAINING, assert_trees_close, micro_batches, named_leaves, pack, tiny_config
 
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import merge, numerics, trainable
+from ats_jax.model.init import numerics
 from ats_jax.model.mod import Pass
+from ats_jax.model.param import merge, trainable
 from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.balance import RESCUE_RATE, Totals, bias_rate, routing_loss, set_buffers, totals
 from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import metric_names
+from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 
@@ -85,7 +87,7 @@ def step_of(cfg):
     weighted = with_weights(cfg, weights)
     key = jax.random.key(0)
     whole = totals(batch, TRAINING)
-    _, stats, grads = sums_and_grads(weighted, model, batch, whole, key, TRAINING)
+    _, stats, grads = sums_and_grads(Pretraining(weighted), model, batch, whole, key, TRAINING)
     # A new model, as the step makes one of the moved weights.
     new = merge(trainable(model), jax.tree.map(jnp.copy, model))
     set_buffers(cfg, new, stats, jnp.int32(0), TRAINING)

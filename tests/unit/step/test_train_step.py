@@ -18,7 +18,8 @@ from helpers import (
 from ats_jax.step.balance import totals
 from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import METRICS
-from ats_jax.step.optimizer import decay_mask
+from ats_jax.step.objective import Pretraining
+from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.train_step import sums_and_grads
@@ -70,7 +71,7 @@ def test_accumulation_does_not_change_gradient_or_update(mesh):
 def grads_of(cfg, model, batch, key):
   """Loss sums and gradients of a dense model."""
   whole = totals(batch, TRAINING)
-  sums, _, grads = sums_and_grads(cfg, model, batch, whole, key, TRAINING)
+  sums, _, grads = sums_and_grads(Pretraining(cfg), model, batch, whole, key, TRAINING)
   return sums, grads
 
 

@@ -1,0 +1,131 @@
+"""Layers that multiply by a weight. `value` is where number formats and adapters enter."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.model.init import Numerics
+from ats_jax.model.param import Role, normal
+from ats_jax.ops.linear import linears
+
+# Where an activation's dimension has another logical axis than the weight's that meets it.
+_OF_ACTIVATIONS = {"embed": "act_embed"}
+
+
+class Weight(nnx.Module):
+  """One drawn weight; also the embedding table and the head, [vocab, d_model]."""
+
+  def __init__(
+    self, sizes: Mapping[str, int], *, role: Role, std: float, num: Numerics, rngs: nnx.Rngs
+  ):
+    """Draw the weight.
+
+    Args:
+      sizes: of its dimensions, by logical axis.
+      role: what it does.
+      std: of the normal distribution.
+      num: its dtype.
+      rngs: gives one key.
+    """
+    axes, shape = tuple(sizes), tuple(sizes.values())
+    self.weight = normal(rngs.params(), shape, axes, std, num.param_dtype, role)
+
+  def value(self, dtype: jnp.dtype | None = None) -> jax.Array:
+    """The weight that is multiplied with, however it is kept; in `dtype`, or its own."""
+    weight = self.weight[...]
+    return weight if dtype is None else weight.astype(dtype)
+
+
+class Linear(Weight):
+  """Multiplies the last dimensions of its input by a weight [*inputs, *outputs]; no bias."""
+
+  def __init__(
+    self,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    *,
+    std: float,
+    num: Numerics,
+    rngs: nnx.Rngs,
+  ):
+    """Draw the weight.
+
+    Args:
+      inputs: sizes of the contracted dimensions, by logical axis.
+      outputs: sizes of the result's new dimensions, likewise.
+      std: of the weight.
+      num: its dtype, and what runs.
+      rngs: gives one key.
+    """
+    sizes = {**inputs, **outputs}
+    super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs)
+    self.num_inputs, self.kernels = len(inputs), num.kernels
+
+  @property
+  def inputs(self) -> tuple[str, ...]:
+    """Logical axes of the contracted dimensions, as activations have them."""
+    return _of_activations(self.weight.axes[: self.num_inputs])
+
+  @property
+  def outputs(self) -> tuple[str, ...]:
+    """Logical axes of the result's new dimensions."""
+    return _of_activations(self.weight.axes[self.num_inputs :])
+
+  def __call__(self, x: jax.Array, *, fp8: bool = False) -> jax.Array:
+    """Map [batch, seq, *inputs] to [batch, seq, *outputs]; `fp8` multiplies in 8 bits."""
+    return project(x, (self,), fp8=fp8)[0]
+
+
+class ExpertLinear(Weight):
+  """The weights of all experts' layers of one kind: a stack [experts, in, out].
+
+  Who multiplies sorts tokens by expert first, so it takes `value` into an island and calls
+  `ops.grouped_matmul` there.
+  """
+
+  def __init__(
+    self,
+    experts: int,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    *,
+    std: float,
+    num: Numerics,
+    rngs: nnx.Rngs,
+  ):
+    """Draw the weights; as of `Linear`, for each of `experts` slots."""
+    sizes = {"experts": experts, **inputs, **outputs}
+    super().__init__(sizes, role=Role.EXPERT, std=std, num=num, rngs=rngs)
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """Logical axes of `value` once the matrices are whole along d_model."""
+    return _of_activations(self.weight.axes)
+
+
+def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tuple[jax.Array, ...]:
+  """Several layers of one input in one op, which then reads (and in 8 bits quantises) it once.
+
+  Args:
+    x: activations [batch, seq, *inputs].
+    layers: all with the same inputs.
+    fp8: multiply in 8 bits.
+
+  Returns:
+    [batch, seq, *outputs] for each layer, in the dtype of `x`.
+  """
+  first = layers[0]
+  return linears(
+    x,
+    [layer.value(x.dtype) for layer in layers],
+    inputs=first.inputs,
+    outputs=[layer.outputs for layer in layers],
+    fp8=fp8,
+    kernels=first.kernels,
+  )
+
+
+def _of_activations(axes: Sequence[str]) -> tuple[str, ...]:
+  return tuple(_OF_ACTIVATIONS.get(axis, axis) for axis in axes)

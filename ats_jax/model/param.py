@@ -1,0 +1,146 @@
+"""Parameters that know what they are: their logical axes and their role, beside the array."""
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.config.schema import ModelConfig
+from ats_jax.sharding.rules import spec
+
+
+class Role(enum.StrEnum):
+  """What a parameter does. Optimizers, sharding checks and surgery ask this, never a name."""
+
+  MATRIX = "matrix"  # of a layer that every token of the layer is multiplied with
+  EXPERT = "expert stack"  # [experts, in, out]
+  ROUTER = "router"  # scores experts, or tokens
+  EMBEDDING = "embedding"  # rows looked up by token; the head's too where they are tied
+  HEAD = "head"
+  NORM = "norm"
+  BIAS = "bias"
+  SINK = "sink"  # a learned logit that takes attention from the keys
+  SCALAR = "scalar"
+  ADAPTER = "adapter"  # small matrices beside a frozen one
+  BUFFER = "buffer"  # read by the model, set by the step; no gradient
+
+
+class Param(nnx.Param):
+  """A trained array.
+
+  `axes` and `role` are static: they belong to the structure of the tree, not to its leaves, so they
+  are the same after jit, scan, vmap, eval_shape and jax.tree.map, and in gradients and moments.
+
+  Attributes:
+    axes: logical axes (sharding/rules.py) of one layer's array. The array of stacked layers has one
+      dimension more, in front: a `jax.vmap` over constructors knows nothing of metadata.
+    role: what it does.
+  """
+
+  axes: tuple[str, ...]
+  role: Role
+
+  def __init__(self, value: Any, *, axes: tuple[str, ...], role: Role):
+    super().__init__(value, axes=axes, role=role)
+
+
+class Buffer(nnx.Variable):
+  """What the model reads but no gradient trains: the step sets it from what it saw.
+
+  Attributes:
+    axes: as of a `Param`.
+    role: `Role.BUFFER`.
+  """
+
+  axes: tuple[str | None, ...]
+  role: Role
+
+  def __init__(self, value: Any, *, axes: tuple[str | None, ...]):
+    super().__init__(value, axes=axes, role=Role.BUFFER)
+
+
+def is_variable(x: Any) -> bool:
+  """For `is_leaf`: whether `x` is a parameter or buffer, and not its array."""
+  return isinstance(x, nnx.Variable)
+
+
+def per_param(f: Callable[[Param], Any], tree: Any) -> Any:
+  """`tree` with `f(parameter)` in place of each parameter's array, e.g. `optax.partition`'s labels.
+
+  Raises:
+    TypeError: if a leaf is not the array of a parameter.
+  """
+
+  def one(param: Any) -> Any:
+    if not isinstance(param, Param):
+      raise TypeError(f"expected a tree of Params, found a leaf of type {type(param).__name__}")
+    return jax.tree.map(lambda _: f(param), param)
+
+  return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def roles(params: Any) -> Any:
+  """The role of each parameter, in a tree like `params`."""
+  return per_param(lambda param: param.role, params)
+
+
+def params_of(tree: Any) -> list[Param]:
+  """All parameters of a tree; buffers are none."""
+  return [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if isinstance(v, Param)]
+
+
+def trainable(model: Any) -> Any:
+  """The model with None in place of its buffers; `merge` undoes it."""
+  return jax.tree.map(lambda v: None if isinstance(v, Buffer) else v, model, is_leaf=is_variable)
+
+
+def merge(params: Any, model: Any) -> Any:
+  """`params` (like `trainable(model)`) with the buffers of `model`."""
+  copied = lambda v: jax.tree.map(lambda x: x, v)  # whoever writes to it writes to no other model
+  pick = lambda v, p: copied(v) if isinstance(v, Buffer) else p
+  return jax.tree.map(pick, model, params, is_leaf=is_variable)
+
+
+def normal(
+  key: jax.Array,
+  shape: tuple[int, ...],
+  axes: tuple[str, ...],
+  std: float,
+  dtype: jnp.dtype,
+  role: Role,
+) -> Param:
+  """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
+  value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec(*axes))
+  return Param(value.astype(dtype), axes=axes, role=role)
+
+
+def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
+  """A vector of ones, e.g. the scale of a norm."""
+  return Param(jnp.ones(shape, dtype, out_sharding=spec(*axes)), axes=axes, role=role)
+
+
+def zeros(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
+  """A vector of zeros, e.g. a bias."""
+  return Param(jnp.zeros(shape, dtype, out_sharding=spec(*axes)), axes=axes, role=role)
+
+
+def zero_buffer(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Buffer:
+  """A buffer of zeros."""
+  return Buffer(jnp.zeros(shape, dtype, out_sharding=spec(*axes)), axes=axes)
+
+
+def residual_std(cfg: ModelConfig) -> float:
+  """Std of matrices that write to the residual stream: 2 * num_layers of them add up (GPT-2)."""
+  return cfg.init_std / math.sqrt(2 * cfg.num_layers)
+
+
+def head_std(cfg: ModelConfig) -> float:
+  """Std of the output head: logits of a unit-RMS input stay within 0.25, so first loss = ln V.
+
+  The excess over ln V is half the logits' variance, at most 0.03 (our choice; no source).
+  """
+  return min(cfg.init_std, 0.25 / math.sqrt(cfg.d_model))

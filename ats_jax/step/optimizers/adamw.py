@@ -1,0 +1,113 @@
+"""AdamW as an optax chain, or by the `adamw` op on the state of that chain."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ats_jax.config.schema import Config
+from ats_jax.ops.adamw import Rates, clip_scale
+from ats_jax.ops.adamw import adamw as adamw_update
+from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.step.optimizers.base import (
+  Moved,
+  Optimizer,
+  add_decayed_weights,
+  clip_by_norm,
+  decay_mask,
+)
+
+
+class AdamState(NamedTuple):
+  """State of `scale_by_adam`.
+
+  Attributes:
+    steps: int32 scalar, updates so far.
+    mu: first moments, a tree like the parameters.
+    nu: second moments.
+  """
+
+  steps: jax.Array
+  mu: Any
+  nu: Any
+
+
+def adamw(cfg: Config, kernels: Kernels = XLA) -> Optimizer:
+  """Clip, Adam, decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101).
+
+  Args:
+    cfg: the resolved config.
+    kernels: what runs; a kernel in the slot of the `adamw` op makes the update fused.
+  """
+  o = cfg.optimizer
+  chain: list[optax.GradientTransformation] = []
+  if o.grad_clip:
+    chain.append(clip_by_norm(o.grad_clip))
+  dtypes = jnp.dtype(cfg.precision.mu_dtype), jnp.dtype(cfg.precision.nu_dtype)
+  chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
+  if o.weight_decay:
+    chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
+  has_kernel = kernels.of("adamw", "update") != "xla"
+  fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
+  return Optimizer(optax.chain(*chain), fused, squares=frozenset({"nu"}))
+
+
+def scale_by_adam(
+  b1: float, b2: float, eps: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype
+) -> optax.GradientTransformation:
+  """Adam's direction (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), float32 arithmetic.
+
+  As `optax.scale_by_adam`, but each moment has a dtype of its own: optax gives the second moment
+  the parameters' dtype, and a bfloat16 average with b2 >= 0.99 stops moving. The bias corrections
+  are in scalars, as at the end of the paper's section 2: with a single division an element, XLA
+  makes the whole update of a parameter and its norm in one pass over memory.
+  """
+
+  def init(params):
+    zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
+    return AdamState(jnp.zeros((), jnp.int32), zeros(mu_dtype), zeros(nu_dtype))
+
+  def update(updates, state, params=None):
+    del params
+    steps = state.steps + 1
+    average = lambda old, new, b: b * old.astype(jnp.float32) + (1.0 - b) * new
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    mu = jax.tree.map(lambda m, g: average(m, g, b1), state.mu, grads)
+    nu = jax.tree.map(lambda v, g: average(v, jnp.square(g), b2), state.nu, grads)
+    bias1, bias2 = 1.0 - b1**steps, 1.0 - b2**steps
+    of_root = bias1 / jnp.sqrt(bias2)
+    directions = jax.tree.map(lambda m, v: m / (of_root * jnp.sqrt(v) + bias1 * eps), mu, nu)
+    cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
+    return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
+
+  return optax.GradientTransformation(init, update)
+
+
+def fused_adamw(
+  cfg: Config, kernels: Kernels, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array
+) -> Moved:
+  """What the chain of `adamw` does, in one pass over each parameter and on its state.
+
+  Neither clipped gradients nor directions are ever in memory.
+  """
+  o = cfg.optimizer
+  is_adam = lambda state: isinstance(state, AdamState)
+  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+  steps = adam.steps + 1
+  _, clip = clip_scale(grads, o.grad_clip)
+  rates = Rates(clip, lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
+  decays = decay_mask(params, embeddings=o.decay_embeddings)
+  leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
+  update = functools.partial(
+    adamw_update, rates=rates, b1=o.b1, b2=o.b2, eps=o.eps, kernels=kernels
+  )
+  updated = [
+    update(p, g, m, v, weight_decay=o.weight_decay * decay) for p, g, m, v, decay in leaves
+  ]
+  param, mu, nu, squares = zip(*updated, strict=True)
+  like = jax.tree.structure(params).unflatten
+  new = AdamState(steps, like(mu), like(nu))
+  opt_state = jax.tree.map(lambda s: new if is_adam(s) else s, opt_state, is_leaf=is_adam)
+  return Moved(like(param), opt_state, lr * jnp.sqrt(sum(squares)))

@@ -1,0 +1,127 @@
+"""What all optimizers share: clip, decay by role, the move, and what they keep of a parameter."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ats_jax.model.param import Param, Role, per_param
+
+DECAYS = frozenset({Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPTER})
+
+
+class Moved(NamedTuple):
+  """What an update by `Optimizer.fused` leaves behind.
+
+  Attributes:
+    params: new parameters.
+    opt_state: new state.
+    update_norm: float32, of what was added to the parameters.
+  """
+
+  params: Any
+  opt_state: optax.OptState
+  update_norm: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """A transformation of gradients, and what others may know of it.
+
+  What it keeps of each parameter it keeps in trees like the model, anywhere in its state. Whoever
+  edits the experts of a model edits those too (`per_parameter`), knowing no more than `squares`.
+
+  Attributes:
+    tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
+    fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
+      the same state; None = there is no kernel for it.
+    squares: names of the fields of its state that hold averages of squares. They are never
+      negative, and a row that starts anew late must not have 0 there. All others are averages of
+      gradients, where it must.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
+  squares: frozenset[str] = frozenset()
+
+
+def per_parameter(opt_state: optax.OptState) -> list[tuple[str, Any]]:
+  """What an optimizer keeps of each parameter: names of fields and trees like the model.
+
+  Under `optax.partition` a tree has `optax.MaskedNode` in place of arrays that another one keeps.
+  """
+  is_model = lambda x: isinstance(x, nnx.Module)
+  found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_model)
+  return [(path[-1].name, tree) for path, tree in found if is_model(tree)]
+
+
+def decays(param: Param, *, embeddings: bool) -> bool:
+  """Whether a parameter decays: matrices; the embedding table if asked; no vector of any role."""
+  asked = embeddings and param.role is Role.EMBEDDING
+  return (param.role in DECAYS or asked) and len(param.axes) > 1
+
+
+def decay_mask(params: Any, *, embeddings: bool) -> Any:
+  """`decays` of each parameter, in a tree like `params`."""
+  return per_param(lambda param: decays(param, embeddings=embeddings), params)
+
+
+def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+  """Scale gradients whose norm is above `max_norm` to it (Pascanu et al. 2013, algorithm 1).
+
+  As `optax.clip_by_global_norm`, but in float32 whatever the gradients are: that one rounds the
+  norm of bfloat16 gradients to bfloat16, and reads them once more than the step's own norm.
+  `update` also takes their `grad_norm` from who knows it.
+  """
+
+  def update(updates, state, params=None, *, grad_norm: jax.Array | None = None, **_):
+    del params
+    known = norm(updates) if grad_norm is None else grad_norm
+    # Without the seam it is by who else reads the norm whether XLA divides or takes an rsqrt.
+    scale = jnp.minimum(1.0, max_norm / seam(known))
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def add_decayed_weights(
+  weight_decay: float, *, embeddings: bool
+) -> optax.GradientTransformationExtraArgs:
+  """As `optax.add_decayed_weights`; `update` also takes a `decay_scale` that multiplies the decay.
+
+  Args:
+    weight_decay: of the parameters that `decays` says.
+    embeddings: see there.
+  """
+
+  def update(updates, state, params=None, *, decay_scale: jax.Array | float = 1.0, **_):
+    decay = jnp.asarray(weight_decay, jnp.float32) * decay_scale
+    one = lambda u, p, decays: u + decay.astype(p.dtype) * p if decays else u
+    mask = decay_mask(params, embeddings=embeddings)
+    return jax.tree.map(one, updates, params, mask), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def move(params: Any, directions: Any, lr: jax.Array) -> Any:
+  """`params - lr * directions`, in float32, rounded once."""
+  one = lambda p, d: (p.astype(jnp.float32) - lr * d).astype(p.dtype)
+  return jax.tree.map(one, params, directions)
+
+
+def seam(tree: Any) -> Any:
+  """Where the guarded and the plain step part and meet again.
+
+  XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
+  nothing is fused across. On a GPU that would write out what is never in memory otherwise.
+  """
+  return jax.lax.optimization_barrier(tree) if jax.default_backend() == "cpu" else tree
+
+
+def norm(tree: Any) -> jax.Array:
+  """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
+  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
