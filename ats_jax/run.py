@@ -29,8 +29,7 @@ from ats_jax.metrics.summary import performance, performance_stats
 from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.metrics.writer import MetricWriter, create_writer
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
-from ats_jax.orchestrator.trials.again import Again
-from ats_jax.orchestrator.trials.ahead import Ahead
+from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
@@ -186,7 +185,7 @@ class Run:
     """What a checkpoint holds beside the state, but for what the supervisor has `saved`."""
     return {POSITION: self.batches.position(), **self.program.saved()}
 
-  def again(self) -> Again:
+  def again(self) -> Update:
     """What makes the last update once more, from another state."""
     train_step, batch = self._compiled[1], self._batch
     return lambda state: train_step(state, batch)

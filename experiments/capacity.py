@@ -13,7 +13,7 @@ from runs import Changes, markdown
 from ats_jax import workdir
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator.actions.settings import ChangeSettings
+from ats_jax.orchestrator.actions import ChangeSettings
 from ats_jax.orchestrator.record import ledger
 from ats_jax.train import train
 

@@ -17,8 +17,8 @@ A config file is Python, so it is the place to register one, without touching th
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ats_jax.orchestrator.actions.base import Action
-from ats_jax.orchestrator.policy.decide import Judgement
+from ats_jax.orchestrator.actions import Action
+from ats_jax.orchestrator.policy.state import Judgement
 from ats_jax.orchestrator.signals.health import Health
 from ats_jax.orchestrator.signals.interval import Reading
 

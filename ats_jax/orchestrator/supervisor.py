@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -22,36 +22,26 @@ from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import (
-  Rollback,
-  SaveCheckpoint,
-  Stop,
-  Surgery,
-  apply,
-  to_json,
-)
-from ats_jax.orchestrator.actions.settings import ChangeSettings
-from ats_jax.orchestrator.policy.decide import Decision, Judgement, decide
-from ats_jax.orchestrator.policy.plateau import FACTOR, SPAN, Plateau, conclude, observe
-from ats_jax.orchestrator.policy.requests import Ready, Request, Requests
-from ats_jax.orchestrator.policy.state import Memory
-from ats_jax.orchestrator.record.agreement import check_agreement
-from ats_jax.orchestrator.record.ledger import Ledger
+from ats_jax.orchestrator.actions.base import Action, Settings
+from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
+from ats_jax.orchestrator.policy.growth import SPAN
+from ats_jax.orchestrator.policy.requests import Ready, Requests
+from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
+from ats_jax.orchestrator.record.ledger import Ledger, check_agreement
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import LEVELS, report
-from ats_jax.orchestrator.signals.interval import Reading, check_probe, probe_loss, read
-from ats_jax.orchestrator.trials.again import Again, Rerun
-from ats_jax.orchestrator.trials.ahead import Ahead, compare
+from ats_jax.orchestrator.signals.interval import Pending, Reading, check_probe, probe_loss, read
+from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
-from ats_jax.step.state import TrainState, first_bucket
+from ats_jax.step.state import TrainState
 
 Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
-# Where a checkpoint keeps the policy's memory, what hooks asked for, what came of higher rates.
-SAVED, WAITING, PLATEAU = "orchestrator", "requests", "plateau"
+# Where a checkpoint keeps what the policy remembers, and what hooks asked for.
+SAVED, WAITING = "orchestrator", "requests"
 
 
 class Loop(Protocol):
@@ -61,7 +51,7 @@ class Loop(Protocol):
     """What a checkpoint of the state would hold beside it and what the supervisor has `saved`."""
     ...
 
-  def again(self) -> Again:
+  def again(self) -> Update:
     """What makes the last update once more, from another state."""
     ...
 
@@ -108,31 +98,11 @@ class NoSupervisor:
     return {}
 
 
-class Interval(NamedTuple):
-  """Steps that were not looked at yet.
-
-  Attributes:
-    step: the last of them.
-    rows: `StepMetrics.values` of each, on their way to the host.
-    probe: what the eval step returned for the weights after the last.
-    rules: by which it did.
-    host: what this process's clock says of them.
-    loads: moe/load of each step, if experts are watched.
-  """
-
-  step: int
-  rows: list[jax.Array]
-  probe: jax.Array | None
-  rules: Pass
-  host: dict[str, float]
-  loads: list[jax.Array]
-
-
 class Supervisor:
   """One run's supervisor.
 
   Attributes:
-    memory: of the policy.
+    policy: what it remembers.
     decisions: those of this process, with the steps at which they were taken.
     wants_checkpoint: an action needs one now.
     wants_restart: the checkpoint that was just saved is to be gone on from, with other settings.
@@ -163,23 +133,23 @@ class Supervisor:
       snapshots: where to keep states, if they are to outlive it.
       loop: lends what branches need; without one none are tried.
     """
-    self.memory, self.decisions = Memory(), list[tuple[int, Decision]]()
+    self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
     self._requests = Requests(program.cfg)
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self.replayed = 0
     self._program, self._cfg, self._probe = program, program.cfg.orchestrator, probe
-    self._names, self._bucket = metric_names(program.cfg), first_bucket(program.cfg)
+    self._names, self._terms = metric_names(program.cfg), Terms.of(program.cfg)
     self._write, self._restore, self._loop = write, restore, loop
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None
-    self._pending: Interval | None = None
+    self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
     self._norm = (-1, math.nan)  # of the weights after a step: of the last row that was read
     self._changed_step = -1  # after which the state was replaced or edited
-    self._raises = self._cfg.raise_learning_rate and probe is not None
-    self._plateau, self._ripe, self._rerun = Plateau(), False, None
+    self._tries: Action | None = None  # what is to be tried when the next steps begin
+    self._again: Again | None = None
     self._snapshots = snapshots or Snapshots.of(self._cfg)
     self._ledger = None
     if ledger is not None and jax.process_index() == 0:
@@ -202,15 +172,14 @@ class Supervisor:
       ValueError: if the probe holds no token.
     """
     if saved and SAVED in saved:
-      self.memory = Memory.from_json(saved[SAVED])
+      self.policy = PolicyState.from_json(saved[SAVED])
       self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
-      self._plateau = Plateau(**saved.get(PLATEAU, {}))
     if step:
       self._note("resumed_from", step)
     self._note(
-      "start", step, settings=dataclasses.asdict(self._cfg), bucket=self._bucket,
-      accum_steps=self._program.cfg.step.accum_steps,
+      "start", step, settings=dataclasses.asdict(self._cfg), bucket=self._terms.bucket,
+      capacity=self._terms.capacity, accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
       check_probe(jax.device_get(self._eval(state.model, self._program.rules(step))))
@@ -256,16 +225,16 @@ class Supervisor:
     if self._experts is not None:
       start_copy(metrics.layers["moe/load"])
       self._loads.append(metrics.layers["moe/load"])
-    if self._rerun is not None and self._loop is not None:
-      self._rerun.add(self._loop.again(), metrics)
+    if self._again is not None and self._loop is not None:
+      self._again.add(self._loop.again(), metrics)
     if step % self._cfg.check_interval:
       return state
     earlier, self._pending = self._pending, self._interval(step, state)
     if earlier is not None:
       state = self._look(step, state, earlier)
     if self._loop is not None:
-      state = self._branch(step, state)
-    if self.acts and step > self.memory.acted_step:
+      state = self._try_again(step, state)
+    if self.acts and step > self.policy.acted_step:
       position = {} if self._loop is None else self._loop.position()
       self._snapshots.offer(step, state, {**position, **self._remembered()})
     return state
@@ -289,7 +258,7 @@ class Supervisor:
     if self._restored_step != step:  # else these are the metrics of what was replaced
       check_finite(step, metrics)
     if self._loop is not None and self._may_try(step):
-      state = self._try(step, state, self._loop.ahead())
+      state = self._try_ahead(step, state, self._loop.ahead())
     return state
 
   def saved(self) -> dict[str, Any]:
@@ -299,9 +268,8 @@ class Supervisor:
 
   def _remembered(self) -> dict[str, Any]:
     return {
-      SAVED: self.memory.to_json(),
+      SAVED: self.policy.to_json(),
       WAITING: self._requests.to_json(),
-      PLATEAU: self._plateau._asdict(),
       CHANGES: self._settings,
     }
 
@@ -316,20 +284,20 @@ class Supervisor:
   def __exit__(self, *exc: object) -> None:
     self.close()
 
-  def _interval(self, step: int, state: TrainState) -> Interval:
+  def _interval(self, step: int, state: TrainState) -> Pending:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
     probe, rules = None, self._program.rules(step)
     if self._probe is not None:
       probe = self._eval(state.model, rules)
       start_copy(probe)
-    return Interval(step, rows, probe, rules, self._clock.lap(len(rows)), loads)
+    return Pending(step, rows, probe, rules, self._clock.lap(len(rows)), loads)
 
   def _eval(self, model: Decoder, rules: Pass) -> jax.Array:
     assert self._probe is not None
     return self._program.eval_step(model, self._probe, rules)
 
   def _look(
-    self, step: int, state: TrainState, interval: Interval, *, pause: bool = False
+    self, step: int, state: TrainState, interval: Pending, *, pause: bool = False
   ) -> TrainState:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
@@ -344,10 +312,9 @@ class Supervisor:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
     ready = self._ready(step, state, pause=pause)
     request = None if ready is None else ready.request
-    self.memory, judgement = decide(
-      self._cfg, self.memory, reading, step, self._bucket, pause=pause, request=request
-    )
-    check_agreement(self.memory, reading, judgement.decisions, self._requests.to_json())
+    seen = Interval(reading, pause, request)
+    self.policy, judgement = decide(self._terms, self.policy, seen, step)
+    check_agreement(self.policy, reading, judgement.decisions, self._requests.to_json())
     health = report({**reading.means, **interval.host}, reading.nonfinite, judgement.finding)
     self._note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
@@ -370,13 +337,15 @@ class Supervisor:
         del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
-    if self.memory.trial is None:
+    if self.policy.trial is None:
       self._snapshots.forget()
-    self._plateau, self._ripe = observe(self._plateau, self.memory, reading, judgement)
+    self._tries = judgement.tries
     if judgement.finding or judgement.decisions:
-      self._rerun = None
+      self._again = None
     self._report(step, reading, judgement, LEVELS.index(health.level))
-    self._requests.make_room(self.memory, step)
+    is_over = step >= self._program.cfg.num_steps
+    if judgement.asks is not None and not self._requests.waiting and not is_over:
+      self._requests.add(judgement.asks, step)
     for asked in hooks.call(hooks.Look(step, reading, health, judgement)):
       is_try = isinstance(asked, hooks.Try)
       self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
@@ -386,7 +355,7 @@ class Supervisor:
     """The request whose turn it is; one that turns out impossible is dropped, and said so."""
     if self.wants_restart:
       return None
-    ready = self._requests.ready(self.memory, state, step, pause=pause)
+    ready = self._requests.ready(self.policy, state, step, pause=pause)
     if ready is None or not ready.refusal:
       return ready
     del self._requests.waiting[ready.place]
@@ -394,128 +363,121 @@ class Supervisor:
     return None
 
   def _refuse(self, step: int, ready: Ready) -> None:
-    fields = to_json(ready.request.action)
-    self._note("refused", step, action=fields.pop("action"), fields=fields, reason=ready.refusal)
+    self._note("refused", step, ready.request.action, reason=ready.refusal)
     logging.warning("orchestrator: what a hook asked for is not possible: %s", ready.refusal)
 
   def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
-    action, earlier, came_to = decision.action, None, {}
-    if isinstance(action, Rollback) and self.acts:
-      earlier, came_to = self._earlier(step, state, action)
-    applied = self.acts and not (isinstance(action, Rollback) and earlier is None)
-    fields = to_json(action)
-    name = fields.pop("action")
+    action, saved, came_to = decision.action, None, {}
+    if self.acts:
+      saved, came_to = action.find(self, step, state)
+    applied = self.acts and not (action.needs_saved and saved is None)
     self._note(
-      "decision", step, id=decision.id, action=name, fields=fields, cause=decision.cause,
+      "decision", step, action, id=decision.id, cause=decision.cause,
       confidence=decision.confidence, reason=decision.reason, applied=applied, **came_to,
     )  # fmt: skip
     logging.warning(
-      "orchestrator: step %d: %s %s%s: %s (%s, confidence %.2f)", step,
-      name, " ".join(f"{k}={v}" for k, v in (fields | came_to).items()),
-      "" if applied else " (not applied)", decision.reason, decision.cause, decision.confidence,
+      "orchestrator: step %d: %s%s%s: %s (%s, confidence %.2f)", step, action,
+      "".join(f" {k}={v}" for k, v in came_to.items()), "" if applied else " (not applied)",
+      decision.reason, decision.cause, decision.confidence,
     )  # fmt: skip
     if not applied:
       return state
-    if isinstance(action, Stop):
-      raise FloatingPointError(
-        f"the orchestrator gives up at step {step}: {decision.reason}. What it tried is in "
-        "decisions.jsonl (python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or "
-        "look at the data (python -m ats_jax.data stats). No checkpoint holds such weights."
-      )
-    if isinstance(action, SaveCheckpoint | ChangeSettings):
-      self.wants_checkpoint = True
-      if isinstance(action, ChangeSettings):
-        self._change(action)
-      return state
-    if earlier is not None:
+    action.check(self._program.cfg)
+    action.tell(self, step, decision.reason)
+    changed = action.apply(state, self._program.cfg, saved)
+    if changed is not state:
+      self._changed_step = step
+    if saved is not None:
       self._restored_step = step
-    state, self._changed_step = apply(action, state, self._program.cfg, earlier), step
-    if self._experts is not None and isinstance(action, Rollback | Surgery):
-      self._experts = Experts(self._program.cfg, state)
-    return state
+    if self._experts is not None and action.edits:
+      self._experts = Experts(self._program.cfg, changed)
+    return changed
+
+  def restart_with(self, settings: Settings, before: Settings) -> None:
+    """Have the run go on with other settings, from a checkpoint that it saves now."""
+    was = dict(before)
+    for name, now in settings:
+      began, _ = self._settings.pop(name, (was[name], None))
+      if now != began:
+        self._settings[name] = (began, now)
+    self.wants_checkpoint = self.wants_restart = True
 
   def _may_try(self, step: int) -> bool:
     """Whether there is time and peace for a branch."""
-    memory, is_over = self.memory, step == self._program.cfg.num_steps
-    healthy = memory.healthy > 0 and memory.trial is None and not memory.latched
+    policy, is_over = self.policy, step == self._program.cfg.num_steps
+    healthy = policy.healthy > 0 and policy.trial is None and not policy.latched
     able = self._cfg.branch_steps > 0 and self._probe is not None and self._snapshots.good
     has_won = any(request.cause == "branch" for request in self._requests.waiting)
     return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
 
-  def _try(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
-    """Try what a hook wants tried on a branch; ask for it if it wins."""
-    ready = self._requests.ready(self.memory, state, step, pause=True, trial=True)
+  def _try_ahead(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
+    """Try what a hook wants tried, on the batches that come next; ask for it if it wins."""
+    ready = self._requests.ready(self.policy, state, step, pause=True, trial=True)
     if ready is None:
       return state
     del self._requests.waiting[ready.place]
     if ready.refusal:
       self._refuse(step, ready)
       return state
-    action = ready.request.action
-    rules = self._program.rules(step)
-    loss = lambda model: probe_loss(jax.device_get(self._eval(model, rules)))
-    state, effect = compare(self._program.cfg, state, action, ahead, loss)
-    fields = to_json(action)
-    name = fields.pop("action")
-    self._note("branch", step, action=name, fields=fields, **effect._asdict())
-    logging.info("orchestrator: step %d: %s on a branch: held-out loss %+.3g +- %.2g nats",
-      step, action, *effect)  # fmt: skip
-    if effect.wins:
-      reason = f"on a branch the held-out loss changed by {effect.mean:.3g} +- {effect.error:.2g}"
-      self._requests.add(Request(action, "branch", reason), step)
+    action, rules = ready.request.action, self._program.rules(step)
+    probe = lambda model: self._eval(model, rules)
+    state, effect = look_ahead(self._program.cfg, state, action, ahead, probe)
+    judgement = self._decide_trial(step, Tried(action, effect, again=False), first=step)
+    if judgement.asks is not None:
+      self._requests.add(judgement.asks, step)
     return state
 
-  def _change(self, action: ChangeSettings) -> None:
-    """Have the run go on with other settings, once it is saved."""
-    was = dict(action.before)
-    for name, now in action.settings:
-      began, _ = self._settings.pop(name, (was[name], None))
-      if now != began:
-        self._settings[name] = (began, now)
-    self.wants_restart = True
-
-  def _branch(self, step: int, state: TrainState) -> TrainState:
-    """Begin a branch with a higher learning rate, or end it in the state of the better arm."""
-    pending, rerun = self._pending, self._rerun
+  def _try_again(self, step: int, state: TrainState) -> TrainState:
+    """Begin to remember steps that the policy wants tried otherwise, or make them again."""
+    pending, again = self._pending, self._again
     assert pending is not None, "no interval ends here"
-    if rerun is None:
-      if self._raises and self._ripe and self._snapshots.good:
-        self._rerun, self._ripe = Rerun(step, state, pending.probe, pending.rules), False
+    if again is None:
+      if self._tries is not None and self._probe is not None and self._snapshots.good:
+        self._again = Again(step, state, self._tries, pending.probe, pending.rules)
+        self._tries = None
       return state
-    if rerun.rules != pending.rules:
-      self._rerun = None  # its beginning and its end are losses of two models
+    if again.rules != pending.rules:
+      self._again = None  # its beginning and its end are losses of two models
       return state
-    if step < rerun.first + SPAN * self._cfg.check_interval:
+    if step < again.first + SPAN * self._cfg.check_interval:
       return state
-    self._rerun = None
-    look = lambda model: self._eval(model, rerun.rules)
-    left, other, branch = rerun.make(state, FACTOR, look)
-    self.replayed += step - rerun.first
-    self._clock.lap(step - rerun.first)  # is no slow training
-    self._note("rerun", step, first=rerun.first, factor=FACTOR, **branch._asdict())
-    self._plateau, self.memory, decision = conclude(
-      self._cfg, self._plateau, self.memory, branch, step
-    )
-    logging.info("orchestrator: steps %d to %d again with %g times the learning rate: %s, %s",
-      rerun.first + 1, step, FACTOR, branch, "kept" if decision else "not kept")  # fmt: skip
-    if decision is None:
+    self._again = None
+    probe = lambda model: self._eval(model, again.rules)
+    left, other, effect = again.make(self._program.cfg, state, probe)
+    self.replayed += step - again.first
+    self._clock.lap(step - again.first)  # is no slow training
+    judgement = self._decide_trial(step, Tried(again.action, effect, again=True), again.first)
+    if not judgement.decisions:
       del other  # there is memory for one
       return left.restore(state)
     self._snapshots.reject()
-    self.decisions.append((step, decision))
-    return self._carry_out(step, other, decision)
+    for decision in judgement.decisions:
+      self.decisions.append((step, decision))
+      other = self._carry_out(step, other, decision)
+    return other
 
-  def _earlier(
-    self, step: int, state: TrainState, action: Rollback
-  ) -> tuple[TrainState | None, dict[str, int]]:
-    """The state to go back to, and the step that made it."""
+  def _decide_trial(self, step: int, tried: Tried, first: int) -> Judgement:
+    """Write down what came of a trial, and what is to be done about it."""
+    self._note(
+      "trial", step, tried.action, again=tried.again, first=first, **tried.effect._asdict()
+    )
+    self.policy, judgement = decide(self._terms, self.policy, tried, step)
+    won = bool(judgement.decisions or judgement.asks)
+    logging.info("orchestrator: step %d: tried %s on the steps from %d on: %s, %s", step,
+      tried.action, first, tried.effect, "won" if won else "lost")  # fmt: skip
+    return judgement
+
+  def earlier(
+    self, step: int, state: TrainState, back: int, *, returns: bool
+  ) -> tuple[TrainState | None, dict[str, Any]]:
+    """The state to go back to, and the step that made it; see `Rollback`."""
     ring = self._snapshots
-    snapshot = ring.left if action.undo else ring.back(action.back)
+    snapshot = ring.left if returns else ring.back(back)
     if snapshot is not None:
       earlier = snapshot.restore(state)
       ring.leave(step, state)
       return earlier, {"to": snapshot.step}
-    if action.undo or self._restore is None or (found := self._restore()) is None:
+    if returns or self._restore is None or (found := self._restore()) is None:
       return None, {}
     to, earlier, _ = found
     return earlier, {"to": to}
@@ -526,12 +488,12 @@ class Supervisor:
     seen = {} if np.isnan(reading.probe) else {"orchestrator/probe_loss": reading.probe}
     self._write(step, {
       "orchestrator/health": level,
-      "orchestrator/lr_scale": self.memory.lr_scale,
-      "orchestrator/decisions": self.memory.decisions,
+      "orchestrator/lr_scale": self.policy.lr_scale,
+      "orchestrator/decisions": self.policy.decisions,
       "orchestrator/confidence": judgement.finding.confidence if judgement.finding else 0.0,
       **seen,
     })  # fmt: skip
 
-  def _note(self, kind: str, step: int, **fields: Any) -> None:
+  def _note(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
     if self._ledger is not None:
-      self._ledger.write(kind, step, **fields)
+      self._ledger.write(kind, step, action, **fields)

@@ -23,11 +23,10 @@ from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.model.decoder import Decoder
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import Rollback, SetLearningRateScale, Surgery, to_json
+from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
-from ats_jax.orchestrator.trials.again import Again
-from ats_jax.orchestrator.trials.ahead import Ahead
+from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
 from ats_jax.step.state import TrainState, init_state
@@ -211,12 +210,12 @@ def _rows(dataset: Dataset, cfg: Config, seed: int, step: int) -> Rows:
 class _Lent:
   """What the loop lends to a supervisor that tries nothing ahead."""
 
-  last: Again
+  last: Update
 
   def position(self) -> dict[str, Any]:
     return {}
 
-  def again(self) -> Again:
+  def again(self) -> Update:
     return self.last
 
   def ahead(self) -> Ahead:
@@ -270,7 +269,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
         before, done = bench.look(arm, state), len(supervisor.decisions)
         state = supervisor.settle(step + 1, state, metrics)
         new = [decision.action for _, decision in supervisor.decisions[done:]]
-        if new and all(isinstance(action, Surgery) for action in new):
+        if new and all(action.at_pause for action in new):
           jumps.append(bench.look(arm, state) - before)
   except FloatingPointError:  # the supervisor gives up; or the last weights are not finite
     stopped = int(state.step) < num_steps
@@ -351,8 +350,8 @@ def _decisions(supervisor: Supervisor | NoSupervisor) -> Record:
   is_cut = lambda a: isinstance(a, SetLearningRateScale) and a.scale < a.before
   return {
     "replayed": supervisor.replayed,
-    "decisions": [[step, d.id, d.cause, d.confidence, to_json(d.action)] for step, d in taken],
-    "rollbacks": sum(isinstance(d.action, Rollback) and not d.action.undo for _, d in taken),
+    "decisions": [[step, d.id, d.cause, d.confidence, d.action.to_json()] for step, d in taken],
+    "rollbacks": sum(isinstance(d.action, Rollback) and not d.action.returns for _, d in taken),
     "cuts": sum(is_cut(d.action) and d.cause != "harm" for _, d in taken),
     "undone": sum(d.cause == "harm" for _, d in taken),
   }

@@ -13,18 +13,18 @@ import jax
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from readings import reading
-from ats_jax.orchestrator.actions.base import Rollback
-from ats_jax.orchestrator.policy.state import Memory
-from ats_jax.orchestrator.record.agreement import check_agreement
-from ats_jax.orchestrator.policy.decide import Decision
+from ats_jax.orchestrator.actions import Rollback
+from ats_jax.orchestrator.policy.state import PolicyState
+from ats_jax.orchestrator.record.ledger import check_agreement
+from ats_jax.orchestrator.policy.state import Decision
 
 decisions = Decision(0, Rollback(), "state", 1.0, ""), Decision(0, Rollback(1), "state", 1.0, "")
 cases = {
-  "same": (Memory(reference=2.0), reading(0), decisions[:1]),
-  "memory": (Memory(reference=2.0 + 1e-12 * rank), reading(0), ()),
-  "reading": (Memory(), reading(0, probe=2.0 + 1e-12 * rank), ()),
-  "decision": (Memory(), reading(0), decisions[rank : rank + 1]),
-  "same again": (Memory(), reading(0, probe=float("nan")), ()),
+  "same": (PolicyState(reference=2.0), reading(0), decisions[:1]),
+  "memory": (PolicyState(reference=2.0 + 1e-12 * rank), reading(0), ()),
+  "reading": (PolicyState(), reading(0, probe=2.0 + 1e-12 * rank), ()),
+  "decision": (PolicyState(), reading(0), decisions[rank : rank + 1]),
+  "same again": (PolicyState(), reading(0, probe=float("nan")), ()),
 }
 for name, case in cases.items():
   try:

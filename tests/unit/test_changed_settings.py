@@ -14,7 +14,7 @@ from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import SaveCheckpoint
+from ats_jax.orchestrator.actions import SaveCheckpoint
 from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
 from ats_jax.orchestrator.record import ledger
 from ats_jax.step.program import Program

@@ -17,7 +17,7 @@ from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
 from ats_jax.feed import eval_feed
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator.actions.base import Rollback
+from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.sharding.mesh import make_mesh, to_global
@@ -252,7 +252,7 @@ def test_a_low_rate_is_raised_by_the_compiled_step_on_its_own_batches(config, ru
   assert scales and scales == [3.0**n for n in range(1, len(scales) + 1)]
   assert float(state.control.lr_scale) == scales[-1] and int(state.step) == STEPS
   assert ledger.replay(path) == decisions
-  assert sum(row["kind"] == "rerun" for row in rows) >= len(scales)
+  assert sum(row["kind"] == "trial" for row in rows) >= len(scales)
   final = lambda folder: [
     row["eval/loss"] for row in read_jsonl(folder / "metrics.jsonl") if "eval/loss" in row
   ][-1]

@@ -1,48 +1,35 @@
-"""What can be done to a run: small typed values, and one pure function that does them."""
+"""What can be done to a run: a class each, known by its name once its file is named here."""
 
-from ats_jax.orchestrator.actions.base import (
-  KINDS,
-  MOST_DECAY,
-  MOST_DROPPED,
-  MOST_RATE,
-  Action,
+from ats_jax.orchestrator.actions.base import KINDS, Action, from_json
+from ats_jax.orchestrator.actions.experts import (
   AddExpert,
+  MergeExperts,
   PruneExpert,
   RecycleExpert,
   ReopenExpert,
-  Rollback,
-  SaveCheckpoint,
-  Scalar,
   ScaleTemperature,
+  SetPenalty,
+)
+from ats_jax.orchestrator.actions.loop import Rollback, SaveCheckpoint, Stop
+from ats_jax.orchestrator.actions.scalars import (
   SetExpertDropout,
   SetLearningRateScale,
-  SetPenalty,
   SetSkips,
   SetWeightDecay,
-  Stop,
-  Surgery,
-  apply,
-  check,
-  from_json,
-  to_json,
-  undo,
 )
 from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, grow_batch
 
 __all__ = [
   "KINDS",
-  "MOST_DECAY",
-  "MOST_DROPPED",
-  "MOST_RATE",
   "Action",
   "AddExpert",
   "ChangeSettings",
+  "MergeExperts",
   "PruneExpert",
   "RecycleExpert",
   "ReopenExpert",
   "Rollback",
   "SaveCheckpoint",
-  "Scalar",
   "ScaleTemperature",
   "SetExpertDropout",
   "SetLearningRateScale",
@@ -50,12 +37,7 @@ __all__ = [
   "SetSkips",
   "SetWeightDecay",
   "Stop",
-  "Surgery",
-  "apply",
-  "check",
   "decay_now",
   "from_json",
   "grow_batch",
-  "to_json",
-  "undo",
 ]

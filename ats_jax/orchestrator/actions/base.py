@@ -1,303 +1,178 @@
-"""What the supervisor can do to a run: small typed values, one pure function that does them.
+"""What an action is: one class, which says all that the rest needs to know about it.
 
-An action says what will be and what was, so that it can be undone. Only after `ChangeSettings` is
-the train step compiled again: the others write scalars that it reads, put a snapshot back, or edit
-experts and routers within their arrays (a program of its own, compiled at its first use).
+Whoever checks, carries out, judges, records or tells actions asks the action: there is no list of
+kinds anywhere else. A subclass is known by its name from then on, so that a ledger can be read
+back; docs/orchestrator.md shows how to add one.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
-import jax.numpy as jnp
-
+from ats_jax.config.build import flatten
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.actions import surgery
-from ats_jax.orchestrator.actions.settings import ChangeSettings
 from ats_jax.step.state import TrainState
 
-MOST_RATE, MOST_DECAY, MOST_DROPPED = 32.0, 10.0, 0.5  # what may be asked for
+if TYPE_CHECKING:
+  from ats_jax.orchestrator.policy.state import PolicyState
+  from ats_jax.orchestrator.signals.interval import Reading
+
+Settings = tuple[tuple[str, Any], ...]
+KINDS: dict[str, type["Action"]] = {}  # all there are, by name
 
 
-@dataclasses.dataclass(frozen=True)
-class SetLearningRateScale:
-  """Multiply the schedule's learning rate with `scale`, from now on.
-
-  Attributes:
-    scale: in (0, 32]; a higher rate than the schedule's is no emergency measure: the policy alone
-      never asks for one, but after it won on the same steps (`plateau.py`).
-    before: what it was.
-  """
-
-  scale: float
-  before: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class SetSkips:
-  """Let the reflex leave out up to `bucket` batches in a row for their loss.
+class Now(NamedTuple):
+  """How things stand when an action that was asked for is to be done.
 
   Attributes:
-    bucket: at least 1.
-    before: what it was.
+    cfg: the run.
+    step: updates done.
+    policy: says what was set before.
+    state: says which experts there are; reading it waits for the step that makes it.
   """
 
-  bucket: float
-  before: float = 0.0
+  cfg: Config
+  step: int
+  policy: "PolicyState"
+  state: TrainState
 
 
-@dataclasses.dataclass(frozen=True)
-class SetWeightDecay:
-  """Multiply `optimizer.weight_decay` with `scale`, from now on.
+class Host(Protocol):
+  """What the supervisor does for an action, beside the state that it hands it.
 
   Attributes:
-    scale: in [0, 10]; repeated data wants more (Lovelace et al. 2026, arXiv:2605.01640).
-    before: what it was.
+    wants_checkpoint: one is to be saved now.
   """
 
-  scale: float
-  before: float = 1.0
+  wants_checkpoint: bool
+
+  def restart_with(self, settings: Settings, before: Settings) -> None:
+    """Have the run go on with other settings, from a checkpoint that it saves now."""
+    ...
+
+  def earlier(
+    self, step: int, state: TrainState, back: int, *, returns: bool
+  ) -> tuple[TrainState | None, dict[str, Any]]:
+    """A state to go back to, see `Rollback`, and which it is; keeps `state` to return to."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
-class SetExpertDropout:
-  """Let each expert sit out a step with probability `rate`, from now on, in training only.
+class Action:
+  """Something that can be done to a run; its fields are all that a ledger keeps of it.
 
   Attributes:
-    rate: in [0, 0.5].
-    before: what it was.
+    words: what it does, with its fields in braces.
+    prior: how often it helped before this run has tried any, as of Beta(helped, did not).
+    cooldown: looks until the policy may do the same kind again.
+    judged: whether its effect is measured, and undone if it did harm.
+    exact: it changes nothing when it is done: what the loss does later is mostly other noise.
+    edits: weights are edited, so that a rollback takes it back too.
+    at_pause: done only where the loop waits anyway, as before a checkpoint.
+    can_be_tried: on the next steps, from one state, with and without it.
+    needs_saved: it puts an earlier state in the place of this one.
+    needs: a setting without which it does nothing.
   """
 
-  rate: float
-  before: float = 0.0
+  words: ClassVar[str]
+  prior: ClassVar[tuple[float, float]] = (1.0, 0.0)
+  cooldown: ClassVar[int] = 0
+  judged: ClassVar[bool] = True
+  exact: ClassVar[bool] = False
+  edits: ClassVar[bool] = False
+  at_pause: ClassVar[bool] = False
+  can_be_tried: ClassVar[bool] = True
+  needs_saved: ClassVar[bool] = False
+  needs: ClassVar[str] = ""
 
+  def __init_subclass__(cls, *, abstract: bool = False) -> None:
+    """Make it known by its name, unless it is only a base of others."""
+    if not abstract:
+      KINDS[cls.__name__] = cls
 
-@dataclasses.dataclass(frozen=True)
-class ScaleTemperature:
-  """Multiply the temperature of all routers with `by`: their columns and offsets are divided.
+  @property
+  def can_be_asked_for(self) -> bool:
+    """Whether a hook may ask for it."""
+    return True
 
-  The order of a token's experts stays: this changes how evenly their weights are spread, in
-  evaluation too, and does not balance loads.
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """Is it something that a run of `cfg` can go on with after `step`? Not: as things are now.
 
-  Attributes:
-    by: in [0.5, 2].
-  """
+    Raises:
+      ValueError: if not.
+    """
+    del step
+    if self.needs and not flatten(cfg)[self.needs]:
+      raise ValueError(f"{self} does nothing in a run with {self.needs}=0.")
 
-  by: float
+  def fill(self, now: Now) -> Self:
+    """With all that it left open filled in.
 
+    Raises:
+      ValueError: if it is not possible as things are.
+    """
+    del now
+    return self
 
-@dataclasses.dataclass(frozen=True)
-class Rollback:
-  """Take weights, moments and statistics from a snapshot; the data is not rewound.
+  def find(
+    self, host: Host, step: int, state: TrainState
+  ) -> tuple[TrainState | None, dict[str, Any]]:
+    """The earlier state that it needs, if there is one, and what to write down of it."""
+    del host, step, state
+    return None, {}
 
-  Attributes:
-    back: 0 for the newest snapshot that was found good, 1 for the one before it.
-    undo: take the state that the last rollback left instead.
-  """
+  def tell(self, host: Host, step: int, reason: str) -> None:
+    """Ask for what only the loop can do; a `FloatingPointError` ends the run."""
 
-  back: int = 0
-  undo: bool = False
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """The state in which training goes on; the same object if it is not for the state.
 
+    Args:
+      state: as the last step left it, of a run with `orchestrator.mode=act`; edits donate it.
+      cfg: the run, for which the action was checked.
+      saved: what `find` gave.
 
-@dataclasses.dataclass(frozen=True)
-class _OfExpert:
-  """An edit of one expert.
+    Raises:
+      SurgeryError: for an edit that is not possible; the state is as it was.
+    """
+    del cfg, saved
+    return state
 
-  Attributes:
-    layer: index from the bottom.
-    expert: its slot.
-  """
+  def undo(self) -> "Action | None":
+    """The action that takes it back; None if nothing can."""
+    return None
 
-  layer: int
-  expert: int
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """What the policy knows once it is done at `step`.
 
+    Args:
+      policy: before.
+      step: when.
+      wanted: it was asked for or has won on the same steps: no emergency.
+    """
+    del step, wanted
+    return policy
 
-class RecycleExpert(_OfExpert):
-  """Close an expert that gets no tokens, and split the most loaded one into its slot.
+  def retract(self, policy: "PolicyState") -> "PolicyState":
+    """What the policy knows once it did harm, though somebody had asked for it."""
+    return policy
 
-  The model computes the same function but for the tokens of the closed one (`surgery.recycle`).
-  """
+  def worked(self, reading: "Reading") -> bool:
+    """Whether a look shows that it did what it is for, whatever the loss does."""
+    del reading
+    return False
 
+  def narrate(self, row: Mapping[str, Any]) -> str:
+    """In words, after "decision 3: "; the line of the ledger may say more of what it came to."""
+    del row
+    return self.words.format(**dataclasses.asdict(self))
 
-class PruneExpert(_OfExpert):
-  """Close an expert; of the halves of a split one, the other is whole again (`surgery.prune`)."""
-
-
-class ReopenExpert(_OfExpert):
-  """Use a closed expert with the weights that it has (`surgery.reopen`)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AddExpert:
-  """Open an idle slot with a half of an expert; the model computes the same (`surgery.split`).
-
-  Attributes:
-    layer: index from the bottom.
-    expert: the one to split; -1 = the most loaded one.
-    slot: the idle one; -1 = the nearest.
-  """
-
-  layer: int
-  expert: int = -1
-  slot: int = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class SetPenalty:
-  """Let the two halves of a split expert compete for all their tokens (`surgery.release`).
-
-  Attributes:
-    layer: index from the bottom.
-    expert: one of the halves.
-    penalty: what a half loses in its logit for the other's tokens; at 0 they are whole, for good.
-    before: what it was.
-  """
-
-  layer: int
-  expert: int
-  penalty: float
-  before: float = surgery.EXCLUSIVE
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveCheckpoint:
-  """Save a checkpoint now, whatever `checkpoint.every_steps` says."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stop:
-  """End the run: what would help was tried, and did not."""
-
-
-Surgery = RecycleExpert | PruneExpert | ReopenExpert | AddExpert | SetPenalty
-Scalar = SetLearningRateScale | SetSkips | SetWeightDecay | SetExpertDropout
-Action = Scalar | Rollback | Stop | Surgery | ScaleTemperature | ChangeSettings | SaveCheckpoint
-KINDS = {kind.__name__: kind for kind in get_args(Action)}
-
-
-def to_json(action: Action) -> dict[str, Any]:
-  """As JSON values: its fields, and its kind as "action"."""
-  return {"action": type(action).__name__, **dataclasses.asdict(action)}
+  def to_json(self) -> dict[str, Any]:
+    """As JSON values: its fields, and its kind as "action"."""
+    return {"action": type(self).__name__, **dataclasses.asdict(self)}
 
 
 def from_json(fields: Mapping[str, Any]) -> Action:
   """What `to_json` made, also after a JSON file held it."""
   frozen = lambda v: tuple(map(frozen, v)) if isinstance(v, list) else v
   return KINDS[fields["action"]](**{k: frozen(v) for k, v in fields.items() if k != "action"})
-
-
-def undo(action: Action) -> Action | None:
-  """The action that takes `action` back; None if nothing can."""
-  match action:
-    case (
-      SetLearningRateScale(value, before)
-      | SetSkips(value, before)
-      | SetWeightDecay(value, before)
-      | SetExpertDropout(value, before)
-    ):
-      return type(action)(before, value)
-    case ScaleTemperature(by):
-      return ScaleTemperature(1.0 / by)
-    case ChangeSettings(settings, before):
-      return ChangeSettings(before, settings)
-    case SetPenalty(layer, expert, penalty, before) if penalty > 0.0:
-      return SetPenalty(layer, expert, before, penalty)
-    case AddExpert(layer, _, slot):
-      return PruneExpert(layer, slot)  # the other half is whole again
-    case Rollback(_, undo=False):
-      return Rollback(undo=True)
-    case RecycleExpert(layer, expert) | ReopenExpert(layer, expert):
-      return PruneExpert(layer, expert)  # of a fresh half: the split one is whole again
-    case PruneExpert(layer, expert):
-      return ReopenExpert(layer, expert)
-    case _:
-      return None
-
-
-def apply(
-  action: Action, state: TrainState, cfg: Config, saved: TrainState | None = None
-) -> TrainState:
-  """The state in which training goes on.
-
-  Args:
-    action: what to do; `Stop`, `ChangeSettings` and `SaveCheckpoint` are not for the state.
-    state: as the last step left it, of a run with `orchestrator.mode=act`; surgery donates it.
-    cfg: the run.
-    saved: for `Rollback`, an earlier state on the same devices.
-
-  Raises:
-    ValueError: for a value that no run can go on with.
-    SurgeryError: for surgery that is not possible; the state is as it was.
-  """
-  control = state.control
-  assert control is not None, "the run has no reflex"
-  check(action, cfg)
-  match action:
-    case SetLearningRateScale(scale):
-      return _set(state, lr_scale=scale)
-    case SetSkips(bucket):
-      return _set(state, bucket=bucket)
-    case SetWeightDecay(scale):
-      return _set(state, decay_scale=scale)
-    case SetExpertDropout(rate):
-      return _set(state, expert_dropout=rate)
-    case ScaleTemperature(by):
-      return surgery.temper(state, by)
-    case AddExpert(layer, expert, slot):
-      return surgery.split(cfg, state, layer, expert, slot)
-    case SetPenalty(layer, expert, penalty):
-      return surgery.release(cfg, state, layer, expert, penalty)
-    case Rollback():
-      assert saved is not None, "nothing to go back to"
-      # The step counts batches, and those are gone: schedule and randomness go on from here.
-      return dataclasses.replace(saved, step=state.step, key=state.key, control=control)
-    case RecycleExpert(layer, expert):
-      return surgery.recycle(cfg, state, layer, expert)
-    case PruneExpert(layer, expert):
-      return surgery.prune(cfg, state, layer, expert)
-    case ReopenExpert(layer, expert):
-      return surgery.reopen(cfg, state, layer, expert)
-    case Stop() | ChangeSettings() | SaveCheckpoint():
-      raise AssertionError(f"{action} is for the loop")
-
-
-def check(action: Action, cfg: Config) -> None:
-  """Is it something that a run of `cfg` can go on with? Says nothing of the state.
-
-  Raises:
-    ValueError: if not.
-  """
-  match action:
-    case SetLearningRateScale(scale):
-      if not 0.0 < scale <= MOST_RATE:
-        raise ValueError(f"the learning rate's scale is {scale}; it must be in (0, {MOST_RATE:g}].")
-    case SetSkips(bucket):
-      if not bucket >= 1.0:
-        raise ValueError(f"{bucket} batches in a row to leave out; it must be 1 or more.")
-    case SetWeightDecay(scale):
-      if not 0.0 <= scale <= MOST_DECAY:
-        raise ValueError(f"the weight decay's scale is {scale}; it must be in [0, {MOST_DECAY:g}].")
-      if not cfg.optimizer.weight_decay:
-        raise ValueError("optimizer.weight_decay=0 stays 0 however it is multiplied.")
-    case SetExpertDropout(rate):
-      if not 0.0 <= rate <= MOST_DROPPED:
-        raise ValueError(f"the experts' dropout is {rate}; it must be in [0, {MOST_DROPPED:g}].")
-      _check_experts(action, cfg)
-    case ScaleTemperature(by):
-      if not 0.5 <= by <= 2.0:
-        raise ValueError(f"the temperature is to be multiplied with {by}; it must be in [0.5, 2].")
-      _check_experts(action, cfg)
-    case SetPenalty(_, _, penalty):
-      if not 0.0 <= penalty <= surgery.EXCLUSIVE:
-        raise ValueError(f"penalty={penalty} is not in [0, {surgery.EXCLUSIVE:g}].")
-
-
-def _check_experts(action: Action, cfg: Config) -> None:
-  if not cfg.moe.num_experts:
-    raise ValueError(f"{action}: the model has no experts (moe.num_experts=0).")
-
-
-def _set(state: TrainState, **value: float) -> TrainState:
-  assert state.control is not None
-  arrays = {name: jnp.full_like(getattr(state.control, name), x) for name, x in value.items()}
-  return dataclasses.replace(state, control=state.control._replace(**arrays))

@@ -1,6 +1,5 @@
 """The experts of a layer as the host sees them, and which edits of them are possible."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ class Place(NamedTuple):
   repeat: int
 
 
-class Slots(NamedTuple):
+class ExpertView(NamedTuple):
   """The experts of one layer; the arrays are over its slots, those of groups beside each other.
 
   Attributes:
@@ -46,12 +45,10 @@ class Slots(NamedTuple):
   load: np.ndarray
   group: np.ndarray
 
-  def most_loaded(self, load: Sequence[float] | None = None, group: int | None = None) -> int:
+  def most_loaded(self, group: int | None = None) -> int:
     """The whole expert with the highest load: what to split.
 
     Args:
-      load: shares of choices, e.g. an average of the layer's row of `moe/load`; those of the last
-        step if left out.
       group: look in this one only.
 
     Raises:
@@ -61,21 +58,7 @@ class Slots(NamedTuple):
     usable &= True if group is None else self.group == group
     if not usable.any():
       raise SurgeryError(f"layer {self.layer}: all experts are halves. Release some to penalty 0.")
-    return int(np.argmax(np.where(usable, self._load(load), -np.inf)))
-
-  def dead(self, load: Sequence[float] | None = None, below: float = 0.2) -> list[int]:
-    """Open experts with less than `below` of the mean load, the idlest first: what to recycle.
-
-    Args:
-      load: as in `most_loaded`.
-      below: share of the mean over open experts.
-    """
-    share = self._load(load)
-    limit = below * share[self.is_open].mean()
-    return [int(s) for s in np.argsort(share) if self.is_open[s] and share[s] < limit]
-
-  def _load(self, load: Sequence[float] | None) -> np.ndarray:
-    return self.load if load is None else np.asarray(load)[: self.load.size]  # without null experts
+    return int(np.argmax(np.where(usable, self.load, -np.inf)))
 
   def check_slot(self, slot: int) -> None:
     """Is there such a slot?"""
@@ -145,11 +128,22 @@ class Slots(NamedTuple):
     """Can `dead` make room for a half of `source`? Returns that, the most loaded one if None."""
     after = self.without(cfg, dead)
     if source is None:
-      source = after.most_loaded(group=after.group[dead])
+      source = after.most_loaded(after.group[dead])
     after.check_split(source, dead)
     return source
 
-  def without(self, cfg: Config, expert: int) -> "Slots":
+  def check_merge(self, cfg: Config, keep: int, drop: int) -> None:
+    """Can `keep` become the mean of both?"""
+    self.check_open(keep)
+    after = self.without(cfg, drop)
+    if keep == drop:
+      raise SurgeryError(f"layer {self.layer}: expert {keep} cannot be merged with itself.")
+    self.check_group(keep, drop)
+    after.check_whole(keep)  # of another pair
+    if self.twin[drop] != keep:
+      self.check_whole(drop)
+
+  def without(self, cfg: Config, expert: int) -> "ExpertView":
     """The layer without an expert, if enough are left for every token."""
     self.check_open(expert)
     is_open, twin = self.is_open.copy(), self.twin.copy()
@@ -184,7 +178,7 @@ def find(cfg: Config, layer: int) -> Place:
   return found[layer]
 
 
-def read_slots(cfg: Config, state: TrainState, layer: int) -> Slots:
+def view_experts(cfg: Config, state: TrainState, layer: int) -> ExpertView:
   """Read the experts of a layer. Waits for the step that makes `state`.
 
   Raises:
@@ -204,7 +198,7 @@ def read_slots(cfg: Config, state: TrainState, layer: int) -> Slots:
   is_open, side, penalty, direction, load = (np.asarray(b[...])[repeat] for b in buffers)
   # The halves of a pair are on the two sides of one plane.
   is_twin = (side[:, None] * side < 0) & (direction[:, None] == direction).all(axis=-1)
-  return Slots(
+  return ExpertView(
     layer=layer,
     is_open=is_open > 0,
     twin=np.where(is_twin.any(axis=1), is_twin.argmax(axis=1), -1),

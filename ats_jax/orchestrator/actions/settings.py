@@ -8,12 +8,14 @@ evaluation and generation use each checkpoint as it was made.
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 
 from ats_jax.config.build import flatten, with_settings
 from ats_jax.config.schema import Config
+from ats_jax.orchestrator.actions.base import Action, Host, Now, Settings
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.step.schedule import decay_from
 
@@ -36,7 +38,7 @@ CHANGEABLE = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class ChangeSettings:
+class ChangeSettings(Action):
   """Save a checkpoint, and go on from it with other settings; compiles the step again.
 
   Attributes:
@@ -44,8 +46,33 @@ class ChangeSettings:
     before: the same with what they were; filled in when it is done.
   """
 
-  settings: tuple[tuple[str, Any], ...]
-  before: tuple[tuple[str, Any], ...] = ()
+  can_be_tried = False
+
+  settings: Settings
+  before: Settings = ()
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """Can they change, and to that?"""
+    changed(cfg, self, step)
+
+  def fill(self, now: Now) -> Self:
+    """What they were."""
+    flat = flatten(now.cfg)
+    return dataclasses.replace(self, before=tuple((name, flat[name]) for name, _ in self.settings))
+
+  def tell(self, host: Host, step: int, reason: str) -> None:
+    """Only the loop can."""
+    host.restart_with(self.settings, self.before)
+
+  def undo(self) -> Action:
+    """Change them back."""
+    return ChangeSettings(self.before, self.settings)
+
+  def narrate(self, row: Mapping[str, Any]) -> str:
+    """Each of them."""
+    were = dict(self.before)
+    of_each = (f"{name}={value} ({were[name]} before)" for name, value in self.settings)
+    return f"goes on from here with {', '.join(of_each)}"
 
 
 def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
@@ -77,12 +104,6 @@ def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
     )
   mesh_sizes(new, jax.device_count())
   return new
-
-
-def values_of(cfg: Config, action: ChangeSettings) -> tuple[tuple[str, Any], ...]:
-  """What the settings of an action are now."""
-  flat = flatten(cfg)
-  return tuple((name, flat[name]) for name, _ in action.settings)
 
 
 def decay_now(cfg: Config, step: int) -> ChangeSettings:

@@ -3,7 +3,8 @@
 No shape changes, so the train step is not compiled again: a layer has `moe.num_experts +
 moe.spare_experts` slots, of which some are idle. Each function checks on the host what it is asked
 for, then edits weights, router, averaged weights and what the optimizer keeps of each parameter, in
-one compiled program. Like the train step it donates the state; a refused edit leaves it as it was.
+one compiled program. Like the train step it donates the state; a refused edit, a `SurgeryError`,
+leaves it as it was. Layers count from the bottom.
 
 Letters: S expert slots, D d_model.
 """
@@ -13,17 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.scipy.special import entr
 
 from ats_jax.config.schema import Config
 from ats_jax.model.moe import MoE
-from ats_jax.model.param import Param, Role, params_of, residual_std
+from ats_jax.model.param import Param, params_of
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED
-from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, read_slots
-from ats_jax.sharding.apply import einsum, reshard
+from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
+from ats_jax.sharding.apply import reshard
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
@@ -38,19 +38,8 @@ def split(
 
   `slot` gets a copy of the weights, and a random plane through the origin says which of the two a
   token can go to ("exclusive twin"). They drift apart because they see different tokens.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    expert: an open expert that is no half yet.
-    slot: an idle one in the expert's group; the nearest if left out, which is often on the same
-      device.
-
-  Raises:
-    SurgeryError: if there is no such layer, expert or slot.
   """
-  slot = read_slots(cfg, state, layer).check_split(expert, slot)
+  slot = view_experts(cfg, state, layer).check_split(expert, slot)
   return _split(state, *find(cfg, layer), layer, expert, slot)
 
 
@@ -59,39 +48,25 @@ def release(cfg: Config, state: TrainState, layer: int, expert: int, penalty: fl
 
   Lower the penalty from about 10, where a token's score at the other half is exp(-10) of that at
   its own, to 0 over some hundreds of steps. At 0 they are two ordinary experts.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    expert: one of the halves.
-    penalty: what a half loses in its logit for tokens on the other side.
-
-  Raises:
-    SurgeryError: if `expert` is no half, or the penalty not in [0, EXCLUSIVE].
   """
-  view = read_slots(cfg, state, layer)
+  view = view_experts(cfg, state, layer)
   view.check_half(expert)
+  check_penalty(penalty)
+  return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
+
+
+def check_penalty(penalty: float) -> None:
+  """Is it one that a half can have?"""
   if not 0.0 <= penalty <= EXCLUSIVE:
     raise SurgeryError(f"penalty={penalty} is not in [0, {EXCLUSIVE:g}].")
-  return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
 
 
 def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState:
   """Close an expert; its weights stay. Its tokens go to their next best experts.
 
   Those of a half go to the other half, which is whole again: that undoes a split.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    expert: an open one.
-
-  Raises:
-    SurgeryError: if it is not open, or fewer than `moe.top_k` would be left for a token.
   """
-  view = read_slots(cfg, state, layer)
+  view = view_experts(cfg, state, layer)
   view.without(cfg, expert)
   return _prune(state, *find(cfg, layer), expert, view.twin[expert])
 
@@ -99,19 +74,8 @@ def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState
 def recycle(
   cfg: Config, state: TrainState, layer: int, dead: int, source: int | None = None
 ) -> TrainState:
-  """Prune a dead expert and split another one into its slot.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    dead: the open expert to give up.
-    source: the one to split; that with the highest load in the group if left out.
-
-  Raises:
-    SurgeryError: as `prune` and `split`.
-  """
-  view = read_slots(cfg, state, layer)
+  """Prune a dead expert and split another one into its slot."""
+  view = view_experts(cfg, state, layer)
   source = view.check_recycle(cfg, dead, source)
   state = _prune(state, *find(cfg, layer), dead, view.twin[dead])
   return _split(state, *find(cfg, layer), layer, source, dead)
@@ -121,29 +85,11 @@ def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> T
   """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
 
   Exact for a pair that was just split. Else the function changes: hidden units of two experts match
-  only if the experts are similar (`similarity`), and no column gives the sum of two experts'
-  probabilities. The mean of the columns is nearest to it (least squares over isotropic inputs) but
-  for a constant, at most log 2 in the logit, which goes into the offset with `moe.router_bias`.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    keep: an open expert.
-    drop: another one in its group; both whole, or the halves of one pair.
-
-  Raises:
-    SurgeryError: if they are not, or fewer than `moe.top_k` would be left for a token.
+  only if the experts are similar, and no column gives the sum of two experts' probabilities. The
+  mean of the columns is nearest to it (least squares over isotropic inputs) but for a constant, at
+  most log 2 in the logit, which goes into the offset with `moe.router_bias`.
   """
-  view = read_slots(cfg, state, layer)
-  view.check_open(keep)
-  after = view.without(cfg, drop)
-  if keep == drop:
-    raise SurgeryError(f"layer {layer}: expert {keep} cannot be merged with itself.")
-  view.check_group(keep, drop)
-  after.check_whole(keep)  # of another pair
-  if view.twin[drop] != keep:
-    view.check_whole(drop)
+  view_experts(cfg, state, layer).check_merge(cfg, keep, drop)
   return _merge(state, *find(cfg, layer), keep, drop, cfg.moe)
 
 
@@ -163,29 +109,8 @@ def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
   Raises:
     SurgeryError: if it is not idle.
   """
-  read_slots(cfg, state, layer).check_idle(slot)
-  return _open(state, *find(cfg, layer), layer, slot, None, build_optimizer(cfg).squares)
-
-
-def reinitialize(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
-  """Put a fresh expert into a slot, weights as at step 0 and moments as in `reopen`.
-
-  The function changes: tokens go to an expert that has learned nothing. Prefer `recycle`.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    slot: an idle one, or an expert that is no half.
-
-  Raises:
-    SurgeryError: if it is not.
-  """
-  view = read_slots(cfg, state, layer)
-  view.check_slot(slot)
-  view.check_whole(slot)
-  stds = cfg.model.init_std, residual_std(cfg.model)
-  return _open(state, *find(cfg, layer), layer, slot, stds, build_optimizer(cfg).squares)
+  view_experts(cfg, state, layer).check_idle(slot)
+  return _open(state, *find(cfg, layer), slot, build_optimizer(cfg).squares)
 
 
 def temper(state: TrainState, by: float) -> TrainState:
@@ -199,15 +124,6 @@ def temper(state: TrainState, by: float) -> TrainState:
     by: above 0.
   """
   return _temper(state, by)
-
-
-def similarity(cfg: Config, state: TrainState, layer: int) -> np.ndarray:
-  """Cosines between the experts' weights (gate, up, down): float32 [slots, slots].
-
-  Raises:
-    SurgeryError: if the layer has no experts.
-  """
-  return np.asarray(_similarity(state.model, *find(cfg, layer)))
 
 
 # The edits. They change arguments of a compiled program in place: nobody else holds them.
@@ -306,54 +222,18 @@ def _merge(state, block, repeat, keep, drop, moe):
   return state
 
 
-@_edit("stds", "squares")
-def _open(state, block, repeat, layer, slot, stds, squares):
-  """Open a slot.
-
-  Args:
-    state: donated.
-    block: which stacked layer.
-    repeat: which of the stack.
-    layer: index from the bottom.
-    slot: an idle one.
-    stds: of fresh weights, and of those that write to the residual stream; None = leave weights.
-    squares: of the `Optimizer`.
-  """
+@_edit("squares")
+def _open(state, block, repeat, slot, squares):
   router = _moe(state.model, block).router
   opened = _these(_moe(state.model, block), slot)
   others = jnp.where(opened, 0.0, router.active_S[...][repeat])
   mean = others / jnp.maximum(jnp.sum(others), 1.0)
   for moe in _models(state, block):
-    if stds is not None:
-      for number, (param, axis) in enumerate(_rows(moe)):
-        std = 0.0 if param.role is Role.BIAS else stds[param.axes[-1] == "embed"]
-        key = jax.random.fold_in(_key(state, layer, slot), number)
-        shape = [n for d, n in enumerate(param.shape[1:]) if d != axis]
-        _put(param, repeat, opened, std * jax.random.normal(key, shape), axis)
-      _put(moe.router.bias_E, repeat, opened, 0.0)
     _put(moe.router.active_S, repeat, opened, 1.0)
   for name, variable, axis in _kept_rows(state, block):
     row = _mix(variable, repeat, mean, axis) if name in squares else 0.0
     _put(variable, repeat, opened, row, axis)
   return state
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _similarity(model, block, repeat):
-  moe = _moe(model, block)
-
-  def dots_with(slot):  # one expert at a time goes to all devices
-    total = 0.0
-    for param in params_of(moe):
-      if param.role is Role.EXPERT:
-        row = _mix(param, repeat, 1.0 * _these(moe, slot))
-        x = param[...][repeat].astype(row.dtype)
-        total += einsum("Sab,ab->S", x, row, axes=(None,), precision="highest")
-    return total
-
-  dots = jax.lax.map(dots_with, jnp.arange(moe.router.num_slots))
-  norms = jnp.sqrt(jnp.diagonal(dots))
-  return dots / (norms[:, None] * norms)
 
 
 # What they are made of.

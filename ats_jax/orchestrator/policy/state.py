@@ -1,19 +1,106 @@
-"""What the policy remembers between two looks; plain numbers, so that a checkpoint can hold it."""
+"""What the policy remembers between two looks, and what it says; plain values."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from ats_jax.orchestrator import actions
-from ats_jax.orchestrator.actions.base import Action
+from ats_jax.orchestrator.actions.base import Action, from_json
 
-# How often each action helped, before this run has tried any: Beta(helped, did not), of eight.
-# Leaving batches out is not judged: it keeps the state as it is.
-PRIOR = {
-  "Rollback": (7.2, 0.8),
-  "SetLearningRateScale": (6.8, 1.2),
-  "SetSkips": (7.2, 0.8),
-  "RecycleExpert": (7.2, 0.8),
-}
+
+class Request(NamedTuple):
+  """An action that is wanted, though nothing is wrong.
+
+  Attributes:
+    action: what.
+    cause: "request" of a hook; "trial" if it is to win a paired trial first, "branch" if it did.
+    reason: in words.
+  """
+
+  action: Action
+  cause: str = "request"
+  reason: str = "a hook asked for it"
+
+  def to_json(self) -> dict[str, Any]:
+    """As JSON values."""
+    return {**self._asdict(), "action": self.action.to_json()}
+
+  @classmethod
+  def from_json(cls, fields: Mapping[str, Any]) -> "Request":
+    """What `to_json` made."""
+    return cls(**{**fields, "action": from_json(fields["action"])})
+
+
+class Finding(NamedTuple):
+  """What is wrong.
+
+  Attributes:
+    cause: "state", "learning rate", "data" or "system".
+    confidence: probability that it is so.
+    certain: no statistics involved: numbers that are not finite.
+    reason: in words.
+  """
+
+  cause: str
+  confidence: float
+  certain: bool
+  reason: str
+
+
+class Decision(NamedTuple):
+  """An action, and why.
+
+  Attributes:
+    id: counts decisions of a run.
+    action: what to do.
+    cause: see `Finding`; "recovery" for taking back an action that did its work, "harm" for undoing
+      one that did harm, "plateau" for a higher rate that won; that of a `Request`.
+    confidence: probability that there is this fault, and that the action helps.
+    reason: in words.
+  """
+
+  id: int
+  action: Action
+  cause: str
+  confidence: float
+  reason: str
+
+
+class Outcome(NamedTuple):
+  """What an action changed.
+
+  Attributes:
+    id: of the decision.
+    verdict: "helped", "no effect" or "harmed"; "unclear", and not counted, if the data is odd now
+      or the probe is scored by other rules.
+    before: how far the probe's loss was above its reference, nats.
+    after: the same, `HORIZON` looks later; NaN if it cannot be compared.
+  """
+
+  id: int
+  verdict: str
+  before: float
+  after: float
+
+
+class Judgement(NamedTuple):
+  """What was concluded from what was seen.
+
+  Attributes:
+    stale: the steps are from before the last action; nothing was concluded.
+    good: the state at the start of the interval has proven itself.
+    finding: what is wrong, if anything.
+    outcome: of an earlier action.
+    decisions: in the order to be applied.
+    tries: an action to be tried on the steps that come, if there is time for it.
+    asks: what is to be done once its turn comes.
+  """
+
+  stale: bool = False
+  good: bool = False
+  finding: Finding | None = None
+  outcome: Outcome | None = None
+  decisions: tuple[Decision, ...] = ()
+  tries: Action | None = None
+  asks: Request | None = None
 
 
 class Trial(NamedTuple):
@@ -34,8 +121,24 @@ class Trial(NamedTuple):
   requested: bool = False
 
 
-class Memory(NamedTuple):
-  """State of the policy.
+class Plateau(NamedTuple):
+  """What is remembered of higher learning rates, see `growth.py`.
+
+  Attributes:
+    highest: learning rate of the schedule so far.
+    calm: looks in a row at that rate, with nothing found and nothing done.
+    tried: higher rates so far.
+    lost: of them, in a row at the end.
+  """
+
+  highest: float = 0.0
+  calm: int = 0
+  tried: int = 0
+  lost: int = 0
+
+
+class PolicyState(NamedTuple):
+  """What the policy remembers, kept in each checkpoint.
 
   Attributes:
     checks: looks so far.
@@ -49,21 +152,19 @@ class Memory(NamedTuple):
     odd: looks since the batches turned odd while the probe was well; 0 if they are not.
     crowded: looks in a row in which experts had too few places.
     starved: "layer/expert" -> looks in a row in which it got next to no tokens.
-    lr_scale: what `Control` holds.
-    bucket: likewise; None before the first look.
+    control: the scalars of `Control`, by name; "bucket" from the first look on.
+    lr_wanted: what its learning rate is given back to: 1, or what was asked for or has won.
     acted_step: when the state was last changed; steps before tell nothing about it.
-    rollbacks: looks at which there was one, the newest last.
+    made: kind of action -> the last looks at which it was decided, the newest last.
     spent: steps of the last actions, which a budget limits.
     wait: look from which on each kind of action is allowed again.
     trial: what is being judged.
-    helped: kind of action -> (times it helped, times it did not), with the prior.
+    helped: kind of action -> (times it helped, times it did not), once judged; with its prior.
     effects: sum of what was gained by judged actions, in nats, each within one.
     judged: actions judged so far.
     harms: in a row.
     latched: only watch from here on: what was done did harm.
-    lr_wanted: what `lr_scale` is given back to: 1, or what a request or a branch made it.
-    decay_scale: what `Control` holds.
-    expert_dropout: likewise.
+    plateau: of higher learning rates.
   """
 
   checks: int = 0
@@ -77,27 +178,38 @@ class Memory(NamedTuple):
   odd: int = 0
   crowded: int = 0
   starved: Mapping[str, int] = {}
-  lr_scale: float = 1.0
-  bucket: float | None = None
+  control: Mapping[str, float] = {"lr_scale": 1.0}
+  lr_wanted: float = 1.0
   acted_step: int = 0
-  rollbacks: tuple[int, ...] = ()
+  made: Mapping[str, tuple[int, ...]] = {}
   spent: tuple[int, ...] = ()
   wait: Mapping[str, int] = {}
   trial: Trial | None = None
-  helped: Mapping[str, tuple[float, float]] = PRIOR
+  helped: Mapping[str, tuple[float, float]] = {}
   effects: float = 0.0
   judged: int = 0
   harms: int = 0
   latched: bool = False
-  lr_wanted: float = 1.0
-  decay_scale: float = 1.0
-  expert_dropout: float = 0.0
+  plateau: Plateau = Plateau()
+
+  @property
+  def lr_scale(self) -> float:
+    """What the learning rate of the schedule is multiplied with."""
+    return self.control["lr_scale"]
+
+  def chances(self, kind: type[Action]) -> tuple[float, float]:
+    """How often such an action helped, and did not."""
+    return self.helped.get(kind.__name__, kind.prior)
+
+  def waits(self, kind: type[Action]) -> bool:
+    """Whether it is too early for such an action: one is on trial, or it cools down."""
+    return self.trial is not None or self.checks < self.wait.get(kind.__name__, 0)
 
   def to_json(self) -> dict[str, Any]:
     """As JSON values; may hold infinity, as Python's json writes it."""
-    fields = self._asdict()
+    fields = {**self._asdict(), "plateau": self.plateau._asdict()}
     if self.trial is not None:
-      fields["trial"] = {**self.trial._asdict(), "action": actions.to_json(self.trial.action)}
+      fields["trial"] = {**self.trial._asdict(), "action": self.trial.action.to_json()}
     return fields
 
   @classmethod
@@ -105,12 +217,14 @@ class Memory(NamedTuple):
     """What `to_json` made, also after a JSON file held it."""
     trial = fields["trial"]
     if trial is not None:
-      trial = Trial(**{**trial, "action": actions.from_json(trial["action"])})
+      trial = Trial(**{**trial, "action": from_json(trial["action"])})
+    tuples = lambda name: {kind: tuple(values) for kind, values in fields[name].items()}
     return cls(**{
       **fields,
       "trial": trial,
-      "rollbacks": tuple(fields["rollbacks"]),
       "spent": tuple(fields["spent"]),
-      "rules": tuple(fields.get("rules", ())),
-      "helped": {kind: tuple(counts) for kind, counts in fields["helped"].items()},
+      "rules": tuple(fields["rules"]),
+      "made": tuples("made"),
+      "helped": tuples("helped"),
+      "plateau": Plateau(**fields["plateau"]),
     })  # fmt: skip

@@ -5,8 +5,7 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   start        the settings; at the beginning of a workdir, or when they changed
   resumed_from the run goes on from this step: lines of later steps before it no longer count
   check        a look: the reading, the health report, what a hook asks for
-  branch       what was tried ahead, and what it changed: mean and its error, in nats
-  rerun        steps made again with a higher learning rate: from which step, and the losses
+  trial        an action that was tried, ahead or on the steps since `first` again; the effect
   refused      what a hook asked for and is not possible, and why
   decision     id, action and its fields, cause, confidence, reason, applied, and what it came to
   outcome      id, verdict, before and after (nats above the reference)
@@ -15,25 +14,27 @@ Numbers that are not finite are the strings "nan", "inf" and "-inf".
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator import actions
-from ats_jax.orchestrator.policy.decide import Decision, Judgement, decide
-from ats_jax.orchestrator.policy.plateau import Branch, Plateau, conclude
-from ats_jax.orchestrator.policy.requests import Request
-from ats_jax.orchestrator.policy.state import Memory
-from ats_jax.orchestrator.signals.interval import Reading
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-VERSION = 1
-KINDS = (
-  "start", "resumed_from", "check", "branch", "rerun", "refused", "decision", "outcome"
-)  # fmt: skip
+from ats_jax.config.schema import OrchestratorConfig
+from ats_jax.orchestrator.actions import Action, from_json
+from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
+from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
+from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.trials.paired import Effect
+
+VERSION = 2
+KINDS = ("start", "resumed_from", "check", "trial", "refused", "decision", "outcome")
 
 
 class Row(dict[str, Any]):
@@ -61,9 +62,12 @@ class Ledger:
         os.truncate(path, end)
     self._file = path.open("a", buffering=1, encoding="utf-8")
 
-  def write(self, kind: str, step: int, **fields: Any) -> None:
-    """Append a line."""
+  def write(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
+    """Append a line; of an action its name and its fields."""
     row = {"v": VERSION, "kind": kind, "step": step, **fields}
+    if action is not None:
+      row["fields"] = action.to_json()
+      row["action"] = row["fields"].pop("action")
     self._file.write(json.dumps(encode(row), allow_nan=False) + "\n")
 
   def close(self) -> None:
@@ -130,9 +134,8 @@ def decisions(path: Path) -> list[tuple[int, Decision]]:
   for row in rows(path):
     if row["kind"] == "decision":
       with reading(path, row.number):
-        action = actions.from_json({"action": row["action"], **row["fields"]})
         rest = (row["cause"], row["confidence"], row["reason"])
-        made.append((row["step"], Decision(row["id"], action, *rest)))
+        made.append((row["step"], Decision(row["id"], action_of(row), *rest)))
   return made
 
 
@@ -142,24 +145,35 @@ def replay(path: Path) -> list[tuple[int, Decision]]:
   Raises:
     ValueError: if a line cannot be read; names it.
   """
-  cfg, bucket, memory = OrchestratorConfig(), 0.0, Memory()
+  terms, policy = Terms(OrchestratorConfig(), 0.0), PolicyState()
   made: list[tuple[int, Decision]] = []
   for row in rows(path):
-    judgement = Judgement()
     with reading(path, row.number):
       if row["kind"] == "start":
-        cfg, bucket = OrchestratorConfig(**row["settings"]), row["bucket"]
-      elif row["kind"] == "check":
-        seen, step, pause = decode(row["reading"]), row["step"], row["pause"]
-        asked = row.get("request")
-        request = None if asked is None else Request.from_json(asked)
-        memory, judgement = decide(cfg, memory, seen, step, bucket, pause=pause, request=request)
-      elif row["kind"] == "rerun":
-        branch = Branch(*(float(row[name]) for name in Branch._fields))
-        _, memory, decision = conclude(cfg, Plateau(), memory, branch, row["step"])
-        judgement = Judgement(decisions=(decision,) if decision else ())
-    made += [(row["step"], decision) for decision in judgement.decisions]
+        terms = Terms(OrchestratorConfig(**row["settings"]), row["bucket"], row["capacity"])
+      elif row["kind"] in ("check", "trial"):
+        policy, judgement = decide(terms, policy, _seen(row), row["step"])
+        made += [(row["step"], decision) for decision in judgement.decisions]
   return made
+
+
+def _seen(row: Mapping[str, Any]) -> Interval | Tried:
+  """What `decide` was told."""
+  if row["kind"] == "check":
+    asked = row["request"]
+    request = None if asked is None else Request.from_json(asked)
+    return Interval(decode(row["reading"]), row["pause"], request)
+  return Tried(action_of(row), effect_of(row), row["again"])
+
+
+def action_of(row: Mapping[str, Any]) -> Action:
+  """The action that a line is of."""
+  return from_json({"action": row["action"], **row["fields"]})
+
+
+def effect_of(row: Mapping[str, Any]) -> Effect:
+  """What a trial came to."""
+  return Effect(*(float(row[name]) for name in Effect._fields))
 
 
 def encode(value: Any) -> Any:
@@ -179,5 +193,36 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name != "means"}
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
-  values["rules"] = tuple(fields.get("rules", ()))
+  values["rules"] = tuple(fields["rules"])
   return Reading(**values)
+
+
+def check_agreement(
+  policy: PolicyState,
+  reading: Reading,
+  decisions: tuple[Decision, ...],
+  waiting: Sequence[Mapping[str, Any]] = (),
+) -> None:
+  """Do all processes see, remember and decide the same? Called before anything is done.
+
+  Args:
+    policy: its state.
+    reading: what it looked at.
+    decisions: what it wants done.
+    waiting: requests, as JSON values.
+
+  Raises:
+    RuntimeError: on every process, if two differ.
+  """
+  if jax.process_count() == 1:
+    return
+  acts = [decision.action.to_json() for decision in decisions]
+  known = json.dumps([policy.to_json(), reading._asdict(), acts, waiting], sort_keys=True)
+  digest = np.frombuffer(hashlib.sha256(known.encode()).digest()[:8], np.uint32)
+  if len(np.unique(multihost_utils.process_allgather(digest), axis=0)) > 1:
+    raise RuntimeError(
+      f"processes see or decide differently at look {policy.checks}, of steps {reading.first} to "
+      f"{reading.step}; nothing was done. A device computes wrongly, programs or library versions "
+      "differ, or a hook asks for something in one process only. Restart the job from the last "
+      "checkpoint on machines with one environment."
+    )

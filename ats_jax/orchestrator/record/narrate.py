@@ -6,23 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ats_jax.orchestrator import actions
-from ats_jax.orchestrator.actions.base import (
-  AddExpert,
-  PruneExpert,
-  RecycleExpert,
-  ReopenExpert,
-  Rollback,
-  SaveCheckpoint,
-  ScaleTemperature,
-  SetExpertDropout,
-  SetLearningRateScale,
-  SetPenalty,
-  SetSkips,
-  SetWeightDecay,
-  Stop,
-)
-from ats_jax.orchestrator.actions.settings import ChangeSettings
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.health import LEVELS
 
@@ -66,13 +49,10 @@ def _event(row: Mapping[str, Any]) -> str:
       return f"begins: {looks}; {row['accum_steps']} micro-batches an update"
     case "resumed_from":
       return "resumed from here; what came after is not part of the run"
-    case "rerun":
-      return _rerun(row)
+    case "trial":
+      return _trial(row)
     case "refused":
       return f"does not do what a hook asked for: {row['reason']}"
-    case "branch":
-      effect = f"{float(row['mean']):+.3g} +- {float(row['error']):.2g} nats"
-      return f"tries {row['action']} on a branch: held-out loss {effect}"
     case kind:
       raise AssertionError(f"{kind} is not in ledger.KINDS")
 
@@ -82,39 +62,7 @@ def _line(row: Mapping[str, Any], text: str) -> str:
 
 
 def _deed(row: Mapping[str, Any]) -> str:
-  match actions.from_json({"action": row["action"], **row["fields"]}):
-    case Rollback(undo=True):
-      what = "takes the rollback back"
-    case Rollback():
-      what = f"rolls back to step {row['to']:,}" if "to" in row else "rolls back"
-    case SetLearningRateScale(scale, before):
-      what = f"learning rate times {scale:.3g} of the schedule's ({before:.3g} before)"
-    case SetSkips(bucket, before):
-      what = f"up to {bucket:g} batches in a row may be left out ({before:g} before)"
-    case RecycleExpert(layer, expert):
-      what = f"closes expert {expert} of layer {layer} and splits the busiest into its place"
-    case PruneExpert(layer, expert):
-      what = f"closes expert {expert} of layer {layer}"
-    case ReopenExpert(layer, expert):
-      what = f"opens expert {expert} of layer {layer} again"
-    case AddExpert(layer, expert, slot):
-      what = f"splits expert {expert} of layer {layer} in two, the other half is {slot}"
-    case SetPenalty(layer, expert, penalty, before):
-      what = f"penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"
-    case SetWeightDecay(scale, before):
-      what = f"weight decay times {scale:.3g} ({before:.3g} before)"
-    case SetExpertDropout(rate, before):
-      what = f"experts sit out {rate:.3g} of the steps ({before:.3g} before)"
-    case ScaleTemperature(by):
-      what = f"temperature of the routers times {by:.3g}"
-    case ChangeSettings(settings, before):
-      were = dict(before)
-      of_each = (f"{name}={value} ({were[name]} before)" for name, value in settings)
-      what = f"goes on from here with {', '.join(of_each)}"
-    case SaveCheckpoint():
-      what = "saves a checkpoint"
-    case Stop():
-      what = "stops the run"
+  what = ledger.action_of(row).narrate(row)
   return f"decision {row['id']}: {what if row['applied'] else f'would do, but did not: {what}'}"
 
 
@@ -124,11 +72,14 @@ def _because(row: Mapping[str, Any]) -> str:
   return f"the {row['cause']} (confidence {row['confidence']:.2f}): {row['reason']}"
 
 
-def _rerun(row: Mapping[str, Any]) -> str:
-  before, kept, raised = (float(row[name]) for name in ("before", "kept", "raised"))
+def _trial(row: Mapping[str, Any]) -> str:
+  effect = ledger.effect_of(row)
+  if not row["again"]:
+    change = f"{-effect.gain:+.3g} +- {effect.error:.2g} nats"
+    return f"tries {row['action']} on a branch: held-out loss {change}"
   return (
-    f"makes the steps from {row['first']:,} on again with {row['factor']:g} times the learning "
-    f"rate: held-out loss {before:.4g}, then {raised:.4g} instead of {kept:.4g}"
+    f"makes the steps from {row['first']:,} on again, {ledger.action_of(row).narrate(row)}: "
+    f"held-out loss {effect.before:.4g}, then {effect.changed:.4g} instead of {effect.without:.4g}"
   )
 
 

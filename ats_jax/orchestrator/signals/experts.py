@@ -6,7 +6,7 @@ import numpy as np
 
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import layer_kinds
-from ats_jax.orchestrator.actions.expert_view import read_slots
+from ats_jax.orchestrator.actions.expert_view import view_experts
 from ats_jax.step.state import TrainState
 
 STARVED = 0.05  # of the mean share of a layer's open experts
@@ -23,7 +23,7 @@ class Experts:
   def __init__(self, cfg: Config, state: TrainState):
     """Read which are open; waits for the step that makes `state`."""
     self.layers = moe_layers(cfg)
-    self.is_open = np.stack([read_slots(cfg, state, layer).is_open for layer in self.layers])
+    self.is_open = np.stack([view_experts(cfg, state, layer).is_open for layer in self.layers])
 
   def starved(self, loads: Sequence[np.ndarray]) -> tuple[tuple[int, int], ...]:
     """Open experts with too small a share, as (layer, slot), the idlest first.

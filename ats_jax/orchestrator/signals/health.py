@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ats_jax.orchestrator.policy.decide import Finding
+from ats_jax.orchestrator.policy.state import Finding
 
 LEVELS = ("healthy", "warning", "critical")
 

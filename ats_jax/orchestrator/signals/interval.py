@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
+
+from ats_jax.model.mod import Pass
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
 
@@ -49,6 +52,26 @@ class Reading(NamedTuple):
   starved: tuple[tuple[int, int], ...] = ()
   rules: tuple[float, ...] = ()
   edited: float = 0.0
+
+
+class Pending(NamedTuple):
+  """Steps that were not looked at yet.
+
+  Attributes:
+    step: the last of them.
+    rows: `StepMetrics.values` of each, on their way to the host.
+    probe: what the eval step returned for the weights after the last.
+    rules: by which it did.
+    host: what this process's clock says of them.
+    loads: moe/load of each step, if experts are watched.
+  """
+
+  step: int
+  rows: list[jax.Array]
+  probe: jax.Array | None
+  rules: Pass
+  host: dict[str, float]
+  loads: list[jax.Array]
 
 
 def read(

@@ -5,11 +5,11 @@ from helpers import micro_batches, random_rows, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions.settings import ChangeSettings
-from ats_jax.orchestrator.policy.capacity import LADDER, LOOKS, more_room
-from ats_jax.orchestrator.policy.decide import CROWDED, decide
-from ats_jax.orchestrator.policy.requests import Requests
-from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.actions import ChangeSettings
+from ats_jax.orchestrator.policy.decide import CROWDED, Interval, Terms, decide
+from ats_jax.orchestrator.policy.growth import CROWDED_CHECKS as LOOKS
+from ats_jax.orchestrator.policy.growth import ROOMS, more_room
+from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
@@ -23,52 +23,59 @@ def config(factor, **changes):
 
 
 @pytest.mark.parametrize(
-  ("factor", "memory", "wanted"),
+  ("factor", "policy", "wanted"),
   [
-    (0.25, Memory(crowded=LOOKS), LADDER[0]),
-    (0.25, Memory(crowded=LOOKS - 1), None),
-    (0.25, Memory(crowded=LOOKS + 1), None),  # it was asked for, and waits for a checkpoint
-    (0.25, Memory(crowded=2 * LOOKS), LADDER[0]),
-    (0.25, Memory(crowded=LOOKS, latched=True), None),
-    (0.25, Memory(), None),
-    (1.0, Memory(crowded=LOOKS), 1.25),
-    (1.3, Memory(crowded=LOOKS), 1.5),
-    (2.0, Memory(crowded=LOOKS), None),
+    (0.25, PolicyState(crowded=LOOKS), ROOMS[0]),
+    (0.25, PolicyState(crowded=LOOKS - 1), None),
+    (0.25, PolicyState(crowded=LOOKS + 1), None),  # it was asked for, and waits for a checkpoint
+    (0.25, PolicyState(crowded=2 * LOOKS), ROOMS[0]),
+    (0.25, PolicyState(crowded=LOOKS, latched=True), None),
+    (0.25, PolicyState(), None),
+    (1.0, PolicyState(crowded=LOOKS), 1.25),
+    (1.3, PolicyState(crowded=LOOKS), 1.5),
+    (2.0, PolicyState(crowded=LOOKS), None),
   ],
 )
-def test_the_next_rung(factor, memory, wanted):
-  asked = more_room(config(factor), memory)
+def test_the_next_rung(factor, policy, wanted):
+  asked = more_room(policy, Terms.of(config(factor)).capacity)
   settings = None if wanted is None else (("moe.capacity_factor", wanted),)
-  assert asked == (None if settings is None else ChangeSettings(settings))
+  assert (asked and asked.action) == (None if settings is None else ChangeSettings(settings))
   dropless = config(factor, **{"moe.dispatch": "dropless"})
-  assert more_room(dropless, memory) is None
+  assert more_room(policy, Terms.of(dropless).capacity) is None
 
 
 def test_looks_in_a_row_are_counted():
-  cfg, memory, counted = OrchestratorConfig(mode="act", check_interval=INTERVAL), Memory(), []
+  cfg = OrchestratorConfig(mode="act", check_interval=INTERVAL)
+  policy, counted = PolicyState(), []
   shares = [CROWDED / 2, 2 * CROWDED, 2 * CROWDED, CROWDED / 2, 2 * CROWDED]
   for number, share in enumerate(shares):
     seen = reading(number, means={"moe/dropped": share})
-    memory, _ = decide(cfg, memory, seen, seen.step, 32.0)
-    counted.append(memory.crowded)
+    policy, _ = decide(Terms(cfg, 32.0), policy, Interval(seen), seen.step)
+    counted.append(policy.crowded)
   assert counted == [0, 1, 2, 0, 1]
 
 
-def test_nothing_is_asked_for_at_the_end_of_a_run():
-  for step, waiting in ((399, 1), (400, 0)):
-    requests = Requests(config(0.25))
-    requests.make_room(Memory(crowded=LOOKS), step)
-    assert len(requests.waiting) == waiting
+def test_a_crowded_look_asks_and_only_once_in_a_while():
+  cfg = OrchestratorConfig(mode="act", check_interval=INTERVAL)
+  policy, asked = PolicyState(), []
+  for number in range(2 * LOOKS):
+    seen = reading(number, means={"moe/dropped": 2 * CROWDED})
+    policy, judgement = decide(Terms(cfg, 32.0, 0.25), policy, Interval(seen), seen.step)
+    asked.append(judgement.asks is not None)
+  assert [number for number, asks in enumerate(asked, 1) if asks] == [LOOKS, 2 * LOOKS]
 
 
-@pytest.mark.parametrize(("factor", "rung"), [(0.25, 1.0), (2.0, None)])
-def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, rung):
-  cfg = config(factor)
+@pytest.mark.parametrize(
+  ("factor", "left", "rung"),
+  [(0.25, 360, 1.0), (2.0, 360, None), (0.25, 0, None)],  # nothing is asked for at the end
+)
+def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, left, rung):
+  steps = 4 * (LOOKS + 1)
+  cfg = config(factor, num_steps=steps + left)
   program, path = make_program(cfg), tmp_path / "decisions.jsonl"
   state = program.init()
   supervisor = Supervisor(program, random_rows(cfg, 8, seed=99), path)
   supervisor.start(0, state)
-  steps = 4 * (LOOKS + 1)
   for step in range(1, steps + 1):
     state, metrics = program.train_step(
       state, micro_batches(random_rows(cfg, 8, seed=step), 1), program.training_rules(1)

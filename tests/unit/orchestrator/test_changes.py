@@ -8,14 +8,16 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.config.build import flatten, with_changes, with_settings
+from ats_jax.orchestrator.actions.base import Now
 from ats_jax.orchestrator.actions.settings import (
   CHANGEABLE,
   ChangeSettings,
   changed,
   decay_now,
   grow_batch,
-  values_of,
 )
+from ats_jax.orchestrator.policy.state import PolicyState
+from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 
 WSD = tiny_config({"num_steps": 100, "optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.2})
@@ -30,12 +32,15 @@ SPARSE = tiny_config(
 )
 
 
-def test_values_change_and_change_back():
+def test_values_change_and_change_back(mesh):
   action = ChangeSettings((("mod.capacity", 0.5), ("moe.capacity_factor", 2.0)))
   new = changed(SPARSE, action, 5)
   assert (new.mod.capacity, new.moe.capacity_factor) == (0.5, 2.0)
-  assert values_of(SPARSE, action) == (("mod.capacity", 0.25), ("moe.capacity_factor", 1.25))
-  assert changed(new, ChangeSettings(values_of(SPARSE, action)), 5) == SPARSE
+  now = Now(SPARSE, 5, PolicyState(), make_program(SPARSE).init(abstract=True))
+  before = (("mod.capacity", 0.25), ("moe.capacity_factor", 1.25))
+  back = action.fill(now).undo()
+  assert back == ChangeSettings(before, action.settings)
+  assert changed(new, back, 5) == SPARSE
 
 
 def test_all_that_can_change_are_settings():

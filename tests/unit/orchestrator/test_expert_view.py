@@ -9,7 +9,7 @@ from ats_jax.model.init import numerics
 from ats_jax.model.layout import layer_kinds
 from ats_jax.model.router import Router
 from ats_jax.orchestrator.actions import surgery
-from ats_jax.orchestrator.actions.expert_view import Slots, SurgeryError, find
+from ats_jax.orchestrator.actions.expert_view import ExpertView, SurgeryError, find
 from ats_jax.step.program import make_program
 
 BASE = {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.d_ff": 32, "model.d_ff": 32}
@@ -56,24 +56,15 @@ def layer(load, closed=(), twins=()):
   twin = np.full(len(load), -1)
   for one, two in twins:
     twin[[one, two]] = two, one
-  return Slots(0, ~np.isin(slots, closed), twin, 0.0 * slots, np.array(load), 0 * slots)
+  return ExpertView(0, ~np.isin(slots, closed), twin, 0.0 * slots, np.array(load), 0 * slots)
 
 
 def test_the_most_loaded_expert_is_whole_and_open():
   view = layer([0.1, 0.4, 0.2, 0.0, 0.3], closed=[3], twins=[(1, 4)])
   assert view.most_loaded() == 2
-  # Of a longer average; what null experts took comes last.
-  assert view.most_loaded([0.5, 0.1, 0.2, 0.0, 0.1, 0.1]) == 0
   assert view._replace(group=np.array([0, 0, 1, 1, 1])).most_loaded(group=0) == 0
   with pytest.raises(SurgeryError, match="layer 0: all experts are halves"):
     layer([0.5, 0.5], twins=[(0, 1)]).most_loaded()
-
-
-def test_dead_experts_are_far_below_the_mean_of_the_open_ones():
-  view = layer([0.03, 0.45, 0.0, 0.5, 0.01], closed=[2])
-  assert view.dead() == [4, 0]  # below 0.2 * 0.2475
-  assert view.dead(below=0.1) == [4]
-  assert view.dead([0.25, 0.25, 0.0, 0.25, 0.25]) == []
 
 
 def test_a_group_keeps_its_own():

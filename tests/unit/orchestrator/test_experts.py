@@ -7,11 +7,15 @@ from helpers import micro_batches, random_rows, tiny_config
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions import surgery
-from ats_jax.orchestrator.actions.base import PruneExpert, RecycleExpert, ReopenExpert, apply, undo
-from ats_jax.orchestrator.actions.expert_view import find, read_slots
-from ats_jax.orchestrator.policy.decide import STARVED_CHECKS, decide
-from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.actions import (
+  PruneExpert,
+  RecycleExpert,
+  ReopenExpert,
+  surgery,
+)
+from ats_jax.orchestrator.actions.expert_view import find, view_experts
+from ats_jax.orchestrator.policy.decide import STARVED_CHECKS, Interval, Terms, decide
+from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.experts import Experts, moe_layers
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -63,7 +67,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
   assert abs(float(after[0] - before[0])) / float(before[2]) < EXACT
   ((_, decision),) = supervisor.decisions
   assert decision.action == RecycleExpert(LAYER, DEAD) and decision.cause == "router"
-  assert read_slots(CFG, state, LAYER).twin[DEAD] >= 0
+  assert view_experts(CFG, state, LAYER).twin[DEAD] >= 0
   for step in range(steps + 1, steps + 25):
     state, metrics = program.train_step(
       state, micro_batches(random_rows(CFG, 8, seed=step), 1), program.training_rules(1)
@@ -76,9 +80,9 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
   assert outcome["verdict"] == "helped"
   assert ledger.replay(path) == ledger.decisions(path)
 
-  back = undo(decision.action)
+  back = decision.action.undo()
   assert back == PruneExpert(LAYER, DEAD)
-  undone = read_slots(CFG, apply(back, state, CFG), LAYER)
+  undone = view_experts(CFG, back.apply(state, CFG), LAYER)
   assert not undone.is_open[DEAD] and (undone.twin < 0).all()
 
 
@@ -86,12 +90,12 @@ def test_what_is_pruned_can_be_opened_again(mesh):
   state = make_program(CFG).init()
   weights = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
   action = PruneExpert(LAYER, 0)
-  state = apply(action, state, CFG)
-  assert not read_slots(CFG, state, LAYER).is_open[0]
-  back = undo(action)
-  assert back == ReopenExpert(LAYER, 0) and undo(back) == action
-  state = apply(back, state, CFG)
-  assert read_slots(CFG, state, LAYER).is_open[0]
+  state = action.apply(state, CFG)
+  assert not view_experts(CFG, state, LAYER).is_open[0]
+  back = action.undo()
+  assert back == ReopenExpert(LAYER, 0) and back.undo() == action
+  state = back.apply(state, CFG)
+  assert view_experts(CFG, state, LAYER).is_open[0]
   kept = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
   np.testing.assert_array_equal(kept, weights)
 
@@ -109,7 +113,7 @@ def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
   assert experts.starved([without, even]) == ()
 
 
-ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
+TERMS = Terms(OrchestratorConfig(mode="act", check_interval=INTERVAL), 32.0)
 
 
 @pytest.mark.parametrize(
@@ -117,33 +121,33 @@ ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
   [(STARVED_CHECKS, True, True), (STARVED_CHECKS, False, False), (STARVED_CHECKS - 2, True, False)],
 )
 def test_it_takes_long_starvation_and_a_pause(looks, pause, acts):
-  memory = Memory()
+  policy = PolicyState()
   for number in range(looks):
     seen = reading(number, starved=((3, 1),))
     last = number == looks - 1
-    memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=pause and last)
+    policy, judgement = decide(TERMS, policy, Interval(seen, pause and last), seen.step)
     if not last:
       assert not judgement.decisions
   assert [d.action for d in judgement.decisions] == ([RecycleExpert(3, 1)] if acts else [])
 
 
 def test_surgery_waits_while_something_is_wrong():
-  memory = Memory()
+  policy = PolicyState()
   for number in range(STARVED_CHECKS + 5):
     seen = reading(number, starved=((3, 1),), held=25)
-    memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=True)
+    policy, judgement = decide(TERMS, policy, Interval(seen, pause=True), seen.step)
     assert not judgement.decisions
-  assert jax.tree.leaves(memory.starved) == [STARVED_CHECKS + 5]
+  assert jax.tree.leaves(policy.starved) == [STARVED_CHECKS + 5]
 
 
 @pytest.mark.parametrize(("probe", "verdict"), [(2.06, "helped"), (2.2, "harmed")])
 def test_what_the_probe_wobbles_by_is_no_harm_of_surgery(probe, verdict):
-  memory, outcome, number = Memory(), None, 0
+  policy, outcome, number = PolicyState(), None, 0
   while outcome is None:
-    starved = ((3, 1),) if memory.trial is None else ()
-    is_judged = memory.trial is not None and memory.checks + 1 >= memory.wait["trial"]
+    starved = ((3, 1),) if policy.trial is None else ()
+    is_judged = policy.trial is not None and policy.checks + 1 >= policy.wait["trial"]
     seen = reading(number, starved=starved, probe=probe if is_judged else 2.0)
-    memory, judgement = decide(ACT, memory, seen, seen.step, 32.0, pause=True)
+    policy, judgement = decide(TERMS, policy, Interval(seen, pause=True), seen.step)
     outcome, number = judgement.outcome, number + 1
   assert outcome.verdict == verdict
   undone = [decision.action for decision in judgement.decisions]

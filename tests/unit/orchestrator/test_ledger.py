@@ -48,24 +48,27 @@ def test_a_run_that_begins_anew_begins_a_new_ledger(path):
 def test_half_a_line_of_a_killed_process_is_cut(path):
   write(path, ("start", 0), ("check", 10))
   with path.open("a") as file:
-    file.write('{"v": 1, "kind": "che')
+    file.write('{"v": 2, "kind": "che')
   assert steps(path) == [("start", 0), ("check", 10)]
   write(path, ("check", 20))
   assert steps(path) == [("start", 0), ("check", 10), ("check", 20)]
 
 
 SETTINGS = dataclasses.asdict(OrchestratorConfig(mode="act", check_interval=INTERVAL))
-HEALTHY = {"health": {"level": "healthy", "causes": []}, "stale": False, "pause": False}
+WELL = {"level": "healthy", "causes": []}
+HEALTHY = {"health": WELL, "stale": False, "pause": False, "request": None}
 DEED = {"action": "SetLearningRateScale", "fields": {"scale": 0.5, "before": 1.0}}
 WHOLE = (
-  {"kind": "start", "step": 0, "settings": SETTINGS, "bucket": 0.0, "accum_steps": 1},
+  {"kind": "start", "step": 0, "settings": SETTINGS, "bucket": 0.0, "capacity": None,
+   "accum_steps": 1},
   {"kind": "resumed_from", "step": 0},
   {"kind": "check", "step": INTERVAL, "reading": reading(1)._asdict(), **HEALTHY},
   {"kind": "decision", "step": INTERVAL, "id": 1, "cause": "rate", "confidence": 0.9,
    "reason": "too fast", "applied": True, **DEED},
   {"kind": "outcome", "step": 2 * INTERVAL, "id": 1, "verdict": "helped", "before": 1.0,
    "after": "nan"},
-  {"kind": "branch", "step": 2 * INTERVAL, "action": "AddExpert", "mean": "nan", "error": "inf"},
+  {"kind": "trial", "step": 2 * INTERVAL, "again": False, "before": 2.0, "without": 2.0,
+   "changed": "nan", "gain": "nan", "error": "inf", **DEED},
   {"kind": "refused", "step": 2 * INTERVAL, "reason": "no slot"},
 )  # fmt: skip
 
@@ -73,7 +76,7 @@ WHOLE = (
 def write_rows(path, rows):
   with path.open("w") as file:
     for row in rows:
-      print(json.dumps({"v": 1, **ledger.encode(row)}), file=file)
+      print(json.dumps({"v": 2, **ledger.encode(row)}), file=file)
 
 
 def test_whole_lines_are_told_in_order(path):
@@ -116,16 +119,16 @@ EDITS = {
   "no verdict": (4, {"verdict": None}, tell),
   "verdict that is a list": (4, {"verdict": []}, tell),
   "loss that is a word": (4, {"after": "better"}, tell),
-  "branch without a mean": (5, {"mean": None}, tell),
+  "trial without a gain": (5, {"gain": None}, tell),
 }
 
 
 @pytest.mark.parametrize(("place", "changes", "read"), EDITS.values(), ids=EDITS)
 def test_an_edited_line_is_named(path, place, changes, read):
   """A value None stands for a field that was taken out."""
-  edited = {"v": 1, **WHOLE[place], **changes}
+  edited = {"v": 2, **WHOLE[place], **changes}
   edited = {name: value for name, value in edited.items() if changes.get(name, 1) is not None}
-  rows = [{"v": 1, **row} for row in WHOLE]
+  rows = [{"v": 2, **row} for row in WHOLE]
   rows[place] = edited
   path.write_text("".join(json.dumps(ledger.encode(row)) + "\n" for row in rows))
   with pytest.raises(ValueError, match=rf"decisions\.jsonl:{place + 1}: not a line of"):
@@ -140,7 +143,7 @@ def test_rubbish_is_named(path, line):
     ledger.rows(path)
 
 
-@pytest.mark.parametrize("line", ['{"v": 1, "step', '{"v": 2, "kind": "check", "step": 3}'])
+@pytest.mark.parametrize("line", ['{"v": 2, "step', '{"v": 1, "kind": "check", "step": 3}'])
 def test_a_damaged_line_is_an_error_that_names_the_file(path, line):
   write(path, ("start", 0))
   path.write_text(path.read_text() + line + "\n")

@@ -12,42 +12,49 @@ from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_con
 from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions.base import SetLearningRateScale
-from ats_jax.orchestrator.policy.decide import Finding, Judgement
-from ats_jax.orchestrator.policy.plateau import (
+from ats_jax.orchestrator.actions import SetLearningRateScale
+from ats_jax.orchestrator.policy.decide import Terms, Tried, decide
+from ats_jax.orchestrator.policy.growth import (
   FACTOR,
   LONGER,
   LOST,
   MOST,
   SPAN,
   WAIT,
-  Branch,
-  Plateau,
-  conclude,
-  observe,
+  higher_rate,
 )
-from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.policy.state import Finding, Judgement, Plateau, PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.again import Rerun
+from ats_jax.orchestrator.trials.paired import Again, Effect
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 from ats_jax.step.update import Fault
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
-WELL, NEW, FRESH = Judgement(), Memory(), Plateau()
-WON = Branch(before=3.0, kept=2.9, raised=2.8, gain=0.05, error=0.01)
+WELL, NEW, FRESH = Judgement(), PolicyState(), Plateau()
+HIGHER = SetLearningRateScale(FACTOR, 1.0)
+WON = Effect(before=3.0, without=2.9, changed=2.8, gain=0.05, error=0.01)
 
 
-def looks_until_ripe(rates, judgements=(WELL,) * 100, memory=NEW, plateau=FRESH):
+def looks_until_ripe(rates, judgements=(WELL,) * 100, policy=NEW, plateau=FRESH):
   """Looks until it is time for a branch; None if it never is."""
+  policy = policy._replace(plateau=plateau)
   for number, (rate, judgement) in enumerate(zip(rates, judgements, strict=False)):
     seen = reading(number, learning_rate=rate)
-    plateau, ripe = observe(plateau, memory, seen, judgement)
-    if ripe:
+    policy, tries = higher_rate(policy, seen, judgement)
+    if tries is not None:
+      assert tries == SetLearningRateScale(FACTOR * policy.lr_scale, policy.lr_scale)
       return number + 1
   return None
+
+
+def conclude(cfg, policy, effect):
+  """What the policy makes of a trial that ended at step 70."""
+  tried = Tried(HIGHER, effect, again=True)
+  policy, judgement = decide(Terms(cfg, 32.0), policy, tried, 70)
+  return policy, judgement.decisions[0] if judgement.decisions else None
 
 
 def test_it_waits_for_calm_looks_at_the_top_of_the_schedule():
@@ -63,54 +70,59 @@ def test_it_waits_for_calm_looks_at_the_top_of_the_schedule():
 
 
 @pytest.mark.parametrize(
-  "memory", [Memory(latched=True), Memory(lr_scale=0.5), Memory(lr_scale=81.0, lr_wanted=81.0)]
+  "policy",
+  [
+    PolicyState(latched=True),
+    PolicyState(control={"lr_scale": 0.5}),
+    PolicyState(control={"lr_scale": 81.0}, lr_wanted=81.0),
+  ],
 )
-def test_it_never_begins_where_the_rate_was_cut_or_is_high_enough(memory):
-  assert looks_until_ripe([1.0] * 50, memory=memory) is None
+def test_it_never_begins_where_the_rate_was_cut_or_is_high_enough(policy):
+  assert looks_until_ripe([1.0] * 50, policy=policy) is None
 
 
 @pytest.mark.parametrize(
   ("changes", "wins"),
   [
     ({}, True),
-    ({"raised": 2.88}, False),  # a fifth more progress
-    ({"before": 2.9, "raised": 2.895}, False),  # 0.005 nats
-    ({"before": 2.8, "kept": 2.9, "raised": 2.85}, True),  # better, where the other got worse
+    ({"changed": 2.88}, False),  # a fifth more progress
+    ({"before": 2.9, "changed": 2.895}, False),  # 0.005 nats
+    ({"before": 2.8, "without": 2.9, "changed": 2.85}, True),  # better, where the other got worse
     ({"gain": 0.015}, False),  # within the noise of batches
     ({"gain": -0.05}, False),
-    ({"raised": math.nan}, False),
-    ({"raised": math.inf, "gain": math.nan, "error": math.nan}, False),
+    ({"changed": math.nan}, False),
+    ({"changed": math.inf, "gain": math.nan, "error": math.nan}, False),
   ],
 )
 def test_who_wins(changes, wins):
-  memory = Memory(decisions=4)
-  plateau, after, decision = conclude(ACT, Plateau(lost=1), memory, WON._replace(**changes), 70)
-  assert (decision is not None) == wins and plateau.branches == 1
+  policy = PolicyState(decisions=4, plateau=Plateau(lost=1))
+  after, decision = conclude(ACT, policy, WON._replace(**changes))
+  assert (decision is not None) == wins and after.plateau.tried == 1
   if decision is None:
-    assert after == memory and plateau.lost == 2
+    assert after == policy._replace(plateau=Plateau(tried=1, lost=2))
     return
   assert decision.id == 4 and decision.cause == "plateau"
-  assert decision.action == SetLearningRateScale(FACTOR, 1.0)
+  assert decision.action == HIGHER
   assert decision.confidence > 0.99
   assert (after.lr_scale, after.lr_wanted, after.acted_step, after.decisions) == (3.0, 3.0, 70, 5)
-  assert plateau.lost == 0
+  assert after.plateau.lost == 0
 
 
 def test_the_confidence_asked_for_counts():
   sure = dataclasses.replace(ACT, confidence=0.999)
   branch = WON._replace(gain=0.025)  # 0.994
-  assert conclude(ACT, Plateau(), Memory(), branch, 70)[2] is not None
-  assert conclude(sure, Plateau(), Memory(), branch, 70)[2] is None
+  assert conclude(ACT, PolicyState(), branch)[1] is not None
+  assert conclude(sure, PolicyState(), branch)[1] is None
 
 
 def test_branches_end_after_two_that_lost_and_after_a_few_in_all():
-  lost, plateau = WON._replace(raised=3.0), Plateau(highest=1.0)
+  lost, plateau = WON._replace(changed=3.0), Plateau(highest=1.0)
   for number in range(LOST):
     wanted = LONGER if number else WAIT
     assert looks_until_ripe([1.0] * 50, plateau=plateau) == wanted
-    plateau, _, _ = conclude(ACT, plateau, Memory(), lost, 70)
+    plateau = conclude(ACT, PolicyState(plateau=plateau), lost)[0].plateau
   assert looks_until_ripe([1.0] * 50, plateau=plateau) is None
-  assert looks_until_ripe([1.0] * 50, plateau=Plateau(highest=1.0, branches=MOST)) is None
+  assert looks_until_ripe([1.0] * 50, plateau=Plateau(highest=1.0, tried=MOST)) is None
 
 
 # On the real step.
@@ -160,7 +172,7 @@ def train(program, steps, rate, path=None, *, raises=True):
 def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   path = tmp_path / "decisions.jsonl"
   state, supervisor = train(program, 120, LOW, path)
-  branches = [row for row in ledger.rows(path) if row["kind"] == "rerun"]
+  branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
   first, decision = supervisor.decisions[0]
   assert first == branches[0]["step"] and branches[0]["first"] == first - SPAN * 8
   assert decision.action == SetLearningRateScale(FACTOR, 1.0)
@@ -168,9 +180,11 @@ def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   wins = len(supervisor.decisions)
   assert wins >= 2 and supervisor.replayed == SPAN * 8 * len(branches)
   scale = FACTOR**wins
-  assert float(state.control.lr_scale) == supervisor.memory.lr_wanted == scale
+  assert float(state.control.lr_scale) == supervisor.policy.lr_wanted == scale
   assert ledger.replay(path) == ledger.decisions(path) == supervisor.decisions
-  assert "3 times the learning rate: held-out loss" in "\n".join(tell(path))
+  assert "learning rate times 3 of the schedule's (1 before): held-out loss" in "\n".join(
+    tell(path)
+  )
   slow, _ = train(program, 120, LOW, raises=False)
   probe = lambda s: float(
     np.divide(
@@ -181,7 +195,7 @@ def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   saved = json.loads(json.dumps(supervisor.saved()))
   again = Supervisor(program, counting_rows(10**6))
   again.start(120, state, saved)
-  assert again.memory == supervisor.memory and again._plateau == supervisor._plateau
+  assert again.policy == supervisor.policy
 
 
 def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
@@ -210,26 +224,26 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
     state, probe = program.init(), to_global(counting_rows(10**6), mesh)
     look = lambda model: program.eval_step(model, probe, program.rules(1))
     compiled = program.compile_train_step(state, program.training_rules(1))
-    rerun = Rerun(0, state, look(state.model), program.rules(1))
+    rerun = Again(0, state, HIGHER, look(state.model), program.rules(1))
     for step in (1, 2):
       batch = to_global(micro_batches(counting_rows(step), 1), mesh)
       again = lambda state, batch=batch: compiled(state, batch)
       state, metrics = again(state)
       rerun.add(again, metrics)
     kept = np.asarray(state.model.embed.weight[...])
-    left, other, branch = rerun.make(state, FACTOR, look)
+    left, other, effect = rerun.make(program.cfg, state, look)
     assert (
       other.model.embed.weight[...].sharding == left.restore(state).model.embed.weight[...].sharding
     )
     np.testing.assert_array_equal(left.restore(state).model.embed.weight[...], kept)
-    assert int(other.step) == int(state.step) == 2 and branch.raised != branch.kept
+    assert int(other.step) == int(state.step) == 2 and effect.changed != effect.without
     compiled(left.restore(state), batch)
 
 
 def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):
   programs = program.train_step._cache_size()
   state, supervisor = train(program, 200, TUNED, path := tmp_path / "decisions.jsonl")
-  branches = [row for row in ledger.rows(path) if row["kind"] == "rerun"]
+  branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
   assert len(branches) == LOST and not supervisor.decisions
   assert program.train_step._cache_size() == max(programs, 1)
   other, _ = train(program, 200, TUNED, raises=False)

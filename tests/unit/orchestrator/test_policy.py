@@ -19,15 +19,22 @@ from readings import (
 )
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.orchestrator.actions.base import (
+from ats_jax.orchestrator.actions import (
   RecycleExpert,
   Rollback,
   SetLearningRateScale,
   SetSkips,
   Stop,
 )
-from ats_jax.orchestrator.policy.decide import BUDGET, LEAST_SCALE, MOST_SKIPS, decide
-from ats_jax.orchestrator.policy.state import Memory, Trial
+from ats_jax.orchestrator.policy.decide import (
+  BUDGET,
+  LEAST_SCALE,
+  MOST_SKIPS,
+  Interval,
+  Terms,
+  decide,
+)
+from ats_jax.orchestrator.policy.state import PolicyState, Trial
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL)
 BUCKET = 32.0
@@ -37,13 +44,13 @@ class Looks:
   """A policy that is shown one reading after another, each an interval late."""
 
   def __init__(self, cfg=ACT):
-    self.cfg, self.memory, self.number, self.judgements = cfg, Memory(), 0, []
+    self.cfg, self.policy, self.number, self.judgements = cfg, PolicyState(), 0, []
 
   def __call__(self, times=1, **changes):
     for _ in range(times):
       seen = reading(self.number, **changes)
       step = seen.step + INTERVAL
-      self.memory, judgement = decide(self.cfg, self.memory, seen, step, BUCKET)
+      self.policy, judgement = decide(Terms(self.cfg, BUCKET), self.policy, Interval(seen), step)
       self.judgements.append(judgement)
       self.number += 1
     return self.judgements[-1]
@@ -99,7 +106,7 @@ def test_noise_of_the_probe_widens_its_margin():
     looks = Looks()
     for i in range(40):
       looks(probe=2.0 + noise * (-1) ** i)
-    looks(**{**BAD_STATE, "probe": looks.memory.reference + 0.3})
+    looks(**{**BAD_STATE, "probe": looks.policy.reference + 0.3})
     assert looks.actions == expected
 
 
@@ -113,7 +120,7 @@ def test_losses_of_the_probe_by_other_rules_are_not_compared():
   looks(rules=NARROW, **rise)  # a smaller model predicts worse: no fault of the state
   assert looks.judgements[-1].finding.cause == "data" and not looks.actions
   looks(3, rules=NARROW, probe=3.0)
-  assert looks.memory.reference == 3.0
+  assert looks.policy.reference == 3.0
   looks(rules=NARROW, **(rise | {"probe": 4.0}))
   assert looks.actions == [Rollback()]
 
@@ -123,11 +130,11 @@ def test_what_is_on_trial_across_a_change_of_the_rules_is_not_judged():
   looks(10, rules=WIDE)
   looks(rules=WIDE, **BAD_STATE)
   looks(rules=WIDE)  # from before the rollback
-  helped = looks.memory.helped
+  helped = looks.policy.helped
   looks(3, rules=NARROW, probe=9.0)
   (outcome,) = [j.outcome for j in looks.judgements if j.outcome]
   assert outcome.verdict == "unclear" and math.isnan(outcome.after)
-  assert looks.memory.trial is None and looks.memory.helped == helped and looks.memory.harms == 0
+  assert looks.policy.trial is None and looks.policy.helped == helped and looks.policy.harms == 0
 
 
 def test_steps_from_before_an_action_are_not_held_against_it(looks):
@@ -143,8 +150,8 @@ def test_a_rollback_that_helps_is_judged_so_and_believed_in_more(looks):
   outcome = looks.judgements[-1].outcome
   assert outcome is not None and outcome.verdict == "helped"
   assert outcome.before == pytest.approx(3.0) and abs(outcome.after) < 0.01
-  assert looks.memory.helped["Rollback"] == (8.2, 0.8)
-  assert looks.memory.trial is None
+  assert looks.policy.helped["Rollback"] == (8.2, 0.8)
+  assert looks.policy.trial is None
 
 
 def test_the_ladder_rolls_back_then_slows_then_goes_further_back_then_stops(looks):
@@ -190,8 +197,8 @@ def test_what_did_harm_is_undone_and_the_second_harm_is_the_last(looks):
     judgement = looks(probe=3.0)  # worse than before the action, and nothing else says why
     assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
     assert [d.action for d in judgement.decisions] == [SetLearningRateScale(1.0, 0.5)]
-    assert looks.memory.latched == (number == 1)
-    looks.memory = looks.memory._replace(reference=2.0)
+    assert looks.policy.latched == (number == 1)
+    looks.policy = looks.policy._replace(reference=2.0)
     looks(3)
   looks(**BAD_STATE)
   assert not looks.judgements[-1].decisions
@@ -201,8 +208,8 @@ def test_what_did_harm_is_undone_and_the_second_harm_is_the_last(looks):
 
 def test_weights_that_something_wrote_to_are_mended_first(looks):
   trial = Trial(0, RecycleExpert(0, 1), 100, 0.0)
-  wait = {"trial": looks.memory.checks}
-  looks.memory = looks.memory._replace(trial=trial, wait=wait, decisions=1)
+  wait = {"trial": looks.policy.checks}
+  looks.policy = looks.policy._replace(trial=trial, wait=wait, decisions=1)
   judgement = looks(probe=3.0, edited=0.5)
   assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
   # The expert's edit goes with the state that it was made in.
@@ -216,7 +223,7 @@ def test_what_does_not_help_is_not_believed_in_for_ever(looks):
     looks(10)
   rollbacks = [a for a in looks.actions if isinstance(a, Rollback)]
   assert 1 <= len(rollbacks) < 6
-  assert looks.memory.helped["Rollback"][1] > 0.8
+  assert looks.policy.helped["Rollback"][1] > 0.8
 
 
 def test_a_higher_threshold_keeps_it_still():
@@ -236,7 +243,7 @@ def test_weights_that_follow_new_data_are_no_fault(looks):
     assert not judgement.good
   assert {type(action) for action in looks.actions} == {SetSkips}
   looks(probe=3.2)
-  assert looks.memory.odd == 0 and looks.judgements[-1].good
+  assert looks.policy.odd == 0 and looks.judgements[-1].good
   looks(4, probe=3.2)
   looks(**{**BAD_STATE, "probe": 6.0})  # measured from where it is now
   assert looks.actions[-1] == Rollback()
@@ -247,7 +254,7 @@ def test_a_verdict_amid_odd_data_does_not_count(looks):
   looks(2)
   outcome = looks(**BAD_DATA).outcome
   assert outcome is not None and outcome.verdict == "unclear"
-  assert looks.memory.judged == 0 and looks.memory.trial is None
+  assert looks.policy.judged == 0 and looks.policy.trial is None
 
 
 def test_without_a_probe_only_what_is_not_finite_is_rolled_back():
@@ -265,7 +272,7 @@ def test_observing_decides_and_changes_nothing():
   looks(**BAD_STATE)
   looks(**HELD_AND_WORSE)
   assert len(looks.actions) == 2
-  assert looks.memory.lr_scale == 1.0 and looks.memory.trial is None
+  assert looks.policy.lr_scale == 1.0 and looks.policy.trial is None
   assert not any(judgement.stale for judgement in looks.judgements)
 
 
@@ -280,10 +287,10 @@ def test_whatever_happens_it_stays_within_its_bounds(faults):
   looks = Looks()
   for fault in faults:
     looks(**fault)
-    memory = looks.memory
-    assert LEAST_SCALE <= memory.lr_scale <= 1.0
-    assert BUCKET <= memory.bucket <= BUCKET + MOST_SKIPS
-    assert Memory.from_json(json.loads(json.dumps(memory.to_json()))) == memory
+    policy = looks.policy
+    assert LEAST_SCALE <= policy.lr_scale <= 1.0
+    assert BUCKET <= policy.control["bucket"] <= BUCKET + MOST_SKIPS
+    assert PolicyState.from_json(json.loads(json.dumps(policy.to_json()))) == policy
   certain = sum(d.confidence == 1.0 for d in looks.remedies())
   stretches = 1 + looks.number * INTERVAL // 1000
   assert len(looks.remedies()) - certain <= 2 * BUDGET * stretches

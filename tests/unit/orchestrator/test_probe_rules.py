@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
-from ats_jax.orchestrator.policy.plateau import SPAN
+from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -65,13 +65,13 @@ def test_the_probe_follows_the_capacity(program, tmp_path):
   }
   capacities = [look["rules"][1] for look in looks]
   assert capacities == [1.0] * (RUNG // EVERY) + [0.25] * ((STEPS - RUNG) // EVERY)
-  assert supervisor.memory.rules == dataclasses.astuple(program.rules(STEPS))
-  assert supervisor.memory.from_json(supervisor.memory.to_json()) == supervisor.memory
+  assert supervisor.policy.rules == dataclasses.astuple(program.rules(STEPS))
+  assert supervisor.policy.from_json(supervisor.policy.to_json()) == supervisor.policy
   assert ledger.replay(path) == ledger.decisions(path)
 
 
 def test_a_branch_whose_rules_change_is_dropped(program, tmp_path):
   """It would begin at step 20, after three calm looks; the next begins, and ends, by new rules."""
   supervisor, _ = train(program, path := tmp_path / "decisions.jsonl")
-  branches = [row["first"] for row in ledger.rows(path) if row["kind"] == "rerun"]
+  branches = [row["first"] for row in ledger.rows(path) if row["kind"] == "trial"]
   assert branches == [RUNG + 2 * EVERY] and supervisor.replayed == SPAN * EVERY

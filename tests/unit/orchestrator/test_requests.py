@@ -11,8 +11,9 @@ from readings import BAD_STATE, HELD, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import (
+from ats_jax.orchestrator.actions import (
   AddExpert,
+  ChangeSettings,
   PruneExpert,
   Rollback,
   SaveCheckpoint,
@@ -22,14 +23,11 @@ from ats_jax.orchestrator.actions.base import (
   SetPenalty,
   SetWeightDecay,
   Stop,
-  apply,
-  undo,
 )
-from ats_jax.orchestrator.actions.expert_view import read_slots
-from ats_jax.orchestrator.actions.settings import ChangeSettings
-from ats_jax.orchestrator.policy.decide import decide
-from ats_jax.orchestrator.policy.requests import Request, Requests
-from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.actions.expert_view import view_experts
+from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
+from ats_jax.orchestrator.policy.requests import Requests
+from ats_jax.orchestrator.policy.state import PolicyState, Request
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -43,14 +41,14 @@ class Looks:
   """A policy that is shown one reading after another."""
 
   def __init__(self, cfg=ACT):
-    self.cfg, self.memory, self.number = cfg, Memory(), 0
+    self.cfg, self.policy, self.number = cfg, PolicyState(), 0
 
   def __call__(self, request=None, **changes):
     seen = reading(self.number, **changes)
     self.number += 1
-    self.memory, judgement = decide(
-      self.cfg, self.memory, seen, seen.step + INTERVAL, 32.0, request=request
-    )
+    look = Interval(seen, request=request)
+    terms = Terms(self.cfg, 32.0)
+    self.policy, judgement = decide(terms, self.policy, look, seen.step + INTERVAL)
     return judgement
 
 
@@ -59,13 +57,13 @@ def test_a_request_is_decided_and_judged_and_leaves_the_policy_as_it_was():
   looks()
   (decision,) = looks(DECAY).decisions
   assert (decision.action, decision.cause) == (DECAY.action, "request")
-  assert looks.memory.decay_scale == 2.0
+  assert looks.policy.control["decay_scale"] == 2.0
   looks(), looks()
   outcome = looks().outcome
   assert outcome is not None and outcome.verdict == "no effect"
-  memory = looks.memory
-  assert memory.trial is None and memory.judged == 0 and memory.spent == ()
-  assert memory.helped == Memory().helped and not memory.latched
+  policy = looks.policy
+  assert policy.trial is None and policy.judged == 0 and policy.spent == ()
+  assert policy.helped == PolicyState().helped and not policy.latched
 
 
 def test_a_request_that_did_harm_is_undone():
@@ -74,7 +72,7 @@ def test_a_request_that_did_harm_is_undone():
   judgement = looks(probe=2.3)
   assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
   assert [(d.action, d.cause) for d in judgement.decisions] == [(SetWeightDecay(1.0, 2.0), "harm")]
-  assert looks.memory.decay_scale == 1.0 and looks.memory.harms == 0
+  assert looks.policy.control["decay_scale"] == 1.0 and looks.policy.harms == 0
 
 
 def test_a_rate_that_was_asked_for_is_the_one_that_is_given_back():
@@ -83,13 +81,13 @@ def test_a_rate_that_was_asked_for_is_the_one_that_is_given_back():
   for _ in range(12):
     assert not looks().decisions
   looks(held=25, probe=2.3)  # the policy halves it
-  assert looks.memory.lr_scale == 0.25
+  assert looks.policy.lr_scale == 0.25
   for _ in range(30):
     looks()
-  assert looks.memory.lr_scale == 0.5
+  assert looks.policy.lr_scale == 0.5
   looks(Request(SetLearningRateScale(2.0, 0.5))), looks(probe=2.05), looks(probe=2.1)
   assert looks(probe=2.3).outcome.verdict == "harmed"
-  assert looks.memory.lr_scale == looks.memory.lr_wanted == 0.5
+  assert looks.policy.lr_scale == looks.policy.lr_wanted == 0.5
 
 
 def test_a_state_that_a_request_broke_is_mended_and_the_request_undone():
@@ -117,14 +115,14 @@ def test_one_action_at_a_time_is_on_trial():
 def test_saving_is_no_trial():
   looks = Looks()
   looks(), looks(Request(SaveCheckpoint()))
-  assert looks.memory.trial is None
+  assert looks.policy.trial is None
 
 
 def test_observing_changes_nothing():
   looks = Looks(OrchestratorConfig(mode="observe", check_interval=INTERVAL))
   looks()
   assert looks(DECAY).decisions
-  assert looks.memory.decay_scale == 1.0 and looks.memory.trial is None
+  assert "decay_scale" not in looks.policy.control and looks.policy.trial is None
 
 
 def test_the_queue_survives_a_checkpoint():
@@ -142,7 +140,7 @@ def test_the_queue_survives_a_checkpoint():
   ("action", "message"),
   [
     (Stop(), "not for hooks"),
-    (Rollback(undo=True), "not for hooks"),
+    (Rollback(returns=True), "not for hooks"),
     (SetLearningRateScale(0.0), "scale is 0.0"),
     (ChangeSettings((("num_steps", 3),)), "is over at step 5"),
   ],
@@ -239,7 +237,7 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
   assert not run.kinds("decision")  # experts are edited while the loop waits anyway
   run(1)
   ((_, decision),) = run.supervisor.decisions
-  view = read_slots(CFG, run.state, LAYER)
+  view = view_experts(CFG, run.state, LAYER)
   assert view.is_open.sum() == 5 and view.twin[decision.action.slot] == decision.action.expert
   run(21)
   run.supervisor.close()
@@ -250,13 +248,13 @@ def test_an_expert_is_added_at_a_checkpoint_released_and_taken_back(mesh, tmp_pa
   assert "does not do what a hook asked for" in "\n".join(tell(run.path))
 
   penalty = SetPenalty(LAYER, decision.action.slot, 5.0)
-  state = apply(penalty, run.state, CFG)
-  assert read_slots(CFG, state, LAYER).penalty[decision.action.slot] == 5.0
-  state = apply(undo(penalty), state, CFG)
-  assert read_slots(CFG, state, LAYER).penalty[decision.action.slot] == pytest.approx(1e30)
-  back = undo(decision.action)
+  state = penalty.apply(run.state, CFG)
+  assert view_experts(CFG, state, LAYER).penalty[decision.action.slot] == 5.0
+  state = penalty.undo().apply(state, CFG)
+  assert view_experts(CFG, state, LAYER).penalty[decision.action.slot] == pytest.approx(1e30)
+  back = decision.action.undo()
   assert back == PruneExpert(LAYER, decision.action.slot)
-  view = read_slots(CFG, apply(back, state, CFG), LAYER)
+  view = view_experts(CFG, back.apply(state, CFG), LAYER)
   assert view.is_open.sum() == 4 and (view.twin < 0).all()
   assert before > 0
 
@@ -265,9 +263,9 @@ def test_adding_an_expert_is_exact(mesh):
   run = Run(CFG, None)(2)
   before = run.probe_loss()
   ready = Requests(CFG, [Request(AddExpert(LAYER)).to_json()]).ready(
-    Memory(), run.state, 2, pause=True
+    PolicyState(), run.state, 2, pause=True
   )
-  run.state = apply(ready.request.action, run.state, CFG)
+  run.state = ready.request.action.apply(run.state, CFG)
   assert abs(run.probe_loss() - before) < 1e-5
 
 
@@ -279,10 +277,10 @@ def test_temperature_is_that_of_the_setting(mesh):
   other = make_program(warm)
   want = np.asarray(other.eval_step(other.init().model, rows, other.rules(1)))
   kept = jax.tree.map(np.asarray, state.model)
-  changed = apply(ScaleTemperature(2.0), state, cfg)
+  changed = ScaleTemperature(2.0).apply(state, cfg)
   np.testing.assert_allclose(
     program.eval_step(changed.model, rows, program.rules(1)), want, rtol=1e-6
   )
-  back = apply(undo(ScaleTemperature(2.0)), changed, cfg)
+  back = ScaleTemperature(2.0).undo().apply(changed, cfg)
   for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
     np.testing.assert_array_equal(np.asarray(a), b)

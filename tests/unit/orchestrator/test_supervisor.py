@@ -10,9 +10,9 @@ import pytest
 from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import Rollback, SetSkips
+from ats_jax.orchestrator.actions import Rollback, SetSkips
 from ats_jax.orchestrator.policy.decide import EDITED
-from ats_jax.orchestrator.policy.state import Memory
+from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -212,9 +212,9 @@ def test_a_rollback_that_did_harm_is_taken_back(program):
   before = run.state
   kept = jax.tree.map(np.asarray, before.model)
   action = Rollback()
-  earlier, _ = run.supervisor._earlier(48, before, action)
+  earlier, _ = action.find(run.supervisor, 48, before)
   assert earlier is not None
-  back, came_to = run.supervisor._earlier(48, earlier, Rollback(undo=True))
+  back, came_to = Rollback(returns=True).find(run.supervisor, 48, earlier)
   assert back is not None and came_to == {"to": 48}
   for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
     np.testing.assert_array_equal(np.asarray(a), b)
@@ -242,7 +242,7 @@ def test_memory_survives_a_checkpoint(program):
   saved = json.loads(json.dumps(run.supervisor.saved()))
   again = Supervisor(program, counting_rows(10**6))
   again.start(run.step, run.state, saved)
-  assert again.memory == run.supervisor.memory != Memory()
+  assert again.policy == run.supervisor.policy != PolicyState()
 
 
 def test_nothing_is_read_that_is_not_an_interval_old(program):

@@ -9,19 +9,21 @@ import pytest
 from helpers import Lent, counting_rows, micro_batches, tiny_config
 
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import (
+from ats_jax.orchestrator.actions import (
+  ChangeSettings,
   Rollback,
   SaveCheckpoint,
   SetLearningRateScale,
   SetWeightDecay,
 )
-from ats_jax.orchestrator.actions.settings import ChangeSettings
-from ats_jax.orchestrator.policy.requests import Request, Requests
+from ats_jax.orchestrator.policy.growth import helps
+from ats_jax.orchestrator.policy.requests import Requests
+from ats_jax.orchestrator.policy.state import Request
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.ahead import Ahead, Effect, compare
+from ats_jax.orchestrator.trials.paired import Ahead, Effect, look_ahead
 from ats_jax.step.program import make_program
 
 SETTINGS = {
@@ -76,7 +78,8 @@ class Run:
 
   def compare(self, action):
     ahead = Ahead(self.step_ahead, self.batches)
-    self.state, effect = compare(self.cfg, self.state, action, ahead, self.loss)
+    probe = lambda model: self.program.eval_step(model, counting_rows(10**6), self.program.rules(1))
+    self.state, effect = look_ahead(self.cfg, self.state, action, ahead, probe)
     return effect
 
 
@@ -91,22 +94,22 @@ def test_an_arm_that_is_better_wins_and_the_state_comes_back(mesh):
   run = Run(1e-4)(40, tries=False)
   before, programs = arrays(run.state), run.program.train_step._cache_size()
   higher = run.compare(SetLearningRateScale(8.0))
-  assert higher.wins and higher.mean < -0.01
+  assert helps(higher) and higher.gain > 0.01
   for a, b in zip(arrays(run.state), before, strict=True):
     np.testing.assert_array_equal(a, b)
-  assert not run.compare(SetLearningRateScale(0.1)).wins  # though the rate falls in both arms
+  assert not helps(run.compare(SetLearningRateScale(0.1)))  # though the rate falls in both arms
   none = run.compare(SetWeightDecay(1.0))
-  assert none == Effect(0.0, 0.0) and not none.wins  # the arms differ in nothing else
+  assert none.gain == none.error == 0.0 and not helps(none)  # the arms differ in nothing else
   assert run.program.train_step._cache_size() == programs
   run(1)
 
 
 @pytest.mark.parametrize(
-  ("mean", "error", "wins"),
-  [(-0.01, 0.001, True), (-0.01, 0.004, False), (-0.002, 1e-5, False), (0.01, 0.001, False)],
+  ("gain", "error", "wins"),
+  [(0.01, 0.001, True), (0.01, 0.004, False), (0.002, 1e-5, False), (-0.01, 0.001, False)],
 )
-def test_what_wins(mean, error, wins):
-  assert Effect(mean, error).wins is wins
+def test_what_wins(gain, error, wins):
+  assert helps(Effect(3.0, 2.0, 2.0 - gain, gain, error)) is wins
 
 
 def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh, tmp_path):
@@ -119,8 +122,8 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh, tmp_path):
   run.supervisor.close()
   assert run.opened == [80, 160]
   assert [d.action for _, d in run.supervisor.decisions] == [SetLearningRateScale(6.0, 1.0)]
-  tried = [row for row in ledger.rows(run.path) if row["kind"] == "branch"]
-  assert len(tried) == 2 and tried[1]["mean"] < 0
+  tried = [row for row in ledger.rows(run.path) if row["kind"] == "trial"]
+  assert len(tried) == 2 and tried[1]["gain"] > 0
   assert ledger.replay(run.path) == ledger.decisions(run.path)
   assert "on a branch: held-out loss -" in "\n".join(tell(run.path))
 

@@ -1,0 +1,222 @@
+"""Edits of experts and routers within their arrays; each is a program of its own (surgery.py)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions.base import Action, Now
+from ats_jax.orchestrator.actions.expert_view import ExpertView, view_experts
+from ats_jax.step.state import TrainState
+
+if TYPE_CHECKING:
+  from ats_jax.orchestrator.signals.interval import Reading
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerEdit(Action, abstract=True):
+  """An edit of the experts of a layer.
+
+  Attributes:
+    edit: makes it; takes the run, the state, the layer and the other fields but `before`.
+    layer: index from the bottom.
+  """
+
+  edits = True
+  at_pause = True
+  edit: ClassVar[Callable[..., TrainState]]
+
+  layer: int
+
+  def fill(self, now: Now) -> Self:
+    """Is it possible, and of which experts?"""
+    return self._resolve(now.cfg, view_experts(now.cfg, now.state, self.layer))
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """Edit."""
+    fields = dataclasses.asdict(self)
+    return type(self).edit(cfg, state, *(fields[name] for name in fields if name != "before"))
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    """With what was left open filled in; a `SurgeryError` if it is not possible."""
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertEdit(LayerEdit, abstract=True):
+  """An edit of one expert.
+
+  Attributes:
+    layer: index from the bottom.
+    expert: its slot.
+  """
+
+  expert: int
+
+
+class RecycleExpert(ExpertEdit):
+  """Close an expert that gets no tokens, and split the most loaded one into its slot.
+
+  The model computes the same function but for the tokens of the closed one.
+  """
+
+  prior = (7.2, 0.8)
+  cooldown = 10
+  exact = True
+  edit = staticmethod(surgery.recycle)
+  words = "closes expert {expert} of layer {layer} and splits the busiest into its place"
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_recycle(cfg, self.expert, None)
+    return self
+
+  def undo(self) -> Action:
+    """Close the fresh half: the split one is whole again."""
+    return PruneExpert(self.layer, self.expert)
+
+  def worked(self, reading: "Reading") -> bool:
+    """The expert gets tokens."""
+    return (self.layer, self.expert) not in reading.starved
+
+
+class PruneExpert(ExpertEdit):
+  """Close an expert; of the halves of a split one, the other is whole again."""
+
+  edit = staticmethod(surgery.prune)
+  words = "closes expert {expert} of layer {layer}"
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.without(cfg, self.expert)
+    return self
+
+  def undo(self) -> Action:
+    """Open it again."""
+    return ReopenExpert(self.layer, self.expert)
+
+
+class ReopenExpert(ExpertEdit):
+  """Use a closed expert with the weights that it has."""
+
+  edit = staticmethod(surgery.reopen)
+  words = "opens expert {expert} of layer {layer} again"
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_idle(self.expert)
+    return self
+
+  def undo(self) -> Action:
+    """Close it."""
+    return PruneExpert(self.layer, self.expert)
+
+
+@dataclasses.dataclass(frozen=True)
+class AddExpert(LayerEdit):
+  """Open an idle slot with a half of an expert; the model computes the same.
+
+  Attributes:
+    layer: index from the bottom.
+    expert: the one to split; -1 = the most loaded one.
+    slot: the idle one; -1 = the nearest.
+  """
+
+  edit = staticmethod(surgery.split)
+  words = "splits expert {expert} of layer {layer} in two, the other half is {slot}"
+
+  expert: int = -1
+  slot: int = -1
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    expert = view.most_loaded() if self.expert < 0 else self.expert
+    slot = view.check_split(expert, None if self.slot < 0 else self.slot)
+    return dataclasses.replace(self, expert=expert, slot=slot)
+
+  def undo(self) -> Action:
+    """Close the new half: the other is whole again."""
+    return PruneExpert(self.layer, self.slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class SetPenalty(ExpertEdit):
+  """Let the two halves of a split expert compete for all their tokens.
+
+  Attributes:
+    layer: index from the bottom.
+    expert: one of the halves.
+    penalty: what a half loses in its logit for the other's tokens; at 0 they are whole, for good.
+    before: what it was.
+  """
+
+  edit = staticmethod(surgery.release)
+  words = "penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"
+
+  penalty: float
+  before: float = surgery.EXCLUSIVE
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """It is in its range."""
+    surgery.check_penalty(self.penalty)
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_half(self.expert)
+    return dataclasses.replace(self, before=float(view.penalty[self.expert]))
+
+  def undo(self) -> Action | None:
+    """Set it back, while they are a pair."""
+    back = dataclasses.replace(self, penalty=self.before, before=self.penalty)
+    return back if self.penalty > 0.0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeExperts(LayerEdit):
+  """Make one expert of two, the mean of their weights by load; nothing undoes it.
+
+  Attributes:
+    layer: index from the bottom.
+    keep: the expert that is both from now on.
+    drop: the one that is closed.
+  """
+
+  edit = staticmethod(surgery.merge)
+  words = "merges expert {drop} of layer {layer} into {keep}"
+
+  keep: int
+  drop: int
+
+  def _resolve(self, cfg: Config, view: ExpertView) -> Self:
+    view.check_merge(cfg, self.keep, self.drop)
+    return self
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleTemperature(Action):
+  """Multiply the temperature of all routers with `by`: their columns and offsets are divided.
+
+  The order of a token's experts stays: this changes how evenly their weights are spread, in
+  evaluation too, and does not balance loads.
+
+  Attributes:
+    by: in [0.5, 2].
+  """
+
+  edits = True
+  needs = "moe.num_experts"
+  words = "temperature of the routers times {by:.3g}"
+
+  by: float
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """It is in its range."""
+    if not 0.5 <= self.by <= 2.0:
+      raise ValueError(
+        f"the temperature is to be multiplied with {self.by}; it must be in [0.5, 2]."
+      )
+    super().check(cfg, step)
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """Divide."""
+    return surgery.temper(state, self.by)
+
+  def undo(self) -> Action:
+    """Divide by the inverse."""
+    return ScaleTemperature(1.0 / self.by)

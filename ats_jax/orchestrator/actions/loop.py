@@ -1,0 +1,95 @@
+"""What is for the loop to do: an earlier state, a checkpoint, the end."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator.actions.base import Action, Host
+from ats_jax.step.state import TrainState
+
+if TYPE_CHECKING:
+  from ats_jax.orchestrator.policy.state import PolicyState
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback(Action):
+  """Take weights, moments and statistics from a snapshot; the data is not rewound.
+
+  Attributes:
+    back: 0 for the newest snapshot that was found good, 1 for the one before it.
+    returns: take the state that the last rollback left instead.
+  """
+
+  prior = (7.2, 0.8)
+  cooldown = 3
+  edits = True
+  can_be_tried = False
+  needs_saved = True
+
+  back: int = 0
+  returns: bool = False
+
+  @property
+  def can_be_asked_for(self) -> bool:
+    """Only the policy takes one back."""
+    return not self.returns
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """The earlier state, but for what counts batches: those are gone."""
+    assert saved is not None, "nothing to go back to"
+    return dataclasses.replace(saved, step=state.step, key=state.key, control=state.control)
+
+  def find(
+    self, host: Host, step: int, state: TrainState
+  ) -> tuple[TrainState | None, dict[str, Any]]:
+    """One that was found good."""
+    return host.earlier(step, state, self.back, returns=self.returns)
+
+  def undo(self) -> Action | None:
+    """Return, once."""
+    return None if self.returns else Rollback(returns=True)
+
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """Steps before it tell nothing about this state."""
+    return policy._replace(acted_step=step)
+
+  def narrate(self, row: Mapping[str, Any]) -> str:
+    """Where to, if it is known."""
+    if self.returns:
+      return "takes the rollback back"
+    return f"rolls back to step {row['to']:,}" if "to" in row else "rolls back"
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveCheckpoint(Action):
+  """Save a checkpoint now, whatever `checkpoint.every_steps` says."""
+
+  words = "saves a checkpoint"
+  judged = False
+  can_be_tried = False
+
+  def tell(self, host: Host, step: int, reason: str) -> None:
+    """Only the loop can."""
+    host.wants_checkpoint = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop(Action):
+  """End the run: what would help was tried, and did not."""
+
+  words = "stops the run"
+  judged = False
+
+  @property
+  def can_be_asked_for(self) -> bool:
+    """A hook raises an error of its own."""
+    return False
+
+  def tell(self, host: Host, step: int, reason: str) -> None:
+    """With an error."""
+    raise FloatingPointError(
+      f"the orchestrator gives up at step {step}: {reason}. What it tried is in decisions.jsonl "
+      "(python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or look at the data "
+      "(python -m ats_jax.data stats). No checkpoint holds such weights."
+    )

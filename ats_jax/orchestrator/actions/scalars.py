@@ -1,0 +1,151 @@
+"""Scalars that the compiled step reads: setting one needs no new program."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator.actions.base import Action, Now
+from ats_jax.step.state import TrainState
+
+if TYPE_CHECKING:
+  from ats_jax.orchestrator.policy.state import PolicyState
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar(Action, abstract=True):
+  """Sets a scalar of `Control` to its first field; the second, `before`, is what that was.
+
+  Attributes:
+    scalar: its name there.
+    called: the same in words.
+    least: value.
+    most: value.
+  """
+
+  scalar: ClassVar[str]
+  called: ClassVar[str]
+  least: ClassVar[float]
+  most: ClassVar[float]
+
+  @property
+  def value(self) -> float:
+    """What it is set to."""
+    value, _ = dataclasses.astuple(self)
+    return value
+
+  def check(self, cfg: Config, step: int = 0) -> None:
+    """It is in its range."""
+    if not self.least <= self.value <= self.most:
+      allowed = f"[{self.least:g}, {self.most:g}]"
+      raise ValueError(f"{self.called} is {self.value}; it must be in {allowed}.")
+    super().check(cfg, step)
+
+  def fill(self, now: Now) -> Self:
+    """The policy knows what it was."""
+    _, before = dataclasses.astuple(self)
+    return self._of(self.value, now.policy.control.get(self.scalar, before))
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """Write it for the compiled step to read."""
+    assert state.control is not None, "the run has no reflex"
+    array = jnp.full_like(getattr(state.control, self.scalar), self.value)
+    return dataclasses.replace(state, control=state.control._replace(**{self.scalar: array}))
+
+  def undo(self) -> Action:
+    """Set it back."""
+    value, before = dataclasses.astuple(self)
+    return self._of(before, value)
+
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """The policy knows what it is."""
+    return policy._replace(control={**policy.control, self.scalar: self.value})
+
+  def _of(self, *fields: float) -> Self:
+    names = (field.name for field in dataclasses.fields(self))
+    return type(self)(**dict(zip(names, fields, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SetLearningRateScale(Scalar):
+  """Multiply the schedule's learning rate with `scale`, from now on.
+
+  Attributes:
+    scale: at most 32; a higher rate than the schedule's is no emergency measure: the policy alone
+      never asks for one, but after it won on the same steps (`growth.py`).
+    before: what it was.
+  """
+
+  prior = (6.8, 1.2)
+  cooldown = 5
+  scalar, called, least, most = "lr_scale", "the learning rate's scale", 1e-6, 32.0
+  words = "learning rate times {scale:.3g} of the schedule's ({before:.3g} before)"
+
+  scale: float
+  before: float = 1.0
+
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """One that is wanted is what a rate lowered in need is given back to."""
+    policy = super().remember(policy, step, wanted=wanted)
+    return policy._replace(lr_wanted=self.scale) if wanted else policy
+
+  def retract(self, policy: "PolicyState") -> "PolicyState":
+    """Give back to what was before."""
+    return policy._replace(lr_wanted=self.before)
+
+
+@dataclasses.dataclass(frozen=True)
+class SetSkips(Scalar):
+  """Let the reflex leave out up to `bucket` batches in a row for their loss.
+
+  It is not judged: leaving batches out keeps the state as it is.
+
+  Attributes:
+    bucket: at least 1.
+    before: what it was.
+  """
+
+  prior = (7.2, 0.8)
+  cooldown = 1
+  judged = False
+  scalar, called, least, most = "bucket", "the number of batches to leave out", 1.0, math.inf
+  words = "up to {bucket:g} batches in a row may be left out ({before:g} before)"
+
+  bucket: float
+  before: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SetWeightDecay(Scalar):
+  """Multiply `optimizer.weight_decay` with `scale`, from now on.
+
+  Attributes:
+    scale: in [0, 10]; repeated data wants more (Lovelace et al. 2026, arXiv:2605.01640).
+    before: what it was.
+  """
+
+  scalar, called, least, most = "decay_scale", "the weight decay's scale", 0.0, 10.0
+  needs = "optimizer.weight_decay"
+  words = "weight decay times {scale:.3g} ({before:.3g} before)"
+
+  scale: float
+  before: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SetExpertDropout(Scalar):
+  """Let each expert sit out a step with probability `rate`, from now on, in training only.
+
+  Attributes:
+    rate: in [0, 0.5].
+    before: what it was.
+  """
+
+  scalar, called, least, most = "expert_dropout", "the experts' dropout", 0.0, 0.5
+  needs = "moe.num_experts"
+  words = "experts sit out {rate:.3g} of the steps ({before:.3g} before)"
+
+  rate: float
+  before: float = 0.0

@@ -1,0 +1,194 @@
+"""Would it help? The same updates from one state, made with and without an action.
+
+The arms differ in nothing else: batches and randomness are the same, so their noise cancels. The
+updates come from one of two places. *Ahead*, on the batches that come next: both arms are made for
+the trial, in several pairs, and nothing of them stays. *Again*, on batches of the past: training
+itself was the arm without the action, and it goes on with the better of the two.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
+from ats_jax.orchestrator.actions.base import Action
+from ats_jax.orchestrator.signals.interval import probe_loss
+from ats_jax.orchestrator.trials.snapshots import Snapshot
+from ats_jax.step.metrics import METRICS, StepMetrics
+from ats_jax.step.state import TrainState
+
+PAIRS = 4
+
+Update = Callable[[TrainState], tuple[TrainState, StepMetrics]]  # donates the state
+Probe = Callable[[Decoder], jax.Array]  # gives the sums of an eval step, by one set of rules
+
+
+class Ahead(NamedTuple):
+  """What the loop lends.
+
+  Attributes:
+    train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
+    batches: opens the training batches that come next, on the mesh.
+  """
+
+  train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+  batches: Callable[[], AbstractContextManager[Iterator[Batch]]]
+
+
+class Effect(NamedTuple):
+  """What an action changed over the same updates. Losses are nats per token.
+
+  Attributes:
+    before: loss on the probe batch where both arms begin.
+    without: the same where the arm without the action ends; ahead, the mean over pairs.
+    changed: the same of the arm with it; NaN or infinite if it diverged.
+    gain: how much lower the losses are with it, the mean over pairs: of arms ahead, in the loss on
+      the probe batch; of steps made again, in their training loss.
+    error: standard error of that mean.
+  """
+
+  before: float
+  without: float
+  changed: float
+  gain: float
+  error: float
+
+
+def look_ahead(
+  cfg: Config, state: TrainState, action: Action, ahead: Ahead, probe: Probe
+) -> tuple[TrainState, Effect]:
+  """Make `orchestrator.branch_steps` updates with and without an action, `PAIRS` times.
+
+  The learning rate falls to 0 at the end of both arms: a lower rate always looks better at once,
+  and a higher one worse, until it is lowered (Tissue et al. 2024, arXiv:2408.11029).
+
+  Args:
+    cfg: the run.
+    state: donated; a copy of it is in host memory meanwhile.
+    action: one that was checked and can be tried.
+    ahead: what to train with; each pair has batches of its own.
+    probe: by the rules of `ahead`.
+
+  Returns:
+    The state as it was, and the effect.
+  """
+  before = probe(state.model)
+  start, ends = Snapshot.swap_out(0, state), []
+  end = lambda act, updates: probe(_arm(cfg, start, updates, act, anneal=True)[0].model)
+  with ahead.batches() as batches:
+    for _ in range(PAIRS):
+      block = list(islice(batches, cfg.orchestrator.branch_steps))
+      updates = [lambda state, batch=batch: ahead.train_step(state, batch) for batch in block]
+      ends.append([_loss(end(act, updates)) for act in (None, action)])
+  without, changed = np.array(ends).T
+  return start.resume(), _effect(_loss(before), without, changed, without - changed, ddof=1)
+
+
+class Again:
+  """What is kept to make the updates from here on again.
+
+  Attributes:
+    first: step at which the arms part.
+    action: what the other arm begins with.
+    rules: by which the probe was scored there.
+  """
+
+  def __init__(
+    self, step: int, state: TrainState, action: Action, probe: jax.Array | None, rules: Pass
+  ):
+    """Begin with `state`, which made `step` updates; `probe` is what the eval step gave for it."""
+    self.first, self.action, self.rules, self._probe = step, action, rules, probe
+    self._start = Snapshot.take(step, state)
+    self._updates: list[Update] = []
+    self._losses: list[jax.Array] = []
+
+  def add(self, update: Update, metrics: StepMetrics) -> None:
+    """Remember an update of the first arm, and what came of it."""
+    self._updates.append(update)
+    self._losses.append(metrics.values)
+
+  def make(
+    self, cfg: Config, state: TrainState, probe: Probe
+  ) -> tuple[Snapshot, TrainState, Effect]:
+    """Make the other arm. Waits for the devices, on which there is one state at a time.
+
+    Args:
+      cfg: the run.
+      state: where the first arm ended; its memory is freed.
+      probe: by the same rules.
+
+    Returns:
+      A snapshot of `state`, the state where the other arm ends, and the effect.
+    """
+    sums = [self._probe, probe(state.model)]
+    left = Snapshot.swap_out(self.first + len(self._updates), state)
+    other, losses = _arm(cfg, self._start, self._updates, self.action)
+    before, kept, changed = map(_loss, (*sums, probe(other.model)))
+    at = METRICS.index("train/loss")
+    first, second = (np.stack(jax.device_get(rows))[:, at] for rows in (self._losses, losses))
+    gains = first.astype(np.float64) - second
+    return left, other, _effect(before, [kept], [changed], gains)
+
+
+def _arm(
+  cfg: Config,
+  start: Snapshot,
+  updates: Sequence[Update],
+  action: Action | None,
+  *,
+  anneal: bool = False,
+) -> tuple[TrainState, list[jax.Array]]:
+  """An arm from a snapshot: its last state, and `StepMetrics.values` of each update.
+
+  Args:
+    cfg: the run.
+    start: where it begins.
+    updates: what is made of it.
+    action: done first, if any.
+    anneal: let the learning rate fall to 0 in the second half.
+  """
+  state, rows = start.resume(), []
+  if action is not None:
+    state = action.apply(state, cfg)
+  assert state.control is not None
+  scale = np.asarray(state.control.lr_scale) if anneal else None
+  for number, update in enumerate(updates):
+    if scale is not None:
+      left = min(1.0, 2.0 * (len(updates) - number) / (len(updates) + 1))
+      state = _at_rate(state, left * scale)
+    state, metrics = update(state)
+    rows.append(metrics.values)
+  return state, rows
+
+
+def _at_rate(state: TrainState, scale: float | np.ndarray) -> TrainState:
+  control = state.control
+  assert control is not None
+  control = control._replace(lr_scale=jnp.full_like(control.lr_scale, scale))
+  return dataclasses.replace(state, control=control)
+
+
+def _loss(sums: jax.Array | None) -> float:
+  return probe_loss(jax.device_get(sums))
+
+
+def _effect(
+  before: float,
+  without: Sequence[float],
+  changed: Sequence[float],
+  gains: np.ndarray,
+  ddof: int = 0,
+) -> Effect:
+  mean = lambda values: float(np.mean(values))
+  error = float(np.std(gains, ddof=ddof)) / math.sqrt(len(gains))
+  return Effect(before, mean(without), mean(changed), mean(gains), error)

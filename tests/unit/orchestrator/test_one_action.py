@@ -1,0 +1,92 @@
+"""One more action is one class: asked for, checked, done, told, replayed and undone, with no more.
+
+The class is the one that docs/orchestrator.md shows.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import counting_rows, micro_batches, tiny_config
+
+from ats_jax.orchestrator import actions, hooks
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.step.program import make_program
+
+DOC = Path(__file__).parents[3] / "docs" / "orchestrator.md"
+CFG = tiny_config(
+  {
+    "num_steps": 100,
+    "optimizer.schedule": "constant",
+    "orchestrator.mode": "act",
+    "orchestrator.check_interval": 4,
+  }
+)
+
+
+@pytest.fixture
+def action():
+  """The class of the documentation; forgotten after the test."""
+  (code,) = re.findall(r"```python\n(# ats_jax/orchestrator/actions/.*?)```", DOC.read_text(), re.S)
+  names = {}
+  exec(code, names)
+  yield names["ScaleWeights"]
+  del actions.KINDS["ScaleWeights"]
+
+
+def test_a_new_action_goes_all_the_way(mesh, tmp_path, action):
+  program, path = make_program(CFG), tmp_path / "decisions.jsonl"
+  state, probe = program.init(), counting_rows(10**6)
+  supervisor, heads = Supervisor(program, probe, path), {}
+  supervisor.start(0, state)
+  hook = hooks.register(lambda look: action(8.0) if look.step == 8 else None)
+  try:
+    for step in range(1, 40):
+      batch = micro_batches(counting_rows(step), 1)
+      state, metrics = program.train_step(state, batch, program.training_rules(step))
+      before = np.asarray(state.model.embed.weight[...])
+      state = supervisor.after(step, state, metrics)
+      heads[step] = np.asarray(state.model.embed.weight[...]) / before
+  finally:
+    hooks.unregister(hook)
+  supervisor.close()
+  scaled = {step: by for step, by in heads.items() if not (by == 1.0).all()}
+  # Done at the look after the one at which it was asked for; judged, and undone, as it harms.
+  (done, undone), made = scaled, supervisor.decisions
+  np.testing.assert_allclose(scaled[done], 8.0, rtol=1e-6)
+  np.testing.assert_allclose(scaled[undone], 1 / 8, rtol=1e-6)
+  assert made == ledger.decisions(path) == ledger.replay(path)
+  assert [(step, d.action, d.cause) for step, d in made] == [
+    (done, action(8.0), "request"), (undone, action(1 / 8), "harm")
+  ]  # fmt: skip
+  story = "\n".join(tell(path))
+  assert "decision 0: weights times 8 because of request" in story
+  assert "decision 1: weights times 0.125 because of harm" in story
+
+
+def test_what_it_cannot_do_is_refused(action):
+  with pytest.raises(ValueError, match=r"scaled by 0\.0; use a positive factor"):
+    action(0.0).check(CFG)
+
+
+def test_the_table_of_the_documentation_names_all_actions():
+  text = DOC.read_text()
+  table = text[text.index("## The actions\n") :].split("\n## ")[0]
+  named = {row.split("(")[0] for row in re.findall(r"^\| `(\w+\(?)", table, re.M)}
+  assert named == set(actions.KINDS)
+
+
+def test_a_kind_is_a_frozen_dataclass_with_words():
+  for kind in actions.KINDS.values():
+    assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    filled = kind(*(((),) if kind is actions.ChangeSettings else (1,) * _required(kind)))
+    assert "{" not in filled.narrate({})
+
+
+def _required(kind):
+  missing = dataclasses.MISSING
+  return sum(field.default is missing for field in dataclasses.fields(kind))
