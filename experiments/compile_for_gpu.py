@@ -73,7 +73,6 @@ def pretending(kind: str) -> Iterator[None]:
   """Everything that asks for the device at hand is told that it is a GPU of this kind."""
   device = lambda: Device("gpu", "9.0", kind)
   with (
-    mock.patch.object(jax, "default_backend", lambda: "gpu"),
     mock.patch.object(programs, "this_device", device),
     mock.patch.object(compiler, "_refusal", lambda name, value: ""),
     mock.patch.object(cudnn, "check_cudnn_version", lambda: 92000),

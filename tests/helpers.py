@@ -11,8 +11,8 @@ from flax import nnx
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import numerics
 from ats_jax.model.mod import Pass
+from ats_jax.model.numerics import numerics
 from ats_jax.ops.kernels import OPS
 from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.rules import MESH_AXES

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ats_jax.model.init import Numerics
+from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, normal
 from ats_jax.ops.linear import linears
 

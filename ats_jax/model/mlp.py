@@ -5,8 +5,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
-from ats_jax.model.init import Numerics
 from ats_jax.model.linear import Linear, project
+from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.ops.swiglu import swiglu
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import Numerics
 from ats_jax.model.layout import mod_tokens
+from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Param, Role, normal, zero_buffer
 from ats_jax.model.stats import MoDStats
 from ats_jax.ops.dispatch import Places, sum_rows, take_rows

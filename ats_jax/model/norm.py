@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from ats_jax.model.init import Numerics
+from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, ones
 from ats_jax.ops.rms_norm import rms_norm
 

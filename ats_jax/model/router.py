@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import Numerics
+from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, normal, zero_buffer, zeros
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.routing import Rule, route

@@ -7,7 +7,7 @@ import jax
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.tokenizer import ByteTokenizer
-from ats_jax.model.init import numerics
+from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
 from ats_jax.step import program
@@ -50,9 +50,9 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
 
 def abstract_state(cfg: Config) -> TrainState:
   """The state of step 0 on the current (abstract) mesh; `cfg` is resolved."""
-  # Which implementation runs changes no shape.
+  # What runs, and where, changes no shape.
   num = numerics(cfg)
-  return jax.eval_shape(lambda: init_state(cfg, num, build_optimizer(cfg)))
+  return jax.eval_shape(lambda: init_state(cfg, num, build_optimizer(cfg, "cpu")))
 
 
 def abstract_batch(*shape: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.model.init import usual_unroll
+from ats_jax.model.numerics import usual_unroll
+from ats_jax.ops.requirements import Device
 
 Options = dict[str, str | bool]
 
@@ -17,15 +18,15 @@ Options = dict[str, str | bool]
 EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
 # In 8 bits XLA times Triton's many ways to multiply beside cuBLASLt's, for minutes.
 EIGHT_BITS = {"xla_gpu_enable_triton_gemm": "false"}
-NVIDIA, HOPPER = r"\bNVIDIA\b", r"\bH[12]00\b"  # in jax's `device_kind`
+NVIDIA, HOPPER = r"\bNVIDIA\b", r"\bH[12]00\b"  # in the device's `kind`
 
 
-def compiler_options(cfg: Config, device_kind: str) -> Options:
+def compiler_options(cfg: Config, device: Device) -> Options:
   """What `jax.jit` gets for the train step, each option tried on a trivial program first.
 
   Args:
     cfg: `step.compiler_options`, which goes before `usual`.
-    device_kind: `jax.devices()[0].device_kind`.
+    device: where it runs.
 
   Returns:
     The options; without those of `usual` that this XLA does not take, which is logged.
@@ -34,7 +35,7 @@ def compiler_options(cfg: Config, device_kind: str) -> Options:
     ValueError: if `step.compiler_options` has one that this XLA does not take.
   """
   asked, options = parse(cfg.step.compiler_options), Options()
-  for name, text in {**usual(cfg, device_kind), **asked}.items():
+  for name, text in {**usual(cfg, device), **asked}.items():
     value = {"true": True, "false": False}.get(text.lower(), text)
     refusal = _refusal(name, value)
     if not refusal:
@@ -42,18 +43,18 @@ def compiler_options(cfg: Config, device_kind: str) -> Options:
     elif name in asked:
       raise ValueError(f"step.compiler_options: {name}={text}: {refusal}. Change or remove it.")
     else:
-      logging.warning("%s=%s, a default of %s, is left out: %s", name, text, device_kind, refusal)
+      logging.warning("%s=%s, a default of %s, is left out: %s", name, text, device.kind, refusal)
   return options
 
 
-def usual(cfg: Config, device_kind: str) -> Mapping[str, str]:
+def usual(cfg: Config, device: Device) -> Mapping[str, str]:
   """Options that nobody has to ask for."""
   layers = cfg.model.num_layers
-  in_a_loop = (cfg.step.scan_unroll or usual_unroll(cfg)) < layers
+  in_a_loop = (cfg.step.scan_unroll or usual_unroll(cfg, device.platform)) < layers
   options = {}
-  if cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device_kind):
+  if cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device.kind):
     options |= EXPERTS_IN_A_LOOP
-  if cfg.precision.fp8 and re.search(NVIDIA, device_kind):
+  if cfg.precision.fp8 and re.search(NVIDIA, device.kind):
     options |= EIGHT_BITS
   return options
 

@@ -11,12 +11,12 @@ from absl import logging
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
-from ats_jax.model.init import Numerics, numerics, usual_unroll
 from ats_jax.model.layout import fp8_layers
 from ats_jax.model.mod import Pass
+from ats_jax.model.numerics import Numerics, numerics, usual_unroll
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
-from ats_jax.ops.requirements import this_device
+from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
@@ -35,6 +35,7 @@ class Program:
 
   Attributes:
     cfg: the resolved config.
+    device: what it was made for; decided here once, nothing that is traced asks again.
     choices: which implementation of each op runs, and why.
     num: dtypes and implementations, as the model wants them.
     optimizer: what makes directions of gradients.
@@ -47,6 +48,7 @@ class Program:
   """
 
   cfg: Config
+  device: Device
   choices: tuple[Choice, ...]
   num: Numerics
   optimizer: Optimizer
@@ -149,7 +151,7 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
   objective = Pretraining(cfg) if objective is None else objective
   device = this_device()
   kernels, choices = registry.choose(cfg, device)
-  unroll = usual_unroll(cfg)
+  unroll = usual_unroll(cfg, device.platform)
   if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
     logging.warning(
       "step.scan_unroll=%d with precision.deterministic: such a step stopped at its first call "
@@ -157,10 +159,12 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
       cfg.step.scan_unroll,
     )
   num = numerics(cfg, kernels, unroll)
-  optimizer, options = build_optimizer(cfg, kernels), compiler_options(cfg, device.kind)
+  optimizer = build_optimizer(cfg, device.platform, kernels)
+  options = compiler_options(cfg, device)
   model = init_state(cfg, num, optimizer, abstract=True).model
   return Program(
     cfg=cfg,
+    device=device,
     choices=choices,
     num=num,
     optimizer=optimizer,

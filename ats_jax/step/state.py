@@ -10,7 +10,7 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import Numerics
+from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.step.optimizers import Optimizer

@@ -65,15 +65,16 @@ def update(
     lr: learning rate of the schedule, scalar.
     fault: to be injected.
   """
-  grads, lr = seam((grads, lr))
+  platform = optimizer.platform
+  grads, lr = seam((grads, lr), platform)
   rate = lr
   if fault is not None:
-    grads, rate = seam(scaled(grads, fault.gradient)), lr * fault.rate
+    grads, rate = seam(scaled(grads, fault.gradient), platform), lr * fault.rate
   if optimizer.fused is not None:
     moved = optimizer.fused(params, grads, opt_state, rate)
     return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, rate)
-  directions, opt_state = seam(optimizer.tx.update(grads, opt_state, params))
-  moved = seam(move(params, directions, rate))
+  directions, opt_state = seam(optimizer.tx.update(grads, opt_state, params), platform)
+  moved = seam(move(params, directions, rate), platform)
   return Updated(moved, opt_state, norm(grads), rate * norm(directions), rate)
 
 
@@ -101,30 +102,31 @@ def guarded_update(
     reflex: of the steps before.
     fault: to be injected.
   """
-  loss, grads, lr = seam((loss, grads, lr))
+  platform = optimizer.platform
+  loss, grads, lr = seam((loss, grads, lr), platform)
   if fault is not None:
-    grads = seam(scaled(grads, fault.gradient))
+    grads = seam(scaled(grads, fault.gradient), platform)
   grad_norm = norm(grads)
   verdict = judge(reflex, control, loss, grad_norm)
-  grads = seam(scaled(grads, verdict.grad_scale))
+  grads = seam(scaled(grads, verdict.grad_scale), platform)
   make = functools.partial(
     optax.with_extra_args_support(optimizer.tx).update,
     params=params,
     grad_norm=verdict.grad_scale * grad_norm,
     decay_scale=control.decay_scale,
   )
-  directions, new_state = seam(make(grads, opt_state))
+  directions, new_state = seam(make(grads, opt_state), platform)
   # Over the rate that is known: a change that somebody decided is no surprise.
   undeclared = 1.0 if fault is None else fault.rate
   length = norm(directions)
   size = undeclared * length
   scale, z_update = govern(reflex, control, size)
   rate = lr * control.lr_scale * undeclared * scale
-  if jax.default_backend() == "gpu":
+  if platform == "gpu":
     # Made once more, of what XLA does not know to be the same: it would keep the directions, in
     # float32, from the pass that measures them to the one that needs the outcome.
     directions, new_state = make(grads, jax.lax.optimization_barrier(opt_state))
-  moved = seam(move(params, directions, rate))
+  moved = seam(move(params, directions, rate), platform)
   after = advance(reflex, verdict, loss, grad_norm, size, scale)
   report = (
     verdict.z_loss,

@@ -120,7 +120,9 @@ def build_arm(name: str, cfg: Config) -> Arm:
   )
   program = make_program(cfg)
   if kind.before is not None:
-    optimizer = Optimizer(optax.chain(kind.before(), build_optimizer(cfg).tx))
+    platform = program.device.platform
+    tx = optax.chain(kind.before(), build_optimizer(cfg, platform).tx)
+    optimizer = Optimizer(tx, platform)
     step = make_train_step(cfg, optimizer, program.objective)
     program = dataclasses.replace(program, optimizer=optimizer, train_step=step)
 

@@ -14,8 +14,8 @@ from flax import nnx
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
 from ats_jax.model import moe as moe_module
-from ats_jax.model.init import numerics
 from ats_jax.model.moe import MoE
+from ats_jax.model.numerics import numerics
 from ats_jax.model.param import Buffer, merge, trainable
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import to_global
@@ -218,7 +218,7 @@ def train_step(mode, shape):
   cfg = tiny_config(MODES[mode] | STEP | more)
   mesh = make_test_mesh(*shape)
   with jax.enable_x64(True), jax.set_mesh(mesh):
-    optimizer = build_optimizer(cfg)
+    optimizer = build_optimizer(cfg, "cpu")
     if shape == ONE:
       state = init_state(cfg, numerics64(cfg), optimizer)
     else:  # the weights of one device; zeros everywhere else

@@ -154,6 +154,13 @@ def test_fragile_modules_have_one_door(module, only):
   assert users == {only}
 
 
+@pytest.mark.parametrize("folder", ["sharding", "ops", "model", "step"])
+def test_what_is_traced_asks_for_no_backend(folder):
+  """`step.program.make_program` looks at the device once and hands down what it found."""
+  for path in (PACKAGE / folder).rglob("*.py"):
+    assert "default_backend" not in path.read_text(encoding="utf-8"), path
+
+
 @pytest.mark.parametrize("path", FILES, ids=identify)
 def test_random_keys_are_folded_never_split(path):
   """Nor with bare numbers: the purposes are `model.random.Purpose`, each with its own."""

@@ -110,7 +110,7 @@ def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
     SurgeryError: if it is not idle.
   """
   view_experts(cfg, state, layer).check_idle(slot)
-  return _open(state, *find(cfg, layer), slot, build_optimizer(cfg).squares)
+  return _open(state, *find(cfg, layer), slot, build_optimizer(cfg, "cpu").squares)  # anywhere
 
 
 def temper(state: TrainState, by: float) -> TrainState:

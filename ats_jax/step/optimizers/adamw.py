@@ -34,24 +34,25 @@ class AdamState(NamedTuple):
   nu: Any
 
 
-def adamw(cfg: Config, kernels: Kernels = XLA) -> Optimizer:
+def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   """Clip, Adam, decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
   Args:
     cfg: the resolved config.
+    platform: where it runs.
     kernels: what runs; a kernel in the slot of the `adamw` op makes the update fused.
   """
   o = cfg.optimizer
   chain: list[optax.GradientTransformation] = []
   if o.grad_clip:
-    chain.append(clip_by_norm(o.grad_clip))
+    chain.append(clip_by_norm(o.grad_clip, platform))
   dtypes = jnp.dtype(cfg.precision.mu_dtype), jnp.dtype(cfg.precision.nu_dtype)
   chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
   if o.weight_decay:
     chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
   has_kernel = kernels.of("adamw", "update") != "xla"
   fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
-  return Optimizer(optax.chain(*chain), fused, squares=frozenset({"nu"}))
+  return Optimizer(optax.chain(*chain), platform, fused, squares=frozenset({"nu"}))
 
 
 def scale_by_adam(

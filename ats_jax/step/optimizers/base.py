@@ -37,6 +37,7 @@ class Optimizer:
 
   Attributes:
     tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
+    platform: where it runs, "cpu", "gpu" or "tpu".
     fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
       the same state; None = there is no kernel for it.
     squares: names of the fields of its state that hold averages of squares. They are never
@@ -45,6 +46,7 @@ class Optimizer:
   """
 
   tx: optax.GradientTransformationExtraArgs
+  platform: str
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
   squares: frozenset[str] = frozenset()
 
@@ -70,7 +72,7 @@ def decay_mask(params: Any, *, embeddings: bool) -> Any:
   return per_param(lambda param: decays(param, embeddings=embeddings), params)
 
 
-def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformationExtraArgs:
   """Scale gradients whose norm is above `max_norm` to it (Pascanu et al. 2013, algorithm 1).
 
   As `optax.clip_by_global_norm`, but in float32 whatever the gradients are: that one rounds the
@@ -82,7 +84,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     del params
     known = norm(updates) if grad_norm is None else grad_norm
     # Without the seam it is by who else reads the norm whether XLA divides or takes an rsqrt.
-    scale = jnp.minimum(1.0, max_norm / seam(known))
+    scale = jnp.minimum(1.0, max_norm / seam(known, platform))
     return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates), state
 
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -113,13 +115,13 @@ def move(params: Any, directions: Any, lr: jax.Array) -> Any:
   return jax.tree.map(one, params, directions)
 
 
-def seam(tree: Any) -> Any:
+def seam(tree: Any, platform: str) -> Any:
   """Where the guarded and the plain step part and meet again.
 
   XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
   nothing is fused across. On a GPU that would write out what is never in memory otherwise.
   """
-  return jax.lax.optimization_barrier(tree) if jax.default_backend() == "cpu" else tree
+  return jax.lax.optimization_barrier(tree) if platform == "cpu" else tree
 
 
 def norm(tree: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from helpers import (
 )
 
 from ats_jax.model.block import Block, Tokens
-from ats_jax.model.init import numerics, usual_unroll
+from ats_jax.model.numerics import numerics, usual_unroll
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.loss import loss_sums
@@ -140,7 +140,7 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
 
 
 @pytest.mark.parametrize(
-  ("backend", "layers", "changes", "want"),
+  ("platform", "layers", "changes", "want"),
   [
     ("gpu", 24, {}, 24),
     ("gpu", 33, {}, 1),
@@ -151,10 +151,9 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
     ("cpu", 24, {}, 1),
   ],
 )
-def test_layers_are_unrolled_on_a_gpu(monkeypatch, backend, layers, changes, want):
+def test_layers_are_unrolled_on_a_gpu(platform, layers, changes, want):
   cfg = tiny_config({"model.num_layers": layers} | changes)
-  monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  assert numerics(cfg, scan_unroll=usual_unroll(cfg)).scan_unroll == want
+  assert numerics(cfg, scan_unroll=usual_unroll(cfg, platform)).scan_unroll == want
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names"])

@@ -16,9 +16,9 @@ from flax import nnx
 from helpers import make_test_mesh, named_leaves, pack, tiny_config
 
 from ats_jax.model.block import Block, Tokens
-from ats_jax.model.init import numerics
 from ats_jax.model.layout import LayerKind
 from ats_jax.model.mod import Depth, Pass
+from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from helpers import named_leaves, tiny_config
 
-from ats_jax.model.init import numerics
+from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.router import Router
 from ats_jax.sharding.apply import reshard

@@ -10,7 +10,7 @@ from flax import nnx
 from helpers import TRAINING, kernels_of, make_test_mesh, tiny_config
 
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import numerics
+from ats_jax.model.numerics import numerics
 from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops.registry import XLA
 from ats_jax.step.loss import loss_sums

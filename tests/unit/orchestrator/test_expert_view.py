@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 from helpers import tiny_config
 
-from ats_jax.model.init import numerics
 from ats_jax.model.layout import layer_kinds
+from ats_jax.model.numerics import numerics
 from ats_jax.model.router import Router
 from ats_jax.orchestrator.actions import surgery
 from ats_jax.orchestrator.actions.expert_view import ExpertView, SurgeryError, find

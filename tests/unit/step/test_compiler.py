@@ -12,8 +12,12 @@ from ats_jax.step.compiler import compiler_options, parse
 from ats_jax.step.program import abstract_batch, make_program
 
 
+def device_of(kind):
+  return Device("gpu" if "NVIDIA" in kind else "cpu", "9.0", kind)
+
+
 def options(text, kind="cpu"):
-  return compiler_options(tiny_config({"step.compiler_options": text}), kind)
+  return compiler_options(tiny_config({"step.compiler_options": text}), device_of(kind))
 
 
 def test_values_may_hold_commas():
@@ -38,7 +42,7 @@ def test_an_option_of_the_run_that_xla_refuses_is_an_error():
 
 def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, caplog):
   table = {"xla_gpu_none": "1", "xla_gpu_enable_dynamic_slice_fusion": "false"}
-  monkeypatch.setattr(compiler, "usual", lambda cfg, kind: table)
+  monkeypatch.setattr(compiler, "usual", lambda cfg, device: table)
   with caplog.at_level(logging.WARNING):
     assert options("", "NVIDIA H200") == {"xla_gpu_enable_dynamic_slice_fusion": False}
   assert "xla_gpu_none=1, a default of NVIDIA H200, is left out" in caplog.text
@@ -57,7 +61,7 @@ def test_a_default_that_xla_refuses_is_left_out_with_a_warning(monkeypatch, capl
 )
 def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
   settings = {"model.num_layers": 2, "moe.num_experts": experts, "step.scan_unroll": unroll}
-  found = compiler_options(tiny_config(settings), kind)
+  found = compiler_options(tiny_config(settings), device_of(kind))
   assert found == ({"xla_gpu_enable_dynamic_slice_fusion": False} if wanted else {})
 
 
@@ -72,7 +76,7 @@ def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
 )
 def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
   settings = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0}
-  found = compiler_options(tiny_config(settings | {"precision.fp8": fp8}), kind)
+  found = compiler_options(tiny_config(settings | {"precision.fp8": fp8}), device_of(kind))
   assert found == ({"xla_gpu_enable_triton_gemm": False} if wanted else {})
   assert compiler.for_evaluation(found | {"xla_gpu_other": True}) == found
 

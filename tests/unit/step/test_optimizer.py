@@ -63,7 +63,7 @@ def test_equals_optax_adamw(params, clip):
   )
   adamw = optax.adamw(LR, b1=0.8, b2=0.99, eps=1e-4, weight_decay=0.3)
   reference = optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
-  got, _ = run(build_optimizer(cfg).tx, params, -LR)
+  got, _ = run(build_optimizer(cfg, "cpu").tx, params, -LR)
   want, _ = run(reference, params, 1.0)
   assert_trees_close(got, want, rtol=RTOL, atol=ATOL)
 
@@ -71,14 +71,14 @@ def test_equals_optax_adamw(params, clip):
 @pytest.mark.parametrize("clip", [0.1, 100.0])
 def test_clip_bounds_the_global_norm(params, clip):
   cfg = tiny_config({"optimizer.grad_clip": clip, "optimizer.weight_decay": 0.0})
-  tx, grads = build_optimizer(cfg).tx, gradients(params, 3)
+  tx, grads = build_optimizer(cfg, "cpu").tx, gradients(params, 3)
   _, (_, adam) = tx.update(grads, tx.init(params), params)
   seen = optax.tree.norm(adam.mu) / (1 - cfg.optimizer.b1)  # the first moment after one update
   np.testing.assert_allclose(seen, min(clip, optax.tree.norm(grads)), rtol=1e-5)
 
 
 def test_a_known_norm_is_taken_for_the_gradients_own(params):
-  clip, grads = clip_by_norm(0.5), gradients(params, 300)
+  clip, grads = clip_by_norm(0.5, "cpu"), gradients(params, 300)
   clipped, _ = clip.update(grads, clip.init(params))
   told, _ = clip.update(grads, clip.init(params), grad_norm=2.0 * norm(grads))
   np.testing.assert_allclose(norm(clipped), 0.5, rtol=1e-6)
@@ -90,11 +90,11 @@ def test_a_known_norm_is_taken_for_the_gradients_own(params):
 def test_moments_are_kept_as_configured(params, mu, nu):
   no_clip = {"optimizer.grad_clip": 0.0}
   cfg = tiny_config({"precision.mu_dtype": mu, "precision.nu_dtype": nu, **no_clip})
-  got, (adam, _) = run(build_optimizer(cfg).tx, params, -LR, steps=2)
+  got, (adam, _) = run(build_optimizer(cfg, "cpu").tx, params, -LR, steps=2)
   dtypes = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree)}
   assert (dtypes(adam.mu), dtypes(adam.nu)) == ({jnp.dtype(mu)}, {jnp.dtype(nu)})
   assert dtypes(got) == {jnp.dtype("float32")} and int(adam.steps) == 2
-  plain, (want, _) = run(build_optimizer(tiny_config(no_clip)).tx, params, -LR, 2)
+  plain, (want, _) = run(build_optimizer(tiny_config(no_clip), "cpu").tx, params, -LR, 2)
   assert_trees_close(adam.mu, want.mu, rtol=2 * BF16_RTOL, atol=1e-6)
   assert_trees_close(adam.nu, want.nu, rtol=2 * BF16_RTOL, atol=1e-9)
   # Rounded moments change a step of size lr by their relative error.
@@ -124,7 +124,7 @@ def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
       "precision.nu_dtype": moments,
     }
   )
-  optimizer, model = build_optimizer(cfg), make_decoder(cfg)
+  optimizer, model = build_optimizer(cfg, "cpu"), make_decoder(cfg)
 
   def chain(params, grads, state):
     new = update(optimizer, params, grads, state, jnp.float32(LR))
@@ -176,7 +176,7 @@ def test_only_matrices_decay(mesh, embeddings, tied):
 def test_decay_moves_a_parameter_by_lr_times_decay_times_itself(mesh):
   model = make_decoder(tiny_config())
   zeros = jax.tree.map(jnp.zeros_like, model)
-  tx = build_optimizer(tiny_config({"optimizer.weight_decay": 0.25})).tx
+  tx = build_optimizer(tiny_config({"optimizer.weight_decay": 0.25}), "cpu").tx
   directions, _ = jax.jit(tx.update)(zeros, tx.init(model), model)
   leaves, moved = named_leaves(model), named_leaves(directions)
   np.testing.assert_allclose(moved[".head.weight.value"], 0.25 * leaves[".head.weight.value"], RTOL)

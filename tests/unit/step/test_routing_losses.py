@@ -11,8 +11,8 @@ from flax import nnx
 from helpers import TRAINING, assert_trees_close, micro_batches, named_leaves, pack, tiny_config
 
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.init import numerics
 from ats_jax.model.mod import Pass
+from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.balance import RESCUE_RATE, Totals, bias_rate, routing_loss, set_buffers, totals

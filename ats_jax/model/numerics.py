@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
@@ -43,8 +42,8 @@ def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numer
   )
 
 
-def usual_unroll(cfg: Config) -> int:
-  """Blocks per iteration of the scan over layers that are fastest on the devices at hand.
+def usual_unroll(cfg: Config, platform: str) -> int:
+  """Blocks per iteration of the scan over layers that are fastest on a "cpu", "gpu" or "tpu".
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
   avoid that; without one the program is longer to compile (docs/performance.md). With deterministic
@@ -53,5 +52,4 @@ def usual_unroll(cfg: Config) -> int:
   """
   layers = cfg.model.num_layers
   in_a_loop = cfg.precision.deterministic or cfg.step.accum_steps > 1
-  on_gpu = jax.default_backend() == "gpu"
-  return layers if on_gpu and layers <= UNROLLED and not in_a_loop else 1
+  return layers if platform == "gpu" and layers <= UNROLLED and not in_a_loop else 1
