@@ -81,8 +81,35 @@ def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
   assert compiler.for_evaluation(found | {"xla_gpu_other": True}) == found
 
 
+UNROLLED = {"model.num_layers": 32, "model.d_model": 4096, "model.num_heads": 32}
+MANY = {"moe.num_experts": 64, "moe.top_k": 4}
+
+
+@pytest.mark.parametrize(
+  ("kind", "settings", "wanted"),
+  [
+    ("NVIDIA H200", UNROLLED, True),
+    ("NVIDIA H200", UNROLLED | {"model.d_model": 8192}, True),
+    ("NVIDIA H200", UNROLLED | {"model.d_model": 2048}, False),
+    ("NVIDIA H200", UNROLLED | {"step.scan_unroll": 1}, False),
+    ("NVIDIA H200", UNROLLED | {"model.num_layers": 33}, False),  # a loop
+    ("NVIDIA H200", UNROLLED | {"moe.num_experts": 8}, False),
+    ("NVIDIA H200", MANY, True),
+    ("NVIDIA H200", MANY | {"moe.num_experts": 63}, False),
+    ("cpu", UNROLLED, False),
+    ("cpu", MANY, False),
+  ],
+)
+def test_triton_is_not_timed_where_it_wins_nothing(kind, settings, wanted):
+  options = compiler.usual(tiny_config(settings), device_of(kind))
+  assert (options.get("xla_gpu_enable_triton_gemm") == "false") == wanted
+  text = "xla_gpu_enable_triton_gemm=true"  # the run's own word goes before
+  found = compiler_options(tiny_config(settings | {"step.compiler_options": text}), device_of(kind))
+  assert found["xla_gpu_enable_triton_gemm"] is True
+
+
 def test_the_evaluation_gets_its_options(mesh, monkeypatch):
-  monkeypatch.setattr(compiler, "EIGHT_BITS", {"xla_disable_hlo_passes": ""})
+  monkeypatch.setattr(compiler, "NO_TRITON_MATMULS", {"xla_disable_hlo_passes": ""})
   rows = abstract_batch((2, 16), None)
 
   def kernels(text):
