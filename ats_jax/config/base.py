@@ -1,4 +1,4 @@
-"""The ConfigDict that config files edit: schema.py's defaults, each with its type."""
+"""The ConfigDict that config files edit: the schema's defaults, each with its type."""
 
 import dataclasses
 from typing import Any

@@ -67,8 +67,7 @@ PRESETS = {
     12, 640, 8, 8, 2560, vocab_size=1024, seq_len=512, learning_rate=3e-5, batch_size=4,
     warmup_fraction=0.15, remat="none",
   ),
-  # Its table says 1908 wide with 12 heads: a head of 159, which RoPE cannot pair. 8/3 of 1920 is
-  # exactly the table's 5120.
+  # 1920 wide: 12 heads of 1908 would be 159 wide, which RoPE cannot pair. 5120 is 8/3 of it.
   "b1": _b(31, 1920, 12, 4, 5120, seq_len=2048, batch_size=8, warmup_fraction=0.15),
   "b7": _b(
     32, 4096, 32, 8, 10_944, seq_len=4096, learning_rate=1e-4, warmup_fraction=0.15

@@ -21,7 +21,7 @@ from ats_jax.step.update import Fault
 from benchmarks.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
 
 RULE_METRICS = ("rule/skipped", "rule/rate")
-SEED_LEAST_RATE = 1e-6  # learning rate below which the seed's rules never go
+LEAST_RATE = 1e-6  # learning rate below which rate rules never go
 Step = Callable[[TrainState, Any, Batch, Fault], tuple[TrainState, Any, StepMetrics]]
 
 
@@ -87,7 +87,7 @@ ARMS = {
   "zclip": Kind(before=zclip),
   "adagc": Kind(clip=False, before=adagc),
   "skip_step": Kind(rule=lambda cfg: skip_step()),
-  "rate_rules": Kind(rule=lambda cfg: rate_rules(SEED_LEAST_RATE / cfg.optimizer.learning_rate)),
+  "rate_rules": Kind(rule=lambda cfg: rate_rules(LEAST_RATE / cfg.optimizer.learning_rate)),
   "reflex": Kind(mode="act"),
   "reflex-governor": Kind(mode="act", blind=("update",)),
   "reflex-gradient": Kind(mode="act", blind=("grad",)),

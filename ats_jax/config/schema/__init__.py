@@ -1,0 +1,89 @@
+"""Every public setting: type, default, meaning, unit, range. The only place with defaults.
+
+A file a section; this one assembles them.
+
+`configs/*.py` edit these through an ml_collections ConfigDict (`base.py`); `build.py` turns the
+result back into these frozen classes; `validate.py` holds the rules that join several fields.
+"""
+
+import dataclasses
+
+from ats_jax.config.schema.checkpoint import CheckpointConfig
+from ats_jax.config.schema.data import DataConfig
+from ats_jax.config.schema.eval import EvalConfig
+from ats_jax.config.schema.log import LogConfig
+from ats_jax.config.schema.mesh import MeshConfig
+from ats_jax.config.schema.mod import MoDConfig
+from ats_jax.config.schema.model import ModelConfig
+from ats_jax.config.schema.moe import MoEConfig
+from ats_jax.config.schema.ops import OpsConfig
+from ats_jax.config.schema.optimizer import OptimizerConfig
+from ats_jax.config.schema.orchestrator import OrchestratorConfig
+from ats_jax.config.schema.precision import PrecisionConfig
+from ats_jax.config.schema.sample import SampleConfig
+from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.step import StepConfig
+
+__all__ = [
+  "MAX_SEED",
+  "MAX_STEPS",
+  "CheckpointConfig",
+  "Config",
+  "DataConfig",
+  "EvalConfig",
+  "LogConfig",
+  "MeshConfig",
+  "MoDConfig",
+  "MoEConfig",
+  "ModelConfig",
+  "OpsConfig",
+  "OptimizerConfig",
+  "OrchestratorConfig",
+  "PrecisionConfig",
+  "SampleConfig",
+  "StepConfig",
+]
+
+MAX_SEED = 2**32 - 1  # jax drops what is above 32 bits: 2**32 would be seed 0 again
+MAX_STEPS = 2**31 - 1  # steps are counted in int32 on the device
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+
+  seed: int = setting(0, "of weights, dropout, data order and sampling", low=0, high=MAX_SEED)
+  num_steps: int = setting(400, "optimizer updates", low=1, high=MAX_STEPS, resume="free")
+  num_epochs: float = setting(
+    0.0,
+    "passes over the training rows, in place of num_steps; 0 = num_steps",
+    low=0.0,
+    resume="free",
+  )
+  compilation_cache: str = setting(
+    "auto",
+    "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",
+    resume="free",
+  )
+  heartbeat_secs: int = setting(
+    100,
+    "in a job of several processes, one that gives no sign of life for so long is taken for dead, "
+    "and all end",
+    unit="s",
+    low=1,
+    resume="free",
+  )
+  model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+  moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+  mod: MoDConfig = dataclasses.field(default_factory=MoDConfig)
+  data: DataConfig = dataclasses.field(default_factory=DataConfig)
+  optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+  step: StepConfig = dataclasses.field(default_factory=StepConfig)
+  precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+  mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+  ops: OpsConfig = dataclasses.field(default_factory=OpsConfig)
+  eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+  checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+  log: LogConfig = dataclasses.field(default_factory=LogConfig)
+  sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+  orchestrator: OrchestratorConfig = dataclasses.field(default_factory=OrchestratorConfig)

@@ -1,0 +1,50 @@
+"""The section `data`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Text to batches."""
+
+  paths: str = setting(
+    "",
+    "comma-separated files, folders or globs (.txt .md .py .jsonl .bin .npy); "
+    "empty = this Python's own standard library sources",
+  )
+  validation_paths: str = setting(
+    "", "the same for validation; empty = hold out validation_fraction of the documents of `paths`"
+  )
+  validation_fraction: float = setting(
+    0.05, "share of documents held out, chosen by a hash of their name", low=0.0, high=0.5
+  )
+  text_field: str = setting("text", "the field of a JSONL object that holds the document")
+  strict: bool = setting(
+    False, "stop at the first malformed line or file instead of counting it", resume="free"
+  )
+  tokenizer: str = setting(
+    "bpe", "'bytes', 'bpe' (byte-level BPE trained on the training text), or a tokenizer.json"
+  )
+  bpe_vocab_size: int = setting(
+    2048, "size of the trained BPE with its 3 special tokens", unit="tokens", low=300
+  )
+  seq_len: int = setting(256, "length of a packed row", unit="tokens", low=8)
+  batch_size: int = setting(16, "packed rows per optimizer update, over all hosts", low=1)
+  packing: str = setting(
+    "concat",
+    "how documents fill rows: 'concat' (cut at row ends, no padding), 'first_fit' or 'best_fit' "
+    "(documents shorter than a row stay whole)",
+    choices=("concat", "first_fit", "best_fit"),
+  )
+  max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
+  num_workers: int = setting(
+    0, "loader processes; 0 = threads of the main process", low=0, resume="free"
+  )
+  prefetch: int = setting(
+    4, "batches made ahead by each loader process or thread pool", low=1, resume="free"
+  )
+  cache_dir: str = setting(
+    "", "tokenised corpora and trained tokenizers; empty = ~/.cache/ats_jax/data", resume="free"
+  )

@@ -1,0 +1,24 @@
+"""The section `log`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+  """What is written and shown."""
+
+  every_steps: int = setting(10, "steps between metric rows", low=1, resume="free")
+  writers: str = setting(
+    "console,jsonl,csv,tensorboard",
+    "comma-separated: console, jsonl, csv, tensorboard, clu (needs the tf extra)",
+    resume="free",
+  )
+  progress: bool = setting(True, "a progress bar with ETA on a terminal", resume="free")
+  profile_step: int = setting(
+    0,
+    "write a profiler trace of 3 steps from here to workdir/profile; 0 = none",
+    low=0,
+    resume="free",
+  )

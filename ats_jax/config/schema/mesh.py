@@ -1,0 +1,19 @@
+"""The section `mesh`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """How many ways each mesh axis is split."""
+
+  data: int = setting(-1, "copies of the weights; -1 = all devices that are left", resume="free")
+  fsdp: int = setting(1, "ways weights and moments are sharded", low=1, resume="free")
+  expert: int = setting(
+    1, "ways experts are spread; the batch is split over it too", low=1, resume="free"
+  )
+  tensor: int = setting(
+    1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
+  )

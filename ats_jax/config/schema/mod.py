@@ -1,0 +1,43 @@
+"""The section `mod`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class MoDConfig:
+  """Mixture of depths: layers that only some tokens of a row go through."""
+
+  routing: str = setting(
+    "none",
+    "who chooses the tokens: nobody (no mixture of depths), a trained router, an even pattern of "
+    "positions, or chance",
+    choices=("none", "learned", "static", "random"),
+  )
+  scope: str = setting(
+    "block", "what is skipped: the whole block or its feed-forward", choices=("block", "ffn")
+  )
+  capacity: float = setting(0.125, "share of a row's tokens that go through", low=0.001, high=1.0)
+  every: int = setting(2, "every n-th layer of the range skips tokens, the n-th first", low=1)
+  start_layer: int = setting(0, "first layer of the range", low=0)
+  end_layer: int = setting(0, "end of the range, exclusive; 0 = num_layers", low=0)
+  start_capacity: float = setting(
+    1.0, "capacity at the start of the annealing", low=0.001, high=1.0
+  )
+  anneal_fraction: float = setting(
+    0.0,
+    "share of the run over which capacity falls to its final value; 0 = at once",
+    high=1.0,
+    low=0.0,
+  )
+  rungs: int = setting(
+    4, "steps of the annealing, each compiled once; capacities in geometric progression", low=1
+  )
+  decision: str = setting(
+    "threshold",
+    "causal rule of evaluation and generation: score above a running quantile, or a predictor "
+    "trained beside the router",
+    choices=("threshold", "predictor"),
+  )
+  threshold_decay: float = setting(0.99, "decay of the running quantile", low=0.0, high=0.9999)

@@ -1,0 +1,76 @@
+"""The section `moe`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+  """Mixture of experts: several feed-forwards in a layer, of which each token uses a few."""
+
+  num_experts: int = setting(0, "routed experts of a layer; 0 = no mixture of experts", low=0)
+  top_k: int = setting(2, "experts that a token goes to", low=1)
+  d_ff: int = setting(0, "hidden width of an expert; 0 = model.d_ff", low=0)
+  num_shared: int = setting(0, "experts of the same width that every token goes to", low=0)
+  every: int = setting(1, "every n-th layer has experts, the n-th first; 1 = all", low=1)
+  dense_first: int = setting(0, "layers without experts at the bottom", low=0)
+  dense_last: int = setting(0, "layers without experts at the top", low=0)
+  score: str = setting(
+    "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
+  )
+  router_bias: bool = setting(False, "train an offset of each expert's logit")
+  renormalize: bool = setting(
+    True,
+    "divide the scores of a token's experts by their sum; with top_k = 1 never, as the router "
+    "would have no gradient",
+  )
+  route_scale: float = setting(1.0, "multiplies the weights of the experts", low=0.0)
+  temperature: float = setting(1.0, "divides the router's logits", low=0.01, high=100.0)
+  noise: float = setting(
+    0.0, "standard deviation of what is added to the logits when training chooses experts", low=0.0
+  )
+  num_groups: int = setting(
+    1, "groups of neighbouring experts, of which a token uses top_groups; 1 = no limit", low=1
+  )
+  top_groups: int = setting(1, "groups that a token may use", low=1)
+  null_experts: int = setting(
+    0, "experts that do nothing: the compute of a token depends on how many it draws", low=0
+  )
+  spare_experts: int = setting(
+    0,
+    "idle slots that surgery can fill with new experts, each as large as an expert (weights, "
+    "gradients, moments)",
+    low=0,
+  )
+  dispatch: str = setting(
+    "dropless",
+    "'dropless' computes every choice; 'capacity' gives an expert room for capacity_factor times "
+    "its fair share of each row and drops the rest (training only)",
+    choices=("dropless", "capacity"),
+  )
+  capacity_factor: float = setting(1.25, "room of an expert over its fair share", low=0.1)
+  drop_policy: str = setting(
+    "position",
+    "who keeps a place in a full expert: the first in the row, or the highest weight",
+    choices=("position", "weight"),
+  )
+  aux_loss: float = setting(
+    0.001, "weight of the Switch balance loss over the global batch", low=0.0
+  )
+  sequence_aux_loss: float = setting(0.0, "weight of the balance loss within each row", low=0.0)
+  z_loss: float = setting(0.001, "weight of mean(logsumexp(router logits)^2)", low=0.0)
+  bias_update: str = setting(
+    "proportional",
+    "how the selection bias follows the load: not, by the error's sign, or by the error",
+    choices=("none", "sign", "proportional"),
+  )
+  bias_rate: float = setting(
+    0.005,
+    "step of the selection bias, in logits; up to 0.15 while a router is collapsed",
+    low=0.0,
+    high=1.0,
+  )
+  bias_freeze: float = setting(
+    0.05, "last share of the run over which bias_rate falls to 0", low=0.0, high=1.0
+  )

@@ -1,0 +1,48 @@
+"""The section `orchestrator`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class OrchestratorConfig:
+  """What watches the run and steps in."""
+
+  mode: str = setting(
+    "off",
+    "nothing, or measure and report, or also act",
+    choices=("off", "observe", "act"),
+  )
+  check_interval: int = setting(100, "updates between two looks of the supervisor", low=1)
+  confidence: float = setting(
+    0.75,
+    "probability that a fault is there and an action helps, from which on it acts",
+    low=0.0,
+    high=1.0,
+    resume="free",
+  )
+  snapshot_interval: int = setting(
+    100, "least updates between two snapshots to roll back to", low=1, resume="free"
+  )
+  snapshot_gb: float = setting(
+    64.0,
+    "host memory of a process that three snapshots may take; past it, or with 0, a rollback goes "
+    "to the last checkpoint",
+    unit="GiB",
+    low=0.0,
+    resume="free",
+  )
+  branch_steps: int = setting(
+    0,
+    "updates of an arm of a paired branch, eight of which are trained ahead at a checkpoint before "
+    "what a hook wants tried is done; 0 = nothing is tried",
+    low=0,
+    resume="free",
+  )
+  raise_learning_rate: bool = setting(
+    False,
+    "try higher learning rates on branches from a snapshot, and keep one that wins; a try takes "
+    "the time of two intervals and the host memory of two snapshots",
+    resume="free",
+  )

@@ -1,0 +1,41 @@
+"""The section `step`."""
+
+import dataclasses
+
+from ats_jax.config.schema.setting import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+  """One update: its loss and how it is computed."""
+
+  accum_steps: int = setting(
+    1, "micro-batches per update; divides data.batch_size", low=1, resume="free"
+  )
+  remat: str = setting(
+    "none",
+    "what the backward pass recomputes: 'none' keeps all, 'full' recomputes each block, 'dots' "
+    "keeps matmul outputs, 'names' keeps the named ones (docs/architecture.md)",
+    choices=("none", "full", "dots", "names"),
+    resume="free",
+  )
+  scan_unroll: int = setting(
+    0,
+    "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers; 1 "
+    "elsewhere, and under accumulation or with deterministic kernels (docs/log.md)",
+    low=0,
+    resume="free",
+  )
+  compiler_options: str = setting(
+    "",
+    "options of XLA for the train step, e.g. 'xla_gpu_enable_dynamic_slice_fusion=false,"
+    "xla_gpu_autotune_level=1'; they go before those that the device gets anyway (logged)",
+    resume="free",
+  )
+  loss_chunk_tokens: int = setting(
+    8192, "tokens whose logits exist at one time, over all devices", low=1, resume="free"
+  )
+  z_loss: float = setting(0.0, "weight of mean(logsumexp(logits)^2)", low=0.0)
+  label_smoothing: float = setting(
+    0.0, "share of the target spread over the vocabulary", low=0.0, high=0.9
+  )
