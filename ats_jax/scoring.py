@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 from absl import logging
 
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.splits import EvalSet
 from ats_jax.feed import eval_feed
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
@@ -49,6 +51,17 @@ def score(program: Program, model: Decoder, dataset: Dataset, step: int) -> dict
     wider, *_ = _sums(program, model, dataset, dataclasses.replace(rules, fp8=False))
     metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
   return metrics
+
+
+def score_all(
+  program: Program, model: Decoder, sets: Iterable[EvalSet], step: int
+) -> dict[str, float]:
+  """`score` of each set: the main one's under `eval/`, those of others under `eval/NAME/`."""
+  return {
+    name.replace("eval/", held_out.prefix, 1): value
+    for held_out in sets
+    for name, value in score(program, model, held_out.dataset, step).items()
+  }
 
 
 def _sums(program: Program, model: Decoder, dataset: Dataset, rules: Pass) -> list[float]:

@@ -1,6 +1,8 @@
 """Text files -> the training and the validation split: found, tokenised, packed, cached."""
 
+import dataclasses
 import io
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,60 @@ from ats_jax.data.source import Report, SourceFile, content_fingerprint, find_fi
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 
 
+@dataclasses.dataclass(frozen=True)
+class EvalSet:
+  """Held-out rows to be scored.
+
+  Attributes:
+    name: what its metrics are called after; "" = the main set, whose loss decides which checkpoint
+      is best.
+    dataset: its rows.
+  """
+
+  name: str
+  dataset: Dataset
+
+  @property
+  def prefix(self) -> str:
+    """Of its metrics' names."""
+    return f"eval/{self.name}/" if self.name else "eval/"
+
+
+def open_eval_sets(cfg: DataConfig, main: Dataset) -> tuple[EvalSet, ...]:
+  """The validation split, if it has rows, and the named sets of `data.validation_paths`.
+
+  Args:
+    cfg: as for `open_datasets`.
+    main: the validation split that `open_datasets` gave.
+
+  Raises:
+    ValueError: as `open_split`, and for a name that is none.
+  """
+  named = (
+    EvalSet(name, open_split(cfg, 0, paths, main.tokenizer))
+    for name, paths in _validation_paths(cfg).items()
+    if name
+  )
+  return (*([EvalSet("", main)] if main.num_rows else []), *named)
+
+
+def _validation_paths(cfg: DataConfig) -> dict[str, str]:
+  """`a.txt,code=b.py,code=c.py` -> {"": "a.txt", "code": "b.py,c.py"}: paths by name of the set."""
+  found: dict[str, str] = {}
+  for entry in filter(None, map(str.strip, cfg.validation_paths.split(","))):
+    head, equals, path = entry.partition("=")
+    name = head.strip()
+    if not equals or "/" in head:
+      name, path = "", entry
+    elif not (re.fullmatch(r"[a-z][a-z0-9_-]*", name) and path.strip()):
+      raise ValueError(
+        f"data.validation_paths: {entry!r} is not name=path with a name of small letters, digits, "
+        "'_' and '-'. For a path that holds '=', write ./ before it."
+      )
+    found[name] = ",".join(filter(None, (found.get(name, ""), path.strip())))
+  return found
+
+
 def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
   """The training and the validation split; tokenised, packed and cached on first use.
 
@@ -30,7 +86,8 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
     ValueError: for paths that hold nothing, malformed input if `cfg.strict`, a training text
       shorter than one row, or a validation split that came out empty.
   """
-  fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
+  validation_paths = _validation_paths(cfg).get("", "")
+  fraction = 0.0 if validation_paths else cfg.validation_fraction
   files, content, found = _find(cfg.paths, cfg)
   tokenizer = build_tokenizer(
     cfg,
@@ -49,8 +106,8 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
       f"than one row of data.seq_len={cfg.seq_len}. Give more text or set data.seq_len to at most "
       f"{train.num_tokens}."
     )
-  if cfg.validation_paths:
-    return train, open_split(cfg, 0, cfg.validation_paths, tokenizer)
+  if validation_paths:
+    return train, open_split(cfg, 0, validation_paths, tokenizer)
   split = [content, "validation", fraction]
   validation = _pack(cfg, 0, corpus, np.flatnonzero(out), tokenizer, split, found)
   if fraction and not validation.num_documents:

@@ -15,7 +15,7 @@ class DataConfig:
     "empty = this Python's own standard library sources",
   )
   validation_paths: str = setting(
-    "", "the same for validation; empty = hold out validation_fraction of the documents of `paths`"
+    "", "the same for validation, name=path for more sets; no plain path = hold out a fraction"
   )
   validation_fraction: float = setting(
     0.05, "share of documents held out, chosen by a hash of their name", low=0.0, high=0.5

@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ats_jax.data.batches import eval_batches, train_batches
-from ats_jax.data.splits import open_datasets, open_split
+from ats_jax.data.splits import open_datasets, open_eval_sets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
@@ -261,6 +262,49 @@ class TestSplit:
     )
     train, validation = open_datasets(cfg, 0)
     assert train.num_documents == 260 and self.names(validation) == {"v.txt"}
+
+  def test_named_evaluation_sets(self, documents, config, write, tmp_path):
+    folder = tmp_path / "v"
+    for name in ("main", "code", "more", "wiki"):
+      write(f"v/{name}.txt", f"text of {name}")
+    paths = f"{folder}/main.txt, code={folder}/code.txt,wiki={folder}/wiki.txt,code={folder}/more.*"
+    cfg = config(paths=documents, validation_paths=paths, seq_len=8)
+    _, validation = open_datasets(cfg, 0)
+    sets = open_eval_sets(cfg, validation)
+    assert [(s.name, s.prefix) for s in sets] == [
+      ("", "eval/"), ("code", "eval/code/"), ("wiki", "eval/wiki/")
+    ]  # fmt: skip
+    assert [self.names(s.dataset) for s in sets] == [
+      {"main.txt"}, {"code.txt", "more.txt"}, {"wiki.txt"}
+    ]  # fmt: skip
+
+  def test_named_sets_leave_the_main_one_as_it_is(self, documents, config, write):
+    """The rows that are held out of the training text are the same with others beside them."""
+    path = write("v/v.txt", "other text")
+    cfg = config(paths=documents, validation_fraction=0.2, seq_len=8)
+    train, validation = open_datasets(cfg, 0)
+    more = dataclasses.replace(cfg, validation_paths=f"other={path}")
+    again, same = open_datasets(more, 0)
+    assert (again.fingerprint, same.fingerprint) == (train.fingerprint, validation.fingerprint)
+    main, other = open_eval_sets(more, same)
+    assert main.dataset is same and self.names(other.dataset) == {"v.txt"}
+    (only,) = open_eval_sets(cfg, validation)
+    assert only.dataset is validation
+
+  def test_sets_without_a_main_one(self, documents, config, write):
+    path = write("v/a=b.txt", "other text")
+    cfg = config(
+      paths=documents, validation_paths=f"other={path}", validation_fraction=0.0, seq_len=8
+    )
+    (other,) = open_eval_sets(cfg, open_datasets(cfg, 0)[1])
+    assert other.name == "other" and self.names(other.dataset) == {"a=b.txt"}
+    plain = dataclasses.replace(cfg, validation_paths=str(path))
+    assert [s.name for s in open_eval_sets(plain, open_datasets(plain, 0)[1])] == [""]
+
+  @pytest.mark.parametrize("entry", ["=a.txt", "A=a.txt", "a b=c.txt", "name="])
+  def test_a_name_that_is_none(self, documents, config, entry):
+    with pytest.raises(ValueError, match=r"data\.validation_paths.*not name=path"):
+      open_datasets(config(paths=documents, validation_paths=entry, seq_len=8), 0)
 
   def test_validation_rows_do_not_depend_on_the_seed(self, documents, config):
     cfg = config(paths=documents, validation_fraction=0.2, seq_len=8)
