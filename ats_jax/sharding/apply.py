@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.rules import RULES, spec
+from ats_jax.sharding.rules import current_rules, spec
 
 Axes = Sequence[str | None]
 
@@ -85,7 +85,7 @@ def _is_axes(x: Any) -> bool:
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
   """The mesh axes that a logical axis is sharded over."""
-  names = RULES[axis]
+  names = current_rules()[axis]
   return (names,) if isinstance(names, str) else names or ()
 
 

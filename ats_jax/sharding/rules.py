@@ -1,4 +1,8 @@
-"""The one table where logical axes (what a dimension means) meet mesh axes (where it lives)."""
+"""Where logical axes (what a dimension means) meet mesh axes (where it lives): a table a plan."""
+
+import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 
@@ -6,7 +10,8 @@ import jax
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
 # None = not sharded. A tuple shards one dimension over several mesh axes.
-RULES: dict[str | None, str | tuple[str, ...] | None] = {
+Rules = Mapping[str | None, str | tuple[str, ...] | None]
+_DEFAULT: Rules = {
   None: None,
   # activations
   "batch": ("data", "fsdp", "expert"),
@@ -30,6 +35,29 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
   "table_embed": None,
 }
 
+RULES: Mapping[str, Rules] = {
+  "default": MappingProxyType(_DEFAULT),
+  # The weights whole on each device of `data` and `fsdp`.
+  "data_parallel": MappingProxyType({**_DEFAULT, "embed": None, "vocab_rows": "tensor"}),
+}
+_plan = jax.make_user_context("default")  # what is traced under one plan is not used under another
+
+
+def use_plan(name: str) -> contextlib.AbstractContextManager[None]:
+  """Shard by another table of `RULES`: enter it where the mesh is set.
+
+  Raises:
+    ValueError: if there is no such table.
+  """
+  if name not in RULES:
+    raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
+  return _plan(name)
+
+
+def current_rules() -> Rules:
+  """The table of the plan that is in use."""
+  return RULES[_plan.value]
+
 
 def spec(*axes: str | None) -> jax.P:
   """Translate logical axis names to a PartitionSpec.
@@ -37,12 +65,13 @@ def spec(*axes: str | None) -> jax.P:
   Raises:
     ValueError: for an unknown name, or if two dimensions of one array use the same mesh axis.
   """
-  unknown = [a for a in axes if a not in RULES]
+  rules = current_rules()
+  unknown = [a for a in axes if a not in rules]
   if unknown:
     raise ValueError(
-      f"unknown logical axes {unknown}; sharding/rules.py knows {sorted(filter(None, RULES))}"
+      f"unknown logical axes {unknown}; sharding/rules.py knows {sorted(filter(None, rules))}"
     )
-  entries = [RULES[a] for a in axes]
+  entries = [rules[a] for a in axes]
   used = [m for e in entries if e for m in ((e,) if isinstance(e, str) else e)]
   if len(used) != len(set(used)):
     raise ValueError(f"logical axes {axes} shard two dimensions over one mesh axis: {entries}")

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_test_mesh
+from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.sharding import apply
-from ats_jax.sharding.rules import MESH_AXES, RULES, spec
+from ats_jax.sharding.mesh import to_global
+from ats_jax.sharding.rules import MESH_AXES, RULES, current_rules, spec, use_plan
+from ats_jax.step.program import make_program
 
 
 def test_spec_translates():
@@ -27,9 +29,52 @@ def test_spec_refuses_unknown_axes_and_double_use():
     spec("batch", "embed")
 
 
-def test_the_table_names_only_mesh_axes():
-  for axis in RULES:
-    assert set(apply.mesh_axes(axis)) <= set(MESH_AXES)
+@pytest.mark.parametrize("plan", RULES)
+def test_the_tables_name_the_same_axes_and_only_mesh_axes(plan):
+  with use_plan(plan):
+    assert current_rules() is RULES[plan]
+    for axis in RULES[plan]:
+      assert set(apply.mesh_axes(axis)) <= set(MESH_AXES)
+  assert RULES[plan].keys() == RULES["default"].keys()
+  assert current_rules() is RULES["default"]
+
+
+def test_a_plan_that_is_none():
+  with pytest.raises(ValueError, match=r"no sharding plan 'zero4'.*'data_parallel', 'default'"):
+    use_plan("zero4")
+
+
+def test_a_function_is_traced_anew_for_each_plan():
+  weight = jax.jit(lambda: jnp.zeros((8, 8), out_sharding=spec("embed", None)))
+  with jax.set_mesh(make_test_mesh(2, 2, 2)):
+    first = weight().sharding.spec
+    with use_plan("data_parallel"):
+      assert weight().sharding.spec == jax.P(None, None)
+    assert weight().sharding.spec == first == jax.P("fsdp", None)
+
+
+def test_weights_are_whole_in_a_data_parallel_plan_and_the_losses_the_same():
+  cfg = tiny_config({"step.accum_steps": 2, "moe.num_experts": 4, "moe.d_ff": 32})
+  mesh = make_test_mesh(2, 2, 2)
+  batch = to_global(micro_batches(random_rows(cfg, cfg.data.batch_size), 2), mesh)
+
+  def run(plan):
+    with jax.set_mesh(mesh), use_plan(plan):
+      program = make_program(cfg)
+      state, losses = program.init(), []
+      specs = [x.sharding.spec for x in jax.tree.leaves(state.model)]
+      for _ in range(3):
+        state, metrics = program.train_step(state, batch, program.training_rules(1))
+        losses.append(float(metrics.values[0]))
+      return losses, specs, [x.sharding.spec for x in jax.tree.leaves(state.model)]
+
+  losses, specs, _ = run("default")
+  other_losses, other_specs, after = run("data_parallel")
+  np.testing.assert_allclose(other_losses, losses, rtol=1e-4)  # float32 sums in another order
+  names = lambda specs: {n for s in specs for e in s if e for n in ([e] if type(e) is str else e)}
+  assert names(specs) >= {"fsdp", "tensor"}
+  assert names(other_specs) == names(specs) - {"fsdp"}
+  assert after == other_specs
 
 
 def test_num_shards_multiplies_the_mesh_axes():
