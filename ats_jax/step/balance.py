@@ -120,7 +120,7 @@ def drop_experts(cfg: Config, model: Decoder, rate: jax.Array, key: jax.Array) -
     key: of this step; the draw is the same on all devices and for all micro-batches.
   """
   groups, least = cfg.moe.num_groups, -(-(cfg.moe.top_k + 1) // cfg.moe.top_groups)
-  model = jax.tree.map(lambda x: x, model)
+  model = _copied(model)
   for number, blocks in enumerate(model.segments):
     for place, layer in enumerate(blocks.layers):
       if not isinstance(layer.mlp, MoE):
@@ -139,25 +139,26 @@ def drop_experts(cfg: Config, model: Decoder, rate: jax.Array, key: jax.Array) -
   return model
 
 
-def set_buffers(
+def with_buffers(
   cfg: Config,
   model: Decoder,
   stats: StackStats,
   step: jax.Array,
   rules: Pass,
   used: Decoder | None = None,
-) -> None:
-  """Move the routers' biases against the load, and the thresholds after the scores; in place.
+) -> Decoder:
+  """A model with the routers' biases moved against the load, and the thresholds after the scores.
 
   Args:
     cfg: `moe` and `mod`.
-    model: a new one, that nothing else holds.
+    model: not changed.
     stats: of the whole batch.
     step: int32 scalar, 0-based.
     rules: that the step followed.
     used: what made the step, if that had fewer experts (`drop_experts`); the bias of those rests.
   """
   used = model if used is None else used
+  model = _copied(model)
   for blocks, of_segment, were in zip(model.segments, stats.segments, used.segments, strict=True):
     for layer, of_layer, was in zip(blocks.layers, of_segment, were.layers, strict=True):
       if isinstance(layer.mlp, MoE):
@@ -168,6 +169,12 @@ def set_buffers(
         assert of_layer.mod is not None
         for name, value in layer.depth.updated(of_layer.mod, rules.capacity).items():
           getattr(layer.depth, name)[...] = value
+  return model
+
+
+def _copied(model: Decoder) -> Decoder:
+  """The same arrays in modules of its own, to be written to."""
+  return jax.tree.map(lambda x: x, model)
 
 
 def _set_router(

@@ -1,6 +1,7 @@
 """One optimizer update."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ from ats_jax.model.stats import StackStats
 from ats_jax.step.balance import (
   Totals,
   drop_experts,
-  set_buffers,
   totals,
+  with_buffers,
 )
 from ats_jax.step.compiler import Options
 from ats_jax.step.metrics import StepMetrics, step_metrics
@@ -25,7 +26,7 @@ from ats_jax.step.objective import Objective
 from ats_jax.step.optimizers.base import Optimizer, norm
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
-from ats_jax.step.update import Fault, guarded_update, update
+from ats_jax.step.update import guarded_update, update
 
 
 def make_train_step(
@@ -34,13 +35,18 @@ def make_train_step(
   """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
 
   The state is donated. `objective` is what is minimised; `rules` are those of the update
-  (`Program.training_rules`); `options` are the compiler's; a `fault` is injected by
-  `benchmarks.faults` alone.
+  (`Program.training_rules`); `options` are the compiler's.
   """
+  step = step_function(cfg, optimizer, objective)
+  return jax.jit(step, donate_argnums=0, static_argnames="rules", compiler_options=options or None)
 
-  def train_step(
-    state: TrainState, batch: Batch, rules: Pass, fault: Fault | None = None
-  ) -> tuple[TrainState, StepMetrics]:
+
+def step_function(
+  cfg: Config, optimizer: Optimizer, objective: Objective
+) -> Callable[[TrainState, Batch, Pass], tuple[TrainState, StepMetrics]]:
+  """The step of `make_train_step`, to be traced."""
+
+  def train_step(state: TrainState, batch: Batch, rules: Pass) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
     key = fold(state.key, Purpose.PASS, state.step)
     used = state.model
@@ -54,13 +60,11 @@ def make_train_step(
     control, reflex = state.control, state.reflex
     loss, accuracy, z, *further = objective.means(sums, whole)
     if control is None or reflex is None:
-      new = update(optimizer, params, grads, state.opt_state, lr, fault)
+      new = update(optimizer, params, grads, state.opt_state, lr)
     else:
-      new = guarded_update(
-        optimizer, params, grads, state.opt_state, lr, loss, control, reflex, fault
-      )
+      new = guarded_update(optimizer, params, grads, state.opt_state, lr, loss, control, reflex)
     model = merge(new.params, state.model)
-    set_buffers(cfg, model, stats, state.step, rules, used)
+    model = with_buffers(cfg, model, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
 
@@ -87,9 +91,7 @@ def make_train_step(
     step = state.step + 1
     return TrainState(step, model, opt_state, ema, state.key, control, new.reflex), metrics
 
-  return jax.jit(
-    train_step, donate_argnums=0, static_argnames="rules", compiler_options=options or None
-  )
+  return train_step
 
 
 def sums_and_grads(

@@ -10,18 +10,6 @@ from ats_jax.step.optimizers.base import Optimizer, move, norm, seam
 from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
 
 
-class Fault(NamedTuple):
-  """What goes wrong in a step of a fault-injection run (`benchmarks.faults`); float32 scalars.
-
-  Attributes:
-    gradient: multiplies the gradients; may be NaN.
-    rate: multiplies the learning rate, unknown to the schedule.
-  """
-
-  gradient: jax.Array
-  rate: jax.Array
-
-
 class Updated(NamedTuple):
   """What an update leaves behind.
 
@@ -53,7 +41,6 @@ def update(
   grads: Any,
   opt_state: optax.OptState,
   lr: jax.Array,
-  fault: Fault | None = None,
 ) -> Updated:
   """Move the parameters, in one pass where the optimizer has one.
 
@@ -63,19 +50,15 @@ def update(
     grads: like them.
     opt_state: of the optimizer.
     lr: learning rate of the schedule, scalar.
-    fault: to be injected.
   """
   platform = optimizer.platform
   grads, lr = seam((grads, lr), platform)
-  rate = lr
-  if fault is not None:
-    grads, rate = seam(scaled(grads, fault.gradient), platform), lr * fault.rate
   if optimizer.fused is not None:
-    moved = optimizer.fused(params, grads, opt_state, rate)
-    return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, rate)
+    moved = optimizer.fused(params, grads, opt_state, lr)
+    return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, lr)
   directions, opt_state = seam(optimizer.tx.update(grads, opt_state, params), platform)
-  moved = seam(move(params, directions, rate), platform)
-  return Updated(moved, opt_state, norm(grads), rate * norm(directions), rate)
+  moved = seam(move(params, directions, lr), platform)
+  return Updated(moved, opt_state, norm(grads), lr * norm(directions), lr)
 
 
 def guarded_update(
@@ -87,7 +70,6 @@ def guarded_update(
   loss: jax.Array,
   control: Control,
   reflex: Reflex,
-  fault: Fault | None = None,
 ) -> Updated:
   """`update` with the reflex: it may shrink the gradient or the update, or reject the whole.
 
@@ -100,12 +82,9 @@ def guarded_update(
     loss: cross entropy per token of the batch.
     control: what the supervisor set.
     reflex: of the steps before.
-    fault: to be injected.
   """
   platform = optimizer.platform
   loss, grads, lr = seam((loss, grads, lr), platform)
-  if fault is not None:
-    grads = seam(scaled(grads, fault.gradient), platform)
   grad_norm = norm(grads)
   verdict = judge(reflex, control, loss, grad_norm)
   grads = seam(scaled(grads, verdict.grad_scale), platform)
@@ -116,12 +95,10 @@ def guarded_update(
     decay_scale=control.decay_scale,
   )
   directions, new_state = seam(make(grads, opt_state), platform)
-  # Over the rate that is known: a change that somebody decided is no surprise.
-  undeclared = 1.0 if fault is None else fault.rate
-  length = norm(directions)
-  size = undeclared * length
+  # Over the learning rate: a change of it that somebody decided is no surprise.
+  size = norm(directions)
   scale, z_update = govern(reflex, control, size)
-  rate = lr * control.lr_scale * undeclared * scale
+  rate = lr * control.lr_scale * scale
   if platform == "gpu":
     # Made once more, of what XLA does not know to be the same: it would keep the directions, in
     # float32, from the pass that measures them to the one that needs the outcome.
@@ -140,7 +117,7 @@ def guarded_update(
     after.broken,
     after.held,
   )
-  return Updated(moved, new_state, grad_norm, rate * length, rate, verdict.accept, after, report)
+  return Updated(moved, new_state, grad_norm, rate * size, rate, verdict.accept, after, report)
 
 
 def scaled(tree: Any, factor: jax.Array) -> Any:

@@ -16,9 +16,8 @@ from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.reflex import Tracker
 from ats_jax.step.state import TrainState
-from ats_jax.step.train_step import make_train_step
-from ats_jax.step.update import Fault
 from benchmarks.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
+from benchmarks.faults.inject import Fault, with_faults
 
 RULE_METRICS = ("rule/skipped", "rule/rate")
 LEAST_RATE = 1e-6  # learning rate below which rate rules never go
@@ -122,9 +121,8 @@ def build_arm(name: str, cfg: Config) -> Arm:
   if kind.before is not None:
     platform = program.device.platform
     tx = optax.chain(kind.before(), build_optimizer(cfg, platform).tx)
-    optimizer = Optimizer(tx, platform)
-    step = make_train_step(cfg, optimizer, program.objective)
-    program = dataclasses.replace(program, optimizer=optimizer, train_step=step)
+    program = dataclasses.replace(program, optimizer=Optimizer(tx, platform))
+  program = with_faults(program)
 
   def supervise(probe: Batch, loop: Loop) -> Supervisor | NoSupervisor:
     if not kind.watched:

@@ -1,6 +1,6 @@
 """What is done to a run: faults F1-F9 and F11, and N1, the negative controls: legitimate surprises.
 
-A scenario changes the rows of a step, the gradient or the learning rate (traced, `step.update`), or
+A scenario changes the rows of a step, the gradient or the learning rate (traced, `inject`), or
 the state before the step. When, how badly and where is drawn from the run's seed, alike for every
 arm.
 """

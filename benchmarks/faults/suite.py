@@ -30,8 +30,8 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
 from ats_jax.step.state import TrainState, init_state
-from ats_jax.step.update import Fault
 from benchmarks.faults.arms import ARMS, RULE_METRICS, Arm, build_arm
+from benchmarks.faults.inject import Fault
 from benchmarks.faults.results import Record, Results
 from benchmarks.faults.scenarios import SCENARIOS, Injection, Rows
 

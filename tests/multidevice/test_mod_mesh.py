@@ -24,7 +24,7 @@ from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.param import Buffer
 from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.balance import rules_at, set_buffers, totals
+from ats_jax.step.balance import rules_at, totals, with_buffers
 from ats_jax.step.metrics import METRICS, metric_names, step_metrics
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
@@ -128,7 +128,7 @@ def test_micro_batches_change_nothing(mesh):
     _, stats, grads = sums_and_grads(
       Pretraining(cfg), model, batch, whole, jax.random.key(0), rules
     )
-    set_buffers(cfg, model, stats, 0, rules)
+    model = with_buffers(cfg, model, stats, 0, rules)
     return stats, grads, buffers_of(model)
 
   results = [step(model, micro_batches(rows, accum)) for accum in (1, 2, 4)]

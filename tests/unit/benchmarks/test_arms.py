@@ -9,8 +9,8 @@ import pytest
 from helpers import make_test_mesh, random_rows, tiny_config
 
 from ats_jax.step.reflex import WARM
-from ats_jax.step.update import Fault
 from benchmarks.faults.arms import ARMS, OTHER_ARMS, RULE_METRICS, build_arm
+from benchmarks.faults.inject import Fault
 from benchmarks.faults.suite import Bench, Suite, run
 
 CFG = tiny_config({"optimizer.warmup_steps": 5, "orchestrator.check_interval": 10})

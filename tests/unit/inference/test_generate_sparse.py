@@ -13,7 +13,7 @@ from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.balance import rules_at, set_buffers
+from ats_jax.step.balance import rules_at, with_buffers
 
 # float32; keys are added up over a cache of another length.
 RTOL, ATOL = 1e-5, 2e-5
@@ -82,7 +82,7 @@ def settled(name):
   if cfg.mod.routing == "learned":
     rules = rules_of(cfg)
     _, stats = forward(model, *rows_of([SEQ] * ROWS, SEQ, seed=5), rules)
-    set_buffers(cfg, model, stats, np.int32(0), rules)
+    model = with_buffers(cfg, model, stats, np.int32(0), rules)
   return model
 
 

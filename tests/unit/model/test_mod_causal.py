@@ -10,7 +10,7 @@ from helpers import make_decoder, micro_batches, pack, random_rows, tiny_config
 
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
-from ats_jax.step.balance import rules_at, set_buffers
+from ats_jax.step.balance import rules_at, with_buffers
 from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.program import make_program
@@ -70,7 +70,7 @@ def settled(name, rows):
   if name in ("learned", "learned-ffn", "hybrid"):
     rules = rules_of(cfg, True)
     _, stats = logits_of(model, rows, rules, jax.random.key(0))
-    set_buffers(cfg, model, stats, np.int32(0), rules)
+    model = with_buffers(cfg, model, stats, np.int32(0), rules)
     thresholds = np.concatenate([layer.depth.threshold[...] for layer in skipping(model)])
     assert thresholds.all() and len(set(thresholds)) == thresholds.size
   return model

@@ -30,7 +30,7 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Again, Effect
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
-from ats_jax.step.update import Fault
+from benchmarks.faults.inject import Fault, with_faults
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
 WELL, NEW, FRESH = Judgement(), PolicyState(), Plateau()
@@ -145,7 +145,7 @@ LOW, TUNED = 0.02, 1.0  # of a rate of 1e-2
 def program():
   """One compiled step for all runs."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_program(tiny_config(SETTINGS))
+    yield with_faults(make_program(tiny_config(SETTINGS)))
 
 
 def train(program, steps, rate, path=None, *, raises=True):

@@ -18,7 +18,7 @@ from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.snapshots import COPIES, Snapshot, Snapshots, local_bytes
 from ats_jax.step.program import make_program
-from ats_jax.step.update import Fault
+from benchmarks.faults.inject import Fault, with_faults
 
 SETTINGS = {
   "num_steps": 220,
@@ -37,7 +37,7 @@ NO_FAULT = Fault(jnp.float32(1.0), jnp.float32(1.0))
 def program():
   """One compiled step for all runs of this file."""
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    yield make_program(tiny_config(SETTINGS))
+    yield with_faults(make_program(tiny_config(SETTINGS)))
 
 
 class Run:

@@ -15,8 +15,7 @@ from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.program import make_program
 from ats_jax.step.reflex import WARM, Tracker
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.train_step import make_train_step
-from ats_jax.step.update import Fault
+from benchmarks.faults.inject import Fault, with_faults
 
 FLOOR = 0.1
 
@@ -129,8 +128,7 @@ class Run:
   def __init__(self, mode, changes=None, platform="cpu"):
     cfg = tiny_config(SMALL | {"orchestrator.mode": mode} | (changes or {}))
     program, optimizer = make_program(cfg), build_optimizer(cfg, platform)
-    step = make_train_step(cfg, optimizer, program.objective)
-    self.program = dataclasses.replace(program, optimizer=optimizer, train_step=step)
+    self.program = with_faults(dataclasses.replace(program, optimizer=optimizer))
     self.names = metric_names(cfg)
     self.state, self.rows, self.step = self.program.init(), [], 0
 

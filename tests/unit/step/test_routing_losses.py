@@ -15,7 +15,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
-from ats_jax.step.balance import RESCUE_RATE, Totals, bias_rate, routing_loss, set_buffers, totals
+from ats_jax.step.balance import RESCUE_RATE, Totals, bias_rate, routing_loss, totals, with_buffers
 from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.objective import Pretraining
@@ -88,9 +88,7 @@ def step_of(cfg):
     key = jax.random.key(0)
     whole = totals(batch, TRAINING)
     _, stats, grads = sums_and_grads(Pretraining(weighted), model, batch, whole, key, TRAINING)
-    # A new model, as the step makes one of the moved weights.
-    new = merge(trainable(model), jax.tree.map(jnp.copy, model))
-    set_buffers(cfg, new, stats, jnp.int32(0), TRAINING)
+    new = with_buffers(cfg, model, stats, jnp.int32(0), TRAINING)
     buffers = [{"bias": r.bias_E[...], "load": r.load_E[...]} for r in routers(new)]
     return grads, buffers, by_layer(stats, model.layout, "moe")
 
@@ -266,7 +264,10 @@ def test_the_bias_goes_against_the_load(mesh, kind, moves, extra):
   want[0, is_open] = moves
   start = 0.1 * np.arange(2 * is_open.size).reshape(2, -1)
   router.bias_E[...] = jnp.array(start, jnp.float32)
-  set_buffers(cfg, model, crafted_stats(model, load_E=jnp.array(load)), jnp.int32(0), TRAINING)
+  stats = crafted_stats(model, load_E=jnp.array(load))
+  model = with_buffers(cfg, model, stats, jnp.int32(0), TRAINING)
+  np.testing.assert_array_equal(router.bias_E[...], np.float32(start))  # of the model given
+  (router,) = routers(model)
   np.testing.assert_allclose(router.bias_E[...], start + 0.5 * want, rtol=1e-6, atol=1e-6)
   np.testing.assert_allclose(router.load_E[...], load / 16, rtol=1e-6)
 
@@ -276,7 +277,8 @@ def test_proportional_moves_are_bounded(mesh):
   model = make_program(cfg).init().model
   (router,) = routers(model)
   load = jnp.array([[16.0, 0, 0, 0]])  # four times the fair share: an error of -3
-  set_buffers(cfg, model, crafted_stats(model, load_E=load), jnp.int32(0), TRAINING)
+  model = with_buffers(cfg, model, crafted_stats(model, load_E=load), jnp.int32(0), TRAINING)
+  (router,) = routers(model)
   np.testing.assert_allclose(router.bias_E[...], [[-0.5, 0.5, 0.5, 0.5]], rtol=1e-6)
 
 

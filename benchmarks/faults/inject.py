@@ -1,0 +1,83 @@
+"""Faults of the gradient and of the learning rate, around the production step.
+
+The gradient is that of an objective times a factor, the rate that of an optimizer whose directions
+are longer than it says: the step knows of neither.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import optax
+
+from ats_jax.data.batch import Batch, Field
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
+from ats_jax.step.balance import Totals
+from ats_jax.step.metrics import StepMetrics
+from ats_jax.step.objective import Contribution, Objective
+from ats_jax.step.program import Program
+from ats_jax.step.state import TrainState
+from ats_jax.step.train_step import step_function
+from ats_jax.step.update import scaled
+
+
+class Fault(NamedTuple):
+  """What goes wrong in a step; float32 scalars.
+
+  Attributes:
+    gradient: multiplies the gradients; may be NaN.
+    rate: multiplies the learning rate, unknown to the schedule and to metrics.
+  """
+
+  gradient: jax.Array
+  rate: jax.Array
+
+
+def with_faults(program: Program) -> Program:
+  """A program whose train step takes a `fault` beside its arguments; without one it is the same."""
+  assert program.optimizer.fused is None, "a fused optimizer has no directions to multiply"
+
+  def train_step(
+    state: TrainState, batch: Batch, rules: Pass, fault: Fault | None = None
+  ) -> tuple[TrainState, StepMetrics]:
+    optimizer, objective = program.optimizer, program.objective
+    if fault is not None:
+      optimizer = dataclasses.replace(optimizer, tx=_longer(optimizer.tx, fault.rate))
+      objective = _Steeper(objective, fault.gradient)
+    return step_function(program.cfg, optimizer, objective)(state, batch, rules)
+
+  options = program.options or None
+  step = jax.jit(train_step, donate_argnums=0, static_argnames="rules", compiler_options=options)
+  return dataclasses.replace(program, train_step=step)
+
+
+def _longer(
+  tx: optax.GradientTransformation, factor: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+  """`tx`, its directions times a factor."""
+  inner = optax.with_extra_args_support(tx)
+
+  def update(updates: Any, state: optax.OptState, params: Any = None, **extra: Any):
+    directions, state = inner.update(updates, state, params, **extra)
+    return scaled(directions, factor), state
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+class _Steeper:
+  """An objective, its gradients times a factor; what it reports is the same."""
+
+  fields: ClassVar[Mapping[str, Field]] = {}
+  names: ClassVar[tuple[str, ...]] = ()
+
+  def __init__(self, objective: Objective, factor: jax.Array):
+    self.means = objective.means
+    self._objective, self._factor = objective, factor
+
+  def __call__(
+    self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
+  ) -> Contribution:
+    part = self._objective(model, batch, whole, rules, key)
+    return part._replace(loss=part.loss * self._factor)
