@@ -154,21 +154,11 @@ def count_epochs(cfg: Config, num_rows: int) -> Config:
   return dataclasses.replace(cfg, num_steps=num_steps)
 
 
-# The mesh axes that each dimension of a weight is sharded over (sharding/rules.py).
-_SHARDED = {
-  "model.vocab_size": ("tensor", "fsdp"),
-  "model.d_model": ("fsdp",),
-  "model.d_ff": ("tensor",),
-  "moe.d_ff": ("tensor",),
-}
-
-
 def resolve(cfg: Config, tokenizer_size: int) -> Config:
   """Replace the zeros that stand for "derive it" by the derived values.
 
   Raises:
-    ValueError: if the vocabulary is smaller than the tokenizer's, or the mesh does not divide a
-      dimension of the weights.
+    ValueError: if the vocabulary is smaller than the tokenizer's.
   """
   m = cfg.model
   vocab_size = m.vocab_size or -(-tokenizer_size // 128) * 128
@@ -188,13 +178,4 @@ def resolve(cfg: Config, tokenizer_size: int) -> Config:
     moe = dataclasses.replace(moe, d_ff=moe.d_ff or model.d_ff)
   if mod.routing != "none":
     mod = dataclasses.replace(mod, end_layer=mod.end_layer or m.num_layers)
-  cfg = dataclasses.replace(cfg, model=model, moe=moe, mod=mod)
-  for name, axes in _SHARDED.items():
-    size, ways = flatten(cfg)[name], math.prod(getattr(cfg.mesh, a) for a in axes)
-    if size % ways:
-      product = " x ".join(f"mesh.{a}={getattr(cfg.mesh, a)}" for a in axes)
-      raise ValueError(
-        f"{product} does not divide {name}={size}, over which weights are sharded. "
-        f"Use a multiple of {ways}, or another mesh."
-      )
-  return cfg
+  return dataclasses.replace(cfg, model=model, moe=moe, mod=mod)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import ModelConfig
+from ats_jax.sharding.apply import check_cut
 from ats_jax.sharding.rules import spec
 
 
@@ -105,6 +106,30 @@ def merge(params: Any, model: Any) -> Any:
   return jax.tree.map(pick, model, params, is_leaf=is_variable)
 
 
+# The setting that a logical axis of a parameter has its length from.
+_SETTINGS = {
+  "vocab": "model.vocab_size",
+  "vocab_rows": "model.vocab_size",
+  "embed": "model.d_model",
+  "heads": "model.num_heads",
+  "kv_heads": "model.num_kv_heads",
+  "ff": "model.d_ff",
+  "experts": "moe.num_experts + moe.spare_experts",
+}
+
+
+def _cut(shape: tuple[int, ...], axes: tuple[str, ...], role: Role) -> jax.P:
+  """The sharding that a parameter is born in.
+
+  Raises:
+    ValueError: if the current mesh does not divide a dimension.
+  """
+  settings = _SETTINGS | ({"ff": "moe.d_ff"} if role is Role.EXPERT else {})
+  for axis, size in zip(axes, shape, strict=True):
+    check_cut(axis, size, settings.get(axis, axis))
+  return spec(*axes)
+
+
 def normal(
   key: jax.Array,
   shape: tuple[int, ...],
@@ -114,18 +139,20 @@ def normal(
   role: Role,
 ) -> Param:
   """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
-  value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec(*axes))
+  value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=_cut(shape, axes, role))
   return Param(value.astype(dtype), axes=axes, role=role)
 
 
 def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
   """A vector of ones, e.g. the scale of a norm."""
-  return Param(jnp.ones(shape, dtype, out_sharding=spec(*axes)), axes=axes, role=role)
+  value = jnp.ones(shape, dtype, out_sharding=_cut(shape, axes, role))
+  return Param(value, axes=axes, role=role)
 
 
 def zeros(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
   """A vector of zeros, e.g. a bias."""
-  return Param(jnp.zeros(shape, dtype, out_sharding=spec(*axes)), axes=axes, role=role)
+  value = jnp.zeros(shape, dtype, out_sharding=_cut(shape, axes, role))
+  return Param(value, axes=axes, role=role)
 
 
 def zero_buffer(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Buffer:

@@ -49,8 +49,12 @@ def abstract_mesh(cfg: Config, devices: int = 0) -> jax.sharding.AbstractMesh:
 
 
 def abstract_state(cfg: Config) -> TrainState:
-  """The state of step 0 on the current (abstract) mesh; `cfg` is resolved."""
-  # What runs, and where, changes no shape.
+  """The state of step 0 on the current (abstract) mesh; `cfg` is resolved.
+
+  Raises:
+    ValueError: if the mesh does not divide a dimension of the weights.
+  """
+  # Which implementation runs changes no shape.
   num = numerics(cfg)
   return jax.eval_shape(lambda: init_state(cfg, num, build_optimizer(cfg, "cpu")))
 

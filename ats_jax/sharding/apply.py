@@ -83,16 +83,37 @@ def _is_axes(x: Any) -> bool:
   return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
 
-def mesh_axes(axis: str) -> tuple[str, ...]:
+def mesh_axes(axis: str | None) -> tuple[str, ...]:
   """The mesh axes that a logical axis is sharded over."""
   names = current_rules()[axis]
   return (names,) if isinstance(names, str) else names or ()
 
 
-def num_shards(axis: str) -> int:
+def num_shards(axis: str | None) -> int:
   """Into how many pieces the current mesh cuts a dimension with this logical axis."""
   shape = jax.sharding.get_abstract_mesh().shape
   return math.prod(shape.get(name, 1) for name in mesh_axes(axis))
+
+
+def check_cut(axis: str | None, size: int, name: str) -> None:
+  """See that the current mesh divides a dimension of a weight.
+
+  Args:
+    axis: its logical axis.
+    size: its length.
+    name: of the setting that it comes from.
+
+  Raises:
+    ValueError: if it does not. (jax would refuse later, and could not name the setting.)
+  """
+  ways = num_shards(axis)
+  if size % ways:
+    mesh = jax.sharding.get_abstract_mesh().shape
+    product = " x ".join(f"mesh.{a}={mesh[a]}" for a in mesh_axes(axis))
+    raise ValueError(
+      f"{product} does not divide {name}={size}, over which weights are sharded. "
+      f"Use a multiple of {ways}, or another mesh."
+    )
 
 
 def all_sum(x: jax.Array, axis: str) -> jax.Array:

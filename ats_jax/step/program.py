@@ -147,6 +147,9 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
   Args:
     cfg: the run.
     objective: what is minimised; None = `Pretraining`.
+
+  Raises:
+    ValueError: if the mesh does not divide a dimension of the weights.
   """
   objective = Pretraining(cfg) if objective is None else objective
   device = this_device()

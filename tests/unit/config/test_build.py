@@ -147,18 +147,10 @@ def test_resolve_keeps_what_is_set():
   assert resolve(cfg, 300) == cfg and resolve(resolve(cfg, 300), 300) == cfg
 
 
-@pytest.mark.parametrize(
-  ("changes", "words"),
-  [
-    ({"model__vocab_size": 200}, "model.vocab_size=200 is smaller than the tokenizer's 256 tokens"),
-    ({"mesh__fsdp": 3}, "mesh.tensor=1 x mesh.fsdp=3 does not divide model.vocab_size=256"),
-    ({"mesh__fsdp": 16, "model__d_model": 40}, "mesh.fsdp=16 does not divide model.d_model=40"),
-    ({"mesh__tensor": 4, "model__d_ff": 66}, "mesh.tensor=4 does not divide model.d_ff=66"),
-  ],
-)
-def test_resolve_refuses(changes, words):
+def test_resolve_refuses_a_vocabulary_that_is_too_small():
+  words = "model.vocab_size=200 is smaller than the tokenizer's 256 tokens"
   with pytest.raises(ValueError, match=words):
-    resolve(config_with(**changes), 256)
+    resolve(config_with(model__vocab_size=200), 256)
 
 
 def test_the_helper_of_these_tests_resolves():

@@ -92,7 +92,7 @@ def test_a_split_keeps_the_function(mesh, changes):
   assert view.is_open.sum() == cfg.moe.num_experts + 1
   assert view.twin[0] > 0 and view.twin[view.twin[0]] == 0
   # Both halves are in use: without either the loss is another.
-  down = moe_of(state.model, cfg, layer).down
+  down = moe_of(state.model, cfg, layer).down.weight
   whole = down[...]
   for half in (0, view.twin[0]):
     is_other = jnp.arange(view.is_open.size) != half

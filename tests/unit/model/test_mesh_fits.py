@@ -1,0 +1,42 @@
+"""A mesh that does not divide a model is refused by the name of the setting."""
+
+import jax
+import pytest
+from helpers import tiny_config
+
+from ats_jax.planner.abstract import abstract_mesh, abstract_state
+
+MOE = {"moe.num_experts": 4, "moe.top_k": 2}
+
+
+def check(changes):
+  cfg = tiny_config(changes)
+  with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
+    abstract_state(cfg)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"mesh.fsdp": 3}, "mesh.tensor=1 x mesh.fsdp=3 does not divide model.vocab_size=64, over"),
+    ({"mesh.fsdp": 16, "model.d_model": 40}, "mesh.fsdp=16 does not divide model.d_model=40"),
+    ({"mesh.tensor": 2, "model.d_ff": 65}, "mesh.tensor=2 does not divide model.d_ff=65"),
+    (MOE | {"mesh.tensor": 2, "moe.d_ff": 33}, "mesh.tensor=2 does not divide moe.d_ff=33"),
+    (
+      MOE | {"mesh.tensor": 2, "moe.num_shared": 1, "moe.d_ff": 33},
+      "mesh.tensor=2 does not divide moe.d_ff=33",
+    ),
+  ],
+)
+def test_refused(changes, words):
+  with pytest.raises(ValueError, match=words):
+    check({"data.batch_size": 48} | changes)
+
+
+def test_a_dimension_that_nothing_has_is_not_asked_for():
+  """With tied embeddings and experts in all layers there is neither a head nor a dense layer."""
+  check(MOE | {"mesh.tensor": 2, "model.d_ff": 65, "moe.d_ff": 32, "model.tie_embeddings": True})
+
+
+def test_a_mesh_that_divides_all():
+  check(MOE | {"mesh.tensor": 2, "mesh.fsdp": 4, "mesh.expert": 2})
