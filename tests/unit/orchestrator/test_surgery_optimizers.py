@@ -1,0 +1,75 @@
+"""Surgery moves what any optimizer keeps of an expert, knowing its state's trees alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import named_leaves, tiny_config
+
+from ats_jax.model.param import Role, params_of, roles
+from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions.expert_view import find, read_slots
+from ats_jax.step.optimizers import Optimizer
+from ats_jax.step.optimizers.base import per_parameter
+from ats_jax.step.program import make_program
+from ats_jax.step.state import init_state
+
+CFG = tiny_config(
+  {
+    "model.num_layers": 1,
+    "moe.num_experts": 3,
+    "moe.spare_experts": 1,
+    "moe.d_ff": 48,
+    "moe.router_bias": True,
+  }
+)
+LAYER, EXPERT = 0, 1
+
+
+def masked_lion():
+  labels = lambda params: jax.tree.map(
+    lambda r: "lion" if r is Role.EXPERT else "sgd", roles(params)
+  )
+  return optax.partition({"lion": optax.scale_by_lion(), "sgd": optax.sgd(1.0)}, labels)
+
+
+# The transformation, and which arrays it keeps that have a row for each expert.
+KEEPS = {
+  "lion": (optax.scale_by_lion(), {"mu": 5}),
+  "lion for experts alone": (masked_lion(), {"mu": 3}),
+  "adam of optax": (optax.scale_by_adam(), {"mu": 5, "nu": 5}),
+  # Rows and columns of stacks; what is summed over experts has no row of one.
+  "factored": (optax.scale_by_factored_rms(min_dim_size_to_factor=16), {"v_row": 3, "v_col": 3}),
+}
+
+
+@pytest.mark.parametrize(("tx", "keeps"), KEEPS.values(), ids=KEEPS.keys())
+def test_rows_go_with_their_experts(mesh, tx, keeps):
+  state = init_state(CFG, make_program(CFG).num, Optimizer(tx))
+  ones = lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  state = dataclasses.replace(state, opt_state=jax.tree.map(ones, state.opt_state))
+  was = named_leaves(state.opt_state)
+  rows = surgery._kept_rows(state, find(CFG, LAYER).block)
+  assert {name: sum(n == name for n, *_ in rows) for name in keeps} == keeps
+
+  state = surgery.split(CFG, state, LAYER, EXPERT)
+  twin = int(read_slots(CFG, state, LAYER).twin[EXPERT])
+  halved = {id(array): axis for _, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block)}
+  for _, tree in per_parameter(state.opt_state):
+    for param in params_of(tree):
+      if not jax.tree.leaves(param):
+        continue
+      want = np.ones(param.shape, np.float32)
+      if id(param) in halved:
+        np.moveaxis(want, 1 + halved[id(param)], 0)[[EXPERT, twin]] = 0.5
+      np.testing.assert_array_equal(param[...], want)
+  assert named_leaves(state.opt_state).keys() == was.keys()
+
+  state = surgery.reopen(CFG, surgery.prune(CFG, state, LAYER, twin), LAYER, twin)
+  for name, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block):
+    row = np.moveaxis(np.asarray(array[...]), 1 + axis, 0)[twin]
+    # Of Adam's squares the mean over the others, one of which was halved; else 0.
+    np.testing.assert_allclose(row, (0.5 + 1 + 1) / 3 if name == "nu" else 0.0, rtol=1e-6)
