@@ -11,7 +11,7 @@ from helpers import named_leaves, tiny_config
 
 from ats_jax.model.param import Role, params_of, roles
 from ats_jax.orchestrator.actions import surgery
-from ats_jax.orchestrator.actions.expert_view import find, read_slots
+from ats_jax.orchestrator.actions.expert_view import find, view_experts
 from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.program import make_program
@@ -56,7 +56,7 @@ def test_rows_go_with_their_experts(mesh, tx, keeps):
   assert {name: sum(n == name for n, *_ in rows) for name in keeps} == keeps
 
   state = surgery.split(CFG, state, LAYER, EXPERT)
-  twin = int(read_slots(CFG, state, LAYER).twin[EXPERT])
+  twin = int(view_experts(CFG, state, LAYER).twin[EXPERT])
   halved = {id(array): axis for _, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block)}
   for _, tree in per_parameter(state.opt_state):
     for param in params_of(tree):
