@@ -28,6 +28,7 @@ from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.summary import performance, performance_stats
 from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.metrics.writer import MetricWriter, create_writer
+from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
@@ -229,7 +230,8 @@ def open_run(
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
     identity = enter(workdir.claim(folder, cfg))
-    checkpoints = enter(CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint, identity))
+    directory = folder / workdir.CHECKPOINTS
+    checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
     origin = find_origin(checkpoints, snapshots)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
     cfg = count_epochs(cfg, train_set.num_rows)
@@ -300,7 +302,9 @@ def _with_weights(
   )
   chosen = int(init.step) if init.step.isdecimal() else init.step
   abstract = jax.tree.map(like, abstract_like(state.model, jax.sharding.get_mesh()))
-  step, model, _ = restore_tree(init.folder / workdir.CHECKPOINTS, abstract, chosen, part)
+  step, model, _ = restore_tree(
+    init.folder / workdir.CHECKPOINTS, abstract, chosen, part, stacks=stacks(program.cfg)
+  )
   model = jax.tree.map(lambda new, old: new.astype(old.dtype), model, state.model)
   logging.info("the weights are those of step %d of %s", step, init.folder)
   copied = lambda p: jnp.array(p, jnp.float32, copy=True)

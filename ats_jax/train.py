@@ -45,16 +45,28 @@ def train(cfg: Config, folder: Path, init: InitFrom | None = None) -> TrainState
     FloatingPointError: if the loss or the weights stop being finite, and the orchestrator, if it
       acts, does not mend it.
   """
-  snapshots = Snapshots.of(cfg.orchestrator)
-  while True:
+  snapshots, state = Snapshots.of(cfg.orchestrator), None
+  while state is None:
     try:
-      with open_run(cfg, folder, snapshots, init) as run:
-        end = loop(run)
-        if end is not End.OTHER_SETTINGS:
-          run.finish(whole=end is End.DONE)
-          return run.state
+      state = stretch(cfg, folder, snapshots, init)
     except jax.errors.JaxRuntimeError as error:
       cfg = smaller_micro_batch(cfg, error)
+  return state
+
+
+def stretch(
+  cfg: Config, folder: Path, snapshots: Snapshots, init: InitFrom | None
+) -> TrainState | None:
+  """Open the run and train it; None if it is to be opened again, with other settings."""
+  with open_run(cfg, folder, snapshots, init) as run:
+    end = loop(run)
+    if end is End.OTHER_SETTINGS:
+      return None
+    run.finish(whole=end is End.DONE)
+    if end is End.STOPPED:
+      by = run.stop.requested or "a signal to another process"
+      logging.info("%s: saved step %d. The same command goes on from there.", by, run.step)
+    return run.state
 
 
 def loop(run: Run) -> End:
@@ -68,8 +80,8 @@ def loop(run: Run) -> End:
       run.took(step, metrics)
       run.state = watch.after(step, run.state, metrics)
 
-    stops = run.stop.agreed(step)
-    ends = step == last_step or bool(stops)
+    stopped = run.stop.agreed(step)
+    ends = step == last_step or bool(stopped)
     saves = ends or watch.wants_checkpoint or due(step, run.cfg.checkpoint.every_steps)
     if saves:
       with run.aside("checkpoint"):
@@ -78,8 +90,7 @@ def loop(run: Run) -> End:
       run.evaluate()
     if saves:
       run.save()
-    if stops:
-      logging.info("%s: saved step %d. The same command goes on from there.", stops, step)
+    if stopped:
       return End.STOPPED
     if watch.wants_restart:
       logging.info("orchestrator: other settings from step %d on; the step is compiled again", step)

@@ -1,55 +1,111 @@
-"""State pytree <-> flat dict of named arrays, so that the files do not depend on Python classes."""
+"""State pytree <-> named arrays, so that files depend neither on Python classes nor on scans."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+  AbstractMesh,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+  SingleDeviceSharding,
+)
 
 PyTree = Any
 
 
-def named_leaves(tree: PyTree, root: str = "") -> dict[str, Any]:
-  """Flatten `tree` to {"model/layers/0/kernel": leaf, ...}, in the order of `jax.tree.leaves`.
+# Layers that each stack of them holds, by the path of the stack: {"segments/0/layers/1": [1, 3]}.
+type Stacks = Mapping[str, Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """What becomes one array on the disk: a leaf of the state, or one layer of a leaf that has many.
+
+  Attributes:
+    leaf: an array, or what has its shape, dtype and sharding.
+    number: of the leaf in `jax.tree.leaves`.
+    place: of the layer, along the first axis of the leaf; None = all of the leaf.
+  """
+
+  leaf: Any
+  number: int
+  place: int | None = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array on the disk."""
+    return self.leaf.shape if self.place is None else self.leaf.shape[1:]
+
+  def target(self, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and concrete sharding to restore it with, see `restore_target`."""
+    whole = restore_target(name, self.leaf)
+    sharding = whole.sharding if self.place is None else of_layer(whole.sharding)
+    return jax.ShapeDtypeStruct(self.shape, whole.dtype, sharding=sharding)
+
+
+def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> dict[str, Part]:
+  """Flatten `tree` to {"model/embed": part, "model/layers/7/attn/q": part, ...}, leaf by leaf.
 
   Dict keys, attribute names and list indices become the parts of a name. The `value` attribute in
-  which `nnx.Variable` boxes its array is dropped.
+  which `nnx.Variable` boxes its array is dropped, and so is `weight`, which says nothing. A stack
+  of layers is taken apart: its layers go by their index in the model.
 
   Args:
     tree: pytree of arrays, or of what has their shape and dtype.
     root: name of `tree` itself when it is a part of a state, e.g. "model".
+    stacks: which layers stand in a stack, wherever in the state its path is met; None = none do.
 
   Raises:
-    ValueError: if a leaf is not an array, or two leaves would have the same name.
+    ValueError: if a leaf is not an array, or two arrays would have the same name.
   """
-  leaves = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+  parts = {}
+  for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
       path = path[:-1]
-    parts = [root, jax.tree_util.keystr(path, simple=True, separator="/")]
-    name = "/".join(p for p in parts if p)
+    words = [root, jax.tree_util.keystr(path, simple=True, separator="/")]
+    name = "/".join(w for w in words if w).removesuffix("/weight")
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
       raise ValueError(
         f"state leaf {name!r} is a {type(leaf).__name__} ({leaf!r}); only arrays are saved. "
         "Make it a jax.Array, or put it in `extra`."
       )
-    if name in leaves:
-      raise ValueError(f"state has two leaves named {name!r}. Rename one.")
-    leaves[name] = leaf
-  parents = {name[:i] for name in leaves for i, c in enumerate(name) if c == "/"}
-  if "" in leaves or parents & leaves.keys():
-    clash = min(parents & leaves.keys(), default="")
+    for part_name, place in _layers(name, stacks or {}):
+      if part_name in parts:
+        raise ValueError(f"state has two leaves named {part_name!r}. Rename one.")
+      parts[part_name] = Part(leaf, number, place)
+  parents = {name[:i] for name in parts for i, c in enumerate(name) if c == "/"}
+  if "" in parts or parents & parts.keys():
+    clash = min(parents & parts.keys(), default="")
     raise ValueError(
       f"state leaf {clash!r} cannot be told from the group {clash!r} of other leaves. Put the "
       "state in a dict or a dataclass, and call no field of a dataclass `value`."
     )
-  return leaves
+  return parts
 
 
-def describe(leaves: Mapping[str, Any]) -> dict[str, str]:
-  """Return the dtype and shape of each leaf as text: {"step": "int32[]", ...}."""
-  return {n: f"{x.dtype}[{','.join(map(str, x.shape))}]" for n, x in leaves.items()}
+def _layers(name: str, stacks: Stacks) -> list[tuple[str, int | None]]:
+  for stack, layers in stacks.items():
+    before, found, after = f"/{name}".partition(f"/{stack}/")
+    if found:
+      return [(f"{before}/layers/{i}/{after}"[1:], place) for place, i in enumerate(layers)]
+  return [(name, None)]
+
+
+def describe(parts: Mapping[str, Part]) -> dict[str, str]:
+  """Return the dtype and shape of each array as text: {"step": "int32[]", ...}."""
+  return {n: f"{p.leaf.dtype}[{','.join(map(str, p.shape))}]" for n, p in parts.items()}
+
+
+def of_layer(sharding: Sharding) -> Sharding:
+  """The sharding of a layer out of a stack, all of whose layers are on the same devices."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  assert not any(sharding.spec[:1]), "the axis of layers is sharded"
+  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
@@ -62,9 +118,9 @@ def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
   ]
 
 
-def stored(leaves: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the leaves that have bytes to write; Orbax refuses arrays of size zero."""
-  return {name: x for name, x in leaves.items() if x.size}
+def stored(parts: Mapping[str, Part]) -> dict[str, Part]:
+  """Return the parts that have bytes to write; Orbax refuses arrays of size zero."""
+  return {name: part for name, part in parts.items() if part.leaf.size}
 
 
 def restore_target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -80,18 +136,6 @@ def restore_target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
       "Pass abstract_like(state, mesh), which puts the specs on a mesh of devices."
     )
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def rebuild(abstract: PyTree, arrays: Mapping[str, jax.Array], root: str = "") -> PyTree:
-  """Return `abstract` with its leaves replaced by the `arrays` of the same names."""
-  leaves = []
-  for name, leaf in named_leaves(abstract, root).items():
-    if leaf.size:
-      leaves.append(arrays[name])
-    else:
-      target = restore_target(name, leaf)
-      leaves.append(jnp.zeros(target.shape, target.dtype, device=target.sharding))
-  return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def abstract_like(tree: PyTree, mesh: Mesh) -> PyTree:

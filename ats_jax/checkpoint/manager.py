@@ -13,9 +13,9 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from ats_jax.checkpoint import integrity, layout, reader
+from ats_jax.checkpoint import integrity, layout, reader, stream
 from ats_jax.checkpoint.integrity import CheckpointError
-from ats_jax.checkpoint.layout import PyTree
+from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 
@@ -37,20 +37,27 @@ class CheckpointManager:
     last_save_stall_secs: seconds that the last `save` kept its caller.
   """
 
-  def __init__(self, directory: Path, cfg: CheckpointConfig, run: RunIdentity | None = None):
+  def __init__(
+    self,
+    directory: Path,
+    cfg: CheckpointConfig,
+    run: RunIdentity | None = None,
+    stacks: Stacks | None = None,
+  ):
     """Open a folder of checkpoints, removing what a killed process left unfinished.
 
     Args:
       directory: `workdir/checkpoints`.
       cfg: which ones to keep, and how to write them.
       run: whose they are; checkpoints of others are refused. None = nobody's, not compared.
+      stacks: which layers stand in a stack, see `layout.named_parts`; on the disk none do.
 
     Raises:
       CheckpointError: if the directory cannot be made or cleaned.
     """
     self.directory = Path(directory).absolute()
     self.last_save_stall_secs = 0.0
-    self._cfg, self._run = cfg, run
+    self._cfg, self._run, self._stacks = cfg, run, stacks
     self._unfinished = self.directory / UNFINISHED
     self._attempts = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
@@ -102,12 +109,12 @@ class CheckpointManager:
     if reader.process_0_decides(lambda: int(step in self.steps())):
       logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
       return
-    leaves = layout.named_leaves(state)
+    parts = layout.named_parts(state, stacks=self._stacks)
     fields = {
       "step": step,
       "run": self._run and dataclasses.asdict(self._run),
       "metric": None if metric is None else float(metric),
-      "leaves": layout.describe(leaves),
+      "leaves": layout.describe(parts),
     }
     try:
       extra_text = json.dumps(extra, indent=1)
@@ -121,7 +128,8 @@ class CheckpointManager:
         folder.mkdir(parents=True)
         (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
       # Orbax returns holding host copies, or on CPU views that keep JAX from reusing the buffers.
-      self._orbax.save(folder / reader.STATE, args=ocp.args.PyTreeSave(layout.stored(leaves)))
+      arrays = stream.to_save(layout.stored(parts))
+      self._orbax.save(folder / reader.STATE, args=ocp.args.PyTreeSave(arrays))
     except (OSError, ValueError, RuntimeError) as e:
       shutil.rmtree(folder, ignore_errors=True)
       raise self._failure(step, e) from e
@@ -146,7 +154,7 @@ class CheckpointManager:
     Raises:
       CheckpointError: if it does not fit `abstract_state`.
     """
-    return reader.read(self.directory, step, abstract_state)[1]
+    return reader.read(self.directory, step, abstract_state, stacks=self._stacks)[1]
 
   def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.
@@ -172,7 +180,9 @@ class CheckpointManager:
   ) -> tuple[int, PyTree, dict[str, Any]]:
     """Verify and restore a step, "latest" or "best"; see `reader.restore_tree`."""
     self.wait()
-    return reader.restore_tree(self.directory, abstract_state, step, run=self._run)
+    return reader.restore_tree(
+      self.directory, abstract_state, step, run=self._run, stacks=self._stacks
+    )
 
   def steps(self) -> list[int]:
     """Return the committed steps, oldest first."""

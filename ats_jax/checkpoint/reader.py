@@ -11,10 +11,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
+from orbax.checkpoint._src.metadata import array_metadata_store
 
-from ats_jax.checkpoint import integrity, layout
+from ats_jax.checkpoint import integrity, layout, stream
 from ats_jax.checkpoint.integrity import CheckpointError
-from ats_jax.checkpoint.layout import PyTree
+from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.config.identity import RunIdentity
 
 STATE, EXTRA = "state", "extra.json"
@@ -53,6 +54,7 @@ def restore_tree(
   step: int | str = "latest",
   subtree: str = "",
   run: RunIdentity | None = None,
+  stacks: Stacks | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
   """Verify a checkpoint and restore it, or a part of it, without changing anything on disk.
 
@@ -65,6 +67,7 @@ def restore_tree(
     step: a step, "latest" (goes back past damaged ones, with a warning each), or "best".
     subtree: name of the part that `abstract` describes, e.g. "model"; empty = everything.
     run: whose checkpoint it must be; None = anybody's.
+    stacks: which layers stand in a stack of `abstract`, see `layout.named_parts`; None = none do.
 
   Returns:
     The step, the restored tree, and the `extra` dict saved with it.
@@ -82,7 +85,7 @@ def restore_tree(
 
   chosen = process_0_decides(decide)
   assert chosen is not None
-  return read(directory, chosen, abstract, subtree)
+  return read(directory, chosen, abstract, subtree, stacks)
 
 
 def load_extra(
@@ -150,11 +153,15 @@ def choose(
 
 
 def read(
-  directory: Path, step: int, abstract: PyTree, subtree: str = ""
+  directory: Path,
+  step: int,
+  abstract: PyTree,
+  subtree: str = "",
+  stacks: Stacks | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
   """Restore a step that `choose` returned; see `restore_tree`."""
   folder = directory / str(step)
-  wanted = layout.named_leaves(abstract, subtree)
+  wanted = layout.named_parts(abstract, subtree, stacks)
   saved = integrity.read_manifest(folder)["leaves"]
   if subtree:
     saved = {n: t for n, t in saved.items() if n == subtree or n.startswith(f"{subtree}/")}
@@ -164,17 +171,30 @@ def read(
       f"checkpoint {folder} does not fit: {len(lines)} of {len(wanted)} arrays differ:\n  {shown}\n"
       "Use the configuration that it was saved with, or another workdir."
     )
-  target = {n: layout.restore_target(n, leaf) for n, leaf in layout.stored(wanted).items()}
+  restored = _read_arrays(folder / STATE, abstract, wanted)
+  return step, restored, load_extra(directory, step)
+
+
+def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) -> PyTree:
+  """Return `abstract` with the arrays of `parts` for leaves."""
+  leaves, structure = jax.tree.flatten(abstract)
+  leaves = [None] * len(leaves)
+  stored = layout.stored(parts)
   with ocp.Checkpointer(handler()) as checkpointer:
-    arrays = checkpointer.restore(
-      (folder / STATE).absolute(),
-      args=ocp.args.PyTreeRestore(
-        item=target,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-        partial_restore=True,
-      ),
-    )
-  return step, layout.rebuild(abstract, arrays, subtree), load_extra(directory, step)
+    for group in stream.groups({name: part.target(name) for name, part in stored.items()}):
+      arrays = checkpointer.restore(
+        folder.absolute(),
+        args=ocp.args.PyTreeRestore(
+          item=group,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(group),
+          partial_restore=True,
+        ),
+      )
+      stream.put(leaves, stored, arrays)
+  for name, part in parts.items():
+    if name not in stored:
+      leaves[part.number] = stream.zeros(name, part.leaf)
+  return structure.unflatten(leaves)
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
@@ -182,7 +202,19 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
   Compressing float32 weights saves 8 % of the bytes and doubles the time to write (docs/adr/0005).
   """
-  return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+  # Layers that `stream` has brought to host memory are not to be cut again among the replicas.
+  arrays = ocp.type_handlers.ArrayHandler(
+    use_replica_parallel=False,
+    array_metadata_store=array_metadata_store.Store(),  # which remembers what is a random key
+  )
+  return ocp.PyTreeCheckpointHandler(
+    use_ocdbt=True,
+    use_zarr3=True,
+    use_compression=False,
+    type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+      (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    ),
+  )
 
 
 def process_0_decides(decide: Callable[[], int | None]) -> int | None:

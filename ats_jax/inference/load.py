@@ -17,6 +17,7 @@ from ats_jax.config.identity import RunIdentity
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.layout import stacks
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 
@@ -103,7 +104,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
     program = make_program(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
-    restored, model, extra = restore_tree(checkpoints, abstract, chosen, part, run)
+    restored, model, extra = restore_tree(checkpoints, abstract, chosen, part, run, stacks(cfg))
     if extra.get(CHANGES, {}) != changes:
       raise ValueError(
         f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "

@@ -98,6 +98,15 @@ def _repeats(kinds: tuple[LayerKind, ...], period: int) -> int:
   return repeats
 
 
+def stacks(cfg: Config) -> dict[str, range]:
+  """The layers in each stack of parameters, by its path in a decoder, as checkpoints want it."""
+  return {
+    f"segments/{number}/layers/{place}": segment.layer_indices(place)
+    for number, segment in enumerate(segments(layer_kinds(cfg)))
+    for place in range(len(segment.kinds))
+  }
+
+
 def mod_tokens(capacity: float, seq_len: int) -> int:
   """Tokens of a row that go through a layer of this capacity."""
   # Not ceil(capacity * seq_len): 0.55 * 100 is a hair over 55 in binary.

@@ -22,6 +22,7 @@ from ats_jax.checkpoint.preemption import ECHO_SECS
 from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.model.layout import stacks
 from ats_jax.ops.kernels import OPS
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh
@@ -142,7 +143,9 @@ class TestTrainedRun:
       program = make_program(cfg)
       for part in ("model", "ema"):
         abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
-        _, weights, _ = restore_tree(trained / "checkpoints", abstract, 35, part)
+        _, weights, _ = restore_tree(
+          trained / "checkpoints", abstract, 35, part, stacks=stacks(cfg)
+        )
         losses[part] = score(program, weights, valid_set, 35)["eval/loss"]
     logged = read_manifest(trained / "checkpoints/35")["metric"]
     np.testing.assert_allclose(losses["ema"], logged, rtol=1e-4)

@@ -30,10 +30,17 @@ def init():
   key = jax.random.key(7)
   return {
     "w": jax.random.normal(key, (16, 24), out_sharding=P("fsdp", "data")),
+    "stack": {
+      "cut": jax.random.normal(key, (3, 16, 24), out_sharding=P(None, "fsdp", "data")),
+      "copied": jax.random.normal(key, (3, 1024, 128), out_sharding=P(None, "fsdp")),
+    },
     "b": jax.random.normal(key, (24,), np.dtype("bfloat16"), out_sharding=P(None)),
     "keys": jax.sharding.reshard(jax.random.split(key, 8), P("fsdp")),
     "step": jax.numpy.int32(3),
   }
+
+
+STACKS = {"stack": (0, 1, 2)}
 
 
 def raw(x):
@@ -46,17 +53,18 @@ def raw(x):
 def test_restores_onto_another_mesh_bit_for_bit(tmp_path, before, after):
   with jax.set_mesh(make_mesh(*before)):
     state = jax.jit(init)()
-    with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+    with CheckpointManager(tmp_path, CheckpointConfig(), stacks=STACKS) as manager:
       manager.save(3, state, {})
   mesh = make_mesh(*after)
-  with jax.set_mesh(mesh), CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+  with jax.set_mesh(mesh), CheckpointManager(tmp_path, CheckpointConfig(), None, STACKS) as manager:
     abstract = abstract_like(jax.eval_shape(init), mesh)
     step, restored, _ = manager.restore_latest(abstract)
     assert step == 3
-    for name, value in restored.items():
-      assert value.dtype == state[name].dtype
-      assert value.sharding.is_equivalent_to(abstract[name].sharding, value.ndim)
-      assert raw(value) == raw(state[name]), name
+    leaves = lambda tree: jax.tree.leaves(tree)
+    for value, wanted, like in zip(*map(leaves, (restored, state, abstract)), strict=True):
+      assert value.dtype == wanted.dtype
+      assert value.sharding.is_equivalent_to(like.sharding, value.ndim)
+      assert raw(value) == raw(wanted), wanted.shape
     assert restored["w"].addressable_shards[0].data.shape == (16 // after[1], 24 // after[0])
     # The types are right: a jitted step on this mesh accepts the state.
     jax.jit(lambda s: jax.tree.map(lambda x: x + 1, (s["w"], s["b"], s["step"])))(restored)
@@ -83,10 +91,15 @@ for _ in range(2):
     print("run", run.run)
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
-with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(keep=3)) as manager:
+cfg, stacks = CheckpointConfig(keep=3), {"s": (0, 1)}
+with jax.set_mesh(mesh), CheckpointManager(directory, cfg, None, stacks) as manager:
   def state(step):
     return jax.jit(
-      lambda: {"w": jax.random.normal(jax.random.key(step), (8, 4), out_sharding=P("fsdp"))})()
+      lambda: {
+        "w": jax.random.normal(jax.random.key(step), (8, 4), out_sharding=P("fsdp")),
+        "s": {"q": jax.random.normal(jax.random.key(step), (2, 8), out_sharding=P(None, "fsdp")),
+              "k": jax.random.normal(jax.random.key(step), (2, 8), out_sharding=P(None, None))},
+      })()
 
   for step in (1, 2, 3):
     manager.save(step, state(step), {"step": step})
@@ -98,8 +111,9 @@ with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(keep=3)) 
     with open(directory / "3" / "extra.json", "a") as f:
       f.write(" ")
   step, restored, extra = manager.restore_latest(state(0))
-  for a, b in zip(restored["w"].addressable_shards, state(2)["w"].addressable_shards):
-    np.testing.assert_array_equal(a.data, b.data)
+  for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state(2)), strict=True):
+    for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
+      np.testing.assert_array_equal(a.data, b.data)
   print("restored", step, extra["step"])
 
   if rank == 0:

@@ -11,6 +11,7 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.checkpoint import committed_steps, load_extra
+from ats_jax.checkpoint.integrity import read_manifest
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.goodput import Goodput
@@ -154,6 +155,24 @@ def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_pat
   train(dataclasses.replace(cfg, num_steps=6), tmp_path / "run")
   assert "switched off for the rest" not in caplog.text
   assert fp8_gaps(tmp_path) == gaps | {6: None}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_goes_on_in_another_number_format(config, tmp_path, first):
+  """From bfloat16 to 8 bits, and back; without a scan where there was one."""
+  layers = {"model.num_layers": 4}
+  wide = {"precision.fp8": first, "step.scan_unroll": 1, "num_steps": 3}
+  train(config(layers | wide), tmp_path / "run")
+  other = {"precision.fp8": not first, "step.scan_unroll": 4, "num_steps": 6}
+  assert int(train(config(layers | other), tmp_path / "run").step) == 6
+  rows = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "train/loss" in row]
+  assert [row["step"] for row in rows] == list(range(1, 7))
+  assert rows[3]["train/loss"] < rows[0]["train/loss"]
+  names = read_manifest(tmp_path / "run/checkpoints/6")["leaves"]
+  for layer in range(4):
+    assert {f"model/layers/{layer}/attn/q", f"model/layers/{layer}/mlp/down"} <= names.keys()
+    assert sum(n.endswith(f"/mu/layers/{layer}/attn/q") for n in names) == 1
+  assert not any("segments" in name for name in names)
 
 
 def fp8_gaps(folder):

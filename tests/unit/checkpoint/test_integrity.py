@@ -75,6 +75,6 @@ def test_later_format_is_an_error_and_not_damage(sealed, monkeypatch):
   monkeypatch.setattr(integrity, "VERSION", 3)
   integrity.seal(sealed, {"step": 7, "metric": None, "leaves": {}})
   monkeypatch.undo()
-  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == 3
-  with pytest.raises(CheckpointError, match=r"format version 3, this program reads 2"):
+  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == 4
+  with pytest.raises(CheckpointError, match=r"format version 4, this program reads 3"):
     integrity.find_damage(sealed)

@@ -10,17 +10,18 @@ from ats_jax.checkpoint import layout
 
 def test_names_do_not_depend_on_python_classes():
   state = make_state(0)
-  names = list(layout.named_leaves(state))
+  names = list(layout.named_parts(state))
   assert "model/embed" in names and "model/layers/1/kernel" in names
   assert "opt_state/1/0/mu/layers/0/bias" in names
+  assert list(layout.named_parts({"q": {"weight": jnp.zeros(1)}})) == ["q"]
   assert not any("value" in n for n in names)
-  model_names = list(layout.named_leaves(state["model"], "model"))
+  model_names = list(layout.named_parts(state["model"], "model"))
   assert model_names == [n for n in names if n.startswith("model/")]
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_name():
   with pytest.raises(ValueError, match=r"'model/rate' is a float \(0.5\).*`extra`"):
-    layout.named_leaves({"model": {"rate": 0.5}})
+    layout.named_parts({"model": {"rate": 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -30,20 +31,40 @@ def test_a_leaf_that_is_no_array_is_refused_by_name():
 )
 def test_names_that_clash_are_refused(tree):
   with pytest.raises(ValueError, match=r"two leaves named 'a/b'|the group 'a'"):
-    layout.named_leaves(tree)
+    layout.named_parts(tree)
 
 
-def test_rebuild_inverts_named_leaves():
-  state = make_state(1)
-  leaves = layout.named_leaves(state)
-  again = layout.rebuild(state, leaves)
-  assert jax.tree.structure(again) == jax.tree.structure(state)
-  assert all(a is b for n, a in layout.named_leaves(again).items() if (b := leaves[n]).size)
+def test_layers_go_by_their_index_whatever_stack_they_are_in():
+  stack = lambda *shape: {"attn": {"q": jnp.zeros(shape)}}
+  model = {
+    "segments": [{"layers": [stack(2, 3), stack(2, 5)]}, {"layers": [stack(1, 7)]}],
+    "embed": jnp.zeros(4),
+  }
+  stacks = {
+    "segments/0/layers/0": range(0, 4, 2),
+    "segments/0/layers/1": [1, 3],
+    "segments/1/layers/0": (4,),
+  }
+  state = {"model": model, "opt_state": [{"mu": model}]}
+  assert layout.describe(layout.named_parts(state, stacks=stacks)) == {
+    f"{part}/{name}": shape
+    for part in ("model", "opt_state/0/mu")
+    for name, shape in {
+      "embed": "float32[4]",
+      "layers/0/attn/q": "float32[3]",
+      "layers/1/attn/q": "float32[5]",
+      "layers/2/attn/q": "float32[3]",
+      "layers/3/attn/q": "float32[5]",
+      "layers/4/attn/q": "float32[7]",
+    }.items()
+  }
+  assert "model/layers/3/attn/q" in layout.named_parts(model, "model", stacks)
 
 
 def test_differences_names_both_sides():
-  saved = layout.describe({"w": np.zeros((2, 3), np.float32), "old": np.zeros(1, np.int8)})
-  wanted = layout.describe({"w": np.zeros((2, 4), np.float32), "new": jax.random.key(0)})
+  describe = lambda tree: layout.describe(layout.named_parts(tree))
+  saved = describe({"w": np.zeros((2, 3), np.float32), "old": np.zeros(1, np.int8)})
+  wanted = describe({"w": np.zeros((2, 4), np.float32), "new": jax.random.key(0)})
   assert layout.differences(saved, wanted) == [
     "new is not there in the checkpoint, key<fry>[] in this program",
     "old is int8[1] in the checkpoint, not there in this program",

@@ -15,8 +15,10 @@ from ats_jax.checkpoint import (
   CheckpointManager,
   committed_steps,
   integrity,
+  layout,
   load_extra,
   restore_tree,
+  stream,
 )
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
@@ -53,7 +55,8 @@ def test_extra_is_what_it_was_when_saved(tmp_path):
   assert load_extra(tmp_path, 1) == {"rows": [1]}
 
 
-def test_saved_values_survive_donation_of_the_state(tmp_path):
+@pytest.mark.parametrize("stacks", [{}, {"stack": range(16)}], ids=["leaves", "layers"])
+def test_saved_values_survive_donation_of_the_state(tmp_path, stacks):
   """The step that follows a save overwrites the state's buffers while Orbax still writes."""
 
   @functools.partial(jax.jit, donate_argnums=0)
@@ -61,6 +64,9 @@ def test_saved_values_survive_donation_of_the_state(tmp_path):
     return jax.tree.map(lambda x: x + change, state)
 
   def fresh():
+    if stacks:
+      layers = jnp.broadcast_to(jnp.arange(16.0)[:, None, None], (16, 512, 1024))
+      return jax.block_until_ready({"stack": {"w": jnp.copy(layers)}})
     return jax.block_until_ready({f"w{i}": jnp.full((512, 1024), float(i)) for i in range(16)})
 
   def pointers(state):
@@ -71,7 +77,7 @@ def test_saved_values_survive_donation_of_the_state(tmp_path):
   assert pointers(update(first, 1.0)) == before, "donation works here, else this proves nothing"
 
   state = fresh()
-  with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
+  with CheckpointManager(tmp_path, CheckpointConfig(), stacks=stacks) as manager:
     manager.save(1, state, {})
     state = jax.block_until_ready(update(state, -7.0))
     assert not manager.steps(), "the update ran while the save was in flight"
@@ -79,7 +85,8 @@ def test_saved_values_survive_donation_of_the_state(tmp_path):
       state = update(state, -7.0)
     manager.wait()
     _, restored, _ = manager.restore_latest(state)
-  assert float(state["w3"][0, 0]) == 3 - 140
+  third = state["stack"]["w"][3] if stacks else state["w3"]
+  assert float(third[0, 0]) == 3 - 140
   assert_same(restored, fresh())
 
 
@@ -393,3 +400,53 @@ def test_manifest_is_plain_json(checkpoints):
   body = json.loads((checkpoints / "2" / "manifest.json").read_text())["body"]
   assert body["leaves"]["model/embed"] == "float32[32,16]"
   assert body["leaves"]["keys"] == "key<rbg>[3]"
+
+
+def test_another_way_to_scan_restores_the_same_layers(tmp_path):
+  """Four layers as one stack, as a pattern of two, as two segments, and one by one."""
+  q = jnp.arange(4.0 * 2 * 3, dtype=jnp.float32).reshape(4, 2, 3)
+  layer = lambda q: {"attn": {"q": q}, "none": jnp.zeros((len(q), 0))}
+  ways = [
+    ([[layer(q)]], {"segments/0/layers/0": range(4)}),
+    (
+      [[layer(q[0::2]), layer(q[1::2])]],
+      {"segments/0/layers/0": range(0, 4, 2), "segments/0/layers/1": range(1, 4, 2)},
+    ),
+    (
+      [[layer(q[:1])], [layer(q[1:])]],
+      {"segments/0/layers/0": range(1), "segments/1/layers/0": range(1, 4)},
+    ),
+    (
+      [[layer(q[i : i + 1])] for i in range(4)],
+      {f"segments/{i}/layers/0": [i] for i in range(4)},
+    ),
+  ]
+  state = lambda tree: {"model": {"segments": [{"layers": s} for s in tree]}, "step": jnp.int32(3)}
+  for number, (tree, stacks) in enumerate(ways):
+    directory = tmp_path / str(number)
+    with CheckpointManager(directory, CheckpointConfig(), stacks=stacks) as manager:
+      manager.save(3, state(tree), {})
+    for other, other_stacks in ways:
+      with CheckpointManager(directory, CheckpointConfig(), stacks=other_stacks) as manager:
+        _, restored, _ = manager.restore_latest(jax.tree.map(jnp.zeros_like, state(other)))
+      assert_same(restored, state(other))
+
+
+def test_a_large_state_is_moved_in_groups(tmp_path, monkeypatch):
+  monkeypatch.setattr(stream, "MOVING_BYTES", 4 * 8 * 3)  # three layers
+  stacks = {"stack": range(10)}
+  state = {"stack": {"w": jnp.arange(80.0).reshape(10, 8)}, "rest": jnp.ones(100)}
+  sizes = [
+    len(g)
+    for g in stream.groups(
+      {name: part.target(name) for name, part in layout.named_parts(state, stacks=stacks).items()}
+    )
+  ]
+  assert sizes == [1, 3, 3, 3, 1]
+  with CheckpointManager(tmp_path, CheckpointConfig(), stacks=stacks) as manager:
+    manager.save(1, state, {})
+    state["stack"]["w"].delete()  # as a donated one is
+    _, restored, _ = manager.restore_latest(
+      {"stack": {"w": jnp.zeros((10, 8))}, "rest": jnp.zeros(100)}
+    )
+  np.testing.assert_array_equal(restored["stack"]["w"], np.arange(80.0).reshape(10, 8))
