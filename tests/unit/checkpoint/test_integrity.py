@@ -71,10 +71,11 @@ def test_folder_in_place_of_a_file_is_damage(sealed):
   assert problem.startswith("extra.json ")
 
 
-def test_later_format_is_an_error_and_not_damage(sealed, monkeypatch):
-  monkeypatch.setattr(integrity, "VERSION", 3)
+@pytest.mark.parametrize("version", [2, 4])
+def test_another_format_is_an_error_and_not_damage(sealed, monkeypatch, version):
+  monkeypatch.setattr(integrity, "VERSION", version)
   integrity.seal(sealed, {"step": 7, "metric": None, "leaves": {}})
   monkeypatch.undo()
-  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == 4
-  with pytest.raises(CheckpointError, match=r"format version 4, this program reads 3"):
+  assert json.loads((sealed / "manifest.json").read_text())["body"]["version"] == version
+  with pytest.raises(CheckpointError, match=rf"format version {version}, this program reads 3"):
     integrity.find_damage(sealed)
