@@ -178,7 +178,7 @@ def read(
 def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) -> PyTree:
   """Return `abstract` with the arrays of `parts` for leaves."""
   leaves, structure = jax.tree.flatten(abstract)
-  leaves = [None] * len(leaves)
+  restored: list[Any] = [None] * len(leaves)
   stored = layout.stored(parts)
   with ocp.Checkpointer(handler()) as checkpointer:
     for group in stream.groups({name: part.target(name) for name, part in stored.items()}):
@@ -190,11 +190,11 @@ def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) 
           partial_restore=True,
         ),
       )
-      stream.put(leaves, stored, arrays)
+      stream.put(restored, stored, arrays)
   for name, part in parts.items():
     if name not in stored:
-      leaves[part.number] = stream.zeros(name, part.leaf)
-  return structure.unflatten(leaves)
+      restored[part.number] = stream.zeros(name, part.leaf)
+  return structure.unflatten(restored)
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
