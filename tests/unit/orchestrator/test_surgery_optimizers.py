@@ -48,7 +48,7 @@ KEEPS = {
 
 @pytest.mark.parametrize(("tx", "keeps"), KEEPS.values(), ids=KEEPS.keys())
 def test_rows_go_with_their_experts(mesh, tx, keeps):
-  state = init_state(CFG, make_program(CFG).num, Optimizer(tx))
+  state = init_state(CFG, make_program(CFG).num, Optimizer(tx, "cpu"))
   ones = lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
   state = dataclasses.replace(state, opt_state=jax.tree.map(ones, state.opt_state))
   was = named_leaves(state.opt_state)

@@ -32,11 +32,11 @@ def test_who_decays(embeddings):
 
 def both(cfg, of_matrices):
   """`of_matrices` for matrices, the run's own optimizer for the rest."""
-  rest = build_optimizer(cfg)
+  rest = build_optimizer(cfg, "cpu")
   by_role = {role: "matrices" if role in MATRICES else "rest" for role in Role}
   labels = lambda params: jax.tree.map(by_role.get, roles(params))
   parts = {"matrices": of_matrices, "rest": rest.tx}
-  return Optimizer(optax.partition(parts, labels), squares=rest.squares)
+  return Optimizer(optax.partition(parts, labels), rest.platform, squares=rest.squares)
 
 
 def test_another_optimizer_for_matrices(mesh):
