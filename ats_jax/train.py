@@ -63,10 +63,10 @@ def stretch(
     if end is End.OTHER_SETTINGS:
       return None
     run.finish(whole=end is End.DONE)
-    if end is End.STOPPED:
-      by = run.stop.requested or "a signal to another process"
-      logging.info("%s: saved step %d. The same command goes on from there.", by, run.step)
-    return run.state
+    state, by = run.state, run.stop.requested or "a signal to another process"
+  if end is End.STOPPED:
+    logging.info("%s: saved step %d. The same command goes on from there.", by, state.step)
+  return state
 
 
 def loop(run: Run) -> End:

@@ -1,6 +1,7 @@
 """State pytree <-> named arrays, so that files depend neither on Python classes nor on scans."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import (
 )
 
 PyTree = Any
+WEIGHT = "/weight"  # the end of the name of a module's only array
 
 
 # Layers that each stack of them holds, by the path of the stack: {"segments/0/layers/1": [1, 3]}.
@@ -51,8 +53,8 @@ def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> d
   """Flatten `tree` to {"model/embed": part, "model/layers/7/attn/q": part, ...}, leaf by leaf.
 
   Dict keys, attribute names and list indices become the parts of a name. The `value` attribute in
-  which `nnx.Variable` boxes its array is dropped, and so is `weight`, which says nothing. A stack
-  of layers is taken apart: its layers go by their index in the model.
+  which `nnx.Variable` boxes its array is dropped, and so is `weight` where a module has nothing
+  else. A stack of layers is taken apart: its layers go by their index in the model.
 
   Args:
     tree: pytree of arrays, or of what has their shape and dtype.
@@ -62,12 +64,12 @@ def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> d
   Raises:
     ValueError: if a leaf is not an array, or two arrays would have the same name.
   """
-  parts = {}
+  parts: dict[str, Part] = {}
   for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
       path = path[:-1]
     words = [root, jax.tree_util.keystr(path, simple=True, separator="/")]
-    name = "/".join(w for w in words if w).removesuffix("/weight")
+    name = "/".join(w for w in words if w)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
       raise ValueError(
         f"state leaf {name!r} is a {type(leaf).__name__} ({leaf!r}); only arrays are saved. "
@@ -77,6 +79,9 @@ def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> d
       if part_name in parts:
         raise ValueError(f"state has two leaves named {part_name!r}. Rename one.")
       parts[part_name] = Part(leaf, number, place)
+  within = Counter(name[:i] for name in parts for i, c in enumerate(name) if c == "/")
+  alone = lambda name: name.endswith(WEIGHT) and within[name.removesuffix(WEIGHT)] == 1
+  parts = {name.removesuffix(WEIGHT) if alone(name) else name: p for name, p in parts.items()}
   parents = {name[:i] for name in parts for i, c in enumerate(name) if c == "/"}
   if "" in parts or parents & parts.keys():
     clash = min(parents & parts.keys(), default="")

@@ -72,7 +72,7 @@ class TestHelp:
     assert f"python -m ats_jax.{module}" in out
     assert set(flags) <= set(re.findall(r"^ +--(?:\[no\])?(\w+):", out, re.MULTILINE))
 
-  @pytest.mark.parametrize("module", ["train", "plan", "bench", "data", "planner"])
+  @pytest.mark.parametrize("module", ["train", "plan", "bench", "data", "evaluate"])
   def test_help_says_how_to_change_a_setting(self, module):
     out = " ".join(forked(f"ats_jax.{module}", "--help").out.split())
     assert "--config.section.name=value changes a setting" in out
@@ -104,7 +104,7 @@ class TestTrainedRun:
     assert (trained / "samples" / "40.txt").read_text().startswith("def")
     assert {p.name.split(".")[0] for p in trained.iterdir() if p.name != ".lock"} == {
       "config", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples", "profile",
-      "performance",
+      "performance", "run_id",
     }  # fmt: skip
 
   def test_profile(self, trained):

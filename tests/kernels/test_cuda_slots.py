@@ -131,7 +131,7 @@ def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
 
   def gradients(slots):
     def f(x, weights):
-      results = linears(x, weights, **axes, fp8=True, slots=slots)
+      results = linears(x, weights, **axes, fp8=True, kernels=slots)
       return sum((y.astype(jnp.float32) ** 2).sum() for y in results)
 
     run = jax.jit(jax.value_and_grad(jax.checkpoint(f, policy=policy), argnums=(0, 1)))
@@ -193,8 +193,8 @@ def test_training_with_all_of_them_follows_xla(on_host):
       assert program.num.kernels.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
       state, values = program.init(), []
       batches = [micro_batches(random_rows(cfg, 8, seed=seed), 1) for seed in range(2)]
-      program = program.train_step.lower(state, batches[0], program.training_rules(1)).as_text()
-      called = {name for name in library.TARGETS if f"@{name}(" in program}
+      text = program.train_step.lower(state, batches[0], program.training_rules(1)).as_text()
+      called = {name for name in library.TARGETS if f"@{name}(" in text}
       # Nothing is in 8 bits here, and the loss is never without its gradient.
       others = {name for name in library.TARGETS if "quantise" in name} | {"ats_cross_entropy"}
       assert called == (set(library.TARGETS) - others if slots == EVERYWHERE else set())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, random_rows, tiny_config
 
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.reflex import WARM
 from benchmarks.faults.arms import ARMS, OTHER_ARMS, RULE_METRICS, build_arm
 from benchmarks.faults.inject import Fault
@@ -75,7 +76,7 @@ def test_each_can_be_built(name):
   assert arm.program.cfg.orchestrator.mode == kind.mode
   assert (arm.program.cfg.optimizer.grad_clip == 1.0) == kind.clip
   assert (set(RULE_METRICS) <= set(arm.names)) == (kind.rule is not None)
-  assert arm.supervise(None).acts == kind.watched
+  assert isinstance(arm.supervise(None, None), Supervisor) == kind.watched
 
 
 def test_an_oracle_is_told():

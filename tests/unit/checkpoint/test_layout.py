@@ -14,6 +14,10 @@ def test_names_do_not_depend_on_python_classes():
   assert "model/embed" in names and "model/layers/1/kernel" in names
   assert "opt_state/1/0/mu/layers/0/bias" in names
   assert list(layout.named_parts({"q": {"weight": jnp.zeros(1)}})) == ["q"]
+  router = {"weight": jnp.zeros(1), "bias": jnp.zeros(1)}
+  assert set(layout.named_parts({"router": router})) == {"router/weight", "router/bias"}
+  adapted = {"weight": jnp.zeros(1), "adapter": {"a": jnp.zeros(1)}}
+  assert set(layout.named_parts({"q": adapted})) == {"q/weight", "q/adapter/a"}
   assert not any("value" in n for n in names)
   model_names = list(layout.named_parts(state["model"], "model"))
   assert model_names == [n for n in names if n.startswith("model/")]

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from ats_jax.model.init import numerics
 from flax import nnx
 from helpers import named_leaves, tiny_config
 
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.numerics import numerics
 from ats_jax.model.param import Buffer, Param, Role, is_variable, params_of, roles, trainable, zeros
 
 HYBRID = {

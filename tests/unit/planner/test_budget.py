@@ -186,7 +186,7 @@ DEBUG = "--config=configs/debug.py"
     (("budget", DEBUG, "--tokens=1e9", "--flops=1e18"), r"--tokens and --flops are several"),
     (("budget", DEBUG, "--gpu_hours=5"), r"--gpu_hours=5 needs --tokens_per_sec"),
     (("budget", DEBUG, "--tokens=-1"), r"--tokens=-1.0: expected a positive number"),
-    (("budget", DEBUG, "--unique_tokens=nan"), r"--unique_tokens=nan: expected"),
+    (("budget", DEBUG, "--unique_tokens=nan"), r"--unique_tokens=nan is not a finite number"),
     (("budget", DEBUG, "--law=kaplan"), r"--law=kaplan: expected besiroglu or hoffmann"),
     (("budget", DEBUG, "--law=1,2,3,4"), r"five positive numbers"),
     (("budget", DEBUG, "--law=1,2,3,4,-5"), r"five positive numbers"),
