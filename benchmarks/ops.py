@@ -7,8 +7,9 @@ torch installed, torch eager and torch.compile run on the same GPU after jax. No
 
 import json
 import os
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import jax
@@ -16,7 +17,7 @@ from absl import flags, logging
 
 from ats_jax import cli
 from ats_jax.bench.cases import Case, real_cases, toy_cases
-from ats_jax.bench.measure import device_secs, floor_secs, kernel_secs, peak_bytes, relative_errors
+from ats_jax.bench.measure import device_secs, relative_errors
 from ats_jax.config.schema import Config
 from ats_jax.ops import kernels
 from ats_jax.ops.registry import XLA, Kernels
@@ -29,6 +30,9 @@ from benchmarks import rivals
 ERROR_FACTOR, ERROR_FLOOR = 2.0, 4e-3
 
 ANY_RUN = Config()  # kernels say of it whether this device suits them
+
+# Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/performance.md says what is reached.
+PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989e12)}
 
 Row = dict[str, Any]
 
@@ -94,15 +98,48 @@ def _exact(case: Case, name: str, args: tuple) -> Any:
 def _time(case: Case, name: str, chosen: Kernels, row: Row, once: Any) -> None:
   f, args = case.compute(name, chosen), case.arguments(name, 0)
   once = once or jax.jit(f).lower(*args).compile()
-  row["peak_bytes"] = peak_bytes(once)
+  row["peak_bytes"] = _peak_bytes(once)
   _add_time(row, device_secs(f, args, once, case.feed))
-  kernels = kernel_secs(once, args)
+  kernels = _kernel_secs(once, args)
   row["kernel_ms"] = kernels and 1e3 * kernels
+
+
+def _floor_secs(kind: str, bytes_moved: float, flops: float) -> float | None:
+  """The time below which a device cannot finish; None if its peaks are not known."""
+  if kind not in PEAKS:
+    return None
+  bandwidth, rate = PEAKS[kind]
+  return max(bytes_moved / bandwidth, flops / rate)
+
+
+def _kernel_secs(once: Callable, args: tuple, calls: int = 5) -> float | None:
+  """Median sum of the times of the kernels of one call, as the GPU's profiler sees them.
+
+  Without the gaps between kernels: a second opinion on `device_secs`. None where there is no GPU.
+  """
+  if jax.devices()[0].platform != "gpu":
+    return None
+  from jax.experimental.mosaic.gpu import profiler
+
+  try:
+    _, times_ms = profiler.measure(once, iterations=calls)(*args)
+  except RuntimeError as e:  # a second opinion only; the first stands without it
+    logging.warning("no kernel times: %s", e)
+    return None
+  return None if times_ms is None else statistics.median(times_ms) / 1e3
+
+
+def _peak_bytes(once: jax.stages.Compiled) -> int | None:
+  """Memory that one call takes beside its arguments: results and temporaries, as compiled."""
+  analysis = once.memory_analysis()
+  if analysis is None:
+    return None
+  return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
 
 def _row(case: Case, name: str, implementation: str) -> Row:
   work = case.passes[name]
-  floor = floor_secs(jax.devices()[0].device_kind, work.bytes, work.flops)
+  floor = _floor_secs(jax.devices()[0].device_kind, work.bytes, work.flops)
   return {
     "op": case.op,
     "shape": case.shape,

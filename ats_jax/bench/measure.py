@@ -12,22 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 REPEATS = 5  # timings of which the median counts
 TARGET_SECS = 0.05  # of the long loop
 MAX_ROUNDS = 1000
-
-# Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/performance.md says what is reached.
-PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989e12)}
-
-
-def floor_secs(kind: str, bytes_moved: float, flops: float) -> float | None:
-  """The time below which a device cannot finish; None if its peaks are not known."""
-  if kind not in PEAKS:
-    return None
-  bandwidth, rate = PEAKS[kind]
-  return max(bytes_moved / bandwidth, flops / rate)
 
 
 def loop(f: Callable, rounds: int, feed: Callable | None = None) -> jax.stages.Wrapped:
@@ -80,35 +68,10 @@ def device_secs(
   return statistics.median(times)
 
 
-def kernel_secs(once: Callable, args: tuple, calls: int = 5) -> float | None:
-  """Median sum of the times of the kernels of one call, as the GPU's profiler sees them.
-
-  Without the gaps between kernels: a second opinion on `device_secs`. None where there is no GPU.
-  """
-  if jax.devices()[0].platform != "gpu":
-    return None
-  from jax.experimental.mosaic.gpu import profiler
-
-  try:
-    _, times_ms = profiler.measure(once, iterations=calls)(*args)
-  except RuntimeError as e:  # a second opinion only; the first stands without it
-    logging.warning("no kernel times: %s", e)
-    return None
-  return None if times_ms is None else statistics.median(times_ms) / 1e3
-
-
 def _wall(compiled: Callable, *args: Any) -> tuple[float, Any]:
   began = time.perf_counter()
   out = jax.block_until_ready(compiled(*args))
   return time.perf_counter() - began, out
-
-
-def peak_bytes(once: jax.stages.Compiled) -> int | None:
-  """Memory that one call takes beside its arguments: results and temporaries, as compiled."""
-  analysis = once.memory_analysis()
-  if analysis is None:
-    return None
-  return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
 
 def relative_errors(got: Any, want: Any) -> list[float]:

@@ -17,7 +17,6 @@ def train_batches(
   ds: Dataset,
   *,
   position: Mapping[str, Any] | None = None,
-  start_row: int = 0,
   accum_steps: int,
   batch_size: int,
   local_rows: np.ndarray,
@@ -33,7 +32,6 @@ def train_batches(
   Args:
     ds: the training split.
     position: where to go on, from `TrainBatches.position`; None = at the first row.
-    start_row: without a position, global rows already consumed, over all hosts.
     accum_steps: micro-batches per update.
     batch_size: rows per update over all hosts; a multiple of `accum_steps`.
     local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
@@ -47,14 +45,11 @@ def train_batches(
     ValueError: if the arguments contradict each other, the split is empty, or the position is one
       in other data.
   """
-  if position is not None:
-    start_row = row_of(ds, position)
+  start_row = 0 if position is None else row_of(ds, position)
   if not ds.num_rows:
     raise ValueError("The dataset has no row to train on.")
   if batch_size % accum_steps:
     raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
-  if start_row < 0:
-    raise ValueError(f"start_row={start_row} is negative; expected the rows consumed so far.")
   micro = batch_size // accum_steps
   slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
   read = functools.partial(_train_batch, ds, start_row, batch_size, slots)

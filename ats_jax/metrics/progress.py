@@ -85,11 +85,6 @@ class Progress:
       self._next_draw = now + self._interval
       self._draw()
 
-  def write_line(self, text: str) -> None:
-    """Prints a line above the bar, or a plain one."""
-    with self._above():
-      self._stream.write(text + "\n")
-
   def close(self) -> None:
     """Leaves the final state on the screen and gives the terminal back."""
     if self._enabled and self._first is not None:

@@ -7,14 +7,13 @@ three matmuls to cuBLASLt in 8 bits; elsewhere they run widened, with the same o
 wants both operands of a product to lie along its contraction, so weights are transposed for the
 forward one, and both activations and gradients for the weights' gradient (`ops.quantise`).
 
-Letters: T tokens (any leading axes), K input width, N output width, H steps that are remembered.
+Letters: T tokens (any leading axes), K input width, N output width.
 """
 
 import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,83 +27,21 @@ MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
 SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
 
 
-class Amax(NamedTuple):
-  """The largest absolute value of each tensor of a matmul, float32 scalars.
-
-  Attributes:
-    x: of the activations.
-    w: of the weights.
-    dy: of the gradient of the result.
-  """
-
-  x: jax.Array
-  w: jax.Array
-  dy: jax.Array
-
-
-class History(NamedTuple):
-  """What delayed scaling remembers of one matmul: float32 [H] for each tensor, newest first.
-
-  Attributes:
-    x: of the activations.
-    w: of the weights.
-    dy: of the gradient of the result.
-  """
-
-  x: jax.Array
-  w: jax.Array
-  dy: jax.Array
-
-  @classmethod
-  def empty(cls, length: int = 16) -> "History":
-    """Nothing seen yet. The first step then runs with scales of one: it only takes measure."""
-    return cls(*(jnp.zeros(length, jnp.float32) for _ in cls._fields))
-
-  def amax(self) -> Amax:
-    """The largest remembered, which is what to scale the next step by."""
-    return Amax(*(jnp.max(a) for a in self))
-
-  def push(self, seen: Amax) -> "History":
-    """Remembers one more step, forgets the oldest. A step that was not finite is left out."""
-    keep = lambda a, new: jnp.where(jnp.isfinite(new), jnp.roll(a, 1).at[0].set(new), a)
-    return History(*(keep(a, new) for a, new in zip(self, seen, strict=True)))
-
-
-def fp8_matmul(
-  x_TK: jax.Array, w_KN: jax.Array, amax: Amax | None = None, kernels: Kernels = XLA
-) -> jax.Array:
-  """`x @ w` in 8 bits, forward and backward.
-
-  Without `amax`, every tensor is scaled by its own largest value (current scaling): one more pass
-  over it. With `amax`, by what earlier steps have shown (delayed scaling); then the *gradient* with
-  respect to `amax` is what this step has seen, for `History.push`. Where gradients are added up
-  over micro-batches, take the maximum for these instead.
-
-  For local arrays, or where nothing is sharded: call it inside an island. There, every device has
-  scales of its own.
-
-  Args:
-    x_TK: activations [..., K].
-    w_KN: weights [K, N], same dtype.
-    amax: for delayed scaling.
-    kernels: what runs.
-
-  Returns:
-    [..., N] in the dtype of `x_TK`.
-
-  Raises:
-    ValueError: a width or the number of rows is not a multiple of 16.
-  """
-  lists = None if amax is None else (amax.x, (amax.w,), (amax.dy,))
-  return _checked(x_TK, (w_KN,), lists, kernels)[0]
+def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, kernels: Kernels = XLA) -> jax.Array:
+  """`fp8_matmuls` with one weight."""
+  return fp8_matmuls(x_TK, (w_KN,), kernels)[0]
 
 
 def fp8_matmuls(
   x_TK: jax.Array, weights: Sequence[jax.Array], kernels: Kernels = XLA
 ) -> tuple[jax.Array, ...]:
-  """`fp8_matmul` of the same activations with several weights, such as those of q, k and v.
+  """`x @ w` in 8 bits, forward and backward, for several weights, such as those of q, k and v.
 
-  The 8-bit operands that are made of the activations serve all of them.
+  Every tensor is scaled by its own largest value. The 8-bit operands that are made of the
+  activations serve all weights.
+
+  For local arrays, or where nothing is sharded: call it inside an island. There, every device has
+  scales of its own.
 
   Args:
     x_TK: activations [..., K].
@@ -112,15 +49,11 @@ def fp8_matmuls(
     kernels: what runs.
 
   Returns:
-    [..., N] for each of the weights.
+    [..., N] in the dtype of `x_TK`, for each of the weights.
 
   Raises:
-    ValueError: as `fp8_matmul`.
+    ValueError: a width or the number of rows is not a multiple of 16.
   """
-  return _checked(x_TK, tuple(weights), None, kernels)
-
-
-def _checked(x_TK, weights, amax, kernels):
   rows, width = math.prod(x_TK.shape[:-1]), x_TK.shape[-1]
   for w_KN in weights:
     for what, size in (
@@ -133,22 +66,20 @@ def _checked(x_TK, weights, amax, kernels):
           f"fp8_matmul of {x_TK.shape} and {w_KN.shape}: {what}, {size}, must be a multiple of"
           f" {MULTIPLE}. Pad it, or multiply in bfloat16"
         )
-  results = _matmuls(x_TK.reshape(rows, width), weights, amax, kernels)
+  results = _matmuls(x_TK.reshape(rows, width), tuple(weights), kernels)
   return tuple(y_RN.reshape(*x_TK.shape[:-1], -1) for y_RN in results)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmuls(x_TK, weights, amax, kernels):
-  """`amax`, if any: of x, of each of the weights, and of each result's gradient."""
-  return _forward(x_TK, weights, amax, kernels)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmuls(x_TK, weights, kernels):
+  return _forward(x_TK, weights, kernels)[0]
 
 
-def _forward(x_TK, weights, amax, kernels):
+def _forward(x_TK, weights, kernels):
   x_TK = _written(x_TK)
   # Named, so that a backward pass that makes the operands again need not look for it again.
-  seen_x, *seen_w = (checkpoint_name(_amax(a), *SAVED_NAMES) for a in (x_TK, *weights))
-  scale_x = scale_of(E4M3, seen_x if amax is None else amax[0])
-  scales_w = [scale_of(E4M3, a) for a in (seen_w if amax is None else amax[1])]
+  largest = [checkpoint_name(_amax(a), *SAVED_NAMES) for a in (x_TK, *weights)]
+  scale_x, *scales_w = (scale_of(E4M3, a) for a in largest)
   x8_TK = cast(x_TK, scale_x, E4M3)
 
   def times(w_KN, scale_w):
@@ -163,14 +94,13 @@ def _forward(x_TK, weights, amax, kernels):
   x8_KT = transposed(x_TK, scale_x, E4M3, kernels)
   weights8 = tuple(map(functools.partial(cast, dtype=E4M3), weights, scales_w))
   like_w = tuple(jnp.zeros(0, w_KN.dtype) for w_KN in weights)
-  return results, (x8_KT, scale_x, weights8, scales_w, amax, seen_x, tuple(seen_w), like_w)
+  return results, (x8_KT, scale_x, weights8, scales_w, like_w)
 
 
 def _backward(kernels, residuals, gradients):
-  x8_KT, scale_x, weights8, scales_w, amax, seen_x, seen_w, like_w = residuals
+  x8_KT, scale_x, weights8, scales_w, like_w = residuals
   gradients = [_written(dy_TN) for dy_TN in gradients]
-  seen_dy = tuple(map(_amax, gradients))
-  scales_dy = [scale_of(E5M2, a) for a in (seen_dy if amax is None else amax[2])]
+  scales_dy = [scale_of(E5M2, _amax(dy_TN)) for dy_TN in gradients]
 
   def through(dy_TN, scale_dy, w8_KN, scale_w, like):
     dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, kernels)
@@ -182,7 +112,7 @@ def _backward(kernels, residuals, gradients):
     *map(through, gradients, scales_dy, weights8, scales_w, like_w), strict=True
   )
   dx_TK = functools.reduce(operator.add, parts)
-  return dx_TK, dweights, None if amax is None else (seen_x, seen_w, seen_dy)
+  return dx_TK, dweights
 
 
 _matmuls.defvjp(_forward, _backward)

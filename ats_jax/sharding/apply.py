@@ -139,8 +139,3 @@ def exchange(x: jax.Array, axis: str) -> jax.Array:
   if num_shards(axis) == 1:
     return x
   return jax.lax.all_to_all(x, mesh_axes(axis), split_axis=0, concat_axis=0, tiled=True)
-
-
-def all_gather(x: jax.Array, axis: str) -> jax.Array:
-  """Inside an island: `x` of every device along a logical axis, stacked in front."""
-  return jax.lax.all_gather(x, mesh_axes(axis)) if num_shards(axis) > 1 else x[None]

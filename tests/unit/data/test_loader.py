@@ -63,7 +63,10 @@ def test_prefetch_is_bounded():
 def test_workers_give_what_a_thread_gives(numbered):
   """Uneven shares lose nothing (grain#1129), and no process is left behind."""
   ds = numbered(LENGTHS, seq_len=8)
-  read = dict(start_row=3, accum_steps=2, batch_size=6, local_rows=np.array([0, 2]), prefetch=2)
+  position = {"row": 3, "data": ds.fingerprint}
+  read = dict(
+    position=position, accum_steps=2, batch_size=6, local_rows=np.array([0, 2]), prefetch=2
+  )
   with (
     train_batches(ds, num_workers=0, **read) as thread,
     train_batches(ds, num_workers=2, **read) as workers,

@@ -21,10 +21,15 @@ def ds(numbered):
   return numbered(LENGTHS, seq_len=8)
 
 
+def at(ds, row):
+  """The position behind so many rows."""
+  return {"row": row, "data": ds.fingerprint}
+
+
 def take(ds, count, *, start_row=0, accum=1, batch=4, local=None, workers=0, prefetch=2):
   local = np.arange(batch // accum) if local is None else np.asarray(local)
   with train_batches(
-    ds, start_row=start_row, accum_steps=accum, batch_size=batch, local_rows=local,
+    ds, position=at(ds, start_row), accum_steps=accum, batch_size=batch, local_rows=local,
     num_workers=workers, prefetch=prefetch,
   ) as batches:  # fmt: skip
     return [next(batches) for _ in range(count)]
@@ -206,11 +211,11 @@ class TestEval:
 class TestArguments:
   @pytest.mark.parametrize(
     "arguments",
-    [dict(batch=5, accum=2), dict(start_row=-1)]
+    [dict(batch=5, accum=2)]
     + [dict(local=x) for x in ([4], [-1], [1, 1], [2, 1], [], [0.5], [[0]])],
   )
   def test_contradictions(self, ds, arguments):
-    with pytest.raises(ValueError, match=r"batch_size=5|start_row=-1|local_rows="):
+    with pytest.raises(ValueError, match=r"batch_size=5|local_rows="):
       take(ds, 1, **arguments)
 
   def test_empty_split(self, write, config):

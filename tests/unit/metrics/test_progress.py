@@ -143,16 +143,15 @@ def test_other_output_stays_whole_above_the_bar(terminal, monkeypatch):
         print("line")
         root.warning("from logging")
         absl_handler.handle(absl_handler_record("from absl"))
-        progress.write_line("from write_line")
         print("", end="")
-        print("two\nlines", file=sys.stderr)
+        print("one\ntwo\nlines", file=sys.stderr)
     assert terminal.screen()[-1].endswith("3/9  33%  ETA 6s")
   screen = terminal.screen()
   assert screen[:3] == ["before the bar", "half a line", "from logging"]
   # absl says once that flags are not parsed yet, if no other test made it say so.
   absl_lines, screen = screen[3:-5], screen[-5:]
   assert 1 <= len(absl_lines) <= 2 and absl_lines[-1].endswith("from absl")
-  assert screen[:3] == ["from write_line", "two", "lines"]
+  assert screen[:3] == ["one", "two", "lines"]
   assert screen[3].startswith("[") and screen[4] == ""
   assert sys.stdout is terminal.stream and sys.stderr is terminal.stream
   assert own.stream is terminal.stream and absl_handler.stream is terminal.stream
@@ -191,13 +190,11 @@ def test_a_file_gets_plain_lines_now_and_then():
     for step in range(101, 401):
       clock.now += 0.25
       progress.update(step, METRICS if step == 110 else None)
-    progress.write_line("a line")
   tail = "123.5k tok/s  MFU 41.2%  device 70.2 GiB"
   assert stream.getvalue().splitlines() == [
     "step 101/400  25%",
     f"step 221/400  55%  loss 3.2105  ETA 45s  {tail}",
     f"step 341/400  85%  loss 3.2105  ETA 15s  {tail}",
-    "a line",
     f"step 400/400 100%  loss 3.2105  in 1m15s  {tail}",
   ]
 
