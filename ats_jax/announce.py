@@ -64,7 +64,7 @@ def opening(
 def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
   logging.info("validation: %s", ", ".join(f"{k[5:]} {v:.5g}" for k, v in found.items()))
-  if cfg.eval.bigram_baseline:
+  if cfg.eval.bigram_baseline and valid_set.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
     word = "below" if found["eval/loss"] < baseline else "NOT below"
     logging.info(

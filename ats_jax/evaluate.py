@@ -10,10 +10,10 @@ from absl import flags, logging
 from ats_jax import cli, workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.data.batches import row_of
-from ats_jax.data.splits import open_datasets, open_split
+from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets, open_split
 from ats_jax.feed import POSITION
 from ats_jax.inference.load import load_run
-from ats_jax.scoring import score
+from ats_jax.scoring import score_all
 
 _WORKDIR = cli.define_workdir_flag()
 _STEP = cli.define_step_flag()
@@ -27,11 +27,14 @@ def main(argv: list[str]) -> None:
   with load_run(folder, _STEP.value) as run:
     cfg = run.program.cfg
     if _PATHS.value:
-      dataset = open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)
+      sets = (EvalSet("", open_split(cfg.data, cfg.seed, _PATHS.value, run.tokenizer)),)
     else:
-      train_set, dataset = open_datasets(cfg.data, cfg.seed)
+      train_set, main_set = open_datasets(cfg.data, cfg.seed)
       row_of(train_set, load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
-    metrics = score(run.program, run.model, dataset, run.step)
+      sets = open_eval_sets(cfg.data, main_set)
+    if not sets:
+      raise ValueError(f"{folder} was trained without validation text. Give some with --paths.")
+    metrics = score_all(run.program, run.model, sets, run.step)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():
       print(f"{name} {value:.6g}")

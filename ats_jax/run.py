@@ -17,7 +17,7 @@ from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
 from ats_jax.data.batch import Batch
 from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
-from ats_jax.data.splits import open_datasets
+from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
 from ats_jax.feed import POSITION, eval_feed, train_feed, upcoming
 from ats_jax.metrics.goodput import Goodput
@@ -32,7 +32,7 @@ from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
-from ats_jax.scoring import check_fp8, score
+from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
@@ -82,6 +82,7 @@ class Run:
     step: updates done.
     train_set: the training split.
     valid_set: the validation split; may be empty.
+    eval_sets: what is evaluated on: the validation split, if it has rows, and named sets.
     batches: of the training split, from the run's position on.
     checkpoints: saves and restores.
     stop: whether a signal asks to end.
@@ -101,6 +102,7 @@ class Run:
   step: int
   train_set: Dataset
   valid_set: Dataset
+  eval_sets: tuple[EvalSet, ...]
   batches: TrainBatches
   checkpoints: CheckpointManager
   stop: StopSignal
@@ -136,18 +138,18 @@ class Run:
     self.log.push(step, *metrics)
 
   def evaluate(self) -> None:
-    """Score the weights on the validation split, if there is one."""
-    if not self.valid_set.num_rows:
+    """Score the weights on every evaluation set, if there is one."""
+    if not self.eval_sets:
       return
     with self.aside("eval"):
-      self.scores = score(self.program, self.state.weights, self.valid_set, self.step)
+      self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
       self.writer.write_scalars(self.step, self.scores)
       self.program = check_fp8(self.program, self.scores)
 
   def save(self) -> None:
     """Save a checkpoint; it is written in the background."""
     with self.aside("checkpoint"):
-      loss = self.scores["eval/loss"] if self.scores else None
+      loss = (self.scores or {}).get("eval/loss")
       extra = self.position() | self.watch.saved()
       self.checkpoints.save(self.step, self.state, extra, metric=loss)
       stall = {"checkpoint/stall_secs": self.checkpoints.last_save_stall_secs}
@@ -157,8 +159,8 @@ class Run:
     """Wait for the last checkpoint and say what was reached; a sample too if the run is `whole`."""
     if whole:
       with self.timed("sample"):
-        if self.scores is None and self.valid_set.num_rows:  # it was complete before it began
-          self.scores = score(self.program, self.state.weights, self.valid_set, self.step)
+        if self.scores is None:  # the run was complete before it began
+          self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
           announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
         announce.sample(self.program, self.folder, self.state, self.train_set)
@@ -234,6 +236,7 @@ def open_run(
     checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
     origin = find_origin(checkpoints, snapshots)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+    eval_sets = open_eval_sets(cfg.data, valid_set)
     cfg = count_epochs(cfg, train_set.num_rows)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
@@ -251,8 +254,8 @@ def open_run(
     writer, log = open_log(stack, program, folder, origin, meter)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
-      cfg, folder, program, state, origin.step, train_set, valid_set, batches, checkpoints, stop,
-      writer, log, profile, meter, goodput,
+      cfg, folder, program, state, origin.step, train_set, valid_set, eval_sets, batches,
+      checkpoints, stop, writer, log, profile, meter, goodput,
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
     run.watch.start(origin.step, state, origin.extra)

@@ -73,8 +73,9 @@ def _sums(program: Program, model: Decoder, dataset: Dataset, rules: Pass) -> li
 
 
 def check_fp8(program: Program, scores: dict[str, float]) -> Program:
-  """The plan to go on with: without 8 bits if they cost more than `precision.fp8_band`."""
-  gap, band = scores.get("eval/fp8_gap", 0.0), program.cfg.precision.fp8_band * scores["eval/loss"]
+  """The program to go on with: without 8 bits if they cost more than `precision.fp8_band`."""
+  gap = scores.get("eval/fp8_gap", 0.0)  # of the main set; without one nobody watches
+  band = program.cfg.precision.fp8_band * scores.get("eval/loss", 0.0)
   if gap <= band:
     return program
   logging.warning(
