@@ -19,7 +19,7 @@ PIN := $(if $(strip $(JAX)),jax==$(strip $(JAX)) jaxlib==$(strip $(JAX)))
 .PHONY: train test lint format bench clean
 
 train: $(STAMP)
-	$(BIN)/python -m ats_jax.train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+	$(BIN)/python -m ats_jax train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -34,7 +34,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python -m ats_jax.bench --config=$(CONFIG) $(ARGS)
+	$(BIN)/python -m ats_jax bench --config=$(CONFIG) $(ARGS)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else \

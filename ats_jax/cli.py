@@ -36,7 +36,7 @@ def define_config_flag() -> flags.FlagHolder:
     None,
     "Config file, e.g. configs/debug.py; a variant follows a colon. Behind it, "
     "--config.section.name=value changes a setting, e.g. --config.optimizer.learning_rate=1e-3; "
-    "`python -m ats_jax.train --explain=optimizer` lists a section's.",
+    "`python -m ats_jax train --explain=optimizer` lists a section's.",
     allow_override=True,
   )
   flags.FLAGS["config"].parser = _ConfigFileParser("config")

@@ -1,6 +1,6 @@
 """What the orchestrator saw in a run, what it did, and what that changed.
 
-python -m ats_jax.decisions runs/debug [--replay]
+python -m ats_jax decisions runs/debug [--replay]
 """
 
 import os

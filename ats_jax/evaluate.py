@@ -1,6 +1,6 @@
 """Loss, perplexity and bits per byte of a trained run on its validation split, or on other text.
 
-python -m ats_jax.evaluate --workdir=runs/debug [--step=best] [--paths=other.txt]
+python -m ats_jax evaluate --workdir=runs/debug [--step=best] [--paths=other.txt]
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The final loss of a run from its rows so far, with an interval; and whether to decay now.
 
-python -m ats_jax.forecast --workdir=runs/long --reference=runs/short [--metric=eval/loss]
+python -m ats_jax forecast --workdir=runs/long --reference=runs/short [--metric=eval/loss]
   [--at=STEP] [--coverage=0.9] [--target=LOSS] [--worth=0.01] [--json]
 """
 

@@ -1,6 +1,6 @@
 """Continue a text with a trained run, streaming to the terminal.
 
-python -m ats_jax.generate --workdir=runs/debug --prompt='def main('
+python -m ats_jax generate --workdir=runs/debug --prompt='def main('
 """
 
 import dataclasses

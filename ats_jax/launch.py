@@ -1,8 +1,8 @@
 """Train with several processes on this machine; when one dies, all start again.
 
-python -m ats_jax.launch --processes=2 --config=configs/debug.py --workdir=runs/debug [...]
+python -m ats_jax launch --processes=2 --config=configs/debug.py --workdir=runs/debug [...]
 
-Each is `python -m ats_jax.train` with the other flags as they are, and on a machine with GPUs each
+Each is `python -m ats_jax train` with the other flags as they are, and on a machine with GPUs each
 has one of its own. What one process loses, all lose: they are ended and started together, and go
 on from the newest good checkpoint. A run that ended by itself, well or with an error that starting
 again does not mend, is not started again; its exit code is passed on. SIGINT and SIGTERM are passed
@@ -123,9 +123,9 @@ def _free_port() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
   """Run the command line."""
   parser = argparse.ArgumentParser(
-    prog="python -m ats_jax.launch",
+    prog="python -m ats_jax launch",
     description="Train with several processes on this machine; when one dies, all start again.",
-    epilog="All other flags go to ats_jax.train.",
+    epilog="All other flags go to `train`.",
     allow_abbrev=False,
   )
   parser.add_argument("--processes", type=_count, required=True, help="how many, e.g. 2")

@@ -1,8 +1,8 @@
 r"""What a run would cost, before any device is used: parameters, FLOPs, memory, tokens.
 
-python -m ats_jax.plan --config=configs/b7.py:moe --devices=64 --config.mesh.fsdp=8 \
-  --config.mesh.expert=8 [--json]
-python -m ats_jax.plan budget --config=configs/b1.py [--tokens=20e9 | --flops=1e21 | \
+python -m ats_jax plan --config=configs/b7.py:moe --devices=64 --config.mesh.fsdp=8 \
+  --config.mesh.expert=2 --config.mesh.tensor=4 [--json]
+python -m ats_jax plan budget --config=configs/b1.py [--tokens=20e9 | --flops=1e21 | \
   --gpu_hours=500] [--unique_tokens=5e9] [--tokens_per_sec=60000] [--law=besiroglu] [--json]
 """
 

@@ -44,7 +44,7 @@ def configure(cfg: Config) -> None:
 def join_job(cfg: Config) -> None:
   """Become one of several processes that train together, if the environment says so.
 
-  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set by `ats_jax.launch`, or by
+  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set by `ats_jax launch`, or by
   hand on each machine. Call before any device is used. The first process alone reports its steps;
   of the others, warnings are shown with their number.
 

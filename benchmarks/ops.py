@@ -2,7 +2,7 @@
 
 `python -m benchmarks.ops` prints a JSON line a measurement and a markdown table at the end; with
 torch installed, torch eager and torch.compile run on the same GPU after jax. Nothing is tuned here
-(`python -m ats_jax.bench tune`), nothing is written but `--out`.
+(`python -m ats_jax tune`), nothing is written but `--out`.
 """
 
 import json

@@ -1,7 +1,7 @@
 """1.3B parameters dense, 7.8B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/b1.py:moe
+Command: python -m ats_jax plan --config=configs/b1.py:moe
 """
 
 from ats_jax.config.presets import preset

@@ -1,7 +1,7 @@
 """115B parameters dense, 724B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/b100.py:moe
+Command: python -m ats_jax plan --config=configs/b100.py:moe
 """
 
 from ats_jax.config.presets import preset

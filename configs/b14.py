@@ -1,7 +1,7 @@
 """11B parameters dense, 70B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/b14.py:moe
+Command: python -m ats_jax plan --config=configs/b14.py:moe
 """
 
 from ats_jax.config.presets import preset

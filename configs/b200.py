@@ -1,7 +1,7 @@
 """249B parameters dense, 1.6T with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/b200.py:moe
+Command: python -m ats_jax plan --config=configs/b200.py:moe
 """
 
 from ats_jax.config.presets import preset

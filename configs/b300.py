@@ -1,7 +1,7 @@
 """424B parameters dense, 2.7T with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/b300.py:moe
+Command: python -m ats_jax plan --config=configs/b300.py:moe
 """
 
 from ats_jax.config.presets import preset

@@ -1,7 +1,7 @@
 """71B parameters dense, 447B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/b75.py:moe
+Command: python -m ats_jax plan --config=configs/b75.py:moe
 """
 
 from ats_jax.config.presets import preset

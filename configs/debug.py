@@ -1,7 +1,7 @@
 """The smallest run that learns something: about 1M parameters on this machine's own Python sources.
 
 Goal: a validation loss below a bigram model's within 4 minutes on 2 CPU cores, nothing downloaded.
-Command: python -m ats_jax.train --config=configs/debug.py --workdir=runs/debug
+Command: python -m ats_jax train --config=configs/debug.py --workdir=runs/debug
 Variants: dense (default); moe: 8 experts half as wide, of which a token uses 2; mod: 8 layers, of
 which every other one takes an eighth of the tokens; hybrid: both; null: moe and 8 null experts.
 """

@@ -1,7 +1,7 @@
 """79M parameters: tests of the architecture on a small machine.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/debug_200m.py:moe
+Command: python -m ats_jax plan --config=configs/debug_200m.py:moe
 """
 
 from ats_jax.config.presets import preset

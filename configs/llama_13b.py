@@ -1,7 +1,7 @@
 """14.8B parameters, the shape of Llama 3 between 8B and 70B.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/llama_13b.py:moe
+Command: python -m ats_jax plan --config=configs/llama_13b.py:moe
 """
 
 from ats_jax.config.presets import preset

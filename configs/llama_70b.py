@@ -1,7 +1,7 @@
 """70.6B parameters, the shape of Llama 3 70B.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/llama_70b.py:moe
+Command: python -m ats_jax plan --config=configs/llama_70b.py:moe
 """
 
 from ats_jax.config.presets import preset

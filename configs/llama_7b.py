@@ -1,7 +1,7 @@
 """8.0B parameters, the shape of Llama 3 8B.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
-Command: python -m ats_jax.plan --config=configs/llama_7b.py:moe
+Command: python -m ats_jax plan --config=configs/llama_7b.py:moe
 """
 
 from ats_jax.config.presets import preset

@@ -1,6 +1,6 @@
 r"""What the orchestrator costs: the time of a step with it and without, in turns, on one machine.
 
-Both runs are trained on random rows by the program of `ats_jax.train`: the one with
+Both runs are trained on random rows by the program of `ats_jax train`: the one with
 `orchestrator.mode=act`, its looks, its probe and its snapshots, the other with `off`. Each turn is
 `--window` steps that end with a wait, so that what runs beside the steps is counted: with
 `orchestrator.check_interval` and `snapshot_interval` of as many, one look and one snapshot. Turns

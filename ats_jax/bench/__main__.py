@@ -1,8 +1,8 @@
 """Speed on this machine; nothing is trained or kept.
 
-`python -m ats_jax.bench [step] --config=...` times the training step of a config on random rows.
-`python -m ats_jax.bench sweep --config=...` does so with settings changed, and picks the best.
-`python -m ats_jax.bench tune` finds the tiles with which kernels are fastest on this GPU.
+`python -m ats_jax bench [step] --config=...` times the training step of a config on random rows.
+`python -m ats_jax bench sweep --config=...` does so with settings changed, and picks the best.
+`python -m ats_jax tune` finds the tiles with which kernels are fastest on this GPU.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Speed of a config's training step on random rows: `python -m ats_jax.bench step --config=...`.
+"""Speed of a config's training step on random rows: `python -m ats_jax bench step --config=...`.
 
-Nothing is read or kept; the program is the one that `ats_jax.train` runs. Prints a line a phase and
+Nothing is read or kept; the program is the one that `ats_jax train` runs. Prints a line a phase and
 one JSON line with everything: `step_secs` where the host waits for each step (the median),
 `queued_step_secs` where it waits for the last one only, as in training (the mean). With --profile
 first where the time of two more steps went.

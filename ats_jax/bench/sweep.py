@@ -1,10 +1,10 @@
 r"""The fastest way to run a config here: every combination of some settings, each timed.
 
-python -m ats_jax.bench sweep --config=configs/dense_1_5b.py --try=step.remat=dots,names,full \
+python -m ats_jax bench sweep --config=configs/dense_1_5b.py --try=step.remat=dots,names,full \
   --try=step.accum_steps=1,2 --try=step.scan_unroll=1,4 --try=precision.fp8=false,true \
   --try=model.num_layers=8,16 [--steps=10] [--out=FOLDER]
 
-Each candidate is `python -m ats_jax.bench step` in a process of its own: one that is out of memory
+Each candidate is `python -m ats_jax bench step` in a process of its own: one that is out of memory
 or does not compile is a row of the table. Those that cannot fit are left out before they are
 compiled, or before they run. The best is that with the most model FLOPs a second, which for
 one model is the most tokens a second. Prints the table and the flags that the best one needs; --out

@@ -1,7 +1,7 @@
 """Look at the data before training on it.
 
-python -m ats_jax.data stats [--config=configs/debug.py [--config.data.name=value]]
-python -m ats_jax.data audit [--config=configs/debug.py [--config.data.name=value]]
+python -m ats_jax data stats [--config=configs/debug.py [--config.data.name=value]]
+python -m ats_jax data audit [--config=configs/debug.py [--config.data.name=value]]
 """
 
 from ats_jax import cli

@@ -33,7 +33,7 @@ def generate(
     model: the decoder.
     tokenizer: the one it was trained with.
     cfg: how to sample.
-    rules: how sparse layers choose (`Plan.rules`).
+    rules: how sparse layers choose (`Program.rules`).
     prompt: text to continue; empty = the beginning of a document.
     seed: of the draws.
   """

@@ -112,7 +112,7 @@ class StepLog:
     if self._raises and not math.isfinite(metrics["train/loss"]):
       raise FloatingPointError(
         f"train/loss is {metrics['train/loss']} at step {step}. Lower optimizer.learning_rate, or "
-        "look at the data (python -m ats_jax.data stats). No checkpoint holds such weights."
+        "look at the data (python -m ats_jax data stats). No checkpoint holds such weights."
       )
     metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))
     metrics |= self._throughput.read(step, done)

@@ -17,7 +17,7 @@ def make_eval_step(cfg: Config, options: Options | None = None) -> jax.stages.Wr
   """Return the jitted `(model, batch [batch, seq], rules) -> float32[3]`.
 
   The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens.
-  `rules` say how sparse layers choose and what is in 8 bits (`Plan.rules`); `options` are of the
+  `rules` say how sparse layers choose and what is in 8 bits (`Program.rules`); `options` are of the
   compiler.
   """
 

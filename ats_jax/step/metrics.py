@@ -168,5 +168,5 @@ def check_finite(step: int, metrics: StepMetrics) -> None:
   if not math.isfinite(weights):
     raise FloatingPointError(
       f"the norm of the weights is {weights} after step {step}, which was not saved. Lower "
-      "optimizer.learning_rate, or look at the data (python -m ats_jax.data stats)."
+      "optimizer.learning_rate, or look at the data (python -m ats_jax data stats)."
     )

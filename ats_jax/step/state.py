@@ -61,7 +61,7 @@ def init_state(
 
   Args:
     cfg: the resolved config.
-    num: see `model.init.numerics`.
+    num: see `model.numerics.numerics`.
     optimizer: what is to train it.
     abstract: give shapes, dtypes and shardings only, without computing anything.
   """

@@ -1,4 +1,4 @@
-"""`python -m ats_jax.forecast` on workdirs whose curves follow a known law."""
+"""`python -m ats_jax forecast` on workdirs whose curves follow a known law."""
 
 import dataclasses
 import json

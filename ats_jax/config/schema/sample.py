@@ -7,7 +7,7 @@ from ats_jax.config.schema.setting import setting
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-  """Generation: the sample at the end of training, and `ats_jax.generate`."""
+  """Generation: the sample at the end of training, and `ats_jax generate`."""
 
   prompt: str = setting("", "text to continue", resume="free")
   max_tokens: int = setting(

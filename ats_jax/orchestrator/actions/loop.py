@@ -90,6 +90,6 @@ class Stop(Action):
     """With an error."""
     raise FloatingPointError(
       f"the orchestrator gives up at step {step}: {reason}. What it tried is in decisions.jsonl "
-      "(python -m ats_jax.decisions WORKDIR). Lower optimizer.learning_rate, or look at the data "
-      "(python -m ats_jax.data stats). No checkpoint holds such weights."
+      "(python -m ats_jax decisions WORKDIR). Lower optimizer.learning_rate, or look at the data "
+      "(python -m ats_jax data stats). No checkpoint holds such weights."
     )

@@ -109,7 +109,7 @@ def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
 def decay_now(cfg: Config, step: int) -> ChangeSettings:
   """End a run early, as well as it can be ended: let the decay of 'wsd' begin after `step`.
 
-  Hagele et al. 2024 (arXiv:2405.18392). `python -m ats_jax.forecast` says what it would cost.
+  Hagele et al. 2024 (arXiv:2405.18392). `python -m ats_jax forecast` says what it would cost.
 
   Raises:
     ValueError: if the schedule has no decay that can begin at any time, or it has begun.

@@ -1,4 +1,4 @@
-"""`python -m ats_jax.plan`, and what its text is made of."""
+"""`python -m ats_jax plan`, and what its text is made of."""
 
 import json
 import re

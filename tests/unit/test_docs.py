@@ -1,0 +1,76 @@
+"""What the documents show: commands that run, and links, files and settings that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import forked
+
+from ats_jax.__main__ import VERBS
+from ats_jax.config.build import settings
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SOURCES = sorted(p for d in ("ats_jax", "configs", "benchmarks") for p in ROOT.glob(f"{d}/**/*.py"))
+COMMAND = re.compile(r"python -m (ats_jax|benchmarks)([. ])(\w+)((?:[^\n`#\\]|\\\n)*)")
+
+
+def commands() -> list[tuple[str, str, str, str]]:
+  """File, package, verb or module, and flags of each command that is shown."""
+  return [
+    (str(path.relative_to(ROOT)), package + dot, verb, flags)
+    for path in (*DOCUMENTS, *SOURCES)
+    for package, dot, verb, flags in COMMAND.findall(path.read_text(encoding="utf-8"))
+  ]
+
+
+def plans() -> list[str]:
+  """Flags of each `plan` that is shown whole: no placeholder, no choice of flags."""
+  found = {
+    " ".join(flags.replace("\\\n", " ").replace("[--json]", "").split())
+    for _, _, verb, flags in commands()
+    if verb == "plan" and "--config=configs/" in flags
+  }
+  return sorted(flags for flags in found if not set("[|") & set(flags))
+
+
+def identify(path: Path) -> str:
+  return str(path.relative_to(ROOT))
+
+
+def test_commands_exist():
+  for path, package, verb, _ in commands():
+    if verb.isupper():  # a placeholder
+      continue
+    if package == "ats_jax ":
+      assert verb in VERBS, f"{path}: python -m ats_jax {verb}"
+    else:
+      module = ROOT / package.rstrip(". ") / verb
+      assert module.with_suffix(".py").is_file() or module.is_dir(), f"{path}: {package}{verb}"
+
+
+@pytest.mark.parametrize("flags", plans())
+def test_plans_that_are_shown_can_be_made(flags):
+  result = forked("ats_jax.plan", *shlex.split(flags))
+  assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identify)
+def test_links_lead_to_files(path):
+  for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+    assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *SOURCES], ids=identify)
+def test_settings_that_are_set_exist(path):
+  names = set(settings())
+  for name in re.findall(r"--config\.([a-z_0-9.]+)=", path.read_text(encoding="utf-8")):
+    assert name in names or name in ("section.name", "data.name"), name
+
+
+def test_numbers_of_decisions_are_unique_and_indexed():
+  names = [p.name for p in (ROOT / "docs/adr").glob("0*.md")]
+  assert len({name[:4] for name in names}) == len(names)
+  index = (ROOT / "docs/adr/README.md").read_text(encoding="utf-8")
+  assert all(f"({name})" in index for name in names)
