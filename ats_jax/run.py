@@ -259,7 +259,11 @@ def open_run(
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
     run.watch.start(origin.step, state, origin.extra)
-    yield run
+    try:
+      yield run
+    finally:
+      # It holds the run: until a collector found their cycle, the state would stay on the devices.
+      run.watch = NoSupervisor()
 
 
 def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
@@ -331,7 +335,13 @@ def open_log(
     stack.enter_context(contextlib.closing(layers))
   acts = cfg.orchestrator.mode == "act"
   log = StepLog(
-    metric_names(cfg), writer, meter, progress, cfg.log.every_steps, layers, raises=not acts
+    metric_names(cfg, program.objective.names),
+    writer,
+    meter,
+    progress,
+    cfg.log.every_steps,
+    layers,
+    raises=not acts,
   )
   return writer, stack.enter_context(log)
 

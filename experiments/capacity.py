@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import app, flags
 from runs import Changes, markdown
 
-from ats_jax import workdir
+from ats_jax import runtime, workdir
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.actions import ChangeSettings
@@ -63,7 +63,9 @@ def outcome(way: str, seed: int) -> list[str]:
   folder, config = Path(_FOLDER.value) / f"{way}-{seed}", tiny_config()
   config.update_from_flattened_dict(WAYS[way] | {"seed": seed})
   if not (folder / workdir.CHECKPOINTS / str(config.num_steps)).exists():
-    train(from_config_dict(config), folder)
+    cfg = from_config_dict(config)
+    runtime.configure(cfg)
+    train(cfg, folder)
   rows = read_jsonl(folder / "metrics.jsonl")
   steps = {row["step"]: row for row in rows if "moe/dropped" in row}
   loss = [row["eval/loss"] for row in rows if "eval/loss" in row][-1]

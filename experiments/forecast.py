@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import app, flags
 from runs import Changes, markdown
 
-from ats_jax import workdir
+from ats_jax import runtime, workdir
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.forecast import decay_from, report
 from ats_jax.train import train
@@ -69,7 +69,9 @@ def finished(name: str, seed: int, changes: Changes | None = None) -> Path:
   config = tiny_config()
   config.update_from_flattened_dict(RUNS[name] | {"seed": seed} | (changes or {}))
   if not (folder / workdir.CHECKPOINTS / str(config.num_steps)).exists():
-    train(from_config_dict(config), folder)
+    cfg = from_config_dict(config)
+    runtime.configure(cfg)
+    train(cfg, folder)
   return folder
 
 

@@ -110,4 +110,4 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
         f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "
         f"other settings. Use --step={restored}."
       )
-    yield Run(restored, model, tokenizer, program)
+    yield Run(restored, model, tokenizer, program.continued(extra))

@@ -139,7 +139,8 @@ class Supervisor:
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self.replayed = 0
     self._program, self._cfg, self._probe = program, program.cfg.orchestrator, probe
-    self._names, self._terms = metric_names(program.cfg), Terms.of(program.cfg)
+    self._names = metric_names(program.cfg, program.objective.names)
+    self._terms = Terms.of(program.cfg)
     self._write, self._restore, self._loop = write, restore, loop
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
@@ -195,7 +196,7 @@ class Supervisor:
       logging.info("orchestrator: rolls back to %s", where)
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
-    """Look at the model as `plan` has it from update `step` on; compiles what that needs.
+    """Look at the model as `program` has it from update `step` on; compiles what that needs.
 
     Call where the train step is compiled too: when 8 bits are switched off, and as `mod.capacity`
     falls. Looks by other rules are not compared, see `decide`.

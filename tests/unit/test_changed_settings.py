@@ -22,12 +22,6 @@ from ats_jax.step.program import Program
 STEPS, EVERY, LOOK = 40, 20, 4
 
 
-@pytest.fixture(autouse=True)
-def keep_the_compilation_cache_of_the_session():
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
   folder, cache = tmp_path_factory.mktemp("texts"), tmp_path_factory.mktemp("cache")

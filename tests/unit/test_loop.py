@@ -27,12 +27,6 @@ RTOL = 1e-5
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
 
-@pytest.fixture(autouse=True)
-def keep_the_compilation_cache_of_the_session():
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
-
-
 @pytest.fixture
 def config(tmp_path):
   """A function that gives the config of a run on thirty small texts."""

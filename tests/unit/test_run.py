@@ -1,9 +1,11 @@
 """How a run begins: from the weights of another run, for so many epochs, watched or not."""
 
 import dataclasses
+import gc
 import math
 import random
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -134,6 +136,20 @@ def test_nobody_watches_unless_asked(texts, tmp_path):
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     assert isinstance(run.watch, NoSupervisor) and run.watch.saved() == {}
     assert run.position() == {"position": {"row": 0, "data": run.train_set.fingerprint}}
+
+
+def test_nothing_holds_a_run_that_is_over(texts, tmp_path):
+  """Or else its state would be on the devices beside that of the run that is opened next."""
+  cfg = config(texts, orchestrator__mode="observe", orchestrator__check_interval=2)
+  gc.collect()
+  gc.disable()
+  try:
+    with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
+      over = weakref.ref(run)
+    del run
+    assert over() is None
+  finally:
+    gc.enable()
 
 
 def test_data_that_changed_is_refused(texts, tmp_path):

@@ -26,12 +26,6 @@ from ats_jax.step.program import Program, make_program
 STEPS = 60
 
 
-@pytest.fixture(autouse=True)
-def keep_the_compilation_cache_of_the_session():
-  yield
-  jax.config.update("jax_enable_compilation_cache", True)  # `train` turned it off for its process
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
   folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
