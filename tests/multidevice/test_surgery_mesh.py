@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 
-from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions import (
+  AddExpert,
+  MergeExperts,
+  PruneExpert,
+  RecycleExpert,
+  ReopenExpert,
+  SetPenalty,
+)
 from ats_jax.orchestrator.actions.expert_view import view_experts
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
@@ -44,14 +51,14 @@ def run(shape: tuple[int, int, int, int]) -> Run:
     state, first = program.train_step(program.init(), batch, program.training_rules(1))
     found = [shardings(state)]
     # Slots 0 to 3 and 4 to 7 are on different devices: copies go to another one, and stay.
-    state = surgery.split(CFG, state, 0, 0, 7)
-    state = surgery.split(CFG, state, 0, 4, 5)
-    state = surgery.release(CFG, state, 0, 5, 3.0)
-    state = surgery.split(CFG, state, 1, 6, 1)
-    state = surgery.merge(CFG, state, 1, 0, 4)
-    state = surgery.recycle(CFG, state, 1, 2, 0)
-    state = surgery.prune(CFG, state, 0, 6)
-    state = surgery.reopen(CFG, state, 0, 6)
+    state = AddExpert(0, 0, 7).apply(state, CFG)
+    state = AddExpert(0, 4, 5).apply(state, CFG)
+    state = SetPenalty(0, 5, 3.0).apply(state, CFG)
+    state = AddExpert(1, 6, 1).apply(state, CFG)
+    state = MergeExperts(1, 0, 4).apply(state, CFG)
+    state = RecycleExpert(1, 2).apply(state, CFG)
+    state = PruneExpert(0, 6).apply(state, CFG)
+    state = ReopenExpert(0, 6).apply(state, CFG)
     found.append(shardings(state))
     cut = {
       k: np.array(v) for k, v in named_leaves((state.model, state.ema, state.opt_state)).items()

@@ -124,11 +124,10 @@ class ExpertView(NamedTuple):
     self.check_group(expert, slot)
     return slot
 
-  def check_recycle(self, cfg: Config, dead: int, source: int | None) -> int:
-    """Can `dead` make room for a half of `source`? Returns that, the most loaded one if None."""
+  def check_recycle(self, cfg: Config, dead: int) -> int:
+    """Can `dead` make room for a half of the most loaded expert? Returns that."""
     after = self.without(cfg, dead)
-    if source is None:
-      source = after.most_loaded(after.group[dead])
+    source = after.most_loaded(after.group[dead])
     after.check_split(source, dead)
     return source
 

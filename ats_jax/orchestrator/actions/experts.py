@@ -1,13 +1,19 @@
 """Edits of experts and routers within their arrays; each is a program of its own (surgery.py)."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions import surgery
 from ats_jax.orchestrator.actions.base import Action, Now
-from ats_jax.orchestrator.actions.expert_view import ExpertView, view_experts
+from ats_jax.orchestrator.actions.expert_view import (
+  ExpertView,
+  Place,
+  SurgeryError,
+  find,
+  view_experts,
+)
+from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -19,13 +25,11 @@ class LayerEdit(Action, abstract=True):
   """An edit of the experts of a layer.
 
   Attributes:
-    edit: makes it; takes the run, the state, the layer and the other fields but `before`.
     layer: index from the bottom.
   """
 
   edits = True
   at_pause = True
-  edit: ClassVar[Callable[..., TrainState]]
 
   layer: int
 
@@ -34,12 +38,16 @@ class LayerEdit(Action, abstract=True):
     return self._resolve(now.cfg, view_experts(now.cfg, now.state, self.layer))
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Edit."""
-    fields = dataclasses.asdict(self)
-    return type(self).edit(cfg, state, *(fields[name] for name in fields if name != "before"))
+    """Edit, if it is possible."""
+    view = view_experts(cfg, state, self.layer)
+    return self._resolve(cfg, view)._edit(state, find(cfg, self.layer), cfg, view)
 
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     """With what was left open filled in; a `SurgeryError` if it is not possible."""
+    raise NotImplementedError
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    """Make it; it is possible and nothing is open."""
     raise NotImplementedError
 
 
@@ -64,12 +72,16 @@ class RecycleExpert(ExpertEdit):
   prior = (7.2, 0.8)
   cooldown = 10
   exact = True
-  edit = staticmethod(surgery.recycle)
   words = "closes expert {expert} of layer {layer} and splits the busiest into its place"
 
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
-    view.check_recycle(cfg, self.expert, None)
+    view.check_recycle(cfg, self.expert)
     return self
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    source = view.check_recycle(cfg, self.expert)
+    state = surgery.prune(state, *at, self.expert, view.twin[self.expert])
+    return surgery.split(state, *at, self.layer, source, self.expert)
 
   def undo(self) -> Action:
     """Close the fresh half: the split one is whole again."""
@@ -83,12 +95,14 @@ class RecycleExpert(ExpertEdit):
 class PruneExpert(ExpertEdit):
   """Close an expert; of the halves of a split one, the other is whole again."""
 
-  edit = staticmethod(surgery.prune)
   words = "closes expert {expert} of layer {layer}"
 
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     view.without(cfg, self.expert)
     return self
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    return surgery.prune(state, *at, self.expert, view.twin[self.expert])
 
   def undo(self) -> Action:
     """Open it again."""
@@ -98,12 +112,15 @@ class PruneExpert(ExpertEdit):
 class ReopenExpert(ExpertEdit):
   """Use a closed expert with the weights that it has."""
 
-  edit = staticmethod(surgery.reopen)
   words = "opens expert {expert} of layer {layer} again"
 
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     view.check_idle(self.expert)
     return self
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    squares = build_optimizer(cfg, "cpu").squares  # those of any platform
+    return surgery.reopen(state, *at, self.expert, squares)
 
   def undo(self) -> Action:
     """Close it."""
@@ -120,7 +137,6 @@ class AddExpert(LayerEdit):
     slot: the idle one; -1 = the nearest.
   """
 
-  edit = staticmethod(surgery.split)
   words = "splits expert {expert} of layer {layer} in two, the other half is {slot}"
 
   expert: int = -1
@@ -130,6 +146,9 @@ class AddExpert(LayerEdit):
     expert = view.most_loaded() if self.expert < 0 else self.expert
     slot = view.check_split(expert, None if self.slot < 0 else self.slot)
     return dataclasses.replace(self, expert=expert, slot=slot)
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    return surgery.split(state, *at, self.layer, self.expert, self.slot)
 
   def undo(self) -> Action:
     """Close the new half: the other is whole again."""
@@ -147,7 +166,6 @@ class SetPenalty(ExpertEdit):
     before: what it was.
   """
 
-  edit = staticmethod(surgery.release)
   words = "penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"
 
   penalty: float
@@ -155,11 +173,17 @@ class SetPenalty(ExpertEdit):
 
   def check(self, cfg: Config, step: int = 0) -> None:
     """It is in its range."""
-    surgery.check_penalty(self.penalty)
+    if not 0.0 <= self.penalty <= surgery.EXCLUSIVE:
+      raise SurgeryError(f"penalty={self.penalty} is not in [0, {surgery.EXCLUSIVE:g}].")
 
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     view.check_half(self.expert)
+    self.check(cfg)
     return dataclasses.replace(self, before=float(view.penalty[self.expert]))
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    twin = view.twin[self.expert]
+    return surgery.release(state, *at, self.expert, twin, self.penalty)
 
   def undo(self) -> Action | None:
     """Set it back, while they are a pair."""
@@ -177,7 +201,6 @@ class MergeExperts(LayerEdit):
     drop: the one that is closed.
   """
 
-  edit = staticmethod(surgery.merge)
   words = "merges expert {drop} of layer {layer} into {keep}"
 
   keep: int
@@ -186,6 +209,9 @@ class MergeExperts(LayerEdit):
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     view.check_merge(cfg, self.keep, self.drop)
     return self
+
+  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+    return surgery.merge(state, *at, self.keep, self.drop, cfg.moe)
 
 
 @dataclasses.dataclass(frozen=True)

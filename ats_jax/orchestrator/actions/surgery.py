@@ -1,10 +1,9 @@
 """Experts split, merged, pruned and recycled while training goes on: state -> state.
 
 No shape changes, so the train step is not compiled again: a layer has `moe.num_experts +
-moe.spare_experts` slots, of which some are idle. Each function checks on the host what it is asked
-for, then edits weights, router, averaged weights and what the optimizer keeps of each parameter, in
-one compiled program. Like the train step it donates the state; a refused edit, a `SurgeryError`,
-leaves it as it was. Layers count from the bottom.
+moe.spare_experts` slots, of which some are idle. Each function edits weights, router, averaged
+weights and what the optimizer keeps of each parameter, in one compiled program. Like the train step
+it donates the state. It checks nothing: the actions do (`experts.py`).
 
 Letters: S expert slots, D d_model.
 """
@@ -17,117 +16,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.scipy.special import entr
 
-from ats_jax.config.schema import Config
 from ats_jax.model.moe import MoE
 from ats_jax.model.param import Param, params_of
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED
-from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 
 EXCLUSIVE = -CLOSED  # the penalty at which a token can go to one half of a pair only
 
 
-def split(
-  cfg: Config, state: TrainState, layer: int, expert: int, slot: int | None = None
-) -> TrainState:
-  """Split an expert in two that share its tokens; the model computes the same function.
-
-  `slot` gets a copy of the weights, and a random plane through the origin says which of the two a
-  token can go to ("exclusive twin"). They drift apart because they see different tokens.
-  """
-  slot = view_experts(cfg, state, layer).check_split(expert, slot)
-  return _split(state, *find(cfg, layer), layer, expert, slot)
-
-
-def release(cfg: Config, state: TrainState, layer: int, expert: int, penalty: float) -> TrainState:
-  """Let the two halves of a split expert compete for all their tokens.
-
-  Lower the penalty from about 10, where a token's score at the other half is exp(-10) of that at
-  its own, to 0 over some hundreds of steps. At 0 they are two ordinary experts.
-  """
-  view = view_experts(cfg, state, layer)
-  view.check_half(expert)
-  check_penalty(penalty)
-  return _release(state, *find(cfg, layer), expert, view.twin[expert], penalty)
-
-
-def check_penalty(penalty: float) -> None:
-  """Is it one that a half can have?"""
-  if not 0.0 <= penalty <= EXCLUSIVE:
-    raise SurgeryError(f"penalty={penalty} is not in [0, {EXCLUSIVE:g}].")
-
-
-def prune(cfg: Config, state: TrainState, layer: int, expert: int) -> TrainState:
-  """Close an expert; its weights stay. Its tokens go to their next best experts.
-
-  Those of a half go to the other half, which is whole again: that undoes a split.
-  """
-  view = view_experts(cfg, state, layer)
-  view.without(cfg, expert)
-  return _prune(state, *find(cfg, layer), expert, view.twin[expert])
-
-
-def recycle(
-  cfg: Config, state: TrainState, layer: int, dead: int, source: int | None = None
-) -> TrainState:
-  """Prune a dead expert and split another one into its slot."""
-  view = view_experts(cfg, state, layer)
-  source = view.check_recycle(cfg, dead, source)
-  state = _prune(state, *find(cfg, layer), dead, view.twin[dead])
-  return _split(state, *find(cfg, layer), layer, source, dead)
-
-
-def merge(cfg: Config, state: TrainState, layer: int, keep: int, drop: int) -> TrainState:
-  """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
-
-  Exact for a pair that was just split. Else the function changes: hidden units of two experts match
-  only if the experts are similar, and no column gives the sum of two experts' probabilities. The
-  mean of the columns is nearest to it (least squares over isotropic inputs) but for a constant, at
-  most log 2 in the logit, which goes into the offset with `moe.router_bias`.
-  """
-  view_experts(cfg, state, layer).check_merge(cfg, keep, drop)
-  return _merge(state, *find(cfg, layer), keep, drop, cfg.moe)
-
-
-def reopen(cfg: Config, state: TrainState, layer: int, slot: int) -> TrainState:
-  """Use an idle slot with the weights it has: undoes `prune`.
-
-  What the optimizer keeps of it has decayed meanwhile. Averages of gradients become 0. A 0 for one
-  of squares on a late step, when it is no longer corrected for its start, would make the first
-  updates too long (6 times at b2 = 0.999): it becomes the mean over the other open experts.
-
-  Args:
-    cfg: the run.
-    state: donated.
-    layer: index from the bottom.
-    slot: an idle one.
-
-  Raises:
-    SurgeryError: if it is not idle.
-  """
-  view_experts(cfg, state, layer).check_idle(slot)
-  return _open(state, *find(cfg, layer), slot, build_optimizer(cfg, "cpu").squares)  # anywhere
-
-
-def temper(state: TrainState, by: float) -> TrainState:
-  """Multiply the temperature of all routers: columns and offsets are divided by `by`.
-
-  The function is then that of a model with `moe.temperature` times `by`, for whoever uses the
-  weights. Gradients of columns keep their scale: nothing is done to moments.
-
-  Args:
-    state: donated.
-    by: above 0.
-  """
-  return _temper(state, by)
-
-
 # The edits. They change arguments of a compiled program in place: nobody else holds them.
-# block: which stacked layer, static. repeat: which of the stack. Slots are traced.
+# block: which stacked layer, static. repeat: which of the stack. Slots are traced; -1 is none.
 
 
 def _edit(*static: str):
@@ -135,7 +36,12 @@ def _edit(*static: str):
 
 
 @_edit()
-def _split(state, block, repeat, layer, expert, slot):
+def split(state, block, repeat, layer, expert, slot):
+  """Split an expert in two that share its tokens; the model computes the same function.
+
+  `slot` gets a copy of the weights, and a random plane through the origin says which of the two a
+  token can go to ("exclusive twin"). They drift apart because they see different tokens.
+  """
   direction = _direction(state, block, repeat, layer, expert)
   for moe in _models(state, block):
     first, second, router = _these(moe, expert), _these(moe, slot), moe.router
@@ -171,7 +77,12 @@ def _direction(state, block, repeat, layer, expert) -> jax.Array:
 
 
 @_edit()
-def _release(state, block, repeat, expert, twin, penalty):
+def release(state, block, repeat, expert, twin, penalty):
+  """Let the two halves of a split expert compete for all their tokens.
+
+  Lower the penalty from about 10, where a token's score at the other half is exp(-10) of that at
+  its own, to 0 over some hundreds of steps. At 0 they are two ordinary experts.
+  """
   for moe in _models(state, block):
     both = _these(moe, expert, twin)
     _put(moe.router.penalty_S, repeat, both, penalty)
@@ -180,14 +91,23 @@ def _release(state, block, repeat, expert, twin, penalty):
 
 
 @_edit()
-def _prune(state, block, repeat, expert, twin):
+def prune(state, block, repeat, expert, twin):
+  """Close an expert; its weights stay. Its tokens go to their next best experts.
+
+  Those of a half go to the other half, which is whole again: that undoes a split.
+  """
   for moe in _models(state, block):
     _close(moe, repeat, expert, twin)
   return state
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def _temper(state, by):
+def temper(state, by):
+  """Multiply the temperature of all routers: columns and offsets are divided by `by`.
+
+  The function is then that of a model with `moe.temperature` times `by`, for whoever uses the
+  weights. Gradients of columns keep their scale: nothing is done to moments.
+  """
   for model in (state.model, state.ema):
     for blocks in () if model is None else model.segments:
       for layer in blocks.layers:
@@ -200,7 +120,14 @@ def _temper(state, by):
 
 
 @_edit("moe")
-def _merge(state, block, repeat, keep, drop, moe):
+def merge(state, block, repeat, keep, drop, moe):
+  """Make one expert of two: `keep` becomes their mean, weighted by load; `drop` closes.
+
+  Exact for a pair that was just split. Else the function changes: hidden units of two experts match
+  only if the experts are similar, and no column gives the sum of two experts' probabilities. The
+  mean of the columns is nearest to it (least squares over isotropic inputs) but for a constant, at
+  most log 2 in the logit, which goes into the offset with `moe.router_bias`.
+  """
   router = _moe(state.model, block).router
   load_E, is_pair = router.load_E[...][repeat], router.side_S[...][repeat, keep] != 0
   loads = [jnp.maximum(load_E[e], 1e-9) for e in (keep, drop)]  # they may both be 0
@@ -223,7 +150,13 @@ def _merge(state, block, repeat, keep, drop, moe):
 
 
 @_edit("squares")
-def _open(state, block, repeat, slot, squares):
+def reopen(state, block, repeat, slot, squares):
+  """Use an idle slot with the weights it has: undoes `prune`.
+
+  What the optimizer keeps of it has decayed meanwhile. Averages of gradients become 0. A 0 for one
+  of squares on a late step, when it is no longer corrected for its start, would make the first
+  updates too long (6 times at b2 = 0.999): it becomes the mean over the other open experts.
+  """
   router = _moe(state.model, block).router
   opened = _these(_moe(state.model, block), slot)
   others = jnp.where(opened, 0.0, router.active_S[...][repeat])

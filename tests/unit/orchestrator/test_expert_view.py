@@ -8,7 +8,7 @@ from helpers import tiny_config
 from ats_jax.model.layout import layer_kinds
 from ats_jax.model.numerics import numerics
 from ats_jax.model.router import Router
-from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions import AddExpert
 from ats_jax.orchestrator.actions.expert_view import ExpertView, SurgeryError, find
 from ats_jax.step.program import make_program
 
@@ -18,7 +18,7 @@ BASE = {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.d_ff": 32, "model.d_f
 def test_without_spare_slots_surgery_is_off(mesh):
   cfg = tiny_config({"moe.num_experts": 4})
   with pytest.raises(SurgeryError, match=r"surgery is off: .*moe.spare_experts >= 1"):
-    surgery.split(cfg, make_program(cfg).init(abstract=True), 0, 0)
+    AddExpert(0, 0).apply(make_program(cfg).init(abstract=True), cfg)
 
 
 def test_layers_are_found_in_any_layout():

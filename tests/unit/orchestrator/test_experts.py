@@ -88,7 +88,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
 
 def test_what_is_pruned_can_be_opened_again(mesh):
   state = make_program(CFG).init()
-  weights = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
+  weights = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate.weight[...])
   action = PruneExpert(LAYER, 0)
   state = action.apply(state, CFG)
   assert not view_experts(CFG, state, LAYER).is_open[0]
@@ -96,7 +96,7 @@ def test_what_is_pruned_can_be_opened_again(mesh):
   assert back == ReopenExpert(LAYER, 0) and back.undo() == action
   state = back.apply(state, CFG)
   assert view_experts(CFG, state, LAYER).is_open[0]
-  kept = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate[...])
+  kept = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate.weight[...])
   np.testing.assert_array_equal(kept, weights)
 
 

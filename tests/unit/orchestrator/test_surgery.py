@@ -10,7 +10,15 @@ from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, ti
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like
 from ats_jax.config.schema import CheckpointConfig
-from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions import (
+  AddExpert,
+  MergeExperts,
+  PruneExpert,
+  RecycleExpert,
+  ReopenExpert,
+  SetPenalty,
+  surgery,
+)
 from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
 from ats_jax.step.program import make_program
 
@@ -84,7 +92,7 @@ def test_a_split_keeps_the_function(mesh, changes):
     if cfg.moe.router_bias:
       moe.router.offset[...] = jnp.array(rng.normal(0, 1, moe.router.offset.shape), jnp.float32)
   before = [loss(m) for m in models()]
-  state = surgery.split(cfg, state, layer, 0)
+  state = AddExpert(layer, 0).apply(state, cfg)
   after = [loss(m) for m in models()]
   np.testing.assert_allclose(after, before, rtol=0, atol=EXACT)
 
@@ -154,7 +162,7 @@ def run():
 
 def split_run(run):
   """The trained state, split; the slots of the halves."""
-  state = surgery.split(CFG, run.state(), LAYER, EXPERT)
+  state = AddExpert(LAYER, EXPERT).apply(run.state(), CFG)
   return state, EXPERT, int(view_experts(CFG, state, LAYER).twin[EXPERT])
 
 
@@ -223,21 +231,21 @@ def test_a_release_goes_gradually_and_ends_with_two_whole_experts(run):
   losses = [run.loss(state)]
   for penalty in (20.0, 6.0, 3.0, 1.0, 0.0):
     assert view_experts(CFG, state, LAYER).twin[one] == two
-    state = surgery.release(CFG, state, LAYER, two, penalty)
+    state = SetPenalty(LAYER, two, penalty).apply(state, CFG)
     losses.append(run.loss(state))
   assert abs(losses[1] - losses[0]) < EXACT  # exp(-20)
   assert np.abs(np.diff(losses)).max() < 0.1
   view = view_experts(CFG, state, LAYER)
   assert (view.twin < 0).all() and (view.penalty == 0).all()
   before = run.loss(state)
-  state = surgery.split(CFG, state, LAYER, one)  # now it is an expert like any other
+  state = AddExpert(LAYER, one).apply(state, CFG)  # now it is an expert like any other
   assert abs(run.loss(state) - before) < EXACT
 
 
 def test_pruning_a_half_undoes_a_split(run):
   for half in (0, 1):
     state, *halves = split_run(run)
-    state = surgery.prune(CFG, state, LAYER, halves[half])
+    state = PruneExpert(LAYER, halves[half]).apply(state, CFG)
     assert abs(run.loss(state) - run.loss(run.state())) < EXACT
     view = view_experts(CFG, state, LAYER)
     assert (view.twin < 0).all() and view.is_open[halves[1 - half]]
@@ -257,7 +265,7 @@ def test_a_dead_expert_is_pruned_or_recycled(run):
   state = without_tokens(run, dead)
   before, view = run.loss(state), view_experts(CFG, state, LAYER)
   source = view.most_loaded()
-  state = surgery.recycle(CFG, state, LAYER, dead)
+  state = RecycleExpert(LAYER, dead).apply(state, CFG)
   assert abs(run.loss(state) - before) < EXACT
   view = view_experts(CFG, state, LAYER)
   assert view.twin[dead] == source and view.is_open.sum() == 4
@@ -268,7 +276,7 @@ def test_a_dead_expert_is_pruned_or_recycled(run):
   run.assert_smooth(losses, since=1, within=0.25)
   assert np.array(metrics.layers["moe/load"])[LAYER, dead] > 0.01
 
-  pruned = surgery.prune(CFG, without_tokens(run, dead), LAYER, dead)
+  pruned = PruneExpert(LAYER, dead).apply(without_tokens(run, dead), CFG)
   assert abs(run.loss(pruned) - before) < EXACT
   _, losses, metrics = run.train(pruned, 30)
   run.assert_smooth(losses, since=1, within=0.25)
@@ -278,9 +286,9 @@ def test_a_dead_expert_is_pruned_or_recycled(run):
 def test_a_pruned_expert_comes_back_with_sound_moments(run):
   before = run.state()
   least = int(view_experts(CFG, before, LAYER).load.argsort()[4])
-  state = surgery.prune(CFG, run.state(), LAYER, least)
+  state = PruneExpert(LAYER, least).apply(run.state(), CFG)
   assert EXACT < run.loss(state) - run.loss(before) < 0.5
-  state = surgery.reopen(CFG, state, LAYER, least)
+  state = ReopenExpert(LAYER, least).apply(state, CFG)
   assert run.loss(state) == run.loss(before)
   others = [s for s in (0, 2, 4, 6) if s != least]
   mu, nu = (experts_of(m, CFG, LAYER) for m in (state.opt_state[0].mu, state.opt_state[0].nu))
@@ -292,7 +300,7 @@ def test_a_pruned_expert_comes_back_with_sound_moments(run):
 def test_merging_a_fresh_pair_is_exact_and_a_trained_one_close(run):
   state, one, two = split_run(run)
   before = run.loss(state)
-  state = surgery.merge(CFG, state, LAYER, one, two)
+  state = MergeExperts(LAYER, one, two).apply(state, CFG)
   assert abs(run.loss(state) - before) < EXACT
   want = run.state().opt_state[0]  # all of the moments is back
   for got, old in ((state.opt_state[0].mu, want.mu), (state.opt_state[0].nu, want.nu)):
@@ -303,7 +311,7 @@ def test_merging_a_fresh_pair_is_exact_and_a_trained_one_close(run):
   state, _, _ = run.train(state, 10)
   before, weights = run.loss(state), experts_of(state.model, CFG, LAYER)
   load = view_experts(CFG, state, LAYER).load
-  state = surgery.merge(CFG, state, LAYER, two, one)
+  state = MergeExperts(LAYER, two, one).apply(state, CFG)
   assert abs(run.loss(state) - before) < 0.1
   share = load[two] / (load[one] + load[two])
   for name, w in experts_of(state.model, CFG, LAYER).items():
@@ -317,7 +325,7 @@ def test_merging_a_fresh_pair_is_exact_and_a_trained_one_close(run):
 def test_merging_strangers_costs_and_training_recovers(run):
   state = run.state()
   before = run.loss(state)
-  state = surgery.merge(CFG, state, LAYER, 0, 2)
+  state = MergeExperts(LAYER, 0, 2).apply(state, CFG)
   after = run.loss(state)
   assert EXACT < after - before < 0.2
   _, losses, _ = run.train(state, 30)
@@ -326,11 +334,11 @@ def test_merging_strangers_costs_and_training_recovers(run):
 
 def test_every_edit_goes_through_a_checkpoint_bit_for_bit(run, tmp_path):
   state, _, two = split_run(run)
-  state = surgery.split(CFG, state, 0, 2)
-  state = surgery.release(CFG, state, LAYER, two, 5.0)
-  state = surgery.prune(CFG, state, LAYER, 6)
-  state = surgery.merge(CFG, state, 0, 0, 4)
-  state = surgery.recycle(CFG, state, 0, 6, 0)
+  state = AddExpert(0, 2).apply(state, CFG)
+  state = SetPenalty(LAYER, two, 5.0).apply(state, CFG)
+  state = PruneExpert(LAYER, 6).apply(state, CFG)
+  state = MergeExperts(0, 0, 4).apply(state, CFG)
+  state = RecycleExpert(0, 6).apply(state, CFG)
   with CheckpointManager(tmp_path, CheckpointConfig()) as manager:
     manager.save(int(state.step), state, {})
   abstract = abstract_like(run.program.init(abstract=True), jax.sharding.get_mesh())
@@ -348,65 +356,63 @@ def test_every_edit_goes_through_a_checkpoint_bit_for_bit(run, tmp_path):
 
 
 def test_edits_are_deterministic_and_compiled_once_for_all_slots_and_layers(run):
-  compiled = lambda: [f._cache_size() for f in (surgery._split, surgery._prune, surgery._merge)]
+  compiled = lambda: [f._cache_size() for f in (surgery.split, surgery.prune, surgery.merge)]
   state, _, _ = split_run(run)
   assert_same_bits(state, split_run(run)[0])
-  state = surgery.merge(CFG, surgery.prune(CFG, state, LAYER, EXPERT), LAYER, 0, 2)
+  state = MergeExperts(LAYER, 0, 2).apply(PruneExpert(LAYER, EXPERT).apply(state, CFG), CFG)
   before = compiled()
-  other = surgery.split(CFG, run.state(), 0, 2, 7)
-  other = surgery.merge(CFG, surgery.prune(CFG, other, 0, 0), 0, 7, 2)
+  other = AddExpert(0, 2, 7).apply(run.state(), CFG)
+  other = MergeExperts(0, 7, 2).apply(PruneExpert(0, 0).apply(other, CFG), CFG)
   assert compiled() == before
   direction = lambda s, layer, e: np.array(
     moe_of(s.model, CFG, layer).router.direction_SD[...][layer, e]
   )
   first = direction(split_run(run)[0], LAYER, EXPERT)
-  later = surgery.split(CFG, run.train(run.state(), 1)[0], LAYER, EXPERT)
+  later = AddExpert(LAYER, EXPERT).apply(run.train(run.state(), 1)[0], CFG)
   assert abs(first @ direction(later, LAYER, EXPERT)) < 0.9
 
 
 def test_what_cannot_be_done_is_refused_and_changes_nothing(run):
   state, one, two = split_run(run)
   idle = int(np.flatnonzero(~view_experts(CFG, state, LAYER).is_open)[0])
-  other = surgery.split(CFG, run.state(), LAYER, 0)
+  other = AddExpert(LAYER, 0).apply(run.state(), CFG)
   before = bits(state)
   refused = [
-    (surgery.split, (2, 0), "layer 2 has no experts; layers [0, 1] have"),
-    (surgery.split, (LAYER, 8), "has no slot 8: it has 0 to 7"),
-    (surgery.split, (LAYER, -1), "has no slot -1"),
-    (surgery.split, (LAYER, idle), f"slot {idle} is idle, no expert in use"),
-    (surgery.split, (LAYER, 0, 2), "slot 2 is in use"),
-    (surgery.split, (LAYER, one), f"is a half of a split expert, the other is {two}"),
-    (surgery.split, (LAYER, two), f"is a half of a split expert, the other is {one}"),
-    (surgery.release, (LAYER, 0, 1.0), "no half"),
-    (surgery.release, (LAYER, one, -1.0), "penalty=-1.0 is not in"),
-    (surgery.release, (LAYER, one, float("nan")), "penalty=nan is not in"),
-    (surgery.prune, (LAYER, idle), "is idle"),
-    (surgery.reopen, (LAYER, 0), "slot 0 is in use"),
-    (surgery.recycle, (LAYER, 0, 0), "slot 0 is idle"),
-    (surgery.recycle, (LAYER, 0, one), "is a half"),
-    (surgery.merge, (LAYER, 0, 0), "cannot be merged with itself"),
-    (surgery.merge, (LAYER, one, 0), "is a half"),
-    (surgery.merge, (LAYER, 0, one), "is a half"),
+    (AddExpert, (2, 0), "layer 2 has no experts; layers [0, 1] have"),
+    (AddExpert, (LAYER, 8), "has no slot 8: it has 0 to 7"),
+    (AddExpert, (LAYER, idle), f"slot {idle} is idle, no expert in use"),
+    (AddExpert, (LAYER, 0, 2), "slot 2 is in use"),
+    (AddExpert, (LAYER, one), f"is a half of a split expert, the other is {two}"),
+    (AddExpert, (LAYER, two), f"is a half of a split expert, the other is {one}"),
+    (SetPenalty, (LAYER, 0, 1.0), "no half"),
+    (SetPenalty, (LAYER, one, -1.0), "penalty=-1.0 is not in"),
+    (SetPenalty, (LAYER, one, float("nan")), "penalty=nan is not in"),
+    (PruneExpert, (LAYER, idle), "is idle"),
+    (ReopenExpert, (LAYER, 0), "slot 0 is in use"),
+    (RecycleExpert, (LAYER, idle), "is idle"),
+    (MergeExperts, (LAYER, 0, 0), "cannot be merged with itself"),
+    (MergeExperts, (LAYER, one, 0), "is a half"),
+    (MergeExperts, (LAYER, 0, one), "is a half"),
   ]
-  for action, args, message in refused:
+  for kind, args, message in refused:
     with pytest.raises(SurgeryError, match=message.replace("[", r"\[")):
-      action(CFG, state, *args)
+      kind(*args).apply(state, CFG)
   after = bits(state)
   assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
 
   # Two experts of four are the least that top_k = 2 needs; a pair is one.
-  other = surgery.prune(CFG, other, LAYER, 2)
-  other = surgery.prune(CFG, other, LAYER, 4)
+  other = PruneExpert(LAYER, 2).apply(other, CFG)
+  other = PruneExpert(LAYER, 4).apply(other, CFG)
   too_few = r"can choose among 1 experts .* moe.top_k=2"
-  for action in (surgery.prune, surgery.recycle):
+  for kind in (PruneExpert, RecycleExpert):
     with pytest.raises(SurgeryError, match=too_few):
-      action(CFG, other, LAYER, 6)
-  other = surgery.prune(CFG, other, LAYER, 0)  # a half: its twin stays
+      kind(LAYER, 6).apply(other, CFG)
+  other = PruneExpert(LAYER, 0).apply(other, CFG)  # a half: its twin stays
   assert np.flatnonzero(view_experts(CFG, other, LAYER).is_open).tolist() == [1, 6]
   with pytest.raises(SurgeryError, match=too_few):
-    surgery.merge(CFG, other, LAYER, 1, 6)
+    MergeExperts(LAYER, 1, 6).apply(other, CFG)
   for expert in (1, 6):
-    other = surgery.split(CFG, other, LAYER, expert)
+    other = AddExpert(LAYER, expert).apply(other, CFG)
   with pytest.raises(SurgeryError, match="all experts are halves"):
     view_experts(CFG, other, LAYER).most_loaded()
 
@@ -422,6 +428,6 @@ def test_with_an_offset_a_merged_expert_keeps_the_sum_of_probabilities(mesh):
     return along / cfg.moe.temperature, float(router.offset[...][0, expert]) / cfg.moe.temperature
 
   together = np.logaddexp(logits(state, 0)[0], logits(state, 2)[0])
-  column, offset = logits(surgery.merge(cfg, state, 0, 0, 2), 0)
+  column, offset = logits(MergeExperts(0, 0, 2).apply(state, cfg), 0)
   assert np.mean(column - together) == pytest.approx(-np.log(2), abs=0.05)
   assert np.mean(column + offset - together) == pytest.approx(0.0, abs=0.05)

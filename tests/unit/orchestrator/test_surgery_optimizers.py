@@ -10,7 +10,7 @@ import pytest
 from helpers import named_leaves, tiny_config
 
 from ats_jax.model.param import Role, params_of, roles
-from ats_jax.orchestrator.actions import surgery
+from ats_jax.orchestrator.actions import AddExpert, PruneExpert, ReopenExpert, surgery
 from ats_jax.orchestrator.actions.expert_view import find, view_experts
 from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.optimizers.base import per_parameter
@@ -55,7 +55,7 @@ def test_rows_go_with_their_experts(mesh, tx, keeps):
   rows = surgery._kept_rows(state, find(CFG, LAYER).block)
   assert {name: sum(n == name for n, *_ in rows) for name in keeps} == keeps
 
-  state = surgery.split(CFG, state, LAYER, EXPERT)
+  state = AddExpert(LAYER, EXPERT).apply(state, CFG)
   twin = int(view_experts(CFG, state, LAYER).twin[EXPERT])
   halved = {id(array): axis for _, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block)}
   for _, tree in per_parameter(state.opt_state):
@@ -68,7 +68,7 @@ def test_rows_go_with_their_experts(mesh, tx, keeps):
       np.testing.assert_array_equal(param[...], want)
   assert named_leaves(state.opt_state).keys() == was.keys()
 
-  state = surgery.reopen(CFG, surgery.prune(CFG, state, LAYER, twin), LAYER, twin)
+  state = ReopenExpert(LAYER, twin).apply(PruneExpert(LAYER, twin).apply(state, CFG), CFG)
   for name, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block):
     row = np.moveaxis(np.asarray(array[...]), 1 + axis, 0)[twin]
     # Of Adam's squares the mean over the others, one of which was halved; else 0.
