@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ats_jax.config.schema import Config
-from ats_jax.data.batches import TrainBatches, eval_batches, train_batches
+from ats_jax.data.batches import TrainBatches, eval_batches
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import Batches
 from ats_jax.sharding.mesh import local_rows, to_global
@@ -20,7 +20,7 @@ def train_feed(
 ) -> TrainBatches:
   """This process's share of the training batches from a position on; None = from the beginning."""
   micro = cfg.data.batch_size // cfg.step.accum_steps
-  return train_batches(
+  return TrainBatches(
     dataset,
     position=position,
     accum_steps=cfg.step.accum_steps,

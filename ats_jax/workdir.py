@@ -106,7 +106,7 @@ def _read_run_id(workdir: Path) -> str:
 
 
 def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:
-  changed = differences(flatten_dict(previous), flatten(cfg))
+  changed = differences(flatten(previous), flatten(cfg))
   if cfg.num_epochs:
     changed.pop("num_steps", None)  # it follows from the data
   fixed = [f"  {n}: {a!r} -> {b!r}" for n, (a, b, free) in changed.items() if not free]
@@ -118,16 +118,6 @@ def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_fre
     )
   for name, (was, now, _) in changed.items():
     logging.info("changed since the last start: %s: %r -> %r", name, was, now)
-
-
-def flatten_dict(nested: Mapping[str, Any]) -> dict[str, Any]:
-  """Return `{"model.num_layers": 4, ...}` of a config.json."""
-  flat = {}
-  for key, value in nested.items():
-    flat.update(
-      {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-    )
-  return flat
 
 
 def write_config(workdir: Path, cfg: Config) -> None:

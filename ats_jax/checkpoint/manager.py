@@ -175,15 +175,6 @@ class CheckpointManager:
     step, extra = newest
     return step, self.read(step, abstract_state), extra
 
-  def restore(
-    self, abstract_state: PyTree, step: int | str = "latest"
-  ) -> tuple[int, PyTree, dict[str, Any]]:
-    """Verify and restore a step, "latest" or "best"; see `reader.restore_tree`."""
-    self.wait()
-    return reader.restore_tree(
-      self.directory, abstract_state, step, run=self._run, stacks=self._stacks
-    )
-
   def steps(self) -> list[int]:
     """Return the committed steps, oldest first."""
     return reader.committed_steps(self.directory)

@@ -51,10 +51,10 @@ def _typed(value: Any, kind: type, name: str) -> Any:
   return value
 
 
-def flatten(cfg: Config) -> dict[str, Any]:
-  """Return `{"model.num_layers": 4, ...}`."""
+def flatten(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:
+  """Return `{"model.num_layers": 4, ...}` of a config, or of what a config.json holds."""
   flat = {}
-  for key, value in to_dict(cfg).items():
+  for key, value in (to_dict(cfg) if isinstance(cfg, Config) else cfg).items():
     if isinstance(value, dict):
       flat.update({f"{key}.{k}": v for k, v in value.items()})
     else:

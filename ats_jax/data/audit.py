@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.data.batch import Batch
-from ats_jax.data.batches import TrainBatches, train_batches
+from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
 
 BATCH_SIZE = 28  # rows per update; divisible by every host count below
@@ -52,14 +52,14 @@ def audit(
   ds: Dataset,
   *,
   scenarios: dict[str, Sequence[Phase]] | None = None,
-  batches: Callable[..., TrainBatches] = train_batches,
+  batches: Callable[..., TrainBatches] = TrainBatches,
 ) -> Iterator[Result]:
   """Reads one epoch per scenario and compares it with the documents.
 
   Args:
     ds: a split with at least one row.
     scenarios: name -> phases; None = SCENARIOS.
-    batches: the loader, `train_batches` or one that is called like it.
+    batches: the loader, `TrainBatches` or one that is called like it.
 
   Raises:
     ValueError: if the split has more targets than fit in 31 bits.

@@ -13,78 +13,52 @@ from ats_jax.data.loader import Batches, Source
 _ENDLESS = 2**48  # batches: more than any run takes
 
 
-def train_batches(
-  ds: Dataset,
-  *,
-  position: Mapping[str, Any] | None = None,
-  accum_steps: int,
-  batch_size: int,
-  local_rows: np.ndarray,
-  num_workers: int,
-  prefetch: int,
-) -> "TrainBatches":
-  """An endless iterator over this host's share of the training batches.
+class TrainBatches(Batches):
+  """An endless iterator over this host's share of the training batches, which knows where it is.
 
   Slot j of micro-step a of batch k holds global row `row + (k * accum + a) * micro + j` of those
   from `row` on, where the position is, so another host count or micro-batch gives the same rows in
-  another arrangement. Epochs follow each other inside a batch; nothing is dropped.
-
-  Args:
-    ds: the training split.
-    position: where to go on, from `TrainBatches.position`; None = at the first row.
-    accum_steps: micro-batches per update.
-    batch_size: rows per update over all hosts; a multiple of `accum_steps`.
-    local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
-    num_workers: loader processes; 0 = a thread.
-    prefetch: batches made ahead, by each process or by the thread.
-
-  Returns:
-    Batches of arrays [accum_steps, len(local_rows), seq_len].
-
-  Raises:
-    ValueError: if the arguments contradict each other, the split is empty, or the position is one
-      in other data.
+  another arrangement. Epochs follow each other inside a batch; nothing is dropped. Batches are of
+  arrays [accum_steps, len(local_rows), seq_len].
   """
-  start_row = 0 if position is None else row_of(ds, position)
-  if not ds.num_rows:
-    raise ValueError("The dataset has no row to train on.")
-  if batch_size % accum_steps:
-    raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
-  micro = batch_size // accum_steps
-  slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
-  read = functools.partial(_train_batch, ds, start_row, batch_size, slots)
-  source = Source(read, _ENDLESS)
-  return TrainBatches(source, ds, start_row, batch_size, num_workers=num_workers, prefetch=prefetch)
-
-
-class TrainBatches(Batches):
-  """Batches that know where they are: who reads them keeps `position` and asks no more of it."""
 
   def __init__(
     self,
-    source: Source,
     ds: Dataset,
-    start_row: int,
-    batch_size: int,
     *,
+    position: Mapping[str, Any] | None = None,
+    accum_steps: int,
+    batch_size: int,
+    local_rows: np.ndarray,
     num_workers: int,
     prefetch: int,
   ):
     """Starts to read at once, as `Batches`.
 
     Args:
-      source: whose batch 0 begins at `start_row`.
-      ds: what it reads.
-      start_row: global rows already consumed.
-      batch_size: rows of a batch over all hosts.
-      num_workers: processes that read; 0 = a thread of this one.
+      ds: the training split.
+      position: where to go on, from `TrainBatches.position`; None = at the first row.
+      accum_steps: micro-batches per update.
+      batch_size: rows per update over all hosts; a multiple of `accum_steps`.
+      local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
+      num_workers: loader processes; 0 = a thread.
       prefetch: batches made ahead, by each process or by the thread.
+
+    Raises:
+      ValueError: if the arguments contradict each other, the split is empty, or the position is one
+        in other data.
     """
-    self._first_row = start_row
-    self._data = ds.fingerprint
-    self._batch_size = batch_size
+    first_row = 0 if position is None else row_of(ds, position)
+    if not ds.num_rows:
+      raise ValueError("The dataset has no row to train on.")
+    if batch_size % accum_steps:
+      raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
+    micro = batch_size // accum_steps
+    slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
+    self._first_row, self._batch_size, self._data = first_row, batch_size, ds.fingerprint
     self._count = 0
-    super().__init__(source, num_workers=num_workers, prefetch=prefetch)
+    read = functools.partial(_train_batch, ds, first_row, batch_size, slots)
+    super().__init__(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
 
   def __next__(self) -> Batch:
     batch = super().__next__()
@@ -111,8 +85,8 @@ def row_of(ds: Dataset, position: Mapping[str, Any]) -> int:
   return position["row"]
 
 
-def _train_batch(ds: Dataset, start_row: int, batch_size: int, slots: np.ndarray, k: int) -> Batch:
-  return ds.global_rows(start_row + k * batch_size + slots)
+def _train_batch(ds: Dataset, first_row: int, batch_size: int, slots: np.ndarray, k: int) -> Batch:
+  return ds.global_rows(first_row + k * batch_size + slots)
 
 
 def eval_batches(

@@ -1,7 +1,6 @@
 """A profiler trace of a few steps."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -69,10 +68,5 @@ class ProfileWindow:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    exc_type: type[BaseException] | None,
-    exc: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exc: object) -> None:
     self.close()

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from absl import logging as absl_logging
@@ -101,12 +100,7 @@ class Progress:
       self._stack.enter_context(_terminal_output_through(self))
     return self
 
-  def __exit__(
-    self,
-    exc_type: type[BaseException] | None,
-    exc: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exc: object) -> None:
     self.close()
 
   def _draw(self) -> None:

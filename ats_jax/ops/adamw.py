@@ -36,21 +36,20 @@ class Updated(NamedTuple):
   squares: jax.Array
 
 
-def clip_scale(grads: Any, max_norm: float) -> tuple[jax.Array, jax.Array]:
-  """The gradients' global norm, and what brings them to `max_norm` if they are above it.
+def clip_scale(grads: Any, max_norm: float) -> jax.Array:
+  """What brings gradients to the global norm `max_norm` if they are above it, float32 scalar.
+
+  The clipped gradients never exist: `adamw` multiplies as it reads.
 
   Args:
     grads: a tree of arrays.
     max_norm: 0 = never clip.
-
-  Returns:
-    Two float32 scalars. The clipped gradients never exist: `adamw` multiplies as it reads.
   """
+  if not max_norm:
+    return jnp.ones((), jnp.float32)
   squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
   norm = jnp.sqrt(sum(squares))
-  if not max_norm:
-    return norm, jnp.ones((), jnp.float32)
-  return norm, jnp.where(norm < max_norm, 1.0, max_norm / norm)
+  return jnp.where(norm < max_norm, 1.0, max_norm / norm)
 
 
 def adamw(

@@ -59,6 +59,11 @@ class Op:
 FORWARD_BACKWARD = ("forward", "backward")
 
 
+def op(slots: tuple[str, ...], *kernels: Kernel) -> Op:
+  """An op with the kernels that can run in its slots, the preferred first."""
+  return Op(slots, kernels)
+
+
 def cuda(
   obstacle: Callable[[Config, Device], str],
   why: str,
@@ -86,156 +91,132 @@ def reserve_of_the_loss(cfg: Config) -> str:
 
 
 OPS: dict[str, Op] = {
-  "attention": Op(
+  "attention": op(
     ("forward",),  # and backward: the statistics between them have the kernel's own layout
-    (
-      Kernel(
-        "cudnn",
-        {"forward": cudnn.attention},
-        default=("forward",),
-        why="flash attention, the fastest measured on Hopper",
-        obstacle=requirements.cudnn_attention,
-      ),
+    Kernel(
+      "cudnn",
+      {"forward": cudnn.attention},
+      default=("forward",),
+      why="flash attention, the fastest measured on Hopper",
+      obstacle=requirements.cudnn_attention,
     ),
   ),
-  "grouped_matmul": Op(
+  "grouped_matmul": op(
     ("forward", "input_gradient", "weight_gradient"),
-    (
-      Kernel(
-        "mosaic",
-        {
-          "forward": mosaic.forward,
-          "input_gradient": mosaic.input_gradient,
-          "weight_gradient": mosaic.weight_gradient,
-        },
-        default=("forward", "input_gradient", "weight_gradient"),
-        why="the fastest measured on Hopper",
-        obstacle=requirements.mosaic_grouped_matmul,
-        tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
-      ),
-      cuda(
-        requirements.cuda_grouped_matmul,
-        "mosaic takes 0.51 to 0.71 of its time on an H200",
-        tiles={"block_n": (128, 256)},
-        forward=grouped_matmul.grouped_matmul,
-        input_gradient=grouped_matmul.grouped_matmul_dx,
-        weight_gradient=grouped_matmul.grouped_matmul_dw,
-      ),
+    Kernel(
+      "mosaic",
+      {
+        "forward": mosaic.forward,
+        "input_gradient": mosaic.input_gradient,
+        "weight_gradient": mosaic.weight_gradient,
+      },
+      default=("forward", "input_gradient", "weight_gradient"),
+      why="the fastest measured on Hopper",
+      obstacle=requirements.mosaic_grouped_matmul,
+      tiles={"block_m": (128, 256), "block_n": (256, 128), "stages": (4, 3), "strip": (16, 8)},
+    ),
+    cuda(
+      requirements.cuda_grouped_matmul,
+      "mosaic takes 0.51 to 0.71 of its time on an H200",
+      tiles={"block_n": (128, 256)},
+      forward=grouped_matmul.grouped_matmul,
+      input_gradient=grouped_matmul.grouped_matmul_dx,
+      weight_gradient=grouped_matmul.grouped_matmul_dw,
     ),
   ),
-  "swiglu": Op(
+  "swiglu": op(
     FORWARD_BACKWARD,
-    (
-      cuda(
-        requirements.cuda_swiglu,
-        "0.88 to 1.02 of XLA's speed on an H200",
-        forward=swiglu.swiglu,
-        backward=swiglu.swiglu_backward,
-      ),
+    cuda(
+      requirements.cuda_swiglu,
+      "0.88 to 1.02 of XLA's speed on an H200",
+      forward=swiglu.swiglu,
+      backward=swiglu.swiglu_backward,
     ),
   ),
-  "rms_norm": Op(
+  "rms_norm": op(
     FORWARD_BACKWARD,
-    (
-      cuda(
-        requirements.cuda_rms_norm,
-        "backward 1.5 to 1.9, forward 0.99 to 1.06 times XLA's speed on an H200, but a step of "
-        "1.5B took 0.9 % longer with backward (once each), perhaps as XLA joins norms with others",
-        forward=rms_norm.rms_norm,
-        backward=rms_norm.rms_norm_backward,
-      ),
+    cuda(
+      requirements.cuda_rms_norm,
+      "backward 1.5 to 1.9, forward 0.99 to 1.06 times XLA's speed on an H200, but a step of "
+      "1.5B took 0.9 % longer with backward (once each), perhaps as XLA joins norms with others",
+      forward=rms_norm.rms_norm,
+      backward=rms_norm.rms_norm_backward,
     ),
   ),
-  "rope": Op(
+  "rope": op(
     FORWARD_BACKWARD,
-    (
-      cuda(
-        requirements.cuda_rope,
-        "0.82 to 0.95 of XLA's speed on an H200",
-        forward=rope.rope,
-        backward=rope.rope,
-      ),
+    cuda(
+      requirements.cuda_rope,
+      "0.82 to 0.95 of XLA's speed on an H200",
+      forward=rope.rope,
+      backward=rope.rope,
     ),
   ),
-  "quantise": Op(
+  "quantise": op(
     ("transposed", "both"),
-    (
-      cuda(
-        requirements.cuda_quantise,
-        "1.5 to 1.6 times XLA's speed on an H200, and arrays keep their layouts around it",
-        default=True,
-        transposed=quantise.transposed,
-        both=quantise.both,
-      ),
+    cuda(
+      requirements.cuda_quantise,
+      "1.5 to 1.6 times XLA's speed on an H200, and arrays keep their layouts around it",
+      default=True,
+      transposed=quantise.transposed,
+      both=quantise.both,
     ),
   ),
-  "routing": Op(
+  "routing": op(
     FORWARD_BACKWARD,
-    (
-      cuda(
-        requirements.cuda_routing,
-        "1.8 to 5.3 times XLA's speed on an H200",
-        default=True,
-        forward=routing.choose,
-      ),
+    cuda(
+      requirements.cuda_routing,
+      "1.8 to 5.3 times XLA's speed on an H200",
+      default=True,
+      forward=routing.choose,
     ),
   ),
-  "sort_by_expert": Op(
+  "sort_by_expert": op(
     ("forward",),
-    (
-      cuda(
-        requirements.cuda_routing,
-        "23 to 27 times XLA's speed on an H200",
-        default=True,
-        forward=routing.sort_by_expert,
-      ),
+    cuda(
+      requirements.cuda_routing,
+      "23 to 27 times XLA's speed on an H200",
+      default=True,
+      forward=routing.sort_by_expert,
     ),
   ),
-  "take_rows": Op(
+  "take_rows": op(
     FORWARD_BACKWARD,
-    (
-      cuda(
-        requirements.cuda_rows,
-        "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
-        default=True,
-        forward=rows.take_rows,
-        backward=rows.take_rows_backward,
-      ),
+    cuda(
+      requirements.cuda_rows,
+      "forward 1.36 to 1.48, backward 0.97 to 1.16 of XLA's speed on an H200",
+      default=True,
+      forward=rows.take_rows,
+      backward=rows.take_rows_backward,
     ),
   ),
-  "sum_rows": Op(
+  "sum_rows": op(
     FORWARD_BACKWARD,
-    (
-      cuda(
-        requirements.cuda_rows,
-        "0.96 to 1.12 of XLA's speed on an H200",
-        default=True,
-        forward=rows.sum_rows,
-        backward=rows.sum_rows_backward,
-      ),
+    cuda(
+      requirements.cuda_rows,
+      "0.96 to 1.12 of XLA's speed on an H200",
+      default=True,
+      forward=rows.sum_rows,
+      backward=rows.sum_rows_backward,
     ),
   ),
-  "linear_cross_entropy": Op(
+  "linear_cross_entropy": op(
     ("value", "gradient"),  # of some tokens, between the matmuls, while their logits exist
-    (
-      cuda(
-        requirements.cuda_cross_entropy,
-        "1.9 to 2.2 times XLA's speed on an H200, 0.8 to 1.0 % of a step",
-        default=True,
-        reserve=reserve_of_the_loss,
-        value=cross_entropy.cross_entropy,
-        gradient=cross_entropy.cross_entropy_gradient,
-      ),
+    cuda(
+      requirements.cuda_cross_entropy,
+      "1.9 to 2.2 times XLA's speed on an H200, 0.8 to 1.0 % of a step",
+      default=True,
+      reserve=reserve_of_the_loss,
+      value=cross_entropy.cross_entropy,
+      gradient=cross_entropy.cross_entropy_gradient,
     ),
   ),
-  "adamw": Op(
+  "adamw": op(
     ("update",),
-    (
-      cuda(
-        requirements.cuda_adamw,
-        "0.97 to 1.02 of XLA's speed on an H200",
-        update=adamw.adamw,
-      ),
+    cuda(
+      requirements.cuda_adamw,
+      "0.97 to 1.02 of XLA's speed on an H200",
+      update=adamw.adamw,
     ),
   ),
 }

@@ -137,14 +137,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_flat_names():
-  assert workdir.flatten_dict({"seed": 1, "model": {"d_ff": 2, "qk_norm": True}}) == {
-    "seed": 1,
-    "model.d_ff": 2,
-    "model.qk_norm": True,
-  }
-
-
 def test_two_processes_cannot_train_in_one_workdir(tmp_path):
   with workdir.claim(tmp_path, config()):
     with pytest.raises(ValueError, match="another process trains in"):

@@ -97,8 +97,7 @@ def fused_adamw(
   is_adam = lambda state: isinstance(state, AdamState)
   (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
   steps = adam.steps + 1
-  _, clip = clip_scale(grads, o.grad_clip)
-  rates = Rates(clip, lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
+  rates = Rates(clip_scale(grads, o.grad_clip), lr, 1.0 - o.b1**steps, 1.0 - o.b2**steps)
   decays = decay_mask(params, embeddings=o.decay_embeddings)
   leaves = zip(*map(jax.tree.leaves, (params, grads, adam.mu, adam.nu, decays)), strict=True)
   update = functools.partial(

@@ -141,8 +141,7 @@ def test_restores_a_part_a_step_or_the_best(checkpoints):
   assert_same(model, make_state(3)["model"])
   _, count, _ = restore_tree(checkpoints, jnp.int32(0), 2, subtree="step")
   assert int(count) == 2
-  with CheckpointManager(checkpoints, CheckpointConfig()) as manager:
-    step, state, _ = manager.restore(make_state(0), 1)
+  _, state, _ = restore_tree(checkpoints, make_state(0), 1)
   assert_same(state, make_state(1))
   with pytest.raises(CheckpointError, match=r"no checkpoint 9 in .*there are \[1, 2, 3\]"):
     restore_tree(checkpoints, make_state(0), 9)

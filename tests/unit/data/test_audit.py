@@ -7,7 +7,7 @@ import pytest
 from ats_jax.data import cache
 from ats_jax.data.__main__ import _audit, _stats
 from ats_jax.data.audit import SCENARIOS, Phase, audit
-from ats_jax.data.batches import train_batches
+from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.stats import stats, vocabulary_counts
@@ -105,7 +105,7 @@ class TestPlantedFaults:
 
   def test_loader_that_drops_a_batch(self, ds):
     def drops(ds, **arguments):
-      batches = train_batches(ds, **arguments)
+      batches = TrainBatches(ds, **arguments)
       next(batches)  # the first batch is gone
       return batches
 
@@ -115,7 +115,7 @@ class TestPlantedFaults:
   def test_resume_one_row_late(self, ds):
     def late(ds, *, position, **arguments):
       position = position and position | {"row": position["row"] + 1}
-      return train_batches(ds, position=position, **arguments)
+      return TrainBatches(ds, position=position, **arguments)
 
     (good, bad) = audit(
       ds, scenarios={**ONE_HOST, "resumed": (Phase(1, 1, 0.5), Phase(2, 1, 1.0))}, batches=late
@@ -125,7 +125,7 @@ class TestPlantedFaults:
   @pytest.mark.parametrize("field", ["tokens", "targets", "loss_mask", "segment_ids", "positions"])
   def test_wrong_content_in_the_real_batch(self, ds, field):
     def wrong(read_ds, **arguments):
-      batches = train_batches(read_ds, **arguments)
+      batches = TrainBatches(read_ds, **arguments)
       if read_ds is not ds:
         return batches
       read = batches.__class__.__next__

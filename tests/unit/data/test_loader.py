@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data.batches import train_batches
+from ats_jax.data.batches import TrainBatches
 from ats_jax.data.loader import Batches, Source
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
@@ -68,8 +68,8 @@ def test_workers_give_what_a_thread_gives(numbered):
     position=position, accum_steps=2, batch_size=6, local_rows=np.array([0, 2]), prefetch=2
   )
   with (
-    train_batches(ds, num_workers=0, **read) as thread,
-    train_batches(ds, num_workers=2, **read) as workers,
+    TrainBatches(ds, num_workers=0, **read) as thread,
+    TrainBatches(ds, num_workers=2, **read) as workers,
   ):
     for _ in range(25):
       a, b = next(thread), next(workers)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.batches import eval_batches, train_batches
+from ats_jax.data.batches import TrainBatches, eval_batches
 from ats_jax.data.splits import open_datasets, open_eval_sets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer
 
@@ -28,7 +28,7 @@ def at(ds, row):
 
 def take(ds, count, *, start_row=0, accum=1, batch=4, local=None, workers=0, prefetch=2):
   local = np.arange(batch // accum) if local is None else np.asarray(local)
-  with train_batches(
+  with TrainBatches(
     ds, position=at(ds, start_row), accum_steps=accum, batch_size=batch, local_rows=local,
     num_workers=workers, prefetch=prefetch,
   ) as batches:  # fmt: skip
@@ -97,7 +97,7 @@ def test_resume_anywhere_continues_the_stream(ds):
 
 def open_at(ds, position, *, accum=1, batch=4, local=None, workers=0):
   local = np.arange(batch // accum) if local is None else np.array(local)
-  return train_batches(
+  return TrainBatches(
     ds, position=position, accum_steps=accum, batch_size=batch, local_rows=local,
     num_workers=workers, prefetch=3,
   )  # fmt: skip

@@ -153,13 +153,12 @@ def test_adamw_follows_optax_and_its_definition(moments):
   opt_state = tx.init(by_optax)
   for step in range(1, steps + 1):
     grad = draw(step, 6, 5) * (0.01 if step == 2 else 1.0)  # one that needs no clipping
-    norm, clip = clip_scale([jnp.asarray(grad, jnp.float32)], max_norm)
+    clip = clip_scale([jnp.asarray(grad, jnp.float32)], max_norm)
     rates = Rates(clip, lr, 1 - b1**step, 1 - b2**step)
     updated = adamw(got[0], jnp.asarray(grad, jnp.float32), *got[1:], rates, **constants)
     got = list(updated[:3])
 
     true_norm = np.sqrt((grad**2).sum())
-    assert float(norm) == pytest.approx(true_norm, rel=1e-6)
     g = grad * min(1.0, max_norm / true_norm)
     p, m, v = want
     m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
@@ -179,5 +178,5 @@ def test_adamw_follows_optax_and_its_definition(moments):
 
 
 def test_nothing_is_clipped_with_max_norm_0():
-  norm, clip = clip_scale({"a": jnp.full(4, 50.0), "b": jnp.zeros(3)}, 0.0)
-  assert (float(norm), float(clip)) == (100.0, 1.0)
+  clip = clip_scale({"a": jnp.full(4, 50.0), "b": jnp.zeros(3)}, 0.0)
+  assert float(clip) == 1.0
