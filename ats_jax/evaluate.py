@@ -33,7 +33,10 @@ def main(argv: list[str]) -> None:
       row_of(train_set, load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
       sets = open_eval_sets(cfg.data, main_set)
     if not sets:
-      raise ValueError(f"{folder} was trained without validation text. Give some with --paths.")
+      raise ValueError(
+        f"evaluation: the validation split is empty, as {folder} was trained without one. Train "
+        "with data.validation_fraction or data.validation_paths, or give other text by --paths."
+      )
     metrics = score_all(run.program, run.model, sets, run.step)
     logging.info("checkpoint %d of %s", run.step, folder)
     for name, value in metrics.items():

@@ -299,7 +299,7 @@ def _with_weights(
   if load_tokenizer(tokenizer).fingerprint != train_set.tokenizer.fingerprint:
     raise ValueError(
       f"--init_from={init.folder}: its tokenizer is not the one of this run, so its weights would "
-      "read other tokens. Train on the same text, or give both runs one data.tokenizer file."
+      f"read other tokens. Use its own, --config.data.tokenizer={tokenizer}."
     )
   part = "ema" if source.optimizer.ema_decay else "model"
   stored = "float32" if part == "ema" else source.precision.param_dtype

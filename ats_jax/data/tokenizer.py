@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -259,9 +259,24 @@ def _bpe(text: str) -> JsonTokenizer:
   return JsonTokenizer(text, bos_id=size, eos_id=size + 1, pad_id=size + 2, vocab_size=size + 3)
 
 
+def of_workdir(fields: Mapping[str, Any]) -> JsonTokenizer:
+  """The tokenizer of a run, from what `save_tokenizer` wrote.
+
+  Raises:
+    ValueError: if a field is missing or wrong.
+  """
+  try:
+    ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+    return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
+  except (KeyError, TypeError) as e:
+    raise ValueError(f"it is that of a workdir, damaged: {e!r}") from e
+
+
 def _from_file(path: Path) -> JsonTokenizer:
   try:
     spec = json.loads(path.read_text())
+    if isinstance(spec, dict) and spec.get("kind") == "tokenizers":  # that of a workdir
+      return of_workdir(spec)
     if not isinstance(spec, dict) or "model" not in spec:
       raise ValueError("it has no field 'model'")
     ids = _parsed(json.dumps(spec)).get_vocab(with_added_tokens=True)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ats_jax.data.cache import write_atomically
-from ats_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from ats_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, of_workdir
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
@@ -28,8 +28,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
       raise ValueError(f"expected a JSON object, got {fields!r:.40}")
     if fields["kind"] == "bytes":
       return ByteTokenizer()
-    ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
-    return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
+    return of_workdir(fields)
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise ValueError(
       f"the tokenizer of this run, {path}, cannot be read: {e!r}. Training writes it at its start."

@@ -106,6 +106,22 @@ def test_weights_that_cannot_be_taken(texts, trained, tmp_path, changes, step, s
     first_weights(config(texts, **changes), tmp_path, InitFrom(trained[0], step))
 
 
+def test_the_tokenizer_of_the_other_run_is_taken_along(texts, tmp_path):
+  bpe = {"data__tokenizer": "bpe", "data__bpe_vocab_size": 300}
+  train(config(texts, num_steps=1, **bpe), tmp_path / "source")
+  other = tmp_path / "other"
+  other.mkdir()
+  for i in range(30):
+    (other / f"{i}.txt").write_text(f"entirely different prose, number {i}. " * 9)
+  source, cfg = InitFrom(tmp_path / "source"), config(other, **bpe)
+  with pytest.raises(ValueError, match=r"--config\.data\.tokenizer=.*source/tokenizer\.json"):
+    first_weights(cfg, tmp_path / "refused", source)
+  own = str(tmp_path / "source" / "tokenizer.json")
+  data = dataclasses.replace(cfg.data, tokenizer=own)
+  _, _, step = first_weights(dataclasses.replace(cfg, data=data), tmp_path / "new", source)
+  assert step == 0
+
+
 def test_no_run_to_begin_from(texts, tmp_path):
   with pytest.raises(ValueError, match="holds no run"):
     first_weights(config(texts), tmp_path / "new", InitFrom(tmp_path / "nothing"))
