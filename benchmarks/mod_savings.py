@@ -17,9 +17,9 @@ from ats_jax.config import Config, from_config_dict
 from ats_jax.config.schema import MoDConfig
 from ats_jax.data.batch import random_batch
 from ats_jax.planner.abstract import abstract_batch, resolve_without_data
-from ats_jax.planner.flops import matmul_flops
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.program import Program, make_program
+from benchmarks.flops import matmul_flops
 
 CAPACITIES = (0.125, 0.25, 0.5)
 EVERY = {"alternate": 2, "all": 1}  # which layers skip

@@ -234,11 +234,8 @@ def advance(
     skipped_for_loss, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - REFILL * healthy, 0.0)
   )
   step = jnp.clip(verdict.z_loss, CUSUM_LEAST, CUSUM_MOST) - CUSUM_SLACK
-  log_grad, log_size, how = (
-    jnp.log(grad_norm + 1e-30),
-    jnp.log(size + 1e-30),
-    (healthy, verdict.accept),
-  )
+  log_grad, log_size = jnp.log(grad_norm + 1e-30), jnp.log(size + 1e-30)
+  how = (healthy, verdict.accept)
   return Reflex(
     grad=reflex.grad.add(log_grad, *how, GRADIENT_FLOOR, memory=0.98, reach=3.0),
     # Slowly: at most one sigma a step, so that a rate that is wrong does not become the norm.
