@@ -128,7 +128,7 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
   flash = kept(step__remat="none")
   as_short = kept(step__remat="none", data__seq_len=8, data__batch_size=16)
   assert flash == pytest.approx(as_short, rel=1e-3)
-  whole = kept(step__remat="none", ops__attention="xla")
+  whole = kept(step__remat="none", ops__kernels="attention=xla")
   scores = 2 * 8 * 4 * 16 * 16 * 4  # layers x rows x heads x seq x seq, float32
   assert scores <= whole - flash <= 4 * scores
 
