@@ -1,5 +1,6 @@
 """Edits of experts and routers within their arrays; each is a program of its own (surgery.py)."""
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Self
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerEdit(Action, abstract=True):
+class LayerEdit(Action, abc.ABC, abstract=True):
   """An edit of the experts of a layer.
 
   Attributes:
@@ -42,13 +43,13 @@ class LayerEdit(Action, abstract=True):
     view = view_experts(cfg, state, self.layer)
     return self._resolve(cfg, view)._edit(state, find(cfg, self.layer), cfg, view)
 
+  @abc.abstractmethod
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     """With what was left open filled in; a `SurgeryError` if it is not possible."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
     """Make it; it is possible and nothing is open."""
-    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
