@@ -193,9 +193,9 @@ class Run:
     train_step, batch = self._compiled[1], self._batch
     return lambda state: train_step(state, batch)
 
-  def ahead(self) -> Ahead:
-    """What makes the updates that come next, on batches that the loop will read again."""
-    position = self.batches.position()
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+    """What makes the updates that come next, or came after `saved`, on their batches."""
+    position = (saved or self.position())[POSITION]
     return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
 
   def _performance(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ checkpoint, where the loop waits anyway, is everything read.
 """
 
 import dataclasses
-import math
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -22,16 +22,16 @@ from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions.base import Action, Settings
+from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
-from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
+from ats_jax.orchestrator.policy.state import Decision, Judgement, Past, PolicyState, Request
 from ats_jax.orchestrator.record.ledger import Ledger, check_agreement
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import LEVELS, report
 from ats_jax.orchestrator.signals.interval import Pending, Reading, check_probe, probe_loss, read
-from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead
+from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
@@ -55,8 +55,12 @@ class Loop(Protocol):
     """What makes the last update once more, from another state."""
     ...
 
-  def ahead(self) -> Ahead:
-    """What makes the updates that come next, on batches that the loop will read again."""
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+    """What makes the updates that come next, on batches that the loop will read again.
+
+    Args:
+      saved: what `position` gave; the updates are those that came after it. None = now.
+    """
     ...
 
 
@@ -147,10 +151,9 @@ class Supervisor:
     self._experts: Experts | None = None
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
-    self._norm = (-1, math.nan)  # of the weights after a step: of the last row that was read
-    self._changed_step = -1  # after which the state was replaced or edited
     self._tries: Action | None = None  # what is to be tried when the next steps begin
     self._again: Again | None = None
+    self._past: Past | None = None  # what is to be tried on steps that were made
     self._snapshots = snapshots or Snapshots.of(self._cfg)
     self._ledger = None
     if ledger is not None and jax.process_index() == 0:
@@ -179,15 +182,19 @@ class Supervisor:
     if step:
       self._note("resumed_from", step)
     self._note(
-      "start", step, settings=dataclasses.asdict(self._cfg), bucket=self._terms.bucket,
-      capacity=self._terms.capacity, accum_steps=self._program.cfg.step.accum_steps,
+      "start", step, settings=dataclasses.asdict(self._cfg),
+      warmup=self._terms.warmup, capacity=self._terms.capacity,
+      accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
       check_probe(jax.device_get(self._eval(state.model, self._program.rules(step))))
     if self._program.cfg.moe.spare_experts:
       self._experts = Experts(self._program.cfg, state)
     if self.acts:
-      self._snapshots.start(step, state, {**(saved or {}), **self._remembered()})
+      self._snapshots.start(
+        step, state, {**(saved or {}), **self._position(), **self._remembered()}
+      )
+      self._snapshots.keeps_first = step == 0
       gb = self._snapshots.copies * local_bytes(state) / 2**30
       where = f"snapshots in host memory, {gb:.3g} GB" if self._snapshots.good else (
         f"the last checkpoint and tries nothing: snapshots would take {gb:.3g} GB of host memory, "
@@ -235,10 +242,13 @@ class Supervisor:
       state = self._look(step, state, earlier)
     if self._loop is not None:
       state = self._try_again(step, state)
+      state = self._try_past(step, state)
     if self.acts and step > self.policy.acted_step:
-      position = {} if self._loop is None else self._loop.position()
-      self._snapshots.offer(step, state, {**position, **self._remembered()})
+      self._snapshots.offer(step, state, {**self._position(), **self._remembered()})
     return state
+
+  def _position(self) -> Mapping[str, Any]:
+    return {} if self._loop is None else self._loop.position()
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Look at all that there is, waiting for it: before a checkpoint, which must be sound.
@@ -303,12 +313,9 @@ class Supervisor:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
-    at, norm = self._norm
-    is_next = interval.step - len(rows) == at != self._changed_step
-    reading = read(self._names, interval.step, rows, probe, norm if is_next else None)
+    reading = read(self._names, interval.step, rows, probe)
     if probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
-    self._norm = interval.step, float(rows[-1, self._names.index("train/param_norm")])
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
     ready = self._ready(step, state, pause=pause)
@@ -340,9 +347,11 @@ class Supervisor:
       state = self._carry_out(step, state, decision)
     if self.policy.trial is None:
       self._snapshots.forget()
-    self._tries = judgement.tries
-    if judgement.finding or judgement.decisions:
+    self._tries, self._past = judgement.tries, judgement.past
+    is_odd = judgement.finding is not None and judgement.finding.cause == "data"
+    if judgement.decisions or (judgement.finding and not is_odd):
       self._again = None
+    self._snapshots.keeps_first &= not self.policy.started
     self._report(step, reading, judgement, LEVELS.index(health.level))
     is_over = step >= self._program.cfg.num_steps
     if judgement.asks is not None and not self._requests.waiting and not is_over:
@@ -385,9 +394,7 @@ class Supervisor:
       return state
     action.check(self._program.cfg)
     action.tell(self, step, decision.reason)
-    changed = action.apply(state, self._program.cfg, saved)
-    if changed is not state:
-      self._changed_step = step
+    changed = carry_out(action, state, self._program.cfg, saved)
     if saved is not None:
       self._restored_step = step
     if self._experts is not None and action.edits:
@@ -452,6 +459,31 @@ class Supervisor:
       del other  # there is memory for one
       return left.restore(state)
     self._snapshots.reject()
+    for decision in judgement.decisions:
+      self.decisions.append((step, decision))
+      other = self._carry_out(step, other, decision)
+    return other
+
+  def _try_past(self, step: int, state: TrainState) -> TrainState:
+    """Make steps of the past again with an action, and go on with what came out better."""
+    past, self._past, ring = self._past, None, self._snapshots
+    if past is None or self._loop is None or self._probe is None or not (self.acts and ring.good):
+      return state
+    start = ring.good[0 if past.first else -1]
+    rules, program = self._program.rules(step), self._program
+    same = program.training_rules(start.step + 1) == program.training_rules(step)
+    if not same or program.rules(start.step) != rules or (past.first and start.step):
+      return state  # they would be another model's
+    lent = self._loop.ahead(json.loads(start.saved))
+    probe = lambda model: self._eval(model, rules)
+    left, other, effect = look_back(program.cfg, step, state, start, past.action, lent, probe)
+    self.replayed += step - start.step
+    self._clock.lap(step - start.step)
+    judgement = self._decide_trial(step, Tried(past.action, effect, again=True), start.step)
+    if not judgement.decisions:
+      del other
+      return left.restore(state)
+    ring.return_to(start)
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
       other = self._carry_out(step, other, decision)

@@ -42,15 +42,19 @@ MOD_METRICS = (
 )
 REFLEX_METRICS = (
   "reflex/z_loss",  # sigmas of the loss
-  "reflex/z_grad",  # of the logarithm of the gradient's norm
-  "reflex/z_update",  # of the logarithm of the update's norm over the learning rate
-  "reflex/grad_scale",  # what the gradient was multiplied with
-  "reflex/update_scale",  # what the update was multiplied with
+  "reflex/z_grad",  # of the logarithm of the norm of a tensor's gradient; the largest
+  "reflex/grad_scale",  # what a tensor's gradient was multiplied with; the smallest
+  "reflex/shrunk_tensor",  # whose, see `step.tensors.names`
+  "reflex/rate_scale",  # what the learning rate was multiplied with
   "reflex/skipped",  # 1 = the update was not made
   "reflex/bucket",
   "reflex/cusum",
   "reflex/broken",  # steps in a row with a loss or gradient that is not finite
-  "reflex/held",  # updates in a row that were shrunk
+  "reflex/held",  # steps in a row whose learning rate was held
+  "reflex/wrong",  # numbers of the state that no update can have left
+  "reflex/wrong_tensor",  # which tensor has most of them
+  "reflex/miscounted",  # by how much the optimizer's count of updates was off
+  "reflex/step",  # the counter of the state before the update
 )
 
 

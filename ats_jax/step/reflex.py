@@ -1,11 +1,13 @@
 """The reflex: what a training step does by itself, at once, when something is wrong with it.
 
-It runs inside the jitted step, every step, without a word from the host. It may shrink a gradient,
-shrink an update, or leave the update out. While nothing is flagged every factor is exactly 1 and
-every choice is the new value, so parameters are bit for bit those of a step without it.
+It runs inside the jitted step, every step, without a word from the host. What is not finite it
+leaves out. What is finite it trains on, however surprising: it bounds the influence of each
+tensor's gradient, and how fast the learning rate may rise. While nothing is flagged every factor is
+exactly 1 and every choice is the new value, so parameters are bit for bit those of a step without
+it.
 
-State is a few scalars. Statistics are of logarithms of norms, and of the loss; they are winsorised,
-and what is not finite never enters them.
+What surprises enters the statistics too, pulled to within a few sigmas: a kind of batch that comes
+again and again becomes usual. What is not finite never enters them.
 """
 
 from typing import NamedTuple
@@ -15,34 +17,34 @@ import jax.numpy as jnp
 
 WARM = 32  # samples before a tracker says anything
 YOUNG = 6.0  # a tracker remembers a sixth of its samples, until that is what it may remember
-FREE = 16  # samples that a new tracker takes as they are; outliers in a row after which it adapts
-GRADIENT_FLOOR, UPDATE_FLOOR = 0.10, 0.05  # least std of logarithms of norms
+FREE = 16  # samples that a new tracker takes as they are
+GRADIENT_FLOOR = 0.25  # least std of the logarithm of a tensor's gradient
+GRADIENT_SIGMAS = 10.0  # from which on one is held: of the least std, at 12 times what is usual
+RATE_MOST = 1.35  # of the highest rate so far; what is above is held
+RATE_GROWTH, RATE_GROWTH_HELD = 1.05, 1.002  # how fast that one may rise, in a step
 LOSS_FLOOR, LOSS_FLOOR_SHARE = 0.02, 0.0025  # least std of the loss: nats, and share of the mean
-SHRINK_GRADIENT, SHRINK_UPDATE = 6.0, 6.0  # sigmas from which on a norm is held
-SKIP_LOSS, SKIP_GRADIENT, WITH_LOSS = 6.0, 8.0, 2.0  # sigmas from which on a step is left out
-REFILL = 0.25  # of a skip, given back by each healthy step
+SURPRISE = 6.0  # sigmas from which on a loss surprises
+REFILL = 0.005  # of a batch to be left out, given back by each step: 5 in 1,000
 CUSUM_SLACK, CUSUM_LEAST, CUSUM_MOST = 1.0, -4.0, 8.0  # sigmas (Page 1954, Biometrika 41)
 
 
 class Tracker(NamedTuple):
-  """Exponentially weighted mean and variance of a scalar; float32 scalars.
+  """Exponentially weighted mean and variance of a number, or of many at once; float32.
 
   Attributes:
     mean: of what was taken in.
     var: of the same.
     seen: samples taken in.
-    outliers: samples in a row that were not healthy, and trained on nevertheless.
   """
 
   mean: jax.Array
   var: jax.Array
   seen: jax.Array
-  outliers: jax.Array
 
   @classmethod
-  def new(cls) -> "Tracker":
-    """Nothing seen yet."""
-    return cls(*(jnp.zeros((), jnp.float32) for _ in cls._fields))
+  def new(cls, *shape: int) -> "Tracker":
+    """Nothing seen yet of numbers of this shape."""
+    return cls(*(jnp.zeros(shape, jnp.float32) for _ in cls._fields))
 
   def std(self, floor: jax.Array | float) -> jax.Array:
     """Never below `floor`: a quiet stretch must not turn the next wobble into an outlier."""
@@ -53,25 +55,15 @@ class Tracker(NamedTuple):
     return jnp.where(self.seen >= WARM, (x - self.mean) / self.std(floor), 0.0 * x)
 
   def add(
-    self,
-    x: jax.Array,
-    healthy: jax.Array,
-    accepted: jax.Array,
-    floor: jax.Array | float,
-    *,
-    memory: float,
-    reach: float,
+    self, x: jax.Array, floor: jax.Array | float, *, memory: float, reach: float
   ) -> "Tracker":
-    """Takes in `x`, pulled to within `reach` sigmas of the mean.
+    """Takes in `x`, pulled to within `reach` sigmas of the mean; ignores what is not finite.
 
     Early on, what is tracked falls steeply; then remembering a share of the run instead of `memory`
     keeps the descent out of the variance.
 
     Args:
-      x: scalar; what is not finite is ignored.
-      healthy: bool; others are kept out, unless `FREE` in a row were trained on: then the level has
-        changed.
-      accepted: bool, whether the step was trained on.
+      x: like the mean.
       floor: see `std`.
       memory: weight of the past, e.g. 0.98 for the last fifty samples.
       reach: sigmas.
@@ -82,47 +74,48 @@ class Tracker(NamedTuple):
     weight = jnp.maximum(1.0 - memory, YOUNG / (self.seen + YOUNG))
     off = pulled - self.mean
     finite = jnp.isfinite(x)
-    taken = finite & (healthy | (accepted & (self.outliers >= FREE)))
-    take = lambda new, old: jnp.where(taken, new, old)
+    take = lambda new, old: jnp.where(finite, new, old)
     return Tracker(
       mean=take(self.mean + weight * off, self.mean),
       var=take((1.0 - weight) * (self.var + weight * jnp.square(off)), self.var),
-      seen=self.seen + taken,
-      outliers=jnp.where(finite & healthy, 0.0, self.outliers + (finite & accepted)),
+      seen=self.seen + finite,
     )
 
 
 class Reflex(NamedTuple):
-  """State between steps.
+  """State between steps. A tensor is one layer's array, see `step.tensors`.
 
   Attributes:
-    grad: logarithm of the gradient's norm.
-    update: logarithm of the norm of the optimizer's direction, which the learning rate multiplies.
+    grads: logarithms of the norms of the tensors' gradients, [tensors].
+    rate: float32, the highest learning rate so far; it follows slowly what is held.
     loss: cross entropy per token.
-    bucket: float32, skips in a row, about: none is left out for its loss once `control.bucket` are.
+    written: uint32 [tensors], checksums of the weights that the last step wrote.
+    knows: bool, whether nobody else has written to them since.
+    updates: int32, updates made: the optimizer's own count.
+    bucket: float32, batches left out of late, about; none is once `control.bucket` are.
     cusum: float32, evidence that the loss stands higher than it did.
-    skipped: int32, updates left out so far.
-    shrunk: int32, updates shrunk so far.
     broken: int32, steps in a row with a loss or gradient that is not finite.
-    held: int32, updates in a row that were shrunk.
+    held: int32, steps in a row whose learning rate was held.
   """
 
-  grad: Tracker
-  update: Tracker
+  grads: Tracker
+  rate: jax.Array
   loss: Tracker
+  written: jax.Array
+  knows: jax.Array
+  updates: jax.Array
   bucket: jax.Array
   cusum: jax.Array
-  skipped: jax.Array
-  shrunk: jax.Array
   broken: jax.Array
   held: jax.Array
 
   @classmethod
-  def new(cls) -> "Reflex":
+  def new(cls, tensors: int) -> "Reflex":
     """Nothing seen yet."""
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    trackers = (Tracker.new(), Tracker.new(), Tracker.new())
-    return cls(*trackers, zero, zero, none, none, none, none)
+    written = jnp.zeros((tensors,), jnp.uint32)
+    trackers = Tracker.new(tensors), zero, Tracker.new()
+    return cls(*trackers, written, jnp.asarray(False), none, zero, zero, none, none)
 
 
 class Control(NamedTuple):
@@ -131,7 +124,8 @@ class Control(NamedTuple):
   Attributes:
     armed: bool; without it everything is measured and nothing is done.
     lr_scale: float32, multiplies the learning rate.
-    bucket: float32, how many steps in a row may be left out for their loss.
+    bucket: float32, how many batches may be left out for their loss; 0 unless that was shown to
+      help.
     decay_scale: float32, multiplies the weight decay.
     expert_dropout: float32, probability that an expert takes no part in a step.
   """
@@ -143,54 +137,56 @@ class Control(NamedTuple):
   expert_dropout: jax.Array
 
   @classmethod
-  def new(cls, *, armed: bool, bucket: float) -> "Control":
-    """At the start: learning rate and decay as configured, all experts."""
-    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, bucket, 1.0, 0.0))
+  def new(cls, *, armed: bool) -> "Control":
+    """At the start: learning rate and decay as configured, all batches, all experts."""
+    scalars = (jnp.asarray(x, jnp.float32) for x in (1.0, 0.0, 1.0, 0.0))
     return cls(jnp.asarray(armed), *scalars)
 
 
 class Verdict(NamedTuple):
-  """What the reflex thinks of a loss and its gradient.
+  """What the reflex thinks of a step before it is made.
 
   Attributes:
-    finite: bool, both are.
-    suspect: bool, the loss is far too high: the batch, or the state, is not what it was.
+    finite: bool, loss and gradient are.
     accept: bool, whether the update is made.
-    grad_scale: float32, what the gradient is multiplied with.
-    z_grad: sigmas of its norm.
+    grad_scale: float32 [tensors], what the gradients are multiplied with.
+    rate_scale: float32, what the learning rate is multiplied with.
     z_loss: sigmas of the loss.
+    z_grad: [tensors], sigmas of the gradients' norms.
   """
 
   finite: jax.Array
-  suspect: jax.Array
   accept: jax.Array
   grad_scale: jax.Array
-  z_grad: jax.Array
+  rate_scale: jax.Array
   z_loss: jax.Array
+  z_grad: jax.Array
 
 
-def judge(reflex: Reflex, control: Control, loss: jax.Array, grad_norm: jax.Array) -> Verdict:
-  """Before the optimizer: is this step sound, and how much of its gradient?
+def judge(
+  reflex: Reflex, control: Control, loss: jax.Array, squares: jax.Array, rate: jax.Array
+) -> Verdict:
+  """Is this step sound, how much of each gradient is used, and at what rate?
 
   Args:
     reflex: of the steps before.
     control: see there.
     loss: cross entropy per token of the batch, float32 scalar.
-    grad_norm: before clipping, float32 scalar.
+    squares: of the gradients before clipping, summed by tensor, float32 [tensors].
+    rate: learning rate that schedule and supervisor want, float32.
   """
-  log_norm = jnp.log(grad_norm + 1e-30)
-  finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-  z_grad = reflex.grad.z(log_norm, GRADIENT_FLOOR)
+  finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(squares))
   z_loss = reflex.loss.z(loss, loss_floor(reflex))
-  suspect = (z_loss > SKIP_LOSS) | ((z_grad > SKIP_GRADIENT) & (z_loss > WITH_LOSS))
-  may_skip = reflex.bucket < control.bucket
-  accept = ~control.armed | (finite & ~(suspect & may_skip))
-  # The further out, the closer to the mean it is pulled (ZClip, arXiv:2504.02507, in logarithms).
-  std = reflex.grad.std(GRADIENT_FLOOR)
-  target = reflex.grad.mean + SHRINK_GRADIENT * std * jnp.minimum(1.0, SHRINK_GRADIENT / z_grad)
-  shrink = control.armed & (z_grad > SHRINK_GRADIENT)
-  grad_scale = jnp.where(shrink, jnp.minimum(1.0, jnp.exp(target - log_norm)), 1.0)
-  return Verdict(finite, suspect, accept, grad_scale, z_grad, z_loss)
+  may_skip = reflex.bucket + 1.0 <= control.bucket
+  accept = ~control.armed | (finite & ~((z_loss > SURPRISE) & may_skip))
+  log_norms = _log_norm(squares)
+  z_grad = reflex.grads.z(log_norms, GRADIENT_FLOOR)
+  most = reflex.grads.mean + GRADIENT_SIGMAS * reflex.grads.std(GRADIENT_FLOOR)
+  grad_scale = jnp.where(z_grad > GRADIENT_SIGMAS, jnp.minimum(1.0, jnp.exp(most - log_norms)), 1.0)
+  limit = jnp.where(reflex.loss.seen < WARM, jnp.inf, RATE_MOST * reflex.rate)
+  rate_scale = jnp.where(rate > limit, limit / rate, 1.0)
+  used = lambda scale: jnp.where(control.armed, scale, 1.0)
+  return Verdict(finite, accept, used(grad_scale), used(rate_scale), z_loss, z_grad)
 
 
 def loss_floor(reflex: Reflex) -> jax.Array:
@@ -198,53 +194,33 @@ def loss_floor(reflex: Reflex) -> jax.Array:
   return jnp.maximum(LOSS_FLOOR, LOSS_FLOOR_SHARE * reflex.loss.mean)
 
 
-def govern(reflex: Reflex, control: Control, size: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """After the optimizer: how much of the update is applied.
-
-  Args:
-    reflex: of the steps before.
-    control: see there.
-    size: norm of the update over the learning rate that schedule and supervisor want.
-
-  Returns:
-    The factor of the update, float32, and the sigmas of `size`.
-  """
-  log_size = jnp.log(size + 1e-30)
-  z = reflex.update.z(log_size, UPDATE_FLOOR)
-  most = reflex.update.mean + SHRINK_UPDATE * reflex.update.std(UPDATE_FLOOR)
-  shrink = control.armed & (z > SHRINK_UPDATE)
-  return jnp.where(shrink, jnp.minimum(1.0, jnp.exp(most - log_size)), 1.0), z
+def _log_norm(squares: jax.Array) -> jax.Array:
+  return 0.5 * jnp.log(squares + 1e-30)
 
 
 def advance(
   reflex: Reflex,
   verdict: Verdict,
   loss: jax.Array,
-  grad_norm: jax.Array,
-  size: jax.Array,
-  update_scale: jax.Array,
+  squares: jax.Array,
+  rate: jax.Array,
 ) -> Reflex:
-  """The state for the next step. Takes what `judge` and `govern` took and gave."""
-  healthy = verdict.finite & ~verdict.suspect
-  count = lambda old, happened: old + happened.astype(jnp.int32)
+  """The state for the next step, but for what it will be written. Takes what `judge` took."""
   streak = lambda old, happened: jnp.where(happened, old + 1, 0)
-  shrunk = (verdict.grad_scale < 1.0) | (update_scale < 1.0)
-  skipped_for_loss = verdict.finite & ~verdict.accept
-  bucket = jnp.where(
-    skipped_for_loss, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - REFILL * healthy, 0.0)
-  )
+  is_held = verdict.rate_scale < 1.0
+  left_out = verdict.finite & ~verdict.accept
   step = jnp.clip(verdict.z_loss, CUSUM_LEAST, CUSUM_MOST) - CUSUM_SLACK
-  log_grad, log_size = jnp.log(grad_norm + 1e-30), jnp.log(size + 1e-30)
-  how = (healthy, verdict.accept)
-  return Reflex(
-    grad=reflex.grad.add(log_grad, *how, GRADIENT_FLOOR, memory=0.98, reach=3.0),
-    # Slowly: at most one sigma a step, so that a rate that is wrong does not become the norm.
-    update=reflex.update.add(log_size, *how, UPDATE_FLOOR, memory=0.95, reach=1.0),
-    loss=reflex.loss.add(loss, *how, loss_floor(reflex), memory=0.98, reach=3.0),
-    bucket=bucket,
+  # A rate that is held does not become the highest by being asked for.
+  growth = jnp.where(is_held, RATE_GROWTH_HELD, RATE_GROWTH)
+  growth = jnp.where(reflex.loss.seen < WARM, jnp.inf, growth)
+  most = jnp.where(reflex.rate > 0.0, growth * reflex.rate, jnp.inf)
+  return reflex._replace(
+    grads=reflex.grads.add(_log_norm(squares), GRADIENT_FLOOR, memory=0.98, reach=3.0),
+    rate=jnp.clip(rate, reflex.rate, most),
+    loss=reflex.loss.add(loss, loss_floor(reflex), memory=0.98, reach=3.0),
+    updates=reflex.updates + verdict.accept,
+    bucket=jnp.where(left_out, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - REFILL, 0.0)),
     cusum=jnp.where(verdict.finite, jnp.maximum(reflex.cusum + step, 0.0), reflex.cusum),
-    skipped=count(reflex.skipped, ~verdict.accept),
-    shrunk=count(reflex.shrunk, verdict.accept & shrunk),
     broken=streak(reflex.broken, ~verdict.finite),
-    held=streak(reflex.held, update_scale < 1.0),
+    held=streak(reflex.held, is_held),
   )

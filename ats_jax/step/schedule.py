@@ -18,15 +18,21 @@ def learning_rate(cfg: Config, step: jax.Array) -> jax.Array:
     cfg: `optimizer` and `num_steps`.
     step: int32 scalar.
   """
-  o = cfg.optimizer
-  warmup = o.warmup_steps or round(o.warmup_fraction * cfg.num_steps)
-  if o.schedule == "one_cycle" and not warmup:
-    warmup = max(1, round(0.3 * cfg.num_steps))  # Smith & Topin 2018: a cycle rises first
+  o, warmup = cfg.optimizer, warmup_steps(cfg)
   t = jnp.asarray(step, jnp.float32)
   p = jnp.clip((t - warmup) / max(1, cfg.num_steps - 1 - warmup), 0.0, 1.0)
   shape = _shape(o.schedule, p, warmup, cfg)
   rise = jnp.minimum(1.0, (t + 1.0) / max(1, warmup))
   return jnp.asarray(o.learning_rate, jnp.float32) * rise * shape
+
+
+def warmup_steps(cfg: Config) -> int:
+  """Steps in which the learning rate rises at first."""
+  o = cfg.optimizer
+  warmup = o.warmup_steps or round(o.warmup_fraction * cfg.num_steps)
+  if o.schedule == "one_cycle" and not warmup:
+    return max(1, round(0.3 * cfg.num_steps))  # Smith & Topin 2018: a cycle rises first
+  return warmup
 
 
 def decay_from(cfg: Config, step: int) -> int:

@@ -13,6 +13,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import trainable
 from ats_jax.model.random import Purpose, fold
+from ats_jax.step import tensors
 from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.reflex import Control, Reflex
 
@@ -46,14 +47,6 @@ class TrainState:
     return self.model if self.ema is None else self.ema
 
 
-def first_bucket(cfg: Config) -> float:
-  """How many batches in a row the reflex may leave out for their loss, before anyone says more.
-
-  A fault is looked at two intervals after it at the latest: the reflex is not to give in before.
-  """
-  return max(32.0, 2.25 * cfg.orchestrator.check_interval)
-
-
 def init_state(
   cfg: Config, num: Numerics, optimizer: Optimizer, *, abstract: bool = False
 ) -> TrainState:
@@ -75,8 +68,9 @@ def init_state(
     state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, key)
     if cfg.orchestrator.mode == "off":
       return state
-    control = Control.new(armed=cfg.orchestrator.mode == "act", bucket=first_bucket(cfg))
-    return dataclasses.replace(state, control=control, reflex=Reflex.new())
+    control = Control.new(armed=cfg.orchestrator.mode == "act")
+    reflex = Reflex.new(tensors.count(trainable(model)))
+    return dataclasses.replace(state, control=control, reflex=reflex)
 
   key = jax.random.key(cfg.seed)
   return jax.eval_shape(init, key) if abstract else jax.jit(init)(key)

@@ -14,6 +14,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
+from ats_jax.step import tensors
 from ats_jax.step.balance import (
   Totals,
   drop_experts,
@@ -23,10 +24,12 @@ from ats_jax.step.balance import (
 from ats_jax.step.compiler import Options
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.objective import Objective
-from ats_jax.step.optimizers.base import Optimizer, norm
+from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.update import guarded_update, update
+
+Schedule = Callable[[Config, jax.Array], jax.Array]
 
 
 def make_train_step(
@@ -42,9 +45,9 @@ def make_train_step(
 
 
 def step_function(
-  cfg: Config, optimizer: Optimizer, objective: Objective
+  cfg: Config, optimizer: Optimizer, objective: Objective, schedule: Schedule = learning_rate
 ) -> Callable[[TrainState, Batch, Pass], tuple[TrainState, StepMetrics]]:
-  """The step of `make_train_step`, to be traced."""
+  """The step of `make_train_step`, to be traced; `schedule` gives the learning rate of a step."""
 
   def train_step(state: TrainState, batch: Batch, rules: Pass) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
@@ -56,7 +59,7 @@ def step_function(
     sums, stats, grads = sums_and_grads(objective, used, batch, whole, key, rules)
 
     params: Any = trainable(state.model)  # optax has no type for "any pytree"
-    lr = learning_rate(cfg, state.step)
+    lr = schedule(cfg, state.step)
     control, reflex = state.control, state.reflex
     loss, accuracy, z, *further = objective.means(sums, whole)
     if control is None or reflex is None:
@@ -82,14 +85,17 @@ def step_function(
       z,
       new.grad_norm,
       new.update_norm,
-      norm(written),
+      tensors.norm(written),
       new.rate,
       lr,
       whole.counted,
     )
-    metrics = step_metrics(cfg, model, stats, scalars, (*new.report, *further))
-    step = state.step + 1
-    return TrainState(step, model, opt_state, ema, state.key, control, new.reflex), metrics
+    report = (*new.report, state.step) if new.report else ()
+    metrics = step_metrics(cfg, model, stats, scalars, (*report, *further))
+    after = new.reflex
+    if after is not None:
+      after = after._replace(written=tensors.checksums(written), knows=jnp.asarray(True))
+    return TrainState(state.step + 1, model, opt_state, ema, state.key, control, after), metrics
 
   return train_step
 

@@ -4,10 +4,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from ats_jax.step.optimizers.base import Optimizer, move, norm, seam
-from ats_jax.step.reflex import Control, Reflex, advance, govern, judge
+from ats_jax.step import tensors
+from ats_jax.step.optimizers.base import Optimizer, move, seam
+from ats_jax.step.reflex import Control, Reflex, advance, judge
 
 
 class Updated(NamedTuple):
@@ -55,10 +57,10 @@ def update(
   grads, lr = seam((grads, lr), platform)
   if optimizer.fused is not None:
     moved = optimizer.fused(params, grads, opt_state, lr)
-    return Updated(moved.params, moved.opt_state, norm(grads), moved.update_norm, lr)
+    return Updated(moved.params, moved.opt_state, tensors.norm(grads), moved.update_norm, lr)
   directions, opt_state = seam(optimizer.tx.update(grads, opt_state, params), platform)
   moved = seam(move(params, directions, lr), platform)
-  return Updated(moved, opt_state, norm(grads), lr * norm(directions), lr)
+  return Updated(moved, opt_state, tensors.norm(grads), lr * tensors.norm(directions), lr)
 
 
 def guarded_update(
@@ -71,7 +73,7 @@ def guarded_update(
   control: Control,
   reflex: Reflex,
 ) -> Updated:
-  """`update` with the reflex: it may shrink the gradient or the update, or reject the whole.
+  """`update` with the reflex: bounded influence, a sound state of the optimizer, or no update.
 
   Args:
     optimizer: what makes directions of gradients.
@@ -85,39 +87,49 @@ def guarded_update(
   """
   platform = optimizer.platform
   loss, grads, lr = seam((loss, grads, lr), platform)
-  grad_norm = norm(grads)
-  verdict = judge(reflex, control, loss, grad_norm)
-  grads = seam(scaled(grads, verdict.grad_scale), platform)
-  make = functools.partial(
-    optax.with_extra_args_support(optimizer.tx).update,
-    params=params,
-    grad_norm=verdict.grad_scale * grad_norm,
-    decay_scale=control.decay_scale,
+  squares_T = tensors.squares(grads)
+  wanted = lr * control.lr_scale
+  verdict = judge(reflex, control, loss, squares_T, wanted)
+  grads = seam(tensors.scaled(grads, verdict.grad_scale), platform)
+  used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
+  edited_T = reflex.knows & (tensors.checksums(params) != reflex.written)
+  wrong_T, miscounted = edited_T.astype(jnp.float32), jnp.zeros(())
+  if optimizer.check is not None:
+    checked = optimizer.check(opt_state, reflex.updates)
+    mend = functools.partial(jnp.where, control.armed)
+    opt_state = seam(jax.tree.map(mend, checked.opt_state, opt_state), platform)
+    wrong_T, miscounted = wrong_T + checked.wrong, checked.miscounted
+  directions, new_state = seam(
+    optax.with_extra_args_support(optimizer.tx).update(
+      grads,
+      opt_state,
+      params,
+      grad_norm=jnp.sqrt(jnp.sum(used_T)),
+      decay_scale=control.decay_scale,
+    ),
+    platform,
   )
-  directions, new_state = seam(make(grads, opt_state), platform)
-  # Over the learning rate: a change of it that somebody decided is no surprise.
-  size = norm(directions)
-  scale, z_update = govern(reflex, control, size)
-  rate = lr * control.lr_scale * scale
-  if platform == "gpu":
-    # Made once more, of what XLA does not know to be the same: it would keep the directions, in
-    # float32, from the pass that measures them to the one that needs the outcome.
-    directions, new_state = make(grads, jax.lax.optimization_barrier(opt_state))
+  rate = wanted * verdict.rate_scale
   moved = seam(move(params, directions, rate), platform)
-  after = advance(reflex, verdict, loss, grad_norm, size, scale)
+  after = advance(reflex, verdict, loss, squares_T, wanted)
   report = (
     verdict.z_loss,
-    verdict.z_grad,
-    z_update,
-    verdict.grad_scale,
-    scale,
+    jnp.max(verdict.z_grad),
+    jnp.min(verdict.grad_scale),
+    jnp.argmin(verdict.grad_scale),
+    verdict.rate_scale,
     ~verdict.accept,
     after.bucket,
     after.cusum,
     after.broken,
     after.held,
+    jnp.sum(wrong_T),
+    jnp.argmax(wrong_T),
+    miscounted,
   )
-  return Updated(moved, new_state, grad_norm, rate * size, rate, verdict.accept, after, report)
+  update_norm = rate * tensors.norm(directions)
+  grad_norm = jnp.sqrt(jnp.sum(squares_T))
+  return Updated(moved, new_state, grad_norm, update_norm, rate, verdict.accept, after, report)
 
 
 def scaled(tree: Any, factor: jax.Array) -> Any:

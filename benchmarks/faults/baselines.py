@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ats_jax.step.optimizers.base import norm
+from ats_jax.step.tensors import norm
 
 
 class ZClipState(NamedTuple):

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
+import jax.numpy as jnp
+
 from ats_jax.config.build import flatten
 from ats_jax.config.schema import Config
 from ats_jax.step.state import TrainState
@@ -170,6 +172,17 @@ class Action:
   def to_json(self) -> dict[str, Any]:
     """As JSON values: its fields, and its kind as "action"."""
     return {"action": type(self).__name__, **dataclasses.asdict(self)}
+
+
+def carry_out(
+  action: Action, state: TrainState, cfg: Config, saved: TrainState | None = None
+) -> TrainState:
+  """`Action.apply`; the step is told of weights that it did not write itself."""
+  changed = action.apply(state, cfg, saved)
+  if not action.edits or action.needs_saved or changed.reflex is None:
+    return changed
+  knows = jnp.zeros_like(changed.reflex.knows)
+  return dataclasses.replace(changed, reflex=changed.reflex._replace(knows=knows))
 
 
 def from_json(fields: Mapping[str, Any]) -> Action:

@@ -1,7 +1,6 @@
 """Scalars that the compiled step reads: setting one needs no new program."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax.numpy as jnp
@@ -86,6 +85,15 @@ class SetLearningRateScale(Scalar):
   scale: float
   before: float = 1.0
 
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """The reflex, which holds a rate that rises too fast, is told of a rise that is wanted."""
+    assert state.control is not None, "the run has no reflex"
+    rise = jnp.maximum(self.scale / state.control.lr_scale, 1.0)
+    state = super().apply(state, cfg, saved)
+    if state.reflex is None:
+      return state
+    return dataclasses.replace(state, reflex=state.reflex._replace(rate=state.reflex.rate * rise))
+
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
     """One that is wanted is what a rate lowered in need is given back to."""
     policy = super().remember(policy, step, wanted=wanted)
@@ -98,20 +106,21 @@ class SetLearningRateScale(Scalar):
 
 @dataclasses.dataclass(frozen=True)
 class SetSkips(Scalar):
-  """Let the reflex leave out up to `bucket` batches in a row for their loss.
+  """Let the reflex leave out batches whose loss surprises, up to `bucket` of them at once.
 
-  It is not judged: leaving batches out keeps the state as it is.
+  With 5 and what the reflex gives back of it (`REFILL`), 1 % of 1,000 steps at most. It is judged
+  before it is done: on the same batches, with and without (`policy/growth.py`).
 
   Attributes:
-    bucket: at least 1.
+    bucket: at most 5; 0 = all that is finite is trained on.
     before: what it was.
   """
 
   prior = (7.2, 0.8)
   cooldown = 1
   judged = False
-  scalar, called, least, most = "bucket", "the number of batches to leave out", 1.0, math.inf
-  words = "up to {bucket:g} batches in a row may be left out ({before:g} before)"
+  scalar, called, least, most = "bucket", "the number of batches to leave out", 0.0, 5.0
+  words = "up to {bucket:g} surprising batches may be left out at once ({before:g} before)"
 
   bucket: float
   before: float = 0.0

@@ -21,8 +21,10 @@ from ats_jax.orchestrator.actions import (
   SetSkips,
   Stop,
 )
-from ats_jax.orchestrator.policy.growth import FACTOR, helps, higher_rate, more_room, rate_won
+from ats_jax.orchestrator.policy.growth import helps, higher_rate, more_room, rate_won
+from ats_jax.orchestrator.policy.rates import SURPRISES, doubt, watch_start, won
 from ats_jax.orchestrator.policy.state import (
+  REQUESTED,
   Decision,
   Finding,
   Judgement,
@@ -33,13 +35,12 @@ from ats_jax.orchestrator.policy.state import (
 )
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
-from ats_jax.step.state import first_bucket
+from ats_jax.step.schedule import warmup_steps
 
-MARGIN, MARGIN_SIGMAS = 0.08, 6.0  # nats; how far the probe's loss may be above its reference
-RATE_ROSE, WIDER = 1.1, 3.0  # a schedule that raises its rate may cost some loss
+MARGIN, MARGIN_SIGMAS = 0.02, 6.0  # nats; how far the probe's loss may be above its reference
+RATE_ROSE, WIDER = 1.1, 3.0  # a higher rate than that of the reference may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
-EDITED = 0.01  # of the weights' norm; rounding to bfloat16 moves it by less than 0.004
-BROKEN, HELD, SKIPPED, RECENT_Z = 8, 20, 4, 2.0  # steps, steps, steps, sigmas: from here an alarm
+BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
 PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
 EVIDENCE = 12.0  # at most, log odds
 HORIZON = 2  # looks until an action is judged
@@ -47,8 +48,7 @@ CROWDED = 0.3  # share of choices that are dropped, from which on experts have t
 STARVED_CHECKS = 10  # looks in a row without tokens, after which an expert is dead
 BUDGET, BUDGET_STEPS = 3, 1000
 LADDER, LADDER_RATE, LADDER_CHECKS = 4, 0.6, 8  # the fourth rollback in eight looks is a stop
-CUT, LEAST_SCALE, RECOVER, RECOVER_CHECKS = 0.5, 0.1, 1.1, 5
-MORE_SKIPS, MOST_SKIPS = 32.0, 128.0  # beyond what the reflex is given at first
+LEAST_SCALE, RECOVER, RECOVER_CHECKS = 1e-3, 1.1, 5
 LATCH_HARMS, LATCH_JUDGED = 2, 5
 LEAST_HARM = 0.005  # nats
 ROLLBACK = Rollback.__name__
@@ -61,19 +61,19 @@ class Terms(NamedTuple):
 
   Attributes:
     cfg: the thresholds, and whether actions are applied.
-    bucket: what the reflex was given at first.
+    warmup: steps of the schedule's.
     capacity: `moe.capacity_factor`; None if nothing is dropped.
   """
 
   cfg: OrchestratorConfig
-  bucket: float
+  warmup: int = 0
   capacity: float | None = None
 
   @classmethod
   def of(cls, cfg: Config) -> "Terms":
     """Those of a run."""
     capacity = cfg.moe.capacity_factor if cfg.moe.dispatch == "capacity" else None
-    return cls(cfg.orchestrator, first_bucket(cfg), capacity)
+    return cls(cfg.orchestrator, warmup_steps(cfg), capacity)
 
 
 class Interval(NamedTuple):
@@ -120,6 +120,11 @@ def decide(
   policy, judgement = _decide_interval(terms, policy, seen, step)
   policy, tries = higher_rate(policy, seen.reading, judgement)
   tries = tries if terms.cfg.raise_learning_rate else None
+  if not (judgement.stale or judgement.decisions):
+    span = (terms.warmup, terms.cfg.check_interval)
+    policy, found = doubt(policy, seen.reading, judgement.finding, *span)
+    judgement = judgement._replace(past=found.past)
+    tries = found.coming or tries
   return policy, judgement._replace(tries=tries, asks=more_room(policy, terms.capacity))
 
 
@@ -131,14 +136,20 @@ def _decide_trial(
   if not tried.again:
     reason = f"on a branch the held-out loss changed by {-effect.gain:.3g} +- {effect.error:.2g}"
     return policy, Judgement(asks=Request(action, "branch", reason) if helps(effect) else None)
-  policy, confidence = rate_won(terms.cfg, policy, effect)
+  raises = isinstance(action, SetLearningRateScale) and action.scale > action.before
+  if raises:
+    policy, confidence = rate_won(terms.cfg, policy, effect)
+  else:
+    policy, has_won = won(policy, effect)
+    confidence = 1.0 if has_won else None
   if confidence is None:
     return policy, Judgement()
   reason = (
-    f"the same steps with {FACTOR:g} times the rate took the held-out loss from "
-    f"{effect.before:.4g} to {effect.changed:.4g} instead of {effect.without:.4g}"
+    f"the same steps with it took the held-out loss from {effect.before:.4g} to "
+    f"{effect.changed:.4g} instead of {effect.without:.4g}"
   )
-  decision = Decision(policy.decisions, action, "plateau", confidence, reason)
+  cause = "plateau" if raises else "data" if isinstance(action, SetSkips) else "learning rate"
+  decision = Decision(policy.decisions, action, cause, confidence, reason)
   policy = action.remember(policy, step, wanted=True)
   policy = policy._replace(decisions=policy.decisions + 1, acted_step=step)
   return policy, Judgement(decisions=(decision,))
@@ -148,9 +159,8 @@ def _decide_interval(
   terms: Terms, policy: PolicyState, seen: Interval, step: int
 ) -> tuple[PolicyState, Judgement]:
   """Judge the last action, find what is wrong now, and say what to do about it."""
-  (cfg, base_bucket, _), (reading, pause, request) = terms, seen
-  policy = policy._replace(checks=policy.checks + 1)
-  policy = policy._replace(control={"bucket": base_bucket, **policy.control})
+  cfg, (reading, pause, request) = terms.cfg, seen
+  policy = watch_start(policy._replace(checks=policy.checks + 1), reading)
   if reading.first <= policy.acted_step:
     return policy, Judgement(stale=True)
   # The probe by other rules (8 bits switched off, `mod.capacity` a rung lower) is the loss of
@@ -161,13 +171,17 @@ def _decide_interval(
   changed = reading.rules != policy.rules
   if changed:
     policy = policy._replace(reference=None, rules=reading.rules)
+  if reading.wrong or reading.miscounted:
+    policy = policy._replace(doubts=_doubts(reading))
   finding = diagnose(policy, reading)
   excess = _excess(policy, reading)
   margin = _margin(policy, reading)
   requested = policy.trial is not None and policy.trial.requested
   judged = _judge_trial(policy, reading, finding, excess, margin, changed=changed)
   policy, outcome, undone = judged
-  wanted = [] if finding is None else _remedy(cfg, policy, reading, finding, base_bucket)
+  wanted = (
+    [] if finding is None else _remedy(cfg, policy, reading, finding, is_worse=excess > margin)
+  )
   policy = _remember(policy, reading, finding, excess, margin)
   if requested or (finding is not None and finding.certain):
     # What did harm may have broken the state: both are to be mended. Edits of it are gone with it.
@@ -175,7 +189,7 @@ def _decide_interval(
     wanted += [part for part in undone if not (rolls_back and part[0].edits)]
   else:
     wanted = undone or wanted
-  wanted = wanted or _recover(policy, finding, base_bucket)
+  wanted = wanted or _recover(policy, finding)
   if request is not None and not wanted and finding is None and policy.trial is None:
     wanted = [(request.action, request.cause, 1.0, request.reason)]
   if pause and not wanted and finding is None:
@@ -183,7 +197,7 @@ def _decide_interval(
   decisions = tuple(Decision(policy.decisions + i, *parts) for i, parts in enumerate(wanted))
   for decision in decisions:
     policy = _act(cfg, policy, decision, step, excess)
-  good = reading.sound and not excess > margin and (finding is None or finding.cause == "data")
+  good = reading.sound and not excess > margin and not (finding is not None and finding.certain)
   return policy, Judgement(False, good, finding, outcome, decisions)
 
 
@@ -194,26 +208,28 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   if not reading.sound:
     reason = f"weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", 1.0, True, reason)
-  if reading.edited > EDITED:
-    change = f"the norm of the weights changed by {reading.edited:.2g} of itself in one step"
-    return Finding("state", 1.0, True, f"{change}, beyond its update: something else wrote to them")
+  if policy.doubts:
+    return Finding("state", 1.0, True, f"{policy.doubts}; {probe}")
   if reading.broken >= BROKEN:
     steps = f"no loss or gradient was finite in the last {reading.broken} steps"
     return Finding("system", 1.0, True, f"{steps}, though the weights are: {probe}")
   is_worse, is_held = excess > margin, reading.held >= HELD
   # The CUSUM remembers long: a rise that the statistics have taken in by now is no surprise.
   rising = reading.cusum > CUSUM and reading.recent_z > RECENT_Z
-  surprised = rising or reading.skipped >= SKIPPED
+  surprised = rising or reading.surprising >= SURPRISES
   fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
-  held = f"the last {reading.held} updates had to be shrunk"
+  held = f"the learning rate rises too fast, the last {reading.held} steps had it held"
   if is_worse and policy.odd:
     reason = f"{probe}, after {policy.odd} looks at odd batches: the weights follow other data"
     return Finding("data", fault, False, reason)
-  if is_worse and is_held and excess < 4.0 * margin:
+  if is_worse and is_held:
     return Finding("learning rate", worse, False, f"{held}; {probe}")
   if is_worse and surprised:
     return Finding("state", fault * worse, False, f"{probe}; training loss {_raised(reading)}")
+  if is_worse:
+    why = "and nothing odd in the batches: too high a rate, or it learns them by heart"
+    return Finding("learning rate", 0.0, False, f"{probe}, {why}")
   if is_held:
     return Finding("learning rate", 0.0, False, f"{held}, which is enough: {probe}")
   if surprised:
@@ -222,10 +238,19 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   return None
 
 
+def _doubts(reading: Reading) -> str:
+  if reading.miscounted:
+    return f"the optimizer's count of updates was off by {reading.miscounted}; it is mended"
+  return (
+    f"{reading.wrong} numbers of tensor {reading.tensor} are none that its updates can have left: "
+    "its memory was written to by something else"
+  )
+
+
 def _raised(reading: Reading) -> str:
   return (
     f"{reading.loss:.4g}, evidence of a rise {reading.cusum:.3g} (alarm at {CUSUM:g}), "
-    f"{reading.skipped} batches left out"
+    f"{reading.surprising} surprising batches, {reading.skipped} left out"
   )
 
 
@@ -234,10 +259,11 @@ def _remedy(
   policy: PolicyState,
   reading: Reading,
   finding: Finding,
-  base_bucket: float,
+  *,
+  is_worse: bool,
 ) -> list[Wanted]:
   """What would help, if it is allowed."""
-  actions = _candidates(policy, reading, finding, base_bucket)
+  actions = _candidates(policy, reading, finding, is_worse=is_worse)
   if not actions:
     return []
   kind = type(actions[0])
@@ -253,21 +279,20 @@ def _remedy(
 
 
 def _candidates(
-  policy: PolicyState, reading: Reading, finding: Finding, base_bucket: float
+  policy: PolicyState, reading: Reading, finding: Finding, *, is_worse: bool
 ) -> list[Action]:
-  scale, bucket = policy.lr_scale, policy.control["bucket"]
+  scale = policy.lr_scale
   if finding.cause == "state":
+    if not is_worse:  # numbers that were mended, or that do no harm: going back costs more
+      return []
     rung = 1 + sum(check > policy.checks - LADDER_CHECKS for check in policy.made.get(ROLLBACK, ()))
     if rung >= LADDER:
       return [Stop()]
     return [Rollback(back=int(rung == 3)), *(_slower(scale, LADDER_RATE) if rung > 1 else [])]
-  if finding.cause == "learning rate":
-    return _slower(scale, CUT)
+  if finding.cause == "learning rate" and policy.reference_rate and reading.learning_rate:
+    return _slower(scale, policy.reference_rate / reading.learning_rate / scale)
   if finding.cause == "system":
     return [Stop()] if policy.broken + 1 >= LADDER else []
-  room = base_bucket + MOST_SKIPS
-  if reading.bucket >= 0.5 * bucket and bucket < room:
-    return [SetSkips(min(bucket + MORE_SKIPS, room), bucket)]
   return []
 
 
@@ -276,7 +301,7 @@ def _slower(scale: float, by: float) -> list[Action]:
   return [SetLearningRateScale(lower, scale)] if lower < scale else []
 
 
-def _recover(policy: PolicyState, finding: Finding | None, base_bucket: float) -> list[Wanted]:
+def _recover(policy: PolicyState, finding: Finding | None) -> list[Wanted]:
   """Give back what was taken, once the run has been well for some time."""
   if finding is not None or policy.trial is not None or policy.healthy < RECOVER_CHECKS:
     return []
@@ -285,8 +310,8 @@ def _recover(policy: PolicyState, finding: Finding | None, base_bucket: float) -
   if policy.lr_scale < policy.lr_wanted:
     scale = min(policy.lr_wanted, RECOVER * policy.lr_scale)
     wanted.append(SetLearningRateScale(scale, policy.lr_scale))
-  if (bucket := policy.control["bucket"]) != base_bucket:
-    wanted.append(SetSkips(base_bucket, bucket))
+  if bucket := policy.control["bucket"]:
+    wanted.append(SetSkips(0.0, bucket))
   return [(action, "recovery", 1.0, why) for action in wanted]
 
 
@@ -349,7 +374,9 @@ def _judge_trial(
       harms=harms,
       latched=harms >= LATCH_HARMS or (judged >= LATCH_JUDGED and effects < 0.0),
     )
-  back = trial.action.undo() if verdict == "harmed" and reading.sound else None
+  # An undo never restores what was found bad.
+  may_undo = verdict == "harmed" and reading.sound and trial.cause not in ("state", "learning rate")
+  back = trial.action.undo() if may_undo else None
   why = f"decision {trial.id} cost {after - trial.before:.3g} nats"
   undone = [] if back is None else [(back, "harm", 1.0, why)]
   return policy, Outcome(trial.id, verdict, trial.before, after), undone
@@ -363,10 +390,15 @@ def _remember(
   starved = {name: policy.starved.get(name, 0) + 1 for name in names}
   crowded = policy.crowded + 1 if reading.means.get("moe/dropped", 0.0) > CROWDED else 0
   policy = policy._replace(
-    learning_rate=reading.learning_rate, broken=broken, starved=starved, crowded=crowded
+    learning_rate=reading.learning_rate,
+    broken=broken,
+    starved=starved,
+    crowded=crowded,
+    worse=policy.worse + 1 if excess > margin else 0,
+    doubts=policy.doubts if math.isnan(reading.probe) else "",
   )
   if finding is not None:
-    turned = finding.cause == "data" and reading.skipped >= SKIPPED
+    turned = finding.cause == "data" and reading.surprising >= SURPRISES
     is_odd = turned or (policy.odd > 0 and finding.cause != "state")
     policy = policy._replace(healthy=0, odd=policy.odd + 1 if is_odd else 0)
     # What lasts longer than the reflex may leave batches out is the data from now on.
@@ -374,12 +406,11 @@ def _remember(
   policy = policy._replace(healthy=policy.healthy + 1, odd=0)
   if math.isnan(reading.probe):
     return policy
-  if policy.reference is None:
-    return policy._replace(reference=reading.probe)
-  # A rise that the training loss does not share, as of overfitting, is followed, but slowly.
-  rise = min(excess, margin)
-  spread = policy.spread + 0.1 * (2.0 * max(rise, 0.0) ** 2 - policy.spread)
-  return policy._replace(reference=policy.reference + rise, spread=spread)
+  if policy.reference is None or excess <= 0.0:
+    return policy._replace(reference=reading.probe, reference_rate=reading.applied)
+  # The reference never rises: what a run creeps away from was better.
+  spread = policy.spread + 0.1 * (2.0 * min(excess, margin) ** 2 - policy.spread)
+  return policy._replace(spread=spread)
 
 
 def _act(
@@ -389,7 +420,7 @@ def _act(
   action, kind = decision.action, type(decision.action).__name__
   made = (*policy.made.get(kind, ()), policy.checks)[-LADDER:]
   policy = policy._replace(decisions=decision.id + 1, made={**policy.made, kind: made})
-  requested = decision.cause in ("request", "branch")
+  requested = decision.cause in REQUESTED
   is_on_trial = decision.cause not in ("recovery", "harm")
   if is_on_trial and not requested:
     wait = {**policy.wait, kind: policy.checks + action.cooldown}
@@ -399,7 +430,7 @@ def _act(
   policy = action.remember(policy, step, wanted=requested)
   if is_on_trial and policy.trial is None and action.judged:
     before = excess if math.isfinite(excess) else math.inf
-    trial = Trial(decision.id, action, step, before, requested)
+    trial = Trial(decision.id, action, step, before, decision.cause)
     wait = {**policy.wait, "trial": policy.checks + HORIZON + 1}
     policy = policy._replace(trial=trial, wait=wait)
   return policy
@@ -415,8 +446,7 @@ def _excess(policy: PolicyState, reading: Reading) -> float:
 
 
 def _margin(policy: PolicyState, reading: Reading) -> float:
-  before = policy.learning_rate
-  rose = before is not None and reading.learning_rate > RATE_ROSE * before
+  rose = reading.applied > RATE_ROSE * policy.reference_rate > 0.0
   margin = max(MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
   return WIDER * margin if rose else margin
 

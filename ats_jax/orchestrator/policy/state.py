@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Self
 
 from ats_jax.orchestrator.actions.base import Action, from_json
 
+REQUESTED = ("request", "branch")  # causes of what a hook asked for
+
 
 class Request(NamedTuple):
   """An action that is wanted, though nothing is wrong.
@@ -81,6 +83,18 @@ class Outcome(NamedTuple):
   after: float
 
 
+class Past(NamedTuple):
+  """Steps to be made again with an action, in case that would have been better.
+
+  Attributes:
+    action: which.
+    first: from the first state of the run on; or else from the newest that was found good.
+  """
+
+  action: Action
+  first: bool
+
+
 class Judgement(NamedTuple):
   """What was concluded from what was seen.
 
@@ -91,6 +105,7 @@ class Judgement(NamedTuple):
     outcome: of an earlier action.
     decisions: in the order to be applied.
     tries: an action to be tried on the steps that come, if there is time for it.
+    past: an action to be tried on steps of the past.
     asks: what is to be done once its turn comes.
   """
 
@@ -100,6 +115,7 @@ class Judgement(NamedTuple):
   outcome: Outcome | None = None
   decisions: tuple[Decision, ...] = ()
   tries: Action | None = None
+  past: Past | None = None
   asks: Request | None = None
 
 
@@ -111,14 +127,19 @@ class Trial(NamedTuple):
     action: what was done.
     step: when.
     before: how far the probe's loss was above its reference then, in nats; inf if not finite.
-    requested: by a hook: says nothing about the policy.
+    cause: of the decision.
   """
 
   id: int
   action: Action
   step: int
   before: float
-  requested: bool = False
+  cause: str
+
+  @property
+  def requested(self) -> bool:
+    """By a hook: it says nothing about the policy."""
+    return self.cause in REQUESTED
 
 
 class Plateau(NamedTuple):
@@ -137,13 +158,17 @@ class Plateau(NamedTuple):
   lost: int = 0
 
 
+FIRST_SPREAD = (0.08 / 6.0) ** 2  # of the probe's loss from look to look, before it is known
+
+
 class PolicyState(NamedTuple):
   """What the policy remembers, kept in each checkpoint.
 
   Attributes:
     checks: looks so far.
     decisions: made so far.
-    reference: the probe's loss when all was well last; None before.
+    reference: the lowest loss of the probe so far while all was well; None before.
+    reference_rate: learning rate that was applied then.
     rules: by which the probe was scored for it, see `Reading`.
     spread: variance of the probe's loss from look to look.
     learning_rate: of the schedule at the last look; None before.
@@ -152,7 +177,7 @@ class PolicyState(NamedTuple):
     odd: looks since the batches turned odd while the probe was well; 0 if they are not.
     crowded: looks in a row in which experts had too few places.
     starved: "layer/expert" -> looks in a row in which it got next to no tokens.
-    control: the scalars of `Control`, by name; "bucket" from the first look on.
+    control: the scalars of `Control` that were set, by name.
     lr_wanted: what its learning rate is given back to: 1, or what was asked for or has won.
     acted_step: when the state was last changed; steps before tell nothing about it.
     made: kind of action -> the last looks at which it was decided, the newest last.
@@ -165,20 +190,27 @@ class PolicyState(NamedTuple):
     harms: in a row.
     latched: only watch from here on: what was done did harm.
     plateau: of higher learning rates.
+    first_norm: of the weights in the first look; None before.
+    turnover: the most that a step has changed of such a norm, the mean over a look.
+    started: whether the rate of the first steps has been judged.
+    worse: looks in a row with the probe's loss above the reference by the margin.
+    doubts: why the weights are not to be trusted, until the probe has told.
+    fears: looks at which leaving out batches, or a lower rate, was tried and lost.
   """
 
   checks: int = 0
   decisions: int = 0
   reference: float | None = None
+  reference_rate: float = 0.0
   rules: tuple[float, ...] = ()
-  spread: float = 0.0
+  spread: float = FIRST_SPREAD
   learning_rate: float | None = None
   healthy: int = 0
   broken: int = 0
   odd: int = 0
   crowded: int = 0
   starved: Mapping[str, int] = {}
-  control: Mapping[str, float] = {"lr_scale": 1.0}
+  control: Mapping[str, float] = {"lr_scale": 1.0, "bucket": 0.0}
   lr_wanted: float = 1.0
   acted_step: int = 0
   made: Mapping[str, tuple[int, ...]] = {}
@@ -191,6 +223,12 @@ class PolicyState(NamedTuple):
   harms: int = 0
   latched: bool = False
   plateau: Plateau = Plateau()
+  first_norm: float | None = None
+  turnover: float = 0.0
+  started: bool = False
+  worse: int = 0
+  doubts: str = ""
+  fears: tuple[int, ...] = ()
 
   @property
   def lr_scale(self) -> float:
@@ -224,6 +262,7 @@ class PolicyState(NamedTuple):
       "trial": trial,
       "spent": tuple(fields["spent"]),
       "rules": tuple(fields["rules"]),
+      "fears": tuple(fields["fears"]),
       "made": tuples("made"),
       "helped": tuples("helped"),
       "plateau": Plateau(**fields["plateau"]),

@@ -145,12 +145,12 @@ def replay(path: Path) -> list[tuple[int, Decision]]:
   Raises:
     ValueError: if a line cannot be read; names it.
   """
-  terms, policy = Terms(OrchestratorConfig(), 0.0), PolicyState()
+  terms, policy = Terms(OrchestratorConfig()), PolicyState()
   made: list[tuple[int, Decision]] = []
   for row in rows(path):
     with reading(path, row.number):
       if row["kind"] == "start":
-        terms = Terms(OrchestratorConfig(**row["settings"]), row["bucket"], row["capacity"])
+        terms = Terms(OrchestratorConfig(**row["settings"]), row["warmup"], row["capacity"])
       elif row["kind"] in ("check", "trial"):
         policy, judgement = decide(terms, policy, _seen(row), row["step"])
         made += [(row["step"], decision) for decision in judgement.decisions]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from ats_jax.model.mod import Pass
+from ats_jax.step.reflex import SURPRISE
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
 
@@ -24,15 +25,20 @@ class Reading(NamedTuple):
     nonfinite: with a loss or gradient that was not finite.
     broken: of them in a row at the end.
     skipped: whose update was left out.
-    held: in a row at the end whose update was shrunk.
+    surprising: whose loss was far above what is usual.
+    shrunk: in which a tensor's gradient was.
+    held: in a row at the end whose learning rate was held.
     bucket: the reflex's, at the end.
     cusum: the reflex's, at the end.
     learning_rate: of the schedule, at the end: what the policy itself made of it is no rise.
+    applied: learning rate, at the end.
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
     rules: by which the probe was scored, the fields of a `Pass`; () if it was not.
-    edited: the most that the norm of the weights changed in a step beyond the norm of its update,
-      as a share of it. Rounding aside it cannot: if it did, something else wrote to the weights.
+    wrong: numbers of the state that no update can have left, see `Optimizer.check` and
+      `Reflex.written`.
+    tensor: of the first of them, as `step.tensors` counts.
+    miscounted: by how much the optimizer's count of updates was off, at most.
   """
 
   first: int
@@ -44,14 +50,19 @@ class Reading(NamedTuple):
   nonfinite: int
   broken: int
   skipped: int
+  surprising: int
+  shrunk: int
   held: int
   bucket: float
   cusum: float
   learning_rate: float
+  applied: float
   means: Mapping[str, float]
   starved: tuple[tuple[int, int], ...] = ()
   rules: tuple[float, ...] = ()
-  edited: float = 0.0
+  wrong: int = 0
+  tensor: int = 0
+  miscounted: int = 0
 
 
 class Pending(NamedTuple):
@@ -79,7 +90,6 @@ def read(
   last_step: int,
   rows: np.ndarray,
   probe: float | None = None,
-  norm_before: float | None = None,
 ) -> Reading:
   """Sum up an interval.
 
@@ -88,7 +98,6 @@ def read(
     last_step: that of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
     probe: loss on the probe batch after the last step; None if it was not measured.
-    norm_before: of the weights before the first step; None if it is not known.
   """
   column = dict(zip(names, rows.T.astype(np.float64), strict=True))
   last = {name: float(values[-1]) for name, values in column.items()}
@@ -103,20 +112,18 @@ def read(
     nonfinite=int(np.sum(column["reflex/broken"] > 0)),
     broken=int(last["reflex/broken"]),
     skipped=int(np.sum(column["reflex/skipped"])),
+    surprising=int(np.sum(column["reflex/z_loss"] > SURPRISE)),
+    shrunk=int(np.sum(column["reflex/grad_scale"] < 1.0)),
     held=int(last["reflex/held"]),
     bucket=last["reflex/bucket"],
     cusum=last["reflex/cusum"],
     learning_rate=last["train/scheduled_rate"],
+    applied=last["train/learning_rate"],
     means={name: _mean(values) for name, values in column.items()},
-    edited=_edited(column["train/param_norm"], column["train/update_norm"], norm_before),
+    wrong=int(np.sum(column["reflex/wrong"])),
+    tensor=int(column["reflex/wrong_tensor"][np.argmax(column["reflex/wrong"] > 0)]),
+    miscounted=int(np.max(column["reflex/miscounted"])),
   )
-
-
-def _edited(norms: np.ndarray, updates: np.ndarray, before: float | None) -> float:
-  """See `Reading.edited`; steps around one that is not finite are left out."""
-  norms = np.concatenate([[np.nan if before is None else before], norms])
-  beyond = (np.abs(np.diff(norms)) - updates) / norms[1:]
-  return float(max(0.0, np.max(_finite(beyond), initial=0.0)))
 
 
 def probe_loss(sums: np.ndarray) -> float:

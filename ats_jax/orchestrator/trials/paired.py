@@ -21,7 +21,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
-from ats_jax.orchestrator.actions.base import Action
+from ats_jax.orchestrator.actions.base import Action, carry_out
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.step.metrics import METRICS, StepMetrics
@@ -94,6 +94,41 @@ def look_ahead(
   return start.resume(), _effect(_loss(before), without, changed, without - changed, ddof=1)
 
 
+def look_back(
+  cfg: Config,
+  step: int,
+  state: TrainState,
+  start: Snapshot,
+  action: Action,
+  past: Ahead,
+  probe: Probe,
+) -> tuple[Snapshot, TrainState, Effect]:
+  """Make all updates since `start` again with an action, on the batches that they were made on.
+
+  Args:
+    cfg: the run.
+    step: updates done.
+    state: where they led; its memory is freed.
+    start: where the arms part.
+    action: what the other arm begins with.
+    past: lends the batches from there on, and what trains with them.
+    probe: by rules that are those of the start and of now.
+
+  Returns:
+    A snapshot of `state`, the state where the other arm ends, and the effect.
+  """
+  kept = probe(state.model)
+  left, other = Snapshot.swap_out(step, state), start.resume()
+  before = probe(other.model)
+  other = carry_out(action, other, cfg)
+  with past.batches() as batches:
+    for batch in islice(batches, step - start.step):
+      other, _ = past.train_step(other, batch)
+  losses = map(_loss, (before, kept, probe(other.model)))
+  first, without, changed = losses
+  return left, other, Effect(first, without, changed, without - changed, math.nan)
+
+
 class Again:
   """What is kept to make the updates from here on again.
 
@@ -159,7 +194,7 @@ def _arm(
   """
   state, rows = start.resume(), []
   if action is not None:
-    state = action.apply(state, cfg)
+    state = carry_out(action, state, cfg)
   assert state.control is not None
   scale = np.asarray(state.control.lr_scale) if anneal else None
   for number, update in enumerate(updates):

@@ -69,6 +69,7 @@ class Snapshots:
     candidate: newer, and not known to be good.
     left: what the last rollback left, while that is on trial; in place of a candidate.
     copies: of a state that there may be at once, with those of a branch.
+    keeps_first: the first good one stays, whatever comes after it.
   """
 
   def __init__(self, every_steps: int, max_bytes: int, copies: int = COPIES):
@@ -77,6 +78,7 @@ class Snapshots:
     self.candidate: Snapshot | None = None
     self.left: Snapshot | None = None
     self.copies = copies
+    self.keeps_first = False
     self._every_steps = every_steps
     self._max_bytes = max_bytes
 
@@ -105,8 +107,13 @@ class Snapshots:
   def confirm(self, first: int) -> None:
     """The steps from `first` on were good: so is what was taken before them."""
     if self.candidate is not None and self.candidate.step < first:
-      self.good = (*self.good, self.candidate)[-2:]
+      older = self.good[:1] if self.keeps_first else self.good[-1:]
+      self.good = (*older, self.candidate)
       self.candidate = None
+
+  def return_to(self, snapshot: Snapshot) -> None:
+    """The run was gone on with from there on another way: what is newer is not of it."""
+    self.good, self.candidate, self.left = (snapshot,), None, None
 
   def reject(self) -> None:
     """The candidate is not to be trusted."""

@@ -1,6 +1,7 @@
 """AdamW as an optax chain, or by the `adamw` op on the state of that chain."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +12,18 @@ from ats_jax.config.schema import Config
 from ats_jax.ops.adamw import Rates, clip_scale
 from ats_jax.ops.adamw import adamw as adamw_update
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.step import tensors
 from ats_jax.step.optimizers.base import (
+  Checked,
   Moved,
   Optimizer,
   add_decayed_weights,
   clip_by_norm,
   decay_mask,
 )
+
+# Squares of smaller gradients are 0 in float32, the gradients are not.
+UNDERFLOW = 1e-18
 
 
 class AdamState(NamedTuple):
@@ -52,7 +58,8 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
   has_kernel = kernels.of("adamw", "update") != "xla"
   fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
-  return Optimizer(optax.chain(*chain), platform, fused, squares=frozenset({"nu"}))
+  check = functools.partial(check_adam, b1=o.b1, b2=o.b2)
+  return Optimizer(optax.chain(*chain), platform, fused, check, squares=frozenset({"nu"}))
 
 
 def scale_by_adam(
@@ -84,6 +91,59 @@ def scale_by_adam(
     return directions, AdamState(steps, cast(mu, mu_dtype), cast(nu, nu_dtype))
 
   return optax.GradientTransformation(init, update)
+
+
+def check_adam(opt_state: optax.OptState, updates: jax.Array, *, b1: float, b2: float) -> Checked:
+  """What holds of Adam's moments whatever the gradients were, element by element.
+
+  A second moment is not negative, and a first moment is within `most_ratio` of its root: both are
+  sums over the same gradients, which the inequality of Cauchy and Schwarz compares.
+
+  Args:
+    opt_state: of `adamw`.
+    updates: int32, made so far; Adam's bias corrections go by that.
+    b1: of the first moment.
+    b2: of the second moment.
+  """
+  is_adam = lambda state: isinstance(state, AdamState)
+  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+
+  def root(v: jax.Array) -> jax.Array:
+    v = v.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(v), jnp.abs(v), 0.0)  # a sign that flipped flips back
+
+  def bounded(m: jax.Array, v: jax.Array) -> jax.Array:
+    most = most_ratio(b1, b2, m.dtype, v.dtype) * jnp.sqrt(root(v)) + UNDERFLOW
+    x = m.astype(jnp.float32)
+    return jnp.where(
+      jnp.abs(x) <= most, m, jnp.where(jnp.isnan(x), 0.0, jnp.clip(x, -most, most)).astype(m.dtype)
+    )
+
+  mu = jax.tree.map(bounded, adam.mu, adam.nu)
+  nu = jax.tree.map(lambda v: root(v).astype(v.dtype), adam.nu)
+  is_wrong = lambda m, was_m, v, was_v: (m != was_m) | (v != was_v)
+  wrong = tensors.counts(jax.tree.map(is_wrong, mu, adam.mu, nu, adam.nu))
+  mended = AdamState(updates, mu, nu)
+  opt_state = jax.tree.map(lambda s: mended if is_adam(s) else s, opt_state, is_leaf=is_adam)
+  return Checked(opt_state, wrong, jnp.abs(adam.steps - updates).astype(jnp.float32))
+
+
+def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:
+  """The largest |m| / sqrt(v) that gradients can lead to; infinite unless b1^2 < b2.
+
+  m = (1-b1) sum b1^k g_k and v = (1-b2) sum b2^k g_k^2, so by Cauchy and Schwarz |m| <= (1-b1) /
+  sqrt((1-b2) (1 - b1^2/b2)) sqrt(v). Rounding at each step adds a share: of the first moment at
+  most its half unit over 1 - b1; of the second, whose growth may be lost below half a unit, that
+  over 1 - b2.
+  """
+  if not b1 * b1 < b2 < 1.0:
+    return math.inf
+  half = lambda dtype: float(jnp.finfo(dtype).eps) / 2.0
+  exact = (1.0 - b1) / math.sqrt((1.0 - b2) * (1.0 - b1 * b1 / b2))
+  rounding = (1.0 + 2.0 * half(mu_dtype) / (1.0 - b1)) * math.sqrt(
+    1.0 + 2.0 * half(nu_dtype) / (1.0 - b2)
+  )
+  return exact * rounding * (1.0 + 1e-4)
 
 
 def fused_adamw(

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from ats_jax.model.param import Param, Role, per_param
+from ats_jax.step import tensors
 
 DECAYS = frozenset({Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPTER})
 
@@ -28,6 +29,20 @@ class Moved(NamedTuple):
   update_norm: jax.Array
 
 
+class Checked(NamedTuple):
+  """What is left of a state of an optimizer, and what was wrong with it.
+
+  Attributes:
+    opt_state: with what was wrong brought to where gradients can have led it.
+    wrong: float32 [tensors] (`step.tensors`), how many numbers of each that was.
+    miscounted: float32, by how much its count of updates was off.
+  """
+
+  opt_state: optax.OptState
+  wrong: jax.Array
+  miscounted: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
   """A transformation of gradients, and what others may know of it.
@@ -40,6 +55,8 @@ class Optimizer:
     platform: where it runs, "cpu", "gpu" or "tpu".
     fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
       the same state; None = there is no kernel for it.
+    check: `(opt_state, updates) -> Checked`: mends what no gradients can have led to after so many
+      updates; None = it keeps nothing of which that can be said.
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and a row that starts anew late must not have 0 there. All others are averages of
       gradients, where it must.
@@ -48,6 +65,7 @@ class Optimizer:
   tx: optax.GradientTransformationExtraArgs
   platform: str
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
+  check: Callable[[optax.OptState, jax.Array], Checked] | None = None
   squares: frozenset[str] = frozenset()
 
 
@@ -82,7 +100,7 @@ def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformation
 
   def update(updates, state, params=None, *, grad_norm: jax.Array | None = None, **_):
     del params
-    known = norm(updates) if grad_norm is None else grad_norm
+    known = tensors.norm(updates) if grad_norm is None else grad_norm
     # Without the seam it is by who else reads the norm whether XLA divides or takes an rsqrt.
     scale = jnp.minimum(1.0, max_norm / seam(known, platform))
     return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates), state
@@ -122,8 +140,3 @@ def seam(tree: Any, platform: str) -> Any:
   nothing is fused across. On a GPU that would write out what is never in memory otherwise.
   """
   return jax.lax.optimization_barrier(tree) if platform == "cpu" else tree
-
-
-def norm(tree: Any) -> jax.Array:
-  """The Euclidean norm of all leaves together; summed in float32, whatever their dtype."""
-  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))

@@ -157,7 +157,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
     run(WARM + 30)
   for row in runs["act"].rows:
     assert row["reflex/skipped"] == 0.0
-    assert row["reflex/grad_scale"] == row["reflex/update_scale"] == 1.0
+    assert row["reflex/grad_scale"] == row["reflex/rate_scale"] == 1.0
   for mode in ("observe", "act"):
     assert_trees_equal(runs[mode].weights, runs["off"].weights)
 
@@ -168,7 +168,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mo
   run = Run(mode)
   calm, burst = run(WARM), run(rate=1e3)  # of which the step knows nothing
   for row in (calm, burst):
-    factor = row.get("reflex/update_scale", 1.0)
+    factor = row.get("reflex/rate_scale", 1.0)
     np.testing.assert_allclose(
       row["train/learning_rate"], factor * row["train/scheduled_rate"], rtol=1e-5
     )
@@ -177,13 +177,13 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mo
     [row["train/scheduled_rate"] for row in (calm, burst)], scheduled, rtol=1e-6
   )
   if mode == "act":
-    assert burst["reflex/update_scale"] < 0.1
+    assert burst["reflex/rate_scale"] < 0.1
     control = run.state.control._replace(lr_scale=jnp.float32(0.25))
     run.state = dataclasses.replace(run.state, control=control)
     cut, left_out = run(), run(gradient=np.nan)
     np.testing.assert_allclose(
       cut["train/learning_rate"],
-      0.25 * cut["reflex/update_scale"] * cut["train/scheduled_rate"],
+      0.25 * cut["reflex/rate_scale"] * cut["train/scheduled_rate"],
       rtol=1e-5,
     )
     # Of an update that is left out, the rate is the one it would have been made with.
@@ -272,7 +272,7 @@ def test_the_passes_of_a_gpu_come_to_the_same(mesh):
     np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=2e-3, atol=2e-3)
   for a, b in zip(jax.tree.leaves(got.weights), jax.tree.leaves(want.weights), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
-  assert want.rows[-1]["reflex/update_scale"] < 1.0
+  assert want.rows[-1]["reflex/rate_scale"] < 1.0
 
 
 def test_the_supervisor_can_lower_the_rate_without_a_new_program(mesh):
@@ -284,5 +284,5 @@ def test_the_supervisor_can_lower_the_rate_without_a_new_program(mesh):
   programs = run.program.train_step._cache_size()
   row = run()
   assert 0.4 * full < row["train/update_norm"] < 0.6 * full
-  assert row["reflex/update_scale"] == 1.0
+  assert row["reflex/rate_scale"] == 1.0
   assert run.program.train_step._cache_size() == programs

@@ -1,0 +1,96 @@
+"""Is the learning rate too high? Is a kind of batch harmful? Trials that may take something away.
+
+A schedule is not believed because it is one. Its first steps have nothing to be compared with; but
+if they moved the weights by far more than is usual, they are made again at a rate that does not,
+once the warm-up is well over, and the run goes on with what came out better. Later, a held-out
+loss that stays above its best, which no odd batch explains, has the steps since the newest good
+state made again at a third of the rate.
+
+Pure rules that `decide` consults.
+"""
+
+from typing import NamedTuple
+
+from ats_jax.orchestrator.actions import Action, SetLearningRateScale, SetSkips
+from ats_jax.orchestrator.policy.state import Finding, Past, PolicyState
+from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.trials.paired import Effect
+
+# Of the norm of the first weights, moved in a step. Usual is 0.001 to 0.02 in the first thousand
+# steps; at 0.06 all weights turn over in 17 steps.
+FAST, USUAL = 0.06, 0.008
+FIRST_LOOKS, WARM_UPS = (
+  10,
+  2,
+)  # looks, and lengths of the warm-up, after which first steps are judged
+LOWER = 1.0 / 3.0
+LEAST_GAIN, SIGMAS = 0.02, 3.2  # nats, and sigmas of the probe's spread, by which to win
+SURPRISES = 4  # batches in a look
+WORSE = 3  # looks in a row with a held-out loss above its best
+SKIPS = 5.0
+WAIT, MOST = 12, 4  # looks after a trial that lost; of those in a run
+LEAST_SCALE = 1e-3
+
+
+class Doubt(NamedTuple):
+  """What is to be tried, if anything.
+
+  Attributes:
+    coming: on the steps that come, with and without.
+    past: on steps of the past.
+  """
+
+  coming: Action | None = None
+  past: Past | None = None
+
+
+def watch_start(policy: PolicyState, reading: Reading) -> PolicyState:
+  """Take in how much of themselves the weights moved."""
+  norm, moved = reading.means["train/param_norm"], reading.means["train/update_norm"]
+  first = policy.first_norm if policy.first_norm is not None or reading.first > 1 else norm
+  if first is None or policy.started:
+    return policy
+  turnover = max(policy.turnover, moved / max(first, 1e-30))
+  return policy._replace(first_norm=first, turnover=turnover)
+
+
+def doubt(
+  policy: PolicyState, reading: Reading, finding: Finding | None, warmup: int, interval: int
+) -> tuple[PolicyState, Doubt]:
+  """What to try against what was found.
+
+  Args:
+    policy: after the look.
+    reading: what was looked at.
+    finding: what was found.
+    warmup: steps.
+    interval: steps of a look.
+  """
+  if policy.latched or policy.trial is not None:
+    return policy, Doubt()
+  if not policy.started and reading.step >= max(WARM_UPS * warmup, FIRST_LOOKS * interval):
+    policy = policy._replace(started=True)
+    if policy.turnover > FAST:
+      scale = max(LEAST_SCALE, policy.lr_scale * USUAL / policy.turnover)
+      return policy, Doubt(past=Past(SetLearningRateScale(scale, policy.lr_scale), first=True))
+  is_rested = not policy.fears or policy.checks >= policy.fears[-1] + WAIT
+  if finding is None or finding.certain or len(policy.fears) >= MOST or not is_rested:
+    return policy, Doubt()
+  if finding.cause == "data" and reading.surprising >= SURPRISES:
+    bucket = policy.control["bucket"]
+    return policy, Doubt(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
+  can_lower = not reading.held and policy.lr_scale * LOWER >= LEAST_SCALE
+  if finding.cause == "learning rate" and policy.worse >= WORSE and can_lower:
+    lower = SetLearningRateScale(LOWER * policy.lr_scale, policy.lr_scale)
+    return policy, Doubt(past=Past(lower, first=False))
+  return policy, Doubt()
+
+
+def won(policy: PolicyState, effect: Effect) -> tuple[PolicyState, bool]:
+  """Whether the steps made again are to be gone on with: the held-out loss alone says."""
+  # Comparisons with what is not finite are false: such an arm has lost.
+  has_won = effect.without - effect.changed > max(LEAST_GAIN, SIGMAS * policy.spread**0.5)
+  diverged = effect.without != effect.without and effect.changed == effect.changed
+  if has_won or diverged:
+    return policy, True
+  return policy._replace(fears=(*policy.fears, policy.checks)), False

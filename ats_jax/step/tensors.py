@@ -1,0 +1,88 @@
+"""Numbers for each tensor of a tree of parameters; a layer in a stack is a tensor of its own.
+
+A vector [tensors] has the order of the tree's leaves, and within a leaf that of its layers.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.model.layout import stacks
+from ats_jax.model.param import Param, params_of
+
+
+def names(cfg: Config, params: Any) -> list[str]:
+  """As checkpoints name them: "layers/7/attn/q/weight"."""
+  found = []
+  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    for stack, layers in stacks(cfg).items():
+      if name.startswith(f"{stack}/"):
+        found += [f"layers/{layer}/{name.removeprefix(stack + '/')}" for layer in layers]
+        break
+    else:
+      found.append(name)
+  return found
+
+
+def count(params: Any) -> int:
+  """How many there are."""
+  return sum(math.prod(_layers(param)) for param in params_of(params))
+
+
+def squares(params: Any) -> jax.Array:
+  """The sum of squares of each, float32 [tensors]."""
+  # Behind a barrier: XLA rounds alike, whatever is made of it.
+  return jax.lax.optimization_barrier(
+    _reduced(params, lambda x: jnp.square(x.astype(jnp.float32)))
+  )
+
+
+def norm(params: Any) -> jax.Array:
+  """The Euclidean norm of all together, float32."""
+  return jnp.sqrt(jnp.sum(squares(params)))
+
+
+def checksums(params: Any) -> jax.Array:
+  """The sum of the bits of each as whole numbers, uint32 [tensors]: the same in any order."""
+  return _reduced(params, _bits)
+
+
+def counts(masks: Any) -> jax.Array:
+  """How often a tree of bool like the parameters is true, float32 [tensors]."""
+  return _reduced(masks, lambda x: x.astype(jnp.float32))
+
+
+def scaled(params: Any, factor_T: jax.Array) -> Any:
+  """Each tensor times its factor, in its dtype."""
+  leaves, structure = jax.tree.flatten(params)
+  done, first = [], 0
+  for param, x in zip(params_of(params), leaves, strict=True):
+    lead = _layers(param)
+    factor = factor_T[first : first + math.prod(lead)].reshape(lead + (1,) * (x.ndim - len(lead)))
+    done.append(x * factor.astype(x.dtype))
+    first += math.prod(lead)
+  return structure.unflatten(done)
+
+
+def _layers(param: Param) -> tuple[int, ...]:
+  """The axes in front of a layer's own: that of the stack, if it is in one."""
+  shape = jnp.shape(param[...])
+  return shape[: len(shape) - len(param.axes)]
+
+
+def _reduced(params: Any, f: Any) -> jax.Array:
+  sums = []
+  for param in params_of(params):
+    x = f(param[...])
+    lead = len(_layers(param))
+    sums.append(jnp.sum(x, axis=tuple(range(lead, x.ndim)), dtype=x.dtype).reshape(-1))
+  return jnp.concatenate(sums)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+  return jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
