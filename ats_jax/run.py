@@ -15,8 +15,8 @@ from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, res
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
 from ats_jax.data.batch import Batch
-from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
 from ats_jax.feed import POSITION, eval_feed, train_feed, upcoming
