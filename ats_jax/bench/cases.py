@@ -126,6 +126,14 @@ def uneven(rows: int, groups: int, kind: str = "uneven") -> np.ndarray:
   return np.diff(ends, prepend=0).astype(np.int32)
 
 
+def both_ways(forward: float, backward: float, wrt: tuple[int, ...]) -> dict[str, Pass]:
+  """A forward and a backward pass that move so many bytes."""
+  return {
+    "forward": Pass(("forward",), (), forward),
+    "backward": Pass(("backward",), wrt, backward),
+  }
+
+
 def swiglu_case(rows: int, d_ff: int) -> Case:
   """Reads 2, writes 1; backward reads 3, writes 2 arrays."""
   size = 2 * rows * d_ff
@@ -135,10 +143,7 @@ def swiglu_case(rows: int, d_ff: int) -> Case:
     dict(rows=rows, d_ff=d_ff),
     lambda kernels, gate, up: swiglu(gate, up, kernels),
     lambda seed: tuple(normal(seed + i, (rows, d_ff)) for i in range(2)),
-    {
-      "forward": Pass(("forward",), (), 3 * size),
-      "backward": Pass(("backward",), (0, 1), 5 * size),
-    },
+    both_ways(3 * size, 5 * size, wrt=(0, 1)),
   )
 
 
@@ -151,10 +156,7 @@ def rms_norm_case(rows: int, dim: int) -> Case:
     dict(rows=rows, dim=dim),
     lambda kernels, x, scale: rms_norm(x, scale, eps=1e-6, kernels=kernels),
     lambda seed: (normal(seed, (rows, dim)), 1 + normal(seed + 1, (dim,), std=0.1)),
-    {
-      "forward": Pass(("forward",), (), 2 * size),
-      "backward": Pass(("backward",), (0, 1), 3 * size),
-    },
+    both_ways(2 * size, 3 * size, wrt=(0, 1)),
   )
 
 
@@ -186,10 +188,7 @@ def rope_case(batch: int, seq: int, heads: int, head_dim: int) -> Case:
     dict(rows=batch * seq, heads=heads, head_dim=head_dim),
     lambda kernels, x, table: rope(x, table, kernels),
     make,
-    {
-      "forward": Pass(("forward",), (), moved),
-      "backward": Pass(("backward",), (0,), moved),
-    },
+    both_ways(moved, moved, wrt=(0,)),
   )
 
 
@@ -213,10 +212,7 @@ def routing_case(rows: int, experts: int, top_k: int, score: str = "softmax") ->
     dict(rows=rows, columns=experts, top_k=top_k),
     f,
     make,
-    {
-      "forward": Pass(("forward",), (), 8 * rows * experts + 2 * choices),
-      "backward": Pass(("backward",), (0,), 8 * rows * experts + 2 * choices),
-    },
+    both_ways(8 * rows * experts + 2 * choices, 8 * rows * experts + 2 * choices, wrt=(0,)),
   )
 
 
@@ -253,10 +249,7 @@ def take_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
     dict(rows=tokens, choices=top_k, width=width),
     lambda kernels, x, places: take_rows(x, places, kernels),
     make,
-    {
-      "forward": Pass(("forward",), (), moved),
-      "backward": Pass(("backward",), (0,), moved),
-    },
+    both_ways(moved, moved, wrt=(0,)),
   )
 
 
@@ -275,10 +268,7 @@ def sum_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
     dict(rows=tokens, choices=top_k, width=width),
     lambda kernels, y, weights, places: sum_rows(y, weights, places, kernels),
     make,
-    {
-      "forward": Pass(("forward",), (), row * (1 + top_k)),
-      "backward": Pass(("backward",), (0, 1), row * (1 + 2 * top_k)),
-    },
+    both_ways(row * (1 + top_k), row * (1 + 2 * top_k), wrt=(0, 1)),
   )
 
 
