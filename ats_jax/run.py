@@ -16,19 +16,17 @@ from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, res
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
 from ats_jax.data.batch import Batch
-from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
 from ats_jax.feed import POSITION, eval_feed, train_feed, upcoming
 from ats_jax.metrics.goodput import Goodput
-from ats_jax.metrics.layers import LayerLog
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
-from ats_jax.metrics.summary import performance, performance_stats
 from ats_jax.metrics.throughput import Throughput, peak_flops
-from ats_jax.metrics.writer import MetricWriter, create_writer
+from ats_jax.metrics.writer import LayerLog, MetricWriter, create_writer
 from ats_jax.model.layout import stacks
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
@@ -187,7 +185,7 @@ class Run:
       self.checkpoints.wait()
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = self._performance()
-    logging.info("%s\n%s", performance(stats), self.goodput.line())
+    logging.info("%s\n%s", announce.performance(stats), self.goodput.line())
     if jax.process_index() == 0:
       workdir.write_json(self.folder / workdir.PERFORMANCE, stats)
 
@@ -225,7 +223,7 @@ class Run:
       "compilation_cache": runtime.cache_use(self.cfg),
     }
     predicted = predicted_bytes(compiled) if isinstance(compiled, jax.stages.Compiled) else None
-    return performance_stats(self.goodput, self.meter, predicted, program)
+    return announce.performance_stats(self.goodput, self.meter, predicted, program)
 
 
 @contextlib.contextmanager

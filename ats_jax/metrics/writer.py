@@ -146,6 +146,17 @@ class JsonlWriter(MetricWriter):
     self._file.close()
 
 
+class LayerLog(JsonlWriter):
+  """What each sparse layer does, `layers.jsonl`: arrays as nested lists, `null` where not finite.
+
+  `{"step": 10, "wall_time": ..., "moe/load": [[0.12, ...], ...]}`
+  """
+
+  def write_arrays(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a row."""
+    self._write(step, {name: _finite(np.asarray(a, np.float64)) for name, a in arrays.items()})
+
+
 class CsvWriter(MetricWriter):
   """A table with a header: step, wall_time, then a column per metric in order of appearance.
 
@@ -440,3 +451,10 @@ def _numbers(scalars: Mapping[str, Any]) -> dict[str, int | float]:
 
 def _short(value: int | float) -> str:
   return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _finite(array: np.ndarray) -> Any:
+  """Nested lists."""
+  values = array.astype(object)
+  values[~np.isfinite(array)] = None
+  return values.tolist()
