@@ -72,5 +72,7 @@ def init_state(
     reflex = Reflex.new(tensors.count(trainable(model)))
     return dataclasses.replace(state, control=control, reflex=reflex)
 
-  key = jax.random.key(cfg.seed)
-  return jax.eval_shape(init, key) if abstract else jax.jit(init)(key)
+  make_key = lambda: jax.random.key(cfg.seed)
+  if abstract:  # no device is used
+    return jax.eval_shape(init, jax.eval_shape(make_key))
+  return jax.jit(init)(make_key())
