@@ -19,10 +19,8 @@ from ats_jax.orchestrator.trials.paired import Effect
 # Of the norm of the first weights, moved in a step. Usual is 0.001 to 0.02 in the first thousand
 # steps; at 0.06 all weights turn over in 17 steps.
 FAST, USUAL = 0.06, 0.008
-FIRST_LOOKS, WARM_UPS = (
-  10,
-  2,
-)  # looks, and lengths of the warm-up, after which first steps are judged
+# Looks, and lengths of the warm-up, after which the first steps are judged.
+FIRST_LOOKS, WARM_UPS = 7, 1.4
 LOWER = 1.0 / 3.0
 LEAST_GAIN, SIGMAS = 0.02, 3.2  # nats, and sigmas of the probe's spread, by which to win
 SURPRISES = 4  # batches in a look
