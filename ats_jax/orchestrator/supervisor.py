@@ -338,8 +338,6 @@ class Supervisor:
         del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
-    if self.policy.trial is None:
-      self._snapshots.forget()
     self._tries = judgement.tries
     if judgement.finding or judgement.decisions:
       self._again = None
@@ -450,7 +448,7 @@ class Supervisor:
     judgement = self._decide_trial(step, Tried(again.action, effect, again=True), again.first)
     if not judgement.decisions:
       del other  # there is memory for one
-      return left.restore(state)
+      return left.resume()
     self._snapshots.reject()
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
@@ -468,20 +466,13 @@ class Supervisor:
       tried.action, first, tried.effect, "won" if won else "lost")  # fmt: skip
     return judgement
 
-  def earlier(
-    self, step: int, state: TrainState, back: int, *, returns: bool
-  ) -> tuple[TrainState | None, dict[str, Any]]:
-    """The state to go back to, and the step that made it; see `Rollback`."""
-    ring = self._snapshots
-    snapshot = ring.left if returns else ring.back(back)
+  def earlier(self, back: int) -> tuple[int, TrainState] | None:
+    """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
+    snapshot = self._snapshots.back(back)
     if snapshot is not None:
-      earlier = snapshot.restore(state)
-      ring.leave(step, state)
-      return earlier, {"to": snapshot.step}
-    if returns or self._restore is None or (found := self._restore()) is None:
-      return None, {}
-    to, earlier, _ = found
-    return earlier, {"to": to}
+      return snapshot.step, snapshot.resume()
+    found = None if self._restore is None else self._restore()
+    return None if found is None else found[:2]
 
   def _report(self, step: int, reading: Reading, judgement: Judgement, level: int) -> None:
     if self._write is None:
