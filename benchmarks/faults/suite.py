@@ -59,6 +59,7 @@ SETTINGS = {
   "optimizer.final_lr_fraction": 0.05,
   "orchestrator.check_interval": 10,
   "orchestrator.snapshot_interval": 10,
+  "orchestrator.probe_share": 1.0,  # its steps are some hundred tokens: read at each look
   "precision.compute_dtype": "float32",
 }
 

@@ -207,6 +207,9 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
   held = f"the last {reading.held} updates had to be shrunk"
+  if (surprised or is_held) and reading.unread:
+    why = held if is_held else f"training loss {_raised(reading)}"
+    return Finding("unknown", fault, False, f"{why}; the held-out loss is read at the next look")
   if is_worse and policy.odd:
     reason = f"{probe}, after {policy.odd} looks at odd batches: the weights follow other data"
     return Finding("data", fault, False, reason)
@@ -265,6 +268,8 @@ def _candidates(
     return _slower(scale, CUT)
   if finding.cause == "system":
     return [Stop()] if policy.broken + 1 >= LADDER else []
+  if finding.cause == "unknown":
+    return []
   room = base_bucket + MOST_SKIPS
   if reading.bucket >= 0.5 * bucket and bucket < room:
     return [SetSkips(min(bucket + MORE_SKIPS, room), bucket)]
