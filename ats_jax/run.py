@@ -20,7 +20,7 @@ from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
-from ats_jax.feed import POSITION, eval_feed, train_feed, upcoming
+from ats_jax.feed import POSITION, probe_feed, train_feed, upcoming
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
@@ -385,16 +385,14 @@ def open_log(
 
 
 def open_watch(run: Run, snapshots: Snapshots) -> Supervisor | NoSupervisor:
-  """The supervisor of a run, with a probe batch that is not trained on; or nobody."""
+  """The supervisor of a run, with a probe that is not trained on; or nobody."""
   if run.cfg.orchestrator.mode == "off":
     return NoSupervisor()
   mesh = jax.sharding.get_mesh()
-  with eval_feed(run.cfg, run.valid_set if run.valid_set.num_rows else run.train_set) as batches:
-    probe = to_global(next(batches), mesh)
   abstract = abstract_like(run.program.init(abstract=True), mesh)
   return Supervisor(
     run.program,
-    probe,
+    probe_feed(run.cfg, run.eval_sets, run.train_set),
     run.folder / workdir.DECISIONS,
     run.writer.write_scalars,
     lambda: run.checkpoints.restore_latest(abstract),

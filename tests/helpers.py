@@ -37,6 +37,7 @@ TINY = {
   "optimizer.learning_rate": 1e-2,
   "precision.compute_dtype": "float32",
   "step.loss_chunk_tokens": 48,
+  "orchestrator.probe_share": 1.0,  # at each look, however small the run
 }
 
 

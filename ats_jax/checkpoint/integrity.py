@@ -12,7 +12,7 @@ from typing import Any
 from ats_jax.config.identity import RunIdentity
 
 MANIFEST = "manifest.json"
-VERSION = 3
+VERSION = 4
 # SHA-256 has instructions of its own on current CPUs: the fastest hash of the standard library.
 HASH = "sha256"
 

@@ -1,7 +1,7 @@
 """The host side: gathers what steps report, looks at it every interval, does what the policy says.
 
 Nothing here waits for the device while it trains: a look at step t reads the interval before the
-last, whose numbers have long arrived, and starts the probe that the next look reads. Only at a
+last, whose numbers have long arrived, and may start the probe that the next look reads. Only at a
 checkpoint, where the loop waits anyway, is everything read.
 """
 
@@ -27,21 +27,28 @@ from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, Past, PolicyState, Request
-from ats_jax.orchestrator.record.ledger import Ledger, check_agreement
+from ats_jax.orchestrator.record.ledger import check_agreement
+from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.experts import Experts
-from ats_jax.orchestrator.signals.health import LEVELS, report
-from ats_jax.orchestrator.signals.interval import Pending, Reading, check_probe, probe_loss, read
+from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
+from ats_jax.orchestrator.signals.interval import (
+  Pending,
+  Sums,
+  check_probe,
+  probe_loss,
+  read,
+)
+from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
 
-Write = Callable[[int, Mapping[str, float]], None]
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 # Where a checkpoint keeps what the policy remembers, and what hooks asked for.
-SAVED, WAITING = "orchestrator", "requests"
+SAVED, WAITING, WATCH = "orchestrator", "requests", "watch"
 
 
 class Loop(Protocol):
@@ -128,7 +135,7 @@ class Supervisor:
 
     Args:
       program: the run; its config says what may be done.
-      probe: a batch [rows, seq] on the mesh that is not trained on; without one, a fault of the
+      probe: a batch on the mesh that is not trained on, see `Probe`; without one, a fault of the
         data cannot be told from one of the state, and only what is not finite is rolled back.
       ledger: where decisions are written, by the first process.
       write: takes a few metrics at each look.
@@ -142,22 +149,23 @@ class Supervisor:
     self._requests = Requests(program.cfg)
     self._settings = dict[str, tuple[Any, Any]]()  # name -> first value, value now
     self.replayed = 0
-    self._program, self._cfg, self._probe = program, program.cfg.orchestrator, probe
+    self._program, self._cfg = program, program.cfg.orchestrator
+    self._probe = None if probe is None else Probe(program, probe)
+    self._alert, self._wait = False, 0  # is anything suspicious; looks until the probe is due
     self._names = metric_names(program.cfg, program.objective.names)
     self._terms = Terms.of(program.cfg)
-    self._write, self._restore, self._loop = write, restore, loop
+    self._teller = Teller(ledger, write)
+    self._restore, self._loop = restore, loop
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
+    self._laps, self._readings = list[dict[str, float]](), 0
     self._tries: Action | None = None  # what is to be tried when the next steps begin
     self._again: Again | None = None
     self._past: Past | None = None  # what is to be tried on steps that were made
     self._snapshots = snapshots or Snapshots.of(self._cfg)
-    self._ledger = None
-    if ledger is not None and jax.process_index() == 0:
-      self._ledger = Ledger(ledger)
 
   @property
   def acts(self) -> bool:
@@ -179,15 +187,16 @@ class Supervisor:
       self.policy = PolicyState.from_json(saved[SAVED])
       self._requests = Requests(self._program.cfg, saved.get(WAITING, ()))
       self._settings = {name: (was, now) for name, (was, now) in saved.get(CHANGES, {}).items()}
+      self._alert, self._wait = saved[WATCH]
     if step:
-      self._note("resumed_from", step)
-    self._note(
+      self._teller.note("resumed_from", step)
+    self._teller.note(
       "start", step, settings=dataclasses.asdict(self._cfg),
       warmup=self._terms.warmup, capacity=self._terms.capacity,
       accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
-      check_probe(jax.device_get(self._eval(state.model, self._program.rules(step))))
+      check_probe(self._probe.score(self._program, state.model, self._program.rules(step)))
     if self._program.cfg.moe.spare_experts:
       self._experts = Experts(self._program.cfg, state)
     if self.acts:
@@ -215,7 +224,7 @@ class Supervisor:
     """
     self._program = program
     if self._probe is not None:
-      jax.block_until_ready(self._eval(state.model, program.rules(step)))
+      jax.block_until_ready(self._probe.score(program, state.model, program.rules(step)))
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """Take in what update `step` returned; the state with which to go on.
@@ -237,9 +246,9 @@ class Supervisor:
       self._again.add(self._loop.again(), metrics)
     if step % self._cfg.check_interval:
       return state
-    earlier, self._pending = self._pending, self._interval(step, state)
-    if earlier is not None:
-      state = self._look(step, state, earlier)
+    if self._pending is not None:
+      state = self._look(step, state, self._pending)
+    self._pending = self._interval(step, state)
     if self._loop is not None:
       state = self._try_again(step, state)
       state = self._try_past(step, state)
@@ -261,11 +270,15 @@ class Supervisor:
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.
     """
-    intervals = [self._pending, self._interval(step, state) if self._rows else None]
-    self._pending = None
-    for interval in intervals:
-      if interval is not None:
-        state = self._look(step, state, interval, pause=True)
+    pending, self._pending = self._pending, None
+    if self._rows:
+      if pending is not None:
+        state = self._look(step, state, pending, pause=True)
+      pending = self._interval(step, state, pause=True)
+    elif pending is not None and pending.probe is None and self._probe is not None:
+      pending = pending._replace(probe=self._score(state, pending.rules))
+    if pending is not None:
+      state = self._look(step, state, pending, pause=True)
     if self._restored_step != step:  # else these are the metrics of what was replaced
       check_finite(step, metrics)
     if self._loop is not None and self._may_try(step):
@@ -282,12 +295,12 @@ class Supervisor:
       SAVED: self.policy.to_json(),
       WAITING: self._requests.to_json(),
       CHANGES: self._settings,
+      WATCH: (self._alert, self._wait),
     }
 
   def close(self) -> None:
     """Make the ledger durable."""
-    if self._ledger is not None:
-      self._ledger.close()
+    self._teller.close()
 
   def __enter__(self) -> Self:
     return self
@@ -295,26 +308,41 @@ class Supervisor:
   def __exit__(self, *exc: object) -> None:
     self.close()
 
-  def _interval(self, step: int, state: TrainState) -> Pending:
+  def _interval(self, step: int, state: TrainState, *, pause: bool = False) -> Pending:
     rows, loads, self._rows, self._loads = self._rows, self._loads, [], []
-    probe, rules = None, self._program.rules(step)
-    if self._probe is not None:
-      probe = self._eval(state.model, rules)
-      start_copy(probe)
+    rules, probe = self._program.rules(step), None
+    if self._probe is not None and (pause or self._wants_probe(step)):
+      probe = self._score(state, rules)
+    else:
+      self._wait -= 1
     return Pending(step, rows, probe, rules, self._clock.lap(len(rows)), loads)
 
-  def _eval(self, model: Decoder, rules: Pass) -> jax.Array:
+  def _wants_probe(self, step: int) -> bool:
+    """Whether it is time to score the probe, or anything depends on it."""
+    policy = self.policy
+    if policy.acted_step == step > 0:
+      return False  # nothing is concluded from steps before that
+    depends = policy.trial is not None or policy.lr_scale != policy.lr_wanted or self._tries
+    return self._wait <= 0 or self._alert or bool(depends)
+
+  def _score(self, state: TrainState, rules: Pass) -> Sums:
     assert self._probe is not None
-    return self._program.eval_step(model, self._probe, rules)
+    self._wait = self._probe.every - 1
+    return self._scorer(rules)(state.model)
+
+  def _scorer(self, rules: Pass) -> Callable[[Decoder], Sums]:
+    probe = self._probe
+    assert probe is not None
+    return lambda model: probe.score(self._program, model, rules)
 
   def _look(
     self, step: int, state: TrainState, interval: Pending, *, pause: bool = False
   ) -> TrainState:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
-    probe = None if interval.probe is None else probe_loss(jax.device_get(interval.probe))
+    probe = None if interval.probe is None else probe_loss(interval.probe)
     reading = read(self._names, interval.step, rows, probe)
-    if probe is not None:
+    if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     if self._experts is not None:
       reading = reading._replace(starved=self._experts.starved(jax.device_get(interval.loads)))
@@ -323,36 +351,34 @@ class Supervisor:
     seen = Interval(reading, pause, request)
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading, judgement.decisions, self._requests.to_json())
-    health = report({**reading.means, **interval.host}, reading.nonfinite, judgement.finding)
-    self._note(
+    self._laps = [*self._laps, interval.host][-LAPS:]
+    self._readings += probe is not None
+    further = far_probe(reading) if self._readings in COMPARED else ()
+    health = report(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
+    self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
       host=interval.host, pause=pause, request=None if request is None else request.to_json(),
     )  # fmt: skip
-    if health.level != "healthy" and not judgement.stale:
-      logging.warning("health: %s: %s", health.level, "; ".join(health.causes))
     if judgement.outcome is not None:
-      self._note("outcome", step, **judgement.outcome._asdict())
-      logging.info("orchestrator: decision %d %s (held-out loss %+.4g, then %+.4g, from when all "
-        "was well)", judgement.outcome.id, judgement.outcome.verdict, judgement.outcome.before,
-        judgement.outcome.after)  # fmt: skip
+      self._teller.outcome(step, judgement.outcome)
     if not judgement.stale:
-      if judgement.good:
-        self._snapshots.confirm(reading.first)
-      else:
+      self._teller.health(health)
+      self._alert = judgement.finding is not None or reading.doubtful
+      if not judgement.good:
         self._snapshots.reject()
+      elif probe is not None or self._probe is None:  # not by the training loss alone
+        self._snapshots.confirm(reading.first)
     for decision in judgement.decisions:
       if ready is not None and decision.action is ready.request.action:
         del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
-    if self.policy.trial is None:
-      self._snapshots.forget()
     self._tries, self._past = judgement.tries, judgement.past
     is_odd = judgement.finding is not None and judgement.finding.cause == "data"
     if judgement.decisions or (judgement.finding and not is_odd):
       self._again = None
     self._snapshots.keeps_first &= not self.policy.started
-    self._report(step, reading, judgement, LEVELS.index(health.level))
+    self._teller.metrics(step, reading, judgement, self.policy, health)
     is_over = step >= self._program.cfg.num_steps
     if judgement.asks is not None and not self._requests.waiting and not is_over:
       self._requests.add(judgement.asks, step)
@@ -369,27 +395,15 @@ class Supervisor:
     if ready is None or not ready.refusal:
       return ready
     del self._requests.waiting[ready.place]
-    self._refuse(step, ready)
+    self._teller.refused(step, ready)
     return None
-
-  def _refuse(self, step: int, ready: Ready) -> None:
-    self._note("refused", step, ready.request.action, reason=ready.refusal)
-    logging.warning("orchestrator: what a hook asked for is not possible: %s", ready.refusal)
 
   def _carry_out(self, step: int, state: TrainState, decision: Decision) -> TrainState:
     action, saved, came_to = decision.action, None, {}
     if self.acts:
       saved, came_to = action.find(self, step, state)
     applied = self.acts and not (action.needs_saved and saved is None)
-    self._note(
-      "decision", step, action, id=decision.id, cause=decision.cause,
-      confidence=decision.confidence, reason=decision.reason, applied=applied, **came_to,
-    )  # fmt: skip
-    logging.warning(
-      "orchestrator: step %d: %s%s%s: %s (%s, confidence %.2f)", step, action,
-      "".join(f" {k}={v}" for k, v in came_to.items()), "" if applied else " (not applied)",
-      decision.reason, decision.cause, decision.confidence,
-    )  # fmt: skip
+    self._teller.decision(step, decision, came_to, applied=applied)
     if not applied:
       return state
     action.check(self._program.cfg)
@@ -425,11 +439,10 @@ class Supervisor:
       return state
     del self._requests.waiting[ready.place]
     if ready.refusal:
-      self._refuse(step, ready)
+      self._teller.refused(step, ready)
       return state
     action, rules = ready.request.action, self._program.rules(step)
-    probe = lambda model: self._eval(model, rules)
-    state, effect = look_ahead(self._program.cfg, state, action, ahead, probe)
+    state, effect = look_ahead(self._program.cfg, state, action, ahead, self._scorer(rules))
     judgement = self._decide_trial(step, Tried(action, effect, again=False), first=step)
     if judgement.asks is not None:
       self._requests.add(judgement.asks, step)
@@ -450,14 +463,13 @@ class Supervisor:
     if step < again.first + SPAN * self._cfg.check_interval:
       return state
     self._again = None
-    probe = lambda model: self._eval(model, again.rules)
-    left, other, effect = again.make(self._program.cfg, state, probe)
+    left, other, effect = again.make(self._program.cfg, state, self._scorer(again.rules))
     self.replayed += step - again.first
     self._clock.lap(step - again.first)  # is no slow training
     judgement = self._decide_trial(step, Tried(again.action, effect, again=True), again.first)
     if not judgement.decisions:
       del other  # there is memory for one
-      return left.restore(state)
+      return left.resume()
     self._snapshots.reject()
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
@@ -475,14 +487,15 @@ class Supervisor:
     if not same or program.rules(start.step) != rules or (past.first and start.step):
       return state  # they would be another model's
     lent = self._loop.ahead(json.loads(start.saved))
-    probe = lambda model: self._eval(model, rules)
-    left, other, effect = look_back(program.cfg, step, state, start, past.action, lent, probe)
+    left, other, effect = look_back(
+      program.cfg, step, state, start, past.action, lent, self._scorer(rules)
+    )
     self.replayed += step - start.step
     self._clock.lap(step - start.step)
     judgement = self._decide_trial(step, Tried(past.action, effect, again=True), start.step)
     if not judgement.decisions:
       del other
-      return left.restore(state)
+      return left.resume()
     ring.return_to(start)
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
@@ -491,42 +504,16 @@ class Supervisor:
 
   def _decide_trial(self, step: int, tried: Tried, first: int) -> Judgement:
     """Write down what came of a trial, and what is to be done about it."""
-    self._note(
-      "trial", step, tried.action, again=tried.again, first=first, **tried.effect._asdict()
-    )
+    self._teller.trial(step, first, tried.action, tried.effect, again=tried.again)
     self.policy, judgement = decide(self._terms, self.policy, tried, step)
     won = bool(judgement.decisions or judgement.asks)
-    logging.info("orchestrator: step %d: tried %s on the steps from %d on: %s, %s", step,
-      tried.action, first, tried.effect, "won" if won else "lost")  # fmt: skip
+    logging.info("orchestrator: that %s", "won" if won else "lost")
     return judgement
 
-  def earlier(
-    self, step: int, state: TrainState, back: int, *, returns: bool
-  ) -> tuple[TrainState | None, dict[str, Any]]:
-    """The state to go back to, and the step that made it; see `Rollback`."""
-    ring = self._snapshots
-    snapshot = ring.left if returns else ring.back(back)
+  def earlier(self, back: int) -> tuple[int, TrainState] | None:
+    """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
+    snapshot = self._snapshots.back(back)
     if snapshot is not None:
-      earlier = snapshot.restore(state)
-      ring.leave(step, state)
-      return earlier, {"to": snapshot.step}
-    if returns or self._restore is None or (found := self._restore()) is None:
-      return None, {}
-    to, earlier, _ = found
-    return earlier, {"to": to}
-
-  def _report(self, step: int, reading: Reading, judgement: Judgement, level: int) -> None:
-    if self._write is None:
-      return
-    seen = {} if np.isnan(reading.probe) else {"orchestrator/probe_loss": reading.probe}
-    self._write(step, {
-      "orchestrator/health": level,
-      "orchestrator/lr_scale": self.policy.lr_scale,
-      "orchestrator/decisions": self.policy.decisions,
-      "orchestrator/confidence": judgement.finding.confidence if judgement.finding else 0.0,
-      **seen,
-    })  # fmt: skip
-
-  def _note(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
-    if self._ledger is not None:
-      self._ledger.write(kind, step, action, **fields)
+      return snapshot.step, snapshot.resume()
+    found = None if self._restore is None else self._restore()
+    return None if found is None else found[:2]

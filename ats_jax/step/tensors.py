@@ -36,9 +36,7 @@ def count(params: Any) -> int:
 def squares(params: Any) -> jax.Array:
   """The sum of squares of each, float32 [tensors]."""
   # Behind a barrier: XLA rounds alike, whatever is made of it.
-  return jax.lax.optimization_barrier(
-    _reduced(params, lambda x: jnp.square(x.astype(jnp.float32)))
-  )
+  return jax.lax.optimization_barrier(_reduced(params, lambda x: jnp.square(x.astype(jnp.float32))))
 
 
 def norm(params: Any) -> jax.Array:

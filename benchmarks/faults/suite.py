@@ -59,6 +59,7 @@ SETTINGS = {
   "optimizer.final_lr_fraction": 0.05,
   "orchestrator.check_interval": 10,
   "orchestrator.snapshot_interval": 10,
+  "orchestrator.probe_share": 1.0,  # its steps are some hundred tokens: read at each look
   "precision.compute_dtype": "float32",
 }
 
@@ -351,7 +352,7 @@ def _decisions(supervisor: Supervisor | NoSupervisor) -> Record:
   return {
     "replayed": supervisor.replayed,
     "decisions": [[step, d.id, d.cause, d.confidence, d.action.to_json()] for step, d in taken],
-    "rollbacks": sum(isinstance(d.action, Rollback) and not d.action.returns for _, d in taken),
+    "rollbacks": sum(isinstance(d.action, Rollback) for _, d in taken),
     "cuts": sum(is_cut(d.action) and d.cause != "harm" for _, d in taken),
     "undone": sum(d.cause == "harm" for _, d in taken),
   }

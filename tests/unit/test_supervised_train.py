@@ -14,13 +14,14 @@ from ats_jax import workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.config import Config
 from ats_jax.config.build import resolve
-from ats_jax.data.splits import open_datasets
-from ats_jax.feed import eval_feed
+from ats_jax.data.splits import EvalSet, open_datasets
+from ats_jax.feed import probe_feed
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
-from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.orchestrator.signals.probe import Probe
+from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 
 STEPS = 60
@@ -147,10 +148,9 @@ def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   with jax.set_mesh(make_mesh(cfg)):
     program = make_program(cfg)
-    with eval_feed(cfg, valid_set) as batches:
-      rows = to_global(next(batches), jax.sharding.get_mesh())
+    probe = Probe(program, probe_feed(cfg, (EvalSet("", valid_set),), train_set))
     rules = program.rules(15)
-    score = lambda rules: probe_loss(np.asarray(program.eval_step(state.model, rows, rules)))
+    score = lambda rules: probe_loss(probe.score(program, state.model, rules))
     eight, wide = score(rules), score(dataclasses.replace(rules, fp8=False))
   looks = [r["reading"] for r in ledger.rows(tmp_path / workdir.DECISIONS) if r["kind"] == "check"]
   assert looks[-1]["step"] == 15 and looks[-1]["probe"] == wide != eight

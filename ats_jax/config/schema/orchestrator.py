@@ -22,6 +22,14 @@ class OrchestratorConfig:
     high=1.0,
     resume="free",
   )
+  probe_share: float = setting(
+    0.001,
+    "share of the compute that scoring the probe may take; under suspicion and at checkpoints it "
+    "is scored besides",
+    low=1e-6,
+    high=1.0,
+    resume="free",
+  )
   snapshot_interval: int = setting(
     100, "least updates between two snapshots to roll back to", low=1, resume="free"
   )

@@ -52,10 +52,8 @@ class Host(Protocol):
     """Have the run go on with other settings, from a checkpoint that it saves now."""
     ...
 
-  def earlier(
-    self, step: int, state: TrainState, back: int, *, returns: bool
-  ) -> tuple[TrainState | None, dict[str, Any]]:
-    """A state to go back to, see `Rollback`, and which it is; keeps `state` to return to."""
+  def earlier(self, back: int) -> tuple[int, TrainState] | None:
+    """A state that was found good, see `Rollback`, and the step that made it; None without one."""
     ...
 
 

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions.base import Action, Host
 from ats_jax.step.state import TrainState
@@ -16,9 +18,10 @@ if TYPE_CHECKING:
 class Rollback(Action):
   """Take weights, moments and statistics from a snapshot; the data is not rewound.
 
+  Nothing undoes it: what it leaves was found bad.
+
   Attributes:
     back: 0 for the newest snapshot that was found good, 1 for the one before it.
-    returns: take the state that the last rollback left instead.
   """
 
   prior = (7.2, 0.8)
@@ -28,27 +31,24 @@ class Rollback(Action):
   needs_saved = True
 
   back: int = 0
-  returns: bool = False
-
-  @property
-  def can_be_asked_for(self) -> bool:
-    """Only the policy takes one back."""
-    return not self.returns
-
-  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """The earlier state, but for what counts batches: those are gone."""
-    assert saved is not None, "nothing to go back to"
-    return dataclasses.replace(saved, step=state.step, key=state.key, control=state.control)
 
   def find(
     self, host: Host, step: int, state: TrainState
   ) -> tuple[TrainState | None, dict[str, Any]]:
-    """One that was found good."""
-    return host.earlier(step, state, self.back, returns=self.returns)
+    """One that was found good, with the scalars of now.
 
-  def undo(self) -> Action | None:
-    """Return, once."""
-    return None if self.returns else Rollback(returns=True)
+    Its step is how many batches are gone, by the host's count: that of `state` may be what is bad.
+    """
+    if (found := host.earlier(self.back)) is None:
+      return None, {}
+    to, earlier = found
+    batches = jnp.full_like(state.step, step)
+    return dataclasses.replace(earlier, step=batches, control=state.control), {"to": to}
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """What was found."""
+    assert saved is not None, "nothing to go back to"
+    return saved
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
     """Steps before it tell nothing about this state."""
@@ -56,8 +56,6 @@ class Rollback(Action):
 
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Where to, if it is known."""
-    if self.returns:
-      return "takes the rollback back"
     return f"rolls back to step {row['to']:,}" if "to" in row else "rolls back"
 
 

@@ -220,6 +220,9 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
   held = f"the learning rate rises too fast, the last {reading.held} steps had it held"
+  if (surprised or is_held) and reading.unread:
+    why = held if is_held else f"training loss {_raised(reading)}"
+    return Finding("unknown", fault, False, f"{why}; the held-out loss is read at the next look")
   if is_worse and policy.odd:
     reason = f"{probe}, after {policy.odd} looks at odd batches: the weights follow other data"
     return Finding("data", fault, False, reason)

@@ -35,7 +35,7 @@ class Finding(NamedTuple):
   """What is wrong.
 
   Attributes:
-    cause: "state", "learning rate", "data" or "system".
+    cause: "state", "learning rate", "data" or "system"; "unknown" until the probe is read.
     confidence: probability that it is so.
     certain: no statistics involved: numbers that are not finite.
     reason: in words.

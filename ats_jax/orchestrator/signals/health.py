@@ -1,12 +1,31 @@
 """How a run is doing, in one word and its causes."""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 from ats_jax.orchestrator.policy.state import Finding
+from ats_jax.orchestrator.signals.interval import Reading
 
 LEVELS = ("healthy", "warning", "critical")
+LAPS, LASTS, AT_ONCE = 6, 5, 2  # looks remembered; of them slow, or the last ones very slow
+FAR, FAR_SHARE = 1.0, 0.2  # of the probe's loss from that of training: nats, and share of it
+COMPARED = range(2, 11)  # readings of the probe that are: in the first the loss falls too fast
+
+
+class Cause(NamedTuple):
+  """Something worth a word.
+
+  Attributes:
+    name: the same as long as it lasts.
+    level: an index of `LEVELS`.
+    says: in words.
+  """
+
+  name: str
+  level: int
+  says: str
 
 
 class Health(NamedTuple):
@@ -15,10 +34,21 @@ class Health(NamedTuple):
   Attributes:
     level: one of `LEVELS`.
     causes: what makes it so, in words, the worst first.
+    names: of the causes, see `Cause`.
+    levels: of the causes.
   """
 
   level: str
   causes: tuple[str, ...]
+  names: tuple[str, ...] = ()
+  levels: tuple[int, ...] = ()
+
+  @classmethod
+  def of(cls, causes: Sequence[Cause]) -> Self:
+    """As bad as the worst cause."""
+    causes = sorted(causes, key=lambda cause: -cause.level)
+    names, levels, says = zip(*causes, strict=True) if causes else ((), (), ())
+    return cls(LEVELS[max(levels, default=0)], says, names, levels)
 
 
 class Limit(NamedTuple):
@@ -38,6 +68,11 @@ class Limit(NamedTuple):
   says: str
   low: bool = False
 
+  def level(self, value: float) -> int:
+    """Of a value, as an index of `LEVELS`; 0 of what is not known."""
+    sign = -1.0 if self.low else 1.0
+    return sum(sign * value >= sign * bound for bound in (self.warning, self.critical))
+
 
 # Runs without sparse layers lack the metrics of those. Sources: MaxVio arXiv:2408.15664; logits of
 # size 50 are where bfloat16 resolves 0.25 (so z about 2500); predictors of MoD arXiv:2404.02258.
@@ -50,30 +85,67 @@ LIMITS = (
   Limit("moe/z", 1000.0, 2500.0, "the router's logits grow (moe.z_loss)"),
   Limit("mod/agreement", 0.9, 0.6, "the causal rule differs from training's choice", low=True),
   Limit("mod/overflow", 0.2, 0.6, "chosen tokens find no place"),
+)
+# Of one process's clock. On a busy machine single looks say little.
+OF_HOST = (
   Limit("host/data_wait_share", 0.1, 0.5, "steps wait for data (data.num_workers, data.prefetch)"),
   Limit("host/slower", 0.5, 2.0, "steps take longer than they did, by this share, data apart"),
 )
 
 
-def report(means: Mapping[str, float], nonfinite: int, finding: Finding | None) -> Health:
+def report(
+  means: Mapping[str, float],
+  nonfinite: int,
+  finding: Finding | None,
+  laps: Sequence[Mapping[str, float]] = (),
+  further: Sequence[Cause] = (),
+) -> Health:
   """Say how an interval of steps was.
 
   Args:
     means: of the metrics, over the interval.
     nonfinite: steps with a loss or gradient that was not finite.
     finding: what the policy found.
+    laps: what this process's clock said of the last intervals, the newest last; see `Clock.lap`.
+    further: what else there is to say.
   """
-  causes: list[tuple[int, str]] = []
+  causes = list(further)
   if finding is not None:
     grave = finding.cause in ("state", "system")
-    causes.append((2 if grave else 1, f"{finding.cause}: {finding.reason}"))
+    causes.append(Cause(finding.cause, 2 if grave else 1, f"{finding.cause}: {finding.reason}"))
   elif nonfinite:
-    causes.append((1, f"{nonfinite} steps with a loss or gradient that is not finite"))
+    says = f"{nonfinite} steps with a loss or gradient that is not finite"
+    causes.append(Cause("not finite", 1, says))
   for limit in LIMITS:
     value = means.get(limit.metric, math.nan)
-    sign = -1.0 if limit.low else 1.0
-    if sign * value >= sign * limit.warning:
-      level = 2 if sign * value >= sign * limit.critical else 1
-      causes.append((level, f"{limit.metric} is {value:.3g}: {limit.says}"))
-  causes.sort(key=lambda cause: -cause[0])
-  return Health(LEVELS[causes[0][0]] if causes else "healthy", tuple(why for _, why in causes))
+    causes += _past(limit, limit.level(value), value)
+  for limit in OF_HOST:
+    values = [lap[limit.metric] for lap in laps[-LAPS:] if limit.metric in lap]
+    if values:
+      causes += _past(limit, _lasting([limit.level(v) for v in values]), statistics.median(values))
+  return Health.of(causes)
+
+
+def far_probe(reading: Reading) -> list[Cause]:
+  """Whether held-out text seems to be of another kind than what is trained on."""
+  apart = abs(reading.probe - reading.loss)
+  if not apart > max(FAR, FAR_SHARE * reading.loss):  # nor if one is not known
+    return []
+  says = (
+    f"held-out loss {reading.probe:.4g}, training loss {reading.loss:.4g}: is the validation split "
+    "of another kind than the training text? (data.validation_paths, python -m ats_jax data stats)"
+  )
+  return [Cause("held-out text", 1, says)]
+
+
+def _past(limit: Limit, level: int, value: float) -> list[Cause]:
+  says = f"{limit.metric} is {value:.3g}: {limit.says}"
+  return [Cause(limit.metric, level, says)] if level else []
+
+
+def _lasting(levels: Sequence[int]) -> int:
+  """The level of what a clock says: only what lasts counts, or a warning at once if it is grave."""
+  for level in (2, 1):
+    if sum(at >= level for at in levels) >= LASTS:
+      return level
+  return int(len(levels) >= AT_ONCE and min(levels[-AT_ONCE:]) == 2)

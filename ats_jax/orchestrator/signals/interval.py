@@ -1,5 +1,6 @@
 """What the supervisor looks at: an interval of steps, summed up in a few replicated numbers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,10 @@ from ats_jax.model.mod import Pass
 from ats_jax.step.reflex import SURPRISE
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
+CUSUM_DOUBT = 10.0  # half of what is an alarm to the policy
+SCALES = ("reflex/grad_scale", "reflex/update_scale", "reflex/rate_scale")  # 1 if all is well
+
+Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 
 
 class Reading(NamedTuple):
@@ -20,7 +25,8 @@ class Reading(NamedTuple):
     step: last step.
     loss: median over the steps in which it was finite; NaN if in none.
     recent_z: median sigmas of the loss in the last steps.
-    probe: loss on the probe batch with the weights after `step`; NaN if there is no probe batch.
+    probe: loss on the probe with the weights after `step`; NaN if it is not known: it is not read
+      at each look, and there may be none.
     sound: whether weights and the probe's loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
     broken: of them in a row at the end.
@@ -34,7 +40,7 @@ class Reading(NamedTuple):
     applied: learning rate, at the end.
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
-    rules: by which the probe was scored, the fields of a `Pass`; () if it was not.
+    rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
     wrong: numbers of the state that no update can have left, see `Optimizer.check` and
       `Reflex.written`.
     tensor: of the first of them, as `step.tensors` counts.
@@ -64,6 +70,18 @@ class Reading(NamedTuple):
   tensor: int = 0
   miscounted: int = 0
 
+  @property
+  def unread(self) -> bool:
+    """Whether there is a probe, but its loss is not known here."""
+    return self.rules != () and self.sound and math.isnan(self.probe)
+
+  @property
+  def doubtful(self) -> bool:
+    """Whether anything was out of the ordinary, though it may be nothing: a reason to look."""
+    of_reflex = self.nonfinite or self.skipped or self.held or self.cusum > CUSUM_DOUBT
+    shrunk = any(self.means.get(name, 1.0) < 1.0 for name in SCALES)
+    return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
+
 
 class Pending(NamedTuple):
   """Steps that were not looked at yet.
@@ -71,15 +89,15 @@ class Pending(NamedTuple):
   Attributes:
     step: the last of them.
     rows: `StepMetrics.values` of each, on their way to the host.
-    probe: what the eval step returned for the weights after the last.
-    rules: by which it did.
+    probe: what the eval step returned for the weights after the last; None if it was not asked.
+    rules: by which it did, or would have.
     host: what this process's clock says of them.
     loads: moe/load of each step, if experts are watched.
   """
 
   step: int
   rows: list[jax.Array]
-  probe: jax.Array | None
+  probe: Sums | None
   rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
@@ -97,7 +115,7 @@ def read(
     names: of the columns, those of a run with a reflex (`metric_names`).
     last_step: that of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
-    probe: loss on the probe batch after the last step; None if it was not measured.
+    probe: loss on the probe after the last step; None if it was not measured.
   """
   column = dict(zip(names, rows.T.astype(np.float64), strict=True))
   last = {name: float(values[-1]) for name, values in column.items()}
@@ -126,23 +144,27 @@ def read(
   )
 
 
-def probe_loss(sums: np.ndarray) -> float:
-  """Nats per token, of what an eval step returns."""
-  cross_entropy, _, tokens = sums.tolist()
-  return cross_entropy / tokens
+def probe_loss(sums: Sums | np.ndarray) -> float:
+  """Nats per token, of what eval steps return; waits for it."""
+  cross_entropy, _, tokens = _total(sums)
+  return float(cross_entropy / tokens)
 
 
-def check_probe(sums: np.ndarray) -> None:
-  """Does the probe batch hold a token to predict? Takes what an eval step returns.
+def check_probe(sums: Sums) -> None:
+  """Does the probe hold a token to predict? Takes what eval steps return.
 
   Raises:
     ValueError: if all is padding.
   """
-  if not sums[2] > 0.0:
+  if not _total(sums)[2] > 0.0:
     raise ValueError(
       "the probe batch of the orchestrator holds no token that counts in the loss. Give it rows of "
       "text that are not all padding."
     )
+
+
+def _total(sums: Sums | np.ndarray) -> np.ndarray:
+  return np.sum(np.reshape(jax.device_get(sums), (-1, 3)), axis=0, dtype=np.float64)
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.actions.base import Action, carry_out
-from ats_jax.orchestrator.signals.interval import probe_loss
+from ats_jax.orchestrator.signals.interval import Sums, probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.step.metrics import METRICS, StepMetrics
 from ats_jax.step.state import TrainState
@@ -30,7 +30,7 @@ from ats_jax.step.state import TrainState
 PAIRS = 4
 
 Update = Callable[[TrainState], tuple[TrainState, StepMetrics]]  # donates the state
-Probe = Callable[[Decoder], jax.Array]  # gives the sums of an eval step, by one set of rules
+Probe = Callable[[Decoder], Sums]  # scores the probe, by one set of rules
 
 
 class Ahead(NamedTuple):
@@ -138,10 +138,8 @@ class Again:
     rules: by which the probe was scored there.
   """
 
-  def __init__(
-    self, step: int, state: TrainState, action: Action, probe: jax.Array | None, rules: Pass
-  ):
-    """Begin with `state`, which made `step` updates; `probe` is what the eval step gave for it."""
+  def __init__(self, step: int, state: TrainState, action: Action, probe: Sums | None, rules: Pass):
+    """Begin with `state`, which made `step` updates; `probe` is what scoring it gave."""
     self.first, self.action, self.rules, self._probe = step, action, rules, probe
     self._start = Snapshot.take(step, state)
     self._updates: list[Update] = []
@@ -213,8 +211,9 @@ def _at_rate(state: TrainState, scale: float | np.ndarray) -> TrainState:
   return dataclasses.replace(state, control=control)
 
 
-def _loss(sums: jax.Array | None) -> float:
-  return probe_loss(jax.device_get(sums))
+def _loss(sums: Sums | None) -> float:
+  assert sums is not None, "the probe was not read where the arms part"
+  return probe_loss(sums)
 
 
 def _effect(

@@ -49,16 +49,12 @@ class Snapshot:
 
   @classmethod
   def swap_out(cls, step: int, state: TrainState) -> "Snapshot":
-    """`take`, and free the device's memory: the state is gone until `restore`. Waits for it."""
+    """`take`, and free the device's memory: the state is gone until `resume`. Waits for it."""
     snapshot = cls.take(step, state)
     jax.block_until_ready(snapshot.arrays)
     for array in jax.tree.leaves(_parts(state)):
       array.delete()
     return snapshot
-
-  def restore(self, state: TrainState) -> TrainState:
-    """The same but for the step, key and control of `state`, which a rollback does not touch."""
-    return dataclasses.replace(self.resume(), step=state.step, key=state.key, control=state.control)
 
 
 class Snapshots:
@@ -67,7 +63,6 @@ class Snapshots:
   Attributes:
     good: the newest last, at most two.
     candidate: newer, and not known to be good.
-    left: what the last rollback left, while that is on trial; in place of a candidate.
     copies: of a state that there may be at once, with those of a branch.
     keeps_first: the first good one stays, whatever comes after it.
   """
@@ -76,7 +71,6 @@ class Snapshots:
     """Set how often a state is taken, and the most memory of this process that copies may hold."""
     self.good: tuple[Snapshot, ...] = ()
     self.candidate: Snapshot | None = None
-    self.left: Snapshot | None = None
     self.copies = copies
     self.keeps_first = False
     self._every_steps = every_steps
@@ -94,13 +88,13 @@ class Snapshots:
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Begin with a state that is taken to be good: a new one, or that of a verified checkpoint."""
-    self.good, self.candidate, self.left = (), None, None
+    self.good, self.candidate = (), None
     if self.fits(state):
       self.good = (Snapshot.take(step, state, saved),)
 
   def offer(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Take `state` if it is time and there is room."""
-    has_room = self.candidate is None and self.left is None
+    has_room = self.candidate is None
     if self.good and has_room and step - self.good[-1].step >= self._every_steps:
       self.candidate = Snapshot.take(step, state, saved)
 
@@ -113,15 +107,11 @@ class Snapshots:
 
   def return_to(self, snapshot: Snapshot) -> None:
     """The run was gone on with from there on another way: what is newer is not of it."""
-    self.good, self.candidate, self.left = (snapshot,), None, None
+    self.good, self.candidate = (snapshot,), None
 
   def reject(self) -> None:
     """The candidate is not to be trusted."""
     self.candidate = None
-
-  def forget(self) -> None:
-    """The last rollback is not going to be undone."""
-    self.left = None
 
   def newest(self, saved_steps: Sequence[int]) -> tuple[int, TrainState, dict[str, Any]] | None:
     """The newest good one as a checkpoint would give it: step, state and the rest.
@@ -136,10 +126,6 @@ class Snapshots:
   def back(self, number: int) -> Snapshot | None:
     """The `number`-th newest good one, from 0, or the oldest; None if there is none."""
     return self.good[max(-len(self.good), -1 - number)] if self.good else None
-
-  def leave(self, step: int, state: TrainState) -> None:
-    """Keep the state that a rollback leaves, to undo it."""
-    self.candidate, self.left = None, Snapshot.take(step, state)
 
 
 def local_bytes(state: TrainState) -> int:

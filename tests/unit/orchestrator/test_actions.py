@@ -62,16 +62,35 @@ def test_scalars_are_set_and_set_back(state, action, field, value):
   assert_equal(back.apply(changed, EXPERTS), state)
 
 
-def test_a_rollback_keeps_step_key_and_control(state):
-  saved = dataclasses.replace(state, model=jax.tree.map(lambda x: x + 1, state.model))
-  now = dataclasses.replace(
-    SetLearningRateScale(0.5, 1.0).apply(state, CFG), step=state.step + 7, key=jax.random.key(3)
-  )
-  rolled = Rollback().apply(now, CFG, saved)
-  assert_equal((rolled.model, rolled.opt_state), (saved.model, saved.opt_state))
-  assert int(rolled.step) == 7 and rolled.key == now.key
+class Kept:
+  """A host that has one earlier state."""
+
+  wants_checkpoint = False
+
+  def __init__(self, snapshot):
+    self._snapshot = snapshot
+
+  def earlier(self, back):
+    del back
+    return self._snapshot.step, self._snapshot.resume()
+
+
+def rolled_back(snapshot, step, state):
+  saved, came_to = Rollback().find(Kept(snapshot), step, state)
+  assert came_to == {"to": snapshot.step}
+  return Rollback().apply(state, CFG, saved)
+
+
+def test_a_rollback_goes_on_counting_batches_and_keeps_control(state):
+  snapshot = Snapshot.take(3, state)
+  changed = jax.tree.map(lambda x: x + 1, state.model)
+  now = dataclasses.replace(SetLearningRateScale(0.5, 1.0).apply(state, CFG), model=changed)
+  now = dataclasses.replace(now, step=jnp.int32(2**20 + 7))  # a bit of its count flipped
+  rolled = rolled_back(snapshot, 7, now)
+  assert_equal((rolled.model, rolled.opt_state), (state.model, state.opt_state))
+  assert int(rolled.step) == 7  # not what the state says: that is what may be bad
+  assert_equal(rolled.key, state.key)
   assert float(rolled.control.lr_scale) == 0.5
-  assert Rollback(back=1).undo() == Rollback(returns=True)
 
 
 def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
@@ -84,14 +103,14 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
     snapshot = Snapshot.take(0, state)
     state, _ = step(SetLearningRateScale(0.5, 1.0).apply(state, CFG), batch)
     state, _ = step(SetSkips(64.0, 32.0).apply(state, CFG), batch)
-    state, _ = step(Rollback().apply(state, CFG, snapshot.restore(state)), batch)
+    state, _ = step(rolled_back(snapshot, 2, state), batch)
     assert int(state.step) == 3
     assert float(state.control.lr_scale) == 0.5 and float(state.control.bucket) == 64.0
 
 
-def test_nothing_undoes_a_stop_or_an_undo():
+def test_nothing_undoes_a_stop_or_a_rollback():
   assert Stop().undo() is None
-  assert Rollback(returns=True).undo() is None
+  assert Rollback(back=1).undo() is None  # what it left was found bad
   assert SaveCheckpoint().undo() is None
   assert SetPenalty(1, 2, 0.0).undo() is None  # the pair is no more
 

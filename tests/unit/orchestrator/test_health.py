@@ -1,22 +1,25 @@
 """The health report and the clock behind its words on speed."""
 
+import math
+
 import pytest
+from readings import reading
 
 from ats_jax.metrics.clock import ASIDE, LEAST, Clock
 from ats_jax.orchestrator.policy.decide import Finding
-from ats_jax.orchestrator.signals.health import report
+from ats_jax.orchestrator.record.teller import Teller
+from ats_jax.orchestrator.signals.health import LAPS, Health, far_probe, report
 
 
 @pytest.mark.parametrize(
   ("means", "level", "says"),
   [
-    ({"train/z": 20.0, "host/data_wait_share": 0.02}, "healthy", None),
+    ({"train/z": 20.0}, "healthy", None),
     ({"train/z": 150.0}, "warning", "the logits grow"),
     ({"reflex/skipped": 0.6}, "critical", "updates are left out"),
     ({"moe/max_violation": 2.5}, "warning", "experts are loaded unevenly"),
     ({"moe/min_load": 0.0}, "critical", "an expert gets next to no tokens"),
     ({"mod/agreement": 0.8}, "warning", "the causal rule differs"),
-    ({"host/data_wait_share": 0.7}, "critical", "steps wait for data"),
     ({"train/z": float("nan")}, "healthy", None),
   ],
 )
@@ -62,13 +65,61 @@ def test_a_slow_loader_is_told_from_slow_steps():
   slow = clock.lap(10)
   assert slow["host/data_wait_share"] == pytest.approx(0.905)
   assert slow["host/slower"] == pytest.approx(0.0)
-  health = report(slow, 0, None)
+  health = report({}, 0, None, [slow] * LAPS)
   assert health.level == "critical" and len(health.causes) == 1
   loop.add(step=28.5)
   slow = clock.lap(10)
   assert slow["host/data_wait_share"] == 0.0 and slow["host/slower"] == pytest.approx(2.0)
-  assert "steps take longer" in report(slow, 0, None).causes[0]
+  assert "steps take longer" in report({}, 0, None, [slow] * LAPS).causes[0]
 
 
 def test_without_totals_there_is_nothing_to_say():
   assert Clock(None).lap(10) == {}
+
+
+def level(*shares):
+  return report({}, 0, None, [{"host/data_wait_share": share} for share in shares]).level
+
+
+def test_waiting_for_data_is_a_matter_only_if_it_lasts():
+  assert level(0.9) == level(0.0, 0.0, 0.9, 0.0, 0.9, 0.9 / 2) == "healthy"
+  assert level(0.3, 0.0, 0.3, 0.3, 0.3, 0.3) == "warning"  # five of six
+  assert level(0.0, 0.0, 0.9, 0.9) == "warning"  # by far, twice in a row
+  assert level(0.3, 0.3, 0.9, 0.3, 0.9, 0.9) == "warning"
+  assert level(0.3, 0.9, 0.9, 0.9, 0.9, 0.9) == "critical"
+  assert report({}, 0, None, [{}] * LAPS).level == "healthy"  # nobody keeps the time
+
+
+def test_the_log_has_what_changes(caplog):
+  teller = Teller(None, None)
+  says = lambda: [record.getMessage() for record in caplog.records]
+  one = lambda z: report({"train/z": z}, 0, None)
+  with caplog.at_level("INFO"):
+    for z in (150.0, 160.0, 170.0):
+      teller.health(one(z))
+    assert says() == ["health: warning: train/z is 150: the logits grow (step.z_loss holds them)"]
+    teller.health(one(3000.0))
+    teller.health(report({"train/z": 3000.0, "moe/dropped": 0.1}, 0, None))
+    teller.health(Health.of([]))
+    teller.health(one(150.0))
+  assert [line.split(" is ")[0] for line in says()[1:]] == [
+    "health: critical: train/z",
+    "health: warning: moe/dropped",
+    "health: moe/dropped: no more",
+    "health: train/z: no more",
+    "health: warning: train/z",
+  ]
+
+
+@pytest.mark.parametrize(
+  ("loss", "probe", "far"),
+  [
+    (2.8, 4.93, True), (4.93, 2.8, True), (2.8, 3.7, False), (9.0, 10.5, False),
+    (2.0, math.nan, False), (math.nan, 2.0, False),
+  ],
+)  # fmt: skip
+def test_held_out_text_of_another_kind_is_said(loss, probe, far):
+  causes = far_probe(reading(0, loss=loss, probe=probe))
+  assert [cause.level for cause in causes] == [1] * far
+  if far:
+    assert "of another kind" in causes[0].says and "4.93" in causes[0].says

@@ -232,12 +232,11 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
       rerun.add(again, metrics)
     kept = np.asarray(state.model.embed.weight[...])
     left, other, effect = rerun.make(program.cfg, state, look)
-    assert (
-      other.model.embed.weight[...].sharding == left.restore(state).model.embed.weight[...].sharding
-    )
-    np.testing.assert_array_equal(left.restore(state).model.embed.weight[...], kept)
+    back = left.resume()
+    assert other.model.embed.weight[...].sharding == back.model.embed.weight[...].sharding
+    np.testing.assert_array_equal(back.model.embed.weight[...], kept)
     assert int(other.step) == int(state.step) == 2 and effect.changed != effect.without
-    compiled(left.restore(state), batch)
+    compiled(back, batch)
 
 
 def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):

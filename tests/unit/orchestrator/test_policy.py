@@ -216,6 +216,17 @@ def test_weights_that_something_wrote_to_are_mended_first(looks):
   assert [d.action for d in judgement.decisions] == [Rollback()]
 
 
+def test_what_a_rollback_left_is_not_gone_back_to_though_it_got_worse(looks):
+  looks(3)
+  trial = Trial(0, Rollback(), looks.policy.acted_step, 0.5)
+  wait = {"trial": looks.policy.checks}
+  looks.policy = looks.policy._replace(trial=trial, wait=wait, decisions=1)
+  judgement = looks(**BAD_STATE)
+  assert judgement.outcome is not None and judgement.outcome.verdict == "harmed"
+  assert [d.cause for d in judgement.decisions] == ["state"]
+  assert [d.action for d in judgement.decisions] == [Rollback()]
+
+
 def test_what_does_not_help_is_not_believed_in_for_ever(looks):
   for _ in range(6):
     looks(**BAD_STATE)

@@ -140,7 +140,6 @@ def test_the_queue_survives_a_checkpoint():
   ("action", "message"),
   [
     (Stop(), "not for hooks"),
-    (Rollback(returns=True), "not for hooks"),
     (SetLearningRateScale(0.0), "scale is 0.0"),
     (ChangeSettings((("num_steps", 3),)), "is over at step 5"),
   ],

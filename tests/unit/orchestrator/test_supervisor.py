@@ -207,19 +207,6 @@ def test_without_room_for_snapshots_the_checkpoint_is_used(program):
   assert np.isfinite(run.probe_loss())
 
 
-def test_a_rollback_that_did_harm_is_taken_back(program):
-  run = Run(program)(48)
-  before = run.state
-  kept = jax.tree.map(np.asarray, before.model)
-  action = Rollback()
-  earlier, _ = action.find(run.supervisor, 48, before)
-  assert earlier is not None
-  back, came_to = Rollback(returns=True).find(run.supervisor, 48, earlier)
-  assert back is not None and came_to == {"to": 48}
-  for a, b in zip(jax.tree.leaves(back.model), jax.tree.leaves(kept), strict=True):
-    np.testing.assert_array_equal(np.asarray(a), b)
-
-
 def test_observing_writes_the_same_findings_and_applies_none(program, tmp_path):
   cfg = program.cfg
   observing = dataclasses.replace(cfg.orchestrator, mode="observe")
@@ -310,10 +297,6 @@ def test_the_ring_holds_two_good_states_and_a_candidate(program):
   ring.reject()
   ring.confirm(41)
   assert ring.back(0).step == 30
-  ring.leave(45, state)
-  ring.offer(50, state)
-  assert ring.candidate is None  # the place is taken until the rollback is judged
-  ring.forget()
   ring.offer(50, state)
   assert ring.candidate.step == 50
 
@@ -328,7 +311,7 @@ def test_a_snapshot_outlives_the_state_and_comes_back_where_it_was(program):
     state, micro_batches(counting_rows(0), 1), program.training_rules(1), fault=NO_FAULT
   )  # donates it
   for _ in range(2):
-    back = snapshot.restore(state)
+    back = snapshot.resume()
     got = (back.model, back.opt_state, back.reflex)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_array_equal(np.asarray(a), b)

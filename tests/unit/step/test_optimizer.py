@@ -12,6 +12,7 @@ from ats_jax.ops.registry import XLA
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.adamw import fused_adamw, scale_by_adam
 from ats_jax.step.optimizers.base import clip_by_norm, decay_mask
+from ats_jax.step.tensors import norm
 from ats_jax.step.update import update
 
 # Both compute in float32 and differ in the order of a few operations.

@@ -1,0 +1,56 @@
+"""Short blocks from all over a split: a small sample that stands for it."""
+
+import numpy as np
+
+from ats_jax.data.dataset import Dataset
+
+SHORT = 256  # positions in a block, where rows are longer
+
+
+def sample_blocks(ds: Dataset, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:
+  """`count` blocks, spread evenly over the rows from `reported` on where these are enough.
+
+  Where the split is smaller than `count` blocks, what is missing is padding.
+
+  Args:
+    ds: a split with rows.
+    count: how many.
+    reported: rows at the beginning that serve another purpose.
+
+  Returns:
+    Arrays [count, min(SHORT, seq_len)], and whether all of them are of rows from `reported` on.
+  """
+  parts = max(1, ds.seq_len // SHORT)
+  apart = (ds.num_rows - reported) * parts >= count
+  first = reported if apart else 0
+  rows = ds.num_rows - first
+  blocks = []
+  for number in range(count):
+    if rows >= count:  # a row each, and another part of each
+      row, part = _evenly(number, count, rows), number % parts
+    else:
+      row, part = divmod(_evenly(number, min(count, rows * parts), rows * parts), parts)
+    blocks.append(cut(ds.rows(np.array([first + row])), part))
+  return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}, apart
+
+
+def _evenly(number: int, count: int, among: int) -> int:
+  """Where the `number`-th of `count` points lies that divide `among` evenly."""
+  return (2 * number + 1) * among // (2 * count)
+
+
+def cut(row: dict[str, np.ndarray], part: int) -> dict[str, np.ndarray]:
+  """The `part`-th block of a row [1, seq], or the last that text fills; as if it were a whole row.
+
+  A document that begins before the block begins with it: positions count from there.
+  """
+  segments = row["segment_ids"]
+  length = min(SHORT, segments.shape[1])
+  begin = max(0, min(part * length, np.count_nonzero(segments) - length))
+  block = {name: values[:, begin : begin + length] for name, values in row.items()}
+  ids, positions = block["segment_ids"], block["positions"]
+  continued = ids == ids[:, :1]
+  return block | {
+    "segment_ids": np.where(ids > 0, ids - ids[:, :1] + 1, 0),
+    "positions": np.where(continued, positions - positions[:, :1], positions),
+  }

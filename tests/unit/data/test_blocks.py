@@ -1,0 +1,75 @@
+"""Blocks that stand for a split: from all over it, and sound rows of their own."""
+
+import numpy as np
+import pytest
+
+from ats_jax.data.blocks import SHORT, cut, sample_blocks
+
+
+class Rows:
+  """Rows of two documents whose tokens name row and position, the last fifth of each is padding."""
+
+  def __init__(self, num_rows, seq_len):
+    self.num_rows, self.seq_len = num_rows, seq_len
+
+  def rows(self, indices):
+    at = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32), (len(indices), self.seq_len))
+    used = at < self.seq_len * 4 // 5
+    used = used & (np.asarray(indices) < self.num_rows)[:, None]
+    half = self.seq_len // 3
+    segments = np.where(used, 1 + (at >= half), 0)
+    return {
+      "tokens": np.where(used, 10_000 * np.asarray(indices)[:, None] + at, 0),
+      "targets": np.where(used, 10_000 * np.asarray(indices)[:, None] + at + 1, 0),
+      "segment_ids": segments.astype(np.int32),
+      "positions": np.where(used, np.where(at >= half, at - half, at), 0).astype(np.int32),
+      "loss_mask": used.astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("seq_len", [16, SHORT, 4 * SHORT])
+def test_blocks_come_from_all_of_the_split_but_for_what_is_reported(seq_len):
+  blocks, apart = sample_blocks(Rows(1000, seq_len), 64, reported=200)
+  rows = blocks["tokens"][:, 0] // 10_000
+  assert apart and blocks["tokens"].shape == (64, min(SHORT, seq_len))
+  assert rows.min() >= 200 and len(set(rows)) == 64
+  assert (np.histogram(rows, bins=8, range=(200, 1000))[0] == 8).all()
+  if seq_len > SHORT:  # and from all parts of rows
+    assert set(blocks["tokens"][:, 0] % 10_000 // SHORT) == {0, 1, 2}
+
+
+def test_where_too_few_rows_are_left_all_are_used_and_it_is_said():
+  blocks, apart = sample_blocks(Rows(100, 16), 64, reported=40)
+  assert not apart and (blocks["tokens"][:, 0] // 10_000).min() < 10
+  blocks, apart = sample_blocks(Rows(100, 16), 64, reported=36)
+  assert apart and sorted(blocks["tokens"][:, 0] // 10_000) == list(range(36, 100))
+
+
+def test_a_split_smaller_than_the_sample_is_filled_with_padding():
+  blocks, apart = sample_blocks(Rows(5, 16), 8, reported=0)
+  assert not apart
+  assert blocks["loss_mask"].any(axis=1).tolist() == [True] * 5 + [False] * 3
+  blocks, _ = sample_blocks(Rows(5, 4 * SHORT), 64, reported=0)
+  firsts = blocks["tokens"][blocks["loss_mask"].any(axis=1), 0]
+  assert len(firsts) == 20  # each part of each row
+
+
+def test_a_block_is_a_row_of_its_own():
+  seq = 4 * SHORT
+  row = Rows(9, seq).rows(np.array([3]))
+  block = cut(row, 1)  # from the middle of the first document into the second
+  assert {x.shape for x in block.values()} == {(1, SHORT)}
+  assert {name: x.dtype for name, x in block.items()} == {n: x.dtype for n, x in row.items()}
+  change = seq // 3 - SHORT
+  assert block["segment_ids"][0].tolist() == [1] * change + [2] * (SHORT - change)
+  want = [*range(change), *range(SHORT - change)]
+  assert block["positions"][0].tolist() == want
+  assert (block["targets"] == block["tokens"] + 1).all() and block["loss_mask"].all()
+  last = cut(row, 3)  # half of the fourth part is padding: the last block that text fills
+  assert last["loss_mask"].all() and last["tokens"][0, -1] == 30_000 + seq * 4 // 5 - 1
+
+
+def test_short_rows_stay_whole():
+  row = Rows(9, 20).rows(np.array([3]))
+  for name, values in cut(row, 0).items():
+    np.testing.assert_array_equal(values, row[name])
