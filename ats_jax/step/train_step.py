@@ -28,6 +28,8 @@ from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.update import guarded_update, update
 
+Schedule = Callable[[Config, jax.Array], jax.Array]
+
 
 def make_train_step(
   cfg: Config, optimizer: Optimizer, objective: Objective, options: Options | None = None
@@ -42,9 +44,9 @@ def make_train_step(
 
 
 def step_function(
-  cfg: Config, optimizer: Optimizer, objective: Objective
+  cfg: Config, optimizer: Optimizer, objective: Objective, schedule: Schedule = learning_rate
 ) -> Callable[[TrainState, Batch, Pass], tuple[TrainState, StepMetrics]]:
-  """The step of `make_train_step`, to be traced."""
+  """The step of `make_train_step`, to be traced; `schedule` gives the learning rate of a step."""
 
   def train_step(state: TrainState, batch: Batch, rules: Pass) -> tuple[TrainState, StepMetrics]:
     whole = totals(batch, rules)
@@ -56,7 +58,7 @@ def step_function(
     sums, stats, grads = sums_and_grads(objective, used, batch, whole, key, rules)
 
     params: Any = trainable(state.model)  # optax has no type for "any pytree"
-    lr = learning_rate(cfg, state.step)
+    lr = schedule(cfg, state.step)
     control, reflex = state.control, state.reflex
     loss, accuracy, z, *further = objective.means(sums, whole)
     if control is None or reflex is None:
