@@ -31,22 +31,32 @@ def spread(path: Path, processes: int) -> None:
   Raises:
     ValueError: if one of them fails; what the others made is kept.
   """
-  _merge(path)
+  merge_parts(path)
   cores = sorted(os.sched_getaffinity(0))
   running = [_start(path, part, processes, cores[part % len(cores)]) for part in range(processes)]
-  said = time.monotonic()
-  while any(process.poll() is None for process in running):
-    time.sleep(POLL_SECS)
-    if time.monotonic() - said > REPORT_SECS:
-      said = time.monotonic()
-      logging.info("%d runs are done", sum(_lines(part) for part in _parts(path)))
-  _merge(path)
+  try:
+    _wait(path, running)
+  finally:
+    for process in running:
+      if process.poll() is None:
+        process.terminate()
+        process.wait()
+    merge_parts(path)
   failed = [str(i) for i, process in enumerate(running) if process.returncode]
   if failed:
     raise ValueError(
       f"parts {', '.join(failed)} of {processes} failed: see {_log(path, int(failed[0]))}. What "
       "was made is kept; the same command makes the rest."
     )
+
+
+def _wait(path: Path, running: list[subprocess.Popen]) -> None:
+  said = time.monotonic()
+  while any(process.poll() is None for process in running):
+    time.sleep(POLL_SECS)
+    if time.monotonic() - said > REPORT_SECS:
+      said = time.monotonic()
+      logging.info("%d runs are done", sum(_lines(part) for part in _parts(path)))
 
 
 def _start(path: Path, part: int, parts: int, core: int) -> subprocess.Popen:
@@ -61,7 +71,8 @@ def _start(path: Path, part: int, parts: int, core: int) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def _merge(path: Path) -> None:
+def merge_parts(path: Path) -> None:
+  """Move the runs of all parts into the file of the results."""
   for part in _parts(path):
     Results(path).take(part)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from ats_jax.config import base_config, from_config_dict
@@ -19,6 +20,7 @@ from benchmarks.faults.results import Key, Results
 from benchmarks.faults.scenarios import SCENARIOS
 from benchmarks.faults.single import run
 
+COSTS = {"rewind": 1.5, "ours": 2.0}  # of a run, those of `clip`
 TUNING_SEEDS, HELD_OUT_SEEDS = range(10), range(100, 110)
 
 
@@ -99,7 +101,7 @@ SUITES = {
   ),
   "audit": AUDIT,
   "audit_smoke": dataclasses.replace(
-    AUDIT, arms=("clip", "ours"), scenarios=AUDIT_SMOKE, seeds=(0,), settings=(("num_steps", 200),)
+    AUDIT, arms=("clip", "ours"), scenarios=AUDIT_SMOKE, seeds=(0,), settings=(("num_steps", 120),)
   ),
   "audit_tune": dataclasses.replace(AUDIT, seeds=tuple(range(5))),
   "audit_long": LONG,
@@ -121,9 +123,11 @@ def missing(suite: Suite, results: Results) -> list[Key]:
 
 
 def stretch(keys: list[Key], part: int, parts: int) -> list[Key]:
-  """Part `part` (0-based) of equal ones; together, a stretch has few arms to compile."""
-  first, end = (round(len(keys) * i / parts) for i in (part, part + 1))
-  return keys[first:end]
+  """Part `part` (0-based) of about equal cost; together, a stretch has few arms to compile."""
+  costs = np.array([COSTS.get(arm, 1.0) for arm, _, _ in keys])
+  before = np.cumsum(costs) - costs
+  which = before * parts // np.sum(costs)
+  return [key for key, number in zip(keys, which, strict=True) if number == part]
 
 
 def run_suite(suite: Suite, path: Path, part: tuple[int, int] | None = None) -> Results:

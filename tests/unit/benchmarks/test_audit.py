@@ -296,14 +296,13 @@ def test_what_comes_is_lent_and_paid_for(bench, arm_of):
 def test_a_trial_on_what_comes(bench, arm_of):
   """With the loop's own trial: both arms see the scenario's rows."""
   arm = arm_of("ours")
-  orchestrator = dataclasses.replace(bench.cfg.orchestrator, branch_steps=3)
-  cfg = dataclasses.replace(bench.cfg, orchestrator=orchestrator)
+  orchestrator = dataclasses.replace(arm.program.cfg.orchestrator, branch_steps=3)
+  cfg = dataclasses.replace(arm.program.cfg, orchestrator=orchestrator)
   loop = Loop(bench, arm, "minority_batch_10", 0)
   state, _ = loop.update(0, arm.program.init(), loop.injection(0))
   probe = lambda model: arm.program.eval_step(model, bench.probe, arm.program.rules(1))
-  state, effect = look_ahead(
-    arm.program.cfg, state, SetLearningRateScale(0.5, 1.0), loop.ahead(), probe
-  )
+  cut = SetLearningRateScale(0.5, 1.0)
+  state, effect = look_ahead(cfg, state, cut, loop.ahead(), probe)
   assert loop.made == 2 * 4 * 3 and effect.without != effect.changed
   assert int(state.step) == 1
 
