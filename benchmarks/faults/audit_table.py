@@ -4,6 +4,7 @@ Over clip: the held-out loss above that of `clip`, same seed; of a control with 
 fault without. Over its own: above that of the arm's own clean run. Mean / worst of the seeds.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -109,7 +110,7 @@ class Runs:
     return float(np.mean(lost)) if lost else np.nan
 
   def named(self) -> tuple[int, int]:
-    """Runs in which something was found in the state, or done; the hit was named in the first."""
+    """Of runs with a tensor hit in which something was done, or found in the state: named; all."""
     found = [
       r for r in self.records if r["decisions"] or any(f[1] == "state" for f in r["findings"])
     ]
@@ -132,9 +133,9 @@ class Runs:
 
 
 def _is_named(record: Record) -> bool:
-  """Whether anything that was said names a tensor that was hit, of a layer or of the model."""
-  tails = [name.split("layers/", 1)[-1] for name in record["hit"]]
-  return any(tail in text for tail in tails for text in record["said"])
+  """Whether anything that was said names the tensor that was hit, whatever the tree it is in."""
+  names = [re.sub(r"^.*?\b(model|mu|nu)/", "", name) for name in record["hit"]]
+  return any(name in text for name in names for text in record["said"])
 
 
 Cells = dict[str, Callable[[Runs], str]]
