@@ -130,8 +130,3 @@ def guarded_update(
   update_norm = rate * tensors.norm(directions)
   grad_norm = jnp.sqrt(jnp.sum(squares_T))
   return Updated(moved, new_state, grad_norm, update_norm, rate, verdict.accept, after, report)
-
-
-def scaled(tree: Any, factor: jax.Array) -> Any:
-  """Every leaf times a scalar, in the leaf's dtype."""
-  return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)

@@ -1,13 +1,16 @@
 """Faults on purpose, against several ways to guard a run.
 
-python -m benchmarks.faults run --suite=smoke|tune|full|large|experts|plateau \
-  --results=runs/faults.jsonl [--arms=clip,reflex] [--faults=rate_burst,clean] [--seeds=0,1,2]
-python -m benchmarks.faults table --results=runs/faults.jsonl
+python -m benchmarks.faults run --suite=smoke|tune|full|large|experts|plateau|audit|audit_long \
+  --results=runs/faults.jsonl [--arms=clip,reflex] [--faults='rate_*,clean'] [--seeds=0,1,2] \
+  [--processes=16]
+python -m benchmarks.faults table --results=runs/faults.jsonl[,'runs/more*.jsonl']
 
 `run` goes on where an earlier call was stopped.
 """
 
 import dataclasses
+import fnmatch
+import glob
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,16 +19,26 @@ from absl import flags
 from ats_jax import cli, runtime
 from ats_jax.config import base_config, from_config_dict
 from benchmarks.faults.arms import ARMS, OTHER_ARMS
+from benchmarks.faults.audit import KNOWN
+from benchmarks.faults.bench import Suite
 from benchmarks.faults.other_tables import tables
-from benchmarks.faults.results import Results
-from benchmarks.faults.scenarios import SCENARIOS
-from benchmarks.faults.suite import SUITES, Suite, run_suite
+from benchmarks.faults.results import merged
+from benchmarks.faults.spread import spread
+from benchmarks.faults.suite import SUITES, run_suite
 
 _SUITE = flags.DEFINE_enum("suite", "smoke", list(SUITES), "What is run.")
 _ARMS = flags.DEFINE_list("arms", None, "Only these arms.")
-_FAULTS = flags.DEFINE_list("faults", None, "Only these scenarios.")
+_FAULTS = flags.DEFINE_list("faults", None, "Only these scenarios; may be patterns.")
 _SEEDS = flags.DEFINE_list("seeds", None, "Only these seeds of the suite.")
-_RESULTS = flags.DEFINE_string("results", None, "File of JSON lines, e.g. runs/faults.jsonl.")
+_RESULTS = flags.DEFINE_list(
+  "results", None, "File of JSON lines, e.g. runs/faults.jsonl; for `table`, several or patterns."
+)
+_PROCESSES = flags.DEFINE_integer(
+  "processes", 0, "Spread the runs over so many processes of one core each; 0 = make them here."
+)
+_PART = flags.DEFINE_string(
+  "part", "", "Only part I of N of what is missing, I/N: for `processes`."
+)
 
 JUDGED = "ours"  # the arm that the thresholds are for
 
@@ -36,7 +49,7 @@ def chosen(suite: Suite) -> Suite:
   return dataclasses.replace(
     suite,
     arms=_only(_ARMS.value, "arms", suite.arms, ARMS | OTHER_ARMS),
-    scenarios=_only(_FAULTS.value, "faults", suite.scenarios, SCENARIOS),
+    scenarios=_only(_FAULTS.value and _matching(suite), "faults", suite.scenarios, KNOWN),
     seeds=_only(seeds, "seeds", suite.seeds, suite.seeds),
   )
 
@@ -52,19 +65,41 @@ def _only(wanted: list | None, flag: str, usual: tuple, known: Iterable) -> tupl
   return usual if wanted is None else tuple(wanted)
 
 
+def _matching(suite: Suite) -> list[str]:
+  """Scenarios by name or pattern: a pattern is of the suite's, a name of all."""
+  found = []
+  for pattern in _FAULTS.value or ():
+    found += fnmatch.filter(suite.scenarios, pattern) or [pattern]
+  return list(dict.fromkeys(found))
+
+
+def files() -> list[Path]:
+  """What `--results` names."""
+  names = cli.require(_RESULTS.value, "results", "runs/faults.jsonl")
+  return [Path(path) for name in names for path in sorted(glob.glob(name)) or [name]]
+
+
 def main(argv: list[str]) -> None:
   """Run a suite and print its table, or only print it."""
-  path = Path(cli.require(_RESULTS.value, "results", "runs/faults.jsonl"))
+  paths = files()
   if argv[1] == "run":
-    runtime.configure(from_config_dict(base_config()))
-    results = run_suite(chosen(SUITES[_SUITE.value]), path)
-  else:
-    results = Results(path)
-    if not results.records:
-      raise ValueError(
-        f"--results={path} holds no runs. Make some: python -m benchmarks.faults run."
-      )
-  print(tables(list(results.records.values()), JUDGED))
+    (path,) = paths
+    suite = chosen(SUITES[_SUITE.value])
+    if _PROCESSES.value:
+      spread(path, _PROCESSES.value)
+    else:
+      runtime.configure(from_config_dict(base_config()))
+      run_suite(suite, path, _part())
+    if _part() is not None:
+      return
+  print(tables(merged(paths), JUDGED))
+
+
+def _part() -> tuple[int, int] | None:
+  if not _PART.value:
+    return None
+  part, _, parts = _PART.value.partition("/")
+  return int(part), int(parts)
 
 
 if __name__ == "__main__":

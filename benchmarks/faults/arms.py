@@ -18,8 +18,8 @@ from ats_jax.step.reflex import Tracker
 from ats_jax.step.state import TrainState
 from benchmarks.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
 from benchmarks.faults.inject import Fault, with_faults
+from benchmarks.faults.watchers import RULE_METRICS, Rewind
 
-RULE_METRICS = ("rule/skipped", "rule/rate")
 LEAST_RATE = 1e-6  # learning rate below which rate rules never go
 Step = Callable[[TrainState, Any, Batch, Fault], tuple[TrainState, Any, StepMetrics]]
 
@@ -62,6 +62,7 @@ class Kind:
     probe: whether it has held-out rows to look at.
     knows: whether it is told of every fault.
     raises: whether it tries higher learning rates.
+    rewinds: whether it goes back when the loss stands high (`Rewind`).
     moe: what differs in `moe`.
   """
 
@@ -75,6 +76,7 @@ class Kind:
   probe: bool = True
   knows: bool = False
   raises: bool = False
+  rewinds: bool = False
   moe: tuple[tuple[str, str | float], ...] = ()
 
 
@@ -94,8 +96,9 @@ ARMS = {
   "ours": Kind(mode="act", watched=True),
   "ours-probe": Kind(mode="act", watched=True, probe=False),
 }
-# For the suites of experts and of low learning rates.
+# For the suites of experts, of low learning rates, and of the audit.
 OTHER_ARMS = {
+  "rewind": Kind(rule=lambda cfg: skip_step(), rewinds=True),
   "unbalanced": Kind(moe=(NO_BIAS, ("aux_loss", 0.0))),
   "switch": Kind(moe=(NO_BIAS, ("aux_loss", 0.01))),
   "ours+rate": Kind(mode="act", watched=True, raises=True),
@@ -124,15 +127,18 @@ def build_arm(name: str, cfg: Config) -> Arm:
     program = dataclasses.replace(program, optimizer=Optimizer(tx, platform))
   program = with_faults(program)
 
+  names = metric_names(cfg) + (RULE_METRICS if kind.rule is not None else ())
+
   def supervise(probe: Batch, loop: Loop) -> Supervisor | NoSupervisor:
+    if kind.rewinds:
+      return Rewind(names)
     if not kind.watched:
       return NoSupervisor()
     return Supervisor(program, probe if kind.probe else None, loop=loop)
 
-  names = metric_names(cfg)
   if kind.rule is not None:
     rule = kind.rule(cfg)
-    return Arm(name, program, _ruled(program, rule), rule.init(), names + RULE_METRICS, supervise)
+    return Arm(name, program, _ruled(program, rule), rule.init(), names, supervise)
   return Arm(name, program, _plain(program, kind), None, names, supervise, kind.knows)
 
 

@@ -1,7 +1,8 @@
 """Faults of the gradient and of the learning rate, around the production step.
 
 The gradient is that of an objective times a factor, the rate that of an optimizer whose directions
-are longer than it says: the step knows of neither.
+are longer than it says: the step knows of neither. A rate that is wrong in production is wrong in
+the schedule: then all that the step reports and bounds has it from there.
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ from ats_jax.step.balance import Totals
 from ats_jax.step.metrics import StepMetrics
 from ats_jax.step.objective import Contribution, Objective
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.train_step import step_function
-from ats_jax.step.update import scaled
 
 
 class Fault(NamedTuple):
@@ -29,10 +30,12 @@ class Fault(NamedTuple):
   Attributes:
     gradient: multiplies the gradients; may be NaN.
     rate: multiplies the learning rate, unknown to the schedule and to metrics.
+    schedule: multiplies the schedule's rate.
   """
 
   gradient: jax.Array
   rate: jax.Array
+  schedule: jax.Array | float = 1.0
 
 
 def with_faults(program: Program) -> Program:
@@ -42,11 +45,12 @@ def with_faults(program: Program) -> Program:
   def train_step(
     state: TrainState, batch: Batch, rules: Pass, fault: Fault | None = None
   ) -> tuple[TrainState, StepMetrics]:
-    optimizer, objective = program.optimizer, program.objective
+    optimizer, objective, schedule = program.optimizer, program.objective, learning_rate
     if fault is not None:
+      schedule = lambda cfg, step: learning_rate(cfg, step) * fault.schedule
       optimizer = dataclasses.replace(optimizer, tx=_longer(optimizer.tx, fault.rate))
       objective = _Steeper(objective, fault.gradient)
-    return step_function(program.cfg, optimizer, objective)(state, batch, rules)
+    return step_function(program.cfg, optimizer, objective, schedule)(state, batch, rules)
 
   options = program.options or None
   step = jax.jit(train_step, donate_argnums=0, static_argnames="rules", compiler_options=options)
@@ -61,7 +65,7 @@ def _longer(
 
   def update(updates: Any, state: optax.OptState, params: Any = None, **extra: Any):
     directions, state = inner.update(updates, state, params, **extra)
-    return scaled(directions, factor), state
+    return jax.tree.map(lambda d: d * factor.astype(d.dtype), directions), state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.faults.audit import AUDITED
+from benchmarks.faults.audit_table import audit_tables
 from benchmarks.faults.results import Record
 from benchmarks.faults.table import CLEAN, Board, mean, render
 
@@ -17,6 +19,8 @@ def tables(records: Sequence[Record], judged: str) -> str:
     records: runs.
     judged: the arm that the thresholds of the suites of faults are for.
   """
+  if any(record["scenario"] in AUDITED for record in records):
+    return audit_tables(records, judged)
   board = Board(records)
   if "low_rate" in board.faults:
     return _all(board, records, {

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class Results:
 
     Args:
       path: a file of JSON lines; need not exist.
-      protocol: what new runs are made under; None to only read.
+      protocol: what new runs are made under; None = that is in their records.
 
     Raises:
       ValueError: if a line is malformed, or runs of another protocol are there.
@@ -49,12 +50,40 @@ class Results:
       )
     self.records[key] = record
 
+  def take(self, other: Path) -> None:
+    """Append the runs of another file that are missing here, and remove it."""
+    for key, record in Results(other, self._protocol).records.items():
+      if key not in self.records:
+        self.add(record)
+    other.unlink()
+
   def add(self, record: Record) -> None:
     """Append a run; it is on disk when this returns."""
-    record = {**record, "protocol": self._protocol}
+    if self._protocol is not None:
+      record = {**record, "protocol": self._protocol}
     self.path.parent.mkdir(parents=True, exist_ok=True)
     with self.path.open("a", encoding="utf-8") as file:
       file.write(json.dumps(record) + "\n")
       file.flush()
       os.fsync(file.fileno())
     self.records[record["arm"], record["scenario"], record["seed"]] = record
+
+
+def merged(paths: Iterable[Path]) -> list[Record]:
+  """The runs of several files.
+
+  Raises:
+    ValueError: if two of them hold the same run, or a file holds none.
+  """
+  found: dict[Key, tuple[Path, Record]] = {}
+  for path in paths:
+    records = Results(path).records
+    if not records:
+      raise ValueError(
+        f"--results={path} holds no runs. Make some: python -m benchmarks.faults run."
+      )
+    for key, record in records.items():
+      if key in found:
+        raise ValueError(f"{found[key][0]} and {path} both hold {key}. Give one of them.")
+      found[key] = path, record
+  return [record for _, record in found.values()]

@@ -21,6 +21,7 @@ from ats_jax.step.state import TrainState
 
 Rows = dict[str, np.ndarray]  # arrays [accum, batch, seq]
 EARLIEST, LATEST = 0.3, 0.7  # of the run: where a fault may begin
+CONTROLS = ("N1", "N2", "A1")
 
 
 class Injection(NamedTuple):
@@ -29,14 +30,18 @@ class Injection(NamedTuple):
   Attributes:
     rows: the batch that is trained on.
     gradient: multiplies the gradients; may be NaN.
-    rate: multiplies the learning rate.
+    rate: multiplies the learning rate, behind the schedule's back.
     state: maps the state before the step to what is used, or None.
+    schedule: multiplies the schedule's rate.
+    minority: bool [batch], rows of another domain that the run is meant to learn; None = no row.
   """
 
   rows: Rows
   gradient: float = 1.0
   rate: float = 1.0
   state: Callable[[TrainState], TrainState] | None = None
+  schedule: float = 1.0
+  minority: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Draw:
     onset: first step (0-based) at which anything may happen.
     severity: one of the scenario's three.
     vocab_size: ids of noise are below it.
-    foreign: batch of another domain for a step.
+    other: batch of another domain, by name (domains.py), for a step.
   """
 
   name: str
@@ -57,7 +62,7 @@ class Draw:
   onset: int
   severity: float
   vocab_size: int
-  foreign: Callable[[int], Rows]
+  other: Callable[[str, int], Rows]
 
   def rng(self, step: int = 0) -> np.random.Generator:
     """Chance at one step, the same whoever asks."""
@@ -76,22 +81,26 @@ class Scenario:
   """A kind of fault.
 
   Attributes:
-    family: F1-F9, F11, or N1 for what is no fault.
+    family: F1-F9, F11, or N1 for what is no fault; those of the audit are in audit.py.
     severities: mild, middling, bad; what the number means is said by `inject`.
     inject: what happens at a step.
     cause: what a supervisor should say: "learning rate", "data", "state", "router", "plateau"; ""
       if nothing.
+    domain: what else is trained on, and scored by itself; "" = nothing else.
+    begins: the onset, where it is not drawn.
   """
 
   family: str
   severities: tuple[float, float, float]
   inject: Inject
   cause: str = ""
+  domain: str = ""
+  begins: int | None = None
 
   @property
   def is_control(self) -> bool:
     """Whether nothing is wrong, so that nothing lasting may be done."""
-    return self.family == "N1"
+    return self.family in CONTROLS
 
   def draw(
     self,
@@ -99,13 +108,14 @@ class Scenario:
     seed: int,
     num_steps: int,
     vocab_size: int,
-    foreign: Callable[[int], Rows],
+    other: Callable[[str, int], Rows],
   ) -> Draw:
     """Let chance decide for the run with this seed."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     onset = int(num_steps * rng.uniform(EARLIEST, LATEST))
     severity = self.severities[rng.integers(3)]
-    return Draw(name, seed, onset, severity, vocab_size, foreign)
+    onset = onset if self.begins is None else self.begins
+    return Draw(name, seed, onset, severity, vocab_size, other)
 
 
 # ---- F1: the learning rate
@@ -323,7 +333,7 @@ def domain_switch(draw: Draw, step: int, rows: Rows) -> Injection:
   if step < draw.onset:
     return Injection(rows)
   taken = int(draw.severity * rows["tokens"].shape[1])
-  foreign = draw.foreign(step)
+  foreign = draw.other("prose", step)
   join = lambda old, new: np.concatenate([new[:, :taken], old[:, taken:]], axis=1)
   return Injection({name: join(rows[name], foreign[name]) for name in rows})
 

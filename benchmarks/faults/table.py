@@ -6,14 +6,14 @@ L_clean of the clipped run without. Not given where the fault cost less than `LE
 Excess = L - L_clean in nats. Intervals: 95 %, bootstrap over seeds, alike for all arms (paired).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks.faults.arms import ARMS, OTHER_ARMS
+from benchmarks.faults.audit import KNOWN
 from benchmarks.faults.results import Record
-from benchmarks.faults.scenarios import SCENARIOS
-from benchmarks.faults.thresholds import THRESHOLDS
+from benchmarks.faults.thresholds import THRESHOLDS, Threshold
 
 UNGUARDED, USUAL, CLEAN = "none", "clip", "clean"
 BASELINES = ("clip", "zclip", "adagc", "skip_step", "rate_rules")
@@ -26,7 +26,8 @@ class Board:
 
   Attributes:
     arms: names, in the order of `ARMS` and `OTHER_ARMS`.
-    faults: scenarios that are faults.
+    found: all scenarios that were run.
+    faults: those that are faults.
     controls: those that are not.
     seeds: sorted.
     records: by arm, scenario, seed.
@@ -37,8 +38,9 @@ class Board:
     found = {arm for arm, _, _ in self.records}
     self.arms = [arm for arm in (*ARMS, *OTHER_ARMS) if arm in found]
     ran = {scenario for _, scenario, _ in self.records}
-    self.faults = [s for s in SCENARIOS if s in ran and not SCENARIOS[s].is_control]
-    self.controls = [s for s in SCENARIOS if s in ran and SCENARIOS[s].is_control]
+    self.found = [s for s in KNOWN if s in ran]
+    self.faults = [s for s in self.found if not KNOWN[s].is_control]
+    self.controls = [s for s in self.found if KNOWN[s].is_control]
     self.seeds = sorted({seed for _, _, seed in self.records})
     rng = np.random.default_rng(0)
     self._resamples = rng.integers(0, len(self.seeds), (RESAMPLES, len(self.seeds)))
@@ -50,7 +52,7 @@ class Board:
 
   def excess(self, arm: str, scenario: str) -> np.ndarray:
     """By seed; a control against the clipped run of the same control."""
-    usual = scenario if SCENARIOS[scenario].is_control else CLEAN
+    usual = scenario if KNOWN[scenario].is_control else CLEAN
     return self.values("loss", arm, scenario) - self.values("loss", USUAL, usual)
 
   def recovered(self, arm: str, scenario: str) -> np.ndarray:
@@ -75,7 +77,7 @@ class Board:
 
   def diagnosed(self, arm: str, scenario: str) -> np.ndarray:
     """By seed: 1 if the first finding from the onset on names the cause; NaN without one."""
-    cause, right = SCENARIOS[scenario].cause, []
+    cause, right = KNOWN[scenario].cause, []
     for seed in self.seeds:
       record = self.records.get((arm, scenario, seed), {})
       found = [c for step, c, _ in record.get("findings", ()) if step > record["onset"]]
@@ -94,7 +96,7 @@ class Board:
       verdicts = dict(record.get("verdicts", ()))
       for step, number, cause, confidence, _ in record.get("decisions", ()) if of == arm else ():
         if cause not in ("harm", "recovery"):
-          planted = cause == SCENARIOS[scenario].cause and step > record["onset"]
+          planted = cause == KNOWN[scenario].cause and step > record["onset"]
           sure.append(confidence)
           right.append(planted and verdicts.get(number, "unclear") in ("helped", "unclear"))
     return np.array(sure), np.array(right, np.float64)
@@ -184,7 +186,7 @@ def render(records: Sequence[Record], judged: str) -> str:
       _table("controls: steps acted on / left out, per 1000", board, board.controls, _false),
     ]
   if judged in board.arms and board.faults:
-    tables.append(_verdict(board, judged))
+    tables.append(verdict(judged, figures(board, judged), THRESHOLDS))
   return "\n\n".join(tables)
 
 
@@ -201,24 +203,26 @@ def _table(
   rows = [[s, *(cell(board, arm, s) for arm in board.arms)] for s in scenarios]
   if overall is not None:
     rows.append(["**mean**", *(overall(board, arm) for arm in board.arms)])
-  return _markdown([title, *board.arms], rows)
+  return markdown([title, *board.arms], rows)
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+  """A table."""
   widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
   line = lambda row: "| " + " | ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)) + " |"
   return "\n".join([line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|",
                     *map(line, rows)])  # fmt: skip
 
 
-def _number(x: float, digits: int = 2) -> str:
+def number(x: float, digits: int = 2) -> str:
+  """A figure; "-" of NaN."""
   return f"{x:.{digits}f}" if np.isfinite(x) else "-"
 
 
 def _with_interval(board: Board, by_seed: np.ndarray) -> str:
   low, high = board.interval(by_seed)
-  middle = _number(mean(by_seed))
-  return middle if middle == "-" else f"{middle} [{_number(low)}, {_number(high)}]"
+  middle = number(mean(by_seed))
+  return middle if middle == "-" else f"{middle} [{number(low)}, {number(high)}]"
 
 
 def _recovered(board: Board, arm: str, scenario: str) -> str:
@@ -231,7 +235,7 @@ def _overall(board: Board, arm: str) -> str:
 
 def _excess(board: Board, arm: str, scenario: str) -> str:
   excess = board.excess(arm, scenario)
-  return f"{_number(mean(excess[None]), 3)} / {_number(-_least(-excess), 3)}"
+  return f"{number(mean(excess[None]), 3)} / {number(-_least(-excess), 3)}"
 
 
 def _delay(board: Board, arm: str, scenario: str) -> str:
@@ -252,13 +256,14 @@ def _diagnosis(board: Board, arm: str, scenario: str) -> str:
 def _false(board: Board, arm: str, scenario: str) -> str:
   steps = board.values("steps", arm, scenario)
   rate = lambda name: float(_mean(1000.0 * board.values(name, arm, scenario) / steps))
-  return f"{_number(rate('acted'), 1)} / {_number(rate('skipped'), 1)}"
+  return f"{number(rate('acted'), 1)} / {number(rate('skipped'), 1)}"
 
 
-def _verdict(board: Board, arm: str) -> str:
+def verdict(arm: str, found: Mapping[str, float], thresholds: Mapping[str, Threshold]) -> str:
+  """The table of what an arm reached of what is claimed of it."""
   rows = []
-  for name, value in figures(board, arm).items():
-    wanted = THRESHOLDS[name]
+  for name, value in found.items():
+    wanted = thresholds[name]
     reaches = lambda x, up=wanted.more_is_better, v=value: v >= x if up else v <= x
     word = "missed"
     if not np.isfinite(value):
@@ -268,5 +273,5 @@ def _verdict(board: Board, arm: str) -> str:
     elif wanted.must is not None and reaches(wanted.must):
       word = "must"
     must = "-" if wanted.must is None else f"{wanted.must:g}"
-    rows.append([name, _number(value, 4), must, f"{wanted.goal:g}", word])
-  return _markdown([arm, "figure", "must", "goal", "reached"], rows)
+    rows.append([name, number(value, 4), must, f"{wanted.goal:g}", word])
+  return markdown([arm, "figure", "must", "goal", "reached"], rows)

@@ -10,9 +10,11 @@ from helpers import make_test_mesh, random_rows, tiny_config
 
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.reflex import WARM
-from benchmarks.faults.arms import ARMS, OTHER_ARMS, RULE_METRICS, build_arm
+from benchmarks.faults.arms import ARMS, OTHER_ARMS, build_arm
+from benchmarks.faults.bench import Bench, Suite
 from benchmarks.faults.inject import Fault
-from benchmarks.faults.suite import Bench, Suite, run
+from benchmarks.faults.single import run
+from benchmarks.faults.watchers import RULE_METRICS
 
 CFG = tiny_config({"optimizer.warmup_steps": 5, "orchestrator.check_interval": 10})
 ROWS = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size).items()}

@@ -18,7 +18,7 @@ FOREIGN = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size, seed=1).
 
 
 def draw_of(name, seed=0, **changes):
-  draw = SCENARIOS[name].draw(name, seed, STEPS, CFG.model.vocab_size, lambda step: FOREIGN)
+  draw = SCENARIOS[name].draw(name, seed, STEPS, CFG.model.vocab_size, lambda domain, step: FOREIGN)
   return dataclasses.replace(draw, **changes)
 
 
