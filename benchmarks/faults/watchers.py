@@ -1,9 +1,11 @@
 """What watches a run from outside where no supervisor does: nobody, or a person's rules."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.orchestrator.actions import Rollback
@@ -83,7 +85,7 @@ class Rewind(NoSupervisor):
     self._copies, self._losses = old or self._copies[:1], []
     decision = Decision(len(self.decisions), Rollback(), "state", 1.0, reason)
     self.decisions = (*self.decisions, (step, decision))
-    return self._copies[-1].restore(state)
+    return dataclasses.replace(self._copies[-1].resume(), step=jnp.full_like(state.step, step))
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """The state, as it is: `after` has looked at it."""
