@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from ats_jax.checkpoint.layout import named_parts
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
+from ats_jax.feed import POSITION
 from ats_jax.model.layout import stacks
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
@@ -35,7 +36,7 @@ from benchmarks.faults.watchers import RULE_METRICS, Unguarded
 
 BALANCED = 1.0  # of the largest load over the mean, less 1: below, experts are balanced
 WINDOW = 10  # steps over which loads are averaged
-NEXT = "next"  # where a position keeps the number of the next step's rows
+MENDED = ("reflex/wrong", "reflex/miscounted")  # numbers of the state that were put right
 SAID = 20  # sentences that a record keeps
 
 
@@ -53,6 +54,7 @@ class Loop:
     other = functools.partial(bench.other_rows, seed)
     self.draw = self.kind.draw(scenario, seed, bench.cfg.num_steps, bench.vocab_size, other)
     self.memory, self._next, self._last = arm.memory, 0, None
+    self._trained: list[int] = []
 
   def injection(self, step: int) -> Injection:
     """What happens at a step (0-based)."""
@@ -62,12 +64,13 @@ class Loop:
     """Make the update of a step; `state` is donated."""
     fault, batch = _fault(now), to_global(now.rows, jax.sharding.get_mesh())
     self._last, self._next = (self.memory, batch, fault), step + 1
+    self._trained.append(step)
     state, self.memory, metrics = self._arm.step(state, self.memory, batch, fault)
     return state, metrics
 
   def position(self) -> dict[str, Any]:
-    """The step (0-based) whose rows come next."""
-    return {NEXT: self._next}
+    """The next step (0-based), as a checkpoint would keep the position in the data."""
+    return {POSITION: self._next}
 
   def again(self) -> Update:
     """What makes the last update once more."""
@@ -76,22 +79,35 @@ class Loop:
     return functools.partial(self._more, memory, batch, fault)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
-    """The updates that come next, or came after `saved`, with all that happens to them.
+    """The updates that come next, with all that is going to happen to their rows and rates.
 
-    Rows go by the position in the data, rates by the state's count of steps.
+    Rows go by the position in the data, rates by the state's count of steps, as in production.
+
+    Args:
+      saved: what `position` gave: the updates that were made after it, again. None = now.
     """
-    first = (saved or self.position())[NEXT]
-    return Ahead(self._step_ahead, functools.partial(self._batches_from, first))
+    if saved is None:
+      return Ahead(self._step_ahead, functools.partial(self._batches, self._left()))
+    steps = [step for step in self._trained if step >= saved[POSITION]]
+    numbers = iter(steps)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+      # Over steps that were paid for others, whose batches are gone.
+      return self._step_ahead(_at_step(state, next(numbers)), batch)
+
+    return Ahead(train_step, functools.partial(self._batches, steps))
+
+  def _left(self) -> range:
+    return range(self._next, self._bench.cfg.num_steps)
 
   def _step_ahead(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     step = min(max(int(state.step), 0), self._bench.cfg.num_steps - 1)
     return self._more(self.memory, batch, _fault(self.injection(step)), state)
 
   @contextlib.contextmanager
-  def _batches_from(self, first: int) -> Iterator[Iterator[Batch]]:
+  def _batches(self, steps: Iterable[int]) -> Iterator[Iterator[Batch]]:
     mesh = jax.sharding.get_mesh()
-    yield (to_global(self.injection(step).rows, mesh)
-           for step in range(first, self._bench.cfg.num_steps))  # fmt: skip
+    yield (to_global(self.injection(step).rows, mesh) for step in steps)
 
   def _more(
     self, memory: Any, batch: Batch, fault: Fault, state: TrainState
@@ -99,6 +115,10 @@ class Loop:
     self.made += 1
     state, _, metrics = self._arm.step(state, memory, batch, fault)
     return state, metrics
+
+
+def _at_step(state: TrainState, step: int) -> TrainState:
+  return dataclasses.replace(state, step=jnp.full_like(state.step, step))
 
 
 def _fault(now: Injection) -> Fault:
@@ -144,7 +164,7 @@ class _Watch:
     if self._checkpoint is None:
       return state, False
     old = self._checkpoint.resume()
-    state = dataclasses.replace(old, step=jnp.full_like(old.step, step))  # batches are gone
+    state = _at_step(old, step)  # batches are gone
     if len(self.stops) > 1 or step >= self._bench.cfg.num_steps:
       return state, False
     self._begin(step, state, self._saved)
@@ -291,7 +311,8 @@ def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
   else:
     return {}
   skipped = _skipped(metrics)
-  acted = np.any([skipped, *(metrics[name] != 1.0 for name in scales)], axis=0)
+  mended = [metrics[name] != 0.0 for name in MENDED if name in metrics]
+  acted = np.any([skipped, *mended, *(metrics[name] != 1.0 for name in scales)], axis=0)
   after = np.flatnonzero(acted[onset:])
   return {
     "delay": int(after[0]) if after.size else None,

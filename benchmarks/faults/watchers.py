@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.orchestrator.actions import Rollback
@@ -84,8 +85,7 @@ class Rewind(NoSupervisor):
     self._copies, self._losses = old or self._copies[:1], []
     decision = Decision(len(self.decisions), Rollback(), "state", 1.0, reason)
     self.decisions = (*self.decisions, (step, decision))
-    earlier = self._copies[-1].resume()
-    return dataclasses.replace(earlier, step=state.step, key=state.key, control=state.control)
+    return dataclasses.replace(self._copies[-1].resume(), step=jnp.full_like(state.step, step))
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """The state, as it is: `after` has looked at it."""

@@ -293,6 +293,29 @@ def test_what_comes_is_lent_and_paid_for(bench, arm_of):
   assert rates[2] / rates[1] > 25.0 and rates[1] / rates[0] < 2.0 and rates[3] / rates[2] < 2.0
 
 
+def test_what_was_made_is_lent_again(bench, arm_of):
+  """On the same rows at the same rates, but for steps that were paid for others."""
+  arm = arm_of("ours")
+  loop = Loop(bench, arm, "schedule_x10_burst", 0)
+  state, places, states = arm.program.init(), [], []
+  made = [step for step in range(loop.draw.onset + 4) if step not in (3, 4)]
+  for step in made:
+    places.append(loop.position())
+    states.append(jax.tree.map(jnp.copy, state))
+    state, _ = loop.update(
+      step, dataclasses.replace(state, step=jnp.int32(step)), loop.injection(step)
+    )
+  for first in (0, 20):
+    lent, again = loop.ahead(places[first]), states[first]
+    with lent.batches() as batches:
+      for batch in batches:
+        again, _ = lent.train_step(again, batch)
+    for old, new in zip(jax.tree.leaves(state.model), jax.tree.leaves(again.model), strict=True):
+      np.testing.assert_array_equal(old, new)
+    assert int(again.step) == int(state.step) == made[-1] + 1
+  assert loop.made == len(made) + len(made) - 20
+
+
 def test_a_trial_on_what_comes(bench, arm_of):
   """With the loop's own trial: both arms see the scenario's rows."""
   arm = arm_of("ours")
