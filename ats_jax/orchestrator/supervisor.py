@@ -21,6 +21,7 @@ from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
+from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
@@ -41,6 +42,7 @@ from ats_jax.orchestrator.signals.interval import (
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
+from ats_jax.step import tensors
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
@@ -159,6 +161,7 @@ class Supervisor:
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None
+    self._tensors: list[str] = []
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
     self._laps, self._readings = list[dict[str, float]](), 0
@@ -195,6 +198,7 @@ class Supervisor:
       warmup=self._terms.warmup, capacity=self._terms.capacity,
       accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
+    self._tensors = tensors.names(self._program.cfg, trainable(state.model))
     if self._probe is not None:  # compiled here, not in the middle of training
       check_probe(self._probe.score(self._program, state.model, self._program.rules(step)))
     if self._program.cfg.moe.spare_experts:
@@ -341,7 +345,7 @@ class Supervisor:
     """Conclude from an interval, act, and tell everybody."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(interval.probe)
-    reading = read(self._names, interval.step, rows, probe)
+    reading = read(self._names, interval.step, rows, probe, self._tensors)
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     if self._experts is not None:

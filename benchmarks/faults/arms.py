@@ -14,7 +14,6 @@ from ats_jax.orchestrator.supervisor import Loop, NoSupervisor, Supervisor
 from ats_jax.step.metrics import METRICS, StepMetrics, metric_names
 from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.program import Program, make_program
-from ats_jax.step.reflex import Tracker
 from ats_jax.step.state import TrainState
 from benchmarks.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
 from benchmarks.faults.inject import Fault, with_faults
@@ -56,8 +55,7 @@ class Kind:
     clip: whether the fixed clip of the gradient's norm stays.
     before: what comes before clip and Adam.
     rule: around the step.
-    blind: trackers of the reflex that are kept from learning, so that they never object.
-    bucket: whether steps may be left out for their loss.
+    blind: what of the reflex's memory is kept from learning, so that it never objects.
     watched: whether the supervisor looks on.
     probe: whether it has held-out rows to look at.
     knows: whether it is told of every fault.
@@ -70,8 +68,7 @@ class Kind:
   clip: bool = True
   before: Callable[[], optax.GradientTransformation] | None = None
   rule: Callable[[Config], Rule] | None = None
-  blind: tuple[str, ...] = ()
-  bucket: bool = True
+  blind: str = ""
   watched: bool = False
   probe: bool = True
   knows: bool = False
@@ -90,9 +87,8 @@ ARMS = {
   "skip_step": Kind(rule=lambda cfg: skip_step()),
   "rate_rules": Kind(rule=lambda cfg: rate_rules(LEAST_RATE / cfg.optimizer.learning_rate)),
   "reflex": Kind(mode="act"),
-  "reflex-governor": Kind(mode="act", blind=("update",)),
-  "reflex-gradient": Kind(mode="act", blind=("grad",)),
-  "reflex-skip": Kind(mode="act", bucket=False),
+  "reflex-governor": Kind(mode="act", blind="rate"),
+  "reflex-gradient": Kind(mode="act", blind="grads"),
   "ours": Kind(mode="act", watched=True),
   "ours-probe": Kind(mode="act", watched=True, probe=False),
 }
@@ -149,12 +145,11 @@ def _plain(program: Program, kind: Kind) -> Step:
   def step(state: TrainState, memory: None, batch: Batch, fault: Fault):
     if kind.blind:
       assert state.reflex is not None
-      untaught = dict.fromkeys(kind.blind, Tracker.new())
-      state = dataclasses.replace(state, reflex=state.reflex._replace(**untaught))
-    if not kind.bucket:
-      assert state.control is not None
-      none = state.control._replace(bucket=jnp.float32(0.0))
-      state = dataclasses.replace(state, control=none)
+      untaught = jax.tree.map(jnp.zeros_like, getattr(state.reflex, kind.blind))
+      if kind.blind == "rate":
+        untaught = jnp.full_like(untaught, jnp.inf)
+      reflex = state.reflex._replace(**{kind.blind: untaught})
+      state = dataclasses.replace(state, reflex=reflex)
     state, metrics = program.train_step(state, batch, rules, fault)
     return state, memory, metrics
 

@@ -245,8 +245,8 @@ def _doubts(reading: Reading) -> str:
   if reading.miscounted:
     return f"the optimizer's count of updates was off by {reading.miscounted}; it is mended"
   return (
-    f"{reading.wrong} numbers of tensor {reading.tensor} are none that its updates can have left: "
-    "its memory was written to by something else"
+    f"{reading.tensor} or its moments hold what no update can have left there ({reading.wrong} "
+    "found): something else wrote to their memory"
   )
 
 

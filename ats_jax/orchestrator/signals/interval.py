@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
     wrong: numbers of the state that no update can have left, see `Optimizer.check` and
       `Reflex.written`.
-    tensor: of the first of them, as `step.tensors` counts.
+    tensor: the name of the one in which the first were.
     miscounted: by how much the optimizer's count of updates was off, at most.
   """
 
@@ -67,7 +67,7 @@ class Reading(NamedTuple):
   starved: tuple[tuple[int, int], ...] = ()
   rules: tuple[float, ...] = ()
   wrong: int = 0
-  tensor: int = 0
+  tensor: str = ""
   miscounted: int = 0
 
   @property
@@ -108,6 +108,7 @@ def read(
   last_step: int,
   rows: np.ndarray,
   probe: float | None = None,
+  tensors: Sequence[str] = (),
 ) -> Reading:
   """Sum up an interval.
 
@@ -116,6 +117,7 @@ def read(
     last_step: that of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
     probe: loss on the probe after the last step; None if it was not measured.
+    tensors: their names.
   """
   column = dict(zip(names, rows.T.astype(np.float64), strict=True))
   last = {name: float(values[-1]) for name, values in column.items()}
@@ -139,9 +141,14 @@ def read(
     applied=last["train/learning_rate"],
     means={name: _mean(values) for name, values in column.items()},
     wrong=int(np.sum(column["reflex/wrong"])),
-    tensor=int(column["reflex/wrong_tensor"][np.argmax(column["reflex/wrong"] > 0)]),
+    tensor=_first_wrong(column, tensors),
     miscounted=int(np.max(column["reflex/miscounted"])),
   )
+
+
+def _first_wrong(column: Mapping[str, np.ndarray], tensors: Sequence[str]) -> str:
+  hit = np.flatnonzero(column["reflex/wrong"] > 0)
+  return tensors[int(column["reflex/wrong_tensor"][hit[0]])] if hit.size and tensors else ""
 
 
 def probe_loss(sums: Sums | np.ndarray) -> float:
