@@ -1,6 +1,5 @@
 """From gradients to new parameters: plainly, or guarded by the reflex."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -94,11 +93,6 @@ def guarded_update(
   used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
   edited_T = reflex.knows & (tensors.checksums(params) != reflex.written)
   wrong_T, miscounted = edited_T.astype(jnp.float32), jnp.zeros(())
-  if optimizer.check is not None:
-    checked = optimizer.check(opt_state, reflex.updates)
-    mend = functools.partial(jnp.where, control.armed)
-    opt_state = seam(jax.tree.map(mend, checked.opt_state, opt_state), platform)
-    wrong_T, miscounted = wrong_T + checked.wrong, checked.miscounted
   directions, new_state = seam(
     optax.with_extra_args_support(optimizer.tx).update(
       grads,
@@ -109,6 +103,11 @@ def guarded_update(
     ),
     platform,
   )
+  if optimizer.check is not None:
+    checked = optimizer.check(directions, new_state, reflex.updates + 1, control.armed)
+    directions, new_state, own_T, miscounted = checked
+    wrong_T = wrong_T + jnp.where(verdict.finite, own_T, 0.0)
+    directions, new_state = seam((directions, new_state), platform)
   rate = wanted * verdict.rate_scale
   moved = seam(move(params, directions, rate), platform)
   after = advance(reflex, verdict, loss, squares_T, wanted)

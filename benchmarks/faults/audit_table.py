@@ -135,6 +135,7 @@ class Runs:
 def _is_named(record: Record) -> bool:
   """Whether anything that was said names the tensor that was hit, whatever the tree it is in."""
   names = [re.sub(r"^.*?\b(model|mu|nu)/", "", name) for name in record["hit"]]
+  names += ["count of updates" for name in record["hit"] if name.endswith("steps")]
   return any(name in text for name in names for text in record["said"])
 
 

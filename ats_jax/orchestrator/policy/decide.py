@@ -206,7 +206,8 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   excess, margin = _excess(policy, reading), _margin(policy, reading)
   probe = f"held-out loss {reading.probe:.4g}, {excess:+.3g} from when all was well"
   if not reading.sound:
-    reason = f"weights or their held-out loss ({reading.probe}) are not finite"
+    why = f"{policy.doubts}; " if policy.doubts else ""
+    reason = f"{why}weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", 1.0, True, reason)
   if policy.doubts:
     return Finding("state", 1.0, True, f"{policy.doubts}; {probe}")
@@ -223,21 +224,21 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   if (surprised or is_held) and reading.unread:
     why = held if is_held else f"training loss {_raised(reading)}"
     return Finding("unknown", fault, False, f"{why}; the held-out loss is read at the next look")
-  if is_worse and policy.odd:
+  if is_worse and policy.odd and not surprised:
     reason = f"{probe}, after {policy.odd} looks at odd batches: the weights follow other data"
     return Finding("data", fault, False, reason)
   if is_worse and is_held:
     return Finding("learning rate", worse, False, f"{held}; {probe}")
-  if is_worse and surprised:
-    return Finding("state", fault * worse, False, f"{probe}; training loss {_raised(reading)}")
+  if surprised:
+    reason = f"training loss {_raised(reading)}; {probe}: the batches are odd, not the weights"
+    return Finding("data", fault, False, reason)
+  if is_worse and reading.surprising:
+    return Finding("data", 0.0, False, f"{probe}, after {reading.surprising} surprising batches")
   if is_worse:
     why = "and nothing odd in the batches: too high a rate, or it learns them by heart"
     return Finding("learning rate", 0.0, False, f"{probe}, {why}")
   if is_held:
     return Finding("learning rate", 0.0, False, f"{held}, which is enough: {probe}")
-  if surprised:
-    reason = f"training loss {_raised(reading)}, but {probe}: the batches are odd, not the weights"
-    return Finding("data", fault, False, reason)
   return None
 
 
@@ -397,7 +398,7 @@ def _remember(
     broken=broken,
     starved=starved,
     crowded=crowded,
-    worse=policy.worse + 1 if excess > margin else 0,
+    worse=policy.worse + 1 if excess > margin and not reading.surprising else 0,
     doubts=policy.doubts if math.isnan(reading.probe) else "",
   )
   if finding is not None:

@@ -20,10 +20,11 @@ from ats_jax.orchestrator.trials.paired import Effect
 # steps; at 0.06 all weights turn over in 17 steps.
 FAST, USUAL = 0.06, 0.008
 # Looks, and lengths of the warm-up, after which the first steps are judged.
-FIRST_LOOKS, WARM_UPS = 7, 1.4
+FIRST_LOOKS, WARM_UPS = 8, 1.6
 LOWER = 1.0 / 3.0
-LEAST_GAIN, SIGMAS = 0.02, 3.2  # nats, and sigmas of the probe's spread, by which to win
+LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
 SURPRISES = 4  # batches in a look
+LASTING = 6  # looks at odd batches, from which on they are no burst
 WORSE = 3  # looks in a row with a held-out loss above its best
 SKIPS = 5.0
 WAIT, MOST = 12, 4  # looks after a trial that lost; of those in a run
@@ -74,7 +75,7 @@ def doubt(
   is_rested = not policy.fears or policy.checks >= policy.fears[-1] + WAIT
   if finding is None or finding.certain or len(policy.fears) >= MOST or not is_rested:
     return policy, Doubt()
-  if finding.cause == "data" and reading.surprising >= SURPRISES:
+  if finding.cause == "data" and policy.odd >= LASTING and reading.surprising >= SURPRISES:
     bucket = policy.control["bucket"]
     return policy, Doubt(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
   can_lower = not reading.held and policy.lr_scale * LOWER >= LEAST_SCALE
@@ -87,7 +88,7 @@ def doubt(
 def won(policy: PolicyState, effect: Effect) -> tuple[PolicyState, bool]:
   """Whether the steps made again are to be gone on with: the held-out loss alone says."""
   # Comparisons with what is not finite are false: such an arm has lost.
-  has_won = effect.without - effect.changed > max(LEAST_GAIN, SIGMAS * policy.spread**0.5)
+  has_won = effect.without - effect.changed > LEAST_GAIN
   diverged = effect.without != effect.without and effect.changed == effect.changed
   if has_won or diverged:
     return policy, True

@@ -58,7 +58,7 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
   has_kernel = kernels.of("adamw", "update") != "xla"
   fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
-  check = functools.partial(check_adam, b1=o.b1, b2=o.b2)
+  check = functools.partial(check_moments, b1=o.b1, b2=o.b2)
   return Optimizer(optax.chain(*chain), platform, fused, check, squares=frozenset({"nu"}))
 
 
@@ -93,39 +93,37 @@ def scale_by_adam(
   return optax.GradientTransformation(init, update)
 
 
-def check_adam(opt_state: optax.OptState, updates: jax.Array, *, b1: float, b2: float) -> Checked:
+def check_moments(
+  directions: Any,
+  opt_state: optax.OptState,
+  updates: jax.Array,
+  armed: jax.Array,
+  *,
+  b1: float,
+  b2: float,
+) -> Checked:
   """What holds of Adam's moments whatever the gradients were, element by element.
 
   A second moment is not negative, and a first moment is within `most_ratio` of its root: both are
-  sums over the same gradients, which the inequality of Cauchy and Schwarz compares.
-
-  Args:
-    opt_state: of `adamw`.
-    updates: int32, made so far; Adam's bias corrections go by that.
-    b1: of the first moment.
-    b2: of the second moment.
+  sums over the same gradients, which the inequality of Cauchy and Schwarz compares. See
+  `Optimizer.check`; nothing is read for it that the update has not at hand.
   """
   is_adam = lambda state: isinstance(state, AdamState)
   (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
 
-  def root(v: jax.Array) -> jax.Array:
-    v = v.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(v), jnp.abs(v), 0.0)  # a sign that flipped flips back
+  def is_wrong(m: jax.Array, v: jax.Array) -> jax.Array:
+    most = most_ratio(b1, b2, m.dtype, v.dtype)
+    m, v = m.astype(jnp.float32), v.astype(jnp.float32)
+    return ~((v >= 0.0) & (jnp.abs(m) <= most * jnp.sqrt(v) + UNDERFLOW))  # true of NaN too
 
-  def bounded(m: jax.Array, v: jax.Array) -> jax.Array:
-    most = most_ratio(b1, b2, m.dtype, v.dtype) * jnp.sqrt(root(v)) + UNDERFLOW
-    x = m.astype(jnp.float32)
-    return jnp.where(
-      jnp.abs(x) <= most, m, jnp.where(jnp.isnan(x), 0.0, jnp.clip(x, -most, most)).astype(m.dtype)
-    )
-
-  mu = jax.tree.map(bounded, adam.mu, adam.nu)
-  nu = jax.tree.map(lambda v: root(v).astype(v.dtype), adam.nu)
-  is_wrong = lambda m, was_m, v, was_v: (m != was_m) | (v != was_v)
-  wrong = tensors.counts(jax.tree.map(is_wrong, mu, adam.mu, nu, adam.nu))
-  mended = AdamState(updates, mu, nu)
+  wrong = jax.tree.map(is_wrong, adam.mu, adam.nu)
+  anew = lambda x, is_wrong: jnp.where(is_wrong & armed, jnp.zeros_like(x), x)
+  old = (directions, adam.mu, adam.nu)
+  directions, mu, nu = (jax.tree.map(anew, tree, wrong) for tree in old)
+  mended = AdamState(jnp.where(armed, updates, adam.steps), mu, nu)
   opt_state = jax.tree.map(lambda s: mended if is_adam(s) else s, opt_state, is_leaf=is_adam)
-  return Checked(opt_state, wrong, jnp.abs(adam.steps - updates).astype(jnp.float32))
+  miscounted = jnp.abs(adam.steps - updates).astype(jnp.float32)
+  return Checked(directions, opt_state, tensors.counts(wrong), miscounted)
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:

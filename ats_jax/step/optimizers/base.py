@@ -30,14 +30,16 @@ class Moved(NamedTuple):
 
 
 class Checked(NamedTuple):
-  """What is left of a state of an optimizer, and what was wrong with it.
+  """An update of an optimizer, without what was wrong with it.
 
   Attributes:
-    opt_state: with what was wrong brought to where gradients can have led it.
-    wrong: float32 [tensors] (`step.tensors`), how many numbers of each that was.
-    miscounted: float32, by how much its count of updates was off.
+    directions: without those that no gradients can have led to.
+    opt_state: after the update; what it kept of these elements begins anew.
+    wrong: float32 [tensors] (`step.tensors`), how many elements of each that were.
+    miscounted: float32, by how much its count of updates was off; it is right now.
   """
 
+  directions: Any
   opt_state: optax.OptState
   wrong: jax.Array
   miscounted: jax.Array
@@ -55,8 +57,9 @@ class Optimizer:
     platform: where it runs, "cpu", "gpu" or "tpu".
     fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
       the same state; None = there is no kernel for it.
-    check: `(opt_state, updates) -> Checked`: mends what no gradients can have led to after so many
-      updates; None = it keeps nothing of which that can be said.
+    check: `(directions, opt_state, updates, armed) -> Checked`, of what `tx` gave, the
+      `updates`-th time: leaves out what no gradients can have led to if it is `armed`, and counts
+      it in any case. None = it keeps nothing of which that could be said.
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and a row that starts anew late must not have 0 there. All others are averages of
       gradients, where it must.
@@ -65,7 +68,7 @@ class Optimizer:
   tx: optax.GradientTransformationExtraArgs
   platform: str
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
-  check: Callable[[optax.OptState, jax.Array], Checked] | None = None
+  check: Callable[[Any, optax.OptState, jax.Array, jax.Array], Checked] | None = None
   squares: frozenset[str] = frozenset()
 
 
