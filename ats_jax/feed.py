@@ -17,7 +17,6 @@ from ats_jax.data.splits import EvalSet
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import local_rows, to_global
 
-POSITION = "position"  # where a checkpoint keeps that of the training data
 PROBE_BLOCKS = 64
 
 

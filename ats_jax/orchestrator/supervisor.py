@@ -9,62 +9,49 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 from absl import logging
 
 from ats_jax.config.build import CHANGES
-from ats_jax.data.batch import Batch
+from ats_jax.data.batch import POSITION, Batch
 from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings
+from ats_jax.orchestrator.lent import Loop
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
+from ats_jax.orchestrator.signals.counts import Rows, Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
 from ats_jax.orchestrator.signals.interval import (
+  Fault,
   Pending,
   Sums,
-  check_probe,
   probe_loss,
   read,
 )
 from ats_jax.orchestrator.signals.probe import Probe
-from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead
+from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 # Where a checkpoint keeps what the policy remembers, and what hooks asked for.
 SAVED, WAITING, WATCH = "orchestrator", "requests", "watch"
-
-
-class Loop(Protocol):
-  """What the training loop lends; what is lent is asked for when it is needed."""
-
-  def position(self) -> Mapping[str, Any]:
-    """What a checkpoint of the state would hold beside it and what the supervisor has `saved`."""
-    ...
-
-  def again(self) -> Update:
-    """What makes the last update once more, from another state."""
-    ...
-
-  def ahead(self) -> Ahead:
-    """What makes the updates that come next, on batches that the loop will read again."""
-    ...
 
 
 class NoSupervisor:
@@ -126,6 +113,7 @@ class Supervisor:
     totals: Totals | None = None,
     snapshots: Snapshots | None = None,
     loop: Loop | None = None,
+    schedule: Schedule | None = learning_rate,
   ):
     """Set what it works with; `start` begins.
 
@@ -139,6 +127,7 @@ class Supervisor:
       totals: says where the time of this process went, see `Clock`.
       snapshots: where to keep states, if they are to outlive it.
       loop: lends what branches need; without one none are tried.
+      schedule: gives the rate that the step is to report; None = it is not compared.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
@@ -151,7 +140,8 @@ class Supervisor:
     self._names = metric_names(program.cfg, program.objective.names)
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
-    self._restore, self._loop = restore, loop
+    self._restore, self._loop, self._schedule = restore, loop, schedule
+    self._begin: Rows | None = None
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None
@@ -192,7 +182,8 @@ class Supervisor:
       capacity=self._terms.capacity, accum_steps=self._program.cfg.step.accum_steps,
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
-      check_probe(self._probe.score(self._program, state.model, self._program.rules(step)))
+      self._probe.begin(self._program, state.model, self._program.rules(step))
+    self._begin = self._rows_read(step)
     if self._program.cfg.moe.spare_experts:
       self._experts = Experts(self._program.cfg, state)
     if self.acts:
@@ -267,6 +258,8 @@ class Supervisor:
       pending = self._interval(step, state, pause=True)
     elif pending is not None and pending.probe is None and self._probe is not None:
       pending = pending._replace(probe=self._score(state, pending.rules))
+    if pending is not None and self._probe is not None:
+      pending = pending._replace(again=self._score(state, pending.rules))
     if pending is not None:
       state = self._look(step, state, pending, pause=True)
     if self._restored_step != step:  # else these are the metrics of what was replaced
@@ -305,7 +298,15 @@ class Supervisor:
       probe = self._score(state, rules)
     else:
       self._wait -= 1
-    return Pending(step, rows, probe, rules, self._clock.lap(len(rows)), loads)
+    faults, now = (), self._rows_read(step)
+    if self._begin is not None and now is not None:
+      faults = tuple(wrong_position(self._program.cfg, self._begin, now))
+    host = self._clock.lap(len(rows))
+    return Pending(step, rows, probe, rules, host, loads, faults=faults)
+
+  def _rows_read(self, step: int) -> Rows | None:
+    position = {} if self._loop is None else self._loop.position()
+    return Rows(step, position[POSITION]["row"]) if POSITION in position else None
 
   def _wants_probe(self, step: int) -> bool:
     """Whether it is time to score the probe, or anything depends on it."""
@@ -334,6 +335,7 @@ class Supervisor:
     at, norm = self._norm
     is_next = interval.step - len(rows) == at != self._changed_step
     reading = read(self._names, interval.step, rows, probe, norm if is_next else None)
+    reading = reading._replace(faults=self._faults(interval, rows))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     self._norm = interval.step, float(rows[-1, self._names.index("train/param_norm")])
@@ -377,6 +379,14 @@ class Supervisor:
       is_try = isinstance(asked, hooks.Try)
       self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
     return state
+
+  def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
+    """What is certainly wrong with an interval."""
+    disagree = ()
+    if self._probe is not None and interval.probe is not None and interval.again is not None:
+      disagree = self._probe.disagreement(self._program, interval.probe, interval.again)
+    counts = wrong_counts(self._program.cfg, self._schedule, self._names, interval.step, rows)
+    return (*interval.faults, *disagree, *counts)
 
   def _ready(self, step: int, state: TrainState, *, pause: bool) -> Ready | None:
     """The request whose turn it is; one that turns out impossible is dropped, and said so."""
@@ -464,6 +474,7 @@ class Supervisor:
       del other  # there is memory for one
       return left.resume()
     self._snapshots.reject()
+    self._pending = pending._replace(probe=None)  # that was of the other arm
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
       other = self._carry_out(step, other, decision)

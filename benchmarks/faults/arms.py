@@ -127,7 +127,9 @@ def build_arm(name: str, cfg: Config) -> Arm:
   def supervise(probe: Batch, loop: Loop) -> Supervisor | NoSupervisor:
     if not kind.watched:
       return NoSupervisor()
-    return Supervisor(program, probe if kind.probe else None, loop=loop)
+    probe_of_it = probe if kind.probe else None
+    # A rate that the schedule has wrong is one that its user has set: nobody knows a right one.
+    return Supervisor(program, probe_of_it, loop=loop, schedule=None)
 
   names = metric_names(cfg)
   if kind.rule is not None:

@@ -74,10 +74,19 @@ class SaveCheckpoint(Action):
 
 @dataclasses.dataclass(frozen=True)
 class Stop(Action):
-  """End the run: what would help was tried, and did not."""
+  """End the run: what would help was tried, and did not, or nothing would.
+
+  Attributes:
+    advice: what the user is to do.
+  """
 
   words = "stops the run"
   judged = False
+
+  advice: str = (
+    "Lower optimizer.learning_rate, or look at the data (python -m ats_jax data stats). No "
+    "checkpoint holds such weights."
+  )
 
   @property
   def can_be_asked_for(self) -> bool:
@@ -87,7 +96,6 @@ class Stop(Action):
   def tell(self, host: Host, step: int, reason: str) -> None:
     """With an error."""
     raise FloatingPointError(
-      f"the orchestrator gives up at step {step}: {reason}. What it tried is in decisions.jsonl "
-      "(python -m ats_jax decisions WORKDIR). Lower optimizer.learning_rate, or look at the data "
-      "(python -m ats_jax data stats). No checkpoint holds such weights."
+      f"the orchestrator gives up at step {step}: {reason}. {self.advice} What it saw and tried is "
+      "in decisions.jsonl (python -m ats_jax decisions WORKDIR)."
     )

@@ -40,6 +40,12 @@ RATE_ROSE, WIDER = 1.1, 3.0  # a schedule that raises its rate may cost some los
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
 EDITED = 0.01  # of the weights' norm; rounding to bfloat16 moves it by less than 0.004
 BROKEN, HELD, SKIPPED, RECENT_Z = 8, 20, 4, 2.0  # steps, steps, steps, sigmas: from here an alarm
+BROKEN_STOP = 200  # steps in a row, however often somebody looks: a fault may pass
+BROKEN_ADVICE = (
+  "The weights are sound and the newest checkpoint holds them. Look at the batches of these steps "
+  "(python -m ats_jax data stats); if they are well, try precision.compute_dtype=float32, "
+  "ops.kernels=attention=xla or another machine, and run the same command again."
+)
 PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
 EVIDENCE = 12.0  # at most, log odds
 HORIZON = 2  # looks until an action is judged
@@ -194,6 +200,8 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
   if not reading.sound:
     reason = f"weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", 1.0, True, reason)
+  for fault in reading.faults:
+    return Finding(fault.cause, 1.0, True, fault.reason)
   if reading.edited > EDITED:
     change = f"the norm of the weights changed by {reading.edited:.2g} of itself in one step"
     return Finding("state", 1.0, True, f"{change}, beyond its update: something else wrote to them")
@@ -259,6 +267,9 @@ def _candidates(
   policy: PolicyState, reading: Reading, finding: Finding, base_bucket: float
 ) -> list[Action]:
   scale, bucket = policy.lr_scale, policy.control["bucket"]
+  for fault in reading.faults:
+    if fault.advice and fault.reason == finding.reason:
+      return [Stop(fault.advice)]
   if finding.cause == "state":
     rung = 1 + sum(check > policy.checks - LADDER_CHECKS for check in policy.made.get(ROLLBACK, ()))
     if rung >= LADDER:
@@ -267,7 +278,7 @@ def _candidates(
   if finding.cause == "learning rate":
     return _slower(scale, CUT)
   if finding.cause == "system":
-    return [Stop()] if policy.broken + 1 >= LADDER else []
+    return [Stop(BROKEN_ADVICE)] if reading.broken >= BROKEN_STOP else []
   if finding.cause == "unknown":
     return []
   room = base_bucket + MOST_SKIPS
@@ -363,13 +374,10 @@ def _judge_trial(
 def _remember(
   policy: PolicyState, reading: Reading, finding: Finding | None, excess: float, margin: float
 ) -> PolicyState:
-  broken = policy.broken + 1 if reading.broken >= BROKEN else 0
   names = [f"{layer}/{expert}" for layer, expert in reading.starved]
   starved = {name: policy.starved.get(name, 0) + 1 for name in names}
   crowded = policy.crowded + 1 if reading.means.get("moe/dropped", 0.0) > CROWDED else 0
-  policy = policy._replace(
-    learning_rate=reading.learning_rate, broken=broken, starved=starved, crowded=crowded
-  )
+  policy = policy._replace(learning_rate=reading.learning_rate, starved=starved, crowded=crowded)
   if finding is not None:
     turned = finding.cause == "data" and reading.skipped >= SKIPPED
     is_odd = turned or (policy.odd > 0 and finding.cause != "state")

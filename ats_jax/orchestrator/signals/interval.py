@@ -16,6 +16,20 @@ SCALES = ("reflex/grad_scale", "reflex/update_scale", "reflex/rate_scale")  # 1 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 
 
+class Fault(NamedTuple):
+  """What is certainly wrong, as two things that are one differ.
+
+  Attributes:
+    cause: as of a `Finding`.
+    reason: in words.
+    advice: what the user is to do; not empty if the run cannot go on.
+  """
+
+  cause: str
+  reason: str
+  advice: str = ""
+
+
 class Reading(NamedTuple):
   """An interval of steps. Counts are of steps; losses are nats per token.
 
@@ -39,6 +53,7 @@ class Reading(NamedTuple):
     rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
     edited: the most that the norm of the weights changed in a step beyond the norm of its update,
       as a share of it. Rounding aside it cannot: if it did, something else wrote to the weights.
+    faults: what is certainly wrong, the worst first.
   """
 
   first: int
@@ -58,6 +73,7 @@ class Reading(NamedTuple):
   starved: tuple[tuple[int, int], ...] = ()
   rules: tuple[float, ...] = ()
   edited: float = 0.0
+  faults: tuple[Fault, ...] = ()
 
   @property
   def unread(self) -> bool:
@@ -82,6 +98,8 @@ class Pending(NamedTuple):
     rules: by which it did, or would have.
     host: what this process's clock says of them.
     loads: moe/load of each step, if experts are watched.
+    again: what the eval step returned for the same weights once more; at a pause.
+    faults: what was found while they were made.
   """
 
   step: int
@@ -90,6 +108,8 @@ class Pending(NamedTuple):
   rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
+  again: Sums | None = None
+  faults: tuple[Fault, ...] = ()
 
 
 def read(

@@ -1,0 +1,22 @@
+"""What the training loop lends to whoever watches it."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ats_jax.orchestrator.trials.paired import Ahead, Update
+
+
+class Loop(Protocol):
+  """What the training loop lends; what is lent is asked for when it is needed."""
+
+  def position(self) -> Mapping[str, Any]:
+    """What a checkpoint of the state would hold beside it and what the supervisor has `saved`."""
+    ...
+
+  def again(self) -> Update:
+    """What makes the last update once more, from another state."""
+    ...
+
+  def ahead(self) -> Ahead:
+    """What makes the updates that come next, on batches that the loop will read again."""
+    ...
