@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ats_jax.data.batch import POSITION
+from ats_jax.orchestrator.signals.interval import Rows
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 
 
@@ -20,3 +22,9 @@ class Loop(Protocol):
   def ahead(self) -> Ahead:
     """What makes the updates that come next, on batches that the loop will read again."""
     ...
+
+
+def rows_read(loop: Loop | None, step: int) -> Rows | None:
+  """Where the loop is in the data after `step`; None if it does not say."""
+  position = {} if loop is None else loop.position()
+  return Rows(step, position[POSITION]["row"]) if POSITION in position else None

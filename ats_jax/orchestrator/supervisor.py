@@ -16,26 +16,28 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.build import CHANGES
-from ats_jax.data.batch import POSITION, Batch
+from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings
-from ats_jax.orchestrator.lent import Loop
+from ats_jax.orchestrator.lent import Loop, rows_read
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
+from ats_jax.orchestrator.record.influence import bounded, price
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
-from ats_jax.orchestrator.signals.counts import Rows, Schedule, wrong_counts, wrong_position
+from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Pending,
+  Rows,
   Sums,
   probe_loss,
   read,
@@ -183,7 +185,7 @@ class Supervisor:
     )  # fmt: skip
     if self._probe is not None:  # compiled here, not in the middle of training
       self._probe.begin(self._program, state.model, self._program.rules(step))
-    self._begin = self._rows_read(step)
+    self._begin = rows_read(self._loop, step)
     if self._program.cfg.moe.spare_experts:
       self._experts = Experts(self._program.cfg, state)
     if self.acts:
@@ -298,15 +300,8 @@ class Supervisor:
       probe = self._score(state, rules)
     else:
       self._wait -= 1
-    faults, now = (), self._rows_read(step)
-    if self._begin is not None and now is not None:
-      faults = tuple(wrong_position(self._program.cfg, self._begin, now))
     host = self._clock.lap(len(rows))
-    return Pending(step, rows, probe, rules, host, loads, faults=faults)
-
-  def _rows_read(self, step: int) -> Rows | None:
-    position = {} if self._loop is None else self._loop.position()
-    return Rows(step, position[POSITION]["row"]) if POSITION in position else None
+    return Pending(step, rows, probe, rules, host, loads, rows_read(self._loop, step))
 
   def _wants_probe(self, step: int) -> bool:
     """Whether it is time to score the probe, or anything depends on it."""
@@ -356,6 +351,8 @@ class Supervisor:
     )  # fmt: skip
     if judgement.outcome is not None:
       self._teller.outcome(step, judgement.outcome)
+    if (left := bounded(self._names, interval.step, rows)) is not None:
+      self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
     if not judgement.stale:
       self._teller.health(health)
       self._alert = judgement.finding is not None or reading.doubtful
@@ -386,7 +383,8 @@ class Supervisor:
     if self._probe is not None and interval.probe is not None and interval.again is not None:
       disagree = self._probe.disagreement(self._program, interval.probe, interval.again)
     counts = wrong_counts(self._program.cfg, self._schedule, self._names, interval.step, rows)
-    return (*interval.faults, *disagree, *counts)
+    elsewhere = wrong_position(self._program.cfg, self._begin, interval.read)
+    return (*elsewhere, *disagree, *counts)
 
   def _ready(self, step: int, state: TrainState, *, pause: bool) -> Ready | None:
     """The request whose turn it is; one that turns out impossible is dropped, and said so."""
@@ -403,6 +401,8 @@ class Supervisor:
     action, saved, came_to = decision.action, None, {}
     if self.acts:
       saved, came_to = action.find(self, step, state)
+    if "to" in came_to:
+      came_to["lost"] = price(self._program.cfg, step - came_to["to"], self._laps)
     applied = self.acts and not (action.needs_saved and saved is None)
     self._teller.decision(step, decision, came_to, applied=applied)
     if not applied:

@@ -56,7 +56,12 @@ class Rollback(Action):
 
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Where to, if it is known."""
-    return f"rolls back to step {row['to']:,}" if "to" in row else "rolls back"
+    if "to" not in row:
+      return "rolls back"
+    lost = row["lost"]
+    took = f", {float(lost['secs']):,.0f} s" if lost["secs"] is not None else ""
+    cost = f"{lost['steps']:,} steps, {lost['tokens']:,} tokens{took}"
+    return f"rolls back to step {row['to']:,}, which costs {cost}"
 
 
 @dataclasses.dataclass(frozen=True)

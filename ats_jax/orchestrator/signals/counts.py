@@ -1,22 +1,15 @@
 """Do the counts agree? What the device, the schedule and the data say of a step is known before."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import Fault
+from ats_jax.orchestrator.signals.interval import Fault, Rows
 
 Schedule = Callable[..., Any]  # see `step.schedule.learning_rate`
 ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
-
-
-class Rows(NamedTuple):
-  """How many training rows were read when so many updates were done."""
-
-  step: int
-  row: int
 
 
 def wrong_counts(
@@ -53,8 +46,10 @@ def wrong_counts(
   return [Fault("state", says)]
 
 
-def wrong_position(cfg: Config, begin: Rows, now: Rows) -> list[Fault]:
-  """Whether the data is elsewhere than the steps say; nothing mends that."""
+def wrong_position(cfg: Config, begin: Rows | None, now: Rows | None) -> list[Fault]:
+  """Whether the data is elsewhere than the steps since `begin` say; nothing mends that."""
+  if begin is None or now is None:
+    return []
   want = begin.row + (now.step - begin.step) * cfg.data.batch_size
   if now.row == want:
     return []

@@ -88,6 +88,13 @@ class Reading(NamedTuple):
     return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
 
 
+class Rows(NamedTuple):
+  """How many training rows were read when so many updates were done."""
+
+  step: int
+  row: int
+
+
 class Pending(NamedTuple):
   """Steps that were not looked at yet.
 
@@ -98,8 +105,8 @@ class Pending(NamedTuple):
     rules: by which it did, or would have.
     host: what this process's clock says of them.
     loads: moe/load of each step, if experts are watched.
+    read: where the loop was in the data after the last; None if it does not say.
     again: what the eval step returned for the same weights once more; at a pause.
-    faults: what was found while they were made.
   """
 
   step: int
@@ -108,8 +115,8 @@ class Pending(NamedTuple):
   rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
+  read: Rows | None = None
   again: Sums | None = None
-  faults: tuple[Fault, ...] = ()
 
 
 def read(

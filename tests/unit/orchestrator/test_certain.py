@@ -12,8 +12,9 @@ from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_con
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.actions import Rollback, Stop
 from ats_jax.orchestrator.record import ledger
-from ats_jax.orchestrator.signals.counts import Rows, wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.interval import Fault
+from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
+from ats_jax.orchestrator.signals.interval import Fault, Rows
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
@@ -54,10 +55,10 @@ class Run:
     self.supervisor = Supervisor(program, PROBE, path, loop=self.data)
     self.supervisor.start(0, self.state)
 
-  def __call__(self, steps):
+  def __call__(self, steps, rows=counting_rows):
     for _ in range(steps):
       self.step, self.data.row = self.step + 1, self.data.row + 8
-      batch = micro_batches(counting_rows(self.step), 1)
+      batch = micro_batches(rows(self.step), 1)
       rules = self.program.training_rules(1)
       self.state, self.metrics = self.program.train_step(self.state, batch, rules)
       self.state = self.supervisor.after(self.step, self.state, self.metrics)
@@ -146,6 +147,25 @@ def test_a_resumed_run_counts_on_from_its_rows(program, tmp_path):
   run.supervisor.start(0, run.state)
   run(EVERY * 3)
   assert not run.supervisor.decisions
+
+
+def test_the_story_has_what_was_left_out_and_what_a_rollback_cost(program, tmp_path):
+  path = tmp_path / "decisions.jsonl"
+  run = Run(program, path)(61)
+  bad = lambda step: {**counting_rows(step), "loss_mask": np.full((8, 16), np.nan, np.float32)}
+  run(2, bad)(40)
+  run.state = dataclasses.replace(
+    run.state, model=jax.tree.map(lambda x: x * jnp.nan, run.state.model)
+  )
+  run(EVERY * 3)
+  run.settle()
+  run.supervisor.close()
+  story = "\n".join(tell(path))
+  assert "2 batches (steps 62-63) left out" in story and "rows 488-503" in story
+  rows = [row for row in ledger.rows(path) if row["kind"] == "decision"]
+  lost = rows[0]["step"] - rows[0]["to"]
+  assert f"which costs {lost} steps, {lost * 128:,} tokens" in story
+  assert "surprising batches in steps" in story  # those that the broken weights made
 
 
 # ---- pure
