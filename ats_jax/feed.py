@@ -9,10 +9,9 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.data.batches import TrainBatches, eval_batches
 from ats_jax.data.blocks import SHORT, sample_blocks
 from ats_jax.data.dataset import Dataset
-from ats_jax.data.loader import Batches
+from ats_jax.data.loader import Batches, TrainBatches, eval_batches
 from ats_jax.data.splits import EvalSet
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import local_rows, to_global
@@ -74,6 +73,8 @@ def probe_feed(
   shares = np.diff(np.linspace(0, parts * rows, len(sets) + 1).astype(int))
   blocks, shared = [], []
   for (prefix, dataset), count in zip(sets, shares.tolist(), strict=True):
+    if not count:  # there are more sets than blocks
+      continue
     reported = (cfg.eval.num_batches * micro or dataset.num_rows) if eval_sets else 0
     found, apart = sample_blocks(dataset, count, reported)
     blocks.append(found)
