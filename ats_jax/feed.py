@@ -16,7 +16,6 @@ from ats_jax.data.splits import EvalSet
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import local_rows, to_global
 
-POSITION = "position"  # where a checkpoint keeps that of the training data
 PROBE_BLOCKS = 64
 
 
@@ -74,6 +73,8 @@ def probe_feed(
   shares = np.diff(np.linspace(0, parts * rows, len(sets) + 1).astype(int))
   blocks, shared = [], []
   for (prefix, dataset), count in zip(sets, shares.tolist(), strict=True):
+    if not count:  # there are more sets than blocks
+      continue
     reported = (cfg.eval.num_batches * micro or dataset.num_rows) if eval_sets else 0
     found, apart = sample_blocks(dataset, count, reported)
     blocks.append(found)

@@ -15,12 +15,12 @@ from ats_jax import announce, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
-from ats_jax.data.batch import Batch
+from ats_jax.data.batch import POSITION, Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
-from ats_jax.feed import POSITION, probe_feed, train_feed, upcoming
+from ats_jax.feed import probe_feed, train_feed, upcoming
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress

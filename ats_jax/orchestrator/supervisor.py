@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -24,53 +24,38 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
+from ats_jax.orchestrator.lent import Loop, rows_read
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, Past, PolicyState, Request
+from ats_jax.orchestrator.record.influence import bounded, price
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
+from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
 from ats_jax.orchestrator.signals.interval import (
+  Fault,
   Pending,
+  Rows,
   Sums,
-  check_probe,
   probe_loss,
   read,
 )
 from ats_jax.orchestrator.signals.probe import Probe
-from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead, look_back
+from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
 from ats_jax.step import tensors
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
 # Where a checkpoint keeps what the policy remembers, and what hooks asked for.
 SAVED, WAITING, WATCH = "orchestrator", "requests", "watch"
-
-
-class Loop(Protocol):
-  """What the training loop lends; what is lent is asked for when it is needed."""
-
-  def position(self) -> Mapping[str, Any]:
-    """What a checkpoint of the state would hold beside it and what the supervisor has `saved`."""
-    ...
-
-  def again(self) -> Update:
-    """What makes the last update once more, from another state."""
-    ...
-
-  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
-    """What makes the updates that come next, on batches that the loop will read again.
-
-    Args:
-      saved: what `position` gave; the updates are those that came after it. None = now.
-    """
-    ...
 
 
 class NoSupervisor:
@@ -132,6 +117,7 @@ class Supervisor:
     totals: Totals | None = None,
     snapshots: Snapshots | None = None,
     loop: Loop | None = None,
+    schedule: Schedule | None = learning_rate,
   ):
     """Set what it works with; `start` begins.
 
@@ -145,6 +131,7 @@ class Supervisor:
       totals: says where the time of this process went, see `Clock`.
       snapshots: where to keep states, if they are to outlive it.
       loop: lends what branches need; without one none are tried.
+      schedule: gives the rate that the step is to report; None = it is not compared.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
@@ -157,7 +144,8 @@ class Supervisor:
     self._names = metric_names(program.cfg, program.objective.names)
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
-    self._restore, self._loop = restore, loop
+    self._restore, self._loop, self._schedule = restore, loop, schedule
+    self._begin: Rows | None = None
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None
@@ -200,7 +188,8 @@ class Supervisor:
     )  # fmt: skip
     self._tensors = tensors.names(self._program.cfg, trainable(state.model))
     if self._probe is not None:  # compiled here, not in the middle of training
-      check_probe(self._probe.score(self._program, state.model, self._program.rules(step)))
+      self._probe.begin(self._program, state.model, self._program.rules(step))
+    self._begin = rows_read(self._loop, step)
     if self._program.cfg.moe.spare_experts:
       self._experts = Experts(self._program.cfg, state)
     if self.acts:
@@ -281,6 +270,8 @@ class Supervisor:
       pending = self._interval(step, state, pause=True)
     elif pending is not None and pending.probe is None and self._probe is not None:
       pending = pending._replace(probe=self._score(state, pending.rules))
+    if pending is not None and self._probe is not None:
+      pending = pending._replace(again=self._score(state, pending.rules))
     if pending is not None:
       state = self._look(step, state, pending, pause=True)
     if self._restored_step != step:  # else these are the metrics of what was replaced
@@ -319,7 +310,8 @@ class Supervisor:
       probe = self._score(state, rules)
     else:
       self._wait -= 1
-    return Pending(step, rows, probe, rules, self._clock.lap(len(rows)), loads)
+    host = self._clock.lap(len(rows))
+    return Pending(step, rows, probe, rules, host, loads, rows_read(self._loop, step))
 
   def _wants_probe(self, step: int) -> bool:
     """Whether it is time to score the probe, or anything depends on it."""
@@ -346,6 +338,7 @@ class Supervisor:
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(interval.probe)
     reading = read(self._names, interval.step, rows, probe, self._tensors)
+    reading = reading._replace(faults=self._faults(interval, rows))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
     if self._experts is not None:
@@ -365,6 +358,8 @@ class Supervisor:
     )  # fmt: skip
     if judgement.outcome is not None:
       self._teller.outcome(step, judgement.outcome)
+    if (left := bounded(self._names, interval.step, rows)) is not None:
+      self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
     if not judgement.stale:
       self._teller.health(health)
       self._alert = judgement.finding is not None or reading.doubtful
@@ -391,6 +386,15 @@ class Supervisor:
       self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
     return state
 
+  def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
+    """What is certainly wrong with an interval."""
+    disagree = ()
+    if self._probe is not None and interval.probe is not None and interval.again is not None:
+      disagree = self._probe.disagreement(self._program, interval.probe, interval.again)
+    counts = wrong_counts(self._program.cfg, self._schedule, self._names, interval.step, rows)
+    elsewhere = wrong_position(self._program.cfg, self._begin, interval.read)
+    return (*elsewhere, *disagree, *counts)
+
   def _ready(self, step: int, state: TrainState, *, pause: bool) -> Ready | None:
     """The request whose turn it is; one that turns out impossible is dropped, and said so."""
     if self.wants_restart:
@@ -406,6 +410,8 @@ class Supervisor:
     action, saved, came_to = decision.action, None, {}
     if self.acts:
       saved, came_to = action.find(self, step, state)
+    if "to" in came_to:
+      came_to["lost"] = price(self._program.cfg, step - came_to["to"], self._laps)
     applied = self.acts and not (action.needs_saved and saved is None)
     self._teller.decision(step, decision, came_to, applied=applied)
     if not applied:
@@ -475,6 +481,7 @@ class Supervisor:
       del other  # there is memory for one
       return left.resume()
     self._snapshots.reject()
+    self._pending = pending._replace(probe=None)  # that was of the other arm
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
       other = self._carry_out(step, other, decision)

@@ -130,7 +130,9 @@ def build_arm(name: str, cfg: Config) -> Arm:
       return Rewind(names)
     if not kind.watched:
       return NoSupervisor()
-    return Supervisor(program, probe if kind.probe else None, loop=loop)
+    probe_of_it = probe if kind.probe else None
+    # A rate that the schedule has wrong is one that its user has set: nobody knows a right one.
+    return Supervisor(program, probe_of_it, loop=loop, schedule=None)
 
   if kind.rule is not None:
     rule = kind.rule(cfg)

@@ -14,8 +14,7 @@ import numpy as np
 
 from ats_jax.checkpoint.layout import named_parts
 from ats_jax.config.schema import Config
-from ats_jax.data.batch import Batch
-from ats_jax.feed import POSITION
+from ats_jax.data.batch import POSITION, Batch
 from ats_jax.model.layout import stacks
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
@@ -70,7 +69,7 @@ class Loop:
 
   def position(self) -> dict[str, Any]:
     """The next step (0-based), as a checkpoint would keep the position in the data."""
-    return {POSITION: self._next}
+    return {POSITION: {"row": self._next * self._bench.cfg.data.batch_size}}
 
   def again(self) -> Update:
     """What makes the last update once more."""
@@ -88,7 +87,8 @@ class Loop:
     """
     if saved is None:
       return Ahead(self._step_ahead, functools.partial(self._batches, self._left()))
-    steps = [step for step in self._trained if step >= saved[POSITION]]
+    first = saved[POSITION]["row"] // self._bench.cfg.data.batch_size
+    steps = [step for step in self._trained if step >= first]
     numbers = iter(steps)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:

@@ -10,7 +10,7 @@ from ats_jax.orchestrator.actions.experts import (
   ScaleTemperature,
   SetPenalty,
 )
-from ats_jax.orchestrator.actions.loop import Rollback, SaveCheckpoint, Stop
+from ats_jax.orchestrator.actions.loop import CorrectStep, Rollback, SaveCheckpoint, Stop
 from ats_jax.orchestrator.actions.scalars import (
   SetExpertDropout,
   SetLearningRateScale,
@@ -24,6 +24,7 @@ __all__ = [
   "Action",
   "AddExpert",
   "ChangeSettings",
+  "CorrectStep",
   "MergeExperts",
   "PruneExpert",
   "RecycleExpert",

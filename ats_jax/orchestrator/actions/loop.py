@@ -56,7 +56,40 @@ class Rollback(Action):
 
   def narrate(self, row: Mapping[str, Any]) -> str:
     """Where to, if it is known."""
-    return f"rolls back to step {row['to']:,}" if "to" in row else "rolls back"
+    if "to" not in row:
+      return "rolls back"
+    lost = row["lost"]
+    took = f", {float(lost['secs']):,.0f} s" if lost["secs"] is not None else ""
+    cost = f"{lost['steps']:,} steps, {lost['tokens']:,} tokens{took}"
+    return f"rolls back to step {row['to']:,}, which costs {cost}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectStep(Action):
+  """Set the count of updates in the state, which the schedule goes by, to that of the loop.
+
+  Attributes:
+    step: updates done.
+  """
+
+  words = "sets the state's count of updates to {step:,}"
+  judged = False
+  can_be_tried = False
+
+  step: int
+
+  @property
+  def can_be_asked_for(self) -> bool:
+    """Nobody else has a reason to."""
+    return False
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """Nothing else changes."""
+    return dataclasses.replace(state, step=jnp.full_like(state.step, self.step))
+
+  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+    """The rates of steps before it tell nothing."""
+    return policy._replace(acted_step=step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +107,19 @@ class SaveCheckpoint(Action):
 
 @dataclasses.dataclass(frozen=True)
 class Stop(Action):
-  """End the run: what would help was tried, and did not."""
+  """End the run: what would help was tried, and did not, or nothing would.
+
+  Attributes:
+    advice: what the user is to do.
+  """
 
   words = "stops the run"
   judged = False
+
+  advice: str = (
+    "Lower optimizer.learning_rate, or look at the data (python -m ats_jax data stats). No "
+    "checkpoint holds such weights."
+  )
 
   @property
   def can_be_asked_for(self) -> bool:
@@ -87,7 +129,6 @@ class Stop(Action):
   def tell(self, host: Host, step: int, reason: str) -> None:
     """With an error."""
     raise FloatingPointError(
-      f"the orchestrator gives up at step {step}: {reason}. What it tried is in decisions.jsonl "
-      "(python -m ats_jax decisions WORKDIR). Lower optimizer.learning_rate, or look at the data "
-      "(python -m ats_jax data stats). No checkpoint holds such weights."
+      f"the orchestrator gives up at step {step}: {reason}. {self.advice} What it saw and tried is "
+      "in decisions.jsonl (python -m ats_jax decisions WORKDIR)."
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ats_jax.config.schema import Config, OrchestratorConfig
 from ats_jax.orchestrator.actions import (
   Action,
+  CorrectStep,
   RecycleExpert,
   Rollback,
   SetLearningRateScale,
@@ -41,6 +42,12 @@ MARGIN, MARGIN_SIGMAS = 0.02, 6.0  # nats; how far the probe's loss may be above
 RATE_ROSE, WIDER = 1.1, 3.0  # a higher rate than that of the reference may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
 BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
+BROKEN_STOP = 200  # steps in a row, however often somebody looks: a fault may pass
+BROKEN_ADVICE = (
+  "The weights are sound and the newest checkpoint holds them. Look at the batches of these steps "
+  "(python -m ats_jax data stats); if they are well, try precision.compute_dtype=float32, "
+  "ops.kernels=attention=xla or another machine, and run the same command again."
+)
 PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
 EVIDENCE = 12.0  # at most, log odds
 HORIZON = 2  # looks until an action is judged
@@ -180,7 +187,9 @@ def _decide_interval(
   judged = _judge_trial(policy, reading, finding, excess, margin, changed=changed)
   policy, outcome, undone = judged
   wanted = (
-    [] if finding is None else _remedy(cfg, policy, reading, finding, is_worse=excess > margin)
+    []
+    if finding is None
+    else _remedy(cfg, policy, reading, finding, step, is_worse=excess > margin)
   )
   policy = _remember(policy, reading, finding, excess, margin)
   if requested or (finding is not None and finding.certain):
@@ -209,6 +218,8 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
     why = f"{policy.doubts}; " if policy.doubts else ""
     reason = f"{why}weights or their held-out loss ({reading.probe}) are not finite"
     return Finding("state", 1.0, True, reason)
+  for fault in reading.faults:
+    return Finding(fault.cause, 1.0, True, fault.reason)
   if policy.doubts:
     return Finding("state", 1.0, True, f"{policy.doubts}; {probe}")
   if reading.broken >= BROKEN:
@@ -263,11 +274,12 @@ def _remedy(
   policy: PolicyState,
   reading: Reading,
   finding: Finding,
+  step: int,
   *,
   is_worse: bool,
 ) -> list[Wanted]:
   """What would help, if it is allowed."""
-  actions = _candidates(policy, reading, finding, is_worse=is_worse)
+  actions = _candidates(policy, reading, finding, step, is_worse=is_worse)
   if not actions:
     return []
   kind = type(actions[0])
@@ -283,9 +295,14 @@ def _remedy(
 
 
 def _candidates(
-  policy: PolicyState, reading: Reading, finding: Finding, *, is_worse: bool
+  policy: PolicyState, reading: Reading, finding: Finding, step: int, *, is_worse: bool
 ) -> list[Action]:
   scale = policy.lr_scale
+  for fault in reading.faults:
+    if fault.advice and fault.reason == finding.reason:
+      return [Stop(fault.advice)]
+  if finding.cause == "count":
+    return [CorrectStep(step)]
   if finding.cause == "state":
     if not is_worse:  # numbers that were mended, or that do no harm: going back costs more
       return []
@@ -296,7 +313,7 @@ def _candidates(
   if finding.cause == "learning rate" and policy.reference_rate and reading.learning_rate:
     return _slower(scale, policy.reference_rate / reading.learning_rate / scale)
   if finding.cause == "system":
-    return [Stop()] if policy.broken + 1 >= LADDER else []
+    return [Stop(BROKEN_ADVICE)] if reading.broken >= BROKEN_STOP else []
   return []
 
 
@@ -389,13 +406,11 @@ def _judge_trial(
 def _remember(
   policy: PolicyState, reading: Reading, finding: Finding | None, excess: float, margin: float
 ) -> PolicyState:
-  broken = policy.broken + 1 if reading.broken >= BROKEN else 0
   names = [f"{layer}/{expert}" for layer, expert in reading.starved]
   starved = {name: policy.starved.get(name, 0) + 1 for name in names}
   crowded = policy.crowded + 1 if reading.means.get("moe/dropped", 0.0) > CROWDED else 0
   policy = policy._replace(
     learning_rate=reading.learning_rate,
-    broken=broken,
     starved=starved,
     crowded=crowded,
     worse=policy.worse + 1 if excess > margin and not reading.surprising else 0,

@@ -173,7 +173,6 @@ class PolicyState(NamedTuple):
     spread: variance of the probe's loss from look to look.
     learning_rate: of the schedule at the last look; None before.
     healthy: looks in a row without a finding.
-    broken: looks in a row in which no gradient was finite.
     odd: looks since the batches turned odd while the probe was well; 0 if they are not.
     crowded: looks in a row in which experts had too few places.
     starved: "layer/expert" -> looks in a row in which it got next to no tokens.
@@ -206,7 +205,6 @@ class PolicyState(NamedTuple):
   spread: float = FIRST_SPREAD
   learning_rate: float | None = None
   healthy: int = 0
-  broken: int = 0
   odd: int = 0
   crowded: int = 0
   starved: Mapping[str, int] = {}

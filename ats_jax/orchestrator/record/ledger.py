@@ -5,6 +5,7 @@ One JSON object a line, each with "v" (version of the format), "kind" and "step"
   start        the settings; at the beginning of a workdir, or when they changed
   resumed_from the run goes on from this step: lines of later steps before it no longer count
   check        a look: the reading, the health report, what a hook asks for
+  bounded      steps of an interval that were left out or shrunk, their tokens and rows
   trial        an action that was tried, ahead or on the steps since `first` again; the effect
   refused      what a hook asked for and is not possible, and why
   decision     id, action and its fields, cause, confidence, reason, applied, and what it came to
@@ -30,11 +31,11 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
-from ats_jax.orchestrator.signals.interval import Reading
+from ats_jax.orchestrator.signals.interval import Fault, Reading
 from ats_jax.orchestrator.trials.paired import Effect
 
-VERSION = 2
-KINDS = ("start", "resumed_from", "check", "trial", "refused", "decision", "outcome")
+VERSION = 3
+KINDS = ("start", "resumed_from", "check", "bounded", "trial", "refused", "decision", "outcome")
 
 
 class Row(dict[str, Any]):
@@ -194,6 +195,7 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
   values["rules"] = tuple(fields["rules"])
+  values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
   return Reading(**values)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.influence import recurring, tell_bounded
 from ats_jax.orchestrator.signals.health import LEVELS
 
 
@@ -18,6 +19,7 @@ def tell(path: Path) -> list[str]:
   """
   lines, level, look = [], LEVELS[0], ""
   levels, verdicts, carried_out = Counter[str](), Counter[str](), Counter[bool]()
+  bounded: list[ledger.Row] = []
   for row in ledger.rows(path):
     with ledger.reading(path, row.number):
       match row["kind"]:
@@ -29,15 +31,20 @@ def tell(path: Path) -> list[str]:
             lines.append(_line(row, health))
           look = f"training loss {float(row['reading']['loss']):.4g}, {health}"
           levels[now] += 1
+        case "bounded":
+          lines.append(_line(row, tell_bounded(row)))
+          bounded.append(row)
         case "decision":
           lines.append(_line(row, f"{_deed(row)} because of {_because(row)}"))
+          if advice := row["fields"].get("advice"):
+            lines.append(_line(row, f"what to do: {advice}"))
           carried_out[bool(row["applied"])] += 1
         case "outcome":
           lines.append(_line(row, _effect(row)))
           verdicts[row["verdict"]] += 1
         case _:
           lines.append(_line(row, _event(row)))
-  return [*lines, *_summary(levels, verdicts, carried_out, look)]
+  return [*lines, *recurring(bounded), *_summary(levels, verdicts, carried_out, look)]
 
 
 def _event(row: Mapping[str, Any]) -> str:

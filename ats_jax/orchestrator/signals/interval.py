@@ -17,6 +17,20 @@ SCALES = ("reflex/grad_scale", "reflex/update_scale", "reflex/rate_scale")  # 1 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 
 
+class Fault(NamedTuple):
+  """What is certainly wrong, as two things that are one differ.
+
+  Attributes:
+    cause: as of a `Finding`.
+    reason: in words.
+    advice: what the user is to do; not empty if the run cannot go on.
+  """
+
+  cause: str
+  reason: str
+  advice: str = ""
+
+
 class Reading(NamedTuple):
   """An interval of steps. Counts are of steps; losses are nats per token.
 
@@ -45,6 +59,7 @@ class Reading(NamedTuple):
       `Reflex.written`.
     tensor: the name of the one in which the first were.
     miscounted: by how much the optimizer's count of updates was off, at most.
+    faults: what is certainly wrong, the worst first.
   """
 
   first: int
@@ -69,6 +84,7 @@ class Reading(NamedTuple):
   wrong: int = 0
   tensor: str = ""
   miscounted: int = 0
+  faults: tuple[Fault, ...] = ()
 
   @property
   def unread(self) -> bool:
@@ -83,6 +99,13 @@ class Reading(NamedTuple):
     return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
 
 
+class Rows(NamedTuple):
+  """How many training rows were read when so many updates were done."""
+
+  step: int
+  row: int
+
+
 class Pending(NamedTuple):
   """Steps that were not looked at yet.
 
@@ -93,6 +116,8 @@ class Pending(NamedTuple):
     rules: by which it did, or would have.
     host: what this process's clock says of them.
     loads: moe/load of each step, if experts are watched.
+    read: where the loop was in the data after the last; None if it does not say.
+    again: what the eval step returned for the same weights once more; at a pause.
   """
 
   step: int
@@ -101,6 +126,8 @@ class Pending(NamedTuple):
   rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
+  read: Rows | None = None
+  again: Sums | None = None
 
 
 def read(

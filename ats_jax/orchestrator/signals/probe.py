@@ -5,14 +5,21 @@ It is read as seldom as its cost asks for, and in between only where something i
 
 import math
 
+import numpy as np
+
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
-from ats_jax.orchestrator.signals.interval import Sums
+from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, probe_loss
 from ats_jax.step.program import Program
 
 FORWARD = 1 / 3  # of the FLOPs that a token costs in training
+WITHIN, ROUNDING = 10.0, 1e-6  # times the spread at the start; share of the loss
+ADVICE = (
+  "Test this machine's memory and devices, and start again on another from the last checkpoint but "
+  "one."
+)
 
 
 class Probe:
@@ -20,6 +27,7 @@ class Probe:
 
   Attributes:
     every: looks from one reading to the next, so that it costs no more than it may.
+    spread: of its loss when the same weights were scored three times at the start, nats.
   """
 
   def __init__(self, program: Program, batch: Batch):
@@ -28,10 +36,40 @@ class Probe:
     tokens = math.prod(batch["tokens"].shape)
     interval = cfg.orchestrator.check_interval * cfg.data.batch_size * cfg.data.seq_len
     self.every = math.ceil(FORWARD * tokens / interval / cfg.orchestrator.probe_share)
+    self.spread, self._disagreed = 0.0, 0
     self._parts = (batch,)
     if batch["tokens"].ndim == 3:
       parts = range(batch["tokens"].shape[0])
       self._parts = tuple({name: x[part] for name, x in batch.items()} for part in parts)
+
+  def begin(self, program: Program, model: Decoder, rules: Pass) -> None:
+    """Score `model` a few times; waits for it.
+
+    Raises:
+      ValueError: if there is no token to predict.
+    """
+    sums = [self.score(program, model, rules) for _ in range(3)]
+    check_probe(sums[0])
+    self.spread = float(np.ptp([probe_loss(s) for s in sums]))
+
+  def disagreement(self, program: Program, first: Sums, second: Sums) -> tuple[Fault, ...]:
+    """Whether two scores of the same weights differ by more than they may.
+
+    They are equal to the bit on a CPU and with `precision.deterministic`, else within a few times
+    what they differed by at the start. The second time in a row nothing but another machine helps.
+    """
+    exact = program.device.platform == "cpu" or program.cfg.precision.deterministic
+    one, two = probe_loss(first), probe_loss(second)
+    bound = 0.0 if exact else max(WITHIN * self.spread, ROUNDING * abs(one))
+    if abs(one - two) <= bound or not (math.isfinite(one) or math.isfinite(two)):
+      self._disagreed = 0
+      return ()
+    self._disagreed += 1
+    reason = (
+      f"the same weights scored the same text at {one:.9g} and at {two:.9g} nats one after the "
+      f"other, which may differ by {bound:.2g}: a device computes wrongly"
+    )
+    return (Fault("system", reason, ADVICE if self._disagreed > 1 else ""),)
 
   def score(self, program: Program, model: Decoder, rules: Pass) -> Sums:
     """Begin to score `model`; what comes of it is on its way to the host."""

@@ -48,7 +48,7 @@ def test_a_run_that_begins_anew_begins_a_new_ledger(path):
 def test_half_a_line_of_a_killed_process_is_cut(path):
   write(path, ("start", 0), ("check", 10))
   with path.open("a") as file:
-    file.write('{"v": 2, "kind": "che')
+    file.write('{"v": 3, "kind": "che')
   assert steps(path) == [("start", 0), ("check", 10)]
   write(path, ("check", 20))
   assert steps(path) == [("start", 0), ("check", 10), ("check", 20)]
@@ -76,7 +76,7 @@ WHOLE = (
 def write_rows(path, rows):
   with path.open("w") as file:
     for row in rows:
-      print(json.dumps({"v": 2, **ledger.encode(row)}), file=file)
+      print(json.dumps({"v": 3, **ledger.encode(row)}), file=file)
 
 
 def test_whole_lines_are_told_in_order(path):
@@ -126,9 +126,9 @@ EDITS = {
 @pytest.mark.parametrize(("place", "changes", "read"), EDITS.values(), ids=EDITS)
 def test_an_edited_line_is_named(path, place, changes, read):
   """A value None stands for a field that was taken out."""
-  edited = {"v": 2, **WHOLE[place], **changes}
+  edited = {"v": 3, **WHOLE[place], **changes}
   edited = {name: value for name, value in edited.items() if changes.get(name, 1) is not None}
-  rows = [{"v": 2, **row} for row in WHOLE]
+  rows = [{"v": 3, **row} for row in WHOLE]
   rows[place] = edited
   path.write_text("".join(json.dumps(ledger.encode(row)) + "\n" for row in rows))
   with pytest.raises(ValueError, match=rf"decisions\.jsonl:{place + 1}: not a line of"):
@@ -143,7 +143,7 @@ def test_rubbish_is_named(path, line):
     ledger.rows(path)
 
 
-@pytest.mark.parametrize("line", ['{"v": 2, "step', '{"v": 1, "kind": "check", "step": 3}'])
+@pytest.mark.parametrize("line", ['{"v": 3, "step', '{"v": 1, "kind": "check", "step": 3}'])
 def test_a_damaged_line_is_an_error_that_names_the_file(path, line):
   write(path, ("start", 0))
   path.write_text(path.read_text() + line + "\n")

@@ -27,6 +27,8 @@ from ats_jax.orchestrator.actions import (
   Stop,
 )
 from ats_jax.orchestrator.policy.decide import (
+  BROKEN_ADVICE,
+  BROKEN_STOP,
   BUDGET,
   LEAST_SCALE,
   MOST_SKIPS,
@@ -170,10 +172,12 @@ def test_the_ladder_rolls_back_then_slows_then_goes_further_back_then_stops(look
 
 
 def test_a_gradient_that_stays_broken_ends_the_run(looks):
-  looks(3, **NAN_GRADIENT)
+  """By steps, not by looks: what passes within some interval must not end it."""
+  for broken in range(10, BROKEN_STOP, 10):
+    looks(**{**NAN_GRADIENT, "broken": broken})
   assert not looks.actions
-  looks(**NAN_GRADIENT)
-  assert looks.actions == [Stop()]
+  looks(**{**NAN_GRADIENT, "broken": BROKEN_STOP})
+  assert looks.actions == [Stop(BROKEN_ADVICE)]
 
 
 def test_a_lower_rate_is_given_back_by_and_by(looks):

@@ -19,6 +19,7 @@ from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.signals.probe import FORWARD, Probe
 from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 
 EVERY, LOOKS = 4, 5  # steps from look to look, looks from reading to reading
@@ -96,6 +97,17 @@ def test_parts_sum_to_the_whole(program):
   score = lambda probe: probe_loss(probe.score(program, state.model, rules))
   assert score(parts) == pytest.approx(score(whole), rel=1e-6)
   assert parts.every == whole.every == LOOKS
+
+
+def test_parts_lie_on_eight_devices_as_batches_do(program):
+  state, rules = program.init(), program.rules(1)
+  want = probe_loss(Probe(program, ROWS).score(program, state.model, rules))
+  mesh = make_test_mesh(2, 2, 2)
+  with jax.set_mesh(mesh):
+    program = make_program(program.cfg)
+    probe = Probe(program, to_global(micro_batches(ROWS, 2), mesh))
+    sums = probe.score(program, program.init().model, rules)
+  assert len(sums) == 2 and probe_loss(sums) == pytest.approx(want, rel=1e-5)
 
 
 def test_it_costs_no_more_than_it_may(program, tmp_path):

@@ -1,0 +1,110 @@
+"""What was left out or shrunk, and when: as a ledger keeps it, and in words."""
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator.signals.interval import SCALES
+
+AGAIN, AGAIN_STEPS = 10, 1000  # so many surprising batches in so many steps are a kind
+SHOWN = 4  # ranges of steps or rows in a line
+
+
+def bounded(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
+  """The steps of an interval that did not have their whole influence; None if all had.
+
+  Args:
+    names: of the columns.
+    last_step: that of the last row.
+    rows: [steps, names], `StepMetrics.values` of consecutive steps.
+
+  Returns:
+    left_out and shrunk: their steps; tokens: that counted in the loss of those left out; of: the
+    same of the whole interval.
+  """
+  column = dict(zip(names, rows.T, strict=True))
+  steps = np.arange(last_step - len(rows) + 1, last_step + 1)
+  left_out = column["reflex/skipped"] > 0
+  scales = [column[name] < 1.0 for name in SCALES if name in column]
+  shrunk = np.any([np.zeros_like(left_out), *scales], axis=0) & ~left_out
+  if not (left_out | shrunk).any():
+    return None
+  tokens = column["train/tokens"]
+  return {
+    "left_out": steps[left_out].tolist(),
+    "shrunk": steps[shrunk].tolist(),
+    "tokens": float(np.nansum(tokens[left_out])),
+    "of": float(np.nansum(tokens)),
+  }
+
+
+def price(cfg: Config, steps: int, laps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+  """What it costs that `steps` taught nothing; `laps` are of the last looks, see `Clock.lap`."""
+  took = [lap["host/step_secs"] for lap in laps if lap]
+  secs = steps * statistics.median(took) if took else None
+  return {"steps": steps, "tokens": steps * cfg.data.batch_size * cfg.data.seq_len, "secs": secs}
+
+
+def tell_bounded(line: Mapping[str, Any]) -> str:
+  """What a line of the ledger says of an interval."""
+  parts = []
+  if line["left_out"]:
+    share = line["tokens"] / max(line["of"], 1.0)
+    parts.append(
+      f"{_batches(line['left_out'])} left out, {line['tokens']:,.0f} tokens ({share:.1%} of these "
+      f"steps'){_rows(line, line['left_out'])}"
+    )
+  if line["shrunk"]:
+    parts.append(f"{_batches(line['shrunk'])} shrunk{_rows(line, line['shrunk'])}")
+  return "; ".join(parts)
+
+
+def recurring(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Whether surprising batches come again and again, and what to do about it."""
+  steps = [(step, line) for line in lines for step in (*line["left_out"], *line["shrunk"])]
+  steps.sort(key=lambda item: item[0])
+  numbers = [step for step, _ in steps]
+  spans = [(bisect_right(numbers, at - AGAIN_STEPS), end) for end, at in enumerate(numbers, 1)]
+  begin, end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+  worst = steps[begin:end]
+  if len(worst) < AGAIN:
+    return []
+  first, last = worst[0], worst[-1]
+  found = sorted({r for step, line in worst for r in _rows_of(line, [step])})
+  where = f" Their rows: {_ranges(found)}." if found else ""
+  return [
+    f"the same kind again and again? {len(worst)} surprising batches in steps {first[0]:,} to "
+    f"{last[0]:,}.{where} Look at that text (python -m ats_jax data stats): what is legitimate is "
+    "better mixed into other batches (data.packing, more files a shard); what is broken, removed."
+  ]
+
+
+def _batches(steps: Sequence[int]) -> str:
+  return f"{len(steps)} {'batch' if len(steps) == 1 else 'batches'} (steps {_ranges(steps)})"
+
+
+def _rows(line: Mapping[str, Any], steps: Sequence[int]) -> str:
+  found = _rows_of(line, steps)
+  return f", rows {_ranges(found)}" if found else ""
+
+
+def _rows_of(line: Mapping[str, Any], steps: Sequence[int]) -> list[int]:
+  """Training rows of the batches of `steps`, if the loop said where it was."""
+  if line["row"] is None:
+    return []
+  size, end, last = line["batch_size"], line["row"], line["step_of_row"]
+  begin = lambda step: end - (last - step + 1) * size
+  return [row for step in steps for row in range(begin(step), begin(step) + size)]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+  """[1, 2, 3, 7] -> "1-3, 7"; the first few."""
+  cuts = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
+  runs = [numbers[a:b] for a, b in pairwise([0, *cuts, len(numbers)])]
+  said = [f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN]]
+  return ", ".join(said) + (f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else "")

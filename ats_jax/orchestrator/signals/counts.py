@@ -1,0 +1,57 @@
+"""Do the counts agree? What the device, the schedule and the data say of a step is known before."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ats_jax.config.schema import Config
+from ats_jax.orchestrator.signals.interval import Fault, Rows
+
+Schedule = Callable[..., Any]  # see `step.schedule.learning_rate`
+ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
+
+
+def wrong_counts(
+  cfg: Config, schedule: Schedule | None, names: Sequence[str], last_step: int, rows: np.ndarray
+) -> list[Fault]:
+  """What an interval reports that cannot be of its steps.
+
+  Args:
+    cfg: the run.
+    schedule: gives the learning rate; None = it is not compared.
+    names: of the columns.
+    last_step: that of the last row, by the host's count.
+    rows: [steps, names], `StepMetrics.values` of consecutive steps.
+  """
+  column = dict(zip(names, rows.T, strict=True))
+  before = np.arange(last_step - len(rows), last_step)  # updates done before each
+  if "reflex/step" in column:
+    counted = column["reflex/step"]
+    off = np.flatnonzero(counted != before.astype(np.float32))
+    if off.size:
+      step, says = before[off[0]] + 1, counted[off[0]] + 1
+      return [Fault("count", f"the state took update {step} for update {says:.0f}")]
+  if schedule is None:
+    return []
+  known, reported = schedule(cfg, before, np), column["train/scheduled_rate"]
+  off = np.flatnonzero(~(np.abs(reported - known) <= ROUNDING * cfg.optimizer.learning_rate))
+  if not off.size:
+    return []
+  at = off[0]
+  says = (
+    f"update {before[at] + 1} was made at a rate of {reported[at]:.6g}, the schedule's is "
+    f"{known[at]:.6g}: the state counts other steps"
+  )
+  return [Fault("count", says)]
+
+
+def wrong_position(cfg: Config, begin: Rows | None, now: Rows | None) -> list[Fault]:
+  """Whether the data is elsewhere than the steps since `begin` say; nothing mends that."""
+  if begin is None or now is None:
+    return []
+  want = begin.row + (now.step - begin.step) * cfg.data.batch_size
+  if now.row == want:
+    return []
+  reason = f"{now.row:,} training rows were read by step {now.step:,} in place of {want:,}"
+  return [Fault("data", reason, "Start again from the last checkpoint, which knows its rows.")]

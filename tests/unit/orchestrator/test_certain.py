@@ -1,0 +1,204 @@
+"""What is certain needs no statistics: two scores of the same weights, counts of the same steps."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
+
+from ats_jax.data.batch import POSITION
+from ats_jax.orchestrator.actions import Rollback, Stop
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.record.narrate import tell
+from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
+from ats_jax.orchestrator.signals.interval import Fault, Rows
+from ats_jax.orchestrator.signals.probe import Probe
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.step.program import make_program
+from ats_jax.step.schedule import learning_rate
+
+EVERY = 8
+SETTINGS = {
+  "num_steps": 200,
+  "data.batch_size": 8,
+  "optimizer.schedule": "cosine",
+  "orchestrator.mode": "act",
+  "orchestrator.check_interval": EVERY,
+  "orchestrator.snapshot_interval": EVERY,
+}
+PROBE = counting_rows(10**6)
+
+
+@pytest.fixture(scope="module")
+def program():
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    yield make_program(tiny_config(SETTINGS))
+
+
+class Data(Lent):
+  """A loop that says which row comes next."""
+
+  row = 0
+
+  def position(self):
+    return {POSITION: {"row": self.row}}
+
+
+class Run:
+  """A run with a hand in it."""
+
+  def __init__(self, program, path):
+    self.program, self.state, self.step, self.data = program, program.init(), 0, Data()
+    self.supervisor = Supervisor(program, PROBE, path, loop=self.data)
+    self.supervisor.start(0, self.state)
+
+  def __call__(self, steps, rows=counting_rows):
+    for _ in range(steps):
+      self.step, self.data.row = self.step + 1, self.data.row + 8
+      batch = micro_batches(rows(self.step), 1)
+      rules = self.program.training_rules(1)
+      self.state, self.metrics = self.program.train_step(self.state, batch, rules)
+      self.state = self.supervisor.after(self.step, self.state, self.metrics)
+    return self
+
+  def settle(self):
+    self.state = self.supervisor.settle(self.step, self.state, self.metrics)
+
+  def healths(self, path):
+    self.supervisor.close()
+    return [row["health"] for row in ledger.rows(path) if row["kind"] == "check"]
+
+
+def scoring(program, errors):
+  """`program` on a machine whose scores are off by the next of `errors`, nats."""
+
+  def eval_step(model, batch, rules):
+    return program.eval_step(model, batch, rules) + jnp.array([next(errors), 0.0, 0.0])
+
+  return dataclasses.replace(program, eval_step=eval_step)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_two_scores_of_the_same_weights_that_differ_are_critical(program, tmp_path, again, caplog):
+  path = tmp_path / "decisions.jsonl"
+  errors = [0.0] * 4 + [1e-3] * (1 + again)  # three at the start, one at the look, two at the next
+  run = Run(scoring(program, itertools.chain(errors, itertools.repeat(0.0))), path)(EVERY)
+  run.settle()  # once more than at the look
+  run(3)
+  if again:
+    with pytest.raises(FloatingPointError, match=r"computes wrongly. Test this machine's memory"):
+      run.settle()
+    assert isinstance(run.supervisor.decisions[-1][1].action, Stop)
+  else:
+    run.settle()
+    run(EVERY * 4)
+    assert not run.supervisor.decisions
+  healths = run.healths(path)
+  assert [h["level"] for h in healths].count("critical") == 1 + again
+  (cause, *_) = next(h["causes"] for h in healths if h["level"] == "critical")
+  assert cause.startswith("system: the same weights scored the same text at 3.")
+  assert ledger.replay(path) == run.supervisor.decisions
+  assert any("a device computes wrongly" in r.getMessage() for r in caplog.records)
+
+
+def test_scores_may_differ_as_they_did_at_the_start_where_nothing_says_they_are_exact(program):
+  noise = itertools.cycle([0.0, 1e-2, -1e-2])
+  gpu = dataclasses.replace(program.device, platform="gpu")
+  noisy = dataclasses.replace(scoring(program, noise), device=gpu)
+  probe, model, rules = Probe(program, PROBE), program.init().model, program.rules(1)
+  probe.begin(noisy, model, rules)
+  assert probe.spread == pytest.approx(2e-2 / 128, rel=0.1)  # of as many tokens
+  twice = lambda program: [probe.score(program, model, rules) for _ in range(2)]
+  assert probe.disagreement(noisy, *twice(noisy)) == ()
+  far = scoring(program, iter([0.0, 1.0]))
+  (fault,) = probe.disagreement(noisy, *twice(far))
+  assert fault.cause == "system" and not fault.advice
+  (fault,) = probe.disagreement(program, *twice(noisy))  # on a CPU every bit counts
+  assert fault.advice
+
+
+def test_a_step_counter_that_flipped_is_found_and_mended(program, tmp_path):
+  path = tmp_path / "decisions.jsonl"
+  run = Run(program, path)(60)
+  run.state = dataclasses.replace(run.state, step=run.state.step ^ 16)
+  run(40)
+  ((step, decision),) = run.supervisor.decisions
+  assert decision.action == Rollback() and decision.cause == "state" and step == 72
+  assert "update 61 was made at a rate of" in decision.reason
+  assert int(run.state.step) == run.step == 100
+  run.settle()
+  run.healths(path)
+  assert ledger.replay(path) == run.supervisor.decisions
+
+
+def test_data_that_is_elsewhere_ends_the_run(program, tmp_path):
+  run = Run(program, tmp_path / "decisions.jsonl")(EVERY + 1)
+  run.data.row += 8  # a batch was lost
+  with pytest.raises(FloatingPointError, match=r"136 .* in place of 128. Start again"):
+    run(EVERY * 2)
+
+
+def test_a_resumed_run_counts_on_from_its_rows(program, tmp_path):
+  run = Run(program, tmp_path / "decisions.jsonl")
+  run.data.row = 8 * 1000 + 24  # earlier batches were of another size
+  run.supervisor.start(0, run.state)
+  run(EVERY * 3)
+  assert not run.supervisor.decisions
+
+
+def test_the_story_has_what_was_left_out_and_what_a_rollback_cost(program, tmp_path):
+  path = tmp_path / "decisions.jsonl"
+  run = Run(program, path)(61)
+  bad = lambda step: {**counting_rows(step), "loss_mask": np.full((8, 16), np.nan, np.float32)}
+  run(2, bad)(40)
+  run.state = dataclasses.replace(
+    run.state, model=jax.tree.map(lambda x: x * jnp.nan, run.state.model)
+  )
+  run(EVERY * 3)
+  run.settle()
+  run.supervisor.close()
+  story = "\n".join(tell(path))
+  assert "2 batches (steps 62-63) left out" in story and "rows 488-503" in story
+  rows = [row for row in ledger.rows(path) if row["kind"] == "decision"]
+  lost = rows[0]["step"] - rows[0]["to"]
+  assert f"which costs {lost} steps, {lost * 128:,} tokens" in story
+  assert "surprising batches in steps" in story  # those that the broken weights made
+
+
+# ---- pure
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "rex", "one_cycle", "constant"])
+def test_the_host_knows_the_rate_of_each_step(schedule):
+  cfg = tiny_config({"num_steps": 5000, "optimizer.schedule": schedule})
+  steps = np.arange(5200)
+  rates = np.asarray(learning_rate(cfg, jnp.asarray(steps)))
+  known = learning_rate(cfg, steps, np)
+  assert isinstance(known, np.ndarray)
+  np.testing.assert_allclose(known, rates, atol=1e-5 * cfg.optimizer.learning_rate)
+  columns = lambda rates: rates[100:110, None]
+  find = lambda rates: wrong_counts(cfg, learning_rate, ("train/scheduled_rate",), 110, rates)
+  assert find(columns(rates)) == []
+  (fault,) = find(30 * columns(rates))
+  assert fault.cause == "state" and "update 101 " in fault.reason
+  assert wrong_counts(cfg, None, ("train/scheduled_rate",), 110, 30 * columns(rates)) == []
+
+
+def test_the_counter_itself_is_compared_where_the_step_reports_it():
+  cfg = tiny_config()
+  rows = np.arange(10, 15, dtype=np.float32)[:, None]
+  assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == []
+  rows[3] += 4
+  assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == [
+    Fault("state", "the state took update 14 for update 18")
+  ]
+
+
+def test_rows_and_steps_go_together():
+  cfg = tiny_config({"data.batch_size": 8})
+  assert wrong_position(cfg, Rows(5, 100), Rows(9, 132)) == []
+  (fault,) = wrong_position(cfg, Rows(5, 100), Rows(9, 124))
+  assert fault.cause == "data" and fault.advice

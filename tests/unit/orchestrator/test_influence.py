@@ -1,0 +1,47 @@
+"""The story of what was left out or shrunk: steps, tokens, rows, and whether it comes again."""
+
+import numpy as np
+
+from ats_jax.orchestrator.record.influence import bounded, recurring, tell_bounded
+
+NAMES = ("train/tokens", "reflex/skipped", "reflex/grad_scale", "reflex/update_scale")
+USUAL = (100.0, 0.0, 1.0, 1.0)
+LEFT_OUT = (90.0, 1.0, 1.0, 1.0)
+SHRUNK = (100.0, 0.0, 0.5, 1.0)
+
+
+def line(last_step, *rows, **changes):
+  found = bounded(NAMES, last_step, np.array(rows, np.float32))
+  assert found is not None
+  where = {"row": 8 * last_step, "step_of_row": last_step, "batch_size": 8}
+  return {**found, **where, **changes}
+
+
+def test_steps_with_their_whole_influence_are_no_story():
+  assert bounded(NAMES, 4, np.array([USUAL] * 4)) is None
+  assert bounded(NAMES[:2], 4, np.array([USUAL[:2]] * 4)) is None
+
+
+def test_steps_tokens_and_rows_are_told():
+  found = line(20, USUAL, LEFT_OUT, LEFT_OUT, USUAL, SHRUNK, LEFT_OUT)
+  assert (found["left_out"], found["shrunk"], found["tokens"]) == ([16, 17, 20], [19], 270.0)
+  assert tell_bounded(found) == (
+    "3 batches (steps 16-17, 20) left out, 270 tokens (47.4% of these steps'), rows 120-135, "
+    "152-159; 1 batch (steps 19) shrunk, rows 144-151"
+  )
+  assert "rows" not in tell_bounded({**found, "row": None, "step_of_row": None})
+
+
+def test_the_last_row_is_where_the_loop_was():
+  """A batch size that changed, an epoch that began elsewhere: only the end counts."""
+  found = line(20, LEFT_OUT, row=1000, batch_size=4)
+  assert tell_bounded(found).endswith("rows 996-999")
+
+
+def test_what_comes_again_and_again_is_said_with_what_to_do():
+  often = [line(step, LEFT_OUT) for step in range(100, 1000, 100)]
+  assert recurring(often) == []
+  (says,) = recurring([*often, line(1050, SHRUNK)])
+  assert "10 surprising batches in steps 100 to 1,050" in says and "rows: 792-799" in says
+  assert "data stats" in says
+  assert recurring([*often, line(1100, SHRUNK)]) == []  # not in 1,000 steps
