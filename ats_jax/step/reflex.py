@@ -18,8 +18,8 @@ import jax.numpy as jnp
 WARM = 32  # samples before a tracker says anything
 YOUNG = 6.0  # a tracker remembers a sixth of its samples, until that is what it may remember
 FREE = 16  # samples that a new tracker takes as they are
-GRADIENT_FLOOR = 0.25  # least std of the logarithm of a tensor's gradient
-GRADIENT_SIGMAS = 10.0  # from which on one is held: of the least std, at 12 times what is usual
+GRADIENT_FLOOR = 0.46  # least std of the logarithm of a tensor's gradient
+GRADIENT_SIGMAS = 10.0  # from which on one is held: of the least std, at 100 times what is usual
 RATE_MOST = 1.35  # of the highest rate so far; what is above is held
 RATE_GROWTH, RATE_GROWTH_HELD = 1.05, 1.002  # how fast that one may rise, in a step
 LOSS_FLOOR, LOSS_FLOOR_SHARE = 0.02, 0.0025  # least std of the loss: nats, and share of the mean

@@ -1,5 +1,6 @@
 """From gradients to new parameters: plainly, or guarded by the reflex."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,9 @@ def guarded_update(
   used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
   edited_T = reflex.knows & (tensors.checksums(params) != reflex.written)
   wrong_T, miscounted = edited_T.astype(jnp.float32), jnp.zeros(())
+  if optimizer.recount is not None:
+    counted, miscounted = optimizer.recount(opt_state, reflex.updates)
+    opt_state = jax.tree.map(functools.partial(jnp.where, control.armed), counted, opt_state)
   directions, new_state = seam(
     optax.with_extra_args_support(optimizer.tx).update(
       grads,
@@ -104,8 +108,7 @@ def guarded_update(
     platform,
   )
   if optimizer.check is not None:
-    checked = optimizer.check(directions, new_state, reflex.updates + 1, control.armed)
-    directions, new_state, own_T, miscounted = checked
+    directions, new_state, own_T = optimizer.check(directions, new_state, control.armed)
     wrong_T = wrong_T + jnp.where(verdict.finite, own_T, 0.0)
     directions, new_state = seam((directions, new_state), platform)
   rate = wanted * verdict.rate_scale

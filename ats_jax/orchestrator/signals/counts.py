@@ -31,7 +31,7 @@ def wrong_counts(
     off = np.flatnonzero(counted != before.astype(np.float32))
     if off.size:
       step, says = before[off[0]] + 1, counted[off[0]] + 1
-      return [Fault("count", f"the state took update {step} for update {says:.0f}")]
+      return [Fault("count", f"the state's step says {says:.0f} of update {step}")]
   if schedule is None:
     return []
   known, reported = schedule(cfg, before, np), column["train/scheduled_rate"]

@@ -59,7 +59,7 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   has_kernel = kernels.of("adamw", "update") != "xla"
   fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
   check = functools.partial(check_moments, b1=o.b1, b2=o.b2)
-  return Optimizer(optax.chain(*chain), platform, fused, check, squares=frozenset({"nu"}))
+  return Optimizer(optax.chain(*chain), platform, fused, recount, check, squares=frozenset({"nu"}))
 
 
 def scale_by_adam(
@@ -93,14 +93,17 @@ def scale_by_adam(
   return optax.GradientTransformation(init, update)
 
 
+def recount(opt_state: optax.OptState, updates: jax.Array) -> tuple[optax.OptState, jax.Array]:
+  """See `Optimizer.recount`. A wrong count would turn Adam's bias corrections over."""
+  is_adam = lambda state: isinstance(state, AdamState)
+  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+  right = adam._replace(steps=updates)
+  opt_state = jax.tree.map(lambda s: right if is_adam(s) else s, opt_state, is_leaf=is_adam)
+  return opt_state, jnp.abs(adam.steps - updates).astype(jnp.float32)
+
+
 def check_moments(
-  directions: Any,
-  opt_state: optax.OptState,
-  updates: jax.Array,
-  armed: jax.Array,
-  *,
-  b1: float,
-  b2: float,
+  directions: Any, opt_state: optax.OptState, armed: jax.Array, *, b1: float, b2: float
 ) -> Checked:
   """What holds of Adam's moments whatever the gradients were, element by element.
 
@@ -120,10 +123,9 @@ def check_moments(
   anew = lambda x, is_wrong: jnp.where(is_wrong & armed, jnp.zeros_like(x), x)
   old = (directions, adam.mu, adam.nu)
   directions, mu, nu = (jax.tree.map(anew, tree, wrong) for tree in old)
-  mended = AdamState(jnp.where(armed, updates, adam.steps), mu, nu)
+  mended = AdamState(adam.steps, mu, nu)
   opt_state = jax.tree.map(lambda s: mended if is_adam(s) else s, opt_state, is_leaf=is_adam)
-  miscounted = jnp.abs(adam.steps - updates).astype(jnp.float32)
-  return Checked(directions, opt_state, tensors.counts(wrong), miscounted)
+  return Checked(directions, opt_state, tensors.counts(wrong))
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:

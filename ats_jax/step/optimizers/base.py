@@ -36,13 +36,11 @@ class Checked(NamedTuple):
     directions: without those that no gradients can have led to.
     opt_state: after the update; what it kept of these elements begins anew.
     wrong: float32 [tensors] (`step.tensors`), how many elements of each that were.
-    miscounted: float32, by how much its count of updates was off; it is right now.
   """
 
   directions: Any
   opt_state: optax.OptState
   wrong: jax.Array
-  miscounted: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +55,11 @@ class Optimizer:
     platform: where it runs, "cpu", "gpu" or "tpu".
     fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
       the same state; None = there is no kernel for it.
-    check: `(directions, opt_state, updates, armed) -> Checked`, of what `tx` gave, the
-      `updates`-th time: leaves out what no gradients can have led to if it is `armed`, and counts
-      it in any case. None = it keeps nothing of which that could be said.
+    recount: `(opt_state, updates) -> (opt_state, off)`: the state with the count of updates that
+      it must have, and by how much its own was off; None = it does not count.
+    check: `(directions, opt_state, armed) -> Checked`, of what `tx` gave: leaves out what no
+      gradients can have led to if it is `armed`, and counts it in any case; None = it keeps nothing
+      of which that could be said.
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and a row that starts anew late must not have 0 there. All others are averages of
       gradients, where it must.
@@ -68,7 +68,8 @@ class Optimizer:
   tx: optax.GradientTransformationExtraArgs
   platform: str
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
-  check: Callable[[Any, optax.OptState, jax.Array, jax.Array], Checked] | None = None
+  recount: Callable[[optax.OptState, jax.Array], tuple[optax.OptState, jax.Array]] | None = None
+  check: Callable[[Any, optax.OptState, jax.Array], Checked] | None = None
   squares: frozenset[str] = frozenset()
 
 
