@@ -51,8 +51,8 @@ REFLEX_METRICS = (
   "reflex/cusum",
   "reflex/broken",  # steps in a row with a loss or gradient that is not finite
   "reflex/held",  # steps in a row whose learning rate was held
-  "reflex/wrong",  # numbers of the state that no update can have left
-  "reflex/wrong_tensor",  # which tensor has most of them
+  "reflex/wrong",  # tensors that hold, or whose moments hold, what no update can have left
+  "reflex/wrong_tensor",  # the first of them
   "reflex/miscounted",  # by how much the optimizer's count of updates was off
   "reflex/step",  # the counter of the state before the update
 )

@@ -49,11 +49,6 @@ def checksums(params: Any) -> jax.Array:
   return _reduced(params, _bits)
 
 
-def counts(masks: Any) -> jax.Array:
-  """How often a tree of bool like the parameters is true, float32 [tensors]."""
-  return _reduced(masks, lambda x: x.astype(jnp.float32))
-
-
 def scaled(params: Any, factor_T: jax.Array) -> Any:
   """Each tensor times its factor, in its dtype."""
   leaves, structure = jax.tree.flatten(params)

@@ -92,8 +92,8 @@ def guarded_update(
   verdict = judge(reflex, control, loss, squares_T, wanted)
   grads = seam(tensors.scaled(grads, verdict.grad_scale), platform)
   used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
-  edited_T = reflex.knows & (tensors.checksums(params) != reflex.written)
-  wrong_T, miscounted = edited_T.astype(jnp.float32), jnp.zeros(())
+  wrong_T = reflex.knows & (tensors.checksums(params) != reflex.written)
+  miscounted = jnp.zeros(())
   if optimizer.recount is not None:
     counted, miscounted = optimizer.recount(opt_state, reflex.updates)
     opt_state = jax.tree.map(functools.partial(jnp.where, control.armed), counted, opt_state)
@@ -107,10 +107,13 @@ def guarded_update(
     ),
     platform,
   )
+  marked = directions
   if optimizer.check is not None:
-    directions, new_state, own_T = optimizer.check(directions, new_state, control.armed)
-    wrong_T = wrong_T + jnp.where(verdict.finite, own_T, 0.0)
-    directions, new_state = seam((directions, new_state), platform)
+    directions, new_state, marked = optimizer.check(directions, new_state, control.armed)
+    directions, new_state, marked = seam((directions, new_state, marked), platform)
+  moved_T = tensors.squares(marked)
+  is_marked_T = ~jnp.isfinite(moved_T)
+  wrong_T = wrong_T | (is_marked_T & verdict.finite)
   rate = wanted * verdict.rate_scale
   moved = seam(move(params, directions, rate), platform)
   after = advance(reflex, verdict, loss, squares_T, wanted)
@@ -129,6 +132,6 @@ def guarded_update(
     jnp.argmax(wrong_T),
     miscounted,
   )
-  update_norm = rate * tensors.norm(directions)
+  update_norm = rate * jnp.sqrt(jnp.sum(jnp.where(is_marked_T, 0.0, moved_T)))
   grad_norm = jnp.sqrt(jnp.sum(squares_T))
   return Updated(moved, new_state, grad_norm, update_norm, rate, verdict.accept, after, report)

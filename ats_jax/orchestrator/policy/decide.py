@@ -257,8 +257,8 @@ def _doubts(reading: Reading) -> str:
   if reading.miscounted:
     return f"the optimizer's count of updates was off by {reading.miscounted}; it is mended"
   return (
-    f"{reading.tensor} or its moments hold what no update can have left there ({reading.wrong} "
-    "found): something else wrote to their memory"
+    f"{reading.tensor} or its moments hold what no update can have left there: something else "
+    "wrote to their memory"
   )
 
 
@@ -413,7 +413,8 @@ def _remember(
     learning_rate=reading.learning_rate,
     starved=starved,
     crowded=crowded,
-    worse=policy.worse + 1 if excess > margin and not reading.surprising else 0,
+    worse=policy.worse + 1 if excess > margin else 0,
+    tainted=policy.tainted or reading.surprising > 0,
     doubts=policy.doubts if math.isnan(reading.probe) else "",
   )
   if finding is not None:
@@ -426,7 +427,9 @@ def _remember(
   if math.isnan(reading.probe):
     return policy
   if policy.reference is None or excess <= 0.0:
-    return policy._replace(reference=reading.probe, reference_rate=reading.applied)
+    return policy._replace(
+      reference=reading.probe, reference_rate=reading.applied, tainted=reading.surprising > 0
+    )
   # The reference never rises: what a run creeps away from was better.
   spread = policy.spread + 0.1 * (2.0 * min(excess, margin) ** 2 - policy.spread)
   return policy._replace(spread=spread)

@@ -78,8 +78,9 @@ def doubt(
   if finding.cause == "data" and policy.odd >= LASTING and reading.surprising >= SURPRISES:
     bucket = policy.control["bucket"]
     return policy, Doubt(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
-  can_lower = not reading.held and policy.lr_scale * LOWER >= LEAST_SCALE
-  if finding.cause == "learning rate" and policy.worse >= WORSE and can_lower:
+  is_alone = policy.started and not (reading.held or policy.tainted)  # nothing else explains it
+  can_lower = policy.lr_scale * LOWER >= LEAST_SCALE
+  if finding.cause == "learning rate" and policy.worse >= WORSE and is_alone and can_lower:
     lower = SetLearningRateScale(LOWER * policy.lr_scale, policy.lr_scale)
     return policy, Doubt(past=Past(lower, first=False))
   return policy, Doubt()

@@ -193,6 +193,7 @@ class PolicyState(NamedTuple):
     turnover: the most that a step has changed of such a norm, the mean over a look.
     started: whether the rate of the first steps has been judged.
     worse: looks in a row with the probe's loss above the reference by the margin.
+    tainted: whether a batch has surprised since the reference was set: it may be why it is worse.
     doubts: why the weights are not to be trusted, until the probe has told.
     fears: looks at which leaving out batches, or a lower rate, was tried and lost.
   """
@@ -225,6 +226,7 @@ class PolicyState(NamedTuple):
   turnover: float = 0.0
   started: bool = False
   worse: int = 0
+  tainted: bool = False
   doubts: str = ""
   fears: tuple[int, ...] = ()
 

@@ -55,7 +55,7 @@ class Reading(NamedTuple):
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
     rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
-    wrong: numbers of the state that no update can have left, see `Optimizer.check` and
+    wrong: tensors that hold what no update can have left, step by step, see `Optimizer.check` and
       `Reflex.written`.
     tensor: the name of the one in which the first were.
     miscounted: by how much the optimizer's count of updates was off, at most.

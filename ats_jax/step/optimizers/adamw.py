@@ -12,7 +12,6 @@ from ats_jax.config.schema import Config
 from ats_jax.ops.adamw import Rates, clip_scale
 from ats_jax.ops.adamw import adamw as adamw_update
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.step import tensors
 from ats_jax.step.optimizers.base import (
   Checked,
   Moved,
@@ -120,12 +119,13 @@ def check_moments(
     return ~((v >= 0.0) & (jnp.abs(m) <= most * jnp.sqrt(v) + UNDERFLOW))  # true of NaN too
 
   wrong = jax.tree.map(is_wrong, adam.mu, adam.nu)
+  marked = jax.tree.map(lambda d, is_wrong: jnp.where(is_wrong, jnp.nan, d), directions, wrong)
   anew = lambda x, is_wrong: jnp.where(is_wrong & armed, jnp.zeros_like(x), x)
   old = (directions, adam.mu, adam.nu)
   directions, mu, nu = (jax.tree.map(anew, tree, wrong) for tree in old)
   mended = AdamState(adam.steps, mu, nu)
   opt_state = jax.tree.map(lambda s: mended if is_adam(s) else s, opt_state, is_leaf=is_adam)
-  return Checked(directions, opt_state, tensors.counts(wrong))
+  return Checked(directions, opt_state, marked)
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:

@@ -33,14 +33,14 @@ class Checked(NamedTuple):
   """An update of an optimizer, without what was wrong with it.
 
   Attributes:
-    directions: without those that no gradients can have led to.
+    directions: 0 where no gradients can have led to them.
     opt_state: after the update; what it kept of these elements begins anew.
-    wrong: float32 [tensors] (`step.tensors`), how many elements of each that were.
+    marked: the directions, NaN there: their norm, which is taken anyway, tells of them.
   """
 
   directions: Any
   opt_state: optax.OptState
-  wrong: jax.Array
+  marked: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Optimizer:
     recount: `(opt_state, updates) -> (opt_state, off)`: the state with the count of updates that
       it must have, and by how much its own was off; None = it does not count.
     check: `(directions, opt_state, armed) -> Checked`, of what `tx` gave: leaves out what no
-      gradients can have led to if it is `armed`, and counts it in any case; None = it keeps nothing
+      gradients can have led to if it is `armed`, and marks it in any case; None = it keeps nothing
       of which that could be said.
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and a row that starts anew late must not have 0 there. All others are averages of
