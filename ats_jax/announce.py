@@ -1,12 +1,11 @@
 """What a run says about itself: at its start, and at its end."""
 
 import itertools
-from pathlib import Path
 
 import jax
 from absl import logging
 
-from ats_jax import runtime, workdir
+from ats_jax import paths, runtime, workdir
 from ats_jax.config.schema import Config
 from ats_jax.data.bigram import Bigram
 from ats_jax.data.dataset import Dataset
@@ -14,6 +13,7 @@ from ats_jax.feed import eval_feed, train_feed
 from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
 from ats_jax.metrics.overview import parameter_overview
+from ats_jax.paths import Path
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
 
@@ -91,7 +91,6 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset
   )
   text = prompt + "".join(pieces)
   if jax.process_index() == 0:
-    path = folder / "samples" / f"{cfg.num_steps}.txt"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    paths.make_folder(folder / "samples")
+    paths.write(folder / "samples" / f"{cfg.num_steps}.txt", text + "\n")
   logging.info("a sample that continues %r:\n%s", prompt, text)

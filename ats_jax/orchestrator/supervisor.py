@@ -8,7 +8,6 @@ checkpoint, where the loop waits anyway, is everything read.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
@@ -33,6 +32,7 @@ from ats_jax.orchestrator.signals.health import LEVELS, report
 from ats_jax.orchestrator.signals.interval import Pending, Reading, check_probe, probe_loss, read
 from ats_jax.orchestrator.trials.paired import Again, Ahead, Update, look_ahead
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
+from ats_jax.paths import Path
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
@@ -152,9 +152,7 @@ class Supervisor:
     self._tries: Action | None = None  # what is to be tried when the next steps begin
     self._again: Again | None = None
     self._snapshots = snapshots or Snapshots.of(self._cfg)
-    self._ledger = None
-    if ledger is not None and jax.process_index() == 0:
-      self._ledger = Ledger(ledger)
+    self._ledger = Ledger(ledger) if ledger is not None and jax.process_index() == 0 else None
 
   @property
   def acts(self) -> bool:
@@ -265,6 +263,8 @@ class Supervisor:
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
+    if self._ledger is not None:
+      self._ledger.flush()
     return self._remembered()
 
   def _remembered(self) -> dict[str, Any]:
