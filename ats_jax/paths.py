@@ -25,7 +25,7 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 Path = epath.Path
 DRIVERS = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}
 # A log on a store is put whole each time: its puts may take one part in so many of the time.
-PUT_SHARE = 50
+PUT_SHARE = 200
 MIN_PUT_SECS = 10.0
 
 
@@ -108,7 +108,7 @@ class Log:
 
   Locally what is written is with the operating system when `write` returns, and on the disk when
   `flush` does. A store cannot append: the whole is kept in memory and put at each `flush`, and now
-  and then by `write`, so seldom that it takes 2 % of the time at most. What was not put is lost
+  and then by `write`, so seldom that it takes 0.5 % of the time at most. What was not put is lost
   with the process; who must not lose it flushes.
   """
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 import fsspec
@@ -9,7 +10,7 @@ from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-NAME = "gs://bucket"
+ONE_AT_A_TIME = threading.Lock()
 
 
 class Bucket(MemoryFileSystem):
@@ -40,7 +41,8 @@ class Bucket(MemoryFileSystem):
 
   def pipe_file(self, path, value, mode="overwrite", **kwargs):
     Bucket.before("put", self._strip_protocol(path))
-    super().pipe_file(path, bytes(value), mode, **kwargs)
+    with ONE_AT_A_TIME:
+      super().pipe_file(path, bytes(value), mode, **kwargs)
 
   def put_file(self, lpath, rpath, callback=None, mode="overwrite", **kwargs):
     with open(lpath, "rb") as file:

@@ -87,7 +87,7 @@ def test_a_log_on_a_store_is_put_seldom_but_by_itself(bucket, monkeypatch):
 
   bucket.before = staticmethod(slow)
   log = Log(Path("gs://bucket/log"))
-  while now[0] < 1000.0:
+  while now[0] < 4000.0:
     log.write(b"row\n")
     now[0] += 0.5
   gaps = [b - a for a, b in itertools.pairwise(puts)]
