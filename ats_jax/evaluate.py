@@ -7,7 +7,7 @@ from absl import flags, logging
 
 from ats_jax import cli, paths, workdir
 from ats_jax.checkpoint import load_extra
-from ats_jax.data.batches import row_of
+from ats_jax.data.loader import row_of
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets, open_split
 from ats_jax.feed import POSITION
 from ats_jax.inference.load import load_run

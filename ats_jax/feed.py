@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from ats_jax.config.schema import Config
-from ats_jax.data.batches import TrainBatches, eval_batches
 from ats_jax.data.dataset import Dataset
-from ats_jax.data.loader import Batches
+from ats_jax.data.loader import Batches, TrainBatches, eval_batches
 from ats_jax.sharding.mesh import local_rows, to_global
 
 POSITION = "position"  # where a checkpoint keeps that of the training data

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,20 +15,19 @@ from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, res
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
 from ats_jax.data.batch import Batch
-from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
 from ats_jax.feed import POSITION, eval_feed, train_feed, upcoming
 from ats_jax.metrics.goodput import Goodput
-from ats_jax.metrics.layers import LayerLog
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
-from ats_jax.metrics.summary import performance, performance_stats
 from ats_jax.metrics.throughput import Throughput, peak_flops
-from ats_jax.metrics.writer import MetricWriter, create_writer
+from ats_jax.metrics.writer import LayerLog, MetricWriter, create_writer
 from ats_jax.model.layout import stacks
+from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
@@ -70,6 +70,19 @@ class Origin:
   restore: Callable[[TrainState], TrainState] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Begun:
+  """A train step that is being compiled, in a thread of its own.
+
+  Attributes:
+    rules: which it follows; None = nothing was begun.
+    step: what comes of it.
+  """
+
+  rules: Pass | None = None
+  step: Future[jax.stages.Compiled] = dataclasses.field(default_factory=Future)
+
+
 @dataclasses.dataclass
 class Run:
   """An open run. The loop reads and writes `state`; the rest goes through the methods.
@@ -78,6 +91,7 @@ class Run:
     cfg: resolved, with what an orchestrator has changed.
     folder: the workdir.
     program: how it computes; another one once 8 bits are switched off.
+    begun: the train step that was begun last.
     state: as the last update left it.
     step: updates done.
     train_set: the training split.
@@ -98,6 +112,7 @@ class Run:
   cfg: Config
   folder: Path
   program: Program
+  begun: Begun
   state: TrainState
   step: int
   train_set: Dataset
@@ -121,7 +136,9 @@ class Run:
     rules = self.program.training_rules(step)
     if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
       with self.aside("compile"):
-        self._compiled = rules, self.program.compile_train_step(self.state, rules)
+        if rules != self.begun.rules:
+          self.begun = begin_compiling(self.program, rules)
+        self._compiled = rules, self.begun.step.result()
         self.watch.follow(self.program, step, self.state)
     self.profile.before(step, self.state)
     return self._compiled[1]
@@ -168,7 +185,7 @@ class Run:
       self.checkpoints.wait()
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = self._performance()
-    logging.info("%s\n%s", performance(stats), self.goodput.line())
+    logging.info("%s\n%s", announce.performance(stats), self.goodput.line())
     if jax.process_index() == 0:
       workdir.write_json(self.folder / workdir.PERFORMANCE, stats)
 
@@ -206,7 +223,7 @@ class Run:
       "compilation_cache": runtime.cache_use(self.cfg),
     }
     predicted = predicted_bytes(compiled) if isinstance(compiled, jax.stages.Compiled) else None
-    return performance_stats(self.goodput, self.meter, predicted, program)
+    return announce.performance_stats(self.goodput, self.meter, predicted, program)
 
 
 @contextlib.contextmanager
@@ -216,8 +233,9 @@ def open_run(
   """Open a run where it goes on: from its newest good state, or else from the beginning.
 
   The order is that of need. Claim the workdir. Find the newest state, which may have been made with
-  other settings. Open the data, which tells the vocabulary. Make the mesh and the program. Restore
-  the state, read on from its position, cut the logs to its step, and set the supervisor to watch.
+  other settings. Open the data, which tells the vocabulary. Make the mesh and the program. Begin to
+  compile, and meanwhile restore the state, read on from its position, cut the logs to its step, and
+  set the supervisor to watch.
 
   Args:
     cfg: the run, as its user wrote it.
@@ -245,6 +263,8 @@ def open_run(
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
     program = make_program(cfg).continued(origin.extra)
+    ended = origin.step >= cfg.num_steps
+    begun = Begun() if ended else begin_compiling(program, program.training_rules(origin.step + 1))
     state = restored_or_new(program, origin, init, train_set)
     batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION)))  # starts reading
     if jax.process_index() == 0:
@@ -254,7 +274,7 @@ def open_run(
     writer, log = open_log(stack, program, folder, origin, meter)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
-      cfg, folder, program, state, origin.step, train_set, valid_set, eval_sets, batches,
+      cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
       checkpoints, stop, writer, log, profile, meter, goodput,
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
@@ -277,6 +297,24 @@ def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
     return Origin()
   step, extra = newest
   return Origin(step, extra, lambda abstract: checkpoints.read(step, abstract))
+
+
+def begin_compiling(program: Program, rules: Pass) -> Begun:
+  """Start to compile the train step, while the state is made or read: its shapes are all it takes.
+
+  The thread launches nothing on the devices, so processes of a job need not agree on its pace. What
+  it raises, `result` raises. A second Ctrl-C ends the process whatever it does (`StopSignal`).
+  """
+  mesh = jax.sharding.get_mesh()
+
+  def compile_step() -> jax.stages.Compiled:
+    with jax.set_mesh(mesh):  # a thread begins without one
+      return program.compile_train_step(abstract_like(program.init(abstract=True), mesh), rules)
+
+  pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
+  step = pool.submit(compile_step)
+  pool.shutdown(wait=False)  # of the thread once it is done
+  return Begun(rules, step)
 
 
 def restored_or_new(

@@ -13,8 +13,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from ats_jax import lease, paths
-from ats_jax.config.base import to_dict
-from ats_jax.config.build import differences, flatten, from_config_dict
+from ats_jax.config.build import differences, flatten, from_config_dict, to_dict
 from ats_jax.config.identity import RunIdentity, fixed_settings_hash
 from ats_jax.config.schema import Config
 from ats_jax.paths import Path

@@ -16,14 +16,15 @@ import jax
 from absl import flags, logging
 
 from ats_jax import cli
-from ats_jax.bench.cases import Case, real_cases, toy_cases
+from ats_jax.bench import cases
+from ats_jax.bench.cases import Case
 from ats_jax.bench.measure import device_secs, relative_errors
 from ats_jax.config.schema import Config
 from ats_jax.ops import kernels
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.requirements import this_device
 from ats_jax.sharding.rules import MESH_AXES
-from benchmarks import rivals
+from benchmarks import attention_cases, rivals
 
 # Beside XLA's own error against float32, what a kernel may have: twice that, or one bfloat16
 # rounding where XLA is exact.
@@ -200,17 +201,18 @@ def main(argv: list[str]) -> int:
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")
   if unknown := sorted(set(_ONLY.value) - set(kernels.OPS)):
     raise ValueError(f"--only={','.join(unknown)}: there is no such op; {', '.join(kernels.OPS)}.")
-  cases = toy_cases() if _TOY.value else real_cases()
-  cases = [c for c in cases if not _ONLY.value or c.op in _ONLY.value]
-  cases = [c for c in cases if _SHAPES.value in c.shape]
-  if not cases:
+  files = (cases, attention_cases)
+  known = [c for f in files for c in (f.toy_cases() if _TOY.value else f.real_cases())]
+  asked = [c for c in known if not _ONLY.value or c.op in _ONLY.value]
+  asked = [c for c in asked if _SHAPES.value in c.shape]
+  if not asked:
     raise ValueError(f"--shapes={_SHAPES.value}: no case has this in its shape.")
   rows = []
   mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     emit(versions | (rivals.versions() if _TORCH.value else {}))
-    for case in cases:
+    for case in asked:
       logging.info("%s %s", case.op, case.shape)
       for row in measure_case(case, check_only=_CHECK.value, with_torch=_TORCH.value):
         rows.append(row)

@@ -8,12 +8,10 @@ Command: python experiments/forecast.py --folder=FOLDER [--seeds=101,102,103]
 from pathlib import Path
 
 from absl import app, flags
-from runs import Changes, markdown
+from runs import Changes, finished, markdown, tiny_config
 
-from ats_jax import runtime, workdir
-from ats_jax.config import base_config, from_config_dict
+from ats_jax import workdir
 from ats_jax.forecast import decay_from, report
-from ats_jax.train import train
 
 RUNS: dict[str, Changes] = {
   "base": {},
@@ -21,6 +19,16 @@ RUNS: dict[str, Changes] = {
   "narrow": {"model.d_model": 32, "model.d_ff": 96},
   "moe": {"moe.num_experts": 4, "moe.d_ff": 96},
   "cosine": {"optimizer.schedule": "cosine"},
+}
+TINY: Changes = {  # 0.2M parameters
+  "num_steps": 1000,
+  "model.d_model": 64,
+  "model.d_ff": 192,
+  "data.seq_len": 64,
+  "optimizer.learning_rate": 3e-3,
+  "eval.every_steps": 20,
+  "eval.num_batches": 8,
+  "checkpoint.every_steps": 1000,
 }
 # What is forecast, with which reference.
 PAIRS = (
@@ -39,49 +47,20 @@ _FOLDER = flags.DEFINE_string("folder", None, "Where runs are kept.", required=T
 _SEEDS = flags.DEFINE_list("seeds", ["101", "102", "103"], "Of the runs that are forecast.")
 
 
-def tiny_config():
-  """Two layers, 0.2M parameters, on the bytes of Python's standard library; WSD, 30 % decay."""
-  config = base_config()
-  config.num_steps = 1000
-  config.model.num_layers = 2
-  config.model.d_model = 64
-  config.model.d_ff = 192
-  config.data.tokenizer = "bytes"
-  config.data.seq_len = 64
-  config.optimizer.learning_rate = 3e-3
-  config.optimizer.warmup_steps = 50
-  config.optimizer.schedule = "wsd"
-  config.optimizer.decay_fraction = 0.3
-  config.precision.compute_dtype = "float32"
-  config.eval.every_steps = 20
-  config.eval.num_batches = 8
-  config.checkpoint.every_steps = 1000
-  config.log.writers = "jsonl"
-  config.log.progress = False
-  config.sample.max_tokens = 0
-  return config
-
-
-def finished(name: str, seed: int, changes: Changes | None = None) -> Path:
+def trained(name: str, seed: int, changes: Changes | None = None) -> Path:
   """The workdir of a run; trained if it is not there."""
   parts = [name, str(seed), *(f"{k}={v}" for k, v in (changes or {}).items())]
-  folder = Path(_FOLDER.value) / "-".join(parts)
-  config = tiny_config()
-  config.update_from_flattened_dict(RUNS[name] | {"seed": seed} | (changes or {}))
-  if not (folder / workdir.CHECKPOINTS / str(config.num_steps)).exists():
-    cfg = from_config_dict(config)
-    runtime.configure(cfg)
-    train(cfg, folder)
-  return folder
+  config = tiny_config(TINY | RUNS[name] | {"seed": seed} | (changes or {}))
+  return finished(Path(_FOLDER.value) / "-".join(parts), config)
 
 
 def errors_of(name: str, reference: str, fraction: float) -> tuple[str, int, int]:
   """Errors of the runs of each seed; how many intervals hold the loss, and of how many."""
   cells, inside = [], 0
   for seed in _SEEDS.value:
-    folder = finished(name, int(seed))
+    folder = trained(name, int(seed))
     steps = round(fraction * workdir.load_config(folder).num_steps)
-    end = report(folder, finished(reference, REFERENCE_SEED), METRIC, steps)["forecast"]
+    end = report(folder, trained(reference, REFERENCE_SEED), METRIC, steps)["forecast"]
     holds = end["low"] < end["found"] < end["high"]
     inside += holds
     cells.append(f"{end['loss'] - end['found']:+.3f}{'' if holds else '*'}")
@@ -97,13 +76,13 @@ def final(folder: Path) -> float:
 
 def plans_of(seed: int, fraction: float) -> list[list[str]]:
   """What other numbers of steps were said to change from a half of the run, and what they did."""
-  folder, rows = finished("base", seed), []
-  steps = round(fraction * tiny_config().num_steps)
-  known = report(folder, finished("base", REFERENCE_SEED), METRIC, steps)
+  folder, rows = trained("base", seed), []
+  steps = round(fraction * TINY["num_steps"])
+  known = report(folder, trained("base", REFERENCE_SEED), METRIC, steps)
   assert known["plans"][0]["num_steps"] == decay_from(workdir.load_config(folder), steps)
   for plan in known["plans"]:
-    if plan["num_steps"] not in (tiny_config().num_steps, 2 * tiny_config().num_steps):
-      other = finished("base", seed, {"num_steps": plan["num_steps"]})
+    if plan["num_steps"] not in (TINY["num_steps"], 2 * TINY["num_steps"]):
+      other = trained("base", seed, {"num_steps": plan["num_steps"]})
       change = plan["change"]
       said = f"{change['loss']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})"
       was = final(other) - final(folder)

@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from ats_jax.config import from_config_dict
+from ats_jax import runtime, workdir
+from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
 from ats_jax.feed import train_feed
@@ -21,6 +23,7 @@ from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.program import make_program
 from ats_jax.step.state import TrainState
+from ats_jax.train import train
 
 Changes = dict[str, Any]
 WINDOW = 10  # steps that the host lets run ahead
@@ -41,6 +44,33 @@ class Result:
   scores: dict[str, float]
   counts: Counts
   step_secs: float
+
+
+def tiny_config(changes: Changes) -> ConfigDict:
+  """Two layers on the bytes of Python's standard library; WSD with 30 % decay."""
+  config = base_config()
+  common: Changes = {
+    "model.num_layers": 2,
+    "data.tokenizer": "bytes",
+    "optimizer.warmup_steps": 50,
+    "optimizer.schedule": "wsd",
+    "optimizer.decay_fraction": 0.3,
+    "precision.compute_dtype": "float32",
+    "log.writers": "jsonl",
+    "log.progress": False,
+    "sample.max_tokens": 0,
+  }
+  config.update_from_flattened_dict(common | changes)
+  return config
+
+
+def finished(folder: Path, config: ConfigDict) -> Path:
+  """A workdir with the whole run of a config; trained if it is not there."""
+  if not (folder / workdir.CHECKPOINTS / str(config.num_steps)).exists():
+    cfg = from_config_dict(config)
+    runtime.configure(cfg)
+    train(cfg, folder)
+  return folder
 
 
 def run(

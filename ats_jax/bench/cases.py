@@ -1,4 +1,4 @@
-"""Each op at shapes of real models, as `benchmarks.ops` checks and times it and `tune` tunes it.
+"""Each op that has tiles to tune at shapes of real models; `benchmarks.ops` takes them from here.
 
 A case is a function `f(kernels, *args)` with its arguments; a pass is what is computed of it: its
 value, or some of its gradients.
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.ops.adamw import Rates, adamw
-from ats_jax.ops.attention import attention
 from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul
@@ -50,7 +49,7 @@ class Case:
   """One op at one shape. Run it under a mesh.
 
   Attributes:
-    op: of `table.OPS`.
+    op: of `kernels.OPS`.
     shape: its sizes in words.
     dims: the sizes by which tuning tables keep it (`registry.kernel`).
     f: `(kernels, *args)` -> results; the first floating-point one is differentiated.
@@ -127,6 +126,14 @@ def uneven(rows: int, groups: int, kind: str = "uneven") -> np.ndarray:
   return np.diff(ends, prepend=0).astype(np.int32)
 
 
+def both_ways(forward: float, backward: float, wrt: tuple[int, ...]) -> dict[str, Pass]:
+  """A forward and a backward pass that move so many bytes."""
+  return {
+    "forward": Pass(("forward",), (), forward),
+    "backward": Pass(("backward",), wrt, backward),
+  }
+
+
 def swiglu_case(rows: int, d_ff: int) -> Case:
   """Reads 2, writes 1; backward reads 3, writes 2 arrays."""
   size = 2 * rows * d_ff
@@ -136,10 +143,7 @@ def swiglu_case(rows: int, d_ff: int) -> Case:
     dict(rows=rows, d_ff=d_ff),
     lambda kernels, gate, up: swiglu(gate, up, kernels),
     lambda seed: tuple(normal(seed + i, (rows, d_ff)) for i in range(2)),
-    {
-      "forward": Pass(("forward",), (), 3 * size),
-      "backward": Pass(("backward",), (0, 1), 5 * size),
-    },
+    both_ways(3 * size, 5 * size, wrt=(0, 1)),
   )
 
 
@@ -152,10 +156,7 @@ def rms_norm_case(rows: int, dim: int) -> Case:
     dict(rows=rows, dim=dim),
     lambda kernels, x, scale: rms_norm(x, scale, eps=1e-6, kernels=kernels),
     lambda seed: (normal(seed, (rows, dim)), 1 + normal(seed + 1, (dim,), std=0.1)),
-    {
-      "forward": Pass(("forward",), (), 2 * size),
-      "backward": Pass(("backward",), (0, 1), 3 * size),
-    },
+    both_ways(2 * size, 3 * size, wrt=(0, 1)),
   )
 
 
@@ -187,10 +188,7 @@ def rope_case(batch: int, seq: int, heads: int, head_dim: int) -> Case:
     dict(rows=batch * seq, heads=heads, head_dim=head_dim),
     lambda kernels, x, table: rope(x, table, kernels),
     make,
-    {
-      "forward": Pass(("forward",), (), moved),
-      "backward": Pass(("backward",), (0,), moved),
-    },
+    both_ways(moved, moved, wrt=(0,)),
   )
 
 
@@ -214,10 +212,7 @@ def routing_case(rows: int, experts: int, top_k: int, score: str = "softmax") ->
     dict(rows=rows, columns=experts, top_k=top_k),
     f,
     make,
-    {
-      "forward": Pass(("forward",), (), 8 * rows * experts + 2 * choices),
-      "backward": Pass(("backward",), (0,), 8 * rows * experts + 2 * choices),
-    },
+    both_ways(8 * rows * experts + 2 * choices, 8 * rows * experts + 2 * choices, wrt=(0,)),
   )
 
 
@@ -254,10 +249,7 @@ def take_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
     dict(rows=tokens, choices=top_k, width=width),
     lambda kernels, x, places: take_rows(x, places, kernels),
     make,
-    {
-      "forward": Pass(("forward",), (), moved),
-      "backward": Pass(("backward",), (0,), moved),
-    },
+    both_ways(moved, moved, wrt=(0,)),
   )
 
 
@@ -276,10 +268,7 @@ def sum_rows_case(tokens: int, experts: int, top_k: int, width: int) -> Case:
     dict(rows=tokens, choices=top_k, width=width),
     lambda kernels, y, weights, places: sum_rows(y, weights, places, kernels),
     make,
-    {
-      "forward": Pass(("forward",), (), row * (1 + top_k)),
-      "backward": Pass(("backward",), (0, 1), row * (1 + 2 * top_k)),
-    },
+    both_ways(row * (1 + top_k), row * (1 + 2 * top_k), wrt=(0, 1)),
   )
 
 
@@ -366,66 +355,6 @@ def adamw_case(rows: int, width: int, moments: str = "float32") -> Case:
   )
 
 
-def attention_case(
-  batch: int,
-  seq: int,
-  segments: int,
-  heads: int = 32,
-  kv_heads: int = 8,
-  head_dim: int = 128,
-  *,
-  window: int | None = None,
-  with_sinks: bool = False,
-) -> Case:
-  """Causal attention in rows of equal segments, of which a row may hold `segments`.
-
-  XLA's holds seq x seq scores. Where they are too many it is left out, and results are checked at
-  2048.
-  """
-  length = seq // segments
-  seen = length / 2 if window is None else min(window, length / 2)  # by a token, about
-  flops = 4.0 * batch * heads * head_dim * seq * seen  # two matmuls
-  moved = 4 * batch * seq * head_dim * (heads + kv_heads)
-
-  def make(seed):
-    draw = lambda i, n: normal(seed + i, (batch, seq, n, head_dim))
-    ids = jnp.broadcast_to(jnp.arange(seq) // length + 1, (batch, seq))
-    sinks = normal(seed + 3, (heads,), jnp.float32)
-    return draw(0, heads), draw(1, kv_heads), draw(2, kv_heads), sinks, ids.astype(jnp.int32)
-
-  def f(kernels, q, k, v, sinks, ids):
-    return attention(
-      q,
-      k,
-      v,
-      segment_ids_BT=ids,
-      max_segments=segments + 1,
-      kernels=kernels,
-      window=window,
-      sinks_N=sinks if with_sinks else None,
-    )
-
-  large, small = batch * heads * seq**2 > 2**30, None
-  if large:
-    shape = segments, heads, kv_heads, head_dim
-    small = attention_case(1, 2048, *shape, window=window, with_sinks=with_sinks)
-  gradients = (0, 1, 2, 3) if with_sinks else (0, 1, 2)
-  extras = (f", window {window}" if window else "") + (", sinks" if with_sinks else "")
-  return Case(
-    "attention",
-    f"B{batch} S{seq} {segments} segments {heads}/{kv_heads} x {head_dim}{extras}",
-    {},
-    f,
-    make,
-    {
-      "forward": Pass(("forward",), (), moved, flops),
-      "forward and backward": Pass(("forward",), gradients, 3 * moved, 3.5 * flops, True),
-    },
-    has_xla=not large,
-    check=small,
-  )
-
-
 def real_cases() -> list[Case]:
   """Two or more shapes of each op: 32k and 64k tokens, d_model 2048 and 4096, 8 to 128 experts."""
   return [
@@ -458,13 +387,6 @@ def real_cases() -> list[Case]:
     cross_entropy_case(32768, 4096, 128256),
     adamw_case(16384, 8192),
     adamw_case(16384, 16384, "bfloat16"),
-    *[attention_case(4, 4096, n) for n in (1, 8, 16, 32)],
-    *[attention_case(1, 16384, n) for n in (1, 8, 32)],
-    attention_case(4, 4096, 8, with_sinks=True),
-    attention_case(4, 4096, 1, with_sinks=True),
-    attention_case(1, 16384, 1, with_sinks=True),
-    attention_case(4, 4096, 1, window=1024),
-    attention_case(1, 16384, 1, window=1024),
   ]
 
 
@@ -486,5 +408,4 @@ def toy_cases() -> list[Case]:
     cross_entropy_case(64, 32, 96, 16),
     cross_entropy_case(21, 8, 16388, 11),
     adamw_case(21, 50),
-    attention_case(1, 64, 4, 4, 2, 8),
   ]

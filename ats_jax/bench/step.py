@@ -19,8 +19,8 @@ from absl import flags, logging
 from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.data.batch import random_batch
-from ats_jax.metrics.kernels import kernel_table, kernel_times
 from ats_jax.metrics.memory import GIB, memory_metrics
+from ats_jax.metrics.profiler import kernel_table, kernel_times
 from ats_jax.metrics.throughput import mfu, peak_flops
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe

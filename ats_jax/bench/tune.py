@@ -120,6 +120,6 @@ def main(argv: list[str]) -> None:
         if obstacle:
           logging.info("%s: not %s, %s", op, name, obstacle)
       fitting = tuple(k for k in entry.kernels if not obstacles[k.name])
-      cases = [c for c in (toy_cases() if _TOY.value else real_cases()) if c.op == op and c.dims]
+      cases = [c for c in (toy_cases() if _TOY.value else real_cases()) if c.op == op]
       for shape, case in one_of_each(cases) if fitting else []:
         write(device.kind, op, shape, tune_case(case, fitting))  # now: a later case may fail

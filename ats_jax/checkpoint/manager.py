@@ -133,7 +133,6 @@ class CheckpointManager:
       if jax.process_index() == 0:
         folder.mkdir(parents=True)
         (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
-      # Orbax returns holding host copies, or on CPU views that keep JAX from reusing the buffers.
       arrays = stream.to_save(layout.stored(parts))
       self._orbax.save(folder / reader.STATE, args=ocp.args.PyTreeSave(arrays))
     except (OSError, ValueError, RuntimeError) as e:

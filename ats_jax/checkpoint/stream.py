@@ -1,9 +1,11 @@
 """Arrays between the devices and a checkpoint, a part at a time: no second copy on a device."""
 
+import collections
+import concurrent.futures
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +16,62 @@ from ats_jax.checkpoint.layout import Part, of_layer, restore_target
 # Device memory of layers that are on their way: out of their stack, or into it.
 MOVING_BYTES = 2**30
 HOST = "pinned_host"
+# Threads that copy a layer from pinned memory, and how much each takes at a time.
+COPIERS, COPIED_BYTES = 8, 2**26
 
 
-def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array]:
-  """The arrays to write. Layers of a stack are in host memory: the stack may be donated.
+class Kept(np.ndarray):
+  """An array that nobody writes to while it is saved; Orbax would copy another once more."""
 
-  On a CPU they are views of the stack, which keep JAX from writing to its buffer.
+  def __deepcopy__(self, memo: Any) -> Self:
+    return self
+
+
+def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
+  """The arrays to write, in host memory: the state may be donated.
+
+  On a CPU they are views of the state, which keep JAX from writing to its buffers.
   """
-  arrays, moving, moving_bytes = {}, [], 0
+  arrays, on_gpu = dict[str, jax.Array | np.ndarray](), {}
   for name, part in parts.items():
-    if part.place is None:
+    if isinstance(part.leaf, np.ndarray):
+      arrays[name] = part.leaf if part.place is None else part.leaf[part.place]
+      continue
+    devices = part.leaf.sharding.device_set
+    on_cpu = next(iter(devices)).platform == "cpu"
+    if jnp.issubdtype(part.leaf.dtype, jax.dtypes.prng_key):
       arrays[name] = part.leaf
-      continue
-    if next(iter(part.leaf.sharding.device_set)).platform == "cpu":
-      arrays[name] = _view(part.leaf, part.place)
-      continue
-    layer = _take(part.leaf, part.place)
-    arrays[name] = jax.device_put(layer, layer.sharding.with_memory_kind(HOST))
-    moving.append(arrays[name])
-    moving_bytes += local_bytes(layer)
-    if moving_bytes >= MOVING_BYTES:
-      jax.block_until_ready(moving)
-      moving, moving_bytes = [], 0
-  jax.block_until_ready(moving)
+    elif len(devices) == 1 and on_cpu:
+      whole = np.asarray(part.leaf)
+      arrays[name] = (whole if part.place is None else whole[part.place]).view(Kept)
+    elif len(devices) == 1:
+      on_gpu[name] = part
+    elif part.place is None:
+      arrays[name] = part.leaf
+    else:
+      arrays[name] = _view(part.leaf, part.place) if on_cpu else _pinned(part.leaf, part.place)
+  return arrays | {name: array.view(Kept) for name, array in fetch(on_gpu).items()}
+
+
+def fetch(parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
+  """Copy arrays of one device to host memory.
+
+  A device writes fast to pinned memory only, and to pin all that is needed takes longer than to
+  copy it. So a little is pinned, once, and threads empty it into memory that they get meanwhile.
+  """
+  arrays, waiting, moving_bytes = {}, collections.deque(), 0
+  with concurrent.futures.ThreadPoolExecutor(COPIERS, "save") as pool:
+    for name, part in parts.items():
+      layer = part.leaf if part.place is None else _take(part.leaf, part.place)
+      arrays[name] = np.empty(layer.shape, layer.dtype)
+      pinned = jax.device_put(layer, layer.sharding.with_memory_kind(HOST))
+      for start in range(0, layer.nbytes, COPIED_BYTES):
+        waiting.append(pool.submit(_copy, pinned, arrays[name], slice(start, start + COPIED_BYTES)))
+        moving_bytes += min(COPIED_BYTES, layer.nbytes - start)
+      while moving_bytes > MOVING_BYTES:
+        moving_bytes -= waiting.popleft().result()
+    for copied in waiting:
+      copied.result()
   return arrays
 
 
@@ -76,6 +111,18 @@ def local_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
   """Bytes of an array on each of its devices."""
   assert array.sharding is not None
   return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _copy(source: jax.Array, target: np.ndarray, where: slice) -> int:
+  """Copy the bytes `where` and say how many; as bytes, numpy lets other threads run meanwhile."""
+  as_bytes = lambda array: array.reshape(-1).view(np.uint8)[where]
+  np.copyto(as_bytes(target), as_bytes(np.asarray(source)))
+  return as_bytes(target).nbytes
+
+
+def _pinned(stack: jax.Array, place: int) -> jax.Array:
+  layer = _take(stack, place)
+  return jax.device_put(layer, layer.sharding.with_memory_kind(HOST)).block_until_ready()
 
 
 def _view(stack: jax.Array, place: int) -> jax.Array:

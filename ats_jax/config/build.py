@@ -1,4 +1,4 @@
-"""ConfigDict -> frozen dataclasses, `--explain`, and the comparison of two configs."""
+"""ConfigDicts and the frozen dataclasses of the schema; `--explain`; comparing two configs."""
 
 import dataclasses
 import difflib
@@ -8,9 +8,22 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ats_jax.config.base import to_dict
 from ats_jax.config.schema import Config
 from ats_jax.config.validate import format_bound, validate
+
+
+def to_dict(cfg: Any) -> dict[str, Any]:
+  """Return a (nested) config dataclass as a plain nested dict."""
+  return dataclasses.asdict(cfg)
+
+
+def base_config() -> ConfigDict:
+  """Return every setting at its default.
+
+  Assigning a wrong type raises at once; an unknown name is refused by `from_config_dict`, which
+  can say what was meant.
+  """
+  return ConfigDict(to_dict(Config()))
 
 
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:

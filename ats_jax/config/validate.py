@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 from ats_jax import paths
 from ats_jax.config.schema import Config
-from ats_jax.config.validate_sparse import check_mod, check_moe
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
 
@@ -24,9 +24,9 @@ def validate(cfg: Config) -> Config:
   for rule in (*rules, *of_num_steps):
     rule(cfg)
   if cfg.moe.num_experts:
-    check_moe(cfg)
+    _experts(cfg)
   if cfg.mod.routing != "none":
-    check_mod(cfg)
+    _depth(cfg)
   return cfg
 
 
@@ -53,28 +53,33 @@ def format_bound(bound: float) -> str:
   return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
+def _divides(cfg: Config, divisor: str, whole: str, advice: str) -> None:
+  """Refuse two settings, by dotted name, of which the first does not divide the second."""
+  ways, size = operator.attrgetter(divisor, whole)(cfg)
+  if size % ways:
+    raise ValueError(f"{divisor}={ways} does not divide {whole}={size}. {advice}")
+
+
+def _at_most(cfg: Config, name: str, limit: str, advice: str) -> None:
+  """Refuse a setting that is larger than another one."""
+  value, most = operator.attrgetter(name, limit)(cfg)
+  if value > most:
+    raise ValueError(f"{name}={value} exceeds {limit}={most}{advice}")
+
+
 def _heads(cfg: Config) -> None:
   m = cfg.model
-  if m.num_heads % m.num_kv_heads:
-    raise ValueError(
-      f"model.num_kv_heads={m.num_kv_heads} does not divide model.num_heads={m.num_heads}. "
-      "Each key/value head serves the same number of query heads; use a divisor."
-    )
-  if not m.head_dim and m.d_model % m.num_heads:
-    raise ValueError(
-      f"model.num_heads={m.num_heads} does not divide model.d_model={m.d_model}. "
-      "Change one of them, or set model.head_dim."
-    )
+  advice = "Each key/value head serves the same number of query heads; use a divisor."
+  _divides(cfg, "model.num_kv_heads", "model.num_heads", advice)
+  if not m.head_dim:
+    advice = "Change one of them, or set model.head_dim."
+    _divides(cfg, "model.num_heads", "model.d_model", advice)
   if (head_dim := m.head_dim or m.d_model // m.num_heads) % 2:
     raise ValueError(
       f"the head dimension is {head_dim}: RoPE needs pairs. Make model.head_dim even."
     )
-  for name in ("num_heads", "num_kv_heads"):
-    if getattr(m, name) % cfg.mesh.tensor:
-      raise ValueError(
-        f"mesh.tensor={cfg.mesh.tensor} does not divide model.{name}={getattr(m, name)}. "
-        "Heads are sharded over 'tensor'."
-      )
+  for name in ("model.num_heads", "model.num_kv_heads"):
+    _divides(cfg, "mesh.tensor", name, "Heads are sharded over 'tensor'.")
   if cfg.mesh.data != -1 and cfg.mesh.data < 1:
     raise ValueError(
       f"mesh.data={cfg.mesh.data}: use a positive number, or -1 for all that is left."
@@ -82,11 +87,8 @@ def _heads(cfg: Config) -> None:
 
 
 def _batch(cfg: Config) -> None:
-  if cfg.data.batch_size % cfg.step.accum_steps:
-    raise ValueError(
-      f"step.accum_steps={cfg.step.accum_steps} does not divide data.batch_size="
-      f"{cfg.data.batch_size} (rows per update). Change one of them."
-    )
+  advice = "A micro-batch is a whole number of rows; change one of them."
+  _divides(cfg, "step.accum_steps", "data.batch_size", advice)
 
 
 def _warmup(cfg: Config) -> None:
@@ -96,11 +98,8 @@ def _warmup(cfg: Config) -> None:
       f"optimizer.warmup_steps={o.warmup_steps} and optimizer.warmup_fraction="
       f"{o.warmup_fraction} are both set. Set one of them to 0."
     )
-  if o.warmup_steps > cfg.num_steps:
-    raise ValueError(
-      f"optimizer.warmup_steps={o.warmup_steps} exceeds num_steps={cfg.num_steps}. "
-      "Shorten the warm-up or train longer."
-    )
+  advice = ". Shorten the warm-up or train longer."
+  _at_most(cfg, "optimizer.warmup_steps", "num_steps", advice)
 
 
 def _adam(cfg: Config) -> None:
@@ -178,11 +177,8 @@ def _orchestrator(cfg: Config) -> None:
     )
   if o.mode == "off":
     return
-  if o.check_interval > cfg.num_steps:
-    raise ValueError(
-      f"orchestrator.check_interval={o.check_interval} exceeds num_steps={cfg.num_steps}: nobody "
-      "would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
-    )
+  advice = ": nobody would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
+  _at_most(cfg, "orchestrator.check_interval", "num_steps", advice)
   if o.branch_steps and o.mode != "act":
     raise ValueError(
       f"orchestrator.branch_steps={o.branch_steps} with orchestrator.mode={o.mode}: what is tried "
@@ -193,4 +189,77 @@ def _orchestrator(cfg: Config) -> None:
       f"orchestrator.snapshot_gb=0 and checkpoint.every_steps={cfg.checkpoint.every_steps} of "
       f"num_steps={cfg.num_steps} leave nothing to roll back to. Allow snapshots, save more often, "
       "or use orchestrator.mode=observe."
+    )
+
+
+def _experts(cfg: Config) -> None:
+  moe, layers = cfg.moe, cfg.model.num_layers
+  advice = ". A token goes to each expert at most once; lower top_k or add experts."
+  _at_most(cfg, "moe.top_k", "moe.num_experts", advice)
+  if moe.dense_first + moe.dense_last + moe.every > layers:
+    raise ValueError(
+      f"no layer has experts: moe.dense_first={moe.dense_first}, moe.dense_last={moe.dense_last} "
+      f"and moe.every={moe.every} leave none of model.num_layers={layers}. Lower one of them, or "
+      "set moe.num_experts=0."
+    )
+  slots = moe.num_experts + moe.spare_experts
+  if slots % cfg.mesh.expert:
+    spare = f" + moe.spare_experts={moe.spare_experts}" if moe.spare_experts else ""
+    raise ValueError(
+      f"mesh.expert={cfg.mesh.expert} does not divide moe.num_experts={moe.num_experts}{spare}. "
+      "Each device holds the same number of experts; change one of them."
+    )
+  _groups(cfg)
+  if moe.null_experts and moe.dispatch == "capacity":
+    raise ValueError(
+      f"moe.null_experts={moe.null_experts} needs moe.dispatch=dropless: in capacity mode every "
+      "expert computes all its places, so that nothing is saved. Set moe.null_experts=0, or "
+      "moe.dispatch=dropless."
+    )
+
+
+def _groups(cfg: Config) -> None:
+  moe = cfg.moe
+  if moe.num_groups == 1:
+    if moe.top_groups > 1:
+      raise ValueError(
+        f"moe.top_groups={moe.top_groups} of moe.num_groups=1. Set moe.num_groups too."
+      )
+    return
+  for name in ("moe.num_experts", "moe.spare_experts"):
+    _divides(cfg, "moe.num_groups", name, "Groups are of one size; change one of them.")
+  _at_most(cfg, "moe.top_groups", "moe.num_groups", ". Lower top_groups.")
+  if moe.top_k > (reach := moe.top_groups * moe.num_experts // moe.num_groups):
+    raise ValueError(
+      f"moe.top_k={moe.top_k} exceeds the {reach} experts of moe.top_groups={moe.top_groups} "
+      "groups. Raise top_groups or lower top_k."
+    )
+  if moe.null_experts:
+    raise ValueError(
+      f"moe.null_experts={moe.null_experts} belong to no group: use them with moe.num_groups=1."
+    )
+
+
+def _depth(cfg: Config) -> None:
+  mod, layers = cfg.mod, cfg.model.num_layers
+  end = mod.end_layer or layers
+  if not mod.start_layer < end <= layers:
+    raise ValueError(
+      f"mod.start_layer={mod.start_layer} and mod.end_layer={end} are no range within "
+      f"model.num_layers={layers}: 0 <= start < end <= {layers} (end_layer=0 means {layers})."
+    )
+  if mod.start_layer + mod.every > end:
+    raise ValueError(
+      f"mod.every={mod.every} finds no layer between mod.start_layer={mod.start_layer} and "
+      f"mod.end_layer={end}. Lower it, widen the range, or set mod.routing=none."
+    )
+  if mod.anneal_fraction and mod.start_capacity < mod.capacity:
+    raise ValueError(
+      f"mod.start_capacity={mod.start_capacity} is below mod.capacity={mod.capacity}: capacity "
+      "falls over the annealing. Swap them, or set mod.anneal_fraction=0."
+    )
+  if mod.decision == "predictor" and mod.routing != "learned":
+    raise ValueError(
+      f"mod.decision=predictor learns what a trained router does; mod.routing={mod.routing} has "
+      "none. Set mod.routing=learned or mod.decision=threshold."
     )

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.data.batch import Batch
-from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import TrainBatches
 
 BATCH_SIZE = 28  # rows per update; divisible by every host count below
 _BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus

@@ -1,21 +1,28 @@
-"""Random access -> iteration, by a thread or by processes that outlive Ctrl-C, not their parent."""
+"""Rows -> batches: an endless stream for training, one pass for evaluation.
+
+A thread makes them, or processes that outlive Ctrl-C, but not their parent.
+"""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from multiprocessing import resource_tracker
-from typing import Self
+from typing import Any, Self
 
 import grain
 import numpy as np
 from absl import flags
 
 from ats_jax.data.batch import Batch
+from ats_jax.data.dataset import Dataset
+
+_ENDLESS = 2**48  # batches: more than any run takes
 
 
 class Source:
@@ -117,3 +124,109 @@ def _start_worker(index: int, count: int) -> None:
     os._exit(1)
 
   threading.Thread(target=leave, name="parent-watch", daemon=True).start()
+
+
+class TrainBatches(Batches):
+  """An endless iterator over this host's share of the training batches, which knows where it is.
+
+  Slot j of micro-step a of batch k holds global row `row + (k * accum + a) * micro + j` of those
+  from `row` on, where the position is, so another host count or micro-batch gives the same rows in
+  another arrangement. Epochs follow each other inside a batch; nothing is dropped. Batches are of
+  arrays [accum_steps, len(local_rows), seq_len].
+  """
+
+  def __init__(
+    self,
+    ds: Dataset,
+    *,
+    position: Mapping[str, Any] | None = None,
+    accum_steps: int,
+    batch_size: int,
+    local_rows: np.ndarray,
+    num_workers: int,
+    prefetch: int,
+  ):
+    """Starts to read at once, as `Batches`.
+
+    Args:
+      ds: the training split.
+      position: where to go on, from `TrainBatches.position`; None = at the first row.
+      accum_steps: micro-batches per update.
+      batch_size: rows per update over all hosts; a multiple of `accum_steps`.
+      local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
+      num_workers: loader processes; 0 = a thread.
+      prefetch: batches made ahead, by each process or by the thread.
+
+    Raises:
+      ValueError: if the arguments contradict each other, the split is empty, or the position is one
+        in other data.
+    """
+    first_row = 0 if position is None else row_of(ds, position)
+    if not ds.num_rows:
+      raise ValueError("The dataset has no row to train on.")
+    if batch_size % accum_steps:
+      raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
+    micro = batch_size // accum_steps
+    slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
+    self._first_row, self._batch_size, self._data = first_row, batch_size, ds.fingerprint
+    self._count = 0
+    read = functools.partial(_train_batch, ds, first_row, batch_size, slots)
+    super().__init__(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
+
+  def __next__(self) -> Batch:
+    batch = super().__next__()
+    self._count += 1
+    return batch
+
+  def position(self) -> dict[str, Any]:
+    """Behind the batches handed out so far, whatever was made ahead; JSON, alike on all hosts."""
+    return {"row": self._first_row + self._count * self._batch_size, "data": self._data}
+
+
+def row_of(ds: Dataset, position: Mapping[str, Any]) -> int:
+  """The first row that a run at `position` has not read.
+
+  Raises:
+    ValueError: if the position is one in other data.
+  """
+  if position["data"] != ds.fingerprint:
+    raise ValueError(
+      "the run was trained on other data: the text files, the tokenizer or the packing changed "
+      f"since (fingerprint {position['data']}, now {ds.fingerprint}). Restore them, or use another "
+      "--workdir to train and --paths to evaluate."
+    )
+  return position["row"]
+
+
+def _train_batch(ds: Dataset, first_row: int, batch_size: int, slots: np.ndarray, k: int) -> Batch:
+  return ds.global_rows(first_row + k * batch_size + slots)
+
+
+def eval_batches(
+  ds: Dataset, *, batch_size: int, local_rows: np.ndarray, num_batches: int
+) -> Batches:
+  """This host's share of one pass over the rows in order; the last batch is filled with padding.
+
+  Args:
+    ds: any split, also an empty one.
+    batch_size: rows of a batch over all hosts.
+    local_rows: sorted indices in [0, batch_size) that this host loads.
+    num_batches: stop after so many; 0 = all.
+
+  Returns:
+    `Batches` of arrays [len(local_rows), seq_len].
+  """
+  local = _checked(local_rows, batch_size)
+  length = -(-ds.num_rows // batch_size)
+  length = min(length, num_batches) if num_batches else length
+  source = Source(lambda k: ds.rows(k * batch_size + local), length)
+  return Batches(source, num_workers=0, prefetch=2)
+
+
+def _checked(local_rows: np.ndarray, micro: int) -> np.ndarray:
+  local = np.asarray(local_rows)
+  if local.ndim != 1 or local.dtype.kind not in "iu" or not len(local):
+    raise ValueError(f"local_rows={local!r}: expected a 1-D array of at least one row index.")
+  if local[0] < 0 or local[-1] >= micro or (np.diff(local) <= 0).any():
+    raise ValueError(f"local_rows={local!r}: expected increasing indices in [0, {micro}).")
+  return local

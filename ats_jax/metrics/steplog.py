@@ -11,12 +11,11 @@ import jax
 import numpy as np
 from absl import logging
 
-from ats_jax.metrics.layers import LayerLog
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.transfer import start_copy
-from ats_jax.metrics.writer import MetricWriter
+from ats_jax.metrics.writer import LayerLog, MetricWriter
 
 Arrays = dict[str, jax.Array]
 

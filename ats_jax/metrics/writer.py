@@ -17,9 +17,6 @@ from typing import Any, cast, override
 
 import numpy as np
 from absl import logging
-from tensorboardX import record_writer, summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 
 from ats_jax import paths
 from ats_jax.config.schema import LogConfig
@@ -147,6 +144,17 @@ class JsonlWriter(MetricWriter):
     self._file.close()
 
 
+class LayerLog(JsonlWriter):
+  """What each sparse layer does, `layers.jsonl`: arrays as nested lists, `null` where not finite.
+
+  `{"step": 10, "wall_time": ..., "moe/load": [[0.12, ...], ...]}`
+  """
+
+  def write_arrays(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a row."""
+    self._write(step, {name: _finite(np.asarray(a, np.float64)) for name, a in arrays.items()})
+
+
 class CsvWriter(MetricWriter):
   """A table with a header: step, wall_time, then a column per metric in order of appearance.
 
@@ -209,30 +217,38 @@ class TensorboardWriter(MetricWriter):
 
   def __init__(self, directory: Path, *, last_step: int = -1):
     """Starts a new event file; TensorBoard hides earlier events of steps after `last_step`."""
+    # Here, because it imports torch where there is one, which takes seconds: by now a train step is
+    # being compiled.
+    from tensorboardX import event_file_writer, record_writer, summary
+    from tensorboardX.proto import event_pb2
+
+    self._summary: Any = summary
+    self._proto: Any = event_pb2
     # tensorboardX's SummaryWriter queues events to a thread that its flush() does not wait for, so
     # a killed run would lose rows; its EventsWriter writes at once. The suffix keeps two files
     # begun in one second apart, and in order.
     suffix = f".{time.time_ns() % 10**9:09d}.{os.getpid()}"
     for store in paths.DRIVERS:  # tensorboardX knows some of them, with clients of its own
       record_writer.register_writer_factory(store, _EventLogs)
-    self._events = EventsWriter(str(directory / "events"), filename_suffix=suffix)
-    start = SessionLog(status=SessionLog.START)
-    self._write(last_step + 1, session_log=start)
+    self._events = event_file_writer.EventsWriter(str(directory / "events"), filename_suffix=suffix)
+    log = self._proto.SessionLog
+    self._write(last_step + 1, session_log=log(status=log.START))
 
   def _write(self, step: int, **content: Any) -> None:
-    self._events.write_event(Event(step=int(step), wall_time=time.time(), **content))
+    event = self._proto.Event(step=int(step), wall_time=time.time(), **content)
+    self._events.write_event(event)
 
   def _write_values(self, step: int, summaries: Iterable[Any]) -> None:
     values = [value for part in summaries for value in part.value]
-    self._write(step, summary=summary.Summary(value=values))
+    self._write(step, summary=self._summary.Summary(value=values))
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    self._write_values(step, (summary.scalar(k, v) for k, v in _numbers(scalars).items()))
+    self._write_values(step, (self._summary.scalar(k, v) for k, v in _numbers(scalars).items()))
 
   @override
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    self._write_values(step, (summary.text(name, text) for name, text in texts.items()))
+    self._write_values(step, (self._summary.text(name, text) for name, text in texts.items()))
 
   @override
   def write_histograms(
@@ -246,14 +262,14 @@ class TensorboardWriter(MetricWriter):
       finite = array[np.isfinite(array)]
       if finite.size:
         buckets = (num_buckets or {}).get(name, 30)
-        self._write_values(step, [summary.histogram(name, finite, bins=buckets)])
+        self._write_values(step, [self._summary.histogram(name, finite, bins=buckets)])
       if finite.size < array.size:
         self.write_scalars(step, {f"{name}/nonfinite": array.size - finite.size})
 
   @override
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     flat = {k: v if isinstance(v, bool | int | float) else str(v) for k, v in hparams.items()}
-    self._write_values(0, summary.hparams(flat, {}))
+    self._write_values(0, self._summary.hparams(flat, {}))
 
   @override
   def flush(self) -> None:
@@ -441,3 +457,10 @@ def _numbers(scalars: Mapping[str, Any]) -> dict[str, int | float]:
 
 def _short(value: int | float) -> str:
   return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _finite(array: np.ndarray) -> Any:
+  """Nested lists."""
+  values = array.astype(object)
+  values[~np.isfinite(array)] = None
+  return values.tolist()

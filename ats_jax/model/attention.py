@@ -10,8 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
-from ats_jax.model.linear import Linear, project
-from ats_jax.model.norm import RMSNorm
+from ats_jax.model.layers import Linear, RMSNorm, project
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.ops.attention import attention, cached_attention

@@ -11,11 +11,10 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.model.attention import Attention, KVCache, RopeTable
+from ats_jax.model.layers import MLP, RMSNorm
 from ats_jax.model.layout import LayerKind
-from ats_jax.model.mlp import MLP
 from ats_jax.model.mod import Depth, Pass
 from ats_jax.model.moe import MoE
-from ats_jax.model.norm import RMSNorm
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats

@@ -15,10 +15,9 @@ from ats_jax.config.schema import Config
 from ats_jax.model import moe
 from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block, LayerCache, Tokens
+from ats_jax.model.layers import RMSNorm, Weight
 from ats_jax.model.layout import LayerKind, fp8_layers, layer_kinds, segments
-from ats_jax.model.linear import Weight
 from ats_jax.model.mod import Pass
-from ats_jax.model.norm import RMSNorm
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, head_std
 from ats_jax.model.stats import StackStats

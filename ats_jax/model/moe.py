@@ -13,8 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
-from ats_jax.model.linear import ExpertLinear
-from ats_jax.model.mlp import MLP
+from ats_jax.model.layers import MLP, ExpertLinear
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router

@@ -27,11 +27,6 @@ MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
 SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
 
 
-def fp8_matmul(x_TK: jax.Array, w_KN: jax.Array, kernels: Kernels = XLA) -> jax.Array:
-  """`fp8_matmuls` with one weight."""
-  return fp8_matmuls(x_TK, (w_KN,), kernels)[0]
-
-
 def fp8_matmuls(
   x_TK: jax.Array, weights: Sequence[jax.Array], kernels: Kernels = XLA
 ) -> tuple[jax.Array, ...]:

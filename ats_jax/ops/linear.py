@@ -10,19 +10,6 @@ from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import all_sum, einsum, island, reshape
 
 
-def linear(
-  x: jax.Array,
-  weight: jax.Array,
-  *,
-  inputs: Sequence[str],
-  outputs: Sequence[str],
-  fp8: bool = False,
-  kernels: Kernels = XLA,
-) -> jax.Array:
-  """Multiply the last dimensions of `x` by `weight`: `linears` of one."""
-  return linears(x, (weight,), inputs=inputs, outputs=(outputs,), fp8=fp8, kernels=kernels)[0]
-
-
 def linears(
   x: jax.Array,
   weights: Sequence[jax.Array],

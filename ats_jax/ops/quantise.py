@@ -46,7 +46,7 @@ def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 def transposed(x_RC: jax.Array, scale: jax.Array, dtype: Any, kernels: Kernels = XLA) -> jax.Array:
   """`cast(x).T`, [C, R].
 
-  For local arrays, as `fp8_matmul`; the same of `cast_and_transpose`.
+  For local arrays, as `fp8_matmuls`; the same of `cast_and_transpose`.
 
   Args:
     x_RC: two dimensions.

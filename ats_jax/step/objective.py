@@ -1,19 +1,21 @@
-"""What a training step minimises."""
+"""What a training step minimises, and the loss on held-out rows."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
-from ats_jax.config.schema import Config
+from ats_jax.config.schema import Config, StepConfig
 from ats_jax.data.batch import Batch, Field
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import StackStats
-from ats_jax.ops.cross_entropy import LossSums
+from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy, token_logprobs
 from ats_jax.step.balance import Totals, routing_loss
-from ats_jax.step.loss import loss_sums
+from ats_jax.step.compiler import Options
 
 
 class Contribution(NamedTuple):
@@ -94,3 +96,75 @@ class Pretraining:
       sums.correct / whole.counted,
       sums.z / whole.counted,
     )
+
+
+def loss_sums(
+  model: Decoder, batch: Batch, cfg: StepConfig, rules: Pass, key: jax.Array | None = None
+) -> tuple[LossSums, StackStats]:
+  """Sums over the tokens of `batch` (arrays [batch, seq]); divide by the mask's sum for means.
+
+  Args:
+    model: the decoder.
+    batch: one micro-batch.
+    cfg: z_loss, label_smoothing and loss_chunk_tokens.
+    rules: how sparse layers choose.
+    key: for dropout, noise and random routing; None = none of them.
+
+  Returns:
+    The sums, and the statistics of the sparse layers.
+  """
+  x_BTD, stats = _read(model, batch, rules, key)
+  sums = linear_cross_entropy(
+    x_BTD,
+    model.head_weights(),
+    batch["targets"],
+    batch["loss_mask"],
+    cfg.z_loss,
+    cfg.label_smoothing,
+    cfg.loss_chunk_tokens,
+    model.num.kernels,
+  )
+  return sums, stats
+
+
+def target_logprobs(
+  model: Decoder, batch: Batch, cfg: StepConfig, rules: Pass, key: jax.Array | None = None
+) -> tuple[jax.Array, StackStats]:
+  """Log-probability of each target, float32 [batch, seq], differentiable; masked ones included.
+
+  Arguments as of `loss_sums`; of `cfg` loss_chunk_tokens. The statistics come with them.
+  """
+  x_BTD, stats = _read(model, batch, rules, key)
+  logprobs_BT = token_logprobs(
+    x_BTD, model.head_weights(), batch["targets"], cfg.loss_chunk_tokens, model.num.kernels
+  )
+  return logprobs_BT, stats
+
+
+def _read(
+  model: Decoder, batch: Batch, rules: Pass, key: jax.Array | None
+) -> tuple[jax.Array, StackStats]:
+  return model(
+    batch["tokens"],
+    positions_BT=batch["positions"],
+    segment_ids_BT=batch["segment_ids"],
+    rules=rules,
+    key=key,
+  )
+
+
+def make_eval_step(cfg: Config, options: Options | None = None) -> jax.stages.Wrapped:
+  """Return the jitted `(model, batch [batch, seq], rules) -> float32[3]`.
+
+  The three are sums over tokens: cross-entropy in nats, correct predictions, counted tokens.
+  `rules` say how sparse layers choose and what is in 8 bits (`Program.rules`); `options` are of the
+  compiler.
+  """
+
+  @functools.partial(jax.jit, static_argnames="rules", compiler_options=options or None)
+  def eval_step(model: Decoder, batch: Batch, rules: Pass) -> jax.Array:
+    assert not rules.training, "training's routing sees the future"
+    sums, _ = loss_sums(model, batch, cfg.step, rules)
+    return jnp.stack([sums.cross_entropy, sums.correct, jnp.sum(batch["loss_mask"])])
+
+  return eval_step

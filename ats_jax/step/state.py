@@ -78,5 +78,7 @@ def init_state(
     control = Control.new(armed=cfg.orchestrator.mode == "act", bucket=first_bucket(cfg))
     return dataclasses.replace(state, control=control, reflex=Reflex.new())
 
-  key = jax.random.key(cfg.seed)
-  return jax.eval_shape(init, key) if abstract else jax.jit(init)(key)
+  make_key = lambda: jax.random.key(cfg.seed)
+  if abstract:  # no device is used
+    return jax.eval_shape(init, jax.eval_shape(make_key))
+  return jax.jit(init)(make_key())

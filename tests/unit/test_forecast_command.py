@@ -9,7 +9,7 @@ from commands import forked
 from helpers import tiny_config
 
 from ats_jax import workdir
-from ats_jax.config.base import to_dict
+from ats_jax.config.build import to_dict
 from ats_jax.forecast import (
   advise,
   decay_from,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.announce import performance, performance_stats
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.checkpoint.integrity import read_manifest
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.metrics.summary import performance, performance_stats
 from ats_jax.run import speed
 from ats_jax.scoring import check_fp8, score
 from ats_jax.sharding.mesh import make_mesh

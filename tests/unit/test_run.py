@@ -5,6 +5,7 @@ import gc
 import math
 import random
 import shutil
+import threading
 import weakref
 
 import jax
@@ -12,14 +13,18 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
+from ats_jax import run as run_module
 from ats_jax import workdir
+from ats_jax.checkpoint import abstract_like
 from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.supervisor import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.run import InitFrom, open_run
+from ats_jax.step.program import Program
 from ats_jax.train import train
 
+ACTS = {"orchestrator__mode": "act", "orchestrator__check_interval": 2}
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
 
@@ -176,3 +181,97 @@ def test_data_that_changed_is_refused(texts, tmp_path):
   (other / "31.txt").write_text("one more")
   with pytest.raises(ValueError, match=r"was trained on other data: .*now [0-9a-f]+"):
     train(dataclasses.replace(cfg, num_steps=2), tmp_path / "run")
+
+
+def test_the_step_that_is_compiled_from_shapes_is_the_one_of_the_state(texts, tmp_path):
+  cfg = config(texts, optimizer__ema_decay=0.5, **ACTS)
+  with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
+    program, rules = run.program, run.program.training_rules(1)
+    abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
+    batch = run.next_batch()
+    of_shapes, of_state = (
+      program.train_step.lower(state, batch, rules) for state in (abstract, run.state)
+    )
+    assert of_shapes.as_text() == of_state.as_text()
+    assert run.begun.rules == rules
+    begun = run.begun.step
+    run.compiled_step(1)
+    assert run.begun.step is begun  # nothing was compiled twice
+
+
+def slowly(monkeypatch, where, name, event):
+  """Have a function of the opening wait for `event`."""
+  function = getattr(where, name)
+
+  def waiting(*args, **kwargs):
+    assert event.wait(60)
+    return function(*args, **kwargs)
+
+  monkeypatch.setattr(where, name, waiting)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_state_and_step_may_be_ready_in_any_order(texts, trained, tmp_path, monkeypatch, resumed):
+  if resumed:
+    shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+  cfg = config(texts, checkpoint__every_steps=2)
+  ready = threading.Event()
+
+  def compiled_first(program, state, rules):
+    step = compile_train_step(program, state, rules)
+    ready.set()
+    return step
+
+  def state_first(program, origin, init, train_set):
+    state = restored_or_new(program, origin, init, train_set)
+    ready.set()
+    return state
+
+  compile_train_step, restored_or_new = Program.compile_train_step, run_module.restored_or_new
+  ends = []
+  for order, name in ((compiled_first, "compile_train_step"), (state_first, "restored_or_new")):
+    folder = tmp_path / name
+    shutil.copytree(tmp_path, folder, ignore=lambda *_: ["compile_train_step", "restored_or_new"])
+    with monkeypatch.context() as patch:
+      ready.clear()
+      first, second = (Program, run_module) if order is compiled_first else (run_module, Program)
+      other = "restored_or_new" if order is compiled_first else "compile_train_step"
+      patch.setattr(first, name, order)
+      slowly(patch, second, other, ready)
+      ends.append(train(cfg, folder))
+  for a, b, c in zip(*(jax.tree.leaves(s.model) for s in (*ends, trained[1])), strict=True):
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(a, c)
+
+
+def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
+  texts, tmp_path, monkeypatch
+):
+  def fail(program, state, rules):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+
+  monkeypatch.setattr(Program, "compile_train_step", fail)
+  cfg = config(texts)
+  planted = pytest.raises(jax.errors.JaxRuntimeError, match="planted")
+  with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run, planted:
+    run.compiled_step(1)
+
+
+def test_memory_that_runs_out_in_the_compiler_halves_the_micro_batch(texts, tmp_path, monkeypatch):
+  compile_train_step = Program.compile_train_step
+
+  def too_large(program, state, rules):
+    if program.cfg.step.accum_steps == 1:
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+    return compile_train_step(program, state, rules)
+
+  monkeypatch.setattr(Program, "compile_train_step", too_large)
+  assert int(train(config(texts, data__batch_size=16, **ACTS), tmp_path).step) == 4
+
+
+def test_a_run_that_is_complete_compiles_no_step(texts, trained, tmp_path):
+  shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
+  cfg = config(texts, checkpoint__every_steps=2)
+  with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
+    assert run.step == 4 and run.begun.rules is None

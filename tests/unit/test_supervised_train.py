@@ -75,11 +75,11 @@ def plant(monkeypatch, step, happen):
   compile_train_step = Program.compile_train_step
 
   def planted(program, state, rules):
-    compiled, count = compile_train_step(program, state, rules), int(state.step)
+    compiled, count = compile_train_step(program, state, rules), None
 
     def run(state, batch):
       nonlocal count
-      count += 1
+      count = (int(state.step) if count is None else count) + 1
       return compiled(happen(state) if count == step else state, batch)
 
     return run

@@ -8,7 +8,7 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_batch
-from ats_jax.step.loss import loss_sums
+from ats_jax.step.objective import loss_sums
 from ats_jax.step.program import make_program
 from benchmarks.flops import matmul_flops
 

@@ -1,3 +1,4 @@
+import copy
 import functools
 import json
 import random
@@ -449,3 +450,33 @@ def test_a_large_state_is_moved_in_groups(tmp_path, monkeypatch):
       {"stack": {"w": jnp.zeros((10, 8))}, "rest": jnp.zeros(100)}
     )
   np.testing.assert_array_equal(restored["stack"]["w"], np.arange(80.0).reshape(10, 8))
+
+
+def test_what_is_fetched_from_a_device_survives_donation_of_the_state(monkeypatch):
+  """As on a GPU, where arrays go through pinned memory, in pieces that threads copy."""
+  monkeypatch.setattr(stream, "COPIED_BYTES", 1000)
+  monkeypatch.setattr(stream, "MOVING_BYTES", 5000)
+  key = jax.random.key(0)
+  state = {
+    "stack": jax.random.normal(key, (5, 7, 129), jnp.bfloat16),
+    "table": jax.random.normal(key, (300, 11)),
+    "step": jnp.int32(3),
+  }
+  expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
+  parts = layout.named_parts(state, stacks={"stack": range(5)})
+  fetched = stream.fetch(parts)
+  spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
+  jax.block_until_ready(spoil(state))
+  assert fetched.keys() == parts.keys()
+  for name, part in parts.items():
+    leaf = expected[name.split("/")[0]] if part.place is None else expected["stack"][part.place]
+    assert fetched[name].dtype == leaf.dtype
+    np.testing.assert_array_equal(fetched[name], leaf, err_msg=name)
+
+
+def test_what_a_save_holds_is_not_copied_again():
+  state = {"stack": jnp.arange(4000.0).reshape(4, 1000), "table": jnp.ones((10, 10))}
+  parts = layout.named_parts(state, stacks={"stack": range(4)})
+  for name, array in stream.to_save(parts).items():
+    whole = np.asarray(parts[name].leaf)
+    assert np.shares_memory(copy.deepcopy(array), whole)  # Orbax makes such a copy

@@ -6,8 +6,7 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.config import Config, base_config, from_config_dict
-from ats_jax.config.base import to_dict
-from ats_jax.config.build import differences, explain, flatten, resolve, settings
+from ats_jax.config.build import differences, explain, flatten, resolve, settings, to_dict
 
 SETTINGS = settings()
 

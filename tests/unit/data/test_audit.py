@@ -7,8 +7,8 @@ import pytest
 from ats_jax.data import cache
 from ats_jax.data.__main__ import _audit, _stats
 from ats_jax.data.audit import SCENARIOS, Phase, audit
-from ats_jax.data.batches import TrainBatches
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.stats import stats, vocabulary_counts
 from ats_jax.data.tokenizer import ByteTokenizer

@@ -11,8 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data.batches import TrainBatches
-from ats_jax.data.loader import Batches, Source
+from ats_jax.data.loader import Batches, Source, TrainBatches
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.batches import TrainBatches, eval_batches
+from ats_jax.data.loader import TrainBatches, eval_batches
 from ats_jax.data.splits import open_datasets, open_eval_sets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ats_jax.inference.sampler import sample
+from ats_jax.inference.generator import sample
 
 VOCAB = 10
 DRAWS = 20_000

@@ -9,6 +9,7 @@ from ats_jax.metrics.environment import environment
 
 
 def test_the_facts_are_right_and_fit_json(monkeypatch):
+  jax.devices()  # started here, the backend would take the flags below for the whole session
   monkeypatch.setenv("ATS_DEBUG", "1")
   monkeypatch.setenv("JAX_TEST_SETTING", "x")
   monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")

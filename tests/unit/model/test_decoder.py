@@ -23,7 +23,7 @@ from ats_jax.model.block import Block, Tokens
 from ats_jax.model.numerics import numerics, usual_unroll
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.loss import loss_sums
+from ats_jax.step.objective import loss_sums
 
 # float32, two layers, activations of order one: matmuls over rows of other lengths add up in
 # another order.

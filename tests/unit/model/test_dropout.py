@@ -10,8 +10,7 @@ from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_con
 
 from ats_jax.model.block import dropout
 from ats_jax.step.balance import rules_at, totals
-from ats_jax.step.eval_step import make_eval_step
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.objective import Pretraining, make_eval_step
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 

@@ -11,8 +11,8 @@ from helpers import make_decoder, micro_batches, pack, random_rows, tiny_config
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
 from ats_jax.step.balance import rules_at, with_buffers
-from ats_jax.step.eval_step import make_eval_step
 from ats_jax.step.metrics import metric_names
+from ats_jax.step.objective import make_eval_step
 from ats_jax.step.program import make_program
 
 ROWS, SEQ = 4, 24

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import TRAINING, make_decoder, named_leaves, random_rows, tiny_config
 
-from ats_jax.step.loss import loss_sums
+from ats_jax.step.objective import loss_sums
 
 # The reference runs in float64, the decoder in float32 with activations of order one.
 LOSS_RTOL = 2e-6

@@ -13,7 +13,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.numerics import numerics
 from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops.registry import XLA
-from ats_jax.step.loss import loss_sums
+from ats_jax.step.objective import loss_sums
 
 LAYERS = 3
 

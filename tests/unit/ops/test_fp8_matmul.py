@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ats_jax.ops.fp8_matmul import SAVED_NAMES, fp8_matmul
+from ats_jax.ops.fp8_matmul import SAVED_NAMES, fp8_matmuls
 from ats_jax.ops.quantise import E4M3, E5M2, cast, scale_of
 
 # Half a unit in the last place, relative, and half the distance of the smallest numbers.
@@ -40,6 +40,10 @@ def quantise(x, dtype, amax):
 def random(seed, *shape, scale=1.0):
   x = np.random.default_rng(seed).standard_normal(shape) * scale
   return jnp.asarray(x, jnp.float32)
+
+
+def fp8_matmul(x, w):
+  return fp8_matmuls(x, (w,))[0]
 
 
 @jax.jit

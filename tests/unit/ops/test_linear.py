@@ -10,7 +10,7 @@ from helpers import make_test_mesh
 
 from ats_jax.config.validate import EIGHT_BIT_MULTIPLE
 from ats_jax.ops.fp8_matmul import MULTIPLE
-from ats_jax.ops.linear import linear, linears
+from ats_jax.ops.linear import linears
 from ats_jax.sharding.apply import reshard
 
 SHAPES = {  # weight, its logical axes, those that x and the result have
@@ -24,6 +24,10 @@ def draw(seed: int, *shape: int) -> jax.Array:
   values = np.random.default_rng(seed).integers(-4, 5, shape)
   values.flat[0] = 4  # every block that a test cuts has its largest value somewhere
   return jnp.asarray(values, jnp.float32)
+
+
+def linear(x, weight, outputs, **kwargs):
+  return linears(x, (weight,), outputs=(outputs,), **kwargs)[0]
 
 
 def run(kind, fp8):

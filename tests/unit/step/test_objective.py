@@ -20,9 +20,8 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS, Field
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.balance import totals
-from ats_jax.step.loss import target_logprobs
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.objective import Contribution, Pretraining
+from ats_jax.step.objective import Contribution, Pretraining, target_logprobs
 from ats_jax.step.program import abstract_batch, make_program
 from ats_jax.step.train_step import sums_and_grads
 

@@ -16,9 +16,8 @@ from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.stats import LayerStats, MoEStats, StackStats, by_layer
 from ats_jax.step.balance import RESCUE_RATE, Totals, bias_rate, routing_loss, totals, with_buffers
-from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import metric_names
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.objective import Pretraining, loss_sums
 from ats_jax.step.program import make_program
 from ats_jax.step.train_step import sums_and_grads
 

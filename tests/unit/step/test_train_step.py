@@ -16,9 +16,8 @@ from helpers import (
 )
 
 from ats_jax.step.balance import totals
-from ats_jax.step.loss import loss_sums
 from ats_jax.step.metrics import METRICS
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.objective import Pretraining, loss_sums
 from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate

@@ -1,14 +1,22 @@
-"""Layers that multiply by a weight. `value` is where number formats and adapters enter."""
+"""Layers with weights: linear ones, RMSNorm, SwiGLU feed-forward.
+
+`Weight.value` is where number formats and adapters enter. Letters: B batch, T seq, D d_model,
+F d_ff.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+from ats_jax.config.schema import ModelConfig
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import Role, normal
+from ats_jax.model.param import Role, normal, ones, residual_std
 from ats_jax.ops.linear import linears
+from ats_jax.ops.rms_norm import rms_norm
+from ats_jax.ops.swiglu import swiglu
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
 _OF_ACTIVATIONS = {"embed": "act_embed"}
@@ -129,3 +137,32 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
 
 def _of_activations(axes: Sequence[str]) -> tuple[str, ...]:
   return tuple(_OF_ACTIVATIONS.get(axis, axis) for axis in axes)
+
+
+class RMSNorm(nnx.Module):
+  """`x / rms(x) * scale` over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+
+  def __init__(self, dim: int, eps: float, num: Numerics):
+    self.eps, self.kernels = eps, num.kernels
+    self.scale = ones((dim,), ("norm",), num.param_dtype, Role.NORM)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalise `x [..., dim]`; statistics in float32, result in the dtype of `x`."""
+    return rms_norm(x, self.scale[...], eps=self.eps, kernels=self.kernels)
+
+
+class MLP(nnx.Module):
+  """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
+
+  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
+    self.kernels = num.kernels
+    stream, wide = {"embed": cfg.d_model}, {"ff": d_ff}
+    self.gate = Linear(stream, wide, std=cfg.init_std, num=num, rngs=rngs)
+    self.up = Linear(stream, wide, std=cfg.init_std, num=num, rngs=rngs)
+    self.down = Linear(wide, stream, std=residual_std(cfg), num=num, rngs=rngs)
+
+  def __call__(self, x_BTD: jax.Array, *, fp8: bool = False) -> jax.Array:
+    """Map [batch, seq, d_model] to the same shape; `fp8` multiplies in 8 bits."""
+    gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up), fp8=fp8)
+    gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+    return self.down(swiglu(gate_BTF, up_BTF, self.kernels), fp8=fp8)

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ats_jax.metrics.overview import parameter_overview
+from ats_jax.model.count import parameter_overview
 
 
 class Attention(nnx.Module):
