@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,16 +25,25 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 
 Path = epath.Path
 DRIVERS = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}
+# What drivers raise beside OSError, by the modules that define it.
+_DRIVER_ERRORS = {
+  "aiohttp": ("ClientError",),
+  "azure.core.exceptions": ("AzureError",),
+  "botocore.exceptions": ("BotoCoreError", "ClientError"),
+  "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
+  "google.auth.exceptions": ("GoogleAuthError",),
+}
 # A log on a store is put whole each time: its puts may take one part in so many of the time.
 PUT_SHARE = 200
 MIN_PUT_SECS = 10.0
 
 
 def parse(text: str | os.PathLike[str]) -> Path:
-  """The path that a user wrote.
+  """The path that a user wrote; its store is asked for it, so that a wrong one is said at once.
 
   Raises:
-    ValueError: if it is on a store that is not known, has no bucket or needs a missing driver.
+    ValueError: if it is on a store that is not known or does not answer, has no bucket or needs a
+      missing driver.
   """
   text = os.fspath(text)
   scheme, separator, rest = text.partition("://")
@@ -49,7 +59,32 @@ def parse(text: str | os.PathLike[str]) -> Path:
       raise ValueError(
         f"{text} needs {DRIVERS[scheme]}, which is not installed: pip install 'ats_jax[{scheme}]'"
       ) from e
+    try:
+      _store(text).exists(text)
+    except (*errors(), ValueError) as e:  # adlfs makes a ValueError of what it cannot connect to
+      raise ValueError(
+        f"{text} cannot be reached: {reason(e)}. Check its name, your credentials and the network."
+      ) from e
   return Path(text)
+
+
+def errors() -> tuple[type[Exception], ...]:
+  """What operations on a path raise where they fail: OSError, and errors of drivers beside it.
+
+  For an `except`, which asks when something was raised: by then its module is loaded.
+  """
+  loaded = [(sys.modules[m], names) for m, names in _DRIVER_ERRORS.items() if m in sys.modules]
+  return OSError, *(
+    getattr(module, n) for module, names in loaded for n in names if n in vars(module)
+  )
+
+
+def reason(error: Exception) -> str:
+  """An error on one line; that of a driver may be many, or only a name that was not found."""
+  text = " ".join(str(error).split()).rstrip(" .!")
+  return (
+    text if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {text}"
+  )
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -98,9 +133,15 @@ def create(path: Path, content: str) -> None:
   """Write an object of a store that is not there yet.
 
   Raises:
-    FileExistsError: if it is, on a store that can tell and write in one step (gs, s3).
+    FileExistsError: if it is; a store behind s3:// that is not Amazon's may write all the same.
   """
-  _store(path).pipe_file(os.fspath(path), content.encode(), mode="create")
+  try:
+    _store(path).pipe_file(os.fspath(path), content.encode(), mode="create")
+  except OSError as e:  # s3fs has no type of its own for what was there
+    _store(path).invalidate_cache()
+    if isinstance(e, FileExistsError) or not _store(path).exists(os.fspath(path)):
+      raise
+    raise FileExistsError(f"{path} is there already") from e
 
 
 class Log:
@@ -273,7 +314,7 @@ def _put(local: Path, target: Path, names: list[str]) -> None:
   _store(target).put([f"{local}/{n}" for n in names], [f"{target}/{n}" for n in names])
 
 
-def _store(path: os.PathLike[str]) -> fsspec.AbstractFileSystem:
+def _store(path: str | os.PathLike[str]) -> fsspec.AbstractFileSystem:
   # That of epath: another instance would have a cache of listings of its own.
   return backend.fsspec_backend.fs(path)
 

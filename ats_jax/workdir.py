@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -58,8 +59,8 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
         f"another process trains in {workdir} now: two would damage its files. "
         "Wait for it, stop it, or use another --workdir."
       ) from e
-    except OSError as e:
-      why = "it is a file" if workdir.is_file() else str(e)
+    except paths.errors() as e:
+      why = "it is a file" if os.path.isfile(workdir) else paths.reason(e)
       raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
     yield RunIdentity(run, fixed_settings_hash(cfg))
 

@@ -80,9 +80,10 @@ class CheckpointManager:
       try:
         paths.make_folder(self.directory)
         self._remove_unfinished()
-      except OSError as e:
+      except paths.errors() as e:
         raise CheckpointError(
-          f"checkpoints cannot be written to {self.directory}: {e}. Choose another workdir."
+          f"checkpoints cannot be written to {self.directory}: {paths.reason(e)}. "
+          "Choose another workdir."
         ) from e
 
   def save(
@@ -239,7 +240,7 @@ class CheckpointManager:
         # Out of the way first: a process killed in the middle leaves no half of a checkpoint.
         aside = self._unfinished / f"{step}.deleted"
         paths.delete_folder(self.directory / str(step), MANIFEST, aside)
-      except OSError as e:
+      except paths.errors() as e:
         logging.warning(
           "the old checkpoint %d in %s was not deleted: %s. It may be deleted by hand.",
           step,

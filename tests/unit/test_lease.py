@@ -1,5 +1,6 @@
 """One process at a time trains in a workdir, also where the system has no locks."""
 
+import errno
 import threading
 import time
 
@@ -114,6 +115,25 @@ def test_of_two_that_start_at_once_one_goes_on(bucket):
   for thread in threads:
     thread.join()
   assert len(inside) == 1
+
+
+def test_a_store_that_has_no_word_for_what_is_there_already(bucket):
+  """As s3fs, whose error is that of a wrong argument; what is no such case stays what it is."""
+
+  def fail(operation, name):
+    raise OSError(errno.EINVAL, "At least one of the pre-conditions you specified did not hold")
+
+  def take(operation, name):
+    bucket.before = staticmethod(lambda operation, name: None)
+    paths.write(LOCK, "host:1:abcd 17")
+    fail(operation, name)
+
+  for before, kind in ((take, FileExistsError), (fail, OSError)):
+    bucket.store.clear()
+    bucket.before = staticmethod(before)
+    with pytest.raises(OSError) as error:
+      paths.create(LOCK, "mine")
+    assert type(error.value) is kind
 
 
 def test_a_holder_whose_lock_was_taken_ends_at_once_and_touches_nothing(bucket, ended):
