@@ -8,7 +8,6 @@ checkpoint, where the loop waits anyway, is everything read.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -46,6 +45,7 @@ from ats_jax.orchestrator.signals.interval import (
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
+from ats_jax.paths import Path
 from ats_jax.step import tensors
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
@@ -283,6 +283,7 @@ class Supervisor:
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
+    self._teller.flush()
     return self._remembered()
 
   def _remembered(self) -> dict[str, Any]:
