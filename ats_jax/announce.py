@@ -2,13 +2,12 @@
 
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 from absl import logging
 
-from ats_jax import runtime, workdir
+from ats_jax import paths, runtime, workdir
 from ats_jax.config.schema import Config
 from ats_jax.data.bigram import Bigram
 from ats_jax.data.dataset import Dataset
@@ -19,6 +18,7 @@ from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.model.count import parameter_overview
+from ats_jax.paths import Path
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
 
@@ -96,9 +96,8 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset
   )
   text = prompt + "".join(pieces)
   if jax.process_index() == 0:
-    path = folder / "samples" / f"{cfg.num_steps}.txt"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    paths.make_folder(folder / "samples")
+    paths.write(folder / "samples" / f"{cfg.num_steps}.txt", text + "\n")
   logging.info("a sample that continues %r:\n%s", prompt, text)
 
 

@@ -3,12 +3,9 @@
 python -m ats_jax decisions runs/debug [--replay]
 """
 
-import os
-from pathlib import Path
-
 from absl import flags
 
-from ats_jax import cli, workdir
+from ats_jax import cli, paths, workdir
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 
@@ -19,8 +16,8 @@ _REPLAY = flags.DEFINE_bool(
 
 def main(argv: list[str]) -> None:
   """Print the story."""
-  path = Path(argv[1]) / workdir.DECISIONS
-  if not os.path.isfile(path):
+  path = paths.parse(argv[1]) / workdir.DECISIONS
+  if not path.is_file():
     raise ValueError(
       f"{argv[1]} holds no {workdir.DECISIONS}. A run writes it with --config.orchestrator.mode="
       "observe or act."

@@ -3,11 +3,9 @@
 python -m ats_jax evaluate --workdir=runs/debug [--step=best] [--paths=other.txt]
 """
 
-from pathlib import Path
-
 from absl import flags, logging
 
-from ats_jax import cli, workdir
+from ats_jax import cli, paths, workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.data.batch import POSITION
 from ats_jax.data.loader import row_of
@@ -23,7 +21,7 @@ _PATHS = flags.DEFINE_string("paths", "", "Evaluate on these files instead (as d
 def main(argv: list[str]) -> None:
   """Print the metrics of a checkpoint."""
   del argv
-  folder = Path(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
+  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   with load_run(folder, _STEP.value) as run:
     cfg = run.program.cfg
     if _PATHS.value:

@@ -7,7 +7,6 @@ python -m ats_jax forecast --workdir=runs/long --reference=runs/short [--metric=
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from ats_jax import cli, workdir
+from ats_jax import cli, paths, workdir
 from ats_jax.config import Config
 from ats_jax.config.build import differences, flatten
 from ats_jax.metrics.rows import read_jsonl
+from ats_jax.paths import Path
 from ats_jax.planner.curve import BINS, Curve, Forecast, fit, forecast, phase
 from ats_jax.step.schedule import decay_from, learning_rate
 
@@ -221,8 +221,8 @@ def main(argv: list[str]) -> None:
   """Print the forecast of a run."""
   del argv
   jax.config.update("jax_platforms", "cpu")  # leave a GPU to the run
-  folder = Path(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  reference = Path(_REFERENCE.value) if _REFERENCE.value else None
+  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
+  reference = paths.parse(_REFERENCE.value) if _REFERENCE.value else None
   known = report(folder, reference, _METRIC.value, _AT.value, _COVERAGE.value)
   advice = advise(known, _TARGET.value, _WORTH.value)
   print(json.dumps(known | {"advice": advice}) if _JSON.value else render(known, advice))

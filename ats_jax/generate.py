@@ -6,11 +6,10 @@ python -m ats_jax generate --workdir=runs/debug --prompt='def main('
 import dataclasses
 import os
 import sys
-from pathlib import Path
 
 from absl import flags
 
-from ats_jax import cli
+from ats_jax import cli, paths
 from ats_jax.config.schema import MAX_SEED
 from ats_jax.inference.generator import generate
 from ats_jax.inference.load import load_run
@@ -33,7 +32,7 @@ _SEED = flags.DEFINE_integer(
 def main(argv: list[str]) -> None:
   """Print the prompt and its continuation."""
   del argv
-  folder = Path(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
+  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   given = {
     "prompt": _PROMPT.value,
     "max_tokens": _MAX_TOKENS.value,

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.paths import Path
 from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
 from ats_jax.step.metrics import StepMetrics, metric_names
@@ -246,7 +246,7 @@ def open_run(
   Raises:
     ValueError: for settings, data or a workdir that cannot be used.
   """
-  goodput = Goodput()
+  goodput, folder = Goodput(), Path(folder)
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
     identity = enter(workdir.claim(folder, cfg))

@@ -5,15 +5,15 @@ python -m ats_jax train --config=configs/debug.py --workdir=runs/debug [--config
 """
 
 import enum
-from pathlib import Path
 
 import jax
 from absl import flags, logging
 
-from ats_jax import cli, runtime
+from ats_jax import cli, paths, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import explain
 from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.paths import Path
 from ats_jax.run import InitFrom, Run, open_run, smaller_micro_batch
 from ats_jax.step.state import TrainState
 
@@ -123,14 +123,14 @@ def main(argv: list[str]) -> None:
     print(explain(_EXPLAIN.value))
     return
   config = cli.require(_CONFIG.value, "config", "configs/debug.py")
-  folder = cli.require(_WORKDIR.value, "workdir", "runs/debug")
+  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   if _INIT_STEP.present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
-  init = InitFrom(Path(_INIT_FROM.value), _INIT_STEP.value) if _INIT_FROM.value else None
+  init = InitFrom(paths.parse(_INIT_FROM.value), _INIT_STEP.value) if _INIT_FROM.value else None
   cfg = from_config_dict(config)
   runtime.configure(cfg)
   runtime.join_job(cfg)
-  train(cfg, Path(folder), init)
+  train(cfg, folder, init)
 
 
 if __name__ == "__main__":

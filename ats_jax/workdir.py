@@ -1,13 +1,11 @@
 """The folder of a run: its config, environment and tokenizer. One workdir = one run."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +13,11 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from ats_jax import lease, paths
 from ats_jax.config.build import differences, flatten, from_config_dict, to_dict
 from ats_jax.config.identity import RunIdentity, fixed_settings_hash
 from ats_jax.config.schema import Config
+from ats_jax.paths import Path
 
 CONFIG, RUN_ID, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
   "config.json",
@@ -47,20 +47,20 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
     ValueError: if it cannot be written, another process trains in it, its files cannot be read, or
       it holds a run whose settings differ in more than what may change on resume.
   """
+  workdir = Path(workdir)
   with contextlib.ExitStack() as lock:
     try:
-      workdir.mkdir(parents=True, exist_ok=True)
+      paths.make_folder(workdir)
       if jax.process_index() == 0:
-        file = lock.enter_context(open(workdir / LOCK, "a"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, or dies
+        lock.enter_context(lease.held(workdir / LOCK))
       run = _take(workdir, cfg)
     except BlockingIOError as e:
       raise ValueError(
         f"another process trains in {workdir} now: two would damage its files. "
         "Wait for it, stop it, or use another --workdir."
       ) from e
-    except OSError as e:
-      why = "it is a file" if os.path.isfile(workdir) else str(e)
+    except paths.errors() as e:
+      why = "it is a file" if os.path.isfile(workdir) else paths.reason(e)
       raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
     yield RunIdentity(run, fixed_settings_hash(cfg))
 
@@ -78,7 +78,7 @@ def _take(workdir: Path, cfg: Config) -> str:
     )
   if jax.process_index() == 0:
     if not has_checkpoints and not (workdir / RUN_ID).exists():
-      replace(workdir / RUN_ID, secrets.token_hex(RUN_ID_BYTES) + "\n")
+      paths.write(workdir / RUN_ID, secrets.token_hex(RUN_ID_BYTES) + "\n")
     run = bytes.fromhex(_read_run_id(workdir))
     write_json(path, to_dict(cfg))
   else:
@@ -89,13 +89,13 @@ def _take(workdir: Path, cfg: Config) -> str:
 
 
 def _read_run_id(workdir: Path) -> str:
-  path = workdir / RUN_ID
+  path = Path(workdir) / RUN_ID
   if not path.exists():
     raise ValueError(
       f"{workdir} holds no {RUN_ID}, so nobody can say whether its checkpoints are of this run. "
       "Restore the file (the manifest.json of each checkpoint says it) or use another --workdir."
     )
-  text = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+  text = paths.read(path).decode(errors="replace").removesuffix("\n")
   if not re.fullmatch(f"[0-9a-f]{{{2 * RUN_ID_BYTES}}}", text):
     raise ValueError(
       f"{path} holds {text[:40]!r}, not the {2 * RUN_ID_BYTES} hexadecimal digits of a run. "
@@ -131,8 +131,8 @@ def load_config(workdir: Path) -> Config:
   Raises:
     ValueError: if there is no run, or the file cannot be read.
   """
-  path = workdir / CONFIG
-  if not os.path.exists(path):
+  path = Path(workdir) / CONFIG
+  if not path.exists():
     raise ValueError(f"{workdir} holds no run ({CONFIG} is missing). Train one there first.")
   return from_config_dict(_read_config(path))
 
@@ -149,7 +149,7 @@ def load_identity(workdir: Path) -> RunIdentity:
 
 def _read_config(path: Path) -> dict[str, Any]:
   try:
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = json.loads(paths.read(path))
     if not isinstance(values, dict):
       raise ValueError(f"it holds no settings but {values!r:.40}")
     return values
@@ -158,12 +158,5 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Replace `path` by a value, as `replace` does."""
-  replace(path, json.dumps(value, indent=2) + "\n")
-
-
-def replace(path: Path, text: str) -> None:
-  """Replace `path` in one step, so that a killed process leaves the old file or the new one."""
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text(text, encoding="utf-8")
-  temporary.replace(path)
+  """Replace `path` by a value, in one step."""
+  paths.write(path, json.dumps(value, indent=2) + "\n")

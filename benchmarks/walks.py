@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ats_jax import paths
 from ats_jax.config import from_config_dict
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import ChangeSettings, SetLearningRateScale
@@ -95,7 +96,7 @@ def run(texts: Path, **sections: Any) -> None:
   with tempfile.TemporaryDirectory() as folder:
     data["cache_dir"] = f"{folder}/cache"
     merged = {**SMALL, "data": data, **sections}
-    train(from_config_dict(merged), Path(folder) / "run")
+    train(from_config_dict(merged), paths.Path(folder) / "run")
 
 
 def of_action(texts: Path, action: Any, **sections: Any) -> set[str]:

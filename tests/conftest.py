@@ -17,6 +17,7 @@ os.environ["XDG_CACHE_HOME"] = os.environ["ATS_TEST_CACHE"]
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["ATS_TEST_CACHE"], "xla")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+import bucket as bucket_module  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -33,6 +34,13 @@ def mesh():
   one = make_test_mesh(1, 1, 1)
   with jax.set_mesh(one):
     yield one
+
+
+@pytest.fixture
+def bucket():
+  """An empty object store behind gs://."""
+  with bucket_module.installed() as store:
+    yield store
 
 
 def pytest_unconfigure():

@@ -1,15 +1,16 @@
 """The manifest of a checkpoint: size and SHA-256 of every file in it."""
 
-import concurrent.futures
 import dataclasses
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
+from ats_jax import paths
 from ats_jax.config.identity import RunIdentity
+from ats_jax.paths import Path
 
 MANIFEST = "manifest.json"
 VERSION = 4
@@ -26,24 +27,19 @@ class _DamagedManifestError(CheckpointError):
 
 
 def seal(folder: Path, fields: dict[str, Any]) -> None:
-  """Write the manifest of a finished checkpoint and flush all of it to the disk.
+  """Write the manifest of a finished checkpoint.
 
   Args:
-    folder: holds the files; nobody writes to it any more.
+    folder: a local one that holds the files; nobody writes to it any more.
     fields: JSON values to keep in the manifest (step, run, metric, leaves).
   """
-  paths = sorted(p for p in folder.rglob("*") if p.is_file())
-  hashes = _in_threads(lambda p: _digest(p, flush=True), paths)
+  names = paths.files(folder)
+  hashes = paths.in_threads(lambda name: _digest(folder / name), names)
   files = {
-    p.relative_to(folder).as_posix(): {"bytes": size, HASH: digest}
-    for p, (size, digest) in zip(paths, hashes, strict=True)
+    name: {"bytes": size, HASH: digest} for name, (size, digest) in zip(names, hashes, strict=True)
   }
-  with open(folder / MANIFEST, "w", encoding="utf-8") as f:
-    f.write(_render({"version": VERSION, **fields, "files": files}))
-    f.flush()
-    os.fsync(f.fileno())
-  for directory in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-    flush_directory(directory)
+  text = _render({"version": VERSION, **fields, "files": files})
+  (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -54,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
       given the name of another step.
   """
   try:
-    text = (folder / MANIFEST).read_bytes().decode("utf-8")
+    text = paths.read(folder / MANIFEST).decode("utf-8")
     body = json.loads(text)["body"]
   except FileNotFoundError:
     raise _DamagedManifestError(f"{MANIFEST} is missing") from None
@@ -91,7 +87,7 @@ def find_damage(folder: Path, only: Iterable[str] | None = None) -> list[str]:
   except _DamagedManifestError as e:
     return [str(e)]
   names = list(files) if only is None else list(only)
-  return [p for p in _in_threads(lambda n: _compare(folder / n, n, files[n]), names) if p]
+  return [p for p in paths.in_threads(lambda n: _compare(folder / n, n, files[n]), names) if p]
 
 
 def check_run(folder: Path, expected: RunIdentity | None) -> None:
@@ -127,36 +123,25 @@ def check_run(folder: Path, expected: RunIdentity | None) -> None:
   )
 
 
-def flush_directory(directory: Path) -> None:
-  """Flush the names in `directory` to the disk."""
-  fd = os.open(directory, os.O_RDONLY)
-  try:
-    os.fsync(fd)
-  finally:
-    os.close(fd)
-
-
 def _compare(path: Path, name: str, expected: dict[str, Any]) -> str:
   try:
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-      return f"{name} has {size} bytes instead of {expected['bytes']}"
-    _, digest = _digest(path)
+    size, digest = _digest(path)
   except FileNotFoundError:
     return f"{name} is missing"
   except OSError as e:
     return f"{name} cannot be read ({e})"
+  if size != expected["bytes"]:
+    return f"{name} has {size} bytes instead of {expected['bytes']}"
   if digest != expected[HASH]:
     return f"{name} has changed: {HASH} {digest[:12]} instead of {expected[HASH][:12]}"
   return ""
 
 
-def _digest(path: Path, *, flush: bool = False) -> tuple[int, str]:
-  with open(path, "rb") as f:
-    digest = hashlib.file_digest(f, HASH).hexdigest()
-    if flush:
-      os.fsync(f.fileno())
-    return f.tell(), digest
+def _digest(path: Path) -> tuple[int, str]:
+  """Bytes and hash of a file, read piece by piece."""
+  with path.open("rb") as f:
+    digest = hashlib.file_digest(cast(io.BytesIO, f), HASH).hexdigest()
+    return f.seek(0, os.SEEK_END), digest
 
 
 def _render(body: Any) -> str:
@@ -164,9 +149,3 @@ def _render(body: Any) -> str:
   text = json.dumps(body, sort_keys=True, indent=1)
   checksum = hashlib.sha256(text.encode()).hexdigest()
   return f'{{"checksum": "{checksum}", "body":\n{text}\n}}\n'
-
-
-def _in_threads[T](fn: Callable[[Any], T], items: list[Any]) -> list[T]:
-  # hashlib releases the GIL; 16 threads outrun any disk.
-  with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-    return list(pool.map(fn, items))

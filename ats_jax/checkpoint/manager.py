@@ -1,25 +1,24 @@
-"""Checkpoints of a run: written in the background, committed by one rename, verified before use."""
+"""Checkpoints of a run: written in the background, committed in one step, verified before use."""
 
 import concurrent.futures
 import dataclasses
 import json
-import os
 import shutil
 import time
-from pathlib import Path
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
+from ats_jax import paths
 from ats_jax.checkpoint import integrity, layout, reader, stream
-from ats_jax.checkpoint.integrity import CheckpointError
+from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
+from ats_jax.paths import Path
 
-UNFINISHED = "unfinished"
 # Orbax gives up on a write after this time; its default of 600 s is short for a slow network disk.
 WRITE_TIMEOUT_SECS = 3600
 
@@ -27,11 +26,12 @@ WRITE_TIMEOUT_SECS = 3600
 class CheckpointManager:
   """Saves and restores the state of one run; a context manager whose exit waits for the last save.
 
-  A checkpoint is the folder `directory/<step>`. It is written in `directory/unfinished`, hashed,
-  and renamed at the end: whatever kills the process, `directory/<step>` is complete or absent.
+  A checkpoint is the folder `directory/<step>`. It is written in a local folder, which is
+  `directory/unfinished` or `paths.staging`, hashed, and committed at the end, by a rename or by
+  putting its manifest last: whatever kills the process, it is complete or absent.
 
   In a multi-process job every process makes one and calls the same methods in the same order; the
-  directory must be on a file system that all of them share.
+  directory must be on a file system that all of them share. A store serves one process only.
 
   Attributes:
     last_save_stall_secs: seconds that the last `save` kept its caller.
@@ -53,12 +53,18 @@ class CheckpointManager:
       stacks: which layers stand in a stack, see `layout.named_parts`; on the disk none do.
 
     Raises:
-      CheckpointError: if the directory cannot be made or cleaned.
+      CheckpointError: if the directory cannot be made or cleaned, or several processes share a
+        store.
     """
-    self.directory = Path(directory).absolute()
+    self.directory = paths.absolute(directory)
+    if paths.is_remote(directory) and jax.process_count() > 1:
+      raise CheckpointError(
+        f"a job of {jax.process_count()} processes cannot save to {directory}: each writes a part "
+        "of every array. Use a --workdir on a file system that all of them share, or one process."
+      )
     self.last_save_stall_secs = 0.0
     self._cfg, self._run, self._stacks = cfg, run, stacks
-    self._unfinished = self.directory / UNFINISHED
+    self._unfinished = paths.staging(self.directory)
     self._attempts = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -72,11 +78,12 @@ class CheckpointManager:
     )
     if jax.process_index() == 0:
       try:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(self.directory)
         self._remove_unfinished()
-      except OSError as e:
+      except paths.errors() as e:
         raise CheckpointError(
-          f"checkpoints cannot be written to {self.directory}: {e}. Choose another workdir."
+          f"checkpoints cannot be written to {self.directory}: {paths.reason(e)}. "
+          "Choose another workdir."
         ) from e
 
   def save(
@@ -217,8 +224,7 @@ class CheckpointManager:
       self._orbax.wait_until_finished()  # ends with a barrier: all processes have written
       if jax.process_index() == 0:
         integrity.seal(folder, fields)
-        os.rename(folder, self.directory / str(step))
-        integrity.flush_directory(self.directory)
+        paths.commit_folder(folder, self.directory / str(step), MANIFEST)
         self._delete_old()
     finally:
       if jax.process_index() == 0:
@@ -231,23 +237,16 @@ class CheckpointManager:
       keep.add(best)
     for step in sorted(set(self.steps()) - keep):
       try:
-        self._delete(step)
-      except OSError as e:
+        # Out of the way first: a process killed in the middle leaves no half of a checkpoint.
+        aside = self._unfinished / f"{step}.deleted"
+        paths.delete_folder(self.directory / str(step), MANIFEST, aside)
+      except paths.errors() as e:
         logging.warning(
           "the old checkpoint %d in %s was not deleted: %s. It may be deleted by hand.",
           step,
           self.directory,
           e,
         )
-
-  def _delete(self, step: int) -> None:
-    # Out of the way first: a process killed in the middle leaves no half of a checkpoint.
-    doomed = self._unfinished / f"{step}.deleted"
-    os.rename(self.directory / str(step), doomed)
-    if doomed.is_symlink():
-      doomed.unlink()
-    else:
-      shutil.rmtree(doomed)
 
   def _choose_latest(self) -> int | None:
     """Return the newest intact step after renaming damaged ones; None if nothing was committed."""
@@ -260,7 +259,7 @@ class CheckpointManager:
       while aside.exists():
         count += 1
         aside = self.directory / f"{bad}{reader.SET_ASIDE}{count}"
-      os.rename(self.directory / str(bad), aside)
+      paths.move_folder(self.directory / str(bad), aside, MANIFEST)
       logging.warning(
         "checkpoint %d is damaged: %s. Using %d instead; the damaged one is now %s.",
         bad,
@@ -271,10 +270,12 @@ class CheckpointManager:
     return step
 
   def _remove_unfinished(self) -> None:
-    leftovers = sorted(p.name for p in self._unfinished.glob("*"))
+    leftovers = [*self._unfinished.glob("*"), *reader.unfinished_folders(self.directory)]
     if leftovers:
-      logging.warning("removing unfinished checkpoints of a stopped process: %s", leftovers)
-      shutil.rmtree(self._unfinished)
+      names = sorted(p.name for p in leftovers)
+      logging.warning("removing unfinished checkpoints of a stopped process: %s", names)
+      for folder in (self._unfinished, *leftovers):
+        paths.delete_rest(folder)
 
   def _failure(self, step: int, error: BaseException) -> CheckpointError:
     reason = str(error).split(" [tensorstore_spec")[0]

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +12,12 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint._src.metadata import array_metadata_store
 
+from ats_jax import paths
 from ats_jax.checkpoint import integrity, layout, stream
-from ats_jax.checkpoint.integrity import CheckpointError
+from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.config.identity import RunIdentity
+from ats_jax.paths import Path
 
 STATE, EXTRA = "state", "extra.json"
 SET_ASIDE = ".damaged"
@@ -24,9 +25,13 @@ SET_ASIDE = ".damaged"
 
 def committed_steps(directory: Path) -> list[int]:
   """Return the steps of the committed checkpoints in `directory`, oldest first."""
-  if not directory.is_dir():
-    return []
-  return sorted(int(p.name) for p in directory.iterdir() if _is_step(p.name) and p.is_dir())
+  return sorted(int(name) for name in paths.committed(directory, MANIFEST) if _is_step(name))
+
+
+def unfinished_folders(directory: Path) -> list[Path]:
+  """Return what a killed process left of a step on a store."""
+  names = paths.unfinished_in(directory, MANIFEST)
+  return [directory / name for name in names if _is_step(name)]
 
 
 def _is_step(name: str) -> bool:
@@ -101,7 +106,7 @@ def load_extra(
   integrity.check_run(folder, run)
   if problems := integrity.find_damage(folder, only=[EXTRA]):
     raise CheckpointError(f"checkpoint {folder} is damaged: {problems[0]}. Choose another step.")
-  return json.loads((folder / EXTRA).read_text(encoding="utf-8"))
+  return json.loads(paths.read(folder / EXTRA))
 
 
 def find(directory: Path, step: int | str) -> int:
@@ -171,7 +176,8 @@ def read(
       f"checkpoint {folder} does not fit: {len(lines)} of {len(wanted)} arrays differ:\n  {shown}\n"
       "Use the configuration that it was saved with, or another workdir."
     )
-  restored = _read_arrays(folder / STATE, abstract, wanted)
+  with paths.fetched(folder / STATE) as local:
+    restored = _read_arrays(local, abstract, wanted)
   return step, restored, load_extra(directory, step)
 
 
@@ -183,7 +189,7 @@ def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) 
   with ocp.Checkpointer(handler()) as checkpointer:
     for group in stream.groups({name: part.target(name) for name, part in stored.items()}):
       arrays = checkpointer.restore(
-        folder.absolute(),
+        folder,
         args=ocp.args.PyTreeRestore(
           item=group,
           restore_args=ocp.checkpoint_utils.construct_restore_args(group),

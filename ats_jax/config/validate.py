@@ -3,9 +3,9 @@
 import dataclasses
 import math
 import operator
-from pathlib import Path
 from typing import Any
 
+from ats_jax import paths
 from ats_jax.config.schema import Config
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -18,7 +18,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  rules = (_heads, _batch, _adam, _writers, _tokenizer, _eight_bits)
+  rules = (_heads, _batch, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
   # With num_epochs, num_steps is known when the data is: `count_epochs` checks these rules then.
   of_num_steps = () if cfg.num_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
@@ -125,10 +125,20 @@ def _writers(cfg: Config) -> None:
 
 def _tokenizer(cfg: Config) -> None:
   name = cfg.data.tokenizer
-  if name not in ("bytes", "bpe") and not Path(name).is_file():
+  if name not in ("bytes", "bpe") and not paths.parse(name).is_file():
     raise ValueError(
       f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
     )
+
+
+def _local_folders(cfg: Config) -> None:
+  for name, value in (
+    ("compilation_cache", cfg.compilation_cache),
+    ("data.cache_dir", cfg.data.cache_dir),
+    ("data.paths", cfg.data.paths),
+  ):
+    if paths.is_remote(value):
+      raise ValueError(f"{name}={value!r} is on a store. It must be local; a workdir need not be.")
 
 
 def _eight_bits(cfg: Config) -> None:

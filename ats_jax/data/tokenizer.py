@@ -13,6 +13,7 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from ats_jax import paths
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
 
@@ -211,7 +212,7 @@ def build_tokenizer(
   if cfg.tokenizer == "bytes":
     return ByteTokenizer()
   if cfg.tokenizer != "bpe":
-    return _from_file(Path(cfg.tokenizer).expanduser())
+    return _from_file(paths.parse(cfg.tokenizer).expanduser())
   if not corpus_fingerprint:
     return _bpe(_train_bpe(cfg.bpe_vocab_size, train_texts()))
 
@@ -272,9 +273,9 @@ def of_workdir(fields: Mapping[str, Any]) -> JsonTokenizer:
     raise ValueError(f"it is that of a workdir, damaged: {e!r}") from e
 
 
-def _from_file(path: Path) -> JsonTokenizer:
+def _from_file(path: paths.Path) -> JsonTokenizer:
   try:
-    spec = json.loads(path.read_text())
+    spec = json.loads(paths.read(path))
     if isinstance(spec, dict) and spec.get("kind") == "tokenizers":  # that of a workdir
       return of_workdir(spec)
     if not isinstance(spec, dict) or "model" not in spec:
@@ -309,11 +310,11 @@ def _from_file(path: Path) -> JsonTokenizer:
   return tokenizer
 
 
-def _special_names(path: Path, ids: dict[str, int]) -> dict[str, str | None]:
+def _special_names(path: paths.Path, ids: dict[str, int]) -> dict[str, str | None]:
   """Role -> token, from the tokenizer_config.json beside `path` if there is one, else as known."""
   beside = path.parent / "tokenizer_config.json"
   try:
-    config = json.loads(beside.read_text())
+    config = json.loads(paths.read(beside))
   except FileNotFoundError:
     config = {}
   except (OSError, ValueError) as e:
@@ -333,7 +334,7 @@ def _special_names(path: Path, ids: dict[str, int]) -> dict[str, str | None]:
   return names
 
 
-def _check(tokenizer: JsonTokenizer, path: Path, names: list[str]) -> None:
+def _check(tokenizer: JsonTokenizer, path: paths.Path, names: list[str]) -> None:
   special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
   for name in names:
     if special.intersection(tokenizer.encode(name)):

@@ -1,10 +1,10 @@
 """A tokenizer as one file in the workdir, so that generation needs no training data."""
 
 import json
-from pathlib import Path
 
-from ats_jax.data.cache import write_atomically
+from ats_jax import paths
 from ats_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, of_workdir
+from ats_jax.paths import Path
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
@@ -13,7 +13,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
   if isinstance(tokenizer, JsonTokenizer):
     ids = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     fields = {"kind": "tokenizers", **ids, "tokenizer": json.loads(tokenizer.to_json())}
-  write_atomically(path, json.dumps(fields, ensure_ascii=False))
+  paths.write(path, json.dumps(fields, ensure_ascii=False))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -23,7 +23,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     ValueError: if the file is missing or damaged.
   """
   try:
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields = json.loads(paths.read(path))
     if not isinstance(fields, dict):
       raise ValueError(f"expected a JSON object, got {fields!r:.40}")
     if fields["kind"] == "bytes":

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
+from ats_jax.paths import Path
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 
@@ -91,6 +91,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   Raises:
     ValueError: if there is no run, no such checkpoint, none that is intact, or one of another run.
   """
+  folder = Path(folder)
   cfg, checkpoints = workdir.load_config(folder), folder / workdir.CHECKPOINTS
   run = workdir.load_identity(folder)
   chosen = int(step) if step.isdecimal() else step

@@ -1,13 +1,17 @@
 """A profiler trace of a few steps, and which kernels took its time."""
 
 import collections
+import contextlib
+import pathlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 from absl import logging
 from jax.profiler import ProfileData
+
+from ats_jax import paths
+from ats_jax.paths import Path
 
 NAME_WIDTH = 72  # C++ kernels have names of many lines
 
@@ -41,7 +45,8 @@ class ProfileWindow:
       )
     self._first, self._last = first_step, first_step + num_steps
     self._directory = directory
-    self._running = False
+    self._local: Path | None = None  # where a running trace goes
+    self._filled = contextlib.ExitStack()
 
   def before(self, step: int, state: Any = None) -> None:
     """Starts or stops the trace if it is time; call it ahead of every step.
@@ -53,19 +58,19 @@ class ProfileWindow:
     """
     if self._first and step == self._first:
       jax.block_until_ready(state)
-      self._directory.mkdir(parents=True, exist_ok=True)
-      jax.profiler.start_trace(str(self._directory))
-      self._running = True
-    elif self._running and step >= self._last:
+      self._local = self._filled.enter_context(paths.filled(self._directory))
+      jax.profiler.start_trace(str(self._local))
+    elif self._local is not None and step >= self._last:
       jax.block_until_ready(state)
       self.close()
 
   def close(self) -> None:
     """Ends a running trace and writes it."""
-    if self._running:
-      self._running = False
+    if self._local is not None:
+      local, self._local = self._local, None
       jax.profiler.stop_trace()
-      table = kernel_table(kernel_times(self._directory))
+      table = kernel_table(kernel_times(pathlib.Path(local)))
+      self._filled.close()
       logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, table)
 
   def __enter__(self) -> Self:
@@ -91,7 +96,7 @@ class Kernel(NamedTuple):
   share: float
 
 
-def kernel_times(folder: Path) -> list[Kernel]:
+def kernel_times(folder: pathlib.Path) -> list[Kernel]:
   """Sum up the newest trace in a folder that `jax.profiler` wrote to; the longest first.
 
   Raises:

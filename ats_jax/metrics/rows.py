@@ -1,12 +1,13 @@
-"""The rows of metrics.jsonl and metrics.csv: reading them back, and replacing a file safely."""
+"""The rows of metrics.jsonl and metrics.csv: reading them back."""
 
 import csv
 import io
 import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ats_jax import paths
+from ats_jax.paths import Path
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -55,37 +56,17 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
   return header, rows
 
 
-def csv_text(rows: list[list[str]]) -> str:
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
   """Returns the text of a CSV file with these rows."""
   text = io.StringIO()
   csv.writer(text, lineterminator="\n").writerows(rows)
   return text.getvalue()
 
 
-def replace_file(path: Path, text: str) -> None:
-  """Writes `path` anew so that a crash leaves the old file or the new one, never a part."""
-  scratch = path.with_name(path.name + ".tmp")
-  with scratch.open("w", encoding="utf-8", newline="") as file:
-    file.write(text)
-    sync_file(file)
-  os.replace(scratch, path)
-  directory = os.open(path.parent, os.O_RDONLY)
-  try:
-    os.fsync(directory)  # makes the new name durable as well
-  finally:
-    os.close(directory)
-
-
-def sync_file(file: IO[str]) -> None:
-  """Makes what was written to an open file durable."""
-  file.flush()
-  os.fsync(file.fileno())
-
-
 def _complete_lines(path: Path) -> list[str]:
   """The lines that end in a newline. Bytes that are no text show up in the error, not as one."""
   # Not read_text: it would take a carriage return for a newline, and a torn line for a whole one.
-  complete, newline, _ = path.read_bytes().decode("utf-8", "replace").rpartition("\n")
+  complete, newline, _ = paths.read(path).decode("utf-8", "replace").rpartition("\n")
   return complete.split("\n") if newline else []
 
 

@@ -80,14 +80,18 @@ class StepLog:
 
   @contextlib.contextmanager
   def pause(self, step: int) -> Iterator[None]:
-    """Around what is not a step: writes what is pending first, and keeps its time out of the speed.
+    """Around what is not a step: its time is kept out of the speed.
+
+    What is pending is written first, and all is made durable: a checkpoint has the rows up to it.
 
     Raises:
       FloatingPointError: if the loss of the row that is written is not finite.
     """
     self._write()
-    yield
     self._writer.flush()
+    if self._layers is not None:
+      self._layers.flush()
+    yield
     self._throughput.start(step)
 
   def __enter__(self) -> Self:

@@ -6,7 +6,6 @@ This is the only module that imports CLU, and only when `log.writers` names "clu
 
 import abc
 import contextlib
-import csv
 import fnmatch
 import functools
 import json
@@ -14,14 +13,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast, override
 
 import numpy as np
 from absl import logging
 
+from ats_jax import paths
 from ats_jax.config.schema import LogConfig
-from ats_jax.metrics.rows import csv_text, jsonl_rows, read_csv, replace_file, sync_file
+from ats_jax.metrics.rows import csv_text, jsonl_rows, read_csv
+from ats_jax.paths import Log, Path
 
 # Names (fnmatch patterns) of values that depend on the machine and the moment, not on the run's
 # mathematics: a bitwise comparison of two runs leaves them out.
@@ -112,13 +112,12 @@ class JsonlWriter(MetricWriter):
 
   def __init__(self, path: Path, *, last_step: int = -1):
     """Opens `path`, first cutting rows of steps after `last_step` and a torn last line."""
+    kept = []
     if path.exists():
       rows = list(jsonl_rows(path))
       kept = [line for line, row in rows if row["step"] <= last_step]
-      replace_file(path, "".join(line + "\n" for line in kept))
       _log_cut(path, len(rows) - len(kept))
-    # Line-buffered: a row is with the operating system as soon as it is written.
-    self._file = path.open("a", buffering=1, encoding="utf-8")
+    self._file = Log(path, "".join(line + "\n" for line in kept).encode())
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -134,15 +133,14 @@ class JsonlWriter(MetricWriter):
 
   def _write(self, step: int, fields: Mapping[str, Any]) -> None:
     row = {"step": int(step), "wall_time": time.time(), **fields}
-    self._file.write(json.dumps(row, allow_nan=False) + "\n")
+    self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
   @override
   def flush(self) -> None:
-    sync_file(self._file)
+    self._file.flush()
 
   @override
   def close(self) -> None:
-    self.flush()
     self._file.close()
 
 
@@ -176,36 +174,37 @@ class CsvWriter(MetricWriter):
       if kept:
         columns = old_columns
       _log_cut(path, len(rows) - len(kept))
-    self._open(columns, kept)
-
-  def _open(self, columns: list[str], rows: Sequence[list[str]]) -> None:
-    """Replaces the file by the header and `rows`, padded to its width, and opens it for more."""
-    padded = [row + [""] * (len(columns) - len(row)) for row in rows]
-    replace_file(self._path, csv_text([columns, *padded]))
-    self._file = self._path.open("a", buffering=1, encoding="utf-8", newline="")
-    self._rows = csv.writer(self._file, lineterminator="\n")
-    self._columns = columns
+    self._columns, self._file = columns, Log(path, csv_text([columns, *kept]).encode())
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     numbers = _numbers(scalars)
     new = [name for name in numbers if name not in self._columns]
     if new:
-      old_file = self._file
+      self._file.flush()
       _, rows = read_csv(self._path)
-      self._open([*self._columns, *new], rows)
-      old_file.close()  # not before: on a full disk the old file stays the one in use
+      columns = [*self._columns, *new]
+      padded = [row + [""] * len(new) for row in rows]
+      self._file.rewrite(csv_text([columns, *padded]).encode())
+      self._columns = columns
     cells = [numbers.get(name, "") for name in self._columns[2:]]
-    self._rows.writerow([int(step), time.time(), *cells])
+    self._file.write(csv_text([[int(step), time.time(), *cells]]).encode())
 
   @override
   def flush(self) -> None:
-    sync_file(self._file)
+    self._file.flush()
 
   @override
   def close(self) -> None:
-    self.flush()
     self._file.close()
+
+
+class _EventLogs:
+  """Opens event files on a store, for tensorboardX."""
+
+  @staticmethod
+  def open(path: str) -> Log:
+    return Log(Path(path))
 
 
 class TensorboardWriter(MetricWriter):
@@ -220,7 +219,7 @@ class TensorboardWriter(MetricWriter):
     """Starts a new event file; TensorBoard hides earlier events of steps after `last_step`."""
     # Here, because it imports torch where there is one, which takes seconds: by now a train step is
     # being compiled.
-    from tensorboardX import event_file_writer, summary
+    from tensorboardX import event_file_writer, record_writer, summary
     from tensorboardX.proto import event_pb2
 
     self._summary: Any = summary
@@ -229,6 +228,8 @@ class TensorboardWriter(MetricWriter):
     # a killed run would lose rows; its EventsWriter writes at once. The suffix keeps two files
     # begun in one second apart, and in order.
     suffix = f".{time.time_ns() % 10**9:09d}.{os.getpid()}"
+    for store in paths.DRIVERS:  # tensorboardX knows some of them, with clients of its own
+      record_writer.register_writer_factory(store, _EventLogs)
     self._events = event_file_writer.EventsWriter(str(directory / "events"), filename_suffix=suffix)
     log = self._proto.SessionLog
     self._write(last_step + 1, session_log=log(status=log.START))
@@ -395,7 +396,8 @@ def create_writer(
   names = [name.strip() for name in cfg.writers.split(",") if name.strip()]
   if not is_main:
     return MultiWriter([])
-  workdir.mkdir(parents=True, exist_ok=True)
+  workdir = Path(workdir)
+  paths.make_folder(workdir)
   last_step = -1 if resume_step is None else resume_step
   make: dict[str, Callable[[], MetricWriter]] = {
     "console": ConsoleWriter,
@@ -409,6 +411,10 @@ def create_writer(
 
 def _clu_writer(workdir: Path) -> MetricWriter:
   """CLU's default writer: absl log and TensorFlow event files, from a thread of its own."""
+  if paths.is_remote(workdir):
+    raise ValueError(
+      f"log.writers: 'clu' writes to local folders only, not to {workdir}; take it out"
+    )
   try:
     from clu import metric_writers  # pyright: ignore[reportMissingImports]  # the tf extra
   except ImportError as error:

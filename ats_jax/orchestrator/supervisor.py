@@ -8,7 +8,6 @@ checkpoint, where the loop waits anyway, is everything read.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -28,7 +27,7 @@ from ats_jax.orchestrator.lent import Loop, rows_read
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
-from ats_jax.orchestrator.policy.state import Decision, Judgement, Past, PolicyState, Request
+from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.record.influence import bounded, price
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
@@ -46,6 +45,7 @@ from ats_jax.orchestrator.signals.interval import (
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
+from ats_jax.paths import Path
 from ats_jax.step import tensors
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
@@ -155,7 +155,7 @@ class Supervisor:
     self._laps, self._readings = list[dict[str, float]](), 0
     self._tries: Action | None = None  # what is to be tried when the next steps begin
     self._again: Again | None = None
-    self._past: Past | None = None  # what is to be tried on steps that were made
+    self._past: Action | None = None  # what is to be tried on all steps so far
     self._snapshots = snapshots or Snapshots.of(self._cfg)
 
   @property
@@ -283,6 +283,7 @@ class Supervisor:
   def saved(self) -> dict[str, Any]:
     """What to keep with a checkpoint, right after `settle`; JSON values."""
     self.wants_checkpoint = False
+    self._teller.flush()
     return self._remembered()
 
   def _remembered(self) -> dict[str, Any]:
@@ -488,24 +489,22 @@ class Supervisor:
     return other
 
   def _try_past(self, step: int, state: TrainState) -> TrainState:
-    """Make steps of the past again with an action, and go on with what came out better."""
-    past, self._past, ring = self._past, None, self._snapshots
-    if past is None or self._loop is None or self._probe is None or not (self.acts and ring.good):
+    """Make all steps of the run again with an action, and go on with what came out better."""
+    action, self._past, ring = self._past, None, self._snapshots
+    if action is None or self._loop is None or self._probe is None or not (self.acts and ring.good):
       return state
-    start = ring.good[0 if past.first else -1]
-    rules, program = self._program.rules(step), self._program
-    same = program.training_rules(start.step + 1) == program.training_rules(step)
-    if not same or program.rules(start.step) != rules or (past.first and start.step):
+    start, program, rules = ring.good[0], self._program, self._program.rules(step)
+    same = program.training_rules(1) == program.training_rules(step)
+    if start.step or not same or program.rules(0) != rules:
       return state  # they would be another model's
-    lent = self._loop.ahead(json.loads(start.saved))
-    left, other, effect = look_back(
-      program.cfg, step, state, start, past.action, lent, self._scorer(rules)
-    )
-    self.replayed += step - start.step
-    self._clock.lap(step - start.step)
-    judgement = self._decide_trial(step, Tried(past.action, effect, again=True), start.step)
+    past = self._loop.ahead(json.loads(start.saved))
+    probe = self._scorer(rules)
+    left, other, effect = look_back(program.cfg, step, state, start, action, past, probe)
+    self.replayed += step
+    self._clock.lap(step)
+    judgement = self._decide_trial(step, Tried(action, effect, again=True), first=0)
     if not judgement.decisions:
-      del other
+      del other  # there is memory for one
       return left.resume()
     ring.return_to(start)
     for decision in judgement.decisions:

@@ -18,25 +18,29 @@ KERNELS = sorted(p for folder in ROOT.glob("kernels_*") for p in folder.rglob("*
 MODEL = {"config", "sharding", "ops"}
 STEP = MODEL | {"model", "data.batch"}
 ALLOWED = {
-  "config": set(),
-  "data": {"config"},
-  "metrics": {"config"},
-  "checkpoint": {"config"},
+  "paths": set(),
+  "config": {"paths"},
+  "data": {"config", "paths"},
+  "metrics": {"config", "paths"},
+  "checkpoint": {"config", "paths"},
   "sharding": {"config"},
   "ops": {"config", "sharding"},  # and kernels_*
   "model": MODEL,
   "step": STEP,
   "planner": STEP | {"step", "metrics.memory*", "data.tokenizer*"},
-  "orchestrator": STEP | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"},
+  "orchestrator": STEP
+  | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
+  | {"paths"},
   "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
   # Shared by all entry points; they know nothing of what is trained.
   "cli": {"config", "launch"},
   "runtime": {"config"},
-  "workdir": {"config"},
+  "lease": {"launch", "paths"},
+  "workdir": {"config", "lease", "paths"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
-  | {"cli", "runtime", "workdir"},
+  | {"cli", "runtime", "workdir", "paths"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}

@@ -121,6 +121,19 @@ def test_a_name_that_is_too_long(tmp_path):
     workdir.load_config(folder)
 
 
+def test_a_store_that_refuses_is_said_on_one_line(bucket):
+  def forbid(operation, name):
+    raise OSError("Forbidden: b/bucket/o\nno entry for you.")
+
+  bucket.before = staticmethod(forbid)
+  with pytest.raises(ValueError) as error:
+    claim("gs://bucket/run", config())
+  assert str(error.value) == (
+    "workdir gs://bucket/run cannot be used: OSError: Forbidden: b/bucket/o no entry for you. "
+    "Choose another --workdir."
+  )
+
+
 def test_no_run(tmp_path):
   with pytest.raises(ValueError, match=rf"{tmp_path} holds no run \(config\.json is missing\)"):
     workdir.load_config(tmp_path)

@@ -413,8 +413,6 @@ def _remember(
     learning_rate=reading.learning_rate,
     starved=starved,
     crowded=crowded,
-    worse=policy.worse + 1 if excess > margin else 0,
-    tainted=policy.tainted or reading.surprising > 0,
     doubts=policy.doubts if math.isnan(reading.probe) else "",
   )
   if finding is not None:
@@ -427,9 +425,7 @@ def _remember(
   if math.isnan(reading.probe):
     return policy
   if policy.reference is None or excess <= 0.0:
-    return policy._replace(
-      reference=reading.probe, reference_rate=reading.applied, tainted=reading.surprising > 0
-    )
+    return policy._replace(reference=reading.probe, reference_rate=reading.applied)
   # The reference never rises: what a run creeps away from was better.
   spread = policy.spread + 0.1 * (2.0 * min(excess, margin) ** 2 - policy.spread)
   return policy._replace(spread=spread)

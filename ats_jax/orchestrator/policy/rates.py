@@ -2,9 +2,8 @@
 
 A schedule is not believed because it is one. Its first steps have nothing to be compared with; but
 if they moved the weights by far more than is usual, they are made again at a rate that does not,
-once the warm-up is well over, and the run goes on with what came out better. Later, a held-out
-loss that stays above its best, which no odd batch explains, has the steps since the newest good
-state made again at a third of the rate.
+once the warm-up is well over, and the run goes on with what came out better. Later rises are the
+step's own business (`step.reflex`).
 
 Pure rules that `decide` consults.
 """
@@ -12,7 +11,7 @@ Pure rules that `decide` consults.
 from typing import NamedTuple
 
 from ats_jax.orchestrator.actions import Action, SetLearningRateScale, SetSkips
-from ats_jax.orchestrator.policy.state import Finding, Past, PolicyState
+from ats_jax.orchestrator.policy.state import Finding, PolicyState
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
 
@@ -21,11 +20,9 @@ from ats_jax.orchestrator.trials.paired import Effect
 FAST, USUAL = 0.06, 0.008
 # Looks, and lengths of the warm-up, after which the first steps are judged.
 FIRST_LOOKS, WARM_UPS = 8, 1.6
-LOWER = 1.0 / 3.0
 LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
 SURPRISES = 4  # batches in a look
 LASTING = 6  # looks at odd batches, from which on they are no burst
-WORSE = 3  # looks in a row with a held-out loss above its best
 SKIPS = 5.0
 WAIT, MOST = 12, 4  # looks after a trial that lost; of those in a run
 LEAST_SCALE = 1e-3
@@ -36,11 +33,11 @@ class Doubt(NamedTuple):
 
   Attributes:
     coming: on the steps that come, with and without.
-    past: on steps of the past.
+    past: on all steps of the run so far.
   """
 
   coming: Action | None = None
-  past: Past | None = None
+  past: Action | None = None
 
 
 def watch_start(policy: PolicyState, reading: Reading) -> PolicyState:
@@ -71,18 +68,13 @@ def doubt(
     policy = policy._replace(started=True)
     if policy.turnover > FAST:
       scale = max(LEAST_SCALE, policy.lr_scale * USUAL / policy.turnover)
-      return policy, Doubt(past=Past(SetLearningRateScale(scale, policy.lr_scale), first=True))
+      return policy, Doubt(past=SetLearningRateScale(scale, policy.lr_scale))
   is_rested = not policy.fears or policy.checks >= policy.fears[-1] + WAIT
   if finding is None or finding.certain or len(policy.fears) >= MOST or not is_rested:
     return policy, Doubt()
   if finding.cause == "data" and policy.odd >= LASTING and reading.surprising >= SURPRISES:
     bucket = policy.control["bucket"]
     return policy, Doubt(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
-  is_alone = policy.started and not (reading.held or policy.tainted)  # nothing else explains it
-  can_lower = policy.lr_scale * LOWER >= LEAST_SCALE
-  if finding.cause == "learning rate" and policy.worse >= WORSE and is_alone and can_lower:
-    lower = SetLearningRateScale(LOWER * policy.lr_scale, policy.lr_scale)
-    return policy, Doubt(past=Past(lower, first=False))
   return policy, Doubt()
 
 

@@ -83,18 +83,6 @@ class Outcome(NamedTuple):
   after: float
 
 
-class Past(NamedTuple):
-  """Steps to be made again with an action, in case that would have been better.
-
-  Attributes:
-    action: which.
-    first: from the first state of the run on; or else from the newest that was found good.
-  """
-
-  action: Action
-  first: bool
-
-
 class Judgement(NamedTuple):
   """What was concluded from what was seen.
 
@@ -105,7 +93,7 @@ class Judgement(NamedTuple):
     outcome: of an earlier action.
     decisions: in the order to be applied.
     tries: an action to be tried on the steps that come, if there is time for it.
-    past: an action to be tried on steps of the past.
+    past: an action to be tried on all steps of the run so far.
     asks: what is to be done once its turn comes.
   """
 
@@ -115,7 +103,7 @@ class Judgement(NamedTuple):
   outcome: Outcome | None = None
   decisions: tuple[Decision, ...] = ()
   tries: Action | None = None
-  past: Past | None = None
+  past: Action | None = None
   asks: Request | None = None
 
 
@@ -192,8 +180,6 @@ class PolicyState(NamedTuple):
     first_norm: of the weights in the first look; None before.
     turnover: the most that a step has changed of such a norm, the mean over a look.
     started: whether the rate of the first steps has been judged.
-    worse: looks in a row with the probe's loss above the reference by the margin.
-    tainted: whether a batch has surprised since the reference was set: it may be why it is worse.
     doubts: why the weights are not to be trusted, until the probe has told.
     fears: looks at which leaving out batches, or a lower rate, was tried and lost.
   """
@@ -225,8 +211,6 @@ class PolicyState(NamedTuple):
   first_norm: float | None = None
   turnover: float = 0.0
   started: bool = False
-  worse: int = 0
-  tainted: bool = False
   doubts: str = ""
   fears: tuple[int, ...] = ()
 

@@ -18,21 +18,21 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ats_jax import paths
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Fault, Reading
 from ats_jax.orchestrator.trials.paired import Effect
+from ats_jax.paths import Log, Path
 
 VERSION = 3
 KINDS = ("start", "resumed_from", "check", "bounded", "trial", "refused", "decision", "outcome")
@@ -52,16 +52,12 @@ class Row(dict[str, Any]):
 
 
 class Ledger:
-  """Appends to a ledger; a line is with the operating system when `write` returns."""
+  """Appends to a ledger; see `paths.Log` for what a process that is killed loses."""
 
   def __init__(self, path: Path):
     """Open `path` for more, first cutting the last line if a killed process left half of it."""
-    if path.exists():
-      whole = path.read_bytes()
-      end = whole.rfind(b"\n") + 1
-      if end < len(whole):
-        os.truncate(path, end)
-    self._file = path.open("a", buffering=1, encoding="utf-8")
+    found = paths.read(path) if path.exists() else b""
+    self._file = Log(path, found[: found.rfind(b"\n") + 1])
 
   def write(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
     """Append a line; of an action its name and its fields."""
@@ -69,12 +65,14 @@ class Ledger:
     if action is not None:
       row["fields"] = action.to_json()
       row["action"] = row["fields"].pop("action")
-    self._file.write(json.dumps(encode(row), allow_nan=False) + "\n")
+    self._file.write(json.dumps(encode(row), allow_nan=False).encode() + b"\n")
 
-  def close(self) -> None:
+  def flush(self) -> None:
     """Make it durable."""
     self._file.flush()
-    os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Make it durable and end."""
     self._file.close()
 
 
@@ -103,7 +101,7 @@ def rows(path: Path) -> list[Row]:
     ValueError: if a line is damaged, or of another version; names the line.
   """
   kept: list[Row] = []
-  for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+  for number, line in enumerate(paths.read(path).split(b"\n")[:-1], 1):
     with reading(path, number):
       row = _row(number, line)
     if row["kind"] == "start" and row["step"] == 0:  # killed before its first checkpoint

@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.influence import recurring, tell_bounded
 from ats_jax.orchestrator.signals.health import LEVELS
+from ats_jax.paths import Path
 
 
 def tell(path: Path) -> list[str]:

@@ -5,7 +5,6 @@ The ledger and the metrics have every look. The log has what changes.
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, Rows
 from ats_jax.orchestrator.trials.paired import Effect
+from ats_jax.paths import Path
 
 Write = Callable[[int, Mapping[str, float]], None]
 
@@ -37,6 +37,11 @@ class Teller:
     """A line of the ledger."""
     if self._ledger is not None:
       self._ledger.write(kind, step, action, **fields)
+
+  def flush(self) -> None:
+    """Make what the ledger holds durable."""
+    if self._ledger is not None:
+      self._ledger.flush()
 
   def close(self) -> None:
     """Make the ledger durable."""

@@ -1,0 +1,339 @@
+"""The one path type, local or on an object store, and the operations that differ between the two.
+
+A `Path` is an `epath.Path`: `runs/debug`, `gs://bucket/run`, `s3://...`, `az://...`. Both kinds are
+joined, read and listed alike. What a store has not (appending, renaming in one step, flushing) is
+defined here, once for each kind; no other module asks which kind a path is of.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from etils import epath
+from etils.epath import backend
+
+# Or else epath takes TensorFlow where it is installed, and that knows gs:// only.
+os.environ.setdefault("EPATH_USE_TF", "false")
+
+Path = epath.Path
+DRIVERS = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}
+# What drivers raise beside OSError, by the modules that define it.
+_DRIVER_ERRORS = {
+  "aiohttp": ("ClientError",),
+  "azure.core.exceptions": ("AzureError",),
+  "botocore.exceptions": ("BotoCoreError", "ClientError"),
+  "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
+  "google.auth.exceptions": ("GoogleAuthError",),
+}
+# A log on a store is put whole each time: its puts may take one part in so many of the time.
+PUT_SHARE = 200
+MIN_PUT_SECS = 10.0
+
+
+def parse(text: str | os.PathLike[str]) -> Path:
+  """The path that a user wrote; its store is asked for it, so that a wrong one is said at once.
+
+  Raises:
+    ValueError: if it is on a store that is not known or does not answer, has no bucket or needs a
+      missing driver.
+  """
+  text = os.fspath(text)
+  scheme, separator, rest = text.partition("://")
+  if separator:
+    if scheme not in DRIVERS:
+      known = ", ".join(f"{name}://" for name in DRIVERS)
+      raise ValueError(f"{text}: expected a local path or one of {known}, not {scheme}://.")
+    if not rest.strip("/"):
+      raise ValueError(f"{text} names no bucket. Example: {scheme}://bucket/runs/debug")
+    try:
+      fsspec.get_filesystem_class(scheme)
+    except ImportError as e:
+      raise ValueError(
+        f"{text} needs {DRIVERS[scheme]}, which is not installed: pip install 'ats_jax[{scheme}]'"
+      ) from e
+    try:
+      _store(text).exists(text)
+    except (*errors(), ValueError) as e:  # adlfs makes a ValueError of what it cannot connect to
+      raise ValueError(
+        f"{text} cannot be reached: {reason(e)}. Check its name, your credentials and the network."
+      ) from e
+  return Path(text)
+
+
+def errors() -> tuple[type[Exception], ...]:
+  """What operations on a path raise where they fail: OSError, and errors of drivers beside it.
+
+  For an `except`, which asks when something was raised: by then its module is loaded.
+  """
+  loaded = [(sys.modules[m], names) for m, names in _DRIVER_ERRORS.items() if m in sys.modules]
+  return OSError, *(
+    getattr(module, n) for module, names in loaded for n in names if n in vars(module)
+  )
+
+
+def reason(error: Exception) -> str:
+  """An error on one line; that of a driver may be many, or only a name that was not found."""
+  text = " ".join(str(error).split()).rstrip(" .!")
+  return (
+    text if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {text}"
+  )
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+  """Whether a path is on a store."""
+  return "://" in os.fspath(path)
+
+
+def absolute(path: os.PathLike[str]) -> Path:
+  """The path from the root; one on a store is that already."""
+  return Path(path if is_remote(path) else os.path.abspath(path))
+
+
+def make_folder(path: Path) -> None:
+  """Make a folder and those above it; a store has none."""
+  if not is_remote(path):
+    os.makedirs(path, exist_ok=True)
+
+
+def read(path: Path) -> bytes:
+  """All of a file, as it is now: nothing that was listed before is believed."""
+  if is_remote(path):
+    return cast(bytes, _store(path).cat_file(os.fspath(path)))
+  with open(path, "rb") as file:
+    return file.read()
+
+
+def write(path: os.PathLike[str], content: str | bytes) -> None:
+  """Replace a file in one step: whatever kills the process, the old one is there or the new one.
+
+  Locally it is renamed into its place, and durable on return. A store does so by itself.
+  """
+  data = content.encode() if isinstance(content, str) else content
+  if is_remote(path):
+    _store(path).pipe_file(os.fspath(path), data)
+    return
+  unfinished = f"{os.fspath(path)}.tmp"
+  with open(unfinished, "wb") as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(unfinished, path)
+  _sync(os.path.dirname(os.path.abspath(path)))
+
+
+def create(path: Path, content: str) -> None:
+  """Write an object of a store that is not there yet.
+
+  Raises:
+    FileExistsError: if it is; a store behind s3:// that is not Amazon's may write all the same.
+  """
+  try:
+    _store(path).pipe_file(os.fspath(path), content.encode(), mode="create")
+  except OSError as e:  # s3fs has no type of its own for what was there
+    _store(path).invalidate_cache()
+    if isinstance(e, FileExistsError) or not _store(path).exists(os.fspath(path)):
+      raise
+    raise FileExistsError(f"{path} is there already") from e
+
+
+class Log:
+  """A file that grows at its end.
+
+  Locally what is written is with the operating system when `write` returns, and on the disk when
+  `flush` does. A store cannot append: the whole is kept in memory and put at each `flush`, and now
+  and then by `write`, so seldom that it takes 0.5 % of the time at most. What was not put is lost
+  with the process; who must not lose it flushes.
+  """
+
+  def __init__(self, path: Path, content: bytes = b""):
+    """Open `path`, whose content becomes `content`."""
+    self._path, self._data = path, bytearray()
+    self._file: BinaryIO | None = None
+    self._put_from = 0.0  # a write puts from this time on
+    self.rewrite(content)
+
+  def rewrite(self, content: bytes) -> None:
+    """Begin with other content; if that fails, the file goes on as it was."""
+    if is_remote(self._path):
+      self._data = bytearray(content)
+      return
+    if not self._path.exists() or self._path.read_bytes() != content:
+      write(self._path, content)
+    old, self._file = self._file, open(self._path, "ab")  # noqa: SIM115
+    if old is not None:
+      old.close()
+
+  def write(self, data: bytes) -> None:
+    """Append."""
+    if self._file is not None:
+      self._file.write(data)
+      self._file.flush()
+      return
+    self._data += data
+    if time.monotonic() >= self._put_from:
+      self.flush()
+
+  def flush(self) -> None:
+    """Make it durable."""
+    if self._file is not None:
+      self._file.flush()
+      os.fsync(self._file.fileno())
+      return
+    start = time.monotonic()
+    write(self._path, bytes(self._data))
+    end = time.monotonic()
+    self._put_from = end + max(MIN_PUT_SECS, PUT_SHARE * (end - start))
+
+  def close(self) -> None:
+    """Make it durable and end."""
+    self.flush()
+    if self._file is not None:
+      self._file.close()
+
+
+# Folders that are there whole or not at all. Locally such a folder gets its name when it is
+# complete. On a store its files are put under their final names, and the file `last` is the last
+# to come and the first to go: without it there is no folder, but the rest of an unfinished one.
+
+
+def staging(folder: Path) -> Path:
+  """A local folder for what is to be committed into `folder`, the same in each process."""
+  if is_remote(folder):
+    return _scratch() / hashlib.sha256(os.fspath(folder).encode()).hexdigest()[:16]
+  return absolute(folder) / "unfinished"
+
+
+def commit_folder(unfinished: Path, target: Path, last: str) -> None:
+  """Make a local folder the folder `target`; what is there in its place is an error."""
+  if is_remote(target):
+    names = files(unfinished)
+    _put(unfinished, target, [name for name in names if name != last])
+    _put(unfinished, target, [last])
+    return
+  in_threads(lambda name: _sync(unfinished / name), files(unfinished))
+  for folder, _, _ in os.walk(unfinished):
+    _sync(folder)
+  os.rename(unfinished, target)
+  _sync(target.parent)
+
+
+def committed(folder: Path, last: str) -> list[str]:
+  """Names of the folders that were committed into `folder`."""
+  if not is_remote(folder):
+    return [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+  _store(folder).invalidate_cache()  # of listings: other processes write too
+  return [p.parent.name for p in folder.glob(f"*/{last}")]
+
+
+def unfinished_in(folder: Path, last: str) -> list[str]:
+  """Names of what a stopped process has left on a store in place of committed folders."""
+  if not is_remote(folder) or not folder.exists():
+    return []
+  whole = committed(folder, last)
+  return sorted(p.name for p in folder.iterdir() if p.name not in whole)
+
+
+def delete_folder(folder: Path, last: str, aside: Path) -> None:
+  """Delete a committed folder; locally it is renamed to `aside` first. Of a link, delete that."""
+  if is_remote(folder):
+    (folder / last).unlink(missing_ok=True)
+    delete_rest(folder)
+    return
+  os.rename(folder, aside)
+  if os.path.islink(aside):
+    os.unlink(aside)
+  else:
+    shutil.rmtree(aside)
+
+
+def delete_rest(folder: Path) -> None:
+  """Delete a folder that nobody takes for a committed one, or nothing."""
+  if folder.exists():
+    folder.rmtree()
+
+
+def move_folder(folder: Path, target: Path, last: str) -> None:
+  """Give a committed folder another name. On a store it is copied: a kill may leave both."""
+  if not is_remote(folder):
+    os.rename(folder, target)
+    return
+  names = files(folder)
+  _store(folder).copy([f"{folder}/{n}" for n in names], [f"{target}/{n}" for n in names])
+  delete_folder(folder, last, target)
+
+
+@contextlib.contextmanager
+def fetched(folder: Path) -> Iterator[Path]:
+  """The files of a folder on the local disk, for libraries that read there: itself, or a copy."""
+  if not is_remote(folder):
+    yield absolute(folder)
+    return
+  with _scratch_folder() as copy:
+    names = files(folder)
+    _store(folder).get([f"{folder}/{n}" for n in names], [f"{copy}/{n}" for n in names])
+    yield copy
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[Path]:
+  """A local folder for libraries that write there: itself, or one that is put on its store."""
+  if not is_remote(folder):
+    os.makedirs(folder, exist_ok=True)
+    yield folder
+    return
+  with _scratch_folder() as copy:
+    yield copy
+    _put(copy, folder, files(copy))
+
+
+def files(folder: Path) -> list[str]:
+  """Names of all files in a folder and those in it, relative to it."""
+  if not is_remote(folder):
+    found = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in found)
+  store = _store(folder)
+  root = f"{store._strip_protocol(os.fspath(folder))}/"
+  return sorted(path.removeprefix(root) for path in store.find(os.fspath(folder)))
+
+
+def in_threads[T](fn: Callable[[Any], T], items: list[Any]) -> list[T]:
+  """`fn` of each item, many at a time: for disks and networks."""
+  with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    return list(pool.map(fn, items))
+
+
+def _put(local: Path, target: Path, names: list[str]) -> None:
+  _store(target).put([f"{local}/{n}" for n in names], [f"{target}/{n}" for n in names])
+
+
+def _store(path: str | os.PathLike[str]) -> fsspec.AbstractFileSystem:
+  # That of epath: another instance would have a cache of listings of its own.
+  return backend.fsspec_backend.fs(path)
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+  os.makedirs(_scratch(), exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=_scratch()) as folder:
+    yield Path(folder)
+
+
+def _scratch() -> Path:
+  return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ats_jax" / "staging"
+
+
+def _sync(path: os.PathLike[str] | str) -> None:
+  """Flush a file, or the names in a folder, to the disk."""
+  number = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(number)
+  finally:
+    os.close(number)
