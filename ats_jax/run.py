@@ -28,7 +28,8 @@ from ats_jax.metrics.throughput import Throughput, peak_flops
 from ats_jax.metrics.writer import LayerLog, MetricWriter, create_writer
 from ats_jax.model.layout import stacks
 from ats_jax.model.mod import Pass
-from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
+from ats_jax.orchestrator.nobody import NoSupervisor
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path

@@ -24,7 +24,8 @@ from runs import markdown
 from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.data.batch import Batch, random_batch
-from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
+from ats_jax.orchestrator.nobody import NoSupervisor
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
 from ats_jax.step.program import Program, make_program, predicted_bytes

@@ -10,7 +10,8 @@ import optax
 
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
-from ats_jax.orchestrator.supervisor import Loop, NoSupervisor, Supervisor
+from ats_jax.orchestrator.nobody import NoSupervisor
+from ats_jax.orchestrator.supervisor import Loop, Supervisor
 from ats_jax.step.metrics import METRICS, StepMetrics, metric_names
 from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.program import Program, make_program

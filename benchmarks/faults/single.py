@@ -19,7 +19,8 @@ from ats_jax.model.layout import stacks
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale
-from ats_jax.orchestrator.supervisor import NoSupervisor, Supervisor
+from ats_jax.orchestrator.nobody import NoSupervisor
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global

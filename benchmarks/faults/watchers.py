@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.orchestrator.actions import Rollback
+from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.policy.state import Decision
-from ats_jax.orchestrator.supervisor import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.step.metrics import StepMetrics
 from ats_jax.step.state import TrainState

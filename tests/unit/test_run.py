@@ -18,7 +18,7 @@ from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like
 from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.orchestrator.supervisor import NoSupervisor
+from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.run import InitFrom, open_run
 from ats_jax.step.program import Program

@@ -147,7 +147,7 @@ def _decide_trial(
   if raises:
     policy, confidence = rate_won(terms.cfg, policy, effect)
   else:
-    policy, has_won = won(policy, effect)
+    policy, has_won = won(policy, action, effect)
     confidence = 1.0 if has_won else None
   if confidence is None:
     return policy, Judgement()
@@ -177,7 +177,7 @@ def _decide_interval(
   # unjudged. A fault in that very interval shows in all that is read but the probe.
   changed = reading.rules != policy.rules
   if changed:
-    policy = policy._replace(reference=None, rules=reading.rules)
+    policy = policy._replace(reference=None, last_probe=None, rules=reading.rules)
   if reading.wrong or reading.miscounted:
     policy = policy._replace(doubts=_doubts(reading))
   finding = diagnose(policy, reading)
@@ -415,6 +415,7 @@ def _remember(
     crowded=crowded,
     doubts=policy.doubts if math.isnan(reading.probe) else "",
   )
+  policy = _spread(policy, reading, finding, margin)
   if finding is not None:
     turned = finding.cause == "data" and reading.surprising >= SURPRISES
     is_odd = turned or (policy.odd > 0 and finding.cause != "state")
@@ -426,9 +427,22 @@ def _remember(
     return policy
   if policy.reference is None or excess <= 0.0:
     return policy._replace(reference=reading.probe, reference_rate=reading.applied)
-  # The reference never rises: what a run creeps away from was better.
-  spread = policy.spread + 0.1 * (2.0 * min(excess, margin) ** 2 - policy.spread)
-  return policy._replace(spread=spread)
+  return policy  # the reference never rises: what a run creeps away from was better
+
+
+def _spread(
+  policy: PolicyState, reading: Reading, finding: Finding | None, margin: float
+) -> PolicyState:
+  """How much the probe's loss wobbles: by how much it rises from look to look, not above its best.
+
+  A run that creeps away from its best does not widen its own margin by that.
+  """
+  if math.isnan(reading.probe) or (finding is not None and finding.certain):
+    return policy
+  last = reading.probe if policy.last_probe is None else policy.last_probe
+  rise = min(max(reading.probe - last, 0.0), margin)
+  spread = policy.spread + 0.1 * (2.0 * rise**2 - policy.spread)
+  return policy._replace(last_probe=reading.probe, spread=spread)
 
 
 def _act(

@@ -78,11 +78,13 @@ def doubt(
   return policy, Doubt()
 
 
-def won(policy: PolicyState, effect: Effect) -> tuple[PolicyState, bool]:
+def won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
   """Whether the steps made again are to be gone on with: the held-out loss alone says."""
   # Comparisons with what is not finite are false: such an arm has lost.
   has_won = effect.without - effect.changed > LEAST_GAIN
   diverged = effect.without != effect.without and effect.changed == effect.changed
   if has_won or diverged:
     return policy, True
-  return policy._replace(fears=(*policy.fears, policy.checks)), False
+  if isinstance(action, SetSkips):
+    policy = policy._replace(fears=(*policy.fears, policy.checks))
+  return policy, False

@@ -157,6 +157,7 @@ class PolicyState(NamedTuple):
     decisions: made so far.
     reference: the lowest loss of the probe so far while all was well; None before.
     reference_rate: learning rate that was applied then.
+    last_probe: the probe's loss when it was read last; None before.
     rules: by which the probe was scored for it, see `Reading`.
     spread: variance of the probe's loss from look to look.
     learning_rate: of the schedule at the last look; None before.
@@ -181,13 +182,14 @@ class PolicyState(NamedTuple):
     turnover: the most that a step has changed of such a norm, the mean over a look.
     started: whether the rate of the first steps has been judged.
     doubts: why the weights are not to be trusted, until the probe has told.
-    fears: looks at which leaving out batches, or a lower rate, was tried and lost.
+    fears: looks at which leaving out batches was tried and lost.
   """
 
   checks: int = 0
   decisions: int = 0
   reference: float | None = None
   reference_rate: float = 0.0
+  last_probe: float | None = None
   rules: tuple[float, ...] = ()
   spread: float = FIRST_SPREAD
   learning_rate: float | None = None

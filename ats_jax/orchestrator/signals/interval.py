@@ -12,7 +12,7 @@ from ats_jax.step.reflex import SURPRISE
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
 CUSUM_DOUBT = 10.0  # half of what is an alarm to the policy
-SCALES = ("reflex/grad_scale", "reflex/update_scale", "reflex/rate_scale")  # 1 if all is well
+SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 

@@ -116,7 +116,8 @@ def check_moments(
   def is_wrong(m: jax.Array, v: jax.Array) -> jax.Array:
     most = most_ratio(b1, b2, m.dtype, v.dtype)
     m, v = m.astype(jnp.float32), v.astype(jnp.float32)
-    return ~((v >= 0.0) & (jnp.abs(m) <= most * jnp.sqrt(v) + UNDERFLOW))  # true of NaN too
+    bound = most * jnp.sqrt(v) + UNDERFLOW if math.isfinite(most) else jnp.inf
+    return ~((v >= 0.0) & (v < jnp.inf) & (jnp.abs(m) <= bound))  # true of NaN too
 
   wrong = jax.tree.map(is_wrong, adam.mu, adam.nu)
   marked = jax.tree.map(lambda d, is_wrong: jnp.where(is_wrong, jnp.nan, d), directions, wrong)

@@ -4,7 +4,7 @@ import numpy as np
 
 from ats_jax.orchestrator.record.influence import bounded, recurring, tell_bounded
 
-NAMES = ("train/tokens", "reflex/skipped", "reflex/grad_scale", "reflex/update_scale")
+NAMES = ("train/tokens", "reflex/skipped", "reflex/grad_scale", "reflex/rate_scale")
 USUAL = (100.0, 0.0, 1.0, 1.0)
 LEFT_OUT = (90.0, 1.0, 1.0, 1.0)
 SHRUNK = (100.0, 0.0, 0.5, 1.0)

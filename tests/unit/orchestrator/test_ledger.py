@@ -59,7 +59,7 @@ WELL = {"level": "healthy", "causes": []}
 HEALTHY = {"health": WELL, "stale": False, "pause": False, "request": None}
 DEED = {"action": "SetLearningRateScale", "fields": {"scale": 0.5, "before": 1.0}}
 WHOLE = (
-  {"kind": "start", "step": 0, "settings": SETTINGS, "bucket": 0.0, "capacity": None,
+  {"kind": "start", "step": 0, "settings": SETTINGS, "warmup": 0, "capacity": None,
    "accum_steps": 1},
   {"kind": "resumed_from", "step": 0},
   {"kind": "check", "step": INTERVAL, "reading": reading(1)._asdict(), **HEALTHY},

@@ -222,12 +222,11 @@ def test_what_a_rollback_left_is_not_gone_back_to_though_it_got_worse(looks):
 
 def test_what_does_not_help_is_not_believed_in_for_ever(looks):
   for _ in range(6):
-    looks(**BAD_STATE)
-    looks(2, **BAD_STATE)
-    looks(10)
-  rollbacks = [a for a in looks.actions if isinstance(a, Rollback)]
-  assert 1 <= len(rollbacks) < 6
-  assert looks.policy.helped["Rollback"][1] > 0.8
+    looks(3, **HELD_AND_WORSE)
+    looks(10, learning_rate=4e-3, probe=2.3)
+  cuts = [d for d in looks.remedies() if isinstance(d.action, SetLearningRateScale)]
+  assert 1 <= len(cuts) < 6
+  assert looks.policy.helped["SetLearningRateScale"][1] > 1.2
 
 
 def test_a_higher_threshold_keeps_it_still():
@@ -244,7 +243,6 @@ def test_weights_that_follow_new_data_are_no_fault(looks):
   for rise in (0.5, 1.0, 1.2):  # the model learns the new domain
     judgement = looks(**(BAD_DATA | {"probe": 2.0 + rise}))
     assert judgement.finding is not None and judgement.finding.cause == "data"
-    assert not judgement.good
   assert not looks.actions
   looks(probe=3.2)
   assert looks.policy.odd == 0 and looks.judgements[-1].good

@@ -80,7 +80,7 @@ def test_a_rate_that_was_asked_for_is_the_one_that_is_given_back():
   looks(), looks(Request(SetLearningRateScale(0.5)))
   for _ in range(12):
     assert not looks().decisions
-  looks(held=25, probe=2.3)  # the policy halves it
+  looks(held=25, probe=2.3, learning_rate=4e-3, applied=1e-3)  # the policy halves it
   assert looks.policy.lr_scale == 0.25
   for _ in range(30):
     looks()
