@@ -206,7 +206,8 @@ def _decide_interval(
   decisions = tuple(Decision(policy.decisions + i, *parts) for i, parts in enumerate(wanted))
   for decision in decisions:
     policy = _act(cfg, policy, decision, step, excess)
-  good = reading.sound and not excess > margin and not (finding is not None and finding.certain)
+  doubted = finding is not None and (finding.certain or finding.cause == "unknown")
+  good = reading.sound and not excess > margin and not doubted
   return policy, Judgement(False, good, finding, outcome, decisions)
 
 

@@ -47,7 +47,7 @@ def assert_equal(got, want):
   ("action", "field", "value"),
   [
     (SetLearningRateScale(0.5, 1.0), "lr_scale", 0.5),
-    (SetSkips(64.0, 32.0), "bucket", 64.0),
+    (SetSkips(5.0, 0.0), "bucket", 5.0),
     (SetWeightDecay(3.0, 1.0), "decay_scale", 3.0),
     (SetExpertDropout(0.25, 0.0), "expert_dropout", 0.25),
   ],
@@ -102,10 +102,10 @@ def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
     batch = to_global(micro_batches(random_rows(CFG, 8), 1), mesh)
     snapshot = Snapshot.take(0, state)
     state, _ = step(SetLearningRateScale(0.5, 1.0).apply(state, CFG), batch)
-    state, _ = step(SetSkips(64.0, 32.0).apply(state, CFG), batch)
+    state, _ = step(SetSkips(5.0, 0.0).apply(state, CFG), batch)
     state, _ = step(rolled_back(snapshot, 2, state), batch)
     assert int(state.step) == 3
-    assert float(state.control.lr_scale) == 0.5 and float(state.control.bucket) == 64.0
+    assert float(state.control.lr_scale) == 0.5 and float(state.control.bucket) == 5.0
 
 
 def test_nothing_undoes_a_stop_or_a_rollback():
@@ -126,7 +126,7 @@ def test_a_setting_is_changed_back():
     (SetLearningRateScale(0.0, 1.0), "scale is 0.0; it must be in"),
     (SetLearningRateScale(33.0, 1.0), "scale is 33"),
     (SetLearningRateScale(float("nan"), 1.0), "scale is nan"),
-    (SetSkips(0.0, 32.0), r"must be in \[1, inf\]"),
+    (SetSkips(6.0, 0.0), r"must be in \[0, 5\]"),
     (SetWeightDecay(-1.0), r"decay's scale is -1.0; it must be in \[0, 10\]"),
     (SetExpertDropout(0.6), r"dropout is 0.6; it must be in \[0, 0.5\]"),
     (SetExpertDropout(0.1), "with moe.num_experts=0"),
@@ -141,7 +141,7 @@ def test_values_that_no_run_can_go_on_with_are_refused(action, message):
 
 def test_a_state_is_not_changed_in_place(state):
   before = jax.tree.map(jnp.copy, state)
-  SetSkips(64.0, 32.0).apply(state, CFG)
+  SetSkips(5.0, 0.0).apply(state, CFG)
   assert_equal(state, before)
 
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.data.batch import POSITION
-from ats_jax.orchestrator.actions import Rollback, Stop
+from ats_jax.orchestrator.actions import CorrectStep, Stop
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
@@ -126,8 +126,8 @@ def test_a_step_counter_that_flipped_is_found_and_mended(program, tmp_path):
   run.state = dataclasses.replace(run.state, step=run.state.step ^ 16)
   run(40)
   ((step, decision),) = run.supervisor.decisions
-  assert decision.action == Rollback() and decision.cause == "state" and step == 72
-  assert "update 61 was made at a rate of" in decision.reason
+  assert decision.action == CorrectStep(72) and decision.cause == "count" and step == 72
+  assert "the state's step says" in decision.reason
   assert int(run.state.step) == run.step == 100
   run.settle()
   run.healths(path)
@@ -183,7 +183,7 @@ def test_the_host_knows_the_rate_of_each_step(schedule):
   find = lambda rates: wrong_counts(cfg, learning_rate, ("train/scheduled_rate",), 110, rates)
   assert find(columns(rates)) == []
   (fault,) = find(30 * columns(rates))
-  assert fault.cause == "state" and "update 101 " in fault.reason
+  assert fault.cause == "count" and "update 101 " in fault.reason
   assert wrong_counts(cfg, None, ("train/scheduled_rate",), 110, 30 * columns(rates)) == []
 
 
@@ -193,7 +193,7 @@ def test_the_counter_itself_is_compared_where_the_step_reports_it():
   assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == []
   rows[3] += 4
   assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == [
-    Fault("state", "the state took update 14 for update 18")
+    Fault("count", "the state's step says 18 of update 14")
   ]
 
 

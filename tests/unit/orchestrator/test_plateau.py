@@ -53,7 +53,7 @@ def looks_until_ripe(rates, judgements=(WELL,) * 100, policy=NEW, plateau=FRESH)
 def conclude(cfg, policy, effect):
   """What the policy makes of a trial that ended at step 70."""
   tried = Tried(HIGHER, effect, again=True)
-  policy, judgement = decide(Terms(cfg, 32.0), policy, tried, 70)
+  policy, judgement = decide(Terms(cfg), policy, tried, 70)
   return policy, judgement.decisions[0] if judgement.decisions else None
 
 
