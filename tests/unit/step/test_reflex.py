@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from helpers import micro_batches, tiny_config
 
+from ats_jax.model.param import trainable
+from ats_jax.step import tensors
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.program import make_program
@@ -26,9 +28,8 @@ def assert_trees_equal(got, want):
 
 
 @jax.jit
-def observe(tracker, x, healthy=True, accepted=True):
-  z, how = tracker.z(x, FLOOR), (jnp.asarray(healthy), jnp.asarray(accepted))
-  return tracker.add(x, *how, FLOOR, memory=0.98, reach=3.0), z
+def observe(tracker, x):
+  return tracker.add(x, FLOOR, memory=0.98, reach=3.0), tracker.z(x, FLOOR)
 
 
 def tracked(values):
@@ -71,16 +72,18 @@ def test_one_outlier_moves_the_mean_by_three_sigmas_share_at_most():
 def test_a_new_level_is_learned_although_every_sample_was_an_outlier():
   tracker = tracked(np.random.default_rng(0).normal(0.0, 0.1, 400))
   for _ in range(100):
-    tracker, _ = observe(tracker, jnp.float32(2.0), healthy=False)
+    tracker, _ = observe(tracker, jnp.float32(2.0))
   assert abs(float(tracker.mean) - 2.0) < 0.5
 
 
-def test_what_is_left_out_is_not_learned_however_often_it_comes():
+def test_a_kind_that_comes_again_and_again_becomes_usual():
+  """One of ten samples is 20 sigmas off: after some hundreds it is no surprise."""
   tracker = tracked(np.random.default_rng(0).normal(0.0, 0.1, 400))
-  hit = tracker
-  for _ in range(100):
-    hit, _ = observe(hit, jnp.float32(2.0), healthy=False, accepted=False)
-  assert_trees_equal(hit, tracker)
+  _, first = observe(tracker, jnp.float32(2.0))
+  for i in range(400):
+    tracker, z = observe(tracker, jnp.float32(2.0 if i % 10 == 0 else 0.0))
+  _, last = observe(tracker, jnp.float32(2.0))
+  assert float(first) > 15.0 and float(last) < 6.0
 
 
 def test_a_steep_start_does_not_widen_it_for_long():
@@ -164,39 +167,35 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
 
 @pytest.mark.parametrize("mode", ["off", "act"])
 def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mode):
-  """With what the supervisor set, and with what the reflex shrank."""
+  """With what the supervisor set, and with what the reflex held."""
   run = Run(mode)
-  calm, burst = run(WARM), run(rate=1e3)  # of which the step knows nothing
+  calm, burst = run(WARM + 8), run(schedule=1e3)
   for row in (calm, burst):
     factor = row.get("reflex/rate_scale", 1.0)
     np.testing.assert_allclose(
       row["train/learning_rate"], factor * row["train/scheduled_rate"], rtol=1e-5
     )
-  scheduled = learning_rate(run.program.cfg, np.array([WARM - 1, WARM]))
+  scheduled = learning_rate(run.program.cfg, np.array([WARM + 7, WARM + 8]))
   np.testing.assert_allclose(
-    [row["train/scheduled_rate"] for row in (calm, burst)], scheduled, rtol=1e-6
+    [row["train/scheduled_rate"] for row in (calm, burst)], scheduled * [1.0, 1e3], rtol=1e-6
   )
   if mode == "act":
-    assert burst["reflex/rate_scale"] < 0.1
+    assert burst["reflex/rate_scale"] < 0.01
     control = run.state.control._replace(lr_scale=jnp.float32(0.25))
     run.state = dataclasses.replace(run.state, control=control)
     cut, left_out = run(), run(gradient=np.nan)
-    np.testing.assert_allclose(
-      cut["train/learning_rate"],
-      0.25 * cut["reflex/rate_scale"] * cut["train/scheduled_rate"],
-      rtol=1e-5,
-    )
     # Of an update that is left out, the rate is the one it would have been made with.
-    assert left_out["reflex/skipped"] == 1.0
-    np.testing.assert_allclose(
-      left_out["train/learning_rate"], 0.25 * left_out["train/scheduled_rate"], rtol=1e-5
-    )
+    assert left_out["reflex/skipped"] == 1.0 and cut["reflex/rate_scale"] == 1.0
+    for row in (cut, left_out):
+      np.testing.assert_allclose(
+        row["train/learning_rate"], 0.25 * row["train/scheduled_rate"], rtol=1e-5
+      )
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(mesh):
   run = Run("act")
   run(5)
-  before, grad = run.weights, jax.tree.map(np.asarray, run.state.reflex.grad)
+  before, grad = run.weights, jax.tree.map(np.asarray, run.state.reflex.grads)
   row = run(gradient=np.nan)
   assert row["reflex/skipped"] == row["reflex/broken"] == 1.0
   assert_trees_equal(run.weights, before)
@@ -205,45 +204,121 @@ def test_a_gradient_that_is_not_finite_is_left_out(mesh):
   assert run()["reflex/broken"] == 0.0
 
 
-def test_a_batch_of_noise_is_left_out(mesh):
+def may_leave_out(run, batches):
+  control = run.state.control._replace(bucket=jnp.float32(batches))
+  run.state = dataclasses.replace(run.state, control=control)
+
+
+def test_a_batch_that_surprises_is_trained_on(mesh):
   run = Run("act")
   run(150)
   before = run.weights
   row = run(noise=True)
-  assert row["reflex/z_loss"] > 6.0 and row["reflex/skipped"] == 1.0
-  assert_trees_equal(run.weights, before)
-  assert run()["reflex/skipped"] == 0.0
+  assert row["reflex/z_loss"] > 6.0 and row["reflex/skipped"] == 0.0
+  with pytest.raises(AssertionError):
+    assert_trees_equal(run.weights, before)
 
 
-def test_no_fault_can_lock_it(mesh):
-  run = Run("act", {"orchestrator.check_interval": 8})
+def test_who_may_leave_batches_out_leaves_out_one_in_a_hundred_at_most(mesh):
+  run = Run("act")
   run(150)
-  skipped = [run(noise=True)["reflex/skipped"] for _ in range(60)]
-  assert 16 <= skipped.index(0.0) < 60
-  # And what is the rule from now on is learned: no more is left out in the end.
-  run(120, noise=True)
-  assert sum(r["reflex/skipped"] for r in run.rows[-40:]) == 0.0
+  may_leave_out(run, 5.0)
+  before = run.weights
+  assert run(noise=True)["reflex/skipped"] == 1.0
+  assert_trees_equal(run.weights, before)
+  for _ in range(100):
+    run(noise=True)
+  assert 5.0 <= sum(row["reflex/skipped"] for row in run.rows) <= 6.0
 
 
-def test_a_gradient_a_thousand_times_too_large_is_shrunk(mesh):
+def test_a_gradient_far_too_large_is_shrunk_tensor_by_tensor(mesh):
   run = Run("act", {"optimizer.grad_clip": 0.0})
   run(150)
-  row = run(gradient=1000.0)
-  held = row["train/grad_norm"] * row["reflex/grad_scale"]
-  typical = np.median([r["train/grad_norm"] for r in run.rows[-20:-1]])
-  assert held < 2.0 * typical
+  calm = run.rows[-1]
+  row = run(gradient=1e6)
+  assert calm["reflex/grad_scale"] == 1.0 and row["reflex/grad_scale"] < 1e-3
+  assert row["train/update_norm"] < 20.0 * calm["train/update_norm"]
+  assert np.isfinite(jax.tree.leaves(run.weights)[0]).all()
 
 
-def test_a_rate_thirty_times_too_large_is_held(mesh):
+def test_a_rate_thirty_times_too_large_is_held_though_the_schedule_asks_for_it(mesh):
   run = Run("act")
   run(150)
   typical = run.rows[-1]["train/update_norm"]
-  rows = [run(rate=30.0) for _ in range(10)]
-  assert rows[0]["train/update_norm"] < 1.5 * typical
+  rows = [run(schedule=30.0) for _ in range(10)]
+  assert rows[0]["train/update_norm"] < 2.0 * typical
   assert rows[-1]["reflex/held"] == 10.0
+  assert run()["reflex/held"] == 0.0
   free = Run("off")
   free(150)
-  assert free(rate=30.0)["train/update_norm"] > 20.0 * typical
+  assert free(schedule=30.0)["train/update_norm"] > 20.0 * typical
+
+
+def edit(tree, name, change):
+  """`tree` with the first element of the array of that name changed."""
+
+  def one(path, x):
+    if name not in jax.tree_util.keystr(path):
+      return x
+    array = np.array(x)
+    array.reshape(-1)[:1] = change(array.reshape(-1)[:1])
+    return jax.device_put(array, x.sharding)
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def flip(bit):
+  """One bit of the element, whatever number that gives."""
+  return lambda x: (x.view(np.uint32) ^ np.uint32(1 << bit)).view(np.float32)
+
+
+def tensor(run, row):
+  return tensors.names(run.program.cfg, trainable(run.state.model))[int(row["reflex/wrong_tensor"])]
+
+
+@pytest.mark.parametrize("bit", [0, 12, 22, 27, 31])
+def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(mesh, bit):
+  run = Run("act")
+  assert run(40)["reflex/wrong"] == 0.0
+  model = edit(run.state.model, "head", flip(bit))
+  run.state = dataclasses.replace(run.state, model=model)
+  row = run()
+  assert row["reflex/wrong"] == 1.0 and "head" in tensor(run, row)
+  assert run()["reflex/wrong"] == 0.0
+
+
+@pytest.mark.parametrize(
+  ("name", "change"),
+  [
+    (".mu.head", lambda x: 1e30),
+    (".mu.head", lambda x: np.nan),
+    (".nu.head", lambda x: -1.0),
+    (".nu.head", lambda x: np.inf),
+    (".nu.head", lambda x: 0.0 * x),
+  ],
+)
+def test_moments_that_no_gradients_can_have_led_to_begin_anew(mesh, name, change):
+  run, calm = Run("act"), Run("act")
+  for one in (run, calm):
+    one(40)
+  run.state = dataclasses.replace(run.state, opt_state=edit(run.state.opt_state, name, change))
+  row = run()
+  assert row["reflex/wrong"] == 1.0 and "head" in tensor(run, row)
+  run(20), calm(21)
+  assert sum(row["reflex/wrong"] for row in run.rows) == 1.0
+  np.testing.assert_allclose(run.rows[-1]["train/loss"], calm.rows[-1]["train/loss"], rtol=0.01)
+
+
+def test_a_count_of_updates_that_is_off_is_mended_before_it_is_used(mesh):
+  run, calm = Run("act"), Run("act")
+  for one in (run, calm):
+    one(40)
+  count = lambda path, x: -x if jax.tree_util.keystr(path).endswith(".steps") else x
+  opt_state = jax.tree_util.tree_map_with_path(count, run.state.opt_state)
+  run.state = dataclasses.replace(run.state, opt_state=opt_state)
+  assert run()["reflex/miscounted"] == 80.0
+  calm()
+  assert_trees_equal(run.weights, calm.weights)
 
 
 def test_observing_changes_nothing_whatever_happens(mesh):
@@ -258,13 +333,13 @@ def test_observing_changes_nothing_whatever_happens(mesh):
 
 
 def test_the_passes_of_a_gpu_come_to_the_same(mesh):
-  """There the update is made twice; here too, by pretending."""
+  """Nothing is kept apart there that a CPU keeps apart; here too, by pretending."""
 
   def steps(platform):
     run = Run("act", platform=platform)
     run(WARM + 10)
-    run(gradient=100.0)
-    run(2, rate=10.0)
+    run(gradient=1e6)
+    run(2, schedule=10.0)
     return run
 
   want, got = steps("cpu"), steps("gpu")
