@@ -25,6 +25,7 @@ RATE_GROWTH, RATE_GROWTH_HELD = 1.05, 1.002  # how fast that one may rise, in a 
 LOSS_FLOOR, LOSS_FLOOR_SHARE = 0.02, 0.0025  # least std of the loss: nats, and share of the mean
 SURPRISE = 6.0  # sigmas from which on a loss surprises
 REFILL = 0.005  # of a batch to be left out, given back by each step: 5 in 1,000
+REACH = 6.0  # sigmas within which a sample is taken in: one kind in thirty becomes usual in time
 CUSUM_SLACK, CUSUM_LEAST, CUSUM_MOST = 1.0, -4.0, 8.0  # sigmas (Page 1954, Biometrika 41)
 
 
@@ -215,9 +216,9 @@ def advance(
   growth = jnp.where(reflex.loss.seen < WARM, jnp.inf, growth)
   most = jnp.where(reflex.rate > 0.0, growth * reflex.rate, jnp.inf)
   return reflex._replace(
-    grads=reflex.grads.add(_log_norm(squares), GRADIENT_FLOOR, memory=0.98, reach=3.0),
+    grads=reflex.grads.add(_log_norm(squares), GRADIENT_FLOOR, memory=0.98, reach=REACH),
     rate=jnp.clip(rate, reflex.rate, most),
-    loss=reflex.loss.add(loss, loss_floor(reflex), memory=0.98, reach=3.0),
+    loss=reflex.loss.add(loss, loss_floor(reflex), memory=0.98, reach=REACH),
     updates=reflex.updates + verdict.accept,
     bucket=jnp.where(left_out, reflex.bucket + 1.0, jnp.maximum(reflex.bucket - REFILL, 0.0)),
     cusum=jnp.where(verdict.finite, jnp.maximum(reflex.cusum + step, 0.0), reflex.cusum),

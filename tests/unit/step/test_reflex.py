@@ -15,7 +15,7 @@ from ats_jax.step import tensors
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.program import make_program
-from ats_jax.step.reflex import WARM, Tracker
+from ats_jax.step.reflex import REACH, WARM, Tracker
 from ats_jax.step.schedule import learning_rate
 from benchmarks.faults.inject import Fault, with_faults
 
@@ -29,7 +29,7 @@ def assert_trees_equal(got, want):
 
 @jax.jit
 def observe(tracker, x):
-  return tracker.add(x, FLOOR, memory=0.98, reach=3.0), tracker.z(x, FLOOR)
+  return tracker.add(x, FLOOR, memory=0.98, reach=REACH), tracker.z(x, FLOOR)
 
 
 def tracked(values):
@@ -62,11 +62,11 @@ def test_what_is_not_finite_never_enters(values):
   assert np.isfinite(jax.tree.leaves(tracker)).all()
 
 
-def test_one_outlier_moves_the_mean_by_three_sigmas_share_at_most():
+def test_one_outlier_moves_the_mean_by_a_share_of_its_reach_at_most():
   tracker = tracked(np.random.default_rng(0).normal(0.0, 0.2, 400))
   hit, z = observe(tracker, jnp.float32(1e6))
   assert z > 1e5
-  assert abs(float(hit.mean - tracker.mean)) <= 3.0 * float(tracker.std(FLOOR)) * 0.021
+  assert abs(float(hit.mean - tracker.mean)) <= REACH * float(tracker.std(FLOOR)) * 0.021
 
 
 def test_a_new_level_is_learned_although_every_sample_was_an_outlier():
@@ -81,7 +81,7 @@ def test_a_kind_that_comes_again_and_again_becomes_usual():
   tracker = tracked(np.random.default_rng(0).normal(0.0, 0.1, 400))
   _, first = observe(tracker, jnp.float32(2.0))
   for i in range(400):
-    tracker, z = observe(tracker, jnp.float32(2.0 if i % 10 == 0 else 0.0))
+    tracker, _ = observe(tracker, jnp.float32(2.0 if i % 10 == 0 else 0.0))
   _, last = observe(tracker, jnp.float32(2.0))
   assert float(first) > 15.0 and float(last) < 6.0
 
@@ -177,7 +177,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mo
     )
   scheduled = learning_rate(run.program.cfg, np.array([WARM + 7, WARM + 8]))
   np.testing.assert_allclose(
-    [row["train/scheduled_rate"] for row in (calm, burst)], scheduled * [1.0, 1e3], rtol=1e-6
+    [row["train/scheduled_rate"] for row in (calm, burst)], scheduled * np.array([1.0, 1e3]), rtol=1e-6
   )
   if mode == "act":
     assert burst["reflex/rate_scale"] < 0.01
@@ -241,15 +241,18 @@ def test_a_gradient_far_too_large_is_shrunk_tensor_by_tensor(mesh):
   assert np.isfinite(jax.tree.leaves(run.weights)[0]).all()
 
 
+LONG = {"num_steps": 2000}  # at step 150 the rate is near its highest
+
+
 def test_a_rate_thirty_times_too_large_is_held_though_the_schedule_asks_for_it(mesh):
-  run = Run("act")
+  run = Run("act", LONG)
   run(150)
   typical = run.rows[-1]["train/update_norm"]
   rows = [run(schedule=30.0) for _ in range(10)]
   assert rows[0]["train/update_norm"] < 2.0 * typical
   assert rows[-1]["reflex/held"] == 10.0
   assert run()["reflex/held"] == 0.0
-  free = Run("off")
+  free = Run("off", LONG)
   free(150)
   assert free(schedule=30.0)["train/update_norm"] > 20.0 * typical
 
@@ -294,7 +297,6 @@ def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(mesh, bit):
     (".mu.head", lambda x: np.nan),
     (".nu.head", lambda x: -1.0),
     (".nu.head", lambda x: np.inf),
-    (".nu.head", lambda x: 0.0 * x),
   ],
 )
 def test_moments_that_no_gradients_can_have_led_to_begin_anew(mesh, name, change):
