@@ -278,6 +278,7 @@ class Supervisor:
     """Make the ledger durable."""
     if self._ledger is not None:
       self._ledger.close()
+      self._ledger = None
 
   def __enter__(self) -> Self:
     return self
