@@ -278,7 +278,6 @@ class Supervisor:
     """Make the ledger durable."""
     if self._ledger is not None:
       self._ledger.close()
-      self._ledger = None
 
   def __enter__(self) -> Self:
     return self
