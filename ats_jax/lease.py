@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from absl import logging
 
@@ -88,11 +87,11 @@ class _Lease:
     self._path.unlink(missing_ok=True)
 
   def _beat(self) -> None:
-    with ThreadPoolExecutor(1) as pool:
-      while not self._over.wait(BEAT_SECS):
-        error = pool.submit(self._renew).exception()  # of the network: the next time may go well
-        if error is not None:
-          logging.warning("%s was not renewed: %s: %s", self._path, type(error).__name__, error)
+    while not self._over.wait(BEAT_SECS):
+      try:
+        self._renew()
+      except paths.errors() as e:  # of the network: the next time may go well
+        logging.warning("%s was not renewed: %s", self._path, paths.reason(e))
 
   def _renew(self) -> None:
     if self._mine():

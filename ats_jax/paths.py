@@ -2,7 +2,8 @@
 
 A `Path` is an `epath.Path`: `runs/debug`, `gs://bucket/run`, `s3://...`, `az://...`. Both kinds are
 joined, read and listed alike. What a store has not (appending, renaming in one step, flushing) is
-defined here, once for each kind; no other module asks which kind a path is of.
+defined here, once for each kind. Others ask which kind a path is of only to refuse what a store
+cannot do; `lease` is the other kind of lock.
 """
 
 import concurrent.futures
@@ -182,10 +183,11 @@ class Log:
       self.flush()
 
   def flush(self) -> None:
-    """Make it durable."""
+    """Make it durable; what was closed is."""
     if self._file is not None:
-      self._file.flush()
-      os.fsync(self._file.fileno())
+      if not self._file.closed:
+        self._file.flush()
+        os.fsync(self._file.fileno())
       return
     start = time.monotonic()
     write(self._path, bytes(self._data))

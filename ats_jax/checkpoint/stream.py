@@ -35,7 +35,7 @@ def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
   arrays, on_gpu = dict[str, jax.Array | np.ndarray](), {}
   for name, part in parts.items():
     if isinstance(part.leaf, np.ndarray):
-      arrays[name] = part.leaf if part.place is None else part.leaf[part.place]
+      arrays[name] = part.leaf if part.place is None else part.leaf[part.place, ...]
       continue
     devices = part.leaf.sharding.device_set
     on_cpu = next(iter(devices)).platform == "cpu"
@@ -43,7 +43,7 @@ def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
       arrays[name] = part.leaf
     elif len(devices) == 1 and on_cpu:
       whole = np.asarray(part.leaf)
-      arrays[name] = (whole if part.place is None else whole[part.place]).view(Kept)
+      arrays[name] = (whole if part.place is None else whole[part.place, ...]).view(Kept)
     elif len(devices) == 1:
       on_gpu[name] = part
     elif part.place is None:

@@ -480,3 +480,12 @@ def test_what_a_save_holds_is_not_copied_again():
   for name, array in stream.to_save(parts).items():
     whole = np.asarray(parts[name].leaf)
     assert np.shares_memory(copy.deepcopy(array), whole)  # Orbax makes such a copy
+
+
+def test_a_number_of_each_layer_is_saved_by_layer(tmp_path):
+  """A stack of scalars has arrays without dimensions for layers, not numpy's numbers."""
+  stacks, state = {"stack": range(3)}, {"stack": {"threshold": jnp.arange(3.0)}}
+  with CheckpointManager(tmp_path, CheckpointConfig(), stacks=stacks) as manager:
+    manager.save(1, state, {}, wait=True)
+    _, restored, _ = manager.restore_latest(jax.eval_shape(lambda: state))
+  np.testing.assert_array_equal(restored["stack"]["threshold"], [0.0, 1.0, 2.0])
