@@ -52,13 +52,15 @@ def checksums(params: Any) -> jax.Array:
 def scaled(params: Any, factor_T: jax.Array) -> Any:
   """Each tensor times its factor, in its dtype."""
   leaves, structure = jax.tree.flatten(params)
-  done, first = [], 0
+  factors, first = [], 0
   for param, x in zip(params_of(params), leaves, strict=True):
     lead = _layers(param)
     factor = factor_T[first : first + math.prod(lead)].reshape(lead + (1,) * (x.ndim - len(lead)))
-    done.append(x * factor.astype(x.dtype))
+    factors.append(factor.astype(x.dtype))
     first += math.prod(lead)
-  return structure.unflatten(done)
+  # Behind a barrier: XLA would make one pass of all that read the same vector.
+  factors = jax.lax.optimization_barrier(factors)
+  return structure.unflatten([x * f for x, f in zip(leaves, factors, strict=True)])
 
 
 def _layers(param: Param) -> tuple[int, ...]:

@@ -66,16 +66,13 @@ def step_function(
       new = update(optimizer, params, grads, state.opt_state, lr)
     else:
       new = guarded_update(optimizer, params, grads, state.opt_state, lr, loss, control, reflex)
-    model = merge(new.params, state.model)
-    model = with_buffers(cfg, model, stats, state.step, rules, used)
+    moved = merge(new.params, state.model)
+    model = with_buffers(cfg, moved, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
-
-    moved = (model, new.opt_state, ema)
     if new.accept is not None:
       take = functools.partial(jnp.where, new.accept)
-      moved = jax.tree.map(take, moved, (state.model, state.opt_state, state.ema))
-    model, opt_state, ema = moved
+      model, ema = jax.tree.map(take, (model, ema), (moved, state.ema))
 
     # Behind a barrier, so that XLA does not write parameters in float32 for the sake of this norm.
     written = jax.lax.optimization_barrier(trainable(model))
@@ -95,7 +92,7 @@ def step_function(
     after = new.reflex
     if after is not None:
       after = after._replace(written=tensors.checksums(written), knows=jnp.asarray(True))
-    return TrainState(state.step + 1, model, opt_state, ema, state.key, control, after), metrics
+    return TrainState(state.step + 1, model, new.opt_state, ema, state.key, control, after), metrics
 
   return train_step
 

@@ -16,13 +16,13 @@ class Updated(NamedTuple):
   """What an update leaves behind.
 
   Attributes:
-    params: new parameters.
-    opt_state: new state of the optimizer.
+    params: new parameters; the old ones if the update is not made.
+    opt_state: of the optimizer, likewise.
     grad_norm: float32, before clipping.
-    update_norm: float32, of what was added to the parameters, were it accepted.
+    update_norm: float32, of what is added to the parameters, were the update made.
     rate: float32, what multiplied the directions, were it accepted: the schedule's learning rate
       times all that anybody made of it.
-    accept: bool, whether to keep this; None = yes.
+    accept: bool, whether the update is made; None = yes.
     reflex: its new state, or None.
     report: values of `REFLEX_METRICS`; empty without reflex.
   """
@@ -92,7 +92,10 @@ def guarded_update(
   verdict = judge(reflex, control, loss, squares_T, wanted)
   grads = seam(tensors.scaled(grads, verdict.grad_scale), platform)
   used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
-  wrong_T = reflex.knows & (tensors.checksums(params) != reflex.written)
+  # Before anything else is made of the parameters: XLA updates arrays in place, in one pass, if it
+  # makes no more than one sum of them there, and copies them otherwise.
+  sums_T, params = jax.lax.optimization_barrier((tensors.checksums(params), params))
+  wrong_T = reflex.knows & (sums_T != reflex.written)
   miscounted = jnp.zeros(())
   if optimizer.recount is not None:
     counted, miscounted = optimizer.recount(opt_state, reflex.updates)
@@ -109,13 +112,15 @@ def guarded_update(
   )
   marked = directions
   if optimizer.check is not None:
-    directions, new_state, marked = optimizer.check(directions, new_state, control.armed)
+    directions, new_state, marked = optimizer.check(opt_state, directions, new_state, control.armed)
     directions, new_state, marked = seam((directions, new_state, marked), platform)
   moved_T = tensors.squares(marked)
   is_marked_T = ~jnp.isfinite(moved_T)
   wrong_T = wrong_T | (is_marked_T & verdict.finite)
   rate = wanted * verdict.rate_scale
   moved = seam(move(params, directions, rate), platform)
+  take = functools.partial(jnp.where, verdict.accept)
+  moved, new_state = jax.tree.map(take, (moved, new_state), (params, opt_state))
   after = advance(reflex, verdict, loss, squares_T, wanted)
   report = (
     verdict.z_loss,

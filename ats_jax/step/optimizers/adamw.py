@@ -102,31 +102,42 @@ def recount(opt_state: optax.OptState, updates: jax.Array) -> tuple[optax.OptSta
 
 
 def check_moments(
-  directions: Any, opt_state: optax.OptState, armed: jax.Array, *, b1: float, b2: float
+  before: optax.OptState,
+  directions: Any,
+  after: optax.OptState,
+  armed: jax.Array,
+  *,
+  b1: float,
+  b2: float,
 ) -> Checked:
   """What holds of Adam's moments whatever the gradients were, element by element.
 
   A second moment is not negative, and a first moment is within `most_ratio` of its root: both are
   sums over the same gradients, which the inequality of Cauchy and Schwarz compares. See
-  `Optimizer.check`; nothing is read for it that the update has not at hand.
+  `Optimizer.check`.
+
+  Of the moments before the update, which XLA has at hand in the pass that makes it: asked of those
+  after it, the answers to bfloat16 moments are written out first (seen on an H200, jax 0.11.2).
   """
   is_adam = lambda state: isinstance(state, AdamState)
-  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+  adam_of = lambda tree: next(filter(is_adam, jax.tree.leaves(tree, is_leaf=is_adam)))
+  # Behind a barrier: XLA would read zeros that something else has in memory, and tie both together.
+  zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
 
   def is_wrong(m: jax.Array, v: jax.Array) -> jax.Array:
     most = most_ratio(b1, b2, m.dtype, v.dtype)
     m, v = m.astype(jnp.float32), v.astype(jnp.float32)
-    bound = most * jnp.sqrt(v) + UNDERFLOW if math.isfinite(most) else jnp.inf
-    return ~((v >= 0.0) & (v < jnp.inf) & (jnp.abs(m) <= bound))  # true of NaN too
+    bound = most * most * v + UNDERFLOW * UNDERFLOW if math.isfinite(most) else jnp.inf
+    return ~((v >= zero) & (v < jnp.inf) & (m * m <= bound))  # true of NaN too
 
-  wrong = jax.tree.map(is_wrong, adam.mu, adam.nu)
+  old, new = adam_of(before), adam_of(after)
+  wrong = jax.tree.map(is_wrong, old.mu, old.nu)
+  anew = lambda x, is_wrong: jnp.where(is_wrong & armed, zero.astype(x.dtype), x)
   marked = jax.tree.map(lambda d, is_wrong: jnp.where(is_wrong, jnp.nan, d), directions, wrong)
-  anew = lambda x, is_wrong: jnp.where(is_wrong & armed, jnp.zeros_like(x), x)
-  old = (directions, adam.mu, adam.nu)
-  directions, mu, nu = (jax.tree.map(anew, tree, wrong) for tree in old)
-  mended = AdamState(adam.steps, mu, nu)
-  opt_state = jax.tree.map(lambda s: mended if is_adam(s) else s, opt_state, is_leaf=is_adam)
-  return Checked(directions, opt_state, marked)
+  directions, mu, nu = (jax.tree.map(anew, x, wrong) for x in (directions, new.mu, new.nu))
+  mended = AdamState(new.steps, mu, nu)
+  after = jax.tree.map(lambda s: mended if is_adam(s) else s, after, is_leaf=is_adam)
+  return Checked(directions, after, marked)
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:

@@ -33,8 +33,8 @@ class Checked(NamedTuple):
   """An update of an optimizer, without what was wrong with it.
 
   Attributes:
-    directions: 0 where no gradients can have led to them.
-    opt_state: after the update; what it kept of these elements begins anew.
+    directions: 0 where no gradients can have led to what it kept.
+    opt_state: after the update; what it keeps of these elements begins anew.
     marked: the directions, NaN there: their norm, which is taken anyway, tells of them.
   """
 
@@ -57,9 +57,9 @@ class Optimizer:
       the same state; None = there is no kernel for it.
     recount: `(opt_state, updates) -> (opt_state, off)`: the state with the count of updates that
       it must have, and by how much its own was off; None = it does not count.
-    check: `(directions, opt_state, armed) -> Checked`, of what `tx` gave: leaves out what no
-      gradients can have led to if it is `armed`, and marks it in any case; None = it keeps nothing
-      of which that could be said.
+    check: `(before, directions, after, armed) -> Checked`, of the state that `tx` was given and of
+      what it made of it: leaves out what no gradients can have led to if it is `armed`, and marks
+      it in any case; None = it keeps nothing of which that could be said.
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and a row that starts anew late must not have 0 there. All others are averages of
       gradients, where it must.
@@ -69,7 +69,7 @@ class Optimizer:
   platform: str
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
   recount: Callable[[optax.OptState, jax.Array], tuple[optax.OptState, jax.Array]] | None = None
-  check: Callable[[Any, optax.OptState, jax.Array], Checked] | None = None
+  check: Callable[[optax.OptState, Any, optax.OptState, jax.Array], Checked] | None = None
   squares: frozenset[str] = frozenset()
 
 
