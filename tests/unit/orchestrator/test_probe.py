@@ -141,7 +141,8 @@ def test_a_spoilt_state_is_rolled_back_at_the_look_after_the_suspicion(program, 
   first, second = (checks[begin + n * EVERY] for n in (1, 2))
   # Named at once by its checksum; how bad it is the probe says, which is scored for that.
   assert (first["reading"]["wrong"], second["reading"]["wrong"]) == (1, 0)
-  assert first["reading"]["tensor"] == "head/weight" and math.isnan(float(first["reading"]["probe"]))
+  assert first["reading"]["tensor"] == "head/weight"
+  assert math.isnan(float(first["reading"]["probe"]))
   for check in (first, second):
     assert "head/weight or its moments" in check["health"]["causes"][0]
   assert ledger.replay(run.path) == run.supervisor.decisions
