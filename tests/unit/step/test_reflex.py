@@ -177,7 +177,9 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mo
     )
   scheduled = learning_rate(run.program.cfg, np.array([WARM + 7, WARM + 8]))
   np.testing.assert_allclose(
-    [row["train/scheduled_rate"] for row in (calm, burst)], scheduled * np.array([1.0, 1e3]), rtol=1e-6
+    [row["train/scheduled_rate"] for row in (calm, burst)],
+    scheduled * np.array([1.0, 1e3]),
+    rtol=1e-6,
   )
   if mode == "act":
     assert burst["reflex/rate_scale"] < 0.01
