@@ -375,7 +375,7 @@ def _judge_trial(
   works = trial.action.worked(reading) and after <= trial.before + noise
   if after < trial.before - noise or works:
     verdict = "helped"
-  elif after > trial.before + noise:
+  elif after > max(trial.before, 0.0) + noise:  # the best so far is no harm, if by less than before
     verdict = "harmed"
   else:
     verdict = "no effect"

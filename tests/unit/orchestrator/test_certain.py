@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from copies import most_copies
 from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.data.batch import POSITION
@@ -19,6 +20,7 @@ from ats_jax.orchestrator.signals.interval import Fault, Rows
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead
+from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 
@@ -174,6 +176,19 @@ def test_the_story_has_what_was_left_out_and_what_a_rollback_cost(program, tmp_p
   lost = rows[0]["step"] - rows[0]["to"]
   assert f"which costs {lost} steps, {lost * 128:,} tokens" in story
   assert "surprising batches in steps" in story  # those that the broken weights made
+
+
+def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
+  program, tmp_path, monkeypatch
+):
+  # Two are good by then, and one is not yet known to be.
+  often = dataclasses.replace(
+    program.cfg.orchestrator, probe_share=1.0, snapshot_interval=2 * EVERY
+  )
+  program = dataclasses.replace(program, cfg=dataclasses.replace(program.cfg, orchestrator=often))
+  most = most_copies(monkeypatch)
+  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 10)
+  assert run.supervisor.replayed == EVERY * 9 and most() == COPIES
 
 
 # ---- pure

@@ -7,16 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
+from copies import most_copies
+from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
-from ats_jax.orchestrator import hooks
-from ats_jax.orchestrator.actions import Rollback
-from ats_jax.orchestrator.policy.decide import BROKEN_STOP
+from ats_jax.orchestrator import hooks, supervisor
+from ats_jax.orchestrator.actions import Rollback, SetSkips
+from ats_jax.orchestrator.policy.decide import BROKEN_STOP, Interval, decide
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.snapshots import COPIES, Snapshot, Snapshots, local_bytes
+from ats_jax.orchestrator.trials.snapshots import (
+  COPIES,
+  COPIES_OF_AGAIN,
+  Snapshot,
+  Snapshots,
+  local_bytes,
+)
 from ats_jax.step.metrics import METRICS
 from ats_jax.step.program import make_program
 from benchmarks.faults.inject import Fault, with_faults
@@ -46,6 +53,8 @@ class Run:
 
   def __init__(self, program, path=None, probe=True, **kwargs):
     self.program, self.path, self.state, self.step = program, path, program.init(), 0
+    self.lent = Lent()
+    kwargs = {"loop": self.lent, **kwargs}
     self.supervisor = Supervisor(program, counting_rows(10**6) if probe else None, path, **kwargs)
     self.supervisor.start(0, self.state)
 
@@ -54,9 +63,10 @@ class Run:
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(counting_rows(self.step, noise=noise), 1)
-      self.state, self.metrics = self.program.train_step(
-        self.state, batch, self.program.training_rules(1), fault=given
+      self.lent.last = lambda state, batch=batch: self.program.train_step(
+        state, batch, self.program.training_rules(1), fault=given
       )
+      self.state, self.metrics = self.lent.last(self.state)
       self.state = self.supervisor.after(self.step, self.state, self.metrics)
     return self
 
@@ -380,7 +390,30 @@ def test_memory_is_priced_from_the_state(program):
   size = sum(x.nbytes for x in jax.tree.leaves(parts))
   assert local_bytes(state) == size
   assert Snapshots(10, COPIES * size).fits(state)
+  assert not Snapshots(10, COPIES * size).fits(state, 1)
+  assert Snapshots(10, (COPIES + COPIES_OF_AGAIN) * size).fits(state, COPIES_OF_AGAIN)
   ring = Snapshots(10, COPIES * size - 1)
   ring.start(0, state)
   ring.offer(100, state)
   assert not ring.good and ring.candidate is None
+
+
+@pytest.mark.parametrize(("copies", "again"), [(3, False), (4, False), (5, True)])
+def test_steps_are_made_again_only_where_there_is_memory_for_it(
+  program, monkeypatch, copies, again
+):
+  """What wants to be tried, as leaving out batches, is not where it needs more than is allowed."""
+
+  def eager(terms, policy, seen, step):
+    policy, judgement = decide(terms, policy, seen, step)
+    tries = SetSkips(5.0) if isinstance(seen, Interval) else None
+    return policy, judgement._replace(tries=tries)
+
+  monkeypatch.setattr(supervisor, "decide", eager)
+  allowed = copies * local_bytes(program.init()) / 2**30
+  orchestrator = dataclasses.replace(program.cfg.orchestrator, snapshot_gb=allowed)
+  cfg = dataclasses.replace(program.cfg, orchestrator=orchestrator)
+  most = most_copies(monkeypatch)
+  run = Run(dataclasses.replace(program, cfg=cfg))(60)
+  assert (run.supervisor.replayed > 0) == again
+  assert most() == (5 if again else 3)
