@@ -156,3 +156,16 @@ def test_what_the_probe_wobbles_by_is_no_harm_of_surgery(wobble, probe, verdict)
   assert outcome.verdict == verdict
   undone = [decision.action for decision in judgement.decisions]
   assert undone == ([PruneExpert(3, 1)] if verdict == "harmed" else [])
+
+
+def test_a_descent_that_slows_down_is_no_harm():
+  """Each look has the best loss so far, if by less and less."""
+  policy, outcome, number, probe, fall = PolicyState(), None, 0, 12.0, 1.0
+  while outcome is None:
+    starved = ((3, 1),) if policy.trial is None else ()
+    probe, fall = probe - fall, 0.9 * fall
+    seen = reading(number, starved=starved, probe=probe)
+    policy, judgement = decide(TERMS, policy, Interval(seen, pause=True), seen.step)
+    outcome, number = judgement.outcome, number + 1
+  assert 0.0 > outcome.after > outcome.before + 0.08 and outcome.verdict != "harmed"
+  assert not judgement.decisions
