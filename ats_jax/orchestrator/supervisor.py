@@ -44,7 +44,7 @@ from ats_jax.orchestrator.signals.interval import (
 )
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
-from ats_jax.orchestrator.trials.snapshots import Snapshots, local_bytes
+from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_AGAIN, Snapshots, local_bytes
 from ats_jax.paths import Path
 from ats_jax.step import tensors
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
@@ -117,6 +117,7 @@ class Supervisor:
     self._laps, self._readings = list[dict[str, float]](), 0
     self._tries: Action | None = None  # what is to be tried when the next steps begin
     self._again: Again | None = None
+    self._has_room = False  # for what making steps again keeps
     self._past: Action | None = None  # what is to be tried on all steps so far
     self._snapshots = snapshots or Snapshots.of(self._cfg)
 
@@ -159,12 +160,15 @@ class Supervisor:
         step, state, {**(saved or {}), **self._position(), **self._remembered()}
       )
       self._snapshots.keeps_first = step == 0
-      gb = self._snapshots.copies * local_bytes(state) / 2**30
+      self._has_room = self._snapshots.fits(state, COPIES_OF_AGAIN)
+      gb = COPIES * local_bytes(state) / 2**30
       where = f"snapshots in host memory, {gb:.3g} GB" if self._snapshots.good else (
         f"the last checkpoint and tries nothing: snapshots would take {gb:.3g} GB of host memory, "
         f"and orchestrator.snapshot_gb={self._cfg.snapshot_gb:g}"
       )  # fmt: skip
       logging.info("orchestrator: rolls back to %s", where)
+      if self._snapshots.good and not self._has_room:
+        logging.info("orchestrator: tries no steps twice, which takes five snapshots' memory")
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
     """Look at the model as `program` has it from update `step` on; compiles what that needs.
@@ -335,7 +339,7 @@ class Supervisor:
         del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
-    self._tries, self._past = judgement.tries, judgement.past
+    self._tries, self._past = judgement.tries if self._has_room else None, judgement.past
     is_odd = judgement.finding is not None and judgement.finding.cause == "data"
     if judgement.decisions or (judgement.finding and not is_odd):
       self._again = None
@@ -426,7 +430,7 @@ class Supervisor:
     pending, again = self._pending, self._again
     assert pending is not None, "no interval ends here"
     if again is None:
-      if self._tries is not None and self._probe is not None and self._snapshots.good:
+      if self._tries is not None and self._probe is not None:
         self._again = Again(step, state, self._tries, pending.probe, pending.rules)
         self._tries = None
       return state
@@ -459,6 +463,7 @@ class Supervisor:
     same = program.training_rules(1) == program.training_rules(step)
     if start.step or not same or program.rules(0) != rules:
       return state  # they would be another model's
+    ring.reject()  # makes room for where the run is now
     past = self._loop.ahead(json.loads(start.saved))
     probe = self._scorer(rules)
     left, other, effect = look_back(program.cfg, step, state, start, action, past, probe)

@@ -17,6 +17,7 @@ from benchmarks.faults.table import CLEAN, USUAL, Board, markdown, number, verdi
 # Of a float32; of a count, how far it is thrown.
 BITS = {"0-22": range(23), "23-29": range(23, 30), "30": range(30, 31), "31": range(31, 32)}
 DATA = ("F2", "F3", "F7")
+SHOWN = {"A1", "A2", "A3", "N1", "N2", *DATA}  # families that these tables are of
 RUNS_SAY = ("corpus", "protocol", "commit", "dirty", "python", "jax")
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.faults.audit import AUDITED
-from benchmarks.faults.audit_table import audit_tables
+from benchmarks.faults.audit import AUDITED, KNOWN
+from benchmarks.faults.audit_table import SHOWN, audit_tables
 from benchmarks.faults.results import Record
 from benchmarks.faults.table import CLEAN, Board, mean, render
 
@@ -19,7 +19,8 @@ def tables(records: Sequence[Record], judged: str) -> str:
     records: runs.
     judged: the arm that the thresholds of the suites of faults are for.
   """
-  if any(record["scenario"] in AUDITED for record in records):
+  scenarios = {record["scenario"] for record in records}
+  if scenarios & AUDITED.keys() and {KNOWN[name].family for name in scenarios} <= SHOWN:
     return audit_tables(records, judged)
   board = Board(records)
   if "low_rate" in board.faults:

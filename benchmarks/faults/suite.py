@@ -53,7 +53,7 @@ LARGE = (
   ("optimizer.warmup_steps", 60),
   ("precision.compute_dtype", "bfloat16"),
 )
-SMOKE_FAULTS = ("rate_burst", "noise_burst", "nan_gradient", "nan_weight", "repeats")
+SMOKE_FAULTS = ("schedule_x30_burst", "noise_burst", "nan_gradient", "nan_weight", "repeats")
 SMOKE_CONTROLS = ("clean", "domain_switch")
 # Noise that a run meets; nothing else of the first suites comes through a door that production has.
 NOISE = ("noise_burst", "noise_share", "shuffled_targets", "repeats")

@@ -4,7 +4,7 @@ import pytest
 from commands import forked
 
 from benchmarks.faults.results import Results
-from benchmarks.faults.suite import SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
+from benchmarks.faults.suite import NOISE, SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
 
 
 def faults(*flags):
@@ -35,6 +35,11 @@ def test_it_is_complete(runs):
 def test_a_fault_costs_little_under_guard(runs, fault):
   clean = runs["clip", "clean"]["loss"]
   guarded, clipped = (runs[arm, fault]["loss"] - clean for arm in ("ours", "clip"))
+  if fault in NOISE:  # what is finite is trained on, as the clip does: no worse, and no better
+    assert guarded < clipped + 0.02
+    record = runs["ours", fault]
+    assert record["skipped"] == record["rollbacks"] == record["cuts"] == 0
+    return
   assert guarded < 0.25 and guarded < clipped
   if fault == "nan_weight":
     assert not runs["clip", fault]["finite"] and runs["ours", fault]["rollbacks"] == 1
@@ -55,21 +60,23 @@ def test_what_is_no_fault_is_not_rolled_back(runs, control):
 def test_it_goes_on_where_it_was_killed(smoke, runs, tmp_path):
   lines = smoke[0].read_text().splitlines()
   clean, burst = (next(x for x in lines if f'"clip", "scenario": "{s}"' in x)
-                  for s in ("clean", "rate_burst"))  # fmt: skip
+                  for s in ("clean", "schedule_x30_burst"))  # fmt: skip
   path = tmp_path / "faults.jsonl"
   path.write_text(f"{clean}\n{burst[:-30]}")
-  faults("run", "--arms=clip", "--faults=clean,rate_burst", f"--results={path}")
+  faults("run", "--arms=clip", "--faults=clean,schedule_x30_burst", f"--results={path}")
   assert path.read_text().splitlines()[0] == clean
   timeless = lambda record: {k: v for k, v in record.items() if k != "secs"}
   again = {key[:2]: record for key, record in Results(path).records.items()}
-  assert again.keys() == {("clip", "clean"), ("clip", "rate_burst")}
-  assert timeless(again["clip", "rate_burst"]) == timeless(runs["clip", "rate_burst"])
+  assert again.keys() == {("clip", "clean"), ("clip", "schedule_x30_burst")}
+  assert timeless(again["clip", "schedule_x30_burst"]) == timeless(
+    runs["clip", "schedule_x30_burst"]
+  )
 
 
 def test_the_table_is_printed_again(smoke):
   path, printed = smoke
   assert faults("table", f"--results={path}") == printed
-  assert "| rate_burst" in printed and "excess, nats" in printed
+  assert "excess, nats" in printed and all(f"| {fault}" in printed for fault in SMOKE_FAULTS)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class OrchestratorConfig:
   snapshot_gb: float = setting(
     64.0,
     "host memory of a process that three snapshots may take; past it, or with 0, a rollback goes "
-    "to the last checkpoint",
+    "to the last checkpoint; what is tried by making steps again needs room for five",
     unit="GiB",
     low=0.0,
     resume="free",

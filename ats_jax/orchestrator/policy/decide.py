@@ -375,7 +375,7 @@ def _judge_trial(
   works = trial.action.worked(reading) and after <= trial.before + noise
   if after < trial.before - noise or works:
     verdict = "helped"
-  elif after > trial.before + noise:
+  elif after > max(trial.before, 0.0) + noise:  # the best so far is no harm, if by less than before
     verdict = "harmed"
   else:
     verdict = "no effect"
@@ -414,11 +414,13 @@ def _remember(
     learning_rate=reading.learning_rate,
     starved=starved,
     crowded=crowded,
-    doubts=policy.doubts if math.isnan(reading.probe) else "",
+    doubts=policy.doubts if reading.unread else "",
   )
   policy = _spread(policy, reading, finding, margin)
   if finding is not None:
-    turned = finding.cause == "data" and reading.surprising >= SURPRISES
+    # A run that diverges has a worse probe with the first high loss; one on other data does not.
+    shown = reading.surprising >= SURPRISES or excess <= margin
+    turned = finding.cause == "data" and shown
     is_odd = turned or (policy.odd > 0 and finding.cause != "state")
     policy = policy._replace(healthy=0, odd=policy.odd + 1 if is_odd else 0)
     # What lasts longer than the reflex may leave batches out is the data from now on.

@@ -11,7 +11,7 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.step.state import TrainState
 
 COPIES = 3
-COPIES_OF_BRANCH = 2  # where the arms begin, and where the first ends
+COPIES_OF_AGAIN = 2  # of steps made again: where the arms begin, and where the first ends
 HOST = "pinned_host"
 
 
@@ -63,15 +63,13 @@ class Snapshots:
   Attributes:
     good: the newest last, at most two.
     candidate: newer, and not known to be good.
-    copies: of a state that there may be at once, with those of a branch.
     keeps_first: the first good one stays, whatever comes after it.
   """
 
-  def __init__(self, every_steps: int, max_bytes: int, copies: int = COPIES):
+  def __init__(self, every_steps: int, max_bytes: int):
     """Set how often a state is taken, and the most memory of this process that copies may hold."""
     self.good: tuple[Snapshot, ...] = ()
     self.candidate: Snapshot | None = None
-    self.copies = copies
     self.keeps_first = False
     self._every_steps = every_steps
     self._max_bytes = max_bytes
@@ -79,12 +77,16 @@ class Snapshots:
   @classmethod
   def of(cls, cfg: OrchestratorConfig) -> Self:
     """Those that the settings allow."""
-    copies = COPIES + COPIES_OF_BRANCH * cfg.raise_learning_rate
-    return cls(cfg.snapshot_interval, int(cfg.snapshot_gb * 2**30), copies)
+    return cls(cfg.snapshot_interval, int(cfg.snapshot_gb * 2**30))
 
-  def fits(self, state: TrainState) -> bool:
-    """Whether all copies of this process's part of `state` fit in the memory allowed."""
-    return self.copies * local_bytes(state) <= self._max_bytes
+  def fits(self, state: TrainState, further: int = 0) -> bool:
+    """Whether all copies of this process's part of `state` fit in the memory allowed.
+
+    Args:
+      state: on the devices.
+      further: copies beside the ring's.
+    """
+    return (COPIES + further) * local_bytes(state) <= self._max_bytes
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
     """Begin with a state that is taken to be good: a new one, or that of a verified checkpoint."""

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from ats_jax.model.param import Param, Role
 from benchmarks.faults.baselines import adagc, rate_rules, skip_step, zclip
 
 
@@ -19,8 +20,9 @@ def norms_with_spikes(steps=200, seed=0):
 
 
 def gradients(norm):
-  """Two tensors with 3/5 and 4/5 of the norm."""
-  return {"a": jnp.array([0.6 * norm, 0.0]), "b": jnp.array([[0.8 * norm]])}
+  """Two tensors with 3/5 and 4/5 of the norm, as a step hands them over."""
+  one = lambda x, *axes: Param(jnp.array(x), axes=axes, role=Role.MATRIX)
+  return {"a": one([0.6 * norm, 0.0], "embed"), "b": one([[0.8 * norm]], "embed", "mlp")}
 
 
 def test_zclip_clips_spikes_reciprocally_to_their_z():
@@ -61,7 +63,7 @@ def test_adagc_clips_each_tensor_by_its_own_history():
         want = min(size, 1.05 * level[name])
         clipped += want < size
         level[name] = 0.98 * level[name] + 0.02 * want
-      assert float(jnp.linalg.norm(got[name])) == pytest.approx(want, rel=1e-4)
+      assert float(jnp.linalg.norm(got[name][...])) == pytest.approx(want, rel=1e-4)
   assert clipped > 100  # after a warm-up that keeps the least, nearly all are
 
 

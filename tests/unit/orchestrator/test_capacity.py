@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import micro_batches, random_rows, tiny_config
-from readings import INTERVAL, reading
+from readings import HEALTHY, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import ChangeSettings
@@ -49,8 +49,8 @@ def test_looks_in_a_row_are_counted():
   policy, counted = PolicyState(), []
   shares = [CROWDED / 2, 2 * CROWDED, 2 * CROWDED, CROWDED / 2, 2 * CROWDED]
   for number, share in enumerate(shares):
-    seen = reading(number, means={"moe/dropped": share})
-    policy, _ = decide(Terms(cfg, 32.0), policy, Interval(seen), seen.step)
+    seen = reading(number, means=HEALTHY["means"] | {"moe/dropped": share})
+    policy, _ = decide(Terms(cfg), policy, Interval(seen), seen.step)
     counted.append(policy.crowded)
   assert counted == [0, 1, 2, 0, 1]
 
@@ -59,8 +59,8 @@ def test_a_crowded_look_asks_and_only_once_in_a_while():
   cfg = OrchestratorConfig(mode="act", check_interval=INTERVAL)
   policy, asked = PolicyState(), []
   for number in range(2 * LOOKS):
-    seen = reading(number, means={"moe/dropped": 2 * CROWDED})
-    policy, judgement = decide(Terms(cfg, 32.0, 0.25), policy, Interval(seen), seen.step)
+    seen = reading(number, means=HEALTHY["means"] | {"moe/dropped": 2 * CROWDED})
+    policy, judgement = decide(Terms(cfg, capacity=0.25), policy, Interval(seen), seen.step)
     asked.append(judgement.asks is not None)
   assert [number for number, asks in enumerate(asked, 1) if asks] == [LOOKS, 2 * LOOKS]
 

@@ -1,5 +1,6 @@
 """What is certain needs no statistics: two scores of the same weights, counts of the same steps."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from copies import most_copies
 from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
 from ats_jax.data.batch import POSITION
@@ -17,6 +19,8 @@ from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.interval import Fault, Rows
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.trials.paired import Ahead
+from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 
@@ -39,28 +43,34 @@ def program():
 
 
 class Data(Lent):
-  """A loop that says which row comes next."""
+  """A loop that says which row comes next, and has the batches of before."""
 
-  row = 0
+  def __init__(self, program):
+    super().__init__()
+    self.row, self.fed = 0, []
+    self.train_step = lambda *given: program.train_step(*given, program.training_rules(1))
 
   def position(self):
     return {POSITION: {"row": self.row}}
+
+  def ahead(self, saved=None):
+    begin = (saved or self.position())[POSITION]["row"] // 8
+    return Ahead(self.train_step, lambda: contextlib.nullcontext(iter(self.fed[begin:])))
 
 
 class Run:
   """A run with a hand in it."""
 
   def __init__(self, program, path):
-    self.program, self.state, self.step, self.data = program, program.init(), 0, Data()
+    self.program, self.state, self.step, self.data = program, program.init(), 0, Data(program)
     self.supervisor = Supervisor(program, PROBE, path, loop=self.data)
     self.supervisor.start(0, self.state)
 
   def __call__(self, steps, rows=counting_rows):
     for _ in range(steps):
       self.step, self.data.row = self.step + 1, self.data.row + 8
-      batch = micro_batches(rows(self.step), 1)
-      rules = self.program.training_rules(1)
-      self.state, self.metrics = self.program.train_step(self.state, batch, rules)
+      self.data.fed.append(micro_batches(rows(self.step), 1))
+      self.state, self.metrics = self.data.train_step(self.state, self.data.fed[-1])
       self.state = self.supervisor.after(self.step, self.state, self.metrics)
     return self
 
@@ -166,6 +176,19 @@ def test_the_story_has_what_was_left_out_and_what_a_rollback_cost(program, tmp_p
   lost = rows[0]["step"] - rows[0]["to"]
   assert f"which costs {lost} steps, {lost * 128:,} tokens" in story
   assert "surprising batches in steps" in story  # those that the broken weights made
+
+
+def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
+  program, tmp_path, monkeypatch
+):
+  # Two are good by then, and one is not yet known to be.
+  often = dataclasses.replace(
+    program.cfg.orchestrator, probe_share=1.0, snapshot_interval=2 * EVERY
+  )
+  program = dataclasses.replace(program, cfg=dataclasses.replace(program.cfg, orchestrator=often))
+  most = most_copies(monkeypatch)
+  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 10)
+  assert run.supervisor.replayed == EVERY * 9 and most() == COPIES
 
 
 # ---- pure

@@ -113,7 +113,7 @@ def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
   assert experts.starved([without, even]) == ()
 
 
-TERMS = Terms(OrchestratorConfig(mode="act", check_interval=INTERVAL), 32.0)
+TERMS = Terms(OrchestratorConfig(mode="act", check_interval=INTERVAL))
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,32 @@ def test_surgery_waits_while_something_is_wrong():
   assert jax.tree.leaves(policy.starved) == [STARVED_CHECKS + 5]
 
 
-@pytest.mark.parametrize(("probe", "verdict"), [(2.06, "helped"), (2.2, "harmed")])
-def test_what_the_probe_wobbles_by_is_no_harm_of_surgery(probe, verdict):
+@pytest.mark.parametrize(
+  ("wobble", "probe", "verdict"),
+  [(0.04, 2.1, "helped"), (0.04, 2.3, "harmed"), (0.0, 2.03, "helped"), (0.0, 2.1, "harmed")],
+)
+def test_what_the_probe_wobbles_by_is_no_harm_of_surgery(wobble, probe, verdict):
   policy, outcome, number = PolicyState(), None, 0
   while outcome is None:
     starved = ((3, 1),) if policy.trial is None else ()
     is_judged = policy.trial is not None and policy.checks + 1 >= policy.wait["trial"]
-    seen = reading(number, starved=starved, probe=probe if is_judged else 2.0)
+    usual = 2.0 + wobble * (number % 2)
+    seen = reading(number, starved=starved, probe=probe if is_judged else usual)
     policy, judgement = decide(TERMS, policy, Interval(seen, pause=True), seen.step)
     outcome, number = judgement.outcome, number + 1
   assert outcome.verdict == verdict
   undone = [decision.action for decision in judgement.decisions]
   assert undone == ([PruneExpert(3, 1)] if verdict == "harmed" else [])
+
+
+def test_a_descent_that_slows_down_is_no_harm():
+  """Each look has the best loss so far, if by less and less."""
+  policy, outcome, number, probe, fall = PolicyState(), None, 0, 12.0, 1.0
+  while outcome is None:
+    starved = ((3, 1),) if policy.trial is None else ()
+    probe, fall = probe - fall, 0.9 * fall
+    seen = reading(number, starved=starved, probe=probe)
+    policy, judgement = decide(TERMS, policy, Interval(seen, pause=True), seen.step)
+    outcome, number = judgement.outcome, number + 1
+  assert 0.0 > outcome.after > outcome.before + 0.08 and outcome.verdict != "harmed"
+  assert not judgement.decisions

@@ -13,6 +13,7 @@ from readings import INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import SetLearningRateScale
+from ats_jax.orchestrator.actions.base import carry_out
 from ats_jax.orchestrator.policy.decide import Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import (
   FACTOR,
@@ -128,7 +129,7 @@ def test_branches_end_after_two_that_lost_and_after_a_few_in_all():
 # On the real step.
 
 SETTINGS = {
-  "num_steps": 200,
+  "num_steps": 240,
   "data.batch_size": 8,
   "model.d_model": 32,
   "optimizer.warmup_steps": 8,
@@ -206,9 +207,7 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
   by_hand, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
   for number in range(1, step + 1):
     if number == first + 1:
-      by_hand = dataclasses.replace(
-        by_hand, control=by_hand.control._replace(lr_scale=jnp.float32(FACTOR))
-      )
+      by_hand = carry_out(HIGHER, by_hand, program.cfg)  # the limit of the rate rises too
     by_hand, _ = program.train_step(
       by_hand, micro_batches(counting_rows(number), 1), program.training_rules(1), fault=fault
     )
@@ -241,11 +240,11 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
 
 def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):
   programs = program.train_step._cache_size()
-  state, supervisor = train(program, 200, TUNED, path := tmp_path / "decisions.jsonl")
+  state, supervisor = train(program, 240, TUNED, path := tmp_path / "decisions.jsonl")
   branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
   assert len(branches) == LOST and not supervisor.decisions
   assert program.train_step._cache_size() == max(programs, 1)
-  other, _ = train(program, 200, TUNED, raises=False)
+  other, _ = train(program, 240, TUNED, raises=False)
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
     if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
-from readings import reading
+from readings import EDITED, NAN_STATE, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.feed import _probe_shape
@@ -126,7 +126,7 @@ def test_at_a_checkpoint_it_is_always_read(program, tmp_path):
   assert read_at(run.looks()) == [EVERY, EVERY * 3, EVERY * 4 + 1]
 
 
-def test_a_spoilt_state_is_found_at_the_look_after_the_suspicion(program, tmp_path):
+def test_a_spoilt_state_is_rolled_back_at_the_look_after_the_suspicion(program, tmp_path):
   begin = 148  # it is read at 144, and next at 164
   run = Run(program, tmp_path / "decisions.jsonl")(begin)
   spoil = lambda path, x: x * 30.0 if "head" in jax.tree_util.keystr(path) else x
@@ -137,8 +137,14 @@ def test_a_spoilt_state_is_found_at_the_look_after_the_suspicion(program, tmp_pa
   ((step, decision),) = run.supervisor.decisions
   assert (step, decision.action, decision.cause) == (begin + 3 * EVERY, Rollback(), "state")
   assert begin + 2 * EVERY in read_at(run.looks())
-  (doubt,) = [r for r in ledger.rows(run.path) if "is read at the next look" in str(r)]
-  assert doubt["reading"]["step"] == begin + EVERY
+  checks = {r["reading"]["step"]: r for r in ledger.rows(run.path) if r["kind"] == "check"}
+  first, second = (checks[begin + n * EVERY] for n in (1, 2))
+  # Named at once by its checksum; how bad it is the probe says, which is scored for that.
+  assert (first["reading"]["wrong"], second["reading"]["wrong"]) == (1, 0)
+  assert first["reading"]["tensor"] == "head/weight"
+  assert math.isnan(float(first["reading"]["probe"]))
+  for check in (first, second):
+    assert "head/weight or its moments" in check["health"]["causes"][0]
   assert ledger.replay(run.path) == run.supervisor.decisions
 
 
@@ -180,6 +186,24 @@ def test_the_reference_outlives_looks_without_it():
     policy, judgement = look(policy, number, probe=math.nan)
     assert judgement.finding is None
   assert policy.reference == 2.0 and policy.healthy == 4
+
+
+@pytest.mark.parametrize(
+  ("rules", "found"),
+  [((0, 1.0, 0, 1), dict(probe=3.0)), ((0, 1.0, 0, 1), NAN_STATE), ((), dict(probe=math.nan))],
+)
+def test_weights_are_doubted_until_they_are_read_and_no_longer(rules, found):
+  """A rollback leaves others; without a probe there is nothing to wait for."""
+  policy, _ = look(PolicyState(), 0, rules=rules)
+  policy, judgement = look(policy, 1, rules=rules, probe=math.nan, **EDITED)
+  assert judgement.finding.cause == "state" and "attn/q" in judgement.finding.reason
+  assert bool(policy.doubts) == bool(rules)
+  policy, judgement = look(policy, 2, rules=rules, **found)
+  assert [d.action for d in judgement.decisions] == ([Rollback()] if rules else [])
+  assert not policy.doubts
+  _, judgement = look(policy, 5, rules=rules, probe=math.nan if not rules else 2.5)
+  assert not judgement.stale and not judgement.decisions
+  assert judgement.finding is None or judgement.finding.cause != "state"
 
 
 def test_without_any_probe_surprise_is_of_the_data_as_ever():
