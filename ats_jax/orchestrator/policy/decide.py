@@ -177,7 +177,7 @@ def _decide_interval(
   # unjudged. A fault in that very interval shows in all that is read but the probe.
   changed = reading.rules != policy.rules
   if changed:
-    policy = policy._replace(reference=None, last_probe=None, rules=reading.rules)
+    policy = policy._replace(reference=None, last_probe=None, last_change=None, rules=reading.rules)
   if reading.wrong or reading.miscounted:
     policy = policy._replace(doubts=_doubts(reading))
   finding = diagnose(policy, reading)
@@ -436,16 +436,20 @@ def _remember(
 def _spread(
   policy: PolicyState, reading: Reading, finding: Finding | None, margin: float
 ) -> PolicyState:
-  """How much the probe's loss wobbles: by how much it rises from look to look, not above its best.
+  """How much the probe's loss wobbles: by how much more it falls than from the look before.
 
-  A run that creeps away from its best does not widen its own margin by that.
+  A descent that levels off does not widen the margin by that, nor does a run that creeps away from
+  its best.
   """
   if math.isnan(reading.probe) or (finding is not None and finding.certain):
     return policy
-  last = reading.probe if policy.last_probe is None else policy.last_probe
-  rise = min(max(reading.probe - last, 0.0), margin)
-  spread = policy.spread + 0.1 * (2.0 * rise**2 - policy.spread)
-  return policy._replace(last_probe=reading.probe, spread=spread)
+  change = None if policy.last_probe is None else reading.probe - policy.last_probe
+  spread = policy.spread
+  if change is not None and policy.last_change is not None:
+    # Twice, for the half that is not seen; and three of these make up one difference's variance.
+    bend = min(max(policy.last_change - change, 0.0), 2.0 * margin)
+    spread += 0.1 * (2.0 * bend**2 / 3.0 - spread)
+  return policy._replace(last_probe=reading.probe, last_change=change, spread=spread)
 
 
 def _act(

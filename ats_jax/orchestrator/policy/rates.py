@@ -16,10 +16,11 @@ from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
 
 # Of the norm of the first weights, moved in a step. Usual is 0.001 to 0.02 in the first thousand
-# steps; at 0.06 all weights turn over in 17 steps.
-FAST, USUAL = 0.06, 0.008
-# Looks, and lengths of the warm-up, after which the first steps are judged.
-FIRST_LOOKS, WARM_UPS = 8, 1.6
+# steps; at 0.045 all weights turn over in 22 steps.
+FAST, USUAL = 0.045, 0.008
+# Looks, and times that the weights may have turned over, after which the first steps are judged:
+# sooner, a rate that is ten times too high still looks well.
+FIRST_LOOKS, TURNS = 5, 7.0
 LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
 SURPRISES = 4  # batches in a look
 LASTING = 6  # looks at odd batches, from which on they are no burst
@@ -64,11 +65,13 @@ def doubt(
   """
   if policy.latched or policy.trial is not None:
     return policy, Doubt()
-  if not policy.started and reading.step >= max(WARM_UPS * warmup, FIRST_LOOKS * interval):
-    policy = policy._replace(started=True)
-    if policy.turnover > FAST:
+  if not policy.started and reading.step >= max(warmup, FIRST_LOOKS * interval):
+    if policy.turnover <= FAST:
+      policy = policy._replace(started=True)
+    elif reading.step >= TURNS / policy.turnover:
       scale = max(LEAST_SCALE, policy.lr_scale * USUAL / policy.turnover)
-      return policy, Doubt(past=SetLearningRateScale(scale, policy.lr_scale))
+      past = SetLearningRateScale(scale, policy.lr_scale)
+      return policy._replace(started=True), Doubt(past=past)
   is_rested = not policy.fears or policy.checks >= policy.fears[-1] + WAIT
   if finding is None or finding.certain or len(policy.fears) >= MOST or not is_rested:
     return policy, Doubt()

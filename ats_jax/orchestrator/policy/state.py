@@ -158,6 +158,7 @@ class PolicyState(NamedTuple):
     reference: the lowest loss of the probe so far while all was well; None before.
     reference_rate: learning rate that was applied then.
     last_probe: the probe's loss when it was read last; None before.
+    last_change: by how much it differed then from the time before; None before.
     rules: by which the probe was scored for it, see `Reading`.
     spread: variance of the probe's loss from look to look.
     learning_rate: of the schedule at the last look; None before.
@@ -190,6 +191,7 @@ class PolicyState(NamedTuple):
   reference: float | None = None
   reference_rate: float = 0.0
   last_probe: float | None = None
+  last_change: float | None = None
   rules: tuple[float, ...] = ()
   spread: float = FIRST_SPREAD
   learning_rate: float | None = None
