@@ -92,10 +92,6 @@ def guarded_update(
   verdict = judge(reflex, control, loss, squares_T, wanted)
   grads = seam(tensors.scaled(grads, verdict.grad_scale), platform)
   used_T = jax.lax.optimization_barrier(jnp.square(verdict.grad_scale) * squares_T)
-  # Before anything else is made of the parameters: XLA updates arrays in place, in one pass, if it
-  # makes no more than one sum of them there, and copies them otherwise.
-  sums_T, params = jax.lax.optimization_barrier((tensors.checksums(params), params))
-  wrong_T = reflex.knows & (sums_T != reflex.written)
   miscounted = jnp.zeros(())
   if optimizer.recount is not None:
     counted, miscounted = optimizer.recount(opt_state, reflex.updates)
@@ -114,9 +110,9 @@ def guarded_update(
   if optimizer.check is not None:
     directions, new_state, marked = optimizer.check(opt_state, directions, new_state, control.armed)
     directions, new_state, marked = seam((directions, new_state, marked), platform)
-  moved_T = tensors.squares(marked)
+  moved_T, sums_T = tensors.squares_and_checksums(marked, params, platform)
   is_marked_T = ~jnp.isfinite(moved_T)
-  wrong_T = wrong_T | (is_marked_T & verdict.finite)
+  wrong_T = (reflex.knows & (sums_T != reflex.written)) | (is_marked_T & verdict.finite)
   rate = wanted * verdict.rate_scale
   moved = seam(move(params, directions, rate), platform)
   take = functools.partial(jnp.where, verdict.accept)

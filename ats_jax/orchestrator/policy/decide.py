@@ -38,8 +38,9 @@ from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.step.schedule import warmup_steps
 
-MARGIN, MARGIN_SIGMAS = 0.02, 6.0  # nats; how far the probe's loss may be above its reference
-RATE_ROSE, WIDER = 1.1, 3.0  # a higher rate than that of the reference may cost some loss
+MARGIN, MARGIN_SIGMAS = 0.02, 5.0  # nats; how far the probe's loss may be above its reference
+NEAR = 2.0  # margins above the reference: as far as the probe's loss may wobble
+RATE_ROSE, WIDER = 1.1, 2.0  # a higher rate than that of the reference may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
 BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
 BROKEN_STOP = 200  # steps in a row, however often somebody looks: a fault may pass
@@ -416,7 +417,8 @@ def _remember(
     crowded=crowded,
     doubts=policy.doubts if reading.unread else "",
   )
-  policy = _spread(policy, reading, finding, margin)
+  if not math.isnan(reading.probe) and not (finding and finding.certain):
+    policy = _spread(policy, reading.probe)
   if finding is not None:
     # A run that diverges has a worse probe with the first high loss; one on other data does not.
     shown = reading.surprising >= SURPRISES or excess <= margin
@@ -433,23 +435,21 @@ def _remember(
   return policy  # the reference never rises: what a run creeps away from was better
 
 
-def _spread(
-  policy: PolicyState, reading: Reading, finding: Finding | None, margin: float
-) -> PolicyState:
+def _spread(policy: PolicyState, probe: float) -> PolicyState:
   """How much the probe's loss wobbles: by how much more it falls than from the look before.
 
-  A descent that levels off does not widen the margin by that, nor does a run that creeps away from
-  its best.
+  No descent that levels off widens the margin, nor a run away from its best until it is back.
   """
-  if math.isnan(reading.probe) or (finding is not None and finding.certain):
+  margin = _usual_margin(policy)
+  if policy.reference is not None and probe > policy.reference + NEAR * margin:
+    return policy._replace(last_probe=None, last_change=None)
+  change = None if policy.last_probe is None else probe - policy.last_probe
+  before, policy = policy.last_change, policy._replace(last_probe=probe, last_change=change)
+  if change is None or before is None:
     return policy
-  change = None if policy.last_probe is None else reading.probe - policy.last_probe
-  spread = policy.spread
-  if change is not None and policy.last_change is not None:
-    # Twice, for the half that is not seen; and three of these make up one difference's variance.
-    bend = min(max(policy.last_change - change, 0.0), 2.0 * margin)
-    spread += 0.1 * (2.0 * bend**2 / 3.0 - spread)
-  return policy._replace(last_probe=reading.probe, last_change=change, spread=spread)
+  # Twice, for the half that is not seen; and three of these make up one difference's variance.
+  bend = min(max(before - change, 0.0), NEAR * margin)
+  return policy._replace(spread=policy.spread + 0.1 * (2.0 * bend**2 / 3.0 - policy.spread))
 
 
 def _act(
@@ -486,8 +486,11 @@ def _excess(policy: PolicyState, reading: Reading) -> float:
 
 def _margin(policy: PolicyState, reading: Reading) -> float:
   rose = reading.applied > RATE_ROSE * policy.reference_rate > 0.0
-  margin = max(MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
-  return WIDER * margin if rose else margin
+  return WIDER * _usual_margin(policy) if rose else _usual_margin(policy)
+
+
+def _usual_margin(policy: PolicyState) -> float:
+  return max(MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
 
 
 def _log_odds_outlier(z: float) -> float:

@@ -187,8 +187,8 @@ def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
   )
   program = dataclasses.replace(program, cfg=dataclasses.replace(program.cfg, orchestrator=often))
   most = most_copies(monkeypatch)
-  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 10)
-  assert run.supervisor.replayed == EVERY * 9 and most() == COPIES
+  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 16)
+  assert run.supervisor.replayed == EVERY * 15 and most() == COPIES
 
 
 # ---- pure

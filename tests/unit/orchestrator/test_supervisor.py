@@ -200,7 +200,7 @@ def test_another_domain_is_taken_in_at_once(program, tmp_path):
   checks = [row for row in ledger.rows(run.path) if row["kind"] == "check"]
   assert sum(row["reading"]["skipped"] for row in checks) == 0
   assert float(run.metrics.values[0]) < float(before) + 1.0  # it was 3.3 more at the switch
-  assert causes(checks) == ["data"] * 3 and checks[-1]["health"]["level"] == "healthy"
+  assert set(causes(checks)) == {"data"} and checks[-1]["health"]["level"] == "healthy"
   assert run.supervisor.policy.reference > 3.0  # 2.1 before
   assert run.supervisor.earlier(0)[0] > FAULT_STEP + 60  # such weights are gone back to
 
