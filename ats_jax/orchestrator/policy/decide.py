@@ -39,6 +39,7 @@ from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.step.schedule import warmup_steps
 
 MARGIN, MARGIN_SIGMAS = 0.02, 6.0  # nats; how far the probe's loss may be above its reference
+NEAR = 2.0  # margins above the reference: as far as the probe's loss may wobble
 RATE_ROSE, WIDER = 1.1, 3.0  # a higher rate than that of the reference may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
 BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
@@ -416,7 +417,7 @@ def _remember(
     crowded=crowded,
     doubts=policy.doubts if reading.unread else "",
   )
-  policy = _spread(policy, reading, finding, margin)
+  policy = policy if finding and finding.certain else _spread(policy, reading.probe)
   if finding is not None:
     # A run that diverges has a worse probe with the first high loss; one on other data does not.
     shown = reading.surprising >= SURPRISES or excess <= margin
@@ -433,19 +434,19 @@ def _remember(
   return policy  # the reference never rises: what a run creeps away from was better
 
 
-def _spread(
-  policy: PolicyState, reading: Reading, finding: Finding | None, margin: float
-) -> PolicyState:
-  """How much the probe's loss wobbles: by how much it rises from look to look, not above its best.
+def _spread(policy: PolicyState, probe: float) -> PolicyState:
+  """How much the probe's loss wobbles near its best: by how much it rises from look to look.
 
-  A run that creeps away from its best does not widen its own margin by that.
+  A run that jumps away from its best does not widen its own margin by that, until it is back.
   """
-  if math.isnan(reading.probe) or (finding is not None and finding.certain):
+  if math.isnan(probe):
     return policy
-  last = reading.probe if policy.last_probe is None else policy.last_probe
-  rise = min(max(reading.probe - last, 0.0), margin)
+  last = probe if policy.last_probe is None else policy.last_probe
+  policy, margin = policy._replace(last_probe=probe), _usual_margin(policy)
+  near = NEAR * margin + (last if policy.reference is None else policy.reference)
+  rise = min(last - probe if last > near else max(probe - last, 0.0), margin)
   spread = policy.spread + 0.1 * (2.0 * rise**2 - policy.spread)
-  return policy._replace(last_probe=reading.probe, spread=spread)
+  return policy if probe > near else policy._replace(spread=spread)
 
 
 def _act(
@@ -481,9 +482,12 @@ def _excess(policy: PolicyState, reading: Reading) -> float:
 
 
 def _margin(policy: PolicyState, reading: Reading) -> float:
-  rose = reading.applied > RATE_ROSE * policy.reference_rate > 0.0
-  margin = max(MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
-  return WIDER * margin if rose else margin
+  is_higher = reading.applied > RATE_ROSE * policy.reference_rate > 0.0
+  return _usual_margin(policy) * (WIDER if is_higher else 1.0)
+
+
+def _usual_margin(policy: PolicyState) -> float:
+  return max(MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
 
 
 def _log_odds_outlier(z: float) -> float:
