@@ -39,8 +39,7 @@ from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.step.schedule import warmup_steps
 
 MARGIN, MARGIN_SIGMAS = 0.02, 5.0  # nats; how far the probe's loss may be above its reference
-NEAR = 2.0  # margins above the reference: as far as the probe's loss may wobble
-RATE_ROSE, WIDER = 1.1, 2.0  # a higher rate than that of the reference may cost some loss
+NEAR, RATE_ROSE, WIDER = 2.0, 1.1, 2.0  # margins; a higher rate may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
 BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
 BROKEN_STOP = 200  # steps in a row, however often somebody looks: a fault may pass
@@ -440,15 +439,14 @@ def _spread(policy: PolicyState, probe: float) -> PolicyState:
 
   No descent that levels off widens the margin, nor a run away from its best until it is back.
   """
-  margin = _usual_margin(policy)
-  if policy.reference is not None and probe > policy.reference + NEAR * margin:
-    return policy._replace(last_probe=None, last_change=None)
+  margin, before = _usual_margin(policy), policy.last_change
   change = None if policy.last_probe is None else probe - policy.last_probe
-  before, policy = policy.last_change, policy._replace(last_probe=probe, last_change=change)
-  if change is None or before is None:
+  policy = policy._replace(last_probe=probe, last_change=change)
+  is_far = policy.reference is not None and probe > policy.reference + NEAR * margin
+  if is_far or change is None or before is None:
     return policy
   # Twice, for the half that is not seen; and three of these make up one difference's variance.
-  bend = min(max(before - change, 0.0), NEAR * margin)
+  bend = min(max(before - change, 0.0), margin)
   return policy._replace(spread=policy.spread + 0.1 * (2.0 * bend**2 / 3.0 - policy.spread))
 
 

@@ -2,7 +2,7 @@
 
 A schedule is not believed because it is one. Its first steps have nothing to be compared with; but
 if they moved the weights by far more than is usual, they are made again at a rate that does not,
-once the warm-up is well over, and the run goes on with what came out better. Later rises are the
+once that can be told, and the run goes on with what came out better. Later rises are the
 step's own business (`step.reflex`).
 
 Pure rules that `decide` consults.

@@ -146,7 +146,7 @@ class Plateau(NamedTuple):
   lost: int = 0
 
 
-FIRST_SPREAD = (0.08 / 6.0) ** 2  # of the probe's loss from look to look, before it is known
+FIRST_SPREAD = (0.08 / 5.0) ** 2  # of the probe's loss from look to look, before it is known
 
 
 class PolicyState(NamedTuple):

@@ -97,7 +97,7 @@ def test_each_fault_has_its_cause_and_its_action(looks, fault, cause, action):
 
 @pytest.mark.parametrize(("rate", "is_well"), [(1e-3, False), (2e-3, True)])
 def test_a_higher_rate_may_cost_some_loss(looks, rate, is_well):
-  judgement = looks(learning_rate=rate, applied=rate, probe=2.1)
+  judgement = looks(learning_rate=rate, applied=rate, probe=2.07)
   assert (judgement.finding is None) == is_well
 
 
