@@ -22,6 +22,7 @@ FAST, USUAL = 0.045, 0.008
 # sooner, a rate that is ten times too high still looks well.
 FIRST_LOOKS, TURNS = 5, 7.0
 LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
+BEHIND = 0.03  # nats by which the first steps may be worse at the lower rate: it gains later
 SURPRISES = 4  # batches in a look
 LASTING = 6  # looks at odd batches, from which on they are no burst
 SKIPS = 5.0
@@ -84,7 +85,8 @@ def doubt(
 def won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
   """Whether the steps made again are to be gone on with: the held-out loss alone says."""
   # Comparisons with what is not finite are false: such an arm has lost.
-  has_won = effect.without - effect.changed > LEAST_GAIN
+  least = LEAST_GAIN if isinstance(action, SetSkips) else -BEHIND
+  has_won = effect.without - effect.changed > least
   diverged = effect.without != effect.without and effect.changed == effect.changed
   if has_won or diverged:
     return policy, True
