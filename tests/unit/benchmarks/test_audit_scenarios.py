@@ -331,7 +331,7 @@ def test_a_trial_on_what_comes(bench, arm_of):
 
 
 def test_the_suites():
-  assert set(SUITES["audit"].seeds) == {200, 201, 202, 203, 204}
+  assert set(SUITES["audit"].seeds) == {400, 401, 402, 403, 404}
   assert set(SUITES["audit_tune"].seeds) == set(range(5))
   assert len(SUITES["audit_long"].seeds) == 10
   assert dict(SUITES["audit_long"].settings)["num_steps"] == 2000
