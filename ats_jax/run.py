@@ -200,7 +200,7 @@ class Run:
     with self.log.pause(self.step), self.timed(name):
       yield
 
-  # What the supervisor asks for (`orchestrator.supervisor.Loop`).
+  # What the supervisor asks for (`orchestrator.lent.Loop`).
 
   def position(self) -> dict[str, Any]:
     """What a checkpoint holds beside the state, but for what the supervisor has `saved`."""

@@ -339,11 +339,12 @@ class Supervisor:
         del self._requests.waiting[ready.place]
       self.decisions.append((step, decision))
       state = self._carry_out(step, state, decision)
-    self._tries, self._past = judgement.tries if self._has_room else None, judgement.past
+    self._tries = judgement.tries if self._has_room else None
+    self._past = judgement.past or self._past  # a pause may look twice
     is_odd = judgement.finding is not None and judgement.finding.cause == "data"
     if judgement.decisions or (judgement.finding and not is_odd):
       self._again = None
-    self._snapshots.keeps_first &= not self.policy.started
+    self._snapshots.keeps_first &= not (self.policy.started or self.policy.latched)
     self._teller.metrics(step, reading, judgement, self.policy, health)
     is_over = step >= self._program.cfg.num_steps
     if judgement.asks is not None and not self._requests.waiting and not is_over:
@@ -448,7 +449,11 @@ class Supervisor:
       del other  # there is memory for one
       return left.resume()
     self._snapshots.reject()
-    self._pending = pending._replace(probe=None)  # that was of the other arm
+    return self._go_on(step, other, judgement)
+
+  def _go_on(self, step: int, other: TrainState, judgement: Judgement) -> TrainState:
+    assert self._pending is not None, "no interval ends here"
+    self._pending = self._pending._replace(probe=None)  # that was of the arm that lost
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
       other = self._carry_out(step, other, decision)
@@ -457,12 +462,13 @@ class Supervisor:
   def _try_past(self, step: int, state: TrainState) -> TrainState:
     """Make all steps of the run again with an action, and go on with what came out better."""
     action, self._past, ring = self._past, None, self._snapshots
-    if action is None or self._loop is None or self._probe is None or not (self.acts and ring.good):
+    if action is None or self._loop is None or self._probe is None or not self.acts:
       return state
-    start, program, rules = ring.good[0], self._program, self._program.rules(step)
-    same = program.training_rules(1) == program.training_rules(step)
-    if start.step or not same or program.rules(0) != rules:
-      return state  # they would be another model's
+    start, program, rules = ring.first, self._program, self._program.rules(step)
+    same = program.training_rules(1) == program.training_rules(step) and program.rules(0) == rules
+    if start is None or not same:
+      logging.info("orchestrator: the first steps are gone, or another model's: not made again")
+      return state
     ring.reject()  # makes room for where the run is now
     past = self._loop.ahead(json.loads(start.saved))
     probe = self._scorer(rules)
@@ -474,10 +480,8 @@ class Supervisor:
       del other  # there is memory for one
       return left.resume()
     ring.return_to(start)
-    for decision in judgement.decisions:
-      self.decisions.append((step, decision))
-      other = self._carry_out(step, other, decision)
-    return other
+    self._again = None  # began with the arm that lost
+    return self._go_on(step, other, judgement)
 
   def _decide_trial(self, step: int, tried: Tried, first: int) -> Judgement:
     """Write down what came of a trial, and what is to be done about it."""

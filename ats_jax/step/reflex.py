@@ -118,6 +118,10 @@ class Reflex(NamedTuple):
     trackers = Tracker.new(tensors), zero, Tracker.new()
     return cls(*trackers, written, jnp.asarray(False), none, zero, zero, none, none)
 
+  def allowing(self, rate: jax.Array) -> "Reflex":
+    """A learning rate that somebody wants is not held for being higher than those before."""
+    return self._replace(rate=jnp.fmax(self.rate, rate))  # what is not a number is none
+
 
 class Control(NamedTuple):
   """What the supervisor sets between steps: scalars that a compiled step reads.

@@ -35,7 +35,7 @@ class Rollback(Action):
   def find(
     self, host: Host, step: int, state: TrainState
   ) -> tuple[TrainState | None, dict[str, Any]]:
-    """One that was found good, with the scalars of now.
+    """One that was found good, with the scalars of now and the rate that they may lead to.
 
     Its step is how many batches are gone, by the host's count: that of `state` may be what is bad.
     """
@@ -43,7 +43,10 @@ class Rollback(Action):
       return None, {}
     to, earlier = found
     batches = jnp.full_like(state.step, step)
-    return dataclasses.replace(earlier, step=batches, control=state.control), {"to": to}
+    earlier = dataclasses.replace(earlier, step=batches, control=state.control)
+    if earlier.reflex is not None and state.reflex is not None:
+      earlier = dataclasses.replace(earlier, reflex=earlier.reflex.allowing(state.reflex.rate))
+    return earlier, {"to": to}
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """What was found."""

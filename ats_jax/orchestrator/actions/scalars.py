@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions.base import Action, Now
+from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class SetLearningRateScale(Scalar):
 
   Attributes:
     scale: at most 32; a higher rate than the schedule's is no emergency measure: the policy alone
-      never asks for one, but after it won on the same steps (`growth.py`).
+      never asks for one, but after it won on the same steps (`policy/growth.py`).
     before: what it was.
   """
 
@@ -86,13 +87,13 @@ class SetLearningRateScale(Scalar):
   before: float = 1.0
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """The reflex, which holds a rate that rises too fast, is told of a rise that is wanted."""
-    assert state.control is not None, "the run has no reflex"
-    rise = jnp.maximum(self.scale / state.control.lr_scale, 1.0)
+    """The reflex, which holds a rate that rises too fast, is told of one that is wanted."""
     state = super().apply(state, cfg, saved)
+    assert state.control is not None, "the run has no reflex"
     if state.reflex is None:
       return state
-    return dataclasses.replace(state, reflex=state.reflex._replace(rate=state.reflex.rate * rise))
+    wanted = learning_rate(cfg, state.step) * state.control.lr_scale
+    return dataclasses.replace(state, reflex=state.reflex.allowing(wanted))
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
     """One that is wanted is what a rate lowered in need is given back to."""
@@ -109,7 +110,7 @@ class SetSkips(Scalar):
   """Let the reflex leave out batches whose loss surprises, up to `bucket` of them at once.
 
   With 5 and what the reflex gives back of it (`REFILL`), 1 % of 1,000 steps at most. It is judged
-  before it is done: on the same batches, with and without (`policy/growth.py`).
+  before it is done: on the same batches, with and without (`policy/rates.py`).
 
   Attributes:
     bucket: at most 5; 0 = all that is finite is trained on.

@@ -17,7 +17,9 @@ from ats_jax.config.build import flatten, with_settings
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions.base import Action, Host, Now, Settings
 from ats_jax.sharding.mesh import mesh_sizes
-from ats_jax.step.schedule import decay_from
+from ats_jax.step.optimizers.adamw import within_bound
+from ats_jax.step.schedule import decay_from, learning_rate
+from ats_jax.step.state import TrainState
 
 CHANGEABLE = frozenset(
   (
@@ -59,6 +61,15 @@ class ChangeSettings(Action):
     """What they were."""
     flat = flatten(now.cfg)
     return dataclasses.replace(self, before=tuple((name, flat[name]) for name, _ in self.settings))
+
+  def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
+    """What the next step would call wrong, but is wanted: a higher rate, moments by another b2."""
+    new = with_settings(cfg, dict(self.settings))
+    if state.control is None or state.reflex is None:
+      return state
+    wanted = learning_rate(new, state.step) * state.control.lr_scale
+    opt_state = within_bound(state.opt_state, new.optimizer.b1, new.optimizer.b2)
+    return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allowing(wanted))
 
   def tell(self, host: Host, step: int, reason: str) -> None:
     """Only the loop can."""

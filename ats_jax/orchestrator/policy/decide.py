@@ -424,7 +424,7 @@ def _remember(
     turned = finding.cause == "data" and shown
     is_odd = turned or (policy.odd > 0 and finding.cause != "state")
     policy = policy._replace(healthy=0, odd=policy.odd + 1 if is_odd else 0)
-    # What lasts longer than the reflex may leave batches out is the data from now on.
+    # What the weights follow, and are worse for on other text, is the data from now on.
     return policy._replace(reference=reading.probe) if is_odd and excess > margin else policy
   policy = policy._replace(healthy=policy.healthy + 1, odd=0)
   if math.isnan(reading.probe):

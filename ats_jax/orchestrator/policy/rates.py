@@ -10,7 +10,7 @@ Pure rules that `decide` consults.
 
 from typing import NamedTuple
 
-from ats_jax.orchestrator.actions import Action, SetLearningRateScale, SetSkips
+from ats_jax.orchestrator.actions import KINDS, Action, SetLearningRateScale, SetSkips
 from ats_jax.orchestrator.policy.state import Finding, PolicyState
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
@@ -67,7 +67,9 @@ def doubt(
   if policy.latched or policy.trial is not None:
     return policy, Doubt()
   if not policy.started and reading.step >= max(warmup, FIRST_LOOKS * interval):
-    if policy.turnover <= FAST:
+    # Edits, and what a rollback left out, are not in the first state.
+    edited = any(KINDS[kind].edits for kind in policy.made)
+    if policy.turnover <= FAST or edited:
       policy = policy._replace(started=True)
     elif reading.step >= TURNS / policy.turnover:
       scale = max(LEAST_SCALE, policy.lr_scale * USUAL / policy.turnover)

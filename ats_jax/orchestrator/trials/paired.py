@@ -117,10 +117,10 @@ def look_back(
   Returns:
     A snapshot of `state`, the state where the other arm ends, and the effect.
   """
-  kept = probe(state.model)
+  kept, control = probe(state.model), state.control  # what was set since stays set
   left, other = Snapshot.swap_out(step, state), start.resume()
   before = probe(other.model)
-  other = carry_out(action, other, cfg)
+  other = carry_out(action, dataclasses.replace(other, control=control), cfg)
   with past.batches() as batches:
     for batch in islice(batches, step - start.step):
       other, _ = past.train_step(other, batch)

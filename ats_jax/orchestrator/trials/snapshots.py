@@ -125,9 +125,18 @@ class Snapshots:
       return None
     return newest.step, newest.resume(), json.loads(newest.saved)
 
+  @property
+  def first(self) -> Snapshot | None:
+    """That of step 0, if it is still here."""
+    return self.good[0] if self.good and self.good[0].step == 0 else None
+
   def back(self, number: int) -> Snapshot | None:
-    """The `number`-th newest good one, from 0, or the oldest; None if there is none."""
-    return self.good[max(-len(self.good), -1 - number)] if self.good else None
+    """The `number`-th newest good one, from 0, or the oldest; None if there is none.
+
+    A first one that is kept to begin anew from counts only if there is no other.
+    """
+    good = self.good[1:] if self.keeps_first and len(self.good) > 1 else self.good
+    return good[max(-len(good), -1 - number)] if good else None
 
 
 def local_bytes(state: TrainState) -> int:

@@ -21,8 +21,8 @@ from ats_jax.step.optimizers.base import (
   decay_mask,
 )
 
-# Squares of smaller gradients are 0 in float32, the gradients are not.
-UNDERFLOW = 1e-18
+# (1 - b2) times squares of smaller gradients is 0 in float32, up to a b2 of 0.9999.
+UNDERFLOW = 3e-17
 
 
 class AdamState(NamedTuple):
@@ -138,6 +138,23 @@ def check_moments(
   mended = AdamState(new.steps, mu, nu)
   after = jax.tree.map(lambda s: mended if is_adam(s) else s, after, is_leaf=is_adam)
   return Checked(directions, after, marked)
+
+
+def within_bound(opt_state: optax.OptState, b1: float, b2: float) -> optax.OptState:
+  """Moments that were made with another `b2`, as this one could have left them.
+
+  A second moment that would be too small for its first one is raised; all others stay as they are.
+  """
+  is_adam = lambda state: isinstance(state, AdamState)
+
+  def raised(m: jax.Array, v: jax.Array) -> jax.Array:
+    # Half of the slack of a bound is left, for the rounding to the moment's dtype.
+    exact = most_ratio(b1, b2, m.dtype, v.dtype) * (1.0 - 0.5e-4)
+    least = jnp.square(m.astype(jnp.float32) / exact)
+    return jnp.maximum(v, (least * (1.0 + jnp.finfo(v.dtype).eps)).astype(v.dtype))
+
+  fit = lambda s: s._replace(nu=jax.tree.map(raised, s.mu, s.nu)) if is_adam(s) else s
+  return jax.tree.map(fit, opt_state, is_leaf=is_adam)
 
 
 def most_ratio(b1: float, b2: float, mu_dtype: jnp.dtype, nu_dtype: jnp.dtype) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_con
 
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.actions import CorrectStep, Stop
+from ats_jax.orchestrator.policy import rates
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
@@ -186,9 +188,15 @@ def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
     program.cfg.orchestrator, probe_share=1.0, snapshot_interval=2 * EVERY
   )
   program = dataclasses.replace(program, cfg=dataclasses.replace(program.cfg, orchestrator=often))
+  monkeypatch.setattr(rates, "BEHIND", math.inf)  # so that it wins
   most = most_copies(monkeypatch)
-  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 16)
+  run = Run(program, tmp_path / "decisions.jsonl")(EVERY * 2)
+  control = run.state.control._replace(decay_scale=jnp.float32(2.0))  # as a hook would
+  run.state = dataclasses.replace(run.state, control=control)
+  run(EVERY * 13)
   assert run.supervisor.replayed == EVERY * 15 and most() == COPIES
+  assert run.supervisor.decisions and float(run.state.control.decay_scale) == 2.0
+  assert run.supervisor._pending.probe is None  # it was of the arm that lost
 
 
 # ---- pure
@@ -198,16 +206,16 @@ def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
 def test_the_host_knows_the_rate_of_each_step(schedule):
   cfg = tiny_config({"num_steps": 5000, "optimizer.schedule": schedule})
   steps = np.arange(5200)
-  rates = np.asarray(learning_rate(cfg, jnp.asarray(steps)))
+  of_steps = np.asarray(learning_rate(cfg, jnp.asarray(steps)))
   known = learning_rate(cfg, steps, np)
   assert isinstance(known, np.ndarray)
-  np.testing.assert_allclose(known, rates, atol=1e-5 * cfg.optimizer.learning_rate)
+  np.testing.assert_allclose(known, of_steps, atol=1e-5 * cfg.optimizer.learning_rate)
   columns = lambda rates: rates[100:110, None]
   find = lambda rates: wrong_counts(cfg, learning_rate, ("train/scheduled_rate",), 110, rates)
-  assert find(columns(rates)) == []
-  (fault,) = find(30 * columns(rates))
+  assert find(columns(of_steps)) == []
+  (fault,) = find(30 * columns(of_steps))
   assert fault.cause == "count" and "update 101 " in fault.reason
-  assert wrong_counts(cfg, None, ("train/scheduled_rate",), 110, 30 * columns(rates)) == []
+  assert wrong_counts(cfg, None, ("train/scheduled_rate",), 110, 30 * columns(of_steps)) == []
 
 
 def test_the_counter_itself_is_compared_where_the_step_reports_it():

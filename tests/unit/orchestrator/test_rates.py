@@ -37,6 +37,13 @@ def test_usual_first_steps_are_not_made_again():
   assert policy.started
 
 
+@pytest.mark.parametrize(("made", "tries"), [("Rollback", False), ("SetWeightDecay", True)])
+def test_steps_that_left_out_or_edited_something_are_not_made_again(made, tries):
+  policy = PolicyState()._replace(turnover=0.5, made={made: (1,)})
+  policy, found = asked(policy, 100)
+  assert (found.past is not None) == tries and policy.started
+
+
 @pytest.mark.parametrize(
   ("changed", "slower_wins", "skipping_wins"),
   [(2.9, True, True), (2.98, True, False), (3.02, True, False), (3.04, False, False)],

@@ -10,10 +10,10 @@ from ats_jax.step import tensors
 from ats_jax.step.program import make_program
 
 
-@pytest.fixture(scope="module")
-def params():
-  with jax.set_mesh(make_test_mesh(1, 1, 1)):
-    return trainable(make_program(tiny_config()).init().model)
+@pytest.fixture(scope="module", params=[(1, 1, 1), (2, 2, 2)], ids=str)
+def params(request):
+  with jax.set_mesh(make_test_mesh(*request.param)):
+    yield trainable(make_program(tiny_config()).init().model)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
