@@ -88,11 +88,12 @@ class SetLearningRateScale(Scalar):
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """The reflex, which holds a rate that rises too fast, is told of one that is wanted."""
-    state = super().apply(state, cfg, saved)
     assert state.control is not None, "the run has no reflex"
+    rises = self.scale > state.control.lr_scale
+    state = super().apply(state, cfg, saved)
     if state.reflex is None:
       return state
-    wanted = learning_rate(cfg, state.step) * state.control.lr_scale
+    wanted = jnp.where(rises, self.scale * learning_rate(cfg, state.step), 0.0)
     return dataclasses.replace(state, reflex=state.reflex.allowing(wanted))
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
