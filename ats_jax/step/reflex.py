@@ -120,7 +120,8 @@ class Reflex(NamedTuple):
 
   def allowing(self, rate: jax.Array) -> "Reflex":
     """A learning rate that somebody wants is not held for being higher than those before."""
-    return self._replace(rate=jnp.fmax(self.rate, rate))  # what is not a number is none
+    # What is not a number is none, and before the first step there is no limit.
+    return self._replace(rate=jnp.where(self.rate > 0.0, jnp.fmax(self.rate, rate), self.rate))
 
 
 class Control(NamedTuple):
