@@ -9,7 +9,7 @@ WORKDIR ?= runs/debug
 ARGS ?=
 
 # Large arrays in huge pages, where malloc is glibc's: a CPU's steps take an eighth to a third less
-# time (docs/performance.md).
+# time (docs/reference/performance.md).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 BIN := $(VENV)/bin

@@ -1,4 +1,4 @@
-"""Write the tables of docs/models.md: exact sizes of the presets beside the published ones.
+"""Write the tables of docs/reference/models.md: exact sizes of presets beside the published ones.
 
 python -m benchmarks.model_tables
 """
@@ -49,7 +49,7 @@ def sizes(name: str, variant: str) -> tuple[Config, Counts, int]:
 
 
 def formula(dims: Preset) -> int:
-  """Parameters of a dense model by the formulas published with b1 to b300 (docs/models.md)."""
+  """Parameters of a dense model by the formulas published with b1 to b300."""
   attention = dims.d_model**2 * (1 + dims.num_kv_heads / dims.num_heads)
   tables = (1 if dims.tie_embeddings else 2) * dims.vocab_size * dims.d_model
   return round(tables + dims.num_layers * (attention + 2 * dims.d_model * dims.d_ff))
@@ -63,7 +63,7 @@ def update(text: str) -> str:
   """
   if text.count(BEGIN) != 1 or END not in text.split(BEGIN)[1]:
     raise ValueError(
-      f"docs/models.md: the tables lie between {BEGIN!r} and {END!r}, in that order."
+      f"docs/reference/models.md: the tables lie between {BEGIN!r} and {END!r}, in that order."
     )
   before, rest = text.split(BEGIN)
   return "".join([before, BEGIN, "\n", "\n".join(tables()), "\n", END, rest.split(END, 1)[1]])
@@ -129,7 +129,7 @@ def _short(number: float) -> str:
 def main(argv: list[str]) -> None:
   """Write them."""
   del argv
-  path = Path(__file__).parents[1] / "docs" / "models.md"
+  path = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
   path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
   print(f"wrote {path}")
 

@@ -32,7 +32,8 @@ ERROR_FACTOR, ERROR_FLOOR = 2.0, 4e-3
 
 ANY_RUN = Config()  # kernels say of it whether this device suits them
 
-# Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/performance.md says what is reached.
+# Memory bytes/s and bfloat16 FLOP/s of the datasheets; docs/reference/performance.md says what is
+# reached.
 PEAKS = {"NVIDIA H200": (4.8e12, 989e12), "NVIDIA H100 80GB HBM3": (3.35e12, 989e12)}
 
 Row = dict[str, Any]

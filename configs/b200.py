@@ -1,6 +1,6 @@
 """249B parameters dense, 1.6T with experts.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b200.py:moe
 """
 

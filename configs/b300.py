@@ -1,6 +1,6 @@
 """424B parameters dense, 2.7T with experts.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b300.py:moe
 """
 

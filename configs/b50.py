@@ -1,6 +1,6 @@
 """40B parameters dense, 251B with experts.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b50.py:moe
 """
 

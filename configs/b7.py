@@ -1,6 +1,6 @@
 """5.9B parameters dense, 36B with experts.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b7.py:moe
 """
 

@@ -1,6 +1,6 @@
 """79M parameters: tests of the architecture on a small machine.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/debug_200m.py:moe
 """
 

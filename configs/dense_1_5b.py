@@ -4,7 +4,7 @@ Goal: the speed of a plain training step with real text, packed documents and ch
 Command: python -m ats_jax train --config=configs/dense_1_5b.py --workdir=runs/dense_1_5b \
   --config.data.paths=TEXT
 Weights are float32, and planned to take 57.1 GiB of a device with all else; with bfloat16 weights
-(--config.precision.param_dtype=bfloat16) it is 51.4. Measured speed: docs/performance.md.
+(--config.precision.param_dtype=bfloat16) it is 51.4. Measured speed: docs/reference/performance.md.
 """
 
 from ats_jax.config import base_config

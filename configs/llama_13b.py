@@ -1,6 +1,6 @@
 """14.8B parameters, the shape of Llama 3 between 8B and 70B.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/llama_13b.py:moe
 """
 

@@ -1,6 +1,6 @@
 """8.0B parameters, the shape of Llama 3 8B.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/llama_7b.py:moe
 """
 

@@ -1,6 +1,6 @@
 """549M parameters in 8 experts a layer, of which a token uses 209M.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/moe_200m.py:dense
 """
 

@@ -1,6 +1,6 @@
 """4.4B parameters in 8 experts a layer and a shared one.
 
-Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/models.md.
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/p828_800m.py:dense
 """
 

@@ -1,6 +1,6 @@
 r"""How routers find balance: from a fresh start, and from one that sends everything to two experts.
 
-Trains a tiny model of bytes with each way of balancing; prints a table for docs/moe.md.
+Trains a tiny model of bytes with each way of balancing; prints a table for docs/guides/experts.md.
 Command: python experiments/balance.py [--seeds=3] [--steps=300]
 """
 

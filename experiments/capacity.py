@@ -1,4 +1,4 @@
-r"""Experts with far too few places: what the orchestrator makes of it (F10 of docs/faults.md).
+r"""Experts with far too few places: what the orchestrator makes of it (F10 of docs/lab/faults.md).
 
 Trains a tiny mixture of experts on bytes with `ats_jax train`: with a quarter of the places that
 experts need, left alone and under the orchestrator, and with enough of them.

@@ -1,7 +1,8 @@
 r"""How well the final loss is known from a part of the run: errors, and coverage of the intervals.
 
 Trains tiny models of bytes and forecasts each from its first steps with a reference run, as
-`python -m ats_jax forecast` does; prints tables for docs/planning.md. Finished runs are kept.
+`python -m ats_jax forecast` does; prints tables for docs/guides/planning.md. Finished runs are
+kept.
 Command: python experiments/forecast.py --folder=FOLDER [--seeds=101,102,103]
 """
 

@@ -1,6 +1,6 @@
 r"""Dense, mixture of experts, mixture of depths and both, at equal active FLOPs and equal tokens.
 
-Prints a table for docs/moe.md: losses, parameters, FLOPs and the time of a step.
+Prints a table for docs/guides/experts.md: losses, parameters, FLOPs and the time of a step.
 Command: python experiments/sparse.py [--size=tiny] [--seeds=3] [--variants=dense,moe] [--paths=...]
 """
 

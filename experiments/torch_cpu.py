@@ -2,9 +2,9 @@ r"""Step time on the CPU against the same model in PyTorch, eager and compiled, 
 
 Each is a process of its own; they take turns, a few steps each, on the same cores.
 All start from the same weights and see the same tokens, and their first losses must agree. Prints
-a table for docs/performance.md: medians of all steps, and the ratio of times in each round (median,
-lowest and highest of the rounds). On a machine with other work, --clock=cpu counts the time that
-the process had a core; it is a step's time where there is one core.
+a table for docs/reference/performance.md: medians of all steps, and the ratio of times in each
+round (median, lowest and highest of the rounds). On a machine with other work, --clock=cpu counts
+the time that the process had a core; it is a step's time where there is one core.
 Command: pip install torch
   python experiments/torch_cpu.py [--cores=0,1] [--rounds=10] [--clock=cpu]
 """

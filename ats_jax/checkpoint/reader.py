@@ -206,7 +206,8 @@ def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) 
 def handler() -> ocp.PyTreeCheckpointHandler:
   """Return Orbax's array reader and writer: OCDBT files of zarr3 arrays, not compressed.
 
-  Compressing float32 weights saves 8 % of the bytes and doubles the time to write (docs/adr/0005).
+  Compressing float32 weights saves 8 % of the bytes and doubles the time to write
+  (docs/internals/adr/0005).
   """
   # Layers that `stream` has brought to host memory are not to be cut again among the replicas.
   arrays = ocp.type_handlers.ArrayHandler(

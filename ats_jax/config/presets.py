@@ -1,7 +1,7 @@
 """Published model sizes as configs, each dense, with experts, with skipped layers, or with both.
 
-`configs/<name>.py:<variant>` picks one; docs/models.md has their exact sizes and where the
-dimensions come from.
+`configs/<name>.py:<variant>` picks one; docs/reference/models.md has their exact sizes and where
+the dimensions come from.
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 from flax import nnx
 
-# Modules are plain pytrees under plain jax transforms (docs/adr/0001). Set before any is built.
+# Modules are plain pytrees under plain jax transforms (docs/internals/adr/0001). Set before any is
+# built.
 nnx.set_graph_mode(False)
 nnx.set_graph_updates(False)

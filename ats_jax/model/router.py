@@ -116,7 +116,7 @@ class Router(nnx.Module):
 
   def _selection(self, logits_BTE: jax.Array) -> jax.Array:
     """What the highest are chosen of: biased logits, -inf outside the best groups."""
-    # On the logits, not the scores as published: docs/adr/0007-balance.md.
+    # On the logits, not the scores as published: docs/internals/adr/0007-balance.md.
     biased_BTE = logits_BTE + self.bias_E[...].astype(logits_BTE.dtype)
     biased_BTE = jnp.where(logits_BTE > CLOSED / 2, biased_BTE, -jnp.inf)
     groups = self.cfg.num_groups

@@ -2,7 +2,8 @@
 
 With `lax.scan(unroll=num_layers)` XLA copies each layer's weights out of the stack for the backward
 pass, since what `jax.checkpoint` reads again stands behind a barrier, and it gathers the gradients
-of all layers again inside everything that reads them (docs/performance.md has both times).
+of all layers again inside everything that reads them (docs/reference/performance.md has both
+times).
 """
 
 import functools
@@ -37,7 +38,7 @@ def _slices_fwd(stack: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
 def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   aval = jax.typeof(grads[0])
   stack = unwritten((len(grads), *aval.shape), aval.dtype, jax.P(None, *aval.sharding.spec))
-  # Places that XLA knows it makes asynchronous copies to (docs/log.md).
+  # Places that XLA knows it makes asynchronous copies to (docs/lab/log.md).
   places = jax.lax.optimization_barrier(tuple(map(jnp.int32, range(len(grads)))))
   for place, grad in zip(places, grads, strict=True):
     stack = jax.lax.dynamic_update_index_in_dim(stack, grad, place, axis=0)

@@ -23,7 +23,7 @@ def embedding_lookup(
     dtype: of the result.
     deterministic: compute the table's gradient as a one-hot matmul, which adds in a fixed order,
       instead of a scatter-add, which on a GPU does not. XLA can make the scatter itself
-      deterministic; that was slower (docs/log.md).
+      deterministic; that was slower (docs/lab/log.md).
 
   Returns:
     [batch, seq, d_model].

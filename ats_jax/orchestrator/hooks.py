@@ -57,7 +57,7 @@ def register(hook: Hook) -> Hook:
   """Have `hook` called at each look, in every process; what it raises ends the run.
 
   An action that it returns, the same in every process, is done at one of the next looks, judged
-  and, if it did harm, undone (docs/orchestrator.md).
+  and, if it did harm, undone (docs/guides/orchestrator.md).
   """
   _registered.append(hook)
   return hook

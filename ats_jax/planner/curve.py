@@ -21,7 +21,7 @@ MEMORIES = (10, 20, 50, 100, 200, 500, 1000)  # 1 / (1 - lambda), steps
 ANNEALED = 0.01  # share of the peak rate by which S2 must change before it tells something
 SAMPLES = 1000
 # How far the change that a reference foretells is off in a run of its family, as a share of the
-# change: docs/planning.md has the runs that it was read from.
+# change: docs/guides/planning.md has the runs that it was read from.
 FAMILY_SPREAD = 0.1
 
 

@@ -14,7 +14,8 @@ from ats_jax.ops.requirements import Device
 Options = dict[str, str | bool]
 
 # Experts in a loop over layers, on Hopper: XLA would run their forward kernels twice to write into
-# the loop's arrays (docs/performance.md). Command buffers (CUDA graphs) are XLA's own default.
+# the loop's arrays (docs/reference/performance.md). Command buffers (CUDA graphs) are XLA's own
+# default.
 EXPERTS_IN_A_LOOP = {"xla_gpu_enable_dynamic_slice_fusion": "false"}
 # XLA times Triton's many ways to multiply beside cuBLASLt's; without, nothing but cuBLASLt's is
 # timed. One H200, jax 0.11.2, empty caches, steps not waited for, with -> without (tok/s):

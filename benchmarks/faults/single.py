@@ -183,7 +183,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
     state: the state of step 0 for this seed; donated.
 
   Returns:
-    What the table is made of; see docs/faults.md.
+    What the table is made of; see docs/lab/faults.md.
   """
   began, num_steps = time.perf_counter(), bench.cfg.num_steps
   loop = Loop(bench, arm, scenario, seed)

@@ -70,7 +70,7 @@ def test_settings_that_are_set_exist(path):
 
 
 def test_numbers_of_decisions_are_unique_and_indexed():
-  names = [p.name for p in (ROOT / "docs/adr").glob("0*.md")]
+  names = [p.name for p in (ROOT / "docs/internals/adr").glob("0*.md")]
   assert len({name[:4] for name in names}) == len(names)
-  index = (ROOT / "docs/adr/README.md").read_text(encoding="utf-8")
+  index = (ROOT / "docs/internals/adr/README.md").read_text(encoding="utf-8")
   assert all(f"({name})" in index for name in names)

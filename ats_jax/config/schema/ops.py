@@ -12,7 +12,7 @@ class OpsConfig:
   kernels: str = setting(
     "",
     "implementations of ops or of single slots, e.g. 'attention=xla,rms_norm.backward=cuda'; "
-    "docs/kernels.md lists them. The rest is the measured best for the device",
+    "docs/reference/kernels.md lists them. The rest is the measured best for the device",
     resume="free",
   )
   strict: bool = setting(

@@ -14,7 +14,7 @@ class PrecisionConfig:
   fp8: bool = setting(
     False,
     "projections of attention and dense feed-forwards in 8 bits: e4m3 operands, e5m2 gradients, "
-    "one scale a tensor; not in layers that skip tokens (docs/adr/0009-eight-bits.md)",
+    "one scale a tensor; not in layers that skip tokens (docs/internals/adr/0009-eight-bits.md)",
     resume="free",
   )
   fp8_keep_first: int = setting(1, "bottom layers left in compute_dtype", low=0, resume="free")
@@ -29,5 +29,5 @@ class PrecisionConfig:
   mu_dtype: str = setting("float32", "Adam's first moment", choices=("float32", "bfloat16"))
   nu_dtype: str = setting("float32", "Adam's second moment", choices=("float32", "bfloat16"))
   deterministic: bool = setting(
-    False, "GPU: bit-equal reruns, at a cost in speed (docs/performance.md)"
+    False, "GPU: bit-equal reruns, at a cost in speed (docs/reference/performance.md)"
   )

@@ -15,14 +15,14 @@ class StepConfig:
   remat: str = setting(
     "none",
     "what the backward pass recomputes: 'none' keeps all, 'full' recomputes each block, 'dots' "
-    "keeps matmul outputs, 'names' keeps the named ones (docs/architecture.md)",
+    "keeps matmul outputs, 'names' keeps the named ones (docs/internals/architecture.md)",
     choices=("none", "full", "dots", "names"),
     resume="free",
   )
   scan_unroll: int = setting(
     0,
     "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers; 1 "
-    "elsewhere, and under accumulation or with deterministic kernels (docs/log.md)",
+    "elsewhere, and under accumulation or with deterministic kernels (docs/lab/log.md)",
     low=0,
     resume="free",
   )

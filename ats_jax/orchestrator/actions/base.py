@@ -2,7 +2,7 @@
 
 Whoever checks, carries out, judges, records or tells actions asks the action: there is no list of
 kinds anywhere else. A subclass is known by its name from then on, so that a ledger can be read
-back; docs/orchestrator.md shows how to add one.
+back; docs/guides/orchestrator.md shows how to add one.
 """
 
 import dataclasses

@@ -459,7 +459,7 @@ def test_a_killed_process_loses_no_row(tmp_path):
 
 
 def test_the_docs_name_what_depends_on_time():
-  text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+  text = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
   paragraph = text[text.index("**Comparing two runs.**") :].split("\n\n")[0]
   assert not [pattern for pattern in TIME_KEYS if f"`{pattern}`" not in paragraph]
 

@@ -116,7 +116,7 @@ def test_the_table_is_consistent():
 
 
 def test_docs_name_every_op_and_slot():
-  text = (Path(__file__).parents[3] / "docs/kernels.md").read_text()
+  text = (Path(__file__).parents[3] / "docs/reference/kernels.md").read_text()
   for name, op in kernels.OPS.items():
     for slot in op.slots:
       assert f"`{name}.{slot}`" in text

@@ -1,6 +1,6 @@
 """One more action is one class: asked for, checked, done, told, replayed and undone, with no more.
 
-The class is the one that docs/orchestrator.md shows.
+The class is the one that docs/guides/orchestrator.md shows.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
 
-DOC = Path(__file__).parents[3] / "docs" / "orchestrator.md"
+DOC = Path(__file__).parents[3] / "docs" / "guides" / "orchestrator.md"
 CFG = tiny_config(
   {
     "num_steps": 100,

@@ -94,7 +94,7 @@ def test_text_of_a_dense_run_mentions_nothing_that_it_lacks():
 
 def test_the_models_page_is_up_to_date():
   """Builds, counts and validates every variant of every preset."""
-  page = Path(__file__).parents[3] / "docs" / "models.md"
+  page = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
   text = page.read_text(encoding="utf-8")
   assert update(text) == text, "run: python -m benchmarks.model_tables"
   with pytest.raises(ValueError, match="the tables lie between"):
