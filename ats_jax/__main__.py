@@ -15,6 +15,7 @@ VERBS = {
   "generate": ("generate", (), "continue a text with a trained run"),
   "decisions": ("decisions", (), "what the orchestrator of a run saw and did, in words"),
   "forecast": ("forecast", (), "the final loss of a run that has begun"),
+  "bridge": ("bridge", (), "Hugging Face folders: import, export, compare"),
   "data": ("data", (), "figures and an audit of the training text"),
   "plan": ("plan", (), "parameters, FLOPs and memory of a config, or its token budget"),
   "bench": ("bench", (), "speed of a training step, or of settings in turn"),

@@ -1,7 +1,7 @@
 """Train a model: read a batch, take a step, watch, evaluate, save; repeat.
 
 python -m ats_jax train --config=configs/debug.py --workdir=runs/debug [--config.section.name=value]
-  [--init_from=WORKDIR [--init_step=best]]
+  [--init_from=WORKDIR [--init_step=best]]   (or a folder of Hugging Face's)
 """
 
 import enum
@@ -109,7 +109,10 @@ _EXPLAIN = flags.DEFINE_string(
   "explain", None, "Describe a setting or a section, e.g. model.num_layers."
 )
 _INIT_FROM = flags.DEFINE_string(
-  "init_from", None, "Workdir of a run of this program whose weights a new run begins with."
+  "init_from",
+  None,
+  "Workdir of a run of this program, or folder of Hugging Face's, whose weights a new run begins "
+  "with.",
 )
 _INIT_STEP = flags.DEFINE_string(
   "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'."

@@ -39,6 +39,7 @@ ALLOWED = {
   "workdir": {"config", "lease", "paths"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
+  "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
   | {"cli", "runtime", "workdir", "paths"},
 }
