@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from absl import logging
 
 from ats_jax import paths
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 from ats_jax.paths import Path
 
 # The holder of a lock on a store rewrites it so often; one that was not rewritten for so long was
