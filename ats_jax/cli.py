@@ -191,21 +191,21 @@ def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int
     commands: by the word that follows; "" = none does.
     argv: the words behind the verb.
   """
-  word = argv[0] if argv and argv[0] in commands else ""
-  if word:
-    return commands[word].run(f"{verb} {word}", argv[1:])
-  others = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
-  listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in others.items())
-  wants_help = bool({"-h", "--help"} & set(argv))
-  if wants_help and others:
+  words = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
+  listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in words.items())
+  word = argv[0] if words and argv and not argv[0].startswith("-") else ""
+  wants_help = not word and bool({"-h", "--help"} & set(argv))
+  if wants_help and words:
     print(f"Commands (--help behind each says more)\n{listing}\n")
-  if "" in commands:
-    return commands[""].run(verb, argv)
+  if word in commands:
+    return commands[word].run(f"{verb} {word}".strip(), argv[bool(word) :])
   if wants_help:
     print(exit_codes())
     return exits.DONE
-  got = f"got {argv[0]!r}" if argv else "got none"
-  print(f"error: expected one command of {', '.join(others)}, {got}.\n{listing}", file=sys.stderr)
+  got = repr(word) if word else "none"
+  print(
+    f"error: expected one command of {', '.join(words)}, got {got}.\n{listing}", file=sys.stderr
+  )
   return exits.REFUSED
 
 
