@@ -81,8 +81,8 @@ def cuda(
 def reserve_of_the_loss(cfg: Config) -> str:
   """Why the loss's kernel is no default for a config, "" if it is.
 
-  With experts or 8 bits the library is built anyway; for this slot alone the first start would wait
-  for it. A vocabulary that is cut is XLA's by design.
+  With experts or 8 bits the library is built anyway. For this slot alone, the first start would
+  have to wait for the build. A sharded vocabulary always runs XLA.
   """
   asked = "=cuda" in cfg.ops.kernels.replace(" ", "")
   if not (cfg.moe.num_experts or cfg.precision.fp8 or asked):
