@@ -86,7 +86,8 @@ class Job:
     while True:
       codes = [process.poll() for process in self.processes]
       if failed := [(code != REFUSED, code, rank) for rank, code in enumerate(codes) if code]:
-        # Of several at a time: who refused or was killed, and not who missed it thereupon.
+        # Of several failures, name the process that refused or was killed, not those that failed
+        # because it was gone.
         _, code, rank = min(failed)
         return rank, code
       if None not in codes:
