@@ -7,6 +7,8 @@ import difflib
 import runpy
 import sys
 
+from ats_jax import __version__
+
 # Verb -> module, words that go before the user's, what it does.
 VERBS = {
   "train": ("train", (), "train a model, or go on with a run"),
@@ -28,6 +30,9 @@ def main() -> int:
   if not asked or asked[0] in ("-h", "--help", "help"):
     print(__doc__)
     print("\n".join(f"  {verb:<10} {what}" for verb, (_, _, what) in VERBS.items()))
+    return 0
+  if asked == ["--version"]:
+    print(f"ats_jax {__version__}")
     return 0
   verb, *rest = asked
   if verb not in VERBS:
