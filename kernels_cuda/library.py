@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 
 
-
 def _sources_folder() -> Path:
   """`csrc/` beside this file, or where a wheel puts it: in the data folder of ats_jax."""
   folder = Path(__file__).parent

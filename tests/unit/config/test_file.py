@@ -2,8 +2,7 @@
 
 import pytest
 
-from ats_jax.config import base_config, from_config_dict
-from ats_jax.config import file
+from ats_jax.config import base_config, file, from_config_dict
 from ats_jax.config.file import load_file, packaged
 
 RETURNS = "from ats_jax.config import base_config\ndef get_config(variant='dense'):\n"
