@@ -56,6 +56,15 @@ XLA_FLAGS = "--xla_backend_optimization_level=0"
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 
+_CONFIG_FILE = """
+from ats_jax.config import base_config
+
+
+def get_config(variant: str = ""):
+  return base_config()
+"""
+
+
 class Block(NamedTuple):
   """A fenced block.
 
@@ -77,8 +86,20 @@ def blocks(path: Path) -> list[Block]:
   ]
 
 
-def shown(path: Path) -> list[str]:
-  """The commands that a document shows in fenced blocks, continued lines joined."""
+class Shown(NamedTuple):
+  """A command as it stands in a document.
+
+  Attributes:
+    line: the whole command, continued lines joined.
+    error: how it is refused, if the line of a console below it begins with `error:`; else "".
+  """
+
+  line: str
+  error: str = ""
+
+
+def shown(path: Path) -> list[Shown]:
+  """The commands that a document shows in fenced blocks."""
   found = []
   for language, text in blocks(path):
     if language not in ("", *SHELL):
@@ -86,9 +107,11 @@ def shown(path: Path) -> list[str]:
     for line in text.replace("\\\n", " ").splitlines():
       asked = line.removeprefix("$ ")
       if language == "bash" and line.strip() and not line.lstrip().startswith("#"):
-        found.append(" ".join(asked.split()))
+        found.append(Shown(" ".join(asked.split())))
       elif (asked != line or line.startswith(_STARTS)) and language != "bash":
-        found.append(" ".join(asked.split()))
+        found.append(Shown(" ".join(asked.split())))
+      elif line.startswith("error: ") and language == "console":
+        found[-1] = Shown(found[-1].line, line)
   return found
 
 
@@ -132,15 +155,18 @@ class Reader:
     runs: small runs that are there already, by kind: `trained` and `curve`.
   """
 
-  def __init__(self, folder: Path, runs: dict[str, Path]):
-    """Make the files that documents take for granted."""
+  def __init__(self, folder: Path, runs: dict[str, Path], document: Path | None = None):
+    """Make the files that a document takes for granted, and those that it shows.
+
+    A Python block that begins with `# NAME.py` is such a file.
+    """
     self.folder, self.runs = folder, runs
     folder.mkdir(parents=True, exist_ok=True)
     write_texts(folder / "text")
-    (folder / "my.py").write_text(
-      "from ats_jax.config import base_config\n\n\n"
-      "def get_config(variant: str = ''):\n  return base_config()\n"
-    )
+    (folder / "my.py").write_text(_CONFIG_FILE)
+    for _, text in blocks(document) if document else []:
+      if named := re.match(r"# (\w+\.py)\n", text):
+        (folder / named[1]).write_text(text)
 
   def run(self, command: Command) -> Result:
     """Run a command of `ats_jax`, made small."""
@@ -167,8 +193,9 @@ class Reader:
   def _replaced(self, verb: str, word: str) -> str:
     """A word with workdirs and texts that are there."""
     flag, _, value = word.partition("=")
-    if flag == "--config":
-      return word.replace("=my.py", f"={self.folder}/my.py")
+    if flag in ("--config", "--config.extensions"):
+      file = self.folder / value.partition(":")[0]
+      return f"{flag}={self.folder}/{value}" if file.is_file() else word
     if flag in ("--config.data.paths", "--config.data.validation_paths", "--paths"):
       entries = [e.partition("=") for e in value.split(",")]
       text = self.folder / "text"
@@ -185,7 +212,7 @@ class Reader:
     return str(self._workdir(word)) if word.startswith("runs/") else word
 
   def _path(self, shown: str) -> Path:
-    return self.folder / re.sub(r"^\w+://", "", shown)
+    return self.folder / re.sub(r"^(\w+:/)?/", "", shown)
 
   def _workdir(self, shown: str, kind: str = "trained") -> Path:
     """A workdir that a command reads; a small run if no command before has made it."""

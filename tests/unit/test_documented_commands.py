@@ -1,6 +1,7 @@
 """Every command and every Python block that the documents show is run, at toy size."""
 
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -100,14 +101,14 @@ def ran():
 
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=identify)
 def test_commands_that_are_shown_run(path, small_runs, ran, tmp_path):
-  reader = Reader(tmp_path, small_runs)
-  for line in shown(path):
-    if line not in ran and not PLACEHOLDER.search(line):
-      follow(reader, line)
-      ran.add(line)
+  reader = Reader(tmp_path, small_runs, path)
+  for command in shown(path):
+    if command not in ran and not PLACEHOLDER.search(command.line):
+      follow(reader, *command)
+      ran.add(command)
 
 
-def follow(reader: Reader, line: str) -> None:
+def follow(reader: Reader, line: str, error: str = "") -> None:
   """Run a command, or see that what it names exists."""
   command = parse(line)
   kind = re.split(r"[./]", command.program)[0] or command.program
@@ -116,7 +117,9 @@ def follow(reader: Reader, line: str) -> None:
     words = [verb, *command.words] if dot else command.words
     assert not words or words[0] in VERBS, f"{line}: there is no such verb"
     result = reader.run(command._replace(program=module, words=words))
-    assert result.code == 0, f"{line}\nended with {result.code}:\n{result.err[-2000:]}"
+    wanted = REFUSED if error else 0
+    assert result.code == wanted, f"{line}\nended with {result.code}:\n{result.err[-2000:]}"
+    assert error in result.err.replace(f"{reader.folder}/", ""), f"{line}\n{result.err[-2000:]}"
   elif kind == "make":
     made = make(command.words)
     for inner in re.findall(r"^\S*python -m ats_jax .*", made, re.MULTILINE):
@@ -128,8 +131,6 @@ def follow(reader: Reader, line: str) -> None:
 
 def make(words: list[str]) -> str:
   """What `make` would do."""
-  import subprocess
-
   done = subprocess.run(
     ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
   )
@@ -180,8 +181,8 @@ def test_python_that_is_shown_runs(path, tmp_path):
 
 def test_what_is_not_run_is_shown_somewhere():
   """The table of reasons holds no more than is needed."""
-  programs = {re.split(r"[./]", parse(line).program)[0] for p in WITH_COMMANDS for line in shown(p)}
-  programs |= {parse(line).program for p in WITH_COMMANDS for line in shown(p)}
+  whole = {parse(command.line).program for path in WITH_COMMANDS for command in shown(path)}
+  programs = whole | {re.split(r"[./]", program)[0] for program in whole}
   assert set(NOT_RUN) <= programs, set(NOT_RUN) - programs
 
 
