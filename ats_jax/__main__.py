@@ -7,6 +7,8 @@ import importlib
 import sys
 from typing import NamedTuple
 
+from ats_jax import __version__
+
 
 class Verb(NamedTuple):
   """A row of the table.
@@ -57,6 +59,9 @@ def main() -> int:
   verb, *rest = sys.argv[1:] or ["--help"]
   if verb in ("-h", "--help", "help"):
     print(listing())
+    return 0
+  if verb == "--version":
+    print(f"ats_jax {__version__}")
     return 0
   from ats_jax import cli  # here: the list of verbs comes at once
 

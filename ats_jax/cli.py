@@ -23,7 +23,7 @@ from ats_jax.config import Config
 from ats_jax.config.build import explain, from_config_dict, settings, updated
 from ats_jax.config.file import load_file
 
-DEFAULT_CONFIG = "configs/debug.py"
+DEFAULT_CONFIG = "debug"
 PROGRAM = "ats-jax"
 SETTINGS_HELP = """\
 --config.section.name=value changes a setting of the config, as often as needed:
@@ -53,7 +53,10 @@ class ConfigFlag:
   def __init__(self, flag_values: flags.FlagValues = flags.FLAGS):
     """Define them."""
     self._flags = flag_values
-    text = f"Config file (default: {DEFAULT_CONFIG}), a variant behind a colon; see Settings."
+    text = (
+      f"Packaged config or config file, e.g. debug, llama_7b:moe, my.py; default: {DEFAULT_CONFIG}. "
+      "See Settings."
+    )
     self._file = flags.DEFINE_string("config", None, text, flag_values=flag_values)
     for name, field in settings().items():
       _DEFINE[field.type](f"config.{name}", None, field.metadata["doc"], flag_values=flag_values)

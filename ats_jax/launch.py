@@ -1,6 +1,6 @@
 """Train with several processes on this machine; when one dies, all start again.
 
-  ats-jax launch --processes=2 --config=configs/debug.py --workdir=runs/debug
+  ats-jax launch --processes=2 --config=debug --workdir=runs/debug
 
 Each is `ats-jax train` with the other flags as they are, and on a machine with GPUs each
 has one of its own. What one process loses, all lose: they are ended and started together, and go
@@ -90,7 +90,8 @@ class Job:
       codes = [process.poll() for process in self.processes]
       ended = [(code, rank) for rank, code in enumerate(codes) if code not in (None, DONE, STOPPED)]
       if failed := [(code != REFUSED, code, rank) for code, rank in ended]:
-        # Of several at a time: who refused or was killed, and not who missed it thereupon.
+        # Of several failures, name the process that refused or was killed, not those that failed
+        # because it was gone.
         _, code, rank = min(failed)
         return rank, code
       if None not in codes:

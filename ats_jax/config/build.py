@@ -151,9 +151,9 @@ CHANGES = "settings"  # where a checkpoint keeps what `with_changes` takes
 
 
 def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
-  """`cfg` with what an orchestrator has changed since: {name: (what it was, what it is now)}.
+  """`cfg` with the changes of an orchestrator: {name: (old value, new value)}.
 
-  A setting that is not what it was has been set by somebody since then, and stays.
+  Where `cfg` no longer has the old value, the user has set another one since, which stays.
   """
   flat = flatten(cfg)
   return with_settings(cfg, {n: now for n, (was, now) in changes.items() if flat[n] == was})

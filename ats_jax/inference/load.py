@@ -79,7 +79,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
 
 
 def as_data(cfg: Config) -> Config:
-  """`cfg` without what would let somebody else's workdir reach into this machine.
+  """`cfg` without settings by which another user's workdir could run code or write files here.
 
   Compiled programs are machine code: they come from the user's own cache, never from a folder that
   a workdir names. So does tokenised text. Options of XLA may write files and name programs to run.
@@ -96,7 +96,7 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
   """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
   try:
     return load_extra(checkpoints, step, run).get(CHANGES, {})
-  except CheckpointError:  # `restore_tree` says it better, or goes further back
+  except CheckpointError:  # `restore_tree` falls back to an older one, or says what is damaged
     return {}
 
 

@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import jax
 import pytest
@@ -36,7 +35,7 @@ def text(tmp_path_factory) -> str:
 @pytest.fixture
 def cfg(text) -> Config:
   return api.config(
-    str(REPOSITORY / "configs" / "debug.py"),
+    "debug",
     {
       "num_steps": 3,
       "model.num_layers": 1,
@@ -73,8 +72,7 @@ def process_state() -> dict:
   }
 
 
-def test_the_page_is_run(text, tmp_path, monkeypatch):
-  monkeypatch.chdir(REPOSITORY)
+def test_the_page_is_run(text, tmp_path):
   found = doctest.testfile(
     str(PAGE), module_relative=False, globs={"text": text, "runs": str(tmp_path)}
   )
@@ -169,7 +167,6 @@ def test_a_run_in_another_thread(cfg, tmp_path):
 
 
 def test_what_cannot_be_configured():
-  debug = str(Path(REPOSITORY, "configs", "debug.py"))
   for settings, says in (
     ({"model.num_layrs": 2}, "Did you mean model.num_layers"),
     ({"modle.num_layers": 2}, "unknown key modle"),
@@ -178,4 +175,4 @@ def test_what_cannot_be_configured():
     ({"optimizer.b2": float("nan")}, "not a finite number"),
   ):
     with pytest.raises(ValueError, match=says):
-      api.config(debug, settings)
+      api.config("debug", settings)
