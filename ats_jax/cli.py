@@ -54,8 +54,8 @@ class ConfigFlag:
     """Define them."""
     self._flags = flag_values
     text = (
-      f"Packaged config or config file, e.g. debug, llama_7b:moe, my.py; default: {DEFAULT_CONFIG}. "
-      "See Settings."
+      "Packaged config or config file, e.g. debug, llama_7b:moe, my.py; default: "
+      f"{DEFAULT_CONFIG}. See Settings."
     )
     self._file = flags.DEFINE_string("config", None, text, flag_values=flag_values)
     for name, field in settings().items():

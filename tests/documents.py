@@ -106,9 +106,9 @@ def shown(path: Path) -> list[Shown]:
       continue
     for line in text.replace("\\\n", " ").splitlines():
       asked = line.removeprefix("$ ")
-      if (language == "bash" and line.strip() and not line.lstrip().startswith("#")) or (
-        (asked != line or line.startswith(_STARTS)) and language != "bash"
-      ):
+      if language == "bash" and line.strip() and not line.lstrip().startswith("#"):
+        found.append(Shown(" ".join(asked.split())))
+      elif (asked != line or line.startswith(_STARTS)) and language != "bash":
         found.append(Shown(" ".join(asked.split())))
       elif line.startswith("error: ") and language == "console":
         found[-1] = Shown(found[-1].line, line)
@@ -248,7 +248,7 @@ def write_texts(folder: Path) -> None:
   if folder.exists():
     return
   folder.mkdir(parents=True)
-  words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+  words = "one two three four five six seven eight nine ten".split()
   for i in range(10):
     text = " ".join(words[(i * k + k // 7) % len(words)] for k in range(300))
     (folder / f"{i}.txt").write_text(text)

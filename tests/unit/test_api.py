@@ -49,6 +49,7 @@ def cfg(text) -> Config:
       "optimizer.warmup_steps": 1,
       "eval.bigram_baseline": False,
       "log.writers": "jsonl",
+      "log.every_steps": 1,
       "sample.max_tokens": 0,
     },
   )
