@@ -193,8 +193,7 @@ def _decide_interval(
   )
   policy = _remember(policy, reading, finding, excess, margin)
   if requested or (finding is not None and finding.certain):
-    # The harmful action may have broken the state, so it is undone and the fault is mended. A
-    # rollback takes back edits of the weights by itself.
+    # What did harm may have broken the state: mend both. A rollback takes back edits by itself.
     rolls_back = any(action.needs_saved for action, *_ in wanted)
     wanted += [part for part in undone if not (rolls_back and part[0].edits)]
   else:
@@ -447,8 +446,7 @@ def _spread(policy: PolicyState, probe: float) -> PolicyState:
   is_far = policy.reference is not None and probe > policy.reference + NEAR * margin
   if is_far or change is None or before is None:
     return policy
-  # Times 2, as only the negative half of second differences counts; over 3, as the variance of a
-  # second difference of independent noise is three times that of a first difference.
+  # Times 2, as only falls count; over 3, the variance of noise's second difference over its first.
   bend = min(max(before - change, 0.0), margin)
   return policy._replace(spread=policy.spread + 0.1 * (2.0 * bend**2 / 3.0 - policy.spread))
 
