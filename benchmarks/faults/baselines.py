@@ -171,8 +171,8 @@ class RateMemory(NamedTuple):
 def rate_rules(least: float) -> Rule:
   """Rules of thumb on the learning rate (https://github.com/MatN23/AdaptiveTrainingSystem).
 
-  The thresholds are those of that project's orchestrator; detectors act as its documentation says. A
-  change multiplies the current rate and is held for 10 to 20 steps; then the schedule is back.
+  The thresholds are those of that project's orchestrator; detectors act as its documentation says.
+  A change multiplies the current rate and is held for 10 to 20 steps; then the schedule is back.
 
   | seen | factor | steps |
   |---|---|---|

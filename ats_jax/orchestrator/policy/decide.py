@@ -437,8 +437,7 @@ def _remember(
 def _spread(policy: PolicyState, probe: float) -> PolicyState:
   """Update the spread of the probe's loss, from how much more it falls than a look before.
 
-  A descent that levels off does not widen the margin. Neither does a run that is far above its
-  reference, until it is back.
+  Neither a descent that levels off widens the margin, nor a run far above its reference.
   """
   margin, before = _usual_margin(policy), policy.last_change
   change = None if policy.last_probe is None else probe - policy.last_probe
