@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from absl import logging
 
 from ats_jax import paths
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 from ats_jax.paths import Path
 
 # On a store the holder rewrites its lock every BEAT_SECS. A lock that is not rewritten for

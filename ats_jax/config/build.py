@@ -129,17 +129,22 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
   return changed
 
 
+def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+  """A copy of a nested config with some settings, by dotted name, replaced; unchecked."""
+  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in nested.items()}
+  for name, value in values.items():
+    section, _, key = name.rpartition(".")
+    (changed.setdefault(section, {}) if section else changed)[key] = value
+  return changed
+
+
 def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:
   """`cfg` with some settings, by dotted name, changed; valid.
 
   Raises:
     ValueError: as `from_config_dict`.
   """
-  nested = to_dict(cfg)
-  for name, value in values.items():
-    section, _, key = name.rpartition(".")
-    (nested[section] if section else nested)[key] = value
-  return from_config_dict(nested)
+  return from_config_dict(updated(to_dict(cfg), values))
 
 
 CHANGES = "settings"  # where a checkpoint keeps what `with_changes` takes
