@@ -41,6 +41,7 @@ if importlib.util.find_spec("ats_jax") is None:
 #
 # Training runs in a process of its own. It takes the memory of the GPU and gives it back.
 
+
 # %%
 def ats(*words: str) -> str:
   """Run `ats-jax` with these words; show what it prints, and return it."""
@@ -73,6 +74,7 @@ if "ATS_JAX_TOY" in os.environ:  # CI: a smaller model, fewer steps
 # ## Train
 # `--config=debug` is a config that comes with the package. `--config.section.name=value` changes a
 # setting.
+
 
 # %%
 def train(steps: int) -> str:
