@@ -1,6 +1,9 @@
 """Loss, perplexity and bits per byte of a trained run on its validation split, or on other text.
 
-python -m ats_jax evaluate --workdir=runs/debug [--step=best] [--paths=other.txt]
+  ats-jax evaluate --workdir=runs/debug --step=best
+  ats-jax evaluate --workdir=runs/debug --paths=other.txt
+
+Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte.
 """
 
 from absl import flags, logging
@@ -13,9 +16,12 @@ from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets, open_spl
 from ats_jax.inference.load import load_run
 from ats_jax.scoring import score_all
 
-_WORKDIR = cli.define_workdir_flag()
-_STEP = cli.define_step_flag()
-_PATHS = flags.DEFINE_string("paths", "", "Evaluate on these files instead (as data.paths).")
+FLAGS = flags.FlagValues()
+_WORKDIR = cli.define_workdir_flag(FLAGS)
+_STEP = cli.define_step_flag(FLAGS)
+_PATHS = flags.DEFINE_string(
+  "paths", "", "Evaluate on these files instead (as data.paths).", flag_values=FLAGS
+)
 
 
 def main(argv: list[str]) -> None:
@@ -41,5 +47,6 @@ def main(argv: list[str]) -> None:
       print(f"{name} {value:.6g}")
 
 
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}
 if __name__ == "__main__":
-  cli.run(main)
+  cli.main("evaluate", COMMANDS)

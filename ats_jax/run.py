@@ -133,7 +133,7 @@ class Run:
   _batch: Batch | None = None
 
   def compiled_step(self, step: int) -> Callable:
-    """What makes update `step`; compiled where its rules are others than those of the last one."""
+    """The function that makes update `step`; compiled anew where its rules have changed."""
     rules = self.program.training_rules(step)
     if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
       with self.aside("compile"):
@@ -151,7 +151,7 @@ class Run:
     return self._batch
 
   def took(self, step: int, metrics: StepMetrics) -> None:
-    """Hand over what update `step` returned beside the state, which is new."""
+    """Note that update `step` has set the state, and log its metrics."""
     self.step, self.scores = step, None
     self.log.push(step, *metrics)
 
@@ -196,23 +196,23 @@ class Run:
 
   @contextlib.contextmanager
   def aside(self, name: str) -> Iterator[None]:
-    """As `timed`, around what is no training: it does not count as slow steps."""
+    """As `timed`, for work other than training: it does not count as slow steps."""
     with self.log.pause(self.step), self.timed(name):
       yield
 
   # What the supervisor asks for (`orchestrator.lent.Loop`).
 
   def position(self) -> dict[str, Any]:
-    """What a checkpoint holds beside the state, but for what the supervisor has `saved`."""
+    """The loop's part of a checkpoint's `extra`; the rest is what the supervisor has `saved`."""
     return {POSITION: self.batches.position(), **self.program.saved()}
 
   def again(self) -> Update:
-    """What makes the last update once more, from another state."""
+    """A function that makes the last update again, from another state."""
     train_step, batch = self._compiled[1], self._batch
     return lambda state: train_step(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
-    """What makes the updates that come next, or came after `saved`, on their batches."""
+    """Functions that make the updates after `saved`, or the next ones, on their batches."""
     position = (saved or self.position())[POSITION]
     return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
 
@@ -283,7 +283,7 @@ def open_run(
     try:
       yield run
     finally:
-      # It holds the run: until a collector found their cycle, the state would stay on the devices.
+      # The supervisor holds the run: that cycle would keep the state on the devices.
       run.watch = NoSupervisor()
 
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECS = 300

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 # `make`, `uv run` and `srun` pass on a signal that the terminal or scheduler sent to the whole
 # group: the same request reaches the process twice within milliseconds.
 ECHO_SECS = 0.5
-# Steps between the questions whether another process was told to stop.
+# Steps between checks whether another process received a signal.
 POLL_STEPS = 10
 
 

@@ -92,13 +92,10 @@ def _batch(cfg: Config) -> None:
 
 
 def _warmup(cfg: Config) -> None:
-  o = cfg.optimizer
-  if o.warmup_steps and o.warmup_fraction:
-    raise ValueError(
-      f"optimizer.warmup_steps={o.warmup_steps} and optimizer.warmup_fraction="
-      f"{o.warmup_fraction} are both set. Set one of them to 0."
-    )
-  advice = ". Shorten the warm-up or train longer."
+  advice = (
+    ". Shorten the warm-up, train longer, or use optimizer.warmup_fraction, a share of the run, "
+    "with warmup_steps=0."
+  )
   _at_most(cfg, "optimizer.warmup_steps", "num_steps", advice)
 
 

@@ -22,6 +22,7 @@ from ats_jax.checkpoint.preemption import ECHO_SECS
 from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.exits import STOPPED
 from ats_jax.model.layout import stacks
 from ats_jax.ops.kernels import OPS
 from ats_jax.scoring import score
@@ -57,26 +58,6 @@ class TestHelp:
       "checkpoint.every_steps", "checkpoint.keep", "checkpoint.keep_best",
       "checkpoint.asynchronous",
     ]  # fmt: skip
-
-  @pytest.mark.parametrize(
-    "module, flags",
-    [
-      ("train", ["config", "workdir", "explain"]),
-      ("evaluate", ["workdir", "step", "paths"]),
-      ("generate", ["workdir", "step", "prompt", "max_tokens", "temperature", "seed"]),
-      ("bench", ["config", "steps", "segments"]),
-    ],
-  )
-  def test_help_lists_the_flags(self, module, flags):
-    out = forked("ats_jax", module, "--help").out
-    assert f"python -m ats_jax {module}" in out
-    assert set(flags) <= set(re.findall(r"^ +--(?:\[no\])?(\w+):", out, re.MULTILINE))
-
-  @pytest.mark.parametrize("module", ["train", "plan", "bench", "data"])
-  def test_help_says_how_to_change_a_setting(self, module):
-    out = " ".join(forked(f"ats_jax.{module}", "--help").out.split())
-    assert "--config.section.name=value changes a setting" in out
-    assert "--config.optimizer.learning_rate=1e-3" in out and "--explain=optimizer" in out
 
   def test_entry_points_can_be_imported_together(self):
     modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
@@ -183,7 +164,8 @@ class TestTrainedRun:
       env={**os.environ, "XLA_FLAGS": ""},
     ) as process:
       process.stdout.close()
-      assert (process.wait(runs.TIMEOUT_SECS), process.stderr.read()) == (0, b"")
+      assert process.wait(runs.TIMEOUT_SECS) == 128 + signal.SIGPIPE
+      assert process.stderr.read() == b""
 
 
 def start(folder: Path, *settings: str) -> subprocess.Popen:
@@ -217,7 +199,7 @@ class TestCtrlC:
     read_to(process, r"^step +3 ")
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
-    assert process.returncode == 0, output
+    assert process.returncode == STOPPED, output
     assert FINISHING in output and "Traceback" not in output
     (step,) = committed_steps(tmp_path / "checkpoints")
     assert output.endswith(f"SIGINT: saved step {step}. The same command goes on from there.\n")

@@ -31,11 +31,12 @@ ALLOWED = {
   "orchestrator": STEP
   | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
   | {"paths"},
-  "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
+  "exits": set(),
   # Shared by all entry points; they know nothing of what is trained.
-  "cli": {"config", "launch"},
+  "cli": {"config", "exits"},
+  "launch": {"cli", "exits"},  # starts before jax is imported
   "runtime": {"config"},
-  "lease": {"launch", "paths"},
+  "lease": {"exits", "paths"},
   "workdir": {"config", "lease", "paths"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},

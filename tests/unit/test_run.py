@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import random
+import re
 import shutil
 import threading
 import weakref
@@ -275,3 +276,18 @@ def test_a_run_that_is_complete_compiles_no_step(texts, trained, tmp_path):
   cfg = config(texts, checkpoint__every_steps=2)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     assert run.step == 4 and run.begun.rules is None
+
+
+def test_a_table_with_rows_that_no_token_uses(texts, tmp_path, caplog):
+  """One warning at the start, none when the run goes on."""
+  with caplog.at_level("WARNING"):
+    train(config(texts, model__vocab_size=1024, num_steps=1), tmp_path / "wide")
+    assert re.search(
+      r"model\.vocab_size=1024, but the tokenizer has 259 tokens: 765 rows of the embedding and of "
+      r"the head, .* --config\.data\.tokenizer=FILE, .*--config\.model\.vocab_size=0",
+      caplog.text,
+    )
+    caplog.clear()
+    train(config(texts, model__vocab_size=1024, num_steps=2), tmp_path / "wide")
+    train(config(texts, num_steps=1), tmp_path / "fits")
+  assert "vocab_size" not in caplog.text
