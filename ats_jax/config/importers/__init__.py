@@ -119,7 +119,9 @@ def source(found: Found, name: str, target: str) -> str:
   body = ["from ats_jax.config import base_config", "", "", "def get_config():"]
   body.append("  config = base_config()")
   order = [setting for setting in known_settings() if setting in found.settings]
-  body += [f"  config.{setting} = {_typed(setting, found.settings[setting])!r}" for setting in order]
+  body += [
+    f"  config.{setting} = {_typed(setting, found.settings[setting])!r}" for setting in order
+  ]
   return "\n".join([*head, '"""', "", *body, "  return config", ""])
 
 

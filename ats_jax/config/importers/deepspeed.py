@@ -71,9 +71,13 @@ def _batch(found: Found) -> None:
     found.take("train_batch_size", "data.batch_size")
     if micro and accum and total % (micro * accum) == 0:
       devices = total // (micro * accum)
-      found.give("train_micro_batch_size_per_gpu", {}, f"follows from the rest on {devices} devices")
+      found.give(
+        "train_micro_batch_size_per_gpu", {}, f"follows from the rest on {devices} devices"
+      )
     elif micro:
-      found.give("train_micro_batch_size_per_gpu", {}, "step.accum_steps on so many devices as you have")
+      found.give(
+        "train_micro_batch_size_per_gpu", {}, "step.accum_steps on so many devices as you have"
+      )
       found.notes.append(
         f"Rows of a device at a time were {micro}: step.accum_steps = {total} / ({micro} x devices)."
       )
@@ -132,7 +136,9 @@ def _schedule(found: Found) -> None:
   found.take(f"{params}warmup_num_steps", "optimizer.warmup_steps", 1000, int)
   if f"{params}total_num_steps" in found.values:
     found.take(f"{params}total_num_steps", "num_steps", convert=int)
-  found.lack_all("warm-up begins at lr / warmup_steps", f"{params}warmup_min_lr", f"{params}warmup_min_ratio")
+  found.lack_all(
+    "warm-up begins at lr / warmup_steps", f"{params}warmup_min_lr", f"{params}warmup_min_ratio"
+  )
   if found.get(f"{params}warmup_type", "log") != "linear" and kind != "WarmupCosineLR":
     found.values.setdefault(f"{params}warmup_type", "log")
   found.expect(f"{params}warmup_type", "linear", what="warm-up is linear here")
@@ -160,7 +166,9 @@ def _zero(found: Found) -> None:
     shards = "weights, gradients and moments are cut over the axis fsdp: --config.mesh.fsdp=DEVICES"
     found.give("zero_optimization.stage", {}, shards if stage else "mesh.fsdp stays 1")
   if stage in (1, 2):
-    found.notes.append(f"ZeRO stage {stage} keeps weights whole on each device; fsdp cuts them too.")
+    found.notes.append(
+      f"ZeRO stage {stage} keeps weights whole on each device; fsdp cuts them too."
+    )
   found.ignore("XLA plans communication", *(f"zero_optimization.{name}" for name in _COMMUNICATION))
   for name in found.values:
     if name.startswith(("zero_optimization.offload", "aio.")):

@@ -94,7 +94,9 @@ class Found:
     """Take a name as several settings, or as words only."""
     self.settings |= ours
     words = ", ".join(f"{setting} = {value!r}" for setting, value in ours.items())
-    self.taken.append(Line(name, self.values.get(name), f"{words}{': ' if words and why else ''}{why}"))
+    self.taken.append(
+      Line(name, self.values.get(name), f"{words}{': ' if words and why else ''}{why}")
+    )
 
   def expect(self, name: str, *usual: Any, what: str) -> None:
     """A name whose only values that this program has are `usual`; null counts as left out."""

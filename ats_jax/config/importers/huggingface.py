@@ -37,7 +37,8 @@ FAMILIES = {
   "qwen2": Family(lacks=("queries, keys and values have a bias",)),
   "qwen3": Family(settings={"model.qk_norm": True}, defaults={"head_dim": 128}),
   "qwen3_moe": Family(
-    settings={"model.qk_norm": True}, defaults={"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+    settings={"model.qk_norm": True},
+    defaults={"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
   ),
   "olmoe": Family(
     lacks=("queries and keys are normalised over all heads at once; here each head by itself",),
@@ -45,7 +46,9 @@ FAMILIES = {
     defaults={"norm_topk_prob": False, "rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.01},
   ),
   "deepseek_v3": Family(
-    lacks=("attention is latent (MLA); here it is grouped-query attention with heads of v_head_dim",),
+    lacks=(
+      "attention is latent (MLA); here it is grouped-query attention with heads of v_head_dim",
+    ),
     settings={"moe.score": "sigmoid"},
     defaults={"norm_topk_prob": True},
   ),
@@ -155,7 +158,9 @@ def _experts(found: Found, family: Family) -> None:
     found.take("mlp_only_layers", "moe.dense_first", 0, len)
   found.expect("mlp_only_layers", [], what="layers without experts in the middle")
   if found.values["model_type"] != "deepseek_v3":
-    found.take("router_aux_loss_coef", "moe.aux_loss", default("router_aux_loss_coef", 0.001), float)
+    found.take(
+      "router_aux_loss_coef", "moe.aux_loss", default("router_aux_loss_coef", 0.001), float
+    )
   found.expect("router_jitter_noise", 0.0, 0, what="noise on the input of the router")
   if "scoring_func" in found.values:
     found.take("scoring_func", "moe.score")

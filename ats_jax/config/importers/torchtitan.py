@@ -30,9 +30,7 @@ class Flavor:
 
 def _llama(*dims: int, vocab_size: int = 128_256, tied: bool = False) -> Flavor:
   d_model, layers, heads, kv_heads, d_ff = dims
-  return Flavor(
-    d_model, layers, heads, kv_heads, d_ff, vocab_size, 5e5, 1e-5, tie_embeddings=tied
-  )
+  return Flavor(d_model, layers, heads, kv_heads, d_ff, vocab_size, 5e5, 1e-5, tie_embeddings=tied)
 
 
 def _qwen(*dims: int, vocab_size: int = 151_936, tied: bool = False) -> Flavor:
@@ -181,7 +179,10 @@ def _optimizer(found: Found) -> None:
   found.take("lr_scheduler.warmup_steps", "optimizer.warmup_steps", 200, shorter)
   found.take("lr_scheduler.min_lr_factor", "optimizer.final_lr_fraction", 0.0, float)
   found.expect("lr_scheduler.total_steps", steps, what="a schedule here is as long as the run")
-  decay, shape = found.get("lr_scheduler.decay_ratio"), found.get("lr_scheduler.decay_type", "linear")
+  decay, shape = (
+    found.get("lr_scheduler.decay_ratio"),
+    found.get("lr_scheduler.decay_type", "linear"),
+  )
   if decay is not None:
     found.settings["optimizer.schedule"] = "wsd"
     found.take("lr_scheduler.decay_ratio", "optimizer.decay_fraction", convert=float)
@@ -221,7 +222,11 @@ def _training(found: Found) -> None:
     batch["step.accum_steps"] = total // (local * ranks)
   if total <= 0 and not ranks:
     found.notes.append(f"data.batch_size counts all devices: {rows} is that of one device.")
-  names = ("training.local_batch_size", "training.global_batch_size", "training.num_tokens_per_train_step")
+  names = (
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "training.num_tokens_per_train_step",
+  )
   said = [name for name in names if name in found.values]
   for name in said:
     found.give(name, batch)
