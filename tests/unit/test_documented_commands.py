@@ -44,9 +44,7 @@ NOT_RUN = {
   "srun": "needs SLURM",
   "sbatch": "needs SLURM",
 }
-PLACEHOLDER = re.compile(
-  r"(?<![\w=/])(VERB|FILE|RUN|FOLDER|WORKDIR|OTHER)(?!\w)|\.\.\.|\[|\||\$[A-Z]"
-)
+PLACEHOLDER = re.compile(r"(?<![\w=/])(VERB|FILE|RUN|FOLDER|WORKDIR|OTHER)(?!\w)|\.\.\.|\[|\||\$[A-Z]")
 # Names that Python blocks take for granted, by document.
 GIVEN = {
   "docs/guides/surgery.md": """
@@ -190,9 +188,7 @@ def test_what_is_not_run_is_shown_somewhere():
 
 def test_a_command_that_fails_is_noticed(small_runs, tmp_path):
   reader = Reader(tmp_path, small_runs)
-  wrong = parse(
-    "python -m ats_jax train --config=configs/debug.py --workdir=runs/x --config.mesh.fsdp=3"
-  )
+  wrong = parse("python -m ats_jax train --config=configs/debug.py --workdir=runs/x --config.mesh.fsdp=3")
   assert reader.run(wrong).code == REFUSED
   with pytest.raises(AssertionError, match="there is no such verb"):
     follow(reader, "python -m ats_jax trian --workdir=runs/x")
