@@ -193,8 +193,7 @@ def _decide_interval(
   )
   policy = _remember(policy, reading, finding, excess, margin)
   if requested or (finding is not None and finding.certain):
-    # The harmful action may have broken the state, so it is undone and the fault is mended. A
-    # rollback takes back edits of the weights by itself.
+    # The action may have broken the state: undo it and mend the fault. A rollback undoes edits.
     rolls_back = any(action.needs_saved for action, *_ in wanted)
     wanted += [part for part in undone if not (rolls_back and part[0].edits)]
   else:
@@ -438,8 +437,7 @@ def _remember(
 def _spread(policy: PolicyState, probe: float) -> PolicyState:
   """Update the spread of the probe's loss, from how much more it falls than a look before.
 
-  A descent that levels off does not widen the margin. Neither does a run that is far above its
-  reference, until it is back.
+  Neither a descent that levels off nor a run far above its reference widens the margin.
   """
   margin, before = _usual_margin(policy), policy.last_change
   change = None if policy.last_probe is None else probe - policy.last_probe
@@ -447,8 +445,7 @@ def _spread(policy: PolicyState, probe: float) -> PolicyState:
   is_far = policy.reference is not None and probe > policy.reference + NEAR * margin
   if is_far or change is None or before is None:
     return policy
-  # Times 2, as only the negative half of second differences counts; over 3, as the variance of a
-  # second difference of independent noise is three times that of a first difference.
+  # Times 2: only the negative half counts. Over 3: a second difference has thrice the variance.
   bend = min(max(before - change, 0.0), margin)
   return policy._replace(spread=policy.spread + 0.1 * (2.0 * bend**2 / 3.0 - policy.spread))
 
