@@ -112,7 +112,8 @@ class Command:
     main: gets the arguments that are no flags; returns an exit code, or None for `exits.DONE`.
     flags: its own.
     about: what it does in a line, then examples and the rest.
-    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, and two
+      words are two arguments.
     passes_on: flags that are not known go to `main` too.
   """
 
@@ -157,8 +158,10 @@ class Command:
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
-    if self.operand and len(rest) != 1:
-      raise ValueError(f"expected one {self.operand}, got {' '.join(rest) or 'none'}.")
+    operands = self.operand.split()
+    if operands and len(rest) != len(operands):
+      wanted = " and ".join(f"one {operand}" for operand in operands)
+      raise ValueError(f"expected {wanted}, got {' '.join(rest) or 'none'}.")
     if rest and not (self.operand or self.passes_on):
       raise ValueError(
         f"unexpected argument {rest[0]!r}. Everything is a flag: --name=value (see --help)."
