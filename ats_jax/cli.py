@@ -268,12 +268,13 @@ def user_errors() -> Iterator[None]:
   try:
     yield
   except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
-    _leave(error, str(error) or type(error).__name__, "\n(ATS_TRACEBACK=1 shows where.)")
+    _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    advice = "Use a larger step.accum_steps, step.remat=full or more devices (docs/guides)."
-    _leave(error, f"out of memory. {advice}\n{str(error).splitlines()[0]}", code=exits.FAULT)
+    advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
+    text = f"the device is out of memory: {str(error).splitlines()[0]}\n{advice}"
+    _leave(error, text, code=exits.FAULT)
   except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(128 + signal.SIGPIPE) from None
