@@ -160,8 +160,11 @@ def _parse_flags(argv: list[str], commands: tuple[str, ...] = (), operand: str =
 
 
 def _shorten(record: std_logging.LogRecord) -> bool:
-  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
-  if f"{os.sep}ats_jax{os.sep}" in record.pathname:
+  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours.
+
+  With `log.level=debug` all is kept.
+  """
+  if f"{os.sep}ats_jax{os.sep}" in record.pathname or logging.get_verbosity() >= logging.DEBUG:
     return True
   if not _shows_tracebacks():
     record.exc_info = None

@@ -1,6 +1,7 @@
 import pytest
 
-from ats_jax.metrics.throughput import Throughput, mfu, peak_flops
+from ats_jax.metrics.peaks import peak_flops
+from ats_jax.metrics.throughput import Throughput, mfu
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,15 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from ats_jax.config.schema import LogConfig
+from ats_jax.metrics.console import ConsoleWriter
+from ats_jax.metrics.create import create_writer
+from ats_jax.metrics.files import CsvWriter, JsonlWriter
 from ats_jax.metrics.rows import read_csv, read_jsonl
+from ats_jax.metrics.tensorboard import TensorboardWriter
 from ats_jax.metrics.writer import (
   TIME_KEYS,
-  ConsoleWriter,
-  CsvWriter,
-  JsonlWriter,
   MetricWriter,
   MultiWriter,
-  TensorboardWriter,
-  create_writer,
   is_time_key,
 )
 
@@ -283,7 +282,7 @@ FULL_DISK = """
 import contextlib, resource, sys
 from pathlib import Path
 from ats_jax import cli
-from ats_jax.metrics.writer import CsvWriter
+from ats_jax.metrics.files import CsvWriter
 
 path = Path(sys.argv.pop())
 
@@ -439,7 +438,8 @@ def test_multi_writer_closes_all_even_if_one_fails(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ats_jax.metrics.writer import CsvWriter, JsonlWriter, TensorboardWriter
+from ats_jax.metrics.files import CsvWriter, JsonlWriter
+from ats_jax.metrics.tensorboard import TensorboardWriter
 d = Path(sys.argv[1])
 writers = [JsonlWriter(d / "m.jsonl"), CsvWriter(d / "m.csv"), TensorboardWriter(d)]
 for step in range(50):
