@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 MARK = "#"  # between the name of an extension and the hash of its file
 loaded: dict[str, str] = {}  # name -> hash, of this process; `config.extend` keeps it
-_loading: list[
-  str
-] = []  # whose registrations are being made; empty = this package's, or a script's
+# Whose registrations are being made; empty = this package's, or a script's.
+_loading: list[str] = []
 
 
 class _Entry(NamedTuple):
@@ -87,8 +86,8 @@ class Registry:
     near = difflib.get_close_matches(name, self, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
-      f"{self.setting}={name!r}: there is no such {self.kind}. {hint}Choose one of: "
-      f"{', '.join(self)}; or name the file that registers it in `extensions`."
+      f"{self.setting}={name!r} is unknown. Choose one of: {', '.join(self)}. {hint}For a "
+      f"{self.kind} of yours, name the file that registers it in `extensions`."
     )
 
   def forget(self, owner: str) -> None:

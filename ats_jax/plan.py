@@ -12,6 +12,7 @@ from absl import flags
 
 from ats_jax import cli
 from ats_jax.config import from_config_dict
+from ats_jax.config.extend import load_extensions
 from ats_jax.planner import describe
 from ats_jax.planner.budget import budget, parse_law, render
 
@@ -34,7 +35,8 @@ _LAW = flags.DEFINE_string(
 
 def main(argv: list[str]) -> None:
   """Print the plan of a config, or its budget."""
-  cfg = from_config_dict(cli.require(_CONFIG.value, "config", "configs/b7.py:moe"))
+  config = cli.require(_CONFIG.value, "config", "configs/b7.py:moe")
+  cfg = load_extensions(from_config_dict(config))
   of_other = (_DEVICES,) if argv[1:] else (*_AMOUNTS, _LAW)
   for flag in of_other:
     if flag.present:

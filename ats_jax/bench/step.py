@@ -18,6 +18,7 @@ from absl import flags, logging
 
 from ats_jax import cli, runtime
 from ats_jax.config import Config, from_config_dict
+from ats_jax.config.extend import load_extensions
 from ats_jax.data.batch import random_batch
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import peak_flops
@@ -144,7 +145,7 @@ PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.")
 def main(argv: list[str]) -> None:
   """Print the measurement."""
   del argv
-  cfg = from_config_dict(cli.require(CONFIG.value, "config", "configs/debug.py"))
+  cfg = load_extensions(from_config_dict(cli.require(CONFIG.value, "config", "configs/debug.py")))
   runtime.configure(cfg)
   found = measure(
     cfg,

@@ -77,7 +77,7 @@ def _path(name: str) -> Path:
     raise ValueError(f"extensions={name!r}: no module can be imported by it ({error}).") from error
   if spec is None or spec.origin is None or not spec.origin.endswith(SUFFIX):
     raise ValueError(
-      f"extensions={name!r} is neither a file that ends in {SUFFIX} nor a module that can be found. "
-      "Example: --config.extensions=my_parts.py"
+      f"extensions={name!r} is neither a file that ends in {SUFFIX} nor a module that can be "
+      "found. Example: --config.extensions=my_parts.py"
     )
   return Path(spec.origin)

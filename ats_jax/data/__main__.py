@@ -6,6 +6,7 @@ python -m ats_jax data audit [--config=configs/debug.py [--config.data.name=valu
 
 from ats_jax import cli
 from ats_jax.config import Config, from_config_dict
+from ats_jax.config.extend import load_extensions
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets
@@ -45,7 +46,7 @@ _COMMANDS = {"audit": _audit, "stats": _stats}
 
 def main(argv: list[str]) -> None:
   """Runs a command; exit code 1 if the data or the settings are at fault."""
-  cfg = from_config_dict(_CONFIG.value) if _CONFIG.value else Config()
+  cfg = load_extensions(from_config_dict(_CONFIG.value)) if _CONFIG.value else Config()
   if not _COMMANDS[argv[1]](*open_datasets(cfg.data, cfg.seed)):
     raise SystemExit(1)
 

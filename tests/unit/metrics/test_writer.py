@@ -466,6 +466,7 @@ def test_the_docs_name_what_depends_on_time():
 
 def test_time_keys():
   timed = ["wall_time", "train/tokens_per_sec", "train/steps_per_sec", "train/mfu", "train/mfu_6n"]
+  timed += ["train/tflops_per_device"]
   timed += ["goodput/step_secs", "goodput/step_share", "eval/wall_secs", "memory/host_rss_gib"]
   timed += ["checkpoint/stall_secs", "orchestrator/health"]
   assert all(map(is_time_key, timed))
