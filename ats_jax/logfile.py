@@ -76,5 +76,8 @@ class _FileHandler(std_logging.Handler):
       self.emit(record)
 
   def close(self) -> None:
-    self._log.close()
     super().close()
+    try:
+      self._log.close()
+    except paths.errors():
+      return  # said when the line was written

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,6 +177,34 @@ def columns(path, text_field, report):
   changed = load_extensions(config(source.replace("[1].strip", "[1].upper"), changes))
   open_datasets(changed.data, changed.seed)
   assert len(list((tmp_path / "cache").glob("corpus-*"))) == 2
+
+
+def test_the_examples_of_the_guide(tmp_path):
+  guide = Path(__file__).parents[2] / "docs" / "guides" / "extensions.md"
+  examples = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+  assert len(examples) == 4
+  (tmp_path / "parts.py").write_text("\n".join(examples))
+  text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
+  (tmp_path / "cats.tsv").write_text(text)
+  cfg = tiny_config(
+    {
+      "num_steps": 3,
+      "extensions": f"{tmp_path}/parts.py",
+      "model.vocab_size": 384,
+      "optimizer.name": "lion",
+      "optimizer.schedule": "halved",
+      "data.paths": f"{tmp_path}/cats.tsv",
+      "data.validation_fraction": 0.0,
+      "data.cache_dir": f"{tmp_path}/cache",
+      "log.writers": "losses",
+      "log.every_steps": 1,
+      "log.progress": False,
+      "sample.max_tokens": 0,
+    }
+  )
+  train(cfg, tmp_path / "run")
+  lines = (tmp_path / "run" / "losses.txt").read_text().splitlines()
+  assert [json.loads(line)[0] for line in lines] == [1, 2, 3]
 
 
 # What a workdir keeps.

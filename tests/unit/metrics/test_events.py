@@ -47,7 +47,10 @@ def sparse_run(folder, changes=()):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   """The workdir of a sparse run."""
-  return sparse_run(tmp_path_factory.mktemp("sparse"))
+  folder = tmp_path_factory.mktemp("sparse")
+  sets = f"{folder}/other.txt,code={folder}/text.txt"
+  changes = {"orchestrator.mode": "observe", "orchestrator.check_interval": 2}
+  return sparse_run(folder, changes | {"data.validation_paths": sets})
 
 
 def texts_of(events):
