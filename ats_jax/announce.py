@@ -21,6 +21,7 @@ from ats_jax.metrics.throughput import Throughput
 from ats_jax.model.count import parameter_overview
 from ats_jax.paths import Path
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import warmup_steps
 from ats_jax.step.state import TrainState
 
 
@@ -30,6 +31,7 @@ def opening(
   state: TrainState,
   train_set: Dataset,
   start: int,
+  length: str,
 ) -> None:
   """Log and store what will run: parameters, implementations, formats, mesh, data.
 
@@ -39,6 +41,7 @@ def opening(
     state: its first one.
     train_set: what it reads.
     start: updates done.
+    length: what said how many there are.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
   logging.info("parameters:\n%s", parameter_overview(state.model))
@@ -51,10 +54,15 @@ def opening(
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
     f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "length by": length,
+    "learning rate": f"{warmup_steps(cfg):,} steps of warm-up to {cfg.optimizer.learning_rate:g}, "
+    f"then {cfg.optimizer.schedule}",
     "compilation cache": runtime.cache_use(cfg),
   }
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
+  if start == 0:
+    warn_of_unused_rows(cfg, train_set.tokenizer.vocab_size)
   if jax.process_index() == 0:
     shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
     run = {**shape, "parameters": program.counts.parameters, **facts}
@@ -66,6 +74,22 @@ def opening(
     )  # fmt: skip
   elif start:
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def warn_of_unused_rows(cfg: Config, tokenizer_size: int) -> None:
+  """Warn of a vocabulary most of which no token of the tokenizer uses."""
+  m, unused = cfg.model, cfg.model.vocab_size - tokenizer_size
+  if unused <= tokenizer_size:
+    return
+  tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
+  logging.warning(
+    "model.vocab_size=%d, but the tokenizer has %d tokens: %d rows of %s, %.3g parameters, are "
+    "never used, and a loss is not one over so many tokens. For a new run, name a tokenizer.json "
+    "of that size with --config.data.tokenizer=FILE, or take the tokenizer's size with "
+    "--config.model.vocab_size=0.",
+    m.vocab_size, tokenizer_size, unused, " and of ".join(tables),
+    len(tables) * unused * m.d_model,
+  )  # fmt: skip
 
 
 def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:

@@ -38,6 +38,7 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
+from ats_jax.planner.budget import budget, reason
 from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
 from ats_jax.step.metrics import StepMetrics, metric_names
@@ -139,7 +140,7 @@ class Run:
   _batch: Batch | None = None
 
   def compiled_step(self, step: int) -> Callable:
-    """What makes update `step`; compiled where its rules are others than those of the last one."""
+    """The function that makes update `step`; compiled anew where its rules have changed."""
     rules = self.program.training_rules(step)
     if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
       with self.aside("compile"):
@@ -157,7 +158,7 @@ class Run:
     return self._batch
 
   def took(self, step: int, metrics: StepMetrics) -> None:
-    """Hand over what update `step` returned beside the state, which is new."""
+    """Note that update `step` has set the state, and log its metrics."""
     self.step, self.scores = step, None
     self.log.push(step, *metrics)
 
@@ -204,23 +205,23 @@ class Run:
 
   @contextlib.contextmanager
   def aside(self, name: str) -> Iterator[None]:
-    """As `timed`, around what is no training: it does not count as slow steps."""
+    """As `timed`, for work other than training: it does not count as slow steps."""
     with self.log.pause(self.step), self.timed(name):
       yield
 
   # What the supervisor asks for (`orchestrator.lent.Loop`).
 
   def position(self) -> dict[str, Any]:
-    """What a checkpoint holds beside the state, but for what the supervisor has `saved`."""
+    """The loop's part of a checkpoint's `extra`; the rest is what the supervisor has `saved`."""
     return {POSITION: self.batches.position(), **self.program.saved()}
 
   def again(self) -> Update:
-    """What makes the last update once more, from another state."""
+    """A function that makes the last update again, from another state."""
     train_step, batch = self._compiled[1], self._batch
     return lambda state: train_step(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
-    """What makes the updates that come next, or came after `saved`, on their batches."""
+    """Functions that make the updates after `saved`, or the next ones, on their batches."""
     position = (saved or self.position())[POSITION]
     return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
 
@@ -267,7 +268,7 @@ def open_run(
     origin = find_origin(checkpoints, snapshots)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
     eval_sets = open_eval_sets(cfg.data, valid_set)
-    cfg = count_epochs(cfg, train_set.num_rows)
+    cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
@@ -281,7 +282,7 @@ def open_run(
     batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION)))  # starts reading
     if jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
-    announce.opening(program, folder, state, train_set, origin.step)
+    announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
     writer, log = open_log(stack, program, folder, origin, meter, identity)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
@@ -294,8 +295,25 @@ def open_run(
     try:
       yield run
     finally:
-      # It holds the run: until a collector found their cycle, the state would stay on the devices.
+      # The supervisor holds the run: that cycle would keep the state on the devices.
       run.watch = NoSupervisor()
+
+
+def with_length(cfg: Config, train_set: Dataset) -> tuple[Config, str]:
+  """`cfg` with its number of steps, and what said it.
+
+  Raises:
+    ValueError: as `count_epochs`.
+  """
+  if not cfg.counts_epochs:
+    return cfg, "num_steps"
+  epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
+  if cfg.length == "budget":
+    sized = resolve(cfg, train_set.tokenizer.vocab_size)
+    plan = budget(sized, unique_tokens=train_set.num_tokens)
+    bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
+    epochs, why = plan["budget"]["epochs"], f"{reason(plan)}; {bounds}"
+  return count_epochs(cfg, epochs, train_set.num_rows), why
 
 
 def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:

@@ -35,7 +35,7 @@ def unfinished_folders(directory: Path) -> list[Path]:
 
 
 def _is_step(name: str) -> bool:
-  """Whether a folder's name is the one that a save gives: `0100` is somebody else's."""
+  """Whether a folder's name is a step as a save writes it: `100`, not `0100`."""
   return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
@@ -209,7 +209,7 @@ def handler() -> ocp.PyTreeCheckpointHandler:
   Compressing float32 weights saves 8 % of the bytes and doubles the time to write
   (docs/internals/adr/0005).
   """
-  # Layers that `stream` has brought to host memory are not to be cut again among the replicas.
+  # Off: `stream` has copied layers to the host already, and replicas must not split them again.
   arrays = ocp.type_handlers.ArrayHandler(
     use_replica_parallel=False,
     array_metadata_store=array_metadata_store.Store(),  # which remembers what is a random key

@@ -18,9 +18,9 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  rules = (_heads, _batch, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
-  # With num_epochs, num_steps is known when the data is: `count_epochs` checks these rules then.
-  of_num_steps = () if cfg.num_epochs else (_warmup, _orchestrator)
+  rules = (_heads, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
+  # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
+  of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
     rule(cfg)
   if cfg.moe.num_experts:
@@ -100,14 +100,24 @@ def _batch(cfg: Config) -> None:
   _divides(cfg, "step.accum_steps", "data.batch_size", advice)
 
 
-def _warmup(cfg: Config) -> None:
-  o = cfg.optimizer
-  if o.warmup_steps and o.warmup_fraction:
+def _length(cfg: Config) -> None:
+  if cfg.length != "budget":
+    return
+  if cfg.num_epochs:
     raise ValueError(
-      f"optimizer.warmup_steps={o.warmup_steps} and optimizer.warmup_fraction="
-      f"{o.warmup_fraction} are both set. Set one of them to 0."
+      f"num_epochs={cfg.num_epochs} and length=budget both say when to end. Use num_epochs=0 and "
+      "most_epochs, or length=given."
     )
-  advice = ". Shorten the warm-up or train longer."
+  _at_most(cfg, "least_epochs", "most_epochs", ". Raise most_epochs or lower least_epochs.")
+  if not cfg.most_epochs:
+    raise ValueError("most_epochs=0 trains nothing: use a positive number of passes, e.g. 4.")
+
+
+def _warmup(cfg: Config) -> None:
+  advice = (
+    ". Shorten the warm-up, train longer, or use optimizer.warmup_fraction, a share of the run, "
+    "with warmup_steps=0."
+  )
   _at_most(cfg, "optimizer.warmup_steps", "num_steps", advice)
 
 

@@ -82,7 +82,7 @@ def files() -> list[Path]:
 def main(argv: list[str]) -> None:
   """Run a suite and print its table, or only print it."""
   paths = files()
-  if argv[1] == "run":
+  if argv[0] == "run":
     (path,) = paths
     suite = chosen(SUITES[_SUITE.value])
     if _PROCESSES.value:

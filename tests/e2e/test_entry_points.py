@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import runs
 from commands import REPOSITORY, forked, train_flags
+from xla_flags import FAST_STEPS, QUICK
 
 from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
@@ -22,6 +23,7 @@ from ats_jax.checkpoint.preemption import ECHO_SECS
 from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.exits import STOPPED
 from ats_jax.model.layout import stacks
 from ats_jax.ops.kernels import OPS
 from ats_jax.scoring import score
@@ -57,26 +59,6 @@ class TestHelp:
       "checkpoint.every_steps", "checkpoint.keep", "checkpoint.keep_best",
       "checkpoint.asynchronous",
     ]  # fmt: skip
-
-  @pytest.mark.parametrize(
-    "module, flags",
-    [
-      ("train", ["config", "workdir", "explain"]),
-      ("evaluate", ["workdir", "step", "paths"]),
-      ("generate", ["workdir", "step", "prompt", "max_tokens", "temperature", "seed"]),
-      ("bench", ["config", "steps", "segments"]),
-    ],
-  )
-  def test_help_lists_the_flags(self, module, flags):
-    out = forked("ats_jax", module, "--help").out
-    assert f"python -m ats_jax {module}" in out
-    assert set(flags) <= set(re.findall(r"^ +--(?:\[no\])?(\w+):", out, re.MULTILINE))
-
-  @pytest.mark.parametrize("module", ["train", "plan", "bench", "data"])
-  def test_help_says_how_to_change_a_setting(self, module):
-    out = " ".join(forked(f"ats_jax.{module}", "--help").out.split())
-    assert "--config.section.name=value changes a setting" in out
-    assert "--config.optimizer.learning_rate=1e-3" in out and "--explain=optimizer" in out
 
   def test_entry_points_can_be_imported_together(self):
     modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
@@ -180,10 +162,11 @@ class TestTrainedRun:
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       cwd=REPOSITORY,
-      env={**os.environ, "XLA_FLAGS": ""},
+      env={**os.environ, "XLA_FLAGS": QUICK},
     ) as process:
       process.stdout.close()
-      assert (process.wait(runs.TIMEOUT_SECS), process.stderr.read()) == (0, b"")
+      assert process.wait(runs.TIMEOUT_SECS) == 128 + signal.SIGPIPE
+      assert process.stderr.read() == b""
 
 
 def start(folder: Path, *settings: str) -> subprocess.Popen:
@@ -194,7 +177,7 @@ def start(folder: Path, *settings: str) -> subprocess.Popen:
     stderr=subprocess.STDOUT,
     text=True,
     cwd=REPOSITORY,
-    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""},
+    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK},
     start_new_session=True,
   )
 
@@ -217,7 +200,7 @@ class TestCtrlC:
     read_to(process, r"^step +3 ")
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=runs.TIMEOUT_SECS)
-    assert process.returncode == 0, output
+    assert process.returncode == STOPPED, output
     assert FINISHING in output and "Traceback" not in output
     (step,) = committed_steps(tmp_path / "checkpoints")
     assert output.endswith(f"SIGINT: saved step {step}. The same command goes on from there.\n")
@@ -272,7 +255,7 @@ def test_bench_prints_one_json_line():
 
 
 def test_bench_ops_checks_and_times_every_op():
-  result = forked("benchmarks.ops", "--toy")
+  result = forked("benchmarks.ops", "--toy", XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err
   lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
   rows = lines[1:]

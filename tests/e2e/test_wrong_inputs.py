@@ -203,9 +203,6 @@ COMMANDS = {
     "configs/debug.py: unknown variant 'foo'",
     "Choose one of dense, moe, mod, hybrid, null.",
   ),
-  "no config": ("train --workdir={run}", "--config is missing. Example: --config=configs/debug.py"),
-  "settings without config": ("train --workdir={run} --config.num_steps=3", "--config is missing"),
-  "no workdir": ("train --config=configs/debug.py", "--workdir is missing. Example: --workdir="),
   "config does not exist": (
     "train --config=configs/no.py --workdir={run}",
     "--config=configs/no.py",
@@ -248,7 +245,6 @@ COMMANDS = {
     "no setting 'model.num_layrs'",
     "Did you mean model.num_layers?",
   ),
-  "bench without config": ("bench", "--config is missing"),
   "generate without workdir": ("generate", "--workdir is missing"),
   "evaluate, empty folder": (
     "evaluate --workdir={inputs}/nothing",
@@ -271,7 +267,7 @@ COMMANDS = {
   "a workdir's name": ("decisions " + "x" * 256, "holds no decisions.jsonl"),
   "generate, prompt": (
     "generate --workdir={trained} --prompt=ab\udcff",  # how Python shows the byte ff
-    "--prompt is not UTF-8 at character 2",
+    "the prompt is not UTF-8 at character 2",
   ),
   "generate, missing step": (
     "generate --workdir={trained} --step=7",

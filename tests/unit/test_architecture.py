@@ -32,11 +32,12 @@ ALLOWED = {
   "orchestrator": STEP
   | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
   | {"paths"},
-  "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
+  "exits": set(),
   # Shared by all entry points; they know nothing of what is trained.
-  "cli": {"config", "launch"},
+  "cli": {"config", "exits"},
+  "launch": {"cli", "exits"},  # starts before jax is imported
   "runtime": {"config"},
-  "lease": {"launch", "paths"},
+  "lease": {"exits", "paths"},
   "workdir": {"config", "lease", "paths"},
   "logfile": {"config", "paths"},
   "feed": {"config", "sharding", "data"},
@@ -46,7 +47,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions"}
+TOP |= {"forecast", "decisions", "api"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 

@@ -15,7 +15,7 @@ class OptimizerConfig:
   schedule: str = setting("cosine", "shape after warm-up", choices=schedules)
   warmup_steps: int = setting(0, "linear warm-up; the first step uses lr/warmup_steps", low=0)
   warmup_fraction: float = setting(
-    0.0, "warm-up as a share of num_steps, used when warmup_steps is 0", low=0.0, high=1.0
+    0.0, "warm-up as a share of num_steps; warmup_steps, if set, goes before it", low=0.0, high=1.0
   )
   final_lr_fraction: float = setting(
     0.1, "learning rate at the end as a share of the peak", low=0.0, high=1.0
