@@ -21,6 +21,7 @@ from absl import flags, logging
 from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.build import explain, from_config_dict, settings, updated
+from ats_jax.config.extend import load_extensions
 from ats_jax.config.file import load_file
 
 DEFAULT_CONFIG = "debug"
@@ -87,9 +88,9 @@ class ConfigFlag:
     """The run that was asked for.
 
     Raises:
-      ValueError: as `load_file` and `from_config_dict`.
+      ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
     """
-    return from_config_dict(self.nested())
+    return load_extensions(from_config_dict(self.nested()))
 
 
 def define_workdir_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
@@ -330,8 +331,11 @@ def _log_short_lines() -> None:
 
 
 def _shorten(record: std_logging.LogRecord) -> bool:
-  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
-  if f"{os.sep}ats_jax{os.sep}" in record.pathname:
+  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours.
+
+  With `log.level=debug` all is kept.
+  """
+  if f"{os.sep}ats_jax{os.sep}" in record.pathname or logging.get_verbosity() >= logging.DEBUG:
     return True
   if not _shows_tracebacks():
     record.exc_info = None
