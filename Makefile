@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(or $(strip $(JAX)),newest)-$(EXTRAS)
 PIN := $(if $(strip $(JAX)),jax==$(strip $(JAX)) jaxlib==$(strip $(JAX)))
 
-.PHONY: train test lint format bench clean
+.PHONY: train test lint format bench notebooks clean
 
 train: $(STAMP)
 	$(BIN)/python -m ats_jax train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
@@ -35,6 +35,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m ats_jax bench --config=$(CONFIG) $(ARGS)
+
+notebooks: $(STAMP)
+	$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else \
