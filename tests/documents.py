@@ -73,6 +73,14 @@ def get_config(variant: str = ""):
 """
 
 
+# What verbs take when they are told nothing.
+DEFAULTS = {
+  "train": ("--config=configs/debug.py", "--workdir=runs/debug"),
+  "data": ("--config=configs/debug.py",),
+  "bench": ("--config=configs/debug.py",),
+}
+
+
 class Block(NamedTuple):
   """A fenced block.
 
@@ -192,7 +200,10 @@ class Reader:
     if verb == "launch":  # tests/multidevice/test_job.py runs processes
       verb = "train"
       words = [w for w in words if not re.match("--(processes|restarts)=", w)]
-    words = [self._replaced(verb, word) for word in words]
+    if verb in DEFAULTS and not any(re.match("--(config|explain|help)\\b", w) for w in words):
+      words = [*words, *DEFAULTS[verb]]
+    new = verb in ("train", "bench") and not refused  # of a run that is there
+    words = [self._replaced(word, new=new) for word in words]
     if any(word.startswith("--config=") for word in words) and not refused:
       check_settings(words)
     if verb in ("train", "data", "bench"):
@@ -223,8 +234,8 @@ class Reader:
     self.seen |= shows
     return more
 
-  def _replaced(self, verb: str, word: str) -> str:
-    """A word with workdirs and texts that are there."""
+  def _replaced(self, word: str, *, new: bool) -> str:
+    """A word with texts that are there, and workdirs too unless the command makes a `new` one."""
     flag, _, value = word.partition("=")
     if flag in ("--config", "--config.extensions"):
       file = self.folder / value.partition(":")[0]
@@ -236,8 +247,7 @@ class Reader:
     if flag == "--config.data.tokenizer" and "/" in value:
       return f"{flag}={self._workdir(value.rpartition('/')[0])}/tokenizer.json"
     if flag in ("--workdir", "--out"):
-      made = verb in ("train", "bench")
-      return f"{flag}={self._path(value) if made else self._workdir(value)}"
+      return f"{flag}={self._path(value) if new else self._workdir(value)}"
     if flag in ("--init_from", "--reference"):
       return f"{flag}={self._workdir(value)}"
     return str(self._workdir(word)) if word.startswith("runs/") else word

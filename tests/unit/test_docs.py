@@ -80,13 +80,6 @@ def anchors(path: Path) -> set[str]:
   return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in words}
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if "lab" not in p.parts], ids=identify)
-def test_lines_fit_a_screen(path):
-  """Tables apart: a cell is one line."""
-  long = [line for line in without_blocks(path).splitlines() if len(line) > 120]
-  assert not [line for line in long if not line.startswith(("|", "<"))]
-
-
 def test_the_readme_is_short():
   assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
