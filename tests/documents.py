@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commands import Result, forked
+from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
 from ats_jax.config.build import settings
@@ -59,9 +60,6 @@ TRAINED = TOY | {
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
 SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions")
-# Without LLVM's optimisations a program this small compiles in a fraction of the time.
-XLA_FLAGS = "--xla_backend_optimization_level=0"
-EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 _CONFIG_FILE = """
@@ -126,7 +124,7 @@ def shown(path: Path) -> list[Shown]:
       if language == "bash":
         is_command = bool(line.strip()) and not line.lstrip().startswith("#")
       if is_command:
-        found.append(Shown(" ".join(asked.split())))
+        found += [Shown(" ".join(one.split())) for one in asked.split(" && ")]
       elif line.startswith("error: ") and language == "console":
         found[-1] = Shown(found[-1].line, line)
   return found
@@ -212,11 +210,8 @@ class Reader:
       words = self._small(words)
     if verb == "bench":
       words = self._short(words)
-    devices = "mesh." in " ".join(words)
-    return forked(
-      "ats_jax", *filter(None, (verb,)), *words,
-      XLA_FLAGS=f"{XLA_FLAGS} {EIGHT_DEVICES if devices else ''}",
-    )  # fmt: skip
+    eight = devices(8) if "mesh." in " ".join(words) else ""
+    return forked("ats_jax", *filter(None, (verb,)), *words, XLA_FLAGS=f"{QUICK} {eight}")
 
   def _shows_more(self, verb: str, words: list[str]) -> bool:
     """Whether a command has anything that no command before had."""
