@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commands import Result, forked
 from xla_flags import QUICK, devices
@@ -289,7 +289,7 @@ def check_settings(words: list[str]) -> None:
   (file,) = (w.partition("=")[2] for w in words if w.startswith("--config="))
   config, known, changes = load_file(file), settings(), {}
   for name, value in re.findall(r"^--config\.([\w.]+)=(.*)$", "\n".join(words), re.MULTILINE):
-    kind = known[name].type
+    kind: Any = known[name].type
     changes[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
   config.update_from_flattened_dict(changes)
   from_config_dict(config)

@@ -26,6 +26,7 @@ from ats_jax.__main__ import VERBS
 NOT_RUN = {
   "benchmarks": "takes minutes to hours; tests/e2e and tests/unit/benchmarks run the smallest",
   "experiments": "takes minutes to hours, and most need a GPU",
+  "notebooks": "installs packages from a network; .ci/notebooks runs it",
   "pytest": "would run the tests from within a test",
   "pip": "needs a network; the extras exist, and .ci/run installs most of them",
   "venv": "the environment is there already",
