@@ -29,6 +29,7 @@ NOT_RUN = {
   "experiments": "takes minutes to hours, and most need a GPU",
   "pytest": "would run the tests from within a test",
   "pip": "needs a network; the extras exist, and .ci/run installs most of them",
+  "notebooks": "asks pip over a network; .ci/notebooks runs it",
   "venv": "the environment is there already",
   "git": "needs the address of a repository",
   "cd": "each document has a folder of its own",
