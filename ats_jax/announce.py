@@ -30,6 +30,7 @@ def opening(
   state: TrainState,
   train_set: Dataset,
   start: int,
+  length: str,
 ) -> None:
   """Log and store what will run: parameters, implementations, formats, mesh, data.
 
@@ -39,6 +40,7 @@ def opening(
     state: its first one.
     train_set: what it reads.
     start: updates done.
+    length: what said how many there are.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
   logging.info("parameters:\n%s", parameter_overview(state.model))
@@ -50,6 +52,7 @@ def opening(
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
     f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "length by": length,
     "learning rate": f"{warmup_steps(cfg):,} steps of warm-up to {cfg.optimizer.learning_rate:g}, "
     f"then {cfg.optimizer.schedule}",
     "compilation cache": runtime.cache_use(cfg),

@@ -23,7 +23,7 @@ from ats_jax.config import Config
 from ats_jax.config.build import explain, from_config_dict, settings, updated
 from ats_jax.config.file import load_file
 
-DEFAULT_CONFIG = "configs/debug.py"
+DEFAULT_CONFIG = "debug"
 PROGRAM = "ats-jax"
 SETTINGS_HELP = """\
 --config.section.name=value changes a setting of the config, as often as needed:
@@ -53,7 +53,10 @@ class ConfigFlag:
   def __init__(self, flag_values: flags.FlagValues = flags.FLAGS):
     """Define them."""
     self._flags = flag_values
-    text = f"Config file (default: {DEFAULT_CONFIG}), a variant behind a colon; see Settings."
+    text = (
+      "Packaged config or config file, e.g. debug, llama_7b:moe, my.py; default: "
+      f"{DEFAULT_CONFIG}. See Settings."
+    )
     self._file = flags.DEFINE_string("config", None, text, flag_values=flag_values)
     for name, field in settings().items():
       _DEFINE[field.type](f"config.{name}", None, field.metadata["doc"], flag_values=flag_values)
@@ -191,21 +194,21 @@ def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int
     commands: by the word that follows; "" = none does.
     argv: the words behind the verb.
   """
-  word = argv[0] if argv and argv[0] in commands else ""
-  if word:
-    return commands[word].run(f"{verb} {word}", argv[1:])
-  others = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
-  listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in others.items())
-  wants_help = bool({"-h", "--help"} & set(argv))
-  if wants_help and others:
+  words = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
+  listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in words.items())
+  word = argv[0] if words and argv and not argv[0].startswith("-") else ""
+  wants_help = not word and bool({"-h", "--help"} & set(argv))
+  if wants_help and words:
     print(f"Commands (--help behind each says more)\n{listing}\n")
-  if "" in commands:
-    return commands[""].run(verb, argv)
+  if word in commands:
+    return commands[word].run(f"{verb} {word}".strip(), argv[bool(word) :])
   if wants_help:
     print(exit_codes())
     return exits.DONE
-  got = f"got {argv[0]!r}" if argv else "got none"
-  print(f"error: expected one command of {', '.join(others)}, {got}.\n{listing}", file=sys.stderr)
+  got = repr(word) if word else "none"
+  print(
+    f"error: expected one command of {', '.join(words)}, got {got}.\n{listing}", file=sys.stderr
+  )
   return exits.REFUSED
 
 

@@ -1,6 +1,6 @@
 """Train with several processes on this machine; when one dies, all start again.
 
-  ats-jax launch --processes=2 --config=configs/debug.py --workdir=runs/debug
+  ats-jax launch --processes=2 --config=debug --workdir=runs/debug
 
 Each is `ats-jax train` with the other flags as they are, and on a machine with GPUs each
 has one of its own. What one process loses, all lose: they are ended and started together, and go

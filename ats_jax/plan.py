@@ -10,14 +10,14 @@ from ats_jax.planner.budget import budget, parse_law, render
 
 PLAN = """parameters, FLOPs and memory of a config on a mesh of any size, from shapes alone
 
-  ats-jax plan --config=configs/b1.py
-  ats-jax plan --config=configs/b7.py:moe --devices=64 --config.mesh.fsdp=8 \\
+  ats-jax plan --config=b1
+  ats-jax plan --config=b7:moe --devices=64 --config.mesh.fsdp=8 \\
     --config.mesh.expert=2 --config.mesh.tensor=4
 """
 BUDGET = """how many tokens, epochs and hours, and what more of them would buy
 
-  ats-jax plan budget --config=configs/b1.py --unique_tokens=5e9
-  ats-jax plan budget --config=configs/b1.py --flops=1e21 --tokens_per_sec=60000
+  ats-jax plan budget --config=b1 --unique_tokens=5e9
+  ats-jax plan budget --config=b1 --flops=1e21 --tokens_per_sec=60000
 
 The budget is one of --tokens, --flops and --gpu_hours; without one it is what the config trains on.
 """

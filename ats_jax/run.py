@@ -33,6 +33,7 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
+from ats_jax.planner.budget import budget, reason
 from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
 from ats_jax.step.metrics import StepMetrics, metric_names
@@ -256,7 +257,7 @@ def open_run(
     origin = find_origin(checkpoints, snapshots)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
     eval_sets = open_eval_sets(cfg.data, valid_set)
-    cfg = count_epochs(cfg, train_set.num_rows)
+    cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
@@ -270,7 +271,7 @@ def open_run(
     batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION)))  # starts reading
     if jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
-    announce.opening(program, folder, state, train_set, origin.step)
+    announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
     writer, log = open_log(stack, program, folder, origin, meter)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
@@ -285,6 +286,23 @@ def open_run(
     finally:
       # The supervisor holds the run: that cycle would keep the state on the devices.
       run.watch = NoSupervisor()
+
+
+def with_length(cfg: Config, train_set: Dataset) -> tuple[Config, str]:
+  """`cfg` with its number of steps, and what said it.
+
+  Raises:
+    ValueError: as `count_epochs`.
+  """
+  if not cfg.counts_epochs:
+    return cfg, "num_steps"
+  epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
+  if cfg.length == "budget":
+    sized = resolve(cfg, train_set.tokenizer.vocab_size)
+    plan = budget(sized, unique_tokens=train_set.num_tokens)
+    bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
+    epochs, why = plan["budget"]["epochs"], f"{reason(plan)}; {bounds}"
+  return count_epochs(cfg, epochs, train_set.num_rows), why
 
 
 def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:

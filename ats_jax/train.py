@@ -1,8 +1,8 @@
 """Train a model: read a batch, take a step, watch, evaluate, save; repeat.
 
   ats-jax train
-  ats-jax train --config=configs/debug.py:moe --workdir=runs/moe --config.num_steps=1000
-  ats-jax train --config=configs/debug.py --workdir=runs/again --init_from=runs/debug
+  ats-jax train --config=debug:moe --workdir=runs/moe --config.num_steps=1000
+  ats-jax train --config=debug --workdir=runs/again --init_from=runs/debug
   ats-jax train --explain=model.num_layers
 
 The same command goes on with a run that was stopped. Ctrl-C and SIGTERM end it after the step that

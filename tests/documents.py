@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from commands import Result, forked
 
+from ats_jax.config import from_config_dict
+from ats_jax.config.build import settings
+from ats_jax.config.file import load_file
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SHELL = ("bash", "console")  # of a console, only what follows a `$`
@@ -44,13 +48,17 @@ TOY = {
   "orchestrator.snapshot_gb": "0.1",
   "sample.max_tokens": "4",
 }
-# A run whose curve can be extrapolated.
-CURVE = TOY | {
+# The run that readers of workdirs are given: its curve can be extrapolated.
+TRAINED = TOY | {
   "num_steps": "120",
   "optimizer.schedule": "wsd",
   "checkpoint.every_steps": "60",
   "log.every_steps": "2",
+  "orchestrator.mode": "observe",
 }
+# Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
+# training shows only what no training before it has shown is run; all settings are checked.
+SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions")
 # Without LLVM's optimisations a program this small compiles in a fraction of the time.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
@@ -106,9 +114,10 @@ def shown(path: Path) -> list[Shown]:
       continue
     for line in text.replace("\\\n", " ").splitlines():
       asked = line.removeprefix("$ ")
-      if language == "bash" and line.strip() and not line.lstrip().startswith("#"):
-        found.append(Shown(" ".join(asked.split())))
-      elif (asked != line or line.startswith(_STARTS)) and language != "bash":
+      is_command = asked != line or line.startswith(_STARTS)
+      if language == "bash":
+        is_command = bool(line.strip()) and not line.lstrip().startswith("#")
+      if is_command:
         found.append(Shown(" ".join(asked.split())))
       elif line.startswith("error: ") and language == "console":
         found[-1] = Shown(found[-1].line, line)
@@ -152,15 +161,16 @@ class Reader:
 
   Attributes:
     folder: where workdirs and files go.
-    runs: small runs that are there already, by kind: `trained` and `curve`.
+    trained: workdir of a small run that is there already.
+    seen: what trainings and benchmarks of any document have shown so far.
   """
 
-  def __init__(self, folder: Path, runs: dict[str, Path], document: Path | None = None):
+  def __init__(self, folder: Path, trained: Path, seen: set[str], document: Path | None = None):
     """Make the files that a document takes for granted, and those that it shows.
 
     A Python block that begins with `# NAME.py` is such a file.
     """
-    self.folder, self.runs = folder, runs
+    self.folder, self.trained, self.seen = folder, trained, seen
     folder.mkdir(parents=True, exist_ok=True)
     write_texts(folder / "text")
     (folder / "my.py").write_text(_CONFIG_FILE)
@@ -168,27 +178,50 @@ class Reader:
       if named := re.match(r"# (\w+\.py)\n", text):
         (folder / named[1]).write_text(text)
 
-  def run(self, command: Command) -> Result:
-    """Run a command of `ats_jax`, made small."""
+  def run(self, command: Command, *, refused: bool = False) -> Result | None:
+    """Run a command of `ats_jax`, made small; None if it shows nothing new.
+
+    Args:
+      command: taken apart.
+      refused: it is to be run, and to fail.
+
+    Raises:
+      ValueError: for settings that contradict each other at the size that is shown.
+    """
     verb, *words = command.words or [""]
     if verb == "launch":  # tests/multidevice/test_job.py runs processes
       verb = "train"
       words = [w for w in words if not re.match("--(processes|restarts)=", w)]
-    if verb == "data" or verb == "bench":
-      kind = [w for w in words if not w.startswith("-")]
-    else:
-      kind = []
     words = [self._replaced(verb, word) for word in words]
-    if any(word.startswith("--config=") for word in words) and verb in (
-      "train", "data", "bench",
-    ):  # fmt: skip
+    if any(word.startswith("--config=") for word in words) and not refused:
+      check_settings(words)
+    if verb in ("train", "data", "bench"):
+      if not (refused or self._shows_more(verb, words)):
+        return None
       words = self._small(words)
     if verb == "bench":
-      words = self._short(words, sweep="sweep" in kind)
-    flags = XLA_FLAGS
-    if "mesh." in " ".join(words) or EIGHT_DEVICES in command.env.get("XLA_FLAGS", ""):
-      flags += f" {EIGHT_DEVICES}"
-    return forked("ats_jax", *filter(None, (verb,)), *words, XLA_FLAGS=flags)
+      words = self._short(words)
+    devices = "mesh." in " ".join(words)
+    return forked(
+      "ats_jax", *filter(None, (verb,)), *words,
+      XLA_FLAGS=f"{XLA_FLAGS} {EIGHT_DEVICES if devices else ''}",
+    )  # fmt: skip
+
+  def _shows_more(self, verb: str, words: list[str]) -> bool:
+    """Whether a command has anything that no command before had."""
+    shows = {" ".join([verb, *(w for w in words if not w.startswith("-"))])}
+    for word in words:
+      flag, _, value = word.partition("=")
+      setting = flag.removeprefix("--config.")
+      if flag == "--config":
+        shows.add(value.partition(":")[2] or "plain")
+      elif setting == flag:
+        shows.add(flag)
+      elif setting not in TOY and setting.startswith(SECTIONS):
+        shows.add(setting.partition(".")[0])
+    more = not shows <= self.seen
+    self.seen |= shows
+    return more
 
   def _replaced(self, verb: str, word: str) -> str:
     """A word with workdirs and texts that are there."""
@@ -202,45 +235,59 @@ class Reader:
       return f"{flag}=" + ",".join(f"{n}={text}" if eq else f"{text}" for n, eq, _ in entries)
     if flag == "--config.data.tokenizer" and "/" in value:
       return f"{flag}={self._workdir(value.rpartition('/')[0])}/tokenizer.json"
-    if flag == "--reference" or (flag == "--workdir" and verb == "forecast"):
-      return f"{flag}={self._workdir(value, 'curve')}"
-    if flag in ("--workdir", "--out", "--results"):
+    if flag in ("--workdir", "--out"):
       made = verb in ("train", "bench")
       return f"{flag}={self._path(value) if made else self._workdir(value)}"
-    if flag == "--init_from":
+    if flag in ("--init_from", "--reference"):
       return f"{flag}={self._workdir(value)}"
     return str(self._workdir(word)) if word.startswith("runs/") else word
 
   def _path(self, shown: str) -> Path:
     return self.folder / re.sub(r"^(\w+:/)?/", "", shown)
 
-  def _workdir(self, shown: str, kind: str = "trained") -> Path:
+  def _workdir(self, shown: str) -> Path:
     """A workdir that a command reads; a small run if no command before has made it."""
     path = self._path(shown)
     if not path.exists():
-      shutil.copytree(self.runs[kind], path)
+      shutil.copytree(self.trained, path)
     return path
 
   def _small(self, words: list[str]) -> list[str]:
     """Flags of a config with all sizes cut down."""
+    if not any(word.startswith("--config=") for word in words):
+      return words
     kept = [w for w in words if w.partition("=")[0].removeprefix("--config.") not in TOY]
     if not any("data.paths=" in w for w in kept):
       kept.append(f"--config.data.paths={self.folder}/text")
-    settings = dict(TOY)
+    sizes = dict(TOY)
     tokenizer = [w for w in words if w.startswith(f"--config.data.tokenizer={self.folder}")]
     if tokenizer:
-      kept, _ = [*kept, *tokenizer], settings.pop("data.tokenizer")
-    if any("num_epochs=" in w for w in kept):
-      del settings["num_steps"]
-    return kept + [f"--config.{name}={value}" for name, value in settings.items()]
+      kept, _ = [*kept, *tokenizer], sizes.pop("data.tokenizer")
+    return kept + [f"--config.{name}={value}" for name, value in sizes.items()]
 
-  def _short(self, words: list[str], *, sweep: bool) -> list[str]:
+  def _short(self, words: list[str]) -> list[str]:
     """Flags of a benchmark with few steps, and of a sweep with one candidate."""
+    sweep = "sweep" in words
     words = [w.partition(",")[0] if w.startswith("--try=") else w for w in words]
     words = [w for w in words if not re.match("--(steps|segments)=", w)] + ["--steps=2"]
-    if sweep and not any(w.startswith("--try=") for w in words):
-      words.append("--try=step.accum_steps=1")
-    return words
+    return (
+      [*words, "--try=step.accum_steps=1"] if sweep and "--try=" not in " ".join(words) else words
+    )
+
+
+def check_settings(words: list[str]) -> None:
+  """Read a config with all that a command sets, at the size that is shown.
+
+  Raises:
+    ValueError: for what is not legal.
+  """
+  (file,) = (w.partition("=")[2] for w in words if w.startswith("--config="))
+  config, known, changes = load_file(file), settings(), {}
+  for name, value in re.findall(r"^--config\.([\w.]+)=(.*)$", "\n".join(words), re.MULTILINE):
+    kind = known[name].type
+    changes[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+  config.update_from_flattened_dict(changes)
+  from_config_dict(config)
 
 
 def write_texts(folder: Path) -> None:
@@ -248,7 +295,7 @@ def write_texts(folder: Path) -> None:
   if folder.exists():
     return
   folder.mkdir(parents=True)
-  words = "one two three four five six seven eight nine ten".split()
+  words = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
   for i in range(10):
     text = " ".join(words[(i * k + k // 7) % len(words)] for k in range(300))
     (folder / f"{i}.txt").write_text(text)

@@ -1,6 +1,6 @@
 """Speed of a config's training step on random rows.
 
-  ats-jax bench --config=configs/dense_1_5b.py --steps=20
+  ats-jax bench --config=dense_1_5b --steps=20
   ats-jax bench --profile --config.step.remat=full
 
 Nothing is read or kept; the program is the one that `ats_jax train` runs. Prints a line a phase and

@@ -1,7 +1,7 @@
 r"""The fastest way to run a config here: every combination of some settings, each timed.
 
   ats-jax bench sweep --try=step.accum_steps=1,2
-  ats-jax bench sweep --config=configs/dense_1_5b.py --try=step.remat=dots,names,full \
+  ats-jax bench sweep --config=dense_1_5b --try=step.remat=dots,names,full \
     --try=step.scan_unroll=1,4 --try=precision.fp8=false,true --steps=10 --out=runs/sweep
 
 Each candidate is `ats-jax bench` in a process of its own: one that is out of memory

@@ -159,16 +159,14 @@ def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
   return with_settings(cfg, {n: now for n, (was, now) in changes.items() if flat[n] == was})
 
 
-def count_epochs(cfg: Config, num_rows: int) -> Config:
-  """`cfg` with the `num_steps` that `num_epochs` means for `num_rows` training rows an epoch.
+def count_epochs(cfg: Config, num_epochs: float, num_rows: int) -> Config:
+  """`cfg` with the `num_steps` of so many epochs, `num_rows` training rows each.
 
   Raises:
     ValueError: as `from_config_dict`, for rules that join `num_steps` with others.
   """
-  if not cfg.num_epochs:
-    return cfg
-  num_steps = max(1, math.ceil(round(cfg.num_epochs * num_rows / cfg.data.batch_size, 6)))
-  validate(dataclasses.replace(cfg, num_steps=num_steps, num_epochs=0.0))
+  num_steps = max(1, math.ceil(round(num_epochs * num_rows / cfg.data.batch_size, 6)))
+  validate(dataclasses.replace(cfg, num_steps=num_steps, num_epochs=0.0, length="given"))
   return dataclasses.replace(cfg, num_steps=num_steps)
 
 

@@ -18,9 +18,9 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "")
-  rules = (_heads, _batch, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
-  # With num_epochs, num_steps is known when the data is: `count_epochs` checks these rules then.
-  of_num_steps = () if cfg.num_epochs else (_warmup, _orchestrator)
+  rules = (_heads, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
+  # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
+  of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
     rule(cfg)
   if cfg.moe.num_experts:
@@ -89,6 +89,19 @@ def _heads(cfg: Config) -> None:
 def _batch(cfg: Config) -> None:
   advice = "A micro-batch is a whole number of rows; change one of them."
   _divides(cfg, "step.accum_steps", "data.batch_size", advice)
+
+
+def _length(cfg: Config) -> None:
+  if cfg.length != "budget":
+    return
+  if cfg.num_epochs:
+    raise ValueError(
+      f"num_epochs={cfg.num_epochs} and length=budget both say when to end. Use num_epochs=0 and "
+      "most_epochs, or length=given."
+    )
+  _at_most(cfg, "least_epochs", "most_epochs", ". Raise most_epochs or lower least_epochs.")
+  if not cfg.most_epochs:
+    raise ValueError("most_epochs=0 trains nothing: use a positive number of passes, e.g. 4.")
 
 
 def _warmup(cfg: Config) -> None:

@@ -1,17 +1,17 @@
 """Every command and every Python block that the documents show is run, at toy size."""
 
 import re
+import shutil
 import subprocess
 import tomllib
 
 import pytest
 from commands import REFUSED, forked
 from documents import (
-  CURVE,
   DOCUMENTS,
   ROOT,
   SHELL,
-  TOY,
+  TRAINED,
   XLA_FLAGS,
   Command,
   Reader,
@@ -57,58 +57,55 @@ from helpers import tiny_config
 from ats_jax.step.program import make_program
 import jax
 from ats_jax.sharding.mesh import make_mesh
-cfg = tiny_config({"moe.num_experts": 4, "moe.spare_experts": 1, "moe.d_ff": 16, "model.num_layers": 4})
+experts = {"moe.num_experts": 4, "moe.spare_experts": 1, "moe.d_ff": 16}
+cfg = tiny_config(experts | {"model.num_layers": 4})
 jax.set_mesh(make_mesh(cfg, jax.devices()[:1]))
 state = make_program(cfg).init()
-layer, expert, t = 3, 0, 0.5
 """,
 }  # fmt: skip
-# Python that is run elsewhere.
-RUN_ELSEWHERE: dict[str, str] = {}
+# Documents whose commands and Python are run elsewhere.
+RUN_ELSEWHERE = {
+  "docs/reference/api.md": "tests/unit/test_api.py",
+  "docs/reference/cli.md": "tests/unit/test_verbs.py parses each; they are those of the guides",
+}
 
 
 def identify(path):
   return str(path.relative_to(ROOT))
 
 
-WITH_COMMANDS = [path for path in DOCUMENTS if shown(path)]
+WITH_COMMANDS = [p for p in DOCUMENTS if shown(p) and identify(p) not in RUN_ELSEWHERE]
 WITH_PYTHON = [path for path in DOCUMENTS if any(b.language == "python" for b in blocks(path))]
 
 
 @pytest.fixture(scope="module")
-def small_runs(tmp_path_factory):
-  """Workdirs that documents take for granted: a run, and one with a curve."""
-  folder = tmp_path_factory.mktemp("small_runs")
+def trained(tmp_path_factory):
+  """The workdir of a small run, for the commands that read one."""
+  folder = tmp_path_factory.mktemp("small")
   write_texts(folder / "text")
-  made = {}
-  for kind, toy in (("trained", TOY), ("curve", CURVE)):
-    settings = toy | {
-      "data.paths": folder / "text",
-      "orchestrator.mode": "observe" if kind == "trained" else "off",
-    }
-    flags = [f"--config.{name}={value}" for name, value in settings.items()]
-    made[kind] = folder / kind
-    result = forked(
-      "ats_jax", "train", "--config=configs/debug.py", f"--workdir={made[kind]}", *flags,
-      XLA_FLAGS=XLA_FLAGS,
-    )  # fmt: skip
-    assert result.code == 0, result.err
-  return made
+  settings = TRAINED | {"data.paths": folder / "text"}
+  flags = [f"--config.{name}={value}" for name, value in settings.items()]
+  result = forked(
+    "ats_jax", "train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags,
+    XLA_FLAGS=XLA_FLAGS,
+  )  # fmt: skip
+  assert result.code == 0, result.err
+  return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def ran():
-  """Commands that a document before has shown, and that ended well."""
-  return set()
+def seen():
+  """What trainings of documents before this one have shown; the small run is the plainest."""
+  return {"train", "plain", "--workdir"}
 
 
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=identify)
-def test_commands_that_are_shown_run(path, small_runs, ran, tmp_path):
-  reader = Reader(tmp_path, small_runs, path)
-  for command in shown(path):
-    if command not in ran and not PLACEHOLDER.search(command.line):
-      follow(reader, *command)
-      ran.add(command)
+def test_commands_that_are_shown_run(path, trained, seen, tmp_path):
+  reader = Reader(tmp_path, trained, seen, path)
+  for line, error in shown(path):
+    if line not in seen and not PLACEHOLDER.search(line):
+      follow(reader, line, error)
+      seen.add(line)
 
 
 def follow(reader: Reader, line: str, error: str = "") -> None:
@@ -119,14 +116,16 @@ def follow(reader: Reader, line: str, error: str = "") -> None:
     module, dot, verb = command.program.partition(".")
     words = [verb, *command.words] if dot else command.words
     assert not words or words[0] in VERBS, f"{line}: there is no such verb"
-    result = reader.run(command._replace(program=module, words=words))
+    result = reader.run(command._replace(program=module, words=words), refused=bool(error))
+    if result is None:
+      return
     wanted = REFUSED if error else 0
     assert result.code == wanted, f"{line}\nended with {result.code}:\n{result.err[-2000:]}"
     assert error in result.err.replace(f"{reader.folder}/", ""), f"{line}\n{result.err[-2000:]}"
   elif kind == "make":
     made = make(command.words)
-    for inner in re.findall(r"^\S*python -m ats_jax .*", made, re.MULTILINE):
-      follow(reader, inner.removeprefix(inner.split()[0]).replace(" -m", "python -m", 1))
+    for words in re.findall(r"^\S*python (-m ats_jax .*)", made, re.MULTILINE):
+      follow(reader, f"python {words}")
   else:
     assert kind in NOT_RUN or command.program in NOT_RUN, f"{line}: nothing says how to run this"
     check_names(kind, command, line)
@@ -158,9 +157,10 @@ def check_names(kind: str, command: Command, line: str) -> None:
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=identify)
-def test_python_that_is_shown_runs(path, tmp_path):
+def test_python_that_is_shown_runs(path, trained, tmp_path):
   if identify(path) in RUN_ELSEWHERE:
     return
+  shutil.copytree(trained, tmp_path / "runs" / "debug")
   code = [b.text for b in blocks(path) if b.language == "python"]
   script = tmp_path / "shown.py"
   script.write_text(
@@ -189,12 +189,13 @@ def test_what_is_not_run_is_shown_somewhere():
   assert set(NOT_RUN) <= programs, set(NOT_RUN) - programs
 
 
-def test_a_command_that_fails_is_noticed(small_runs, tmp_path):
-  reader = Reader(tmp_path, small_runs)
-  wrong = parse(
-    "python -m ats_jax train --config=configs/debug.py --workdir=runs/x --config.mesh.fsdp=3"
-  )
-  assert reader.run(wrong).code == REFUSED
+def test_a_command_that_fails_is_noticed(trained, tmp_path):
+  reader = Reader(tmp_path, trained, set())
+  train = "python -m ats_jax train --config=configs/debug.py --workdir=runs/x"
+  with pytest.raises(AssertionError, match="does not divide the 8 devices"):
+    follow(reader, f"{train} --config.mesh.fsdp=3")
+  with pytest.raises(ValueError, match=r"warmup_steps=50 exceeds num_steps=20"):
+    follow(reader, f"{train} --config.num_steps=20")
   with pytest.raises(AssertionError, match="there is no such verb"):
     follow(reader, "python -m ats_jax trian --workdir=runs/x")
   with pytest.raises(AssertionError, match="nothing says how"):

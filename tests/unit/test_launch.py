@@ -101,9 +101,8 @@ def test_what_a_process_started_ends_with_it(tmp_path):
 
 def test_a_run_that_was_stopped_and_saved_is_not_started_again(tmp_path):
   """One process says so after the other: nobody is ended before it has saved."""
-  job = launch(
-    f"time.sleep(rank * 0.5); open(f'saved_{{rank}}', 'w').close(); sys.exit({STOPPED})", tmp_path
-  )
+  save = "time.sleep(rank * 0.5); open(f'saved_{rank}', 'w').close()\n"
+  job = launch(f"{save}sys.exit({STOPPED})", tmp_path)
   _, err = job.communicate(timeout=30)
   assert job.returncode == STOPPED and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
   assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
