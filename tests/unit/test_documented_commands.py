@@ -115,7 +115,7 @@ def follow(reader: Reader, line: str, error: str = "") -> None:
   if kind == "ats_jax":
     module, dot, verb = command.program.partition(".")
     words = [verb, *command.words] if dot else command.words
-    assert not words or words[0] in VERBS, f"{line}: there is no such verb"
+    assert not words or words[0] in (*VERBS, "--version"), f"{line}: there is no such verb"
     result = reader.run(command._replace(program=module, words=words), refused=bool(error))
     if result is None:
       return
