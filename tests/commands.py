@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from xla_flags import QUICK
+
 from ats_jax.exits import REFUSED
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -64,7 +66,7 @@ def forked(module: str, *flags: str, **env: str) -> Result:
 def _child(module: str, flags: tuple[str, ...], env: dict[str, str], folder: str) -> None:
   for number, name in ((1, "out"), (2, "err")):
     os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
-  os.environ.update({"XLA_FLAGS": "", **env})
+  os.environ.update({"XLA_FLAGS": QUICK, **env})
   os.chdir(REPOSITORY)
   sys.argv = [module, *flags]
   if module.endswith(".py"):
@@ -81,6 +83,6 @@ def started(module: str, *flags: str, prefix: tuple[str, ...] = (), **env: str) 
     text=True,
     timeout=TIMEOUT_SECS,
     cwd=REPOSITORY,
-    env={**os.environ, "XLA_FLAGS": "", **env},
+    env={**os.environ, "XLA_FLAGS": QUICK, **env},
   )
   return Result(done.returncode, done.stdout, done.stderr)

@@ -4,11 +4,11 @@ import os
 import shutil
 import tempfile
 
+from xla_flags import QUICK, devices
+
 # Before jax is imported. GPU tests run with JAX_PLATFORMS=cuda in the environment.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs this small spend their time in LLVM: without its optimisations they compile 2-6x faster.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+os.environ["XLA_FLAGS"] = f"{devices(8)} {QUICK} {os.environ.get('XLA_FLAGS', '')}".strip()
 # One folder for the session: pytest-xdist's workers inherit it from the process that starts them.
 _OWN_CACHE = "ATS_TEST_CACHE" not in os.environ
 if _OWN_CACHE:

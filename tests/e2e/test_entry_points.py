@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import runs
 from commands import REPOSITORY, forked, train_flags
+from xla_flags import FAST_STEPS, QUICK
 
 from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
@@ -161,7 +162,7 @@ class TestTrainedRun:
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       cwd=REPOSITORY,
-      env={**os.environ, "XLA_FLAGS": ""},
+      env={**os.environ, "XLA_FLAGS": QUICK},
     ) as process:
       process.stdout.close()
       assert process.wait(runs.TIMEOUT_SECS) == 128 + signal.SIGPIPE
@@ -176,7 +177,7 @@ def start(folder: Path, *settings: str) -> subprocess.Popen:
     stderr=subprocess.STDOUT,
     text=True,
     cwd=REPOSITORY,
-    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": ""},
+    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK},
     start_new_session=True,
   )
 
@@ -254,7 +255,7 @@ def test_bench_prints_one_json_line():
 
 
 def test_bench_ops_checks_and_times_every_op():
-  result = forked("benchmarks.ops", "--toy")
+  result = forked("benchmarks.ops", "--toy", XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err
   lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
   rows = lines[1:]
