@@ -21,6 +21,7 @@ from absl import flags, logging
 from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.build import explain, from_config_dict, settings, updated
+from ats_jax.config.extend import load_extensions
 from ats_jax.config.file import load_file
 
 DEFAULT_CONFIG = "debug"
@@ -44,6 +45,7 @@ _DEFINE = {
   float: flags.DEFINE_float,
   str: flags.DEFINE_string,
 }
+Flag = flags.Flag
 flags.disclaim_key_flags()  # a flag that is defined here belongs to the module that asked for it
 
 
@@ -87,9 +89,9 @@ class ConfigFlag:
     """The run that was asked for.
 
     Raises:
-      ValueError: as `load_file` and `from_config_dict`.
+      ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
     """
-    return from_config_dict(self.nested())
+    return load_extensions(from_config_dict(self.nested()))
 
 
 def define_workdir_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
@@ -112,7 +114,8 @@ class Command:
     main: gets the arguments that are no flags; returns an exit code, or None for `exits.DONE`.
     flags: its own.
     about: what it does in a line, then examples and the rest.
-    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, and two
+      words are two arguments.
     passes_on: flags that are not known go to `main` too.
   """
 
@@ -157,8 +160,10 @@ class Command:
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
-    if self.operand and len(rest) != 1:
-      raise ValueError(f"expected one {self.operand}, got {' '.join(rest) or 'none'}.")
+    operands = self.operand.split()
+    if operands and len(rest) != len(operands):
+      wanted = " and ".join(f"one {operand}" for operand in operands)
+      raise ValueError(f"expected {wanted}, got {' '.join(rest) or 'none'}.")
     if rest and not (self.operand or self.passes_on):
       raise ValueError(
         f"unexpected argument {rest[0]!r}. Everything is a flag: --name=value (see --help)."
@@ -174,7 +179,7 @@ class Command:
       lines += ["", "Settings", textwrap.indent(SETTINGS_HELP.rstrip(), "  ")]
     return "\n".join([*lines, "", exit_codes()])
 
-  def own_flags(self) -> list[flags.Flag]:
+  def own_flags(self) -> list[Flag]:
     """The flags without those of single settings, and without those of libraries."""
     of_module = self.flags.get_key_flags_for_module(sys.argv[0])
     known = of_module if self.flags is flags.FLAGS else [self.flags[n] for n in sorted(self.flags)]
@@ -327,8 +332,11 @@ def _log_short_lines() -> None:
 
 
 def _shorten(record: std_logging.LogRecord) -> bool:
-  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
-  if f"{os.sep}ats_jax{os.sep}" in record.pathname:
+  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours.
+
+  With `log.level=debug` all is kept.
+  """
+  if f"{os.sep}ats_jax{os.sep}" in record.pathname or logging.get_verbosity() >= logging.DEBUG:
     return True
   if not _shows_tracebacks():
     record.exc_info = None

@@ -100,7 +100,11 @@ SETTINGS = {
     ["data.tokenizer={inputs}/tokenizer.json"],
     "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
   ),
-  "writer": (["log.writers=console,jsonnl"], "unknown writer 'jsonnl'", "jsonl"),
+  "writer": (
+    ["log.writers=console,jsonnl"],
+    "log.writers='jsonnl' is unknown",
+    "Did you mean 'jsonl'?",
+  ),
   "cache file": (
     ["compilation_cache={inputs}/short.txt"],
     "compilation cache {inputs}/short.txt cannot be made: File exists",
