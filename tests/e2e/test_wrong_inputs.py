@@ -120,7 +120,7 @@ SETTINGS = {
     ["model.num_layers=abc"],
     "--config.model.num_layers=abc",
     "(int): decoder blocks",
-    "range [1, inf]",
+    "range [1, 10000]",
   ),
   "not a number": (["optimizer.learning_rate=1e-3x"], "=1e-3x", "learning_rate (float): peak"),
   "too many experts": (
