@@ -106,7 +106,7 @@ def source(found: Found, name: str, target: str) -> str:
     name: that file, as the user named it.
     target: where this one will be.
   """
-  plain = lambda text: text.replace("\\", "/").replace('"""', "'''").replace("\n", " ")
+  plain = lambda text: _printable(text).replace("\\", "/").replace('"""', "'''")
   head = [
     f'"""From {plain(name)} ({found.kind}).',
     "",
@@ -123,6 +123,10 @@ def source(found: Found, name: str, target: str) -> str:
     f"  config.{setting} = {_typed(setting, found.settings[setting])!r}" for setting in order
   ]
   return "\n".join([*head, '"""', "", *body, "  return config", ""])
+
+
+def _printable(text: str) -> str:
+  return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _typed(setting: str, value: Any) -> Any:
