@@ -18,19 +18,10 @@ URL = re.compile(r"https?://\S+")
 WIDE = {
   "CHANGELOG.md",
   "CONTRIBUTING.md",
-  "docs/guides/depths.md",
-  "docs/guides/experts.md",
-  "docs/guides/orchestrator.md",
-  "docs/guides/recovery.md",
-  "docs/guides/several_gpus.md",
-  "docs/guides/surgery.md",
   "docs/reference/api.md",
   "docs/reference/cli.md",
   "docs/reference/metrics.md",
   "docs/reference/models.md",
-  "docs/reference/orchestrator.md",
-  "docs/start/first-hour.md",
-  "docs/start/install.md",
 }
 # What says how the text came about, or points at something that no reader has.
 FORBIDDEN = (
