@@ -21,7 +21,7 @@ from ats_jax.config import base_config, from_config_dict
 from benchmarks.faults.arms import ARMS, OTHER_ARMS
 from benchmarks.faults.audit import KNOWN
 from benchmarks.faults.bench import Suite
-from benchmarks.faults.other_tables import tables
+from benchmarks.faults.suite_tables import tables
 from benchmarks.faults.results import merged
 from benchmarks.faults.spread import spread
 from benchmarks.faults.suite import SUITES, run_suite

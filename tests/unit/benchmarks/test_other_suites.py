@@ -8,7 +8,7 @@ from helpers import make_test_mesh
 
 from benchmarks.faults.arms import build_arm
 from benchmarks.faults.bench import Bench, Suite
-from benchmarks.faults.other_tables import tables
+from benchmarks.faults.suite_tables import tables
 from benchmarks.faults.single import run
 from benchmarks.faults.suite import EXPERTS, SUITES
 
