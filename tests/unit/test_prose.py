@@ -22,7 +22,6 @@ WIDE = {
   "docs/reference/cli.md",
   "docs/reference/metrics.md",
   "docs/reference/models.md",
-  "docs/start/install.md",
 }
 # What says how the text came about, or points at something that no reader has.
 FORBIDDEN = (
