@@ -100,6 +100,7 @@ SETTINGS = {
     ["data.tokenizer={inputs}/tokenizer.json"],
     "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
   ),
+  "extension": (["extensions=nowhere.py"], "extensions='nowhere.py' cannot be read: No such file"),
   "writer": (
     ["log.writers=console,jsonnl"],
     "log.writers='jsonnl' is unknown",
