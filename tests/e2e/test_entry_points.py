@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import runs
 from commands import REPOSITORY, forked, train_flags
 from xla_flags import FAST_STEPS, QUICK
 
-import runs
 from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
 from ats_jax.checkpoint.integrity import find_damage, read_manifest

@@ -141,7 +141,8 @@ def make(words: list[str]) -> str:
 def check_names(kind: str, command: Command, line: str) -> None:
   """What a command that is not run names exists: a file, its flags, an extra."""
   if kind in ("benchmarks", "experiments"):
-    result = forked(command.program, "--help")
+    verb = [word for word in command.words[:1] if word.isalpha()]
+    result = forked(command.program, *verb, "--help")
     for flag in re.findall(r"--([a-z_]+)(?==|\s|$)", " ".join(command.words)):
       assert re.search(rf"--(\[no\])?{flag}\b", result.out + result.err), f"{line}: no --{flag}"
   elif kind == "pip":
