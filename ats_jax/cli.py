@@ -45,6 +45,7 @@ _DEFINE = {
   float: flags.DEFINE_float,
   str: flags.DEFINE_string,
 }
+Flag = flags.Flag
 flags.disclaim_key_flags()  # a flag that is defined here belongs to the module that asked for it
 
 
@@ -113,7 +114,8 @@ class Command:
     main: gets the arguments that are no flags; returns an exit code, or None for `exits.DONE`.
     flags: its own.
     about: what it does in a line, then examples and the rest.
-    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, and two
+      words are two arguments.
     passes_on: flags that are not known go to `main` too.
   """
 
@@ -158,8 +160,10 @@ class Command:
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
-    if self.operand and len(rest) != 1:
-      raise ValueError(f"expected one {self.operand}, got {' '.join(rest) or 'none'}.")
+    operands = self.operand.split()
+    if operands and len(rest) != len(operands):
+      wanted = " and ".join(f"one {operand}" for operand in operands)
+      raise ValueError(f"expected {wanted}, got {' '.join(rest) or 'none'}.")
     if rest and not (self.operand or self.passes_on):
       raise ValueError(
         f"unexpected argument {rest[0]!r}. Everything is a flag: --name=value (see --help)."
@@ -175,7 +179,7 @@ class Command:
       lines += ["", "Settings", textwrap.indent(SETTINGS_HELP.rstrip(), "  ")]
     return "\n".join([*lines, "", exit_codes()])
 
-  def own_flags(self) -> list[flags.Flag]:
+  def own_flags(self) -> list[Flag]:
     """The flags without those of single settings, and without those of libraries."""
     of_module = self.flags.get_key_flags_for_module(sys.argv[0])
     known = of_module if self.flags is flags.FLAGS else [self.flags[n] for n in sorted(self.flags)]
@@ -266,12 +270,13 @@ def user_errors() -> Iterator[None]:
   try:
     yield
   except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
-    _leave(error, str(error) or type(error).__name__, "\n(ATS_TRACEBACK=1 shows where.)")
+    _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    advice = "Use a larger step.accum_steps, step.remat=full or more devices (docs/guides)."
-    _leave(error, f"out of memory. {advice}\n{str(error).splitlines()[0]}", code=exits.FAULT)
+    advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
+    text = f"the device is out of memory: {str(error).splitlines()[0]}\n{advice}"
+    _leave(error, text, code=exits.FAULT)
   except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(128 + signal.SIGPIPE) from None
