@@ -69,6 +69,7 @@ WRONG = {
   "plan budget --tokens=1e400": "--tokens=inf is not a finite number",
   "plan budget --tokens=1e308": "--tokens=1e+308: expected a positive number",
   "plan budget --law=1e300,1,1,1,1": "five positive numbers E,A,B,alpha,beta between 0.001",
+  "train --explain=": "no setting ''",
   "train --explain=größer": "no setting 'größer'",
   # Runs that are none, or are damaged.
   "evaluate --workdir={in}/none.py": "holds no run",
