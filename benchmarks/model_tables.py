@@ -5,6 +5,7 @@ python -m benchmarks.model_tables
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 from ml_collections import ConfigDict
@@ -68,7 +69,7 @@ def sizes(config: ConfigDict) -> tuple[Config, Counts, int]:
 
 def earlier(name: str, variant: str) -> Counts:
   """Counts of a preset with the dimensions of the earlier table."""
-  config = preset(name, variant)
+  config = cast(Any, preset(name, variant))  # its fields are not static
   names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
   config.model.update(dict(zip(names, EARLIER[name], strict=True)))
   config.data.bpe_vocab_size = min(config.data.bpe_vocab_size, config.model.vocab_size)

@@ -1,6 +1,7 @@
 """Who imports whom, and the other rules of the house that can be read off the source."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def part(path: Path) -> str:
   return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
   return ast.parse(path.read_text(encoding="utf-8"))
 
