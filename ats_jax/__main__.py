@@ -32,6 +32,7 @@ VERBS = {
   "decisions": Verb("watch", "decisions", "what the orchestrator of a run saw and did, in words"),
   "forecast": Verb("watch", "forecast", "the final loss of a run that has begun"),
   "plan": Verb("plan", "plan", "parameters, FLOPs and memory of a config, or its token budget"),
+  "config": Verb("plan", "config.__main__", "a config's settings, two compared, one imported"),
   "data": Verb("plan", "data.__main__", "figures and an audit of the training text"),
   "bench": Verb("speed", "bench.__main__", "speed of a training step, or of settings in turn"),
   "tune": Verb("speed", "bench.tune", "find the fastest tiles of the kernels on this GPU"),

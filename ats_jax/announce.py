@@ -16,6 +16,7 @@ from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.memory import GIB, memory_metrics
+from ats_jax.metrics.peaks import describe_peak
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.model.count import parameter_overview
 from ats_jax.paths import Path
@@ -46,6 +47,7 @@ def opening(
   logging.info("parameters:\n%s", parameter_overview(state.model))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "peak of a device": describe_peak(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
     **program.facts(),
     "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
@@ -110,11 +112,11 @@ def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> floa
     return model.loss(valid)
 
 
-def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> None:
-  """Log and store the prompt and its continuation, if `sample.max_tokens` asks for some."""
+def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> str:
+  """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0."""
   cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
   if not cfg.sample.max_tokens:
-    return
+    return ""
   pieces = generate(
     state.weights, train_set.tokenizer, cfg.sample, rules=rules, prompt=prompt, seed=cfg.seed
   )
@@ -123,6 +125,7 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset
     paths.make_folder(folder / "samples")
     paths.write(folder / "samples" / f"{cfg.num_steps}.txt", text + "\n")
   logging.info("a sample that continues %r:\n%s", prompt, text)
+  return text
 
 
 def performance_stats(
@@ -164,6 +167,7 @@ def performance(stats: dict[str, Any]) -> str:
       ("{:,.0f} tokens/s", "train/tokens_per_sec", 1),
       ("MFU {:.1%}", "train/mfu", 1),
       ("{:.1%} by 6N + 12LdS", "train/mfu_6n", 1),
+      ("{:,.3g} TFLOP/s a device", "train/tflops_per_device", 1),
     )
     or "too few steps to time",
     "a step": say(

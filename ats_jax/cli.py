@@ -21,6 +21,7 @@ from absl import flags, logging
 from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.build import explain, from_config_dict, settings, updated
+from ats_jax.config.extend import load_extensions
 from ats_jax.config.file import load_file
 
 DEFAULT_CONFIG = "debug"
@@ -87,9 +88,9 @@ class ConfigFlag:
     """The run that was asked for.
 
     Raises:
-      ValueError: as `load_file` and `from_config_dict`.
+      ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
     """
-    return from_config_dict(self.nested())
+    return load_extensions(from_config_dict(self.nested()))
 
 
 def define_workdir_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
@@ -112,7 +113,8 @@ class Command:
     main: gets the arguments that are no flags; returns an exit code, or None for `exits.DONE`.
     flags: its own.
     about: what it does in a line, then examples and the rest.
-    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, and two
+      words are two arguments.
     passes_on: flags that are not known go to `main` too.
   """
 
@@ -157,8 +159,10 @@ class Command:
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
-    if self.operand and len(rest) != 1:
-      raise ValueError(f"expected one {self.operand}, got {' '.join(rest) or 'none'}.")
+    operands = self.operand.split()
+    if operands and len(rest) != len(operands):
+      wanted = " and ".join(f"one {operand}" for operand in operands)
+      raise ValueError(f"expected {wanted}, got {' '.join(rest) or 'none'}.")
     if rest and not (self.operand or self.passes_on):
       raise ValueError(
         f"unexpected argument {rest[0]!r}. Everything is a flag: --name=value (see --help)."
@@ -265,12 +269,13 @@ def user_errors() -> Iterator[None]:
   try:
     yield
   except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
-    _leave(error, str(error) or type(error).__name__, "\n(ATS_TRACEBACK=1 shows where.)")
+    _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    advice = "Use a larger step.accum_steps, step.remat=full or more devices (docs/guides)."
-    _leave(error, f"out of memory. {advice}\n{str(error).splitlines()[0]}", code=exits.FAULT)
+    advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
+    text = f"the device is out of memory: {str(error).splitlines()[0]}\n{advice}"
+    _leave(error, text, code=exits.FAULT)
   except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(128 + signal.SIGPIPE) from None
@@ -326,8 +331,11 @@ def _log_short_lines() -> None:
 
 
 def _shorten(record: std_logging.LogRecord) -> bool:
-  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
-  if f"{os.sep}ats_jax{os.sep}" in record.pathname:
+  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours.
+
+  With `log.level=debug` all is kept.
+  """
+  if f"{os.sep}ats_jax{os.sep}" in record.pathname or logging.get_verbosity() >= logging.DEBUG:
     return True
   if not _shows_tracebacks():
     record.exc_info = None

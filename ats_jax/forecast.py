@@ -73,6 +73,10 @@ def read_curve(folder: Path, metric: str, until: int = 0) -> Curve:
   if not path.exists():
     raise ValueError(f"{path} is missing: forecasts read it. Train with jsonl in log.writers.")
   rows = [row for row in read_jsonl(path) if row["step"] <= (until or math.inf)]
+  for row in rows:
+    for name in (metric, "train/learning_rate", "orchestrator/lr_scale"):
+      if not isinstance(row.get(name, 0.0), int | float):
+        raise ValueError(f"{path}: {name} of step {row['step']} is no number: {row[name]!r:.40}.")
   column = lambda name: np.array([(r["step"], r[name]) for r in rows if name in r]).reshape(-1, 2).T
   (steps, losses), (logged, past) = column(metric), column("train/learning_rate")
   if not (len(steps) and len(logged)):

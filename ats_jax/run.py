@@ -10,22 +10,27 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from ats_jax import announce, runtime, workdir
+from ats_jax import announce, logfile, runtime, workdir
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
 from ats_jax.config import Config
-from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
+from ats_jax.config.build import CHANGES, count_epochs, flatten, resolve, with_changes
+from ats_jax.config.extend import load_extensions
+from ats_jax.config.identity import RunIdentity
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
+from ats_jax.metrics.create import create_writer
+from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
-from ats_jax.metrics.throughput import Throughput, peak_flops
-from ats_jax.metrics.writer import LayerLog, MetricWriter, create_writer
+from ats_jax.metrics.throughput import Throughput
+from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.nobody import NoSupervisor
@@ -39,6 +44,7 @@ from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
+from ats_jax.step.worth import worth
 
 PROFILED_STEPS = 3
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
@@ -182,7 +188,9 @@ class Run:
           self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
           announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
-        announce.sample(self.program, self.folder, self.state, self.train_set)
+        text = announce.sample(self.program, self.folder, self.state, self.train_set)
+        if text:
+          self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
       self.checkpoints.wait()
     self.writer.write_scalars(self.step, self.goodput.summary())
@@ -249,9 +257,12 @@ def open_run(
     ValueError: for settings, data or a workdir that cannot be used.
   """
   goodput, folder = Goodput(), Path(folder)
+  cfg = load_extensions(cfg)
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
+    enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
+    enter(logfile.kept(folder, jax.process_index()))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
     origin = find_origin(checkpoints, snapshots)
@@ -273,7 +284,7 @@ def open_run(
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
-    writer, log = open_log(stack, program, folder, origin, meter)
+    writer, log = open_log(stack, program, folder, origin, meter, identity)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
@@ -377,13 +388,19 @@ def _with_weights(
 
 
 def open_log(
-  stack: contextlib.ExitStack, program: Program, folder: Path, origin: Origin, meter: Throughput
+  stack: contextlib.ExitStack,
+  program: Program,
+  folder: Path,
+  origin: Origin,
+  meter: Throughput,
+  identity: RunIdentity,
 ) -> tuple[MetricWriter, StepLog]:
   """Where metrics go; rows of steps that are made again are cut off."""
   cfg, is_main = program.cfg, jax.process_index() == 0
   rows_until = origin.step if origin.restore else None
-  writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main)
+  writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main, run=identity.run)
   stack.enter_context(contextlib.closing(writer))
+  writer.write_hparams(flatten(cfg))
   progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress)
   stack.enter_context(progress)
   layers = None
@@ -398,6 +415,7 @@ def open_log(
     progress,
     cfg.log.every_steps,
     layers,
+    derive=lambda step, *found: worth(cfg, program.counts, program.training_rules(step), *found),
     raises=not acts,
   )
   return writer, stack.enter_context(log)

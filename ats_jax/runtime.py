@@ -100,7 +100,7 @@ def join_job(cfg: Config) -> None:
     heartbeat_timeout_seconds=cfg.heartbeat_secs,
   )  # fmt: skip
   if int(rank):
-    logging.set_verbosity(logging.WARNING)
+    logging.get_absl_handler().setLevel(std_logging.WARNING)  # its file has all
     line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
     logging.get_absl_handler().setFormatter(line)
 

@@ -153,7 +153,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
       raise ValueError(f"it holds no settings but {values!r:.40}")
     return values
-  except (OSError, ValueError) as e:
+  except (OSError, ValueError, RecursionError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
 
 

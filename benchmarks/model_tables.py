@@ -5,13 +5,11 @@ python -m benchmarks.model_tables
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import jax
-from ml_collections import ConfigDict
 
 from ats_jax import cli
-from ats_jax.config.build import from_config_dict
+from ats_jax.config.build import from_config_dict, with_settings
 from ats_jax.config.presets import PRESETS, VARIANTS, preset
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts, count
@@ -59,9 +57,9 @@ EARLIER = {
 }
 
 
-def sizes(config: ConfigDict) -> tuple[Config, Counts, int]:
+def sizes(cfg: Config) -> tuple[Config, Counts, int]:
   """A config as it is resolved, its counts, and bytes of keys and values of a row."""
-  cfg = resolve_without_data(from_config_dict(config))
+  cfg = resolve_without_data(cfg)
   with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
     model = abstract_state(cfg).model
     return cfg, count(cfg, model, cfg.data.seq_len), kv_cache_bytes(cfg, model)
@@ -69,13 +67,12 @@ def sizes(config: ConfigDict) -> tuple[Config, Counts, int]:
 
 def earlier(name: str, variant: str) -> Counts:
   """Counts of a preset with the dimensions of the earlier table."""
-  config = cast(Any, preset(name, variant))  # its fields are not static
   names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
-  config.model.update(dict(zip(names, EARLIER[name], strict=True)))
-  config.data.bpe_vocab_size = min(config.data.bpe_vocab_size, config.model.vocab_size)
+  dims = {f"model.{key}": value for key, value in zip(names, EARLIER[name], strict=True)}
+  dims["data.bpe_vocab_size"] = min(2048, dims["model.vocab_size"])
   if variant == "moe":
-    config.moe.num_experts = 8
-  return sizes(config)[1]
+    dims["moe.num_experts"] = 8
+  return sizes(with_settings(from_config_dict(preset(name, variant)), dims))[1]
 
 
 def update(text: str) -> str:
@@ -94,7 +91,9 @@ def update(text: str) -> str:
 
 def tables() -> Iterator[str]:
   """Lines of Markdown."""
-  found = {(name, v): sizes(preset(name, v)) for name in PRESETS for v in VARIANTS}
+  found = {
+    (name, v): sizes(from_config_dict(preset(name, v))) for name in PRESETS for v in VARIANTS
+  }
   yield from _dimensions(found)
   yield ""
   yield from _counts(found)

@@ -17,7 +17,7 @@ from absl import flags
 from plain_decoder import check, first_state, init, make_step
 
 from ats_jax import cli
-from ats_jax.config import Config, from_config_dict
+from ats_jax.config import Config
 from ats_jax.data.batch import random_batch
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.throughput import mfu, peak_flops
@@ -25,7 +25,7 @@ from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
 
 WARMUP_STEPS = 3
-_CONFIG = cli.define_config_flag()
+_CONFIG = cli.ConfigFlag()
 _STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
 
 
@@ -66,8 +66,7 @@ def measure(cfg: Config, steps: int) -> dict[str, object]:
 def main(argv: list[str]) -> None:
   """Print the measurement."""
   del argv
-  config = cli.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
-  cfg = resolve_without_data(from_config_dict(config))
+  cfg = resolve_without_data(_CONFIG.value)
   check(cfg)
   print(json.dumps(measure(cfg, _STEPS.value)))
 

@@ -92,6 +92,7 @@ printed = train(STEPS // 2)
 
 # %%
 printed = train(STEPS)
+assert f"from step {STEPS // 2} of {STEPS}" in printed
 
 # %% [markdown]
 # ## The loss

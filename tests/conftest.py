@@ -25,10 +25,21 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from helpers import make_test_mesh  # noqa: E402
+from quick import is_quick  # noqa: E402
 
 # Compilation makes the first example slow; the seed is fixed so that CI does not flicker.
 hypothesis.settings.register_profile("ats", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("ats")
+
+
+def pytest_addoption(parser):
+  parser.addoption("--quick", action="store_true", help="only files that compile and start nothing")
+
+
+def pytest_ignore_collect(collection_path, config):
+  if config.getoption("quick") and collection_path.match("test_*.py"):
+    return not is_quick(collection_path) or None
+  return None
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commands import Result, forked
+from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
 from ats_jax.config.build import settings
@@ -59,9 +60,6 @@ TRAINED = TOY | {
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
 SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions")
-# Without LLVM's optimisations a program this small compiles in a fraction of the time.
-XLA_FLAGS = "--xla_backend_optimization_level=0"
-EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 _CONFIG_FILE = """
@@ -71,6 +69,14 @@ from ats_jax.config import base_config
 def get_config(variant: str = ""):
   return base_config()
 """
+
+
+# What verbs take when they are told nothing.
+DEFAULTS = {
+  "train": ("--config=configs/debug.py", "--workdir=runs/debug"),
+  "data": ("--config=configs/debug.py",),
+  "bench": ("--config=configs/debug.py",),
+}
 
 
 class Block(NamedTuple):
@@ -118,7 +124,7 @@ def shown(path: Path) -> list[Shown]:
       if language == "bash":
         is_command = bool(line.strip()) and not line.lstrip().startswith("#")
       if is_command:
-        found.append(Shown(" ".join(asked.split())))
+        found += [Shown(" ".join(one.split())) for one in asked.split(" && ")]
       elif line.startswith("error: ") and language == "console":
         found[-1] = Shown(found[-1].line, line)
   return found
@@ -192,7 +198,10 @@ class Reader:
     if verb == "launch":  # tests/multidevice/test_job.py runs processes
       verb = "train"
       words = [w for w in words if not re.match("--(processes|restarts)=", w)]
-    words = [self._replaced(verb, word) for word in words]
+    if verb in DEFAULTS and not any(re.match("--(config|explain|help)\\b", w) for w in words):
+      words = [*words, *DEFAULTS[verb]]
+    new = verb in ("train", "bench") and not refused  # of a run that is there
+    words = [self._replaced(word, new=new) for word in words]
     if any(word.startswith("--config=") for word in words) and not refused:
       check_settings(words)
     if verb in ("train", "data", "bench"):
@@ -201,11 +210,8 @@ class Reader:
       words = self._small(words)
     if verb == "bench":
       words = self._short(words)
-    devices = "mesh." in " ".join(words)
-    return forked(
-      "ats_jax", *filter(None, (verb,)), *words,
-      XLA_FLAGS=f"{XLA_FLAGS} {EIGHT_DEVICES if devices else ''}",
-    )  # fmt: skip
+    eight = devices(8) if "mesh." in " ".join(words) else ""
+    return forked("ats_jax", *filter(None, (verb,)), *words, XLA_FLAGS=f"{QUICK} {eight}")
 
   def _shows_more(self, verb: str, words: list[str]) -> bool:
     """Whether a command has anything that no command before had."""
@@ -223,8 +229,8 @@ class Reader:
     self.seen |= shows
     return more
 
-  def _replaced(self, verb: str, word: str) -> str:
-    """A word with workdirs and texts that are there."""
+  def _replaced(self, word: str, *, new: bool) -> str:
+    """A word with texts that are there, and workdirs too unless the command makes a `new` one."""
     flag, _, value = word.partition("=")
     if flag in ("--config", "--config.extensions"):
       file = self.folder / value.partition(":")[0]
@@ -236,8 +242,7 @@ class Reader:
     if flag == "--config.data.tokenizer" and "/" in value:
       return f"{flag}={self._workdir(value.rpartition('/')[0])}/tokenizer.json"
     if flag in ("--workdir", "--out"):
-      made = verb in ("train", "bench")
-      return f"{flag}={self._path(value) if made else self._workdir(value)}"
+      return f"{flag}={self._path(value) if new else self._workdir(value)}"
     if flag in ("--init_from", "--reference"):
       return f"{flag}={self._workdir(value)}"
     return str(self._workdir(word)) if word.startswith("runs/") else word
@@ -284,7 +289,7 @@ def check_settings(words: list[str]) -> None:
   (file,) = (w.partition("=")[2] for w in words if w.startswith("--config="))
   config, known, changes = load_file(file), settings(), {}
   for name, value in re.findall(r"^--config\.([\w.]+)=(.*)$", "\n".join(words), re.MULTILINE):
-    kind = known[name].type
+    kind: Any = known[name].type
     changes[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
   config.update_from_flattened_dict(changes)
   from_config_dict(config)

@@ -23,8 +23,9 @@ from ats_jax import cli, runtime
 from ats_jax.config import Config
 from ats_jax.data.batch import random_batch
 from ats_jax.metrics.memory import GIB, memory_metrics
+from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import kernel_table, kernel_times
-from ats_jax.metrics.throughput import mfu, peak_flops
+from ats_jax.metrics.throughput import mfu
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global

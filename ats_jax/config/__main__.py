@@ -1,25 +1,39 @@
-"""Look at configs, compare two, or make one from a file of another trainer.
+"""Look at configs, compare two, or make one from a file of another trainer."""
 
-python -m ats_jax config import FILE [--to=configs/mine.py]
-python -m ats_jax config show configs/b1.py:moe
-python -m ats_jax config diff configs/b1.py runs/b1
-
-FILE is a config.json of a Hugging Face model, a DeepSpeed JSON, torchtitan's TOML, or its
-config_registry.py:FUNCTION, which is read and not run. `show` and `diff` take config files of ours,
-with a variant after a colon, and workdirs.
-"""
-
+from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
 
-from ats_jax import cli, workdir
+from ats_jax import cli, paths, workdir
 from ats_jax.config import Config, from_config_dict, importers
 from ats_jax.config.build import differences, flatten
 from ats_jax.config.file import load_file
 
+IMPORT = """make a config of a file of another trainer, and list what was not understood
+
+  ats-jax config import config.json --to=configs/mine.py
+  ats-jax config import torchtitan/models/llama3/config_registry.py:llama3_8b
+
+FILE is a config.json of a Hugging Face model, a DeepSpeed JSON, torchtitan's TOML, or its
+config_registry.py with a function after a colon, which is read and not run.
+"""
+SHOW = """the settings of a config or of a run that are not at their defaults
+
+  ats-jax config show b1:moe
+  ats-jax config show runs/debug
+"""
+DIFF = """the settings in which two configs, or runs, differ
+
+  ats-jax config diff b1 b7:moe
+  ats-jax config diff configs/debug.py runs/debug
+"""
+IMPORT_FLAGS, SHOW_FLAGS, DIFF_FLAGS = (flags.FlagValues() for _ in range(3))
 _TO = flags.DEFINE_string(
-  "to", "", "Config file to write, e.g. configs/mine.py; without it the file is printed."
+  "to",
+  "",
+  "Config file to write, e.g. configs/mine.py; without it the file is printed.",
+  flag_values=IMPORT_FLAGS,
 )
 
 
@@ -43,7 +57,7 @@ def _import(name: str) -> None:
 
 def _load(name: str) -> Config:
   if Path(name).is_dir():
-    return workdir.load_config(Path(name))
+    return workdir.load_config(paths.parse(name))
   return from_config_dict(load_file(name))
 
 
@@ -62,23 +76,16 @@ def _diff(first: str, second: str) -> None:
     print("no setting differs")
 
 
-_COMMANDS = {"import": (_import, 1), "show": (_show, 1), "diff": (_diff, 2)}
+def _command(
+  do: Callable[..., None], flag_values: flags.FlagValues, about: str, operand: str
+) -> cli.Command:
+  return cli.Command(lambda argv: do(*argv), flag_values, about, operand)
 
 
-def main(argv: list[str]) -> None:
-  """Runs a command.
-
-  Raises:
-    ValueError: for an unknown command, a wrong number of files, or a file that is wrong.
-  """
-  word, *names = argv[1:] or [""]
-  if word not in _COMMANDS:
-    raise ValueError(f"expected one command of {', '.join(_COMMANDS)}, got {argv[1:]}.")
-  command, number = _COMMANDS[word]
-  if len(names) != number:
-    raise ValueError(f"config {word} takes {number} file{'s' * (number > 1)}, got {names}.")
-  command(*names)
-
-
+COMMANDS = {
+  "import": _command(_import, IMPORT_FLAGS, IMPORT, "file"),
+  "show": _command(_show, SHOW_FLAGS, SHOW, "config"),
+  "diff": _command(_diff, DIFF_FLAGS, DIFF, "config config"),
+}
 if __name__ == "__main__":
-  cli.run(main, operands=True)
+  cli.main("config", COMMANDS)

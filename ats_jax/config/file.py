@@ -1,10 +1,12 @@
 """A config file: Python that is run for the ConfigDict that its `get_config` returns."""
 
+import contextlib
 import difflib
 import os
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -61,20 +63,38 @@ def load_file(name: str) -> ConfigDict:
     source = Path(file).read_bytes()
   except OSError as error:
     raise ValueError(f"cannot be read, {error.strerror} (seen from {os.getcwd()})") from error
-  module = types.ModuleType("config_file")
-  module.__file__ = file
-  sys.modules[module.__name__] = module  # where dataclasses look for the types in a file
-  try:
-    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+  module = run_file(file, source, "config_file")
+  with _mistakes(file):
     config = module.get_config(*variant)
-  except _MISTAKES as error:
-    raise ValueError(f"{_place(file, error)}: {type(error).__name__}: {error}") from error
   if not isinstance(config, ConfigDict):
     raise ValueError(
       f"{file}: get_config() returned {config!r:.40}, not a ConfigDict. Start from base_config(), "
       "and end with `return config`."
     )
   return config
+
+
+def run_file(file: str, source: bytes, name: str) -> types.ModuleType:
+  """Run a user's file as the module `name`.
+
+  Raises:
+    ValueError: if something in it fails (names the line).
+  """
+  module = types.ModuleType(name)
+  module.__file__ = file
+  sys.modules[name] = module  # where dataclasses look for the types in a file
+  with _mistakes(file):
+    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+  return module
+
+
+@contextlib.contextmanager
+def _mistakes(file: str) -> Iterator[None]:
+  """Around what a user's file does: its mistakes become ValueErrors that name the line."""
+  try:
+    yield
+  except _MISTAKES as error:
+    raise ValueError(f"{_place(file, error)}: {type(error).__name__}: {error}") from error
 
 
 def _find(name: str) -> str:

@@ -5,7 +5,7 @@ import math
 import operator
 from typing import Any
 
-from ats_jax import paths
+from ats_jax import extensions, paths
 from ats_jax.config.schema import Config
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -17,7 +17,7 @@ def validate(cfg: Config) -> Config:
   Raises:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
-  _ranges(cfg, "")
+  _ranges(cfg, "", extensible=_has_unloaded(cfg))
   rules = (_heads, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -30,14 +30,23 @@ def validate(cfg: Config) -> Config:
   return cfg
 
 
-def _ranges(section: Any, path: str) -> None:
+def _has_unloaded(cfg: Config) -> bool:
+  """Whether a name that nobody knows may be one of an extension that has not been loaded."""
+  return not extensions.are_loaded(cfg.extensions)
+
+
+def _ranges(section: Any, path: str, *, extensible: bool) -> None:
   for field in dataclasses.fields(section):
     value, name, meta = getattr(section, field.name), path + field.name, field.metadata
     if dataclasses.is_dataclass(value):
-      _ranges(value, f"{name}.")
+      _ranges(value, f"{name}.", extensible=extensible)
       continue
-    if meta["choices"] and value not in meta["choices"]:
-      raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(meta['choices'])}.")
+    choices = meta["choices"]
+    if isinstance(choices, extensions.Registry):
+      if value not in choices and not extensible:
+        raise ValueError(choices.unknown(value))
+    elif choices and value not in choices:
+      raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(choices)}.")
     if isinstance(value, float) and not math.isfinite(value):
       raise ValueError(f"{name}={value} is not a finite number ({meta['doc']}).")
     if meta["low"] is not None and value < meta["low"]:
@@ -125,12 +134,9 @@ def _adam(cfg: Config) -> None:
 
 
 def _writers(cfg: Config) -> None:
-  known = {"console", "jsonl", "csv", "tensorboard", "clu"}
   for name in filter(None, (w.strip() for w in cfg.log.writers.split(","))):
-    if name not in known:
-      raise ValueError(
-        f"log.writers: unknown writer {name!r}. Choose from {', '.join(sorted(known))}."
-      )
+    if name not in extensions.writers and not _has_unloaded(cfg):
+      raise ValueError(extensions.writers.unknown(name))
 
 
 def _tokenizer(cfg: Config) -> None:

@@ -83,9 +83,12 @@ def as_data(cfg: Config) -> Config:
 
   Compiled programs are machine code: they come from the user's own cache, never from a folder that
   a workdir names. So does tokenised text. Options of XLA may write files and name programs to run.
+  Extensions are programs: what they add to training, weights can be used without.
   """
   return dataclasses.replace(
     cfg,
+    extensions="",
+    optimizer=dataclasses.replace(cfg.optimizer, name="adamw", schedule="constant"),
     compilation_cache="off" if cfg.compilation_cache == "off" else "auto",
     data=dataclasses.replace(cfg.data, cache_dir=""),
     step=dataclasses.replace(cfg.step, compiler_options=""),

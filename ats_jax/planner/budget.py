@@ -80,9 +80,10 @@ def parse_law(text: str) -> Law:
     numbers = [float(number) for number in text.split(",")]
   except ValueError:
     numbers = []
-  if len(numbers) != 5 or not all(0 < number < math.inf for number in numbers):
+  if len(numbers) != 5 or not all(1e-3 <= n <= 1e6 for n in numbers):
     raise ValueError(
-      f"--law={text}: expected {' or '.join(LAWS)}, or five positive numbers E,A,B,alpha,beta."
+      f"--law={text}: expected {' or '.join(LAWS)}, or five positive numbers "
+      "E,A,B,alpha,beta between 0.001 and 1e6."
     )
   return Law(*numbers)
 
@@ -215,7 +216,7 @@ def reason(plan: dict[str, Any]) -> str:
 
 def _check(amounts: dict[str, float]) -> None:
   for name, amount in amounts.items():
-    if not 0 <= amount < math.inf:
+    if amount and not 1e-3 <= amount <= 1e40:
       raise ValueError(f"--{name}={amount}: expected a positive number, such as 20e9.")
 
 

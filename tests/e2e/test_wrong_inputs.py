@@ -1,28 +1,16 @@
 """What a user can get wrong: the exit code, and a message that says what, where and what to do."""
 
-import os
 import shutil
 import sys
 from pathlib import Path
 
 import commands
 import pytest
-from commands import forked, started, train_flags
+from commands import UNPRIVILEGED, forked, started, train_flags
 
 from ats_jax.checkpoint import committed_steps
 
 EIGHT_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-# Linux lets root read and write what it has no permission for: two capabilities less, and it may
-# not, though it is still the owner of its files and of this Python.
-_DROP_CAPABILITIES = """
-import ctypes, os, sys
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
-for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-  if ctypes.CDLL(None, use_errno=True).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-    sys.exit(os.strerror(ctypes.get_errno()))
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-UNPRIVILEGED = (sys.executable, "-c", _DROP_CAPABILITIES) if os.geteuid() == 0 else ()
 
 
 def assert_says(message: str, *parts: str) -> None:
@@ -112,7 +100,11 @@ SETTINGS = {
     ["data.tokenizer={inputs}/tokenizer.json"],
     "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
   ),
-  "writer": (["log.writers=console,jsonnl"], "unknown writer 'jsonnl'", "jsonl"),
+  "writer": (
+    ["log.writers=console,jsonnl"],
+    "log.writers='jsonnl' is unknown",
+    "Did you mean 'jsonl'?",
+  ),
   "cache file": (
     ["compilation_cache={inputs}/short.txt"],
     "compilation cache {inputs}/short.txt cannot be made: File exists",

@@ -12,7 +12,6 @@ from documents import (
   ROOT,
   SHELL,
   TRAINED,
-  XLA_FLAGS,
   Command,
   Reader,
   blocks,
@@ -27,25 +26,18 @@ from ats_jax.__main__ import VERBS
 NOT_RUN = {
   "benchmarks": "takes minutes to hours; tests/e2e and tests/unit/benchmarks run the smallest",
   "experiments": "takes minutes to hours, and most need a GPU",
+  "notebooks": "installs packages from a network; .ci/notebooks runs it",
   "pytest": "would run the tests from within a test",
   "pip": "needs a network; the extras exist, and .ci/run installs most of them",
   "venv": "the environment is there already",
-  "git": "needs the address of a repository",
-  "cd": "each document has a folder of its own",
   "source": "activates an environment",
   "export": "sets a variable; what sets one in front of a command is run",
   "tensorboard": "serves until it is stopped",
-  "mkdocs": ".ci/run builds the site",
-  "ruff": "part of `make lint`",
-  "pyright": "part of `make lint`",
   "pre-commit": "edits the repository's hooks",
   ".ci/run": "runs this test",
-  "kill": "stops a process of the reader's",
-  "srun": "needs SLURM",
-  "sbatch": "needs SLURM",
 }
 PLACEHOLDER = re.compile(
-  r"(?<![\w=/])(VERB|FILE|RUN|FOLDER|WORKDIR|OTHER)(?!\w)|\.\.\.|\[|\||\$[A-Z]"
+  r"(?<![\w=/])(VERB|FILE|RUN|FOLDER|WORKDIR|OTHER)(?!\w)|\.\.\.|\[-|\||\$[A-Z]"
 )
 # Names that Python blocks take for granted, by document.
 GIVEN = {
@@ -85,9 +77,8 @@ def trained(tmp_path_factory):
   settings = TRAINED | {"data.paths": folder / "text"}
   flags = [f"--config.{name}={value}" for name, value in settings.items()]
   result = forked(
-    "ats_jax", "train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags,
-    XLA_FLAGS=XLA_FLAGS,
-  )  # fmt: skip
+    "ats_jax", "train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags
+  )
   assert result.code == 0, result.err
   return folder / "run"
 
@@ -114,7 +105,8 @@ def follow(reader: Reader, line: str, error: str = "") -> None:
   if kind == "ats_jax":
     module, dot, verb = command.program.partition(".")
     words = [verb, *command.words] if dot else command.words
-    assert not words or words[0] in VERBS, f"{line}: there is no such verb"
+    verb = words[0] if words else "--help"
+    assert verb in VERBS or verb.startswith("--"), f"{line}: there is no such verb"
     result = reader.run(command._replace(program=module, words=words), refused=bool(error))
     if result is None:
       return
@@ -177,7 +169,7 @@ def test_python_that_is_shown_runs(path, trained, tmp_path):
     "    from ats_jax.config import from_config_dict\n"
     "    from_config_dict(names['get_config']())\n"
   )
-  result = forked(str(script), XLA_FLAGS=XLA_FLAGS)
+  result = forked(str(script))
   assert result.code == 0, result.out + result.err
 
 

@@ -106,7 +106,7 @@ def source(found: Found, name: str, target: str) -> str:
     name: that file, as the user named it.
     target: where this one will be.
   """
-  plain = lambda text: text.replace("\\", "/").replace('"""', "'''").replace("\n", " ")
+  plain = lambda text: _printable(text).replace("\\", "/").replace('"""', "'''")
   head = [
     f'"""From {plain(name)} ({found.kind}).',
     "",
@@ -119,8 +119,14 @@ def source(found: Found, name: str, target: str) -> str:
   body = ["from ats_jax.config import base_config", "", "", "def get_config():"]
   body.append("  config = base_config()")
   order = [setting for setting in known_settings() if setting in found.settings]
-  body += [f"  config.{setting} = {_typed(setting, found.settings[setting])!r}" for setting in order]
+  body += [
+    f"  config.{setting} = {_typed(setting, found.settings[setting])!r}" for setting in order
+  ]
   return "\n".join([*head, '"""', "", *body, "  return config", ""])
+
+
+def _printable(text: str) -> str:
+  return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _typed(setting: str, value: Any) -> Any:

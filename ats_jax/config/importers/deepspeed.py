@@ -54,28 +54,26 @@ def read(values: Mapping[str, Any]) -> Found:
 
 
 def _batch(found: Found) -> None:
-  """train_batch_size = micro-batch of a device x accumulation x devices; two of them may be there."""
-  micro = found.get("train_micro_batch_size_per_gpu")
-  accum = found.get("gradient_accumulation_steps")
-  total = found.get("train_batch_size")
-  for name, value in (
-    ("train_micro_batch_size_per_gpu", micro),
-    ("gradient_accumulation_steps", accum),
-    ("train_batch_size", total),
-  ):
-    if value is not None and (type(value) is not int or value < 1):
-      raise ValueError(f"DeepSpeed: {name}={value!r} is no positive number of rows or steps.")
+  """The batch: rows of a device at a time x accumulation x devices; not all need be said."""
+  names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+  total, micro, accum = (found.whole(name, 0) for name in names)
+  if wrong := [name for name in names if found.get(name, 1) < 1]:
+    raise ValueError(f"DeepSpeed: {wrong[0]}={found.get(wrong[0])} is below 1.")
   if accum:
     found.take("gradient_accumulation_steps", "step.accum_steps")
   if total:
     found.take("train_batch_size", "data.batch_size")
     if micro and accum and total % (micro * accum) == 0:
       devices = total // (micro * accum)
-      found.give("train_micro_batch_size_per_gpu", {}, f"follows from the rest on {devices} devices")
+      found.give(
+        "train_micro_batch_size_per_gpu", {}, f"follows from the rest on {devices} devices"
+      )
     elif micro:
-      found.give("train_micro_batch_size_per_gpu", {}, "step.accum_steps on so many devices as you have")
+      found.give(
+        "train_micro_batch_size_per_gpu", {}, "step.accum_steps on so many devices as you have"
+      )
       found.notes.append(
-        f"Rows of a device at a time were {micro}: step.accum_steps = {total} / ({micro} x devices)."
+        f"A device had {micro} rows at a time: step.accum_steps = {total} / ({micro} x devices)."
       )
   elif micro:
     rows = micro * (accum or 1)
@@ -106,8 +104,8 @@ def _optimizer(found: Found) -> None:
 
 
 def _schedule(found: Found) -> None:
-  kind, params = found.get("scheduler.type"), "scheduler.params."
-  if kind is None:
+  kind, params = str(found.get("scheduler.type", "")), "scheduler.params."
+  if not kind:
     return
   shapes = {
     "WarmupLR": ("constant", 1.0),
@@ -132,7 +130,9 @@ def _schedule(found: Found) -> None:
   found.take(f"{params}warmup_num_steps", "optimizer.warmup_steps", 1000, int)
   if f"{params}total_num_steps" in found.values:
     found.take(f"{params}total_num_steps", "num_steps", convert=int)
-  found.lack_all("warm-up begins at lr / warmup_steps", f"{params}warmup_min_lr", f"{params}warmup_min_ratio")
+  found.lack_all(
+    "warm-up begins at lr / warmup_steps", f"{params}warmup_min_lr", f"{params}warmup_min_ratio"
+  )
   if found.get(f"{params}warmup_type", "log") != "linear" and kind != "WarmupCosineLR":
     found.values.setdefault(f"{params}warmup_type", "log")
   found.expect(f"{params}warmup_type", "linear", what="warm-up is linear here")
@@ -155,12 +155,14 @@ def _precision(found: Found) -> None:
 
 
 def _zero(found: Found) -> None:
-  stage = found.get("zero_optimization.stage", 0)
+  stage = found.whole("zero_optimization.stage", 0)
   if "zero_optimization.stage" in found.values:
     shards = "weights, gradients and moments are cut over the axis fsdp: --config.mesh.fsdp=DEVICES"
     found.give("zero_optimization.stage", {}, shards if stage else "mesh.fsdp stays 1")
   if stage in (1, 2):
-    found.notes.append(f"ZeRO stage {stage} keeps weights whole on each device; fsdp cuts them too.")
+    found.notes.append(
+      f"ZeRO stage {stage} keeps weights whole on each device; fsdp cuts them too."
+    )
   found.ignore("XLA plans communication", *(f"zero_optimization.{name}" for name in _COMMUNICATION))
   for name in found.values:
     if name.startswith(("zero_optimization.offload", "aio.")):

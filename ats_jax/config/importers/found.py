@@ -54,6 +54,17 @@ class Found:
     value = self.values.get(name)
     return default if value is None else value
 
+  def whole(self, name: str, default: int) -> int:
+    """The value in the file, which must be a whole number.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    value = self.get(name, default)
+    if type(value) is not int:
+      raise ValueError(f"{self.kind}: {name}={value!r} is no whole number.")
+    return value
+
   def take(
     self,
     name: str,
@@ -86,7 +97,10 @@ class Found:
     usual = known_settings()[ours].default
     if value is not None:
       self.taken.append(Line(name, value, f"{ours} = {setting!r}"))
-    elif setting != usual:
+      return setting
+    if name in self.values:
+      self.same.append(Line(name, None, f"not said: {ours} = {setting!r}"))
+    if setting != usual:
       self.defaults.append(Line(name, default, f"{ours} = {setting!r} (ours: {usual!r})"))
     return setting
 
@@ -94,7 +108,9 @@ class Found:
     """Take a name as several settings, or as words only."""
     self.settings |= ours
     words = ", ".join(f"{setting} = {value!r}" for setting, value in ours.items())
-    self.taken.append(Line(name, self.values.get(name), f"{words}{': ' if words and why else ''}{why}"))
+    self.taken.append(
+      Line(name, self.values.get(name), f"{words}{': ' if words and why else ''}{why}")
+    )
 
   def expect(self, name: str, *usual: Any, what: str) -> None:
     """A name whose only values that this program has are `usual`; null counts as left out."""
@@ -107,8 +123,9 @@ class Found:
       self.lack(name, what)
 
   def ignore(self, why: str, *names: str) -> None:
-    """Names that do not bear on training."""
-    self.same += [Line(name, self.values[name], why) for name in names if name in self.values]
+    """Names that do not bear on training, but for those that were spoken of."""
+    new = self.values.keys() & set(names) - self._spoken()
+    self.same += [Line(name, self.values[name], why) for name in names if name in new]
 
   def lack(self, name: str, why: str) -> None:
     """A name that is understood, and that this program has nothing for."""
@@ -125,11 +142,14 @@ class Found:
 
   def finish(self) -> "Found":
     """List every name that nobody spoke of as not understood."""
-    spoken = {line.name for line in (*self.taken, *self.same, *self.missing)}
+    spoken = self._spoken()
     for name, value in self.values.items():
       if name not in spoken:
         self.missing.append(Line(name, value, "not understood"))
     return self
+
+  def _spoken(self) -> set[str]:
+    return {line.name for line in (*self.taken, *self.same, *self.missing)}
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

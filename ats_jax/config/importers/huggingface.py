@@ -37,7 +37,8 @@ FAMILIES = {
   "qwen2": Family(lacks=("queries, keys and values have a bias",)),
   "qwen3": Family(settings={"model.qk_norm": True}, defaults={"head_dim": 128}),
   "qwen3_moe": Family(
-    settings={"model.qk_norm": True}, defaults={"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+    settings={"model.qk_norm": True},
+    defaults={"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
   ),
   "olmoe": Family(
     lacks=("queries and keys are normalised over all heads at once; here each head by itself",),
@@ -45,7 +46,9 @@ FAMILIES = {
     defaults={"norm_topk_prob": False, "rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.01},
   ),
   "deepseek_v3": Family(
-    lacks=("attention is latent (MLA); here it is grouped-query attention with heads of v_head_dim",),
+    lacks=(
+      "attention is latent (MLA); here it is grouped-query attention with heads of v_head_dim",
+    ),
     settings={"moe.score": "sigmoid"},
     defaults={"norm_topk_prob": True},
   ),
@@ -82,7 +85,7 @@ def read(values: Mapping[str, Any], path: Path) -> Found:
     ValueError: for a kind of model that is not known here, or a name that is missing or wrong.
   """
   kind = values.get("model_type")
-  if kind not in FAMILIES:
+  if not isinstance(kind, str) or kind not in FAMILIES:
     raise ValueError(
       f"model_type={kind!r} is no model that can be read. Known: {', '.join(FAMILIES)}."
     )
@@ -122,15 +125,16 @@ def _rope(found: Found, family: Family) -> None:
   theta = family.defaults.get("rope_theta", 10_000.0)
   nested = "rope_parameters.rope_theta"  # since transformers 5
   found.take(nested if nested in found.values else "rope_theta", "model.rope_theta", theta, float)
+  found.ignore("rope_parameters has it", "rope_theta")
   for section in ("rope_parameters", "rope_scaling"):
-    found.expect(section, {}, what="frequencies of RoPE are scaled")
+    found.expect(section, {}, what="RoPE is scaled")
     names = [name for name in found.values if name.startswith(f"{section}.") and name != nested]
     kinds = {found.get(f"{section}.{key}", "default") for key in ("rope_type", "type")}
     for name in names:
       if kinds == {"default"} and name.rpartition(".")[2] in ("rope_type", "type"):
         found.ignore("so it is here", name)
       else:
-        found.lack(name, "frequencies of RoPE are scaled, or not all of a head is rotated")
+        found.lack(name, "RoPE is scaled or partial")
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -151,11 +155,15 @@ def _experts(found: Found, family: Family) -> None:
   found.take("first_k_dense_replace", "moe.dense_first", 0)
   every = "decoder_sparse_step" if "decoder_sparse_step" in found.values else "moe_layer_freq"
   found.take(every, "moe.every", 1)
-  if (dense := found.get("mlp_only_layers")) and dense == list(range(len(dense))):
+  dense = found.get("mlp_only_layers")
+  if dense and isinstance(dense, list) and dense == list(range(len(dense))):
     found.take("mlp_only_layers", "moe.dense_first", 0, len)
-  found.expect("mlp_only_layers", [], what="layers without experts in the middle")
+  else:
+    found.expect("mlp_only_layers", [], what="layers without experts in the middle")
   if found.values["model_type"] != "deepseek_v3":
-    found.take("router_aux_loss_coef", "moe.aux_loss", default("router_aux_loss_coef", 0.001), float)
+    found.take(
+      "router_aux_loss_coef", "moe.aux_loss", default("router_aux_loss_coef", 0.001), float
+    )
   found.expect("router_jitter_noise", 0.0, 0, what="noise on the input of the router")
   if "scoring_func" in found.values:
     found.take("scoring_func", "moe.score")
@@ -215,7 +223,8 @@ def _always(found: Found, family: Family) -> None:
     found.lack("model_type", f"sliding_window is {family.defaults['sliding_window']} where the "
                "file does not say it; here attention reaches back to the row's begin")  # fmt: skip
   layers = found.get("layer_types", [])
-  found.expect("layer_types", ["full_attention"] * len(layers), what=_WINDOWS)
+  full = ["full_attention"] * len(layers) if isinstance(layers, list) else []
+  found.expect("layer_types", full, what=_WINDOWS)
   found.lack_all("caps on logits", "attn_logit_softcapping", "final_logit_softcapping")
   found.lack_all("a loss on tokens further ahead", "num_nextn_predict_layers")
   found.lack_all("a part of latent attention", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",

@@ -9,8 +9,13 @@ import dataclasses
 import operator
 from typing import Any
 
-_OPERATORS = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub,
-              ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv}  # fmt: skip
+_OPERATORS = {
+  ast.Add: operator.add,
+  ast.Sub: operator.sub,
+  ast.Mult: operator.mul,
+  ast.Div: operator.truediv,
+  ast.FloorDiv: operator.floordiv,
+}
 _NO_EFFECT = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)
 
 

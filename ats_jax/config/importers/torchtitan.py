@@ -8,6 +8,7 @@ from typing import Any
 from ats_jax.config.importers.found import Found, flat
 from ats_jax.config.importers.registry import read_function
 
+_TOML, _REGISTRY = "torchtitan TOML", "torchtitan config registry"
 _SECTIONS = {"job", "model", "optimizer", "lr_scheduler", "training", "parallelism"}
 
 
@@ -30,9 +31,7 @@ class Flavor:
 
 def _llama(*dims: int, vocab_size: int = 128_256, tied: bool = False) -> Flavor:
   d_model, layers, heads, kv_heads, d_ff = dims
-  return Flavor(
-    d_model, layers, heads, kv_heads, d_ff, vocab_size, 5e5, 1e-5, tie_embeddings=tied
-  )
+  return Flavor(d_model, layers, heads, kv_heads, d_ff, vocab_size, 5e5, 1e-5, tie_embeddings=tied)
 
 
 def _qwen(*dims: int, vocab_size: int = 151_936, tied: bool = False) -> Flavor:
@@ -65,7 +64,10 @@ _RENAMED = {
   "hf_assets_path": "model.hf_assets_path",
   "training.max_context_length": "training.seq_len",
   "checkpointer": "checkpoint",
+  "validator": "validation",
 }
+# Calls whose name says something beside their fields.
+_MEANT = {"activation_checkpoint", "optimizer", "loss", "loss.loss_fn", "model_spec"}
 
 
 def is_toml(values: Mapping[str, Any]) -> bool:
@@ -79,10 +81,8 @@ def read_toml(values: Mapping[str, Any]) -> Found:
   Raises:
     ValueError: for a value that is wrong.
   """
-  found = Found("torchtitan TOML", flat(values))
-  if found.get("lr_scheduler.warmup_steps") is None:
-    found.notes.append("torchtitan warms up over 200 steps where the file does not say it.")
-  return _read(found, enabled=False)
+  found = Found(_TOML, flat(values))
+  return _read(found)
 
 
 def read_python(text: str, function: str, path: Path) -> Found:
@@ -98,39 +98,44 @@ def read_python(text: str, function: str, path: Path) -> Found:
   """
   values = {}
   for name, value in read_function(text, function).items():
-    name = name.replace("validator.", "validation.", 1) if name.startswith("validator.") else name
+    section, dot, rest = name.partition(".")
+    name = f"{_RENAMED.get(section, section)}{dot}{rest}"
     values[_RENAMED.get(name, name)] = value
   family = path.resolve().parent.name
   if not any(family == known for known, _ in FLAVORS):
     family = function.partition("_")[0]
   values["model.name"] = family
-  found = Found("torchtitan config registry", values)
-  calls = [name for name, value in values.items() if str(value).endswith("()")]
-  for name in calls:
-    if name != "activation_checkpoint" and any(other.startswith(f"{name}.") for other in values):
+  found = Found(_REGISTRY, values)
+  for name, value in values.items():
+    has_fields = any(other.startswith(f"{name}.") for other in values)
+    if has_fields and str(value).endswith("()") and name not in _MEANT:
       found.ignore("its fields follow", name)
-  found.ignore("its fields are in the table of models", "model_spec")
-  return _read(found, enabled=True)
+  found.ignore("its fields follow", "model_spec")
+  found.expect("optimizer", "default_adamw()", what="the optimizer here is AdamW")
+  losses = ("ChunkedLossWrapper.Config()", "CrossEntropyLoss.Config()")
+  for name in ("loss", "loss.loss_fn"):
+    found.expect(name, *losses, what="the loss here is cross-entropy of the next token")
+  sizes = [name for name in values if ".global_vocab_size" in name and name.startswith("loss.")]
+  found.ignore("model.vocab_size says it", *sizes)
+  return _read(found)
 
 
-def _read(found: Found, *, enabled: bool) -> Found:
-  """What both forms say.
-
-  Args:
-    found: the file.
-    enabled: whether checkpoints and validation are on where the file names them.
-  """
+def _read(found: Found) -> Found:
+  """What both forms say."""
   _model(found)
   _optimizer(found)
   _training(found)
   _mesh(found)
-  _rest(found, enabled)
+  _remat(found)
+  _logs(found)
+  _checkpoints(found)
+  _rest(found)
   return found.finish()
 
 
 def _model(found: Found) -> None:
   name, flavor = found.get("model.name", "llama3"), found.get("model.flavor", "debugmodel")
-  dims = FLAVORS.get((name, flavor))
+  dims = FLAVORS.get((str(name), str(flavor)))
   found.ignore("names the tokenizer; here it is data.tokenizer", "model.hf_assets_path",
                "model.tokenizer_path")  # fmt: skip
   if dims is None:
@@ -174,17 +179,19 @@ def _optimizer(found: Found) -> None:
     "torchtitan decays norms and embeddings too; here only matrices are decayed "
     "(optimizer.decay_embeddings=true adds the embedding)."
   )
-  steps = found.take("training.steps", "num_steps", 10_000)
-  if type(steps) is not int:
-    raise ValueError(f"{found.kind}: training.steps={steps!r} is no whole number.")
+  steps = found.whole("training.steps", 10_000)
+  found.take("training.steps", "num_steps", steps)
   shorter = lambda warmup: min(warmup, steps)  # as torchtitan does
   found.take("lr_scheduler.warmup_steps", "optimizer.warmup_steps", 200, shorter)
   found.take("lr_scheduler.min_lr_factor", "optimizer.final_lr_fraction", 0.0, float)
   found.expect("lr_scheduler.total_steps", steps, what="a schedule here is as long as the run")
-  decay, shape = found.get("lr_scheduler.decay_ratio"), found.get("lr_scheduler.decay_type", "linear")
+  decay, shape = (
+    found.get("lr_scheduler.decay_ratio"),
+    found.get("lr_scheduler.decay_type", "linear"),
+  )
   if decay is not None:
-    found.settings["optimizer.schedule"] = "wsd"
-    found.take("lr_scheduler.decay_ratio", "optimizer.decay_fraction", convert=float)
+    found.give("lr_scheduler.decay_ratio", {"optimizer.schedule": "wsd",
+               "optimizer.decay_fraction": decay})  # fmt: skip
     found.expect("lr_scheduler.decay_type", "linear", what="after a stable phase decay is linear")
   elif shape in ("linear", "cosine"):
     found.take("lr_scheduler.decay_type", "optimizer.schedule", "linear")
@@ -194,7 +201,10 @@ def _optimizer(found: Found) -> None:
 
 
 def _training(found: Found) -> None:
-  length = found.take("training.seq_len", "data.seq_len", 2048)
+  length = found.whole("training.seq_len", 2048)
+  found.take("training.seq_len", "data.seq_len", length)
+  if length < 1:
+    raise ValueError(f"{found.kind}: training.seq_len={length} is below 1.")
   found.take("training.max_norm", "optimizer.grad_clip", 1.0, float)
   found.take("training.dtype", "precision.param_dtype", "float32")
   found.take("training.mixed_precision_param", "precision.compute_dtype", "bfloat16")
@@ -205,43 +215,50 @@ def _training(found: Found) -> None:
   found.lack_all("no data set has a name here: data.paths names files", "training.dataset")
   if found.get("training.dataset_path"):
     found.take("training.dataset_path", "data.paths")
-  ranks = _ranks(found)
-  tokens = "training.num_tokens_per_microbatch_per_dp_rank"
-  if tokens in found.values:
-    local = found.values[tokens] // length
-    found.give(tokens, {}, f"{local} rows of a device at a time")
+  if found.kind == _REGISTRY:
+    for name in found.values:
+      if name.startswith("dataloader."):
+        found.lack_all("data.paths names files", name)
+  _batch(found, length)
+
+
+def _batch(found: Found, length: int) -> None:
+  ranks, tokens = _ranks(found), "training.num_tokens_per_microbatch_per_dp_rank"
+  step_tokens = "training.num_tokens_per_train_step"
+  if found.kind == _REGISTRY:
+    local = max(1, found.whole(tokens, 16_384) // length)
+    total = found.whole(step_tokens, -1) // length
   else:
-    local = found.get("training.local_batch_size", 8)
-  total = found.get("training.global_batch_size", -1)
-  if found.get("training.num_tokens_per_train_step", -1) > 0:
-    total = found.values["training.num_tokens_per_train_step"] // length
+    local = found.whole("training.local_batch_size", 8)
+    total = found.whole("training.global_batch_size", -1)
+  if local < 1:
+    raise ValueError(f"{found.kind}: training.local_batch_size={local} is below 1.")
   rows = total if total > 0 else local * (ranks or 1)
   batch = {"data.batch_size": rows}
   if ranks and total > 0 and total % (local * ranks) == 0:
     batch["step.accum_steps"] = total // (local * ranks)
-  if total <= 0 and not ranks:
-    found.notes.append(f"data.batch_size counts all devices: {rows} is that of one device.")
-  names = ("training.local_batch_size", "training.global_batch_size", "training.num_tokens_per_train_step")
-  said = [name for name in names if name in found.values]
-  for name in said:
+  names = ("training.local_batch_size", "training.global_batch_size", tokens, step_tokens)
+  for name in (name for name in names if name in found.values):
     found.give(name, batch)
-  if not said:
-    found.settings |= batch
-    found.notes.append(f"data.batch_size={rows}, of {local} rows of a device.")
+  found.settings |= batch
+  there = f"each of {ranks} devices" if ranks else "each device"
+  found.notes.append(
+    f"data.batch_size={rows} counts all devices. There {there} had {local} rows at a time."
+  )
 
 
 def _ranks(found: Found) -> int:
   """Devices that share a batch; 0 = as many as there are."""
-  shards = found.get("parallelism.data_parallel_shard_degree", -1)
-  return max(0, shards) * found.get("parallelism.data_parallel_replicate_degree", 1)
+  shards = found.whole("parallelism.data_parallel_shard_degree", -1)
+  return max(0, shards) * found.whole("parallelism.data_parallel_replicate_degree", 1)
 
 
 def _mesh(found: Found) -> None:
   prefix = "parallelism."
   shards = f"{prefix}data_parallel_shard_degree"
-  ways, experts = found.get(shards, -1), found.get(f"{prefix}expert_parallel_degree", 1)
+  ways, experts = found.whole(shards, -1), found.whole(f"{prefix}expert_parallel_degree", 1)
   if ways > 0:
-    found.give(shards, {"mesh.fsdp": max(1, ways // experts)})
+    found.give(shards, {"mesh.fsdp": max(1, ways // max(1, experts))})
   elif shards in found.values:
     found.give(shards, {}, "all devices that are left: --config.mesh.fsdp=DEVICES")
   for theirs, ours in (
@@ -249,27 +266,31 @@ def _mesh(found: Found) -> None:
     ("tensor_parallel_degree", "mesh.tensor"),
     ("expert_parallel_degree", "mesh.expert"),
   ):
-    if found.get(prefix + theirs, 1) > 1:
+    if found.whole(prefix + theirs, 1) > 1:
       found.take(prefix + theirs, ours)
     else:
       found.ignore("off", prefix + theirs)
   found.expect(f"{prefix}pipeline_parallel_degree", 1, what="there is no pipeline")
   found.expect(f"{prefix}context_parallel_degree", 1, what="a row is not cut over devices")
-  for name in found.values:
-    if name.startswith((f"{prefix}pipeline_parallel_", f"{prefix}context_parallel_")):
-      if not name.endswith("_degree"):
-        found.ignore("of a pipeline or a cut of rows, which the line of its degree is about", name)
+  cuts = (f"{prefix}pipeline_parallel_", f"{prefix}context_parallel_")
+  details = [n for n in found.values if n.startswith(cuts) and not n.endswith("_degree")]
+  found.ignore("of a pipeline or a cut of rows, which the line of its degree is about", *details)
   found.ignore("XLA plans communication", f"{prefix}fsdp_reshard_after_forward",
                f"{prefix}disable_loss_parallel", f"{prefix}enable_async_tensor_parallel",
                f"{prefix}spmd_backend", f"{prefix}enable_sequence_parallel")  # fmt: skip
 
 
-def _rest(found: Found, enabled: bool) -> None:
-  _remat(found)
+def _logs(found: Found) -> None:
   if "metrics.log_freq" in found.values:
     found.take("metrics.log_freq", "log.every_steps")
-  found.lack_all("no such writer", "metrics.enable_wandb")
-  if found.get("checkpoint.enable", enabled):
+  found.lack_all("log.writers names what there is", "metrics.enable_wandb")
+  found.ignore("written in any case", "metrics.enable_tensorboard", "metrics.save_tb_folder",
+               "metrics.disable_color_printing", "metrics.save_for_all_ranks")  # fmt: skip
+
+
+def _checkpoints(found: Found) -> None:
+  """Checkpoints and validation, which are off unless they are switched on."""
+  if found.get("checkpoint.enable"):
     found.ignore("checkpoints are always written", "checkpoint.enable")
     found.take("checkpoint.interval", "checkpoint.every_steps", 500)
     found.take("checkpoint.keep_latest_k", "checkpoint.keep", 10, lambda keep: max(1, keep))
@@ -280,8 +301,7 @@ def _rest(found: Found, enabled: bool) -> None:
   else:
     found.ignore("not used: checkpoint.enable is off. Here they are always written",
                  *(name for name in found.values if name.startswith("checkpoint.")))  # fmt: skip
-  named = any(name.startswith("validation.") for name in found.values)
-  if named and found.get("validation.enable", enabled):
+  if found.get("validation.enable"):
     found.ignore("on", "validation.enable")
     found.take("validation.freq", "eval.every_steps", 10)
     found.take("validation.steps", "eval.num_batches", -1, lambda steps: max(0, steps))
@@ -289,28 +309,28 @@ def _rest(found: Found, enabled: bool) -> None:
   else:
     found.ignore("not used: validation.enable is off. Here the end of a run is evaluated",
                  *(name for name in found.values if name.startswith("validation.")))  # fmt: skip
+
+
+def _rest(found: Found) -> None:
   if found.get("debug.seed") is not None:
     found.take("debug.seed", "seed")
   if "debug.deterministic" in found.values:
     found.take("debug.deterministic", "precision.deterministic")
   for name in found.values:
-    if name.startswith(("job.", "profiling.", "profiler.", "comm.", "compile.", "loss.")):
+    if name.startswith(("job.", "profiling.", "profiler.", "comm.", "compile.")):
       found.ignore("of torchtitan's own running", name)
-  found.ignore("written in any case", "metrics.enable_tensorboard", "metrics.save_tb_folder",
-               "metrics.disable_color_printing", "metrics.save_for_all_ranks")  # fmt: skip
 
 
 def _remat(found: Found) -> None:
   name = "activation_checkpoint"
-  modes = {"none": "none", "full": "full", "selective": "dots",
-           "FullAC.Config()": "full", "SelectiveAC.Config()": "dots"}  # fmt: skip
+  modes = {"none": "none", "full": "full", "selective": "dots"}
+  calls = {"FullAC.Config()": "full", "SelectiveAC.Config()": "dots"}
   key = name if name in found.values else f"{name}.mode"
-  mode = found.get(key, "none" if key == name else "selective")
-  if mode in modes:
-    found.give(key, {"step.remat": modes[mode]})
-    if modes[mode] == "none":
-      found.ignore("off", f"{name}.selective_ac_option")
-    else:
-      found.lack_all("'dots' keeps the outputs of matmuls", f"{name}.selective_ac_option")
-  else:
+  mode = found.get(key, "selective")
+  remat = (modes | calls).get(str(mode))
+  if remat is None:
     found.lack(key, "step.remat is none, full, dots or names")
+    return
+  found.take(key, "step.remat", mode, lambda _: remat)
+  reason = "off" if remat == "none" else "'dots' keeps the outputs of matmuls, 'full' none"
+  found.ignore(reason, f"{name}.selective_ac_option")

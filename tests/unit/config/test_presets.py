@@ -110,7 +110,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_counted_from_the_model(name):
-  _, counts, _ = sizes(preset(*name.split(":")))
+  _, counts, _ = sizes(from_config_dict(preset(*name.split(":"))))
   assert (counts.parameters, round(counts.active)) == COUNTS[name]
 
 

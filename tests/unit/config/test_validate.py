@@ -81,7 +81,7 @@ def test_unknown_choice(name):
     ({"optimizer.b1": 1.0}, "optimizer.b1=1 never takes a gradient in"),
     ({"optimizer.b2": 1.0}, "optimizer.b2=1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),
-    ({"log.writers": "console,xml"}, "log.writers: unknown writer 'xml'. Choose from clu, con"),
+    ({"log.writers": "console,xml"}, "log.writers='xml' is unknown. Choose one of: console, jsonl"),
     ({"data.tokenizer": "/no/such.json"}, "data.tokenizer='/no/such.json' is neither 'bytes'"),
     (
       {"precision.fp8": True, "precision.fp8_keep_first": 3, "model.num_layers": 4},
