@@ -12,13 +12,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{devices(8)} {QUICK} {os.environ.get('XLA_FLAGS', '')}".strip()
 # One folder for the session: pytest-xdist's workers inherit it from the process that starts them.
 _OWN_CACHE = "ATS_TEST_CACHE" not in os.environ
-if _OWN_CACHE:
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = str(kept_programs())
-  os.environ["ATS_TEST_CACHE"] = tempfile.mkdtemp(prefix="ats_jax_tests_")
-elif "PYTEST_XDIST_WORKER" not in os.environ:  # a cache that is given has all, programs too
-  os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["ATS_TEST_CACHE"], "xla")
-os.environ["XDG_CACHE_HOME"] = os.environ["ATS_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+if _OWN_CACHE:
+  os.environ["ATS_TEST_CACHE"] = tempfile.mkdtemp(prefix="ats_jax_tests_")
+os.environ["XDG_CACHE_HOME"] = os.environ["ATS_TEST_CACHE"]
 
 import bucket as bucket_module  # noqa: E402
 import hypothesis  # noqa: E402
