@@ -129,7 +129,7 @@ def _rope(found: Found, family: Family) -> None:
   for section in ("rope_parameters", "rope_scaling"):
     found.expect(section, {}, what="RoPE is scaled")
     names = [name for name in found.values if name.startswith(f"{section}.") and name != nested]
-    kinds = {found.get(f"{section}.{key}", "default") for key in ("rope_type", "type")}
+    kinds = {str(found.get(f"{section}.{key}", "default")) for key in ("rope_type", "type")}
     for name in names:
       if kinds == {"default"} and name.rpartition(".")[2] in ("rope_type", "type"):
         found.ignore("so it is here", name)
@@ -196,7 +196,7 @@ def _run(found: Found, path: Path) -> None:
     found.settings["data.tokenizer"] = str(tokenizer)
     found.notes.append(f"The tokenizer is the one beside the file: {tokenizer}.")
   else:
-    found.settings["data.bpe_vocab_size"] = min(2048, max(300, found.settings["model.vocab_size"]))
+    found.settings["data.bpe_vocab_size"] = min(2048, max(300, found.whole("vocab_size", 0)))
     found.notes.append(
       "There is no tokenizer.json beside the file: a BPE is trained on your text. "
       "--config.data.tokenizer=FILE names the model's own."

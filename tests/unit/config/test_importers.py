@@ -239,6 +239,7 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"model.rope_theta": 2e4},
       {},
     ),
+    ({"rope_scaling": {"rope_type": ["a"]}}, {}, {"rope_scaling.rope_type": "RoPE"}),
     ({"torch_dtype": "float16"}, {}, {"torch_dtype": "bfloat16 is used"}),
   ],
 )  # fmt: skip
@@ -361,6 +362,8 @@ def test_deepspeed_without_a_batch_of_all_devices_and_in_fp16(tmp_path):
     ("config.json", LLAMA | {"model_type": ["llama"]}, "is no model that can be"),
     ("config.json", LLAMA | {"hidden_size": None}, "hidden_size is missing, which says model.d_m"),
     ("config.json", LLAMA | {"hidden_size": "wide"}, "model.d_model must be int, got 'wide'"),
+    ("config.json", LLAMA | {"vocab_size": "many"}, "vocab_size='many' is no whole number"),
+    ("config.json", LLAMA | {"vocab_size": [1]}, r"vocab_size=\[1\] is no whole number"),
     ("config.json", LLAMA | {"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
     ("config.json", LLAMA | {"max_position_embeddings": "far"}, "is no value for data.seq_len"),
     ("ds.json", {"train_batch_size": "many"}, "train_batch_size='many' is no whole number"),
