@@ -22,7 +22,7 @@ train: $(STAMP)
 	$(BIN)/python -m ats_jax train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Files that compile nothing and start no process: what to run at each edit.
 quick: $(STAMP)

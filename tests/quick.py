@@ -1,4 +1,4 @@
-"""Which test files `pytest --quick` runs: those that import nothing that compiles or starts processes."""
+"""Which test files `pytest --quick` runs: those that import nothing that compiles or forks."""
 
 import re
 from pathlib import Path
