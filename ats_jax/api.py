@@ -121,14 +121,33 @@ def plan(cfg: Config, devices: int = 0) -> dict[str, Any]:
   return describe.describe(cfg, devices)
 
 
-def budget(cfg: Config, **amounts: float) -> dict[str, Any]:
+def budget(
+  cfg: Config,
+  *,
+  tokens: float = 0,
+  flops: float = 0,
+  gpu_hours: float = 0,
+  unique_tokens: float = 0,
+  tokens_per_sec: float = 0,
+) -> dict[str, Any]:
   """Tokens, epochs and what more of them would buy: what `ats-jax plan budget --json` prints.
 
   Args:
     cfg: of `config`.
-    **amounts: tokens, flops or gpu_hours; unique_tokens, tokens_per_sec.
+    tokens: the budget in tokens, or
+    flops: in training FLOPs, or
+    gpu_hours: in hours of one device; without any it is what the config trains on.
+    unique_tokens: of the training data; 0 = none is seen twice.
+    tokens_per_sec: of one device, measured; 0 = not known.
 
   Raises:
     ValueError: for more than one budget, or amounts that are none.
   """
-  return budgets.budget(cfg, **amounts)
+  return budgets.budget(
+    cfg,
+    tokens=tokens,
+    flops=flops,
+    gpu_hours=gpu_hours,
+    unique_tokens=unique_tokens,
+    tokens_per_sec=tokens_per_sec,
+  )

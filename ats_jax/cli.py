@@ -45,6 +45,7 @@ _DEFINE = {
   float: flags.DEFINE_float,
   str: flags.DEFINE_string,
 }
+Flag = flags.Flag
 flags.disclaim_key_flags()  # a flag that is defined here belongs to the module that asked for it
 
 
@@ -178,7 +179,7 @@ class Command:
       lines += ["", "Settings", textwrap.indent(SETTINGS_HELP.rstrip(), "  ")]
     return "\n".join([*lines, "", exit_codes()])
 
-  def own_flags(self) -> list[flags.Flag]:
+  def own_flags(self) -> list[Flag]:
     """The flags without those of single settings, and without those of libraries."""
     of_module = self.flags.get_key_flags_for_module(sys.argv[0])
     known = of_module if self.flags is flags.FLAGS else [self.flags[n] for n in sorted(self.flags)]

@@ -53,8 +53,6 @@ class Registry:
 
     def add(part: P) -> P:
       owner = _loading[-1] if _loading else ""
-      if owner:
-        self._open()  # a user's part must not take a name of ours before we do
       for name in names:
         if not name or set(name) & set(", \t\n"):
           raise ValueError(f"{self.kind} {name!r}: a name has no comma and no space.")
@@ -94,15 +92,16 @@ class Registry:
     """Take out all parts of an extension."""
     self._entries = {name: e for name, e in self._entries.items() if e.owner != owner}
 
-  def _open(self) -> None:
+  def open(self) -> None:
+    """Register what this package has."""
     importlib.import_module(self._home)
 
   def __contains__(self, name: object) -> bool:
-    self._open()
+    self.open()
     return name in self._entries
 
   def __iter__(self) -> Iterator[str]:
-    self._open()
+    self.open()
     return iter(tuple(self._entries))
 
 
@@ -118,6 +117,8 @@ ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats)
 @contextlib.contextmanager
 def owned_by(owner: str) -> Iterator[None]:
   """Within it, what is registered is of `owner`; if it fails, nothing of it stays."""
+  for registry in ALL:
+    registry.open()  # names of ours are taken before a user's, and are not the user's
   _loading.append(owner)
   try:
     with contextlib.ExitStack() as undo:

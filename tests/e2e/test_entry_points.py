@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import runs
 from commands import REPOSITORY, forked, train_flags
 from xla_flags import FAST_STEPS, QUICK
 
+import runs
 from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
 from ats_jax.checkpoint.integrity import find_damage, read_manifest
@@ -50,7 +50,7 @@ class TestHelp:
     assert result.code == 0
     assert result.out == (
       "data.seq_len (int): length of a packed row\n"
-      "    default 256; unit: tokens; range [8, inf]; fixed for a workdir\n"
+      "    default 256; unit: tokens; range [8, 16777216]; fixed for a workdir\n"
     )
 
   def test_explain_a_section(self):

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 from commands import UNPRIVILEGED, forked, started, train_flags
 
+import runs
 from ats_jax.__main__ import VERBS
 
 # Command line -> a part of the message. {in} is a folder of files that are no good, {ok} a trained

@@ -100,6 +100,7 @@ SETTINGS = {
     ["data.tokenizer={inputs}/tokenizer.json"],
     "{inputs}/tokenizer.json' is not a tokenizer.json: it has no field 'model'",
   ),
+  "extension": (["extensions=nowhere.py"], "extensions='nowhere.py' cannot be read: No such file"),
   "writer": (
     ["log.writers=console,jsonnl"],
     "log.writers='jsonnl' is unknown",
@@ -120,7 +121,7 @@ SETTINGS = {
     ["model.num_layers=abc"],
     "--config.model.num_layers=abc",
     "(int): decoder blocks",
-    "range [1, inf]",
+    "range [1, 10000]",
   ),
   "not a number": (["optimizer.learning_rate=1e-3x"], "=1e-3x", "learning_rate (float): peak"),
   "too many experts": (

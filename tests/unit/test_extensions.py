@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +289,25 @@ def test_an_unknown_name_may_be_one_of_a_file_that_is_not_loaded_yet(config):
   assert config(SINK, {"optimizer.schedule": "of_mine"}).optimizer.schedule == "of_mine"
   with pytest.raises(ValueError, match=r"optimizer.schedule='of_mine' is unknown"):
     tiny_config({"optimizer.schedule": "of_mine"})
+
+
+FIRST = """
+import sys
+from ats_jax import extensions
+from ats_jax.config.extend import load_extensions
+from ats_jax.config.schema import Config
+load_extensions(Config(extensions=sys.argv[1]))
+for registry in extensions.ALL:
+  print(*{registry.owner(name).partition("#")[0] for name in registry})
+"""
+
+
+def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
+  (tmp_path / "mine.py").write_text(SINK)
+  command = [sys.executable, "-c", FIRST, str(tmp_path / "mine.py")]
+  result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+  owners = [set(line.split()) for line in result.stdout.splitlines()]
+  assert owners == [{str(tmp_path / "mine.py")}, set(), set(), set()], result.stderr
 
 
 def test_what_is_built_in_is_registered_alike():

@@ -78,8 +78,8 @@ def test_no_name(load):
 
 def test_a_packaged_config_is_found_by_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert load_file("debug").num_steps == 400
-  assert load_file("debug:moe").moe.num_experts == 8
+  assert from_config_dict(load_file("debug")).num_steps == 400
+  assert from_config_dict(load_file("debug:moe")).moe.num_experts == 8
 
 
 def test_a_wheel_has_its_configs_in_the_data_folder(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_a_file_wins_over_a_packaged_config(tmp_path, monkeypatch, name):
 def test_a_folder_is_no_file_that_wins(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "debug").mkdir()
-  assert load_file("debug").num_steps == 400
+  assert from_config_dict(load_file("debug")).num_steps == 400
 
 
 @pytest.mark.parametrize(
