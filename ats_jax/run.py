@@ -189,7 +189,7 @@ class Run:
         if self.scores:
           announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
         text = announce.sample(self.program, self.folder, self.state, self.train_set)
-        if text:
+        if text and self._compiled[0] is not None:  # not of a run that was complete before
           self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
       self.checkpoints.wait()
