@@ -71,6 +71,13 @@ WRONG = {
   "plan budget --law=1e300,1,1,1,1": "five positive numbers E,A,B,alpha,beta between 0.001",
   "train --explain=": "no setting ''",
   "train --explain=größer": "no setting 'größer'",
+  "config": "expected one command of import, show, diff, got none",
+  "config show dbug": "Did you mean debug?",
+  "config show {in}/nothing": "holds no run",
+  "config diff debug": "expected ",
+  "config import {in}/no.json": "no.json",
+  "config import {in}/config_list/config.json": "config.json",
+  "config import {in}/nothing": "nothing",
   # Runs that are none, or are damaged.
   "evaluate --workdir={in}/none.py": "holds no run",
   "evaluate --workdir=gs://": "names no bucket",
