@@ -66,10 +66,7 @@ class ConfigFlag:
   @property
   def file(self) -> str:
     """The config that was asked for, or else the default."""
-    if self._file.value is None:
-      logging.info("no --config is given: this is --config=%s", DEFAULT_CONFIG)
-      return DEFAULT_CONFIG
-    return self._file.value
+    return DEFAULT_CONFIG if self._file.value is None else self._file.value
 
   def nested(self) -> dict[str, Any]:
     """Its values with the changed settings, unchecked: {section: {name: value}}.
@@ -77,10 +74,12 @@ class ConfigFlag:
     Raises:
       ValueError: as `load_file`.
     """
+    if self._file.value is None:
+      logging.info("no --config is given: this is --config=%s", DEFAULT_CONFIG)
     try:
       values = load_file(self.file).to_dict()
     except ValueError as error:
-      raise ValueError(f"--config={self._file.value or DEFAULT_CONFIG}: {error}") from error
+      raise ValueError(f"--config={self.file}: {error}") from error
     changed = {n: self._flags[f"config.{n}"] for n in settings()}
     return updated(values, {n: flag.value for n, flag in changed.items() if flag.present})
 

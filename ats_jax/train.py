@@ -147,7 +147,7 @@ def default_workdir(config: str) -> str:
 def main(argv: list[str]) -> int:
   """Train, or explain a setting."""
   del argv
-  if _EXPLAIN.value:
+  if _EXPLAIN.value is not None:
     print(explain(_EXPLAIN.value))
     return exits.DONE
   cfg = _CONFIG.value

@@ -31,7 +31,7 @@ TOY = {
   "data.batch_size": "16",
   "data.tokenizer": "bytes",
   "data.validation_fraction": "0.3",
-  "model.num_layers": "2",
+  "model.num_layers": "4",
   "model.d_model": "32",
   "model.num_heads": "4",
   "model.num_kv_heads": "4",
@@ -51,11 +51,15 @@ TOY = {
 }
 # The run that readers of workdirs are given: its curve can be extrapolated.
 TRAINED = TOY | {
-  "num_steps": "120",
+  "num_steps": "400",
+  "data.tokenizer": "bpe",
+  "data.bpe_vocab_size": "300",
   "optimizer.schedule": "wsd",
-  "checkpoint.every_steps": "60",
-  "log.every_steps": "2",
+  "checkpoint.every_steps": "200",
+  "eval.every_steps": "8",
+  "log.every_steps": "4",
   "orchestrator.mode": "observe",
+  "orchestrator.check_interval": "40",
 }
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.

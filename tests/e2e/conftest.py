@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-
 import runs
 
 STEPS = 40

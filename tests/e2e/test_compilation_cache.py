@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 import runs
 
 # Unrolled layers and XLA's default level, so that compiling takes seconds while all else is small.

@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import runs
 from commands import REPOSITORY, forked, train_flags
 from xla_flags import FAST_STEPS, QUICK
 
-import runs
 from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
 from ats_jax.checkpoint.integrity import find_damage, read_manifest
@@ -29,6 +29,7 @@ from ats_jax.ops.kernels import OPS
 from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
+from ats_jax.train import default_workdir
 
 FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"
 
@@ -64,6 +65,30 @@ class TestHelp:
     modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
     code = f"import {modules}, ats_jax.data.__main__"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_train_alone(tiny, tmp_path):
+  """The packaged config `debug`, in runs/debug of the folder that one is in; both are said."""
+  done = subprocess.run(
+    [sys.executable, "-m", "ats_jax", "train", *(f"--config.{s}" for s in tiny)],
+    capture_output=True,
+    text=True,
+    cwd=tmp_path,
+    env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY)},
+    timeout=runs.TIMEOUT_SECS,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stderr.count("no --config is given: this is --config=debug\n") == 1
+  assert done.stderr.count("no --workdir is given: this is --workdir=runs/debug\n") == 1
+  assert committed_steps(tmp_path / "runs" / "debug" / "checkpoints") == [4]
+
+
+@pytest.mark.parametrize(
+  ("config", "folder"),
+  [("debug:moe", "debug-moe"), ("my.py", "my"), ("/a/b/wide.py:x", "wide-x"), ("b1", "b1")],
+)
+def test_the_folder_of_a_config(config, folder):
+  assert default_workdir(config) == f"runs/{folder}"
 
 
 class TestTrainedRun:

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 from commands import UNPRIVILEGED, forked, started, train_flags
 
-import runs
 from ats_jax.__main__ import VERBS
 
 # Command line -> a part of the message. {in} is a folder of files that are no good, {ok} a trained
@@ -69,6 +69,7 @@ WRONG = {
   "plan budget --tokens=1e400": "--tokens=inf is not a finite number",
   "plan budget --tokens=1e308": "--tokens=1e+308: expected a positive number",
   "plan budget --law=1e300,1,1,1,1": "five positive numbers E,A,B,alpha,beta between 0.001",
+  "train --explain=": "no setting ''",
   "train --explain=größer": "no setting 'größer'",
   # Runs that are none, or are damaged.
   "evaluate --workdir={in}/none.py": "holds no run",

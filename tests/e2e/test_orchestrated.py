@@ -2,9 +2,9 @@
 
 import signal
 
+import runs
 from commands import forked
 
-import runs
 from ats_jax.orchestrator.record import ledger
 
 SETTINGS = (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 from commands import forked, started, train_flags
 from xla_flags import FAST_STEPS
 
-import runs
 from ats_jax.checkpoint import committed_steps
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.record import ledger

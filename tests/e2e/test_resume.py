@@ -4,9 +4,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import runs
 from commands import forked
 
-import runs
 from ats_jax.exits import STOPPED
 from ats_jax.metrics.rows import read_jsonl
 

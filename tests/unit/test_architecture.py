@@ -1,10 +1,12 @@
 """Who imports whom, and the other rules of the house that can be read off the source."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
 import pytest
+from quick import is_quick
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ats_jax"
@@ -55,6 +57,7 @@ def part(path: Path) -> str:
   return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
   return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -183,3 +186,13 @@ def test_test_files_have_unique_names_and_no_packages():
   files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
   assert len({p.name for p in files}) == len(files)
   assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_quick_tests_compile_nothing_and_are_many():
+  """What jit, a program or a process is made of is in files that `pytest --quick` leaves out."""
+  files = sorted((ROOT / "tests").rglob("test_*.py"))
+  quick = [path for path in files if is_quick(path)]
+  assert 20 < len(quick) < len(files) / 2
+  slow = {"jit", "make_program", "make_decoder", "forked", "started", "Popen"}
+  for path in quick:
+    assert not slow & {n.id for n in ast.walk(tree(path)) if isinstance(n, ast.Name)}, path
