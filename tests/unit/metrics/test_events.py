@@ -133,6 +133,7 @@ def test_what_sparse_layers_are_worth_is_written(run):
 
 
 @pytest.mark.tf
+@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
 def test_tensorboard_itself_reads_texts_and_histograms(run):
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -146,6 +147,7 @@ def test_tensorboard_itself_reads_texts_and_histograms(run):
 
 
 @pytest.mark.tf
+@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
 def test_tensorboard_itself_reads_hyper_parameters_and_results(run):
   from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
   from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -174,6 +176,7 @@ def test_tensorboard_itself_reads_hyper_parameters_and_results(run):
 
 
 @pytest.mark.tf
+@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
 def test_a_run_through_clus_own_writer_feeds_the_orchestrator(tmp_path):
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -15,6 +15,7 @@ from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train import train
 
 LEVELDB_BLOCK = 2**15
+pytestmark = pytest.mark.filterwarnings("default")  # those of the libraries
 SINKS = ("wandb", "mlflow", "trackio")
 RUN = "0123456789abcdef"
 
