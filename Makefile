@@ -16,13 +16,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(or $(strip $(JAX)),newest)-$(EXTRAS)
 PIN := $(if $(strip $(JAX)),jax==$(strip $(JAX)) jaxlib==$(strip $(JAX)))
 
-.PHONY: train test lint format bench clean
+.PHONY: train test quick lint format bench notebooks clean
 
 train: $(STAMP)
 	$(BIN)/python -m ats_jax train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Files that compile nothing and start no process: what to run at each edit.
+quick: $(STAMP)
+	$(BIN)/python -m pytest --quick -n 2 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,6 +39,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m ats_jax bench --config=$(CONFIG) $(ARGS)
+
+notebooks: $(STAMP)
+	$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else \

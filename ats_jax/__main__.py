@@ -1,47 +1,80 @@
-"""Every command: `python -m ats_jax VERB [flags]`; `python -m ats_jax VERB --help` says more.
+"""Every verb: `ats-jax VERB [flags]`, or `python -m ats_jax VERB [flags]`.
 
 Only the module of the verb that is asked for is imported.
 """
 
-import difflib
-import runpy
+import importlib
 import sys
+from typing import NamedTuple
 
-# Verb -> module, words that go before the user's, what it does.
+from ats_jax import __version__
+
+
+class Verb(NamedTuple):
+  """A row of the table.
+
+  Attributes:
+    group: under which `--help` lists it.
+    module: in `ats_jax`; its COMMANDS are what the verb does, by the word behind it.
+    what: what it does.
+  """
+
+  group: str
+  module: str
+  what: str
+
+
 VERBS = {
-  "train": ("train", (), "train a model, or go on with a run"),
-  "launch": ("launch", (), "train with several processes on this machine"),
-  "evaluate": ("evaluate", (), "loss of a trained run on its validation split or other text"),
-  "generate": ("generate", (), "continue a text with a trained run"),
-  "decisions": ("decisions", (), "what the orchestrator of a run saw and did, in words"),
-  "forecast": ("forecast", (), "the final loss of a run that has begun"),
-  "bridge": ("bridge", (), "Hugging Face folders: import, export, compare"),
-  "data": ("data", (), "figures and an audit of the training text"),
-  "plan": ("plan", (), "parameters, FLOPs and memory of a config, or its token budget"),
-  "bench": ("bench", (), "speed of a training step, or of settings in turn"),
-  "tune": ("bench", ("tune",), "find the fastest tiles of the kernels on this GPU"),
+  "train": Verb("train", "train", "train a model, or go on with a run"),
+  "launch": Verb("train", "launch", "train with several processes on this machine"),
+  "evaluate": Verb("use", "evaluate", "loss of a trained run on held-out or other text"),
+  "generate": Verb("use", "generate", "continue a text with a trained run"),
+  "decisions": Verb("watch", "decisions", "what the orchestrator of a run saw and did, in words"),
+  "forecast": Verb("watch", "forecast", "the final loss of a run that has begun"),
+  "bridge": Verb("use", "bridge.__main__", "weights from and to Hugging Face, and how equal they are"),
+  "plan": Verb("plan", "plan", "parameters, FLOPs and memory of a config, or its token budget"),
+  "config": Verb("plan", "config.__main__", "a config's settings, two compared, one imported"),
+  "data": Verb("plan", "data.__main__", "figures and an audit of the training text"),
+  "bench": Verb("speed", "bench.__main__", "speed of a training step, or of settings in turn"),
+  "tune": Verb("speed", "bench.tune", "find the fastest tiles of the kernels on this GPU"),
+}
+GROUPS = {
+  "train": "Train",
+  "use": "Use a trained run",
+  "watch": "Watch a run",
+  "plan": "Before a run",
+  "speed": "Speed",
 }
 
 
-def main() -> int:
-  """Run a verb as `python -m ats_jax.MODULE` would."""
-  asked = sys.argv[1:]
-  if not asked or asked[0] in ("-h", "--help", "help"):
-    print(__doc__)
-    print("\n".join(f"  {verb:<10} {what}" for verb, (_, _, what) in VERBS.items()))
-    return 0
-  verb, *rest = asked
-  if verb not in VERBS:
-    from ats_jax.launch import REFUSED  # here: as a verb, that module is run and not imported
+def listing() -> str:
+  """The verbs by group, and where to begin."""
+  lines = ["ats-jax VERB [--flag=value ...]; `ats-jax VERB --help` says more. Begin: ats-jax train"]
+  for group, title in GROUPS.items():
+    lines += ["", title]
+    lines += [f"  {name:<10} {v.what}" for name, v in VERBS.items() if v.group == group]
+  return "\n".join(lines)
 
-    near = difflib.get_close_matches(verb, VERBS, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(VERBS)}."
+
+def main() -> int:
+  """Run a verb; its exit code."""
+  verb, *rest = sys.argv[1:] or ["--help"]
+  if verb in ("-h", "--help", "help"):
+    print(listing())
+    return 0
+  if verb == "--version":
+    print(f"ats_jax {__version__}")
+    return 0
+  from ats_jax import cli  # here: the list of verbs comes at once
+
+  if verb not in VERBS:
+    near = cli.nearest(verb, VERBS)
+    hint = f"Did you mean {near}?" if near else f"There are {', '.join(VERBS)}."
     print(f"error: no command {verb!r}. {hint}", file=sys.stderr)
-    return REFUSED
-  module, words, _ = VERBS[verb]
-  sys.argv = [f"ats_jax {verb}", *words, *rest]
-  runpy.run_module(f"ats_jax.{module}", run_name="__main__", alter_sys=True)
-  return 0
+    return cli.exits.REFUSED
+  with cli.user_errors():
+    commands = importlib.import_module(f"ats_jax.{VERBS[verb].module}").COMMANDS
+  return cli.dispatch(verb, commands, rest)
 
 
 if __name__ == "__main__":

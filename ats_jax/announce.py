@@ -16,10 +16,12 @@ from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.memory import GIB, memory_metrics
+from ats_jax.metrics.peaks import describe_peak
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.model.count import parameter_overview
 from ats_jax.paths import Path
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import warmup_steps
 from ats_jax.step.state import TrainState
 
 
@@ -29,6 +31,7 @@ def opening(
   state: TrainState,
   train_set: Dataset,
   start: int,
+  length: str,
 ) -> None:
   """Log and store what will run: parameters, implementations, formats, mesh, data.
 
@@ -38,21 +41,28 @@ def opening(
     state: its first one.
     train_set: what it reads.
     start: updates done.
+    length: what said how many there are.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
   logging.info("parameters:\n%s", parameter_overview(state.model))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "peak of a device": describe_peak(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
     **program.facts(),
     "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
     f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
     f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "length by": length,
+    "learning rate": f"{warmup_steps(cfg):,} steps of warm-up to {cfg.optimizer.learning_rate:g}, "
+    f"then {cfg.optimizer.schedule}",
     "compilation cache": runtime.cache_use(cfg),
   }
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
+  if start == 0:
+    warn_of_unused_rows(cfg, train_set.tokenizer.vocab_size)
   if jax.process_index() == 0:
     shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
     run = {**shape, "parameters": program.counts.parameters, **facts}
@@ -64,6 +74,22 @@ def opening(
     )  # fmt: skip
   elif start:
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def warn_of_unused_rows(cfg: Config, tokenizer_size: int) -> None:
+  """Warn of a vocabulary most of which no token of the tokenizer uses."""
+  m, unused = cfg.model, cfg.model.vocab_size - tokenizer_size
+  if unused <= tokenizer_size:
+    return
+  tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
+  logging.warning(
+    "model.vocab_size=%d, but the tokenizer has %d tokens: %d rows of %s, %.3g parameters, are "
+    "never used, and a loss is not one over so many tokens. For a new run, name a tokenizer.json "
+    "of that size with --config.data.tokenizer=FILE, or take the tokenizer's size with "
+    "--config.model.vocab_size=0.",
+    m.vocab_size, tokenizer_size, unused, " and of ".join(tables),
+    len(tables) * unused * m.d_model,
+  )  # fmt: skip
 
 
 def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:
@@ -86,11 +112,11 @@ def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> floa
     return model.loss(valid)
 
 
-def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> None:
-  """Log and store the prompt and its continuation, if `sample.max_tokens` asks for some."""
+def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> str:
+  """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0."""
   cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
   if not cfg.sample.max_tokens:
-    return
+    return ""
   pieces = generate(
     state.weights, train_set.tokenizer, cfg.sample, rules=rules, prompt=prompt, seed=cfg.seed
   )
@@ -99,6 +125,7 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset
     paths.make_folder(folder / "samples")
     paths.write(folder / "samples" / f"{cfg.num_steps}.txt", text + "\n")
   logging.info("a sample that continues %r:\n%s", prompt, text)
+  return text
 
 
 def performance_stats(
@@ -140,6 +167,7 @@ def performance(stats: dict[str, Any]) -> str:
       ("{:,.0f} tokens/s", "train/tokens_per_sec", 1),
       ("MFU {:.1%}", "train/mfu", 1),
       ("{:.1%} by 6N + 12LdS", "train/mfu_6n", 1),
+      ("{:,.3g} TFLOP/s a device", "train/tflops_per_device", 1),
     )
     or "too few steps to time",
     "a step": say(

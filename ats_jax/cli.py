@@ -1,113 +1,305 @@
-"""The command line: flags that entry points share, and errors of users without a traceback."""
+"""The command line: what a verb is, flags that several share, errors without a traceback."""
 
 import contextlib
+import dataclasses
 import difflib
 import errno
+import faulthandler
 import logging as std_logging
 import math
 import os
-import re
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-import jax
-from absl import app, flags, logging
-from ml_collections import ConfigDict
-from ml_collections.config_flags import config_flags
+from absl import flags, logging
 
-from ats_jax.config.build import explain, settings
+from ats_jax import exits
+from ats_jax.config import Config
+from ats_jax.config.build import explain, from_config_dict, settings, updated
+from ats_jax.config.extend import load_extensions
 from ats_jax.config.file import load_file
-from ats_jax.launch import REFUSED
 
+DEFAULT_CONFIG = "debug"
+PROGRAM = "ats-jax"
+SETTINGS_HELP = """\
+--config.section.name=value changes a setting of the config, as often as needed:
+  --config.num_steps=2000 --config.optimizer.learning_rate=1e-3
+  --config.data.paths=/path/to/text --config.data.validation_fraction=0.05
+  --config.moe.num_experts=8 --config.step.remat=full
+`ats-jax train --explain=optimizer` lists the settings of a section.
+"""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-# `--help` shows a flag with the entry point that asked for it. Several entry points may be imported
-# into one process, hence allow_override.
-flags.disclaim_key_flags()
-
-
-def define_config_flag() -> flags.FlagHolder:
-  """Define `--config`, with overrides `--config.section.name=value`."""
-  holder = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "Config file, e.g. configs/debug.py; a variant follows a colon. Behind it, "
-    "--config.section.name=value changes a setting, e.g. --config.optimizer.learning_rate=1e-3; "
-    "`python -m ats_jax train --explain=optimizer` lists a section's.",
-    allow_override=True,
-  )
-  flags.FLAGS["config"].parser = _ConfigFileParser("config")
-  return holder
+# Files that are not what the user took them for; other errors of files may pass.
+_WRONG_FILE = (
+  errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EROFS,
+  errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+_DEFINE = {
+  bool: flags.DEFINE_boolean,
+  int: flags.DEFINE_integer,
+  float: flags.DEFINE_float,
+  str: flags.DEFINE_string,
+}
+Flag = flags.Flag
+flags.disclaim_key_flags()  # a flag that is defined here belongs to the module that asked for it
 
 
-class _ConfigFileParser(config_flags.ConfigFileFlagParser):
-  """Says in a line what is wrong with a config file; its base class gives tracebacks."""
+class ConfigFlag:
+  """`--config`, and `--config.section.name` for each setting."""
 
-  def parse(self, path: str) -> ConfigDict:
-    """Load `file.py` or `file.py:variant`; no setting can be added to it afterwards."""
-    return load_file(path).lock()
+  def __init__(self, flag_values: flags.FlagValues = flags.FLAGS):
+    """Define them."""
+    self._flags = flag_values
+    text = (
+      "Packaged config or config file, e.g. debug, llama_7b:moe, my.py; default: "
+      f"{DEFAULT_CONFIG}. See Settings."
+    )
+    self._file = flags.DEFINE_string("config", None, text, flag_values=flag_values)
+    for name, field in settings().items():
+      _DEFINE[field.type](f"config.{name}", None, field.metadata["doc"], flag_values=flag_values)
+
+  @property
+  def file(self) -> str:
+    """The config that was asked for, or else the default."""
+    return DEFAULT_CONFIG if self._file.value is None else self._file.value
+
+  def nested(self) -> dict[str, Any]:
+    """Its values with the changed settings, unchecked: {section: {name: value}}.
+
+    Raises:
+      ValueError: as `load_file`.
+    """
+    if self._file.value is None:
+      logging.info("no --config is given: this is --config=%s", DEFAULT_CONFIG)
+    try:
+      values = load_file(self.file).to_dict()
+    except ValueError as error:
+      raise ValueError(f"--config={self.file}: {error}") from error
+    changed = {n: self._flags[f"config.{n}"] for n in settings()}
+    return updated(values, {n: flag.value for n, flag in changed.items() if flag.present})
+
+  @property
+  def value(self) -> Config:
+    """The run that was asked for.
+
+    Raises:
+      ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
+    """
+    return load_extensions(from_config_dict(self.nested()))
 
 
-def define_workdir_flag() -> flags.FlagHolder:
+def define_workdir_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
   """Define `--workdir`."""
-  return flags.DEFINE_string(
-    "workdir", None, "Folder of the run, e.g. runs/debug.", allow_override=True
-  )
+  text = "Folder of the run, e.g. runs/debug."
+  return flags.DEFINE_string("workdir", None, text, flag_values=flag_values)
 
 
-def define_step_flag() -> flags.FlagHolder:
+def define_step_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
   """Define `--step`."""
-  return flags.DEFINE_string(
-    "step", "latest", "Checkpoint: a step, 'latest' or 'best'.", allow_override=True
-  )
+  text = "Checkpoint: a step, 'latest' or 'best'."
+  return flags.DEFINE_string("step", "latest", text, flag_values=flag_values)
 
 
-def run(main: Any, commands: tuple[str, ...] = (), *, operand: str = "") -> None:
-  """Run `main(argv)` under absl, with short log lines and user errors without a traceback.
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """Something that the program does, and the flags that say how.
 
-  Args:
-    main: gets the arguments that are no flags.
-    commands: one of these words must be among the flags, if there are any; "" = or none of them.
-    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none.
+  Attributes:
+    main: gets the arguments that are no flags; returns an exit code, or None for `exits.DONE`.
+    flags: its own.
+    about: what it does in a line, then examples and the rest.
+    operand: what the one argument is that is no flag, e.g. "workdir"; "" = there is none, and two
+      words are two arguments.
+    passes_on: flags that are not known go to `main` too.
   """
 
-  def guarded(argv: list[str]) -> int | None:
-    logging.set_verbosity(logging.INFO)
-    handler = logging.get_absl_handler()
-    handler.setFormatter(std_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    handler.addFilter(_shorten)
+  main: Callable[[list[str]], int | None]
+  flags: flags.FlagValues
+  about: str | None
+  operand: str = ""
+  passes_on: bool = False
+
+  def run(self, name: str, argv: list[str]) -> int:
+    """Parse, do it, and return the exit code.
+
+    Args:
+      name: what the user called it, e.g. "plan budget".
+      argv: the words behind that.
+    """
+    if {"-h", "--help", "--helpfull", "--helpshort"} & set(argv):
+      print(self.help(name))
+      return exits.DONE
+    faulthandler.enable()
+    _log_short_lines()
     with contextlib.ExitStack() as stack:
       stack.push(_leave_job)
-      stack.enter_context(_user_errors())
-      return main(argv)
+      stack.enter_context(user_errors())
+      code = self.main(self.parse(name, argv))
+      sys.stdout.flush()  # here: a reader that has gone away is no fault
+      return code or exits.DONE
 
-  app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, commands, operand))
+  def parse(self, name: str, argv: list[str]) -> list[str]:
+    """Set the flags; return the other arguments.
+
+    Raises:
+      ValueError: for what is unknown, missing or of the wrong type, with what was expected.
+    """
+    try:
+      rest = self.flags([name, *argv], known_only=self.passes_on)[1:]
+    except flags.UnrecognizedFlagError as e:
+      raise ValueError(f"--{e.flagname}: {_unknown(name, e.flagname, self.flags)}") from e
+    except flags.Error as e:
+      wrong = [n for n in settings() if f"--config.{n}=" in str(e)]
+      raise ValueError("\n".join([str(e), *map(explain, wrong)])) from e
+    for flag in (self.flags[name] for name in self.flags):
+      if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
+        raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
+    operands = self.operand.split()
+    if operands and len(rest) != len(operands):
+      wanted = " and ".join(f"one {operand}" for operand in operands)
+      raise ValueError(f"expected {wanted}, got {' '.join(rest) or 'none'}.")
+    if rest and not (self.operand or self.passes_on):
+      raise ValueError(
+        f"unexpected argument {rest[0]!r}. Everything is a flag: --name=value (see --help)."
+      )
+    return rest
+
+  def help(self, name: str) -> str:
+    """What it does, its flags, how to change settings, exit codes."""
+    title = f"{PROGRAM} {name}" + (f" {self.operand.upper()}" if self.operand else "")
+    lines = [f"{title}: {(self.about or '').strip()}", "", "Flags"]
+    lines += [_flag_help(flag) for flag in self.own_flags()]
+    if "config" in self.flags:
+      lines += ["", "Settings", textwrap.indent(SETTINGS_HELP.rstrip(), "  ")]
+    return "\n".join([*lines, "", exit_codes()])
+
+  def own_flags(self) -> list[Flag]:
+    """The flags without those of single settings, and without those of libraries."""
+    of_module = self.flags.get_key_flags_for_module(sys.argv[0])
+    known = of_module if self.flags is flags.FLAGS else [self.flags[n] for n in sorted(self.flags)]
+    return [flag for flag in known if not flag.name.startswith("config.")]
+
+
+def exit_codes() -> str:
+  """The table of exit codes, as `--help` shows it."""
+  return "\n".join(["Exit codes", *(f"  {c:<8} {text}" for c, text in exits.MEANINGS.items())])
+
+
+def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int:
+  """Run one of the commands of a verb.
+
+  Args:
+    verb: what the user called.
+    commands: by the word that follows; "" = none does.
+    argv: the words behind the verb.
+  """
+  words = {w: (c.about or "").strip().splitlines()[0] for w, c in commands.items() if w}
+  listing = "\n".join(f"  {PROGRAM} {verb} {w}: {what}" for w, what in words.items())
+  word = argv[0] if words and argv and not argv[0].startswith("-") else ""
+  wants_help = not word and bool({"-h", "--help"} & set(argv))
+  if wants_help and words:
+    print(f"Commands (--help behind each says more)\n{listing}\n")
+  if word in commands:
+    return commands[word].run(f"{verb} {word}".strip(), argv[bool(word) :])
+  if wants_help:
+    print(exit_codes())
+    return exits.DONE
+  got = repr(word) if word else "none"
+  print(
+    f"error: expected one command of {', '.join(words)}, got {got}.\n{listing}", file=sys.stderr
+  )
+  return exits.REFUSED
+
+
+def run(main: Callable[[list[str]], int | None], commands: tuple[str, ...] = ()) -> None:
+  """Run a program whose flags are absl's global ones.
+
+  Args:
+    main: as of `Command`; gets the word too, if there is one.
+    commands: words one of which must come first, if there are any.
+  """
+  about = sys.modules["__main__"].__doc__
+  with_word = lambda word: lambda rest: main([*([word] if word else []), *rest])
+  found = {w: Command(with_word(w), flags.FLAGS, about) for w in commands or ("",)}
+  sys.exit(dispatch(os.path.basename(sys.argv[0]), found, sys.argv[1:]))
+
+
+def main(verb: str, commands: Mapping[str, Command]) -> None:
+  """Run `python -m ats_jax.VERB` as `ats-jax VERB`."""
+  sys.exit(dispatch(verb, commands, sys.argv[1:]))
+
+
+def require(value: Any, flag: str, example: str) -> Any:
+  """Return `value`; if the flag was not given, say so and how."""
+  if not value:
+    raise ValueError(f"--{flag} is missing. Example: --{flag}={example}")
+  return value
+
+
+def nearest(word: str, known: Mapping[str, Any] | list[str]) -> str:
+  """What was probably meant, or ""."""
+  return "".join(difflib.get_close_matches(word, list(known), n=1))
+
+
+def _unknown(verb: str, name: str, known: flags.FlagValues) -> str:
+  """Why a flag is refused, and what was probably meant."""
+  what = "setting" if name.startswith("config.") else "flag"
+  near = nearest(name, [n for n in known if n.startswith("config.") == (what == "setting")])
+  hint = f"Did you mean --{near}?" if near else f"{PROGRAM} {verb} --help lists them."
+  return f"there is no such {what}. {hint}"
+
+
+def _flag_help(flag: flags.Flag) -> str:
+  """A flag, its default and its meaning, wrapped to the terminal."""
+  name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+  shown = flag.default not in (None, False, "", [])
+  text = f"{flag.help} (default: {flag.default})" if shown else flag.help
+  width = min(100, shutil.get_terminal_size().columns)
+  return textwrap.fill(f"{name}: {text}", width, initial_indent="  ", subsequent_indent="      ")
 
 
 @contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
+  """Say in a line what a user can mend, and leave with its exit code."""
   try:
     yield
-  except (ValueError, FloatingPointError) as error:
-    if _shows_tracebacks():
+  except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
+    _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
+  except RuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    print(f"error: {error}\n(ATS_TRACEBACK=1 shows where.)", file=sys.stderr)
-    raise SystemExit(REFUSED) from None
+    advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
+    text = f"the device is out of memory: {str(error).splitlines()[0]}\n{advice}"
+    _leave(error, text, code=exits.FAULT)
+  except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    raise SystemExit(128 + signal.SIGPIPE) from None
   except OSError as error:
-    if error.errno not in _DISK_FULL or _shows_tracebacks():
-      raise
-    print(
-      f"error: a file could not be written: {error}. Free space on the disk, then start the same "
-      "command again: it goes on from the newest checkpoint.",
-      file=sys.stderr,
-    )
-    raise SystemExit(REFUSED) from None
+    if error.errno in _DISK_FULL:
+      _leave(
+        error,
+        f"a file could not be written: {error}. Free space on the disk, then start the same "
+        "command again: it goes on from the newest checkpoint.",
+      )
+    if error.errno in _WRONG_FILE and error.filename:
+      _leave(error, f"{error.filename!s}: {error.strerror}.", "\n(ATS_TRACEBACK=1 shows where.)")
+    raise
   except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
     print("interrupted", file=sys.stderr)
     raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _leave(error: BaseException, text: str, hint: str = "", code: int = exits.REFUSED) -> NoReturn:
+  if _shows_tracebacks():
+    raise error
+  line = f"error: {text}{hint}"
+  print(line.encode(errors="backslashreplace").decode(), file=sys.stderr)
+  raise SystemExit(code) from None
 
 
 def _leave_job(
@@ -117,7 +309,8 @@ def _leave_job(
 
   At exit jax would wait for the other processes, and those wait for what this one does not compute.
   """
-  if kind is None or error is None or not jax.distributed.is_initialized():
+  jax = sys.modules.get("jax")  # a launcher never imports it
+  if kind is None or error is None or jax is None or not jax.distributed.is_initialized():
     return
   if not isinstance(error, SystemExit):
     sys.excepthook(kind, error, trace)
@@ -126,42 +319,23 @@ def _leave_job(
   os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
-@_user_errors()
-def _parse_flags(argv: list[str], commands: tuple[str, ...] = (), operand: str = "") -> list[str]:
-  """Parse the command line; a wrong setting is said with what it means."""
-  overrides = [m[1] for arg in argv[1:] if (m := re.match(r"--?(?:no)?config\.([^=]+)", arg))]
-  for name in overrides:
-    if name not in settings():
-      near = difflib.get_close_matches(name, settings(), n=1)
-      hint = f"Did you mean --config.{near[0]}?" if near else "--explain=model lists a section."
-      raise ValueError(f"--config.{name}: there is no such setting. {hint}")
-  if overrides and "config" in flags.FLAGS:
-    require(any(re.match(r"--?config(=|$)", arg) for arg in argv), "config", "configs/debug.py")
-  try:
-    rest = flags.FLAGS(argv)
-  except flags.Error as e:
-    wrong = [explain(name) for name in set(overrides) if f"--config.{name}=" in str(e)]
-    raise ValueError("\n".join([str(e), *wrong])) from e
-  for flag in (flags.FLAGS[name] for name in flags.FLAGS):
-    if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
-      raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
-  if commands:
-    if " ".join(rest[1:]) not in commands:
-      words = ", ".join(word or "none" for word in commands)
-      raise ValueError(f"expected one command of {words}, got {rest[1:]}.")
-  elif operand:
-    if len(rest) != 2:
-      raise ValueError(f"expected one {operand}, got {rest[1:]}.")
-  elif rest[1:]:
-    raise ValueError(
-      f"unexpected argument {rest[1]!r}. Everything is a flag: --name=value (see --help)."
-    )
-  return rest
+def _log_short_lines() -> None:
+  """Log to stderr: lines of this package, and warnings of libraries."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # those of libraries keep their defaults
+  logging.use_absl_handler()
+  logging.set_verbosity(logging.INFO)
+  handler = logging.get_absl_handler()
+  handler.setFormatter(std_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+  handler.addFilter(_shorten)
 
 
 def _shorten(record: std_logging.LogRecord) -> bool:
-  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours."""
-  if f"{os.sep}ats_jax{os.sep}" in record.pathname:
+  """Keep warnings of libraries (Orbax, jax), without tracebacks: they precede an error of ours.
+
+  With `log.level=debug` all is kept.
+  """
+  if f"{os.sep}ats_jax{os.sep}" in record.pathname or logging.get_verbosity() >= logging.DEBUG:
     return True
   if not _shows_tracebacks():
     record.exc_info = None
@@ -170,10 +344,3 @@ def _shorten(record: std_logging.LogRecord) -> bool:
 
 def _shows_tracebacks() -> bool:
   return bool(os.environ.get("ATS_TRACEBACK"))
-
-
-def require(value: Any, flag: str, example: str) -> Any:
-  """Return `value`; if the flag was not given, say so and how."""
-  if not value:
-    raise ValueError(f"--{flag} is missing. Example: --{flag}={example}")
-  return value

@@ -1,6 +1,7 @@
 """What the orchestrator saw in a run, what it did, and what that changed.
 
-python -m ats_jax decisions runs/debug [--replay]
+ats-jax decisions runs/debug
+ats-jax decisions runs/debug --replay
 """
 
 from absl import flags
@@ -9,17 +10,21 @@ from ats_jax import cli, paths, workdir
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 
+FLAGS = flags.FlagValues()
 _REPLAY = flags.DEFINE_bool(
-  "replay", False, "Also decide again from what was seen, and compare with what was decided."
+  "replay",
+  False,
+  "Also decide again from what was seen, and compare with what was decided.",
+  flag_values=FLAGS,
 )
 
 
 def main(argv: list[str]) -> None:
   """Print the story."""
-  path = paths.parse(argv[1]) / workdir.DECISIONS
+  path = paths.parse(argv[0]) / workdir.DECISIONS
   if not path.is_file():
     raise ValueError(
-      f"{argv[1]} holds no {workdir.DECISIONS}. A run writes it with --config.orchestrator.mode="
+      f"{argv[0]} holds no {workdir.DECISIONS}. A run writes it with --config.orchestrator.mode="
       "observe or act."
     )
   print("\n".join(tell(path)))
@@ -32,5 +37,6 @@ def main(argv: list[str]) -> None:
     print("replayed: the same decisions")
 
 
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__, operand="workdir")}
 if __name__ == "__main__":
-  cli.run(main, operand="workdir")
+  cli.main("decisions", COMMANDS)

@@ -1,7 +1,9 @@
 """The final loss of a run from its rows so far, with an interval; and whether to decay now.
 
-python -m ats_jax forecast --workdir=runs/long --reference=runs/short [--metric=eval/loss]
-  [--at=STEP] [--coverage=0.9] [--target=LOSS] [--worth=0.01] [--json]
+  ats-jax forecast --workdir=runs/long --reference=runs/short
+  ats-jax forecast --workdir=runs/long --reference=runs/short --target=2.9 --json
+
+Nothing is changed, and no GPU is used: it may run beside the run that it reads.
 """
 
 import dataclasses
@@ -22,18 +24,32 @@ from ats_jax.paths import Path
 from ats_jax.planner.curve import BINS, Curve, Forecast, fit, forecast, phase
 from ats_jax.step.schedule import decay_from, learning_rate
 
-_WORKDIR = cli.define_workdir_flag()
+FLAGS = flags.FlagValues()
+_WORKDIR = cli.define_workdir_flag(FLAGS)
 _REFERENCE = flags.DEFINE_string(
-  "reference", None, "Workdir of a finished run of the same recipe: other seed, or fewer steps."
+  "reference",
+  None,
+  "Workdir of a finished run of the same recipe: other seed, or fewer steps.",
+  flag_values=FLAGS,
 )
-_METRIC = flags.DEFINE_string("metric", "eval/loss", "Which loss: eval/loss or train/loss.")
-_AT = flags.DEFINE_integer("at", 0, "Use rows up to this step; 0 = all.", lower_bound=0)
-_COVERAGE = flags.DEFINE_float("coverage", 0.9, "Of the intervals.", 0.01, 0.99)
-_TARGET = flags.DEFINE_float("target", 0.0, "A loss to reach; 0 = none.", lower_bound=0.0)
+_METRIC = flags.DEFINE_string(
+  "metric", "eval/loss", "Which loss: eval/loss or train/loss.", flag_values=FLAGS
+)
+_AT = flags.DEFINE_integer(
+  "at", 0, "Use rows up to this step; 0 = all.", lower_bound=0, flag_values=FLAGS
+)
+_COVERAGE = flags.DEFINE_float("coverage", 0.9, "Of the intervals.", 0.01, 0.99, flag_values=FLAGS)
+_TARGET = flags.DEFINE_float(
+  "target", 0.0, "A loss to reach; 0 = none.", lower_bound=0.0, flag_values=FLAGS
+)
 _WORTH = flags.DEFINE_float(
-  "worth", 0.01, "Nats that the rest of the stable phase must win to be worth it.", lower_bound=0.0
+  "worth",
+  0.01,
+  "Nats that the rest of the stable phase must win to be worth it.",
+  lower_bound=0.0,
+  flag_values=FLAGS,
 )
-_JSON = flags.DEFINE_bool("json", False, "Print JSON.", allow_override=True)
+_JSON = flags.DEFINE_bool("json", False, "Print JSON.", flag_values=FLAGS)
 LATER = (1.0, 1.5, 2.0)  # plans to compare with, as multiples of num_steps
 # What makes two runs of one family, or not.
 RECIPE = ("model.", "moe.", "mod.", "data.", "optimizer.")
@@ -57,6 +73,10 @@ def read_curve(folder: Path, metric: str, until: int = 0) -> Curve:
   if not path.exists():
     raise ValueError(f"{path} is missing: forecasts read it. Train with jsonl in log.writers.")
   rows = [row for row in read_jsonl(path) if row["step"] <= (until or math.inf)]
+  for row in rows:
+    for name in (metric, "train/learning_rate", "orchestrator/lr_scale"):
+      if not isinstance(row.get(name, 0.0), int | float):
+        raise ValueError(f"{path}: {name} of step {row['step']} is no number: {row[name]!r:.40}.")
   column = lambda name: np.array([(r["step"], r[name]) for r in rows if name in r]).reshape(-1, 2).T
   (steps, losses), (logged, past) = column(metric), column("train/learning_rate")
   if not (len(steps) and len(logged)):
@@ -228,5 +248,6 @@ def main(argv: list[str]) -> None:
   print(json.dumps(known | {"advice": advice}) if _JSON.value else render(known, advice))
 
 
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}
 if __name__ == "__main__":
-  cli.run(main)
+  cli.main("forecast", COMMANDS)

@@ -1,15 +1,14 @@
 """Train with several processes on this machine; when one dies, all start again.
 
-python -m ats_jax launch --processes=2 --config=configs/debug.py --workdir=runs/debug [...]
+  ats-jax launch --processes=2 --config=debug --workdir=runs/debug
 
-Each is `python -m ats_jax train` with the other flags as they are, and on a machine with GPUs each
+Each is `ats-jax train` with the other flags as they are, and on a machine with GPUs each
 has one of its own. What one process loses, all lose: they are ended and started together, and go
 on from the newest good checkpoint. A run that ended by itself, well or with an error that starting
 again does not mend, is not started again; its exit code is passed on. SIGINT and SIGTERM are passed
-to all processes, which save and end.
+to all processes, which save and end with 75.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -20,7 +19,11 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-REFUSED = 2  # exit code after an error that names its cause: the same command ends the same way
+from absl import flags
+
+from ats_jax import cli
+from ats_jax.exits import DONE, REFUSED, STOPPED
+
 POLL_SECS = 0.05
 
 
@@ -43,7 +46,7 @@ class Job:
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._pass_on)
     code, restart = self._once(), 0
-    while code not in (0, REFUSED) and self.told is None:
+    while code not in (DONE, REFUSED, STOPPED) and self.told is None:
       if restart == restarts:
         say(f"giving up after {restarts} restarts")
         break
@@ -56,12 +59,12 @@ class Job:
     return code if code >= 0 else 128 - code
 
   def _once(self) -> int:
-    """Start all, and wait for all to end well, or for one to fail; its code."""
+    """Start all, and wait for all to end in good order, or for one to fail; its code."""
     began = time.monotonic()
     self._start()
     rank, code = self._wait()
     self._end()
-    if code:
+    if code not in (DONE, STOPPED):
       how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
       say(f"process {rank} {how} after {time.monotonic() - began:.0f} s")
     return code
@@ -82,15 +85,17 @@ class Job:
       self._pass_on(self.told, None)
 
   def _wait(self) -> tuple[int, int]:
-    """Rank and code of the process that fails first; (0, 0) if all end well."""
+    """Rank and code of the process that fails first, or of the first if all end in good order."""
     while True:
       codes = [process.poll() for process in self.processes]
-      if failed := [(code != REFUSED, code, rank) for rank, code in enumerate(codes) if code]:
-        # Of several at a time: who refused or was killed, and not who missed it thereupon.
+      ended = [(code, rank) for rank, code in enumerate(codes) if code not in (None, DONE, STOPPED)]
+      if failed := [(code != REFUSED, code, rank) for code, rank in ended]:
+        # Of several failures, name the process that refused or was killed, not those that failed
+        # because it was gone.
         _, code, rank = min(failed)
         return rank, code
       if None not in codes:
-        return 0, 0
+        return 0, max(code for code in codes if code is not None)
       time.sleep(POLL_SECS)
 
   def _end(self) -> None:
@@ -120,26 +125,21 @@ def _free_port() -> int:
     return s.getsockname()[1]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """Run the command line."""
-  parser = argparse.ArgumentParser(
-    prog="python -m ats_jax launch",
-    description="Train with several processes on this machine; when one dies, all start again.",
-    epilog="All other flags go to `train`.",
-    allow_abbrev=False,
-  )
-  parser.add_argument("--processes", type=_count, required=True, help="how many, e.g. 2")
-  parser.add_argument("--restarts", type=int, default=5, help="at most so many (default 5)")
-  own, flags = parser.parse_known_args(argv)
-  command = [sys.executable, "-m", "ats_jax.train", *flags]
-  return Job(command, own.processes).run(own.restarts)
+FLAGS = flags.FlagValues()
+_PROCESSES = flags.DEFINE_integer(
+  "processes", None, "How many, e.g. 2.", lower_bound=1, flag_values=FLAGS
+)
+_RESTARTS = flags.DEFINE_integer(
+  "restarts", 5, "Start again so many times at most.", lower_bound=0, flag_values=FLAGS
+)
 
 
-def _count(text: str) -> int:
-  if (number := int(text)) < 1:
-    raise argparse.ArgumentTypeError(f"{number}; there must be one process or more")
-  return number
+def main(argv: list[str]) -> int:
+  """Run the job; other flags go to `train`."""
+  size = cli.require(_PROCESSES.value, "processes", "2")
+  return Job([sys.executable, "-m", "ats_jax.train", *argv], size).run(_RESTARTS.value)
 
 
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__, passes_on=True)}
 if __name__ == "__main__":
-  sys.exit(main())
+  cli.main("launch", COMMANDS)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from absl import logging
 
 from ats_jax import paths
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 from ats_jax.paths import Path
 
-# The holder of a lock on a store rewrites it so often; one that was not rewritten for so long was
-# left by a process that died. No clocks are compared: who wants it looks on for that long.
+# On a store the holder rewrites its lock every BEAT_SECS. A lock that is not rewritten for
+# DEAD_SECS belongs to a dead process. No clocks are compared: whoever wants the lock watches it for
+# that long.
 BEAT_SECS = 10.0
 DEAD_SECS = 40.0
 
@@ -25,9 +26,9 @@ DEAD_SECS = 40.0
 def held(path: Path) -> Iterator[None]:
   """Hold the lock `path`.
 
-  Locally the system lets go of it when the process ends, however it does. On a store the next one
-  finds the object of a dead process and waits `DEAD_SECS`. Of two that wait there for the same dead
-  process both may pass; then the one whose object was replaced ends within `BEAT_SECS`.
+  Locally the system releases it when the process ends, however it ends. On a store the next process
+  finds the object of a dead one and waits `DEAD_SECS`. If two processes wait for the same dead one,
+  both may pass; then the one whose object was replaced ends within `BEAT_SECS`.
 
   Raises:
     BlockingIOError: if another process holds it.

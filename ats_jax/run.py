@@ -10,24 +10,29 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from ats_jax import announce, runtime, workdir
+from ats_jax import announce, logfile, runtime, workdir
 from ats_jax.bridge.convert import check_tokenizer, load_model
 from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
 from ats_jax.config import Config
-from ats_jax.config.build import CHANGES, count_epochs, resolve, with_changes
+from ats_jax.config.build import CHANGES, count_epochs, flatten, resolve, with_changes
+from ats_jax.config.extend import load_extensions
+from ats_jax.config.identity import RunIdentity
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
 from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
+from ats_jax.metrics.create import create_writer
+from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.steplog import StepLog
-from ats_jax.metrics.throughput import Throughput, peak_flops
-from ats_jax.metrics.writer import LayerLog, MetricWriter, create_writer
+from ats_jax.metrics.throughput import Throughput
+from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.nobody import NoSupervisor
@@ -35,11 +40,13 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
+from ats_jax.planner.budget import budget, reason
 from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
+from ats_jax.step.worth import worth
 
 PROFILED_STEPS = 3
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
@@ -135,7 +142,7 @@ class Run:
   _batch: Batch | None = None
 
   def compiled_step(self, step: int) -> Callable:
-    """What makes update `step`; compiled where its rules are others than those of the last one."""
+    """The function that makes update `step`; compiled anew where its rules have changed."""
     rules = self.program.training_rules(step)
     if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
       with self.aside("compile"):
@@ -153,7 +160,7 @@ class Run:
     return self._batch
 
   def took(self, step: int, metrics: StepMetrics) -> None:
-    """Hand over what update `step` returned beside the state, which is new."""
+    """Note that update `step` has set the state, and log its metrics."""
     self.step, self.scores = step, None
     self.log.push(step, *metrics)
 
@@ -183,7 +190,9 @@ class Run:
           self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
           announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
-        announce.sample(self.program, self.folder, self.state, self.train_set)
+        text = announce.sample(self.program, self.folder, self.state, self.train_set)
+        if text and self._compiled[0] is not None:  # not of a run that was complete before
+          self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
       self.checkpoints.wait()
     self.writer.write_scalars(self.step, self.goodput.summary())
@@ -198,23 +207,23 @@ class Run:
 
   @contextlib.contextmanager
   def aside(self, name: str) -> Iterator[None]:
-    """As `timed`, around what is no training: it does not count as slow steps."""
+    """As `timed`, for work other than training: it does not count as slow steps."""
     with self.log.pause(self.step), self.timed(name):
       yield
 
   # What the supervisor asks for (`orchestrator.lent.Loop`).
 
   def position(self) -> dict[str, Any]:
-    """What a checkpoint holds beside the state, but for what the supervisor has `saved`."""
+    """The loop's part of a checkpoint's `extra`; the rest is what the supervisor has `saved`."""
     return {POSITION: self.batches.position(), **self.program.saved()}
 
   def again(self) -> Update:
-    """What makes the last update once more, from another state."""
+    """A function that makes the last update again, from another state."""
     train_step, batch = self._compiled[1], self._batch
     return lambda state: train_step(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
-    """What makes the updates that come next, or came after `saved`, on their batches."""
+    """Functions that make the updates after `saved`, or the next ones, on their batches."""
     position = (saved or self.position())[POSITION]
     return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
 
@@ -250,15 +259,18 @@ def open_run(
     ValueError: for settings, data or a workdir that cannot be used.
   """
   goodput, folder = Goodput(), Path(folder)
+  cfg = load_extensions(cfg)
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
+    enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
+    enter(logfile.kept(folder, jax.process_index()))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
     origin = find_origin(checkpoints, snapshots)
     train_set, valid_set = open_datasets(cfg.data, cfg.seed)
     eval_sets = open_eval_sets(cfg.data, valid_set)
-    cfg = count_epochs(cfg, train_set.num_rows)
+    cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
@@ -272,9 +284,9 @@ def open_run(
     batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION)))  # starts reading
     if jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
-    announce.opening(program, folder, state, train_set, origin.step)
+    announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
-    writer, log = open_log(stack, program, folder, origin, meter)
+    writer, log = open_log(stack, program, folder, origin, meter, identity)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
@@ -285,8 +297,25 @@ def open_run(
     try:
       yield run
     finally:
-      # It holds the run: until a collector found their cycle, the state would stay on the devices.
+      # The supervisor holds the run: that cycle would keep the state on the devices.
       run.watch = NoSupervisor()
+
+
+def with_length(cfg: Config, train_set: Dataset) -> tuple[Config, str]:
+  """`cfg` with its number of steps, and what said it.
+
+  Raises:
+    ValueError: as `count_epochs`.
+  """
+  if not cfg.counts_epochs:
+    return cfg, "num_steps"
+  epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
+  if cfg.length == "budget":
+    sized = resolve(cfg, train_set.tokenizer.vocab_size)
+    plan = budget(sized, unique_tokens=train_set.num_tokens)
+    bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
+    epochs, why = plan["budget"]["epochs"], f"{reason(plan)}; {bounds}"
+  return count_epochs(cfg, epochs, train_set.num_rows), why
 
 
 def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
@@ -371,13 +400,19 @@ def _beginning_with(state: TrainState, model: Any) -> TrainState:
 
 
 def open_log(
-  stack: contextlib.ExitStack, program: Program, folder: Path, origin: Origin, meter: Throughput
+  stack: contextlib.ExitStack,
+  program: Program,
+  folder: Path,
+  origin: Origin,
+  meter: Throughput,
+  identity: RunIdentity,
 ) -> tuple[MetricWriter, StepLog]:
   """Where metrics go; rows of steps that are made again are cut off."""
   cfg, is_main = program.cfg, jax.process_index() == 0
   rows_until = origin.step if origin.restore else None
-  writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main)
+  writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main, run=identity.run)
   stack.enter_context(contextlib.closing(writer))
+  writer.write_hparams(flatten(cfg))
   progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress)
   stack.enter_context(progress)
   layers = None
@@ -392,6 +427,7 @@ def open_log(
     progress,
     cfg.log.every_steps,
     layers,
+    derive=lambda step, *found: worth(cfg, program.counts, program.training_rules(step), *found),
     raises=not acts,
   )
   return writer, stack.enter_context(log)

@@ -1,18 +1,48 @@
 """The process: what is set before jax touches a device, the job it is of, its compiled programs."""
 
 import collections
+import contextlib
 import functools
 import logging as std_logging
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
+from jax.experimental.compilation_cache import compilation_cache
 
 from ats_jax.config.schema import Config
 
 # Of the GPU's memory, what jax takes at its start; its own default leaves a quarter unused.
 GPU_MEMORY_FRACTION = "0.92"
+_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS")
+_OPTIONS = (
+  "jax_enable_compilation_cache",
+  "jax_compilation_cache_dir",
+  "jax_persistent_cache_min_compile_time_secs",
+  "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@contextlib.contextmanager
+def configured(cfg: Config) -> Iterator[None]:
+  """As `configure`, until the end of the block: then all is as it was before.
+
+  Flags of the compiler and memory take effect only if no device was used before.
+  """
+  variables = {name: os.environ.get(name) for name in _VARIABLES}
+  options = {name: getattr(jax.config, name) for name in _OPTIONS}
+  try:
+    configure(cfg)
+    yield
+  finally:
+    _set_options(options)
+    for name, value in variables.items():
+      os.environ.pop(name, None)
+      if value is not None:
+        os.environ[name] = value
 
 
 def configure(cfg: Config) -> None:
@@ -25,20 +55,26 @@ def configure(cfg: Config) -> None:
   if cfg.precision.deterministic:
     flag = "--xla_gpu_deterministic_ops=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-  jax.config.update("jax_enable_compilation_cache", cfg.compilation_cache != "off")
-  if cfg.compilation_cache != "off":
-    folder = cache_folder(cfg)
-    try:
-      folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-      raise ValueError(
-        f"the compilation cache {folder} cannot be made: {e.strerror}. Set XDG_CACHE_HOME or "
-        "compilation_cache to a folder that can be written, or compilation_cache to 'off'."
-      ) from e
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
   _count_cache_events()
+  if cfg.compilation_cache == "off":
+    _set_options({"jax_enable_compilation_cache": False})
+    return
+  folder = cache_folder(cfg)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise ValueError(
+      f"the compilation cache {folder} cannot be made: {e.strerror}. Set XDG_CACHE_HOME or "
+      "compilation_cache to a folder that can be written, or compilation_cache to 'off'."
+    ) from e
+  _set_options(dict(zip(_OPTIONS, (True, str(folder), 0.0, 0), strict=True)))
+
+
+def _set_options(options: Mapping[str, Any]) -> None:
+  """Set options of jax; its cache opens the folder that they name when it is used next."""
+  for name, value in options.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
 
 
 def join_job(cfg: Config) -> None:
@@ -64,7 +100,7 @@ def join_job(cfg: Config) -> None:
     heartbeat_timeout_seconds=cfg.heartbeat_secs,
   )  # fmt: skip
   if int(rank):
-    logging.set_verbosity(logging.WARNING)
+    logging.get_absl_handler().setLevel(std_logging.WARNING)  # its file has all
     line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
     logging.get_absl_handler().setFormatter(line)
 

@@ -1,16 +1,22 @@
 """Train a model: read a batch, take a step, watch, evaluate, save; repeat.
 
-python -m ats_jax train --config=configs/debug.py --workdir=runs/debug [--config.section.name=value]
-  [--init_from=WORKDIR [--init_step=best]]   (or a folder of Hugging Face's)
+  ats-jax train
+  ats-jax train --config=debug:moe --workdir=runs/moe --config.num_steps=1000
+  ats-jax train --config=debug --workdir=runs/again --init_from=runs/debug
+  ats-jax train --explain=model.num_layers
+
+The same command goes on with a run that was stopped. Ctrl-C and SIGTERM end it after the step that
+is being made, saved, with exit code 75; a second Ctrl-C ends it at once.
 """
 
 import enum
+from pathlib import PurePath
 
 import jax
 from absl import flags, logging
 
-from ats_jax import cli, paths, runtime
-from ats_jax.config import Config, from_config_dict
+from ats_jax import cli, exits, paths, runtime
+from ats_jax.config import Config
 from ats_jax.config.build import explain
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
@@ -45,28 +51,33 @@ def train(cfg: Config, folder: Path, init: InitFrom | None = None) -> TrainState
     FloatingPointError: if the loss or the weights stop being finite, and the orchestrator, if it
       acts, does not mend it.
   """
-  snapshots, state = Snapshots.of(cfg.orchestrator), None
+  return train_to_end(cfg, folder, init)[0]
+
+
+def train_to_end(cfg: Config, folder: Path, init: InitFrom | None = None) -> tuple[TrainState, End]:
+  """As `train`; also why it ended: DONE or STOPPED."""
+  snapshots, end, state = Snapshots.of(cfg.orchestrator), End.OTHER_SETTINGS, None
   while state is None:
     try:
-      state = stretch(cfg, folder, snapshots, init)
+      state, end = stretch(cfg, folder, snapshots, init)
     except jax.errors.JaxRuntimeError as error:
       cfg = smaller_micro_batch(cfg, error)
-  return state
+  return state, end
 
 
 def stretch(
   cfg: Config, folder: Path, snapshots: Snapshots, init: InitFrom | None
-) -> TrainState | None:
-  """Open the run and train it; None if it is to be opened again, with other settings."""
+) -> tuple[TrainState | None, End]:
+  """Open the run and train it; no state if it is to be opened again, with other settings."""
   with open_run(cfg, folder, snapshots, init) as run:
     end = loop(run)
     if end is End.OTHER_SETTINGS:
-      return None
+      return None, end
     run.finish(whole=end is End.DONE)
     state, by = run.state, run.stop.requested or "a signal to another process"
   if end is End.STOPPED:
     logging.info("%s: saved step %d. The same command goes on from there.", by, state.step)
-  return state
+  return state, end
 
 
 def loop(run: Run) -> End:
@@ -103,38 +114,54 @@ def due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
 
 
-_CONFIG = cli.define_config_flag()
-_WORKDIR = cli.define_workdir_flag()
+FLAGS = flags.FlagValues()
+_CONFIG = cli.ConfigFlag(FLAGS)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of the run; default: that of the config in runs/.", flag_values=FLAGS
+)
 _EXPLAIN = flags.DEFINE_string(
-  "explain", None, "Describe a setting or a section, e.g. model.num_layers."
+  "explain",
+  None,
+  "Describe a setting or a section, e.g. model.num_layers, and end.",
+  flag_values=FLAGS,
 )
 _INIT_FROM = flags.DEFINE_string(
   "init_from",
   None,
   "Workdir of a run of this program, or folder of Hugging Face's, whose weights a new run begins "
   "with.",
+  flag_values=FLAGS,
 )
 _INIT_STEP = flags.DEFINE_string(
-  "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'."
+  "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'.", flag_values=FLAGS
 )
 
 
-def main(argv: list[str]) -> None:
+def default_workdir(config: str) -> str:
+  """`configs/debug.py:moe` -> `runs/debug-moe`."""
+  file, _, variant = config.partition(":")
+  name = "-".join(filter(None, (PurePath(file).stem, variant)))
+  logging.info("no --workdir is given: this is --workdir=runs/%s", name)
+  return f"runs/{name}"
+
+
+def main(argv: list[str]) -> int:
   """Train, or explain a setting."""
   del argv
-  if _EXPLAIN.value:
+  if _EXPLAIN.value is not None:
     print(explain(_EXPLAIN.value))
-    return
-  config = cli.require(_CONFIG.value, "config", "configs/debug.py")
-  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  if _INIT_STEP.present and not _INIT_FROM.value:
+    return exits.DONE
+  cfg = _CONFIG.value
+  folder = paths.parse(_WORKDIR.value or default_workdir(_CONFIG.file))
+  if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
   init = InitFrom(paths.parse(_INIT_FROM.value), _INIT_STEP.value) if _INIT_FROM.value else None
-  cfg = from_config_dict(config)
-  runtime.configure(cfg)
-  runtime.join_job(cfg)
-  train(cfg, folder, init)
+  with runtime.configured(cfg):
+    runtime.join_job(cfg)
+    _, end = train_to_end(cfg, folder, init)
+  return exits.STOPPED if end is End.STOPPED else exits.DONE
 
 
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}
 if __name__ == "__main__":
-  cli.run(main)
+  cli.main("train", COMMANDS)

@@ -106,8 +106,8 @@ def _read_run_id(workdir: Path) -> str:
 
 def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:
   changed = differences(flatten(previous), flatten(cfg))
-  if cfg.num_epochs:
-    changed.pop("num_steps", None)  # it follows from the data
+  if cfg.counts_epochs:
+    changed.pop("num_steps", None)
   fixed = [f"  {n}: {a!r} -> {b!r}" for n, (a, b, free) in changed.items() if not free]
   if fixed and not all_free:
     lines = "\n".join(fixed)
@@ -153,7 +153,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
       raise ValueError(f"it holds no settings but {values!r:.40}")
     return values
-  except (OSError, ValueError) as e:
+  except (OSError, ValueError, RecursionError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
 
 

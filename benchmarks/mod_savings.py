@@ -25,7 +25,7 @@ CAPACITIES = (0.125, 0.25, 0.5)
 EVERY = {"alternate": 2, "all": 1}  # which layers skip
 WARMUP_STEPS = 2
 
-_CONFIG = cli.define_config_flag()
+_CONFIG = cli.ConfigFlag()
 _STEPS = flags.DEFINE_integer(
   "steps", 10, "Timed steps of each program.", lower_bound=1, allow_override=True
 )
@@ -155,7 +155,7 @@ def report(cfg: Config, steps: int) -> Iterator[str]:
 def main(argv: list[str]) -> None:
   """Print what each way to skip saves."""
   del argv
-  cfg = from_config_dict(_CONFIG.value) if _CONFIG.value else default_config()
+  cfg = _CONFIG.value if flags.FLAGS["config"].present else default_config()
   runtime.configure(cfg)
   for line in report(cfg, _STEPS.value):
     print(line, flush=True)

@@ -1,4 +1,4 @@
-"""1.3B parameters dense, 7.8B with experts.
+"""0.3B parameters dense, 1.8B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b1.py:moe

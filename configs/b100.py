@@ -1,4 +1,4 @@
-"""115B parameters dense, 724B with experts.
+"""127B parameters dense, 804B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b100.py:moe

@@ -1,4 +1,4 @@
-"""249B parameters dense, 1.6T with experts.
+"""283B parameters dense, 1.8T with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b200.py:moe

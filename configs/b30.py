@@ -1,4 +1,4 @@
-"""23B parameters dense, 142B with experts.
+"""34B parameters dense, 216B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b30.py:moe

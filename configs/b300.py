@@ -1,4 +1,4 @@
-"""424B parameters dense, 2.7T with experts.
+"""531B parameters dense, 3.4T with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b300.py:moe

@@ -1,4 +1,4 @@
-"""40B parameters dense, 251B with experts.
+"""62B parameters dense, 392B with experts.
 
 Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
 Command: python -m ats_jax plan --config=configs/b50.py:moe

@@ -24,7 +24,7 @@ from jax.experimental import topologies
 
 from ats_jax import cli
 from ats_jax.bench.step import planned_bytes
-from ats_jax.config import Config, from_config_dict
+from ats_jax.config import Config
 from ats_jax.ops.requirements import Device
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.sharding.mesh import make_mesh
@@ -63,7 +63,7 @@ GPUS = {
   "H200": Gpu("NVIDIA H200", 4800 * 10**9, 150 * 10**9),
 }
 
-_CONFIG = cli.define_config_flag()
+_CONFIG = cli.ConfigFlag()
 _GPU = flags.DEFINE_enum("gpu", "H200", list(GPUS), "Which GPU.")
 _OUT = flags.DEFINE_string("out", "", "Where to write the optimized program.")
 
@@ -113,8 +113,7 @@ def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, programs.Progr
 def main(argv: list[str]) -> None:
   """Print what was found."""
   del argv
-  config = cli.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
-  cfg = resolve_without_data(from_config_dict(config))
+  cfg = resolve_without_data(_CONFIG.value)
   began = time.perf_counter()
   step, made = compiled(cfg, _GPU.value)
   secs = time.perf_counter() - began

@@ -57,7 +57,7 @@ def trained(name: str, seed: int, changes: Changes | None = None) -> Path:
 
 def errors_of(name: str, reference: str, fraction: float) -> tuple[str, int, int]:
   """Errors of the runs of each seed; how many intervals hold the loss, and of how many."""
-  cells, inside = [], 0
+  cells, inside, end = [], 0, {}
   for seed in _SEEDS.value:
     folder = trained(name, int(seed))
     steps = round(fraction * workdir.load_config(folder).num_steps)

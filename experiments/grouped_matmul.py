@@ -123,7 +123,7 @@ def measure(jobs: dict, rounds: int = 7, calls: int = 10) -> dict:
     jax.block_until_ready(f(*args))
   for _ in range(rounds):
     for name, (f, args) in jobs.items():
-      begin = time.perf_counter()
+      begin, y = time.perf_counter(), None
       for _ in range(calls):
         y = f(*args)
       jax.block_until_ready(y)

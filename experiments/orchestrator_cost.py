@@ -22,7 +22,7 @@ from absl import flags
 from runs import markdown
 
 from ats_jax import cli, runtime
-from ats_jax.config import Config, from_config_dict
+from ats_jax.config import Config
 from ats_jax.data.batch import Batch, random_batch
 from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -31,7 +31,7 @@ from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
 
-_CONFIG = cli.define_config_flag()
+_CONFIG = cli.ConfigFlag()
 _WINDOW = flags.DEFINE_integer("window", 10, "Steps of a turn.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 20, "Turns of each.", lower_bound=2)
 PROBE_TOKENS = 64 * 256
@@ -84,8 +84,7 @@ def turn(run: Run, state: TrainState, first: int, batch: Batch) -> tuple[TrainSt
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
-  config = cli.require(_CONFIG.value, "config", "configs/dense_1_5b.py")
-  cfg = resolve_without_data(from_config_dict(config))
+  cfg = resolve_without_data(_CONFIG.value)
   runtime.configure(cfg)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh):

@@ -22,7 +22,7 @@ from ats_jax.config import from_config_dict
 from ats_jax.ops.kernels import OPS
 
 WINDOW = 10
-_CONFIG = cli.define_config_flag()
+_CONFIG = cli.ConfigFlag()
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of a run.", lower_bound=2 * WINDOW)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Pairs of runs.", lower_bound=2)
 _REMAT = flags.DEFINE_string("plain_remat", "none", "step.remat of the plain step.")
@@ -59,7 +59,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
-  config = cli.require(_CONFIG.value, "config", "configs/debug.py")
+  config = ConfigDict(_CONFIG.nested())
   runtime.configure(from_config_dict(config))
   common: Changes = {
     "num_steps": _STEPS.value,

@@ -84,7 +84,7 @@ def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
 
 def torch_step(cfg: Config, weights: Path, compiled: bool) -> Callable[[], float]:
   """The same in PyTorch."""
-  import torch
+  import torch  # pyright: ignore[reportMissingImports]
   import torch_decoder
 
   from ats_jax.data.batch import random_batch

@@ -1,9 +1,9 @@
 """The dense decoder of ats_jax in plain PyTorch, for comparisons of speed."""
 
 import numpy as np
-import torch
-import torch.nn.functional as F  # noqa: N812, as everybody writes it
-from torch import Tensor, nn
+import torch  # pyright: ignore[reportMissingImports]
+import torch.nn.functional as F  # noqa: N812  # pyright: ignore[reportMissingImports]
+from torch import Tensor, nn  # pyright: ignore[reportMissingImports]
 
 
 class Block(nn.Module):

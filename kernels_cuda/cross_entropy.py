@@ -1,5 +1,7 @@
 """Cross-entropy of rows of logits, and its gradient by them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +28,7 @@ def cross_entropy(
     ValueError: another dtype or shape.
   """
   rows = _check(logits_CV, targets_C)
-  settings = dict(label_smoothing=float(label_smoothing))
+  settings: dict[str, Any] = dict(label_smoothing=float(label_smoothing))
   return call("ats_cross_entropy", rows, logits_CV, targets_C, **settings)
 
 
@@ -58,7 +60,7 @@ def cross_entropy_gradient(
   """
   rows = _check(logits_CV, targets_C, mask_C)
   out = jax.ShapeDtypeStruct(logits_CV.shape, jnp.bfloat16), rows
-  settings = dict(z_loss=float(z_loss), label_smoothing=float(label_smoothing))
+  settings: dict[str, Any] = dict(z_loss=float(z_loss), label_smoothing=float(label_smoothing))
   return call("ats_cross_entropy_gradient", out, logits_CV, targets_C, mask_C, **settings)
 
 

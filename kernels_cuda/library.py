@@ -14,8 +14,16 @@ from pathlib import Path
 
 import jax
 
-FOLDER = Path(__file__).parent
-ENTRY = FOLDER / "kernels.cu"
+
+def _sources_folder() -> Path:
+  """`csrc/` beside this file, or where a wheel puts it: in the data folder of ats_jax."""
+  folder = Path(__file__).parent
+  beside = folder / "csrc"
+  return beside if beside.is_dir() else folder.parent / "ats_jax" / "_data" / folder.name
+
+
+SOURCES = _sources_folder()
+ENTRY = SOURCES / "kernels.cu"
 # Each is the name of an XLA target and of the C function that handles it.
 TARGETS = (
   "ats_adamw",
@@ -117,14 +125,14 @@ def compile_shared(
   Args:
     compiler: the command with its options, to which C++17, include folders and files are added.
     environ: for the cache's place.
-    extra: files outside this folder that the result depends on.
+    extra: files outside `SOURCES` that the result depends on.
     label: for the library's name: what it is compiled for.
 
   Raises:
     KernelsUnavailableError: the compiler failed; the message has its first error.
   """
   headers = Path(jax.ffi.include_dir())
-  command = [*compiler, "-std=c++17", "-shared", f"-I{FOLDER}", "-isystem", str(headers)]
+  command = [*compiler, "-std=c++17", "-shared", f"-I{SOURCES}", "-isystem", str(headers)]
   key = hashlib.sha256("\0".join(command).encode())
   key.update(_version(compiler[0]))
   _add_files(key, extra)
@@ -156,7 +164,7 @@ def compile_shared(
 def _sources_key() -> str:
   headers = Path(jax.ffi.include_dir())
   key = hashlib.sha256()
-  _add_files(key, sorted(FOLDER.glob("*.cu*")) + sorted(headers.rglob("xla/ffi/api/*.h")))
+  _add_files(key, sorted(SOURCES.glob("*.cu*")) + sorted(headers.rglob("xla/ffi/api/*.h")))
   return key.hexdigest()[:16]
 
 

@@ -3,6 +3,8 @@
 Letters: B batch, T seq, N tokens, E outputs of the router, S experts, K choices, M = N * K slots.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -56,7 +58,7 @@ def choose(
   chosen = jax.ShapeDtypeStruct((*shape[:2], top_k), jnp.int32)
   weight = jax.ShapeDtypeStruct(chosen.shape, jnp.float32)
   load = jax.ShapeDtypeStruct((shape[0], outputs), jnp.float32)
-  settings = {"sigmoid": score == "sigmoid", "renormalize": renormalize}
+  settings: dict[str, Any] = {"sigmoid": score == "sigmoid", "renormalize": renormalize}
   settings["route_scale"] = float(scale)
   out = (chosen, weight, load)
   return tuple(call("ats_choose", out, logits_BTE, selection_BTE, valid_BT, **settings))

@@ -32,7 +32,7 @@ class Bucket(MemoryFileSystem):
   def makedirs(self, path, exist_ok=False):
     pass
 
-  def _open(self, path, mode="rb", **kwargs):
+  def _open(self, path, mode="rb", **kwargs):  # pyright: ignore[reportIncompatibleMethodOverride]
     assert mode in ("rb", "wb", "xb"), f"a store cannot {mode!r}"
     return super()._open(path, mode, **kwargs)
 

@@ -1,31 +1,44 @@
-"""Eight CPU devices, no cache of the user's own touched, one mesh fixture."""
+"""Eight CPU devices, caches that are not the user's own, one mesh fixture."""
 
 import os
 import shutil
 import tempfile
 
+from program_cache import kept_programs
+from xla_flags import QUICK, devices
+
 # Before jax is imported. GPU tests run with JAX_PLATFORMS=cuda in the environment.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs this small spend their time in LLVM: without its optimisations they compile 2-6x faster.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+os.environ["XLA_FLAGS"] = f"{devices(8)} {QUICK} {os.environ.get('XLA_FLAGS', '')}".strip()
 # One folder for the session: pytest-xdist's workers inherit it from the process that starts them.
 _OWN_CACHE = "ATS_TEST_CACHE" not in os.environ
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = str(kept_programs())
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if _OWN_CACHE:
   os.environ["ATS_TEST_CACHE"] = tempfile.mkdtemp(prefix="ats_jax_tests_")
 os.environ["XDG_CACHE_HOME"] = os.environ["ATS_TEST_CACHE"]
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["ATS_TEST_CACHE"], "xla")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import bucket as bucket_module  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from helpers import make_test_mesh  # noqa: E402
+from quick import is_quick  # noqa: E402
 
 # Compilation makes the first example slow; the seed is fixed so that CI does not flicker.
 hypothesis.settings.register_profile("ats", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("ats")
+
+
+def pytest_addoption(parser):
+  parser.addoption("--quick", action="store_true", help="only files that compile and start nothing")
+
+
+def pytest_ignore_collect(collection_path, config):
+  if config.getoption("quick") and collection_path.match("test_*.py"):
+    return not is_quick(collection_path) or None
+  return None
 
 
 @pytest.fixture

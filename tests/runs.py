@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from xla_flags import QUICK
 
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.writer import is_time_key
@@ -39,7 +40,7 @@ def start(
     stderr=subprocess.STDOUT,
     text=True,
     cwd=REPOSITORY,
-    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": "", **env},
+    env={**os.environ, "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK, **env},
   )
 
 

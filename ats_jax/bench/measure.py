@@ -19,10 +19,10 @@ MAX_ROUNDS = 1000
 
 
 def loop(f: Callable, rounds: int, feed: Callable | None = None) -> jax.stages.Wrapped:
-  """`f` done `rounds` times over, as a function of its arguments and of its results.
+  """A compiled loop that runs `f` `rounds` times.
 
-  `feed(args, out)` gives the next round's arguments: for what updates its arguments in place, and
-  would be timed with copies of them otherwise. Then nothing else holds the results.
+  `feed(args, out)` gives the next round's arguments. An op that updates its arguments in place
+  needs it: otherwise XLA would copy the arguments in each round, and the copies would be timed.
 
   Returns:
     A function that gives the last arguments (None without `feed`), and the results.
@@ -33,7 +33,7 @@ def loop(f: Callable, rounds: int, feed: Callable | None = None) -> jax.stages.W
       args, out = jax.lax.optimization_barrier(carry)
       return (feed(args, f(*args)), out) if feed else (args, f(*args))
 
-    # Static bounds: a trip count that the compiler knows needs no word from the device.
+    # Static bounds: with a known trip count the host need not ask the device when to stop.
     args, out = jax.lax.fori_loop(0, rounds, body, (args, out))
     return (args if feed else None), out
 

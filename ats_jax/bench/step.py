@@ -1,4 +1,7 @@
-"""Speed of a config's training step on random rows: `python -m ats_jax bench step --config=...`.
+"""Speed of a config's training step on random rows.
+
+  ats-jax bench --config=dense_1_5b --steps=20
+  ats-jax bench --profile --config.step.remat=full
 
 Nothing is read or kept; the program is the one that `ats_jax train` runs. Prints a line a phase and
 one JSON line with everything: `step_secs` where the host waits for each step (the median),
@@ -17,11 +20,12 @@ import jax
 from absl import flags, logging
 
 from ats_jax import cli, runtime
-from ats_jax.config import Config, from_config_dict
+from ats_jax.config import Config
 from ats_jax.data.batch import random_batch
 from ats_jax.metrics.memory import GIB, memory_metrics
+from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import kernel_table, kernel_times
-from ats_jax.metrics.throughput import mfu, peak_flops
+from ats_jax.metrics.throughput import mfu
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
 from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
@@ -131,25 +135,38 @@ def _require_memory(who: str, need: float, limit: float) -> None:
     )
 
 
-CONFIG = cli.define_config_flag()
-STEPS = flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1)
-SEGMENTS = flags.DEFINE_integer("segments", 1, "Documents in a row.", lower_bound=1)
-MEMORY = flags.DEFINE_float(
-  "memory_gib", 0.0, "Memory of a device in GiB; 0 = what it says itself.", lower_bound=0.0
-)
-PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.")
+FLAGS = flags.FlagValues()
+
+
+def define_flags(
+  flag_values: flags.FlagValues,
+) -> tuple[cli.ConfigFlag, tuple[flags.FlagHolder, ...]]:
+  """Define what a measurement takes: a config; steps, segments and memory_gib."""
+  return cli.ConfigFlag(flag_values), (
+    flags.DEFINE_integer("steps", 10, "Timed steps.", lower_bound=1, flag_values=flag_values),
+    flags.DEFINE_integer(
+      "segments", 1, "Documents in a row.", lower_bound=1, flag_values=flag_values
+    ),
+    flags.DEFINE_float(
+      "memory_gib",
+      0.0,
+      "Memory of a device in GiB; 0 = what it says itself.",
+      lower_bound=0.0,
+      flag_values=flag_values,
+    ),
+  )
+
+
+_CONFIG, _OPTIONS = define_flags(FLAGS)
+_PROFILE = flags.DEFINE_bool("profile", False, "Say which kernels took longest.", flag_values=FLAGS)
 
 
 def main(argv: list[str]) -> None:
   """Print the measurement."""
   del argv
-  cfg = from_config_dict(cli.require(CONFIG.value, "config", "configs/debug.py"))
-  runtime.configure(cfg)
-  found = measure(
-    cfg,
-    steps=STEPS.value,
-    segments=SEGMENTS.value,
-    profile=PROFILE.value,
-    memory_gib=MEMORY.value,
-  )
-  print(json.dumps(found))
+  cfg, options = _CONFIG.value, {flag.name: flag.value for flag in _OPTIONS}
+  with runtime.configured(cfg):
+    print(json.dumps(measure(cfg, **options, profile=_PROFILE.value)))
+
+
+COMMAND = cli.Command(main, FLAGS, __doc__)

@@ -1,10 +1,10 @@
 r"""The fastest way to run a config here: every combination of some settings, each timed.
 
-python -m ats_jax bench sweep --config=configs/dense_1_5b.py --try=step.remat=dots,names,full \
-  --try=step.accum_steps=1,2 --try=step.scan_unroll=1,4 --try=precision.fp8=false,true \
-  --try=model.num_layers=8,16 [--steps=10] [--out=FOLDER]
+  ats-jax bench sweep --try=step.accum_steps=1,2
+  ats-jax bench sweep --config=dense_1_5b --try=step.remat=dots,names,full \
+    --try=step.scan_unroll=1,4 --try=precision.fp8=false,true --steps=10 --out=runs/sweep
 
-Each candidate is `python -m ats_jax bench step` in a process of its own: one that is out of memory
+Each candidate is `ats-jax bench` in a process of its own: one that is out of memory
 or does not compile is a row of the table. Those that cannot fit are left out before they are
 compiled, or before they run. The best is that with the most model FLOPs a second, which for
 one model is the most tokens a second. Prints the table and the flags that the best one needs; --out
@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags, logging
-from ml_collections import ConfigDict
 
 from ats_jax import cli
 from ats_jax.bench import step
-from ats_jax.config.build import settings
+from ats_jax.config.build import settings, updated
 
 DEFAULT_TRIES = ("step.remat=dots,names,full", "step.accum_steps=1,2")
 _ERROR = re.compile(r"^(?:error: (.*)|([\w.]+Error: .*))$", re.MULTILINE)  # ours, or a traceback's
@@ -83,26 +82,24 @@ def combinations(tries: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def measure(
-  config: ConfigDict, changes: dict[str, Any], options: list[str], limit: int
+  config: dict[str, Any], changes: dict[str, Any], options: list[str], limit: int
 ) -> Candidate:
   """Run `bench step` with some settings changed.
 
   Args:
-    config: a config file's; not changed.
+    config: nested values.
     changes: settings by dotted name.
     options: other flags of `bench step`.
     limit: seconds after which it is given up.
   """
-  changed = ConfigDict(config.to_dict())
-  changed.update_from_flattened_dict(changes)
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "candidate.py")
     file.write_text(
       "from ml_collections import ConfigDict\n"
-      f"def get_config():\n  return ConfigDict({changed.to_dict()!r})\n",
+      f"def get_config():\n  return ConfigDict({updated(config, changes)!r})\n",
       encoding="utf-8",
     )
-    command = [sys.executable, "-m", "ats_jax.bench", "step", f"--config={file}", *options]
+    command = [sys.executable, "-m", "ats_jax", "bench", f"--config={file}", *options]
     try:
       done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
@@ -153,24 +150,32 @@ def _text(value: Any) -> str:
   return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+FLAGS = flags.FlagValues()
+_CONFIG, _OPTIONS = step.define_flags(FLAGS)
 _TRIES = flags.DEFINE_multi_string(
-  "try", list(DEFAULT_TRIES), "A setting and the values to try, e.g. step.remat=dots,full."
+  "try",
+  list(DEFAULT_TRIES),
+  "A setting and the values to try, e.g. step.remat=dots,full; may come several times.",
+  flag_values=FLAGS,
 )
-_LIMIT = flags.DEFINE_integer("limit_secs", 900, "Longest time of a candidate.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", "", "Folder for sweep.md and sweep.jsonl; must be new or empty.")
+_LIMIT = flags.DEFINE_integer(
+  "limit_secs", 900, "Longest time of a candidate.", lower_bound=1, flag_values=FLAGS
+)
+_OUT = flags.DEFINE_string(
+  "out", "", "Folder for sweep.md and sweep.jsonl; must be new or empty.", flag_values=FLAGS
+)
 
 
 def main(argv: list[str]) -> None:
   """Print the table and the best one's flags."""
   del argv
-  config = cli.require(step.CONFIG.value, "config", "configs/debug.py")
+  config = _CONFIG.nested()
   out = Path(_OUT.value) if _OUT.value else None
   if out is not None:
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
       raise ValueError(f"--out={out} is not empty. Name another folder.")
-  shared = (step.STEPS, step.SEGMENTS, step.MEMORY)
-  options = [f"--{flag.name}={flag.value}" for flag in shared]
+  options = [f"--{flag.name}={flag.value}" for flag in _OPTIONS]
   todo, done = combinations(parse_tries(_TRIES.value)), []
   for number, changes in enumerate(todo, 1):
     candidate = measure(config, changes, options, _LIMIT.value)
@@ -186,3 +191,6 @@ def main(argv: list[str]) -> None:
   if out is not None:
     (out / "sweep.md").write_text(text + "\n", encoding="utf-8")
   print(text)
+
+
+COMMAND = cli.Command(main, FLAGS, __doc__)

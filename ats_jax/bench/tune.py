@@ -1,4 +1,7 @@
-"""Measure tile parameters on the GPU at hand and rewrite its tables: `bench tune`.
+"""Measure tile parameters of kernels on the GPU at hand, and rewrite its tables.
+
+  ats-jax tune
+  ats-jax tune --only=grouped_matmul,routing
 
 For each kernel, slot and shape of `cases.py`: one tile parameter after the other is varied, the
 fastest kept; then the fastest kernel is compared with XLA. The tables go into the repository;
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from absl import flags, logging
 
+from ats_jax import cli
 from ats_jax.bench.cases import Case, real_cases, toy_cases
 from ats_jax.bench.measure import device_secs, relative_errors
 from ats_jax.config.schema import Config
@@ -23,8 +27,9 @@ from ats_jax.sharding.rules import MESH_AXES
 MAX_ERROR = 1e-2  # of a tiling against XLA; both round to bfloat16
 MIN_GAIN = 1.02  # over the default tiles or XLA: less is noise
 
-_ONLY = flags.DEFINE_list("only", [], "Ops to tune; all without it.", allow_override=True)
-_TOY = flags.DEFINE_bool("toy", False, "Tiny shapes: tests the command.", allow_override=True)
+FLAGS = flags.FlagValues()
+_ONLY = flags.DEFINE_list("only", [], "Ops to tune; all without it.", flag_values=FLAGS)
+_TOY = flags.DEFINE_bool("toy", False, "Tiny shapes: tests the command.", flag_values=FLAGS)
 
 
 def tune_case(case: Case, kernels: tuple[Kernel, ...]) -> dict[str, dict]:
@@ -123,3 +128,6 @@ def main(argv: list[str]) -> None:
       cases = [c for c in (toy_cases() if _TOY.value else real_cases()) if c.op == op]
       for shape, case in one_of_each(cases) if fitting else []:
         write(device.kind, op, shape, tune_case(case, fitting))  # now: a later case may fail
+
+
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}

@@ -117,7 +117,8 @@ def compare(
     import transformers  # pyright: ignore[reportMissingImports]
   except ImportError as e:
     raise ValueError(
-      f"to compare, torch and transformers must be installed ({e}): pip install 'ats_jax[hf]'."
+      f"to compare, torch and transformers must be installed ({e}): "
+      "pip install 'ats_jax[torch,hf]'."
     ) from e
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=getattr(torch, dtype), local_files_only=True, attn_implementation="eager"

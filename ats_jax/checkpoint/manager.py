@@ -72,7 +72,7 @@ class CheckpointManager:
       reader.handler(),
       async_options=ocp.options.AsyncOptions(
         timeout_secs=WRITE_TIMEOUT_SECS,
-        # In the background, a folder that cannot be made leaves Orbax's threads waiting for it.
+        # In the foreground: after a failure in the background, Orbax's threads wait for the folder.
         create_directories_asynchronously=False,
       ),
     )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Self
@@ -13,7 +14,7 @@ from jax.experimental import multihost_utils
 # `make`, `uv run` and `srun` pass on a signal that the terminal or scheduler sent to the whole
 # group: the same request reaches the process twice within milliseconds.
 ECHO_SECS = 0.5
-# Steps between the questions whether another process was told to stop.
+# Steps between checks whether another process received a signal.
 POLL_STEPS = 10
 
 
@@ -21,7 +22,8 @@ class StopSignal:
   """Turns the first SIGTERM or SIGINT into a flag that the training loop polls.
 
   A second signal, half a second later or more, ends the process at once with status 128 + signal.
-  A context manager; the handlers found on entry are put back on exit. Main thread only.
+  A context manager; the handlers found on entry are put back on exit. In another thread than the
+  main one, which alone may handle signals, it never sees one.
 
   Attributes:
     requested: name of the signal received ("SIGTERM"), or None.
@@ -33,8 +35,9 @@ class StopSignal:
     self._previous = {}
 
   def __enter__(self) -> Self:
-    for number in (signal.SIGTERM, signal.SIGINT):
-      self._previous[number] = signal.signal(number, self._handle)
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._previous[number] = signal.signal(number, self._handle)
     return self
 
   def __exit__(self, *exc: object) -> None:

@@ -35,7 +35,7 @@ def unfinished_folders(directory: Path) -> list[Path]:
 
 
 def _is_step(name: str) -> bool:
-  """Whether a folder's name is the one that a save gives: `0100` is somebody else's."""
+  """Whether a folder's name is a step as a save writes it: `100`, not `0100`."""
   return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
@@ -212,7 +212,7 @@ def handler(*others: tuple[type, ocp.type_handlers.TypeHandler]) -> ocp.PyTreeCh
   Args:
     others: writers of further types of leaves.
   """
-  # Layers that `stream` has brought to host memory are not to be cut again among the replicas.
+  # Off: `stream` has copied layers to the host already, and replicas must not split them again.
   arrays = ocp.type_handlers.ArrayHandler(
     use_replica_parallel=False,
     array_metadata_store=array_metadata_store.Store(),  # which remembers what is a random key

@@ -21,7 +21,7 @@ COPIERS, COPIED_BYTES = 8, 2**26
 
 
 class Kept(np.ndarray):
-  """An array that nobody writes to while it is saved; Orbax would copy another once more."""
+  """An array that is not written to during a save, so Orbax need not deep-copy it."""
 
   def __deepcopy__(self, memo: Any) -> Self:
     return self
@@ -56,8 +56,8 @@ def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
 def fetch(parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
   """Copy arrays of one device to host memory.
 
-  A device writes fast to pinned memory only, and to pin all that is needed takes longer than to
-  copy it. So a little is pinned, once, and threads empty it into memory that they get meanwhile.
+  A device is fast at writing to pinned memory only, and pinning memory takes longer than the copy.
+  So a small pinned pool is used over and over, and threads empty it into pageable memory.
   """
   arrays, waiting, moving_bytes = {}, collections.deque(), 0
   with concurrent.futures.ThreadPoolExecutor(COPIERS, "save") as pool:
@@ -90,7 +90,7 @@ def groups(targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, An
 
 
 def put(leaves: list[Any], parts: Mapping[str, Part], arrays: dict[str, jax.Array]) -> None:
-  """Put restored `arrays` where they belong, in place, and let go of them."""
+  """Write restored `arrays` into `leaves`, layers in place; empties `arrays`."""
   for name in list(arrays):
     part, array = parts[name], arrays.pop(name)
     if part.place is None:
@@ -114,7 +114,7 @@ def local_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def _copy(source: jax.Array, target: np.ndarray, where: slice) -> int:
-  """Copy the bytes `where` and say how many; as bytes, numpy lets other threads run meanwhile."""
+  """Copy a range of bytes and return its length; numpy releases the GIL for plain bytes."""
   as_bytes = lambda array: array.reshape(-1).view(np.uint8)[where]
   np.copyto(as_bytes(target), as_bytes(np.asarray(source)))
   return as_bytes(target).nbytes

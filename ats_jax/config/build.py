@@ -129,41 +129,44 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
   return changed
 
 
+def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+  """A copy of a nested config with some settings, by dotted name, replaced; unchecked."""
+  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in nested.items()}
+  for name, value in values.items():
+    section, _, key = name.rpartition(".")
+    (changed.setdefault(section, {}) if section else changed)[key] = value
+  return changed
+
+
 def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:
   """`cfg` with some settings, by dotted name, changed; valid.
 
   Raises:
     ValueError: as `from_config_dict`.
   """
-  nested = to_dict(cfg)
-  for name, value in values.items():
-    section, _, key = name.rpartition(".")
-    (nested[section] if section else nested)[key] = value
-  return from_config_dict(nested)
+  return from_config_dict(updated(to_dict(cfg), values))
 
 
 CHANGES = "settings"  # where a checkpoint keeps what `with_changes` takes
 
 
 def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
-  """`cfg` with what an orchestrator has changed since: {name: (what it was, what it is now)}.
+  """`cfg` with the changes of an orchestrator: {name: (old value, new value)}.
 
-  A setting that is not what it was has been set by somebody since then, and stays.
+  Where `cfg` no longer has the old value, the user has set another one since, which stays.
   """
   flat = flatten(cfg)
   return with_settings(cfg, {n: now for n, (was, now) in changes.items() if flat[n] == was})
 
 
-def count_epochs(cfg: Config, num_rows: int) -> Config:
-  """`cfg` with the `num_steps` that `num_epochs` means for `num_rows` training rows an epoch.
+def count_epochs(cfg: Config, num_epochs: float, num_rows: int) -> Config:
+  """`cfg` with the `num_steps` of so many epochs, `num_rows` training rows each.
 
   Raises:
     ValueError: as `from_config_dict`, for rules that join `num_steps` with others.
   """
-  if not cfg.num_epochs:
-    return cfg
-  num_steps = max(1, math.ceil(round(cfg.num_epochs * num_rows / cfg.data.batch_size, 6)))
-  validate(dataclasses.replace(cfg, num_steps=num_steps, num_epochs=0.0))
+  num_steps = max(1, math.ceil(round(num_epochs * num_rows / cfg.data.batch_size, 6)))
+  validate(dataclasses.replace(cfg, num_steps=num_steps, num_epochs=0.0, length="given"))
   return dataclasses.replace(cfg, num_steps=num_steps)
 
 

@@ -25,7 +25,7 @@ def fixed_settings_hash(cfg: Config) -> str:
   """A hash of the settings of a run that may not change on resume, as its user wrote them.
 
   Those at their default are left out, as `differences` leaves them out: a setting that a later
-  version adds changes no hash. What an orchestrator changes is not in what the user wrote.
+  version adds changes no hash. Changes by an orchestrator are left out too.
   """
   fixed, flat = {}, flatten(cfg)
   for name, field in settings().items():

@@ -5,7 +5,7 @@ import math
 import operator
 from typing import Any
 
-from ats_jax import paths
+from ats_jax import extensions, paths
 from ats_jax.config.schema import Config
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -17,20 +17,11 @@ def validate(cfg: Config) -> Config:
   Raises:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
-  _ranges(cfg, "")
-  rules = (
-    _heads,
-    _rope,
-    _windows,
-    _batch,
-    _adam,
-    _writers,
-    _tokenizer,
-    _local_folders,
-    _eight_bits,
-  )
-  # With num_epochs, num_steps is known when the data is: `count_epochs` checks these rules then.
-  of_num_steps = () if cfg.num_epochs else (_warmup, _orchestrator)
+  _ranges(cfg, "", extensible=_has_unloaded(cfg))
+  of_model = (_heads, _rope, _windows)
+  rules = (*of_model, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
+  # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
+  of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
     rule(cfg)
   if cfg.moe.num_experts:
@@ -40,14 +31,23 @@ def validate(cfg: Config) -> Config:
   return cfg
 
 
-def _ranges(section: Any, path: str) -> None:
+def _has_unloaded(cfg: Config) -> bool:
+  """Whether a name that nobody knows may be one of an extension that has not been loaded."""
+  return not extensions.are_loaded(cfg.extensions)
+
+
+def _ranges(section: Any, path: str, *, extensible: bool) -> None:
   for field in dataclasses.fields(section):
     value, name, meta = getattr(section, field.name), path + field.name, field.metadata
     if dataclasses.is_dataclass(value):
-      _ranges(value, f"{name}.")
+      _ranges(value, f"{name}.", extensible=extensible)
       continue
-    if meta["choices"] and value not in meta["choices"]:
-      raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(meta['choices'])}.")
+    choices = meta["choices"]
+    if isinstance(choices, extensions.Registry):
+      if value not in choices and not extensible:
+        raise ValueError(choices.unknown(value))
+    elif choices and value not in choices:
+      raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(choices)}.")
     if isinstance(value, float) and not math.isfinite(value):
       raise ValueError(f"{name}={value} is not a finite number ({meta['doc']}).")
     if meta["low"] is not None and value < meta["low"]:
@@ -154,14 +154,24 @@ def _batch(cfg: Config) -> None:
   _divides(cfg, "step.accum_steps", "data.batch_size", advice)
 
 
-def _warmup(cfg: Config) -> None:
-  o = cfg.optimizer
-  if o.warmup_steps and o.warmup_fraction:
+def _length(cfg: Config) -> None:
+  if cfg.length != "budget":
+    return
+  if cfg.num_epochs:
     raise ValueError(
-      f"optimizer.warmup_steps={o.warmup_steps} and optimizer.warmup_fraction="
-      f"{o.warmup_fraction} are both set. Set one of them to 0."
+      f"num_epochs={cfg.num_epochs} and length=budget both say when to end. Use num_epochs=0 and "
+      "most_epochs, or length=given."
     )
-  advice = ". Shorten the warm-up or train longer."
+  _at_most(cfg, "least_epochs", "most_epochs", ". Raise most_epochs or lower least_epochs.")
+  if not cfg.most_epochs:
+    raise ValueError("most_epochs=0 trains nothing: use a positive number of passes, e.g. 4.")
+
+
+def _warmup(cfg: Config) -> None:
+  advice = (
+    ". Shorten the warm-up, train longer, or use optimizer.warmup_fraction, a share of the run, "
+    "with warmup_steps=0."
+  )
   _at_most(cfg, "optimizer.warmup_steps", "num_steps", advice)
 
 
@@ -178,12 +188,9 @@ def _adam(cfg: Config) -> None:
 
 
 def _writers(cfg: Config) -> None:
-  known = {"console", "jsonl", "csv", "tensorboard", "clu"}
   for name in filter(None, (w.strip() for w in cfg.log.writers.split(","))):
-    if name not in known:
-      raise ValueError(
-        f"log.writers: unknown writer {name!r}. Choose from {', '.join(sorted(known))}."
-      )
+    if name not in extensions.writers and not _has_unloaded(cfg):
+      raise ValueError(extensions.writers.unknown(name))
 
 
 def _tokenizer(cfg: Config) -> None:

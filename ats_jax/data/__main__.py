@@ -1,17 +1,29 @@
-"""Look at the data before training on it.
+"""Look at the data before training on it."""
 
-python -m ats_jax data stats [--config=configs/debug.py [--config.data.name=value]]
-python -m ats_jax data audit [--config=configs/debug.py [--config.data.name=value]]
-"""
+from collections.abc import Callable
 
-from ats_jax import cli
-from ats_jax.config import Config, from_config_dict
+from absl import flags
+
+from ats_jax import cli, exits
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.stats import stats
 
-_CONFIG = cli.define_config_flag()
+STATS = """documents, tokens, bytes and lengths of both splits
+
+  ats-jax data stats
+  ats-jax data stats --config.data.paths=/path/to/text
+"""
+AUDIT = """is each token seen exactly once, on any number of hosts and workers, resumed or not?
+
+  ats-jax data audit
+  ats-jax data audit --config.data.paths=/path/to/text --config.data.seq_len=1024
+
+Exit code 1 if it finds a fault.
+"""
+FLAGS = flags.FlagValues()
+_CONFIG = cli.ConfigFlag(FLAGS)
 
 
 def _audit(train: Dataset, validation: Dataset) -> bool:
@@ -40,15 +52,15 @@ def _stats(train: Dataset, validation: Dataset) -> bool:
   return True
 
 
-_COMMANDS = {"audit": _audit, "stats": _stats}
+def _command(look: Callable[[Dataset, Dataset], bool], about: str) -> cli.Command:
+  def main(argv: list[str]) -> int:
+    del argv
+    cfg = _CONFIG.value
+    return exits.DONE if look(*open_datasets(cfg.data, cfg.seed)) else exits.FAULT
+
+  return cli.Command(main, FLAGS, about)
 
 
-def main(argv: list[str]) -> None:
-  """Runs a command; exit code 1 if the data or the settings are at fault."""
-  cfg = from_config_dict(_CONFIG.value) if _CONFIG.value else Config()
-  if not _COMMANDS[argv[1]](*open_datasets(cfg.data, cfg.seed)):
-    raise SystemExit(1)
-
-
+COMMANDS = {"stats": _command(_stats, STATS), "audit": _command(_audit, AUDIT)}
 if __name__ == "__main__":
-  cli.run(main, commands=tuple(_COMMANDS))
+  cli.main("data", COMMANDS)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-POSITION = "position"  # where a checkpoint keeps that of the training data
+POSITION = "position"  # in a checkpoint, the key of the position in the training data
 Batch = Mapping[str, Any]  # of numpy arrays on the host, of jax arrays on the mesh
 
 

@@ -8,9 +8,9 @@ SHORT = 256  # positions in a block, where rows are longer
 
 
 def sample_blocks(ds: Dataset, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:
-  """`count` blocks, spread evenly over the rows from `reported` on where these are enough.
+  """`count` blocks, spread evenly over the rows after the first `reported`, if those are enough.
 
-  Where the split is smaller than `count` blocks, what is missing is padding.
+  Otherwise they are spread over all rows. A split smaller than `count` blocks is padded.
 
   Args:
     ds: a split with rows.
@@ -40,9 +40,9 @@ def _evenly(number: int, count: int, among: int) -> int:
 
 
 def cut(row: dict[str, np.ndarray], part: int) -> dict[str, np.ndarray]:
-  """The `part`-th block of a row [1, seq], or the last that text fills; as if it were a whole row.
+  """The `part`-th block of a row [1, seq], or the last one full of text, as a row of its own.
 
-  A document that begins before the block begins with it: positions count from there.
+  A document that the block cuts off at its start begins there: its positions count from 0.
   """
   segments = row["segment_ids"]
   length = min(SHORT, segments.shape[1])

@@ -64,7 +64,7 @@ class Corpus:
     return self._ids[self._file[document]][start + begin : start + end]
 
   def name(self, document: int) -> str:
-    """The file's name, with the line of a JSONL file (:n) or the place in a token file (#n)."""
+    """See `document_name`."""
     file = self._files[self._file[document]]
     return document_name(file, int(self._line[document]))
 
@@ -75,7 +75,7 @@ class Corpus:
 def document_name(file: SourceFile, line: int) -> str:
   """What a document is called in the split, in reports and in the audit."""
   place = {"text": "", "jsonl": f":{line}", "tokens": f"#{line}"}
-  return file.name + place[file.kind]
+  return file.name + place.get(file.kind, f":{line}")  # an extension's: the place in its file
 
 
 def name_hash(name: str) -> int:

@@ -49,8 +49,8 @@ class Batches:
       num_workers: processes that read; 0 = a thread of this one.
       prefetch: batches made ahead, by each process or by the thread.
     """
-    # An element is a whole batch, made from its number alone: no worker has a rest to lose when
-    # shares end unevenly, and there is no state to save.
+    # An element is a whole batch, made from its number alone. So no worker holds a remainder that
+    # could be lost when shares end unevenly, and there is no state to save.
     threads = 0 if num_workers else 1
     data = grain.MapDataset.source(source).to_iter_dataset(
       grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads * prefetch)
@@ -179,7 +179,7 @@ class TrainBatches(Batches):
     return batch
 
   def position(self) -> dict[str, Any]:
-    """Behind the batches handed out so far, whatever was made ahead; JSON, alike on all hosts."""
+    """After the batches handed out so far, prefetched ones left out; JSON, alike on all hosts."""
     return {"row": self._first_row + self._count * self._batch_size, "data": self._data}
 
 

@@ -140,7 +140,7 @@ def _best_fit(lengths: np.ndarray, seq_len: int, max_segments: int) -> np.ndarra
 def _group(document: np.ndarray, begin: np.ndarray, length: np.ndarray, row: np.ndarray):
   """Sorts pieces by row, and rows by when their longest piece came.
 
-  Whatever number a row has, it then says nothing of what is in it: some rows are like all rows.
+  So a row's number does not depend on its content, and any range of rows is a fair sample.
   """
   by_length = np.argsort(-length, kind="stable")
   rows, longest = np.unique(row[by_length], return_index=True)

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from ats_jax.data import cache
+from ats_jax.extensions import formats
 
 _TEXT = """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .yaml .yml .toml .ini .cfg
   .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .go .rs .rb .php .swift .scala .hs .ml .jl
   .r .lua .pl .sh .sql .css .srt"""
-_KIND: dict[str, str] = dict.fromkeys(_TEXT.split(), "text")
-_KIND |= {".jsonl": "jsonl", ".bin": "tokens", ".npy": "tokens"}
 _PIECE = 2**18  # characters encoded at a time; a longer document is cut where it cannot matter
 # Between words, where the usual splitting patterns (of GPT-2, GPT-4, Llama 3) never join: before a
 # single space, after a single line break. The ids of the parts are those of the whole.
@@ -30,7 +29,13 @@ _SHOWN = 5  # problems repeated in the log
 
 
 class SourceFile(NamedTuple):
-  """One input file: where it is, its name in document names, and 'text', 'jsonl' or 'tokens'."""
+  """One input file.
+
+  Attributes:
+    path: where it is.
+    name: its name in document names.
+    kind: 'text', 'jsonl', 'tokens', or the format of an extension with the extension's hash.
+  """
 
   path: str
   name: str
@@ -114,11 +119,11 @@ def find_files(paths: str, report: Report) -> list[SourceFile]:
       elif real in found:
         report.skip("listed twice", path)
       else:
-        found[real] = SourceFile(real, name, _KIND[_suffix(path)])
+        found[real] = SourceFile(real, name, _kind(path))
   if not found:
     raise ValueError(
       f"paths={paths!r} holds no file that can be read ({report}). "
-      f"Known suffixes: {' '.join(sorted(_KIND))}."
+      f"Known suffixes: {' '.join(sorted(formats))}."
     )
   return list(found.values())
 
@@ -140,15 +145,15 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
   """
   if os.path.isdir(entry):
     for path, name in _walk(entry, report):
-      if _suffix(path) in _KIND:
+      if _suffix(path) in formats:
         yield path, name
       else:
         report.skip("unknown suffix", path)
   elif os.path.exists(entry) or os.path.islink(entry):
-    if _suffix(entry) not in _KIND:
+    if _suffix(entry) not in formats:
       raise ValueError(
         f"paths: {entry!r} has a suffix that says nothing about its format. "
-        f"Known suffixes: {' '.join(sorted(_KIND))}."
+        f"Known suffixes: {' '.join(sorted(formats))}."
       )
     yield entry, Path(entry).name
   elif glob.has_magic(entry):
@@ -158,7 +163,7 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
       raise ValueError(f"paths: the glob {entry!r} matches no file.")
     fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])
     for path in matches:
-      if _suffix(path) in _KIND:
+      if _suffix(path) in formats:
         yield path, Path(os.path.relpath(path, fixed or ".")).as_posix()
       else:
         report.skip("unknown suffix", path)
@@ -168,6 +173,13 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
 
 def _suffix(path: str) -> str:
   return Path(path).suffix.lower()
+
+
+def _kind(path: str) -> str:
+  """What a file holds; another version of an extension makes another corpus of the same files."""
+  suffix = _suffix(path)
+  owner = formats.owner(suffix)
+  return f"{suffix} of {owner}" if owner else formats.find(suffix).__name__
 
 
 def _walk(root: str, report: Report) -> Iterator[tuple[str, str]]:
@@ -215,21 +227,39 @@ def content_fingerprint(files: list[SourceFile], root: Path) -> str:
 
 
 def pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
-  """The documents of a text or JSONL file, in pieces of bounded length.
+  """The documents of a file of text, in pieces of bounded length.
 
   What is malformed goes to `report`.
   """
   try:
-    if file.kind == "text":
-      yield from _text_file(file.path, report)
-    else:
-      with open(file.path, "rb") as f:
-        yield from _jsonl(f, file.path, text_field, report)
+    read = formats.find(_suffix(file.name))  # its path may be what a link leads to
+    found = read(file.path, text_field, report)
+    for number, document in enumerate(found, 1):
+      if isinstance(document, Piece):
+        yield document
+      else:
+        yield from _whole(document, number, file.path, report)
   except OSError as e:
     report.bad("unreadable", file.path, f"cannot be read ({e.strerror})")
 
 
-def _text_file(path: str, report: Report) -> Iterator[Piece]:
+def _whole(document: str, number: int, path: str, report: Report) -> Iterator[Piece]:
+  """A document of an extension's format."""
+  where = f"{path}:{number}"
+  if document:
+    yield from _json_text(document, number, where, report)
+  else:
+    report.skip("empty", where)
+
+
+# A format is registered by the suffixes of its files, in small letters, as (path, text_field,
+# report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
+
+
+@formats.register(*_TEXT.split())
+def text(path: str, text_field: str, report: Report) -> Iterator[Piece]:
+  """One document a file, in UTF-8."""
+  del text_field
   try:  # the whole file first: half a document is no document
     num_chars = sum(map(len, _decoded(path)))
   except UnicodeDecodeError as e:
@@ -239,6 +269,13 @@ def _text_file(path: str, report: Report) -> Iterator[Piece]:
     report.skip("empty", path)
     return
   yield from _cut(_decoded(path), 0)
+
+
+@formats.register(".bin", ".npy")
+def tokens(path: str, text_field: str, report: Report) -> Iterator[Piece]:
+  """Ids, which `token_documents` reads: there is no text."""
+  del path, text_field, report
+  yield from ()
 
 
 def _decoded(path: str) -> Iterator[str]:
@@ -258,6 +295,13 @@ def _decoded(path: str) -> Iterator[str]:
       if not block:
         return
       offset += len(block)
+
+
+@formats.register(".jsonl")
+def jsonl(path: str, text_field: str, report: Report) -> Iterator[Piece]:
+  """One document a line, in the field `text_field` of a JSON object."""
+  with open(path, "rb") as lines:
+    yield from _jsonl(lines, path, text_field, report)
 
 
 def _jsonl(lines: Iterable[bytes], path: str, text_field: str, report: Report) -> Iterator[Piece]:

@@ -130,7 +130,7 @@ def sample(
   """
   if temperature == 0.0:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-  # The largest is 0 first, so that no temperature makes two of them infinite.
+  # Subtract the maximum first: a low temperature must not make two of them infinite.
   logits_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temperature
   if 0 < top_k < logits_BV.shape[-1]:
     kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]

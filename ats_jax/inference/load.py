@@ -11,10 +11,12 @@ import jax
 from ats_jax import runtime, workdir
 from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree
 from ats_jax.config import Config
-from ats_jax.config.build import CHANGES, resolve, with_changes
+from ats_jax.config.build import CHANGES, resolve, with_changes, with_settings
 from ats_jax.config.identity import RunIdentity
+from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.inference.generator import generate
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.paths import Path
@@ -38,6 +40,24 @@ class Run:
   tokenizer: Tokenizer
   program: Program
 
+  def sampling(self, **given: Any) -> SampleConfig:
+    """How the run samples (`sample.*` of its config), with what is given in its place.
+
+    Raises:
+      ValueError: for what no setting allows, or a prompt that is not UTF-8.
+    """
+    try:
+      given.get("prompt", "").encode()
+    except UnicodeEncodeError as e:
+      raise ValueError(f"the prompt is not UTF-8 at character {e.start}.") from e
+    values = {f"sample.{name}": value for name, value in given.items()}
+    return with_settings(self.program.cfg, values).sample
+
+  def generate(self, seed: int, **given: Any) -> Iterator[str]:
+    """The continuation of the prompt, piece by piece; `given` as of `sampling`."""
+    cfg, rules = self.sampling(**given), self.program.rules(self.step)
+    return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=cfg.prompt, seed=seed)
+
 
 def fit_devices(cfg: Config, num_devices: int) -> Config:
   """Change mesh and batch of a run so that its model can be used on `num_devices` devices.
@@ -59,13 +79,16 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
 
 
 def as_data(cfg: Config) -> Config:
-  """`cfg` without what would let somebody else's workdir reach into this machine.
+  """`cfg` without settings by which another user's workdir could run code or write files here.
 
   Compiled programs are machine code: they come from the user's own cache, never from a folder that
   a workdir names. So does tokenised text. Options of XLA may write files and name programs to run.
+  Extensions are programs: what they add to training, weights can be used without.
   """
   return dataclasses.replace(
     cfg,
+    extensions="",
+    optimizer=dataclasses.replace(cfg.optimizer, name="adamw", schedule="constant"),
     compilation_cache="off" if cfg.compilation_cache == "off" else "auto",
     data=dataclasses.replace(cfg.data, cache_dir=""),
     step=dataclasses.replace(cfg.step, compiler_options=""),
@@ -76,7 +99,7 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
   """What an orchestrator had changed when a checkpoint was made: {name: [first value, value]}."""
   try:
     return load_extra(checkpoints, step, run).get(CHANGES, {})
-  except CheckpointError:  # `restore_tree` says it better, or goes further back
+  except CheckpointError:  # `restore_tree` falls back to an older one, or says what is damaged
     return {}
 
 
@@ -97,11 +120,13 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
   chosen = int(step) if step.isdecimal() else step
   changes = settings_of(checkpoints, chosen, run)
   cfg = as_data(with_changes(cfg, changes))  # in this order: a checkpoint may name folders too
-  runtime.configure(cfg)
   tokenizer = load_tokenizer(folder / workdir.TOKENIZER)
-  cfg = fit_devices(resolve(cfg, tokenizer.vocab_size), jax.device_count())
-  mesh = make_mesh(cfg)
-  with jax.set_mesh(mesh):
+  cfg = resolve(cfg, tokenizer.vocab_size)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(runtime.configured(cfg))
+    cfg = fit_devices(cfg, jax.device_count())
+    mesh = make_mesh(cfg)
+    stack.enter_context(jax.set_mesh(mesh))
     program = make_program(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
@@ -11,13 +11,16 @@ import jax
 import numpy as np
 from absl import logging
 
+from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.transfer import start_copy
-from ats_jax.metrics.writer import LayerLog, MetricWriter
+from ats_jax.metrics.writer import MetricWriter
 
 Arrays = dict[str, jax.Array]
+# What follows from the metrics and the arrays of a step, by name.
+Derive = Callable[[int, Mapping[str, float], Mapping[str, np.ndarray]], dict[str, float]]
 
 
 class StepLog:
@@ -37,6 +40,7 @@ class StepLog:
     every_steps: int,
     layers: LayerLog | None = None,
     *,
+    derive: Derive | None = None,
     raises: bool = True,
   ):
     """Set where metrics go.
@@ -48,6 +52,7 @@ class StepLog:
       progress: shows the newest row.
       every_steps: steps between rows.
       layers: gets the arrays of sparse layers at the same steps.
+      derive: gives further metrics of a row.
       raises: whether a loss that is not finite ends the run; not if somebody mends it.
     """
     self._names = names
@@ -56,6 +61,7 @@ class StepLog:
     self._progress = progress
     self._every_steps = every_steps
     self._layers = layers
+    self._derive = derive
     self._raises = raises
     self._began: float | None = time.perf_counter()
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
@@ -118,12 +124,31 @@ class StepLog:
         "look at the data (python -m ats_jax data stats). No checkpoint holds such weights."
       )
     metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))
+    arrays = jax.device_get(layers)
+    if self._derive is not None:
+      metrics |= self._derive(step, metrics, arrays)
     metrics |= self._throughput.read(step, done)
     metrics |= memory_metrics()
     self._writer.write_scalars(step, metrics)
-    if layers and self._layers is not None:
-      self._layers.write_arrays(step, jax.device_get(layers))
+    if arrays and self._layers is not None:
+      self._layers.write_arrays(step, arrays)
+      self._writer.write_histograms(step, histograms(arrays))
     self._progress.update(step, metrics)
+
+
+def histograms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """The arrays of sparse layers as distributions.
+
+  Of an array by layer and expert, one for each layer, `moe/load/layer_00`: its spread over experts.
+  Of an array by layer, one: its spread over layers. `mod/depths` is a distribution itself.
+  """
+  found = {}
+  for name, array in arrays.items():
+    if array.ndim == 2:
+      found |= {f"{name}/layer_{number:02d}": row for number, row in enumerate(array)}
+    elif name != "mod/depths":
+      found[name] = array
+  return found
 
 
 def _wait(vector: jax.Array) -> tuple[np.ndarray, float]:

@@ -1,44 +1,9 @@
 """Tokens and steps a second, and the share of the hardware's peak they amount to (MFU)."""
 
-import re
 import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
-
-# Dense peak of one device in FLOP/s, by a pattern for jax's `device_kind` and the operands' dtype;
-# the first pattern that matches decides. From NVIDIA's data sheets (half of a figure quoted "with
-# sparsity") and Google's TPU pages. A variant with other clocks or fewer cores (laptop GPUs, MIG
-# slices, NVL cards) has another peak: it must not match.
-_FP16 = ("bfloat16", "float16")
-PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
-  (r"\bMIG\b|Laptop|\bNVL\b", {}),
-  (r"\bH100 PCIe\b", dict.fromkeys(_FP16, 756.5e12)),
-  (r"\bH[12]00\b", dict.fromkeys(_FP16, 989e12)),
-  (r"\bB200\b", dict.fromkeys(_FP16, 2250e12)),
-  (r"\bA100\b", dict.fromkeys(_FP16, 312e12)),
-  (r"\bL40S\b", dict.fromkeys(_FP16, 362e12)),
-  (r"\bL4\b", dict.fromkeys(_FP16, 121e12)),
-  (r"\bRTX 4090$", dict.fromkeys(_FP16, 165e12)),
-  (r"\bV100-SXM2\b", {"float16": 125e12}),
-  (r"\bTPU v4$", {"bfloat16": 275e12}),
-  (r"\bTPU v5( lite|e)$", {"bfloat16": 197e12}),
-  (r"\bTPU v5p?$", {"bfloat16": 459e12}),
-  (r"\bTPU v6( lite|e)$", {"bfloat16": 918e12}),
-)
-
-
-def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-  """Returns the dense peak of one device in FLOP/s, or None where the table has no figure for it.
-
-  Args:
-    device_kind: `jax.devices()[0].device_kind`, e.g. "NVIDIA H100 80GB HBM3".
-    dtype: of the matmul operands, e.g. "bfloat16".
-  """
-  for pattern, peaks in PEAK_FLOPS:
-    if re.search(pattern, device_kind, re.IGNORECASE):
-      return peaks.get(dtype)
-  return None
 
 
 def mfu(
@@ -70,10 +35,11 @@ class Throughput:
 
     Args:
       num_devices: devices that share the work.
-      peak: FLOP/s of one of them (`peak_flops`); None leaves MFU out.
+      peak: FLOP/s of one of them (`metrics.peaks`); None leaves MFU out.
       tokens_per_step: positions that a step processes over all devices, padding included.
       flops_per_token: forward and backward FLOPs under each convention, by the name of its metric:
         {"train/mfu": causal, no input embedding, active parameters; "train/mfu_6n": 6N + 12LdS}.
+        The first one's are those of `train/tflops_per_device`.
       clock: seconds.
     """
     self._num_devices = num_devices
@@ -119,6 +85,9 @@ class Throughput:
       "train/tokens_per_sec": tokens_per_sec,
       "train/steps_per_sec": steps / secs,
     }
+    if self._flops_per_token:
+      flops = next(iter(self._flops_per_token.values()))
+      metrics["train/tflops_per_device"] = flops * tokens_per_sec / self._num_devices / 1e12
     for name, flops in self._flops_per_token.items():
       share = mfu(flops, tokens_per_sec, self._num_devices, self._peak)
       if share is not None:

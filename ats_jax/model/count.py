@@ -49,6 +49,8 @@ class Counts:
     flops_full: 6 x active parameters + 12 x layers x heads x head_dim x seq, as in PaLM
       (arXiv:2204.02311, appendix B); higher for the same speed. Also in layers with a window it
       counts twice the causal keys.
+    by_routed: coefficients (c0, c1, c2) of `flops_causal` as c0 + c1 s + c2 s^2, where s is the
+      share of tokens that goes through each layer which skips some.
     parts: the parameters by part, for each name in `PARTS`. The table of a tied model counts as
       embedding; shared experts, which every token uses, as dense feed-forward.
   """
@@ -57,7 +59,17 @@ class Counts:
   active: float
   flops_causal: float
   flops_full: float
+  by_routed: tuple[float, float, float]
   parts: dict[str, Part]
+
+  def flops_saved(self, routed: float) -> float:
+    """Share of a token's training FLOPs that skipping saves, against the same model without it.
+
+    Args:
+      routed: share of tokens that goes through a layer which skips some.
+    """
+    c0, c1, c2 = self.by_routed
+    return 1.0 - (c0 + c1 * routed + c2 * routed * routed) / (c0 + c1 + c2)
 
 
 def count(cfg: Config, model: Any, seq_len: int) -> Counts:
@@ -67,6 +79,14 @@ def count(cfg: Config, model: Any, seq_len: int) -> Counts:
   balanced, and layers that skip tokens at their final capacity.
   """
   mod_share = mod_tokens(cfg.mod.capacity, seq_len) / seq_len
+  none, half, all_ = (_count(cfg, model, seq_len, share).flops_causal for share in (0.0, 0.5, 1.0))
+  square = 2.0 * (none + all_ - 2.0 * half)
+  by_routed = (none, all_ - none - square, square)
+  return dataclasses.replace(_count(cfg, model, seq_len, mod_share), by_routed=by_routed)
+
+
+def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
+  """`count` with a share of tokens that goes through layers which skip some; no `by_routed`."""
   total, active = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0.0)
 
   def add(part: str, parameters: int, share: float = 1.0) -> None:
@@ -99,6 +119,7 @@ def count(cfg: Config, model: Any, seq_len: int) -> Counts:
     active=all_active,
     flops_causal=6.0 * (all_active - table) + attention / 2,
     flops_full=6.0 * all_active + attention,
+    by_routed=(0.0, 0.0, 0.0),
     parts={name: Part(total[name], active[name]) for name in PARTS},
   )
 

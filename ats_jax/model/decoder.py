@@ -144,11 +144,12 @@ class Decoder(nnx.Module):
     return tuple(fp8 and rules.fp8 for fp8 in self.fp8[first : first + number])
 
   def _remat(self, super_block: Callable, *, in_loop: bool) -> Callable:
-    """`super_block` as `step.remat` says, which in a loop needs no barriers against sharing."""
+    """`super_block` under the policy of `step.remat`; a loop needs no barrier against CSE."""
     if self.num.remat == "none":
       return super_block
-    of_weights = num_shards("embed") > 1  # what was gathered is not to be kept; else they are there
-    # A prefix of the arguments' tree, which jax takes and its annotation does not know.
+    # Only gathered weights get a barrier, so that they are not kept; others are resident anyway.
+    of_weights = num_shards("embed") > 1
+    # A prefix of the arguments' tree: jax accepts it, its type annotation does not.
     barriers: Any = False if in_loop else (True, (of_weights, True))
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
@@ -234,7 +235,7 @@ class Decoder(nnx.Module):
     return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
-    num, table_VD = self.num, self.embed.value()  # the lookup casts rows, and sums gradients before
+    num, table_VD = self.num, self.embed.value()  # not cast here: the lookup casts single rows
     x_BTD = embedding_lookup(
       table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic
     )

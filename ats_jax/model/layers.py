@@ -93,7 +93,7 @@ class Linear(Weight):
 class ExpertLinear(Weight):
   """The weights of all experts' layers of one kind: a stack [experts, in, out].
 
-  Who multiplies sorts tokens by expert first, so it takes `value` into an island and calls
+  The caller sorts tokens by expert first, so it passes `value` to an island and calls
   `ops.grouped_matmul` there.
   """
 

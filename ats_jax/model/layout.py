@@ -62,7 +62,7 @@ def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
 def fp8_layers(cfg: Config) -> tuple[bool, ...]:
   """Which layers multiply their projections and dense feed-forwards in 8 bits, from the bottom up.
 
-  A matter of how they are computed: their weights are the same ones.
+  The choice changes the computation only; the weights are the same.
   """
   precision = cfg.precision
   within = range(precision.fp8_keep_first, cfg.model.num_layers - precision.fp8_keep_last)

@@ -233,7 +233,7 @@ class Depth(nnx.Module):
     if self.cfg.routing == "static":
       steps = lambda at: jnp.floor((at + layer) * capacity)
       return steps(positions_BT + 1) > steps(positions_BT)
-    # Whatever the run's seed: whoever uses a checkpoint makes the same choice without knowing it.
+    # Independent of the run's seed, so that evaluation makes the same choice without knowing it.
     layer_key = jax.random.fold_in(jax.random.key(0), layer)
     draw = lambda position: jax.random.uniform(jax.random.fold_in(layer_key, position))
     return jax.vmap(jax.vmap(draw))(positions_BT) < capacity

@@ -45,10 +45,10 @@ def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numer
 def usual_unroll(cfg: Config, platform: str) -> int:
   """Blocks per iteration of the scan over layers that are fastest on a "cpu", "gpu" or "tpu".
 
-  In a loop XLA on a GPU copies what each layer reads and stores, or runs kernels of ours twice to
-  avoid that; without one the program is longer to compile (docs/reference/performance.md). With
-  deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md); under
-  accumulation it runs, and has not been timed.
+  In a loop XLA on a GPU copies what each layer reads and stores, or runs our kernels twice to avoid
+  the copies. Unrolled, a program takes longer to compile (docs/lab/performance.md). With
+  deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md); with accumulation
+  it runs, but was not timed.
   """
   layers = cfg.model.num_layers
   in_a_loop = cfg.precision.deterministic or cfg.step.accum_steps > 1

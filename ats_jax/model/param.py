@@ -50,7 +50,7 @@ class Param(nnx.Param):
 
 
 class Buffer(nnx.Variable):
-  """What the model reads but no gradient trains: the step sets it from what it saw.
+  """An array that the model reads and no gradient trains: the step sets it from its statistics.
 
   Attributes:
     axes: as of a `Param`.
@@ -101,7 +101,7 @@ def trainable(model: Any) -> Any:
 
 def merge(params: Any, model: Any) -> Any:
   """`params` (like `trainable(model)`) with the buffers of `model`."""
-  copied = lambda v: jax.tree.map(lambda x: x, v)  # whoever writes to it writes to no other model
+  copied = lambda v: jax.tree.map(lambda x: x, v)  # a copy: writes do not reach the other model
   pick = lambda v, p: copied(v) if isinstance(v, Buffer) else p
   return jax.tree.map(pick, model, params, is_leaf=is_variable)
 

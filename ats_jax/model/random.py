@@ -9,7 +9,7 @@ import jax
 
 
 class Purpose(enum.IntEnum):
-  """What is drawn. A value is never used again for another purpose: it is in every trajectory."""
+  """What a key is for. A number is never used for another purpose: runs would draw others."""
 
   INIT = 0  # weights of step 0
   PASS = 1  # a step's forward passes; those "of a pass" are folded into a layer's key of it

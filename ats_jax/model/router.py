@@ -131,7 +131,7 @@ class Router(nnx.Module):
     return biased_BTE
 
   def _close(self, x_BTD: jax.Array, logits_BTE: jax.Array) -> jax.Array:
-    """Close idle slots, and to each token the half of a split expert that is not on its side."""
+    """Close idle slots; of a split expert, close to each token the half on the other side."""
     if not self.cfg.spare_experts:
       return logits_BTE
     slots_BTS, null_BTE = jnp.split(logits_BTE, [self.num_slots], axis=-1)

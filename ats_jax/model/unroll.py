@@ -1,8 +1,8 @@
-"""Layers one after the other, from weights that are stacked: `lax.scan` without a loop, or several.
+"""Run stacked layers unrolled, or in several scans.
 
-With `lax.scan(unroll=num_layers)` XLA copies each layer's weights out of the stack for the backward
-pass, since what `jax.checkpoint` reads again stands behind a barrier, and it gathers the gradients
-of all layers again inside everything that reads them (docs/reference/performance.md has both
+`lax.scan(unroll=num_layers)` has two costs on a GPU. XLA copies each layer's weights out of the
+stack for the backward pass, because `jax.checkpoint` puts them behind a barrier. And XLA gathers
+the gradients of all layers inside every op that reads them (docs/lab/performance.md has both
 times).
 """
 
@@ -18,9 +18,9 @@ from ats_jax.sharding.apply import unwritten
 
 
 def unstack(tree: Any) -> list[Any]:
-  """Trees of the layers, from a tree whose every leaf has a leading [layers].
+  """Split a tree of stacked layers, whose every leaf has a leading [layers], into one tree a layer.
 
-  Their gradients are written into a stack layer by layer, each by whatever computes it.
+  In the backward pass each layer's gradient is written directly into its place in the stack.
   """
   leaves, structure = jax.tree.flatten(tree)
   return [structure.unflatten(layer) for layer in zip(*map(_slices, leaves), strict=True)]
@@ -38,11 +38,12 @@ def _slices_fwd(stack: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
 def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   aval = jax.typeof(grads[0])
   stack = unwritten((len(grads), *aval.shape), aval.dtype, jax.P(None, *aval.sharding.spec))
-  # Places that XLA knows it makes asynchronous copies to (docs/lab/log.md).
+  # The barrier hides constant indices: XLA turns writes to those into asynchronous copies
+  # (docs/lab/log.md).
   places = jax.lax.optimization_barrier(tuple(map(jnp.int32, range(len(grads)))))
   for place, grad in zip(places, grads, strict=True):
     stack = jax.lax.dynamic_update_index_in_dim(stack, grad, place, axis=0)
-  # Or else whatever reads the stack looks for the place of each of its elements.
+  # Without this barrier XLA fuses the index lookup into every reader of the stack.
   return (jax.lax.optimization_barrier(stack),)
 
 
@@ -50,7 +51,7 @@ _slices.defvjp(_slices_fwd, _slices_bwd)
 
 
 def run_layers(bodies: Sequence[Callable], carry: Any, xs: Iterable[Any]) -> tuple[Any, Any]:
-  """`jax.lax.scan` of `xs` already taken apart, each with its own body; outputs are stacked."""
+  """`jax.lax.scan` unrolled over a list `xs`, with one body for each; outputs are stacked."""
   outputs = []
   for body, x in zip(bodies, xs, strict=True):
     carry, output = body(carry, x)
@@ -64,7 +65,7 @@ def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> t
   Args:
     bodies: of each layer; layers with the same function are scanned together.
     carry: as in `jax.lax.scan`.
-    xs: trees with a leading [layers]. More than one run copies what it reads of them.
+    xs: trees with a leading [layers]. If there are several runs, each copies its slices.
     unroll: as in `jax.lax.scan`.
 
   Returns:
@@ -93,7 +94,7 @@ def _cut_fwd(stack: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[jax.Array,
 
 
 def _cut_bwd(sizes: tuple[int, ...], _, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-  # Of slices, JAX makes a whole stack for each, padded with zeros, and adds them up.
+  # JAX's own derivative would pad the gradient of each slice to a whole stack and add them up.
   return (jnp.concatenate(grads),)
 
 

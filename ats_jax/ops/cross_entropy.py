@@ -110,8 +110,8 @@ def token_logprobs(
 ) -> jax.Array:
   """The log-probability of each target under `softmax(x @ head.T)`, for losses of any form.
 
-  Its derivative computes the logits a second time, a chunk at a time: what a token's weight in the
-  loss is, is known only then. Where it is known beforehand, `linear_cross_entropy` saves that.
+  The derivative computes the logits a second time, a chunk at a time, because a token's weight in
+  the loss is known only then. `linear_cross_entropy` does not, for weights known beforehand.
 
   Args:
     x_BTD: final activations [batch, seq, d_model], sharded by `X_AXES`.
@@ -274,7 +274,7 @@ def _chunk(
 
 
 def _kernel(slot, kernels, logits_CV, dtype):
-  # Of a vocabulary that is cut, a row's sums are not one device's to make.
+  # With a sharded vocabulary no device can compute the sums of a row alone.
   if num_shards("vocab") > 1 or dtype != jnp.bfloat16:
     return None
   tokens, vocab = logits_CV.shape

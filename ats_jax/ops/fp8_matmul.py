@@ -72,20 +72,20 @@ def _matmuls(x_TK, weights, kernels):
 
 def _forward(x_TK, weights, kernels):
   x_TK = _written(x_TK)
-  # Named, so that a backward pass that makes the operands again need not look for it again.
+  # Named, so that a backward pass that recomputes the operands need not recompute the scale.
   largest = [checkpoint_name(_amax(a), *SAVED_NAMES) for a in (x_TK, *weights)]
   scale_x, *scales_w = (scale_of(E4M3, a) for a in largest)
   x8_TK = cast(x_TK, scale_x, E4M3)
 
   def times(w_KN, scale_w):
     w8_NK = transposed(w_KN, scale_w, E4M3, kernels)
-    # Each product is exact; the tensor cores add them up with some 14 bits. The gradients, whose
-    # sums are longer, ask for sums that are carried over to float32 now and then.
+    # Each product is exact; the tensor cores accumulate with some 14 bits. Gradients have longer
+    # sums, and ask for accumulators that are carried over to float32 now and then.
     y_TN = _product(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
     return _scale(y_TN, scale_x * scale_w)
 
   results = tuple(map(times, weights, scales_w))
-  # A second read of x, but under remat only one of the two is made in each pass.
+  # This reads x a second time, but under remat each pass makes only one of the two casts.
   x8_KT = transposed(x_TK, scale_x, E4M3, kernels)
   weights8 = tuple(map(functools.partial(cast, dtype=E4M3), weights, scales_w))
   like_w = tuple(jnp.zeros(0, w_KN.dtype) for w_KN in weights)
@@ -125,7 +125,7 @@ def _scale(y, scale):
 
 
 def _written(x):
-  """Kept from XLA, which would write what has two readers in the float32 that it was made in."""
+  """Hide `x` from XLA, which writes an array with two readers in float32, as it was computed."""
   return jax.lax.optimization_barrier(x)
 
 

@@ -37,7 +37,7 @@ def linears(
   """
   rows = ("batch", "seq")
   if not fp8:
-    # As matrices: where it sums over several dimensions, XLA on a CPU copies operands, transposed.
+    # As matrices: XLA on a CPU transposes and copies operands that sum over several dimensions.
     x_TK = reshape(x, (x.shape[0] * x.shape[1], math.prod(x.shape[2:])), axes=("batch", inputs[0]))
 
     def times(weight, outputs):

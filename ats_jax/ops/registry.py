@@ -2,7 +2,7 @@
 
 Before anything is traced, `choose` fills the slots from the settings, the device and `kernels.OPS`.
 While an op is traced, `kernel` looks up the shape at hand in the device's tuning table, a file in
-the repository, for tile parameters, or for the news that XLA is faster at this shape. Nothing is
+the repository, for tile parameters, or for a note that XLA is faster at this shape. Nothing is
 measured in a run.
 """
 

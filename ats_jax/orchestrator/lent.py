@@ -1,4 +1,4 @@
-"""What the training loop lends to whoever watches it."""
+"""What the training loop offers the supervisor."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,18 +9,18 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 
 
 class Loop(Protocol):
-  """What the training loop lends; what is lent is asked for when it is needed."""
+  """The interface of the training loop for the supervisor."""
 
   def position(self) -> Mapping[str, Any]:
-    """What a checkpoint of the state would hold beside it and what the supervisor has `saved`."""
+    """The loop's part of a checkpoint's `extra`: without the state and the supervisor's `saved`."""
     ...
 
   def again(self) -> Update:
-    """What makes the last update once more, from another state."""
+    """A function that makes the last update again, from another state."""
     ...
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
-    """What makes the updates that come next, on batches that the loop will read again.
+    """Functions that make the next updates; the loop will read their batches again.
 
     Args:
       saved: what `position` gave; the updates are those that came after it. None = now.

@@ -93,7 +93,7 @@ class Supervisor:
       totals: says where the time of this process went, see `Clock`.
       snapshots: where to keep states, if they are to outlive it.
       loop: lends what branches need; without one none are tried.
-      schedule: gives the rate that the step is to report; None = it is not compared.
+      schedule: gives the rate that the step must report; None = the rate is not checked.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
@@ -171,10 +171,10 @@ class Supervisor:
         logging.info("orchestrator: tries no steps twice, which takes five snapshots' memory")
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
-    """Look at the model as `program` has it from update `step` on; compiles what that needs.
+    """Score the probe with `program` from update `step` on; compiles the scoring.
 
-    Call where the train step is compiled too: when 8 bits are switched off, and as `mod.capacity`
-    falls. Looks by other rules are not compared, see `decide`.
+    Call it whenever the train step is compiled: when 8 bits are switched off, and as `mod.capacity`
+    falls. Losses under other rules are not compared, see `decide`.
 
     Args:
       program: of the same run.
@@ -186,7 +186,7 @@ class Supervisor:
       jax.block_until_ready(self._probe.score(program, state.model, program.rules(step)))
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """Take in what update `step` returned; the state with which to go on.
+    """Take in the results of update `step`; returns the state with which to go on.
 
     Args:
       step: updates done.
@@ -219,7 +219,7 @@ class Supervisor:
     return {} if self._loop is None else self._loop.position()
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """Look at all that there is, waiting for it: before a checkpoint, which must be sound.
+    """Look at all steps so far, waiting for their numbers: a checkpoint must be sound.
 
     Args:
       step: updates done.
@@ -240,7 +240,7 @@ class Supervisor:
       pending = pending._replace(again=self._score(state, pending.rules))
     if pending is not None:
       state = self._look(step, state, pending, pause=True)
-    if self._restored_step != step:  # else these are the metrics of what was replaced
+    if self._restored_step != step:  # else `metrics` are of the state that was replaced
       check_finite(step, metrics)
     if self._loop is not None and self._may_try(step):
       state = self._try_ahead(step, state, self._loop.ahead())
@@ -301,7 +301,7 @@ class Supervisor:
   def _look(
     self, step: int, state: TrainState, interval: Pending, *, pause: bool = False
   ) -> TrainState:
-    """Conclude from an interval, act, and tell everybody."""
+    """Conclude from an interval, act, and record both."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(interval.probe)
     reading = read(self._names, interval.step, rows, probe, self._tensors)
@@ -427,7 +427,7 @@ class Supervisor:
     return state
 
   def _try_again(self, step: int, state: TrainState) -> TrainState:
-    """Begin to remember steps that the policy wants tried otherwise, or make them again."""
+    """Begin to record the steps of a trial, or make recorded steps again with its action."""
     pending, again = self._pending, self._again
     assert pending is not None, "no interval ends here"
     if again is None:
@@ -436,14 +436,14 @@ class Supervisor:
         self._tries = None
       return state
     if again.rules != pending.rules:
-      self._again = None  # its beginning and its end are losses of two models
+      self._again = None  # the probe's losses at start and end are of two models
       return state
     if step < again.first + SPAN * self._cfg.check_interval:
       return state
     self._again = None
     left, other, effect = again.make(self._program.cfg, state, self._scorer(again.rules))
     self.replayed += step - again.first
-    self._clock.lap(step - again.first)  # is no slow training
+    self._clock.lap(step - again.first)  # or its time would count as slow training
     judgement = self._decide_trial(step, Tried(again.action, effect, again=True), again.first)
     if not judgement.decisions:
       del other  # there is memory for one
@@ -453,14 +453,14 @@ class Supervisor:
 
   def _go_on(self, step: int, other: TrainState, judgement: Judgement) -> TrainState:
     assert self._pending is not None, "no interval ends here"
-    self._pending = self._pending._replace(probe=None)  # that was of the arm that lost
+    self._pending = self._pending._replace(probe=None)  # it was of the arm that lost
     for decision in judgement.decisions:
       self.decisions.append((step, decision))
       other = self._carry_out(step, other, decision)
     return other
 
   def _try_past(self, step: int, state: TrainState) -> TrainState:
-    """Make all steps of the run again with an action, and go on with what came out better."""
+    """Make all steps of the run again with an action, and go on with the better outcome."""
     action, self._past, ring = self._past, None, self._snapshots
     if action is None or self._loop is None or self._probe is None or not self.acts:
       return state
@@ -484,7 +484,7 @@ class Supervisor:
     return self._go_on(step, other, judgement)
 
   def _decide_trial(self, step: int, tried: Tried, first: int) -> Judgement:
-    """Write down what came of a trial, and what is to be done about it."""
+    """Record a trial's effect, and let the policy decide what follows."""
     self._teller.trial(step, first, tried.action, tried.effect, again=tried.again)
     self.policy, judgement = decide(self._terms, self.policy, tried, step)
     won = bool(judgement.decisions or judgement.asks)

@@ -80,9 +80,10 @@ def parse_law(text: str) -> Law:
     numbers = [float(number) for number in text.split(",")]
   except ValueError:
     numbers = []
-  if len(numbers) != 5 or not all(0 < number < math.inf for number in numbers):
+  if len(numbers) != 5 or not all(1e-3 <= n <= 1e6 for n in numbers):
     raise ValueError(
-      f"--law={text}: expected {' or '.join(LAWS)}, or five positive numbers E,A,B,alpha,beta."
+      f"--law={text}: expected {' or '.join(LAWS)}, or five positive numbers "
+      "E,A,B,alpha,beta between 0.001 and 1e6."
     )
   return Law(*numbers)
 
@@ -119,7 +120,8 @@ def budget(
   """What a budget buys with the model of a config, and whether it fits the model.
 
   Args:
-    cfg: the run, resolved or not. Without a budget it is what the config trains on.
+    cfg: the run, resolved or not. Without a budget it is what the config trains on: its steps, or
+      with `length=budget` the optimum, between `least_epochs` and `most_epochs` of the data.
     tokens: the budget in tokens, or
     flops: in training FLOPs, causal attention included, or
     gpu_hours: in hours of one device; needs `tokens_per_sec`.
@@ -149,9 +151,13 @@ def budget(
   table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
   parameters, per_token = counts.active - table, counts.flops_causal
   per_step = cfg.data.batch_size * cfg.data.seq_len
-  tokens = (
-    tokens or flops / per_token or gpu_hours * 3600 * tokens_per_sec or cfg.num_steps * per_step
-  )
+  wanted = law.optimal_tokens(parameters)
+  to_see = tokens_worth(wanted, unique_tokens or wanted)
+  configured = cfg.num_steps * per_step
+  if cfg.length == "budget":
+    least, most = cfg.least_epochs * unique_tokens, cfg.most_epochs * unique_tokens or math.inf
+    configured = min(max(to_see, least), most)
+  tokens = tokens or flops / per_token or gpu_hours * 3600 * tokens_per_sec or configured
 
   def row(amount: float) -> dict[str, float | None]:
     worth = effective_tokens(amount, unique_tokens or amount)
@@ -165,11 +171,10 @@ def budget(
       "loss": law.loss(parameters, worth),
     }
 
-  here, wanted = row(tokens), law.optimal_tokens(parameters)
+  here = row(tokens)
   worth, loss = here["effective_tokens"], here["loss"]
   assert worth and loss
   best_parameters, best_tokens = law.optimum(6 * parameters * tokens)
-  to_see = tokens_worth(wanted, unique_tokens or wanted)
   plan = {
     "model": {
       "parameters": counts.parameters,
@@ -198,9 +203,20 @@ def budget(
   return plan | {"notes": _notes(cfg, plan, unique_tokens)}
 
 
+def reason(plan: dict[str, Any]) -> str:
+  """Why a run with `length=budget` takes as long as it does, in words; `plan` is of `budget`."""
+  wanted = plan["optimal"]["epochs"]
+  return (
+    f"{plan['budget']['epochs']:.2f} epochs: {_amount(plan['model']['law_parameters'])} parameters "
+    f"want {_amount(plan['optimal']['tokens'])} fresh tokens, which are "
+    + (f"{wanted:.2f} epochs" if wanted else "more than any number of epochs")
+    + " of this text"
+  )
+
+
 def _check(amounts: dict[str, float]) -> None:
   for name, amount in amounts.items():
-    if not 0 <= amount < math.inf:
+    if amount and not 1e-3 <= amount <= 1e40:
       raise ValueError(f"--{name}={amount}: expected a positive number, such as 20e9.")
 
 

@@ -13,8 +13,8 @@ from ats_jax.model.moe import MoE
 from ats_jax.model.router import CLOSED, Router
 from ats_jax.model.stats import MoEStats, StackStats
 
-# Of the predictor's loss. Nothing else trains the predictor and Adam ignores a gradient's scale:
-# it only has to be too small to move the norm that all gradients are clipped by.
+# Of the predictor's loss. Any weight trains the predictor alike, as nothing else does and Adam
+# ignores a gradient's scale. It is small so that it does not move the global norm of the clip.
 PREDICTOR_WEIGHT = 0.01
 RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
 

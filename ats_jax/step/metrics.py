@@ -64,7 +64,7 @@ class StepMetrics(NamedTuple):
   Attributes:
     values: float32 vector, named by `metric_names`.
     layers: arrays of the sparse layers, in order of depth: moe/load [layers, experts] (share of the
-      layer's choices), moe/layer_entropy, moe/layer_dropped [layers], mod/layer_routed,
+      layer's choices), moe/layer_entropy, moe/layer_dropped, moe/layer_tokens, mod/layer_routed,
       mod/layer_overflow [layers], mod/depths [layers + 1] (share of tokens by how many of the
       skipping layers they went through).
   """
@@ -137,6 +137,7 @@ def _moe_metrics(
     "moe/load": load_LE,
     "moe/layer_entropy": moe.entropy / tokens_L,
     "moe/layer_dropped": moe.dropped / choices_L,
+    "moe/layer_tokens": moe.tokens,
   }
 
 

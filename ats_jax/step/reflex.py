@@ -1,13 +1,13 @@
-"""The reflex: what a training step does by itself, at once, when something is wrong with it.
+"""The reflex: the guard inside the training step, which acts at once.
 
-It runs inside the jitted step, every step, without a word from the host. What is not finite it
-leaves out. What is finite it trains on, however surprising: it bounds the influence of each
-tensor's gradient, and how fast the learning rate may rise. While nothing is flagged every factor is
-exactly 1 and every choice is the new value, so parameters are bit for bit those of a step without
-it.
+It runs in the jitted step, every step, without the host. It leaves out updates whose loss or
+gradient is not finite. It trains on everything finite, however surprising, but bounds the influence
+of each tensor's gradient and how fast the learning rate may rise. While nothing is flagged every
+factor is exactly 1 and every choice is the new value, so parameters are bit for bit those of a step
+without it.
 
-What surprises enters the statistics too, pulled to within a few sigmas: a kind of batch that comes
-again and again becomes usual. What is not finite never enters them.
+Surprising samples enter the statistics too, pulled to within a few sigmas. So a kind of batch that
+comes again and again becomes usual. Samples that are not finite never enter.
 """
 
 from typing import NamedTuple

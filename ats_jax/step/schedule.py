@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
+from ats_jax.extensions import schedules
 
 
 def learning_rate(cfg: Config, step: Any, xp: Any = jnp) -> Any:
@@ -22,7 +23,7 @@ def learning_rate(cfg: Config, step: Any, xp: Any = jnp) -> Any:
   o, warmup = cfg.optimizer, warmup_steps(cfg)
   t = xp.asarray(step, xp.float32)
   p = xp.clip((t - warmup) / max(1, cfg.num_steps - 1 - warmup), 0.0, 1.0)
-  shape = _shape(o.schedule, p, warmup, cfg, xp)
+  shape = schedules.find(o.schedule)(p, cfg, xp)
   rise = xp.minimum(1.0, (t + 1.0) / max(1, warmup))
   return xp.asarray(o.learning_rate, xp.float32) * rise * shape
 
@@ -41,19 +42,40 @@ def decay_from(cfg: Config, step: int) -> int:
   return math.ceil((step + 1) / (1 - cfg.optimizer.decay_fraction))
 
 
-def _shape(name: str, p: Any, warmup: int, cfg: Config, xp: Any) -> Any:
-  """Factor in [final_lr_fraction, 1] at progress `p`."""
+# A schedule is registered as (progress, cfg, xp) -> factor. Progress runs from 0 at the end of the
+# warm-up to 1 at the end of the run; the factor multiplies the peak rate. `xp` is jax.numpy, or
+# numpy on the host: use its functions.
+
+
+@schedules.register("constant", "none")
+def _constant(p: Any, cfg: Config, xp: Any) -> Any:
+  del cfg
+  return xp.ones_like(p)
+
+
+@schedules.register("linear")
+def _linear(p: Any, cfg: Config, xp: Any) -> Any:
+  del xp
+  return 1.0 - (1.0 - cfg.optimizer.final_lr_fraction) * p
+
+
+@schedules.register("cosine", "one_cycle")
+def _cosine(p: Any, cfg: Config, xp: Any) -> Any:
   final = cfg.optimizer.final_lr_fraction
-  if name in ("constant", "none"):
-    return xp.ones_like(p)
-  if name == "linear":
-    return 1.0 - (1.0 - final) * p
-  if name in ("cosine", "one_cycle"):
-    return final + (1.0 - final) * 0.5 * (1.0 + xp.cos(xp.pi * p))
-  if name == "rex":  # Chen et al. 2021, arXiv:2107.04197, eq. 1
-    return final + (1.0 - final) * (1.0 - p) / (0.5 + 0.5 * (1.0 - p))
-  assert name == "wsd", name  # warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395
+  return final + (1.0 - final) * 0.5 * (1.0 + xp.cos(xp.pi * p))
+
+
+@schedules.register("rex")  # Chen et al. 2021, arXiv:2107.04197, eq. 1
+def _rex(p: Any, cfg: Config, xp: Any) -> Any:
+  del xp
+  final = cfg.optimizer.final_lr_fraction
+  return final + (1.0 - final) * (1.0 - p) / (0.5 + 0.5 * (1.0 - p))
+
+
+@schedules.register("wsd")  # warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395
+def _wsd(p: Any, cfg: Config, xp: Any) -> Any:
+  o, warmup = cfg.optimizer, warmup_steps(cfg)
   # The decay never begins before the warm-up ends.
-  length = min(1.0, cfg.optimizer.decay_fraction * cfg.num_steps / max(1, cfg.num_steps - warmup))
+  length = min(1.0, o.decay_fraction * cfg.num_steps / max(1, cfg.num_steps - warmup))
   down = xp.clip((p - (1.0 - length)) / max(length, 1e-9), 0.0, 1.0)
-  return 1.0 - (1.0 - final) * down
+  return 1.0 - (1.0 - o.final_lr_fraction) * down

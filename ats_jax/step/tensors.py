@@ -35,7 +35,7 @@ def count(params: Any) -> int:
 
 def squares(params: Any) -> jax.Array:
   """The sum of squares of each, float32 [tensors]."""
-  # Behind a barrier: XLA rounds alike, whatever is made of it.
+  # Behind a barrier, so that the rounding does not depend on what reads the result.
   return jax.lax.optimization_barrier(_reduced(params, lambda x: jnp.square(x.astype(jnp.float32))))
 
 
@@ -52,10 +52,10 @@ def checksums(params: Any) -> jax.Array:
 def squares_and_checksums(x: Any, params: Any, platform: str) -> tuple[jax.Array, jax.Array]:
   """`squares` of one tree and `checksums` of another, of the same shapes.
 
-  On a GPU in one reduction: XLA updates arrays in place in the pass that reduces them once, and
-  copies them if it reduces them twice (jax 0.11.2).
+  On a GPU they are one reduction: XLA updates an array in place in a pass with one reduction of it,
+  and copies the array if there are two (jax 0.11.2).
   """
-  if platform == "cpu":  # its reductions of two arrays are no vector instructions
+  if platform == "cpu":  # XLA does not vectorise a reduction of two arrays there
     return squares(x), checksums(params)
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
   zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.uint32)
@@ -77,7 +77,7 @@ def scaled(params: Any, factor_T: jax.Array) -> Any:
     factor = factor_T[first : first + math.prod(lead)].reshape(lead + (1,) * (x.ndim - len(lead)))
     factors.append(factor.astype(x.dtype))
     first += math.prod(lead)
-  # Behind a barrier: XLA would make one pass of all that read the same vector.
+  # Behind a barrier: XLA would fuse all readers of one vector into one pass.
   factors = jax.lax.optimization_barrier(factors)
   return structure.unflatten([x * f for x, f in zip(leaves, factors, strict=True)])
 

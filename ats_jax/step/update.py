@@ -19,9 +19,9 @@ class Updated(NamedTuple):
     params: new parameters; the old ones if the update is not made.
     opt_state: of the optimizer, likewise.
     grad_norm: float32, before clipping.
-    update_norm: float32, of what is added to the parameters, were the update made.
-    rate: float32, what multiplied the directions, were it accepted: the schedule's learning rate
-      times all that anybody made of it.
+    update_norm: float32, of what is added to the parameters if the update is made.
+    rate: float32, the factor of the directions if the update is made: the schedule's learning rate
+      times the factors of supervisor and reflex.
     accept: bool, whether the update is made; None = yes.
     reflex: its new state, or None.
     report: values of `REFLEX_METRICS`; empty without reflex.

@@ -21,10 +21,10 @@ from ats_jax.config import base_config, from_config_dict
 from benchmarks.faults.arms import ARMS, OTHER_ARMS
 from benchmarks.faults.audit import KNOWN
 from benchmarks.faults.bench import Suite
-from benchmarks.faults.other_tables import tables
 from benchmarks.faults.results import merged
 from benchmarks.faults.spread import spread
 from benchmarks.faults.suite import SUITES, run_suite
+from benchmarks.faults.suite_tables import tables
 
 _SUITE = flags.DEFINE_enum("suite", "smoke", list(SUITES), "What is run.")
 _ARMS = flags.DEFINE_list("arms", None, "Only these arms.")
@@ -82,7 +82,7 @@ def files() -> list[Path]:
 def main(argv: list[str]) -> None:
   """Run a suite and print its table, or only print it."""
   paths = files()
-  if argv[1] == "run":
+  if argv[0] == "run":
     (path,) = paths
     suite = chosen(SUITES[_SUITE.value])
     if _PROCESSES.value:

@@ -169,10 +169,10 @@ class RateMemory(NamedTuple):
 
 
 def rate_rules(least: float) -> Rule:
-  """Rules of thumb on the learning rate: those of AdaptiveTrainingSystem's orchestrator.
+  """Rules of thumb on the learning rate (https://github.com/MatN23/AdaptiveTrainingSystem).
 
-  Its thresholds are kept, and its detectors are wired up, as its documentation says they are. A
-  change multiplies the rate of the moment, is held for 10 to 20 steps, then the schedule is back.
+  The thresholds are those of that project's orchestrator; detectors act as its documentation says.
+  A change multiplies the current rate and is held for 10 to 20 steps; then the schedule is back.
 
   | seen | factor | steps |
   |---|---|---|

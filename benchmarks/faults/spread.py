@@ -13,11 +13,7 @@ from benchmarks.faults.suite import part_file
 
 REPORT_SECS, POLL_SECS = 60.0, 1.0
 # With more than one thread a process, they wait for each other.
-ONE_THREAD = {
-  "JAX_PLATFORMS": "cpu",
-  "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-  "OMP_NUM_THREADS": "1",
-}
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 def spread(path: Path, processes: int) -> None:
@@ -64,10 +60,12 @@ def _start(path: Path, part: int, parts: int, core: int) -> subprocess.Popen:
   command = [sys.executable, "-m", "benchmarks.faults", *own, f"--part={part}/{parts}"]
   log = _log(path, part)
   log.parent.mkdir(parents=True, exist_ok=True)
+  flags = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
+  env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
   with log.open("w") as file:
     return subprocess.Popen(
       ["taskset", "--cpu-list", str(core), *command],
-      env=os.environ | ONE_THREAD, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+      env=os.environ | env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 

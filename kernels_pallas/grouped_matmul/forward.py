@@ -129,7 +129,7 @@ def _kernel(
 
       def multiply():
         y, later = reader.multiply((wg_rows, t.block_n), operands, peek, store(pending))
-        if scaled:
+        if scale_gmem is not None:
           which = jnp.minimum(group, num_groups - 1) if scale_gmem.shape[0] > 1 else 0
           y = y * scale_gmem[which]
         arrays = [(machine.swiglu(y) if what == "h" else y) for what in outputs]

@@ -24,11 +24,12 @@ LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240  # 24 + 2 * 240 = 504 = 3 * 168, tho
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-def swizzled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
+def swizzled(shape: tuple[int, ...], dtype):
   """Shared memory as wgmma reads it and as warpgroups write it without bank conflicts."""
   lanes = 128 // jnp.dtype(dtype).itemsize
-  transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
-  return plgpu.SMEM(shape, dtype, transforms=transforms)
+  tiling = plgpu.TilingTransform((8, lanes))  # pyright: ignore[reportAbstractUsage]
+  swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+  return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def staging(dtype, *, short: bool):
@@ -64,7 +65,8 @@ class Pending(NamedTuple):
   def nothing(cls, shapes, dtype) -> "Pending":
     """Before the first tile."""
     zeros = [plgpu.layout_cast(jnp.zeros(s, dtype), plgpu.Layout.WGMMA) for s in shapes]
-    return cls(tuple(zeros), *[jnp.int32(0)] * 4, tuple(jnp.int32(0) for _ in shapes))
+    zero = jnp.int32(0)
+    return cls(tuple(zeros), zero, zero, zero, zero, tuple(zero for _ in shapes))
 
   def chores(self, outputs, smem, plain_smem=None):
     """Functions that store a stripe each, to be called in turn with some time in between.
@@ -213,7 +215,8 @@ class Reader:
 
       return acc[...], later
 
-    y, later = pl.run_scoped(accumulate, plgpu.ACC(shape))
+    total = plgpu.ACC(shape)  # pyright: ignore[reportPrivateImportUsage]
+    y, later = pl.run_scoped(accumulate, total)
 
     @pl.when(self.steps > 0)
     def _():

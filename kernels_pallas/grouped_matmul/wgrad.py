@@ -127,7 +127,7 @@ def _kernel(groups_gmem, bounds_gmem, *refs, tiling: Tiling, transposed: bool, s
         return x_tile.transpose((1, 0)), dy_smem.at[slot]
 
       dw, later = reader.multiply((wg_rows, t.block_n), operands, peek, store(pending))
-      if scaled:
+      if scale_gmem is not None:
         dw = dw * scale_gmem[0]
       arrays = (dw.astype(dw_gmem.dtype),)
       rows = jnp.int32(0), jnp.int32(wg_rows)

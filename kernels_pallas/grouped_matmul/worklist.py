@@ -53,8 +53,8 @@ class Tiling:
       )
 
 
-def ceil_div(a: int, b: int) -> int:
-  """The least integer that is not below a / b."""
+def ceil_div(a, b: int):
+  """The least integer that is not below a / b, of an int or an array of them."""
   return -(-a // b)
 
 

@@ -11,7 +11,11 @@ from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.family import Only, Own
 from ats_jax.bridge.folder import open_source
 
-pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("mesh")]
+pytestmark = [
+  pytest.mark.hf,
+  pytest.mark.usefixtures("mesh"),
+  pytest.mark.filterwarnings("default"),  # those of torch and transformers are not ours
+]
 
 # For each family the cases in which every row and field of its tables says something.
 OF_FAMILY = {

@@ -18,7 +18,11 @@ from ats_jax.bridge.parity import compare, divergence, our_logits
 from ats_jax.paths import parse
 from ats_jax.step.objective import loss_sums
 
-pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("mesh")]
+pytestmark = [
+  pytest.mark.hf,
+  pytest.mark.usefixtures("mesh"),
+  pytest.mark.filterwarnings("default"),  # those of torch and transformers are not ours
+]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 import pytest
 from commands import forked
+from xla_flags import FAST_STEPS
 
 from benchmarks.faults.results import Results
 from benchmarks.faults.suite import SUITES
@@ -14,7 +15,7 @@ def smoke(tmp_path_factory):
   """The results file, and what was printed."""
   path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
   done = forked("benchmarks.faults", "run", "--suite=audit_smoke", f"--results={path}",
-                "--processes=2")  # fmt: skip
+                "--processes=2", XLA_FLAGS=FAST_STEPS)  # fmt: skip
   assert done.code == 0, done.err
   return path, done.out
 

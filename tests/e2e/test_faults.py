@@ -2,13 +2,14 @@
 
 import pytest
 from commands import forked
+from xla_flags import FAST_STEPS
 
 from benchmarks.faults.results import Results
 from benchmarks.faults.suite import NOISE, SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
 
 
 def faults(*flags):
-  result = forked("benchmarks.faults", *flags)
+  result = forked("benchmarks.faults", *flags, XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err
   return result.out
 
@@ -90,4 +91,4 @@ def test_the_table_is_printed_again(smoke):
   ],
 )
 def test_wrong_flags(flags, error):
-  assert error in forked("benchmarks.faults", *flags).error()
+  assert error in forked("benchmarks.faults", *flags, XLA_FLAGS=FAST_STEPS).error()

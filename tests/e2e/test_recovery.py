@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import runs
 from commands import forked, started, train_flags
+from xla_flags import FAST_STEPS
 
 from ats_jax.checkpoint import committed_steps
 from ats_jax.metrics.rows import read_jsonl
@@ -35,9 +36,11 @@ def settings(tiny):
   return (*tiny, *SETTINGS)
 
 
-def train(workdir: Path, *settings: str, config: str | Path = "configs/debug.py") -> str:
+def train(
+  workdir: Path, *settings: str, config: str | Path = "configs/debug.py", **env: str
+) -> str:
   """A run to its end; what it logged."""
-  result = forked("ats_jax.train", *train_flags(workdir, *settings, config=config))
+  result = forked("ats_jax.train", *train_flags(workdir, *settings, config=config), **env)
   assert result.code == 0, result.err
   return result.err
 
@@ -175,12 +178,13 @@ def test_out_of_memory(settings, tmp_path):
     "orchestrator.probe_share=1.0",  # read at each look: a snapshot is good once it was
   )
   whole, relieved = tmp_path / "whole", tmp_path / "relieved"
-  train(whole, *large)
+  train(whole, *large, XLA_FLAGS=FAST_STEPS)
   config = tmp_path / "shrink.py"
   config.write_text(SHRINK.replace("{once}", str(tmp_path / "once")))
   # So that what the program frees is free for the machine, not kept for its next step.
   keep_nothing = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-  result = started("ats_jax.train", *train_flags(relieved, *large, config=config), **keep_nothing)
+  flags = train_flags(relieved, *large, config=config)
+  result = started("ats_jax.train", *flags, XLA_FLAGS=FAST_STEPS, **keep_nothing)
   assert result.code == 0, result.err
   log = result.err
   (line,) = [line for line in log.splitlines() if "the device is out of memory" in line]

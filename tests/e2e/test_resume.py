@@ -7,6 +7,7 @@ import pytest
 import runs
 from commands import forked
 
+from ats_jax.exits import STOPPED
 from ats_jax.metrics.rows import read_jsonl
 
 STEPS = 40
@@ -62,7 +63,7 @@ def test_kills_and_a_sigterm_change_nothing(settings, uninterrupted, tmp_path):
 
   process = start()
   output = runs.stop_at(process, 30, signal.SIGTERM)
-  assert process.returncode == 0, output
+  assert process.returncode == STOPPED, output
   assert "The same command goes on from there" in output
 
   output = runs.finish(start())

@@ -174,7 +174,7 @@ def test_nvcc_spills_no_registers(target, tmp_path):
   source = tmp_path / "only.cu"
   source.write_text('#include "grouped_matmul.cuh"\n')
   command = [nvcc, "-O3", "-std=c++17", "--cubin", f"-arch=sm_{target}", "-Xptxas", "-v"]
-  command += ["-Werror", "all-warnings", "-Xcompiler", "-Wall", f"-I{library.FOLDER}"]
+  command += ["-Werror", "all-warnings", "-Xcompiler", "-Wall", f"-I{library.SOURCES}"]
   command += ["-isystem", jax.ffi.include_dir(), source, "-o", tmp_path / "only.cubin"]
   run = subprocess.run(command, capture_output=True, text=True)
   assert run.returncode == 0, run.stderr

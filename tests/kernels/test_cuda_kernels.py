@@ -416,6 +416,6 @@ def test_what_is_called_wrongly_is_refused():
 
 
 def test_every_target_has_its_function():
-  sources = "".join(path.read_text() for path in sorted(library.FOLDER.glob("*.cuh")))
+  sources = "".join(path.read_text() for path in sorted(library.SOURCES.glob("*.cuh")))
   assert {n for n in library.TARGETS if f"SYMBOL({n}," in sources} == set(library.TARGETS)
   assert sources.count("XLA_FFI_DEFINE_HANDLER_SYMBOL(") == len(library.TARGETS)

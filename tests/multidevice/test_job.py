@@ -11,7 +11,7 @@ import pytest
 import runs
 from commands import forked, train_flags
 
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED, STOPPED
 from ats_jax.orchestrator.record import ledger
 
 STEPS = 100
@@ -104,7 +104,7 @@ def test_a_process_that_freezes_and_a_signal_to_the_job(settings, undisturbed, t
     output += runs.read_to(job, 55)
   assert "launch: process 0 was killed by SIGABRT" in output
   output = runs.stop_at(job, STEPS, signal.SIGTERM)
-  assert job.returncode == 0 and "SIGTERM: saved step" in output
+  assert job.returncode == STOPPED and "SIGTERM: saved step" in output
   check(tmp_path, undisturbed)
 
 

@@ -1,10 +1,12 @@
 """Who imports whom, and the other rules of the house that can be read off the source."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
 import pytest
+from quick import is_quick
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ats_jax"
@@ -16,12 +18,13 @@ KERNELS = sorted(p for folder in ROOT.glob("kernels_*") for p in folder.rglob("*
 # What a part may import of ats_jax besides itself; a trailing * matches any ending. A file that
 # lies directly in ats_jax/ is a part of its own. The order is that of the design, lowest first.
 MODEL = {"config", "sharding", "ops"}
-STEP = MODEL | {"model", "data.batch"}
+STEP = MODEL | {"model", "data.batch", "extensions"}
 ALLOWED = {
   "paths": set(),
-  "config": {"paths"},
-  "data": {"config", "paths"},
-  "metrics": {"config", "paths"},
+  "extensions": set(),  # it names the homes of what is built in, and imports them when asked
+  "config": {"paths", "extensions"},
+  "data": {"config", "extensions", "paths"},
+  "metrics": {"config", "extensions", "paths"},
   "checkpoint": {"config", "paths"},
   "sharding": {"config"},
   "ops": {"config", "sharding"},  # and kernels_*
@@ -31,12 +34,14 @@ ALLOWED = {
   "orchestrator": STEP
   | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
   | {"paths"},
-  "launch": set(),  # starts before jax is imported, and ends with the codes of `runtime`
+  "exits": set(),
   # Shared by all entry points; they know nothing of what is trained.
-  "cli": {"config", "launch"},
+  "cli": {"config", "exits"},
+  "launch": {"cli", "exits"},  # starts before jax is imported
   "runtime": {"config"},
-  "lease": {"launch", "paths"},
+  "lease": {"exits", "paths"},
   "workdir": {"config", "lease", "paths"},
+  "logfile": {"config", "paths"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
@@ -45,7 +50,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions"}
+TOP |= {"forecast", "decisions", "api"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 
@@ -53,6 +58,7 @@ def part(path: Path) -> str:
   return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
   return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -148,7 +154,8 @@ def test_no_handler_catches_everything(path):
 
 
 @pytest.mark.parametrize(
-  ("module", "only"), [("clu", "ats_jax/metrics/writer.py"), ("jax._src", "ats_jax/ops/_compat.py")]
+  ("module", "only"),
+  [("clu", "ats_jax/metrics/builtin.py"), ("jax._src", "ats_jax/ops/_compat.py")],
 )
 def test_fragile_modules_have_one_door(module, only):
   users = {
@@ -180,3 +187,13 @@ def test_test_files_have_unique_names_and_no_packages():
   files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
   assert len({p.name for p in files}) == len(files)
   assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_quick_tests_compile_nothing_and_are_many():
+  """What jit, a program or a process is made of is in files that `pytest --quick` leaves out."""
+  files = sorted((ROOT / "tests").rglob("test_*.py"))
+  quick = [path for path in files if is_quick(path)]
+  assert 20 < len(quick) < len(files) / 2
+  slow = {"jit", "make_program", "make_decoder", "forked", "started", "Popen"}
+  for path in quick:
+    assert not slow & {n.id for n in ast.walk(tree(path)) if isinstance(n, ast.Name)}, path

@@ -57,9 +57,40 @@ def test_plans_that_are_shown_can_be_made(flags):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identify)
-def test_links_lead_to_files(path):
-  for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-    assert target.startswith("http") or (path.parent / target).exists(), target
+def test_links_lead_to_files_and_to_their_headings(path):
+  for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_blocks(path)):
+    if target.startswith("http"):
+      continue
+    other = path.parent / target if target else path
+    assert other.exists(), target
+    if anchor:
+      assert anchor in anchors(other), f"{target} has no heading #{anchor}"
+
+
+def without_blocks(path: Path) -> str:
+  """The text of a document, what is fenced left out."""
+  text = path.read_text(encoding="utf-8")
+  return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+  """What links may name in a document: its headings, as GitHub and mkdocs write them."""
+  headings = re.findall(r"^#+ (.*)", without_blocks(path), re.MULTILINE)
+  words = [re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings]
+  return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in words}
+
+
+def test_the_readme_is_short():
+  assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_site_lists_every_page():
+  """Decisions are reached from their index."""
+  nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+  listed = re.findall(r"[\w/-]+\.md", nav)
+  pages = {str(p.relative_to(ROOT / "docs")) for p in ROOT.glob("docs/**/*.md")}
+  assert len(set(listed)) == len(listed)
+  assert set(listed) == {page for page in pages if not re.search(r"/\d{4}-", page)}
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *SOURCES], ids=identify)

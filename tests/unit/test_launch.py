@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED, STOPPED
 
 LAUNCH = """
 import sys
@@ -70,8 +70,8 @@ def test_restarts_are_bounded_and_the_code_is_passed_on(program, code, count, sa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("saved", "code"), [(0, 0), (9, 9)])
-def test_a_signal_reaches_all_and_nothing_starts_again(number, saved, code, tmp_path):
+@pytest.mark.parametrize("saved", [0, STOPPED, 9])
+def test_a_signal_reaches_all_and_nothing_starts_again(number, saved, tmp_path):
   handle = f"""
 def stop(number, frame):
   open(f"got_{{rank}}_{{number}}", "w").close()
@@ -85,8 +85,8 @@ open(f"ready_{{rank}}", "w").close()
     time.sleep(0.02)
   job.send_signal(number)
   job.communicate(timeout=30)
-  assert job.returncode == code and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
-  if code == 0:  # else the first that fails ends the other
+  assert job.returncode == saved and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
+  if saved != 9:  # else the first that fails ends the other
     assert all((tmp_path / f"got_{rank}_{int(number)}").exists() for rank in (0, 1))
 
 
@@ -97,3 +97,13 @@ def test_what_a_process_started_ends_with_it(tmp_path):
   job = launch(child + note + die + WAIT, tmp_path)
   job.communicate(timeout=30)  # would wait for who holds stderr
   assert job.returncode == REFUSED
+
+
+def test_a_run_that_was_stopped_and_saved_is_not_started_again(tmp_path):
+  """One process says so after the other: nobody is ended before it has saved."""
+  save = "time.sleep(rank * 0.5); open(f'saved_{rank}', 'w').close()\n"
+  job = launch(f"{save}sys.exit({STOPPED})", tmp_path)
+  _, err = job.communicate(timeout=30)
+  assert job.returncode == STOPPED and starts(tmp_path, 0) == starts(tmp_path, 1) == 1
+  assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+  assert "launch:" not in err

@@ -8,7 +8,7 @@ import pytest
 from bucket import objects
 
 from ats_jax import lease, paths
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 from ats_jax.paths import Path
 
 LOCK = Path("gs://bucket/run/.lock")

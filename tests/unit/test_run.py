@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import json
 import math
 import random
+import re
 import shutil
 import threading
 import weakref
@@ -20,8 +22,10 @@ from ats_jax.data.splits import open_datasets
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.planner.budget import budget
 from ats_jax.run import InitFrom, open_run
 from ats_jax.step.program import Program
+from ats_jax.step.schedule import learning_rate
 from ats_jax.train import train
 
 ACTS = {"orchestrator__mode": "act", "orchestrator__check_interval": 2}
@@ -275,3 +279,78 @@ def test_a_run_that_is_complete_compiles_no_step(texts, trained, tmp_path):
   cfg = config(texts, checkpoint__every_steps=2)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     assert run.step == 4 and run.begun.rules is None
+
+
+def budgeted(texts, **changes):
+  return config(texts, length="budget", num_steps=400, optimizer__warmup_fraction=0.1, **changes)
+
+
+@pytest.mark.parametrize("most", [1.5, 1e5])
+def test_a_text_too_small_for_the_optimum_is_seen_as_often_as_is_allowed(texts, most):
+  cfg = budgeted(texts, most_epochs=most)
+  train_set, _ = open_datasets(cfg.data, cfg.seed)
+  known, why = run_module.with_length(cfg, train_set)
+  assert budget(cfg, unique_tokens=train_set.num_tokens)["optimal"]["epochs"] is None
+  assert known.num_steps == math.ceil(most * train_set.num_rows / cfg.data.batch_size)
+  assert known.length == "budget"
+  assert f"least_epochs=0, most_epochs={most:g}" in why and "more than any number of epochs" in why
+
+
+def test_an_optimum_within_the_bounds_is_taken(texts):
+  cfg = budgeted(texts, most_epochs=5.0)
+  plan = lambda unique: budget(cfg, unique_tokens=unique)
+  wanted = plan(0)["optimal"]["tokens"]
+  here = plan(wanted / 2.5)
+  assert here["budget"]["epochs"] == pytest.approx(here["optimal"]["epochs"])
+  assert 2.5 < here["budget"]["epochs"] < 3  # repeated tokens are worth a little less
+  assert plan(0)["budget"]["tokens"] == wanted  # nothing is seen twice
+  assert plan(10 * wanted)["budget"]["epochs"] == pytest.approx(0.1)
+  at_least = dataclasses.replace(cfg, least_epochs=3.0)
+  assert budget(at_least, unique_tokens=10 * wanted)["budget"]["epochs"] == pytest.approx(3)
+
+
+def test_a_run_as_long_as_the_budget_says(texts, tmp_path):
+  """The schedule ends with it, the workdir says it, and a run that goes on keeps it."""
+  cfg = budgeted(texts, most_epochs=1.5, optimizer__schedule="linear", checkpoint__every_steps=3)
+  train_set, _ = open_datasets(cfg.data, cfg.seed)
+  steps = math.ceil(1.5 * train_set.num_rows / cfg.data.batch_size)
+  assert int(train(cfg, tmp_path).step) == steps
+  assert workdir.load_config(tmp_path).num_steps == steps
+  said = json.loads((tmp_path / "metadata.json").read_text())["run"]["length by"]
+  assert said.startswith("1.50 epochs: ") and "of this text" in said
+  rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
+  rates = [row["train/learning_rate"] for row in rows]
+  assert len(rates) == steps
+  planned = dataclasses.replace(cfg, num_steps=steps)
+  np.testing.assert_allclose(rates, learning_rate(planned, np.arange(steps)), rtol=1e-6)
+  shutil.rmtree(tmp_path / "checkpoints" / str(steps))
+  assert int(train(cfg, tmp_path).step) == steps
+  assert workdir.load_config(tmp_path).num_steps == steps
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"num_epochs": 2.0}, "num_epochs=2.0 and length=budget both say when to end"),
+    ({"least_epochs": 5.0}, "least_epochs=5.0 exceeds most_epochs=4.0"),
+    ({"most_epochs": 0.0}, "most_epochs=0 trains nothing"),
+  ],
+)
+def test_lengths_that_contradict(texts, changes, says):
+  with pytest.raises(ValueError, match=says):
+    budgeted(texts, **changes)
+
+
+def test_a_table_with_rows_that_no_token_uses(texts, tmp_path, caplog):
+  """One warning at the start, none when the run goes on."""
+  with caplog.at_level("WARNING"):
+    train(config(texts, model__vocab_size=1024, num_steps=1), tmp_path / "wide")
+    assert re.search(
+      r"model\.vocab_size=1024, but the tokenizer has 259 tokens: 765 rows of the embedding and of "
+      r"the head, .* --config\.data\.tokenizer=FILE, .*--config\.model\.vocab_size=0",
+      caplog.text,
+    )
+    caplog.clear()
+    train(config(texts, model__vocab_size=1024, num_steps=2), tmp_path / "wide")
+    train(config(texts, num_steps=1), tmp_path / "fits")
+  assert "vocab_size" not in caplog.text

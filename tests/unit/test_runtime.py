@@ -12,7 +12,7 @@ from commands import Result, forked
 
 from ats_jax import cli, runtime
 from ats_jax.config import Config, base_config, from_config_dict
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 
 
 def config(**changes) -> Config:

@@ -1,22 +1,51 @@
-"""`python -m ats_jax VERB`: the table of commands."""
+"""`ats-jax VERB`: the table of verbs, their help, their flags in the reference, their examples."""
 
-import importlib.util
+import importlib
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
-from commands import forked
+from absl import flags
+from commands import REPOSITORY, forked, started
 
-from ats_jax.__main__ import VERBS
+from ats_jax import cli, exits
+from ats_jax.__main__ import GROUPS, VERBS, listing
+from ats_jax.config.build import settings
+
+COMMANDS = {
+  f"{verb} {word}".strip(): command
+  for verb, row in VERBS.items()
+  for word, command in importlib.import_module(f"ats_jax.{row.module}").COMMANDS.items()
+}
+REFERENCE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_names_a_module_that_can_be_run(verb):
-  module, words, what = VERBS[verb]
-  spec = importlib.util.find_spec(f"ats_jax.{module}")
-  assert spec is not None
-  if spec.submodule_search_locations:
-    spec = importlib.util.find_spec(f"ats_jax.{module}.__main__")
-  assert spec is not None and what[0].islower() and len(what) < 80
-  assert isinstance(words, tuple)
+def test_a_row_of_the_table(verb):
+  row = VERBS[verb]
+  assert row.group in GROUPS and row.what[0].islower() and len(row.what) < 80
+  assert f"  {verb:<10} {row.what}\n" in listing() + "\n"
+
+
+def test_the_list_of_verbs_and_a_misspelt_one():
+  assert forked("ats_jax").out == listing() + "\n" == forked("ats_jax", "--help").out
+  wrong = forked("ats_jax", "trian")
+  assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
+
+
+@pytest.mark.parametrize("module", ["ats_jax", "ats_jax.__main__", "ats_jax.launch"])
+def test_what_starts_at_once_imports_no_jax(module):
+  code = f"import sys, {module}; assert 'jax' not in sys.modules"
+  assert started("timeit", "-n1", "-r1", code).code == 0
+
+
+def test_the_console_script_is_the_same_door():
+  project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+  module, _, function = project["scripts"][cli.PROGRAM].partition(":")
+  assert getattr(importlib.import_module(module), function) is sys.modules["ats_jax.__main__"].main
 
 
 def test_a_verb_does_what_its_module_does():
@@ -26,16 +55,84 @@ def test_a_verb_does_what_its_module_does():
   assert by_verb.out == by_module.out and '"parameters"' in by_verb.out
 
 
-def test_words_of_a_verb_reach_its_module():
-  assert "--only=rope: no such op" not in forked("ats_jax", "tune", "--only=rope").err
-  error = forked("ats_jax", "tune", "--only=nothing").error()
-  assert "--only=nothing: no such op" in error
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name):
+  verb, *word = name.split()
+  out = forked("ats_jax", verb, *word, "--help")
+  assert out.code == 0 and out.err == ""
+  text = out.out
+  assert f"ats-jax {name}" in text and "Exit codes\n  0        done\n" in text
+  listed = re.findall(r"^  --(?:\[no\])?(\w+):", text, re.MULTILINE)
+  assert listed == [flag.name for flag in COMMANDS[name].own_flags()]
+  assert len(listed) < 15  # its own, not those of libraries
+  teaches = "--config.section.name=value changes a setting" in text
+  assert teaches == ("config" in listed)
+  if teaches:
+    for name in re.findall(r"--config\.([a-z_.]+)=", text):
+      assert name in settings() or name == "section.name"
 
 
-def test_the_list_of_verbs_and_a_misspelt_one():
-  listing = forked("ats_jax")
-  assert listing.code == 0
-  assert all(f"  {verb} " in listing.out for verb in VERBS)
-  wrong = forked("ats_jax", "trian")
-  assert wrong.code == 2
-  assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
+def test_help_of_a_verb_that_needs_a_word_lists_them():
+  out = forked("ats_jax", "data", "--help")
+  assert out.code == 0 and "ats-jax data stats: " in out.out and "ats-jax data audit: " in out.out
+  assert "expected one command of stats, audit, got none" in forked("ats_jax", "data").error()
+  assert "got 'stat'" in forked("ats_jax", "data", "stat").error()
+
+
+def examples() -> list[str]:
+  """Each command line that a help text or the reference shows."""
+  texts = [REFERENCE, cli.SETTINGS_HELP, *(c.about or "" for c in COMMANDS.values())]
+  joined = "\n".join(texts).replace("\\\n", " ")
+  found = re.findall(r"^ *(?:\$ )?ats-jax ([^\n#]+)", joined, re.MULTILINE)
+  return sorted({" ".join(line.split()) for line in found if "VERB" not in line})
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_are_understood(line):
+  verb, *rest = shlex.split(line)
+  word = rest[0] if rest and f"{verb} {rest[0]}" in COMMANDS else ""
+  name = f"{verb} {word}".strip()
+  if "--help" in rest:
+    return
+  command = COMMANDS[name]
+  try:
+    command.parse(name, rest[1:] if word else rest)
+    for flag in ("config", "init_from") if verb != "launch" else ():
+      if flag == "config" and flag in command.flags and command.flags[flag].value:
+        file = command.flags[flag].value.partition(":")[0]
+        assert (REPOSITORY / file).exists() or not file.startswith("configs/"), file
+  finally:
+    for name in command.flags:
+      command.flags[name].unparse()
+
+
+def test_no_verb_defines_a_flag_of_the_whole_process():
+  """A program that imports this package may define flags of the same names."""
+  ours = {flag.name for command in COMMANDS.values() for flag in command.own_flags()}
+  assert len(ours) > 30
+  assert not [n for n in flags.FLAGS if n in ours or n.startswith("config.")]
+
+
+def section(name: str) -> str:
+  """What the reference says of a command."""
+  found = re.search(rf"^## `{name}`$(.*?)(?=^## )", REFERENCE, re.MULTILINE | re.DOTALL)
+  assert found, f"docs/reference/cli.md has no section on `{name}`"
+  return found[1]
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n != "bench step"])
+def test_the_reference_has_every_flag(name):
+  listed = re.findall(r"^\| `--(?:\[no\])?(\w+)`", section(name), re.MULTILINE)
+  assert listed == [flag.name for flag in COMMANDS[name].own_flags()]
+  for flag in COMMANDS[name].own_flags():
+    assert flag.name == "config" or f"| {flag.help} |" in section(name)
+
+
+def test_the_reference_has_nothing_else():
+  named = re.findall(r"^## `(.+)`$", REFERENCE, re.MULTILINE)
+  assert named == [n for n in COMMANDS if n != "bench step"]
+
+
+def test_the_reference_has_the_exit_codes():
+  for code, meaning in exits.MEANINGS.items():
+    assert f"| {code} | {meaning} |" in REFERENCE

@@ -60,6 +60,22 @@ class Config:
     low=0.0,
     resume="free",
   )
+  length: str = setting(
+    "given",
+    "what says when to end: 'given' = num_steps or num_epochs; 'budget' = the tokens with which "
+    "`plan budget` finds this model compute-optimal on this text, between the next two",
+    choices=("given", "budget"),
+    resume="free",
+  )
+  least_epochs: float = setting(
+    0.0, "of a budget: at least so many passes over the training rows", low=0.0, resume="free"
+  )
+  most_epochs: float = setting(
+    4.0,
+    "of a budget: at most so many; past 4 a repeated token is worth visibly less",
+    low=0.0,
+    resume="free",
+  )
   compilation_cache: str = setting(
     "auto",
     "folder of compiled programs; 'auto' = ~/.cache/ats_jax/xla, 'off' = none",
@@ -71,6 +87,12 @@ class Config:
     "and all end",
     unit="s",
     low=1,
+    resume="free",
+  )
+  extensions: str = setting(
+    "",
+    "comma-separated files or modules of yours that add metric writers, schedules, optimizers and "
+    "data formats (docs/guides/extensions.md); a workdir keeps them as name#hash",
     resume="free",
   )
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -87,3 +109,8 @@ class Config:
   log: LogConfig = dataclasses.field(default_factory=LogConfig)
   sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
   orchestrator: OrchestratorConfig = dataclasses.field(default_factory=OrchestratorConfig)
+
+  @property
+  def counts_epochs(self) -> bool:
+    """Whether `num_steps` is not what the user says, but follows from the data."""
+    return self.num_epochs > 0 or self.length == "budget"

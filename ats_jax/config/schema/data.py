@@ -30,8 +30,10 @@ class DataConfig:
   bpe_vocab_size: int = setting(
     2048, "size of the trained BPE with its 3 special tokens", unit="tokens", low=300
   )
-  seq_len: int = setting(256, "length of a packed row", unit="tokens", low=8)
-  batch_size: int = setting(16, "packed rows per optimizer update, over all hosts", low=1)
+  seq_len: int = setting(256, "length of a packed row", unit="tokens", low=8, high=2**24)
+  batch_size: int = setting(
+    16, "packed rows per optimizer update, over all hosts", low=1, high=2**24
+  )
   packing: str = setting(
     "concat",
     "how documents fill rows: 'concat' (cut at row ends, no padding), 'first_fit' or 'best_fit' "

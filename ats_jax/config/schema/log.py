@@ -12,7 +12,19 @@ class LogConfig:
   every_steps: int = setting(10, "steps between metric rows", low=1, resume="free")
   writers: str = setting(
     "console,jsonl,csv,tensorboard",
-    "comma-separated: console, jsonl, csv, tensorboard, clu (needs the tf extra)",
+    "comma-separated: console, jsonl, csv, tensorboard; clu, wandb, mlflow, trackio (each needs an "
+    "extra, docs/reference/metrics.md); or those of `extensions`",
+    resume="free",
+  )
+  project: str = setting(
+    "ats_jax",
+    "project of W&B and trackio, experiment of MLflow, that a run is put in",
+    resume="free",
+  )
+  level: str = setting(
+    "info",
+    "least severe lines that are shown and kept in log.txt; 'debug' = those of libraries too",
+    choices=("debug", "info", "warning", "error"),
     resume="free",
   )
   progress: bool = setting(True, "a progress bar with ETA on a terminal", resume="free")

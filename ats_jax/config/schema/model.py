@@ -10,15 +10,21 @@ class ModelConfig:
   """The decoder: pre-norm, grouped-query attention, RoPE, a gated feed-forward."""
 
   vocab_size: int = setting(
-    0, "rows of the embedding; 0 = the tokenizer's size rounded up to a multiple of 128", low=0
+    0,
+    "rows of the embedding; 0 = the tokenizer's size rounded up to a multiple of 128",
+    low=0,
+    high=2**24,
   )
-  num_layers: int = setting(4, "decoder blocks", low=1)
-  d_model: int = setting(128, "width of the residual stream", low=8)
-  num_heads: int = setting(4, "query heads", low=1)
+  num_layers: int = setting(4, "decoder blocks", low=1, high=10_000)
+  d_model: int = setting(128, "width of the residual stream", low=8, high=2**20)
+  num_heads: int = setting(4, "query heads", low=1, high=2**16)
   num_kv_heads: int = setting(4, "key/value heads (GQA); divides num_heads", low=1)
   head_dim: int = setting(0, "width of one head; 0 = d_model / num_heads", low=0)
   d_ff: int = setting(
-    0, "hidden width of SwiGLU; 0 = 8/3 * d_model rounded up to a multiple of 256", low=0
+    0,
+    "hidden width of SwiGLU; 0 = 8/3 * d_model rounded up to a multiple of 256",
+    low=0,
+    high=2**22,
   )
   activation: str = setting(
     "silu",

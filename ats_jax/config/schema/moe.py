@@ -9,7 +9,9 @@ from ats_jax.config.schema.setting import setting
 class MoEConfig:
   """Mixture of experts: several feed-forwards in a layer, of which each token uses a few."""
 
-  num_experts: int = setting(0, "routed experts of a layer; 0 = no mixture of experts", low=0)
+  num_experts: int = setting(
+    0, "routed experts of a layer; 0 = no mixture of experts", low=0, high=2**16
+  )
   top_k: int = setting(2, "experts that a token goes to", low=1)
   d_ff: int = setting(0, "hidden width of an expert; 0 = model.d_ff", low=0)
   num_shared: int = setting(0, "experts of the same width that every token goes to", low=0)

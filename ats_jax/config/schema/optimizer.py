@@ -3,21 +3,19 @@
 import dataclasses
 
 from ats_jax.config.schema.setting import setting
+from ats_jax.extensions import optimizers, schedules
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW and its schedule."""
+  """The optimizer and its schedule."""
 
+  name: str = setting("adamw", "what makes directions of gradients", choices=optimizers)
   learning_rate: float = setting(3e-4, "peak learning rate", low=0.0)
-  schedule: str = setting(
-    "cosine",
-    "shape after warm-up",
-    choices=("cosine", "linear", "wsd", "constant", "rex", "one_cycle", "none"),
-  )
+  schedule: str = setting("cosine", "shape after warm-up", choices=schedules)
   warmup_steps: int = setting(0, "linear warm-up; the first step uses lr/warmup_steps", low=0)
   warmup_fraction: float = setting(
-    0.0, "warm-up as a share of num_steps, used when warmup_steps is 0", low=0.0, high=1.0
+    0.0, "warm-up as a share of num_steps; warmup_steps, if set, goes before it", low=0.0, high=1.0
   )
   final_lr_fraction: float = setting(
     0.1, "learning rate at the end as a share of the peak", low=0.0, high=1.0

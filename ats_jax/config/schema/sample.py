@@ -11,9 +11,16 @@ class SampleConfig:
 
   prompt: str = setting("", "text to continue", resume="free")
   max_tokens: int = setting(
-    128, "tokens to generate at most; 0 = no sample", unit="tokens", low=0, resume="free"
+    128,
+    "tokens to generate at most; 0 = no sample",
+    unit="tokens",
+    low=0,
+    high=2**20,
+    resume="free",
   )
-  temperature: float = setting(0.8, "divides the logits; 0 = greedy", low=0.0, resume="free")
+  temperature: float = setting(
+    0.8, "divides the logits; 0 = greedy", low=0.0, high=100.0, resume="free"
+  )
   top_k: int = setting(0, "keep the k likeliest tokens; 0 = all", low=0, resume="free")
   top_p: float = setting(
     0.95, "keep the likeliest tokens that sum to p; 1 = all", low=0.0, high=1.0, resume="free"

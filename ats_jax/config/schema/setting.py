@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from ats_jax.extensions import Registry
+
 
 def setting(
   default: Any,
@@ -11,7 +13,7 @@ def setting(
   unit: str = "",
   low: float | None = None,
   high: float | None = None,
-  choices: tuple[str, ...] = (),
+  choices: tuple[str, ...] | Registry = (),
   resume: str = "fixed",
 ) -> Any:
   """Declare one setting.
@@ -22,7 +24,7 @@ def setting(
     unit: what it counts.
     low: smallest legal value.
     high: largest legal value.
-    choices: the legal words.
+    choices: the legal words; of a registry, those that are registered when it is looked at.
     resume: "fixed" if a workdir must be resumed with the same value, "free" if it may change.
   """
   metadata = dict(doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume)

@@ -1,8 +1,8 @@
-"""What an action is: one class, which says all that the rest needs to know about it.
+"""The base class of actions. An action answers every question about itself.
 
-Whoever checks, carries out, judges, records or tells actions asks the action: there is no list of
-kinds anywhere else. A subclass is known by its name from then on, so that a ledger can be read
-back; docs/guides/orchestrator.md shows how to add one.
+Code that checks, carries out, judges, records or describes actions calls their methods; there is no
+list of kinds anywhere. A subclass registers under its name, so that a ledger can be read back.
+docs/guides/orchestrator.md shows how to add one.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ KINDS: dict[str, type["Action"]] = {}  # all there are, by name
 
 
 class Now(NamedTuple):
-  """How things stand when an action that was asked for is to be done.
+  """The situation in which a requested action is about to be carried out.
 
   Attributes:
     cfg: the run.
@@ -40,10 +40,10 @@ class Now(NamedTuple):
 
 
 class Host(Protocol):
-  """What the supervisor does for an action, beside the state that it hands it.
+  """Services of the supervisor for actions.
 
   Attributes:
-    wants_checkpoint: one is to be saved now.
+    wants_checkpoint: set it to have a checkpoint saved now.
   """
 
   wants_checkpoint: bool
@@ -63,14 +63,14 @@ class Action:
 
   Attributes:
     words: what it does, with its fields in braces.
-    prior: how often it helped before this run has tried any, as of Beta(helped, did not).
+    prior: Beta(helped, did not): how often it is assumed to help before this run has tried it.
     cooldown: looks until the policy may do the same kind again.
     judged: whether its effect is measured, and undone if it did harm.
-    exact: it changes nothing when it is done: what the loss does later is mostly other noise.
+    exact: it leaves the loss as it is, so that later changes of the loss are mostly noise.
     edits: weights are edited, so that a rollback takes it back too.
     at_pause: done only where the loop waits anyway, as before a checkpoint.
-    can_be_tried: on the next steps, from one state, with and without it.
-    needs_saved: it puts an earlier state in the place of this one.
+    can_be_tried: it can be compared on the same next steps, with and without it.
+    needs_saved: it replaces the state by an earlier one.
     needs: a setting without which it does nothing.
   """
 
@@ -86,7 +86,7 @@ class Action:
   needs: ClassVar[str] = ""
 
   def __init_subclass__(cls, *, abstract: bool = False) -> None:
-    """Make it known by its name, unless it is only a base of others."""
+    """Register the class under its name, unless it is only a base of others."""
     if not abstract:
       KINDS[cls.__name__] = cls
 
@@ -96,7 +96,7 @@ class Action:
     return True
 
   def check(self, cfg: Config, step: int = 0) -> None:
-    """Is it something that a run of `cfg` can go on with after `step`? Not: as things are now.
+    """Check that a run of `cfg` can ever do this after `step`; `fill` checks whether it can now.
 
     Raises:
       ValueError: if not.
@@ -106,7 +106,7 @@ class Action:
       raise ValueError(f"{self} does nothing in a run with {self.needs}=0.")
 
   def fill(self, now: Now) -> Self:
-    """With all that it left open filled in.
+    """Return the action with its open fields filled in.
 
     Raises:
       ValueError: if it is not possible as things are.
@@ -117,7 +117,7 @@ class Action:
   def find(
     self, host: Host, step: int, state: TrainState
   ) -> tuple[TrainState | None, dict[str, Any]]:
-    """The earlier state that it needs, if there is one, and what to write down of it."""
+    """Return the earlier state that it needs, or None, and fields for the ledger."""
     del host, step, state
     return None, {}
 
@@ -125,7 +125,7 @@ class Action:
     """Ask for what only the loop can do; a `FloatingPointError` ends the run."""
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """The state in which training goes on; the same object if it is not for the state.
+    """Return the state in which training goes on; the same object if the action leaves it alone.
 
     Args:
       state: as the last step left it, of a run with `orchestrator.mode=act`; edits donate it.
@@ -148,22 +148,22 @@ class Action:
     Args:
       policy: before.
       step: when.
-      wanted: it was asked for or has won on the same steps: no emergency.
+      wanted: a hook asked for it, or it won a trial; no emergency.
     """
     del step, wanted
     return policy
 
   def retract(self, policy: "PolicyState") -> "PolicyState":
-    """What the policy knows once it did harm, though somebody had asked for it."""
+    """What the policy knows once a requested action has done harm."""
     return policy
 
   def worked(self, reading: "Reading") -> bool:
-    """Whether a look shows that it did what it is for, whatever the loss does."""
+    """Whether a look shows that it had its intended effect, whatever the loss does."""
     del reading
     return False
 
   def narrate(self, row: Mapping[str, Any]) -> str:
-    """In words, after "decision 3: "; the line of the ledger may say more of what it came to."""
+    """Describe it, after "decision 3: "; `row` is its line of the ledger, with the outcome."""
     del row
     return self.words.format(**dataclasses.asdict(self))
 
@@ -175,7 +175,7 @@ class Action:
 def carry_out(
   action: Action, state: TrainState, cfg: Config, saved: TrainState | None = None
 ) -> TrainState:
-  """`Action.apply`; the step is told of weights that it did not write itself."""
+  """Apply an action. After an edit of weights, the step skips its comparison of checksums once."""
   changed = action.apply(state, cfg, saved)
   if not action.edits or action.needs_saved or changed.reflex is None:
     return changed

@@ -1,4 +1,4 @@
-"""What is for the loop to do: an earlier state, a checkpoint, the end."""
+"""Actions for the loop: go back to an earlier state, save a checkpoint, end the run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ class Rollback(Action):
   def find(
     self, host: Host, step: int, state: TrainState
   ) -> tuple[TrainState | None, dict[str, Any]]:
-    """One that was found good, with the scalars of now and the rate that they may lead to.
+    """A good earlier state, with the scalars of `state` and its limit on the rate.
 
-    Its step is how many batches are gone, by the host's count: that of `state` may be what is bad.
+    Its step is the host's count of batches consumed, because the count in `state` may be corrupt.
     """
     if (found := host.earlier(self.back)) is None:
       return None, {}
@@ -49,16 +49,16 @@ class Rollback(Action):
     return earlier, {"to": to}
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """What was found."""
+    """Return the state that `find` gave."""
     assert saved is not None, "nothing to go back to"
     return saved
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """Steps before it tell nothing about this state."""
+    """Ignore steps before it: they say nothing about this state."""
     return policy._replace(acted_step=step)
 
   def narrate(self, row: Mapping[str, Any]) -> str:
-    """Where to, if it is known."""
+    """Say how far back it goes and what that costs, once known."""
     if "to" not in row:
       return "rolls back"
     lost = row["lost"]
@@ -83,7 +83,7 @@ class CorrectStep(Action):
 
   @property
   def can_be_asked_for(self) -> bool:
-    """Nobody else has a reason to."""
+    """Hooks may not: only the policy has a reason to."""
     return False
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
@@ -91,7 +91,7 @@ class CorrectStep(Action):
     return dataclasses.replace(state, step=jnp.full_like(state.step, self.step))
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """The rates of steps before it tell nothing."""
+    """Ignore steps before it: their rates were wrong."""
     return policy._replace(acted_step=step)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar(Action, abstract=True):
-  """Sets a scalar of `Control` to its first field; the second, `before`, is what that was.
+  """Sets a scalar of `Control` to its first field; the second, `before`, is the old value.
 
   Attributes:
     scalar: its name there.
@@ -44,7 +44,7 @@ class Scalar(Action, abstract=True):
     super().check(cfg, step)
 
   def fill(self, now: Now) -> Self:
-    """The policy knows what it was."""
+    """Take the old value from the policy."""
     _, before = dataclasses.astuple(self)
     return self._of(self.value, now.policy.control.get(self.scalar, before))
 
@@ -60,7 +60,7 @@ class Scalar(Action, abstract=True):
     return self._of(before, value)
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """The policy knows what it is."""
+    """Note the new value in the policy."""
     return policy._replace(control={**policy.control, self.scalar: self.value})
 
   def _of(self, *fields: float) -> Self:
@@ -73,8 +73,8 @@ class SetLearningRateScale(Scalar):
   """Multiply the schedule's learning rate with `scale`, from now on.
 
   Attributes:
-    scale: at most 32; a higher rate than the schedule's is no emergency measure: the policy alone
-      never asks for one, but after it won on the same steps (`policy/growth.py`).
+    scale: at most 32. The policy raises the rate above the schedule's only after the higher rate
+      has won a paired trial (`policy/growth.py`), never in an emergency.
     before: what it was.
   """
 
@@ -87,7 +87,7 @@ class SetLearningRateScale(Scalar):
   before: float = 1.0
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """The reflex, which holds a rate that rises too fast, is told of one that is wanted."""
+    """Set it, and raise the reflex's limit on the rate if the new rate is higher."""
     assert state.control is not None, "the run has no reflex"
     rises = self.scale > state.control.lr_scale
     state = super().apply(state, cfg, saved)
@@ -97,12 +97,12 @@ class SetLearningRateScale(Scalar):
     return dataclasses.replace(state, reflex=state.reflex.allowing(wanted))
 
   def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
-    """One that is wanted is what a rate lowered in need is given back to."""
+    """A requested rate is the one that recovery returns to after an emergency cut."""
     policy = super().remember(policy, step, wanted=wanted)
     return policy._replace(lr_wanted=self.scale) if wanted else policy
 
   def retract(self, policy: "PolicyState") -> "PolicyState":
-    """Give back to what was before."""
+    """Let recovery return to the rate before."""
     return policy._replace(lr_wanted=self.before)
 
 

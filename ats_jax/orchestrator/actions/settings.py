@@ -54,16 +54,16 @@ class ChangeSettings(Action):
   before: Settings = ()
 
   def check(self, cfg: Config, step: int = 0) -> None:
-    """Can they change, and to that?"""
+    """Check that each setting may change, and to its new value."""
     changed(cfg, self, step)
 
   def fill(self, now: Now) -> Self:
-    """What they were."""
+    """Fill in the old values."""
     flat = flatten(now.cfg)
     return dataclasses.replace(self, before=tuple((name, flat[name]) for name, _ in self.settings))
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """What the next step would call wrong, but is wanted: a higher rate, moments by another b2."""
+    """Adapt the state to the new settings: the reflex's limit on the rate, moments under `b2`."""
     new = with_settings(cfg, dict(self.settings))
     if state.control is None or state.reflex is None:
       return state

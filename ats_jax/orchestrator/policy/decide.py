@@ -42,7 +42,7 @@ MARGIN, MARGIN_SIGMAS = 0.02, 5.0  # nats; how far the probe's loss may be above
 NEAR, RATE_ROSE, WIDER = 2.0, 1.1, 2.0  # margins; a higher rate may cost some loss
 CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
 BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
-BROKEN_STOP = 200  # steps in a row, however often somebody looks: a fault may pass
+BROKEN_STOP = 200  # steps in a row, whatever the interval of looks: a fault may pass
 BROKEN_ADVICE = (
   "The weights are sound and the newest checkpoint holds them. Look at the batches of these steps "
   "(python -m ats_jax data stats); if they are well, try precision.compute_dtype=float32, "
@@ -89,7 +89,7 @@ class Interval(NamedTuple):
   Attributes:
     reading: of them.
     pause: whether the loop waits anyway, as before a checkpoint: there is time for surgery.
-    request: what somebody asks for; it is done if nothing is wrong and no action is on trial.
+    request: of a hook; it is done if nothing is wrong and no action is on trial.
   """
 
   reading: Reading
@@ -138,7 +138,7 @@ def decide(
 def _decide_trial(
   terms: Terms, policy: PolicyState, tried: Tried, step: int
 ) -> tuple[PolicyState, Judgement]:
-  """Go on with what won: at once where it was trained with, or else when its turn comes."""
+  """Adopt an action that won: at once if its arm can go on as the run, else as a request."""
   action, effect = tried.action, tried.effect
   if not tried.again:
     reason = f"on a branch the held-out loss changed by {-effect.gain:.3g} +- {effect.error:.2g}"
@@ -170,11 +170,11 @@ def _decide_interval(
   policy = watch_start(policy._replace(checks=policy.checks + 1), reading)
   if reading.first <= policy.acted_step:
     return policy, Judgement(stale=True)
-  # The probe by other rules (8 bits switched off, `mod.capacity` a rung lower) is the loss of
-  # another model, and no loss of before is held against it. Earlier weights cannot be scored by
-  # the new rules either: their thresholds belong to the capacity that they were trained with. So
-  # the reference is taken anew, at the first look that finds nothing, and an action on trial stays
-  # unjudged. A fault in that very interval shows in all that is read but the probe.
+  # Under other rules (8 bits switched off, `mod.capacity` a rung lower) the probe scores another
+  # model, whose loss cannot be compared with earlier ones. Earlier weights cannot be scored by the
+  # new rules either: their thresholds belong to the capacity that they were trained with. So the
+  # reference is taken anew at the first look that finds nothing, and an action on trial stays
+  # unjudged. A fault in that interval still shows in everything but the probe.
   changed = reading.rules != policy.rules
   if changed:
     policy = policy._replace(reference=None, last_probe=None, last_change=None, rules=reading.rules)
@@ -193,7 +193,7 @@ def _decide_interval(
   )
   policy = _remember(policy, reading, finding, excess, margin)
   if requested or (finding is not None and finding.certain):
-    # What did harm may have broken the state: both are to be mended. Edits of it are gone with it.
+    # The action may have broken the state: undo it and mend the fault. A rollback undoes edits.
     rolls_back = any(action.needs_saved for action, *_ in wanted)
     wanted += [part for part in undone if not (rolls_back and part[0].edits)]
   else:
@@ -305,7 +305,7 @@ def _candidates(
   if finding.cause == "count":
     return [CorrectStep(step)]
   if finding.cause == "state":
-    if not is_worse:  # numbers that were mended, or that do no harm: going back costs more
+    if not is_worse:  # mended, or harmless: a rollback would cost more
       return []
     rung = 1 + sum(check > policy.checks - LADDER_CHECKS for check in policy.made.get(ROLLBACK, ()))
     if rung >= LADDER:
@@ -324,7 +324,7 @@ def _slower(scale: float, by: float) -> list[Action]:
 
 
 def _recover(policy: PolicyState, finding: Finding | None) -> list[Wanted]:
-  """Give back what was taken, once the run has been well for some time."""
+  """Lift cuts of the rate and skips, once the run has been well for some time."""
   if finding is not None or policy.trial is not None or policy.healthy < RECOVER_CHECKS:
     return []
   why = f"{policy.healthy} looks in a row found nothing"
@@ -338,7 +338,7 @@ def _recover(policy: PolicyState, finding: Finding | None) -> list[Wanted]:
 
 
 def _improve(cfg: OrchestratorConfig, policy: PolicyState, reading: Reading) -> list[Wanted]:
-  """What a healthy run can be given: another use of an expert that has had no tokens for long."""
+  """Improve a healthy run: recycle an expert that has had no tokens for long."""
   looks = lambda at: policy.starved.get(f"{at[0]}/{at[1]}", 0)
   dead = [at for at in reading.starved if looks(at) >= STARVED_CHECKS]
   yes, no = policy.chances(RecycleExpert)
@@ -359,7 +359,7 @@ def _judge_trial(
   *,
   changed: bool,
 ) -> tuple[PolicyState, Outcome | None, list[Wanted]]:
-  """The verdict on the action on trial, if it is time, and what undoes it."""
+  """Judge the action on trial, if it is time; returns what undoes it if it did harm."""
   trial = policy.trial
   if trial is None:
     return policy, None, []
@@ -375,7 +375,7 @@ def _judge_trial(
   works = trial.action.worked(reading) and after <= trial.before + noise
   if after < trial.before - noise or works:
     verdict = "helped"
-  elif after > max(trial.before, 0.0) + noise:  # the best so far is no harm, if by less than before
+  elif after > max(trial.before, 0.0) + noise:  # at or below the reference nothing is harm
     verdict = "harmed"
   else:
     verdict = "no effect"
@@ -396,7 +396,7 @@ def _judge_trial(
       harms=harms,
       latched=harms >= LATCH_HARMS or (judged >= LATCH_JUDGED and effects < 0.0),
     )
-  # An undo never restores what was found bad.
+  # An undo must not restore a state or a rate that was found bad.
   may_undo = verdict == "harmed" and reading.sound and trial.cause not in ("state", "learning rate")
   back = trial.action.undo() if may_undo else None
   why = f"decision {trial.id} cost {after - trial.before:.3g} nats"
@@ -419,25 +419,25 @@ def _remember(
   if not math.isnan(reading.probe) and not (finding and finding.certain):
     policy = _spread(policy, reading.probe)
   if finding is not None:
-    # A run that diverges has a worse probe with the first high loss; one on other data does not.
+    # Divergence makes the probe worse with the first high training loss; other data does not.
     shown = reading.surprising >= SURPRISES or excess <= margin
     turned = finding.cause == "data" and shown
     is_odd = turned or (policy.odd > 0 and finding.cause != "state")
     policy = policy._replace(healthy=0, odd=policy.odd + 1 if is_odd else 0)
-    # What the weights follow, and are worse for on other text, is the data from now on.
+    # The weights follow the odd data, which makes the probe worse: so does the reference.
     return policy._replace(reference=reading.probe) if is_odd and excess > margin else policy
   policy = policy._replace(healthy=policy.healthy + 1, odd=0)
   if math.isnan(reading.probe):
     return policy
   if policy.reference is None or excess <= 0.0:
     return policy._replace(reference=reading.probe, reference_rate=reading.applied)
-  return policy  # the reference never rises: what a run creeps away from was better
+  return policy  # the reference never rises, or a slow decline would go unnoticed
 
 
 def _spread(policy: PolicyState, probe: float) -> PolicyState:
-  """How much the probe's loss wobbles: by how much more it falls than from the look before.
+  """Update the spread of the probe's loss, from how much more it falls than a look before.
 
-  No descent that levels off widens the margin, nor a run away from its best until it is back.
+  Neither a descent that levels off nor a run far above its reference widens the margin.
   """
   margin, before = _usual_margin(policy), policy.last_change
   change = None if policy.last_probe is None else probe - policy.last_probe
@@ -445,7 +445,7 @@ def _spread(policy: PolicyState, probe: float) -> PolicyState:
   is_far = policy.reference is not None and probe > policy.reference + NEAR * margin
   if is_far or change is None or before is None:
     return policy
-  # Twice, for the half that is not seen; and three of these make up one difference's variance.
+  # Times 2: only the negative half counts. Over 3: a second difference has thrice the variance.
   bend = min(max(before - change, 0.0), margin)
   return policy._replace(spread=policy.spread + 0.1 * (2.0 * bend**2 / 3.0 - policy.spread))
 
@@ -453,7 +453,7 @@ def _spread(policy: PolicyState, probe: float) -> PolicyState:
 def _act(
   cfg: OrchestratorConfig, policy: PolicyState, decision: Decision, step: int, excess: float
 ) -> PolicyState:
-  """Remember what is done; who only observes remembers that it was said."""
+  """Remember a decision; in mode "observe" only that it was made, as nothing is carried out."""
   action, kind = decision.action, type(decision.action).__name__
   made = (*policy.made.get(kind, ()), policy.checks)[-LADDER:]
   policy = policy._replace(decisions=decision.id + 1, made={**policy.made, kind: made})

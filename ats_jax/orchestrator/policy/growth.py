@@ -32,7 +32,7 @@ CROWDED_CHECKS = 10  # looks in a row, in which too much is dropped
 def higher_rate(
   policy: PolicyState, reading: Reading, judgement: Judgement
 ) -> tuple[PolicyState, Action | None]:
-  """Take in a look; and the rate to be tried, if it is time for that.
+  """Take in a look; returns the higher rate to be tried, if it is time for a trial.
 
   Args:
     policy: after the look.
@@ -56,7 +56,7 @@ def higher_rate(
 def rate_won(
   cfg: OrchestratorConfig, policy: PolicyState, effect: Effect
 ) -> tuple[PolicyState, float | None]:
-  """Whether the steps made again with a higher rate are to be gone on with: how surely they are.
+  """Confidence that the steps made again with a higher rate are better; None if they lost.
 
   Args:
     cfg: the confidence that is asked for.
@@ -65,7 +65,7 @@ def rate_won(
   """
   progress, gain = effect.before - effect.without, effect.without - effect.changed
   confidence = NormalDist().cdf(effect.gain / max(effect.error, 1e-9))
-  # Comparisons with what is not finite are false: such an arm has lost.
+  # A comparison with NaN is false, so an arm that diverged has lost.
   won = gain > max(GAIN, SHARE * progress) and confidence > max(cfg.confidence, CONFIDENCE)
   plateau = policy.plateau
   lost = 0 if won else plateau.lost + 1

@@ -1,9 +1,8 @@
-"""Is the learning rate too high? Is a kind of batch harmful? Trials that may take something away.
+"""Is the learning rate too high? Is a kind of batch harmful? Trials of a lower rate and of skips.
 
-A schedule is not believed because it is one. Its first steps have nothing to be compared with; but
-if they moved the weights by far more than is usual, they are made again at a rate that does not,
-once that can be told, and the run goes on with what came out better. Later rises are the
-step's own business (`step.reflex`).
+The schedule's rate may be wrong from the start, when there is nothing to compare it with. If the
+first steps move the weights by far more than is usual, they are made again at a lower rate, and the
+run goes on with the better outcome. The step itself limits later rises (`step.reflex`).
 
 Pure rules that `decide` consults.
 """
@@ -15,11 +14,11 @@ from ats_jax.orchestrator.policy.state import Finding, PolicyState
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
 
-# Of the norm of the first weights, moved in a step. Usual is 0.001 to 0.02 in the first thousand
+# Norm of an update over the norm of the first weights. Usual is 0.001 to 0.02 in the first thousand
 # steps; at 0.045 all weights turn over in 22 steps.
 FAST, USUAL = 0.045, 0.008
-# Looks, and times that the weights may have turned over, after which the first steps are judged:
-# sooner, a rate that is ten times too high still looks well.
+# Looks, and turnovers of the weights, after which the first steps are judged. Earlier, a rate that
+# is ten times too high still looks well.
 FIRST_LOOKS, TURNS = 5, 7.0
 LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
 BEHIND = 0.03  # nats by which the first steps may be worse at the lower rate: it gains later
@@ -43,7 +42,7 @@ class Doubt(NamedTuple):
 
 
 def watch_start(policy: PolicyState, reading: Reading) -> PolicyState:
-  """Take in how much of themselves the weights moved."""
+  """Track the relative size of updates in the first steps (`turnover`)."""
   norm, moved = reading.means["train/param_norm"], reading.means["train/update_norm"]
   first = policy.first_norm if policy.first_norm is not None or reading.first > 1 else norm
   if first is None or policy.started:
@@ -67,7 +66,7 @@ def doubt(
   if policy.latched or policy.trial is not None:
     return policy, Doubt()
   if not policy.started and reading.step >= max(warmup, FIRST_LOOKS * interval):
-    # Edits, and what a rollback left out, are not in the first state.
+    # Steps made again from the first state would lack edits and repeat what a rollback undid.
     edited = any(KINDS[kind].edits for kind in policy.made)
     if policy.turnover <= FAST or edited:
       policy = policy._replace(started=True)
@@ -85,8 +84,8 @@ def doubt(
 
 
 def won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
-  """Whether the steps made again are to be gone on with: the held-out loss alone says."""
-  # Comparisons with what is not finite are false: such an arm has lost.
+  """Whether the run goes on with the steps made again, judged by the held-out loss alone."""
+  # A comparison with NaN is false, so an arm that diverged has lost.
   least = LEAST_GAIN if isinstance(action, SetSkips) else -BEHIND
   has_won = effect.without - effect.changed > least
   diverged = effect.without != effect.without and effect.changed == effect.changed

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
   Attributes:
     cause: "state", "learning rate", "data" or "system"; "unknown" until the probe is read.
     confidence: probability that it is so.
-    certain: no statistics involved: numbers that are not finite.
+    certain: shown by an invariant, not by statistics.
     reason: in words.
   """
 
@@ -53,8 +53,8 @@ class Decision(NamedTuple):
   Attributes:
     id: counts decisions of a run.
     action: what to do.
-    cause: see `Finding`; "recovery" for taking back an action that did its work, "harm" for undoing
-      one that did harm, "plateau" for a higher rate that won; that of a `Request`.
+    cause: of the `Finding` or the `Request`; "recovery" for lifting an action that is no longer
+      needed, "harm" for undoing one that did harm, "plateau" for a higher rate that won a trial.
     confidence: probability that there is this fault, and that the action helps.
     reason: in words.
   """
@@ -84,7 +84,7 @@ class Outcome(NamedTuple):
 
 
 class Judgement(NamedTuple):
-  """What was concluded from what was seen.
+  """What the policy concludes from a look or a trial.
 
   Attributes:
     stale: the steps are from before the last action; nothing was concluded.
@@ -94,7 +94,7 @@ class Judgement(NamedTuple):
     decisions: in the order to be applied.
     tries: an action to be tried on the steps that come, if there is time for it.
     past: an action to be tried on all steps of the run so far.
-    asks: what is to be done once its turn comes.
+    asks: an action that won a trial ahead, to be queued as a request.
   """
 
   stale: bool = False
@@ -126,7 +126,7 @@ class Trial(NamedTuple):
 
   @property
   def requested(self) -> bool:
-    """By a hook: it says nothing about the policy."""
+    """Whether a hook requested it; its outcome then does not count for the policy."""
     return self.cause in REQUESTED
 
 
@@ -158,8 +158,8 @@ class PolicyState(NamedTuple):
     reference: the lowest loss of the probe so far while all was well; None before.
     reference_rate: learning rate that was applied then.
     last_probe: the probe's loss when it was read last; None before.
-    last_change: by how much it differed then from the time before; None before.
-    rules: by which the probe was scored for it, see `Reading`.
+    last_change: the difference of the last two losses of the probe; None before.
+    rules: by which the probe was scored last, see `Reading`.
     spread: variance of the probe's loss from look to look.
     learning_rate: of the schedule at the last look; None before.
     healthy: looks in a row without a finding.
@@ -167,22 +167,22 @@ class PolicyState(NamedTuple):
     crowded: looks in a row in which experts had too few places.
     starved: "layer/expert" -> looks in a row in which it got next to no tokens.
     control: the scalars of `Control` that were set, by name.
-    lr_wanted: what its learning rate is given back to: 1, or what was asked for or has won.
+    lr_wanted: the scale that recovery returns to; 1 unless a hook or a trial set it.
     acted_step: when the state was last changed; steps before tell nothing about it.
     made: kind of action -> the last looks at which it was decided, the newest last.
     spent: steps of the last actions, which a budget limits.
     wait: look from which on each kind of action is allowed again.
     trial: what is being judged.
-    helped: kind of action -> (times it helped, times it did not), once judged; with its prior.
-    effects: sum of what was gained by judged actions, in nats, each within one.
+    helped: kind of action -> (times it helped, times it did not), its prior included.
+    effects: sum of the gains of judged actions, in nats, each clipped to [-1, 1].
     judged: actions judged so far.
     harms: in a row.
-    latched: only watch from here on: what was done did harm.
-    plateau: of higher learning rates.
-    first_norm: of the weights in the first look; None before.
-    turnover: the most that a step has changed of such a norm, the mean over a look.
+    latched: the policy's actions did harm: it only watches from here on.
+    plateau: trials of higher learning rates.
+    first_norm: norm of the weights in the first look; None before.
+    turnover: highest norm of an update over `first_norm`, as a mean over a look.
     started: whether the rate of the first steps has been judged.
-    doubts: why the weights are not to be trusted, until the probe has told.
+    doubts: why the weights may be corrupt; "" once the probe has been read.
     fears: looks at which leaving out batches was tried and lost.
   """
 

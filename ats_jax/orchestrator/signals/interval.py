@@ -18,7 +18,7 @@ Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the 
 
 
 class Fault(NamedTuple):
-  """What is certainly wrong, as two things that are one differ.
+  """A certain fault: two quantities that must be equal differ.
 
   Attributes:
     cause: as of a `Finding`.
@@ -50,14 +50,13 @@ class Reading(NamedTuple):
     held: in a row at the end whose learning rate was held.
     bucket: the reflex's, at the end.
     cusum: the reflex's, at the end.
-    learning_rate: of the schedule, at the end: what the policy itself made of it is no rise.
+    learning_rate: of the schedule, at the end, without the policy's own factor.
     applied: learning rate, at the end.
     means: of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
     rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
-    wrong: tensors that hold what no update can have left, step by step, see `Optimizer.check` and
-      `Reflex.written`.
-    tensor: the name of the one in which the first were.
+    wrong: corrupted tensors, summed over the steps, see `Optimizer.check` and `Reflex.written`.
+    tensor: the name of the first of them.
     miscounted: by how much the optimizer's count of updates was off, at most.
     faults: what is certainly wrong, the worst first.
   """
@@ -93,7 +92,7 @@ class Reading(NamedTuple):
 
   @property
   def doubtful(self) -> bool:
-    """Whether anything was out of the ordinary, though it may be nothing: a reason to look."""
+    """Whether anything was out of the ordinary: a reason to score the probe."""
     of_reflex = self.nonfinite or self.skipped or self.held or self.cusum > CUSUM_DOUBT
     shrunk = any(self.means.get(name, 1.0) < 1.0 for name in SCALES)
     return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
@@ -107,14 +106,14 @@ class Rows(NamedTuple):
 
 
 class Pending(NamedTuple):
-  """Steps that were not looked at yet.
+  """Steps that no look has read yet.
 
   Attributes:
     step: the last of them.
     rows: `StepMetrics.values` of each, on their way to the host.
     probe: what the eval step returned for the weights after the last; None if it was not asked.
-    rules: by which it did, or would have.
-    host: what this process's clock says of them.
+    rules: by which the probe is scored after these steps.
+    host: times of these steps by this process's clock.
     loads: moe/load of each step, if experts are watched.
     read: where the loop was in the data after the last; None if it does not say.
     again: what the eval step returned for the same weights once more; at a pause.

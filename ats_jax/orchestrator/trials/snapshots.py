@@ -89,7 +89,7 @@ class Snapshots:
     return (COPIES + further) * local_bytes(state) <= self._max_bytes
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
-    """Begin with a state that is taken to be good: a new one, or that of a verified checkpoint."""
+    """Begin with a state that counts as good: a new one, or that of a verified checkpoint."""
     self.good, self.candidate = (), None
     if self.fits(state):
       self.good = (Snapshot.take(step, state, saved),)
@@ -101,18 +101,18 @@ class Snapshots:
       self.candidate = Snapshot.take(step, state, saved)
 
   def confirm(self, first: int) -> None:
-    """The steps from `first` on were good: so is what was taken before them."""
+    """Accept the candidate if it was taken before step `first`, from which on steps were good."""
     if self.candidate is not None and self.candidate.step < first:
       older = self.good[:1] if self.keeps_first else self.good[-1:]
       self.good = (*older, self.candidate)
       self.candidate = None
 
   def return_to(self, snapshot: Snapshot) -> None:
-    """The run was gone on with from there on another way: what is newer is not of it."""
+    """Drop newer snapshots: the run goes on from this one along another path."""
     self.good, self.candidate = (snapshot,), None
 
   def reject(self) -> None:
-    """The candidate is not to be trusted."""
+    """Drop the candidate, which may hold the beginning of a fault."""
     self.candidate = None
 
   def newest(self, saved_steps: Sequence[int]) -> tuple[int, TrainState, dict[str, Any]] | None:

@@ -30,12 +30,14 @@ class Moved(NamedTuple):
 
 
 class Checked(NamedTuple):
-  """An update of an optimizer, without what was wrong with it.
+  """An update whose corrupted elements are removed.
+
+  An element is corrupted if no gradients can have led to the optimizer's moments of it.
 
   Attributes:
-    directions: 0 where no gradients can have led to what it kept.
-    opt_state: after the update; what it keeps of these elements begins anew.
-    marked: the directions, NaN there: their norm, which is taken anyway, tells of them.
+    directions: 0 at corrupted elements.
+    opt_state: after the update; the moments of corrupted elements are 0.
+    marked: the directions, NaN at corrupted elements: their norm, which is taken anyway, shows it.
   """
 
   directions: Any
@@ -45,24 +47,24 @@ class Checked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """A transformation of gradients, and what others may know of it.
+  """A transformation of gradients, and what the rest of the system may know about it.
 
-  What it keeps of each parameter it keeps in trees like the model, anywhere in its state. Whoever
-  edits the experts of a model edits those too (`per_parameter`), knowing no more than `squares`.
+  Its state for each parameter is in trees like the model, anywhere in `opt_state`. Code that edits
+  the experts of a model edits these trees too (`per_parameter`); it needs to know only `squares`.
 
   Attributes:
     tx: gradients to directions of descent of unit learning rate; parameters move by -lr times them.
     platform: where it runs, "cpu", "gpu" or "tpu".
     fused: `(params, grads, opt_state, lr) -> Moved`: the same in one pass over each parameter, on
       the same state; None = there is no kernel for it.
-    recount: `(opt_state, updates) -> (opt_state, off)`: the state with the count of updates that
-      it must have, and by how much its own was off; None = it does not count.
-    check: `(before, directions, after, armed) -> Checked`, of the state that `tx` was given and of
-      what it made of it: leaves out what no gradients can have led to if it is `armed`, and marks
-      it in any case; None = it keeps nothing of which that could be said.
+    recount: `(opt_state, updates) -> (opt_state, off)`: the state with its count of updates set to
+      `updates`, and by how much the count was off; None = it does not count.
+    check: `(before, directions, after, armed) -> Checked`: finds elements that no gradients can
+      have led to. Takes the state before the update, and the directions and the state after it.
+      Removes the elements if `armed`, and marks them in any case; None = nothing can be checked.
     squares: names of the fields of its state that hold averages of squares. They are never
-      negative, and a row that starts anew late must not have 0 there. All others are averages of
-      gradients, where it must.
+      negative, and must not be 0 in a row that is reset late in a run. All other fields are
+      averages of gradients, which are reset to 0.
   """
 
   tx: optax.GradientTransformationExtraArgs
@@ -99,13 +101,13 @@ def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformation
 
   As `optax.clip_by_global_norm`, but in float32 whatever the gradients are: that one rounds the
   norm of bfloat16 gradients to bfloat16, and reads them once more than the step's own norm.
-  `update` also takes their `grad_norm` from who knows it.
+  A caller that knows the norm may pass it to `update` as `grad_norm`.
   """
 
   def update(updates, state, params=None, *, grad_norm: jax.Array | None = None, **_):
     del params
     known = tensors.norm(updates) if grad_norm is None else grad_norm
-    # Without the seam it is by who else reads the norm whether XLA divides or takes an rsqrt.
+    # Without the seam XLA divides or takes an rsqrt, depending on who else reads the norm.
     scale = jnp.minimum(1.0, max_norm / seam(known, platform))
     return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates), state
 
@@ -138,9 +140,9 @@ def move(params: Any, directions: Any, lr: jax.Array) -> Any:
 
 
 def seam(tree: Any, platform: str) -> Any:
-  """Where the guarded and the plain step part and meet again.
+  """Fusion barrier (CPU only), so that the guarded and the plain step round identically.
 
-  XLA fuses across it differently in the two, and on the CPU rounds differently then (seen): there
-  nothing is fused across. On a GPU that would write out what is never in memory otherwise.
+  Without it XLA fuses the two steps differently, and on a CPU that changes the rounding. On a GPU a
+  barrier would write arrays to memory that otherwise never exist there.
   """
   return jax.lax.optimization_barrier(tree) if platform == "cpu" else tree

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from benchmarks.faults.audit_table import audit_tables, figures
-from benchmarks.faults.other_tables import tables
 from benchmarks.faults.results import Results, merged
 from benchmarks.faults.spread import merge_parts
 from benchmarks.faults.suite import AUDIT, COSTS, missing, part_file, stretch
+from benchmarks.faults.suite_tables import tables
 from benchmarks.faults.table import Board
 from benchmarks.faults.thresholds import AUDITED as CLAIMS
 

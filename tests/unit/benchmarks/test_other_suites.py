@@ -8,9 +8,9 @@ from helpers import make_test_mesh
 
 from benchmarks.faults.arms import build_arm
 from benchmarks.faults.bench import Bench, Suite
-from benchmarks.faults.other_tables import tables
 from benchmarks.faults.single import run
 from benchmarks.faults.suite import EXPERTS, SUITES
+from benchmarks.faults.suite_tables import tables
 
 SMALL = {"model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64, "data.batch_size": 8}
 EXACT = 1e-5  # nats per token, float32

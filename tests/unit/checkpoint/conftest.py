@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from checkpoint_helpers import make_state
+from xla_flags import QUICK
 
 from ats_jax.checkpoint import CheckpointManager
 from ats_jax.config.schema import CheckpointConfig
@@ -29,7 +30,7 @@ def start_child():
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
-      env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | env,
+      env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK} | env,
     )
     children.append(child)
     return child

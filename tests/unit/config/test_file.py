@@ -2,8 +2,8 @@
 
 import pytest
 
-from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.file import load_file
+from ats_jax.config import base_config, file, from_config_dict
+from ats_jax.config.file import load_file, packaged
 
 RETURNS = "from ats_jax.config import base_config\ndef get_config(variant='dense'):\n"
 
@@ -74,6 +74,50 @@ def test_no_name(load):
   for name in ("", ":moe"):
     with pytest.raises(ValueError, match=r"name of the file is empty\. Example: configs/debug"):
       load("", name)
+
+
+def test_a_packaged_config_is_found_by_name(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert from_config_dict(load_file("debug")).num_steps == 400
+  assert from_config_dict(load_file("debug:moe")).moe.num_experts == 8
+
+
+def test_a_wheel_has_its_configs_in_the_data_folder(tmp_path, monkeypatch):
+  folder = tmp_path / "ats_jax" / "_data" / "configs"
+  folder.mkdir(parents=True)
+  (folder / "own.py").write_text(f"{RETURNS}  return base_config()\n")
+  monkeypatch.setattr(file, "_PACKAGE", tmp_path / "ats_jax")
+  assert packaged() == {"own": folder / "own.py"}
+  assert load_file("own") == base_config()
+
+
+@pytest.mark.parametrize("name", ["debug", "debug.py", "./debug"])
+def test_a_file_wins_over_a_packaged_config(tmp_path, monkeypatch, name):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / name).write_text(f"{RETURNS}  return base_config()\n")
+  assert load_file(name) == base_config()
+
+
+def test_a_folder_is_no_file_that_wins(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "debug").mkdir()
+  assert from_config_dict(load_file("debug")).num_steps == 400
+
+
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("debg:moe", r"no packaged config 'debg' .*Did you mean debug\? Packaged are b1, .*, debug, "),
+    ("zzz", r"no packaged config 'zzz' \(seen from /.*\)\. Packaged are b1, "),
+    ("configs/debug.py", r"no file configs/debug\.py \(seen from /.*packaged config debug\?$"),
+    ("debug.py", r"no file debug\.py .*packaged config debug\?$"),
+    ("other/mine.py", r"^cannot be read, No such file or directory \(seen from /"),
+  ],
+)
+def test_a_name_that_stands_for_nothing(tmp_path, monkeypatch, name, words):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match=words):
+    load_file(name)
 
 
 def test_interruption_is_no_mistake_of_the_file(load):

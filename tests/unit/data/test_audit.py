@@ -12,7 +12,7 @@ from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.stats import stats, vocabulary_counts
 from ats_jax.data.tokenizer import ByteTokenizer
-from ats_jax.launch import REFUSED
+from ats_jax.exits import REFUSED
 
 ONE_HOST = {"1 host": (Phase(1, 1, 1.0),)}
 

@@ -1,11 +1,11 @@
 import jax.numpy as jnp
 import pytest
 
+from ats_jax.metrics.files import JsonlWriter
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
-from ats_jax.metrics.writer import JsonlWriter
 
 NAMES = ("train/loss", "train/other")
 

@@ -1,6 +1,7 @@
 import pytest
 
-from ats_jax.metrics.throughput import Throughput, mfu, peak_flops
+from ats_jax.metrics.peaks import PEAKS, describe_peak, peak_flops
+from ats_jax.metrics.throughput import Throughput, mfu
 
 
 @pytest.mark.parametrize(
@@ -14,7 +15,19 @@ from ats_jax.metrics.throughput import Throughput, mfu, peak_flops
     ("NVIDIA A100 80GB PCIe", 312e12),
     ("NVIDIA L4", 121e12),
     ("NVIDIA L40S", 362e12),
-    ("NVIDIA GeForce RTX 4090", 165e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA A10", 125e12),
+    ("NVIDIA A10G", 70e12),
+    ("NVIDIA L40", 181e12),
+    ("NVIDIA H100 NVL", 835.5e12),
+    ("NVIDIA H200 NVL", 835.5e12),
+    ("NVIDIA GH200 480GB", 989e12),
+    ("NVIDIA GB200", 2500e12),
+    ("NVIDIA GeForce RTX 3090", 71e12),
+    ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ("NVIDIA GeForce RTX 5090", 209.5e12),
+    ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
     ("TPU v4", 275e12),
     ("TPU v5 lite", 197e12),
     ("TPU v5e", 197e12),
@@ -22,12 +35,13 @@ from ats_jax.metrics.throughput import Throughput, mfu, peak_flops
     ("TPU v5p", 459e12),
     ("TPU v6 lite", 918e12),
     # Nothing is guessed from a similar name.
-    ("NVIDIA L40", None),
-    ("NVIDIA H100 NVL", None),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ("NVIDIA GeForce RTX 4090 D", None),
-    ("NVIDIA GB200", None),
+    ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA GeForce RTX 5090 D", None),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
     ("NVIDIA H20", None),
     ("Tesla V100-SXM2-16GB", None),  # no bfloat16
     ("Tesla T4", None),
@@ -38,13 +52,28 @@ from ats_jax.metrics.throughput import Throughput, mfu, peak_flops
   ],
 )
 def test_bf16_peaks(kind, bf16):
-  assert peak_flops(kind) == bf16
+  assert peak_flops(kind) == pytest.approx(bf16)
 
 
 def test_peaks_depend_on_the_dtype():
   assert peak_flops("Tesla V100-SXM2-16GB", "float16") == 125e12
+  assert peak_flops("Tesla T4", "float16") == 65e12
   assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
   assert peak_flops("TPU v5 lite", "float16") is None
+
+
+def test_a_peak_is_said_with_its_source_and_a_missing_one_too():
+  said = describe_peak("NVIDIA H100 80GB HBM3", "bfloat16")
+  assert said.startswith("989.0 TFLOP/s in bfloat16, memory 3,350 GB/s (NVIDIA data sheet")
+  assert describe_peak("cpu", "bfloat16").endswith("'cpu' in bfloat16: MFU is left out")
+  assert describe_peak("Tesla T4", "bfloat16").endswith("in bfloat16: MFU is left out")
+
+
+def test_rows_of_peaks_can_be():
+  for row in PEAKS[1:]:
+    assert row.source and (row.bfloat16 == row.float16 or 0 in (row.bfloat16, row.float16))
+    # FLOPs for each byte of memory traffic: no device has less than 50 or more than 1000.
+    assert not row.bandwidth or 50 < max(row[1:3]) * 1e3 / row.bandwidth < 1000
 
 
 def test_mfu_of_a_known_run():
@@ -73,6 +102,7 @@ def test_speed_is_that_of_the_last_interval():
     {
       "train/tokens_per_sec": 500.0,
       "train/steps_per_sec": 0.5,
+      "train/tflops_per_device": 0.5,  # 2e9 a token, 500 tokens/s, 2 devices
       "train/mfu": 0.5,
       "train/mfu_6n": 0.75,
     }
@@ -89,7 +119,11 @@ def test_start_leaves_out_what_came_before():
   now[0] = 101.0
   assert speed.read(10) == {}
   now[0] = 102.0
-  assert speed.read(12) == {"train/tokens_per_sec": 2000.0, "train/steps_per_sec": 2.0}
+  assert speed.read(12) == {
+    "train/tokens_per_sec": 2000.0,
+    "train/steps_per_sec": 2.0,
+    "train/tflops_per_device": 2.0,  # without a peak too
+  }
 
 
 def test_the_time_of_an_event_in_the_past_counts():
@@ -110,6 +144,7 @@ def test_the_summary_is_of_all_intervals():
     {
       "train/tokens_per_sec": 1000.0,
       "train/steps_per_sec": 1.0,
+      "train/tflops_per_device": 1.0,
       "train/mfu": 1.0,
       "train/mfu_6n": 1.5,
       "train/step_secs_p50": 0.5,

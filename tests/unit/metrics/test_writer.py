@@ -21,16 +21,15 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from ats_jax.config.schema import LogConfig
+from ats_jax.metrics.console import ConsoleWriter
+from ats_jax.metrics.create import create_writer
+from ats_jax.metrics.files import CsvWriter, JsonlWriter
 from ats_jax.metrics.rows import read_csv, read_jsonl
+from ats_jax.metrics.tensorboard import TensorboardWriter
 from ats_jax.metrics.writer import (
   TIME_KEYS,
-  ConsoleWriter,
-  CsvWriter,
-  JsonlWriter,
   MetricWriter,
   MultiWriter,
-  TensorboardWriter,
-  create_writer,
   is_time_key,
 )
 
@@ -283,7 +282,7 @@ FULL_DISK = """
 import contextlib, resource, sys
 from pathlib import Path
 from ats_jax import cli
-from ats_jax.metrics.writer import CsvWriter
+from ats_jax.metrics.files import CsvWriter
 
 path = Path(sys.argv.pop())
 
@@ -439,7 +438,8 @@ def test_multi_writer_closes_all_even_if_one_fails(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ats_jax.metrics.writer import CsvWriter, JsonlWriter, TensorboardWriter
+from ats_jax.metrics.files import CsvWriter, JsonlWriter
+from ats_jax.metrics.tensorboard import TensorboardWriter
 d = Path(sys.argv[1])
 writers = [JsonlWriter(d / "m.jsonl"), CsvWriter(d / "m.csv"), TensorboardWriter(d)]
 for step in range(50):
@@ -466,6 +466,7 @@ def test_the_docs_name_what_depends_on_time():
 
 def test_time_keys():
   timed = ["wall_time", "train/tokens_per_sec", "train/steps_per_sec", "train/mfu", "train/mfu_6n"]
+  timed += ["train/tflops_per_device"]
   timed += ["goodput/step_secs", "goodput/step_share", "eval/wall_secs", "memory/host_rss_gib"]
   timed += ["checkpoint/stall_secs", "orchestrator/health"]
   assert all(map(is_time_key, timed))

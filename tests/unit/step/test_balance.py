@@ -8,6 +8,7 @@ import statistics
 import jax
 import numpy as np
 from helpers import micro_batches, tiny_config
+from xla_flags import FAST_STEPS
 
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.program import make_program
@@ -78,6 +79,7 @@ def test_a_collapsed_router_recovers(mesh):
         "optimizer.learning_rate": 3e-3,
         "optimizer.warmup_steps": 20,
         "step.loss_chunk_tokens": 1024,
+        "step.compiler_options": FAST_STEPS.removeprefix("--"),
       }
     )
     found.append(steps_to_balance(make_program(cfg), seed))

@@ -99,6 +99,8 @@ def test_warmup_fraction_is_a_share_of_the_run():
   steps = {"num_steps": 40, "optimizer.warmup_steps": 10}
   fraction = {"num_steps": 40, "optimizer.warmup_fraction": 0.25}
   np.testing.assert_array_equal(rates(steps), rates(fraction))
+  both = fraction | {"optimizer.warmup_steps": 4}
+  np.testing.assert_array_equal(rates(both), rates(steps | {"optimizer.warmup_steps": 4}))
 
 
 def test_one_cycle_without_warmup_rises_for_three_tenths():

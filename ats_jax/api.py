@@ -1,0 +1,153 @@
+"""What the verbs do, as functions for scripts and notebooks: docs/reference/api.md shows them.
+
+They leave the process as it was: jax's settings, the environment, handlers of signals and logs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ats_jax import cli, paths, runtime
+from ats_jax.config import Config, from_config_dict
+from ats_jax.config.build import updated
+from ats_jax.config.file import load_file
+from ats_jax.evaluate import evaluate_run
+from ats_jax.inference.load import load_run
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.planner import budget as budgets
+from ats_jax.planner import describe
+from ats_jax.run import InitFrom
+from ats_jax.step.state import TrainState
+from ats_jax.train import train as train_run
+
+__all__ = ["budget", "config", "evaluate", "generate", "metrics", "plan", "train"]
+
+
+def config(source: str = cli.DEFAULT_CONFIG, settings: Mapping[str, Any] | None = None) -> Config:
+  """A run to make.
+
+  Args:
+    source: a config file, with a variant behind a colon, as for `--config`.
+    settings: values by dotted name, e.g. {"model.num_layers": 4}.
+
+  Raises:
+    ValueError: for a file that cannot be read, an unknown name, or a value that no setting allows.
+  """
+  return from_config_dict(updated(load_file(source).to_dict(), settings or {}))
+
+
+def train(
+  cfg: Config, workdir: str, *, init_from: str | None = None, init_step: str = "latest"
+) -> TrainState:
+  """Train, or go on with the run in `workdir`; Ctrl-C saves and returns.
+
+  Args:
+    cfg: of `config`.
+    workdir: the folder of the run, also on a store.
+    init_from: the workdir of another run, whose weights a new one begins with.
+    init_step: its checkpoint: a step, "latest" or "best".
+
+  Returns:
+    The last state: `step`, the updates done; `model`, the weights.
+
+  Raises:
+    ValueError: for settings, data or a workdir that cannot be used.
+    FloatingPointError: if the loss or the weights stop being finite.
+  """
+  init = InitFrom(paths.parse(init_from), init_step) if init_from else None
+  folder = paths.parse(workdir)
+  with runtime.configured(cfg):
+    runtime.join_job(cfg)
+    return train_run(cfg, folder, init)
+
+
+def evaluate(workdir: str, *, step: int | str = "latest", text: str = "") -> dict[str, float]:
+  """Metrics of a trained run on its validation split, or on other text.
+
+  Args:
+    workdir: of the run.
+    step: a step, "latest" or "best".
+    text: files, folders or globs, comma-separated, in place of the validation split.
+
+  Returns:
+    `eval/loss` (nats per token), `eval/perplexity`, `eval/accuracy` and others.
+
+  Raises:
+    ValueError: if there is no such run, checkpoint or text.
+  """
+  return evaluate_run(paths.parse(workdir), str(step), text)[1]
+
+
+def generate(
+  workdir: str, prompt: str, *, step: int | str = "latest", seed: int = 0, **sampling: Any
+) -> str:
+  """The prompt, continued by a trained run.
+
+  Args:
+    workdir: of the run.
+    prompt: text to continue.
+    step: a step, "latest" or "best".
+    seed: of the draws: the same seed gives the same text.
+    **sampling: in place of the run's own: max_tokens, temperature, top_k, top_p, stop.
+
+  Raises:
+    ValueError: if there is no such run or checkpoint, or sampling is not allowed so.
+  """
+  with load_run(paths.parse(workdir), str(step)) as run:
+    return prompt + "".join(run.generate(seed, prompt=prompt, **sampling))
+
+
+def metrics(workdir: str) -> list[dict[str, Any]]:
+  """The rows of a run's metrics.jsonl, oldest first: `step`, `wall_time` and the metrics.
+
+  Raises:
+    ValueError: if there are none.
+  """
+  path = paths.parse(workdir) / "metrics.jsonl"
+  if not path.exists():
+    raise ValueError(f"{path} is missing. Train there first, with jsonl in log.writers.")
+  return read_jsonl(path)
+
+
+def plan(cfg: Config, devices: int = 0) -> dict[str, Any]:
+  """Parameters, FLOPs and bytes of a run, from shapes alone: what `ats-jax plan --json` prints.
+
+  Args:
+    cfg: of `config`.
+    devices: that share the run; 0 = as few as its mesh needs.
+
+  Raises:
+    ValueError: if its mesh does not fit them.
+  """
+  return describe.describe(cfg, devices)
+
+
+def budget(
+  cfg: Config,
+  *,
+  tokens: float = 0,
+  flops: float = 0,
+  gpu_hours: float = 0,
+  unique_tokens: float = 0,
+  tokens_per_sec: float = 0,
+) -> dict[str, Any]:
+  """Tokens, epochs and what more of them would buy: what `ats-jax plan budget --json` prints.
+
+  Args:
+    cfg: of `config`.
+    tokens: the budget in tokens, or
+    flops: in training FLOPs, or
+    gpu_hours: in hours of one device; without any it is what the config trains on.
+    unique_tokens: of the training data; 0 = none is seen twice.
+    tokens_per_sec: of one device, measured; 0 = not known.
+
+  Raises:
+    ValueError: for more than one budget, or amounts that are none.
+  """
+  return budgets.budget(
+    cfg,
+    tokens=tokens,
+    flops=flops,
+    gpu_hours=gpu_hours,
+    unique_tokens=unique_tokens,
+    tokens_per_sec=tokens_per_sec,
+  )

@@ -1,0 +1,136 @@
+"""What a run is made of by name, and what users add to it: one registry for each kind of part.
+
+A user's file that `extensions` in the config names (docs/guides/extensions.md):
+
+  from ats_jax.extensions import schedules
+
+  @schedules.register("halved")
+  def halved(progress, cfg, xp):
+    return xp.where(progress < 0.5, 1.0, 0.5)
+
+`--config.extensions=my_file.py --config.optimizer.schedule=halved` then trains with it. The parts
+that come with this package are registered in the same way.
+"""
+
+import contextlib
+import difflib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+MARK = "#"  # between the name of an extension and the hash of its file
+loaded: dict[str, str] = {}  # name -> hash, of this process; `config.extend` keeps it
+# Whose registrations are being made; empty = this package's, or a script's.
+_loading: list[str] = []
+
+
+class _Entry(NamedTuple):
+  part: Any
+  owner: str
+
+
+class Registry:
+  """Parts of one kind by name. Iterates over the names, those of this package first."""
+
+  def __init__(self, kind: str, setting: str, home: str):
+    """Make an empty one.
+
+    Args:
+      kind: what the parts are, for messages.
+      setting: that names one of them.
+      home: the module that registers those of this package. It stands above this one, so it is
+        imported when the first part is asked for.
+    """
+    self.kind, self.setting, self._home = kind, setting, home
+    self._entries: dict[str, _Entry] = {}
+
+  def register[P](self, *names: str) -> Callable[[P], P]:
+    """Decorate a part: it is known under `names` from now on.
+
+    Raises:
+      ValueError: for a name that is taken, or that a comma-separated setting could not hold.
+    """
+
+    def add(part: P) -> P:
+      owner = _loading[-1] if _loading else ""
+      for name in names:
+        if not name or set(name) & set(", \t\n"):
+          raise ValueError(f"{self.kind} {name!r}: a name has no comma and no space.")
+        if name in self._entries:
+          whose = self._entries[name].owner or "ats_jax itself"
+          raise ValueError(f"{self.kind} {name!r} is there already, of {whose}. Take another name.")
+      self._entries.update(dict.fromkeys(names, _Entry(part, owner)))
+      return part
+
+    return add
+
+  def find(self, name: str) -> Any:
+    """The part of a name.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    if name not in self:
+      raise ValueError(self.unknown(name))
+    return self._entries[name].part
+
+  def owner(self, name: str) -> str:
+    """The extension that a part is of, as `extensions` names it; "" = it comes with ats_jax."""
+    assert name in self
+    return self._entries[name].owner
+
+  def unknown(self, name: str) -> str:
+    """A message that says that there is no such part, and which there are."""
+    near = difflib.get_close_matches(name, self, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return (
+      f"{self.setting}={name!r} is unknown. Choose one of: {', '.join(self)}. {hint}For a "
+      f"{self.kind} of yours, name the file that registers it in `extensions`."
+    )
+
+  def forget(self, owner: str) -> None:
+    """Take out all parts of an extension."""
+    self._entries = {name: e for name, e in self._entries.items() if e.owner != owner}
+
+  def open(self) -> None:
+    """Register what this package has."""
+    importlib.import_module(self._home)
+
+  def __contains__(self, name: object) -> bool:
+    self.open()
+    return name in self._entries
+
+  def __iter__(self) -> Iterator[str]:
+    self.open()
+    return iter(tuple(self._entries))
+
+
+# What is registered under each is said at the built-in ones, in the module that is named.
+writers = Registry("metric writer", "log.writers", "ats_jax.metrics.builtin")
+schedules = Registry("schedule", "optimizer.schedule", "ats_jax.step.schedule")
+optimizers = Registry("optimizer", "optimizer.name", "ats_jax.step.optimizers")
+formats = Registry("data format", "the suffix of a file", "ats_jax.data.source")
+
+ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats)
+
+
+@contextlib.contextmanager
+def owned_by(owner: str) -> Iterator[None]:
+  """Within it, what is registered is of `owner`; if it fails, nothing of it stays."""
+  for registry in ALL:
+    registry.open()  # names of ours are taken before a user's, and are not the user's
+  _loading.append(owner)
+  try:
+    with contextlib.ExitStack() as undo:
+      for registry in ALL:
+        undo.callback(registry.forget, owner)
+      yield
+      undo.pop_all()
+  finally:
+    _loading.pop()
+
+
+def are_loaded(setting: str) -> bool:
+  """Whether this process has loaded all that a value of the setting `extensions` names."""
+  entries = (entry.strip().partition(MARK) for entry in setting.split(",") if entry.strip())
+  return all(digest and loaded.get(name) == digest for name, _, digest in entries)

@@ -1,0 +1,11 @@
+"""124M parameters: the shape and the recipe of GPT-3's smallest size.
+
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
+Command: python -m ats_jax plan --config=configs/gpt_125m.py:moe
+"""
+
+from ats_jax.config.presets import preset
+
+
+def get_config(variant: str = ""):
+  return preset("gpt_125m", variant)

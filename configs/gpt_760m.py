@@ -1,0 +1,11 @@
+"""757M parameters: the shape and the recipe of GPT-3's third size.
+
+Dimensions: ats_jax/config/presets.py. Sizes of all variants: docs/reference/models.md.
+Command: python -m ats_jax plan --config=configs/gpt_760m.py:moe
+"""
+
+from ats_jax.config.presets import preset
+
+
+def get_config(variant: str = ""):
+  return preset("gpt_760m", variant)

@@ -1,0 +1,214 @@
+"""Wrong words, files and numbers for every verb: a message that helps, code 2, no traceback."""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from commands import UNPRIVILEGED, forked, started, train_flags
+
+from ats_jax.__main__ import VERBS
+
+# Command line -> a part of the message. {in} is a folder of files that are no good, {ok} a trained
+# run, {new} a folder that is not there; {in}/NAME of `BROKEN` is that run with one file replaced.
+WRONG = {
+  # Verbs and flags.
+  "trian": "no command 'trian'. Did you mean train?",
+  "''": "no command ''. There are train, launch,",
+  "größer": "no command 'größer'",
+  "train train": "unexpected argument 'train'. Everything is a flag",
+  "train --workdri=x": "--workdri: there is no such flag. Did you mean --workdir?",
+  "train --zzz=x": "--zzz: there is no such flag. ats-jax train --help lists them.",
+  "plan ''": "unexpected argument ''",
+  "plan --config": "Missing value for flag --config",
+  "plan --flagfile=/no": "Unable to open flagfile",
+  "plan budgets": "expected one command of budget, got 'budgets'",
+  "data": "expected one command of stats, audit, got none",
+  "data foo": "expected one command of stats, audit, got 'foo'",
+  "bench stpe": "expected one command of step, sweep, got 'stpe'",
+  "decisions": "expected one workdir, got none",
+  "decisions a b": "expected one workdir, got a b",
+  "launch": "--processes is missing. Example: --processes=2",
+  "launch --processes=0": "--processes=0: 0 is not a positive integer",
+  "launch --processes=two": "--processes=two: invalid literal",
+  "launch --processes=1 --restarts=-1": "--restarts=-1",
+  "evaluate": "--workdir is missing. Example: --workdir=runs/debug",
+  "forecast --workdir=": "--workdir is missing",
+  "tune --only=nothing": "--only=nothing: no such op",
+  # Configs and settings.
+  "plan --config=dbug": "Did you mean debug?",
+  "plan --config={in}": "Is a directory",
+  "plan --config=/dev/null": "no attribute 'get_config'",
+  "plan --config=debug:größer": "unknown variant 'größer'",
+  "plan --config={in}/binary.py": "{in}/binary.py: SyntaxError",
+  "plan --config={in}/syntax.py": "{in}/syntax.py:1: SyntaxError: invalid syntax",
+  "plan --config={in}/imports.py": "{in}/imports.py:1: ModuleNotFoundError",
+  "plan --config={in}/endless.py": "{in}/endless.py:2: RecursionError",
+  "plan --config={in}/none.py": "get_config() returned None, not a ConfigDict",
+  "plan --config={in}/dict.py": "get_config() returned {{}}, not a ConfigDict",
+  "plan --config={in}/arguments.py:x": "missing 1 required positional argument: 'b'",
+  "plan --config={in}/section.py": "config: model is a section, got 3",
+  "plan --config={in}/unicode.py": "unknown key model.größe",
+  "plan --config.model=3": "--config.model: there is no such setting",
+  "plan --config.modle.num_layers=3": "Did you mean --config.model.num_layers?",
+  "plan --config.model.num_layers=": "model.num_layers (int): decoder blocks",
+  "plan --config.model.num_layers=1e3": "invalid literal for int()",
+  "plan --config.model.num_layers=99999999999999999999": "is too large: at most 10000",
+  "plan --config.model.d_model=1000000000": "model.d_model=1000000000 is too large",
+  "plan --config.data.batch_size=99999999999999": "data.batch_size=99999999999999 is too large",
+  "plan --config.optimizer.learning_rate=nan": "learning_rate=nan is not a finite number",
+  "plan --config.optimizer.learning_rate=1e400": "learning_rate=inf is not a finite number",
+  "plan --config.seed=-1": "seed=-1 is too small: at least 0",
+  "plan --config.length=budget --config.num_epochs=1": "both say when to end",
+  "plan --devices=-1": "--devices=-1",
+  "plan --devices=1e9": "--devices=1e9: invalid literal",
+  "plan --devices=7 --config.mesh.fsdp=2": "does not divide the 7 devices",
+  "plan budget --tokens=x": "could not convert string to float",
+  "plan budget --tokens=1e400": "--tokens=inf is not a finite number",
+  "plan budget --tokens=1e308": "--tokens=1e+308: expected a positive number",
+  "plan budget --law=1e300,1,1,1,1": "five positive numbers E,A,B,alpha,beta between 0.001",
+  "train --explain=": "no setting ''",
+  "train --explain=größer": "no setting 'größer'",
+  "config": "expected one command of import, show, diff, got none",
+  "config show dbug": "Did you mean debug?",
+  "config show {in}/nothing": "holds no run",
+  "config diff debug": "expected ",
+  "config import {in}/no.json": "no.json",
+  "config import {in}/config_list/config.json": "config.json",
+  "config import {in}/nothing": "nothing",
+  # Runs that are none, or are damaged.
+  "evaluate --workdir={in}/none.py": "holds no run",
+  "evaluate --workdir=gs://": "names no bucket",
+  "generate --workdir=foo://x": "expected a local path or one of gs://",
+  "generate --workdir=" + "x" * 300: "holds no run",
+  "evaluate --workdir={in}/config_list": "it holds no settings but []",
+  "evaluate --workdir={in}/config_bytes": "config.json cannot be read",
+  "evaluate --workdir={in}/config_folder": "Is a directory",
+  "evaluate --workdir={in}/config_deep": "maximum recursion depth exceeded",
+  "generate --workdir={in}/config_type": "model.num_layers must be int, got 'x'",
+  "generate --workdir={in}/id_folder": "run_id: Is a directory",
+  "generate --workdir={in}/tokenizer_list": "expected a JSON object, got [1]",
+  "generate --workdir={in}/no_tokenizer": "tokenizer.json, cannot be read",
+  "generate --workdir={in}/manifest_list": "no intact checkpoint",
+  "evaluate --workdir={in}/checkpoints_file": "no checkpoint in",
+  "decisions {in}": "holds no decisions.jsonl",
+  "decisions {in}/decisions_bad": "decisions.jsonl",
+  "decisions {in}/decisions_bytes": "decisions.jsonl",
+  "forecast --workdir={in}/metrics_bad": "metrics.jsonl:1: not a row of metrics",
+  "forecast --workdir={in}/metrics_bytes": "metrics.jsonl",
+  "forecast --workdir={in}/metrics_folder": "metrics.jsonl: Is a directory",
+  "forecast --workdir={in}/metrics_text": "eval/loss of step 1 is no number: 'x'",
+  "forecast --workdir={ok} --coverage=2": "--coverage=2",
+  "forecast --workdir={ok} --at=-1": "--at=-1",
+  "forecast --workdir={ok} --reference={in}": "holds no run",
+  "train --workdir={in}/config_folder": "Is a directory",
+  # Numbers and texts of a verb.
+  "generate --workdir={ok} --max_tokens=0": "--max_tokens=0: 0 is not a positive integer",
+  "generate --workdir={ok} --max_tokens=9999999999": "sample.max_tokens=9999999999 is too large",
+  "generate --workdir={ok} --temperature=1e308": "sample.temperature=1e+308 is too large",
+  "generate --workdir={ok} --top_p=2": "--top_p=2",
+  "generate --workdir={ok} --step=4.0": "no checkpoint '4.0'",
+  "evaluate --workdir={ok} --paths={in}/nothing": "no file that can be read",
+  "evaluate --workdir={ok} --paths=/dev/zero": "/dev/zero",
+  "data stats --config.data.paths=/no": "'/no' does not exist",
+  "bench --steps=0": "--steps=0",
+  "bench --segments=9999": "--segments=9999 is outside",
+  "bench --memory_gib=1e-9": "does not fit",
+  "bench sweep --try=": "expected SETTING=VALUE,VALUE",
+  "bench sweep --try=data.strict=maybe": "'maybe' is no bool",
+  "bench sweep --out={in}": "is not empty",
+  "bench sweep --out={in}/none.py": "File exists",
+  "train --workdir={new} --init_step=best": "--init_step says which checkpoint of --init_from",
+  "train --workdir=/dev/null/x": "Not a directory: '/dev/null/x'. Choose another",
+}
+BROKEN = {
+  "config_list": ("config.json", b"[]"),
+  "config_bytes": ("config.json", b"\xff\xfe\x00"),
+  "config_folder": ("config.json", None),
+  "config_deep": ("config.json", b"[" * 100_000),
+  "config_type": ("config.json", b'{"model": {"num_layers": "x"}}'),
+  "id_folder": ("run_id", None),
+  "tokenizer_list": ("tokenizer.json", b"[1]"),
+  "no_tokenizer": ("tokenizer.json", b""),
+  "manifest_list": ("checkpoints/4/manifest.json", b"[]"),
+  "checkpoints_file": ("checkpoints", b""),
+  "decisions_bad": ("decisions.jsonl", b"{}\n"),
+  "decisions_bytes": ("decisions.jsonl", b"\xff\n"),
+  "metrics_bad": ("metrics.jsonl", b"{not json}\n"),
+  "metrics_bytes": ("metrics.jsonl", b"\xff\n"),
+  "metrics_folder": ("metrics.jsonl", None),
+  "metrics_text": (
+    "metrics.jsonl",
+    b'{"step": 1, "eval/loss": "x", "train/learning_rate": 1}\n',
+  ),
+}
+FILES = {
+  "binary.py": b"\x00\xff",
+  "syntax.py": b"def get_config(:\n",
+  "imports.py": b"import no_such_module\n",
+  "endless.py": b"def get_config():\n  return get_config()\n",
+  "none.py": b"def get_config():\n  return None\n",
+  "dict.py": b"def get_config():\n  return {}\n",
+  "arguments.py": b"def get_config(a, b):\n  return a\n",
+  "section.py": b"from ml_collections import ConfigDict\n"
+  b"def get_config():\n  return ConfigDict({'model': 3})\n",
+  "unicode.py": "from ats_jax.config import base_config\ndef get_config():\n"
+  "  config = base_config()\n  config.model.größe = 3\n  return config\n".encode(),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tiny, tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp("good")
+  runs.finish(runs.start(folder, *tiny, "eval.every_steps=2"))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(good, tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp("in")
+  (folder / "nothing").mkdir()
+  for name, content in FILES.items():
+    (folder / name).write_bytes(content)
+  for name, (file, content) in BROKEN.items():
+    path = shutil.copytree(good, folder / name) / file
+    if path.is_dir():
+      shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    if content is None:
+      path.mkdir()
+    else:
+      path.write_bytes(content)
+  return folder
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_message_and_no_traceback(line, inputs, good, tmp_path):
+  names = {"in": inputs, "ok": good, "new": tmp_path / "new"}
+  result = forked("ats_jax", *shlex.split(line.format(**names)))
+  assert WRONG[line].format(**names) in result.error()
+  assert result.out == "" and not (tmp_path / "new").exists()
+
+
+def test_every_verb_is_tried():
+  assert set(VERBS) <= {line.split()[0] for line in WRONG}
+
+
+@pytest.mark.skipif(bool(UNPRIVILEGED) and sys.platform != "linux", reason="root may do anything")
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+def test_a_file_that_may_not_be_read(name, good, tmp_path):
+  run = shutil.copytree(good, tmp_path / "run")
+  (run / name).chmod(0)
+  result = started("ats_jax", "forecast", f"--workdir={run}", prefix=UNPRIVILEGED)
+  assert f"{name}" in result.error() and "Permission denied" in result.error()
+
+
+def test_a_file_in_place_of_a_log(tiny, good, tmp_path):
+  """Found when it is opened, after the model is there."""
+  run = shutil.copytree(good, tmp_path / "run")
+  (run / "metrics.jsonl").unlink()
+  (run / "metrics.jsonl").mkdir()
+  result = forked("ats_jax.train", *train_flags(run, *tiny, "eval.every_steps=2", "num_steps=6"))
+  assert "metrics.jsonl" in result.error() and "Is a directory" in result.error()

@@ -1,0 +1,29 @@
+"""Where the tests' compiled programs are kept: the next session finds those that are the same.
+
+jax's key has the program, the compiler's version and its flags, so an edit of the code needs no
+clearing. Processes that a test starts, and may kill while they write, have a cache of the session's
+own instead.
+"""
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+MAX_BYTES = 2**30  # of some thousand programs, 10 kB each; then all are removed
+
+
+def kept_programs() -> Path:
+  """The folder for this kind of processor: machine code of another may not run here."""
+  base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+  folder = base / "ats_jax_tests" / _processor()
+  if sum(p.stat().st_size for p in folder.glob("*")) > MAX_BYTES:
+    shutil.rmtree(folder)
+  return folder
+
+
+def _processor() -> str:
+  info = Path("/proc/cpuinfo")  # Linux's; elsewhere a home belongs to one machine
+  lines = info.read_text().splitlines() if info.exists() else []
+  names = ("model name", "flags", "Features")
+  return f"{zlib.crc32(str(sorted({x for x in lines if x.startswith(names)})).encode()):08x}"

@@ -1,0 +1,15 @@
+"""Which test files `pytest --quick` runs: those that import nothing that compiles or forks."""
+
+import re
+from pathlib import Path
+
+_SLOW = (
+  r"jax|flax|optax|orbax|subprocess|multiprocessing|commands|runs|documents|golden_run|"
+  r"checkpoint_helpers|benchmarks\.mod_savings|ats_jax\.(?:api|bench|checkpoint|run|step\.program|train)\b"
+)
+_IMPORT = re.compile(rf"^(?:import|from) (?:{_SLOW})\b", re.MULTILINE)
+
+
+def is_quick(path: Path) -> bool:
+  """Whether a test file imports none of these."""
+  return not _IMPORT.search(path.read_text(encoding="utf-8"))

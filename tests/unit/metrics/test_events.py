@@ -1,0 +1,199 @@
+"""What TensorBoard gets of a whole run, read back by tensorboardX and, with `-m tf`, by itself."""
+
+import json
+import math
+import textwrap
+
+import pytest
+from helpers import tiny_config
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+from test_writer import read_events, scalars_of
+
+from ats_jax.config.build import flatten, from_config_dict
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.train import train
+
+TEXT = "the cat sat on the mat, and the dog on the log. " * 40
+
+
+def sparse_run(folder, changes=()):
+  """Train four layers with experts, every second of which skips tokens; its workdir."""
+  (folder / "text.txt").write_text(TEXT)
+  (folder / "other.txt").write_text(TEXT[::-1])
+  cfg = tiny_config(
+    {
+      "num_steps": 4,
+      "model.vocab_size": 384,
+      "model.num_layers": 4,
+      "moe.num_experts": 4,
+      "moe.top_k": 2,
+      "moe.dispatch": "capacity",
+      "mod.routing": "learned",
+      "data.paths": str(folder / "text.txt"),
+      "data.validation_paths": str(folder / "other.txt"),
+      "data.cache_dir": str(folder / "cache"),
+      "eval.every_steps": 2,
+      "log.every_steps": 2,
+      "log.progress": False,
+      "log.writers": "jsonl,tensorboard",
+      "sample.max_tokens": 8,
+      **dict(changes),
+    }
+  )
+  train(cfg, folder / "run")
+  return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """The workdir of a sparse run."""
+  folder = tmp_path_factory.mktemp("sparse")
+  sets = f"{folder}/other.txt,code={folder}/text.txt"
+  changes = {"orchestrator.mode": "observe", "orchestrator.check_interval": 2}
+  return sparse_run(folder, changes | {"data.validation_paths": sets})
+
+
+def texts_of(events):
+  return {
+    (event.step, value.tag): value.tensor.string_val[0].decode()
+    for event in events
+    for value in event.summary.value
+    if value.metadata.plugin_data.plugin_name == "text"
+  }
+
+
+def test_the_sample_and_the_settings_are_texts(run):
+  texts = texts_of(read_events(run))
+  assert texts.keys() == {(4, "sample/text_summary"), (0, "config/text_summary")}
+  sample = textwrap.dedent(texts[4, "sample/text_summary"])
+  assert sample + "\n" == (run / "samples" / "4.txt").read_text()
+  lines = texts[0, "config/text_summary"].splitlines()
+  assert "    moe.num_experts = 4" in lines and "    data.tokenizer = 'bytes'" in lines
+  rows = [row for row in read_jsonl(run / "metrics.jsonl") if "sample" in row]
+  assert [(row["step"], row["sample"]) for row in rows] == [(4, sample)]
+
+
+def test_each_line_of_a_text_is_code(run):
+  """TensorBoard takes a text for Markdown, in which a sample's line breaks would be lost."""
+  for text in texts_of(read_events(run)).values():
+    assert all(line.startswith("    ") for line in text.split("\n"))
+
+
+def test_the_load_of_experts_is_a_histogram_a_layer(run):
+  events = read_events(run)
+  found = {
+    (event.step, value.tag): value.histo
+    for event in events
+    for value in event.summary.value
+    if value.HasField("histo")
+  }
+  layers = [json.loads(line) for line in (run / "layers.jsonl").read_text().splitlines()]
+  assert [row["step"] for row in layers] == [2, 4]
+  for row in layers:
+    for number, loads in enumerate(row["moe/load"]):
+      histogram = found.pop((row["step"], f"moe/load/layer_{number:02d}"))
+      assert histogram.num == 4 and histogram.sum == pytest.approx(sum(loads))
+      assert (histogram.min, histogram.max) == pytest.approx((min(loads), max(loads)))
+  per_layer = {tag for _, tag in found}
+  assert per_layer >= {"moe/layer_entropy", "mod/layer_routed"} and "mod/depths" not in per_layer
+
+
+def hparams_of(events):
+  """The plugin's messages, by tag."""
+  return {
+    value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
+    for event in events
+    for value in event.summary.value
+    if value.metadata.plugin_data.plugin_name == "hparams"
+  }
+
+
+def test_the_settings_are_hyper_parameters(run):
+  found = hparams_of(read_events(run))
+  written = found["_hparams_/session_start_info"].session_start_info.hparams
+  cfg = from_config_dict(json.loads((run / "config.json").read_text()))
+  assert written.keys() == flatten(cfg).keys()
+  assert written["moe.top_k"].number_value == 2 and written["moe.dispatch"].string_value
+  metrics = {m.name.tag for m in found["_hparams_/experiment"].experiment.metric_infos}
+  assert metrics >= {"eval/loss", "train/loss"}
+  assert found["_hparams_/session_end_info"].session_end_info.status  # the run has ended
+
+
+def test_what_sparse_layers_are_worth_is_written(run):
+  rows = [row for row in read_jsonl(run / "metrics.jsonl") if "train/loss" in row]
+  for row in rows:
+    assert 0.0 < row["mod/flops_saved"] < 1.0
+    assert 0.0 < row["moe/efficiency"] <= 1.0
+  written = scalars_of(read_events(run))
+  assert written[4, "mod/flops_saved"] == pytest.approx(rows[-1]["mod/flops_saved"])
+  assert written[4, "train/tflops_per_device"] > 0
+
+
+# TensorBoard's own readers.
+
+
+@pytest.mark.tf
+@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
+def test_tensorboard_itself_reads_texts_and_histograms(run):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+  events = EventAccumulator(str(run)).Reload()
+  tags = events.Tags()
+  assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
+  (sample,) = events.Tensors("sample/text_summary")
+  text = textwrap.dedent(sample.tensor_proto.string_val[0].decode())
+  assert (sample.step, text + "\n") == (4, (run / "samples" / "4.txt").read_text())
+  assert "moe/load/layer_00" in [tag for tag in (*tags["histograms"], *tags["tensors"])]
+
+
+@pytest.mark.tf
+@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
+def test_tensorboard_itself_reads_hyper_parameters_and_results(run):
+  from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+  from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+  from tensorboard.context import RequestContext
+  from tensorboard.plugins.base_plugin import TBContext
+  from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+  multiplexer = EventMultiplexer().AddRunsFromDirectory(str(run.parent))
+  multiplexer.Reload()
+  provider = MultiplexerDataProvider(multiplexer, str(run.parent))
+  backend = backend_context.Context(TBContext(data_provider=provider, logdir=str(run.parent)))
+  asked = RequestContext()
+  hparams = backend.hparams_metadata(asked, "")
+  experiment = backend.experiment_from_metadata(asked, "", True, hparams, [])
+  request = api_pb2.ListSessionGroupsRequest(slice_size=9)
+  request.allowed_statuses.append(api_pb2.STATUS_SUCCESS)
+  for metric in experiment.metric_infos:
+    request.col_params.add().metric.CopyFrom(metric.name)
+  page = list_session_groups.Handler(asked, backend, "", request).run()
+  (group,) = page.session_groups
+  assert group.hparams["moe.num_experts"].number_value == 4
+  results = {value.name.tag: value.value for value in group.sessions[0].metric_values}
+  evaluations = [row for row in read_jsonl(run / "metrics.jsonl") if "eval/loss" in row]
+  assert results["eval/loss"] == pytest.approx(evaluations[-1]["eval/loss"], rel=1e-6)
+  assert math.isfinite(results["train/loss"])
+
+
+@pytest.mark.tf
+@pytest.mark.filterwarnings("default")  # those of TensorFlow and TensorBoard
+def test_a_run_through_clus_own_writer_feeds_the_orchestrator(tmp_path):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+  changes = {
+    "log.writers": "clu",
+    "num_steps": 24,
+    "orchestrator.mode": "act",
+    "orchestrator.check_interval": 2,
+    "mod.routing": "none",
+  }
+  run = sparse_run(tmp_path, changes)
+  assert not (run / "metrics.jsonl").exists()
+  events = EventAccumulator(str(run), {"tensors": 0}).Reload()
+  steps = lambda tag: [event.step for event in events.Tensors(tag)]
+  assert steps("train/loss") == list(range(2, 25, 2))
+  assert "reflex/z_loss" in events.Tags()["tensors"]
+  # The supervisor looked at them, and its own went through the same writer.
+  looks = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
+  assert looks and steps("orchestrator/probe_loss")
+  assert steps("sample") == [24] and "config" not in events.Tags()["tensors"]

@@ -1,0 +1,182 @@
+"""W&B, MLflow and trackio, offline, by the real libraries (`-m sinks`), and without them."""
+
+import json
+import sqlite3
+import struct
+import subprocess
+import sys
+
+import pytest
+from helpers import tiny_config
+
+from ats_jax.config.schema import LogConfig
+from ats_jax.metrics.create import create_writer
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.train import train
+
+LEVELDB_BLOCK = 2**15
+pytestmark = pytest.mark.filterwarnings("default")  # those of the libraries
+SINKS = ("wandb", "mlflow", "trackio")
+RUN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_missing_library_is_said_with_its_extra(name, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, name, None)
+  words = rf"log.writers: '{name}' needs the library {name} .*pip install 'ats_jax\[{name}\]'"
+  with pytest.raises(ValueError, match=words):
+    create_writer(LogConfig(writers=f"jsonl,{name}"), tmp_path, resume_step=None)
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+  """Nothing of the user's own is read or sent to."""
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  monkeypatch.setenv("WANDB_SILENT", "true")
+  monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID"):
+    monkeypatch.delenv(name, raising=False)
+
+
+def open_sink(name, folder, resume_step=None):
+  cfg = LogConfig(writers=f"jsonl,{name}", project="cats")
+  return create_writer(cfg, folder, resume_step=resume_step, run=RUN)
+
+
+def wandb_records(folder):
+  """What an offline run of W&B holds, of all its starts: protobufs in the log format of LevelDB."""
+  from wandb.proto.wandb_internal_pb2 import Record
+
+  for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+    data, at, record = path.read_bytes(), 7, b""
+    while at < len(data):
+      if LEVELDB_BLOCK - at % LEVELDB_BLOCK < 7:  # no room for a header
+        at += LEVELDB_BLOCK - at % LEVELDB_BLOCK
+        continue
+      _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+      record += data[at + 7 : at + 7 + length]
+      at += 7 + length
+      if kind in (1, 4):  # whole, or its last part
+        yield Record.FromString(record)
+        record = b""
+
+
+def wandb_history(folder):
+  """(step, name) -> value."""
+  found = {}
+  for record in wandb_records(folder):
+    if record.WhichOneof("record_type") == "history":
+      row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+      found |= {(row["step"], name): value for name, value in row.items()}
+  return found
+
+
+@pytest.mark.sinks
+def test_all_three_take_a_whole_run(tmp_path, monkeypatch, offline):
+  import mlflow
+  import trackio.utils
+  from trackio.sqlite_storage import SQLiteStorage
+
+  for module in (trackio.utils, sys.modules["trackio.sqlite_storage"]):
+    monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+  (tmp_path / "text.txt").write_text("the cat sat on the mat, and the dog on the log. " * 40)
+  cfg = tiny_config(
+    {
+      "num_steps": 4,
+      "model.vocab_size": 384,
+      "data.paths": str(tmp_path / "text.txt"),
+      "data.validation_fraction": 0.0,
+      "data.cache_dir": str(tmp_path / "cache"),
+      "log.every_steps": 2,
+      "log.progress": False,
+      "log.project": "cats",
+      "log.writers": "jsonl,wandb,mlflow,trackio",
+      "sample.max_tokens": 4,
+    }
+  )
+  run = tmp_path / "run"
+  train(cfg, run)
+  losses = {
+    row["step"]: row["train/loss"]
+    for row in read_jsonl(run / "metrics.jsonl")
+    if "train/loss" in row
+  }
+  assert losses.keys() == {2, 4}
+  name = f"run-{(run / 'run_id').read_text()[:8]}"
+
+  history = wandb_history(run)
+  assert {s: history[s, "train/loss"] for s in losses} == losses
+  (sample,) = (run / "wandb").glob("offline-run-*/files/media/html/sample_*.html")
+  assert "<pre>" in sample.read_text()
+
+  client = mlflow.MlflowClient(f"sqlite:///{run}/mlflow.db")
+  (found,) = client.search_runs([client.get_experiment_by_name("cats").experiment_id])
+  assert (found.info.run_name, found.info.status) == (name, "FINISHED")
+  assert found.data.params["model.num_layers"] == "2"
+  metrics = client.get_metric_history(found.info.run_id, "train/loss")
+  assert {metric.step: metric.value for metric in metrics} == losses
+  assert len(list((run / "mlflow").glob("*/artifacts/sample/4.txt"))) == 1
+
+  rows = [row for row in SQLiteStorage.get_logs("cats", name) if "train/loss" in row]
+  assert {row["step"]: row["train/loss"] for row in rows} == losses
+
+
+@pytest.mark.sinks
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_run_goes_on_in_its_own_page(name, tmp_path, offline):
+  import mlflow
+
+  for resume_step, steps in ((None, (1, 2, 3, 4)), (2, (3, 4, 5))):
+    writer = open_sink(name, tmp_path, resume_step)
+    writer.write_hparams({"num_steps": 5 + (resume_step or 0), "project": ""})
+    for step in steps:
+      writer.write_scalars(step, {"train/loss": step + (resume_step or 0)})
+    writer.close()
+  if name == "wandb":
+    runs = {r.run.run_id for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "run"}
+    assert runs == {RUN}
+    losses = {s: v for (s, metric), v in wandb_history(tmp_path).items() if metric == "train/loss"}
+    assert losses == {1: 1, 2: 2, 3: 5, 4: 6, 5: 7}  # steps that run again replace the old ones
+    return
+  client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+  (found,) = client.search_runs([client.get_experiment_by_name("cats").experiment_id])
+  history = client.get_metric_history(found.info.run_id, "train/loss")
+  assert sorted(m.step for m in history) == [1, 2, 3, 3, 4, 4, 5]
+  assert found.data.params["num_steps"] == "5"
+
+
+@pytest.mark.sinks
+def test_a_data_base_that_breaks_in_the_middle_costs_that_sink_alone(tmp_path, offline, caplog):
+  writer = open_sink("mlflow", tmp_path)
+  writer.write_scalars(1, {"train/loss": 1.0})
+  with sqlite3.connect(tmp_path / "mlflow.db") as data_base:
+    data_base.execute("DROP TABLE latest_metrics")
+  for step in (2, 3, 4):
+    writer.write_scalars(step, {"train/loss": 1.0})
+  writer.close()
+  assert caplog.text.count("'mlflow' FAILED and is given up") == 1
+  assert "MlflowException" in caplog.text
+  assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+ONLINE = """
+import sys
+from pathlib import Path
+from ats_jax.config.schema import LogConfig
+from ats_jax.metrics.create import create_writer
+create_writer(LogConfig(writers="wandb"), Path(sys.argv[1]), resume_step=None)
+"""
+
+
+@pytest.mark.sinks
+def test_a_sink_that_cannot_be_opened_is_said_at_the_start(tmp_path, offline, monkeypatch):
+  monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+  monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+  with pytest.raises(ValueError, match=r"'mlflow' cannot be opened: .*MLFLOW_TRACKING_URI"):
+    open_sink("mlflow", tmp_path)
+  monkeypatch.setenv("WANDB_MODE", "online")  # read once in a process
+  command = [sys.executable, "-c", ONLINE, str(tmp_path)]
+  result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+  assert "ValueError: log.writers: 'wandb' cannot be opened:" in result.stderr
+  assert "Run `wandb login`, or set WANDB_MODE=offline, or take 'wandb' out" in result.stderr

@@ -1,0 +1,318 @@
+"""Parts of a user's own file, named in the config: through `train` each, and what can go wrong."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from ats_jax import extensions
+from ats_jax.config.build import with_settings
+from ats_jax.config.extend import load_extensions
+from ats_jax.data.splits import open_datasets
+from ats_jax.inference.load import load_run
+from ats_jax.metrics.rows import read_jsonl
+from ats_jax.train import train
+
+SINK = """
+from ats_jax.extensions import writers
+from ats_jax.metrics.writer import MetricWriter
+
+@writers.register("mine")
+class Mine(MetricWriter):
+  def __init__(self, opening):
+    self.file = open(opening.folder / "mine.txt", "a")
+    self.file.write(f"run {opening.run} from {opening.last_step} in {opening.project}\\n")
+
+  def write_scalars(self, step, scalars):
+    self.file.write(f"{step} {sorted(scalars)[0]}\\n")
+
+  def write_hparams(self, hparams):
+    self.file.write(f"layers {hparams['model.num_layers']}\\n")
+
+  def write_histograms(self, step, arrays, num_buckets=None):
+    self.file.write(f"{step} {list(arrays)}\\n")
+
+  def flush(self):
+    self.file.flush()
+
+  def close(self):
+    self.file.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+  """Each test begins without extensions and leaves none."""
+  yield
+  for registry in extensions.ALL:
+    for name in registry:
+      registry.forget(registry.owner(name) or "nobody")
+  extensions.loaded.clear()
+
+
+@pytest.fixture
+def config(tmp_path):
+  """A function that gives the config of a run with an extension of a source."""
+  text = tmp_path / "text.txt"
+  text.write_text("the cat sat on the mat, and the dog on the log. " * 60)
+
+  def make(source, changes=(), name="mine.py"):
+    (tmp_path / name).write_text(source)
+    return tiny_config(
+      {
+        "num_steps": 4,
+        "extensions": str(tmp_path / name),
+        "model.vocab_size": 384,
+        "data.paths": str(text),
+        "data.validation_fraction": 0.0,
+        "data.cache_dir": str(tmp_path / "cache"),
+        "log.writers": "jsonl",
+        "log.every_steps": 1,
+        "log.progress": False,
+        "sample.max_tokens": 0,
+        **dict(changes),
+      }
+    )
+
+  return make
+
+
+def rows(folder):
+  return [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
+
+
+def test_a_metric_writer(config, tmp_path):
+  cfg = config(SINK, {"log.writers": "jsonl,mine", "log.project": "cats"})
+  train(cfg, tmp_path / "run")
+  lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
+  run = (tmp_path / "run" / "run_id").read_text().strip()
+  assert lines[:2] == [f"run {run} from -1 in cats", "layers 2"]
+  assert [line for line in lines if "memory" in line] == [
+    f"{step} memory/host_rss_gib" for step in (1, 2, 3, 4)
+  ]
+  train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
+  again = (tmp_path / "run" / "mine.txt").read_text().splitlines()[len(lines) :]
+  assert again[0] == f"run {run} from 4 in cats" and "5 memory/host_rss_gib" in again
+
+
+def test_a_schedule_and_an_optimizer(config, tmp_path):
+  source = """
+import optax
+from ats_jax.extensions import optimizers, schedules
+
+@schedules.register("halved")
+def halved(progress, cfg, xp):
+  return xp.where(progress < 0.5, 1.0, 0.5)
+
+@optimizers.register("lion")
+def lion(cfg, platform, kernels):
+  return optax.scale_by_lion(cfg.optimizer.b1, cfg.optimizer.b2)
+"""
+  changes = {"optimizer.schedule": "halved", "optimizer.name": "lion", "optimizer.grad_clip": 0.0}
+  changes |= {"optimizer.weight_decay": 0.0, "checkpoint.every_steps": 2}
+  cfg = config(source, changes)
+  state = train(cfg, tmp_path / "run")
+  rates = [row["train/learning_rate"] for row in rows(tmp_path / "run")]
+  np.testing.assert_allclose(rates, [1e-2, 1e-2, 5e-3, 5e-3])
+  assert "ScaleByLionState" in str(type(state.opt_state[0]))
+  # Every weight moves by the learning rate, as only the sign of Lion's direction counts.
+  moved = [row["train/update_norm"] / row["train/learning_rate"] for row in rows(tmp_path / "run")]
+  np.testing.assert_allclose(moved, moved[0], rtol=1e-3)
+  # A run that goes on finds Lion's state; generation needs neither it nor the file.
+  train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
+  (tmp_path / "mine.py").unlink()
+  with load_run(tmp_path / "run") as run:
+    assert run.step == 6
+
+
+def test_clipping_and_decay_are_those_of_the_settings(config, tmp_path):
+  source = """
+import optax
+from ats_jax.extensions import optimizers
+optimizers.register("plain")(lambda cfg, platform, kernels: optax.identity())
+"""
+  changes = {"optimizer.name": "plain", "optimizer.grad_clip": 0.01, "optimizer.schedule": "none"}
+  train(config(source, changes | {"optimizer.weight_decay": 0.0}), tmp_path / "run")
+  for row in rows(tmp_path / "run"):
+    assert row["train/grad_norm"] > 0.01
+    assert row["train/update_norm"] == pytest.approx(0.01 * row["train/learning_rate"], rel=1e-3)
+  train(config(source, changes | {"optimizer.weight_decay": 1.0}), tmp_path / "decayed")
+  first = rows(tmp_path / "decayed")[0]
+  assert first["train/update_norm"] > 1.5 * rows(tmp_path / "run")[0]["train/update_norm"]
+
+
+def test_an_optimizer_that_is_none(config, tmp_path):
+  source = """
+from ats_jax.extensions import optimizers
+optimizers.register("none")(lambda cfg, platform, kernels: 3)
+"""
+  with pytest.raises(ValueError, match=r"optimizer.name='none' made 3: expected an optax"):
+    train(config(source, {"optimizer.name": "none"}), tmp_path / "run")
+
+
+def test_a_data_format(config, tmp_path, caplog):
+  source = """
+from ats_jax.extensions import formats
+
+@formats.register(".tsv")
+def columns(path, text_field, report):
+  with open(path) as lines:
+    for number, line in enumerate(lines, 1):
+      if line.count("\\t") != 1:
+        report.bad("no two columns", f"{path}:{number}", "expected two columns")
+      else:
+        yield line.split("\\t")[1].strip()
+"""
+  text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
+  (tmp_path / "cats.tsv").write_text(f"broken\n{text}")
+  changes = {"data.paths": str(tmp_path / "cats.tsv"), "data.tokenizer": "bytes"}
+  train(config(source, changes), tmp_path / "run")
+  assert "Malformed input was left out: 1 no two columns" in caplog.text
+  assert "40 documents" in caplog.text
+  # Another reader of the same file makes another corpus.
+  changed = load_extensions(config(source.replace("[1].strip", "[1].upper"), changes))
+  open_datasets(changed.data, changed.seed)
+  assert sum(p.is_dir() for p in (tmp_path / "cache").glob("corpus-*")) == 2
+
+
+def test_the_examples_of_the_guide(tmp_path):
+  guide = Path(__file__).parents[2] / "docs" / "guides" / "extensions.md"
+  examples = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+  assert len(examples) == 4
+  (tmp_path / "parts.py").write_text("\n".join(examples))
+  text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
+  (tmp_path / "cats.tsv").write_text(text)
+  cfg = tiny_config(
+    {
+      "num_steps": 3,
+      "extensions": f"{tmp_path}/parts.py",
+      "model.vocab_size": 384,
+      "optimizer.name": "lion",
+      "optimizer.schedule": "halved",
+      "data.paths": f"{tmp_path}/cats.tsv",
+      "data.validation_fraction": 0.0,
+      "data.cache_dir": f"{tmp_path}/cache",
+      "log.writers": "losses",
+      "log.every_steps": 1,
+      "log.progress": False,
+      "sample.max_tokens": 0,
+    }
+  )
+  train(cfg, tmp_path / "run")
+  lines = (tmp_path / "run" / "losses.txt").read_text().splitlines()
+  assert [json.loads(line)[0] for line in lines] == [1, 2, 3]
+
+
+# What a workdir keeps.
+
+
+def test_a_run_that_goes_on_with_another_file_says_so(config, tmp_path, caplog):
+  cfg = config(SINK, {"log.writers": "jsonl,mine"})
+  train(cfg, tmp_path / "run")
+  kept = json.loads((tmp_path / "run" / "config.json").read_text())["extensions"]
+  name, _, digest = kept.partition("#")
+  assert name == str(tmp_path / "mine.py") and len(digest) == 16
+  longer = with_settings(cfg, {"num_steps": 5})
+  with caplog.at_level(logging.INFO):
+    train(longer, tmp_path / "run")
+    assert "extensions" not in caplog.text
+    (tmp_path / "mine.py").write_text(SINK.replace('f"layers', 'f"depth'))
+    train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
+  assert f"changed since the last start: extensions: {kept!r} -> '{name}#" in caplog.text
+  lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
+  assert [line for line in lines if line.endswith(" 2")] == ["layers 2", "layers 2", "depth 2"]
+
+
+def test_no_command_on_a_workdir_runs_what_it_names(config, tmp_path):
+  train(config(SINK, {"log.writers": "mine"}), tmp_path / "run")
+  extensions.loaded.clear()
+  extensions.writers.forget(extensions.writers.owner("mine"))
+  (tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
+  with load_run(tmp_path / "run") as run:
+    assert run.program.cfg.extensions == ""
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+  ("source", "words"),
+  [
+    ("import nosuchmodule", r"mine.py' cannot be loaded. .*mine.py:1: ModuleNotFoundError: No mod"),
+    ("x = 1\ny = x +", r"mine.py:2: SyntaxError"),
+    (
+      SINK.replace('"mine"', '"jsonl"'),
+      "metric writer 'jsonl' is there already, of ats_jax itself",
+    ),
+    (SINK + SINK, "metric writer 'mine' is there already, of .*mine.py#"),
+    (SINK.replace('"mine"', '"my sink"'), "metric writer 'my sink': a name has no comma and no sp"),
+    ("", "log.writers='mine' is unknown. Choose one of: console, jsonl, .*name the file that"),
+    (SINK.replace('"mine"', '"mines"'), "log.writers='mine' is unknown.* Did you mean 'mines'?"),
+  ],
+)
+def test_what_is_wrong_with_a_file_is_said(config, tmp_path, source, words):
+  with pytest.raises(ValueError, match=f"(?s){words}"):
+    train(config(source, {"log.writers": "mine"}), tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+  assert "mine" not in extensions.writers  # nothing of a file that failed stays
+
+
+def test_a_name_that_two_files_take(config, tmp_path):
+  (tmp_path / "other.py").write_text(SINK)
+  both = f"{tmp_path}/mine.py,{tmp_path}/other.py"
+  with pytest.raises(ValueError, match=r"'mine' is there already, of .*mine.py#"):
+    load_extensions(config(SINK, {"extensions": both}))
+
+
+def test_a_file_that_is_not_there(config):
+  cfg = config(SINK, {"extensions": "nowhere.py"})
+  with pytest.raises(ValueError, match=r"extensions='nowhere.py' cannot be read: No such file"):
+    load_extensions(cfg)
+  with pytest.raises(ValueError, match=r"extensions='nowhere' is neither a file that ends in .py"):
+    load_extensions(with_settings(cfg, {"extensions": "nowhere"}))
+
+
+def test_a_module_that_can_be_imported(config, tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  cfg = config(SINK, {"extensions": "my_parts", "log.writers": "mine"}, name="my_parts.py")
+  assert load_extensions(cfg).extensions.startswith("my_parts#")
+  assert "mine" in extensions.writers
+
+
+def test_an_unknown_name_may_be_one_of_a_file_that_is_not_loaded_yet(config):
+  assert config(SINK, {"optimizer.schedule": "of_mine"}).optimizer.schedule == "of_mine"
+  with pytest.raises(ValueError, match=r"optimizer.schedule='of_mine' is unknown"):
+    tiny_config({"optimizer.schedule": "of_mine"})
+
+
+FIRST = """
+import sys
+from ats_jax import extensions
+from ats_jax.config.extend import load_extensions
+from ats_jax.config.schema import Config
+load_extensions(Config(extensions=sys.argv[1]))
+for registry in extensions.ALL:
+  print(*{registry.owner(name).partition("#")[0] for name in registry})
+"""
+
+
+def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
+  (tmp_path / "mine.py").write_text(SINK)
+  command = [sys.executable, "-c", FIRST, str(tmp_path / "mine.py")]
+  result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+  owners = [set(line.split()) for line in result.stdout.splitlines()]
+  assert owners == [{str(tmp_path / "mine.py")}, set(), set(), set()], result.stderr
+
+
+def test_what_is_built_in_is_registered_alike():
+  assert {"console", "jsonl", "csv", "tensorboard", "clu"} <= set(extensions.writers)
+  assert {"cosine", "linear", "wsd", "constant", "rex", "one_cycle", "none"} == set(
+    extensions.schedules
+  )
+  assert list(extensions.optimizers) == ["adamw"] and ".jsonl" in extensions.formats
