@@ -121,7 +121,7 @@ CASES: dict[str, tuple[str, dict]] = {
   "qwen3_moe-every-second": (
     "qwen3_moe",
     {**MOE, **ODD, "num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}
-    | {"rope_parameters": {**YARN, "truncate": True}},
+    | {"rope_parameters": {**YARN, "truncate": True, "attention_factor": 1.0}},
   ),
   "qwen3_moe-dense-first": (
     "qwen3_moe",
