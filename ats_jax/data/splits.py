@@ -203,8 +203,9 @@ def _pack(
     corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report
   )
   logging.info(
-    "%s: %d documents, %d targets in %d rows of %d.",
-    split[1].capitalize(), dataset.num_documents, dataset.num_tokens, dataset.num_rows, cfg.seq_len,
+    "%s: %s documents, %s targets in %s rows of %d.",
+    split[1].capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
+    f"{dataset.num_rows:,}", cfg.seq_len,
   )  # fmt: skip
   return dataset
 

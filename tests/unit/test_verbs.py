@@ -125,7 +125,27 @@ def test_the_reference_has_every_flag(name):
   listed = re.findall(r"^\| `--(?:\[no\])?(\w+)`", section(name), re.MULTILINE)
   assert listed == [flag.name for flag in COMMANDS[name].own_flags()]
   for flag in COMMANDS[name].own_flags():
-    assert flag.name == "config" or f"| {flag.help} |" in section(name)
+    assert flag.name == "config" or f"| {cli.meaning(flag)} |" in section(name)
+
+
+def test_examples_of_the_reference_are_code():
+  outside = "".join(REFERENCE.split("```")[::2])
+  assert REFERENCE.count("```") % 2 == 0
+  assert not re.findall(r"^ats-jax .*", outside, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+  ("name", "flag", "message"),
+  [
+    ("plan", "--devices=x", "--devices=x: 'x' is no whole number"),
+    ("train", "--config.num_steps=abc", "--config.num_steps=abc: 'abc' is no whole number"),
+    ("train", "--config.optimizer.learning_rate=fast", "'fast' is no number"),
+  ],
+)
+def test_a_value_that_is_no_number_is_refused_in_plain_words(name, flag, message):
+  with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    COMMANDS[name].parse(name, [flag])
+  assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
 
 
 def test_the_reference_has_nothing_else():
