@@ -31,6 +31,9 @@ VERBS = {
   "generate": Verb("use", "generate", "continue a text with a trained run"),
   "decisions": Verb("watch", "decisions", "what the orchestrator of a run saw and did, in words"),
   "forecast": Verb("watch", "forecast", "the final loss of a run that has begun"),
+  "bridge": Verb(
+    "use", "bridge.__main__", "weights from and to Hugging Face, and how equal they are"
+  ),
   "plan": Verb("plan", "plan", "parameters, FLOPs and memory of a config, or its token budget"),
   "config": Verb("plan", "config.__main__", "a config's settings, two compared, one imported"),
   "data": Verb("plan", "data.__main__", "figures and an audit of the training text"),

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from ats_jax import announce, logfile, runtime, workdir
+from ats_jax.bridge.convert import check_tokenizer, load_model
+from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, count_epochs, flatten, resolve, with_changes
@@ -55,8 +57,8 @@ class InitFrom:
   """Weights that a new run begins with.
 
   Attributes:
-    folder: workdir of a run of this program.
-    step: its checkpoint: a step, "latest" or "best".
+    folder: workdir of a run of this program, or a folder of Hugging Face's.
+    step: checkpoint of the run: a step, "latest" or "best".
   """
 
   folder: Path
@@ -361,7 +363,13 @@ def restored_or_new(
 def _with_weights(
   program: Program, state: TrainState, init: InitFrom, train_set: Dataset
 ) -> TrainState:
-  """A new state with the weights of another run, in this run's dtypes."""
+  """A new state with the weights of another run, or of Hugging Face, in this run's dtypes."""
+  if is_source(init.folder):
+    check_tokenizer(init.folder, program.cfg, train_set.tokenizer)
+    source, mesh = open_source(init.folder), jax.sharding.get_mesh()
+    model = load_model(source, program.cfg, abstract_like(state.model, mesh))
+    logging.info("the weights are those of %s in %s", source.family.name, init.folder)
+    return _beginning_with(state, model)
   source = workdir.load_config(init.folder)
   tokenizer = init.folder / workdir.TOKENIZER
   if load_tokenizer(tokenizer).fingerprint != train_set.tokenizer.fingerprint:
@@ -382,6 +390,10 @@ def _with_weights(
   )
   model = jax.tree.map(lambda new, old: new.astype(old.dtype), model, state.model)
   logging.info("the weights are those of step %d of %s", step, init.folder)
+  return _beginning_with(state, model)
+
+
+def _beginning_with(state: TrainState, model: Any) -> TrainState:
   copied = lambda p: jnp.array(p, jnp.float32, copy=True)
   ema = None if state.ema is None else jax.tree.map(copied, model)
   return dataclasses.replace(state, model=model, ema=ema)

@@ -128,7 +128,8 @@ _EXPLAIN = flags.DEFINE_string(
 _INIT_FROM = flags.DEFINE_string(
   "init_from",
   None,
-  "Workdir of a run of this program whose weights a new run begins with.",
+  "Workdir of a run of this program, or folder of Hugging Face's, whose weights a new run begins "
+  "with.",
   flag_values=FLAGS,
 )
 _INIT_STEP = flags.DEFINE_string(

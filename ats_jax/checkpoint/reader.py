@@ -203,11 +203,14 @@ def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) 
   return structure.unflatten(restored)
 
 
-def handler() -> ocp.PyTreeCheckpointHandler:
+def handler(*others: tuple[type, ocp.type_handlers.TypeHandler]) -> ocp.PyTreeCheckpointHandler:
   """Return Orbax's array reader and writer: OCDBT files of zarr3 arrays, not compressed.
 
   Compressing float32 weights saves 8 % of the bytes and doubles the time to write
   (docs/internals/adr/0005).
+
+  Args:
+    others: writers of further types of leaves.
   """
   # Off: `stream` has copied layers to the host already, and replicas must not split them again.
   arrays = ocp.type_handlers.ArrayHandler(
@@ -219,7 +222,7 @@ def handler() -> ocp.PyTreeCheckpointHandler:
     use_zarr3=True,
     use_compression=False,
     type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-      (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+      (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler()), *others
     ),
   )
 

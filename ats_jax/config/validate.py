@@ -18,7 +18,8 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  rules = (_heads, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
+  of_model = (_heads, _rope, _windows)
+  rules = (*of_model, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
@@ -93,6 +94,59 @@ def _heads(cfg: Config) -> None:
     raise ValueError(
       f"mesh.data={cfg.mesh.data}: use a positive number, or -1 for all that is left."
     )
+
+
+def _rope(cfg: Config) -> None:
+  m = cfg.model
+  if m.rope_scaling == "none":
+    if m.rope_factor != 1.0:
+      raise ValueError(
+        f"model.rope_factor={m.rope_factor} does nothing with model.rope_scaling=none. Choose a "
+        "scaling, or set the factor to 1."
+      )
+    return
+  if m.rope_scaling != "linear" and not m.rope_original_len:
+    raise ValueError(
+      f"model.rope_scaling={m.rope_scaling} needs model.rope_original_len: the context of the "
+      "first training, in tokens."
+    )
+  if m.rope_scaling != "linear" and m.rope_slow_turns >= m.rope_fast_turns:
+    raise ValueError(
+      f"model.rope_slow_turns={m.rope_slow_turns} is not below model.rope_fast_turns="
+      f"{m.rope_fast_turns}. Lower the first."
+    )
+  if m.rope_scaling == "yarn" and not m.rope_slow_turns:
+    raise ValueError("model.rope_slow_turns=0: YaRN takes its logarithm. Use 1, as published.")
+  if m.rope_scaling != "yarn" and m.rope_concentration not in (0.0, 1.0):
+    raise ValueError(
+      f"model.rope_concentration={m.rope_concentration} belongs to YaRN; model.rope_scaling is "
+      f"{m.rope_scaling}. Set it to 0."
+    )
+
+
+def _windows(cfg: Config) -> None:
+  m = cfg.model
+  for name in ("full_every", "window_rope_theta"):
+    if getattr(m, name) and not m.window:
+      raise ValueError(
+        f"model.{name}={getattr(m, name)} needs model.window. Set that, or this to 0."
+      )
+  if m.full_every == 1:
+    raise ValueError("model.full_every=1 leaves no layer with a window. Set model.window=0.")
+  if m.window_rope_theta and m.window_rope_theta < 1.0:
+    raise ValueError(f"model.window_rope_theta={m.window_rope_theta} is below 1. Use 0 or 1e4.")
+  if m.window and cfg.mod.routing != "none":
+    raise ValueError(
+      f"model.window={m.window} with mod.routing={cfg.mod.routing}: in a layer that skips tokens a "
+      "window would count others. Set one of them to none."
+    )
+  if m.qk_norm_scope == "all" and cfg.mesh.tensor > 1:
+    raise ValueError(
+      f"model.qk_norm_scope=all takes all heads together; mesh.tensor={cfg.mesh.tensor} splits "
+      "them. Use mesh.tensor=1."
+    )
+  if m.qk_norm_scope == "all" and not m.qk_norm:
+    raise ValueError("model.qk_norm_scope=all without model.qk_norm. Set model.qk_norm=true.")
 
 
 def _batch(cfg: Config) -> None:

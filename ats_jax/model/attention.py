@@ -3,6 +3,7 @@
 Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads, H head_dim.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.ops.attention import attention, cached_attention
 from ats_jax.ops.rope import rope
+from ats_jax.sharding.apply import reshape
 
 RopeTable = tuple[jax.Array, jax.Array]
 
@@ -29,17 +31,31 @@ class KVCache(NamedTuple):
 class Attention(nnx.Module):
   """Causal self-attention; groups of query heads share key/value heads (arXiv:2305.13245)."""
 
-  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
-    self.num = num
+  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, *, window: int | None = None):
+    """Draw the weights.
+
+    Args:
+      cfg: sizes, and what there is beside projections.
+      num: dtypes, and what runs.
+      rngs: gives a key a projection.
+      window: tokens that a query sees; None = all.
+    """
+    self.num, self.window = num, window
+    self.soft_cap = cfg.attn_soft_cap or None
+    # The op multiplies by head_dim^-1/2.
+    self.stretch = cfg.attn_scale * cfg.head_dim**0.5 if cfg.attn_scale else 1.0
     d, n, k, h = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     stream, heads = {"embed": d}, {"heads": n, "head_dim": h}
     kv_heads = {"kv_heads": k, "head_dim": h}
-    self.q = Linear(stream, heads, std=cfg.init_std, num=num, rngs=rngs)
-    self.k = Linear(stream, kv_heads, std=cfg.init_std, num=num, rngs=rngs)
-    self.v = Linear(stream, kv_heads, std=cfg.init_std, num=num, rngs=rngs)
+    reads = functools.partial(
+      Linear, stream, std=cfg.init_std, num=num, rngs=rngs, bias=cfg.qkv_bias
+    )
+    self.q, self.k, self.v = reads(heads), reads(kv_heads), reads(kv_heads)
     self.out = Linear(heads, stream, std=residual_std(cfg), num=num, rngs=rngs)
-    self.q_norm = RMSNorm(h, cfg.norm_eps, num) if cfg.qk_norm else None
-    self.k_norm = RMSNorm(h, cfg.norm_eps, num) if cfg.qk_norm else None
+    self.all_heads = cfg.qk_norm_scope == "all"
+    width = lambda heads: heads * h if self.all_heads else h
+    self.q_norm = RMSNorm(width(n), cfg, num) if cfg.qk_norm else None
+    self.k_norm = RMSNorm(width(k), cfg, num) if cfg.qk_norm else None
 
   def __call__(
     self,
@@ -66,7 +82,9 @@ class Attention(nnx.Module):
     """
     q_BTNH, k_BSKH, v_BSKH = project(x_BTD, (self.q, self.k, self.v), fp8=fp8)
     if self.q_norm is not None and self.k_norm is not None:
-      q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
+      q_BTNH, k_BSKH = self._normal(q_BTNH, self.q_norm), self._normal(k_BSKH, self.k_norm)
+    if self.stretch != 1.0:
+      q_BTNH *= self.stretch
     q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.kernels), "attn_q")
     k_BSKH = checkpoint_name(rope(k_BSKH, table, self.num.kernels), "attn_k")
     v_BSKH = checkpoint_name(v_BSKH, "attn_v")
@@ -79,9 +97,26 @@ class Attention(nnx.Module):
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
         kernels=self.num.kernels,
+        window=self.window,
+        soft_cap=self.soft_cap,
       )
     else:
       assert index_BT is not None
-      y_BTNH, *updated = cached_attention(q_BTNH, k_BSKH, v_BSKH, *cache, index_BT)
+      y_BTNH, *updated = cached_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        *cache,
+        index_BT,
+        window=self.window,
+        soft_cap=self.soft_cap,
+      )
       cache = KVCache(*updated)
     return self.out(y_BTNH, fp8=fp8), cache
+
+  def _normal(self, x_BTNH: jax.Array, norm: RMSNorm) -> jax.Array:
+    if not self.all_heads:
+      return norm(x_BTNH)
+    batch, seq, heads, width = x_BTNH.shape
+    flat = reshape(x_BTNH, (batch, seq, heads * width), axes=("batch", "seq", None))
+    return reshape(norm(flat), x_BTNH.shape, axes=("batch", "seq", "heads", "head_dim"))

@@ -3,13 +3,14 @@
 Letters: B batch, T seq, D d_model, C places of a row in a layer that skips tokens.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ats_jax.config.schema import Config
+from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.model.attention import Attention, KVCache, RopeTable
 from ats_jax.model.layers import MLP, RMSNorm
 from ats_jax.model.layout import LayerKind
@@ -18,7 +19,7 @@ from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
-from ats_jax.ops.rope import rope_table
+from ats_jax.ops.rope import Scaling, rope_table
 
 
 class Tokens(NamedTuple):
@@ -29,12 +30,41 @@ class Tokens(NamedTuple):
     segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
     rope: cosines and sines of the positions.
     slot_BT: int32 where their keys and values go in a cache; None without one.
+    window_rope: `rope` of layers with a window; None = the same.
   """
 
   positions_BT: jax.Array
   segment_ids_BT: jax.Array
   rope: RopeTable
   slot_BT: jax.Array | None = None
+  window_rope: RopeTable | None = None
+
+
+def tokens_at(
+  cfg: ModelConfig,
+  positions_BT: jax.Array,
+  segment_ids_BT: jax.Array,
+  slot_BT: jax.Array | None = None,
+) -> Tokens:
+  """`Tokens` with the rotary tables of their positions."""
+  scaling, h = rope_scaling(cfg), cfg.head_dim
+  table = rope_table(positions_BT, h, cfg.rope_theta, scaling)
+  other = rope_table(positions_BT, h, cfg.window_rope_theta) if cfg.window_rope_theta else None
+  return Tokens(positions_BT, segment_ids_BT, table, slot_BT, other)
+
+
+def rope_scaling(cfg: ModelConfig) -> Scaling:
+  """The settings of rotary frequencies as `ops.rope` takes them."""
+  usual = 0.1 * math.log(cfg.rope_factor) + 1.0 if cfg.rope_scaling == "yarn" else 1.0
+  return Scaling(
+    cfg.rope_scaling,
+    cfg.rope_factor,
+    cfg.rope_original_len,
+    cfg.rope_slow_turns,
+    cfg.rope_fast_turns,
+    cfg.rope_whole_pairs,
+    cfg.rope_concentration or usual,
+  )
 
 
 class LayerCache(NamedTuple):
@@ -61,13 +91,15 @@ class Block(nnx.Module):
   """`x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs, kind: LayerKind):
-    model = cfg.model
-    self.rate, self.scope = model.dropout, cfg.mod.scope
-    self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
-    self.attn_norm = RMSNorm(model.d_model, model.norm_eps, num)
-    self.attn = Attention(model, num, rngs)
-    self.mlp_norm = RMSNorm(model.d_model, model.norm_eps, num)
+    model = self.cfg = cfg.model
+    self.scope, self.has_window = cfg.mod.scope, kind.window
+    norm = lambda: RMSNorm(model.d_model, model, num)
+    self.attn_norm = norm()
+    self.attn = Attention(model, num, rngs, window=model.window if kind.window else None)
+    self.attn_post_norm = norm() if model.post_norms else None
+    self.mlp_norm = norm()
     self.mlp = MoE(cfg, num, rngs) if kind.moe else MLP(model, num, rngs, model.d_ff)
+    self.mlp_post_norm = norm() if model.post_norms else None
     self.depth = Depth(cfg, num, rngs) if kind.mod else None
 
   def __call__(
@@ -123,16 +155,13 @@ class Block(nnx.Module):
       places=places,
       room_B=None if cache is None else in_all - cache.taken_B,
     )
+    slot_BC = None
+    if cache is not None:  # an empty place goes past the end of the cache: it is not written
+      slot_BC = cache.taken_B[:, None] + jnp.arange(places)
+      slot_BC = jnp.where(chosen.filled_BC, slot_BC, in_all)
     positions_BC = chosen.take_ids(tokens.positions_BT, 0)
-    some = Tokens(
-      positions_BT=positions_BC,
-      segment_ids_BT=chosen.take_ids(tokens.segment_ids_BT, 0),
-      rope=rope_table(positions_BC, self.head_dim, self.rope_theta),
-      # An empty place goes past the end of the cache: it is not written.
-      slot_BT=None
-      if cache is None
-      else jnp.where(chosen.filled_BC, cache.taken_B[:, None] + jnp.arange(places), in_all),
-    )
+    segment_ids_BC = chosen.take_ids(tokens.segment_ids_BT, 0)
+    some = tokens_at(self.cfg, positions_BC, segment_ids_BC, slot_BC)
 
     def through(x_BTD):
       x_BCD, new_kv = chosen.take(x_BTD), kv
@@ -172,15 +201,20 @@ class Block(nnx.Module):
     kv: KVCache | None,
     fp8: bool = False,
   ) -> tuple[jax.Array, KVCache | None]:
+    rope = tokens.rope
+    if self.has_window and tokens.window_rope is not None:
+      rope = tokens.window_rope
     y_BTD, kv = self.attn(
       self.attn_norm(x_BTD),
-      tokens.rope,
+      rope,
       segment_ids_BT=tokens.segment_ids_BT,
       cache=kv,
       index_BT=tokens.slot_BT,
       fp8=fp8,
     )
-    return dropout(y_BTD, self.rate, maybe_fold(key, Purpose.ATTENTION_DROPOUT)), kv
+    if self.attn_post_norm is not None:
+      y_BTD = self.attn_post_norm(y_BTD)
+    return dropout(y_BTD, self.cfg.dropout, maybe_fold(key, Purpose.ATTENTION_DROPOUT)), kv
 
   def _feed(
     self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None, fp8: bool = False
@@ -193,4 +227,6 @@ class Block(nnx.Module):
       )
     else:
       y_BTD = self.mlp(x_BTD, fp8=fp8)
-    return dropout(y_BTD, self.rate, maybe_fold(key, Purpose.MLP_DROPOUT)), moe
+    if self.mlp_post_norm is not None:
+      y_BTD = self.mlp_post_norm(y_BTD)
+    return dropout(y_BTD, self.cfg.dropout, maybe_fold(key, Purpose.MLP_DROPOUT)), moe

@@ -44,9 +44,11 @@ class Counts:
     active: those that a token is multiplied with, on average: top_k of the experts (fewer where
       null experts take choices), and the places' share of a layer that skips tokens.
     flops_causal: training FLOPs per token: 6 x (active parameters without the input embedding)
-      plus causal attention (each query sees half of the keys). The convention of our MFU.
+      plus causal attention (each query sees half of the keys, or those of its window). The
+      convention of our MFU.
     flops_full: 6 x active parameters + 12 x layers x heads x head_dim x seq, as in PaLM
-      (arXiv:2204.02311, appendix B); higher for the same speed.
+      (arXiv:2204.02311, appendix B); higher for the same speed. Also in layers with a window it
+      counts twice the causal keys.
     by_routed: coefficients (c0, c1, c2) of `flops_causal` as c0 + c1 s + c2 s^2, where s is the
       share of tokens that goes through each layer which skips some.
     parts: the parameters by part, for each name in `PARTS`. The table of a tied model counts as
@@ -100,7 +102,8 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
       feed_share = mod_share if kind.mod else 1.0
       attend_share = feed_share if cfg.mod.scope == "block" else 1.0
       # Fewer queries, and fewer keys for each.
-      attention_layers += segment.repeats * attend_share**2
+      keys_share = window_share(cfg.model.window, seq_len) if kind.window else 1.0
+      attention_layers += segment.repeats * attend_share**2 * keys_share
       for part, tree in _attention_parts(layer):
         add(part, size(tree), attend_share)
       for part, tree, share in _feed_parts(cfg, kind, layer):
@@ -121,6 +124,15 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
   )
 
 
+def window_share(window: int, seq_len: int) -> float:
+  """Keys that the queries of a row see in a window, over those that they see without one.
+
+  In the convention of half a row: a query sees its own key by half.
+  """
+  share = min(1.0, window / seq_len)
+  return share * (2.0 - share)
+
+
 def size(tree: Any) -> int:
   """Parameters in a (possibly abstract) part of a model; buffers are none."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainable(tree)))
@@ -129,13 +141,13 @@ def size(tree: Any) -> int:
 def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:
   attn = layer.attn
   yield "attention", (attn.q, attn.k, attn.v, attn.out)
-  yield "norms", (layer.attn_norm, attn.q_norm, attn.k_norm)
+  yield "norms", (layer.attn_norm, layer.attn_post_norm, attn.q_norm, attn.k_norm)
 
 
 def _feed_parts(cfg: Config, kind: LayerKind, layer: Any) -> Iterator[tuple[str, Any, float]]:
   """Part, parameters and the share of them that a token in the layer is multiplied with."""
   moe, mlp = cfg.moe, layer.mlp
-  yield "norms", layer.mlp_norm, 1.0
+  yield "norms", (layer.mlp_norm, layer.mlp_post_norm), 1.0
   if not kind.moe:
     yield "dense feed-forward", mlp, 1.0
     return

@@ -14,7 +14,7 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model import moe
 from ats_jax.model.attention import KVCache
-from ats_jax.model.block import Block, LayerCache, Tokens
+from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.layers import RMSNorm, Weight
 from ats_jax.model.layout import LayerKind, fp8_layers, layer_kinds, segments
 from ats_jax.model.mod import Pass
@@ -25,7 +25,6 @@ from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import einsum, num_shards, reshard
 from ats_jax.sharding.rules import spec
 
@@ -74,7 +73,7 @@ class Decoder(nnx.Module):
         for s in self.layout
       ]
     )
-    self.final_norm = RMSNorm(model.d_model, model.norm_eps, num)
+    self.final_norm = RMSNorm(model.d_model, model, num)
     sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.head = (
       None
@@ -107,8 +106,7 @@ class Decoder(nnx.Module):
     positions_BT, segment_ids_BT = (
       reshard(a, "batch", "seq") for a in (positions_BT, segment_ids_BT)
     )
-    table = rope_table(positions_BT, self.cfg.head_dim, self.cfg.rope_theta)
-    tokens = Tokens(positions_BT, segment_ids_BT, table)
+    tokens = tokens_at(self.cfg, positions_BT, segment_ids_BT)
 
     def super_block(fp8, carry, block_and_index):
       (x_BTD, depth_BT), (block, first) = carry, block_and_index
@@ -180,8 +178,7 @@ class Decoder(nnx.Module):
       Final activations [batch, seq, d_model] and the extended cache.
     """
     assert not rules.training
-    table = rope_table(index_BT, self.cfg.head_dim, self.cfg.rope_theta)
-    tokens = Tokens(index_BT, valid_BT.astype(jnp.int32), table, index_BT)
+    tokens = tokens_at(self.cfg, index_BT, valid_BT.astype(jnp.int32), index_BT)
 
     def super_block(x_BTD, inputs):
       block, first, caches = inputs
@@ -227,14 +224,21 @@ class Decoder(nnx.Module):
 
   def logits(self, x_BTD: jax.Array) -> jax.Array:
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
-    return einsum(
+    logits_BTV = einsum(
       "BTD,VD->BTV",
       x_BTD,
       self.head_weights(),
       axes=("batch", "seq", "vocab"),
       preferred_element_type=jnp.float32,
     )
+    cap = self.cfg.logit_soft_cap
+    return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
     num, table_VD = self.num, self.embed.value()  # not cast here: the lookup casts single rows
-    return embedding_lookup(table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic)
+    x_BTD = embedding_lookup(
+      table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic
+    )
+    if not self.cfg.scale_embeddings:
+      return x_BTD
+    return x_BTD * jnp.asarray(self.cfg.d_model**0.5, x_BTD.dtype)

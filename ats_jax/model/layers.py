@@ -1,4 +1,4 @@
-"""Layers with weights: linear ones, RMSNorm, SwiGLU feed-forward.
+"""Layers with weights: linear ones, RMSNorm, gated feed-forward.
 
 `Weight.value` is where number formats and adapters enter. Letters: B batch, T seq, D d_model,
 F d_ff.
@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import Role, normal, ones, residual_std
+from ats_jax.model.param import Role, normal, ones, residual_std, zeros
 from ats_jax.ops.linear import linears
 from ats_jax.ops.rms_norm import rms_norm
-from ats_jax.ops.swiglu import swiglu
+from ats_jax.ops.swiglu import gated
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
 _OF_ACTIVATIONS = {"embed": "act_embed"}
@@ -47,7 +47,7 @@ class Weight(nnx.Module):
 
 
 class Linear(Weight):
-  """Multiplies the last dimensions of its input by a weight [*inputs, *outputs]; no bias."""
+  """Multiplies the last dimensions of its input by a weight [*inputs, *outputs]."""
 
   def __init__(
     self,
@@ -57,6 +57,7 @@ class Linear(Weight):
     std: float,
     num: Numerics,
     rngs: nnx.Rngs,
+    bias: bool = False,
   ):
     """Draw the weight.
 
@@ -66,10 +67,13 @@ class Linear(Weight):
       std: of the weight.
       num: its dtype, and what runs.
       rngs: gives one key.
+      bias: add a vector to the result, 0 at first.
     """
     sizes = {**inputs, **outputs}
     super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs)
     self.num_inputs, self.kernels = len(inputs), num.kernels
+    shape, axes = tuple(outputs.values()), tuple(outputs)
+    self.bias = zeros(shape, axes, num.param_dtype, Role.BIAS) if bias else None
 
   @property
   def inputs(self) -> tuple[str, ...]:
@@ -125,7 +129,7 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     [batch, seq, *outputs] for each layer, in the dtype of `x`.
   """
   first = layers[0]
-  return linears(
+  results = linears(
     x,
     [layer.value(x.dtype) for layer in layers],
     inputs=first.inputs,
@@ -133,6 +137,8 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     fp8=fp8,
     kernels=first.kernels,
   )
+  with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
+  return tuple(with_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True))
 
 
 def _of_activations(axes: Sequence[str]) -> tuple[str, ...]:
@@ -140,22 +146,29 @@ def _of_activations(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 class RMSNorm(nnx.Module):
-  """`x / rms(x) * scale` over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+  """`x / rms(x) * scale` over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4).
 
-  def __init__(self, dim: int, eps: float, num: Numerics):
-    self.eps, self.kernels = eps, num.kernels
-    self.scale = ones((dim,), ("norm",), num.param_dtype, Role.NORM)
+  With `norm_plus_one` the weight is `scale - 1`, so that decay pulls the scale to 1.
+  """
+
+  def __init__(self, dim: int, cfg: ModelConfig, num: Numerics):
+    self.eps, self.plus_one, self.kernels = cfg.norm_eps, cfg.norm_plus_one, num.kernels
+    first = zeros if cfg.norm_plus_one else ones
+    self.scale = first((dim,), ("norm",), num.param_dtype, Role.NORM)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalise `x [..., dim]`; statistics in float32, result in the dtype of `x`."""
-    return rms_norm(x, self.scale[...], eps=self.eps, kernels=self.kernels)
+    scale = self.scale[...]
+    if self.plus_one:
+      scale = 1 + scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+    return rms_norm(x, scale, eps=self.eps, kernels=self.kernels)
 
 
 class MLP(nnx.Module):
-  """`down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
+  """`down(act(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
-    self.kernels = num.kernels
+    self.activation, self.kernels = cfg.activation, num.kernels
     stream, wide = {"embed": cfg.d_model}, {"ff": d_ff}
     self.gate = Linear(stream, wide, std=cfg.init_std, num=num, rngs=rngs)
     self.up = Linear(stream, wide, std=cfg.init_std, num=num, rngs=rngs)
@@ -165,4 +178,4 @@ class MLP(nnx.Module):
     """Map [batch, seq, d_model] to the same shape; `fp8` multiplies in 8 bits."""
     gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up), fp8=fp8)
     gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-    return self.down(swiglu(gate_BTF, up_BTF, self.kernels), fp8=fp8)
+    return self.down(gated(gate_BTF, up_BTF, self.activation, self.kernels), fp8=fp8)

@@ -1,4 +1,4 @@
-"""Which layers have experts and which skip tokens, and how the stack is cut into scans."""
+"""Which layers have experts, windows or skip tokens, and how the stack is cut into scans."""
 
 import dataclasses
 import math
@@ -13,10 +13,12 @@ class LayerKind:
   Attributes:
     moe: its feed-forward is a mixture of experts.
     mod: only some tokens go through it (mixture of depths).
+    window: its queries see the last `model.window` tokens only.
   """
 
   moe: bool
   mod: bool
+  window: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +43,17 @@ class Segment:
 
 def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
   """The kind of every layer, from the bottom up."""
-  moe, mod, num_layers = cfg.moe, cfg.mod, cfg.model.num_layers
+  model, moe, mod, num_layers = cfg.model, cfg.moe, cfg.mod, cfg.model.num_layers
   moe_layers = _every(moe.every, moe.dense_first, num_layers - moe.dense_last)
   mod_layers = _every(mod.every, mod.start_layer, mod.end_layer or num_layers)
+  full_layers = _every(model.full_every, 0, num_layers) if model.full_every else ()
   kinds = []
   for layer in range(num_layers):
     kinds.append(
       LayerKind(
         moe=moe.num_experts > 0 and layer in moe_layers,
         mod=mod.routing != "none" and layer in mod_layers,
+        window=model.window > 0 and layer not in full_layers,
       )
     )
   return tuple(kinds)

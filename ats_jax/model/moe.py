@@ -20,7 +20,7 @@ from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul, grouped_matmuls
-from ats_jax.ops.swiglu import swiglu
+from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
 
 X_AXES = ("batch", "seq", "act_embed")
@@ -33,7 +33,7 @@ class MoE(nnx.Module):
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     moe, d_model = cfg.moe, cfg.model.d_model
-    self.cfg, self.num = moe, num
+    self.cfg, self.num, self.activation = moe, num, cfg.model.activation
     self.router = Router(cfg, num, rngs)
     experts, stream, wide = self.router.num_slots, {"embed": d_model}, {"ff": moe.d_ff}
     std, residual = cfg.model.init_std, residual_std(cfg.model)
@@ -119,14 +119,15 @@ class MoE(nnx.Module):
   def _grouped_mlp(self, x_MD, sizes_E, *, gate, up, down):
     wide = grouped_matmuls(x_MD, (gate, up), sizes_E, self.num.kernels)
     gate_MF, up_MF = map(checkpoint_name, wide, SAVED_NAMES)
-    h_MF = swiglu(gate_MF, up_MF, self.num.kernels)
+    h_MF = gated(gate_MF, up_MF, self.activation, self.num.kernels)
     y_MD = grouped_matmul(h_MF, down, sizes_E, self.num.kernels)
     return checkpoint_name(y_MD, SAVED_NAMES[2])  # the gradients of the weights need it
 
   def _batched_mlp(self, x_EMD, gate, up, down):
     gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), SAVED_NAMES[0])
     up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), SAVED_NAMES[1])
-    y_EMD = jnp.einsum("EMF,EFD->EMD", swiglu(gate_EMF, up_EMF, self.num.kernels), down)
+    h_EMF = gated(gate_EMF, up_EMF, self.activation, self.num.kernels)
+    y_EMD = jnp.einsum("EMF,EFD->EMD", h_EMF, down)
     return checkpoint_name(y_EMD, SAVED_NAMES[2])
 
 

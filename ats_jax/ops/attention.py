@@ -88,23 +88,30 @@ def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
       implementation="xla",
     )
     return checkpoint_name(y_BTNH, SAVED_NAMES[0])
-  batch, seq, heads, width = q_BTNH.shape
-  wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-  q_BTKGH = q_BTNH.reshape(batch, seq, k_BTKH.shape[2], -1, width)
-  scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH, preferred_element_type=wide)
-  scores_BNTS = scores.reshape(batch, heads, seq, seq) * width**-0.5
-  if soft_cap is not None:
-    scores_BNTS = soft_cap * jnp.tanh(scores_BNTS / soft_cap)
+  seq = q_BTNH.shape[1]
   distance_TT = jnp.arange(seq)[:, None] - jnp.arange(seq)
   visible_B1TT = same_B1TT & (distance_TT >= 0) & (distance_TT < (window or seq))
-  scores_BNTS = jnp.where(visible_B1TT, scores_BNTS, -jnp.inf)
+  y_BTNH = _capped(q_BTNH, k_BTKH, v_BTKH, visible_B1TT, soft_cap, sinks_N)
+  return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+
+
+def _capped(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):
+  """What `jax.nn.dot_product_attention` computes, with a soft cap and sinks."""
+  (batch, queries, heads, width), keys = q_BTNH.shape, k_BSKH.shape[1]
+  wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+  q_BTKGH = q_BTNH.reshape(batch, queries, k_BSKH.shape[2], -1, width)
+  scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
+  scores_BNTS = scores.reshape(batch, heads, queries, keys) * width**-0.5
+  if soft_cap is not None:
+    scores_BNTS = soft_cap * jnp.tanh(scores_BNTS / soft_cap)
+  scores_BNTS = jnp.where(visible_B1TS, scores_BNTS, -jnp.inf)
   if sinks_N is not None:
-    sink_BNT1 = jnp.broadcast_to(sinks_N.astype(wide)[:, None, None], (batch, heads, seq, 1))
+    sink_BNT1 = jnp.broadcast_to(sinks_N.astype(wide)[:, None, None], (batch, heads, queries, 1))
     scores_BNTS = jnp.concatenate([scores_BNTS, sink_BNT1], axis=-1)
-  weights_BNTS = jax.nn.softmax(scores_BNTS)[..., :seq].astype(q_BTNH.dtype)
-  weights = weights_BNTS.reshape(batch, k_BTKH.shape[2], -1, seq, seq)
-  y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BTKH)
-  return checkpoint_name(y_BTKGH.reshape(q_BTNH.shape), SAVED_NAMES[0])
+  weights_BNTS = jax.nn.softmax(scores_BNTS)[..., :keys].astype(q_BTNH.dtype)
+  weights = weights_BNTS.reshape(batch, k_BSKH.shape[2], -1, queries, keys)
+  y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
+  return y_BTKGH.reshape(q_BTNH.shape)
 
 
 def cached_attention(
@@ -114,6 +121,9 @@ def cached_attention(
   k_cache_BSKH: jax.Array,
   v_cache_BSKH: jax.Array,
   index_BT: jax.Array,
+  *,
+  window: int | None = None,
+  soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Write new keys and values into a cache, then attend to it.
 
@@ -124,6 +134,8 @@ def cached_attention(
     k_cache_BSKH: keys so far, S slots.
     v_cache_BSKH: values so far.
     index_BT: int32 slot of each new token; a query sees the slots up to its own.
+    window: it sees the last so many of them; None = all.
+    soft_cap: as in `attention`.
 
   Returns:
     The output like the queries, and the two caches with the new tokens in their slots.
@@ -133,7 +145,12 @@ def cached_attention(
     rows = jnp.arange(q.shape[0])[:, None]
     k_cache = k_cache.at[rows, index].set(k.astype(k_cache.dtype))
     v_cache = v_cache.at[rows, index].set(v.astype(v_cache.dtype))
-    visible_B1TS = (jnp.arange(k_cache.shape[1]) <= index[:, :, None])[:, None]
+    slots = jnp.arange(k_cache.shape[1])
+    visible_B1TS = (slots <= index[:, :, None])[:, None]
+    if window is not None:
+      visible_B1TS &= (slots > index[:, :, None] - window)[:, None]
+    if soft_cap is not None:
+      return _capped(q, k_cache, v_cache, visible_B1TS, soft_cap, None), k_cache, v_cache
     y = jax.nn.dot_product_attention(q, k_cache, v_cache, mask=visible_B1TS, implementation="xla")
     return y, k_cache, v_cache
 

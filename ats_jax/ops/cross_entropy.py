@@ -35,7 +35,7 @@ class LossSums(NamedTuple):
   correct: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def linear_cross_entropy(
   x_BTD: jax.Array,
   head_VD: jax.Array,
@@ -45,6 +45,7 @@ def linear_cross_entropy(
   label_smoothing: float,
   chunk_tokens: int,
   kernels: Kernels = XLA,
+  soft_cap: float = 0.0,
 ) -> LossSums:
   """Score `x @ head.T` against targets without ever holding `[tokens, vocab]`.
 
@@ -61,7 +62,10 @@ def linear_cross_entropy(
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
     label_smoothing: share of the target spread evenly over the vocabulary.
     chunk_tokens: tokens of all devices together whose logits exist at one time.
-    kernels: what runs; a vocabulary that is sharded, and dtypes other than bfloat16, are XLA's.
+    kernels: what runs; a vocabulary that is sharded, dtypes other than bfloat16 and capped logits
+      are XLA's.
+    soft_cap: logits z become `soft_cap * tanh(z / soft_cap)` (Gemma 2, arXiv:2408.00118); 0 = they
+      stay as they are.
 
   Returns:
     Sums over all tokens.
@@ -69,7 +73,7 @@ def linear_cross_entropy(
   Raises:
     TypeError: when something else is differentiated.
   """
-  how = z_loss, label_smoothing, chunk_tokens, kernels
+  how = z_loss, label_smoothing, chunk_tokens, kernels, soft_cap
   return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=False)[0]
 
 
@@ -80,7 +84,7 @@ def _forward(x_BTD, head_VD, targets_BT, mask_BT, *how):
   return _sums_and_grads(*values, *how, with_grads=True)
 
 
-def _backward(z_loss, label_smoothing, chunk_tokens, kernels, grads, cotangent):
+def _backward(z_loss, label_smoothing, chunk_tokens, kernels, soft_cap, grads, cotangent):
   is_zero = lambda c: type(c) is SymbolicZero
   if not all(map(is_zero, (cotangent.cross_entropy, cotangent.z, cotangent.correct))):
     raise TypeError(
@@ -95,13 +99,14 @@ def _backward(z_loss, label_smoothing, chunk_tokens, kernels, grads, cotangent):
 linear_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_logprobs(
   x_BTD: jax.Array,
   head_VD: jax.Array,
   targets_BT: jax.Array,
   chunk_tokens: int,
   kernels: Kernels = XLA,
+  soft_cap: float = 0.0,
 ) -> jax.Array:
   """The log-probability of each target under `softmax(x @ head.T)`, for losses of any form.
 
@@ -114,6 +119,7 @@ def token_logprobs(
     targets_BT: int32 [batch, seq].
     chunk_tokens: tokens of all devices together whose logits exist at one time.
     kernels: as in `linear_cross_entropy`.
+    soft_cap: likewise.
 
   Returns:
     float32 [batch, seq], sharded by `TOKEN_AXES`.
@@ -125,7 +131,8 @@ def token_logprobs(
 
     def step(_, inputs):
       x_CD, targets_C = inputs
-      rows = _rows(_logits(x_CD, head_VD), targets_C, 0.0, kernels, x_CD.dtype)
+      logits_CV = _cap(_logits(x_CD, head_VD), soft_cap)
+      rows = _rows(logits_CV, targets_C, 0.0, _beside(kernels, soft_cap), x_CD.dtype)
       return None, rows.label - rows.lse
 
     _, logprobs = jax.lax.scan(step, None, (split(x_BTD), split(targets_BT)))
@@ -135,16 +142,17 @@ def token_logprobs(
   return island(local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES), out_axes=TOKEN_AXES)(*args)
 
 
-def _logprobs_forward(x_BTD, head_VD, targets_BT, chunk_tokens, kernels):
+def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
   args = x_BTD, head_VD, targets_BT
-  return token_logprobs(*args, chunk_tokens, kernels), args
+  return token_logprobs(*args, *how), args
 
 
-def _logprobs_backward(chunk_tokens, kernels, args, cotangent_BT):
+def _logprobs_backward(chunk_tokens, kernels, soft_cap, args, cotangent_BT):
   # The gradient of a cross-entropy in which token t has the weight -cotangent[t].
   x_BTD, head_VD, targets_BT = args
+  how = 0.0, 0.0, chunk_tokens, kernels, soft_cap
   _, (dx_BTD, dhead_VD) = _sums_and_grads(
-    x_BTD, head_VD, targets_BT, -cotangent_BT, 0.0, 0.0, chunk_tokens, kernels, with_grads=True
+    x_BTD, head_VD, targets_BT, -cotangent_BT, *how, with_grads=True
   )
   return dx_BTD, dhead_VD.astype(dx_BTD.dtype), None
 
@@ -153,10 +161,24 @@ token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
 def _sums_and_grads(
-  x_BTD, head_VD, targets_BT, mask_BT, z_loss, label_smoothing, chunk_tokens, kernels, with_grads
+  x_BTD,
+  head_VD,
+  targets_BT,
+  mask_BT,
+  z_loss,
+  label_smoothing,
+  chunk_tokens,
+  kernels,
+  soft_cap,
+  with_grads,
 ):
   of_chunk = functools.partial(
-    _chunk, z_loss=z_loss, label_smoothing=label_smoothing, kernels=kernels, with_grads=with_grads
+    _chunk,
+    z_loss=z_loss,
+    label_smoothing=label_smoothing,
+    kernels=_beside(kernels, soft_cap),
+    soft_cap=soft_cap,
+    with_grads=with_grads,
   )
   chunk = _local_chunk(chunk_tokens)
   local = functools.partial(_local, of_chunk=of_chunk, chunk=chunk, with_grads=with_grads)
@@ -202,6 +224,14 @@ def _logits(x_CD, head_VD):
   return jnp.einsum("CD,VD->CV", x_CD, head_VD, preferred_element_type=jnp.float32)
 
 
+def _cap(logits_CV, soft_cap):
+  return soft_cap * jnp.tanh(logits_CV / soft_cap) if soft_cap else logits_CV
+
+
+def _beside(kernels, soft_cap):
+  return XLA if soft_cap else kernels
+
+
 class _Rows(NamedTuple):
   """Of each token, float32 [C]: log-sum-exp, the target's logit, the largest and the mean logit."""
 
@@ -211,9 +241,11 @@ class _Rows(NamedTuple):
   mean: jax.Array
 
 
-def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, kernels, with_grads):
+def _chunk(
+  head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, kernels, soft_cap, with_grads
+):
   """Sums of some tokens, and their share of the gradients."""
-  logits_CV = _logits(x_CD, head_VD)
+  logits_CV = _cap(_logits(x_CD, head_VD), soft_cap)
   if with_grads:
     rows, dlogits_CV = _rows_and_gradient(
       logits_CV, targets_C, mask_C, z_loss, label_smoothing, kernels, x_CD.dtype
@@ -232,6 +264,8 @@ def _chunk(head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, kernels
   )
   if dlogits_CV is None:
     return sums, None, None
+  if soft_cap:
+    dlogits_CV = (dlogits_CV * (1 - jnp.square(logits_CV / soft_cap))).astype(dlogits_CV.dtype)
   # A float32 result where the vocabulary is sharded: its shares are still to be added up.
   partial = jnp.float32 if num_shards("vocab") > 1 else x_CD.dtype
   dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, head_VD, preferred_element_type=partial)

@@ -67,6 +67,8 @@ def cudnn_attention(cfg: Config, device: Device) -> str:
     return obstacle
   if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
     return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
+  if cfg.model.attn_soft_cap:
+    return f"cuDNN caps no scores, model.attn_soft_cap is {cfg.model.attn_soft_cap}"
   return ""
 
 
@@ -113,7 +115,10 @@ def cuda_swiglu(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.swiglu`, which reads 16 bytes at a time."""
   tensor = cfg.mesh.tensor
   widths = {"model.d_ff": cfg.model.d_ff // tensor, "moe.d_ff": cfg.moe.d_ff // tensor}
-  return cuda(device, bfloat16(cfg, "the kernel") or multiples(8, widths))
+  of_config = bfloat16(cfg, "the kernel") or multiples(8, widths)
+  if cfg.model.activation != "silu":
+    of_config = f"the kernel computes silu, model.activation is {cfg.model.activation}"
+  return cuda(device, of_config)
 
 
 def cuda_quantise(cfg: Config, device: Device) -> str:
@@ -164,6 +169,8 @@ def cuda_cross_entropy(cfg: Config, device: Device) -> str:
 def rows_of_logits(cfg: Config) -> str:
   """Why `kernels_cuda.cross_entropy` does not take this config's logits."""
   vocab = cfg.model.vocab_size
+  if cfg.model.logit_soft_cap:
+    return f"the kernel caps no logits, model.logit_soft_cap is {cfg.model.logit_soft_cap}"
   if cfg.mesh.tensor > 1:
     return f"the kernel needs whole rows of logits, mesh.tensor is {cfg.mesh.tensor}"
   if vocab > cross_entropy.MAX_VOCAB:

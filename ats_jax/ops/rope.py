@@ -1,6 +1,8 @@
 """Rotary position embedding."""
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +13,74 @@ from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
-def rope_table(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+class Scaling(NamedTuple):
+  """How frequencies are lowered for contexts longer than those of the first training. Static.
+
+  Attributes:
+    kind: "none", "linear", "llama3" or "yarn".
+    factor: by how much.
+    original_len: context of the first training.
+    slow_turns: a pair that turns less often within that is slowed by all of `factor`.
+    fast_turns: one that turns more often is left as it is; between the two is a ramp, along the
+      frequency (llama3) or the number of the pair (yarn).
+    whole_pairs: the ends of YaRN's ramp are rounded outwards to pairs.
+    concentration: multiplies cosines and sines.
+  """
+
+  kind: str = "none"
+  factor: float = 1.0
+  original_len: int = 0
+  slow_turns: float = 1.0
+  fast_turns: float = 32.0
+  whole_pairs: bool = True
+  concentration: float = 1.0
+
+
+NO_SCALING = Scaling()
+
+
+def frequencies(head_dim: int, theta: float, scaling: Scaling = NO_SCALING) -> np.ndarray:
+  """Angles per position of each pair, float64 [head_dim / 2]."""
+  plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+  if scaling.kind == "none":
+    return plain
+  if scaling.kind == "linear":
+    kept = np.zeros_like(plain)
+  elif scaling.kind == "llama3":  # Llama 3.1's published code
+    turns = scaling.original_len * plain / (2 * np.pi)
+    kept = (turns - scaling.slow_turns) / (scaling.fast_turns - scaling.slow_turns)
+  else:  # Peng et al. 2023, arXiv:2309.00071, section 3.2
+    length = scaling.original_len
+    pair = lambda turns: head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    first, last = pair(scaling.fast_turns), pair(scaling.slow_turns)
+    if scaling.whole_pairs:
+      first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    kept = 1 - (np.arange(head_dim // 2) - first) / max(last - first, 0.001)
+  kept = np.clip(kept, 0.0, 1.0)
+  return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def rope_table(
+  positions_BT: jax.Array, head_dim: int, theta: float, scaling: Scaling = NO_SCALING
+) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864, eq. 15).
 
   Args:
     positions_BT: int32 [batch, seq].
     head_dim: even width of one head.
     theta: base of the frequencies.
+    scaling: how they are lowered.
 
   Returns:
     Two float32 arrays [batch, seq, 1, head_dim / 2].
   """
-  frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-  angles = positions_BT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
-  return jnp.cos(angles), jnp.sin(angles)
+  per_position = jnp.asarray(frequencies(head_dim, theta, scaling), jnp.float32)
+  angles = positions_BT[..., None, None] * per_position
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  if scaling.concentration == 1.0:
+    return cos, sin
+  return scaling.concentration * cos, scaling.concentration * sin
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -32,6 +88,8 @@ def rope(
   x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], kernels: Kernels = XLA
 ) -> jax.Array:
   """Rotate each pair (i, i + head_dim/2) by its angle, in float32 or wider.
+
+  A table with a concentration also stretches it.
 
   Args:
     x_BTNH: queries or keys [batch, seq, heads, head_dim].

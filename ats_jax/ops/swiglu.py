@@ -10,6 +10,26 @@ from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
+def gated(
+  gate: jax.Array, up: jax.Array, activation: str = "silu", kernels: Kernels = XLA
+) -> jax.Array:
+  """`activation(gate) * up`; "gelu_tanh" has no kernel.
+
+  Args:
+    gate: [..., d_ff].
+    up: like `gate`.
+    activation: "silu" (`swiglu`) or "gelu_tanh".
+    kernels: what runs.
+
+  Returns:
+    Array like `gate`.
+  """
+  if activation == "silu":
+    return swiglu(gate, up, kernels)
+  assert activation == "gelu_tanh", activation
+  return (jax.nn.gelu(_wide(gate), approximate=True) * _wide(up)).astype(gate.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def swiglu(gate: jax.Array, up: jax.Array, kernels: Kernels = XLA) -> jax.Array:
   """`silu(gate) * up` (Shazeer 2020, arXiv:2002.05202, eq. 6), in float32 or wider, rounded once.

@@ -123,6 +123,7 @@ def loss_sums(
     cfg.label_smoothing,
     cfg.loss_chunk_tokens,
     model.num.kernels,
+    model.cfg.logit_soft_cap,
   )
   return sums, stats
 
@@ -135,9 +136,8 @@ def target_logprobs(
   Arguments as of `loss_sums`; of `cfg` loss_chunk_tokens. The statistics come with them.
   """
   x_BTD, stats = _read(model, batch, rules, key)
-  logprobs_BT = token_logprobs(
-    x_BTD, model.head_weights(), batch["targets"], cfg.loss_chunk_tokens, model.num.kernels
-  )
+  how = cfg.loss_chunk_tokens, model.num.kernels, model.cfg.logit_soft_cap
+  logprobs_BT = token_logprobs(x_BTD, model.head_weights(), batch["targets"], *how)
   return logprobs_BT, stats
 
 

@@ -111,7 +111,7 @@ class TestTrainedRun:
     assert (trained / "samples" / "40.txt").read_text().startswith("def")
     assert {p.name.split(".")[0] for p in trained.iterdir() if p.name != ".lock"} == {
       "config", "metadata", "tokenizer", "checkpoints", "events", "metrics", "samples", "profile",
-      "performance", "run_id",
+      "performance", "run_id", "log",
     }  # fmt: skip
 
   def test_profile(self, trained):

@@ -44,6 +44,7 @@ ALLOWED = {
   "logfile": {"config", "paths"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
+  "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
   | {"cli", "runtime", "workdir", "paths"},
 }

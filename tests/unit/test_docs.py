@@ -9,6 +9,7 @@ from commands import forked
 
 from ats_jax.__main__ import VERBS
 from ats_jax.config.build import settings
+from benchmarks import settings_page
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -98,6 +99,14 @@ def test_settings_that_are_set_exist(path):
   names = set(settings())
   for name in re.findall(r"--config\.([a-z_0-9.]+)=", path.read_text(encoding="utf-8")):
     assert name in names or name in ("section.name", "data.name"), name
+
+
+def test_the_page_of_settings_is_up_to_date():
+  text = settings_page.PAGE.read_text(encoding="utf-8")
+  assert text == settings_page.page(), "run: python -m benchmarks.settings_page"
+  assert re.findall(r"^- \*\*`(.+?)`", text, re.MULTILINE) == sorted(
+    settings(), key=lambda name: ("." in name, list(settings()).index(name))
+  )
 
 
 def test_numbers_of_decisions_are_unique_and_indexed():

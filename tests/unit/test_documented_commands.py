@@ -40,7 +40,12 @@ PLACEHOLDER = re.compile(
   r"(?<![\w=/])(VERB|FILE|RUN|FOLDER|WORKDIR|OTHER)(?!\w)|\.\.\.|\[-|\||\$[A-Z]"
 )
 # Verbs likewise.
-VERBS_NOT_RUN = {"config import": "needs a file of another program; tests/unit/config imports some"}
+VERBS_NOT_RUN = {
+  "config import": "needs a file of another program; tests/unit/config imports some",
+  "bridge import": "needs a folder of another program; tests/unit/bridge imports some",
+  "bridge export": "likewise",
+  "bridge verify": "likewise, and torch; tests/bridge does",
+}
 # Names that Python blocks take for granted, by document.
 GIVEN = {
   "docs/guides/surgery.md": """

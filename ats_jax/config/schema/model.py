@@ -7,7 +7,7 @@ from ats_jax.config.schema.setting import setting
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The decoder: pre-norm, grouped-query attention, RoPE, SwiGLU."""
+  """The decoder: pre-norm, grouped-query attention, RoPE, a gated feed-forward."""
 
   vocab_size: int = setting(
     0,
@@ -26,9 +26,61 @@ class ModelConfig:
     low=0,
     high=2**22,
   )
+  activation: str = setting(
+    "silu",
+    "of the gate of a feed-forward: SwiGLU's, or GELU by tanh (GeGLU)",
+    choices=("silu", "gelu_tanh"),
+  )
   rope_theta: float = setting(10_000.0, "base of the rotary frequencies", low=1.0)
-  qk_norm: bool = setting(False, "RMS-normalise queries and keys per head before RoPE")
+  rope_scaling: str = setting(
+    "none",
+    "how rotary frequencies are lowered for contexts longer than those of the first training: all "
+    "(linear), or the slow ones, as in Llama 3 or as in YaRN",
+    choices=("none", "linear", "llama3", "yarn"),
+  )
+  rope_factor: float = setting(1.0, "by how much, with rope_scaling", low=1.0)
+  rope_original_len: int = setting(
+    0, "context of the first training, which says what is slow (llama3, yarn)", unit="tokens", low=0
+  )
+  rope_slow_turns: float = setting(
+    1.0,
+    "a pair that turns less often in rope_original_len is slowed by all of rope_factor",
+    low=0.0,
+  )
+  rope_fast_turns: float = setting(
+    32.0, "one that turns more often is left as it is; 4 in Llama 3, 32 in YaRN", low=0.0
+  )
+  rope_whole_pairs: bool = setting(True, "round the two ends of YaRN's ramp outwards to pairs")
+  rope_concentration: float = setting(
+    0.0, "multiplies rotated queries and keys (YaRN); 0 = 0.1 ln(rope_factor) + 1", low=0.0
+  )
+  qkv_bias: bool = setting(False, "add trained vectors to queries, keys and values")
+  qk_norm: bool = setting(False, "RMS-normalise queries and keys before RoPE")
+  qk_norm_scope: str = setting(
+    "head", "what qk_norm takes together: each head, or all heads", choices=("head", "all")
+  )
+  attn_scale: float = setting(
+    0.0, "what queries' products with keys are multiplied with; 0 = head_dim^-1/2", low=0.0
+  )
+  attn_soft_cap: float = setting(
+    0.0, "attention's scores s become cap * tanh(s / cap), without a kernel; 0 = no cap", low=0.0
+  )
+  window: int = setting(
+    0, "tokens that a query sees, itself and those before it; 0 = all", unit="tokens", low=0
+  )
+  full_every: int = setting(
+    0, "every n-th layer sees all tokens in spite of the window, the n-th first; 0 = none", low=0
+  )
+  window_rope_theta: float = setting(
+    0.0, "base of the rotary frequencies, unscaled, of layers with a window; 0 = as others", low=0.0
+  )
   tie_embeddings: bool = setting(False, "use the embedding table as the output head")
+  scale_embeddings: bool = setting(False, "multiply looked-up embeddings by sqrt(d_model)")
+  logit_soft_cap: float = setting(
+    0.0, "the head's logits z become cap * tanh(z / cap), without a kernel; 0 = no cap", low=0.0
+  )
+  post_norms: bool = setting(False, "RMS-normalise the output of each sub-layer too")
+  norm_plus_one: bool = setting(False, "norms multiply by 1 + weight; weights begin with 0")
   dropout: float = setting(0.0, "rate on the output of each sub-layer", low=0.0, high=0.9)
   norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", low=0.0)
   init_std: float = setting(

@@ -12,6 +12,15 @@ WITH_CHOICES = [n for n, f in SETTINGS.items() if f.metadata["choices"]]
 FLOATS = [n for n, f in SETTINGS.items() if f.type is float]
 
 
+# What a choice needs beside it.
+BESIDE = {
+  "cudnn": {"precision.compute_dtype": "bfloat16"},
+  "llama3": {"model.rope_original_len": 64},
+  "yarn": {"model.rope_original_len": 64},
+  "all": {"model.qk_norm": True},
+}
+
+
 def build(changes):
   config = base_config()
   config.update_from_flattened_dict(changes)
@@ -55,8 +64,7 @@ def test_unknown_choice(name):
   with pytest.raises(ValueError, match=f"{name}='nonsense' is unknown. Choose one of: {choices}."):
     build({name: "nonsense"})
   for choice in SETTINGS[name].metadata["choices"]:
-    extra = {"precision.compute_dtype": "bfloat16"} if choice == "cudnn" else {}
-    assert build({name: choice} | extra)
+    assert build({name: choice} | BESIDE.get(choice, {}))
 
 
 @pytest.mark.parametrize(

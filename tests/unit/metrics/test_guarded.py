@@ -59,6 +59,7 @@ def test_one_that_fails_is_given_up_once_and_the_others_go_on(tmp_path, monkeypa
     made.append(Service(opening, fails=(3, 4, 5)))
     return made[0]
 
+  extensions.writers.open()  # once in a process: what it registers must outlive the test
   monkeypatch.setattr(extensions.writers, "_entries", dict(extensions.writers._entries))
   extensions.writers.register("service")(make)
   writer = create_writer(LogConfig(writers="service,jsonl"), tmp_path, resume_step=None)

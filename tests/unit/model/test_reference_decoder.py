@@ -14,8 +14,9 @@ LOSS_RTOL = 2e-6
 GRAD_RTOL, GRAD_ATOL = 2e-4, 1e-6
 
 
-def norm(x, scale, eps=1e-6):
-  return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+def norm(x, scale, m):
+  scale = 1 + scale if m.norm_plus_one else scale
+  return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + m.norm_eps) * scale
 
 
 def rotate(x, positions, theta):
@@ -28,36 +29,57 @@ def rotate(x, positions, theta):
   )
 
 
-def attend(x, p, layer, positions, visible, cfg):
+def cap(x, most):
+  return most * jnp.tanh(x / most) if most else x
+
+
+def attend(x, weight, positions, visible, m, has_window):
   """One row, one head at a time."""
-  m, out = cfg.model, 0.0
+  out = 0.0
+  theta = m.window_rope_theta if has_window and m.window_rope_theta else m.rope_theta
+  if has_window:
+    visible = visible & ~np.tri(len(x), k=-m.window, dtype=bool)
+  everything = {}
+  for name, heads in (("q", m.num_heads), ("k", m.num_kv_heads), ("v", m.num_kv_heads)):
+    y = jnp.einsum("td,dnh->tnh", x, weight(f"attn.{name}"))
+    if m.qkv_bias:
+      y = y + weight(f"attn.{name}.bias")
+    if m.qk_norm and name != "v":
+      shape = y.shape if m.qk_norm_scope == "head" else (len(x), heads * m.head_dim)
+      y = norm(y.reshape(shape), weight(f"attn.{name}_norm.scale"), m).reshape(y.shape)
+    everything[name] = y
   for n in range(m.num_heads):
     group = n * m.num_kv_heads // m.num_heads
-    q = x @ p[".segments[0].layers[0].attn.q"][layer][:, n]
-    k = x @ p[".segments[0].layers[0].attn.k"][layer][:, group]
-    v = x @ p[".segments[0].layers[0].attn.v"][layer][:, group]
-    if m.qk_norm:
-      q = norm(q, p[".segments[0].layers[0].attn.q_norm.scale"][layer])
-      k = norm(k, p[".segments[0].layers[0].attn.k_norm.scale"][layer])
-    q, k = rotate(q, positions, m.rope_theta), rotate(k, positions, m.rope_theta)
-    scores = jnp.where(visible, q @ k.T / jnp.sqrt(q.shape[-1]), -1e30)
-    out = out + jax.nn.softmax(scores, -1) @ v @ p[".segments[0].layers[0].attn.out"][layer][n]
+    q, k, v = everything["q"][:, n], everything["k"][:, group], everything["v"][:, group]
+    q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+    scores = cap(q @ k.T * (m.attn_scale or q.shape[-1] ** -0.5), m.attn_soft_cap)
+    scores = jnp.where(visible, scores, -1e30)
+    out = out + jax.nn.softmax(scores, -1) @ v @ weight("attn.out")[n]
   return out
 
 
 def row_logits(p, tokens, segments, positions, cfg):
-  seq = len(tokens)
+  seq, m = len(tokens), cfg.model
+  period = m.full_every or 1  # of the pattern that is scanned
   visible = (segments[:, None] == segments[None]) & np.tri(seq, dtype=bool)
-  x = p[".embed"][tokens]
-  for layer in range(cfg.model.num_layers):
-    y = norm(x, p[".segments[0].layers[0].attn_norm.scale"][layer])
-    x = x + attend(y, p, layer, positions, visible, cfg)
-    y = norm(x, p[".segments[0].layers[0].mlp_norm.scale"][layer])
-    gate = y @ p[".segments[0].layers[0].mlp.gate"][layer]
-    up = y @ p[".segments[0].layers[0].mlp.up"][layer]
-    x = x + (gate / (1 + jnp.exp(-gate)) * up) @ p[".segments[0].layers[0].mlp.down"][layer]
-  head = p[".embed"] if cfg.model.tie_embeddings else p[".head"]
-  return norm(x, p[".final_norm.scale"]) @ head.T
+  x = p[".embed"][tokens] * (m.d_model**0.5 if m.scale_embeddings else 1)
+  after = lambda y, weight, name: norm(y, weight(name), m) if m.post_norms else y
+  for layer in range(m.num_layers):
+    weight = lambda name, layer=layer: p[f".segments[0].layers[{layer % period}].{name}"][
+      layer // period
+    ]
+    has_window = m.window > 0 and not (m.full_every and (layer + 1) % m.full_every == 0)
+    y = norm(x, weight("attn_norm.scale"), m)
+    y = attend(y, weight, positions, visible, m, has_window)
+    x = x + after(y, weight, "attn_post_norm.scale")
+    y = norm(x, weight("mlp_norm.scale"), m)
+    gate, up = y @ weight("mlp.gate"), y @ weight("mlp.up")
+    half = jnp.sqrt(2 / jnp.pi) * (gate + 0.044715 * gate**3)
+    gelu = gate * (1 + jnp.tanh(half)) / 2
+    gate = gelu if m.activation == "gelu_tanh" else gate / (1 + jnp.exp(-gate))
+    x = x + after((gate * up) @ weight("mlp.down"), weight, "mlp_post_norm.scale")
+  head = p[".embed"] if m.tie_embeddings else p[".head"]
+  return cap(norm(x, p[".final_norm.scale"], m) @ head.T, m.logit_soft_cap)
 
 
 def reference_loss(p, rows, cfg):
@@ -84,13 +106,37 @@ def reference_loss(p, rows, cfg):
       "model.rope_theta": 500.0,
       "step.remat": "full",
     },
+    {
+      "model.qkv_bias": True,
+      "model.qk_norm": True,
+      "model.qk_norm_scope": "all",
+      "model.window": 3,
+    },
+    {
+      "model.num_layers": 4,
+      "model.window": 3,
+      "model.full_every": 2,
+      "model.window_rope_theta": 50.0,
+      "model.attn_scale": 0.2,
+      "model.attn_soft_cap": 1.5,
+      "model.logit_soft_cap": 2.0,
+      "model.post_norms": True,
+      "model.norm_plus_one": True,
+      "model.scale_embeddings": True,
+      "model.activation": "gelu_tanh",
+      "step.z_loss": 1e-2,
+      "step.label_smoothing": 0.1,
+    },
   ],
-  ids=["multi-query", "qk-norm-tied", "wide-heads"],
+  ids=["multi-query", "qk-norm-tied", "wide-heads", "biases", "all-at-once"],
 )
 def test_loss_and_gradients(mesh, changes):
   # Weights larger than at initialisation, so that attention is far from uniform.
   cfg = tiny_config({"model.init_std": 0.3, "data.seq_len": 12, **changes})
   rows, model = random_rows(cfg, 3, seed=5), make_decoder(cfg)
+  # No weight is 0 or 1, as biases and norms are at first.
+  waves = lambda a: 0.1 * jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape)
+  model = jax.jit(lambda model: jax.tree.map(lambda a: a + waves(a), model))(model)
   sums = lambda m: loss_sums(m, rows, cfg.step, TRAINING)[0]
   f = lambda m: sums(m).objective / rows["loss_mask"].sum()
   loss, grads = jax.jit(jax.value_and_grad(f))(model)

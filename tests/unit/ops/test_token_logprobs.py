@@ -57,6 +57,22 @@ def test_value_and_gradient(mesh, shape, chunk):
     np.testing.assert_allclose(g, w, RTOL, ATOL)
 
 
+def test_capped_logits(mesh):
+  inputs = make_inputs(3, 7, 9, 33)
+  cap = lambda *args: token_logprobs(*args, 4, soft_cap=1.5)
+  got, grads = value_and_grads(cap, *inputs)
+
+  def capped(x_BTD, head_VD, targets_BT):
+    logits_BTV = 1.5 * jnp.tanh(jnp.einsum("btd,vd->btv", x_BTD, head_VD) / 1.5)
+    logprobs_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+    return jnp.take_along_axis(logprobs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+
+  want, want_grads = value_and_grads(capped, *inputs)
+  np.testing.assert_allclose(got, want, RTOL, ATOL)
+  for g, w in zip(grads, want_grads, strict=True):
+    np.testing.assert_allclose(g, w, RTOL, ATOL)
+
+
 def test_bfloat16_operands(mesh):
   x, head, targets, weights = make_inputs(4, 15, 32, 61, seed=3)
   narrow = [

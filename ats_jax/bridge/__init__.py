@@ -1,0 +1,1 @@
+"""Weights and settings of Hugging Face folders, both ways: a table a family, streamed."""

@@ -1,0 +1,186 @@
+"""From a Hugging Face folder into a workdir, or into a state: an array at a time."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+
+from ats_jax import workdir
+from ats_jax.bridge.family import Item, items, to_ours
+from ats_jax.bridge.folder import TOKENIZER, Source, copy_companions, open_source
+from ats_jax.checkpoint import deferred, layout, stream
+from ats_jax.config.build import resolve, with_settings
+from ats_jax.config.schema import Config
+from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
+from ats_jax.data.tokenizer_file import save_tokenizer
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.layout import stacks
+from ats_jax.model.numerics import numerics
+from ats_jax.paths import Path
+from ats_jax.sharding.mesh import make_mesh
+
+COMPANIONS, DTYPE = "huggingface", "dtype.json"  # in a workdir
+ROOT = "model"
+# In which of our dtypes a file's are kept: all values are the same.
+KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32", "F64": "float32"}
+
+
+def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> Config:
+  """The config of a folder's model; what does not concern the model is at its default.
+
+  Args:
+    source: the folder.
+    param_dtype: of its weights; "" = as in the files, or float32.
+    tokenizer: "bytes" or a tokenizer.json; "" = that of the folder.
+
+  Raises:
+    ValueError: if there is no tokenizer, or a rule is broken.
+  """
+  own = source.folder / TOKENIZER
+  if not tokenizer and not own.is_file():
+    raise ValueError(
+      f"{source.folder} holds no {TOKENIZER}. Say which one reads its tokens: "
+      "--tokenizer=FILE, or --tokenizer=bytes."
+    )
+  changes = {
+    "data.tokenizer": tokenizer or str(own),
+    "precision.param_dtype": param_dtype or KEPT_IN.get(source.dtype, "float32"),
+    "precision.compute_dtype": "float32" if source.dtype == "F32" else "bfloat16",
+  }
+  return with_settings(Config(), {**changes, **source.settings})
+
+
+def tokenizer_of(cfg: Config, source: Source) -> Tokenizer:
+  """The tokenizer of a folder's config.
+
+  Raises:
+    ValueError: if it is not lossless, or has more tokens than the model.
+  """
+  found = build_tokenizer(cfg.data, lambda: [])
+  if found.vocab_size > cfg.model.vocab_size:
+    raise ValueError(
+      f"{cfg.data.tokenizer} has {found.vocab_size} tokens, with those for the ends of documents "
+      f"and for padding; vocab_size is {cfg.model.vocab_size} in {source.folder}. They "
+      "belong to different models, or --tokenizer must name another one."
+    )
+  return found
+
+
+def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> None:
+  """See that a run reads the tokens that a folder's weights were trained with.
+
+  Raises:
+    ValueError: if it does not.
+  """
+  path = pathlib.Path(folder) / TOKENIZER
+  if not path.is_file():
+    logging.warning(
+      "%s holds no %s: nobody can say whether its tokens are this run's.", folder, path
+    )
+    return
+  theirs = build_tokenizer(dataclasses.replace(cfg.data, tokenizer=str(path)), lambda: [])
+  if theirs.fingerprint != own.fingerprint:
+    raise ValueError(
+      f"{folder}: its tokenizer is not the one of this run, so its weights would read other "
+      f"tokens. Use its own, --config.data.tokenizer={path}."
+    )
+
+
+def abstract_parts(cfg: Config) -> dict[str, layout.Part]:
+  """The arrays of a resolved config's model by name, as shapes; no device is used."""
+  num = numerics(cfg)
+  with jax.set_mesh(make_mesh(cfg)):
+    build = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
+    model = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
+  return layout.named_parts(model, stacks=stacks(cfg))
+
+
+def plan(source: Source, cfg: Config, parts: Mapping[str, layout.Part]) -> list[Item]:
+  """What to read for each of our arrays.
+
+  Raises:
+    ValueError: naming the setting or tensor that does not fit.
+  """
+  found = items(source.family, {name: part.shape for name, part in parts.items()})
+  source.check(cfg, found)
+  return found
+
+
+def import_folder(
+  folder: os.PathLike[str], target: Path, *, param_dtype: str = "", tokenizer: str = ""
+) -> dict[str, Any]:
+  """Make a workdir with checkpoint 0 of a folder's weights; after a kill the same call goes on.
+
+  Args:
+    folder: of Hugging Face's.
+    target: the workdir.
+    param_dtype: see `config_of`.
+    tokenizer: likewise.
+
+  Returns:
+    `family`, `parameters`, `bytes`, and `resumed`: arrays that an earlier call had written.
+
+  Raises:
+    ValueError: for a folder that this program cannot follow, or a workdir that is somebody's.
+  """
+  source = open_source(folder)
+  cfg = config_of(source, param_dtype=param_dtype, tokenizer=tokenizer)
+  words = tokenizer_of(cfg, source)
+  resolved = resolve(cfg, words.vocab_size)
+  parts = abstract_parts(resolved)
+  planned = plan(source, resolved, parts)
+  read = lambda name: source.tensors[name].read()
+
+  def array(item: Item) -> deferred.Deferred:
+    dtype = np.dtype(parts[item.ours].leaf.dtype)
+    return deferred.Deferred(item.shape, dtype, lambda: to_ours(item, read, dtype))
+
+  arrays = {f"{ROOT}/{item.ours}": array(item) for item in planned}
+  with workdir.claim(target, cfg) as run:
+    checkpoints = target / workdir.CHECKPOINTS
+    if any(checkpoints.glob("[0-9]*")):
+      raise ValueError(f"{target} holds checkpoints already. Use another --workdir.")
+    save_tokenizer(words, target / workdir.TOKENIZER)
+    copy_companions(source.folder, target / COMPANIONS)
+    workdir.write_json(target / COMPANIONS / DTYPE, source.dtype)
+    fingerprint = json.dumps([source.fingerprint, cfg.precision.param_dtype])
+    resumed = deferred.write(checkpoints, 0, arrays, run=run, source=fingerprint, extra={})
+  return {
+    "family": source.family.name,
+    "parameters": sum(int(np.prod(i.shape, dtype=np.int64)) for i in planned if i.theirs),
+    "bytes": sum(tensor.nbytes for tensor in source.tensors.values()),
+    "resumed": resumed,
+  }
+
+
+def load_model(source: Source, cfg: Config, abstract: Any) -> Any:
+  """A folder's weights straight into a (sharded) model, a layer at a time.
+
+  Args:
+    source: the folder.
+    cfg: the resolved config that the model has.
+    abstract: the model as shapes, dtypes and shardings.
+
+  Raises:
+    ValueError: naming the setting or tensor that does not fit.
+  """
+  parts = layout.named_parts(abstract, stacks=stacks(cfg))
+  leaves, structure = jax.tree.flatten(abstract)
+  filled: list[Any] = [None] * len(leaves)
+  for item in plan(source, cfg, parts):
+    target = parts[item.ours].target(item.ours)
+    array = to_ours(item, lambda name: source.tensors[name].read(), np.dtype(target.dtype))
+    on_devices = jax.make_array_from_callback(
+      target.shape, target.sharding, lambda index, array=array: array[index]
+    )
+    stream.put(filled, parts, {item.ours: on_devices})
+  assert all(leaf is not None for leaf in filled)
+  return structure.unflatten(jax.tree.map(jnp.asarray, filled))

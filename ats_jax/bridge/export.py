@@ -1,0 +1,240 @@
+"""From a checkpoint into a Hugging Face folder: sharded files, written tensor by tensor."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ats_jax import paths, workdir
+from ats_jax.bridge.convert import COMPANIONS, DTYPE, ROOT, abstract_parts
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.family import Family, Item, architecture, items, to_theirs
+from ats_jax.bridge.folder import (
+  CONFIG,
+  INDEX,
+  SINGLE,
+  architecture_of,
+  carried_fields,
+  copy_companions,
+)
+from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
+from ats_jax.checkpoint import integrity, reader
+from ats_jax.config.build import CHANGES, resolve, with_changes
+from ats_jax.config.schema import Config
+from ats_jax.data.tokenizer import JsonTokenizer
+from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.paths import Path
+
+SHARD_BYTES = 5 * 10**9
+PROGRESS = "export.json"
+WORDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def choose_family(cfg: Config, name: str = "") -> Family:
+  """The family that says all that a resolved config's model computes.
+
+  Args:
+    cfg: the config.
+    name: a `model_type`; "" = the first that fits.
+
+  Raises:
+    ValueError: naming the settings that it, or each of them, has not.
+  """
+  if name and name not in FAMILIES:
+    raise ValueError(f"--family={name} is unknown. Choose one of: {', '.join(FAMILIES)}.")
+  lines = []
+  for family in [FAMILIES[name]] if name else FAMILIES.values():
+    missing = _not_in(family, cfg)
+    if not missing:
+      return family
+    lines.append(f"{family.model_type}: {'; '.join(missing)}")
+  reasons = "\n  ".join(lines)
+  raise ValueError(f"no family says what this model computes:\n  {reasons}")
+
+
+def _not_in(family: Family, cfg: Config) -> list[str]:
+  """Settings that come back other than they were through a family's config.json."""
+  if cfg.mod.routing != "none":
+    return [f"mod.routing={cfg.mod.routing}: no layer that skips tokens"]
+  if cfg.moe.num_experts == 0 and any("{expert}" in getattr(r, "theirs", "") for r in family.rows):
+    return ["moe.num_experts=0: it has experts"]
+  try:
+    back = family.read(family.write(cfg))
+  except ValueError as e:
+    return [str(e)]
+  wanted = architecture(cfg)
+  bare = dataclasses.replace(cfg, model=type(cfg.model)(), moe=type(cfg.moe)())
+  found = architecture_of(back, bare)
+  return [
+    f"{name}={value} (would be {found.get(name)!r})"
+    for name, value in wanted.items()
+    if found.get(name) != value
+  ]
+
+
+def export(
+  source: Path,
+  target: pathlib.Path,
+  *,
+  step: str = "latest",
+  family: str = "",
+  dtype: str = "",
+  shard_bytes: int = SHARD_BYTES,
+) -> dict[str, Any]:
+  """Write a folder that `transformers` and vLLM load; after a kill the same call goes on.
+
+  Args:
+    source: a workdir.
+    target: the folder; it appears when it is complete.
+    step: a step, "latest" or "best".
+    family: a `model_type`; "" = that of the import, or the first that fits.
+    dtype: of the tensors: bfloat16, float16 or float32; "" = that of the import, or of the weights.
+    shard_bytes: a file holds at most this, or one tensor.
+
+  Returns:
+    `family`, `step`, `parameters`, `files`, and `resumed`: files that an earlier call had written.
+
+  Raises:
+    ValueError: if there is no such checkpoint, no family fits, or the folder is there.
+  """
+  if target.exists():
+    raise ValueError(f"{target} exists. Remove it or choose another folder.")
+  checkpoints = source / workdir.CHECKPOINTS
+  run = workdir.load_identity(source)
+  chosen, _ = reader.choose(checkpoints, int(step) if step.isdecimal() else step, run)
+  extra = reader.load_extra(checkpoints, chosen, run)
+  words = load_tokenizer(source / workdir.TOKENIZER)
+  cfg = resolve(with_changes(workdir.load_config(source), extra.get(CHANGES, {})), words.vocab_size)
+  companions = source / COMPANIONS
+  imported = carried_fields(companions)
+  table = choose_family(cfg, family)
+  theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
+  part = "ema" if cfg.optimizer.ema_decay else ROOT
+  planned = items(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
+  shards = _shards(planned, theirs, shard_bytes)
+  unfinished = target.with_name(target.name + ".unfinished")
+  manifest = integrity.read_manifest(checkpoints / str(chosen))
+  begun = json.dumps([run.run, chosen, part, table.model_type, str(theirs), shard_bytes])
+  _begin(unfinished, begun + json.dumps(manifest["files"], sort_keys=True))
+  arrays = _arrays(checkpoints / str(chosen), planned, part, unfinished, shards)
+  resumed = _write(unfinished, shards, arrays, theirs)
+  copy_companions(companions, unfinished)
+  if isinstance(words, JsonTokenizer) and not (companions / "tokenizer.json").is_file():
+    (unfinished / "tokenizer.json").write_text(words.to_json(), encoding="utf-8")
+  fields = {
+    "max_position_embeddings": cfg.data.seq_len,
+    "bos_token_id": words.bos_id,
+    "eos_token_id": words.eos_id,
+    "pad_token_id": words.pad_id,
+    **imported,
+    **table.write(cfg),
+    "torch_dtype": str(theirs),
+  }
+  workdir.write_json(paths.parse(unfinished / CONFIG), fields)
+  (unfinished / PROGRESS).unlink()
+  os.rename(unfinished, target)
+  return {
+    "family": table.name,
+    "step": chosen,
+    "parameters": sum(slot.nbytes // theirs.itemsize for s in shards.values() for slot in s),
+    "files": len(shards),
+    "resumed": resumed,
+  }
+
+
+def _own_dtype(companions: Path, cfg: Config) -> str:
+  path = companions / DTYPE
+  return json.loads(path.read_text()) if path.is_file() else WORDS[cfg.precision.param_dtype]
+
+
+def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[Slot]]:
+  """Which tensors stand in which file, in the order in which they are written."""
+  cut: list[list[Slot]] = [[]]
+  size = 0
+  for item in planned:
+    for name in item.theirs:
+      slot = Slot(name, dtype, item.their_shape)
+      if cut[-1] and size + slot.nbytes > most:
+        cut.append([])
+        size = 0
+      cut[-1].append(slot)
+      size += slot.nbytes
+  if len(cut) == 1:
+    return {SINGLE: cut[0]}
+  return {f"model-{i:05}-of-{len(cut):05}.safetensors": slots for i, slots in enumerate(cut, 1)}
+
+
+def _begin(folder: pathlib.Path, source: str) -> None:
+  """Keep what an unfinished export of the same weights wrote; begin again after another one."""
+  progress = folder / PROGRESS
+  if progress.is_file() and progress.read_text(encoding="utf-8") == source:
+    return
+  paths.delete_rest(paths.parse(folder))
+  folder.mkdir(parents=True)
+  paths.write(progress, source)
+
+
+def _arrays(
+  checkpoint: Path,
+  planned: list[Item],
+  part: str,
+  folder: pathlib.Path,
+  shards: dict[str, list[Slot]],
+) -> Iterator[tuple[str, np.ndarray]]:
+  """The tensors of all files that are not there yet, in order; one array of ours at a time."""
+  left = {
+    slot.name for name, slots in shards.items() if not (folder / name).exists() for slot in slots
+  }
+  with (
+    paths.fetched(checkpoint / reader.STATE) as local,
+    ocp.Checkpointer(reader.handler()) as orbax,
+  ):
+    for item in planned:
+      if item.theirs and not left.intersection(item.theirs):
+        continue
+      name = f"{part}/{item.ours}"
+      target = {name: np.empty(0)}
+      arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+      array = orbax.restore(
+        local,
+        args=ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True),
+      )[name]
+      yield from (pair for pair in to_theirs(item, array) if pair[0] in left)
+
+
+def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  with np.errstate(over="ignore"):
+    cast = array.astype(dtype, copy=False)
+  if dtype == np.float16 and not np.isfinite(cast).all():
+    raise ValueError(f"{name} has values that float16 does not hold. Use --dtype=bfloat16.")
+  return cast
+
+
+def _write(
+  folder: pathlib.Path,
+  shards: dict[str, list[Slot]],
+  arrays: Iterator[tuple[str, np.ndarray]],
+  dtype: np.dtype,
+) -> int:
+  """Write the files that are not there yet, and the index; return how many were there."""
+  resumed = 0
+  for file, slots in shards.items():
+    if (folder / file).exists():
+      resumed += 1
+      continue
+    with Writer(folder / file, slots) as writer:
+      for slot in slots:
+        name, array = next(arrays)
+        writer.write(slot.name, _cast(name, array, dtype))
+  assert next(arrays, None) is None
+  if len(shards) > 1:
+    total = sum(slot.nbytes for slots in shards.values() for slot in slots)
+    by_name = {slot.name: file for file, slots in shards.items() for slot in slots}
+    index = {"metadata": {"total_size": total}, "weight_map": by_name}
+    workdir.write_json(paths.parse(folder / INDEX), index)
+  return resumed

@@ -1,0 +1,21 @@
+"""The families that can be imported and exported, by `model_type`."""
+
+from collections.abc import Mapping
+
+from ats_jax.bridge.families import (
+  gemma2,
+  gemma3,
+  llama,
+  mistral,
+  mixtral,
+  olmoe,
+  qwen2,
+  qwen3,
+  qwen3_moe,
+)
+from ats_jax.bridge.family import Family
+
+FAMILIES: Mapping[str, Family] = {
+  module.FAMILY.model_type: module.FAMILY
+  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, olmoe)
+}

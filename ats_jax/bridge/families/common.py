@@ -1,0 +1,330 @@
+"""Rows that many families share."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ats_jax.bridge.family import Always, Field, FieldRow, Only, Own, Row, Values
+from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
+from ats_jax.config.schema import Config
+from ats_jax.model.layout import layer_kinds
+
+L, THEIRS = "layers/{layer}", "model.layers.{layer}"
+
+TIED_TABLES = (
+  Row("embed", "model.embed_tokens.weight", SAME),
+  Row("final_norm/scale", "model.norm.weight", SAME),
+)
+TABLES = (*TIED_TABLES, Row("head", "lm_head.weight", SAME))
+NORMS = (
+  Row(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
+  Row(f"{L}/mlp_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
+)
+FOUR_NORMS = (
+  Row(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
+  Row(f"{L}/attn_post_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
+  Row(f"{L}/mlp_norm/scale", f"{THEIRS}.pre_feedforward_layernorm.weight", SAME),
+  Row(f"{L}/mlp_post_norm/scale", f"{THEIRS}.post_feedforward_layernorm.weight", SAME),
+)
+OUT = Row(f"{L}/attn/out", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2)
+ATTENTION = (
+  *(Row(f"{L}/attn/{p}", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
+  OUT,
+)
+ATTENTION_WITH_BIAS = (
+  *(Row(f"{L}/attn/{p}/weight", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
+  *(Row(f"{L}/attn/{p}/bias", f"{THEIRS}.self_attn.{p}_proj.bias", FLAT) for p in "qkv"),
+  OUT,
+)
+QK_NORM = tuple(
+  Row(f"{L}/attn/{p}_norm/scale", f"{THEIRS}.self_attn.{p}_norm.weight", SAME) for p in "qk"
+)
+MLP = tuple(
+  Row(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED) for p in ("gate", "up", "down")
+)
+
+
+def experts(prefix: str, gate: str, up: str, down: str) -> tuple[Row | Own, ...]:
+  """Rows of a mixture of experts under `prefix`, with the names of an expert's three matrices."""
+  mlp, one = f"{L}/mlp", f"{THEIRS}.{prefix}.experts.{{expert}}"
+  return (
+    Row(f"{mlp}/router/weight", f"{THEIRS}.{prefix}.gate.weight", TRANSPOSED),
+    Row(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
+    Row(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
+    Row(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
+    Own(f"{mlp}/router/bias_E", np.zeros, needed=True),
+    # The load of a step that has not been: every expert its share.
+    Own(f"{mlp}/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False),
+  )
+
+
+def gemma() -> tuple[FieldRow, ...]:
+  """Fields that the Gemmas share."""
+  gelu = "gelu_pytorch_tanh"
+  return (
+    Only("hidden_activation", gelu, (("model.activation", "gelu_tanh"),)),
+    Only("hidden_act", gelu),
+    Only("attention_bias", False),
+    Only("use_bidirectional_attention", None),
+    Always(
+      (
+        ("model.post_norms", True),
+        ("model.norm_plus_one", True),
+        ("model.scale_embeddings", True),
+      )
+    ),
+  )
+
+
+def sizes(*, eps: float, tied: bool = False) -> tuple[Field, ...]:
+  """Fields of every family; `eps` and `tied` are what missing ones mean."""
+  return (
+    Field("vocab_size", "model.vocab_size"),
+    Field("num_hidden_layers", "model.num_layers"),
+    Field("hidden_size", "model.d_model"),
+    Field("intermediate_size", "model.d_ff"),
+    Field("num_attention_heads", "model.num_heads"),
+    Field("rms_norm_eps", "model.norm_eps", eps),
+    Field("tie_word_embeddings", "model.tie_embeddings", tied),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDim(FieldRow):
+  """`head_dim`.
+
+  Attributes:
+    default: what a missing field means; 0 = hidden_size / num_attention_heads, as null does.
+  """
+
+  default: int = 0
+  keys: tuple[str, ...] = ("head_dim",)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    found = theirs.get("head_dim", self.default)
+    return {"model.head_dim": found or theirs["hidden_size"] // theirs["num_attention_heads"]}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    return {"head_dim": cfg.model.head_dim}
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualHeads(FieldRow):
+  """No `head_dim`: always hidden_size / num_attention_heads."""
+
+  keys: tuple[str, ...] = ()
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    return {"model.head_dim": theirs["hidden_size"] // theirs["num_attention_heads"]}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    del cfg
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class KVHeads(FieldRow):
+  """`num_key_value_heads`.
+
+  Attributes:
+    default: what a missing field means; 0 = as many as query heads, as null does.
+  """
+
+  default: int = 0
+  keys: tuple[str, ...] = ("num_key_value_heads",)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    found = theirs.get("num_key_value_heads", self.default)
+    return {"model.num_kv_heads": found or theirs["num_attention_heads"]}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    return {"num_key_value_heads": cfg.model.num_kv_heads}
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale(FieldRow):
+  """`query_pre_attn_scalar`, whose inverse square root multiplies scores."""
+
+  keys: tuple[str, ...] = ("query_pre_attn_scalar",)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    return {"model.attn_scale": theirs.get("query_pre_attn_scalar", 256) ** -0.5}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    scalar = cfg.model.attn_scale**-2 if cfg.model.attn_scale else cfg.model.head_dim
+    is_whole = abs(scalar - round(scalar)) < 1e-6
+    return {"query_pre_attn_scalar": round(scalar) if is_whole else scalar}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope(FieldRow):
+  """Rotary settings: `rope_parameters`, or `rope_theta` and `rope_scaling` of older folders.
+
+  Attributes:
+    theta: what a missing one means.
+  """
+
+  theta: float = 10_000.0
+  keys: tuple[str, ...] = ("rope_parameters", "rope_theta", "rope_scaling")
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    fields = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
+    fields.setdefault("rope_theta", theirs.get("rope_theta", self.theta))
+    return read_rope(fields, theirs.get("max_position_embeddings"))
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    fields = write_rope(cfg)
+    older: dict[str, Any] = {"rope_theta": cfg.model.rope_theta}
+    if cfg.model.rope_scaling != "none":
+      older["rope_scaling"] = {k: v for k, v in fields.items() if k != "rope_theta"}
+    return {"rope_parameters": fields, **older}
+
+
+# Their words for a scaling's settings; of both kinds the first two are needed.
+_LLAMA3 = {
+  "factor": "rope_factor",
+  "original_max_position_embeddings": "rope_original_len",
+  "low_freq_factor": "rope_slow_turns",
+  "high_freq_factor": "rope_fast_turns",
+}
+_YARN = {
+  "factor": "rope_factor",
+  "original_max_position_embeddings": "rope_original_len",
+  "beta_slow": "rope_slow_turns",
+  "beta_fast": "rope_fast_turns",
+  "truncate": "rope_whole_pairs",
+  "attention_factor": "rope_concentration",
+}
+SCALINGS: Mapping[str, Mapping[str, str]] = {
+  "default": {},
+  "linear": {"factor": "rope_factor"},
+  "llama3": _LLAMA3,
+  "yarn": _YARN,
+}
+
+
+def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
+  """Our settings for one block of rotary fields.
+
+  Args:
+    fields: with `rope_theta`; `rope_type` or `type` names a key of `SCALINGS`.
+    trained_len: what a missing `original_max_position_embeddings` means.
+
+  Raises:
+    ValueError: for another type, or a field that belongs to none.
+  """
+  left = {k: v for k, v in fields.items() if v is not None}
+  kinds = {left.pop(key) for key in ("rope_type", "type") if key in left} or {"default"}
+  kind = kinds.pop()
+  if kinds or kind not in SCALINGS:
+    raise ValueError(
+      f"the rotary scaling is {kind!r} in config.json, and this program has {', '.join(SCALINGS)}."
+    )
+  found: dict[str, Any] = {"model.rope_theta": float(left.pop("rope_theta"))}
+  found["model.rope_scaling"] = "none" if kind == "default" else kind
+  if "original_max_position_embeddings" in SCALINGS[kind] and trained_len:
+    left.setdefault("original_max_position_embeddings", trained_len)
+  scales = {left.pop(k, None) for k in ("mscale", "mscale_all_dim")} if kind == "yarn" else set()
+  if len(scales) > 1:
+    raise ValueError("mscale and mscale_all_dim differ in config.json, which is not there.")
+  if scales not in (set(), {None}):  # their quotient
+    left.setdefault("attention_factor", 1.0)
+  for theirs, ours in SCALINGS[kind].items():
+    if theirs in left:
+      found[f"model.{ours}"] = left.pop(theirs)
+  if left:
+    name, value = next(iter(left.items()))
+    raise ValueError(f"{name} of rotary scaling {kind!r} is {value!r}, which is not there.")
+  return {k: float(v) if k in _FLOATS else v for k, v in found.items()}
+
+
+_FLOATS = frozenset(
+  f"model.rope_{name}" for name in ("factor", "slow_turns", "fast_turns", "concentration")
+)
+
+
+def write_rope(cfg: Config) -> dict[str, Any]:
+  """The block of rotary fields of a config."""
+  m = cfg.model
+  kind = "default" if m.rope_scaling == "none" else m.rope_scaling
+  fields: dict[str, Any] = {"rope_type": kind, "rope_theta": m.rope_theta}
+  for theirs, ours in SCALINGS[kind].items():
+    if ours != "rope_concentration" or m.rope_concentration:
+      fields[theirs] = getattr(m, ours)
+  return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers(FieldRow):
+  """`sliding_window` with the layers that have one: `layer_types`, or a rule of older folders.
+
+  Attributes:
+    window: what a missing `sliding_window` means.
+    by_switch: as in Qwen, there is `use_sliding_window`, and layers from `max_window_layers` on
+      have the window.
+    full_every: as in Gemma, what missing `layer_types` mean.
+  """
+
+  window: int = 4096
+  by_switch: bool = False
+  full_every: int = 0
+  keys: tuple[str, ...] = (
+    "sliding_window",
+    "layer_types",
+    "use_sliding_window",
+    "max_window_layers",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+  )
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    count, window = theirs["num_hidden_layers"], theirs.get("sliding_window", self.window)
+    if not window or (self.by_switch and not theirs.get("use_sliding_window", False)):
+      return {"model.window": 0, "model.full_every": 0}
+    pattern = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern"))
+    every = pattern or self.full_every
+    if self.by_switch:
+      first = theirs.get("max_window_layers", 28)
+      has_window = [layer >= first for layer in range(count)]
+    else:
+      has_window = [not every or (layer + 1) % every != 0 for layer in range(count)]
+    if types := theirs.get("layer_types"):
+      has_window = [kind == "sliding_attention" for kind in types]
+      if unknown := set(types) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"layer_types has {sorted(unknown)} in config.json, which is not there.")
+    full = [layer for layer, has in enumerate(has_window) if not has]
+    if len(full) == count:
+      return {"model.window": 0, "model.full_every": 0}
+    every = full[0] + 1 if full else 0
+    if full != (list(range(every - 1, count, every)) if every else []):
+      raise ValueError(
+        f"layers {full} of {count} have no sliding window in config.json: no layer, all layers or "
+        "every n-th can be without one here."
+      )
+    return {"model.window": window, "model.full_every": every}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    has_window = [kind.window for kind in layer_kinds(cfg)]
+    words = {True: "sliding_attention", False: "full_attention"}
+    fields: dict[str, Any] = {"sliding_window": cfg.model.window or None}
+    if not self.by_switch and not self.full_every:
+      return fields
+    fields["layer_types"] = [words[has] for has in has_window]
+    if self.by_switch:
+      full = has_window.index(True) if True in has_window else len(has_window)
+      fields |= {"use_sliding_window": any(has_window), "max_window_layers": full}
+    return fields

@@ -1,0 +1,34 @@
+"""Gemma 2: norms before and after each sub-layer, capped scores and logits, every second window."""
+
+from ats_jax.bridge.families.common import (
+  ATTENTION,
+  FOUR_NORMS,
+  MLP,
+  TIED_TABLES,
+  HeadDim,
+  KVHeads,
+  Layers,
+  QueryScale,
+  Rope,
+  gemma,
+  sizes,
+)
+from ats_jax.bridge.family import Family, Field
+
+FAMILY = Family(
+  name="Gemma 2",
+  model_type="gemma2",
+  architecture="Gemma2ForCausalLM",
+  rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *MLP),
+  fields=(
+    *sizes(eps=1e-6, tied=True),
+    KVHeads(4),
+    HeadDim(256),
+    Rope(),
+    Layers(full_every=2),
+    QueryScale(),
+    Field("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
+    Field("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
+    *gemma(),
+  ),
+)

@@ -1,0 +1,30 @@
+"""Qwen2 and 2.5: biases on queries, keys and values."""
+
+from ats_jax.bridge.families.common import (
+  ATTENTION_WITH_BIAS,
+  MLP,
+  NORMS,
+  TABLES,
+  EqualHeads,
+  KVHeads,
+  Layers,
+  Rope,
+  sizes,
+)
+from ats_jax.bridge.family import Always, Family, Only
+
+FAMILY = Family(
+  name="Qwen2",
+  model_type="qwen2",
+  architecture="Qwen2ForCausalLM",
+  rows=(*TABLES, *NORMS, *ATTENTION_WITH_BIAS, *MLP),
+  fields=(
+    *sizes(eps=1e-6),
+    KVHeads(32),
+    EqualHeads(),
+    Rope(),
+    Layers(by_switch=True),
+    Only("hidden_act", "silu"),
+    Always((("model.qkv_bias", True),)),
+  ),
+)

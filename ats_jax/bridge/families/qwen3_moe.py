@@ -1,0 +1,83 @@
+"""Qwen3-MoE: narrow experts in all layers, in every n-th, or in all but the first few."""
+
+import dataclasses
+
+from ats_jax.bridge.families.common import (
+  ATTENTION,
+  MLP,
+  NORMS,
+  QK_NORM,
+  TABLES,
+  HeadDim,
+  KVHeads,
+  Rope,
+  experts,
+  sizes,
+)
+from ats_jax.bridge.family import Always, Family, Field, FieldRow, Only, Values
+from ats_jax.config.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Count(FieldRow):
+  """How many experts: `num_experts`, or `num_local_experts` as transformers 5 writes it."""
+
+  keys: tuple[str, ...] = ("num_experts", "num_local_experts")
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    return {"moe.num_experts": theirs.get("num_local_experts", theirs.get("num_experts", 128))}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    return {"num_experts": cfg.moe.num_experts}
+
+
+@dataclasses.dataclass(frozen=True)
+class _DenseFirst(FieldRow):
+  """`mlp_only_layers`: the layers at the bottom."""
+
+  keys: tuple[str, ...] = ("mlp_only_layers",)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    layers = theirs.get("mlp_only_layers") or []
+    if layers != list(range(len(layers))) or (layers and theirs.get("decoder_sparse_step", 1) > 1):
+      raise ValueError(
+        f"mlp_only_layers is {layers} in config.json: here layers without experts are the first "
+        "few, or all but every n-th, not both."
+      )
+    return {"moe.dense_first": len(layers)}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    return {"mlp_only_layers": list(range(cfg.moe.dense_first))}
+
+
+FAMILY = Family(
+  name="Qwen3-MoE",
+  model_type="qwen3_moe",
+  architecture="Qwen3MoeForCausalLM",
+  rows=(
+    *(*TABLES, *NORMS, *ATTENTION, *QK_NORM),
+    *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    *MLP,
+  ),
+  fields=(
+    *sizes(eps=1e-6),
+    KVHeads(4),
+    HeadDim(),
+    Rope(),
+    _Count(),
+    _DenseFirst(),
+    Field("num_experts_per_tok", "moe.top_k", 8),
+    Field("moe_intermediate_size", "moe.d_ff", 768),
+    Field("decoder_sparse_step", "moe.every", 1),
+    Field("norm_topk_prob", "moe.renormalize", False),
+    Only("hidden_act", "silu"),
+    Only("attention_bias", False),
+    Only("use_sliding_window", False),
+    Only("sliding_window", None),
+    Always((("model.qk_norm", True), ("moe.bias_update", "none"))),
+  ),
+)

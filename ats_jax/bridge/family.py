@@ -1,0 +1,361 @@
+"""What a family's table is made of: rows for weights, rows for the fields of config.json."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ats_jax.bridge.transforms import Shape, Transform
+from ats_jax.config.build import flatten
+from ats_jax.config.schema import Config
+from ats_jax.model.layout import layer_kinds
+
+Values = Mapping[str, Any]
+EXPERT = "{expert}"
+_NEEDED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One of our arrays and where its values are in their files.
+
+  Attributes:
+    ours: path in the model by layer, e.g. "layers/{layer}/attn/q".
+    theirs: name of the tensor, or of one for each {expert} along our first dimension.
+    transform: between the two; with {expert}, of one expert's.
+  """
+
+  ours: str
+  theirs: str
+  transform: Transform
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+  """One of our arrays that they do not have.
+
+  Attributes:
+    ours: path in the model by layer.
+    value: what it is after an import, by its shape.
+    needed: an export is refused if it is anything else.
+  """
+
+  ours: str
+  value: Callable[[Shape], np.ndarray]
+  needed: bool
+
+
+class FieldRow:
+  """A row of the table of config fields. `keys` are those of config.json that it speaks for."""
+
+  keys: tuple[str, ...]
+
+  def read(self, theirs: Values) -> Values:
+    """Our settings, by dotted name.
+
+    Raises:
+      ValueError: if the field says something that this program has not.
+    """
+    raise NotImplementedError
+
+  def write(self, cfg: Config) -> Values:
+    """Their fields for a resolved config."""
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Field(FieldRow):
+  """A field that is one of our settings.
+
+  Attributes:
+    theirs: key in config.json.
+    ours: dotted name.
+    default: what a missing field means to `transformers`; without one, it must be there.
+    null: what null means in our setting; without one, it is an error.
+  """
+
+  theirs: str
+  ours: str
+  default: Any = _NEEDED
+  null: Any = _NEEDED
+
+  @property
+  def keys(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    """See `FieldRow`."""
+    return (self.theirs,)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    value = theirs.get(self.theirs, self.default)
+    if value is None:
+      value = self.null
+    if value is _NEEDED:
+      raise ValueError(f"{self.theirs} is missing in config.json.")
+    return {self.ours: value}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    value = flatten(cfg)[self.ours]
+    return {self.theirs: None if self.null is not _NEEDED and value == self.null else value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Only(FieldRow):
+  """A field of which this program knows one value: an import with another is refused.
+
+  Attributes:
+    theirs: key in config.json.
+    value: the one; also what a missing field means.
+    ours: settings that it stands for.
+  """
+
+  theirs: str
+  value: Any
+  ours: tuple[tuple[str, Any], ...] = ()
+
+  @property
+  def keys(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    """See `FieldRow`."""
+    return (self.theirs,)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    found = theirs.get(self.theirs, self.value)
+    if found != self.value and (found or self.value):  # null and false are one
+      raise ValueError(
+        f"{self.theirs} is {found!r} in config.json, and this program has only {self.value!r}."
+      )
+    return dict(self.ours)
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    del cfg
+    return {self.theirs: self.value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Always(FieldRow):
+  """Settings of ours that a family has without a field that says so."""
+
+  ours: tuple[tuple[str, Any], ...]
+  keys: tuple[str, ...] = ()
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    del theirs
+    return dict(self.ours)
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    del cfg
+    return {}
+
+
+# What config.json may hold beside a table's fields: it changes nothing that is computed after
+# training. An export carries it.
+CARRIED = frozenset(
+  [
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+    "use_cache",
+    "max_position_embeddings",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "pretraining_tp",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "chunk_size_feed_forward",
+    "cache_implementation",
+  ]
+)
+# What an export writes itself.
+WRITTEN = frozenset(
+  ["architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A family of models: how its weights and its config.json are ours.
+
+  Attributes:
+    name: in messages and documents.
+    model_type: in config.json.
+    architecture: likewise.
+    rows: every array of ours is in exactly one.
+    fields: every field of config.json that says what is computed.
+    ignored: patterns of tensors that hold nothing of their own.
+  """
+
+  name: str
+  model_type: str
+  architecture: str
+  rows: tuple[Row | Own, ...]
+  fields: tuple[FieldRow, ...]
+  ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+
+  def read(self, theirs: Values) -> dict[str, Any]:
+    """Our settings for a config.json, by dotted name.
+
+    Raises:
+      ValueError: naming the field that this program cannot follow.
+    """
+    settings: dict[str, Any] = {}
+    for row in self.fields:
+      settings.update(row.read(theirs))
+    if settings.get("moe.top_k") == 1 and settings.get("moe.renormalize"):
+      raise ValueError(
+        "the weight of one expert is not divided by itself here; top_k must be more."
+      )
+    known = CARRIED | WRITTEN | {key for row in self.fields for key in row.keys}
+    for key in sorted(set(theirs) - known):
+      raise ValueError(
+        f"{key} is {theirs[key]!r} in config.json, and this program does not know whether it "
+        f"changes what a {self.name} model computes."
+      )
+    return settings
+
+  def write(self, cfg: Config) -> dict[str, Any]:
+    """The fields of config.json for a resolved config."""
+    fields: dict[str, Any] = {
+      "architectures": [self.architecture],
+      "model_type": self.model_type,
+    }
+    for row in self.fields:
+      fields.update(row.write(cfg))
+    return fields
+
+
+# Settings that do not change what a trained model computes.
+_OF_TRAINING = {"model.dropout", "model.init_std"} | {
+  f"moe.{name}"
+  for name in (
+    "noise",
+    "dispatch",
+    "capacity_factor",
+    "drop_policy",
+    "aux_loss",
+    "sequence_aux_loss",
+    "z_loss",
+    "bias_update",
+    "bias_rate",
+    "bias_freeze",
+  )
+}
+
+
+def architecture(cfg: Config) -> dict[str, Any]:
+  """The settings of a resolved config that decide what its model computes, by dotted name."""
+  flat = flatten(cfg)
+  sections = {"model"} | ({"moe"} if cfg.moe.num_experts else set())
+  kept = {n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING}
+  kept |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
+  if cfg.moe.num_experts:
+    kept["moe.renormalize"] = cfg.moe.renormalize and cfg.moe.top_k > 1
+    if all(kind.moe for kind in layer_kinds(cfg)):
+      kept.pop("model.d_ff")
+  return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """One of our arrays in a given model, and the tensors that it is.
+
+  Attributes:
+    ours: its name in a checkpoint, without the root.
+    shape: of ours.
+    row: what joins the two.
+    theirs: names of the tensors; none for an `Own`.
+    their_shape: of each of them.
+  """
+
+  ours: str
+  shape: Shape
+  row: Row | Own
+  theirs: tuple[str, ...]
+  their_shape: Shape
+
+
+def items(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
+  """The plan for a model: an item for each of our arrays, layer by layer.
+
+  Args:
+    family: whose tables.
+    shapes: of our arrays, by name.
+
+  Raises:
+    ValueError: if one of them is in no row.
+  """
+  found = [_item(family, name, shape) for name, shape in shapes.items()]
+  return sorted(found, key=lambda item: _place(item.ours))
+
+
+def _item(family: Family, name: str, shape: Shape) -> Item:
+  for row in family.rows:
+    match = re.fullmatch(row.ours.replace("{layer}", r"(\d+)"), name)
+    if match is None or (EXPERT in getattr(row, "theirs", "") and len(shape) != 3):
+      continue  # a dense layer's arrays have the names of experts' and a dimension less
+    if isinstance(row, Own):
+      return Item(name, shape, row, (), ())
+    theirs = row.theirs.replace("{layer}", match[1] if match.groups() else "")
+    if EXPERT in theirs:
+      names = tuple(theirs.replace(EXPERT, str(e)) for e in range(shape[0]))
+      return Item(name, shape, row, names, row.transform.their_shape(shape[1:]))
+    return Item(name, shape, row, (theirs,), row.transform.their_shape(shape))
+  raise ValueError(f"{family.name} models have nothing like {name} {list(shape)}.")
+
+
+def _place(name: str) -> tuple[int, int]:
+  """Embedding, layers, then what follows them."""
+  match = re.match(r"layers/(\d+)/", name)
+  if match:
+    return 1, int(match[1])
+  return (0, 0) if name.startswith("embed") else (2, 0)
+
+
+def to_theirs(item: Item, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+  """The tensors of one of our arrays, by name.
+
+  Raises:
+    ValueError: if they have no such array and its value matters.
+  """
+  row = item.row
+  if isinstance(row, Own):
+    if row.needed and not np.array_equal(array, row.value(item.shape).astype(array.dtype)):
+      raise ValueError(
+        f"{item.ours} is not what it begins with, and the family has nothing for it. Train with "
+        "moe.bias_update=none."
+      )
+    return
+  parts = array if len(item.theirs) > 1 or EXPERT in row.theirs else (array,)
+  for name, part in zip(item.theirs, parts, strict=True):
+    yield name, row.transform.to_theirs(part)
+
+
+def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:
+  """One of our arrays, in its own memory, of the tensors that it is; one of them at a time."""
+  row = item.row
+  if isinstance(row, Own):
+    return np.broadcast_to(row.value(item.shape), item.shape).astype(dtype)
+  if EXPERT not in row.theirs:
+    array = row.transform.to_ours(tensors(item.theirs[0]), item.shape)
+    return np.ascontiguousarray(array, dtype)
+  stack = np.empty(item.shape, dtype)
+  for place, name in enumerate(item.theirs):
+    stack[place] = row.transform.to_ours(tensors(name), item.shape[1:])
+  return stack
+
+
+def names(sequence: Sequence[str], most: int = 4) -> str:
+  """Some names in a message."""
+  shown = ", ".join(sequence[:most])
+  return f"{shown} and {len(sequence) - most} more" if len(sequence) > most else shown

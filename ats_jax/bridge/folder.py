@@ -1,0 +1,234 @@
+"""A Hugging Face folder: which family it is, its settings, where its tensors lie."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ats_jax import paths
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.family import CARRIED, Family, Item, Values, architecture, names
+from ats_jax.bridge.safetensors_file import DTYPES, Tensor, read_header
+from ats_jax.config.schema import Config
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+TOKENIZER = "tokenizer.json"
+# What an import keeps beside the weights and an export gives back.
+COMPANIONS = (
+  CONFIG,
+  TOKENIZER,
+  "tokenizer_config.json",
+  "tokenizer.model",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A folder that can be imported.
+
+  Attributes:
+    folder: where it is.
+    family: whose tables it follows.
+    fields: of its config.json.
+    settings: ours for them, by dotted name.
+    tensors: by name.
+  """
+
+  folder: Path
+  family: Family
+  fields: Values
+  settings: Mapping[str, Any]
+  tensors: Mapping[str, Tensor]
+
+  @property
+  def dtype(self) -> str:
+    """What most of its bytes are, in the words of the format."""
+    sizes: dict[str, int] = {}
+    for tensor in self.tensors.values():
+      sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+  @property
+  def fingerprint(self) -> str:
+    """A hash of all that says what is in the files, without their bytes."""
+    digest = hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode())
+    for name, tensor in sorted(self.tensors.items()):
+      stat = tensor.path.stat()
+      digest.update(f"{name} {tensor} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+  def check(self, cfg: Config, items: Iterable[Item]) -> None:
+    """See that the files hold what a model needs, and nothing else.
+
+    Args:
+      cfg: the resolved config of the model.
+      items: what it needs.
+
+    Raises:
+      ValueError: naming the setting or tensor that does not fit.
+    """
+    wanted, own = architecture(cfg), architecture_of(self.settings, cfg)
+    lines = [
+      f"--config.{name}={own[name]} (here {wanted.get(name)!r})"
+      for name in own
+      if own[name] != wanted.get(name)
+    ]
+    if lines:
+      settings = "\n  ".join(lines)
+      raise ValueError(
+        f"{self.folder} is another model than that of the settings. It needs:\n  {settings}"
+      )
+    needed = {name: item for item in items for name in item.theirs}
+    if missing := sorted(needed.keys() - self.tensors.keys()):
+      raise ValueError(
+        f"{self.folder} misses {len(missing)} tensors of a {self.family.name} model: "
+        f"{names(missing)}. Copy the folder again, with all its files."
+      )
+    is_ignored = lambda name: any(re.fullmatch(p, name) for p in self.family.ignored)
+    extra = [n for n in sorted(self.tensors.keys() - needed.keys()) if not is_ignored(n)]
+    if extra and not self._is_tied_copy(extra):
+      raise ValueError(
+        f"{self.folder} holds {len(extra)} tensors that a {self.family.name} model of its "
+        f"config.json has not: {names(extra)}."
+      )
+    for name, item in needed.items():
+      tensor = self.tensors[name]
+      if tensor.dtype not in DTYPES:
+        raise ValueError(
+          f"{tensor.path}: tensor {name} is in {tensor.dtype}, expected one of "
+          f"{', '.join(DTYPES)}. Quantised weights are not read."
+        )
+      if tensor.shape != item.their_shape:
+        raise ValueError(
+          f"{tensor.path}: tensor {name} is {list(tensor.shape)}, and config.json says "
+          f"{list(item.their_shape)}."
+        )
+
+  def _is_tied_copy(self, extra: list[str]) -> bool:
+    """Whether what is left is the head of a tied model, written out."""
+    table = self.tensors.get("model.embed_tokens.weight")
+    if extra != ["lm_head.weight"] or table is None:
+      return False
+    return np.array_equal(_bits(self.tensors[extra[0]].read()), _bits(table.read()))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+  return array.view(np.uint8)
+
+
+def architecture_of(settings: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
+  """What `family.architecture` would say of a config with these settings."""
+  replaced = {
+    section: dataclasses.replace(
+      getattr(cfg, section),
+      **{n.split(".")[1]: v for n, v in settings.items() if n.split(".")[0] == section},
+    )
+    for section in ("model", "moe")
+  }
+  return architecture(dataclasses.replace(cfg, **replaced)) | {"mod.routing": "none"}
+
+
+def is_source(folder: os.PathLike[str]) -> bool:
+  """Whether a folder is one of Hugging Face's, which are local, and no workdir."""
+  if paths.is_remote(folder):
+    return False
+  try:
+    fields = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+  except (OSError, ValueError):
+    return False
+  return isinstance(fields, dict) and "model_type" in fields
+
+
+def open_source(folder: os.PathLike[str]) -> Source:
+  """Read config.json and the headers of all files.
+
+  Raises:
+    ValueError: for a folder that is none, an unknown architecture, or files that are missing or
+      damaged; it names the file.
+  """
+  folder = Path(folder)
+  fields = _read_json(folder / CONFIG)
+  kind = str(fields.get("model_type"))
+  if kind not in FAMILIES:
+    raise ValueError(
+      f"{folder / CONFIG}: model_type is {kind!r}, and the families here are {', '.join(FAMILIES)}."
+    )
+  family = FAMILIES[kind]
+  try:
+    settings = family.read(fields)
+  except ValueError as e:
+    raise ValueError(f"{folder}: {e}") from e
+  except KeyError as e:
+    raise ValueError(f"{folder / CONFIG}: {e.args[0]} is missing.") from e
+  return Source(folder, family, fields, settings, _tensors(folder))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError) as e:
+    raise ValueError(f"{path} cannot be read: {e}. Expected a folder of Hugging Face's.") from e
+  if not isinstance(value, dict):
+    raise ValueError(f"{path} holds {value!r:.40}, not a JSON object.")
+  return value
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+  if (folder / INDEX).exists():
+    by_name = _read_json(folder / INDEX).get("weight_map") or {}
+    files = sorted(set(by_name.values()))
+    for name in files:
+      if not (folder / name).is_file() or Path(name).name != name:
+        first = next(tensor for tensor, file in by_name.items() if file == name)
+        raise ValueError(f"{folder} misses {name}, which {INDEX} names for {first} and others.")
+  elif (folder / SINGLE).is_file():
+    by_name, files = {}, [SINGLE]
+  else:
+    pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
+    hint = (
+      f" It has {names(pickles)}: pickles can run any program and are not read. Save the model "
+      "with safe_serialization=True first."
+      if pickles
+      else ""
+    )
+    raise ValueError(f"{folder} holds neither {INDEX} nor {SINGLE}.{hint}")
+  found: dict[str, Tensor] = {}
+  for name in files:
+    tensors = read_header(folder / name)
+    if twice := sorted(found.keys() & tensors.keys()):
+      raise ValueError(f"{folder}: tensor {twice[0]} is in {name} and in another file.")
+    found |= tensors
+  for tensor, file in by_name.items():
+    if tensor not in found or found[tensor].path.name != file:
+      raise ValueError(f"{folder}: {file} does not hold tensor {tensor}, as {INDEX} says.")
+  return found
+
+
+def copy_companions(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+  """Copy what stands beside the weights; either may be on a store."""
+  origin, copies = paths.parse(source), paths.parse(target)
+  paths.make_folder(copies)
+  for name in COMPANIONS:
+    if (origin / name).is_file():
+      paths.write(copies / name, paths.read(origin / name))
+
+
+def carried_fields(companions: paths.Path) -> dict[str, Any]:
+  """Fields of the config.json of an import that an export gives back as they were."""
+  if not (companions / CONFIG).is_file():
+    return {}
+  fields = json.loads(paths.read(companions / CONFIG))
+  return {k: v for k, v in fields.items() if k in CARRIED}

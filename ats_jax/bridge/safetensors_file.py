@@ -1,0 +1,160 @@
+"""Files of the format safetensors: eight bytes of length, a JSON header, then the arrays' bytes.
+
+The library of that name maps files into memory, whose pages then count as the process's, and writes
+only arrays that are all in memory. Here one tensor is, both ways.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import ml_dtypes
+import numpy as np
+
+MAX_HEADER = 100_000_000  # bytes, as in the library
+DTYPES: Mapping[str, np.dtype] = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """Where a tensor lies.
+
+  Attributes:
+    path: of the file.
+    dtype: in the words of the format, e.g. "BF16".
+    shape: of the array.
+    start: of its bytes in the file.
+    nbytes: how many.
+  """
+
+  path: Path
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+  nbytes: int
+
+  def read(self) -> np.ndarray:
+    """Read it into memory of its own.
+
+    Raises:
+      ValueError: if the file ends before it does.
+    """
+    raw = np.empty(self.nbytes, np.uint8)
+    with open(self.path, "rb", buffering=0) as file:
+      file.seek(self.start)
+      view, got = memoryview(raw), 0
+      while got < self.nbytes:
+        count = file.readinto(view[got:])
+        if not count:
+          raise ValueError(f"{self.path} became shorter while it was read. Copy it again.")
+        got += count
+    return raw.view(DTYPES[self.dtype]).reshape(self.shape)
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+  """The tensors of a file by name; their bytes are not read.
+
+  Raises:
+    ValueError: if it is truncated, or is no such file.
+  """
+  size = path.stat().st_size
+  with path.open("rb") as file:
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(MAX_HEADER, size - 8):
+      raise ValueError(
+        f"{path} is truncated or is no safetensors file: its {size:,} bytes do not hold the header "
+        f"of {length:,} that it begins with. Copy it again."
+      )
+    text = file.read(length)
+  try:
+    entries = json.loads(text)
+    entries.pop("__metadata__", None)
+    found = {name: _tensor(path, 8 + length, entry) for name, entry in entries.items()}
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(f"{path} has a header that cannot be read: {e!r}. Copy it again.") from e
+  for name, tensor in found.items():
+    if tensor.dtype in DTYPES and tensor.nbytes != _nbytes(tensor.dtype, tensor.shape):
+      raise ValueError(f"{path}: tensor {name} has {tensor.nbytes} bytes for {tensor.shape}.")
+    if tensor.start + tensor.nbytes > size:
+      raise ValueError(
+        f"{path} is truncated: tensor {name} ends at byte {tensor.start + tensor.nbytes:,}, the "
+        f"file at {size:,}. Copy it again."
+      )
+  return found
+
+
+def _tensor(path: Path, data_start: int, entry: Mapping[str, Any]) -> Tensor:
+  begin, end = entry["data_offsets"]
+  if not 0 <= begin <= end:
+    raise ValueError(f"offsets {begin}, {end}")
+  return Tensor(path, entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+  return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+  """A tensor to write: its name, dtype and shape."""
+
+  name: str
+  dtype: np.dtype
+  shape: tuple[int, ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Its bytes in the file."""
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Writer:
+  """Writes one file, tensor by tensor in the order of its slots; a context manager.
+
+  The file gets its name when it is complete.
+  """
+
+  def __init__(self, path: Path, slots: list[Slot]):
+    self.path, self._left = path, list(slots)
+    self._part = path.with_name(path.name + ".part")
+    self._file: BinaryIO | None = None
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for slot in slots:
+      offsets = [at, at + slot.nbytes]
+      dtype, shape = NAMES[slot.dtype], list(slot.shape)
+      entries[slot.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+      at += slot.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    self._header = text + b" " * (-len(text) % 8)
+
+  def __enter__(self) -> Self:
+    self._file = self._part.open("wb")
+    self._file.write(len(self._header).to_bytes(8, "little") + self._header)
+    return self
+
+  def write(self, name: str, array: np.ndarray) -> None:
+    """Write the next tensor."""
+    assert self._file is not None
+    slot = self._left.pop(0)
+    assert (slot.name, slot.shape, slot.dtype) == (name, array.shape, array.dtype), (slot, name)
+    self._file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+
+  def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    assert self._file is not None
+    with self._file as file:
+      file.flush()
+      os.fsync(file.fileno())
+    if kind is None:
+      assert not self._left, f"{self.path} misses {self._left[0].name}"
+      self._part.rename(self.path)

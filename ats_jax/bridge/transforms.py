@@ -1,0 +1,86 @@
+"""How one of our arrays stands in a Hugging Face file: invertible, without arithmetic."""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Transform(Protocol):
+  """A bijection between our array and theirs, decided by our shape."""
+
+  def their_shape(self, ours: Shape) -> Shape:
+    """Shape of their array."""
+    ...
+
+  def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+    """Our array of shape `ours`, maybe a view."""
+    ...
+
+  def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+    """Their array, maybe a view."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+  """The same array."""
+
+  def their_shape(self, ours: Shape) -> Shape:
+    """See `Transform`."""
+    return ours
+
+  def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+    """See `Transform`."""
+    del ours
+    return theirs
+
+  def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+    """See `Transform`."""
+    return ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+  """All dimensions of ours in one of theirs, e.g. the bias of heads."""
+
+  def their_shape(self, ours: Shape) -> Shape:
+    """See `Transform`."""
+    return (math.prod(ours),)
+
+  def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+    """See `Transform`."""
+    return theirs.reshape(ours)
+
+  def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+    """See `Transform`."""
+    return ours.reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+  """Ours [*inputs, *outputs] is theirs [outputs, inputs], each side in one dimension.
+
+  Attributes:
+    inputs: how many dimensions of ours are contracted.
+  """
+
+  inputs: int = 1
+
+  def their_shape(self, ours: Shape) -> Shape:
+    """See `Transform`."""
+    return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
+
+  def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+    """See `Transform`."""
+    return theirs.T.reshape(ours)
+
+  def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+    """See `Transform`."""
+    return ours.reshape(math.prod(ours.shape[: self.inputs]), -1).T
+
+
+SAME, FLAT, TRANSPOSED, TRANSPOSED_2 = Same(), Flat(), Transposed(), Transposed(2)

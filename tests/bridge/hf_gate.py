@@ -1,0 +1,75 @@
+"""The gate: one import, its logits beside those of `transformers`."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import jax
+import numpy as np
+from flax import nnx
+
+from ats_jax.bridge.convert import config_of, load_model
+from ats_jax.bridge.folder import Source, open_source
+from ats_jax.bridge.parity import divergence, our_logits
+from ats_jax.checkpoint import abstract_like
+from ats_jax.config import Config
+from ats_jax.config.build import resolve
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.numerics import numerics
+from ats_jax.step.balance import rules_at
+
+LOGITS, KL = 1e-4, 1e-6
+
+
+def settings(source: Source) -> Config:
+  """The resolved config of an import; any tokens."""
+  cfg = config_of(source, tokenizer="bytes")
+  return resolve(cfg, 0)
+
+
+@functools.cache
+def abstract(cfg: Config) -> Any:
+  build = lambda key: Decoder(cfg, numerics(cfg), nnx.Rngs(params=key))
+  shapes = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
+  return abstract_like(shapes, jax.sharding.get_mesh())
+
+
+def imported(source: Source, cfg: Config | None = None) -> Decoder:
+  cfg = cfg or settings(source)
+  return load_model(source, cfg, abstract(cfg))
+
+
+def rules(cfg: Config, *, training: bool = False) -> Any:
+  return rules_at(cfg, 0, training=training)
+
+
+def passes(source: Source, tokens: np.ndarray, theirs: np.ndarray) -> bool:
+  """Whether an import computes these logits; False too where it is refused."""
+  try:
+    cfg = settings(source)
+    model = imported(source, cfg)
+  except ValueError:
+    return False
+  ours = our_logits(model, rules(cfg), tokens)
+  return bool(np.max(np.abs(ours - theirs)) <= LOGITS and np.max(divergence(theirs, ours)) <= KL)
+
+
+def with_setting(source: Source, name: str, value: Any) -> Source:
+  return dataclasses.replace(source, settings={**source.settings, name: value})
+
+
+def with_row(source: Source, number: int, row: Any) -> Source:
+  rows = list(source.family.rows)
+  rows[number] = row
+  return dataclasses.replace(source, family=dataclasses.replace(source.family, rows=tuple(rows)))
+
+
+@functools.cache
+def case(name: str, folder: Path) -> tuple[Source, np.ndarray, np.ndarray]:
+  """A saved case, some tokens, and the logits of `transformers`."""
+  model = hf_models.make(name)
+  hf_models.save(model, folder)
+  tokens = hf_models.rows()
+  return open_source(folder), tokens, hf_models.logits(model, tokens)

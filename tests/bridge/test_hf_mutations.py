@@ -1,0 +1,150 @@
+"""The gate can fail: with any row of a family's tables wrong, it does."""
+
+import dataclasses
+import json
+
+import hf_gate
+import pytest
+from hf_models import CASES
+
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.family import Only, Own
+from ats_jax.bridge.folder import open_source
+
+pytestmark = [
+  pytest.mark.hf,
+  pytest.mark.usefixtures("mesh"),
+  pytest.mark.filterwarnings("default"),  # those of torch and transformers are not ours
+]
+
+# For each family the cases in which every row and field of its tables says something.
+OF_FAMILY = {
+  kind: [name for name, (model_type, _) in CASES.items() if model_type == kind] for kind in FAMILIES
+}
+
+
+def test_every_family_has_a_case():
+  assert all(OF_FAMILY.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+  """A transform that puts the last dimension of ours backwards."""
+
+  right: object
+
+  def their_shape(self, ours):
+    return self.right.their_shape(ours)
+
+  def to_ours(self, theirs, ours):
+    return self.right.to_ours(theirs, ours)[..., ::-1]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_wrong_row_fails(kind, cases):
+  used = set()
+  for name in OF_FAMILY[kind]:
+    source, tokens, theirs = cases(name)
+    assert hf_gate.passes(source, tokens, theirs), name
+    for number, row in enumerate(source.family.rows):
+      if isinstance(row, Own) or row in used or not _is_used(source, row):
+        continue
+      used.add(row)
+      wrong = dataclasses.replace(row, transform=Wrong(row.transform))
+      assert not hf_gate.passes(hf_gate.with_row(source, number, wrong), tokens, theirs), row
+  assert used == {row for row in FAMILIES[kind].rows if not isinstance(row, Own)}
+
+
+def _is_used(source, row) -> bool:
+  stem = row.theirs.split("{")[0]
+  rest = row.theirs.rsplit("}", 1)[-1]
+  return any(n.startswith(stem) and n.endswith(rest) for n in source.tensors)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_wrong_field_fails(kind, cases):
+  """Each setting that the tables give, in each case of the family, changed by itself."""
+  changed = set()
+  for name in OF_FAMILY[kind]:
+    source, tokens, theirs = cases(name)
+    for setting, value in source.settings.items():
+      if (setting, value) in changed or setting in IDLE or _is_idle(source, setting):
+        continue
+      changed.add((setting, value))
+      wrong = hf_gate.with_setting(source, setting, other(setting, value))
+      assert not hf_gate.passes(wrong, tokens, theirs), (name, setting)
+  sources = [cases(name)[0] for name in OF_FAMILY[kind]]
+  said = {name for s in sources for name in s.settings if not _is_idle(s, name)}
+  assert {setting for setting, _ in changed} == said - IDLE
+
+
+# An import sets it for what comes after.
+IDLE = {"moe.bias_update"}
+
+
+RAMP = {f"model.rope_{name}" for name in ("slow_turns", "fast_turns", "original_len")}
+
+
+def _is_idle(source, setting) -> bool:
+  """Whether nothing reads a setting in this model."""
+  own = source.settings
+  if setting == "model.rope_scaling":  # without a factor none of them does anything
+    return own[setting] == "none"
+  if own.get("model.rope_whole_pairs") and setting in RAMP:  # rounded to the same pairs
+    return True
+  if setting == "model.d_ff":  # every layer has experts
+    return (
+      own.get("moe.num_experts", 0) > 0
+      and own.get("moe.every", 1) == 1
+      and (not own.get("moe.dense_first"))
+    )
+  return False
+
+
+def other(setting, value):
+  """Another value of a setting."""
+  if setting == "model.rope_scaling":
+    return "none"
+  if isinstance(value, bool):
+    return not value
+  if isinstance(value, str):
+    return {"all": "head", "head": "all", "silu": "gelu_tanh", "gelu_tanh": "silu"}[value]
+  if isinstance(value, float):
+    return 1.5 * value + (0.5 if not value else 0.0)
+  return value + 1
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_field_that_is_not_there_is_refused(kind, cases, tmp_path):
+  source, _, _ = cases(OF_FAMILY[kind][0])
+  for row in FAMILIES[kind].fields:
+    if not isinstance(row, Only):
+      continue
+    folder = tmp_path / row.theirs
+    folder.mkdir()
+    fields = {**source.fields, row.theirs: "something else"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=row.theirs):
+      open_source(folder)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_missing_fields_mean_what_they_mean_to_transformers(kind, cases, tmp_path):
+  """A config.json may leave out what its class has by default."""
+  import transformers
+
+  defaults = transformers.AutoConfig.for_model(kind).to_dict()
+  family = FAMILIES[kind]
+  needed = {
+    key: defaults[key]
+    for key in (
+      "vocab_size",
+      "num_hidden_layers",
+      "hidden_size",
+      "intermediate_size",
+      "num_attention_heads",
+    )
+  }
+  known = {key for row in family.fields for key in row.keys} | {"max_position_embeddings"}
+  whole = {k: v for k, v in defaults.items() if k in known}
+  assert family.read(needed) == family.read(whole)

@@ -1,0 +1,122 @@
+"""Our models beside those of `transformers` with the same weights."""
+
+import functools
+import math
+
+import hf_gate
+import hf_models
+import jax
+import numpy as np
+import pytest
+import torch
+from hf_models import CASES, SEQ_LEN
+
+from ats_jax.bridge.convert import import_folder
+from ats_jax.bridge.export import export
+from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.parity import compare, divergence, our_logits
+from ats_jax.paths import parse
+from ats_jax.step.objective import loss_sums
+
+pytestmark = [
+  pytest.mark.hf,
+  pytest.mark.usefixtures("mesh"),
+  pytest.mark.filterwarnings("default"),  # those of torch and transformers are not ours
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_models_of_the_gate_are_no_easy_ones(name, cases):
+  """Logits near 0, or attention over all tokens alike, would hide a wrong weight."""
+  source, tokens, theirs = cases(name)
+  model = hf_models.load(source.folder)
+  assert np.std(theirs) >= 1
+  assert hf_models.attention_entropy(model, tokens) < math.log(SEQ_LEN) / 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_are_equal(name, cases):
+  source, _, _ = cases(name)
+  cfg = hf_gate.settings(source)
+  model = hf_gate.imported(source, cfg)
+  parity = compare(model, hf_gate.rules(cfg), source.folder, seq_len=SEQ_LEN)
+  print(name, *parity.lines(), sep="\n  ")
+  assert parity.logits <= hf_gate.LOGITS
+  assert parity.kl <= hf_gate.KL
+  assert parity.greedy == parity.asked == 128
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_of_packed_rows_is_that_of_the_documents(name, cases):
+  source, _, _ = cases(name)
+  lengths = [[40, 1, 30, 20], [96]]
+  tokens = hf_models.rows(seed=1, length=SEQ_LEN + 1)
+  batch, want, counted = packed(tokens, lengths, hf_models.load(source.folder))
+  cfg = hf_gate.settings(source)
+  step = jax.jit(
+    functools.partial(loss_sums, cfg=cfg.step, rules=hf_gate.rules(cfg, training=True))
+  )
+  sums, _ = step(hf_gate.imported(source, cfg), batch)
+  assert float(sums.cross_entropy) / counted == pytest.approx(want / counted, abs=2e-5)
+
+
+def packed(tokens, lengths, theirs):
+  """A batch of documents of these lengths in rows, and the sum of their losses, each by itself."""
+  segments, positions = np.zeros((2, SEQ_LEN), np.int32), np.zeros((2, SEQ_LEN), np.int32)
+  loss, counted = 0.0, 0
+  for row, row_lengths in enumerate(lengths):
+    at = 0
+    for number, length in enumerate(row_lengths, 1):
+      where = slice(at, at + length)
+      segments[row, where], positions[row, where] = number, np.arange(length)
+      logits = hf_models.logits(theirs, tokens[row : row + 1, where])[0]
+      targets = torch.from_numpy(tokens[row, at + 1 : at + length + 1])
+      loss += torch.nn.functional.cross_entropy(
+        torch.from_numpy(logits).double(), targets, reduction="sum"
+      ).item()
+      at, counted = at + length, counted + length
+  batch = {
+    "tokens": tokens[:, :-1].astype(np.int32),
+    "targets": tokens[:, 1:].astype(np.int32),
+    "loss_mask": (segments > 0).astype(np.float32),
+    "segment_ids": segments,
+    "positions": positions,
+  }
+  return batch, loss, counted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_export_is_the_folder_that_was_imported(name, cases, tmp_path):
+  source, tokens, theirs = cases(name)
+  import_folder(source.folder, parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "out", shard_bytes=60_000)
+  out = open_source(tmp_path / "out")
+  assert out.tensors.keys() == source.tensors.keys()
+  for tensor, theirs_here in source.tensors.items():
+    got, want = out.tensors[tensor].read(), theirs_here.read()
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=tensor)
+  assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+  np.testing.assert_array_equal(hf_models.logits(hf_models.load(tmp_path / "out"), tokens), theirs)
+
+
+def test_a_folder_in_bfloat16_keeps_its_bits(tmp_path):
+  model = hf_models.make("llama").to(torch.bfloat16)
+  hf_models.save(model, tmp_path / "hf", max_shard_size="60KB")
+  assert (tmp_path / "hf/model.safetensors.index.json").exists()
+  import_folder(tmp_path / "hf", parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "out")
+  one, other = open_source(tmp_path / "hf"), open_source(tmp_path / "out")
+  assert {t.dtype for t in other.tensors.values()} == {"BF16"}
+  for tensor in one.tensors:
+    got, want = other.tensors[tensor].read(), one.tensors[tensor].read()
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=tensor)
+
+
+def test_the_report_tells_a_wrong_weight(cases):
+  source, tokens, theirs = cases("llama")
+  cfg = hf_gate.settings(source)
+  model = hf_gate.imported(source, cfg)
+  wrong = jax.tree.map(lambda leaf: leaf * 1.001, model)
+  ours = our_logits(wrong, hf_gate.rules(cfg), tokens)
+  assert np.max(divergence(theirs, ours)) > hf_gate.KL

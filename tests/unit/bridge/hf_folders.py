@@ -1,0 +1,80 @@
+"""Folders of Hugging Face's with random weights, made without its libraries."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ats_jax.bridge.convert import abstract_parts
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.family import items
+from ats_jax.bridge.safetensors_file import Slot, Writer
+from ats_jax.config.build import resolve, with_settings
+from ats_jax.config.schema import Config
+
+FIELDS = {
+  "vocab_size": 272,
+  "num_hidden_layers": 3,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 8,
+}
+OF_KIND: dict[str, dict[str, Any]] = {
+  "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+  "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+  "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+}
+
+
+def fields_of(kind: str, **changes: Any) -> dict[str, Any]:
+  fields = {"model_type": kind, **FIELDS, **OF_KIND.get(kind, {}), **changes}
+  if "head_dim" not in {key for row in FAMILIES[kind].fields for key in row.keys}:
+    del fields["head_dim"]
+  return fields
+
+
+def make_folder(
+  folder: Path, kind: str = "llama", *, dtype: Any = np.float32, shards: int = 1, **changes: Any
+) -> Path:
+  """Write config.json and random tensors, in `shards` files."""
+  fields = fields_of(kind, **changes)
+  tensors = random_tensors(fields, dtype)
+  folder.mkdir(parents=True)
+  (folder / "config.json").write_text(json.dumps(fields))
+  names = list(tensors)
+  parts = [names[i::shards] for i in range(shards)]
+  file = "model.safetensors" if shards == 1 else "model-{:05}-of-{:05}.safetensors"
+  by_name = {}
+  for number, part in enumerate(parts, 1):
+    path = folder / file.format(number, shards)
+    write_tensors(path, {name: tensors[name] for name in part})
+    by_name |= dict.fromkeys(part, path.name)
+  if shards > 1:
+    index = json.dumps({"metadata": {}, "weight_map": by_name})
+    (folder / "model.safetensors.index.json").write_text(index)
+  return folder
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+  slots = [Slot(name, array.dtype, array.shape) for name, array in tensors.items()]
+  with Writer(path, slots) as writer:
+    for name, array in tensors.items():
+      writer.write(name, array)
+
+
+def random_tensors(fields: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.ndarray]:
+  family = FAMILIES[fields["model_type"]]
+  cfg = with_settings(Config(), {"data.tokenizer": "bytes", **family.read(fields)})
+  shapes = {name: part.shape for name, part in abstract_parts(resolve(cfg, 0)).items()}
+  rng, tensors = np.random.default_rng(0), {}
+  for item in items(family, shapes):
+    for name in item.theirs:
+      tensors[name] = rng.normal(0, 0.2, item.their_shape).astype(dtype)
+  return tensors
+
+
+BFLOAT16 = ml_dtypes.bfloat16

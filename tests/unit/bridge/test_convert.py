@@ -1,0 +1,191 @@
+"""From a folder to a workdir and back: bit for bit, in little memory, and after a kill."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from commands import REPOSITORY, forked, train_flags
+from hf_folders import BFLOAT16, make_folder
+from runs import arrays
+
+from ats_jax.bridge.convert import import_folder
+from ats_jax.bridge.export import export
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.folder import open_source
+from ats_jax.paths import parse
+
+
+def assert_same_tensors(one, other):
+  one, other = open_source(one).tensors, open_source(other).tensors
+  assert one.keys() == other.keys()
+  for name in one:
+    assert one[name].dtype == other[name].dtype
+    got, want = one[name].read().view(np.uint8), other[name].read().view(np.uint8)
+    np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_goes_in_comes_out_bit_for_bit(kind, tmp_path):
+  folder = make_folder(tmp_path / "hf", kind, dtype=BFLOAT16, shards=2)
+  report = import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  assert report["resumed"] == 0 and report["parameters"] > 10_000
+  out = export(parse(tmp_path / "run"), tmp_path / "out", shard_bytes=30_000)
+  assert out["family"] == FAMILIES[kind].name and out["files"] > 2 and out["resumed"] == 0
+  assert out["parameters"] == report["parameters"]
+  assert_same_tensors(tmp_path / "out", folder)
+  assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_float16_and_a_chosen_dtype(tmp_path):
+  folder = make_folder(tmp_path / "hf", dtype=np.float16)
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "same")
+  assert_same_tensors(tmp_path / "same", folder)
+  export(parse(tmp_path / "run"), tmp_path / "other", dtype="bfloat16")
+  assert open_source(tmp_path / "other").dtype == "BF16"
+  with pytest.raises(ValueError, match=r"other exists"):
+    export(parse(tmp_path / "run"), tmp_path / "other")
+
+
+def test_a_value_that_a_dtype_does_not_hold(tmp_path):
+  folder = make_folder(tmp_path / "hf")
+  path = folder / "model.safetensors"
+  data = bytearray(path.read_bytes())
+  data[-4:] = np.float32(1e6).tobytes()
+  path.write_bytes(data)
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  with pytest.raises(ValueError, match="has values that float16 does not hold"):
+    export(parse(tmp_path / "run"), tmp_path / "out", dtype="float16")
+
+
+def test_what_stands_beside_the_weights_is_carried(tmp_path):
+  folder = make_folder(tmp_path / "hf", max_position_embeddings=777)
+  (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+  (folder / "chat_template.jinja").write_text("{{ messages }}")
+  (folder / "notes.bin").write_text("no weights, no tokenizer")
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "out")
+  for name in ("generation_config.json", "chat_template.jinja"):
+    assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
+  assert not (tmp_path / "out/notes.bin").exists()
+  fields = json.loads((tmp_path / "out/config.json").read_text())
+  assert fields["max_position_embeddings"] == 777
+  assert fields["architectures"] == ["LlamaForCausalLM"] and fields["torch_dtype"] == "float32"
+
+
+def test_a_workdir_with_a_run_is_not_written_over(tmp_path):
+  folder = make_folder(tmp_path / "hf")
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  with pytest.raises(ValueError, match="holds checkpoints already"):
+    import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+
+
+KILLED = """
+import os, sys
+from ats_jax.bridge import safetensors_file
+from ats_jax.bridge.__main__ import COMMANDS
+from ats_jax import cli
+count, (kind, method, most) = 0, ({kind}, {method!r}, {most})
+right = getattr(kind, method)
+def dies(*args):
+  global count
+  count += 1
+  if count > most:
+    os.kill(os.getpid(), 9)
+  return right(*args)
+setattr(kind, method, dies)
+cli.main("bridge", COMMANDS)
+"""
+
+
+def killed(kind: str, method: str, most: int, *flags: str) -> None:
+  """Run `bridge` until it has called a method so many times, then kill -9."""
+  script = KILLED.format(kind=f"safetensors_file.{kind}", method=method, most=most)
+  done = subprocess.run(
+    [sys.executable, "-c", script, *flags],
+    cwd=REPOSITORY,
+    env={**os.environ, "XLA_FLAGS": ""},
+    capture_output=True,
+    timeout=300,
+  )
+  assert done.returncode == -9, done.stderr
+
+
+def test_a_killed_import_and_a_killed_export_go_on(tmp_path):
+  folder = make_folder(tmp_path / "hf", "mixtral", shards=2)
+  run, out = parse(tmp_path / "run"), tmp_path / "out"
+  killed(
+    "Tensor", "read", 40, "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
+  )
+  assert not (run / "checkpoints/0").exists()
+  resumed = import_folder(folder, run, tokenizer="bytes")["resumed"]
+  assert 10 < resumed < 40
+  import_folder(folder, parse(tmp_path / "whole"), tokenizer="bytes")
+  got, want = arrays(tmp_path / "run", 0), arrays(tmp_path / "whole", 0)
+  assert got.keys() == want.keys()
+  for name in want:
+    np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+  exported = "export", f"--folder={out}", f"--workdir={run}", "--shard_gb=2e-5"
+  killed("Writer", "write", 30, *exported)
+  assert not out.exists()
+  assert export(run, out, shard_bytes=20_000)["resumed"] > 3
+  assert_same_tensors(out, folder)
+
+
+def test_another_folder_begins_again(tmp_path):
+  one, other = make_folder(tmp_path / "one"), make_folder(tmp_path / "other", dtype=BFLOAT16)
+  run = tmp_path / "run"
+  killed("Tensor", "read", 9, "import", f"--folder={one}", f"--workdir={run}", "--tokenizer=bytes")
+  assert import_folder(other, parse(run), tokenizer="bytes")["resumed"] == 0
+  export(parse(run), tmp_path / "out")
+  assert_same_tensors(tmp_path / "out", other)
+
+
+def test_a_run_begins_with_a_folder(tmp_path):
+  """Its loss of step 1 is that of the weights, and one setting that differs is named."""
+  folder, run = make_folder(tmp_path / "hf"), tmp_path / "run"
+  settings = (
+    "model.vocab_size=272", "model.num_layers=3", "model.d_model=32", "model.num_heads=4",
+    "model.num_kv_heads=2", "model.d_ff=48", "data.tokenizer=bytes", "num_steps=1",
+    "optimizer.learning_rate=0.0", "precision.compute_dtype=float32", "log.writers=jsonl",
+    "optimizer.warmup_steps=0", "orchestrator.mode=off",
+  )  # fmt: skip
+  result = forked("ats_jax.train", *train_flags(run, *settings), f"--init_from={folder}")
+  assert result.code == 0, result.err
+  import_folder(folder, parse(tmp_path / "imported"), tokenizer="bytes")
+  got, want = arrays(run, 1), arrays(tmp_path / "imported", 0)
+  assert len(want) > 20
+  for name, array in want.items():
+    np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+  wrong = train_flags(tmp_path / "wrong", *settings[:-1], "model.norm_eps=1e-5")
+  refused = forked("ats_jax.train", *wrong, f"--init_from={folder}").error()
+  assert "--config.model.norm_eps=1e-06 (here 1e-05)" in refused
+
+
+def test_an_import_generates_and_begins_a_run(tmp_path):
+  folder, run = make_folder(tmp_path / "hf", "qwen2"), tmp_path / "run"
+  report = forked(
+    "ats_jax.bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
+  )
+  assert report.code == 0, report.err
+  assert "Qwen2: " in report.out and "--init_from=" in report.out
+  text = forked("ats_jax.generate", f"--workdir={run}", "--prompt=ab", "--max_tokens=4")
+  assert text.code == 0, text.err
+  again = forked(
+    "ats_jax.bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
+  )
+  assert "holds checkpoints already" in again.error()
+
+
+def test_words_of_the_command_line(tmp_path):
+  assert "--folder is missing" in forked("ats_jax.bridge", "import").error()
+  assert "import" in forked("ats_jax.bridge").error()
+  empty = forked(
+    "ats_jax.bridge", "export", f"--workdir={tmp_path / 'no'}", f"--folder={tmp_path / 'x'}"
+  )
+  assert "holds no run" in empty.error()

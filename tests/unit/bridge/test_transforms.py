@@ -1,0 +1,36 @@
+"""Transforms: what one direction does, the other undoes; nothing is computed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
+
+TRANSFORMS = [SAME, FLAT, TRANSPOSED, TRANSPOSED_2]
+SHAPES = st.lists(st.integers(1, 5), min_size=3, max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+@given(shape=SHAPES)
+def test_both_directions_are_inverse(transform, shape):
+  ours = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+  theirs = transform.to_theirs(ours)
+  assert theirs.shape == transform.their_shape(shape)
+  np.testing.assert_array_equal(transform.to_ours(theirs, shape), ours)
+  assert sorted(theirs.reshape(-1)) == sorted(ours.reshape(-1))
+
+
+def test_a_projection_of_heads():
+  """[d_model, heads, head_dim] is the transpose of rows of heads, as torch's Linear has them."""
+  ours = np.random.default_rng(0).normal(size=(6, 3, 4))
+  theirs = TRANSPOSED.to_theirs(ours)
+  x = np.random.default_rng(1).normal(size=6)
+  np.testing.assert_allclose(theirs @ x, np.einsum("d,dnh->nh", x, ours).reshape(-1))
+
+
+def test_an_output_of_heads():
+  ours = np.random.default_rng(0).normal(size=(3, 4, 6))
+  theirs = TRANSPOSED_2.to_theirs(ours)
+  y = np.random.default_rng(1).normal(size=(3, 4))
+  np.testing.assert_allclose(theirs @ y.reshape(-1), np.einsum("nh,nhd->d", y, ours))

@@ -1,0 +1,159 @@
+"""What families of models have beside the usual: with a cache as without, and counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import EVALUATION, make_decoder, tiny_config
+
+from ats_jax.config.build import with_settings
+from ats_jax.config.schema import Config
+from ats_jax.model.block import rope_scaling
+from ats_jax.model.count import count, window_share
+from ats_jax.model.layout import layer_kinds, segments
+from ats_jax.ops.rope import Scaling, frequencies
+
+WINDOWS = {"model.num_layers": 4, "model.window": 5, "model.full_every": 2}
+YARN = {
+  "model.rope_scaling": "yarn",
+  "model.rope_factor": 4.0,
+  "model.rope_original_len": 8,
+  "model.rope_fast_turns": 2.0,
+  "model.rope_slow_turns": 0.25,
+}
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {**WINDOWS, "model.window_rope_theta": 20.0},
+    {"model.attn_soft_cap": 2.0, "model.window": 3, "model.attn_scale": 0.5},
+    {**YARN, "model.qkv_bias": True, "model.qk_norm": True, "model.qk_norm_scope": "all"},
+  ],
+  ids=["windows", "soft-cap", "yarn"],
+)
+def test_with_a_cache_as_without(mesh, changes):
+  cfg = tiny_config({"model.init_std": 0.3, **changes})
+  model = make_decoder(cfg)
+  tokens = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
+  positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+  ones = np.ones_like(tokens)
+  whole, _ = jax.jit(
+    lambda model: model(tokens, positions_BT=positions, segment_ids_BT=ones, rules=EVALUATION)
+  )(model)
+
+  @jax.jit
+  def steps(model):
+    cache = model.empty_cache(2, 20, EVALUATION, jnp.float32)
+    take = lambda where, cache: model.extend(
+      jnp.asarray(tokens[:, where]), jnp.asarray(positions[:, where]),
+      jnp.ones_like(tokens[:, where], bool), cache, EVALUATION,
+    )  # fmt: skip
+    first, cache = take(slice(0, 9), cache)
+    found = [first]
+    for at in range(9, 16):
+      x, cache = take(slice(at, at + 1), cache)
+      found.append(x)
+    return jnp.concatenate(found, axis=1)
+
+  np.testing.assert_allclose(steps(model), whole, 1e-4, 1e-5)
+
+
+def test_a_window_hides_what_lies_before_it(mesh):
+  """Two layers of a window of 3 reach 2 x 2 tokens back, and no further."""
+  model = make_decoder(tiny_config({"model.window": 3}))
+  run = jax.jit(
+    lambda model, tokens: model(
+      tokens,
+      positions_BT=jnp.arange(16, dtype=jnp.int32)[None],
+      segment_ids_BT=jnp.ones((1, 16), jnp.int32),
+      rules=EVALUATION,
+    )[0]
+  )
+  tokens = jnp.arange(16, dtype=jnp.int32)[None]
+  changed = jnp.any(run(model, tokens) != run(model, tokens.at[0, 4].set(60)), axis=-1)[0]
+  assert changed.tolist() == [4 <= at <= 8 for at in range(16)]
+
+
+def test_which_layers_have_a_window():
+  cfg = tiny_config({**WINDOWS, "model.num_layers": 8, "model.full_every": 3})
+  kinds = layer_kinds(cfg)
+  assert [kind.window for kind in kinds] == [True, True, False] * 2 + [True, True]
+  assert [len(s.kinds) for s in segments(kinds)] == [3, 1]
+  assert len(segments(layer_kinds(tiny_config({"model.window": 5})))) == 1
+
+
+def test_scaled_frequencies_at_their_two_ends():
+  """A fast pair stays, a slow one is slowed by the factor; between them it falls with the pair."""
+  plain = frequencies(64, 1e4)
+  for kind in ("llama3", "yarn"):
+    scaled = frequencies(64, 1e4, Scaling(kind, 8.0, 256, 1.0, 16.0))
+    turns = 256 * plain / (2 * np.pi)
+    ratio = scaled / plain
+    np.testing.assert_allclose(ratio[turns > 17], 1.0)
+    np.testing.assert_allclose(ratio[turns < 0.7], 1 / 8)
+    assert np.all(np.diff(ratio) <= 0) and 5 < np.sum((ratio < 0.99) & (ratio > 0.13)) < 20
+  np.testing.assert_allclose(frequencies(64, 1e4, Scaling("linear", 8.0)), plain / 8)
+
+
+def test_the_concentration_of_yarn():
+  """0.1 ln(s) + 1 (arXiv:2309.00071, equation 22), or what is said."""
+  cfg = with_settings(Config(), YARN)
+  assert rope_scaling(cfg.model).concentration == pytest.approx(0.1 * np.log(4) + 1)
+  cfg = with_settings(cfg, {"model.rope_concentration": 1.25})
+  assert rope_scaling(cfg.model).concentration == 1.25
+  assert rope_scaling(Config().model).concentration == 1.0
+
+
+def test_options_are_counted(mesh):
+  changes = {"model.qkv_bias": True, "model.post_norms": True, "model.num_layers": 4}
+  plain = count(
+    tiny_config({"model.num_layers": 4}), make_decoder(tiny_config({"model.num_layers": 4})), 16
+  )
+  cfg = tiny_config(changes)
+  counts = count(cfg, make_decoder(cfg), 16)
+  more = 4 * (32 + 16 + 16) + 4 * 2 * 32
+  assert counts.parameters - plain.parameters == more
+  assert counts.flops_causal - plain.flops_causal == 6 * more
+
+
+def test_keys_of_a_window(mesh):
+  """Query i sees min(i, w) keys and half of its own."""
+  seen = lambda window, seq: sum(min(i, window) for i in range(1, seq + 1))
+  for window, seq in ((64, 1024), (1000, 1024), (2000, 1024)):
+    exact = seen(window, seq) / seen(seq, seq)
+    assert window_share(window, seq) == pytest.approx(exact, rel=2e-2)
+  cfg = tiny_config({"model.num_layers": 4})
+  windows = tiny_config(WINDOWS)
+  plain, less = (count(c, make_decoder(c), 16) for c in (cfg, windows))
+  attention = plain.flops_full - 6 * plain.active
+  share = (1 + window_share(5, 16)) / 2
+  assert less.flops_full - 6 * less.active == pytest.approx(share * attention)
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"model.rope_scaling": "yarn"}, "model.rope_scaling=yarn needs model.rope_original_len"),
+    ({"model.rope_factor": 2.0}, "model.rope_factor=2.0 does nothing"),
+    (YARN | {"model.rope_slow_turns": 2.0}, "model.rope_slow_turns=2.0 is not below"),
+    (YARN | {"model.rope_slow_turns": 0.0}, "model.rope_slow_turns=0: YaRN takes its logarithm"),
+    (
+      {"model.rope_scaling": "linear", "model.rope_concentration": 1.5},
+      "model.rope_concentration=1.5 belongs to YaRN",
+    ),
+    ({"model.full_every": 2}, "model.full_every=2 needs model.window"),
+    ({"model.window_rope_theta": 1e4}, "model.window_rope_theta=10000.0 needs model.window"),
+    ({"model.window": 4, "model.full_every": 1}, "model.full_every=1 leaves no layer"),
+    ({"model.window": 4, "model.window_rope_theta": 0.5}, "model.window_rope_theta=0.5 is below 1"),
+    ({"model.window": 4, "mod.routing": "static"}, "model.window=4 with mod.routing=static"),
+    ({"model.qk_norm_scope": "all"}, "model.qk_norm_scope=all without model.qk_norm"),
+    (
+      {"model.qk_norm": True, "model.qk_norm_scope": "all", "mesh.tensor": 2},
+      "model.qk_norm_scope=all takes all heads together; mesh.tensor=2",
+    ),
+  ],
+)
+def test_settings_that_do_not_go_together(changes, words):
+  with pytest.raises(ValueError, match=words):
+    with_settings(Config(), changes)
