@@ -113,8 +113,8 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
   if fraction and not validation.num_documents:
     raise ValueError(
       f"The validation split is empty: of {train.num_documents} documents none falls into "
-      f"data.validation_fraction={fraction} (documents are held out whole). Raise it, give "
-      "data.validation_paths, or set it to 0 to train without validation."
+      f"data.validation_fraction={fraction} (documents are held out whole). Raise it, e.g. to 0.2, "
+      "give data.validation_paths, or set it to 0 to train without validation."
     )
   return train, validation
 
