@@ -94,7 +94,7 @@ def warn_of_unused_rows(cfg: Config, tokenizer_size: int) -> None:
 
 def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
-  logging.info("validation: %s", ", ".join(f"{k[5:]} {v:.5g}" for k, v in found.items()))
+  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in found.items()))
   if cfg.eval.bigram_baseline and valid_set.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
     word = "below" if found["eval/loss"] < baseline else "NOT below"
@@ -102,6 +102,11 @@ def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str,
       "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
       found["eval/loss"], word, baseline,
     )  # fmt: skip
+
+
+def shorten(value: float) -> str:
+  """A score in five digits, a large count in full."""
+  return f"{value:,.0f}" if value >= 1e4 else f"{value:.5g}"
 
 
 def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> float:

@@ -8,6 +8,7 @@ import faulthandler
 import logging as std_logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -155,14 +156,15 @@ class Command:
       raise ValueError(f"--{e.flagname}: {_unknown(name, e.flagname, self.flags)}") from e
     except flags.Error as e:
       wrong = [n for n in settings() if f"--config.{n}=" in str(e)]
-      raise ValueError("\n".join([str(e), *map(explain, wrong)])) from e
+      raise ValueError("\n".join([_plain(str(e)), *map(explain, wrong)])) from e
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
         raise ValueError(f"--{flag.name}={flag.value} is not a finite number: {flag.help}")
     operands = self.operand.split()
     if operands and len(rest) != len(operands):
       wanted = " and ".join(f"one {operand}" for operand in operands)
-      raise ValueError(f"expected {wanted}, got {' '.join(rest) or 'none'}.")
+      got = " ".join(rest) or "none"
+      raise ValueError(f"expected {wanted}, got {got}. {PROGRAM} {name} --help has examples.")
     if rest and not (self.operand or self.passes_on):
       raise ValueError(
         f"unexpected argument {rest[0]!r}. Everything is a flag: --name=value (see --help)."
@@ -254,11 +256,25 @@ def _unknown(verb: str, name: str, known: flags.FlagValues) -> str:
   return f"there is no such {what}. {hint}"
 
 
+def _plain(error: str) -> str:
+  """What absl says of a value that it cannot read, without Python's words."""
+  error = re.sub(
+    r"invalid literal for int\(\) with base \d+: (.*)", r"\1 is no whole number", error
+  )
+  error = re.sub(r"could not convert string to float: (.*)", r"\1 is no number", error)
+  return error.removeprefix("flag ")
+
+
+def meaning(flag: flags.Flag) -> str:
+  """The help of a flag, without the line that absl adds to one that may come several times."""
+  return str(flag.help).partition(";\n")[0]
+
+
 def _flag_help(flag: flags.Flag) -> str:
   """A flag, its default and its meaning, wrapped to the terminal."""
   name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
   shown = flag.default not in (None, False, "", [])
-  text = f"{flag.help} (default: {flag.default})" if shown else flag.help
+  text = f"{meaning(flag)} (default: {flag.default})" if shown else meaning(flag)
   width = min(100, shutil.get_terminal_size().columns)
   return textwrap.fill(f"{name}: {text}", width, initial_indent="  ", subsequent_indent="      ")
 

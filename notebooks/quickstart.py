@@ -12,7 +12,7 @@
 #
 # **Where it runs.** On a CPU it takes a few minutes on two cores.
 # - On a machine of your own: install ats_jax first (docs/start/install.md). The first cell then
-#   changes nothing.
+#   changes nothing. You need Jupyter and matplotlib too: `pip install notebook matplotlib`.
 # - On Google Colab: put the wheel (`ats_jax-*.whl`) among the files on the left, or clone the
 #   repository and open the notebook from there. The first cell installs it.
 #

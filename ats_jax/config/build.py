@@ -95,9 +95,12 @@ def explain(name: str) -> str:
   known = settings()
   names = [name] if name in known else [k for k in known if k.startswith(name + ".")]
   if not names:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise ValueError(f"--explain: no setting {name!r}.{hint}")
+    last = name.rpartition(".")[2]
+    near = [k for k in known if k.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, known, n=1)
+    sections = sorted({k.partition(".")[0] for k in known if "." in k})
+    hint = f"Did you mean {near[0]}?" if near else f"The sections are {', '.join(sections)}."
+    raise ValueError(f"--explain: no setting {name!r}. {hint}")
   return "\n".join(_describe(n, known[n]) for n in names)
 
 

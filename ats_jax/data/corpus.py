@@ -194,7 +194,9 @@ def _tokenise(
         out.write(ids.astype(dtype).tobytes())
       if time.monotonic() - said > _SAY_SECS:
         said = time.monotonic()
-        logging.info("Tokenising: %d tokens, now in %s.", num_tokens, files[batch[-1][0]].path)
+        logging.info(
+          "Tokenising: %s tokens, now in %s.", f"{num_tokens:,}", files[batch[-1][0]].path
+        )
     for number, file in enumerate(files):
       if file.kind == "tokens":
         lines, starts, lengths = token_documents(
@@ -206,9 +208,9 @@ def _tokenise(
   for name, values in columns.items():
     np.save(folder / f"{name}.npy", np.array(values))
   logging.info(
-    "Read %d documents, %d tokens, %.1f MB of text from %d files in %.1f s.",
-    len(columns["length"]), sum(columns["length"]), sum(columns["num_bytes"]) / 1e6, len(files),
-    time.monotonic() - began,
+    "Read %s documents, %s tokens, %.1f MB of text from %s files in %.1f s.",
+    f"{len(columns['length']):,}", f"{sum(columns['length']):,}", sum(columns["num_bytes"]) / 1e6,
+    f"{len(files):,}", time.monotonic() - began,
   )  # fmt: skip
   return {"vocab_size": tokenizer.vocab_size, "report": report.summary()}
 

@@ -121,8 +121,9 @@ def find_files(paths: str, report: Report) -> list[SourceFile]:
       else:
         found[real] = SourceFile(real, name, _kind(path))
   if not found:
+    left_out = f" ({report})" if report.malformed or report.skipped else ""
     raise ValueError(
-      f"paths={paths!r} holds no file that can be read ({report}). "
+      f"paths={paths!r} holds no file that can be read{left_out}. "
       f"Known suffixes: {' '.join(sorted(formats))}."
     )
   return list(found.values())

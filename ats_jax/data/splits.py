@@ -113,8 +113,8 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
   if fraction and not validation.num_documents:
     raise ValueError(
       f"The validation split is empty: of {train.num_documents} documents none falls into "
-      f"data.validation_fraction={fraction} (documents are held out whole). Raise it, give "
-      "data.validation_paths, or set it to 0 to train without validation."
+      f"data.validation_fraction={fraction} (documents are held out whole). Raise it, e.g. to 0.2, "
+      "give data.validation_paths, or set it to 0 to train without validation."
     )
   return train, validation
 
@@ -203,8 +203,9 @@ def _pack(
     corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report
   )
   logging.info(
-    "%s: %d documents, %d targets in %d rows of %d.",
-    split[1].capitalize(), dataset.num_documents, dataset.num_tokens, dataset.num_rows, cfg.seq_len,
+    "%s: %s documents, %s targets in %s rows of %d.",
+    split[1].capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
+    f"{dataset.num_rows:,}", cfg.seq_len,
   )  # fmt: skip
   return dataset
 

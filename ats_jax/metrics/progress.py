@@ -175,9 +175,9 @@ def _rest(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def _rate(value: float) -> str:
   for unit, size in (("M", 1e6), ("k", 1e3)):
-    if value >= size:
+    if value >= 10 * size:
       return f"{value / size:.4g}{unit}"
-  return f"{value:.0f}"
+  return f"{value:,.0f}"
 
 
 def _columns(stream: TextIO) -> int:

@@ -75,7 +75,7 @@ class StepLog:
     """
     if self._began is not None:
       vector.block_until_ready()
-      logging.info("first step done %.2f s after its compilation began", self._since_start())
+      logging.info("first step done %.2f s after the run was ready", self._since_start())
       self._throughput.start(step)
     if step % self._every_steps == 0:
       start_copy((vector, layers))

@@ -111,7 +111,9 @@ def _choose_slot(cfg, device, op, slot, asked) -> Choice:
   for kernel in OPS[op].kernels:
     if slot not in kernel.where:
       continue
-    if slot not in kernel.default:
+    if device.platform != "gpu" and (obstacle := kernel.obstacle(cfg, device)):
+      missed.append(obstacle)  # its speed on a GPU says nothing here
+    elif slot not in kernel.default:
       reasons.append(f"{kernel.name} is no default: {kernel.why}")
     elif reserve := kernel.reserve(cfg):
       reasons.append(f"{kernel.name} is no default for this config: {reserve} ({kernel.why})")

@@ -35,10 +35,14 @@ def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
     rest = math.prod(others.values())
     if num_devices % rest:
       product = " x ".join(f"mesh.{a}={n}" for a, n in others.items())
-      raise ValueError(
-        f"{product} = {rest} does not divide the {num_devices} devices. "
-        f"Choose sizes whose product divides {num_devices}."
-      )
+      here, hint = f"{num_devices} devices", f"Choose sizes whose product divides {num_devices}."
+      if num_devices == 1:
+        simulated = f"XLA_FLAGS=--xla_force_host_platform_device_count={rest}"
+        here, hint = (
+          "one device",
+          f"Leave them at 1; on a CPU, {simulated} simulates {rest} devices.",
+        )
+      raise ValueError(f"{product} = {rest} does not divide the {here}. {hint}")
     sizes["data"] = num_devices // rest
   if math.prod(sizes.values()) != num_devices:
     raise ValueError(

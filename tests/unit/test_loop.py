@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.announce import performance, performance_stats
+from ats_jax.announce import performance, performance_stats, shorten
 from ats_jax.checkpoint import committed_steps, load_extra
 from ats_jax.checkpoint.integrity import read_manifest
 from ats_jax.data.splits import open_datasets
@@ -217,3 +217,10 @@ def test_a_checkpoint_of_another_run_with_the_same_settings_is_refused(config, t
 def test_due():
   assert [s for s in range(1, 10) if due(s, 3)] == [3, 6, 9]
   assert not any(due(s, 0) for s in range(1, 10))
+
+
+@pytest.mark.parametrize(
+  ("value", "text"), [(3.174751, "3.1748"), (0.30686, "0.30686"), (175542, "175,542")]
+)
+def test_a_score_is_short_and_a_count_whole(value, text):
+  assert shorten(value) == text

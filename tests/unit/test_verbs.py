@@ -126,8 +126,21 @@ def test_the_reference_has_every_flag(name):
   assert listed == [flag.name for flag in COMMANDS[name].own_flags()]
   assert "```\n```" not in section(name), "an empty fence turns the rest of the section inside out"
   for flag in COMMANDS[name].own_flags():
-    help_text = flag.help.partition(";\n")[0]  # absl appends a line to flags that may repeat
-    assert flag.name == "config" or f"| {help_text} |" in section(name)
+    assert flag.name == "config" or f"| {cli.meaning(flag)} |" in section(name)
+
+
+@pytest.mark.parametrize(
+  ("name", "flag", "message"),
+  [
+    ("plan", "--devices=x", "--devices=x: 'x' is no whole number"),
+    ("train", "--config.num_steps=abc", "--config.num_steps=abc: 'abc' is no whole number"),
+    ("train", "--config.optimizer.learning_rate=fast", "'fast' is no number"),
+  ],
+)
+def test_a_value_that_is_no_number_is_refused_in_plain_words(name, flag, message):
+  with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    COMMANDS[name].parse(name, [flag])
+  assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
 
 
 def test_the_reference_has_nothing_else():

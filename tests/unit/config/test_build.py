@@ -103,7 +103,9 @@ def test_a_section_is_explained_and_a_typo_has_a_suggestion():
     ValueError, match=r"no setting 'model.num_layer'. Did you mean model.num_layers"
   ):
     explain("model.num_layer")
-  with pytest.raises(ValueError, match=r"no setting 'qqqqqqqq'\.$"):
+  with pytest.raises(
+    ValueError, match=r"no setting 'qqqqqqqq'\. The sections are checkpoint, data, "
+  ):
     explain("qqqqqqqq")
 
 

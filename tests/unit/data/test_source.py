@@ -98,6 +98,11 @@ class TestFiles:
     with pytest.raises(ValueError, match="holds no file that can be read"):
       find(tmp_path / "d")
 
+  def test_an_empty_folder_is_not_called_malformed(self, tmp_path):
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ValueError, match=r"holds no file that can be read\. Known suffixes"):
+      find(tmp_path / "d")
+
 
 class TestMalformed:
   LINES = (

@@ -218,3 +218,14 @@ def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
 )
 def test_durations(secs, text):
   assert duration(secs) == text
+
+
+@pytest.mark.parametrize(
+  ("speed", "shown"), [(12.4, "12"), (1839.2, "1,839"), (123_456, "123.5k"), (2.5e7, "25M")]
+)
+def test_a_rate_has_four_digits_at_most(speed, shown):
+  with io.StringIO() as stream:
+    with Progress(10, stream=stream) as progress:
+      progress.update(1)
+      progress.update(10, {"train/tokens_per_sec": speed})
+    assert f" {shown} tok/s" in stream.getvalue()

@@ -146,6 +146,12 @@ def test_default_obstacle_and_strict(monkeypatch):
     registry.choose(forced, HOPPER)
 
 
+def test_a_cpu_is_told_nothing_of_speeds_on_a_gpu():
+  _, choices = registry.choose(tiny_config(), Device("cpu"))
+  assert choices and all("this is cpu" in c.reason for c in choices)
+  assert not any("XLA's speed" in c.reason for c in choices)
+
+
 def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
   plug(monkeypatch, "swiglu", default=False, forward="swiglu_forward", backward="swiglu_backward")
   choice = registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "swiglu")["forward"]

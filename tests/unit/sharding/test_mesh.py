@@ -51,6 +51,12 @@ def test_make_mesh_refuses(sizes, batch, words):
     make_mesh(config(*sizes, *batch))
 
 
+def test_one_device_is_told_how_to_simulate_more():
+  cfg = tiny_config({"mesh.fsdp": 2, "mesh.tensor": 2})
+  with pytest.raises(ValueError, match=r"the one device\. .*device_count=4 simulates 4 devices"):
+    make_mesh(cfg, jax.devices()[:1])
+
+
 def test_tensor_shards_do_not_count_as_rows():
   assert make_mesh(config(2, 2, 1, 2, batch_size=4)).devices.shape == (2, 2, 1, 2)
 
