@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ats_jax.bridge.families import FAMILIES as OF_BRIDGE
+from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.family import CARRIED, WRITTEN, Field, FieldRow, Only, contradiction, read_row
 from ats_jax.config.build import settings as known_settings
-from ats_jax.importers.families import FAMILIES as SHAPES_ONLY
-from ats_jax.importers.families import LACKS
+from ats_jax.importers.families import FIELDS, LACKS
 from ats_jax.importers.found import Found, Line
 
-FAMILIES = {**OF_BRIDGE, **SHAPES_ONLY}
+TABLES = {**{kind: family.fields for kind, family in FAMILIES.items()}, **FIELDS}
 LONGEST_ROW = 4096  # what data.seq_len is set to where a model has more positions
 # Fields that change training alone, which an import of weights carries along unread.
 _OF_TRAINING = (
@@ -36,21 +35,19 @@ def read(values: Mapping[str, Any], path: Path) -> Found:
     ValueError: for a kind of model that is not known here, or a name that is missing or wrong.
   """
   kind = values.get("model_type")
-  if not isinstance(kind, str) or kind not in FAMILIES:
+  if not isinstance(kind, str) or kind not in TABLES:
     raise ValueError(
-      f"model_type={kind!r} is no model that can be read. Known: {', '.join(FAMILIES)}."
+      f"model_type={kind!r} is no model that can be read. Known: {', '.join(TABLES)}."
     )
-  family = FAMILIES[kind]
   found = Found(f"Hugging Face model, {kind}", dict(values))
   implied: dict[str, Any] = {}
-  for row in (*family.fields, *_OF_TRAINING):
+  for row in (*TABLES[kind], *_OF_TRAINING):
     implied |= _take(found, row)
   if "moe.num_experts" in found.settings:
     _balance(found, kind)
-  found.give("model_type", implied, f"the shape of {family.name}")
-  for lack in (*LACKS.get(kind, ()), contradiction(found.settings)):
-    if lack:
-      found.lack("model_type", lack)
+  found.give("model_type", implied, "a decoder with RMSNorm, RoPE and a gated MLP")
+  for lack in filter(None, (LACKS.get(kind), contradiction(found.settings))):
+    found.lack("model_type", lack)
   _run(found, path)
   found.ignore("nothing for training", *sorted(CARRIED | WRITTEN))
   return found.finish()
@@ -108,9 +105,8 @@ def _read(
 
 
 def _balance(found: Found, kind: str) -> None:
-  if kind != "deepseek_v3":
-    usual = {"olmoe": 0.01}.get(kind, 0.001)
-    _take(found, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
+  usual = {"olmoe": 0.01}.get(kind, 0.001)
+  _take(found, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
   values = {name: setting.default for name, setting in known_settings().items()} | found.settings
   names = ("moe.bias_update", "moe.aux_loss", "moe.z_loss")
   found.notes.append(
