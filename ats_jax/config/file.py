@@ -105,6 +105,8 @@ def _find(name: str) -> str:
   if name in known:
     return str(known[name])
   seen = f"(seen from {os.getcwd()})"
+  if path.is_dir():
+    raise ValueError(f"{name} is a folder {seen}. Name a config file in it, or a packaged config.")
   if path.suffix == ".py" or len(path.parts) > 1:
     if path.exists() or path.stem not in known:
       return name

@@ -198,7 +198,7 @@ COMMANDS = {
     "No such file or directory",
     f"seen from {commands.REPOSITORY}",
   ),
-  "config is a folder": ("train --config=configs --workdir={run}", "Is a directory"),
+  "config is a folder": ("train --config=configs --workdir={run}", "configs is a folder"),
   "wrong type in a config": (
     "train --config={inputs}/bad.py --workdir={run}",
     "--config={inputs}/bad.py",
