@@ -9,6 +9,7 @@ import numpy as np
 
 from ats_jax.bridge.transforms import Shape, Transform
 from ats_jax.config.build import flatten
+from ats_jax.config.build import settings as known_settings
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import layer_kinds
 
@@ -93,6 +94,9 @@ class Field(FieldRow):
       value = self.null
     if value is _NEEDED:
       raise ValueError(f"{self.theirs} is missing in config.json.")
+    kind: Any = known_settings()[self.ours].type
+    if type(value) not in ((int, float) if kind is float else (kind,)):
+      raise ValueError(f"{self.theirs} is {value!r} in config.json, expected {kind.__name__}.")
     return {self.ours: value}
 
   def write(self, cfg: Config) -> Values:
@@ -153,6 +157,28 @@ class Always(FieldRow):
     return {}
 
 
+def read_row(row: FieldRow, theirs: Values) -> Values:
+  """What a row reads, whatever the values are.
+
+  Raises:
+    ValueError: as `FieldRow.read` does, and for a field that is missing or of another type.
+  """
+  try:
+    return row.read(theirs)
+  except KeyError as e:
+    raise ValueError(f"{e.args[0]} is missing in config.json.") from e
+  except (TypeError, AttributeError, ArithmeticError) as e:
+    fields = ", ".join(row.keys) or "a field"
+    raise ValueError(f"{fields} of config.json cannot be read: {e}") from e
+
+
+def contradiction(settings: Values) -> str:
+  """Why this program has not what rows read each by itself; empty if it has."""
+  if settings.get("moe.top_k") == 1 and settings.get("moe.renormalize"):
+    return "the weight of one expert is not divided by itself here; top_k must be more."
+  return ""
+
+
 # What config.json may hold beside a table's fields: it changes nothing that is computed after
 # training. An export carries it.
 CARRIED = frozenset(
@@ -211,11 +237,9 @@ class Family:
     """
     settings: dict[str, Any] = {}
     for row in self.fields:
-      settings.update(row.read(theirs))
-    if settings.get("moe.top_k") == 1 and settings.get("moe.renormalize"):
-      raise ValueError(
-        "the weight of one expert is not divided by itself here; top_k must be more."
-      )
+      settings.update(read_row(row, theirs))
+    if why := contradiction(settings):
+      raise ValueError(why)
     known = CARRIED | WRITTEN | {key for row in self.fields for key in row.keys}
     for key in sorted(set(theirs) - known):
       raise ValueError(

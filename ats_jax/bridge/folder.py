@@ -171,8 +171,6 @@ def open_source(folder: os.PathLike[str]) -> Source:
     settings = family.read(fields)
   except ValueError as e:
     raise ValueError(f"{folder}: {e}") from e
-  except KeyError as e:
-    raise ValueError(f"{folder / CONFIG}: {e.args[0]} is missing.") from e
   return Source(folder, family, fields, settings, _tensors(folder))
 
 

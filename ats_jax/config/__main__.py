@@ -5,8 +5,8 @@ from pathlib import Path
 
 from absl import flags
 
-from ats_jax import cli, paths, workdir
-from ats_jax.config import Config, from_config_dict, importers
+from ats_jax import cli, importers, paths, workdir
+from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import differences, flatten
 from ats_jax.config.file import load_file
 

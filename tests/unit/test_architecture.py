@@ -45,6 +45,7 @@ ALLOWED = {
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
+  "importers": {"config", "bridge.families*", "bridge.family*"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
   | {"cli", "runtime", "workdir", "paths"},
 }

@@ -74,6 +74,8 @@ def test_the_first_family_that_fits_is_chosen():
     ({"attention_bias": True}, "attention_bias is True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    ({"hidden_size": "wide"}, "hidden_size is 'wide' in config.json, expected int"),
+    ({"rope_scaling": {"rope_type": ["a"]}}, "rope_scaling of config.json cannot be read"),
   ],
 )
 def test_what_this_program_has_not_is_refused(fields, words):

@@ -11,9 +11,9 @@ from typing import Any
 
 from ats_jax.config.build import settings as known_settings
 from ats_jax.config.build import with_settings
-from ats_jax.config.importers import deepspeed, huggingface, registry, torchtitan
-from ats_jax.config.importers.found import Found, Line
 from ats_jax.config.schema import Config
+from ats_jax.importers import deepspeed, huggingface, registry, torchtitan
+from ats_jax.importers.found import Found, Line
 
 KNOWN = (
   "a config.json of a Hugging Face model, a DeepSpeed JSON, torchtitan's TOML, or its "

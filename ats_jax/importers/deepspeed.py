@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ats_jax.config.importers.found import Found, flat
+from ats_jax.importers.found import Found, flat
 
 _SIGNS = {
   "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",

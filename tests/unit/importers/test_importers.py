@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from commands import forked
 
-from ats_jax.config import from_config_dict, importers
+from ats_jax import importers
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.config import from_config_dict
 from ats_jax.config.build import flatten, with_settings
 from ats_jax.config.file import load_file
 from ats_jax.train import train
@@ -153,9 +155,10 @@ def test_a_model_of_hugging_face_trains(tmp_path):
   found = read(tmp_path, "config.json", LLAMA | {"secret_sauce": 3})
   assert found.settings == {
     "model.vocab_size": 384, "model.num_layers": 2, "model.d_model": 64, "model.num_heads": 4,
-    "model.num_kv_heads": 2, "model.d_ff": 192, "model.head_dim": 0, "model.norm_eps": 1e-5,
+    "model.num_kv_heads": 2, "model.d_ff": 192, "model.head_dim": 16, "model.norm_eps": 1e-5,
     "model.tie_embeddings": False, "model.init_std": 0.02, "model.rope_theta": 5e5,
-    "data.seq_len": 32, "data.bpe_vocab_size": 384, "precision.compute_dtype": "float32",
+    "model.rope_scaling": "none", "data.seq_len": 32, "data.bpe_vocab_size": 384,
+    "precision.compute_dtype": "float32",
   }  # fmt: skip
   assert missing(found) == {"secret_sauce": "not understood"}
   for i in range(8):
@@ -178,15 +181,26 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
   ("values", "settings", "lacks"),
   [
     ({"model_type": "mistral", "sliding_window": None}, {"model.num_kv_heads": 2}, {}),
-    ({"model_type": "mistral"}, {}, {"model_type": "4096"}),
-    ({"model_type": "mistral", "sliding_window": 16}, {}, {"sliding_window": "reaches back"}),
+    ({"model_type": "mistral"}, {"model.window": 4096}, {}),
+    ({"model_type": "mistral", "sliding_window": 16}, {"model.window": 16}, {}),
     (
       {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
        "router_aux_loss_coef": 0.02, "router_jitter_noise": 0.1},
       {"moe.num_experts": 4, "moe.top_k": 2, "moe.aux_loss": 0.02, "moe.renormalize": True},
-      {"router_jitter_noise": "noise"},
+      {"router_jitter_noise": "has only 0.0"},
     ),
-    ({"model_type": "qwen2"}, {"model.qk_norm": False}, {"model_type": "bias"}),
+    (
+      {"model_type": "mixtral", "num_experts_per_tok": 1},
+      {"moe.aux_loss": 0.001},
+      {"model_type": "top_k must be more"},
+    ),
+    ({"model_type": "qwen2"}, {"model.qk_norm": False, "model.qkv_bias": True}, {}),
+    (
+      {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1,
+       "sliding_window": 8},
+      {"model.window": 0},
+      {"use_sliding_window": "every n-th"},
+    ),
     (
       {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
       {"model.qk_norm": True, "model.head_dim": 32, "model.tie_embeddings": True},
@@ -206,8 +220,8 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
     (EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [1]}, {}, {"mlp_only_layers": ""}),
     (
       {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 8.0},
-      {"moe.aux_loss": 0.01, "moe.renormalize": False, "model.qk_norm": True},
-      {"model_type": "each head by itself", "clip_qkv": "clipped"},
+      {"moe.aux_loss": 0.01, "moe.renormalize": False, "model.qk_norm_scope": "all"},
+      {"clip_qkv": "has only None"},
     ),
     (
       {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
@@ -216,30 +230,39 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
       {"moe.num_groups": 4, "moe.top_groups": 2, "moe.dense_first": 1, "moe.num_shared": 1,
        "moe.route_scale": 2.5, "moe.score": "sigmoid", "model.head_dim": 16},
-      {"model_type": "latent", "kv_lora_rank": "latent", "num_nextn_predict_layers": "ahead"},
+      {"model_type": "latent", "kv_lora_rank": "only None", "num_nextn_predict_layers": "only 0"},
     ),
     (
       {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
        "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True},
-      {"moe.router_bias": True, "moe.renormalize": True, "model.head_dim": 64},
-      {"layer_types": "window", "attention_bias": "biases", "model_type": "attention sink"},
+      {"moe.router_bias": True, "moe.renormalize": True, "model.head_dim": 64,
+       "model.window": 128, "model.full_every": 2, "model.qkv_bias": True},
+      {"model_type": "attention sink"},
     ),
     (
       {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
-      {"model.tie_embeddings": True, "model.head_dim": 256},
-      {"hidden_act": "silu", "model_type": "weight"},
+      {"model.tie_embeddings": True, "model.head_dim": 256, "model.activation": "gelu_tanh",
+       "model.norm_plus_one": True, "model.post_norms": False},
+      {},
     ),
     (
-      {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-      {"model.rope_theta": 5e5},
-      {"rope_scaling.rope_type": "RoPE", "rope_scaling.factor": "RoPE"},
+      {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+      {"model.rope_theta": 5e5, "model.rope_scaling": "linear", "model.rope_factor": 8.0},
+      {},
+    ),
+    (
+      {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
+      {"model.rope_theta": 5e5, "model.rope_scaling": "none"},
+      {"rope_scaling": "is 'dynamic'"},
     ),
     (
       {"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}, "rope_theta": None},
       {"model.rope_theta": 2e4},
       {},
     ),
-    ({"rope_scaling": {"rope_type": ["a"]}}, {}, {"rope_scaling.rope_type": "RoPE"}),
+    ({"rope_scaling": {"rope_type": ["a"]}}, {}, {"rope_scaling": "cannot be read"}),
+    ({"attention_bias": True, "attention_dropout": 0.1}, {},
+     {"attention_bias": "has only False", "attention_dropout": "has only 0.0"}),
     ({"torch_dtype": "float16"}, {}, {"torch_dtype": "bfloat16 is used"}),
   ],
 )  # fmt: skip
@@ -251,9 +274,42 @@ def test_families_of_hugging_face(tmp_path, values, settings, lacks):
     assert any(words in line.text for line in found.missing if line.name == name)
 
 
+def test_a_block_that_is_refused_still_says_its_base(tmp_path):
+  rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 3e4}
+  values = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"rope_parameters": rope}
+  found = read(tmp_path, "config.json", values)
+  assert found.settings["model.rope_theta"] == 3e4 and missing(found).keys() == {"rope_parameters"}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("more", [False, True])
+def test_a_family_is_read_as_the_bridge_reads_it(tmp_path, kind, more):
+  sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+           "num_attention_heads", "num_key_value_heads")  # fmt: skip
+  values = {"model_type": kind} | {name: LLAMA[name] for name in sizes}
+  if more:
+    scaled = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+    fields = EXPERTS | {
+      "head_dim": 32, "rms_norm_eps": 1e-3, "rope_theta": 7e5,
+      "rope_scaling": scaled, "tie_word_embeddings": True, "norm_topk_prob": True,
+      "num_local_experts": 4, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64,
+      "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64,
+    }  # fmt: skip
+    known = {key for row in FAMILIES[kind].fields for key in row.keys}
+    values |= {k: v for k, v in fields.items() if k in {*known, "max_position_embeddings"}}
+  found = read(tmp_path, "config.json", values)
+  of_bridge = FAMILIES[kind].read(values)
+  assert not found.missing
+  assert {name: found.settings[name] for name in of_bridge} == of_bridge
+  own = {"model.init_std", "moe.aux_loss", "data.seq_len", "data.bpe_vocab_size"}
+  assert found.settings.keys() - of_bridge.keys() <= own
+
+
 def test_defaults_of_theirs_are_taken_and_shown(tmp_path):
   found = read(tmp_path, "config.json", {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"})
-  assert found.settings["model.norm_eps"] == 1e-6 and not found.defaults
+  assert found.settings["model.norm_eps"] == 1e-6
+  assert [line.name for line in found.defaults] == ["head_dim"]  # of rms_norm_eps they agree
   found = read(tmp_path, "a.toml", "[model]\nname = 'qwen3'\nflavor = '0.6B'\n[optimizer]\n")
   assert found.settings["optimizer.learning_rate"] == 8e-4
   assert "optimizer.lr = 0.0008" in importers.table(found) and "(ours: 0.0003)" in importers.table(
@@ -266,6 +322,7 @@ def test_torchtitan_toml(tmp_path):
   wanted = {
     "model.d_model": 4096, "model.num_layers": 32, "model.d_ff": 14_336,
     "model.vocab_size": 128_256, "model.num_kv_heads": 8, "model.norm_eps": 1e-5,
+    "model.rope_scaling": "llama3", "model.rope_factor": 8.0, "model.rope_fast_turns": 4.0,
     "num_steps": 1000, "step.remat": "full",
     "optimizer.learning_rate": 3e-4, "optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.1,
     "optimizer.warmup_steps": 300, "optimizer.final_lr_fraction": 0.0, "data.seq_len": 8192,
@@ -273,7 +330,6 @@ def test_torchtitan_toml(tmp_path):
   }  # fmt: skip
   assert {name: found.settings[name] for name in wanted} == wanted
   assert missing(found) == {
-    "model.name": "frequencies of RoPE are scaled by 8 for long texts",
     "model.telepathy.range": "not understood",
     "parallelism.pipeline_parallel_degree": "there is no pipeline",
   }
@@ -360,10 +416,28 @@ def test_deepspeed_without_a_batch_of_all_devices_and_in_fp16(tmp_path):
     ("a.py", "x = 1", "no config registry of torchtitan"),
     ("config.json", LLAMA | {"model_type": "gpt2"}, "model_type='gpt2' is no model that can be"),
     ("config.json", LLAMA | {"model_type": ["llama"]}, "is no model that can be"),
-    ("config.json", LLAMA | {"hidden_size": None}, "hidden_size is missing, which says model.d_m"),
-    ("config.json", LLAMA | {"hidden_size": "wide"}, "model.d_model must be int, got 'wide'"),
-    ("config.json", LLAMA | {"vocab_size": "many"}, "vocab_size='many' is no whole number"),
-    ("config.json", LLAMA | {"vocab_size": [1]}, r"vocab_size=\[1\] is no whole number"),
+    ("config.json", LLAMA | {"hidden_size": None}, "hidden_size is missing in config.json"),
+    (
+      "config.json",
+      LLAMA | {"hidden_size": "wide"},
+      "hidden_size is 'wide' .*expected int",
+    ),
+    (
+      "config.json",
+      LLAMA | {"vocab_size": "many"},
+      "vocab_size is 'many' .*expected int",
+    ),
+    (
+      "config.json",
+      LLAMA | {"vocab_size": [1]},
+      r"vocab_size is \[1\] .*expected int",
+    ),
+    ("config.json", LLAMA | {"num_attention_heads": 0}, "head_dim of config.json cannot be read"),
+    (
+      "config.json",
+      LLAMA | {"model_type": "mistral", "sliding_window": "far"},
+      "model.window must",
+    ),
     ("config.json", LLAMA | {"num_key_value_heads": 3}, "model.num_kv_heads=3 does not divide"),
     ("config.json", LLAMA | {"max_position_embeddings": "far"}, "is no value for data.seq_len"),
     ("ds.json", {"train_batch_size": "many"}, "train_batch_size='many' is no whole number"),

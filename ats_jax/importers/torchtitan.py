@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ats_jax.config.importers.found import Found, flat
-from ats_jax.config.importers.registry import read_function
+from ats_jax.importers.found import Found, flat
+from ats_jax.importers.registry import read_function
 
 _TOML, _REGISTRY = "torchtitan TOML", "torchtitan config registry"
 _SECTIONS = {"job", "model", "optimizer", "lr_scheduler", "training", "parallelism"}
@@ -56,6 +56,12 @@ FLAVORS = {
   ("qwen3", "14B"): _qwen(5120, 40, 40, 8, 17_408),
   ("qwen3", "32B"): _qwen(5120, 64, 64, 8, 25_600),
 }
+
+# The frequencies of every llama3 there.
+_LLAMA3_ROPE = {
+  "model.rope_scaling": "llama3", "model.rope_factor": 8.0, "model.rope_original_len": 8192,
+  "model.rope_slow_turns": 1.0, "model.rope_fast_turns": 4.0,
+}  # fmt: skip
 
 # Names that the Python configs gave a new place.
 _RENAMED = {
@@ -145,10 +151,10 @@ def _model(found: Found) -> None:
     found.notes.append(f"config.model is the default one, not {name} {flavor}.")
     return
   shape = {f"model.{key}": value for key, value in vars(dims).items()}
+  if name == "llama3":
+    shape |= _LLAMA3_ROPE
   found.give("model.name", {}, "a decoder that this one can be")
   found.give("model.flavor", shape)
-  if name == "llama3":
-    found.lack("model.name", "frequencies of RoPE are scaled by 8 for long texts")
   found.settings["data.bpe_vocab_size"] = min(2048, dims.vocab_size)
   found.notes.append(
     "A BPE is trained on your text; --config.data.tokenizer=FILE names the model's tokenizer.json."
