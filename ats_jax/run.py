@@ -30,6 +30,7 @@ from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import ProfileWindow
 from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
@@ -191,7 +192,7 @@ class Run:
         if self.scores:
           announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
         text = announce.sample(self.program, self.folder, self.state, self.train_set)
-        if text and self._compiled[0] is not None:  # not of a run that was complete before
+        if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
       self.checkpoints.wait()
@@ -200,6 +201,12 @@ class Run:
     logging.info("%s\n%s", announce.performance(stats), self.goodput.line())
     if jax.process_index() == 0:
       workdir.write_json(self.folder / workdir.PERFORMANCE, stats)
+
+  def _has_sample(self) -> bool:
+    """Whether the log has the sample, as that of a run which was complete before may have."""
+    path = self.folder / "metrics.jsonl"
+    rows = read_jsonl(path) if self._compiled[0] is None and path.exists() else []
+    return any("sample" in row and row["step"] == self.step for row in rows)
 
   def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
     """Around a part of the loop: its time is counted under that name."""

@@ -129,7 +129,10 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
     step = program.compile_train_step(program.init(), program.training_rules(1))
   assert stats["memory/predicted_gib"] == predicted_bytes(step) / 2**30
   assert performance(stats) in caplog.text
-  assert f"speed on 8 x cpu: {stats['train/tokens_per_sec']:,.0f} tokens/s\n" in caplog.text
+  speed_line = (
+    f"{stats['train/tokens_per_sec']:,.0f} tokens/s, {stats['train/tflops_per_device']:,.3g}"
+  )
+  assert f"speed on 8 x cpu: {speed_line} TFLOP/s a device\n" in caplog.text
   again = performance_stats(
     Goodput(), speed(program), None, {"kernels": {}, "compilation_cache": "off"}
   )

@@ -33,7 +33,6 @@ def test_3400_billion_parameters_without_a_device():
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
-    ((), r"--config is missing"),
     (("--config=configs/b7.py:sparse",), r"unknown variant 'sparse'.*'dense'.*'hybrid'"),
     (
       ("--config=configs/b7.py", "--devices=6"),
