@@ -10,8 +10,8 @@ import runs
 SETTINGS = (
   "num_steps=2",
   "optimizer.warmup_steps=1",
-  "model.num_layers=8",
-  "step.scan_unroll=8",
+  "model.num_layers=12",
+  "step.scan_unroll=12",
   "data.validation_fraction=0.0",
 )
 ATTEMPTS = 2  # other work on the machine may disturb one
