@@ -13,8 +13,8 @@ from ats_jax.config.file import load_file
 from ats_jax.evaluate import evaluate_run
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.planner import budget as budgets
-from ats_jax.planner import describe
+from ats_jax.planner.budget import budget
+from ats_jax.planner.describe import describe as plan
 from ats_jax.run import InitFrom
 from ats_jax.step.state import TrainState
 from ats_jax.train import train as train_run
@@ -106,48 +106,3 @@ def metrics(workdir: str) -> list[dict[str, Any]]:
   if not path.exists():
     raise ValueError(f"{path} is missing. Train there first, with jsonl in log.writers.")
   return read_jsonl(path)
-
-
-def plan(cfg: Config, devices: int = 0) -> dict[str, Any]:
-  """Parameters, FLOPs and bytes of a run, from shapes alone: what `ats-jax plan --json` prints.
-
-  Args:
-    cfg: of `config`.
-    devices: that share the run; 0 = as few as its mesh needs.
-
-  Raises:
-    ValueError: if its mesh does not fit them.
-  """
-  return describe.describe(cfg, devices)
-
-
-def budget(
-  cfg: Config,
-  *,
-  tokens: float = 0,
-  flops: float = 0,
-  gpu_hours: float = 0,
-  unique_tokens: float = 0,
-  tokens_per_sec: float = 0,
-) -> dict[str, Any]:
-  """Tokens, epochs and what more of them would buy: what `ats-jax plan budget --json` prints.
-
-  Args:
-    cfg: of `config`.
-    tokens: the budget in tokens, or
-    flops: in training FLOPs, or
-    gpu_hours: in hours of one device; without any it is what the config trains on.
-    unique_tokens: of the training data; 0 = none is seen twice.
-    tokens_per_sec: of one device, measured; 0 = not known.
-
-  Raises:
-    ValueError: for more than one budget, or amounts that are none.
-  """
-  return budgets.budget(
-    cfg,
-    tokens=tokens,
-    flops=flops,
-    gpu_hours=gpu_hours,
-    unique_tokens=unique_tokens,
-    tokens_per_sec=tokens_per_sec,
-  )

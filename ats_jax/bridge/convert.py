@@ -29,8 +29,8 @@ from ats_jax.sharding.mesh import make_mesh
 
 COMPANIONS, DTYPE = "huggingface", "dtype.json"  # in a workdir
 ROOT = "model"
-# In which of our dtypes a file's are kept: all values are the same.
-KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32", "F64": "float32"}
+# In which of our dtypes a file's are kept: it holds all their values.
+KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32"}
 
 
 def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> Config:
@@ -38,7 +38,7 @@ def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> 
 
   Args:
     source: the folder.
-    param_dtype: of its weights; "" = as in the files, or float32.
+    param_dtype: of its weights; "" = as `KEPT_IN`.
     tokenizer: "bytes" or a tokenizer.json; "" = that of the folder.
 
   Raises:
@@ -50,9 +50,10 @@ def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> 
       f"{source.folder} holds no {TOKENIZER}. Say which one reads its tokens: "
       "--tokenizer=FILE, or --tokenizer=bytes."
     )
+  kept = KEPT_IN.get(source.dtype, "float32")  # `Source.check` refuses files of other dtypes
   changes = {
     "data.tokenizer": tokenizer or str(own),
-    "precision.param_dtype": param_dtype or KEPT_IN.get(source.dtype, "float32"),
+    "precision.param_dtype": param_dtype or kept,
     "precision.compute_dtype": "float32" if source.dtype == "F32" else "bfloat16",
   }
   return with_settings(Config(), {**changes, **source.settings})

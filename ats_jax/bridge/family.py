@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,10 +48,13 @@ class Own:
   needed: bool
 
 
-class FieldRow:
-  """A row of the table of config fields. `keys` are those of config.json that it speaks for."""
+class FieldRow(Protocol):
+  """A row of the table of config fields."""
 
-  keys: tuple[str, ...]
+  @property
+  def keys(self) -> tuple[str, ...]:
+    """Those of config.json that it speaks for."""
+    ...
 
   def read(self, theirs: Values) -> Values:
     """Our settings, by dotted name.
@@ -59,15 +62,15 @@ class FieldRow:
     Raises:
       ValueError: if the field says something that this program has not.
     """
-    raise NotImplementedError
+    ...
 
   def write(self, cfg: Config) -> Values:
     """Their fields for a resolved config."""
-    raise NotImplementedError
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Field(FieldRow):
+class Field:
   """A field that is one of our settings.
 
   Attributes:
@@ -83,7 +86,7 @@ class Field(FieldRow):
   null: Any = _NEEDED
 
   @property
-  def keys(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+  def keys(self) -> tuple[str, ...]:
     """See `FieldRow`."""
     return (self.theirs,)
 
@@ -106,7 +109,7 @@ class Field(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class Only(FieldRow):
+class Only:
   """A field of which this program knows one value: an import with another is refused.
 
   Attributes:
@@ -120,7 +123,7 @@ class Only(FieldRow):
   ours: tuple[tuple[str, Any], ...] = ()
 
   @property
-  def keys(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+  def keys(self) -> tuple[str, ...]:
     """See `FieldRow`."""
     return (self.theirs,)
 
@@ -140,7 +143,7 @@ class Only(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class Always(FieldRow):
+class Always:
   """Settings of ours that a family has without a field that says so."""
 
   ours: tuple[tuple[str, Any], ...]

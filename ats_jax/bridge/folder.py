@@ -55,11 +55,9 @@ class Source:
 
   @property
   def dtype(self) -> str:
-    """What most of its bytes are, in the words of the format."""
-    sizes: dict[str, int] = {}
-    for tensor in self.tensors.values():
-      sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    """What holds all values of its tensors, in the words of the format: theirs, or "F32"."""
+    found = {tensor.dtype for tensor in self.tensors.values()}
+    return found.pop() if len(found) == 1 else "F32"
 
   @property
   def fingerprint(self) -> str:

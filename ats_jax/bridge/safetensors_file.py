@@ -17,7 +17,6 @@ import numpy as np
 
 MAX_HEADER = 100_000_000  # bytes, as in the library
 DTYPES: Mapping[str, np.dtype] = {
-  "F64": np.dtype(np.float64),
   "F32": np.dtype(np.float32),
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(ml_dtypes.bfloat16),

@@ -92,7 +92,7 @@ def sizes(*, eps: float, tied: bool = False) -> tuple[Field, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadDim(FieldRow):
+class HeadDim:
   """`head_dim`.
 
   Attributes:
@@ -113,7 +113,7 @@ class HeadDim(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class EqualHeads(FieldRow):
+class EqualHeads:
   """No `head_dim`: always hidden_size / num_attention_heads."""
 
   keys: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class EqualHeads(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class KVHeads(FieldRow):
+class KVHeads:
   """`num_key_value_heads`.
 
   Attributes:
@@ -150,7 +150,7 @@ class KVHeads(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryScale(FieldRow):
+class QueryScale:
   """`query_pre_attn_scalar`, whose inverse square root multiplies scores."""
 
   keys: tuple[str, ...] = ("query_pre_attn_scalar",)
@@ -167,7 +167,7 @@ class QueryScale(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope(FieldRow):
+class Rope:
   """Rotary settings: `rope_parameters`, or `rope_theta` and `rope_scaling` of older folders.
 
   Attributes:
@@ -267,7 +267,7 @@ def write_rope(cfg: Config) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers(FieldRow):
+class Layers:
   """`sliding_window` with the layers that have one: `layer_types`, or a rule of older folders.
 
   Attributes:

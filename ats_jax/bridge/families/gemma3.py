@@ -17,14 +17,14 @@ from ats_jax.bridge.families.common import (
   sizes,
   write_rope,
 )
-from ats_jax.bridge.family import Always, Family, Field, FieldRow, Values
+from ats_jax.bridge.family import Always, Family, Field, Values
 from ats_jax.config.schema import Config
 
 LAYERS = Layers(full_every=6)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ropes(FieldRow):
+class _Ropes:
   """Rotary settings of layers with and without a window."""
 
   keys: tuple[str, ...] = (

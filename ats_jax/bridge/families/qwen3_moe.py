@@ -14,12 +14,12 @@ from ats_jax.bridge.families.common import (
   experts,
   sizes,
 )
-from ats_jax.bridge.family import Always, Family, Field, FieldRow, Only, Values
+from ats_jax.bridge.family import Always, Family, Field, Only, Values
 from ats_jax.config.schema import Config
 
 
 @dataclasses.dataclass(frozen=True)
-class _Count(FieldRow):
+class _Count:
   """How many experts: `num_experts`, or `num_local_experts` as transformers 5 writes it."""
 
   keys: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -34,7 +34,7 @@ class _Count(FieldRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class _DenseFirst(FieldRow):
+class _DenseFirst:
   """`mlp_only_layers`: the layers at the bottom."""
 
   keys: tuple[str, ...] = ("mlp_only_layers",)

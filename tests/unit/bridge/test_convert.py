@@ -8,13 +8,14 @@ import sys
 import numpy as np
 import pytest
 from commands import REPOSITORY, forked, train_flags
-from hf_folders import BFLOAT16, make_folder
+from hf_folders import BFLOAT16, make_folder, write_tensors
 from runs import arrays
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.paths import parse
 
 
@@ -48,6 +49,21 @@ def test_float16_and_a_chosen_dtype(tmp_path):
   assert open_source(tmp_path / "other").dtype == "BF16"
   with pytest.raises(ValueError, match=r"other exists"):
     export(parse(tmp_path / "run"), tmp_path / "other")
+
+
+def test_tensors_of_two_dtypes_keep_all_their_values(tmp_path):
+  """A model in bfloat16 with a norm in float32, as routers and norms of some models are."""
+  folder = make_folder(tmp_path / "hf", dtype=BFLOAT16)
+  tensors = {n: t.read() for n, t in read_header(folder / "model.safetensors").items()}
+  fine = np.linspace(1.0, 1.01, len(tensors["model.norm.weight"]), dtype=np.float32)
+  assert np.any(fine.astype(BFLOAT16) != fine)
+  write_tensors(folder / "model.safetensors", tensors | {"model.norm.weight": fine})
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  export(parse(tmp_path / "run"), tmp_path / "out")
+  got = read_header(tmp_path / "out/model.safetensors")
+  np.testing.assert_array_equal(got["model.norm.weight"].read(), fine)
+  for name in tensors.keys() - {"model.norm.weight"}:
+    np.testing.assert_array_equal(got[name].read(), tensors[name].astype(np.float32))
 
 
 def test_a_value_that_a_dtype_does_not_hold(tmp_path):
