@@ -115,7 +115,7 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
 
 def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
   cfg = config()
-  with caplog.at_level("INFO"):
+  with caplog.at_level("INFO", logger="absl"):
     train(cfg, tmp_path / "run")
   stats = json.loads((tmp_path / "run" / "performance.json").read_text())
   assert stats["train/step_secs_p50"] <= stats["train/step_secs_max"]

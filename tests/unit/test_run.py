@@ -343,7 +343,7 @@ def test_lengths_that_contradict(texts, changes, says):
 
 def test_a_table_with_rows_that_no_token_uses(texts, tmp_path, caplog):
   """One warning at the start, none when the run goes on."""
-  with caplog.at_level("WARNING"):
+  with caplog.at_level("WARNING", logger="absl"):
     train(config(texts, model__vocab_size=1024, num_steps=1), tmp_path / "wide")
     assert re.search(
       r"model\.vocab_size=1024, but the tokenizer has 259 tokens: 765 rows of the embedding and of "

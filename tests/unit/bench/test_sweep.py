@@ -63,7 +63,7 @@ def test_candidates_that_cannot_run_are_rows(tmp_path):
   flags += ["--try=data.batch_size=16,8192,15", "--try=step.accum_steps=2", "--memory_gib=0.1"]
   result = forked("ats_jax.bench", "sweep", *flags, f"--out={tmp_path}/out")
   assert result.code == 0, result.err
-  rows = [json.loads(line) for line in (tmp_path / "out" / "sweep.jsonl").open()]
+  rows = [json.loads(line) for line in (tmp_path / "out" / "sweep.jsonl").read_text().splitlines()]
   ran, large, odd = rows
   assert ran["error"] == "" and ran["found"]["tokens_per_sec"] > 0
   assert ran["changes"] == {"data.batch_size": 16, "step.accum_steps": 2}

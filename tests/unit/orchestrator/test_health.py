@@ -94,7 +94,7 @@ def test_the_log_has_what_changes(caplog):
   teller = Teller(None, None)
   says = lambda: [record.getMessage() for record in caplog.records]
   one = lambda z: report({"train/z": z}, 0, None)
-  with caplog.at_level("INFO"):
+  with caplog.at_level("INFO", logger="absl"):
     for z in (150.0, 160.0, 170.0):
       teller.health(one(z))
     assert says() == ["health: warning: train/z is 150: the logits grow (step.z_loss holds them)"]
