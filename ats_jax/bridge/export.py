@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from ats_jax import paths, workdir
 from ats_jax.bridge.convert import COMPANIONS, DTYPE, ROOT, abstract_parts
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import Family, Item, architecture, items, to_theirs
+from ats_jax.bridge.family import Family, Item, architecture, items, to_theirs, together
 from ats_jax.bridge.folder import (
   CONFIG,
   INDEX,
@@ -61,7 +61,7 @@ def _not_in(family: Family, cfg: Config) -> list[str]:
   """Settings that come back other than they were through a family's config.json."""
   if cfg.mod.routing != "none":
     return [f"mod.routing={cfg.mod.routing}: no layer that skips tokens"]
-  if cfg.moe.num_experts == 0 and any("{expert}" in getattr(r, "theirs", "") for r in family.rows):
+  if cfg.moe.num_experts == 0 and any("/router/" in row.ours for row in family.rows):
     return ["moe.num_experts=0: it has experts"]
   try:
     back = family.read(family.write(cfg))
@@ -156,7 +156,7 @@ def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[S
   """Which tensors stand in which file, in the order in which they are written."""
   cut: list[list[Slot]] = [[]]
   size = 0
-  for item in planned:
+  for item, *_ in together(planned):
     for name in item.theirs:
       slot = Slot(name, dtype, item.their_shape)
       if cut[-1] and size + slot.nbytes > most:
@@ -194,17 +194,18 @@ def _arrays(
     paths.fetched(checkpoint / reader.STATE) as local,
     ocp.Checkpointer(reader.handler()) as orbax,
   ):
-    for item in planned:
-      if item.theirs and not left.intersection(item.theirs):
-        continue
+
+    def read(item: Item) -> np.ndarray:
       name = f"{part}/{item.ours}"
       target = {name: np.empty(0)}
       arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-      array = orbax.restore(
-        local,
-        args=ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True),
-      )[name]
-      yield from (pair for pair in to_theirs(item, array) if pair[0] in left)
+      wanted = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
+      return orbax.restore(local, args=wanted)[name]
+
+    for group in together(planned):
+      if group[0].theirs and not left.intersection(group[0].theirs):
+        continue
+      yield from (pair for pair in to_theirs(group, read) if pair[0] in left)
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -1,13 +1,14 @@
 """What a family's table is made of: rows for weights, rows for the fields of config.json."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from ats_jax.bridge.transforms import Shape, Transform
+from ats_jax.bridge.transforms import Interleaved, Shape, Transform
 from ats_jax.config.build import flatten
 from ats_jax.config.build import settings as known_settings
 from ats_jax.config.schema import Config
@@ -24,13 +25,14 @@ class Row:
 
   Attributes:
     ours: path in the model by layer, e.g. "layers/{layer}/attn/q".
-    theirs: name of the tensor, or of one for each {expert} along our first dimension.
+    theirs: name of the tensor, or of one for each {expert} along our first dimension. Rows of
+      several arrays in one tensor stand together.
     transform: between the two; with {expert}, of one expert's.
   """
 
   ours: str
   theirs: str
-  transform: Transform
+  transform: Transform | Interleaved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +315,7 @@ class Item:
 
 
 def items(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
-  """The plan for a model: an item for each of our arrays, layer by layer.
+  """The plan for a model: an item for each of our arrays, layer by layer, in the order of rows.
 
   Args:
     family: whose tables.
@@ -323,7 +325,12 @@ def items(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
     ValueError: if one of them is in no row.
   """
   found = [_item(family, name, shape) for name, shape in shapes.items()]
-  return sorted(found, key=lambda item: _place(item.ours))
+  return sorted(found, key=lambda item: (_place(item.ours), family.rows.index(item.row)))
+
+
+def together(planned: Sequence[Item]) -> list[list[Item]]:
+  """A plan cut into the arrays that share their tensors: mostly one by one."""
+  return [list(group) for _, group in itertools.groupby(planned, lambda i: i.theirs or i.ours)]
 
 
 def _item(family: Family, name: str, shape: Shape) -> Item:
@@ -349,23 +356,44 @@ def _place(name: str) -> tuple[int, int]:
   return (0, 0) if name.startswith("embed") else (2, 0)
 
 
-def to_theirs(item: Item, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-  """The tensors of one of our arrays, by name.
+def to_theirs(
+  group: Sequence[Item], read: Callable[[Item], np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+  """The tensors of our arrays, by name.
+
+  Args:
+    group: of `together`.
+    read: gives one of our arrays; one is in memory at a time.
 
   Raises:
     ValueError: if they have no such array and its value matters.
   """
-  row = item.row
+  item, row = group[0], group[0].row
   if isinstance(row, Own):
+    array = read(item)
     if row.needed and not np.array_equal(array, row.value(item.shape).astype(array.dtype)):
       raise ValueError(
         f"{item.ours} is not what it begins with, and the family has nothing for it. Train with "
         "moe.bias_update=none."
       )
-    return
-  parts = array if len(item.theirs) > 1 or EXPERT in row.theirs else (array,)
-  for name, part in zip(item.theirs, parts, strict=True):
-    yield name, row.transform.to_theirs(part)
+  elif isinstance(row.transform, Interleaved):
+    yield item.theirs[0], _joined(group, read)
+  else:
+    array = read(item)
+    parts = array if len(item.theirs) > 1 or EXPERT in row.theirs else (array,)
+    for name, part in zip(item.theirs, parts, strict=True):
+      yield name, row.transform.to_theirs(part)
+
+
+def _joined(group: Sequence[Item], read: Callable[[Item], np.ndarray]) -> np.ndarray:
+  whole = None
+  for item in group:
+    array = read(item)
+    whole = np.empty(item.their_shape, array.dtype) if whole is None else whole
+    item.row.transform.put(array, whole)
+    del array  # before the next one is read
+  assert whole is not None
+  return whole
 
 
 def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ats_jax import paths
+from ats_jax.bridge import mxfp4
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.family import CARRIED, Family, Item, Values, architecture, names
-from ats_jax.bridge.safetensors_file import DTYPES, Tensor, read_header
+from ats_jax.bridge.safetensors_file import DTYPES, Stored, Tensor, read_header
 from ats_jax.config.schema import Config
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -51,7 +52,7 @@ class Source:
   family: Family
   fields: Values
   settings: Mapping[str, Any]
-  tensors: Mapping[str, Tensor]
+  tensors: Mapping[str, Stored]
 
   @property
   def dtype(self) -> str:
@@ -169,7 +170,13 @@ def open_source(folder: os.PathLike[str]) -> Source:
     settings = family.read(fields)
   except ValueError as e:
     raise ValueError(f"{folder}: {e}") from e
-  return Source(folder, family, fields, settings, _tensors(folder))
+  return Source(folder, family, fields, settings, _joined(_tensors(folder), fields))
+
+
+def _joined(tensors: Mapping[str, Stored], fields: Values) -> Mapping[str, Stored]:
+  """The tensors of a folder, each in another format together with its scales."""
+  quantisation = fields.get("quantization_config")  # the family knows it, if there is one
+  return mxfp4.joined(tensors) if quantisation else tensors
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -83,4 +83,30 @@ class Transposed:
     return ours.reshape(math.prod(ours.shape[: self.inputs]), -1).T
 
 
+@dataclasses.dataclass(frozen=True)
+class Interleaved:
+  """One of several arrays of ours whose columns take turns in theirs.
+
+  Attributes:
+    first: which column of theirs is our first.
+    of: how many arrays there are.
+  """
+
+  first: int
+  of: int = 2
+
+  def their_shape(self, ours: Shape) -> Shape:
+    """See `Transform`."""
+    return *ours[:-1], self.of * ours[-1]
+
+  def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+    """See `Transform`."""
+    del ours
+    return theirs[..., self.first :: self.of]
+
+  def put(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Write our columns into theirs, of which the other arrays write the rest."""
+    theirs[..., self.first :: self.of] = ours
+
+
 SAME, FLAT, TRANSPOSED, TRANSPOSED_2 = Same(), Flat(), Transposed(), Transposed(2)

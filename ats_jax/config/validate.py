@@ -18,7 +18,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, _rope, _windows)
+  of_model = (_heads, _rope, _windows, _gate)
   rules = (*of_model, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -147,6 +147,17 @@ def _windows(cfg: Config) -> None:
     )
   if m.qk_norm_scope == "all" and not m.qk_norm:
     raise ValueError("model.qk_norm_scope=all without model.qk_norm. Set model.qk_norm=true.")
+
+
+def _gate(cfg: Config) -> None:
+  m = cfg.model
+  for name in ("gate_limit", "gate_slope"):
+    value, usual = getattr(m, name), getattr(type(m)(), name)
+    if m.activation != "clamped" and value != usual:
+      raise ValueError(
+        f"model.{name}={value} does nothing with model.activation={m.activation}. Use "
+        f"model.activation=clamped, or set it to {usual}."
+      )
 
 
 def _batch(cfg: Config) -> None:

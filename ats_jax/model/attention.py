@@ -7,13 +7,14 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm, project
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import residual_std
+from ats_jax.model.param import Role, residual_std, zeros
 from ats_jax.ops.attention import attention, cached_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import reshape
@@ -51,7 +52,11 @@ class Attention(nnx.Module):
       Linear, stream, std=cfg.init_std, num=num, rngs=rngs, bias=cfg.qkv_bias
     )
     self.q, self.k, self.v = reads(heads), reads(kv_heads), reads(kv_heads)
-    self.out = Linear(heads, stream, std=residual_std(cfg), num=num, rngs=rngs)
+    self.out = Linear(
+      heads, stream, std=residual_std(cfg), num=num, rngs=rngs, bias=cfg.attn_out_bias
+    )
+    self.wide = jnp.promote_types(num.param_dtype, jnp.float32)
+    self.sinks = zeros((n,), ("heads",), num.param_dtype, Role.SINK) if cfg.attn_sinks else None
     self.all_heads = cfg.qk_norm_scope == "all"
     width = lambda heads: heads * h if self.all_heads else h
     self.q_norm = RMSNorm(width(n), cfg, num) if cfg.qk_norm else None
@@ -88,6 +93,7 @@ class Attention(nnx.Module):
     q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.kernels), "attn_q")
     k_BSKH = checkpoint_name(rope(k_BSKH, table, self.num.kernels), "attn_k")
     v_BSKH = checkpoint_name(v_BSKH, "attn_v")
+    sinks_N = None if self.sinks is None else self.sinks[...].astype(self.wide)
     if cache is None:
       assert segment_ids_BT is not None
       y_BTNH = attention(
@@ -99,6 +105,7 @@ class Attention(nnx.Module):
         kernels=self.num.kernels,
         window=self.window,
         soft_cap=self.soft_cap,
+        sinks_N=sinks_N,
       )
     else:
       assert index_BT is not None
@@ -110,6 +117,7 @@ class Attention(nnx.Module):
         index_BT,
         window=self.window,
         soft_cap=self.soft_cap,
+        sinks_N=sinks_N,
       )
       cache = KVCache(*updated)
     return self.out(y_BTNH, fp8=fp8), cache

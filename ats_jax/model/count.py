@@ -140,7 +140,7 @@ def size(tree: Any) -> int:
 
 def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:
   attn = layer.attn
-  yield "attention", (attn.q, attn.k, attn.v, attn.out)
+  yield "attention", (attn.q, attn.k, attn.v, attn.out, attn.sinks)
   yield "norms", (layer.attn_norm, layer.attn_post_norm, attn.q_norm, attn.k_norm)
 
 

@@ -16,7 +16,7 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, normal, ones, residual_std, zeros
 from ats_jax.ops.linear import linears
 from ats_jax.ops.rms_norm import rms_norm
-from ats_jax.ops.swiglu import gated
+from ats_jax.ops.swiglu import Gating, gated
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
 _OF_ACTIVATIONS = {"embed": "act_embed"}
@@ -72,8 +72,9 @@ class Linear(Weight):
     sizes = {**inputs, **outputs}
     super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs)
     self.num_inputs, self.kernels = len(inputs), num.kernels
-    shape, axes = tuple(outputs.values()), tuple(outputs)
-    self.bias = zeros(shape, axes, num.param_dtype, Role.BIAS) if bias else None
+    # Whole along d_model, as what it is added to.
+    shape = tuple(outputs.values())
+    self.bias = zeros(shape, self.outputs, num.param_dtype, Role.BIAS) if bias else None
 
   @property
   def inputs(self) -> tuple[str, ...]:
@@ -106,10 +107,13 @@ class ExpertLinear(Weight):
     std: float,
     num: Numerics,
     rngs: nnx.Rngs,
+    bias: bool = False,
   ):
-    """Draw the weights; as of `Linear`, for each of `experts` slots."""
+    """Draw the weights; as of `Linear`, for each of `experts` slots. The caller adds `bias`."""
     sizes = {"experts": experts, **inputs, **outputs}
     super().__init__(sizes, role=Role.EXPERT, std=std, num=num, rngs=rngs)
+    axes, shape = (self.axes[0], self.axes[-1]), (experts, *outputs.values())
+    self.bias = zeros(shape, axes, num.param_dtype, Role.BIAS) if bias else None
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -164,11 +168,16 @@ class RMSNorm(nnx.Module):
     return rms_norm(x, scale, eps=self.eps, kernels=self.kernels)
 
 
+def gating(cfg: ModelConfig) -> Gating:
+  """The settings of feed-forwards' gates as `ops.swiglu` takes them."""
+  return Gating(cfg.activation, cfg.gate_limit, cfg.gate_slope)
+
+
 class MLP(nnx.Module):
   """`down(act(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
   def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs, d_ff: int):
-    self.activation, self.kernels = cfg.activation, num.kernels
+    self.gating, self.kernels = gating(cfg), num.kernels
     stream, wide = {"embed": cfg.d_model}, {"ff": d_ff}
     self.gate = Linear(stream, wide, std=cfg.init_std, num=num, rngs=rngs)
     self.up = Linear(stream, wide, std=cfg.init_std, num=num, rngs=rngs)
@@ -178,4 +187,4 @@ class MLP(nnx.Module):
     """Map [batch, seq, d_model] to the same shape; `fp8` multiplies in 8 bits."""
     gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up), fp8=fp8)
     gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-    return self.down(gated(gate_BTF, up_BTF, self.activation, self.kernels), fp8=fp8)
+    return self.down(gated(gate_BTF, up_BTF, self.gating, self.kernels), fp8=fp8)

@@ -13,13 +13,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layers import MLP, ExpertLinear
+from ats_jax.model.layers import MLP, ExpertLinear, gating
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
-from ats_jax.ops.grouped_matmul import grouped_matmul, grouped_matmuls
+from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
 
@@ -33,13 +33,13 @@ class MoE(nnx.Module):
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     moe, d_model = cfg.moe, cfg.model.d_model
-    self.cfg, self.num, self.activation = moe, num, cfg.model.activation
+    self.cfg, self.num, self.gating = moe, num, gating(cfg.model)
     self.router = Router(cfg, num, rngs)
     experts, stream, wide = self.router.num_slots, {"embed": d_model}, {"ff": moe.d_ff}
     std, residual = cfg.model.init_std, residual_std(cfg.model)
-    self.gate = ExpertLinear(experts, stream, wide, std=std, num=num, rngs=rngs)
-    self.up = ExpertLinear(experts, stream, wide, std=std, num=num, rngs=rngs)
-    self.down = ExpertLinear(experts, wide, stream, std=residual, num=num, rngs=rngs)
+    linear = functools.partial(ExpertLinear, experts, num=num, rngs=rngs, bias=moe.expert_bias)
+    self.gate, self.up = linear(stream, wide, std=std), linear(stream, wide, std=std)
+    self.down = linear(wide, stream, std=residual)
     self.shared = MLP(cfg.model, num, rngs, moe.num_shared * moe.d_ff) if moe.num_shared else None
 
   def __call__(
@@ -65,20 +65,26 @@ class MoE(nnx.Module):
     with_capacity = training and self.cfg.dispatch == "capacity"
     local = self._capacity if with_capacity else self._dropless
     layers = (self.gate, self.up, self.down)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     y_BTD, dropped = island(
       local,
-      in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, *(layer.axes for layer in layers)),
+      in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, *(a.axes for a in (*layers, *biases))),
       out_axes=(X_AXES, ()),
-    )(x_BTD, *routing, *(layer.value(x_BTD.dtype) for layer in layers))
+    )(
+      x_BTD,
+      *routing,
+      *(layer.value(x_BTD.dtype) for layer in layers),
+      *(bias[...].astype(x_BTD.dtype) for bias in biases),
+    )
     if self.shared is not None:
       y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD, fp8=fp8), 0)
     return y_BTD, stats._replace(dropped=dropped)
 
-  def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
+  def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down, *biases):
     """One device: sort the choices by expert, multiply group by group, sum each token's rows."""
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
     ways, num_local, kernels = num_shards("experts"), gate.shape[0], self.num.kernels
-    mlp = functools.partial(self._grouped_mlp, gate=gate, up=up, down=down)
+    mlp = functools.partial(self._grouped_mlp, weights=(gate, up, down), biases=biases)
     if ways == 1:
       places, sizes_E = sort_by_expert(expert_NK, num_local, kernels)
       y_MD = mlp(take_rows(x_ND, places, kernels), sizes_E)
@@ -97,7 +103,7 @@ class MoE(nnx.Module):
     y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
     return y_ND.reshape(x_BTD.shape), jnp.zeros((), weight_NK.dtype)
 
-  def _capacity(self, x_BTD, expert_BTK, weight_BTK, gate, up, down):
+  def _capacity(self, x_BTD, expert_BTK, weight_BTK, gate, up, down, *biases):
     """One device: every expert has C places in every row, full or not."""
     batch, seq, kernels = *x_BTD.shape[:2], self.num.kernels
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
@@ -109,26 +115,33 @@ class MoE(nnx.Module):
     places = place_in_bins(bin_NK, num_experts * batch, places_C, priority)
     rows_EMD = exchange(_by_expert(take_rows(x_ND, places, kernels), num_experts), "experts")
     rows_EMD = _swap_blocks(rows_EMD, gate.shape[0])
-    y_EMD = self._batched_mlp(rows_EMD, gate, up, down)
+    y_EMD = self._batched_mlp(rows_EMD, (gate, up, down), biases)
     y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
     y_MD = y_EMD.reshape(-1, x_ND.shape[1])
     y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
     return y_ND.reshape(x_BTD.shape), all_sum(dropped.astype(weight_NK.dtype), "batch")
 
-  def _grouped_mlp(self, x_MD, sizes_E, *, gate, up, down):
-    wide = grouped_matmuls(x_MD, (gate, up), sizes_E, self.num.kernels)
-    gate_MF, up_MF = map(checkpoint_name, wide, SAVED_NAMES)
-    h_MF = gated(gate_MF, up_MF, self.activation, self.num.kernels)
-    y_MD = grouped_matmul(h_MF, down, sizes_E, self.num.kernels)
-    return checkpoint_name(y_MD, SAVED_NAMES[2])  # the gradients of the weights need it
+  def _grouped_mlp(self, x_MD, sizes_E, *, weights, biases):
+    times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, self.num.kernels)
+    plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
+    return self._mlp(x_MD, weights, biases, times, plus)
 
-  def _batched_mlp(self, x_EMD, gate, up, down):
-    gate_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, gate), SAVED_NAMES[0])
-    up_EMF = checkpoint_name(jnp.einsum("EMD,EDF->EMF", x_EMD, up), SAVED_NAMES[1])
-    h_EMF = gated(gate_EMF, up_EMF, self.activation, self.num.kernels)
-    y_EMD = jnp.einsum("EMF,EFD->EMD", h_EMF, down)
-    return checkpoint_name(y_EMD, SAVED_NAMES[2])
+  def _batched_mlp(self, x_EMD, weights, biases):
+    times = lambda x_EMD, matrices: tuple(jnp.einsum("EMD,EDF->EMF", x_EMD, w) for w in matrices)
+    plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
+    return self._mlp(x_EMD, weights, biases, times, plus)
+
+  def _mlp(self, x, weights, biases, times, plus):
+    """Rows through their experts, however `times` and `plus` find those of a row."""
+    gate, up = times(x, weights[:2])
+    if biases:
+      gate, up = plus(gate, biases[0]), plus(up, biases[1])
+    gate, up = checkpoint_name(gate, SAVED_NAMES[0]), checkpoint_name(up, SAVED_NAMES[1])
+    (y,) = times(gated(gate, up, self.gating, self.num.kernels), weights[2:])
+    if biases:  # the devices along ff hold shares of y, which are added up later
+      y = plus(y, biases[2] / num_shards("ff"))
+    return checkpoint_name(y, SAVED_NAMES[2])  # the gradients of the weights need it
 
 
 def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:

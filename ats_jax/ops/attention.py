@@ -124,6 +124,7 @@ def cached_attention(
   *,
   window: int | None = None,
   soft_cap: float | None = None,
+  sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Write new keys and values into a cache, then attend to it.
 
@@ -136,12 +137,13 @@ def cached_attention(
     index_BT: int32 slot of each new token; a query sees the slots up to its own.
     window: it sees the last so many of them; None = all.
     soft_cap: as in `attention`.
+    sinks_N: as in `attention`.
 
   Returns:
     The output like the queries, and the two caches with the new tokens in their slots.
   """
 
-  def local(q, k, v, k_cache, v_cache, index):
+  def local(q, k, v, k_cache, v_cache, index, sinks=None):
     rows = jnp.arange(q.shape[0])[:, None]
     k_cache = k_cache.at[rows, index].set(k.astype(k_cache.dtype))
     v_cache = v_cache.at[rows, index].set(v.astype(v_cache.dtype))
@@ -149,13 +151,14 @@ def cached_attention(
     visible_B1TS = (slots <= index[:, :, None])[:, None]
     if window is not None:
       visible_B1TS &= (slots > index[:, :, None] - window)[:, None]
-    if soft_cap is not None:
-      return _capped(q, k_cache, v_cache, visible_B1TS, soft_cap, None), k_cache, v_cache
+    if soft_cap is not None or sinks is not None:
+      return _capped(q, k_cache, v_cache, visible_B1TS, soft_cap, sinks), k_cache, v_cache
     y = jax.nn.dot_product_attention(q, k_cache, v_cache, mask=visible_B1TS, implementation="xla")
     return y, k_cache, v_cache
 
+  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads",),))
   return island(
     local,
-    in_axes=(Q_AXES, KV_AXES, KV_AXES, KV_AXES, KV_AXES, TOKEN_AXES),
+    in_axes=(Q_AXES, KV_AXES, KV_AXES, KV_AXES, KV_AXES, TOKEN_AXES, *sinks_axes),
     out_axes=(Q_AXES, KV_AXES, KV_AXES),
-  )(q_BTNH, k_BTKH, v_BTKH, k_cache_BSKH, v_cache_BSKH, index_BT)
+  )(q_BTNH, k_BTKH, v_BTKH, k_cache_BSKH, v_cache_BSKH, index_BT, *sinks)

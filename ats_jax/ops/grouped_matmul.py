@@ -62,6 +62,41 @@ def _backward(kernels, residuals, gradients):
 grouped_matmuls.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def add_by_group(y_MF: jax.Array, bias_EF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+  """`y[m] + bias[g(m)]`; rows past the last group stay.
+
+  The gradient of the biases is a matmul: scattered adds are slow, and their order is not fixed.
+
+  Args:
+    y_MF: rows [rows, width], sorted by group.
+    bias_EF: [groups, width], same dtype.
+    sizes_E: int32 [groups]; their sum may be less than M.
+  """
+  group_M = _find(jnp.cumsum(sizes_E), jnp.arange(y_MF.shape[0]))
+  return y_MF + bias_EF.at[group_M].get(mode="fill", fill_value=0)
+
+
+def _add_forward(y_MF, bias_EF, sizes_E):
+  return add_by_group(y_MF, bias_EF, sizes_E), sizes_E
+
+
+def _add_backward(sizes_E, dy_MF):
+  group_M = _find(jnp.cumsum(sizes_E), jnp.arange(dy_MF.shape[0]))
+  is_in_ME = group_M[:, None] == jnp.arange(sizes_E.shape[0])
+  dbias_EF = jnp.einsum(
+    "ME,MF->EF",
+    is_in_ME.astype(dy_MF.dtype),
+    dy_MF,
+    preferred_element_type=_wide(dy_MF.dtype),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return dy_MF, dbias_EF.astype(dy_MF.dtype), None
+
+
+add_by_group.defvjp(_add_forward, _add_backward)
+
+
 def _matmul(x_MD, w_EDF, sizes_E, kernels):
   kernel = _kernel("forward", x_MD, w_EDF.shape, kernels)
   if kernel is not None:
@@ -111,6 +146,11 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
   return jnp.promote_types(dtype, jnp.float32)
 
 
+def _find(ends: jax.Array, at: jax.Array) -> jax.Array:
+  """In which of the intervals that end there each place lies; their number past the last."""
+  return jnp.searchsorted(ends, at, side="right", method="compare_all")
+
+
 class _Tiles:
   """Rows cut into tiles of R that lie in one group each; the last one of a group is filled up.
 
@@ -125,15 +165,14 @@ class _Tiles:
     ends_E = jnp.cumsum(sizes_E)
     tile_ends_E = jnp.cumsum(-(-sizes_E // self.rows))
     tile_J = jnp.arange(-(-num_rows // self.rows) + num_groups)
-    find = lambda ends, at: jnp.searchsorted(ends, at, side="right", method="compare_all")
-    self.group_J = jnp.minimum(find(tile_ends_E, tile_J), num_groups - 1)
+    self.group_J = jnp.minimum(_find(tile_ends_E, tile_J), num_groups - 1)
     starts_E, tile_starts_E = ends_E - sizes_E, tile_ends_E - (-(-sizes_E // self.rows))
     first_J = starts_E[self.group_J] + (tile_J - tile_starts_E[self.group_J]) * self.rows
     source_JR = first_J[:, None] + jnp.arange(self.rows)
     inside_JR = (source_JR < ends_E[self.group_J][:, None]) & (tile_J < tile_ends_E[-1])[:, None]
     self.source_JR = jnp.where(inside_JR, source_JR, num_rows)
     row_M = jnp.arange(num_rows)
-    group_M = jnp.minimum(find(ends_E, row_M), num_groups - 1)
+    group_M = jnp.minimum(_find(ends_E, row_M), num_groups - 1)
     slot_M = tile_starts_E[group_M] * self.rows + row_M - starts_E[group_M]
     self.slot_M = jnp.where(row_M < ends_E[-1], slot_M, self.source_JR.size)
 

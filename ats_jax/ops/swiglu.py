@@ -1,6 +1,7 @@
 """The gate of a feed-forward. Letters: F d_ff."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +11,76 @@ from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import in_place
 
 
+class Gating(NamedTuple):
+  """How a gate and what it lets through are joined. Static.
+
+  Attributes:
+    kind: "silu" (`swiglu`), "gelu_tanh" or "clamped" (`clamped_swiglu`).
+    limit: of "clamped".
+    slope: likewise.
+  """
+
+  kind: str = "silu"
+  limit: float = 7.0
+  slope: float = 1.702
+
+
 def gated(
-  gate: jax.Array, up: jax.Array, activation: str = "silu", kernels: Kernels = XLA
+  gate: jax.Array, up: jax.Array, gating: Gating = Gating(), kernels: Kernels = XLA
 ) -> jax.Array:
-  """`activation(gate) * up`; "gelu_tanh" has no kernel.
+  """`activation(gate) * up`, or what `gating` says; only "silu" has a kernel.
 
   Args:
     gate: [..., d_ff].
     up: like `gate`.
-    activation: "silu" (`swiglu`) or "gelu_tanh".
+    gating: the function.
     kernels: what runs.
 
   Returns:
     Array like `gate`.
   """
-  if activation == "silu":
+  if gating.kind == "silu":
     return swiglu(gate, up, kernels)
-  assert activation == "gelu_tanh", activation
+  if gating.kind == "clamped":
+    return clamped_swiglu(gate, up, gating.limit, gating.slope)
+  assert gating.kind == "gelu_tanh", gating.kind
   return (jax.nn.gelu(_wide(gate), approximate=True) * _wide(up)).astype(gate.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, slope: float) -> jax.Array:
+  """`g * sigmoid(slope * g) * (u + 1)` of clamped g and u (gpt-oss, arXiv:2508.10925).
+
+  In float32 or wider, rounded once.
+
+  Args:
+    gate: [..., d_ff]; `g = min(gate, limit)`.
+    up: like `gate`; `u` is within `limit` on both sides.
+    limit: above 0.
+    slope: of the sigmoid.
+
+  Returns:
+    Array like `gate`.
+  """
+  gate32, up32 = jnp.minimum(_wide(gate), limit), jnp.clip(_wide(up), -limit, limit)
+  return (gate32 * jax.nn.sigmoid(slope * gate32) * (up32 + 1)).astype(gate.dtype)
+
+
+def _clamped_forward(gate, up, limit, slope):
+  return clamped_swiglu(gate, up, limit, slope), (gate, up)
+
+
+def _clamped_backward(limit, slope, residuals, dy):
+  gate, up = residuals
+  gate32, up32 = jnp.minimum(_wide(gate), limit), jnp.clip(_wide(up), -limit, limit)
+  dy32, sigmoid = _wide(dy), jax.nn.sigmoid(slope * gate32)
+  slope_here = sigmoid * (1 + slope * gate32 * (1 - sigmoid))
+  dgate = jnp.where(gate <= limit, dy32 * (up32 + 1) * slope_here, 0)
+  dup = jnp.where(jnp.abs(up) <= limit, dy32 * gate32 * sigmoid, 0)
+  return dgate.astype(gate.dtype), dup.astype(up.dtype)
+
+
+clamped_swiglu.defvjp(_clamped_forward, _clamped_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

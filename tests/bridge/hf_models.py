@@ -127,6 +127,23 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3_moe",
     {**MOE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 12, "mlp_only_layers": [0]},
   ),
+  "gpt_oss": (
+    "gpt_oss",
+    {**MOE, "num_local_experts": 5, "head_dim": 12, "sliding_window": 20, "swiglu_limit": 0.9}
+    | {"rope_parameters": YARN},
+  ),
+  "gpt_oss-odd": (
+    "gpt_oss",
+    {**MOE, **ODD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    | {"swiglu_limit": 1.4, "swiglu_alpha": 1.1, "tie_word_embeddings": True}
+    | {"rope_parameters": {**YARN, "truncate": True, "attention_factor": 1.2}},
+  ),
+  "gpt_oss-all-windows": (
+    "gpt_oss",
+    {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 16, "swiglu_limit": 0.7}
+    | {"layer_types": ["sliding_attention"] * 3},
+  ),
   "olmoe": ("olmoe", {**MOE, "num_experts": 6}),
   "olmoe-normed": (
     "olmoe",
@@ -138,10 +155,10 @@ CASES: dict[str, tuple[str, dict]] = {
 SHARP = 1.75  # of queries and keys: the scores of attention spread by its square
 
 
-def make(case: str, seed: int = 0) -> transformers.PreTrainedModel:
+def make(case: str, seed: int = 0, **changes) -> transformers.PreTrainedModel:
   """The model of a case, in float32."""
   kind, fields = CASES[case]
-  config = transformers.AutoConfig.for_model(kind, **{**SMALL, **fields})
+  config = transformers.AutoConfig.for_model(kind, **{**SMALL, **fields, **changes})
   config._attn_implementation = "eager"
   torch.manual_seed(seed)
   model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -108,7 +108,8 @@ def other(setting, value):
   if isinstance(value, bool):
     return not value
   if isinstance(value, str):
-    return {"all": "head", "head": "all", "silu": "gelu_tanh", "gelu_tanh": "silu"}[value]
+    others = {"all": "head", "head": "all", "silu": "gelu_tanh", "gelu_tanh": "silu"}
+    return {**others, "clamped": "silu"}[value]
   if isinstance(value, float):
     return 1.5 * value + (0.5 if not value else 0.0)
   return value + 1

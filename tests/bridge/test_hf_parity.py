@@ -1,6 +1,7 @@
 """Our models beside those of `transformers` with the same weights."""
 
 import functools
+import json
 import math
 
 import hf_gate
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from hf_models import CASES, SEQ_LEN
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
@@ -111,6 +114,39 @@ def test_a_folder_in_bfloat16_keeps_its_bits(tmp_path):
   for tensor in one.tensors:
     got, want = other.tensors[tensor].read(), one.tensors[tensor].read()
     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=tensor)
+
+
+def quantise(weights):
+  """Random MXFP4 in the shapes of experts' matrices [experts, inputs, outputs]."""
+  experts, inputs, outputs = weights.shape
+  shape = (experts, outputs, inputs // 32)
+  blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+  return blocks, torch.randint(121, 126, shape, dtype=torch.uint8)
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
+  """Bit for bit, and the logits of the folder are those of the model that it stands for."""
+  sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+  model = hf_models.make("gpt_oss", **sizes)
+  plain, packed = dict(model.state_dict()), {}
+  for name in [n for n in plain if n.endswith(("gate_up_proj", "down_proj"))]:
+    blocks, scales = quantise(plain[name])
+    packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    plain[name] = convert_moe_packed_tensors(blocks, scales)
+  model.load_state_dict({n: t.float() for n, t in plain.items()})
+  folder = hf_models.save(model, tmp_path / "hf")
+  kept = {n: t for n, t in plain.items() if f"{n}_blocks" not in packed}
+  save_file({n: t.contiguous() for n, t in (kept | packed).items()}, folder / "model.safetensors")
+  fields = json.loads((folder / "config.json").read_text())
+  fields["quantization_config"] = {"quant_method": "mxfp4"}
+  (folder / "config.json").write_text(json.dumps(fields))
+
+  source = open_source(folder)
+  for name in (n.removesuffix("_blocks") for n in packed if n.endswith("_blocks")):
+    want = plain[name].view(torch.int16).numpy()
+    np.testing.assert_array_equal(source.tensors[name].read().view(np.int16), want, err_msg=name)
+  tokens = hf_models.rows()
+  assert hf_gate.passes(source, tokens, hf_models.logits(model, tokens))
 
 
 def test_the_report_tells_a_wrong_weight(cases):

@@ -39,6 +39,7 @@ LAYER = {
   "model.init_std": 0.6,  # so that every gradient is of order 1
   "moe.d_ff": 4,
   "moe.num_shared": 1,
+  "moe.expert_bias": True,
 }
 # Three choices among two experts on a device of (2, 1, 1, 4), one expert on a device in capacity
 # mode, where one of the four is an idle slot.
@@ -85,6 +86,8 @@ def weights(mode):
   for name in values:
     if ".load_E" in name:
       values[name] = rng.dirichlet(np.ones(values[name].size))
+    if ".bias.value" in name:  # of experts, 0 at first
+      values[name] = rng.standard_normal(values[name].shape)
   return values
 
 

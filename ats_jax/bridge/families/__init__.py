@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ats_jax.bridge.families import (
   gemma2,
   gemma3,
+  gpt_oss,
   llama,
   mistral,
   mixtral,
@@ -17,5 +18,5 @@ from ats_jax.bridge.family import Family
 
 FAMILIES: Mapping[str, Family] = {
   module.FAMILY.model_type: module.FAMILY
-  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, olmoe)
+  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, olmoe, gpt_oss)
 }

@@ -33,16 +33,23 @@ ATTENTION = (
   *(Row(f"{L}/attn/{p}", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
   OUT,
 )
-ATTENTION_WITH_BIAS = (
+QKV_WITH_BIAS = (
   *(Row(f"{L}/attn/{p}/weight", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
   *(Row(f"{L}/attn/{p}/bias", f"{THEIRS}.self_attn.{p}_proj.bias", FLAT) for p in "qkv"),
-  OUT,
 )
+ATTENTION_WITH_BIAS = (*QKV_WITH_BIAS, OUT)
 QK_NORM = tuple(
   Row(f"{L}/attn/{p}_norm/scale", f"{THEIRS}.self_attn.{p}_norm.weight", SAME) for p in "qk"
 )
 MLP = tuple(
   Row(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED) for p in ("gate", "up", "down")
+)
+
+# What the router keeps of balancing by a bias.
+BALANCE = (
+  Own(f"{L}/mlp/router/bias_E", np.zeros, needed=True),
+  # The load of a step that has not been: every expert its share.
+  Own(f"{L}/mlp/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False),
 )
 
 
@@ -54,9 +61,7 @@ def experts(prefix: str, gate: str, up: str, down: str) -> tuple[Row | Own, ...]
     Row(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
     Row(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
     Row(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
-    Own(f"{mlp}/router/bias_E", np.zeros, needed=True),
-    # The load of a step that has not been: every expert its share.
-    Own(f"{mlp}/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False),
+    *BALANCE,
   )
 
 
@@ -172,14 +177,16 @@ class Rope:
 
   Attributes:
     theta: what a missing one means.
+    scaling: what missing fields mean.
   """
 
   theta: float = 10_000.0
+  scaling: tuple[tuple[str, Any], ...] = ()
   keys: tuple[str, ...] = ("rope_parameters", "rope_theta", "rope_scaling")
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    fields = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
+    fields = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or self.scaling)
     fields.setdefault("rope_theta", theirs.get("rope_theta", self.theta))
     return read_rope(fields, theirs.get("max_position_embeddings"))
 

@@ -28,9 +28,14 @@ class ModelConfig:
   )
   activation: str = setting(
     "silu",
-    "of the gate of a feed-forward: SwiGLU's, or GELU by tanh (GeGLU)",
-    choices=("silu", "gelu_tanh"),
+    "of the gate of a feed-forward: SwiGLU's, GELU by tanh (GeGLU), or SwiGLU of clamped inputs, "
+    "g * sigmoid(gate_slope * g) * (u + 1)",
+    choices=("silu", "gelu_tanh", "clamped"),
   )
+  gate_limit: float = setting(
+    7.0, "with activation=clamped: g is at most this, and u within it on both sides", low=0.01
+  )
+  gate_slope: float = setting(1.702, "with activation=clamped: of the sigmoid", low=0.0)
   rope_theta: float = setting(10_000.0, "base of the rotary frequencies", low=1.0)
   rope_scaling: str = setting(
     "none",
@@ -55,6 +60,10 @@ class ModelConfig:
     0.0, "multiplies rotated queries and keys (YaRN); 0 = 0.1 ln(rope_factor) + 1", low=0.0
   )
   qkv_bias: bool = setting(False, "add trained vectors to queries, keys and values")
+  attn_out_bias: bool = setting(False, "add a trained vector to attention's output")
+  attn_sinks: bool = setting(
+    False, "train a logit of each head that every query sees beside its keys, with value 0"
+  )
   qk_norm: bool = setting(False, "RMS-normalise queries and keys before RoPE")
   qk_norm_scope: str = setting(
     "head", "what qk_norm takes together: each head, or all heads", choices=("head", "all")

@@ -22,6 +22,7 @@ class MoEConfig:
     "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid")
   )
   router_bias: bool = setting(False, "train an offset of each expert's logit")
+  expert_bias: bool = setting(False, "add trained vectors to an expert's gate, up and output")
   renormalize: bool = setting(
     True,
     "divide the scores of a token's experts by their sum; with top_k = 1 never, as the router "

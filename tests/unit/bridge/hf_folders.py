@@ -26,6 +26,7 @@ FIELDS = {
 OF_KIND: dict[str, dict[str, Any]] = {
   "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
   "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+  "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
   "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 

@@ -9,7 +9,7 @@ from ats_jax.bridge.convert import abstract_parts
 from ats_jax.bridge.export import choose_family
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import read_rope, write_rope
-from ats_jax.bridge.family import architecture, items
+from ats_jax.bridge.family import architecture, items, together
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
 
@@ -32,7 +32,7 @@ def test_a_config_comes_back_as_it_was(kind):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_array_is_in_one_row_and_every_tensor_in_one_array(kind):
   planned = items(FAMILIES[kind], {n: p.shape for n, p in abstract_parts(config(kind)).items()})
-  theirs = [name for item in planned for name in item.theirs]
+  theirs = [name for item, *_ in together(planned) for name in item.theirs]
   assert len(theirs) == len(set(theirs)) > 20
   layers = [int(i.ours.split("/")[1]) for i in planned if i.ours.startswith("layers/")]
   assert layers == sorted(layers)  # a layer at a time
@@ -50,6 +50,8 @@ def test_a_model_is_exported_as_its_own_family(kind):
     ({"moe.num_experts": 4, "moe.null_experts": 1}, "moe.null_experts=1"),
     ({"moe.num_experts": 4, "moe.score": "sigmoid"}, "moe.score=sigmoid"),
     ({"model.qk_norm": True, "model.qkv_bias": True}, "model.qkv_bias=True"),
+    ({"model.attn_sinks": True}, "gpt_oss: moe.num_experts=0: it has experts"),
+    ({"moe.num_experts": 4, "moe.expert_bias": True}, "moe.expert_bias=True"),
   ],
 )
 def test_what_no_family_has_is_named(changes, words):
@@ -61,6 +63,7 @@ def test_what_no_family_has_is_named(changes, words):
 def test_the_first_family_that_fits_is_chosen():
   assert choose_family(config("qwen2")).model_type == "qwen2"
   assert choose_family(config("olmoe")).model_type == "olmoe"
+  assert choose_family(config("gpt_oss")).model_type == "gpt_oss"
   with pytest.raises(ValueError, match="no-such is unknown"):
     choose_family(config("llama"), "no-such")
 
@@ -81,6 +84,30 @@ def test_the_first_family_that_fits_is_chosen():
 def test_what_this_program_has_not_is_refused(fields, words):
   with pytest.raises(ValueError, match=words):
     FAMILIES["llama"].read(fields_of("llama", **fields))
+
+
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' in config.json, and"),
+    ({"attention_bias": False}, "attention_bias is False"),
+    ({"num_experts_per_tok": 1}, "top_k must be more"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, r"layers \[0, 2\]"),
+  ],
+)
+def test_what_gpt_oss_may_say_and_this_program_has_not(fields, words):
+  with pytest.raises(ValueError, match=words):
+    FAMILIES["gpt_oss"].read(fields_of("gpt_oss", **fields))
+
+
+def test_the_published_fields_of_gpt_oss():
+  """As the folders of 20B and 120B have them, with copies of fields that nothing reads."""
+  scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+             "original_max_position_embeddings": 4096, "truncate": False}  # fmt: skip
+  fields = fields_of("gpt_oss", rope_theta=150_000, rope_scaling=scaling, swiglu_limit=7.0,
+                     experts_per_token=2, initial_context_length=4096, attention_bias=True,
+                     quantization_config={"quant_method": "mxfp4"})  # fmt: skip
+  assert FAMILIES["gpt_oss"].read(fields) == FAMILIES["gpt_oss"].read(fields_of("gpt_oss"))
 
 
 def test_older_rotary_fields_mean_the_same():

@@ -83,12 +83,12 @@ def test_a_wrong_dtype(tmp_path):
   data = bytearray((folder / "model.safetensors").read_bytes())
   length = int.from_bytes(data[:8], "little")
   header = json.loads(data[8 : 8 + length])
-  header[Q]["dtype"] = "U8"
+  header[Q]["dtype"] = "I8"
   text = json.dumps(header, separators=(",", ":")).encode()
   (folder / "model.safetensors").write_bytes(
     len(text).to_bytes(8, "little") + text + data[8 + length :]
   )
-  with pytest.raises(ValueError, match=f"tensor {Q} is in U8, expected one of F32, F16, BF16"):
+  with pytest.raises(ValueError, match=f"tensor {Q} is in I8, expected one of F32, F16, BF16"):
     check(folder)
 
 

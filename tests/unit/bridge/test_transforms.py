@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
+from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2, Interleaved
 
 TRANSFORMS = [SAME, FLAT, TRANSPOSED, TRANSPOSED_2]
 SHAPES = st.lists(st.integers(1, 5), min_size=3, max_size=3).map(tuple)
@@ -19,6 +19,19 @@ def test_both_directions_are_inverse(transform, shape):
   assert theirs.shape == transform.their_shape(shape)
   np.testing.assert_array_equal(transform.to_ours(theirs, shape), ours)
   assert sorted(theirs.reshape(-1)) == sorted(ours.reshape(-1))
+
+
+@given(shape=SHAPES, of=st.integers(2, 4))
+def test_interleaved_arrays_come_apart_and_together(shape, of):
+  rng = np.random.default_rng(0)
+  ours = [rng.normal(size=shape) for _ in range(of)]
+  transforms = [Interleaved(first, of) for first in range(of)]
+  theirs = np.full(transforms[0].their_shape(shape), np.nan)
+  for transform, array in zip(transforms, ours, strict=True):
+    transform.put(array, theirs)
+  for transform, array in zip(transforms, ours, strict=True):
+    np.testing.assert_array_equal(transform.to_ours(theirs, shape), array)
+  np.testing.assert_array_equal(theirs[..., :of], np.stack([a[..., 0] for a in ours], axis=-1))
 
 
 def test_a_projection_of_heads():

@@ -236,8 +236,10 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
        "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True},
       {"moe.router_bias": True, "moe.renormalize": True, "model.head_dim": 64,
-       "model.window": 128, "model.full_every": 2, "model.qkv_bias": True},
-      {"model_type": "attention sink"},
+       "model.window": 128, "model.full_every": 2, "model.qkv_bias": True,
+       "model.attn_sinks": True, "moe.expert_bias": True, "model.activation": "clamped",
+       "model.rope_scaling": "yarn", "model.rope_whole_pairs": False},
+      {},
     ),
     (
       {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},

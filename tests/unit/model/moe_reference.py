@@ -13,7 +13,10 @@ BUFFERS = ("bias_E", "load_E", "active_S", "side_S", "direction_SD", "penalty_S"
 def weights_of(moe: Any) -> dict[str, Any]:
   """The arrays of a module, or of its gradient."""
   found = {"router": moe.router.weight[...]}
-  found |= {name: getattr(moe, name).weight[...] for name in ("gate", "up", "down")}
+  for name in ("gate", "up", "down"):
+    found[name] = getattr(moe, name).weight[...]
+    if (bias := getattr(moe, name).bias) is not None:
+      found[f"{name}_bias"] = bias[...]
   if moe.router.offset is not None:
     found["offset"] = moe.router.offset[...]
   if moe.shared is not None:
@@ -31,8 +34,14 @@ def silu(x):
   return x / (1 + jnp.exp(-x))
 
 
-def feed_forward(x, gate, up, down):
-  return (silu(x @ gate) * (x @ up)) @ down
+def feed_forward(model, x, weights):
+  """Of one token, by the three matrices and their biases, if there are any."""
+  plus = lambda name, y: y @ weights[name] + weights.get(f"{name}_bias", 0.0)
+  gate, up = plus("gate", x), plus("up", x)
+  if model.activation == "clamped":
+    gate, up = jnp.minimum(gate, model.gate_limit), jnp.clip(up, -model.gate_limit, model.gate_limit)
+    return plus("down", gate / (1 + jnp.exp(-model.gate_slope * gate)) * (1 + up))
+  return plus("down", silu(gate) * up)
 
 
 def slots(cfg) -> int:
@@ -121,7 +130,7 @@ def plan(cfg, x, weights, buffers, valid, noise=None, *, dropping: bool):
   return chosen, kept
 
 
-def mixture(cfg, x, weights, buffers, valid, decided):
+def mixture(cfg, model, x, weights, buffers, valid, decided):
   """Output [batch, seq, d_model], and `MoEStats` as a dict; differentiable in x and weights."""
   chosen, kept = decided
   num_open = int(np.sum(is_open(cfg, buffers)))
@@ -136,10 +145,11 @@ def mixture(cfg, x, weights, buffers, valid, decided):
         load_E[e] += 1
         share_E[e] += 1 / (len(tokens) * cfg.top_k)
         if e < slots(cfg) and e in kept[b][t]:
-          expert = (weights[n][e] for n in ("gate", "up", "down"))
-          row[t] += gate * feed_forward(x[b, t], *expert)
+          own = [n for n in weights if n.removesuffix("_bias") in ("gate", "up", "down")]
+          row[t] += gate * feed_forward(model, x[b, t], {n: weights[n][e] for n in own})
       if cfg.num_shared:
-        row[t] += feed_forward(x[b, t], *(weights[f"shared_{n}"] for n in ("gate", "up", "down")))
+        shared = {n: weights[f"shared_{n}"] for n in ("gate", "up", "down")}
+        row[t] += feed_forward(model, x[b, t], shared)
       mean_E += probs_E / len(tokens)
       stats["balance"] += num_open * jnp.sum(buffers["load_E"] * probs_E)
       stats["z"] += jnp.log(jnp.sum(jnp.exp(logits_E))) ** 2

@@ -16,6 +16,25 @@ LLAMA_8B = {
   "model.d_ff": 14_336,
   "data.seq_len": 4096,
 }
+# gpt-oss-20b (arXiv:2508.10925, table 1): 20.91e9 parameters, of which 19.12e9 in feed-forwards with
+# routers, 0.64e9 in attention, 1.16e9 in the table and the head.
+GPT_OSS_20B = {
+  "model.vocab_size": 201_088,
+  "model.num_layers": 24,
+  "model.d_model": 2880,
+  "model.num_heads": 64,
+  "model.num_kv_heads": 8,
+  "model.head_dim": 64,
+  "model.d_ff": 2880,
+  "model.qkv_bias": True,
+  "model.attn_out_bias": True,
+  "model.attn_sinks": True,
+  "moe.num_experts": 32,
+  "moe.top_k": 4,
+  "moe.d_ff": 2880,
+  "moe.router_bias": True,
+  "moe.expert_bias": True,
+}
 SEQ = 16  # of the tiny models: 4 layers, 32 wide
 ATTENTION = 32 * (4 + 2 + 2 + 4) * 8  # parameters of a layer
 EXPERT = 3 * 32 * 64
@@ -50,6 +69,21 @@ def test_llama_8b(mesh):
   assert counts.active == counts.parameters
 
 
+def test_gpt_oss_20b(mesh):
+  cfg = tiny_config(GPT_OSS_20B)
+  counts = count(cfg, abstract(cfg), SEQ)
+  total = {name: part.total for name, part in counts.parts.items()}
+  attention = 2880 * (4096 + 512 + 512) + 5120 + 4096 * 2880 + 2880 + 64
+  experts = 32 * (3 * 2880 * 2880 + 3 * 2880)
+  router = 2880 * 32 + 32
+  assert total["attention"] == 24 * attention
+  assert total["experts"] == 24 * experts and total["routers"] == 24 * router
+  table = 2 * 201_088 * 2880
+  assert counts.parameters == 24 * (attention + experts + router + 2 * 2880) + table + 2880
+  published = [total["experts"] + total["routers"], total["attention"], table, counts.parameters]
+  assert [round(n / 1e9, 2) for n in published] == [19.12, 0.64, 1.16, 20.91]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_those_of_the_tree(mesh, tied):
   cfg = tiny_config({"model.tie_embeddings": tied, "model.qk_norm": True})
@@ -75,6 +109,15 @@ def test_experts(mesh):
     "norms": Part(4 * NORMS + 32, 4 * NORMS + 32),
     "head": Part(TABLE, TABLE),
   }
+
+
+def test_biases_of_experts(mesh):
+  sizes = dict(moe__num_experts=8, moe__top_k=2)
+  plain, more = counted(**sizes), counted(**sizes, moe__expert_bias=True, moe__router_bias=True)
+  bias = 64 + 64 + 32
+  assert more.parts["experts"].total - plain.parts["experts"].total == 4 * 8 * bias
+  assert more.parts["experts"].active - plain.parts["experts"].active == 4 * 2 * bias
+  assert more.parameters - plain.parameters == 4 * 8 * (bias + 1)
 
 
 def test_spare_experts_are_never_active_and_null_experts_take_their_share(mesh):

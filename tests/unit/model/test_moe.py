@@ -30,6 +30,7 @@ SIGMOID = {"moe.score": "sigmoid"}
 CAPACITY = {"moe.dispatch": "capacity", "moe.capacity_factor": 1.0}
 BY_WEIGHT = CAPACITY | {"moe.drop_policy": "weight"}
 FOUR = {"moe.num_experts": 4}
+CLAMPED = {"moe.expert_bias": True, "model.activation": "clamped", "model.gate_limit": 0.7}
 # The router has 8 outputs in all of them: the loops compile each operation once a shape.
 VARIANTS = {
   "plain": {},
@@ -47,7 +48,9 @@ VARIANTS = {
   "spare": FOUR | {"moe.spare_experts": 4, "moe.router_bias": True},
   "spare, null": {"moe.num_experts": 3, "moe.spare_experts": 2, "moe.null_experts": 3} | SIGMOID,
   "spare, groups of one": FOUR | {"moe.spare_experts": 4, "moe.num_groups": 4, "moe.top_groups": 2},
+  "biases, clamped": CLAMPED | {"moe.num_shared": 1, "moe.router_bias": True},
   "capacity": CAPACITY | {"moe.num_shared": 1},
+  "capacity, biases, clamped": CAPACITY | CLAMPED,
   "capacity, weight": BY_WEIGHT,
   "capacity, weight, one": BY_WEIGHT | {"moe.top_k": 1},
   "capacity, spare": FOUR | CAPACITY | {"moe.spare_experts": 4, "moe.top_k": 3} | SIGMOID,
@@ -66,7 +69,10 @@ def make(changes, seed=0):
   router.load_E[...] = jnp.array(rng.dirichlet(np.ones(outputs)))
   if router.offset is not None:
     router.offset[...] = jnp.array(rng.normal(0, 0.5, outputs))
-  return cfg.moe, moe
+  for layer in (moe.gate, moe.up, moe.down):
+    if layer.bias is not None:
+      layer.bias[...] = jnp.array(rng.normal(0, 0.5, layer.bias.shape))
+  return cfg, moe
 
 
 def inputs():
@@ -116,10 +122,10 @@ def run_reference(cfg, moe, x, valid, cotangent, dropping, noise):
   weights = {n: jnp.array(np.asarray(w)) for n, w in reference.weights_of(moe).items()}
   x = jnp.array(x)
   buffers = reference.buffers_of(moe)
-  decided = reference.plan(cfg, x, weights, buffers, valid, noise, dropping=dropping)
+  decided = reference.plan(cfg.moe, x, weights, buffers, valid, noise, dropping=dropping)
 
   def f(weights, x):
-    y, stats = reference.mixture(cfg, x, weights, buffers, valid, decided)
+    y, stats = reference.mixture(cfg.moe, cfg.model, x, weights, buffers, valid, decided)
     return objective(y, stats, cotangent), (y, stats)
 
   (d_weights, dx), (y, stats) = jax.grad(f, argnums=(0, 1), has_aux=True)(weights, x)
@@ -142,14 +148,14 @@ def check(got, want):
 def test_values_gradients_and_statistics(mesh, changes):
   with jax.enable_x64(True):
     cfg, moe = make(changes)
-    if cfg.spare_experts and cfg.num_groups == 1:
+    if cfg.moe.spare_experts and cfg.moe.num_groups == 1:
       split_an_expert(moe)
     x, valid, cotangent = inputs()
     key = noise = None
-    if cfg.noise:
+    if cfg.moe.noise:
       key = jax.random.key(3)
       noise = jax.random.normal(key, (BATCH, SEQ, moe.router.bias_E.shape[0]))
-    dropping = cfg.dispatch == "capacity"
+    dropping = cfg.moe.dispatch == "capacity"
     want = run_reference(cfg, moe, x, valid, cotangent, dropping, noise)
     got = run(moe, x, valid, cotangent, key=key)
     check(got, want)
@@ -176,7 +182,7 @@ def test_padding_goes_nowhere_and_shows_nowhere(mesh, variant):
 def test_the_router_of_one_choice_learns_from_the_output(mesh, variant):
   with jax.enable_x64(True):
     cfg, moe = make(VARIANTS[variant])
-    assert cfg.renormalize  # which would make every weight 1
+    assert cfg.moe.renormalize  # which would make every weight 1
     x, valid, cotangent = inputs()
     of_all, of_losses = (run(moe, x, valid, c)[2]["router"] for c in (cotangent, 0.0 * cotangent))
   assert np.abs(of_all - of_losses).max() > 0.05

@@ -14,6 +14,17 @@ from ats_jax.model.layout import layer_kinds, segments
 from ats_jax.ops.rope import Scaling, frequencies
 
 WINDOWS = {"model.num_layers": 4, "model.window": 5, "model.full_every": 2}
+OSS = {
+  "model.qkv_bias": True,
+  "model.attn_out_bias": True,
+  "model.attn_sinks": True,
+  "model.activation": "clamped",
+  "model.gate_limit": 0.5,
+  "moe.num_experts": 4,
+  "moe.top_k": 2,
+  "moe.router_bias": True,
+  "moe.expert_bias": True,
+}
 YARN = {
   "model.rope_scaling": "yarn",
   "model.rope_factor": 4.0,
@@ -28,13 +39,15 @@ YARN = {
   [
     {**WINDOWS, "model.window_rope_theta": 20.0},
     {"model.attn_soft_cap": 2.0, "model.window": 3, "model.attn_scale": 0.5},
-    {**YARN, "model.qkv_bias": True, "model.qk_norm": True, "model.qk_norm_scope": "all"},
+    {**YARN, **OSS, "model.window": 5, "model.qk_norm": True, "model.qk_norm_scope": "all"},
   ],
-  ids=["windows", "soft-cap", "yarn"],
+  ids=["windows", "soft-cap", "sinks"],
 )
 def test_with_a_cache_as_without(mesh, changes):
   cfg = tiny_config({"model.init_std": 0.3, **changes})
-  model = make_decoder(cfg)
+  waves = lambda a: 0.3 * jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape)
+  # No bias is 0 and no sink, as they are at first.
+  model = jax.jit(lambda m: jax.tree.map(lambda a: a + waves(a), m))(make_decoder(cfg))
   tokens = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
   positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
   ones = np.ones_like(tokens)
@@ -115,6 +128,9 @@ def test_options_are_counted(mesh):
   more = 4 * (32 + 16 + 16) + 4 * 2 * 32
   assert counts.parameters - plain.parameters == more
   assert counts.flops_causal - plain.flops_causal == 6 * more
+  sinks = tiny_config({**changes, "model.attn_out_bias": True, "model.attn_sinks": True})
+  added = count(sinks, make_decoder(sinks), 16).parameters - counts.parameters
+  assert added == 4 * (32 + 4)
 
 
 def test_keys_of_a_window(mesh):
@@ -148,6 +164,8 @@ def test_keys_of_a_window(mesh):
     ({"model.window": 4, "model.window_rope_theta": 0.5}, "model.window_rope_theta=0.5 is below 1"),
     ({"model.window": 4, "mod.routing": "static"}, "model.window=4 with mod.routing=static"),
     ({"model.qk_norm_scope": "all"}, "model.qk_norm_scope=all without model.qk_norm"),
+    ({"model.gate_limit": 5.0}, "model.gate_limit=5.0 does nothing with model.activation=silu"),
+    ({"model.activation": "clamped", "model.gate_limit": 0.0}, "model.gate_limit=0.0 is too small"),
     (
       {"model.qk_norm": True, "model.qk_norm_scope": "all", "mesh.tensor": 2},
       "model.qk_norm_scope=all takes all heads together; mesh.tensor=2",

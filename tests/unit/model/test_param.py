@@ -16,6 +16,9 @@ from ats_jax.model.param import Buffer, Param, Role, is_variable, params_of, rol
 HYBRID = {
   "model.num_layers": 4,
   "model.qk_norm": True,
+  "model.attn_out_bias": True,
+  "model.attn_sinks": True,
+  "moe.expert_bias": True,
   "moe.num_experts": 4,
   "moe.spare_experts": 2,
   "moe.top_k": 2,
@@ -38,12 +41,17 @@ AXES_AND_ROLES = {
   "attn.k.weight": (("embed", "kv_heads", "head_dim"), Role.MATRIX),
   "attn.v.weight": (("embed", "kv_heads", "head_dim"), Role.MATRIX),
   "attn.out.weight": (("heads", "head_dim", "embed"), Role.MATRIX),
+  "attn.out.bias": (("act_embed",), Role.BIAS),
+  "attn.sinks": (("heads",), Role.SINK),
   "dense.gate.weight": (("embed", "ff"), Role.MATRIX),
   "dense.up.weight": (("embed", "ff"), Role.MATRIX),
   "dense.down.weight": (("ff", "embed"), Role.MATRIX),
   "experts.gate.weight": (("experts", "embed", "ff"), Role.EXPERT),
   "experts.up.weight": (("experts", "embed", "ff"), Role.EXPERT),
   "experts.down.weight": (("experts", "ff", "embed"), Role.EXPERT),
+  "experts.gate.bias": (("experts", "ff"), Role.BIAS),
+  "experts.up.bias": (("experts", "ff"), Role.BIAS),
+  "experts.down.bias": (("experts", "act_embed"), Role.BIAS),
   "router.weight": (("embed", "router"), Role.ROUTER),
   "router.offset": (("router",), Role.BIAS),
   "router.bias_E": (("router",), Role.BUFFER),
@@ -132,7 +140,8 @@ class Two(nnx.Module):
 def test_labels_are_for_parameters_alone(mesh):
   labels = named_leaves(roles(trainable(abstract_decoder())))
   assert set(labels.values()) == {
-    Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.EMBEDDING, Role.HEAD, Role.NORM, Role.BIAS
+    Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.EMBEDDING, Role.HEAD, Role.NORM, Role.BIAS,
+    Role.SINK,
   }  # fmt: skip
   assert roles(Two(None).a).get_value() == "bias"
   assert [p.role for p in params_of(Two(None))] == [Role.BIAS]

@@ -53,9 +53,12 @@ def attend(x, weight, positions, visible, m, has_window):
     q, k, v = everything["q"][:, n], everything["k"][:, group], everything["v"][:, group]
     q, k = rotate(q, positions, theta), rotate(k, positions, theta)
     scores = cap(q @ k.T * (m.attn_scale or q.shape[-1] ** -0.5), m.attn_soft_cap)
-    scores = jnp.where(visible, scores, -1e30)
-    out = out + jax.nn.softmax(scores, -1) @ v @ weight("attn.out")[n]
-  return out
+    weights = jnp.where(visible, jnp.exp(scores), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if m.attn_sinks:
+      total = total + jnp.exp(weight("attn.sinks")[n])
+    out = out + (weights / total) @ v @ weight("attn.out")[n]
+  return out + weight("attn.out.bias") if m.attn_out_bias else out
 
 
 def row_logits(p, tokens, segments, positions, cfg):
@@ -76,7 +79,10 @@ def row_logits(p, tokens, segments, positions, cfg):
     gate, up = y @ weight("mlp.gate"), y @ weight("mlp.up")
     half = jnp.sqrt(2 / jnp.pi) * (gate + 0.044715 * gate**3)
     gelu = gate * (1 + jnp.tanh(half)) / 2
-    gate = gelu if m.activation == "gelu_tanh" else gate / (1 + jnp.exp(-gate))
+    if m.activation == "clamped":
+      gate, up = jnp.minimum(gate, m.gate_limit), 1 + jnp.clip(up, -m.gate_limit, m.gate_limit)
+    slope = m.gate_slope if m.activation == "clamped" else 1.0
+    gate = gelu if m.activation == "gelu_tanh" else gate / (1 + jnp.exp(-slope * gate))
     x = x + after((gate * up) @ weight("mlp.down"), weight, "mlp_post_norm.scale")
   head = p[".embed"] if m.tie_embeddings else p[".head"]
   return cap(norm(x, p[".final_norm.scale"], m) @ head.T, m.logit_soft_cap)
@@ -111,6 +117,10 @@ def reference_loss(p, rows, cfg):
       "model.qk_norm": True,
       "model.qk_norm_scope": "all",
       "model.window": 3,
+      "model.attn_out_bias": True,
+      "model.attn_sinks": True,
+      "model.activation": "clamped",
+      "model.gate_limit": 0.5,
     },
     {
       "model.num_layers": 4,

@@ -30,6 +30,7 @@ RTOL, ATOL = 1e-5, 1e-6
 # Rows of 24: many short documents, one long, padding at the end, padding only.
 LENGTHS = [[1, 2, 3, 4, 5, 9], [24], [7, 10], [1] * 8 + [5], []]
 SEQ = 24
+SINKS = [-1.0, 0.0, 0.5, 2.0]
 
 
 def make_qkv(batch, heads, kv_heads, seq=SEQ, head_dim=8, seed=0):
@@ -180,7 +181,7 @@ def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
   monkeypatch.setattr(_compat, "cudnn_attention_backward", kernel_backward)
   q, k, v = make_qkv(8, 4, 2)
   segments, _ = pack((LENGTHS * 2)[:8], SEQ)
-  sinks = jnp.array([-1.0, 0.0, 0.5, 2.0]) if with_sinks else None
+  sinks = jnp.array(SINKS) if with_sinks else None
 
   def loss(q, k, v, sinks, implementation):
     f = lambda q, k, v, sinks: attention(
@@ -207,7 +208,7 @@ def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
-@pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 0.5, 2.0]])
+@pytest.mark.parametrize("sinks", [None, SINKS])
 def test_windows_soft_caps_and_sinks(mesh, window, soft_cap, sinks):
   q, k, v = make_qkv(len(LENGTHS), 4, 2)
   segments, _ = pack(LENGTHS, SEQ)
@@ -240,8 +241,11 @@ def test_what_attention_cannot_do_is_an_error(mesh, changes, words):
 
 
 @hypothesis.settings(max_examples=20)
-@hypothesis.given(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=6))
-def test_cached_attention_equals_full_attention_for_any_split(parts):
+@hypothesis.given(
+  st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=6), st.sampled_from([None, SINKS])
+)
+def test_cached_attention_equals_full_attention_for_any_split(parts, sinks):
+  sinks_N = None if sinks is None else jnp.array(sinks)
   length, slots = sum(parts), 50
   q, k, v = make_qkv(2, 4, 2, seq=length)
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
@@ -251,12 +255,14 @@ def test_cached_attention_equals_full_attention_for_any_split(parts):
     for part in parts:
       new = slice(at, at + part)
       index = np.broadcast_to(np.arange(at, at + part), (2, part))
-      y, k_cache, v_cache = extend(q[:, new], k[:, new], v[:, new], k_cache, v_cache, index)
+      y, k_cache, v_cache = extend(
+        q[:, new], k[:, new], v[:, new], k_cache, v_cache, index, sinks_N=sinks_N
+      )
       pieces.append(y)
       at += part
   one_document = np.ones((2, length), np.int32)
   np.testing.assert_allclose(
-    np.concatenate(pieces, 1), reference(q, k, v, one_document), RTOL, ATOL
+    np.concatenate(pieces, 1), reference(q, k, v, one_document, sinks=sinks), RTOL, ATOL
   )
   for cache, new in ((k_cache, k), (v_cache, v)):
     np.testing.assert_array_equal(cache[:, :length], new)

@@ -10,7 +10,7 @@ from ats_jax.ops.adamw import Rates, adamw, clip_scale
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import Rule, route
-from ats_jax.ops.swiglu import swiglu
+from ats_jax.ops.swiglu import clamped_swiglu, swiglu
 
 pytestmark = pytest.mark.compat
 
@@ -51,6 +51,25 @@ def np_silu(x):
 def test_swiglu():
   args = [3 * draw(0, 3, 5), draw(1, 3, 5)]
   check_gradients(swiglu, lambda g, u: np_silu(g) * u, args, draw(2, 3, 5), wrt=(0, 1))
+
+
+def test_clamped_swiglu():
+  """Beyond its limit a gate has no gradient, and below minus the limit only `up` has none."""
+
+  def define(gate, up):
+    gate, up = np.minimum(gate, 2.0), np.clip(up, -2.0, 2.0)
+    return gate / (1 + np.exp(-1.5 * gate)) * (up + 1)
+
+  args = [3 * draw(0, 4, 5), 3 * draw(1, 4, 5)]
+  for values in args:
+    assert np.any(values > 2.1) and np.any(values < -2.1) and np.all(np.abs(np.abs(values) - 2) > 1e-3)
+  op = lambda gate, up: clamped_swiglu(gate, up, 2.0, 1.5)
+  check_gradients(op, define, args, draw(2, 4, 5), wrt=(0, 1))
+  in_bfloat16 = [jnp.asarray(a, jnp.bfloat16) for a in args]
+  want = define(*(np.asarray(a, np.float64) for a in in_bfloat16))
+  got = op(*in_bfloat16)
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1.01 * BF16)
 
 
 def test_swiglu_of_large_gates_is_finite():

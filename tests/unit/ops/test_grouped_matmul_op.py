@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from ats_jax.ops.grouped_matmul import grouped_matmul, grouped_matmuls
+from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmul, grouped_matmuls
 from ats_jax.ops.registry import FallbackError, choose_op
 from ats_jax.ops.requirements import Device
 
@@ -62,6 +62,27 @@ def test_values_and_gradients(case):
   for name, a, b in zip(("y", "dx", "dw"), got, in_numpy(x, w, sizes, dy), strict=True):
     assert a.dtype == jnp.float64
     np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_a_bias_for_each_group():
+  """Rows past the last group stay, an empty group gets no gradient."""
+  rng, sizes = np.random.default_rng(0), np.array([3, 0, 2])
+  with jax.enable_x64(True):
+    y, bias, dy = (rng.standard_normal(shape) for shape in ((7, 4), (3, 4), (7, 4)))
+    out, pull = jax.vjp(lambda y, bias: add_by_group(y, bias, jnp.array(sizes)), y, bias)
+    d_y, d_bias = pull(dy)
+  np.testing.assert_array_equal(out, y + np.concatenate([np.repeat(bias, sizes, 0), np.zeros((2, 4))]))
+  np.testing.assert_array_equal(d_y, dy)
+  np.testing.assert_allclose(d_bias, [dy[:3].sum(0), np.zeros(4), dy[3:5].sum(0)], 1e-12, 1e-12)
+
+
+def test_a_bias_for_each_group_is_exact_in_bfloat16():
+  sizes, ones = jnp.array([300, 2]), jnp.ones((302, 1), jnp.bfloat16)
+  bias = jnp.array([[1.0], [2.0**-7]], jnp.bfloat16)
+  out, pull = jax.vjp(lambda bias: add_by_group(ones, bias, sizes), bias)
+  assert out.dtype == jnp.bfloat16 and out[0, 0] == 2 and out[-1, 0] == 1 + 2.0**-7
+  (gradient,) = pull(ones)  # in bfloat16 a sum of ones stops at 256
+  assert gradient.dtype == jnp.bfloat16 and gradient.ravel().tolist() == [300, 2]
 
 
 def test_bfloat16_is_accumulated_in_float32():

@@ -1,0 +1,130 @@
+"""Weights in MXFP4: four bits each, with a power of two for each 32 (OCP Microscaling Formats 1.0).
+
+Letters: E experts, N outputs, G groups of inputs, B bytes of a group, D = 32 G inputs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from ats_jax.bridge.family import Values
+from ats_jax.bridge.safetensors_file import Stored
+from ats_jax.config.schema import Config
+
+BLOCKS, SCALES = "_blocks", "_scales"
+GROUP_BYTES = 16
+BIAS = 127  # of a scale's exponent
+MOST = 252  # 6 times a higher scale is more than bfloat16 holds; 255 stands for NaN
+_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_SIGNED = np.concatenate([_VALUES, -_VALUES])
+# The two values of each byte, the lower half first.
+_OF_BYTE = np.stack([np.tile(_SIGNED, 16), np.repeat(_SIGNED, 16)], axis=-1)
+
+
+def dequantise(blocks_NGB: np.ndarray, scales_NG: np.ndarray) -> np.ndarray:
+  """Float32 [N, D], exact."""
+  scale_NG = np.ldexp(np.float32(1), scales_NG.astype(np.int32) - BIAS)
+  values = _OF_BYTE[blocks_NGB].reshape(*scale_NG.shape, 2 * GROUP_BYTES)
+  return (values * scale_NG[..., None]).reshape(len(blocks_NGB), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """The matrices [E, D, N] that two tensors stand for: blocks [E, N, G, B] and scales [E, N, G].
+
+  Attributes:
+    blocks: two values a byte.
+    scales: exponents.
+  """
+
+  blocks: Stored
+  scales: Stored
+
+  @property
+  def path(self) -> Path:
+    """See `Stored`."""
+    return self.blocks.path
+
+  @property
+  def dtype(self) -> str:
+    """See `Stored`: it holds all values exactly."""
+    return "BF16"
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """See `Stored`."""
+    experts, outputs, groups, _ = self.blocks.shape
+    return experts, 2 * GROUP_BYTES * groups, outputs
+
+  @property
+  def nbytes(self) -> int:
+    """See `Stored`."""
+    return self.blocks.nbytes + self.scales.nbytes
+
+  def read(self) -> np.ndarray:
+    """See `Stored`; beside the result, one expert is in memory in float32.
+
+    Raises:
+      ValueError: if a scale is none of a weight.
+    """
+    blocks_ENGB, scales_ENG = self.blocks.read(), self.scales.read()
+    if (most := int(np.max(scales_ENG, initial=0))) > MOST:
+      raise ValueError(
+        f"{self.scales.path}: a scale of MXFP4 is {most}, expected at most {MOST}. Copy it again."
+      )
+    weights = np.empty(self.shape, ml_dtypes.bfloat16)
+    for weight_DN, blocks_NGB, scales_NG in zip(weights, blocks_ENGB, scales_ENG, strict=True):
+      weight_DN[...] = dequantise(blocks_NGB, scales_NG).T
+    return weights
+
+
+def joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+  """The tensors of a folder by name, a `Packed` in place of each pair of blocks and scales.
+
+  Raises:
+    ValueError: naming a tensor that is missing or is none of a pair.
+  """
+  found = dict(tensors)
+  for name in tensors:
+    stem = name.removesuffix(BLOCKS)
+    if stem == name:
+      continue
+    blocks, scales = found.pop(name), found.pop(stem + SCALES, None)
+    if scales is None:
+      raise ValueError(f"{blocks.path} holds {name}, and no file holds {stem + SCALES}.")
+    for tensor, said in ((name, blocks), (stem + SCALES, scales)):
+      if said.dtype != "U8":
+        raise ValueError(f"{said.path}: tensor {tensor} is in {said.dtype}, MXFP4 is in U8.")
+    if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, GROUP_BYTES):
+      raise ValueError(
+        f"{blocks.path}: tensor {name} is {list(blocks.shape)}, and its scales are "
+        f"{list(scales.shape)}; expected [experts, outputs, groups, {GROUP_BYTES}] and the same "
+        "without the last."
+      )
+    found[stem] = Packed(blocks, scales)
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+  """`quantization_config`: none, or MXFP4. It does not change the settings of a model."""
+
+  keys: tuple[str, ...] = ("quantization_config",)
+
+  def read(self, theirs: Values) -> Values:
+    """See `FieldRow`."""
+    found = theirs.get("quantization_config")
+    if found and found.get("quant_method") != "mxfp4":
+      raise ValueError(
+        f"quantization_config has quant_method {found.get('quant_method')!r} in config.json, and "
+        "this program reads 'mxfp4', or weights that are not quantised."
+      )
+    return {}
+
+  def write(self, cfg: Config) -> Values:
+    """See `FieldRow`."""
+    del cfg
+    return {}
