@@ -20,14 +20,12 @@ class Gating(NamedTuple):
     slope: likewise.
   """
 
-  kind: str = "silu"
-  limit: float = 7.0
-  slope: float = 1.702
+  kind: str
+  limit: float
+  slope: float
 
 
-def gated(
-  gate: jax.Array, up: jax.Array, gating: Gating = Gating(), kernels: Kernels = XLA
-) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array, gating: Gating, kernels: Kernels = XLA) -> jax.Array:
   """`activation(gate) * up`, or what `gating` says; only "silu" has a kernel.
 
   Args:

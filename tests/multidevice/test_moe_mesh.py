@@ -86,7 +86,7 @@ def weights(mode):
   for name in values:
     if ".load_E" in name:
       values[name] = rng.dirichlet(np.ones(values[name].size))
-    if ".bias.value" in name:  # of experts, 0 at first
+    if name.removesuffix(".value").endswith(".bias"):  # of experts, 0 at first
       values[name] = rng.standard_normal(values[name].shape)
   return values
 

@@ -92,7 +92,10 @@ def test_what_this_program_has_not_is_refused(fields, words):
     ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' in config.json, and"),
     ({"attention_bias": False}, "attention_bias is False"),
     ({"num_experts_per_tok": 1}, "top_k must be more"),
-    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, r"layers \[0, 2\]"),
+    (
+      {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+      r"layers \[0, 2\]",
+    ),
   ],
 )
 def test_what_gpt_oss_may_say_and_this_program_has_not(fields, words):

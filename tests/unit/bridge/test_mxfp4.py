@@ -38,9 +38,7 @@ def plainly(blocks, scales):
   return values.reshape(shape[0], -1)
 
 
-@given(
-  st.binary(min_size=96, max_size=96), st.lists(st.integers(0, MOST), min_size=6, max_size=6)
-)
+@given(st.binary(min_size=96, max_size=96), st.lists(st.integers(0, MOST), min_size=6, max_size=6))
 def test_every_value_is_that_of_the_format(data, scales):
   blocks = np.frombuffer(data, np.uint8).reshape(3, 2, 16)
   scales = np.array(scales, np.uint8).reshape(3, 2)
@@ -60,7 +58,7 @@ def test_all_codes_and_all_scales():
 
 
 def quantised(folder, kept):
-  """Put random blocks and scales in place of a folder's experts, written into `kept` in bfloat16."""
+  """Put random blocks and scales in place of a folder's experts; `kept` gets their values."""
   path = folder / "model.safetensors"
   tensors = {n: t.read() for n, t in read_header(path).items()}
   rng, raw = np.random.default_rng(0), {}
@@ -154,5 +152,5 @@ def test_without_its_field_nothing_is_unpacked(folder, tmp_path):
   fields = json.loads((folder / "config.json").read_text())
   quantised(folder, {})
   (folder / "config.json").write_text(json.dumps(fields))
-  with pytest.raises(ValueError, match="misses 4 tensors of a GPT-OSS model: .*down_proj"):
+  with pytest.raises(ValueError, match=r"misses 4 tensors of a GPT-OSS model: .*down_proj"):
     import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")

@@ -39,7 +39,10 @@ def feed_forward(model, x, weights):
   plus = lambda name, y: y @ weights[name] + weights.get(f"{name}_bias", 0.0)
   gate, up = plus("gate", x), plus("up", x)
   if model.activation == "clamped":
-    gate, up = jnp.minimum(gate, model.gate_limit), jnp.clip(up, -model.gate_limit, model.gate_limit)
+    gate, up = (
+      jnp.minimum(gate, model.gate_limit),
+      jnp.clip(up, -model.gate_limit, model.gate_limit),
+    )
     return plus("down", gate / (1 + jnp.exp(-model.gate_slope * gate)) * (1 + up))
   return plus("down", silu(gate) * up)
 

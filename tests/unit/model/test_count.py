@@ -16,8 +16,8 @@ LLAMA_8B = {
   "model.d_ff": 14_336,
   "data.seq_len": 4096,
 }
-# gpt-oss-20b (arXiv:2508.10925, table 1): 20.91e9 parameters, of which 19.12e9 in feed-forwards with
-# routers, 0.64e9 in attention, 1.16e9 in the table and the head.
+# gpt-oss-20b (arXiv:2508.10925, table 1): 20.91e9 parameters, of which 19.12e9 in feed-forwards
+# with routers, 0.64e9 in attention, 1.16e9 in the table and the head.
 GPT_OSS_20B = {
   "model.vocab_size": 201_088,
   "model.num_layers": 24,

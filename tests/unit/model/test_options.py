@@ -12,6 +12,7 @@ from ats_jax.model.block import rope_scaling
 from ats_jax.model.count import count, window_share
 from ats_jax.model.layout import layer_kinds, segments
 from ats_jax.ops.rope import Scaling, frequencies
+from ats_jax.sharding.apply import reshard
 
 WINDOWS = {"model.num_layers": 4, "model.window": 5, "model.full_every": 2}
 OSS = {
@@ -60,7 +61,7 @@ def test_with_a_cache_as_without(mesh, changes):
     cache = model.empty_cache(2, 20, EVALUATION, jnp.float32)
     take = lambda where, cache: model.extend(
       jnp.asarray(tokens[:, where]), jnp.asarray(positions[:, where]),
-      jnp.ones_like(tokens[:, where], bool), cache, EVALUATION,
+      reshard(jnp.ones_like(tokens[:, where], bool), "batch", "seq"), cache, EVALUATION,
     )  # fmt: skip
     first, cache = take(slice(0, 9), cache)
     found = [first]

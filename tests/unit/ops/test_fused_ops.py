@@ -62,7 +62,9 @@ def test_clamped_swiglu():
 
   args = [3 * draw(0, 4, 5), 3 * draw(1, 4, 5)]
   for values in args:
-    assert np.any(values > 2.1) and np.any(values < -2.1) and np.all(np.abs(np.abs(values) - 2) > 1e-3)
+    assert (
+      np.any(values > 2.1) and np.any(values < -2.1) and np.all(np.abs(np.abs(values) - 2) > 1e-3)
+    )
   op = lambda gate, up: clamped_swiglu(gate, up, 2.0, 1.5)
   check_gradients(op, define, args, draw(2, 4, 5), wrt=(0, 1))
   in_bfloat16 = [jnp.asarray(a, jnp.bfloat16) for a in args]

@@ -69,9 +69,13 @@ def test_a_bias_for_each_group():
   rng, sizes = np.random.default_rng(0), np.array([3, 0, 2])
   with jax.enable_x64(True):
     y, bias, dy = (rng.standard_normal(shape) for shape in ((7, 4), (3, 4), (7, 4)))
-    out, pull = jax.vjp(lambda y, bias: add_by_group(y, bias, jnp.array(sizes)), y, bias)
-    d_y, d_bias = pull(dy)
-  np.testing.assert_array_equal(out, y + np.concatenate([np.repeat(bias, sizes, 0), np.zeros((2, 4))]))
+    out, pull = jax.vjp(
+      lambda y, bias: add_by_group(y, bias, jnp.array(sizes)), *map(jnp.array, (y, bias))
+    )
+    d_y, d_bias = pull(jnp.array(dy))
+  np.testing.assert_array_equal(
+    out, y + np.concatenate([np.repeat(bias, sizes, 0), np.zeros((2, 4))])
+  )
   np.testing.assert_array_equal(d_y, dy)
   np.testing.assert_allclose(d_bias, [dy[:3].sum(0), np.zeros(4), dy[3:5].sum(0)], 1e-12, 1e-12)
 
