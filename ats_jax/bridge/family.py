@@ -377,6 +377,7 @@ def to_theirs(
         "moe.bias_update=none."
       )
   elif isinstance(row.transform, Interleaved):
+    assert len(group) == row.transform.of, item.theirs
     yield item.theirs[0], _joined(group, read)
   else:
     array = read(item)
@@ -390,6 +391,7 @@ def _joined(group: Sequence[Item], read: Callable[[Item], np.ndarray]) -> np.nda
   for item in group:
     array = read(item)
     whole = np.empty(item.their_shape, array.dtype) if whole is None else whole
+    assert isinstance(item.row, Row) and isinstance(item.row.transform, Interleaved)
     item.row.transform.put(array, whole)
     del array  # before the next one is read
   assert whole is not None

@@ -110,19 +110,27 @@ def compare(
     seed: of the rows.
 
   Raises:
-    ValueError: if torch or transformers is not installed.
+    ValueError: if torch, transformers or what that needs for the folder is not installed.
   """
   try:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kept = getattr(config, "quantization_config", None) or {}
+    plain = transformers.Mxfp4Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+      folder,
+      dtype=getattr(torch, dtype),
+      local_files_only=True,
+      attn_implementation="eager",
+      **({"quantization_config": plain} if kept.get("quant_method") == "mxfp4" else {}),
+    ).eval()
   except ImportError as e:
     raise ValueError(
       f"to compare, torch and transformers must be installed ({e}): "
       "pip install 'ats_jax[torch,hf]'."
     ) from e
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=getattr(torch, dtype), local_files_only=True, attn_implementation="eager"
-  ).eval()
   vocab = theirs.config.get_text_config().vocab_size
   rows = max(ROWS, num_shards("batch"))  # each device needs one
   tokens_BT = np.random.default_rng(seed).integers(0, vocab, (rows, seq_len))

@@ -136,7 +136,11 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
   model.load_state_dict({n: t.float() for n, t in plain.items()})
   folder = hf_models.save(model, tmp_path / "hf")
   kept = {n: t for n, t in plain.items() if f"{n}_blocks" not in packed}
-  save_file({n: t.contiguous() for n, t in (kept | packed).items()}, folder / "model.safetensors")
+  save_file(
+    {n: t.contiguous() for n, t in (kept | packed).items()},
+    folder / "model.safetensors",
+    {"format": "pt"},
+  )
   fields = json.loads((folder / "config.json").read_text())
   fields["quantization_config"] = {"quant_method": "mxfp4"}
   (folder / "config.json").write_text(json.dumps(fields))
@@ -147,6 +151,12 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
     np.testing.assert_array_equal(source.tensors[name].read().view(np.int16), want, err_msg=name)
   tokens = hf_models.rows()
   assert hf_gate.passes(source, tokens, hf_models.logits(model, tokens))
+
+  pytest.importorskip("accelerate")
+  cfg = hf_gate.settings(source)
+  parity = compare(hf_gate.imported(source, cfg), hf_gate.rules(cfg), folder, seq_len=SEQ_LEN)
+  assert parity.logits <= hf_gate.LOGITS
+  assert parity.greedy == 128
 
 
 def test_the_report_tells_a_wrong_weight(cases):
