@@ -166,7 +166,7 @@ def test_gradients_are_the_slopes_of_the_values_on_the_mesh_itself(mode):
     value = lambda values, x: float(COMPILED(make_layer(mode, values), x, valid, cotangent)[0])
     start = weights(mode) | {".router.bias_E": biases(mode, False)}
     trained = [name for name in start if f"['grads']{name}" in gradients]
-    assert len(trained) == 7
+    assert len(trained) == 10
     for name in trained:
       direction = rng.standard_normal(start[name].shape)
       moved = (start | {name: start[name] + s * direction} for s in (step, -step))

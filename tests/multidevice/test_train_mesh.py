@@ -28,6 +28,8 @@ CFG = tiny_config(
     "step.remat": "names",
     "model.dropout": 0.1,
     "model.qk_norm": True,
+    "model.attn_out_bias": True,
+    "model.attn_sinks": True,
     "optimizer.ema_decay": 0.9,
     "optimizer.grad_clip": 0.0,
   }
@@ -110,7 +112,8 @@ def test_every_matrix_is_sharded():
   whole = run((1, 1, 1)).shards
   for name, shape in whole.items():
     ways = np.prod(shape) / np.prod(shards[name])
-    assert ways == (1 if ".scale" in name else 8), name
+    vector = {"scale": 1, "bias": 1, "sinks": 2}  # of heads, which `tensor` cuts
+    assert ways == vector.get(name.removesuffix(".value").split(".")[-1], 8), name
 
 
 @pytest.mark.parametrize("shape", MESHES)
