@@ -59,8 +59,9 @@ def assert_same_bits(got, want):
 
 VARIANTS = {
   "1 of 4, shared, ema": {"moe.top_k": 1, "moe.num_shared": 1, "optimizer.ema_decay": 0.9},
-  "1 of 4, sigmoid, offset, dense layer": SIGMOID
-  | {"moe.top_k": 1, "moe.router_bias": True, "moe.temperature": 2.0, "moe.dense_first": 1},
+  "1 of 4, sigmoid, biases, dense layer": SIGMOID
+  | {"moe.top_k": 1, "moe.router_bias": True, "moe.expert_bias": True}
+  | {"moe.temperature": 2.0, "moe.dense_first": 1},
   "2 of 4, sigmoid, not renormalised, groups, capacity": SIGMOID
   | {"moe.num_groups": 2, "moe.top_groups": 1, "moe.renormalize": False}
   | {"moe.dispatch": "capacity"},
@@ -91,6 +92,8 @@ def test_a_split_keeps_the_function(mesh, changes):
     moe.router.bias_E[...] = jnp.array(bias, jnp.float32)
     if cfg.moe.router_bias:
       moe.router.offset[...] = jnp.array(rng.normal(0, 1, moe.router.offset.shape), jnp.float32)
+    if cfg.moe.expert_bias:
+      moe.down.bias[...] = jnp.array(rng.normal(0, 0.1, moe.down.bias.shape), jnp.float32)
   before = [loss(m) for m in models()]
   state = AddExpert(layer, 0).apply(state, cfg)
   after = [loss(m) for m in models()]
