@@ -24,7 +24,7 @@ from ats_jax.bridge.folder import (
 )
 from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
 from ats_jax.checkpoint import integrity, reader
-from ats_jax.config.build import CHANGES, resolve, with_changes
+from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.schema import Config
 from ats_jax.data.tokenizer import JsonTokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
@@ -112,7 +112,7 @@ def export(
   cfg = resolve(with_changes(workdir.load_config(source), extra.get(CHANGES, {})), words.vocab_size)
   companions = source / COMPANIONS
   imported = carried_fields(companions)
-  table = choose_family(cfg, family)
+  table = choose_family(cfg, family).fitted(flatten(cfg))
   theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
   part = "ema" if cfg.optimizer.ema_decay else ROOT
   planned = items(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
