@@ -26,11 +26,18 @@ class Row:
     ours: path in the model by layer, e.g. "layers/{layer}/attn/q".
     theirs: name of the tensor, or of one for each {expert} along our first dimension.
     transform: between the two; with {expert}, of one expert's.
+    wide: theirs is in float32, whatever the others are in.
   """
 
   ours: str
   theirs: str
   transform: Transform
+  wide: bool = False
+
+  def names(self, tensor: str) -> bool:
+    """Whether a tensor is one of these."""
+    pattern = re.escape(self.theirs).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+    return re.fullmatch(pattern, tensor) is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ats_jax import paths
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import CARRIED, Family, Item, Values, architecture, names
+from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
 from ats_jax.bridge.fp8_blocks import joined
 from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
@@ -58,8 +58,13 @@ class Source:
 
   @property
   def dtype(self) -> str:
-    """What holds all values of its tensors, in the words of the format: theirs, or "F32"."""
-    found = {tensor.dtype for tensor in self.tensors.values()}
+    """What holds all values of its tensors, in the words of the format: theirs, or "F32".
+
+    But for those of rows that are always in float32.
+    """
+    wide = [row for row in self.family.rows if isinstance(row, Row) and row.wide]
+    is_wide = lambda name: any(row.names(name) for row in wide)
+    found = {tensor.dtype for name, tensor in self.tensors.items() if not is_wide(name)}
     return found.pop() if len(found) == 1 else "F32"
 
   @property

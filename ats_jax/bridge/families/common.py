@@ -66,7 +66,7 @@ def experts(
     Row(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
     Row(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
     Row(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
-    Row(selection, f"{THEIRS}.{prefix}.gate.{bias}", SAME)
+    Row(selection, f"{THEIRS}.{prefix}.gate.{bias}", SAME, wide=True)
     if bias
     else Own(selection, np.zeros, needed=True),
     # The load of a step that has not been: every expert its share.

@@ -173,7 +173,7 @@ V2 = Family(
   name="DeepSeek-V2",
   model_type="deepseek_v2",
   architecture="DeepseekV2ForCausalLM",
-  rows=(*ROWS, *experts("mlp", "gate_proj", "up_proj", "down_proj")),
+  rows=(*experts("mlp", "gate_proj", "up_proj", "down_proj"), *ROWS),
   fitted_rows=rotated,
   aside=next_tokens,
   fields=(
@@ -196,8 +196,8 @@ V3 = Family(
   model_type="deepseek_v3",
   architecture="DeepseekV3ForCausalLM",
   rows=(
-    *ROWS,
     *experts("mlp", "gate_proj", "up_proj", "down_proj", bias="e_score_correction_bias"),
+    *ROWS,
   ),
   fitted_rows=rotated,
   aside=next_tokens,

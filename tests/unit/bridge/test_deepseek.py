@@ -6,13 +6,13 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_folders import fields_of, random_tensors, write_tensors
+from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import arrays
 
 from ats_jax.bridge.convert import import_folder
-from ats_jax.bridge.export import choose_family
+from ats_jax.bridge.export import choose_family, export
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.folder import open_source
 from ats_jax.bridge.fp8_blocks import joined
@@ -182,6 +182,18 @@ def test_a_quantised_folder_is_imported(tmp_path):
   np.testing.assert_array_equal(got["model/layers/1/mlp/gate"][2], gate.T)
   bias = want["model.layers.1.mlp.gate.e_score_correction_bias"]
   np.testing.assert_array_equal(got["model/layers/1/mlp/router/bias_E"], bias)
+
+
+def test_the_bias_that_chooses_stays_in_float32(tmp_path):
+  """The rest of such a folder is in bfloat16, and so is the model of an import."""
+  folder, run = make_folder(tmp_path / "hf", "deepseek_v3", dtype=BFLOAT16), tmp_path / "run"
+  assert open_source(folder).dtype == "BF16"
+  import_folder(folder, parse(run), tokenizer="bytes")
+  export(parse(run), tmp_path / "half", dtype="float16")
+  name = "model.layers.1.mlp.gate.e_score_correction_bias"
+  got, want = (open_source(f).tensors[name].read() for f in (tmp_path / "half", folder))
+  assert want.dtype == np.float32 and np.any(want.astype(np.float16) != want)
+  np.testing.assert_array_equal(got, want)
 
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
