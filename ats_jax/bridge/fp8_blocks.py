@@ -104,8 +104,8 @@ def _block(config: Any) -> tuple[int, int]:
   is_known = isinstance(config, Mapping) and all(
     config.get(key, value) == value for key, value in KNOWN.items()
   )
-  is_size = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-  if not is_known or not is_size:
+  is_size = isinstance(size, list) and len(size) == 2
+  if not is_known or not is_size or not all(type(n) is int and n > 0 for n in size):
     raise ValueError(
       f"quantization_config is {config!r} in config.json; what is read here is fp8 in e4m3 with "
       "weight_block_size of two numbers. Save the model in bfloat16 first."

@@ -108,8 +108,8 @@ def _latents(cfg: Config) -> None:
   head_dim = m.head_dim or m.d_model // m.num_heads
   if not 0 < m.latent_rope_dim < head_dim or m.latent_rope_dim % 2:
     raise ValueError(
-      f"model.latent_rope_dim={m.latent_rope_dim} of a head dimension of {head_dim}: an even number "
-      "of them is rotated, and not all."
+      f"model.latent_rope_dim={m.latent_rope_dim} of a head dimension of {head_dim}: an even "
+      "number is rotated, and not all."
     )
   if m.num_kv_heads != m.num_heads:
     raise ValueError(

@@ -47,9 +47,7 @@ MLP = tuple(
 )
 
 
-def experts(
-  prefix: str, gate: str, up: str, down: str, *, bias: str = ""
-) -> tuple[Row | Own, ...]:
+def experts(prefix: str, gate: str, up: str, down: str, *, bias: str = "") -> tuple[Row | Own, ...]:
   """Rows of a mixture of experts.
 
   Args:
