@@ -101,13 +101,11 @@ def _block(config: Any) -> tuple[int, int]:
     ValueError: for a format that is not known here.
   """
   size = config.get("weight_block_size") if isinstance(config, Mapping) else None
-  is_known = isinstance(config, Mapping) and all(
-    config.get(key, value) == value for key, value in KNOWN.items()
+  match size:
+    case [int() as rows, int() as columns] if rows > 0 and columns > 0:
+      if all(config.get(key, value) == value for key, value in KNOWN.items()):
+        return rows, columns
+  raise ValueError(
+    f"quantization_config is {config!r} in config.json; what is read here is fp8 in e4m3 with "
+    "weight_block_size of two numbers. Save the model in bfloat16 first."
   )
-  is_size = isinstance(size, list) and len(size) == 2
-  if not is_known or not is_size or not all(type(n) is int and n > 0 for n in size):
-    raise ValueError(
-      f"quantization_config is {config!r} in config.json; what is read here is fp8 in e4m3 with "
-      "weight_block_size of two numbers. Save the model in bfloat16 first."
-    )
-  return size[0], size[1]

@@ -135,9 +135,15 @@ class LatentAttention(nnx.Module):
     fixed_BTNx, turned_BTNR = jnp.split(q_BTNH, [self.num_fixed], axis=-1)
     q_BTNC = einsum("BTNx,CNx->BTNC", fixed_BTNx, keys_CNx, axes=HEADS)
     y_BTNC, *updated = cached_latent_attention(
-      q_BTNC, turned_BTNR, latent_BTC, rotated_BTR, *cache, index_BT,
+      q_BTNC,
+      turned_BTNR,
+      latent_BTC,
+      rotated_BTR,
+      cache.latent_BSC,
+      cache.rotated_BSR,
+      index_BT,
       scale=q_BTNH.shape[-1] ** -0.5,
-    )  # fmt: skip
+    )
     return einsum("BTNC,CNV->BTNV", y_BTNC, values_CNV, axes=HEADS), LatentCache(*updated)
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> LatentCache:
