@@ -102,6 +102,39 @@ def test_fields_come_back(kind, scales):
   assert {k: v for k, v in rope.items() if k != "type"}.items() <= written["rope_scaling"].items()
 
 
+def own(**changes) -> Config:
+  """A model of ours that was never theirs."""
+  latent = {
+    "model.num_kv_heads": 4, "model.kv_latent_dim": 16, "model.latent_rope_dim": 8,
+    "moe.num_experts": 8, "moe.score": "sigmoid", "moe.bias_on": "scores",
+  }  # fmt: skip
+  named = {name.replace("__", "."): value for name, value in changes.items()}
+  return resolve(with_settings(Config(), {"data.tokenizer": "bytes", **latent, **named}), 272)
+
+
+def test_a_model_of_ours_is_a_deepseek():
+  assert choose_family(own()).model_type == "deepseek_v3"
+  groups = {"moe__num_groups": 4, "moe__top_groups": 2, "moe__num_shared": 1, "moe__dense_first": 1}
+  assert choose_family(own(**groups)).model_type == "deepseek_v3"
+  best = {"moe__group_score": "max", "moe__score": "softmax", "moe__bias_on": "logits"}
+  assert choose_family(own(moe__renormalize=False, **best)).model_type == "deepseek_v2"
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"moe__null_experts": 2}, "moe.null_experts=2"),
+    ({"moe__bias_on": "logits"}, "moe.bias_on=logits"),
+    ({"moe__every": 2}, "moe.every=2"),
+    ({"model__attn_scale": 0.5}, "model.attn_scale=0.5"),
+    ({"mod__routing": "static"}, "mod.routing=static"),
+  ],
+)
+def test_what_no_deepseek_has_is_named(changes, words):
+  with pytest.raises(ValueError, match=f"deepseek_v3: .*{words}"):
+    choose_family(own(**changes))
+
+
 @pytest.mark.parametrize(
   ("fields", "words"),
   [

@@ -16,7 +16,8 @@ from ats_jax.model.count import Part, count
 from ats_jax.model.latent_attention import LATENT_EPS, LatentAttention
 from ats_jax.model.numerics import numerics
 from ats_jax.ops.requirements import Device, cudnn_attention
-from ats_jax.planner.memory import kv_cache_bytes
+from ats_jax.planner.abstract import abstract_mesh, abstract_state
+from ats_jax.planner.memory import kv_cache_bytes, step_memory
 from ats_jax.sharding.apply import reshard
 
 LATENT = {
@@ -191,6 +192,32 @@ def test_parameters_flops_and_cache_are_counted(mesh):
   # Forward once, backward twice: scores of 14 and values of 10 multiply-adds a key and head.
   assert counts.flops_full - 6 * counts.active == 3 * 2 * 2 * 4 * (14 + 10) * 16
   assert kv_cache_bytes(cfg, model) == 2 * 16 * (12 + 6) * 4
+
+
+def test_the_planner_gathers_both_sides_of_the_latents():
+  cfg = tiny_config(LATENT | {"mesh.fsdp": 2, "step.remat": "full"})
+  with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
+    parts = step_memory(cfg, abstract_state(cfg))
+  layer = 32 * 16 + 16 * 4 * 14 + 32 * (12 + 6) + 12 * 4 * (8 + 10) + 4 * 10 * 32
+  assert parts["gathered weights"] == 4 * (layer + 3 * 32 * 64 + 2 * 32 + 16 + 12)
+
+
+def test_in_eight_bits(mesh):
+  """Near what it is in float32, as matrices of e4m3 have relative errors of 2^-4 at most."""
+  wide = {"kv_latent_dim": 32, "head_dim": 32, "latent_rope_dim": 16, "v_head_dim": 16}
+  cfg = tiny_config(LATENT | {f"model.{name}": value for name, value in wide.items()})
+  x, _, segments, positions = inputs()
+  x, segments, positions = (np.repeat(a, 2, axis=0) for a in (x, segments, positions))
+
+  @functools.partial(jax.jit, static_argnames="fp8")
+  def f(attn, x, *, fp8):
+    table = tokens_at(cfg.model, jnp.asarray(positions), jnp.asarray(segments)).rope
+    return attn(x, table, segment_ids_BT=jnp.asarray(segments), fp8=fp8)[0]
+
+  attn = make(cfg)
+  got, want = (np.asarray(f(attn, jnp.asarray(x), fp8=fp8)) for fp8 in (True, False))
+  error = np.linalg.norm(got - want) / np.linalg.norm(want)
+  assert 0 < error < 0.2
 
 
 @pytest.mark.parametrize(
