@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ats_jax import paths
-from ats_jax.bridge import mxfp4
+from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import CARRIED, Family, Item, Values, architecture, names
-from ats_jax.bridge.safetensors_file import DTYPES, Stored, Tensor, read_header
+from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
+from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -46,6 +46,7 @@ class Source:
     fields: of its config.json.
     settings: ours for them, by dotted name.
     tensors: by name.
+    aside: names of tensors that an import leaves where they are.
   """
 
   folder: Path
@@ -53,11 +54,17 @@ class Source:
   fields: Values
   settings: Mapping[str, Any]
   tensors: Mapping[str, Stored]
+  aside: tuple[str, ...] = ()
 
   @property
   def dtype(self) -> str:
-    """What holds all values of its tensors, in the words of the format: theirs, or "F32"."""
-    found = {tensor.dtype for tensor in self.tensors.values()}
+    """What holds all values of its tensors, in the words of the format: theirs, or "F32".
+
+    But for those of rows that are always in float32.
+    """
+    wide = [row for row in self.family.rows if isinstance(row, Row) and row.wide]
+    is_wide = lambda name: any(row.names(name) for row in wide)
+    found = {tensor.dtype for name, tensor in self.tensors.items() if not is_wide(name)}
     return found.pop() if len(found) == 1 else "F32"
 
   @property
@@ -170,13 +177,18 @@ def open_source(folder: os.PathLike[str]) -> Source:
     settings = family.read(fields)
   except ValueError as e:
     raise ValueError(f"{folder}: {e}") from e
-  return Source(folder, family, fields, settings, _joined(_tensors(folder), fields))
+  tensors = _joined(_tensors(folder), fields)
+  aside = tuple(n for n in sorted(tensors) if re.fullmatch(family.aside(fields), n))
+  used = {name: tensor for name, tensor in tensors.items() if name not in set(aside)}
+  return Source(folder, family.fitted(settings), fields, settings, used, aside)
 
 
 def _joined(tensors: Mapping[str, Stored], fields: Values) -> Mapping[str, Stored]:
-  """The tensors of a folder, each in another format together with its scales."""
-  quantisation = fields.get("quantization_config")  # the family knows it, if there is one
-  return mxfp4.joined(tensors) if quantisation else tensors
+  """The tensors of a folder, those in another format each together with its scales."""
+  kept = fields.get("quantization_config") or {}
+  if kept.get("quant_method") == mxfp4.METHOD:
+    return mxfp4.joined(tensors)
+  return fp8_blocks.joined(tensors, fields)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -189,7 +201,7 @@ def _read_json(path: Path) -> dict[str, Any]:
   return value
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path) -> dict[str, Stored]:
   if (folder / INDEX).exists():
     by_name = _read_json(folder / INDEX).get("weight_map") or {}
     files = sorted(set(by_name.values()))
@@ -208,7 +220,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
       else ""
     )
     raise ValueError(f"{folder} holds neither {INDEX} nor {SINGLE}.{hint}")
-  found: dict[str, Tensor] = {}
+  found: dict[str, Stored] = {}
   for name in files:
     tensors = read_header(folder / name)
     if twice := sorted(found.keys() & tensors.keys()):

@@ -14,7 +14,7 @@ from ats_jax.bridge.family import Values
 from ats_jax.bridge.safetensors_file import Stored
 from ats_jax.config.schema import Config
 
-BLOCKS, SCALES = "_blocks", "_scales"
+METHOD, BLOCKS, SCALES = "mxfp4", "_blocks", "_scales"
 GROUP_BYTES = 16
 BIAS = 127  # of a scale's exponent
 MOST = 252  # 6 times a higher scale is more than bfloat16 holds; 255 stands for NaN
@@ -117,10 +117,10 @@ class Quantised:
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
     found = theirs.get("quantization_config")
-    if found and found.get("quant_method") != "mxfp4":
+    if found and found.get("quant_method") != METHOD:
       raise ValueError(
         f"quantization_config has quant_method {found.get('quant_method')!r} in config.json, and "
-        "this program reads 'mxfp4', or weights that are not quantised."
+        f"this program reads {METHOD!r}, or weights that are not quantised."
       )
     return {}
 

@@ -21,10 +21,13 @@ DTYPES: Mapping[str, np.dtype] = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Of what is read as a part of something else only.
-PARTS: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}
+PARTS: Mapping[str, np.dtype] = {
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+  "U8": np.dtype(np.uint8),
+}
 _ALL = {**DTYPES, **PARTS}
+NAMES = {dtype: name for name, dtype in _ALL.items()}
 
 
 class Stored(Protocol):
