@@ -35,7 +35,7 @@ def plainly(blocks, scales):
     scale = 2.0 ** (int(scales[tuple(where)]) - 127)
     values[(*where, 2 * byte)] = scale * e2m1(int(blocks[at]) & 15)
     values[(*where, 2 * byte + 1)] = scale * e2m1(int(blocks[at]) >> 4)
-  return values.reshape(shape[0], -1)
+  return values.reshape(shape[0], -1).T
 
 
 @given(st.binary(min_size=96, max_size=96), st.lists(st.integers(0, MOST), min_size=6, max_size=6))
@@ -53,7 +53,7 @@ def test_all_codes_and_all_scales():
   scales = np.repeat(np.arange(MOST + 1, dtype=np.uint8)[:, None], 16, axis=1)
   got = dequantise(blocks, scales)
   of_byte = np.array([[e2m1(b & 15), e2m1(b >> 4)] for b in range(256)]).reshape(-1)
-  np.testing.assert_array_equal(got, of_byte * 2.0 ** (np.arange(MOST + 1) - 127.0)[:, None])
+  np.testing.assert_array_equal(got.T, of_byte * 2.0 ** (np.arange(MOST + 1) - 127.0)[:, None])
   assert np.all(np.isfinite(got.astype(BFLOAT16).astype(np.float32)))
 
 
@@ -68,7 +68,7 @@ def quantised(folder, kept):
     raw[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, groups, 16), np.uint8)
     raw[f"{name}_scales"] = rng.integers(118, 124, (experts, outputs, groups)).astype(np.uint8)
     pairs = zip(raw[f"{name}_blocks"], raw[f"{name}_scales"], strict=True)
-    kept[name] = np.stack([plainly(*pair).T for pair in pairs]).astype(BFLOAT16)
+    kept[name] = np.stack([plainly(*pair) for pair in pairs]).astype(BFLOAT16)
   write_raw(path, tensors | raw)
   fields = json.loads((folder / "config.json").read_text())
   quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
