@@ -144,7 +144,7 @@ def test_token_by_token_equals_one_pass(mesh, name):
   for segment, caches in zip(model.layout, cache, strict=True):
     for kind, of_layer in zip(segment.kinds, caches, strict=True):
       skips = kind.mod and block
-      assert of_layer.kv.k_BSKH.shape[2] == (rules.places(SEQ) if skips else SEQ)
+      assert of_layer.kv[0].shape[2] == (rules.places(SEQ) if skips else SEQ)
       assert (of_layer.taken_B is not None) == kind.mod
   assert rules.places(SEQ) == 8  # of 24: ceil(1.25 * 0.25 * 24)
 
