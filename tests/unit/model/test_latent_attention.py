@@ -230,6 +230,8 @@ def test_in_eight_bits(mesh):
     ({"model.num_kv_heads": 2}, "model.num_kv_heads=2 with model.kv_latent_dim=12"),
     ({"model.qk_norm": True}, "model.qk_norm=True with model.kv_latent_dim=12"),
     ({"model.window": 4}, "model.window=4 with model.kv_latent_dim=12"),
+    ({"model.attn_sinks": True}, "model.attn_sinks=True with model.kv_latent_dim=12"),
+    ({"model.attn_out_bias": True}, "model.attn_out_bias=True with model.kv_latent_dim=12"),
     (
       {"precision.fp8": True, "model.head_dim": 16, "model.num_layers": 4},
       r"multiples of 16: model.kv_latent_dim is 12",
