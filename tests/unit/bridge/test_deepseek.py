@@ -5,9 +5,9 @@ import math
 import re
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
+from eight_bit_blocks import dequantised, quantise
 from helpers import make_decoder
 from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
 from hypothesis import given
@@ -26,7 +26,6 @@ from ats_jax.model.count import count
 from ats_jax.paths import parse
 from ats_jax.planner.memory import kv_cache_bytes
 
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 QUANTISED = {
   "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8],
 }  # fmt: skip
@@ -170,24 +169,6 @@ def test_what_this_program_has_not_is_refused(fields, words):
   method = {**V3, **LITE, "topk_method": "noaux_tc"}
   with pytest.raises(ValueError, match="topk_method is 'noaux_tc'"):
     FAMILIES["deepseek_v2"].read(method)
-
-
-def quantise(matrix, block):
-  """Values and scales by the definition: the largest of a block becomes the largest of e4m3."""
-  rows, columns = (-(-size // by) for size, by in zip(matrix.shape, block, strict=True))
-  values, scales = np.empty(matrix.shape, FP8), np.empty((rows, columns), np.float32)
-  for i in range(rows):
-    for j in range(columns):
-      at = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-      scales[i, j] = np.abs(matrix[at]).max() / 448
-      values[at] = (matrix[at] / scales[i, j]).astype(FP8)
-  return values, scales
-
-
-def dequantised(values, scales, block):
-  """Exactly, then rounded once."""
-  spread = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[tuple(map(slice, values.shape))]
-  return (values.astype(np.float64) * spread).astype(np.float32)
 
 
 @given(
