@@ -127,6 +127,8 @@ def _export(folder: Path, source: paths.Path) -> bool:
     f"step {report['step']} as {report['family']}: {report['parameters']:,} parameters in "
     f"{report['files']} files, of which {report['resumed']} were there already"
   )
+  if report["aside"]:
+    print(f"not in it, as the import left them aside: {len(report['aside'])} tensors")
   return True
 
 

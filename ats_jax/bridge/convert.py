@@ -14,7 +14,7 @@ from absl import logging
 from flax import nnx
 
 from ats_jax import workdir
-from ats_jax.bridge.family import Item, items, to_ours
+from ats_jax.bridge.family import Item, items, names, to_ours
 from ats_jax.bridge.folder import TOKENIZER, Source, copy_companions, open_source
 from ats_jax.checkpoint import deferred, layout, stream
 from ats_jax.config.build import resolve, with_settings
@@ -178,6 +178,11 @@ def load_model(source: Source, cfg: Config, abstract: Any) -> Any:
   Raises:
     ValueError: naming the setting or tensor that does not fit.
   """
+  if source.aside:
+    logging.warning(
+      "%s: left aside, as no model here has them: %d tensors, %s",
+      source.folder, len(source.aside), names(source.aside),
+    )  # fmt: skip
   parts = layout.named_parts(abstract, stacks=stacks(cfg))
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ats_jax import paths, workdir
-from ats_jax.bridge.convert import COMPANIONS, DTYPE, ROOT, abstract_parts
+from ats_jax.bridge.convert import ASIDE, COMPANIONS, DTYPE, ROOT, abstract_parts
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.family import (
   Family,
@@ -106,7 +106,8 @@ def export(
     shard_bytes: a file holds at most this, or one tensor.
 
   Returns:
-    `family`, `step`, `parameters`, `files`, and `resumed`: files that an earlier call had written.
+    `family`, `step`, `parameters`, `files`, `resumed`: files that an earlier call had written, and
+    `aside`: tensors that the import left aside, which the folder has not.
 
   Raises:
     ValueError: if there is no such checkpoint, no family fits, or the folder is there.
@@ -153,7 +154,13 @@ def export(
     "parameters": sum(math.prod(slot.shape) for s in shards.values() for slot in s),
     "files": len(shards),
     "resumed": resumed,
+    "aside": _aside(companions),
   }
+
+
+def _aside(companions: Path) -> tuple[str, ...]:
+  path = companions / ASIDE
+  return tuple(json.loads(path.read_text())["tensors"]) if path.is_file() else ()
 
 
 def _own_dtype(companions: Path, cfg: Config) -> str:

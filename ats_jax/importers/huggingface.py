@@ -42,6 +42,8 @@ def read(values: Mapping[str, Any], path: Path) -> Found:
   found = Found(f"Hugging Face model, {kind}", dict(values))
   if found.get("num_nextn_predict_layers"):
     found.lack("num_nextn_predict_layers", "no layers here predict further tokens")
+  if kind.startswith("deepseek"):
+    found.ignore("it says nothing of the shape", "quantization_config", "auto_map")
   implied: dict[str, Any] = {}
   for row in (*TABLES[kind], *_OF_TRAINING):
     implied |= _take(found, row)

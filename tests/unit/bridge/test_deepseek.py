@@ -4,9 +4,11 @@ import json
 import math
 import re
 
-import ml_dtypes
+import jax
 import numpy as np
 import pytest
+from eight_bit_blocks import dequantised, quantise
+from helpers import make_decoder
 from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,9 +22,10 @@ from ats_jax.bridge.fp8_blocks import joined
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
+from ats_jax.model.count import count
 from ats_jax.paths import parse
+from ats_jax.planner.memory import kv_cache_bytes
 
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 QUANTISED = {
   "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8],
 }  # fmt: skip
@@ -75,6 +78,21 @@ def test_published_fields_are_settings():
   lite = config({**V3, **LITE})
   assert (lite.model.q_latent_dim, lite.moe.num_groups, lite.moe.score) == (0, 1, "softmax")
   assert (lite.moe.num_shared, lite.moe.renormalize, lite.moe.bias_on) == (2, False, "logits")
+
+
+def test_published_sizes(mesh):
+  """671B parameters, 37B of them active (arXiv:2412.19437, abstract); V2-Lite has 15.7B."""
+  cfg = config(V3)
+  model = jax.eval_shape(lambda: make_decoder(cfg))
+  counts = count(cfg, model, 4096)
+  assert counts.parameters == pytest.approx(671e9, rel=1e-3)
+  table = cfg.model.vocab_size * cfg.model.d_model
+  assert counts.active - table == pytest.approx(37e9, rel=0.015)  # those that are multiplied with
+  # A token and layer is 512 + 64 numbers in bfloat16.
+  assert kv_cache_bytes(cfg, model) == cfg.data.seq_len * 61 * 576 * 2
+  lite = config({**V3, **LITE})
+  small = count(lite, jax.eval_shape(lambda: make_decoder(lite)), 4096)
+  assert small.parameters == pytest.approx(15.7e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -151,24 +169,6 @@ def test_what_this_program_has_not_is_refused(fields, words):
   method = {**V3, **LITE, "topk_method": "noaux_tc"}
   with pytest.raises(ValueError, match="topk_method is 'noaux_tc'"):
     FAMILIES["deepseek_v2"].read(method)
-
-
-def quantise(matrix, block):
-  """Values and scales by the definition: the largest of a block becomes the largest of e4m3."""
-  rows, columns = (-(-size // by) for size, by in zip(matrix.shape, block, strict=True))
-  values, scales = np.empty(matrix.shape, FP8), np.empty((rows, columns), np.float32)
-  for i in range(rows):
-    for j in range(columns):
-      at = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-      scales[i, j] = np.abs(matrix[at]).max() / 448
-      values[at] = (matrix[at] / scales[i, j]).astype(FP8)
-  return values, scales
-
-
-def dequantised(values, scales, block):
-  """Exactly, then rounded once."""
-  spread = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[tuple(map(slice, values.shape))]
-  return (values.astype(np.float64) * spread).astype(np.float32)
 
 
 @given(
@@ -273,6 +273,8 @@ def test_layers_that_predict_further_tokens_are_left_aside_and_named(tmp_path):
   assert set(report["aside"]) == more
   kept = json.loads((tmp_path / "run/huggingface/aside.json").read_text())
   assert set(kept["tensors"]) == more and kept["folder"] == str(folder)
+  assert set(export(run, tmp_path / "out")["aside"]) == more
+  assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
   # Without a field that says so they are tensors too many.
   (folder / "config.json").write_text(json.dumps({**fields, "num_nextn_predict_layers": 0}))
   with pytest.raises(ValueError, match=r"holds 2 tensors that .*model.layers.3.enorm"):
