@@ -10,8 +10,9 @@ from absl import flags, logging
 
 from ats_jax import cli, exits, paths, runtime, workdir
 from ats_jax.bridge import hub
-from ats_jax.bridge.convert import import_folder
+from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
+from ats_jax.bridge.family import names
 from ats_jax.bridge.parity import compare
 from ats_jax.checkpoint import abstract_like, restore_tree
 from ats_jax.config.build import resolve
@@ -104,6 +105,11 @@ def _import(folder: Path, target: paths.Path) -> bool:
     f"{report['family']}: {report['parameters']:,} parameters, {report['bytes'] / 2**30:.2f} GiB "
     f"read; {report['resumed']} arrays were there already"
   )
+  if report["aside"]:
+    print(
+      f"left aside, as no model here has them: {len(report['aside'])} tensors, "
+      f"{names(report['aside'])}; all are named in {target}/{COMPANIONS}/{ASIDE}"
+    )
   print(f"step 0 of {target}; train on it with --init_from={target}")
   return True
 
@@ -121,6 +127,8 @@ def _export(folder: Path, source: paths.Path) -> bool:
     f"step {report['step']} as {report['family']}: {report['parameters']:,} parameters in "
     f"{report['files']} files, of which {report['resumed']} were there already"
   )
+  if report["aside"]:
+    print(f"not in it, as the import left them aside: {len(report['aside'])} tensors")
   return True
 
 

@@ -114,6 +114,7 @@ _SETTINGS = {
   "embed": "model.d_model",
   "heads": "model.num_heads",
   "kv_heads": "model.num_kv_heads",
+  "latent_rows": "model.kv_latent_dim or q_latent_dim",
   "ff": "model.d_ff",
   "experts": "moe.num_experts + moe.spare_experts",
 }
