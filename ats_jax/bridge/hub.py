@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 from absl import logging
 
@@ -55,7 +56,8 @@ def _fetch(folder: str, name: str, revision: str, patterns: list[str]) -> Path:
   import huggingface_hub as hub  # here: it takes a quarter of a second
   from huggingface_hub import errors
 
-  unreachable = errors.HfHubHTTPError.__mro__[1]  # its HTTP library's own error
+  # Its HTTP library's own error, whichever library that is.
+  unreachable = cast("type[Exception]", errors.HfHubHTTPError.__mro__[1])
   try:
     return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
   except errors.GatedRepoError as e:
