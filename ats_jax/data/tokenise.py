@@ -97,7 +97,8 @@ def tokenise(
           shards.add(*batch)
       else:
         for document in documents:
-          shards.refer(*document)
+          if not shards.complete:
+            shards.refer(*document)
         for file in files:
           if file.kind == "tokens":
             shards.use(token_array(file.path, tokenizer.vocab_size))
@@ -232,6 +233,7 @@ class _Shards:
 
   Attributes:
     batches: that the shards hold which were there before.
+    complete: whether those are all.
   """
 
   def __init__(self, folder: Path, files: list[SourceFile], vocab_size: int, how: How):
@@ -239,11 +241,15 @@ class _Shards:
     self._dtype = token_dtype(vocab_size)
     self._done = self._intact()
     self.batches = sum(part["batches"] for part in self._done)
+    self.complete = bool(self._done) and self._done[-1]["last"]
     self._num_tokens = sum(part["tokens"] for part in self._done)
     self._used = np.zeros(vocab_size, bool)
     self._out = None
-    self._progress = _Progress(files, how, self._num_tokens)
-    self._open()
+    self._progress = _Progress(files, how)
+    for rest in folder.glob("*.tmp"):
+      rest.unlink()
+    if not self.complete:
+      self._open()
 
   def _path(self, number: int, kind: str) -> Path:
     return self._folder / f"{kind}-{number:05}.{'npz' if kind == 'columns' else 'json'}"
@@ -288,7 +294,7 @@ class _Shards:
     self._added += 1
     self._progress.say(self._num_tokens + self._tokens)
     if self._tokens >= SHARD_TOKENS:
-      self._close()
+      self._close(last=False)
       self._open()
 
   def refer(self, number: int, line: int, part: int, start: int, length: int) -> None:
@@ -305,7 +311,7 @@ class _Shards:
     for name, value in zip(_COLUMNS, (number, line, part, start, length, 0, key), strict=True):
       self._columns[name].append(value)
 
-  def _close(self) -> None:
+  def _close(self, *, last: bool) -> None:
     """Make the shard durable, then say that it is there."""
     assert self._out is not None
     self._out.flush()
@@ -325,7 +331,7 @@ class _Shards:
         hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     part = {
       "batches": self._added, "tokens": self._tokens, "continued": self._continued,
-      "sha256": hashes,
+      "last": last, "sha256": hashes,
     }  # fmt: skip
     cache.write_atomically(self._path(number, "part"), json.dumps(part))
     self._done.append(part)
@@ -333,12 +339,13 @@ class _Shards:
 
   def close(self) -> None:
     """Close the file; what is not finished is left as it is."""
-    assert self._out is not None
-    self._out.close()
+    if self._out is not None:
+      self._out.close()
 
   def finish(self) -> dict[str, Any]:
     """Join the columns, and take away what served to go on."""
-    self._close()
+    if not self.complete:
+      self._close(last=True)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     for number, done in enumerate(self._done):
       with np.load(self._path(number, "columns")) as columns:
@@ -365,12 +372,15 @@ class _Shards:
 class _Progress:
   """Says now and then how far it is, by the bytes of the input."""
 
-  def __init__(self, files: list[SourceFile], how: How, num_tokens: int):
-    self._files, self._how, self._before = files, how, num_tokens
-    self._sizes = [0] * len(files)
-    for number, file in enumerate(files):
+  def __init__(self, files: list[SourceFile], how: How):
+    self._files, self._how = files, how
+    self._size, self._before = [0] * len(files), [0] * len(files)  # bytes, and of what comes first
+    self._total = 0
+    for number in sorted(range(len(files)), key=lambda n: files[n].kind == "tokens"):
       with contextlib.suppress(OSError):  # said when its documents are read
-        self._sizes[number] = os.path.getsize(file.path)
+        self._size[number] = os.path.getsize(files[number].path)
+      self._before[number] = self._total
+      self._total += self._size[number]
     self._file = self._in_file = self._text = 0
     self._began = self._said = time.monotonic()
 
@@ -387,10 +397,9 @@ class _Progress:
     if now - self._said < self._how.every_secs:
       return
     self._said = now
-    total, size = sum(self._sizes), self._sizes[self._file]
-    done = sum(self._sizes[: self._file]) + min(self._in_file, size)
+    done = self._before[self._file] + min(self._in_file, self._size[self._file])
     rate = self._text / (now - self._began) / 1e6
     self._how.say(
-      f"Tokenising: {done / max(total, 1):.0%} of {total / 1e6:,.1f} MB, {num_tokens:,} tokens, "
-      f"{rate:.1f} MB/s, now in {self._files[self._file].path}"
+      f"Tokenising: {done / max(self._total, 1):.0%} of {self._total / 1e6:,.1f} MB, "
+      f"{num_tokens:,} tokens, {rate:.1f} MB/s, now in {self._files[self._file].path}"
     )
