@@ -33,6 +33,7 @@ def arrow(path: str, fields: Sequence[str] | None) -> Iterator[Row]:
     file.seek(0)
     for batch in _batches(module.ipc, file, is_file):
       part = batch.select(_among(fields, batch.schema.names))
+      _refuse_damage(module, part)
       for begin in range(0, part.num_rows, _ROWS):
         yield from _rows(part.slice(begin, _ROWS))
 
@@ -44,6 +45,17 @@ def _batches(ipc: Any, file: Any, is_file: bool) -> Iterator[Any]:
   reader = ipc.open_file(file)
   for number in range(reader.num_record_batches):
     yield reader.get_batch(number)
+
+
+def _refuse_damage(module: Any, batch: Any) -> None:
+  """Raise an ArrowInvalid where to read a value would leave the file, and so end the process."""
+  for column in batch.columns:
+    try:
+      column.validate(full=True)
+    except module.ArrowInvalid as e:
+      # Of a column of text it is the last check; which of its values it is, `_rows` finds out.
+      if "UTF8" not in str(e) or module.types.is_nested(column.type):
+        raise
 
 
 def _among(fields: Sequence[str] | None, names: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Files of token ids, which are memory-mapped where they are."""
 
 import os
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import numpy as np
 from ats_jax.data.formats.text import Piece
 from ats_jax.data.report import Report
 from ats_jax.extensions import formats
+
+# What numpy makes of the header of a damaged file, beside a ValueError.
+_BAD_HEADERS = (ValueError, TypeError, SyntaxError, tokenize.TokenError, OverflowError, EOFError)
 
 
 @formats.register(".bin", ".npy")
@@ -42,8 +46,8 @@ def token_array(path: str, vocab_size: int) -> np.ndarray:
     return np.memmap(path, dtype, "r").view(np.ndarray) if size else np.empty(0, dtype)
   except OSError as e:
     raise ValueError(f"{path}: cannot be read ({e.strerror}).") from e
-  except ValueError as e:
-    raise ValueError(f"{path}: {e}") from e
+  except _BAD_HEADERS as e:
+    raise ValueError(f"{path}: {' '.join(str(e).split())}") from e
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
