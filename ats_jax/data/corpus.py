@@ -13,7 +13,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
 from ats_jax.data.formats.token_files import token_array
 from ats_jax.data.holdout import Split
-from ats_jax.data.report import Report, in_words
+from ats_jax.data.report import Report
 from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
 from ats_jax.data.tokenise import REPORT, How, shard, tokenise
 from ats_jax.data.tokenizer import Tokenizer
@@ -176,6 +176,6 @@ def warn_of_malformed(folder: cache.Folder, strict: bool) -> None:
     )
   counts = ", ".join(f"{n} {kind}" for kind, n in report["malformed"].items())
   logging.warning(
-    "Malformed input was left out: %s (%s). All are named in %s; the first:\n  %s",
-    counts, in_words(folder.meta["balance"]), folder.path / REPORT, "\n  ".join(report["first"]),
+    "Malformed input was left out: %s. All are named in %s; the first:\n  %s",
+    counts, folder.path / REPORT, "\n  ".join(report["first"]),
   )  # fmt: skip

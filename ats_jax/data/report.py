@@ -83,6 +83,8 @@ class Report:
 
 def in_words(balance: Mapping[str, int]) -> str:
   """`Report.balance` in words."""
-  return "{records:,} records read = {documents:,} documents + {dropped:,} left out".format(
-    **balance
+  records, documents = (
+    f"{balance[name]:,} {name.removesuffix('s') if balance[name] == 1 else name}"
+    for name in ("records", "documents")
   )
+  return f"{records} read = {documents} + {balance['dropped']:,} left out"

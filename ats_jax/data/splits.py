@@ -16,7 +16,7 @@ from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
-from ats_jax.data.report import Report
+from ats_jax.data.report import Report, in_words
 from ats_jax.data.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
@@ -110,6 +110,7 @@ def open_documents(cfg: DataConfig, fraction: float, how: How = How()) -> Opened
   if folder := prepared.folder_of(cfg.paths):
     opened = _open_prepared(cfg, folder, fraction)
     prepared.check_tokenizer(folder, opened.tokenizer, given or opened.tokenizer)
+    _say_counts(opened.corpus)
     return opened
   files, fingerprint, found = _find(cfg.paths, cfg)
   split = plan_split(cfg, fraction, files, fingerprint, given)
@@ -120,7 +121,12 @@ def open_documents(cfg: DataConfig, fraction: float, how: How = How()) -> Opened
     corpus_fingerprint=cache.digest(content, split.fraction, cfg.text_field),
   )
   corpus = open_corpus(cfg, files, fingerprint, tokenizer, split, how)
+  _say_counts(corpus)
   return Opened(corpus, tokenizer, split, content, found)
+
+
+def _say_counts(corpus: Corpus) -> None:
+  logging.info("Text: %s.", in_words(corpus.report["balance"]))
 
 
 def _open_prepared(cfg: DataConfig, folder: Path, fraction: float) -> Opened:

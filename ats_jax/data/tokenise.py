@@ -27,7 +27,7 @@ from ats_jax.data import cache
 from ats_jax.data.formats.text import Piece
 from ats_jax.data.formats.token_files import token_array, token_documents, token_dtype
 from ats_jax.data.holdout import Split
-from ats_jax.data.report import Report, in_words
+from ats_jax.data.report import Report
 from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
 from ats_jax.data.tokenizer import Tokenizer
 
@@ -106,9 +106,9 @@ def tokenise(
       facts = shards.finish()
   balance = report.balance()
   logging.info(
-    "Read %s documents, %s tokens, %.1f MB of text from %s files in %.1f s. %s.",
+    "Read %s documents, %s tokens, %.1f MB of text from %s files in %.1f s.",
     f"{balance['documents']:,}", f"{facts.pop('num_tokens'):,}", facts.pop("num_bytes") / 1e6,
-    f"{len(files):,}", time.monotonic() - began, in_words(balance),
+    f"{len(files):,}", time.monotonic() - began,
   )  # fmt: skip
   return {
     **facts, "vocab_size": tokenizer.vocab_size, "report": report.summary(), "balance": balance,
