@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ats_jax import paths
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
 from ats_jax.data.corpus import Corpus, warn_of_malformed
@@ -59,7 +60,7 @@ def save(
   folder: Path, cfg: DataConfig, corpus: Corpus, tokenizer: Tokenizer, split: Split, content: str
 ) -> None:
   """Make `folder`, in which the corpus was cached, one that `load` reads."""
-  save_tokenizer(tokenizer, folder / TOKENIZER)
+  save_tokenizer(tokenizer, paths.Path(folder / TOKENIZER))
   body = json.dumps({
     "corpus": corpus.folder.path.name, "tokenizer": tokenizer.fingerprint, "content": content,
     "text_field": cfg.text_field, "split": dataclasses.asdict(split),
@@ -67,13 +68,13 @@ def save(
   cache.write_atomically(folder / INDEX, f"{cache.digest(body)}\n{body}")
 
 
-def folder_of(paths: str) -> Path | None:
-  """The folder that `paths` names, if it is one that was prepared.
+def folder_of(text: str) -> Path | None:
+  """The folder that `text`, as `data.paths`, names, if it is one that was prepared.
 
   Raises:
     ValueError: if there are other paths beside it.
   """
-  entries = [entry.strip() for entry in paths.split(",") if entry.strip()]
+  entries = [entry.strip() for entry in text.split(",") if entry.strip()]
   made = [entry for entry in entries if (Path(entry).expanduser() / INDEX).is_file()]
   if made and len(entries) > 1:
     raise ValueError(
@@ -104,7 +105,7 @@ def load(folder: Path, cfg: DataConfig) -> Prepared:
       f"data.text_field={cfg.text_field!r}, but {folder} was made with {index['text_field']!r}. "
       "Use that, or prepare it again."
     )
-  tokenizer = load_tokenizer(folder / TOKENIZER)
+  tokenizer = load_tokenizer(paths.Path(folder / TOKENIZER))
   if tokenizer.fingerprint != index["tokenizer"]:
     raise ValueError(f"{folder / TOKENIZER} is not what was written. Prepare it again.")
   found = cache.Folder(path)

@@ -8,10 +8,11 @@ else by size and time.
 import contextlib
 import glob
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
 from absl import logging
@@ -92,13 +93,13 @@ def _store(entry: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _listed(store: fsspec.AbstractFileSystem, place: str) -> list[tuple[str, str]]:
   """(url, name) of the files of a place, sorted; names as those of local files."""
-  if glob.has_magic(place):
-    fixed = os.path.dirname(place[: next(i for i, sign in enumerate(place) if sign in "*?[")])
-    files = [url for url in store.glob(place) if store.isfile(url)]
+  if glob.has_magic(place) and not place.startswith(("http://", "https://")):  # ? begins a query
+    fixed = os.path.dirname(re.split(r"[*?\[]", place)[0])
+    files = [str(url) for url in store.glob(place) if store.isfile(url)]
     return sorted((url, os.path.relpath(url, fixed)) for url in files)
   if store.isfile(place):
     return [(place, os.path.basename(place.partition("?")[0]))]
-  return sorted((url, os.path.relpath(url, place)) for url in store.find(place))
+  return sorted((str(url), os.path.relpath(str(url), place)) for url in store.find(place))
 
 
 def _copy(
@@ -114,7 +115,7 @@ def _copy(
       unfinished = target.with_name("unfinished")
       logging.info("Copying %s into the data cache ...", store.unstrip_protocol(url))
       with store.open(url, "rb") as source, open(unfinished, "wb") as copy:
-        shutil.copyfileobj(source, copy, 2**20)
+        shutil.copyfileobj(cast(BinaryIO, source), copy, 2**20)
         copy.flush()
         os.fsync(copy.fileno())
       if info.get("size") is not None and unfinished.stat().st_size != info["size"]:

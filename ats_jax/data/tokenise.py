@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,7 +173,7 @@ def _ids(
         yield [(number, piece)], [ids]
 
 
-def _encoded(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
+def _encoded(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int) -> Generator[Encoded]:
   """Batches with their ids, in order; at most two for each process are in memory."""
   if not workers:
     for batch in batches:
@@ -321,7 +321,10 @@ class _Shards:
     columns = self._path(number, "columns")
     with open(columns, "wb") as file:
       np.savez(
-        file, used=self._used, **{f"column_{n}": np.array(v) for n, v in self._columns.items()}
+        file,
+        allow_pickle=False,
+        used=self._used,
+        **{f"column_{n}": np.array(v) for n, v in self._columns.items()},
       )
       file.flush()
       os.fsync(file.fileno())

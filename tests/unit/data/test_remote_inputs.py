@@ -127,6 +127,7 @@ def test_https(write, config, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
     assert texts(url, config) == {"a.jsonl:1": "é 漢字"}
+    assert texts(f"{url}?download=true", config) == {"a.jsonl:1": "é 漢字"}
     time.sleep(1.1)  # the server's times are whole seconds
     path.write_text(json.dumps({"text": "newer, as long"}))
     assert texts(url, config) == {"a.jsonl:1": "newer, as long"}
