@@ -1,5 +1,7 @@
 """Look at the data before training on it."""
 
+import os
+import sys
 from collections.abc import Callable
 
 from absl import flags
@@ -7,6 +9,7 @@ from absl import flags
 from ats_jax import cli, exits
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.explain import explain
 from ats_jax.data.splits import open_datasets
 from ats_jax.data.stats import stats
 
@@ -22,8 +25,21 @@ AUDIT = """is each token seen exactly once, on any number of hosts and workers, 
 
 Exit code 1 if it finds a fault.
 """
+EXPLAIN = """one row of training: each target with its token, role, weight and segment
+
+  ats-jax data explain --config.data.paths=/path/to/text
+  ats-jax data explain --row=7 --config.data.paths=chats.jsonl \\
+    --config.data.chat_template=chatml --config.data.packing=best_fit
+
+In colours on a terminal (not if NO_COLOR is set): one a role, bold for what is in the loss.
+"""
 FLAGS = flags.FlagValues()
 _CONFIG = cli.ConfigFlag(FLAGS)
+EXPLAIN_FLAGS = flags.FlagValues()
+_EXPLAIN_CONFIG = cli.ConfigFlag(EXPLAIN_FLAGS)
+_ROW = flags.DEFINE_integer(
+  "row", 0, "Which row, in the order of training.", lower_bound=0, flag_values=EXPLAIN_FLAGS
+)
 
 
 def _audit(train: Dataset, validation: Dataset) -> bool:
@@ -61,6 +77,20 @@ def _command(look: Callable[[Dataset, Dataset], bool], about: str) -> cli.Comman
   return cli.Command(main, FLAGS, about)
 
 
-COMMANDS = {"stats": _command(_stats, STATS), "audit": _command(_audit, AUDIT)}
+def _explain(argv: list[str]) -> None:
+  """Prints a row."""
+  del argv
+  cfg = _EXPLAIN_CONFIG.value
+  train, _ = open_datasets(cfg.data, cfg.seed)
+  coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+  for line in explain(train, _ROW.value, coloured=coloured):
+    print(line)
+
+
+COMMANDS = {
+  "stats": _command(_stats, STATS),
+  "audit": _command(_audit, AUDIT),
+  "explain": cli.Command(_explain, EXPLAIN_FLAGS, EXPLAIN),
+}
 if __name__ == "__main__":
   cli.main("data", COMMANDS)

@@ -13,6 +13,7 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
+from ats_jax.data.chat.records import message_pieces
 from ats_jax.data.source import (
   Piece,
   Report,
@@ -24,12 +25,13 @@ from ats_jax.data.source import (
 )
 from ats_jax.data.tokenizer import Tokenizer
 
-_BATCH_CHARS = 2**23  # text in memory at a time
+BATCH_CHARS = 2**23  # text in memory at a time
 _OPEN_FILES = 64  # files the BPE's sample is drawn from at a time
 _SAY_SECS = 15
-_REPORT = "report.txt"
+REPORT = "report.txt"
+CODES = "codes.bin"
 # One entry per document; 44 bytes of memory each while a corpus is read.
-_COLUMNS = {"file": "i", "line": "q", "start": "q", "length": "q", "num_bytes": "q", "key": "Q"}
+COLUMNS = {"file": "i", "line": "q", "start": "q", "length": "q", "num_bytes": "q", "key": "Q"}
 
 
 class Corpus:
@@ -44,7 +46,7 @@ class Corpus:
 
   def __init__(self, folder: cache.Folder, files: list[SourceFile]):
     self._folder, self._files = folder, files
-    self.report = {**folder.meta["report"], "file": str(folder.path / _REPORT)}
+    self.report = {**folder.meta["report"], "file": str(folder.path / REPORT)}
     self.length = folder.array("length")
     self.num_bytes = folder.array("num_bytes")
     self.key = folder.array("key")
@@ -53,6 +55,7 @@ class Corpus:
     vocab_size = folder.meta["vocab_size"]
     text = token_array(str(folder.path / "tokens.bin"), vocab_size)
     self._ids = [token_array(f.path, vocab_size) if f.kind == "tokens" else text for f in files]
+    self._codes = _mapped_codes(folder.path / CODES)
 
   def __len__(self) -> int:
     return len(self.length)
@@ -63,6 +66,12 @@ class Corpus:
     end = min(end, int(self.length[document]))
     return self._ids[self._file[document]][start + begin : start + end]
 
+  def codes(self, document: int, begin: int, end: int) -> np.ndarray:
+    """The codes (`chat.segments`) of the same tokens of a conversation, as uint8."""
+    assert self._codes is not None
+    start = int(self._start[document])
+    return self._codes[start + begin : start + min(end, int(self.length[document]))]
+
   def name(self, document: int) -> str:
     """See `document_name`."""
     file = self._files[self._file[document]]
@@ -70,6 +79,15 @@ class Corpus:
 
   def __reduce__(self):
     return Corpus, (self._folder, self._files)
+
+
+def _mapped_codes(path: Path) -> np.ndarray | None:
+  """The codes of a corpus of conversations; None = it is of text."""
+  if not path.exists():
+    return None
+  return (
+    np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else np.empty(0, "B")
+  )
 
 
 def document_name(file: SourceFile, line: int) -> str:
@@ -103,10 +121,12 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, fraction: float) -> It
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
   kept, left_out = 0, 0
+  of_text = lambda file, report: pieces(file, cfg.text_field, report)
+  read = message_pieces if cfg.chat_template else of_text
 
   def texts(file: SourceFile) -> Iterator[str]:
     nonlocal kept, left_out
-    for piece in pieces(file, cfg.text_field, report):
+    for piece in read(file, report):
       if held_out(name_hash(document_name(file, piece.line)), fraction):
         left_out += piece.starts
       else:
@@ -154,6 +174,16 @@ def open_corpus(
 
   key = cache.digest("corpus", fingerprint, tokenizer.fingerprint, cfg.text_field)
   folder = cache.cached(cache.cache_root(cfg.cache_dir), f"corpus-{key}", build)
+  say_malformed(cfg, folder)
+  return Corpus(folder, files)
+
+
+def say_malformed(cfg: DataConfig, folder: cache.Folder) -> None:
+  """Warn of what a corpus leaves out, which may have been found by an earlier process.
+
+  Raises:
+    ValueError: if there is any and `cfg.strict`.
+  """
   report = folder.meta["report"]
   if report["malformed"]:
     if cfg.strict:  # the cache was made without it
@@ -163,9 +193,8 @@ def open_corpus(
     counts = ", ".join(f"{n} {kind}" for kind, n in report["malformed"].items())
     logging.warning(
       "Malformed input was left out: %s. All are named in %s; the first:\n  %s",
-      counts, folder.path / _REPORT, "\n  ".join(report["first"]),
+      counts, folder.path / REPORT, "\n  ".join(report["first"]),
     )  # fmt: skip
-  return Corpus(folder, files)
 
 
 def _tokenise(
@@ -173,15 +202,15 @@ def _tokenise(
 ) -> dict[str, Any]:
   began = said = time.monotonic()
   dtype = token_dtype(tokenizer.vocab_size)
-  columns = {name: array(code) for name, code in _COLUMNS.items()}
+  columns = {name: array(code) for name, code in COLUMNS.items()}
   num_tokens = 0
 
   def add(number: int, line: int, start: int, length: int) -> None:
     key = name_hash(document_name(files[number], line))
-    for name, value in zip(_COLUMNS, (number, line, start, length, 0, key), strict=True):
+    for name, value in zip(COLUMNS, (number, line, start, length, 0, key), strict=True):
       columns[name].append(value)
 
-  with open(folder / _REPORT, "w") as report_file, open(folder / "tokens.bin", "wb") as out:
+  with open(folder / REPORT, "w") as report_file, open(folder / "tokens.bin", "wb") as out:
     report = Report(strict=cfg.strict, file=report_file)
     for batch in _batches(files, cfg.text_field, report):
       texts = [piece.text for _, piece in batch]
@@ -218,7 +247,7 @@ def _tokenise(
 def _batches(
   files: list[SourceFile], text_field: str, report: Report
 ) -> Iterator[list[tuple[int, Piece]]]:
-  """Lists of (file number, piece) of about `_BATCH_CHARS` characters."""
+  """Lists of (file number, piece) of about `BATCH_CHARS` characters."""
   batch: list[tuple[int, Piece]] = []
   num_chars = 0
   for number, file in enumerate(files):
@@ -227,7 +256,7 @@ def _batches(
     for piece in pieces(file, text_field, report):
       batch.append((number, piece))
       num_chars += len(piece.text)
-      if num_chars >= _BATCH_CHARS:
+      if num_chars >= BATCH_CHARS:
         yield batch
         batch, num_chars = [], 0
   if batch:

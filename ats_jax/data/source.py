@@ -306,6 +306,26 @@ def jsonl(path: str, text_field: str, report: Report) -> Iterator[Piece]:
 
 
 def _jsonl(lines: Iterable[bytes], path: str, text_field: str, report: Report) -> Iterator[Piece]:
+  for row, line in json_rows(lines, path, report):
+    where = f"{path}:{line}"
+    if text_field not in row:
+      has = ", ".join(map(repr, list(row)[:8])) or "nothing"
+      report.bad(
+        "missing field", where, f"no field {text_field!r} (it has {has}; see data.text_field)"
+      )
+    elif not isinstance(row[text_field], str):
+      kind = type(row[text_field]).__name__
+      report.bad("field not a string", where, f"field {text_field!r} is {kind}, not a string")
+    elif not row[text_field]:
+      report.skip("empty", where)
+    else:
+      yield from _json_text(row[text_field], line, where, report)
+
+
+def json_rows(
+  lines: Iterable[bytes], path: str, report: Report
+) -> Iterator[tuple[dict[str, Any], int]]:
+  """The objects of a JSONL file, each with its line; what is none goes to `report`."""
   offset = 0
   for line, raw in enumerate(lines, 1):
     where, start, offset = f"{path}:{line}", offset, offset + len(raw)
@@ -322,20 +342,10 @@ def _jsonl(lines: Iterable[bytes], path: str, text_field: str, report: Report) -
     except (ValueError, RecursionError) as e:
       report.bad("broken JSON", where, f"broken JSON ({e})")
       continue
-    if not isinstance(row, dict):
-      report.bad("not an object", where, f"expected a JSON object, got {type(row).__name__}")
-    elif text_field not in row:
-      has = ", ".join(map(repr, list(row)[:8])) or "nothing"
-      report.bad(
-        "missing field", where, f"no field {text_field!r} (it has {has}; see data.text_field)"
-      )
-    elif not isinstance(row[text_field], str):
-      kind = type(row[text_field]).__name__
-      report.bad("field not a string", where, f"field {text_field!r} is {kind}, not a string")
-    elif not row[text_field]:
-      report.skip("empty", where)
+    if isinstance(row, dict):
+      yield row, line
     else:
-      yield from _json_text(row[text_field], line, where, report)
+      report.bad("not an object", where, f"expected a JSON object, got {type(row).__name__}")
 
 
 def _json_text(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
