@@ -75,7 +75,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
   system = record.get("system")
   if isinstance(system, str) and system and messages[0].role != "system":
-    messages.insert(0, Message("system", _utf8(system, "system")))
+    messages.insert(0, Message("system", utf8(system, "system")))
   if not any(m.role == "assistant" for m in messages):
     raise MalformedError(
       "no answer", "no turn is of the role assistant, so there is nothing to learn"
@@ -157,7 +157,7 @@ def _content(content: Any, turn: Mapping[str, Any], number: int) -> str:
     content = "".join(_text_part(part, number) for part in content)
   if not isinstance(content, str):
     raise MalformedError("content not text", f"turn {number} has {_kind(content)} as its text")
-  return _utf8(content, f"turn {number}")
+  return utf8(content, f"turn {number}")
 
 
 def _text_part(part: Any, number: int) -> str:
@@ -169,7 +169,8 @@ def _text_part(part: Any, number: int) -> str:
   return part["text"]
 
 
-def _utf8(text: str, where: str) -> str:
+def utf8(text: str, where: str) -> str:
+  """`text`, or `MalformedError` if it has no UTF-8 form."""
   try:
     text.encode()
   except UnicodeEncodeError as e:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
+from ats_jax.data.chat.conversation import Conversation, MalformedError, Message, utf8
 from ats_jax.data.chat.segments import BOS, EOS, Segment
 
 TIMEOUT_SECS = 10.0  # for one conversation; a template takes a millisecond
@@ -60,7 +60,7 @@ class Sandbox:
       raise ValueError(f"the chat template does what no template may: {reply['hostile']}.")
     if "refused" in reply:
       raise MalformedError("template refuses it", f"the template says: {reply['refused']}")
-    return reply["text"]
+    return utf8(reply["text"], "what the template writes")
 
   def _start(self) -> None:
     if self._process is not None:
@@ -139,11 +139,11 @@ class JinjaTemplate:
     tokens = sorted({*special, *names.values()}, key=len, reverse=True)
     if tokens and len(tokens[-1]) < 2:
       raise ValueError(
-        f"the tokenizer's special token {tokens[-1]!r} is one character, as of text."
+        f"the tokenizer's special token {tokens[-1]!r} is one character, as text has it."
       )
     self._tokens = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-    cuts = [(t[:n], t[n:]) for t in tokens for n in range(1, len(t))]
-    self._heads, self._tails = map(tuple, zip(*cuts, strict=True)) if cuts else ((), ())
+    self._heads = tuple({token[:n] for token in tokens for n in range(1, len(token))})
+    self._tails = tuple({token[n:] for token in tokens for n in range(1, len(token))})
     self._own = {names[n]: own for n, own in (("bos_token", BOS), ("eos_token", EOS)) if n in names}
 
   @property
@@ -167,19 +167,10 @@ class JinjaTemplate:
     Raises:
       ValueError: if an answer is not found exactly, or its end is not in the loss.
     """
-    holds = json.dumps([conversation, self.source], ensure_ascii=False)
-    free = [c for c in _FREE if c not in holds]
-    if len(free) < 3:
-      raise MalformedError(
-        "noncharacters", "a turn holds nearly all characters that Unicode excludes"
-      )
-    broken = functools.partial(self._broken, breaker=free[2])
-    turns = [
-      {**broken(m.extra), "role": m.role, "content": broken(m.content)}
-      for m in conversation.messages
-    ]
-    tools = broken(conversation.tools)
-    write = _Writing(self.sandbox, self.names, turns, tools, (free[0], free[1]))
+    try:
+      write, breaker = self._writing(conversation)
+    except RecursionError as e:
+      raise MalformedError("nested too deeply", "tools or their calls are nested too deeply") from e
     if prompt:
       text, spans = write.text(prompt=True), []
     else:
@@ -193,8 +184,23 @@ class JinjaTemplate:
       found += self._cut(text[begin:end], like._replace(last=number == len(spans)))
       at = end
     found += self._cut(text[at:], Segment(""))
-    whole = (s._replace(text=s.text.replace(free[2], "")) for s in found)
+    whole = (s._replace(text=s.text.replace(breaker, "")) for s in found)
     return [s for s in whole if s.text]
+
+  def _writing(self, conversation: Conversation) -> tuple["_Writing", str]:
+    """What the template gets, and the character that breaks the names of special tokens in it."""
+    holds = json.dumps([conversation, self.source, self.special], ensure_ascii=False)
+    free = [c for c in _FREE if c not in holds]
+    if len(free) < 3:
+      detail = "it holds nearly all characters that Unicode excludes"
+      raise MalformedError("noncharacters", detail)
+    broken = functools.partial(self._broken, breaker=free[2])
+    turns = [
+      {**broken(m.extra), "role": m.role, "content": broken(m.content)}
+      for m in conversation.messages
+    ]
+    tools = broken(conversation.tools)
+    return _Writing(self.sandbox, self.names, turns, tools, (free[0], free[1])), free[2]
 
   @property
   def _has_marks(self) -> bool:

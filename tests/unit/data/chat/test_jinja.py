@@ -123,6 +123,20 @@ def test_tools_reach_the_template_and_stay_text():
   assert len([s for s in segments if s.special]) == 4
 
 
+def test_what_json_allows_and_text_does_not_is_malformed():
+  deep = {"x": 1}
+  for _ in range(3000):
+    deep = {"x": deep}
+  for call, kind in (({"x": "\ud800"}, "lone surrogate"), (deep, "nested too deeply")):
+    asked = Message("assistant", "b", extra={"tool_calls": [call]})
+    with pytest.raises(MalformedError) as error:
+      template(WITH_TOOLS).render(Conversation((Message("user", "a"), asked)))
+    assert error.value.kind == kind
+  every = Message("user", "".join(jinja._FREE))
+  with pytest.raises(MalformedError, match="nearly all characters"):
+    template(PLAIN).render(Conversation((every, Message("assistant", "b"))))
+
+
 def test_what_a_template_refuses_is_malformed():
   refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
   with pytest.raises(MalformedError, match="no system"):
