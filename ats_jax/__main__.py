@@ -36,7 +36,7 @@ VERBS = {
   ),
   "plan": Verb("plan", "plan", "parameters, FLOPs and memory of a config, or its token budget"),
   "config": Verb("plan", "config.__main__", "a config's settings, two compared, one imported"),
-  "data": Verb("plan", "data.__main__", "figures and an audit of the training text"),
+  "data": Verb("plan", "data.__main__", "check, prepare, measure and audit the training text"),
   "bench": Verb("speed", "bench.__main__", "speed of a training step, or of settings in turn"),
   "tune": Verb("speed", "bench.tune", "find the fastest tiles of the kernels on this GPU"),
 }

@@ -26,6 +26,9 @@ from ats_jax.step.program import Program
 from ats_jax.step.schedule import warmup_steps
 from ats_jax.step.state import TrainState
 
+IDLE_ROWS = 0.25  # share of the vocabulary's table that may be idle without a warning
+SMALLEST_BPE = 300  # as `data.bpe_vocab_size`
+
 
 def opening(
   program: Program,
@@ -64,7 +67,7 @@ def opening(
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
   if start == 0:
-    warn_of_unused_rows(cfg, train_set.tokenizer.vocab_size)
+    say_unused_rows(cfg, train_set, program.counts.parameters)
   if jax.process_index() == 0:
     shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
     run = {**shape, "parameters": program.counts.parameters, **facts}
@@ -78,20 +81,38 @@ def opening(
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
 
 
-def warn_of_unused_rows(cfg: Config, tokenizer_size: int) -> None:
-  """Warn of a vocabulary most of which no token of the tokenizer uses."""
-  m, unused = cfg.model, cfg.model.vocab_size - tokenizer_size
-  if unused <= tokenizer_size:
-    return
+def say_unused_rows(cfg: Config, train_set: Dataset, parameters: int) -> None:
+  """Log how much of the vocabulary the text uses; warn if a good part of the table is idle.
+
+  Args:
+    cfg: with the size of the table.
+    train_set: its text and tokenizer.
+    parameters: of the model.
+  """
+  m, size, used = cfg.model, train_set.tokenizer.vocab_size, train_set.corpus.ids_used
+  unused = m.vocab_size - used
   tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
-  logging.warning(
-    "model.vocab_size=%d, but the tokenizer has %d tokens: %d rows of %s, %.3g parameters, are "
-    "never used, and a loss is not one over so many tokens. For a new run, name a tokenizer.json "
-    "of that size with --config.data.tokenizer=FILE, or take the tokenizer's size with "
-    "--config.model.vocab_size=0.",
-    m.vocab_size, tokenizer_size, unused, " and of ".join(tables),
-    len(tables) * unused * m.d_model,
-  )  # fmt: skip
+  share = unused / m.vocab_size
+  weights = len(tables) * unused * m.d_model / parameters
+  found = (
+    f"vocabulary: the text uses {used:,} of {m.vocab_size:,} rows of {' and of '.join(tables)}; "
+    f"the other {unused:,} are {share:.1%} of the table and {weights:.1%} of all parameters"
+  )
+  if share <= IDLE_ROWS:
+    logging.info("%s.", found)
+    return
+  fit = max(SMALLEST_BPE, 2 ** (used.bit_length() - 1))
+  fix = (
+    f"data.tokenizer has {size:,} ids, of which this text has few: --config.data.tokenizer=bpe "
+    f"--config.data.bpe_vocab_size={fit} --config.model.vocab_size=0 makes a vocabulary for it"
+  )
+  if size < (1 - IDLE_ROWS) * m.vocab_size:
+    fix = (
+      f"data.tokenizer has only {size:,} ids: --config.model.vocab_size=0 takes that size, "
+      f"--config.data.tokenizer=FILE names a tokenizer.json of the table's, and "
+      f"--config.data.bpe_vocab_size={m.vocab_size} trains one on a larger text"
+    )
+  logging.warning("%s. For a new run: %s.", found, fix)
 
 
 def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:

@@ -69,7 +69,7 @@ def earlier(name: str, variant: str) -> Counts:
   """Counts of a preset with the dimensions of the earlier table."""
   names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size")
   dims = {f"model.{key}": value for key, value in zip(names, EARLIER[name], strict=True)}
-  dims["data.bpe_vocab_size"] = min(2048, dims["model.vocab_size"])
+  dims["data.bpe_vocab_size"] = dims["model.vocab_size"]
   if variant == "moe":
     dims["moe.num_experts"] = 8
   return sizes(with_settings(from_config_dict(preset(name, variant)), dims))[1]

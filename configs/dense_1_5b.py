@@ -24,6 +24,7 @@ def get_config(variant: str = ""):
   config.model.rope_theta = 500_000.0
   config.data.seq_len = 4096
   config.data.batch_size = 8
+  config.data.bpe_vocab_size = config.model.vocab_size
   config.data.max_segments = 16
   config.data.num_workers = 2
   config.optimizer.learning_rate = 3e-4

@@ -144,7 +144,7 @@ def preset(name: str, variant: str = "") -> ConfigDict:
     known = values[section].keys() & vars(dims).keys()
     values[section] |= {key: getattr(dims, key) for key in known}
   data, moe, mod = values["data"], values["moe"], values["mod"]
-  data["bpe_vocab_size"] = min(data["bpe_vocab_size"], dims.vocab_size)
+  data["bpe_vocab_size"] = dims.vocab_size  # a tokenizer that fills the table
   if variant in ("moe", "hybrid"):
     moe |= {"num_experts": dims.num_experts, "num_shared": dims.num_shared}
   if variant in ("mod", "hybrid"):

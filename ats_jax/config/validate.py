@@ -237,7 +237,6 @@ def _local_folders(cfg: Config) -> None:
   for name, value in (
     ("compilation_cache", cfg.compilation_cache),
     ("data.cache_dir", cfg.data.cache_dir),
-    ("data.paths", cfg.data.paths),
   ):
     if paths.is_remote(value):
       raise ValueError(f"{name}={value!r} is on a store. It must be local; a workdir need not be.")

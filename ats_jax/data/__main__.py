@@ -1,17 +1,25 @@
-"""Look at the data before training on it."""
+"""Look at the data before training on it, or tokenise it ahead."""
 
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from absl import flags
 
 from ats_jax import cli, exits
+from ats_jax.data import cache
 from ats_jax.data.audit import BATCH_SIZE, audit
+from ats_jax.data.checks import check
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.explain import explain
-from ats_jax.data.splits import open_datasets
+from ats_jax.data.report import Report, in_words
+from ats_jax.data.source import find_files
+from ats_jax.data.splits import open_datasets, prepare
 from ats_jax.data.stats import stats
+from ats_jax.data.tokenise import How
+from ats_jax.data.tokenizer import build_tokenizer
 
 STATS = """documents, tokens, bytes and lengths of both splits
 
@@ -33,8 +41,30 @@ EXPLAIN = """one row of training: each target with its token, role, weight and s
 
 In colours on a terminal (not if NO_COLOR is set): one a role, bold for what is in the loss.
 """
+PREPARE = """tokenise ahead, in several processes, into a folder to train on
+
+  ats-jax data prepare --out=prepared --config.data.paths=/path/to/text
+  ats-jax train --workdir=runs/mine --config.data.paths=prepared
+
+The same command goes on where it was killed. The folder holds all that a training needs: the text
+may be moved away. Rows are those of a training on the text itself.
+"""
+VALIDATE = """each record that is malformed, by file and line, with what is wrong
+
+  ats-jax data validate --config.data.paths=/path/to/text
+  ats-jax data validate --config.data.paths=/path/to/text --config.data.text_field=content
+
+Exit code 1 if there is one.
+"""
 FLAGS = flags.FlagValues()
 _CONFIG = cli.ConfigFlag(FLAGS)
+_PREPARE_FLAGS = flags.FlagValues()
+_PREPARE_CONFIG = cli.ConfigFlag(_PREPARE_FLAGS)
+_OUT = flags.DEFINE_string("out", None, "Folder to write.", flag_values=_PREPARE_FLAGS)
+_WORKERS = flags.DEFINE_integer(
+  "workers", None, "Processes that tokenise; default: one for each core.", lower_bound=0,
+  flag_values=_PREPARE_FLAGS,
+)  # fmt: skip
 EXPLAIN_FLAGS = flags.FlagValues()
 _EXPLAIN_CONFIG = cli.ConfigFlag(EXPLAIN_FLAGS)
 _ROW = flags.DEFINE_integer(
@@ -87,10 +117,48 @@ def _explain(argv: list[str]) -> None:
     print(line)
 
 
+def _prepare(argv: list[str]) -> int:
+  """Tokenise into a folder; show how far it is, and the counts."""
+  del argv
+  out = Path(cli.require(_OUT.value, "out", "prepared")).expanduser()
+  cfg = _PREPARE_CONFIG.value
+  workers = len(os.sched_getaffinity(0)) if _WORKERS.value is None else _WORKERS.value
+  began = time.monotonic()
+  how = How(workers, say=_show, every_secs=0.5) if sys.stderr.isatty() else How(workers)
+  opened = prepare(cfg.data, out, how)
+  corpus = opened.corpus
+  print(f"{in_words(corpus.report['balance'])} (see {corpus.report['file']})")
+  print(
+    f"{int(corpus.length.sum()):,} tokens of {int(corpus.num_bytes.sum()) / 1e6:,.1f} MB in "
+    f"{time.monotonic() - began:.1f} s. To train: --config.data.paths={out}"
+  )
+  return exits.DONE
+
+
+def _show(text: str) -> None:
+  print(f"\r\033[K{text[: os.get_terminal_size(2).columns - 1]}", end="", file=sys.stderr)
+
+
+def _validate(argv: list[str]) -> int:
+  """Name what is malformed; count all."""
+  del argv
+  cfg = _CONFIG.value.data
+  found, report = Report(strict=False, file=sys.stdout), Report(strict=False, file=sys.stdout)
+  files = find_files(cfg.paths, found, cache.cache_root(cfg.cache_dir))
+  tokenizer = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
+  check(files, cfg, tokenizer, report)
+  for kind, count in (*report.malformed.items(), *report.skipped.items()):
+    print(f"  {kind:<30} {count:,}")
+  print(f"{in_words(report.balance())}; {len(files):,} files, {found.dropped:,} passed over")
+  return exits.FAULT if report.malformed or found.malformed else exits.DONE
+
+
 COMMANDS = {
   "stats": _command(_stats, STATS),
   "audit": _command(_audit, AUDIT),
   "explain": cli.Command(_explain, EXPLAIN_FLAGS, EXPLAIN),
+  "validate": cli.Command(_validate, FLAGS, VALIDATE),
+  "prepare": cli.Command(_prepare, _PREPARE_FLAGS, PREPARE),
 }
 if __name__ == "__main__":
   cli.main("data", COMMANDS)

@@ -53,29 +53,33 @@ class Folder:
     return Folder, (self.path,)
 
 
-def cached(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Folder:
+def cached(
+  root: Path, name: str, build: Callable[[Path], dict[str, Any]], *, goes_on: bool = False
+) -> Folder:
   """The folder `root/name`, built first if it is missing or damaged.
 
   Args:
     root: an existing folder.
     name: the key; must name the content completely.
     build: writes its files into the folder it is given and returns a dict for `Folder.meta`.
+    goes_on: `build` gets what a process that was killed has left there.
 
   Raises:
     ValueError: if the file system of `root` has no file locks.
   """
   final = root / name
-  if not _damage(final):
+  if not damage(final):
     return Folder(final)
-  with _locked(root / f"{name}.lock"):
-    damage = _damage(final)  # again: another process may have built it while this one waited
-    if damage and final.exists():
-      logging.warning("The cache entry %s is damaged (%s); building it again.", final, damage)
+  with locked(root / f"{name}.lock"):
+    found = damage(final)  # again: another process may have built it while this one waited
+    if found and final.exists():
+      logging.warning("The cache entry %s is damaged (%s); building it again.", final, found)
       shutil.rmtree(final)
-    if damage:
+    if found:
       unfinished = root / f"{name}.tmp"
-      shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-      unfinished.mkdir()
+      if not goes_on:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+      unfinished.mkdir(exist_ok=True)
       _write_manifest(unfinished, build(unfinished))
       unfinished.rename(final)
   return Folder(final)
@@ -102,7 +106,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
   return json.loads(body)
 
 
-def _damage(folder: Path) -> str:
+def damage(folder: Path) -> str:
   """What is wrong with `folder`; "" if nothing. A file is hashed only if its time has changed."""
   try:
     for name, (size, time, sha256) in _read_manifest(folder)["files"].items():
@@ -125,7 +129,7 @@ def _size_and_time(path: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
   """Holds an advisory lock, which the kernel drops if the process dies."""
   with open(path, "w") as f:
     try:

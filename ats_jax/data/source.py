@@ -1,6 +1,5 @@
 """Paths -> files -> documents of text or token ids, with everything that is malformed named."""
 
-import codecs
 import contextlib
 import glob
 import hashlib
@@ -8,24 +7,22 @@ import json
 import os
 import re
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple
 
-import numpy as np
-
-from ats_jax.data import cache
+from ats_jax import paths as paths_of_stores
+from ats_jax.data import cache, remote
+from ats_jax.data.formats import opening, records, text, token_files
+from ats_jax.data.formats.text import Piece
+from ats_jax.data.report import Report
 from ats_jax.extensions import formats
 
-_TEXT = """.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .yaml .yml .toml .ini .cfg
-  .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .go .rs .rb .php .swift .scala .hs .ml .jl
-  .r .lua .pl .sh .sql .css .srt"""
-_PIECE = 2**18  # characters encoded at a time; a longer document is cut where it cannot matter
-# Between words, where the usual splitting patterns (of GPT-2, GPT-4, Llama 3) never join: before a
-# single space, after a single line break. The ids of the parts are those of the whole.
-_CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
-_SHOWN = 5  # problems repeated in the log
+# A format is registered by the suffixes of its files, in small letters, as (path, text_field,
+# report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
+# Those of this package are in the modules of `formats`; they count their records in `report` too.
+BUILT_IN = (records, text, token_files)
+_STREAMED = {*text.SUFFIXES.split(), ".jsonl", ".ndjson"}  # these may be compressed
 
 
 class SourceFile(NamedTuple):
@@ -42,65 +39,16 @@ class SourceFile(NamedTuple):
   kind: str
 
 
-class Piece(NamedTuple):
-  """A part of a document of text. `line` is 0 in a text file and counts from 1 in a JSONL file."""
-
-  line: int
-  starts: bool
-  text: str
-
-
-class Report:
-  """Counts what was malformed or left out; names each in a file if it is given one.
-
-  Attributes:
-    malformed: kind -> count of lines and files that could not be used.
-    skipped: kind -> count of what is harmless to leave out (empty, unknown suffix, listed twice).
-    first: the first few, in words.
-  """
-
-  def __init__(self, *, strict: bool, file: TextIO | None = None):
-    self.malformed: Counter[str] = Counter()
-    self.skipped: Counter[str] = Counter()
-    self.first: list[str] = []
-    self._strict, self._file = strict, file
-
-  def bad(self, kind: str, where: str, detail: str) -> None:
-    """Records something malformed, or raises ValueError if `strict`."""
-    if self._strict:
-      raise ValueError(
-        f"{where}: {detail}. Mend it, or set data.strict=False to count it and leave it out."
-      )
-    self.malformed[kind] += 1
-    if len(self.first) < _SHOWN:
-      self.first.append(f"{where}: {detail}")
-    self._write(f"{where}: {detail}")
-
-  def skip(self, kind: str, where: str) -> None:
-    """Records something that holds no document."""
-    self.skipped[kind] += 1
-    self._write(f"{where}: {kind}")
-
-  def summary(self) -> dict[str, Any]:
-    """The counts and the first few as plain types."""
-    counts = {"malformed": dict(self.malformed), "skipped": dict(self.skipped)}
-    return {**counts, "first": self.first}
-
-  def __str__(self) -> str:
-    counts = {**self.malformed, **self.skipped}
-    text = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing malformed"
-    return "; ".join([text, *self.first])
-
-  def _write(self, line: str) -> None:
-    if self._file:
-      self._file.write(line.replace("\n", "\\n") + "\n")
-
-
-def find_files(paths: str, report: Report) -> list[SourceFile]:
+def find_files(paths: str, report: Report, root: Path | None = None) -> list[SourceFile]:
   """The files that `DataConfig.paths` names, in a fixed order, each once.
 
   What is there but is no regular file (to open a pipe waits for a writer, a device may never end)
   goes to `report`. A broken link is kept: it is unreadable when its documents are read.
+
+  Args:
+    paths: comma-separated files, folders and globs, local or on a store.
+    report: takes what is passed over.
+    root: of the cache, for copies of what is on a store; None = the usual one.
 
   Raises:
     ValueError: for a path that does not exist, a glob without a match, a file whose suffix says
@@ -112,14 +60,18 @@ def find_files(paths: str, report: Report) -> list[SourceFile]:
   for entry in (part.strip() for part in paths.split(",")):
     if not entry:
       continue
-    for path, name in _expand(os.path.expanduser(entry), report):
+    if paths_of_stores.is_remote(entry):
+      expanded = _expand_remote(entry, report, root or cache.cache_root(""))
+    else:
+      expanded = _expand(os.path.expanduser(entry), report)
+    for path, name in expanded:
       real = os.path.realpath(path)
       if os.path.exists(real) and not os.path.isfile(real):
         report.bad("not a regular file", path, "not a regular file but a pipe, socket or device")
       elif real in found:
         report.skip("listed twice", path)
       else:
-        found[real] = SourceFile(real, name, _kind(path))
+        found[real] = SourceFile(os.path.abspath(path), name, _kind(name))
   if not found:
     left_out = f" ({report})" if report.malformed or report.skipped else ""
     raise ValueError(
@@ -146,16 +98,10 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
   """
   if os.path.isdir(entry):
     for path, name in _walk(entry, report):
-      if _suffix(path) in formats:
+      if _is_known(path, report):
         yield path, name
-      else:
-        report.skip("unknown suffix", path)
   elif os.path.exists(entry) or os.path.islink(entry):
-    if _suffix(entry) not in formats:
-      raise ValueError(
-        f"paths: {entry!r} has a suffix that says nothing about its format. "
-        f"Known suffixes: {' '.join(sorted(formats))}."
-      )
+    _named(entry)
     yield entry, Path(entry).name
   elif glob.has_magic(entry):
     matches = sorted(glob.glob(entry, recursive=True))
@@ -164,21 +110,53 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
       raise ValueError(f"paths: the glob {entry!r} matches no file.")
     fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])
     for path in matches:
-      if _suffix(path) in formats:
+      if _is_known(path, report):
         yield path, Path(os.path.relpath(path, fixed or ".")).as_posix()
-      else:
-        report.skip("unknown suffix", path)
   else:
     raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).")
 
 
-def _suffix(path: str) -> str:
-  return Path(path).suffix.lower()
+def _expand_remote(entry: str, report: Report, root: Path) -> Iterator[tuple[str, str]]:
+  found = remote.listed(entry)
+  if len(found) == 1:
+    _named(found[0].name)
+  for file in found:
+    if _is_known(file.name, report):
+      yield remote.copied(file, root), file.name
+
+
+def _has_reader(path: str) -> bool:
+  suffix = opening.suffix(path)
+  return suffix in formats and (suffix in _STREAMED or not opening.is_compressed(path))
+
+
+def _is_known(path: str, report: Report) -> bool:
+  known = _has_reader(path)
+  if not known:
+    report.skip("unknown suffix", path)
+  return known
+
+
+def _named(path: str) -> None:
+  """Refuse a file that was named itself and that nothing reads."""
+  suffix = opening.suffix(path)
+  if _has_reader(path):
+    return
+  if suffix in formats:
+    raise ValueError(
+      f"paths: {path!r} is compressed, which only text and JSON lines may be: {suffix} files are "
+      "read from anywhere in them. Decompress it."
+    )
+  raise ValueError(
+    f"paths: {path!r} has a suffix that says nothing about its format. "
+    f"Known suffixes: {' '.join(sorted(formats))}, and {' '.join(opening.OPENERS)} behind those of "
+    "text and JSON lines."
+  )
 
 
 def _kind(path: str) -> str:
   """What a file holds; another version of an extension makes another corpus of the same files."""
-  suffix = _suffix(path)
+  suffix = opening.suffix(path)
   owner = formats.owner(suffix)
   return f"{suffix} of {owner}" if owner else formats.find(suffix).__name__
 
@@ -194,9 +172,35 @@ def _walk(root: str, report: Report) -> Iterator[tuple[str, str]]:
       continue
     seen.add(os.path.realpath(folder))
     folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
-    for file in sorted(f for f in files if not f.startswith(".")):
+    for file in _chosen(folder, sorted(f for f in files if not f.startswith(".")), report):
       path = os.path.join(folder, file)
       yield path, Path(os.path.relpath(path, root)).as_posix()
+
+
+def _chosen(folder: str, files: list[str], report: Report) -> list[str]:
+  """Those of a folder that are read: of a Hugging Face dataset, those that it says are its data.
+
+  Raises:
+    ValueError: if it holds several splits, of which nobody said which to train on.
+  """
+  if "dataset_dict.json" in files:
+    splits = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    raise ValueError(
+      f"paths: {folder!r} is a dataset with the splits {', '.join(splits)}. Name the one to read, "
+      f"e.g. {os.path.join(folder, splits[0] if splits else 'train')}."
+    )
+  if not {"state.json", "dataset_info.json"}.issubset(files):
+    return files
+  try:
+    with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
+      named = [part["filename"] for part in json.load(file)["_data_files"]]
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise ValueError(
+      f"{folder}/state.json of a dataset cannot be read: {e!r}. Save it anew."
+    ) from e
+  for file in set(files) - {*named, "state.json", "dataset_info.json"}:
+    report.skip("not part of the dataset", os.path.join(folder, file))
+  return named
 
 
 def content_fingerprint(files: list[SourceFile], root: Path) -> str:
@@ -230,217 +234,43 @@ def content_fingerprint(files: list[SourceFile], root: Path) -> str:
 def pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
   """The documents of a file of text, in pieces of bounded length.
 
-  What is malformed goes to `report`.
+  What is malformed goes to `report`, which counts the documents too.
   """
+  suffix = opening.suffix(file.name)  # its path may be what a link leads to
+  read = formats.find(suffix)
+  found = _foreign(read, file, text_field, report) if formats.owner(suffix) else None
   try:
-    read = formats.find(_suffix(file.name))  # its path may be what a link leads to
-    found = read(file.path, text_field, report)
-    for number, document in enumerate(found, 1):
+    for piece in found or read(file.path, text_field, report):
+      report.documents += piece.starts
+      yield piece
+  except opening.errors() as e:
+    report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
+
+
+def _foreign(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  """The documents of an extension's format, which yields texts and counts nothing."""
+  dropped, documents = report.dropped, 0
+  try:
+    for number, document in enumerate(read(file.path, text_field, report), 1):
       if isinstance(document, Piece):
+        documents += document.starts
         yield document
       else:
-        yield from _whole(document, number, file.path, report)
-  except OSError as e:
-    report.bad("unreadable", file.path, f"cannot be read ({e.strerror})")
+        for piece in text.whole(document, number, f"{file.path}:{number}", report):
+          documents += piece.starts
+          yield piece
+  finally:
+    report.records += documents + report.dropped - dropped
 
 
-def _whole(document: str, number: int, path: str, report: Report) -> Iterator[Piece]:
-  """A document of an extension's format."""
-  where = f"{path}:{number}"
-  if document:
-    yield from _json_text(document, number, where, report)
-  else:
-    report.skip("empty", where)
+def document_name(file: SourceFile, line: int, part: int = 0) -> str:
+  """What a document is called in the split, in reports and in the audit."""
+  place = {"text": "", "jsonl": f":{line}", "tokens": f"#{line}"}
+  name = file.name + place.get(file.kind, f":{line}")  # an extension's: the place in its file
+  return f"{name}[{part}]" if part else name
 
 
-# A format is registered by the suffixes of its files, in small letters, as (path, text_field,
-# report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
-
-
-@formats.register(*_TEXT.split())
-def text(path: str, text_field: str, report: Report) -> Iterator[Piece]:
-  """One document a file, in UTF-8."""
-  del text_field
-  try:  # the whole file first: half a document is no document
-    num_chars = sum(map(len, _decoded(path)))
-  except UnicodeDecodeError as e:
-    report.bad("not UTF-8", path, f"not UTF-8 at byte {e.start} ({e.object[:1].hex()})")
-    return
-  if not num_chars:
-    report.skip("empty", path)
-    return
-  yield from _cut(_decoded(path), 0)
-
-
-@formats.register(".bin", ".npy")
-def tokens(path: str, text_field: str, report: Report) -> Iterator[Piece]:
-  """Ids, which `token_documents` reads: there is no text."""
-  del path, text_field, report
-  yield from ()
-
-
-def _decoded(path: str) -> Iterator[str]:
-  """Blocks of the text. Raises UnicodeDecodeError with `start` counted in the file."""
-  decoder = codecs.getincrementaldecoder("utf-8")()
-  offset = 0
-  with open(path, "rb") as f:
-    while True:
-      block = f.read(_PIECE)
-      pending = len(decoder.getstate()[0])
-      try:
-        text = decoder.decode(block, final=not block)
-      except UnicodeDecodeError as e:
-        e.object, e.start = e.object[e.start :], offset - pending + e.start
-        raise
-      yield text
-      if not block:
-        return
-      offset += len(block)
-
-
-@formats.register(".jsonl")
-def jsonl(path: str, text_field: str, report: Report) -> Iterator[Piece]:
-  """One document a line, in the field `text_field` of a JSON object."""
-  with open(path, "rb") as lines:
-    yield from _jsonl(lines, path, text_field, report)
-
-
-def _jsonl(lines: Iterable[bytes], path: str, text_field: str, report: Report) -> Iterator[Piece]:
-  for row, line in json_rows(lines, path, report):
-    where = f"{path}:{line}"
-    if text_field not in row:
-      has = ", ".join(map(repr, list(row)[:8])) or "nothing"
-      report.bad(
-        "missing field", where, f"no field {text_field!r} (it has {has}; see data.text_field)"
-      )
-    elif not isinstance(row[text_field], str):
-      kind = type(row[text_field]).__name__
-      report.bad("field not a string", where, f"field {text_field!r} is {kind}, not a string")
-    elif not row[text_field]:
-      report.skip("empty", where)
-    else:
-      yield from _json_text(row[text_field], line, where, report)
-
-
-def json_rows(
-  lines: Iterable[bytes], path: str, report: Report
-) -> Iterator[tuple[dict[str, Any], int]]:
-  """The objects of a JSONL file, each with its line; what is none goes to `report`."""
-  offset = 0
-  for line, raw in enumerate(lines, 1):
-    where, start, offset = f"{path}:{line}", offset, offset + len(raw)
-    if line == 1:
-      raw = raw.removeprefix(codecs.BOM_UTF8)
-    if not raw.strip():
-      report.skip("empty", where)
-      continue
-    try:
-      row = json.loads(raw.decode())
-    except UnicodeDecodeError as e:
-      report.bad("not UTF-8", where, f"not UTF-8 at byte {start + e.start} of the file")
-      continue
-    except (ValueError, RecursionError) as e:
-      report.bad("broken JSON", where, f"broken JSON ({e})")
-      continue
-    if isinstance(row, dict):
-      yield row, line
-    else:
-      report.bad("not an object", where, f"expected a JSON object, got {type(row).__name__}")
-
-
-def _json_text(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
-  try:
-    text.encode()
-  except UnicodeEncodeError as e:
-    report.bad("lone surrogate", where, f"a lone surrogate at character {e.start} of the text")
-    return
-  yield from _cut((text[i : i + _PIECE] for i in range(0, len(text), _PIECE)), line)
-
-
-def _cut(blocks: Iterable[str], line: int) -> Iterator[Piece]:
-  rest, starts = "", True
-  for block in blocks:
-    rest += block
-    while len(rest) > _PIECE and (cut := _CUT.search(rest, _PIECE)):
-      yield Piece(line, starts, rest[: cut.start()])
-      rest, starts = rest[cut.start() :], False
-    if len(rest) > 8 * _PIECE:  # one word of two million characters: cut anywhere
-      yield Piece(line, starts, rest)
-      rest, starts = "", False
-  if rest:
-    yield Piece(line, starts, rest)
-
-
-def token_array(path: str, vocab_size: int) -> np.ndarray:
-  """The ids of a .bin or .npy file as a 1-D memory-mapped array.
-
-  Raises:
-    ValueError: if the file does not hold a 1-D array of integers.
-  """
-  try:
-    if _suffix(path) == ".npy":
-      array = np.lib.format.open_memmap(path, "r")
-      if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-          f"expected a 1-D array of integers, got {array.dtype} of shape {array.shape}."
-        )
-      return array.view(np.ndarray)
-    dtype = token_dtype(vocab_size)
-    size = os.path.getsize(path)
-    if size % dtype.itemsize:
-      raise ValueError(
-        f"{size} bytes is no whole number of {dtype} ids "
-        f"(the dtype follows from the tokenizer's {vocab_size} ids)."
-      )
-    return np.memmap(path, dtype, "r").view(np.ndarray) if size else np.empty(0, dtype)
-  except OSError as e:
-    raise ValueError(f"{path}: cannot be read ({e.strerror}).") from e
-  except ValueError as e:
-    raise ValueError(f"{path}: {e}") from e
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-  """uint16 if every id fits, else uint32."""
-  return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def token_documents(
-  path: str, *, vocab_size: int, bos_id: int, eos_id: int, report: Report, chunk: int = 2**24
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Where the documents of a token file are.
-
-  A document ends before each eos (and at the end of the file); a bos before it is not part of it.
-
-  Returns:
-    line: each document's number in the file from 1, counting empty ones.
-    start: of its first token.
-    length: its tokens, eos not counted. All int64; documents without a token are left out.
-
-  Raises:
-    ValueError: if an id is outside the vocabulary, with the file, the position and the id.
-  """
-  ids = token_array(path, vocab_size)
-  ends = []
-  for at in range(0, len(ids), chunk):
-    part = ids[at : at + chunk]
-    outside = (part >= vocab_size) | (part < 0)
-    if outside.any():
-      first = int(outside.argmax())
-      raise ValueError(
-        f"{path}: id {int(part[first])} at position {at + first} is outside the vocabulary "
-        f"[0, {vocab_size}). Set data.tokenizer to the one the file was made with."
-      )
-    ends.append(np.flatnonzero(part == eos_id) + at)
-  if not len(ids):
-    report.skip("empty", path)
-  if len(ids) and ids[-1] != eos_id:
-    ends.append(np.array([len(ids)]))
-  end = np.concatenate(ends) if ends else np.empty(0, np.int64)
-  start = np.concatenate([[0], end[:-1] + 1])[: len(end)]
-  if bos_id != eos_id and len(ids):
-    start += (ids[np.minimum(start, len(ids) - 1)] == bos_id) & (start < end)
-  line = np.arange(1, len(end) + 1)
-  full = start < end
-  for number in line[~full]:
-    report.skip("empty", f"{path}#{number}")
-  return line[full], start[full].astype(np.int64), (end - start)[full].astype(np.int64)
+def name_hash(name: str) -> int:
+  """64 bits of BLAKE2b."""
+  raw = name.encode(errors="surrogateescape")  # a file's name may be any bytes
+  return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest())

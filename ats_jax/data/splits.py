@@ -12,14 +12,17 @@ from absl import logging
 
 from ats_jax.config.chat import role_weights
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache
+from ats_jax.data import cache, prepared
 from ats_jax.data.chat.corpus import open_chat_corpus
 from ats_jax.data.chat.segments import weight_table
-from ats_jax.data.chat.tokenizer import ChatTokenizer, with_template
-from ats_jax.data.corpus import Corpus, held_out, nothing_left, open_corpus, train_texts
+from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
+from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
-from ats_jax.data.source import Report, SourceFile, content_fingerprint, find_files
+from ats_jax.data.report import Report, in_words
+from ats_jax.data.source import SourceFile, content_fingerprint, find_files
+from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -77,34 +80,143 @@ def _validation_paths(cfg: DataConfig) -> dict[str, str]:
   return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """The documents of some paths.
+
+  Attributes:
+    corpus: the documents.
+    tokenizer: that made their ids.
+    split: which of them are held out.
+    content: a hash of the documents.
+    found: what was passed over, as `Corpus.report`.
+  """
+
+  corpus: Corpus
+  tokenizer: Tokenizer
+  split: Split
+  content: str
+  found: dict[str, Any]
+
+
+def open_documents(cfg: DataConfig, fraction: float, how: How = How()) -> Opened:  # noqa: B008
+  """The documents of `cfg.paths`, and the tokenizer that they ask for.
+
+  Args:
+    cfg: as for `open_datasets`.
+    fraction: to hold out.
+    how: to tokenise them, if that was not done before.
+
+  Raises:
+    ValueError: as `open_datasets`.
+  """
+  given = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
+  if folder := prepared.folder_of(cfg.paths):
+    opened = _open_prepared(cfg, folder, fraction)
+    asked = with_template(given or plain(opened.tokenizer), cfg)
+    prepared.check_tokenizer(folder, opened.tokenizer, asked)
+    _say_counts(opened.corpus)
+    return opened
+  files, fingerprint, found = _find(cfg.paths, cfg)
+  if cfg.chat_template:
+    split = Split(fraction)  # a conversation is not cut
+  else:
+    split = plan_split(cfg, fraction, files, fingerprint, given)
+  content = split.content(fingerprint)
+  tokenizer = given or build_tokenizer(
+    cfg,
+    lambda: train_texts(files, cfg, split),
+    corpus_fingerprint=cache.digest(content, split.fraction, _kind(cfg)),
+  )
+  tokenizer = with_template(tokenizer, cfg)
+  corpus = _open(cfg, files, fingerprint, tokenizer, split, how)
+  _say_counts(corpus)
+  return Opened(corpus, tokenizer, split, content, found)
+
+
+def _kind(cfg: DataConfig) -> str | list[str]:
+  """What is read of the files, in a key of the cache."""
+  return ["conversations"] if cfg.chat_template else cfg.text_field
+
+
+def _open(
+  cfg: DataConfig,
+  files: list[SourceFile],
+  fingerprint: str,
+  tokenizer: Tokenizer,
+  split: Split,
+  how: How = How(),  # noqa: B008
+) -> Corpus:
+  if not cfg.chat_template:
+    return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
+  assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
+  return open_chat_corpus(cfg, files, fingerprint, tokenizer)
+
+
+def _say_counts(corpus: Corpus) -> None:
+  logging.info("Text: %s.", in_words(corpus.report["balance"]))
+
+
+def _open_prepared(cfg: DataConfig, folder: Path, fraction: float) -> Opened:
+  made = prepared.load(folder, cfg)
+  split = made.split_for(fraction)
+  if split.why:
+    logging.warning("%s", split.why)
+  return Opened(made.corpus, made.tokenizer, split, made.content, prepared.NOTHING_PASSED_OVER)
+
+
+def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
+  """Tokenise `cfg.paths` into the folder `out`, which then serves as `data.paths` itself.
+
+  What was done before the process was killed is kept.
+
+  Args:
+    cfg: as for `open_datasets`.
+    out: the folder, made if need be.
+    how: to tokenise.
+
+  Raises:
+    ValueError: as `open_datasets`, and for paths that were prepared before.
+  """
+  if folder := prepared.folder_of(cfg.paths):
+    raise ValueError(f"{folder} is prepared already: train on it by --config.data.paths={folder}.")
+  cfg = dataclasses.replace(cfg, cache_dir=str(out))
+  fraction = 0.0 if _validation_paths(cfg).get("", "") else cfg.validation_fraction
+  opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
+  if not len(opened.corpus):
+    raise ValueError(nothing_left(_counts(opened.corpus.report)))
+  prepared.save(out, cfg, opened.corpus, opened.tokenizer, opened.split, opened.content)
+  return opened
+
+
 def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
   """The training and the validation split; tokenised, packed and cached on first use.
 
-  The validation split is packed with seed 0 whatever `seed` is, so that runs compare.
+  The validation split is packed with seed 0 whatever `seed` is, so that runs compare. It is empty
+  where it was asked to be, and where there is too little text for one, which is logged.
 
   Args:
     cfg: everything but `batch_size`, `num_workers` and `prefetch` is read.
     seed: of the order of training documents and rows.
 
   Raises:
-    ValueError: for paths that hold nothing, malformed input if `cfg.strict`, a training text
-      shorter than one row, or a validation split that came out empty.
+    ValueError: for paths that hold nothing, malformed input if `cfg.strict`, or a training text
+      shorter than one row.
   """
   validation_paths = _validation_paths(cfg).get("", "")
-  fraction = 0.0 if validation_paths else cfg.validation_fraction
-  files, content, found = _find(cfg.paths, cfg)
-  of_text = build_tokenizer(
-    cfg,
-    lambda: train_texts(files, cfg, fraction),
-    corpus_fingerprint=cache.digest(content, fraction, _kind(cfg)),
-  )
-  tokenizer = with_template(of_text, cfg)
-  corpus = _open(cfg, files, content, tokenizer)
-  out = held_out(corpus.key, fraction)
-  split = [content, "train", fraction]
-  train = _pack(cfg, seed, corpus, np.flatnonzero(~out), tokenizer, split, found)
+  opened = open_documents(cfg, 0.0 if validation_paths else cfg.validation_fraction)
+  split, corpus = opened.split, opened.corpus
+  out = split.held_out(corpus.key, corpus.part)
+  train = _pack(cfg, seed, opened, np.flatnonzero(~out), "train")
   if not train.num_documents:
-    raise ValueError(nothing_left(int(out.sum()), _counts(train.report)))
+    raise ValueError(nothing_left(_counts(train.report)))
+  if train.num_tokens < cfg.seq_len and split.block:
+    logging.warning(
+      "Without what is held out the text would be shorter than one row of data.seq_len=%d. "
+      "Nothing is held out: the run has no validation loss.",
+      cfg.seq_len,
+    )
+    return open_datasets(dataclasses.replace(cfg, validation_fraction=0.0), seed)
   if train.num_tokens < cfg.seq_len:
     raise ValueError(
       f"The training text has {train.num_tokens} tokens in {train.num_documents} documents, less "
@@ -112,14 +224,13 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
       f"{train.num_tokens}."
     )
   if validation_paths:
-    return train, open_split(cfg, 0, validation_paths, tokenizer)
-  split = [content, "validation", fraction]
-  validation = _pack(cfg, 0, corpus, np.flatnonzero(out), tokenizer, split, found)
-  if fraction and not validation.num_documents:
+    return train, open_split(cfg, 0, validation_paths, opened.tokenizer)
+  validation = _pack(cfg, 0, opened, np.flatnonzero(out), "validation")
+  if split.fraction and not validation.num_documents:
     raise ValueError(
       f"The validation split is empty: of {train.num_documents} documents none falls into "
-      f"data.validation_fraction={fraction} (documents are held out whole). Raise it, e.g. to 0.2, "
-      "give data.validation_paths, or set it to 0 to train without validation."
+      f"data.validation_fraction={split.fraction}. Raise it, give data.validation_paths, or set it "
+      "to 0 to train without validation."
     )
   return train, validation
 
@@ -136,25 +247,17 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
   Raises:
     ValueError: if the paths hold no document, or something malformed and `cfg.strict`.
   """
-  files, content, found = _find(paths, cfg)
-  corpus = _open(cfg, files, content, tokenizer)
-  documents = np.arange(len(corpus))
-  dataset = _pack(cfg, seed, corpus, documents, tokenizer, [content, "all", 0.0], found)
+  if folder := prepared.folder_of(paths):
+    opened = _open_prepared(cfg, folder, 0.0)
+    prepared.check_tokenizer(folder, opened.tokenizer, tokenizer)
+  else:
+    files, content, found = _find(paths, cfg)
+    corpus = _open(cfg, files, content, tokenizer, Split(0.0))
+    opened = Opened(corpus, tokenizer, Split(0.0), content, found)
+  dataset = _pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.num_documents:
     raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.report)}.")
   return dataset
-
-
-def _kind(cfg: DataConfig) -> str | list[str]:
-  """What is read of the files, in a key of the cache."""
-  return ["conversations"] if cfg.chat_template else cfg.text_field
-
-
-def _open(cfg: DataConfig, files: list[SourceFile], content: str, tokenizer: Tokenizer) -> Corpus:
-  if not cfg.chat_template:
-    return open_corpus(cfg, files, content, tokenizer)
-  assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
-  return open_chat_corpus(cfg, files, content, tokenizer)
 
 
 def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
@@ -162,7 +265,7 @@ def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str,
   root = cache.cache_root(cfg.cache_dir)
   lines = io.StringIO()
   report = Report(strict=cfg.strict, file=lines)
-  files = find_files(paths, report)
+  files = find_files(paths, report, root)
   passed_over = {**report.summary(), "files": []}
   if lines.getvalue():
     path = root / f"paths-{cache.digest(lines.getvalue())}.txt"
@@ -180,15 +283,10 @@ def _counts(report: dict[str, Any]) -> str:
   )
 
 
-def _pack(
-  cfg: DataConfig,
-  seed: int,
-  corpus: Corpus,
-  documents: np.ndarray,
-  tokenizer: Tokenizer,
-  split: list,
-  found: dict[str, Any],
-) -> Dataset:
+def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, part: str) -> Dataset:
+  """Rows of these documents: of the `part` "train", "validation" or "all"."""
+  corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
+  split = [opened.content, part, opened.split.fraction]
   packing = [cfg.seq_len, cfg.packing, cfg.max_segments]
   fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), packing)
   weights = None
@@ -237,7 +335,7 @@ def _pack(
   )  # fmt: skip
   logging.info(
     "%s: %s documents, %s targets in %s rows of %d.",
-    split[1].capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
+    part.capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
     f"{dataset.num_rows:,}", cfg.seq_len,
   )  # fmt: skip
   return dataset

@@ -17,7 +17,10 @@ from ats_jax import paths
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
 
-BPE_SAMPLE_BYTES = 16 * 2**20
+BPE_SAMPLE_BYTES = 16 * 2**20  # of text at least, where there is so much
+_BYTES_PER_ID = 256  # of text, for a vocabulary whose ids are all seen often enough
+_LEAST_BYTES_PER_ID = 64
+_ALWAYS_FITS = 512  # ids: 256 are bytes
 # A word of the trainer's is any run of letters, of digits, of spaces or of other signs. Its time
 # grows with the square of their length, so words are cut every 1,000 bytes, or up to three earlier:
 # not inside a character, whose bytes after the first (128 to 191) ByteLevel spells as in brackets.
@@ -249,7 +252,7 @@ def build_tokenizer(
   Args:
     cfg: `tokenizer`, `bpe_vocab_size` and `cache_dir` are read.
     train_texts: gives the training text; called only for a BPE that is not in the cache. Of it the
-      first 16 MiB are used.
+      first 16 MiB are used, or 256 bytes an id if that is more.
     corpus_fingerprint: names what `train_texts` gives. Without it the BPE is not cached.
 
   Raises:
@@ -266,9 +269,14 @@ def build_tokenizer(
     (folder / "tokenizer.json").write_text(_train_bpe(cfg.bpe_vocab_size, train_texts()))
     return {}
 
-  key = cache.digest("bpe", corpus_fingerprint, cfg.bpe_vocab_size, BPE_SAMPLE_BYTES, _CUT)
+  sample = _sample_bytes(cfg.bpe_vocab_size)
+  key = cache.digest("bpe", corpus_fingerprint, cfg.bpe_vocab_size, sample, _CUT)
   folder = cache.cached(cache.cache_root(cfg.cache_dir), f"bpe-{key}", build)
   return _bpe((folder.path / "tokenizer.json").read_text())
+
+
+def _sample_bytes(vocab_size: int) -> int:
+  return max(BPE_SAMPLE_BYTES, _BYTES_PER_ID * vocab_size)
 
 
 def _train_bpe(vocab_size: int, texts: Iterable[str]) -> str:
@@ -276,13 +284,19 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> str:
   for text in texts:
     sample.append(text)
     num_bytes += len(text.encode())
-    if num_bytes >= BPE_SAMPLE_BYTES:
+    if num_bytes >= _sample_bytes(vocab_size):
       break
   if not num_bytes:
     raise ValueError(
       "There is no text to train a BPE on. Give some, or set data.tokenizer='bytes'."
     )
   logging.info("Training a BPE of %d ids on %.1f MB of text ...", vocab_size, num_bytes / 1e6)
+  if num_bytes < _LEAST_BYTES_PER_ID * vocab_size and vocab_size > _ALWAYS_FITS:
+    logging.warning(
+      "%.2f MB of text is little for a vocabulary of %d: many of its ids will be words seen once "
+      "or twice. --config.data.bpe_vocab_size=%d --config.model.vocab_size=0 would fit it.",
+      num_bytes / 1e6, vocab_size, max(_ALWAYS_FITS, num_bytes // _BYTES_PER_ID),
+    )  # fmt: skip
   inner = tokenizers.Tokenizer(models.BPE())
   inner.pre_tokenizer = _TRAINING_WORDS
   inner.decoder = decoders.ByteLevel()

@@ -132,7 +132,7 @@ def _run(found: Found, path: Path) -> None:
     found.settings["data.tokenizer"] = str(tokenizer)
     found.notes.append(f"The tokenizer is the one beside the file: {tokenizer}.")
   else:
-    found.settings["data.bpe_vocab_size"] = min(2048, max(300, found.whole("vocab_size", 0)))
+    found.settings["data.bpe_vocab_size"] = max(300, found.whole("vocab_size", 0))
     found.notes.append(
       "There is no tokenizer.json beside the file: a BPE is trained on your text. "
       "--config.data.tokenizer=FILE names the model's own."

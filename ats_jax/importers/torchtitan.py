@@ -155,7 +155,7 @@ def _model(found: Found) -> None:
     shape |= _LLAMA3_ROPE
   found.give("model.name", {}, "a decoder that this one can be")
   found.give("model.flavor", shape)
-  found.settings["data.bpe_vocab_size"] = min(2048, dims.vocab_size)
+  found.settings["data.bpe_vocab_size"] = dims.vocab_size
   found.notes.append(
     "A BPE is trained on your text; --config.data.tokenizer=FILE names the model's tokenizer.json."
   )

@@ -11,16 +11,22 @@ class DataConfig:
 
   paths: str = setting(
     "",
-    "comma-separated files, folders or globs (.txt .md .py .jsonl .bin .npy); "
-    "empty = this Python's own standard library sources",
+    "comma-separated files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
+    ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
+    "`ats-jax data prepare`; empty = this Python's own standard library sources",
   )
   validation_paths: str = setting(
     "", "the same for validation, name=path for more sets; no plain path = hold out a fraction"
   )
   validation_fraction: float = setting(
-    0.05, "share of documents held out, chosen by a hash of their name", low=0.0, high=0.5
+    0.05,
+    "share held out: of the documents, or where those are few of blocks inside them; by hash",
+    low=0.0,
+    high=0.5,
   )
-  text_field: str = setting("text", "the field of a JSONL object that holds the document")
+  text_field: str = setting(
+    "text", "the field of a JSON object or a table's row that holds the document"
+  )
   strict: bool = setting(
     False, "stop at the first malformed line or file instead of counting it", resume="free"
   )

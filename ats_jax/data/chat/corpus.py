@@ -15,17 +15,11 @@ from ats_jax.data.chat.conversation import MalformedError
 from ats_jax.data.chat.records import conversations
 from ats_jax.data.chat.segments import Segment
 from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.corpus import (
-  BATCH_CHARS,
-  CODES,
-  COLUMNS,
-  REPORT,
-  Corpus,
-  document_name,
-  name_hash,
-  say_malformed,
-)
-from ats_jax.data.source import Report, SourceFile, token_dtype
+from ats_jax.data.corpus import CODES, Corpus, warn_of_malformed
+from ats_jax.data.formats.token_files import token_dtype
+from ats_jax.data.report import Report
+from ats_jax.data.source import SourceFile, document_name, name_hash
+from ats_jax.data.tokenise import BATCH_CHARS, COLUMNS, REPORT, shard
 
 
 class _Rendered(NamedTuple):
@@ -64,7 +58,7 @@ def open_chat_corpus(
 
   key = cache.digest("conversations", fingerprint, tokenizer.fingerprint)
   folder = cache.cached(cache.cache_root(cfg.cache_dir), f"corpus-{key}", build)
-  say_malformed(cfg, folder)
+  warn_of_malformed(folder, cfg.strict)
   return Corpus(folder, files)
 
 
@@ -74,10 +68,11 @@ def _tokenise(
   began = time.monotonic()
   dtype = token_dtype(tokenizer.vocab_size)
   columns = {name: array(code) for name, code in COLUMNS.items()}
-  num_tokens = 0
+  num_tokens, used = 0, np.zeros(tokenizer.vocab_size, bool)
+  used[[tokenizer.bos_id, tokenizer.eos_id]] = True
   with (
     open(folder / REPORT, "w") as report_file,
-    open(folder / "tokens.bin", "wb") as tokens,
+    open(shard(folder, 0), "wb") as tokens,
     open(folder / CODES, "wb") as codes,
   ):
     report = Report(strict=cfg.strict, file=report_file)
@@ -85,10 +80,11 @@ def _tokenise(
       encoded = tokenizer.encode_segments([c.segments for c in batch])
       for (number, place, _, num_bytes), document in zip(batch, encoded, strict=True):
         length, key = len(document.ids), name_hash(document_name(files[number], place))
-        values = number, place, num_tokens, length, num_bytes, key
+        values = number, place, 0, num_tokens, length, num_bytes, key
         for name, value in zip(COLUMNS, values, strict=True):
           columns[name].append(value)
         num_tokens += length
+        used[document.ids] = True
         tokens.write(document.ids.astype(dtype).tobytes())
         codes.write(document.codes.tobytes())
   for name, values in columns.items():
@@ -97,7 +93,11 @@ def _tokenise(
     "Read %s conversations, %s tokens, from %s files in %.1f s.",
     f"{len(columns['length']):,}", f"{num_tokens:,}", f"{len(files):,}", time.monotonic() - began,
   )  # fmt: skip
-  return {"vocab_size": tokenizer.vocab_size, "report": report.summary()}
+  return {
+    "vocab_size": tokenizer.vocab_size, "report": report.summary(), "balance": report.balance(),
+    "shards": 1, "ids_used": int(used.sum()), "copied": False,
+    "files": [[file.name, file.kind] for file in files],
+  }  # fmt: skip
 
 
 def _rendered(
@@ -114,6 +114,7 @@ def _rendered(
         continue
       except ValueError as e:  # the template is at fault
         raise ValueError(f"{where}: {e}") from e
+      report.documents += 1
       said = sum(len(m.content.encode()) for m in conversation.messages)
       yield _Rendered(number, place, segments, said)
 

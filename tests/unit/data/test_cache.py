@@ -108,8 +108,10 @@ DAMAGE = {"flip": damage_flip, "truncate": damage_truncate, "remove": Path.unlin
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("file", ["corpus-*/tokens.bin", "corpus-*/length.npy", "plan-*/begin.npy",
-                                  "corpus-*/manifest.json", "bpe-*/tokenizer.json"])  # fmt: skip
+@pytest.mark.parametrize("file", [
+  "corpus-*/tokens-*.bin", "corpus-*/length.npy", "plan-*/begin.npy", "corpus-*/manifest.json",
+  "bpe-*/tokenizer.json",
+])  # fmt: skip
 def test_damage_is_found_and_mended(corpus, config, tmp_path, caplog, kind, file):
   cfg = config(paths=str(corpus), seq_len=16, tokenizer="bpe", bpe_vocab_size=300)
   first = first_rows(cfg)

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ats_jax.data import source
-from ats_jax.data.source import Report, find_files, pieces, token_documents
+from ats_jax.data.formats import text as text_format
+from ats_jax.data.formats.token_files import token_documents
+from ats_jax.data.report import Report
+from ats_jax.data.source import find_files, pieces
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -160,7 +162,9 @@ class TestMalformed:
     ds = open_split(config(), 0, str(path), ByteTokenizer())
     assert ds.report["malformed"] == {"broken JSON": 1} and texts(ds) == ["x"]
 
-  @pytest.mark.parametrize("at", [0, 5, source._PIECE - 1, source._PIECE, source._PIECE + 7])
+  @pytest.mark.parametrize(
+    "at", [0, 5, text_format.PIECE - 1, text_format.PIECE, text_format.PIECE + 7]
+  )
   def test_file_that_is_not_utf8(self, write, config, tmp_path, at):
     bad = write("d/bad.txt", b"a" * at + b"\xc3(" + b"b" * 10)
     write("d/good.txt", "good")
@@ -259,19 +263,6 @@ class TestTooLittle:
       with pytest.raises(ValueError, match=r"(?s)Nothing is left.*1 missing field.*a\.jsonl:1"):
         open_datasets(config(paths=str(path), tokenizer=tokenizer), 0)
 
-  def test_one_document_that_is_held_out(self, write, config):
-    held = (write(f"{i}.txt", "x" * 99) for i in range(99))
-    for path in held:
-      cfg = config(paths=str(path), validation_fraction=0.5, seq_len=8)
-      try:
-        open_datasets(cfg, 0)
-      except ValueError as e:
-        if "Nothing is left to train on: 1 documents are held out" in str(e):
-          assert "data.validation_fraction=0" in str(e)
-          return
-        assert "The validation split is empty" in str(e)  # this one was not held out
-    pytest.fail("of 99 names none was held out")
-
   def test_shorter_than_a_row(self, write, config):
     path = write("a.txt", "x" * 50)
     with pytest.raises(ValueError, match=r"51 tokens in 1 documents.*seq_len=52.*at most 51"):
@@ -279,10 +270,8 @@ class TestTooLittle:
     train, _ = open_datasets(config(paths=str(path), seq_len=51), 0)
     assert train.num_rows == 1
 
-  def test_empty_validation(self, write, config, tmp_path):
+  def test_nothing_to_validate_on(self, write, config, tmp_path):
     path = write("a.txt", "x" * 99)
-    with pytest.raises(ValueError, match=r"validation split is empty: of 1 .*0\.001.*set it to 0"):
-      open_datasets(config(paths=str(path), seq_len=8, validation_fraction=0.001), 0)
     train, validation = open_datasets(config(paths=str(path), seq_len=8), 0)
     assert (train.num_documents, validation.num_documents, validation.num_rows) == (1, 0, 0)
     write("v/empty.txt", "")
@@ -384,7 +373,7 @@ class TestTokenFiles:
   ids=["code", "lines", "paragraphs"],
 )
 def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monkeypatch, text):
-  monkeypatch.setattr(source, "_PIECE", 1000)
+  monkeypatch.setattr(text_format, "PIECE", 1000)
   tokenizer = build_tokenizer(config(tokenizer="bpe", bpe_vocab_size=500), lambda: [text])
   for path in (write("a.py", text), write("a.jsonl", [{"text": text}])):
     files, report = find(path)
@@ -396,7 +385,7 @@ def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monke
 
 
 def test_a_document_without_line_breaks_is_cut_anywhere(write, config, monkeypatch):
-  monkeypatch.setattr(source, "_PIECE", 100)
+  monkeypatch.setattr(text_format, "PIECE", 100)
   text = "é" * 5000
   ds = open_split(config(), 0, str(write("a.txt", text)), ByteTokenizer())
   assert texts(ds) == [text] and ds.num_documents == 1

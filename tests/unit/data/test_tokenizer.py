@@ -177,6 +177,7 @@ def test_long_words_of_the_sample_are_cut_between_characters():
 
 def test_bpe_reads_a_bounded_sample(monkeypatch):
   monkeypatch.setattr(lib, "BPE_SAMPLE_BYTES", 1000)
+  monkeypatch.setattr(lib, "_BYTES_PER_ID", 1)
   taken = itertools.count()
   build_tokenizer(
     DataConfig(bpe_vocab_size=300), lambda: (f"{next(taken):0100d}" for _ in range(99))

@@ -1,5 +1,7 @@
 """Conversations as packed rows: weights, exactness, the cache, and what is refused."""
 
+import dataclasses
+import importlib
 import json
 import pickle
 
@@ -12,9 +14,13 @@ from ats_jax.data import explain
 from ats_jax.data.audit import audit
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
+from ats_jax.data.checks import check
 from ats_jax.data.loader import TrainBatches
-from ats_jax.data.splits import open_datasets
+from ats_jax.data.report import Report
+from ats_jax.data.source import SourceFile
+from ats_jax.data.splits import open_datasets, prepare
 from ats_jax.data.stats import stats
+from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 
@@ -140,6 +146,38 @@ def test_documents_are_held_out_as_ever(chat_config, write):
   assert train.num_documents + valid.num_documents == 200
   assert 20 < valid.num_documents < 60
   assert valid.tokenizer is train.tokenizer
+
+
+def test_conversations_are_prepared_ahead(chat_config, tmp_path):
+  cfg = chat_config()
+  opened = prepare(cfg, tmp_path / "out", How())
+  assert opened.corpus.report["balance"] == {"records": 12, "documents": 12, "dropped": 0}
+  ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
+  one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
+  for name in FIELDS:
+    np.testing.assert_array_equal(one.rows([0])[name], other.rows([0])[name])
+  for changes in ({"chat_template": "gemma"}, {"chat_template": "", "packing": "concat"}):
+    with pytest.raises(ValueError, match="holds ids of another tokenizer"):
+      open_datasets(dataclasses.replace(ahead, **changes), 0)
+
+
+def test_records_are_read_from_parquet(chat_config, tmp_path):
+  arrow = pytest.importorskip("pyarrow")
+  parquet = importlib.import_module("pyarrow.parquet")
+  rows = [{"messages": d["messages"]} for d in DIALOGUES]
+  parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+  train, _ = open_datasets(chat_config(paths=str(tmp_path / "d.parquet")), 0)
+  found = sorted(in_loss(*d, train.tokenizer, "", "") for d in documents(train))
+  assert found == sorted(ANSWERS["chatml"])
+
+
+def test_validate_names_records_that_are_no_conversation(chat_config, write):
+  path = str(write("some.jsonl", [*DIALOGUES, {"messages": []}]))
+  report = Report(strict=False)
+  cfg = chat_config(paths=path)
+  check([SourceFile(path, "some.jsonl", "jsonl")], cfg, None, report)
+  assert report.first == [f"{path}:13: the conversation has no turn"]
+  assert report.balance() == {"records": 13, "documents": 12, "dropped": 1}
 
 
 def test_a_bpe_learns_from_what_is_said(chat_config):

@@ -1,0 +1,90 @@
+"""What was malformed or left out, counted by kind and named; nothing is dropped without a word."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+_SHOWN = 5  # problems repeated in the log
+
+
+class Report:
+  """Counts records, and what was malformed or left out; names each in a file if it is given one.
+
+  A record is a file of text, a line, a row, or a document of a token file. What of a file cannot be
+  read is one more. So `records` = `documents` + `dropped`, which `balance` checks.
+
+  Attributes:
+    records: seen.
+    documents: that they held.
+    malformed: kind -> count of records and files that could not be used.
+    skipped: kind -> count of what is harmless to leave out (empty, unknown suffix, listed twice).
+    first: the first few, in words.
+  """
+
+  def __init__(self, *, strict: bool, file: TextIO | None = None):
+    self.records = self.documents = 0
+    self.malformed: Counter[str] = Counter()
+    self.skipped: Counter[str] = Counter()
+    self.first: list[str] = []
+    self._strict, self._file = strict, file
+
+  def bad(self, kind: str, where: str, detail: str, count: int = 1) -> None:
+    """Records something malformed, or raises ValueError if `strict`.
+
+    Args:
+      kind: by which it is counted.
+      where: the file and the line.
+      detail: what is wrong.
+      count: of records that share this fault.
+    """
+    if self._strict:
+      raise ValueError(
+        f"{where}: {detail}. Mend it, or set data.strict=False to count it and leave it out."
+      )
+    self.malformed[kind] += count
+    if len(self.first) < _SHOWN:
+      self.first.append(f"{where}: {detail}")
+    self._write(f"{where}: {detail}")
+
+  def lost(self, kind: str, where: str, detail: str) -> None:
+    """As `bad`, for a file or the rest of one, of which nobody knows what it would have held."""
+    self.records += 1
+    self.bad(kind, where, detail)
+
+  def skip(self, kind: str, where: str) -> None:
+    """Records something that holds no document."""
+    self.skipped[kind] += 1
+    self._write(f"{where}: {kind}")
+
+  @property
+  def dropped(self) -> int:
+    """Records that became no document."""
+    return self.malformed.total() + self.skipped.total()
+
+  def balance(self) -> dict[str, int]:
+    """The counts, which add up."""
+    assert self.records == self.documents + self.dropped, (self.records, self.documents, str(self))
+    return {"records": self.records, "documents": self.documents, "dropped": self.dropped}
+
+  def summary(self) -> dict[str, Any]:
+    """The counts and the first few as plain types."""
+    counts = {"malformed": dict(self.malformed), "skipped": dict(self.skipped)}
+    return {**counts, "first": self.first}
+
+  def __str__(self) -> str:
+    counts = {**self.malformed, **self.skipped}
+    text = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing malformed"
+    return "; ".join([text, *self.first])
+
+  def _write(self, line: str) -> None:
+    if self._file:
+      self._file.write(line.replace("\n", "\\n") + "\n")
+
+
+def in_words(balance: Mapping[str, int]) -> str:
+  """`Report.balance` in words."""
+  records, documents = (
+    f"{balance[name]:,} {name.removesuffix('s') if balance[name] == 1 else name}"
+    for name in ("records", "documents")
+  )
+  return f"{records} read = {documents} + {balance['dropped']:,} left out"

@@ -1,0 +1,82 @@
+"""`data prepare` and `data validate`, as a user runs them."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from commands import forked
+from test_one_file import SMALL
+
+from ats_jax.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+  folder = tmp_path / "text"
+  folder.mkdir()
+  lines = [json.dumps({"text": f"line {i} with é"}) for i in range(60)]
+  lines[7], lines[8], lines[9] = '{"text": "cut', '{"content": 1}', '{"text": ""}'
+  (folder / "a.jsonl").write_text("\n".join(lines))
+  (folder / "b.txt").write_text("a file\n" * 20)
+  (folder / "c.txt").write_bytes(b"latin \xe9")
+  (folder / "d.jpg").write_bytes(b"\xff")
+  (folder / "e.txt").symlink_to(tmp_path / "nowhere")
+  os.mkfifo(folder / "f.txt")
+  return folder
+
+
+def test_validate(folder, tmp_path):
+  flags = (f"--config.data.paths={folder}", f"--config.data.cache_dir={tmp_path}/cache")
+  result = forked("ats_jax.data", "validate", *flags)
+  assert result.code == 1 and "Traceback" not in result.err
+  assert result.out.splitlines() == [
+    f"{folder}/d.jpg: unknown suffix",
+    f"{folder}/f.txt: not a regular file but a pipe, socket or device",
+    f"{folder}/a.jsonl:8: broken JSON (Invalid control character at: line 1 column 14 (char 13))",
+    f"{folder}/a.jsonl:9: no field 'text' (it has 'content'; see data.text_field)",
+    f"{folder}/a.jsonl:10: empty",
+    f"{folder}/c.txt: not UTF-8 at byte 6 (e9)",
+    f"{folder}/e.txt: cannot be read (No such file or directory)",
+    "  broken JSON                    1",
+    "  missing field                  1",
+    "  not UTF-8                      1",
+    "  unreadable                     1",
+    "  empty                          1",
+    "63 records read = 58 documents + 5 left out; 4 files, 2 passed over",
+  ]
+  assert not list((tmp_path / "cache").glob("corpus-*"))
+  (tmp_path / "good.jsonl").write_text('{"content": "é"}\n')
+  flags = (f"--config.data.paths={tmp_path}/good.jsonl", "--config.data.text_field=content")
+  result = forked("ats_jax.data", "validate", *flags)
+  assert (result.code, result.out) == (
+    0, "1 record read = 1 document + 0 left out; 1 files, 0 passed over\n"
+  )  # fmt: skip
+
+
+def test_token_files_are_checked_against_their_tokenizer(tmp_path):
+  np.array([1, 2, ByteTokenizer.eos_id, 999], np.uint16).tofile(tmp_path / "a.bin")
+  flags = (f"--config.data.paths={tmp_path}/a.bin", f"--config.data.cache_dir={tmp_path}/cache")
+  result = forked("ats_jax.data", "validate", "--config.data.tokenizer=bytes", *flags)
+  assert result.code == 1 and "a.bin: id 999 at position 3 is outside" in result.out
+  result = forked("ats_jax.data", "validate", *flags)
+  assert result.code == 1 and "a.bin: ids need the tokenizer" in result.out
+
+
+def test_prepare_then_train_without_the_text(folder, tmp_path):
+  flags = (f"--config.data.paths={folder}", "--config.data.bpe_vocab_size=300")
+  result = forked("ats_jax.data", "prepare", f"--out={tmp_path}/out", "--workers=2", *flags)
+  assert result.code == 0, result.err
+  counts, summary = result.out.splitlines()
+  assert counts.startswith("63 records read = 58 documents + 5 left out (see ")
+  assert summary.endswith(f"To train: --config.data.paths={tmp_path}/out")
+  shutil.rmtree(folder)
+  settings = (f"--config.{s}" for s in (*SMALL, f"data.cache_dir={tmp_path}/cache"))
+  result = forked(
+    "ats_jax.train", "--config=configs/debug.py", f"--workdir={tmp_path}/run",
+    f"--config.data.paths={tmp_path}/out", *settings,
+  )  # fmt: skip
+  assert result.code == 0, result.err
+  assert "63 records read = 58 documents + 5 left out" in result.err
+  assert forked("ats_jax.data", "prepare").error().startswith("--out is missing")

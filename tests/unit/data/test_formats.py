@@ -1,0 +1,350 @@
+"""Files of each format, written by the format's own library, with text of several bytes a sign."""
+
+import bz2
+import gzip
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from ats_jax.data.formats import extra, opening, records
+from ats_jax.data.report import Report
+from ats_jax.data.source import find_files, pieces
+from ats_jax.data.splits import open_split
+from ats_jax.data.tokenizer import ByteTokenizer
+
+TEXTS = [
+  "plain",
+  "é 漢字 🙂\u200d Ω\n",
+  "a\x00b",
+  "\ufeffmark",
+  "x" * 300_000 + "é",
+  "tab\tand\r\n",
+]
+
+
+def zstd():
+  return importlib.import_module(opening._ZSTD)
+
+
+def zstd_with_checksum(raw: bytes) -> bytes:
+  return zstd().compress(raw, options={zstd().CompressionParameter.checksum_flag: 1})
+
+
+def texts(path, config, **changes):
+  ds = open_split(config(seq_len=8, **changes), 0, str(path), ByteTokenizer())
+  found = [ds.tokenizer.decode(ds.corpus.tokens(d, 0, 10**9)) for d in range(len(ds.corpus))]
+  balance = ds.corpus.report["balance"]
+  assert balance["records"] == balance["documents"] + balance["dropped"]
+  assert balance["documents"] == len(found)
+  return found, ds
+
+
+def read(path, field="text"):
+  """The documents of a path without a tokenizer, and the report."""
+  found, report = find_files(str(path), Report(strict=False)), Report(strict=False)
+  joined: dict[tuple, str] = {}
+  for file in found:
+    for piece in pieces(file, field, report):
+      key = (file.name, piece.line)
+      joined[key] = joined.get(key, "") + piece.text
+  report.balance()
+  return joined, report
+
+
+def json_lines(texts):
+  return "".join(json.dumps({"text": t}, ensure_ascii=i % 2 == 0) + "\n" for i, t in
+                 enumerate(texts)).encode()  # fmt: skip
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress}
+
+
+class TestCompressed:
+  @pytest.mark.parametrize("suffix", [*PACK, pytest.param(".zst", marks=pytest.mark.formats)])
+  def test_text_and_json_lines(self, write, config, suffix):
+    pack = PACK.get(suffix) or zstd().compress
+    path = write(f"d/a.jsonl{suffix}", pack(json_lines(TEXTS[:3])) + pack(json_lines(TEXTS[3:])))
+    write(f"d/b.txt{suffix.upper()}", pack("é one document\n".encode()))
+    found, ds = texts(path.parent, config)
+    assert found == [*TEXTS, "é one document\n"]
+    assert ds.corpus.name(0) == f"a.jsonl{suffix}:1"
+
+  @pytest.mark.parametrize("suffix", [*PACK, pytest.param(".zst", marks=pytest.mark.formats)])
+  @pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])
+  def test_damaged(self, write, config, suffix, damage):
+    pack = PACK.get(suffix) or zstd_with_checksum
+    lines = json_lines([os.urandom(99).hex() for _ in range(5000)])
+    raw = bytearray(pack(lines))
+    if damage == "cut":
+      raw = raw[: len(raw) // 2]
+    elif damage == "flip":
+      raw[len(raw) // 2] ^= 255
+    else:
+      raw = b"no archive" if damage == "other" else b""
+    path = write(f"d/a.jsonl{suffix}", bytes(raw))
+    write("d/b.txt", "good")
+    joined, report = read(path.parent)
+    assert joined.pop(("b.txt", 0)) == "good" and (damage == "flip" or len(joined) < 5000)
+    if damage != "empty":
+      assert report.malformed["unreadable"] == 1, report
+      assert any(line.startswith(f"{path}") for line in report.first)
+      assert damage == "flip" or report.malformed.total() == 1  # flipped bytes may be lines too
+    assert report.records == len(joined) + 1 + report.dropped
+
+  @pytest.mark.parametrize("name", ["a.npy.gz", "a.parquet.gz", "a.bin.zst"])
+  def test_what_is_read_from_anywhere_is_not_compressed(self, write, name):
+    with pytest.raises(ValueError, match="is compressed, which only text and JSON lines may be"):
+      read(write(name, b"x"))
+
+  def test_an_archive_of_what_nobody_knows(self, write):
+    with pytest.raises(ValueError, match=r"a\.gz' has a suffix that says nothing"):
+      read(write("a.gz", b"x"))
+
+
+def test_json_lines_of_any_field(write, config):
+  path = write("a.ndjson", [{"content": text, "n": i} for i, text in enumerate(TEXTS)])
+  assert texts(path, config, text_field="content")[0] == TEXTS
+
+
+def test_array_record(tmp_path, config):
+  module = importlib.import_module("array_record.python.array_record_module")
+  path = tmp_path / "a.array_record"
+  writer = module.ArrayRecordWriter(str(path), "group_size:3")
+  for text in TEXTS:
+    writer.write(json.dumps({"text": text}).encode())
+  writer.write(b'{"no": 1}')
+  writer.write(b"no JSON")
+  writer.close()
+  found, ds = texts(path, config)
+  assert found == TEXTS and ds.report["malformed"] == {"missing field": 1, "broken JSON": 1}
+  assert f"{path}:7: no field 'text'" in ds.report["first"][0]
+  for name, raw in {
+    "cut": path.read_bytes()[:-70_000],
+    "other": b"no such file",
+    "empty": b"",
+  }.items():
+    bad = tmp_path / f"{name}.array_record"
+    bad.write_bytes(raw)
+    joined, report = read(bad)
+    assert not joined and report.malformed == {"unreadable": 1}, report
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_files(tmp_path, config, dtype):
+  ids = np.array([x for text in TEXTS for x in [*text.encode(), ByteTokenizer.eos_id]], dtype)
+  np.save(tmp_path / "a.npy", ids)
+  assert texts(tmp_path / "a.npy", config)[0] == TEXTS
+  if dtype == "uint16":
+    ids.tofile(tmp_path / "a.bin")
+    assert texts(tmp_path / "a.bin", config)[0] == TEXTS
+
+
+@pytest.mark.formats
+class TestTables:
+  @pytest.fixture
+  def pa(self):
+    return importlib.import_module("pyarrow")
+
+  @pytest.fixture
+  def table(self, pa):
+    return pa.table({"n": range(len(TEXTS)), "text": TEXTS})
+
+  @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "string_view"])
+  @pytest.mark.parametrize("codec", ["none", "snappy", "zstd"])
+  def test_parquet(self, pa, table, tmp_path, config, codec, kind):
+    parquet = importlib.import_module("pyarrow.parquet")
+    types = {
+      "dictionary": pa.dictionary(pa.int32(), pa.string()), "string": pa.string(),
+      "large_string": pa.large_string(), "string_view": pa.string(),
+    }  # fmt: skip
+    table = table.set_column(1, "text", table["text"].cast(types[kind]))
+    parquet.write_table(table, tmp_path / "a.parquet", compression=codec, row_group_size=2)
+    found, ds = texts(tmp_path / "a.parquet", config)
+    assert found == TEXTS and ds.corpus.name(3) == "a.parquet:4"
+
+  @pytest.mark.parametrize("kind", ["new_file", "new_stream"])
+  def test_arrow(self, pa, table, tmp_path, config, kind):
+    with (
+      pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink,
+      getattr(pa.ipc, kind)(sink, table.schema) as writer,
+    ):
+      writer.write_table(table, max_chunksize=2)
+    assert texts(tmp_path / "a.arrow", config)[0] == TEXTS
+
+  def test_what_is_wrong_with_a_row(self, pa, tmp_path):
+    parquet = importlib.import_module("pyarrow.parquet")
+    latin = pa.StringArray.from_buffers(
+      2, pa.py_buffer(np.array([0, 4, 8], np.int32)), pa.py_buffer(b"goodb\xe9d.")
+    )
+    for name, column in {
+      "latin": latin, "null": pa.array(["good", None]), "empty": pa.array(["good", ""]),
+      "number": pa.array([1, 2]), "bytes": pa.array([b"x", b"y"]),
+    }.items():  # fmt: skip
+      parquet.write_table(pa.table({"text": column}), tmp_path / f"{name}.parquet")
+    parquet.write_table(pa.table({"content": ["x"], "n": [1]}), tmp_path / "other.parquet")
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    joined, report = read(tmp_path)
+    assert joined == {(f"{name}.parquet", 1): "good" for name in ("latin", "null", "empty")}
+    assert report.malformed == {"not UTF-8": 1, "field not a string": 5, "missing field": 1}
+    assert report.skipped == {"empty": 1} and report.records == 11
+    _, report = read(tmp_path / "other.parquet")
+    (said,) = report.first
+    assert "other.parquet:1: no field 'text' (it has 'content', 'n'" in said
+
+  @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+  @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+  def test_cut_off(self, pa, tmp_path, name, share):
+    table = pa.table({"text": [os.urandom(50).hex() for _ in range(3000)]})
+    path = tmp_path / name
+    if name == "a.parquet":
+      importlib.import_module("pyarrow.parquet").write_table(table, path)
+    else:
+      with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    joined, report = read(path)
+    assert len(joined) < 3000 and report.malformed == {"unreadable": 1}
+
+  def test_a_dataset_that_was_saved(self, tmp_path, config):
+    datasets = importlib.import_module("datasets")
+    data = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
+    data.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    (tmp_path / "one" / "cache-17.arrow").write_bytes(b"of a map")
+    found, ds = texts(tmp_path / "one", config)
+    assert found == TEXTS and ds.report["skipped"]["not part of the dataset"] == 1
+    shuffled = data.select([3, 1])
+    shuffled.save_to_disk(str(tmp_path / "two"))
+    assert texts(tmp_path / "two", config)[0] == [TEXTS[3], TEXTS[1]]
+    datasets.DatasetDict(train=data, test=shuffled).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(ValueError, match=r"splits test, train\. Name the one to read"):
+      texts(tmp_path / "both", config)
+    assert texts(tmp_path / "both" / "train", config)[0] == TEXTS
+    (tmp_path / "two" / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"state\.json of a dataset cannot be read"):
+      texts(tmp_path / "two", config)
+
+  def test_memory_is_that_of_a_few_rows(self, pa, tmp_path):
+    """200 MB of text in one row group and one batch."""
+    parquet = importlib.import_module("pyarrow.parquet")
+    table = pa.table({"text": [f"{i} " * 2000 for i in range(20_000)]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=20_000)
+    del table
+    code = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+from ats_jax.data.formats.records import records
+from ats_jax.data.report import Report
+import pyarrow.parquet
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert sum(1 for _ in records({str(tmp_path / "a.parquet")!r}, ["text"], Report(strict=True)))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 60_000  # KiB
+
+
+def test_an_extra_that_is_missing_is_named(write, monkeypatch):
+  monkeypatch.setitem(sys.modules, "pyarrow", None)
+  monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+  monkeypatch.setitem(sys.modules, opening._ZSTD, None)
+  for name in ("a.parquet", "a.arrow", "a.txt.zst"):
+    with pytest.raises(ValueError, match=rf"{name} needs .*pip install 'ats_jax\[formats\]'"):
+      read(write(name, b"x"))
+  with pytest.raises(ValueError, match=r"x needs nowhere_there.*ats_jax\[more\]"):
+    extra.module("nowhere_there", "x", "more")
+
+
+class TestRecords:
+  """What other readers of rows are given: the whole row, and where it was."""
+
+  def test_rows_of_json_lines(self, write):
+    rows = [{"messages": [{"role": "user", "content": "é"}]}, {"id": 3}]
+    path = write("a.jsonl", json.dumps(rows[0]) + "\n[1]\n\n" + json.dumps(rows[1]))
+    report = Report(strict=False)
+    found = list(records.records(str(path), None, report))
+    assert found == [(1, rows[0]), (4, rows[1])]
+    assert (report.records, report.dropped) == (4, 2)
+
+  @pytest.mark.formats
+  def test_rows_of_a_table(self, tmp_path):
+    pa = importlib.import_module("pyarrow")
+    rows = [{"messages": [{"role": "user", "content": "é"}], "n": 1}, {"messages": [], "n": 2}]
+    importlib.import_module("pyarrow.parquet").write_table(
+      pa.Table.from_pylist(rows), tmp_path / "a.parquet"
+    )
+    report = Report(strict=True)
+    assert [r.row for r in records.records(str(tmp_path / "a.parquet"), None, report)] == rows
+    (first, _) = records.records(str(tmp_path / "a.parquet"), ["n"], report)
+    assert first == (1, {"n": 1}) and report.records == 4
+
+
+class TestSize:
+  def test_a_line_that_is_too_long_is_named_and_the_next_is_read(self, write, monkeypatch):
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    lines = [{"text": "a"}, {"text": "b" * 500}, {"text": "c" * 80}, {"text": "d" * 101}]
+    path = write("a.jsonl", lines)
+    joined, report = read(path)
+    assert [key[1] for key in joined] == [1, 3] and report.malformed == {"too long": 2}
+    assert report.first[0] == f"{path}:2: a line of 513 bytes: more than 100"
+
+  @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+  def test_one_line_of_300_mb_takes_little_memory(self, tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+      file.write(b'{"text": "' if name == "a.jsonl" else b"")
+      for _ in range(300):
+        file.write("é".encode() * 500_000)
+      file.write(b'"}\n{"text": "next"}\n' if name == "a.jsonl" else b"")
+    code = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+from ats_jax.data.report import Report
+from ats_jax.data.source import find_files, pieces
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = Report(strict=False)
+(file,) = find_files({str(tmp_path / name)!r}, report)
+size = sum(len(p.text) for p in pieces(file, "text", report))
+print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    size, count, memory = map(int, done.stdout.split())
+    assert (size, count) == ((4, 2) if name == "a.jsonl" else (150_000_000, 1))
+    assert memory < 250_000  # KiB
+    assert time.monotonic() - began < 60
+
+  def test_ten_thousand_files_of_one_line(self, tmp_path, config):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for i in range(10_000):
+      (folder / f"{i}.txt").write_text(f"line {i}\n")
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "gone.txt").symlink_to(tmp_path / "nothing")
+    began = time.monotonic()
+    found, ds = texts(folder, config)
+    assert len(found) == 10_000 and time.monotonic() - began < 60
+    assert ds.report["malformed"] == {"not a regular file": 1, "unreadable": 1}
+
+
+def test_a_link_is_read_by_its_own_name(write, tmp_path, config):
+  """As in the cache of the Hugging Face hub, whose files are named by their hashes."""
+  blob = write("blobs/0f3a", json_lines(TEXTS))
+  (tmp_path / "a.jsonl").symlink_to(blob)
+  ids = tmp_path / "blobs" / "77"
+  with open(ids, "wb") as file:
+    np.save(file, np.array([*b"ids", ByteTokenizer.eos_id], np.uint16))
+  (tmp_path / "b.npy").symlink_to(ids)
+  assert texts(f"{tmp_path}/a.jsonl,{tmp_path}/b.npy", config)[0] == [*TEXTS, "ids"]
+
+
+def test_opening_says_what_is_wrong(tmp_path):
+  with pytest.raises(opening.errors()) as raised:
+    opening.opened(str(tmp_path / "none.gz"))
+  assert opening.reason(raised.value) == "No such file or directory"
+  assert opening.reason(EOFError("cut off.\nhere")) == "cut off. here"
+  assert opening.suffix("a/B.JSONL.GZ") == ".jsonl" and opening.suffix("a.gz") == ""
