@@ -33,7 +33,7 @@ from ats_jax.data.tokenizer import Tokenizer
 
 REPORT = "report.txt"
 SHARD_TOKENS = 2**26  # of a shard at least, but for the last one
-BATCH_CHARS = 2**23  # text encoded at a time
+_BATCH_CHARS = 2**23  # text encoded at a time
 _BATCH_IDS = 2**22
 # One entry per document; 48 bytes of memory each while a corpus is read.
 COLUMNS = {"file": "i", "line": "q", "part": "i", "start": "q", "length": "q", "num_bytes": "q",
@@ -119,7 +119,7 @@ def tokenise(
 def _batches(
   files: list[SourceFile], text_field: str, report: Report, split: Split
 ) -> Iterator[Batch]:
-  """Lists of pieces of about `BATCH_CHARS` characters; the same ones each time."""
+  """Lists of pieces of about `_BATCH_CHARS` characters; the same ones each time."""
   batch: Batch = []
   num_chars = 0
   for number, file in enumerate(files):
@@ -128,7 +128,7 @@ def _batches(
     for piece in split.cut(file, pieces(file, text_field, report)):
       batch.append((number, piece))
       num_chars += len(piece.text)
-      if num_chars >= BATCH_CHARS:
+      if num_chars >= _BATCH_CHARS:
         yield batch
         batch, num_chars = [], 0
   if batch:

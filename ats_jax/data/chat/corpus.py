@@ -19,7 +19,9 @@ from ats_jax.data.corpus import CODES, Corpus, warn_of_malformed
 from ats_jax.data.formats.token_files import token_dtype
 from ats_jax.data.report import Report
 from ats_jax.data.source import SourceFile, document_name, name_hash
-from ats_jax.data.tokenise import BATCH_CHARS, COLUMNS, REPORT, shard
+from ats_jax.data.tokenise import COLUMNS, REPORT, shard
+
+_BATCH_CHARS = 2**23  # text encoded at a time
 
 
 class _Rendered(NamedTuple):
@@ -120,13 +122,13 @@ def _rendered(
 
 
 def _batches(rendered: Iterator[_Rendered]) -> Iterator[list[_Rendered]]:
-  """Lists of about `BATCH_CHARS` characters."""
+  """Lists of about `_BATCH_CHARS` characters."""
   batch: list[_Rendered] = []
   num_chars = 0
   for conversation in rendered:
     batch.append(conversation)
     num_chars += conversation.num_chars
-    if num_chars >= BATCH_CHARS:
+    if num_chars >= _BATCH_CHARS:
       yield batch
       batch, num_chars = [], 0
   if batch:
