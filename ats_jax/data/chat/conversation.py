@@ -64,11 +64,12 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   The schemas, the first that fits: a list of turns in `messages`, `conversation` or
   `conversations`, each {role, content} or {from, value}; `prompt` and `completion`, two texts or
   two lists of turns; `instruction`, `output` and perhaps `input`. A text `system` beside them is
-  a turn of its own in front.
+  a turn of its own in front. A field that is null, as tables fill up rows, is not there.
 
   Raises:
     MalformedError: if it holds none, or one without a turn to learn from.
   """
+  record = {name: value for name, value in record.items() if value is not None}
   turns = _turns(record)
   if not turns:
     raise MalformedError("no turns", "the conversation has no turn")
@@ -129,6 +130,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
 def _message(turn: Any, number: int) -> Message:
   if not isinstance(turn, dict):
     raise MalformedError("turn not an object", f"turn {number} is {_kind(turn)}, not an object")
+  turn = {name: value for name, value in turn.items() if value is not None}
   role_field = next((name for name in _ROLE if name in turn), None)
   if role_field is None:
     raise MalformedError("no role", f"turn {number} has neither 'role' nor 'from'")

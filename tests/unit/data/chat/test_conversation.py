@@ -23,6 +23,9 @@ TURNS = (Message("user", "a"), Message("assistant", "b"))
     {"instruction": "a", "input": "", "output": "b"},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]},
     {"prompt": "x", "prompt_id": "y", "messages": [USER, ANSWER]},
+    {"messages": None, "prompt": "a", "completion": "b", "tools": None},
+    {"messages": [USER, {**ANSWER, "weight": None, "tool_calls": None, "from": None}]},
+    {"messages": [{**USER, "value": None}, {"content": None, "value": "b", "from": "gpt"}]},
   ],
 )
 def test_schemas(record):
@@ -86,7 +89,7 @@ MALFORMED = [
   ),
   ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "lone surrogate", "at character 0"),
   ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "weight not 0 or 1", "has the weight 0.5"),
-  ({"prompt": "a", "completion": None}, "field not a string", "'completion' is null"),
+  ({"prompt": "a", "completion": 2}, "field not a string", "'completion' is a number"),
   ({"instruction": 1, "output": "b"}, "field not a string", "'instruction' is a number"),
   ({"messages": [USER, ANSWER], "tools": {}}, "tools not a list", "is an object"),
   ({"prompt": [USER], "completion": [USER]}, "no answer", "assistant"),
