@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ats_jax import cli, paths, runtime
+from ats_jax.bridge import hub
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import updated
 from ats_jax.config.file import load_file
@@ -43,7 +44,8 @@ def train(
   Args:
     cfg: of `config`.
     workdir: the folder of the run, also on a store.
-    init_from: the workdir of another run, whose weights a new one begins with.
+    init_from: the workdir of another run, a folder of Hugging Face's or hf://OWNER/NAME of its
+      Hub, whose weights a new one begins with.
     init_step: its checkpoint: a step, "latest" or "best".
 
   Returns:
@@ -53,7 +55,7 @@ def train(
     ValueError: for settings, data or a workdir that cannot be used.
     FloatingPointError: if the loss or the weights stop being finite.
   """
-  init = InitFrom(paths.parse(init_from), init_step) if init_from else None
+  init = InitFrom(paths.parse(hub.local(init_from)), init_step) if init_from else None
   folder = paths.parse(workdir)
   with runtime.configured(cfg):
     runtime.join_job(cfg)

@@ -16,6 +16,7 @@ import jax
 from absl import flags, logging
 
 from ats_jax import cli, exits, paths, runtime
+from ats_jax.bridge import hub
 from ats_jax.config import Config
 from ats_jax.config.build import explain
 from ats_jax.orchestrator.trials.snapshots import Snapshots
@@ -128,8 +129,8 @@ _EXPLAIN = flags.DEFINE_string(
 _INIT_FROM = flags.DEFINE_string(
   "init_from",
   None,
-  "Workdir of a run of this program, or folder of Hugging Face's, whose weights a new run begins "
-  "with.",
+  "Workdir of a run of this program, or folder of Hugging Face's or hf://OWNER/NAME of its Hub, "
+  "whose weights a new run begins with.",
   flag_values=FLAGS,
 )
 _INIT_STEP = flags.DEFINE_string(
@@ -155,7 +156,8 @@ def main(argv: list[str]) -> int:
   folder = paths.parse(_WORKDIR.value or default_workdir(_CONFIG.file))
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
-  init = InitFrom(paths.parse(_INIT_FROM.value), _INIT_STEP.value) if _INIT_FROM.value else None
+  source = _INIT_FROM.value
+  init = InitFrom(paths.parse(hub.local(source)), _INIT_STEP.value) if source else None
   with runtime.configured(cfg):
     runtime.join_job(cfg)
     _, end = train_to_end(cfg, folder, init)

@@ -1,6 +1,5 @@
 """Meshes, small configs and random packed rows that many tests need."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,12 +78,8 @@ def tiny_config(changes: dict[str, Any] | None = None) -> Config:
 
 def make_decoder(cfg: Config, seed: int = 0) -> Decoder:
   """The decoder of `cfg` on the current mesh."""
-  return _init(cfg)(jax.random.key(seed))
-
-
-@functools.cache
-def _init(cfg: Config):
-  return jax.jit(lambda key: Decoder(cfg, numerics(cfg), nnx.Rngs(params=key)))
+  # Op by op: the program of a shape serves all models, and one of the whole costs a second.
+  return Decoder(cfg, numerics(cfg), nnx.Rngs(params=jax.random.key(seed)))
 
 
 def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,10 @@ import jax
 from absl import flags, logging
 
 from ats_jax import cli, exits, paths, runtime, workdir
-from ats_jax.bridge.convert import import_folder
+from ats_jax.bridge import hub
+from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
+from ats_jax.bridge.family import names
 from ats_jax.bridge.parity import compare
 from ats_jax.checkpoint import abstract_like, restore_tree
 from ats_jax.config.build import resolve
@@ -26,6 +28,7 @@ MOST = {"float32": (1e-4, 1e-6), "bfloat16": (float("inf"), 1e-3)}
 IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder
 
   ats-jax bridge import --folder=FOLDER --workdir=runs/imported
+  ats-jax bridge import --folder=hf://Qwen/Qwen3-0.6B --workdir=runs/imported
   ats-jax bridge import --folder=FOLDER --workdir=runs/imported --tokenizer=bytes
 
 After a kill the same command goes on.
@@ -47,7 +50,10 @@ _FOR_IMPORT, _FOR_EXPORT, _FOR_VERIFY = (flags.FlagValues() for _ in range(3))
 for _own in (_FOR_IMPORT, _FOR_EXPORT, _FOR_VERIFY):
   cli.define_workdir_flag(_own)
   flags.DEFINE_string(
-    "folder", None, "Folder of Hugging Face's: config.json and weights.", flag_values=_own
+    "folder",
+    None,
+    "Folder of Hugging Face's: config.json and weights; or hf://OWNER/NAME of the Hub.",
+    flag_values=_own,
   )
 _STEP, _STEP_TO_VERIFY = cli.define_step_flag(_FOR_EXPORT), cli.define_step_flag(_FOR_VERIFY)
 _TOKENIZER = flags.DEFINE_string(
@@ -99,6 +105,11 @@ def _import(folder: Path, target: paths.Path) -> bool:
     f"{report['family']}: {report['parameters']:,} parameters, {report['bytes'] / 2**30:.2f} GiB "
     f"read; {report['resumed']} arrays were there already"
   )
+  if report["aside"]:
+    print(
+      f"left aside, as no model here has them: {len(report['aside'])} tensors, "
+      f"{names(report['aside'])}; all are named in {target}/{COMPANIONS}/{ASIDE}"
+    )
   print(f"step 0 of {target}; train on it with --init_from={target}")
   return True
 
@@ -116,6 +127,8 @@ def _export(folder: Path, source: paths.Path) -> bool:
     f"step {report['step']} as {report['family']}: {report['parameters']:,} parameters in "
     f"{report['files']} files, of which {report['resumed']} were there already"
   )
+  if report["aside"]:
+    print(f"not in it, as the import left them aside: {len(report['aside'])} tensors")
   return True
 
 
@@ -149,7 +162,10 @@ def _command(
 ) -> cli.Command:
   def main(argv: list[str]) -> int:
     del argv
-    folder = Path(cli.require(own["folder"].value, "folder", "Llama-3.2-1B")).expanduser()
+    name = cli.require(own["folder"].value, "folder", "Llama-3.2-1B")
+    if does is _export and hub.is_name(name):
+      raise ValueError(f"--folder={name}: an export writes a local folder. hf upload sends it.")
+    folder = Path(hub.local(name)).expanduser()
     target = paths.parse(cli.require(own["workdir"].value, "workdir", "runs/imported"))
     began = time.perf_counter()
     good = does(folder, target)

@@ -14,7 +14,7 @@ from absl import logging
 from flax import nnx
 
 from ats_jax import workdir
-from ats_jax.bridge.family import Item, items, to_ours
+from ats_jax.bridge.family import Item, items, names, to_ours
 from ats_jax.bridge.folder import TOKENIZER, Source, copy_companions, open_source
 from ats_jax.checkpoint import deferred, layout, stream
 from ats_jax.config.build import resolve, with_settings
@@ -27,7 +27,7 @@ from ats_jax.model.numerics import numerics
 from ats_jax.paths import Path
 from ats_jax.sharding.mesh import make_mesh
 
-COMPANIONS, DTYPE = "huggingface", "dtype.json"  # in a workdir
+COMPANIONS, DTYPE, ASIDE = "huggingface", "dtype.json", "aside.json"  # in a workdir
 ROOT = "model"
 # In which of our dtypes a file's are kept: it holds all their values.
 KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32"}
@@ -127,7 +127,8 @@ def import_folder(
     tokenizer: likewise.
 
   Returns:
-    `family`, `parameters`, `bytes`, and `resumed`: arrays that an earlier call had written.
+    `family`, `parameters`, `bytes`, `resumed`: arrays that an earlier call had written, and
+    `aside`: tensors that are left where they are.
 
   Raises:
     ValueError: for a folder that this program cannot follow, or a workdir that is somebody's.
@@ -152,6 +153,9 @@ def import_folder(
     save_tokenizer(words, target / workdir.TOKENIZER)
     copy_companions(source.folder, target / COMPANIONS)
     workdir.write_json(target / COMPANIONS / DTYPE, source.dtype)
+    if source.aside:
+      left = {"folder": str(pathlib.Path(folder).absolute()), "tensors": source.aside}
+      workdir.write_json(target / COMPANIONS / ASIDE, left)
     fingerprint = json.dumps([source.fingerprint, cfg.precision.param_dtype])
     resumed = deferred.write(checkpoints, 0, arrays, run=run, source=fingerprint, extra={})
   return {
@@ -159,6 +163,7 @@ def import_folder(
     "parameters": sum(int(np.prod(i.shape, dtype=np.int64)) for i in planned if i.theirs),
     "bytes": sum(tensor.nbytes for tensor in source.tensors.values()),
     "resumed": resumed,
+    "aside": source.aside,
   }
 
 
@@ -173,6 +178,11 @@ def load_model(source: Source, cfg: Config, abstract: Any) -> Any:
   Raises:
     ValueError: naming the setting or tensor that does not fit.
   """
+  if source.aside:
+    logging.warning(
+      "%s: left aside, as no model here has them: %d tensors, %s",
+      source.folder, len(source.aside), names(source.aside),
+    )  # fmt: skip
   parts = layout.named_parts(abstract, stacks=stacks(cfg))
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ats_jax import paths, workdir
-from ats_jax.bridge.convert import COMPANIONS, DTYPE, ROOT, abstract_parts
+from ats_jax.bridge.convert import ASIDE, COMPANIONS, DTYPE, ROOT, abstract_parts
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import Family, Item, architecture, items, to_theirs
+from ats_jax.bridge.family import Family, Item, Row, architecture, items, to_theirs
 from ats_jax.bridge.folder import (
   CONFIG,
   INDEX,
@@ -24,7 +25,7 @@ from ats_jax.bridge.folder import (
 )
 from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
 from ats_jax.checkpoint import integrity, reader
-from ats_jax.config.build import CHANGES, resolve, with_changes
+from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.schema import Config
 from ats_jax.data.tokenizer import JsonTokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer, plain
@@ -97,7 +98,8 @@ def export(
     shard_bytes: a file holds at most this, or one tensor.
 
   Returns:
-    `family`, `step`, `parameters`, `files`, and `resumed`: files that an earlier call had written.
+    `family`, `step`, `parameters`, `files`, `resumed`: files that an earlier call had written, and
+    `aside`: tensors that the import left aside, which the folder has not.
 
   Raises:
     ValueError: if there is no such checkpoint, no family fits, or the folder is there.
@@ -112,7 +114,7 @@ def export(
   cfg = resolve(with_changes(workdir.load_config(source), extra.get(CHANGES, {})), words.vocab_size)
   companions = source / COMPANIONS
   imported = carried_fields(companions)
-  table = choose_family(cfg, family)
+  table = choose_family(cfg, family).fitted(flatten(cfg))
   theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
   part = "ema" if cfg.optimizer.ema_decay else ROOT
   planned = items(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
@@ -122,7 +124,7 @@ def export(
   begun = json.dumps([run.run, chosen, part, table.model_type, str(theirs), shard_bytes])
   _begin(unfinished, begun + json.dumps(manifest["files"], sort_keys=True))
   arrays = _arrays(checkpoints / str(chosen), planned, part, unfinished, shards)
-  resumed = _write(unfinished, shards, arrays, theirs)
+  resumed = _write(unfinished, shards, arrays)
   copy_companions(companions, unfinished)
   of_text = plain(words)
   if isinstance(of_text, JsonTokenizer) and not (companions / "tokenizer.json").is_file():
@@ -142,10 +144,16 @@ def export(
   return {
     "family": table.name,
     "step": chosen,
-    "parameters": sum(slot.nbytes // theirs.itemsize for s in shards.values() for slot in s),
+    "parameters": sum(math.prod(slot.shape) for s in shards.values() for slot in s),
     "files": len(shards),
     "resumed": resumed,
+    "aside": _aside(companions),
   }
+
+
+def _aside(companions: Path) -> tuple[str, ...]:
+  path = companions / ASIDE
+  return tuple(json.loads(path.read_text())["tensors"]) if path.is_file() else ()
 
 
 def _own_dtype(companions: Path, cfg: Config) -> str:
@@ -159,7 +167,8 @@ def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[S
   size = 0
   for item in planned:
     for name in item.theirs:
-      slot = Slot(name, dtype, item.their_shape)
+      is_wide = isinstance(item.row, Row) and item.row.wide
+      slot = Slot(name, DTYPES["F32"] if is_wide else dtype, item.their_shape)
       if cut[-1] and size + slot.nbytes > most:
         cut.append([])
         size = 0
@@ -220,7 +229,6 @@ def _write(
   folder: pathlib.Path,
   shards: dict[str, list[Slot]],
   arrays: Iterator[tuple[str, np.ndarray]],
-  dtype: np.dtype,
 ) -> int:
   """Write the files that are not there yet, and the index; return how many were there."""
   resumed = 0
@@ -231,7 +239,7 @@ def _write(
     with Writer(folder / file, slots) as writer:
       for slot in slots:
         name, array = next(arrays)
-        writer.write(slot.name, _cast(name, array, dtype))
+        writer.write(slot.name, _cast(name, array, slot.dtype))
   assert next(arrays, None) is None
   if len(shards) > 1:
     total = sum(slot.nbytes for slots in shards.values() for slot in slots)

@@ -26,11 +26,18 @@ class Row:
     ours: path in the model by layer, e.g. "layers/{layer}/attn/q".
     theirs: name of the tensor, or of one for each {expert} along our first dimension.
     transform: between the two; with {expert}, of one expert's.
+    wide: theirs is in float32, whatever the others are in.
   """
 
   ours: str
   theirs: str
   transform: Transform
+  wide: bool = False
+
+  def names(self, tensor: str) -> bool:
+    """Whether a tensor is one of these."""
+    pattern = re.escape(self.theirs).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+    return re.fullmatch(pattern, tensor) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +211,9 @@ CARRIED = frozenset(
     "return_dict",
     "chunk_size_feed_forward",
     "cache_implementation",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
   ]
 )
 # What an export writes itself.
@@ -223,6 +233,9 @@ class Family:
     rows: every array of ours is in exactly one.
     fields: every field of config.json that says what is computed.
     ignored: patterns of tensors that hold nothing of their own.
+    fitted_rows: rows that depend on a model's settings.
+    aside: pattern of the tensors that no model here has, for a config.json; an import leaves them
+      and says so.
   """
 
   name: str
@@ -231,6 +244,14 @@ class Family:
   rows: tuple[Row | Own, ...]
   fields: tuple[FieldRow, ...]
   ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+  fitted_rows: Callable[[Values], tuple[Row, ...]] = lambda _: ()
+  aside: Callable[[Values], str] = lambda _: ""
+
+  def fitted(self, settings: Values) -> "Family":
+    """This family with all rows for a model of these settings, by dotted name."""
+    return dataclasses.replace(
+      self, rows=(*self.rows, *self.fitted_rows(settings)), fitted_rows=lambda _: ()
+    )
 
   def read(self, theirs: Values) -> dict[str, Any]:
     """Our settings for a config.json, by dotted name.

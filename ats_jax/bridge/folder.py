@@ -13,8 +13,9 @@ import numpy as np
 
 from ats_jax import paths
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import CARRIED, Family, Item, Values, architecture, names
-from ats_jax.bridge.safetensors_file import DTYPES, Tensor, read_header
+from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
+from ats_jax.bridge.fp8_blocks import joined
+from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -45,18 +46,25 @@ class Source:
     fields: of its config.json.
     settings: ours for them, by dotted name.
     tensors: by name.
+    aside: names of tensors that an import leaves where they are.
   """
 
   folder: Path
   family: Family
   fields: Values
   settings: Mapping[str, Any]
-  tensors: Mapping[str, Tensor]
+  tensors: Mapping[str, Stored]
+  aside: tuple[str, ...] = ()
 
   @property
   def dtype(self) -> str:
-    """What holds all values of its tensors, in the words of the format: theirs, or "F32"."""
-    found = {tensor.dtype for tensor in self.tensors.values()}
+    """What holds all values of its tensors, in the words of the format: theirs, or "F32".
+
+    But for those of rows that are always in float32.
+    """
+    wide = [row for row in self.family.rows if isinstance(row, Row) and row.wide]
+    is_wide = lambda name: any(row.names(name) for row in wide)
+    found = {tensor.dtype for name, tensor in self.tensors.items() if not is_wide(name)}
     return found.pop() if len(found) == 1 else "F32"
 
   @property
@@ -169,7 +177,10 @@ def open_source(folder: os.PathLike[str]) -> Source:
     settings = family.read(fields)
   except ValueError as e:
     raise ValueError(f"{folder}: {e}") from e
-  return Source(folder, family, fields, settings, _tensors(folder))
+  tensors = joined(_tensors(folder), fields)
+  aside = tuple(n for n in sorted(tensors) if re.fullmatch(family.aside(fields), n))
+  used = {name: tensor for name, tensor in tensors.items() if name not in set(aside)}
+  return Source(folder, family.fitted(settings), fields, settings, used, aside)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -182,7 +193,7 @@ def _read_json(path: Path) -> dict[str, Any]:
   return value
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path) -> dict[str, Stored]:
   if (folder / INDEX).exists():
     by_name = _read_json(folder / INDEX).get("weight_map") or {}
     files = sorted(set(by_name.values()))
@@ -201,7 +212,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
       else ""
     )
     raise ValueError(f"{folder} holds neither {INDEX} nor {SINGLE}.{hint}")
-  found: dict[str, Tensor] = {}
+  found: dict[str, Stored] = {}
   for name in files:
     tensors = read_header(folder / name)
     if twice := sorted(found.keys() & tensors.keys()):

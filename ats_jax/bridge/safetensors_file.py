@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,38 @@ DTYPES: Mapping[str, np.dtype] = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Of what is read as a part of something else only.
+PARTS: Mapping[str, np.dtype] = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+_ALL = {**DTYPES, **PARTS}
+NAMES = {dtype: name for name, dtype in _ALL.items()}
+
+
+class Stored(Protocol):
+  """A tensor of a folder: one in a file, or what several make together."""
+
+  @property
+  def path(self) -> Path:
+    """File to name."""
+    ...
+
+  @property
+  def dtype(self) -> str:
+    """In the words of the format."""
+    ...
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the array."""
+    ...
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes in files."""
+    ...
+
+  def read(self) -> np.ndarray:
+    """The array, in memory of its own."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +88,7 @@ class Tensor:
         if not count:
           raise ValueError(f"{self.path} became shorter while it was read. Copy it again.")
         got += count
-    return raw.view(DTYPES[self.dtype]).reshape(self.shape)
+    return raw.view(_ALL[self.dtype]).reshape(self.shape)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -82,7 +113,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(f"{path} has a header that cannot be read: {e!r}. Copy it again.") from e
   for name, tensor in found.items():
-    if tensor.dtype in DTYPES and tensor.nbytes != _nbytes(tensor.dtype, tensor.shape):
+    if tensor.dtype in _ALL and tensor.nbytes != _nbytes(tensor.dtype, tensor.shape):
       raise ValueError(f"{path}: tensor {name} has {tensor.nbytes} bytes for {tensor.shape}.")
     if tensor.start + tensor.nbytes > size:
       raise ValueError(
@@ -100,7 +131,7 @@ def _tensor(path: Path, data_start: int, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-  return math.prod(shape) * DTYPES[dtype].itemsize
+  return math.prod(shape) * _ALL[dtype].itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,10 +186,12 @@ def resolve(cfg: Config, tokenizer_size: int) -> Config:
       f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens. "
       f"Use at least {tokenizer_size}, or 0 to take it from the tokenizer."
     )
+  head_dim = m.head_dim or m.d_model // m.num_heads
   model = dataclasses.replace(
     m,
     vocab_size=vocab_size,
-    head_dim=m.head_dim or m.d_model // m.num_heads,
+    head_dim=head_dim,
+    v_head_dim=(m.v_head_dim or head_dim) if m.kv_latent_dim else m.v_head_dim,
     d_ff=m.d_ff or -(-8 * m.d_model // (3 * 256)) * 256,
   )
   moe, mod = cfg.moe, cfg.mod

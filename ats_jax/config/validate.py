@@ -19,7 +19,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, _rope, _windows)
+  of_model = (_heads, _latents, _rope, _windows)
   of_data = (_batch, _tokenizer, _chat, _local_folders)
   rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
@@ -86,7 +86,7 @@ def _heads(cfg: Config) -> None:
   if not m.head_dim:
     advice = "Change one of them, or set model.head_dim."
     _divides(cfg, "model.num_heads", "model.d_model", advice)
-  if (head_dim := m.head_dim or m.d_model // m.num_heads) % 2:
+  if not m.kv_latent_dim and (head_dim := m.head_dim or m.d_model // m.num_heads) % 2:
     raise ValueError(
       f"the head dimension is {head_dim}: RoPE needs pairs. Make model.head_dim even."
     )
@@ -96,6 +96,34 @@ def _heads(cfg: Config) -> None:
     raise ValueError(
       f"mesh.data={cfg.mesh.data}: use a positive number, or -1 for all that is left."
     )
+
+
+def _latents(cfg: Config) -> None:
+  m = cfg.model
+  if not m.kv_latent_dim:
+    for name in ("q_latent_dim", "latent_rope_dim", "v_head_dim"):
+      if getattr(m, name):
+        raise ValueError(
+          f"model.{name}={getattr(m, name)} needs model.kv_latent_dim. Set that, or this to 0."
+        )
+    return
+  head_dim = m.head_dim or m.d_model // m.num_heads
+  if not 0 < m.latent_rope_dim < head_dim or m.latent_rope_dim % 2:
+    raise ValueError(
+      f"model.latent_rope_dim={m.latent_rope_dim} of a head dimension of {head_dim}: an even "
+      "number is rotated, and not all."
+    )
+  if m.num_kv_heads != m.num_heads:
+    raise ValueError(
+      f"model.num_kv_heads={m.num_kv_heads} with model.kv_latent_dim={m.kv_latent_dim}: each of "
+      f"model.num_heads={m.num_heads} has its own keys there. Set both alike."
+    )
+  for name in ("qkv_bias", "qk_norm", "attn_soft_cap", "window"):
+    if getattr(m, name):
+      raise ValueError(
+        f"model.{name}={getattr(m, name)} with model.kv_latent_dim={m.kv_latent_dim}: latent "
+        "attention has none. Set one of them to nothing."
+      )
 
 
 def _rope(cfg: Config) -> None:
@@ -258,6 +286,11 @@ def _eight_bits(cfg: Config) -> None:
     "model.d_model": model.d_model,
     "model.num_heads x head_dim": model.num_heads * head_dim // tensor,
     "model.num_kv_heads x head_dim": model.num_kv_heads * head_dim // tensor,
+    "model.kv_latent_dim": model.kv_latent_dim,
+    "model.kv_latent_dim + latent_rope_dim": model.kv_latent_dim + model.latent_rope_dim,
+    "model.q_latent_dim": model.q_latent_dim,
+    "model.num_heads x v_head_dim": model.num_heads * model.v_head_dim // tensor,
+    "model.num_heads x latent_rope_dim": model.num_heads * model.latent_rope_dim // tensor,
     "model.d_ff": model.d_ff // tensor,
     "data.seq_len": cfg.data.seq_len,
   }

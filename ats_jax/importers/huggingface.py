@@ -40,6 +40,10 @@ def read(values: Mapping[str, Any], path: Path) -> Found:
       f"model_type={kind!r} is no model that can be read. Known: {', '.join(TABLES)}."
     )
   found = Found(f"Hugging Face model, {kind}", dict(values))
+  if found.get("num_nextn_predict_layers"):
+    found.lack("num_nextn_predict_layers", "no layers here predict further tokens")
+  if kind.startswith("deepseek"):
+    found.ignore("it says nothing of the shape", "quantization_config", "auto_map")
   implied: dict[str, Any] = {}
   for row in (*TABLES[kind], *_OF_TRAINING):
     implied |= _take(found, row)
@@ -106,7 +110,14 @@ def _read(
 
 def _balance(found: Found, kind: str) -> None:
   usual = {"olmoe": 0.01}.get(kind, 0.001)
-  _take(found, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
+  if kind.startswith("deepseek"):
+    by_row = found.get("seq_aux", True)
+    loss = "moe.sequence_aux_loss" if by_row else "moe.aux_loss"
+    _take(found, Field("aux_loss_alpha", loss, usual, null=usual))
+    found.settings |= {"moe.aux_loss": 0.0} if by_row else {}
+    found.ignore("with aux_loss_alpha", "seq_aux")
+  else:
+    _take(found, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
   values = {name: setting.default for name, setting in known_settings().items()} | found.settings
   names = ("moe.bias_update", "moe.aux_loss", "moe.z_loss")
   found.notes.append(

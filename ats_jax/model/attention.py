@@ -4,9 +4,11 @@ Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -17,6 +19,7 @@ from ats_jax.model.param import residual_std
 from ats_jax.ops.attention import attention, cached_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import reshape
+from ats_jax.sharding.rules import spec
 
 RopeTable = tuple[jax.Array, jax.Array]
 
@@ -113,6 +116,18 @@ class Attention(nnx.Module):
       )
       cache = KVCache(*updated)
     return self.out(y_BTNH, fp8=fp8), cache
+
+  def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:
+    """A cache [layers, batch, slots] of zeros."""
+    _, kv_heads, head_dim = self.k.weight.shape[-3:]
+    axes = spec("layers", "batch", "seq", "kv_heads", "head_dim")
+    zeros = lambda: jnp.zeros((*shape, kv_heads, head_dim), dtype, out_sharding=axes)
+    return KVCache(zeros(), zeros())
+
+  def parts(self) -> Iterator[tuple[str, Any]]:
+    """Its parameters by part of a model's count (`model.count`)."""
+    yield "attention", (self.q, self.k, self.v, self.out)
+    yield "norms", (self.q_norm, self.k_norm)
 
   def _normal(self, x_BTNH: jax.Array, norm: RMSNorm) -> jax.Array:
     if not self.all_heads:

@@ -4,7 +4,7 @@ Letters: B batch, T seq, D d_model, C places of a row in a layer that skips toke
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.model.attention import Attention, KVCache, RopeTable
+from ats_jax.model.latent_attention import LatentAttention, LatentCache
 from ats_jax.model.layers import MLP, RMSNorm
 from ats_jax.model.layout import LayerKind
 from ats_jax.model.mod import Depth, Pass
@@ -47,7 +48,7 @@ def tokens_at(
   slot_BT: jax.Array | None = None,
 ) -> Tokens:
   """`Tokens` with the rotary tables of their positions."""
-  scaling, h = rope_scaling(cfg), cfg.head_dim
+  scaling, h = rope_scaling(cfg), cfg.latent_rope_dim or cfg.head_dim
   table = rope_table(positions_BT, h, cfg.rope_theta, scaling)
   other = rope_table(positions_BT, h, cfg.window_rope_theta) if cfg.window_rope_theta else None
   return Tokens(positions_BT, segment_ids_BT, table, slot_BT, other)
@@ -71,11 +72,12 @@ class LayerCache(NamedTuple):
   """What generation remembers of a layer.
 
   Attributes:
-    kv: keys and values; in a layer that whole blocks skip, of the tokens that went through.
+    kv: keys and values, or what they are made of; in a layer that whole blocks skip, of the tokens
+      that went through.
     taken_B: int32 places that they took; None in a layer for all tokens.
   """
 
-  kv: KVCache
+  kv: KVCache | LatentCache
   taken_B: jax.Array | None
 
 
@@ -95,7 +97,10 @@ class Block(nnx.Module):
     self.scope, self.has_window = cfg.mod.scope, kind.window
     norm = lambda: RMSNorm(model.d_model, model, num)
     self.attn_norm = norm()
-    self.attn = Attention(model, num, rngs, window=model.window if kind.window else None)
+    if model.kv_latent_dim:
+      self.attn = LatentAttention(model, num, rngs)
+    else:
+      self.attn = Attention(model, num, rngs, window=model.window if kind.window else None)
     self.attn_post_norm = norm() if model.post_norms else None
     self.mlp_norm = norm()
     self.mlp = MoE(cfg, num, rngs) if kind.moe else MLP(model, num, rngs, model.d_ff)
@@ -190,7 +195,7 @@ class Block(nnx.Module):
 
   def _places_in_all(self, cache: LayerCache, rules: Pass) -> int:
     """Places of a whole row, of which a cache holds keys and values of all or of these tokens."""
-    length = cache.kv.k_BSKH.shape[1]
+    length = cache.kv[0].shape[1]
     return rules.places(length) if self.scope == "ffn" else length
 
   def _attend(
@@ -198,9 +203,9 @@ class Block(nnx.Module):
     x_BTD: jax.Array,
     tokens: Tokens,
     key: jax.Array | None,
-    kv: KVCache | None,
+    kv: Any,
     fp8: bool = False,
-  ) -> tuple[jax.Array, KVCache | None]:
+  ) -> tuple[jax.Array, Any]:
     rope = tokens.rope
     if self.has_window and tokens.window_rope is not None:
       rope = tokens.window_rope

@@ -48,7 +48,8 @@ class Counts:
       convention of our MFU.
     flops_full: 6 x active parameters + 12 x layers x heads x head_dim x seq, as in PaLM
       (arXiv:2204.02311, appendix B); higher for the same speed. Also in layers with a window it
-      counts twice the causal keys.
+      counts twice the causal keys. Of latent attention head_dim is the mean of a key's and a
+      value's width, as training computes it.
     by_routed: coefficients (c0, c1, c2) of `flops_causal` as c0 + c1 s + c2 s^2, where s is the
       share of tokens that goes through each layer which skips some.
     parts: the parameters by part, for each name in `PARTS`. The table of a tied model counts as
@@ -113,7 +114,9 @@ def _count(cfg: Config, model: Any, seq_len: int, mod_share: float) -> Counts:
 
   parameters, all_active = sum(total.values()), sum(active.values())
   table = 0 if cfg.model.tie_embeddings else total["embedding"]
-  attention = 12 * attention_layers * cfg.model.num_heads * cfg.model.head_dim * seq_len
+  model_cfg = cfg.model
+  widths = model_cfg.head_dim + (model_cfg.v_head_dim or model_cfg.head_dim)
+  attention = 6 * attention_layers * model_cfg.num_heads * widths * seq_len
   return Counts(
     parameters=parameters,
     active=all_active,
@@ -139,9 +142,8 @@ def size(tree: Any) -> int:
 
 
 def _attention_parts(layer: Any) -> Iterator[tuple[str, Any]]:
-  attn = layer.attn
-  yield "attention", (attn.q, attn.k, attn.v, attn.out)
-  yield "norms", (layer.attn_norm, layer.attn_post_norm, attn.q_norm, attn.k_norm)
+  yield from layer.attn.parts()
+  yield "norms", (layer.attn_norm, layer.attn_post_norm)
 
 
 def _feed_parts(cfg: Config, kind: LayerKind, layer: Any) -> Iterator[tuple[str, Any, float]]:

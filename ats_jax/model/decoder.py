@@ -13,7 +13,6 @@ from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.model import moe
-from ats_jax.model.attention import KVCache
 from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.layers import RMSNorm, Weight
 from ats_jax.model.layout import LayerKind, fp8_layers, layer_kinds, segments
@@ -204,9 +203,7 @@ class Decoder(nnx.Module):
     def layer_cache(block: Block, repeats: int) -> LayerCache:
       skipped = block.depth is not None and block.scope == "block"
       slots = rules.places(length) if skipped else length
-      shape = (repeats, batch, slots, self.cfg.num_kv_heads, self.cfg.head_dim)
-      axes = spec("layers", "batch", "seq", "kv_heads", "head_dim")
-      kv = KVCache(*(jnp.zeros(shape, dtype, out_sharding=axes) for _ in range(2)))
+      kv = block.attn.empty_cache((repeats, batch, slots), dtype)
       if block.depth is None:
         return LayerCache(kv, None)
       taken = jnp.zeros((repeats, batch), jnp.int32, out_sharding=spec("layers", "batch"))

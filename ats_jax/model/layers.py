@@ -19,7 +19,7 @@ from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.swiglu import gated
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
-_OF_ACTIVATIONS = {"embed": "act_embed"}
+_OF_ACTIVATIONS = {"embed": "act_embed", "latent_rows": "latent"}
 
 
 class Weight(nnx.Module):
@@ -151,8 +151,9 @@ class RMSNorm(nnx.Module):
   With `norm_plus_one` the weight is `scale - 1`, so that decay pulls the scale to 1.
   """
 
-  def __init__(self, dim: int, cfg: ModelConfig, num: Numerics):
-    self.eps, self.plus_one, self.kernels = cfg.norm_eps, cfg.norm_plus_one, num.kernels
+  def __init__(self, dim: int, cfg: ModelConfig, num: Numerics, *, eps: float | None = None):
+    self.eps = cfg.norm_eps if eps is None else eps
+    self.plus_one, self.kernels = cfg.norm_plus_one, num.kernels
     first = zeros if cfg.norm_plus_one else ones
     self.scale = first((dim,), ("norm",), num.param_dtype, Role.NORM)
 

@@ -1,6 +1,7 @@
 """Parameters that know what they are: their logical axes and their role, beside the array."""
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,7 @@ _SETTINGS = {
   "embed": "model.d_model",
   "heads": "model.num_heads",
   "kv_heads": "model.num_kv_heads",
+  "latent_rows": "model.kv_latent_dim or q_latent_dim",
   "ff": "model.d_ff",
   "experts": "moe.num_experts + moe.spare_experts",
 }
@@ -139,8 +141,17 @@ def normal(
   role: Role,
 ) -> Param:
   """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
-  value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=_cut(shape, axes, role))
-  return Param(value.astype(dtype), axes=axes, role=role)
+  value = _draw(key, shape, std, jnp.dtype(dtype), _cut(shape, axes, role))
+  return Param(value, axes=axes, role=role)
+
+
+# One program for each shape, which layers and models share.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _draw(
+  key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype, sharding: jax.P
+) -> jax.Array:
+  value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=sharding)
+  return value.astype(dtype)
 
 
 def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
   """Top-k router in float32, balanced by a bias on the selection alone (arXiv:2408.15664).
 
-  Buffers: `bias_E` (added to the logits when experts are chosen), `load_E` (the share of all
+  Buffers: `bias_E` (added to logits or scores when experts are chosen), `load_E` (the share of all
   choices that fell on each expert in the step before, for the balance loss). With spare slots
   also `active_S`, and for experts that surgery has split in two `side_S`, `direction_SD` and
   `penalty_S`: a token on the other side of the plane loses `penalty` in that expert's logit.
@@ -115,15 +115,19 @@ class Router(nnx.Module):
     return jax.nn.softmax(logits_BTE) if self.cfg.score == "softmax" else jax.nn.sigmoid(logits_BTE)
 
   def _selection(self, logits_BTE: jax.Array) -> jax.Array:
-    """What the highest are chosen of: biased logits, -inf outside the best groups."""
-    # On the logits, not the scores as published: docs/internals/adr/0007-balance.md.
-    biased_BTE = logits_BTE + self.bias_E[...].astype(logits_BTE.dtype)
+    """What the highest are chosen of: biased logits or scores, -inf outside the best groups."""
+    # By default on the logits, not the scores as published: docs/internals/adr/0007-balance.md.
+    on_scores = self.cfg.bias_on == "scores"
+    to_bias_BTE = self._scores(logits_BTE) if on_scores else logits_BTE
+    biased_BTE = to_bias_BTE + self.bias_E[...].astype(logits_BTE.dtype)
     biased_BTE = jnp.where(logits_BTE > CLOSED / 2, biased_BTE, -jnp.inf)
     groups = self.cfg.num_groups
-    if groups > 1:  # DeepSeek-V3, arXiv:2412.19437, section 2.1.2: a group counts by its best two
+    if groups > 1:  # arXiv:2412.19437, section 2.1.2: by the best two; 2405.04434, 2.2.2: the best
       by_group = lambda a_BTE: a_BTE.reshape(*a_BTE.shape[:2], groups, -1)
-      scores_BTGE = by_group(self._scores(biased_BTE))  # 0 for a closed one
-      best = jax.lax.top_k(scores_BTGE, min(2, scores_BTGE.shape[-1]))[0]
+      scores_BTE = biased_BTE if on_scores else self._scores(biased_BTE)
+      scores_BTGE = by_group(jnp.where(biased_BTE > CLOSED / 2, scores_BTE, 0.0))
+      counted = 1 if self.cfg.group_score == "max" else min(2, scores_BTGE.shape[-1])
+      best = jax.lax.top_k(scores_BTGE, counted)[0]
       _, group_BTK = jax.lax.top_k(jnp.sum(best, axis=-1), self.cfg.top_groups)
       allowed_BTG = jnp.any(group_BTK[..., None] == jnp.arange(groups), axis=-2)
       biased_BTGE = jnp.where(allowed_BTG[..., None], by_group(biased_BTE), -jnp.inf)

@@ -34,7 +34,7 @@ def attention(
   Args:
     q_BTNH: queries [batch, seq, heads, head_dim].
     k_BTKH: keys [batch, seq, kv_heads, head_dim]; kv_heads divides heads.
-    v_BTKH: values like the keys.
+    v_BTKH: values like the keys; their width may be another, no larger one with a kernel.
     segment_ids_BT: int32; a token sees tokens up to itself that carry its own id. Each id is one
       contiguous run.
     max_segments: runs in a row at most, padding's included.
@@ -46,7 +46,7 @@ def attention(
       (gpt-oss, arXiv:2508.10925).
 
   Returns:
-    Array like the queries.
+    Array like the queries, as wide as the values.
 
   Raises:
     ValueError: a window below 1, or a soft cap that is not positive or comes with a kernel.
@@ -62,7 +62,10 @@ def attention(
 
   def local(q, k, v, segments, sinks=None):
     if kernel is not None:
-      return kernel(q, k, v, segments, sinks, max_segments=max_segments, window=window)
+      narrower = q.shape[-1] - v.shape[-1]
+      padded = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else v
+      y = kernel(q, k, padded, segments, sinks, max_segments=max_segments, window=window)
+      return y[..., : v.shape[-1]] if narrower else y
     same_B1TT = (segments[:, :, None] == segments[:, None, :])[:, None]
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 
@@ -76,7 +79,7 @@ def attention(
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
   """All scores at once."""
-  if sinks_N is None and soft_cap is None:
+  if sinks_N is None and soft_cap is None and v_BTKH.shape == k_BTKH.shape:
     before = None if window is None else (window - 1, 0)
     y_BTNH = jax.nn.dot_product_attention(
       q_BTNH,
@@ -96,7 +99,7 @@ def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
 
 
 def _capped(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):
-  """What `jax.nn.dot_product_attention` computes, with a soft cap and sinks."""
+  """What `jax.nn.dot_product_attention` computes, with a soft cap, sinks, values of any width."""
   (batch, queries, heads, width), keys = q_BTNH.shape, k_BSKH.shape[1]
   wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
   q_BTKGH = q_BTNH.reshape(batch, queries, k_BSKH.shape[2], -1, width)
@@ -111,7 +114,7 @@ def _capped(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):
   weights_BNTS = jax.nn.softmax(scores_BNTS)[..., :keys].astype(q_BTNH.dtype)
   weights = weights_BNTS.reshape(batch, k_BSKH.shape[2], -1, queries, keys)
   y_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
-  return y_BTKGH.reshape(q_BTNH.shape)
+  return y_BTKGH.reshape(*q_BTNH.shape[:-1], -1)
 
 
 def cached_attention(

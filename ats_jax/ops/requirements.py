@@ -67,6 +67,8 @@ def cudnn_attention(cfg: Config, device: Device) -> str:
     return obstacle
   if cfg.model.head_dim % 8 or cfg.model.head_dim > 256:
     return f"cuDNN needs head_dim % 8 == 0 and <= 256, model.head_dim is {cfg.model.head_dim}"
+  if cfg.model.v_head_dim > cfg.model.head_dim:
+    return f"cuDNN needs values no wider than keys, model.v_head_dim is {cfg.model.v_head_dim}"
   if cfg.model.attn_soft_cap:
     return f"cuDNN caps no scores, model.attn_soft_cap is {cfg.model.attn_soft_cap}"
   return ""
@@ -128,16 +130,19 @@ def cuda_quantise(cfg: Config, device: Device) -> str:
 
 def cuda_rms_norm(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.rms_norm`."""
-  widths = {"model.d_model": cfg.model.d_model, "model.head_dim": cfg.model.head_dim}
+  names = ("d_model", "head_dim", "kv_latent_dim", "q_latent_dim")
+  widths = {f"model.{name}": getattr(cfg.model, name) for name in names}
   of_config = bfloat16(cfg, "the kernel") or multiples(8, widths)
-  if cfg.model.d_model > rms_norm.MAX_WIDTH:
-    of_config = f"the kernel takes rows of up to {rms_norm.MAX_WIDTH}, model.d_model is wider"
+  for name, width in widths.items():
+    if width > rms_norm.MAX_WIDTH:
+      of_config = f"the kernel takes rows of up to {rms_norm.MAX_WIDTH}, {name} is wider"
   return cuda(device, of_config)
 
 
 def cuda_rope(cfg: Config, device: Device) -> str:
   """Obstacle of `kernels_cuda.rope`, which reads 16 bytes of each half of a head."""
-  widths = {"model.head_dim": cfg.model.head_dim}
+  name = "latent_rope_dim" if cfg.model.kv_latent_dim else "head_dim"
+  widths = {f"model.{name}": getattr(cfg.model, name)}
   return cuda(device, bfloat16(cfg, "the kernel") or multiples(16, widths))
 
 

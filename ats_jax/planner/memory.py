@@ -109,7 +109,8 @@ def _gathered_block(model: Decoder, itemsize: int) -> int:
 
   def of_param(param: Param) -> int:
     _, *shape = param.sharding.shard_shape(param.shape)
-    return math.prod(shape) * itemsize * (num_shards("embed") if "embed" in param.axes else 1)
+    ways = math.prod(num_shards(axis) for axis in ("embed", "latent_rows") if axis in param.axes)
+    return math.prod(shape) * itemsize * ways
 
   return max(sum(map(of_param, params_of(block))) for block in model.segments)
 

@@ -20,12 +20,14 @@ _DEFAULT: Rules = {
   "heads": "tensor",
   "kv_heads": "tensor",
   "head_dim": None,
+  "latent": None,  # that heads are made of
   "ff": "tensor",
   "vocab": "tensor",
   "choice": None,  # of a token among experts
   # parameters: `embed` is the d_model side of a matrix, sharded ZeRO-style over fsdp
   "layers": None,
   "embed": "fsdp",
+  "latent_rows": "fsdp",  # the latent's side of a matrix, like `embed`
   "norm": None,
   "experts": "expert",
   "router": None,  # experts as columns of the router
@@ -38,7 +40,9 @@ _DEFAULT: Rules = {
 RULES: Mapping[str, Rules] = {
   "default": MappingProxyType(_DEFAULT),
   # The weights whole on each device of `data` and `fsdp`.
-  "data_parallel": MappingProxyType({**_DEFAULT, "embed": None, "vocab_rows": "tensor"}),
+  "data_parallel": MappingProxyType(
+    {**_DEFAULT, "embed": None, "latent_rows": None, "vocab_rows": "tensor"}
+  ),
 }
 _plan = jax.make_user_context("default")  # what is traced under one plan is not used under another
 

@@ -90,10 +90,11 @@ def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) 
 
 
 def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
-  """Step of the selection bias in logits.
+  """Step of the selection bias.
 
   A slow bias does not follow the noise of batches, but takes long to undo a collapse: above a
-  violation of 1 the rate rises, to `RESCUE_RATE` at 1.25.
+  violation of 1 the rate rises, to `RESCUE_RATE` at 1.25. Not where it is added to scores, which
+  lie within 1 of each other.
 
   Args:
     cfg: `moe.bias_rate`, and `moe.bias_freeze`: over this last share of the run it falls to 0.
@@ -101,7 +102,8 @@ def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
     violation: of a layer, its highest load over the mean, less 1; any shape.
   """
   calm = cfg.moe.bias_rate
-  rate = calm + max(RESCUE_RATE - calm, 0.0) * jnp.clip(4.0 * (violation - 1.0), 0.0, 1.0)
+  more = max(RESCUE_RATE - calm, 0.0) if cfg.moe.bias_on == "logits" else 0.0
+  rate = calm + more * jnp.clip(4.0 * (violation - 1.0), 0.0, 1.0)
   left = (cfg.num_steps - 1 - step) / max(1.0, cfg.moe.bias_freeze * cfg.num_steps)
   return rate * jnp.clip(left, 0.0, 1.0)
 

@@ -42,6 +42,34 @@ YARN = {
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}
 MOE = {"num_experts_per_tok": 3, "rope_parameters": PLAIN}
+YARN_ALL = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
+LATENT = {
+  "num_key_value_heads": 4,
+  "q_lora_rank": 20,
+  "kv_lora_rank": 24,
+  "qk_nope_head_dim": 12,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 10,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "n_shared_experts": 2,
+  "first_k_dense_replace": 1,
+  "routed_scaling_factor": 1.5,
+  "rope_parameters": PLAIN,
+}
+ODD_LATENT = {
+  **LATENT,
+  "hidden_size": 36,
+  "num_attention_heads": 3,
+  "num_key_value_heads": 3,
+  "qk_nope_head_dim": 10,
+  "qk_rope_head_dim": 12,
+  "v_head_dim": 26,
+  "n_shared_experts": 1,
+  "first_k_dense_replace": 0,
+  "rope_parameters": YARN_ALL,
+}
 QWEN = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 24}
 
 # Name -> model_type, fields beyond `SMALL`.
@@ -127,6 +155,21 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3_moe",
     {**MOE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 12, "mlp_only_layers": [0]},
   ),
+  "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+  "deepseek_v2-odd-groups-yarn": (
+    "deepseek_v2",
+    {**ODD_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+  ),
+  "deepseek_v3": ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 2}),
+  "deepseek_v3-odd-yarn": (
+    "deepseek_v3",
+    {**ODD_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+  ),
+  "deepseek_v3-dense-yarn": (
+    "deepseek_v3",
+    {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2}
+    | {"rope_parameters": {**YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 1.0}},
+  ),
   "olmoe": ("olmoe", {**MOE, "num_experts": 6}),
   "olmoe-normed": (
     "olmoe",
@@ -161,13 +204,16 @@ def randomise(model: transformers.PreTrainedModel) -> None:
         torch.nn.init.normal_(weight, start, 0.3)
         continue
       spread = 1 / math.sqrt(weight.shape[-1])
-      if "q_proj" in name or "k_proj" in name:
+      if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj", "kv_a_proj")):
         spread *= SHARP
       if "lm_head" in name:
         spread *= 2
       if "embed_tokens" in name:
         spread = 0.5 if "gemma" not in model.config.model_type else 0.3
       torch.nn.init.normal_(weight, 0.0, spread)
+    for name, buffer in model.named_buffers():
+      if name.endswith("e_score_correction_bias"):
+        torch.nn.init.normal_(buffer, 0.0, 0.2)
     if model.config.tie_word_embeddings:
       model.tie_weights()
 

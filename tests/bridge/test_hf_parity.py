@@ -1,6 +1,7 @@
 """Our models beside those of `transformers` with the same weights."""
 
 import functools
+import json
 import math
 
 import hf_gate
@@ -9,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 import torch
+from eight_bit_blocks import dequantised, quantise
 from hf_models import CASES, SEQ_LEN
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_source
 from ats_jax.bridge.parity import compare, divergence, our_logits
+from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.paths import parse
 from ats_jax.step.objective import loss_sums
 
@@ -111,6 +114,31 @@ def test_a_folder_in_bfloat16_keeps_its_bits(tmp_path):
   for tensor in one.tensors:
     got, want = other.tensors[tensor].read(), one.tensors[tensor].read()
     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8), err_msg=tensor)
+
+
+def test_a_folder_in_8_bits_is_the_model_of_its_dequantised_weights(cases, tmp_path):
+  source, tokens, before = cases("deepseek_v3")
+  block, narrow, wide = (8, 16), {}, {}
+  for name, tensor in source.tensors.items():
+    narrow[name] = wide[name] = array = tensor.read()
+    if array.ndim == 2 and "layers" in name and not name.endswith("mlp.gate.weight"):
+      narrow[name], scales = quantise(array, block)
+      narrow[f"{name}_scale_inv"], wide[name] = scales, dequantised(narrow[name], scales, block)
+  quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+  write(tmp_path / "wide", dict(source.fields), wide)
+  write(tmp_path / "fp8", {**source.fields, "quantization_config": quantisation}, narrow)
+  theirs = hf_models.logits(hf_models.load(tmp_path / "wide"), tokens)
+  assert np.max(np.abs(theirs - before)) > 0.1  # 8 bits show
+  assert hf_gate.passes(open_source(tmp_path / "fp8"), tokens, theirs)
+
+
+def write(folder, fields, tensors):
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(fields))
+  slots = [Slot(name, array.dtype, array.shape) for name, array in tensors.items()]
+  with Writer(folder / "model.safetensors", slots) as writer:
+    for name, array in tensors.items():
+      writer.write(name, array)
 
 
 def test_the_report_tells_a_wrong_weight(cases):

@@ -53,12 +53,19 @@ def test_windows_and_sinks(kind, with_sinks, window):
   check(kind, 64, 2, with_sinks, window)
 
 
-def check(kind, head_dim, kv_heads, with_sinks=False, window=None):
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_narrower_than_keys(kind):
+  """As latent attention of DeepSeek-V3 has them."""
+  check(kind, 192, 8, v_head_dim=128)
+
+
+def check(kind, head_dim, kv_heads, with_sinks=False, window=None, v_head_dim=0):
   """Values and gradients against XLA in float32."""
   rng = np.random.default_rng(0)
   batch, seq, heads = 3, 640, 8
-  draw = lambda n: jnp.asarray(rng.standard_normal((batch, seq, n, head_dim)), jnp.bfloat16)
-  q, k, v, dy = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+  wide, narrow = head_dim, v_head_dim or head_dim
+  draw = lambda n, h: jnp.asarray(rng.standard_normal((batch, seq, n, h)), jnp.bfloat16)
+  q, k, v, dy = draw(heads, wide), draw(kv_heads, wide), draw(kv_heads, narrow), draw(heads, narrow)
   sinks = jnp.asarray(rng.standard_normal(heads), jnp.float32)
   ids = np.stack([segment_ids(kind, seq), segment_ids("one document", seq), segment_ids(kind, seq)])
   with jax.set_mesh(make_test_mesh(1, 1, 1)):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from ats_jax.bridge.families import (
+  deepseek,
   gemma2,
   gemma3,
   llama,
@@ -15,7 +16,8 @@ from ats_jax.bridge.families import (
 )
 from ats_jax.bridge.family import Family
 
+_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, olmoe)
 FAMILIES: Mapping[str, Family] = {
-  module.FAMILY.model_type: module.FAMILY
-  for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, olmoe)
+  family.model_type: family
+  for family in (*(module.FAMILY for module in _MODULES), deepseek.V2, deepseek.V3)
 }

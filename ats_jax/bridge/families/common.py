@@ -1,6 +1,7 @@
 """Rows that many families share."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,15 +47,26 @@ MLP = tuple(
 )
 
 
-def experts(prefix: str, gate: str, up: str, down: str) -> tuple[Row | Own, ...]:
-  """Rows of a mixture of experts under `prefix`, with the names of an expert's three matrices."""
+def experts(prefix: str, gate: str, up: str, down: str, *, bias: str = "") -> tuple[Row | Own, ...]:
+  """Rows of a mixture of experts.
+
+  Args:
+    prefix: of its tensors in a layer.
+    gate: name of an expert's matrix.
+    up: likewise.
+    down: likewise.
+    bias: name of the router's selection bias; "" = there is none.
+  """
   mlp, one = f"{L}/mlp", f"{THEIRS}.{prefix}.experts.{{expert}}"
+  selection = f"{mlp}/router/bias_E"
   return (
     Row(f"{mlp}/router/weight", f"{THEIRS}.{prefix}.gate.weight", TRANSPOSED),
     Row(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
     Row(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
     Row(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
-    Own(f"{mlp}/router/bias_E", np.zeros, needed=True),
+    Row(selection, f"{THEIRS}.{prefix}.gate.{bias}", SAME, wide=True)
+    if bias
+    else Own(selection, np.zeros, needed=True),
     # The load of a step that has not been: every expert its share.
     Own(f"{mlp}/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False),
   )
@@ -236,11 +248,11 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
   found["model.rope_scaling"] = "none" if kind == "default" else kind
   if "original_max_position_embeddings" in SCALINGS[kind] and trained_len:
     left.setdefault("original_max_position_embeddings", trained_len)
-  scales = {left.pop(k, None) for k in ("mscale", "mscale_all_dim")} if kind == "yarn" else set()
-  if len(scales) > 1:
-    raise ValueError("mscale and mscale_all_dim differ in config.json, which is not there.")
-  if scales not in (set(), {None}):  # their quotient
-    left.setdefault("attention_factor", 1.0)
+  if kind == "yarn":
+    of_rotated, of_all = left.pop("mscale", None), left.pop("mscale_all_dim", None)
+    if of_rotated and of_all:
+      stretch = lambda scale: 0.1 * scale * math.log(left["factor"]) + 1.0
+      left.setdefault("attention_factor", stretch(of_rotated) / stretch(of_all))
   for theirs, ours in SCALINGS[kind].items():
     if theirs in left:
       found[f"model.{ours}"] = left.pop(theirs)

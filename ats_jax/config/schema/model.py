@@ -62,6 +62,23 @@ class ModelConfig:
   attn_scale: float = setting(
     0.0, "what queries' products with keys are multiplied with; 0 = head_dim^-1/2", low=0.0
   )
+  kv_latent_dim: int = setting(
+    0,
+    "width of the latent that all heads' keys and values are made of, which a cache keeps in their "
+    "place (multi-head latent attention); 0 = grouped-query attention",
+    low=0,
+  )
+  q_latent_dim: int = setting(
+    0, "with kv_latent_dim: width of the latent that queries are made of; 0 = none", low=0
+  )
+  latent_rope_dim: int = setting(
+    0,
+    "with kv_latent_dim: how many of head_dim are rotated; that part of a key is one for all heads",
+    low=0,
+  )
+  v_head_dim: int = setting(
+    0, "with kv_latent_dim: width of the values of one head; 0 = head_dim", low=0
+  )
   attn_soft_cap: float = setting(
     0.0, "attention's scores s become cap * tanh(s / cap), without a kernel; 0 = no cap", low=0.0
   )

@@ -36,6 +36,11 @@ class MoEConfig:
     1, "groups of neighbouring experts, of which a token uses top_groups; 1 = no limit", low=1
   )
   top_groups: int = setting(1, "groups that a token may use", low=1)
+  group_score: str = setting(
+    "top2",
+    "what a group counts by: the sum of its two best scores, or its best",
+    choices=("top2", "max"),
+  )
   null_experts: int = setting(
     0, "experts that do nothing: the compute of a token depends on how many it draws", low=0
   )
@@ -67,9 +72,15 @@ class MoEConfig:
     "how the selection bias follows the load: not, by the error's sign, or by the error",
     choices=("none", "sign", "proportional"),
   )
+  bias_on: str = setting(
+    "logits",
+    "what the selection bias is added to: logits, or scores as published (DeepSeek-V3)",
+    choices=("logits", "scores"),
+  )
   bias_rate: float = setting(
     0.005,
-    "step of the selection bias, in logits; up to 0.15 while a router is collapsed",
+    "step of the selection bias, in what it is added to; on logits up to 0.15 while a router is "
+    "collapsed",
     low=0.0,
     high=1.0,
   )

@@ -9,7 +9,7 @@ import numpy as np
 
 from ats_jax.bridge.convert import abstract_parts
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import items
+from ats_jax.bridge.family import Row, items
 from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
@@ -23,7 +23,22 @@ FIELDS = {
   "num_key_value_heads": 2,
   "head_dim": 8,
 }
+LATENT = {
+  "num_key_value_heads": 4,
+  "q_lora_rank": 12,
+  "kv_lora_rank": 16,
+  "qk_nope_head_dim": 10,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 6,
+  "n_routed_experts": 4,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 16,
+  "n_shared_experts": 1,
+  "first_k_dense_replace": 1,
+}
 OF_KIND: dict[str, dict[str, Any]] = {
+  "deepseek_v2": {**LATENT, "q_lora_rank": None},
+  "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1},
   "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
   "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
   "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -68,12 +83,14 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 def random_tensors(fields: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.ndarray]:
   family = FAMILIES[fields["model_type"]]
-  cfg = with_settings(Config(), {"data.tokenizer": "bytes", **family.read(fields)})
+  settings = family.read(fields)
+  cfg = with_settings(Config(), {"data.tokenizer": "bytes", **settings})
   shapes = {name: part.shape for name, part in abstract_parts(resolve(cfg, 0)).items()}
   rng, tensors = np.random.default_rng(0), {}
-  for item in items(family, shapes):
+  for item in items(family.fitted(settings), shapes):
     for name in item.theirs:
-      tensors[name] = rng.normal(0, 0.2, item.their_shape).astype(dtype)
+      kept = np.float32 if isinstance(item.row, Row) and item.row.wide else dtype
+      tensors[name] = rng.normal(0, 0.2, item.their_shape).astype(kept)
   return tensors
 
 

@@ -10,7 +10,7 @@ from ats_jax.bridge.export import choose_family
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import read_rope, write_rope
 from ats_jax.bridge.family import architecture, items
-from ats_jax.config.build import resolve, with_settings
+from ats_jax.config.build import flatten, resolve, with_settings
 from ats_jax.config.schema import Config
 
 BYTES = {"data.tokenizer": "bytes"}
@@ -31,7 +31,8 @@ def test_a_config_comes_back_as_it_was(kind):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_array_is_in_one_row_and_every_tensor_in_one_array(kind):
-  planned = items(FAMILIES[kind], {n: p.shape for n, p in abstract_parts(config(kind)).items()})
+  family = FAMILIES[kind].fitted(flatten(config(kind)))
+  planned = items(family, {n: p.shape for n, p in abstract_parts(config(kind)).items()})
   theirs = [name for item in planned for name in item.theirs]
   assert len(theirs) == len(set(theirs)) > 20
   layers = [int(i.ours.split("/")[1]) for i in planned if i.ours.startswith("layers/")]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
+from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2, RopeHalves
 
 TRANSFORMS = [SAME, FLAT, TRANSPOSED, TRANSPOSED_2]
 SHAPES = st.lists(st.integers(1, 5), min_size=3, max_size=3).map(tuple)
@@ -19,6 +19,21 @@ def test_both_directions_are_inverse(transform, shape):
   assert theirs.shape == transform.their_shape(shape)
   np.testing.assert_array_equal(transform.to_ours(theirs, shape), ours)
   assert sorted(theirs.reshape(-1)) == sorted(ours.reshape(-1))
+
+
+@given(shape=st.tuples(*[st.integers(1, 5)] * 2), fixed=st.integers(0, 4), half=st.integers(1, 4))
+def test_halves_and_pairs_are_inverse(shape, fixed, half):
+  """Theirs, rows of heads: the pair i of a head is two neighbours; ours are half a part apart."""
+  transform, ours_shape = RopeHalves(2 * half), (*shape, fixed + 2 * half)
+  theirs = np.arange(np.prod(ours_shape)).reshape(transform.their_shape(ours_shape))
+  ours = transform.to_ours(theirs, ours_shape)
+  np.testing.assert_array_equal(transform.to_theirs(ours), theirs)
+  plain = TRANSPOSED.to_ours(theirs, ours_shape)
+  np.testing.assert_array_equal(ours[..., :fixed], plain[..., :fixed])
+  for pair in range(half):
+    for of_pair in range(2):
+      got, want = ours[..., fixed + pair + of_pair * half], plain[..., fixed + 2 * pair + of_pair]
+      np.testing.assert_array_equal(got, want)
 
 
 def test_a_projection_of_heads():

@@ -227,10 +227,14 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
        "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 1, "v_head_dim": 16,
        "moe_intermediate_size": 32, "routed_scaling_factor": 2.5, "kv_lora_rank": 8,
-       "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
+       "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+       "num_key_value_heads": None, "aux_loss_alpha": 1e-4, "seq_aux": True},
       {"moe.num_groups": 4, "moe.top_groups": 2, "moe.dense_first": 1, "moe.num_shared": 1,
-       "moe.route_scale": 2.5, "moe.score": "sigmoid", "model.head_dim": 16},
-      {"model_type": "latent", "kv_lora_rank": "only None", "num_nextn_predict_layers": "only 0"},
+       "moe.route_scale": 2.5, "moe.score": "sigmoid", "model.v_head_dim": 16,
+       "model.head_dim": 192, "model.latent_rope_dim": 64, "model.kv_latent_dim": 8,
+       "model.q_latent_dim": 1536, "moe.bias_on": "scores", "moe.bias_update": "sign",
+       "moe.sequence_aux_loss": 1e-4, "moe.aux_loss": 0.0},
+      {"num_nextn_predict_layers": "predict further tokens"},
     ),
     (
       {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -281,12 +285,23 @@ def test_a_block_that_is_refused_still_says_its_base(tmp_path):
   assert found.settings["model.rope_theta"] == 3e4 and missing(found).keys() == {"rope_parameters"}
 
 
+# What a small model of a family needs beside, or does not take.
+OF_KIND = {
+  "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+  "deepseek_v3": {"num_key_value_heads": 4, "first_k_dense_replace": 1},
+}
+MORE_OF_KIND = {
+  "deepseek_v2": {"head_dim": 64, "norm_topk_prob": False},
+  "deepseek_v3": {"head_dim": 64},
+}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("more", [False, True])
 def test_a_family_is_read_as_the_bridge_reads_it(tmp_path, kind, more):
   sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
            "num_attention_heads", "num_key_value_heads")  # fmt: skip
-  values = {"model_type": kind} | {name: LLAMA[name] for name in sizes}
+  values = {"model_type": kind} | {name: LLAMA[name] for name in sizes} | OF_KIND.get(kind, {})
   if more:
     scaled = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
               "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
@@ -295,14 +310,15 @@ def test_a_family_is_read_as_the_bridge_reads_it(tmp_path, kind, more):
       "rope_scaling": scaled, "tie_word_embeddings": True, "norm_topk_prob": True,
       "num_local_experts": 4, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64,
       "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64,
-    }  # fmt: skip
+    } | MORE_OF_KIND.get(kind, {})  # fmt: skip
     known = {key for row in FAMILIES[kind].fields for key in row.keys}
     values |= {k: v for k, v in fields.items() if k in {*known, "max_position_embeddings"}}
   found = read(tmp_path, "config.json", values)
   of_bridge = FAMILIES[kind].read(values)
   assert not found.missing
   assert {name: found.settings[name] for name in of_bridge} == of_bridge
-  own = {"model.init_std", "moe.aux_loss", "data.seq_len", "data.bpe_vocab_size"}
+  own = {"model.init_std", "moe.aux_loss", "moe.sequence_aux_loss", "data.seq_len"}
+  own |= {"data.bpe_vocab_size"}
   assert found.settings.keys() - of_bridge.keys() <= own
 
 

@@ -21,6 +21,7 @@ SEQ, ROWS = 24, 4
 PROMPTS = np.array([12, 5, 9, 1])  # tokens of each row before generation; the rest is padding
 LENGTHS = PROMPTS + np.array([12, 9, 12, 7])  # where each row ends
 MOE = {"moe.num_experts": 4}
+LATENT = {"model.num_kv_heads": 4, "model.kv_latent_dim": 6, "model.latent_rope_dim": 2}
 MOD = {"mod.every": 1, "mod.capacity": 0.25}
 mod = lambda routing, scope="block", decision="threshold": MOD | {
   "mod.routing": routing, "mod.scope": scope, "mod.decision": decision
@@ -36,6 +37,7 @@ VARIANTS = {
   "random": (mod("random"), 6),
   "random-ffn": (mod("random", "ffn"), 1),
   "hybrid": (MOE | mod("learned"), 4),
+  "latents": (LATENT | mod("learned"), 4),
   "experts": (MOE | {"moe.dispatch": "capacity", "moe.num_shared": 1}, 6),
 }
 
@@ -142,7 +144,7 @@ def test_token_by_token_equals_one_pass(mesh, name):
   for segment, caches in zip(model.layout, cache, strict=True):
     for kind, of_layer in zip(segment.kinds, caches, strict=True):
       skips = kind.mod and block
-      assert of_layer.kv.k_BSKH.shape[2] == (rules.places(SEQ) if skips else SEQ)
+      assert of_layer.kv[0].shape[2] == (rules.places(SEQ) if skips else SEQ)
       assert (of_layer.taken_B is not None) == kind.mod
   assert rules.places(SEQ) == 8  # of 24: ceil(1.25 * 0.25 * 24)
 

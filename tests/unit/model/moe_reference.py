@@ -64,13 +64,18 @@ def scores_of(cfg, logits_E):
 
 def choose(cfg, bias_E, logits_E) -> list[int]:
   """The experts of one token, best first."""
-  biased_E = np.asarray(logits_E) + np.asarray(bias_E)
-  scores_E = np.asarray(scores_of(cfg, jnp.asarray(biased_E)))
+  if cfg.bias_on == "scores":
+    scores_E = np.asarray(scores_of(cfg, jnp.asarray(logits_E))) + np.asarray(bias_E)
+    biased_E = np.where(np.isfinite(np.asarray(logits_E)), scores_E, -np.inf)
+  else:
+    biased_E = np.asarray(logits_E) + np.asarray(bias_E)
+    scores_E = np.asarray(scores_of(cfg, jnp.asarray(biased_E)))
   biased = {e: biased_E[e] for e in np.flatnonzero(biased_E > -np.inf).tolist()}
   if cfg.num_groups > 1:
     size = slots(cfg) // cfg.num_groups
     members = [[e for e in biased if e // size == g] for g in range(cfg.num_groups)]
-    worth = [sum(sorted((scores_E[e] for e in m), reverse=True)[:2]) for m in members]
+    counted = 1 if cfg.group_score == "max" else 2
+    worth = [sum(sorted((scores_E[e] for e in m), reverse=True)[:counted]) for m in members]
     usable = [g for g in range(cfg.num_groups) if members[g]]
     best = sorted(usable, key=lambda g: -worth[g])[: cfg.top_groups]
     biased = {e: b for e, b in biased.items() if e // size in best}

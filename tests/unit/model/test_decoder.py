@@ -206,9 +206,8 @@ def test_dtypes_are_those_of_the_config(mesh):
   assert x.dtype == mixed.head_weights().dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-  ("d_model", "layers"), [(64, 4), (512, 2), (2048, 1)], ids=["64", "512", "2048"]
+  ("d_model", "layers", "tied"), [(64, 4, True), (512, 2, False), (2048, 1, True), (2048, 1, False)]
 )
 def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
   cfg = tiny_config(

@@ -26,6 +26,11 @@ def check(changes):
       MOE | {"mesh.tensor": 2, "moe.num_shared": 1, "moe.d_ff": 33},
       "mesh.tensor=2 does not divide moe.d_ff=33",
     ),
+    (
+      {"mesh.fsdp": 2, "model.num_kv_heads": 4, "model.kv_latent_dim": 9}
+      | {"model.latent_rope_dim": 2},
+      "mesh.fsdp=2 does not divide model.kv_latent_dim or q_latent_dim=9",
+    ),
   ],
 )
 def test_refused(changes, words):

@@ -39,6 +39,11 @@ VARIANTS = {
   | {"moe.router_bias": True},
   "sigmoid, noise": {"moe.noise": 1.5, "moe.temperature": 3.0, "moe.route_scale": 2.5} | SIGMOID,
   "groups of two": {"moe.num_groups": 4, "moe.top_groups": 2} | SIGMOID,
+  "as DeepSeek-V2": {"moe.num_groups": 4, "moe.top_groups": 2, "moe.group_score": "max"}
+  | {"moe.renormalize": False, "moe.route_scale": 1.5, "moe.num_shared": 2},
+  "as DeepSeek-V3": {"moe.num_groups": 4, "moe.top_groups": 2, "moe.bias_on": "scores"}
+  | {"moe.route_scale": 2.5, "moe.num_shared": 1}
+  | SIGMOID,
   "groups of four": {"moe.num_groups": 2, "moe.noise": 0.5},
   "null, shared": FOUR | {"moe.null_experts": 4, "moe.num_shared": 1},
   "null, sigmoid": FOUR

@@ -83,16 +83,15 @@ def row_logits(p, tokens, segments, positions, cfg):
 
 
 def reference_loss(p, rows, cfg):
-  total = 0.0
-  for b in range(len(rows["tokens"])):
-    row = {k: v[b] for k, v in rows.items()}
+  def row_loss(row):
     logits = row_logits(p, row["tokens"], row["segment_ids"], row["positions"], cfg)
     lse = jax.nn.logsumexp(logits, -1)
     label = logits[np.arange(len(lse)), row["targets"]]
     smooth = cfg.step.label_smoothing
     loss = lse - (1 - smooth) * label - smooth * logits.mean(-1) + cfg.step.z_loss * lse**2
-    total += jnp.sum(loss * row["loss_mask"])
-  return total / rows["loss_mask"].sum()
+    return jnp.sum(loss * row["loss_mask"])
+
+  return jnp.sum(jax.vmap(row_loss)(rows)) / rows["loss_mask"].sum()
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,27 @@ def test_groups_count_by_their_two_best(mesh):
   assert chosen(routing) == [[[3, 4], [0, 2]]]  # 1.1 over 1.0; 0.8 over 0.75, not 1.1 of three
 
 
+def test_groups_count_by_their_best(mesh):
+  router = make({"moe.num_experts": 6, "moe.num_groups": 2, "moe.group_score": "max"})
+  logits = lambda *p: np.log(p)
+  x = tokens([logits(0.3, 0.05, 0.05, 0.25, 0.25, 0.1), logits(0.2, 0.2, 0.2, 0.3, 0.05, 0.05)])
+  routing, _ = route(router, x, np.ones((1, 2), bool))
+  assert chosen(routing) == [[[0, 1], [3, 4]]]  # by two: 0.35 under 0.5, 0.4 over 0.35
+
+
+def test_a_bias_on_scores_chooses_and_does_not_weigh(mesh):
+  """A score of 0.3 with a bias of 0.25 is above one of 0.5; as logits it would be below."""
+  odds = lambda scores: [math.log(s / (1 - s)) for s in scores]
+  x, valid = tokens([odds([0.6, 0.5, 0.3, 0.1])]), np.ones((1, 1), bool)
+  for bias_on, want in (("scores", [0, 2]), ("logits", [0, 1])):
+    router = make({"moe.score": "sigmoid", "moe.bias_on": bias_on, "moe.renormalize": False})
+    router.bias_E[...] = jnp.array([0.0, 0.0, 0.25, 0.0])
+    routing, _ = route(router, x, valid)
+    assert chosen(routing) == [[want]]
+    weights = [[0.6, 0.3 if bias_on == "scores" else 0.5]]
+    np.testing.assert_allclose(routing.weight_BTK[0], weights, RTOL)
+
+
 def test_noise_comes_from_the_key_and_changes_choices_only(mesh):
   router = make({"moe.noise": 3.0, "moe.renormalize": False})
   p = [0.4, 0.3, 0.2, 0.1]

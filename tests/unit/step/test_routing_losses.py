@@ -229,6 +229,12 @@ def test_the_bias_is_faster_in_a_collapsed_layer(given):
   np.testing.assert_allclose(bias_rate(cfg, jnp.int32(0), violation), want, rtol=1e-6)
 
 
+def test_a_bias_on_scores_has_one_pace():
+  cfg = tiny_config(SMALL | {"moe.bias_on": "scores", "moe.bias_rate": 0.001})
+  got = bias_rate(cfg, jnp.int32(0), jnp.array([0.0, 3.0]))
+  np.testing.assert_allclose(got, 0.001, rtol=1e-6)
+
+
 def test_the_bias_rests_at_the_end():
   rate, calm = 0.1, jnp.zeros(())
   cfg = tiny_config(SMALL | {"num_steps": 100, "moe.bias_freeze": 0.2, "moe.bias_rate": rate})

@@ -1,0 +1,158 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+Letters: B batch, T queries, S slots of a cache, D d_model, N heads, H width of a key, V of a value,
+C of the latent, R of the rotated part of a key.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ats_jax.config.schema import ModelConfig
+from ats_jax.model.layers import Linear, RMSNorm
+from ats_jax.model.numerics import Numerics
+from ats_jax.model.param import residual_std
+from ats_jax.ops.attention import attention
+from ats_jax.ops.latent_attention import cached_latent_attention
+from ats_jax.ops.rope import rope
+from ats_jax.sharding.apply import einsum, reshape, reshard
+from ats_jax.sharding.rules import spec
+
+LATENT_EPS = 1e-6  # of the latents' norms, as published, whatever model.norm_eps is
+HEADS = ("batch", "seq", "heads", "head_dim")
+
+
+class LatentCache(NamedTuple):
+  """What keys and values of the tokens seen so far are made of; stacked over layers."""
+
+  latent_BSC: jax.Array
+  rotated_BSR: jax.Array
+
+
+class LatentAttention(nnx.Module):
+  """Causal self-attention whose keys and values are made of one narrow latent of a token.
+
+  Of the H numbers of a query and of a key the last R carry the position; those of the key are the
+  same for all heads.
+  """
+
+  def __init__(self, cfg: ModelConfig, num: Numerics, rngs: nnx.Rngs):
+    """Draw the weights.
+
+    Args:
+      cfg: sizes.
+      num: dtypes, and what runs.
+      rngs: gives a key a projection.
+    """
+    self.num, self.num_rotated = num, cfg.latent_rope_dim
+    self.num_fixed = cfg.head_dim - cfg.latent_rope_dim
+    # The op multiplies by head_dim^-1/2.
+    self.stretch = cfg.attn_scale * cfg.head_dim**0.5 if cfg.attn_scale else 1.0
+    latent, n = cfg.kv_latent_dim, cfg.num_heads
+    stream, queries = {"embed": cfg.d_model}, {"heads": n, "head_dim": cfg.head_dim}
+    linear = functools.partial(Linear, num=num, rngs=rngs)
+    norm = lambda width: RMSNorm(width, cfg, num, eps=LATENT_EPS)
+    if narrow := cfg.q_latent_dim:
+      self.q_down = linear(stream, {"latent": narrow}, std=cfg.init_std)
+      self.q_norm = norm(narrow)
+      self.q = linear({"latent_rows": narrow}, queries, std=cfg.init_std)
+    else:
+      self.q_down = self.q_norm = None
+      self.q = linear(stream, queries, std=cfg.init_std)
+    self.kv_down = linear(stream, {"latent": latent + self.num_rotated}, std=cfg.init_std)
+    self.kv_norm = norm(latent)
+    made = {"heads": n, "head_dim": self.num_fixed + cfg.v_head_dim}
+    self.kv = linear({"latent_rows": latent}, made, std=cfg.init_std)
+    self.out = linear({"heads": n, "head_dim": cfg.v_head_dim}, stream, std=residual_std(cfg))
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    cache: LatentCache | None = None,
+    index_BT: jax.Array | None = None,
+    fp8: bool = False,
+  ) -> tuple[jax.Array, LatentCache | None]:
+    """Attend within segments (training) or to a cache (generation); as `Attention` does."""
+    q_BTNH = self._queries(x_BTD, table, fp8)
+    latent_BTC, rotated_BTR = self._latents(x_BTD, table, fp8)
+    if cache is None:
+      assert segment_ids_BT is not None
+      made_BTNx = self.kv(latent_BTC, fp8=fp8)
+      fixed_BTNx, v_BTNV = jnp.split(made_BTNx, [self.num_fixed], axis=-1)
+      k_BTNH = jnp.concatenate([fixed_BTNx, self._for_all_heads(rotated_BTR, q_BTNH)], axis=-1)
+      y_BTNV = attention(
+        checkpoint_name(q_BTNH, "attn_q"),
+        checkpoint_name(k_BTNH, "attn_k"),
+        checkpoint_name(v_BTNV, "attn_v"),
+        segment_ids_BT=segment_ids_BT,
+        max_segments=self.num.max_segments,
+        kernels=self.num.kernels,
+      )
+    else:
+      assert index_BT is not None
+      y_BTNV, cache = self._attend_to(cache, q_BTNH, latent_BTC, rotated_BTR, index_BT)
+    return self.out(y_BTNV, fp8=fp8), cache
+
+  def _queries(self, x_BTD: jax.Array, table: Any, fp8: bool) -> jax.Array:
+    if self.q_down is not None and self.q_norm is not None:
+      x_BTD = self.q_norm(self.q_down(x_BTD, fp8=fp8))
+    q_BTNH = self.q(x_BTD, fp8=fp8)
+    if self.stretch != 1.0:
+      q_BTNH *= self.stretch
+    fixed_BTNx, rotated_BTNR = jnp.split(q_BTNH, [self.num_fixed], axis=-1)
+    rotated_BTNR = rope(rotated_BTNR, table, self.num.kernels)
+    return jnp.concatenate([fixed_BTNx, rotated_BTNR], axis=-1)
+
+  def _latents(self, x_BTD: jax.Array, table: Any, fp8: bool) -> tuple[jax.Array, jax.Array]:
+    """What a cache keeps of a token: the normalised latent, and the rotated part of its keys."""
+    both_BTx = self.kv_down(x_BTD, fp8=fp8)
+    latent_BTC, part_BTR = jnp.split(both_BTx, [both_BTx.shape[-1] - self.num_rotated], axis=-1)
+    part_BT1R = reshape(
+      part_BTR, (*x_BTD.shape[:2], 1, self.num_rotated), axes=("batch", "seq", None, "head_dim")
+    )
+    rotated_BT1R = rope(part_BT1R, table, self.num.kernels)
+    return self.kv_norm(latent_BTC), jnp.squeeze(rotated_BT1R, axis=2)
+
+  def _for_all_heads(self, rotated_BTR: jax.Array, q_BTNH: jax.Array) -> jax.Array:
+    shape = (*q_BTNH.shape[:-1], self.num_rotated)
+    return reshard(jnp.broadcast_to(rotated_BTR[:, :, None], shape), *HEADS)
+
+  def _attend_to(self, cache, q_BTNH, latent_BTC, rotated_BTR, index_BT):
+    """Attend to latents, without making keys and values of the slots.
+
+    A score q . (W latent) is (W^T q) . latent, and a mean of W latent is W times that of latents.
+    """
+    weight_CNx = reshard(self.kv.value(q_BTNH.dtype), "latent", "heads", "head_dim")
+    keys_CNx, values_CNV = jnp.split(weight_CNx, [self.num_fixed], axis=-1)
+    fixed_BTNx, turned_BTNR = jnp.split(q_BTNH, [self.num_fixed], axis=-1)
+    q_BTNC = einsum("BTNx,CNx->BTNC", fixed_BTNx, keys_CNx, axes=HEADS)
+    y_BTNC, *updated = cached_latent_attention(
+      q_BTNC,
+      turned_BTNR,
+      latent_BTC,
+      rotated_BTR,
+      cache.latent_BSC,
+      cache.rotated_BSR,
+      index_BT,
+      scale=q_BTNH.shape[-1] ** -0.5,
+    )
+    return einsum("BTNC,CNV->BTNV", y_BTNC, values_CNV, axes=HEADS), LatentCache(*updated)
+
+  def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> LatentCache:
+    """A cache [layers, batch, slots] of zeros."""
+    axes = spec("layers", "batch", "seq", "latent")
+    zeros = lambda width: jnp.zeros((*shape, width), dtype, out_sharding=axes)
+    return LatentCache(zeros(self.kv.weight.shape[-3]), zeros(self.num_rotated))
+
+  def parts(self) -> Iterator[tuple[str, Any]]:
+    """Its parameters by part of a model's count (`model.count`)."""
+    yield "attention", (self.q_down, self.q, self.kv_down, self.kv, self.out)
+    yield "norms", (self.q_norm, self.kv_norm)
