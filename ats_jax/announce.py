@@ -10,6 +10,8 @@ from absl import logging
 from ats_jax import paths, runtime, workdir
 from ats_jax.config.schema import Config
 from ats_jax.data.bigram import Bigram
+from ats_jax.data.chat.conversation import Conversation, Message
+from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.dataset import Dataset
 from ats_jax.feed import eval_feed, train_feed
 from ats_jax.inference.generator import generate
@@ -139,13 +141,17 @@ def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> floa
 
 
 def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> str:
-  """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0."""
+  """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0.
+
+  A run on conversations answers the prompt.
+  """
   cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
   if not cfg.sample.max_tokens:
     return ""
-  pieces = generate(
-    state.weights, train_set.tokenizer, cfg.sample, rules=rules, prompt=prompt, seed=cfg.seed
-  )
+  words, begin = train_set.tokenizer, prompt
+  if isinstance(words, ChatTokenizer) and cfg.data.chat_template:
+    begin = words.prompt(Conversation((Message("user", prompt),)))
+  pieces = generate(state.weights, words, cfg.sample, rules=rules, prompt=begin, seed=cfg.seed)
   text = prompt + "".join(pieces)
   if jax.process_index() == 0:
     paths.make_folder(folder / "samples")

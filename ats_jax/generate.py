@@ -2,14 +2,17 @@
 
   ats-jax generate --workdir=runs/debug --prompt='def main('
   ats-jax generate --workdir=runs/debug --step=best --temperature=0 --max_tokens=100
+  ats-jax generate --workdir=runs/chat --chat --prompt='What is a row?' --system='Be brief.'
 
-What is not given is that of the run's own config (`sample.*`).
+With --chat the prompt is a user's turn, written as in training, and the answer ends by itself. What
+is not given is that of the run's own config (`sample.*`).
 """
 
 from absl import flags
 
 from ats_jax import cli, paths
 from ats_jax.config.schema import MAX_SEED
+from ats_jax.data.chat.conversation import Message
 from ats_jax.inference.load import load_run
 
 FLAGS = flags.FlagValues()
@@ -31,6 +34,12 @@ _SAMPLING = (
     "stop", None, "Comma-separated texts that end the generation.", flag_values=FLAGS
   ),
 )
+_CHAT = flags.DEFINE_boolean(
+  "chat", False, "The prompt is what a user says; print the answer alone.", flag_values=FLAGS
+)
+_SYSTEM = flags.DEFINE_string(
+  "system", "", "With --chat: what the system says before.", flag_values=FLAGS
+)
 _SEED = flags.DEFINE_integer(
   "seed",
   0,
@@ -42,13 +51,21 @@ _SEED = flags.DEFINE_integer(
 
 
 def main(argv: list[str]) -> None:
-  """Print the prompt and its continuation."""
+  """Print the prompt and its continuation, or the answer to it."""
   del argv
+  if _SYSTEM.value and not _CHAT.value:
+    raise ValueError("--system is a turn of a conversation: it needs --chat.")
   folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
   given = {flag.name: flag.value for flag in _SAMPLING if flag.value is not None}
   with load_run(folder, _STEP.value) as run:
-    print(run.sampling(**given).prompt, end="", flush=True)
-    for piece in run.generate(_SEED.value, **given):
+    prompt = run.sampling(**given).prompt
+    if _CHAT.value:
+      system = [Message("system", _SYSTEM.value)] if _SYSTEM.value else []
+      pieces = run.answer(_SEED.value, [*system, Message("user", prompt)], **given)
+    else:
+      print(prompt, end="", flush=True)
+      pieces = run.generate(_SEED.value, **given)
+    for piece in pieces:
       print(piece, end="", flush=True)
     print(flush=True)
 

@@ -22,7 +22,7 @@ from ats_jax.data.batch import POSITION, Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
-from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
 from ats_jax.metrics.create import create_writer
 from ats_jax.metrics.files import LayerLog
@@ -379,7 +379,7 @@ def _with_weights(
     return _beginning_with(state, model)
   source = workdir.load_config(init.folder)
   tokenizer = init.folder / workdir.TOKENIZER
-  if load_tokenizer(tokenizer).fingerprint != train_set.tokenizer.fingerprint:
+  if not extends(train_set.tokenizer, load_tokenizer(tokenizer)):
     raise ValueError(
       f"--init_from={init.folder}: its tokenizer is not the one of this run, so its weights would "
       f"read other tokens. Use its own, --config.data.tokenizer={tokenizer}."

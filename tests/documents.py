@@ -4,6 +4,7 @@ A document's commands run one after the other in a folder of their own, as a rea
 Sizes are cut down, paths of texts and workdirs are replaced by small ones, and nothing else.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -63,7 +64,7 @@ TRAINED = TOY | {
 }
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
-SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions")
+SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.chat")
 
 
 _CONFIG_FILE = """
@@ -183,6 +184,7 @@ class Reader:
     self.folder, self.trained, self.seen = folder, trained, seen
     folder.mkdir(parents=True, exist_ok=True)
     write_texts(folder / "text")
+    write_chats(folder / "chats.jsonl")
     (folder / "my.py").write_text(_CONFIG_FILE)
     for _, text in blocks(document) if document else []:
       if named := re.match(r"# (\w+\.py)\n", text):
@@ -240,6 +242,8 @@ class Reader:
       file = self.folder / value.partition(":")[0]
       return f"{flag}={self.folder}/{value}" if file.is_file() else word
     if flag in ("--config.data.paths", "--config.data.validation_paths", "--paths"):
+      if value.endswith(".jsonl"):
+        return f"{flag}={self.folder / value}"
       entries = [e.partition("=") for e in value.split(",")]
       text = self.folder / "text"
       return f"{flag}=" + ",".join(f"{n}={text}" if eq else f"{text}" for n, eq, _ in entries)
@@ -269,6 +273,8 @@ class Reader:
     if not any("data.paths=" in w for w in kept):
       kept.append(f"--config.data.paths={self.folder}/text")
     sizes = dict(TOY)
+    if any(w.startswith("--config.data.chat_template=") for w in words):
+      sizes["data.seq_len"] = "64"  # that a conversation fits into a row
     tokenizer = [w for w in words if w.startswith(f"--config.data.tokenizer={self.folder}")]
     if tokenizer:
       kept, _ = [*kept, *tokenizer], sizes.pop("data.tokenizer")
@@ -308,3 +314,9 @@ def write_texts(folder: Path) -> None:
   for i in range(10):
     text = " ".join(words[(i * k + k // 7) % len(words)] for k in range(300))
     (folder / f"{i}.txt").write_text(text)
+
+
+def write_chats(path: Path) -> None:
+  """Some conversations, one a line."""
+  lines = (json.dumps({"prompt": f"{i}+1?", "completion": f"{i + 1}"}) for i in range(30))
+  path.write_text("\n".join(lines))

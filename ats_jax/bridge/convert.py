@@ -20,7 +20,7 @@ from ats_jax.checkpoint import deferred, layout, stream
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
-from ats_jax.data.tokenizer_file import save_tokenizer
+from ats_jax.data.tokenizer_file import extends, save_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import numerics
@@ -88,7 +88,7 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
     )
     return
   theirs = build_tokenizer(dataclasses.replace(cfg.data, tokenizer=str(path)), lambda: [])
-  if theirs.fingerprint != own.fingerprint:
+  if not extends(own, theirs):
     raise ValueError(
       f"{folder}: its tokenizer is not the one of this run, so its weights would read other "
       f"tokens. Use its own, --config.data.tokenizer={path}."

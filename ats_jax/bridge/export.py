@@ -36,7 +36,7 @@ from ats_jax.checkpoint import integrity, reader
 from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.schema import Config
 from ats_jax.data.tokenizer import JsonTokenizer
-from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.data.tokenizer_file import load_tokenizer, plain
 from ats_jax.paths import Path
 
 SHARD_BYTES = 5 * 10**9
@@ -134,8 +134,9 @@ def export(
   arrays = _arrays(checkpoints / str(chosen), planned, part, unfinished, shards)
   resumed = _write(unfinished, shards, arrays)
   copy_companions(companions, unfinished)
-  if isinstance(words, JsonTokenizer) and not (companions / "tokenizer.json").is_file():
-    (unfinished / "tokenizer.json").write_text(words.to_json(), encoding="utf-8")
+  of_text = plain(words)
+  if isinstance(of_text, JsonTokenizer) and not (companions / "tokenizer.json").is_file():
+    (unfinished / "tokenizer.json").write_text(of_text.to_json(), encoding="utf-8")
   fields = {
     "max_position_embeddings": cfg.data.seq_len,
     "bos_token_id": words.bos_id,

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 from ats_jax import extensions, paths
+from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.schema import Config
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -19,7 +20,8 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  rules = (*of_model, _batch, _length, _adam, _writers, _tokenizer, _local_folders, _eight_bits)
+  of_data = (_batch, _tokenizer, _chat, _local_folders)
+  rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
@@ -237,6 +239,36 @@ def _tokenizer(cfg: Config) -> None:
   if name not in ("bytes", "bpe") and not paths.parse(name).is_file():
     raise ValueError(
       f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
+    )
+
+
+def _chat(cfg: Config) -> None:
+  data = cfg.data
+  weights = role_weights(data.chat_weights)
+  name = data.chat_template
+  if not name:
+    for field in dataclasses.fields(data):
+      value = getattr(data, field.name)
+      if field.name.startswith("chat_") and value != field.default:
+        raise ValueError(
+          f"data.{field.name}={value} does nothing with text. Set data.chat_template, or leave "
+          f"data.{field.name} at {field.default}."
+        )
+    return
+  if name not in (*TEMPLATES, OWN_TEMPLATE) and not name.endswith(".jinja"):
+    raise ValueError(
+      f"data.chat_template={name!r} is unknown. Choose one of: {', '.join(TEMPLATES)}; "
+      f"{OWN_TEMPLATE} for the one beside data.tokenizer; or the path of a .jinja file."
+    )
+  if not weights["assistant"]:
+    raise ValueError(
+      f"data.chat_weights={data.chat_weights!r} leaves the end of an answer out of the loss, so a "
+      "model would never learn to stop. Give the assistant a weight, e.g. assistant=1."
+    )
+  if data.packing == "concat":
+    raise ValueError(
+      "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
+      "questions. Set data.packing=best_fit."
     )
 
 

@@ -13,6 +13,7 @@ from ats_jax.data import cache
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.checks import check
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.explain import explain
 from ats_jax.data.report import Report, in_words
 from ats_jax.data.source import find_files
 from ats_jax.data.splits import open_datasets, prepare
@@ -31,6 +32,14 @@ AUDIT = """is each token seen exactly once, on any number of hosts and workers, 
   ats-jax data audit --config.data.paths=/path/to/text --config.data.seq_len=1024
 
 Exit code 1 if it finds a fault.
+"""
+EXPLAIN = """one row of training: each target with its token, role, weight and segment
+
+  ats-jax data explain --config.data.paths=/path/to/text
+  ats-jax data explain --row=7 --config.data.paths=chats.jsonl \\
+    --config.data.chat_template=chatml --config.data.packing=best_fit
+
+In colours on a terminal (not if NO_COLOR is set): one a role, bold for what is in the loss.
 """
 PREPARE = """tokenise ahead, in several processes, into a folder to train on
 
@@ -56,6 +65,11 @@ _WORKERS = flags.DEFINE_integer(
   "workers", None, "Processes that tokenise; default: one for each core.", lower_bound=0,
   flag_values=_PREPARE_FLAGS,
 )  # fmt: skip
+EXPLAIN_FLAGS = flags.FlagValues()
+_EXPLAIN_CONFIG = cli.ConfigFlag(EXPLAIN_FLAGS)
+_ROW = flags.DEFINE_integer(
+  "row", 0, "Which row, in the order of training.", lower_bound=0, flag_values=EXPLAIN_FLAGS
+)
 
 
 def _audit(train: Dataset, validation: Dataset) -> bool:
@@ -91,6 +105,16 @@ def _command(look: Callable[[Dataset, Dataset], bool], about: str) -> cli.Comman
     return exits.DONE if look(*open_datasets(cfg.data, cfg.seed)) else exits.FAULT
 
   return cli.Command(main, FLAGS, about)
+
+
+def _explain(argv: list[str]) -> None:
+  """Prints a row."""
+  del argv
+  cfg = _EXPLAIN_CONFIG.value
+  train, _ = open_datasets(cfg.data, cfg.seed)
+  coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+  for line in explain(train, _ROW.value, coloured=coloured):
+    print(line)
 
 
 def _prepare(argv: list[str]) -> int:
@@ -132,6 +156,7 @@ def _validate(argv: list[str]) -> int:
 COMMANDS = {
   "stats": _command(_stats, STATS),
   "audit": _command(_audit, AUDIT),
+  "explain": cli.Command(_explain, EXPLAIN_FLAGS, EXPLAIN),
   "validate": cli.Command(_validate, FLAGS, VALIDATE),
   "prepare": cli.Command(_prepare, _PREPARE_FLAGS, PREPARE),
 }

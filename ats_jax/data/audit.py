@@ -83,6 +83,8 @@ class _NumberedCorpus:
     self.base = np.full(len(self.length), _LIMIT, np.int64)
     self.base[ds.documents] = self.starts
 
+    self.codes = ds.corpus.codes
+
   def tokens(self, document: int, begin: int, end: int) -> np.ndarray:
     return self.base[document] + np.arange(begin, min(end, int(self.length[document])))
 
@@ -103,8 +105,11 @@ class _Audit:
     self._is_first[self._numbers.starts] = True
     self._is_eos[ends] = True
     self._ids = np.full(ds.num_tokens, ds.tokenizer.eos_id, np.int32)
+    self._weights = np.full(ds.num_tokens, 1.0 if ds.weights is None else 0.0, np.float32)
     for document, start, end in zip(ds.documents, self._numbers.starts, ends, strict=True):
       self._ids[start:end] = ds.corpus.tokens(int(document), 0, end - start)
+      if ds.weights is not None:
+        self._weights[start:end] = ds.weights[ds.corpus.codes(int(document), 0, end - start)]
     self._seen = np.zeros(ds.num_tokens, np.uint16)
     self._difference = ""
 
@@ -159,7 +164,7 @@ class _Audit:
       return rows, real.position()
 
   def _check(self, real: Batch, shadow: Batch) -> None:
-    counts = shadow["loss_mask"] > 0
+    counts = shadow["segment_ids"] > 0
     tokens, targets = shadow["tokens"][counts].astype(np.int64), shadow["targets"][counts]
     number = np.where(targets == _EOS, tokens + 1, targets)
     inside = (number >= 0) & (number < self._ds.num_tokens)
@@ -172,6 +177,8 @@ class _Audit:
     self._fault(~follows, number, "does not follow its input: {} crosses a document boundary")
     self._fault(self._is_eos[number] != (targets == _EOS), number, "{} ends at the wrong place")
     self._fault(real["targets"][counts][inside] != self._ids[number], number, "{} has a wrong id")
+    weights = real["loss_mask"][counts][inside]
+    self._fault(weights != self._weights[number], number, "{} has a wrong weight")
     bos = self._ds.tokenizer.bos_id
     inputs = np.where(tokens == _BOS, bos, self._ids[tokens])
     self._fault(real["tokens"][counts][inside] != inputs, number, "the input of {} has a wrong id")

@@ -1,6 +1,7 @@
 """Every record of some files read, and what is wrong with each named; nothing is tokenised."""
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.data.chat.records import conversations
 from ats_jax.data.formats.token_files import token_documents
 from ats_jax.data.report import Report
 from ats_jax.data.source import SourceFile, pieces
@@ -14,7 +15,7 @@ def check(
 
   Args:
     files: from `find_files`.
-    cfg: `text_field` is read.
+    cfg: `text_field` and `chat_template` are read.
     tokenizer: that the ids of token files must be of; None = it is not known, and they are lost.
     report: takes all that is wrong.
 
@@ -22,7 +23,10 @@ def check(
     ValueError: if a format needs a module that is not installed.
   """
   for file in files:
-    if file.kind != "tokens":
+    if cfg.chat_template:
+      for _ in conversations(file, report):
+        report.documents += 1
+    elif file.kind != "tokens":
       for _ in pieces(file, cfg.text_field, report):
         pass
     elif tokenizer:

@@ -11,6 +11,7 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
+from ats_jax.data.chat.records import message_pieces
 from ats_jax.data.formats.token_files import token_array
 from ats_jax.data.holdout import Split
 from ats_jax.data.report import Report
@@ -18,6 +19,7 @@ from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
 from ats_jax.data.tokenise import REPORT, How, shard, tokenise
 from ats_jax.data.tokenizer import Tokenizer
 
+CODES = "codes.bin"
 _LAYOUT = 2  # of a corpus in the cache: raise it when its files change
 _OPEN_FILES = 64  # files the BPE's sample is drawn from at a time
 
@@ -46,6 +48,7 @@ class Corpus:
     self._file = folder.array("file")
     vocab_size = meta["vocab_size"]
     self.ids_used: int = meta["ids_used"]
+    self._codes = _mapped_codes(folder.path / CODES)
     shards = [token_array(str(shard(folder.path, n)), vocab_size) for n in range(meta["shards"])]
     text = shards[0] if len(shards) == 1 else _Joined(shards)
     apart = {n for n, file in enumerate(files) if file.kind == "tokens" and not meta["copied"]}
@@ -62,6 +65,12 @@ class Corpus:
     end = min(end, int(self.length[document]))
     return self._ids[self._file[document]][start + begin : start + end]
 
+  def codes(self, document: int, begin: int, end: int) -> np.ndarray:
+    """The codes (`chat.segments`) of the same tokens of a conversation, as uint8."""
+    assert self._codes is not None
+    start = int(self._start[document])
+    return self._codes[start + begin : start + min(end, int(self.length[document]))]
+
   def name(self, document: int) -> str:
     """See `document_name`."""
     file = self._files[self._file[document]]
@@ -69,6 +78,14 @@ class Corpus:
 
   def __reduce__(self):
     return Corpus, (self.folder, self._files)
+
+
+def _mapped_codes(path: Path) -> np.ndarray | None:
+  """The codes of a corpus of conversations; None = it is of text."""
+  if not path.exists():
+    return None
+  size = path.stat().st_size
+  return np.memmap(path, np.uint8, "r").view(np.ndarray) if size else np.empty(0, np.uint8)
 
 
 class _Joined:
@@ -103,10 +120,12 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
   found = False
+  of_text = lambda file, report: pieces(file, cfg.text_field, report)
+  read = message_pieces if cfg.chat_template else of_text
 
   def texts(file: SourceFile) -> Iterator[str]:
     nonlocal found
-    for piece in split.cut(file, pieces(file, cfg.text_field, report)):
+    for piece in split.cut(file, read(file, report)):
       key = 0 if split.block else name_hash(document_name(file, piece.line))
       if not split.held_out(key, piece.part):
         found = True

@@ -24,13 +24,16 @@ class Dataset:
     seed: of the order of documents and rows.
     seq_len: positions in a row.
     num_rows: rows of an epoch.
-    num_tokens: targets with loss in an epoch: every text token and one eos a document.
+    num_tokens: targets of an epoch: every text token and one eos a document.
     num_documents: documents of the split.
-    bytes_per_token: UTF-8 bytes of the text over `num_tokens`; 0 if token files hide them.
+    bytes_per_token: UTF-8 bytes of the text over `num_tokens`; 0 if token files hide them, or not
+      all targets count alike.
     report: `malformed` and `skipped` (kind -> count), `first` (a few in words), `files` (all).
     corpus: the documents, of this split and of others.
     documents: [num_documents] int64, indices into the corpus.
     plan: which part of which document is where.
+    weights: of conversations, [codes] float32, the weight in the loss of a target by its code
+      (`chat.segments`); None = every target counts 1.
   """
 
   def __init__(
@@ -43,9 +46,11 @@ class Dataset:
     seed: int,
     seq_len: int,
     report: dict[str, Any],
+    weights: np.ndarray | None = None,
   ):
     self.corpus, self.tokenizer, self.report = corpus, tokenizer, report
     self.fingerprint, self.seed, self.seq_len = fingerprint, seed, seq_len
+    self.weights = weights
     self._plan_folder = plan
     self.plan = Layout(*map(plan.array, Layout._fields))
     self.documents = plan.array("documents")
@@ -58,7 +63,7 @@ class Dataset:
   def __reduce__(self):
     make = functools.partial(
       Dataset, fingerprint=self.fingerprint, seed=self.seed, seq_len=self.seq_len,
-      report=self.report,
+      report=self.report, weights=self.weights,
     )  # fmt: skip
     return make, (self.corpus, self._plan_folder, self.tokenizer)
 
@@ -81,12 +86,27 @@ class Dataset:
     return self.rows(np.array(rows, np.int64).reshape(indices.shape))
 
   def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
-    """Rows of the plan: arrays [*indices.shape, seq_len]; all positions of documents count."""
+    """Rows of the plan: arrays [*indices.shape, seq_len]."""
     indices = np.asarray(indices)
     stacked = np.stack([self._row(int(i)) for i in indices.flat], axis=1)
     fields = stacked.reshape(4, *indices.shape, self.seq_len)
     batch = dict(zip(_PACKED, fields, strict=True))
-    return {**batch, "loss_mask": (batch["segment_ids"] > 0).astype(np.float32)}
+    if self.weights is None:
+      return {**batch, "loss_mask": (batch["segment_ids"] > 0).astype(np.float32)}
+    return {**batch, "loss_mask": self.weights[self.codes(indices)]}
+
+  def codes(self, indices: np.ndarray | range) -> np.ndarray:
+    """The codes of the targets of rows, [*indices.shape, seq_len] uint8; 0 where there are none."""
+    indices = np.asarray(indices)
+    out = np.zeros((indices.size, self.seq_len), np.uint8)
+    for row, i in zip(out, map(int, indices.flat), strict=True):
+      at = 0
+      for piece in range(*self.plan.first[i : i + 2]) if i < self.num_rows else ():
+        begin, length = int(self.plan.begin[piece]), int(self.plan.length[piece])
+        codes = self.corpus.codes(int(self.plan.document[piece]), begin, begin + length)
+        row[at : at + len(codes)] = codes  # the eos behind a document has none
+        at += length
+    return out.reshape(*indices.shape, self.seq_len)
 
   def _row(self, i: int) -> np.ndarray:
     """_PACKED of row i as [4, seq_len] int32; `i >= num_rows` gives a row of padding."""

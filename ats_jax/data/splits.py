@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from ats_jax.config.chat import role_weights
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
+from ats_jax.data.chat.corpus import open_chat_corpus
+from ats_jax.data.chat.segments import weight_table
+from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
 from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.holdout import Split, plan_split
@@ -109,20 +113,44 @@ def open_documents(cfg: DataConfig, fraction: float, how: How = How()) -> Opened
   given = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
   if folder := prepared.folder_of(cfg.paths):
     opened = _open_prepared(cfg, folder, fraction)
-    prepared.check_tokenizer(folder, opened.tokenizer, given or opened.tokenizer)
+    asked = with_template(given or plain(opened.tokenizer), cfg)
+    prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
   files, fingerprint, found = _find(cfg.paths, cfg)
-  split = plan_split(cfg, fraction, files, fingerprint, given)
+  if cfg.chat_template:
+    split = Split(fraction)  # a conversation is not cut
+  else:
+    split = plan_split(cfg, fraction, files, fingerprint, given)
   content = split.content(fingerprint)
   tokenizer = given or build_tokenizer(
     cfg,
     lambda: train_texts(files, cfg, split),
-    corpus_fingerprint=cache.digest(content, split.fraction, cfg.text_field),
+    corpus_fingerprint=cache.digest(content, split.fraction, _kind(cfg)),
   )
-  corpus = open_corpus(cfg, files, fingerprint, tokenizer, split, how)
+  tokenizer = with_template(tokenizer, cfg)
+  corpus = _open(cfg, files, fingerprint, tokenizer, split, how)
   _say_counts(corpus)
   return Opened(corpus, tokenizer, split, content, found)
+
+
+def _kind(cfg: DataConfig) -> str | list[str]:
+  """What is read of the files, in a key of the cache."""
+  return ["conversations"] if cfg.chat_template else cfg.text_field
+
+
+def _open(
+  cfg: DataConfig,
+  files: list[SourceFile],
+  fingerprint: str,
+  tokenizer: Tokenizer,
+  split: Split,
+  how: How = How(),  # noqa: B008
+) -> Corpus:
+  if not cfg.chat_template:
+    return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
+  assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
+  return open_chat_corpus(cfg, files, fingerprint, tokenizer)
 
 
 def _say_counts(corpus: Corpus) -> None:
@@ -224,7 +252,7 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     prepared.check_tokenizer(folder, opened.tokenizer, tokenizer)
   else:
     files, content, found = _find(paths, cfg)
-    corpus = open_corpus(cfg, files, content, tokenizer, Split(0.0))
+    corpus = _open(cfg, files, content, tokenizer, Split(0.0))
     opened = Opened(corpus, tokenizer, Split(0.0), content, found)
   dataset = _pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.num_documents:
@@ -260,41 +288,74 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
   corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
   split = [opened.content, part, opened.split.fraction]
   packing = [cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, cfg.text_field, packing)
+  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), packing)
+  weights = None
+  if cfg.chat_template:
+    weights = weight_table(role_weights(cfg.chat_weights), cfg.chat_answers)
+    fingerprint = cache.digest(fingerprint, weights.tolist())
 
   def build(folder: Path) -> dict[str, Any]:
-    lengths = corpus.length[documents] + 1
+    kept, left_out = documents, {}
+    if weights is not None:
+      kept, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
+    lengths = corpus.length[kept] + 1
     plan = make_layout(
-      lengths, _order(corpus.key[documents], seed), seq_len=cfg.seq_len, packing=cfg.packing,
+      lengths, _order(corpus.key[kept], seed), seq_len=cfg.seq_len, packing=cfg.packing,
       max_segments=cfg.max_segments,
     )  # fmt: skip
-    for name, values in plan._replace(document=documents[plan.document])._asdict().items():
+    for name, values in plan._replace(document=kept[plan.document])._asdict().items():
       np.save(folder / f"{name}.npy", values)
-    np.save(folder / "documents.npy", documents)
-    num_bytes = corpus.num_bytes[documents]
+    np.save(folder / "documents.npy", kept)
+    # A loss of answers alone is not one of the bytes of all that was said.
+    num_bytes = corpus.num_bytes[kept] * (weights is None)
     return {
-      "num_documents": len(documents),
+      "num_documents": len(kept),
       "num_tokens": int(lengths.sum()),
       "num_bytes": int(num_bytes.sum()) if (num_bytes > 0).all() else 0,
+      "left_out": left_out,
     }
 
   root = cache.cache_root(cfg.cache_dir)
   plan = cache.cached(root, "plan-" + cache.digest("plan", fingerprint, seed), build)
+  left_out = plan.meta["left_out"]
+  if left_out:
+    logging.warning(
+      "Of %s conversations these are left out: %s. A larger data.seq_len has room for longer ones.",
+      f"{len(documents):,}", ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()),
+    )  # fmt: skip
   report = {
     "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
-    "skipped": Counter(found["skipped"]) + Counter(corpus.report["skipped"]),
+    "skipped": Counter(found["skipped"]) + Counter(corpus.report["skipped"]) + Counter(left_out),
     "first": found["first"] + corpus.report["first"],
     "files": [*found["files"], corpus.report["file"]],
   }
   dataset = Dataset(
-    corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report
-  )
+    corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report,
+    weights=weights,
+  )  # fmt: skip
   logging.info(
     "%s: %s documents, %s targets in %s rows of %d.",
     part.capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
     f"{dataset.num_rows:,}", cfg.seq_len,
   )  # fmt: skip
   return dataset
+
+
+def _whole_conversations(
+  corpus: Corpus, documents: np.ndarray, weights: np.ndarray, seq_len: int
+) -> tuple[np.ndarray, dict[str, int]]:
+  """Those of `documents` that fit into a row and have a token in the loss; how many others why.
+
+  An answer without its question teaches nothing, so a conversation is not cut.
+  """
+  fits = corpus.length[documents] < seq_len
+  codes = (corpus.codes(d, 0, int(corpus.length[d])) for d in map(int, documents))
+  counts = np.fromiter((weights[c].any() for c in codes), bool, len(documents))
+  left_out = {
+    f"longer than a row of data.seq_len={seq_len}": int((~fits).sum()),
+    "without a token in the loss": int((fits & ~counts).sum()),
+  }
+  return documents[fits & counts], {kind: n for kind, n in left_out.items() if n}
 
 
 def _order(key: np.ndarray, seed: int) -> np.ndarray:

@@ -25,6 +25,9 @@ def stats(ds: Dataset) -> dict[str, Any]:
     "rows": f"{ds.num_rows} of {ds.seq_len}",
     "padding": f"{1 - ds.num_tokens / places:.3%}",
   }
+  if ds.weights is not None:
+    counted = _in_loss(ds, ds.weights)
+    figures["targets in the loss"] = f"{counted} ({counted / max(ds.num_tokens, 1):.1%})"
   if ds.num_documents:
     lengths = np.quantile(ds.corpus.length[ds.documents], _QUANTILES, method="nearest")
     used = vocabulary_counts(ds)
@@ -38,6 +41,12 @@ def stats(ds: Dataset) -> dict[str, Any]:
   for kind, count in (*ds.report["malformed"].items(), *ds.report["skipped"].items()):
     figures[f"left out: {kind}"] = count
   return figures
+
+
+def _in_loss(ds: Dataset, weights: np.ndarray) -> int:
+  """How many targets of conversations have a weight."""
+  lengths = {d: int(ds.corpus.length[d]) for d in map(int, ds.documents)}
+  return sum(int((weights[ds.corpus.codes(d, 0, n)] > 0).sum()) for d, n in lengths.items())
 
 
 def vocabulary_counts(ds: Dataset) -> np.ndarray:

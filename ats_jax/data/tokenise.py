@@ -36,7 +36,7 @@ SHARD_TOKENS = 2**26  # of a shard at least, but for the last one
 _BATCH_CHARS = 2**23  # text encoded at a time
 _BATCH_IDS = 2**22
 # One entry per document; 48 bytes of memory each while a corpus is read.
-_COLUMNS = {"file": "i", "line": "q", "part": "i", "start": "q", "length": "q", "num_bytes": "q",
+COLUMNS = {"file": "i", "line": "q", "part": "i", "start": "q", "length": "q", "num_bytes": "q",
             "key": "Q"}  # fmt: skip
 
 Batch = list[tuple[int, Piece]]  # (number of the file, a piece of it)
@@ -269,7 +269,7 @@ class _Shards:
     return done
 
   def _open(self) -> None:
-    self._columns = {name: array(code) for name, code in _COLUMNS.items()}
+    self._columns = {name: array(code) for name, code in COLUMNS.items()}
     self._added = self._tokens = 0  # batches and ids of this shard
     self._continued = [0, 0]  # ids and bytes of a document that began in the last shard
     self._out = open(shard(self._folder, len(self._done)), "wb")  # noqa: SIM115
@@ -308,7 +308,7 @@ class _Shards:
 
   def _append(self, number: int, line: int, part: int, start: int, length: int) -> None:
     key = name_hash(document_name(self._files[number], line, part))
-    for name, value in zip(_COLUMNS, (number, line, part, start, length, 0, key), strict=True):
+    for name, value in zip(COLUMNS, (number, line, part, start, length, 0, key), strict=True):
       self._columns[name].append(value)
 
   def _close(self, *, last: bool) -> None:
@@ -349,14 +349,14 @@ class _Shards:
     """Join the columns, and take away what served to go on."""
     if not self.complete:
       self._close(last=True)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     for number, done in enumerate(self._done):
       with np.load(self._path(number, "columns")) as columns:
         self._used |= columns["used"]
         for name in ("length", "num_bytes"):
           if more := done["continued"][name == "num_bytes"]:
             next(part for part in reversed(parts[name]) if len(part))[-1] += more
-        for name in _COLUMNS:
+        for name in COLUMNS:
           parts[name].append(columns[f"column_{name}"])
     joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     for name, values in joined.items():

@@ -56,6 +56,20 @@ class Tokenizer(Protocol):
   pad_id: int
   fingerprint: str
 
+  @property
+  def special_ids(self) -> frozenset[int]:
+    """Those that no text has."""
+    ...
+
+  @property
+  def end_ids(self) -> frozenset[int]:
+    """Of them, those that end what a model writes."""
+    ...
+
+  def token_id(self, name: str) -> int | None:
+    """The id of the token that is called so; None = there is none."""
+    ...
+
   def encode(self, text: str) -> list[int]:
     """Ids of `text`, never a special one, whatever the text contains.
 
@@ -77,7 +91,25 @@ class Tokenizer(Protocol):
     ...
 
 
-class ByteTokenizer:
+class _OfDocuments:
+  """The special ids of a tokenizer that knows of documents, and of nothing inside them."""
+
+  bos_id: int
+  eos_id: int
+  pad_id: int
+
+  @property
+  def special_ids(self) -> frozenset[int]:
+    """See `Tokenizer`."""
+    return frozenset((self.bos_id, self.eos_id, self.pad_id))
+
+  @property
+  def end_ids(self) -> frozenset[int]:
+    """See `Tokenizer`."""
+    return frozenset((self.eos_id,))
+
+
+class ByteTokenizer(_OfDocuments):
   """256 ids for the bytes of UTF-8, then bos, eos and pad."""
 
   vocab_size = 259
@@ -85,6 +117,10 @@ class ByteTokenizer:
   eos_id = 257
   pad_id = 258
   fingerprint = "bytes-256+3"
+
+  def token_id(self, name: str) -> int | None:
+    """See `Tokenizer`: no token has a name."""
+    del name
 
   def encode(self, text: str) -> list[int]:
     """See `Tokenizer.encode`."""
@@ -96,10 +132,10 @@ class ByteTokenizer:
 
   def decode(self, ids: Iterable[int]) -> str:
     """See `Tokenizer.decode`."""
-    return bytes(i for i in _known_ids(ids, self) if i < 256).decode(errors="replace")
+    return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
 
 
-class JsonTokenizer:
+class JsonTokenizer(_OfDocuments):
   """A tokenizer of the `tokenizers` library: a trained BPE, or somebody's tokenizer.json.
 
   Its own special tokens are matched as plain text in `encode`; a post-processor that adds special
@@ -117,6 +153,15 @@ class JsonTokenizer:
     ids = f"{bos_id},{eos_id},{pad_id},{vocab_size}"
     self.fingerprint = hashlib.sha256(f"{ids}\n{self._text}".encode()).hexdigest()[:32]
 
+  def token_id(self, name: str) -> int | None:
+    """See `Tokenizer`."""
+    return self._inner.token_to_id(name)
+
+  def special_tokens(self) -> dict[str, int]:
+    """Id by name, of the tokens that the file calls special."""
+    added = json.loads(self._text).get("added_tokens") or []
+    return {token["content"]: token["id"] for token in added if token.get("special")}
+
   def to_json(self) -> str:
     """The tokenizer.json; with the four numbers it makes this tokenizer again."""
     return self._text
@@ -133,7 +178,7 @@ class JsonTokenizer:
 
   def decode(self, ids: Iterable[int]) -> str:
     """See `Tokenizer.decode`."""
-    text_ids = [i for i in _known_ids(ids, self) if i not in self._special]
+    text_ids = [i for i in known_ids(ids, self) if i not in self._special]
     return self._inner.decode(text_ids, skip_special_tokens=False)
 
   def __reduce__(self):
@@ -158,7 +203,8 @@ def _json_tokenizer(text: str, bos_id: int, eos_id: int, pad_id: int, vocab_size
   return JsonTokenizer(text, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, vocab_size=vocab_size)
 
 
-def _known_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
+def known_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
+  """`ids` as integers, or ValueError for one that is not of the tokenizer."""
   known = [int(i) for i in ids]
   for i in known:
     if not 0 <= i < tokenizer.vocab_size:
@@ -274,23 +320,27 @@ def _bpe(text: str) -> JsonTokenizer:
   return JsonTokenizer(text, bos_id=size, eos_id=size + 1, pad_id=size + 2, vocab_size=size + 3)
 
 
-def of_workdir(fields: Mapping[str, Any]) -> JsonTokenizer:
-  """The tokenizer of a run, from what `save_tokenizer` wrote.
+def of_workdir(fields: Mapping[str, Any]) -> Tokenizer:
+  """The tokenizer of a run's text, from what `save_tokenizer` wrote.
 
   Raises:
     ValueError: if a field is missing or wrong.
   """
   try:
+    if fields["kind"] == "chat":  # its template is for `data.chat.tokenizer` to read
+      return of_workdir(fields["inner"])
+    if fields["kind"] == "bytes":
+      return ByteTokenizer()
     ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
   except (KeyError, TypeError) as e:
     raise ValueError(f"it is that of a workdir, damaged: {e!r}") from e
 
 
-def _from_file(path: paths.Path) -> JsonTokenizer:
+def _from_file(path: paths.Path) -> Tokenizer:
   try:
     spec = json.loads(paths.read(path))
-    if isinstance(spec, dict) and spec.get("kind") == "tokenizers":  # that of a workdir
+    if isinstance(spec, dict) and "kind" in spec:  # that of a workdir
       return of_workdir(spec)
     if not isinstance(spec, dict) or "model" not in spec:
       raise ValueError("it has no field 'model'")

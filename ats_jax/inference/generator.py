@@ -1,7 +1,7 @@
 """Continue a text: fill the cache with the prompt, then one token at a time."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,22 @@ def generate(
   cfg: SampleConfig,
   *,
   rules: Pass,
-  prompt: str,
+  prompt: str | Sequence[int],
   seed: int,
 ) -> Iterator[str]:
   """Yield the continuation of `prompt`, piece by piece, as it is drawn.
 
-  Ends at the end-of-document token, at one of `cfg.stop` (which is not yielded), or after
-  `cfg.max_tokens`. Runs on the current mesh; the same seed gives the same text.
+  Ends at the end-of-document token, with a tokenizer of conversations also at the end of an answer,
+  at one of `cfg.stop` (which is not yielded), or after `cfg.max_tokens`. Runs on the current mesh;
+  the same seed gives the same text.
 
   Args:
     model: the decoder.
     tokenizer: the one it was trained with.
     cfg: how to sample.
     rules: how sparse layers choose (`Program.rules`).
-    prompt: text to continue; empty = the beginning of a document.
+    prompt: text to continue; empty = the beginning of a document. Or the ids of one, bos first
+      (`ChatTokenizer.prompt`).
     seed: of the draws.
   """
   stops = tuple(filter(None, cfg.stop.split(",")))
@@ -47,11 +49,11 @@ def generate_tokens(
   cfg: SampleConfig,
   *,
   rules: Pass,
-  prompt: str,
+  prompt: str | Sequence[int],
   seed: int,
 ) -> Iterator[int]:
-  """Yield the ids that continue `prompt`, up to and without the end-of-document token."""
-  ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+  """Yield the ids that continue `prompt`, up to and without the one that ends them."""
+  ids = [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
   # Lengths are rounded up so that prompts of similar length share a compiled program.
   padded = max(16, 1 << (len(ids) - 1).bit_length())
   length = -(-(padded + cfg.max_tokens) // 64) * 64
@@ -59,8 +61,9 @@ def generate_tokens(
   cache = model.empty_cache(rows, length, rules, model.num.compute_dtype)
 
   allowed = np.arange(model.cfg.vocab_size) < tokenizer.vocab_size
-  allowed[[tokenizer.bos_id, tokenizer.pad_id]] = False
-  allowed[tokenizer.eos_id] = True
+  allowed[list(tokenizer.special_ids)] = False
+  ends = tokenizer.end_ids
+  allowed[list(ends)] = True
   drawing = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
   step = functools.partial(_extend, rules=rules, **drawing)
   key = jax.random.key(seed)
@@ -70,7 +73,7 @@ def generate_tokens(
   token, cache = step(model, cache, prompt_ids, np.arange(padded), len(ids) - 1, key, allowed)
   for position in range(len(ids), len(ids) + cfg.max_tokens):
     token_id = int(token)
-    if token_id == tokenizer.eos_id:
+    if token_id in ends:
       return
     yield token_id
     if position + 1 < len(ids) + cfg.max_tokens:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes, with_settings
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import SampleConfig
+from ats_jax.data.chat.conversation import Conversation, Message
+from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.inference.generator import generate
@@ -57,6 +59,22 @@ class Run:
     """The continuation of the prompt, piece by piece; `given` as of `sampling`."""
     cfg, rules = self.sampling(**given), self.program.rules(self.step)
     return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=cfg.prompt, seed=seed)
+
+  def answer(self, seed: int, messages: Sequence[Message], **given: Any) -> Iterator[str]:
+    """What follows turns of a conversation, piece by piece; `given` as of `sampling`.
+
+    Raises:
+      ValueError: if the run was not trained on conversations, or its template has no place for a
+        turn.
+    """
+    cfg, rules, words = self.sampling(**given), self.program.rules(self.step), self.tokenizer
+    if not isinstance(words, ChatTokenizer):
+      raise ValueError(
+        "this run was not trained on conversations (data.chat_template is empty), so it knows no "
+        "turns. Continue a text instead: without --chat."
+      )
+    ids = words.prompt(Conversation(tuple(messages)))
+    return generate(self.model, words, cfg, rules=rules, prompt=ids, seed=seed)
 
 
 def fit_devices(cfg: Config, num_devices: int) -> Config:

@@ -47,7 +47,7 @@ ALLOWED = {
   "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
   "importers": {"config", "bridge.families*", "bridge.family*"},
   "inference": {"config", "sharding", "model", "step", "checkpoint", "data.tokenizer*"}
-  | {"cli", "runtime", "workdir", "paths"},
+  | {"data.chat", "cli", "runtime", "workdir", "paths"},
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}

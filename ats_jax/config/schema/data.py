@@ -47,6 +47,25 @@ class DataConfig:
     choices=("concat", "first_fit", "best_fit"),
   )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
+  chat_template: str = setting(
+    "",
+    "how conversations are written, for files of these: 'chatml', 'llama3', 'qwen', 'mistral', "
+    "'gemma', 'plain', 'tokenizer' (the one beside data.tokenizer) or a .jinja file; empty = files "
+    "are of text",
+  )
+  chat_weights: str = setting(
+    "assistant=1",
+    "weight in the loss of what each role says, as role=weight with commas; one that is not named "
+    "has none",
+  )
+  chat_answers: str = setting(
+    "all",
+    "which answers of a conversation are in the loss: 'all', or the 'last' one",
+    choices=("all", "last"),
+  )
+  chat_marks: bool = setting(
+    True, "take as an answer what a template's {% generation %} marks enclose, where it has some"
+  )
   num_workers: int = setting(
     0, "loader processes; 0 = threads of the main process", low=0, resume="free"
   )

@@ -141,7 +141,7 @@ class TestPlantedFaults:
 
     result = self.find(ds, batches=wrong)
     assert not result.lost and not result.repeated
-    words = {"tokens": "the input of", "targets": "has a wrong id"}
+    words = {"tokens": "the input of", "targets": "has a wrong id", "loss_mask": "a wrong weight"}
     assert words.get(field, field) in result.difference
 
   def test_a_segment_that_runs_into_the_next_document(self, ds, monkeypatch):

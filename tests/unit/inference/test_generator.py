@@ -92,6 +92,7 @@ def test_special_and_padded_ids_are_never_drawn(mesh):
     """Three tokens of text; 378 of the model's 384 ids mean nothing."""
 
     vocab_size, bos_id, eos_id, pad_id = 6, 1, 3, 4
+    special_ids, end_ids = frozenset({1, 3, 4}), frozenset({3})
 
     def encode(self, text):
       return [0] * len(text)

@@ -1,0 +1,188 @@
+"""Records of the usual schemas -> conversations; each one that is malformed with its reason."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ats_jax.config.chat import ROLES
+
+ALIASES = {
+  **{role: role for role in ROLES},
+  "developer": "system",
+  "human": "user",
+  "prompter": "user",
+  "gpt": "assistant",
+  "model": "assistant",
+  "bot": "assistant",
+  "chatbot": "assistant",
+  "ai": "assistant",
+  "function": "tool",
+  "observation": "tool",
+  "ipython": "tool",
+}
+_LISTS = ("messages", "conversation", "conversations")  # fields that hold a list of turns
+_ROLE, _TEXT = ("role", "from"), ("content", "value")  # what a turn calls them, ShareGPT's second
+
+
+class MalformedError(ValueError):
+  """A record that is no conversation.
+
+  Attributes:
+    kind: a few words, by which such records are counted.
+  """
+
+  def __init__(self, kind: str, detail: str):
+    super().__init__(detail)
+    self.kind = kind
+
+
+class Message(NamedTuple):
+  """One turn.
+
+  Attributes:
+    role: one of `ROLES`.
+    content: its text.
+    counts: whether the turn may be in the loss; the record's own `weight` of 0 says no.
+    extra: the turn's other fields, as JSON gave them; only a template of one's own reads them.
+  """
+
+  role: str
+  content: str
+  counts: bool = True
+  extra: Mapping[str, Any] = {}
+
+
+class Conversation(NamedTuple):
+  """Turns in order, and the `tools` of the record, which only a template of one's own reads."""
+
+  messages: tuple[Message, ...]
+  tools: Sequence[Any] | None = None
+
+
+def read_conversation(record: Mapping[str, Any]) -> Conversation:
+  """The conversation that a record holds.
+
+  The schemas, the first that fits: a list of turns in `messages`, `conversation` or
+  `conversations`, each {role, content} or {from, value}; `prompt` and `completion`, two texts or
+  two lists of turns; `instruction`, `output` and perhaps `input`. A text `system` beside them is
+  a turn of its own in front. A field that is null, as tables fill up rows, is not there.
+
+  Raises:
+    MalformedError: if it holds none, or one without a turn to learn from.
+  """
+  record = {name: value for name, value in record.items() if value is not None}
+  turns = _turns(record)
+  if not turns:
+    raise MalformedError("no turns", "the conversation has no turn")
+  messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+  system = record.get("system")
+  if isinstance(system, str) and system and messages[0].role != "system":
+    messages.insert(0, Message("system", utf8(system, "system")))
+  if not any(m.role == "assistant" for m in messages):
+    raise MalformedError(
+      "no answer", "no turn is of the role assistant, so there is nothing to learn"
+    )
+  tools = record.get("tools")
+  if tools is not None and not isinstance(tools, list):
+    raise MalformedError("tools not a list", f"field 'tools' is {_kind(tools)}, not a list")
+  return Conversation(tuple(messages), tools or None)
+
+
+def _turns(record: Mapping[str, Any]) -> list[Any]:
+  """The turns as the record has them, or as it would have them under `messages`."""
+  for name in _LISTS:
+    if name in record:
+      if not isinstance(record[name], list):
+        raise MalformedError(
+          "turns not a list", f"field {name!r} is {_kind(record[name])}, not a list of turns"
+        )
+      return record[name]
+  if {"prompt", "completion"} <= record.keys():
+    return _part(record, "prompt", "user") + _part(record, "completion", "assistant")
+  if {"instruction", "output"} <= record.keys():
+    asked = [_text(record, "instruction")]
+    if record.get("input"):
+      asked.append(_text(record, "input"))
+    return [_turn("user", "\n\n".join(asked)), _turn("assistant", _text(record, "output"))]
+  has = ", ".join(map(repr, list(record)[:8])) or "nothing"
+  raise MalformedError(
+    "no conversation",
+    "no messages, conversation, conversations, prompt with completion, or instruction with output "
+    f"(it has {has})",
+  )
+
+
+def _part(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
+  """A prompt or a completion: turns, or the text of one."""
+  return record[name] if isinstance(record[name], list) else [_turn(role, _text(record, name))]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+  return {"role": role, "content": content}
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+  value = record[name]
+  if not isinstance(value, str):
+    raise MalformedError("field not a string", f"field {name!r} is {_kind(value)}, not a string")
+  return value
+
+
+def _message(turn: Any, number: int) -> Message:
+  if not isinstance(turn, dict):
+    raise MalformedError("turn not an object", f"turn {number} is {_kind(turn)}, not an object")
+  turn = {name: value for name, value in turn.items() if value is not None}
+  role_field = next((name for name in _ROLE if name in turn), None)
+  if role_field is None:
+    raise MalformedError("no role", f"turn {number} has neither 'role' nor 'from'")
+  role = turn[role_field]
+  if not isinstance(role, str) or role.lower() not in ALIASES:
+    known = ", ".join(ALIASES)
+    raise MalformedError(
+      "unknown role", f"turn {number} has the role {role!r:.40}; known are {known}"
+    )
+  text_field = next((name for name in _TEXT if name in turn), "content")
+  content = _content(turn.get(text_field), turn, number)
+  weight = turn.get("weight", 1)
+  if weight not in (0, 1):
+    raise MalformedError(
+      "weight not 0 or 1", f"turn {number} has the weight {weight!r:.40}, not 0 or 1"
+    )
+  extra = {k: v for k, v in turn.items() if k not in (role_field, text_field, "weight")}
+  return Message(ALIASES[role.lower()], content, bool(weight), extra)
+
+
+def _content(content: Any, turn: Mapping[str, Any], number: int) -> str:
+  """The text of a turn; a turn that only calls tools may have none."""
+  if content is None and turn.get("tool_calls"):
+    content = ""
+  if isinstance(content, list):
+    content = "".join(_text_part(part, number) for part in content)
+  if not isinstance(content, str):
+    raise MalformedError("content not text", f"turn {number} has {_kind(content)} as its text")
+  return utf8(content, f"turn {number}")
+
+
+def _text_part(part: Any, number: int) -> str:
+  if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+    kind = part.get("type") if isinstance(part, dict) else _kind(part)
+    raise MalformedError(
+      "content not text", f"turn {number} holds {kind!r:.40}: only text can be read"
+    )
+  return part["text"]
+
+
+def utf8(text: str, where: str) -> str:
+  """`text`, or `MalformedError` if it has no UTF-8 form."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as e:
+    raise MalformedError(
+      "lone surrogate", f"a lone surrogate at character {e.start} of {where}"
+    ) from e
+  return text
+
+
+def _kind(value: Any) -> str:
+  """What JSON calls the type of a value."""
+  names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
+  return "null" if value is None else names.get(type(value), "a number")

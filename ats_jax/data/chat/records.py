@@ -1,0 +1,36 @@
+"""Files of records -> conversations; what is malformed goes to the report by file and line."""
+
+from collections.abc import Iterator
+
+from ats_jax.data.chat.conversation import Conversation, MalformedError, read_conversation
+from ats_jax.data.formats import opening
+from ats_jax.data.formats.records import READERS, records
+from ats_jax.data.formats.text import Piece
+from ats_jax.data.report import Report
+from ats_jax.data.source import SourceFile
+
+
+def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
+  """The conversations of a file, each with its place there; `report` counts its records."""
+  if opening.suffix(file.name) not in READERS:
+    report.records += 1
+    report.skip("no records", file.path)
+    return
+  try:
+    for place, row in records(file.path, None, report):
+      try:
+        conversation = read_conversation(row)
+      except MalformedError as e:
+        report.bad(e.kind, f"{file.path}:{place}", str(e))
+      else:
+        yield place, conversation
+  except opening.errors() as e:
+    report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
+
+
+def message_pieces(file: SourceFile, report: Report) -> Iterator[Piece]:
+  """What is said in the conversations of a file, as pieces of documents of text."""
+  for place, conversation in conversations(file, report):
+    report.documents += 1
+    for number, message in enumerate(conversation.messages):
+      yield Piece(place, number == 0, message.content)

@@ -1,0 +1,251 @@
+"""A tokenizer that knows a template: its special tokens have ids that no text can produce."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from absl import logging
+
+from ats_jax import paths
+from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.schema import DataConfig
+from ats_jax.data.chat.conversation import Conversation
+from ats_jax.data.chat.jinja import JinjaTemplate
+from ats_jax.data.chat.segments import BOS, EOS, Segment
+from ats_jax.data.chat.templates import PUBLISHED, Template
+from ats_jax.data.tokenizer import JsonTokenizer, Tokenizer, known_ids
+
+_NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+
+
+class Form(NamedTuple):
+  """A template as plain data, from which it can be made anew.
+
+  Attributes:
+    name: of a published one; "" = it is jinja.
+    source: the jinja text.
+    names: what that calls the tokenizer's own special tokens.
+    special: names of special tokens that may be in the text.
+    marks: `data.chat_marks`.
+  """
+
+  name: str
+  source: str = ""
+  names: Mapping[str, str] = {}
+  special: tuple[str, ...] = ()
+  marks: bool = True
+
+  @classmethod
+  def of(cls, fields: Mapping[str, Any]) -> Self:
+    """The form whose `_asdict` went through JSON.
+
+    Raises:
+      TypeError: if a field is missing, wrong or unknown.
+    """
+    return cls(**{**fields, "special": tuple(fields["special"])})
+
+  def template(self) -> Template:
+    """The template."""
+    if self.name:
+      return PUBLISHED[self.name]
+    return JinjaTemplate(self.source, self.names, self.special, self.marks)
+
+
+class Encoded(NamedTuple):
+  """A conversation as arrays [tokens]: its ids, and their codes (`segments.py`)."""
+
+  ids: np.ndarray
+  codes: np.ndarray
+
+
+class ChatTokenizer:
+  """A tokenizer of text with the special tokens of a template; see `Tokenizer`.
+
+  Attributes:
+    inner: the tokenizer of the text between special tokens.
+    form: the template.
+    special: id by name, of the template's special tokens; those that `inner` does not have are new
+      ids behind its own.
+  """
+
+  def __init__(self, inner: Tokenizer, form: Form):
+    """Find the ids.
+
+    Raises:
+      ValueError: if text could produce one of them.
+    """
+    assert not isinstance(inner, ChatTokenizer)
+    self.inner, self.form = inner, form
+    self.bos_id, self.eos_id, self.pad_id = inner.bos_id, inner.eos_id, inner.pad_id
+    ids = {"bos_token": inner.bos_id, "eos_token": inner.eos_id, "pad_token": inner.pad_id}
+    self.special = {name: ids[role] for role, name in form.names.items()}
+    self.vocab_size = inner.vocab_size
+    for name in form.template().special:
+      found = inner.token_id(name)
+      if name in self.special:
+        continue
+      if found is None:
+        self.special[name], self.vocab_size = self.vocab_size, self.vocab_size + 1
+      elif found in inner.encode(name):
+        raise ValueError(
+          f"the tokenizer encodes the text {name!r} as a special token of the chat template, so a "
+          "turn could end itself. Mark it as special in the tokenizer.json."
+        )
+      else:
+        self.special[name] = found
+    self._special_ids = inner.special_ids | frozenset(self.special.values())
+    of_form = json.dumps([inner.fingerprint, form, self.special], sort_keys=True)
+    self.fingerprint = hashlib.sha256(of_form.encode()).hexdigest()[:32]
+
+  @functools.cached_property
+  def template(self) -> Template:
+    """What writes conversations."""
+    return self.form.template()
+
+  @property
+  def special_ids(self) -> frozenset[int]:
+    """See `Tokenizer`."""
+    return self._special_ids
+
+  @property
+  def end_ids(self) -> frozenset[int]:
+    """See `Tokenizer`: the ends of an answer too."""
+    return self.inner.end_ids | {self._id(name) for name in self.template.ends}
+
+  def token_id(self, name: str) -> int | None:
+    """See `Tokenizer`."""
+    return self.special[name] if name in self.special else self.inner.token_id(name)
+
+  def encode(self, text: str) -> list[int]:
+    """See `Tokenizer`."""
+    return self.inner.encode(text)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """See `Tokenizer`."""
+    return self.inner.encode_batch(texts)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """See `Tokenizer`."""
+    return self.inner.decode(i for i in known_ids(ids, self) if i not in self._special_ids)
+
+  def encode_segments(self, conversations: Sequence[Sequence[Segment]]) -> list[Encoded]:
+    """Ids of what a template wrote, each segment by itself.
+
+    A document begins with the tokenizer's own bos, so the template's is left out.
+    """
+    texts = dict.fromkeys(s.text for c in conversations for s in c if not s.special)
+    ids = dict(zip(texts, self.inner.encode_batch(list(texts)), strict=True))
+    return [self._joined(c, ids) for c in conversations]
+
+  def _joined(self, segments: Sequence[Segment], ids: Mapping[str, np.ndarray]) -> Encoded:
+    if segments and segments[0].special and self._id(segments[0].text) == self.bos_id:
+      segments = segments[1:]
+    parts = [np.array([self._id(s.text)]) if s.special else ids[s.text] for s in segments]
+    codes = np.repeat([s.code for s in segments], [len(part) for part in parts])
+    return Encoded(np.concatenate(parts).astype(np.uint32), codes.astype(np.uint8))
+
+  def prompt(self, conversation: Conversation) -> list[int]:
+    """What a model reads before it answers, bos first.
+
+    Raises:
+      MalformedError: if the template has no place for a turn.
+    """
+    segments = self.template.render(conversation, prompt=True)
+    return [self.bos_id, *self.encode_segments([segments])[0].ids.tolist()]
+
+  def _id(self, name: str) -> int:
+    own = {BOS: self.bos_id, EOS: self.eos_id}
+    return own[name] if name in own else self.special[name]
+
+  def __reduce__(self):
+    return ChatTokenizer, (self.inner, self.form)
+
+
+def plain(tokenizer: Tokenizer) -> Tokenizer:
+  """The tokenizer of text that a tokenizer of conversations is made of, or itself."""
+  return tokenizer.inner if isinstance(tokenizer, ChatTokenizer) else tokenizer
+
+
+def with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:
+  """`tokenizer` with the template that `cfg.chat_template` names; as it is if that is empty.
+
+  Raises:
+    ValueError: if there is no such template, it is no jinja, it leaves the end of an answer out of
+      the loss, or the weights of `cfg` ask for more than it tells.
+  """
+  if not cfg.chat_template:
+    return tokenizer
+  form = _form(tokenizer, cfg)
+  others = [r for r, w in role_weights(cfg.chat_weights).items() if w and r != "assistant"]
+  if others and not form.name:
+    raise ValueError(
+      f"data.chat_weights={cfg.chat_weights!r} weighs {' and '.join(others)}, but of jinja only "
+      "the answers are known. Use data.chat_weights=assistant=1, or a template by name: "
+      f"{', '.join(TEMPLATES)}."
+    )
+  made = ChatTokenizer(tokenizer, form)
+  added = {name: i for name, i in made.special.items() if i >= made.inner.vocab_size}
+  shown = ", ".join(f"{name} = {i}" for name, i in added.items()) or "none"
+  logging.info(
+    "Chat template %s: answers end with one of the ids %s; special tokens that were added: %s.",
+    cfg.chat_template, sorted(made.end_ids), shown,
+  )  # fmt: skip
+  return made
+
+
+def _form(tokenizer: Tokenizer, cfg: DataConfig) -> Form:
+  name = cfg.chat_template
+  if name in TEMPLATES:
+    return Form(name)
+  source = _read(name) if name != OWN_TEMPLATE else _own(cfg.tokenizer)
+  if isinstance(source, Form):
+    return source
+  special = tokenizer.special_tokens() if isinstance(tokenizer, JsonTokenizer) else {}
+  by_id = {i: token for token, i in special.items()}
+  ids = {
+    "bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id
+  }  # fmt: skip
+  names = {role: by_id.get(i, _NAMES[role]) for role, i in ids.items()}
+  return Form("", source, names, tuple(sorted({*special, *names.values()})), cfg.chat_marks)
+
+
+def _read(name: str) -> str:
+  try:
+    return paths.read(paths.parse(name).expanduser()).decode()
+  except (OSError, UnicodeDecodeError) as e:
+    raise ValueError(f"data.chat_template={name!r} cannot be read: {e}.") from e
+
+
+def _own(tokenizer: str) -> str | Form:
+  """The jinja text beside a tokenizer.json, or the form of a run's.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  path = paths.parse(tokenizer).expanduser()
+  fields = _object(path)
+  if fields.get("kind") == "chat":
+    return Form.of(fields["form"])
+  if (path.parent / "chat_template.jinja").is_file():
+    return _read(str(path.parent / "chat_template.jinja"))
+  found = _object(path.parent / "tokenizer_config.json").get("chat_template")
+  if isinstance(found, list):  # several by name
+    found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+  if not isinstance(found, str):
+    raise ValueError(
+      f"data.chat_template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
+      "chat_template.jinja nor a tokenizer_config.json with a chat_template. Name a .jinja file, "
+      f"or one of {', '.join(TEMPLATES)}."
+    )
+  return found
+
+
+def _object(path: paths.Path) -> dict[str, Any]:
+  """What a JSON file holds; {} if there is none, or it holds no object."""
+  if not path.is_file():
+    return {}
+  found = json.loads(_read(str(path)))
+  return found if isinstance(found, dict) else {}

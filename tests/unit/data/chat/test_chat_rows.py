@@ -1,0 +1,348 @@
+"""Conversations as packed rows: weights, exactness, the cache, and what is refused."""
+
+import dataclasses
+import importlib
+import json
+import pickle
+
+import numpy as np
+import pytest
+from chat_cases import ANSWERS, DIALOGUES, in_loss
+
+from ats_jax.config import base_config, from_config_dict
+from ats_jax.data import explain
+from ats_jax.data.audit import audit
+from ats_jax.data.batch import FIELDS
+from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
+from ats_jax.data.checks import check
+from ats_jax.data.loader import TrainBatches
+from ats_jax.data.report import Report
+from ats_jax.data.source import SourceFile
+from ats_jax.data.splits import open_datasets, prepare
+from ats_jax.data.stats import stats
+from ats_jax.data.tokenise import How
+from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
+from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
+
+MARKERS = ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture
+def chat_config(config, write):
+  """A DataConfig for the twelve dialogues, with a cache of its own."""
+  paths = str(write("dialogues.jsonl", DIALOGUES))
+
+  def make(**changes):
+    defaults = dict(paths=paths, chat_template="chatml", packing="best_fit", seq_len=512)
+    return config(**{**defaults, **changes})
+
+  return make
+
+
+def documents(ds, rows=None):
+  """(ids of the targets, weights) of each segment of the rows; the eos behind it left out."""
+  batch = ds.rows(range(ds.num_rows) if rows is None else rows)
+  for row in range(len(batch["tokens"])):
+    for segment in range(1, batch["segment_ids"][row].max() + 1):
+      here = batch["segment_ids"][row] == segment
+      targets, weights = batch["targets"][row][here], batch["loss_mask"][row][here]
+      assert targets[-1] == ds.tokenizer.eos_id and weights[-1] == 0.0
+      yield targets[:-1], weights[:-1]
+
+
+def test_rows_have_the_weights_of_their_conversations(chat_config):
+  train, _ = open_datasets(chat_config(), 0)
+  batch = train.rows(range(train.num_rows))
+  assert {name: x.dtype for name, x in batch.items()} == {n: f.dtype for n, f in FIELDS.items()}
+  assert batch["segment_ids"].max() > 1, "conversations share rows"
+  found = sorted(in_loss(*d, train.tokenizer, "", "") for d in documents(train))
+  assert found == sorted(ANSWERS["chatml"])
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+def test_each_target_comes_once_with_its_weight(chat_config, packing):
+  """On 1, 2, 4 and 7 hosts, and with a change of their number in the middle."""
+  train, _ = open_datasets(chat_config(packing=packing, seq_len=300, chat_weights=WEIGHTS), 3)
+  assert not [result.difference for result in audit(train) if result.difference]
+
+
+WEIGHTS = "assistant=1,user=0.25"
+
+
+def test_the_audit_sees_a_wrong_weight(chat_config):
+  train, _ = open_datasets(chat_config(), 0)
+
+  class Wrong(TrainBatches):
+    def __next__(self):
+      batch = super().__next__()
+      if batch["targets"].max() < 300:  # the real reading, not the numbered one
+        place = np.argwhere(batch["loss_mask"] > 0)[0]
+        batch["loss_mask"][tuple(place)] = 0.0
+      return batch
+
+  assert "has a wrong weight" in next(audit(train, batches=Wrong)).difference
+
+
+def test_a_run_goes_on_at_its_position(chat_config):
+  train, _ = open_datasets(chat_config(seq_len=300), 0)
+  how = dict(accum_steps=1, batch_size=2, local_rows=np.arange(2), num_workers=0, prefetch=1)
+  with TrainBatches(train, **how) as batches:
+    first = [next(batches) for _ in range(5)]
+  with TrainBatches(train, **how) as batches:
+    next(batches), next(batches)
+    position = json.loads(json.dumps(batches.position()))
+  with TrainBatches(train, position=position, **how) as batches:
+    for expected in first[2:]:
+      found = next(batches)
+      for name in FIELDS:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_weights_are_not_part_of_the_cached_text_but_of_the_rows(chat_config, tmp_path):
+  one, _ = open_datasets(chat_config(), 0)
+  other, _ = open_datasets(chat_config(chat_weights=WEIGHTS), 0)
+  assert len(list((tmp_path / "cache").glob("corpus-*[!k]"))) == 1
+  assert one.fingerprint != other.fingerprint
+  copy = pickle.loads(pickle.dumps(other))
+  for name in FIELDS:
+    np.testing.assert_array_equal(copy.rows([0])[name], other.rows([0])[name])
+  assert other.rows([0])["loss_mask"].sum() > one.rows([0])["loss_mask"].sum()
+  last, _ = open_datasets(chat_config(chat_answers="last"), 0)
+  assert last.fingerprint not in (one.fingerprint, other.fingerprint)
+
+
+def test_conversations_longer_than_a_row_are_left_out_and_counted(chat_config, caplog):
+  longest = max(len(ids) for ids, _ in documents(open_datasets(chat_config(), 0)[0])) + 1
+  whole, _ = open_datasets(chat_config(seq_len=longest), 0)
+  less, _ = open_datasets(chat_config(seq_len=longest - 1), 0)
+  assert (whole.num_documents, less.num_documents) == (12, 11)
+  assert less.report["skipped"] == {f"longer than a row of data.seq_len={longest - 1}": 1}
+  assert "1 longer than a row" in caplog.text
+  with pytest.raises(
+    ValueError, match=r"Nothing is left .* 12 longer than a row of data.seq_len=8"
+  ):
+    open_datasets(chat_config(seq_len=8), 0)
+
+
+def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, write):
+  muted = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+  path = str(write("muted.jsonl", [{"messages": muted}, {"prompt": "abc", "completion": "def"}]))
+  train, _ = open_datasets(chat_config(paths=path, seq_len=8, chat_template="plain"), 0)
+  assert (train.num_documents, train.report["skipped"]) == (1, {"without a token in the loss": 1})
+
+
+def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog):
+  rows = [*DIALOGUES[:2], {"messages": [{"role": "assistant", "content": "first"}]}]
+  path = str(write("some.jsonl", rows))
+  train, _ = open_datasets(chat_config(paths=path, chat_template="gemma", seq_len=96), 0)
+  assert train.report["malformed"] == {"turns do not alternate": 1}
+  assert f"{path}:3: the template has turns of user and assistant in turn" in caplog.text
+
+
+def test_documents_are_held_out_as_ever(chat_config, write):
+  rows = [{"prompt": f"question {i}", "completion": "yes"} for i in range(200)]
+  path = str(write("many.jsonl", rows))
+  train, valid = open_datasets(chat_config(paths=path, validation_fraction=0.2, seq_len=64), 0)
+  assert train.num_documents + valid.num_documents == 200
+  assert 20 < valid.num_documents < 60
+  assert valid.tokenizer is train.tokenizer
+
+
+def test_conversations_are_prepared_ahead(chat_config, tmp_path):
+  cfg = chat_config()
+  opened = prepare(cfg, tmp_path / "out", How())
+  assert opened.corpus.report["balance"] == {"records": 12, "documents": 12, "dropped": 0}
+  ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
+  one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
+  for name in FIELDS:
+    np.testing.assert_array_equal(one.rows([0])[name], other.rows([0])[name])
+  for changes in ({"chat_template": "gemma"}, {"chat_template": "", "packing": "concat"}):
+    with pytest.raises(ValueError, match="holds ids of another tokenizer"):
+      open_datasets(dataclasses.replace(ahead, **changes), 0)
+
+
+def test_records_are_read_from_parquet(chat_config, tmp_path):
+  arrow = pytest.importorskip("pyarrow")
+  parquet = importlib.import_module("pyarrow.parquet")
+  rows = [{"messages": d["messages"]} for d in DIALOGUES]
+  parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+  train, _ = open_datasets(chat_config(paths=str(tmp_path / "d.parquet")), 0)
+  found = sorted(in_loss(*d, train.tokenizer, "", "") for d in documents(train))
+  assert found == sorted(ANSWERS["chatml"])
+
+
+def test_validate_names_records_that_are_no_conversation(chat_config, write):
+  path = str(write("some.jsonl", [*DIALOGUES, {"messages": []}]))
+  report = Report(strict=False)
+  cfg = chat_config(paths=path)
+  check([SourceFile(path, "some.jsonl", "jsonl")], cfg, None, report)
+  assert report.first == [f"{path}:13: the conversation has no turn"]
+  assert report.balance() == {"records": 13, "documents": 12, "dropped": 1}
+
+
+def test_a_bpe_learns_from_what_is_said(chat_config):
+  train, _ = open_datasets(chat_config(tokenizer="bpe", bpe_vocab_size=300), 0)
+  assert isinstance(train.tokenizer, ChatTokenizer)
+  assert sorted(train.tokenizer.special) == sorted(MARKERS)
+  assert train.tokenizer.vocab_size == train.tokenizer.inner.vocab_size + 2
+  texts = {train.tokenizer.decode(ids[weights > 0]) for ids, weights in documents(train)}
+  assert "A line of tokens." in texts
+
+
+def test_bits_per_byte_are_not_told_of_answers_alone(chat_config):
+  assert open_datasets(chat_config(), 0)[0].bytes_per_token == 0
+
+
+def test_stats_count_what_is_in_the_loss(chat_config):
+  train, _ = open_datasets(chat_config(), 0)
+  counted = sum(int((weights > 0).sum()) for _, weights in documents(train))
+  assert stats(train)["targets in the loss"].startswith(f"{counted} (")
+
+
+class TestTokenizer:
+  def test_it_is_kept_with_the_run(self, tmp_path):
+    made = ChatTokenizer(ByteTokenizer(), Form("gemma"))
+    save_tokenizer(made, tmp_path / "tokenizer.json")
+    for copy in (load_tokenizer(tmp_path / "tokenizer.json"), pickle.loads(pickle.dumps(made))):
+      assert isinstance(copy, ChatTokenizer)
+      assert (copy.fingerprint, copy.special) == (made.fingerprint, made.special)
+      assert (copy.vocab_size, copy.end_ids) == (261, {257, made.special["<end_of_turn>"]})
+
+  def test_one_of_a_run_brings_its_template(self, tmp_path, config):
+    made = ChatTokenizer(ByteTokenizer(), Form("gemma"))
+    save_tokenizer(made, tmp_path / "tokenizer.json")
+    cfg = config(tokenizer=str(tmp_path / "tokenizer.json"), chat_template="tokenizer")
+    again = with_template(build_tokenizer(cfg, list), cfg)
+    assert again.fingerprint == made.fingerprint
+
+  def test_a_tuned_run_may_begin_with_a_run_on_text(self):
+    of_text, of_chats = ByteTokenizer(), ChatTokenizer(ByteTokenizer(), Form("gemma"))
+    assert extends(of_chats, of_text) and extends(of_chats, of_chats)
+    assert not extends(of_text, of_chats)
+    assert not extends(ChatTokenizer(ByteTokenizer(), Form("chatml")), of_chats)
+
+  def test_special_tokens_decode_to_nothing(self):
+    made = ChatTokenizer(ByteTokenizer(), Form("chatml"))
+    assert made.decode([*made.special.values(), *b"a", made.eos_id]) == "a"
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+      made.decode([made.vocab_size])
+
+
+class TestOfAFile:
+  """A tokenizer.json that has, or has not, the special tokens of a template."""
+
+  def made(self, folder, config, **changes):
+    cfg = config(tokenizer=str(folder / "tokenizer.json"), chat_template="chatml", **changes)
+    return with_template(build_tokenizer(cfg, list), cfg)
+
+  def written(self, folder, *added):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    spec = json.loads(inner.to_str())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"] = [
+      {"id": 256 + i, "content": name, **flags, "special": special}
+      for i, (name, special) in enumerate(added)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+  def test_its_own_ids_are_used(self, tmp_path, config):
+    folder = self.written(tmp_path, *((name, True) for name in MARKERS))
+    assert self.made(folder, config).special == dict(zip(MARKERS, (256, 257), strict=True))
+
+  def test_missing_ones_are_added_behind_all_others(self, tmp_path, config):
+    made = self.made(self.written(tmp_path), config)
+    assert made.special == dict(zip(MARKERS, (259, 260), strict=True))  # behind bos, eos and pad
+    assert made.vocab_size == 261
+
+  def test_one_that_text_can_reach_is_refused(self, tmp_path, config):
+    folder = self.written(tmp_path, (MARKERS[0], True), (MARKERS[1], False))
+    with pytest.raises(ValueError, match=r"the text '<\|im_end\|>' as a special token"):
+      self.made(folder, config)
+
+  @pytest.mark.parametrize("holder", ["chat_template.jinja", "tokenizer_config.json", "several"])
+  def test_its_own_template_is_read(self, tmp_path, config, holder):
+    folder = self.written(tmp_path, *((name, True) for name in MARKERS))
+    source = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    if holder == "chat_template.jinja":
+      (folder / holder).write_text(source)
+    else:
+      several = [{"name": "tools", "template": ""}, {"name": "default", "template": source}]
+      held = {"chat_template": several if holder == "several" else source}
+      (folder / "tokenizer_config.json").write_text(json.dumps(held))
+    cfg = config(tokenizer=str(folder / "tokenizer.json"), chat_template="tokenizer")
+    made = with_template(build_tokenizer(cfg, list), cfg)
+    assert isinstance(made, ChatTokenizer) and made.form.source == source
+    assert made.end_ids == {257, made.eos_id}
+
+  def test_without_one_it_is_said(self, tmp_path, config):
+    folder = self.written(tmp_path)
+    cfg = config(tokenizer=str(folder / "tokenizer.json"), chat_template="tokenizer")
+    with pytest.raises(ValueError, match=r"neither a chat_template.jinja nor .*Name a .jinja file"):
+      with_template(build_tokenizer(cfg, list), cfg)
+    gone = config(chat_template=str(tmp_path / "gone.jinja"))
+    with pytest.raises(ValueError, match=r"gone.jinja' cannot be read"):
+      with_template(ByteTokenizer(), gone)
+
+  def test_of_jinja_only_answers_can_be_weighed(self, tmp_path, config):
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    cfg = config(chat_template=str(tmp_path / "a.jinja"), chat_weights=WEIGHTS)
+    with pytest.raises(ValueError, match=r"weighs user, but of jinja only the answers are known"):
+      with_template(ByteTokenizer(), cfg)
+
+
+def test_a_row_is_explained(chat_config):
+  train, _ = open_datasets(chat_config(chat_weights=WEIGHTS), 0)
+  title, header, *lines = explain.explain(train, 0, coloured=False)
+  batch = train.global_rows([0])
+  used = int((batch["segment_ids"] > 0).sum())
+  assert title.startswith(f"row 0 of training: {used} targets in ")
+  assert f"{int((batch['loss_mask'] > 0).sum())} of them in the loss" in title
+  assert header.split() == ["place", "segment", "weight", "role", "id", "token"]
+  assert len(lines) == used and "\x1b" not in "".join(lines)
+  ends = [line.split() for line in lines if line.endswith("<|im_end|>")]
+  assert {tuple(e[2:4]) for e in ends} == {("1", "assistant"), ("0.25", "user"), ("0", "system")}
+  coloured = list(explain.explain(train, 0, coloured=True))[2:]
+  assert [line.split("m", 1)[1].removesuffix("\x1b[0m") for line in coloured] == lines
+  styles = {line.split()[4]: line[2 : line.index("m")] for line in coloured if "'" in line}
+  assert styles["assistant"] in ("32", "32;1") and styles["user"] in ("34", "34;1")
+
+
+def test_a_row_of_text_is_explained(config, write):
+  train, _ = open_datasets(config(paths=str(write("a.txt", "héllo" * 5)), seq_len=16), 0)
+  lines = list(explain.explain(train, 1, coloured=False))[2:]
+  assert lines[0].split()[1:3] == ["1", "1"]
+  assert any(
+    line.endswith("(eos)") for line in [*lines, *explain.explain(train, 0, coloured=False)]
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "match"),
+  [
+    ({"chat_template": "alpaca"}, r"Choose one of: chatml, .*tokenizer for .*\.jinja"),
+    ({"chat_weights": "assistant=0,user=1"}, r"never learn to stop.*e.g. assistant=1"),
+    ({"chat_weights": "user=1"}, "never learn to stop"),
+    ({"chat_weights": "bot=1"}, "'bot=1' is not role=weight with a role of system, user"),
+    ({"chat_weights": "assistant"}, "is not role=weight"),
+    ({"chat_weights": "assistant=2"}, "no weight from 0 to 1"),
+    ({"chat_weights": "assistant=nan"}, "no weight from 0 to 1"),
+    ({"chat_weights": "assistant=much"}, "no weight from 0 to 1"),
+    ({"chat_weights": "assistant=1,assistant=1"}, "names assistant twice"),
+    ({"chat_answers": "first"}, "Choose one of: all, last"),
+    ({"packing": "concat"}, r"cuts conversations .* Set data.packing=best_fit"),
+    ({"chat_template": "", "chat_answers": "last"}, "does nothing with text"),
+    ({"chat_template": "", "chat_marks": False}, "does nothing with text"),
+    ({"chat_template": "", "chat_weights": "assistant=0.5"}, "does nothing with text"),
+  ],
+)
+def test_settings_that_contradict_are_refused(changes, match):
+  values = base_config()
+  values.data.update({"chat_template": "chatml", "packing": "best_fit", **changes})
+  with pytest.raises(ValueError, match=match):
+    from_config_dict(values)

@@ -1,0 +1,140 @@
+"""Records of every schema become turns; each malformed one has a reason with its place."""
+
+import pytest
+
+from ats_jax.data.chat.conversation import MalformedError, Message, read_conversation
+from ats_jax.data.chat.records import conversations, message_pieces
+from ats_jax.data.report import Report
+from ats_jax.data.source import SourceFile
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+TURNS = (Message("user", "a"), Message("assistant", "b"))
+
+
+@pytest.mark.parametrize(
+  "record",
+  [
+    {"messages": [USER, ANSWER]},
+    {"conversation": [USER, ANSWER]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"messages": [{"role": "Human", "content": "a"}, {"role": "MODEL", "content": "b"}]},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": [USER], "completion": [ANSWER]},
+    {"instruction": "a", "output": "b"},
+    {"instruction": "a", "input": "", "output": "b"},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]},
+    {"prompt": "x", "prompt_id": "y", "messages": [USER, ANSWER]},
+    {"messages": None, "prompt": "a", "completion": "b", "tools": None},
+    {"messages": [USER, {**ANSWER, "weight": None, "tool_calls": None, "from": None}]},
+    {"messages": [{**USER, "value": None}, {"content": None, "value": "b", "from": "gpt"}]},
+  ],
+)
+def test_schemas(record):
+  assert read_conversation(record) == (TURNS, None)
+
+
+def test_instruction_with_input():
+  found = read_conversation({"instruction": "Add.", "input": "2, 2", "output": "4"})
+  assert found.messages[0].content == "Add.\n\n2, 2"
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_a_system_text_beside_the_turns_is_a_turn(field):
+  found = read_conversation({"system": "s", field: [USER, ANSWER]})
+  assert found.messages == (Message("system", "s"), *TURNS)
+  assert read_conversation({"system": "", field: [USER, ANSWER]}).messages == TURNS
+
+
+@pytest.mark.parametrize(
+  ("alias", "role"), [("developer", "system"), ("bot", "assistant"), ("observation", "tool")]
+)
+def test_roles_have_other_names(alias, role):
+  turns = [{"role": alias, "content": "x"}, USER, ANSWER]
+  assert read_conversation({"messages": turns}).messages[0] == Message(role, "x")
+
+
+def test_what_only_a_template_reads_is_kept():
+  call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+  found = read_conversation({"messages": [USER, call], "tools": [{"name": "f"}]})
+  assert found.messages[1] == Message("assistant", "", True, {"tool_calls": [{"name": "f"}]})
+  assert found.tools == [{"name": "f"}]
+
+
+def test_a_turn_says_whether_it_counts():
+  turns = [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]
+  assert [m.counts for m in read_conversation({"messages": turns}).messages] == [
+    True,
+    False,
+    True,
+    True,
+  ]
+
+
+MALFORMED = [
+  ({}, "no conversation", r"\(it has nothing\)"),
+  ({"text": "x", "id": 1}, "no conversation", "it has 'text', 'id'"),
+  ({"prompt": "x"}, "no conversation", "prompt with completion"),
+  ({"messages": []}, "no turns", "has no turn"),
+  ({"messages": {"role": "user"}}, "turns not a list", "'messages' is an object"),
+  ({"messages": "hello"}, "turns not a list", "is a string"),
+  ({"messages": ["hello"]}, "turn not an object", "turn 1 is a string"),
+  ({"messages": [USER]}, "no answer", "nothing to learn"),
+  ({"messages": [USER, {"content": "b"}]}, "no role", "turn 2 has neither 'role' nor 'from'"),
+  ({"messages": [{"role": "", "content": "x"}]}, "unknown role", "turn 1 has the role ''"),
+  ({"messages": [{"role": 3, "content": "x"}]}, "unknown role", "known are system, user"),
+  ({"messages": [{"role": "user"}, ANSWER]}, "content not text", "turn 1 has null as its text"),
+  ({"messages": [USER, {**ANSWER, "content": 5}]}, "content not text", "turn 2 has a number"),
+  (
+    {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]},
+    "content not text", "turn 1 holds 'image': only text",
+  ),
+  ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "lone surrogate", "at character 0"),
+  ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "weight not 0 or 1", "has the weight 0.5"),
+  ({"prompt": "a", "completion": 2}, "field not a string", "'completion' is a number"),
+  ({"instruction": 1, "output": "b"}, "field not a string", "'instruction' is a number"),
+  ({"messages": [USER, ANSWER], "tools": {}}, "tools not a list", "is an object"),
+  ({"prompt": [USER], "completion": [USER]}, "no answer", "assistant"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "kind", "match"), MALFORMED)
+def test_malformed_records_have_a_reason(record, kind, match):
+  with pytest.raises(MalformedError, match=match) as error:
+    read_conversation(record)
+  assert error.value.kind == kind
+
+
+def test_reasons_come_with_file_and_line(write):
+  rows = [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"prompt": "a", "completion": "b"}]
+  path = str(write("a.jsonl", rows))
+  with open(path, "a") as out:
+    out.write("\n{broken\n[1]\n")
+  report = Report(strict=False)
+  found = list(conversations(SourceFile(path, "a.jsonl", "jsonl"), report))
+  assert [place for place, _ in found] == [1, 3]
+  assert report.malformed == {"no answer": 1, "broken JSON": 1, "not an object": 1}
+  assert report.skipped == {"empty": 1}
+  assert [line.split(": ")[0] for line in report.first] == [f"{path}:{n}" for n in (2, 5, 6)]
+  with pytest.raises(ValueError, match=r"a.jsonl:2: no turn is .*strict=False"):
+    list(conversations(SourceFile(path, "a.jsonl", "jsonl"), Report(strict=True)))
+
+
+def test_files_without_records_are_passed_over(write):
+  report = Report(strict=True)
+  path = str(write("README.md", "text"))
+  assert not list(conversations(SourceFile(path, "README.md", "text"), report))
+  assert report.skipped == {"no records": 1}
+  gone = Report(strict=False)
+  assert not list(conversations(SourceFile(path + ".jsonl", "gone.jsonl", "jsonl"), gone))
+  assert gone.malformed == {"unreadable": 1}
+
+
+def test_what_is_said_trains_a_bpe(write):
+  path = str(write("a.jsonl", [{"messages": [USER, ANSWER]}, {"prompt": "é", "completion": ""}]))
+  pieces = list(message_pieces(SourceFile(path, "a.jsonl", "jsonl"), Report(strict=True)))
+  assert [p[:3] for p in pieces] == [
+    (1, True, "a"),
+    (1, False, "b"),
+    (2, True, "é"),
+    (2, False, ""),
+  ]
