@@ -154,7 +154,6 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
   tokens = hf_models.rows()
   assert hf_gate.passes(source, tokens, hf_models.logits(model, tokens))
 
-  pytest.importorskip("accelerate")
   cfg = hf_gate.settings(source)
   parity = compare(hf_gate.imported(source, cfg), hf_gate.rules(cfg), folder, seq_len=SEQ_LEN)
   assert parity.logits <= hf_gate.LOGITS

@@ -12,7 +12,7 @@ SMALL = (
   "model.d_ff=32", "checkpoint.every_steps=4", "eval.every_steps=4", "sample.max_tokens=4",
   "log.progress=False",
 )  # fmt: skip
-SENTENCE = "It was a bright cold day in April, and the clocks were striking thirteen. Déjà vu.\n"
+SENTENCE = "The café by the harbour opens at seven, and its first guests come in from the boats.\n"
 
 
 def example() -> list[str]:

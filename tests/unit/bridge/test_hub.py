@@ -35,8 +35,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
   asked = None  # paths, in turn
   breaks = 0  # of the next files, how many end early
 
-  def log_message(self, *args):
-    pass
+  def log_message(self, format, *args):
+    del format, args  # nothing on stderr
 
   def answer(self, status, body=b"", **headers):
     self.send_response(status)

@@ -40,7 +40,7 @@ def test_a_config_is_frozen():
   [
     ({"model": {"num_layer": 3}}, r"unknown key model.num_layer. Did you mean model.num_layers\?"),
     ({"modle": {}}, r"unknown key modle. Did you mean model\?"),
-    ({"model": {"zzz": 3}}, r"unknown key model.zzz. Known: activation, attn_scale, "),
+    ({"model": {"zzz": 3}}, r"unknown key model.zzz. Known: activation, attn_out_bias, "),
     ({"model": 3}, "model is a section, got 3"),
     ([], r"it is a section, got \[\]"),
     ({"model": {"num_layers": 2.0}}, "model.num_layers must be int, got 2.0"),
