@@ -1,5 +1,6 @@
 """From a checkpoint into a Hugging Face folder: sharded files, written tensor by tensor."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -204,26 +205,57 @@ def _arrays(
   folder: pathlib.Path,
   shards: dict[str, list[Slot]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """The tensors of all files that are not there yet, in order; one array of ours at a time."""
+  """The tensors of all files that are not there yet, in order."""
   left = {
     slot.name for name, slots in shards.items() if not (folder / name).exists() for slot in slots
   }
+  is_left = lambda group: not group[0].theirs or bool(left.intersection(group[0].theirs))
+  groups = [group for group in together(planned) if is_left(group)]
   with (
     paths.fetched(checkpoint / reader.STATE) as local,
     ocp.Checkpointer(reader.handler()) as orbax,
   ):
-
-    def read(item: Item) -> np.ndarray:
-      name = f"{part}/{item.ours}"
-      target = {name: np.empty(0)}
-      arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-      wanted = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-      return orbax.restore(local, args=wanted)[name]
-
-    for group in together(planned):
-      if group[0].theirs and not left.intersection(group[0].theirs):
-        continue
+    read = _Arrays(orbax, local, part, [item for group in groups for item in group])
+    for group in groups:
       yield from (pair for pair in to_theirs(group, read) if pair[0] in left)
+
+
+class _Arrays:
+  """Reads our arrays in the order of a plan.
+
+  A restore goes through the names of all arrays of a checkpoint first, so small ones are read
+  together, as many as have no more elements than the largest has alone.
+  """
+
+  def __init__(self, orbax: ocp.Checkpointer, folder: Path, part: str, planned: list[Item]):
+    self._orbax, self._folder, self._part = orbax, folder, part
+    self._ahead = collections.deque(planned)
+    self._most = max((_size(item) for item in planned), default=0)
+    self._held: dict[str, np.ndarray] = {}
+
+  def __call__(self, item: Item) -> np.ndarray:
+    """The next array of the plan."""
+    name = f"{self._part}/{item.ours}"
+    if not self._held:
+      self._held = self._restore()
+    return self._held.pop(name)
+
+  def _restore(self) -> dict[str, np.ndarray]:
+    names, size = [], 0
+    while self._ahead and (not names or size + _size(self._ahead[0]) <= self._most):
+      item = self._ahead.popleft()
+      names.append(f"{self._part}/{item.ours}")
+      size += _size(item)
+    wanted = ocp.args.PyTreeRestore(
+      item=dict.fromkeys(names, np.empty(0)),
+      restore_args=dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray)),
+      partial_restore=True,
+    )
+    return self._orbax.restore(self._folder, args=wanted)
+
+
+def _size(item: Item) -> int:
+  return math.prod(item.shape)
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
