@@ -105,7 +105,7 @@ def served(folder):
 
 def ask(name, endpoint, home, **env):
   env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **env}
-  env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+  env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}
   run = subprocess.run(
     [sys.executable, "-c", ASK, name],
     env=env,
