@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-import threading
 
 from program_cache import kept_programs
 from xla_flags import QUICK, devices
@@ -34,18 +33,6 @@ hypothesis.settings.load_profile("ats")
 
 def pytest_addoption(parser):
   parser.addoption("--quick", action="store_true", help="only files that compile and start nothing")
-
-
-def pytest_sessionstart(session):
-  """Let XLA's threads go before the one that hands them work, once they are there.
-
-  Each fusion that waits for one of them costs a context of MLIR; on busy cores that was a third of
-  the time of a compilation (docs/lab/tests.md).
-  """
-  if session.config.getoption("quick") or "PYTEST_XDIST_WORKER" not in os.environ:
-    return
-  jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
-  os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def pytest_ignore_collect(collection_path, config):

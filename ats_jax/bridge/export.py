@@ -215,12 +215,12 @@ def _arrays(
     paths.fetched(checkpoint / reader.STATE) as local,
     ocp.Checkpointer(reader.handler()) as orbax,
   ):
-    read = _Arrays(orbax, local, part, [item for group in groups for item in group])
+    read = _Reader(orbax, local, part, [item for group in groups for item in group])
     for group in groups:
       yield from (pair for pair in to_theirs(group, read) if pair[0] in left)
 
 
-class _Arrays:
+class _Reader:
   """Reads our arrays in the order of a plan.
 
   A restore goes through the names of all arrays of a checkpoint first, so small ones are read

@@ -20,8 +20,8 @@ def is_name(folder: str | os.PathLike[str]) -> bool:
 def local(folder: str) -> str:
   """A folder as it is; of a name on the Hub, the folder of its files on this machine.
 
-  Files are kept in the cache of huggingface_hub (`HF_HOME`), which takes up a download that was
-  broken off and is asked alone where there is no network. Only what the weights' index names is
+  Files are kept in the cache of huggingface_hub (`HF_HOME`), which alone is asked where there is no
+  network. Only what the weights' index names is
   fetched, and what stands beside the weights: no second form of them, no pickles.
 
   Args:
@@ -78,5 +78,5 @@ def _fetch(folder: str, name: str, revision: str, patterns: list[str]) -> Path:
     said = str(e).splitlines()[0]
     raise OSError(
       f"{folder}: the Hub does not answer, and the files are not all in the cache: {said} Try "
-      "again: what has come is kept."
+      "again: files that have come are kept."
     ) from e

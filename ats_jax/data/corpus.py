@@ -16,7 +16,7 @@ from ats_jax.data.formats.token_files import token_array
 from ats_jax.data.holdout import Split
 from ats_jax.data.report import Report
 from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
-from ats_jax.data.tokenise import REPORT, How, shard, tokenise
+from ats_jax.data.tokenise import REPORT, USUAL, How, shard, tokenise
 from ats_jax.data.tokenizer import Tokenizer
 
 CODES = "codes.bin"
@@ -154,7 +154,7 @@ def open_corpus(
   fingerprint: str,
   tokenizer: Tokenizer,
   split: Split,
-  how: How = How(),  # noqa: B008
+  how: How = USUAL,
 ) -> Corpus:
   """The tokenised corpus of `files`, from the cache or made now.
 

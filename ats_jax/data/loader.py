@@ -5,10 +5,7 @@ A thread makes them, or processes that outlive Ctrl-C, but not their parent.
 
 import contextlib
 import functools
-import multiprocessing
-import os
 import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -20,6 +17,7 @@ import numpy as np
 from absl import flags
 
 from ats_jax.data.batch import Batch
+from ats_jax.data.child import end_with_parent
 from ats_jax.data.dataset import Dataset
 
 _ENDLESS = 2**48  # batches: more than any run takes
@@ -116,14 +114,7 @@ def _signals_blocked() -> Iterator[None]:
 
 def _start_worker(index: int, count: int) -> None:
   del index, count
-  parent = multiprocessing.parent_process()
-  assert parent is not None
-
-  def leave() -> None:
-    parent.join()  # a parent that is killed cannot say goodbye
-    os._exit(1)
-
-  threading.Thread(target=leave, name="parent-watch", daemon=True).start()
+  end_with_parent()
 
 
 class TrainBatches(Batches):

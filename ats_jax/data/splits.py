@@ -22,7 +22,7 @@ from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
 from ats_jax.data.report import Report, in_words
 from ats_jax.data.source import SourceFile, content_fingerprint, find_files
-from ats_jax.data.tokenise import How
+from ats_jax.data.tokenise import USUAL, How
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -99,7 +99,7 @@ class Opened:
   found: dict[str, Any]
 
 
-def open_documents(cfg: DataConfig, fraction: float, how: How = How()) -> Opened:  # noqa: B008
+def open_documents(cfg: DataConfig, fraction: float, how: How = USUAL) -> Opened:
   """The documents of `cfg.paths`, and the tokenizer that they ask for.
 
   Args:
@@ -145,7 +145,7 @@ def _open(
   fingerprint: str,
   tokenizer: Tokenizer,
   split: Split,
-  how: How = How(),  # noqa: B008
+  how: How = USUAL,
 ) -> Corpus:
   if not cfg.chat_template:
     return open_corpus(cfg, files, fingerprint, tokenizer, split, how)

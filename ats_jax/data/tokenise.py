@@ -11,7 +11,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import threading
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
+from ats_jax.data.child import end_with_parent
 from ats_jax.data.formats.text import Piece
 from ats_jax.data.formats.token_files import token_array, token_documents, token_dtype
 from ats_jax.data.holdout import Split
@@ -57,6 +57,9 @@ class How(NamedTuple):
   copies_ids: bool = False
   say: Callable[[str], None] = logging.info
   every_secs: float = 15.0
+
+
+USUAL = How()
 
 
 def shard(folder: Path, number: int) -> Path:
@@ -210,14 +213,7 @@ def _start(tokenizer: Tokenizer) -> None:
   global _tokenizer
   _tokenizer = tokenizer
   os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-  parent = multiprocessing.parent_process()
-  assert parent is not None
-
-  def leave() -> None:
-    parent.join()  # a parent that is killed cannot say goodbye
-    os._exit(1)
-
-  threading.Thread(target=leave, name="parent-watch", daemon=True).start()
+  end_with_parent()
 
 
 def _encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

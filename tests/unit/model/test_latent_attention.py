@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import make_decoder, make_test_mesh, named_leaves, pack, tiny_config
+from rope_reference import rotate
 
 from ats_jax.config.build import with_settings
 from ats_jax.config.schema import Config
@@ -73,15 +74,6 @@ def run(cfg):
 
   y, dattn, dx = f(jax.jit(lambda: make(cfg))(), x, cotangent, segments, positions)
   return {"y": np.asarray(y), "x": np.asarray(dx), **plain(dattn)}
-
-
-def rotate(x, positions, theta):
-  half = x.shape[-1] // 2
-  angle = positions[:, None] * theta ** (-jnp.arange(half) / half)
-  a, b = x[:, :half], x[:, half:]
-  return jnp.concatenate(
-    [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1
-  )
 
 
 def norm(x, scale):

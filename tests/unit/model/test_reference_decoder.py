@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import TRAINING, make_decoder, named_leaves, random_rows, tiny_config
+from rope_reference import rotate
 
 from ats_jax.step.objective import loss_sums
 
@@ -17,16 +18,6 @@ GRAD_RTOL, GRAD_ATOL = 2e-4, 1e-6
 def norm(x, scale, m):
   scale = 1 + scale if m.norm_plus_one else scale
   return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + m.norm_eps) * scale
-
-
-def rotate(x, positions, theta):
-  """x [T, H]; pairs (i, i + H/2)."""
-  half = x.shape[-1] // 2
-  angle = positions[:, None] * theta ** (-jnp.arange(half) / half)
-  a, b = x[:, :half], x[:, half:]
-  return jnp.concatenate(
-    [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1
-  )
 
 
 def cap(x, most):
