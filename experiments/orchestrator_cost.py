@@ -106,7 +106,9 @@ def main(argv: list[str]) -> None:
           assert reflex is not None
           # What the other program did in its turn is none of its business.
           own = {"knows": jnp.zeros_like(reflex.knows), "updates": reflex.updates + others}
-          state = dataclasses.replace(state, control=control, reflex=reflex._replace(**own))
+          count = jnp.full_like(state.step, number * _WINDOW.value)
+          reflex = reflex._replace(**own)
+          state = dataclasses.replace(state, step=count, control=control, reflex=reflex)
         state, took = turn(run, state, number * _WINDOW.value, batch)
         if mode == "act":
           control, reflex = state.control, state.reflex
