@@ -12,7 +12,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.bigram import Bigram
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.dataset import Dataset
+from ats_jax.data.rows import Rows, TrainRows
 from ats_jax.feed import eval_feed, train_feed
 from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
@@ -34,7 +34,7 @@ def opening(
   program: Program,
   folder: Path,
   state: TrainState,
-  train_set: Dataset,
+  train_set: TrainRows,
   start: int,
   length: str,
 ) -> None:
@@ -81,7 +81,7 @@ def opening(
     logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
 
 
-def say_unused_rows(cfg: Config, train_set: Dataset, parameters: int) -> None:
+def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
   """Log how much of the vocabulary the text uses; warn if a good part of the table is idle.
 
   Args:
@@ -89,7 +89,7 @@ def say_unused_rows(cfg: Config, train_set: Dataset, parameters: int) -> None:
     train_set: its text and tokenizer.
     parameters: of the model.
   """
-  m, size, used = cfg.model, train_set.tokenizer.vocab_size, train_set.corpus.ids_used
+  m, size, used = cfg.model, train_set.tokenizer.vocab_size, train_set.ids_used
   unused = m.vocab_size - used
   tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
   share = unused / m.vocab_size
@@ -115,7 +115,7 @@ def say_unused_rows(cfg: Config, train_set: Dataset, parameters: int) -> None:
   logging.warning("%s. For a new run: %s.", found, fix)
 
 
-def scores(cfg: Config, train_set: Dataset, valid_set: Dataset, found: dict[str, float]) -> None:
+def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, found: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
   logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in found.items()))
   if cfg.eval.bigram_baseline and valid_set.num_rows:
@@ -132,7 +132,7 @@ def shorten(value: float) -> str:
   return f"{value:,.0f}" if value >= 1e4 else f"{value:.5g}"
 
 
-def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> float:
+def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float:
   """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
   steps = min(cfg.num_steps, -(-train_set.num_rows // cfg.data.batch_size))
   with train_feed(cfg, train_set) as train, eval_feed(cfg, valid_set) as valid:
@@ -140,7 +140,7 @@ def bigram_baseline(cfg: Config, train_set: Dataset, valid_set: Dataset) -> floa
     return model.loss(valid)
 
 
-def sample(program: Program, folder: Path, state: TrainState, train_set: Dataset) -> str:
+def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
   """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0.
 
   A run on conversations answers the prompt.

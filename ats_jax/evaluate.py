@@ -11,8 +11,8 @@ from absl import flags, logging
 from ats_jax import cli, paths, workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.data.batch import POSITION
-from ats_jax.data.loader import row_of
-from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets, open_split
+from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
+from ats_jax.data.splits import open_split
 from ats_jax.inference.load import load_run
 from ats_jax.paths import Path
 from ats_jax.scoring import score_all
@@ -41,8 +41,8 @@ def evaluate_run(folder: Path, step: str, text: str = "") -> tuple[int, dict[str
     if text:
       sets = (EvalSet("", open_split(cfg.data, cfg.seed, text, run.tokenizer)),)
     else:
-      train_set, main_set = open_datasets(cfg.data, cfg.seed)
-      row_of(train_set, load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
+      train_set, main_set = open_data(cfg.data, cfg.seed)
+      train_set.row_of(load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
       sets = open_eval_sets(cfg.data, main_set)
     if not sets:
       raise ValueError(

@@ -10,9 +10,9 @@ from absl import logging
 
 from ats_jax.config.schema import Config
 from ats_jax.data.blocks import SHORT, sample_blocks
-from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import Batches, TrainBatches, eval_batches
-from ats_jax.data.splits import EvalSet
+from ats_jax.data.rows import Rows, TrainRows
+from ats_jax.data.sources import EvalSet
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import local_rows, to_global
 
@@ -20,9 +20,16 @@ PROBE_BLOCKS = 64
 
 
 def train_feed(
-  cfg: Config, dataset: Dataset, position: Mapping[str, Any] | None = None
+  cfg: Config,
+  dataset: TrainRows,
+  position: Mapping[str, Any] | None = None,
+  *,
+  tells: bool = False,
 ) -> TrainBatches:
-  """This process's share of the training batches from a position on; None = from the beginning."""
+  """This process's share of the training batches from a position on; None = from the beginning.
+
+  With `tells` the log says what begins in them (`TrainRows.news`).
+  """
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return TrainBatches(
     dataset,
@@ -32,19 +39,20 @@ def train_feed(
     local_rows=local_rows(jax.sharding.get_mesh(), micro),
     num_workers=cfg.data.num_workers,
     prefetch=cfg.data.prefetch,
+    tells=tells,
   )
 
 
 @contextlib.contextmanager
 def upcoming(
-  cfg: Config, dataset: Dataset, position: Mapping[str, Any]
+  cfg: Config, dataset: TrainRows, position: Mapping[str, Any]
 ) -> Iterator[Iterator[dict[str, jax.Array]]]:
   """The training batches from a position on, on the mesh."""
   with train_feed(cfg, dataset, position) as batches:
     yield (to_global(batch, jax.sharding.get_mesh()) for batch in batches)
 
 
-def eval_feed(cfg: Config, dataset: Dataset) -> Batches:
+def eval_feed(cfg: Config, dataset: Rows) -> Batches:
   """This process's share of one evaluation: `eval.num_batches` batches, or all rows once."""
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return eval_batches(
@@ -56,7 +64,7 @@ def eval_feed(cfg: Config, dataset: Dataset) -> Batches:
 
 
 def probe_feed(
-  cfg: Config, eval_sets: Sequence[EvalSet], train_set: Dataset
+  cfg: Config, eval_sets: Sequence[EvalSet], train_set: TrainRows
 ) -> dict[str, jax.Array]:
   """The orchestrator's probe on the mesh: blocks from all over every evaluation set.
 

@@ -15,15 +15,16 @@ from ats_jax.bridge.convert import check_tokenizer, load_model
 from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
 from ats_jax.config import Config
-from ats_jax.config.build import CHANGES, count_epochs, flatten, resolve, with_changes
+from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.extend import load_extensions
 from ats_jax.config.identity import RunIdentity
 from ats_jax.data.batch import POSITION, Batch
-from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
-from ats_jax.data.splits import EvalSet, open_datasets, open_eval_sets
+from ats_jax.data.rows import Rows, TrainRows
+from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
+from ats_jax.length import with_length
 from ats_jax.metrics.create import create_writer
 from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
@@ -41,9 +42,9 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
-from ats_jax.planner.budget import budget, reason
 from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
+from ats_jax.step.by_source import objective_of, of_sources
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.step.state import TrainState
@@ -126,8 +127,8 @@ class Run:
   begun: Begun
   state: TrainState
   step: int
-  train_set: Dataset
-  valid_set: Dataset
+  train_set: TrainRows
+  valid_set: Rows
   eval_sets: tuple[EvalSet, ...]
   batches: TrainBatches
   checkpoints: CheckpointManager
@@ -275,7 +276,7 @@ def open_run(
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
     origin = find_origin(checkpoints, snapshots)
-    train_set, valid_set = open_datasets(cfg.data, cfg.seed)
+    train_set, valid_set = open_data(cfg.data, cfg.seed)
     eval_sets = open_eval_sets(cfg.data, valid_set)
     cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
@@ -284,16 +285,16 @@ def open_run(
     mesh = make_mesh(cfg)
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
-    program = make_program(cfg).continued(origin.extra)
+    program = make_program(cfg, objective_of(cfg)).continued(origin.extra)
     ended = origin.step >= cfg.num_steps
     begun = Begun() if ended else begin_compiling(program, program.training_rules(origin.step + 1))
     state = restored_or_new(program, origin, init, train_set)
-    batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION)))  # starts reading
+    batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True))
     if jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
-    writer, log = open_log(stack, program, folder, origin, meter, identity)
+    writer, log = open_log(stack, program, folder, origin, meter, identity, train_set)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
@@ -306,23 +307,6 @@ def open_run(
     finally:
       # The supervisor holds the run: that cycle would keep the state on the devices.
       run.watch = NoSupervisor()
-
-
-def with_length(cfg: Config, train_set: Dataset) -> tuple[Config, str]:
-  """`cfg` with its number of steps, and what said it.
-
-  Raises:
-    ValueError: as `count_epochs`.
-  """
-  if not cfg.counts_epochs:
-    return cfg, "num_steps"
-  epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
-  if cfg.length == "budget":
-    sized = resolve(cfg, train_set.tokenizer.vocab_size)
-    plan = budget(sized, unique_tokens=train_set.num_tokens)
-    bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"
-    epochs, why = plan["budget"]["epochs"], f"{reason(plan)}; {bounds}"
-  return count_epochs(cfg, epochs, train_set.num_rows), why
 
 
 def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
@@ -357,7 +341,7 @@ def begin_compiling(program: Program, rules: Pass) -> Begun:
 
 
 def restored_or_new(
-  program: Program, origin: Origin, init: InitFrom | None, train_set: Dataset
+  program: Program, origin: Origin, init: InitFrom | None, train_set: TrainRows
 ) -> TrainState:
   """The state of `origin`; at the beginning a new one, with the weights of `init` if there are."""
   if origin.restore is not None:
@@ -368,7 +352,7 @@ def restored_or_new(
 
 
 def _with_weights(
-  program: Program, state: TrainState, init: InitFrom, train_set: Dataset
+  program: Program, state: TrainState, init: InitFrom, train_set: TrainRows
 ) -> TrainState:
   """A new state with the weights of another run, or of Hugging Face, in this run's dtypes."""
   if is_source(init.folder):
@@ -413,6 +397,7 @@ def open_log(
   origin: Origin,
   meter: Throughput,
   identity: RunIdentity,
+  train_set: TrainRows,
 ) -> tuple[MetricWriter, StepLog]:
   """Where metrics go; rows of steps that are made again are cut off."""
   cfg, is_main = program.cfg, jax.process_index() == 0
@@ -427,6 +412,12 @@ def open_log(
     layers = LayerLog(folder / workdir.LAYERS, last_step=-1 if rows_until is None else rows_until)
     stack.enter_context(contextlib.closing(layers))
   acts = cfg.orchestrator.mode == "act"
+
+  def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
+    passes = train_set.passes(step * cfg.data.batch_size)
+    found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
+    return found | of_sources(passes, values)
+
   log = StepLog(
     metric_names(cfg, program.objective.names),
     writer,
@@ -434,7 +425,7 @@ def open_log(
     progress,
     cfg.log.every_steps,
     layers,
-    derive=lambda step, *found: worth(cfg, program.counts, program.training_rules(step), *found),
+    derive=derived,
     raises=not acts,
   )
   return writer, stack.enter_context(log)

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from ats_jax.data.dataset import Dataset
-from ats_jax.data.splits import EvalSet
+from ats_jax.data.rows import Rows
+from ats_jax.data.sources import EvalSet
 from ats_jax.feed import eval_feed
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
@@ -17,7 +17,7 @@ from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import Program
 
 
-def score(program: Program, model: Decoder, dataset: Dataset, step: int) -> dict[str, float]:
+def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[str, float]:
   """Run the model without dropout over `dataset`, or over `eval.num_batches` batches of it.
 
   Args:
@@ -64,7 +64,7 @@ def score_all(
   }
 
 
-def _sums(program: Program, model: Decoder, dataset: Dataset, rules: Pass) -> list[float]:
+def _sums(program: Program, model: Decoder, dataset: Rows, rules: Pass) -> list[float]:
   """Loss, correct predictions and counted tokens over one evaluation."""
   mesh = jax.sharding.get_mesh()
   with eval_feed(program.cfg, dataset) as batches:

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from ats_jax import runtime, workdir
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.data.splits import open_datasets
+from ats_jax.data.sources import open_data
 from ats_jax.feed import train_feed
 from ats_jax.model.count import Counts
 from ats_jax.scoring import score
@@ -92,7 +92,7 @@ def run(
   config = ConfigDict(config.to_dict())
   config.update_from_flattened_dict(changes)
   cfg = from_config_dict(config)
-  train_set, valid_set = open_datasets(cfg.data, cfg.seed if data_seed is None else data_seed)
+  train_set, valid_set = open_data(cfg.data, cfg.seed if data_seed is None else data_seed)
   cfg = resolve(cfg, train_set.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh), train_feed(cfg, train_set) as batches:

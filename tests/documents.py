@@ -64,7 +64,7 @@ TRAINED = TOY | {
 }
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
-SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.chat")
+SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.chat", "data.mixture")
 
 
 _CONFIG_FILE = """
@@ -230,7 +230,7 @@ class Reader:
       elif setting == flag:
         shows.add(flag)
       elif setting not in TOY and setting.startswith(SECTIONS):
-        shows.add(setting.partition(".")[0])
+        shows.add(setting if setting == "data.mixture" else setting.partition(".")[0])
     more = not shows <= self.seen
     self.seen |= shows
     return more

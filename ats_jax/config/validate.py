@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 from ats_jax import extensions, paths
+from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.schema import Config
 
@@ -20,7 +21,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  of_data = (_batch, _tokenizer, _chat, _local_folders)
+  of_data = (_batch, _tokenizer, _mixture, _chat, _local_folders)
   rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -196,13 +197,14 @@ def _batch(cfg: Config) -> None:
 
 
 def _length(cfg: Config) -> None:
+  if cfg.length != "given" and cfg.num_epochs:
+    most = " and most_epochs" if cfg.length == "budget" else ""
+    raise ValueError(
+      f"num_epochs={cfg.num_epochs} and length={cfg.length} both say when to end. Use num_epochs=0"
+      f"{most}, or length=given."
+    )
   if cfg.length != "budget":
     return
-  if cfg.num_epochs:
-    raise ValueError(
-      f"num_epochs={cfg.num_epochs} and length=budget both say when to end. Use num_epochs=0 and "
-      "most_epochs, or length=given."
-    )
   _at_most(cfg, "least_epochs", "most_epochs", ". Raise most_epochs or lower least_epochs.")
   if not cfg.most_epochs:
     raise ValueError("most_epochs=0 trains nothing: use a positive number of passes, e.g. 4.")
@@ -239,6 +241,38 @@ def _tokenizer(cfg: Config) -> None:
   if name not in ("bytes", "bpe") and not paths.parse(name).is_file():
     raise ValueError(
       f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
+    )
+
+
+def _mixture(cfg: Config) -> None:
+  data = cfg.data
+  names = mixture.sources(data.paths)
+  if data.temperature <= 0.0:
+    raise ValueError(
+      f"data.temperature={data.temperature:g} is not positive. Use 1 for shares by size, more to "
+      "raise those of small sources."
+    )
+  for name, idle in (("mixture", ""), ("temperature", 1.0)):
+    if not names and getattr(data, name) != idle:
+      raise ValueError(
+        f"data.{name}={getattr(data, name)} needs sources with names, as in "
+        "data.paths=web=web.txt,code=src."
+      )
+  if data.mixture and data.temperature != 1.0:
+    raise ValueError(
+      f"data.temperature={data.temperature:g} does nothing with data.mixture, which gives the "
+      "weights. Leave one of them out."
+    )
+  phases = mixture.phases(data.mixture, names)
+  if phases and phases[-1].amount and cfg.length != "phases":
+    raise ValueError(
+      "data.mixture: its last phase has a length, but the end of the run is elsewhere. Leave that "
+      "length out, or set length=phases, which ends the run there."
+    )
+  if cfg.length == "phases" and not (phases and phases[-1].amount):
+    raise ValueError(
+      f"length=phases, but data.mixture={data.mixture!r} does not say how long its last phase is. "
+      "Give it a length, or use length=given and num_steps."
     )
 
 

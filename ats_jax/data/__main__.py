@@ -3,20 +3,25 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 from absl import flags
 
 from ats_jax import cli, exits
+from ats_jax.config.mixture import named_paths
 from ats_jax.data import cache
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.checks import check
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.explain import explain
+from ats_jax.data.mixture import Joined, Mixture
 from ats_jax.data.report import Report, in_words
+from ats_jax.data.rows import Rows, TrainRows
 from ats_jax.data.source import find_files
-from ats_jax.data.splits import open_datasets, prepare
+from ats_jax.data.sources import open_data
+from ats_jax.data.splits import prepare
 from ats_jax.data.stats import stats
 from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import build_tokenizer
@@ -73,9 +78,10 @@ _ROW = flags.DEFINE_integer(
 )
 
 
-def _audit(train: Dataset, validation: Dataset) -> bool:
+def _audit(train: TrainRows, validation: Rows) -> bool:
   """Prints a line for each scenario; whether all of them are without a fault."""
   del validation
+  assert isinstance(train, Dataset | Mixture)
   print(
     f"{train.num_tokens:,} targets of {train.num_documents:,} documents in {train.num_rows:,} "
     f"rows; {BATCH_SIZE} rows a batch, one epoch each"
@@ -90,20 +96,28 @@ def _audit(train: Dataset, validation: Dataset) -> bool:
   return good
 
 
-def _stats(train: Dataset, validation: Dataset) -> bool:
-  """Prints the figures of both splits."""
-  for name, split in (("train", train), ("validation", validation)):
+def _stats(train: TrainRows, validation: Rows) -> bool:
+  """Prints the figures of both splits, of each source."""
+  for name, split in (*_splits("train", train), *_splits("validation", validation)):
     print(f"{name}: {split.fingerprint}")
     for what, value in stats(split).items():
       print(f"  {what:<48} {value:,}" if isinstance(value, int) else f"  {what:<48} {value}")
   return True
 
 
-def _command(look: Callable[[Dataset, Dataset], bool], about: str) -> cli.Command:
+def _splits(name: str, rows: Rows) -> Iterator[tuple[str, Dataset]]:
+  if isinstance(rows, Joined):
+    yield from ((f"{name} {source}", part) for source, part in rows.sources.items())
+  else:
+    assert isinstance(rows, Dataset)
+    yield name, rows
+
+
+def _command(look: Callable[[TrainRows, Rows], bool], about: str) -> cli.Command:
   def main(argv: list[str]) -> int:
     del argv
     cfg = _CONFIG.value
-    return exits.DONE if look(*open_datasets(cfg.data, cfg.seed)) else exits.FAULT
+    return exits.DONE if look(*open_data(cfg.data, cfg.seed)) else exits.FAULT
 
   return cli.Command(main, FLAGS, about)
 
@@ -112,9 +126,16 @@ def _explain(argv: list[str]) -> None:
   """Prints a row."""
   del argv
   cfg = _EXPLAIN_CONFIG.value
-  train, _ = open_datasets(cfg.data, cfg.seed)
+  train, _ = open_data(cfg.data, cfg.seed)
+  row, of = _ROW.value, "training"
+  if isinstance(train, Mixture):
+    place = train.turns.find(np.array(row))
+    of = list(train.sources)[int(place.source)]
+    print(f"row {row} of training is of the source {of}:")
+    train, row = train.sources[of], int(place.row)
+  assert isinstance(train, Dataset)
   coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-  for line in explain(train, _ROW.value, coloured=coloured):
+  for line in explain(train, row, coloured=coloured, of=of):
     print(line)
 
 
@@ -149,7 +170,8 @@ def _validate(argv: list[str]) -> int:
   del argv
   cfg = _CONFIG.value.data
   found, report = Report(strict=False, file=sys.stdout), Report(strict=False, file=sys.stdout)
-  files = find_files(cfg.paths, found, cache.cache_root(cfg.cache_dir))
+  paths = ",".join(named_paths(cfg.paths, "data.paths").values())
+  files = find_files(paths, found, cache.cache_root(cfg.cache_dir))
   tokenizer = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
   check(files, cfg, tokenizer, report)
   for kind, count in (*report.malformed.items(), *report.skipped.items()):

@@ -1,5 +1,7 @@
 """Proof that an epoch holds each token of each document as a target once and only once.
 
+Of a mixture: that the first epoch of each source does, wherever its rows come.
+
 The loader is run twice side by side: as in training, and over the same rows with each text token
 replaced by its own number. The numbers say which token of which document a place holds without
 asking the packing code; the real batch must hold that token's id in the same place.
@@ -13,8 +15,9 @@ import numpy as np
 from ats_jax.data.batch import Batch
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
+from ats_jax.data.mixture import Mixture
 
-BATCH_SIZE = 28  # rows per update; divisible by every host count below
+BATCH_SIZE = 28  # rows per update
 _BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus
 _LIMIT = 2**31 - 1
 
@@ -49,7 +52,7 @@ class Result(NamedTuple):
 
 
 def audit(
-  ds: Dataset,
+  ds: Dataset | Mixture,
   *,
   scenarios: dict[str, Sequence[Phase]] | None = None,
   batches: Callable[..., TrainBatches] = TrainBatches,
@@ -57,7 +60,8 @@ def audit(
   """Reads one epoch per scenario and compares it with the documents.
 
   Args:
-    ds: a split with at least one row.
+    ds: a split with at least one row, or a mixture of some. Of a mixture so many rows are read that
+      each source has been read once, but for those that never are.
     scenarios: name -> phases; None = SCENARIOS.
     batches: the loader, `TrainBatches` or one that is called like it.
 
@@ -76,10 +80,10 @@ def audit(
 class _NumberedCorpus:
   """Looks like a Corpus; token i of document d is `base[d] + i`, and its eos the number after."""
 
-  def __init__(self, ds: Dataset):
+  def __init__(self, ds: Dataset, first: int):
     self.length = ds.corpus.length
     sizes = self.length[ds.documents] + 1
-    self.starts = np.cumsum(sizes) - sizes
+    self.starts = first + np.cumsum(sizes) - sizes
     self.base = np.full(len(self.length), _LIMIT, np.int64)
     self.base[ds.documents] = self.starts
 
@@ -93,36 +97,71 @@ class _NumberedTokenizer:
   bos_id, eos_id, pad_id = _BOS, _EOS, _PAD
 
 
+def _rows_until_read(ds: Dataset | Mixture, source: int) -> int:
+  """How many rows of training there are until a source has been read once; 0 = it never is."""
+  if isinstance(ds, Dataset):
+    return ds.num_rows
+  part = list(ds.sources.values())[source]
+  last = ds.turns.until(source, part.num_rows - 1)
+  return 0 if last is None else last + 1
+
+
+def _in_first_epoch(ds: Dataset | Mixture, rows: np.ndarray) -> np.ndarray:
+  """Whether each of these rows of training is one of the first epoch of its source."""
+  if isinstance(ds, Dataset):
+    return rows < ds.num_rows
+  place = ds.turns.find(rows)
+  return place.row < np.array([part.num_rows for part in ds.sources.values()])[place.source]
+
+
 class _Audit:
   """The state of one scenario: how often each target was seen, and the first fault."""
 
-  def __init__(self, ds: Dataset, batches: Callable[..., TrainBatches]):
+  def __init__(self, ds: Dataset | Mixture, batches: Callable[..., TrainBatches]):
     self._ds, self._batches = ds, batches
-    self._numbers = _NumberedCorpus(ds)
-    self._shadow = ds.with_corpus(self._numbers, _NumberedTokenizer())
-    ends = np.append(self._numbers.starts[1:], ds.num_tokens) - 1
     self._is_first, self._is_eos = np.zeros((2, ds.num_tokens), bool)
-    self._is_first[self._numbers.starts] = True
-    self._is_eos[ends] = True
     self._ids = np.full(ds.num_tokens, ds.tokenizer.eos_id, np.int32)
-    self._weights = np.full(ds.num_tokens, 1.0 if ds.weights is None else 0.0, np.float32)
-    for document, start, end in zip(ds.documents, self._numbers.starts, ends, strict=True):
-      self._ids[start:end] = ds.corpus.tokens(int(document), 0, end - start)
-      if ds.weights is not None:
-        self._weights[start:end] = ds.weights[ds.corpus.codes(int(document), 0, end - start)]
+    self._weights = np.zeros(ds.num_tokens, np.float32)
+    self._due = np.ones(ds.num_tokens, bool)  # whether it must come
+    self._parts: list[tuple[Dataset, np.ndarray]] = []  # and where the documents of each start
+    shadows: dict[str, Dataset] = {}
+    first, self._rows = 0, 0
+    sources = ds.sources if isinstance(ds, Mixture) else {"": ds}
+    for number, (name, part) in enumerate(sources.items()):
+      numbers = _NumberedCorpus(part, first)
+      shadows[name] = part.with_corpus(numbers, _NumberedTokenizer())
+      self._parts.append((part, numbers.starts))
+      self._expect(part, numbers.starts, first)
+      end = first + part.num_tokens
+      rows = _rows_until_read(ds, number)
+      self._due[first:end] = rows > 0
+      self._rows, first = max(self._rows, rows), end
+    is_one = isinstance(ds, Dataset)
+    self._shadow = shadows[""] if is_one else ds.with_sources(shadows, _NumberedTokenizer())
     self._seen = np.zeros(ds.num_tokens, np.uint16)
     self._difference = ""
 
+  def _expect(self, part: Dataset, starts: np.ndarray, first: int) -> None:
+    """Note the ids and weights of a source, whose tokens are numbered from `first` on."""
+    ends = np.append(starts[1:], first + part.num_tokens) - 1
+    self._is_first[starts] = True
+    self._is_eos[ends] = True
+    if part.weights is None:
+      self._weights[first : first + part.num_tokens] = 1.0
+    for document, start, end in zip(part.documents, starts, ends, strict=True):
+      self._ids[start:end] = part.corpus.tokens(int(document), 0, end - start)
+      if part.weights is not None:
+        self._weights[start:end] = part.weights[part.corpus.codes(int(document), 0, end - start)]
+
   def run(self, name: str, phases: Sequence[Phase]) -> Result:
-    ds = self._ds
-    total = -(-ds.num_rows // BATCH_SIZE)
+    total = -(-self._rows // BATCH_SIZE)
     done = rows = 0
     position = None
     for phase in phases:
       until = total if phase.until == 1.0 else int(total * phase.until)
       micro = BATCH_SIZE // phase.accum_steps
       ends = []
-      for local in np.split(np.arange(micro), phase.hosts):
+      for local in np.array_split(np.arange(micro), phase.hosts):
         seen, end = self._read_host(local, phase, position, done, until)
         rows += seen
         ends.append(end)
@@ -130,10 +169,10 @@ class _Audit:
       if any(end != position for end in ends):
         self._difference = self._difference or f"hosts are at different positions: {ends}"
       done = until
-    wrong = np.flatnonzero(self._seen != 1)
+    wrong = np.flatnonzero((self._seen > 1) | (self._due & (self._seen == 0)))
     if len(wrong) and not self._difference:
       self._difference = f"{self._place(wrong[0])} came {self._seen[wrong[0]]} times"
-    lost, seen = int((self._seen == 0).sum()), int(self._seen.sum(dtype=np.int64))
+    lost, seen = int((self._due & (self._seen == 0)).sum()), int(self._seen.sum(dtype=np.int64))
     repeated = int(np.maximum(self._seen.astype(np.int64) - 1, 0).sum())
     return Result(name, total, rows, seen, lost, repeated, self._difference)
 
@@ -157,7 +196,7 @@ class _Audit:
       self._batches(self._shadow, **arguments) as shadow,
     ):
       for k in range(start, end):
-        first_epoch = k * BATCH_SIZE + slots < self._ds.num_rows
+        first_epoch = _in_first_epoch(self._ds, k * BATCH_SIZE + slots)
         pair = ({name: x[first_epoch] for name, x in next(b).items()} for b in (real, shadow))
         self._check(*pair)
         rows += int(first_epoch.sum())
@@ -191,7 +230,8 @@ class _Audit:
       self._difference = text.format(self._place(number[wrong][0]) if "{}" in text else "")
 
   def _place(self, number: int) -> str:
-    at = int(np.searchsorted(self._numbers.starts, number, "right")) - 1
-    offset = int(number - self._numbers.starts[at])
-    name = self._ds.corpus.name(int(self._ds.documents[at]))
+    part, starts = [(p, starts) for p, starts in self._parts if starts[0] <= number][-1]
+    at = int(np.searchsorted(starts, number, "right")) - 1
+    offset = int(number - starts[at])
+    name = part.corpus.name(int(part.documents[at]))
     return f"{'the eos' if self._is_eos[number] else f'token {offset}'} of document {name!r}"

@@ -27,6 +27,8 @@ FIELDS = {
   "positions": Field(np.int32, "from 0 in each segment"),
   "loss_mask": Field(np.float32, "weight in the loss; 0 = not counted"),
 }
+SOURCE = "source"  # of a mixture, a further field
+SOURCE_FIELD = Field(np.int32, "the number of the row's source, in the order of data.paths")
 
 
 def random_batch(

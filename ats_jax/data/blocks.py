@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from ats_jax.data.dataset import Dataset
+from ats_jax.data.rows import Rows
 
 SHORT = 256  # positions in a block, where rows are longer
 
 
-def sample_blocks(ds: Dataset, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:
+def sample_blocks(ds: Rows, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:
   """`count` blocks, spread evenly over the rows after the first `reported`, if those are enough.
 
   Otherwise they are spread over all rows. A split smaller than `count` blocks is padded.

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
@@ -66,6 +67,34 @@ class Dataset:
       report=self.report, weights=self.weights,
     )  # fmt: skip
     return make, (self.corpus, self._plan_folder, self.tokenizer)
+
+  @property
+  def ids_used(self) -> int:
+    """See `TrainRows`."""
+    return self.corpus.ids_used
+
+  def position(self, row: int) -> dict[str, Any]:
+    """See `TrainRows`."""
+    return {"row": row, "data": self.fingerprint}
+
+  def row_of(self, position: Mapping[str, Any]) -> int:
+    """See `TrainRows`.
+
+    Raises:
+      ValueError: if the position is one in other data.
+    """
+    check_same(self.fingerprint, position)
+    return position["row"]
+
+  def news(self, first: int, end: int) -> Sequence[str]:
+    """See `TrainRows`."""
+    del first, end
+    return ()
+
+  def passes(self, row: int) -> dict[str, float]:
+    """See `TrainRows`: it has no name."""
+    del row
+    return {}
 
   def with_corpus(self, corpus: Any, tokenizer: Any) -> "Dataset":
     """The same rows of other documents of the same lengths (for the audit)."""
@@ -132,3 +161,17 @@ class Dataset:
       positions[:] = np.arange(length)
       at += length
     return out
+
+
+def check_same(fingerprint: str, position: Mapping[str, Any]) -> None:
+  """Refuse a position in other data.
+
+  Raises:
+    ValueError: if it is one.
+  """
+  if position["data"] != fingerprint:
+    raise ValueError(
+      "the run was trained on other data: the text files, the tokenizer or the packing changed "
+      f"since (fingerprint {position['data']}, now {fingerprint}). Restore them, or use another "
+      "--workdir to train and --paths to evaluate."
+    )

@@ -15,13 +15,14 @@ _COLOURS = {"": "90", "system": "35", "user": "34", "assistant": "32", "tool": "
 _IN_LOSS = ";1"
 
 
-def explain(ds: Dataset, global_row: int, *, coloured: bool) -> Iterator[str]:
+def explain(ds: Dataset, global_row: int, *, coloured: bool, of: str = "training") -> Iterator[str]:
   """Lines that show row `global_row` of training.
 
   Args:
     ds: the training split.
     global_row: which row; an epoch has `ds.num_rows`.
     coloured: write escape sequences of a terminal.
+    of: what the row is one of, in words.
   """
   row = ds.row_index(global_row)
   batch = {name: x[0] for name, x in ds.rows(np.array([row])).items()}
@@ -29,7 +30,7 @@ def explain(ds: Dataset, global_row: int, *, coloured: bool) -> Iterator[str]:
   used = np.flatnonzero(batch["segment_ids"])
   counted = np.count_nonzero(batch["loss_mask"])
   yield (
-    f"row {global_row} of training: {len(used)} targets in {batch['segment_ids'].max()} documents, "
+    f"row {global_row} of {of}: {len(used)} targets in {batch['segment_ids'].max()} documents, "
     f"{counted} of them in the loss; {ds.seq_len - len(used)} places of padding"
   )
   yield _COLUMNS("place", "segment", "weight", "role", "id", "token")

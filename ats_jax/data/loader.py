@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import grain
 import numpy as np
-from absl import flags
+from absl import flags, logging
 
 from ats_jax.data.batch import Batch
 from ats_jax.data.child import end_with_parent
-from ats_jax.data.dataset import Dataset
+from ats_jax.data.rows import Rows, TrainRows
 
 _ENDLESS = 2**48  # batches: more than any run takes
 
@@ -128,7 +128,7 @@ class TrainBatches(Batches):
 
   def __init__(
     self,
-    ds: Dataset,
+    ds: TrainRows,
     *,
     position: Mapping[str, Any] | None = None,
     accum_steps: int,
@@ -136,6 +136,7 @@ class TrainBatches(Batches):
     local_rows: np.ndarray,
     num_workers: int,
     prefetch: int,
+    tells: bool = False,
   ):
     """Starts to read at once, as `Batches`.
 
@@ -147,55 +148,48 @@ class TrainBatches(Batches):
       local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
       num_workers: loader processes; 0 = a thread.
       prefetch: batches made ahead, by each process or by the thread.
+      tells: log what begins in the batches that are handed out (`TrainRows.news`).
 
     Raises:
       ValueError: if the arguments contradict each other, the split is empty, or the position is one
         in other data.
     """
-    first_row = 0 if position is None else row_of(ds, position)
+    first_row = 0 if position is None else ds.row_of(position)
     if not ds.num_rows:
       raise ValueError("The dataset has no row to train on.")
     if batch_size % accum_steps:
       raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
     micro = batch_size // accum_steps
     slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
-    self._first_row, self._batch_size, self._data = first_row, batch_size, ds.fingerprint
-    self._count = 0
+    self._first_row, self._batch_size, self._ds = first_row, batch_size, ds
+    self._count, self._tells = 0, tells
     read = functools.partial(_train_batch, ds, first_row, batch_size, slots)
     super().__init__(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
 
   def __next__(self) -> Batch:
     batch = super().__next__()
+    begin = self._row()
     self._count += 1
+    if self._tells:
+      for words in self._ds.news(begin, self._row()):
+        logging.info("%s", words)
     return batch
 
   def position(self) -> dict[str, Any]:
     """After the batches handed out so far, prefetched ones left out; JSON, alike on all hosts."""
-    return {"row": self._first_row + self._count * self._batch_size, "data": self._data}
+    return self._ds.position(self._row())
+
+  def _row(self) -> int:
+    return self._first_row + self._count * self._batch_size
 
 
-def row_of(ds: Dataset, position: Mapping[str, Any]) -> int:
-  """The first row that a run at `position` has not read.
-
-  Raises:
-    ValueError: if the position is one in other data.
-  """
-  if position["data"] != ds.fingerprint:
-    raise ValueError(
-      "the run was trained on other data: the text files, the tokenizer or the packing changed "
-      f"since (fingerprint {position['data']}, now {ds.fingerprint}). Restore them, or use another "
-      "--workdir to train and --paths to evaluate."
-    )
-  return position["row"]
-
-
-def _train_batch(ds: Dataset, first_row: int, batch_size: int, slots: np.ndarray, k: int) -> Batch:
+def _train_batch(
+  ds: TrainRows, first_row: int, batch_size: int, slots: np.ndarray, k: int
+) -> Batch:
   return ds.global_rows(first_row + k * batch_size + slots)
 
 
-def eval_batches(
-  ds: Dataset, *, batch_size: int, local_rows: np.ndarray, num_batches: int
-) -> Batches:
+def eval_batches(ds: Rows, *, batch_size: int, local_rows: np.ndarray, num_batches: int) -> Batches:
   """This host's share of one pass over the rows in order; the last batch is filled with padding.
 
   Args:

@@ -1,16 +1,16 @@
-"""Text files -> the training and the validation split: found, tokenised, packed, cached."""
+"""Text files -> the training and the validation split of one source: found, packed, cached."""
 
 import dataclasses
 import io
-import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
 from ats_jax.config.chat import role_weights
+from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
 from ats_jax.data.chat.corpus import open_chat_corpus
@@ -24,60 +24,6 @@ from ats_jax.data.report import Report, in_words
 from ats_jax.data.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokenise import USUAL, How
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSet:
-  """Held-out rows to be scored.
-
-  Attributes:
-    name: what its metrics are called after; "" = the main set, whose loss decides which checkpoint
-      is best.
-    dataset: its rows.
-  """
-
-  name: str
-  dataset: Dataset
-
-  @property
-  def prefix(self) -> str:
-    """Of its metrics' names."""
-    return f"eval/{self.name}/" if self.name else "eval/"
-
-
-def open_eval_sets(cfg: DataConfig, main: Dataset) -> tuple[EvalSet, ...]:
-  """The validation split, if it has rows, and the named sets of `data.validation_paths`.
-
-  Args:
-    cfg: as for `open_datasets`.
-    main: the validation split that `open_datasets` gave.
-
-  Raises:
-    ValueError: as `open_split`, and for a name that is none.
-  """
-  named = (
-    EvalSet(name, open_split(cfg, 0, paths, main.tokenizer))
-    for name, paths in _validation_paths(cfg).items()
-    if name
-  )
-  return (*([EvalSet("", main)] if main.num_rows else []), *named)
-
-
-def _validation_paths(cfg: DataConfig) -> dict[str, str]:
-  """`a.txt,code=b.py,code=c.py` -> {"": "a.txt", "code": "b.py,c.py"}: paths by name of the set."""
-  found: dict[str, str] = {}
-  for entry in filter(None, map(str.strip, cfg.validation_paths.split(","))):
-    head, equals, path = entry.partition("=")
-    name = head.strip()
-    if not equals or "/" in head:
-      name, path = "", entry
-    elif not (re.fullmatch(r"[a-z][a-z0-9_-]*", name) and path.strip()):
-      raise ValueError(
-        f"data.validation_paths: {entry!r} is not name=path with a name of small letters, digits, "
-        "'_' and '-'. For a path that holds '=', write ./ before it."
-      )
-    found[name] = ",".join(filter(None, (found.get(name, ""), path.strip())))
-  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,39 +45,91 @@ class Opened:
   found: dict[str, Any]
 
 
-def open_documents(cfg: DataConfig, fraction: float, how: How = USUAL) -> Opened:
+class Found(NamedTuple):
+  """The files of some paths, before they are tokenised.
+
+  Attributes:
+    files: that are read.
+    fingerprint: of their names and contents.
+    passed_over: what is not read, as `Corpus.report`.
+    split: what is held out.
+  """
+
+  files: list[SourceFile]
+  fingerprint: str
+  passed_over: dict[str, Any]
+  split: Split
+
+  @property
+  def content(self) -> str:
+    """A hash of the documents."""
+    return self.split.content(self.fingerprint)
+
+
+def find_documents(cfg: DataConfig, fraction: float, tokenizer: Tokenizer | None) -> Found:
+  """The files of `cfg.paths`, and what of them is held out.
+
+  Args:
+    cfg: as for `open_datasets`.
+    fraction: to hold out.
+    tokenizer: that made or will make the ids, if it is there already.
+
+  Raises:
+    ValueError: as `open_datasets`.
+  """
+  files, fingerprint, passed_over = _find(cfg.paths, cfg)
+  if cfg.chat_template:
+    split = Split(fraction)  # a conversation is not cut
+  else:
+    split = plan_split(cfg, fraction, files, fingerprint, tokenizer)
+  return Found(files, fingerprint, passed_over, split)
+
+
+def bpe_key(cfg: DataConfig, found: Found) -> str:
+  """Names the training text of these files, in the cache's key of a BPE."""
+  return cache.digest(found.content, found.split.fraction, _kind(cfg))
+
+
+def open_documents(
+  cfg: DataConfig, fraction: float, how: How = USUAL, tokenizer: Tokenizer | None = None
+) -> Opened:
   """The documents of `cfg.paths`, and the tokenizer that they ask for.
 
   Args:
     cfg: as for `open_datasets`.
     fraction: to hold out.
     how: to tokenise them, if that was not done before.
+    tokenizer: in place of what `cfg.tokenizer` says, without a template.
 
   Raises:
     ValueError: as `open_datasets`.
   """
-  given = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
+  given = tokenizer or given_tokenizer(cfg)
   if folder := prepared.folder_of(cfg.paths):
     opened = _open_prepared(cfg, folder, fraction)
     asked = with_template(given or plain(opened.tokenizer), cfg)
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
-  files, fingerprint, found = _find(cfg.paths, cfg)
-  if cfg.chat_template:
-    split = Split(fraction)  # a conversation is not cut
-  else:
-    split = plan_split(cfg, fraction, files, fingerprint, given)
-  content = split.content(fingerprint)
-  tokenizer = given or build_tokenizer(
+  found = find_documents(cfg, fraction, given)
+  words = given or build_tokenizer(
     cfg,
-    lambda: train_texts(files, cfg, split),
-    corpus_fingerprint=cache.digest(content, split.fraction, _kind(cfg)),
+    lambda: train_texts(found.files, cfg, found.split),
+    corpus_fingerprint=bpe_key(cfg, found),
   )
-  tokenizer = with_template(tokenizer, cfg)
-  corpus = _open(cfg, files, fingerprint, tokenizer, split, how)
+  words = with_template(words, cfg)
+  corpus = _open(cfg, found.files, found.fingerprint, words, found.split, how)
   _say_counts(corpus)
-  return Opened(corpus, tokenizer, split, content, found)
+  return Opened(corpus, words, found.split, found.content, found.passed_over)
+
+
+def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
+  """The tokenizer that `cfg` names; None = it is to be made of the text.
+
+  Raises:
+    ValueError: as `build_tokenizer`.
+  """
+  return None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
 
 
 def _kind(cfg: DataConfig) -> str | list[str]:
@@ -181,7 +179,12 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   if folder := prepared.folder_of(cfg.paths):
     raise ValueError(f"{folder} is prepared already: train on it by --config.data.paths={folder}.")
   cfg = dataclasses.replace(cfg, cache_dir=str(out))
-  fraction = 0.0 if _validation_paths(cfg).get("", "") else cfg.validation_fraction
+  if named := sources(cfg.paths):
+    raise ValueError(
+      f"data.paths names the sources {', '.join(named)}. Prepare each of them apart, with the same "
+      "tokenizer.json as data.tokenizer, and give the folders to the training: name=folder."
+    )
+  fraction = 0.0 if main_paths(cfg) else cfg.validation_fraction
   opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
@@ -189,7 +192,18 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   return opened
 
 
-def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
+def main_paths(cfg: DataConfig) -> str:
+  """Those paths to validate on that have no name.
+
+  Raises:
+    ValueError: as `named_paths`.
+  """
+  return named_paths(cfg.validation_paths, "data.validation_paths").get("", "")
+
+
+def open_datasets(
+  cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
+) -> tuple[Dataset, Dataset]:
   """The training and the validation split; tokenised, packed and cached on first use.
 
   The validation split is packed with seed 0 whatever `seed` is, so that runs compare. It is empty
@@ -198,13 +212,15 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
   Args:
     cfg: everything but `batch_size`, `num_workers` and `prefetch` is read.
     seed: of the order of training documents and rows.
+    tokenizer: as for `open_documents`.
 
   Raises:
     ValueError: for paths that hold nothing, malformed input if `cfg.strict`, or a training text
       shorter than one row.
   """
-  validation_paths = _validation_paths(cfg).get("", "")
-  opened = open_documents(cfg, 0.0 if validation_paths else cfg.validation_fraction)
+  validation_paths = main_paths(cfg)
+  fraction = 0.0 if validation_paths else cfg.validation_fraction
+  opened = open_documents(cfg, fraction, tokenizer=tokenizer)
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
   train = _pack(cfg, seed, opened, np.flatnonzero(~out), "train")
@@ -216,7 +232,7 @@ def open_datasets(cfg: DataConfig, seed: int) -> tuple[Dataset, Dataset]:
       "Nothing is held out: the run has no validation loss.",
       cfg.seq_len,
     )
-    return open_datasets(dataclasses.replace(cfg, validation_fraction=0.0), seed)
+    return open_datasets(dataclasses.replace(cfg, validation_fraction=0.0), seed, tokenizer)
   if train.num_tokens < cfg.seq_len:
     raise ValueError(
       f"The training text has {train.num_tokens} tokens in {train.num_documents} documents, less "

@@ -19,8 +19,8 @@ from ats_jax.metrics.transfer import start_copy
 from ats_jax.metrics.writer import MetricWriter
 
 Arrays = dict[str, jax.Array]
-# What follows from the metrics and the arrays of a step, by name.
-Derive = Callable[[int, Mapping[str, float], Mapping[str, np.ndarray]], dict[str, float]]
+# What follows from the metrics and the arrays of a step, by name; None = a metric is left out.
+Derive = Callable[[int, Mapping[str, float], Mapping[str, np.ndarray]], Mapping[str, float | None]]
 
 
 class StepLog:
@@ -126,7 +126,8 @@ class StepLog:
     metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))
     arrays = jax.device_get(layers)
     if self._derive is not None:
-      metrics |= self._derive(step, metrics, arrays)
+      known = {**metrics, **self._derive(step, metrics, arrays)}
+      metrics = {name: value for name, value in known.items() if value is not None}
     metrics |= self._throughput.read(step, done)
     metrics |= memory_metrics()
     self._writer.write_scalars(step, metrics)

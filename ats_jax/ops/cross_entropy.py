@@ -4,7 +4,7 @@ Letters: B batch, T seq, D d_model, V vocab (a device's share of it), C tokens o
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class LossSums(NamedTuple):
 
   Attributes:
     objective: what is minimised: smoothed cross-entropy + z_loss * logsumexp^2.
-    cross_entropy: plain cross-entropy in nats.
+    cross_entropy: plain cross-entropy in nats; its terms [batch, seq] where they are asked for.
     z: squared logsumexp.
     correct: tokens whose target has the highest score.
   """
@@ -35,7 +35,7 @@ class LossSums(NamedTuple):
   correct: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8, 9))
 def linear_cross_entropy(
   x_BTD: jax.Array,
   head_VD: jax.Array,
@@ -46,6 +46,7 @@ def linear_cross_entropy(
   chunk_tokens: int,
   kernels: Kernels = XLA,
   soft_cap: float = 0.0,
+  per_token: bool = False,
 ) -> LossSums:
   """Score `x @ head.T` against targets without ever holding `[tokens, vocab]`.
 
@@ -66,6 +67,7 @@ def linear_cross_entropy(
       are XLA's.
     soft_cap: logits z become `soft_cap * tanh(z / soft_cap)` (Gemma 2, arXiv:2408.00118); 0 = they
       stay as they are.
+    per_token: give each token's cross-entropy, not their sum.
 
   Returns:
     Sums over all tokens.
@@ -73,7 +75,7 @@ def linear_cross_entropy(
   Raises:
     TypeError: when something else is differentiated.
   """
-  how = z_loss, label_smoothing, chunk_tokens, kernels, soft_cap
+  how = z_loss, label_smoothing, chunk_tokens, kernels, soft_cap, per_token
   return _sums_and_grads(x_BTD, head_VD, targets_BT, mask_BT, *how, with_grads=False)[0]
 
 
@@ -84,7 +86,9 @@ def _forward(x_BTD, head_VD, targets_BT, mask_BT, *how):
   return _sums_and_grads(*values, *how, with_grads=True)
 
 
-def _backward(z_loss, label_smoothing, chunk_tokens, kernels, soft_cap, grads, cotangent):
+def _backward(
+  z_loss, label_smoothing, chunk_tokens, kernels, soft_cap, per_token, grads, cotangent
+):
   is_zero = lambda c: type(c) is SymbolicZero
   if not all(map(is_zero, (cotangent.cross_entropy, cotangent.z, cotangent.correct))):
     raise TypeError(
@@ -150,7 +154,7 @@ def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
 def _logprobs_backward(chunk_tokens, kernels, soft_cap, args, cotangent_BT):
   # The gradient of a cross-entropy in which token t has the weight -cotangent[t].
   x_BTD, head_VD, targets_BT = args
-  how = 0.0, 0.0, chunk_tokens, kernels, soft_cap
+  how = 0.0, 0.0, chunk_tokens, kernels, soft_cap, False
   _, (dx_BTD, dhead_VD) = _sums_and_grads(
     x_BTD, head_VD, targets_BT, -cotangent_BT, *how, with_grads=True
   )
@@ -170,6 +174,7 @@ def _sums_and_grads(
   chunk_tokens,
   kernels,
   soft_cap,
+  per_token,
   with_grads,
 ):
   of_chunk = functools.partial(
@@ -178,18 +183,23 @@ def _sums_and_grads(
     label_smoothing=label_smoothing,
     kernels=_beside(kernels, soft_cap),
     soft_cap=soft_cap,
+    per_token=per_token,
     with_grads=with_grads,
   )
   chunk = _local_chunk(chunk_tokens)
-  local = functools.partial(_local, of_chunk=of_chunk, chunk=chunk, with_grads=with_grads)
-  scalars = ()
+  local = functools.partial(
+    _local, of_chunk=of_chunk, chunk=chunk, per_token=per_token, with_grads=with_grads
+  )
+  scalar: Any = ()  # a tree of axes in the place of one of arrays
+  each: Any = TOKEN_AXES if per_token else scalar
+  sums = LossSums(scalar, each, scalar, scalar)
   grads = (X_AXES, HEAD_AXES) if with_grads else None
-  return island(
-    local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES, TOKEN_AXES), out_axes=(scalars, grads)
-  )(x_BTD, head_VD, targets_BT, mask_BT)
+  return island(local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES, TOKEN_AXES), out_axes=(sums, grads))(
+    x_BTD, head_VD, targets_BT, mask_BT
+  )
 
 
-def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, with_grads):
+def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, per_token, with_grads):
   """Work on one device's rows and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
@@ -202,7 +212,10 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, with_grads):
   dhead_VD = jnp.zeros(head_VD.shape, jnp.float32) if with_grads else None
   inputs = (split(x_BTD), split(targets_BT), split(mask_BT))
   dhead_VD, (sums, dx) = jax.lax.scan(step, dhead_VD, inputs)
+  each = sums.cross_entropy
   sums = jax.tree.map(lambda s: all_sum(jnp.sum(s), "batch"), sums)
+  if per_token:
+    sums = sums._replace(cross_entropy=each.reshape(-1)[:tokens].reshape(targets_BT.shape))
   if dhead_VD is None or dx is None:
     return sums, None
   dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
@@ -242,7 +255,17 @@ class _Rows(NamedTuple):
 
 
 def _chunk(
-  head_VD, x_CD, targets_C, mask_C, *, z_loss, label_smoothing, kernels, soft_cap, with_grads
+  head_VD,
+  x_CD,
+  targets_C,
+  mask_C,
+  *,
+  z_loss,
+  label_smoothing,
+  kernels,
+  soft_cap,
+  per_token,
+  with_grads,
 ):
   """Sums of some tokens, and their share of the gradients."""
   logits_CV = _cap(_logits(x_CD, head_VD), soft_cap)
@@ -258,7 +281,7 @@ def _chunk(
     objective_C += label_smoothing * (rows.label - rows.mean)
   sums = LossSums(
     objective=jnp.sum(objective_C * mask_C),
-    cross_entropy=jnp.sum(cross_entropy_C * mask_C),
+    cross_entropy=cross_entropy_C * mask_C if per_token else jnp.sum(cross_entropy_C * mask_C),
     z=jnp.sum(jnp.square(rows.lse) * mask_C),
     correct=jnp.sum((rows.label >= rows.top) * mask_C),
   )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,17 @@ class Objective(Protocol):
   The contributions of a batch's micro-batches add up to its loss, so they divide by totals of the
   whole batch. Then any split into micro-batches gives one gradient. Weights that do not train (a
   reference model) belong into a program of their own, whose results are fields of the batch.
-
-  Attributes:
-    fields: of a batch, beyond `data.batch.FIELDS`.
-    names: of metrics beyond those of every step, behind which they are reported.
   """
 
-  fields: ClassVar[Mapping[str, Field]]
-  names: ClassVar[tuple[str, ...]]
+  @property
+  def fields(self) -> Mapping[str, Field]:
+    """Fields of a batch beyond `data.batch.FIELDS`."""
+    ...
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """Metrics beyond those of every step, behind which they are reported."""
+    ...
 
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
@@ -78,8 +81,16 @@ class Pretraining:
   """
 
   cfg: Config
-  fields: ClassVar[Mapping[str, Field]] = {}
-  names: ClassVar[tuple[str, ...]] = ()
+
+  @property
+  def fields(self) -> Mapping[str, Field]:
+    """See `Objective`."""
+    return {}
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """See `Objective`."""
+    return ()
 
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
@@ -99,7 +110,13 @@ class Pretraining:
 
 
 def loss_sums(
-  model: Decoder, batch: Batch, cfg: StepConfig, rules: Pass, key: jax.Array | None = None
+  model: Decoder,
+  batch: Batch,
+  cfg: StepConfig,
+  rules: Pass,
+  key: jax.Array | None = None,
+  *,
+  per_token: bool = False,
 ) -> tuple[LossSums, StackStats]:
   """Sums over the tokens of `batch` (arrays [batch, seq]); divide by the mask's sum for means.
 
@@ -109,6 +126,7 @@ def loss_sums(
     cfg: z_loss, label_smoothing and loss_chunk_tokens.
     rules: how sparse layers choose.
     key: for dropout, noise and random routing; None = none of them.
+    per_token: give each token's cross-entropy, not their sum.
 
   Returns:
     The sums, and the statistics of the sparse layers.
@@ -124,6 +142,7 @@ def loss_sums(
     cfg.loss_chunk_tokens,
     model.num.kernels,
     model.cfg.logit_soft_cap,
+    per_token,
   )
   return sums, stats
 

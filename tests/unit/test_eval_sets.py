@@ -3,7 +3,8 @@
 import jax
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.data.splits import open_datasets, open_eval_sets
+from ats_jax.data.sources import open_eval_sets
+from ats_jax.data.splits import open_datasets
 from ats_jax.scoring import score, score_all
 from ats_jax.step.program import make_program
 

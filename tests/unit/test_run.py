@@ -18,6 +18,7 @@ from ats_jax import run as run_module
 from ats_jax import workdir
 from ats_jax.checkpoint import abstract_like
 from ats_jax.data.splits import open_datasets
+from ats_jax.length import with_length
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
@@ -288,7 +289,7 @@ def budgeted(texts, **changes):
 def test_a_text_too_small_for_the_optimum_is_seen_as_often_as_is_allowed(texts, most):
   cfg = budgeted(texts, most_epochs=most)
   train_set, _ = open_datasets(cfg.data, cfg.seed)
-  known, why = run_module.with_length(cfg, train_set)
+  known, why = with_length(cfg, train_set)
   assert budget(cfg, unique_tokens=train_set.num_tokens)["optimal"]["epochs"] is None
   assert known.num_steps == math.ceil(most * train_set.num_rows / cfg.data.batch_size)
   assert known.length == "budget"

@@ -14,7 +14,8 @@ from ats_jax import workdir
 from ats_jax.checkpoint import load_extra
 from ats_jax.config import Config
 from ats_jax.config.build import resolve
-from ats_jax.data.splits import EvalSet, open_datasets
+from ats_jax.data.sources import EvalSet
+from ats_jax.data.splits import open_datasets
 from ats_jax.feed import probe_feed
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.actions import Rollback

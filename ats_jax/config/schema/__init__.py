@@ -63,8 +63,9 @@ class Config:
   length: str = setting(
     "given",
     "what says when to end: 'given' = num_steps or num_epochs; 'budget' = the tokens with which "
-    "`plan budget` finds this model compute-optimal on this text, between the next two",
-    choices=("given", "budget"),
+    "`plan budget` finds this model compute-optimal on this text, between the next two; 'phases' = "
+    "the lengths in data.mixture",
+    choices=("given", "budget", "phases"),
     resume="free",
   )
   least_epochs: float = setting(
@@ -113,4 +114,4 @@ class Config:
   @property
   def counts_epochs(self) -> bool:
     """Whether `num_steps` is not what the user says, but follows from the data."""
-    return self.num_epochs > 0 or self.length == "budget"
+    return self.num_epochs > 0 or self.length != "given"

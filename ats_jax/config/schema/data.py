@@ -13,7 +13,20 @@ class DataConfig:
     "",
     "comma-separated files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
     ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
-    "`ats-jax data prepare`; empty = this Python's own standard library sources",
+    "`ats-jax data prepare`; empty = this Python's own standard library sources; name=path for "
+    "sources that are mixed",
+  )
+  mixture: str = setting(
+    "",
+    "of named sources: how many rows of each, as name=weight with commas; phases with semicolons, "
+    "each but the last with its length in steps, tokens or epochs: '1000 steps: a=0.9,b=0.1; b=1'; "
+    "empty = by size and data.temperature",
+    resume="free",
+  )
+  temperature: float = setting(
+    1.0,
+    "of named sources without data.mixture: one of n rows has the weight n^(1/temperature); above "
+    "1 small ones come more often than their size says",
   )
   validation_paths: str = setting(
     "", "the same for validation, name=path for more sets; no plain path = hold out a fraction"

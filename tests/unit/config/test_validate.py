@@ -18,6 +18,7 @@ BESIDE = {
   "llama3": {"model.rope_original_len": 64},
   "yarn": {"model.rope_original_len": 64},
   "all": {"model.qk_norm": True},
+  "phases": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1"},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
 }
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ats_jax.data.loader import TrainBatches, eval_batches
-from ats_jax.data.splits import open_datasets, open_eval_sets, open_split
+from ats_jax.data.sources import open_eval_sets
+from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.tokenizer import ByteTokenizer
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]

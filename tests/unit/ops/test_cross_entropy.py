@@ -92,6 +92,29 @@ def test_any_chunk_size(mesh, chunk):
   assert_matches_reference(make_inputs(), 0.1, 0.2, chunk)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_each_token(shape):
+  """Its terms in the place of the cross-entropy; everything else stays bit for bit."""
+  x, head, targets, mask = make_inputs(batch=4, vocab=8)
+  logits = x.astype(np.float64) @ head.astype(np.float64).T
+  label = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+  @functools.partial(jax.jit, static_argnums=2)
+  @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+  def f(x, head, per_token):
+    sums = linear_cross_entropy(x, head, targets, mask, 0.1, 0.2, 6, per_token=per_token)
+    return sums.objective, sums
+
+  with jax.set_mesh(make_test_mesh(*shape)):
+    (loss, sums), grads = f(x, head, True)
+    (plain_loss, plain), plain_grads = f(x, head, False)
+  want = (np.log(np.exp(logits).sum(-1)) - label) * mask
+  np.testing.assert_allclose(sums.cross_entropy, want, RTOL, ATOL)
+  assert (loss, sums.z, sums.correct) == (plain_loss, plain.z, plain.correct)
+  for got, same in zip(grads, plain_grads, strict=True):
+    np.testing.assert_array_equal(got, same)
+
+
 def test_one_token(mesh):
   x, head, targets, _ = make_inputs(batch=1, seq=1)
   assert_matches_reference((x, head, targets, np.ones((1, 1), np.float32)), 0.1, 0.2, chunk=8)

@@ -1,0 +1,149 @@
+"""Rows of several sources: taking turns in training, all of them once in an evaluation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ats_jax.data import cache
+from ats_jax.data.batch import SOURCE
+from ats_jax.data.dataset import Dataset, check_same
+from ats_jax.data.tokenizer import Tokenizer
+from ats_jax.data.turns import Stage, Turns
+
+
+class Joined:
+  """All rows of several sources once, so that any run of them is a fair sample; see `Rows`.
+
+  Attributes:
+    sources: by name.
+  """
+
+  def __init__(self, sources: Mapping[str, Dataset], tokenizer: Tokenizer):
+    self.sources, self.tokenizer = dict(sources), tokenizer
+    parts = list(self.sources.values())
+    self.seq_len = parts[0].seq_len
+    self.num_rows = sum(part.num_rows for part in parts)
+    self.num_tokens = sum(part.num_tokens for part in parts)
+    self.num_documents = sum(part.num_documents for part in parts)
+    known = all(part.bytes_per_token for part in parts if part.num_tokens)
+    num_bytes = sum(part.bytes_per_token * part.num_tokens for part in parts)
+    self.bytes_per_token = num_bytes / max(self.num_tokens, 1) if known else 0.0
+    sizes = np.array([part.num_rows for part in parts])
+    source = np.repeat(np.arange(len(parts)), sizes)
+    index = np.arange(self.num_rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    order = np.argsort((index + 0.5) / sizes[source], kind="stable")
+    # Behind the last row: one of padding.
+    self._source = np.append(source[order], 0)
+    self._index = np.append(index[order], sizes[0])
+
+  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+    """See `Rows`."""
+    at = np.minimum(np.asarray(indices), self.num_rows)
+    return self._gather(self._source[at], self._index[at], "rows")
+
+  def _gather(self, source: np.ndarray, index: np.ndarray, read: str) -> dict[str, np.ndarray]:
+    """Rows `index` of sources `source`, as the method `read` of each gives them."""
+    parts, batch = list(self.sources.values()), {}
+    for number in np.unique(source):
+      here = source == number
+      for name, values in getattr(parts[number], read)(index[here]).items():
+        if name not in batch:
+          batch[name] = np.empty((*source.shape, self.seq_len), values.dtype)
+        batch[name][here] = values
+    return batch
+
+
+class Mixture(Joined):
+  """Training rows of several sources, which take turns; see `TrainRows`.
+
+  Which source row r is of, and which of its rows, follows from the phases and r alone (`Turns`).
+  The rows of a source come as those of a run on it alone would: each once an epoch, each epoch in
+  an order of its own. So row r is a pure function of the fingerprints, the seed, the phases and r.
+  """
+
+  def __init__(self, sources: Mapping[str, Dataset], turns: Turns, tokenizer: Tokenizer):
+    super().__init__(sources, tokenizer)
+    self.turns = turns
+    self.fingerprint = cache.digest(
+      "mixture", [[name, part.fingerprint] for name, part in self.sources.items()]
+    )
+
+  @property
+  def ids_used(self) -> int:
+    """See `TrainRows`."""
+    return max(part.ids_used for part in self.sources.values())
+
+  def with_sources(self, sources: Mapping[str, Dataset], tokenizer: Any) -> "Mixture":
+    """The same turns of other sources (for the audit)."""
+    return Mixture(sources, self.turns, tokenizer)
+
+  def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+    """See `TrainRows`; with the number of each row's source beside the other arrays."""
+    place = self.turns.find(np.asarray(indices))
+    batch = self._gather(*place, "global_rows")
+    like = batch["tokens"]
+    return {**batch, SOURCE: np.broadcast_to(place.source[..., None], like.shape).astype(np.int32)}
+
+  def position(self, row: int) -> dict[str, Any]:
+    """See `TrainRows`. What has been read before names the phases that have begun."""
+    return {"row": row, "data": self.fingerprint, "phases": self._begun(row)}
+
+  def _begun(self, row: int) -> list[Any]:
+    """Of each phase that begins before `row`: where it does, and the parts of its sources."""
+    phases = zip(map(int, self.turns.starts), self.turns.stages, strict=True)
+    return [[start, self._parts(stage)] for start, stage in phases if start < row]
+
+  def _parts(self, stage: Stage) -> dict[str, int]:
+    return {name: n for name, n in zip(self.sources, stage.parts, strict=True) if n}
+
+  def row_of(self, position: Mapping[str, Any]) -> int:
+    """See `TrainRows`.
+
+    Raises:
+      ValueError: also if the phases before the position are others now.
+    """
+    row = position["row"]
+    check_same(self.fingerprint, position)
+    was, now = position.get("phases", []), self._begun(row)
+    if was != now:
+      raise ValueError(
+        f"data.mixture: the first {row:,} rows were drawn from these sources: {_say(was)}; now "
+        f"they would be: {_say(now)}. What was trained on must stay: write the phases up to here "
+        "as they were, give the last of them a length that ends here or later, and append the new "
+        "phase behind it. Or use another --workdir."
+      )
+    return row
+
+  def news(self, first: int, end: int) -> Sequence[str]:
+    """Which phases and which further epochs of sources begin in these rows."""
+    found = []
+    phases = len(self.turns.stages)
+    for number, start in enumerate(map(int, self.turns.starts)):
+      if number and first <= start < end:
+        what = f"phase {number + 1} of {phases} of data.mixture begins"
+        found.append(f"{what}: {self.shares(number)}")
+    before, after = self.turns.counts(first), self.turns.counts(end)
+    for (name, part), a, b in zip(self.sources.items(), before, after, strict=True):
+      done = (int(b) - 1) // part.num_rows
+      if b > a and done > max(0, (int(a) - 1) // part.num_rows):
+        what = f"source {name}: all of its {part.num_rows:,} rows have been read"
+        found.append(f"{what}; its epoch {done + 1:,} begins")
+    return found
+
+  def shares(self, number: int) -> str:
+    """A phase in words: the share of each source."""
+    parts = self._parts(self.turns.stages[number])
+    total = sum(parts.values())
+    return ", ".join(f"{name} {part / total:.1%}" for name, part in parts.items())
+
+  def passes(self, row: int) -> dict[str, float]:
+    """See `TrainRows`."""
+    counts = self.turns.counts(row)
+    pairs = zip(self.sources.items(), counts, strict=True)
+    return {name: int(count) / part.num_rows for (name, part), count in pairs}
+
+
+def _say(begun: Sequence[Any]) -> str:
+  one = lambda start, parts: f"from row {start:,} {','.join(f'{n}={p}' for n, p in parts.items())}"
+  return "; ".join(one(*phase) for phase in begun) or "none"

@@ -1,0 +1,175 @@
+"""What a run trains on and is evaluated on: one text, or named sources that are mixed."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+
+from absl import logging
+
+from ats_jax.config import mixture as spec
+from ats_jax.config.mixture import named_paths
+from ats_jax.config.schema import DataConfig
+from ats_jax.data import cache, prepared
+from ats_jax.data.chat.tokenizer import plain
+from ats_jax.data.corpus import train_texts
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.mixture import Joined, Mixture
+from ats_jax.data.rows import Rows, TrainRows
+from ats_jax.data.splits import (
+  bpe_key,
+  find_documents,
+  given_tokenizer,
+  main_paths,
+  open_datasets,
+  open_split,
+)
+from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
+from ats_jax.data.turns import Stage, Turns
+
+_SHARES = 10_000  # in how many parts sizes are rounded, where they make the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSet:
+  """Held-out rows to be scored.
+
+  Attributes:
+    name: what its metrics are called after; "" = the main set, whose loss decides which checkpoint
+      is best.
+    dataset: its rows.
+  """
+
+  name: str
+  dataset: Rows
+
+  @property
+  def prefix(self) -> str:
+    """Of its metrics' names."""
+    return f"eval/{self.name}/" if self.name else "eval/"
+
+
+def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
+  """The validation split, if it has rows, and what has a name.
+
+  These are what each source of a mixture holds out, and the named sets of `data.validation_paths`.
+
+  Args:
+    cfg: as for `open_data`.
+    main: the validation split that `open_data` gave.
+
+  Raises:
+    ValueError: as `open_split`, and for a name that is none or that two sets have.
+  """
+  found = [EvalSet("", main)] if main.num_rows else []
+  if isinstance(main, Joined):
+    found += [EvalSet(name, part) for name, part in main.sources.items() if part.num_rows]
+  for name, paths in named_paths(cfg.validation_paths, "data.validation_paths").items():
+    if name in [held_out.name for held_out in found if name]:
+      raise ValueError(
+        f"data.validation_paths: {name!r} is what the source {name} of data.paths holds out. Give "
+        "the set another name, or set data.validation_fraction=0."
+      )
+    if name:
+      found.append(EvalSet(name, open_split(cfg, 0, paths, main.tokenizer)))
+  return tuple(found)
+
+
+def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
+  """The training rows and the validation split, of one text or of all sources.
+
+  Args:
+    cfg: as for `open_datasets`.
+    seed: of the order of training documents and rows.
+
+  Raises:
+    ValueError: as `open_datasets`, with the name of the source.
+  """
+  named = spec.sources(cfg.paths)
+  if not named:
+    return open_datasets(cfg, seed)
+  of_source = {
+    name: dataclasses.replace(cfg, paths=paths, validation_paths="")
+    for name, paths in named.items()
+  }
+  main = main_paths(cfg)
+  fraction = 0.0 if main else cfg.validation_fraction
+  tokenizer = _tokenizer(cfg, of_source, fraction)
+  train: dict[str, Dataset] = {}
+  held_out: dict[str, Dataset] = {}
+  for name, own in of_source.items():
+    own = dataclasses.replace(own, validation_fraction=fraction)
+    logging.info("Source %s:", name)
+    try:
+      train[name], held_out[name] = open_datasets(own, seed, tokenizer)
+    except ValueError as e:
+      raise ValueError(f"data.paths: source {name}: {e}") from e
+  words = max((part.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
+  turns = Turns(stages(cfg, {name: part.num_rows for name, part in train.items()}))
+  mixture = Mixture(train, turns, words)
+  for number in range(len(turns.stages)):
+    logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
+  return mixture, open_split(cfg, 0, main, words) if main else Joined(held_out, words)
+
+
+def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: float) -> Tokenizer:
+  """The one tokenizer of all sources: that of `cfg`, of a prepared one, or made of all texts."""
+  if given := given_tokenizer(cfg):
+    return given
+  for own in of_source.values():
+    if folder := prepared.folder_of(own.paths):
+      return plain(prepared.load(folder, own).tokenizer)
+  found = {name: find_documents(own, fraction, None) for name, own in of_source.items()}
+  texts = lambda: _in_turn(
+    train_texts(found[name].files, own, found[name].split) for name, own in of_source.items()
+  )
+  keys = [bpe_key(own, found[name]) for name, own in of_source.items()]
+  return build_tokenizer(cfg, texts, corpus_fingerprint=cache.digest("mixture", keys))
+
+
+def _in_turn(texts: Iterable[Iterator[str]]) -> Iterator[str]:
+  """One of each in turn, until all have ended."""
+  for group in itertools.zip_longest(*texts):
+    yield from (text for text in group if text is not None)
+
+
+def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> list[Stage]:
+  """The phases of `data.mixture` in rows.
+
+  Args:
+    cfg: `mixture`, `temperature`, `seq_len` and `batch_size` are read.
+    sizes: rows of each source.
+
+  Raises:
+    ValueError: as `config.mixture.phases`.
+  """
+  phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
+  found = []
+  for phase in phases:
+    rows_of = {
+      "steps": cfg.batch_size,
+      "tokens": Fraction(1, cfg.seq_len),
+      "epochs": sum(sizes[name] for name in phase.parts),
+    }
+    steps = math.ceil(phase.amount * rows_of[phase.unit] / cfg.batch_size)
+    parts = tuple(phase.parts.get(name, 0) for name in sizes)
+    found.append(Stage(parts, steps * cfg.batch_size))
+  return found
+
+
+def by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, int]:
+  """Parts in the ratio size^(1/temperature); each source has one at least.
+
+  At a temperature of 1 they are exact as far as a period of `config.mixture.MOST_PARTS` rows
+  allows; else they are ten-thousandths, rounded.
+  """
+  divisor = math.gcd(*sizes.values())
+  if temperature == 1.0 and sum(sizes.values()) // divisor <= spec.MOST_PARTS:
+    return {name: size // divisor for name, size in sizes.items()}
+  powers = {name: (size / max(sizes.values())) ** (1 / temperature) for name, size in sizes.items()}
+  total = sum(powers.values())
+  rounded = {
+    name: Fraction(max(1, round(_SHARES * power / total))) for name, power in powers.items()
+  }
+  return spec.whole_parts(rounded)

@@ -1,0 +1,98 @@
+"""Pretraining on a mixture: the loss and the tokens of each source beside those of all."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.config.mixture import sources
+from ats_jax.config.schema import Config
+from ats_jax.data.batch import SOURCE, SOURCE_FIELD, Batch, Field
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
+from ats_jax.ops.cross_entropy import LossSums
+from ats_jax.step.balance import Totals, routing_loss
+from ats_jax.step.objective import Contribution, Objective, Pretraining, loss_sums
+
+
+class Sums(NamedTuple):
+  """Of tokens in the loss.
+
+  Attributes:
+    of_all: sums of all sources together.
+    cross_entropy_S: [sources] float32, in nats.
+    counted_S: [sources] float32, tokens.
+  """
+
+  of_all: LossSums
+  cross_entropy_S: jax.Array
+  counted_S: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BySource:
+  """`Pretraining`, which also reports `train/NAME/loss` and `train/NAME/tokens`; see `Objective`.
+
+  Attributes:
+    cfg: the resolved config, with named sources in `data.paths`.
+  """
+
+  cfg: Config
+
+  @property
+  def fields(self) -> Mapping[str, Field]:
+    """See `Objective`."""
+    return {SOURCE: SOURCE_FIELD}
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """See `Objective`."""
+    return tuple(
+      f"train/{name}/{what}" for name in sources(self.cfg.data.paths) for what in ("loss", "tokens")
+    )
+
+  def __call__(
+    self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
+  ) -> Contribution:
+    """See `Objective`; `sums` are `Sums`."""
+    of_all, stats = loss_sums(model, batch, self.cfg.step, rules, key, per_token=True)
+    each_BT = of_all.cross_entropy
+    number_S = jnp.arange(len(sources(self.cfg.data.paths)))
+    is_of_BTS = batch[SOURCE][..., None] == number_S
+    sums = Sums(
+      of_all._replace(cross_entropy=jnp.sum(each_BT)),
+      jnp.sum(jnp.where(is_of_BTS, each_BT[..., None], 0.0), axis=(0, 1)),
+      jnp.sum(jnp.where(is_of_BTS, batch["loss_mask"][..., None], 0.0), axis=(0, 1)),
+    )
+    loss = of_all.objective / whole.counted + routing_loss(self.cfg, model, stats, whole)
+    return Contribution(loss, sums, stats)
+
+  def means(self, sums: Sums, whole: Totals) -> tuple[jax.Array, ...]:
+    """See `Objective`; the loss of a source without a token in the batch is not a number."""
+    loss_S = sums.cross_entropy_S / sums.counted_S
+    of_sources = (x for pair in zip(loss_S, sums.counted_S, strict=True) for x in pair)
+    return (*Pretraining(self.cfg).means(sums.of_all, whole), *of_sources)
+
+
+def objective_of(cfg: Config) -> Objective:
+  """What a run on the rows of `data.paths` minimises."""
+  return BySource(cfg) if sources(cfg.data.paths) else Pretraining(cfg)
+
+
+def of_sources(
+  passes: Mapping[str, float], metrics: Mapping[str, float]
+) -> dict[str, float | None]:
+  """Further metrics of sources; for the host, when a row is written.
+
+  Args:
+    passes: how often each source has been read.
+    metrics: `StepMetrics.values` by name.
+
+  Returns:
+    `train/NAME/epochs`; and `train/NAME/loss` as None, where there is none.
+  """
+  absent = [name for name in passes if not metrics[f"train/{name}/tokens"]]
+  epochs = {f"train/{name}/epochs": value for name, value in passes.items()}
+  return epochs | {f"train/{name}/loss": None for name in absent}

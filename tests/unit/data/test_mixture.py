@@ -1,0 +1,301 @@
+"""Several sources in one training: each token once an epoch of its source, on any hosts."""
+
+import dataclasses
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from ats_jax.data.audit import Phase, audit
+from ats_jax.data.loader import TrainBatches
+from ats_jax.data.mixture import Joined, Mixture
+from ats_jax.data.sources import by_size, open_data, open_eval_sets, stages
+from ats_jax.data.splits import open_datasets, prepare
+from ats_jax.data.tokenise import USUAL
+
+PHASES = "2 steps: web=3,code=1; 40 tokens: talk=1,code=2; web=1,code=1,talk=2"
+
+
+@pytest.fixture
+def texts(write):
+  """Three sources of very uneven size."""
+  sizes = {"web": 90, "code": 9, "talk": 23}
+  return ",".join(
+    f"{name}={write(f'{name}.jsonl', [{'text': f'{name} {i} ' * (i % 7 + 1)} for i in range(n)])}"
+    for name, n in sizes.items()
+  )
+
+
+@pytest.fixture
+def mixed(texts, config):
+  def make(mixture=PHASES, **changes):
+    settings = dict(paths=texts, mixture=mixture, seq_len=16, batch_size=4, packing="best_fit")
+    return open_data(config(**{**settings, **changes}), 0)[0]
+
+  return make
+
+
+def read(ds, count, *, position=None, local=None, batch=12):
+  """Batches, and the position behind them."""
+  local = np.arange(batch) if local is None else local
+  with TrainBatches(
+    ds, position=position, accum_steps=1, batch_size=batch, local_rows=local, num_workers=0,
+    prefetch=2,
+  ) as batches:  # fmt: skip
+    return [next(batches) for _ in range(count)], batches.position()
+
+
+def assert_same(a, b):
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].dtype == b[name].dtype
+    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
+  ds = mixed()
+  batch = ds.global_rows(np.arange(60))
+  place = ds.turns.find(np.arange(60))
+  np.testing.assert_array_equal(batch.pop("source"), place.source[:, None].repeat(16, 1))
+  for number, entry in enumerate(texts.split(",")):
+    cfg = config(paths=entry.split("=")[1], seq_len=16, packing="best_fit")
+    alone, _ = open_datasets(cfg, 0)
+    here = place.source == number
+    assert_same({k: v[here] for k, v in batch.items()}, alone.global_rows(place.row[here]))
+
+
+def test_shares_are_exact_on_every_prefix_however_uneven_the_sources(mixed):
+  for share in (3, 5, 7):
+    ds = mixed(f"web=0.{share},code=0.{10 - share}")
+    source = ds.global_rows(np.arange(200))["source"][:, 0]
+    had = np.cumsum(source == 0)
+    assert np.abs(had - np.arange(1, 201) * share / 10).max() < 1
+
+
+def test_phases_begin_at_their_step(mixed):
+  ds = mixed()  # 2 steps of 4 rows; 40 tokens are 2.5 rows of 16, so one step; the rest
+  assert ds.turns.starts.tolist() == [0, 8, 12]
+  source = ds.global_rows(np.arange(32))["source"][:, 0]
+  shares = [np.bincount(s, minlength=3).tolist() for s in (source[:8], source[8:12], source[12:])]
+  assert shares == [[6, 2, 0], [0, 3, 1], [5, 5, 10]]
+
+
+def test_epochs_as_a_length(config):
+  cfg = config(seq_len=16, batch_size=4, mixture="1.5 epochs: a=1,b=1; 2 epochs: b=1; a=1")
+  assert [stage.rows for stage in stages(cfg, {"a": 10, "b": 3})] == [20, 8, 0]
+
+
+@pytest.mark.parametrize(
+  ("temperature", "parts"), [(1.0, (9, 1)), (2.0, (3, 1)), (1e9, (1, 1)), (0.5, (81, 1))]
+)
+def test_temperature_over_sizes(config, temperature, parts):
+  (stage,) = stages(config(temperature=temperature), {"a": 900, "b": 100})
+  total = sum(stage.parts)
+  np.testing.assert_allclose(np.array(stage.parts) / total, np.array(parts) / sum(parts), atol=1e-4)
+
+
+def test_the_smallest_source_is_not_rounded_away():
+  assert by_size({"a": 10**9, "b": 1}, 1.0)["b"] == 1
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_each_token_once_an_epoch_of_its_source_on_any_hosts(mixed, packing):
+  """Their number changes from 1 to 2, 3, 4, 7 and back; switches of phases are among the rows."""
+  ds = mixed(
+    "4 steps: web=3,code=1; 300 tokens: talk=1,code=2; web=4,code=1,talk=2", packing=packing
+  )
+  hosts = ((1, 1), (2, 1), (3, 2), (4, 2), (7, 1), (1, 2))
+  phases = [Phase(n, accum, min(1.0, (i + 1) / 6)) for i, (n, accum) in enumerate(hosts)]
+  (result,) = audit(ds, scenarios={"1, 2, 3, 4, 7, 1 hosts": phases})
+  assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
+  assert result.targets == ds.num_tokens and result.rows == ds.num_rows
+  assert result.batches > len(phases)
+
+
+def test_the_audit_of_a_mixture_sees_a_fault(mixed, monkeypatch):
+  ds = mixed()
+  find = type(ds.turns).find
+
+  def off(self, rows):
+    place = find(self, rows)
+    return place._replace(row=np.where(place.row == 5, 6, place.row))
+
+  monkeypatch.setattr(type(ds.turns), "find", off)
+  (result,) = audit(ds, scenarios={"1 host": (Phase(1, 1, 1.0),)})
+  assert result.lost and result.repeated and "came" in result.difference
+
+
+def test_a_source_that_never_ends_its_epoch_is_not_lost(mixed):
+  ds = mixed("1 steps: web=1; code=1,talk=1")
+  (result,) = audit(ds, scenarios={"2 hosts": (Phase(2, 1, 1.0),)})
+  assert (result.difference, result.lost) == ("", 0)
+  assert result.targets < ds.num_tokens
+
+
+def test_resume_in_the_middle_of_a_mixture_is_bit_equal(mixed):
+  """At any batch, also on other hosts, and across a switch of phases."""
+  ds = mixed()
+  whole, _ = read(ds, 6, batch=4)
+  for at in range(5):
+    _, position = read(ds, at, batch=4)
+    rest, _ = read(mixed(), 6 - at, position=position, batch=4)
+    for got, want in zip(rest, whole[at:], strict=True):
+      assert_same(got, want)
+  _, position = read(ds, 1, batch=4)
+  parts = [
+    read(ds, 5, position=position, local=local, batch=4)[0]
+    for local in np.array_split(np.arange(4), 3)
+  ]
+  for got, want in zip(zip(*parts, strict=True), whole[1:], strict=True):
+    joined = {name: np.concatenate([p[name] for p in got], axis=1) for name in want}
+    assert_same(joined, want)
+
+
+def test_workers_get_the_same(mixed):
+  """They are given a pickle; `test_loader` runs some."""
+  ds = mixed()
+  copy = pickle.loads(pickle.dumps(ds))
+  assert_same(copy.global_rows(np.arange(40)), ds.global_rows(np.arange(40)))
+  assert copy.position(40) == ds.position(40)
+
+
+class TestAnotherMixture:
+  """Resumed with another data.mixture."""
+
+  def test_a_phase_that_is_appended(self, mixed):
+    """Rows before the new phase stay what they were; the new one begins where it says."""
+    _, position = read(mixed("web=1,code=1"), 3, batch=4)
+    longer = mixed("4 steps: web=1,code=1; talk=1")
+    (fourth, fifth), _ = read(longer, 2, position=position, batch=4)
+    assert set(fourth["source"].flat) == {0, 1} and set(fifth["source"].flat) == {2}
+
+  def test_a_later_phase_may_change(self, mixed):
+    _, position = read(mixed("4 steps: web=1,code=1; talk=1"), 4, batch=4)
+    batches, _ = read(mixed("4 steps: web=1,code=1; code=1"), 1, position=position, batch=4)
+    assert set(batches[0]["source"].flat) == {1}
+
+  @pytest.mark.parametrize(
+    "other", ["web=1,code=2", "2 steps: web=1,code=1; talk=1", "1 steps: web=1; web=1,code=1"]
+  )
+  def test_what_was_trained_on_must_stay(self, mixed, other):
+    _, position = read(mixed("web=1,code=1"), 3, batch=4)
+    with pytest.raises(ValueError, match=r"mixture: the first 12 rows .* append the new phase"):
+      read(mixed(other), 1, position=position, batch=4)
+
+  def test_other_text(self, mixed, write):
+    _, position = read(mixed(), 1)
+    write("code.jsonl", [{"text": "other " * 9}] * 9)
+    with pytest.raises(ValueError, match="trained on other data"):
+      read(mixed(), 1, position=position)
+
+
+def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
+  ds = mixed("5 steps: code=1; web=1,code=1")
+  sizes = {name: part.num_rows for name, part in ds.sources.items()}
+  caplog.set_level("INFO", "absl")
+  with TrainBatches(
+    ds, accum_steps=1, batch_size=4, local_rows=np.arange(4), num_workers=0, prefetch=2, tells=True
+  ) as batches:
+    for _ in range(9):
+      next(batches)
+  said = [r.getMessage() for r in caplog.records]
+  assert said.count("phase 2 of 2 of data.mixture begins: web 50.0%, code 50.0%") == 1
+  again = [text for text in said if text.startswith("source code: ")]
+  rows = int(ds.turns.counts(36)[1])
+  assert len(again) == (rows - 1) // sizes["code"] >= 1
+  assert again[0] == (
+    f"source code: all of its {sizes['code']} rows have been read; its epoch 2 begins"
+  )
+  assert ds.passes(36) == {"web": 8 / sizes["web"], "code": 28 / sizes["code"], "talk": 0.0}
+
+
+def test_a_second_epoch_has_an_order_of_its_own(mixed):
+  ds = mixed("code=1")
+  rows = ds.sources["code"].num_rows
+  first, second = (ds.global_rows(np.arange(e * rows, (e + 1) * rows)) for e in (0, 1))
+  as_set = lambda batch: {row.tobytes() for row in batch["targets"]}
+  assert as_set(first) == as_set(second)
+  assert (first["targets"] != second["targets"]).any()
+
+
+def test_35_sources_take_no_more_threads_than_one(write, config):
+  entries = [f"s{i}={write(f's{i}.txt', f'text {i} ' * 9)}" for i in range(35)]
+  counts = []
+  for paths in (entries[:1], entries):
+    ds, _ = open_data(config(paths=",".join(paths), seq_len=16, batch_size=4), 0)
+    before = threading.active_count()
+    with TrainBatches(
+      ds, accum_steps=1, batch_size=4, local_rows=np.arange(4), num_workers=0, prefetch=2
+    ) as batches:
+      for _ in range(20):
+        next(batches)
+      counts.append(threading.active_count() - before)
+  assert counts[0] == counts[1]
+
+
+def test_one_tokenizer_of_all_texts(mixed):
+  ds = mixed(tokenizer="bpe", bpe_vocab_size=300)
+  prints = {part.tokenizer.fingerprint for part in ds.sources.values()}
+  assert prints == {ds.tokenizer.fingerprint}
+  for name in ds.sources:  # the text of each has trained it
+    assert len(ds.tokenizer.encode(f"{name} ")) < len(name) + 1
+
+
+def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
+  cfg = config(paths=texts, seq_len=16, batch_size=4, packing="best_fit", mixture=PHASES)
+  made = []
+  for entry in texts.split(","):
+    name, path = entry.split("=")
+    prepare(dataclasses.replace(cfg, paths=path, mixture=""), tmp_path / name, USUAL)
+    made.append(f"{name}={tmp_path / name}")
+  want, got = mixed(), mixed(paths=",".join(made))
+  assert_same(want.global_rows(np.arange(30)), got.global_rows(np.arange(30)))
+  assert want.fingerprint == got.fingerprint
+  with pytest.raises(ValueError, match=r"names the sources web, code, talk\. Prepare each of them"):
+    prepare(cfg, tmp_path / "all", USUAL)
+
+
+class TestValidation:
+  def test_each_source_holds_out_its_own(self, texts, config):
+    cfg = config(paths=texts, seq_len=16, validation_fraction=0.2)
+    train, main = open_data(cfg, 0)
+    assert isinstance(train, Mixture) and isinstance(main, Joined)
+    sets = open_eval_sets(cfg, main)
+    assert [s.name for s in sets] == ["", "web", "code", "talk"]
+    assert sum(s.dataset.num_rows for s in sets[1:]) == main.num_rows
+    rows = main.rows(range(main.num_rows))
+    own = [s.dataset.rows(range(s.dataset.num_rows)) for s in sets[1:]]
+    joined = {name: np.concatenate([r[name] for r in own]) for name in rows}
+    order = lambda batch: np.lexsort(batch["targets"].T)
+    assert_same(
+      {name: x[order(rows)] for name, x in rows.items()},
+      {name: x[order(joined)] for name, x in joined.items()},
+    )
+    for name, part in main.sources.items():
+      overlap = set(part.documents) & set(train.sources[name].documents)
+      assert not overlap and len(part.documents)
+    padding = main.rows(np.array([main.num_rows, main.num_rows + 3]))
+    assert not padding["loss_mask"].any()
+    known = sum(s.dataset.bytes_per_token * s.dataset.num_tokens for s in sets[1:])
+    assert main.bytes_per_token == pytest.approx(known / main.num_tokens)
+
+  def test_a_text_for_all(self, texts, config, write):
+    other = write("other.txt", "another text " * 9)
+    cfg = config(paths=texts, seq_len=16, validation_fraction=0.2, validation_paths=str(other))
+    train, main = open_data(cfg, 0)
+    assert [s.name for s in open_eval_sets(cfg, main)] == [""]
+    assert main.num_documents == 1 and train.num_documents == 122
+
+  def test_a_name_twice(self, texts, config, write):
+    other = write("other.txt", "another text " * 9)
+    cfg = config(paths=texts, seq_len=16, validation_fraction=0.2, validation_paths=f"web={other}")
+    with pytest.raises(ValueError, match=r"validation_paths: 'web' is what the source web"):
+      open_eval_sets(cfg, open_data(cfg, 0)[1])
+
+
+@pytest.mark.parametrize("content", ["", "short"])
+def test_an_empty_source_is_named(write, config, content):
+  good, bad = write("good.txt", "some text " * 30), write("bad.txt", content)
+  with pytest.raises(ValueError, match=r"data.paths: source dull: (Nothing is left|The training)"):
+    open_data(config(paths=f"good={good},dull={bad}", seq_len=16), 0)

@@ -1,0 +1,112 @@
+"""Which source a row is of: exact shares, no row lost or repeated, the same wherever one starts."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ats_jax.data.turns import Stage, Turns, even_order
+
+PARTS = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
+
+
+@st.composite
+def turns(draw):
+  """Phases of the same sources, each of a random length."""
+  sources = draw(st.integers(1, 5))
+  parts = st.lists(st.integers(0, 20), min_size=sources, max_size=sources).filter(any)
+  lengths = draw(st.lists(st.integers(1, 120), min_size=0, max_size=3))
+  return Turns([*(Stage(tuple(draw(parts)), n) for n in lengths), Stage(tuple(draw(parts)))])
+
+
+def most_off(order, parts):
+  """By how many rows a source is ahead or behind at most, exactly, over all prefixes."""
+  of_source = np.cumsum(order[:, None] == np.arange(len(parts)), axis=0)
+  due = np.arange(1, len(order) + 1)[:, None] * np.array(parts)
+  return Fraction(int(np.abs(of_source * sum(parts) - due).max()), sum(parts))
+
+
+@given(PARTS)
+@settings(deadline=None)
+def test_shares_are_exact_to_less_than_a_row_on_every_prefix(parts):
+  order = even_order(parts)
+  assert np.bincount(order, minlength=len(parts)).tolist() == parts
+  assert most_off(order, parts) < 1
+
+
+@pytest.mark.parametrize(
+  "parts", [(3, 7), (1, 1), (66, *[1] * 34), (9973, 1, 26), tuple(range(1, 36)), (1,)]
+)
+def test_shares_of_uneven_sources(parts):
+  """Among them many small ones, whose rows fall due together: largest-lag rules are off by more."""
+  assert most_off(even_order(parts), parts) < 1
+
+
+@pytest.mark.parametrize("share", [3, 5, 7])
+def test_0_3_0_5_0_7(share):
+  place = Turns([Stage((share, 10 - share))]).find(np.arange(5000))
+  had = np.cumsum(place.source == 0)
+  assert np.abs(had - np.arange(1, 5001) * share / 10).max() < 1
+
+
+@given(turns(), st.integers(1, 400))
+@settings(deadline=None)
+def test_each_row_of_a_source_comes_once_and_in_order(found, rows):
+  place = found.find(np.arange(rows))
+  for source, count in enumerate(found.counts(rows)):
+    assert place.row[place.source == source].tolist() == list(range(count))
+
+
+@given(turns(), st.lists(st.integers(0, 10**12), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_a_row_is_found_without_those_before_it(found, rows):
+  """The place of a row is one of as many rows of its source as come before it."""
+  together = found.find(np.array(rows))
+  for row, source, own in zip(rows, *together, strict=True):
+    alone = found.find(np.array(row))
+    assert (alone.source, alone.row) == (source, own)
+    before, behind = found.counts(row), found.counts(row + 1)
+    assert before[source] == own and before.sum() == row
+    assert (behind - before).tolist() == [int(s == source) for s in range(len(before))]
+    assert found.until(int(source), int(own)) == row
+
+
+@given(turns(), st.integers(0, 300), st.data())
+@settings(deadline=None)
+def test_hosts_and_a_change_of_their_number_read_each_row_once(found, start, data):
+  """1, 2, 3, 4 and 7 hosts, by index, another number after each batch."""
+  seen = []
+  for batch in range(4):
+    hosts = data.draw(st.sampled_from([1, 2, 3, 4, 7]))
+    first = start + batch * 28
+    for slots in np.array_split(np.arange(28), hosts):
+      place = found.find(first + slots)
+      seen += zip(place.source.tolist(), place.row.tolist(), strict=True)
+  whole = found.find(np.arange(start, start + 4 * 28))
+  assert sorted(seen) == sorted(zip(whole.source.tolist(), whole.row.tolist(), strict=True))
+  assert len(set(seen)) == len(seen)
+
+
+@given(turns())
+@settings(deadline=None)
+def test_an_appended_phase_changes_no_row_before_it(found):
+  last = found.stages[-1]
+  end = int(found.starts[-1]) + 50
+  longer = Turns([*found.stages[:-1], last._replace(rows=50), Stage(last.parts[::-1])])
+  for before, after in zip(found.find(np.arange(end)), longer.find(np.arange(end)), strict=True):
+    np.testing.assert_array_equal(before, after)
+
+
+def test_phases_begin_at_their_row():
+  found = Turns([Stage((1, 0), 10), Stage((0, 1), 4), Stage((1, 1))])
+  assert found.find(np.arange(14)).source.tolist() == [0] * 10 + [1] * 4
+  assert found.counts(14).tolist() == [10, 4] and found.counts(18).tolist() == [12, 6]
+  assert found.phase(np.array([0, 9, 10, 13, 14, 10**9])).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_source_without_a_part_never_comes():
+  found = Turns([Stage((1, 2, 0), 9), Stage((1, 0, 0))])
+  assert found.until(1, 5) == 8 - (found.find(np.array(8)).source == 0)
+  assert found.until(1, 6) is None and found.until(2, 0) is None
