@@ -294,6 +294,18 @@ def _chat(cfg: Config) -> None:
       f"data.chat_template={name!r} is unknown. Choose one of: {', '.join(TEMPLATES)}; "
       f"{OWN_TEMPLATE} for the one beside data.tokenizer; or the path of a .jinja file."
     )
+  chats, named = mixture.chat_sources(data.chat_sources), mixture.sources(data.paths)
+  held_out = mixture.named_paths(data.validation_paths, "data.validation_paths")
+  for source in chats:
+    if source not in {*named, *held_out} - {""}:
+      raise ValueError(
+        f"data.chat_sources: {source!r} is no name of data.paths or data.validation_paths."
+      )
+  if chats and not {*chats} & {*named}:
+    raise ValueError(
+      f"data.chat_sources={data.chat_sources!r} names no source of data.paths, so that no "
+      "conversation would be trained on. Name one, or leave data.chat_template out."
+    )
   if not weights["assistant"]:
     raise ValueError(
       f"data.chat_weights={data.chat_weights!r} leaves the end of an answer out of the loss, so a "

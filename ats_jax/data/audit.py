@@ -218,7 +218,7 @@ class _Audit:
     self._fault(real["targets"][counts][inside] != self._ids[number], number, "{} has a wrong id")
     weights = real["loss_mask"][counts][inside]
     self._fault(weights != self._weights[number], number, "{} has a wrong weight")
-    bos = self._ds.tokenizer.bos_id
+    bos = self._ds.tokenizer.bos_id  # of all sources
     inputs = np.where(tokens == _BOS, bos, self._ids[tokens])
     self._fault(real["tokens"][counts][inside] != inputs, number, "the input of {} has a wrong id")
     for name in ("loss_mask", "segment_ids", "positions"):

@@ -72,7 +72,7 @@ def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
         "the set another name, or set data.validation_fraction=0."
       )
     if name:
-      found.append(EvalSet(name, open_split(cfg, 0, paths, main.tokenizer)))
+      found.append(EvalSet(name, open_split(_of(cfg, name), 0, paths, main.tokenizer)))
   return tuple(found)
 
 
@@ -90,7 +90,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   if not named:
     return open_datasets(cfg, seed)
   of_source = {
-    name: dataclasses.replace(cfg, paths=paths, validation_paths="")
+    name: dataclasses.replace(_of(cfg, name), paths=paths, validation_paths="")
     for name, paths in named.items()
   }
   main = main_paths(cfg)
@@ -110,7 +110,13 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   mixture = Mixture(train, turns, words)
   for number in range(len(turns.stages)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
-  return mixture, open_split(cfg, 0, main, words) if main else Joined(held_out, words)
+  return mixture, open_split(_of(cfg, ""), 0, main, words) if main else Joined(held_out, words)
+
+
+def _of(cfg: DataConfig, name: str) -> DataConfig:
+  """How to read the paths of that name: as conversations, or as text."""
+  chats = spec.chat_sources(cfg.chat_sources)
+  return cfg if not chats or name in chats else dataclasses.replace(cfg, chat_template="")
 
 
 def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: float) -> Tokenizer:

@@ -7,7 +7,7 @@ the schedule: then all that the step reports and bounds has it from there.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -73,12 +73,19 @@ def _longer(
 class _Steeper:
   """An objective, its gradients times a factor; what it reports is the same."""
 
-  fields: ClassVar[Mapping[str, Field]] = {}
-  names: ClassVar[tuple[str, ...]] = ()
-
   def __init__(self, objective: Objective, factor: jax.Array):
     self.means = objective.means
     self._objective, self._factor = objective, factor
+
+  @property
+  def fields(self) -> Mapping[str, Field]:
+    """See `Objective`."""
+    return self._objective.fields
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """See `Objective`."""
+    return self._objective.names
 
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None

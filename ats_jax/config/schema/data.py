@@ -66,6 +66,11 @@ class DataConfig:
     "'gemma', 'plain', 'tokenizer' (the one beside data.tokenizer) or a .jinja file; empty = files "
     "are of text",
   )
+  chat_sources: str = setting(
+    "",
+    "comma-separated names of data.paths and data.validation_paths whose files are of "
+    "conversations, where others are of text; empty = all are",
+  )
   chat_weights: str = setting(
     "assistant=1",
     "weight in the loss of what each role says, as role=weight with commas; one that is not named "

@@ -8,6 +8,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.mixture import Phase, in_words, named_paths, phases, sources
 
 PATHS = "web=a.txt,web=b.txt,code=src"
+CHAT = {"data.chat_template": "chatml", "data.packing": "best_fit"}
 
 
 def build(**changes):
@@ -77,6 +78,12 @@ def test_phases():
     ({"data.temperature": 2.0, "data.mixture": "web=1"}, "data.temperature=2 does nothing with"),
     ({"data.paths": "web=a.txt,b.txt"}, "data.paths: 'b.txt' has no name, but others have"),
     ({"data.paths": "Web=a.txt"}, "data.paths: 'Web=a.txt' is not name=path"),
+    ({**CHAT, "data.chat_sources": "talk"}, "data.chat_sources: 'talk' is no name of data.paths"),
+    (
+      {**CHAT, "data.chat_sources": "held", "data.validation_paths": "held=a.jsonl"},
+      "data.chat_sources='held' names no source of data.paths",
+    ),
+    ({"data.chat_sources": "web"}, "data.chat_sources=web does nothing with text"),
     ({"data.paths": "web="}, "data.paths: 'web=' is not name=path"),
   ],
 )
