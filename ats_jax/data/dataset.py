@@ -117,12 +117,7 @@ class Dataset:
   def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """Rows of the plan: arrays [*indices.shape, seq_len]."""
     indices = np.asarray(indices)
-    stacked = np.stack([self._row(int(i)) for i in indices.flat], axis=1)
-    fields = stacked.reshape(4, *indices.shape, self.seq_len)
-    batch = dict(zip(_PACKED, fields, strict=True))
-    if self.weights is None:
-      return {**batch, "loss_mask": (batch["segment_ids"] > 0).astype(np.float32)}
-    return {**batch, "loss_mask": self.weights[self.codes(indices)]}
+    return read_rows([(self, int(i)) for i in indices.flat], indices.shape)
 
   def codes(self, indices: np.ndarray | range) -> np.ndarray:
     """The codes of the targets of rows, [*indices.shape, seq_len] uint8; 0 where there are none."""
@@ -161,6 +156,28 @@ class Dataset:
       positions[:] = np.arange(length)
       at += length
     return out
+
+
+def read_rows(
+  places: Sequence[tuple[Dataset, int]], shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+  """Rows of plans, of datasets with one length of rows.
+
+  Args:
+    places: for each row, the dataset and the number in its plan.
+    shape: of the rows; as many as there are places.
+
+  Returns:
+    Arrays [*shape, seq_len].
+  """
+  stacked = np.stack([ds._row(i) for ds, i in places], axis=1)
+  fields = stacked.reshape(4, *shape, stacked.shape[-1])
+  batch = dict(zip(_PACKED, fields, strict=True))
+  mask = (stacked[_PACKED.index("segment_ids")] > 0).astype(np.float32)
+  for row, (ds, i) in zip(mask, places, strict=True):
+    if ds.weights is not None:
+      row[:] = ds.weights[ds.codes(np.array([i]))[0]]
+  return {**batch, "loss_mask": mask.reshape(*shape, -1)}
 
 
 def check_same(fingerprint: str, position: Mapping[str, Any]) -> None:

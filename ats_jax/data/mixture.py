@@ -7,7 +7,7 @@ import numpy as np
 
 from ats_jax.data import cache
 from ats_jax.data.batch import SOURCE
-from ats_jax.data.dataset import Dataset, check_same
+from ats_jax.data.dataset import Dataset, check_same, read_rows
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.turns import Stage, Turns
 
@@ -40,18 +40,9 @@ class Joined:
   def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `Rows`."""
     at = np.minimum(np.asarray(indices), self.num_rows)
-    return self._gather(self._source[at], self._index[at], "rows")
-
-  def _gather(self, source: np.ndarray, index: np.ndarray, read: str) -> dict[str, np.ndarray]:
-    """Rows `index` of sources `source`, as the method `read` of each gives them."""
-    parts, batch = list(self.sources.values()), {}
-    for number in np.unique(source):
-      here = source == number
-      for name, values in getattr(parts[number], read)(index[here]).items():
-        if name not in batch:
-          batch[name] = np.empty((*source.shape, self.seq_len), values.dtype)
-        batch[name][here] = values
-    return batch
+    parts = list(self.sources.values())
+    pairs = zip(self._source[at].flat, self._index[at].flat, strict=True)
+    return read_rows([(parts[source], int(row)) for source, row in pairs], at.shape)
 
 
 class Mixture(Joined):
@@ -81,7 +72,9 @@ class Mixture(Joined):
   def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `TrainRows`; with the number of each row's source beside the other arrays."""
     place = self.turns.find(np.asarray(indices))
-    batch = self._gather(*place, "global_rows")
+    parts = list(self.sources.values())
+    pairs = ((parts[s], int(row)) for s, row in zip(*(x.flat for x in place), strict=True))
+    batch = read_rows([(part, part.row_index(row)) for part, row in pairs], place.source.shape)
     like = batch["tokens"]
     return {**batch, SOURCE: np.broadcast_to(place.source[..., None], like.shape).astype(np.int32)}
 
