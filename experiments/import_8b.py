@@ -27,8 +27,8 @@ _IN = flags.DEFINE_string("in", "", "Folder for what is written; by default a te
 
 def write(folder: Path, layers: int, width: int, vocab: int, sharp: float) -> None:
   """A folder with random weights."""
-  import torch
-  import transformers
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
 
   config = transformers.LlamaConfig(
     vocab_size=vocab,
@@ -66,8 +66,8 @@ def write(folder: Path, layers: int, width: int, vocab: int, sharp: float) -> No
 
 def theirs(folder: Path, tokens: np.ndarray, out: Path) -> None:
   """Logits of transformers, three ways."""
-  import torch
-  import transformers
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
 
   device = "cuda" if torch.cuda.is_available() else "cpu"
   ways = {
