@@ -65,6 +65,7 @@ TRAINED = TOY | {
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
 SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.chat", "data.mixture")
+MIXED = ("data.mixture", "data.chat_sources")  # each shows something of its own
 
 
 _CONFIG_FILE = """
@@ -230,7 +231,7 @@ class Reader:
       elif setting == flag:
         shows.add(flag)
       elif setting not in TOY and setting.startswith(SECTIONS):
-        shows.add(setting if setting == "data.mixture" else setting.partition(".")[0])
+        shows.add(setting if setting in MIXED else setting.partition(".")[0])
     more = not shows <= self.seen
     self.seen |= shows
     return more
@@ -242,11 +243,8 @@ class Reader:
       file = self.folder / value.partition(":")[0]
       return f"{flag}={self.folder}/{value}" if file.is_file() else word
     if flag in ("--config.data.paths", "--config.data.validation_paths", "--paths"):
-      if value.endswith(".jsonl"):
-        return f"{flag}={self.folder / value}"
-      entries = [e.partition("=") for e in value.split(",")]
-      text = self.folder / "text"
-      return f"{flag}=" + ",".join(f"{n}={text}" if eq else f"{text}" for n, eq, _ in entries)
+      entries = [e.rpartition("=") for e in value.split(",")]
+      return f"{flag}=" + ",".join(f"{n}{eq}{self._text(path)}" for n, eq, path in entries)
     if flag == "--config.data.tokenizer" and "/" in value:
       return f"{flag}={self._workdir(value.rpartition('/')[0])}/tokenizer.json"
     if flag in ("--workdir", "--out"):
@@ -254,6 +252,9 @@ class Reader:
     if flag in ("--init_from", "--reference"):
       return f"{flag}={self._workdir(value)}"
     return str(self._workdir(word)) if word.startswith("runs/") else word
+
+  def _text(self, shown: str) -> Path:
+    return self.folder / (shown if shown.endswith(".jsonl") else "text")
 
   def _path(self, shown: str) -> Path:
     return self.folder / re.sub(r"^(\w+:/)?/", "", shown)
