@@ -23,7 +23,7 @@ from ats_jax.metrics.throughput import Throughput
 from ats_jax.model.count import parameter_overview
 from ats_jax.paths import Path
 from ats_jax.step.program import Program
-from ats_jax.step.schedule import warmup_steps
+from ats_jax.step.schedule import phases, warmup_steps
 from ats_jax.step.state import TrainState
 
 IDLE_ROWS = 0.25  # share of the vocabulary's table that may be idle without a warning
@@ -60,8 +60,11 @@ def opening(
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
     f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
     "length by": length,
-    "learning rate": f"{warmup_steps(cfg):,} steps of warm-up to {cfg.optimizer.learning_rate:g}, "
-    f"then {cfg.optimizer.schedule}",
+    "learning rate": "; ".join(
+      f"from step {start + 1:,} on {warmup_steps(own):,} steps of warm-up to "
+      f"{own.optimizer.learning_rate:g}, then {own.optimizer.schedule}"
+      for start, own in phases(cfg)
+    ).removeprefix("from step 1 on "),
     "compilation cache": runtime.cache_use(cfg),
   }
   for name, value in facts.items():

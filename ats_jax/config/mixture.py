@@ -95,6 +95,46 @@ def phases(text: str, names: Iterable[str]) -> tuple[Phase, ...]:
   return found
 
 
+def steps_of(phase: Phase, batch_size: int, seq_len: int, rows: int) -> int:
+  """How many steps a phase has, rounded up; 0 = to the end of the run.
+
+  Args:
+    phase: whose amount and unit are read.
+    batch_size: rows of a step.
+    seq_len: tokens of a row.
+    rows: of an epoch of its sources.
+  """
+  rows_of = {"steps": batch_size, "tokens": Fraction(1, seq_len), "epochs": rows}
+  return math.ceil(phase.amount * rows_of[phase.unit] / batch_size)
+
+
+class Rate(NamedTuple):
+  """The learning rate of a phase: its peak, and the steps in which it rises to that."""
+
+  peak: float
+  warmup: int
+
+
+def rates(text: str) -> tuple[Rate, ...]:
+  """`3e-4/100; 2e-5/20`, as `optimizer.phases`.
+
+  Raises:
+    ValueError: for anything else.
+  """
+  return tuple(_rate(entry) for entry in map(str.strip, text.split(";")) if entry)
+
+
+def _rate(entry: str) -> Rate:
+  peak, _, steps = (part.strip() for part in entry.partition("/"))
+  rate, warmup = _number(peak), _number(steps)
+  if rate is None or warmup is None or min(rate, warmup) < 0 or warmup.denominator != 1:
+    raise ValueError(
+      f"optimizer.phases: {entry!r} is not rate/steps, e.g. 3e-4/100: the peak learning rate and "
+      "a whole number of steps of warm-up."
+    )
+  return Rate(float(rate), int(warmup))
+
+
 def _phase(entry: str, names: tuple[str, ...]) -> Phase:
   length, colon, weights = entry.rpartition(":")
   parts = whole_parts(_weights(weights, names))

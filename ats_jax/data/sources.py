@@ -153,12 +153,8 @@ def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> list[Stage]:
   phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
   found = []
   for phase in phases:
-    rows_of = {
-      "steps": cfg.batch_size,
-      "tokens": Fraction(1, cfg.seq_len),
-      "epochs": sum(sizes[name] for name in phase.parts),
-    }
-    steps = math.ceil(phase.amount * rows_of[phase.unit] / cfg.batch_size)
+    rows = sum(sizes[name] for name in phase.parts)
+    steps = spec.steps_of(phase, cfg.batch_size, cfg.seq_len, rows)
     parts = tuple(phase.parts.get(name, 0) for name in sizes)
     found.append(Stage(parts, steps * cfg.batch_size))
   return found

@@ -1,10 +1,12 @@
 """Learning rate as a function of the step."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax.numpy as jnp
 
+from ats_jax.config import mixture
 from ats_jax.config.schema import Config
 from ats_jax.extensions import schedules
 
@@ -13,13 +15,44 @@ def learning_rate(cfg: Config, step: Any, xp: Any = jnp) -> Any:
   """Learning rate of update `step` (0-based); with jax.numpy a jax.Array in float32.
 
   Warm-up rises linearly from lr/warmup on the first update, so that none is wasted at 0. After
-  it, `p` runs from 0 to 1 over the rest of the run and stays at 1.
+  it, `p` runs from 0 to 1 over the rest of the run and stays at 1. With `optimizer.phases` each
+  phase has such a schedule of its own.
 
   Args:
-    cfg: `optimizer` and `num_steps`.
+    cfg: `optimizer`, `num_steps`, and the phases of `data.mixture`.
     step: int32 scalar, or array with numpy.
     xp: jax.numpy, or numpy to compute it on the host.
   """
+  (_, first), *later = phases(cfg)
+  rate = _rate(first, step, xp)
+  for start, own in later:
+    rate = xp.where(step >= start, _rate(own, step - start, xp), rate)
+  return rate
+
+
+def phases(cfg: Config) -> list[tuple[int, Config]]:
+  """The first update of each part of a run with a schedule of its own, and a config of that part.
+
+  Its `num_steps` are those of the part, and its `optimizer` has the peak and the warm-up.
+  """
+  data, rates = cfg.data, mixture.rates(cfg.optimizer.phases)
+  if not rates:
+    return [(0, cfg)]
+  found, start = [], 0
+  parts = mixture.phases(data.mixture, mixture.sources(data.paths))
+  for number, (part, rate) in enumerate(zip(parts, rates, strict=True), 1):
+    length = mixture.steps_of(part, data.batch_size, data.seq_len, 0)
+    length = length if number < len(parts) else max(1, cfg.num_steps - start)
+    optimizer = dataclasses.replace(
+      cfg.optimizer, learning_rate=rate.peak, warmup_steps=rate.warmup, warmup_fraction=0.0
+    )
+    found.append((start, dataclasses.replace(cfg, optimizer=optimizer, num_steps=length)))
+    start += length
+  return found
+
+
+def _rate(cfg: Config, step: Any, xp: Any) -> Any:
+  """The one schedule of a config that has no phases, or of a phase."""
   o, warmup = cfg.optimizer, warmup_steps(cfg)
   t = xp.asarray(step, xp.float32)
   p = xp.clip((t - warmup) / max(1, cfg.num_steps - 1 - warmup), 0.0, 1.0)

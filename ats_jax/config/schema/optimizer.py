@@ -17,6 +17,13 @@ class OptimizerConfig:
   warmup_fraction: float = setting(
     0.0, "warm-up as a share of num_steps; warmup_steps, if set, goes before it", low=0.0, high=1.0
   )
+  phases: str = setting(
+    "",
+    "of each phase of data.mixture its peak learning rate and steps of warm-up, as rate/steps with "
+    "semicolons, in place of the settings above: each has a schedule of its own over its length; "
+    "empty = one over the run",
+    resume="free",
+  )
   final_lr_fraction: float = setting(
     0.1, "learning rate at the end as a share of the peak", low=0.0, high=1.0
   )

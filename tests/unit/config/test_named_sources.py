@@ -84,6 +84,17 @@ def test_phases():
       "data.chat_sources='held' names no source of data.paths",
     ),
     ({"data.chat_sources": "web"}, "data.chat_sources=web does nothing with text"),
+    ({"optimizer.phases": "3e-4"}, "optimizer.phases: '3e-4' is not rate/steps"),
+    ({"optimizer.phases": "-1/0"}, "optimizer.phases: '-1/0' is not rate/steps"),
+    ({"optimizer.phases": "3e-4/0"}, "has 1 rates, data.mixture 0 phases"),
+    (
+      {"data.mixture": "5 steps: web=1; code=1", "optimizer.phases": "1/6;1/0"},
+      "optimizer.phases: 6 steps of warm-up exceed a phase of 5 steps",
+    ),
+    (
+      {"data.mixture": "5 epochs: web=1; code=1", "optimizer.phases": "1/0;1/0"},
+      "optimizer.phases needs to know when each phase",
+    ),
     ({"data.paths": "web="}, "data.paths: 'web=' is not name=path"),
   ],
 )

@@ -106,3 +106,31 @@ def test_warmup_fraction_is_a_share_of_the_run():
 def test_one_cycle_without_warmup_rises_for_three_tenths():
   lr = rates({"num_steps": 40, "optimizer.schedule": "one_cycle"})
   assert np.argmax(lr) == 11 and np.all(np.diff(lr[:12]) > 0)
+
+
+MIXED = {"data.paths": "a=a.txt,b=b.txt", "data.batch_size": 2, "data.seq_len": 16}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_phase_has_a_schedule_of_its_own(name):
+  """That of a run with its rate, its warm-up and its length; 300 tokens are 10 steps of 32."""
+  common = {"optimizer.schedule": name, "optimizer.warmup_fraction": 0.5}
+  phases = {"data.mixture": "20 steps: a=1; 300 tokens: b=1; a=1,b=1"}
+  rate = {"optimizer.phases": "3e-3/4; 1e-3/0; 2e-4/5", "num_steps": 60}
+  found = rates(MIXED | common | phases | rate)[:60]
+  parts = [(20, 3e-3, 4), (10, 1e-3, 0), (30, 2e-4, 5)]
+  alone = [
+    rates({
+      "optimizer.schedule": name, "num_steps": length, "optimizer.learning_rate": peak,
+      "optimizer.warmup_steps": warmup,
+    })[:length]
+    for length, peak, warmup in parts
+  ]  # fmt: skip
+  np.testing.assert_allclose(found, np.concatenate(alone), rtol=RTOL)
+
+
+def test_a_phase_behind_the_end_changes_nothing():
+  two = {"data.mixture": "20 steps: a=1; b=1", "optimizer.phases": "3e-3/4; 1e-3/0"}
+  found = rates(MIXED | two | {"num_steps": 15})[:15]
+  want = rates({"num_steps": 20, "optimizer.warmup_steps": 4})[:15]
+  np.testing.assert_array_equal(found, want)
