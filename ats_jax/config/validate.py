@@ -238,7 +238,8 @@ def _tokenizer(cfg: Config) -> None:
   name = cfg.data.tokenizer
   if name not in ("bytes", "bpe") and not paths.parse(name).is_file():
     raise ValueError(
-      f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
+      f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing file: a "
+      "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
     )
 
 

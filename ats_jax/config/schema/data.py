@@ -31,7 +31,9 @@ class DataConfig:
     False, "stop at the first malformed line or file instead of counting it", resume="free"
   )
   tokenizer: str = setting(
-    "bpe", "'bytes', 'bpe' (byte-level BPE trained on the training text), or a tokenizer.json"
+    "bpe",
+    "'bytes', 'bpe' (byte-level BPE trained on the training text), or a file: a tokenizer.json, a "
+    ".model of SentencePiece, a .tiktoken file",
   )
   bpe_vocab_size: int = setting(
     2048, "size of the trained BPE with its 3 special tokens", unit="tokens", low=300
