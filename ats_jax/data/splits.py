@@ -21,8 +21,8 @@ from ats_jax.data.dataset import Dataset
 from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
 from ats_jax.data.report import Report, in_words
+from ats_jax.data.shards import USUAL, How
 from ats_jax.data.source import SourceFile, content_fingerprint, find_files
-from ats_jax.data.tokenise import USUAL, How
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -150,7 +150,7 @@ def _open(
   if not cfg.chat_template:
     return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
   assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
-  return open_chat_corpus(cfg, files, fingerprint, tokenizer)
+  return open_chat_corpus(cfg, files, fingerprint, tokenizer, how)
 
 
 def _say_counts(corpus: Corpus) -> None:

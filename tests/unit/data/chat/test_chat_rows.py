@@ -17,10 +17,10 @@ from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
 from ats_jax.data.checks import check
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.report import Report
+from ats_jax.data.shards import How
 from ats_jax.data.source import SourceFile
 from ats_jax.data.splits import open_datasets, prepare
 from ats_jax.data.stats import stats
-from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 
