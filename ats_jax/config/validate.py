@@ -269,7 +269,7 @@ def _chat(cfg: Config) -> None:
   if data.packing == "concat":
     raise ValueError(
       "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
-      "questions. Set data.packing=best_fit."
+      "questions. Leave data.packing at auto, or set data.packing=best_fit."
     )
 
 

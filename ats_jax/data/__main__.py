@@ -37,7 +37,7 @@ EXPLAIN = """one row of training: each target with its token, role, weight and s
 
   ats-jax data explain --config.data.paths=/path/to/text
   ats-jax data explain --row=7 --config.data.paths=chats.jsonl \\
-    --config.data.chat_template=chatml --config.data.packing=best_fit
+    --config.data.chat_template=chatml
 
 In colours on a terminal (not if NO_COLOR is set): one a role, bold for what is in the loss.
 """

@@ -43,10 +43,10 @@ class DataConfig:
     16, "packed rows per optimizer update, over all hosts", low=1, high=2**24
   )
   packing: str = setting(
-    "concat",
+    "auto",
     "how documents fill rows: 'concat' (cut at row ends, no padding), 'first_fit' or 'best_fit' "
-    "(documents shorter than a row stay whole)",
-    choices=("concat", "first_fit", "best_fit"),
+    "(documents shorter than a row stay whole); auto = concat for text, best_fit for conversations",
+    choices=("auto", "concat", "first_fit", "best_fit"),
   )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
   chat_template: str = setting(
