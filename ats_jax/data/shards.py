@@ -130,14 +130,21 @@ class Shards:
     """Take from `batches` those that the shards hold; return how many more they hold."""
     return self._batches - sum(1 for _ in itertools.islice(batches, self._batches))
 
-  def add(self, entries: Iterable[Entry], refused: Sequence[tuple[str, str, str]] = ()) -> None:
+  def add(
+    self,
+    entries: Iterable[Entry],
+    ids: np.ndarray,
+    refused: Sequence[tuple[str, str, str]] = (),
+  ) -> None:
     """Append a batch; a shard that is full is closed.
 
     Args:
       entries: of the batch.
+      ids: of all of them.
       refused: as the attribute, of the batch.
     """
     assert self._out is not None
+    self.use(ids)
     columns = self._columns
     for entry in entries:
       if entry.starts:
@@ -151,7 +158,6 @@ class Shards:
         ]  # fmt: skip
       self._tokens += len(entry.ids)
       self._out.write(entry.ids.astype(self._dtype).tobytes())
-      self._used[entry.ids] = True
       if entry.codes is not None:
         self._write_codes(entry.codes)
       self._progress.count(entry.file, entry.num_bytes or entry.ids.nbytes)

@@ -101,11 +101,11 @@ def tokenise(
     sent = lambda batch: [piece.text for _, piece in batch]
     with contextlib.closing(encoded(texts, tokenizer, how.workers, sent, _encode)) as found:
       for batch, ids in found:
-        shards.add(_entries(batch, ids))
+        shards.add(_entries(batch, ids), ids[0])
     documents = _token_documents(files, tokenizer, report, split)
     if how.copies_ids:
       for entry in itertools.islice(_ids(files, documents, tokenizer.vocab_size), left, None):
-        shards.add([entry])
+        shards.add([entry], entry.ids)
       return
     for document in documents:
       if not shards.complete:

@@ -106,7 +106,7 @@ def _fill(
         (kind, f"{files[batch[i].file].path}:{batch[i].place}", detail)
         for i, kind, detail in written.refused
       ]
-      shards.add(_entries(batch, written), refused)
+      shards.add(_entries(batch, written), written.ids, refused)
       if strict:
         break_off = Report(strict=True)
         for problem in refused:
