@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import subprocess
 import sys
 import time
@@ -197,6 +198,19 @@ def test_a_shard_that_was_damaged_meanwhile_is_made_again(make, tmp_path, small,
   prepare(make("gemma"), tmp_path / "out", How())
   prepare(make("gemma"), tmp_path / "whole", How())
   assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+
+
+def test_what_is_nested_too_deeply_is_left_out_by_processes_too(make, write, tmp_path):
+  said = lambda **more: [
+    {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}
+  ]  # fmt: skip
+  rows = [{"messages": said(tool_calls="DEEP")}, {"tools": "DEEP", "messages": said()}]
+  lines = "\n".join(map(json.dumps, [*rows, {"messages": said()}]))
+  path = write("deep.jsonl", lines.replace('"DEEP"', 900 * "[" + 900 * "]"))
+  cfg = dataclasses.replace(make("jinja"), paths=str(path))
+  report = prepare(cfg, tmp_path / "out", How(1)).corpus.report
+  assert report["malformed"] == {"nested too deeply": 2}
+  assert report["balance"] == {"records": 3, "documents": 1, "dropped": 2}
 
 
 def test_strict_stops_at_what_the_template_refuses(make, write, tmp_path):
