@@ -1,8 +1,10 @@
 """Conversations go through the shards of text: in parallel, resumable, the same bytes."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -136,15 +138,15 @@ def test_it_goes_on_where_it_was_killed(make, tmp_path, small, template, workers
       str(workers),
       str(kill_at),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "THIS_TEST": str(out)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
-  before = {p.pid for p in psutil.process_iter()}
   killed = run(kill_at)
   assert killed.returncode == -9, killed.stderr
   (unfinished,) = out.glob("corpus-*.tmp")
   assert list(unfinished.glob("part-*.json"))
   deadline = time.monotonic() + 20
-  while left := [p for p in processes(str(script), "sandbox.py") if p.pid not in before]:
+  while left := started_by(str(out)):
     assert time.monotonic() < deadline, left
     time.sleep(0.1)
   again = run(0)
@@ -154,12 +156,14 @@ def test_it_goes_on_where_it_was_killed(make, tmp_path, small, template, workers
   assert not list(out.glob("corpus-*/part-*"))
 
 
-def processes(*words):
-  """Those whose command line holds one of these words."""
-  for process in psutil.process_iter(["cmdline"]):
-    command = " ".join(process.info["cmdline"] or ())
-    if any(word in command for word in words):
-      yield process
+def started_by(mark):
+  """Processes with this mark in their environment: those that encode, and those that render."""
+  found = []
+  for process in psutil.process_iter():
+    with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+      if process.environ().get("THIS_TEST") == mark:
+        found.append(process)
+  return found
 
 
 def test_what_is_done_is_not_done_again(make, tmp_path, small, monkeypatch):
