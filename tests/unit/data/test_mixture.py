@@ -10,9 +10,9 @@ import pytest
 from ats_jax.data.audit import Phase, audit
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.mixture import Joined, Mixture
+from ats_jax.data.shards import USUAL
 from ats_jax.data.sources import by_size, open_data, open_eval_sets, stages
 from ats_jax.data.splits import open_datasets, prepare
-from ats_jax.data.tokenise import USUAL
 
 PHASES = "2 steps: web=3,code=1; 40 tokens: talk=1,code=2; web=1,code=1,talk=2"
 
