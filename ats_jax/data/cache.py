@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-FORMAT = 2  # part of every key: raise it when the meaning of a cached file changes
+FORMAT = 2  # part of every entry's name: raise it when the meaning of a cached file changes
+_HASH = 1  # of `digest`, which runs keep: the order of rows and what a resume compares follow it
 _MANIFEST = "manifest.json"
 
 
@@ -33,7 +34,7 @@ def cache_root(cache_dir: str) -> Path:
 
 def digest(*parts: Any) -> str:
   """32 hex digits that name `parts` (anything JSON can hold)."""
-  text = json.dumps([FORMAT, *parts], sort_keys=True)
+  text = json.dumps([_HASH, *parts], sort_keys=True)
   return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -67,6 +68,7 @@ def cached(
   Raises:
     ValueError: if the file system of `root` has no file locks.
   """
+  name = f"{name}-{FORMAT}"
   final = root / name
   if not damage(final):
     return Folder(final)
