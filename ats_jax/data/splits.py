@@ -11,6 +11,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.chat import role_weights
+from ats_jax.config.filters import filter_stages
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
 from ats_jax.data.chat.corpus import open_chat_corpus
@@ -18,6 +19,7 @@ from ats_jax.data.chat.segments import weight_table
 from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
 from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.filters.sift import sift
 from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
 from ats_jax.data.report import Report, in_words
@@ -90,6 +92,7 @@ class Opened:
     split: which of them are held out.
     content: a hash of the documents.
     found: what was passed over, as `Corpus.report`.
+    sifted: what filters said of the documents; None = there were none.
   """
 
   corpus: Corpus
@@ -97,6 +100,7 @@ class Opened:
   split: Split
   content: str
   found: dict[str, Any]
+  sifted: cache.Folder | None = None
 
 
 def open_documents(cfg: DataConfig, fraction: float, how: How = USUAL) -> Opened:
@@ -118,6 +122,9 @@ def open_documents(cfg: DataConfig, fraction: float, how: How = USUAL) -> Opened
     _say_counts(opened.corpus)
     return opened
   files, fingerprint, found = _find(cfg.paths, cfg)
+  sifted = None
+  if filter_stages(cfg.filters):
+    files, fingerprint, sifted = sift(cfg, files, fingerprint, how)
   if cfg.chat_template:
     split = Split(fraction)  # a conversation is not cut
   else:
@@ -131,7 +138,7 @@ def open_documents(cfg: DataConfig, fraction: float, how: How = USUAL) -> Opened
   tokenizer = with_template(tokenizer, cfg)
   corpus = _open(cfg, files, fingerprint, tokenizer, split, how)
   _say_counts(corpus)
-  return Opened(corpus, tokenizer, split, content, found)
+  return Opened(corpus, tokenizer, split, content, found, sifted)
 
 
 def _kind(cfg: DataConfig) -> str | list[str]:
@@ -162,7 +169,8 @@ def _open_prepared(cfg: DataConfig, folder: Path, fraction: float) -> Opened:
   split = made.split_for(fraction)
   if split.why:
     logging.warning("%s", split.why)
-  return Opened(made.corpus, made.tokenizer, split, made.content, prepared.NOTHING_PASSED_OVER)
+  nothing = prepared.NOTHING_PASSED_OVER
+  return Opened(made.corpus, made.tokenizer, split, made.content, nothing, made.sifted)
 
 
 def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
@@ -185,7 +193,10 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
-  prepared.save(out, cfg, opened.corpus, opened.tokenizer, opened.split, opened.content)
+  made = prepared.Prepared(
+    opened.corpus, opened.tokenizer, opened.split, opened.content, opened.sifted
+  )
+  prepared.save(out, cfg, made)
   return opened
 
 
@@ -276,7 +287,7 @@ def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str,
 
 
 def _counts(report: dict[str, Any]) -> str:
-  counts = {**report["malformed"], **report["skipped"]}
+  counts = {**report["malformed"], **report["skipped"], **report.get("filtered", {})}
   return (
     "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]])
     or "nothing malformed"
@@ -325,7 +336,10 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
     )  # fmt: skip
   report = {
     "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
-    "skipped": Counter(found["skipped"]) + Counter(corpus.report["skipped"]) + Counter(left_out),
+    "skipped": Counter(found["skipped"])
+    + Counter(corpus.report["skipped"])
+    + Counter(left_out)
+    + Counter(corpus.report["filtered"]),
     "first": found["first"] + corpus.report["first"],
     "files": [*found["files"], corpus.report["file"]],
   }
