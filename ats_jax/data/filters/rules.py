@@ -1,7 +1,8 @@
 """Filters that look at one document: what each makes of a text, and why it would drop it.
 
-The rules of Gopher and C4 are datatrove's. Its splitting into words would load spaCy, so words are
-found here by a regular expression.
+The rules of Gopher and C4 are datatrove's. A word is what stands between spaces, as in Gopher's
+paper. datatrove asks spaCy, to which each punctuation mark is a word, and so refuses text for its
+commas (docs/lab/filters.md).
 """
 
 import inspect
@@ -18,7 +19,7 @@ from ats_jax.data.formats import extra
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 _SPACED = rf"[^\W{_UNSPACED}]+"
 WORD = re.compile(rf"[{_UNSPACED}]|{_SPACED}(?:['\u2019]{_SPACED})*")
-_TOKEN = re.compile(rf"{WORD.pattern}|[^\w\s]+")
+_BETWEEN_SPACES = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 _LETTERS = 10_000  # characters that a language is told by
 # What datatrove says where its word is hard to understand.
 _PLAIN = {
@@ -139,10 +140,10 @@ def _datatrove(stage: Stage, name: str) -> Rule:
   document = extra.module("datatrove.data", where, "filters").Document
 
   class Words(words.WhitespaceTokenizer):
-    """Its sentences, and words without spaCy."""
+    """Its sentences, and the words between spaces."""
 
     def word_tokenize(self, text: str) -> list[str]:
-      return _TOKEN.findall(text)
+      return _BETWEEN_SPACES.findall(text)
 
   made = kind(**values(stage, _scalars(kind)), language=Words())
 
