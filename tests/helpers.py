@@ -1,10 +1,11 @@
 """Meshes, small configs and random packed rows that many tests need."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from ats_jax.config import Config, base_config, from_config_dict
@@ -80,6 +81,12 @@ def make_decoder(cfg: Config, seed: int = 0) -> Decoder:
   """The decoder of `cfg` on the current mesh."""
   # Op by op: the program of a shape serves all models, and one of the whole costs a second.
   return Decoder(cfg, numerics(cfg), nnx.Rngs(params=jax.random.key(seed)))
+
+
+def thorough_but(cases: Sequence[Any], *quick: int) -> list[Any]:
+  """The cases of a parametrised test, of which `make test` runs those at `quick` alone."""
+  marks = lambda i: () if i in quick else pytest.mark.thorough
+  return [pytest.param(case, marks=marks(i)) for i, case in enumerate(cases)]
 
 
 def pack(lengths: list[list[int]], seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-FORMAT = 1  # part of every key: raise it when the meaning of a cached file changes
+FORMAT = 2  # part of every key: raise it when the meaning of a cached file changes
 _MANIFEST = "manifest.json"
 
 

@@ -61,7 +61,7 @@ LEGITIMATE = ("clean", "domain_switch", "small_batch", "length_jump")
 AUDIT = Suite(
   ("clip", "oracle", "skip_step", "rewind", "ours"),
   (*LEGITIMATE, *(name for name in AUDITED if name != "long_clean"), *NOISE),
-  tuple(range(400, 405)),
+  tuple(range(600, 605)),
   pause_every=100,
   restarts=True,
   only=(("oracle", NOISE),),  # of all else it makes a clean run
@@ -71,7 +71,7 @@ AUDIT_SMOKE = ("clean", "minority_batch_10", "flip_weight_b30", "schedule_x30_bu
 LONG = Suite(
   ("clip", "ours"),
   ("long_clean",),
-  tuple(range(400, 410)),
+  tuple(range(600, 610)),
   (("num_steps", 2000),),
   pause_every=100,
   restarts=True,

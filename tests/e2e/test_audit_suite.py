@@ -7,6 +7,8 @@ from xla_flags import FAST_STEPS
 from benchmarks.faults.results import Results
 from benchmarks.faults.suite import SUITES
 
+pytestmark = pytest.mark.thorough
+
 SMOKE = SUITES["audit_smoke"]
 
 

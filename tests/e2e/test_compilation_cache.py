@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import runs
 
+pytestmark = pytest.mark.thorough
+
 # Unrolled layers and XLA's default level, so that compiling takes seconds while all else is small.
 SETTINGS = (
   "num_steps=2",

@@ -218,6 +218,7 @@ def read_to(process: subprocess.Popen, pattern: str) -> str:
 
 
 class TestCtrlC:
+  @pytest.mark.thorough
   def test_saves_and_goes_on(self, tiny, tmp_path):
     """The signal goes to the whole group, the two loader processes included."""
     settings = (*tiny, "optimizer.schedule=constant", "data.num_workers=2")
@@ -236,6 +237,7 @@ class TestCtrlC:
     steps = [row["step"] for row in runs.rows(tmp_path, "train/loss")]
     assert steps == list(range(1, step + 3))  # none lost, none twice
 
+  @pytest.mark.thorough
   def test_twice_exits_at_once(self, tiny, tmp_path):
     process = start(tmp_path, *tiny, "optimizer.schedule=constant", "num_steps=1000000")
     read_to(process, r"^step +3 ")
@@ -279,6 +281,7 @@ def test_bench_prints_one_json_line():
   assert found["memory/predicted_gib"] > weights_and_moments / 2**30
 
 
+@pytest.mark.thorough
 def test_bench_ops_checks_and_times_every_op():
   result = forked("benchmarks.ops", "--toy", XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err

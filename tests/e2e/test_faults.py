@@ -7,6 +7,8 @@ from xla_flags import FAST_STEPS
 from benchmarks.faults.results import Results
 from benchmarks.faults.suite import NOISE, SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
 
+pytestmark = pytest.mark.thorough
+
 
 def faults(*flags):
   result = forked("benchmarks.faults", *flags, XLA_FLAGS=FAST_STEPS)

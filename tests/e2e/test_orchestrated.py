@@ -2,10 +2,13 @@
 
 import signal
 
+import pytest
 import runs
 from commands import forked
 
 from ats_jax.orchestrator.record import ledger
+
+pytestmark = pytest.mark.thorough
 
 SETTINGS = (
   "num_steps=60",

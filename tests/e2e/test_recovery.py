@@ -18,6 +18,8 @@ from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.record import ledger
 from ats_jax.workdir import load_config
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 100
 LAST = 70  # step of the newest checkpoint when a run is interrupted
 SETTINGS = (

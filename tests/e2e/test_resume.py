@@ -10,6 +10,8 @@ from commands import forked
 from ats_jax.exits import STOPPED
 from ats_jax.metrics.rows import read_jsonl
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 40
 SETTINGS = (
   f"num_steps={STEPS}",

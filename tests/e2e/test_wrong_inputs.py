@@ -146,6 +146,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings, parts", [(s, p) for s, *p in SETTINGS.values()], ids=SETTINGS)
+@pytest.mark.thorough
 def test_settings_and_data(settings, parts, tiny, inputs, tmp_path):
   settings = (s.format(inputs=inputs) for s in settings)
   result = forked("ats_jax.train", *train_flags(tmp_path / "run", *tiny, *settings))
@@ -350,6 +351,7 @@ class TestWorkdir:
       message = forked(f"ats_jax.{module}", f"--workdir={tmp_path}").error()
       assert_says(message, f"no checkpoint in {tmp_path}/checkpoints", "Train first")
 
+  @pytest.mark.thorough
   def test_without_a_metric_for_the_best(self, tiny, tmp_path):
     settings = (*tiny, "data.validation_fraction=0.0")
     assert forked("ats_jax.train", *train_flags(tmp_path, *settings)).code == 0
@@ -387,6 +389,7 @@ class TestDamage:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
+  @pytest.mark.thorough
   def test_newest(self, trained, trained_settings, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     steps = committed_steps(run / "checkpoints")
@@ -403,6 +406,7 @@ class TestDamage:
     assert f"the damaged one is now {run}/checkpoints/{steps[-1]}.damaged" in result.err
     assert f"resuming {run} from step {steps[-2]} of {steps[-1]}" in result.err
 
+  @pytest.mark.thorough
   def test_all(self, trained, trained_settings, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     steps = committed_steps(run / "checkpoints")
@@ -430,6 +434,7 @@ def small_files_only(kilobytes: int) -> tuple[str, ...]:
   return sys.executable, "-c", code
 
 
+@pytest.mark.thorough
 def test_full_disk(tiny, tmp_path):
   settings = (*tiny, "checkpoint.every_steps=2", "optimizer.schedule=constant")
   assert forked("ats_jax.train", *train_flags(tmp_path, *settings)).code == 0
@@ -445,6 +450,7 @@ def test_full_disk(tiny, tmp_path):
   assert committed_steps(tmp_path / "checkpoints") == [6, 8]
 
 
+@pytest.mark.thorough
 def test_full_disk_while_metrics_are_written(tiny, tmp_path):
   # config.json fits, the rows of so many steps do not.
   flags = train_flags(tmp_path, *tiny, "num_steps=60", "optimizer.schedule=constant")

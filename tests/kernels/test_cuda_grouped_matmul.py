@@ -78,6 +78,7 @@ def test_values(case, block_n, dtype):
 
 
 @pytest.mark.parametrize("block_n", BLOCK_N)
+@pytest.mark.thorough
 def test_the_pipeline_in_every_order(block_n):
   """More steps than stages, both ways in depth; the same bits whichever thread is ahead."""
   x, w, dy, sizes, _ = make(170, 200, 136, [150, 0, 20])
@@ -166,6 +167,7 @@ def test_a_library_for_older_gpus_is_refused():
 
 
 @pytest.mark.parametrize("target", ["80", pytest.param("90", marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_nvcc_spills_no_registers(target, tmp_path):
   try:
     nvcc = library.find_nvcc()

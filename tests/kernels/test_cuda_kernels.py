@@ -64,6 +64,7 @@ ROUND = 3e-3  # bfloat16 rounds to 2^-9; the mean over many elements is less
 
 
 @pytest.mark.parametrize("shape", [(8,), (3, 40), (5, 7, 24)])
+@pytest.mark.thorough
 def test_swiglu(shape):
   gate, up, dout = (random(seed, *shape) for seed in range(3))
   gate.reshape(-1)[:4] = [-1000.0, 1000.0, 0.0, -88.0]

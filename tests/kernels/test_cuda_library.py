@@ -147,6 +147,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.compat
+@pytest.mark.thorough
 def test_nvcc_compiles_for_hopper():
   try:
     library.find_nvcc()

@@ -104,6 +104,7 @@ def test_real_shapes_call_every_target_of_the_library():
 
 
 @pytest.mark.parametrize(("kernel", "tile"), [("cuda", ("block_n", 256)), ("mosaic", ("strip", 8))])
+@pytest.mark.thorough
 def test_tiles_reach_the_grouped_matmul(kernel, tile):
   case = grouped_matmul_case(1024, 4, 128, 256)
   slots = kernels_of("grouped_matmul", kernel)
@@ -175,6 +176,7 @@ def test_the_loss_is_that_of_xla(shape, calls):
         np.testing.assert_allclose(np.linalg.norm(a - b), 0, atol=4e-3 * np.linalg.norm(b))
 
 
+@pytest.mark.thorough
 def test_training_with_all_of_them_follows_xla(on_host):
   changes = {
     "moe.num_experts": 4,

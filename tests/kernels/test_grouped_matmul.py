@@ -107,6 +107,7 @@ def test_rows_that_are_no_multiple_of_eight(m):
   ],
   ids=["256 x 128", "128 x 256, deep"],
 )
+@pytest.mark.thorough
 def test_tilings_agree(tiling):
   """The order of the tiles is not part of the result, nor is who computes them."""
   sizes = jnp.array([200, 0, 66])
@@ -151,6 +152,7 @@ def test_groups_come_largest_first():
 @pytest.mark.parametrize(
   "num_groups, n, block_m, block_n", [(8, 5632, 128, 256), (128, 1024, 256, 128)]
 )
+@pytest.mark.thorough
 def test_lowers_for_cuda(num_groups, n, block_m, block_n):
   """The layouts, the tile sizes and the shared memory fit an H200 at production shapes."""
   m, k, tiling = 65536, 2048, Tiling(block_m=block_m, block_n=block_n)

@@ -14,7 +14,7 @@ from kernels_pallas.grouped_matmul.forward import grouped_matmul, grouped_swiglu
 from kernels_pallas.grouped_matmul.wgrad import align_rows, grouped_matmul_dw
 from kernels_pallas.grouped_matmul.worklist import Tiling
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.thorough]
 
 SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

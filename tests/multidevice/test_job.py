@@ -14,6 +14,8 @@ from commands import forked, train_flags
 from ats_jax.exits import REFUSED, STOPPED
 from ats_jax.orchestrator.record import ledger
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 100
 QUICK = "--xla_backend_optimization_level=0"
 SETTINGS = (

@@ -15,6 +15,7 @@ from helpers import (
   micro_batches,
   named_leaves,
   random_rows,
+  thorough_but,
   tiny_config,
 )
 
@@ -72,7 +73,7 @@ def buffers_of(model):
   return jax.tree.map(keep, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", thorough_but(MESHES, 2))
 def test_a_mesh_computes_what_one_device_does(shape):
   (metrics, grads, buffers, later), (metrics1, grads1, buffers1, later1) = (
     run(shape),
@@ -92,6 +93,7 @@ def test_a_mesh_computes_what_one_device_does(shape):
   assert (later1.values != metrics1.values).sum() > 8
 
 
+@pytest.mark.thorough
 def test_evaluation_and_text_of_a_mesh_are_those_of_one_device():
   sampling = SampleConfig(max_tokens=24, temperature=0.9, top_p=0.9)
   sums, texts = [], []
@@ -112,6 +114,7 @@ def test_evaluation_and_text_of_a_mesh_are_those_of_one_device():
   assert texts[0] == texts[1] and len(texts[0]) == 24 and len(set(texts[0])) > 3
 
 
+@pytest.mark.thorough
 def test_micro_batches_change_nothing(mesh):
   cfg = tiny_config(SMALL | {"mod.scope": "ffn", "mod.decision": "predictor"})
   rows, model, rules = (

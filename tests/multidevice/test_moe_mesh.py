@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+from helpers import (
+  make_test_mesh,
+  micro_batches,
+  named_leaves,
+  random_rows,
+  thorough_but,
+  tiny_config,
+)
 
 from ats_jax.model import moe as moe_module
 from ats_jax.model.moe import MoE
@@ -139,11 +146,12 @@ def run(mode, shape, pull=False):
 
 
 @pytest.mark.parametrize(
-  ("mode", "shape"),
-  [("dropless", m) for m in MESHES] + [("capacity", m) for m in MESHES[2:4]],
+  "case",
+  thorough_but([("dropless", m) for m in MESHES] + [("capacity", m) for m in MESHES[2:4]], 4),
   ids=str,
 )
-def test_a_layer_equals_that_of_one_device(mode, shape):
+def test_a_layer_equals_that_of_one_device(case):
+  mode, shape = case
   for pull in (False, True):
     one = run(mode, ONE, pull)
     assert_close(run(mode, shape, pull), one)
@@ -252,6 +260,7 @@ def train_step(mode, shape):
 @pytest.mark.parametrize(
   ("mode", "shape"), [("dropless", (1, 2, 2, 2)), ("capacity", (2, 1, 1, 4))], ids=str
 )
+@pytest.mark.thorough
 def test_a_train_step_equals_that_of_one_device(mode, shape):
   one, many = train_step(mode, ONE), train_step(mode, shape)
   # Gradients of micro-batches are added in float32.

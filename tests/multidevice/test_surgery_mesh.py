@@ -20,6 +20,8 @@ from ats_jax.orchestrator.actions.expert_view import view_experts
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 
+pytestmark = pytest.mark.thorough
+
 CFG = tiny_config(
   {
     "moe.num_experts": 4,

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+from helpers import (
+  make_test_mesh,
+  micro_batches,
+  named_leaves,
+  random_rows,
+  thorough_but,
+  tiny_config,
+)
 
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
@@ -76,7 +83,7 @@ def run(shape: tuple[int, int, int]) -> Run:
     )
 
 
-@pytest.mark.parametrize("shape", MESHES[1:])
+@pytest.mark.parametrize("shape", thorough_but(MESHES[1:], 2))
 def test_losses_and_evaluation_equal_those_of_one_device(shape):
   one, many = run(MESHES[0]), run(shape)
   np.testing.assert_allclose(many.losses, one.losses, LOSS_RTOL)
@@ -85,7 +92,7 @@ def test_losses_and_evaluation_equal_those_of_one_device(shape):
   assert len(set(one.losses.tolist())) == STEPS  # there is something to compare
 
 
-@pytest.mark.parametrize("shape", MESHES[1:])
+@pytest.mark.parametrize("shape", thorough_but(MESHES[1:], 2))
 def test_gradients_equal_those_of_one_device(shape):
   one, many = run(MESHES[0]).grads, run(shape).grads
   assert one.keys() == many.keys()
@@ -94,7 +101,7 @@ def test_gradients_equal_those_of_one_device(shape):
     assert np.abs(grad).max() > 100 * GRAD_ATOL, name
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", thorough_but(MESHES, 0, 3))
 def test_moments_and_average_live_where_their_parameter_lives(shape):
   for shardings in (run(shape).before, run(shape).after):
     of_model = {k: s for k, s in shardings.items() if k.startswith(".model")}
@@ -116,7 +123,7 @@ def test_every_matrix_is_sharded():
     assert ways == vector.get(name.removesuffix(".value").split(".")[-1], 8), name
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", thorough_but(MESHES, 0, 3))
 def test_a_run_compiles_once(shape):
   assert run(shape).compilations == 1
 

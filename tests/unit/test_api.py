@@ -96,6 +96,7 @@ def test_it_is_there_once_it_is_asked_for():
 
 
 @pytest.mark.parametrize("cache", ["off", "own"])
+@pytest.mark.thorough
 def test_nothing_stays_behind(cfg, tmp_path, monkeypatch, cache):
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
   folder = "off" if cache == "off" else str(tmp_path / "cache")
@@ -128,6 +129,7 @@ def test_nothing_stays_behind_what_fails(cfg, tmp_path):
   assert process_state() == before
 
 
+@pytest.mark.thorough
 def test_two_runs_of_other_shapes_in_a_notebook(cfg, tmp_path):
   """A notebook runs its cells within an event loop."""
 

@@ -19,6 +19,8 @@ from ats_jax.orchestrator.actions.settings import ChangeSettings, decay_now, gro
 from ats_jax.orchestrator.record import ledger
 from ats_jax.step.program import Program
 
+pytestmark = pytest.mark.thorough
+
 STEPS, EVERY, LOOK = 40, 20, 4
 
 

@@ -100,6 +100,7 @@ def seen():
 
 
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=identify)
+@pytest.mark.thorough
 def test_commands_that_are_shown_run(path, trained, seen, tmp_path):
   reader = Reader(tmp_path, trained, seen, path)
   for line, error in shown(path):

@@ -26,6 +26,7 @@ def text(tmp_path):
   return (*FEW, *SMALL, *SHORT, *own, "data.validation_fraction=0", "orchestrator.mode=off")
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_its_log_and_appends_when_it_goes_on(tmp_path, text):
   shown = finish(start(tmp_path / "run", *text))
   kept = (tmp_path / "run" / "log.txt").read_text()
@@ -39,6 +40,7 @@ def test_a_run_keeps_its_log_and_appends_when_it_goes_on(tmp_path, text):
   assert again.startswith(kept) and "from step 3 of 4" in again[len(kept) :]
 
 
+@pytest.mark.thorough
 def test_the_level_is_of_the_screen_and_the_file(tmp_path, text):
   shown = finish(start(tmp_path / "run", *text, "log.level=warning", "log.writers=jsonl"))
   assert "parameters:" not in shown

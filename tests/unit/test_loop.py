@@ -83,6 +83,7 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
     np.testing.assert_allclose(many[name], value, 1e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_the_loop_equals_a_plain_loop(config, tmp_path):
   cfg = config({"model.dropout": 0.1, "step.accum_steps": 2, "data.batch_size": 16})
   cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, every_steps=3))
@@ -140,6 +141,7 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
   assert "too few steps to time" in performance(again)
 
 
+@pytest.mark.thorough
 def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_path, caplog):
   eight = {"model.num_layers": 3, "precision.fp8": True, "precision.fp8_band": 0.0}
   changes = {"eval.every_steps": 2, "checkpoint.every_steps": 2, "optimizer.learning_rate": 0.03}
@@ -155,6 +157,7 @@ def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_pat
 
 
 @pytest.mark.parametrize("first", [False, True])
+@pytest.mark.thorough
 def test_a_run_goes_on_in_another_number_format(config, tmp_path, first):
   """From bfloat16 to 8 bits, and back; without a scan where there was one."""
   layers = {"model.num_layers": 4}

@@ -117,6 +117,7 @@ def assert_same_run(one, other):
   assert paths.read(one / extra) == paths.read(other / extra)
 
 
+@pytest.mark.thorough
 def test_a_run_on_a_store_leaves_the_files_of_a_local_one(whole, config, tmp_path):
   train(config(), Path(tmp_path))
   local = [n for n in paths.files(Path(tmp_path)) if not n.startswith("checkpoints/")]
@@ -187,6 +188,7 @@ def test_a_new_run_begins_with_weights_from_a_store(whole, config, tmp_path):
   np.testing.assert_array_equal(weights.embed.weight[...], saved["ema/embed"])
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_of_a_run_on_a_store_is_taken_along(config, bucket):
   bpe = {"data__tokenizer": "bpe", "data__bpe_vocab_size": 300, "num_steps": 2}
   source = Path("gs://bucket/bpe")
@@ -226,6 +228,7 @@ def test_event_files_on_a_store_are_complete(whole):
   assert tags.count(b"eval/loss") == STEPS // 3 + hparams
 
 
+@pytest.mark.thorough
 def test_a_profile_is_put_on_the_store(config, bucket):
   train(config(num_steps=5, log__profile_step=2), Path("gs://bucket/run"))
   assert any(name.endswith(".xplane.pb") for name in paths.files(Path("gs://bucket/run/profile")))

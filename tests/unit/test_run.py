@@ -308,6 +308,7 @@ def test_an_optimum_within_the_bounds_is_taken(texts):
   assert budget(at_least, unique_tokens=10 * wanted)["budget"]["epochs"] == pytest.approx(3)
 
 
+@pytest.mark.thorough
 def test_a_run_as_long_as_the_budget_says(texts, tmp_path):
   """The schedule ends with it, the workdir says it, and a run that goes on keeps it."""
   cfg = budgeted(texts, most_epochs=1.5, optimizer__schedule="linear", checkpoint__every_steps=3)

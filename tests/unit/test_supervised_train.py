@@ -108,6 +108,7 @@ def runs(config, tmp_path_factory):
   return {mode: (d, train_module.train(config(mode), d)) for mode, d in folders.items()}
 
 
+@pytest.mark.thorough
 def test_a_healthy_run_is_the_same_bit_for_bit(runs):
   (off, plain), (act, supervised) = runs["off"], runs["act"]
   for a, b in zip(weights(plain), weights(supervised), strict=True):
@@ -139,6 +140,7 @@ def test_weights_that_break_are_replaced_and_no_checkpoint_holds_them(
   assert reached < before_it - 0.3  # training went on
 
 
+@pytest.mark.thorough
 def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp_path):
   eight = {"model__num_layers": 3, "precision__fp8": True, "precision__fp8_band": 0.0}
   cfg = config("observe", num_steps=15, eval__every_steps=1, optimizer__learning_rate=0.03, **eight)
@@ -163,6 +165,7 @@ def test_off_ends_as_ever(config, tmp_path, monkeypatch):
     train_module.train(config("off"), tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_with_its_memory_and_its_ledger(config, tmp_path, monkeypatch):
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   with monkeypatch.context() as patch:
@@ -205,6 +208,7 @@ def out_of_memory(times):
   ("saved_every", "start"),
   [(STEPS, 15), (32, 32)],  # from a snapshot; from a checkpoint, when that is newer
 )
+@pytest.mark.thorough
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
   saved_every, start, config, tmp_path, monkeypatch
 ):

@@ -58,6 +58,7 @@ def test_the_reason_is_the_last_error_of_a_process():
   assert reason("12:00 all is well") == ""
 
 
+@pytest.mark.thorough
 def test_candidates_that_cannot_run_are_rows(tmp_path):
   flags = ["--config=configs/debug.py", *(f"--config.{s}" for s in SMALL), "--steps=2"]
   flags += ["--try=data.batch_size=16,8192,15", "--try=step.accum_steps=2", "--memory_gib=0.1"]

@@ -56,6 +56,7 @@ def reaction(name, *, rows=ROWS, **fault):
   ("name", "bounds", "holds"),
   [("reflex", True, True), ("reflex-gradient", False, True), ("reflex-governor", True, False)],
 )
+@pytest.mark.thorough
 def test_ablations(name, bounds, holds):
   row, moved = reaction(name, gradient=1e6)
   assert (row["reflex/grad_scale"] < 1e-2) == bounds and moved
@@ -88,6 +89,7 @@ def test_each_can_be_built(name):
   assert isinstance(arm.supervise(None, None), Supervisor) == kind.watched
 
 
+@pytest.mark.thorough
 def test_an_oracle_is_told():
   small = {"num_steps": 30, "optimizer.warmup_steps": 5, "data.batch_size": 4, "model.d_model": 16}
   bench = Bench(Suite((), (), (), tuple(small.items())))

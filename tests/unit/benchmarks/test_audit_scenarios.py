@@ -54,6 +54,7 @@ def taken(name, seed):
 
 @pytest.mark.parametrize("by", ["batch", "row", "shard"])
 @pytest.mark.parametrize("share", [1, 3, 10])
+@pytest.mark.thorough
 def test_a_minority_has_its_share(by, share):
   found = np.array([taken(f"minority_{by}_{share}", seed) for seed in range(8)])
   # Of batches by chance, 32 of 3200 are 1 %, give or take 5.6.
@@ -228,6 +229,7 @@ def test_tokens_that_are_left_out_are_counted(bench, arm_of):
 
 
 @pytest.mark.parametrize("name", ["clip", "rewind"])
+@pytest.mark.thorough
 def test_a_run_that_is_not_finite_goes_on(bench, arm_of, name):
   """Without a guard from its checkpoint, once; `rewind` from a copy of its own."""
   arm = arm_of(name)

@@ -110,6 +110,7 @@ MEASURED = {
   ],
   ids=["remat", "moe"],
 )
+@pytest.mark.thorough
 def test_against_xla_and_the_formula(mesh, settings):
   cfg = tiny_config(MEASURED | settings)
   plan = make_program(cfg)

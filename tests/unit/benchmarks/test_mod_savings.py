@@ -6,6 +6,8 @@ from helpers import tiny_config
 from ats_jax.config.schema import MoDConfig
 from benchmarks.mod_savings import CAPACITIES, EVERY, Run, default_config, plan_with, saving
 
+pytestmark = pytest.mark.thorough
+
 # 12.5, 25 and 50 % of a row through alternate layers of the default model save at least this.
 LEAST = {0.125: 0.43, 0.25: 0.38, 0.5: 0.26}
 

@@ -11,6 +11,8 @@ from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 from experiments.plain_decoder import check, first_state, init, make_step
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 3
 DENSE = {
   "data.max_segments": 1,

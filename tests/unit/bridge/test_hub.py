@@ -118,6 +118,7 @@ def ask(name, endpoint, home, **env):
   return run.stdout.strip()
 
 
+@pytest.mark.thorough
 def test_the_files_of_a_name_come_once(tmp_path):
   origin = make_folder(tmp_path / "origin", shards=2)
   (origin / "pytorch_model.bin").write_bytes(b"a pickle")
@@ -140,6 +141,7 @@ def test_the_files_of_a_name_come_once(tmp_path):
   assert lost.startswith("OSError hf://some/model: the Hub does not answer")
 
 
+@pytest.mark.thorough
 def test_a_connection_that_breaks_is_taken_up_or_said(tmp_path):
   origin = make_folder(tmp_path / "origin")
   with served(origin) as (server, endpoint):
@@ -152,6 +154,7 @@ def test_a_connection_that_breaks_is_taken_up_or_said(tmp_path):
   assert got == (origin / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 def test_names_that_the_hub_does_not_give(tmp_path):
   origin = make_folder(tmp_path / "origin")
   (origin / "model.safetensors").rename(origin / "pytorch_model.bin")

@@ -294,6 +294,7 @@ class TestSize:
     assert report.first[0] == f"{path}:2: a line of 513 bytes: more than 100"
 
   @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+  @pytest.mark.thorough
   def test_one_line_of_300_mb_takes_little_memory(self, tmp_path, name):
     with open(tmp_path / name, "wb") as file:
       file.write(b'{"text": "' if name == "a.jsonl" else b"")

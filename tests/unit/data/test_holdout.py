@@ -42,6 +42,7 @@ def in_order(*splits):
 
 
 @pytest.mark.parametrize("num_chars", [3_000, 20_000, 150_000])
+@pytest.mark.thorough
 def test_a_part_of_one_file_is_held_out(write, config, caplog, num_chars):
   text = prose(num_chars)
   cfg = config(paths=str(write("book.txt", text)), validation_fraction=0.05, seq_len=32)

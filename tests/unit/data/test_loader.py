@@ -110,6 +110,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_signals_to_the_group_and_death_of_the_parent(tmp_path):
   """Ctrl-C and SIGTERM, also while workers start, stop no worker; the parent's death stops all."""
   script = tmp_path / "script.py"

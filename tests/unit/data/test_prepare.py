@@ -138,6 +138,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("workers", "kill_at"), [(0, 1), (2, 4), (0, 9), (0, 12)])
+@pytest.mark.thorough
 def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small, workers, kill_at):
   """Killed as a shard is about to be counted, and as the last step takes away what it needed."""
   script = tmp_path / "killed.py"

@@ -155,6 +155,7 @@ print(len(ids))
 @pytest.mark.parametrize(
   ("sample", "megabytes", "most_tokens"), [("x", "4.0", 20_000), ("ACGT", "0.4", 100_000)]
 )
+@pytest.mark.thorough
 def test_bpe_of_one_unbroken_word_takes_seconds_and_says_that_it_trains(
   sample, megabytes, most_tokens
 ):

@@ -76,6 +76,7 @@ def test_extending_a_cache_gives_the_logits_of_the_full_forward(mesh, parts):
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}])
+@pytest.mark.thorough
 def test_a_mesh_of_eight_gives_the_tokens_of_one_device(changes):
   sampling = dataclasses.replace(GREEDY, **changes)
   results = []

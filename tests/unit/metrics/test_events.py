@@ -13,6 +13,8 @@ from ats_jax.config.build import flatten, from_config_dict
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train import train
 
+pytestmark = pytest.mark.thorough
+
 TEXT = "the cat sat on the mat, and the dog on the log. " * 40
 
 

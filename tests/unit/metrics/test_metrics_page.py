@@ -12,6 +12,8 @@ from ats_jax.metrics.memory import _DEVICE_STATS
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train import train
 
+pytestmark = pytest.mark.thorough
+
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 FIELDS = {"step", "wall_time", "sample"}
 # A device's alone: `Throughput` and `memory_metrics` are tested to write them.

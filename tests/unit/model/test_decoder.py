@@ -209,6 +209,7 @@ def test_dtypes_are_those_of_the_config(mesh):
 @pytest.mark.parametrize(
   ("d_model", "layers", "tied"), [(64, 4, True), (512, 2, False), (2048, 1, True), (2048, 1, False)]
 )
+@pytest.mark.thorough
 def test_the_first_loss_is_ln_vocab(mesh, d_model, layers, tied):
   cfg = tiny_config(
     {

@@ -83,6 +83,7 @@ def test_micro_batches_draw_their_own_masks(mesh):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.thorough
 def test_steps_draw_their_own_masks(mesh, rate):
   cfg = tiny_config({"model.dropout": rate})
   program, batch = make_program(cfg), micro_batches(random_rows(cfg, 8), 1)

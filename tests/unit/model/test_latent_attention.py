@@ -98,6 +98,7 @@ def attend(p, x, segments, positions, m):
 
 
 @pytest.mark.parametrize("changes", [LATENT, ONE_MATRIX], ids=["two-latents", "one"])
+@pytest.mark.thorough
 def test_output_and_gradients(mesh, changes):
   cfg = tiny_config(changes)
   x, cotangent, segments, positions = inputs()

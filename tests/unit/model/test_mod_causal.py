@@ -176,6 +176,7 @@ def train(cfg, only=None):
   return program, state, dict(zip(metric_names(cfg), np.array(values).T, strict=True))
 
 
+@pytest.mark.thorough
 def test_the_threshold_comes_to_choose_what_training_chooses(mesh):
   steps = {"num_steps": 200, "optimizer.learning_rate": 1e-3}
   cfg = tiny_config(TRAINED | steps)
@@ -192,6 +193,7 @@ def test_the_threshold_comes_to_choose_what_training_chooses(mesh):
   assert 0.18 < np.mean(shares) < 0.32
 
 
+@pytest.mark.thorough
 def test_the_predictor_learns_a_router_that_stands_still(mesh):
   # It follows a router that moves with a delay, which grows with the learning rate.
   steps = {"num_steps": 160, "optimizer.learning_rate": 1e-2, "mod.decision": "predictor"}

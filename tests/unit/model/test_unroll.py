@@ -106,6 +106,7 @@ def test_gathered_weights_are_gathered_again_and_gradients_are_allocated_in_part
   assert "x".join(map(str, weight.shape)) not in allocated
 
 
+@pytest.mark.thorough
 def test_experts_on_a_gpu_are_recomputed_without_a_loop(mesh):
   """`jax.checkpoint` miscounts its barriers where a kernel brings arrays of constants along."""
   kernels = kernels_of("grouped_matmul", "mosaic")

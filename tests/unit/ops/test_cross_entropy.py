@@ -176,6 +176,7 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2)]
 
 
 @pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.thorough
 def test_meshes_agree_with_one_device(shape):
   inputs = make_inputs(batch=8, seq=3, d_model=16, vocab=24)
   with jax.set_mesh(make_test_mesh(1, 1, 1)):

@@ -69,6 +69,7 @@ def test_a_crowded_look_asks_and_only_once_in_a_while():
   ("factor", "left", "rung"),
   [(0.25, 360, 1.0), (2.0, 360, None), (0.25, 0, None)],  # nothing is asked for at the end
 )
+@pytest.mark.thorough
 def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, left, rung):
   steps = 4 * (LOOKS + 1)
   cfg = config(factor, num_steps=steps + left)

@@ -45,6 +45,7 @@ def starve(state):
   router.bias_E[...] = router.bias_E[...].at[repeat, DEAD].set(-100.0)
 
 
+@pytest.mark.thorough
 def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp_path):
   assert moe_layers(CFG) == (LAYER,)
   program, probe = make_program(CFG), random_rows(CFG, 8, seed=99)

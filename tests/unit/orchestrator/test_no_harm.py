@@ -9,7 +9,7 @@ import functools
 
 import jax
 import pytest
-from helpers import make_test_mesh
+from helpers import make_test_mesh, thorough_but
 
 from ats_jax.orchestrator import hooks
 from benchmarks.faults import arms
@@ -42,6 +42,7 @@ def result():
     yield of
 
 
+@pytest.mark.thorough
 def test_a_second_domain_is_trained_on(result):
   """In a tenth of the batches: none is left out, nothing is done about it, both are learned."""
   guarded, _ = result("ours", "minority_batch_10")
@@ -53,8 +54,9 @@ def test_a_second_domain_is_trained_on(result):
     assert guarded["domains"][domain] < clipped["domains"][domain] + AS_WELL
 
 
-@pytest.mark.parametrize(("place", "bit"), [("weight", 30), ("mu", 30), ("nu", 31)])
-def test_a_flipped_bit_is_named_and_costs_nothing(result, place, bit):
+@pytest.mark.parametrize("flipped", thorough_but([("weight", 30), ("mu", 30), ("nu", 31)], 2))
+def test_a_flipped_bit_is_named_and_costs_nothing(result, flipped):
+  place, bit = flipped
   """Weights go back, which costs some steps; of moments the element begins anew."""
   guarded, _ = result("ours", f"flip_{place}_b{bit}")
   clipped, _ = result("clip", f"flip_weight_b{bit}" if place == "weight" else "clean")
@@ -66,6 +68,7 @@ def test_a_flipped_bit_is_named_and_costs_nothing(result, place, bit):
 
 
 @pytest.mark.parametrize("place", ["adam_steps", "step"])
+@pytest.mark.thorough
 def test_a_count_that_is_off_is_mended(result, place):
   """Adam's before it is used; the step, which the rate goes by, at the next look that reads it."""
   guarded, _ = result("ours", f"flip_{place}_b6")
@@ -78,6 +81,7 @@ def test_a_count_that_is_off_is_mended(result, place):
     assert guarded["weights"] == clipped["weights"] and guarded["updates"] == STEPS
 
 
+@pytest.mark.thorough
 def test_a_rate_thirty_times_too_high_is_held_or_cut(result):
   guarded, looks = result("ours", "schedule_x30_forever")
   assert guarded["loss"] < result("clip", "clean")[0]["loss"] + FAR
@@ -86,6 +90,7 @@ def test_a_rate_thirty_times_too_high_is_held_or_cut(result):
   assert len(said) >= 3 and set(said) == {"learning rate"}
 
 
+@pytest.mark.thorough
 def test_a_run_that_diverges_is_never_called_healthy(result):
   """Where nobody may hold the rate: neither when the loss jumps, nor when that has lasted."""
   record, looks = result("observe", "schedule_x30_forever")

@@ -57,6 +57,7 @@ def train(program, path):
   return supervisor, losses
 
 
+@pytest.mark.thorough
 def test_the_probe_follows_the_capacity(program, tmp_path):
   supervisor, losses = train(program, path := tmp_path / "decisions.jsonl")
   looks = [row["reading"] for row in ledger.rows(path) if row["kind"] == "check"]

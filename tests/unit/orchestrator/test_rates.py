@@ -52,10 +52,17 @@ def test_a_lower_rate_may_be_behind_and_leaving_out_must_be_ahead(
   changed, slower_wins, skipping_wins
 ):
   effect = Effect(6.0, 3.0, changed, 3.0 - changed, math.nan)
-  _, has_won = won(PolicyState(), SetLearningRateScale(0.1, 1.0), effect)
+  _, has_won = won(PolicyState(turnover=FAST), SetLearningRateScale(0.1, 1.0), effect)
   assert has_won == slower_wins
   policy, has_won = won(PolicyState(), SetSkips(5.0, 0.0), effect)
   assert has_won == skipping_wins and len(policy.fears) == (not skipping_wins)
+
+
+@pytest.mark.parametrize(("changed", "wins"), [(3.11, True), (3.13, False)])
+def test_the_faster_the_weights_turned_over_the_further_behind_it_may_be(changed, wins):
+  effect = Effect(6.0, 3.0, changed, 3.0 - changed, math.nan)
+  policy = PolicyState(turnover=2 * FAST)
+  assert won(policy, SetLearningRateScale(0.1, 1.0), effect)[1] == wins
 
 
 def test_what_diverged_loses_to_what_did_not():

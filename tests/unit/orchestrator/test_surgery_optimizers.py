@@ -47,6 +47,7 @@ KEEPS = {
 
 
 @pytest.mark.parametrize(("tx", "keeps"), KEEPS.values(), ids=KEEPS.keys())
+@pytest.mark.thorough
 def test_rows_go_with_their_experts(mesh, tx, keeps):
   state = init_state(CFG, make_program(CFG).num, Optimizer(tx, "cpu"))
   ones = lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x

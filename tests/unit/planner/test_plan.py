@@ -91,6 +91,7 @@ def test_text_of_a_dense_run_mentions_nothing_that_it_lacks():
   assert not any(word in text for word in ("experts", "routers", "saved", "ema,", "sums"))
 
 
+@pytest.mark.thorough
 def test_the_models_page_is_up_to_date():
   """Builds, counts and validates every variant of every preset."""
   page = Path(__file__).parents[3] / "docs" / "reference" / "models.md"

@@ -53,6 +53,7 @@ def test_a_function_is_traced_anew_for_each_plan():
     assert weight().sharding.spec == first == jax.P("fsdp", None)
 
 
+@pytest.mark.thorough
 def test_weights_are_whole_in_a_data_parallel_plan_and_the_losses_the_same():
   cfg = tiny_config({"step.accum_steps": 2, "moe.num_experts": 4, "moe.d_ff": 32})
   mesh = make_test_mesh(2, 2, 2)

@@ -7,6 +7,7 @@ import statistics
 
 import jax
 import numpy as np
+import pytest
 from helpers import micro_batches, tiny_config
 from xla_flags import FAST_STEPS
 
@@ -62,6 +63,7 @@ def steps_to_balance(program, seed) -> int:
   return MOST_STEPS + 1
 
 
+@pytest.mark.thorough
 def test_a_collapsed_router_recovers(mesh):
   found = []
   for seed in range(SEEDS):

@@ -115,6 +115,7 @@ def test_neutral_again_after_an_undo(mesh):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_all_devices_drop_the_same_experts():
   cfg = tiny_config(CALM | EXPERTS | {"moe.num_experts": 8, "model.num_layers": 1})
   loads = []
@@ -131,6 +132,7 @@ def test_all_devices_drop_the_same_experts():
   assert (loads[0] == 0).any()
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_left_out_leaves_the_buffers_of_routers_alone(mesh):
   depth = {"mod.routing": "learned", "mod.capacity": 0.5, "mod.every": 1}
   cfg = tiny_config(CALM | EXPERTS | depth | {"model.num_layers": 1})

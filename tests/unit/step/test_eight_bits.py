@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import micro_batches, tiny_config
+from helpers import micro_batches, thorough_but, tiny_config
 
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
@@ -57,6 +57,7 @@ def losses(mesh, **precision):
   return np.array(found), program, state
 
 
+@pytest.mark.thorough
 def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkeypatch):
   want, *_ = losses(mesh)
   found, program, state = losses(mesh, fp8=True, fp8_keep_first=0, fp8_keep_last=0)
@@ -81,8 +82,10 @@ def test_the_parameters_do_not_know_of_them(mesh, changes):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("changes", [{}, {"moe.num_experts": 4, "moe.every": 2}], ids=["", "moe"])
+@pytest.mark.parametrize("remat", thorough_but(["none", "full"], 0))
+@pytest.mark.parametrize(
+  "changes", thorough_but([{}, {"moe.num_experts": 4, "moe.every": 2}], 0), ids=["", "moe"]
+)
 def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
   """The first and the last layer are wide: three scans over slices of one stack."""
   found = []
@@ -98,6 +101,7 @@ def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
     )
 
 
+@pytest.mark.thorough
 def test_the_rules_switch_them_off(mesh):
   changes = SHAPE | {"model.vocab_size": 320, "precision.fp8_keep_first": 0}
   program, wide = (

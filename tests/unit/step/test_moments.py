@@ -41,6 +41,7 @@ def test_a_first_moment_is_within_its_bound(b1, b2, mu_dtype, nu_dtype):
   check((b2 / b1) ** np.arange(60))  # where Cauchy and Schwarz are equal
 
 
+@pytest.mark.thorough
 def test_the_bound_is_tight():
   b1, b2 = 0.9, 0.95
   tx = scale_by_adam(b1, b2, 1e-8, jnp.dtype("float32"), jnp.dtype("float32"))

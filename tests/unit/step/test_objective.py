@@ -123,6 +123,7 @@ CASES = [(Preference(CFG), dense_preference), (PolicyGradient(CFG), dense_policy
 
 @pytest.mark.parametrize(("objective", "dense"), CASES, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_dense_objective(mesh, objective, dense, accum):
   rows, model = rows_for(objective), make_decoder(CFG)
   batch = micro_batches(rows, accum)

@@ -153,6 +153,7 @@ class Run:
 @pytest.mark.parametrize(
   "changes", [{}, {"moe.num_experts": 4, "moe.d_ff": 32}], ids=["dense", "moe"]
 )
+@pytest.mark.thorough
 def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
   calm = {"optimizer.learning_rate": 1e-3}
   runs = {mode: Run(mode, calm | changes) for mode in ("off", "observe", "act")}
@@ -166,6 +167,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
 
 
 @pytest.mark.parametrize("mode", ["off", "act"])
+@pytest.mark.thorough
 def test_the_learning_rate_that_is_reported_is_the_one_that_was_applied(mesh, mode):
   """With what the supervisor set, and with what the reflex held."""
   run = Run(mode)
@@ -251,6 +253,7 @@ def test_a_gradient_far_too_large_is_shrunk_tensor_by_tensor(mesh):
 LONG = {"num_steps": 2000}  # at step 150 the rate is near its highest
 
 
+@pytest.mark.thorough
 def test_a_rate_thirty_times_too_large_is_held_though_the_schedule_asks_for_it(mesh):
   run = Run("act", LONG)
   run(150)
@@ -287,6 +290,7 @@ def tensor(run, row):
 
 
 @pytest.mark.parametrize("bit", [0, 12, 22, 27, 31])
+@pytest.mark.thorough
 def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(mesh, bit):
   run = Run("act")
   assert run(40)["reflex/wrong"] == 0.0
@@ -306,6 +310,7 @@ def test_a_bit_of_a_weight_that_flips_between_two_steps_is_found(mesh, bit):
     (".nu.head", lambda x: np.inf),
   ],
 )
+@pytest.mark.thorough
 def test_moments_that_no_gradients_can_have_led_to_begin_anew(mesh, name, change):
   run, calm = Run("act"), Run("act")
   for one in (run, calm):

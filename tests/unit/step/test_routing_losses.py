@@ -99,6 +99,7 @@ CAPACITY = SMALL | {"moe.dispatch": "capacity", "moe.capacity_factor": 1.0}
 
 
 @pytest.mark.parametrize(("changes", "accum"), [(DROPLESS, 2), (CAPACITY, 4)])
+@pytest.mark.thorough
 def test_micro_batches_change_nothing(mesh, changes, accum):
   with jax.enable_x64(True):
     cfg = tiny_config(changes)
@@ -254,6 +255,7 @@ def test_the_bias_rests_at_the_end():
   ],
 )
 @pytest.mark.parametrize("extra", ["plain", "null", "spare"])
+@pytest.mark.thorough
 def test_the_bias_goes_against_the_load(mesh, kind, moves, extra):
   changes = {"moe.bias_update": kind, "moe.bias_rate": 0.5}
   if extra == "null":  # the last of the four does nothing, and is balanced like the others

@@ -45,6 +45,7 @@ def float64(tree):
   return {k: v.astype(np.float64) for k, v in snapshot(tree).items()}
 
 
+@pytest.mark.thorough
 def test_accumulation_does_not_change_gradient_or_update(mesh):
   changes = {"step.z_loss": 1e-2, "step.label_smoothing": 0.1, "optimizer.grad_clip": 0.0}
   rows = random_rows(tiny_config(), 8, seed=1)
@@ -131,6 +132,7 @@ def test_several_steps_equal_a_plain_optax_loop(mesh):
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.thorough
 def test_metrics(mesh, param_dtype):
   cfg = tiny_config({"precision.param_dtype": param_dtype, "optimizer.grad_clip": 1e-3})
   program = make_program(cfg)
