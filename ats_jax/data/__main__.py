@@ -157,6 +157,8 @@ def _report(argv: list[str]) -> None:
   """Write the page."""
   del argv
   out = Path(cli.require(_PAGE.value, "out", "report.html")).expanduser()
+  if out.is_dir():
+    raise ValueError(f"--out={out} is a folder. Name a file, e.g. {out / 'report.html'}.")
   if not out.parent.is_dir():
     raise ValueError(f"--out={out}: there is no folder {out.parent}. Make it, or name another.")
   cfg = _REPORT_CONFIG.value.data

@@ -126,6 +126,7 @@ WRONG = {
   "evaluate --workdir={ok} --paths=/dev/zero": "/dev/zero",
   "data stats --config.data.paths=/no": "'/no' does not exist",
   "data report": "--out",
+  "data report --out={in}": "{in} is a folder",
   "data report --out=/no/r.html": "there is no folder /no",
   "data stats --config.data.filters=dedup": "'dedup' is unknown",
   "bench --steps=0": "--steps=0",

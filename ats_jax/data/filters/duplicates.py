@@ -42,12 +42,13 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
   if not texts:
     return np.empty((0, NUM_HASHES), np.uint32)
   matrix = rensa.RMinHash.digest_matrix_from_token_sets(
-    [_shingles(text) for text in texts], num_perm=NUM_HASHES, seed=_SEED
+    [shingles(text) for text in texts], num_perm=NUM_HASHES, seed=_SEED
   )
   return np.array(matrix.to_rows(), np.uint32)
 
 
-def _shingles(text: str) -> list[str]:
+def shingles(text: str) -> list[str]:
+  """The sequences of five words of a text, which is what is compared."""
   words = WORD.findall(text.casefold())
   if not words:
     return [" ".join(text.split())]

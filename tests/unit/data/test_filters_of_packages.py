@@ -125,7 +125,7 @@ def test_near_duplicates_are_found_at_their_similarity():
       for at in rng.choice(600, edits, replace=False):
         other[at] = "changed"
       texts += [" ".join(text), " ".join(other)]
-      first, second = (set(duplicates._shingles(t)) for t in texts[-2:])
+      first, second = (set(duplicates.shingles(t)) for t in texts[-2:])
       truth.append(len(first & second) / len(first | second))
   found = duplicates.signatures(texts)
   estimate = (found[::2] == found[1::2]).mean(1)
