@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ats_jax.bridge.transforms import Interleaved, Shape, Transform
+from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
 from ats_jax.config.build import flatten
 from ats_jax.config.build import settings as known_settings
 from ats_jax.config.schema import Config
@@ -426,10 +426,10 @@ def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -
     return np.broadcast_to(row.value(item.shape), item.shape).astype(dtype)
   if EXPERT not in row.theirs:
     array = row.transform.to_ours(tensors(item.theirs[0]), item.shape)
-    return np.ascontiguousarray(array, dtype)
+    return in_order(array).astype(dtype, copy=False)
   stack = np.empty(item.shape, dtype)
   for place, name in enumerate(item.theirs):
-    stack[place] = row.transform.to_ours(tensors(name), item.shape[1:])
+    stack[place] = in_order(row.transform.to_ours(tensors(name), item.shape[1:]))
   return stack
 
 

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, Protocol, Self
 import ml_dtypes
 import numpy as np
 
+from ats_jax.bridge.transforms import in_order
+
 MAX_HEADER = 100_000_000  # bytes, as in the library
 DTYPES: Mapping[str, np.dtype] = {
   "F32": np.dtype(np.float32),
@@ -181,7 +183,7 @@ class Writer:
     assert self._file is not None
     slot = self._left.pop(0)
     assert (slot.name, slot.shape, slot.dtype) == (name, array.shape, array.dtype), (slot, name)
-    self._file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+    self._file.write(memoryview(in_order(array).reshape(-1).view(np.uint8)))
 
   def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
     assert self._file is not None

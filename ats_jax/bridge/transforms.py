@@ -1,12 +1,40 @@
 """How one of our arrays stands in a Hugging Face file: invertible, without arithmetic."""
 
+import concurrent.futures
 import dataclasses
 import math
+import os
 from typing import Protocol
 
 import numpy as np
 
 Shape = tuple[int, ...]
+# Numpy follows one side's order and touches a cache line of the other for each element. So a
+# transpose goes by tiles of so many bytes of a row and so many rows.
+TILE_BYTES, TILE_ROWS = 32, 512
+
+
+def in_order(array: np.ndarray) -> np.ndarray:
+  """The same array in C order, itself if it is: `np.ascontiguousarray`, several times as fast."""
+  if array.flags.c_contiguous:
+    return array
+  if array.ndim < 2:
+    return array.copy()
+  ordered = np.empty(array.shape, array.dtype)
+  # Of plain words numpy releases the lock of Python.
+  source, target = (a.view(f"u{array.itemsize}") for a in (array, ordered))
+  width = TILE_BYTES // array.itemsize
+
+  def copy(first: int) -> None:
+    rows = slice(first, first + TILE_ROWS)
+    for left in range(0, array.shape[-1], width):
+      tile = (rows, ..., slice(left, left + width))
+      target[tile] = source[tile]
+
+  with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1), "transpose") as pool:
+    for _ in pool.map(copy, range(0, len(array), TILE_ROWS)):
+      pass
+  return ordered
 
 
 class Transform(Protocol):

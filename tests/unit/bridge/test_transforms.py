@@ -1,8 +1,9 @@
 """Transforms: what one direction does, the other undoes; nothing is computed."""
 
+import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ats_jax.bridge.transforms import (
@@ -12,6 +13,7 @@ from ats_jax.bridge.transforms import (
   TRANSPOSED_2,
   Interleaved,
   RopeHalves,
+  in_order,
 )
 
 TRANSFORMS = [SAME, FLAT, TRANSPOSED, TRANSPOSED_2]
@@ -69,3 +71,21 @@ def test_an_output_of_heads():
   theirs = TRANSPOSED_2.to_theirs(ours)
   y = np.random.default_rng(1).normal(size=(3, 4))
   np.testing.assert_allclose(theirs @ y.reshape(-1), np.einsum("nh,nhd->d", y, ours))
+
+
+@given(
+  st.lists(st.sampled_from([1, 2, 3, 17, 70, 600]), min_size=1, max_size=3).flatmap(
+    lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+  ),
+  st.sampled_from([np.uint8, ml_dtypes.bfloat16, np.float32, np.float64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_in_order_is_a_contiguous_copy(case, dtype):
+  shape, order = case
+  whole = np.random.default_rng(0).integers(0, 120, shape).astype(dtype)
+  turned = whole.transpose(order)
+  ordered = in_order(turned)
+  assert ordered.flags.c_contiguous and ordered.dtype == turned.dtype
+  np.testing.assert_array_equal(ordered, turned)
+  every_second = turned[..., ::2]
+  np.testing.assert_array_equal(in_order(every_second), every_second)
