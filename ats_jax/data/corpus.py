@@ -20,7 +20,7 @@ from ats_jax.data.tokenise import REPORT, USUAL, How, shard, tokenise
 from ats_jax.data.tokenizer import Tokenizer
 
 CODES = "codes.bin"
-_LAYOUT = 2  # of a corpus in the cache: raise it when its files change
+_LAYOUT = 3  # of a corpus in the cache: raise it when its files change
 _OPEN_FILES = 64  # files the BPE's sample is drawn from at a time
 
 

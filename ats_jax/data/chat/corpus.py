@@ -21,6 +21,7 @@ from ats_jax.data.report import Report
 from ats_jax.data.source import SourceFile, document_name, name_hash
 from ats_jax.data.tokenise import COLUMNS, REPORT, shard
 
+_LAYOUT = 2  # of a corpus in the cache: raise it when its files change
 _BATCH_CHARS = 2**23  # text encoded at a time
 
 
@@ -58,7 +59,7 @@ def open_chat_corpus(
   def build(folder: Path) -> dict[str, Any]:
     return _tokenise(folder, files, cfg, tokenizer)
 
-  key = cache.digest("conversations", fingerprint, tokenizer.fingerprint)
+  key = cache.digest("conversations", _LAYOUT, fingerprint, tokenizer.fingerprint)
   folder = cache.cached(cache.cache_root(cfg.cache_dir), f"corpus-{key}", build)
   warn_of_malformed(folder, cfg.strict)
   return Corpus(folder, files)

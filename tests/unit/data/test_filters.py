@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -106,6 +108,43 @@ def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, mon
         prepare(cfg, tmp_path / "killed", How(0))
   assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
   assert 100 < len(judged) < 140  # a part that was written is not judged again
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ats_jax.config.schema import DataConfig
+from ats_jax.data.filters import parts, sift
+from ats_jax.data.splits import prepare
+from ats_jax.data.tokenise import How
+
+sift._BATCH_CHARS, parts.PART_CHARS = 500, 1500
+
+def die(event, arguments, seen=[0]):
+  if event == "os.rename" and "judged-" in str(arguments[0]):
+    seen[0] += 1
+    if seen[0] == 3:
+      os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+  sys.addaudithook(die)
+  cfg = DataConfig(paths=sys.argv[1], tokenizer="bytes", validation_fraction=0.0, filters="exact")
+  prepare(cfg, Path(sys.argv[2]), How(2))
+"""
+
+
+@pytest.mark.thorough
+def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small):
+  """By SIGKILL, as a part is about to be counted."""
+  script = tmp_path / "killed.py"
+  script.write_text(KILLED)
+  command = [sys.executable, script, folder, tmp_path / "killed"]
+  killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert killed.returncode == -9, killed.stderr
+  assert len(list((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))) == 2
+  cfg = config(paths=str(folder), filters="exact")
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
+  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
 
 
 def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeypatch):
