@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.data import splits
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
@@ -293,6 +294,23 @@ def test_only_what_earlier_filters_kept_is_compared(filters, stage, found, inste
 def test_wrong_filters(text, message):
   with pytest.raises(ValueError, match=message):
     filter_stages(text)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"data.filters": "dedup"}, "'dedup' is unknown"),
+    (
+      {"data.filters": "exact", "data.chat_template": "chatml", "data.packing": "best_fit"},
+      "data.filters='exact' looks at text, and data.chat_template='chatml' reads conversations",
+    ),
+  ],
+)
+def test_a_config_is_refused_before_the_data_is_read(changes, message):
+  config = base_config()
+  config.update_from_flattened_dict(changes)
+  with pytest.raises(ValueError, match=message):
+    from_config_dict(config)
 
 
 @pytest.mark.parametrize(
