@@ -52,6 +52,7 @@ summary{cursor:pointer}summary span{color:var(--soft)}
 pre{background:var(--box);border-radius:6px;padding:.75rem;margin:.25rem 0 1rem;max-height:18rem;
 overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate}
 .name{font-size:.85rem;margin-top:.75rem}
+@media(max-width:40rem){td.wide,th:last-child{display:none}}
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _WIDTH, _HEIGHT = 460, 190  # of a histogram, in units of its own
@@ -95,11 +96,11 @@ def _head(o: Overview) -> str:
 def _tiles(o: Overview) -> str:
   by_filters = _total(o, "filtered")
   tiles = [
-    (f"{o.balance['records']:,}", "records read"),
-    (f"{o.balance['documents']:,}", "documents kept"),
-    (f"{by_filters:,}", "dropped by filters"),
+    (_count(o.balance["records"]), "records read"),
+    (_count(o.balance["documents"]), "documents kept"),
+    (_count(by_filters), "dropped by filters"),
     (f"{o.balance['dropped'] - by_filters:,}", "malformed or empty"),
-    (f"{o.num_tokens:,}", "tokens kept"),
+    (_count(o.num_tokens), "tokens kept"),
   ]
   if o.num_bytes:
     tiles.append((f"{o.num_bytes / 1e6:,.1f} MB", "of text kept"))
@@ -107,6 +108,13 @@ def _tiles(o: Overview) -> str:
     tiles.append((f"{o.changed:,}", "kept documents changed"))
   inner = "".join(f'<div class="tile"><b>{n}</b><span>{what}</span></div>' for n, what in tiles)
   return f'<div class="tiles">{inner}</div>'
+
+
+def _count(number: int) -> str:
+  for size, unit in ((10**9, "billion"), (10**6, "million")):
+    if number >= 10 * size:
+      return f"{number / size:,.1f} {unit}"
+  return f"{number:,}"
 
 
 def _total(o: Overview, kind: str) -> int:

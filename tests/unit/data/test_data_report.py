@@ -138,3 +138,11 @@ def test_roles_of_conversations(write, config, tmp_path):
 
 def test_escaped():
   assert escaped("a\tb\nc<&\"'\x7f\u200b") == "a\tb\nc&lt;&amp;&quot;&#x27;[U+007F][U+200B]"
+
+
+def test_large_counts_fit_their_tiles(config, write, tmp_path):
+  cfg = config(paths=str(write("a.txt", "text")))
+  shown = overview(cfg, open_documents(cfg, 0.0))
+  for count, said in ((9_999_999, "9,999,999"), (12_345_678, "12.3 million"),
+                      (34 * 10**9, "34.0 billion")):  # fmt: skip
+    assert f"<b>{said}</b><span>tokens kept" in page(shown._replace(num_tokens=count))
