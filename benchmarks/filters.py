@@ -34,8 +34,8 @@ from ats_jax.data.filters.duplicates import NUM_HASHES, same, similar
 from ats_jax.data.filters.rules import make_rule
 from ats_jax.data.filters.sift import filter_stages, sift
 from ats_jax.data.report import Report
+from ats_jax.data.shards import How
 from ats_jax.data.source import content_fingerprint, find_files
-from ats_jax.data.tokenise import How
 
 _DOCUMENTS = flags.DEFINE_integer("documents", 5000, "Of real text.", lower_bound=100)
 _PLANTED = flags.DEFINE_integer("planted", 300, "Of each kind.", lower_bound=10)

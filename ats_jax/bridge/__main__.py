@@ -59,7 +59,7 @@ _STEP, _STEP_TO_VERIFY = cli.define_step_flag(_FOR_EXPORT), cli.define_step_flag
 _TOKENIZER = flags.DEFINE_string(
   "tokenizer",
   "",
-  "'bytes' or a tokenizer.json, where the folder has none.",
+  "'bytes', a tokenizer.json, a .model or a .tiktoken file, where the folder has none.",
   flag_values=_FOR_IMPORT,
 )
 _KEPT_IN = flags.DEFINE_string(

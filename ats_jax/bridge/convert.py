@@ -15,7 +15,7 @@ from flax import nnx
 
 from ats_jax import workdir
 from ats_jax.bridge.family import Item, items, names, to_ours
-from ats_jax.bridge.folder import TOKENIZER, Source, copy_companions, open_source
+from ats_jax.bridge.folder import TOKENIZERS, Source, copy_companions, open_source, tokenizer_in
 from ats_jax.checkpoint import deferred, layout, stream
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
@@ -39,15 +39,15 @@ def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> 
   Args:
     source: the folder.
     param_dtype: of its weights; "" = as `KEPT_IN`.
-    tokenizer: "bytes" or a tokenizer.json; "" = that of the folder.
+    tokenizer: "bytes" or the file of one; "" = that of the folder.
 
   Raises:
     ValueError: if there is no tokenizer, or a rule is broken.
   """
-  own = source.folder / TOKENIZER
-  if not tokenizer and not own.is_file():
+  own = tokenizer_in(source.folder)
+  if not tokenizer and own is None:
     raise ValueError(
-      f"{source.folder} holds no {TOKENIZER}. Say which one reads its tokens: "
+      f"{source.folder} holds no {' or '.join(TOKENIZERS)}. Say which one reads its tokens: "
       "--tokenizer=FILE, or --tokenizer=bytes."
     )
   kept = KEPT_IN.get(source.dtype, "float32")  # `Source.check` refuses files of other dtypes
@@ -81,10 +81,10 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
   Raises:
     ValueError: if it does not.
   """
-  path = pathlib.Path(folder) / TOKENIZER
-  if not path.is_file():
+  path = tokenizer_in(folder)
+  if path is None:
     logging.warning(
-      "%s holds no %s: nobody can say whether its tokens are this run's.", folder, path
+      "%s holds no tokenizer: nobody can say whether its tokens are this run's.", folder
     )
     return
   theirs = build_tokenizer(dataclasses.replace(cfg.data, tokenizer=str(path)), lambda: [])

@@ -31,13 +31,14 @@ from ats_jax.bridge.folder import (
   architecture_of,
   carried_fields,
   copy_companions,
+  tokenizer_in,
 )
 from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.schema import Config
-from ats_jax.data.tokenizer import JsonTokenizer
-from ats_jax.data.tokenizer_file import load_tokenizer, plain
+from ats_jax.data.tokenizer_export import files_of
+from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.paths import Path
 
 SHARD_BYTES = 5 * 10**9
@@ -135,9 +136,10 @@ def export(
   arrays = _arrays(checkpoints / str(chosen), planned, part, unfinished, shards)
   resumed = _write(unfinished, shards, arrays)
   copy_companions(companions, unfinished)
-  of_text = plain(words)
-  if isinstance(of_text, JsonTokenizer) and not (companions / "tokenizer.json").is_file():
-    (unfinished / "tokenizer.json").write_text(of_text.to_json(), encoding="utf-8")
+  if tokenizer_in(companions) is None:
+    for name, content in files_of(words).items():
+      if not (unfinished / name).exists():
+        (unfinished / name).write_bytes(content)
   fields = {
     "max_position_embeddings": cfg.data.seq_len,
     "bos_token_id": words.bos_id,

@@ -19,13 +19,12 @@ from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-TOKENIZER = "tokenizer.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that is there is taken
 # What an import keeps beside the weights and an export gives back.
 COMPANIONS = (
   CONFIG,
-  TOKENIZER,
+  *TOKENIZERS,
   "tokenizer_config.json",
-  "tokenizer.model",
   "special_tokens_map.json",
   "added_tokens.json",
   "vocab.json",
@@ -230,6 +229,12 @@ def _tensors(folder: Path) -> dict[str, Stored]:
     if tensor not in found or found[tensor].path.name != file:
       raise ValueError(f"{folder}: {file} does not hold tensor {tensor}, as {INDEX} says.")
   return found
+
+
+def tokenizer_in(folder: os.PathLike[str]) -> paths.Path | None:
+  """The tokenizer of a folder, if it holds one."""
+  found = (paths.parse(folder) / name for name in TOKENIZERS)
+  return next((path for path in found if path.is_file()), None)
 
 
 def copy_companions(source: os.PathLike[str], target: os.PathLike[str]) -> None:

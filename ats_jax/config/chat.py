@@ -8,6 +8,13 @@ TEMPLATES = ("chatml", "llama3", "qwen", "mistral", "gemma", "plain")
 OWN_TEMPLATE = "tokenizer"
 
 
+def packing_of(packing: str, chat_template: str) -> str:
+  """`data.packing`, or what that chooses: a conversation is never cut."""
+  if packing != "auto":
+    return packing
+  return "best_fit" if chat_template else "concat"
+
+
 def role_weights(text: str) -> dict[str, float]:
   """`assistant=1,user=0.1` -> the weight of every role; one that is not named has 0.
 

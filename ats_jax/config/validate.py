@@ -239,7 +239,8 @@ def _tokenizer(cfg: Config) -> None:
   name = cfg.data.tokenizer
   if name not in ("bytes", "bpe") and not paths.parse(name).is_file():
     raise ValueError(
-      f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing tokenizer.json file."
+      f"data.tokenizer={name!r} is neither 'bytes', 'bpe' nor an existing file: a "
+      "tokenizer.json, a .model of SentencePiece or a .tiktoken file."
     )
 
 
@@ -269,7 +270,7 @@ def _chat(cfg: Config) -> None:
   if data.packing == "concat":
     raise ValueError(
       "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
-      "questions. Set data.packing=best_fit."
+      "questions. Leave data.packing at auto, or set data.packing=best_fit."
     )
 
 

@@ -17,10 +17,10 @@ from ats_jax.data.explain import explain
 from ats_jax.data.overview import overview
 from ats_jax.data.page import page
 from ats_jax.data.report import Report, in_words
+from ats_jax.data.shards import How
 from ats_jax.data.source import find_files
 from ats_jax.data.splits import open_datasets, open_documents, prepare
 from ats_jax.data.stats import stats
-from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import build_tokenizer
 
 STATS = """documents, tokens, bytes and lengths of both splits
@@ -39,7 +39,7 @@ EXPLAIN = """one row of training: each target with its token, role, weight and s
 
   ats-jax data explain --config.data.paths=/path/to/text
   ats-jax data explain --row=7 --config.data.paths=chats.jsonl \\
-    --config.data.chat_template=chatml --config.data.packing=best_fit
+    --config.data.chat_template=chatml
 
 In colours on a terminal (not if NO_COLOR is set): one a role, bold for what is in the loss.
 """
@@ -49,8 +49,7 @@ PREPARE = """tokenise ahead, in several processes, into a folder to train on
   ats-jax train --workdir=runs/mine --config.data.paths=prepared
 
 The same command goes on where it was killed. The folder holds all that a training needs: the text
-may be moved away. Rows are those of a training on the text itself. Conversations are tokenised by
-one process, and begin again after a kill.
+may be moved away. Rows are those of a training on the text itself.
 """
 VALIDATE = """each record that is malformed, by file and line, with what is wrong
 
@@ -136,10 +135,6 @@ def _prepare(argv: list[str]) -> int:
   del argv
   out = Path(cli.require(_OUT.value, "out", "prepared")).expanduser()
   cfg = _PREPARE_CONFIG.value
-  if cfg.data.chat_template and _WORKERS.value:
-    raise ValueError(
-      f"--workers={_WORKERS.value}: one process tokenises conversations. Leave --workers out."
-    )
   workers = len(os.sched_getaffinity(0)) if _WORKERS.value is None else _WORKERS.value
   began = time.monotonic()
   how = How(workers, say=_show, every_secs=0.5) if sys.stderr.isatty() else How(workers)

@@ -15,12 +15,12 @@ from ats_jax.data.chat.records import message_pieces
 from ats_jax.data.formats.token_files import token_array
 from ats_jax.data.holdout import Split
 from ats_jax.data.report import Report
+from ats_jax.data.shards import USUAL, How, codes, shard
 from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
-from ats_jax.data.tokenise import REPORT, USUAL, How, shard, tokenise
+from ats_jax.data.tokenise import REPORT, tokenise
 from ats_jax.data.tokenizer import Tokenizer
 
-CODES = "codes.bin"
-_LAYOUT = 3  # of a corpus in the cache: raise it when its files change
+LAYOUT = 4  # of a corpus in the cache: raise it when its files change
 _OPEN_FILES = 64  # files the BPE's sample is drawn from at a time
 
 
@@ -49,9 +49,9 @@ class Corpus:
     self.file = folder.array("file")
     vocab_size = meta["vocab_size"]
     self.ids_used: int = meta["ids_used"]
-    self._codes = _mapped_codes(folder.path / CODES)
-    shards = [token_array(str(shard(folder.path, n)), vocab_size) for n in range(meta["shards"])]
-    text = shards[0] if len(shards) == 1 else _Joined(shards)
+    numbers = range(meta["shards"])
+    text = _joined([token_array(str(shard(folder.path, n)), vocab_size) for n in numbers])
+    self._codes = _joined([_mapped_codes(codes(folder.path, n)) for n in numbers])
     apart = {n for n, file in enumerate(files) if file.kind == "tokens" and not meta["copied"]}
     self._ids = [
       token_array(file.path, vocab_size) if n in apart else text for n, file in enumerate(files)
@@ -68,7 +68,6 @@ class Corpus:
 
   def codes(self, document: int, begin: int, end: int) -> np.ndarray:
     """The codes (`chat.segments`) of the same tokens of a conversation, as uint8."""
-    assert self._codes is not None
     start = int(self._start[document])
     return self._codes[start + begin : start + min(end, int(self.length[document]))]
 
@@ -85,12 +84,14 @@ class Corpus:
     return Corpus, (self.folder, self._files)
 
 
-def _mapped_codes(path: Path) -> np.ndarray | None:
-  """The codes of a corpus of conversations; None = it is of text."""
-  if not path.exists():
-    return None
-  size = path.stat().st_size
-  return np.memmap(path, np.uint8, "r").view(np.ndarray) if size else np.empty(0, np.uint8)
+def _mapped_codes(path: Path) -> np.ndarray:
+  """The codes of a shard of conversations; none of one of text."""
+  has_some = path.exists() and path.stat().st_size
+  return np.memmap(path, np.uint8, "r").view(np.ndarray) if has_some else np.empty(0, np.uint8)
+
+
+def _joined(arrays: list[np.ndarray]) -> "np.ndarray | _Joined":
+  return arrays[0] if len(arrays) == 1 else _Joined(arrays)
 
 
 class _Joined:
@@ -179,7 +180,7 @@ def open_corpus(
     return tokenise(folder, files, cfg, tokenizer, split, how)
 
   parts = [split.content(fingerprint), tokenizer.fingerprint, cfg.text_field, how.copies_ids]
-  name = f"corpus-{cache.digest('corpus', _LAYOUT, *parts)}"
+  name = f"corpus-{cache.digest('corpus', LAYOUT, *parts)}"
   folder = cache.cached(cache.cache_root(cfg.cache_dir), name, build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)
   return Corpus(folder, files)

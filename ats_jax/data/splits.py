@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from ats_jax.config.chat import role_weights
+from ats_jax.config.chat import packing_of, role_weights
 from ats_jax.config.filters import filter_stages
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
@@ -23,8 +23,8 @@ from ats_jax.data.filters.sift import sift
 from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
 from ats_jax.data.report import Report, in_words
+from ats_jax.data.shards import USUAL, How
 from ats_jax.data.source import SourceFile, content_fingerprint, find_files
-from ats_jax.data.tokenise import USUAL, How
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -157,7 +157,7 @@ def _open(
   if not cfg.chat_template:
     return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
   assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
-  return open_chat_corpus(cfg, files, fingerprint, tokenizer)
+  return open_chat_corpus(cfg, files, fingerprint, tokenizer, how)
 
 
 def _say_counts(corpus: Corpus) -> None:
@@ -298,8 +298,9 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
   """Rows of these documents: of the `part` "train", "validation" or "all"."""
   corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
   split = [opened.content, part, opened.split.fraction]
-  packing = [cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), packing)
+  packing = packing_of(cfg.packing, cfg.chat_template)
+  how = [cfg.seq_len, packing, cfg.max_segments]
+  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), how)
   weights = None
   if cfg.chat_template:
     weights = weight_table(role_weights(cfg.chat_weights), cfg.chat_answers)
@@ -311,7 +312,7 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
       kept, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
     lengths = corpus.length[kept] + 1
     plan = make_layout(
-      lengths, _order(corpus.key[kept], seed), seq_len=cfg.seq_len, packing=cfg.packing,
+      lengths, _order(corpus.key[kept], seed), seq_len=cfg.seq_len, packing=packing,
       max_segments=cfg.max_segments,
     )  # fmt: skip
     for name, values in plan._replace(document=kept[plan.document])._asdict().items():
@@ -348,9 +349,9 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
     weights=weights,
   )  # fmt: skip
   logging.info(
-    "%s: %s documents, %s targets in %s rows of %d.",
+    "%s: %s documents, %s targets in %s rows of %d, packed by %s.",
     part.capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
-    f"{dataset.num_rows:,}", cfg.seq_len,
+    f"{dataset.num_rows:,}", cfg.seq_len, packing,
   )  # fmt: skip
   return dataset
 

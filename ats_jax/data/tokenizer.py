@@ -1,4 +1,4 @@
-"""Text <-> token ids: UTF-8 bytes, a BPE trained on the training text, or a tokenizer.json."""
+"""Text <-> token ids: UTF-8 bytes, a BPE trained on the training text, or a tokenizer's file."""
 
 import contextlib
 import hashlib
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -15,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax import paths
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache
+from ats_jax.data import cache, sentencepiece_file, tiktoken_file
+from ats_jax.data.tokenizer_base import OfDocuments, Tokenizer, known_ids
 
 BPE_SAMPLE_BYTES = 16 * 2**20  # of text at least, where there is so much
 _BYTES_PER_ID = 256  # of text, for a vocabulary whose ids are all seen often enough
@@ -39,77 +40,7 @@ _KNOWN_NAMES = {
 _PROBE = "a  b\n\n\tçé 漢字 🙂\u200d don't <x> 1234  \n"
 
 
-class Tokenizer(Protocol):
-  """What the rest of the system knows of a tokenizer.
-
-  Attributes:
-    vocab_size: ids are in [0, vocab_size), the special ones included.
-    bos_id: the input before the first token of a document.
-    eos_id: the target after the last token of a document.
-    pad_id: fills the places without a document; never a target with loss.
-    fingerprint: a hash of everything that decides the ids.
-  """
-
-  vocab_size: int
-  bos_id: int
-  eos_id: int
-  pad_id: int
-  fingerprint: str
-
-  @property
-  def special_ids(self) -> frozenset[int]:
-    """Those that no text has."""
-    ...
-
-  @property
-  def end_ids(self) -> frozenset[int]:
-    """Of them, those that end what a model writes."""
-    ...
-
-  def token_id(self, name: str) -> int | None:
-    """The id of the token that is called so; None = there is none."""
-    ...
-
-  def encode(self, text: str) -> list[int]:
-    """Ids of `text`, never a special one, whatever the text contains.
-
-    Raises:
-      ValueError: if the text holds a lone surrogate and so has no UTF-8 form.
-    """
-    ...
-
-  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """`encode` of each text as an integer array; uses all cores where the tokenizer can."""
-    ...
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; special ids are skipped, broken UTF-8 becomes U+FFFD.
-
-    Raises:
-      ValueError: if an id is outside [0, vocab_size).
-    """
-    ...
-
-
-class _OfDocuments:
-  """The special ids of a tokenizer that knows of documents, and of nothing inside them."""
-
-  bos_id: int
-  eos_id: int
-  pad_id: int
-
-  @property
-  def special_ids(self) -> frozenset[int]:
-    """See `Tokenizer`."""
-    return frozenset((self.bos_id, self.eos_id, self.pad_id))
-
-  @property
-  def end_ids(self) -> frozenset[int]:
-    """See `Tokenizer`."""
-    return frozenset((self.eos_id,))
-
-
-class ByteTokenizer(_OfDocuments):
+class ByteTokenizer(OfDocuments):
   """256 ids for the bytes of UTF-8, then bos, eos and pad."""
 
   vocab_size = 259
@@ -135,7 +66,7 @@ class ByteTokenizer(_OfDocuments):
     return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
 
 
-class JsonTokenizer(_OfDocuments):
+class JsonTokenizer(OfDocuments):
   """A tokenizer of the `tokenizers` library: a trained BPE, or somebody's tokenizer.json.
 
   Its own special tokens are matched as plain text in `encode`; a post-processor that adds special
@@ -158,7 +89,7 @@ class JsonTokenizer(_OfDocuments):
     return self._inner.token_to_id(name)
 
   def special_tokens(self) -> dict[str, int]:
-    """Id by name, of the tokens that the file calls special."""
+    """See `Tokenizer`."""
     added = json.loads(self._text).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token.get("special")}
 
@@ -201,15 +132,6 @@ def _value_error(
 
 def _json_tokenizer(text: str, bos_id: int, eos_id: int, pad_id: int, vocab_size: int):
   return JsonTokenizer(text, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, vocab_size=vocab_size)
-
-
-def known_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-  """`ids` as integers, or ValueError for one that is not of the tokenizer."""
-  known = [int(i) for i in ids]
-  for i in known:
-    if not 0 <= i < tokenizer.vocab_size:
-      raise ValueError(f"Token id {i} is outside the vocabulary [0, {tokenizer.vocab_size}).")
-  return known
 
 
 class StreamDecoder:
@@ -261,7 +183,7 @@ def build_tokenizer(
   if cfg.tokenizer == "bytes":
     return ByteTokenizer()
   if cfg.tokenizer != "bpe":
-    return _from_file(paths.parse(cfg.tokenizer).expanduser())
+    return _from_file(cfg)
   if not corpus_fingerprint:
     return _bpe(_train_bpe(cfg.bpe_vocab_size, train_texts()))
 
@@ -331,70 +253,191 @@ def of_workdir(fields: Mapping[str, Any]) -> Tokenizer:
       return of_workdir(fields["inner"])
     if fields["kind"] == "bytes":
       return ByteTokenizer()
+    if fields["kind"] == sentencepiece_file.KIND:
+      return sentencepiece_file.from_fields(fields)
     ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
   except (KeyError, TypeError) as e:
     raise ValueError(f"it is that of a workdir, damaged: {e!r}") from e
 
 
-def _from_file(path: paths.Path) -> Tokenizer:
+def _from_file(cfg: DataConfig) -> Tokenizer:
+  path = paths.parse(cfg.tokenizer).expanduser()
   try:
-    spec = json.loads(paths.read(path))
+    raw = paths.read(path)
+  except FileNotFoundError as e:
+    raise ValueError(
+      f"data.tokenizer is {str(path)!r}, and there is no such file. Expected 'bytes', 'bpe' or the "
+      "path of a tokenizer.json, a .model of SentencePiece or a .tiktoken file."
+    ) from e
+  except OSError as e:
+    raise ValueError(f"The tokenizer {str(path)!r} cannot be read: {e.strerror}.") from e
+  config = _config_beside(path)
+  if path.suffix == ".model":
+    return _sentencepiece(path, raw, config)
+  is_ranks = path.suffix == ".tiktoken"
+  try:
+    spec = _of_ranks(path, raw, config, cfg.cache_dir) if is_ranks else json.loads(raw)
     if isinstance(spec, dict) and "kind" in spec:  # that of a workdir
       return of_workdir(spec)
     if not isinstance(spec, dict) or "model" not in spec:
       raise ValueError("it has no field 'model'")
     ids = _parsed(json.dumps(spec)).get_vocab(with_added_tokens=True)
-  except FileNotFoundError as e:
-    raise ValueError(
-      f"data.tokenizer is {str(path)!r}, and there is no such file. "
-      "Expected 'bytes', 'bpe' or the path of a tokenizer.json."
-    ) from e
-  except OSError as e:
-    raise ValueError(f"The tokenizer {str(path)!r} cannot be read: {e.strerror}.") from e
   except ValueError as e:
-    raise ValueError(f"{str(path)!r} is not a tokenizer.json: {e}.") from e
-  vocab_size = max(ids.values(), default=-1) + 1
-  names = _special_names(path, ids)
-  special = {}
-  for role in ("bos", "eos", "pad"):
-    if name := names[role]:
-      special[role] = ids[name]
-    else:  # a new id, which no text can reach
-      special[role], vocab_size = vocab_size, vocab_size + 1
+    kind = "rank file of tiktoken" if is_ranks else "tokenizer.json"
+    raise ValueError(f"{str(path)!r} is not a {kind}: {e}.") from e
+  names = _special_names(path, config, ids)
+  special, vocab_size = _with_new_ids(names, ids)
   for token in spec.get("added_tokens") or []:
     token["special"] = token.get("special") or token["id"] in special.values()
-  tokenizer = JsonTokenizer(
-    json.dumps(spec), bos_id=special["bos"], eos_id=special["eos"], pad_id=special["pad"],
-    vocab_size=vocab_size,
-  )  # fmt: skip
+  tokenizer = JsonTokenizer(json.dumps(spec), vocab_size=vocab_size, **special)
   _check(tokenizer, path, [name for name in names.values() if name])
-  shown = ", ".join(f"{role} {names[role] or 'added'} = {special[role]}" for role in special)
-  logging.info("Tokenizer %s: %d tokens, %s.", path, vocab_size, shown)
+  _say_special(path, names, special, vocab_size)
   return tokenizer
 
 
-def _special_names(path: paths.Path, ids: dict[str, int]) -> dict[str, str | None]:
-  """Role -> token, from the tokenizer_config.json beside `path` if there is one, else as known."""
+def _with_new_ids(
+  names: Mapping[str, str | None], ids: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+  """The id of each role, a new one if it has no name, and how many ids there are then."""
+  vocab_size = max(ids.values(), default=-1) + 1
+  special = {}
+  for role, name in names.items():
+    if name:
+      special[f"{role}_id"] = ids[name]
+    else:  # a new id, which no text can reach
+      special[f"{role}_id"], vocab_size = vocab_size, vocab_size + 1
+  return special, vocab_size
+
+
+def _say_special(
+  path: paths.Path, names: Mapping[str, str | None], special: Mapping[str, int], vocab_size: int
+) -> None:
+  shown = ", ".join(f"{role} {name or 'added'} = {special[role + '_id']}"
+                    for role, name in names.items())  # fmt: skip
+  logging.info("Tokenizer %s: %d tokens, %s.", path, vocab_size, shown)
+
+
+def _config_beside(path: paths.Path) -> dict[str, Any]:
+  """The tokenizer_config.json beside a file; {} if there is none.
+
+  Raises:
+    ValueError: if it is damaged.
+  """
   beside = path.parent / "tokenizer_config.json"
   try:
     config = json.loads(paths.read(beside))
   except FileNotFoundError:
-    config = {}
+    return {}
   except (OSError, ValueError) as e:
     raise ValueError(f"{beside} cannot be read: {e}. Mend it or remove it.") from e
   if not isinstance(config, dict):
     raise ValueError(f"{beside} holds {config!r:.40}, not a JSON object. Mend it or remove it.")
+  return config
+
+
+def _added_tokens(path: paths.Path, config: Mapping[str, Any]) -> dict[str, int]:
+  """Id by name, of what a tokenizer_config.json adds to a file that has no place for it."""
+  found = config.get("added_tokens_decoder") or {}
+  try:
+    return {token["content"]: int(i) for i, token in found.items()}
+  except (AttributeError, KeyError, TypeError, ValueError) as e:
+    raise ValueError(
+      f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder is not an object of tokens "
+      "by id. Mend it or remove it."
+    ) from e
+
+
+def _of_ranks(
+  path: paths.Path, raw: bytes, config: Mapping[str, Any], cache_dir: str
+) -> dict[str, Any]:
+  """A .tiktoken file as a tokenizer.json, which is cached."""
+  encoding = tiktoken_file.ENCODINGS.get(path.stem)
+  beside = path.with_suffix(".pattern")
+  if encoding is None and not beside.is_file():
+    raise ValueError(
+      f"what cuts text into words is known of {', '.join(tiktoken_file.ENCODINGS)} alone, by the "
+      f"name of the file. Rename it, or write its regular expression into {beside}"
+    )
+  if encoding is None:
+    pattern = paths.read(beside).decode().rstrip("\r\n")
+    encoding = tiktoken_file.Encoding(pattern, _added_tokens(path, config))
+
+  def build(folder: Path) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+      stack.push(_value_error)
+      spec = tiktoken_file.converted(raw, encoding)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return {}
+
+  key = cache.digest("tiktoken", hashlib.sha256(raw).hexdigest(), encoding)
+  folder = cache.cached(cache.cache_root(cache_dir), f"tiktoken-{key}", build)
+  return json.loads((folder.path / "tokenizer.json").read_text())
+
+
+def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> Tokenizer:
+  """A .model file.
+
+  Raises:
+    ValueError: if it is none, has no pieces for bytes, or the library is not installed.
+  """
+  sentencepiece_file.library()
+  added = _added_tokens(path, config)
+  try:
+    model = sentencepiece_file.without_collisions(raw, {*added, *_said(config).values()})
+    inner = sentencepiece_file.processor(model)
+  except ValueError as e:
+    hint = " It is a rank file: name it NAME.tiktoken" if tiktoken_file.is_ranks(raw) else ""
+    raise ValueError(f"{str(path)!r} is not a model of SentencePiece: {e}.{hint}") from e
+  pieces = {inner.id_to_piece(i): i for i in range(inner.vocab_size())}
+  names = _special_names(path, config, {**pieces, **added}, sentencepiece_file.control(inner))
+  special, vocab_size = _with_new_ids(names, {**pieces, **added})
+  new = {name: i for name, i in added.items() if name not in pieces}
+  tokenizer = sentencepiece_file.SentencePieceTokenizer(
+    model, added=new, vocab_size=vocab_size, **special
+  )
+  back = tokenizer.decode(tokenizer.encode(_PROBE))
+  if back != _PROBE:
+    logging.warning(
+      "%s changes text by its own normaliser before it encodes it: %r comes back as %r. What it "
+      "changes, the model never sees.",
+      path, _PROBE, back,
+    )  # fmt: skip
+  _say_special(path, names, special, vocab_size)
+  return tokenizer
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Role -> what a tokenizer_config.json calls it."""
+  said = {role: config.get(f"{role}_token") for role in _KNOWN_NAMES}
+  said = {r: s.get("content") if isinstance(s, dict) else s for r, s in said.items()}
+  return {role: name for role, name in said.items() if name}
+
+
+def _special_names(
+  path: paths.Path,
+  config: Mapping[str, Any],
+  ids: Mapping[str, int],
+  own: Mapping[str, str | None] | None = None,
+) -> dict[str, str | None]:
+  """Role -> token: as a tokenizer_config.json says, else as the file does, else as known.
+
+  Args:
+    path: of the tokenizer.
+    config: that stands beside it.
+    ids: of all tokens.
+    own: what the file itself says, if it can.
+  """
   names: dict[str, str | None] = {}
   for role, known in _KNOWN_NAMES.items():
-    said = config.get(f"{role}_token")
-    said = said.get("content") if isinstance(said, dict) else said
+    said = _said(config).get(role)
     if said and (not isinstance(said, str) or said not in ids):
       raise ValueError(
-        f"{beside} says {role}_token is {said!r}, which {path.name} does not hold. "
-        "The two files belong to different tokenizers."
+        f"{path.parent / 'tokenizer_config.json'} says {role}_token is {said!r}, which {path.name} "
+        "does not hold. The two files belong to different tokenizers."
       )
-    names[role] = said or next((name for name in known if name in ids), None)
+    in_file = next((name for name in known if name in ids), None) if own is None else own[role]
+    names[role] = said or in_file
   return names
 
 

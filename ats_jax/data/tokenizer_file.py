@@ -5,6 +5,7 @@ from typing import Any
 
 from ats_jax import paths
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, plain
+from ats_jax.data.sentencepiece_file import SentencePieceTokenizer
 from ats_jax.data.tokenizer import JsonTokenizer, Tokenizer, of_workdir
 from ats_jax.paths import Path
 
@@ -21,6 +22,8 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
   if isinstance(tokenizer, JsonTokenizer):
     ids = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return {"kind": "tokenizers", **ids, "tokenizer": json.loads(tokenizer.to_json())}
+  if isinstance(tokenizer, SentencePieceTokenizer):
+    return tokenizer.to_fields()
   return {"kind": "bytes"}
 
 

@@ -28,11 +28,10 @@ WRONG = {
   "data": "expected one command of stats, audit, explain, validate, prepare, report, got none",
   "data foo": "expected one command of stats, audit, explain, validate, prepare, report, got 'foo'",
   "data prepare": "--out is missing. Example: --out=prepared",
-  "data prepare --out={new} --workers=2 --config.data.chat_template=chatml "
-  "--config.data.packing=best_fit": "--workers=2: one process tokenises conversations",
   "data prepare --out={new} --workers=-1": "--workers=-1",
   "data explain --row=-1": "--row=-1",
-  "data validate --config.data.chat_template=chatml": "Set data.packing=best_fit",
+  "data validate --config.data.chat_template=chatml --config.data.packing=concat": "or set "
+  "data.packing=best_fit",
   "data validate --config.data.paths={new}": "does not exist",
   "bridge import --workdir={new}": "--folder is missing",
   "bench stpe": "expected one command of step, sweep, got 'stpe'",

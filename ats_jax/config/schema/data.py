@@ -36,7 +36,9 @@ class DataConfig:
     False, "stop at the first malformed line or file instead of counting it", resume="free"
   )
   tokenizer: str = setting(
-    "bpe", "'bytes', 'bpe' (byte-level BPE trained on the training text), or a tokenizer.json"
+    "bpe",
+    "'bytes', 'bpe' (byte-level BPE trained on the training text), or a file: a tokenizer.json, a "
+    ".model of SentencePiece, a .tiktoken file",
   )
   bpe_vocab_size: int = setting(
     2048, "size of the trained BPE with its 3 special tokens", unit="tokens", low=300
@@ -46,10 +48,10 @@ class DataConfig:
     16, "packed rows per optimizer update, over all hosts", low=1, high=2**24
   )
   packing: str = setting(
-    "concat",
+    "auto",
     "how documents fill rows: 'concat' (cut at row ends, no padding), 'first_fit' or 'best_fit' "
-    "(documents shorter than a row stay whole)",
-    choices=("concat", "first_fit", "best_fit"),
+    "(documents shorter than a row stay whole); auto = concat for text, best_fit for conversations",
+    choices=("auto", "concat", "first_fit", "best_fit"),
   )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
   chat_template: str = setting(

@@ -20,6 +20,7 @@ ALIASES = {
   "ipython": "tool",
 }
 _LISTS = ("messages", "conversation", "conversations")  # fields that hold a list of turns
+_DEEPEST = 100  # objects and lists of tools and their calls, one in the other
 _ROLE, _TEXT = ("role", "from"), ("content", "value")  # what a turn calls them, ShareGPT's second
 
 
@@ -84,7 +85,17 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
   tools = record.get("tools")
   if tools is not None and not isinstance(tools, list):
     raise MalformedError("tools not a list", f"field 'tools' is {_kind(tools)}, not a list")
+  _check_depth(tools, "field 'tools'")
   return Conversation(tuple(messages), tools or None)
+
+
+def _check_depth(value: Any, where: str, left: int = _DEEPEST) -> None:
+  """Refuse what could not be sent to another process."""
+  parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+  if parts and not left:
+    raise MalformedError("nested too deeply", f"{where} is nested more than {_DEEPEST} deep")
+  for part in parts:
+    _check_depth(part, where, left - 1)
 
 
 def _turns(record: Mapping[str, Any]) -> list[Any]:
@@ -148,6 +159,7 @@ def _message(turn: Any, number: int) -> Message:
       "weight not 0 or 1", f"turn {number} has the weight {weight!r:.40}, not 0 or 1"
     )
   extra = {k: v for k, v in turn.items() if k not in (role_field, text_field, "weight")}
+  _check_depth(extra, f"turn {number}")
   return Message(ALIASES[role.lower()], content, bool(weight), extra)
 
 

@@ -1,45 +1,59 @@
 """Files of conversations -> one tokenised, cached corpus, with a code for each token."""
 
-import time
-from array import array
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
-from ats_jax.data.chat.conversation import MalformedError
+from ats_jax.data.chat.conversation import Conversation, MalformedError
 from ats_jax.data.chat.records import conversations
-from ats_jax.data.chat.segments import Segment
 from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.corpus import CODES, Corpus, warn_of_malformed
+from ats_jax.data.corpus import LAYOUT, Corpus, warn_of_malformed
 from ats_jax.data.formats.token_files import token_dtype
 from ats_jax.data.report import Report
-from ats_jax.data.source import SourceFile, document_name, name_hash
-from ats_jax.data.tokenise import COLUMNS, REPORT, shard
+from ats_jax.data.shards import Entry, How, Shards
+from ats_jax.data.source import SourceFile
+from ats_jax.data.tokenise import encoded, write_corpus
+from ats_jax.data.tokenizer_base import Tokenizer
 
-_LAYOUT = 2  # of a corpus in the cache: raise it when its files change
-_BATCH_CHARS = 2**23  # text encoded at a time
+_BATCH_CHARS = 2**21  # of what is said, written and encoded at a time
+_TURN_CHARS = 32  # that a template adds, about
 
 
-class _Rendered(NamedTuple):
-  """One conversation, not yet tokenised: the number of its file, its place there, its text."""
+class _Found(NamedTuple):
+  """A conversation in its file: the number of that, and the place in it."""
 
   file: int
   place: int
-  segments: list[Segment]
-  num_bytes: int
+  conversation: Conversation
 
-  @property
-  def num_chars(self) -> int:
-    return sum(len(s.text) for s in self.segments)
+
+class _Written(NamedTuple):
+  """What a process made of a batch.
+
+  Attributes:
+    ids: of all conversations that the template has a place for, one behind the other.
+    codes: of the ids.
+    lengths: tokens of each conversation; of those that were refused, 0.
+    refused: (number in the batch, kind, detail).
+  """
+
+  ids: np.ndarray
+  codes: np.ndarray
+  lengths: np.ndarray
+  refused: list[tuple[int, str, str]]
 
 
 def open_chat_corpus(
-  cfg: DataConfig, files: list[SourceFile], fingerprint: str, tokenizer: ChatTokenizer
+  cfg: DataConfig,
+  files: list[SourceFile],
+  fingerprint: str,
+  tokenizer: ChatTokenizer,
+  how: How,
 ) -> Corpus:
   """The tokenised conversations of `files`, from the cache or made now.
 
@@ -51,86 +65,103 @@ def open_chat_corpus(
     files: from `find_files`.
     fingerprint: of their names and contents.
     tokenizer: with the template.
+    how: to make it.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or as `Template.render`.
   """
 
   def build(folder: Path) -> dict[str, Any]:
-    return _tokenise(folder, files, cfg, tokenizer)
+    fill = lambda shards, report: _fill(shards, report, files, cfg.strict, tokenizer, how.workers)
+    return write_corpus(folder, files, cfg, tokenizer, how._replace(copies_ids=False), fill)
 
-  key = cache.digest("conversations", _LAYOUT, fingerprint, tokenizer.fingerprint)
-  folder = cache.cached(cache.cache_root(cfg.cache_dir), f"corpus-{key}", build)
+  key = cache.digest("conversations", LAYOUT, fingerprint, tokenizer.fingerprint)
+  root = cache.cache_root(cfg.cache_dir)
+  folder = cache.cached(root, f"corpus-{key}", build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)
   return Corpus(folder, files)
 
 
-def _tokenise(
-  folder: Path, files: list[SourceFile], cfg: DataConfig, tokenizer: ChatTokenizer
-) -> dict[str, Any]:
-  began = time.monotonic()
-  dtype = token_dtype(tokenizer.vocab_size)
-  columns = {name: array(code) for name, code in COLUMNS.items()}
-  num_tokens, used = 0, np.zeros(tokenizer.vocab_size, bool)
-  used[[tokenizer.bos_id, tokenizer.eos_id]] = True
-  with (
-    open(folder / REPORT, "w") as report_file,
-    open(shard(folder, 0), "wb") as tokens,
-    open(folder / CODES, "wb") as codes,
-  ):
-    report = Report(strict=cfg.strict, file=report_file)
-    for batch in _batches(_rendered(files, tokenizer, report)):
-      encoded = tokenizer.encode_segments([c.segments for c in batch])
-      for (number, place, _, num_bytes), document in zip(batch, encoded, strict=True):
-        length, key = len(document.ids), name_hash(document_name(files[number], place))
-        values = number, place, 0, num_tokens, length, num_bytes, key
-        for name, value in zip(COLUMNS, values, strict=True):
-          columns[name].append(value)
-        num_tokens += length
-        used[document.ids] = True
-        tokens.write(document.ids.astype(dtype).tobytes())
-        codes.write(document.codes.tobytes())
-  for name, values in columns.items():
-    np.save(folder / f"{name}.npy", np.array(values))
-  logging.info(
-    "Read %s conversations, %s tokens, from %s files in %.1f s.",
-    f"{len(columns['length']):,}", f"{num_tokens:,}", f"{len(files):,}", time.monotonic() - began,
-  )  # fmt: skip
-  return {
-    "vocab_size": tokenizer.vocab_size, "report": report.summary(), "balance": report.balance(),
-    "shards": 1, "ids_used": int(used.sum()), "copied": False,
-    "files": [[file.name, file.kind] for file in files],
-  }  # fmt: skip
+def _fill(
+  shards: Shards,
+  report: Report,
+  files: list[SourceFile],
+  strict: bool,
+  tokenizer: ChatTokenizer,
+  workers: int,
+) -> None:
+  """Give `shards` what they do not hold yet.
+
+  What a template has no place for is known when it is written. It is reported behind what was
+  malformed as it was read, so that the report does not depend on who is how far.
+  """
+  batches = _batches(files, report)
+  shards.skip_held(batches)
+  sent = lambda batch: [
+    (f"{files[found.file].path}:{found.place}", found.conversation) for found in batch
+  ]
+  with contextlib.closing(encoded(batches, tokenizer, workers, sent, _write)) as results:
+    for batch, written in results:
+      refused = [
+        (kind, f"{files[batch[i].file].path}:{batch[i].place}", detail)
+        for i, kind, detail in written.refused
+      ]
+      shards.add(_entries(batch, written), written.ids, refused)
+      if strict:
+        break_off = Report(strict=True)
+        for problem in refused:
+          break_off.bad(*problem)
+  for problem in shards.refused:
+    report.documents -= 1
+    report.bad(*problem)
 
 
-def _rendered(
-  files: Sequence[SourceFile], tokenizer: ChatTokenizer, report: Report
-) -> Iterator[_Rendered]:
-  """The conversations in the words of the template; those it has no place for go to `report`."""
+def _batches(files: list[SourceFile], report: Report) -> Iterator[list[_Found]]:
+  """Lists of about `_BATCH_CHARS` characters; the same ones each time."""
+  batch: list[_Found] = []
+  num_chars = 0
   for number, file in enumerate(files):
     for place, conversation in conversations(file, report):
-      where = f"{file.path}:{place}"
-      try:
-        segments = tokenizer.template.render(conversation)
-      except MalformedError as e:
-        report.bad(e.kind, where, str(e))
-        continue
-      except ValueError as e:  # the template is at fault
-        raise ValueError(f"{where}: {e}") from e
       report.documents += 1
-      said = sum(len(m.content.encode()) for m in conversation.messages)
-      yield _Rendered(number, place, segments, said)
-
-
-def _batches(rendered: Iterator[_Rendered]) -> Iterator[list[_Rendered]]:
-  """Lists of about `_BATCH_CHARS` characters."""
-  batch: list[_Rendered] = []
-  num_chars = 0
-  for conversation in rendered:
-    batch.append(conversation)
-    num_chars += conversation.num_chars
-    if num_chars >= _BATCH_CHARS:
-      yield batch
-      batch, num_chars = [], 0
+      batch.append(_Found(number, place, conversation))
+      num_chars += sum(_TURN_CHARS + len(m.content) for m in conversation.messages)
+      if num_chars >= _BATCH_CHARS:
+        yield batch
+        batch, num_chars = [], 0
   if batch:
     yield batch
+
+
+def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Written:
+  """Conversations, each with where it is, in the words of the template, as ids.
+
+  Raises:
+    ValueError: if the template is at fault.
+  """
+  assert isinstance(tokenizer, ChatTokenizer)
+  kept, refused = [], []
+  for number, (where, conversation) in enumerate(batch):
+    try:
+      kept.append(tokenizer.template.render(conversation))
+    except MalformedError as e:
+      refused.append((number, e.kind, str(e)))
+    except ValueError as e:
+      raise ValueError(f"{where}: {e}") from e
+  found = tokenizer.encode_segments(kept)
+  lengths = np.zeros(len(batch), np.int64)
+  lengths[np.setdiff1d(np.arange(len(batch)), [n for n, *_ in refused])] = [
+    len(document.ids) for document in found
+  ]
+  ids = np.concatenate([document.ids for document in found] or [np.empty(0, np.uint32)])
+  codes = np.concatenate([document.codes for document in found] or [np.empty(0, np.uint8)])
+  return _Written(ids.astype(token_dtype(tokenizer.vocab_size)), codes, lengths, refused)
+
+
+def _entries(batch: list[_Found], written: _Written) -> Iterator[Entry]:
+  left_out = {number for number, *_ in written.refused}
+  ends = np.cumsum(written.lengths)
+  for number, (found, end, length) in enumerate(zip(batch, ends, written.lengths, strict=True)):
+    if number not in left_out:
+      ids, codes = written.ids[end - length : end], written.codes[end - length : end]
+      said = sum(len(m.content.encode()) for m in found.conversation.messages)
+      yield Entry(found.file, found.place, True, ids, said, codes=codes)

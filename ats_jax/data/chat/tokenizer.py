@@ -16,9 +16,7 @@ from ats_jax.data.chat.conversation import Conversation
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, Segment
 from ats_jax.data.chat.templates import PUBLISHED, Template
-from ats_jax.data.tokenizer import JsonTokenizer, Tokenizer, known_ids
-
-_NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+from ats_jax.data.tokenizer_base import OWN_NAMES, Tokenizer, known_ids
 
 
 class Form(NamedTuple):
@@ -119,6 +117,10 @@ class ChatTokenizer:
     """See `Tokenizer`."""
     return self.special[name] if name in self.special else self.inner.token_id(name)
 
+  def special_tokens(self) -> dict[str, int]:
+    """See `Tokenizer`: those of the template too."""
+    return {**self.inner.special_tokens(), **self.special}
+
   def encode(self, text: str) -> list[int]:
     """See `Tokenizer`."""
     return self.inner.encode(text)
@@ -203,12 +205,12 @@ def _form(tokenizer: Tokenizer, cfg: DataConfig) -> Form:
   source = _read(name) if name != OWN_TEMPLATE else _own(cfg.tokenizer)
   if isinstance(source, Form):
     return source
-  special = tokenizer.special_tokens() if isinstance(tokenizer, JsonTokenizer) else {}
+  special = tokenizer.special_tokens()
   by_id = {i: token for token, i in special.items()}
   ids = {
     "bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id
   }  # fmt: skip
-  names = {role: by_id.get(i, _NAMES[role]) for role, i in ids.items()}
+  names = {role: by_id.get(i, OWN_NAMES[role]) for role, i in ids.items()}
   return Form("", source, names, tuple(sorted({*special, *names.values()})), cfg.chat_marks)
 
 

@@ -28,8 +28,8 @@ from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
 from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
 from ats_jax.data.report import Report
+from ats_jax.data.shards import How
 from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
-from ats_jax.data.tokenise import How
 
 _VERSION = 1  # of the filters' own code: raise it when a verdict changes
 _BATCH_CHARS = 2**21  # judged at a time

@@ -8,8 +8,8 @@ import pytest
 
 from ats_jax.data.overview import overview
 from ats_jax.data.page import escaped, page
+from ats_jax.data.shards import How
 from ats_jax.data.splits import open_documents, prepare
-from ats_jax.data.tokenise import How
 
 HOSTILE = (
   "<script>alert(1)</script></pre></body><img src=x onerror=alert(1)>\"'><svg onload=alert(1)>"

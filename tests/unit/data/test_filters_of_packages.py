@@ -8,8 +8,8 @@ import pytest
 
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.judge import Head, Judge
+from ats_jax.data.shards import How
 from ats_jax.data.splits import open_documents, prepare
-from ats_jax.data.tokenise import How
 
 pytestmark = pytest.mark.filters
 

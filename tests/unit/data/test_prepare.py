@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data import prepared, tokenise
+from ats_jax.data import prepared, shards, tokenise
+from ats_jax.data.shards import How
 from ats_jax.data.splits import open_datasets, open_split, prepare
-from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import ByteTokenizer
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
@@ -37,7 +37,7 @@ def folder(write, tmp_path):
 @pytest.fixture
 def small(monkeypatch):
   """Shards and batches of a few kilobytes."""
-  monkeypatch.setattr(tokenise, "SHARD_TOKENS", 20_000)
+  monkeypatch.setattr(shards, "SHARD_TOKENS", 20_000)
   monkeypatch.setattr(tokenise, "_BATCH_CHARS", 4000)
   monkeypatch.setattr(tokenise, "_BATCH_IDS", 100)
 
@@ -118,11 +118,11 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import tokenise
+from ats_jax.data import shards, tokenise
 from ats_jax.data.splits import prepare
 
 paths, out, workers, kill_at = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-tokenise.SHARD_TOKENS, tokenise._BATCH_CHARS, tokenise._BATCH_IDS = 20_000, 4000, 100
+shards.SHARD_TOKENS, tokenise._BATCH_CHARS, tokenise._BATCH_IDS = 20_000, 4000, 100
 
 def die(event, arguments, seen=[0]):
   if event in ("os.remove", "os.rename") and "-000" in str(arguments[0]):
@@ -133,7 +133,7 @@ def die(event, arguments, seen=[0]):
 if __name__ == "__main__":
   sys.addaudithook(die)
   cfg = DataConfig(paths=paths, tokenizer="bytes", validation_fraction=0.1, seq_len=32)
-  prepare(cfg, out, tokenise.How(workers))
+  prepare(cfg, out, shards.How(workers))
 """
 
 
@@ -192,7 +192,7 @@ def test_a_shard_that_was_damaged_meanwhile_is_made_again(
 ):
   cfg = config(paths=str(folder), validation_fraction=0.1, seq_len=32)
   with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-    patch.setattr(tokenise._Shards, "finish", lambda self: 1 / 0 if not self else fail())
+    patch.setattr(shards.Shards, "finish", lambda self: 1 / 0 if not self else fail())
     prepare(cfg, tmp_path / "out", How())
   (unfinished,) = (tmp_path / "out").glob("corpus-*.tmp")
   raw = bytearray((unfinished / file).read_bytes())

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import logging
 import pickle
 
 import numpy as np
@@ -17,10 +18,10 @@ from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
 from ats_jax.data.checks import check
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.report import Report
+from ats_jax.data.shards import How
 from ats_jax.data.source import SourceFile
 from ats_jax.data.splits import open_datasets, prepare
 from ats_jax.data.stats import stats
-from ats_jax.data.tokenise import How
 from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 
@@ -37,6 +38,19 @@ def chat_config(config, write):
     return config(**{**defaults, **changes})
 
   return make
+
+
+def test_conversations_are_whole_unless_told_otherwise(chat_config, write, caplog):
+  with caplog.at_level(logging.INFO, logger="absl"):
+    train, _ = open_datasets(chat_config(packing="auto"), 0)
+  assert "packed by best_fit" in caplog.text
+  assert train.fingerprint == open_datasets(chat_config(), 0)[0].fingerprint
+  text = chat_config(chat_template="", paths=str(write("a.txt", "x" * 999)), seq_len=32)
+  one, other = (
+    open_datasets(dataclasses.replace(text, packing=packing), 0)[0]
+    for packing in ("auto", "concat")
+  )
+  assert one.fingerprint == other.fingerprint
 
 
 def documents(ds, rows=None):
@@ -337,7 +351,7 @@ def test_a_row_of_text_is_explained(config, write):
     ({"chat_weights": "assistant=much"}, "no weight from 0 to 1"),
     ({"chat_weights": "assistant=1,assistant=1"}, "names assistant twice"),
     ({"chat_answers": "first"}, "Choose one of: all, last"),
-    ({"packing": "concat"}, r"cuts conversations .* Set data.packing=best_fit"),
+    ({"packing": "concat"}, r"cuts conversations .* set data.packing=best_fit"),
     ({"chat_template": "", "chat_answers": "last"}, "does nothing with text"),
     ({"chat_template": "", "chat_marks": False}, "does nothing with text"),
     ({"chat_template": "", "chat_weights": "assistant=0.5"}, "does nothing with text"),

@@ -1,0 +1,96 @@
+"""What the rest of the system knows of a tokenizer."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+# What a document's own special tokens are called where a tokenizer has no name for them.
+OWN_NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+
+
+class Tokenizer(Protocol):
+  """What the rest of the system knows of a tokenizer.
+
+  Attributes:
+    vocab_size: ids are in [0, vocab_size), the special ones included.
+    bos_id: the input before the first token of a document.
+    eos_id: the target after the last token of a document.
+    pad_id: fills the places without a document; never a target with loss.
+    fingerprint: a hash of everything that decides the ids.
+  """
+
+  vocab_size: int
+  bos_id: int
+  eos_id: int
+  pad_id: int
+  fingerprint: str
+
+  @property
+  def special_ids(self) -> frozenset[int]:
+    """Those that no text has."""
+    ...
+
+  @property
+  def end_ids(self) -> frozenset[int]:
+    """Of them, those that end what a model writes."""
+    ...
+
+  def token_id(self, name: str) -> int | None:
+    """The id of the token that is called so; None = there is none."""
+    ...
+
+  def special_tokens(self) -> dict[str, int]:
+    """Id by name, of the tokens that its file calls special."""
+    ...
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of `text`, never a special one, whatever the text contains.
+
+    Raises:
+      ValueError: if the text holds a lone surrogate and so has no UTF-8 form.
+    """
+    ...
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """`encode` of each text as an integer array; uses all cores where the tokenizer can."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of `ids`; special ids are skipped, broken UTF-8 becomes U+FFFD.
+
+    Raises:
+      ValueError: if an id is outside [0, vocab_size).
+    """
+    ...
+
+
+class OfDocuments:
+  """The special ids of a tokenizer that knows of documents, and of nothing inside them."""
+
+  bos_id: int
+  eos_id: int
+  pad_id: int
+
+  @property
+  def special_ids(self) -> frozenset[int]:
+    """See `Tokenizer`."""
+    return frozenset((self.bos_id, self.eos_id, self.pad_id))
+
+  @property
+  def end_ids(self) -> frozenset[int]:
+    """See `Tokenizer`."""
+    return frozenset((self.eos_id,))
+
+  def special_tokens(self) -> dict[str, int]:
+    """See `Tokenizer`: it has no names."""
+    return {}
+
+
+def known_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
+  """`ids` as integers, or ValueError for one that is not of the tokenizer."""
+  known = [int(i) for i in ids]
+  for i in known:
+    if not 0 <= i < tokenizer.vocab_size:
+      raise ValueError(f"Token id {i} is outside the vocabulary [0, {tokenizer.vocab_size}).")
+  return known
