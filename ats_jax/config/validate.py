@@ -8,6 +8,7 @@ from typing import Any
 from ats_jax import extensions, paths
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.filters import filter_stages
 from ats_jax.config.schema import Config
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -21,7 +22,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _local_folders)
+  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, _local_folders)
   rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -338,6 +339,14 @@ def _chat(cfg: Config) -> None:
     raise ValueError(
       "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
       "questions. Leave data.packing at auto, or set data.packing=best_fit."
+    )
+
+
+def _filters(cfg: Config) -> None:
+  if filter_stages(cfg.data.filters) and cfg.data.chat_template:
+    raise ValueError(
+      f"data.filters={cfg.data.filters!r} looks at text, and data.chat_template="
+      f"{cfg.data.chat_template!r} reads conversations. Leave one of them empty."
     )
 
 

@@ -1,5 +1,6 @@
 """Look at the data before training on it, or tokenise it ahead."""
 
+import dataclasses
 import os
 import sys
 import time
@@ -11,18 +12,20 @@ from absl import flags
 
 from ats_jax import cli, exits
 from ats_jax.config.mixture import named_paths
-from ats_jax.data import cache
+from ats_jax.data import cache, prepared
 from ats_jax.data.audit import BATCH_SIZE, audit
 from ats_jax.data.checks import check
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.explain import explain
 from ats_jax.data.mixture import Joined, Mixture
+from ats_jax.data.overview import overview
+from ats_jax.data.page import page
 from ats_jax.data.report import Report, in_words
 from ats_jax.data.rows import Rows, TrainRows
 from ats_jax.data.shards import How
 from ats_jax.data.source import find_files
 from ats_jax.data.sources import open_data
-from ats_jax.data.splits import prepare
+from ats_jax.data.splits import open_documents, prepare
 from ats_jax.data.stats import stats
 from ats_jax.data.tokenizer import build_tokenizer
 
@@ -61,15 +64,26 @@ VALIDATE = """each record that is malformed, by file and line, with what is wron
 
 Exit code 1 if there is one.
 """
+REPORT = """a page of what is kept, what is dropped and why, with samples and lengths
+
+  ats-jax data report --out=report.html --config.data.paths=prepared
+  ats-jax data report --out=report.html --config.data.paths=/path/to/text \\
+    --config.data.filters=exact
+
+One HTML file that needs no network and runs no script. Text is tokenised first, as for a training.
+"""
 FLAGS = flags.FlagValues()
 _CONFIG = cli.ConfigFlag(FLAGS)
 _PREPARE_FLAGS = flags.FlagValues()
 _PREPARE_CONFIG = cli.ConfigFlag(_PREPARE_FLAGS)
 _OUT = flags.DEFINE_string("out", None, "Folder to write.", flag_values=_PREPARE_FLAGS)
 _WORKERS = flags.DEFINE_integer(
-  "workers", None, "Processes that tokenise; default: one for each core.", lower_bound=0,
+  "workers", None, "Processes that filter and tokenise; default: one for each core.", lower_bound=0,
   flag_values=_PREPARE_FLAGS,
 )  # fmt: skip
+REPORT_FLAGS = flags.FlagValues()
+_REPORT_CONFIG = cli.ConfigFlag(REPORT_FLAGS)
+_PAGE = flags.DEFINE_string("out", None, "HTML file to write.", flag_values=REPORT_FLAGS)
 EXPLAIN_FLAGS = flags.FlagValues()
 _EXPLAIN_CONFIG = cli.ConfigFlag(EXPLAIN_FLAGS)
 _ROW = flags.DEFINE_integer(
@@ -156,6 +170,23 @@ def _prepare(argv: list[str]) -> int:
   return exits.DONE
 
 
+def _report(argv: list[str]) -> None:
+  """Write the page."""
+  del argv
+  out = Path(cli.require(_PAGE.value, "out", "report.html")).expanduser()
+  if out.is_dir():
+    raise ValueError(f"--out={out} is a folder. Name a file, e.g. {out / 'report.html'}.")
+  if not out.parent.is_dir():
+    raise ValueError(f"--out={out}: there is no folder {out.parent}. Make it, or name another.")
+  cfg = _REPORT_CONFIG.value.data
+  paths = ",".join(named_paths(cfg.paths, "data.paths").values())  # of all sources, as one text
+  cfg = dataclasses.replace(cfg, paths=paths)
+  fraction = 0.0 if prepared.folder_of(cfg.paths) else cfg.validation_fraction
+  shown = overview(cfg, open_documents(cfg, fraction))
+  out.write_text(page(shown), encoding="utf-8")
+  print(f"{in_words(shown.balance)}: {out}")
+
+
 def _show(text: str) -> None:
   print(f"\r\033[K{text[: os.get_terminal_size(2).columns - 1]}", end="", file=sys.stderr)
 
@@ -181,6 +212,7 @@ COMMANDS = {
   "explain": cli.Command(_explain, EXPLAIN_FLAGS, EXPLAIN),
   "validate": cli.Command(_validate, FLAGS, VALIDATE),
   "prepare": cli.Command(_prepare, _PREPARE_FLAGS, PREPARE),
+  "report": cli.Command(_report, REPORT_FLAGS, REPORT),
 }
 if __name__ == "__main__":
   cli.main("data", COMMANDS)

@@ -20,7 +20,7 @@ from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
 from ats_jax.data.tokenise import REPORT, tokenise
 from ats_jax.data.tokenizer import Tokenizer
 
-LAYOUT = 3  # of a corpus in the cache: raise it when its files change
+LAYOUT = 4  # of a corpus in the cache: raise it when its files change
 _OPEN_FILES = 64  # files the BPE's sample is drawn from at a time
 
 
@@ -31,6 +31,7 @@ class Corpus:
     length: [documents] int64, text tokens of each.
     num_bytes: [documents] int64, UTF-8 bytes of each; 0 for those of token files.
     key: [documents] uint64, hash of each name.
+    file: [documents] int32, the number of the file that each is in; see `file_names`.
     part: [documents] int32, of the document in its file that each is; see `Split.cut`.
     ids_used: how many ids of the tokenizer are in the text.
     report: counts of what was malformed or skipped, the first few in words, the file with all;
@@ -45,7 +46,7 @@ class Corpus:
     self.num_bytes = folder.array("num_bytes")
     self.key, self.part = folder.array("key"), folder.array("part")
     self._start, self._line = folder.array("start"), folder.array("line")
-    self._file = folder.array("file")
+    self.file = folder.array("file")
     vocab_size = meta["vocab_size"]
     self.ids_used: int = meta["ids_used"]
     numbers = range(meta["shards"])
@@ -63,7 +64,7 @@ class Corpus:
     """Text tokens [begin, end) of a document; an `end` past the last token is cut."""
     start = int(self._start[document])
     end = min(end, int(self.length[document]))
-    return self._ids[self._file[document]][start + begin : start + end]
+    return self._ids[self.file[document]][start + begin : start + end]
 
   def codes(self, document: int, begin: int, end: int) -> np.ndarray:
     """The codes (`chat.segments`) of the same tokens of a conversation, as uint8."""
@@ -72,8 +73,12 @@ class Corpus:
 
   def name(self, document: int) -> str:
     """See `document_name`."""
-    file = self._files[self._file[document]]
+    file = self._files[self.file[document]]
     return document_name(file, int(self._line[document]), int(self.part[document]))
+
+  def file_names(self) -> list[str]:
+    """Of all files, in order."""
+    return [file.name for file in self._files]
 
   def __reduce__(self):
     return Corpus, (self.folder, self._files)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax import paths
+from ats_jax.config.filters import canonical
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
 from ats_jax.data.corpus import Corpus, warn_of_malformed
@@ -31,12 +32,14 @@ class Prepared:
     tokenizer: that made their ids.
     split: that was planned for them.
     content: a hash of the documents.
+    sifted: what filters said of them; None = there were none.
   """
 
   corpus: Corpus
   tokenizer: Tokenizer
   split: Split
   content: str
+  sifted: cache.Folder | None = None
 
   def split_for(self, fraction: float) -> Split:
     """What is held out if a share of `fraction` is asked for.
@@ -56,14 +59,14 @@ class Prepared:
     return self.split
 
 
-def save(
-  folder: Path, cfg: DataConfig, corpus: Corpus, tokenizer: Tokenizer, split: Split, content: str
-) -> None:
+def save(folder: Path, cfg: DataConfig, made: Prepared) -> None:
   """Make `folder`, in which the corpus was cached, one that `load` reads."""
-  save_tokenizer(tokenizer, paths.Path(folder / TOKENIZER))
+  save_tokenizer(made.tokenizer, paths.Path(folder / TOKENIZER))
   body = json.dumps({
-    "corpus": corpus.folder.path.name, "tokenizer": tokenizer.fingerprint, "content": content,
-    "text_field": cfg.text_field, "split": dataclasses.asdict(split),
+    "corpus": made.corpus.folder.path.name, "tokenizer": made.tokenizer.fingerprint,
+    "content": made.content, "text_field": cfg.text_field,
+    "split": dataclasses.asdict(made.split),
+    "sifted": made.sifted.path.name if made.sifted else "",
   })  # fmt: skip
   cache.write_atomically(folder / INDEX, f"{cache.digest(body)}\n{body}")
 
@@ -105,13 +108,22 @@ def load(folder: Path, cfg: DataConfig) -> Prepared:
       f"data.text_field={cfg.text_field!r}, but {folder} was made with {index['text_field']!r}. "
       "Use that, or prepare it again."
     )
+  sifted = cache.Folder(folder / index["sifted"]) if index["sifted"] else None
+  its = sifted.meta["filters"] if sifted else ""
+  if cfg.filters and canonical(cfg.filters) != its:
+    raise ValueError(
+      f"data.filters={cfg.filters!r}, but {folder} was prepared with {its!r}. Leave it empty, or "
+      "prepare the text again."
+    )
   tokenizer = load_tokenizer(paths.Path(folder / TOKENIZER))
   if tokenizer.fingerprint != index["tokenizer"]:
     raise ValueError(f"{folder / TOKENIZER} is not what was written. Prepare it again.")
   found = cache.Folder(path)
   warn_of_malformed(found, cfg.strict)
   files = [SourceFile(name, name, kind) for name, kind in found.meta["files"]]
-  return Prepared(Corpus(found, files), tokenizer, Split(**index["split"]), index["content"])
+  return Prepared(
+    Corpus(found, files), tokenizer, Split(**index["split"]), index["content"], sifted
+  )
 
 
 def check_tokenizer(folder: Path, its: Tokenizer, asked: Tokenizer) -> None:

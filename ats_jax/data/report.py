@@ -11,20 +11,22 @@ class Report:
   """Counts records, and what was malformed or left out; names each in a file if it is given one.
 
   A record is a file of text, a line, a row, or a document of a token file. What of a file cannot be
-  read is one more. So `records` = `documents` + `dropped`, which `balance` checks.
+  read is one more. So `records` = `documents` + what was left out, which `balance` checks.
 
   Attributes:
     records: seen.
     documents: that they held.
     malformed: kind -> count of records and files that could not be used.
     skipped: kind -> count of what is harmless to leave out (empty, unknown suffix, listed twice).
-    first: the first few, in words.
+    filtered: reason -> count of documents that filters dropped.
+    first: the first few malformed ones, in words.
   """
 
   def __init__(self, *, strict: bool, file: TextIO | None = None):
     self.records = self.documents = 0
     self.malformed: Counter[str] = Counter()
     self.skipped: Counter[str] = Counter()
+    self.filtered: Counter[str] = Counter()
     self.first: list[str] = []
     self._strict, self._file = strict, file
 
@@ -56,23 +58,29 @@ class Report:
     self.skipped[kind] += 1
     self._write(f"{where}: {kind}")
 
+  def drop(self, reason: str, where: str) -> None:
+    """Records a document that a filter drops."""
+    self.filtered[reason] += 1
+    self._write(f"{where}: {reason}")
+
   @property
   def dropped(self) -> int:
-    """Records that became no document."""
+    """Records that hold no document."""
     return self.malformed.total() + self.skipped.total()
 
   def balance(self) -> dict[str, int]:
     """The counts, which add up."""
-    assert self.records == self.documents + self.dropped, (self.records, self.documents, str(self))
-    return {"records": self.records, "documents": self.documents, "dropped": self.dropped}
+    dropped = self.dropped + self.filtered.total()
+    assert self.records == self.documents + dropped, (self.records, self.documents, str(self))
+    return {"records": self.records, "documents": self.documents, "dropped": dropped}
 
   def summary(self) -> dict[str, Any]:
     """The counts and the first few as plain types."""
-    counts = {"malformed": dict(self.malformed), "skipped": dict(self.skipped)}
-    return {**counts, "first": self.first}
+    counts = {"malformed": self.malformed, "skipped": self.skipped, "filtered": self.filtered}
+    return {**{name: dict(count) for name, count in counts.items()}, "first": self.first}
 
   def __str__(self) -> str:
-    counts = {**self.malformed, **self.skipped}
+    counts = {**self.malformed, **self.skipped, **self.filtered}
     text = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing malformed"
     return "; ".join([text, *self.first])
 

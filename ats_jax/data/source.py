@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ats_jax import paths as paths_of_stores
 from ats_jax.data import cache, remote
+from ats_jax.data.filters.sieve import Sieve
 from ats_jax.data.formats import opening, records, text, token_files
 from ats_jax.data.formats.text import Piece
 from ats_jax.data.report import Report
@@ -32,11 +33,13 @@ class SourceFile(NamedTuple):
     path: where it is.
     name: its name in document names.
     kind: 'text', 'jsonl', 'tokens', or the format of an extension with the extension's hash.
+    sieve: passes over the documents that filters drop; None = all are read.
   """
 
   path: str
   name: str
   kind: str
+  sieve: Sieve | None = None
 
 
 def find_files(paths: str, report: Report, root: Path | None = None) -> list[SourceFile]:
@@ -212,7 +215,7 @@ def content_fingerprint(files: list[SourceFile], root: Path) -> str:
   for file in files:
     with contextlib.suppress(OSError):  # reported when its documents are read
       stat = os.stat(file.path)
-      stats.append([*file, stat.st_size, stat.st_mtime_ns])
+      stats.append([*file[:3], stat.st_size, stat.st_mtime_ns])
   memo = root / f"memo-{cache.digest(stats)}"
   with contextlib.suppress(FileNotFoundError):
     remembered = memo.read_text()
@@ -238,13 +241,20 @@ def pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]
   """
   suffix = opening.suffix(file.name)  # its path may be what a link leads to
   read = formats.find(suffix)
-  found = _foreign(read, file, text_field, report) if formats.owner(suffix) else None
+  foreign = formats.owner(suffix)
+  found = (_foreign if foreign else _own)(read, file, text_field, report)
+  if file.sieve:
+    found = file.sieve.passed(file.path, found, report)
   try:
-    for piece in found or read(file.path, text_field, report):
+    for piece in found:
       report.documents += piece.starts
       yield piece
   except opening.errors() as e:
     report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
+
+
+def _own(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  return read(file.path, text_field, report)
 
 
 def _foreign(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:

@@ -10,6 +10,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.chat import packing_of, role_weights
+from ats_jax.config.filters import filter_stages
 from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
@@ -18,6 +19,7 @@ from ats_jax.data.chat.segments import weight_table
 from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
 from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.filters.sift import sift
 from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
 from ats_jax.data.report import Report, in_words
@@ -36,6 +38,7 @@ class Opened:
     split: which of them are held out.
     content: a hash of the documents.
     found: what was passed over, as `Corpus.report`.
+    sifted: what filters said of the documents; None = there were none.
   """
 
   corpus: Corpus
@@ -43,6 +46,7 @@ class Opened:
   split: Split
   content: str
   found: dict[str, Any]
+  sifted: cache.Folder | None = None
 
 
 class Found(NamedTuple):
@@ -53,12 +57,14 @@ class Found(NamedTuple):
     fingerprint: of their names and contents.
     passed_over: what is not read, as `Corpus.report`.
     split: what is held out.
+    sifted: what filters said of the documents; None = there were none.
   """
 
   files: list[SourceFile]
   fingerprint: str
   passed_over: dict[str, Any]
   split: Split
+  sifted: cache.Folder | None = None
 
   @property
   def content(self) -> str:
@@ -66,23 +72,29 @@ class Found(NamedTuple):
     return self.split.content(self.fingerprint)
 
 
-def find_documents(cfg: DataConfig, fraction: float, tokenizer: Tokenizer | None) -> Found:
+def find_documents(
+  cfg: DataConfig, fraction: float, tokenizer: Tokenizer | None, how: How = USUAL
+) -> Found:
   """The files of `cfg.paths`, and what of them is held out.
 
   Args:
     cfg: as for `open_datasets`.
     fraction: to hold out.
     tokenizer: that made or will make the ids, if it is there already.
+    how: filters run.
 
   Raises:
     ValueError: as `open_datasets`.
   """
   files, fingerprint, passed_over = _find(cfg.paths, cfg)
+  sifted = None
+  if filter_stages(cfg.filters):
+    files, fingerprint, sifted = sift(cfg, files, fingerprint, how)
   if cfg.chat_template:
     split = Split(fraction)  # a conversation is not cut
   else:
     split = plan_split(cfg, fraction, files, fingerprint, tokenizer)
-  return Found(files, fingerprint, passed_over, split)
+  return Found(files, fingerprint, passed_over, split, sifted)
 
 
 def bpe_key(cfg: DataConfig, found: Found) -> str:
@@ -111,7 +123,7 @@ def open_documents(
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
-  found = find_documents(cfg, fraction, given)
+  found = find_documents(cfg, fraction, given, how)
   words = given or build_tokenizer(
     cfg,
     lambda: train_texts(found.files, cfg, found.split),
@@ -120,7 +132,7 @@ def open_documents(
   words = with_template(words, cfg)
   corpus = _open(cfg, found.files, found.fingerprint, words, found.split, how)
   _say_counts(corpus)
-  return Opened(corpus, words, found.split, found.content, found.passed_over)
+  return Opened(corpus, words, found.split, found.content, found.passed_over, found.sifted)
 
 
 def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
@@ -160,7 +172,8 @@ def _open_prepared(cfg: DataConfig, folder: Path, fraction: float) -> Opened:
   split = made.split_for(fraction)
   if split.why:
     logging.warning("%s", split.why)
-  return Opened(made.corpus, made.tokenizer, split, made.content, prepared.NOTHING_PASSED_OVER)
+  nothing = prepared.NOTHING_PASSED_OVER
+  return Opened(made.corpus, made.tokenizer, split, made.content, nothing, made.sifted)
 
 
 def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
@@ -188,7 +201,10 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
-  prepared.save(out, cfg, opened.corpus, opened.tokenizer, opened.split, opened.content)
+  made = prepared.Prepared(
+    opened.corpus, opened.tokenizer, opened.split, opened.content, opened.sifted
+  )
+  prepared.save(out, cfg, made)
   return opened
 
 
@@ -292,7 +308,7 @@ def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str,
 
 
 def _counts(report: dict[str, Any]) -> str:
-  counts = {**report["malformed"], **report["skipped"]}
+  counts = {**report["malformed"], **report["skipped"], **report.get("filtered", {})}
   return (
     "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]])
     or "nothing malformed"
@@ -342,7 +358,10 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
     )  # fmt: skip
   report = {
     "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
-    "skipped": Counter(found["skipped"]) + Counter(corpus.report["skipped"]) + Counter(left_out),
+    "skipped": Counter(found["skipped"])
+    + Counter(corpus.report["skipped"])
+    + Counter(left_out)
+    + Counter(corpus.report["filtered"]),
     "first": found["first"] + corpus.report["first"],
     "files": [*found["files"], corpus.report["file"]],
   }

@@ -55,6 +55,21 @@ def test_validate(folder, tmp_path):
   )  # fmt: skip
 
 
+def test_report_of_a_filtered_folder(folder, tmp_path):
+  (folder / "g.txt").write_text("A  file\n" * 20)
+  out, page = tmp_path / "prepared", tmp_path / "report.html"
+  flags = (f"--config.data.paths={folder}", "--config.data.tokenizer=bytes")
+  prepared = forked(
+    "ats_jax.data", "prepare", f"--out={out}", "--workers=0", "--config.data.filters=exact", *flags
+  )
+  assert prepared.code == 0, prepared.err
+  assert "64 records read = 58 documents + 6 left out" in prepared.out
+  shutil.rmtree(folder)
+  result = forked("ats_jax.data", "report", f"--out={page}", f"--config.data.paths={out}")
+  assert result.out == f"64 records read = 58 documents + 6 left out: {page}\n", result.err
+  assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
 def test_token_files_are_checked_against_their_tokenizer(tmp_path):
   np.array([1, 2, ByteTokenizer.eos_id, 999], np.uint16).tofile(tmp_path / "a.bin")
   flags = (f"--config.data.paths={tmp_path}/a.bin", f"--config.data.cache_dir={tmp_path}/cache")

@@ -75,7 +75,9 @@ def test_help_of_a_verb_that_needs_a_word_lists_them():
   out = forked("ats_jax", "data", "--help")
   assert out.code == 0 and "ats-jax data stats: " in out.out and "ats-jax data audit: " in out.out
   refused = forked("ats_jax", "data").error()
-  assert "expected one command of stats, audit, explain, validate, prepare, got none" in refused
+  assert (
+    "expected one command of stats, audit, explain, validate, prepare, report, got none" in refused
+  )
   assert "got 'stat'" in forked("ats_jax", "data", "stat").error()
 
 

@@ -40,6 +40,11 @@ class DataConfig:
   text_field: str = setting(
     "text", "the field of a JSON object or a table's row that holds the document"
   )
+  filters: str = setting(
+    "",
+    "which documents to keep: filters in order, of repair, exact, near, language, gopher, "
+    "repetition, c4, with options as in near:threshold=0.7; empty = all",
+  )
   strict: bool = setting(
     False, "stop at the first malformed line or file instead of counting it", resume="free"
   )

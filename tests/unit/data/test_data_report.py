@@ -1,0 +1,148 @@
+"""The page of `data report`: its figures, and that no document gets out of its frame."""
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from ats_jax.data.overview import overview
+from ats_jax.data.page import escaped, page
+from ats_jax.data.shards import How
+from ats_jax.data.splits import open_documents, prepare
+
+HOSTILE = (
+  "<script>alert(1)</script></pre></body><img src=x onerror=alert(1)>\"'><svg onload=alert(1)>"
+  "<style>*{display:none}</style>&lt;\x1b[31m\u202e\x00 <!-- ]]> ${x} {x} "
+)
+
+
+class Tags(HTMLParser):
+  """All tags with their attributes, and the text of each."""
+
+  def __init__(self, text: str):
+    super().__init__()
+    self.tags, self.texts, self.open = [], [], []
+    self.feed(text)
+    self.close()
+    assert not self.open
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+    if tag not in ("meta", "img"):
+      self.open.append(tag)
+
+  def handle_startendtag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.texts.append((self.open[-1] if self.open else "", data))
+
+
+@pytest.fixture
+def folder(write, tmp_path):
+  """Documents that are hostile in their text, their file's name and a malformed line."""
+  rows = [{"text": f"{HOSTILE} {i}"} for i in range(30)]
+  write("d/<img src=x onerror=alert(1)>&.jsonl", [*rows, *rows[:10], {HOSTILE: 1}, {"text": ""}])
+  write("d/sub/a.txt", "one text of a file\n" * 9)
+  return tmp_path / "d"
+
+
+def test_nothing_hostile_is_markup(folder, config):
+  cfg = config(paths=str(folder), filters="exact")
+  found = Tags(page(overview(cfg, open_documents(cfg, 0.0))))
+  used = {tag for tag, _ in found.tags}
+  assert not used & {"script", "img", "iframe", "object", "a", "link", "base", "form"}
+  assert [tag for tag, _ in found.tags].count("style") == 1
+  attributes = {name for _, attributes in found.tags for name in attributes}
+  assert not {name for name in attributes if name.startswith("on")} | attributes & {"src", "href"}
+  samples = [text for tag, text in found.texts if tag == "pre"]
+  assert sum("<script>alert(1)</script>" in text for text in samples) == 15  # 5 kept, 5 pairs
+  assert all("[U+001B][31m[U+202E][U+0000]" in text for text in samples if "script" in text)
+  policy = dict(found.tags[3][1])
+  assert policy["content"].startswith("default-src 'none'")
+
+
+def test_it_asks_for_nothing(folder, config):
+  cfg = config(paths=str(folder), filters="exact")
+  text = page(overview(cfg, open_documents(cfg, 0.0)))
+  assert not re.search(r"https?:|url\(|@import|//", text.split("</style>")[0])
+
+
+def test_figures(folder, config, tmp_path):
+  """They are those of the corpus, and the same of a prepared folder whose text is gone."""
+  cfg = config(paths=str(folder), filters="exact")
+  opened = open_documents(cfg, 0.0)
+  shown = overview(cfg, opened)
+  assert shown.balance == {"records": 43, "documents": 31, "dropped": 12}
+  assert shown.reasons == {
+    ("filtered", "exact"): 10, ("malformed", "missing field"): 1, ("skipped", "empty"): 1,
+  }  # fmt: skip
+  assert [(s.name, s.documents, s.kept) for s in shown.sources] == [
+    ("<img src=x onerror=alert(1)>&.jsonl", 40, 30), ("sub/", 1, 1),
+  ]  # fmt: skip
+  sizes, kept = shown.chars
+  assert len(sizes) == 41 and kept.sum() == 31
+  assert shown.num_tokens == int(opened.corpus.length.sum()) == shown.num_bytes
+  prepare(cfg, tmp_path / "out", How(0))
+  later = config(paths=str(tmp_path / "out"))
+  again = overview(later, open_documents(later, 0.0))
+  assert again.samples == shown.samples and again.sources == shown.sources
+  assert again.reasons == shown.reasons
+
+
+def test_without_filters_it_says_so(folder, config):
+  cfg = config(paths=str(folder))
+  shown = overview(cfg, open_documents(cfg, 0.0))
+  assert shown.chars is None and not shown.samples
+  text = page(shown)
+  assert "Filters: none" in text and "Samples" not in text
+  assert [(s.documents, s.kept) for s in shown.sources] == [(40, 40), (1, 1)]
+
+
+def test_many_sources_are_few_lines(write, config, tmp_path):
+  for i in range(20):
+    write(f"d/{i:02}.txt", "text " * (i + 1))
+  cfg = config(paths=str(tmp_path / "d"))
+  sources = overview(cfg, open_documents(cfg, 0.0)).sources
+  assert len(sources) == 16 and sources[-1].name == "5 others" and sources[-1].documents == 5
+  assert sources[0].name == "19.txt" and sum(s.documents for s in sources) == 20
+
+
+def test_histogram_bars_hold_all_documents(write, config, tmp_path):
+  lengths = [1, 2, 3, 4, 1023, 1024, 5000]
+  write("d/a.jsonl", [{"text": "x" * n} for n in lengths])
+  cfg = config(paths=str(tmp_path / "d"))
+  text = page(overview(cfg, open_documents(cfg, 0.0)))
+  counts = re.findall(r"<title>([\d,]+) to ([\d,]+): (\d+) kept", text)
+  plain = [tuple(int(n.replace(",", "")) for n in found) for found in counts]
+  expected = np.histogram(lengths, [2**k for k in range(14)])[0]
+  assert plain == [(2**k, 2 ** (k + 1) - 1, count) for k, count in enumerate(expected) if count]
+
+
+def test_roles_of_conversations(write, config, tmp_path):
+  say = lambda role, text: {"role": role, "content": text}
+  rows = [{"messages": [say("user", "Hello?"), say("assistant", "Yes, hello.")]}] * 3
+  write("d/a.jsonl", rows)
+  cfg = config(paths=str(tmp_path / "d"), chat_template="chatml", packing="best_fit")
+  shown = overview(cfg, open_documents(cfg, 0.0))
+  assert set(shown.roles) >= {"user", "assistant"}
+  tokens, said = shown.roles["assistant"]
+  assert said >= 3 * len("Yes, hello.") and tokens > said
+  assert sum(tokens for tokens, _ in shown.roles.values()) == shown.num_tokens
+  assert "Who speaks" in page(shown)
+
+
+def test_escaped():
+  assert escaped("a\tb\nc<&\"'\x7f\u200b") == "a\tb\nc&lt;&amp;&quot;&#x27;[U+007F][U+200B]"
+
+
+def test_large_counts_fit_their_tiles(config, write, tmp_path):
+  cfg = config(paths=str(write("a.txt", "text")))
+  shown = overview(cfg, open_documents(cfg, 0.0))
+  for count, said in ((9_999_999, "9,999,999"), (12_345_678, "12.3 million"),
+                      (34 * 10**9, "34.0 billion")):  # fmt: skip
+    assert f"<b>{said}</b><span>tokens kept" in page(shown._replace(num_tokens=count))
