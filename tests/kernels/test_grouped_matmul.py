@@ -76,6 +76,7 @@ def test_input_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["one group", "fewer rows than M", "no rows", "eight"])
+@pytest.mark.thorough
 def test_weight_gradient(name):
   sizes = GROUPS[name]
   x, dy = operand(0, M, K, rows=sum(sizes)), operand(1, M, N, rows=sum(sizes))
@@ -88,6 +89,7 @@ def test_weight_gradient(name):
 
 
 @pytest.mark.parametrize("m", [5, 131])
+@pytest.mark.thorough
 def test_rows_that_are_no_multiple_of_eight(m):
   sizes = [2, 0, m - 2]
   x, w, dy = operand(0, m, 64), operand(1, 3, 64, 64), operand(2, m, 64)

@@ -69,6 +69,7 @@ def trained(settings, tmp_path_factory):
   return folder
 
 
+@pytest.mark.thorough
 def test_it_learns_the_rule_and_to_stop(trained):
   with load_run(trained) as run:
     for letter, count in HELD_OUT:

@@ -52,6 +52,7 @@ def test_commands_exist():
 
 
 @pytest.mark.parametrize("flags", plans())
+@pytest.mark.thorough
 def test_plans_that_are_shown_can_be_made(flags):
   result = forked("ats_jax.plan", *shlex.split(flags))
   assert result.code == 0, result.err

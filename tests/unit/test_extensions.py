@@ -212,6 +212,7 @@ def test_the_examples_of_the_guide(tmp_path):
 # What a workdir keeps.
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_with_another_file_says_so(config, tmp_path, caplog):
   cfg = config(SINK, {"log.writers": "jsonl,mine"})
   train(cfg, tmp_path / "run")

@@ -87,6 +87,7 @@ def test_an_appended_phase_goes_on_as_if_it_had_been_there(make, tmp_path):
   assert math.isclose(sum(parts) / scores[-1]["eval/tokens"], scores[-1]["eval/loss"], rel_tol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_loss_of_a_source_is_that_of_its_tokens_alone(make):
   """And the objective that is minimised is that of a run on one text, bit for bit."""
   cfg = make(data__mixture="web=2,code=1,talk=1")

@@ -262,6 +262,7 @@ def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
     run.compiled_step(1)
 
 
+@pytest.mark.thorough
 def test_memory_that_runs_out_in_the_compiler_halves_the_micro_batch(texts, tmp_path, monkeypatch):
   compile_train_step = Program.compile_train_step
 

@@ -7,6 +7,7 @@ from ats_jax.bench.step import measure
 from ats_jax.metrics.memory import GIB
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_left_out_before_and_after_it_is_compiled():
   cfg = tiny_config({"model.vocab_size": 320})
   found = measure(cfg, steps=1, segments=1)

@@ -140,6 +140,7 @@ def test_signals_to_the_group_and_death_of_the_parent(tmp_path):
     main.wait()
 
 
+@pytest.mark.thorough
 def test_leaving_without_close_is_quick_and_quiet(tmp_path):
   script = tmp_path / "script.py"
   script.write_text(

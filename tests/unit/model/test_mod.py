@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_test_mesh, named_leaves, pack, tiny_config
+from helpers import make_test_mesh, named_leaves, pack, thorough_but, tiny_config
 
 from ats_jax.model.block import Block, Tokens
 from ats_jax.model.layout import LayerKind
@@ -219,8 +219,9 @@ def wide():
     yield
 
 
-@pytest.mark.parametrize(("routing", "scope", "decision"), VARIANTS)
-def test_block_against_the_reference(wide, routing, scope, decision):
+@pytest.mark.parametrize("variant", thorough_but(VARIANTS, 0, 3, 5, 6))
+def test_block_against_the_reference(wide, variant):
+  routing, scope, decision = variant
   choice = {"mod.routing": routing, "mod.scope": scope, "mod.decision": decision}
   cfg = tiny_config(SMALL | choice)
   block = off_the_start(make_block(cfg))

@@ -216,6 +216,7 @@ def test_capacity_falls_in_rungs():
   assert rules_at(at_once, 0, training=True) == Pass(True, 0.125)
 
 
+@pytest.mark.thorough
 def test_a_run_down_the_rungs(mesh):
   ladder = {"mod.start_capacity": 0.5, "mod.anneal_fraction": 0.5, "mod.rungs": 1, "num_steps": 8}
   cfg = tiny_config(TRAINED | ladder | {"optimizer.learning_rate": 1e-3})

@@ -93,6 +93,7 @@ def test_a_rollback_goes_on_counting_batches_and_keeps_control(state):
   assert float(rolled.control.lr_scale) == 0.5
 
 
+@pytest.mark.thorough
 def test_a_program_compiled_for_eight_devices_takes_what_actions_make():
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):

@@ -216,6 +216,7 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.thorough
 def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
   mesh = make_test_mesh(2, 2, 2)
   with jax.set_mesh(mesh):

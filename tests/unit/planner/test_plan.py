@@ -13,6 +13,7 @@ from ats_jax.planner.describe import describe, render
 from benchmarks.model_tables import update
 
 
+@pytest.mark.thorough
 def test_3400_billion_parameters_without_a_device():
   """An unknown platform: whatever touched a device would fail."""
   result = started(

@@ -40,6 +40,7 @@ def planned(cfg, devices=0):
     return abstract_state(cfg), jax.sharding.use_abstract_mesh(mesh)
 
 
+@pytest.mark.thorough
 def test_state_is_what_eight_devices_hold():
   cfg = tiny_config(SPARSE | MESH)
   abstract, context = planned(cfg)
@@ -157,6 +158,7 @@ def test_what_a_step_needs_besides():
 
 
 @pytest.mark.parametrize("settings", [{}, SPARSE, {"mod.routing": "static", "mod.scope": "ffn"}])
+@pytest.mark.thorough
 def test_keys_and_values_are_those_of_the_cache(mesh, settings):
   cfg = tiny_config(settings)
   state, context = planned(cfg)

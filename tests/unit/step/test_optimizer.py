@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_close, make_decoder, named_leaves, tiny_config
+from helpers import assert_trees_close, make_decoder, named_leaves, thorough_but, tiny_config
 
 from ats_jax.model.param import Param, Role
 from ats_jax.ops.registry import XLA
@@ -113,9 +113,9 @@ def test_bfloat16_gradients_and_parameters_use_float32_arithmetic(params):
   assert {v.dtype for v in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
+@pytest.mark.parametrize("clip", thorough_but([0.0, 0.05, 1e6], 1))
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("decay", thorough_but([0.0, 0.3], 1))
 def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
   cfg = tiny_config(
     {
