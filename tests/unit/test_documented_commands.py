@@ -1,5 +1,6 @@
 """Every command and every Python block that the documents show is run, at toy size."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -137,8 +138,16 @@ def follow(reader: Reader, line: str, error: str = "") -> None:
 
 def make(words: list[str]) -> str:
   """What `make` would do."""
+  of_its_own = ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")  # of a make that runs the tests
+  env = {name: value for name, value in os.environ.items() if name not in of_its_own}
   done = subprocess.run(
-    ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    ["make", "-n", *words],
+    cwd=ROOT,
+    env=env,
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=60,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout

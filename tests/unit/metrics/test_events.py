@@ -13,8 +13,6 @@ from ats_jax.config.build import flatten, from_config_dict
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train import train
 
-pytestmark = pytest.mark.thorough
-
 TEXT = "the cat sat on the mat, and the dog on the log. " * 40
 
 
@@ -64,6 +62,7 @@ def texts_of(events):
   }
 
 
+@pytest.mark.thorough
 def test_the_sample_and_the_settings_are_texts(run):
   texts = texts_of(read_events(run))
   assert texts.keys() == {(4, "sample/text_summary"), (0, "config/text_summary")}
@@ -75,12 +74,14 @@ def test_the_sample_and_the_settings_are_texts(run):
   assert [(row["step"], row["sample"]) for row in rows] == [(4, sample)]
 
 
+@pytest.mark.thorough
 def test_each_line_of_a_text_is_code(run):
   """TensorBoard takes a text for Markdown, in which a sample's line breaks would be lost."""
   for text in texts_of(read_events(run)).values():
     assert all(line.startswith("    ") for line in text.split("\n"))
 
 
+@pytest.mark.thorough
 def test_the_load_of_experts_is_a_histogram_a_layer(run):
   events = read_events(run)
   found = {
@@ -110,6 +111,7 @@ def hparams_of(events):
   }
 
 
+@pytest.mark.thorough
 def test_the_settings_are_hyper_parameters(run):
   found = hparams_of(read_events(run))
   written = found["_hparams_/session_start_info"].session_start_info.hparams
@@ -121,6 +123,7 @@ def test_the_settings_are_hyper_parameters(run):
   assert found["_hparams_/session_end_info"].session_end_info.status  # the run has ended
 
 
+@pytest.mark.thorough
 def test_what_sparse_layers_are_worth_is_written(run):
   rows = [row for row in read_jsonl(run / "metrics.jsonl") if "train/loss" in row]
   for row in rows:
