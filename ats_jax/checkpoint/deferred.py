@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from ats_jax import paths
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
+from ats_jax.checkpoint.stream import Kept
 from ats_jax.config.identity import RunIdentity
 from ats_jax.paths import Path
 
@@ -113,7 +114,7 @@ class _DeferredHandler(ocp.type_handlers.NumpyHandler):
   """Orbax's writer of numpy arrays, each made, written and let go before the next one."""
 
   def __init__(self, done: set[str], wrote: Callable[[str], None]):
-    super().__init__(deepcopy_host_arrays=False)
+    super().__init__()
     self._already, self._wrote = frozenset(done), wrote
 
   async def serialize(
@@ -126,7 +127,7 @@ class _DeferredHandler(ocp.type_handlers.NumpyHandler):
         continue
       array = value.make()
       assert array.shape == value.shape and array.dtype == value.dtype, info.name
-      for commit in await super().serialize([array], [info], [arg]):
+      for commit in await super().serialize([array.view(Kept)], [info], [arg]):
         await asyncio.to_thread(commit.result)
       self._wrote(info.name)
     return []
