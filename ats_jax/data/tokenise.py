@@ -4,14 +4,10 @@ What was finished before a process was killed is kept: the input is read again, 
 hold already is not encoded again. The result is the same bytes.
 """
 
-import collections
 import contextlib
 import itertools
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent import futures
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.child import end_with_parent
+from ats_jax.data.child import worked
 from ats_jax.data.formats.text import Piece
 from ats_jax.data.formats.token_files import token_array, token_documents, token_dtype
 from ats_jax.data.holdout import Split
@@ -99,7 +95,9 @@ def tokenise(
     texts = _batches(files, cfg.text_field, report, split)
     left = shards.skip_held(texts)
     sent = lambda batch: [piece.text for _, piece in batch]
-    with contextlib.closing(encoded(texts, tokenizer, how.workers, sent, _encode)) as found:
+    with contextlib.closing(
+      worked(texts, tokenizer, how.workers, sent, _encode, "tokenise")
+    ) as found:
       for batch, ids in found:
         shards.add(_entries(batch, ids), ids[0])
     documents = _token_documents(files, tokenizer, report, split)
@@ -171,65 +169,6 @@ def _ids(
       for begin in range(0, document.length, _BATCH_IDS):
         ids = array[document.start :][begin : min(begin + _BATCH_IDS, document.length)]
         yield Entry(number, document.line, begin == 0, ids, 0, document.part)
-
-
-def encoded[B, S, R](
-  batches: Iterator[B],
-  tokenizer: Tokenizer,
-  workers: int,
-  sent: Callable[[B], S],
-  encode: Callable[[Tokenizer, S], R],
-) -> Generator[tuple[B, R]]:
-  """Batches with what was made of them, in order; at most two for each process are in memory.
-
-  Args:
-    batches: what to encode.
-    tokenizer: a process gets it once.
-    workers: processes; 0 = this one.
-    sent: what of a batch a process needs.
-    encode: makes of that what comes back; a function of a module.
-
-  Raises:
-    ValueError: if a process died.
-  """
-  if not workers:
-    for batch in batches:
-      yield batch, encode(tokenizer, sent(batch))
-    return
-  context = multiprocessing.get_context("spawn")
-  pool = futures.ProcessPoolExecutor(workers, context, initializer=_start, initargs=(tokenizer,))
-  waiting: collections.deque[tuple[B, futures.Future]] = collections.deque()
-  try:
-    for batch in batches:
-      waiting.append((batch, pool.submit(_work, encode, sent(batch))))
-      if len(waiting) > 2 * workers:
-        done, future = waiting.popleft()
-        yield done, future.result()
-    while waiting:
-      done, future = waiting.popleft()
-      yield done, future.result()
-  except futures.process.BrokenProcessPool as e:
-    raise ValueError(
-      f"One of the {workers} processes that tokenise was ended, by lack of memory perhaps. What is "
-      "done is kept: run the same command again, with fewer --workers."
-    ) from e
-  finally:
-    pool.shutdown(cancel_futures=True)
-
-
-_tokenizer: Tokenizer | None = None  # of a process that encodes
-
-
-def _start(tokenizer: Tokenizer) -> None:
-  global _tokenizer
-  _tokenizer = tokenizer
-  os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-  end_with_parent()
-
-
-def _work[S, R](encode: Callable[[Tokenizer, S], R], sent: S) -> R:
-  assert _tokenizer is not None
-  return encode(_tokenizer, sent)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,12 +12,13 @@ from ats_jax.data import cache
 from ats_jax.data.chat.conversation import Conversation, MalformedError
 from ats_jax.data.chat.records import conversations
 from ats_jax.data.chat.tokenizer import ChatTokenizer
+from ats_jax.data.child import worked
 from ats_jax.data.corpus import LAYOUT, Corpus, warn_of_malformed
 from ats_jax.data.formats.token_files import token_dtype
 from ats_jax.data.report import Report
 from ats_jax.data.shards import Entry, How, Shards
 from ats_jax.data.source import SourceFile
-from ats_jax.data.tokenise import encoded, write_corpus
+from ats_jax.data.tokenise import write_corpus
 from ats_jax.data.tokenizer_base import Tokenizer
 
 _BATCH_CHARS = 2**21  # of what is said, written and encoded at a time
@@ -100,7 +101,7 @@ def _fill(
   sent = lambda batch: [
     (f"{files[found.file].path}:{found.place}", found.conversation) for found in batch
   ]
-  with contextlib.closing(encoded(batches, tokenizer, workers, sent, _write)) as results:
+  with contextlib.closing(worked(batches, tokenizer, workers, sent, _write, "tokenise")) as results:
     for batch, written in results:
       refused = [
         (kind, f"{files[batch[i].file].path}:{batch[i].place}", detail)

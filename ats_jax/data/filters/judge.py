@@ -54,6 +54,10 @@ class Judge:
     for stage in self._stages:
       if stage.name in COMPARISONS:
         duplicates.check(stage)
+    self._filters = filters
+
+  def __reduce__(self):
+    return Judge, (self._filters,)  # another process makes its own
 
   def __call__(self, documents: Sequence[Head]) -> Judged:
     """Judge each by itself, and say what it is to be compared by."""

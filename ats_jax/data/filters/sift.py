@@ -5,14 +5,12 @@ Duplicates are found at the end, among all of them. The verdicts are an entry of
 the files then passes over what is dropped (`Sieve`).
 """
 
-import collections
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
 import json
-import multiprocessing
-from collections.abc import Generator, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +20,8 @@ from absl import logging
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
-from ats_jax.data.child import end_with_parent
-from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, Judged, resolve
+from ats_jax.data.child import worked
+from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, resolve
 from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
 from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
@@ -112,11 +110,13 @@ def _build(
   parts = Parts(folder)
   if not parts.complete:
     left = itertools.islice(_documents(files, cfg), parts.documents, None)
-    done = _judged(_batches(left), cfg.filters, judge, how.workers)
-    for number, (batch, judged) in enumerate(done):
-      parts.add(batch, judged)
-      if number % 32 == 31:
-        how.say(f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}")
+    batches = _batches(left)
+    done = worked(batches, judge, how.workers, _heads, Judge.__call__, "filter")
+    with contextlib.closing(done) as found:
+      for number, (batch, judged) in enumerate(found):
+        parts.add(batch, judged)
+        if number % 32 == 31:
+          how.say(f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}")
     parts.close(last=True)
   columns, judged, near = parts.joined()
   stages = filter_stages(cfg.filters)
@@ -177,47 +177,5 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
     yield batch
 
 
-Done = tuple[list[Document], Judged]
-
-
-def _judged(
-  batches: Iterator[list[Document]], filters: str, judge: Judge, workers: int
-) -> Generator[Done]:
-  """Batches with what is said of them, in order; at most two for each process are in memory."""
-  if not workers:
-    for batch in batches:
-      yield batch, judge([document.head for document in batch])
-    return
-  context = multiprocessing.get_context("spawn")
-  pool = futures.ProcessPoolExecutor(workers, context, initializer=_start, initargs=(filters,))
-  waiting: collections.deque[tuple[list[Document], futures.Future]] = collections.deque()
-  try:
-    for batch in batches:
-      waiting.append((batch, pool.submit(_judge, [document.head for document in batch])))
-      if len(waiting) > 2 * workers:
-        done, future = waiting.popleft()
-        yield done, future.result()
-    while waiting:
-      done, future = waiting.popleft()
-      yield done, future.result()
-  except futures.process.BrokenProcessPool as e:
-    raise ValueError(
-      f"One of the {workers} processes that filter was ended, by lack of memory perhaps. What is "
-      "done is kept: run the same command again, with fewer --workers."
-    ) from e
-  finally:
-    pool.shutdown(cancel_futures=True)
-
-
-_own_judge: Judge | None = None  # of a process that judges
-
-
-def _start(filters: str) -> None:
-  global _own_judge
-  end_with_parent()
-  _own_judge = Judge(filters)
-
-
-def _judge(heads: list[Head]) -> Judged:
-  assert _own_judge is not None
-  return _own_judge(heads)
+def _heads(batch: list[Document]) -> list[Head]:
+  return [document.head for document in batch]
