@@ -23,7 +23,7 @@ FIRST_LOOKS, TURNS = 5, 7.0
 LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
 # Nats by which the first steps may be worse at the lower rate, which gains later. Times the square
 # of the turnover over FAST: the faster the weights turn over, the surer it is. At four times FAST
-# the two are within 0.2 of each other after 60 steps, and 0.8 apart after 400.
+# the two are within 0.3 of each other after 60 steps, and 0.8 apart after 400.
 BEHIND = 0.03
 SURPRISES = 4  # batches in a look
 LASTING = 6  # looks at odd batches, from which on they are no burst
