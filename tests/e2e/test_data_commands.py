@@ -70,6 +70,18 @@ def test_report_of_a_filtered_folder(folder, tmp_path):
   assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_report_of_named_sources(folder, tmp_path):
+  (tmp_path / "b.txt").write_text("Another text.\n" * 20)
+  page = tmp_path / "report.html"
+  result = forked(
+    "ats_jax.data", "report", f"--out={page}", "--config.data.tokenizer=bytes",
+    f"--config.data.paths=a={folder},b={tmp_path}/b.txt",
+    f"--config.data.cache_dir={tmp_path}/cache",
+  )  # fmt: skip
+  assert result.code == 0 and page.is_file(), result.err
+  assert "64 records read" in result.out
+
+
 def test_token_files_are_checked_against_their_tokenizer(tmp_path):
   np.array([1, 2, ByteTokenizer.eos_id, 999], np.uint16).tofile(tmp_path / "a.bin")
   flags = (f"--config.data.paths={tmp_path}/a.bin", f"--config.data.cache_dir={tmp_path}/cache")

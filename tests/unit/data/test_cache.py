@@ -150,6 +150,13 @@ def test_a_copied_cache_is_checked_by_hash_and_used(tmp_path):
   assert len(built) == 1 and folder.array("x").tolist() == [0, 1, 2, 3, 4] and folder.meta["n"] == 5
 
 
+def test_an_entry_of_another_format_is_built_again(tmp_path, monkeypatch):
+  monkeypatch.setattr(cache, "FORMAT", cache.FORMAT - 1)
+  cache.cached(tmp_path, "key", lambda folder: {"of": "before"})
+  monkeypatch.undo()
+  assert cache.cached(tmp_path, "key", lambda folder: {"of": "now"}).meta == {"of": "now"}
+
+
 def test_a_failed_build_leaves_nothing_behind(tmp_path):
   def fail(folder):
     (folder / "half.npy").write_text("half")

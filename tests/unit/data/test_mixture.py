@@ -294,6 +294,13 @@ class TestValidation:
       open_eval_sets(cfg, open_data(cfg, 0)[1])
 
 
+def test_filters_judge_each_source(write, config):
+  one, two = ([{"text": f"{name} {i}"} for i in range(20)] for name in ("one", "two"))
+  paths = f"a={write('a.jsonl', [*one, *one[:5]])},b={write('b.jsonl', two)}"
+  train, _ = open_data(config(paths=paths, filters="exact", validation_fraction=0.0, seq_len=16), 0)
+  assert [part.num_documents for part in train.sources.values()] == [20, 20]
+
+
 @pytest.mark.parametrize("content", ["", "short"])
 def test_an_empty_source_is_named(write, config, content):
   good, bad = write("good.txt", "some text " * 30), write("bad.txt", content)
