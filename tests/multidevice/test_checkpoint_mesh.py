@@ -1,15 +1,11 @@
 """Restoring onto another mesh, and saving from several processes."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from processes import run_job
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like, committed_steps, restore_tree
 from ats_jax.config.schema import CheckpointConfig
@@ -73,22 +69,18 @@ def test_restores_onto_another_mesh_bit_for_bit(tmp_path, before, after):
 
 
 PROCESS = """
-import sys
 from pathlib import Path
-import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
-
-rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from ats_jax.checkpoint import CheckpointError, CheckpointManager, StopSignal
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.workdir import claim
 
+directory = Path(argv[0])
 for _ in range(2):
   with claim(directory / "run", from_config_dict(base_config())) as run:
-    print("run", run.run)
+    say("run", run.run)
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
 cfg, stacks = CheckpointConfig(keep=3), {"s": (0, 1)}
@@ -114,7 +106,8 @@ with jax.set_mesh(mesh), CheckpointManager(directory, cfg, None, stacks) as mana
   for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state(2)), strict=True):
     for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
       np.testing.assert_array_equal(a.data, b.data)
-  print("restored", step, extra["step"])
+  say("restored", step, extra["step"])
+  jax.experimental.multihost_utils.sync_global_devices("restored")  # both have read the files
 
   if rank == 0:
     for step in (1, 2):
@@ -122,43 +115,17 @@ with jax.set_mesh(mesh), CheckpointManager(directory, cfg, None, stacks) as mana
   try:
     manager.restore_latest(state(0))
   except CheckpointError as e:
-    print("error", str(e).splitlines()[0][:40])
+    say("error", str(e).splitlines()[0][:40])
 
   with StopSignal() as stop:
     if rank == 1:
       stop.requested = "SIGTERM"
-    print("stop", stop.agreed(0))
+    say("stop", stop.agreed(0))
 """
 
 
 def test_two_processes_save_together_and_agree_on_run_and_step(tmp_path):
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    port = str(s.getsockname()[1])
-  env = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-  }
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROCESS, str(rank), port, str(tmp_path)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      env=env,
-    )
-    for rank in (0, 1)
-  ]
-  try:
-    results = [p.communicate(timeout=90) for p in processes]
-  finally:
-    for p in processes:
-      p.kill()
-  for p, (_, err) in zip(processes, results, strict=True):
-    assert p.returncode == 0, err
-  first, second = (
-    [line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in results
-  )
+  first, second = run_job(PROCESS, tmp_path, tmp_path, devices=2)
   runs = {line for lines in (first[:2], second[:2]) for line in lines}
   assert runs == {f"run {(tmp_path / 'run' / 'run_id').read_text().strip()}"}
   first, second = first[2:], second[2:]
