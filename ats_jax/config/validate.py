@@ -10,6 +10,7 @@ from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.filters import filter_stages
 from ats_jax.config.schema import Config
+from ats_jax.config.streaming import streaming
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
 
@@ -22,7 +23,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, _local_folders)
+  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, streaming, _local_folders)
   rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
