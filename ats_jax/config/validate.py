@@ -255,7 +255,7 @@ def _mixture(cfg: Config) -> None:
       f"data.temperature={data.temperature:g} is not positive. Use 1 for shares by size, more to "
       "raise those of small sources."
     )
-  for name, idle in (("mixture", ""), ("temperature", 1.0)):
+  for name, idle in (("mixture", ""), ("temperature", 1.0), ("mixture_order", "even")):
     if not names and getattr(data, name) != idle:
       raise ValueError(
         f"data.{name}={getattr(data, name)} needs sources with names, as in "

@@ -109,7 +109,10 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
     if isinstance(kept, Dataset):
       held_out[name] = kept
   words = max((part.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
-  turns = Turns(stages(cfg, {name: part.num_rows for name, part in train.items()}))
+  turns = Turns(
+    stages(cfg, {name: part.num_rows for name, part in train.items()}),
+    seed if cfg.mixture_order == "random" else None,
+  )
   mixture = Mixture(train, turns, words)
   for number in range(len(turns.stages)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))

@@ -23,6 +23,12 @@ class DataConfig:
     "empty = by size and data.temperature",
     resume="free",
   )
+  mixture_order: str = setting(
+    "even",
+    "of named sources: how their rows take turns: 'even' (each has its share of any number of "
+    "rows, to less than one), or 'random' (it has its share of each 4,096 rows or so)",
+    choices=("even", "random"),
+  )
   temperature: float = setting(
     1.0,
     "of named sources without data.mixture: one of n rows has the weight n^(1/temperature); above "
