@@ -8,7 +8,7 @@ from typing import Any
 from ats_jax import extensions, paths
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
-from ats_jax.config.filters import filter_stages
+from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.schema import Config
 from ats_jax.config.streaming import streaming
 
@@ -344,11 +344,13 @@ def _chat(cfg: Config) -> None:
 
 
 def _filters(cfg: Config) -> None:
-  if filter_stages(cfg.data.filters) and cfg.data.chat_template:
-    raise ValueError(
-      f"data.filters={cfg.data.filters!r} looks at text, and data.chat_template="
-      f"{cfg.data.chat_template!r} reads conversations. Leave one of them empty."
-    )
+  for stage in filter_stages(cfg.data.filters):
+    if stage.name in CHANGES and cfg.data.chat_template:
+      raise ValueError(
+        f"data.filters: {stage.name} changes text, and data.chat_template="
+        f"{cfg.data.chat_template!r} reads conversations, which are kept as they are or dropped. "
+        "Leave it out; text beside them can be filtered by `ats-jax data prepare` first."
+      )
 
 
 def _local_folders(cfg: Config) -> None:

@@ -56,7 +56,7 @@ def die(event, arguments, seen=[0]):
 
 sys.addaudithook(die)
 """
-CHATS = ("data.chat_template=chatml", "data.chat_sources=chat")
+CHATS = ("data.filters=exact", "data.chat_template=chatml", "data.chat_sources=chat")
 
 
 class Mode(NamedTuple):
@@ -68,7 +68,7 @@ class Mode(NamedTuple):
 
 MODES = {
   "base_only": Mode("{0}/base.jsonl", ("data.filters=exact",)),
-  "finetuning_only": Mode("{0}/chat.jsonl", ("data.chat_template=chatml",)),
+  "finetuning_only": Mode("{0}/chat.jsonl", ("data.filters=exact", "data.chat_template=chatml")),
   "hybrid_sequential": Mode(
     "base={0}/base.jsonl,chat={0}/chat.jsonl",
     (
