@@ -102,7 +102,12 @@ def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
 @pytest.mark.filters
 def test_rules_look_at_all_turns(chats, write):
   """Of a conversation that says the same line again and again, in whichever turn."""
-  good = record("How do I bake bread?", "Mix flour with water and salt, wait, and bake it well.")
+  answer = (
+    "Mix strong flour with water, some salt and a little yeast. Knead until it no longer sticks, "
+    "cover the bowl, and wait about an hour. Shape two loaves, let them rise again while your oven "
+    "gets hot, then cut their tops. Bake for forty minutes; they sound hollow when done."
+  )
+  good = record("How do I make bread at home without a machine?", answer)
   spam = record("Buy now!\n" * 30, "Why should I?")
   path = write("rules.jsonl", [good, spam, record("Hello, how are you?", "Buy now!\n" * 30)])
   opened = open_documents(chats(paths=str(path), filters="repetition,near"), 0.0)
