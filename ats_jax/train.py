@@ -15,7 +15,7 @@ from pathlib import PurePath
 import jax
 from absl import flags, logging
 
-from ats_jax import cli, exits, paths, runtime
+from ats_jax import cli, exits, job, paths, runtime
 from ats_jax.bridge import hub
 from ats_jax.config import Config
 from ats_jax.config.build import explain
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
   source = _INIT_FROM.value
   init = InitFrom(paths.parse(hub.local(source)), _INIT_STEP.value) if source else None
   with runtime.configured(cfg):
-    runtime.join_job(cfg)
+    job.join(cfg)
     _, end = train_to_end(cfg, folder, init)
   return exits.STOPPED if end is End.STOPPED else exits.DONE
 
