@@ -104,6 +104,7 @@ def test_a_process_joins_its_job_once(monkeypatch):
 JOIN = """
 import os
 from absl import logging
+logging.use_absl_handler()
 logging.set_verbosity(logging.INFO)
 os.environ.update(ENVIRONMENT)
 from ats_jax import job
