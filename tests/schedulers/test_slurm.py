@@ -88,6 +88,17 @@ exit ${codes[$(wc -l < starts) - 1]}
 """
 
 
+def begin(slurm, folder, program, *options):
+  """Submit the script with a program of a few lines of bash; the number of the job."""
+  (folder / "program.sh").write_text(program)
+  values = {"program": "(bash program.sh)", "flags": "()", "restarts": 2, "gpus": None}
+  values |= {"name": "codes", "nodes": 1, "processes_per_node": 1}
+  script = folder / "slurm.sbatch"
+  script.write_text(templates.render("slurm.sbatch", values))
+  where = f"--chdir={folder}", f"--output={folder}/log"
+  return slurm.tell("sbatch", *where, *options, str(script)).split()[-1]
+
+
 @pytest.mark.parametrize(
   ("codes", "state", "code", "starts"),
   [
@@ -99,13 +110,7 @@ exit ${codes[$(wc -l < starts) - 1]}
   ],
 )
 def test_what_the_script_does_after_each_exit_code(slurm, codes, state, code, starts, tmp_path):
-  (tmp_path / "program.sh").write_text(PROGRAM)
-  values = {"program": "(bash program.sh)", "flags": "()", "restarts": 2, "gpus": None}
-  values |= {"name": "codes", "nodes": 1, "processes_per_node": 1}
-  script = tmp_path / "slurm.sbatch"
-  script.write_text(templates.render("slurm.sbatch", values))
-  where = f"--chdir={tmp_path}", f"--output={tmp_path}/log", f"--export=ALL,CODES={codes}"
-  number = slurm.tell("sbatch", *where, str(script)).split()[-1]
+  number = begin(slurm, tmp_path, PROGRAM, f"--export=ALL,CODES={codes}")
   if "75" in codes:
     slurm.wait_for_requeue(number)
   job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")
@@ -114,16 +119,18 @@ def test_what_the_script_does_after_each_exit_code(slurm, codes, state, code, st
   assert len((tmp_path / "starts").read_text().split()) == starts, text
 
 
+def test_before_its_time_is_up_a_job_is_told_and_queued_again(slurm, tmp_path):
+  program = "[ -e told ] && exit 0; trap 'touch told; exit 75' TERM; sleep 90 & wait"
+  number = begin(slurm, tmp_path, program, "--time=1", "--signal=TERM@55")
+  slurm.wait_for_requeue(number)
+  job = slurm.wait(number, "COMPLETED", "FAILED", "TIMEOUT")
+  assert job["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
+
+
 def test_a_users_scancel_ends_the_job_saved(slurm, tmp_path):
   """Slurm sends SIGTERM to all and to the script, which dies of it: nothing is queued again."""
   program = "trap 'echo saved > saved; exit 75' TERM; touch ready; sleep 60 & wait"
-  (tmp_path / "program.sh").write_text(program)
-  values = {"program": "(bash program.sh)", "flags": "()", "restarts": 2, "gpus": None}
-  values |= {"name": "cancelled", "nodes": 1, "processes_per_node": 1}
-  script = tmp_path / "slurm.sbatch"
-  script.write_text(templates.render("slurm.sbatch", values))
-  where = f"--chdir={tmp_path}", f"--output={tmp_path}/log"
-  number = slurm.tell("sbatch", *where, str(script)).split()[-1]
+  number = begin(slurm, tmp_path, program)
   while not (tmp_path / "ready").exists():
     assert slurm.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING")
     time.sleep(0.1)
