@@ -12,5 +12,5 @@ MEANINGS = {
 }
 
 
-class Fault(RuntimeError):
+class FaultError(RuntimeError):
   """A fault of the machine or the network that its message explains; it may pass: exit code 1."""

@@ -1,5 +1,6 @@
 """The job of several processes that this one belongs to, if any: found, joined, shown."""
 
+import functools
 import logging as std_logging
 import os
 import re
@@ -34,37 +35,34 @@ def join(cfg: Config) -> None:
 
   Raises:
     ValueError: if the environment says it halfway, or two processes were started differently.
-    Fault: if a process does not come within `join_secs`, or the port is taken.
+    FaultError: if a process does not come within `join_secs`, or the port is taken.
   """
   if jax.distributed.is_initialized():  # `train` may be called more than once in a process
     return
   place, method = find(os.environ), os.environ.get(CLUSTER)
-  if place is not None:
-    facts = {"ats_jax": __version__, "jax": jax.__version__} | flatten(cfg)
-    rollcall.call(place, {k: v for k, v in facts.items() if k not in OF_A_MACHINE}, cfg.join_secs)
-    arguments = {
-      "coordinator_address": place.address,
-      "num_processes": place.size,
-      "process_id": place.rank,
-      "local_device_ids": place.devices or None,
-      "cluster_detection_method": "deactivate",
-    }
-  elif method in METHODS:
-    arguments = {"cluster_detection_method": method}
-  else:
-    return
-  jax.distributed.initialize(
-    **arguments,
+  connect = functools.partial(
+    jax.distributed.initialize,
     initialization_timeout=cfg.join_secs,
     heartbeat_timeout_seconds=cfg.heartbeat_secs,
   )
+  if place is not None:
+    facts = {"ats_jax": __version__, "jax": jax.__version__} | flatten(cfg)
+    rollcall.call(place, {k: v for k, v in facts.items() if k not in OF_A_MACHINE}, cfg.join_secs)
+    connect(
+      place.address, place.size, place.rank, list(place.devices) or None,
+      cluster_detection_method="deactivate",
+    )  # fmt: skip
+  elif method in METHODS:
+    connect(cluster_detection_method=method)
+  else:
+    return
   rank = jax.process_index()
   if rank:
     logging.get_absl_handler().setLevel(std_logging.WARNING)  # its file has all
     line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
     logging.get_absl_handler().setFormatter(line)
-  logging.info("job: %d processes, by %s\n%s", jax.process_count(),
-               place.by if place else method, table())  # fmt: skip
+  by, count = place.by if place else method, jax.process_count()
+  logging.info("job: %d processes, by %s\n%s", count, by, table())
 
 
 def find(env: Mapping[str, str]) -> Place | None:
@@ -92,8 +90,8 @@ def find(env: Mapping[str, str]) -> Place | None:
   host, _ = rollcall.split_address(place.address)
   if nodes > 1 and rollcall.is_loopback(host):
     raise ValueError(
-      f"the address of process 0 is {place.address}, which is each machine itself, and this job has "
-      f"{nodes} machines. Set JAX_COORDINATOR_ADDRESS to a name of the first one, or unset it."
+      f"the address of process 0 is {place.address}, which is each machine itself, and this job "
+      f"has {nodes} machines. Set JAX_COORDINATOR_ADDRESS to a name of the first one, or unset it."
     )
   return place
 
@@ -101,7 +99,9 @@ def find(env: Mapping[str, str]) -> Place | None:
 def _of_variables(env: Mapping[str, str]) -> Place:
   missing = ", ".join(name for name in VARIABLES if name not in env)
   if missing:
-    raise ValueError(f"{missing} is not set, and the rest of {', '.join(VARIABLES)} is. Set all three.")
+    raise ValueError(
+      f"{missing} is not set, and the rest of {', '.join(VARIABLES)} is. Set all three."
+    )
   address, *counts = (env[name] for name in VARIABLES)
   for name, value in zip(VARIABLES[1:], counts, strict=True):
     if not value.isdecimal():

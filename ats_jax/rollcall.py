@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ats_jax.exits import Fault
+from ats_jax.exits import FaultError
 
 RETRY_SECS = 0.2  # between two calls of a process that is not there yet
 CARD_SECS = 10  # what a process that has called may take to send its card
@@ -67,7 +67,7 @@ def call(place: Place, facts: Mapping[str, Any], wait_secs: float) -> list[str]:
 
   Raises:
     ValueError: in all of them, if two differ in a fact, or say that they are the same.
-    Fault: in all of them, if some do not come; in process 0, if its port is taken.
+    FaultError: in all of them, if some do not come; in process 0, if its port is taken.
   """
   card = Card(place.rank, place.size, socket.gethostname(), facts)
   deadline = time.monotonic() + wait_secs
@@ -144,7 +144,7 @@ def _attend(address: str, own: Card, deadline: float, wait_secs: float) -> list[
       break
     except OSError as error:
       if left < RETRY_SECS:
-        raise Fault(f"{called}: {error.strerror or error}. {_advice(host)}") from error
+        raise FaultError(f"{called}: {error.strerror or error}. {_advice(host)}") from error
       time.sleep(RETRY_SECS)
   with connection:
     # Process 0 may have begun to wait later than this one; it tells who is missing.
@@ -154,9 +154,9 @@ def _attend(address: str, own: Card, deadline: float, wait_secs: float) -> list[
       with connection.makefile("rb") as stream:
         answer = json.loads(stream.readline(MAX_CARD) or b"null")
     except (OSError, ValueError) as error:
-      raise Fault(f"{called}: what answers there is no process of this job ({error}).") from error
+      raise FaultError(f"{called}: what answers is no process of this job ({error}).") from error
   if not isinstance(answer, dict):
-    raise Fault(f"{called}: it ended before all were there. Its own log says why.")
+    raise FaultError(f"{called}: it ended before all were there. Its own log says why.")
   return _hosts(answer)
 
 
@@ -164,7 +164,7 @@ def _hosts(answer: Mapping[str, Any]) -> list[str]:
   if wrong := answer.get("wrong"):
     raise ValueError(wrong)
   if missing := answer.get("missing"):
-    raise Fault(missing)
+    raise FaultError(missing)
   return answer["hosts"]
 
 
@@ -177,7 +177,7 @@ def _listen(address: str) -> socket.socket:
   except OSError as error:
     if error.errno != errno.EADDRINUSE:
       raise
-    raise Fault(
+    raise FaultError(
       f"port {port} of {socket.gethostname()} is taken by another program, and process 0 of this "
       "job needs it. End that program, or choose another port: JAX_COORDINATOR_ADDRESS for all "
       "processes, under Slurm JAX_COORDINATOR_PORT."

@@ -38,7 +38,9 @@ ALLOWED = {
   # Shared by all entry points; they know nothing of what is trained.
   "cli": {"config", "exits"},
   "launch": {"cli", "exits"},  # starts before jax is imported
+  "rollcall": {"exits"},  # likewise
   "runtime": {"config"},
+  "job": {"config", "rollcall", "__version__"},
   "lease": {"exits", "paths"},
   "workdir": {"config", "lease", "paths"},
   "logfile": {"config", "paths"},

@@ -1,4 +1,4 @@
-"""The files of `launch/` as they stand, and set for a job; what is refused before it is submitted."""
+"""The files of `launch/` as they stand, and set for a job; what is refused at once."""
 
 import os
 import shlex
@@ -13,7 +13,8 @@ from commands import REPOSITORY, forked
 
 from ats_jax.exits import REFUSED, STOPPED
 from ats_jax.launch import templates
-from ats_jax.launch.__main__ import COMMANDS, SCHEDULERS
+from ats_jax.launch.__main__ import COMMANDS
+from ats_jax.launch.schedulers import SCHEDULERS
 
 SHELL = ("local.sh", "slurm.sbatch", "tpu_pod.sh")
 SLURM = {
@@ -96,7 +97,9 @@ def test_the_schedulers_own_command_gets_the_options_and_the_file(code, tmp_path
   command.chmod(0o755)
   path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
   options = "--options=--partition=gpu '--comment=a b'"
-  result = forked("ats_jax", "launch", "slurm", "--workdir=/x/run", options, PATH=path, CODE=str(code))
+  result = forked(
+    "ats_jax", "launch", "slurm", "--workdir=/x/run", options, PATH=path, CODE=str(code)
+  )
   first, *lines = result.out.splitlines()
   assert first == "3 --partition=gpu --comment=a b" and "#SBATCH --job-name=run" in lines
   assert result.code == bool(code)
@@ -149,4 +152,4 @@ def test_the_script_that_local_prints_is_that_of_the_command():
   assert "processes=3\n" in result.out and f"flags=({shlex.join(flags)})\n" in result.out
   assert f"program=({sys.executable} -m ats_jax)\n" in result.out
   assert forked("ats_jax", "launch", "local", "--dry_run").code == REFUSED
-  assert REPOSITORY / "launch" == templates.folder()
+  assert templates.folder() == REPOSITORY / "launch"

@@ -8,7 +8,7 @@ import pytest
 from processes import free_port
 
 from ats_jax import rollcall
-from ats_jax.exits import Fault
+from ats_jax.exits import FaultError
 from ats_jax.rollcall import Place
 
 FACTS = {"jax": "0.11.2", "num_steps": 400}
@@ -26,7 +26,7 @@ class Call(threading.Thread):
   def run(self):
     try:
       self.result = rollcall.call(*self.arguments)
-    except (ValueError, Fault) as error:
+    except (ValueError, FaultError) as error:
       self.result = error
 
   def end(self):
@@ -58,23 +58,23 @@ def test_those_that_came_are_told_who_did_not():
   present = [Call(port, rank, size=5, wait=1) for rank in (0, 3)]
   for caller in present:
     error = caller.end()
-    assert isinstance(error, Fault)
+    assert isinstance(error, FaultError)
     assert str(error).startswith("processes 1, 2, 4 of 5 did not come within 1 s (join_secs)")
 
 
 def test_without_process_0_a_process_says_whom_it_called():
   error = Call(free_port(), 1, wait=0.5).end()
-  assert isinstance(error, Fault) and "called process 0 at localhost:" in str(error)
+  assert isinstance(error, FaultError) and "called process 0 at localhost:" in str(error)
   assert "Connection refused. localhost is each machine itself" in str(error)
   error = Call(free_port(), 1, wait=0.5, host="no-such-host.invalid").end()
-  assert isinstance(error, Fault) and "no-such-host.invalid" in str(error)
+  assert isinstance(error, FaultError) and "no-such-host.invalid" in str(error)
   assert "its machine or port cannot be reached" in str(error)
 
 
 def test_a_taken_port_is_named():
   with socket.create_server(("", 0)) as other:
     error = Call(port := other.getsockname()[1], 0).end()
-  assert isinstance(error, Fault)
+  assert isinstance(error, FaultError)
   assert f"port {port} of {socket.gethostname()} is taken by another program" in str(error)
 
 
@@ -85,7 +85,7 @@ def test_a_program_that_answers_otherwise_is_no_process_of_the_job():
     connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
     connection.close()
     error = caller.end()
-  assert isinstance(error, Fault) and "what answers there is no process of this job" in str(error)
+  assert isinstance(error, FaultError) and "what answers is no process of this job" in str(error)
 
 
 def test_who_calls_with_something_else_is_left_out():
