@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache
+from ats_jax.data import cache, remote
 from ats_jax.data.corpus import nothing_left, train_texts
 from ats_jax.data.dataset import Dataset, check_same, in_words, read_rows
 from ats_jax.data.formats import opening
@@ -23,6 +23,7 @@ from ats_jax.data.splits import Found, bpe_key, given_tokenizer
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.data.windows import Place, Window, Windows
 from ats_jax.extensions import formats
+from ats_jax.paths import is_remote
 
 AHEAD = 2  # windows made before they are asked for
 _FIGURES = "first.json"
@@ -214,6 +215,11 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
   found, size = find_stream(cfg)
   words = tokenizer or given_tokenizer(cfg)
   if words is None:
+    if named := [file.path for file in found.files if is_remote(file.path)]:
+      raise ValueError(
+        f"data.streaming=true: a BPE is trained on many files at once, and {named[0]} is on a "
+        "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
+      )
     texts = lambda: train_texts(found.files, cfg, found.split)
     words = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, found))
   how = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
@@ -239,13 +245,14 @@ def _first(windows: Windows) -> Figures:
 def find_stream(cfg: DataConfig) -> tuple[Found, int]:
   """The files of `cfg.paths` in the order of a hash of their names, and how many bytes they have.
 
-  Their fingerprint is of names, sizes, and of the beginning and the end of each file.
+  Their fingerprint is of names, sizes, and of the beginning and the end of each file; of one on a
+  store, of the version that the store names.
 
   Raises:
     ValueError: for files that cannot be read in windows.
   """
   report = Report(strict=cfg.strict)
-  found = find_files(cfg.paths, report, cache.cache_root(cfg.cache_dir))
+  found = find_files(cfg.paths, report, cache.cache_root(cfg.cache_dir), copies=False)
   files = sorted(found, key=lambda file: (name_hash(file.name), file.name))
   size, contents = 0, []
   for file in files:
@@ -255,6 +262,11 @@ def find_stream(cfg: DataConfig) -> tuple[Found, int]:
         f"data.streaming=true: {file.path} {what}, which is not read in windows. Set "
         "data.streaming=false, or leave the file out."
       )
+    if is_remote(file.path):
+      length, version = remote.version(file.path)
+      contents.append([file.name, file.kind, length, version])
+      size += length
+      continue
     try:
       length = os.path.getsize(file.path)
       contents.append([file.name, file.kind, length, _ends(file.path, length)])

@@ -24,7 +24,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache, prepared
+from ats_jax.data import cache, prepared, remote
 from ats_jax.data.corpus import Corpus, warn_of_malformed
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.formats.text import Piece
@@ -35,6 +35,7 @@ from ats_jax.data.source import SourceFile, pieces
 from ats_jax.data.splits import Opened, pack
 from ats_jax.data.tokenise import add_texts, batched, write_corpus
 from ats_jax.data.tokenizer import Tokenizer
+from ats_jax.paths import is_remote
 
 RING = 4  # windows on disk: the one before, the one that is read, and those that are made ahead
 _OPEN = 2  # that a process reads from; the others may be taken away
@@ -96,7 +97,7 @@ class Windows:
     self.folder, self.files = folder, files
     self._cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
     self._size = max(1, round(cfg.window_mb * 1e6))
-    self._text = _Text(files, cfg)
+    self._text = _Text(files, cfg, folder)
     self._begins = {0: Place()}
     self._known: dict[int, Window] = {}
     self._open: OrderedDict[int, tuple[Dataset, IO]] = OrderedDict()
@@ -261,6 +262,7 @@ class Windows:
 
   def _make_room(self, number: int) -> None:
     """Take away windows that nobody reads from, longest unread first, until there is room."""
+    remote.remove_unlent(self.folder)
     for rest in self.folder.glob("gone-*"):  # of a process that was killed
       shutil.rmtree(rest)
     there = {int(path.name.partition("-")[2]): path for path in self.folder.glob("window-*")}
@@ -303,8 +305,8 @@ class _Text:
     end: of the window that was read last; None = the input ended.
   """
 
-  def __init__(self, files: list[SourceFile], cfg: DataConfig):
-    self._files, self._field = files, cfg.text_field
+  def __init__(self, files: list[SourceFile], cfg: DataConfig, folder: Path):
+    self._files, self._field, self._folder = files, cfg.text_field, folder
     self._strict = cfg.strict
     self.end: Place | None = None
     self._found: Iterator[tuple[Place, Piece]] | None = None
@@ -370,6 +372,11 @@ class _Text:
   def _from(self, begin: Place) -> Iterator[tuple[Place, Piece]]:
     for number in range(begin.file, len(self._files)):
       held = begin.piece if number == begin.file else 0
-      for count, piece in enumerate(pieces(self._files[number], self._field, self._report)):
-        if count >= held:
-          yield Place(number, count), piece
+      with contextlib.ExitStack() as stack:
+        file = self._files[number]
+        if is_remote(file.path):
+          path = stack.enter_context(remote.lent(file.path, file.name, self._folder))
+          file = file._replace(path=path)
+        for count, piece in enumerate(pieces(file, self._field, self._report)):
+          if count >= held:
+            yield Place(number, count), piece

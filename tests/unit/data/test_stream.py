@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -257,6 +258,49 @@ def test_nothing_to_train_on(streamed, write):
 def test_strict_names_the_line(streamed):
   with pytest.raises(ValueError, match=r"jsonl:51: no field 'text'"):
     open_rows(dataclasses.replace(streamed(), strict=True)).turn(400)
+
+
+class TestOnAStore:
+  @pytest.fixture
+  def memory(self, folder):
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for path in folder.iterdir():
+      memory.pipe_file(f"/bucket/d/{path.name}", path.read_bytes())
+    yield memory
+    memory.store.clear()
+
+  def test_rows_are_those_of_local_files_and_one_copy_is_kept(self, streamed, memory):
+    alone, there = open_rows(streamed()), open_rows(streamed(paths="memory://bucket/d"))
+    (of_store,) = Path(there._windows.folder.parent).glob(there._windows.folder.name)
+    for row in range(0, 240, 8):
+      rows = np.arange(row, row + 8)
+      ours, theirs = alone._windows, there._windows
+      numbers = {ds.turn(int(r)).number for r in rows for ds in (alone, there)}
+      for number in numbers:
+        assert ours.window(number) == theirs.window(number)
+      there.global_rows(rows)
+      assert len(list(of_store.glob("copy-*"))) <= 1
+    assert not list(of_store.parent.glob("remote-*"))
+
+  def test_a_copy_of_a_killed_process_is_taken_away(self, streamed, memory):
+    ds = open_rows(streamed(paths="memory://bucket/d"))
+    left = ds._windows.folder / "copy-of-a-killed-one"
+    left.mkdir()
+    (left / "lock").touch()
+    ds.turn(60)
+    assert not left.exists()
+
+  def test_another_version_is_other_data(self, streamed, memory):
+    cfg = streamed(paths="memory://bucket/d")
+    _, position = read(open_rows(cfg), 1)
+    memory.pipe_file("/bucket/d/0.jsonl", b'{"text": "new"}')
+    with pytest.raises(ValueError, match="was trained on other data"):
+      read(open_rows(cfg), 1, position=position)
+
+  def test_a_bpe_is_not_trained_on_a_store(self, streamed, memory):
+    with pytest.raises(ValueError, match="a BPE is trained on many files at once"):
+      open_rows(streamed(paths="memory://bucket/d", tokenizer="bpe"))
 
 
 def test_ids_are_not_streamed(streamed, folder):
