@@ -13,9 +13,9 @@ from ats_jax import __version__
 MODULE = "modeling_ats_jax"
 PARTS = ("settings", "layers", "attention", "moe", "mod", "decoder", "hf")  # as they import
 HEADER = '''\
-"""Written by ats_jax {version} (`ats-jax bridge export`): its decoder in PyTorch, in one file.
+"""The decoder of ats_jax {version} in PyTorch, in one file.
 
-Do not edit: it is made of {files}.
+`ats-jax bridge export` joined it of the files of `ats_jax/bridge/pytorch`: edit those.
 """
 '''
 
@@ -38,8 +38,7 @@ def source() -> str:
         imports[ast.unparse(node)] = None
     kept = [line for number, line in enumerate(lines) if number not in taken]
     bodies.append("\n".join(kept).strip("\n"))
-  files = ", ".join(f"ats_jax/bridge/pytorch/{name}.py" for name in PARTS)
-  header = HEADER.format(version=__version__, files=files)
+  header = HEADER.format(version=__version__)
   return "\n".join([header, *sorted(imports), "\n", "\n\n\n".join(bodies), ""])
 
 

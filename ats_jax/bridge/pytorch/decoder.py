@@ -1,11 +1,13 @@
 """The decoder: embed, layers, norm, head. Letters: B batch, T seq, D d_model, V vocab."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ats_jax.bridge.pytorch.attention import Attention, KeyCache, LatentAttention, Tokens
 from ats_jax.bridge.pytorch.layers import MLP, Linear, Rope, norm_of
@@ -190,19 +192,21 @@ class Decoder(nn.Module):
   Its weights are zeros and ones at first: they come from JAX (`weights`), or from a file.
   """
 
-  def __init__(self, cfg: Settings, dtype: torch.dtype = torch.float32):
+  def __init__(self, cfg: Settings, dtype: torch.dtype | None = None, *, remat: bool = False):
     """Make the layers.
 
     Args:
       cfg: a resolved config, or its sections `model`, `moe`, `mod` and `data`.
-      dtype: of activations, and of what they are multiplied with.
+      dtype: of activations, and of what they are multiplied with; None = that of the table.
+      remat: compute layers again in the backward pass, and keep only what goes in.
 
     Raises:
       ValueError: for a model that PyTorch does not compute here.
     """
     super().__init__()
     check(cfg)
-    self.cfg, self.dtype, model = cfg, dtype, cfg.model
+    self.cfg, self.remat, model = cfg, remat, cfg.model
+    self._dtype = dtype
     self.kinds = layer_kinds(cfg)
     self.embed = nn.Embedding(model.vocab_size, model.d_model)
     self.layers = nn.ModuleList(Block(cfg, kind, i) for i, kind in enumerate(self.kinds))
@@ -210,6 +214,11 @@ class Decoder(nn.Module):
     tied = model.tie_embeddings
     self.head = None if tied else Linear(model.d_model, model.vocab_size)
     self.rope = Ropes(model)
+
+  @property
+  def dtype(self) -> torch.dtype:
+    """Of activations."""
+    return self._dtype or self.embed.weight.dtype
 
   def forward(
     self,
@@ -256,7 +265,8 @@ class Decoder(nn.Module):
     total = before + tokens_BT.shape[1]
     for number, layer in enumerate(self.layers):
       kept = None if cache is None else cache.layers[number]
-      x_BTD, of_layer, passed_BT = layer(x_BTD, tokens, rules, kept, total, self.rope)
+      run = functools.partial(checkpoint, layer, use_reentrant=False) if self.remat else layer
+      x_BTD, of_layer, passed_BT = run(x_BTD, tokens, rules, kept, total, self.rope)
       stats.append(of_layer)
       if passed_BT is not None:
         depth_BT = passed_BT.long() + (0 if depth_BT is None else depth_BT)
