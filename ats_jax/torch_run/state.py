@@ -62,7 +62,7 @@ def to_torch(
       parameter = parameters[name]
       moment = weights.as_theirs(name, torch.tensor(array), parameter.dim())
       kept = optimizer.state[parameter]
-      kept[theirs] = moment.to(parameter.device).clone(memory_format=torch.preserve_format)
+      kept[theirs] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
       kept["step"] = updates.to(parameter.device) if parameter.is_cuda else updates.clone()
 
 
@@ -73,8 +73,11 @@ def to_jax(
   tensors, parameters = model.state_dict(), dict(model.named_parameters())
 
   def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith(("step", "steps")):
+    if name == "step":
       return np.asarray(step, np.int32)
+    if name.endswith("/steps"):
+      made = next(iter(optimizer.state.values()))["step"]
+      return np.asarray(int(made), np.int32)
     if name.startswith("model/"):
       found = weights.their_name(name.removeprefix("model/"), tensors)
       tensor = tensors[found]

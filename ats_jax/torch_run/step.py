@@ -52,7 +52,6 @@ class Trainer:
   Attributes:
     cfg: the resolved config.
     model: what is trained.
-    run: what computes it: the model, or that compiled.
     optimizer: moves it.
     scale: of the loss.
     sets_buffers: move selection biases and thresholds; not where the model is frozen.
@@ -60,7 +59,6 @@ class Trainer:
 
   cfg: Config
   model: Decoder
-  run: Any
   optimizer: torch.optim.AdamW
   scale: LossScale
   sets_buffers: bool = True
@@ -73,7 +71,7 @@ class Trainer:
     self.model.train()
     for number in range(batch["tokens"].shape[0]):
       micro = {name: array[number] for name, array in batch.items()}
-      part = objective.forward(self.run, micro, rules)
+      part = objective.forward(self.model, micro, rules)
       (self.scale.value * objective.loss_of(self.cfg, part, whole)).backward()
       part = objective.detached(part)
       found = part if found is None else objective.add(found, part)
