@@ -21,8 +21,8 @@ ABOUT = """train or fine-tune with PyTorch, on a Mac or any GPU that it knows
   ats-jax bridge train --workdir=runs/tuned --init_from=FOLDER --config.data.paths=my.txt
   ats-jax bridge train --workdir=runs/tuned --init_from=runs/long --device=cuda --compile
 
-A run of this program: the same command goes on with it, `ats-jax train` too, and generate, evaluate,
-forecast and export read its workdir. Without --config the model is that of --init_from.
+A run of this program: the same command goes on with it, `ats-jax train` too, and generate,
+evaluate, forecast and export read its workdir. Without --config the model is that of --init_from.
 """
 FLAGS = flags.FlagValues()
 _CONFIG = cli.ConfigFlag(FLAGS)

@@ -226,10 +226,11 @@ class TorchRun:
   def _score(self, held_out: EvalSet) -> dict[str, float]:
     data, cfg = held_out.dataset, self.cfg
     micro = cfg.data.batch_size // cfg.step.accum_steps
-    how = dict(batch_size=micro, local_rows=np.arange(micro), num_batches=cfg.eval.num_batches)
-    with eval_batches(data, **how) as batches:
+    rows, most = np.arange(micro), cfg.eval.num_batches
+    with eval_batches(data, batch_size=micro, local_rows=rows, num_batches=most) as batches:
       found = [self.trainer.score(on(self.device, batch), self.step) for batch in batches]
-    return means(*np.sum(found or [np.zeros(3)], axis=0).tolist(), data)
+    loss, correct, tokens = np.sum(found or [np.zeros(3)], axis=0).tolist()
+    return means(loss, correct, tokens, data)
 
 
 def train(cfg: Config, folder: Path, options: Options, init: InitFrom | None = None) -> bool:

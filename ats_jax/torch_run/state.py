@@ -48,9 +48,7 @@ def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.opt
   )
 
 
-def to_torch(
-  cfg: Config, state: TrainState, model: Decoder, optimizer: torch.optim.AdamW
-) -> None:
+def to_torch(cfg: Config, state: TrainState, model: Decoder, optimizer: torch.optim.AdamW) -> None:
   """Give a model and its optimizer what a state of JAX holds, copied."""
   arrays = _arrays(cfg, state)
   weights.put(model, {n: torch.tensor(a) for n, a in _under("model/", arrays).items()})
@@ -104,6 +102,24 @@ def to_jax(
       filled[part.number][part.place] = value(name, part.shape)
   on_device = lambda x, like: jax.device_put(jnp.asarray(x), like.sharding)
   return structure.unflatten(list(map(on_device, filled, leaves)))
+
+
+def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
+  """The arrays of a model of JAX as tensors in the same memory, for `weights.put(..., share=True)`.
+
+  Args:
+    cfg: the resolved config.
+    tree: a model whose arrays are each whole on one device; its layers are slices of stacks.
+
+  Returns:
+    Tensors by the names of a checkpoint. They are to be read only.
+  """
+  leaves = list(map(torch.from_dlpack, jax.tree.leaves(tree)))
+  found = {}
+  for name, part in layout.named_parts(tree, stacks=stacks(cfg)).items():
+    whole = leaves[part.number]
+    found[name] = whole if part.place is None else whole[part.place]
+  return found
 
 
 def _arrays(cfg: Config, state: TrainState) -> dict[str, np.ndarray]:

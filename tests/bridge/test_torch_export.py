@@ -141,11 +141,7 @@ def test_what_a_folder_of_another_version_says_is_named(tmp_path):
 
 
 def test_the_parts_of_the_module_share_no_name():
-  found = [
-    name
-    for node in ast.parse(remote_code.source()).body
-    for name in defined(node)
-  ]
+  found = [name for node in ast.parse(remote_code.source()).body for name in defined(node)]
   assert sorted(found) == sorted(set(found))
   assert {"Decoder", "Router", "AtsJaxForCausalLM"} <= set(found)
 

@@ -48,9 +48,7 @@ def logits_of(model, batch, rules):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_packed_rows(name, training):
   cfg, ours, theirs = torch_cases.both(name)
-  assert [tuple(k) for k in layer_kinds(cfg)] == [
-    dataclasses.astuple(k) for k in our_kinds(cfg)
-  ]
+  assert [tuple(k) for k in layer_kinds(cfg)] == [dataclasses.astuple(k) for k in our_kinds(cfg)]
   rows, batch = torch_cases.batch(cfg)
   rules, their_rules = rules_of(cfg, training=training)
   want = np.asarray(logits_of(ours, rows, rules))
@@ -81,9 +79,7 @@ def test_gradients_losses_and_buffers(name):
   np.testing.assert_allclose(np.array(their_whole), np.array(whole))
   objective.loss_of(cfg, found, their_whole).backward()
   for field, value in sums._asdict().items():
-    np.testing.assert_allclose(
-      getattr(found.sums, field).detach(), value, rtol=1e-5, err_msg=field
-    )
+    np.testing.assert_allclose(getattr(found.sums, field).detach(), value, rtol=1e-5, err_msg=field)
   want = torch_cases.arrays(cfg, merge(grads, ours))  # by the names that it has with buffers
   parameters = dict(theirs.named_parameters())
   for own, value in want.items():

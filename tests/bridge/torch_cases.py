@@ -12,7 +12,15 @@ from ats_jax.bridge.pytorch.decoder import Decoder
 from ats_jax.checkpoint import layout
 from ats_jax.model.layout import stacks
 
-SIZES = {"model.vocab_size": 272, "model.num_layers": 3, "model.head_dim": 12, "data.seq_len": 24, "model.init_std": 0.3}
+# Of steps this small threads take longer than they save; on busy cores 60 times as long.
+torch.set_num_threads(1)
+SIZES = {
+  "model.vocab_size": 272,
+  "model.num_layers": 3,
+  "model.head_dim": 12,
+  "data.seq_len": 24,
+  "model.init_std": 0.3,
+}
 EXPERTS = {"moe.num_experts": 6, "moe.top_k": 2, "moe.d_ff": 24}
 SKIPPING = {"mod.routing": "learned", "mod.capacity": 0.4, "mod.every": 2, "model.num_layers": 4}
 LATENT = {

@@ -123,9 +123,10 @@ def attend(
   scores = scale * (q.float() @ k.float().transpose(-1, -2))
   if soft_cap:
     scores = soft_cap * torch.tanh(scores / soft_cap)
-  if visible_B1TS is None:
-    visible_B1TS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-  scores = scores.masked_fill(~visible_B1TS, -torch.inf)
+  seen = visible_B1TS
+  if seen is None:
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+  scores = scores.masked_fill(torch.logical_not(seen), -torch.inf)
   if sinks_N is not None:
     sink = sinks_N.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
     scores = torch.cat([scores, sink], dim=-1)

@@ -40,7 +40,7 @@ class LayerCache:
   """
 
   keys: KeyCache = dataclasses.field(default_factory=KeyCache)
-  taken_B: Tensor | None = None
+  taken_B: Tensor | int = 0
 
 
 @dataclasses.dataclass
@@ -128,11 +128,11 @@ class Block(nn.Module):
     places, room_B = rules.places(seq), None
     if cache is not None:
       in_all = rules.places(total)
-      taken_B = cache.taken_B if cache.taken_B is not None else valid_BT.new_zeros(len(x_BTD)).long()
-      places, room_B = min(seq, in_all), in_all - taken_B
+      places = min(seq, in_all)
+      room_B = torch.full((len(x_BTD),), in_all, device=x_BTD.device) - cache.taken_B
     chosen, mod = depth(x_BTD, tokens.positions_BT, valid_BT, rules, places=places, room_B=room_B)
     if cache is not None:
-      cache.taken_B = taken_B + chosen.passed_BT.sum(dim=1)
+      cache.taken_B = cache.taken_B + chosen.passed_BT.sum(dim=1)
       if not chosen.passed_BT.any():  # often none of the few tokens at hand goes through
         return x_BTD, LayerStats(None, mod), chosen.passed_BT
     segment_ids_BC = chosen.take_ids(tokens.segment_ids_BT)
@@ -155,9 +155,7 @@ class Block(nn.Module):
       y_BTD = self.attn_post_norm(y_BTD)
     return self.dropout(y_BTD)
 
-  def _feed(
-    self, x_BTD: Tensor, tokens: Tokens, rules: Rules
-  ) -> tuple[Tensor, MoEStats | None]:
+  def _feed(self, x_BTD: Tensor, tokens: Tokens, rules: Rules) -> tuple[Tensor, MoEStats | None]:
     x_BTD, moe = self.mlp_norm(x_BTD), None
     if isinstance(self.mlp, MoE):
       y_BTD, moe = self.mlp(x_BTD, tokens.segment_ids_BT > 0, training=rules.training)
@@ -255,9 +253,7 @@ class Decoder(nn.Module):
     if positions_BT is None:
       assert alone or cache is not None, "packed rows come with their positions"
       positions_BT = order_BT
-    tokens = self.rope.tokens(
-      positions_BT, segment_ids_BT, order_BT, alone=alone and cache is None
-    )
+    tokens = self.rope.tokens(positions_BT, segment_ids_BT, order_BT, alone=alone and cache is None)
     x_BTD = F.embedding(tokens_BT, self.embed.weight).to(self.dtype)
     if self.cfg.model.scale_embeddings:
       x_BTD = x_BTD * torch.tensor(self.cfg.model.d_model**0.5, dtype=self.dtype).item()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel

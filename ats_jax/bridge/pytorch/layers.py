@@ -114,9 +114,7 @@ def frequencies(model: Settings, width: int, theta: float, kind: str) -> list[fl
     kept = [(length * f / (2 * math.pi) - slow) / (fast - slow) for f in plain]
   else:
     assert kind == "yarn", kind
-    pair_of = lambda turns: (
-      width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    )
+    pair_of = lambda turns: width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
     first, last = pair_of(fast), pair_of(slow)
     if model.rope_whole_pairs:
       first, last = math.floor(first), math.ceil(last)

@@ -173,9 +173,7 @@ class MoE(nn.Module):
     self.down = ExpertLinear(slots, moe.d_ff, d_model, bias=bias)
     self.shared = MLP(cfg, moe.num_shared * moe.d_ff) if moe.num_shared else None
 
-  def forward(
-    self, x_BTD: Tensor, valid_BT: Tensor, *, training: bool
-  ) -> tuple[Tensor, MoEStats]:
+  def forward(self, x_BTD: Tensor, valid_BT: Tensor, *, training: bool) -> tuple[Tensor, MoEStats]:
     """Map [batch, seq, d_model] to the same shape; padding goes to no expert and gets 0."""
     expert_BTK, weight_BTK, stats = self.router(x_BTD, valid_BT, training=training)
     if training and self.cfg.dispatch == "capacity":

@@ -186,7 +186,7 @@ def set_buffers(model: Decoder, stats: Sequence[LayerStats], step: int, rules: R
   for layer, of_layer in zip(model.layers, stats, strict=True):
     if isinstance(layer.mlp, MoE) and of_layer.moe is not None:
       _set_router(model.cfg, layer.mlp, of_layer.moe, step)
-    if layer.depth is not None and model.cfg.mod.routing == "learned":
+    if of_layer.mod is not None and model.cfg.mod.routing == "learned":
       _set_threshold(layer.depth, of_layer.mod, rules.capacity)
 
 

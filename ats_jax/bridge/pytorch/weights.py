@@ -26,7 +26,7 @@ def put(model: nn.Module, arrays: Mapping[str, Any], *, share: bool = False) -> 
 
   Args:
     model: a `Decoder`; its tensors are replaced.
-    arrays: by the names of a checkpoint: jax arrays, or what else speaks DLPack.
+    arrays: by the names of a checkpoint: tensors, jax arrays, or what else speaks DLPack.
     share: use their memory, on whatever device it is. Such weights are to be read, not trained: jax
       takes its arrays for constants. False = a copy.
 
@@ -37,7 +37,8 @@ def put(model: nn.Module, arrays: Mapping[str, Any], *, share: bool = False) -> 
   for ours, array in arrays.items():
     name = their_name(ours, left)
     old = left.pop(name)
-    new = as_theirs(name, torch.from_dlpack(array), old.dim())
+    tensor = array if isinstance(array, Tensor) else torch.from_dlpack(array)
+    new = as_theirs(name, tensor, old.dim())
     if new.shape != old.shape:
       raise ValueError(f"{ours} is {list(new.shape)}, and the model has {list(old.shape)}.")
     if share:
