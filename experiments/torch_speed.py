@@ -16,24 +16,24 @@ from collections.abc import Callable, Iterator
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402  # pyright: ignore[reportMissingImports]
-from absl import app, flags  # noqa: E402
-from runs import markdown  # noqa: E402
+import jax
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+from absl import app, flags
+from runs import markdown
 
-from ats_jax.bridge.pytorch import weights  # noqa: E402
-from ats_jax.bridge.pytorch.decoder import Decoder  # noqa: E402
-from ats_jax.checkpoint import abstract_like  # noqa: E402
-from ats_jax.config import Config, base_config, from_config_dict  # noqa: E402
-from ats_jax.config.build import resolve  # noqa: E402
-from ats_jax.data.batch import random_batch  # noqa: E402
-from ats_jax.sharding.mesh import make_mesh, to_global  # noqa: E402
-from ats_jax.step.program import make_program  # noqa: E402
-from ats_jax.torch_run import device as devices  # noqa: E402
-from ats_jax.torch_run.device import LossScale  # noqa: E402
-from ats_jax.torch_run.state import optimizer_of, shared, to_torch  # noqa: E402
-from ats_jax.torch_run.step import Trainer, on  # noqa: E402
+from ats_jax.bridge.pytorch import weights
+from ats_jax.bridge.pytorch.decoder import Decoder
+from ats_jax.checkpoint import abstract_like
+from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.config.build import resolve
+from ats_jax.data.batch import random_batch
+from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.step.program import make_program
+from ats_jax.torch_run import device as devices
+from ats_jax.torch_run.device import LossScale
+from ats_jax.torch_run.state import optimizer_of, shared, to_torch
+from ats_jax.torch_run.step import Trainer, on
 
 GQA = dict(num_heads=16, num_kv_heads=4)
 SHAPES = {

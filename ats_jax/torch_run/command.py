@@ -46,13 +46,26 @@ _INIT_FROM = flags.DEFINE_string(
 _INIT_STEP = flags.DEFINE_string(
   "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'.", flag_values=FLAGS
 )
+_RANK = flags.DEFINE_integer(
+  "lora_rank",
+  0,
+  "Train adapters of this rank, by peft, instead of the model; 0 = the model.",
+  lower_bound=0,
+  flag_values=FLAGS,
+)
+_ALPHA = flags.DEFINE_float(
+  "lora_alpha", 16.0, "Adapters are multiplied with this over their rank.", flag_values=FLAGS
+)
+_TARGETS = flags.DEFINE_list(
+  "lora_targets", ["q", "k", "v", "out"], "Linear layers that have one.", flag_values=FLAGS
+)
 
 
 def main(argv: list[str]) -> int:
   """Train with PyTorch."""
   del argv
   try:
-    from ats_jax.torch_run import device, loop
+    from ats_jax.torch_run import device, loop, lora
   except ModuleNotFoundError as e:
     if e.name != "torch":
       raise
@@ -69,7 +82,13 @@ def main(argv: list[str]) -> int:
     cfg = load_extensions(from_config_dict(values))
   where = device.find(_DEVICE.value)
   cfg = device.fitted(cfg, where, given)
-  options = loop.Options(where, device.format_of(cfg, where, _DTYPE.value), _COMPILE.value)
+  rank, adapters = _RANK.value, None
+  if rank:
+    if init is None:
+      raise ValueError("--lora_rank adapts a model: --init_from says which.")
+    adapters = lora.Lora(rank, _ALPHA.value, tuple(_TARGETS.value))
+  dtype = device.format_of(cfg, where, _DTYPE.value)
+  options = loop.Options(where, dtype, _COMPILE.value, adapters)
   done = loop.train(cfg, target, options, init)
   return exits.DONE if done else exits.STOPPED
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,10 +39,10 @@ from ats_jax.run import InitFrom, Origin, restored_or_new
 from ats_jax.scoring import means
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
-from ats_jax.step.state import TrainState
 from ats_jax.step.worth import worth
 from ats_jax.torch_run import device as devices
 from ats_jax.torch_run.device import LossScale
+from ats_jax.torch_run.lora import MERGED, Adapters, Lora
 from ats_jax.torch_run.state import optimizer_of, to_jax, to_torch
 from ats_jax.torch_run.step import Trainer, Update, on
 
@@ -56,11 +57,13 @@ class Options:
     device: where.
     dtype: of activations, and of what they are multiplied with.
     compiles: by `torch.compile`.
+    lora: train adapters instead of the model; None = the model.
   """
 
   device: torch.device
   dtype: torch.dtype
   compiles: bool = False
+  lora: Lora | None = None
 
 
 def check(cfg: Config) -> None:
@@ -92,7 +95,8 @@ class TorchRun:
     program: its config, counts and abstract state; JAX computes nothing with it.
     folder: the workdir.
     trainer: makes updates.
-    abstract: the state in JAX, as shapes.
+    kept: gives what a checkpoint holds, from the number of updates done.
+    adapters: that are trained in the model's place, or None.
     step: updates done.
     device: where it runs.
     train_set: the training split.
@@ -111,7 +115,8 @@ class TorchRun:
   program: Program
   folder: Path
   trainer: Trainer
-  abstract: TrainState
+  kept: Callable[[int], Any]
+  adapters: Adapters | None
   step: int
   device: torch.device
   train_set: TrainRows
@@ -163,7 +168,7 @@ class TorchRun:
       FloatingPointError: for weights that are not finite; nothing is saved.
     """
     with self.goodput.timed("checkpoint"):
-      cfg, trainer = self.cfg, self.trainer
+      trainer = self.trainer
       for name, parameter in trainer.model.named_parameters():
         if not bool(parameter.isfinite().all()):
           raise FloatingPointError(
@@ -173,7 +178,7 @@ class TorchRun:
       self.writer.flush()
       if self.layers is not None:
         self.layers.flush()
-      state = to_jax(cfg, self.abstract, trainer.model, trainer.optimizer, self.step)
+      state = self.kept(self.step)
       extra = {POSITION: self.batches.position(), SCALE: trainer.scale.saved()}
       loss = (self.scores or {}).get("eval/loss")
       self.checkpoints.save(self.step, state, extra, metric=loss)
@@ -187,6 +192,9 @@ class TorchRun:
       announce.scores(self.cfg, self.train_set, self.valid_set, self.scores)
     with self.goodput.timed("checkpoint"):
       self.checkpoints.wait()
+      if self.adapters is not None and self.step == self.cfg.num_steps:
+        self.adapters.write(self.cfg, Path(self.folder), self.train_set.tokenizer)
+        logging.info("merged: ats-jax bridge import --folder=%s/%s", self.folder, MERGED)
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = {
       "device": f"1 x {devices.kind(self.device)}",
@@ -296,11 +304,17 @@ def _open(
   origin = Origin()
   if newest is not None:
     origin = Origin(*newest, lambda like: checkpoints.read(newest[0], like))
-  state = restored_or_new(program, origin, init, train_set)
   model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
-  optimizer = optimizer_of(cfg, model, abstract)
-  to_torch(cfg, state, model, optimizer)
-  del state
+  if options.lora is None:
+    adapters, optimizer = None, optimizer_of(cfg, model, abstract)
+    to_torch(cfg, restored_or_new(program, origin, init, train_set), model, optimizer)
+    kept = lambda step: to_jax(cfg, abstract, model, optimizer, step)
+  else:  # the model is in no checkpoint: it is what it was
+    to_torch(cfg, restored_or_new(program, Origin(), init, train_set), model, None)
+    adapters = Adapters(cfg, model, options.lora)
+    if newest is not None:
+      adapters.restore(checkpoints, newest[0])
+    optimizer, kept = adapters.optimizer, lambda step: adapters.state()
   if options.compiles:
     model.compile()
   scale = LossScale.of(options.dtype, origin.extra.get(SCALE, {}))
@@ -333,8 +347,9 @@ def _open(
   return TorchRun(
     program,
     folder,
-    Trainer(cfg, model, optimizer, scale),
-    abstract,
+    Trainer(cfg, model, optimizer, scale, sets_buffers=adapters is None),
+    kept,
+    adapters,
     origin.step,
     options.device,
     train_set,

@@ -48,10 +48,14 @@ def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.opt
   )
 
 
-def to_torch(cfg: Config, state: TrainState, model: Decoder, optimizer: torch.optim.AdamW) -> None:
-  """Give a model and its optimizer what a state of JAX holds, copied."""
+def to_torch(
+  cfg: Config, state: TrainState, model: Decoder, optimizer: torch.optim.AdamW | None
+) -> None:
+  """Give a model, and its optimizer if there is one, what a state of JAX holds, copied."""
   arrays = _arrays(cfg, state)
   weights.put(model, {n: torch.tensor(a) for n, a in _under("model/", arrays).items()})
+  if optimizer is None:
+    return
   updates = torch.tensor(float(state.step))
   parameters = dict(model.named_parameters())
   for field, theirs in MOMENTS.items():

@@ -115,7 +115,7 @@ class Trainer:
       float(found.sums.z) / counted,
       float(update.grad_norm),
       self._update_norm(update.rate) if update.made else 0.0,
-      math.sqrt(sum(float(p.double().square().sum()) for p in self._parameters())),
+      math.sqrt(sum(float(p.square().sum()) for p in self._parameters())),
       update.rate,
       update.rate,
       counted,
@@ -140,7 +140,7 @@ class Trainer:
         root = (kept["exp_avg_sq"] / (1 - o.b2**updates)).sqrt()
         adam = mean / (root + o.eps)
         before = (parameter + rate * adam) / (1 - rate * decay)
-        total += float((adam + decay * before).double().square().sum())
+        total += float((adam + decay * before).square().sum())
     return rate * math.sqrt(total)
 
   def _of_experts(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:

@@ -1,7 +1,9 @@
 """`bridge train`: the losses of JAX's run, a kill and what follows it, and the way back to JAX."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +15,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY, make_test_mesh
+from safetensors.torch import load_file
 from torch_cases import arrays, both
 
 from ats_jax import train as jax_train
+from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.parity import our_logits
 from ats_jax.bridge.pytorch import weights
 from ats_jax.bridge.pytorch.decoder import Decoder
-from ats_jax.bridge.pytorch.settings import Rules
+from ats_jax.bridge.pytorch.settings import Rules, settings_of
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.config import Config
 from ats_jax.config.build import with_settings
@@ -28,7 +32,9 @@ from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.writer import is_time_key
 from ats_jax.paths import parse
+from ats_jax.run import InitFrom
 from ats_jax.torch_run import device, loop
+from ats_jax.torch_run.lora import Lora
 from ats_jax.torch_run.state import shared
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
@@ -63,8 +69,12 @@ SPARSE = {
 KINDS = {
   "dense": {"optimizer.grad_clip": 0.5, "optimizer.schedule": "wsd", "step.remat": "full"},
   "moe": {n: v for n, v in SPARSE.items() if not n.startswith("mod.")},
-  "hybrid": SPARSE,
+  "hybrid": SPARSE | {"mod.routing": "static"},
+  "learned": SPARSE,
 }
+# Of the losses. A router chooses the highest scores of a row, some of which differ by no more than
+# rounding: once another token is chosen, two runs go ways of their own.
+NEAR = {"dense": 1e-4, "moe": 1e-4, "hybrid": 1e-4, "learned": 1e-2}
 
 
 def settings(tmp_path, kind: str, **changes):
@@ -96,13 +106,17 @@ def test_fifty_steps_are_those_of_jax(kind, tmp_path):
       pairs = np.array([(ours[s][name], theirs[s][name]) for s in ours])
       far[name] = np.max(np.abs(pairs[:, 0] - pairs[:, 1]) / np.maximum(np.abs(pairs[:, 0]), 0.01))
   print(kind, {n: f"{v:.1e}" for n, v in far.items()})
-  assert far["train/loss"] < 1e-4, far
+  assert far["train/loss"] < NEAR[kind], far
   assert far["train/learning_rate"] < 1e-6
-  assert all(value < 1e-2 for value in far.values()), far
+  if kind == "learned":
+    for step in (1, 2, 3):
+      assert theirs[step]["train/loss"] == pytest.approx(ours[step]["train/loss"], rel=1e-5)
+  else:
+    assert all(value < 1e-3 for value in far.values()), far
   ours, theirs = rows(tmp_path / "jax", "eval/loss"), rows(tmp_path / "torch", "eval/loss")
   assert ours.keys() == theirs.keys() == {25, 50}
   for step, row in ours.items():
-    assert theirs[step]["eval/loss"] == pytest.approx(row["eval/loss"], rel=1e-4)
+    assert theirs[step]["eval/loss"] == pytest.approx(row["eval/loss"], rel=NEAR[kind])
   curve = read_curve(parse(tmp_path / "torch"), "train/loss")
   assert len(curve.steps) == 50
   if kind != "dense":
@@ -132,13 +146,14 @@ def saved(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
   changes = {"num_steps": 14, "checkpoint.every_steps": 3, "model.dropout": 0.1}
-  cfg = settings(tmp_path, "hybrid", **changes)
+  cfg = settings(tmp_path, "learned", **changes)
   assert loop.train(cfg, parse(tmp_path / "whole"), CPU)
 
-  flags = {**RUN, **KINDS["hybrid"], **changes}
+  flags = {**RUN, **KINDS["learned"], **changes}
   flags |= {"data.cache_dir": tmp_path / "cache", "data.paths": tmp_path / "text.txt"}
   command = [sys.executable, "-m", "ats_jax", "bridge", "train"]
-  command += [f"--workdir={tmp_path}/killed", "--device=cpu", "--dtype=float32"]
+  (tmp_path / "plain.py").write_text("from ats_jax.config import base_config as get_config\n")
+  command += [f"--workdir={tmp_path}/killed", f"--config={tmp_path}/plain.py", "--device=cpu"]
   command += [f"--config.{name}={value}" for name, value in flags.items()]
   log = (tmp_path / "log").open("w")
   process = subprocess.Popen(command, stdout=log, stderr=log, env=ONE_THREAD)
@@ -183,6 +198,47 @@ def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
 
   longer = with_settings(cfg, {"num_steps": 16, "model.head_dim": 0, "model.d_ff": 64})
   assert jax_train.train(longer, parse(tmp_path / "killed")).step == 16  # JAX goes on with it
+
+
+def test_adapters_go_on_and_merge_into_jax(tmp_path):
+  pytest.importorskip("peft")
+  jax_train.train(settings(tmp_path, "dense", num_steps=6), parse(tmp_path / "base"))
+  cfg = settings(tmp_path, "dense", num_steps=6, **{"checkpoint.every_steps": 3})
+  options = loop.Options(torch.device("cpu"), torch.float32, lora=Lora(4, 8.0, ("q", "down")))
+  init = InitFrom(parse(tmp_path / "base"))
+  run = lambda: loop.train(cfg, parse(tmp_path / "run"), options, init)
+  assert run()
+  first = rows(tmp_path / "run")
+  merged = {f.name: f.read_bytes() for f in (tmp_path / "run/merged").iterdir()}
+  shutil.rmtree(tmp_path / "run/checkpoints/6")
+  shutil.rmtree(tmp_path / "run/merged")
+  assert run()  # from step 3 on
+  again = rows(tmp_path / "run")
+  for step in (4, 5, 6):
+    assert again[step]["train/loss"] == first[step]["train/loss"]
+  assert {f.name: f.read_bytes() for f in (tmp_path / "run/merged").iterdir()} == merged
+  adapter = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+  assert {n.split(".")[-3] for n in adapter} == {"q", "down"}
+  assert all(bool(a.any()) for a in adapter.values())
+
+  fields = json.loads(merged["config.json"])
+  theirs = Decoder(settings_of(fields["settings"])).eval()
+  weights.load(theirs, tmp_path / "run/merged/model.safetensors")
+  base = load_run(parse(tmp_path / "base"))
+  import_folder(tmp_path / "run/merged", parse(tmp_path / "back"))
+  tokens = np.random.default_rng(0).integers(0, 250, (8, 24))
+  found = []
+  for opened in (base, load_run(parse(tmp_path / "back"))):
+    with opened as run:
+      found.append(our_logits(run.model, run.program.rules(run.step), tokens))
+  with torch.no_grad():
+    got = theirs.logits(theirs(torch.tensor(tokens))[0]).numpy()
+  np.testing.assert_allclose(got, found[1], rtol=1e-4, atol=1e-4)
+  assert np.abs(got - found[0]).max() > 1e-3  # the adapters do something
+
+  wrong = dataclasses.replace(options, lora=Lora(4, 8.0, ("query",)))
+  with pytest.raises(ValueError, match=r"--lora_targets: no \['query'\]"):
+    loop.train(cfg, parse(tmp_path / "wrong"), wrong, init)
 
 
 def test_float16_skips_what_overflows():
