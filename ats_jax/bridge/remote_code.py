@@ -8,12 +8,11 @@ import ast
 from pathlib import Path
 
 import ats_jax.bridge
-from ats_jax import __version__
 
 MODULE = "modeling_ats_jax"
 PARTS = ("settings", "layers", "attention", "moe", "mod", "decoder", "hf")  # as they import
 HEADER = '''\
-"""The decoder of ats_jax {version} in PyTorch, in one file.
+"""The decoder of ats_jax in PyTorch, in one file.
 
 `ats-jax bridge export` joined it of the files of `ats_jax/bridge/pytorch`: edit those.
 """
@@ -38,8 +37,7 @@ def source() -> str:
         imports[ast.unparse(node)] = None
     kept = [line for number, line in enumerate(lines) if number not in taken]
     bodies.append("\n".join(kept).strip("\n"))
-  header = HEADER.format(version=__version__)
-  return "\n".join([header, *sorted(imports), "\n", "\n\n\n".join(bodies), ""])
+  return "\n".join([HEADER, *sorted(imports), "\n", "\n\n\n".join(bodies), ""])
 
 
 def _is_internal(node: ast.Import | ast.ImportFrom) -> bool:
