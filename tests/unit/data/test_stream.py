@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 import threading
@@ -141,7 +140,7 @@ def test_it_goes_on_anywhere_also_where_nothing_is_kept(streamed, tmp_path, at, 
   position = json.loads(json.dumps(position))
   rest, end = read(open_rows(cfg), 15 - at, position=position, hosts=hosts)
   assert_same(rest, whole[at:])
-  shutil.move(cfg.cache_dir, tmp_path / "elsewhere")
+  cfg = dataclasses.replace(cfg, cache_dir=str(tmp_path / "elsewhere"))
   rest, end_there = read(open_rows(cfg), 15 - at, position=position, hosts=hosts)
   assert_same(rest, whole[at:])
   assert end == end_there
@@ -154,7 +153,7 @@ def test_another_machine_begins_at_the_window(streamed, tmp_path, monkeypatch):
   position = ds.position(row)
   assert position["window"][2] > 2
   expected = ds.global_rows(np.arange(row, row + 5))
-  shutil.move(cfg.cache_dir, tmp_path / "elsewhere")
+  cfg = dataclasses.replace(cfg, cache_dir=str(tmp_path / "elsewhere"))
   fresh = open_rows(cfg)
   assert fresh.row_of(position) == row
   np.testing.assert_array_equal(
@@ -217,8 +216,7 @@ def test_a_mixture_of_a_stream_and_a_prepared_text(streamed, folder, write):
   assert not ds.are_ready
   whole, _ = read(ds, 9, tells=True)
   _, position = read(open_rows(cfg), 4)
-  shutil.rmtree(cfg.cache_dir)
-  fresh = open_rows(cfg)
+  fresh = open_rows(dataclasses.replace(cfg, cache_dir=cfg.cache_dir + "-2"))
   rest, _ = read(fresh, 5, position=json.loads(json.dumps(position)), hosts=2)
   assert_same(rest, whole[4:])
   alone = open_rows(streamed())
