@@ -18,15 +18,15 @@ from ats_jax.data.loader import TrainBatches
 from ats_jax.data.sources import open_data
 from ats_jax.data.tokenizer import ByteTokenizer
 
-COUNT = 400  # documents
+COUNT = 240  # documents
 
 
 @pytest.fixture
 def folder(write, tmp_path) -> Path:
   """Four files of numbered lines, and what is malformed."""
   for f in range(4):
-    rows = [{"text": f"<{f * 100 + i}>{'é' * (i % 13)}"} for i in range(100)]
-    write(f"d/{f}.jsonl", [*rows[:50], {"no": 1}, *rows[50:], 7])
+    rows = [{"text": f"<{f * 60 + i}>{'é' * (i % 13)}"} for i in range(60)]
+    write(f"d/{f}.jsonl", [*rows[:30], {"no": 1}, *rows[30:], 7])
   write("d/empty.txt", "")
   return tmp_path / "d"
 
@@ -105,7 +105,7 @@ def test_each_document_once_an_epoch(streamed, long):
   """Over several windows; of an epoch no more and no less than its documents and long parts."""
   cfg = streamed()
   ds = open_rows(cfg)
-  ds.turn(1500)
+  ds.turn(700)
   size = epoch_rows(cfg)
   counts = []
   for epoch in range(2):
@@ -116,7 +116,7 @@ def test_each_document_once_an_epoch(streamed, long):
     assert sorted(rest) == sorted("a long word\n" * 900)
     counts.append(found)
   assert counts[0] != counts[1] and sorted(counts[0]) == sorted(counts[1])
-  assert len(json.loads((folder_of(cfg) / "windows.json").read_text())) > 8
+  assert len(json.loads((folder_of(cfg) / "windows.json").read_text())) >= 8
 
 
 def test_counts_add_up_over_all_windows(streamed, long, caplog):
@@ -151,7 +151,7 @@ def test_another_machine_begins_at_the_window(streamed, tmp_path, monkeypatch):
   ds = open_rows(cfg)
   row = 130
   position = ds.position(row)
-  assert position["window"][2] > 2
+  assert position["window"][2] > 0
   expected = ds.global_rows(np.arange(row, row + 5))
   cfg = dataclasses.replace(cfg, cache_dir=str(tmp_path / "elsewhere"))
   fresh = open_rows(cfg)
@@ -166,7 +166,7 @@ def test_another_machine_begins_at_the_window(streamed, tmp_path, monkeypatch):
 def test_disk_is_bounded_and_nothing_is_taken_from_under_a_reader(streamed):
   """With processes and a thread that makes windows ahead."""
   cfg = streamed()
-  alone, _ = read(open_rows(streamed(cache_dir=cfg.cache_dir + "-2")), 30)
+  alone, _ = read(open_rows(streamed(cache_dir=cfg.cache_dir + "-2")), 14)
   most, done = [0], threading.Event()
 
   def watch():
@@ -176,7 +176,7 @@ def test_disk_is_bounded_and_nothing_is_taken_from_under_a_reader(streamed):
 
   thread = threading.Thread(target=watch)
   thread.start()
-  found, _ = read(open_rows(cfg), 30, workers=2, tells=True)
+  found, _ = read(open_rows(cfg), 14, workers=2, tells=True)
   done.set()
   thread.join()
   assert_same(found, alone)
@@ -254,7 +254,7 @@ def test_nothing_to_train_on(streamed, write):
 
 
 def test_strict_names_the_line(streamed):
-  with pytest.raises(ValueError, match=r"jsonl:51: no field 'text'"):
+  with pytest.raises(ValueError, match=r"jsonl:31: no field 'text'"):
     open_rows(dataclasses.replace(streamed(), strict=True)).turn(400)
 
 
