@@ -39,7 +39,7 @@ from ats_jax.sharding.mesh import make_mesh
 settings, folder, count = json.loads(argv[0]), argv[1], int(argv[2])
 cfg = tiny_config(settings)
 train_set, _ = open_data(cfg.data, cfg.seed)
-with jax.set_mesh(make_mesh(cfg)), train_feed(cfg, train_set) as batches:
+with jax.set_mesh(make_mesh(cfg)), train_feed(cfg, train_set, tells=True) as batches:
   for k in range(count):
     np.savez(f"{folder}/{rank}-{k}.npz", **next(batches))
   say(json.dumps(batches.position()))
@@ -97,6 +97,37 @@ def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
   (result,) = audit(ds, scenarios={"2 processes, then 1": phases}, batches=batches)
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
   assert result.targets == ds.num_tokens and result.batches == count
+
+
+@pytest.mark.thorough
+def test_two_processes_share_the_windows_of_a_stream(paths, tmp_path):
+  """They read what one process reads, and one goes on where they ended, without their windows."""
+  settings = {k: v for k, v in SETTINGS.items() if k != "data.filters"}
+  settings |= {
+    "data.paths": paths, "data.streaming": True, "data.window_mb": 0.001,
+    "data.validation_fraction": 0.0, "data.mixture": "3 steps: web=3,code=1; web=1,talk=2",
+    "data.cache_dir": f"{tmp_path}/cache",
+  }  # fmt: skip
+  said = run_job(PROCESS, tmp_path, json.dumps(settings), tmp_path, 8)
+  positions = [json.loads(lines[-1]) for lines in said]
+  assert positions[0] == positions[1] and set(positions[0]["parts"]) == {"web", "code", "talk"}
+  cfg = tiny_config(settings | {"data.cache_dir": f"{tmp_path}/another"})
+
+  def read(count, position=None):
+    ds, _ = open_data(cfg.data, cfg.seed)
+    with TrainBatches(
+      ds, position=position, accum_steps=1, batch_size=BATCH_SIZE, num_workers=0, prefetch=2,
+      local_rows=np.arange(BATCH_SIZE),
+    ) as batches:  # fmt: skip
+      return [next(batches) for _ in range(count)]
+
+  whole = read(10)
+  for k, batch in enumerate(whole[:8]):
+    halves = [np.load(tmp_path / f"{rank}-{k}.npz") for rank in (0, 1)]
+    for name, values in batch.items():
+      np.testing.assert_array_equal(np.concatenate([h[name] for h in halves], 1), values)
+  for one, other in zip(whole[8:], read(2, positions[1]), strict=True):
+    np.testing.assert_array_equal(one["tokens"], other["tokens"])
 
 
 @pytest.mark.thorough
