@@ -58,6 +58,7 @@ def test_signal_requeue_resume_is_the_undisturbed_run(slurm, tmp_path):
   text = log.read_text()
   assert job["JobState"] == "COMPLETED" and job["Restarts"] == "1", text
   assert text.count("job: 2 processes, by Slurm") == 2
+  assert text.count("SIGTERM: finishing the step and saving") == 1
   assert re.search(r"^ +1  \S+ +1 x cpu$", text, re.MULTILINE)
   saved = int(re.search(r"SIGTERM: saved step (\d+)", text)[1])
   assert 20 <= saved < STEPS and f"from step {saved} of {STEPS}" in text

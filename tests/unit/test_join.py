@@ -2,13 +2,14 @@
 
 import re
 import socket
+import threading
 
 import jax
 import pytest
 from commands import forked
 from processes import free_port, run_job
 
-from ats_jax import job
+from ats_jax import __version__, job, rollcall
 from ats_jax.config import Config
 from ats_jax.rollcall import Place
 
@@ -27,6 +28,13 @@ STEP = {
   "SLURM_NTASKS": "4",
   "SLURM_PROCID": "3",
   "SLURM_LOCALID": "1",
+}
+STEP_OF_TWO = STEP | {
+  "SLURM_STEP_NUM_NODES": "1",
+  "SLURM_STEP_NUM_TASKS": "2",
+  "SLURM_STEP_TASKS_PER_NODE": "2",
+  "SLURM_PROCID": "0",
+  "SLURM_LOCALID": "0",
 }
 # Of a batch script, which is no step though it has tasks to start.
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -107,7 +115,7 @@ from absl import logging
 logging.use_absl_handler()
 logging.set_verbosity(logging.INFO)
 os.environ.update(ENVIRONMENT)
-from ats_jax import job
+from ats_jax import __version__, job, rollcall
 from ats_jax.config import Config
 job.join(Config())
 say(jax.process_count())
@@ -144,3 +152,22 @@ def test_a_start_that_fails_is_a_message_and_may_be_tried_again(tmp_path):
   result = forked("ats_jax.train", *flags, **env)
   assert result.code == 1 and "Traceback" not in result.err
   assert "error: processes 1, 2, 3 of 4 did not come within 1 s (join_secs)." in result.err
+
+
+def test_processes_with_other_settings_do_not_train_together(tmp_path):
+  port, said = free_port(), []
+
+  def other():
+    facts = {"ats_jax": __version__, "jax": jax.__version__, "seed": 7}
+    with pytest.raises(ValueError, match="were started differently") as caught:
+      rollcall.call(Place(f"localhost:{port}", 2, 1), facts, 60)
+    said.append(str(caught.value))
+
+  second = threading.Thread(target=other)
+  second.start()
+  address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+  flags = "--config=configs/debug.py", f"--workdir={tmp_path}", "--config.join_secs=60"
+  result = forked("ats_jax.train", *flags, **STEP_OF_TWO | address)
+  second.join(30)
+  assert said and said[0] in result.error()
+  assert "seed is 0 and 7" in said[0] and "jax is" not in said[0]
