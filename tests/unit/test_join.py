@@ -115,34 +115,39 @@ from absl import logging
 logging.use_absl_handler()
 logging.set_verbosity(logging.INFO)
 os.environ.update(ENVIRONMENT)
-from ats_jax import __version__, job, rollcall
+from ats_jax import job
 from ats_jax.config import Config
 job.join(Config())
 say(jax.process_count())
-say(job.table())
 """
 
 
-def test_two_processes_join_and_each_knows_who_is_where(tmp_path):
+def joined(folder, environment):
+  """Two processes join; the lines of the table that the first logs, as words."""
+  said = run_job(JOIN.replace("ENVIRONMENT", environment), folder, devices=2, joins=False)
+  assert said == [["2"], ["2"]]
+  assert "job: " not in (folder / "log.1").read_text()
+  log = (folder / "log.0").read_text()
+  first, *table = log[log.index("job: ") :].splitlines()[:4]
+  return first, [line.split() for line in table]
+
+
+def test_two_processes_join_and_say_who_is_where(tmp_path):
   variables = 'JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES="2"'
-  code = JOIN.replace("ENVIRONMENT", f"{variables}, JAX_PROCESS_ID=str(rank)")
-  for count, *table in run_job(code, tmp_path, devices=2, joins=False):
-    here = socket.gethostname()
-    head, *rows = (line.split() for line in table)
-    assert count == "2" and head == ["process", "host", "devices"]
-    assert rows == [[rank, here, "2", "x", "cpu"] for rank in "01"]
-  log = (tmp_path / "log.0").read_text()
-  assert "job: 2 processes, by JAX_PROCESS_ID" in log
-  assert "job: 2" not in (tmp_path / "log.1").read_text()
+  first, table = joined(tmp_path, f"{variables}, JAX_PROCESS_ID=str(rank)")
+  assert first == "job: 2 processes, by JAX_PROCESS_ID"
+  rows = [[rank, socket.gethostname(), "2", "x", "cpu"] for rank in "01"]
+  assert table == [["process", "host", "devices"], *rows]
 
 
 @pytest.mark.thorough
 def test_jax_finds_an_mpi_job_when_it_is_asked_to(tmp_path):
   uri = 'OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1", JAX_COORDINATOR_PORT=port'
   ranks = "OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_LOCAL_RANK=str(rank)"
-  env = f'ATS_CLUSTER="ompi", OMPI_COMM_WORLD_SIZE="2", {uri}, {ranks}'
-  said = run_job(JOIN.replace("ENVIRONMENT", env), tmp_path, joins=False)
-  assert [lines[0] for lines in said] == ["2", "2"]
+  size = 'ATS_CLUSTER="ompi", OMPI_COMM_WORLD_SIZE="2"'
+  first, table = joined(tmp_path, f"{size}, {uri}, {ranks}")
+  assert first == "job: 2 processes, by ompi"
+  assert table == [["process", "devices"], *([rank, "2", "x", "cpu"] for rank in "01")]
 
 
 def test_a_start_that_fails_is_a_message_and_may_be_tried_again(tmp_path):
