@@ -25,6 +25,7 @@ from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
 from ats_jax.length import with_length
+from ats_jax.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.metrics.create import create_writer
 from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
@@ -117,6 +118,7 @@ class Run:
     profile: traces some steps.
     meter: of speed.
     goodput: of where the time goes.
+    dog: sees that it gets on.
     watch: the supervisor.
     scores: of the last evaluation, if it was of this state.
   """
@@ -138,6 +140,7 @@ class Run:
   profile: ProfileWindow
   meter: Throughput
   goodput: Goodput
+  dog: Watchdog
   watch: Supervisor | NoSupervisor = dataclasses.field(default_factory=NoSupervisor)
   scores: dict[str, float] | None = None
   _compiled: tuple[Any, Any] = (None, None)  # rules, and the step that follows them
@@ -145,6 +148,7 @@ class Run:
 
   def compiled_step(self, step: int) -> Callable:
     """The function that makes update `step`; compiled anew where its rules have changed."""
+    self.dog.step = step
     rules = self.program.training_rules(step)
     if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
       with self.aside("compile"):
@@ -227,13 +231,14 @@ class Run:
 
   def again(self) -> Update:
     """A function that makes the last update again, from another state."""
-    train_step, batch = self._compiled[1], self._batch
+    train_step, batch = self.goodput.marking(self._compiled[1]), self._batch
     return lambda state: train_step(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""
     position = (saved or self.position())[POSITION]
-    return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
+    train_step = self.goodput.marking(self._compiled[1])
+    return Ahead(train_step, lambda: upcoming(self.cfg, self.train_set, position))
 
   def _performance(self) -> dict[str, Any]:
     compiled = self._compiled[1]
@@ -273,11 +278,13 @@ def open_run(
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
     enter(logfile.kept(folder, jax.process_index()))
+    dog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
     origin = find_origin(checkpoints, snapshots)
-    train_set, valid_set = open_data(cfg.data, cfg.seed)
-    eval_sets = open_eval_sets(cfg.data, valid_set)
+    with dog.during(READING):
+      train_set, valid_set = open_data(cfg.data, cfg.seed)
+      eval_sets = open_eval_sets(cfg.data, valid_set)
     cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
@@ -294,14 +301,15 @@ def open_run(
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
-    writer, log = open_log(stack, program, folder, origin, meter, identity, train_set)
+    writer, log = open_log(stack, program, folder, origin, meter, identity, train_set, dog)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
-      checkpoints, stop, writer, log, profile, meter, goodput,
+      checkpoints, stop, writer, log, profile, meter, goodput, dog,
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
     run.watch.start(origin.step, state, origin.extra)
+    stack.push(dog.take_error)  # the others hear of it before anything here waits for them
     try:
       yield run
     finally:
@@ -398,6 +406,7 @@ def open_log(
   meter: Throughput,
   identity: RunIdentity,
   train_set: TrainRows,
+  dog: Watchdog,
 ) -> tuple[MetricWriter, StepLog]:
   """Where metrics go; rows of steps that are made again are cut off."""
   cfg, is_main = program.cfg, jax.process_index() == 0
@@ -405,7 +414,7 @@ def open_log(
   writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main, run=identity.run)
   stack.enter_context(contextlib.closing(writer))
   writer.write_hparams(flatten(cfg))
-  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress)
+  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main)
   stack.enter_context(progress)
   layers = None
   if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):
@@ -416,7 +425,7 @@ def open_log(
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
     passes = train_set.passes(step * cfg.data.batch_size)
     found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
-    return found | of_sources(passes, values)
+    return found | of_sources(passes, values) | dog.metrics()
 
   log = StepLog(
     metric_names(cfg, program.objective.names),

@@ -97,7 +97,8 @@ def join_job(cfg: Config) -> None:
     raise ValueError(f"{missing} is not set, and the rest of {', '.join(names)} is. Set all three.")
   jax.distributed.initialize(
     address, int(size), int(rank), cluster_detection_method="deactivate",
-    heartbeat_timeout_seconds=cfg.heartbeat_secs,
+    # Of a process whose `Watchdog` says nothing any more, this one says a page.
+    heartbeat_timeout_seconds=2 * cfg.heartbeat_secs,
   )  # fmt: skip
   if int(rank):
     logging.get_absl_handler().setLevel(std_logging.WARNING)  # its file has all

@@ -42,6 +42,7 @@ ALLOWED = {
   "lease": {"exits", "paths"},
   "workdir": {"config", "lease", "paths"},
   "logfile": {"config", "paths"},
+  "liveness": {"config", "exits", "paths", "metrics.goodput*", "ops._compat"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
