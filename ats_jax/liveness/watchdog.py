@@ -107,6 +107,7 @@ class Watchdog:
       self._threads.append(threading.Thread(target=self._exchange, name="beats", daemon=True))
 
   def __enter__(self) -> Self:
+    self._set_alarm()
     for thread in self._threads:
       thread.start()
     return self
@@ -215,7 +216,9 @@ class Watchdog:
   def _set_alarm(self) -> None:
     """End this process even if a library that hangs lets no thread of Python run."""
     limit = self.limit(self._place())
-    if limit is None or self._board is None:
+    if self._board is None:
+      return
+    if limit is None:
       faulthandler.cancel_dump_traceback_later()
     else:
       faulthandler.dump_traceback_later(limit + LAST_SECS, exit=True)
