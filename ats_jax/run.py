@@ -24,6 +24,7 @@ from ats_jax.data.rows import Rows, TrainRows
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
+from ats_jax.fitting import DEVICES, fitted, relieved
 from ats_jax.length import with_length
 from ats_jax.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.metrics.create import create_writer
@@ -44,7 +45,7 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
 from ats_jax.scoring import check_fp8, score_all
-from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
+from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.by_source import objective_of, of_sources
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
@@ -52,7 +53,6 @@ from ats_jax.step.state import TrainState
 from ats_jax.step.worth import worth
 
 PROFILED_STEPS = 3
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,7 @@ class Run:
     profile: traces some steps.
     meter: of speed.
     goodput: of where the time goes.
+    devices: what they share of the batch, for the next start.
     dog: sees that it gets on.
     watch: the supervisor.
     scores: of the last evaluation, if it was of this state.
@@ -140,6 +141,7 @@ class Run:
   profile: ProfileWindow
   meter: Throughput
   goodput: Goodput
+  devices: Mapping[str, int]
   dog: Watchdog
   watch: Supervisor | NoSupervisor = dataclasses.field(default_factory=NoSupervisor)
   scores: dict[str, float] | None = None
@@ -183,7 +185,7 @@ class Run:
     """Save a checkpoint; it is written in the background."""
     with self.aside("checkpoint"):
       loss = (self.scores or {}).get("eval/loss")
-      extra = self.position() | self.watch.saved()
+      extra = self.position() | self.watch.saved() | {DEVICES: self.devices}
       self.checkpoints.save(self.step, self.state, extra, metric=loss)
       stall = {"checkpoint/stall_secs": self.checkpoints.last_save_stall_secs}
       self.writer.write_scalars(self.step, stall)
@@ -278,6 +280,7 @@ def open_run(
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
     enter(logfile.kept(folder, jax.process_index()))
+    cfg = relieved(cfg, folder)
     dog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
@@ -289,6 +292,7 @@ def open_run(
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+    cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
     mesh = make_mesh(cfg)
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
@@ -305,7 +309,7 @@ def open_run(
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
-      checkpoints, stop, writer, log, profile, meter, goodput, dog,
+      checkpoints, stop, writer, log, profile, meter, goodput, devices, dog,
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
     run.watch.start(origin.step, state, origin.extra)
@@ -470,29 +474,3 @@ def speed(program: Program) -> Throughput:
       "train/mfu_6n": program.counts.flops_full,
     },
   )
-
-
-def smaller_micro_batch(cfg: Config, error: RuntimeError) -> Config:
-  """`cfg` with half the micro-batch, for a run whose devices are out of memory.
-
-  The step's arguments were donated: what it was working on is gone. Only an orchestrator that acts
-  goes on, and only in a run of one process: the others would wait for ever.
-
-  Raises:
-    RuntimeError: `error`, if it is another one or nothing can be done.
-  """
-  accum_steps = 2 * cfg.step.accum_steps
-  smaller = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, accum_steps=accum_steps))
-  acts = cfg.orchestrator.mode == "act" and jax.process_count() == 1
-  if OUT_OF_MEMORY not in str(error) or not acts or cfg.data.batch_size % accum_steps:
-    raise error
-  try:
-    mesh_sizes(smaller, jax.device_count())
-  except ValueError:  # fewer rows than devices that share them
-    raise error from None
-  logging.warning(
-    "orchestrator: the device is out of memory. Going on from the newest good state with "
-    "step.accum_steps=%d instead of %d; the updates are the same. (%s)",
-    accum_steps, cfg.step.accum_steps, str(error).splitlines()[0],
-  )  # fmt: skip
-  return smaller

@@ -52,7 +52,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions", "api", "length"}
+TOP |= {"forecast", "decisions", "api", "length", "fitting"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 
