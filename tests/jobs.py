@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import runs
 from xla_flags import QUICK
 
@@ -32,7 +33,6 @@ TINY = (
   "log.every_steps=1",
   "log.writers=console,jsonl",
   "sample.max_tokens=0",
-  "heartbeat_secs=5",
 )
 KILLER = """
 import json
@@ -135,6 +135,16 @@ def launch(
   """Start a job; its output comes as that of `runs.start`."""
   flags = (f"--processes={size}", f"--restarts={restarts}")
   return runs.start(workdir, *settings, config=config, launch=flags, **{"XLA_FLAGS": QUICK} | env)
+
+
+def pid_of(job: subprocess.Popen, rank: int) -> int:
+  """Of a process of a job."""
+  (found,) = (
+    child.pid
+    for child in psutil.Process(job.pid).children()
+    if child.environ()["JAX_PROCESS_ID"] == str(rank)
+  )
+  return found
 
 
 class Kills:

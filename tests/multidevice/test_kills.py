@@ -21,10 +21,10 @@ SETTINGS = (
   "step.accum_steps=2",  # 6 rows at a time, which four processes cannot share
 )
 SAME_MESH = ("start:1", "compile:0", "step:1", "save:0", "save:1", "commit:0", "committed:0")
-# From one number of processes to another, and where one of them dies.
+# From one number of processes to another; where one of them dies. The first leaves a checkpoint.
 CHAIN = (
-  (1, "step:0"), (2, "start:1"), (4, "compile:3"), (3, "save:1"), (1, "committed:0"),
-  (4, "step:2"), (2, "commit:0"), (3, "save:0"), (2, ""),
+  (1, "committed:0"), (2, "start:1"), (4, "compile:3"), (3, "save:1"), (1, "step:0"),
+  (4, "commit:0"), (2, "save:0"), (3, "step:2"), (2, ""),
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_a_kill_in_every_phase(settings, undisturbed, tmp_path):
   assert run.killed() == len(SAME_MESH) == output.count("launch: process")
   assert run.rows() == undisturbed.rows()
   assert runs.losses(run.workdir) == runs.losses(undisturbed.workdir)
-  runs.assert_same_run(run.workdir, undisturbed.workdir, STEPS)
+  assert runs.rows(run.workdir) == runs.rows(undisturbed.workdir)  # norms of gradients and all
   took = run.recoveries()
   print(f"seconds from kill to next step: {took}")
   assert statistics.median(took.values()) < RESTART_SECS
@@ -81,8 +81,7 @@ def test_another_number_of_processes_after_each_kill(settings, undisturbed, tmp_
       continue
     assert run.killed() == number + 1, output
     assert f"process {kill[-1]} was killed by SIGKILL" in output
-    adapts = "step.accum_steps=1 in place of 2" in output
-    assert adapts == (size == 4 and "resuming" in output), output
+    assert ("step.accum_steps=1 in place of 2" in output) == (size == 4), output
   assert run.rows() == undisturbed.rows()
   ours, theirs = runs.losses(run.workdir), runs.losses(undisturbed.workdir)
   np.testing.assert_allclose(ours, theirs, rtol=1e-5)
