@@ -105,8 +105,8 @@ def test_imports_go_downwards(path):
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=identify)
-def test_kernels_know_jax_and_triton_only(path):
-  known = {"jax", "numpy", "triton", "jax_triton", path.relative_to(ROOT).parts[0]}
+def test_kernels_know_their_libraries_only(path):
+  known = {"jax", "numpy", "torch", "triton", "jax_triton", path.relative_to(ROOT).parts[0]}
   others = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
   assert others <= known
 
