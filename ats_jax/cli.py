@@ -288,6 +288,8 @@ def user_errors() -> Iterator[None]:
   except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
     _leave_broken(error)
     _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
+  except exits.FaultError as error:
+    _leave(error, str(error), code=exits.FAULT)
   except RuntimeError as error:
     _leave_broken(error)
     if "RESOURCE_EXHAUSTED" not in str(error):
@@ -298,10 +300,6 @@ def user_errors() -> Iterator[None]:
   except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(128 + signal.SIGPIPE) from None
-  except ConnectionError as error:
-    if error.errno:  # of the network of a store
-      raise
-    _leave(error, str(error), code=exits.FAULT)
   except OSError as error:
     if error.errno in _DISK_FULL:
       _leave(
