@@ -189,7 +189,9 @@ class Watchdog:
       if self._busy and self._place() in STEP_PHASES:
         self._since = now  # waiting for who compiles or saves is no fault
       self._set_alarm()
-      why = "" if self._ends else self._told or self._hangs(now) or self._alone(now)
+      why = self._alone(now)  # also of a process that fails: to close, it may wait for others
+      if not self._ends:
+        why = self._told or self._hangs(now) or why
       if why and self._board is not None:
         self._end(why)
       elif why and not warned:

@@ -7,8 +7,9 @@ import signal
 import jobs
 import pytest
 import runs
+from processes import free_port
 
-from ats_jax.exits import REFUSED
+from ats_jax.exits import FAULT, REFUSED
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.record import ledger
 
@@ -83,6 +84,27 @@ def test_a_frozen_process_ends_all(settings, tmp_path):
   assert "SIGTERM: saved step" in output
 
 
+@pytest.mark.parametrize("dead", [0, 1])
+def test_without_a_launcher_the_other_ends_soon_and_in_a_line(dead, settings, tmp_path):
+  address = f"localhost:{free_port()}"
+  job = [
+    runs.start(
+      tmp_path, *settings, "num_steps=100000", JAX_COORDINATOR_ADDRESS=address,
+      JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(rank),
+    )
+    for rank in (0, 1)
+  ]  # fmt: skip
+  runs.read_to(job[0], 15)
+  job[dead].kill()
+  output, _ = job[1 - dead].communicate(timeout=30)
+  job[dead].communicate()
+  # Of process 0, the coordination service ends the others by an abort.
+  assert job[1 - dead].returncode == FAULT or (dead == 0 and job[1].returncode == -signal.SIGABRT)
+  assert "Traceback" not in output and "coordination_service" not in output
+  after = [line for line in output.splitlines() if not line.startswith("step ")]
+  assert len(after) < 10 or dead == 1, output
+
+
 FAILS = """
 import os
 
@@ -123,7 +145,7 @@ def test_one_that_fails_is_named_and_the_others_end_soon(failure, code, says, se
   assert "coordination_service" not in output
 
 
-RELIEVED = """
+ACTS = """
 import os
 
 import jax.numpy as jnp
@@ -135,26 +157,30 @@ from configs.debug import get_config  # noqa: F401
 @hooks.register
 def look(look):
   if look.step == 10:
-    return actions.Rollback()
-  if look.step == 30 and os.environ["JAX_PROCESS_ID"] == "1" and not os.path.exists("ONCE"):
+    return actions.ACTION
+  if look.step >= 30 and os.environ["JAX_PROCESS_ID"] == "1" and not os.path.exists("ONCE"):
     open("ONCE", "w").close()
     jnp.zeros(2**44)  # 64 TiB
 """
 
 
-def test_a_job_goes_back_in_memory_and_on_with_less(settings, tmp_path):
-  """Process 1 has no memory once; before that, all went back to what each had kept of a state."""
-  config, workdir = tmp_path / "relieved.py", tmp_path / "run"
-  config.write_text(RELIEVED.replace("ONCE", str(tmp_path / "once")))
+@pytest.mark.parametrize(
+  ("action", "says"),
+  [
+    ("Rollback()", "orchestrator: rolls back to snapshots in host memory"),
+    ("ChangeSettings((('checkpoint.every_steps', 7),))", "orchestrator: other settings from step"),
+  ],
+)
+def test_a_job_acts_and_goes_on_when_one_process_has_no_memory(action, says, settings, tmp_path):
+  """All go back to what each has kept of a state, or on with other settings; then memory ends."""
+  config, workdir = tmp_path / "acts.py", tmp_path / "run"
+  config.write_text(ACTS.replace("ONCE", str(tmp_path / "once")).replace("ACTION", action))
   acts = (
     "orchestrator.mode=act", "orchestrator.check_interval=5", "orchestrator.snapshot_interval=5",
   )  # fmt: skip
   output = runs.finish(jobs.launch(workdir, 2, *settings, *acts, config=str(config)))
-  assert "orchestrator: rolls back to snapshots in host memory" in output
-  (decision,) = [
-    row for row in ledger.rows(workdir / "decisions.jsonl") if row["kind"] == "decision"
-  ]
-  assert decision["applied"] and decision["action"] == "Rollback" and decision["to"] < 15, decision
+  (done,) = (row for row in ledger.rows(workdir / "decisions.jsonl") if row["kind"] == "decision")
+  assert done["applied"] and action.startswith(done["action"]) and says in output
   assert "RESOURCE_EXHAUSTED: Out of memory allocating" in output
   assert "The job goes on with step.accum_steps=2 instead of 1 when it is started" in output
   assert "restart 1 of 1" in output and "memory ran out with less" in output

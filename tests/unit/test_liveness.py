@@ -1,5 +1,6 @@
 """Who is silent, behind or slow; what a process that hangs leaves, and how it ends."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -177,7 +178,7 @@ def test_a_long_step_makes_the_next_ones_limit_longer(tmp_path):
 
 
 JOB = """
-import ctypes, pathlib, sys, threading
+import ctypes, pathlib, sys, threading, time
 import jax
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.liveness import watchdog
@@ -193,6 +194,10 @@ with watchdog.open_watchdog(from_config_dict(config), goodput, pathlib.Path(fold
   with goodput.timed("step"):
     if how == "waits":
       threading.Event().wait()
+    while how == "is stopped":
+      print(goodput.totals(), flush=True)  # the parent reads it
+      time.sleep(0.05)
+      goodput.moves += 1
     threading.Event().wait(0.3)
     ctypes.PyDLL(None).sleep(100)  # which lets no other thread of Python run
 """
@@ -205,3 +210,17 @@ def test_in_a_job_a_process_that_hangs_ends(how, tmp_path):
   assert done.returncode == FAULT, done.stderr
   stacks = done.stderr if how != "waits" else Path(tmp_path, "stacks.txt").read_text()
   assert 'File "<string>", line ' in stacks and "Thread 0x" in stacks
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody(tmp_path):
+  command = [sys.executable, "-c", JOB, free_port(), str(tmp_path), "is stopped"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)  # four times what a step may take
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.kill()
+  assert not (tmp_path / "stacks.txt").exists()
