@@ -8,9 +8,8 @@ FIELDS = (
   "index", "temperature.gpu", "clocks.sm", "clocks.max.sm", "clocks_event_reasons.active",
   "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
-# Bits of the third-last field; the driver sets others for clocks that a user or an idle GPU lowers.
+# Bits of the fifth. Others are set on a sound GPU too: idle, at its power limit, set by a user.
 REASONS = {
-  0x4: "its power is capped",
   0x8: "hardware slowdown",
   0x20: "too hot, by software",
   0x40: "too hot, by hardware",
@@ -36,6 +35,8 @@ def faults(table: str) -> list[str]:
   """What is wrong, from the rows that `nvidia-smi` printed of `FIELDS`."""
   found = []
   for row in csv.reader(table.splitlines(), skipinitialspace=True):
+    if len(row) != len(FIELDS):  # "No devices were found"
+      continue
     index, heat, clock, most, reasons, errors = row
     active = int(reasons, 16) if reasons.startswith("0x") else 0
     if causes := [words for bit, words in REASONS.items() if active & bit]:

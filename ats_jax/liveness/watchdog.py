@@ -242,8 +242,8 @@ class Watchdog:
     sys.stderr.flush()
     os._exit(FAULT)
 
-  def _write_stacks(self, why: str) -> Path:
-    """Put the stacks of all threads behind those of earlier."""
+  def _write_stacks(self, why: str) -> str:
+    """Put the stacks of all threads behind those of earlier; returns where they are."""
     path = self._folder / file_name(self._rank)
     with tempfile.TemporaryFile("w+") as file:
       faulthandler.dump_traceback(file, all_threads=True)
@@ -251,9 +251,13 @@ class Watchdog:
       stacks = file.read()
     at = time.strftime("%Y-%m-%d %H:%M:%S")
     heading = f"{at} {self._beat(time.monotonic()).name}: {self._place()}, step {self.step}\n{why}"
-    before = paths.read(path).decode() if path.exists() else ""
-    paths.write(path, f"{before}{heading}\n{stacks}\n")
-    return path
+    try:
+      before = paths.read(path).decode() if path.exists() else ""
+      paths.write(path, f"{before}{heading}\n{stacks}\n")
+    except paths.errors() as e:
+      print(stacks, file=sys.stderr)
+      return f"standard error, as {path} cannot be written: {paths.reason(e)}"
+    return str(path)
 
   def _exchange(self) -> None:
     """Say that this process lives, and hear of the others."""
@@ -294,7 +298,12 @@ class Watchdog:
     self._news, was_slow = news, self._slow
     told, slow, self._busy = json.loads(news)
     self._told, self._slow = self._told or told, slow == self._rank
-    if self._slow and not was_slow and (found := health()):
+    if self._slow and not was_slow:  # not here: the driver may take longer than a sign of life
+      threading.Thread(target=self._examine, name="health", daemon=True).start()
+
+  def _examine(self) -> None:
+    """Look for a cause of this process being slow."""
+    if found := health():
       logging.warning("%s may be slow because: %s", self._beat(time.monotonic()).name, found)
 
   def _compare(self, beats: Mapping[int, Beat]) -> None:

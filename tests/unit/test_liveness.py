@@ -114,6 +114,7 @@ def test_what_the_driver_says_of_gpus():
   hot = "1, 91, 345, 1980, 0x0000000000000048, 0\n"
   broken = "2, 40, 1980, 1980, 0x0000000000000001, 3\n"
   unknown = "3, 40, 1980, 1980, 0x0000000000000000, [N/A]\n"
+  assert faults("No devices were found\n") == []
   assert faults(sound + hot + broken + unknown) == [
     "GPU 1 at 91 C runs at 345 of 1980 MHz: hardware slowdown, too hot, by hardware",
     "GPU 2 has had 3 memory errors that could not be corrected",
