@@ -102,7 +102,9 @@ def test_imports_go_downwards(path):
     assert here == "ops" or not name.startswith("kernels_"), f"{here} must not import {name}"
     if name.split(".")[0] == "ats_jax":
       target = name.removeprefix("ats_jax").removeprefix(".")
-      assert target == "__version__" or is_allowed(target, ALLOWED[here] | {here}), f"{here} must not import {name}"
+      assert target == "__version__" or is_allowed(target, ALLOWED[here] | {here}), (
+        f"{here} must not import {name}"
+      )
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=identify)
