@@ -1,6 +1,7 @@
 """Weights from and to Hugging Face and PyTorch."""
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 from absl import flags, logging
 
 from ats_jax import cli, exits, paths, runtime, workdir
-from ats_jax.bridge import hub, programs
+from ats_jax.bridge import gguf_file, hub, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.family import names
@@ -82,9 +83,9 @@ _WRITTEN_IN = flags.DEFINE_string(
 _FORMAT = flags.DEFINE_enum(
   "format",
   "huggingface",
-  ["huggingface", *programs.FORMATS],
-  "Weights with a config.json; or the forward pass as a program: stablehlo, torch (torch.export) "
-  "or onnx.",
+  ["huggingface", "gguf", *programs.FORMATS],
+  "Weights with a config.json, or of a Llama as gguf; or the forward pass as a program: stablehlo, "
+  "torch (torch.export) or onnx.",
   flag_values=_FOR_EXPORT,
 )
 _ROWS = flags.DEFINE_integer(
@@ -135,6 +136,25 @@ def _import(folder: Path, target: paths.Path) -> bool:
   return True
 
 
+def _export_gguf(folder: Path, source: paths.Path) -> bool:
+  """Write a Llama's weights for llama.cpp."""
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  unfinished = folder.with_name(folder.name + ".unfinished")
+  unfinished.mkdir(parents=True, exist_ok=True)
+  dtype = _one_of(_WRITTEN_IN.value, "float32", "float16") or "float16"
+  with tempfile.TemporaryDirectory(dir=unfinished) as between:
+    plain = Path(between) / "llama"
+    report = export(source, plain, step=_STEP.value, family="llama", dtype=dtype)
+    number = gguf_file.write(plain, unfinished / "model.gguf")
+  unfinished.rename(folder)
+  size = (folder / "model.gguf").stat().st_size / 1e6
+  print(
+    f"step {report['step']}: model.gguf, {number} tensors, {size:.1f} MB; no tokenizer is in it"
+  )
+  return True
+
+
 def _export_program(folder: Path, source: paths.Path) -> bool:
   """Write the forward pass as a program."""
   if folder.exists():
@@ -164,6 +184,8 @@ def _export_program(folder: Path, source: paths.Path) -> bool:
 
 
 def _export(folder: Path, source: paths.Path) -> bool:
+  if _FORMAT.value == "gguf":
+    return _export_gguf(folder, source)
   if _FORMAT.value != "huggingface":
     return _export_program(folder, source)
   report = export(

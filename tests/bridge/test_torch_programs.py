@@ -12,7 +12,7 @@ from helpers import make_test_mesh
 from test_torch_export import folder_of
 from torch_cases import both
 
-from ats_jax.bridge import programs
+from ats_jax.bridge import gguf_file, programs
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.parity import our_logits
 from ats_jax.bridge.pytorch import graph
@@ -106,3 +106,43 @@ def test_the_command(tmp_path):
   assert run().returncode == 2  # the folder is there
   refused = run(f"--folder={tmp_path}/other", "--dtype=bfloat16")
   assert refused.returncode == 2 and "no --dtype" in refused.stderr
+
+
+def test_gguf_is_read_back_and_computes_the_same(tmp_path):
+  """By transformers' reader, which undoes what llama.cpp does to queries and keys."""
+  gguf = pytest.importorskip("gguf")
+  import hf_models
+  from transformers import AutoModelForCausalLM
+
+  model = hf_models.make("llama")
+  folder = hf_models.save(model, tmp_path / "hf")
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  env = {n: v for n, v in os.environ.items() if n != "XLA_FLAGS"}
+  command = [sys.executable, "-m", "ats_jax", "bridge", "export", f"--workdir={tmp_path}/run"]
+  command += [f"--folder={tmp_path}/out", "--format=gguf", "--dtype=float32"]
+  done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+  assert done.returncode == 0, done.stderr
+  assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.gguf"]
+  reader = gguf.GGUFReader(tmp_path / "out/model.gguf")
+  found = {tensor.name: tensor for tensor in reader.tensors}
+  assert len(found) == len(model.state_dict())
+  norm = model.model.norm.weight.detach().numpy()
+  np.testing.assert_array_equal(found["output_norm.weight"].data, norm)
+  assert reader.get_field("llama.block_count").contents() == model.config.num_hidden_layers
+  theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf").eval()
+  tokens = torch.tensor(hf_models.rows())
+  with torch.no_grad():
+    want, got = (m(tokens).logits for m in (model.eval(), theirs))
+  torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("name", "words"), [("qwen3", "only Llama"), ("llama-odd-llama3", "rope_scaling=llama3")]
+)
+def test_what_gguf_has_not_is_named(name, words, tmp_path):
+  pytest.importorskip("gguf")
+  import hf_models
+
+  folder = hf_models.save(hf_models.make(name), tmp_path / "hf")
+  with pytest.raises(ValueError, match=words):
+    gguf_file.write(folder, tmp_path / "model.gguf")
