@@ -80,10 +80,9 @@ _WRITTEN_IN = flags.DEFINE_string(
   "Of the weights: float32, bfloat16 or float16; by default that of the import, or as they are.",
   flag_values=_FOR_EXPORT,
 )
-_FORMAT = flags.DEFINE_enum(
+_FORMAT = flags.DEFINE_string(
   "format",
   "huggingface",
-  ["huggingface", "gguf", *programs.FORMATS],
   "Weights with a config.json, or of a Llama as gguf; or the forward pass as a program: stablehlo, "
   "torch (torch.export) or onnx.",
   flag_values=_FOR_EXPORT,
@@ -184,6 +183,9 @@ def _export_program(folder: Path, source: paths.Path) -> bool:
 
 
 def _export(folder: Path, source: paths.Path) -> bool:
+  known = ("huggingface", "gguf", *programs.FORMATS)
+  if _FORMAT.value not in known:
+    raise ValueError(f"--format={_FORMAT.value} is unknown. Choose one of: {', '.join(known)}.")
   if _FORMAT.value == "gguf":
     return _export_gguf(folder, source)
   if _FORMAT.value != "huggingface":

@@ -261,9 +261,7 @@ def train(cfg: Config, folder: Path, options: Options, init: InitFrom | None = N
   """
   check(cfg)
   if options.lora is not None and paths.is_remote(folder):
-    raise ValueError(
-      f"--lora_rank: peft writes to a disk. {folder} is none: use another --workdir."
-    )
+    raise ValueError(f"--lora_rank: peft writes to a disk, and {folder} is on none.")
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignal())
     run = _open(stack, cfg, folder, options, init)
