@@ -10,7 +10,16 @@ from pathlib import Path
 import ats_jax.bridge
 
 MODULE = "modeling_ats_jax"
-PARTS = ("settings", "layers", "attention", "moe", "mod", "decoder", "hf")  # as they import
+PARTS = (
+  "settings",
+  "metal",
+  "layers",
+  "attention",
+  "moe",
+  "mod",
+  "decoder",
+  "hf",
+)  # as they import
 HEADER = '''\
 """The decoder of ats_jax in PyTorch, in one file.
 

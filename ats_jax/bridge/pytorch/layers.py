@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ats_jax.bridge.pytorch.metal import shaders_for
 from ats_jax.bridge.pytorch.settings import Settings
 
 
@@ -35,9 +36,11 @@ class RMSNorm(nn.Module):
 
   def forward(self, x: Tensor) -> Tensor:
     """Normalise `x [..., dim]`; statistics in float32, result in the dtype of `x`."""
+    scale = self.scale.float() + 1 if self.plus_one else self.scale.float()
+    if metal := shaders_for(x):
+      return metal.rms_norm(x, scale, self.eps)
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-    scale = self.scale.float() + 1 if self.plus_one else self.scale.float()
     return (normal * scale).to(x.dtype)
 
 
@@ -48,6 +51,8 @@ def norm_of(cfg: Settings, dim: int) -> RMSNorm:
 
 def gated(gate: Tensor, up: Tensor, model: Settings) -> Tensor:
   """`activation(gate) * up` by `model.activation`; in float32, rounded once."""
+  if model.activation == "silu" and (metal := shaders_for(gate)):
+    return metal.swiglu(gate, up)
   gate_wide, up_wide = gate.float(), up.float()
   if model.activation == "silu":
     joined = F.silu(gate_wide) * up_wide
@@ -127,6 +132,8 @@ def frequencies(model: Settings, width: int, theta: float, kind: str) -> list[fl
 def rotate(x_BTNH: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
   """Rotate each pair (i, i + head_dim/2) by its angle, in float32."""
   cos, sin = table
+  if metal := shaders_for(x_BTNH):
+    return metal.rope(x_BTNH, cos.squeeze(2), sin.squeeze(2))
   first, second = x_BTNH.float().chunk(2, dim=-1)
   rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
   return rotated.to(x_BTNH.dtype)

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ats_jax.bridge.pytorch.layers import MLP, gated
+from ats_jax.bridge.pytorch.metal import shaders_for
 from ats_jax.bridge.pytorch.settings import Settings
 
 CLOSED = -1e30  # the logit of an expert that a token cannot go to
@@ -93,16 +94,27 @@ class Router(nn.Module):
     noisy_BTE = logits_BTE.detach()
     if moe.noise and training:
       noisy_BTE = noisy_BTE + moe.noise * torch.randn_like(noisy_BTE)
-    column_BTK = highest(self._selection(noisy_BTE), moe.top_k)
-    weight_BTK = self._scores(logits_BTE).gather(-1, column_BTK)
-    if moe.renormalize and moe.top_k > 1:
-      weight_BTK = weight_BTK / (weight_BTK.sum(dim=-1, keepdim=True) + TINY)
+    column_BTK, weight_BTK = self._choose(logits_BTE, self._selection(noisy_BTE))
     chosen_BTE = F.one_hot(column_BTK, logits_BTE.shape[-1]).sum(dim=2).float()
     load_BE = (chosen_BTE * valid_BT[..., None]).sum(dim=1)
     goes_BTK = valid_BT[..., None] & (column_BTK < self.num_slots)
     expert_BTK = torch.where(goes_BTK, column_BTK, self.num_slots)
     stats = self._stats(logits_BTE, load_BE, valid_BT)
-    return expert_BTK, moe.route_scale * weight_BTK, stats
+    return expert_BTK, weight_BTK, stats
+
+  def _choose(self, logits_BTE: Tensor, selection_BTE: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns [batch, seq, top_k] that are selected, and their weights."""
+    moe = self.cfg
+    renormalize = moe.renormalize and moe.top_k > 1
+    metal = shaders_for(logits_BTE)
+    if metal and moe.top_k <= metal.MAX_CHOICES:
+      rule = (moe.top_k, moe.score, renormalize, moe.route_scale)
+      return metal.route(logits_BTE, selection_BTE, *rule)
+    column_BTK = highest(selection_BTE, moe.top_k)
+    weight_BTK = self._scores(logits_BTE).gather(-1, column_BTK)
+    if renormalize:
+      weight_BTK = weight_BTK / (weight_BTK.sum(dim=-1, keepdim=True) + TINY)
+    return column_BTK, moe.route_scale * weight_BTK
 
   def _scores(self, logits_BTE: Tensor) -> Tensor:
     is_softmax = self.cfg.score == "softmax"
