@@ -1,6 +1,7 @@
 """Weights from and to Hugging Face and PyTorch."""
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 from absl import flags, logging
 
 from ats_jax import cli, exits, paths, runtime, workdir
-from ats_jax.bridge import hub
+from ats_jax.bridge import gguf_file, hub, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.family import names
@@ -17,7 +18,7 @@ from ats_jax.bridge.parity import compare
 from ats_jax.checkpoint import abstract_like, restore_tree
 from ats_jax.config.build import resolve
 from ats_jax.data.tokenizer_file import load_tokenizer
-from ats_jax.inference.load import as_data, fit_devices
+from ats_jax.inference.load import as_data, fit_devices, load_run
 from ats_jax.model.layout import stacks
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
@@ -34,10 +35,11 @@ IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder
 
 After a kill the same command goes on.
 """
-EXPORT = """a folder for transformers and vLLM, of a run's weights
+EXPORT = """a folder for transformers and vLLM, of a run's weights; or its forward pass
 
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER
   ats-jax bridge export --workdir=runs/debug --folder=FOLDER --step=best --family=llama
+  ats-jax bridge export --workdir=runs/debug --folder=FOLDER --format=onnx
 
 After a kill the same command goes on.
 """
@@ -78,6 +80,24 @@ _WRITTEN_IN = flags.DEFINE_string(
   "Of the weights: float32, bfloat16 or float16; by default that of the import, or as they are.",
   flag_values=_FOR_EXPORT,
 )
+_FORMAT = flags.DEFINE_string(
+  "format",
+  "huggingface",
+  "Weights with a config.json, or of a Llama as gguf; or the forward pass as a program: stablehlo, "
+  "torch (torch.export) or onnx.",
+  flag_values=_FOR_EXPORT,
+)
+_ROWS = flags.DEFINE_integer(
+  "rows", 1, "That a program of stablehlo takes.", lower_bound=1, flag_values=_FOR_EXPORT
+)
+_LENGTH = flags.DEFINE_integer(
+  "seq_len",
+  0,
+  "Tokens of a row of stablehlo; 0 = data.seq_len.",
+  lower_bound=0,
+  flag_values=_FOR_EXPORT,
+)
+_OPSET = flags.DEFINE_integer("opset", 20, "Version of ONNX's operators.", flag_values=_FOR_EXPORT)
 _SHARD_GB = flags.DEFINE_float(
   "shard_gb",
   5.0,
@@ -115,7 +135,61 @@ def _import(folder: Path, target: paths.Path) -> bool:
   return True
 
 
+def _export_gguf(folder: Path, source: paths.Path) -> bool:
+  """Write a Llama's weights for llama.cpp."""
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  unfinished = folder.with_name(folder.name + ".unfinished")
+  unfinished.mkdir(parents=True, exist_ok=True)
+  dtype = _one_of(_WRITTEN_IN.value, "float32", "float16") or "float16"
+  with tempfile.TemporaryDirectory(dir=unfinished) as between:
+    plain = Path(between) / "llama"
+    report = export(source, plain, step=_STEP.value, family="llama", dtype=dtype)
+    number = gguf_file.write(plain, unfinished / "model.gguf")
+  unfinished.rename(folder)
+  size = (folder / "model.gguf").stat().st_size / 1e6
+  print(
+    f"step {report['step']}: model.gguf, {number} tensors, {size:.1f} MB; no tokenizer is in it"
+  )
+  return True
+
+
+def _export_program(folder: Path, source: paths.Path) -> bool:
+  """Write the forward pass as a program."""
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  if _WRITTEN_IN.value or _FAMILY.value:
+    raise ValueError(f"--format={_FORMAT.value} computes as the run does: no --dtype, --family.")
+  if jax.device_count() > 1:
+    raise ValueError(
+      f"--format={_FORMAT.value}: a program is of one device, and here are {jax.device_count()}. "
+      "CUDA_VISIBLE_DEVICES=0 shows one, JAX_PLATFORMS=cpu the CPU."
+    )
+  with load_run(source, _STEP.value) as run:
+    cfg, unfinished = run.program.cfg, folder.with_name(folder.name + ".unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    try:
+      files = programs.FORMATS[_FORMAT.value](
+        cfg, run.model, run.program.rules(run.step), unfinished,
+        rows=_ROWS.value, seq_len=_LENGTH.value or cfg.data.seq_len, opset=_OPSET.value,
+      )  # fmt: skip
+    except ModuleNotFoundError as e:
+      needs = "'ats_jax[torch,onnx]'"
+      raise ValueError(f"--format={_FORMAT.value} needs {e.name}: pip install {needs}.") from e
+    unfinished.rename(folder)
+  sizes = (f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB" for name in files)
+  print(f"step {run.step}: {', '.join(sizes)}")
+  return True
+
+
 def _export(folder: Path, source: paths.Path) -> bool:
+  known = ("huggingface", "gguf", *programs.FORMATS)
+  if _FORMAT.value not in known:
+    raise ValueError(f"--format={_FORMAT.value} is unknown. Choose one of: {', '.join(known)}.")
+  if _FORMAT.value == "gguf":
+    return _export_gguf(folder, source)
+  if _FORMAT.value != "huggingface":
+    return _export_program(folder, source)
   report = export(
     source,
     folder,

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -193,7 +194,8 @@ class TorchRun:
     with self.goodput.timed("checkpoint"):
       self.checkpoints.wait()
       if self.adapters is not None and self.step == self.cfg.num_steps:
-        self.adapters.write(self.cfg, Path(self.folder), self.train_set.tokenizer)
+        folder = pathlib.Path(self.folder)
+        self.adapters.write(self.cfg, folder, self.train_set.tokenizer)
         logging.info("merged: ats-jax bridge import --folder=%s/%s", self.folder, MERGED)
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = {
@@ -258,6 +260,8 @@ def train(cfg: Config, folder: Path, options: Options, init: InitFrom | None = N
     FloatingPointError: if the loss or the weights stop being finite.
   """
   check(cfg)
+  if options.lora is not None and paths.is_remote(folder):
+    raise ValueError(f"--lora_rank: peft writes to a disk, and {folder} is on none.")
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignal())
     run = _open(stack, cfg, folder, options, init)

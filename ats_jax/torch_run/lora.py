@@ -79,7 +79,7 @@ class Adapters:
 
   def state(self) -> dict[str, Any]:
     """What a checkpoint keeps, copied."""
-    array = lambda x: jnp.asarray(np.array(x.detach().cpu(), copy=True))
+    array = lambda x: jnp.asarray(x.detach().cpu().numpy().copy())
     kept = self.optimizer.state
     return {
       name: {

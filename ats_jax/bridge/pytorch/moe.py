@@ -203,6 +203,8 @@ class MoE(nn.Module):
     """Sort the choices by expert, multiply group by group, sum each token's rows."""
     slots, choices = self.router.num_slots, expert_NK.shape[1]
     weight_NK = torch.where(expert_NK < slots, weight_NK, 0.0)
+    if torch.compiler.is_exporting():
+      return self._by_all(x_ND, expert_NK, weight_NK)
     # What goes nowhere goes to the last expert, with weight 0.
     expert_M = expert_NK.clamp(max=slots - 1).flatten()
     order_M = expert_M.argsort(stable=True)
@@ -212,6 +214,15 @@ class MoE(nn.Module):
     y_MD = self.down(gated(gate_MF, up_MF, self.model), sizes_E, group_M)
     y_NKD = y_MD[order_M.argsort()].unflatten(0, (-1, choices))
     return torch.einsum("NKD,NK->ND", y_NKD.float(), weight_NK).to(x_ND.dtype)
+
+  def _by_all(self, x_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Every expert computes every token: a graph has no groups whose sizes follow from data."""
+    slots = self.router.num_slots
+    chosen_NKE = expert_NK[..., None] == torch.arange(slots, device=x_ND.device)
+    weight_NE = (chosen_NKE * weight_NK[..., None]).sum(dim=1)
+    gate_EMF, up_EMF = self.gate.all(x_ND[None]), self.up.all(x_ND[None])
+    y_EMD = self.down.all(gated(gate_EMF, up_EMF, self.model))
+    return torch.einsum("END,NE->ND", y_EMD.float(), weight_NE).to(x_ND.dtype)
 
   def _has_place(self, expert_BTK: Tensor, weight_BTK: Tensor) -> Tensor:
     """Which choices the experts have room for, each so many in a row, the first or the heaviest."""
@@ -247,6 +258,11 @@ class ExpertLinear(nn.Module):
     y_MF = grouped_matmul(x_MD, self.weight.to(x_MD.dtype), sizes_E)
     return y_MF if self.bias is None else y_MF + self.bias.to(x_MD.dtype)[group_M]
 
+  def all(self, x_EMD: Tensor) -> Tensor:
+    """Multiply rows [experts or 1, rows, in] by every expert's matrix."""
+    y_EMF = x_EMD @ self.weight.to(x_EMD.dtype)
+    return y_EMF if self.bias is None else y_EMF + self.bias.to(x_EMD.dtype)[:, None]
+
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, sizes_E: Tensor) -> Tensor:
   """`x @ weight[e]` for consecutive groups of rows; in one kernel on an NVIDIA GPU in bfloat16."""
@@ -258,4 +274,6 @@ def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, sizes_E: Tensor) -> Tensor:
 
 def highest(scores: Tensor, count: int) -> Tensor:
   """Places of the `count` highest along the last axis, of equal ones the first, as in jax."""
+  if torch.compiler.is_exporting():  # ONNX has no stable sort; its TopK takes the first
+    return scores.topk(count, dim=-1).indices
   return scores.argsort(dim=-1, descending=True, stable=True)[..., :count]

@@ -1,0 +1,148 @@
+"""Programs of the forward pass, each read back by what runs it, and compared with JAX."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+from helpers import make_test_mesh
+from test_torch_export import folder_of
+from torch_cases import both
+
+from ats_jax.bridge import gguf_file, programs
+from ats_jax.bridge.convert import import_folder
+from ats_jax.bridge.parity import our_logits
+from ats_jax.bridge.pytorch import graph
+from ats_jax.paths import parse
+from ats_jax.step.balance import rules_at
+
+pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
+HOW = dict(rows=2, seq_len=20, opset=20)
+# Runs where nothing of ours can be imported.
+READER = """
+import sys
+sys.modules["ats_jax"] = None
+import jax, jax.export, numpy as np
+from safetensors.numpy import load_file
+program = jax.export.deserialize(open("program.stablehlo", "rb").read())
+tokens = np.load("tokens.npy")
+np.save("logits.npy", program.call(load_file("weights.safetensors"), tokens))
+"""
+
+
+def of_jax(name, tokens):
+  cfg, ours, _ = both(name)
+  rules = rules_at(cfg, 0, training=False)
+  return cfg, ours, rules, our_logits(ours, rules, tokens)
+
+
+@pytest.fixture
+def tokens():
+  return np.random.default_rng(0).integers(0, 270, (2, 20)).astype(np.int32)
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("name", ["hybrid", "sinks"])
+def test_stablehlo_runs_without_our_code(name, tokens, tmp_path):
+  cfg, ours, rules, want = of_jax(name, tokens)
+  files = programs.stablehlo(cfg, ours, rules, tmp_path, **HOW)
+  assert sorted(files) == sorted(p.name for p in tmp_path.iterdir())
+  np.save(tmp_path / "tokens.npy", tokens)
+  env = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "XLA_FLAGS")}
+  command = [sys.executable, "-c", READER]
+  done = subprocess.run(
+    command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300
+  )
+  assert done.returncode == 0, done.stderr
+  np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("name", ["dense-all-options", "moe-groups", "moe-null", "latent"])
+def test_onnx_and_graphs_of_pytorch(name, tokens, tmp_path):
+  onnxruntime = pytest.importorskip("onnxruntime")
+  pytest.importorskip("onnxscript")
+  cfg, ours, rules, want = of_jax(name, tokens)
+  (tmp_path / "torch").mkdir()
+  (tmp_path / "onnx").mkdir()
+  assert programs.torch_program(cfg, ours, rules, tmp_path / "torch", **HOW) == ["model.pt2"]
+  module = torch.export.load(tmp_path / "torch/model.pt2").module()
+  files = programs.onnx(cfg, ours, rules, tmp_path / "onnx", **HOW)
+  assert "model.onnx" in files
+  session = onnxruntime.InferenceSession(tmp_path / "onnx/model.onnx")
+  (given,) = session.get_inputs()
+  for rows, length in ((2, 20), (1, 7)):  # other sizes than were traced
+    part, expected = tokens[:rows, :length].astype(np.int64), want[:rows, :length]
+    found = session.run(["logits"], {given.name: part})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(module(torch.tensor(part)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_what_no_program_has_is_named(tokens, tmp_path):
+  cfg, ours, theirs = both("mod")
+  with pytest.raises(ValueError, match=r"mod\.routing=learned: a graph"):
+    graph.traced(theirs)
+  with pytest.raises(ValueError, match="--opset=7: 18 to 23"):
+    programs.onnx(cfg, ours, rules_at(cfg, 0, training=False), tmp_path, **{**HOW, "opset": 7})
+
+
+def test_the_command(tmp_path):
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
+    folder_of(tmp_path / "first", "dense")
+  import_folder(tmp_path / "first", parse(tmp_path / "run"), tokenizer="bytes")
+  env = {n: v for n, v in os.environ.items() if n != "XLA_FLAGS"}
+  command = [sys.executable, "-m", "ats_jax", "bridge", "export", f"--workdir={tmp_path}/run"]
+  command += [f"--folder={tmp_path}/out", "--format=torch"]
+  run = lambda *more: subprocess.run(
+    [*command, *more], env=env, capture_output=True, text=True, check=False, timeout=300
+  )
+  done = run()
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith("step 0: model.pt2 ")
+  assert run().returncode == 2  # the folder is there
+  refused = run(f"--folder={tmp_path}/other", "--dtype=bfloat16")
+  assert refused.returncode == 2 and "no --dtype" in refused.stderr
+
+
+def test_gguf_is_read_back_and_computes_the_same(tmp_path):
+  """By transformers' reader, which undoes what llama.cpp does to queries and keys."""
+  gguf = pytest.importorskip("gguf")
+  import hf_models
+  from transformers import AutoModelForCausalLM
+
+  model = hf_models.make("llama")
+  folder = hf_models.save(model, tmp_path / "hf")
+  import_folder(folder, parse(tmp_path / "run"), tokenizer="bytes")
+  env = {n: v for n, v in os.environ.items() if n != "XLA_FLAGS"}
+  command = [sys.executable, "-m", "ats_jax", "bridge", "export", f"--workdir={tmp_path}/run"]
+  command += [f"--folder={tmp_path}/out", "--format=gguf", "--dtype=float32"]
+  done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+  assert done.returncode == 0, done.stderr
+  assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.gguf"]
+  reader = gguf.GGUFReader(tmp_path / "out/model.gguf")
+  found = {tensor.name: tensor for tensor in reader.tensors}
+  assert len(found) == len(model.state_dict())
+  norm = model.model.norm.weight.detach().numpy()
+  np.testing.assert_array_equal(found["output_norm.weight"].data, norm)
+  assert reader.get_field("llama.block_count").contents() == model.config.num_hidden_layers
+  theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf").eval()
+  tokens = torch.tensor(hf_models.rows())
+  with torch.no_grad():
+    want, got = (m(tokens).logits for m in (model.eval(), theirs))
+  torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("name", "words"), [("qwen3", "only Llama"), ("llama-odd-llama3", "rope_scaling=llama3")]
+)
+def test_what_gguf_has_not_is_named(name, words, tmp_path):
+  pytest.importorskip("gguf")
+  import hf_models
+
+  folder = hf_models.save(hf_models.make(name), tmp_path / "hf")
+  with pytest.raises(ValueError, match=words):
+    gguf_file.write(folder, tmp_path / "model.gguf")
