@@ -34,6 +34,7 @@ ALLOWED = {
   "orchestrator": STEP
   | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
   | {"paths"},
+  "preflight": {"paths", "planner.hardware*", "metrics.environment*", "metrics.memory*"},
   "exits": set(),
   # Shared by all entry points; they know nothing of what is trained.
   "cli": {"config", "exits"},
@@ -51,7 +52,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions", "api", "length"}
+TOP |= {"forecast", "decisions", "api", "length", "check_env"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 
