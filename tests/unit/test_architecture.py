@@ -41,7 +41,8 @@ ALLOWED = {
   "launch": {"cli", "exits"},  # starts before jax is imported
   "runtime": {"config"},
   "lease": {"exits", "paths"},
-  "workdir": {"config", "lease", "paths"},
+  "together": {"__version__", "config", "paths"},
+  "workdir": {"config", "lease", "paths", "together"},
   "logfile": {"config", "paths"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},

@@ -1,0 +1,138 @@
+"""Processes of a job: are they of one run, in one folder, by one clock?"""
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+import ats_jax
+from ats_jax import paths
+from ats_jax.config.build import flatten
+from ats_jax.config.schema import Config
+from ats_jax.paths import Path
+
+# How long a process waits to see what process 0 has written, and after how long it says so.
+SHARED_SECS, SLOW_SECS = 120.0, 5.0
+CLOCK_SECS = 5.0
+_SHOWN = 8
+
+
+def check_programs(cfg: Config) -> None:
+  """Check that all processes were started alike; all must call this together.
+
+  Raises:
+    ValueError: on all of them, if settings or versions differ, with what differs from process 0.
+  """
+  if jax.process_count() == 1:
+    return
+  own = {
+    "version of Python": platform.python_version(),
+    "version of jax": jax.__version__,
+    "version of ats_jax": ats_jax.__version__,
+    **flatten(cfg),
+  }
+  everyone = _gather(json.dumps(own, sort_keys=True))
+  if len(set(everyone)) == 1:
+    return
+  programs = [json.loads(text) for text in everyone]
+  lines = [
+    f"  process {rank}: {line}"
+    for rank, program in enumerate(programs)
+    for line in _changes(programs[0], program)
+  ]
+  more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+  raise ValueError(
+    "the processes of this job were not started alike; process 0 -> the other:\n"
+    + "\n".join(lines[:_SHOWN] + more)
+    + "\nGive all of them the same command and the same programs."
+  )
+
+
+def check_folder(path: Path, content: str) -> None:
+  """Check that all processes see what process 0 has written; all call this together.
+
+  Args:
+    path: the file.
+    content: of it.
+
+  Raises:
+    ValueError: on all of them, if one does not see it within SHARED_SECS.
+  """
+  if jax.process_count() == 1:
+    return
+  blind = [line for line in _gather(_wait_for(path, content)) if line]
+  if blind:
+    lines = "\n".join(f"  {line}" for line in blind)
+    raise ValueError(
+      f"what process 0 writes to the workdir is not seen by others:\n{lines}\n"
+      "All processes of a job need a --workdir on a file system that they share."
+    )
+
+
+def _wait_for(path: Path, content: str) -> str:
+  """Wait until a file has that content; what is there instead after SHARED_SECS, or ""."""
+  start, said = time.monotonic(), False
+  while (found := _read(path)) != content:
+    waited = time.monotonic() - start
+    if waited > SHARED_SECS:
+      here = f"process {jax.process_index()} on {platform.node()}: {path}"
+      return f"{here} {'has other content' if found else 'is not there'} after {waited:.0f} s"
+    if waited > SLOW_SECS and not said:
+      said = True
+      logging.warning("waiting to see what process 0 wrote to %s: the shared folder is slow", path)
+    time.sleep(0.05)
+  return ""
+
+
+def check_clocks() -> None:
+  """Say if this machine's clock differs from process 0's; all processes call this together."""
+  if jax.process_count() == 1:
+    return
+  multihost_utils.sync_global_devices("clocks")  # so that all look at about the same moment
+  ahead = skew([float(text) for text in _gather(repr(time.time()))])
+  for rank, seconds in ahead.items():
+    logging.warning(
+      "the clock of process %d is %.0f s %s of process 0's: times in their logs do not fit. "
+      "Set the clocks of the machines (chrony, ntpd); the run does not depend on them.",
+      rank,
+      abs(seconds),
+      "ahead" if seconds > 0 else "behind",
+    )
+
+
+def skew(times: list[float]) -> dict[int, float]:
+  """Seconds by which clocks are ahead of the first one, where it is much."""
+  ahead = {rank: now - times[0] for rank, now in enumerate(times)}
+  return {rank: seconds for rank, seconds in ahead.items() if abs(seconds) > CLOCK_SECS}
+
+
+def _changes(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+  names = sorted(first.keys() | other.keys())
+  return [
+    f"{name}: {first.get(name)!r} -> {other.get(name)!r}"
+    for name in names
+    if first.get(name) != other.get(name)
+  ]
+
+
+def _gather(text: str) -> list[str]:
+  """A text of each process, in their order, on all of them."""
+  data = np.frombuffer(text.encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(data.size)).reshape(-1)
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: data.size] = data
+  rows = multihost_utils.process_allgather(padded)
+  return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _read(path: Path) -> str:
+  try:
+    return paths.read(path).decode(errors="replace")
+  except FileNotFoundError:
+    return ""

@@ -1,0 +1,121 @@
+"""Real runs on emulators of real stores, through gcsfs and s3fs: killed, contended, resumed."""
+
+import random
+import signal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import runs
+import stores
+from commands import started, train_flags
+
+from ats_jax import exits, paths
+from ats_jax.checkpoint import committed_steps
+from ats_jax.paths import Path
+
+pytestmark = pytest.mark.stores
+
+STEPS, EVERY = 60, 10
+SETTINGS = (
+  f"num_steps={STEPS}",
+  "model.num_layers=1",
+  "model.d_model=32",
+  "model.num_heads=2",
+  "model.num_kv_heads=2",
+  "model.d_ff=32",
+  "model.dropout=0.1",
+  "data.validation_fraction=0.2",
+  "data.tokenizer=bytes",
+  "data.seq_len=32",
+  "data.batch_size=8",
+  "optimizer.warmup_steps=5",
+  f"checkpoint.every_steps={EVERY}",
+  "eval.every_steps=20",
+  "eval.bigram_baseline=False",
+  "log.every_steps=1",
+  "log.writers=console,jsonl,csv,tensorboard",
+  "sample.max_tokens=4",
+)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+  folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+  for i in range(40):
+    (folder / f"{i}.txt").write_text(" ".join(draw.choices(("def", "self", "in", "x"), k=60 + i)))
+  return (*SETTINGS, f"data.paths={folder}")
+
+
+@pytest.fixture(scope="module")
+def whole(settings, tmp_path_factory):
+  """The workdir of the run that nothing interrupts, on the disk."""
+  folder = tmp_path_factory.mktemp("whole")
+  runs.finish(runs.start(folder, *settings))
+  return folder
+
+
+@pytest.fixture(scope="module", params=stores.STORES)
+def store(request):
+  """The address of an empty bucket, and the variables that lead there."""
+  with stores.STORES[request.param]() as env, stores.variables(env):
+    yield f"{request.param}://{stores.BUCKET}", env
+
+
+def arrays(workdir, step):
+  with paths.fetched(workdir / "checkpoints" / str(step) / "state") as local:
+    tree = ocp.PyTreeCheckpointer().restore(local)
+  is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return {n: np.asarray(jax.random.key_data(x) if is_key(x) else x) for n, x in tree.items()}
+
+
+def test_killed_and_taken_over_by_one_of_two(settings, whole, store):
+  """kill -9; then the command is started twice at once, as two requeues of a job may be."""
+  root, env = store
+  workdir = Path(f"{root}/killed")
+  runs.stop_at(runs.start(str(workdir), *settings, **env), 2 * EVERY + 5, signal.SIGKILL)
+  saved = committed_steps(workdir / "checkpoints")
+  assert saved and saved[-1] < STEPS and (workdir / ".lock").exists()
+
+  both = [runs.start(str(workdir), *settings, **env) for _ in range(2)]
+  said = [p.communicate(timeout=runs.TIMEOUT_SECS)[0] for p in both]
+  codes = [p.returncode for p in both]
+  assert sorted(codes) == [exits.DONE, exits.REFUSED], said
+  assert "another process trains in" in said[codes.index(exits.REFUSED)]
+  assert "Traceback" not in "".join(said)
+  assert not (workdir / ".lock").exists()
+
+  left, right = arrays(Path(whole), STEPS), arrays(workdir, STEPS)
+  assert left.keys() == right.keys() and len(left) > 20
+  for name, value in left.items():
+    np.testing.assert_array_equal(value, right[name], err_msg=name)
+  assert runs.losses(workdir) == runs.losses(whole)
+
+
+def test_a_run_that_lives_keeps_others_out(settings, store):
+  root, env = store
+  workdir = f"{root}/alive"
+  process = runs.start(workdir, *settings, "num_steps=1000000", **env)
+  try:
+    runs.read_to(process, 3)
+    other = started("ats_jax.train", *train_flags(workdir, *settings), **env)
+    assert other.code == exits.REFUSED and "Traceback" not in other.err
+    assert f"another process trains in {workdir} now" in other.err
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=runs.TIMEOUT_SECS)
+    assert process.returncode == exits.STOPPED
+  finally:
+    process.kill()
+    process.communicate()
+  assert not (Path(workdir) / ".lock").exists()
+
+
+def test_commands_read_it(store, whole):
+  root, env = store
+  result = started("ats_jax.evaluate", f"--workdir={root}/killed", **env)
+  assert result.code == exits.DONE, result.err
+  assert result.out == started("ats_jax.evaluate", f"--workdir={whole}").out
+  rows = started("ats_jax.check_env", f"--workdir={root}", **env)
+  assert "claims          ok      the store refuses a write" in rows.out, rows
