@@ -21,6 +21,8 @@ from ats_jax.paths import Path
 
 # Orbax gives up on a write after this time; its default of 600 s is short for a slow network disk.
 WRITE_TIMEOUT_SECS = 3600
+# A save that waits so long for the one before it says that the folder is slow.
+LONG_WAIT_SECS = 10.0
 
 
 class CheckpointManager:
@@ -113,6 +115,14 @@ class CheckpointManager:
     """
     start = time.perf_counter()
     self.wait()
+    if (waited := time.perf_counter() - start) > LONG_WAIT_SECS:
+      logging.warning(
+        "training waited %.0f s until the checkpoint before %d was written: %s is slow. Raise "
+        "checkpoint.every_steps, or use a faster workdir (`ats-jax check_env` measures it).",
+        waited,
+        step,
+        self.directory,
+      )
     if reader.process_0_decides(lambda: int(step in self.steps())):
       logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
       return
