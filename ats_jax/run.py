@@ -175,12 +175,15 @@ class Run:
       self.writer.write_scalars(self.step, self.scores)
       self.program = check_fp8(self.program, self.scores)
 
-  def save(self) -> None:
-    """Save a checkpoint; it is written in the background."""
+  def save(self, *, locally: bool = False) -> None:
+    """Save a checkpoint, or a snapshot in `local_dir`; it is written in the background."""
     with self.aside("checkpoint"):
       loss = (self.scores or {}).get("eval/loss")
       extra = self.position() | self.watch.saved()
-      self.checkpoints.save(self.step, self.state, extra, metric=loss)
+      if locally:
+        self.checkpoints.save_locally(self.step, self.state, extra)
+      else:
+        self.checkpoints.save(self.step, self.state, extra, metric=loss)
       stall = {"checkpoint/stall_secs": self.checkpoints.last_save_stall_secs}
       self.writer.write_scalars(self.step, stall)
 
@@ -274,7 +277,9 @@ def open_run(
     identity = enter(workdir.claim(folder, cfg))
     enter(logfile.kept(folder, jax.process_index()))
     directory = folder / workdir.CHECKPOINTS
-    checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
+    checkpoints = enter(
+      CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
+    )
     origin = find_origin(checkpoints, snapshots)
     train_set, valid_set = open_data(cfg.data, cfg.seed)
     eval_sets = open_eval_sets(cfg.data, valid_set)

@@ -37,7 +37,7 @@ def check_programs(cfg: Config) -> None:
     "version of ats_jax": ats_jax.__version__,
     **flatten(cfg),
   }
-  everyone = _gather(json.dumps(own, sort_keys=True))
+  everyone = gather(json.dumps(own, sort_keys=True))
   if len(set(everyone)) == 1:
     return
   programs = [json.loads(text) for text in everyone]
@@ -66,7 +66,7 @@ def check_folder(path: Path, content: str) -> None:
   """
   if jax.process_count() == 1:
     return
-  blind = [line for line in _gather(_wait_for(path, content)) if line]
+  blind = [line for line in gather(_wait_for(path, content)) if line]
   if blind:
     lines = "\n".join(f"  {line}" for line in blind)
     raise ValueError(
@@ -95,7 +95,7 @@ def check_clocks() -> None:
   if jax.process_count() == 1:
     return
   multihost_utils.sync_global_devices("clocks")  # so that all look at about the same moment
-  ahead = skew([float(text) for text in _gather(repr(time.time()))])
+  ahead = skew([float(text) for text in gather(repr(time.time()))])
   for rank, seconds in ahead.items():
     logging.warning(
       "the clock of process %d is %.0f s %s of process 0's: times in their logs do not fit. "
@@ -121,14 +121,29 @@ def _changes(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
   ]
 
 
-def _gather(text: str) -> list[str]:
-  """A text of each process, in their order, on all of them."""
+def gather(text: str) -> list[str]:
+  """A text of each process, in their order, on all of them; all call this together."""
+  if jax.process_count() == 1:
+    return [text]
   data = np.frombuffer(text.encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(data.size)).reshape(-1)
   padded = np.zeros(sizes.max(), np.uint8)
   padded[: data.size] = data
   rows = multihost_utils.process_allgather(padded)
   return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def from_one(source: int, data: np.ndarray | None, size: int) -> np.ndarray:
+  """Bytes of one process, on all of them; all call this together.
+
+  Args:
+    source: which.
+    data: bytes [size], on that one.
+    size: how many.
+  """
+  own = np.zeros(size, np.uint8) if data is None else np.asarray(data)
+  is_source = jax.process_index() == source
+  return np.asarray(multihost_utils.broadcast_one_to_all(own, is_source=is_source))
 
 
 def _read(path: Path) -> str:

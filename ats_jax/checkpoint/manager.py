@@ -15,6 +15,7 @@ from ats_jax import paths
 from ats_jax.checkpoint import integrity, layout, reader, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
+from ats_jax.checkpoint.local import LocalSnapshots
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.paths import Path
@@ -45,6 +46,7 @@ class CheckpointManager:
     cfg: CheckpointConfig,
     run: RunIdentity | None = None,
     stacks: Stacks | None = None,
+    mesh: str = "",
   ):
     """Open a folder of checkpoints, removing what a killed process left unfinished.
 
@@ -53,6 +55,7 @@ class CheckpointManager:
       cfg: which ones to keep, and how to write them.
       run: whose they are; checkpoints of others are refused. None = nobody's, not compared.
       stacks: which layers stand in a stack, see `layout.named_parts`; on the disk none do.
+      mesh: what shards the state, for snapshots in `cfg.local_dir`; those also need a `run`.
 
     Raises:
       CheckpointError: if the directory cannot be made or cleaned, or several processes share a
@@ -67,6 +70,7 @@ class CheckpointManager:
     self.last_save_stall_secs = 0.0
     self._cfg, self._run, self._stacks = cfg, run, stacks
     self._unfinished = paths.staging(self.directory)
+    self._local = LocalSnapshots(cfg, run, mesh) if run and cfg.local_dir else None
     self._attempts = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -154,14 +158,25 @@ class CheckpointManager:
       self.wait()
     self.last_save_stall_secs = time.perf_counter() - start
 
+  def save_locally(self, step: int, state: PyTree, extra: dict[str, Any]) -> None:
+    """Keep a snapshot in `cfg.local_dir`; returns when the arrays may be donated."""
+    assert self._local is not None, "no checkpoint.local_dir"
+    start = time.perf_counter()
+    self._local.save(step, state, extra)
+    self.last_save_stall_secs = time.perf_counter() - start
+
   def newest(self) -> tuple[int, dict[str, Any]] | None:
     """The newest intact checkpoint and its `extra`; damaged newer ones are set aside.
+
+    A later snapshot in `cfg.local_dir`, of which every process has its part, goes before it.
 
     Raises:
       CheckpointError: if there are checkpoints and none is intact, or one is of another run.
     """
     self.wait()
     step = reader.process_0_decides(self._choose_latest)
+    if self._local is not None and (found := self._local.newest(step or 0)) is not None:
+      return found
     return None if step is None else (step, reader.load_extra(self.directory, step))
 
   def read(self, step: int, abstract_state: PyTree) -> PyTree:
@@ -170,6 +185,8 @@ class CheckpointManager:
     Raises:
       CheckpointError: if it does not fit `abstract_state`.
     """
+    if self._local is not None and self._local.has(step):
+      return self._local.read(abstract_state)
     return reader.read(self.directory, step, abstract_state, stacks=self._stacks)[1]
 
   def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
@@ -219,6 +236,8 @@ class CheckpointManager:
     try:
       self.wait()
     finally:
+      if self._local is not None:
+        self._local.close(max(self.steps(), default=0))
       self._pool.shutdown()
       self._orbax.close()
 

@@ -25,7 +25,8 @@ ALLOWED = {
   "config": {"paths", "extensions"},
   "data": {"config", "extensions", "paths"},
   "metrics": {"config", "extensions", "paths"},
-  "checkpoint": {"config", "paths"},
+  "together": {"__version__", "config", "paths"},
+  "checkpoint": {"config", "paths", "together"},
   "sharding": {"config"},
   "ops": {"config", "sharding"},  # and kernels_*
   "model": MODEL,
@@ -41,7 +42,6 @@ ALLOWED = {
   "launch": {"cli", "exits"},  # starts before jax is imported
   "runtime": {"config"},
   "lease": {"exits", "paths"},
-  "together": {"__version__", "config", "paths"},
   "workdir": {"config", "lease", "paths", "together"},
   "logfile": {"config", "paths"},
   "feed": {"config", "sharding", "data"},
