@@ -1,5 +1,6 @@
 """Processes of a job: are they of one run, in one folder, by one clock?"""
 
+import importlib.metadata
 import json
 import platform
 import time
@@ -11,7 +12,6 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-import ats_jax
 from ats_jax import paths
 from ats_jax.config.build import flatten
 from ats_jax.config.schema import Config
@@ -34,7 +34,7 @@ def check_programs(cfg: Config) -> None:
   own = {
     "version of Python": platform.python_version(),
     "version of jax": jax.__version__,
-    "version of ats_jax": ats_jax.__version__,
+    "version of ats_jax": _installed("ats_jax"),
     **flatten(cfg),
   }
   everyone = gather(json.dumps(own, sort_keys=True))
@@ -110,6 +110,13 @@ def skew(times: list[float]) -> dict[int, float]:
   """Seconds by which clocks are ahead of the first one, where it is much."""
   ahead = {rank: now - times[0] for rank, now in enumerate(times)}
   return {rank: seconds for rank, seconds in ahead.items() if abs(seconds) > CLOCK_SECS}
+
+
+def _installed(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:  # run from a checkout
+    return None
 
 
 def _changes(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ ALLOWED = {
   "config": {"paths", "extensions"},
   "data": {"config", "extensions", "paths"},
   "metrics": {"config", "extensions", "paths"},
-  "together": {"__version__", "config", "paths"},
+  "together": {"config", "paths"},
   "checkpoint": {"config", "paths", "together"},
   "sharding": {"config"},
   "ops": {"config", "sharding"},  # and kernels_*
