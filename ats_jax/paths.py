@@ -258,8 +258,8 @@ def commit_folder(unfinished: Path, target: Path, last: str) -> None:
   """Make a local folder the folder `target`; what is there in its place is an error."""
   if is_remote(target):
     names = files(unfinished)
-    _put(unfinished, target, [name for name in names if name != last])
-    _put(unfinished, target, [last])
+    put(unfinished, target, [name for name in names if name != last])
+    put(unfinished, target, [last])
     return
   in_threads(lambda name: _sync(unfinished / name), files(unfinished))
   for folder, _, _ in os.walk(unfinished):
@@ -334,7 +334,7 @@ def filled(folder: Path) -> Iterator[Path]:
     return
   with _scratch_folder() as copy:
     yield copy
-    _put(copy, folder, files(copy))
+    put(copy, folder, files(copy))
 
 
 def files(folder: Path) -> list[str]:
@@ -353,7 +353,8 @@ def in_threads[T](fn: Callable[[Any], T], items: list[Any]) -> list[T]:
     return list(pool.map(fn, items))
 
 
-def _put(local: Path, target: Path, names: list[str]) -> None:
+def put(local: Path, target: Path, names: list[str]) -> None:
+  """Put files of a local folder on a store."""
   _store(target).put([f"{local}/{n}" for n in names], [f"{target}/{n}" for n in names])
 
 

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from ats_jax import paths
-from ats_jax.checkpoint import integrity, layout, reader, stream
+from ats_jax.checkpoint import integrity, layout, parted, reader, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.checkpoint.local import LocalSnapshots
@@ -34,7 +34,7 @@ class CheckpointManager:
   putting its manifest last: whatever kills the process, it is complete or absent.
 
   In a multi-process job every process makes one and calls the same methods in the same order; the
-  directory must be on a file system that all of them share. A store serves one process only.
+  directory must be on a store, or on a file system that all of them share.
 
   Attributes:
     last_save_stall_secs: seconds that the last `save` kept its caller.
@@ -58,30 +58,31 @@ class CheckpointManager:
       mesh: what shards the state, for snapshots in `cfg.local_dir`; those also need a `run`.
 
     Raises:
-      CheckpointError: if the directory cannot be made or cleaned, or several processes share a
-        store.
+      CheckpointError: if the directory cannot be made or cleaned.
     """
     self.directory = paths.absolute(directory)
-    if paths.is_remote(directory) and jax.process_count() > 1:
-      raise CheckpointError(
-        f"a job of {jax.process_count()} processes cannot save to {directory}: each writes a part "
-        "of every array. Use a --workdir on a file system that all of them share, or one process."
-      )
     self.last_save_stall_secs = 0.0
     self._cfg, self._run, self._stacks = cfg, run, stacks
     self._unfinished = paths.staging(self.directory)
+    self._parted = paths.is_remote(directory) and jax.process_count() > 1
+    processes = ocp.options.MultiprocessingOptions()
+    if self._parted:  # nor may processes of one machine share it
+      self._unfinished, processes = self._unfinished / str(jax.process_index()), parted.alone()
     self._local = LocalSnapshots(cfg, run, mesh) if run and cfg.local_dir else None
     self._attempts = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._orbax = ocp.AsyncCheckpointer(
-      reader.handler(),
+      reader.handler(processes=processes),
+      multiprocessing_options=processes,
       async_options=ocp.options.AsyncOptions(
         timeout_secs=WRITE_TIMEOUT_SECS,
         # In the foreground: after a failure in the background, Orbax's threads wait for the folder.
         create_directories_asynchronously=False,
       ),
     )
+    if self._parted:
+      shutil.rmtree(self._unfinished, ignore_errors=True)
     if jax.process_index() == 0:
       try:
         paths.make_folder(self.directory)
@@ -145,7 +146,7 @@ class CheckpointManager:
     self._attempts += 1
     folder = self._unfinished / f"{step}.{self._attempts}"
     try:
-      if jax.process_index() == 0:
+      if self._writes:
         folder.mkdir(parents=True)
         (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
       arrays = stream.to_save(layout.stored(parts))
@@ -251,13 +252,22 @@ class CheckpointManager:
     """Wait for Orbax, then make `folder` the checkpoint `step`. Runs in the background."""
     try:
       self._orbax.wait_until_finished()  # ends with a barrier: all processes have written
-      if jax.process_index() == 0:
+      target = self.directory / str(step)
+      if self._parted:
+        parted.commit(folder, target, fields, self._attempts, WRITE_TIMEOUT_SECS)
+      elif jax.process_index() == 0:
         integrity.seal(folder, fields)
-        paths.commit_folder(folder, self.directory / str(step), MANIFEST)
+        paths.commit_folder(folder, target, MANIFEST)
+      if jax.process_index() == 0:
         self._delete_old()
     finally:
-      if jax.process_index() == 0:
+      if self._writes:
         shutil.rmtree(folder, ignore_errors=True)
+
+  @property
+  def _writes(self) -> bool:
+    """Whether this process makes and removes the folder that is written to."""
+    return self._parted or jax.process_index() == 0
 
   def _delete_old(self) -> None:
     """Delete what need not be kept; the new checkpoint is good whether or not that works."""

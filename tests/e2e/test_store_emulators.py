@@ -6,13 +6,14 @@ import signal
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import psutil
 import pytest
 import runs
 import stores
 from commands import started, train_flags
 
 from ats_jax import exits, paths
-from ats_jax.checkpoint import committed_steps
+from ats_jax.checkpoint import committed_steps, integrity, parted, reader
 from ats_jax.paths import Path
 
 pytestmark = pytest.mark.stores
@@ -64,8 +65,13 @@ def store(request):
 
 
 def arrays(workdir, step):
+  """On the first device of this process, whichever it was saved from."""
+  here = ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+  checkpointer = ocp.PyTreeCheckpointer()
   with paths.fetched(workdir / "checkpoints" / str(step) / "state") as local:
-    tree = ocp.PyTreeCheckpointer().restore(local)
+    parted.join(local, reader.handler())
+    tree = checkpointer.metadata(local).item_metadata.tree
+    tree = checkpointer.restore(local, restore_args=jax.tree.map(lambda _: here, tree))
   is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
   return {n: np.asarray(jax.random.key_data(x) if is_key(x) else x) for n, x in tree.items()}
 
@@ -86,11 +92,7 @@ def test_killed_and_taken_over_by_one_of_two(settings, whole, store):
   assert "Traceback" not in "".join(said)
   assert not (workdir / ".lock").exists()
 
-  left, right = arrays(Path(whole), STEPS), arrays(workdir, STEPS)
-  assert left.keys() == right.keys() and len(left) > 20
-  for name, value in left.items():
-    np.testing.assert_array_equal(value, right[name], err_msg=name)
-  assert runs.losses(workdir) == runs.losses(whole)
+  assert_same_end(Path(whole), workdir)
 
 
 def test_a_run_that_lives_keeps_others_out(settings, store):
@@ -110,6 +112,40 @@ def test_a_run_that_lives_keeps_others_out(settings, store):
     process.kill()
     process.communicate()
   assert not (Path(workdir) / ".lock").exists()
+
+
+def assert_same_end(one, other):
+  left, right = arrays(one, STEPS), arrays(other, STEPS)
+  assert left.keys() == right.keys() and len(left) > 20
+  for name, value in left.items():
+    np.testing.assert_array_equal(value, right[name], err_msg=name)
+  assert runs.losses(one) == runs.losses(other)
+
+
+def test_two_processes(settings, store, tmp_path):
+  """Each puts its shards, process 0 commits; both are killed, and start again."""
+  root, env = store
+  settings = (*settings, "mesh.data=1", "mesh.fsdp=2")
+  whole, workdir = Path(tmp_path), Path(f"{root}/two")
+  launch = ("--processes=2", "--restarts=0")
+  runs.finish(runs.start(whole, *settings, launch=launch))
+  job = runs.start(str(workdir), *settings, launch=launch, **env)
+  begin = runs.read_to(job, 2 * EVERY + 5)
+  for process in psutil.Process(job.pid).children():
+    process.kill()
+  job.communicate()
+  assert job.returncode == 137, begin
+  runs.finish(runs.start(str(workdir), *settings, launch=launch, **env))
+  assert_same_end(whole, workdir)
+  folder = workdir / "checkpoints" / str(STEPS)
+  assert integrity.find_damage(folder) == []
+  names = paths.files(folder)
+  assert {name.split("/")[1] for name in names if "ocdbt.process" in name} == {
+    "ocdbt.process_0", "ocdbt.process_1"
+  }  # fmt: skip
+  result = started("ats_jax.evaluate", f"--workdir={workdir}", **env)  # in one process
+  assert result.code == exits.DONE, result.err
+  assert result.out == started("ats_jax.evaluate", f"--workdir={whole}").out
 
 
 def test_commands_read_it(store, whole):
