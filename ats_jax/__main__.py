@@ -26,7 +26,7 @@ class Verb(NamedTuple):
 
 VERBS = {
   "train": Verb("train", "train", "train a model, or go on with a run"),
-  "launch": Verb("train", "launch", "train with several processes on this machine"),
+  "launch": Verb("train", "launch.__main__", "train with several processes, here or on a cluster"),
   "evaluate": Verb("use", "evaluate", "loss of a trained run on held-out or other text"),
   "generate": Verb("use", "generate", "continue a text with a trained run"),
   "decisions": Verb("watch", "decisions", "what the orchestrator of a run saw and did, in words"),

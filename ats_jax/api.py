@@ -6,7 +6,7 @@ They leave the process as it was: jax's settings, the environment, handlers of s
 from collections.abc import Mapping
 from typing import Any
 
-from ats_jax import cli, paths, runtime
+from ats_jax import cli, job, paths, runtime
 from ats_jax.bridge import hub
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import updated
@@ -58,7 +58,7 @@ def train(
   init = InitFrom(paths.parse(hub.local(init_from)), init_step) if init_from else None
   folder = paths.parse(workdir)
   with runtime.configured(cfg):
-    runtime.join_job(cfg)
+    job.join(cfg)
     return train_run(cfg, folder, init)
 
 

@@ -286,6 +286,8 @@ def user_errors() -> Iterator[None]:
     yield
   except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
     _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
+  except exits.FaultError as error:
+    _leave(error, str(error), code=exits.FAULT)
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise

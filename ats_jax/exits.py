@@ -10,3 +10,7 @@ MEANINGS = {
   "75": "stopped by a signal after saving: the same command goes on from there",
   "128 + n": "ended at once by signal n: 130 Ctrl-C, 137 kill -9, 141 output closed, 143 SIGTERM",
 }
+
+
+class FaultError(RuntimeError):
+  """A fault of the machine or the network that its message explains; it may pass: exit code 1."""

@@ -1,16 +1,14 @@
-"""The process: what is set before jax touches a device, the job it is of, its compiled programs."""
+"""The process: what is set before jax touches a device, its compiled programs."""
 
 import collections
 import contextlib
 import functools
-import logging as std_logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 
 from ats_jax.config.schema import Config
@@ -75,34 +73,6 @@ def _set_options(options: Mapping[str, Any]) -> None:
   for name, value in options.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
-
-
-def join_job(cfg: Config) -> None:
-  """Become one of several processes that train together, if the environment says so.
-
-  JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set by `ats_jax launch`, or by
-  hand on each machine. Call before any device is used. The first process alone reports its steps;
-  of the others, warnings are shown with their number.
-
-  Raises:
-    ValueError: if only some of the three are set.
-  """
-  names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-  values = [os.environ.get(name) for name in names]
-  if not any(values) or jax.distributed.is_initialized():  # `train` may be called more than once
-    return
-  address, size, rank = values
-  if address is None or size is None or rank is None:
-    missing = ", ".join(n for n, v in zip(names, values, strict=True) if v is None)
-    raise ValueError(f"{missing} is not set, and the rest of {', '.join(names)} is. Set all three.")
-  jax.distributed.initialize(
-    address, int(size), int(rank), cluster_detection_method="deactivate",
-    heartbeat_timeout_seconds=cfg.heartbeat_secs,
-  )  # fmt: skip
-  if int(rank):
-    logging.get_absl_handler().setLevel(std_logging.WARNING)  # its file has all
-    line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
-    logging.get_absl_handler().setFormatter(line)
 
 
 def cache_folder(cfg: Config) -> Path:

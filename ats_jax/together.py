@@ -1,11 +1,7 @@
-"""Processes of a job: are they of one run, in one folder, by one clock?"""
+"""Processes of a job: do they see one folder, by one clock? And what they tell each other."""
 
-import importlib.metadata
-import json
 import platform
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,45 +9,11 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from ats_jax import paths
-from ats_jax.config.build import flatten
-from ats_jax.config.schema import Config
 from ats_jax.paths import Path
 
 # How long a process waits to see what process 0 has written, and after how long it says so.
 SHARED_SECS, SLOW_SECS = 120.0, 5.0
 CLOCK_SECS = 5.0
-_SHOWN = 8
-
-
-def check_programs(cfg: Config) -> None:
-  """Check that all processes were started alike; all must call this together.
-
-  Raises:
-    ValueError: on all of them, if settings or versions differ, with what differs from process 0.
-  """
-  if jax.process_count() == 1:
-    return
-  own = {
-    "version of Python": platform.python_version(),
-    "version of jax": jax.__version__,
-    "version of ats_jax": _installed("ats_jax"),
-    **flatten(cfg),
-  }
-  everyone = gather(json.dumps(own, sort_keys=True))
-  if len(set(everyone)) == 1:
-    return
-  programs = [json.loads(text) for text in everyone]
-  lines = [
-    f"  process {rank}: {line}"
-    for rank, program in enumerate(programs)
-    for line in _changes(programs[0], program)
-  ]
-  more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-  raise ValueError(
-    "the processes of this job were not started alike; process 0 -> the other:\n"
-    + "\n".join(lines[:_SHOWN] + more)
-    + "\nGive all of them the same command and the same programs."
-  )
 
 
 def check_folder(path: Path, content: str) -> None:
@@ -110,22 +72,6 @@ def skew(times: list[float]) -> dict[int, float]:
   """Seconds by which clocks are ahead of the first one, where it is much."""
   ahead = {rank: now - times[0] for rank, now in enumerate(times)}
   return {rank: seconds for rank, seconds in ahead.items() if abs(seconds) > CLOCK_SECS}
-
-
-def _installed(package: str) -> str | None:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:  # run from a checkout
-    return None
-
-
-def _changes(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-  names = sorted(first.keys() | other.keys())
-  return [
-    f"{name}: {first.get(name)!r} -> {other.get(name)!r}"
-    for name in names
-    if first.get(name) != other.get(name)
-  ]
 
 
 def gather(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import PurePath
 import jax
 from absl import flags, logging
 
-from ats_jax import cli, exits, paths, runtime
+from ats_jax import cli, exits, job, paths, runtime
 from ats_jax.bridge import hub
 from ats_jax.config import Config
 from ats_jax.config.build import explain
@@ -117,7 +117,7 @@ def due(step: int, every: int) -> bool:
 
 
 FLAGS = flags.FlagValues()
-_CONFIG = cli.ConfigFlag(FLAGS)
+CONFIG = cli.ConfigFlag(FLAGS)
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Folder of the run; default: that of the config in runs/.", flag_values=FLAGS
 )
@@ -153,14 +153,14 @@ def main(argv: list[str]) -> int:
   if _EXPLAIN.value is not None:
     print(explain(_EXPLAIN.value))
     return exits.DONE
-  cfg = _CONFIG.value
-  folder = paths.parse(_WORKDIR.value or default_workdir(_CONFIG.file))
+  cfg = CONFIG.value
+  folder = paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
   source = _INIT_FROM.value
   init = InitFrom(paths.parse(hub.local(source)), _INIT_STEP.value) if source else None
   with runtime.configured(cfg):
-    runtime.join_job(cfg)
+    job.join(cfg)
     _, end = train_to_end(cfg, folder, init)
   return exits.STOPPED if end is End.STOPPED else exits.DONE
 

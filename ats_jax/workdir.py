@@ -46,10 +46,9 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
   Raises:
     ValueError: if it cannot be written, another process trains in it, its files cannot be read, or
       it holds a run whose settings differ in more than what may change on resume; if the processes
-      of a job have different settings, or do not see the same folder.
+      of a job do not see the same folder.
   """
   workdir = Path(workdir)
-  together.check_programs(cfg)
   with contextlib.ExitStack() as lock:
     try:
       paths.make_folder(workdir)

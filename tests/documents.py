@@ -202,9 +202,9 @@ class Reader:
       ValueError: for settings that contradict each other at the size that is shown.
     """
     verb, *words = command.words or [""]
-    if verb == "launch":  # tests/multidevice/test_job.py runs processes
+    if verb == "launch" and words[0] == "local":  # tests/multidevice/test_job.py runs processes
       verb = "train"
-      words = [w for w in words if not re.match("--(processes|restarts)=", w)]
+      words = [w for w in words[1:] if not re.match("--(processes|restarts)=", w)]
     if verb in DEFAULTS and not any(re.match("--(config|explain|help)\\b", w) for w in words):
       words = [*words, *DEFAULTS[verb]]
     new = verb in ("train", "bench") and not refused  # of a run that is there

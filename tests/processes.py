@@ -14,8 +14,8 @@ rank, port, said, *argv = sys.argv[1:]
 rank = int(rank)
 # Not standard output: Gloo writes there too, in pieces.
 say = functools.partial(print, file=open(said, "w"), flush=True)
-jax.distributed.initialize(f"localhost:{port}", PROCESSES, rank)
 """
+JOIN = 'jax.distributed.initialize(f"localhost:{port}", 2, rank)\n'
 
 
 def free_port() -> str:
@@ -26,7 +26,13 @@ def free_port() -> str:
 
 
 def run_job(
-  code: str, folder: Path, *argv: object, devices: int = 1, path: tuple = (), timeout: float = 90
+  code: str,
+  folder: Path,
+  *argv: object,
+  devices: int = 1,
+  path: tuple = (),
+  timeout: float = 90,
+  joins: bool = True,
 ) -> list[list[str]]:
   """Run `code` in two processes of one job, and return the lines that each gave to `say`.
 
@@ -37,8 +43,9 @@ def run_job(
     devices: per process.
     path: more folders to import from.
     timeout: seconds; the first process that fails ends the job before.
+    joins: jax is started; else `code` does that, at `port`.
   """
-  port, prologue = free_port(), PROLOGUE.replace("PROCESSES", "2")
+  port, prologue = free_port(), PROLOGUE + (JOIN if joins else "")
   env = os.environ | {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",

@@ -32,7 +32,7 @@ def start(
   With flags for it in `launch`, start `python -m ats_jax.launch`.
   """
   flags = [f"--config.{o}" for o in overrides]
-  module = ["ats_jax.launch", *launch] if launch else ["ats_jax.train"]
+  module = ["ats_jax.launch", "local", *launch] if launch else ["ats_jax.train"]
   command = [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}"]
   return subprocess.Popen(
     [*command, *flags],
@@ -83,8 +83,11 @@ def kill_while_writing(process: subprocess.Popen, workdir: Path, after_step: int
 
 
 def arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
-  """Every array of a checkpoint, by name."""
-  tree = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
+  """Every array of a checkpoint, by name, whatever the devices that it was saved from."""
+  path, checkpointer = workdir / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
+  saved = checkpointer.metadata(path).item_metadata.tree
+  as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+  tree = checkpointer.restore(path, restore_args=as_numpy)
   data = lambda v: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v
   return {jax.tree_util.keystr(k): np.asarray(data(v)) for k, v in jax.tree.leaves_with_path(tree)}
 

@@ -135,6 +135,7 @@ def test_two_processes(settings, store, tmp_path):
     process.kill()
   job.communicate()
   assert job.returncode == 137, begin
+  (workdir / ".lock").unlink()  # the wait for it is tested above
   runs.finish(runs.start(str(workdir), *settings, launch=launch, **env))
   assert_same_end(whole, workdir)
   folder = workdir / "checkpoints" / str(STEPS)

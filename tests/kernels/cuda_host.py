@@ -11,6 +11,7 @@ import pytest
 from kernels_cuda import library
 
 SHIM = Path(__file__).parent / "cuda_on_host"
+COROUTINES = Path(__file__).parent / "on_host"
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2, "one warp ahead": 3, "one block ahead": 4}
 
 
@@ -22,7 +23,10 @@ def host_library() -> ctypes.CDLL:
     pytest.skip("no C++ compiler")
   # setjmp moves between stacks here, which _FORTIFY_SOURCE would forbid.
   options = ["-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-x", "c++"]
-  path = library.compile_shared([compiler, *options, f"-I{SHIM}"], extra=tuple(SHIM.iterdir()))
+  path = library.compile_shared(
+    [compiler, *options, f"-I{SHIM}", f"-I{COROUTINES}"],
+    extra=(*SHIM.iterdir(), *COROUTINES.iterdir()),
+  )
   library.register(path, "cpu")
   return ctypes.CDLL(str(path))
 

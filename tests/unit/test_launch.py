@@ -11,7 +11,7 @@ from ats_jax.exits import REFUSED, STOPPED
 
 LAUNCH = """
 import sys
-from ats_jax.launch import Job
+from ats_jax.launch.local import Job
 sys.exit(Job([sys.executable, "-c", sys.argv[1]], 2).run(restarts=2))
 """
 # Counts its starts in a file; `rank` and `start` are there for what follows.

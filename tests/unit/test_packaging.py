@@ -25,10 +25,12 @@ def test_what_is_no_python_is_in_the_data_folder():
   """In `ats_jax/_data` alone: a name like `configs` in site-packages would be everybody's."""
   data = {ROOT / source: target for source, target in WHEEL["force-include"].items()}
   assert all(target.startswith("ats_jax/_data/") for target in data.values())
-  assert data[library.SOURCES] == "ats_jax/_data/kernels_cuda"
+  sources = {ROOT / kernels / "csrc": kernels for kernels in ("kernels_cuda", "kernels_metal")}
+  assert library.SOURCES in sources
+  assert all(data[folder] == f"ats_jax/_data/{name}" for folder, name in sources.items())
   assert {path.parent for path in file.packaged().values()} <= data.keys()
   kernels = [p for p in ROOT.glob("kernels_*/**/*") if p.is_file() and p.suffix != ".pyc"]
-  beside = [p for p in kernels if p.suffix != ".py" and p.parent != library.SOURCES]
+  beside = [p for p in kernels if p.suffix != ".py" and p.parent not in sources]
   assert not beside, "a wheel has them in a package of kernels; put them into csrc/"
 
 

@@ -7,7 +7,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-FOLDERS = ("ats_jax", "benchmarks", "configs", "experiments", "kernels_cuda", "kernels_pallas")
+FOLDERS = (
+  "ats_jax", "benchmarks", "configs", "experiments", "kernels_cuda", "kernels_metal",
+  "kernels_pallas",
+)  # fmt: skip
 SUFFIXES = {".py", ".cu", ".cuh"}
 SOURCES = sorted(
   p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES

@@ -139,20 +139,6 @@ def run_script(tmp_path):
   return run
 
 
-def test_half_of_what_names_a_job_is_refused(monkeypatch):
-  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-  monkeypatch.setenv("JAX_PROCESS_ID", "0")
-  with pytest.raises(ValueError, match="JAX_NUM_PROCESSES is not set, and the rest of"):
-    runtime.join_job(Config())
-
-
-def test_a_process_joins_its_job_once(monkeypatch):
-  for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-    monkeypatch.setenv(name, "nobody calls this")
-  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-  runtime.join_job(Config())
-
-
 class TestRun:
   @pytest.mark.parametrize("error", ERRORS)
   def test_a_users_error_is_a_message(self, error, run_script):

@@ -35,7 +35,7 @@ def test_the_list_of_verbs_and_a_misspelt_one():
   assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
 
 
-@pytest.mark.parametrize("module", ["ats_jax", "ats_jax.__main__", "ats_jax.launch"])
+@pytest.mark.parametrize("module", ["ats_jax", "ats_jax.__main__", "ats_jax.launch.__main__"])
 def test_what_starts_at_once_imports_no_jax(module):
   code = f"import sys, {module}; assert 'jax' not in sys.modules"
   assert started("timeit", "-n1", "-r1", code).code == 0

@@ -90,6 +90,14 @@ class Config:
     low=1,
     resume="free",
   )
+  join_secs: int = setting(
+    300,
+    "in a job of several processes, each waits so long at its start for the others; then it says "
+    "which are missing, and ends",
+    unit="s",
+    low=1,
+    resume="free",
+  )
   extensions: str = setting(
     "",
     "comma-separated files or modules of yours that add metric writers, schedules, optimizers and "

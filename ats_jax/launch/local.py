@@ -1,13 +1,4 @@
-"""Train with several processes on this machine; when one dies, all start again.
-
-  ats-jax launch --processes=2 --config=debug --workdir=runs/debug
-
-Each is `ats-jax train` with the other flags as they are, and on a machine with GPUs each
-has one of its own. What one process loses, all lose: they are ended and started together, and go
-on from the newest good checkpoint. A run that ended by itself, well or with an error that starting
-again does not mend, is not started again; its exit code is passed on. SIGINT and SIGTERM are passed
-to all processes, which save and end with 75.
-"""
+"""Several processes on this machine that live and die together."""
 
 import contextlib
 import os
@@ -19,9 +10,6 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from absl import flags
-
-from ats_jax import cli
 from ats_jax.exits import DONE, REFUSED, STOPPED
 
 POLL_SECS = 0.05
@@ -123,23 +111,3 @@ def _free_port() -> int:
   with socket.socket() as s:
     s.bind(("localhost", 0))
     return s.getsockname()[1]
-
-
-FLAGS = flags.FlagValues()
-_PROCESSES = flags.DEFINE_integer(
-  "processes", None, "How many, e.g. 2.", lower_bound=1, flag_values=FLAGS
-)
-_RESTARTS = flags.DEFINE_integer(
-  "restarts", 5, "Start again so many times at most.", lower_bound=0, flag_values=FLAGS
-)
-
-
-def main(argv: list[str]) -> int:
-  """Run the job; other flags go to `train`."""
-  size = cli.require(_PROCESSES.value, "processes", "2")
-  return Job([sys.executable, "-m", "ats_jax.train", *argv], size).run(_RESTARTS.value)
-
-
-COMMANDS = {"": cli.Command(main, FLAGS, __doc__, passes_on=True)}
-if __name__ == "__main__":
-  cli.main("launch", COMMANDS)

@@ -1,0 +1,1 @@
+"""Several processes that train together: on this machine, or by a cluster's own scheduler."""

@@ -1,0 +1,140 @@
+"""A real Slurm of one node runs what `ats-jax launch slurm` submits: signal, requeue, resume."""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+import runs
+import slurm_here
+from tiny_job import settings
+from xla_flags import QUICK
+
+from ats_jax.launch import templates
+
+pytestmark = [
+  pytest.mark.slurm,
+  pytest.mark.skipif(not slurm_here.is_installed(), reason="needs slurmctld, slurmd, slurm-client"),
+]
+STEPS = 60
+QUIET = re.compile(r"coordination|Traceback|^[EWF]\d{4} |Gloo.*error", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+  with slurm_here.running(tmp_path_factory.mktemp("slurm")) as cluster:
+    yield cluster
+
+
+def submit(slurm, workdir, *flags):
+  """`ats-jax launch slurm` of two processes on CPUs; the number of the job."""
+  own = "--nodes=1", "--processes_per_node=2", "--gpus=0", f"--options=--output={workdir}.log"
+  command = [sys.executable, "-m", "ats_jax", "launch", "slurm", *own, f"--workdir={workdir}"]
+  done = subprocess.run(
+    [*command, "--config=configs/debug.py", *(f"--config.{f}" for f in flags)],
+    env=slurm.env | {"XLA_FLAGS": QUICK, "JAX_PLATFORMS": "cpu"},
+    cwd=runs.REPOSITORY, capture_output=True, text=True, check=False, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  return re.search(r"Submitted batch job (\d+)", done.stdout)[1]
+
+
+def wait_for_step(workdir, step, log):
+  end = time.monotonic() + runs.TIMEOUT_SECS
+  while not (workdir / "metrics.jsonl").exists() or len(runs.rows(workdir, "train/loss")) < step:
+    assert time.monotonic() < end, log.read_text()
+    time.sleep(0.05)
+
+
+def test_signal_requeue_resume_is_the_undisturbed_run(slurm, tmp_path):
+  flags, disturbed, other = settings(tmp_path, STEPS), tmp_path / "disturbed", tmp_path / "other"
+  number, log = submit(slurm, disturbed, *flags), tmp_path / "disturbed.log"
+  wait_for_step(disturbed, 20, log)
+  slurm.tell("scancel", "--signal=TERM", number)
+  slurm.wait_for_requeue(number)
+  job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")
+  text = log.read_text()
+  assert job["JobState"] == "COMPLETED" and job["Restarts"] == "1", text
+  assert text.count("job: 2 processes, by Slurm") == 2
+  assert re.search(r"^ +1  \S+ +1 x cpu$", text, re.MULTILINE)
+  saved = int(re.search(r"SIGTERM: saved step (\d+)", text)[1])
+  assert 20 <= saved < STEPS and f"from step {saved} of {STEPS}" in text
+  assert not QUIET.search(text), text
+
+  undisturbed = runs.start(other, *flags, launch=("--processes=2",))
+  assert not QUIET.search(runs.finish(undisturbed))
+  runs.assert_same_run(disturbed, other, STEPS)
+
+
+def test_in_an_allocation_a_process_without_srun_is_alone(slurm, tmp_path):
+  """It would wait for the second task for ever."""
+  flags = [f"--config.{flag}" for flag in settings(tmp_path, 6)]
+  train = [sys.executable, "-m", "ats_jax", "train", f"--workdir={tmp_path}/run", *flags]
+  env = f"cd {runs.REPOSITORY}; XLA_FLAGS={QUICK} JAX_PLATFORMS=cpu"
+  script = f"--wrap={env} {shlex.join([*train, '--config=configs/debug.py'])}"
+  said = slurm.tell("sbatch", "--ntasks=2", f"--output={tmp_path}/log", script)
+  job = slurm.wait(said.split()[-1], "COMPLETED", "FAILED")
+  text = (tmp_path / "log").read_text()
+  assert job["JobState"] == "COMPLETED" and "job: " not in text, text
+  assert "devices: 1 x cpu" in text
+
+
+PROGRAM = """
+echo x >> starts
+codes=($CODES)
+exit ${codes[$(wc -l < starts) - 1]}
+"""
+
+
+def begin(slurm, folder, program, *options):
+  """Submit the script with a program of a few lines of bash; the number of the job."""
+  (folder / "program.sh").write_text(program)
+  values = {"program": "(bash program.sh)", "flags": "()", "restarts": 2, "gpus": None}
+  values |= {"name": "codes", "nodes": 1, "processes_per_node": 1}
+  script = folder / "slurm.sbatch"
+  script.write_text(templates.render("slurm.sbatch", values))
+  where = f"--chdir={folder}", f"--output={folder}/log"
+  return slurm.tell("sbatch", *where, *options, str(script)).split()[-1]
+
+
+@pytest.mark.parametrize(
+  ("codes", "state", "code", "starts"),
+  [
+    ("0", "COMPLETED", "0:0", 1),
+    ("9 137 0", "COMPLETED", "0:0", 3),  # what may pass is tried again at once
+    ("2 0", "FAILED", "2:0", 1),  # what was refused is not
+    ("9 9 9 9", "FAILED", "9:0", 3),
+    ("75 0", "COMPLETED", "0:0", 2),  # what was told to stop is queued again
+  ],
+)
+def test_what_the_script_does_after_each_exit_code(slurm, codes, state, code, starts, tmp_path):
+  number = begin(slurm, tmp_path, PROGRAM, f"--export=ALL,CODES={codes}")
+  if "75" in codes:
+    slurm.wait_for_requeue(number)
+  job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")
+  text = (tmp_path / "log").read_text()
+  assert (job["JobState"], job["ExitCode"]) == (state, code), text
+  assert len((tmp_path / "starts").read_text().split()) == starts, text
+
+
+def test_before_its_time_is_up_a_job_is_told_and_queued_again(slurm, tmp_path):
+  program = "[ -e told ] && exit 0; trap 'touch told; exit 75' TERM; sleep 90 & wait"
+  number = begin(slurm, tmp_path, program, "--time=1", "--signal=TERM@55")
+  slurm.wait_for_requeue(number)
+  job = slurm.wait(number, "COMPLETED", "FAILED", "TIMEOUT")
+  assert job["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
+
+
+def test_a_users_scancel_ends_the_job_saved(slurm, tmp_path):
+  """Slurm sends SIGTERM to all and to the script, which dies of it: nothing is queued again."""
+  program = "trap 'echo saved > saved; exit 75' TERM; touch ready; sleep 60 & wait"
+  number = begin(slurm, tmp_path, program)
+  while not (tmp_path / "ready").exists():
+    assert slurm.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING")
+    time.sleep(0.1)
+  slurm.tell("scancel", number)
+  job = slurm.wait(number, "CANCELLED", "COMPLETED", "FAILED")
+  assert job["JobState"] == "CANCELLED" and job["Restarts"] == "0"
+  assert (tmp_path / "saved").exists()
