@@ -108,6 +108,7 @@ def make_folder(path: Path) -> None:
 def read(path: Path) -> bytes:
   """All of a file, as it is now: nothing that was listed before is believed."""
   if is_remote(path):
+    _store(path).invalidate_cache(os.fspath(path))  # or s3fs takes its size from there
     return cast(bytes, _store(path).cat_file(os.fspath(path)))
   with open(path, "rb") as file:
     return file.read()
@@ -343,6 +344,7 @@ def files(folder: Path) -> list[str]:
     found = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
     return sorted(os.path.relpath(path, folder) for path in found)
   store = _store(folder)
+  store.invalidate_cache(os.fspath(folder))  # other processes write too
   root = f"{store._strip_protocol(os.fspath(folder))}/"
   return sorted(path.removeprefix(root) for path in store.find(os.fspath(folder)))
 

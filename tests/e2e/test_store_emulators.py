@@ -95,6 +95,22 @@ def test_killed_and_taken_over_by_one_of_two(settings, whole, store):
   assert_same_end(Path(whole), workdir)
 
 
+def test_what_another_process_writes_is_read(store):
+  """Though this one has listed the folder: drivers keep listings."""
+  root, env = store
+  folder = Path(f"{root}/listed")
+  paths.write(folder / "one", "1")
+  assert [path.name for path in folder.iterdir()] == ["one"]
+  code = f"""
+from ats_jax import paths
+for name, text in ("one", "longer"), ("two", "2"):
+  paths.write(paths.parse({str(folder)!r}) / name, text)
+"""
+  done = started("timeit", "-n1", "-r1", code, **env)
+  assert done.code == 0, done.err
+  assert paths.read(folder / "one") == b"longer" and paths.read(folder / "two") == b"2"
+
+
 def test_a_run_that_lives_keeps_others_out(settings, store):
   root, env = store
   workdir = f"{root}/alive"
