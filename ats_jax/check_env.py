@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import flags
 
-from ats_jax import cli, exits, paths
+from ats_jax import cli, exits, job, paths
 from ats_jax.preflight import folder, gpus, host, measure, network
 from ats_jax.preflight.rows import Row, Verdict, render
 
@@ -28,7 +28,7 @@ _WORKDIR = flags.DEFINE_string(
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
   None,
-  "HOST:PORT at which processes meet; default: JAX_COORDINATOR_ADDRESS.",
+  "HOST:PORT at which processes meet; default: what the job says.",
   flag_values=FLAGS,
 )
 _MEASURE = flags.DEFINE_bool(
@@ -51,7 +51,10 @@ def main(argv: list[str]) -> int:
   workdir, environ = paths.parse(_WORKDIR.value), dict(os.environ)
   # A look at the devices must not take their memory from a run.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  meeting = [network.address_row(), *network.coordinator_rows(environ, _COORDINATOR.value)]
+  place = job.find(environ)
+  address = _COORDINATOR.value or (place.address if place else None)
+  nodes = int(environ.get("SLURM_STEP_NUM_NODES", 1))
+  meeting = [network.address_row(), *network.coordinator_rows(address, nodes)]
   found = [*machine_rows(environ), *folder.folder_rows(workdir), *meeting]
   if _MEASURE.value:
     found += measure_rows(Path(_HARDWARE.value) if _HARDWARE.value else default_hardware())

@@ -35,12 +35,18 @@ ALLOWED = {
   "orchestrator": STEP
   | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
   | {"paths"},
-  "preflight": {"paths", "planner.hardware*", "metrics.environment*", "metrics.memory*"},
   "exits": set(),
   # Shared by all entry points; they know nothing of what is trained.
   "cli": {"config", "exits"},
   "launch": {"cli", "exits"},  # starts before jax is imported
   "rollcall": {"exits"},  # likewise
+  "preflight": {
+    "paths",
+    "rollcall",
+    "planner.hardware*",
+    "metrics.environment*",
+    "metrics.memory*",
+  },
   "runtime": {"config"},
   "job": {"config", "rollcall"},
   "lease": {"exits", "paths"},

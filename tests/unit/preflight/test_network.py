@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from ats_jax.preflight.network import address_row, coordinator_rows, is_loopback
+from ats_jax.preflight.network import address_row, coordinator_rows
 from ats_jax.preflight.rows import Verdict
 
 
@@ -18,35 +18,34 @@ def taken():
 
 
 def test_a_free_port_and_one_that_is_taken(taken):
-  (row,) = coordinator_rows({}, f"127.0.0.1:{taken}")
+  (row,) = coordinator_rows(f"127.0.0.1:{taken}", 1)
   assert row.verdict is Verdict.BAD and "Another process listens there" in row.advice
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     free = s.getsockname()[1]
-  (row,) = coordinator_rows({"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free}"}, None)
+  (row,) = coordinator_rows(f"127.0.0.1:{free}", 1)
   assert row.verdict is Verdict.OK and row.found.endswith("the port is free")
 
 
 def test_loopback_for_several_machines():
-  (row,) = coordinator_rows({"SLURM_JOB_NUM_NODES": "2"}, "127.0.0.1:12345")
+  (row,) = coordinator_rows("127.0.0.1:12345", 2)
   assert row.verdict is Verdict.BAD
   assert row.advice.startswith("2 machines cannot meet at a loopback address")
-  assert is_loopback("127.0.1.1") and is_loopback("::1") and not is_loopback("192.0.2.2")
 
 
 @pytest.mark.parametrize("text", ["host", "host:", "host:x", ":1", "host:70000"])
 def test_what_is_no_address(text):
-  with pytest.raises(ValueError, match="expected HOST:PORT"):
-    coordinator_rows({}, text)
+  with pytest.raises(ValueError, match="a host and a port were expected"):
+    coordinator_rows(text, 1)
 
 
 def test_a_name_that_nobody_knows():
-  (row,) = coordinator_rows({}, "no-such-host.invalid:1234")
+  (row,) = coordinator_rows("no-such-host.invalid:1234", 1)
   assert row.verdict is Verdict.BAD and row.found.endswith("no such host")
 
 
 def test_none_is_set():
-  (row,) = coordinator_rows({}, None)
+  (row,) = coordinator_rows(None, 1)
   assert row.verdict is Verdict.OK and "ports can be opened here" in row.found
 
 
