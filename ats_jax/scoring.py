@@ -33,6 +33,19 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   """
   rules = program.rules(step)
   loss_sum, correct, tokens = _sums(program, model, dataset, rules)
+  metrics = means(loss_sum, correct, tokens, dataset)
+  if program.cfg.precision.fp8 and program.fp8:
+    wider, *_ = _sums(program, model, dataset, dataclasses.replace(rules, fp8=False))
+    metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
+  return metrics
+
+
+def means(loss_sum: float, correct: float, tokens: float, dataset: Rows) -> dict[str, float]:
+  """The metrics of `score`, of sums over the counted tokens of `dataset`.
+
+  Raises:
+    ValueError: if there are none.
+  """
   if not tokens:
     raise ValueError(
       "evaluation: the validation split is empty. Train with data.validation_fraction or "
@@ -47,9 +60,6 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   }
   if dataset.bytes_per_token:
     metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.bytes_per_token
-  if program.cfg.precision.fp8 and program.fp8:
-    wider, *_ = _sums(program, model, dataset, dataclasses.replace(rules, fp8=False))
-    metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
   return metrics
 
 

@@ -40,6 +40,9 @@ def shaders(dtype: torch.dtype) -> Any:
 
   Raises:
     ValueError: if there are none for it.
-    RuntimeError: if this PyTorch has no Metal.
+    RuntimeError: if this PyTorch has no Metal, or Apple's compiler refuses them.
   """
-  return torch.mps.compile_shader(source(dtype))
+  try:
+    return torch.mps.compile_shader(source(dtype))
+  except RuntimeError as e:
+    raise RuntimeError(f"{e}\nATS_METAL=off runs PyTorch's own operations instead.") from e

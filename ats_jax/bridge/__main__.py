@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face."""
+"""Weights from and to Hugging Face and PyTorch."""
 
 import dataclasses
 import time
@@ -21,6 +21,7 @@ from ats_jax.inference.load import as_data, fit_devices
 from ats_jax.model.layout import stacks
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
+from ats_jax.torch_run.command import TRAIN
 
 # What counts as the same model: see docs/guides/bridge.md.
 MOST = {"float32": (1e-4, 1e-6), "bfloat16": (float("inf"), 1e-3)}
@@ -179,6 +180,7 @@ COMMANDS = {
   "import": _command(_import, _FOR_IMPORT, IMPORT),
   "export": _command(_export, _FOR_EXPORT, EXPORT),
   "verify": _command(_verify, _FOR_VERIFY, VERIFY),
+  "train": TRAIN,
 }
 if __name__ == "__main__":
   cli.main("bridge", COMMANDS)

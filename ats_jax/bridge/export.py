@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from ats_jax import paths, workdir
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, DTYPE, ROOT, abstract_parts
-from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.families import FAMILIES, KNOWN, own
 from ats_jax.bridge.family import (
   Family,
   Item,
@@ -56,8 +56,10 @@ def choose_family(cfg: Config, name: str = "") -> Family:
   Raises:
     ValueError: naming the settings that it, or each of them, has not.
   """
-  if name and name not in FAMILIES:
-    raise ValueError(f"--family={name} is unknown. Choose one of: {', '.join(FAMILIES)}.")
+  if name and name not in KNOWN:
+    raise ValueError(f"--family={name} is unknown. Choose one of: {', '.join(KNOWN)}.")
+  if name == own.MODEL_TYPE:
+    return own.FAMILY
   lines = []
   for family in [FAMILIES[name]] if name else FAMILIES.values():
     missing = _not_in(family, cfg)
@@ -65,7 +67,10 @@ def choose_family(cfg: Config, name: str = "") -> Family:
       return family
     lines.append(f"{family.model_type}: {'; '.join(missing)}")
   reasons = "\n  ".join(lines)
-  raise ValueError(f"no family says what this model computes:\n  {reasons}")
+  raise ValueError(
+    f"no family says what this model computes:\n  {reasons}\n--family={own.MODEL_TYPE} writes it "
+    "with its decoder in PyTorch, which transformers loads with trust_remote_code."
+  )
 
 
 def _not_in(family: Family, cfg: Config) -> list[str]:
@@ -125,6 +130,10 @@ def export(
   companions = source / COMPANIONS
   imported = carried_fields(companions)
   table = choose_family(cfg, family).fitted(flatten(cfg))
+  if cfg.mod.routing != "none" and chosen < cfg.mod.anneal_fraction * cfg.num_steps:
+    raise ValueError(
+      f"at step {chosen} mod.capacity still falls (mod.anneal_fraction). Export a later step."
+    )
   theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
   part = "ema" if cfg.optimizer.ema_decay else ROOT
   planned = items(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
@@ -140,6 +149,8 @@ def export(
     for name, content in files_of(words).items():
       if not (unfinished / name).exists():
         (unfinished / name).write_bytes(content)
+  for name, text in table.files().items():
+    (unfinished / name).write_text(text, encoding="utf-8")
   fields = {
     "max_position_embeddings": cfg.data.seq_len,
     "bos_token_id": words.bos_id,

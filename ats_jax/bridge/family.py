@@ -238,6 +238,7 @@ class Family:
     fitted_rows: rows that depend on a model's settings.
     aside: pattern of the tensors that no model here has, for a config.json; an import leaves them
       and says so.
+    files: what an export writes beside the weights, by name.
   """
 
   name: str
@@ -248,6 +249,7 @@ class Family:
   ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
   fitted_rows: Callable[[Values], tuple[Row, ...]] = lambda _: ()
   aside: Callable[[Values], str] = lambda _: ""
+  files: Callable[[], Mapping[str, str]] = lambda: {}
 
   def fitted(self, settings: Values) -> "Family":
     """This family with all rows for a model of these settings, by dotted name."""
@@ -301,12 +303,16 @@ _OF_TRAINING = {"model.dropout", "model.init_std"} | {
     "bias_freeze",
   )
 }
+_OF_TRAINING |= {
+  f"mod.{name}" for name in ("start_capacity", "anneal_fraction", "rungs", "threshold_decay")
+}
 
 
 def architecture(cfg: Config) -> dict[str, Any]:
   """The settings of a resolved config that decide what its model computes, by dotted name."""
   flat = flatten(cfg)
   sections = {"model"} | ({"moe"} if cfg.moe.num_experts else set())
+  sections |= {"mod"} if cfg.mod.routing != "none" else set()
   kept = {n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING}
   kept |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
   if cfg.moe.num_experts:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ats_jax import paths
 from ats_jax.bridge import fp8_blocks, mxfp4
-from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.families import KNOWN
 from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
 from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
@@ -136,14 +136,15 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def architecture_of(settings: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   """What `family.architecture` would say of a config with these settings."""
+  settings = {"mod.routing": "none", **settings}
   replaced = {
     section: dataclasses.replace(
       getattr(cfg, section),
       **{n.split(".")[1]: v for n, v in settings.items() if n.split(".")[0] == section},
     )
-    for section in ("model", "moe")
+    for section in ("model", "moe", "mod")
   }
-  return architecture(dataclasses.replace(cfg, **replaced)) | {"mod.routing": "none"}
+  return architecture(dataclasses.replace(cfg, **replaced))
 
 
 def is_source(folder: os.PathLike[str]) -> bool:
@@ -167,11 +168,11 @@ def open_source(folder: os.PathLike[str]) -> Source:
   folder = Path(folder)
   fields = _read_json(folder / CONFIG)
   kind = str(fields.get("model_type"))
-  if kind not in FAMILIES:
+  if kind not in KNOWN:
     raise ValueError(
-      f"{folder / CONFIG}: model_type is {kind!r}, and the families here are {', '.join(FAMILIES)}."
+      f"{folder / CONFIG}: model_type is {kind!r}, and the families here are {', '.join(KNOWN)}."
     )
-  family = FAMILIES[kind]
+  family = KNOWN[kind]
   try:
     settings = family.read(fields)
   except ValueError as e:

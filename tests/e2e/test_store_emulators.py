@@ -10,7 +10,7 @@ import psutil
 import pytest
 import runs
 import stores
-from commands import started, train_flags
+from commands import forked, started, train_flags
 
 from ats_jax import exits, paths
 from ats_jax.checkpoint import committed_steps, integrity, parted, reader
@@ -19,6 +19,7 @@ from ats_jax.paths import Path
 pytestmark = pytest.mark.stores
 
 STEPS, EVERY = 60, 10
+TWO, LAUNCH = ("mesh.data=1", "mesh.fsdp=2"), ("--processes=2", "--restarts=0")
 SETTINGS = (
   f"num_steps={STEPS}",
   "model.num_layers=1",
@@ -54,7 +55,15 @@ def whole(settings, tmp_path_factory):
   """The workdir of the run that nothing interrupts, on the disk."""
   folder = tmp_path_factory.mktemp("whole")
   runs.finish(runs.start(folder, *settings))
-  return folder
+  return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(settings, tmp_path_factory):
+  """The same of two processes that share the weights."""
+  folder = tmp_path_factory.mktemp("two")
+  runs.finish(runs.start(folder, *settings, *TWO, launch=LAUNCH))
+  return Path(folder)
 
 
 @pytest.fixture(scope="module", params=stores.STORES)
@@ -92,7 +101,7 @@ def test_killed_and_taken_over_by_one_of_two(settings, whole, store):
   assert "Traceback" not in "".join(said)
   assert not (workdir / ".lock").exists()
 
-  assert_same_end(Path(whole), workdir)
+  assert_same_end(whole, workdir)
 
 
 def test_what_another_process_writes_is_read(store):
@@ -138,37 +147,33 @@ def assert_same_end(one, other):
   assert runs.losses(one) == runs.losses(other)
 
 
-def test_two_processes(settings, store, tmp_path):
+def test_two_processes(settings, whole_of_two, store):
   """Each puts its shards, process 0 commits; both are killed, and start again."""
   root, env = store
-  settings = (*settings, "mesh.data=1", "mesh.fsdp=2")
-  whole, workdir = Path(tmp_path), Path(f"{root}/two")
-  launch = ("--processes=2", "--restarts=0")
-  runs.finish(runs.start(whole, *settings, launch=launch))
-  job = runs.start(str(workdir), *settings, launch=launch, **env)
+  workdir = Path(f"{root}/two")
+  job = runs.start(str(workdir), *settings, *TWO, launch=LAUNCH, **env)
   begin = runs.read_to(job, 2 * EVERY + 5)
   for process in psutil.Process(job.pid).children():
     process.kill()
   job.communicate()
   assert job.returncode == 137, begin
   (workdir / ".lock").unlink()  # the wait for it is tested above
-  runs.finish(runs.start(str(workdir), *settings, launch=launch, **env))
-  assert_same_end(whole, workdir)
+  runs.finish(runs.start(str(workdir), *settings, *TWO, launch=LAUNCH, **env))
+  assert_same_end(whole_of_two, workdir)
   folder = workdir / "checkpoints" / str(STEPS)
   assert integrity.find_damage(folder) == []
   names = paths.files(folder)
   assert {name.split("/")[1] for name in names if "ocdbt.process" in name} == {
     "ocdbt.process_0", "ocdbt.process_1"
   }  # fmt: skip
-  result = started("ats_jax.evaluate", f"--workdir={workdir}", **env)  # in one process
-  assert result.code == exits.DONE, result.err
-  assert result.out == started("ats_jax.evaluate", f"--workdir={whole}").out
 
 
-def test_commands_read_it(store, whole):
+def test_commands_read_it(store, whole, whole_of_two):
+  """One process reads what two have written too."""
   root, env = store
-  result = started("ats_jax.evaluate", f"--workdir={root}/killed", **env)
-  assert result.code == exits.DONE, result.err
-  assert result.out == started("ats_jax.evaluate", f"--workdir={whole}").out
+  for name, same in ("killed", whole), ("two", whole_of_two):
+    result = started("ats_jax.evaluate", f"--workdir={root}/{name}", **env)
+    assert result.code == exits.DONE, result.err
+    assert result.out == forked("ats_jax.evaluate", f"--workdir={same}").out
   rows = started("ats_jax.check_env", f"--workdir={root}", **env)
   assert "claims          ok      the store refuses a write" in rows.out, rows

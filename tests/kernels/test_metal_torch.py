@@ -3,14 +3,20 @@
 The shaders run on the CPU, see metal_host.py; all else is what runs on an Apple GPU.
 """
 
+import types
+
 import metal_host
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from bridge import torch_cases  # noqa: E402
+
+from ats_jax.bridge.pytorch import layers, metal, moe  # noqa: E402
+from ats_jax.bridge.pytorch.settings import Rules  # noqa: E402
 from kernels_metal import library, ops  # noqa: E402
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("mesh")]
 
 BOUND = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -114,3 +120,52 @@ def test_what_cannot_run_is_named():
     ops.route(random(0, 1, 8, dtype=torch.float16), random(1, 1, 8), 2, "softmax", True, 1.0)
   with pytest.raises(ValueError, match=r"not torch\.float64"):
     ops.swiglu(random(0, 8, dtype=torch.float64), random(1, 8, dtype=torch.float64))
+
+
+def test_without_metal_the_way_out_is_named(monkeypatch):
+  monkeypatch.undo()  # PyTorch's own compile_shader, which needs a Mac
+  with pytest.raises(RuntimeError, match="MPS is not available\nATS_METAL=off runs PyTorch's own"):
+    ops.swiglu(random(0, 8), random(1, 8))
+
+
+def test_they_run_on_mps_unless_switched_off(monkeypatch, caplog):
+  of_mps = types.SimpleNamespace(device=torch.device("mps"))
+  metal.shaders.cache_clear()
+  with caplog.at_level("INFO"):
+    assert metal.shaders_for(random(0, 1)) is None
+    assert metal.shaders_for(of_mps) is ops
+    monkeypatch.setenv("ATS_METAL", "off")
+    metal.shaders.cache_clear()
+    assert metal.shaders_for(of_mps) is None
+  metal.shaders.cache_clear()
+  assert [r.message for r in caplog.records] == [
+    "on mps with Metal shaders; ATS_METAL=off for PyTorch's own operations",
+    "on mps without Metal shaders: ATS_METAL=off",
+  ]
+
+
+@pytest.mark.parametrize("name", ["dense", "moe-groups", "hybrid"])
+def test_a_model_computes_the_same_with_them(name, monkeypatch):
+  results = []
+  for found in (None, ops):
+    for module in (layers, moe):
+      monkeypatch.setattr(module, "shaders_for", lambda x, found=found: found)
+    cfg, _, model = torch_cases.both(name)
+    _, batch = torch_cases.batch(cfg)
+    x_BTD, _, _ = model(
+      batch["tokens"],
+      positions_BT=batch["positions"],
+      segment_ids_BT=batch["segment_ids"],
+      rules=Rules(training=True, capacity=0.5),
+    )
+    logits = model.logits(x_BTD)
+    model.zero_grad()
+    logits.square().mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    results.append((logits.detach(), grads))
+  (got, grads), (want, wanted) = results
+  torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+  assert grads.keys() == wanted.keys() and grads
+  for parameter, grad in grads.items():
+    error = (grad - wanted[parameter]).norm() / (wanted[parameter].norm() + 1e-9)
+    assert error < 1e-4, parameter

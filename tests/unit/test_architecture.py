@@ -61,7 +61,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions", "api", "length", "check_env"}
+TOP |= {"forecast", "decisions", "api", "length", "torch_run", "check_env"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 

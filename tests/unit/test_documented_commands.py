@@ -46,6 +46,7 @@ VERBS_NOT_RUN = {
   "bridge import": "needs a folder of another program; tests/unit/bridge imports some",
   "bridge export": "likewise",
   "bridge verify": "likewise, and torch; tests/bridge does",
+  "bridge train": "needs torch; tests/bridge trains so",
 }
 # Names that Python blocks take for granted, by document.
 GIVEN = {
@@ -65,6 +66,7 @@ state = make_program(cfg).init()
 # Documents whose commands and Python are run elsewhere.
 RUN_ELSEWHERE = {
   "docs/reference/api.md": "tests/unit/test_api.py",
+  "docs/guides/pytorch.md": "it needs torch; tests/bridge does the same",
   "docs/reference/cli.md": "tests/unit/test_verbs.py parses each; they are those of the guides",
 }
 

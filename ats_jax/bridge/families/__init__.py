@@ -11,6 +11,7 @@ from ats_jax.bridge.families import (
   mistral,
   mixtral,
   olmoe,
+  own,
   qwen2,
   qwen3,
   qwen3_moe,
@@ -22,3 +23,5 @@ FAMILIES: Mapping[str, Family] = {
   family.model_type: family
   for family in (*(module.FAMILY for module in _MODULES), deepseek.V2, deepseek.V3)
 }
+# With our own format, which says everything: an export takes it only where it is asked for.
+KNOWN: Mapping[str, Family] = {**FAMILIES, own.MODEL_TYPE: own.FAMILY}

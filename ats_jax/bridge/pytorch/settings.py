@@ -1,0 +1,98 @@
+"""What a model is made of: our settings, as a workdir or an export keeps them."""
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+# `ats_jax.config.Config`, resolved, or what `settings_of` gives: sections with attributes.
+Settings = Any
+
+# Places for tokens under the causal rule, over those it is expected to choose.
+SLACK = 1.25
+
+
+class LayerKind(NamedTuple):
+  """What one layer is made of.
+
+  Attributes:
+    moe: its feed-forward is a mixture of experts.
+    mod: only some tokens go through it (mixture of depths).
+    window: its queries see the last `model.window` tokens only.
+  """
+
+  moe: bool
+  mod: bool
+  window: bool
+
+
+class Rules(NamedTuple):
+  """How sparse layers choose in a forward pass.
+
+  Attributes:
+    training: choose experts and tokens as training does, which looks at whole rows.
+    capacity: share of a row that goes through a layer which skips tokens.
+    horizon: outside of training, shorter rows have the places of a row of this length.
+  """
+
+  training: bool
+  capacity: float
+  horizon: int = 0
+
+  def places(self, seq_len: int) -> int:
+    """Places for tokens of a row of `seq_len` in a layer which skips tokens."""
+    share, length = self.capacity, seq_len
+    if not self.training:
+      share, length = min(1.0, SLACK * share), max(seq_len, self.horizon)
+    # Not ceil(share * length): 0.55 * 100 is a hair over 55 in binary.
+    return min(seq_len, math.ceil(round(share * length, 6)))
+
+
+def settings_of(values: Mapping[str, Any]) -> Settings:
+  """Nested values, {section: {name: value}}, with attributes.
+
+  Raises:
+    ValueError: for a model that PyTorch does not compute here.
+  """
+  part = lambda value: SimpleNamespace(**value) if isinstance(value, Mapping) else value
+  cfg = SimpleNamespace(**{name: part(value) for name, value in values.items()})
+  check(cfg)
+  return cfg
+
+
+def check(cfg: Settings) -> None:
+  """See that PyTorch computes what JAX does.
+
+  Raises:
+    ValueError: naming the setting.
+  """
+  if cfg.mod.routing == "random":
+    raise ValueError(
+      "mod.routing=random draws with jax's generator, which PyTorch has not: the two would let "
+      "other tokens through. Use mod.routing=static or learned, or stay in JAX."
+    )
+
+
+def layer_kinds(cfg: Settings) -> tuple[LayerKind, ...]:
+  """The kind of every layer, from the bottom up."""
+  model, moe, mod, layers = cfg.model, cfg.moe, cfg.mod, cfg.model.num_layers
+  with_experts = _every(moe.every, moe.dense_first, layers - moe.dense_last)
+  skipping = _every(mod.every, mod.start_layer, mod.end_layer or layers)
+  full = _every(model.full_every, 0, layers) if model.full_every else range(0)
+  return tuple(
+    LayerKind(
+      moe=moe.num_experts > 0 and layer in with_experts,
+      mod=mod.routing != "none" and layer in skipping,
+      window=model.window > 0 and layer not in full,
+    )
+    for layer in range(layers)
+  )
+
+
+def _every(n: int, start: int, stop: int) -> range:
+  return range(start + n - 1, stop, n)
+
+
+def evaluation_rules(cfg: Settings) -> Rules:
+  """How evaluation and generation use the weights of an export."""
+  return Rules(False, cfg.mod.capacity, cfg.data.seq_len)

@@ -1,0 +1,111 @@
+"""The decoder in PyTorch computes what JAX's does: logits, losses, gradients, buffers, tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch_cases
+from torch_cases import CASES
+
+from ats_jax.bridge.parity import our_greedy
+from ats_jax.bridge.pytorch import objective, weights
+from ats_jax.bridge.pytorch.generation import generate
+from ats_jax.bridge.pytorch.settings import Rules, layer_kinds
+from ats_jax.model.layout import layer_kinds as our_kinds
+from ats_jax.model.param import merge
+from ats_jax.step.balance import rules_at, totals, with_buffers
+from ats_jax.step.objective import Pretraining
+from ats_jax.step.train_step import sums_and_grads
+
+pytestmark = [
+  pytest.mark.hf,
+  pytest.mark.usefixtures("mesh"),
+  pytest.mark.filterwarnings("default"),
+]
+CLOSE = dict(rtol=1e-4, atol=1e-4)
+
+
+def rules_of(cfg, *, training):
+  found = rules_at(cfg, 0, training=training)
+  return found, Rules(training, found.capacity, found.horizon)
+
+
+@jax.jit(static_argnames="rules")
+def logits_of(model, batch, rules):
+  x_BTD, _ = model(
+    batch["tokens"],
+    positions_BT=batch["positions"],
+    segment_ids_BT=batch["segment_ids"],
+    rules=rules,
+  )
+  return model.logits(x_BTD)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_packed_rows(name, training):
+  cfg, ours, theirs = torch_cases.both(name)
+  assert [tuple(k) for k in layer_kinds(cfg)] == [dataclasses.astuple(k) for k in our_kinds(cfg)]
+  rows, batch = torch_cases.batch(cfg)
+  rules, their_rules = rules_of(cfg, training=training)
+  want = np.asarray(logits_of(ours, rows, rules))
+  with torch.no_grad():
+    x_BTD, _, _ = theirs(
+      batch["tokens"],
+      positions_BT=batch["positions"],
+      segment_ids_BT=batch["segment_ids"],
+      rules=their_rules,
+    )
+    got = theirs.logits(x_BTD).numpy()
+  real = rows["segment_ids"] > 0
+  assert want[real].std() > 0.3
+  np.testing.assert_allclose(got[real], want[real], **CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_losses_and_buffers(name):
+  cfg, ours, theirs = torch_cases.both(name)
+  rows, batch = torch_cases.batch(cfg, rows=4)
+  rules, their_rules = rules_of(cfg, training=True)
+  run = jax.jit(functools.partial(sums_and_grads, Pretraining(cfg)), static_argnames="rules")
+  whole = totals(rows, rules)
+  stacked = {n: a[None] for n, a in rows.items()}
+  sums, stats, grads = run(ours, stacked, whole, jax.random.key(0), rules=rules)
+  found = objective.forward(theirs, batch, their_rules)
+  their_whole = objective.totals(batch, their_rules)
+  np.testing.assert_allclose(np.array(their_whole), np.array(whole))
+  objective.loss_of(cfg, found, their_whole).backward()
+  for field, value in sums._asdict().items():
+    np.testing.assert_allclose(getattr(found.sums, field).detach(), value, rtol=1e-5, err_msg=field)
+  want = torch_cases.arrays(cfg, merge(grads, ours))  # by the names that it has with buffers
+  parameters = dict(theirs.named_parameters())
+  for own, value in want.items():
+    name = weights.their_name(own, theirs.state_dict())
+    if name in parameters:
+      got = weights.as_ours(name, parameters.pop(name).grad, value.shape).numpy()
+      scale = max(1.0, np.abs(value).max())
+      np.testing.assert_allclose(got / scale, value / scale, **CLOSE, err_msg=own)
+      assert np.abs(value).max() > 1e-6, own  # it does something
+  assert not parameters
+
+  after = with_buffers(cfg, ours, stats, jax.numpy.asarray(3), rules)
+  objective.set_buffers(theirs, found.stats, 3, their_rules)
+  want = torch_cases.arrays(cfg, after)
+  state = theirs.state_dict()
+  for array, value in want.items():
+    name = weights.their_name(array, state)
+    got = weights.as_ours(name, state[name], value.shape)
+    np.testing.assert_allclose(got, value, **CLOSE, err_msg=array)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_with_a_cache(name):
+  cfg, ours, theirs = torch_cases.both(name)
+  rules, their_rules = rules_of(cfg, training=False)
+  prompt = np.random.default_rng(1).integers(0, cfg.model.vocab_size, (2, 9))
+  want = our_greedy(ours, rules, prompt, 12)
+  got = generate(theirs.eval(), torch.tensor(prompt), 12, rules=their_rules)
+  np.testing.assert_array_equal(got.numpy(), want)
