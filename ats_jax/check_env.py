@@ -68,7 +68,7 @@ def machine_rows(environ: Mapping[str, str]) -> list[Row]:
   cards = gpus.parse_gpus(text) if text else []
   found = host.version_rows()
   found.append(host.device_row(cards[0].driver if cards else None, len(cards)))
-  found += gpus.gpu_rows(cards) or [Row("GPUs", "nvidia-smi shows none", Verdict.NONE)]
+  found += gpus.gpu_rows(cards) or [gpus.no_gpu_row()]
   if len(cards) > 1:
     links = gpus.parse_topology(gpus.output_of(gpus.TOPOLOGY) or "")
     nothing = Row("links", "nvidia-smi topo -m shows none", Verdict.NONE)

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 
@@ -147,6 +148,14 @@ def _gpu_row(gpu: Gpu) -> Row:
   if gpu.exclusive:
     problems.append("One process at a time may use it (exclusive mode).")
   return judged(f"GPU {gpu.index}", ", ".join(found), problems, bad)
+
+
+def no_gpu_row(command: Sequence[str] = QUERY) -> Row:
+  """Why there are none to tell of."""
+  if shutil.which(command[0]) is None:
+    return Row("GPUs", f"there is no {command[0]}", Verdict.NONE)
+  advice = f"Run it to see why: {command[0]}; a driver may be missing, or too old for the question."
+  return Row("GPUs", f"{command[0]} tells of none", Verdict.ADVICE, advice)
 
 
 Links = dict[tuple[int, int], str]

@@ -123,6 +123,12 @@ def test_a_line_of_another_form():
   assert len(dataclasses.fields(gpus.Gpu)) == 14
 
 
+def test_none():
+  assert gpus.no_gpu_row(["ats-jax-no-such-command"]).verdict is Verdict.NONE
+  row = gpus.no_gpu_row(["false"])
+  assert row.verdict is Verdict.ADVICE and row.advice.startswith("Run it to see why: false;")
+
+
 def test_commands_that_are_not_there_fail_or_print():
   assert gpus.output_of(["ats-jax-no-such-command"]) is None
   assert gpus.output_of(["false"]) is None
