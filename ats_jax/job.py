@@ -4,13 +4,10 @@ import functools
 import logging as std_logging
 import os
 import re
-import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
 from ats_jax import __version__, rollcall
 from ats_jax.config.build import flatten
@@ -23,7 +20,6 @@ CLUSTER = "ATS_CLUSTER"
 METHODS = ("ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
 ALONE = "none"
 OF_A_MACHINE = ("compilation_cache",)  # settings that may differ from machine to machine
-HOST_BYTES = 64
 SLURM_PORT, SLURM_PORTS = 61440, 4096  # the first, and how many: a job's number chooses, as in jax
 
 
@@ -47,12 +43,14 @@ def join(cfg: Config) -> None:
   )
   if place is not None:
     facts = {"ats_jax": __version__, "jax": jax.__version__} | flatten(cfg)
-    rollcall.call(place, {k: v for k, v in facts.items() if k not in OF_A_MACHINE}, cfg.join_secs)
+    same = {name: value for name, value in facts.items() if name not in OF_A_MACHINE}
+    hosts = rollcall.call(place, same, cfg.join_secs)
     connect(
       place.address, place.size, place.rank, list(place.devices) or None,
       cluster_detection_method="deactivate",
     )  # fmt: skip
   elif method in METHODS:
+    hosts = []
     connect(cluster_detection_method=method)
   else:
     return
@@ -62,7 +60,7 @@ def join(cfg: Config) -> None:
     line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
     logging.get_absl_handler().setFormatter(line)
   by, count = place.by if place else method, jax.process_count()
-  logging.info("job: %d processes, by %s\n%s", count, by, table())
+  logging.info("job: %d processes, by %s\n%s", count, by, table(hosts))
 
 
 def find(env: Mapping[str, str]) -> Place | None:
@@ -139,14 +137,17 @@ def _slurm_devices(env: Mapping[str, str]) -> tuple[int, ...]:
   return tuple(range(index * share, (index + 1) * share))
 
 
-def table() -> str:
-  """Which process runs on which host, and with which devices. All processes must call this."""
-  name = socket.gethostname().encode()[:HOST_BYTES]
-  own = np.frombuffer(name.ljust(HOST_BYTES, b"\0"), np.uint8)
-  hosts = [bytes(row).rstrip(b"\0").decode() for row in multihost_utils.process_allgather(own)]
-  width = max(len("host"), *map(len, hosts))
-  lines = [f"{'process':>7}  {'host':<{width}}  devices"]
-  for rank, host in enumerate(hosts):
+def table(hosts: Sequence[str]) -> str:
+  """Which process runs on which host, and with which devices.
+
+  Args:
+    hosts: by number of the process; () = not known.
+  """
+  width = max(len("host"), *map(len, hosts)) if hosts else 0
+  column = lambda host: f"  {host:<{width}}" if hosts else ""
+  lines = [f"process{column('host')}  devices"]
+  for rank in range(jax.process_count()):
     kinds = [d.device_kind for d in jax.devices() if d.process_index == rank]
-    lines.append(f"{rank:>7}  {host:<{width}}  {len(kinds)} x {kinds[0]}")
+    host = column(hosts[rank]) if hosts else ""
+    lines.append(f"{rank:>7}{host}  {len(kinds)} x {kinds[0]}")
   return "\n".join(lines)

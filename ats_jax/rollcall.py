@@ -71,7 +71,7 @@ def call(place: Place, facts: Mapping[str, Any], wait_secs: float) -> list[str]:
   """
   card = Card(place.rank, place.size, socket.gethostname(), facts)
   deadline = time.monotonic() + wait_secs
-  meet = _host if place.rank == 0 else _attend
+  meet = _gather if place.rank == 0 else _attend
   return meet(place.address, card, deadline, wait_secs)
 
 
@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.endswith(".localhost")
 
 
-def _host(address: str, own: Card, deadline: float, wait_secs: float) -> list[str]:
+def _gather(address: str, own: Card, deadline: float, wait_secs: float) -> list[str]:
   """Process 0: take the cards of all others, and answer."""
   present: dict[int, tuple[Card, socket.socket]] = {}
   wrong = ""

@@ -202,7 +202,10 @@ class Reader:
       ValueError: for settings that contradict each other at the size that is shown.
     """
     verb, *words = command.words or [""]
-    if verb == "launch" and words[0] == "local":  # tests/multidevice/test_job.py runs processes
+    if verb == "launch" and words[0] != "local":
+      assert "--dry_run" in words, "submits a job"
+      return forked("ats_jax", verb, *words)
+    if verb == "launch":  # tests/multidevice/test_job.py runs processes
       verb = "train"
       words = [w for w in words[1:] if not re.match("--(processes|restarts)=", w)]
     if verb in DEFAULTS and not any(re.match("--(config|explain|help)\\b", w) for w in words):

@@ -32,9 +32,11 @@ class StopSignal:
   def __init__(self):
     self.requested: str | None = None
     self._time = 0.0
+    self._tells = True
     self._previous = {}
 
   def __enter__(self) -> Self:
+    self._tells = jax.process_index() == 0  # a scheduler signals all: one line is enough
     if threading.current_thread() is threading.main_thread():
       for number in (signal.SIGTERM, signal.SIGINT):
         self._previous[number] = signal.signal(number, self._handle)
@@ -66,6 +68,7 @@ class StopSignal:
       self.requested, self._time = signal.Signals(number).name, now
       # os.write, because the signal may have come in the middle of a print.
       message = "finishing the step and saving; press Ctrl-C again to exit at once"
-      os.write(2, f"\n{self.requested}: {message}\n".encode())
+      if self._tells:
+        os.write(2, f"\n{self.requested}: {message}\n".encode())
     elif now - self._time >= ECHO_SECS:
       os._exit(128 + number)

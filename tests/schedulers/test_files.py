@@ -5,6 +5,8 @@ Kubernetes' own schemas; a task of SkyPilot's is read by SkyPilot.
 """
 
 import json
+import os
+import subprocess
 
 import pytest
 from commands import forked
@@ -97,6 +99,24 @@ def test_a_task_of_skypilot(gpus):
   assert resources.accelerators == ({"H100": 8} if gpus else None) and resources.use_spot
   assert resources.job_recovery["recover_on_exit_codes"] == [75]
   assert resources.job_recovery["max_restarts_on_errors"] == 5
+
+
+def test_the_commands_of_skypilot_tell_each_machine_who_it_is(tmp_path):
+  program = tmp_path / "ats-jax"
+  program.write_text('#!/bin/sh\nenv | grep ^JAX_ | sort; echo "$@"\n')
+  program.chmod(0o755)
+  run = rendered("skypilot", "--workdir=s3://bucket/a", "--config.sample.prompt=a b")["run"]
+  machine = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NODE_RANK": "1"}
+  env = {f"SKYPILOT_{name}": value for name, value in machine.items()}
+  env["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+  done = subprocess.run(["bash", "-c", run], env=env, capture_output=True, text=True, check=True)
+  *variables, words = done.stdout.splitlines()
+  assert variables == [
+    "JAX_COORDINATOR_ADDRESS=10.0.0.1:12355",
+    "JAX_NUM_PROCESSES=2",
+    "JAX_PROCESS_ID=1",
+  ]
+  assert words.startswith("train --workdir=s3://bucket/a --config.sample.prompt=a b")
 
 
 def test_a_misspelt_field_is_noticed():

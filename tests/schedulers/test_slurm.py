@@ -1,5 +1,6 @@
 """A real Slurm of one node runs what `ats-jax launch slurm` submits: signal, requeue, resume."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -58,6 +59,7 @@ def test_signal_requeue_resume_is_the_undisturbed_run(slurm, tmp_path):
   text = log.read_text()
   assert job["JobState"] == "COMPLETED" and job["Restarts"] == "1", text
   assert text.count("job: 2 processes, by Slurm") == 2
+  assert text.count("SIGTERM: finishing the step and saving") == 1
   assert re.search(r"^ +1  \S+ +1 x cpu$", text, re.MULTILINE)
   saved = int(re.search(r"SIGTERM: saved step (\d+)", text)[1])
   assert 20 <= saved < STEPS and f"from step {saved} of {STEPS}" in text
@@ -117,6 +119,32 @@ def test_what_the_script_does_after_each_exit_code(slurm, codes, state, code, st
   text = (tmp_path / "log").read_text()
   assert (job["JobState"], job["ExitCode"]) == (state, code), text
   assert len((tmp_path / "starts").read_text().split()) == starts, text
+
+
+def test_when_one_process_dies_srun_ends_the_other_and_both_start_again(slurm, tmp_path):
+  first = "file=first_$SLURM_PROCID; [ -e $file ] && exit 0; touch $file; "
+  program = f"{first} [ $SLURM_PROCID = 1 ] && exit 9; sleep 200"
+  number, began = begin(slurm, tmp_path, program, "--ntasks-per-node=2"), time.monotonic()
+  job = slurm.wait(number, "COMPLETED", "FAILED")
+  text = (tmp_path / "log").read_text()
+  assert job["JobState"] == "COMPLETED" and "restart 1 of 2" in text, text
+  assert 30 < time.monotonic() - began < 100
+
+
+def test_the_file_is_run_by_hand_as_it_stands(slurm, tmp_path):
+  program = tmp_path / "ats-jax"
+  program.write_text('#!/bin/sh\necho "task $SLURM_PROCID: $@"\n')
+  program.chmod(0o755)
+  own = "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0"  # it is for two nodes with GPUs
+  where = f"--output={tmp_path}/log", f"--export=ALL,PATH={tmp_path}:{os.environ['PATH']}"
+  file = str(runs.REPOSITORY / "launch" / "slurm.sbatch")
+  number = slurm.tell("sbatch", *own, *where, file, "--workdir=/x", "--config.seed=1").split()[-1]
+  job = slurm.wait(number, "COMPLETED", "FAILED")
+  text = (tmp_path / "log").read_text()
+  assert job["JobState"] == "COMPLETED", text
+  said = "train --config=debug --workdir=runs/debug --workdir=/x --config.seed=1"
+  tasks = sorted(line for line in text.splitlines() if line.startswith("task"))
+  assert tasks == [f"task {rank}: {said}" for rank in (0, 1)]
 
 
 def test_before_its_time_is_up_a_job_is_told_and_queued_again(slurm, tmp_path):

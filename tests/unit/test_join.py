@@ -2,13 +2,14 @@
 
 import re
 import socket
+import threading
 
 import jax
 import pytest
 from commands import forked
 from processes import free_port, run_job
 
-from ats_jax import job
+from ats_jax import __version__, job, rollcall
 from ats_jax.config import Config
 from ats_jax.rollcall import Place
 
@@ -27,6 +28,13 @@ STEP = {
   "SLURM_NTASKS": "4",
   "SLURM_PROCID": "3",
   "SLURM_LOCALID": "1",
+}
+STEP_OF_TWO = STEP | {
+  "SLURM_STEP_NUM_NODES": "1",
+  "SLURM_STEP_NUM_TASKS": "2",
+  "SLURM_STEP_TASKS_PER_NODE": "2",
+  "SLURM_PROCID": "0",
+  "SLURM_LOCALID": "0",
 }
 # Of a batch script, which is no step though it has tasks to start.
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -111,30 +119,35 @@ from ats_jax import job
 from ats_jax.config import Config
 job.join(Config())
 say(jax.process_count())
-say(job.table())
 """
 
 
-def test_two_processes_join_and_each_knows_who_is_where(tmp_path):
+def joined(folder, environment):
+  """Two processes join; the lines of the table that the first logs, as words."""
+  said = run_job(JOIN.replace("ENVIRONMENT", environment), folder, devices=2, joins=False)
+  assert said == [["2"], ["2"]]
+  assert "job: " not in (folder / "log.1").read_text()
+  log = (folder / "log.0").read_text()
+  first, *table = log[log.index("job: ") :].splitlines()[:4]
+  return first, [line.split() for line in table]
+
+
+def test_two_processes_join_and_say_who_is_where(tmp_path):
   variables = 'JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES="2"'
-  code = JOIN.replace("ENVIRONMENT", f"{variables}, JAX_PROCESS_ID=str(rank)")
-  for count, *table in run_job(code, tmp_path, devices=2, joins=False):
-    here = socket.gethostname()
-    head, *rows = (line.split() for line in table)
-    assert count == "2" and head == ["process", "host", "devices"]
-    assert rows == [[rank, here, "2", "x", "cpu"] for rank in "01"]
-  log = (tmp_path / "log.0").read_text()
-  assert "job: 2 processes, by JAX_PROCESS_ID" in log
-  assert "job: 2" not in (tmp_path / "log.1").read_text()
+  first, table = joined(tmp_path, f"{variables}, JAX_PROCESS_ID=str(rank)")
+  assert first == "job: 2 processes, by JAX_PROCESS_ID"
+  rows = [[rank, socket.gethostname(), "2", "x", "cpu"] for rank in "01"]
+  assert table == [["process", "host", "devices"], *rows]
 
 
 @pytest.mark.thorough
 def test_jax_finds_an_mpi_job_when_it_is_asked_to(tmp_path):
   uri = 'OMPI_MCA_orte_hnp_uri="4096.0;tcp://127.0.0.1:1", JAX_COORDINATOR_PORT=port'
   ranks = "OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_LOCAL_RANK=str(rank)"
-  env = f'ATS_CLUSTER="ompi", OMPI_COMM_WORLD_SIZE="2", {uri}, {ranks}'
-  said = run_job(JOIN.replace("ENVIRONMENT", env), tmp_path, joins=False)
-  assert [lines[0] for lines in said] == ["2", "2"]
+  size = 'ATS_CLUSTER="ompi", OMPI_COMM_WORLD_SIZE="2"'
+  first, table = joined(tmp_path, f"{size}, {uri}, {ranks}")
+  assert first == "job: 2 processes, by ompi"
+  assert table == [["process", "devices"], *([rank, "2", "x", "cpu"] for rank in "01")]
 
 
 def test_a_start_that_fails_is_a_message_and_may_be_tried_again(tmp_path):
@@ -144,3 +157,22 @@ def test_a_start_that_fails_is_a_message_and_may_be_tried_again(tmp_path):
   result = forked("ats_jax.train", *flags, **env)
   assert result.code == 1 and "Traceback" not in result.err
   assert "error: processes 1, 2, 3 of 4 did not come within 1 s (join_secs)." in result.err
+
+
+def test_processes_with_other_settings_do_not_train_together(tmp_path):
+  port, said = free_port(), []
+
+  def other():
+    facts = {"ats_jax": __version__, "jax": jax.__version__, "seed": 7}
+    with pytest.raises(ValueError, match="were started differently") as caught:
+      rollcall.call(Place(f"localhost:{port}", 2, 1), facts, 60)
+    said.append(str(caught.value))
+
+  second = threading.Thread(target=other)
+  second.start()
+  address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+  flags = "--config=configs/debug.py", f"--workdir={tmp_path}", "--config.join_secs=60"
+  result = forked("ats_jax.train", *flags, **STEP_OF_TWO | address)
+  second.join(30)
+  assert said and said[0] in result.error()
+  assert "seed is 0 and 7" in said[0] and "jax is" not in said[0]

@@ -106,6 +106,29 @@ def test_the_schedulers_own_command_gets_the_options_and_the_file(code, tmp_path
   assert ("error: sbatch ended with 3; it says why above." in result.err) == bool(code)
 
 
+def test_the_hosts_of_a_tpu_get_the_flags_as_they_are(tmp_path):
+  for name, body in (("gcloud", 'printf "%s\\n" "$@"'), ("ats-jax", 'printf "%s\\n" "$@"')):
+    (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+    (tmp_path / name).chmod(0o755)
+  path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+  flags = (
+    "--name=tpu",
+    "--options=--zone=z",
+    "--workdir=gs://b/a",
+    "--config.sample.prompt=it's a $b",
+  )
+  result = forked("ats_jax", "launch", "tpu", *flags, PATH=path)
+  *words, last = result.out.splitlines()
+  assert words == ["compute", "tpus", "tpu-vm", "ssh", "tpu", "--worker=all", "--zone=z"]
+  variable, _, command = last.removeprefix("--command=").partition(" ")
+  assert variable == "ATS_CLUSTER=gcetpu"
+  env = os.environ | {"PATH": path}
+  done = subprocess.run(
+    ["bash", "-c", command], env=env, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.splitlines() == ["train", *flags[2:]]
+
+
 PROGRAM = """
 import os, signal, sys, time
 rank = os.environ["JAX_PROCESS_ID"]
