@@ -199,7 +199,7 @@ class Run:
         if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
-      self.checkpoints.wait()
+      self.checkpoints.finish()
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = self._performance()
     logging.info("%s\n%s", announce.performance(stats), self.goodput.line())

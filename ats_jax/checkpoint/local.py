@@ -7,6 +7,7 @@ where gradients go. If a shard is nowhere, the newest checkpoint is used.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -153,15 +154,19 @@ class LocalSnapshots:
       self._pending.result()
       self._pending = None
 
-  def close(self, newest_checkpoint: int) -> None:
-    """Wait, and delete those that a checkpoint replaces."""
+  def close(self) -> None:
+    """Wait, and free the thread."""
     self.wait()
     self._pool.shutdown()
+
+  def drop(self, newest_checkpoint: int) -> None:
+    """Delete those that a checkpoint replaces."""
+    self.wait()
     for step in self._steps(self._own):
       if step <= newest_checkpoint:
         shutil.rmtree(self._own / str(step), ignore_errors=True)
     for folder in (self._own, self._root):
-      if folder.is_dir() and not os.listdir(folder):
+      with contextlib.suppress(OSError):  # it holds others, or a neighbour was first
         os.rmdir(folder)
 
   def _write(

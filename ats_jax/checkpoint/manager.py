@@ -232,13 +232,25 @@ class CheckpointManager:
     if (error := future.exception()) is not None:
       raise self._failure(step, error) from error
 
+  def finish(self) -> None:
+    """Wait for the last save, and delete snapshots that it replaces; all processes call together.
+
+    Raises:
+      CheckpointError: if it failed.
+    """
+    self.wait()
+    if self._local is not None:
+      # The others know from process 0 that it is committed.
+      newest = reader.process_0_decides(lambda: max(self.steps(), default=None))
+      self._local.drop(newest or 0)
+
   def close(self) -> None:
     """Wait for the save in the background and free the threads; raises as `wait` does."""
     try:
       self.wait()
     finally:
       if self._local is not None:
-        self._local.close(max(self.steps(), default=0))
+        self._local.close()
       self._pool.shutdown()
       self._orbax.close()
 

@@ -53,6 +53,7 @@ def test_the_later_of_snapshot_and_checkpoint_is_used(tmp_path, cfg):
     assert (step, extra) == (5, {"rows": 5})
     assert_same(state, make_state(5))
     found.save(7, make_state(7), {"rows": 7})
+    found.finish()
   assert not own(cfg).exists(), "a checkpoint has replaced them"
   abandon(tmp_path, cfg, 6)
   with manager(tmp_path, cfg) as found:
@@ -84,7 +85,7 @@ def test_those_of_another_mesh_or_run_are_not_used(tmp_path, cfg, caplog):
   other = RunIdentity("fedcba9876543210", "settings")
   snapshots = LocalSnapshots(cfg, other, "mesh")
   assert snapshots.newest(0) is None
-  snapshots.close(0)
+  snapshots.close()
 
 
 def test_one_that_does_not_fit_is_explained(tmp_path, cfg):
