@@ -49,16 +49,16 @@ def opening(
     length: what said how many there are.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
+  epochs = train_set.epochs(cfg.num_steps * cfg.data.batch_size)
   logging.info("parameters:\n%s", parameter_overview(state.model))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     "peak of a device": describe_peak(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
     **program.facts(),
-    "training text": f"{train_set.num_documents:,} documents, {train_set.num_tokens:,} tokens in "
-    f"{train_set.num_rows:,} rows of {cfg.data.seq_len}",
-    "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows = "
-    f"{cfg.num_steps * cfg.data.batch_size / train_set.num_rows:.2f} epochs",
+    "training text": train_set.in_words(),
+    "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows"
+    + ("" if epochs is None else f" = {epochs:.2f} epochs"),
     "length by": length,
     "learning rate": "; ".join(
       f"from step {start + 1:,} on {warmup_steps(own):,} steps of warm-up to "

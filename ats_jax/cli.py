@@ -40,6 +40,7 @@ _WRONG_FILE = (
   errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EROFS,
   errno.ENAMETOOLONG, errno.ELOOP,
 )  # fmt: skip
+_GLOO = re.compile(r"\bGloo\b.*failed")  # a collective between processes without GPUs
 _DEFINE = {
   bool: flags.DEFINE_boolean,
   int: flags.DEFINE_integer,
@@ -285,10 +286,12 @@ def user_errors() -> Iterator[None]:
   try:
     yield
   except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
+    _leave_broken(error)
     _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
   except exits.FaultError as error:
     _leave(error, str(error), code=exits.FAULT)
   except RuntimeError as error:
+    _leave_broken(error)
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
@@ -318,6 +321,16 @@ def _leave(error: BaseException, text: str, hint: str = "", code: int = exits.RE
   line = f"error: {text}{hint}"
   print(line.encode(errors="backslashreplace").decode(), file=sys.stderr)
   raise SystemExit(code) from None
+
+
+def _leave_broken(error: BaseException) -> None:
+  """If it is an error of a collective, say that another process is gone, and leave.
+
+  jax makes a ValueError of some. Those of GPUs raise none: they wait, and `liveness` ends them.
+  """
+  if _GLOO.search(str(error)):
+    line = str(error).splitlines()[0]
+    _leave(error, f"another process of the job is gone: {line}", code=exits.FAULT)
 
 
 def _leave_job(

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging as std_logging
+import os
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -34,15 +36,37 @@ def verbosity(cfg: LogConfig) -> Iterator[None]:
 def kept(folder: Path, process: int) -> Iterator[None]:
   """Within it, what the process logs goes to its file in `folder` too, behind what is there.
 
-  The error that ends a run is the last line.
+  The error that ends a run is the last line. What libraries of a further process write to standard
+  error by themselves goes to the file only: process 0 says the same, and when that dies, the
+  coordination service fills a page for each process that is left.
   """
-  handler = _FileHandler(folder / file_name(process))
+  path = folder / file_name(process)
+  handler = _FileHandler(path)
   std_logging.root.addHandler(handler)
   with contextlib.ExitStack() as stack:
     stack.callback(handler.close)
     stack.callback(std_logging.root.removeHandler, handler)
     stack.push(handler.take_error)
+    if process and not paths.is_remote(path):
+      stack.enter_context(_native_errors_to(path))
     yield
+
+
+@contextlib.contextmanager
+def _native_errors_to(path: Path) -> Iterator[None]:
+  """Standard error is the end of `path`, but for what Python writes there."""
+  shown, screen = logging.get_absl_handler().python_handler, sys.stderr
+  with os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace") as real:
+    with open(path, "ab") as file:
+      os.dup2(file.fileno(), 2)
+    sys.stderr = real
+    shown.setStream(real)
+    try:
+      yield
+    finally:
+      os.dup2(real.fileno(), 2)
+      sys.stderr = screen
+      shown.setStream(screen)
 
 
 class _FileHandler(std_logging.Handler):

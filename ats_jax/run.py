@@ -24,7 +24,9 @@ from ats_jax.data.rows import Rows, TrainRows
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
 from ats_jax.feed import probe_feed, train_feed, upcoming
+from ats_jax.fitting import DEVICES, fitted, relieved
 from ats_jax.length import with_length
+from ats_jax.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.metrics.create import create_writer
 from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
@@ -43,7 +45,7 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
 from ats_jax.scoring import check_fp8, score_all
-from ats_jax.sharding.mesh import make_mesh, mesh_sizes, to_global
+from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.by_source import objective_of, of_sources
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
@@ -51,7 +53,6 @@ from ats_jax.step.state import TrainState
 from ats_jax.step.worth import worth
 
 PROFILED_STEPS = 3
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,8 @@ class Run:
     profile: traces some steps.
     meter: of speed.
     goodput: of where the time goes.
+    devices: what they share of the batch, for the next start.
+    dog: sees that it gets on.
     watch: the supervisor.
     scores: of the last evaluation, if it was of this state.
   """
@@ -138,6 +141,8 @@ class Run:
   profile: ProfileWindow
   meter: Throughput
   goodput: Goodput
+  devices: Mapping[str, int]
+  dog: Watchdog
   watch: Supervisor | NoSupervisor = dataclasses.field(default_factory=NoSupervisor)
   scores: dict[str, float] | None = None
   _compiled: tuple[Any, Any] = (None, None)  # rules, and the step that follows them
@@ -145,6 +150,7 @@ class Run:
 
   def compiled_step(self, step: int) -> Callable:
     """The function that makes update `step`; compiled anew where its rules have changed."""
+    self.dog.step = step
     rules = self.program.training_rules(step)
     if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
       with self.aside("compile"):
@@ -179,7 +185,7 @@ class Run:
     """Save a checkpoint, or a snapshot in `local_dir`; it is written in the background."""
     with self.aside("checkpoint"):
       loss = (self.scores or {}).get("eval/loss")
-      extra = self.position() | self.watch.saved()
+      extra = self.position() | self.watch.saved() | {DEVICES: self.devices}
       if locally:
         self.checkpoints.save_locally(self.step, self.state, extra)
       else:
@@ -230,13 +236,14 @@ class Run:
 
   def again(self) -> Update:
     """A function that makes the last update again, from another state."""
-    train_step, batch = self._compiled[1], self._batch
+    train_step, batch = self.goodput.marking(self._compiled[1]), self._batch
     return lambda state: train_step(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""
     position = (saved or self.position())[POSITION]
-    return Ahead(self._compiled[1], lambda: upcoming(self.cfg, self.train_set, position))
+    train_step = self.goodput.marking(self._compiled[1])
+    return Ahead(train_step, lambda: upcoming(self.cfg, self.train_set, position))
 
   def _performance(self) -> dict[str, Any]:
     compiled = self._compiled[1]
@@ -276,17 +283,21 @@ def open_run(
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
     enter(logfile.kept(folder, jax.process_index()))
+    cfg = relieved(cfg, folder)
+    dog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(
       CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
     )
     origin = find_origin(checkpoints, snapshots)
-    train_set, valid_set = open_data(cfg.data, cfg.seed)
-    eval_sets = open_eval_sets(cfg.data, valid_set)
+    with dog.during(READING):
+      train_set, valid_set = open_data(cfg.data, cfg.seed)
+      eval_sets = open_eval_sets(cfg.data, valid_set)
     cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+    cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
     mesh = make_mesh(cfg)
     enter(jax.set_mesh(mesh))
     stop = enter(StopSignal())
@@ -299,14 +310,15 @@ def open_run(
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     announce.opening(program, folder, state, train_set, origin.step, length)
     meter = speed(program)
-    writer, log = open_log(stack, program, folder, origin, meter, identity, train_set)
+    writer, log = open_log(stack, program, folder, origin, meter, identity, train_set, dog)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
       cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
-      checkpoints, stop, writer, log, profile, meter, goodput,
+      checkpoints, stop, writer, log, profile, meter, goodput, devices, dog,
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
     run.watch.start(origin.step, state, origin.extra)
+    stack.push(dog.take_error)  # the others hear of it before anything here waits for them
     try:
       yield run
     finally:
@@ -403,6 +415,7 @@ def open_log(
   meter: Throughput,
   identity: RunIdentity,
   train_set: TrainRows,
+  dog: Watchdog,
 ) -> tuple[MetricWriter, StepLog]:
   """Where metrics go; rows of steps that are made again are cut off."""
   cfg, is_main = program.cfg, jax.process_index() == 0
@@ -410,7 +423,7 @@ def open_log(
   writer = create_writer(cfg.log, folder, resume_step=rows_until, is_main=is_main, run=identity.run)
   stack.enter_context(contextlib.closing(writer))
   writer.write_hparams(flatten(cfg))
-  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress)
+  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main)
   stack.enter_context(progress)
   layers = None
   if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):
@@ -421,7 +434,7 @@ def open_log(
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
     passes = train_set.passes(step * cfg.data.batch_size)
     found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
-    return found | of_sources(passes, values)
+    return found | of_sources(passes, values) | dog.metrics()
 
   log = StepLog(
     metric_names(cfg, program.objective.names),
@@ -466,29 +479,3 @@ def speed(program: Program) -> Throughput:
       "train/mfu_6n": program.counts.flops_full,
     },
   )
-
-
-def smaller_micro_batch(cfg: Config, error: RuntimeError) -> Config:
-  """`cfg` with half the micro-batch, for a run whose devices are out of memory.
-
-  The step's arguments were donated: what it was working on is gone. Only an orchestrator that acts
-  goes on, and only in a run of one process: the others would wait for ever.
-
-  Raises:
-    RuntimeError: `error`, if it is another one or nothing can be done.
-  """
-  accum_steps = 2 * cfg.step.accum_steps
-  smaller = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, accum_steps=accum_steps))
-  acts = cfg.orchestrator.mode == "act" and jax.process_count() == 1
-  if OUT_OF_MEMORY not in str(error) or not acts or cfg.data.batch_size % accum_steps:
-    raise error
-  try:
-    mesh_sizes(smaller, jax.device_count())
-  except ValueError:  # fewer rows than devices that share them
-    raise error from None
-  logging.warning(
-    "orchestrator: the device is out of memory. Going on from the newest good state with "
-    "step.accum_steps=%d instead of %d; the updates are the same. (%s)",
-    accum_steps, cfg.step.accum_steps, str(error).splitlines()[0],
-  )  # fmt: skip
-  return smaller

@@ -19,9 +19,10 @@ from ats_jax import cli, exits, job, paths, runtime
 from ats_jax.bridge import hub
 from ats_jax.config import Config
 from ats_jax.config.build import explain
+from ats_jax.fitting import smaller_micro_batch
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
-from ats_jax.run import InitFrom, Run, open_run, smaller_micro_batch
+from ats_jax.run import InitFrom, Run, open_run
 from ats_jax.step.state import TrainState
 
 
@@ -62,7 +63,7 @@ def train_to_end(cfg: Config, folder: Path, init: InitFrom | None = None) -> tup
     try:
       state, end = stretch(cfg, folder, snapshots, init)
     except jax.errors.JaxRuntimeError as error:
-      cfg = smaller_micro_batch(cfg, error)
+      cfg = smaller_micro_batch(cfg, folder, error)
   return state, end
 
 

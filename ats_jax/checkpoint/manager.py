@@ -18,6 +18,7 @@ from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.checkpoint.local import LocalSnapshots
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
+from ats_jax.exits import FaultError
 from ats_jax.paths import Path
 
 # Orbax gives up on a write after this time; its default of 600 s is short for a slow network disk.
@@ -116,6 +117,7 @@ class CheckpointManager:
 
     Raises:
       CheckpointError: if this save, or the one before it in the background, failed.
+      FaultError: if it did because another process is gone.
       ValueError: if `state` holds something that is not an array, or `extra` is not JSON.
     """
     start = time.perf_counter()
@@ -223,7 +225,7 @@ class CheckpointManager:
     """Wait for the save in the background, if any.
 
     Raises:
-      CheckpointError: if it failed.
+      CheckpointError, FaultError: if it failed.
     """
     if self._pending is None:
       return
@@ -328,7 +330,12 @@ class CheckpointManager:
       for folder in (self._unfinished, *leftovers):
         paths.delete_rest(folder)
 
-  def _failure(self, step: int, error: BaseException) -> CheckpointError:
+  def _failure(self, step: int, error: BaseException) -> CheckpointError | FaultError:
+    if jax.process_count() > 1 and isinstance(error, (jax.errors.JaxRuntimeError, TimeoutError)):
+      return FaultError(
+        f"checkpoint {step} was not saved to {self.directory}, as not all processes of the job "
+        f"wrote their part: {str(error).splitlines()[0]}"
+      )
     reason = str(error).split(" [tensorstore_spec")[0]
     return CheckpointError(
       f"checkpoint {step} was not saved to {self.directory}: {type(error).__name__}: {reason}. "

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+CHANGES = ("repair", "c4")  # these may make another text of a document
 FILTERS = ("repair", "exact", "near", "language", "gopher", "repetition", "c4")
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from ats_jax import extensions, paths
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
-from ats_jax.config.filters import filter_stages
+from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.schema import Config
+from ats_jax.config.streaming import streaming
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
 
@@ -22,7 +23,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, _local_folders)
+  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, streaming, _local_folders)
   rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -254,7 +255,7 @@ def _mixture(cfg: Config) -> None:
       f"data.temperature={data.temperature:g} is not positive. Use 1 for shares by size, more to "
       "raise those of small sources."
     )
-  for name, idle in (("mixture", ""), ("temperature", 1.0)):
+  for name, idle in (("mixture", ""), ("temperature", 1.0), ("mixture_order", "even")):
     if not names and getattr(data, name) != idle:
       raise ValueError(
         f"data.{name}={getattr(data, name)} needs sources with names, as in "
@@ -343,11 +344,13 @@ def _chat(cfg: Config) -> None:
 
 
 def _filters(cfg: Config) -> None:
-  if filter_stages(cfg.data.filters) and cfg.data.chat_template:
-    raise ValueError(
-      f"data.filters={cfg.data.filters!r} looks at text, and data.chat_template="
-      f"{cfg.data.chat_template!r} reads conversations. Leave one of them empty."
-    )
+  for stage in filter_stages(cfg.data.filters):
+    if stage.name in CHANGES and cfg.data.chat_template:
+      raise ValueError(
+        f"data.filters: {stage.name} changes text, and data.chat_template="
+        f"{cfg.data.chat_template!r} reads conversations, which are kept as they are or dropped. "
+        "Leave it out; text beside them can be filtered by `ats-jax data prepare` first."
+      )
 
 
 def _local_folders(cfg: Config) -> None:

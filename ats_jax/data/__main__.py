@@ -11,6 +11,7 @@ import numpy as np
 from absl import flags
 
 from ats_jax import cli, exits
+from ats_jax.config import Config
 from ats_jax.config.mixture import named_paths
 from ats_jax.data import cache, prepared
 from ats_jax.data.audit import BATCH_SIZE, audit
@@ -120,7 +121,9 @@ def _stats(train: TrainRows, validation: Rows) -> bool:
 
 def _splits(name: str, rows: Rows) -> Iterator[tuple[str, Dataset]]:
   if isinstance(rows, Joined):
-    yield from ((f"{name} {source}", part) for source, part in rows.sources.items())
+    for source, part in rows.sources.items():
+      assert isinstance(part, Dataset)
+      yield f"{name} {source}", part
   else:
     assert isinstance(rows, Dataset)
     yield name, rows
@@ -130,16 +133,25 @@ def _command(look: Callable[[TrainRows, Rows], bool], about: str) -> cli.Command
   def main(argv: list[str]) -> int:
     del argv
     cfg = _CONFIG.value
-    return exits.DONE if look(*open_data(cfg.data, cfg.seed)) else exits.FAULT
+    return exits.DONE if look(*_open_whole(cfg)) else exits.FAULT
 
   return cli.Command(main, FLAGS, about)
+
+
+def _open_whole(cfg: Config) -> tuple[TrainRows, Rows]:
+  if cfg.data.streaming:
+    raise ValueError(
+      "data.streaming=true reads a window of the text at a time, and this looks at all of it. Set "
+      "data.streaming=false."
+    )
+  return open_data(cfg.data, cfg.seed)
 
 
 def _explain(argv: list[str]) -> None:
   """Prints a row."""
   del argv
   cfg = _EXPLAIN_CONFIG.value
-  train, _ = open_data(cfg.data, cfg.seed)
+  train, _ = _open_whole(cfg)
   row, of = _ROW.value, "training"
   if isinstance(train, Mixture):
     place = train.turns.find(np.array(row))

@@ -128,6 +128,7 @@ class _Audit:
     first, self._rows = 0, 0
     sources = ds.sources if isinstance(ds, Mixture) else {"": ds}
     for number, (name, part) in enumerate(sources.items()):
+      assert isinstance(part, Dataset), "the command refuses streams"
       numbers = _NumberedCorpus(part, first)
       shadows[name] = part.with_corpus(numbers, _NumberedTokenizer())
       self._parts.append((part, numbers.starts))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,10 @@ def cached(
   Raises:
     ValueError: if the file system of `root` has no file locks.
   """
+  if found := finished(root, name):
+    return found
   name = f"{name}-{FORMAT}"
   final = root / name
-  if not damage(final):
-    return Folder(final)
   with locked(root / f"{name}.lock"):
     found = damage(final)  # again: another process may have built it while this one waited
     if found and final.exists():
@@ -85,6 +86,12 @@ def cached(
       _write_manifest(unfinished, build(unfinished))
       unfinished.rename(final)
   return Folder(final)
+
+
+def finished(root: Path, name: str) -> Folder | None:
+  """The folder `root/name`, if `cached` would not build it."""
+  folder = root / f"{name}-{FORMAT}"
+  return None if damage(folder) else Folder(folder)
 
 
 def _write_manifest(folder: Path, meta: dict[str, Any]) -> None:
@@ -123,6 +130,12 @@ def damage(folder: Path) -> str:
   except ValueError as e:
     return f"{_MANIFEST} is not what was written: {e}"
   return ""
+
+
+def hashes(folder: Path, pattern: str) -> dict[str, str]:
+  """The SHA-256 of the files of an entry whose names match, as they were written."""
+  files = _read_manifest(folder)["files"]
+  return {name: sha256 for name, (*_, sha256) in files.items() if fnmatch(name, pattern)}
 
 
 def _size_and_time(path: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -11,6 +11,7 @@ import numpy as np
 from ats_jax.data import cache
 from ats_jax.data.corpus import Corpus
 from ats_jax.data.packing import Layout
+from ats_jax.data.rows import Rows
 from ats_jax.data.tokenizer import Tokenizer
 
 _PACKED = ("tokens", "targets", "segment_ids", "positions")  # of a batch's fields, by packing
@@ -36,6 +37,8 @@ class Dataset:
     weights: of conversations, [codes] float32, the weight in the loss of a target by its code
       (`chat.segments`); None = every target counts 1.
   """
+
+  are_ready = True
 
   def __init__(
     self,
@@ -87,14 +90,35 @@ class Dataset:
     return position["row"]
 
   def news(self, first: int, end: int) -> Sequence[str]:
-    """See `TrainRows`."""
-    del first, end
-    return ()
+    """See `TrainRows`: of epochs behind the first."""
+    done = (end - 1) // self.num_rows
+    if end <= first or done <= max(0, (first - 1) // self.num_rows):
+      return ()
+    return [f"all of its {self.num_rows:,} rows have been read; its epoch {done + 1:,} begins"]
 
-  def passes(self, row: int) -> dict[str, float]:
+  def in_words(self) -> str:
+    """See `TrainRows`."""
+    return in_words(self)
+
+  def epochs(self, row: int) -> float | None:
+    """See `TrainRows`."""
+    return row / self.num_rows
+
+  def passes(self, row: int) -> dict[str, float | None]:
     """See `TrainRows`: it has no name."""
     del row
     return {}
+
+  def ahead(self, row: int, going: Callable[[], bool]) -> None:
+    """See `TrainRows`: nothing is to be made."""
+
+  def place(self, row: int) -> "tuple[Dataset, int]":
+    """The dataset that row `row` of training is in, and its number in the plan of that."""
+    return self, self.row_index(row)
+
+  def counted(self) -> "Dataset":
+    """The rows that `num_rows` counts."""
+    return self
 
   def with_corpus(self, corpus: Any, tokenizer: Any) -> "Dataset":
     """The same rows of other documents of the same lengths (for the audit)."""
@@ -156,6 +180,14 @@ class Dataset:
       positions[:] = np.arange(length)
       at += length
     return out
+
+
+def in_words(rows: Rows) -> str:
+  """How much there is of them."""
+  return (
+    f"{rows.num_documents:,} documents, {rows.num_tokens:,} targets in {rows.num_rows:,} rows of "
+    f"{rows.seq_len}"
+  )
 
 
 def read_rows(

@@ -6,6 +6,7 @@ A thread makes them, or processes that outlive Ctrl-C, but not their parent.
 import contextlib
 import functools
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -148,7 +149,8 @@ class TrainBatches(Batches):
       local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
       num_workers: loader processes; 0 = a thread.
       prefetch: batches made ahead, by each process or by the thread.
-      tells: log what begins in the batches that are handed out (`TrainRows.news`).
+      tells: log what begins in the batches that are handed out (`TrainRows.news`), and make rows
+        ahead of them (`TrainRows.ahead`).
 
     Raises:
       ValueError: if the arguments contradict each other, the split is empty, or the position is one
@@ -163,6 +165,7 @@ class TrainBatches(Batches):
     slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
     self._first_row, self._batch_size, self._ds = first_row, batch_size, ds
     self._count, self._tells = 0, tells
+    self._ahead = _Ahead(ds, first_row) if tells and not ds.are_ready else None
     read = functools.partial(_train_batch, ds, first_row, batch_size, slots)
     super().__init__(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
 
@@ -173,7 +176,15 @@ class TrainBatches(Batches):
     if self._tells:
       for words in self._ds.news(begin, self._row()):
         logging.info("%s", words)
+    if self._ahead:
+      self._ahead.at(self._row())
     return batch
+
+  def close(self) -> None:
+    """See `Batches`."""
+    if self._ahead:
+      self._ahead.close()
+    super().close()
 
   def position(self) -> dict[str, Any]:
     """After the batches handed out so far, prefetched ones left out; JSON, alike on all hosts."""
@@ -181,6 +192,38 @@ class TrainBatches(Batches):
 
   def _row(self) -> int:
     return self._first_row + self._count * self._batch_size
+
+
+class _Ahead:
+  """A thread that makes rows before they are read. Without it they would be made as they are."""
+
+  def __init__(self, ds: TrainRows, row: int):
+    self._ds, self._row, self._going = ds, row, True
+    self._moved = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="data-ahead", daemon=True)
+    self._thread.start()
+
+  def at(self, row: int) -> None:
+    """Rows before this one have been handed out."""
+    self._row = row
+    self._moved.set()
+
+  def close(self) -> None:
+    """Stop, and wait for it."""
+    self._going = False
+    self._moved.set()
+    self._thread.join()
+
+  def _run(self) -> None:
+    try:
+      while self._going:
+        self._moved.clear()
+        self._ds.ahead(self._row, lambda: self._going)
+        self._moved.wait()
+    except InterruptedError:
+      pass
+    except (OSError, ValueError) as e:  # whoever reads these rows meets it again
+      logging.warning("No more text is prepared ahead: %s", e)
 
 
 def _train_batch(

@@ -1,15 +1,18 @@
 """Rows of several sources: taking turns in training, all of them once in an evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ats_jax.data import cache
 from ats_jax.data.batch import SOURCE
-from ats_jax.data.dataset import Dataset, check_same, read_rows
+from ats_jax.data.dataset import Dataset, check_same, in_words, read_rows
+from ats_jax.data.stream import AHEAD, Stream
 from ats_jax.data.tokenizer import Tokenizer
 from ats_jax.data.turns import Stage, Turns
+
+type Part = Dataset | Stream
 
 
 class Joined:
@@ -19,7 +22,7 @@ class Joined:
     sources: by name.
   """
 
-  def __init__(self, sources: Mapping[str, Dataset], tokenizer: Tokenizer):
+  def __init__(self, sources: Mapping[str, Part], tokenizer: Tokenizer):
     self.sources, self.tokenizer = dict(sources), tokenizer
     parts = list(self.sources.values())
     self.seq_len = parts[0].seq_len
@@ -42,7 +45,7 @@ class Joined:
     at = np.minimum(np.asarray(indices), self.num_rows)
     parts = list(self.sources.values())
     pairs = zip(self._source[at].flat, self._index[at].flat, strict=True)
-    return read_rows([(parts[source], int(row)) for source, row in pairs], at.shape)
+    return read_rows([(parts[source].counted(), int(row)) for source, row in pairs], at.shape)
 
 
 class Mixture(Joined):
@@ -53,9 +56,12 @@ class Mixture(Joined):
   an order of its own. So row r is a pure function of the fingerprints, the seed, the phases and r.
   """
 
-  def __init__(self, sources: Mapping[str, Dataset], turns: Turns, tokenizer: Tokenizer):
+  def __init__(self, sources: Mapping[str, Part], turns: Turns, tokenizer: Tokenizer):
     super().__init__(sources, tokenizer)
     self.turns = turns
+    parts = enumerate(self.sources.values())
+    self._streams = {number: part for number, part in parts if isinstance(part, Stream)}
+    self.are_ready = not self._streams
     self.fingerprint = cache.digest(
       "mixture", [[name, part.fingerprint] for name, part in self.sources.items()]
     )
@@ -74,13 +80,18 @@ class Mixture(Joined):
     place = self.turns.find(np.asarray(indices))
     parts = list(self.sources.values())
     pairs = ((parts[s], int(row)) for s, row in zip(*(x.flat for x in place), strict=True))
-    batch = read_rows([(part, part.row_index(row)) for part, row in pairs], place.source.shape)
+    batch = read_rows([part.place(row) for part, row in pairs], place.source.shape)
     like = batch["tokens"]
     return {**batch, SOURCE: np.broadcast_to(place.source[..., None], like.shape).astype(np.int32)}
 
   def position(self, row: int) -> dict[str, Any]:
     """See `TrainRows`. What has been read before names the phases that have begun."""
-    return {"row": row, "data": self.fingerprint, "phases": self._begun(row)}
+    found = {"row": row, "data": self.fingerprint, "phases": self._begun(row)}
+    if self.are_ready:
+      return found
+    counts, names = self.turns.counts(row), list(self.sources)
+    parts = {names[n]: part.position(int(counts[n])) for n, part in self._streams.items()}
+    return {**found, "parts": parts}
 
   def _begun(self, row: int) -> list[Any]:
     """Of each phase that begins before `row`: where it does, and the parts of its sources."""
@@ -106,6 +117,8 @@ class Mixture(Joined):
         "as they were, give the last of them a length that ends here or later, and append the new "
         "phase behind it. Or use another --workdir."
       )
+    for name, part in position.get("parts", {}).items():
+      self.sources[name].row_of(part)
     return row
 
   def news(self, first: int, end: int) -> Sequence[str]:
@@ -118,10 +131,7 @@ class Mixture(Joined):
         found.append(f"{what}: {self.shares(number)}")
     before, after = self.turns.counts(first), self.turns.counts(end)
     for (name, part), a, b in zip(self.sources.items(), before, after, strict=True):
-      done = (int(b) - 1) // part.num_rows
-      if b > a and done > max(0, (int(a) - 1) // part.num_rows):
-        what = f"source {name}: all of its {part.num_rows:,} rows have been read"
-        found.append(f"{what}; its epoch {done + 1:,} begins")
+      found += [f"source {name}: {words}" for words in part.news(int(a), int(b))]
     return found
 
   def shares(self, number: int) -> str:
@@ -130,11 +140,28 @@ class Mixture(Joined):
     total = sum(parts.values())
     return ", ".join(f"{name} {part / total:.1%}" for name, part in parts.items())
 
-  def passes(self, row: int) -> dict[str, float]:
+  def in_words(self) -> str:
+    """See `TrainRows`."""
+    if self.are_ready:
+      return in_words(self)
+    return "; ".join(f"{name}: {part.in_words()}" for name, part in self.sources.items())
+
+  def epochs(self, row: int) -> float | None:
+    """See `TrainRows`."""
+    return row / self.num_rows if self.are_ready else None
+
+  def passes(self, row: int) -> dict[str, float | None]:
     """See `TrainRows`."""
     counts = self.turns.counts(row)
     pairs = zip(self.sources.items(), counts, strict=True)
-    return {name: int(count) / part.num_rows for (name, part), count in pairs}
+    return {name: part.epochs(int(count)) for (name, part), count in pairs}
+
+  def ahead(self, row: int, going: Callable[[], bool]) -> None:
+    """See `TrainRows`: one window of each stream, then another one."""
+    counts = self.turns.counts(row)
+    for windows in range(AHEAD + 1):
+      for number, part in self._streams.items():
+        part.make_ready(int(counts[number]), windows, going)
 
 
 def _say(begun: Sequence[Any]) -> str:

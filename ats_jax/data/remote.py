@@ -6,10 +6,12 @@ else by size and time.
 """
 
 import contextlib
+import fcntl
 import glob
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -22,6 +24,7 @@ from ats_jax.data import cache
 
 # What names a version of an object, by the words of the stores; the first that is known is used.
 _VERSIONS = ("etag", "ETag", "md5Hash", "crc32c", "sha256", "blob_id", "content_md5", "checksum")
+_LENT = "copy-"  # how folders of copies begin
 _TIMES = ("mtime", "updated", "LastModified", "last_modified", "last-modified", "created")
 _EXTRAS = {
   "gs": "gs",
@@ -69,6 +72,51 @@ def copied(file: RemoteFile, root: Path) -> str:
     return _copy(file.store, file.url, file.store.info(file.url), file.name, root)
 
 
+def version(url: str) -> tuple[int, str]:
+  """The bytes of a file, 0 if the store does not say, and what names its version.
+
+  Raises:
+    ValueError: if the store does not answer.
+  """
+  with _said(url):
+    store, path = _store(url)
+    info = store.info(path)
+  return info.get("size") or 0, cache.digest(_version(info))
+
+
+def url_of(file: RemoteFile) -> str:
+  """Its address with the protocol."""
+  return file.store.unstrip_protocol(file.url)
+
+
+@contextlib.contextmanager
+def lent(url: str, name: str, folder: Path) -> Iterator[str]:
+  """The path of a copy in `folder`, which is there for a while.
+
+  Raises:
+    ValueError: if the store does not answer.
+  """
+  place = Path(tempfile.mkdtemp(prefix=_LENT, dir=folder))
+  try:
+    with open(place / "lock", "w") as lock:
+      fcntl.flock(lock, fcntl.LOCK_SH)  # until the process ends, however it does
+      target = place / os.path.basename(name)
+      with _said(url):
+        store, path = _store(url)
+        _fetch(store, path, store.info(path).get("size"), target)
+      yield str(target)
+  finally:
+    shutil.rmtree(place)
+
+
+def remove_unlent(folder: Path) -> None:
+  """Take away copies of processes that were killed."""
+  for place in folder.glob(f"{_LENT}*"):
+    with open(place / "lock", "w") as lock, contextlib.suppress(BlockingIOError):
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      shutil.rmtree(place)
+
+
 @contextlib.contextmanager
 def _said(what: str) -> Iterator[None]:
   try:
@@ -105,22 +153,28 @@ def _listed(store: fsspec.AbstractFileSystem, place: str) -> list[tuple[str, str
 def _copy(
   store: fsspec.AbstractFileSystem, url: str, info: dict[str, Any], name: str, root: Path
 ) -> str:
-  version = [info.get(key) for key in _VERSIONS if info.get(key)][:1]
-  version += [info.get("size"), *(info.get(key) for key in _TIMES)]
-  key = cache.digest(store.unstrip_protocol(url), [str(part) for part in version])
+  key = cache.digest(store.unstrip_protocol(url), _version(info))
   target = root / f"remote-{key}" / os.path.basename(name)
   with cache.locked(root / f"remote-{key}.lock"):
     if not target.exists():
       target.parent.mkdir(exist_ok=True)
       unfinished = target.with_name("unfinished")
       logging.info("Copying %s into the data cache ...", store.unstrip_protocol(url))
-      with store.open(url, "rb") as source, open(unfinished, "wb") as copy:
-        shutil.copyfileobj(cast(BinaryIO, source), copy, 2**20)
-        copy.flush()
-        os.fsync(copy.fileno())
-      if info.get("size") is not None and unfinished.stat().st_size != info["size"]:
-        raise OSError(
-          f"{unfinished.stat().st_size} of {info['size']} bytes of {url} came: the rest was cut off"
-        )
+      _fetch(store, url, info.get("size"), unfinished)
       unfinished.rename(target)
   return str(target)
+
+
+def _version(info: dict[str, Any]) -> list[str]:
+  found = [info.get(key) for key in _VERSIONS if info.get(key)][:1]
+  found += [info.get("size"), *(info.get(key) for key in _TIMES)]
+  return [str(part) for part in found]
+
+
+def _fetch(store: fsspec.AbstractFileSystem, url: str, size: int | None, target: Path) -> None:
+  with store.open(url, "rb") as source, open(target, "wb") as copy:
+    shutil.copyfileobj(cast(BinaryIO, source), copy, 2**20)
+    copy.flush()
+    os.fsync(copy.fileno())
+  if size is not None and target.stat().st_size != size:
+    raise OSError(f"{target.stat().st_size} of {size} bytes of {url} came: the rest was cut off")

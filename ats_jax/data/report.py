@@ -63,6 +63,26 @@ class Report:
     self.filtered[reason] += 1
     self._write(f"{where}: {reason}")
 
+  def join(self, other: "Report", lines: str) -> None:
+    """Take in what `other` counted, and the lines that it wrote."""
+    self.records += other.records
+    self.documents += other.documents
+    for name in ("malformed", "skipped", "filtered"):
+      getattr(self, name).update(getattr(other, name))
+    self.first = (self.first + other.first)[:_SHOWN]
+    if self._file:
+      self._file.write(lines)
+
+  def taken(self) -> "Report":
+    """What was counted so far; counting begins anew."""
+    found = Report(strict=self._strict)
+    found.join(self, "")
+    self.records = self.documents = 0
+    for name in ("malformed", "skipped", "filtered"):
+      getattr(self, name).clear()
+    self.first = []
+    return found
+
   @property
   def dropped(self) -> int:
     """Records that hold no document."""

@@ -1,6 +1,6 @@
 """Packed rows, of one text or of several sources: what loaders and evaluations ask of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,9 +37,11 @@ class TrainRows(Rows, Protocol):
 
   Attributes:
     fingerprint: names the content of every row.
+    are_ready: whether all rows can be read at once; else `ahead` makes some.
   """
 
   fingerprint: str
+  are_ready: bool
 
   @property
   def ids_used(self) -> int:
@@ -66,6 +68,41 @@ class TrainRows(Rows, Protocol):
     """What begins in rows [first, end), in words for the log."""
     ...
 
-  def passes(self, row: int) -> dict[str, float]:
-    """How often each named source has been read before row `row`."""
+  def in_words(self) -> str:
+    """How much there is."""
     ...
+
+  def epochs(self, row: int) -> float | None:
+    """How often the text has been read before row `row`; None = that is not known."""
+    ...
+
+  def passes(self, row: int) -> dict[str, float | None]:
+    """The same of each named source."""
+    ...
+
+  def ahead(self, row: int, going: Callable[[], bool]) -> None:
+    """Make rows from row `row` on, as many as are kept; may take long.
+
+    Args:
+      row: of the run.
+      going: whether to go on; asked often.
+
+    Raises:
+      ValueError: for text that cannot be used.
+      InterruptedError: if `going` said no.
+    """
+    ...
+
+
+class NoRows:
+  """A split without a document; see `Rows`."""
+
+  num_rows = num_tokens = num_documents = 0
+  bytes_per_token = 0.0
+
+  def __init__(self, tokenizer: Tokenizer, seq_len: int):
+    self.tokenizer, self.seq_len = tokenizer, seq_len
+
+  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+    """See `Rows`: there is none."""
+    raise AssertionError("asked for rows of an empty split")

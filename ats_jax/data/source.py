@@ -42,7 +42,9 @@ class SourceFile(NamedTuple):
   sieve: Sieve | None = None
 
 
-def find_files(paths: str, report: Report, root: Path | None = None) -> list[SourceFile]:
+def find_files(
+  paths: str, report: Report, root: Path | None = None, *, copies: bool = True
+) -> list[SourceFile]:
   """The files that `DataConfig.paths` names, in a fixed order, each once.
 
   What is there but is no regular file (to open a pipe waits for a writer, a device may never end)
@@ -52,6 +54,7 @@ def find_files(paths: str, report: Report, root: Path | None = None) -> list[Sou
     paths: comma-separated files, folders and globs, local or on a store.
     report: takes what is passed over.
     root: of the cache, for copies of what is on a store; None = the usual one.
+    copies: make them; else what is on a store has its address as its path.
 
   Raises:
     ValueError: for a path that does not exist, a glob without a match, a file whose suffix says
@@ -64,17 +67,18 @@ def find_files(paths: str, report: Report, root: Path | None = None) -> list[Sou
     if not entry:
       continue
     if paths_of_stores.is_remote(entry):
-      expanded = _expand_remote(entry, report, root or cache.cache_root(""))
+      expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""))
     else:
       expanded = _expand(os.path.expanduser(entry), report)
     for path, name in expanded:
-      real = os.path.realpath(path)
+      is_url = paths_of_stores.is_remote(path)
+      real = path if is_url else os.path.realpath(path)
       if os.path.exists(real) and not os.path.isfile(real):
         report.bad("not a regular file", path, "not a regular file but a pipe, socket or device")
       elif real in found:
         report.skip("listed twice", path)
       else:
-        found[real] = SourceFile(os.path.abspath(path), name, _kind(name))
+        found[real] = SourceFile(path if is_url else os.path.abspath(path), name, _kind(name))
   if not found:
     left_out = f" ({report})" if report.malformed or report.skipped else ""
     raise ValueError(
@@ -119,13 +123,15 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
     raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).")
 
 
-def _expand_remote(entry: str, report: Report, root: Path) -> Iterator[tuple[str, str]]:
+def _expand_remote(
+  entry: str, report: Report, copies: bool, root: Path
+) -> Iterator[tuple[str, str]]:
   found = remote.listed(entry)
   if len(found) == 1:
     _named(found[0].name)
   for file in found:
     if _is_known(file.name, report):
-      yield remote.copied(file, root), file.name
+      yield remote.copied(file, root) if copies else remote.url_of(file), file.name
 
 
 def _has_reader(path: str) -> bool:

@@ -15,8 +15,8 @@ from ats_jax.data import cache, prepared
 from ats_jax.data.chat.tokenizer import plain
 from ats_jax.data.corpus import train_texts
 from ats_jax.data.dataset import Dataset
-from ats_jax.data.mixture import Joined, Mixture
-from ats_jax.data.rows import Rows, TrainRows
+from ats_jax.data.mixture import Joined, Mixture, Part
+from ats_jax.data.rows import NoRows, Rows, TrainRows
 from ats_jax.data.splits import (
   bpe_key,
   find_documents,
@@ -25,6 +25,7 @@ from ats_jax.data.splits import (
   open_datasets,
   open_split,
 )
+from ats_jax.data.stream import find_stream, open_stream
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.data.turns import Stage, Turns
 
@@ -88,7 +89,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   """
   named = spec.sources(cfg.paths)
   if not named:
-    return open_datasets(cfg, seed)
+    return _open(cfg, seed)
   of_source = {
     name: dataclasses.replace(_of(cfg, name), paths=paths, validation_paths="")
     for name, paths in named.items()
@@ -96,21 +97,44 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   main = main_paths(cfg)
   fraction = 0.0 if main else cfg.validation_fraction
   tokenizer = _tokenizer(cfg, of_source, fraction)
-  train: dict[str, Dataset] = {}
+  train: dict[str, Part] = {}
   held_out: dict[str, Dataset] = {}
   for name, own in of_source.items():
     own = dataclasses.replace(own, validation_fraction=fraction)
     logging.info("Source %s:", name)
     try:
-      train[name], held_out[name] = open_datasets(own, seed, tokenizer)
+      train[name], kept = _open(own, seed, tokenizer)
     except ValueError as e:
       raise ValueError(f"data.paths: source {name}: {e}") from e
+    if isinstance(kept, Dataset):
+      held_out[name] = kept
   words = max((part.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
-  turns = Turns(stages(cfg, {name: part.num_rows for name, part in train.items()}))
+  turns = Turns(
+    stages(cfg, {name: part.num_rows for name, part in train.items()}),
+    seed if cfg.mixture_order == "random" else None,
+  )
   mixture = Mixture(train, turns, words)
   for number in range(len(turns.stages)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
-  return mixture, open_split(_of(cfg, ""), 0, main, words) if main else Joined(held_out, words)
+  if main:
+    return mixture, open_split(_of(cfg, ""), 0, main, words)
+  if len(held_out) < len(train):
+    return mixture, NoRows(words, cfg.seq_len)
+  return mixture, Joined(held_out, words)
+
+
+def streams(cfg: DataConfig) -> bool:
+  """Whether a text is tokenised as it is read. What is prepared is there already."""
+  return cfg.streaming and not cfg.chat_template and not prepared.folder_of(cfg.paths)
+
+
+def _open(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) -> tuple[Part, Rows]:
+  """As `open_datasets`, of one text."""
+  if not streams(cfg):
+    return open_datasets(cfg, seed, tokenizer)
+  train, main = open_stream(cfg, seed, tokenizer), main_paths(cfg)
+  held_out = open_split(cfg, 0, main, train.tokenizer) if main else None
+  return train, held_out or NoRows(train.tokenizer, cfg.seq_len)
 
 
 def _of(cfg: DataConfig, name: str) -> DataConfig:
@@ -126,7 +150,8 @@ def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: f
   for own in of_source.values():
     if folder := prepared.folder_of(own.paths):
       return plain(prepared.load(folder, own).tokenizer)
-  found = {name: find_documents(own, fraction, None) for name, own in of_source.items()}
+  find = lambda own: find_stream(own)[0] if streams(own) else find_documents(own, fraction, None)
+  found = {name: find(own) for name, own in of_source.items()}
   texts = lambda: _in_turn(
     train_texts(found[name].files, own, found[name].split) for name, own in of_source.items()
   )

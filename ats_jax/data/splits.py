@@ -239,7 +239,7 @@ def open_datasets(
   opened = open_documents(cfg, fraction, tokenizer=tokenizer)
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
-  train = _pack(cfg, seed, opened, np.flatnonzero(~out), "train")
+  train = pack(cfg, seed, opened, np.flatnonzero(~out), "train")
   if not train.num_documents:
     raise ValueError(nothing_left(_counts(train.report)))
   if train.num_tokens < cfg.seq_len and split.block:
@@ -257,7 +257,7 @@ def open_datasets(
     )
   if validation_paths:
     return train, open_split(cfg, 0, validation_paths, opened.tokenizer)
-  validation = _pack(cfg, 0, opened, np.flatnonzero(out), "validation")
+  validation = pack(cfg, 0, opened, np.flatnonzero(out), "validation")
   if split.fraction and not validation.num_documents:
     raise ValueError(
       f"The validation split is empty: of {train.num_documents} documents none falls into "
@@ -286,7 +286,7 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     files, content, found = _find(paths, cfg)
     corpus = _open(cfg, files, content, tokenizer, Split(0.0))
     opened = Opened(corpus, tokenizer, Split(0.0), content, found)
-  dataset = _pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
+  dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.num_documents:
     raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.report)}.")
   return dataset
@@ -315,8 +315,10 @@ def _counts(report: dict[str, Any]) -> str:
   )
 
 
-def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, part: str) -> Dataset:
-  """Rows of these documents: of the `part` "train", "validation" or "all"."""
+def pack(
+  cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, part: str, *, says: bool = True
+) -> Dataset:
+  """Rows of these documents: of the `part` "train", "validation" or "all"; `says`: in the log."""
   corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
   split = [opened.content, part, opened.split.fraction]
   packing = packing_of(cfg.packing, cfg.chat_template)
@@ -369,11 +371,8 @@ def _pack(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, par
     corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report,
     weights=weights,
   )  # fmt: skip
-  logging.info(
-    "%s: %s documents, %s targets in %s rows of %d, packed by %s.",
-    part.capitalize(), f"{dataset.num_documents:,}", f"{dataset.num_tokens:,}",
-    f"{dataset.num_rows:,}", cfg.seq_len, packing,
-  )  # fmt: skip
+  if says:
+    logging.info("%s: %s, packed by %s.", part.capitalize(), dataset.in_words(), packing)
   return dataset
 
 

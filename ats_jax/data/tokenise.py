@@ -92,14 +92,9 @@ def tokenise(
   """
 
   def fill(shards: Shards, report: Report) -> None:
-    texts = _batches(files, cfg.text_field, report, split)
+    texts = batched(_pieces(files, cfg.text_field, report, split))
     left = shards.skip_held(texts)
-    sent = lambda batch: [piece.text for _, piece in batch]
-    with contextlib.closing(
-      worked(texts, tokenizer, how.workers, sent, _encode, "tokenise")
-    ) as found:
-      for batch, ids in found:
-        shards.add(_entries(batch, ids), ids[0])
+    add_texts(shards, texts, tokenizer, how.workers)
     documents = _token_documents(files, tokenizer, report, split)
     if how.copies_ids:
       for entry in itertools.islice(_ids(files, documents, tokenizer.vocab_size), left, None):
@@ -115,21 +110,45 @@ def tokenise(
   return write_corpus(folder, files, cfg, tokenizer, how, fill)
 
 
-def _batches(
+def add_texts(
+  shards: Shards, batches: Iterator[Batch], tokenizer: Tokenizer, workers: int = 0
+) -> None:
+  """Encode batches of text, and append them.
+
+  Args:
+    shards: take them.
+    batches: from `batched`.
+    tokenizer: that makes the ids.
+    workers: processes that encode; 0 = this one.
+
+  Raises:
+    ValueError: if a process died.
+  """
+  sent = lambda batch: [piece.text for _, piece in batch]
+  with contextlib.closing(worked(batches, tokenizer, workers, sent, _encode, "tokenise")) as found:
+    for batch, ids in found:
+      shards.add(_entries(batch, ids), ids[0])
+
+
+def _pieces(
   files: list[SourceFile], text_field: str, report: Report, split: Split
-) -> Iterator[Batch]:
+) -> Iterator[tuple[int, Piece]]:
+  for number, file in enumerate(files):
+    if file.kind != "tokens":
+      for piece in split.cut(file, pieces(file, text_field, report)):
+        yield number, piece
+
+
+def batched(found: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
   """Lists of pieces of about `_BATCH_CHARS` characters; the same ones each time."""
   batch: Batch = []
   num_chars = 0
-  for number, file in enumerate(files):
-    if file.kind == "tokens":
-      continue
-    for piece in split.cut(file, pieces(file, text_field, report)):
-      batch.append((number, piece))
-      num_chars += len(piece.text)
-      if num_chars >= _BATCH_CHARS:
-        yield batch
-        batch, num_chars = [], 0
+  for number, piece in found:
+    batch.append((number, piece))
+    num_chars += len(piece.text)
+    if num_chars >= _BATCH_CHARS:
+      yield batch
+      batch, num_chars = [], 0
   if batch:
     yield batch
 

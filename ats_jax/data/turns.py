@@ -1,7 +1,8 @@
 """Which source each row of a run is of, and which of its rows: a pure function of the row's number.
 
-In each phase the sources take turns, in a fixed order that repeats. After any number of rows of a
-phase each source has had its share of them, to less than one row.
+In each phase the sources take turns, in a fixed order that repeats. In the even order, after any
+number of rows of a phase each source has had its share of them, to less than one row. In a random
+one it has had its share after each period.
 """
 
 import heapq
@@ -10,6 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from ats_jax.data import cache
+
+_RANDOM_ROWS = 4096  # of a period at least, where the order is random
 
 
 class Stage(NamedTuple):
@@ -59,21 +64,41 @@ def even_order(parts: Sequence[int]) -> np.ndarray:
   return order
 
 
+def random_order(parts: Sequence[int], seed: str) -> np.ndarray:
+  """The sources of a multiple of `sum(parts)` rows, `_RANDOM_ROWS` at least, shuffled: [rows]."""
+  order = np.tile(np.repeat(np.arange(len(parts)), parts), -(-_RANDOM_ROWS // sum(parts)))
+  first = int(cache.digest("turns", seed)[:16], 16)
+  keys = np.arange(len(order), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(first)
+  for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64
+    keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+  return order[np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable")]
+
+
 class Turns:
   """The order of all rows of a run; to look up a row takes as long wherever it is.
 
   Attributes:
     stages: the phases; the last one has no end, whatever its `rows` say.
     starts: [phases] the first row of each.
+    seed: of a random order; None = it is the even one.
   """
 
-  def __init__(self, stages: Sequence[Stage]):
-    """Make the tables: 16 bytes for each row of one period of a phase."""
+  def __init__(self, stages: Sequence[Stage], seed: int | None = None):
+    """Make the tables: 16 bytes for each row of one period of a phase.
+
+    Args:
+      stages: the phases.
+      seed: of a random order; None = the even one.
+    """
     assert stages and len({len(stage.parts) for stage in stages}) == 1
-    self.stages = tuple(stages)
+    self.stages, self.seed = tuple(stages), seed
     self.starts = np.array([0, *itertools.accumulate(s.rows for s in stages[:-1])])
-    self._parts = np.array([stage.parts for stage in stages])
-    self._orders = [even_order(stage.parts) for stage in stages]
+    self._orders = [
+      even_order(stage.parts) if seed is None else random_order(stage.parts, f"{seed} {number}")
+      for number, stage in enumerate(stages)
+    ]
+    count = len(stages[0].parts)  # [phases, sources] rows of each in a period
+    self._parts = np.stack([np.bincount(order, minlength=count) for order in self._orders])
     self._ranks = [_ranks(order) for order in self._orders]
     self._before = np.zeros_like(self._parts)  # [phases, sources] rows of each before the phase
     for number, stage in enumerate(stages[:-1]):

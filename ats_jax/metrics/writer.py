@@ -17,7 +17,16 @@ from ats_jax.paths import Path
 
 # Names (fnmatch patterns) of values that depend on the machine and the moment, not on the run's
 # mathematics: a bitwise comparison of two runs leaves them out.
-TIME_KEYS = ("wall_time", "*_secs", "*_per_sec", "*/mfu", "*/mfu_6n", "goodput/*", "memory/*")
+TIME_KEYS = (
+  "wall_time",
+  "*_secs",
+  "*_per_sec",
+  "*/mfu",
+  "*/mfu_6n",
+  "goodput/*",
+  "memory/*",
+  "hosts/*",
+)
 TIME_KEYS += ("*/tflops_per_device",)
 TIME_KEYS += ("orchestrator/health",)  # slow steps and waiting for data count in it
 

@@ -35,7 +35,7 @@ from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_po
 from ats_jax.orchestrator.signals.experts import Experts
 from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
 from ats_jax.orchestrator.signals.interval import (
-  FaultError,
+  Fault,
   Pending,
   Rows,
   Sums,
@@ -354,7 +354,7 @@ class Supervisor:
       self._requests.add(Request(asked.action, "trial") if is_try else Request(asked), step)
     return state
 
-  def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[FaultError, ...]:
+  def _faults(self, interval: Pending, rows: np.ndarray) -> tuple[Fault, ...]:
     """What is certainly wrong with an interval."""
     disagree = ()
     if self._probe is not None and interval.probe is not None and interval.again is not None:

@@ -82,12 +82,12 @@ def objective_of(cfg: Config) -> Objective:
 
 
 def of_sources(
-  passes: Mapping[str, float], metrics: Mapping[str, float]
+  passes: Mapping[str, float | None], metrics: Mapping[str, float]
 ) -> dict[str, float | None]:
   """Further metrics of sources; for the host, when a row is written.
 
   Args:
-    passes: how often each source has been read.
+    passes: how often each source has been read; None = that is not known.
     metrics: `StepMetrics.values` by name.
 
   Returns:

@@ -21,12 +21,13 @@ MODEL = {"config", "sharding", "ops"}
 STEP = MODEL | {"model", "data.batch", "extensions"}
 ALLOWED = {
   "paths": set(),
+  "exits": set(),
   "extensions": set(),  # it names the homes of what is built in, and imports them when asked
   "config": {"paths", "extensions"},
   "data": {"config", "extensions", "paths"},
   "metrics": {"config", "extensions", "paths"},
   "together": {"paths"},
-  "checkpoint": {"config", "paths", "together"},
+  "checkpoint": {"config", "exits", "paths", "together"},
   "sharding": {"config"},
   "ops": {"config", "sharding"},  # and kernels_*
   "model": MODEL,
@@ -35,7 +36,6 @@ ALLOWED = {
   "orchestrator": STEP
   | {"step", "metrics.rows*", "metrics.transfer*", "metrics.clock*"}
   | {"paths"},
-  "exits": set(),
   # Shared by all entry points; they know nothing of what is trained.
   "cli": {"config", "exits"},
   "launch": {"cli", "exits"},  # starts before jax is imported
@@ -52,6 +52,7 @@ ALLOWED = {
   "lease": {"exits", "paths"},
   "workdir": {"config", "lease", "paths", "together"},
   "logfile": {"config", "paths"},
+  "liveness": {"config", "exits", "paths", "metrics.goodput*", "ops._compat"},
   "feed": {"config", "sharding", "data"},
   "scoring": {"feed", "data", "sharding", "model", "step"},
   "bridge": {"config", "sharding", "model", "checkpoint", "data.tokenizer*", "workdir", "paths"},
@@ -61,7 +62,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions", "api", "length", "torch_run", "check_env"}
+TOP |= {"forecast", "decisions", "api", "length", "fitting", "torch_run", "check_env"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 

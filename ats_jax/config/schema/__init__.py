@@ -83,11 +83,20 @@ class Config:
     resume="free",
   )
   heartbeat_secs: int = setting(
-    100,
+    30,
     "in a job of several processes, one that gives no sign of life for so long is taken for dead, "
     "and all end",
     unit="s",
     low=1,
+    resume="free",
+  )
+  hang_secs: float = setting(
+    300.0,
+    "a step in which nothing moves for so long, and ten times as long as any before, hangs: the "
+    "stacks of all processes are written, and a job ends with code 1, to be started again. To "
+    "compile, save, evaluate or begin may take twelve times as long; 0 = for ever",
+    unit="s",
+    low=0.0,
     resume="free",
   )
   join_secs: int = setting(

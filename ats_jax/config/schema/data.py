@@ -23,6 +23,12 @@ class DataConfig:
     "empty = by size and data.temperature",
     resume="free",
   )
+  mixture_order: str = setting(
+    "even",
+    "of named sources: how their rows take turns: 'even' (each has its share of any number of "
+    "rows, to less than one), or 'random' (it has its share of each 4,096 rows or so)",
+    choices=("even", "random"),
+  )
   temperature: float = setting(
     1.0,
     "of named sources without data.mixture: one of n rows has the weight n^(1/temperature); above "
@@ -44,6 +50,18 @@ class DataConfig:
     "",
     "which documents to keep: filters in order, of repair, exact, near, language, gopher, "
     "repetition, c4, with options as in near:threshold=0.7; empty = all",
+  )
+  streaming: bool = setting(
+    False,
+    "tokenise text while it is read, a window at a time, so that a training on much of it starts "
+    "at once and needs little disk; without filters, and nothing is held out",
+  )
+  window_mb: float = setting(
+    64.0,
+    "with data.streaming: text of a window, whose rows are shuffled together; four of them are on "
+    "disk",
+    unit="millions of characters",
+    low=0.001,
   )
   strict: bool = setting(
     False, "stop at the first malformed line or file instead of counting it", resume="free"

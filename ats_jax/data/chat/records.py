@@ -2,16 +2,25 @@
 
 from collections.abc import Iterator
 
+from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation, MalformedError, read_conversation
 from ats_jax.data.formats import opening
 from ats_jax.data.formats.records import READERS, records
 from ats_jax.data.formats.text import Piece
 from ats_jax.data.report import Report
-from ats_jax.data.source import SourceFile
+from ats_jax.data.source import SourceFile, pieces
 
 
 def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
-  """The conversations of a file, each with its place there; `report` counts its records."""
+  """The conversations of a file, each with its place there; `report` counts its records.
+
+  Those that filters drop are passed over.
+  """
+  found = _conversations(file, report)
+  yield from file.sieve.kept(file.path, found, report) if file.sieve else found
+
+
+def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
   if opening.suffix(file.name) not in READERS:
     report.records += 1
     report.skip("no records", file.path)
@@ -26,6 +35,15 @@ def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conve
         yield place, conversation
   except opening.errors() as e:
     report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
+
+
+def judged_pieces(file: SourceFile, cfg: DataConfig, report: Report) -> Iterator[Piece]:
+  """The documents of a file, as filters judge them: of a conversation all that is said in it."""
+  if not cfg.chat_template:
+    yield from pieces(file, cfg.text_field, report)
+    return
+  for piece in message_pieces(file, report):
+    yield piece._replace(text=f"{piece.text}\n\n")
 
 
 def message_pieces(file: SourceFile, report: Report) -> Iterator[Piece]:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ats_jax.config.filters import filter_stages
+from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.data.filters import duplicates
-from ats_jax.data.filters.rules import CHANGES, RULES, Rule, make_rule
+from ats_jax.data.filters.rules import RULES, Rule, make_rule
 
 COMPARISONS = ("exact", "near")  # these look at all documents, at the end
 

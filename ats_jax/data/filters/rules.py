@@ -166,4 +166,3 @@ def _scalars(kind: Any) -> dict[str, bool | int | float | str]:
 RULES: dict[str, Callable[[Stage], Rule]] = {
   "repair": repair, "language": language, "gopher": gopher, "repetition": repetition, "c4": c4,
 }  # fmt: skip
-CHANGES = ("repair", "c4")  # what is left of a document may be another text

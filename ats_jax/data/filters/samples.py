@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.filters.sieve import documents
 from ats_jax.data.report import Report
-from ats_jax.data.source import SourceFile, document_name, pieces
+from ats_jax.data.source import SourceFile, document_name
 
 _OF_EACH = 5  # reasons and verdicts: those with the lowest keys, which are any
 _CHARS = 600  # of a text
@@ -26,7 +27,7 @@ def take_samples(
 
   Args:
     files: all files.
-    cfg: `text_field` is read.
+    cfg: `text_field` and `chat_template` are read.
     columns: `file`, `line` and `key` of each document.
     verdict: [documents], indices of `reasons`.
     instead: [documents], which one is kept in the place of a duplicate; -1 = it is none.
@@ -65,7 +66,7 @@ def _texts(
   for number in sorted({int(file[document]) for document in wanted}):
     begin = int(np.searchsorted(file, number))
     places = {document - begin for document in wanted if file[document] == number}
-    read = documents(pieces(files[number], cfg.text_field, Report(strict=False)))
+    read = documents(judged_pieces(files[number], cfg, Report(strict=False)))
     for place, document in enumerate(read):
       if place in places:
         found[begin + place] = next(document).text[:_CHARS]

@@ -40,19 +40,34 @@ class Sieve:
     Raises:
       ValueError: if the file has other documents than those that were judged.
     """
-    verdicts = self.folder.array("verdict")[self.begin : self.end].tolist()
-    reasons, changes = self.folder.meta["reasons"], _changes(self.filters)
-    at = 0
-    for at, document in enumerate(documents(found), 1):
-      if at > len(verdicts):
-        break
-      if verdict := verdicts[at - 1]:
+    changes = _changes(self.filters)
+    for document, reason in self._judged(path, documents(found)):
+      if reason:
         line = next(document).line
-        report.drop(reasons[verdict], f"{path}:{line}" if line else path)
+        report.drop(reason, f"{path}:{line}" if line else path)
       elif changes:
         yield from _changed(document, changes)
       else:
         yield from document
+
+  def kept[T](
+    self, path: str, found: Iterator[tuple[int, T]], report: Report
+  ) -> Iterator[tuple[int, T]]:
+    """As `passed`, of documents that come whole, each with its place in the file."""
+    for (place, document), reason in self._judged(path, found):
+      if reason:
+        report.drop(reason, f"{path}:{place}")
+      else:
+        yield place, document
+
+  def _judged[D](self, path: str, found: Iterable[D]) -> Iterator[tuple[D, str]]:
+    """Documents, and why each is dropped; "" = it is kept."""
+    verdicts = self.folder.array("verdict")[self.begin : self.end].tolist()
+    reasons, at = self.folder.meta["reasons"], 0
+    for at, document in enumerate(found, 1):
+      if at > len(verdicts):
+        break
+      yield document, reasons[verdicts[at - 1]]
     if at != len(verdicts):
       raise ValueError(f"{path} has changed since it was read first. Start again.")
 

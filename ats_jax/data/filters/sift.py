@@ -20,6 +20,7 @@ from absl import logging
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache
+from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.child import worked
 from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, resolve
 from ats_jax.data.filters.parts import Document, Parts
@@ -27,7 +28,7 @@ from ats_jax.data.filters.samples import take_samples
 from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
 from ats_jax.data.report import Report
 from ats_jax.data.shards import How
-from ats_jax.data.source import SourceFile, document_name, name_hash, pieces
+from ats_jax.data.source import SourceFile, document_name, name_hash
 
 _VERSION = 1  # of the filters' own code: raise it when a verdict changes
 _BATCH_CHARS = 2**21  # judged at a time
@@ -70,7 +71,7 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
   kept as they are.
 
   Args:
-    cfg: `filters`, `text_field`, `strict` and `cache_dir` are read.
+    cfg: `filters`, `text_field`, `chat_template`, `strict` and `cache_dir` are read.
     files: from `find_files`.
     fingerprint: of their names and contents.
     how: to go about it.
@@ -82,7 +83,8 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
   filters = canonical(cfg.filters)
   judge = Judge(filters)  # before any work: its options may be wrong
   root = cache.cache_root(cfg.cache_dir)
-  own = cache.digest("sift", _VERSION, fingerprint, cfg.text_field, filters, versions(filters))
+  kind = ["conversations"] if cfg.chat_template else cfg.text_field
+  own = cache.digest("sift", _VERSION, fingerprint, kind, filters, versions(filters))
 
   def build(folder: Path) -> dict[str, Any]:
     return _build(folder, cfg, files, judge, how)
@@ -151,7 +153,7 @@ def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
   for number, file in enumerate(files):
     if file.kind == "tokens":
       continue
-    for document in documents(pieces(file, cfg.text_field, report)):
+    for document in documents(judged_pieces(file, cfg, report)):
       texts, chars, line, rest = [], 0, 0, None
       for piece in document:
         if chars < LONGEST:

@@ -30,7 +30,7 @@ from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
-from ats_jax.orchestrator.signals.interval import FaultError, Reading
+from ats_jax.orchestrator.signals.interval import Fault, Reading
 from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.paths import Log, Path
 
@@ -195,7 +195,7 @@ def decode(fields: Mapping[str, Any]) -> Reading:
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])
   values["rules"] = tuple(fields["rules"])
-  values["faults"] = tuple(FaultError(*parts) for parts in fields["faults"])
+  values["faults"] = tuple(Fault(*parts) for parts in fields["faults"])
   return Reading(**values)
 
 

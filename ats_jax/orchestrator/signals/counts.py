@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import FaultError, Rows
+from ats_jax.orchestrator.signals.interval import Fault, Rows
 
 Schedule = Callable[..., Any]  # see `step.schedule.learning_rate`
 ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
@@ -14,7 +14,7 @@ ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
 
 def wrong_counts(
   cfg: Config, schedule: Schedule | None, names: Sequence[str], last_step: int, rows: np.ndarray
-) -> list[FaultError]:
+) -> list[Fault]:
   """What an interval reports that cannot be of its steps.
 
   Args:
@@ -31,7 +31,7 @@ def wrong_counts(
     off = np.flatnonzero(counted != before.astype(np.float32))
     if off.size:
       step, says = before[off[0]] + 1, counted[off[0]] + 1
-      return [FaultError("count", f"the state's step says {says:.0f} of update {step}")]
+      return [Fault("count", f"the state's step says {says:.0f} of update {step}")]
   if schedule is None:
     return []
   known, reported = schedule(cfg, before, np), column["train/scheduled_rate"]
@@ -43,10 +43,10 @@ def wrong_counts(
     f"update {before[at] + 1} was made at a rate of {reported[at]:.6g}, the schedule's is "
     f"{known[at]:.6g}: the state counts other steps"
   )
-  return [FaultError("count", says)]
+  return [Fault("count", says)]
 
 
-def wrong_position(cfg: Config, begin: Rows | None, now: Rows | None) -> list[FaultError]:
+def wrong_position(cfg: Config, begin: Rows | None, now: Rows | None) -> list[Fault]:
   """Whether the data is elsewhere than the steps since `begin` say; nothing mends that."""
   if begin is None or now is None:
     return []
@@ -54,4 +54,4 @@ def wrong_position(cfg: Config, begin: Rows | None, now: Rows | None) -> list[Fa
   if now.row == want:
     return []
   reason = f"{now.row:,} training rows were read by step {now.step:,} in place of {want:,}"
-  return [FaultError("data", reason, "Start again from the last checkpoint, which knows its rows.")]
+  return [Fault("data", reason, "Start again from the last checkpoint, which knows its rows.")]

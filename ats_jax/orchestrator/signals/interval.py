@@ -17,7 +17,7 @@ SCALES = ("reflex/grad_scale", "reflex/rate_scale")  # 1 if all is well
 Sums = tuple[jax.Array, ...]  # what an eval step returned for each part of the probe
 
 
-class FaultError(NamedTuple):
+class Fault(NamedTuple):
   """A certain fault: two quantities that must be equal differ.
 
   Attributes:
@@ -83,7 +83,7 @@ class Reading(NamedTuple):
   wrong: int = 0
   tensor: str = ""
   miscounted: int = 0
-  faults: tuple[FaultError, ...] = ()
+  faults: tuple[Fault, ...] = ()
 
   @property
   def unread(self) -> bool:

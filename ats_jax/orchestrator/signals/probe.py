@@ -11,7 +11,7 @@ from ats_jax.data.batch import Batch
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
-from ats_jax.orchestrator.signals.interval import FaultError, Sums, check_probe, probe_loss
+from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, probe_loss
 from ats_jax.step.program import Program
 
 FORWARD = 1 / 3  # of the FLOPs that a token costs in training
@@ -52,7 +52,7 @@ class Probe:
     check_probe(sums[0])
     self.spread = float(np.ptp([probe_loss(s) for s in sums]))
 
-  def disagreement(self, program: Program, first: Sums, second: Sums) -> tuple[FaultError, ...]:
+  def disagreement(self, program: Program, first: Sums, second: Sums) -> tuple[Fault, ...]:
     """Whether two scores of the same weights differ by more than they may.
 
     They are equal to the bit on a CPU and with `precision.deterministic`, else within a few times
@@ -69,7 +69,7 @@ class Probe:
       f"the same weights scored the same text at {one:.9g} and at {two:.9g} nats one after the "
       f"other, which may differ by {bound:.2g}: a device computes wrongly"
     )
-    return (FaultError("system", reason, ADVICE if self._disagreed > 1 else ""),)
+    return (Fault("system", reason, ADVICE if self._disagreed > 1 else ""),)
 
   def score(self, program: Program, model: Decoder, rules: Pass) -> Sums:
     """Begin to score `model`; what comes of it is on its way to the host."""

@@ -12,7 +12,7 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.reflex import WARM
 from benchmarks.faults.arms import ARMS, OTHER_ARMS, build_arm
 from benchmarks.faults.bench import Bench, Suite
-from benchmarks.faults.inject import FaultError
+from benchmarks.faults.inject import Fault
 from benchmarks.faults.single import run
 from benchmarks.faults.watchers import RULE_METRICS
 
@@ -27,7 +27,7 @@ def mesh():
     yield
 
 
-CALM = FaultError(jnp.float32(1.0), jnp.float32(1.0))
+CALM = Fault(jnp.float32(1.0), jnp.float32(1.0))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ FLOATS = [n for n, f in SETTINGS.items() if f.type is float]
 
 # What a choice needs beside it.
 BESIDE = {
+  "random": {"data.paths": "a=a.txt,b=b.txt"},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
   "llama3": {"model.rope_original_len": 64},
   "yarn": {"model.rope_original_len": 64},

@@ -1,14 +1,17 @@
 """Every broken input is named or accepted, none ends the process, and the counts add up."""
 
 import importlib.util
+import os
 import signal
 
 import broken_inputs
+import numpy as np
 import pytest
 
 from ats_jax.data.checks import check
 from ats_jax.data.report import Report
 from ats_jax.data.source import find_files
+from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_split
 from ats_jax.data.tokenizer import ByteTokenizer
 
@@ -69,6 +72,43 @@ def try_all(tmp_path, config, seeds):
   assert ds.corpus.report["balance"] == expected
   assert ds.num_documents == expected["documents"]
   assert ds.rows(range(ds.num_rows))["loss_mask"].sum() == ds.num_tokens
+  return expected
+
+
+def try_filtered_sources(tmp_path, config, expected):
+  """The same files as two sources of a mixture, with copies dropped; and as a stream."""
+  files = sorted((tmp_path / "d").iterdir())
+  assert len(files) > 20
+  for number, file in enumerate(files):
+    (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+    os.rename(file, tmp_path / "ab"[number % 2] / file.name)
+  paths = {name: tmp_path / name for name in "ab"}
+  for name in ("one", "two"):
+    (tmp_path / "a" / f"{name}.txt").write_text("The same words.")
+  usual = dict(seq_len=64, mixture="3 steps: a=2,b=1; b=1")
+  cfg = config(paths=",".join(f"{n}={p}" for n, p in paths.items()), filters="exact", **usual)
+  ds, _ = open_data(cfg, 0)
+  reports = [part.corpus.report for part in ds.sources.values()]
+  sums = {name: sum(r["balance"][name] for r in reports) for name in expected}
+  copies = sum(sum(r["filtered"].values()) for r in reports)
+  assert copies > 0 and sums == {
+    "records": expected["records"] + 2,
+    "documents": expected["documents"] + 2 - copies,
+    "dropped": expected["dropped"] + copies,
+  }
+  ds.global_rows(np.arange(200))
+
+  tokens = [find_files(str(p), Named()) for p in paths.values()]
+  for file in (file for found in tokens for file in found if file.kind == "tokens"):
+    os.unlink(file.path)
+  both = ",".join(map(str, paths.values()))
+  whole = open_split(config(seq_len=64), 0, both, ByteTokenizer())
+  stream, _ = open_data(config(paths=both, seq_len=64, streaming=True, window_mb=0.3), 0)
+  targets, row = 0, 0
+  while stream.turn(row).epoch == 0:
+    targets += int(stream.global_rows(np.array([row]))["loss_mask"].sum())
+    row += 1
+  assert targets == whole.num_tokens
 
 
 def kinds():
@@ -79,13 +119,16 @@ def kinds():
 
 @pytest.mark.parametrize("start", [0, 100, 200])
 def test_a_hundred_cases(tmp_path, config, start):
-  try_all(tmp_path, config, range(start, start + 100))
+  expected = try_all(tmp_path, config, range(start, start + 100))
+  if start == 0:
+    try_filtered_sources(tmp_path, config, expected)
 
 
 @pytest.mark.slow
 def test_two_thousand_cases(tmp_path, config, monkeypatch):
   monkeypatch.setattr(broken_inputs, "KINDS", kinds())
-  try_all(tmp_path, config, range(1000, 3000))
+  expected = try_all(tmp_path, config, range(1000, 3000))
+  try_filtered_sources(tmp_path, config, expected)
 
 
 @pytest.mark.formats

@@ -301,8 +301,8 @@ def test_wrong_filters(text, message):
   [
     ({"data.filters": "dedup"}, "'dedup' is unknown"),
     (
-      {"data.filters": "exact", "data.chat_template": "chatml", "data.packing": "best_fit"},
-      "data.filters='exact' looks at text, and data.chat_template='chatml' reads conversations",
+      {"data.filters": "exact,repair", "data.chat_template": "chatml"},
+      "data.filters: repair changes text, and data.chat_template='chatml' reads conversations",
     ),
   ],
 )

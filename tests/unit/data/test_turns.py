@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.turns import Stage, Turns, even_order
+from ats_jax.data.turns import Stage, Turns, even_order, random_order
 
 PARTS = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
@@ -18,7 +18,9 @@ def turns(draw):
   sources = draw(st.integers(1, 5))
   parts = st.lists(st.integers(0, 20), min_size=sources, max_size=sources).filter(any)
   lengths = draw(st.lists(st.integers(1, 120), min_size=0, max_size=3))
-  return Turns([*(Stage(tuple(draw(parts)), n) for n in lengths), Stage(tuple(draw(parts)))])
+  seed = draw(st.sampled_from([None, 0, 1]))
+  last = Stage(tuple(draw(parts)))
+  return Turns([*(Stage(tuple(draw(parts)), n) for n in lengths), last], seed)
 
 
 def most_off(order, parts):
@@ -42,6 +44,26 @@ def test_shares_are_exact_to_less_than_a_row_on_every_prefix(parts):
 def test_shares_of_uneven_sources(parts):
   """Among them many small ones, whose rows fall due together: largest-lag rules are off by more."""
   assert most_off(even_order(parts), parts) < 1
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (3, 0, 7), (5000, 1)])
+def test_a_random_order_has_its_shares_in_each_period(parts):
+  """It is no order of turns, another one with another seed, and the next period is as the first."""
+  order = random_order(parts, "0 0")
+  counts = np.bincount(order, minlength=len(parts))
+  assert len(order) >= 4096 and (counts * sum(parts) == len(order) * np.array(parts)).all()
+  assert (order != random_order(parts, "1 0")).any()
+  found = Turns([Stage(parts)], 0).find(np.arange(2 * len(order)))
+  np.testing.assert_array_equal(found.source, np.tile(order, 2))
+
+
+def test_a_random_order_is_as_random_as_coins():
+  """Of 4,096 rows of two sources: runs of one source, and shares of blocks, as chance has them."""
+  order = random_order((1, 1), "0 0")
+  changes = np.count_nonzero(np.diff(order))
+  assert abs(changes - 2048) < 5 * 32  # five standard deviations
+  blocks = order.reshape(64, 64).sum(1)
+  assert 10 < blocks.var() < 24  # 16 expected; 0 of turns
 
 
 @pytest.mark.parametrize("share", [3, 5, 7])
@@ -94,7 +116,7 @@ def test_hosts_and_a_change_of_their_number_read_each_row_once(found, start, dat
 def test_an_appended_phase_changes_no_row_before_it(found):
   last = found.stages[-1]
   end = int(found.starts[-1]) + 50
-  longer = Turns([*found.stages[:-1], last._replace(rows=50), Stage(last.parts[::-1])])
+  longer = Turns([*found.stages[:-1], last._replace(rows=50), Stage(last.parts[::-1])], found.seed)
   for before, after in zip(found.find(np.arange(end)), longer.find(np.arange(end)), strict=True):
     np.testing.assert_array_equal(before, after)
 

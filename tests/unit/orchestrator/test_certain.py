@@ -18,7 +18,7 @@ from ats_jax.orchestrator.policy import rates
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.interval import FaultError, Rows
+from ats_jax.orchestrator.signals.interval import Fault, Rows
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead
@@ -224,7 +224,7 @@ def test_the_counter_itself_is_compared_where_the_step_reports_it():
   assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == []
   rows[3] += 4
   assert wrong_counts(cfg, None, ("reflex/step",), 15, rows) == [
-    FaultError("count", "the state's step says 18 of update 14")
+    Fault("count", "the state's step says 18 of update 14")
   ]
 
 

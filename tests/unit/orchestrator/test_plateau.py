@@ -31,7 +31,7 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Again, Effect
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
-from benchmarks.faults.inject import FaultError, with_faults
+from benchmarks.faults.inject import Fault, with_faults
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
 WELL, NEW, FRESH = Judgement(), PolicyState(), Plateau()
@@ -155,7 +155,7 @@ def train(program, steps, rate, path=None, *, raises=True):
   cfg = dataclasses.replace(program.cfg, orchestrator=orchestrator)
   lent, program = Lent(), dataclasses.replace(program, cfg=cfg)
   supervisor = Supervisor(program, counting_rows(10**6), path, loop=lent)
-  state, fault = program.init(), FaultError(jnp.float32(1.0), jnp.float32(rate))
+  state, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(rate))
   supervisor.start(0, state)
   for step in range(1, steps + 1):
     batch = micro_batches(counting_rows(step), 1)
@@ -204,7 +204,7 @@ def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
   state, supervisor = train(program, 8 * (2 + WAIT + SPAN), LOW)
   ((step, _),) = supervisor.decisions
   first = step - SPAN * 8
-  by_hand, fault = program.init(), FaultError(jnp.float32(1.0), jnp.float32(LOW))
+  by_hand, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
   for number in range(1, step + 1):
     if number == first + 1:
       by_hand = carry_out(HIGHER, by_hand, program.cfg)  # the limit of the rate rises too

@@ -26,7 +26,7 @@ from ats_jax.orchestrator.trials.snapshots import (
 )
 from ats_jax.step.metrics import METRICS
 from ats_jax.step.program import make_program
-from benchmarks.faults.inject import FaultError, with_faults
+from benchmarks.faults.inject import Fault, with_faults
 
 SETTINGS = {
   "num_steps": 220,
@@ -38,7 +38,7 @@ SETTINGS = {
   "orchestrator.snapshot_interval": 8,
 }
 FAULT_STEP = 160
-NO_FAULT = FaultError(jnp.float32(1.0), jnp.float32(1.0))
+NO_FAULT = Fault(jnp.float32(1.0), jnp.float32(1.0))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ class Run:
     self.supervisor.start(0, self.state)
 
   def __call__(self, steps, *, noise=False, **fault):
-    given = FaultError(*(jnp.float32(fault.get(name, 1.0)) for name in FaultError._fields))
+    given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
     for _ in range(steps):
       self.step += 1
       batch = micro_batches(counting_rows(self.step, noise=noise), 1)

@@ -14,7 +14,7 @@ from ats_jax.step.balance import drop_experts
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
-from benchmarks.faults.inject import FaultError, with_faults
+from benchmarks.faults.inject import Fault, with_faults
 
 CALM = {
   "optimizer.learning_rate": 1e-3,
@@ -139,7 +139,7 @@ def test_a_step_that_is_left_out_leaves_the_buffers_of_routers_alone(mesh):
   program = make_program(cfg)
   state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
   before = arrays((state.model, state.opt_state))
-  broken = FaultError(jnp.float32(np.nan), jnp.float32(1.0))
+  broken = Fault(jnp.float32(np.nan), jnp.float32(1.0))
   step, rules = with_faults(program).train_step, program.training_rules(1)
   state, metrics = step(state, batch(cfg, 1), rules, fault=broken)
   assert metrics.values[metric_names(cfg).index("reflex/skipped")] == 1.0

@@ -17,7 +17,7 @@ from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.program import make_program
 from ats_jax.step.reflex import REACH, WARM, Tracker
 from ats_jax.step.schedule import learning_rate
-from benchmarks.faults.inject import FaultError, with_faults
+from benchmarks.faults.inject import Fault, with_faults
 
 FLOOR = 0.1
 
@@ -136,7 +136,7 @@ class Run:
     self.state, self.rows, self.step = self.program.init(), [], 0
 
   def __call__(self, steps=1, *, noise=False, **fault):
-    given = FaultError(*(jnp.float32(fault.get(name, 1.0)) for name in FaultError._fields))
+    given = Fault(*(jnp.float32(fault.get(name, 1.0)) for name in Fault._fields))
     for _ in range(steps):
       self.state, metrics = self.program.train_step(
         self.state, batch(self.step, noise=noise), self.program.training_rules(1), fault=given

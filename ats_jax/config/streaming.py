@@ -1,0 +1,50 @@
+"""What `data.streaming` cannot be used with."""
+
+from ats_jax.config import mixture
+from ats_jax.config.filters import filter_stages
+from ats_jax.config.schema import Config
+
+
+def streaming(cfg: Config) -> None:
+  """A rule of `config.validate`.
+
+  Raises:
+    ValueError: for settings that need the whole text before the first step.
+  """
+  data = cfg.data
+  if not data.streaming:
+    usual = type(data)().window_mb
+    if data.window_mb != usual:
+      raise ValueError(
+        f"data.window_mb={data.window_mb:g} does nothing without data.streaming. Set that, or "
+        f"leave data.window_mb at {usual:g}."
+      )
+    return
+  whole = "data.streaming=true, but {} needs the whole text before the first step. {}"
+  if data.chat_template and not data.chat_sources:
+    what = f"data.chat_template={data.chat_template!r}"
+    raise ValueError(
+      whole.format(what, "Conversations are not streamed: set data.streaming=false.")
+    )
+  if filter_stages(data.filters):
+    what = f"data.filters={data.filters!r}"
+    raise ValueError(whole.format(what, "Filter it with `ats-jax data prepare`, or leave it out."))
+  held_out = mixture.named_paths(data.validation_paths, "data.validation_paths")
+  if data.validation_fraction and "" not in held_out:
+    what = f"data.validation_fraction={data.validation_fraction:g}"
+    advice = "Name text to validate on in data.validation_paths, or set data.validation_fraction=0."
+    raise ValueError(whole.format(what, advice))
+  if cfg.counts_epochs:
+    what = f"num_epochs={cfg.num_epochs:g}" if cfg.num_epochs else f"length={cfg.length}"
+    raise ValueError(whole.format(what, "Say how long the run is with num_steps."))
+  if cfg.eval.bigram_baseline:
+    what = "eval.bigram_baseline=true"
+    raise ValueError(whole.format(what, "Set eval.bigram_baseline=false."))
+  names = mixture.sources(data.paths)
+  phases = mixture.phases(data.mixture, names)
+  if names and not phases:
+    advice = "Give the weights in data.mixture, e.g. data.mixture=web=0.7,code=0.3."
+    raise ValueError(whole.format("a mixture by size", advice))
+  if any(phase.unit == "epochs" for phase in phases):
+    advice = "Give the lengths of phases in steps or tokens."
+    raise ValueError(whole.format("a phase in epochs", advice))

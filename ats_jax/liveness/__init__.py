@@ -1,0 +1,1 @@
+"""Whether the processes of a run live, get on, and keep pace."""

@@ -1,0 +1,133 @@
+"""Each mode of training, killed as its data is prepared and as its phases change, bit for bit.
+
+Texts, conversations, and both in turn or in phases, with filters, packing and loader processes; and
+a text that is tokenised while it is read.
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import runs
+
+STEPS, SWITCH = 20, 10  # the phases change behind SWITCH, where a checkpoint is due too
+SETTINGS = (
+  f"num_steps={STEPS}",
+  "model.num_layers=1",
+  "model.d_model=32",
+  "model.num_heads=2",
+  "model.num_kv_heads=2",
+  "model.d_ff=32",
+  "data.tokenizer=bytes",
+  "data.packing=best_fit",
+  "data.seq_len=64",
+  "data.batch_size=8",
+  "data.num_workers=2",
+  "data.validation_fraction=0.2",
+  "step.accum_steps=2",
+  "checkpoint.every_steps=5",
+  "eval.every_steps=10",
+  "eval.num_batches=2",
+  "eval.bigram_baseline=False",
+  "log.every_steps=1",
+  "sample.max_tokens=0",
+)
+# Shards of a few kilobytes, and an end by SIGKILL as shard number KILL_AT is about to be counted.
+CONFIG = """
+import os, signal, sys
+
+from configs.debug import get_config  # noqa: F401
+from ats_jax.data import shards, tokenise
+from ats_jax.data.chat import corpus
+
+shards.SHARD_TOKENS = 3000
+tokenise._BATCH_CHARS = corpus._BATCH_CHARS = 1000
+
+
+def die(event, arguments, seen=[0]):
+  if event == "os.rename" and "/part-" in str(arguments[0]):
+    seen[0] += 1
+    if seen[0] == int(os.environ.get("KILL_AT", 0)):
+      os.kill(os.getpid(), signal.SIGKILL)
+
+
+sys.addaudithook(die)
+"""
+CHATS = ("data.filters=exact", "data.chat_template=chatml", "data.chat_sources=chat")
+
+
+class Mode(NamedTuple):
+  """Paths, with `{}` for the folder of the texts, and further settings."""
+
+  paths: str
+  settings: tuple[str, ...]
+
+
+MODES = {
+  "base_only": Mode("{0}/base.jsonl", ("data.filters=exact",)),
+  "finetuning_only": Mode("{0}/chat.jsonl", ("data.filters=exact", "data.chat_template=chatml")),
+  "hybrid_sequential": Mode(
+    "base={0}/base.jsonl,chat={0}/chat.jsonl",
+    (
+      *CHATS,
+      f"data.mixture={SWITCH} steps: base=1; chat=1",
+      "optimizer.phases=3e-3/2; 1e-4/2",
+    ),
+  ),
+  "streaming": Mode(
+    "{0}/base.jsonl",
+    ("data.streaming=True", "data.window_mb=0.002", "data.validation_fraction=0"),
+  ),
+  "hybrid_interleaved": Mode(
+    "base={0}/base.jsonl,chat={0}/chat.jsonl",
+    (*CHATS, f"data.mixture={SWITCH} steps: base=3,chat=1; base=1,chat=1"),
+  ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+  """Texts with copies, conversations, and the config."""
+  folder = tmp_path_factory.mktemp("texts")
+  texts = [{"text": f"text {i % 70}: " + "the quick é fox. " * (i % 9)} for i in range(90)]
+  turns = lambda i: [("user", f"what is {i}?"), ("assistant", f"{i} " * (1 + i % 5))]
+  chats = [{"messages": [dict(role=r, content=c) for r, c in turns(i)]} for i in range(120)]
+  for name, rows in (("base", texts), ("chat", chats)):
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  (folder / "config.py").write_text(CONFIG)
+  return folder
+
+
+@pytest.mark.parametrize(
+  "mode",
+  [m if m == "hybrid_interleaved" else pytest.param(m, marks=pytest.mark.thorough) for m in MODES],
+)
+def test_killed_at_its_worst_moments(folder, tmp_path, mode):
+  paths, settings = MODES[mode]
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+  def start(workdir: Path, kill_at: int = 0):
+    own = f"data.cache_dir={workdir}.cache"
+    given = (*SETTINGS, *settings, f"data.paths={paths.format(folder)}", own)
+    return runs.start(workdir, *given, config=str(folder / "config.py"), KILL_AT=str(kill_at))
+
+  output = runs.finish(start(whole))
+  assert mode.startswith("hybrid") == ("phase 2 of 2 of data.mixture begins" in output)
+
+  process = start(broken, kill_at=2)
+  process.communicate(timeout=runs.TIMEOUT_SECS)
+  assert process.returncode == -signal.SIGKILL
+  assert list(tmp_path.glob("broken.cache/**/corpus-*.tmp"))
+
+  process = start(broken)
+  killed_in = runs.kill_while_writing(process, broken, after_step=SWITCH - 1)
+  assert killed_in.split(".")[0] == str(SWITCH)
+
+  if mode == "streaming":  # as on another machine
+    shutil.rmtree(tmp_path / "broken.cache")
+  output = runs.finish(start(broken))
+  assert f"resuming {broken} from step" in output
+  runs.assert_same_run(whole, broken, STEPS)

@@ -1,0 +1,154 @@
+"""A mixture read by two real processes, then by one: each token once an epoch of its source."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+from commands import forked, train_flags
+from helpers import tiny_config
+from processes import run_job
+from test_job import SETTINGS as OF_A_JOB
+from test_job import launch, pid_of
+
+from ats_jax.data.audit import BATCH_SIZE, Phase, audit
+from ats_jax.data.loader import TrainBatches
+from ats_jax.data.sources import open_data
+
+SETTINGS = {
+  "model.vocab_size": 259,
+  "data.mixture": "3 steps: web=3,code=1; 200 tokens: talk=1,code=2; web=4,code=1,talk=2",
+  "data.filters": "exact",
+  "data.packing": "best_fit",
+  "data.seq_len": 32,
+  "data.batch_size": BATCH_SIZE,
+  "data.num_workers": 1,
+}
+# What each process reads in training, written down.
+PROCESS = """
+import json
+import numpy as np
+from helpers import tiny_config
+from ats_jax.data.sources import open_data
+from ats_jax.feed import train_feed
+from ats_jax.sharding.mesh import make_mesh
+
+settings, folder, count = json.loads(argv[0]), argv[1], int(argv[2])
+cfg = tiny_config(settings)
+train_set, _ = open_data(cfg.data, cfg.seed)
+with jax.set_mesh(make_mesh(cfg)), train_feed(cfg, train_set, tells=True) as batches:
+  for k in range(count):
+    np.savez(f"{folder}/{rank}-{k}.npz", **next(batches))
+  say(json.dumps(batches.position()))
+"""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> str:
+  """Three uneven sources with copies in them."""
+  folder = tmp_path_factory.mktemp("texts")
+  for name, size in {"web": 260, "code": 50, "talk": 90}.items():
+    rows = [{"text": f"{name} {i % (size - 9)} " * (i % 7 + 1)} for i in range(size)]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return ",".join(f"{name}={folder}/{name}.jsonl" for name in ("web", "code", "talk"))
+
+
+class Recorded:
+  """One process's batches, as it wrote them down."""
+
+  def __init__(self, folder: Path, rank: int, position: dict):
+    self._files = iter(sorted(folder.glob(f"{rank}-*.npz"), key=lambda f: int(f.stem[2:])))
+    self._position = position
+
+  def __next__(self):
+    return dict(np.load(next(self._files)))
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    assert next(self._files, None) is None
+
+  def position(self):
+    return self._position
+
+
+def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
+  settings = SETTINGS | {"data.paths": paths, "data.cache_dir": f"{tmp_path}/cache"}
+  cfg = tiny_config(settings)
+  ds, _ = open_data(cfg.data, cfg.seed)
+  place = [ds.turns.until(n, part.num_rows - 1) for n, part in enumerate(ds.sources.values())]
+  count = -(-(max(place) + 1) // BATCH_SIZE)
+  assert count > 6
+  alone = {**settings, "data.cache_dir": f"{tmp_path}/of-the-job"}  # both prepare it at once
+  said = run_job(PROCESS, tmp_path, json.dumps(alone), tmp_path, count // 2)
+  positions = [json.loads(lines[-1]) for lines in said]
+
+  def batches(data, *, position, local_rows, **arguments):
+    if data is ds and position is None:
+      rank = int(local_rows[0] > 0)
+      return Recorded(tmp_path, rank, positions[rank])
+    return TrainBatches(data, position=position, local_rows=local_rows, **arguments)
+
+  phases = (Phase(2, 1, 0.5), Phase(1, 1, 1.0))
+  (result,) = audit(ds, scenarios={"2 processes, then 1": phases}, batches=batches)
+  assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
+  assert result.targets == ds.num_tokens and result.batches == count
+
+
+@pytest.mark.thorough
+def test_two_processes_share_the_windows_of_a_stream(paths, tmp_path):
+  """They read what one process reads, and one goes on where they ended, without their windows."""
+  settings = {k: v for k, v in SETTINGS.items() if k != "data.filters"}
+  settings |= {
+    "data.paths": paths, "data.streaming": True, "data.window_mb": 0.001,
+    "data.validation_fraction": 0.0, "data.mixture": "3 steps: web=3,code=1; web=1,talk=2",
+    "data.cache_dir": f"{tmp_path}/cache",
+  }  # fmt: skip
+  said = run_job(PROCESS, tmp_path, json.dumps(settings), tmp_path, 8)
+  positions = [json.loads(lines[-1]) for lines in said]
+  assert positions[0] == positions[1] and set(positions[0]["parts"]) == {"web", "code", "talk"}
+  cfg = tiny_config(settings | {"data.cache_dir": f"{tmp_path}/another"})
+
+  def read(count, position=None):
+    ds, _ = open_data(cfg.data, cfg.seed)
+    with TrainBatches(
+      ds, position=position, accum_steps=1, batch_size=BATCH_SIZE, num_workers=0, prefetch=2,
+      local_rows=np.arange(BATCH_SIZE),
+    ) as batches:  # fmt: skip
+      return [next(batches) for _ in range(count)]
+
+  whole = read(10)
+  for k, batch in enumerate(whole[:8]):
+    halves = [np.load(tmp_path / f"{rank}-{k}.npz") for rank in (0, 1)]
+    for name, values in batch.items():
+      np.testing.assert_array_equal(np.concatenate([h[name] for h in halves], 1), values)
+  for one, other in zip(whole[8:], read(2, positions[1]), strict=True):
+    np.testing.assert_array_equal(one["tokens"], other["tokens"])
+
+
+@pytest.mark.thorough
+def test_a_job_that_is_killed_goes_on_as_one_process(paths, tmp_path):
+  """Rows of sources are those of a run that nobody killed, and losses but for rounding."""
+  settings = [s for s in OF_A_JOB if "orchestrator" not in s]
+  settings += [f"{k}={v}" for k, v in SETTINGS.items() if k != "data.batch_size"]
+  settings += [f"data.paths={paths}", "num_steps=60", "orchestrator.mode=off"]
+  devices = f"{runs.QUICK} --xla_force_host_platform_device_count=2"
+  whole = forked(
+    "ats_jax.train", *train_flags(tmp_path / "whole", *settings), XLA_FLAGS=devices
+  )  # fmt: skip
+  assert whole.code == 0, whole.err
+  job = launch(tmp_path / "job", *settings, restarts=0)
+  runs.read_to(job, 30)
+  os.kill(pid_of(job, 1), signal.SIGKILL)
+  job.communicate(timeout=runs.TIMEOUT_SECS)
+  output = runs.finish(runs.start(tmp_path / "job", *settings, XLA_FLAGS=devices))
+  assert "from step" in output
+  rows = [runs.rows(tmp_path / name, "train/loss") for name in ("whole", "job")]
+  for a, b in zip(*rows, strict=True):
+    exact = [k for k in a if k.endswith(("/tokens", "/epochs"))]
+    assert len(exact) == 7 and {k: a[k] for k in exact} == {k: b[k] for k in exact}
+    np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-5)

@@ -1,0 +1,116 @@
+"""Filters on conversations: judged by all that is said, dropped whole, counted and named."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ats_jax.data.audit import audit
+from ats_jax.data.filters import sift
+from ats_jax.data.shards import How
+from ats_jax.data.sources import open_data
+from ats_jax.data.splits import open_documents, prepare
+
+
+def record(*said):
+  roles = ("user", "assistant") * len(said)
+  return {"messages": [dict(role=r, content=c) for r, c in zip(roles, said, strict=False)]}
+
+
+ROWS = [
+  *(record(f"What is {i}?", f"It is a number, {i}.") for i in range(30)),
+  {"messages": "none"},
+  record("WHAT is 3?", "it is a  number, 3."),  # as number 3, but for capitals and spaces
+  {"instruction": "What is 5?", "output": "It is a number, 5."},  # as number 5
+  record("What is 7?", "It is a number, 8."),  # a question of one, the answer of another
+  record("One and two.", "Three."),
+]
+
+
+@pytest.fixture
+def chats(write, config):
+  path = write("chats.jsonl", ROWS)
+
+  def make(**changes):
+    usual = dict(paths=str(path), chat_template="chatml", seq_len=128, filters="exact")
+    return config(**{**usual, **changes})
+
+  return make
+
+
+def lines(corpus):
+  return sorted(int(corpus.name(d).split(":")[1]) for d in range(len(corpus)))
+
+
+def test_copies_are_dropped_whole_and_counts_add_up(chats):
+  opened = open_documents(chats(), 0.0)
+  assert opened.corpus.report["balance"] == {"records": 35, "documents": 32, "dropped": 3}
+  assert opened.corpus.report["filtered"] == {"exact": 2}
+  kept = lines(opened.corpus)
+  assert {34, 35} <= set(kept) and 31 not in kept
+  assert len({4, 32} & set(kept)) == len({6, 33} & set(kept)) == 1
+  named = (opened.corpus.folder.path / "report.txt").read_text()
+  assert named.count("chats.jsonl:") == 3 and "exact" in named
+  samples = json.loads((opened.sifted.path / "samples.json").read_text())
+  (twin,) = (s for s in samples if s["reason"] == "exact" and "3" in s["text"])
+  assert twin["text"].lower().split() == twin["kept_text"].lower().split()
+
+
+def test_what_is_kept_is_as_without_filters(chats):
+  kept = open_documents(chats(), 0.0).corpus
+  whole = open_documents(chats(filters=""), 0.0).corpus
+  of_line = {whole.name(d): d for d in range(len(whole))}
+  for d in range(len(kept)):
+    other, length = of_line[kept.name(d)], int(kept.length[d])
+    assert kept.tokens(d, 0, length).tolist() == whole.tokens(other, 0, length + 1).tolist()
+    assert kept.codes(d, 0, length).tolist() == whole.codes(other, 0, length + 1).tolist()
+
+
+def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
+  monkeypatch.setattr(sift, "_BATCH_CHARS", 300)
+  monkeypatch.setattr("ats_jax.data.filters.parts.PART_CHARS", 400)
+  alone = open_documents(chats(), 0.0)
+  calls = []
+  judge = sift.Judge.__call__
+
+  def stops(self, documents):
+    calls.append(1)
+    if len(calls) == 3:
+      raise KeyboardInterrupt
+    return judge(self, documents)
+
+  cfg = chats(cache_dir=str(tmp_path / "other"))
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(sift.Judge, "__call__", stops)
+    open_documents(cfg, 0.0)
+  assert lines(open_documents(cfg, 0.0).corpus) == lines(alone.corpus)
+  made = prepare(chats(), tmp_path / "out", How(2))
+  assert lines(made.corpus) == lines(alone.corpus)
+  train, _ = open_data(dataclasses.replace(chats(), paths=str(tmp_path / "out")), 0)
+  assert train.num_documents == 32
+
+
+def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
+  text = write("base.jsonl", [{"text": f"text {i % 20}"} for i in range(25)])
+  paths = f"base={text},chat={chats().paths}"
+  cfg = chats(paths=paths, chat_sources="chat", mixture="base=1,chat=2", packing="best_fit")
+  ds, _ = open_data(cfg, 0)
+  assert {name: part.num_documents for name, part in ds.sources.items()} == {"base": 20, "chat": 32}
+  assert not [result for result in audit(ds) if result.difference]
+
+
+@pytest.mark.filters
+def test_rules_look_at_all_turns(chats, write):
+  """Of a conversation that says the same line again and again, in whichever turn."""
+  answer = (
+    "Mix strong flour with water, some salt and a little yeast. Knead until it no longer sticks, "
+    "cover the bowl, and wait about an hour. Shape two loaves, let them rise again while your oven "
+    "gets hot, then cut their tops. Bake for forty minutes; they sound hollow when done."
+  )
+  good = record("How do I make bread at home without a machine?", answer)
+  spam = record("Buy now!\n" * 30, "Why should I?")
+  path = write("rules.jsonl", [good, spam, record("Hello, how are you?", "Buy now!\n" * 30)])
+  opened = open_documents(chats(paths=str(path), filters="repetition,near"), 0.0)
+  assert lines(opened.corpus) == [1]
+  (reason,) = opened.corpus.report["filtered"]
+  assert reason.startswith("repetition: ") and opened.corpus.report["filtered"][reason] == 2
