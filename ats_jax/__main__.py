@@ -35,6 +35,9 @@ VERBS = {
     "use", "bridge.__main__", "weights from and to Hugging Face, and how equal they are"
   ),
   "plan": Verb("plan", "plan", "parameters, FLOPs and memory of a config, or its token budget"),
+  "check_env": Verb(
+    "plan", "check_env", "what this machine is, and whether a run would do well on it"
+  ),
   "config": Verb("plan", "config.__main__", "a config's settings, two compared, one imported"),
   "data": Verb("plan", "data.__main__", "check, prepare, measure and audit the training text"),
   "bench": Verb("speed", "bench.__main__", "speed of a training step, or of settings in turn"),

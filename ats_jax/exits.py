@@ -4,7 +4,7 @@ DONE, FAULT, REFUSED, STOPPED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: 
 
 MEANINGS = {
   "0": "done",
-  "1": "a fault of the program or the machine, or a check that failed (`data audit`, "
+  "1": "a fault of the program or the machine, or a check that failed (`check_env`, `data audit`, "
   "`data validate`)",
   "2": "refused: the message says what is wrong; the same command would end the same way",
   "75": "stopped by a signal after saving: the same command goes on from there",

@@ -78,9 +78,11 @@ class _Lease:
     """Return when the object is gone: deleted by its holder, or dead and deleted here."""
     logging.info("%s is that of %s; waiting to see whether it lives", self._path, found)
     deadline = time.monotonic() + DEAD_SECS
-    while time.monotonic() < deadline:
+    dead = False
+    while not dead:
       time.sleep(BEAT_SECS / 4)
-      now = self._read()
+      dead = time.monotonic() >= deadline
+      now = self._read()  # before it is deleted too: another one may just have taken it
       if now is None:
         return
       if now != found:

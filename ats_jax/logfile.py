@@ -74,7 +74,7 @@ class _FileHandler(std_logging.Handler):
 
   def __init__(self, path: Path):
     super().__init__()
-    kept = paths.read(path) if path.exists() else b""
+    kept = paths.read_log(path) if path.exists() else b""
     torn = kept and not kept.endswith(b"\n")  # a kill in the middle of a line
     self._log = paths.Log(path, kept + b"\n" if torn else kept)
     self.setFormatter(FORMAT)

@@ -34,9 +34,10 @@ _DRIVER_ERRORS = {
   "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
   "google.auth.exceptions": ("GoogleAuthError",),
 }
-# A log on a store is put whole each time: its puts may take one part in so many of the time.
+# The end of a log on a store is put again each time; that may take one part in so many of the time.
 PUT_SHARE = 200
 MIN_PUT_SECS = 10.0
+PART_BYTES = 2**22
 
 
 def parse(text: str | os.PathLike[str]) -> Path:
@@ -107,6 +108,7 @@ def make_folder(path: Path) -> None:
 def read(path: Path) -> bytes:
   """All of a file, as it is now: nothing that was listed before is believed."""
   if is_remote(path):
+    _store(path).invalidate_cache(os.fspath(path))  # or s3fs takes its size from there
     return cast(bytes, _store(path).cat_file(os.fspath(path)))
   with open(path, "rb") as file:
     return file.read()
@@ -146,17 +148,25 @@ def create(path: Path, content: str) -> None:
 
 
 class Log:
-  """A file that grows at its end.
+  """A file that grows at its end; `read_log` reads it.
 
   Locally what is written is with the operating system when `write` returns, and on the disk when
-  `flush` does. A store cannot append: the whole is kept in memory and put at each `flush`, and now
-  and then by `write`, so seldom that it takes 0.5 % of the time at most. What was not put is lost
-  with the process; who must not lose it flushes.
+  `flush` does. A store cannot append: there a log is `name`, `name.0001`, `name.0002`..., of which
+  only the last one is put again, at each `flush`, and now and then by `write`, so seldom that it
+  takes 0.5 % of the time at most. What was not put is lost with the process; who must not lose it
+  flushes.
   """
 
-  def __init__(self, path: Path, content: bytes = b""):
-    """Open `path`, whose content becomes `content`."""
-    self._path, self._data = path, bytearray()
+  def __init__(self, path: Path, content: bytes = b"", *, whole: bool = False):
+    """Open `path`, whose content becomes `content`.
+
+    Args:
+      path: of it.
+      content: what it begins with.
+      whole: put it as one object on a store, as what is changed at its beginning too must be.
+    """
+    self._path, self._whole = path, whole
+    self._part, self._data = 0, bytearray()  # the last one, on a store
     self._file: BinaryIO | None = None
     self._put_from = 0.0  # a write puts from this time on
     self.rewrite(content)
@@ -164,6 +174,15 @@ class Log:
   def rewrite(self, content: bytes) -> None:
     """Begin with other content; if that fails, the file goes on as it was."""
     if is_remote(self._path):
+      old = [] if self._whole else _parts(self._path)
+      self._part = 0
+      for data in old[:-1]:  # those that stay as they are
+        if not content.startswith(data):
+          break
+        content, self._part = content[len(data) :], self._part + 1
+      # From the end on: a kill leaves a log that is only longer than it should be.
+      for number in reversed(range(self._part + 1, len(old))):
+        _part_path(self._path, number).unlink()
       self._data = bytearray(content)
       return
     if not self._path.exists() or self._path.read_bytes() != content:
@@ -173,13 +192,16 @@ class Log:
       old.close()
 
   def write(self, data: bytes) -> None:
-    """Append."""
+    """Append; what is appended at once stays in one part."""
     if self._file is not None:
       self._file.write(data)
       self._file.flush()
       return
     self._data += data
-    if time.monotonic() >= self._put_from:
+    if len(self._data) >= PART_BYTES and not self._whole:
+      self.flush()
+      self._part, self._data = self._part + 1, bytearray()
+    elif time.monotonic() >= self._put_from:
       self.flush()
 
   def flush(self) -> None:
@@ -190,7 +212,7 @@ class Log:
         os.fsync(self._file.fileno())
       return
     start = time.monotonic()
-    write(self._path, bytes(self._data))
+    write(_part_path(self._path, self._part), bytes(self._data))
     end = time.monotonic()
     self._put_from = end + max(MIN_PUT_SECS, PUT_SHARE * (end - start))
 
@@ -199,6 +221,26 @@ class Log:
     self.flush()
     if self._file is not None:
       self._file.close()
+
+
+def read_log(path: Path) -> bytes:
+  """All that a `Log` holds."""
+  parts = _parts(path) if is_remote(path) else []
+  return b"".join(parts) if parts else read(path)
+
+
+def _parts(path: Path) -> list[bytes]:
+  """The parts of a log on a store."""
+  found = []
+  while True:
+    try:
+      found.append(read(_part_path(path, len(found))))
+    except FileNotFoundError:
+      return found
+
+
+def _part_path(path: Path, number: int) -> Path:
+  return path.with_name(f"{path.name}.{number:04d}") if number else path
 
 
 # Folders that are there whole or not at all. Locally such a folder gets its name when it is
@@ -217,8 +259,8 @@ def commit_folder(unfinished: Path, target: Path, last: str) -> None:
   """Make a local folder the folder `target`; what is there in its place is an error."""
   if is_remote(target):
     names = files(unfinished)
-    _put(unfinished, target, [name for name in names if name != last])
-    _put(unfinished, target, [last])
+    put(unfinished, target, [name for name in names if name != last])
+    put(unfinished, target, [last])
     return
   in_threads(lambda name: _sync(unfinished / name), files(unfinished))
   for folder, _, _ in os.walk(unfinished):
@@ -293,7 +335,7 @@ def filled(folder: Path) -> Iterator[Path]:
     return
   with _scratch_folder() as copy:
     yield copy
-    _put(copy, folder, files(copy))
+    put(copy, folder, files(copy))
 
 
 def files(folder: Path) -> list[str]:
@@ -302,6 +344,7 @@ def files(folder: Path) -> list[str]:
     found = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
     return sorted(os.path.relpath(path, folder) for path in found)
   store = _store(folder)
+  store.invalidate_cache(os.fspath(folder))  # other processes write too
   root = f"{store._strip_protocol(os.fspath(folder))}/"
   return sorted(path.removeprefix(root) for path in store.find(os.fspath(folder)))
 
@@ -312,7 +355,8 @@ def in_threads[T](fn: Callable[[Any], T], items: list[Any]) -> list[T]:
     return list(pool.map(fn, items))
 
 
-def _put(local: Path, target: Path, names: list[str]) -> None:
+def put(local: Path, target: Path, names: list[str]) -> None:
+  """Put files of a local folder on a store."""
   _store(target).put([f"{local}/{n}" for n in names], [f"{target}/{n}" for n in names])
 
 

@@ -1,18 +1,24 @@
 """What a run would cost, before any device is used."""
 
 import json
+from pathlib import Path
 
 from absl import flags
 
 from ats_jax import cli
 from ats_jax.planner import describe
 from ats_jax.planner.budget import budget, parse_law, render
+from ats_jax.planner.hardware import Hardware
 
 PLAN = """parameters, FLOPs and memory of a config on a mesh of any size, from shapes alone
 
   ats-jax plan --config=b1
   ats-jax plan --config=b7:moe --devices=64 --config.mesh.fsdp=8 \\
     --config.mesh.expert=2 --config.mesh.tensor=4
+  ats-jax plan --config=b1 --hardware=hardware.json
+
+--hardware is a file of `ats-jax check_env --measure`: the plan then says what a step takes at least
+on such devices and links.
 """
 BUDGET = """how many tokens, epochs and hours, and what more of them would buy
 
@@ -31,6 +37,9 @@ _DEVICES = flags.DEFINE_integer(
   "Devices that share the run; 0 = as few as config.mesh needs.",
   lower_bound=0,
   flag_values=PLAN_FLAGS,
+)
+_HARDWARE = flags.DEFINE_string(
+  "hardware", None, "File of rates that `check_env --measure` wrote.", flag_values=PLAN_FLAGS
 )
 
 _BUDGET_CONFIG = cli.ConfigFlag(BUDGET_FLAGS)
@@ -53,7 +62,8 @@ _LAW = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
   """Print the plan of a config."""
   del argv
-  plan = describe.describe(_CONFIG.value, _DEVICES.value)
+  rates = Hardware.load(Path(_HARDWARE.value).expanduser()) if _HARDWARE.value else None
+  plan = describe.describe(_CONFIG.value, _DEVICES.value, rates)
   print(json.dumps(plan) if _JSON.value else describe.render(plan))
 
 

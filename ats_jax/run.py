@@ -181,12 +181,15 @@ class Run:
       self.writer.write_scalars(self.step, self.scores)
       self.program = check_fp8(self.program, self.scores)
 
-  def save(self) -> None:
-    """Save a checkpoint; it is written in the background."""
+  def save(self, *, locally: bool = False) -> None:
+    """Save a checkpoint, or a snapshot in `local_dir`; it is written in the background."""
     with self.aside("checkpoint"):
       loss = (self.scores or {}).get("eval/loss")
       extra = self.position() | self.watch.saved() | {DEVICES: self.devices}
-      self.checkpoints.save(self.step, self.state, extra, metric=loss)
+      if locally:
+        self.checkpoints.save_locally(self.step, self.state, extra)
+      else:
+        self.checkpoints.save(self.step, self.state, extra, metric=loss)
       stall = {"checkpoint/stall_secs": self.checkpoints.last_save_stall_secs}
       self.writer.write_scalars(self.step, stall)
 
@@ -202,7 +205,7 @@ class Run:
         if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
-      self.checkpoints.wait()
+      self.checkpoints.finish()
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = self._performance()
     logging.info("%s\n%s", announce.performance(stats), self.goodput.line())
@@ -283,7 +286,9 @@ def open_run(
     cfg = relieved(cfg, folder)
     dog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
-    checkpoints = enter(CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg)))
+    checkpoints = enter(
+      CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
+    )
     origin = find_origin(checkpoints, snapshots)
     with dog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)

@@ -96,13 +96,14 @@ def loop(run: Run) -> End:
     stopped = run.stop.agreed(step)
     ends = step == last_step or bool(stopped)
     saves = ends or watch.wants_checkpoint or due(step, run.cfg.checkpoint.every_steps)
-    if saves:
+    keeps = due(step, run.cfg.checkpoint.local_every)
+    if saves or keeps:
       with run.aside("checkpoint"):
         run.state = watch.settle(step, run.state, metrics)  # what is known to be bad is not saved
     if step == last_step or due(step, run.cfg.eval.every_steps):
       run.evaluate()
-    if saves:
-      run.save()
+    if saves or keeps:
+      run.save(locally=not saves)
     if stopped:
       return End.STOPPED
     if watch.wants_restart:

@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from ats_jax import lease, paths
+from ats_jax import lease, paths, together
 from ats_jax.config.build import differences, flatten, from_config_dict, to_dict
 from ats_jax.config.identity import RunIdentity, fixed_settings_hash
 from ats_jax.config.schema import Config
@@ -45,7 +45,8 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
 
   Raises:
     ValueError: if it cannot be written, another process trains in it, its files cannot be read, or
-      it holds a run whose settings differ in more than what may change on resume.
+      it holds a run whose settings differ in more than what may change on resume; if the processes
+      of a job do not see the same folder.
   """
   workdir = Path(workdir)
   with contextlib.ExitStack() as lock:
@@ -85,6 +86,8 @@ def _take(workdir: Path, cfg: Config) -> str:
     run = bytes(RUN_ID_BYTES)
   if jax.process_count() > 1:
     run = multihost_utils.broadcast_one_to_all(np.frombuffer(run, np.uint8)).tobytes()
+    together.check_folder(workdir / RUN_ID, run.hex() + "\n")
+    together.check_clocks()
   return run.hex()
 
 

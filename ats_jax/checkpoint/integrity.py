@@ -33,13 +33,22 @@ def seal(folder: Path, fields: dict[str, Any]) -> None:
     folder: a local one that holds the files; nobody writes to it any more.
     fields: JSON values to keep in the manifest (step, run, metric, leaves).
   """
-  names = paths.files(folder)
+  text = manifest(fields, digests(folder, paths.files(folder)))
+  (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+  """Size and hash of files, as a manifest has them."""
+  names = list(names)
   hashes = paths.in_threads(lambda name: _digest(folder / name), names)
-  files = {
+  return {
     name: {"bytes": size, HASH: digest} for name, (size, digest) in zip(names, hashes, strict=True)
   }
-  text = _render({"version": VERSION, **fields, "files": files})
-  (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def manifest(fields: dict[str, Any], files: dict[str, dict[str, Any]]) -> str:
+  """The text of a manifest; see `seal` and `digests`."""
+  return _render({"version": VERSION, **fields, "files": files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

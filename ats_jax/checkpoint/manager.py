@@ -12,9 +12,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from ats_jax import paths
-from ats_jax.checkpoint import integrity, layout, reader, stream
+from ats_jax.checkpoint import integrity, layout, parted, reader, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
+from ats_jax.checkpoint.local import LocalSnapshots
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.exits import FaultError
@@ -22,6 +23,8 @@ from ats_jax.paths import Path
 
 # Orbax gives up on a write after this time; its default of 600 s is short for a slow network disk.
 WRITE_TIMEOUT_SECS = 3600
+# A save that waits so long for the one before it says that the folder is slow.
+LONG_WAIT_SECS = 10.0
 
 
 class CheckpointManager:
@@ -32,7 +35,7 @@ class CheckpointManager:
   putting its manifest last: whatever kills the process, it is complete or absent.
 
   In a multi-process job every process makes one and calls the same methods in the same order; the
-  directory must be on a file system that all of them share. A store serves one process only.
+  directory must be on a store, or on a file system that all of them share.
 
   Attributes:
     last_save_stall_secs: seconds that the last `save` kept its caller.
@@ -44,6 +47,7 @@ class CheckpointManager:
     cfg: CheckpointConfig,
     run: RunIdentity | None = None,
     stacks: Stacks | None = None,
+    mesh: str = "",
   ):
     """Open a folder of checkpoints, removing what a killed process left unfinished.
 
@@ -52,31 +56,34 @@ class CheckpointManager:
       cfg: which ones to keep, and how to write them.
       run: whose they are; checkpoints of others are refused. None = nobody's, not compared.
       stacks: which layers stand in a stack, see `layout.named_parts`; on the disk none do.
+      mesh: what shards the state, for snapshots in `cfg.local_dir`; those also need a `run`.
 
     Raises:
-      CheckpointError: if the directory cannot be made or cleaned, or several processes share a
-        store.
+      CheckpointError: if the directory cannot be made or cleaned.
     """
     self.directory = paths.absolute(directory)
-    if paths.is_remote(directory) and jax.process_count() > 1:
-      raise CheckpointError(
-        f"a job of {jax.process_count()} processes cannot save to {directory}: each writes a part "
-        "of every array. Use a --workdir on a file system that all of them share, or one process."
-      )
     self.last_save_stall_secs = 0.0
     self._cfg, self._run, self._stacks = cfg, run, stacks
     self._unfinished = paths.staging(self.directory)
+    self._parted = paths.is_remote(directory) and jax.process_count() > 1
+    processes = ocp.options.MultiprocessingOptions()
+    if self._parted:  # nor may processes of one machine share it
+      self._unfinished, processes = self._unfinished / str(jax.process_index()), parted.alone()
+    self._local = LocalSnapshots(cfg, run, mesh) if run and cfg.local_dir else None
     self._attempts = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._orbax = ocp.AsyncCheckpointer(
-      reader.handler(),
+      reader.handler(processes=processes),
+      multiprocessing_options=processes,
       async_options=ocp.options.AsyncOptions(
         timeout_secs=WRITE_TIMEOUT_SECS,
         # In the foreground: after a failure in the background, Orbax's threads wait for the folder.
         create_directories_asynchronously=False,
       ),
     )
+    if self._parted:
+      shutil.rmtree(self._unfinished, ignore_errors=True)
     if jax.process_index() == 0:
       try:
         paths.make_folder(self.directory)
@@ -115,6 +122,14 @@ class CheckpointManager:
     """
     start = time.perf_counter()
     self.wait()
+    if (waited := time.perf_counter() - start) > LONG_WAIT_SECS:
+      logging.warning(
+        "training waited %.0f s until the checkpoint before %d was written: %s is slow. Raise "
+        "checkpoint.every_steps, or use a faster workdir (`ats-jax check_env` measures it).",
+        waited,
+        step,
+        self.directory,
+      )
     if reader.process_0_decides(lambda: int(step in self.steps())):
       logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
       return
@@ -133,7 +148,7 @@ class CheckpointManager:
     self._attempts += 1
     folder = self._unfinished / f"{step}.{self._attempts}"
     try:
-      if jax.process_index() == 0:
+      if self._writes:
         folder.mkdir(parents=True)
         (folder / reader.EXTRA).write_text(extra_text, encoding="utf-8")
       arrays = stream.to_save(layout.stored(parts))
@@ -146,14 +161,25 @@ class CheckpointManager:
       self.wait()
     self.last_save_stall_secs = time.perf_counter() - start
 
+  def save_locally(self, step: int, state: PyTree, extra: dict[str, Any]) -> None:
+    """Keep a snapshot in `cfg.local_dir`; returns when the arrays may be donated."""
+    assert self._local is not None, "no checkpoint.local_dir"
+    start = time.perf_counter()
+    self._local.save(step, state, extra)
+    self.last_save_stall_secs = time.perf_counter() - start
+
   def newest(self) -> tuple[int, dict[str, Any]] | None:
     """The newest intact checkpoint and its `extra`; damaged newer ones are set aside.
+
+    A later snapshot in `cfg.local_dir`, of which every process has its part, goes before it.
 
     Raises:
       CheckpointError: if there are checkpoints and none is intact, or one is of another run.
     """
     self.wait()
     step = reader.process_0_decides(self._choose_latest)
+    if self._local is not None and (found := self._local.newest(step or 0)) is not None:
+      return found
     return None if step is None else (step, reader.load_extra(self.directory, step))
 
   def read(self, step: int, abstract_state: PyTree) -> PyTree:
@@ -162,6 +188,8 @@ class CheckpointManager:
     Raises:
       CheckpointError: if it does not fit `abstract_state`.
     """
+    if self._local is not None and self._local.has(step):
+      return self._local.read(abstract_state)
     return reader.read(self.directory, step, abstract_state, stacks=self._stacks)[1]
 
   def restore_latest(self, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
@@ -206,11 +234,25 @@ class CheckpointManager:
     if (error := future.exception()) is not None:
       raise self._failure(step, error) from error
 
+  def finish(self) -> None:
+    """Wait for the last save, and delete snapshots that it replaces; all processes call together.
+
+    Raises:
+      CheckpointError: if it failed.
+    """
+    self.wait()
+    if self._local is not None:
+      # The others know from process 0 that it is committed.
+      newest = reader.process_0_decides(lambda: max(self.steps(), default=None))
+      self._local.drop(newest or 0)
+
   def close(self) -> None:
     """Wait for the save in the background and free the threads; raises as `wait` does."""
     try:
       self.wait()
     finally:
+      if self._local is not None:
+        self._local.close()
       self._pool.shutdown()
       self._orbax.close()
 
@@ -224,13 +266,22 @@ class CheckpointManager:
     """Wait for Orbax, then make `folder` the checkpoint `step`. Runs in the background."""
     try:
       self._orbax.wait_until_finished()  # ends with a barrier: all processes have written
-      if jax.process_index() == 0:
+      target = self.directory / str(step)
+      if self._parted:
+        parted.commit(folder, target, fields, self._attempts, WRITE_TIMEOUT_SECS)
+      elif jax.process_index() == 0:
         integrity.seal(folder, fields)
-        paths.commit_folder(folder, self.directory / str(step), MANIFEST)
+        paths.commit_folder(folder, target, MANIFEST)
+      if jax.process_index() == 0:
         self._delete_old()
     finally:
-      if jax.process_index() == 0:
+      if self._writes:
         shutil.rmtree(folder, ignore_errors=True)
+
+  @property
+  def _writes(self) -> bool:
+    """Whether this process makes and removes the folder that is written to."""
+    return self._parted or jax.process_index() == 0
 
   def _delete_old(self) -> None:
     """Delete what need not be kept; the new checkpoint is good whether or not that works."""

@@ -357,9 +357,12 @@ def _local_folders(cfg: Config) -> None:
   for name, value in (
     ("compilation_cache", cfg.compilation_cache),
     ("data.cache_dir", cfg.data.cache_dir),
+    ("checkpoint.local_dir", cfg.checkpoint.local_dir),
   ):
     if paths.is_remote(value):
       raise ValueError(f"{name}={value!r} is on a store. It must be local; a workdir need not be.")
+  if bool(cfg.checkpoint.local_every) != bool(cfg.checkpoint.local_dir):
+    raise ValueError("checkpoint.local_every and checkpoint.local_dir: set both, or neither.")
 
 
 def _eight_bits(cfg: Config) -> None:

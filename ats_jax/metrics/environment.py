@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _PACKAGES = (
   "tokenizers",
 )
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_VARIABLES = re.compile("XLA_FLAGS$|JAX_|ATS_")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -49,7 +51,7 @@ def environment() -> dict[str, Any]:
     "device_count": len(devices),
     "device_kinds": sorted({device.device_kind for device in devices}),
     "nvidia_driver": driver,
-    "variables": _variables(),
+    "variables": variables(os.environ),
     "git": _git(Path(__file__)),
   }
 
@@ -61,11 +63,12 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _variables() -> dict[str, str]:
+def variables(environ: Mapping[str, str], wanted: re.Pattern[str] = _VARIABLES) -> dict[str, str]:
+  """Variables whose names begin with `wanted`, without those that look like secrets."""
   return {
     name: value
-    for name, value in sorted(os.environ.items())
-    if (name == "XLA_FLAGS" or name.startswith(("JAX_", "ATS_"))) and not _SECRET.search(name)
+    for name, value in sorted(environ.items())
+    if wanted.match(name) and not _SECRET.search(name)
   }
 
 

@@ -91,7 +91,7 @@ class CsvWriter(MetricWriter):
       if kept:
         columns = old_columns
       _log_cut(path, len(rows) - len(kept))
-    self._columns, self._file = columns, Log(path, csv_text([columns, *kept]).encode())
+    self._columns, self._file = columns, Log(path, csv_text([columns, *kept]).encode(), whole=True)
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:

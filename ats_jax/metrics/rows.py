@@ -66,7 +66,7 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
 def _complete_lines(path: Path) -> list[str]:
   """The lines that end in a newline. Bytes that are no text show up in the error, not as one."""
   # Not read_text: it would take a carriage return for a newline, and a torn line for a whole one.
-  complete, newline, _ = paths.read(path).decode("utf-8", "replace").rpartition("\n")
+  complete, newline, _ = paths.read_log(path).decode("utf-8", "replace").rpartition("\n")
   return complete.split("\n") if newline else []
 
 

@@ -9,19 +9,23 @@ from ats_jax.config.schema import Config
 from ats_jax.metrics.memory import GIB
 from ats_jax.model.count import count
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
+from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import kv_cache_bytes, state_memory, step_memory
+from ats_jax.planner.seconds import render as render_seconds
+from ats_jax.planner.seconds import step_seconds
 
 
-def describe(cfg: Config, devices: int = 0) -> dict[str, Any]:
+def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) -> dict[str, Any]:
   """Parameters, FLOPs and memory of a run; nothing is allocated, no device is used.
 
   Args:
     cfg: the run, resolved or not.
     devices: how many share it; 0 = as few as its mesh needs.
+    hardware: measured rates; None = no times.
 
   Returns:
     Sections of numbers: `run`, `parameters`, `flops_per_token`, `kv_cache_bytes`,
-    `device_bytes_exact`, `device_bytes_estimated`.
+    `device_bytes_exact`, `device_bytes_estimated`, `step_seconds` (None without rates).
 
   Raises:
     ValueError: for settings or a mesh that cannot be used.
@@ -32,6 +36,8 @@ def describe(cfg: Config, devices: int = 0) -> dict[str, Any]:
     state = abstract_state(cfg)
     kv_row = kv_cache_bytes(cfg, state.model)
     exact, estimated = state_memory(cfg, state), step_memory(cfg, state)
+    flops = flops_per_token(cfg, state.model)
+    seconds = hardware and step_seconds(cfg, state, flops["training"], hardware)
   counts = count(cfg, state.model, cfg.data.seq_len)
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return {
@@ -57,10 +63,11 @@ def describe(cfg: Config, devices: int = 0) -> dict[str, Any]:
       "active": counts.active,
       "parts": {name: part._asdict() for name, part in counts.parts.items()},
     },
-    "flops_per_token": flops_per_token(cfg, state.model),
+    "flops_per_token": flops,
     "kv_cache_bytes": {"row": kv_row, "token": kv_row / cfg.data.seq_len},
     "device_bytes_exact": exact,
     "device_bytes_estimated": estimated,
+    "step_seconds": seconds,
   }
 
 
@@ -107,6 +114,8 @@ def render(plan: dict[str, Any]) -> str:
     *_table("memory of a device", ("GiB",), _memory_rows(plan)),
     *_NOTES,
   ]
+  if plan["step_seconds"] is not None:
+    lines += ["", *render_seconds(plan["step_seconds"], run["rows_per_step"] * run["seq_len"])]
   return "\n".join(lines)
 
 

@@ -126,6 +126,7 @@ WRONG = {
   "generate --workdir={ok} --step=4.0": "no checkpoint '4.0'",
   "evaluate --workdir={ok} --paths={in}/nothing": "no file that can be read",
   "evaluate --workdir={ok} --paths=/dev/zero": "/dev/zero",
+  "check_env --coordinator=node0": "a host and a port were expected, e.g. node0:1234",
   "data stats --config.data.paths=/no": "'/no' does not exist",
   "data report": "--out",
   "data report --out={in}": "{in} is a folder",

@@ -26,7 +26,8 @@ ALLOWED = {
   "config": {"paths", "extensions"},
   "data": {"config", "extensions", "paths"},
   "metrics": {"config", "extensions", "paths"},
-  "checkpoint": {"config", "exits", "paths"},
+  "together": {"paths"},
+  "checkpoint": {"config", "exits", "paths", "together"},
   "sharding": {"config"},
   "ops": {"config", "sharding"},  # and kernels_*
   "model": MODEL,
@@ -39,10 +40,17 @@ ALLOWED = {
   "cli": {"config", "exits"},
   "launch": {"cli", "exits"},  # starts before jax is imported
   "rollcall": {"exits"},  # likewise
+  "preflight": {
+    "paths",
+    "rollcall",
+    "planner.hardware*",
+    "metrics.environment*",
+    "metrics.memory*",
+  },
   "runtime": {"config"},
   "job": {"config", "rollcall"},
   "lease": {"exits", "paths"},
-  "workdir": {"config", "lease", "paths"},
+  "workdir": {"config", "lease", "paths", "together"},
   "logfile": {"config", "paths"},
   "liveness": {"config", "exits", "paths", "metrics.goodput*", "ops._compat"},
   "feed": {"config", "sharding", "data"},
@@ -54,7 +62,7 @@ ALLOWED = {
 }
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
-TOP |= {"forecast", "decisions", "api", "length", "fitting", "torch_run"}
+TOP |= {"forecast", "decisions", "api", "length", "fitting", "torch_run", "check_env"}
 MESH_AXES = {"data", "fsdp", "expert", "tensor"}
 
 

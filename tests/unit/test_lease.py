@@ -68,6 +68,22 @@ def test_the_lock_of_a_dead_process_is_taken_when_it_was_still_for_long(bucket):
   assert not objects()
 
 
+def test_of_two_that_see_the_same_one_dead_the_later_is_refused(bucket, monkeypatch):
+  """The other one takes it while this one waits for the last time."""
+  paths.write(LOCK, "dead 0")
+  sleep = time.sleep
+
+  def other_takes_it(seconds):
+    sleep(seconds)
+    paths.write(LOCK, "other 0")
+
+  monkeypatch.setattr(lease, "DEAD_SECS", 0.0)
+  monkeypatch.setattr(lease.time, "sleep", other_takes_it)
+  with pytest.raises(BlockingIOError, match="is held by other 0"), lease.held(LOCK):
+    raise AssertionError
+  assert paths.read(LOCK) == b"other 0"
+
+
 def test_the_lock_of_a_process_that_lives_is_never_taken(bucket):
   """However long it is looked at."""
   over = threading.Event()

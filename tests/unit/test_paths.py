@@ -96,6 +96,58 @@ def test_a_log_on_a_store_is_put_seldom_but_by_itself(bucket, monkeypatch):
   assert paths.read(Path("gs://bucket/log")).endswith(b"row\n")
 
 
+ROWS = [b"%d " % n + b"x" * (n % 5) + b"\n" for n in range(30)]
+
+
+def test_a_log_on_a_store_grows_by_parts(bucket, monkeypatch):
+  """Only the last part is put again; whole rows stay in one, and a run that is cut goes on."""
+  monkeypatch.setattr(paths, "PART_BYTES", 20)
+  path, puts = Path("gs://bucket/run/log.jsonl"), []
+  bucket.before = staticmethod(lambda operation, name: puts.append((operation, name)))
+  log = Log(path)
+  for row in ROWS:
+    log.write(row)
+    log.flush()
+  log.close()
+  assert paths.read_log(path) == b"".join(ROWS)
+  names = sorted(objects())
+  assert names[:2] == ["/bucket/run/log.jsonl", "/bucket/run/log.jsonl.0001"] and len(names) > 5
+  assert all(data.endswith(b"\n") and len(data) < 20 + 10 for data in objects().values() if data)
+  first = [name for operation, name in puts if name.endswith("log.jsonl")]
+  last = max(i for i, (_, name) in enumerate(puts) if name.endswith("log.jsonl"))
+  assert len(first) == last + 1, "a part that is full is never put again"
+
+  before = objects()
+  for kept in (30, 12, 11, 3, 0):  # rows up to the checkpoint that a run goes on from
+    become(before)
+    moments = []
+    bucket.before = staticmethod(lambda operation, name, m=moments: m.append(objects()))
+    log = Log(path, b"".join(ROWS[:kept]))
+    log.write(b"new\n")
+    log.close()
+    bucket.before = staticmethod(lambda operation, name: None)
+    assert paths.read_log(path) == b"".join([*ROWS[:kept], b"new\n"])
+    for moment in moments:  # killed: all that is to be kept is there, and what follows is in order
+      become(moment)
+      found = paths.read_log(path)
+      assert found.startswith(b"".join(ROWS[:kept])) and b"".join(ROWS).startswith(
+        found.removesuffix(b"new\n")
+      )
+
+
+def test_what_is_changed_at_its_beginning_stays_whole(bucket, monkeypatch):
+  monkeypatch.setattr(paths, "PART_BYTES", 20)
+  path = Path("gs://bucket/run/table.csv")
+  log = Log(path, whole=True)
+  for row in ROWS:
+    log.write(row)
+  log.close()
+  assert list(objects()) == ["/bucket/run/table.csv"]
+  assert paths.read_log(path) == paths.read(path) == b"".join(ROWS)
+  with pytest.raises(FileNotFoundError):
+    paths.read_log(path.with_name("none"))
+
+
 def folder_of(staged, number):
   paths.make_folder(staged / "deep")
   for name in ("a", "deep/b", "last"):

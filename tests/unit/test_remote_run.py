@@ -239,7 +239,7 @@ def test_a_writer_of_tensorflow_is_refused(config, bucket):
     train(config(log__writers="clu"), Path("gs://bucket/r"))
 
 
-@pytest.mark.parametrize("name", ["compilation_cache", "data__cache_dir"])
+@pytest.mark.parametrize("name", ["compilation_cache", "data__cache_dir", "checkpoint__local_dir"])
 def test_folders_that_must_be_local_are_refused_on_a_store(config, name):
   with pytest.raises(ValueError, match=r"'gs://bucket/x' is on a store\. It must be local"):
     config(**{name: "gs://bucket/x"})

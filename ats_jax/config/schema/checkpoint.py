@@ -16,4 +16,16 @@ class CheckpointConfig:
   keep_best: bool = setting(
     False, "keep the one with the lowest validation loss as well", resume="free"
   )
+  local_every: int = setting(
+    0,
+    "steps between snapshots in local_dir, which are used if they are later than checkpoints; 0 = "
+    "none",
+    low=0,
+    resume="free",
+  )
+  local_dir: str = setting(
+    "",
+    "folder on each machine's own disk or in its memory, e.g. /dev/shm/ats or $TMPDIR/ats",
+    resume="free",
+  )
   asynchronous: bool = setting(True, "write in the background", resume="free")

@@ -56,7 +56,7 @@ class Ledger:
 
   def __init__(self, path: Path):
     """Open `path` for more, first cutting the last line if a killed process left half of it."""
-    found = paths.read(path) if path.exists() else b""
+    found = paths.read_log(path) if path.exists() else b""
     self._file = Log(path, found[: found.rfind(b"\n") + 1])
 
   def write(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
@@ -101,7 +101,7 @@ def rows(path: Path) -> list[Row]:
     ValueError: if a line is damaged, or of another version; names the line.
   """
   kept: list[Row] = []
-  for number, line in enumerate(paths.read(path).split(b"\n")[:-1], 1):
+  for number, line in enumerate(paths.read_log(path).split(b"\n")[:-1], 1):
     with reading(path, number):
       row = _row(number, line)
     if row["kind"] == "start" and row["step"] == 0:  # killed before its first checkpoint

@@ -1,6 +1,7 @@
 """Every range, every choice, and every rule that joins several settings."""
 
 import pytest
+from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import explain, settings
@@ -126,3 +127,12 @@ def test_what_is_just_legal(tmp_path):
     {"num_steps": 2**31 - 1},
   ):
     assert build(changes)
+
+
+@pytest.mark.parametrize(
+  "changes", [{"checkpoint.local_every": 10}, {"checkpoint.local_dir": "/tmp/x"}]
+)
+def test_snapshots_need_a_folder_and_an_interval(changes):
+  with pytest.raises(ValueError, match=r"local_every and checkpoint\.local_dir: set both"):
+    tiny_config(changes)
+  tiny_config({"checkpoint.local_every": 10, "checkpoint.local_dir": "/tmp/x"})

@@ -1,0 +1,1 @@
+"""What a machine is, and whether a run would do well on it."""

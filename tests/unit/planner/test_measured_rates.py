@@ -1,0 +1,112 @@
+"""Measured rates: their file, how they are used, and a plan that depends on them."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers import tiny_config
+
+from ats_jax.planner.describe import describe, render
+from ats_jax.planner.hardware import COLLECTIVES, Hardware
+from ats_jax.preflight import measure
+
+KIB = 2**10
+RATES = Hardware(
+  "test device",
+  4,
+  {"bfloat16": 1e12, "float32": 1e11},
+  1e10,
+  {name: [[1 * KIB, 0.001], [4 * KIB, 0.002]] for name in COLLECTIVES},
+)
+
+
+def test_seconds_of_a_collective():
+  at = lambda kib, ways=4: RATES.seconds("all_gather", kib * KIB, ways)
+  assert at(1) == pytest.approx(0.001) and at(4) == pytest.approx(0.002)
+  assert at(2.5) == pytest.approx(0.0015)  # between them
+  assert at(0.01) == pytest.approx(0.001)  # the time to begin
+  assert at(40) == pytest.approx(0.02)  # the bandwidth of the largest
+  assert at(4, 2) == pytest.approx(0.002 * (1 / 2) / (3 / 4))  # half of an array travels
+  assert at(4, 1) == 0 == RATES.seconds("all_gather", 0, 4)
+  alone = dataclasses.replace(RATES, devices=1, collectives={})
+  assert alone.seconds("all_gather", KIB, 4) is None
+
+
+def test_the_file(tmp_path):
+  path = tmp_path / "folder" / "hardware.json"
+  RATES.save(path)
+  assert Hardware.load(path) == RATES
+
+
+@pytest.mark.parametrize(
+  ("change", "said"),
+  [
+    ({"memory_bytes_per_sec": 0}, "rates must be positive"),
+    ({"matmul_flops": {"bfloat16": -1}}, "rates must be positive"),
+    ({"matmul_flops": None}, "NoneType"),
+    ({"collectives": {"all_gather": [[2, 1], [1, 1]]}}, "sizes rising"),
+    ({"collectives": {"all_gather": [1, 2]}}, "lists of"),
+    ({"collectives": {"gossip": [[1, 1]]}}, "collectives known"),
+  ],
+)
+def test_another_file(change, said, tmp_path):
+  path = tmp_path / "hardware.json"
+  path.write_text(json.dumps(dataclasses.asdict(RATES) | change))
+  with pytest.raises(ValueError, match=f"holds no measured hardware: .*{said}"):
+    Hardware.load(path)
+
+
+def test_no_file_and_one_that_is_no_json(tmp_path):
+  with pytest.raises(ValueError, match=r"there is no .*check_env --measure"):
+    Hardware.load(tmp_path / "hardware.json")
+  (tmp_path / "hardware.json").write_text("{")
+  with pytest.raises(ValueError, match="holds no measured hardware"):
+    Hardware.load(tmp_path / "hardware.json")
+
+
+def plan(hardware=RATES, **mesh):
+  sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+  cfg = tiny_config({"model.vocab_size": 384, **sizes})
+  return describe(cfg, 4, hardware)
+
+
+def test_the_plan_uses_them():
+  found = plan(fsdp=4)
+  parts = found["step_seconds"]["parts"]
+  tokens = found["run"]["rows_per_step"] * found["run"]["seq_len"]
+  dtype = found["run"]["compute_dtype"]
+  flops = found["flops_per_token"]["training"] * tokens / 4
+  assert parts["matmuls"] == pytest.approx(flops / RATES.matmul_flops[dtype])
+  half = dataclasses.replace(RATES, matmul_flops={d: f / 2 for d, f in RATES.matmul_flops.items()})
+  assert plan(half, fsdp=4)["step_seconds"]["parts"]["matmuls"] == 2 * parts["matmuls"]
+  slow = {n: [[size, 10 * s] for size, s in p] for n, p in RATES.collectives.items()}
+  slower = plan(dataclasses.replace(RATES, collectives=slow), fsdp=4)["step_seconds"]
+  for name in ("weights gathered", "gradients scattered", "gradients summed"):
+    assert parts[name] > 0 and slower["parts"][name] == pytest.approx(10 * parts[name])
+  assert slower["most"] > found["step_seconds"]["most"] > found["step_seconds"]["least"]
+
+
+def test_what_travels_depends_on_the_mesh():
+  whole, split = plan(data=4)["step_seconds"], plan(fsdp=4)["step_seconds"]
+  assert whole["parts"]["weights gathered"] == whole["parts"]["gradients scattered"] == 0
+  assert whole["parts"]["gradients summed"] > split["parts"]["gradients summed"]
+  assert whole["parts"]["update"] > 2 * split["parts"]["update"]
+  assert not whole["left_out"] and plan(tensor=2)["step_seconds"]["left_out"] == ["tensor"]
+
+
+def test_what_was_not_measured_is_said():
+  alone = dataclasses.replace(RATES, devices=1, collectives={})
+  text = render(plan(alone, fsdp=4))
+  assert "weights gathered            not measured" in text
+  with pytest.raises(ValueError, match="matmuls were measured in float16 only"):
+    plan(dataclasses.replace(RATES, matmul_flops={"float16": 1e12}), fsdp=4)
+  assert "a step, from rates" not in render(plan(None, fsdp=4))
+
+
+def test_measured_here():
+  """On the devices of the tests; small, as only the form matters."""
+  found = measure.measure(measure.Work(64, 2**16, (2**14, 2**16)))
+  assert found.devices == 8 and set(found.collectives) == set(COLLECTIVES)
+  assert all([size for size, _ in p] == [2**14, 2**16] for p in found.collectives.values())
+  assert all(seconds > 0 for p in found.collectives.values() for _, seconds in p)
+  assert len(measure.rows(found)) == 2 + len(COLLECTIVES)
