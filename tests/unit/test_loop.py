@@ -111,7 +111,9 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
   )
   checkpoints = tmp_path / "run" / "checkpoints"
   assert committed_steps(checkpoints) == [cfg.num_steps]
-  assert load_extra(checkpoints) == {"position": {"row": 6 * 16, "data": dataset.fingerprint}}
+  extra = load_extra(checkpoints)
+  assert extra["position"] == {"row": 6 * 16, "data": dataset.fingerprint}
+  assert extra["devices"]["count"] == 8 and extra.keys() == {"position", "devices"}
 
 
 def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
