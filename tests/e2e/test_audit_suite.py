@@ -7,7 +7,7 @@ from xla_flags import FAST_STEPS
 from benchmarks.faults.results import Results
 from benchmarks.faults.suite import SUITES
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.slow]
 
 SMOKE = SUITES["audit_smoke"]
 

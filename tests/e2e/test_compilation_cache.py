@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import runs
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.slow]
 
 # Unrolled layers and XLA's default level, so that compiling takes seconds while all else is small.
 SETTINGS = (

@@ -101,10 +101,8 @@ def folder(tmp_path_factory) -> Path:
   return folder
 
 
-@pytest.mark.parametrize(
-  "mode",
-  [m if m == "hybrid_interleaved" else pytest.param(m, marks=pytest.mark.thorough) for m in MODES],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", MODES)
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
   paths, settings = MODES[mode]
   whole, broken = tmp_path / "whole", tmp_path / "broken"

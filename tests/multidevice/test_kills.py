@@ -44,6 +44,7 @@ def undisturbed(settings, tmp_path_factory):
   return run
 
 
+@pytest.mark.thorough
 def test_a_job_goes_on_after_a_kill_while_it_saves(settings, tmp_path):
   """What it repeats, it makes of the same rows: `rows` compares them."""
   run = jobs.Kills(tmp_path, settings, ("save:1",))

@@ -5,14 +5,13 @@ import os
 import signal
 from pathlib import Path
 
+import jobs
 import numpy as np
 import pytest
 import runs
 from commands import forked, train_flags
 from helpers import tiny_config
 from processes import run_job
-from test_job import SETTINGS as OF_A_JOB
-from test_job import launch, pid_of
 
 from ats_jax.data.audit import BATCH_SIZE, Phase, audit
 from ats_jax.data.loader import TrainBatches
@@ -133,17 +132,16 @@ def test_two_processes_share_the_windows_of_a_stream(paths, tmp_path):
 @pytest.mark.thorough
 def test_a_job_that_is_killed_goes_on_as_one_process(paths, tmp_path):
   """Rows of sources are those of a run that nobody killed, and losses but for rounding."""
-  settings = [s for s in OF_A_JOB if "orchestrator" not in s]
+  settings = [*jobs.TINY, f"data.paths={paths}", "num_steps=60", "checkpoint.every_steps=20"]
   settings += [f"{k}={v}" for k, v in SETTINGS.items() if k != "data.batch_size"]
-  settings += [f"data.paths={paths}", "num_steps=60", "orchestrator.mode=off"]
   devices = f"{runs.QUICK} --xla_force_host_platform_device_count=2"
   whole = forked(
     "ats_jax.train", *train_flags(tmp_path / "whole", *settings), XLA_FLAGS=devices
   )  # fmt: skip
   assert whole.code == 0, whole.err
-  job = launch(tmp_path / "job", *settings, restarts=0)
+  job = jobs.launch(tmp_path / "job", 2, *settings, restarts=0)
   runs.read_to(job, 30)
-  os.kill(pid_of(job, 1), signal.SIGKILL)
+  os.kill(jobs.pid_of(job, 1), signal.SIGKILL)
   job.communicate(timeout=runs.TIMEOUT_SECS)
   output = runs.finish(runs.start(tmp_path / "job", *settings, XLA_FLAGS=devices))
   assert "from step" in output

@@ -128,6 +128,7 @@ def test_a_run_compiles_once(shape):
   assert run(shape).compilations == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(2, 2, 2)])
 def test_the_step_compiled_ahead_takes_real_batches_and_its_own_result(shape):
   mesh = make_test_mesh(*shape)

@@ -16,6 +16,8 @@ from benchmarks.faults.inject import Fault
 from benchmarks.faults.single import run
 from benchmarks.faults.watchers import RULE_METRICS
 
+pytestmark = pytest.mark.thorough
+
 CFG = tiny_config({"optimizer.warmup_steps": 5, "orchestrator.check_interval": 10})
 ROWS = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size).items()}
 OTHER = ROWS | {"targets": (ROWS["targets"] + 7) % CFG.model.vocab_size}

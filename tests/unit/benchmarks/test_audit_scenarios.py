@@ -20,6 +20,8 @@ from benchmarks.faults.domains import DOMAINS, topics
 from benchmarks.faults.single import Loop, changed, run
 from benchmarks.faults.suite import AUDIT, SUITES
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 400
 CFG = tiny_config({"data.batch_size": 16})
 ROWS = {k: v[None] for k, v in random_rows(CFG, 16).items()}

@@ -71,6 +71,7 @@ def prepare(folder, of_the_config, of_the_checkpoint):
   integrity.seal(checkpoint, {k: v for k, v in manifest.items() if k not in ("version", "files")})
 
 
+@pytest.mark.thorough
 def test_a_workdir_names_no_cache_and_no_option_of_the_compiler(trained, tmp_path):
   theirs, dump = tmp_path / "theirs", tmp_path / "dump"
   reaching = {

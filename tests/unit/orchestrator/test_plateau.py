@@ -170,6 +170,7 @@ def train(program, steps, rate, path=None, *, raises=True):
   return state, supervisor
 
 
+@pytest.mark.thorough
 def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   path = tmp_path / "decisions.jsonl"
   state, supervisor = train(program, 120, LOW, path)

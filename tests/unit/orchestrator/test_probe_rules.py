@@ -71,6 +71,7 @@ def test_the_probe_follows_the_capacity(program, tmp_path):
   assert ledger.replay(path) == ledger.decisions(path)
 
 
+@pytest.mark.thorough
 def test_a_branch_whose_rules_change_is_dropped(program, tmp_path):
   """It would begin at step 20, after three calm looks; the next begins, and ends, by new rules."""
   supervisor, _ = train(program, path := tmp_path / "decisions.jsonl")

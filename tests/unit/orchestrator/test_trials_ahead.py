@@ -90,6 +90,7 @@ def arrays(state):
   ]
 
 
+@pytest.mark.thorough
 def test_an_arm_that_is_better_wins_and_the_state_comes_back(mesh):
   run = Run(1e-4)(40, tries=False)
   before, programs = arrays(run.state), run.program.train_step._cache_size()

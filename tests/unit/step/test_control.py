@@ -99,6 +99,7 @@ def test_enough_experts_stay_whatever_the_rate(mesh, changes, kept):
       assert (was.mlp.router.bias_E[...] == 0.0).all()  # the model itself is not changed
 
 
+@pytest.mark.thorough
 def test_neutral_again_after_an_undo(mesh):
   """What follows an undo is the step of a run that was never touched, from the same state."""
   cfg = tiny_config(CALM | EXPERTS)
