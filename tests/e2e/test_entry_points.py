@@ -58,7 +58,7 @@ class TestHelp:
     result = forked("ats_jax.train", "--explain=checkpoint")
     assert re.findall(r"^(\S+) \(", result.out, re.MULTILINE) == [
       "checkpoint.every_steps", "checkpoint.keep", "checkpoint.keep_best",
-      "checkpoint.asynchronous",
+      "checkpoint.local_every", "checkpoint.local_dir", "checkpoint.asynchronous",
     ]  # fmt: skip
 
   def test_entry_points_can_be_imported_together(self):
@@ -96,7 +96,7 @@ class TestTrainedRun:
     steps = committed_steps(trained / "checkpoints")
     assert len(steps) == 3 and steps[-2:] == [35, 40]  # keep=2, and the best
     assert not [s for s in steps if find_damage(trained / "checkpoints" / str(s))]
-    assert load_extra(trained / "checkpoints").keys() == {"position"}
+    assert load_extra(trained / "checkpoints").keys() == {"position", "devices"}
     cfg = workdir.load_config(trained)
     assert (cfg.num_steps, cfg.data.tokenizer, cfg.optimizer.ema_decay) == (40, "bpe", 0.5)
     assert load_tokenizer(trained / "tokenizer.json").decode([]) == ""
