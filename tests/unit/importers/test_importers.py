@@ -151,7 +151,6 @@ def missing(found: importers.Found) -> dict[str, str]:
   return {line.name: line.text for line in found.missing}
 
 
-@pytest.mark.thorough
 def test_a_model_of_hugging_face_trains(tmp_path):
   found = read(tmp_path, "config.json", LLAMA | {"secret_sauce": 3})
   assert found.settings == {
