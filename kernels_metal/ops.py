@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels_metal.library import shaders
 
-LANES, MAX_THREADS = 32, 1024
+LANES = 32
 MAX_CHOICES = LANES
 TINY = 1e-20  # no division by 0 where all scores vanish
 
@@ -80,7 +80,8 @@ class _RmsNorm(Function):
     y = torch.empty_like(x)
     ctx.save_for_backward(x, scale32)
     ctx.eps, ctx.scale_dtype = eps, scale.dtype
-    _launch(shaders(x.dtype).rms_norm, y, x, scale32, x.shape[-1], eps, **_rows(x))
+    run = shaders(x.dtype).rms_norm
+    _launch(run, y, x, scale32, x.shape[-1], eps, **_rows(x, run))
     return y
 
   @staticmethod
@@ -90,7 +91,7 @@ class _RmsNorm(Function):
     dy, width = grads[0].contiguous(), x.shape[-1]
     dx, normal = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
     run = shaders(x.dtype).rms_norm_backward
-    _launch(run, dx, normal, x, scale32, dy, width, ctx.eps, **_rows(x))
+    _launch(run, dx, normal, x, scale32, dy, width, ctx.eps, **_rows(x, run))
     dscale = (dy.float() * normal).reshape(-1, width).sum(0)
     return dx, dscale.to(ctx.scale_dtype), None
 
@@ -179,10 +180,11 @@ class _Route(Function):
     return dlogits, None, None, None, None, None
 
 
-def _rows(x: Tensor) -> dict[str, int]:
-  """A threadgroup a row: enough SIMD groups for the row, no more than a threadgroup may have."""
+def _rows(x: Tensor, kernel: Any) -> dict[str, int]:
+  """A threadgroup a row: enough SIMD groups for the row, no more than the kernel may have."""
   width = x.shape[-1]
-  size = min(MAX_THREADS, (width + LANES - 1) // LANES * LANES)
+  most = kernel.max_threads_per_threadgroup // LANES * LANES
+  size = min(most, (width + LANES - 1) // LANES * LANES)
   return {"threads": x.numel() // width * size, "group_size": size}
 
 

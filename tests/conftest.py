@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 
 from program_cache import kept_programs
@@ -40,14 +39,6 @@ def pytest_ignore_collect(collection_path, config):
   if config.getoption("quick") and collection_path.match("test_*.py"):
     return not is_quick(collection_path) or None
   return None
-
-
-@pytest.fixture(autouse=True)
-def _no_hook_stays():
-  """A page's example registers hooks, which would steer the runs of later tests."""
-  yield
-  if "ats_jax.orchestrator.hooks" in sys.modules:
-    sys.modules["ats_jax.orchestrator.hooks"]._registered.clear()
 
 
 @pytest.fixture

@@ -17,20 +17,12 @@ from xla_flags import QUICK
 
 BATCH = 12  # divides by 1, 2, 3 and 4
 TINY = (
-  "model.num_layers=1",
-  "model.d_model=32",
-  "model.num_heads=2",
-  "model.num_kv_heads=2",
-  "model.d_ff=32",
-  "data.validation_fraction=0.2",
-  "data.tokenizer=bytes",
+  *runs.TINY,
   "data.seq_len=32",
   f"data.batch_size={BATCH}",
   "optimizer.warmup_steps=5",
   "optimizer.schedule=constant",
   "eval.every_steps=0",
-  "eval.bigram_baseline=False",
-  "log.every_steps=1",
   "log.writers=console,jsonl",
   "sample.max_tokens=0",
 )

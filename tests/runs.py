@@ -18,6 +18,18 @@ from ats_jax.metrics.writer import is_time_key
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECS = 240
+# A model that compiles in seconds, and no part of a run that takes longer than it.
+TINY = (
+  "model.num_layers=1",
+  "model.d_model=32",
+  "model.num_heads=2",
+  "model.num_kv_heads=2",
+  "model.d_ff=32",
+  "data.validation_fraction=0.2",
+  "data.tokenizer=bytes",
+  "eval.bigram_baseline=False",
+  "log.every_steps=1",
+)
 
 
 def start(

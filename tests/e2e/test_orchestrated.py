@@ -11,20 +11,12 @@ from ats_jax.orchestrator.record import ledger
 pytestmark = pytest.mark.thorough
 
 SETTINGS = (
+  *runs.TINY,
   "num_steps=60",
-  "model.num_layers=1",
-  "model.d_model=32",
-  "model.num_heads=2",
-  "model.num_kv_heads=2",
-  "model.d_ff=32",
-  "data.validation_fraction=0.2",
-  "data.tokenizer=bytes",
   "data.seq_len=32",
   "data.batch_size=8",
   "optimizer.warmup_steps=5",
   "checkpoint.every_steps=15",
-  "eval.bigram_baseline=False",
-  "log.every_steps=1",
   "sample.max_tokens=0",
   "orchestrator.mode=act",
   "orchestrator.check_interval=5",

@@ -15,24 +15,16 @@ import runs
 
 STEPS, SWITCH = 20, 10  # the phases change behind SWITCH, where a checkpoint is due too
 SETTINGS = (
+  *runs.TINY,
   f"num_steps={STEPS}",
-  "model.num_layers=1",
-  "model.d_model=32",
-  "model.num_heads=2",
-  "model.num_kv_heads=2",
-  "model.d_ff=32",
-  "data.tokenizer=bytes",
   "data.packing=best_fit",
   "data.seq_len=64",
   "data.batch_size=8",
   "data.num_workers=2",
-  "data.validation_fraction=0.2",
   "step.accum_steps=2",
   "checkpoint.every_steps=5",
   "eval.every_steps=10",
   "eval.num_batches=2",
-  "eval.bigram_baseline=False",
-  "log.every_steps=1",
   "sample.max_tokens=0",
 )
 # Shards of a few kilobytes, and an end by SIGKILL as shard number KILL_AT is about to be counted.

@@ -21,22 +21,14 @@ pytestmark = pytest.mark.stores
 STEPS, EVERY = 60, 10
 TWO, LAUNCH = ("mesh.data=1", "mesh.fsdp=2"), ("--processes=2", "--restarts=0")
 SETTINGS = (
+  *runs.TINY,
   f"num_steps={STEPS}",
-  "model.num_layers=1",
-  "model.d_model=32",
-  "model.num_heads=2",
-  "model.num_kv_heads=2",
-  "model.d_ff=32",
   "model.dropout=0.1",
-  "data.validation_fraction=0.2",
-  "data.tokenizer=bytes",
   "data.seq_len=32",
   "data.batch_size=8",
   "optimizer.warmup_steps=5",
   f"checkpoint.every_steps={EVERY}",
   "eval.every_steps=20",
-  "eval.bigram_baseline=False",
-  "log.every_steps=1",
   "log.writers=console,jsonl,csv,tensorboard",
   "sample.max_tokens=4",
 )

@@ -34,19 +34,36 @@ SHARED = re.compile(r"\bthreadgroup (\w+ \w+\[)")
 ATTRIBUTE = re.compile(r"\s*\[\[(\w+)\]\]")
 
 
+class Kernel:
+  """A function of a `Library`.
+
+  Attributes:
+    max_threads_per_threadgroup: of this kernel; Metal allows 1,024 at most.
+  """
+
+  def __init__(self, call):
+    self._call, self.max_threads_per_threadgroup = call, 1024
+
+  def __call__(self, *args, threads=None, group_size=None):
+    """Run it, as PyTorch's binding would."""
+    assert (group_size or 1) <= self.max_threads_per_threadgroup
+    self._call(*args, threads=threads, group_size=group_size)
+
+
 class Library:
   """What `torch.mps.compile_shader` returns."""
 
   def __init__(self, path: Path, kernels: dict[str, list[str]]):
     self.dll = ctypes.CDLL(str(path))
     self._kernels = kernels
+    self._functions = {name: Kernel(functools.partial(self._call, name)) for name in kernels}
 
   def __getattr__(self, name: str):
-    if name not in self._kernels:
+    if name not in self._functions:
       raise RuntimeError(f"no kernel {name}")
-    return functools.partial(self._call, name)
+    return self._functions[name]
 
-  def _call(self, name, *args, threads=None, group_size=None):
+  def _call(self, name, *args, threads, group_size):
     kinds = self._kernels[name]
     assert len(args) == len(kinds), (name, len(args), kinds)
     values = [

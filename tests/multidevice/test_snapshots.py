@@ -14,23 +14,15 @@ from processes import run_job
 
 STEPS = 40
 SETTINGS = (
+  *runs.TINY,
   f"num_steps={STEPS}",
-  "model.num_layers=1",
-  "model.d_model=32",
-  "model.num_heads=2",
-  "model.num_kv_heads=2",
-  "model.d_ff=32",
   "model.dropout=0.1",
-  "data.validation_fraction=0.2",
-  "data.tokenizer=bytes",
   "data.seq_len=32",
   "data.batch_size=8",
   "optimizer.warmup_steps=5",
   "checkpoint.every_steps=1000",  # at the end only
   "checkpoint.local_every=10",
   "eval.every_steps=0",
-  "eval.bigram_baseline=False",
-  "log.every_steps=1",
   "log.writers=console,jsonl",
   "sample.max_tokens=0",
 )

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 
+import jobs
 import pytest
 import runs
 import slurm_here
-from tiny_job import settings
 from xla_flags import QUICK
 
 from ats_jax.launch import templates
@@ -21,6 +21,12 @@ pytestmark = [
 ]
 STEPS = 60
 QUIET = re.compile(r"coordination|Traceback|^[EWF]\d{4} |Gloo.*error", re.MULTILINE)
+
+
+def settings(folder, steps):
+  text = folder / "text"
+  text.mkdir()
+  return (*jobs.TINY, f"num_steps={steps}", "checkpoint.every_steps=20", jobs.text(text))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from documents import (
 )
 
 from ats_jax.__main__ import VERBS
+from ats_jax.orchestrator import hooks
 
 # What is not run, by program, and why. Files, flags and targets that are named exist all the same.
 NOT_RUN = {
@@ -77,6 +78,14 @@ def identify(path):
 
 WITH_COMMANDS = [p for p in DOCUMENTS if shown(p) and identify(p) not in RUN_ELSEWHERE]
 WITH_PYTHON = [path for path in DOCUMENTS if any(b.language == "python" for b in blocks(path))]
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_stays():
+  """A config that a page shows registers hooks, which would steer the runs of later tests."""
+  before = tuple(hooks._registered)
+  yield
+  hooks._registered[:] = before
 
 
 @pytest.fixture(scope="module")
