@@ -1,6 +1,7 @@
 """Datasets meet the mesh: which rows this process loads, and where they go."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ats_jax.data.rows import Rows, TrainRows
 from ats_jax.data.sources import EvalSet
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import local_rows, to_global
+from ats_jax.sharding.rules import under_this_plan
 
 PROBE_BLOCKS = 64
 
@@ -25,21 +27,24 @@ def train_feed(
   position: Mapping[str, Any] | None = None,
   *,
   tells: bool = False,
+  on_mesh: bool = False,
 ) -> TrainBatches:
   """This process's share of the training batches from a position on; None = from the beginning.
 
-  With `tells` the log says what begins in them (`TrainRows.news`).
+  With `tells` the log says what begins in them (`TrainRows.news`). With `on_mesh` they are global
+  arrays, put on the devices before they are asked for.
   """
-  micro = cfg.data.batch_size // cfg.step.accum_steps
+  micro, mesh = cfg.data.batch_size // cfg.step.accum_steps, jax.sharding.get_mesh()
   return TrainBatches(
     dataset,
     position=position,
     accum_steps=cfg.step.accum_steps,
     batch_size=cfg.data.batch_size,
-    local_rows=local_rows(jax.sharding.get_mesh(), micro),
+    local_rows=local_rows(mesh, micro),
     num_workers=cfg.data.num_workers,
     prefetch=cfg.data.prefetch,
     tells=tells,
+    place=under_this_plan(functools.partial(to_global, mesh=mesh)) if on_mesh else None,
   )
 
 
@@ -48,8 +53,8 @@ def upcoming(
   cfg: Config, dataset: TrainRows, position: Mapping[str, Any]
 ) -> Iterator[Iterator[dict[str, jax.Array]]]:
   """The training batches from a position on, on the mesh."""
-  with train_feed(cfg, dataset, position) as batches:
-    yield (to_global(batch, jax.sharding.get_mesh()) for batch in batches)
+  with train_feed(cfg, dataset, position, on_mesh=True) as batches:
+    yield iter(batches)
 
 
 def eval_feed(cfg: Config, dataset: Rows) -> Batches:

@@ -45,7 +45,7 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
 from ats_jax.scoring import check_fp8, score_all
-from ats_jax.sharding.mesh import make_mesh, to_global
+from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.by_source import objective_of, of_sources
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
@@ -164,7 +164,7 @@ class Run:
   def next_batch(self) -> Batch:
     """The next training batch, on the mesh."""
     with self.timed("data_wait"):
-      self._batch = to_global(next(self.batches), jax.sharding.get_mesh())
+      self._batch = next(self.batches)
     return self._batch
 
   def took(self, step: int, metrics: StepMetrics) -> None:
@@ -305,7 +305,9 @@ def open_run(
     ended = origin.step >= cfg.num_steps
     begun = Begun() if ended else begin_compiling(program, program.training_rules(origin.step + 1))
     state = restored_or_new(program, origin, init, train_set)
-    batches = enter(train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True))
+    batches = enter(
+      train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True, on_mesh=True)
+    )
     if jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     announce.opening(program, folder, state, train_set, origin.step, length)

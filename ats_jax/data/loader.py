@@ -27,27 +27,43 @@ _ENDLESS = 2**48  # batches: more than any run takes
 class Source:
   """`length` batches, of which `read(k)` makes number k. Must pickle if processes read it."""
 
-  def __init__(self, read: Callable[[int], Batch], length: int):
+  def __init__(self, read: Callable[[int], Any], length: int):
     self._read, self._length = read, length
 
   def __len__(self) -> int:
     return self._length
 
-  def __getitem__(self, index: int) -> Batch:
+  def __getitem__(self, index: int) -> Any:
     return self._read(index)
+
+  def then(self, place: Callable[[Batch], Any]) -> "Source":
+    """The same batches, each handed through `place` by whoever reads it."""
+    return Source(lambda index: place(self._read(index)), self._length)
 
 
 class Batches:
   """An iterator over a source, in order; owns threads or processes: close it, or use a `with`."""
 
-  def __init__(self, source: Source, *, num_workers: int, prefetch: int):
+  def __init__(
+    self,
+    source: Source,
+    *,
+    num_workers: int,
+    prefetch: int,
+    place: Callable[[Batch], Any] | None = None,
+  ):
     """Starts to read at once.
 
     Args:
       source: what to iterate over.
       num_workers: processes that read; 0 = a thread of this one.
       prefetch: batches made ahead, by each process or by the thread.
+      place: what to make of a batch in this process: of the thread's ahead of time, of a worker's
+        when it is asked for.
     """
+    self._place = place if num_workers else None
+    if place and not num_workers:
+      source = source.then(place)
     # An element is a whole batch, made from its number alone. So no worker holds a remainder that
     # could be lost when shares end unevenly, and there is no state to save.
     threads = 0 if num_workers else 1
@@ -85,7 +101,8 @@ class Batches:
     if not self._shared_memory:
       return batch
     # Grain frees a worker's shared memory once its array is gone; a zero-copy reader may remain.
-    return {name: np.array(x) for name, x in batch.items()}
+    batch = {name: np.array(x) for name, x in batch.items()}
+    return self._place(batch) if self._place else batch
 
   def close(self) -> None:
     """Stops the threads or processes and waits for them; harmless if repeated."""
@@ -138,6 +155,7 @@ class TrainBatches(Batches):
     num_workers: int,
     prefetch: int,
     tells: bool = False,
+    place: Callable[[Batch], Any] | None = None,
   ):
     """Starts to read at once, as `Batches`.
 
@@ -151,6 +169,7 @@ class TrainBatches(Batches):
       prefetch: batches made ahead, by each process or by the thread.
       tells: log what begins in the batches that are handed out (`TrainRows.news`), and make rows
         ahead of them (`TrainRows.ahead`).
+      place: as of `Batches`.
 
     Raises:
       ValueError: if the arguments contradict each other, the split is empty, or the position is one
@@ -167,7 +186,8 @@ class TrainBatches(Batches):
     self._count, self._tells = 0, tells
     self._ahead = _Ahead(ds, first_row) if tells and not ds.are_ready else None
     read = functools.partial(_train_batch, ds, first_row, batch_size, slots)
-    super().__init__(Source(read, _ENDLESS), num_workers=num_workers, prefetch=prefetch)
+    source = Source(read, _ENDLESS)
+    super().__init__(source, num_workers=num_workers, prefetch=prefetch, place=place)
 
   def __next__(self) -> Batch:
     batch = super().__next__()

@@ -1,7 +1,7 @@
 """Where logical axes (what a dimension means) meet mesh axes (where it lives): a table a plan."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import jax
@@ -56,6 +56,17 @@ def use_plan(name: str) -> contextlib.AbstractContextManager[None]:
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
   return _plan(name)
+
+
+def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+  """`f` for another thread, which would have the default plan."""
+  name = _plan.value
+
+  def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+    with use_plan(name):
+      return f(*args, **kwargs)
+
+  return inner
 
 
 def current_rules() -> Rules:
