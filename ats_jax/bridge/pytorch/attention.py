@@ -83,7 +83,8 @@ def visibility(tokens: Tokens, cache: KeyCache | None, window: int | None) -> Te
   seen_BTS = seen_BTS & (distance_BTS >= 0)
   if window is not None:
     seen_BTS = seen_BTS & (distance_BTS < window)
-  return seen_BTS[:, None]
+  # Ids that lie in memory batch by batch would hand their order on, which no fused kernel takes.
+  return seen_BTS[:, None].contiguous()
 
 
 def attend(
