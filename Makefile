@@ -4,6 +4,8 @@ VENV ?= .venv
 # Another version of jax (JAX=0.11.2), other extras of pyproject.toml (EXTRAS=dev,cuda).
 JAX ?=
 EXTRAS ?= dev
+# What installs into it: pip, or something faster (.ci/run has uv).
+INSTALL ?= $(BIN)/python -m pip install --quiet
 CONFIG ?= configs/debug.py
 WORKDIR ?= runs/debug
 ARGS ?=
@@ -47,8 +49,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else \
 	  f"ats_jax needs Python >= 3.12; $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' $(PIN)
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --editable '.[$(EXTRAS)]' $(PIN)
 	touch $@
 
 clean:
