@@ -12,6 +12,7 @@ from torch_cases import CASES
 
 from ats_jax.bridge.parity import our_greedy
 from ats_jax.bridge.pytorch import objective, weights
+from ats_jax.bridge.pytorch.attention import Tokens, visibility
 from ats_jax.bridge.pytorch.generation import generate
 from ats_jax.bridge.pytorch.settings import Rules, layer_kinds
 from ats_jax.model.layout import layer_kinds as our_kinds
@@ -30,6 +31,19 @@ OTHER_RULES = ("moe-capacity", "moe-capacity-weight", "mod", "mod-predictor", "h
 # Models that keep what another one keeps: they are generated with in `test_torch_export` or not.
 SAME_CACHE = ("dense-all-options", "moe-groups", "moe-null", "moe-capacity", "moe-capacity-weight")
 CLOSE = dict(rtol=1e-4, atol=1e-4)
+
+
+def test_the_mask_lies_in_memory_as_kernels_of_attention_need_it():
+  ids_BT = torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]).T.contiguous().T  # batch by batch
+  tokens = Tokens(ids_BT, ids_BT, torch.arange(4).expand(2, 4), (ids_BT, ids_BT), (ids_BT, ids_BT))
+  seen_B1TS = visibility(tokens, None, None)
+  assert seen_B1TS is not None and seen_B1TS.is_contiguous()
+  assert seen_B1TS[0, 0].tolist() == [
+    [True, False, False, False],
+    [True, True, False, False],
+    [False, False, True, False],
+    [False, False, True, True],
+  ]
 
 
 def rules_of(cfg, *, training):
