@@ -25,7 +25,7 @@ from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.sharding.apply import einsum, num_shards, reshard
-from ats_jax.sharding.pipeline import most_micro_batches, num_stages, pipeline, row_axis
+from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
 from ats_jax.sharding.rules import spec
 
 # For each segment, for each place of its super-block: caches with a leading [repeats].
@@ -111,7 +111,10 @@ class Decoder(nnx.Module):
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
     depth_BT = jnp.zeros_like(segment_ids_BT) if skips else None
     carry, beside = (self._lookup(tokens_BT), depth_BT), (positions_BT, segment_ids_BT)
-    run, firsts = functools.partial(self._run, rules=rules), [s.layer_indices(0) for s in self.layout]
+    run, firsts = (
+      functools.partial(self._run, rules=rules),
+      [s.layer_indices(0) for s in self.layout],
+    )
     if num_stages() == 1:
       (x_BTD, depth_BT), stats = run((self.segments, firsts), carry, beside, key)
     else:
@@ -210,18 +213,22 @@ class Decoder(nnx.Module):
     assert not rules.training
     tokens = tokens_at(self.cfg, index_BT, valid_BT.astype(jnp.int32), index_BT)
 
-    def super_block(x_BTD, inputs):
+    def super_block(blocks, x_BTD, inputs):
       block, first, caches = inputs
+      if num_stages() > 1:  # one token is no pipeline: the weights come to it
+        block = layer_at(blocks, block)
       extended = []
       for place, layer in enumerate(block.layers):
         x_BTD, _, _, new = layer(x_BTD, tokens, rules, layer=first + place, cache=caches[place])
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = self._lookup(tokens_BT), []
+    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
-      x_BTD, extended = jax.lax.scan(super_block, x_BTD, (blocks, firsts, caches))
+      given = jnp.arange(segment.repeats) if num_stages() > 1 else blocks
+      body = functools.partial(super_block, blocks)
+      x_BTD, extended = jax.lax.scan(body, x_BTD, (given, firsts, caches))
       new_cache.append(extended)
     return self.final_norm(x_BTD), tuple(new_cache)
 
@@ -237,7 +244,7 @@ class Decoder(nnx.Module):
       kv = block.attn.empty_cache((repeats, batch, slots), dtype)
       if block.depth is None:
         return LayerCache(kv, None)
-      taken = jnp.zeros((repeats, batch), jnp.int32, out_sharding=spec("layers", "batch"))
+      taken = jnp.zeros((repeats, batch), jnp.int32, out_sharding=spec(None, "batch"))
       return LayerCache(kv, taken)
 
     return tuple(

@@ -127,7 +127,6 @@ def token_logprobs(
   Returns:
     float32 [batch, seq], sharded like the activations.
   """
-
   axes = x_axes(x_BTD)
 
   def local(x_BTD, head_VD, targets_BT):

@@ -33,6 +33,28 @@ def bubble(micro: int, stages: int) -> float:
   return (stages - 1) / (micro + stages - 1)
 
 
+def one_stage() -> jax.sharding.AbstractMesh:
+  """The current mesh with a single stage, on which layers are traced without a pipeline.
+
+  As many times more rows as there were stages leave a device as many of them.
+  """
+  mesh, sizes = jax.sharding.get_abstract_mesh(), dict(jax.sharding.get_abstract_mesh().shape)
+  (staged,), (first, *_) = mesh_axes("layers"), mesh_axes("batch")
+  sizes[first] *= sizes[staged]
+  sizes[staged] = 1
+  return jax.sharding.AbstractMesh(
+    tuple(sizes.values()), mesh.axis_names, axis_types=mesh.axis_types
+  )
+
+
+def in_words(layers: int, micro: int, stages: int) -> str:
+  """A pipeline, for the log and the planner."""
+  return (
+    f"{stages} stages of {layers // stages} layers; {micro} micro-batches take "
+    f"{micro + stages - 1} ticks, of which a stage idles {stages - 1} ({bubble(micro, stages):.1%})"
+  )
+
+
 def row_axis(rows: int) -> str:
   """The logical axis of rows outside of the layers: the stages share them where they divide."""
   shared = num_stages() > 1 and rows % num_shards("rows") == 0
@@ -107,18 +129,16 @@ def pipeline(
 
     def tick(arrived, number):
       index = jnp.clip(number - here, 0, micro - 1)
-      pick = lambda tree: jax.tree.map(
-        lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree
-      )
-      x = jax.tree.map(lambda new, old: jnp.where(here == 0, new, old), pick(x_M), arrived)
-      x, stats = work(jax.tree.map(_summed_wide, narrow, wide), x, pick(beside_M), key, index)
+      entering, beside = jax.tree.map(lambda a: _micro_batch(a, index), (x_M, beside_M))
+      x = jax.tree.map(lambda new, old: jnp.where(here == 0, new, old), entering, arrived)
+      x, stats = work(jax.tree.map(_summed_wide, narrow, wide), x, beside, key, index)
       is_real = (number >= here) & (number < here + micro)
       stats = jax.tree.map(lambda s: jnp.where(is_real, s, jnp.zeros_like(s)), stats)
       onwards = [(s, s + 1) for s in range(stages - 1)]
       return jax.tree.map(lambda a: jax.lax.ppermute(a, axis, onwards), x), (x, stats)
 
     # Before a micro-batch arrives, a stage works on a real one: no zeros whose norm is nothing.
-    start = jax.tree.map(lambda a: a[0], x_M)
+    start = jax.tree.map(lambda a: _micro_batch(a, 0), x_M)
     _, (made, stats) = jax.lax.scan(tick, start, jnp.arange(micro + stages - 1))
     out = jax.tree.map(lambda a: _from_last(a[stages - 1 :], axis, here, shared), made)
     return out, jax.tree.map(lambda s: jnp.sum(s, axis=0), stats)
@@ -141,12 +161,44 @@ def pipeline(
   return out, jax.tree.map(of_all, stats)
 
 
+def layer_at(layers: Any, index: jax.Array) -> Any:
+  """One layer of a stack on all stages, sent by the stage that holds it.
+
+  Args:
+    layers: a tree whose every leaf has a leading [layers].
+    index: int32 scalar.
+  """
+  (axis,), stages = mesh_axes("layers"), num_stages()
+
+  def pick(stack: jax.Array) -> jax.Array:
+    if _spec(stack)[0] is None:
+      return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+    number = len(stack) // stages
+
+    def local(stack, index):
+      own = jax.lax.dynamic_index_in_dim(stack, index % number, keepdims=False)
+      has_it = jax.lax.axis_index(axis) == index // number
+      return jax.lax.psum(jnp.where(has_it, own, jnp.zeros_like(own)), axis)
+
+    cut = (jax.P(axis), jax.P())
+    return jax.shard_map(
+      local, in_specs=cut, out_specs=jax.P(), axis_names={axis}, check_vma=False
+    )(stack, index)
+
+  return jax.tree.map(pick, layers)
+
+
 def _to_all(x_M: jax.Array) -> jax.Array:
   """The micro-batches of all stages, [micro, ...], of those of this one."""
   # Not all_gather: its derivative fails where other axes are explicit (jax 0.11.2 and 0.12.0).
   copies = jnp.broadcast_to(x_M, (num_stages(), *x_M.shape))
   copies = copies.reshape(-1, *x_M.shape[1:])
   return exchange(copies, "layers")
+
+
+def _micro_batch(x_M: jax.Array, index: jax.Array | int) -> jax.Array:
+  x = jax.lax.dynamic_index_in_dim(x_M, index, keepdims=False)
+  return _cut(x, "batch")  # one row has lost its axis
 
 
 def _from_last(x_M: jax.Array, axis: str, here: jax.Array, shared: bool) -> jax.Array:
