@@ -128,7 +128,7 @@ _NOTES = (
   "Estimates, which XLA's choices change:",
   "  activations: what reverse mode keeps of a micro-batch for its backward pass, as traced",
   "  recomputed block: what the layers of one pattern keep without remat",
-  "  recomputed stage: what those of one stage keep of a micro-batch; a stage keeps its inputs only",
+  "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
   "  handed on: what a stage of a pipeline made in all ticks, and its gradients",
   "  gathered weights: those of the layers of one pattern in the compute dtype, whole along fsdp",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",

@@ -53,8 +53,8 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
     cuDNN's, arrays of the size seq x seq are left out.
   recomputed block: with remat, what a super-block keeps without it, once.
-  recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one stage
-    keep of a micro-batch under `step.remat`.
+  recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
+    stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
   gathered weights: those of a super-block in the compute dtype, whole along fsdp.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
