@@ -118,8 +118,8 @@ def pipeline(
 
   def local(layers, x_M, beside_M, key):
     here = jax.lax.axis_index(axis)
-    if shared:
-      x_M, beside_M = jax.tree.map(_to_all, (x_M, beside_M))
+    if shared:  # a stage's own
+      x_M, beside_M = jax.tree.map(lambda a: a[0], (x_M, beside_M))
     narrow = jax.tree.map(jax.lax.stop_gradient, layers)
     wide = jax.tree.map(_widened, layers)
 
@@ -140,8 +140,13 @@ def pipeline(
     # Before a micro-batch arrives, a stage works on a real one: no zeros whose norm is nothing.
     start = jax.tree.map(lambda a: _micro_batch(a, 0), x_M)
     _, (made, stats) = jax.lax.scan(tick, start, jnp.arange(micro + stages - 1))
-    out = jax.tree.map(lambda a: _from_last(a[stages - 1 :], axis, here, shared), made)
-    return out, jax.tree.map(lambda s: jnp.sum(s, axis=0), stats)
+    made = jax.tree.map(lambda a: a[stages - 1 :], made)  # right on the last stage
+    if shared:
+      made = jax.tree.map(lambda a: a[None], made)
+    else:
+      of_last = lambda a: jnp.where(here == stages - 1, a, jnp.zeros_like(a))
+      made = jax.tree.map(lambda a: jax.lax.psum(of_last(a), axis), made)
+    return made, jax.tree.map(lambda s: jnp.sum(s, axis=0), stats)
 
   ends = jax.P(axis) if shared else jax.P()
   run = jax.shard_map(
@@ -153,7 +158,11 @@ def pipeline(
   )
   layers = jax.tree.map(lambda a: _cut(a, "layers"), layers)
   x_M, beside_M = jax.tree.map(lambda a: split(a, micro), (x, beside))
+  if shared:
+    x_M, beside_M = jax.tree.map(_to_all, (x_M, beside_M))
   out_M, stats = run(layers, x_M, beside_M, key)
+  if shared:
+    out_M = jax.tree.map(_from_last, out_M)
   outer, rows = ("micro", "rows") if shared else (None, "batch")
   parts = stages if shared else 1
   of_all = lambda s: jax.reshard(s, jax.P(None, *_spec(s)[1:]))
@@ -188,25 +197,26 @@ def layer_at(layers: Any, index: jax.Array) -> Any:
   return jax.tree.map(pick, layers)
 
 
-def _to_all(x_M: jax.Array) -> jax.Array:
-  """The micro-batches of all stages, [micro, ...], of those of this one."""
-  # Not all_gather: its derivative fails where other axes are explicit (jax 0.11.2 and 0.12.0).
-  copies = jnp.broadcast_to(x_M, (num_stages(), *x_M.shape))
-  copies = copies.reshape(-1, *x_M.shape[1:])
-  return exchange(copies, "layers")
+# Islands over all axes: over the stages alone XLA would gather along the other axes too.
+def _to_all(x_MB: jax.Array) -> jax.Array:
+  """Micro-batches that the stages share -> [stage, micro, batch, ...], all of them for each."""
+  spec = _spec(x_MB)
+  all_of = lambda x: jax.lax.all_gather(x, spec[0], tiled=True)[None]
+  out = jax.P(spec[0], None, *spec[1:])
+  return jax.shard_map(all_of, in_specs=spec, out_specs=out, check_vma=False)(x_MB)
 
 
-def _micro_batch(x_M: jax.Array, index: jax.Array | int) -> jax.Array:
-  x = jax.lax.dynamic_index_in_dim(x_M, index, keepdims=False)
+def _from_last(x_SMB: jax.Array) -> jax.Array:
+  """What each stage made -> that of the last one, [micro, batch, ...], which the stages share."""
+  spec, share = _spec(x_SMB), x_SMB.shape[1] // num_stages()
+  of_last = lambda x: exchange(x[0], "layers")[-share:]
+  out = jax.P(spec[0], *spec[2:])
+  return jax.shard_map(of_last, in_specs=spec, out_specs=out, check_vma=False)(x_SMB)
+
+
+def _micro_batch(x_MB: jax.Array, index: jax.Array | int) -> jax.Array:
+  x = jax.lax.dynamic_index_in_dim(x_MB, index, keepdims=False)
   return _cut(x, "batch")  # one row has lost its axis
-
-
-def _from_last(x_M: jax.Array, axis: str, here: jax.Array, shared: bool) -> jax.Array:
-  """What the last stage made: each stage's share of the micro-batches, or all of them."""
-  stages = num_stages()
-  if shared:
-    return exchange(x_M, "layers")[-(x_M.shape[0] // stages) :]
-  return jax.lax.psum(jnp.where(here == stages - 1, x_M, jnp.zeros_like(x_M)), axis)
 
 
 def _is_narrow(x: jax.Array) -> bool:
