@@ -115,13 +115,15 @@ def of_layer(sharding: Sharding, place: int, number: int) -> Sharding:
   """
   if not isinstance(sharding, NamedSharding):
     return sharding
-  mesh, (axis, *spec) = sharding.mesh, (*sharding.spec, *[None] * (not sharding.spec))
-  if axis is not None:
+  mesh, spec = sharding.mesh, sharding.spec
+  if any(spec[:1]):
+    axis = spec[0]
     where = mesh.axis_names.index(axis)
     stage = place * mesh.shape[axis] // number
+    assert isinstance(mesh, Mesh), "layers are taken apart on devices"
     devices = np.take(mesh.devices, [stage], axis=where)
     mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-  return NamedSharding(mesh, PartitionSpec(*spec))
+  return NamedSharding(mesh, PartitionSpec(*spec[1:]))
 
 
 def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:

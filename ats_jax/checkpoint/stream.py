@@ -176,7 +176,7 @@ def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:
   return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, shards)
 
 
-def _alone(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
+def _alone(device: Any) -> contextlib.AbstractContextManager[Any]:
   """For a program of one device, where the mesh that is set has others."""
   return jax.set_mesh(jax.sharding.Mesh(np.array(device), ()))
 
