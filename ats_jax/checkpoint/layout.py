@@ -111,7 +111,9 @@ def describe(parts: Mapping[str, Part]) -> dict[str, str]:
 def of_layer(sharding: Sharding, place: int, number: int) -> Sharding:
   """The sharding of layer `place` of a stack of `number` layers.
 
-  Where a pipeline's stages share the layers, on the devices of its stage.
+  Where a pipeline's stages share the layers, on the devices of its stage. Orbax takes no array of
+  one process in a job of several: there it is on all devices, those of its stage first, so that
+  Orbax writes what they hold (`replica_id` 0).
   """
   if not isinstance(sharding, NamedSharding):
     return sharding
@@ -121,7 +123,9 @@ def of_layer(sharding: Sharding, place: int, number: int) -> Sharding:
     where = mesh.axis_names.index(axis)
     stage = place * mesh.shape[axis] // number
     assert isinstance(mesh, Mesh), "layers are taken apart on devices"
-    devices = np.take(mesh.devices, [stage], axis=where)
+    devices = np.roll(mesh.devices, -stage, axis=where)
+    if jax.process_count() == 1:
+      devices = np.take(devices, [0], axis=where)
     mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
   return NamedSharding(mesh, PartitionSpec(*spec[1:]))
 

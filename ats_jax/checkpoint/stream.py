@@ -124,7 +124,7 @@ def _copy(source: jax.Array, target: np.ndarray, where: slice) -> int:
 def _pinned(stack: jax.Array, place: int) -> jax.Array:
   if _is_staged(stack):
     taken = []
-    for shard, at in _shards_with(stack, place):
+    for shard, at in _shards_for(stack, place):
       with _alone(shard.device):
         taken.append(_take(shard.data, at))
     layer = _layer(stack, place, taken)
@@ -136,13 +136,13 @@ def _pinned(stack: jax.Array, place: int) -> jax.Array:
 def _view(stack: jax.Array, place: int) -> jax.Array:
   views = [
     jax.device_put(np.asarray(shard.data)[at], shard.device, may_alias=True)
-    for shard, at in _shards_with(stack, place)
+    for shard, at in _shards_for(stack, place)
   ]
   return _layer(stack, place, views)
 
 
 def _layer(stack: jax.Array, place: int, arrays: list[jax.Array]) -> jax.Array:
-  """A layer out of its parts on this process's devices; there may be none of its stage."""
+  """A layer out of its parts on this process's devices."""
   sharding = of_layer(stack.sharding, place, len(stack))
   return jax.make_array_from_single_device_arrays(
     stack.shape[1:], sharding, arrays, dtype=stack.dtype
@@ -157,6 +157,15 @@ def _shards_with(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
     if start <= place < stop:
       found.append((shard, place - start))
   return found
+
+
+def _shards_for(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
+  """`_shards_with`; in a job of several processes all, with a layer that nobody writes."""
+  found = _shards_with(stack, place)
+  if jax.process_count() == 1:
+    return found
+  at = {shard.device: index for shard, index in found}
+  return [(shard, at.get(shard.device, 0)) for shard in stack.addressable_shards]
 
 
 def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:

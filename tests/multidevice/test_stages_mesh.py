@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+from processes import run_job
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like
 from ats_jax.config.schema import CheckpointConfig
@@ -270,3 +271,37 @@ def test_generation_takes_the_weights_from_their_stages():
       return np.asarray(extend(model, tokens))
 
   np.testing.assert_allclose(scores({"stage": 4}), scores({}), 1e-5, 1e-6)
+
+
+PROCESS = """
+from pathlib import Path
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from ats_jax.checkpoint import CheckpointManager
+from ats_jax.config.schema import CheckpointConfig
+
+directory, stacks = Path(argv[0]), {"s": (0, 1, 2, 3)}
+mesh = jax.make_mesh((2, 2), ("stage", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+with jax.set_mesh(mesh), CheckpointManager(directory, CheckpointConfig(), None, stacks) as manager:
+  def state(step):
+    return jax.jit(
+      lambda: {
+        "w": jax.random.normal(jax.random.key(step), (8, 4), out_sharding=P("fsdp")),
+        "s": {"q": jax.random.normal(jax.random.key(step), (4, 8), out_sharding=P("stage", "fsdp")),
+              "k": jax.random.normal(jax.random.key(step), (4, 6), out_sharding=P("stage", None))},
+      })()
+
+  manager.save(1, state(1), {})
+  manager.wait()
+  jax.experimental.multihost_utils.sync_global_devices("saved")
+  _, restored, _ = manager.restore_latest(state(0))
+  for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state(1)), strict=True):
+    for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
+      np.testing.assert_array_equal(a.data, b.data)
+  say("restored")
+"""
+
+
+@pytest.mark.mesh
+def test_each_stage_in_a_process_of_its_own_saves_its_layers(tmp_path):
+  assert run_job(PROCESS, tmp_path, tmp_path, devices=2) == [["restored"], ["restored"]]
