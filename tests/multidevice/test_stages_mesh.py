@@ -197,8 +197,10 @@ def test_ticks_of_the_bubble_count_nothing():
 
 @pytest.mark.compat
 def test_gradients_of_bfloat16_weights_are_added_up_in_float32():
-  x = np.full((64, 1), 2.0**-9, np.float32)  # too little for bfloat16 beside the first
-  x[0] = 1.0
+  x = np.full(
+    (64, 1), 2.0**-9, np.float32
+  )  # too little for bfloat16 beside the one that comes first
+  x[-1] = 1.0  # in the backward pass
   stage = lambda layers, x, beside, key: (x * layers.astype(jnp.float32)[0], ())
   f = lambda layers: jnp.sum(pipeline(stage, layers, jnp.array(x), (), None, micro=64)[0])
   with jax.set_mesh(mesh_of({"stage": 2})):
