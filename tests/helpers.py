@@ -1,5 +1,6 @@
 """Meshes, small configs and random packed rows that many tests need."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,9 +48,12 @@ def kernels_of(op: str, name: str) -> Kernels:
   return Kernels(tuple((f"{op}.{slot}", name) for slot in where))
 
 
-def make_test_mesh(data: int, fsdp: int, tensor: int, expert: int = 1) -> jax.sharding.Mesh:
-  devices = jax.devices()[: data * fsdp * expert * tensor]
-  return jax.make_mesh((data, fsdp, expert, tensor), MESH_AXES, devices=devices)
+def make_test_mesh(
+  data: int, fsdp: int, tensor: int, expert: int = 1, stage: int = 1
+) -> jax.sharding.Mesh:
+  named = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert, "stage": stage}
+  sizes = tuple(named[axis] for axis in MESH_AXES)
+  return jax.make_mesh(sizes, MESH_AXES, devices=jax.devices()[: math.prod(sizes)])
 
 
 class Lent:

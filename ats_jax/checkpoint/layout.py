@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import (
   AbstractMesh,
   Mesh,
@@ -45,7 +46,9 @@ class Part:
   def target(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and concrete sharding to restore it with, see `restore_target`."""
     whole = restore_target(name, self.leaf)
-    sharding = whole.sharding if self.place is None else of_layer(whole.sharding)
+    sharding = whole.sharding
+    if self.place is not None:
+      sharding = of_layer(sharding, self.place, self.leaf.shape[0])
     return jax.ShapeDtypeStruct(self.shape, whole.dtype, sharding=sharding)
 
 
@@ -105,12 +108,26 @@ def describe(parts: Mapping[str, Part]) -> dict[str, str]:
   return {n: f"{p.leaf.dtype}[{','.join(map(str, p.shape))}]" for n, p in parts.items()}
 
 
-def of_layer(sharding: Sharding) -> Sharding:
-  """The sharding of a layer out of a stack, all of whose layers are on the same devices."""
+def of_layer(sharding: Sharding, place: int, number: int) -> Sharding:
+  """The sharding of layer `place` of a stack of `number` layers.
+
+  Where a pipeline's stages share the layers, on the devices of its stage. Orbax takes no array of
+  one process in a job of several: there it is on all devices, those of its stage first, so that
+  Orbax writes what they hold (`replica_id` 0).
+  """
   if not isinstance(sharding, NamedSharding):
     return sharding
-  assert not any(sharding.spec[:1]), "the axis of layers is sharded"
-  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+  mesh, spec = sharding.mesh, sharding.spec
+  if any(spec[:1]):
+    axis = spec[0]
+    where = mesh.axis_names.index(axis)
+    stage = place * mesh.shape[axis] // number
+    assert isinstance(mesh, Mesh), "layers are taken apart on devices"
+    devices = np.roll(mesh.devices, -stage, axis=where)
+    if jax.process_count() == 1:
+      devices = np.take(devices, [0], axis=where)
+    mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+  return NamedSharding(mesh, PartitionSpec(*spec[1:]))
 
 
 def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:

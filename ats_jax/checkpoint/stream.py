@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -98,7 +99,7 @@ def put(leaves: list[Any], parts: Mapping[str, Part], arrays: dict[str, jax.Arra
       continue
     if leaves[part.number] is None:
       leaves[part.number] = zeros(name, part.leaf)
-    leaves[part.number] = _put(leaves[part.number], array, part.place)
+    leaves[part.number] = _put_layer(leaves[part.number], array, part.place)
 
 
 def zeros(name: str, leaf: Any) -> jax.Array:
@@ -121,17 +122,77 @@ def _copy(source: jax.Array, target: np.ndarray, where: slice) -> int:
 
 
 def _pinned(stack: jax.Array, place: int) -> jax.Array:
-  layer = _take(stack, place)
+  if _is_staged(stack):
+    taken = []
+    for shard, at in _shards_for(stack, place):
+      with _alone(shard.device):
+        taken.append(_take(shard.data, at))
+    layer = _layer(stack, place, taken)
+  else:
+    layer = _take(stack, place)
   return jax.device_put(layer, layer.sharding.with_memory_kind(HOST)).block_until_ready()
 
 
 def _view(stack: jax.Array, place: int) -> jax.Array:
-  layers = [
-    jax.device_put(np.asarray(shard.data)[place], shard.device, may_alias=True)
-    for shard in stack.addressable_shards
+  views = [
+    jax.device_put(np.asarray(shard.data)[at], shard.device, may_alias=True)
+    for shard, at in _shards_for(stack, place)
   ]
-  sharding = of_layer(stack.sharding)
-  return jax.make_array_from_single_device_arrays(stack.shape[1:], sharding, layers)
+  return _layer(stack, place, views)
+
+
+def _layer(stack: jax.Array, place: int, arrays: list[jax.Array]) -> jax.Array:
+  """A layer out of its parts on this process's devices."""
+  sharding = of_layer(stack.sharding, place, len(stack))
+  return jax.make_array_from_single_device_arrays(
+    stack.shape[1:], sharding, arrays, dtype=stack.dtype
+  )
+
+
+def _shards_with(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
+  """This process's shards of a stack that hold a layer, and where in them it is."""
+  found = []
+  for shard in stack.addressable_shards:
+    start, stop, _ = shard.index[0].indices(len(stack))
+    if start <= place < stop:
+      found.append((shard, place - start))
+  return found
+
+
+def _shards_for(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
+  """`_shards_with`; in a job of several processes all, with a layer that nobody writes."""
+  found = _shards_with(stack, place)
+  if jax.process_count() == 1:
+    return found
+  at = {shard.device: index for shard, index in found}
+  return [(shard, at.get(shard.device, 0)) for shard in stack.addressable_shards]
+
+
+def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:
+  """`stack` with a layer in its place; the old one is donated."""
+  if not _is_staged(stack):
+    return _put(stack, layer, place)
+  # On the devices of its stage alone: no program of all devices can take both arrays.
+  at = {shard.device: index for shard, index in _shards_with(stack, place)}
+  new = {shard.device: shard.data for shard in layer.addressable_shards}
+  shards = []
+  for shard in stack.addressable_shards:
+    data = shard.data
+    if shard.device in at:
+      with _alone(shard.device):
+        data = _put(data, new[shard.device], at[shard.device])
+    shards.append(data)
+  return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, shards)
+
+
+def _alone(device: Any) -> contextlib.AbstractContextManager[Any]:
+  """For a program of one device, where the mesh that is set has others."""
+  return jax.set_mesh(jax.sharding.Mesh(np.array(device), ()))
+
+
+def _is_staged(stack: jax.Array) -> bool:
+  """Whether the stages of a pipeline share the layers of a stack."""
+  return isinstance(stack.sharding, jax.NamedSharding) and any(stack.sharding.spec[:1])
 
 
 @jax.jit

@@ -127,7 +127,7 @@ class Attention(nnx.Module):
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:
     """A cache [layers, batch, slots] of zeros."""
     _, kv_heads, head_dim = self.k.weight.shape[-3:]
-    axes = spec("layers", "batch", "seq", "kv_heads", "head_dim")
+    axes = spec(None, "batch", "seq", "kv_heads", "head_dim")
     zeros = lambda: jnp.zeros((*shape, kv_heads, head_dim), dtype, out_sharding=axes)
     return KVCache(zeros(), zeros())
 

@@ -15,16 +15,17 @@ from ats_jax.config.schema import Config
 from ats_jax.model import moe
 from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.layers import RMSNorm, Weight
-from ats_jax.model.layout import LayerKind, fp8_layers, layer_kinds, segments
+from ats_jax.model.layout import LayerKind, check_stages, fp8_layers, layer_kinds, segments
 from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import Role, head_std
+from ats_jax.model.param import Buffer, Role, head_std, is_variable
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.sharding.apply import einsum, num_shards, reshard
+from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
 from ats_jax.sharding.rules import spec
 
 # For each segment, for each place of its super-block: caches with a leading [repeats].
@@ -62,13 +63,14 @@ class Decoder(nnx.Module):
     model = cfg.model
     self.cfg, self.num = model, num
     self.layout, self.fp8 = segments(layer_kinds(cfg)), fp8_layers(cfg)
+    check_stages(cfg, num_stages())
     std = head_std(model) if model.tie_embeddings else model.init_std
     sizes = {"vocab_rows": model.vocab_size, "table_embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
     # Each a SuperBlock whose every leaf has a leading [repeats].
     self.segments = nnx.List(
       [
-        jax.vmap(lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds))(rngs.split(s.repeats))
+        _stack(lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds), rngs.split(s.repeats))
         for s in self.layout
       ]
     )
@@ -92,20 +94,54 @@ class Decoder(nnx.Module):
     """Run the stack; `logits` or the loss op turns the result into scores.
 
     Args:
-      tokens_BT: int32 [batch, seq].
+      tokens_BT: int32 [batch, seq]; with a pipeline all micro-batches of a step (`join`).
       positions_BT: int32, for RoPE; restart at 0 in each segment.
       segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
       rules: how sparse layers choose.
-      key: of this micro-batch, for dropout, noise and random routing; None = none of them.
+      key: of this micro-batch, for dropout, noise and random routing; None = none of them. With a
+        pipeline it is folded with the number of the micro-batch here.
 
     Returns:
       Final normalised activations [batch, seq, d_model] in the compute dtype, and statistics of
       the sparse layers.
     """
-    positions_BT, segment_ids_BT = (
-      reshard(a, "batch", "seq") for a in (positions_BT, segment_ids_BT)
+    tokens_BT, positions_BT, segment_ids_BT = (
+      reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
-    tokens = tokens_at(self.cfg, positions_BT, segment_ids_BT)
+    skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
+    depth_BT = jnp.zeros_like(segment_ids_BT) if skips else None
+    carry, beside = (self._lookup(tokens_BT), depth_BT), (positions_BT, segment_ids_BT)
+    run, firsts = (
+      functools.partial(self._run, rules=rules),
+      [s.layer_indices(0) for s in self.layout],
+    )
+    if num_stages() == 1:
+      (x_BTD, depth_BT), stats = run((self.segments, firsts), carry, beside, key)
+    else:
+      rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
+      micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
+      (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
+    return self.final_norm(x_BTD), StackStats(
+      tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
+    )
+
+  def _run(
+    self, stacks: Any, carry: Any, beside: Any, key: jax.Array | None, *, rules: Pass
+  ) -> tuple[Any, list[Any]]:
+    """Run layers, all of them or those of one stage.
+
+    Args:
+      stacks: the super-blocks of each segment, and the index of the first layer of each of them.
+      carry: activations, and how many layers each token went through that skip some (None: there
+        are none).
+      beside: positions and segment ids.
+      key: of this micro-batch.
+      rules: of this pass.
+
+    Returns:
+      The carry behind them, and the statistics of each segment.
+    """
+    tokens, stats = tokens_at(self.cfg, *beside), []
 
     def super_block(fp8, carry, block_and_index):
       (x_BTD, depth_BT), (block, first) = carry, block_and_index
@@ -121,22 +157,20 @@ class Decoder(nnx.Module):
           depth_BT += passed_BT
       return (x_BTD, depth_BT), tuple(stats)
 
-    carry, stats = (self._lookup(tokens_BT), jnp.zeros_like(segment_ids_BT)), []
-    for segment, blocks in zip(self.layout, self.segments, strict=True):
-      firsts, unroll = segment.layer_indices(0), self.num.scan_unroll
+    for segment, blocks, firsts in zip(self.layout, *stacks, strict=True):
+      unroll, repeats = self.num.scan_unroll, len(firsts)
       remat = functools.partial(self._remat, in_loop=unroll == 1)
       # One function for each choice of formats: what is traced once serves all repeats.
       body_of = functools.cache(lambda fp8, r=remat: r(functools.partial(super_block, fp8)))
-      bodies = [body_of(self._formats(first, len(segment.kinds), rules)) for first in firsts]
-      if unroll > 1 and unroll >= segment.repeats:
+      # All stages have the same formats in the same places (`check_stages`).
+      places = segment.layer_indices(0)[:repeats]
+      bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
+      if unroll > 1 and unroll >= repeats:
         carry, of_segment = run_layers(bodies, carry, zip(unstack(blocks), firsts, strict=True))
       else:
         carry, of_segment = scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
       stats.append(of_segment)
-    x_BTD, depth_BT = carry
-    return self.final_norm(x_BTD), StackStats(
-      tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
-    )
+    return carry, stats
 
   def _formats(self, first: int, number: int, rules: Pass) -> tuple[bool, ...]:
     """Which of `number` layers from `first` on are multiplied in 8 bits in this pass."""
@@ -152,10 +186,10 @@ class Decoder(nnx.Module):
     barriers: Any = False if in_loop else (True, (of_weights, True))
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
-  def _depth_counts(self, depth_BT: jax.Array, valid_BT: jax.Array) -> jax.Array | None:
-    skipping = sum(kind.mod for s in self.layout for kind in s.kinds * s.repeats)
-    if not skipping:
+  def _depth_counts(self, depth_BT: jax.Array | None, valid_BT: jax.Array) -> jax.Array | None:
+    if depth_BT is None:
       return None
+    skipping = sum(kind.mod for s in self.layout for kind in s.kinds * s.repeats)
     is_depth_BTL = (depth_BT[..., None] == jnp.arange(skipping + 1)) & valid_BT[..., None]
     return jnp.sum(is_depth_BTL, axis=(0, 1), dtype=jnp.float32)
 
@@ -179,18 +213,22 @@ class Decoder(nnx.Module):
     assert not rules.training
     tokens = tokens_at(self.cfg, index_BT, valid_BT.astype(jnp.int32), index_BT)
 
-    def super_block(x_BTD, inputs):
+    def super_block(blocks, x_BTD, inputs):
       block, first, caches = inputs
+      if num_stages() > 1:  # one token is no pipeline: the weights come to it
+        block = layer_at(blocks, block)
       extended = []
       for place, layer in enumerate(block.layers):
         x_BTD, _, _, new = layer(x_BTD, tokens, rules, layer=first + place, cache=caches[place])
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = self._lookup(tokens_BT), []
+    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
-      x_BTD, extended = jax.lax.scan(super_block, x_BTD, (blocks, firsts, caches))
+      given = jnp.arange(segment.repeats) if num_stages() > 1 else blocks
+      body = functools.partial(super_block, blocks)
+      x_BTD, extended = jax.lax.scan(body, x_BTD, (given, firsts, caches))
       new_cache.append(extended)
     return self.final_norm(x_BTD), tuple(new_cache)
 
@@ -206,7 +244,7 @@ class Decoder(nnx.Module):
       kv = block.attn.empty_cache((repeats, batch, slots), dtype)
       if block.depth is None:
         return LayerCache(kv, None)
-      taken = jnp.zeros((repeats, batch), jnp.int32, out_sharding=spec("layers", "batch"))
+      taken = jnp.zeros((repeats, batch), jnp.int32, out_sharding=spec(None, "batch"))
       return LayerCache(kv, taken)
 
     return tuple(
@@ -239,3 +277,14 @@ class Decoder(nnx.Module):
     if not self.cfg.scale_embeddings:
       return x_BTD
     return x_BTD * jnp.asarray(self.cfg.d_model**0.5, x_BTD.dtype)
+
+
+def _stack(make: Callable[[nnx.Rngs], SuperBlock], rngs: nnx.Rngs) -> SuperBlock:
+  """A super-block for each key, stacked; each stage of a pipeline draws the weights of its own."""
+  if num_stages() == 1:
+    return jax.vmap(make)(rngs)
+  blocks = jax.vmap(make)(jax.tree.map(lambda a: reshard(a, "layers"), rngs))
+  # Buffers are small, and the step sets those of all layers at a time.
+  whole = lambda v: jax.tree.map(lambda a: reshard(a, None, *v.axes), v)
+  set_whole = lambda v: whole(v) if isinstance(v, Buffer) else v
+  return jax.tree.map(set_whole, blocks, is_leaf=is_variable)

@@ -148,7 +148,7 @@ class LatentAttention(nnx.Module):
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> LatentCache:
     """A cache [layers, batch, slots] of zeros."""
-    axes = spec("layers", "batch", "seq", "latent")
+    axes = spec(None, "batch", "seq", "latent")
     zeros = lambda width: jnp.zeros((*shape, width), dtype, out_sharding=axes)
     return LatentCache(zeros(self.kv.weight.shape[-3]), zeros(self.num_rotated))
 

@@ -95,6 +95,36 @@ def segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
   return tuple(found)
 
 
+def check_stages(cfg: Config, stages: int) -> None:
+  """See that a pipeline of so many stages can be cut out of the layers.
+
+  All stages run one program, so they have the same layers in the same order.
+
+  Raises:
+    ValueError: if they cannot.
+  """
+  if stages == 1:
+    return
+  number, found = cfg.model.num_layers, segments(layer_kinds(cfg))
+  if len(found) > 1 or found[0].repeats % stages:
+    parts = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in found)
+    raise ValueError(
+      f"mesh.stage={stages} does not cut model.num_layers={number} into equal stages: the layers "
+      f"repeat as {parts} (times x layers of a pattern), and each stage needs the same number of "
+      "whole patterns. Change model.num_layers, or what makes layers differ: moe.every, "
+      "moe.dense_first, moe.dense_last, mod.every, mod.start_layer, mod.end_layer, "
+      "model.full_every."
+    )
+  of_stage, fp8 = number // stages, fp8_layers(cfg)
+  if fp8 != fp8[:of_stage] * stages:
+    precision = cfg.precision
+    raise ValueError(
+      f"mesh.stage={stages} with precision.fp8_keep_first={precision.fp8_keep_first} and "
+      f"precision.fp8_keep_last={precision.fp8_keep_last}: the stages would multiply in different "
+      "formats. Set both to 0, or precision.fp8=false."
+    )
+
+
 def _repeats(kinds: tuple[LayerKind, ...], period: int) -> int:
   repeats = 1
   while kinds[period * repeats : period * (repeats + 1)] == kinds[:period]:

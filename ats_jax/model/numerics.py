@@ -21,6 +21,7 @@ class Numerics:
   deterministic: bool
   remat: str
   scan_unroll: int
+  micro_batches: int = 1  # that a batch of training is cut into
 
 
 def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numerics:
@@ -39,6 +40,7 @@ def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numer
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,
     scan_unroll=cfg.step.scan_unroll or scan_unroll,
+    micro_batches=cfg.step.accum_steps,
   )
 
 

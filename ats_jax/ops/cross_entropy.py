@@ -13,10 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards
+from ats_jax.sharding.pipeline import row_axis
 
-X_AXES = ("batch", "seq", "act_embed")
 HEAD_AXES = ("vocab", "act_embed")
-TOKEN_AXES = ("batch", "seq")
 
 
 class LossSums(NamedTuple):
@@ -56,7 +55,7 @@ def linear_cross_entropy(
   error. `token_logprobs` is for losses that need more.
 
   Args:
-    x_BTD: final activations [batch, seq, d_model], sharded by `X_AXES`.
+    x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
     head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     mask_BT: float32 weights; 0 = not counted.
@@ -118,7 +117,7 @@ def token_logprobs(
   the loss is known only then. `linear_cross_entropy` does not, for weights known beforehand.
 
   Args:
-    x_BTD: final activations [batch, seq, d_model], sharded by `X_AXES`.
+    x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
     head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     chunk_tokens: tokens of all devices together whose logits exist at one time.
@@ -126,12 +125,13 @@ def token_logprobs(
     soft_cap: likewise.
 
   Returns:
-    float32 [batch, seq], sharded by `TOKEN_AXES`.
+    float32 [batch, seq], sharded like the activations.
   """
+  axes = x_axes(x_BTD)
 
   def local(x_BTD, head_VD, targets_BT):
     tokens = targets_BT.size
-    split = functools.partial(_split, chunk=min(_local_chunk(chunk_tokens), tokens))
+    split = functools.partial(_split, chunk=min(_local_chunk(chunk_tokens, axes), tokens))
 
     def step(_, inputs):
       x_CD, targets_C = inputs
@@ -143,7 +143,7 @@ def token_logprobs(
     return logprobs.reshape(-1)[:tokens].reshape(targets_BT.shape)
 
   args = x_BTD, head_VD, targets_BT
-  return island(local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES), out_axes=TOKEN_AXES)(*args)
+  return island(local, in_axes=(axes, HEAD_AXES, axes[:2]), out_axes=axes[:2])(*args)
 
 
 def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
@@ -186,20 +186,31 @@ def _sums_and_grads(
     per_token=per_token,
     with_grads=with_grads,
   )
-  chunk = _local_chunk(chunk_tokens)
+  axes = x_axes(x_BTD)
+  of_tokens = axes[:2]
   local = functools.partial(
-    _local, of_chunk=of_chunk, chunk=chunk, per_token=per_token, with_grads=with_grads
+    _local,
+    of_chunk=of_chunk,
+    chunk=_local_chunk(chunk_tokens, axes),
+    rows=axes[0],
+    per_token=per_token,
+    with_grads=with_grads,
   )
   scalar: Any = ()  # a tree of axes in the place of one of arrays
-  each: Any = TOKEN_AXES if per_token else scalar
+  each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (X_AXES, HEAD_AXES) if with_grads else None
-  return island(local, in_axes=(X_AXES, HEAD_AXES, TOKEN_AXES, TOKEN_AXES), out_axes=(sums, grads))(
+  grads = (axes, HEAD_AXES) if with_grads else None
+  return island(local, in_axes=(axes, HEAD_AXES, of_tokens, of_tokens), out_axes=(sums, grads))(
     x_BTD, head_VD, targets_BT, mask_BT
   )
 
 
-def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, per_token, with_grads):
+def x_axes(x_BTD: jax.Array) -> tuple[str, ...]:
+  """How activations are sharded here: the stages of a pipeline share the rows too."""
+  return (row_axis(x_BTD.shape[0]), "seq", "act_embed")
+
+
+def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, rows, per_token, with_grads):
   """Work on one device's rows and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
@@ -213,17 +224,17 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, per_token, w
   inputs = (split(x_BTD), split(targets_BT), split(mask_BT))
   dhead_VD, (sums, dx) = jax.lax.scan(step, dhead_VD, inputs)
   each = sums.cross_entropy
-  sums = jax.tree.map(lambda s: all_sum(jnp.sum(s), "batch"), sums)
+  sums = jax.tree.map(lambda s: all_sum(jnp.sum(s), rows), sums)
   if per_token:
     sums = sums._replace(cross_entropy=each.reshape(-1)[:tokens].reshape(targets_BT.shape))
   if dhead_VD is None or dx is None:
     return sums, None
   dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
-  return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, "batch"))
+  return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, rows))
 
 
-def _local_chunk(chunk_tokens):
-  return max(1, chunk_tokens // num_shards("batch"))
+def _local_chunk(chunk_tokens, axes):
+  return max(1, chunk_tokens // num_shards(axes[0]))
 
 
 def _split(a, chunk):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.sharding.apply import einsum, gather_rows, reshard
+from ats_jax.sharding.pipeline import row_axis
 
 TABLE_AXES = ("vocab_rows", "table_embed")
-X_AXES = ("batch", "seq", "act_embed")
 CHUNK_POSITIONS = 1024  # of each row, whose one-hot rows exist at one time
 
 
@@ -34,7 +34,8 @@ def embedding_lookup(
 
 
 def _lookup(table_VD, tokens_BT, dtype):
-  return gather_rows(table_VD, tokens_BT, axes=X_AXES).astype(dtype)
+  rows = row_axis(tokens_BT.shape[0])
+  return gather_rows(table_VD, tokens_BT, axes=(rows, "seq", "act_embed")).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -13,6 +13,7 @@ from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import kv_cache_bytes, state_memory, step_memory
 from ats_jax.planner.seconds import render as render_seconds
 from ats_jax.planner.seconds import step_seconds
+from ats_jax.sharding.pipeline import in_words
 
 
 def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -46,6 +47,8 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
       "mesh": dict(mesh.shape),
       "rows_per_step": cfg.data.batch_size,
       "rows_per_micro_batch": micro,
+      "micro_batches": cfg.step.accum_steps,
+      "layers": cfg.model.num_layers,
       "seq_len": cfg.data.seq_len,
       "remat": cfg.step.remat,
       "compute_dtype": cfg.precision.compute_dtype,
@@ -98,10 +101,12 @@ def flops_per_token(cfg: Config, model: Any) -> dict[str, float]:
 def render(plan: dict[str, Any]) -> str:
   """The numbers of `describe` as text."""
   run, kv = plan["run"], plan["kv_cache_bytes"]
-  shards = run["devices"] // run["mesh"]["tensor"]
+  stages = run["mesh"]["stage"]
+  shards = run["devices"] // (run["mesh"]["tensor"] * stages)
   lines = [
     f"devices: {run['devices']:,} ({', '.join(f'{a}={n}' for a, n in run['mesh'].items())})",
     f"at a time on each: {run['rows_per_micro_batch'] // shards:,} x {run['seq_len']:,} tokens",
+    *([f"pipeline: {in_words(run['layers'], run['micro_batches'], stages)}"] if stages > 1 else ()),
     "",
     *_table("parameters", ("total", "active"), _parameter_rows(plan["parameters"])),
     "",
@@ -123,6 +128,8 @@ _NOTES = (
   "Estimates, which XLA's choices change:",
   "  activations: what reverse mode keeps of a micro-batch for its backward pass, as traced",
   "  recomputed block: what the layers of one pattern keep without remat",
+  "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
+  "  handed on: what a stage of a pipeline made in all ticks, and its gradients",
   "  gathered weights: those of the layers of one pattern in the compute dtype, whole along fsdp",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",
 )

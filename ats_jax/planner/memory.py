@@ -15,6 +15,7 @@ from ats_jax.model.param import Param, merge, params_of, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
+from ats_jax.sharding.pipeline import num_stages, one_stage
 from ats_jax.step.balance import rules_at, totals
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.optimizers.base import per_parameter
@@ -52,6 +53,9 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
     cuDNN's, arrays of the size seq x seq are left out.
   recomputed block: with remat, what a super-block keeps without it, once.
+  recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
+    stage keep of a micro-batch under `step.remat`.
+  handed on: of a pipeline, what a stage made in each tick, and its gradient.
   gathered weights: those of a super-block in the compute dtype, whole along fsdp.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
 
@@ -59,27 +63,33 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
   """
-  blocks = sum(segment.repeats for segment in state.model.layout)
+  blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   shards = num_shards("batch")
   tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // shards
   chunk = min(tokens, max(1, cfg.step.loss_chunk_tokens // shards))
-  kept_without_remat = 0
-  if cfg.step.remat != "none":
-    step = dataclasses.replace(cfg.step, remat="none")
-    plain = dataclasses.replace(cfg, step=step)
-    kept_without_remat = activations(plain, abstract_state(plain))
+  rows = cfg.data.batch_size // cfg.step.accum_steps
+  of_stage = of_block = 0
+  with jax.sharding.use_abstract_mesh(one_stage()):
+    if stages > 1:
+      of_stage = activations(cfg, abstract_state(cfg), rows * stages) // stages
+    if cfg.step.remat != "none":
+      plain = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat="none"))
+      of_block = activations(plain, abstract_state(plain), rows * stages) // blocks
+  ticks = cfg.step.accum_steps + stages - 1
   return {
-    "activations": activations(cfg, state),
-    "recomputed block": kept_without_remat // blocks,
+    "activations": activations(cfg, state, cfg.data.batch_size if stages > 1 else rows),
+    "recomputed stage": of_stage,
+    "recomputed block": of_block,
+    "handed on": 2 * ticks * tokens * cfg.model.d_model * compute if stages > 1 else 0,
     "gathered weights": _gathered_block(state.model, compute),
     "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
   }
 
 
-def activations(cfg: Config, state: TrainState) -> int:
-  """Bytes of a micro-batch that wait for the backward pass, see `step_memory`."""
-  rows, seq = cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
+def activations(cfg: Config, state: TrainState, rows: int = 0) -> int:
+  """Bytes that wait for the backward pass, see `step_memory`; of a micro-batch, or of `rows`."""
+  rows, seq = rows or cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   _, attention = asked_for(cfg).get("attention.forward", ("", ""))
   if attention == "xla" or cfg.step.remat != "none" or seq % 2:

@@ -11,6 +11,7 @@ from ats_jax.model.param import trainable
 from ats_jax.planner.abstract import device_bytes
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes
+from ats_jax.sharding.pipeline import bubble, num_stages
 from ats_jax.step.state import TrainState
 
 
@@ -21,8 +22,9 @@ def step_seconds(
 
   Weights that are sharded along fsdp are gathered in the compute dtype, for the forward and the
   backward pass of each micro-batch, and their gradients scattered. Other gradients are summed over
-  the axes of the batch. What `tensor` and `expert` exchange of activations is left out, and so is
-  what `step.remat` computes twice.
+  the axes of the batch. Matmuls take as long as the stages of a pipeline need with its bubble. What
+  `stage`, `tensor` and `expert` exchange of activations is left out, and so is what `step.remat`
+  and the stages compute twice.
 
   Args:
     cfg: the resolved run.
@@ -47,9 +49,10 @@ def step_seconds(
       "`ats-jax check_env --measure`."
     )
   tokens = cfg.data.batch_size * cfg.data.seq_len / mesh.size
+  busy = 1.0 - bubble(cfg.step.accum_steps, num_stages())
   parameters, micro = jax.tree.leaves(trainable(state.model)), cfg.step.accum_steps
   compute = jnp.dtype(dtype).itemsize
-  batch_axes = set(mesh_axes("batch"))
+  batch_axes = set(mesh_axes("rows"))
   gathered = scattered = 0
   summed: dict[int, int] = {}  # bytes by how many devices sum them
   for leaf in parameters:
@@ -65,7 +68,7 @@ def step_seconds(
   gradients = hardware.seconds("reduce_scatter", scattered, fsdp)
   sums = [hardware.seconds("all_reduce", size, ways) for ways, size in summed.items()]
   parts = {
-    "matmuls": flops_per_token * tokens / hardware.matmul_flops[dtype],
+    "matmuls": flops_per_token * tokens / hardware.matmul_flops[dtype] / busy,
     "update": 2 * device_bytes(state) / hardware.memory_bytes_per_sec,
     "weights gathered": weights if weights is None else 2 * micro * weights,
     "gradients scattered": gradients if gradients is None else micro * gradients,
@@ -79,7 +82,7 @@ def step_seconds(
     "parts": parts,
     "least": max(computing, sum(talking)),
     "most": computing + sum(talking),
-    "left_out": [axis for axis in ("expert", "tensor") if mesh.shape[axis] > 1],
+    "left_out": [axis for axis in ("stage", "expert", "tensor") if mesh.shape[axis] > 1],
   }
 
 

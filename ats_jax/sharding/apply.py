@@ -32,10 +32,16 @@ def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.reshard(x, spec(*axes))
 
 
+def whole(x: jax.Array) -> jax.Array:
+  """All of `x` on every device."""
+  cut = any(jax.typeof(x).sharding.spec)
+  return jax.reshard(x, jax.P(*[None] * x.ndim)) if cut else x
+
+
 def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
   """An array that somebody is going to write all of, cut as a partition spec says."""
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.manual_axes:
+  if _is_local(mesh):
     return jax.lax.empty(shape, dtype)
   # Asked for as a whole, XLA allocates the whole on each device.
   local = jax.NamedSharding(mesh, cut).shard_shape(tuple(shape))
@@ -70,13 +76,21 @@ def in_place(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> A
       [parts, ...] to be summed over its first dimension: those of all devices are stacked.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.manual_axes:
+  if _is_local(mesh):
     return f(*args)
   specs = [jax.typeof(a).sharding.spec for a in args]
   cut = [entry for entry in specs[0] if entry is not None]
   stacked = jax.P(tuple(n for e in cut for n in ((e,) if isinstance(e, str) else e)) or None)
   out_specs = tuple(stacked if i is None else specs[i] for i in out_like)
   return jax.shard_map(f, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
+
+
+def _is_local(mesh: jax.sharding.AbstractMesh) -> bool:
+  """Whether arrays are a device's own: without a mesh, or inside an island.
+
+  Inside a pipeline one axis is manual; what lies on the others is still to be cut.
+  """
+  return len(mesh.manual_axes) == len(mesh.axis_names)
 
 
 def _is_axes(x: Any) -> bool:

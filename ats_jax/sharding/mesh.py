@@ -9,6 +9,7 @@ import numpy as np
 
 from ats_jax.config.schema import Config
 from ats_jax.sharding.apply import mesh_axes
+from ats_jax.sharding.pipeline import bubble
 from ats_jax.sharding.rules import MESH_AXES, spec
 
 
@@ -27,7 +28,8 @@ def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
   """The size of each mesh axis.
 
   Raises:
-    ValueError: if the sizes do not multiply to the number of devices, or do not divide the batch.
+    ValueError: if the sizes do not multiply to the number of devices, or do not divide the batch
+      and its micro-batches.
   """
   sizes = {a: getattr(cfg.mesh, a) for a in MESH_AXES}
   if sizes["data"] == -1:
@@ -58,6 +60,14 @@ def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
       f"data.batch_size={cfg.data.batch_size} / step.accum_steps={cfg.step.accum_steps} = {micro} "
       f"rows a micro-batch do not divide over {product} = {shards} shards. "
       f"Use a multiple of {shards * cfg.step.accum_steps}."
+    )
+  stages, accum = sizes["stage"], cfg.step.accum_steps
+  if accum % stages:
+    more = -(-4 * accum // stages) * stages if accum > 1 else 4 * stages
+    raise ValueError(
+      f"mesh.stage={stages} does not divide step.accum_steps={accum}, the micro-batches that go "
+      f"through the pipeline: the stages share them before and behind it. Use a multiple of "
+      f"{stages}; of a step with {more}, a stage would idle {bubble(more, stages):.0%}."
     )
   return sizes
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import jax
 
 # Mesh axes, outermost first. Neighbouring devices share the last axis, which talks the most.
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
 
 # None = not sharded. A tuple shards one dimension over several mesh axes.
 Rules = Mapping[str | None, str | tuple[str, ...] | None]
@@ -15,6 +15,8 @@ _DEFAULT: Rules = {
   None: None,
   # activations
   "batch": ("data", "fsdp", "expert"),
+  "micro": "stage",  # micro-batches on their way into and out of a pipeline
+  "rows": ("stage", "data", "fsdp", "expert"),  # of these micro-batches, before and behind it
   "seq": None,
   "act_embed": None,
   "heads": "tensor",
@@ -25,7 +27,7 @@ _DEFAULT: Rules = {
   "vocab": "tensor",
   "choice": None,  # of a token among experts
   # parameters: `embed` is the d_model side of a matrix, sharded ZeRO-style over fsdp
-  "layers": None,
+  "layers": "stage",  # of a stack
   "embed": "fsdp",
   "latent_rows": "fsdp",  # the latent's side of a matrix, like `embed`
   "norm": None,

@@ -18,6 +18,7 @@ from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
 from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.mesh import batch_sharding
+from ats_jax.sharding.pipeline import in_words, num_stages
 from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
@@ -96,6 +97,8 @@ class Program:
       watch = f"off once they add {p.fp8_band:.2%} to a validation loss (each {every} steps)"
       watch = watch if every else "not watched (eval.every_steps=0)"
       facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"
+    if (stages := num_stages()) > 1:
+      facts["pipeline"] = in_words(cfg.model.num_layers, cfg.step.accum_steps, stages)
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {

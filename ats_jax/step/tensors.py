@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import stacks
 from ats_jax.model.param import Param, params_of
+from ats_jax.sharding.apply import whole
 
 
 def names(cfg: Config, params: Any) -> list[str]:
@@ -63,7 +64,7 @@ def squares_and_checksums(x: Any, params: Any, platform: str) -> tuple[jax.Array
   for one, param in zip(params_of(x), params_of(params), strict=True):
     both = jnp.square(one[...].astype(jnp.float32)), _bits(param[...])
     axes = range(len(_layers(param)), both[0].ndim)
-    sums.append([total.reshape(-1) for total in jax.lax.reduce(both, zeros, add, tuple(axes))])
+    sums.append([_of_layers(total) for total in jax.lax.reduce(both, zeros, add, tuple(axes))])
   squares_T, sums_T = map(jnp.concatenate, zip(*sums, strict=True))
   return jax.lax.optimization_barrier((squares_T, sums_T))
 
@@ -93,8 +94,13 @@ def _reduced(params: Any, f: Any) -> jax.Array:
   for param in params_of(params):
     x = f(param[...])
     lead = len(_layers(param))
-    sums.append(jnp.sum(x, axis=tuple(range(lead, x.ndim)), dtype=x.dtype).reshape(-1))
+    sums.append(_of_layers(jnp.sum(x, axis=tuple(range(lead, x.ndim)), dtype=x.dtype)))
   return jnp.concatenate(sums)
+
+
+def _of_layers(total: jax.Array) -> jax.Array:
+  """A number a layer, of the layers of all stages."""
+  return whole(total.reshape(-1))
 
 
 def _bits(x: jax.Array) -> jax.Array:

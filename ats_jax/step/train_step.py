@@ -14,6 +14,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.param import merge, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
+from ats_jax.sharding.pipeline import join, num_stages
 from ats_jax.step import tensors
 from ats_jax.step.balance import (
   Totals,
@@ -102,6 +103,8 @@ def sums_and_grads(
 ) -> tuple[Any, StackStats, Any]:
   """Accumulate sums, statistics and gradients of the objective over the micro-batches.
 
+  One after the other; with a pipeline the stages of the model take them all in one pass.
+
   Returns:
     The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`.
   """
@@ -110,11 +113,16 @@ def sums_and_grads(
     part = objective(merge(params, model), micro, whole, rules, micro_key)
     return part.loss, (part.sums, part.stats)
 
-  def of_micro(index: jax.Array | int, micro: Batch):
-    grads, (sums, stats) = jax.grad(contribution, has_aux=True)(
-      trainable(model), micro, jax.random.fold_in(key, index)
-    )
+  def of_rows(rows: Batch, rows_key: jax.Array):
+    part = jax.grad(contribution, has_aux=True)
+    grads, (sums, stats) = part(trainable(model), rows, rows_key)
     return sums, stats, grads
+
+  if num_stages() > 1:
+    return of_rows({name: join(x) for name, x in batch.items()}, key)
+
+  def of_micro(index: jax.Array | int, micro: Batch):
+    return of_rows(micro, jax.random.fold_in(key, index))
 
   accum = batch["tokens"].shape[0]
   first = {k: v[0] for k, v in batch.items()}

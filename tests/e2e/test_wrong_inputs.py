@@ -158,7 +158,7 @@ def test_settings_and_data(settings, parts, tiny, inputs, tmp_path):
 MESHES = {
   "too large": (
     ["mesh.data=4", "mesh.fsdp=4"],
-    "mesh 4x4x1x1 (data, fsdp, expert, tensor) needs 16 devices, there are 8",
+    "mesh 1x4x4x1x1 (stage, data, fsdp, expert, tensor) needs 16 devices, there are 8",
     "mesh.data=-1",
   ),
   "no divisor": (

@@ -9,6 +9,12 @@ from ats_jax.config.schema.setting import setting
 class MeshConfig:
   """How many ways each mesh axis is split."""
 
+  stage: int = setting(
+    1,
+    "stages of a pipeline that the layers are cut into; divides accum_steps",
+    low=1,
+    resume="free",
+  )
   data: int = setting(-1, "copies of the weights; -1 = all devices that are left", resume="free")
   fsdp: int = setting(1, "ways weights and moments are sharded", low=1, resume="free")
   expert: int = setting(

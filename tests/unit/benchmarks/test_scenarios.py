@@ -103,8 +103,7 @@ def test_gradients():
 
 @pytest.fixture(scope="module")
 def state():
-  with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "expert", "tensor"),
-                                  devices=jax.devices()[:1])):  # fmt: skip
+  with jax.set_mesh(make_test_mesh(1, 1, 1)):
     yield make_program(CFG).init()
 
 

@@ -95,9 +95,10 @@ def test_every_setting_is_explained(name):
 
 
 def test_a_section_is_explained_and_a_typo_has_a_suggestion():
-  assert explain("mesh").count("\n") == 7
+  assert explain("mesh").count("\n") == 9
   assert all(
-    f"mesh.{axis} (int)" in explain("mesh") for axis in ("data", "fsdp", "expert", "tensor")
+    f"mesh.{axis} (int)" in explain("mesh")
+    for axis in ("stage", "data", "fsdp", "expert", "tensor")
   )
   with pytest.raises(
     ValueError, match=r"no setting 'model.num_layer'. Did you mean model.num_layers"

@@ -91,7 +91,7 @@ def test_a_mesh_of_4096_devices():
   ("changes", "message"),
   [
     ({"mesh.fsdp": 4}, r"mesh.fsdp=4 x mesh.expert=1 x .* = 4 does not divide the 6 devices"),
-    ({"mesh.data": 2}, r"mesh 2x1x1x1 .* needs 2 devices, there are 6"),
+    ({"mesh.data": 2}, r"mesh 1x2x1x1x1 .* needs 2 devices, there are 6"),
     ({"data.batch_size": 8}, r"data.batch_size=8 / step.accum_steps=1 = 8 rows .* 6 shards"),
   ],
 )
