@@ -28,7 +28,7 @@ from ats_jax.metrics.profiler import kernel_table, kernel_times
 from ats_jax.metrics.throughput import mfu
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
-from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
+from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
 from ats_jax.step.program import make_program, predicted_bytes
 
 WARMUP_STEPS = 3
@@ -61,7 +61,7 @@ def measure(
   planned = planned_bytes(cfg, jax.device_count()) / GIB
   _require_memory("the planner estimates", planned, SLACK * limit)
   mesh = make_mesh(cfg)
-  with jax.set_mesh(mesh):
+  with on_mesh(cfg, mesh):
     program = make_program(cfg)
     logging.info("%s", ", ".join(map(str, program.choices)))
     state = jax.block_until_ready(program.init())

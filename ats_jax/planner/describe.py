@@ -13,6 +13,7 @@ from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import kv_cache_bytes, state_memory, step_memory
 from ats_jax.planner.seconds import render as render_seconds
 from ats_jax.planner.seconds import step_seconds
+from ats_jax.sharding.mesh import on_mesh
 
 
 def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
   """
   cfg = resolve_without_data(cfg)
   mesh = abstract_mesh(cfg, devices)
-  with jax.sharding.use_abstract_mesh(mesh):
+  with on_mesh(cfg, mesh):
     state = abstract_state(cfg)
     kv_row = kv_cache_bytes(cfg, state.model)
     exact, estimated = state_memory(cfg, state), step_memory(cfg, state)

@@ -11,7 +11,7 @@ from jax.extend import core
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.param import Param, merge, params_of, trainable
+from ats_jax.model.param import Param, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
@@ -36,11 +36,12 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
     of_optimizer[name] += device_bytes(tree)
   parts = {"weights": device_bytes(state.model), **of_optimizer, "ema": device_bytes(state.ema)}
   as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
-  sums = jax.eval_shape(as_float32, params) if cfg.step.accum_steps > 1 else None
+  grads = jax.eval_shape(shards_of_gradients, params)
+  sums = jax.eval_shape(as_float32, grads) if cfg.step.accum_steps > 1 else None
   return {
     **parts,
     "counters": device_bytes(state) - sum(parts.values()),
-    "gradients": device_bytes(params),
+    "gradients": device_bytes(grads),
     "gradient sums": device_bytes(sums),
   }
 

@@ -1,5 +1,6 @@
 """Array operations that name logical axes: the only place that spells `out_sharding`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.rules import current_rules, spec
+from ats_jax.sharding.rules import KEPT, PARTS, Part, current_plan, current_rules, spec
 
 Axes = Sequence[str | None]
 
@@ -30,6 +31,41 @@ def gather_rows(table: jax.Array, index: jax.Array, *, axes: Axes) -> jax.Array:
 def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
   """Move `x` to the sharding of logical `axes`."""
   return jax.reshard(x, spec(*axes))
+
+
+def reshard_part(x: jax.Array, part: Part, *axes: str | None) -> jax.Array:
+  """Move `x` to the sharding that the plan has for a part of the state; as it is if it is there."""
+  cut = spec(*axes, part=part)
+  return x if jax.typeof(x).sharding.spec == cut else jax.reshard(x, cut)
+
+
+def is_apart(part: Part) -> bool:
+  """Whether the plan in use shards a part of the state otherwise than the weights."""
+  return part in KEPT.get(current_plan().name, {})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def standing_for(cut: jax.P, shards: jax.Array, whole: jax.Array) -> jax.Array:
+  """`whole`, whose gradient goes to `shards`, its own shards, as a sum scattered over devices.
+
+  Args:
+    cut: sharding of `shards`.
+    shards: not read.
+    whole: gets no gradient.
+  """
+  del cut, shards
+  return whole
+
+
+def _standing_for_fwd(cut, shards, whole):
+  return standing_for(cut, shards, whole), None
+
+
+def _standing_for_bwd(cut, _, cotangent):
+  return jax.reshard(cotangent, cut), None
+
+
+standing_for.defvjp(_standing_for_fwd, _standing_for_bwd)
 
 
 def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
@@ -83,16 +119,16 @@ def _is_axes(x: Any) -> bool:
   return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
 
-def mesh_axes(axis: str | None) -> tuple[str, ...]:
+def mesh_axes(axis: str | None, part: Part = "weights") -> tuple[str, ...]:
   """The mesh axes that a logical axis is sharded over."""
-  names = current_rules()[axis]
+  names = current_rules(part)[axis]
   return (names,) if isinstance(names, str) else names or ()
 
 
-def num_shards(axis: str | None) -> int:
+def num_shards(axis: str | None, part: Part = "weights") -> int:
   """Into how many pieces the current mesh cuts a dimension with this logical axis."""
   shape = jax.sharding.get_abstract_mesh().shape
-  return math.prod(shape.get(name, 1) for name in mesh_axes(axis))
+  return math.prod(shape.get(name, 1) for name in mesh_axes(axis, part))
 
 
 def check_cut(axis: str | None, size: int, name: str) -> None:
@@ -106,14 +142,15 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
   Raises:
     ValueError: if it does not. (jax would refuse later, and could not name the setting.)
   """
-  ways = num_shards(axis)
-  if size % ways:
-    mesh = jax.sharding.get_abstract_mesh().shape
-    product = " x ".join(f"mesh.{a}={mesh[a]}" for a in mesh_axes(axis))
-    raise ValueError(
-      f"{product} does not divide {name}={size}, over which weights are sharded. "
-      f"Use a multiple of {ways}, or another mesh."
-    )
+  mesh = jax.sharding.get_abstract_mesh().shape
+  for part in PARTS:
+    ways = num_shards(axis, part)
+    if size % ways:
+      product = " x ".join(f"mesh.{a}={mesh[a]}" for a in mesh_axes(axis, part))
+      raise ValueError(
+        f"{product} does not divide {name}={size}, over which {part} are sharded. "
+        f"Use a multiple of {ways}, or another mesh."
+      )
 
 
 def all_sum(x: jax.Array, axis: str) -> jax.Array:

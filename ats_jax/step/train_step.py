@@ -11,7 +11,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
-from ats_jax.model.param import merge, trainable
+from ats_jax.model.param import cut_as, lent, merge, shards_of_gradients, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
 from ats_jax.step import tensors
@@ -58,7 +58,9 @@ def step_function(
       used = drop_experts(cfg, used, state.control.expert_dropout, drop_key)
     sums, stats, grads = sums_and_grads(objective, used, batch, whole, key, rules)
 
-    params: Any = trainable(state.model)  # optax has no type for "any pytree"
+    # As the optimizer's state is sharded: each device updates what it has the moments of.
+    params: Any = cut_as("moments", trainable(state.model))  # optax has no type for "any pytree"
+    grads = cut_as("moments", grads)
     lr = schedule(cfg, state.step)
     control, reflex = state.control, state.reflex
     loss, accuracy, z, *further = objective.means(sums, whole)
@@ -66,7 +68,7 @@ def step_function(
       new = update(optimizer, params, grads, state.opt_state, lr)
     else:
       new = guarded_update(optimizer, params, grads, state.opt_state, lr, loss, control, reflex)
-    moved = merge(new.params, state.model)
+    moved = merge(cut_as("weights", new.params), state.model)
     model = with_buffers(cfg, moved, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
@@ -103,16 +105,21 @@ def sums_and_grads(
   """Accumulate sums, statistics and gradients of the objective over the micro-batches.
 
   Returns:
-    The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`.
+    The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`,
+    sharded as the plan in use says.
   """
 
-  def contribution(params: Any, micro: Batch, micro_key: jax.Array):
-    part = objective(merge(params, model), micro, whole, rules, micro_key)
+  params: Any = trainable(model)
+  shards = shards_of_gradients(params)
+
+  def contribution(shards: Any, micro: Batch, micro_key: jax.Array):
+    used = merge(lent(shards, params), model)
+    part = objective(used, micro, whole, rules, micro_key)
     return part.loss, (part.sums, part.stats)
 
   def of_micro(index: jax.Array | int, micro: Batch):
     grads, (sums, stats) = jax.grad(contribution, has_aux=True)(
-      trainable(model), micro, jax.random.fold_in(key, index)
+      shards, micro, jax.random.fold_in(key, index)
     )
     return sums, stats, grads
 
@@ -126,7 +133,7 @@ def sums_and_grads(
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     return jax.tree.map(jnp.add, carry, (sums, stats, grads)), None
 
-  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trainable(model))
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), shards)
   sums, stats, _ = jax.eval_shape(of_micro, 0, first)
   start = (*jax.tree.map(jnp.zeros_like, (sums, stats)), zeros)
   carry, _ = jax.lax.scan(micro_step, start, (jnp.arange(accum), dict(batch)))

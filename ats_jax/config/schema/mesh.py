@@ -17,3 +17,9 @@ class MeshConfig:
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
   )
+  zero: int = setting(
+    3,
+    "what `fsdp` shards: 1 = the optimizer's moments, 2 = gradients too, 3 = weights too",
+    choices=(1, 2, 3),
+    resume="free",
+  )
