@@ -52,8 +52,6 @@ class Collective(NamedTuple):
     arrays: its results.
     in_loop: how many loops are around it.
     op: where it comes from, by `op_name` of its metadata.
-    sliced: nothing but slices, fused or not, read its result: with `kind="all-reduce"` this is how
-      XLA on a CPU writes a reduce-scatter, which it has no pass to make.
   """
 
   kind: str
