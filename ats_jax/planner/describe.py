@@ -38,8 +38,8 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     kv_row = kv_cache_bytes(cfg, state.model)
     exact, estimated = state_memory(cfg, state), step_memory(cfg, state)
     flops = flops_per_token(cfg, state.model)
-    seconds = hardware and step_seconds(cfg, state, flops["training"], hardware)
-  counts = count(cfg, state.model, cfg.data.seq_len)
+    counts = count(cfg, state.model, cfg.data.seq_len)
+    seconds = hardware and step_seconds(cfg, state, counts, hardware)
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return {
     "run": {
@@ -70,6 +70,11 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     "device_bytes_estimated": estimated,
     "step_seconds": seconds,
   }
+
+
+def planned_bytes(plan: dict[str, Any]) -> int:
+  """All bytes of a device in what `describe` gives."""
+  return sum(plan["device_bytes_exact"].values()) + sum(plan["device_bytes_estimated"].values())
 
 
 def flops_per_token(cfg: Config, model: Any) -> dict[str, float]:

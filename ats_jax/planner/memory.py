@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +47,9 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   }
 
 
-def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
+def step_memory(
+  cfg: Config, state: TrainState, kept: Callable[[Config, TrainState], int] | None = None
+) -> dict[str, int]:
   """Bytes on one device that a step needs beside the state; estimates of their peak.
 
   activations: what reverse mode keeps of a micro-batch between its forward and backward pass, as
@@ -59,7 +62,9 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
+    kept: gives `activations`, by default as traced.
   """
+  kept = kept or activations
   blocks = sum(segment.repeats for segment in state.model.layout)
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   shards = num_shards("batch")
@@ -69,9 +74,9 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   if cfg.step.remat != "none":
     step = dataclasses.replace(cfg.step, remat="none")
     plain = dataclasses.replace(cfg, step=step)
-    kept_without_remat = activations(plain, abstract_state(plain))
+    kept_without_remat = kept(plain, abstract_state(plain))
   return {
-    "activations": activations(cfg, state),
+    "activations": kept(cfg, state),
     "recomputed block": kept_without_remat // blocks,
     "gathered weights": _gathered_block(state.model, compute),
     "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
