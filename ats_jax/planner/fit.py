@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
 
   Attributes:
     settings: what the search decides, by dotted name.
-    seconds: of a step if no communication is hidden.
+    seconds: of a step, `likely` of `step_seconds`.
     bytes: that a device needs; None = not looked at. Of a state that is too large by itself, that
       of the state.
     fits: whether it needs no more than there is.
@@ -237,7 +237,7 @@ class _Search:
     cfg = changed(self.cfg, settings)
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
       state = self.states[Candidate(settings, 0.0).mesh]
-      return step_seconds(cfg, state, self.counts, self.hardware)["most"]
+      return step_seconds(cfg, state, self.counts, self.hardware)["likely"]
 
   def _kept(self, cfg: Config, remat: str) -> int:
     """`activations` under a policy, scaled from those of one and two rows a device."""

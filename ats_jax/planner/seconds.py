@@ -38,9 +38,9 @@ def step_seconds(
     hardware: the rates.
 
   Returns:
-    `parts`, seconds by name, None where nothing was measured; `least`, if all communication were
-    hidden, and `most`, if none were (of these parts); `left_out`, mesh axes whose exchange is not
-    counted.
+    `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
+    weights and gradients were hidden (that of activations is not: the next op waits for it), `most`,
+    if none were, and `likely`, between them; `left_out`, mesh axes whose exchange is not counted.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.
@@ -64,15 +64,18 @@ def step_seconds(
     **_weights_and_gradients(cfg, state, hardware),
     **_activations(cfg, hardware),
   }
-  own = ("matmuls", "recomputed", "update")
-  computing = sum(parts[name] or 0.0 for name in own)
-  talking = [parts[name] or 0.0 for name in parts if name not in own]
+  total = lambda names: sum(parts[name] or 0.0 for name in names)
+  waiting = ("activations summed", "tokens exchanged")
+  own = ("matmuls", "recomputed", "update", *waiting)
+  computing, talking = total(own), total(name for name in parts if name not in own)
+  least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
   return {
     "device_kind": hardware.device_kind,
     "measured_devices": hardware.devices,
     "parts": parts,
-    "least": max(computing, sum(talking)),
-    "most": computing + sum(talking),
+    "least": least,
+    "likely": (least + most) / 2,
+    "most": most,
     "left_out": [axis for axis, n in mesh.shape.items() if n > 1 and axis not in COUNTED],
   }
 
