@@ -156,6 +156,7 @@ class _Search:
   def __init__(self, cfg: Config, devices: int, limit: int, hardware: Hardware):
     self.cfg, self.devices, self.limit, self.hardware = cfg, devices, limit, hardware
     self.queue: list[tuple[float, tuple[int, ...], dict[str, Any]]] = []
+    self.of_state: dict[tuple[str, bool], int] = {}  # bytes, by mesh and whether there are sums
     self.too_large: set[str] = set()  # meshes whose state is
     self.counts: Any = None
     self.states: dict[str, TrainState] = {}
@@ -187,14 +188,17 @@ class _Search:
     if candidate.mesh in self.too_large:
       return []
     state = self.states[candidate.mesh]
-    with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
-      of_state = sum(state_memory(cfg, state).values())
+    key = candidate.mesh, cfg.step.accum_steps > 1
+    if key not in self.of_state:
+      with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
+        self.of_state[key] = sum(state_memory(cfg, state).values())
+    of_state = self.of_state[key]
     if of_state > self.limit:  # nor does it with more micro-batches
       self.too_large.add(candidate.mesh)
       return [candidate._replace(bytes=of_state)]
     kept = {remat: self._kept(cfg, remat) for remat in {REMATS[0], cfg.step.remat}}
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
-      of_step = step_memory(cfg, state, lambda cfg, state: kept[cfg.step.remat])
+      of_step = step_memory(cfg, state, lambda cfg: kept[cfg.step.remat])
     used = of_state + sum(of_step.values())
     if used <= self.limit:  # what was scaled is traced
       used = planned_bytes(describe(cfg, self.devices))
@@ -242,8 +246,9 @@ class _Search:
   def _kept(self, cfg: Config, remat: str) -> int:
     """`activations` under a policy, scaled from those of one and two rows a device."""
     rows = _rows(cfg, self.devices) // cfg.step.accum_steps
-    # Copies change nothing on a device, nor does it how many ways what is gathered was cut.
-    small = dataclasses.replace(cfg.mesh, data=1, fsdp=min(2, cfg.mesh.fsdp))
+    # Copies change nothing on a device. Gathered experts are kept, however many ways they were cut.
+    gathers = cfg.mesh.fsdp > 1 and cfg.mesh.zero == 3 and cfg.moe.num_experts > 0
+    small = dataclasses.replace(cfg.mesh, data=1, fsdp=1 + gathers, zero=3)
     step = dataclasses.replace(cfg.step, remat=remat, accum_steps=1)
     cfg = dataclasses.replace(cfg, mesh=small, step=step)
     key = small, remat

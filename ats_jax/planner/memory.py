@@ -12,7 +12,8 @@ from jax.extend import core
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.param import Param, merge, params_of, shards_of_gradients, trainable
+from ats_jax.model.numerics import usual_unroll
+from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
@@ -48,7 +49,7 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
 
 
 def step_memory(
-  cfg: Config, state: TrainState, kept: Callable[[Config, TrainState], int] | None = None
+  cfg: Config, state: TrainState, kept: Callable[[Config], int] | None = None
 ) -> dict[str, int]:
   """Bytes on one device that a step needs beside the state; estimates of their peak.
 
@@ -56,15 +57,16 @@ def step_memory(
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
     cuDNN's, arrays of the size seq x seq are left out.
   recomputed block: with remat, what a super-block keeps without it, once.
-  gathered weights: those of a super-block in the compute dtype, whole along fsdp.
+  gathered weights: those of a super-block in the compute dtype, whole along fsdp. Of an unrolled
+    stack without remat those of all: XLA gathers a weight once, for both passes. Experts that are
+    gathered for both are among the activations.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
 
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
-    kept: gives `activations`, by default as traced.
+    kept: gives `activations` of a config; None = they are traced.
   """
-  kept = kept or activations
   blocks = sum(segment.repeats for segment in state.model.layout)
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   shards = num_shards("batch")
@@ -74,11 +76,11 @@ def step_memory(
   if cfg.step.remat != "none":
     step = dataclasses.replace(cfg.step, remat="none")
     plain = dataclasses.replace(cfg, step=step)
-    kept_without_remat = kept(plain, abstract_state(plain))
+    kept_without_remat = kept(plain) if kept else activations(plain, abstract_state(plain))
   return {
-    "activations": kept(cfg, state),
+    "activations": kept(cfg) if kept else activations(cfg, state),
     "recomputed block": kept_without_remat // blocks,
-    "gathered weights": _gathered_block(state.model, compute),
+    "gathered weights": _gathered(cfg, state.model, compute),
     "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
   }
 
@@ -110,15 +112,21 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
   return sum(device_bytes(v.aval) for v in kept)
 
 
-def _gathered_block(model: Decoder, itemsize: int) -> int:
-  """Bytes of the weights of the largest super-block, whole along fsdp."""
+def _gathered(cfg: Config, model: Decoder, itemsize: int) -> int:
+  """Bytes of the weights of the largest super-block, or of all, whole along fsdp."""
 
   def of_param(param: Param) -> int:
     _, *shape = param.sharding.shard_shape(param.shape)
     ways = math.prod(num_shards(axis) for axis in ("embed", "latent_rows") if axis in param.axes)
     return math.prod(shape) * itemsize * ways
 
-  return max(sum(map(of_param, params_of(block))) for block in model.segments)
+  largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
+  unroll = cfg.step.scan_unroll or usual_unroll(cfg, "gpu")
+  if num_shards("embed") == 1 or cfg.step.remat != "none" or unroll < cfg.model.num_layers:
+    return largest
+  dense = lambda block: [p for p in params_of(block) if p.role is not Role.EXPERT]
+  every = zip(model.layout, model.segments, strict=True)
+  return max(largest, sum(s.repeats * sum(map(of_param, dense(block))) for s, block in every))
 
 
 def kv_cache_bytes(cfg: Config, model: Decoder) -> int:

@@ -165,8 +165,8 @@ def render(seconds: dict[str, Any], tokens: int) -> list[str]:
     f"a step, from rates measured on {seconds['measured_devices']} x {seconds['device_kind']}"
   ]
   lines += [f"  {name:<24}{show(part):>16}" for name, part in seconds["parts"].items()]
-  lines.append(f"  {'at least, all hidden':<24}{show(seconds['least']):>16}")
-  lines.append(f"  {'of these, none hidden':<24}{show(seconds['most']):>16}")
+  lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
+  lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")
   lines.append(f"  at most {tokens / seconds['least']:,.0f} tokens/s on all devices")
   if seconds["left_out"]:
     lines.append(f"  left out: what mesh axes {', '.join(seconds['left_out'])} exchange")

@@ -20,6 +20,7 @@ class MeshConfig:
   zero: int = setting(
     3,
     "what `fsdp` shards: 1 = the optimizer's moments, 2 = gradients too, 3 = weights too",
-    choices=(1, 2, 3),
+    low=1,
+    high=3,
     resume="free",
   )
