@@ -127,7 +127,6 @@ class Whole:
 
 def cut_as(part: Part, tree: Any) -> Any:
   """`tree` with each parameter's array sharded as the plan in use says of a part of the state."""
-
   if not is_apart("moments"):  # as in every plan that shards a part otherwise
     return tree
 

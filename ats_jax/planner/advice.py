@@ -75,7 +75,7 @@ def memory_lines(cfg: Config, devices: int, plan: dict[str, Any], limit: int) ->
     verdict = "fits" if relief.bytes <= limit else "still too large"
     lines.append(f"    {_words(relief.settings):<{width}}  {_gib(relief.bytes):>9} GiB  {verdict}")
   if not any(relief.bytes <= limit for relief in helps):
-    lines.append("  none of it alone: `ats-jax plan --fit` tries them together, or use more devices")
+    lines.append("  none of it alone: try them together (`ats-jax plan --fit`), or more devices")
   return lines
 
 
@@ -136,7 +136,9 @@ def _smallest(found: Fitted) -> list[str]:
       "smaller formats (precision.param_dtype, mu_dtype, nu_dtype), or a smaller model"
     )
   else:
-    lines.append("  one row does not fit beside any state: lower data.seq_len or step.loss_chunk_tokens")
+    lines.append(
+      "  one row does not fit beside any state: lower data.seq_len or step.loss_chunk_tokens"
+    )
   return lines
 
 

@@ -9,8 +9,6 @@ import math
 import textwrap
 from typing import Any
 
-import jax
-
 from ats_jax.config.schema import Config
 from ats_jax.model.count import count
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data

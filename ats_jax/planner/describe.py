@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from ats_jax.config.schema import Config
 from ats_jax.metrics.memory import GIB
 from ats_jax.model.count import count

@@ -23,6 +23,7 @@ from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.state import TrainState
 
+SLACK = 1.02  # how far what is scaled may be above what is traced
 ONE_HOST = 8  # devices that `tensor` should not leave, as it talks in every layer
 
 
@@ -200,7 +201,7 @@ class _Search:
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
       of_step = step_memory(cfg, state, lambda cfg: kept[cfg.step.remat])
     used = of_state + sum(of_step.values())
-    if used <= self.limit:  # what was scaled is traced
+    if used <= SLACK * self.limit:  # what was scaled is traced
       used = planned_bytes(describe(cfg, self.devices))
     if used > self.limit:
       self._push_more_micro_batches(settings)

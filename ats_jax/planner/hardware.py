@@ -1,4 +1,4 @@
-"""What devices and the links between them do: as `ats-jax check_env --measure` found it, or typical.
+"""What devices and the links between them do, as `check_env --measure` found it, or typical.
 
 Typical rates say which of several plans is faster; a step's time they give roughly.
 """
@@ -140,4 +140,3 @@ def typical(name: str) -> Hardware:
     row.memory * 1e9,
     {name: points(times) for name, times in rounds.items()},
   )
-

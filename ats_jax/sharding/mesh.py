@@ -25,13 +25,13 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 
 @contextlib.contextmanager
-def on_mesh(
-  cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-) -> Iterator[None]:
+def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
   """Compute on a mesh by the plan of a resolved config: `mesh.zero`, and what divides what."""
-  abstract = isinstance(mesh, jax.sharding.AbstractMesh)
-  enter = jax.sharding.use_abstract_mesh if abstract else jax.set_mesh
-  with enter(mesh), plan_of(cfg, mesh.shape):
+  if isinstance(mesh, jax.sharding.AbstractMesh):
+    of_mesh = jax.sharding.use_abstract_mesh(mesh)
+  else:
+    of_mesh = jax.set_mesh(mesh)
+  with of_mesh, plan_of(cfg, mesh.shape):
     yield
 
 

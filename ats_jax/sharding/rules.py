@@ -79,9 +79,7 @@ class Plan(NamedTuple):
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
-def use_plan(
-  name: str, vocabulary: Vocabulary = "rows"
-) -> contextlib.AbstractContextManager[None]:
+def use_plan(name: str, vocabulary: Vocabulary = "rows") -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
   Args:

@@ -108,7 +108,6 @@ def sums_and_grads(
     The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`,
     sharded as the plan in use says.
   """
-
   params: Any = trainable(model)
   shards = shards_of_gradients(params)
 

@@ -1,8 +1,7 @@
 """Collectives of the compiled train step, counted.
 
-XLA on a CPU has no pass that makes reduce-scatters: it sums a whole gradient (all-reduce, all those
-of a block in one) and slices the result, where XLA on a GPU scatters. So a reduce-scatter is counted
-here as one array of an all-reduce.
+XLA on a CPU has no pass that makes reduce-scatters: it sums whole gradients (one all-reduce for all
+of a block) and slices the results. So one array of an all-reduce is counted as a reduce-scatter.
 """
 
 import functools
@@ -76,7 +75,9 @@ def test_an_unrolled_stack_gathers_a_weight_again_where_it_is_not_kept(remat, ga
       marks=pytest.mark.mesh,
       id="experts",
     ),
-    pytest.param({"step__accum_steps": 2, "step__remat": "full"}, marks=pytest.mark.mesh, id="sums"),
+    pytest.param(
+      {"step__accum_steps": 2, "step__remat": "full"}, marks=pytest.mark.mesh, id="sums"
+    ),
   ],
 )
 def test_no_stack_of_layers_is_gathered(changes):

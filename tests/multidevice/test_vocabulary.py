@@ -79,8 +79,6 @@ def test_a_vocabulary_that_does_not_divide(vocab, shape, tied, deterministic, ze
   np.testing.assert_allclose(logits, wanted_logits, RTOL, 1e-5 * np.abs(wanted_logits).max())
   assert logits.shape[-1] == vocab
   for name, value in wanted.items():
-    np.testing.assert_allclose(
-      weights[name], value, RTOL, RTOL * np.abs(value).max(), err_msg=name
-    )
+    np.testing.assert_allclose(weights[name], value, RTOL, RTOL * np.abs(value).max(), err_msg=name)
   assert cuts[".embed.weight.value"] == cut
   assert weights[".embed.weight.value"].shape[0] == vocab

@@ -26,7 +26,12 @@ STEPS = 3
 RTOL = 1e-5
 # Adam amplifies the difference of the smallest gradients: relative to the largest of a tensor.
 ATOL = 1e-5
-BASE = {"data.batch_size": 16, "optimizer.grad_clip": 0.0, "optimizer.eps": 1e-4, "model.num_layers": 3}
+BASE = {
+  "data.batch_size": 16,
+  "optimizer.grad_clip": 0.0,
+  "optimizer.eps": 1e-4,
+  "model.num_layers": 3,
+}
 GATE = "segments[0].layers[0].mlp.gate.weight.value"
 ONE = (1, 1, 1, 1)
 KINDS = {

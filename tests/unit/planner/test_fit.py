@@ -43,8 +43,7 @@ def every(cfg, devices):
   ("settings", "devices"),
   [
     (DENSE | {"data.batch_size": 2}, 2),
-    pytest.param(DENSE, 4, marks=pytest.mark.thorough),
-    pytest.param(MOE | {"data.batch_size": 8}, 4, marks=pytest.mark.thorough),
+    pytest.param(MOE | {"data.batch_size": 4}, 2, marks=pytest.mark.thorough),
   ],
 )
 def test_the_pick_is_the_fastest_of_all_that_fit(settings, devices):
@@ -96,7 +95,7 @@ def test_what_is_not_possible_is_said():
   found = fit(cfg, 4, 2**40, RATES)
   assert all("tensor=4" in name for name in found.refused)
   assert "mesh.tensor=4 does not divide model.d_ff=62" in "\n".join(fit_lines(found))
-  with pytest.raises(ValueError, match="no mesh of 7 devices is possible: .*16 rows"):
+  with pytest.raises(ValueError, match=r"no mesh of 7 devices is possible: .*16 rows"):
     fit(tiny_config(DENSE | {"model.d_model": 32}), 7, 2**40, RATES)
 
 
@@ -105,7 +104,9 @@ def test_nothing_fits():
   found = fit(cfg, 2, 1000, RATES)
   assert found.pick is None
   text = "\n".join(fit_lines(found))
-  assert re.search(r"nothing fits\. The smallest plan:\n  fsdp=2, step.remat=full, .*_steps=8", text)
+  assert re.search(
+    r"nothing fits\. The smallest plan:\n  fsdp=2, step.remat=full, .*_steps=8", text
+  )
   assert "one row does not fit beside any state" in text
   state = sum(found.plan["device_bytes_exact"].values())
   more = planned_bytes(found.plan) - state + state // 4
@@ -150,7 +151,9 @@ def test_the_command():
   assert "picked: " in told.out and "--config.mesh.fsdp=" in told.out
   picked = re.search(r"^  (--config\.mesh\.data.*)$", told.out, re.MULTILINE)
   assert picked is not None
-  again = forked("ats_jax.plan", "--config=configs/debug.py", tiny, "--memory=1", *picked[1].split())
+  again = forked(
+    "ats_jax.plan", "--config=configs/debug.py", tiny, "--memory=1", *picked[1].split()
+  )
   assert "fits: " in again.out
   assert "--fit needs --devices" in forked(*arguments).error()
   assert "nothing fits 2 devices" in forked(*arguments, "--devices=2", "--memory=0.001").error()

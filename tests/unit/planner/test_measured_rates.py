@@ -98,7 +98,7 @@ def test_what_travels_depends_on_the_mesh():
 def test_what_tokens_cost_on_the_links():
   whole, split = plan(data=4)["step_seconds"], plan(tensor=2)["step_seconds"]["parts"]
   assert whole["parts"]["activations summed"] == whole["parts"]["tokens exchanged"] == 0
-  # Of a device: 4 rows of 16 tokens of 32 numbers; four sums in each of two layers, one at the head.
+  # A device has 4 rows of 16 tokens of 32 numbers; four sums a layer, one at the head.
   size = 4 * 16 * 32 * 4
   one = RATES.seconds("all_reduce", size, 2)
   assert split["activations summed"] == pytest.approx((2 * 4 + 1) * one)
