@@ -95,10 +95,14 @@ def fit_lines(found: Fitted) -> list[str]:
   for reason, names in _refusals(found.refused).items():
     lines.append(f"not possible: {'; '.join(names)}: {reason}")
   lines.append("ms: by the rates, if half of what weights and gradients exchange were hidden")
-  if found.pick is None:
+  pick = found.pick
+  if pick is None:
     return [*lines, "", "nothing fits. The smallest plan:", *_smallest(found)]
-  flags = " ".join(f"--config.{name}={value}" for name, value in found.pick.settings.items())
-  return [*lines, "", f"picked: {found.pick.mesh}", *_reasons(found, found.pick), f"  {flags}"]
+  flags = lambda section: " ".join(
+    f"--config.{name}={value}" for name, value in pick.settings.items() if name.startswith(section)
+  )
+  lines += ["", f"picked: {pick.mesh}", *_reasons(found, pick)]
+  return [*lines, f"  {flags('mesh.')} \\", f"  {flags('step.')}"]
 
 
 def _reasons(found: Fitted, pick: Candidate) -> list[str]:
@@ -112,10 +116,10 @@ def _reasons(found: Fitted, pick: Candidate) -> list[str]:
   faster = [c for c in found.considered if not c.fits]
   if faster:
     nearest = min(faster, key=lambda c: c.bytes or 0)
+    remat, accum = (nearest.settings[name] for name in ("step.remat", "step.accum_steps"))
     lines.append(
-      f"  {len(faster)} faster ones are too large; the smallest of them ({nearest.mesh}, "
-      f"remat={nearest.settings['step.remat']}, accum={nearest.settings['step.accum_steps']}) "
-      f"needs {_gib(nearest.bytes or 0)} GiB"
+      f"  {len(faster)} faster ones are too large; the smallest needs "
+      f"{_gib(nearest.bytes or 0)} GiB ({nearest.mesh}, remat={remat}, accum={accum})"
     )
   return lines
 

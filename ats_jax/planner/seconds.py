@@ -40,7 +40,8 @@ def step_seconds(
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
     weights and gradients were hidden (that of activations is not: the next op waits for it),
-    `most`, if none were, and `likely`, between them; `left_out`, mesh axes whose exchange is not counted.
+    `most`, if none were, and `likely`, between them; `left_out`, mesh axes whose exchange is not
+    counted.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.

@@ -149,10 +149,17 @@ def test_the_command():
   tiny = "--config.model.num_layers=2"
   told = forked(*arguments, "--devices=2", tiny, "--memory=1")
   assert "picked: " in told.out and "--config.mesh.fsdp=" in told.out
-  picked = re.search(r"^  (--config\.mesh\.data.*)$", told.out, re.MULTILINE)
+  picked = re.search(
+    r"^  (--config\.mesh\.data.*) \\\n  (--config\.step.*)$", told.out, re.MULTILINE
+  )
   assert picked is not None
   again = forked(
-    "ats_jax.plan", "--config=configs/debug.py", tiny, "--memory=1", *picked[1].split()
+    "ats_jax.plan",
+    "--config=configs/debug.py",
+    tiny,
+    "--memory=1",
+    *picked[1].split(),
+    *picked[2].split(),
   )
   assert "fits: " in again.out
   assert "--fit needs --devices" in forked(*arguments).error()
