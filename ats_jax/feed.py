@@ -10,6 +10,7 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
 from ats_jax.data.blocks import SHORT, sample_blocks
 from ats_jax.data.loader import Batches, TrainBatches, eval_batches
 from ats_jax.data.rows import Rows, TrainRows
@@ -51,7 +52,7 @@ def train_feed(
 @contextlib.contextmanager
 def upcoming(
   cfg: Config, dataset: TrainRows, position: Mapping[str, Any]
-) -> Iterator[Iterator[dict[str, jax.Array]]]:
+) -> Iterator[Iterator[Batch]]:
   """The training batches from a position on, on the mesh."""
   with train_feed(cfg, dataset, position, on_mesh=True) as batches:
     yield iter(batches)

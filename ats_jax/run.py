@@ -45,7 +45,7 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.paths import Path
 from ats_jax.scoring import check_fp8, score_all
-from ats_jax.sharding.mesh import make_mesh
+from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.by_source import objective_of, of_sources
 from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program, predicted_bytes
@@ -299,7 +299,7 @@ def open_run(
     cfg = resolve(cfg, train_set.tokenizer.vocab_size)
     cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
     mesh = make_mesh(cfg)
-    enter(jax.set_mesh(mesh))
+    enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
     program = make_program(cfg, objective_of(cfg)).continued(origin.extra)
     ended = origin.step >= cfg.num_steps
@@ -350,7 +350,7 @@ def begin_compiling(program: Program, rules: Pass) -> Begun:
   mesh = jax.sharding.get_mesh()
 
   def compile_step() -> jax.stages.Compiled:
-    with jax.set_mesh(mesh):  # a thread begins without one
+    with on_mesh(program.cfg, mesh):  # a thread begins without one
       return program.compile_train_step(abstract_like(program.init(abstract=True), mesh), rules)
 
   pool = ThreadPoolExecutor(1, thread_name_prefix="compile")

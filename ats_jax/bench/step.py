@@ -27,8 +27,8 @@ from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import kernel_table, kernel_times
 from ats_jax.metrics.throughput import mfu
 from ats_jax.planner.abstract import resolve_without_data
-from ats_jax.planner.describe import describe
-from ats_jax.sharding.mesh import local_rows, make_mesh, to_global
+from ats_jax.planner.describe import describe, planned_bytes
+from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
 from ats_jax.step.program import make_program, predicted_bytes
 
 WARMUP_STEPS = 3
@@ -58,10 +58,10 @@ def measure(
     )
   cfg = resolve_without_data(cfg)
   limit = memory_gib or memory_metrics().get("memory/device_limit_gib", math.inf)
-  planned = planned_bytes(cfg, jax.device_count()) / GIB
+  planned = planned_bytes(describe(cfg, jax.device_count())) / GIB
   _require_memory("the planner estimates", planned, SLACK * limit)
   mesh = make_mesh(cfg)
-  with jax.set_mesh(mesh):
+  with on_mesh(cfg, mesh):
     program = make_program(cfg)
     logging.info("%s", ", ".join(map(str, program.choices)))
     state = jax.block_until_ready(program.init())
@@ -118,13 +118,6 @@ def measure(
     "memory/predicted_gib": predicted,
     **memory_metrics(),
   }
-
-
-def planned_bytes(cfg: Config, devices: int) -> int:
-  """What the planner thinks that a device needs, before anything is compiled."""
-  plan = describe(cfg, devices)
-  parts = plan["device_bytes_exact"], plan["device_bytes_estimated"]
-  return sum(sum(part.values()) for part in parts)
 
 
 def _require_memory(who: str, need: float, limit: float) -> None:

@@ -20,7 +20,7 @@ from ats_jax.config.build import resolve
 from ats_jax.data.tokenizer_file import load_tokenizer
 from ats_jax.inference.load import as_data, fit_devices, load_run
 from ats_jax.model.layout import stacks
-from ats_jax.sharding.mesh import make_mesh
+from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import make_program
 from ats_jax.torch_run.command import TRAIN
 
@@ -217,7 +217,7 @@ def _verify(folder: Path, source: paths.Path) -> bool:
   words = load_tokenizer(source / workdir.TOKENIZER)
   cfg = fit_devices(resolve(cfg, words.vocab_size), jax.device_count())
   mesh = make_mesh(cfg)
-  with jax.set_mesh(mesh):
+  with on_mesh(cfg, mesh):
     program = make_program(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)

@@ -25,7 +25,7 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import numerics
 from ats_jax.paths import Path
-from ats_jax.sharding.mesh import make_mesh
+from ats_jax.sharding.mesh import make_mesh, on_mesh
 
 COMPANIONS, DTYPE, ASIDE = "huggingface", "dtype.json", "aside.json"  # in a workdir
 ROOT = "model"
@@ -98,7 +98,7 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
 def abstract_parts(cfg: Config) -> dict[str, layout.Part]:
   """The arrays of a resolved config's model by name, as shapes; no device is used."""
   num = numerics(cfg)
-  with jax.set_mesh(make_mesh(cfg)):
+  with on_mesh(cfg, make_mesh(cfg)):
     build = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
     model = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
   return layout.named_parts(model, stacks=stacks(cfg))

@@ -22,7 +22,7 @@ from ats_jax.inference.generator import generate
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.paths import Path
-from ats_jax.sharding.mesh import make_mesh
+from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import Program, make_program
 
 
@@ -144,7 +144,7 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
     stack.enter_context(runtime.configured(cfg))
     cfg = fit_devices(cfg, jax.device_count())
     mesh = make_mesh(cfg)
-    stack.enter_context(jax.set_mesh(mesh))
+    stack.enter_context(on_mesh(cfg, mesh))
     program = make_program(cfg)
     part = "ema" if cfg.optimizer.ema_decay else "model"
     abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)

@@ -270,7 +270,8 @@ class Decoder(nnx.Module):
     return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
-    num, table_VD = self.num, self.embed.value()  # not cast here: the lookup casts single rows
+    # Not cast here: the lookup casts single rows. Whole along the width, however it is kept.
+    num, table_VD = self.num, reshard(self.embed.value(), "vocab_rows", "act_embed")
     x_BTD = embedding_lookup(
       table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic
     )

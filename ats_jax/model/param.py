@@ -1,5 +1,6 @@
 """Parameters that know what they are: their logical axes and their role, beside the array."""
 
+import dataclasses
 import enum
 import functools
 import math
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import ModelConfig
-from ats_jax.sharding.apply import check_cut
-from ats_jax.sharding.rules import spec
+from ats_jax.sharding.apply import check_cut, is_apart, reshard_part, standing_for
+from ats_jax.sharding.rules import Part, spec
 
 
 class Role(enum.StrEnum):
@@ -107,11 +108,56 @@ def merge(params: Any, model: Any) -> Any:
   return jax.tree.map(pick, model, params, is_leaf=is_variable)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """In the place of a parameter's array: whole to compute with, shards to differentiate by.
+
+  Wherever the weight is used, its gradient is summed over the devices and scattered: that of all
+  layers is never whole at once.
+  """
+
+  shards: jax.Array
+  whole: jax.Array
+
+  def __getitem__(self, index: Any) -> jax.Array:
+    cut = jax.typeof(self.shards).sharding.spec
+    return standing_for(cut, self.shards, self.whole)[index]
+
+
+def cut_as(part: Part, tree: Any) -> Any:
+  """`tree` with each parameter's array sharded as the plan in use says of a part of the state."""
+  if not is_apart("moments"):  # as in every plan that shards a part otherwise
+    return tree
+
+  def one(param: Any) -> Any:
+    if not isinstance(param, Param):
+      return param
+    stacked = lambda x: (None,) * (x.ndim - len(param.axes))
+    return jax.tree.map(lambda x: reshard_part(x, part, *stacked(x), *param.axes), param)
+
+  return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def shards_of_gradients(params: Any) -> Any:
+  """What to differentiate by, so that gradients are sharded as the plan says; see `lent`."""
+  return cut_as("gradients", params)
+
+
+def lent(shards: Any, params: Any) -> Any:
+  """`params` to compute with, differentiable by `shards` (`shards_of_gradients`)."""
+  if not is_apart("gradients"):
+    return shards
+  both = lambda s, p: jax.tree.map(Whole, s, p)
+  return jax.tree.map(both, shards, params, is_leaf=is_variable)
+
+
 # The setting that a logical axis of a parameter has its length from.
 _SETTINGS = {
   "vocab": "model.vocab_size",
   "vocab_rows": "model.vocab_size",
   "embed": "model.d_model",
+  "table_embed": "model.d_model",
   "heads": "model.num_heads",
   "kv_heads": "model.num_kv_heads",
   "latent_rows": "model.kv_latent_dim or q_latent_dim",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ats_jax.sharding.apply import einsum, gather_rows, reshard
 from ats_jax.sharding.pipeline import row_axis
 
-TABLE_AXES = ("vocab_rows", "table_embed")
+TABLE_AXES = ("vocab_rows", "act_embed")
 CHUNK_POSITIONS = 1024  # of each row, whose one-hot rows exist at one time
 
 

@@ -9,11 +9,10 @@ import math
 import textwrap
 from typing import Any
 
-import jax
-
 from ats_jax.config.schema import Config
 from ats_jax.model.count import count
 from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
+from ats_jax.sharding.mesh import on_mesh
 
 # How fast repeated tokens lose their worth: R*_D of Muennighoff et al. 2023, arXiv:2305.16264.
 REPETITION_DECAY = 15.387756
@@ -146,7 +145,7 @@ def budget(
       "(train/tokens_per_sec of a run of this config, divided by its devices)."
     )
   cfg = resolve_without_data(cfg)
-  with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
+  with on_mesh(cfg, abstract_mesh(cfg)):
     counts = count(cfg, abstract_state(cfg).model, cfg.data.seq_len)
   table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
   parameters, per_token = counts.active - table, counts.flops_causal

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from ats_jax.config.schema import Config
 from ats_jax.metrics.memory import GIB
 from ats_jax.model.count import count
@@ -13,6 +11,7 @@ from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import kv_cache_bytes, state_memory, step_memory
 from ats_jax.planner.seconds import render as render_seconds
 from ats_jax.planner.seconds import step_seconds
+from ats_jax.sharding.mesh import on_mesh
 from ats_jax.sharding.pipeline import in_words
 
 
@@ -33,13 +32,13 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
   """
   cfg = resolve_without_data(cfg)
   mesh = abstract_mesh(cfg, devices)
-  with jax.sharding.use_abstract_mesh(mesh):
+  with on_mesh(cfg, mesh):
     state = abstract_state(cfg)
     kv_row = kv_cache_bytes(cfg, state.model)
     exact, estimated = state_memory(cfg, state), step_memory(cfg, state)
     flops = flops_per_token(cfg, state.model)
-    seconds = hardware and step_seconds(cfg, state, flops["training"], hardware)
-  counts = count(cfg, state.model, cfg.data.seq_len)
+    counts = count(cfg, state.model, cfg.data.seq_len)
+    seconds = hardware and step_seconds(cfg, state, counts, hardware)
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return {
     "run": {
@@ -72,6 +71,11 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     "device_bytes_estimated": estimated,
     "step_seconds": seconds,
   }
+
+
+def planned_bytes(plan: dict[str, Any]) -> int:
+  """All bytes of a device in what `describe` gives."""
+  return sum(plan["device_bytes_exact"].values()) + sum(plan["device_bytes_estimated"].values())
 
 
 def flops_per_token(cfg: Config, model: Any) -> dict[str, float]:

@@ -1,10 +1,13 @@
-"""What devices and the links between them do, as `ats-jax check_env --measure` found it."""
+"""What devices and the links between them do, as `check_env --measure` found it, or typical.
+
+Typical rates say which of several plans is faster; a step's time they give roughly.
+"""
 
 import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -80,3 +83,60 @@ class Hardware:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
       raise ValueError(f"{path} holds no measured hardware: {e}. {advice}") from e
     return found
+
+
+class Typical(NamedTuple):
+  """A device among eight of one host, joined by NVLink.
+
+  Attributes:
+    kind: as jax names it.
+    matmul: TFLOP/s of large matmuls in bfloat16. H200: measured (docs/reference/performance.md);
+      others: that share, 0.75, of the data sheet's.
+    memory: GB/s read and written, measured (H200), or that share, 0.87, of the data sheet's.
+    link: GB/s that leave a device in a collective: 0.8 of the data sheet's NVLink, one direction.
+    gib: of memory that a run can have: 93 % of it, as XLA gave on an H200.
+  """
+
+  kind: str
+  matmul: float
+  memory: float
+  link: float
+  gib: float
+
+
+TYPICAL = {
+  "A100-40": Typical("NVIDIA A100-SXM4-40GB", 234, 1350, 240, 36),
+  "A100": Typical("NVIDIA A100-SXM4-80GB", 234, 1770, 240, 74),
+  "H100": Typical("NVIDIA H100 80GB HBM3", 740, 2900, 360, 74),
+  "H200": Typical("NVIDIA H200", 740, 4200, 360, 131),
+  "B200": Typical("NVIDIA B200", 1690, 7000, 720, 166),
+}
+LATENCY = 3e-5  # seconds that a collective takes at least
+_POINTS = (2**10, 2**30)
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def typical(name: str) -> Hardware:
+  """Rates of a row of TYPICAL.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  if name not in TYPICAL:
+    raise ValueError(
+      f"--device={name}: typical rates are known of {', '.join(TYPICAL)}. Of another device, "
+      "measure them (`ats-jax check_env --measure`) and give the file as --hardware."
+    )
+  row, devices = TYPICAL[name], 8
+  travels = (devices - 1) / devices / (row.link * 1e9)
+  # A sum is a scatter and a gather.
+  points = lambda times: [[size, LATENCY + times * size * travels] for size in _POINTS]
+  rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+  return Hardware(
+    row.kind,
+    devices,
+    # float32 operands are multiplied in TF32, at half the rate.
+    {dtype: row.matmul * 1e12 / (2 if dtype == "float32" else 1) for dtype in _DTYPES},
+    row.memory * 1e9,
+    {name: points(times) for name, times in rounds.items()},
+  )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from jax.extend import core
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.param import Param, merge, params_of, trainable
+from ats_jax.model.numerics import usual_unroll
+from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
@@ -37,16 +39,19 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
     of_optimizer[name] += device_bytes(tree)
   parts = {"weights": device_bytes(state.model), **of_optimizer, "ema": device_bytes(state.ema)}
   as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
-  sums = jax.eval_shape(as_float32, params) if cfg.step.accum_steps > 1 else None
+  grads = jax.eval_shape(shards_of_gradients, params)
+  sums = jax.eval_shape(as_float32, grads) if cfg.step.accum_steps > 1 else None
   return {
     **parts,
     "counters": device_bytes(state) - sum(parts.values()),
-    "gradients": device_bytes(params),
+    "gradients": device_bytes(grads),
     "gradient sums": device_bytes(sums),
   }
 
 
-def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
+def step_memory(
+  cfg: Config, state: TrainState, kept: Callable[[Config], int] | None = None
+) -> dict[str, int]:
   """Bytes on one device that a step needs beside the state; estimates of their peak.
 
   activations: what reverse mode keeps of a micro-batch between its forward and backward pass, as
@@ -56,12 +61,15 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
     stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
-  gathered weights: those of a super-block in the compute dtype, whole along fsdp.
+  gathered weights: those of a super-block in the compute dtype, whole along fsdp. Of an unrolled
+    stack without remat those of all: XLA gathers a weight once, for both passes. Experts that are
+    gathered for both are among the activations.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
 
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
+    kept: gives `activations` of a config; None = they are traced.
   """
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
@@ -71,18 +79,23 @@ def step_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   rows = cfg.data.batch_size // cfg.step.accum_steps
   of_stage = of_block = 0
   with jax.sharding.use_abstract_mesh(one_stage()):
+    traced = kept or (lambda cfg: activations(cfg, abstract_state(cfg), rows * stages))
     if stages > 1:
-      of_stage = activations(cfg, abstract_state(cfg), rows * stages) // stages
+      of_stage = traced(cfg) // stages
     if cfg.step.remat != "none":
       plain = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat="none"))
-      of_block = activations(plain, abstract_state(plain), rows * stages) // blocks
+      of_block = traced(plain) // blocks
   ticks = cfg.step.accum_steps + stages - 1
+  if stages > 1 or not kept:
+    waiting = activations(cfg, state, cfg.data.batch_size if stages > 1 else rows)
+  else:
+    waiting = kept(cfg)
   return {
-    "activations": activations(cfg, state, cfg.data.batch_size if stages > 1 else rows),
+    "activations": waiting,
     "recomputed stage": of_stage,
     "recomputed block": of_block,
     "handed on": 2 * ticks * tokens * cfg.model.d_model * compute if stages > 1 else 0,
-    "gathered weights": _gathered_block(state.model, compute),
+    "gathered weights": _gathered(cfg, state.model, compute),
     "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
   }
 
@@ -114,15 +127,21 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
   return sum(device_bytes(v.aval) for v in kept)
 
 
-def _gathered_block(model: Decoder, itemsize: int) -> int:
-  """Bytes of the weights of the largest super-block, whole along fsdp."""
+def _gathered(cfg: Config, model: Decoder, itemsize: int) -> int:
+  """Bytes of the weights of the largest super-block, or of all, whole along fsdp."""
 
   def of_param(param: Param) -> int:
     _, *shape = param.sharding.shard_shape(param.shape)
     ways = math.prod(num_shards(axis) for axis in ("embed", "latent_rows") if axis in param.axes)
     return math.prod(shape) * itemsize * ways
 
-  return max(sum(map(of_param, params_of(block))) for block in model.segments)
+  largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
+  unroll = cfg.step.scan_unroll or usual_unroll(cfg, "gpu")
+  if num_shards("embed") == 1 or cfg.step.remat != "none" or unroll < cfg.model.num_layers:
+    return largest
+  dense = lambda block: [p for p in params_of(block) if p.role is not Role.EXPERT]
+  every = zip(model.layout, model.segments, strict=True)
+  return max(largest, sum(s.repeats * sum(map(of_param, dense(block))) for s, block in every))
 
 
 def kv_cache_bytes(cfg: Config, model: Decoder) -> int:

@@ -1,4 +1,4 @@
-"""What a step takes at least, from measured rates of devices and links."""
+"""What a step takes at least, from rates of devices and links."""
 
 import math
 from typing import Any
@@ -7,34 +7,42 @@ import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.model.param import trainable
+from ats_jax.model.count import Counts
+from ats_jax.model.layout import layer_kinds
+from ats_jax.model.param import cut_as, shards_of_gradients, trainable
 from ats_jax.planner.abstract import device_bytes
 from ats_jax.planner.hardware import Hardware
-from ats_jax.sharding.apply import mesh_axes
+from ats_jax.sharding.apply import mesh_axes, num_shards
 from ats_jax.sharding.pipeline import bubble, num_stages
 from ats_jax.step.state import TrainState
 
+COUNTED = ("data", "fsdp", "expert", "tensor")  # mesh axes whose exchange is known here
+
 
 def step_seconds(
-  cfg: Config, state: TrainState, flops_per_token: float, hardware: Hardware
+  cfg: Config, state: TrainState, counts: Counts, hardware: Hardware
 ) -> dict[str, Any]:
   """Seconds of the parts of a step that the rates tell, on each device.
 
   Weights that are sharded along fsdp are gathered in the compute dtype, for the forward and the
-  backward pass of each micro-batch, and their gradients scattered. Other gradients are summed over
-  the axes of the batch. Matmuls take as long as the stages of a pipeline need with its bubble. What
-  `stage`, `tensor` and `expert` exchange of activations is left out, and so is what `step.remat`
-  and the stages compute twice.
+  backward pass of each micro-batch, and their gradients scattered; with `mesh.zero` below 3 new
+  weights are gathered once an update. Other gradients are summed over the axes of the batch.
+  `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
+  al. 2019, arXiv:1909.08053, section 3). `expert` sends rows to experts and back in both passes.
+  `step.remat=full` computes the layers' forward pass twice, with what it exchanges; what other
+  policies compute twice is left out. Matmuls take as long as the stages of a pipeline need with its
+  bubble, in which a layer is computed once more.
 
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
-    flops_per_token: of training.
+    counts: of its model.
     hardware: the rates.
 
   Returns:
-    `parts`, seconds by name, None where nothing was measured; `least`, if all communication were
-    hidden, and `most`, if none were (of these parts); `left_out`, mesh axes whose exchange is not
+    `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
+    weights and gradients were hidden (that of activations is not: the next op waits for it),
+    `most`, if none were, and `likely`, between them; `left_out`, mesh axes whose exchange is not
     counted.
 
   Raises:
@@ -49,41 +57,103 @@ def step_seconds(
       "`ats-jax check_env --measure`."
     )
   tokens = cfg.data.batch_size * cfg.data.seq_len / mesh.size
+  rate, recomputed = hardware.matmul_flops[dtype], 0.0
   busy = 1.0 - bubble(cfg.step.accum_steps, num_stages())
-  parameters, micro = jax.tree.leaves(trainable(state.model)), cfg.step.accum_steps
-  compute = jnp.dtype(dtype).itemsize
-  batch_axes = set(mesh_axes("rows"))
-  gathered = scattered = 0
-  summed: dict[int, int] = {}  # bytes by how many devices sum them
-  for leaf in parameters:
-    axes, size = _axes(leaf), math.prod(leaf.sharding.shard_shape(leaf.shape))
-    if "fsdp" in axes:
-      whole = size * mesh.shape["fsdp"]
-      gathered += whole * compute
-      scattered += whole * leaf.dtype.itemsize
-    ways = math.prod(mesh.shape[axis] for axis in batch_axes - axes)
-    summed[ways] = summed.get(ways, 0) + size * leaf.dtype.itemsize
-  fsdp = mesh.shape["fsdp"]
-  weights = hardware.seconds("all_gather", gathered, fsdp)
-  gradients = hardware.seconds("reduce_scatter", scattered, fsdp)
-  sums = [hardware.seconds("all_reduce", size, ways) for ways, size in summed.items()]
+  if cfg.step.remat == "full" or num_stages() > 1:
+    recomputed = _stack_flops(cfg, counts) / 3 * tokens / rate / busy
   parts = {
-    "matmuls": flops_per_token * tokens / hardware.matmul_flops[dtype] / busy,
+    "matmuls": counts.flops_causal * tokens / rate / busy,
+    "recomputed": recomputed,
     "update": 2 * device_bytes(state) / hardware.memory_bytes_per_sec,
-    "weights gathered": weights if weights is None else 2 * micro * weights,
-    "gradients scattered": gradients if gradients is None else micro * gradients,
-    "gradients summed": None if None in sums else micro * sum(filter(None, sums)),
+    **_weights_and_gradients(cfg, state, hardware),
+    **_activations(cfg, hardware),
   }
-  computing = parts["matmuls"] + parts["update"]
-  talking = [parts[name] or 0.0 for name in parts if name not in ("matmuls", "update")]
+  total = lambda names: sum(parts[name] or 0.0 for name in names)
+  waiting = ("activations summed", "tokens exchanged")
+  own = ("matmuls", "recomputed", "update", *waiting)
+  computing, talking = total(own), total(name for name in parts if name not in own)
+  least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
   return {
     "device_kind": hardware.device_kind,
     "measured_devices": hardware.devices,
     "parts": parts,
-    "least": max(computing, sum(talking)),
-    "most": computing + sum(talking),
-    "left_out": [axis for axis in ("stage", "expert", "tensor") if mesh.shape[axis] > 1],
+    "least": least,
+    "likely": (least + most) / 2,
+    "most": most,
+    "left_out": [axis for axis, n in mesh.shape.items() if n > 1 and axis not in COUNTED],
   }
+
+
+def _stack_flops(cfg: Config, counts: Counts) -> float:
+  """Training FLOPs of a token in the layers: all but those of the head."""
+  return counts.flops_causal - 6.0 * cfg.model.vocab_size * cfg.model.d_model
+
+
+def _weights_and_gradients(
+  cfg: Config, state: TrainState, hardware: Hardware
+) -> dict[str, float | None]:
+  """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
+  mesh, micro = jax.sharding.get_abstract_mesh(), cfg.step.accum_steps
+  compute, batch_axes = jnp.dtype(cfg.precision.compute_dtype).itemsize, set(mesh_axes("rows"))
+  params: Any = trainable(state.model)
+  leaves = [
+    jax.tree.leaves(tree)
+    for tree in (
+      params,
+      jax.eval_shape(shards_of_gradients, params),
+      jax.eval_shape(lambda p: cut_as("moments", p), params),
+    )
+  ]
+  gathered = new = scattered = 0
+  summed: dict[int, int] = {}  # bytes by how many devices sum them
+  for weight, grad, moment in zip(*leaves, strict=True):
+    size = math.prod(grad.sharding.shard_shape(grad.shape))
+    whole = math.prod(weight.sharding.shard_shape(weight.shape))
+    if "fsdp" in _axes(weight):
+      whole *= mesh.shape["fsdp"]
+      gathered += whole * compute
+    elif "fsdp" in _axes(moment):
+      new += whole * weight.dtype.itemsize
+    if "fsdp" in _axes(grad):
+      scattered += whole * grad.dtype.itemsize
+    ways = math.prod(mesh.shape[axis] for axis in batch_axes - _axes(grad))
+    summed[ways] = summed.get(ways, 0) + size * grad.dtype.itemsize
+  fsdp = mesh.shape["fsdp"]
+  sums = [hardware.seconds("all_reduce", size, ways) for ways, size in summed.items()]
+  return {
+    "weights gathered": _times(2 * micro, hardware.seconds("all_gather", gathered, fsdp)),
+    "new weights gathered": hardware.seconds("all_gather", new, fsdp),
+    "gradients scattered": _times(micro, hardware.seconds("reduce_scatter", scattered, fsdp)),
+    "gradients summed": None if None in sums else micro * sum(filter(None, sums)),
+  }
+
+
+def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
+  """Seconds of what tokens cost on the links."""
+  micro, layers = cfg.step.accum_steps, cfg.model.num_layers
+  rows = cfg.data.batch_size // micro // num_shards("batch")
+  stream = rows * cfg.data.seq_len * cfg.model.d_model  # numbers of a micro-batch on a device
+  itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
+  tensor, again = num_shards("ff"), cfg.step.remat == "full"
+  # Of the recomputed layer the first sum alone: nothing needs the second.
+  per_layer = hardware.seconds("all_reduce", stream * itemsize, tensor)
+  of_head = hardware.seconds("all_reduce", stream * 4, num_shards("vocab"))  # in float32
+  summed = None
+  if per_layer is not None and of_head is not None:
+    summed = micro * (layers * (4 + again) * per_layer + of_head)
+  ways = num_shards("experts") if cfg.moe.num_experts else 1
+  sparse = sum(kind.moe for kind in layer_kinds(cfg))
+  local = (cfg.moe.num_experts + cfg.moe.spare_experts) // ways
+  room = stream * min(cfg.moe.top_k, local) * ways  # as `model.moe` reserves
+  sent = hardware.seconds("all_to_all", room * itemsize, ways)
+  return {
+    "activations summed": summed,
+    "tokens exchanged": _times(micro * sparse * (4 + 2 * again), sent),
+  }
+
+
+def _times(number: int, seconds: float | None) -> float | None:
+  return None if seconds is None else number * seconds
 
 
 def _axes(leaf: jax.ShapeDtypeStruct) -> set[str]:
@@ -99,8 +169,8 @@ def render(seconds: dict[str, Any], tokens: int) -> list[str]:
     f"a step, from rates measured on {seconds['measured_devices']} x {seconds['device_kind']}"
   ]
   lines += [f"  {name:<24}{show(part):>16}" for name, part in seconds["parts"].items()]
-  lines.append(f"  {'at least, all hidden':<24}{show(seconds['least']):>16}")
-  lines.append(f"  {'of these, none hidden':<24}{show(seconds['most']):>16}")
+  lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
+  lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")
   lines.append(f"  at most {tokens / seconds['least']:,.0f} tokens/s on all devices")
   if seconds["left_out"]:
     lines.append(f"  left out: what mesh axes {', '.join(seconds['left_out'])} exchange")

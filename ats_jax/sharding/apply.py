@@ -1,5 +1,6 @@
 """Array operations that name logical axes: the only place that spells `out_sharding`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.rules import current_rules, spec
+from ats_jax.sharding.rules import KEPT, PARTS, Part, current_plan, current_rules, spec
 
 Axes = Sequence[str | None]
 
@@ -38,6 +39,42 @@ def whole(x: jax.Array) -> jax.Array:
   return jax.reshard(x, jax.P(*[None] * x.ndim)) if cut else x
 
 
+def reshard_part(x: jax.Array, part: Part, *axes: str | None) -> jax.Array:
+  """Move `x` to the sharding that the plan has for a part of the state; as it is if it is there."""
+  cut = spec(*axes, part=part)
+  return x if jax.typeof(x).sharding.spec == cut else jax.reshard(x, cut)
+
+
+def is_apart(part: Part) -> bool:
+  """Whether the plan in use shards a part of the state otherwise than the weights."""
+  return part in KEPT.get(current_plan().name, {})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def standing_for(cut: jax.P, shards: jax.Array, whole: jax.Array) -> jax.Array:
+  """`whole`, whose gradient goes to `shards`, its own shards, as a sum scattered over devices.
+
+  Args:
+    cut: sharding of `shards`.
+    shards: not read.
+    whole: gets no gradient.
+  """
+  del cut, shards
+  return whole
+
+
+def _standing_for_fwd(cut, shards, whole):
+  del cut, shards
+  return whole, None  # itself: a loop over layers then keeps no copy of it for the backward pass
+
+
+def _standing_for_bwd(cut, _, cotangent):
+  return jax.reshard(cotangent, cut), None
+
+
+standing_for.defvjp(_standing_for_fwd, _standing_for_bwd)
+
+
 def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
   """An array that somebody is going to write all of, cut as a partition spec says."""
   mesh = jax.sharding.get_abstract_mesh()
@@ -58,10 +95,25 @@ def island(f: Callable, *, in_axes: Sequence[Axes], out_axes: Any) -> Callable:
     out_axes: a pytree of the results, with a plain tuple of logical axes for each array.
   """
   to_specs = lambda axes: jax.tree.map(lambda a: spec(*a), axes, is_leaf=_is_axes)
-  in_specs = to_specs(tuple(in_axes))
+  in_specs = tuple(map(_with_axes_of_one, to_specs(tuple(in_axes))))
   # check_vma=False: with it, sorting inside an island has given wrong gradients without an error.
   mapped = jax.shard_map(f, in_specs=in_specs, out_specs=to_specs(out_axes), check_vma=False)
   return lambda *args: mapped(*(jax.reshard(a, s) for a, s in zip(args, in_specs, strict=True)))
+
+
+def _with_axes_of_one(cut: jax.P) -> jax.P:
+  """`cut`, which also names the mesh axes of one device.
+
+  The derivative of an island is summed over all axes that an argument does not name. XLA keeps such
+  a sum also where there is nothing to add up.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else entry
+  taken = {*mesh.manual_axes, *(n for entry in cut for n in names(entry))}
+  alone = [n for n, size in mesh.shape.items() if size == 1 and n not in taken]
+  if not alone or not len(cut):
+    return cut
+  return jax.P((*names(cut[0]), *alone), *cut[1:])
 
 
 def in_place(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> Any:
@@ -97,16 +149,16 @@ def _is_axes(x: Any) -> bool:
   return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
 
-def mesh_axes(axis: str | None) -> tuple[str, ...]:
+def mesh_axes(axis: str | None, part: Part = "weights") -> tuple[str, ...]:
   """The mesh axes that a logical axis is sharded over."""
-  names = current_rules()[axis]
+  names = current_rules(part)[axis]
   return (names,) if isinstance(names, str) else names or ()
 
 
-def num_shards(axis: str | None) -> int:
+def num_shards(axis: str | None, part: Part = "weights") -> int:
   """Into how many pieces the current mesh cuts a dimension with this logical axis."""
   shape = jax.sharding.get_abstract_mesh().shape
-  return math.prod(shape.get(name, 1) for name in mesh_axes(axis))
+  return math.prod(shape.get(name, 1) for name in mesh_axes(axis, part))
 
 
 def check_cut(axis: str | None, size: int, name: str) -> None:
@@ -120,14 +172,15 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
   Raises:
     ValueError: if it does not. (jax would refuse later, and could not name the setting.)
   """
-  ways = num_shards(axis)
-  if size % ways:
-    mesh = jax.sharding.get_abstract_mesh().shape
-    product = " x ".join(f"mesh.{a}={mesh[a]}" for a in mesh_axes(axis))
-    raise ValueError(
-      f"{product} does not divide {name}={size}, over which weights are sharded. "
-      f"Use a multiple of {ways}, or another mesh."
-    )
+  mesh = jax.sharding.get_abstract_mesh().shape
+  for part in PARTS:
+    ways = num_shards(axis, part)
+    if size % ways:
+      product = " x ".join(f"mesh.{a}={mesh[a]}" for a in mesh_axes(axis, part))
+      raise ValueError(
+        f"{product} does not divide {name}={size}, over which {part} are sharded. "
+        f"Use a multiple of {ways}, or another mesh."
+      )
 
 
 def all_sum(x: jax.Array, axis: str) -> jax.Array:

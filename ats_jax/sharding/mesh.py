@@ -1,7 +1,8 @@
-"""The device mesh, and host batches -> global arrays on it."""
+"""The device mesh with its plan, and host batches -> global arrays on it."""
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.pipeline import bubble
-from ats_jax.sharding.rules import MESH_AXES, spec
+from ats_jax.sharding.rules import MESH_AXES, ZERO, spec, use_plan
 
 
 def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -22,6 +23,26 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
   devices = devices or jax.devices()
   sizes = mesh_sizes(cfg, len(devices))
   return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices)
+
+
+@contextlib.contextmanager
+def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
+  """Compute on a mesh by the plan of a resolved config: `mesh.zero`, and what divides what."""
+  if isinstance(mesh, jax.sharding.AbstractMesh):
+    of_mesh = jax.sharding.use_abstract_mesh(mesh)
+  else:
+    of_mesh = jax.set_mesh(mesh)
+  with of_mesh, plan_of(cfg, mesh.shape):
+    yield
+
+
+def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+  """The plan of a resolved config on a mesh of these sizes; a vocabulary is never padded."""
+  with use_plan("default"):
+    ways = {axis: math.prod(sizes[a] for a in mesh_axes(axis)) for axis in ("vocab", "vocab_rows")}
+  divides = {axis: cfg.model.vocab_size % number == 0 for axis, number in ways.items()}
+  vocabulary = "rows" if divides["vocab_rows"] else "width" if divides["vocab"] else "whole"
+  return use_plan(ZERO[cfg.mesh.zero], vocabulary)
 
 
 def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:

@@ -1,8 +1,10 @@
 """Where logical axes (what a dimension means) meet mesh axes (where it lives): a table a plan."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 import jax
 
@@ -33,56 +35,109 @@ _DEFAULT: Rules = {
   "norm": None,
   "experts": "expert",
   "router": None,  # experts as columns of the router
-  # The lookup table is sharded over its rows only: sharding its width makes XLA fully
-  # rematerialise the gather.
+  # The lookup table is sharded over its rows only, if they divide: looking up rows that are cut
+  # makes XLA fully rematerialise the gather.
   "vocab_rows": ("tensor", "fsdp"),
   "table_embed": None,
 }
 
+_DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None, "vocab_rows": "tensor"}
+
 RULES: Mapping[str, Rules] = {
-  "default": MappingProxyType(_DEFAULT),
+  "default": MappingProxyType(_DEFAULT),  # ZeRO-3
   # The weights whole on each device of `data` and `fsdp`.
-  "data_parallel": MappingProxyType(
-    {**_DEFAULT, "embed": None, "latent_rows": None, "vocab_rows": "tensor"}
-  ),
+  "data_parallel": MappingProxyType(_DATA_PARALLEL),
+  # Likewise, but not what else is as large as they are: see KEPT.
+  "zero_1": MappingProxyType(_DATA_PARALLEL),
+  "zero_2": MappingProxyType(_DATA_PARALLEL),
 }
-_plan = jax.make_user_context("default")  # what is traced under one plan is not used under another
+# What is sharded by the table of another plan than the weights (Rajbhandari et al. 2020,
+# arXiv:1910.02054, section 5): stage 1 the optimizer's state, stage 2 the gradients too.
+Part = Literal["weights", "gradients", "moments"]
+PARTS: tuple[Part, ...] = get_args(Part)
+KEPT: Mapping[str, Mapping[Part, str]] = {
+  "zero_1": {"moments": "default"},
+  "zero_2": {"moments": "default", "gradients": "default"},
+}
+ZERO = {1: "zero_1", 2: "zero_2", 3: "default"}  # plans by `mesh.zero`
+
+# How the vocabulary is cut where the mesh does not divide it: no row is padded.
+Vocabulary = Literal["rows", "width", "whole"]
 
 
-def use_plan(name: str) -> contextlib.AbstractContextManager[None]:
+class Plan(NamedTuple):
+  """What is in use.
+
+  Attributes:
+    name: of a table of RULES.
+    vocabulary: "rows": as that table says. "width": the lookup table over its width, as the head.
+      "whole": neither is cut by rows.
+  """
+
+  name: str = "default"
+  vocabulary: Vocabulary = "rows"
+
+
+_plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
+
+
+def use_plan(name: str, vocabulary: Vocabulary = "rows") -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
+
+  Args:
+    name: of the table.
+    vocabulary: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  return _plan(name)
+  return _plan(Plan(name, vocabulary))
 
 
 def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
   """`f` for another thread, which would have the default plan."""
-  name = _plan.value
+  plan = current_plan()
 
   def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-    with use_plan(name):
+    with _plan(plan):
       return f(*args, **kwargs)
 
   return inner
 
 
-def current_rules() -> Rules:
-  """The table of the plan that is in use."""
-  return RULES[_plan.value]
+def current_plan() -> Plan:
+  """The plan that is in use."""
+  return _plan.value
 
 
-def spec(*axes: str | None) -> jax.P:
+def current_rules(part: Part = "weights") -> Rules:
+  """The table of the plan that is in use, for weights and activations or another part."""
+  plan = current_plan()
+  return _table(KEPT.get(plan.name, {}).get(part, plan.name), plan.vocabulary)
+
+
+@functools.cache
+def _table(name: str, vocabulary: Vocabulary) -> Rules:
+  rules = RULES[name]
+  if vocabulary == "rows":
+    return rules
+  cut = None if vocabulary == "whole" else rules["vocab"]
+  return MappingProxyType({**rules, "vocab": cut, "vocab_rows": cut, "table_embed": rules["embed"]})
+
+
+def spec(*axes: str | None, part: Part = "weights") -> jax.P:
   """Translate logical axis names to a PartitionSpec.
+
+  Args:
+    axes: of each dimension; None = not sharded.
+    part: what it is of: weights and activations, or what a plan may shard otherwise.
 
   Raises:
     ValueError: for an unknown name, or if two dimensions of one array use the same mesh axis.
   """
-  rules = current_rules()
+  rules = current_rules(part)
   unknown = [a for a in axes if a not in rules]
   if unknown:
     raise ValueError(

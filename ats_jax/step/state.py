@@ -11,7 +11,7 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import trainable
+from ats_jax.model.param import cut_as, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.step import tensors
 from ats_jax.step.optimizers import Optimizer
@@ -64,7 +64,7 @@ def init_state(
     # float32, or a slow average would stop moving; copied, as the state is donated
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
-    opt_state = optimizer.tx.init(trainable(model))
+    opt_state = optimizer.tx.init(cut_as("moments", trainable(model)))
     state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, key)
     if cfg.orchestrator.mode == "off":
       return state

@@ -11,7 +11,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
-from ats_jax.model.param import merge, trainable
+from ats_jax.model.param import cut_as, lent, merge, shards_of_gradients, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
 from ats_jax.sharding.pipeline import join, num_stages
@@ -59,7 +59,9 @@ def step_function(
       used = drop_experts(cfg, used, state.control.expert_dropout, drop_key)
     sums, stats, grads = sums_and_grads(objective, used, batch, whole, key, rules)
 
-    params: Any = trainable(state.model)  # optax has no type for "any pytree"
+    # As the optimizer's state is sharded: each device updates what it has the moments of.
+    params: Any = cut_as("moments", trainable(state.model))  # optax has no type for "any pytree"
+    grads = cut_as("moments", grads)
     lr = schedule(cfg, state.step)
     control, reflex = state.control, state.reflex
     loss, accuracy, z, *further = objective.means(sums, whole)
@@ -67,7 +69,7 @@ def step_function(
       new = update(optimizer, params, grads, state.opt_state, lr)
     else:
       new = guarded_update(optimizer, params, grads, state.opt_state, lr, loss, control, reflex)
-    moved = merge(new.params, state.model)
+    moved = merge(cut_as("weights", new.params), state.model)
     model = with_buffers(cfg, moved, stats, state.step, rules, used)
     follow = lambda e, p: e + (1.0 - cfg.optimizer.ema_decay) * (p.astype(e.dtype) - e)
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
@@ -106,16 +108,20 @@ def sums_and_grads(
   One after the other; with a pipeline the stages of the model take them all in one pass.
 
   Returns:
-    The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`.
+    The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`,
+    sharded as the plan in use says.
   """
+  params: Any = trainable(model)
+  shards = shards_of_gradients(params)
 
-  def contribution(params: Any, micro: Batch, micro_key: jax.Array):
-    part = objective(merge(params, model), micro, whole, rules, micro_key)
+  def contribution(shards: Any, micro: Batch, micro_key: jax.Array):
+    used = merge(lent(shards, params), model)
+    part = objective(used, micro, whole, rules, micro_key)
     return part.loss, (part.sums, part.stats)
 
   def of_rows(rows: Batch, rows_key: jax.Array):
     part = jax.grad(contribution, has_aux=True)
-    grads, (sums, stats) = part(trainable(model), rows, rows_key)
+    grads, (sums, stats) = part(shards, rows, rows_key)
     return sums, stats, grads
 
   if num_stages() > 1:
@@ -134,7 +140,7 @@ def sums_and_grads(
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     return jax.tree.map(jnp.add, carry, (sums, stats, grads)), None
 
-  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trainable(model))
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), shards)
   sums, stats, _ = jax.eval_shape(of_micro, 0, first)
   start = (*jax.tree.map(jnp.zeros_like, (sums, stats)), zeros)
   carry, _ = jax.lax.scan(micro_step, start, (jnp.arange(accum), dict(batch)))

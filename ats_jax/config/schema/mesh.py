@@ -23,3 +23,10 @@ class MeshConfig:
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
   )
+  zero: int = setting(
+    3,
+    "what `fsdp` shards: 1 = the optimizer's moments, 2 = gradients too, 3 = weights too",
+    low=1,
+    high=3,
+    resume="free",
+  )

@@ -1,24 +1,26 @@
 """A mesh that does not divide a model is refused by the name of the setting."""
 
-import jax
 import pytest
 from helpers import tiny_config
 
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
+from ats_jax.sharding.mesh import on_mesh
 
 MOE = {"moe.num_experts": 4, "moe.top_k": 2}
 
 
 def check(changes):
   cfg = tiny_config(changes)
-  with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
+  with on_mesh(cfg, abstract_mesh(cfg)):
     abstract_state(cfg)
 
 
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"mesh.fsdp": 3}, "mesh.tensor=1 x mesh.fsdp=3 does not divide model.vocab_size=64, over"),
+    ({"mesh.fsdp": 3}, "mesh.fsdp=3 does not divide model.d_model=32, over which weights are"),
+    ({"mesh.fsdp": 3, "mesh.zero": 2}, "mesh.fsdp=3 does not divide .*, over which gradients are"),
+    ({"mesh.fsdp": 3, "mesh.zero": 1}, "mesh.fsdp=3 does not divide .*, over which moments are"),
     ({"mesh.fsdp": 16, "model.d_model": 40}, "mesh.fsdp=16 does not divide model.d_model=40"),
     ({"mesh.tensor": 2, "model.d_ff": 65}, "mesh.tensor=2 does not divide model.d_ff=65"),
     (MOE | {"mesh.tensor": 2, "moe.d_ff": 33}, "mesh.tensor=2 does not divide moe.d_ff=33"),

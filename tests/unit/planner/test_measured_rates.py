@@ -64,9 +64,10 @@ def test_no_file_and_one_that_is_no_json(tmp_path):
     Hardware.load(tmp_path / "hardware.json")
 
 
-def plan(hardware=RATES, **mesh):
+def plan(hardware=RATES, settings=(), remat="none", accum=1, **mesh):
   sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
-  cfg = tiny_config({"model.vocab_size": 384, **sizes})
+  step = {"step.remat": remat, "step.accum_steps": accum}
+  cfg = tiny_config({"model.vocab_size": 384, **dict(settings), **step, **sizes})
   return describe(cfg, 4, hardware)
 
 
@@ -91,7 +92,46 @@ def test_what_travels_depends_on_the_mesh():
   assert whole["parts"]["weights gathered"] == whole["parts"]["gradients scattered"] == 0
   assert whole["parts"]["gradients summed"] > split["parts"]["gradients summed"]
   assert whole["parts"]["update"] > 2 * split["parts"]["update"]
-  assert not whole["left_out"] and plan(tensor=2)["step_seconds"]["left_out"] == ["tensor"]
+  assert not whole["left_out"]
+
+
+def test_what_tokens_cost_on_the_links():
+  whole, split = plan(data=4)["step_seconds"], plan(tensor=2)["step_seconds"]["parts"]
+  assert whole["parts"]["activations summed"] == whole["parts"]["tokens exchanged"] == 0
+  # A device has 4 rows of 16 tokens of 32 numbers; four sums a layer, one at the head.
+  size = 4 * 16 * 32 * 4
+  one = RATES.seconds("all_reduce", size, 2)
+  assert split["activations summed"] == pytest.approx((2 * 4 + 1) * one)
+  again = plan(remat="full", tensor=2)["step_seconds"]["parts"]
+  assert again["activations summed"] == pytest.approx((2 * 5 + 1) * one)
+  experts = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 32, "moe.every": 2}
+  sent = plan(settings=experts, expert=2)["step_seconds"]["parts"]["tokens exchanged"]
+  # One layer has experts; two of a token's choices may go to each of two devices.
+  size = 2 * 2 * 2 * 16 * 32 * 4
+  assert sent == pytest.approx(4 * RATES.seconds("all_to_all", size, 2))
+
+
+def test_what_is_computed_twice():
+  once, twice = plan(data=4)["step_seconds"], plan(remat="full", data=4)["step_seconds"]
+  head = 6 * 384 * 32
+  found = plan(data=4)
+  in_layers = 1 - head / found["flops_per_token"]["training"]
+  assert once["parts"]["recomputed"] == 0
+  matmuls = once["parts"]["matmuls"]
+  assert twice["parts"]["recomputed"] == pytest.approx(matmuls * in_layers / 3)
+  assert twice["most"] == pytest.approx(once["most"] + twice["parts"]["recomputed"])
+
+
+def test_stages_of_zero_differ_in_what_they_gather_and_scatter():
+  third, second, first = (
+    plan(fsdp=4, zero=zero, accum=2)["step_seconds"]["parts"] for zero in (3, 2, 1)
+  )
+  assert third["new weights gathered"] == 0 == first["weights gathered"]
+  assert first["new weights gathered"] == second["new weights gathered"] > 0
+  assert second["gradients scattered"] == third["gradients scattered"] > 0
+  assert first["gradients scattered"] == 0
+  assert first["gradients summed"] > second["gradients summed"]
+  assert first["update"] > third["update"]
 
 
 def test_what_was_not_measured_is_said():

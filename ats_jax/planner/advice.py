@@ -1,0 +1,175 @@
+"""What to do about a plan, in the user's terms: what does not fit, and why `fit` picks what."""
+
+from typing import Any, NamedTuple
+
+from ats_jax.config.schema import Config
+from ats_jax.config.validate import validate
+from ats_jax.metrics.memory import GIB
+from ats_jax.planner.abstract import resolve_without_data
+from ats_jax.planner.describe import describe, planned_bytes
+from ats_jax.planner.fit import AXES, REMATS, Candidate, Fitted, changed
+
+ROWS = 8  # of the table of candidates
+
+
+class Relief(NamedTuple):
+  """A setting that would make a plan smaller.
+
+  Attributes:
+    settings: by dotted name.
+    bytes: that a device needs with it.
+  """
+
+  settings: dict[str, Any]
+  bytes: int
+
+
+def reliefs(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Relief]:
+  """Each change that makes a plan smaller, alone, and what it leaves; the smallest plan first.
+
+  Args:
+    cfg: the run, resolved or not.
+    devices: as of `describe`.
+    plan: of these two.
+  """
+  cfg = resolve_without_data(cfg)
+  mesh, used = plan["run"]["mesh"], planned_bytes(plan)
+  tries: list[dict[str, Any]] = []
+  if mesh["data"] > 1:
+    tries.append({"mesh.data": 1, "mesh.fsdp": mesh["fsdp"] * mesh["data"]})
+  if cfg.mesh.zero < 3:
+    tries.append({"mesh.zero": 3})
+  tries += [{"step.remat": r} for r in REMATS[REMATS.index(cfg.step.remat) + 1 :]]
+  tries += [{"step.accum_steps": n * cfg.step.accum_steps} for n in (2, 4, 8)]
+  if cfg.precision.param_dtype == "float32":
+    tries.append({"precision.param_dtype": "bfloat16"})
+  if "float32" in (cfg.precision.mu_dtype, cfg.precision.nu_dtype):
+    tries.append({"precision.mu_dtype": "bfloat16", "precision.nu_dtype": "bfloat16"})
+  found = []
+  for settings in tries:
+    try:
+      smaller = describe(validate(changed(cfg, settings)), devices)
+    except ValueError:  # the mesh or the batch does not divide
+      continue
+    if planned_bytes(smaller) < used:
+      found.append(Relief(settings, planned_bytes(smaller)))
+  return sorted(found, key=lambda relief: relief.bytes)
+
+
+def memory_lines(cfg: Config, devices: int, plan: dict[str, Any], limit: int) -> list[str]:
+  """Whether a plan fits; if not, its largest parts and what would help, one thing at a time."""
+  used = planned_bytes(plan)
+  if used <= limit:
+    return [f"fits: {_gib(used)} of {_gib(limit)} GiB"]
+  parts = plan["device_bytes_exact"] | plan["device_bytes_estimated"]
+  largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+  lines = [
+    f"does not fit: {_gib(used)} of {_gib(limit)} GiB, {_gib(used - limit)} too many",
+    "  the largest parts: " + ", ".join(f"{name} {_gib(size)}" for name, size in largest),
+  ]
+  helps = reliefs(cfg, devices, plan)
+  if helps:
+    lines.append("  what would help, one at a time:")
+  width = max((len(_words(relief.settings)) for relief in helps), default=0)
+  for relief in helps:
+    verdict = "fits" if relief.bytes <= limit else "still too large"
+    lines.append(f"    {_words(relief.settings):<{width}}  {_gib(relief.bytes):>9} GiB  {verdict}")
+  if not any(relief.bytes <= limit for relief in helps):
+    lines.append("  none of it alone: try them together (`ats-jax plan --fit`), or more devices")
+  return lines
+
+
+def fit_lines(found: Fitted) -> list[str]:
+  """The candidates that were looked at, the pick, and why."""
+  looked_at = _shortened(found.considered)
+  lines = [f"{'mesh':<34}{'remat':<8}{'accum':>6}{'GiB':>9}{'ms':>12}"]
+  for candidate in looked_at:
+    size = f"{_gib(candidate.bytes or 0)}"
+    lines.append(_row(candidate, size, "picked" if candidate.fits else "too large"))
+  hidden = len(found.considered) - len(looked_at)
+  if hidden:
+    lines.append(f"  and {hidden} more that are too large")
+  lines += [_row(candidate, "", "slower") for candidate in found.slower[:ROWS]]
+  if len(found.slower) > ROWS:
+    lines.append(f"  and {len(found.slower) - ROWS} more meshes that are slower")
+  for reason, names in _refusals(found.refused).items():
+    lines.append(f"not possible: {'; '.join(names)}: {reason}")
+  lines.append("ms: by the rates, if half of what weights and gradients exchange were hidden")
+  pick = found.pick
+  if pick is None:
+    return [*lines, "", "nothing fits. The smallest plan:", *_smallest(found)]
+  flags = lambda section: " ".join(
+    f"--config.{name}={value}" for name, value in pick.settings.items() if name.startswith(section)
+  )
+  lines += ["", f"picked: {pick.mesh}", *_reasons(found, pick)]
+  return [*lines, f"  {flags('mesh.')} \\", f"  {flags('step.')}"]
+
+
+def _reasons(found: Fitted, pick: Candidate) -> list[str]:
+  cfg, settings = found.cfg, pick.settings
+  lines = [f"  {_gib(pick.bytes or 0)} of {_gib(found.limit)} GiB; the fastest that fits"]
+  axes = [axis.name for axis in AXES if settings[f"mesh.{axis.name}"] > 1]
+  if not axes:
+    lines.append("  whole copies of the weights on each device fit, and exchange least")
+  if cfg.moe.num_experts and settings["mesh.expert"] == 1 and "fsdp" in axes:
+    lines.append("  no expert axis: experts fit under fsdp")
+  faster = [c for c in found.considered if not c.fits]
+  if faster:
+    nearest = min(faster, key=lambda c: c.bytes or 0)
+    remat, accum = (nearest.settings[name] for name in ("step.remat", "step.accum_steps"))
+    lines.append(
+      f"  {len(faster)} faster ones are too large; the smallest needs "
+      f"{_gib(nearest.bytes or 0)} GiB ({nearest.mesh}, remat={remat}, accum={accum})"
+    )
+  return lines
+
+
+def _smallest(found: Fitted) -> list[str]:
+  exact, every = found.plan["device_bytes_exact"], planned_bytes(found.plan)
+  mesh = ", ".join(f"{axis}={n}" for axis, n in found.plan["run"]["mesh"].items() if n > 1)
+  state, step = sum(exact.values()), found.cfg.step
+  ways = found.plan["run"]["devices"]
+  lines = [
+    f"  {mesh or 'one device'}, step.remat={step.remat}, step.accum_steps={step.accum_steps} needs "
+    f"{_gib(every)} of {_gib(found.limit)} GiB: {_gib(state)} of it state and gradients",
+  ]
+  room = found.limit - (every - state)
+  if room > 0:
+    lines.append(
+      f"  with all else as it is the state needs about {-(-state * ways // room):,} devices, or "
+      "smaller formats (precision.param_dtype, mu_dtype, nu_dtype), or a smaller model"
+    )
+  else:
+    lines.append(
+      "  one row does not fit beside any state: lower data.seq_len or step.loss_chunk_tokens"
+    )
+  return lines
+
+
+def _shortened(considered: list[Candidate]) -> list[Candidate]:
+  """Of each mesh what was looked at last, which is smallest; and no more than some."""
+  last = {candidate.mesh: candidate for candidate in considered}
+  chosen = sorted(last.values(), key=lambda c: (c.fits, c.seconds))
+  return chosen[-ROWS:]
+
+
+def _refusals(refused: dict[str, str]) -> dict[str, list[str]]:
+  """Meshes by the reason why they are not possible."""
+  found: dict[str, list[str]] = {}
+  for name, reason in refused.items():
+    found.setdefault(reason, []).append(name)
+  return found
+
+
+def _row(candidate: Candidate, size: str, verdict: str) -> str:
+  remat, accum = (candidate.settings[name] for name in ("step.remat", "step.accum_steps"))
+  time = f"{candidate.seconds * 1e3:,.1f}"
+  return f"{candidate.mesh:<34}{remat:<8}{accum:>6}{size:>9}{time:>12}  {verdict}"
+
+
+def _words(settings: dict[str, Any]) -> str:
+  return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _gib(size: int) -> str:
+  return f"{size / GIB:,.1f}"

@@ -1,0 +1,119 @@
+"""Collectives of the compiled train step, counted.
+
+XLA on a CPU has no pass that makes reduce-scatters: it sums whole gradients (one all-reduce for all
+of a block) and slices the results. So one array of an all-reduce is counted as a reduce-scatter.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import pytest
+from collectives import Collective, collectives, compiled_step
+from helpers import make_test_mesh, tiny_config
+
+from ats_jax.sharding.mesh import on_mesh
+
+LAYERS, FSDP = 3, 4
+BASE = {"orchestrator.mode": "off", "model.num_layers": LAYERS, "step.loss_chunk_tokens": 128}
+SMALL = 256  # bytes: metrics and norms
+# Of one layer, whole: q, k and v, o; gate and up, down. By elements, as XLA chooses the shapes.
+MATRICES = Counter({32 * 32: 2, 32 * 16: 2, 32 * 64: 3})
+TABLE = 64 * 32  # elements of the lookup table, and of the head; also of gate, up and down
+
+
+@functools.cache
+def found(**changes: object) -> list[Collective]:
+  dotted = {name.replace("__", "."): value for name, value in changes.items()}
+  cfg, mesh = tiny_config(BASE | dotted), make_test_mesh(1, FSDP, 1)
+  with on_mesh(cfg, mesh):
+    every = collectives(compiled_step(cfg, mesh).as_text())
+  return [c for c in every if c.bytes > SMALL]
+
+
+def sizes(every: list[Collective], kind: str, *, in_loop: bool) -> Counter[int]:
+  """How many arrays of each number of elements the collectives of a kind give."""
+  chosen = [c for c in every if c.kind == kind and bool(c.in_loop) == in_loop]
+  return Counter(a.size for c in chosen for a in c.arrays if a.bytes > SMALL)
+
+
+def times(one: Counter[int], number: int) -> Counter[int]:
+  return Counter({size: number * count for size, count in one.items()})
+
+
+@pytest.mark.parametrize(
+  "remat", ["none", *(pytest.param(r, marks=pytest.mark.mesh) for r in ("full", "dots"))]
+)
+def test_a_scanned_stack_gathers_each_weight_twice_and_scatters_it_once(remat):
+  every = found(step__remat=remat)
+  assert sizes(every, "all-gather", in_loop=True) == times(MATRICES, 2)
+  assert sizes(every, "all-reduce", in_loop=True) == MATRICES
+  # The table and the head once each, as nothing comes between their forward and backward pass.
+  assert sizes(every, "all-gather", in_loop=False) == {TABLE: 2}
+  assert sizes(every, "all-reduce", in_loop=False) == {TABLE: 2}
+  assert {c.kind for c in every} == {"all-gather", "all-reduce"}
+
+
+@pytest.mark.parametrize(
+  ("remat", "gathers"), [pytest.param("none", 1, marks=pytest.mark.mesh), ("full", 2)]
+)
+def test_an_unrolled_stack_gathers_a_weight_again_where_it_is_not_kept(remat, gathers):
+  every = found(step__remat=remat, step__scan_unroll=LAYERS)
+  ends = Counter({TABLE: 2})
+  assert sizes(every, "all-gather", in_loop=False) == times(MATRICES, gathers * LAYERS) + ends
+  assert sizes(every, "all-reduce", in_loop=False) == times(MATRICES, LAYERS) + ends
+  assert not any(c.in_loop for c in every)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    pytest.param({}, id="scanned"),
+    pytest.param({"step__remat": "full", "step__scan_unroll": LAYERS}, id="unrolled"),
+    pytest.param(
+      {"moe__num_experts": 4, "moe__d_ff": 32, "step__remat": "full"},
+      marks=pytest.mark.mesh,
+      id="experts",
+    ),
+    pytest.param(
+      {"step__accum_steps": 2, "step__remat": "full"}, marks=pytest.mark.mesh, id="sums"
+    ),
+  ],
+)
+def test_no_stack_of_layers_is_gathered(changes):
+  every = found(**({"step__remat": "none"} | changes))
+  gathered = [a for c in every if c.kind == "all-gather" for a in c.arrays]
+  assert gathered
+  largest = max(TABLE, 4 * 32 * 32) if "moe__num_experts" in changes else TABLE
+  assert max(a.size for a in gathered) == largest
+  assert not any(a.shape[0] == LAYERS for a in gathered)
+
+
+@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=pytest.mark.mesh)])
+def test_with_the_weights_whole_new_ones_are_gathered_once_an_update(zero):
+  every = found(mesh__zero=zero, step__accum_steps=2)
+  stacks = Counter({size * LAYERS: number for size, number in MATRICES.items()})
+  assert sizes(every, "all-gather", in_loop=False) == stacks + Counter({TABLE: 2})
+  assert not sizes(every, "all-gather", in_loop=True)
+  assert sizes(every, "all-reduce", in_loop=True) == MATRICES + Counter({TABLE: 2})
+
+
+def test_loops_and_what_collectives_give_are_read_from_the_text():
+  mesh = make_test_mesh(1, FSDP, 1)
+  with jax.set_mesh(mesh):
+
+    def outer(x, _):
+      inner = lambda y, _: (y + jax.reshard(w * y[0], jax.P(None)).sum(), None)
+      return jax.lax.scan(inner, x, None, length=5)[0], None
+
+    w = jax.device_put(jax.numpy.ones(256), jax.P("fsdp"))
+    f = jax.jit(lambda x: jax.lax.scan(outer, x, None, length=3)[0])
+    every = collectives(f.lower(jax.numpy.ones(4)).compile().as_text())
+  assert [(c.kind, c.in_loop, c.bytes) for c in every if c.bytes > 4] == [("all-gather", 2, 1024)]
+  (one,) = collectives(
+    "ENTRY %main (p: f32[4]) -> f32[8] {\n"
+    "  %ag = (bf16[2,8]{1,0}, f8e4m3fn[16]{0}) all-gather-start(%p), dimensions={0}, "
+    'metadata={op_name="jit(f)/x"}\n}'
+  )
+  assert one.kind == "all-gather" and one.op == "jit(f)/x" and one.in_loop == 0
+  assert [a.bytes for a in one.arrays] == [32, 16] and one.bytes == 48
