@@ -8,6 +8,7 @@ from typing import Any
 from ats_jax import extensions, paths
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.curriculum import curriculum
 from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.schema import Config
 from ats_jax.config.streaming import streaming
@@ -23,8 +24,8 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, streaming, _local_folders)
-  rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
+  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, streaming)
+  rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
