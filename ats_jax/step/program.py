@@ -105,16 +105,34 @@ class Program:
       f"the base of train/mfu), {counts.flops_full:.3g} (6N + 12LdS)",
     }
 
-  def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
-    """Compile the train step for `rules` ahead of its first batch; log what it will need."""
+  def flops_per_token(self, seq_len: int) -> dict[str, float]:
+    """Forward and backward FLOPs of a token in rows of a length, by the metric that they are of."""
+    counts = self.counts
+    if seq_len != self.cfg.data.seq_len:
+      counts = count(self.cfg, self.init(abstract=True).model, seq_len)
+    return {"train/mfu": counts.flops_causal, "train/mfu_6n": counts.flops_full}
+
+  def compile_train_step(
+    self, state: TrainState, rules: Pass, seq_len: int | None = None
+  ) -> jax.stages.Compiled:
+    """Compile the train step for `rules` ahead of its first batch; log what it will need.
+
+    Args:
+      state: shapes, dtypes and shardings suffice.
+      rules: of the update.
+      seq_len: positions in a row, which divides `data.seq_len`; None = that. A batch has the same
+        number of tokens.
+    """
     began = time.perf_counter()
     data, mesh = self.cfg.data, jax.sharding.get_mesh()
-    shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
+    seq_len = seq_len or data.seq_len
+    rows = data.batch_size // self.cfg.step.accum_steps * (data.seq_len // seq_len)
+    shape = (self.cfg.step.accum_steps, rows, seq_len)
     batch = abstract_batch(shape, batch_sharding(mesh, len(shape)), self.objective)
     compiled = self.train_step.lower(state, batch, rules).compile()
     logging.info(
-      "the train step was compiled in %.1f s; it needs %.2f GiB of a device",
-      time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
+      "the train step was compiled for rows of %d tokens in %.1f s; it needs %.2f GiB of a device",
+      seq_len, time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
     )  # fmt: skip
     return compiled
 
