@@ -296,9 +296,9 @@ def test_a_text_that_cannot_be_parted_is_read_as_usual_and_that_is_said(write, c
 def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
   turns = lambda i, n: [
     {"role": "user", "content": f"what {i}"},
-    {"role": "assistant", "content": "so " * n},
+    {"role": "assistant", "content": "so it is " * n},
   ]
-  chats = [{"messages": turns(i, 1 + 60 * (i % 15 == 0))} for i in range(200)]
+  chats = [{"messages": turns(i, 1 + 22 * (i % 16 == 0))} for i in range(200)]
   path = write("c.jsonl", [*chats, {"messages": turns(0, 500)}])
   ds, _ = open_data(
     config(paths=str(path), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2), 0
