@@ -1,6 +1,7 @@
 """Everything compiled or chosen once for a run: implementations, optimizer, steps."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
 from ats_jax.step.optimizers import Optimizer, build_optimizer
+from ats_jax.step.renewal import renewed
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
 
@@ -61,6 +63,18 @@ class Program:
   def init(self, *, abstract: bool = False) -> TrainState:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
     return init_state(self.cfg, self.num, self.optimizer, abstract=abstract)
+
+  def caught_up(self, state: TrainState, made_at: int) -> TrainState:
+    """A state of an earlier step that goes on later, maybe behind the beginning of a phase.
+
+    Args:
+      state: donated; its count of updates is that with which it goes on.
+      made_at: how many updates had led to it.
+    """
+    if self.cfg.optimizer.phase_moments == "keep":
+      return state
+    renew = functools.partial(renewed, self.cfg, self.optimizer, since=made_at)
+    return jax.jit(renew, donate_argnums=0)(state)
 
   def rules(self, step: int) -> Pass:
     """How evaluation and generation use the weights that update `step` (1-based) left."""

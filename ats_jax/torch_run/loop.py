@@ -76,6 +76,7 @@ def check(cfg: Config) -> None:
   only = {
     "optimizer.name": "adamw",
     "optimizer.ema_decay": 0.0,
+    "optimizer.phase_moments": "keep",
     "orchestrator.mode": "off",
     "precision.param_dtype": "float32",
     "precision.mu_dtype": "float32",
