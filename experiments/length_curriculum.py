@@ -3,9 +3,9 @@
   python -m experiments.length_curriculum --steps=150 --seeds=2
 
 Documents are paragraphs (between empty lines) of Python's standard library, as bytes. Validation
-rows have the full length in every run. Time is that of the steps alone, without compilation: for
-each length of rows the median of its steps, times their number. The last row is a run on full rows
-that gets the time of the curriculum, in more steps or fewer.
+rows have the full length in every run. A step's time is the median of those with its length of rows
+in the same run, without compilation. The last row is a run on full rows that gets the time of the
+curriculum's steps, in more steps or fewer.
 """
 
 import json
@@ -35,19 +35,19 @@ _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind.")
 _MEGABYTES = flags.DEFINE_float("megabytes", 0.4, "Text to train on.")
 KINDS: dict[str, dict[str, Any]] = {
   "full rows": {},
-  "3 lengths, mixed": {"data.length_buckets": 3},
-  "3 lengths, short first": {"data.length_buckets": 3, "data.curriculum": "length"},
+  "up to 3 lengths, mixed": {"data.length_buckets": 3},
+  "up to 3 lengths, short first": {"data.length_buckets": 3, "data.curriculum": "length"},
   "full rows, easy first": {"data.curriculum": "difficulty"},
 }
-TIMED = "3 lengths, short first"
+TIMED = "up to 3 lengths, short first"
 
 
 class Found(NamedTuple):
-  """The validation loss at the end, the seconds of all steps, the steps of each length of rows."""
+  """The validation loss at the end; of each length of rows, its steps and the seconds of one."""
 
   loss: float
-  secs: float
   steps: dict[int, int]
+  secs: dict[int, float]
 
 
 def write_texts(path: Path, megabytes: float) -> None:
@@ -77,8 +77,8 @@ def train(changes: dict[str, Any]) -> Found:
       metrics.values.block_until_ready()
       times[length].append(time.perf_counter() - began)
     scores = score(program, state.weights, valid_set, cfg.num_steps)
-  secs = sum(statistics.median(took) * len(took) for took in times.values())
-  return Found(scores["eval/loss"], secs, {n: len(took) for n, took in sorted(times.items())})
+  steps = {length: len(took) for length, took in sorted(times.items())}
+  return Found(scores["eval/loss"], steps, {n: statistics.median(times[n]) for n in steps})
 
 
 def main(argv: list[str]) -> None:
@@ -99,17 +99,19 @@ def main(argv: list[str]) -> None:
       for name, changes in KINDS.items():
         found[name].append(train({**common, **changes, "num_steps": _STEPS.value, "seed": seed}))
         print(seed, name, found[name][-1], flush=True)
-      a_step = found["full rows"][-1].secs / _STEPS.value
-      steps = round(found[TIMED][-1].secs / a_step)
+      timed = found[TIMED][-1]
+      whole = sum(count * timed.secs[length] for length, count in timed.steps.items())
+      steps = round(whole / timed.secs[max(timed.secs)])
       name = f"full rows, in the time of '{TIMED}'"
       found[name].append(train({**common, "num_steps": steps, "seed": seed}))
       print(seed, name, found[name][-1], flush=True)
   rows = [
-    [name, ", ".join(f"{r.loss:.4f}" for r in runs), f"{statistics.mean(r.secs for r in runs):.1f}",
-     ", ".join(f"{count} of {length}" for length, count in runs[0].steps.items())]
+    [name, ", ".join(f"{r.loss:.4f}" for r in runs)]
+    + [", ".join(f"{n} of {length} ({1e3 * r.secs[length]:.0f} ms)" for length, n in r.steps.items())
+       for r in runs[:1]]
     for name, runs in found.items()
   ]  # fmt: skip
-  print(markdown(["rows", "validation loss, by seed", "seconds", "steps of each length"], rows))
+  print(markdown(["rows", "validation loss, by seed", "steps of each length, first seed"], rows))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ import pytest
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.model.param import trainable
+from ats_jax.orchestrator.actions import Rollback
+from ats_jax.orchestrator.policy.decide import Decision
+from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 
@@ -88,3 +91,17 @@ def test_a_state_that_goes_on_behind_a_start_is_renewed(mesh):
 
   assert [is_new(made_at, 6) for made_at in (0, 3, 4, 5, 6)] == [True] * 4 + [False]
   assert [is_new(1, goes_on) for goes_on in (2, 3, 4)] == [False, True, True]
+
+
+def test_a_rollback_over_a_start_renews_too(mesh, tmp_path):
+  cfg = tiny_config(PHASES | {"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+  program = make_program(cfg)
+  state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
+  supervisor = Supervisor(program, None, tmp_path / "decisions.jsonl")
+  supervisor.start(0, copied(state))
+  decision = Decision(0, Rollback(), "state", 1.0, "")
+  for made_at, updates in ((2, 0), (5, 0), (6, 1)):
+    supervisor.earlier = lambda back, made_at=made_at: (made_at, copied(state))
+    after = supervisor._carry_out(7, copied(state), decision)
+    assert (int(after.step), int(after.reflex.updates)) == (7, updates)
+  supervisor.close()
