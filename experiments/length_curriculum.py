@@ -105,12 +105,12 @@ def main(argv: list[str]) -> None:
       name = f"full rows, in the time of '{TIMED}'"
       found[name].append(train({**common, "num_steps": steps, "seed": seed}))
       print(seed, name, found[name][-1], flush=True)
-  rows = [
-    [name, ", ".join(f"{r.loss:.4f}" for r in runs)]
-    + [", ".join(f"{n} of {length} ({1e3 * r.secs[length]:.0f} ms)" for length, n in r.steps.items())
-       for r in runs[:1]]
-    for name, runs in found.items()
-  ]  # fmt: skip
+  rows = []
+  for name, runs in found.items():
+    first = runs[0]
+    ms = {length: 1e3 * secs for length, secs in first.secs.items()}
+    steps = [f"{count} of {length} ({ms[length]:.0f} ms)" for length, count in first.steps.items()]
+    rows.append([name, ", ".join(f"{r.loss:.4f}" for r in runs), ", ".join(steps)])
   print(markdown(["rows", "validation loss, by seed", "steps of each length, first seed"], rows))
 
 
