@@ -171,7 +171,7 @@ def performance_stats(
   Args:
     goodput: where the wall time went.
     meter: that measured its speed.
-    predicted_bytes: of a device, that the newest step needs; None if none was compiled.
+    predicted_bytes: of a device, that the largest step needs; None if none was compiled.
     program: what ran: the last three entries of the result.
 
   Returns:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from ats_jax import announce, logfile, runtime, workdir
 from ats_jax.bridge.convert import check_tokenizer, load_model
 from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, restore_tree
+from ats_jax.compiled import Begun, CompiledSteps, Key, begin_compiling
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.extend import load_extensions
@@ -38,7 +38,6 @@ from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
-from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
@@ -48,7 +47,7 @@ from ats_jax.scoring import check_fp8, score_all
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.by_source import objective_of, of_sources
 from ats_jax.step.metrics import StepMetrics, metric_names
-from ats_jax.step.program import Program, make_program, predicted_bytes
+from ats_jax.step.program import Program, make_program
 from ats_jax.step.state import TrainState
 from ats_jax.step.worth import worth
 
@@ -83,19 +82,6 @@ class Origin:
   restore: Callable[[TrainState], TrainState] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Begun:
-  """A train step that is being compiled, in a thread of its own.
-
-  Attributes:
-    rules: which it follows; None = nothing was begun.
-    step: what comes of it.
-  """
-
-  rules: Pass | None = None
-  step: Future[jax.stages.Compiled] = dataclasses.field(default_factory=Future)
-
-
 @dataclasses.dataclass
 class Run:
   """An open run. The loop reads and writes `state`; the rest goes through the methods.
@@ -104,7 +90,7 @@ class Run:
     cfg: resolved, with what an orchestrator has changed.
     folder: the workdir.
     program: how it computes; another one once 8 bits are switched off.
-    begun: the train step that was begun last.
+    steps: the train steps that are compiled.
     state: as the last update left it.
     step: updates done.
     train_set: the training split.
@@ -127,7 +113,7 @@ class Run:
   cfg: Config
   folder: Path
   program: Program
-  begun: Begun
+  steps: CompiledSteps
   state: TrainState
   step: int
   train_set: TrainRows
@@ -145,21 +131,21 @@ class Run:
   dog: Watchdog
   watch: Supervisor | NoSupervisor = dataclasses.field(default_factory=NoSupervisor)
   scores: dict[str, float] | None = None
-  _compiled: tuple[Any, Any] = (None, None)  # rules, and the step that follows them
+  _key: Key | None = None  # of the newest step
   _batch: Batch | None = None
 
   def compiled_step(self, step: int) -> Callable:
-    """The function that makes update `step`; compiled anew where its rules have changed."""
+    """The function that makes update `step` of the next batch; compiled if there is none yet."""
     self.dog.step = step
-    rules = self.program.training_rules(step)
-    if rules != self._compiled[0]:  # at first, as mod.capacity falls, once 8 bits are off
+    self._key = key = Key(self.program.training_rules(step), self.batches.row_length)
+    if key not in self.steps:
       with self.aside("compile"):
-        if rules != self.begun.rules:
-          self.begun = begin_compiling(self.program, rules)
-        self._compiled = rules, self.begun.step.result()
-        self.watch.follow(self.program, step, self.state)
+        rules_are_new = key.rules != self.steps.rules
+        self.steps.find(self.program, key)
+        if rules_are_new:
+          self.watch.follow(self.program, step, self.state)
     self.profile.before(step, self.state)
-    return self._compiled[1]
+    return self.steps.find(self.program, key)
 
   def next_batch(self) -> Batch:
     """The next training batch, on the mesh."""
@@ -169,7 +155,9 @@ class Run:
 
   def took(self, step: int, metrics: StepMetrics) -> None:
     """Note that update `step` has set the state, and log its metrics."""
+    assert self._key is not None, "its step was compiled"
     self.step, self.scores = step, None
+    self.meter.took(step, self.steps.flops_per_token(self._key))
     self.log.push(step, *metrics)
 
   def evaluate(self) -> None:
@@ -215,7 +203,7 @@ class Run:
   def _has_sample(self) -> bool:
     """Whether the log has the sample, as that of a run which was complete before may have."""
     path = self.folder / "metrics.jsonl"
-    rows = read_jsonl(path) if self._compiled[0] is None and path.exists() else []
+    rows = read_jsonl(path) if self._key is None and path.exists() else []
     return any("sample" in row and row["step"] == self.step for row in rows)
 
   def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -236,23 +224,29 @@ class Run:
 
   def again(self) -> Update:
     """A function that makes the last update again, from another state."""
-    train_step, batch = self.goodput.marking(self._compiled[1]), self._batch
+    assert self._batch is not None, "an update was made"
+    train_step, batch = self.goodput.marking(self._step_of), self._batch
     return lambda state: train_step(state, batch)
 
   def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""
     position = (saved or self.position())[POSITION]
-    train_step = self.goodput.marking(self._compiled[1])
+    train_step = self.goodput.marking(self._step_of)
     return Ahead(train_step, lambda: upcoming(self.cfg, self.train_set, position))
 
+  def _step_of(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    """An update by the rules of the last one, of a batch of any of the run's shapes."""
+    assert self._key is not None, "an update was made"
+    key = self._key._replace(seq_len=batch["tokens"].shape[-1])
+    return self.steps.find(self.program, key)(state, batch)
+
   def _performance(self) -> dict[str, Any]:
-    compiled = self._compiled[1]
     program = {
       "kernels": {choice.op: choice.implementation for choice in self.program.choices},
       "compiler_options": self.program.options,
       "compilation_cache": runtime.cache_use(self.cfg),
     }
-    predicted = predicted_bytes(compiled) if isinstance(compiled, jax.stages.Compiled) else None
+    predicted = self.steps.predicted_bytes()
     return announce.performance_stats(self.goodput, self.meter, predicted, program)
 
 
@@ -263,9 +257,9 @@ def open_run(
   """Open a run where it goes on: from its newest good state, or else from the beginning.
 
   The order is that of need. Claim the workdir. Find the newest state, which may have been made with
-  other settings. Open the data, which tells the vocabulary. Make the mesh and the program. Begin to
-  compile, and meanwhile restore the state, read on from its position, cut the logs to its step, and
-  set the supervisor to watch.
+  other settings. Open the data, which tells the vocabulary. Make the mesh and the program. Read on
+  from the state's position, which tells the shape of the next batch. Begin to compile, and
+  meanwhile restore the state, cut the logs to its step, and set the supervisor to watch.
 
   Args:
     cfg: the run, as its user wrote it.
@@ -302,12 +296,13 @@ def open_run(
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
     program = make_program(cfg, objective_of(cfg)).continued(origin.extra)
-    ended = origin.step >= cfg.num_steps
-    begun = Begun() if ended else begin_compiling(program, program.training_rules(origin.step + 1))
-    state = restored_or_new(program, origin, init, train_set)
     batches = enter(
       train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True, on_mesh=True)
     )
+    first = Key(program.training_rules(origin.step + 1), batches.row_length)
+    ended = origin.step >= cfg.num_steps
+    steps = CompiledSteps(Begun() if ended else begin_compiling(program, first))
+    state = restored_or_new(program, origin, init, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
     announce.opening(program, folder, state, train_set, origin.step, length)
@@ -315,7 +310,7 @@ def open_run(
     writer, log = open_log(stack, program, folder, origin, meter, identity, train_set, dog)
     profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
     run = Run(
-      cfg, folder, program, begun, state, origin.step, train_set, valid_set, eval_sets, batches,
+      cfg, folder, program, steps, state, origin.step, train_set, valid_set, eval_sets, batches,
       checkpoints, stop, writer, log, profile, meter, goodput, devices, dog,
     )  # fmt: skip
     run.watch = enter(open_watch(run, snapshots))
@@ -339,24 +334,6 @@ def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
     return Origin()
   step, extra = newest
   return Origin(step, extra, lambda abstract: checkpoints.read(step, abstract))
-
-
-def begin_compiling(program: Program, rules: Pass) -> Begun:
-  """Start to compile the train step, while the state is made or read: its shapes are all it takes.
-
-  The thread launches nothing on the devices, so processes of a job need not agree on its pace. What
-  it raises, `result` raises. A second Ctrl-C ends the process whatever it does (`StopSignal`).
-  """
-  mesh = jax.sharding.get_mesh()
-
-  def compile_step() -> jax.stages.Compiled:
-    with on_mesh(program.cfg, mesh):  # a thread begins without one
-      return program.compile_train_step(abstract_like(program.init(abstract=True), mesh), rules)
-
-  pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
-  step = pool.submit(compile_step)
-  pool.shutdown(wait=False)  # of the thread once it is done
-  return Begun(rules, step)
 
 
 def restored_or_new(
@@ -476,8 +453,5 @@ def speed(program: Program) -> Throughput:
     num_devices=jax.device_count(),
     peak=peak_flops(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
     tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
-    flops_per_token={
-      "train/mfu": program.counts.flops_causal,
-      "train/mfu_6n": program.counts.flops_full,
-    },
+    flops_per_token=program.flops_per_token(cfg.data.seq_len),
   )

@@ -23,10 +23,10 @@ from absl import flags
 from jax.experimental import topologies
 
 from ats_jax import cli
-from ats_jax.bench.step import planned_bytes
 from ats_jax.config import Config
 from ats_jax.ops.requirements import Device
 from ats_jax.planner.abstract import resolve_without_data
+from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step import compiler
 from ats_jax.step import program as programs
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
   print(
     f"{made.counts.parameters / 1e9:.2f}B parameters on one {GPUS[_GPU.value].name}: the step "
     f"needs {programs.predicted_bytes(step) / GIB:.2f} GiB (the planner estimates "
-    f"{planned_bytes(cfg, 1) / GIB:.2f}); compiled here in {secs:.0f} s."
+    f"{planned_bytes(describe(cfg, 1)) / GIB:.2f}); compiled here in {secs:.0f} s."
   )
   if _OUT.value:
     Path(_OUT.value).write_text(step.as_text() or "", encoding="utf-8")

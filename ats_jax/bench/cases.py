@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.ops.adamw import Rates, adamw
-from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
+from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.grouped_matmul import grouped_matmul
 from ats_jax.ops.quantise import E4M3, E5M2, cast_and_transpose, transposed
@@ -313,7 +313,7 @@ def cross_entropy_case(tokens: int, width: int, vocab: int, chunk: int = 8192) -
     return normal(seed, (1, tokens, width)), head, targets, jnp.ones((1, tokens))
 
   def f(kernels, x, head, targets, mask):
-    x, head = reshard(x, *X_AXES), reshard(head, *HEAD_AXES)
+    x, head = reshard(x, *x_axes(x)), reshard(head, *HEAD_AXES)
     return linear_cross_entropy(x, head, targets, mask, 0.0, 0.0, chunk, kernels).objective / tokens
 
   arrays = 2 * width * (tokens + vocab)

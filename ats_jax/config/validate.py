@@ -8,7 +8,9 @@ from typing import Any
 from ats_jax import extensions, paths
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.curriculum import curriculum
 from ats_jax.config.filters import CHANGES, filter_stages
+from ats_jax.config.phases import phases
 from ats_jax.config.schema import Config
 from ats_jax.config.streaming import streaming
 
@@ -23,8 +25,8 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, _latents, _rope, _windows, _gate)
-  of_data = (_batch, _tokenizer, _mixture, _rates, _chat, _filters, streaming, _local_folders)
-  rules = (*of_model, *of_data, _length, _adam, _writers, _eight_bits)
+  of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
+  rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   for rule in (*rules, *of_num_steps):
@@ -277,28 +279,6 @@ def _mixture(cfg: Config) -> None:
       f"length=phases, but data.mixture={data.mixture!r} does not say how long its last phase is. "
       "Give it a length, or use length=given and num_steps."
     )
-
-
-def _rates(cfg: Config) -> None:
-  data, given = cfg.data, mixture.rates(cfg.optimizer.phases)
-  phases = mixture.phases(data.mixture, mixture.sources(data.paths))
-  if given and len(given) != len(phases):
-    raise ValueError(
-      f"optimizer.phases={cfg.optimizer.phases!r} has {len(given)} rates, data.mixture "
-      f"{len(phases)} phases. Give one for each."
-    )
-  for phase, rate in zip(phases[:-1], given, strict=False):
-    if phase.unit == "epochs":
-      raise ValueError(
-        "optimizer.phases needs to know when each phase of data.mixture begins, so their lengths "
-        "must be in steps or tokens. A phase in epochs can be the last one only."
-      )
-    steps = mixture.steps_of(phase, data.batch_size, data.seq_len, 0)
-    if rate.warmup > steps:
-      raise ValueError(
-        f"optimizer.phases: {rate.warmup} steps of warm-up exceed a phase of {steps} steps. "
-        "Shorten the warm-up, or lengthen the phase in data.mixture."
-      )
 
 
 def _chat(cfg: Config) -> None:

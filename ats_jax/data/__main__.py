@@ -14,7 +14,8 @@ from ats_jax import cli, exits
 from ats_jax.config import Config
 from ats_jax.config.mixture import named_paths
 from ats_jax.data import cache, prepared
-from ats_jax.data.audit import BATCH_SIZE, audit
+from ats_jax.data.audit import audit, batch_size
+from ats_jax.data.buckets import Buckets
 from ats_jax.data.checks import check
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.explain import explain
@@ -95,10 +96,10 @@ _ROW = flags.DEFINE_integer(
 def _audit(train: TrainRows, validation: Rows) -> bool:
   """Prints a line for each scenario; whether all of them are without a fault."""
   del validation
-  assert isinstance(train, Dataset | Mixture)
+  assert isinstance(train, Dataset | Mixture | Buckets)
   print(
     f"{train.num_tokens:,} targets of {train.num_documents:,} documents in {train.num_rows:,} "
-    f"rows; {BATCH_SIZE} rows a batch, one epoch each"
+    f"rows; {batch_size(train)} rows a batch, one epoch each"
   )
   line = "{:<42} {:>8} {:>9} {:>12} {:>8} {:>9}  {}".format
   print(line("", "batches", "rows", "targets", "lost", "repeated", ""))
@@ -120,8 +121,9 @@ def _stats(train: TrainRows, validation: Rows) -> bool:
 
 
 def _splits(name: str, rows: Rows) -> Iterator[tuple[str, Dataset]]:
-  if isinstance(rows, Joined):
-    for source, part in rows.sources.items():
+  if isinstance(rows, Joined | Buckets):
+    parts = rows.parts if isinstance(rows, Buckets) else rows.sources
+    for source, part in parts.items():
       assert isinstance(part, Dataset)
       yield f"{name} {source}", part
   else:
@@ -158,6 +160,11 @@ def _explain(argv: list[str]) -> None:
     of = list(train.sources)[int(place.source)]
     print(f"row {row} of training is of the source {of}:")
     train, row = train.sources[of], int(place.row)
+  elif isinstance(train, Buckets):
+    number, short = train.place(row)
+    of, train = list(train.parts.items())[number]
+    print(f"row {row} of training is {len(short)} of {train.seq_len}, the first of them: ({of})")
+    row = short[0]
   assert isinstance(train, Dataset)
   coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
   for line in explain(train, row, coloured=coloured, of=of):

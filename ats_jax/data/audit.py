@@ -1,23 +1,25 @@
 """Proof that an epoch holds each token of each document as a target once and only once.
 
-Of a mixture: that the first epoch of each source does, wherever its rows come.
+Of a mixture: that the first epoch of each source does, wherever its rows come. Of rows of several
+lengths: that the first epoch of each part does.
 
 The loader is run twice side by side: as in training, and over the same rows with each text token
 replaced by its own number. The numbers say which token of which document a place holds without
 asking the packing code; the real batch must hold that token's id in the same place.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ats_jax.data.batch import Batch
+from ats_jax.data.buckets import Buckets
 from ats_jax.data.dataset import Dataset
 from ats_jax.data.loader import TrainBatches
 from ats_jax.data.mixture import Mixture
 
-BATCH_SIZE = 28  # rows per update
+BATCH_SIZE = 28  # rows per update, where their order does not depend on it
 _BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus
 _LIMIT = 2**31 - 1
 
@@ -51,8 +53,11 @@ class Result(NamedTuple):
   difference: str
 
 
+type Whole = Dataset | Mixture | Buckets
+
+
 def audit(
-  ds: Dataset | Mixture,
+  ds: Whole,
   *,
   scenarios: dict[str, Sequence[Phase]] | None = None,
   batches: Callable[..., TrainBatches] = TrainBatches,
@@ -60,8 +65,9 @@ def audit(
   """Reads one epoch per scenario and compares it with the documents.
 
   Args:
-    ds: a split with at least one row, or a mixture of some. Of a mixture so many rows are read that
-      each source has been read once, but for those that never are.
+    ds: a split with at least one row, a mixture or parts of some. Of these so many rows are read
+      that each source has been read once, but for those that never are. Parts are read in batches
+      of the run's own size, by no more hosts than a micro-batch has rows.
     scenarios: name -> phases; None = SCENARIOS.
     batches: the loader, `TrainBatches` or one that is called like it.
 
@@ -97,19 +103,44 @@ class _NumberedTokenizer:
   bos_id, eos_id, pad_id = _BOS, _EOS, _PAD
 
 
-def _rows_until_read(ds: Dataset | Mixture, source: int) -> int:
+def batch_size(ds: Whole) -> int:
+  """Rows of a batch of the audit."""
+  return ds.batch_size if isinstance(ds, Buckets) else BATCH_SIZE
+
+
+def _sources(ds: Whole) -> Mapping[str, Any]:
+  if isinstance(ds, Buckets):
+    return ds.parts
+  return ds.sources if isinstance(ds, Mixture) else {"": ds}
+
+
+def _with_sources(ds: Whole, shadows: Mapping[str, Dataset]) -> Whole:
+  """The same rows of other documents."""
+  words = _NumberedTokenizer()
+  if isinstance(ds, Buckets):
+    return ds.with_parts(shadows, words)
+  return ds.with_sources(shadows, words) if isinstance(ds, Mixture) else shadows[""]
+
+
+def _rows_until_read(ds: Whole, source: int) -> int:
   """How many rows of training there are until a source has been read once; 0 = it never is."""
   if isinstance(ds, Dataset):
     return ds.num_rows
+  if isinstance(ds, Buckets):
+    return ds.order.until(source) * ds.batch_size
   part = list(ds.sources.values())[source]
   last = ds.turns.until(source, part.num_rows - 1)
   return 0 if last is None else last + 1
 
 
-def _in_first_epoch(ds: Dataset | Mixture, rows: np.ndarray) -> np.ndarray:
-  """Whether each of these rows of training is one of the first epoch of its source."""
+def _in_first_epoch(ds: Whole, rows: np.ndarray) -> np.ndarray:
+  """Whether each row of a batch of these rows of training is of the first epoch of its source."""
   if isinstance(ds, Dataset):
     return rows < ds.num_rows
+  if isinstance(ds, Buckets):
+    parts, places = list(ds.parts.values()), [ds.place(int(row)) for row in rows.flat]
+    first = [row < parts[number].num_rows for number, short in places for row in short]
+    return np.reshape(first, (*rows.shape[:-1], -1))
   place = ds.turns.find(rows)
   return place.row < np.array([part.num_rows for part in ds.sources.values()])[place.source]
 
@@ -117,8 +148,8 @@ def _in_first_epoch(ds: Dataset | Mixture, rows: np.ndarray) -> np.ndarray:
 class _Audit:
   """The state of one scenario: how often each target was seen, and the first fault."""
 
-  def __init__(self, ds: Dataset | Mixture, batches: Callable[..., TrainBatches]):
-    self._ds, self._batches = ds, batches
+  def __init__(self, ds: Whole, batches: Callable[..., TrainBatches]):
+    self._ds, self._batches, self._batch_size = ds, batches, batch_size(ds)
     self._is_first, self._is_eos = np.zeros((2, ds.num_tokens), bool)
     self._ids = np.full(ds.num_tokens, ds.tokenizer.eos_id, np.int32)
     self._weights = np.zeros(ds.num_tokens, np.float32)
@@ -126,8 +157,7 @@ class _Audit:
     self._parts: list[tuple[Dataset, np.ndarray]] = []  # and where the documents of each start
     shadows: dict[str, Dataset] = {}
     first, self._rows = 0, 0
-    sources = ds.sources if isinstance(ds, Mixture) else {"": ds}
-    for number, (name, part) in enumerate(sources.items()):
+    for number, (name, part) in enumerate(_sources(ds).items()):
       assert isinstance(part, Dataset), "the command refuses streams"
       numbers = _NumberedCorpus(part, first)
       shadows[name] = part.with_corpus(numbers, _NumberedTokenizer())
@@ -137,8 +167,7 @@ class _Audit:
       rows = _rows_until_read(ds, number)
       self._due[first:end] = rows > 0
       self._rows, first = max(self._rows, rows), end
-    is_one = isinstance(ds, Dataset)
-    self._shadow = shadows[""] if is_one else ds.with_sources(shadows, _NumberedTokenizer())
+    self._shadow = _with_sources(ds, shadows)
     self._seen = np.zeros(ds.num_tokens, np.uint16)
     self._difference = ""
 
@@ -155,14 +184,14 @@ class _Audit:
         self._weights[start:end] = part.weights[part.corpus.codes(int(document), 0, end - start)]
 
   def run(self, name: str, phases: Sequence[Phase]) -> Result:
-    total = -(-self._rows // BATCH_SIZE)
+    total = -(-self._rows // self._batch_size)
     done = rows = 0
     position = None
     for phase in phases:
       until = total if phase.until == 1.0 else int(total * phase.until)
-      micro = BATCH_SIZE // phase.accum_steps
+      micro = self._batch_size // phase.accum_steps
       ends = []
-      for local in np.array_split(np.arange(micro), phase.hosts):
+      for local in np.array_split(np.arange(micro), min(phase.hosts, micro)):
         seen, end = self._read_host(local, phase, position, done, until)
         rows += seen
         ends.append(end)
@@ -186,10 +215,11 @@ class _Audit:
       Its rows of the first epoch, and the position behind them.
     """
     arguments = dict(
-      position=position, accum_steps=phase.accum_steps, batch_size=BATCH_SIZE, local_rows=local,
+      position=position, accum_steps=phase.accum_steps, batch_size=self._batch_size,
+      local_rows=local,
       num_workers=0, prefetch=2,
     )  # fmt: skip
-    micro = BATCH_SIZE // phase.accum_steps
+    micro = self._batch_size // phase.accum_steps
     slots = np.arange(phase.accum_steps)[:, None] * micro + local
     rows = 0
     with (
@@ -197,7 +227,7 @@ class _Audit:
       self._batches(self._shadow, **arguments) as shadow,
     ):
       for k in range(start, end):
-        first_epoch = _in_first_epoch(self._ds, k * BATCH_SIZE + slots)
+        first_epoch = _in_first_epoch(self._ds, k * self._batch_size + slots)
         pair = ({name: x[first_epoch] for name, x in next(b).items()} for b in (real, shadow))
         self._check(*pair)
         rows += int(first_epoch.sum())

@@ -132,6 +132,11 @@ class Dataset:
     seed = (self._shuffle_seed + epoch * 0x9E3779B9) % 2**32
     return grain.experimental.index_shuffle(i, max_index=self.num_rows - 1, seed=seed, rounds=4)
 
+  def row_length(self, row: int) -> int:
+    """See `TrainRows`."""
+    del row
+    return self.seq_len
+
   def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """The rows of training with these numbers; arrays of shape [*indices.shape, seq_len]."""
     indices = np.asarray(indices)

@@ -141,7 +141,8 @@ class TrainBatches(Batches):
   Slot j of micro-step a of batch k holds global row `row + (k * accum + a) * micro + j` of those
   from `row` on, where the position is, so another host count or micro-batch gives the same rows in
   another arrangement. Epochs follow each other inside a batch; nothing is dropped. Batches are of
-  arrays [accum_steps, len(local_rows), seq_len].
+  arrays [accum_steps, len(local_rows), seq_len]; of a step with shorter rows, of as many more of
+  them in the place of each (`TrainRows.row_length`).
   """
 
   def __init__(
@@ -209,6 +210,11 @@ class TrainBatches(Batches):
   def position(self) -> dict[str, Any]:
     """After the batches handed out so far, prefetched ones left out; JSON, alike on all hosts."""
     return self._ds.position(self._row())
+
+  @property
+  def row_length(self) -> int:
+    """Positions in the rows of the batch that is handed out next."""
+    return self._ds.row_length(self._row())
 
   def _row(self) -> int:
     return self._first_row + self._count * self._batch_size

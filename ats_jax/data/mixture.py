@@ -75,6 +75,11 @@ class Mixture(Joined):
     """The same turns of other sources (for the audit)."""
     return Mixture(sources, self.turns, tokenizer)
 
+  def row_length(self, row: int) -> int:
+    """See `TrainRows`."""
+    del row
+    return self.seq_len
+
   def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `TrainRows`; with the number of each row's source beside the other arrays."""
     place = self.turns.find(np.asarray(indices))

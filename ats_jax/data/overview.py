@@ -8,7 +8,7 @@ import numpy as np
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.segments import COUNTS, role_of
-from ats_jax.data.splits import Opened
+from ats_jax.data.splits import Opened, training_parts
 
 _SOURCES = 15  # named; the rest is one line
 _CHUNK = 2**22  # tokens looked at a time
@@ -21,6 +21,18 @@ class Source(NamedTuple):
   documents: int
   kept: int
   chars: int
+
+
+class Packed(NamedTuple):
+  """Training documents that are packed together: the length of their rows, and how many they are.
+
+  Tokens are those of rows, with an end for each document.
+  """
+
+  name: str
+  seq_len: int
+  documents: int
+  tokens: int
 
 
 class Overview(NamedTuple):
@@ -43,6 +55,7 @@ class Overview(NamedTuple):
     roles: role -> (tokens, those of them that are said and not heading), of conversations.
     samples: see `filters.samples`.
     first: the first few malformed records, in words.
+    packed: how `data.length_buckets` or `data.curriculum` part the documents; [] = they do not.
   """
 
   paths: str
@@ -60,13 +73,14 @@ class Overview(NamedTuple):
   roles: dict[str, tuple[int, int]]
   samples: list[dict[str, Any]]
   first: list[str]
+  packed: list[Packed]
 
 
 def overview(cfg: DataConfig, opened: Opened) -> Overview:
   """Look at the documents of a run, or of a prepared folder.
 
   Args:
-    cfg: `paths`, `tokenizer` and `chat_template` are read.
+    cfg: `paths`, `tokenizer`, `chat_template` and what `training_parts` reads.
     opened: they.
   """
   corpus, sifted = opened.corpus, opened.sifted
@@ -85,7 +99,17 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
     tokenizer, report["balance"], reasons, meta["changed"], int(corpus.length.sum()),
     int(corpus.num_bytes.sum()) if (corpus.num_bytes > 0).all() else 0, chars, corpus.length,
     _sources(opened), _roles(opened) if cfg.chat_template else {}, samples, report["first"],
+    _packed(cfg, opened),
   )  # fmt: skip
+
+
+def _packed(cfg: DataConfig, opened: Opened) -> list[Packed]:
+  corpus = opened.corpus
+  training = np.flatnonzero(~opened.split.held_out(corpus.key, corpus.part))
+  return [
+    Packed(name, seq_len, len(documents), int(corpus.length[documents].sum()) + len(documents))
+    for name, seq_len, documents in training_parts(cfg, opened, training)
+  ]
 
 
 def _sources(opened: Opened) -> list[Source]:

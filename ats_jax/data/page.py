@@ -62,7 +62,8 @@ def page(overview: Overview) -> str:
   """The whole document."""
   parts = [
     _head(overview), _tiles(overview), _bar(overview), _reasons(overview), _lengths(overview),
-    _sources(overview), _roles(overview), _samples(overview), _malformed(overview),
+    _packed(overview), _sources(overview), _roles(overview), _samples(overview),
+    _malformed(overview),
   ]  # fmt: skip
   return (
     '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -190,6 +191,23 @@ def _lengths(o: Overview) -> str:
     charts.append(_histogram("Characters a document, before filters", series))
   charts.append(_histogram("Tokens a document, kept", [("kept", o.tokens)]))
   return f'<h2>Lengths</h2>\n<div class="charts">{"".join(charts)}</div>'
+
+
+def _packed(o: Overview) -> str:
+  if not o.packed:
+    return ""
+  total = sum(part.tokens for part in o.packed)
+  rows = [
+    f'<tr><td>{escaped(part.name)}</td><td class="n">{part.seq_len:,}</td>'
+    f'<td class="n">{part.documents:,}</td><td class="n">{part.tokens:,}</td>'
+    f'<td class="wide">{_share(part.tokens / max(total, 1), "kept")}</td></tr>'
+    for part in o.packed
+  ]
+  head = (
+    '<th>training documents</th><th class="n">tokens a row</th><th class="n">documents</th>'
+    '<th class="n">tokens</th><th aria-label="share"></th>'
+  )
+  return f"<h2>Rows of training</h2>\n{_table(head, rows)}"
 
 
 def _histogram(title: str, series: Sequence[tuple[str, np.ndarray]]) -> str:

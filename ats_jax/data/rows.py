@@ -48,8 +48,16 @@ class TrainRows(Rows, Protocol):
     """How many ids of the tokenizer are in the text; of several sources, in the richest one."""
     ...
 
+  def row_length(self, row: int) -> int:
+    """Positions in the rows of the step that row `row` is of; it divides `seq_len`."""
+    ...
+
   def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
-    """The rows of training with these numbers; arrays of shape [*indices.shape, seq_len]."""
+    """The rows of training with these numbers; arrays of shape [*indices.shape, seq_len].
+
+    If those of their step (`row_length`) are so many times shorter, there are as many times more:
+    [..., rows x times, seq_len / times].
+    """
     ...
 
   def position(self, row: int) -> dict[str, Any]:

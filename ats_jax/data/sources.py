@@ -12,6 +12,7 @@ from ats_jax.config import mixture as spec
 from ats_jax.config.mixture import named_paths
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
+from ats_jax.data.buckets import Buckets
 from ats_jax.data.chat.tokenizer import plain
 from ats_jax.data.corpus import train_texts
 from ats_jax.data.dataset import Dataset
@@ -103,9 +104,11 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
     own = dataclasses.replace(own, validation_fraction=fraction)
     logging.info("Source %s:", name)
     try:
-      train[name], kept = _open(own, seed, tokenizer)
+      part, kept = _open(own, seed, tokenizer)
     except ValueError as e:
       raise ValueError(f"data.paths: source {name}: {e}") from e
+    assert not isinstance(part, Buckets), "a rule of validation"
+    train[name] = part
     if isinstance(kept, Dataset):
       held_out[name] = kept
   words = max((part.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
@@ -128,7 +131,9 @@ def streams(cfg: DataConfig) -> bool:
   return cfg.streaming and not cfg.chat_template and not prepared.folder_of(cfg.paths)
 
 
-def _open(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) -> tuple[Part, Rows]:
+def _open(
+  cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
+) -> tuple[Part | Buckets, Rows]:
   """As `open_datasets`, of one text."""
   if not streams(cfg):
     return open_datasets(cfg, seed, tokenizer)

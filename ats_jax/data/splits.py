@@ -14,11 +14,13 @@ from ats_jax.config.filters import filter_stages
 from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data import cache, prepared
+from ats_jax.data.buckets import Buckets, Part, by_length, by_level, row_lengths
 from ats_jax.data.chat.corpus import open_chat_corpus
 from ats_jax.data.chat.segments import weight_table
 from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
 from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.dataset import Dataset
+from ats_jax.data.difficulty import rarity
 from ats_jax.data.filters.sift import sift
 from ats_jax.data.holdout import Split, plan_split
 from ats_jax.data.packing import make_layout
@@ -26,6 +28,8 @@ from ats_jax.data.report import Report, in_words
 from ats_jax.data.shards import USUAL, How
 from ats_jax.data.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
+
+MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,14 +223,14 @@ def main_paths(cfg: DataConfig) -> str:
 
 def open_datasets(
   cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
-) -> tuple[Dataset, Dataset]:
+) -> tuple[Dataset | Buckets, Dataset]:
   """The training and the validation split; tokenised, packed and cached on first use.
 
   The validation split is packed with seed 0 whatever `seed` is, so that runs compare. It is empty
   where it was asked to be, and where there is too little text for one, which is logged.
 
   Args:
-    cfg: everything but `batch_size`, `num_workers` and `prefetch` is read.
+    cfg: everything but `num_workers` and `prefetch` is read.
     seed: of the order of training documents and rows.
     tokenizer: as for `open_documents`.
 
@@ -239,7 +243,7 @@ def open_datasets(
   opened = open_documents(cfg, fraction, tokenizer=tokenizer)
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
-  train = pack(cfg, seed, opened, np.flatnonzero(~out), "train")
+  train = _pack_train(cfg, seed, opened, np.flatnonzero(~out))
   if not train.num_documents:
     raise ValueError(nothing_left(_counts(train.report)))
   if train.num_tokens < cfg.seq_len and split.block:
@@ -265,6 +269,76 @@ def open_datasets(
       "to 0 to train without validation."
     )
   return train, validation
+
+
+def _pack_train(
+  cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray
+) -> Dataset | Buckets:
+  """The training rows of these documents, in the parts that `cfg` asks for."""
+  groups = training_parts(cfg, opened, documents)
+  if len(groups) < 2:
+    return pack(cfg, seed, opened, documents, "train")
+  parts = {
+    name: pack(
+      dataclasses.replace(cfg, seq_len=length), seed, opened, members, f"train, {name}"
+    )
+    for name, length, members in groups
+  }  # fmt: skip
+  found = Buckets(
+    {name: part for name, part in parts.items() if part.num_rows},  # else all were left out
+    batch_size=cfg.batch_size,
+    seq_len=cfg.seq_len,
+    seed=seed if cfg.curriculum == "none" else None,
+  )
+  if found.padding > MUCH_PADDING:
+    logging.warning(
+      "%.0f%% of the places in training rows are padding: a row holds documents of its length "
+      "only, and packing=%s cuts none. Fewer data.length_buckets pack better, and so does "
+      "data.packing=concat, which has none.",
+      100 * found.padding, packing_of(cfg.packing, cfg.chat_template),
+    )  # fmt: skip
+  return found
+
+
+def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> list[Part]:
+  """How `cfg` parts training documents: by length, by difficulty; [] = not.
+
+  Args:
+    cfg: `length_buckets`, `curriculum`, `seq_len` and `batch_size` are read.
+    opened: the documents.
+    documents: which of them to part.
+  """
+  corpus = opened.corpus
+  sizes = corpus.length[documents] + 1
+  shape = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
+  found = []
+  if cfg.length_buckets > 1 and len(documents):
+    room = sizes <= cfg.seq_len if cfg.chat_template else np.ones(len(sizes), bool)
+    kept = sizes[room] if room.any() else sizes  # a longer conversation is left out
+    found = by_length(sizes, documents, row_lengths(kept, count=cfg.length_buckets, **shape))
+  elif cfg.curriculum == "difficulty" and len(documents):
+    found = by_level(_rarity(cfg, opened, documents), sizes, documents, **shape)
+  if len(found) == 1:
+    logging.warning(
+      "data.%s has no effect: with %d rows of %d tokens a step, the text is too short or its "
+      "documents are too much alike to be parted.",
+      f"length_buckets={cfg.length_buckets}" if cfg.length_buckets > 1 else "curriculum=difficulty",
+      cfg.batch_size, cfg.seq_len,
+    )  # fmt: skip
+  return found
+
+
+def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarray:
+  """The difficulty of each of `documents`, which is kept in the cache."""
+  corpus, tokenizer = opened.corpus, opened.tokenizer
+  key = cache.digest("rarity", opened.content, opened.split.fraction, tokenizer.fingerprint,
+                     _kind(cfg))  # fmt: skip
+
+  def build(folder: Path) -> dict[str, Any]:
+    np.save(folder / "rarity.npy", rarity(corpus, documents, tokenizer.vocab_size))
+    return {}
+
+  return cache.cached(cache.cache_root(cfg.cache_dir), f"rarity-{key}", build).array("rarity")
 
 
 def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> Dataset:

@@ -132,6 +132,11 @@ class Stream:
     dataset = self._windows.dataset(at.number)
     return dataset, dataset.row_index(at.epoch * dataset.num_rows + row - at.row)
 
+  def row_length(self, row: int) -> int:
+    """See `TrainRows`."""
+    del row
+    return self.seq_len
+
   def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `TrainRows`."""
     indices = np.asarray(indices)

@@ -67,6 +67,11 @@ def even_order(parts: Sequence[int]) -> np.ndarray:
 def random_order(parts: Sequence[int], seed: str) -> np.ndarray:
   """The sources of a multiple of `sum(parts)` rows, `_RANDOM_ROWS` at least, shuffled: [rows]."""
   order = np.tile(np.repeat(np.arange(len(parts)), parts), -(-_RANDOM_ROWS // sum(parts)))
+  return shuffled(order, seed)
+
+
+def shuffled(order: np.ndarray, seed: str) -> np.ndarray:
+  """The same in another order, which depends on nothing but the seed."""
   first = int(cache.digest("turns", seed)[:16], 16)
   keys = np.arange(len(order), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(first)
   for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64
@@ -99,7 +104,7 @@ class Turns:
     ]
     count = len(stages[0].parts)  # [phases, sources] rows of each in a period
     self._parts = np.stack([np.bincount(order, minlength=count) for order in self._orders])
-    self._ranks = [_ranks(order) for order in self._orders]
+    self._ranks = [ranks(order) for order in self._orders]
     self._before = np.zeros_like(self._parts)  # [phases, sources] rows of each before the phase
     for number, stage in enumerate(stages[:-1]):
       self._before[number + 1] = self._before[number] + self._within(number, stage.rows)
@@ -152,10 +157,10 @@ class Turns:
     return period * self._parts[number] + rest
 
 
-def _ranks(order: np.ndarray) -> np.ndarray:
-  """How many rows of the same source come before each in the period."""
+def ranks(order: np.ndarray) -> np.ndarray:
+  """How many of the same number come before each of an order."""
   by_source = np.argsort(order, kind="stable")
   sizes = np.bincount(order)
-  ranks = np.empty_like(order)
-  ranks[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-  return ranks
+  found = np.empty_like(order)
+  found[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+  return found

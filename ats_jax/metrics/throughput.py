@@ -47,12 +47,18 @@ class Throughput:
     self._flops_per_token = dict(flops_per_token)
     self._clock = clock
     self._tokens_per_step = tokens_per_step
+    self._taken: dict[int, Mapping[str, float]] = {}  # FLOPs per token of steps not read yet
     self._start: tuple[int, float] | None = None
-    self._intervals: list[tuple[int, float]] = []  # steps and seconds of each
+    # Of each interval: its steps and seconds, and the sum of its steps' FLOPs per token.
+    self._intervals: list[tuple[int, float, Mapping[str, float]]] = []
 
   def start(self, step: int, now: float | None = None) -> None:
     """Begins an interval with `step` done, now or at another time of the clock."""
     self._start = (step, self._clock() if now is None else now)
+
+  def took(self, step: int, flops_per_token: Mapping[str, float]) -> None:
+    """Notes the FLOPs of a step, by the names given at first, where they are not those of all."""
+    self._taken[step] = flops_per_token
 
   def read(self, step: int, now: float | None = None) -> dict[str, float]:
     """Ends the interval and begins the next; empty if there is none or no step ran in it."""
@@ -61,7 +67,11 @@ class Throughput:
       return {}
     first_step, began = self._start
     self.start(step, now)
-    self._intervals.append((step - first_step, max(self._start[1] - began, 1e-9)))
+    steps = range(first_step + 1, step + 1)
+    taken = [self._taken.get(number, self._flops_per_token) for number in steps]
+    self._taken = {number: flops for number, flops in self._taken.items() if number > step}
+    flops = {name: sum(of_step[name] for of_step in taken) for name in self._flops_per_token}
+    self._intervals.append((len(steps), max(self._start[1] - began, 1e-9), flops))
     return self._speed(*self._intervals[-1])
 
   def summary(self) -> dict[str, float]:
@@ -71,24 +81,29 @@ class Throughput:
     """
     if not self._intervals:
       return {}
-    steps, secs = np.array(self._intervals).T
+    steps, secs = np.array([interval[:2] for interval in self._intervals]).T
+    flops = {
+      name: sum(of_interval[name] for _, _, of_interval in self._intervals)
+      for name in self._flops_per_token
+    }
     p50, p90, most = np.percentile(secs / steps, (50, 90, 100)).tolist()
     percentiles = {"p50": p50, "p90": p90, "max": most}
     return {
-      **self._speed(steps.sum().item(), secs.sum().item()),
+      **self._speed(steps.sum().item(), secs.sum().item(), flops),
       **{f"train/step_secs_{name}": value for name, value in percentiles.items()},
     }
 
-  def _speed(self, steps: float, secs: float) -> dict[str, float]:
+  def _speed(self, steps: float, secs: float, sums: Mapping[str, float]) -> dict[str, float]:
     tokens_per_sec = steps / secs * self._tokens_per_step
     metrics = {
       "train/tokens_per_sec": tokens_per_sec,
       "train/steps_per_sec": steps / secs,
     }
-    if self._flops_per_token:
-      flops = next(iter(self._flops_per_token.values()))
+    per_token = {name: total / steps for name, total in sums.items()}  # steps have equal tokens
+    if per_token:
+      flops = next(iter(per_token.values()))
       metrics["train/tflops_per_device"] = flops * tokens_per_sec / self._num_devices / 1e12
-    for name, flops in self._flops_per_token.items():
+    for name, flops in per_token.items():
       share = mfu(flops, tokens_per_sec, self._num_devices, self._peak)
       if share is not None:
         metrics[name] = share

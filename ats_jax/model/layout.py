@@ -106,7 +106,7 @@ def check_stages(cfg: Config, stages: int) -> None:
   if stages == 1:
     return
   number, found = cfg.model.num_layers, segments(layer_kinds(cfg))
-  if len(found) > 1 or found[0].repeats % stages:
+  if len(found) != 1 or found[0].repeats % stages:
     parts = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in found)
     raise ValueError(
       f"mesh.stage={stages} does not cut model.num_layers={number} into equal stages: the layers "

@@ -378,7 +378,8 @@ class Supervisor:
     action, saved, came_to = decision.action, None, {}
     if self.acts:
       saved, came_to = action.find(self, step, state)
-    if "to" in came_to:
+    if saved is not None:
+      saved = self._program.caught_up(saved, came_to["to"])
       came_to["lost"] = price(self._program.cfg, step - came_to["to"], self._laps)
     applied = self.acts and not (action.needs_saved and saved is None)
     self._teller.decision(step, decision, came_to, applied=applied)
@@ -493,8 +494,7 @@ class Supervisor:
 
   def earlier(self, back: int) -> tuple[int, TrainState] | None:
     """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
-    snapshot = self._snapshots.back(back)
-    if snapshot is not None:
+    if (snapshot := self._snapshots.back(back)) is not None:
       return snapshot.step, snapshot.resume()
     found = None if self._restore is None else self._restore()
     return None if found is None else found[:2]

@@ -1,6 +1,7 @@
 """Everything compiled or chosen once for a run: implementations, optimizer, steps."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
 from ats_jax.step.optimizers import Optimizer, build_optimizer
+from ats_jax.step.renewal import renewed
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
 
@@ -62,6 +64,18 @@ class Program:
   def init(self, *, abstract: bool = False) -> TrainState:
     """The state of step 0; `abstract` gives only shapes, dtypes and shardings."""
     return init_state(self.cfg, self.num, self.optimizer, abstract=abstract)
+
+  def caught_up(self, state: TrainState, made_at: int) -> TrainState:
+    """A state of an earlier step that goes on later, maybe behind the beginning of a phase.
+
+    Args:
+      state: donated; its count of updates is that with which it goes on.
+      made_at: how many updates had led to it.
+    """
+    if self.cfg.optimizer.phase_moments == "keep":
+      return state
+    renew = functools.partial(renewed, self.cfg, self.optimizer, since=made_at)
+    return jax.jit(renew, donate_argnums=0)(state)
 
   def rules(self, step: int) -> Pass:
     """How evaluation and generation use the weights that update `step` (1-based) left."""
@@ -108,16 +122,34 @@ class Program:
       f"the base of train/mfu), {counts.flops_full:.3g} (6N + 12LdS)",
     }
 
-  def compile_train_step(self, state: TrainState, rules: Pass) -> jax.stages.Compiled:
-    """Compile the train step for `rules` ahead of its first batch; log what it will need."""
+  def flops_per_token(self, seq_len: int) -> dict[str, float]:
+    """Forward and backward FLOPs of a token in rows of a length, by the metric that they are of."""
+    counts = self.counts
+    if seq_len != self.cfg.data.seq_len:
+      counts = count(self.cfg, self.init(abstract=True).model, seq_len)
+    return {"train/mfu": counts.flops_causal, "train/mfu_6n": counts.flops_full}
+
+  def compile_train_step(
+    self, state: TrainState, rules: Pass, seq_len: int | None = None
+  ) -> jax.stages.Compiled:
+    """Compile the train step for `rules` ahead of its first batch; log what it will need.
+
+    Args:
+      state: shapes, dtypes and shardings suffice.
+      rules: of the update.
+      seq_len: positions in a row, which divides `data.seq_len`; None = that. A batch has the same
+        number of tokens.
+    """
     began = time.perf_counter()
     data, mesh = self.cfg.data, jax.sharding.get_mesh()
-    shape = (self.cfg.step.accum_steps, data.batch_size // self.cfg.step.accum_steps, data.seq_len)
+    seq_len = seq_len or data.seq_len
+    rows = data.batch_size // self.cfg.step.accum_steps * (data.seq_len // seq_len)
+    shape = (self.cfg.step.accum_steps, rows, seq_len)
     batch = abstract_batch(shape, batch_sharding(mesh, len(shape)), self.objective)
     compiled = self.train_step.lower(state, batch, rules).compile()
     logging.info(
-      "the train step was compiled in %.1f s; it needs %.2f GiB of a device",
-      time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
+      "the train step was compiled for rows of %d tokens in %.1f s; it needs %.2f GiB of a device",
+      seq_len, time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
     )  # fmt: skip
     return compiled
 

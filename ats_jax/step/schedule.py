@@ -1,6 +1,7 @@
 """Learning rate as a function of the step."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -35,20 +36,25 @@ def phases(cfg: Config) -> list[tuple[int, Config]]:
 
   Its `num_steps` are those of the part, and its `optimizer` has the peak and the warm-up.
   """
-  data, rates = cfg.data, mixture.rates(cfg.optimizer.phases)
+  rates = mixture.rates(cfg.optimizer.phases)
   if not rates:
     return [(0, cfg)]
-  found, start = [], 0
-  parts = mixture.phases(data.mixture, mixture.sources(data.paths))
-  for number, (part, rate) in enumerate(zip(parts, rates, strict=True), 1):
-    length = mixture.steps_of(part, data.batch_size, data.seq_len, 0)
-    length = length if number < len(parts) else max(1, cfg.num_steps - start)
+  found, starts = [], phase_starts(cfg)
+  ends = (*starts[1:], max(cfg.num_steps, starts[-1] + 1))
+  for start, end, rate in zip(starts, ends, rates, strict=True):
     optimizer = dataclasses.replace(
       cfg.optimizer, learning_rate=rate.peak, warmup_steps=rate.warmup, warmup_fraction=0.0
     )
-    found.append((start, dataclasses.replace(cfg, optimizer=optimizer, num_steps=length)))
-    start += length
+    found.append((start, dataclasses.replace(cfg, optimizer=optimizer, num_steps=end - start)))
   return found
+
+
+def phase_starts(cfg: Config) -> tuple[int, ...]:
+  """The first update (0-based) of each phase of `data.mixture`, whose lengths are in no epochs."""
+  data = cfg.data
+  parts = mixture.phases(data.mixture, mixture.sources(data.paths))
+  lengths = (mixture.steps_of(part, data.batch_size, data.seq_len, 0) for part in parts[:-1])
+  return tuple(itertools.accumulate(lengths, initial=0))
 
 
 def _rate(cfg: Config, step: Any, xp: Any) -> Any:

@@ -26,6 +26,7 @@ from ats_jax.step.compiler import Options
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.objective import Objective
 from ats_jax.step.optimizers.base import Optimizer
+from ats_jax.step.renewal import renewed
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.update import guarded_update, update
@@ -51,6 +52,7 @@ def step_function(
   """The step of `make_train_step`, to be traced; `schedule` gives the learning rate of a step."""
 
   def train_step(state: TrainState, batch: Batch, rules: Pass) -> tuple[TrainState, StepMetrics]:
+    state = renewed(cfg, optimizer, state, state.step)
     whole = totals(batch, rules)
     key = fold(state.key, Purpose.PASS, state.step)
     used = state.model

@@ -76,11 +76,13 @@ def check(cfg: Config) -> None:
   only = {
     "optimizer.name": "adamw",
     "optimizer.ema_decay": 0.0,
+    "optimizer.phase_moments": "keep",
     "orchestrator.mode": "off",
     "precision.param_dtype": "float32",
     "precision.mu_dtype": "float32",
     "precision.nu_dtype": "float32",
     "precision.fp8": False,
+    "data.length_buckets": 1,
   }
   flat = flatten(cfg)
   for name, value in only.items():
@@ -370,12 +372,12 @@ def _open(
 
 
 def _meter(program: Program, options: Options) -> Throughput:
-  cfg, counts = program.cfg, program.counts
+  cfg = program.cfg
   return Throughput(
     num_devices=1,
     peak=peak_flops(devices.kind(options.device), str(options.dtype).removeprefix("torch.")),
     tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
-    flops_per_token={"train/mfu": counts.flops_causal, "train/mfu_6n": counts.flops_full},
+    flops_per_token=program.flops_per_token(cfg.data.seq_len),
   )
 
 

@@ -14,7 +14,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
-from ats_jax.data.dataset import Dataset
+from ats_jax.data.rows import TrainRows
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.metrics.environment import environment
 from ats_jax.model.decoder import Decoder
@@ -159,7 +159,7 @@ class Bench:
     return np.asarray(arm.program.eval_step(model, rows, arm.program.rules(self.cfg.num_steps)))
 
 
-def _rows(dataset: Dataset, cfg: Config, seed: int, step: int) -> Rows:
+def _rows(dataset: TrainRows, cfg: Config, seed: int, step: int) -> Rows:
   size = cfg.data.batch_size
   first = (seed * cfg.num_steps + step) * size
   return dataset.global_rows(np.arange(first, first + size)[None])

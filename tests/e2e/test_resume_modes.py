@@ -1,7 +1,7 @@
 """Each mode of training, killed as its data is prepared and as its phases change, bit for bit.
 
-Texts, conversations, and both in turn or in phases, with filters, packing and loader processes; and
-a text that is tokenised while it is read.
+Texts, conversations, and both in turn or in phases, with filters, packing and loader processes; a
+text that is tokenised while it is read; rows of two lengths; new moments at a phase.
 """
 
 import json
@@ -67,7 +67,11 @@ MODES = {
       *CHATS,
       f"data.mixture={SWITCH} steps: base=1; chat=1",
       "optimizer.phases=3e-3/2; 1e-4/2",
+      "optimizer.phase_moments=reset",
     ),
+  ),
+  "lengths": Mode(
+    "{0}/lengths.jsonl", ("data.length_buckets=2", "data.packing=concat", "data.num_workers=1")
   ),
   "streaming": Mode(
     "{0}/base.jsonl",
@@ -87,7 +91,10 @@ def folder(tmp_path_factory) -> Path:
   texts = [{"text": f"text {i % 70}: " + "the quick é fox. " * (i % 9)} for i in range(90)]
   turns = lambda i: [("user", f"what is {i}?"), ("assistant", f"{i} " * (1 + i % 5))]
   chats = [{"messages": [dict(role=r, content=c) for r, c in turns(i)]} for i in range(120)]
-  for name, rows in (("base", texts), ("chat", chats)):
+  lengths = [
+    {"text": f"{i} " + ("short" if i % 7 else "and much longer text " * 2)} for i in range(900)
+  ]
+  for name, rows in (("base", texts), ("chat", chats), ("lengths", lengths)):
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   (folder / "config.py").write_text(CONFIG)
   return folder

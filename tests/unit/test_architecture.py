@@ -64,6 +64,7 @@ ALLOWED = {
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
 TOP |= {"forecast", "decisions", "api", "length", "fitting", "torch_run", "check_env"}
 MESH_AXES = {"stage", "data", "fsdp", "expert", "tensor"}
+TOP |= {"compiled"}
 
 
 def part(path: Path) -> str:

@@ -74,9 +74,9 @@ def compiled(monkeypatch):
   """The configs for which the step was compiled."""
   found, compile_train_step = [], Program.compile_train_step
 
-  def counted(program, state, rules):
+  def counted(program, *args):
     found.append(program.cfg)
-    return compile_train_step(program, state, rules)
+    return compile_train_step(program, *args)
 
   monkeypatch.setattr(Program, "compile_train_step", counted)
   return found

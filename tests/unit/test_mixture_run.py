@@ -87,6 +87,31 @@ def test_an_appended_phase_goes_on_as_if_it_had_been_there(make, tmp_path):
   assert math.isclose(sum(parts) / scores[-1]["eval/tokens"], scores[-1]["eval/loss"], rel_tol=1e-6)
 
 
+@pytest.mark.parametrize(
+  "stops", [(4,), pytest.param((3, 4, 5), marks=pytest.mark.thorough)], ids=str
+)
+def test_new_moments_at_a_phase_whenever_the_run_stops(make, tmp_path, stops):
+  """A run that ends just before the change, or just behind it, goes on bit for bit."""
+  reset = dict(optimizer__phase_moments="reset")
+  whole = train(make(**reset), tmp_path / "whole")
+  train(make(num_steps=2, **reset), tmp_path / "cut")
+  for stop in stops:
+    train(make(num_steps=stop, **reset), tmp_path / "cut")
+  resumed = train(make(**reset), tmp_path / "cut")
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+    np.testing.assert_array_equal(jax.random.key_data(a) if _is_key(a) else a,
+                                  jax.random.key_data(b) if _is_key(b) else b)  # fmt: skip
+  train(make(), tmp_path / "kept")
+  loss = lambda folder: [row["train/loss"] for row in rows_of(tmp_path / folder)]
+  assert loss("whole") == loss("cut")
+  # Update 5 is the first of phase 2: the loss of step 6 is the first that its moments change.
+  assert [a == b for a, b in zip(loss("whole"), loss("kept"), strict=True)] == [True] * 5 + [False]
+
+
+def _is_key(x):
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 @pytest.mark.thorough
 def test_the_loss_of_a_source_is_that_of_its_tokens_alone(make):
   """And the objective that is minimised is that of a run on one text, bit for bit."""

@@ -197,10 +197,10 @@ def test_the_step_that_is_compiled_from_shapes_is_the_one_of_the_state(texts, tm
       program.train_step.lower(state, batch, rules) for state in (abstract, run.state)
     )
     assert of_shapes.as_text() == of_state.as_text()
-    assert run.begun.rules == rules
-    begun = run.begun.step
+    assert run.steps.begun.key == (rules, cfg.data.seq_len)
+    begun = run.steps.begun.step
     run.compiled_step(1)
-    assert run.begun.step is begun  # nothing was compiled twice
+    assert run.steps.begun.step is begun  # nothing was compiled twice
 
 
 def slowly(monkeypatch, where, name, event):
@@ -222,8 +222,8 @@ def test_state_and_step_may_be_ready_in_any_order(texts, trained, tmp_path, monk
   cfg = config(texts, checkpoint__every_steps=2)
   ready = threading.Event()
 
-  def compiled_first(program, state, rules):
-    step = compile_train_step(program, state, rules)
+  def compiled_first(program, *args):
+    step = compile_train_step(program, *args)
     ready.set()
     return step
 
@@ -252,7 +252,7 @@ def test_state_and_step_may_be_ready_in_any_order(texts, trained, tmp_path, monk
 def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
   texts, tmp_path, monkeypatch
 ):
-  def fail(program, state, rules):
+  def fail(program, *args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
 
   monkeypatch.setattr(Program, "compile_train_step", fail)
@@ -266,10 +266,10 @@ def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
 def test_memory_that_runs_out_in_the_compiler_halves_the_micro_batch(texts, tmp_path, monkeypatch):
   compile_train_step = Program.compile_train_step
 
-  def too_large(program, state, rules):
+  def too_large(program, *args):
     if program.cfg.step.accum_steps == 1:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
-    return compile_train_step(program, state, rules)
+    return compile_train_step(program, *args)
 
   monkeypatch.setattr(Program, "compile_train_step", too_large)
   assert int(train(config(texts, data__batch_size=16, **ACTS), tmp_path).step) == 4
@@ -279,7 +279,7 @@ def test_a_run_that_is_complete_compiles_no_step(texts, trained, tmp_path):
   shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
   cfg = config(texts, checkpoint__every_steps=2)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
-    assert run.step == 4 and run.begun.rules is None
+    assert run.step == 4 and run.steps.begun.key is None
 
 
 def budgeted(texts, **changes):

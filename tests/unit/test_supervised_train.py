@@ -76,8 +76,8 @@ def plant(monkeypatch, step, happen):
   """Have `happen(state)` give the state that goes into update `step`."""
   compile_train_step = Program.compile_train_step
 
-  def planted(program, state, rules):
-    compiled, count = compile_train_step(program, state, rules), None
+  def planted(program, *args):
+    compiled, count = compile_train_step(program, *args), None
 
     def run(state, batch):
       nonlocal count

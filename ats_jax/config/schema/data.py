@@ -85,6 +85,20 @@ class DataConfig:
     choices=("auto", "concat", "first_fit", "best_fit"),
   )
   max_segments: int = setting(64, "documents in one row at most; the rest is padding", low=1)
+  length_buckets: int = setting(
+    1,
+    "lengths of training rows, at most: a step has rows of one of them and as many tokens as any; "
+    "they are data.seq_len and halves of halves of it, by how long the documents are; 1 = "
+    "data.seq_len only",
+    low=1,
+    high=4,
+  )
+  curriculum: str = setting(
+    "none",
+    "what comes first in each epoch: short documents ('length', with data.length_buckets), or "
+    "those of frequent tokens ('difficulty', in up to eight parts); none = in random order",
+    choices=("none", "length", "difficulty"),
+  )
   chat_template: str = setting(
     "",
     "how conversations are written, for files of these: 'chatml', 'llama3', 'qwen', 'mistral', "

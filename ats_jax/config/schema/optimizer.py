@@ -24,6 +24,13 @@ class OptimizerConfig:
     "empty = one over the run",
     resume="free",
   )
+  phase_moments: str = setting(
+    "keep",
+    "the optimizer's moments and count of updates where a phase of data.mixture begins: 'keep' "
+    "them, or 'reset' them to those of a new run",
+    choices=("keep", "reset"),
+    resume="free",
+  )
   final_lr_fraction: float = setting(
     0.1, "learning rate at the end as a share of the peak", low=0.0, high=1.0
   )

@@ -21,6 +21,8 @@ BESIDE = {
   "yarn": {"model.rope_original_len": 64},
   "all": {"model.qk_norm": True},
   "phases": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1"},
+  "reset": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1; a=1"},
+  "length": {"data.length_buckets": 2},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
 }
 

@@ -1,0 +1,40 @@
+"""New moments where a phase of a mixture begins (`optimizer.phase_moments`)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.model.param import trainable
+from ats_jax.step.optimizers.base import Optimizer
+from ats_jax.step.schedule import phase_starts
+from ats_jax.step.state import TrainState
+
+
+def renewed(
+  cfg: Config, optimizer: Optimizer, state: TrainState, since: jax.Array | int
+) -> TrainState:
+  """`state` with an optimizer's state of step 0, if a phase begins in [since, state.step].
+
+  The reflex counts updates as the optimizer does, so its count begins anew too.
+
+  Args:
+    cfg: with the phases, and whether moments are reset.
+    optimizer: whose state it is.
+    state: traced.
+    since: int32 scalar, 0-based; `state.step` for the update that is about to be made.
+  """
+  if cfg.optimizer.phase_moments == "keep":
+    return state
+  starts = jnp.array(phase_starts(cfg)[1:], jnp.int32)
+  begins = jnp.any((since <= starts) & (starts <= state.step))
+  take = functools.partial(jnp.where, begins)
+  params: Any = trainable(state.model)  # optax has no type for "any pytree"
+  opt_state = jax.tree.map(take, optimizer.tx.init(params), state.opt_state)
+  reflex = state.reflex
+  if reflex is not None:
+    reflex = reflex._replace(updates=take(0, reflex.updates))
+  return dataclasses.replace(state, opt_state=opt_state, reflex=reflex)

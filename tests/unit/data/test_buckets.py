@@ -1,0 +1,324 @@
+"""Rows of several lengths, and by difficulty: each token once an epoch, on any hosts."""
+
+import itertools
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ats_jax.data.audit import audit
+from ats_jax.data.buckets import (
+  LEAST_STEPS,
+  LEVELS,
+  Buckets,
+  StepOrder,
+  by_length,
+  by_level,
+  row_lengths,
+)
+from ats_jax.data.dataset import Dataset
+from ats_jax.data.difficulty import rarity
+from ats_jax.data.loader import TrainBatches
+from ats_jax.data.overview import overview
+from ats_jax.data.page import page
+from ats_jax.data.sources import open_data
+from ats_jax.data.splits import open_documents
+
+BATCH = 6
+
+
+@pytest.fixture
+def parted(write, config):
+  """Texts of very different length, in parts."""
+  sizes = np.random.default_rng(0).permutation(np.repeat([5, 38, 190], [700, 130, 22]))
+  rows = [
+    {"text": f"{i} " + ("aaaa", "abcd", "uvwxyz")[i % 3] * (n // 4)} for i, n in enumerate(sizes)
+  ]
+  path = write("a.jsonl", rows)
+
+  def make(seed=0, **changes) -> Buckets:
+    settings = dict(paths=str(path), seq_len=128, batch_size=BATCH, length_buckets=3)
+    ds, _ = open_data(config(**{**settings, **changes}), seed)
+    assert isinstance(ds, Buckets)
+    return ds
+
+  return make
+
+
+def read(ds, count, *, position=None, local=None, accum=1, workers=0):
+  local = np.arange(BATCH // accum) if local is None else local
+  with TrainBatches(
+    ds, position=position, accum_steps=accum, batch_size=BATCH, local_rows=local,
+    num_workers=workers, prefetch=2,
+  ) as batches:  # fmt: skip
+    found = []
+    for _ in range(count):
+      length = batches.row_length
+      found.append(next(batches))
+      assert found[-1]["tokens"].shape[-1] == length
+    return found, batches.position()
+
+
+def assert_same(a, b):
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].dtype == b[name].dtype
+    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_lengths_are_quantiles_of_tokens_rounded_up():
+  # A quarter of the tokens each in documents of 30, 60, 100 and 1000.
+  sizes = np.repeat([30, 60, 100, 1000], [1000, 500, 300, 30])
+  choose = lambda count, sizes=sizes, **changes: row_lengths(
+    sizes, **{"seq_len": 512, "count": count, "batch_size": 2} | changes
+  )
+  assert choose(1) == (512,)
+  assert choose(2) == (64, 512)
+  assert choose(3) == (64, 128, 512)
+  assert choose(4) == (32, 64, 128, 512)
+  # A part of too few steps goes to its neighbour: 30,000 tokens are not LEAST_STEPS of 16 rows.
+  assert LEAST_STEPS * 16 * 512 > 30_000
+  assert choose(4, batch_size=16) == (64, 512)
+  assert choose(4, batch_size=60) == (512,)
+  assert choose(4, seq_len=96) == (48, 96)  # 24 is no multiple of 16
+  for count, sizes in itertools.product((2, 3, 4), (np.arange(1, 900), np.full(500, 700))):
+    found = choose(count, sizes)
+    assert len(found) <= count and found[-1] == 512 and all(512 % n == 0 for n in found)
+
+
+def test_a_document_is_in_the_shortest_row_that_holds_it():
+  sizes = np.array([1, 16, 17, 32, 33, 999])
+  parts = by_length(sizes, np.arange(10, 16), (16, 32, 64))
+  assert [(p.seq_len, p.documents.tolist()) for p in parts] == [
+    (16, [10, 11]), (32, [12, 13]), (64, [14, 15])
+  ]  # fmt: skip
+  assert [p.name for p in parts] == [
+    "documents of 1 to 16 tokens", "documents of 17 to 32 tokens",
+    "documents of 33 tokens and more",
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize(
+  ("rows", "a_step"),
+  [((10, 23, 7), (4, 4, 4)), ((1, 100), (7, 3)), ((5,), (2,)), ((3, 2, 1, 1), (50, 9, 7, 2))],
+)
+def test_every_epoch_reads_each_part_once_and_less_than_a_step_more(rows, a_step, seed):
+  order, again = StepOrder(rows, a_step, seed), StepOrder(rows, a_step, seed)
+  taken, step = Counter(), 0
+  for epoch in range(8):
+    parts = []
+    for step in range(order.start(epoch), order.start(epoch + 1)):
+      assert order.epoch(step) == epoch
+      part, turn = order.find(step)
+      assert turn == taken[part]
+      taken[part] += 1
+      parts.append(part)
+    for part, (n, k) in enumerate(zip(rows, a_step, strict=True)):
+      assert 0 <= taken[part] * k - (epoch + 1) * n < k
+    assert seed is not None or parts == sorted(parts)
+    assert order.epochs(order.start(epoch + 1)) >= epoch + 1
+  for at in np.random.default_rng(0).permutation(step):  # in any order
+    assert again.find(int(at)) == order.find(int(at))
+
+
+def test_a_random_order_is_another_in_each_epoch_and_of_each_seed():
+  epochs = lambda seed: [
+    tuple(StepOrder((40, 40), (1, 1), seed).find(80 * e + s).part for s in range(80))
+    for e in range(3)
+  ]
+  assert len({*epochs(0), *epochs(1)}) == 6
+  assert all(sum(epoch) == 40 for epoch in epochs(0))
+
+
+@pytest.mark.parametrize(
+  "how",
+  [
+    {"packing": "concat"},
+    {"packing": "best_fit", "curriculum": "length"},
+    {"length_buckets": 1, "curriculum": "difficulty"},
+  ],
+)
+def test_an_epoch_holds_each_token_once_on_any_hosts(parted, how):
+  ds = parted(**how)
+  assert len(ds.parts) > 1
+  results = list(audit(ds))
+  assert len(results) == 5
+  for result in results:
+    assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
+    assert result.targets == ds.num_tokens
+
+
+def test_the_audit_sees_a_row_that_comes_twice(parted, monkeypatch):
+  place = Buckets.place
+  monkeypatch.setattr(Buckets, "place", lambda self, row: place(self, 7 if row == 8 else row))
+  result = next(iter(audit(parted())))
+  assert result.lost and result.repeated
+
+
+def test_epochs_follow_each_other_without_a_loss(parted):
+  """Over three epochs each row of each part comes three times, or once more in a step that ends."""
+  ds = parted(curriculum="length")
+  steps = ds.order.start(3)
+  seen = [np.zeros(part.num_rows, int) for part in ds.parts.values()]
+  for row in range(steps * BATCH):
+    number, short = ds.place(row)
+    part = list(ds.parts.values())[number]
+    np.add.at(seen[number], [part.row_index(r) for r in short], 1)
+  for part, counts in zip(ds.parts.values(), seen, strict=True):
+    assert set(counts) <= {3, 4}
+    assert counts.sum() - 3 * part.num_rows < BATCH * 128 // part.seq_len
+
+
+def test_rows_are_those_of_a_training_on_the_part_alone(parted):
+  ds = parted()
+  batches, _ = read(ds, ds.order.start(1))
+  turns = Counter()
+  for step, batch in enumerate(batches):
+    part = list(ds.parts.values())[ds.order.find(step).part]
+    rows = BATCH * 128 // part.seq_len
+    begin = turns[part.seq_len]
+    turns[part.seq_len] += rows
+    assert_same({k: v[0] for k, v in batch.items()}, part.global_rows(range(begin, begin + rows)))
+    assert batch["tokens"].size == BATCH * 128  # of all steps
+  assert set(turns) == {part.seq_len for part in ds.parts.values()} and len(turns) == 3
+
+
+@pytest.mark.parametrize("curriculum", ["none", "length"])
+def test_it_goes_on_anywhere_on_another_number_of_hosts(parted, curriculum):
+  ds = parted(curriculum=curriculum)
+  whole, end = read(ds, 30)
+  _, position = read(ds, 11)
+  hosts = [read(ds, 19, position=position, local=rows) for rows in (np.arange(4), np.arange(4, 6))]
+  assert [at for _, at in hosts] == [end, end]
+  for batch, *parts in zip(whole[11:], *(batches for batches, _ in hosts), strict=True):
+    assert_same(batch, {k: np.concatenate([p[k] for p in parts], axis=1) for k in batch})
+  halves, _ = read(ds, 30, accum=2)
+  for batch, half in zip(whole, halves, strict=True):
+    shape = batch["tokens"].shape
+    assert_same(batch, {k: v.reshape(shape) for k, v in half.items()})
+
+
+def test_a_process_reads_the_same(parted):
+  ds = pickle.loads(pickle.dumps(parted()))
+  for a, b in zip(read(ds, 5)[0], read(parted(), 5)[0], strict=True):
+    assert_same(a, b)
+
+
+def test_a_position_is_one_in_the_same_steps(parted):
+  position = parted().position(12)
+  assert parted().row_of(position) == 12
+  changes = ({"batch_size": 5}, {"length_buckets": 2}, {"curriculum": "length"}, {"seq_len": 256})
+  for other in changes:
+    with pytest.raises(ValueError, match="was trained on other data"):
+      parted(**other).row_of(position)
+
+
+def test_whole_rows_hold_short_ones_end_to_end(parted):
+  """As the probe of a run without held-out text reads them."""
+  ds = parted()
+  rows = ds.rows(np.arange(ds.num_rows))
+  assert rows["tokens"].shape == (ds.num_rows, 128)
+  for row in range(ds.num_rows):
+    short = ds.global_rows(np.array([row]))
+    for name in ("tokens", "targets", "positions", "loss_mask"):
+      np.testing.assert_array_equal(rows[name][row], short[name].reshape(-1))
+    ids, own = rows["segment_ids"][row], short["segment_ids"]
+    starts = (rows["positions"][row] == 0) & (ids > 0)
+    pieces = sum(len(set(r[r > 0])) for r in own)
+    assert len(set(ids[ids > 0])) == pieces  # no two documents have a number
+    assert (np.diff(ids[ids > 0]) >= 0).all() and starts.sum() <= pieces
+  padding = ds.rows(np.array([ds.num_rows]))
+  assert not padding["segment_ids"].any() and not padding["loss_mask"].any()
+
+
+def test_short_documents_first_and_the_log_says_so(parted):
+  ds = parted(curriculum="length")
+  lengths = [ds.row_length(step * BATCH) for step in range(ds.order.start(1))]
+  assert lengths == sorted(lengths) and len(set(lengths)) == 3
+  news = [w for s in range(ds.order.start(1) + 1) for w in ds.news(s * BATCH, (s + 1) * BATCH)]
+  second = lengths.index(lengths[-1]) + 1
+  assert f"from step {second} on: documents of" in news[1] and len(news) == 4
+  assert news[2] == "all documents have been read; epoch 2 begins"
+  assert all(f"rows of {n}" in ds.in_words() for n in set(lengths))
+  assert ds.epochs(ds.order.start(1) * BATCH) == 1.0
+
+
+def test_easy_documents_come_first(parted):
+  ds = parted(length_buckets=1, curriculum="difficulty")
+  assert 1 < len(ds.parts) <= LEVELS
+  part = next(iter(ds.parts.values()))
+  everything = np.sort(np.concatenate([p.documents for p in ds.parts.values()]))
+  bits = np.full(len(part.corpus), np.nan)
+  bits[everything] = rarity(part.corpus, everything, ds.tokenizer.vocab_size)
+  levels = [bits[p.documents] for p in ds.parts.values()]
+  for easier, harder in itertools.pairwise(levels):
+    assert easier.max() <= harder.min()
+  steps = [ds.order.find(step).part for step in range(ds.order.start(1))]
+  assert steps == sorted(steps)
+
+
+def test_rarity_is_the_mean_surprise_of_a_token(write, config):
+  path = write("a.jsonl", [{"text": t} for t in ("aaaa", "aab", "bc", "c")])
+  opened = open_documents(config(paths=str(path)), 0.0)
+  found = rarity(opened.corpus, np.arange(4), opened.tokenizer.vocab_size)
+  bits = {c: -np.log2(n / 10) for c, n in {"a": 6, "b": 2, "c": 2}.items()}
+  want = [np.mean([bits[c] for c in text]) for text in ("aaaa", "aab", "bc", "c")]
+  np.testing.assert_allclose(found, want, rtol=1e-12)
+  only = rarity(opened.corpus, np.array([2, 3]), opened.tokenizer.vocab_size)
+  np.testing.assert_allclose(only, [(np.log2(3) + np.log2(1.5)) / 2, np.log2(1.5)], rtol=1e-12)
+
+
+def test_levels_hold_about_as_many_tokens_and_no_document_twice():
+  rng = np.random.default_rng(0)
+  sizes, difficulty = rng.integers(1, 40, 900), rng.random(900)
+  parts = by_level(difficulty, sizes, np.arange(900), seq_len=64, batch_size=2)
+  assert len(parts) == LEVELS
+  assert sorted(np.concatenate([p.documents for p in parts])) == list(range(900))
+  shares = [sizes[p.documents].sum() / sizes.sum() for p in parts]
+  np.testing.assert_allclose(shares, 1 / LEVELS, atol=40 / sizes.sum())
+  few = by_level(difficulty, sizes, np.arange(900), seq_len=64, batch_size=30)
+  assert len(few) == sizes.sum() // (LEAST_STEPS * 64 * 30) > 1
+
+
+def test_a_text_that_cannot_be_parted_is_read_as_usual_and_that_is_said(write, config, caplog):
+  path = write("a.jsonl", [{"text": "document " * 30}] * 9)
+  settings = dict(paths=str(path), seq_len=128, batch_size=BATCH)
+  plain, _ = open_data(config(**settings), 0)
+  for how in ({"length_buckets": 4}, {"curriculum": "difficulty"}):
+    caplog.clear()
+    ds, _ = open_data(config(**settings, **how), 0)
+    assert isinstance(ds, Dataset) and ds.fingerprint == plain.fingerprint
+    assert f"data.{'='.join(map(str, *how.items()))} has no effect" in caplog.text
+
+
+def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
+  turns = lambda i, n: [
+    {"role": "user", "content": f"what {i}"},
+    {"role": "assistant", "content": "so it is " * n},
+  ]
+  chats = [{"messages": turns(i, 1 + 22 * (i % 16 == 0))} for i in range(200)]
+  path = write("c.jsonl", [*chats, {"messages": turns(0, 500)}])
+  ds, _ = open_data(
+    config(paths=str(path), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2), 0
+  )
+  assert isinstance(ds, Buckets) and len(ds.parts) == 2
+  assert ds.num_documents == 200 and ds.report["skipped"]
+  assert all((part.plan.begin == 0).all() for part in ds.parts.values())  # none is cut
+  assert not next(iter(audit(ds))).difference
+  assert 0 < ds.padding < 1 and f"{ds.padding:.1%} padding" in ds.in_words()
+  assert ("are padding" in caplog.text) == (ds.padding > 0.1)
+
+
+def test_the_report_shows_the_lengths(parted, write, config):
+  ds = parted()
+  part = next(iter(ds.parts.values()))
+  path = part.corpus._files[0].path
+  cfg = config(paths=str(path), seq_len=128, batch_size=BATCH, length_buckets=3)
+  found = overview(cfg, open_documents(cfg, 0.0))
+  want = [(n, p.seq_len, p.num_documents, p.num_tokens) for n, p in ds.parts.items()]
+  assert [tuple(p) for p in found.packed] == want
+  text = page(found)
+  assert all(f"<td>{name}</td>" in text for name in ds.parts)
+  assert "Rows of training" not in page(found._replace(packed=[]))

@@ -1,0 +1,107 @@
+"""Moments that are reset where a phase begins: wholly, then only, and after a rollback over it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
+
+from ats_jax.model.param import trainable
+from ats_jax.orchestrator.actions import Rollback
+from ats_jax.orchestrator.policy.decide import Decision
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.sharding.mesh import to_global
+from ats_jax.step.program import make_program
+
+PHASES = {
+  "data.paths": "a=a.txt,b=b.txt",
+  "data.mixture": "3 steps: a=1; 256 tokens: b=1; a=1,b=1",  # 256 tokens are 2 steps
+  "optimizer.phase_moments": "reset",
+  "optimizer.schedule": "constant",
+}
+STARTS = (3, 5)
+
+
+def batch(cfg, step):
+  return to_global(
+    micro_batches(random_rows(cfg, 8, seed=step), cfg.step.accum_steps), jax.sharding.get_mesh()
+  )
+
+
+def copied(state):
+  return jax.tree.map(jnp.copy, state)
+
+
+def assert_equal(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+  ("changes", "mesh"),
+  [
+    ({"orchestrator.mode": "off"}, (1, 1, 1)),
+    ({"orchestrator.mode": "act", "orchestrator.check_interval": 10}, (2, 2, 1)),
+  ],
+)
+def test_an_update_at_the_start_of_a_phase_is_the_first_of_a_new_optimizer(changes, mesh):
+  cfg = tiny_config(PHASES | changes)
+  kept = tiny_config(PHASES | changes | {"optimizer.phase_moments": "keep"})
+  with jax.set_mesh(make_test_mesh(*mesh)):
+    program, plain = make_program(cfg), make_program(kept)
+    rules, state = program.training_rules(1), program.init()
+    for step in range(7):
+      data, alone = batch(cfg, step), copied(state)
+      if step in STARTS:  # as a run on these weights would begin
+        alone = dataclasses.replace(
+          alone, opt_state=program.optimizer.tx.init(trainable(alone.model))
+        )
+        if alone.reflex is not None:
+          zero = jnp.zeros_like(alone.reflex.updates)
+          alone = dataclasses.replace(alone, reflex=alone.reflex._replace(updates=zero))
+      state, metrics = program.train_step(state, data, rules)
+      alone, expected = plain.train_step(alone, data, rules)
+      # XLA rounds the two programs differently, by an ulp here and there.
+      close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+      jax.tree.map(close, (state.model, state.opt_state), (alone.model, alone.opt_state))
+      close(metrics.values, expected.values, rtol=1e-4, atol=1e-5)
+      state = alone
+      if state.reflex is not None:
+        since = max(start for start in (0, *STARTS) if start <= step)
+        assert int(state.reflex.updates) == step + 1 - since
+    assert program.train_step._cache_size() == 1
+
+
+def test_a_state_that_goes_on_behind_a_start_is_renewed(mesh):
+  cfg = tiny_config(PHASES | {"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+  program = make_program(cfg)
+  state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
+
+  def is_new(made_at, goes_on):
+    at = dataclasses.replace(copied(state), step=jnp.int32(goes_on))
+    found = program.caught_up(at, made_at)
+    assert int(found.step) == goes_on
+    assert_equal(found.model, state.model)
+    moments = [np.any(x) for x in jax.tree.leaves(found.opt_state)]
+    assert any(moments) == bool(found.reflex.updates)
+    return not any(moments)
+
+  assert [is_new(made_at, 6) for made_at in (0, 3, 4, 5, 6)] == [True] * 4 + [False]
+  assert [is_new(1, goes_on) for goes_on in (2, 3, 4)] == [False, True, True]
+
+
+def test_a_rollback_over_a_start_renews_too(mesh, tmp_path):
+  cfg = tiny_config(PHASES | {"orchestrator.mode": "act", "orchestrator.check_interval": 10})
+  program = make_program(cfg)
+  state, _ = program.train_step(program.init(), batch(cfg, 0), program.training_rules(1))
+  supervisor = Supervisor(program, None, tmp_path / "decisions.jsonl")
+  supervisor.start(0, copied(state))
+  decision = Decision(0, Rollback(), "state", 1.0, "")
+  for made_at, updates in ((2, 0), (5, 0), (6, 1)):
+    supervisor.earlier = lambda back, made_at=made_at: (made_at, copied(state))
+    after = supervisor._carry_out(7, copied(state), decision)
+    assert (int(after.step), int(after.reflex.updates)) == (7, updates)
+  supervisor.close()
