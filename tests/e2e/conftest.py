@@ -49,7 +49,7 @@ def trained_settings(tiny) -> tuple[str, ...]:
     f"num_steps={STEPS}",
     "data.tokenizer=bpe",
     "data.bpe_vocab_size=300",
-    "optimizer.learning_rate=2.0",  # so high at the end that the best checkpoint is an earlier one
+    "optimizer.learning_rate=6.0",  # so high that the best checkpoint is an earlier one
     f"optimizer.warmup_steps={STEPS}",
     "optimizer.ema_decay=0.5",
     "eval.every_steps=5",
