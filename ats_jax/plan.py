@@ -6,7 +6,7 @@ from pathlib import Path
 from absl import flags
 
 from ats_jax import cli
-from ats_jax.planner import describe
+from ats_jax.planner import describe, expert_axis
 from ats_jax.planner.budget import budget, parse_law, render
 from ats_jax.planner.hardware import Hardware
 
@@ -64,7 +64,13 @@ def main(argv: list[str]) -> None:
   del argv
   rates = Hardware.load(Path(_HARDWARE.value).expanduser()) if _HARDWARE.value else None
   plan = describe.describe(_CONFIG.value, _DEVICES.value, rates)
-  print(json.dumps(plan) if _JSON.value else describe.render(plan))
+  folded = expert_axis.without_expert_axis(_CONFIG.value, _DEVICES.value, plan)
+  if _JSON.value:
+    print(json.dumps(plan | {"without_expert_axis": folded}))
+  else:
+    print(
+      "\n".join([describe.render(plan), *(["", *expert_axis.render(folded)] if folded else [])])
+    )
 
 
 def main_budget(argv: list[str]) -> None:

@@ -215,13 +215,13 @@ def _in_passes(one, rows, most, needed, whole, *parts):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sum_of_passes(one, rows, passes, whole, *parts):
-  add = lambda p, y_ND: y_ND + one(p * rows, whole, *parts)
+  add = lambda p, y_ND: y_ND + _later(one, rows, p, whole, parts)[0]
   return jax.lax.fori_loop(1, passes, add, one(0, whole, *parts))
 
 
 def _forward(one, rows, passes, whole, *parts):
   y_ND, pullback = jax.vjp(functools.partial(one, 0, whole), *parts)
-  add = lambda p, y_ND: y_ND + one(p * rows, whole, *parts)
+  add = lambda p, y_ND: y_ND + _later(one, rows, p, whole, parts)[0]
   return jax.lax.fori_loop(1, passes, add, y_ND), (pullback, passes, whole, parts)
 
 
@@ -230,10 +230,17 @@ def _backward(one, rows, residuals, dy_ND):
   pullback, passes, whole, parts = residuals
 
   def add(p, gradients):
-    _, of_pass = jax.vjp(functools.partial(one, p * rows, whole), *parts)
+    _, of_pass = _later(one, rows, p, whole, parts)
     return jax.tree.map(jnp.add, gradients, of_pass(dy_ND))
 
   return None, None, *jax.lax.fori_loop(1, passes, add, pullback(dy_ND))
 
 
 _sum_of_passes.defvjp(_forward, _backward)
+
+
+def _later(one, rows, p, whole, parts):
+  """A pass in a loop, which most steps never enter, and its pullback."""
+  # Or XLA moves what all passes have in common, such as the gather, in front of the loop.
+  p, whole, parts = jax.lax.optimization_barrier((p, whole, parts))
+  return jax.vjp(functools.partial(one, p * rows, whole), *parts)

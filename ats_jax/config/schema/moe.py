@@ -71,7 +71,7 @@ class MoEConfig:
     resume="free",
   )
   exchange_factor: float = setting(
-    2.0,
+    1.5,
     "room for rows in the exchange, over what a device receives on average; the rest takes further "
     "passes (moe/overflow), so that none is dropped",
     low=1.0,
