@@ -231,7 +231,7 @@ def _backward(one, rows, residuals, dy_ND):
 
   def add(p, gradients):
     _, of_pass = _later(one, rows, p, whole, parts)
-    return jax.tree.map(jnp.add, gradients, of_pass(dy_ND))
+    return jax.tree.map(jnp.add, gradients, of_pass(jax.lax.optimization_barrier((p, dy_ND))[1]))
 
   return None, None, *jax.lax.fori_loop(1, passes, add, pullback(dy_ND))
 
