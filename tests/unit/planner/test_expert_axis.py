@@ -33,8 +33,9 @@ def test_activations_grow_with_the_room_and_not_with_the_devices(how):
   widths = {"input": 64, "gate": 64, "up": 64, "product": 64, "output": 64}
   a_row = 4 * sum(widths.values())
   more = (at(2.0) - at(1.0)) / (2 * rows)
-  assert a_row <= more < 1.7 * a_row  # and what places and tiles take
-  assert at(8.0) - at(1.0) > 6.9 * (at(2.0) - at(1.0))  # the worst case, as if unbounded
+  # A row that `ragged` brings is computed again; places and tiles take some more.
+  assert 0.75 * a_row <= more < 1.3 * a_row
+  assert at(8.0) - at(1.0) > 6.5 * (at(2.0) - at(1.0))  # room for the worst case
 
 
 def test_no_axis_is_preferred_where_it_takes_no_more():
@@ -55,7 +56,7 @@ def test_an_axis_that_is_needed_is_said_to_be():
   found = without_expert_axis(cfg, 0, describe(cfg))
   assert not found["prefer"] and "d_model=36" in found["obstacle"]
   assert render(found)[0].startswith("the expert axis stays")
-  dense = tiny_config()
+  dense = tiny_config({"model.vocab_size": 384})
   assert without_expert_axis(dense, 0, describe(dense)) is None
 
 
