@@ -85,8 +85,8 @@ class MoE(nnx.Module):
     """One device: the rows of its experts, from whichever devices, by the grouped matmul."""
     compute = functools.partial(_grouped_mlp, gating=self.gating, kernels=self.num.kernels)
     experts = Experts(compute, weights[0].shape[0], self.cfg.exchange_factor, self.num.kernels)
-    flat = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    y_ND, waiting = through_experts(*flat, weights, experts, self.cfg.exchange)
+    x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
+    y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, weights, experts, self.cfg.exchange)
     y_ND, none = all_sum(y_ND, "ff"), jnp.zeros((), weight_BTK.dtype)
     return y_ND.reshape(x_BTD.shape), none, _over_tokens(waiting.astype(none.dtype))
 

@@ -114,7 +114,7 @@ def window(places: Places, num_bins: int, start: int | jax.Array, rows: int) -> 
     return jax.lax.dynamic_slice_in_dim(a_BC, start, rows, axis=1).reshape(-1)
 
   bin_NK, place_NK = places.slot_NK // capacity, places.slot_NK % capacity - start
-  inside_NK = (bin_NK < num_bins) & (place_NK >= 0) & (place_NK < rows)
+  inside_NK = (place_NK >= 0) & (place_NK < rows)  # without a slot, bin_NK is num_bins
   return Places(
     source_M=cut(places.source_M, places.slot_NK.shape[0]),
     choice_M=cut(places.choice_M, places.slot_NK.size),
