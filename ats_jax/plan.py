@@ -7,7 +7,7 @@ from absl import flags
 
 from ats_jax import cli
 from ats_jax.metrics.memory import GIB
-from ats_jax.planner import describe
+from ats_jax.planner import describe, expert_axis
 from ats_jax.planner.advice import fit_lines, memory_lines
 from ats_jax.planner.budget import budget, parse_law, render
 from ats_jax.planner.fit import fit
@@ -91,8 +91,14 @@ def main(argv: list[str]) -> None:
     _print_fitted(rates)
     return
   plan = describe.describe(_CONFIG.value, _DEVICES.value, rates)
-  print(json.dumps(plan) if _JSON.value else describe.render(plan))
-  if _MEMORY.value and not _JSON.value:
+  folded = expert_axis.without_expert_axis(_CONFIG.value, _DEVICES.value, plan)
+  if _JSON.value:
+    print(json.dumps(plan | {"without_expert_axis": folded}))
+    return
+  print(describe.render(plan))
+  if folded:
+    print("", *expert_axis.render(folded), sep="\n")
+  if _MEMORY.value:
     limit = round(_MEMORY.value * GIB)
     print("", *memory_lines(_CONFIG.value, _DEVICES.value, plan, limit), sep="\n")
 

@@ -18,7 +18,8 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router
 from ats_jax.model.stats import MoEStats
-from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
+from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
+from ats_jax.ops.expert_exchange import Experts, through_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
@@ -66,10 +67,10 @@ class MoE(nnx.Module):
     local = self._capacity if with_capacity else self._dropless
     layers = (self.gate, self.up, self.down)
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    y_BTD, dropped = island(
+    y_BTD, dropped, waiting = island(
       local,
       in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, *(a.axes for a in (*layers, *biases))),
-      out_axes=(X_AXES, ()),
+      out_axes=(X_AXES, (), ()),
     )(
       x_BTD,
       *routing,
@@ -78,75 +79,72 @@ class MoE(nnx.Module):
     )
     if self.shared is not None:
       y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD, fp8=fp8), 0)
-    return y_BTD, stats._replace(dropped=dropped)
+    return y_BTD, stats._replace(dropped=dropped, overflow=waiting)
 
-  def _dropless(self, x_BTD, expert_BTK, weight_BTK, gate, up, down, *biases):
-    """One device: sort the choices by expert, multiply group by group, sum each token's rows."""
+  def _dropless(self, x_BTD, expert_BTK, weight_BTK, *weights):
+    """One device: the rows of its experts, from whichever devices, by the grouped matmul."""
+    compute = functools.partial(_grouped_mlp, gating=self.gating, kernels=self.num.kernels)
+    experts = Experts(compute, weights[0].shape[0], self.cfg.exchange_factor, self.num.kernels)
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    ways, num_local, kernels = num_shards("experts"), gate.shape[0], self.num.kernels
-    mlp = functools.partial(self._grouped_mlp, weights=(gate, up, down), biases=biases)
-    if ways == 1:
-      places, sizes_E = sort_by_expert(expert_NK, num_local, kernels)
-      y_MD = mlp(take_rows(x_ND, places, kernels), sizes_E)
-    else:
-      # To the devices that hold the experts: room for all that a token can send to one of them.
-      room = x_ND.shape[0] * min(expert_NK.shape[1], num_local)
-      places = place_in_bins(expert_NK // num_local, ways, room)
-      local_NK = expert_NK % num_local
-      sent_M = local_NK.reshape(-1).at[places.choice_M].get(mode="fill", fill_value=num_local)
-      sent = (sent_M, take_rows(x_ND, places, kernels))
-      received_M, rows_MD = (exchange(a, "experts") for a in sent)
-      inner, sizes_E = sort_by_expert(received_M[:, None], num_local, kernels)
-      y_MD = mlp(take_rows(rows_MD, inner, kernels), sizes_E)
-      ones = jnp.ones(inner.slot_NK.shape, weight_NK.dtype)
-      y_MD = exchange(sum_rows(y_MD, ones, inner, kernels), "experts")
-    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
-    return y_ND.reshape(x_BTD.shape), jnp.zeros((), weight_NK.dtype)
+    y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, weights, experts, self.cfg.exchange)
+    y_ND, none = all_sum(y_ND, "ff"), jnp.zeros((), weight_BTK.dtype)
+    return y_ND.reshape(x_BTD.shape), none, _over_tokens(waiting.astype(none.dtype))
 
-  def _capacity(self, x_BTD, expert_BTK, weight_BTK, gate, up, down, *biases):
+  def _capacity(self, x_BTD, expert_BTK, weight_BTK, *weights):
     """One device: every expert has C places in every row, full or not."""
     batch, seq, kernels = *x_BTD.shape[:2], self.num.kernels
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    num_experts = gate.shape[0] * num_shards("experts")
+    num_local = weights[0].shape[0]
+    num_experts = num_local * num_shards("experts")
     places_C = expert_capacity(seq, self.cfg.top_k, self.cfg.capacity_factor, self.cfg.num_experts)
     row_N1 = jnp.repeat(jnp.arange(batch), seq)[:, None]
     bin_NK = expert_NK * batch + jnp.where(expert_NK < num_experts, row_N1, 0)
     priority = jax.lax.stop_gradient(weight_NK) if self.cfg.drop_policy == "weight" else None
     places = place_in_bins(bin_NK, num_experts * batch, places_C, priority)
     rows_EMD = exchange(_by_expert(take_rows(x_ND, places, kernels), num_experts), "experts")
-    rows_EMD = _swap_blocks(rows_EMD, gate.shape[0])
-    y_EMD = self._batched_mlp(rows_EMD, (gate, up, down), biases)
+    rows_EMD = _swap_blocks(rows_EMD, num_local)
+    y_EMD = _batched_mlp(rows_EMD, weights, gating=self.gating, kernels=kernels)
     y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
     y_MD = y_EMD.reshape(-1, x_ND.shape[1])
     y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
-    return y_ND.reshape(x_BTD.shape), all_sum(dropped.astype(weight_NK.dtype), "batch")
+    dropped = _over_tokens(dropped.astype(weight_NK.dtype))
+    return y_ND.reshape(x_BTD.shape), dropped, jnp.zeros_like(dropped)
 
-  def _grouped_mlp(self, x_MD, sizes_E, *, weights, biases):
-    times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, self.num.kernels)
-    plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
-    return self._mlp(x_MD, weights, biases, times, plus)
 
-  def _batched_mlp(self, x_EMD, weights, biases):
-    times = lambda x_EMD, matrices: tuple(jnp.einsum("EMD,EDF->EMF", x_EMD, w) for w in matrices)
-    plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
-    return self._mlp(x_EMD, weights, biases, times, plus)
+def _grouped_mlp(x_MD, sizes_E, weights, *, gating, kernels):
+  times = lambda x_MD, matrices: grouped_matmuls(x_MD, matrices, sizes_E, kernels)
+  plus = lambda y_MF, bias_EF: add_by_group(y_MF, bias_EF, sizes_E)
+  return _mlp(x_MD, weights, times, plus, gating, kernels)
 
-  def _mlp(self, x, weights, biases, times, plus):
-    """Rows through their experts, however `times` and `plus` find those of a row."""
-    gate, up = times(x, weights[:2])
-    if biases:
-      gate, up = plus(gate, biases[0]), plus(up, biases[1])
-    gate, up = checkpoint_name(gate, SAVED_NAMES[0]), checkpoint_name(up, SAVED_NAMES[1])
-    (y,) = times(gated(gate, up, self.gating, self.num.kernels), weights[2:])
-    if biases:  # the devices along ff hold shares of y, which are added up later
-      y = plus(y, biases[2] / num_shards("ff"))
-    return checkpoint_name(y, SAVED_NAMES[2])  # the gradients of the weights need it
+
+def _batched_mlp(x_EMD, weights, *, gating, kernels):
+  times = lambda x_EMD, matrices: tuple(jnp.einsum("EMD,EDF->EMF", x_EMD, w) for w in matrices)
+  plus = lambda y_EMF, bias_EF: y_EMF + bias_EF[:, None]
+  return _mlp(x_EMD, weights, times, plus, gating, kernels)
+
+
+def _mlp(x, weights, times, plus, gating, kernels):
+  """Rows through their experts, however `times` and `plus` find those of a row."""
+  matrices, biases = weights[:3], weights[3:]
+  gate, up = times(x, matrices[:2])
+  if biases:
+    gate, up = plus(gate, biases[0]), plus(up, biases[1])
+  gate, up = checkpoint_name(gate, SAVED_NAMES[0]), checkpoint_name(up, SAVED_NAMES[1])
+  (y,) = times(gated(gate, up, gating, kernels), matrices[2:])
+  if biases:  # the devices along ff hold shares of y, which are added up later
+    y = plus(y, biases[2] / num_shards("ff"))
+  return checkpoint_name(y, SAVED_NAMES[2])  # the gradients of the weights need it
 
 
 def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:
   """Places of one expert in a row of `seq_len` tokens (GShard, arXiv:2006.16668, section 2.2)."""
   return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))
+
+
+def _over_tokens(count: jax.Array) -> jax.Array:
+  """The sum over devices that hold different tokens."""
+  return all_sum(all_sum(count, "batch"), "seq")
 
 
 def _flat(a_BTx: jax.Array) -> jax.Array:

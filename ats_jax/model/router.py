@@ -172,4 +172,5 @@ class Router(nnx.Module):
       entropy=total(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1)),
       confidence=total(jnp.max(probs_BTE, axis=-1)),
       dropped=jnp.zeros((), valid_BT.dtype),
+      overflow=jnp.zeros((), valid_BT.dtype),
     )

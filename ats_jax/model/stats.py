@@ -24,6 +24,7 @@ class MoEStats(NamedTuple):
     entropy: of each token's probabilities, in nats.
     confidence: the highest probability of each token.
     dropped: choices without a place (capacity mode).
+    overflow: choices for which an exchange of tokens had no room in its first pass.
   """
 
   tokens: jax.Array
@@ -34,6 +35,7 @@ class MoEStats(NamedTuple):
   entropy: jax.Array
   confidence: jax.Array
   dropped: jax.Array
+  overflow: jax.Array
 
 
 class MoDStats(NamedTuple):

@@ -95,6 +95,33 @@ def place_in_bins(
   )
 
 
+def window(places: Places, num_bins: int, start: int | jax.Array, rows: int) -> Places:
+  """The slots from `start` to `start + rows` of each bin, as bins of that size.
+
+  Args:
+    places: bins of one size, one after another; one bin for those of `sort_by_expert`.
+    num_bins: bins.
+    start: first slot of each bin that counts.
+    rows: slots of each bin in the result; those past the end of a bin are empty.
+
+  Returns:
+    Places with M = num_bins * rows. Choices outside the window have no slot.
+  """
+  capacity = places.source_M.size // num_bins
+
+  def cut(a_M, none):
+    a_BC = jnp.pad(a_M.reshape(num_bins, capacity), ((0, 0), (0, rows)), constant_values=none)
+    return jax.lax.dynamic_slice_in_dim(a_BC, start, rows, axis=1).reshape(-1)
+
+  bin_NK, place_NK = places.slot_NK // capacity, places.slot_NK % capacity - start
+  inside_NK = (place_NK >= 0) & (place_NK < rows)  # without a slot, bin_NK is num_bins
+  return Places(
+    source_M=cut(places.source_M, places.slot_NK.shape[0]),
+    choice_M=cut(places.choice_M, places.slot_NK.size),
+    slot_NK=jnp.where(inside_NK, bin_NK * rows + place_NK, num_bins * rows),
+  )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def take_rows(x_ND: jax.Array, places: Places, kernels: Kernels = XLA) -> jax.Array:
   """`out[m] = x[source[m]]`, zero in empty slots: [N, D] -> [M, D]."""

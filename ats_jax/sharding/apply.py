@@ -206,3 +206,18 @@ def exchange(x: jax.Array, axis: str) -> jax.Array:
   if num_shards(axis) == 1:
     return x
   return jax.lax.all_to_all(x, mesh_axes(axis), split_axis=0, concat_axis=0, tiled=True)
+
+
+def gather_blocks(x: jax.Array, axis: str) -> jax.Array:
+  """Inside an island: the blocks of all devices along a logical axis, joined by first dimension."""
+  return jax.lax.all_gather(x, mesh_axes(axis), tiled=True) if num_shards(axis) > 1 else x
+
+
+def sum_blocks(x: jax.Array, axis: str) -> jax.Array:
+  """Inside an island: add up what the devices along a logical axis hold, and keep one block.
+
+  The opposite of `gather_blocks`: device i keeps block i of the first dimension of the sum.
+  """
+  if num_shards(axis) == 1:
+    return x
+  return jax.lax.psum_scatter(x, mesh_axes(axis), scatter_dimension=0, tiled=True)

@@ -28,6 +28,7 @@ MOE_METRICS = (
   "moe/entropy",  # of a token's probabilities, nats
   "moe/confidence",  # highest probability of a token
   "moe/dropped",  # share of choices without a place
+  "moe/overflow",  # share of choices that an exchange between devices computed in a further pass
   "moe/null",  # share of choices that fell on null experts
   "moe/balance_loss",  # 1 = balanced
   "moe/z",  # squared logsumexp of the router's logits
@@ -128,6 +129,7 @@ def _moe_metrics(
     jnp.mean(moe.entropy / tokens_L),
     jnp.mean(moe.confidence / tokens_L),
     jnp.mean(moe.dropped / choices_L),
+    jnp.mean(moe.overflow / choices_L),
     jnp.mean(jnp.sum(load_LE * null_E, axis=1)),
     jnp.mean(moe.balance / tokens_L),
     jnp.mean(moe.z / tokens_L),

@@ -162,6 +162,7 @@ class Trainer:
       entropy_L.mean(),
       (stack("confidence") / tokens_L).mean(),
       dropped_L.mean(),
+      0.0,  # no tokens are exchanged
       (load_LE * null_E).sum(axis=1).mean(),
       (stack("balance") / tokens_L).mean(),
       (stack("z") / tokens_L).mean(),

@@ -104,9 +104,9 @@ def biases(mode, pull):
   return 50.0 * (np.arange(number) < 2) if pull else np.zeros(number)
 
 
-def make_layer(mode, values):
+def make_layer(mode, values, changes=()):
   """The layer on the current mesh."""
-  cfg = tiny_config(MODES[mode])
+  cfg = tiny_config(MODES[mode] | dict(changes))
   return like(values, MoE(cfg, numerics64(cfg), nnx.Rngs(params=jax.random.key(1))))
 
 
@@ -135,12 +135,13 @@ def value_and_gradients(layer, x, valid, cotangent):
 
 
 COMPILED = jax.jit(value_and_gradients)
+NO_OVERFLOW = {"['stats'].overflow": np.zeros(())}  # which differs between meshes
 
 
 @functools.cache
-def run(mode, shape, pull=False):
+def run(mode, shape, pull=False, changes=()):
   with jax.enable_x64(True), jax.set_mesh(make_test_mesh(*shape)):
-    layer = make_layer(mode, weights(mode))
+    layer = make_layer(mode, weights(mode), changes)
     layer.router.bias_E[...] = jnp.array(biases(mode, pull))
     return on_host(COMPILED(layer, *inputs())[1])
 
@@ -154,7 +155,7 @@ def test_a_layer_equals_that_of_one_device(case):
   mode, shape = case
   for pull in (False, True):
     one = run(mode, ONE, pull)
-    assert_close(run(mode, shape, pull), one)
+    assert_close(run(mode, shape, pull) | NO_OVERFLOW, one)
     assert (one["['stats'].dropped"] > 0) == (mode == "capacity")
     for name, value in one.items():
       if "stats" not in name:
@@ -162,6 +163,38 @@ def test_a_layer_equals_that_of_one_device(case):
     load = one["['stats'].load_E"]
     tokens = inputs()[1].sum()
     assert (load[:2].tolist() == [tokens] * 2) == pull  # more than the fair share of a device
+
+
+# Experts over 2, 4 and 8 devices; with fsdp; with tensor; with both.
+EXPERT_MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2)]
+
+
+@pytest.mark.parametrize("how", ["allgather", "ragged", "bins"])
+@pytest.mark.parametrize(
+  "shape",
+  [pytest.param(m, marks=() if m == (1, 1, 1, 4) else pytest.mark.mesh) for m in EXPERT_MESHES],
+)
+def test_each_exchange_equals_one_device_with_and_without_overflow(how, shape):
+  """Room for the mean alone, and all tokens want two experts of one device first, or do not."""
+  changes = (("moe.exchange", how), ("moe.exchange_factor", 1.0))
+  for pull in (False, True):
+    many, one = run("dropless", shape, pull, changes), run("dropless", ONE, pull)
+    assert_close(many | NO_OVERFLOW, one)
+    assert one["['stats'].overflow"] == 0
+    if pull and shape[3] > 2:  # of two devices, each has room for what all tokens want first
+      assert many["['stats'].overflow"] > 0
+
+
+@pytest.mark.parametrize("how", ["allgather", "ragged"])
+def test_overflow_counts_the_rows_beyond_the_room(how):
+  """By hand: each token sends two rows to the first device, which has room for the mean."""
+  changes = (("moe.exchange", how), ("moe.exchange_factor", 1.0))
+  stats = run("dropless", (1, 1, 1, 4), True, changes)
+  room = BATCH * SEQ * 3 // 4
+  by_device = stats["['stats'].load_E"][:8].reshape(4, 2).sum(axis=1)
+  assert by_device[0] == 2 * inputs()[1].sum() > room
+  assert (by_device[1:] <= room).all()
+  assert stats["['stats'].overflow"] == by_device[0] - room
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -63,6 +63,20 @@ class MoEConfig:
     "who keeps a place in a full expert: the first in the row, or the highest weight",
     choices=("position", "weight"),
   )
+  exchange: str = setting(
+    "allgather",
+    "how tokens reach experts on other devices (mesh.expert, dispatch=dropless): all of them go to "
+    "all devices; each to its experts' alone, in blocks of any size; or in blocks of one size",
+    choices=("allgather", "ragged", "bins"),
+    resume="free",
+  )
+  exchange_factor: float = setting(
+    1.5,
+    "room for rows in the exchange, over what a device receives on average; the rest takes further "
+    "passes (moe/overflow), so that none is dropped",
+    low=1.0,
+    resume="free",
+  )
   aux_loss: float = setting(
     0.001, "weight of the Switch balance loss over the global batch", low=0.0
   )

@@ -170,4 +170,5 @@ def mixture(cfg, model, x, weights, buffers, valid, decided):
     "tokens": float(np.sum(valid)),
     "load_E": load_E,
     "dropped": float(count(chosen) - count(kept)),
+    "overflow": 0.0,  # nothing is exchanged
   }

@@ -90,6 +90,7 @@ def test_choices_and_statistics_worked_out_by_hand(mesh):
     + entropy(0.1, 0.1, 0.2, 0.6),
     "confidence": 0.4 + 0.4 + 0.5 + 0.6,
     "dropped": 0,
+    "overflow": 0,
   }
   assert by_hand.keys() == set(stats._fields)
   for name, value in by_hand.items():

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows
+from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows, window
 
 # Few shapes, as each compiles anew; the contents are what varies.
 SHAPES = st.sampled_from([(1, 1, 1), (5, 1, 3), (6, 2, 2), (7, 3, 5)])  # tokens, choices, bins
 FEW = hypothesis.settings(max_examples=40)
 SORT = jax.jit(sort_by_expert, static_argnums=1)
 PLACE = jax.jit(place_in_bins, static_argnums=(1, 2))
+WINDOW = jax.jit(window, static_argnums=(1, 3))
 
 
 @st.composite
@@ -68,6 +69,26 @@ def test_place_in_bins(with_priority, case, capacity):
     slots += kept + [None] * (capacity - len(kept))
   extra = (jnp.array(priority, jnp.float32),) if with_priority else ()
   check_places(PLACE(jnp.array(bins), num_bins, capacity, *extra), slots, *bins.shape)
+
+
+@FEW
+@hypothesis.given(choices(), st.integers(1, 3), st.sampled_from(["sort", "bins"]))
+def test_windows(case, rows, how):
+  """The slots of each bin from one on; the last window reaches past the end."""
+  bins, num_bins, _ = case
+  if how == "sort":
+    places, num_bins = SORT(jnp.array(bins), num_bins)[0], 1
+  else:
+    places = PLACE(jnp.array(bins), num_bins, 4)
+  capacity = places.source_M.size // num_bins
+  choice_BC = np.asarray(places.choice_M).reshape(num_bins, capacity)
+  for start in range(0, capacity, rows):
+    found = np.full((num_bins, rows), bins.size)
+    cut = choice_BC[:, start : start + rows]
+    found[:, : cut.shape[1]] = cut
+    choice = lambda c: None if c == bins.size else divmod(int(c), bins.shape[1])
+    slots = [choice(c) for c in found.reshape(-1)]
+    check_places(WINDOW(places, num_bins, start, rows), slots, *bins.shape)
 
 
 def crafted():

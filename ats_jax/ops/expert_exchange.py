@@ -1,0 +1,246 @@
+"""Tokens to the devices that hold their experts, and back: three ways to the same result.
+
+For local arrays: call these inside an island. Each way has room for `factor` times the rows that a
+device receives on average. Rows that do not fit are computed in further passes through the same
+room, so that memory is bounded and nothing is dropped. Which way is for what:
+docs/internals/adr/0039-expert-exchange.md.
+
+Letters: N tokens of a device, A of all devices along the axis, K choices of a token, M rows,
+D d_model, E experts of a device, X of all devices, S devices that send, R devices that receive.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows, window
+from ats_jax.ops.registry import Kernels
+from ats_jax.sharding.apply import (
+  all_max,
+  axis_index,
+  exchange,
+  gather_blocks,
+  num_shards,
+  sum_blocks,
+)
+from ats_jax.sharding.ragged import Routes, ragged_exchange
+
+
+class Experts(NamedTuple):
+  """What is computed with the rows, and in how much room; static.
+
+  Attributes:
+    compute: (rows [M, D] sorted by expert, sizes [E], weights) -> [M, D]. It closes over no array.
+    num_local: experts of a device.
+    factor: rows that there is room for, over the mean.
+    kernels: what runs.
+  """
+
+  compute: Callable[[jax.Array, jax.Array, Any], jax.Array]
+  num_local: int
+  factor: float
+  kernels: Kernels
+
+
+def through_experts(
+  x_ND: jax.Array,
+  expert_NK: jax.Array,
+  weight_NK: jax.Array,
+  weights: Any,
+  experts: Experts,
+  how: str,
+) -> tuple[jax.Array, jax.Array]:
+  """`y[n] = sum_k weight[n, k] * expert[n, k](x[n])`, the experts spread over devices.
+
+  Args:
+    x_ND: the tokens of this device.
+    expert_NK: int32; device i has the experts from i * num_local. The number of all = nowhere.
+    weight_NK: float32.
+    weights: of this device's experts, a pytree.
+    experts: what they do.
+    how: one of WAYS; where the experts are not spread, it makes no difference.
+
+  Returns:
+    [N, D]; int32, the choices that had to wait for a further pass, on this device.
+  """
+  if num_shards("experts") > 1:
+    return WAYS[how](x_ND, expert_NK, weight_NK, weights, experts)
+  places, sizes_E = sort_by_expert(expert_NK, experts.num_local, experts.kernels)
+  y_MD = experts.compute(take_rows(x_ND, places, experts.kernels), sizes_E, weights)
+  return sum_rows(y_MD, weight_NK, places, experts.kernels), jnp.zeros((), jnp.int32)
+
+
+def _allgather(x_ND, expert_NK, weight_NK, weights, experts):
+  """All tokens to all devices. Each adds up its experts' shares, then the shares are summed."""
+  rows, most = _room(expert_NK, experts)
+  expert_AK = gather_blocks(expert_NK, "experts")
+  local_AK = expert_AK - axis_index("experts") * experts.num_local
+  is_here_AK = (local_AK >= 0) & (local_AK < experts.num_local)
+  local_AK = jnp.where(is_here_AK, local_AK, experts.num_local)
+  sorted_here = sort_by_expert(local_AK, experts.num_local, experts.kernels)
+  devices = jnp.arange(num_shards("experts"))
+  received_R = jnp.sum(expert_AK[..., None] // experts.num_local == devices, axis=(0, 1))
+  one = functools.partial(_gathered_pass, experts=experts, rows=rows)
+  y_ND = _in_passes(one, rows, most, jnp.max(received_R), sorted_here, x_ND, weight_NK, weights)
+  return y_ND, jnp.maximum(jnp.sum(sorted_here[1]) - rows, 0)
+
+
+def _gathered_pass(start, sorted_here, x_ND, weight_NK, weights, *, experts, rows):
+  places, sizes_E = sorted_here
+  here, kernels = window(places, 1, start, rows), experts.kernels
+  ends_E = jnp.clip(jnp.cumsum(sizes_E) - start, 0, rows)
+  x_AD, weight_AK = (gather_blocks(a, "experts") for a in (x_ND, weight_NK))
+  rows_MD = take_rows(x_AD, here, kernels)
+  y_MD = experts.compute(rows_MD, jnp.diff(ends_E, prepend=0), weights)
+  return sum_blocks(sum_rows(y_MD, weight_AK, here, kernels), "experts")
+
+
+def _ragged(x_ND, expert_NK, weight_NK, weights, experts):
+  """Each choice's row to its device alone, where rows arrive sorted by expert."""
+  rows, most = _room(expert_NK, experts)
+  num_experts = experts.num_local * num_shards("experts")
+  places, sizes_X = sort_by_expert(expert_NK, num_experts, experts.kernels)
+  sizes_SX = gather_blocks(sizes_X[None], "experts")
+  received_R = jnp.sum(sizes_SX.reshape(len(sizes_SX), -1, experts.num_local), axis=(0, 2))
+  one = functools.partial(_ragged_pass, experts=experts, rows=rows)
+  whole = places, sizes_SX
+  y_ND = _in_passes(one, rows, most, jnp.max(received_R), whole, x_ND, weight_NK, weights)
+  return y_ND, jnp.maximum(received_R[axis_index("experts")] - rows, 0)
+
+
+def _ragged_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows):
+  places, sizes_SX = whole
+  device, kernels = axis_index("experts"), experts.kernels
+  there, back, sizes_E = routes(sizes_SX, experts.num_local, device, start, rows)
+  sent_MD = take_rows(x_ND, places, kernels)
+  rows_MD = ragged_exchange(sent_MD, there, back, rows, "experts")
+  y_MD = experts.compute(rows_MD, sizes_E, weights)
+  y_MD = ragged_exchange(y_MD, back, there, sent_MD.shape[0], "experts")
+  return sum_rows(y_MD, weight_NK, places, kernels)
+
+
+def routes(
+  sizes_SX: jax.Array, num_local: int, device: int | jax.Array, start: int | jax.Array, rows: int
+) -> tuple[Routes, Routes, jax.Array]:
+  """What a device sends and gets so that rows arrive sorted by expert, those of a window alone.
+
+  A device's rows are sorted by expert, and within an expert by the device that sends them. The
+  window is what lies between `start` and `start + rows` in this order.
+
+  Args:
+    sizes_SX: int32, how many rows each device has for each expert, sorted by expert.
+    num_local: E.
+    device: which of the devices this is.
+    start: of the window.
+    rows: of the window.
+
+  Returns:
+    The exchange to the experts, one update a device and expert; the one back; int32 [E] sizes.
+  """
+  devices = sizes_SX.shape[0]
+  by_device = lambda a_SX: a_SX.T.reshape(devices, num_local, devices)
+  sizes_RES = by_device(sizes_SX)
+  ends_RES = jnp.cumsum(sizes_RES.reshape(devices, -1), axis=1).reshape(sizes_RES.shape)
+  from_RES = jnp.clip(ends_RES - sizes_RES - start, 0, rows)
+  cut_RES = jnp.clip(ends_RES - start, 0, rows) - from_RES
+  skipped_RES = jnp.clip(start - (ends_RES - sizes_RES), 0, sizes_RES)
+  first_RES = by_device(jnp.cumsum(sizes_SX, axis=1) - sizes_SX) + skipped_RES
+  sends = lambda a_RES: a_RES[:, :, device].reshape(-1)
+  gets = lambda a_RES: a_RES[device].T.reshape(-1)
+  there = Routes(sends(first_RES), sends(cut_RES), sends(from_RES), gets(cut_RES))
+  back = Routes(gets(from_RES), gets(cut_RES), gets(first_RES), sends(cut_RES))
+  return there, back, jnp.sum(cut_RES[device], axis=1)
+
+
+def _bins(x_ND, expert_NK, weight_NK, weights, experts):
+  """Each choice's row to its device alone, in blocks of one size for each pair of devices."""
+  ways, (tokens, choices) = num_shards("experts"), expert_NK.shape
+  most = tokens * min(choices, experts.num_local)
+  rows = min(most, _at_least(experts.factor * tokens * choices / ways))
+  places = place_in_bins(expert_NK // experts.num_local, ways, most)
+  sizes_R = jnp.sum(places.choice_M.reshape(ways, most) < expert_NK.size, axis=1)
+  one = functools.partial(_bins_pass, experts=experts, rows=rows)
+  whole = places, expert_NK % experts.num_local
+  fullest = all_max(jnp.max(sizes_R), "experts")
+  y_ND = _in_passes(one, rows, most, fullest, whole, x_ND, weight_NK, weights)
+  return y_ND, jnp.sum(jnp.maximum(sizes_R - rows, 0))
+
+
+def _bins_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows):
+  (places, local_NK), kernels = whole, experts.kernels
+  here = window(places, num_shards("experts"), start, rows)
+  sent_M = local_NK.reshape(-1).at[here.choice_M].get(mode="fill", fill_value=experts.num_local)
+  sent = sent_M, take_rows(x_ND, here, kernels)
+  received_M, rows_MD = (exchange(a, "experts") for a in sent)
+  inner, sizes_E = sort_by_expert(received_M[:, None], experts.num_local, kernels)
+  y_MD = experts.compute(take_rows(rows_MD, inner, kernels), sizes_E, weights)
+  ones = jnp.ones(inner.slot_NK.shape, weight_NK.dtype)
+  y_MD = exchange(sum_rows(y_MD, ones, inner, kernels), "experts")
+  return sum_rows(y_MD, weight_NK, here, kernels)
+
+
+WAYS = {"allgather": _allgather, "ragged": _ragged, "bins": _bins}
+
+
+def _room(expert_NK, experts):
+  """Rows of a device at a time: `factor` times the mean; and the most that it can receive."""
+  tokens, choices = expert_NK.shape
+  most = num_shards("experts") * tokens * min(choices, experts.num_local)
+  return min(most, _at_least(experts.factor * tokens * choices)), most
+
+
+def _at_least(rows: float) -> int:
+  return max(1, math.ceil(round(rows, 6)))
+
+
+def _in_passes(one, rows, most, needed, whole, *parts):
+  """The sum of `one(start, whole, *parts)` over windows of `rows` rows.
+
+  Args:
+    one: a pass that begins at row `start`. Its collectives are between devices along the experts.
+    rows: of a pass.
+    most: rows that can come at all.
+    needed: rows that have come to the device with the most: on all devices the same.
+    whole: integers, a pytree.
+    parts: what has gradients.
+  """
+  if rows == most:
+    return one(0, whole, *parts)
+  return _sum_of_passes(one, rows, -(-needed // rows), whole, *parts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_of_passes(one, rows, passes, whole, *parts):
+  add = lambda p, y_ND: y_ND + _later(one, rows, p, whole, parts)[0]
+  return jax.lax.fori_loop(1, passes, add, one(0, whole, *parts))
+
+
+def _forward(one, rows, passes, whole, *parts):
+  y_ND, pullback = jax.vjp(functools.partial(one, 0, whole), *parts)
+  add = lambda p, y_ND: y_ND + _later(one, rows, p, whole, parts)[0]
+  return jax.lax.fori_loop(1, passes, add, y_ND), (pullback, passes, whole, parts)
+
+
+def _backward(one, rows, residuals, dy_ND):
+  """Further passes are computed again, so that memory does not depend on how many there are."""
+  pullback, passes, whole, parts = residuals
+
+  def add(p, gradients):
+    _, of_pass = _later(one, rows, p, whole, parts)
+    return jax.tree.map(jnp.add, gradients, of_pass(jax.lax.optimization_barrier((p, dy_ND))[1]))
+
+  return None, None, *jax.lax.fori_loop(1, passes, add, pullback(dy_ND))
+
+
+_sum_of_passes.defvjp(_forward, _backward)
+
+
+def _later(one, rows, p, whole, parts):
+  """A pass in a loop, which most steps never enter, and its pullback."""
+  # Or XLA moves what all passes have in common, such as the gather, in front of the loop.
+  p, whole, parts = jax.lax.optimization_barrier((p, whole, parts))
+  return jax.vjp(functools.partial(one, p * rows, whole), *parts)

@@ -1,0 +1,54 @@
+"""Whether a mesh needs its expert axis: the same devices with `fsdp` in its place."""
+
+import dataclasses
+from typing import Any
+
+from ats_jax.config.schema import Config
+from ats_jax.metrics.memory import GIB
+from ats_jax.planner.describe import describe, planned_bytes
+
+
+def without_expert_axis(cfg: Config, devices: int, plan: dict[str, Any]) -> dict[str, Any] | None:
+  """The plan of the mesh whose `fsdp` takes over from `expert`.
+
+  It exchanges weights, which can be gathered ahead, and no tokens, which cannot.
+
+  Args:
+    cfg: the run, resolved or not.
+    devices: how many share it; 0 = as few as its mesh needs.
+    plan: what `describe` says of it.
+
+  Returns:
+    `mesh.fsdp`, `bytes` of a device, `bytes_with` the axis, `prefer` (it takes no more memory, so
+    that it fits wherever the other does) and `obstacle` (why there is no such mesh, "" if there
+    is); None if the mesh has no expert axis.
+  """
+  mesh = cfg.mesh
+  if mesh.expert == 1:
+    return None
+  fsdp = mesh.fsdp * mesh.expert
+  found = {"mesh.fsdp": fsdp, "bytes": 0, "bytes_with": planned_bytes(plan), "prefer": False}
+  folded = dataclasses.replace(cfg, mesh=dataclasses.replace(mesh, fsdp=fsdp, expert=1))
+  try:
+    found["bytes"] = planned_bytes(describe(folded, devices))
+  except ValueError as e:
+    return {**found, "obstacle": str(e)}
+  return {**found, "prefer": found["bytes"] <= found["bytes_with"], "obstacle": ""}
+
+
+def render(found: dict[str, Any]) -> list[str]:
+  """What `without_expert_axis` found, as text."""
+  sizes = f"mesh.fsdp={found['mesh.fsdp']}, mesh.expert=1"
+  if found["obstacle"]:
+    return [f"the expert axis stays: {sizes} cannot be used.", f"  {found['obstacle']}"]
+  gap = (found["bytes"] - found["bytes_with"]) / GIB
+  size = f"{found['bytes'] / GIB:,.3f} GiB a device"
+  if found["prefer"]:
+    return [
+      f"experts fit without an expert axis: prefer {sizes}.",
+      f"  {size}, {-gap:,.3f} less than this mesh, and no tokens are exchanged",
+    ]
+  return [
+    f"without an expert axis: {sizes} takes {size}, {gap:,.3f} more than this mesh.",
+    "  Prefer it if that fits: no tokens are exchanged",
+  ]

@@ -1,0 +1,73 @@
+"""The planner on the expert axis: what the exchange of tokens takes, and whether it is needed."""
+
+import re
+
+import pytest
+from commands import forked
+from helpers import tiny_config
+
+from ats_jax.planner.describe import describe
+from ats_jax.planner.expert_axis import render, without_expert_axis
+
+EXPERTS = {
+  "model.vocab_size": 384,
+  "model.d_model": 64,
+  "moe.num_experts": 8,
+  "moe.top_k": 1,
+  "data.seq_len": 64,
+  "data.batch_size": 16,
+  "mesh.expert": 8,
+}
+
+
+def activations(**changes):
+  settings = {name.replace("__", "."): value for name, value in changes.items()}
+  return describe(tiny_config(EXPERTS | settings))["device_bytes_estimated"]["activations"]
+
+
+@pytest.mark.parametrize("how", ["allgather", "ragged", "bins"])
+def test_activations_grow_with_the_room_and_not_with_the_devices(how):
+  """Of two layers: each further row of room is kept as input, gate, up, product and output."""
+  at = lambda factor: activations(moe__exchange=how, moe__exchange_factor=factor)
+  rows = 2 * 64  # of a device: rows of text x tokens, one choice each
+  widths = {"input": 64, "gate": 64, "up": 64, "product": 64, "output": 64}
+  a_row = 4 * sum(widths.values())
+  more = (at(2.0) - at(1.0)) / (2 * rows)
+  # A row that `ragged` brings is computed again; places and tiles take some more.
+  assert 0.75 * a_row <= more < 1.3 * a_row
+  assert at(8.0) - at(1.0) > 6.5 * (at(2.0) - at(1.0))  # room for the worst case
+
+
+def test_no_axis_is_preferred_where_it_takes_no_more():
+  cfg = tiny_config(EXPERTS | {"moe.exchange_factor": 8.0})
+  found = without_expert_axis(cfg, 0, describe(cfg))
+  assert found["prefer"] and found["mesh.fsdp"] == 8
+  folded = describe(tiny_config(EXPERTS | {"mesh.fsdp": 8, "mesh.expert": 1}))
+  parts = (folded["device_bytes_exact"], folded["device_bytes_estimated"])
+  assert found["bytes"] == sum(sum(part.values()) for part in parts)
+  assert render(found)[0] == (
+    "experts fit without an expert axis: prefer mesh.fsdp=8, mesh.expert=1."
+  )
+
+
+def test_an_axis_that_is_needed_is_said_to_be():
+  odd = EXPERTS | {"model.d_model": 36, "model.head_dim": 8}
+  cfg = tiny_config(odd)
+  found = without_expert_axis(cfg, 0, describe(cfg))
+  assert not found["prefer"] and "d_model=36" in found["obstacle"]
+  assert render(found)[0].startswith("the expert axis stays")
+  dense = tiny_config({"model.vocab_size": 384})
+  assert without_expert_axis(dense, 0, describe(dense)) is None
+
+
+def test_where_it_takes_more_the_user_decides():
+  found = {"mesh.fsdp": 4, "bytes": 3 << 30, "bytes_with": 2 << 30, "prefer": False, "obstacle": ""}
+  assert "takes 3.000 GiB a device, 1.000 more than this mesh" in render(found)[0]
+
+
+def test_plan_says_so():
+  flags = ("--config.mesh.expert=4", "--config.moe.exchange_factor=4.0")
+  text = forked("ats_jax.plan", "--config=configs/debug.py:moe", "--devices=4", *flags).out
+  assert re.search(r"prefer mesh.fsdp=4, mesh.expert=1\.\n  .* GiB a device", text)
+  plain = forked("ats_jax.plan", "--config=configs/debug.py:moe", "--devices=4").out
+  assert "expert axis" not in plain
