@@ -21,7 +21,7 @@ from helpers import (
 from ats_jax.bench.cases import grouped_matmul_case, real_cases, toy_cases
 from ats_jax.bench.measure import relative_errors
 from ats_jax.ops import kernels, registry, requirements
-from ats_jax.ops.cross_entropy import HEAD_AXES, X_AXES, linear_cross_entropy
+from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
 from ats_jax.ops.fp8_matmul import SAVED_NAMES
 from ats_jax.ops.linear import linears
 from ats_jax.ops.registry import XLA
@@ -163,7 +163,8 @@ def test_the_loss_is_that_of_xla(shape, calls):
       sums = linear_cross_entropy(x, head, targets, mask, 0.1, 0.2, 32, slots)
       return sums.objective, sums
 
-    x, head = reshard(draw(0, 8, 6, 16), *X_AXES), reshard(draw(1, 40, 16), *HEAD_AXES)
+    x, head = draw(0, 8, 6, 16), reshard(draw(1, 40, 16), *HEAD_AXES)
+    x = reshard(x, *x_axes(x))
     g = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True) if with_grads else f)
     called = "custom_call @ats_cross_entropy" in g.lower(x, head).as_text()
     return called, jax.tree.map(lambda a: np.asarray(a, np.float32), jax.tree.leaves(g(x, head)))
