@@ -328,7 +328,11 @@ def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
   kept = snapshots.newest(checkpoints.steps())
   if kept is not None:
     step, state, extra = kept
-    return Origin(step, extra, lambda abstract: state)
+    # The program may have changed since, in what it does with the same arrays (`relieved`).
+    as_now = lambda abstract: jax.tree.unflatten(
+      jax.tree.structure(abstract), jax.tree.leaves(state)
+    )
+    return Origin(step, extra, as_now)
   newest = checkpoints.newest()
   if newest is None:
     return Origin()

@@ -30,13 +30,13 @@ SLOW = """
 import os
 import time
 
-from ats_jax import run
+from ats_jax import feed
 from configs.debug import get_config  # noqa: F401
 
-to_global, batches = run.to_global, 0
+to_global, batches = feed.to_global, 0
 
 
-def slow_feed(*args):
+def slow_feed(*args, **kwargs):
   global batches
   batches += 1
   if batches < SLOW_STEPS:
@@ -44,11 +44,11 @@ def slow_feed(*args):
   elif not os.path.exists("ONCE"):
     open("ONCE", "w").close()
     time.sleep(1000)
-  return to_global(*args)
+  return to_global(*args, **kwargs)
 
 
 if os.environ["JAX_PROCESS_ID"] == "1":
-  run.to_global = slow_feed
+  feed.to_global = slow_feed
 """
 
 
@@ -108,22 +108,22 @@ def test_without_a_launcher_the_other_ends_soon_and_in_a_line(dead, settings, tm
 FAILS = """
 import os
 
-from ats_jax import run
+from ats_jax import feed
 from configs.debug import get_config  # noqa: F401
 
-to_global, batches = run.to_global, 0
+to_global, batches = feed.to_global, 0
 
 
-def broken_feed(*args):
+def broken_feed(*args, **kwargs):
   global batches
   batches += 1
   if batches == 15:
     raise FAILURE
-  return to_global(*args)
+  return to_global(*args, **kwargs)
 
 
 if os.environ["JAX_PROCESS_ID"] == "1":
-  run.to_global = broken_feed
+  feed.to_global = broken_feed
 """
 
 

@@ -32,7 +32,7 @@ def test_a_run_keeps_its_log_and_appends_when_it_goes_on(tmp_path, text):
   kept = (tmp_path / "run" / "log.txt").read_text()
   for words in ("parameters:", "peak of a device: none is known of 'cpu'", "speed on"):
     assert words in kept and words in shown
-  line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    mesh: data=")
+  line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    mesh: stage=1, data=")
   assert len([x for x in kept.splitlines() if line.match(x)]) == 1
   more = [x for x in text if not x.startswith("num_steps")]
   finish(start(tmp_path / "run", "num_steps=4", *more))
