@@ -39,8 +39,9 @@ def join(cfg: Config) -> None:
   connect = functools.partial(
     jax.distributed.initialize,
     initialization_timeout=cfg.join_secs,
-    # After its `Watchdog`, which says a line where this one says a page.
-    heartbeat_timeout_seconds=2 * cfg.heartbeat_secs,
+    # After its `Watchdog`, which says a line where this one says a page. Beats come at half this
+    # time, so of a process that stops right before its next one only half of it is left.
+    heartbeat_timeout_seconds=4 * cfg.heartbeat_secs,
   )
   if place is not None:
     facts = {"ats_jax": __version__, "jax": jax.__version__} | flatten(cfg)
