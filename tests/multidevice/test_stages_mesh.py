@@ -153,7 +153,7 @@ def test_two_stages_equal_one_device():
     ("moe", {"stage": 2, "expert": 2}),
     ("moe", {"stage": 2, "fsdp": 2, "tensor": 2}),
     ("capacity", {"stage": 2, "expert": 2}),
-    ("alternating", {"stage": 2}),
+    pytest.param("alternating", {"stage": 2}, marks=pytest.mark.slow),
     ("mod", {"stage": 2, "data": 2}),
   ],
   ids=str,

@@ -43,7 +43,7 @@ def every(cfg, devices):
   ("settings", "devices"),
   [
     (DENSE | {"data.batch_size": 2}, 2),
-    pytest.param(MOE | {"data.batch_size": 4}, 2, marks=pytest.mark.thorough),
+    pytest.param(MOE | {"data.batch_size": 4}, 2, marks=pytest.mark.slow),
   ],
 )
 def test_the_pick_is_the_fastest_of_all_that_fit(settings, devices):
