@@ -39,8 +39,8 @@ def join(cfg: Config) -> None:
   connect = functools.partial(
     jax.distributed.initialize,
     initialization_timeout=cfg.join_secs,
-    # After its `Watchdog`, which says a line where this one says a page. Beats come at half this
-    # time, so of a process that stops right before its next one only half of it is left.
+    # After its `Watchdog`, which says a line where this one says a page. A beat comes each half of
+    # this time: of a process that freezes right before one, only the other half is left.
     heartbeat_timeout_seconds=4 * cfg.heartbeat_secs,
   )
   if place is not None:

@@ -328,7 +328,7 @@ def find_origin(checkpoints: CheckpointManager, snapshots: Snapshots) -> Origin:
   kept = snapshots.newest(checkpoints.steps())
   if kept is not None:
     step, state, extra = kept
-    # The program may have changed since, in what it does with the same arrays (`relieved`).
+    # A program with smaller micro-batches (`relieved`) has the same arrays, in another structure.
     as_now = lambda abstract: jax.tree.unflatten(
       jax.tree.structure(abstract), jax.tree.leaves(state)
     )

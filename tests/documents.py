@@ -250,7 +250,7 @@ class Reader:
       return f"{flag}=" + ",".join(f"{n}{eq}{self._text(path)}" for n, eq, path in entries)
     if flag == "--config.data.tokenizer" and "/" in value:
       return f"{flag}={self._workdir(value.rpartition('/')[0])}/tokenizer.json"
-    if flag in ("--out", "--hardware") and value.endswith((".html", ".json")):
+    if flag == "--hardware" or (flag == "--out" and value.endswith(".html")):
       return f"{flag}={self._path(value)}"
     if flag in ("--workdir", "--out"):
       return f"{flag}={self._path(value) if new else self._workdir(value)}"

@@ -100,14 +100,8 @@ def folder(tmp_path_factory) -> Path:
   return folder
 
 
-# What the modes of one source do, the phases of the others do too.
-SLOW = ("base_only", "finetuning_only")
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-  "mode", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MODES]
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
   paths, settings = MODES[mode]
   whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -167,11 +167,7 @@ def look(look):
 @pytest.mark.parametrize(
   ("action", "says"),
   [
-    pytest.param(
-      "Rollback()",
-      "orchestrator: rolls back to snapshots in host memory",
-      marks=pytest.mark.slow,
-    ),
+    ("Rollback()", "orchestrator: rolls back to snapshots in host memory"),
     ("ChangeSettings((('checkpoint.every_steps', 7),))", "orchestrator: other settings from step"),
   ],
 )

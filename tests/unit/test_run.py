@@ -12,19 +12,20 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import named_leaves, tiny_config
 
 from ats_jax import run as run_module
 from ats_jax import workdir
-from ats_jax.checkpoint import abstract_like
+from ats_jax.checkpoint import CheckpointManager, abstract_like
+from ats_jax.config.schema import CheckpointConfig
 from ats_jax.data.splits import open_datasets
 from ats_jax.length import with_length
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.nobody import NoSupervisor
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.planner.budget import budget
-from ats_jax.run import InitFrom, open_run
-from ats_jax.step.program import Program
+from ats_jax.run import InitFrom, find_origin, open_run
+from ats_jax.step.program import Program, make_program
 from ats_jax.step.schedule import learning_rate
 from ats_jax.train import train
 
@@ -260,6 +261,23 @@ def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
   planted = pytest.raises(jax.errors.JaxRuntimeError, match="planted")
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run, planted:
     run.compiled_step(1)
+
+
+def test_a_snapshot_has_the_structure_of_the_program_that_goes_on(mesh, tmp_path):
+  """Smaller micro-batches are another program of the same arrays: compiled, it takes no other."""
+  before, after = (make_program(tiny_config({"step.accum_steps": n})) for n in (1, 2))
+  state, snapshots = before.init(), Snapshots(every_steps=1, max_bytes=2**40)
+  snapshots.start(3, state)
+  abstract = abstract_like(after.init(abstract=True), mesh)
+  assert jax.tree.structure(abstract) != jax.tree.structure(state)
+  with CheckpointManager(tmp_path, CheckpointConfig()) as checkpoints:
+    origin = find_origin(checkpoints, snapshots)
+  restored = origin.restore(abstract)
+  assert origin.step == 3 and jax.tree.structure(restored) == jax.tree.structure(abstract)
+  for (name, got), want in zip(
+    named_leaves(restored.model).items(), named_leaves(state.model).values(), strict=True
+  ):
+    np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 @pytest.mark.thorough
