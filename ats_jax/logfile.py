@@ -25,11 +25,15 @@ def file_name(process: int) -> str:
 def verbosity(cfg: LogConfig) -> Iterator[None]:
   """Within it, lines less severe than `cfg.level` are left out, on the screen and in the file."""
   before = logging.get_verbosity()
+  loggers = (std_logging.getLogger(), logging.get_absl_logger())
+  levels = [logger.level for logger in loggers]  # absl's is "not set" until its verbosity is set
   logging.set_verbosity(cfg.level)
   try:
     yield
   finally:
     logging.set_verbosity(before)
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)
 
 
 @contextlib.contextmanager

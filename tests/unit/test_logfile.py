@@ -70,11 +70,14 @@ def test_each_process_has_its_own_and_a_torn_line_is_ended(tmp_path):
   assert torn == "torn" and after.endswith("after")
 
 
-def test_the_level_is_as_it_was_afterwards():
+@pytest.mark.parametrize("level", [std_logging.NOTSET, std_logging.WARNING])
+def test_the_level_is_as_it_was_afterwards(monkeypatch, level):
+  logger = logging.get_absl_logger()
+  monkeypatch.setattr(logger, "level", level)  # NOTSET: in a process that has set none so far
   before = logging.get_verbosity()
   with logfile.verbosity(LogConfig(level="debug")):
     assert logging.get_verbosity() == logging.DEBUG
-  assert logging.get_verbosity() == before
+  assert logging.get_verbosity() == before and logger.level == level
 
 
 FULL = """
