@@ -330,7 +330,7 @@ def _leave_broken(error: BaseException) -> None:
   """
   if _GLOO.search(str(error)):
     line = str(error).splitlines()[0]
-    _leave(error, f"another process of the job is gone: {line}", code=exits.FAULT)
+    _leave(error, f"another process of the job is gone: {line}", code=exits.LEFT)
 
 
 def _leave_job(

@@ -10,9 +10,11 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from ats_jax.exits import DONE, REFUSED, STOPPED
+from ats_jax.exits import DONE, LEFT, REFUSED, STOPPED
 
 POLL_SECS = 0.05
+# A process that is ending closes its connections first: another may see that, and end before it.
+BLAME_SECS = 3.0
 
 
 class Job:
@@ -73,16 +75,20 @@ class Job:
       self._pass_on(self.told, None)
 
   def _wait(self) -> tuple[int, int]:
-    """Rank and code of the process that fails first, or of the first if all end in good order."""
+    """Rank and code of the process that ends the job, or of the first if all end in good order.
+
+    Of several failures it is the one that refused, or else one that was not left alone by another.
+    """
+    until = float("inf")  # somebody is to blame for what was seen
     while True:
       codes = [process.poll() for process in self.processes]
       ended = [(code, rank) for rank, code in enumerate(codes) if code not in (None, DONE, STOPPED)]
-      if failed := [(code != REFUSED, code, rank) for code, rank in ended]:
-        # Of several failures, name the process that refused or was killed, not those that failed
-        # because it was gone.
-        _, code, rank = min(failed)
-        return rank, code
-      if None not in codes:
+      if failed := [(code != REFUSED, code == LEFT, code, rank) for code, rank in ended]:
+        *_, code, rank = min(failed)
+        until = min(until, time.monotonic() + BLAME_SECS)
+        if code != LEFT or None not in codes or time.monotonic() > until:
+          return rank, code
+      elif None not in codes:
         return 0, max(code for code in codes if code is not None)
       time.sleep(POLL_SECS)
 

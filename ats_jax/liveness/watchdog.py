@@ -22,7 +22,7 @@ from absl import logging
 
 from ats_jax import paths
 from ats_jax.config import Config
-from ats_jax.exits import FAULT
+from ats_jax.exits import FAULT, LEFT
 from ats_jax.liveness.beats import OVER, READING, START, Beat, Roll, behind
 from ats_jax.liveness.board import Board
 from ats_jax.liveness.devices import health
@@ -60,8 +60,9 @@ class Watchdog:
   """Watches the loop of this process, and the other processes of its job. A context manager.
 
   In a job, a process that hangs or is left alone writes the Python stacks of its threads into the
-  workdir, tells the others, which do the same, and ends with exit code 1. Outside a job the stacks
-  are written and a warning is logged, once; nothing is ended, as nobody would start it again.
+  workdir, tells the others, which do the same, and ends: with exit code 1 if it hangs itself, with
+  69 if another process is to blame. Outside a job the stacks are written and a warning is logged,
+  once; nothing is ended, as nobody would start it again.
 
   Time in which this process was itself stopped (Ctrl-Z, a laptop that sleeps) does not count.
 
@@ -189,11 +190,12 @@ class Watchdog:
       if self._busy and self._place() in STEP_PHASES:
         self._since = now  # waiting for who compiles or saves is no fault
       self._set_alarm()
-      why = self._alone(now)  # also of a process that fails: to close, it may wait for others
-      if not self._ends:
-        why = self._told or self._hangs(now) or why
+      hangs = "" if self._ends or self._told else self._hangs(now)
+      told = "" if self._ends else self._told
+      # Also of a process that fails: to close, it may wait for others.
+      why = told or hangs or self._alone(now)
       if why and self._board is not None:
-        self._end(why)
+        self._end(why, FAULT if hangs else LEFT)
       elif why and not warned:
         logging.error("%s. Its stacks are in %s.", why, self._write_stacks(why))
         warned = True
@@ -225,8 +227,8 @@ class Watchdog:
     else:
       faulthandler.dump_traceback_later(limit + LAST_SECS, exit=True)
 
-  def _end(self, why: str) -> None:
-    """Write the stacks, see that the others do, and end."""
+  def _end(self, why: str, code: int) -> None:
+    """Write the stacks, see that the others do, and end with an exit code."""
     if not self._rank and not self._roll.silent(self._heartbeat_secs, time.monotonic()):
       why = f"{why}; {behind(self._roll.beats)}"
     self._ends = why
@@ -240,7 +242,7 @@ class Watchdog:
     logging.flush()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(FAULT)
+    os._exit(code)
 
   def _write_stacks(self, why: str) -> str:
     """Put the stacks of all threads behind those of earlier; returns where they are."""

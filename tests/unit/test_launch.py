@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ats_jax.exits import REFUSED, STOPPED
+from ats_jax.exits import LEFT, REFUSED, STOPPED
 
 LAUNCH = """
 import sys
@@ -67,6 +67,22 @@ def test_restarts_are_bounded_and_the_code_is_passed_on(program, code, count, sa
   _, err = job.communicate(timeout=30)
   assert job.returncode == code and starts(tmp_path, 0) == count
   assert says in err
+
+
+@pytest.mark.parametrize(
+  ("other", "code", "says"),
+  [
+    ("time.sleep(0.5); sys.exit(7)", 7, "process 1 ended with code 7"),
+    ("time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was killed by"),
+    ("time.sleep(60)", LEFT, f"process 0 ended with code {LEFT}"),
+  ],
+)
+def test_the_one_that_was_left_alone_is_named_only_if_no_other_ends(other, code, says, tmp_path):
+  """A process may see that another ends before the launcher does."""
+  job = launch(f"if rank == 0: sys.exit({LEFT})\n{other}", tmp_path)
+  _, err = job.communicate(timeout=60)
+  assert job.returncode == code and err.count(f"launch: {says}") == 3
+  assert starts(tmp_path, 0) == starts(tmp_path, 1) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
