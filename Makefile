@@ -6,6 +6,8 @@ JAX ?=
 EXTRAS ?= dev
 # What installs into it: pip, or something faster (.ci/run has uv).
 INSTALL ?= $(BIN)/python -m pip install --quiet
+# Processes of pytest: one more than there are cores, as some tests wait for runs that they start.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 CONFIG ?= configs/debug.py
 WORKDIR ?= runs/debug
 ARGS ?=
@@ -24,7 +26,7 @@ train: $(STAMP)
 	$(BIN)/python -m ats_jax train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Files that compile nothing and start no process: what to run at each edit.
 quick: $(STAMP)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 from program_cache import kept_programs
 from xla_flags import QUICK, devices
@@ -39,6 +40,12 @@ def pytest_ignore_collect(collection_path, config):
   if config.getoption("quick") and collection_path.match("test_*.py"):
     return not is_quick(collection_path) or None
   return None
+
+
+def pytest_collection_modifyitems(items):
+  """Put files of whole runs first: one that begins last keeps a single process busy at the end."""
+  folder = Path(__file__).parent
+  items.sort(key=lambda item: item.path.parent not in (folder / "e2e", folder / "unit"))
 
 
 @pytest.fixture
