@@ -42,7 +42,7 @@ SHAPES = {
   "moe": dict(num_layers=12, d_model=1024, **GQA, d_ff=2816, vocab_size=32768),
 }
 EXPERTS = {"moe": dict(num_experts=16, top_k=2, d_ff=1408)}
-ROWS = {"toy": (4, 64), "350m": (16, 2048), "moe": (16, 2048)}  # batch, tokens of a row
+ROWS = {"toy": (4, 64), "350m": (16, 2048), "moe": (8, 2048)}  # batch, tokens of a row
 MAX_ERROR = {"float32": 1e-3, "bfloat16": 3e-2}  # nats, of the first loss
 _SIZES = flags.DEFINE_list("sizes", ["350m", "moe"], f"Which models: {', '.join(SHAPES)}.")
 _DEVICE = flags.DEFINE_string("device", "cuda", "cuda, or cpu to try it.")
