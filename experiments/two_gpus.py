@@ -47,10 +47,11 @@ COMMON: Settings = {
 ATS = (sys.executable, "-m", "ats_jax")
 QUICK = "--xla_backend_optimization_level=0"  # to compile
 TOY: Settings = {"model.vocab_size": 512, "data.max_segments": 16}
-# In a loop over layers, as that compiles in a third of the time.
+# In a loop over layers and without Triton's matmuls, as that compiles in a third of the time.
 EXPERTS: Settings = {
   "model.num_layers": 8, "moe.num_experts": 8, "moe.top_k": 2, "moe.d_ff": 4096,
   "step.remat": "names", "step.scan_unroll": 1, "ops.strict": False,
+  "step.compiler_options": "xla_gpu_enable_triton_gemm=false",
 }  # fmt: skip
 TOY_EXPERTS: Settings = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 64}
 WAYS = ("allgather", "ragged", "bins")
@@ -243,9 +244,9 @@ def torch_speed(lab: Lab, child: Child, until: float) -> None:
   finally:
     child.end()
     (lab.out / "torch_speed.txt").write_text(child.text() + "\n")
-  table = [line for _, line in child.lines if line.startswith("|")]
-  secs = time.time() - child.began
-  lab.row("G", "torch_speed", code=code, secs=secs, table=table, beside=lab.names[:-1])
+  lines = [line for _, line in child.lines if line.startswith(("|", "moe:"))]
+  found = {"code": code, "secs": time.time() - child.began, "beside": lab.names[:-1]}
+  lab.row("G", "torch_speed", **found, lines=lines, last=child.lines[-1][1])
 
 
 def disturbed(lab: Lab, steps: int, until: float) -> None:
@@ -266,10 +267,11 @@ def disturbed(lab: Lab, steps: int, until: float) -> None:
     if "D" in _PARTS.value:
       stopped = disturb(job, signal.SIGSTOP, until)
       at, line = job.when("without a sign of life", min(until, stopped + 60), stopped)
-      found = {"to_line": at - stopped, "line": line, "heartbeat_secs": COMMON["heartbeat_secs"]}
-      found |= recovery(job, stopped, min(until, stopped + 120))
+      found = recovery(job, stopped, min(until, stopped + 120))
+      heartbeat = COMMON["heartbeat_secs"]
+      lab.row("D", "SIGSTOP of process 1", heartbeat=heartbeat, to_line=at - stopped, line=line,
+              stacks=(folder / "stacks.txt").exists(), **found)  # fmt: skip
       shutil.copy(folder / "stacks.txt", lab.out)
-      lab.row("D", "SIGSTOP of process 1", **found)
 
 
 def newest(folder: Path) -> int:
@@ -288,7 +290,7 @@ def disturb(job: Child, number: signal.Signals, until: float) -> float:
 
 
 def recovery(job: Child, at: float, until: float) -> dict[str, Any]:
-  """Seconds from a disturbance to what follows it."""
+  """Seconds from a disturbance to what follows it, as far as that came."""
   events, after = {}, at
   before = [line for came, line in job.lines if came <= at and re.match(line_of(r"\d+"), line)]
   for name, pattern in (
@@ -299,7 +301,10 @@ def recovery(job: Child, at: float, until: float) -> dict[str, Any]:
     ("first_step", "first step done"),
     ("first_row", line_of(r"\d+")),
   ):
-    after, line = job.when(pattern, until, after - 1e-6)
+    try:
+      after, line = job.when(pattern, until, after - 1e-6)
+    except (TimeoutError, ChildProcessError) as error:
+      return events | {"failed": str(error)}
     events[f"to_{name}"] = after - at
     if name in ("ended", "restored", "first_row"):
       events[name] = line.strip()
