@@ -106,7 +106,7 @@ def _in_other_parts(cfg: Config, before: Mapping[str, int], count: int) -> Confi
     raise ValueError(
       f"this run was on {before['count']} devices and cannot go on on {count}: its mesh and its "
       f"{batch} rows of data.batch_size, which stay the same, do not divide over them. Use "
-      f"{' or '.join(map(str, good))} devices, or another mesh.{{stage,data,fsdp,expert,tensor}}."
+      f"{' or '.join(map(str, good))} devices, or another mesh.{{stage,data,fsdp,expert,context,tensor}}."
     )
   rows = {n: _rows(with_accum_steps(cfg, n), count) for n in parts}
   light = [n for n in parts if rows[n] <= before["rows"]] or parts[-1:]
