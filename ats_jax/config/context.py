@@ -3,7 +3,6 @@
 from ats_jax.config.curriculum import LEAST_LENGTH
 from ats_jax.config.schema import Config
 
-
 PROBE_POSITIONS = 256  # of the orchestrator's blocks, where rows are longer
 
 
@@ -19,8 +18,8 @@ def context(cfg: Config) -> None:
     return
   if cfg.data.seq_len % ways:
     raise ValueError(
-      f"mesh.context={ways} does not divide data.seq_len={cfg.data.seq_len}: each device has as many "
-      f"positions of a row. Use a multiple of {ways}."
+      f"mesh.context={ways} does not divide data.seq_len={cfg.data.seq_len}: the devices along a "
+      f"row have equal parts of it. Use a multiple of {ways}, or another mesh.context."
     )
   if cfg.model.num_heads % (ways * tensor):
     raise ValueError(

@@ -95,7 +95,8 @@ def _weights_and_gradients(
 ) -> dict[str, float | None]:
   """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
   mesh, micro = jax.sharding.get_abstract_mesh(), cfg.step.accum_steps
-  compute, batch_axes = jnp.dtype(cfg.precision.compute_dtype).itemsize, {*mesh_axes("rows"), *mesh_axes("seq")}
+  compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
+  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
   params: Any = trainable(state.model)
   leaves = [
     jax.tree.leaves(tree)
@@ -117,7 +118,7 @@ def _weights_and_gradients(
       new += whole * weight.dtype.itemsize
     if "fsdp" in _axes(grad):
       scattered += whole * grad.dtype.itemsize
-    ways = math.prod(mesh.shape[axis] for axis in batch_axes - _axes(grad))
+    ways = math.prod(mesh.shape[axis] for axis in token_axes - _axes(grad))
     summed[ways] = summed.get(ways, 0) + size * grad.dtype.itemsize
   fsdp = mesh.shape["fsdp"]
   sums = [hardware.seconds("all_reduce", size, ways) for ways, size in summed.items()]
@@ -152,7 +153,8 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
     for width in swapped_widths(cfg)
   ]
-  swapped = None if None in swaps else micro * layers * (2 + again) * sum(filter(None, swaps))
+  passes = 2 if cfg.step.remat == "none" else 3  # no policy keeps what was swapped
+  swapped = None if None in swaps else micro * layers * passes * sum(filter(None, swaps))
   return {
     "activations summed": summed,
     "heads swapped": swapped,
