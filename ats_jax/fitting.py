@@ -16,6 +16,7 @@ from ats_jax import paths
 from ats_jax.config import Config
 from ats_jax.paths import Path
 from ats_jax.sharding.mesh import mesh_sizes
+from ats_jax.sharding.rules import MESH_AXES
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
 DEVICES = "devices"  # where a checkpoint keeps what `fitted` gives
@@ -106,7 +107,7 @@ def _in_other_parts(cfg: Config, before: Mapping[str, int], count: int) -> Confi
     raise ValueError(
       f"this run was on {before['count']} devices and cannot go on on {count}: its mesh and its "
       f"{batch} rows of data.batch_size, which stay the same, do not divide over them. Use "
-      f"{' or '.join(map(str, good))} devices, or another mesh.{{stage,data,fsdp,expert,tensor}}."
+      f"{' or '.join(map(str, good))} devices, or another mesh.{{{','.join(MESH_AXES)}}}."
     )
   rows = {n: _rows(with_accum_steps(cfg, n), count) for n in parts}
   light = [n for n in parts if rows[n] <= before["rows"]] or parts[-1:]

@@ -49,9 +49,10 @@ def kernels_of(op: str, name: str) -> Kernels:
 
 
 def make_test_mesh(
-  data: int, fsdp: int, tensor: int, expert: int = 1, stage: int = 1
+  data: int, fsdp: int, tensor: int, expert: int = 1, stage: int = 1, context: int = 1
 ) -> jax.sharding.Mesh:
   named = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert, "stage": stage}
+  named["context"] = context
   sizes = tuple(named[axis] for axis in MESH_AXES)
   return jax.make_mesh(sizes, MESH_AXES, devices=jax.devices()[: math.prod(sizes)])
 

@@ -8,6 +8,7 @@ from typing import Any
 from ats_jax import extensions, paths
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
 from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.phases import phases
@@ -24,7 +25,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, _latents, _rope, _windows, _gate)
+  of_model = (_heads, context, _latents, _rope, _windows, _gate)
   of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
@@ -367,7 +368,7 @@ def _eight_bits(cfg: Config) -> None:
     "model.num_heads x v_head_dim": model.num_heads * model.v_head_dim // tensor,
     "model.num_heads x latent_rope_dim": model.num_heads * model.latent_rope_dim // tensor,
     "model.d_ff": model.d_ff // tensor,
-    "data.seq_len": cfg.data.seq_len,
+    "data.seq_len": cfg.data.seq_len // cfg.mesh.context,
   }
   for name, width in widths.items():
     if width % EIGHT_BIT_MULTIPLE:

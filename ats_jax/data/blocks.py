@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from ats_jax.config.context import PROBE_POSITIONS
 from ats_jax.data.rows import Rows
 
-SHORT = 256  # positions in a block, where rows are longer
+SHORT = PROBE_POSITIONS  # in a block, where rows are longer
 
 
 def sample_blocks(ds: Rows, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:

@@ -271,13 +271,13 @@ def _mesh(found: Found) -> None:
     ("data_parallel_replicate_degree", "mesh.data"),
     ("tensor_parallel_degree", "mesh.tensor"),
     ("expert_parallel_degree", "mesh.expert"),
+    ("context_parallel_degree", "mesh.context"),
   ):
     if found.whole(prefix + theirs, 1) > 1:
       found.take(prefix + theirs, ours)
     else:
       found.ignore("off", prefix + theirs)
   found.expect(f"{prefix}pipeline_parallel_degree", 1, what="there is no pipeline")
-  found.expect(f"{prefix}context_parallel_degree", 1, what="a row is not cut over devices")
   cuts = (f"{prefix}pipeline_parallel_", f"{prefix}context_parallel_")
   details = [n for n in found.values if n.startswith(cuts) and not n.endswith("_degree")]
   found.ignore("of a pipeline or a cut of rows, which the line of its degree is about", *details)

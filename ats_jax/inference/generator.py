@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from ats_jax.data.tokenizer import StreamDecoder, Tokenizer
 from ats_jax.model.decoder import Cache, Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import num_shards, reshard
+from ats_jax.sharding.rules import whole_rows
 
 
 def generate(
@@ -58,14 +60,19 @@ def generate_tokens(
   padded = max(16, 1 << (len(ids) - 1).bit_length())
   length = -(-(padded + cfg.max_tokens) // 64) * 64
   rows = num_shards("batch")  # every device needs a row; all rows are alike
-  cache = model.empty_cache(rows, length, rules, model.num.compute_dtype)
+  with whole_rows():
+    cache = model.empty_cache(rows, length, rules, model.num.compute_dtype)
 
   allowed = np.arange(model.cfg.vocab_size) < tokenizer.vocab_size
   allowed[list(tokenizer.special_ids)] = False
   ends = tokenizer.end_ids
   allowed[list(ends)] = True
   drawing = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-  step = functools.partial(_extend, rules=rules, **drawing)
+
+  def step(*args: Any) -> tuple[jax.Array, Cache]:
+    with whole_rows():  # not around the loop: a generator would leave it set for its caller
+      return _extend(*args, rules=rules, **drawing)
+
   key = jax.random.key(seed)
   # The padding's keys sit in slots that are overwritten before a later token sees them.
   prompt_ids = np.full(padded, tokenizer.eos_id, np.int32)

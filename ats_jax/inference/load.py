@@ -90,7 +90,9 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return dataclasses.replace(
     cfg,
-    mesh=dataclasses.replace(cfg.mesh, stage=1, data=-1, fsdp=fsdp, expert=expert, tensor=tensor),
+    mesh=dataclasses.replace(
+      cfg.mesh, stage=1, data=-1, fsdp=fsdp, expert=expert, context=1, tensor=tensor
+    ),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1),
   )

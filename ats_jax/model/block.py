@@ -20,7 +20,9 @@ from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
+from ats_jax.ops.attention import ROW_AXES
 from ats_jax.ops.rope import Scaling, rope_table
+from ats_jax.sharding.apply import reshard
 
 
 class Tokens(NamedTuple):
@@ -32,6 +34,8 @@ class Tokens(NamedTuple):
     rope: cosines and sines of the positions.
     slot_BT: int32 where their keys and values go in a cache; None without one.
     window_rope: `rope` of layers with a window; None = the same.
+    row_ids_BT: the segment ids on every device along a row, gathered once for the attention of all
+      layers; None = as they are.
   """
 
   positions_BT: jax.Array
@@ -39,6 +43,7 @@ class Tokens(NamedTuple):
   rope: RopeTable
   slot_BT: jax.Array | None = None
   window_rope: RopeTable | None = None
+  row_ids_BT: jax.Array | None = None
 
 
 def tokens_at(
@@ -51,7 +56,8 @@ def tokens_at(
   scaling, h = rope_scaling(cfg), cfg.latent_rope_dim or cfg.head_dim
   table = rope_table(positions_BT, h, cfg.rope_theta, scaling)
   other = rope_table(positions_BT, h, cfg.window_rope_theta) if cfg.window_rope_theta else None
-  return Tokens(positions_BT, segment_ids_BT, table, slot_BT, other)
+  row_ids_BT = reshard(segment_ids_BT, *ROW_AXES)
+  return Tokens(positions_BT, segment_ids_BT, table, slot_BT, other, row_ids_BT)
 
 
 def rope_scaling(cfg: ModelConfig) -> Scaling:
@@ -209,10 +215,11 @@ class Block(nnx.Module):
     rope = tokens.rope
     if self.has_window and tokens.window_rope is not None:
       rope = tokens.window_rope
+    ids_BT = tokens.segment_ids_BT if tokens.row_ids_BT is None else tokens.row_ids_BT
     y_BTD, kv = self.attn(
       self.attn_norm(x_BTD),
       rope,
-      segment_ids_BT=tokens.segment_ids_BT,
+      segment_ids_BT=ids_BT,
       cache=kv,
       index_BT=tokens.slot_BT,
       fp8=fp8,

@@ -17,11 +17,20 @@ from ats_jax.model.param import Param, Role, normal, zero_buffer
 from ats_jax.model.stats import MoDStats
 from ats_jax.ops.dispatch import Places, sum_rows, take_rows
 from ats_jax.ops.registry import Kernels
-from ats_jax.sharding.apply import einsum, island
+from ats_jax.sharding.apply import (
+  axis_index,
+  einsum,
+  gather_blocks,
+  island,
+  num_shards,
+  reshard,
+  sum_blocks,
+)
 from ats_jax.sharding.rules import spec
 
 X_AXES = ("batch", "seq", "act_embed")
 TOKEN_AXES = ("batch", "seq")
+ROW_AXES = ("batch", None)  # whole rows, however others are cut
 # Places for tokens under the causal rule, over those it is expected to choose. A row that wants
 # more goes on without them: the first come by position, the others skip the layer and are counted.
 SLACK = 1.25
@@ -58,8 +67,8 @@ class Chosen:
   """The tokens that go through a layer, in order of position.
 
   Attributes:
-    index_BC: int32 where each of them is in its row; arbitrary in empty places.
-    filled_BC: bool.
+    index_BC: int32 where each of them is in its row; arbitrary in empty places. Whole rows.
+    filled_BC: bool; likewise.
     slot_BT: int32 place of each token; C = none.
     gate_BT: float32 weight of the layer's output for each token.
     kernels: what moves rows.
@@ -76,9 +85,10 @@ class Chosen:
 
     def local(x_BTD, index_BC, filled_BC, slot_BT):
       rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT), self.kernels)
-      return rows.reshape(*index_BC.shape, -1)
+      # Of the devices along a row one has the token of a place, and the others zeros.
+      return sum_blocks(rows.reshape(*index_BC.shape, -1), "seq", dim=1)
 
-    axes = (X_AXES, *[TOKEN_AXES] * 3)
+    axes = (X_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
       x_BTD, self.index_BC, self.filled_BC, self.slot_BT
     )
@@ -86,20 +96,19 @@ class Chosen:
   def take_ids(self, ids_BT: jax.Array, empty: int) -> jax.Array:
     """Their integers [batch, places], `empty` in empty places."""
     taken = lambda ids, index: jnp.take_along_axis(ids, index, axis=1)
-    ids_BC = island(taken, in_axes=(TOKEN_AXES, TOKEN_AXES), out_axes=TOKEN_AXES)(
-      ids_BT, self.index_BC
-    )
-    return jnp.where(self.filled_BC, ids_BC, empty)
+    ids_BC = island(taken, in_axes=(ROW_AXES, ROW_AXES), out_axes=ROW_AXES)(ids_BT, self.index_BC)
+    return reshard(jnp.where(self.filled_BC, ids_BC, empty), *TOKEN_AXES)
 
   def put(self, y_BCD: jax.Array) -> jax.Array:
     """`y` times the gate at their own places [batch, seq, d_model], zero elsewhere."""
 
     def local(y_BCD, gate_BT, index_BC, filled_BC, slot_BT):
       places = _places(index_BC, filled_BC, slot_BT)
+      y_BCD = gather_blocks(y_BCD, "seq", dim=1)
       y_ND = sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places, self.kernels)
       return y_ND.reshape(*gate_BT.shape, -1)
 
-    axes = (X_AXES, *[TOKEN_AXES] * 4)
+    axes = (X_AXES, TOKEN_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
       y_BCD, self.gate_BT, self.index_BC, self.filled_BC, self.slot_BT
     )
@@ -110,10 +119,12 @@ def _flat(x_BTD: jax.Array) -> jax.Array:
 
 
 def _places(index_BC: jax.Array, filled_BC: jax.Array, slot_BT: jax.Array) -> Places:
-  """The map of a device's rows, flattened."""
+  """The map of a device's rows or parts of rows, flattened."""
   (batch, seq), capacity = slot_BT.shape, index_BC.shape[1]
   row_B1 = jnp.arange(batch)[:, None]
-  source = jnp.where(filled_BC, index_BC + row_B1 * seq, batch * seq).reshape(-1)
+  index_BC = index_BC - axis_index("seq") * seq
+  is_here_BC = filled_BC & (index_BC >= 0) & (index_BC < seq)
+  source = jnp.where(is_here_BC, index_BC + row_B1 * seq, batch * seq).reshape(-1)
   slot = jnp.where(slot_BT < capacity, slot_BT + row_B1 * capacity, batch * capacity)
   return Places(source_M=source, choice_M=source, slot_NK=slot.reshape(-1, 1))
 
@@ -183,7 +194,11 @@ class Depth(nnx.Module):
         scores_BT = jax.random.uniform(
           key, positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES)
         )
-    scores_BT = jax.lax.stop_gradient(scores_BT)
+    # The tokens of a row compete, so all devices along it see all of them.
+    whole = lambda a_BT: reshard(a_BT, *ROW_AXES)
+    scores_BT, valid_BT, causal_BT = map(
+      whole, (jax.lax.stop_gradient(scores_BT), valid_BT, causal_BT)
+    )
     wanted_BT = causal_BT
     if rules.training and self.cfg.routing != "static":
       wanted_BT = _highest(scores_BT, valid_BT, places)
@@ -192,10 +207,12 @@ class Depth(nnx.Module):
     limit = places if room_B is None else jnp.minimum(places, room_B)[:, None]
     chosen_BT = wanted_BT & (order_BT <= limit)
     count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
+    ways = num_shards("seq")
+    room = -(-places // ways) * ways  # empty places at the end make the parts alike
     chosen = Chosen(
-      index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :places],
-      filled_BC=jnp.arange(places) < count_B1,
-      slot_BT=jnp.where(chosen_BT, order_BT - 1, places),
+      index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :room],
+      filled_BC=jnp.arange(room) < count_B1,
+      slot_BT=reshard(jnp.where(chosen_BT, order_BT - 1, room), *TOKEN_AXES),
       gate_BT=gate_BT,
       kernels=self.kernels,
     )
@@ -205,14 +222,14 @@ class Depth(nnx.Module):
       tokens=total(1),
       routed=total(chosen_BT),
       overflow=total(wanted_BT & ~chosen_BT),
-      gate=total(chosen_BT * gate_BT),
+      gate=total(chosen_BT * whole(gate_BT)),
       agree=total(causal_BT == wanted_BT),
       threshold=threshold,
       rows=rows,
       predictor_loss=(
         jnp.zeros((), wide)
         if predicted_BT is None
-        else total(_binary_cross_entropy(predicted_BT, chosen_BT))
+        else total(_binary_cross_entropy(whole(predicted_BT), chosen_BT))
       ),
     )
     return chosen, stats

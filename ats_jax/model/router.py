@@ -158,7 +158,7 @@ class Router(nnx.Module):
     if self.cfg.score == "sigmoid":
       probs_BTE /= jnp.sum(probs_BTE, axis=-1, keepdims=True) + 1e-20
     num_open = jnp.sum(self.is_open())
-    prob_BE = jnp.einsum("BTE,BT->BE", probs_BTE, valid_BT)
+    prob_BE = einsum("BTE,BT->BE", probs_BTE, valid_BT, axes=("batch", "router"))
     tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1.0)
     share_BE = jax.lax.stop_gradient(load_BE) / (tokens_B1 * self.cfg.top_k)
     log_probs_BTE = jnp.log(jnp.maximum(probs_BTE, 1e-30))

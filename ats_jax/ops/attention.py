@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
+from ats_jax.ops.context_attention import to_cut_rows, to_whole_rows
 from ats_jax.ops.cudnn import SAVED_NAMES
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import island
@@ -15,6 +16,7 @@ from ats_jax.sharding.apply import island
 Q_AXES = ("batch", "seq", "heads", "head_dim")
 KV_AXES = ("batch", "seq", "kv_heads", "head_dim")
 TOKEN_AXES = ("batch", "seq")
+ROW_AXES = ("batch", None)  # whole rows, however others are cut
 
 
 def attention(
@@ -60,7 +62,7 @@ def attention(
     name = kernels.of("attention", "forward")
     raise ValueError(f"attention: {name} has no soft_cap here. Use ops.kernels=attention=xla")
 
-  def local(q, k, v, segments, sinks=None):
+  def of_rows(q, k, v, segments, sinks):
     if kernel is not None:
       narrower = q.shape[-1] - v.shape[-1]
       padded = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else v
@@ -69,10 +71,13 @@ def attention(
     same_B1TT = (segments[:, :, None] == segments[:, None, :])[:, None]
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 
-  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads",),))
+  def local(q, k, v, segments, sinks=None):
+    return to_cut_rows(of_rows(*to_whole_rows(q, k, v), segments, sinks))
+
+  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads_of_rows",),))
   return island(
     local,
-    in_axes=(Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, *sinks_axes),
+    in_axes=(Q_AXES, KV_AXES, KV_AXES, ROW_AXES, *sinks_axes),
     out_axes=Q_AXES,
   )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *sinks)
 

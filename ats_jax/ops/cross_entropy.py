@@ -192,7 +192,7 @@ def _sums_and_grads(
     _local,
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
-    rows=axes[0],
+    over_tokens=lambda s: all_sum(all_sum(s, axes[0]), axes[1]),
     per_token=per_token,
     with_grads=with_grads,
   )
@@ -210,8 +210,10 @@ def x_axes(x_BTD: jax.Array) -> tuple[str, ...]:
   return (row_axis(x_BTD.shape[0]), "seq", "act_embed")
 
 
-def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, rows, per_token, with_grads):
-  """Work on one device's rows and its share of the vocabulary."""
+def _local(
+  x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, over_tokens, per_token, with_grads
+):
+  """Work on one device's tokens and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
   split = functools.partial(_split, chunk=chunk)  # padded tokens have mask 0
@@ -224,17 +226,17 @@ def _local(x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, rows, per_to
   inputs = (split(x_BTD), split(targets_BT), split(mask_BT))
   dhead_VD, (sums, dx) = jax.lax.scan(step, dhead_VD, inputs)
   each = sums.cross_entropy
-  sums = jax.tree.map(lambda s: all_sum(jnp.sum(s), rows), sums)
+  sums = jax.tree.map(lambda s: over_tokens(jnp.sum(s)), sums)
   if per_token:
     sums = sums._replace(cross_entropy=each.reshape(-1)[:tokens].reshape(targets_BT.shape))
   if dhead_VD is None or dx is None:
     return sums, None
   dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
-  return sums, (dx_BTD.astype(x_BTD.dtype), all_sum(dhead_VD, rows))
+  return sums, (dx_BTD.astype(x_BTD.dtype), over_tokens(dhead_VD))
 
 
 def _local_chunk(chunk_tokens, axes):
-  return max(1, chunk_tokens // num_shards(axes[0]))
+  return max(1, chunk_tokens // (num_shards(axes[0]) * num_shards(axes[1])))
 
 
 def _split(a, chunk):

@@ -1,11 +1,14 @@
-"""Table lookup. Letters: B batch, T seq, V vocab, D d_model, C tokens of a chunk."""
+"""Table lookup.
+
+Letters: B batch, T seq, V vocab, D d_model, C tokens of a chunk, S devices along a row.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import einsum, gather_rows, reshard
+from ats_jax.sharding.apply import einsum, gather_rows, num_shards, reshape, reshard
 from ats_jax.sharding.pipeline import row_axis
 
 TABLE_AXES = ("vocab_rows", "act_embed")
@@ -52,14 +55,20 @@ def _backward(dtype, residuals, dx_BTD):
   del dtype
   like_V0, tokens_BT = residuals
   vocab, (batch, seq, d_model) = like_V0.shape[0], dx_BTD.shape
-  chunk = next(c for c in range(min(CHUNK_POSITIONS, seq), 0, -1) if seq % c == 0)
-  split = lambda a, *rest: jnp.swapaxes(a.reshape(batch, seq // chunk, chunk, *rest), 0, 1)
+  ways = num_shards("seq")
+  own = seq // ways  # positions of a row on a device
+  chunk = next(c for c in range(min(CHUNK_POSITIONS, own), 0, -1) if own % c == 0)
+  axes = (row_axis(batch), "seq", None, None)
+
+  def split(a, *rest):
+    shape = (batch, ways, own // chunk, chunk, *rest)
+    return jnp.moveaxis(reshape(a, shape, axes=axes + (None,) * len(rest)), 2, 0)
 
   def step(dtable_VD, inputs):
-    tokens_BC, dx_BCD = inputs
-    one_hot_BCV = jax.nn.one_hot(tokens_BC, vocab, dtype=dx_BCD.dtype)
+    tokens_BSC, dx_BSCD = inputs
+    one_hot_BSCV = jax.nn.one_hot(tokens_BSC, vocab, dtype=dx_BSCD.dtype)
     part_VD = einsum(
-      "BCV,BCD->VD", one_hot_BCV, dx_BCD, axes=TABLE_AXES, preferred_element_type=jnp.float32
+      "BSCV,BSCD->VD", one_hot_BSCV, dx_BSCD, axes=TABLE_AXES, preferred_element_type=jnp.float32
     )
     return dtable_VD + part_VD, None
 

@@ -7,7 +7,7 @@ import jax
 
 from ats_jax.ops.fp8_matmul import fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import all_sum, einsum, island, reshape
+from ats_jax.sharding.apply import all_sum, einsum, island, num_shards, reshape
 
 
 def linears(
@@ -38,11 +38,15 @@ def linears(
   rows = ("batch", "seq")
   if not fp8:
     # As matrices: XLA on a CPU transposes and copies operands that sum over several dimensions.
-    x_TK = reshape(x, (x.shape[0] * x.shape[1], math.prod(x.shape[2:])), axes=("batch", inputs[0]))
+    # The tokens of a device are no block of a matrix where rows are cut along their positions.
+    is_cut = num_shards("seq") > 1
+    tokens, lead = (rows, x.shape[:2]) if is_cut else (rows[:1], (x.shape[0] * x.shape[1],))
+    x_TK = reshape(x, (*lead, math.prod(x.shape[2:])), axes=(*tokens, inputs[0]))
+    formula = "BTK,KN->BTN" if is_cut else "TK,KN->TN"
 
     def times(weight, outputs):
-      weight_KN = weight.reshape(x_TK.shape[1], -1)
-      y_TN = einsum("TK,KN->TN", x_TK, weight_KN, axes=("batch", outputs[0]))
+      weight_KN = weight.reshape(x_TK.shape[-1], -1)
+      y_TN = einsum(formula, x_TK, weight_KN, axes=(*tokens, outputs[0]))
       shape = (*x.shape[:2], *weight.shape[len(inputs) :])
       return reshape(y_TN, shape, axes=(*rows, *outputs))
 

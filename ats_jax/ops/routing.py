@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place
+from ats_jax.sharding.apply import in_place, num_shards
 
 TINY = 1e-20  # no division by 0 where all scores vanish
 
@@ -61,18 +61,18 @@ def _route(logits_BTE, selection_BTE, valid_BT, rule, kernels):
   kernel = registry.kernel("routing", "forward", kernels, **_dims(logits_BTE, rule))
   if kernel is not None:
     run = functools.partial(kernel, **rule._asdict())
-    like = (0, 0, 2)
-    column_BTK, weight_BTK, load_BE = in_place(
-      run, logits_BTE, selection_BTE, valid_BT, out_like=like
-    )
-    return column_BTK, weight_BTK, load_BE
+    args = logits_BTE, selection_BTE, valid_BT
+    if num_shards("seq") == 1:
+      return in_place(run, *args, out_like=(0, 0, 2))
+    # The load that the kernel finds is of a device's part of each row.
+    column_BTK, weight_BTK = in_place(lambda *a: run(*a)[:2], *args, out_like=(0, 0))
+    return column_BTK, weight_BTK, _load(_one_hot(column_BTK, logits_BTE), valid_BT, logits_BTE)
   column_BTK = jax.lax.top_k(selection_BTE, rule.top_k)[1]
   is_chosen_BTKE = _one_hot(column_BTK, logits_BTE)
   weight_BTK = jnp.sum(is_chosen_BTKE * _scores(logits_BTE, rule)[:, :, None], axis=-1)
   if rule.renormalize:
     weight_BTK /= jnp.sum(weight_BTK, axis=-1, keepdims=True) + TINY
-  valid_BT = valid_BT.astype(logits_BTE.dtype)
-  load_BE = jnp.einsum("BTKE,BT->BE", is_chosen_BTKE.astype(valid_BT.dtype), valid_BT)
+  load_BE = _load(is_chosen_BTKE, valid_BT, logits_BTE)
   return column_BTK, rule.scale * weight_BTK, load_BE
 
 
@@ -104,6 +104,13 @@ def _backward(rule, kernels, residuals, cotangents):
 
 
 _route.defvjp(_forward, _backward)
+
+
+def _load(is_chosen_BTKE, valid_BT, logits_BTE):
+  """Choices of valid tokens by row and column."""
+  # No matmul: where the positions are cut, one would have to be told how its result lies.
+  counted_BTKE = is_chosen_BTKE & valid_BT[..., None, None]
+  return jnp.sum(counted_BTKE, axis=(1, 2), dtype=logits_BTE.dtype)
 
 
 def _scores(logits_BTE, rule):

@@ -106,10 +106,12 @@ def render(plan: dict[str, Any]) -> str:
   """The numbers of `describe` as text."""
   run, kv = plan["run"], plan["kv_cache_bytes"]
   stages = run["mesh"]["stage"]
-  shards = run["devices"] // (run["mesh"]["tensor"] * stages)
+  context = run["mesh"]["context"]
+  shards = run["devices"] // (run["mesh"]["tensor"] * context * stages)
+  rows, positions = run["rows_per_micro_batch"] // shards, run["seq_len"] // context
   lines = [
     f"devices: {run['devices']:,} ({', '.join(f'{a}={n}' for a, n in run['mesh'].items())})",
-    f"at a time on each: {run['rows_per_micro_batch'] // shards:,} x {run['seq_len']:,} tokens",
+    f"at a time on each: {rows:,} x {positions:,} tokens",
     *([f"pipeline: {in_words(run['layers'], run['micro_batches'], stages)}"] if stages > 1 else ()),
     "",
     *_table("parameters", ("total", "active"), _parameter_rows(plan["parameters"])),

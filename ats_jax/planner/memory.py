@@ -18,6 +18,7 @@ from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.pipeline import num_stages, one_stage
+from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.balance import rules_at, totals
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.optimizers.base import per_parameter
@@ -73,7 +74,7 @@ def step_memory(
   """
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  shards = num_shards("batch")
+  shards = num_shards("batch") * num_shards("seq")
   tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // shards
   chunk = min(tokens, max(1, cfg.step.loss_chunk_tokens // shards))
   rows = cfg.data.batch_size // cfg.step.accum_steps
@@ -105,7 +106,7 @@ def activations(cfg: Config, state: TrainState, rows: int = 0) -> int:
   rows, seq = rows or cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   _, attention = asked_for(cfg).get("attention.forward", ("", ""))
-  if attention == "xla" or cfg.step.remat != "none" or seq % 2:
+  if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("seq")):
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))
@@ -155,6 +156,7 @@ def kv_cache_bytes(cfg: Config, model: Decoder) -> int:
   """
   rules = rules_at(cfg, cfg.num_steps, training=False)
   rows, dtype = num_shards("batch"), jnp.dtype(cfg.precision.compute_dtype)
-  cache = jax.eval_shape(lambda: model.empty_cache(rows, cfg.data.seq_len, rules, dtype))
+  with whole_rows():
+    cache = jax.eval_shape(lambda: model.empty_cache(rows, cfg.data.seq_len, rules, dtype))
   keys_and_values = [layer.kv for segment in cache for layer in segment]
   return sum(math.prod(a.shape) * dtype.itemsize for a in jax.tree.leaves(keys_and_values)) // rows

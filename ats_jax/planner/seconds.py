@@ -16,7 +16,7 @@ from ats_jax.sharding.apply import mesh_axes, num_shards
 from ats_jax.sharding.pipeline import bubble, num_stages
 from ats_jax.step.state import TrainState
 
-COUNTED = ("data", "fsdp", "expert", "tensor")  # mesh axes whose exchange is known here
+COUNTED = ("data", "fsdp", "expert", "context", "tensor")  # mesh axes whose exchange is known here
 
 
 def step_seconds(
@@ -26,7 +26,8 @@ def step_seconds(
 
   Weights that are sharded along fsdp are gathered in the compute dtype, for the forward and the
   backward pass of each micro-batch, and their gradients scattered; with `mesh.zero` below 3 new
-  weights are gathered once an update. Other gradients are summed over the axes of the batch.
+  weights are gathered once an update. Other gradients are summed over the axes of the batch and of
+  a row. `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3). `expert` sends rows to experts and back in both passes.
   `step.remat=full` computes the layers' forward pass twice, with what it exchanges; what other
@@ -69,7 +70,7 @@ def step_seconds(
     **_activations(cfg, hardware),
   }
   total = lambda names: sum(parts[name] or 0.0 for name in names)
-  waiting = ("activations summed", "tokens exchanged")
+  waiting = ("activations summed", "heads swapped", "tokens exchanged")
   own = ("matmuls", "recomputed", "update", *waiting)
   computing, talking = total(own), total(name for name in parts if name not in own)
   least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
@@ -94,7 +95,8 @@ def _weights_and_gradients(
 ) -> dict[str, float | None]:
   """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
   mesh, micro = jax.sharding.get_abstract_mesh(), cfg.step.accum_steps
-  compute, batch_axes = jnp.dtype(cfg.precision.compute_dtype).itemsize, set(mesh_axes("rows"))
+  compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
+  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
   params: Any = trainable(state.model)
   leaves = [
     jax.tree.leaves(tree)
@@ -116,7 +118,7 @@ def _weights_and_gradients(
       new += whole * weight.dtype.itemsize
     if "fsdp" in _axes(grad):
       scattered += whole * grad.dtype.itemsize
-    ways = math.prod(mesh.shape[axis] for axis in batch_axes - _axes(grad))
+    ways = math.prod(mesh.shape[axis] for axis in token_axes - _axes(grad))
     summed[ways] = summed.get(ways, 0) + size * grad.dtype.itemsize
   fsdp = mesh.shape["fsdp"]
   sums = [hardware.seconds("all_reduce", size, ways) for ways, size in summed.items()]
@@ -131,8 +133,9 @@ def _weights_and_gradients(
 def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   """Seconds of what tokens cost on the links."""
   micro, layers = cfg.step.accum_steps, cfg.model.num_layers
-  rows = cfg.data.batch_size // micro // num_shards("batch")
-  stream = rows * cfg.data.seq_len * cfg.model.d_model  # numbers of a micro-batch on a device
+  tokens = cfg.data.batch_size // micro // num_shards("batch") * cfg.data.seq_len
+  tokens //= num_shards("seq")
+  stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, again = num_shards("ff"), cfg.step.remat == "full"
   # Of the recomputed layer the first sum alone: nothing needs the second.
@@ -146,10 +149,28 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   local = (cfg.moe.num_experts + cfg.moe.spare_experts) // ways
   room = stream * min(cfg.moe.top_k, local) * ways  # as `model.moe` reserves
   sent = hardware.seconds("all_to_all", room * itemsize, ways)
+  swaps = [
+    hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
+    for width in swapped_widths(cfg)
+  ]
+  passes = 2 if cfg.step.remat == "none" else 3  # no policy keeps what was swapped
+  swapped = None if None in swaps else micro * layers * passes * sum(filter(None, swaps))
   return {
     "activations summed": summed,
+    "heads swapped": swapped,
     "tokens exchanged": _times(micro * sparse * (4 + 2 * again), sent),
   }
+
+
+def swapped_widths(cfg: Config) -> tuple[int, ...]:
+  """Numbers of a token that a device sends along a row: queries, keys, values, what comes of them.
+
+  Keys and values as often as devices need them (`ops.context_attention`).
+  """
+  model, ways = cfg.model, num_shards("seq")
+  heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
+  sent, value = math.lcm(kv_heads, ways), model.v_head_dim or model.head_dim
+  return heads * model.head_dim, sent * model.head_dim, sent * value, heads * value
 
 
 def _times(number: int, seconds: float | None) -> float | None:

@@ -198,26 +198,30 @@ def axis_index(axis: str) -> jax.Array | int:
   return jax.lax.axis_index(mesh_axes(axis)) if num_shards(axis) > 1 else 0
 
 
-def exchange(x: jax.Array, axis: str) -> jax.Array:
-  """Inside an island: send block i of the first dimension to device i along a logical axis.
+def exchange(x: jax.Array, axis: str, *, split: int = 0, join: int = 0) -> jax.Array:
+  """Inside an island: send block i of a dimension to device i along a logical axis.
 
-  The result's block j is what device j sent here.
+  Args:
+    x: local array.
+    axis: the logical axis.
+    split: the dimension that the blocks are of.
+    join: along which dimension the result has them: its block j is what device j sent here.
   """
   if num_shards(axis) == 1:
     return x
-  return jax.lax.all_to_all(x, mesh_axes(axis), split_axis=0, concat_axis=0, tiled=True)
+  return jax.lax.all_to_all(x, mesh_axes(axis), split_axis=split, concat_axis=join, tiled=True)
 
 
-def gather_blocks(x: jax.Array, axis: str) -> jax.Array:
-  """Inside an island: the blocks of all devices along a logical axis, joined by first dimension."""
-  return jax.lax.all_gather(x, mesh_axes(axis), tiled=True) if num_shards(axis) > 1 else x
+def gather_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+  """Inside an island: the blocks of all devices along a logical axis, joined by dimension `dim`."""
+  return jax.lax.all_gather(x, mesh_axes(axis), axis=dim, tiled=True) if num_shards(axis) > 1 else x
 
 
-def sum_blocks(x: jax.Array, axis: str) -> jax.Array:
+def sum_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
   """Inside an island: add up what the devices along a logical axis hold, and keep one block.
 
-  The opposite of `gather_blocks`: device i keeps block i of the first dimension of the sum.
+  The opposite of `gather_blocks`: device i keeps block i of dimension `dim` of the sum.
   """
   if num_shards(axis) == 1:
     return x
-  return jax.lax.psum_scatter(x, mesh_axes(axis), scatter_dimension=0, tiled=True)
+  return jax.lax.psum_scatter(x, mesh_axes(axis), scatter_dimension=dim, tiled=True)

@@ -107,8 +107,12 @@ def local_rows(mesh: jax.sharding.Mesh, micro: int) -> np.ndarray:
 
 
 def to_global(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-  """Make global arrays of this process's rows (`local_rows`) of each array."""
-  return {
-    k: jax.make_array_from_process_local_data(batch_sharding(mesh, v.ndim), v)
-    for k, v in batch.items()
-  }
+  """Make global arrays of this process's rows (`local_rows`) of each array.
+
+  Rows are whole here; of one that is cut along its positions a device takes its own.
+  """
+  place = jax.make_array_from_process_local_data
+  ways = math.prod(mesh.shape[axis] for axis in mesh_axes("batch"))
+  here = len(local_rows(mesh, ways))  # of so many blocks of rows
+  shape_of = lambda v: (*v.shape[:-2], v.shape[-2] // here * ways, v.shape[-1])
+  return {k: place(batch_sharding(mesh, v.ndim), v, shape_of(v)) for k, v in batch.items()}

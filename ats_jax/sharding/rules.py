@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 # Mesh axes, outermost first. Neighbouring devices share the last axis, which talks the most.
-MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 # None = not sharded. A tuple shards one dimension over several mesh axes.
 Rules = Mapping[str | None, str | tuple[str, ...] | None]
@@ -19,10 +19,11 @@ _DEFAULT: Rules = {
   "batch": ("data", "fsdp", "expert"),
   "micro": "stage",  # micro-batches on their way into and out of a pipeline
   "rows": ("stage", "data", "fsdp", "expert"),  # of these micro-batches, before and behind it
-  "seq": None,
+  "seq": "context",
   "act_embed": None,
   "heads": "tensor",
   "kv_heads": "tensor",
+  "heads_of_rows": ("tensor", "context"),  # where attention has whole rows of some heads
   "head_dim": None,
   "latent": None,  # that heads are made of
   "ff": "tensor",
@@ -72,10 +73,12 @@ class Plan(NamedTuple):
     name: of a table of RULES.
     vocabulary: "rows": as that table says. "width": the lookup table over its width, as the head.
       "whole": neither is cut by rows.
+    whole_rows: the positions of a row are not cut.
   """
 
   name: str = "default"
   vocabulary: Vocabulary = "rows"
+  whole_rows: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
@@ -94,6 +97,11 @@ def use_plan(name: str, vocabulary: Vocabulary = "rows") -> contextlib.AbstractC
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
   return _plan(Plan(name, vocabulary))
+
+
+def whole_rows() -> contextlib.AbstractContextManager[None]:
+  """The plan in use without a cut along the positions of a row: a token by itself has none."""
+  return _plan(current_plan()._replace(whole_rows=True))
 
 
 def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
@@ -115,15 +123,18 @@ def current_plan() -> Plan:
 def current_rules(part: Part = "weights") -> Rules:
   """The table of the plan that is in use, for weights and activations or another part."""
   plan = current_plan()
-  return _table(KEPT.get(plan.name, {}).get(part, plan.name), plan.vocabulary)
+  return _table(plan._replace(name=KEPT.get(plan.name, {}).get(part, plan.name)))
 
 
 @functools.cache
-def _table(name: str, vocabulary: Vocabulary) -> Rules:
-  rules = RULES[name]
-  if vocabulary == "rows":
+def _table(plan: Plan) -> Rules:
+  rules = RULES[plan.name]
+  if plan.whole_rows:
+    whole = {"seq": None, "heads_of_rows": rules["heads"]}
+    rules = MappingProxyType({**rules, **whole})
+  if plan.vocabulary == "rows":
     return rules
-  cut = None if vocabulary == "whole" else rules["vocab"]
+  cut = None if plan.vocabulary == "whole" else rules["vocab"]
   return MappingProxyType({**rules, "vocab": cut, "vocab_rows": cut, "table_embed": rules["embed"]})
 
 

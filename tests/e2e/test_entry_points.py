@@ -101,7 +101,7 @@ class TestTrainedRun:
     assert (cfg.num_steps, cfg.data.tokenizer, cfg.optimizer.ema_decay) == (40, "bpe", 0.5)
     assert load_tokenizer(trained / "tokenizer.json").decode([]) == ""
     metadata = json.loads((trained / "metadata.json").read_text())
-    assert metadata["run"]["mesh"] == "stage=1, data=1, fsdp=1, expert=1, tensor=1"
+    assert metadata["run"]["mesh"] == "stage=1, data=1, fsdp=1, expert=1, context=1, tensor=1"
     assert metadata["run"]["attention"].startswith("xla (")
     assert metadata["run"]["parameters"] > 10_000 and metadata["packages"]["jax"] == jax.__version__
     rows = runs.rows(trained, "train/loss")

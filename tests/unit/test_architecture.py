@@ -63,7 +63,7 @@ ALLOWED = {
 # The entry points and what they share stand above everything and are imported by nothing below.
 TOP = {"train", "run", "announce", "evaluate", "generate", "bench", "plan"}
 TOP |= {"forecast", "decisions", "api", "length", "fitting", "torch_run", "check_env"}
-MESH_AXES = {"stage", "data", "fsdp", "expert", "tensor"}
+MESH_AXES = {"stage", "data", "fsdp", "expert", "context", "tensor"}
 TOP |= {"compiled"}
 
 

@@ -20,6 +20,12 @@ class MeshConfig:
   expert: int = setting(
     1, "ways experts are spread; the batch is split over it too", low=1, resume="free"
   )
+  context: int = setting(
+    1,
+    "ways the positions of a row are cut; context x tensor divides num_heads",
+    low=1,
+    resume="free",
+  )
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
   )

@@ -353,6 +353,13 @@ def test_torchtitan_toml(tmp_path):
   }
 
 
+def test_rows_that_torchtitan_cuts_are_cut(tmp_path):
+  cut = TITAN.replace("tensor_parallel", "context_parallel_degree = 4\ntensor_parallel")
+  found = read(tmp_path, "a.toml", cut)
+  assert (found.settings["mesh.context"], found.settings["mesh.tensor"]) == (4, 2)
+  assert "parallelism.context_parallel_degree" not in missing(found)
+
+
 def test_a_warm_up_longer_than_the_run_is_cut_as_torchtitan_does(tmp_path):
   found = read(tmp_path, "a.toml", TITAN.replace("steps = 1000", "steps = 100"))
   assert found.settings["optimizer.warmup_steps"] == 100

@@ -111,6 +111,25 @@ def test_what_tokens_cost_on_the_links():
   assert sent == pytest.approx(4 * RATES.seconds("all_to_all", size, 2))
 
 
+def test_what_rows_cut_over_devices_cost_on_the_links():
+  found = plan(context=2, data=2)["step_seconds"]
+  # A device has 4 rows of 8 tokens. Queries and outputs have 4 heads of 8 numbers; keys and values
+  # have 2. Each is swapped in both passes of two layers.
+  swap = lambda heads: RATES.seconds("all_to_all", 4 * 8 * heads * 8 * 4, 2)
+  assert found["parts"]["heads swapped"] == pytest.approx(2 * 2 * 2 * (swap(4) + swap(2)))
+  again = plan(remat="names", context=2, data=2)["step_seconds"]["parts"]
+  assert again["heads swapped"] == pytest.approx(2 * 3 * 2 * (swap(4) + swap(2)))
+  # Each of the two key/value heads goes to two devices.
+  copied = plan(context=4, data=1)["step_seconds"]["parts"]["heads swapped"]
+  size = 8 * 4 * 4 * 8 * 4
+  assert copied == pytest.approx(2 * 2 * 4 * RATES.seconds("all_to_all", size, 4))
+  assert not found["left_out"]
+  # Gradients are summed over all devices, as with copies of the weights.
+  summed = plan(data=4)["step_seconds"]["parts"]["gradients summed"]
+  assert found["parts"]["gradients summed"] == pytest.approx(summed)
+  assert plan(data=4)["step_seconds"]["parts"]["heads swapped"] == 0
+
+
 def test_what_is_computed_twice():
   once, twice = plan(data=4)["step_seconds"], plan(remat="full", data=4)["step_seconds"]
   head = 6 * 384 * 32

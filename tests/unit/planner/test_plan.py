@@ -87,7 +87,7 @@ def test_what_sparse_layers_spare():
 
 def test_text_of_a_dense_run_mentions_nothing_that_it_lacks():
   text = render(describe(tiny_config({"model.vocab_size": 384}), devices=2))
-  assert text.startswith("devices: 2 (stage=1, data=2, fsdp=1, expert=1, tensor=1)\n")
+  assert text.startswith("devices: 2 (stage=1, data=2, fsdp=1, expert=1, context=1, tensor=1)\n")
   assert "4 x 16 tokens" in text
   assert not any(word in text for word in ("experts", "routers", "saved", "ema,", "sums"))
 

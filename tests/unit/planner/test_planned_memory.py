@@ -10,6 +10,7 @@ import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
+from ats_jax.planner.describe import describe, render
 from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
 from ats_jax.step.balance import totals
 from ats_jax.step.objective import Pretraining
@@ -91,7 +92,7 @@ def test_a_mesh_of_4096_devices():
   ("changes", "message"),
   [
     ({"mesh.fsdp": 4}, r"mesh.fsdp=4 x mesh.expert=1 x .* = 4 does not divide the 6 devices"),
-    ({"mesh.data": 2}, r"mesh 1x2x1x1x1 .* needs 2 devices, there are 6"),
+    ({"mesh.data": 2}, r"mesh 1x2x1x1x1x1 .* needs 2 devices, there are 6"),
     ({"data.batch_size": 8}, r"data.batch_size=8 / step.accum_steps=1 = 8 rows .* 6 shards"),
   ],
 )
@@ -132,6 +133,17 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
   whole = kept(step__remat="none", ops__kernels="attention=xla")
   scores = 2 * 8 * 4 * 16 * 16 * 4  # layers x rows x heads x seq x seq, float32
   assert scores <= whole - flash <= 4 * scores
+
+
+def test_activations_are_cut_along_the_row():
+  one, two = kept(step__remat="none"), kept(step__remat="none", mesh__context=2)
+  whole = 64 * 32 * 4  # the head's gradient
+  # The ids of segments are kept whole, a thousandth of it.
+  assert two - whole == pytest.approx((one - whole) / 2, rel=0.02)
+  cfg = tiny_config({"mesh.context": 2, "mesh.data": 2, "step.loss_chunk_tokens": 4096})
+  found = describe(cfg)
+  assert "at a time on each: 4 x 8 tokens" in render(found)
+  assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 64 * (4 + 4)
 
 
 def test_activations_are_cut_along_the_batch():

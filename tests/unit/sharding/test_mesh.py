@@ -41,11 +41,15 @@ def test_make_mesh_of_some_devices():
 @pytest.mark.parametrize(
   ("sizes", "batch", "words"),
   [
-    ((-1, 8, 1, 2), (16, 1), r"mesh.fsdp=8 x mesh.expert=1 x mesh.tensor=2 = 16 does not divide"),
+    (
+      (-1, 8, 1, 2),
+      (16, 1),
+      r"mesh.fsdp=8 x mesh.expert=1 x mesh.context=1 x mesh.tensor=2 = 16 does not divide",
+    ),
     (
       (2, 2, 1, 1),
       (8, 1),
-      r"2x2x1x1 \(.*data, fsdp, expert, tensor\) needs 4 devices, there are 8",
+      r"2x2x1x1x1 \(.*data, fsdp, expert, context, tensor\) needs 4 devices, there are 8",
     ),
     ((4, 2, 1, 2), (8, 1), "needs 16 devices, there are 8"),
     ((-1, 1, 1, 1), (12, 1), "data.batch_size=12 / step.accum_steps=1 = 12 rows.*multiple of 8"),

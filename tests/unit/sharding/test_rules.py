@@ -15,7 +15,7 @@ from ats_jax.step.program import make_program
 
 
 def test_spec_translates():
-  assert spec("batch", "seq", None) == jax.P(("data", "fsdp", "expert"), None, None)
+  assert spec("batch", "seq", None) == jax.P(("data", "fsdp", "expert"), "context", None)
   assert spec("layers", "embed", "ff") == jax.P("stage", "fsdp", "tensor")
   assert spec() == jax.P()
 

@@ -1,0 +1,54 @@
+"""Rows that are cut along their positions, for attention (Ulysses, arXiv:2309.14509, section 3.1).
+
+Before attention the devices along a row swap positions for heads, and after it back. Between the
+two each of them has whole rows of some of the heads, so that any kernel runs unchanged.
+
+For local arrays: call these inside an island. Letters: B batch, T positions of a row, t those on a
+device, N query heads, n those of them with whole rows, K key/value heads, H head_dim.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.sharding.apply import exchange, num_shards
+
+
+def to_whole_rows(
+  q_BtNH: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Queries, keys and values of some heads at all positions, from those of all at some.
+
+  Where there are too few key/value heads for the devices, each is sent to all that have one of its
+  query heads.
+
+  Args:
+    q_BtNH: queries [batch, positions of this device, heads, head_dim].
+    k_BtKH: keys; their heads divide those of the queries.
+    v_BtKH: values like the keys, of any width.
+
+  Returns:
+    The same with all positions and the share of the heads that is this device's own.
+
+  Raises:
+    ValueError: if the devices along a row do not divide the query heads.
+  """
+  ways, heads, kv_heads = num_shards("seq"), q_BtNH.shape[2], k_BtKH.shape[2]
+  if ways == 1:
+    return q_BtNH, k_BtKH, v_BtKH
+  if heads % ways:
+    raise ValueError(
+      f"attention: rows are cut over {ways} devices, which do not divide the {heads} heads that a "
+      "device has: each takes whole rows of some heads. Use another mesh.context."
+    )
+  # As often as the copies divide. That divides the query heads of a key: it has no factor of K.
+  copies = ways // math.gcd(kv_heads, ways)
+  k_BtKH, v_BtKH = (jnp.repeat(a, copies, axis=2) if copies > 1 else a for a in (k_BtKH, v_BtKH))
+  q, k, v = (exchange(a, "seq", split=2, join=1) for a in (q_BtNH, k_BtKH, v_BtKH))
+  return q, k, v
+
+
+def to_cut_rows(y_BTnH: jax.Array) -> jax.Array:
+  """What attention gave for some heads at all positions -> all heads at those of this device."""
+  return exchange(y_BTnH, "seq", split=1, join=2)

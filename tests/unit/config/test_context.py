@@ -1,0 +1,50 @@
+"""What `mesh.context` is refused with, and how."""
+
+import pytest
+from helpers import tiny_config
+
+from ats_jax.planner.describe import describe
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"mesh.context": 3}, r"mesh.context=3 does not divide data.seq_len=16.*multiple of 3"),
+    (
+      {"mesh.context": 8},
+      r"mesh.context=8 x mesh.tensor=1 does not divide model.num_heads=4.*mesh.fsdp",
+    ),
+    ({"mesh.context": 4, "mesh.tensor": 2}, r"mesh.context=4 x mesh.tensor=2 does not divide"),
+    (
+      {"mesh.context": 2, "moe.num_experts": 4, "moe.dispatch": "capacity"},
+      "Set moe.dispatch=dropless, or mesh.context=1",
+    ),
+    (
+      {"mesh.context": 3, "data.seq_len": 768, "model.num_heads": 6, "model.d_model": 48},
+      "its probe has rows of 256 positions",
+    ),
+    (
+      {
+        "mesh.context": 3,
+        "data.seq_len": 96,
+        "model.num_heads": 6,
+        "model.d_model": 48,
+        "data.length_buckets": 2,
+      },
+      "multiples of 16, which it does not divide. Use data.length_buckets=1",
+    ),
+    ({"mesh.context": 2, "precision.fp8": True}, r"data.seq_len is 8 on a device"),
+  ],
+)
+def test_what_does_not_divide_is_refused_with_advice(changes, message):
+  with pytest.raises(ValueError, match=message):
+    tiny_config(changes)
+
+
+def test_key_value_heads_need_not_divide():
+  assert tiny_config({"mesh.context": 4}).model.num_kv_heads == 2
+
+
+def test_devices_and_batch_are_checked_as_for_other_axes():
+  with pytest.raises(ValueError, match=r"mesh.context=4 .* does not divide the 6 devices"):
+    describe(tiny_config({"mesh.context": 4}), 6)
