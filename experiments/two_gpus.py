@@ -10,6 +10,7 @@ In this order:
   C  of those two processes one is killed, once a checkpoint is complete: seconds to the next step
   D  one is stopped (SIGSTOP): seconds until the watchdog says so, and to the next step
   E  experts: over fsdp, and over mesh.expert by each way of moe.exchange
+  H  rows of 32,768: one on one GPU, two cut over both by mesh.context
   F  a pipeline of two stages, and two ways of tensor parallelism; then B once more
 All runs train on the bytes of Python's standard library with log.every_steps=1; their speed is the
 median of the last five eighths of their steps. Runs are killed when they have made them.
@@ -63,7 +64,7 @@ OF_TWO: Settings = {"data.batch_size": 2 * ROWS, "mesh.fsdp": 2}
 
 _OUT = flags.DEFINE_string("out", None, "Folder of results.", required=True)
 _BUDGET = flags.DEFINE_float("budget_secs", 540.0, "Nothing runs past it.", lower_bound=10.0)
-_PARTS = flags.DEFINE_list("parts", list("GABCDEF"), "Which of them; C and D need B.")
+_PARTS = flags.DEFINE_list("parts", list("GABCDEFH"), "Which of them; C and D need B.")
 _TOY = flags.DEFINE_bool("toy", False, "A small model on this machine's CPU, without G.")
 _STEPS = flags.DEFINE_integer("steps", 40, "Of a run of B; others make fewer.", lower_bound=8)
 _TORCH_SECS = flags.DEFINE_float("torch_secs", 200.0, "That G may take.", lower_bound=1.0)
@@ -336,6 +337,11 @@ def with_two_gpus(lab: Lab) -> None:
   for way in WAYS:
     settings = {**whole, **experts(), "mesh.expert": 2, "moe.exchange": way}
     lab.train("E", f"experts, {way}", settings, TWO, 2 * steps // 5, 30, 70, like)
+  long = {"data.seq_len": 32_768 if not _TOY.value else 512, "ops.strict": False}
+  one, both = f"long rows, {ONE}", "long rows, mesh.context=2"
+  lab.train("H", one, {**long, "data.batch_size": 1}, ONE, 2 * steps // 5, 45, 90)
+  cut = {"data.batch_size": 2, "mesh.context": 2}
+  lab.train("H", both, {**long, **cut}, TWO, 2 * steps // 5, 45, 90, like=one)
   for axis, more in (("stage", {"step.accum_steps": 8}), ("tensor", {})):
     settings = {**whole, f"mesh.{axis}": 2, **more}
     lab.train("F", f"mesh.{axis}=2", settings, TWO, steps // 2, 36, 80, like=TWO)

@@ -63,7 +63,8 @@ def test_a_slow_process_is_named_and_one_that_hangs_ends_all(settings, tmp_path)
   assert {row["hosts/slowest"] for row in rows[:20]} == {1}
   assert rows[0]["hosts/slowest_ratio"] > 1.5
   assert "; behind: process 1 on " in output and "(data_wait), unmoved for" in output
-  assert "launch: process 1 ended with code 1" in output
+  # Which of the two sees it first: the one that hangs, or the one that waits for it.
+  assert re.search(r"launch: process \d ended with code 1 ", output)
   assert "in slow_feed" in (workdir / "stacks.1.txt").read_text()
   assert "in took" in (workdir / "stacks.txt").read_text()  # process 0 waits for the step
   assert len(runs.losses(workdir)) == STEPS
