@@ -134,7 +134,7 @@ class Command:
       argv: the words behind that.
     """
     if {"-h", "--help", "--helpfull", "--helpshort"} & set(argv):
-      print(self.help(name))
+      print(self.help(name), flush=True)
       return exits.DONE
     faulthandler.enable()
     _log_short_lines()
@@ -193,6 +193,42 @@ def exit_codes() -> str:
   return "\n".join(["Exit codes", *(f"  {c:<8} {text}" for c, text in exits.MEANINGS.items())])
 
 
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+  """Say in a line what a user can mend, and leave with its exit code."""
+  try:
+    yield
+  except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
+    _leave_broken(error)
+    _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
+  except exits.FaultError as error:
+    _leave(error, str(error), code=exits.FAULT)
+  except RuntimeError as error:
+    _leave_broken(error)
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
+    text = f"the device is out of memory: {str(error).splitlines()[0]}\n{advice}"
+    _leave(error, text, code=exits.FAULT)
+  except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    raise SystemExit(128 + signal.SIGPIPE) from None
+  except OSError as error:
+    if error.errno in _DISK_FULL:
+      _leave(
+        error,
+        f"a file could not be written: {error}. Free space on the disk, then start the same "
+        "command again: it goes on from the newest checkpoint.",
+      )
+    if error.errno in _WRONG_FILE and error.filename:
+      _leave(error, f"{error.filename!s}: {error.strerror}.", "\n(ATS_TRACEBACK=1 shows where.)")
+    raise
+  except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(128 + signal.SIGINT) from None
+
+
+@user_errors()
 def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int:
   """Run one of the commands of a verb.
 
@@ -210,7 +246,7 @@ def dispatch(verb: str, commands: Mapping[str, Command], argv: list[str]) -> int
   if word in commands:
     return commands[word].run(f"{verb} {word}".strip(), argv[bool(word) :])
   if wants_help:
-    print(exit_codes())
+    print(exit_codes(), flush=True)
     return exits.DONE
   got = repr(word) if word else "none"
   print(
@@ -278,41 +314,6 @@ def _flag_help(flag: flags.Flag) -> str:
   text = f"{meaning(flag)} (default: {flag.default})" if shown else meaning(flag)
   width = min(100, shutil.get_terminal_size().columns)
   return textwrap.fill(f"{name}: {text}", width, initial_indent="  ", subsequent_indent="      ")
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-  """Say in a line what a user can mend, and leave with its exit code."""
-  try:
-    yield
-  except (ValueError, FloatingPointError, MemoryError, OverflowError) as error:
-    _leave_broken(error)
-    _leave(error, str(error) or "out of memory", "\n(ATS_TRACEBACK=1 shows where.)")
-  except exits.FaultError as error:
-    _leave(error, str(error), code=exits.FAULT)
-  except RuntimeError as error:
-    _leave_broken(error)
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    advice = "A smaller micro-batch (step.accum_steps), step.remat=full or more devices need less."
-    text = f"the device is out of memory: {str(error).splitlines()[0]}\n{advice}"
-    _leave(error, text, code=exits.FAULT)
-  except BrokenPipeError:  # a reader like `head` has enough; Python would flush again at its exit
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    raise SystemExit(128 + signal.SIGPIPE) from None
-  except OSError as error:
-    if error.errno in _DISK_FULL:
-      _leave(
-        error,
-        f"a file could not be written: {error}. Free space on the disk, then start the same "
-        "command again: it goes on from the newest checkpoint.",
-      )
-    if error.errno in _WRONG_FILE and error.filename:
-      _leave(error, f"{error.filename!s}: {error.strerror}.", "\n(ATS_TRACEBACK=1 shows where.)")
-    raise
-  except KeyboardInterrupt:  # before or after the steps, which finish first (StopSignal)
-    print("interrupted", file=sys.stderr)
-    raise SystemExit(128 + signal.SIGINT) from None
 
 
 def _leave(error: BaseException, text: str, hint: str = "", code: int = exits.REFUSED) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -213,6 +214,15 @@ def test_a_message_and_no_traceback(line, inputs, good, tmp_path):
 
 def test_every_verb_is_tried():
   assert set(VERBS) <= {line.split()[0] for line in WRONG}
+
+
+def test_a_reader_that_has_enough():
+  """As in `ats-jax plan --help | head -1`."""
+  command = [sys.executable, "-m", "ats_jax", "plan", "--help"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    process.stdout.close()
+    said = process.stderr.read().decode()
+  assert process.returncode == 141 and not said
 
 
 @pytest.mark.skipif(bool(UNPRIVILEGED) and sys.platform != "linux", reason="root may do anything")
