@@ -20,7 +20,14 @@ from ats_jax.planner.describe import describe
       "Set moe.dispatch=dropless, or mesh.context=1",
     ),
     (
-      {"mesh.context": 3, "data.seq_len": 768, "model.num_heads": 6, "model.d_model": 48},
+      {
+        "mesh.context": 3,
+        "data.seq_len": 768,
+        "model.num_heads": 6,
+        "model.d_model": 48,
+        "orchestrator.mode": "observe",
+        "orchestrator.check_interval": 5,
+      },
       "its probe has rows of 256 positions",
     ),
     (
@@ -33,7 +40,10 @@ from ats_jax.planner.describe import describe
       },
       "multiples of 16, which it does not divide. Use data.length_buckets=1",
     ),
-    ({"mesh.context": 2, "precision.fp8": True}, r"data.seq_len is 8 on a device"),
+    (
+      {"mesh.context": 2, "precision.fp8": True, "model.num_layers": 4},
+      r"data.seq_len is 8 on a device",
+    ),
   ],
 )
 def test_what_does_not_divide_is_refused_with_advice(changes, message):
@@ -47,4 +57,4 @@ def test_key_value_heads_need_not_divide():
 
 def test_devices_and_batch_are_checked_as_for_other_axes():
   with pytest.raises(ValueError, match=r"mesh.context=4 .* does not divide the 6 devices"):
-    describe(tiny_config({"mesh.context": 4}), 6)
+    describe(tiny_config({"mesh.context": 4, "model.vocab_size": 384}), 6)

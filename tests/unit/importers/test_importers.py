@@ -52,6 +52,7 @@ steps = 1000
 [parallelism]
 data_parallel_shard_degree = 8
 tensor_parallel_degree = 2
+context_parallel_degree = 4
 pipeline_parallel_degree = 4
 [activation_checkpoint]
 mode = "full"
@@ -330,9 +331,8 @@ def test_defaults_of_theirs_are_taken_and_shown(tmp_path):
   assert [line.name for line in found.defaults] == ["head_dim"]  # of rms_norm_eps they agree
   found = read(tmp_path, "a.toml", "[model]\nname = 'qwen3'\nflavor = '0.6B'\n[optimizer]\n")
   assert found.settings["optimizer.learning_rate"] == 8e-4
-  assert "optimizer.lr = 0.0008" in importers.table(found) and "(ours: 0.0003)" in importers.table(
-    found
-  )
+  text = importers.table(found)
+  assert "optimizer.lr = 0.0008" in text and "(ours: 0.0003)" in text
 
 
 def test_torchtitan_toml(tmp_path):
@@ -341,23 +341,16 @@ def test_torchtitan_toml(tmp_path):
     "model.d_model": 4096, "model.num_layers": 32, "model.d_ff": 14_336,
     "model.vocab_size": 128_256, "model.num_kv_heads": 8, "model.norm_eps": 1e-5,
     "model.rope_scaling": "llama3", "model.rope_factor": 8.0, "model.rope_fast_turns": 4.0,
-    "num_steps": 1000, "step.remat": "full",
-    "optimizer.learning_rate": 3e-4, "optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.1,
-    "optimizer.warmup_steps": 300, "optimizer.final_lr_fraction": 0.0, "data.seq_len": 8192,
-    "data.batch_size": 64, "step.accum_steps": 4, "mesh.fsdp": 8, "mesh.tensor": 2,
+    "num_steps": 1000, "step.remat": "full", "step.accum_steps": 4, "optimizer.schedule": "wsd",
+    "optimizer.learning_rate": 3e-4, "optimizer.decay_fraction": 0.1,
+    "optimizer.warmup_steps": 300, "optimizer.final_lr_fraction": 0.0, "data.batch_size": 64,
+    "data.seq_len": 8192, "mesh.fsdp": 8, "mesh.tensor": 2, "mesh.context": 4,
   }  # fmt: skip
   assert {name: found.settings[name] for name in wanted} == wanted
   assert missing(found) == {
     "model.telepathy.range": "not understood",
     "parallelism.pipeline_parallel_degree": "there is no pipeline",
   }
-
-
-def test_rows_that_torchtitan_cuts_are_cut(tmp_path):
-  cut = TITAN.replace("tensor_parallel", "context_parallel_degree = 4\ntensor_parallel")
-  found = read(tmp_path, "a.toml", cut)
-  assert (found.settings["mesh.context"], found.settings["mesh.tensor"]) == (4, 2)
-  assert "parallelism.context_parallel_degree" not in missing(found)
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_as_torchtitan_does(tmp_path):

@@ -136,14 +136,18 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
 
 
 def test_activations_are_cut_along_the_row():
-  one, two = kept(step__remat="none"), kept(step__remat="none", mesh__context=2)
-  whole = 64 * 32 * 4  # the head's gradient
-  # The ids of segments are kept whole, a thousandth of it.
-  assert two - whole == pytest.approx((one - whole) / 2, rel=0.02)
-  cfg = tiny_config({"mesh.context": 2, "mesh.data": 2, "step.loss_chunk_tokens": 4096})
+  one, two = kept(step__remat="full"), kept(step__remat="full", mesh__context=2)
+  head, ids = 64 * 32 * 4, 8 * 16 * 4  # its gradient; of the segments of whole rows
+  assert two - head == pytest.approx((one - head) / 2, abs=2 * ids)
+  # Of attention, its mask is whole on each device.
+  masks = 2 * 8 * 16 * 16
+  many, few = (kept(step__remat="names", mesh__context=n) for n in (1, 2))
+  assert few - head == pytest.approx((many - head) / 2, abs=2 * ids + masks)
+  sizes = {"mesh.context": 2, "mesh.data": 2, "model.vocab_size": 384}
+  cfg = tiny_config(sizes | {"step.loss_chunk_tokens": 4096})
   found = describe(cfg)
   assert "at a time on each: 4 x 8 tokens" in render(found)
-  assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 64 * (4 + 4)
+  assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 384 * (4 + 4)
 
 
 def test_activations_are_cut_along_the_batch():
