@@ -353,7 +353,9 @@ def main(argv: list[str]) -> None:
     contextlib.ExitStack() as stack,
   ):
     lab, torch = Lab(out, Path(scratch)), None
-    if "G" in _PARTS.value and not _TOY.value:
+    if "G" in _PARTS.value and _TOY.value:
+      lab.row("G", "torch_speed", skipped="it takes a second GPU")
+    elif "G" in _PARTS.value:
       command = [sys.executable, "experiments/torch_speed.py", "--sizes=moe", "--rounds=3"]
       env = lab.env(ONE) | {"CUDA_VISIBLE_DEVICES": "1"}
       torch = stack.enter_context(lab.running("torch_speed", command, env))
