@@ -45,7 +45,7 @@ COMMON: Settings = {
   "checkpoint.every_steps": 100_000,
 }  # fmt: skip
 ATS = (sys.executable, "-m", "ats_jax")
-# To compile quickly; without the second, two devices of one process may wait for each other for ever
+# To compile quickly. Without the second two devices of one process may wait for each other for ever
 # in a program that comes from the cache (two cores, jax 0.12.0.1).
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false"
 TOY: Settings = {"model.vocab_size": 512, "data.max_segments": 16}
