@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from ats_jax.config.schema import Config
 # Of the GPU's memory, what jax takes at its start; its own default leaves a quarter unused.
 GPU_MEMORY_FRACTION = "0.92"
 _VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS")
+# With XLA's own choice, a program of several devices of a CPU that is loaded from the cache begins
+# its collectives in another order on each, and all wait for one another (jaxlib 0.12.0.1).
+_IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+_SEVERAL_CPU_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(?!1\b)\d")
 _OPTIONS = (
   "jax_enable_compilation_cache",
   "jax_compilation_cache_dir",
@@ -51,8 +56,10 @@ def configure(cfg: Config) -> None:
   """
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
   if cfg.precision.deterministic:
-    flag = "--xla_gpu_deterministic_ops=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    _add_flag("--xla_gpu_deterministic_ops=true")
+  given = os.environ.get("XLA_FLAGS", "")
+  if _SEVERAL_CPU_DEVICES.search(given) and _IN_ORDER not in given:
+    _add_flag(f"{_IN_ORDER}=false")
   _count_cache_events()
   if cfg.compilation_cache == "off":
     _set_options({"jax_enable_compilation_cache": False})
@@ -66,6 +73,10 @@ def configure(cfg: Config) -> None:
       "compilation_cache to a folder that can be written, or compilation_cache to 'off'."
     ) from e
   _set_options(dict(zip(_OPTIONS, (True, str(folder), 0.0, 0), strict=True)))
+
+
+def _add_flag(flag: str) -> None:
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def _set_options(options: Mapping[str, Any]) -> None:

@@ -46,9 +46,7 @@ COMMON: Settings = {
   "checkpoint.every_steps": 100_000,
 }  # fmt: skip
 ATS = (sys.executable, "-m", "ats_jax")
-# To compile quickly. Without the second two devices of one process may wait for each other for ever
-# in a program that comes from the cache (two cores, jax 0.12.0.1).
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+QUICK = "--xla_backend_optimization_level=0"  # to compile
 TOY: Settings = {"model.vocab_size": 512, "data.max_segments": 16}
 # In a loop over layers and without Triton's matmuls, as that compiles in a third of the time.
 EXPERTS: Settings = {

@@ -1,6 +1,7 @@
 """Jobs of two real processes: one dies, all start again; one sees other numbers."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -48,6 +49,29 @@ def check(workdir: Path, undisturbed: list[float]) -> None:
   kinds = [row["kind"] for row in ledger.rows(path)]
   assert "resumed_from" in kinds and kinds.count("check") >= STEPS // 10
   assert ledger.replay(path) == ledger.decisions(path) == []
+
+
+# Of `configs/debug.py`: a model as small as `jobs.TINY` has too few collectives for it.
+CACHED = (
+  "num_steps=30",
+  "data.tokenizer=bytes",
+  "data.validation_fraction=0",
+  "data.batch_size=16",
+  "log.every_steps=1",
+  "sample.max_tokens=0",
+  "mesh.fsdp=2",
+)
+
+
+def test_devices_of_a_cpu_do_not_wait_for_each_other_in_a_cached_program(tmp_path):
+  """The second run of a mesh: jax ended it, as collectives began in another order on each."""
+  (tmp_path / "texts").mkdir()
+  settings = (*CACHED, jobs.text(tmp_path / "texts"), f"compilation_cache={tmp_path}/cache")
+  flags = f"{QUICK} --xla_force_host_platform_device_count=2"
+  for name in ("first", "second"):
+    output = runs.finish(runs.start(tmp_path / name, *settings, XLA_FLAGS=flags))
+  assert re.search(r"[1-9]\d* programs found, 0 added", output), output
+  assert runs.losses(tmp_path / "first") == runs.losses(tmp_path / "second")
 
 
 def test_kill_9_of_one_process(settings, undisturbed, tmp_path):

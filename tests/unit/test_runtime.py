@@ -92,6 +92,23 @@ class TestConfigure:
     runtime.configure(config(**changes))
     assert os.environ["XLA_FLAGS"] == "--xla_a=1 --xla_gpu_deterministic_ops=true"
 
+  @pytest.mark.parametrize("given", ["", "--xla_force_host_platform_device_count=1"])
+  def test_one_device_of_a_cpu_needs_no_order(self, given, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_FLAGS"] == given
+
+  @pytest.mark.parametrize("count", [2, 8, 16])
+  def test_several_devices_of_a_cpu_keep_their_order(self, count, monkeypatch):
+    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    given = f"--xla_force_host_platform_device_count={count}"
+    monkeypatch.setenv("XLA_FLAGS", given)
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_FLAGS"] == f"{given} {in_order}=false"
+    monkeypatch.setenv("XLA_FLAGS", f"{given} {in_order}=true")  # the user's own choice stays
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_FLAGS"] == f"{given} {in_order}=true"
+
 
 def test_a_missing_flag():
   assert cli.require("x", "workdir", "runs/debug") == "x"
