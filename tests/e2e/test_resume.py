@@ -113,6 +113,7 @@ def test_a_sparse_run_resumes_bit_for_bit(settings, tmp_path):
 
 
 @pytest.mark.compat
+@pytest.mark.slow
 def test_the_fast_step_resumes_bit_for_bit(settings, tmp_path):
   fast = ("step.remat=names", "step.scan_unroll=2", "precision.deterministic=True")
   whole, broken = tmp_path / "whole", tmp_path / "broken"

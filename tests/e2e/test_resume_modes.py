@@ -84,6 +84,10 @@ MODES = {
 }
 
 
+# What is theirs alone, `test_mixture_run`, `test_chat_run` and `test_length_run` resume as well.
+FURTHER = ("finetuning_only", "hybrid_interleaved", "lengths")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
   """Texts with copies, conversations, and the config."""
@@ -101,7 +105,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+  "mode", [pytest.param(m, marks=pytest.mark.slow if m in FURTHER else ()) for m in MODES]
+)
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
   paths, settings = MODES[mode]
   whole, broken = tmp_path / "whole", tmp_path / "broken"

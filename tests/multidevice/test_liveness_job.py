@@ -168,7 +168,9 @@ def look(look):
 @pytest.mark.parametrize(
   ("action", "says"),
   [
-    ("Rollback()", "orchestrator: rolls back to snapshots in host memory"),
+    pytest.param(
+      "Rollback()", "orchestrator: rolls back to snapshots in host memory", marks=pytest.mark.slow
+    ),
     ("ChangeSettings((('checkpoint.every_steps', 7),))", "orchestrator: other settings from step"),
   ],
 )

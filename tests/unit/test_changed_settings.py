@@ -113,6 +113,7 @@ class Killed(BaseException):
   """Ends a run as a signal that nobody can catch does."""
 
 
+@pytest.mark.slow
 def test_depth_capacity_goes_with_each_checkpoint(config, tmp_path, asked, monkeypatch):
   """Also when the run is killed and the same command goes on."""
   cfg = config(mod__routing="learned", mod__capacity=0.25, mod__every=1)
@@ -140,6 +141,7 @@ def test_depth_capacity_goes_with_each_checkpoint(config, tmp_path, asked, monke
   assert workdir.load_config(tmp_path / "killed").mod.capacity == 0.25  # what the user wrote
 
 
+@pytest.mark.slow
 def test_decay_begins_when_a_hook_says_so(config, tmp_path, asked):
   cfg = config(optimizer__schedule="wsd", optimizer__decay_fraction=0.25)
   asked |= {12: decay_now(cfg, 12)}

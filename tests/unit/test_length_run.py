@@ -119,6 +119,7 @@ def test_the_meter_knows_what_each_length_costs(make, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_a_step_of_short_rows_is_that_of_the_same_rows_laid_end_to_end(make):
   """Loss and update are those of whole rows in which no document sees another; on a mesh too."""
   cfg = make(step__accum_steps=1, optimizer__warmup_steps=1)

@@ -118,6 +118,7 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_on_a_store_leaves_the_files_of_a_local_one(whole, config, tmp_path):
   train(config(), Path(tmp_path))
   local = [n for n in paths.files(Path(tmp_path)) if not n.startswith("checkpoints/")]
@@ -229,6 +230,7 @@ def test_event_files_on_a_store_are_complete(whole):
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_a_profile_is_put_on_the_store(config, bucket):
   train(config(num_steps=5, log__profile_step=2), Path("gs://bucket/run"))
   assert any(name.endswith(".xplane.pb") for name in paths.files(Path("gs://bucket/run/profile")))

@@ -16,7 +16,7 @@ from benchmarks.faults.inject import Fault
 from benchmarks.faults.single import run
 from benchmarks.faults.watchers import RULE_METRICS
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.slow]  # of the laboratory
 
 CFG = tiny_config({"optimizer.warmup_steps": 5, "orchestrator.check_interval": 10})
 ROWS = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size).items()}

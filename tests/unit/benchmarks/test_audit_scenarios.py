@@ -20,7 +20,7 @@ from benchmarks.faults.domains import DOMAINS, topics
 from benchmarks.faults.single import Loop, changed, run
 from benchmarks.faults.suite import AUDIT, SUITES
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.slow]  # of the laboratory
 
 STEPS = 400
 CFG = tiny_config({"data.batch_size": 16})

@@ -12,7 +12,7 @@ from benchmarks.faults.single import run
 from benchmarks.faults.suite import EXPERTS, SUITES
 from benchmarks.faults.suite_tables import tables
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.slow]  # of the laboratory
 
 SMALL = {"model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64, "data.batch_size": 8}
 EXACT = 1e-5  # nats per token, float32
