@@ -199,6 +199,7 @@ class Decoder(nnx.Module):
     """Run `tokens_BT` as the continuation of what the cache holds.
 
     Not in 8 bits: a token is fewer rows than they take, and a prompt is not worth tuning for them.
+    Where rows are cut along their positions, use it under `whole_rows()`: one position is no row.
 
     Args:
       tokens_BT: int32 [batch, seq].

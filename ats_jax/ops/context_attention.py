@@ -42,7 +42,8 @@ def to_whole_rows(
       f"attention: rows are cut over {ways} devices, which do not divide the {heads} heads that a "
       "device has: each takes whole rows of some heads. Use another mesh.context."
     )
-  # As often as the copies divide. That divides the query heads of a key: it has no factor of K.
+  # The fewest copies with which a device gets whole heads, and those of its own queries alone: the
+  # number of copies divides that of a key's query heads.
   copies = ways // math.gcd(kv_heads, ways)
   k_BtKH, v_BtKH = (jnp.repeat(a, copies, axis=2) if copies > 1 else a for a in (k_BtKH, v_BtKH))
   q, k, v = (exchange(a, "seq", split=2, join=1) for a in (q_BtNH, k_BtKH, v_BtKH))

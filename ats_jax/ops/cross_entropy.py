@@ -192,7 +192,7 @@ def _sums_and_grads(
     _local,
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
-    over_tokens=lambda s: all_sum(all_sum(s, axes[0]), axes[1]),
+    over_tokens=lambda s: all_sum(s, *of_tokens),
     per_token=per_token,
     with_grads=with_grads,
   )

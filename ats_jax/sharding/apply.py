@@ -183,9 +183,10 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
       )
 
 
-def all_sum(x: jax.Array, axis: str) -> jax.Array:
-  """Inside an island: add up the shares that the devices along a logical axis hold."""
-  return jax.lax.psum(x, mesh_axes(axis)) if num_shards(axis) > 1 else x
+def all_sum(x: jax.Array, *axes: str) -> jax.Array:
+  """Inside an island: add up the shares that the devices along logical axes hold."""
+  names = tuple(name for axis in axes if num_shards(axis) > 1 for name in mesh_axes(axis))
+  return jax.lax.psum(x, names) if names else x
 
 
 def all_max(x: jax.Array, axis: str) -> jax.Array:

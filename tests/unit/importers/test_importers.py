@@ -52,7 +52,7 @@ steps = 1000
 [parallelism]
 data_parallel_shard_degree = 8
 tensor_parallel_degree = 2
-context_parallel_degree = 4
+context_parallel_degree = 2
 pipeline_parallel_degree = 4
 [activation_checkpoint]
 mode = "full"
@@ -344,7 +344,7 @@ def test_torchtitan_toml(tmp_path):
     "num_steps": 1000, "step.remat": "full", "step.accum_steps": 4, "optimizer.schedule": "wsd",
     "optimizer.learning_rate": 3e-4, "optimizer.decay_fraction": 0.1,
     "optimizer.warmup_steps": 300, "optimizer.final_lr_fraction": 0.0, "data.batch_size": 64,
-    "data.seq_len": 8192, "mesh.fsdp": 8, "mesh.tensor": 2, "mesh.context": 4,
+    "data.seq_len": 8192, "mesh.fsdp": 8, "mesh.tensor": 2, "mesh.context": 2,
   }  # fmt: skip
   assert {name: found.settings[name] for name in wanted} == wanted
   assert missing(found) == {

@@ -10,7 +10,7 @@ from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.sharding import apply
 from ats_jax.sharding.mesh import to_global
-from ats_jax.sharding.rules import MESH_AXES, RULES, current_rules, spec, use_plan
+from ats_jax.sharding.rules import MESH_AXES, RULES, current_rules, spec, use_plan, whole_rows
 from ats_jax.step.program import make_program
 
 
@@ -51,6 +51,17 @@ def test_a_function_is_traced_anew_for_each_plan():
     with use_plan("data_parallel"):
       assert weight().sharding.spec == jax.P(None, None)
     assert weight().sharding.spec == first == jax.P("fsdp", None)
+
+
+@pytest.mark.parametrize("plan", RULES)
+def test_a_plan_may_leave_rows_whole(plan):
+  weights = ("layers", "embed", "vocab_rows", "ff")
+  with use_plan(plan, "width"):
+    cut = [current_rules()[axis] for axis in weights]
+    with whole_rows():
+      assert spec("batch", "seq", "heads_of_rows") == jax.P(spec("batch")[0], None, "tensor")
+      assert [current_rules()[axis] for axis in weights] == cut
+    assert spec("seq", "heads") == jax.P("context", "tensor")
 
 
 @pytest.mark.thorough
