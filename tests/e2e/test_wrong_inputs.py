@@ -158,12 +158,12 @@ def test_settings_and_data(settings, parts, tiny, inputs, tmp_path):
 MESHES = {
   "too large": (
     ["mesh.data=4", "mesh.fsdp=4"],
-    "mesh 1x4x4x1x1 (stage, data, fsdp, expert, tensor) needs 16 devices, there are 8",
+    "mesh 1x4x4x1x1x1 (stage, data, fsdp, expert, context, tensor) needs 16 devices, there are 8",
     "mesh.data=-1",
   ),
   "no divisor": (
     ["mesh.fsdp=3", "model.d_model=48", "model.vocab_size=384"],
-    "mesh.fsdp=3 x mesh.expert=1 x mesh.tensor=1 = 3 does not divide the 8 devices",
+    "mesh.fsdp=3 x mesh.expert=1 x mesh.context=1 x mesh.tensor=1 = 3 does not divide the 8 devices",
   ),
   "batch": (
     ["data.batch_size=12"],
