@@ -163,7 +163,7 @@ MESHES = {
   ),
   "no divisor": (
     ["mesh.fsdp=3", "model.d_model=48", "model.vocab_size=384"],
-    "mesh.fsdp=3 x mesh.expert=1 x mesh.context=1 x mesh.tensor=1 = 3 does not divide the 8 devices",
+    "mesh.fsdp=3 x mesh.expert=1 x mesh.context=1 x mesh.tensor=1 = 3 does not divide the 8",
   ),
   "batch": (
     ["data.batch_size=12"],
