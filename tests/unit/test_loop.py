@@ -205,6 +205,7 @@ def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):
   assert committed_steps(tmp_path / "run" / "checkpoints") == []
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_run_with_the_same_settings_is_refused(config, tmp_path):
   cfg = config({"checkpoint.every_steps": 3})
   one, other = tmp_path / "one", tmp_path / "other"

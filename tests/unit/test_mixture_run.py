@@ -53,6 +53,7 @@ def rows_of(folder):
   return [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
 
 
+@pytest.mark.thorough
 def test_an_appended_phase_goes_on_as_if_it_had_been_there(make, tmp_path):
   """A run that is stopped and gets a further phase is bit-equal to one that had it from the start.
 

@@ -138,6 +138,7 @@ def moments_of(config, bucket, folder):
   return moments
 
 
+@pytest.mark.thorough
 def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, config, bucket):
   """In an upload, in a deletion, as a log is put, before the first checkpoint."""
   broken = Path("gs://bucket/broken")

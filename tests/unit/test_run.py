@@ -137,6 +137,7 @@ def test_no_run_to_begin_from(texts, tmp_path):
     first_weights(config(texts), tmp_path / "new", InitFrom(tmp_path / "nothing"))
 
 
+@pytest.mark.thorough
 def test_epochs_in_place_of_steps(texts, tmp_path):
   cfg = config(texts, num_epochs=1.5, num_steps=400, optimizer__warmup_steps=1)
   train_set, _ = open_datasets(cfg.data, cfg.seed)

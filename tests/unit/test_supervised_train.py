@@ -242,6 +242,7 @@ def test_out_of_memory_is_an_error_where_nothing_can_be_done(
     train_module.train(config(mode, data__batch_size=rows), tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_low_rate_is_raised_by_the_compiled_step_on_its_own_batches(config, runs, tmp_path):
   low = {"optimizer__learning_rate": 1e-4, "orchestrator__raise_learning_rate": True}
   state = train_module.train(config("act", **low), tmp_path)

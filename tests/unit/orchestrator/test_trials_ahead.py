@@ -113,6 +113,7 @@ def test_what_wins(gain, error, wins):
   assert helps(Effect(3.0, 2.0, 2.0 - gain, gain, error)) is wins
 
 
+@pytest.mark.thorough
 def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh, tmp_path):
   asked = {60: hooks.Try(SetWeightDecay(0.0)), 140: hooks.Try(SetLearningRateScale(6.0))}
   hook = hooks.register(lambda look: asked.get(look.step))

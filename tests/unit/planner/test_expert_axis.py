@@ -4,7 +4,7 @@ import re
 
 import pytest
 from commands import forked
-from helpers import tiny_config
+from helpers import thorough_but, tiny_config
 
 from ats_jax.planner.describe import describe
 from ats_jax.planner.expert_axis import render, without_expert_axis
@@ -25,7 +25,7 @@ def activations(**changes):
   return describe(tiny_config(EXPERTS | settings))["device_bytes_estimated"]["activations"]
 
 
-@pytest.mark.parametrize("how", ["allgather", "ragged", "bins"])
+@pytest.mark.parametrize("how", thorough_but(["allgather", "ragged", "bins"], 0))
 def test_activations_grow_with_the_room_and_not_with_the_devices(how):
   """Of two layers: each further row of room is kept as input, gate, up, product and output."""
   at = lambda factor: activations(moe__exchange=how, moe__exchange_factor=factor)

@@ -39,6 +39,7 @@ def every(cfg, devices):
   return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
   ("settings", "devices"),
   [

@@ -63,6 +63,7 @@ def test_weight_decay_is_multiplied_and_only_where_there_is_any(mesh):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_dropped_experts_get_no_token(mesh):
   cfg = tiny_config(CALM | EXPERTS | {"step.accum_steps": 2})
   program = make_program(cfg)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import micro_batches, thorough_but, tiny_config
+from helpers import micro_batches, tiny_config
 
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokenizer import ByteTokenizer
@@ -82,10 +82,9 @@ def test_the_parameters_do_not_know_of_them(mesh, changes):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("remat", thorough_but(["none", "full"], 0))
-@pytest.mark.parametrize(
-  "changes", thorough_but([{}, {"moe.num_experts": 4, "moe.every": 2}], 0), ids=["", "moe"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("changes", [{}, {"moe.num_experts": 4, "moe.every": 2}], ids=["", "moe"])
 def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
   """The first and the last layer are wide: three scans over slices of one stack."""
   found = []

@@ -44,7 +44,11 @@ def assert_equal(a, b):
   ("changes", "mesh"),
   [
     ({"orchestrator.mode": "off"}, (1, 1, 1)),
-    ({"orchestrator.mode": "act", "orchestrator.check_interval": 10}, (2, 2, 1)),
+    pytest.param(
+      {"orchestrator.mode": "act", "orchestrator.check_interval": 10},
+      (2, 2, 1),
+      marks=pytest.mark.thorough,
+    ),
   ],
 )
 def test_an_update_at_the_start_of_a_phase_is_the_first_of_a_new_optimizer(changes, mesh):

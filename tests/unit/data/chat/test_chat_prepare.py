@@ -122,7 +122,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("template", "workers", "kill_at"), [("gemma", 0, 9), ("jinja", 2, 3)])
+@pytest.mark.parametrize(
+  ("template", "workers", "kill_at"),
+  [("gemma", 0, 9), pytest.param("jinja", 2, 3, marks=pytest.mark.thorough)],
+)
 def test_it_goes_on_where_it_was_killed(make, tmp_path, small, template, workers, kill_at):
   """Killed as a shard is about to be counted, and as the last step takes away what it needed."""
   cfg, script, out = make(template), tmp_path / "killed.py", tmp_path / "out"
