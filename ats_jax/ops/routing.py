@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import in_place, num_shards
+from ats_jax.sharding.apply import in_place, num_shards, reshard
 
 TINY = 1e-20  # no division by 0 where all scores vanish
 
@@ -63,7 +63,8 @@ def _route(logits_BTE, selection_BTE, valid_BT, rule, kernels):
     run = functools.partial(kernel, **rule._asdict())
     args = logits_BTE, selection_BTE, valid_BT
     if num_shards("seq") == 1:
-      return in_place(run, *args, out_like=(0, 0, 2))
+      column_BTK, weight_BTK, load_BE = in_place(run, *args, out_like=(0, 0, 2))
+      return column_BTK, weight_BTK, reshard(load_BE, "batch", "router")
     # The load that the kernel finds is of a device's part of each row.
     column_BTK, weight_BTK = in_place(lambda *a: run(*a)[:2], *args, out_like=(0, 0))
     return column_BTK, weight_BTK, _load(_one_hot(column_BTK, logits_BTE), valid_BT, logits_BTE)

@@ -23,7 +23,8 @@ def test_3400_billion_parameters_without_a_device():
   )  # fmt: skip
   assert result.code == 0, result.err
   plan = json.loads(result.out)
-  assert plan["run"]["mesh"] == {"stage": 1, "data": 1, "fsdp": 16, "expert": 8, "tensor": 8}
+  sizes = {"stage": 1, "data": 1, "fsdp": 16, "expert": 8, "context": 1, "tensor": 8}
+  assert plan["run"]["mesh"] == sizes
   assert plan["parameters"]["total"] > 3.3e12
   # Experts are cut along all three axes, attention along two of them.
   parts = plan["parameters"]["parts"]
