@@ -103,7 +103,7 @@ def _gather(address: str, own: Card, deadline: float, wait_secs: float) -> list[
   wrong = ""
   with contextlib.ExitStack() as stack:
     listener, callers = stack.enter_context(_listen(address)), []
-    while len(present) < own.size - 1 and not wrong:
+    while not (wrong or _all_wait(present, own.size - 1)):
       listener.settimeout(max(deadline - time.monotonic(), 1e-3))
       try:
         caller, _ = listener.accept()
@@ -114,8 +114,10 @@ def _gather(address: str, own: Card, deadline: float, wait_secs: float) -> list[
       if card is None:
         continue
       callers.append(caller)
-      twin, line = present.get(card.rank, (None, None))
-      wrong = _contradiction(own, card, None if line is None or _has_gone(line) else twin)
+      if card.rank in present:
+        _drop_gone(present)
+      twin, _ = present.get(card.rank, (None, None))
+      wrong = _contradiction(own, card, twin)
       present[card.rank] = card, caller
     missing = [rank for rank in range(1, own.size) if rank not in present]
     if wrong:
@@ -194,6 +196,18 @@ def _read_card(caller: socket.socket) -> Card | None:
     return None
 
 
+def _all_wait(present: dict[int, tuple[Card, socket.socket]], count: int) -> bool:
+  """Whether so many have called and still wait for the answer."""
+  if len(present) == count:
+    _drop_gone(present)  # one that was started again may be on its way
+  return len(present) == count
+
+
+def _drop_gone(present: dict[int, tuple[Card, socket.socket]]) -> None:
+  for rank in [rank for rank, (_, caller) in present.items() if _has_gone(caller)]:
+    del present[rank]
+
+
 def _has_gone(caller: socket.socket) -> bool:
   """Whether one that called has ended since."""
   caller.setblocking(False)
@@ -203,6 +217,8 @@ def _has_gone(caller: socket.socket) -> bool:
     return False
   except OSError:
     return True
+  finally:
+    caller.settimeout(CARD_SECS)  # a long answer is sent in parts
 
 
 def _wait_for_end(caller: socket.socket) -> None:
