@@ -20,9 +20,11 @@ def path(tmp_path):
 @pytest.fixture
 def log(path):
   speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
-  with contextlib.closing(JsonlWriter(path)) as writer:
-    with StepLog(NAMES, writer, speed, Progress(9, enabled=False), 2) as log:
-      yield log
+  with (
+    contextlib.closing(JsonlWriter(path)) as writer,
+    StepLog(NAMES, writer, speed, Progress(9, enabled=False), 2) as log,
+  ):
+    yield log
 
 
 def push(log, step, loss):
