@@ -65,7 +65,7 @@ class Decoder(nnx.Module):
     self.layout, self.fp8 = segments(layer_kinds(cfg)), fp8_layers(cfg)
     check_stages(cfg, num_stages())
     std = head_std(model) if model.tie_embeddings else model.init_std
-    sizes = {"vocab_rows": model.vocab_size, "table_embed": model.d_model}
+    sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
     # Each a SuperBlock whose every leaf has a leading [repeats].
     self.segments = nnx.List(
@@ -75,7 +75,6 @@ class Decoder(nnx.Module):
       ]
     )
     self.final_norm = RMSNorm(model.d_model, model, num)
-    sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.head = (
       None
       if model.tie_embeddings
@@ -271,8 +270,7 @@ class Decoder(nnx.Module):
     return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
-    # Not cast here: the lookup casts single rows. Whole along the width, however it is kept.
-    num, table_VD = self.num, reshard(self.embed.value(), "vocab_rows", "act_embed")
+    num, table_VD = self.num, self.embed.value()  # the lookup casts single rows
     x_BTD = embedding_lookup(
       table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic
     )

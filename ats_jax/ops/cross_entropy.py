@@ -12,13 +12,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards, sum_and_cut
+from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards, sum_blocks
 from ats_jax.sharding.pipeline import row_axis
-from ats_jax.sharding.rules import spec
 
-HEAD_AXES = ("vocab", "act_embed")
-# How a head of its own is kept, and a table that is the head too.
-KEPT_AXES = (("vocab", "embed"), ("vocab_rows", "table_embed"))
+HEAD_AXES = ("vocab", "embed")
+_WHOLE_HEAD = ("vocab", "act_embed")  # gathered by the devices that share the tokens
 
 
 class LossSums(NamedTuple):
@@ -59,8 +57,7 @@ def linear_cross_entropy(
 
   Args:
     x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
-    head_VD: output matrix [vocab, d_model], same dtype, cut as it is kept. Its gradient is cut like
-      it: the devices scatter their shares, where each would else sum up all of it in float32.
+    head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     mask_BT: float32 weights; 0 = not counted.
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
@@ -122,7 +119,7 @@ def token_logprobs(
 
   Args:
     x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
-    head_VD: output matrix [vocab, d_model], same dtype, cut as it is kept.
+    head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
     targets_BT: int32 [batch, seq].
     chunk_tokens: tokens of all devices together whose logits exist at one time.
     kernels: as in `linear_cross_entropy`.
@@ -147,7 +144,7 @@ def token_logprobs(
     return logprobs.reshape(-1)[:tokens].reshape(targets_BT.shape)
 
   args = x_BTD, head_VD, targets_BT
-  return island(local, in_axes=(axes, HEAD_AXES, axes[:2]), out_axes=axes[:2])(*args)
+  return island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
 
 
 def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
@@ -191,21 +188,21 @@ def _sums_and_grads(
     with_grads=with_grads,
   )
   axes = x_axes(x_BTD)
-  of_tokens, of_head = axes[:2], _kept_axes(head_VD)
+  of_tokens = axes[:2]
   local = functools.partial(
     _local,
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
     over_tokens=lambda s: all_sum(s, *of_tokens),
-    of_head=lambda d_VD: sum_and_cut(d_VD, of_tokens, whole=HEAD_AXES, cut=of_head),
+    scatter=lambda s: all_sum(sum_blocks(s, "embed", dim=1), *of_tokens, but="embed"),
     per_token=per_token,
     with_grads=with_grads,
   )
   scalar: Any = ()  # a tree of axes in the place of one of arrays
   each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (axes, of_head) if with_grads else None
-  return island(local, in_axes=(axes, HEAD_AXES, of_tokens, of_tokens), out_axes=(sums, grads))(
+  grads = (axes, HEAD_AXES) if with_grads else None
+  return island(local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads))(
     x_BTD, head_VD, targets_BT, mask_BT
   )
 
@@ -217,7 +214,7 @@ def x_axes(x_BTD: jax.Array) -> tuple[str, ...]:
 
 def _local(
   x_BTD, head_VD, targets_BT, mask_BT, *,
-  of_chunk, chunk, over_tokens, of_head, per_token, with_grads,
+  of_chunk, chunk, over_tokens, scatter, per_token, with_grads,
 ):  # fmt: skip
   """Work on one device's tokens and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
@@ -238,13 +235,7 @@ def _local(
   if dhead_VD is None or dx is None:
     return sums, None
   dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
-  return sums, (dx_BTD.astype(x_BTD.dtype), of_head(dhead_VD))
-
-
-def _kept_axes(head_VD: jax.Array) -> tuple[str, str]:
-  """Logical axes of the head; those of a whole one, if it is cut in no way that is known."""
-  cut = jax.typeof(head_VD).sharding.spec
-  return next((axes for axes in KEPT_AXES if spec(*axes) == cut), HEAD_AXES)
+  return sums, (dx_BTD.astype(x_BTD.dtype), scatter(dhead_VD))
 
 
 def _local_chunk(chunk_tokens, axes):

@@ -23,11 +23,6 @@ def reshape(x: jax.Array, shape: Sequence[int], *, axes: Axes) -> jax.Array:
   return jax.lax.reshape(x, shape, out_sharding=spec(*axes))
 
 
-def gather_rows(table: jax.Array, index: jax.Array, *, axes: Axes) -> jax.Array:
-  """`table[index]` along the first dimension, sharded by logical `axes`."""
-  return table.at[index].get(out_sharding=spec(*axes))
-
-
 def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
   """Move `x` to the sharding of logical `axes`."""
   return jax.reshard(x, spec(*axes))
@@ -183,9 +178,18 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
       )
 
 
-def all_sum(x: jax.Array, *axes: str) -> jax.Array:
-  """Inside an island: add up the shares that the devices along logical axes hold."""
-  names = tuple(name for axis in axes if num_shards(axis) > 1 for name in mesh_axes(axis))
+def all_sum(x: jax.Array, *axes: str, but: str | None = None) -> jax.Array:
+  """Inside an island: add up the shares that the devices along logical axes hold.
+
+  Args:
+    x: local array.
+    axes: the logical axes.
+    but: not over the mesh axes of this one.
+  """
+  mesh, apart = jax.sharding.get_abstract_mesh().shape, mesh_axes(but)
+  names = (name for axis in axes for name in mesh_axes(axis))
+  # XLA keeps a sum over devices also where there is one.
+  names = tuple(name for name in names if name not in apart and mesh.get(name, 1) > 1)
   return jax.lax.psum(x, names) if names else x
 
 
@@ -216,27 +220,6 @@ def exchange(x: jax.Array, axis: str, *, split: int = 0, join: int = 0) -> jax.A
 def gather_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
   """Inside an island: the blocks of all devices along a logical axis, joined by dimension `dim`."""
   return jax.lax.all_gather(x, mesh_axes(axis), axis=dim, tiled=True) if num_shards(axis) > 1 else x
-
-
-def sum_and_cut(
-  x: jax.Array, over: Sequence[str], *, whole: Sequence[str], cut: Sequence[str]
-) -> jax.Array:
-  """Inside an island: add up shares, and keep the block of the sum that is this device's.
-
-  Args:
-    x: local array, a share of a sum.
-    over: logical axes along which devices hold the shares.
-    whole: logical axes of the dimensions of `x`.
-    cut: those of the result's, which may lie on mesh axes of `over` too.
-  """
-  mesh = jax.sharding.get_abstract_mesh().shape
-  left = {name for axis in over for name in mesh_axes(axis) if mesh.get(name, 1) > 1}
-  for dim, (before, after) in enumerate(zip(whole, cut, strict=True)):
-    names = tuple(n for n in mesh_axes(after) if n in left and n not in mesh_axes(before))
-    if names:
-      x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-      left -= {*names}
-  return jax.lax.psum(x, tuple(sorted(left))) if left else x
 
 
 def sum_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
