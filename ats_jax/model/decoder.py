@@ -24,7 +24,7 @@ from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.sharding.apply import einsum, num_shards, reshard
+from ats_jax.sharding.apply import einsum, lay, num_shards, reshard
 from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
 from ats_jax.sharding.rules import spec
 
@@ -109,8 +109,12 @@ class Decoder(nnx.Module):
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
-    depth_BT = jnp.zeros_like(segment_ids_BT) if skips else None
-    carry, beside = (self._lookup(tokens_BT), depth_BT), (positions_BT, segment_ids_BT)
+    rows = row_axis(tokens_BT.shape[0])
+    depth_BT = None
+    if skips:
+      depth_BT = lay(jnp.zeros_like(segment_ids_BT), rows, "residual_seq")
+    x_BTD = lay(self._lookup(tokens_BT), rows, "residual_seq", "act_embed")
+    carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
     run, firsts = (
       functools.partial(self._run, rules=rules),
       [s.layer_indices(0) for s in self.layout],
@@ -118,11 +122,12 @@ class Decoder(nnx.Module):
     if num_stages() == 1:
       (x_BTD, depth_BT), stats = run((self.segments, firsts), carry, beside, key)
     else:
-      rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
-      micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
+      stacks = (self.segments, jax.tree.map(jnp.array, firsts))
+      number = tokens_BT.shape[0]
+      micro = self.num.micro_batches if rules.training else most_micro_batches(number)
       (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
     return self.final_norm(x_BTD), StackStats(
-      tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
+      tuple(stats), self._depth_counts(depth_BT, lay(segment_ids_BT, rows, "residual_seq") > 0)
     )
 
   def _run(
@@ -224,7 +229,7 @@ class Decoder(nnx.Module):
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "seq", "act_embed"), []
+    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
       given = jnp.arange(segment.repeats) if num_stages() > 1 else blocks
@@ -262,7 +267,7 @@ class Decoder(nnx.Module):
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
     logits_BTV = einsum(
       "BTD,VD->BTV",
-      x_BTD,
+      lay(x_BTD, "batch", "seq", "act_embed"),
       self.head_weights(),
       axes=("batch", "seq", "vocab"),
       preferred_element_type=jnp.float32,

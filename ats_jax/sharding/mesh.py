@@ -27,7 +27,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by the plan of a resolved config: `mesh.zero`, and what divides what."""
+  """Compute on a mesh by the plan of a resolved config: `mesh.zero` and others of its settings."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
@@ -42,7 +42,7 @@ def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContext
     ways = {axis: math.prod(sizes[a] for a in mesh_axes(axis)) for axis in ("vocab", "vocab_rows")}
   divides = {axis: cfg.model.vocab_size % number == 0 for axis, number in ways.items()}
   vocabulary = "rows" if divides["vocab_rows"] else "width" if divides["vocab"] else "whole"
-  return use_plan(ZERO[cfg.mesh.zero], vocabulary)
+  return use_plan(ZERO[cfg.mesh.zero], vocabulary, cut_residuals=cfg.mesh.shard_residuals)
 
 
 def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:

@@ -19,7 +19,8 @@ _DEFAULT: Rules = {
   "batch": ("data", "fsdp", "expert"),
   "micro": "stage",  # micro-batches on their way into and out of a pipeline
   "rows": ("stage", "data", "fsdp", "expert"),  # of these micro-batches, before and behind it
-  "seq": "context",
+  "seq": "context",  # positions inside a sub-layer
+  "residual_seq": "context",  # positions of the residual stream, between sub-layers
   "act_embed": None,
   "heads": "tensor",
   "kv_heads": "tensor",
@@ -74,29 +75,34 @@ class Plan(NamedTuple):
     vocabulary: "rows": as that table says. "width": the lookup table over its width, as the head.
       "whole": neither is cut by rows.
     whole_rows: the positions of a row are not cut.
+    cut_residuals: those of the residual stream are cut over the devices of a sub-layer too.
   """
 
   name: str = "default"
   vocabulary: Vocabulary = "rows"
   whole_rows: bool = False
+  cut_residuals: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
-def use_plan(name: str, vocabulary: Vocabulary = "rows") -> contextlib.AbstractContextManager[None]:
+def use_plan(
+  name: str, vocabulary: Vocabulary = "rows", *, cut_residuals: bool = False
+) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
   Args:
     name: of the table.
     vocabulary: see `Plan`.
+    cut_residuals: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  return _plan(Plan(name, vocabulary))
+  return _plan(Plan(name, vocabulary, cut_residuals=cut_residuals))
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
@@ -130,8 +136,10 @@ def current_rules(part: Part = "weights") -> Rules:
 def _table(plan: Plan) -> Rules:
   rules = RULES[plan.name]
   if plan.whole_rows:
-    whole = {"seq": None, "heads_of_rows": rules["heads"]}
+    whole = {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
     rules = MappingProxyType({**rules, **whole})
+  elif plan.cut_residuals:  # by the axes that heads, hidden width and vocabulary are cut over
+    rules = MappingProxyType({**rules, "residual_seq": (rules["seq"], rules["ff"])})
   if plan.vocabulary == "rows":
     return rules
   cut = None if plan.vocabulary == "whole" else rules["vocab"]
