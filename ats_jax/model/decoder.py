@@ -22,7 +22,7 @@ from ats_jax.model.param import Buffer, Role, head_std, is_variable
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
-from ats_jax.ops import fp8_matmul
+from ats_jax.ops import fp8_matmul, linear
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.sharding.apply import einsum, lay, num_shards, reshard
 from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
@@ -40,11 +40,11 @@ SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 def remat_policy(name: str):
   """Return the `jax.checkpoint` policy called `name` in `step.remat` ('none' has no policy)."""
   policies = jax.checkpoint_policies
-  kernels = policies.save_only_these_names(*KERNEL_NAMES)
+  products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
   return {
     "full": policies.nothing_saveable,
-    "dots": policies.save_from_both_policies(dots, kernels),
+    "dots": policies.save_from_both_policies(dots, products),
     "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
   }[name]
 
@@ -109,11 +109,9 @@ class Decoder(nnx.Module):
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
-    rows = row_axis(tokens_BT.shape[0])
-    depth_BT = None
-    if skips:
-      depth_BT = lay(jnp.zeros_like(segment_ids_BT), rows, "residual_seq")
-    x_BTD = lay(self._lookup(tokens_BT), rows, "residual_seq", "act_embed")
+    of_stream = row_axis(tokens_BT.shape[0]), "residual_seq"
+    depth_BT = lay(jnp.zeros_like(segment_ids_BT), *of_stream) if skips else None
+    x_BTD = lay(self._lookup(tokens_BT), *of_stream, "act_embed")
     carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
     run, firsts = (
       functools.partial(self._run, rules=rules),
@@ -122,12 +120,12 @@ class Decoder(nnx.Module):
     if num_stages() == 1:
       (x_BTD, depth_BT), stats = run((self.segments, firsts), carry, beside, key)
     else:
-      stacks = (self.segments, jax.tree.map(jnp.array, firsts))
-      number = tokens_BT.shape[0]
-      micro = self.num.micro_batches if rules.training else most_micro_batches(number)
+      rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
+      micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
       (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
+    valid_BT = lay(segment_ids_BT, *of_stream) > 0
     return self.final_norm(x_BTD), StackStats(
-      tuple(stats), self._depth_counts(depth_BT, lay(segment_ids_BT, rows, "residual_seq") > 0)
+      tuple(stats), self._depth_counts(depth_BT, valid_BT)
     )
 
   def _run(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops.fp8_matmul import fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
@@ -21,6 +22,7 @@ from ats_jax.sharding.apply import (
 )
 
 ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
+SAVED_NAMES = ("sub_layer_out",)  # of scattered sums, for remat policies that keep products
 
 
 def linears(
@@ -78,6 +80,8 @@ def linears(
       def product(weight, axes):
         weight_KN = weight.reshape(x_TK.shape[-1], -1)
         y_TN = times(formula, x_TK, weight_KN, axes=(*at_y[:tokens], axes[0]))
+        if scatters:  # or the shares of the sum would be kept
+          y_TN = checkpoint_name(y_TN, SAVED_NAMES[0])
         shape = (*x.shape[:2], *weight.shape[len(inputs) :])
         return reshape(y_TN, shape, axes=(*at_y, *axes))
 

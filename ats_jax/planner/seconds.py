@@ -96,7 +96,7 @@ def _weights_and_gradients(
   """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
   mesh, micro = jax.sharding.get_abstract_mesh(), cfg.step.accum_steps
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
+  token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
   params: Any = trainable(state.model)
   leaves = [
     jax.tree.leaves(tree)
