@@ -87,9 +87,25 @@ def linears(
 
       return tuple(map(product, weights, outputs))
 
-  if gathers:  # not what was gathered is kept for the backward pass; barriers keep XLA from it
-    products = jax.checkpoint(products, prevent_cse=(True, *[False] * len(weights)))
-  return products(x, *weights)
+  return (_gathering_again(products) if gathers else products)(x, *weights)
+
+
+def _gathering_again(products):
+  """`products`, of which reverse mode keeps the arguments, and gathers `x` again.
+
+  `jax.checkpoint` would put a barrier around weights too, so that these are gathered twice; with
+  one around `x` alone it fails under a policy that keeps products (jax 0.12.0).
+  """
+  f = jax.custom_vjp(products)
+
+  def backward(args, dy):
+    x, *weights = args
+    # Or XLA would find that it has gathered `x` before, and keep that.
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    return jax.vjp(products, x, *weights)[1](dy)
+
+  f.defvjp(lambda *args: (products(*args), args), backward)
+  return f
 
 
 def _local_fp8(x, *weights, inputs, scatters, kernels):

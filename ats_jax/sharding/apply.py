@@ -55,7 +55,7 @@ def gather_positions(x: jax.Array, *axes: str | None) -> jax.Array:
 
   The derivative adds up what they make of it and scatters the sum along positions.
   """
-  return jax.reshard(x, jax.P(*spec(*axes), reduced=_of_positions()))
+  return jax.reshard(x, jax.P(*spec(*axes), reduced=_shares()))
 
 
 def einsum_shares(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
@@ -67,13 +67,22 @@ def einsum_shares(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
     axes: of the result, with "residual_seq".
   """
   at_seq = spec(*("seq" if axis == "residual_seq" else axis for axis in axes))
-  shares = jax.P(*at_seq, unreduced=_of_positions())
+  shares = jax.P(*at_seq, unreduced=_shares())
   return jax.reshard(jnp.einsum(formula, *operands, out_sharding=shares), spec(*axes))
 
 
 def _of_positions() -> set[str]:
   """Mesh axes that cut the residual stream along its positions, and widths in sub-layers."""
   return {*mesh_axes("residual_seq")} - {*mesh_axes("seq")}
+
+
+def _shares() -> set[str]:
+  """Mesh axes along which a type says that devices hold shares of a sum.
+
+  Without it each product is summed whole, and then cut. Of the layers in a pipeline no type may say
+  so: XLA ends the process where there are manual axes too.
+  """
+  return set() if jax.sharding.get_abstract_mesh().manual_axes else _of_positions()
 
 
 def _moved(x: jax.Array, cut: jax.P) -> jax.Array:

@@ -100,9 +100,9 @@ def run(kind: str, *sizes: tuple[str, int]) -> Run:
     )
 
 
-def assert_equal(many: Run, one: Run):
+def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 10):
   def close(got, want, name):
-    np.testing.assert_allclose(got, want, RTOL, RTOL / 10 * np.abs(want).max(), err_msg=name)
+    np.testing.assert_allclose(got, want, RTOL, of_largest * np.abs(want).max(), err_msg=name)
 
   close(many.losses, one.losses, "losses")
   close(many.scores, one.scores, "scores")
