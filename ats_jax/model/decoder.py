@@ -123,10 +123,8 @@ class Decoder(nnx.Module):
       rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
       micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
       (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
-    valid_BT = lay(segment_ids_BT, *of_stream) > 0
-    return self.final_norm(x_BTD), StackStats(
-      tuple(stats), self._depth_counts(depth_BT, valid_BT)
-    )
+    x_BTD, valid_BT = self.final_norm(x_BTD), lay(segment_ids_BT, *of_stream) > 0
+    return x_BTD, StackStats(tuple(stats), self._depth_counts(depth_BT, valid_BT))
 
   def _run(
     self, stacks: Any, carry: Any, beside: Any, key: jax.Array | None, *, rules: Pass

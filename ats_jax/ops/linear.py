@@ -116,5 +116,7 @@ def _local_fp8(x, *weights, inputs, scatters, kernels):
   results = fp8_matmuls(flat_TK, flat, kernels)
   shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
   if scatters:
-    return tuple(sum_blocks(y.reshape(s), inputs[0], 1) for y, s in zip(results, shapes, strict=True))
+    return tuple(
+      sum_blocks(y.reshape(s), inputs[0], 1) for y, s in zip(results, shapes, strict=True)
+    )
   return tuple(all_sum(y, inputs[0]).reshape(s) for y, s in zip(results, shapes, strict=True))

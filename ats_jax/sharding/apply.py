@@ -71,18 +71,19 @@ def einsum_shares(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
   return jax.reshard(jnp.einsum(formula, *operands, out_sharding=shares), spec(*axes))
 
 
-def _of_positions() -> set[str]:
+def _of_positions() -> frozenset[str]:
   """Mesh axes that cut the residual stream along its positions, and widths in sub-layers."""
-  return {*mesh_axes("residual_seq")} - {*mesh_axes("seq")}
+  return frozenset(mesh_axes("residual_seq")) - {*mesh_axes("seq")}
 
 
-def _shares() -> set[str]:
+def _shares() -> frozenset[str]:
   """Mesh axes along which a type says that devices hold shares of a sum.
 
   Without it each product is summed whole, and then cut. Of the layers in a pipeline no type may say
   so: XLA ends the process where there are manual axes too.
   """
-  return set() if jax.sharding.get_abstract_mesh().manual_axes else _of_positions()
+  is_staged = bool(jax.sharding.get_abstract_mesh().manual_axes)
+  return frozenset() if is_staged else _of_positions()
 
 
 def _moved(x: jax.Array, cut: jax.P) -> jax.Array:

@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     vocabulary: "rows": as that table says. "width": the lookup table over its width, as the head.
       "whole": neither is cut by rows.
     whole_rows: the positions of a row are not cut.
-    cut_residuals: those of the residual stream are cut over the devices of a sub-layer too.
+    cut_residuals: positions of the residual stream are cut by the axis of widths too.
   """
 
   name: str = "default"
@@ -135,11 +135,13 @@ def current_rules(part: Part = "weights") -> Rules:
 @functools.cache
 def _table(plan: Plan) -> Rules:
   rules = RULES[plan.name]
+  other: Rules = {}
   if plan.whole_rows:
-    whole = {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
-    rules = MappingProxyType({**rules, **whole})
-  elif plan.cut_residuals:  # by the axes that heads, hidden width and vocabulary are cut over
-    rules = MappingProxyType({**rules, "residual_seq": (rules["seq"], rules["ff"])})
+    other = {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
+  elif plan.cut_residuals:
+    other = {"residual_seq": ("context", "tensor")}
+  if other:
+    rules = MappingProxyType({**rules, **other})
   if plan.vocabulary == "rows":
     return rules
   cut = None if plan.vocabulary == "whole" else rules["vocab"]

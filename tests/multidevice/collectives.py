@@ -114,6 +114,4 @@ def traced_step(cfg: Config, mesh: jax.sharding.Mesh) -> Any:
   program = make_program(cfg)
   rows = random_rows(cfg, cfg.data.batch_size)
   batch = to_global(micro_batches(rows, cfg.step.accum_steps), mesh)
-  return program.train_step.trace(
-    program.init(abstract=True), batch, program.training_rules(1)
-  )
+  return program.train_step.trace(program.init(abstract=True), batch, program.training_rules(1))

@@ -40,6 +40,7 @@ KINDS = {
   "dense": {"model.dropout": 0.1, "model.window": 6, "model.attn_sinks": True},
   "latent": {"model.kv_latent_dim": 16, "model.latent_rope_dim": 4, "model.num_kv_heads": 4},
   "moe": MOE | {"moe.noise": 0.3, "model.dropout": 0.1},
+  "capacity": MOE | {"moe.dispatch": "capacity"},
   "mod": MOD,
   "hybrid": MOD | MOE | {"mod.decision": "threshold"},
 }
