@@ -102,8 +102,8 @@ class Decoder(nnx.Module):
         pipeline it is folded with the number of the micro-batch here.
 
     Returns:
-      Final normalised activations [batch, seq, d_model] in the compute dtype, and statistics of
-      the sparse layers.
+      Final normalised activations [batch, seq, d_model] in the compute dtype, positions cut as
+      "residual_seq", and statistics of the sparse layers.
     """
     tokens_BT, positions_BT, segment_ids_BT = (
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)

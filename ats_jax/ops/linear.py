@@ -94,7 +94,7 @@ def _gathering_again(products):
   """`products`, of which reverse mode keeps the arguments, and gathers `x` again.
 
   `jax.checkpoint` would put a barrier around weights too, so that these are gathered twice; with
-  one around `x` alone it fails under a policy that keeps products (jax 0.12.0).
+  one around `x` alone it fails under a policy that keeps products (jax 0.12.0.1).
   """
   f = jax.custom_vjp(products)
 
@@ -115,8 +115,7 @@ def _local_fp8(x, *weights, inputs, scatters, kernels):
   flat = [weight.reshape(flat_TK.shape[1], -1) for weight in weights]
   results = fp8_matmuls(flat_TK, flat, kernels)
   shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
+  pairs = zip(results, shapes, strict=True)
   if scatters:
-    return tuple(
-      sum_blocks(y.reshape(s), inputs[0], 1) for y, s in zip(results, shapes, strict=True)
-    )
-  return tuple(all_sum(y, inputs[0]).reshape(s) for y, s in zip(results, shapes, strict=True))
+    return tuple(sum_blocks(y_TN.reshape(s), inputs[0], dim=1) for y_TN, s in pairs)
+  return tuple(all_sum(y_TN, inputs[0]).reshape(s) for y_TN, s in pairs)

@@ -27,7 +27,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by the plan of a resolved config: `mesh.zero` and others of its settings."""
+  """Compute on a mesh by a config's plan: `mesh.zero`, `shard_residuals`, what divides what."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
