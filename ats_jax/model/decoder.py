@@ -255,16 +255,16 @@ class Decoder(nnx.Module):
     )
 
   def head_weights(self) -> jax.Array:
-    """The output matrix [vocab, d_model] in the compute dtype."""
+    """The output matrix [vocab, d_model] in the compute dtype, cut as it is kept."""
     layer = self.embed if self.head is None else self.head
-    return reshard(layer.value(self.num.compute_dtype), "vocab", "act_embed")
+    return layer.value(self.num.compute_dtype)
 
   def logits(self, x_BTD: jax.Array) -> jax.Array:
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
     logits_BTV = einsum(
       "BTD,VD->BTV",
       lay(x_BTD, "batch", "seq", "act_embed"),
-      self.head_weights(),
+      reshard(self.head_weights(), "vocab", "act_embed"),
       axes=("batch", "seq", "vocab"),
       preferred_element_type=jnp.float32,
     )

@@ -20,11 +20,15 @@ from ats_jax.sharding.apply import (
   lay,
   num_shards,
   seq_axis,
+  sum_and_cut,
   sum_blocks,
 )
 from ats_jax.sharding.pipeline import row_axis
+from ats_jax.sharding.rules import spec
 
 HEAD_AXES = ("vocab", "act_embed")
+# How a head of its own is kept, and a table that is the head too.
+KEPT_AXES = (("vocab", "embed"), ("vocab_rows", "table_embed"))
 
 
 class LossSums(NamedTuple):
@@ -65,7 +69,8 @@ def linear_cross_entropy(
 
   Args:
     x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
-    head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
+    head_VD: output matrix [vocab, d_model], same dtype, cut as it is kept. Its gradient is cut like
+      it: the devices scatter their shares, where each would else sum up all of it in float32.
     targets_BT: int32 [batch, seq].
     mask_BT: float32 weights; 0 = not counted.
     z_loss: weight of logsumexp^2 (PaLM, arXiv:2204.02311, section 5).
@@ -127,7 +132,7 @@ def token_logprobs(
 
   Args:
     x_BTD: final activations [batch, seq, d_model], sharded by `x_axes`.
-    head_VD: output matrix [vocab, d_model], same dtype, sharded by `HEAD_AXES`.
+    head_VD: output matrix [vocab, d_model], same dtype, cut as it is kept.
     targets_BT: int32 [batch, seq].
     chunk_tokens: tokens of all devices together whose logits exist at one time.
     kernels: as in `linear_cross_entropy`.
@@ -197,19 +202,20 @@ def _sums_and_grads(
     with_grads=with_grads,
   )
   axes = _axes_at_head(x_BTD)
-  of_tokens = axes[:2]
+  of_tokens, of_head = axes[:2], _kept_axes(head_VD)
   local = functools.partial(
     _local,
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
     over_tokens=lambda s: all_sum(s, *of_tokens),
+    of_head=lambda d_VD: sum_and_cut(d_VD, of_tokens, whole=HEAD_AXES, cut=of_head),
     per_token=per_token,
     with_grads=with_grads,
   )
   scalar: Any = ()  # a tree of axes in the place of one of arrays
   each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (x_axes(x_BTD), HEAD_AXES) if with_grads else None
+  grads = (x_axes(x_BTD), of_head) if with_grads else None
   sums, grads = island(
     local, in_axes=(axes, HEAD_AXES, of_tokens, of_tokens), out_axes=(sums, grads)
   )(x_BTD, head_VD, targets_BT, mask_BT)
@@ -230,8 +236,9 @@ def _axes_at_head(x_BTD: jax.Array) -> tuple[str, ...]:
 
 
 def _local(
-  x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, over_tokens, per_token, with_grads
-):
+  x_BTD, head_VD, targets_BT, mask_BT, *,
+  of_chunk, chunk, over_tokens, of_head, per_token, with_grads,
+):  # fmt: skip
   """Work on one device's tokens and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
@@ -255,7 +262,13 @@ def _local(
     dx_BTD = sum_blocks(dx_BTD, "vocab", dim=1)
   else:
     dx_BTD = all_sum(dx_BTD, "vocab")
-  return sums, (dx_BTD.astype(x_BTD.dtype), over_tokens(dhead_VD))
+  return sums, (dx_BTD.astype(x_BTD.dtype), of_head(dhead_VD))
+
+
+def _kept_axes(head_VD: jax.Array) -> tuple[str, str]:
+  """Logical axes of the head; those of a whole one, if it is cut in no way that is known."""
+  cut = jax.typeof(head_VD).sharding.spec
+  return next((axes for axes in KEPT_AXES if spec(*axes) == cut), HEAD_AXES)
 
 
 def _local_chunk(chunk_tokens, axes):

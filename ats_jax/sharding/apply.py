@@ -274,6 +274,27 @@ def gather_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
   return jax.lax.all_gather(x, mesh_axes(axis), axis=dim, tiled=True) if num_shards(axis) > 1 else x
 
 
+def sum_and_cut(
+  x: jax.Array, over: Sequence[str], *, whole: Sequence[str], cut: Sequence[str]
+) -> jax.Array:
+  """Inside an island: add up shares, and keep the block of the sum that is this device's.
+
+  Args:
+    x: local array, a share of a sum.
+    over: logical axes along which devices hold the shares.
+    whole: logical axes of the dimensions of `x`.
+    cut: those of the result's, which may lie on mesh axes of `over` too.
+  """
+  mesh = jax.sharding.get_abstract_mesh().shape
+  left = {name for axis in over for name in mesh_axes(axis) if mesh.get(name, 1) > 1}
+  for dim, (before, after) in enumerate(zip(whole, cut, strict=True)):
+    names = tuple(n for n in mesh_axes(after) if n in left and n not in mesh_axes(before))
+    if names:
+      x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+      left -= {*names}
+  return jax.lax.psum(x, tuple(sorted(left))) if left else x
+
+
 def sum_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
   """Inside an island: add up what the devices along a logical axis hold, and keep one block.
 
