@@ -22,9 +22,9 @@ from ats_jax.model.param import Buffer, Role, head_std, is_variable
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
-from ats_jax.ops import fp8_matmul
+from ats_jax.ops import fp8_matmul, linear
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.sharding.apply import einsum, num_shards, reshard
+from ats_jax.sharding.apply import einsum, lay, num_shards, reshard
 from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
 from ats_jax.sharding.rules import spec
 
@@ -40,11 +40,11 @@ SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 def remat_policy(name: str):
   """Return the `jax.checkpoint` policy called `name` in `step.remat` ('none' has no policy)."""
   policies = jax.checkpoint_policies
-  kernels = policies.save_only_these_names(*KERNEL_NAMES)
+  products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
   return {
     "full": policies.nothing_saveable,
-    "dots": policies.save_from_both_policies(dots, kernels),
+    "dots": policies.save_from_both_policies(dots, products),
     "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
   }[name]
 
@@ -101,15 +101,17 @@ class Decoder(nnx.Module):
         pipeline it is folded with the number of the micro-batch here.
 
     Returns:
-      Final normalised activations [batch, seq, d_model] in the compute dtype, and statistics of
-      the sparse layers.
+      Final normalised activations [batch, seq, d_model] in the compute dtype, positions cut as
+      "residual_seq", and statistics of the sparse layers.
     """
     tokens_BT, positions_BT, segment_ids_BT = (
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
-    depth_BT = jnp.zeros_like(segment_ids_BT) if skips else None
-    carry, beside = (self._lookup(tokens_BT), depth_BT), (positions_BT, segment_ids_BT)
+    of_stream = row_axis(tokens_BT.shape[0]), "residual_seq"
+    depth_BT = lay(jnp.zeros_like(segment_ids_BT), *of_stream) if skips else None
+    x_BTD = lay(self._lookup(tokens_BT), *of_stream, "act_embed")
+    carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
     run, firsts = (
       functools.partial(self._run, rules=rules),
       [s.layer_indices(0) for s in self.layout],
@@ -120,9 +122,8 @@ class Decoder(nnx.Module):
       rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
       micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
       (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
-    return self.final_norm(x_BTD), StackStats(
-      tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
-    )
+    x_BTD, valid_BT = self.final_norm(x_BTD), lay(segment_ids_BT, *of_stream) > 0
+    return x_BTD, StackStats(tuple(stats), self._depth_counts(depth_BT, valid_BT))
 
   def _run(
     self, stacks: Any, carry: Any, beside: Any, key: jax.Array | None, *, rules: Pass
@@ -223,7 +224,7 @@ class Decoder(nnx.Module):
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "seq", "act_embed"), []
+    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
       given = jnp.arange(segment.repeats) if num_stages() > 1 else blocks
@@ -261,7 +262,7 @@ class Decoder(nnx.Module):
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
     logits_BTV = einsum(
       "BTD,VD->BTV",
-      x_BTD,
+      lay(x_BTD, "batch", "seq", "act_embed"),
       reshard(self.head_weights(), "vocab", "act_embed"),
       axes=("batch", "seq", "vocab"),
       preferred_element_type=jnp.float32,

@@ -12,7 +12,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards, sum_blocks
+from ats_jax.sharding.apply import (
+  all_max,
+  all_sum,
+  axis_index,
+  island,
+  lay,
+  num_shards,
+  seq_axis,
+  sum_blocks,
+)
 from ats_jax.sharding.pipeline import row_axis
 
 HEAD_AXES = ("vocab", "embed")
@@ -126,9 +135,9 @@ def token_logprobs(
     soft_cap: likewise.
 
   Returns:
-    float32 [batch, seq], sharded like the activations.
+    float32 [batch, seq], sharded like the targets.
   """
-  axes = x_axes(x_BTD)
+  axes = _axes_at_head(x_BTD)
 
   def local(x_BTD, head_VD, targets_BT):
     tokens = targets_BT.size
@@ -144,7 +153,8 @@ def token_logprobs(
     return logprobs.reshape(-1)[:tokens].reshape(targets_BT.shape)
 
   args = x_BTD, head_VD, targets_BT
-  return island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
+  scored = island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
+  return lay(scored, axes[0], "seq")
 
 
 def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
@@ -187,7 +197,7 @@ def _sums_and_grads(
     per_token=per_token,
     with_grads=with_grads,
   )
-  axes = x_axes(x_BTD)
+  axes = _axes_at_head(x_BTD)
   of_tokens = axes[:2]
   local = functools.partial(
     _local,
@@ -201,15 +211,24 @@ def _sums_and_grads(
   scalar: Any = ()  # a tree of axes in the place of one of arrays
   each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (axes, HEAD_AXES) if with_grads else None
-  return island(local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads))(
-    x_BTD, head_VD, targets_BT, mask_BT
-  )
+  grads = (x_axes(x_BTD), HEAD_AXES) if with_grads else None
+  sums, grads = island(
+    local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads)
+  )(x_BTD, head_VD, targets_BT, mask_BT)
+  if per_token:
+    sums = sums._replace(cross_entropy=lay(sums.cross_entropy, axes[0], "seq"))
+  return sums, grads
 
 
 def x_axes(x_BTD: jax.Array) -> tuple[str, ...]:
   """How activations are sharded here: the stages of a pipeline share the rows too."""
-  return (row_axis(x_BTD.shape[0]), "seq", "act_embed")
+  return (row_axis(x_BTD.shape[0]), "residual_seq", "act_embed")
+
+
+def _axes_at_head(x_BTD: jax.Array) -> tuple[str, ...]:
+  """How they are where they are scored: all devices of the vocabulary see the same tokens."""
+  rows, _, width = x_axes(x_BTD)
+  return (rows, seq_axis("vocab"), width)
 
 
 def _local(
@@ -234,7 +253,11 @@ def _local(
     sums = sums._replace(cross_entropy=each.reshape(-1)[:tokens].reshape(targets_BT.shape))
   if dhead_VD is None or dx is None:
     return sums, None
-  dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
+  dx_BTD = dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape)
+  if seq_axis("vocab") == "seq":
+    dx_BTD = sum_blocks(dx_BTD, "vocab", dim=1)
+  else:
+    dx_BTD = all_sum(dx_BTD, "vocab")
   return sums, (dx_BTD.astype(x_BTD.dtype), scatter(dhead_VD))
 
 

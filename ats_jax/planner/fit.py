@@ -21,6 +21,7 @@ from ats_jax.planner.memory import activations, state_memory, step_memory
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
+from ats_jax.sharding.rules import MESH_AXES
 from ats_jax.step.state import TrainState
 
 SLACK = 1.02  # how far what is scaled may be above what is traced
@@ -137,9 +138,8 @@ def changed(cfg: Config, settings: dict[str, Any]) -> Config:
 
 def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
   """Every split of the devices over `data` and AXES, with the stages of ZeRO that differ."""
-  searched = {"data", "zero", *(axis.name for axis in AXES)}
-  names = [field.name for field in dataclasses.fields(cfg.mesh)]
-  fixed = math.prod(getattr(cfg.mesh, name) for name in names if name not in searched)
+  searched = {"data", *(axis.name for axis in AXES)}
+  fixed = math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in searched)
   divisors = lambda most: [n for n in range(1, min(devices, most) + 1) if devices % n == 0]
   for sizes in itertools.product(*(divisors(axis.most(cfg)) for axis in AXES)):
     taken = fixed * math.prod(sizes)
@@ -147,6 +147,8 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
       continue
     mesh = {"mesh.data": devices // taken}
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
+    if cfg.mesh.shard_residuals:  # which is refused where it does nothing
+      mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
     for zero in STAGES if mesh["mesh.fsdp"] > 1 else STAGES[:1]:
       yield mesh | {"mesh.zero": zero}
 

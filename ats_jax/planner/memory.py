@@ -16,7 +16,7 @@ from ats_jax.model.numerics import usual_unroll
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
-from ats_jax.sharding.apply import num_shards
+from ats_jax.sharding.apply import num_shards, seq_axis
 from ats_jax.sharding.pipeline import num_stages, one_stage
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.balance import rules_at, totals
@@ -74,9 +74,11 @@ def step_memory(
   """
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  shards = num_shards("batch") * num_shards("seq")
-  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // shards
-  chunk = min(tokens, max(1, cfg.step.loss_chunk_tokens // shards))
+  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // num_shards("batch")
+  scored = num_shards(seq_axis("vocab"))
+  shards = num_shards("batch") * scored
+  chunk = min(tokens // scored, max(1, cfg.step.loss_chunk_tokens // shards))
+  handed_on = tokens // num_shards("residual_seq") * cfg.model.d_model * compute
   rows = cfg.data.batch_size // cfg.step.accum_steps
   of_stage = of_block = 0
   with jax.sharding.use_abstract_mesh(one_stage()):
@@ -95,7 +97,7 @@ def step_memory(
     "activations": waiting,
     "recomputed stage": of_stage,
     "recomputed block": of_block,
-    "handed on": 2 * ticks * tokens * cfg.model.d_model * compute if stages > 1 else 0,
+    "handed on": 2 * ticks * handed_on if stages > 1 else 0,
     "gathered weights": _gathered(cfg, state.model, compute),
     "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
   }
@@ -106,7 +108,7 @@ def activations(cfg: Config, state: TrainState, rows: int = 0) -> int:
   rows, seq = rows or cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   _, attention = asked_for(cfg).get("attention.forward", ("", ""))
-  if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("seq")):
+  if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("residual_seq")):
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))

@@ -29,7 +29,8 @@ def step_seconds(
   weights are gathered once an update. Other gradients are summed over the axes of the batch and of
   a row. `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
-  al. 2019, arXiv:1909.08053, section 3). `expert` sends rows to experts and back in both passes.
+  al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
+  gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
   `step.remat=full` computes the layers' forward pass twice, with what it exchanges; what other
   policies compute twice is left out. Matmuls take as long as the stages of a pipeline need with its
   bubble, in which a layer is computed once more.
@@ -96,7 +97,7 @@ def _weights_and_gradients(
   """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
   mesh, micro = jax.sharding.get_abstract_mesh(), cfg.step.accum_steps
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
+  token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
   params: Any = trainable(state.model)
   leaves = [
     jax.tree.leaves(tree)
@@ -138,12 +139,20 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, again = num_shards("ff"), cfg.step.remat == "full"
-  # Of the recomputed layer the first sum alone: nothing needs the second.
-  per_layer = hardware.seconds("all_reduce", stream * itemsize, tensor)
-  of_head = hardware.seconds("all_reduce", stream * 4, num_shards("vocab"))  # in float32
-  summed = None
-  if per_layer is not None and of_head is not None:
-    summed = micro * (layers * (4 + again) * per_layer + of_head)
+  # Of the recomputed layer the first sum alone: nothing needs the second. At the head in float32.
+  if num_shards("residual_seq") > num_shards("seq"):
+    in_layer = {"all_gather": 6 + 2 * again, "reduce_scatter": 4 + again}
+    at_head = {"all_gather": itemsize, "reduce_scatter": 4}
+  else:
+    in_layer, at_head = {"all_reduce": 4 + again}, {"all_reduce": 4}
+  sums = [
+    *(
+      _times(layers * number, hardware.seconds(kind, stream * itemsize, tensor))
+      for kind, number in in_layer.items()
+    ),
+    *(hardware.seconds(kind, stream * n, num_shards("vocab")) for kind, n in at_head.items()),
+  ]
+  summed = None if None in sums else micro * sum(filter(None, sums))
   ways = num_shards("experts") if cfg.moe.num_experts else 1
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
   local = (cfg.moe.num_experts + cfg.moe.spare_experts) // ways

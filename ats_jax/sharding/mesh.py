@@ -27,7 +27,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by the plan of a resolved config: `mesh.zero`, and what divides what."""
+  """Compute on a mesh by a config's plan: `mesh.zero`, `shard_residuals`, what divides what."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
@@ -40,7 +40,12 @@ def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContext
   """The plan of a resolved config on a mesh of these sizes; a vocabulary is never padded."""
   with use_plan("default"):
     ways = math.prod(sizes[axis] for axis in mesh_axes("vocab"))
-  return use_plan(ZERO[cfg.mesh.zero], whole_vocabulary=cfg.model.vocab_size % ways > 0)
+  divides = cfg.model.vocab_size % ways == 0
+  return use_plan(
+    ZERO[cfg.mesh.zero],
+    whole_vocabulary=not divides,
+    cut_residuals=cfg.mesh.shard_residuals,
+  )
 
 
 def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:

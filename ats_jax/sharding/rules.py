@@ -19,7 +19,8 @@ _DEFAULT: Rules = {
   "batch": ("data", "fsdp", "expert"),
   "micro": "stage",  # micro-batches on their way into and out of a pipeline
   "rows": ("stage", "data", "fsdp", "expert"),  # of these micro-batches, before and behind it
-  "seq": "context",
+  "seq": "context",  # positions inside a sub-layer
+  "residual_seq": "context",  # positions of the residual stream, between sub-layers
   "act_embed": None,
   "heads": "tensor",
   "kv_heads": "tensor",
@@ -66,31 +67,34 @@ class Plan(NamedTuple):
     name: of a table of RULES.
     whole_vocabulary: the vocabulary is not cut: the mesh does not divide it, and no row is padded.
     whole_rows: the positions of a row are not cut.
+    cut_residuals: positions of the residual stream are cut by the axis of widths too.
   """
 
   name: str = "default"
   whole_vocabulary: bool = False
   whole_rows: bool = False
+  cut_residuals: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
 def use_plan(
-  name: str, *, whole_vocabulary: bool = False
+  name: str, *, whole_vocabulary: bool = False, cut_residuals: bool = False
 ) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
   Args:
     name: of the table.
     whole_vocabulary: see `Plan`.
+    cut_residuals: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  return _plan(Plan(name, whole_vocabulary))
+  return _plan(Plan(name, whole_vocabulary, cut_residuals=cut_residuals))
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
@@ -124,7 +128,9 @@ def current_rules(part: Part = "weights") -> Rules:
 def _table(plan: Plan) -> Rules:
   rules = dict(RULES[plan.name])
   if plan.whole_rows:
-    rules |= {"seq": None, "heads_of_rows": rules["heads"]}
+    rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
+  elif plan.cut_residuals:
+    rules["residual_seq"] = ("context", "tensor")
   if plan.whole_vocabulary:
     rules["vocab"] = None
   return MappingProxyType(rules)

@@ -12,6 +12,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.describe import describe, render
 from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
+from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.balance import totals
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
@@ -37,8 +38,8 @@ def on_first_device(tree):
 def planned(cfg, devices=0):
   """The abstract state, and a context in which to use it."""
   mesh = abstract_mesh(cfg, devices)
-  with jax.sharding.use_abstract_mesh(mesh):
-    return abstract_state(cfg), jax.sharding.use_abstract_mesh(mesh)
+  with on_mesh(cfg, mesh):
+    return abstract_state(cfg), on_mesh(cfg, mesh)
 
 
 @pytest.mark.thorough
@@ -148,6 +149,19 @@ def test_activations_are_cut_along_the_row():
   found = describe(cfg)
   assert "at a time on each: 4 x 8 tokens" in render(found)
   assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 384 * (4 + 4)
+
+
+def test_activations_are_cut_between_sub_layers():
+  sizes = {"step__remat": "full", "mesh__tensor": 2}
+  whole, cut = kept(**sizes), kept(**sizes, mesh__shard_residuals=True)
+  stream = 8 * 16 * 32 * 4
+  # Inputs of two layers and of the last norm, and the gradient of its output.
+  assert whole - cut == 4 * stream // 2
+  staged = {"mesh.stage": 2, "mesh.tensor": 2, "step.accum_steps": 2, "model.vocab_size": 384}
+  plain = describe(tiny_config(staged))["device_bytes_estimated"]
+  cut = describe(tiny_config(staged | {"mesh.shard_residuals": True}))["device_bytes_estimated"]
+  assert cut["handed on"] == plain["handed on"] / 2
+  assert cut["logits chunk"] == plain["logits chunk"]  # each device scores its vocabulary of all
 
 
 def test_activations_are_cut_along_the_batch():
