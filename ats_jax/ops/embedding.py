@@ -4,7 +4,8 @@ The devices that share the rows of a batch have parts of the table's width. Each
 of the rows of all of them, and an all-to-all brings the parts of a row together. So no device has
 the whole table, or the activations of the others at full width.
 
-Letters: B batch, T seq, V vocab, D d_model, d the part of it on a device, C tokens of a chunk.
+Letters: B batch, T seq, V vocab, D d_model, d the part of it on a device, C tokens of a chunk,
+W devices that have parts of the width.
 """
 
 import functools
@@ -57,7 +58,7 @@ def _lookup(table_VD, tokens_BT, dtype, deterministic):
       index_BT, is_own_BT = _own(tokens_BT, len(table_Vd))
       rows_BTd = table_Vd.at[index_BT].get(mode="clip").astype(dtype)
       rows_BTd = jnp.where(is_own_BT[..., None], rows_BTd, jnp.zeros((), dtype))
-    return all_sum(exchange(rows_BTd, "embed", split=0, join=2), "vocab")
+    return all_sum(_to_rows(rows_BTd), "vocab")
 
   tokens, x = _axes(tokens_BT)
   return island(local, in_axes=(TABLE_AXES, tokens), out_axes=x)(table_VD, tokens_BT)
@@ -76,8 +77,8 @@ def _backward(dtype, deterministic, residuals, dx_BTD):
   tokens, x = _axes(tokens_BT)
 
   def local(tokens_BT, dx_BTD):
-    dx_BTd = exchange(dx_BTD, "embed", split=2, join=0)
-    dtable_Vd = add_up(gather_blocks(tokens_BT, "embed"), dx_BTd, own, like_V0.dtype)
+    tokens_BT = gather_blocks(tokens_BT, "embed")
+    dtable_Vd = add_up(tokens_BT, _to_widths(dx_BTD), own, like_V0.dtype)
     return all_sum(dtable_Vd, *tokens, but="embed").astype(like_V0.dtype)
 
   dtable_VD = island(local, in_axes=(tokens, x), out_axes=TABLE_AXES)(tokens_BT, dx_BTD)
@@ -91,6 +92,21 @@ def _axes(tokens_BT):
   """Logical axes of tokens, and of their activations."""
   tokens = (row_axis(tokens_BT.shape[0]), "seq")
   return tokens, (*tokens, "act_embed")
+
+
+# Blocks go by the first dimension: by another one, XLA would have the width outermost.
+def _to_rows(x_BTd):
+  """A part of the width of all devices' rows -> this device's rows, whole."""
+  ways, (batch, seq, width) = num_shards("embed"), x_BTd.shape
+  x_WBTd = exchange(x_BTd, "embed").reshape(ways, batch // ways, seq, width)
+  return jnp.moveaxis(x_WBTd, 0, 2).reshape(batch // ways, seq, ways * width)
+
+
+def _to_widths(x_BTD):
+  """The opposite of `_to_rows`."""
+  ways, (batch, seq, width) = num_shards("embed"), x_BTD.shape
+  x_WBTd = jnp.moveaxis(x_BTD.reshape(batch, seq, ways, width // ways), 2, 0)
+  return exchange(x_WBTd.reshape(ways * batch, seq, width // ways), "embed")
 
 
 def _own(tokens_BT, own):
