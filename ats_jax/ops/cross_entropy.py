@@ -204,7 +204,7 @@ def _sums_and_grads(
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
     over_tokens=lambda s: all_sum(s, *of_tokens),
-    scatter=lambda s: all_sum(sum_blocks(s, "embed", dim=1), *of_tokens, but="embed"),
+    scatter=lambda d_VD: all_sum(_scattered(d_VD), *of_tokens, but="embed"),
     per_token=per_token,
     with_grads=with_grads,
   )
@@ -259,6 +259,15 @@ def _local(
   else:
     dx_BTD = all_sum(dx_BTD, "vocab")
   return sums, (dx_BTD.astype(x_BTD.dtype), scatter(dhead_VD))
+
+
+def _scattered(dhead_VD):
+  """The sum of the shares of devices that have parts of the width, of each its own part."""
+  ways, (vocab, d_model) = num_shards("embed"), dhead_VD.shape
+  # Blocks go by the first dimension: by another one, XLA would have the width outermost, and copy
+  # what the optimizer updates.
+  d_WVd = jnp.moveaxis(dhead_VD.reshape(vocab, ways, d_model // ways), 1, 0)
+  return sum_blocks(d_WVd, "embed").reshape(vocab, d_model // ways)
 
 
 def _local_chunk(chunk_tokens, axes):
