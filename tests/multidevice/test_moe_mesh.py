@@ -172,7 +172,11 @@ EXPERT_MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 
 @pytest.mark.parametrize("how", ["allgather", "ragged", "bins"])
 @pytest.mark.parametrize(
   "shape",
-  [pytest.param(m, marks=() if m == (1, 1, 1, 4) else pytest.mark.mesh) for m in EXPERT_MESHES],
+  [
+    EXPERT_MESHES[1],
+    pytest.param(EXPERT_MESHES[0], marks=pytest.mark.slow),
+    *(pytest.param(shape, marks=pytest.mark.mesh) for shape in EXPERT_MESHES[2:]),
+  ],
 )
 def test_each_exchange_equals_one_device_with_and_without_overflow(how, shape):
   """Room for the mean alone, and all tokens want two experts of one device first, or do not."""

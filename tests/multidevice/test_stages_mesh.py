@@ -148,9 +148,9 @@ def test_two_stages_equal_one_device():
   [
     ("deep", {"stage": 4}),
     ("deep", {"stage": 2, "data": 2}),
-    ("deep", {"stage": 2, "fsdp": 2}),
+    pytest.param("deep", {"stage": 2, "fsdp": 2}, marks=pytest.mark.slow),
     ("dense", {"stage": 2, "tensor": 2}),
-    ("moe", {"stage": 2, "expert": 2}),
+    pytest.param("moe", {"stage": 2, "expert": 2}, marks=pytest.mark.slow),
     ("moe", {"stage": 2, "fsdp": 2, "tensor": 2}),
     ("capacity", {"stage": 2, "expert": 2}),
     pytest.param("alternating", {"stage": 2}, marks=pytest.mark.slow),

@@ -67,7 +67,11 @@ def test_a_crowded_look_asks_and_only_once_in_a_while():
 
 @pytest.mark.parametrize(
   ("factor", "left", "rung"),
-  [(0.25, 360, 1.0), (2.0, 360, None), (0.25, 0, None)],  # nothing is asked for at the end
+  [
+    (0.25, 360, 1.0),
+    (2.0, 360, None),
+    pytest.param(0.25, 0, None, marks=pytest.mark.slow),  # nothing is asked for at the end
+  ],
 )
 @pytest.mark.thorough
 def test_a_crowded_run_asks_for_more_room_at_a_pause(mesh, tmp_path, factor, left, rung):
