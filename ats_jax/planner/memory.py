@@ -51,7 +51,7 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
 
 
 def step_memory(
-  cfg: Config, state: TrainState, kept: Callable[[Config], int] | None = None
+  cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None
 ) -> dict[str, int]:
   """Bytes on one device that a step needs beside the state; estimates of their peak.
 
@@ -70,40 +70,42 @@ def step_memory(
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
-    kept: gives `activations` of a config; None = they are traced.
+    kept: gives `activations` of a config and rows; None = they are traced.
   """
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  shards = num_shards("batch") * num_shards("seq")
-  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // shards
-  chunk = min(tokens, max(1, cfg.step.loss_chunk_tokens // shards))
-  rows = cfg.data.batch_size // cfg.step.accum_steps
-  of_stage = of_block = 0
+  rows = cfg.data.batch_size // cfg.step.accum_steps // num_shards("batch")
+  row = cfg.data.seq_len // num_shards("seq")  # tokens of it on a device
+  stream = rows * row * cfg.model.d_model * compute
+  tokens = rows * cfg.step.accum_steps // stages * row if stages > 1 else rows * row
+  of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * num_shards("seq"))
+  chunk = min(tokens, max(1, of_chunk))
+  ticks, of_stage, of_block = cfg.step.accum_steps + stages - 1, 0, 0
+  under = lambda remat: dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat=remat))
   with jax.sharding.use_abstract_mesh(one_stage()):
-    traced = kept or (lambda cfg: activations(cfg, abstract_state(cfg), rows * stages))
-    if stages > 1:
-      of_stage = traced(cfg) // stages
+    traced = kept or (lambda cfg, rows: activations(cfg, abstract_state(cfg), rows))
+    waiting = traced(cfg, rows)
     if cfg.step.remat != "none":
-      plain = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat="none"))
-      of_block = traced(plain) // blocks
-  ticks = cfg.step.accum_steps + stages - 1
-  if stages > 1 or not kept:
-    waiting = activations(cfg, state, cfg.data.batch_size if stages > 1 else rows)
-  else:
-    waiting = kept(cfg)
+      of_block = traced(under("none"), rows) // blocks
+    if stages > 1:
+      of_stage = waiting // stages
+      # Of the layers nothing but the input of each tick, and what is behind them.
+      shared = rows * cfg.step.accum_steps // stages
+      behind = traced(under("full"), shared) - blocks * shared * stream // rows
+      waiting = behind + ticks * stream
   return {
     "activations": waiting,
     "recomputed stage": of_stage,
     "recomputed block": of_block,
-    "handed on": 2 * ticks * tokens * cfg.model.d_model * compute if stages > 1 else 0,
+    "handed on": 2 * ticks * stream if stages > 1 else 0,
     "gathered weights": _gathered(cfg, state.model, compute),
     "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
   }
 
 
-def activations(cfg: Config, state: TrainState, rows: int = 0) -> int:
-  """Bytes that wait for the backward pass, see `step_memory`; of a micro-batch, or of `rows`."""
-  rows, seq = rows or cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
+def activations(cfg: Config, state: TrainState, rows: int) -> int:
+  """Bytes that wait for the backward pass of so many rows a device, see `step_memory`."""
+  rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   _, attention = asked_for(cfg).get("attention.forward", ("", ""))
   if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("seq")):

@@ -12,6 +12,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.describe import describe, render
 from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
+from ats_jax.sharding.apply import num_shards
 from ats_jax.step.balance import totals
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.program import make_program
@@ -106,7 +107,7 @@ def kept(**changes):
   cfg = tiny_config({name.replace("__", "."): value for name, value in changes.items()})
   state, context = planned(cfg)
   with context:
-    return activations(cfg, state)
+    return activations(cfg, state, cfg.data.batch_size // num_shards("batch"))
 
 
 def test_full_remat_keeps_the_residual_stream():
