@@ -76,7 +76,7 @@ def pretending(kind: str) -> Iterator[None]:
     mock.patch.object(programs, "this_device", device),
     mock.patch.object(compiler, "_refusal", lambda name, value: ""),
     mock.patch.object(cudnn, "check_cudnn_version", lambda: 92000),
-    mock.patch.object(cudnn, "check_is_flash_attention", lambda *args: None),
+    mock.patch.object(cudnn, "check_is_flash_attention", lambda *args, **kwargs: None),
     mock.patch.object(cudnn, "check_compute_capability", lambda capability: True),
   ):
     yield

@@ -141,7 +141,8 @@ _NOTES = (
   "  recomputed block: what the layers of one pattern keep without remat",
   "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
   "  handed on: what a stage of a pipeline made in all ticks, and its gradients",
-  "  gathered weights: those of the layers of one pattern in the compute dtype, whole along fsdp",
+  "  compute weights: of the head and the layers of one pattern (of all, if unrolled) in the",
+  "    compute dtype, whole along fsdp",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",
 )
 

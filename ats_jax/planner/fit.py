@@ -143,7 +143,7 @@ def fit(cfg: Config, devices: int, limit: int, hardware: Hardware) -> Fitted:
 
 
 def changed(cfg: Config, settings: dict[str, Any]) -> Config:
-  """A resolved `cfg` with settings of `mesh` and `step`, by dotted name."""
+  """A resolved `cfg` with other settings, by dotted name."""
   for name, value in settings.items():
     section, field = name.split(".")
     part = dataclasses.replace(getattr(cfg, section), **{field: value})
@@ -307,19 +307,20 @@ class _Search:
 
   def _kept(self, cfg: Config, rows: int) -> int:
     """`activations` of so many rows a device, scaled from those of one and two."""
-    # Copies change nothing on a device. Gathered experts are kept, however many ways they were cut.
-    mesh, step = cfg.mesh, dataclasses.replace(cfg.step, accum_steps=1)
+    # Copies change nothing on a device, and a part of a row is as so much less of a row. Gathered
+    # experts are kept, however many ways they were cut.
+    mesh, rows = cfg.mesh, rows / cfg.mesh.context
     fsdp = 1 + (mesh.fsdp > 1 and mesh.zero == 3 and cfg.moe.num_experts > 0)
-    data = mesh.data * mesh.fsdp * mesh.stage // fsdp
-    alike = dataclasses.replace(mesh, data=data, fsdp=fsdp, stage=1, zero=3)
-    cfg = dataclasses.replace(cfg, mesh=alike, step=step)
-    key = fsdp, mesh.context, mesh.expert, mesh.tensor, step.remat
+    copies = self.devices // (fsdp * mesh.expert * mesh.tensor)
+    alike = {"mesh.data": copies, "mesh.fsdp": fsdp, "mesh.zero": 3, "step.accum_steps": 1}
+    alike |= {"mesh.context": 1, "mesh.stage": 1, "data.batch_size": self.devices}
+    cfg, key = changed(cfg, alike), (fsdp, mesh.expert, mesh.tensor, cfg.step.remat)
     if key not in self.kept:
       with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
         state = abstract_state(cfg)
         self.kept[key] = [activations(cfg, state, number) for number in (1, 2)]
     one, two = self.kept[key]
-    return one + (two - one) * (rows - 1)
+    return round(one + (two - one) * (rows - 1))
 
 
 def _rows(cfg: Config, devices: int = 0) -> int:
