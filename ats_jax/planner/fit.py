@@ -309,7 +309,7 @@ class _Search:
     """`activations` of so many rows a device, scaled from those of one and two."""
     # Copies change nothing on a device, and a part of a row is as so much less of a row. Gathered
     # experts are kept, however many ways they were cut.
-    mesh, rows = cfg.mesh, rows / cfg.mesh.context
+    mesh = cfg.mesh
     fsdp = 1 + (mesh.fsdp > 1 and mesh.zero == 3 and cfg.moe.num_experts > 0)
     copies = self.devices // (fsdp * mesh.expert * mesh.tensor)
     alike = {"mesh.data": copies, "mesh.fsdp": fsdp, "mesh.zero": 3, "step.accum_steps": 1}
@@ -320,7 +320,7 @@ class _Search:
         state = abstract_state(cfg)
         self.kept[key] = [activations(cfg, state, number) for number in (1, 2)]
     one, two = self.kept[key]
-    return round(one + (two - one) * (rows - 1))
+    return round(one + (two - one) * (rows / mesh.context - 1))
 
 
 def _rows(cfg: Config, devices: int = 0) -> int:
