@@ -31,7 +31,7 @@ def every(cfg, devices):
   """All candidates by brute force: likely seconds, bytes, settings."""
   found = []
   for mesh, remat in itertools.product(meshes(cfg, devices), REMATS):
-    for accum in (1, 2, 4, 8, 16):
+    for accum in (n for n in (1, 2, 4, 8, 16) if cfg.data.batch_size % n == 0):
       settings = mesh | {"step.remat": remat, "step.accum_steps": accum}
       try:
         plan = describe(changed(cfg, settings), devices, RATES)
