@@ -65,6 +65,7 @@ GPUS = {
 
 _CONFIG = cli.ConfigFlag()
 _GPU = flags.DEFINE_enum("gpu", "H200", list(GPUS), "Which GPU.")
+_DEVICES = flags.DEFINE_integer("devices", 1, "How many of them, on one host.", lower_bound=1)
 _OUT = flags.DEFINE_string("out", "", "Where to write the optimized program.")
 
 
@@ -82,8 +83,10 @@ def pretending(kind: str) -> Iterator[None]:
     yield
 
 
-def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, programs.Program]:
-  """The training step of a resolved config for one such GPU.
+def compiled(
+  cfg: Config, gpu: str, devices: int = 1
+) -> tuple[jax.stages.Compiled, programs.Program]:
+  """The training step of a resolved config for so many such GPUs of one host.
 
   Call before anything runs: jax reads its environment once.
   """
@@ -93,7 +96,9 @@ def compiled(cfg: Config, gpu: str) -> tuple[jax.stages.Compiled, programs.Progr
   os.environ["XLA_FLAGS"] = f"{NOTHING_IS_TIMED} {os.environ.get('XLA_FLAGS', '')}"
   target = HOPPER.format(**GPUS[gpu]._asdict())
   try:
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    topology = topologies.get_topology_desc(
+      platform="cuda", target_config=target, topology=f"1x1x{devices}"
+    )
   except NotImplementedError as e:
     raise ValueError(
       f"jax cannot compile for CUDA here: {e}. If its plugin is missing: pip install 'jax[cuda13]'."
@@ -115,14 +120,15 @@ def main(argv: list[str]) -> None:
   del argv
   cfg = resolve_without_data(_CONFIG.value)
   began = time.perf_counter()
-  step, made = compiled(cfg, _GPU.value)
+  step, made = compiled(cfg, _GPU.value, _DEVICES.value)
   secs = time.perf_counter() - began
   for choice in made.choices:
     print(choice)
+  devices = f"{_DEVICES.value} x {GPUS[_GPU.value].name}"
   print(
-    f"{made.counts.parameters / 1e9:.2f}B parameters on one {GPUS[_GPU.value].name}: the step "
+    f"{made.counts.parameters / 1e9:.2f}B parameters on {devices}: the step "
     f"needs {programs.predicted_bytes(step) / GIB:.2f} GiB (the planner estimates "
-    f"{planned_bytes(describe(cfg, 1)) / GIB:.2f}); compiled here in {secs:.0f} s."
+    f"{planned_bytes(describe(cfg, _DEVICES.value)) / GIB:.2f}); compiled here in {secs:.0f} s."
   )
   if _OUT.value:
     Path(_OUT.value).write_text(step.as_text() or "", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What `mesh.context` must divide, and what it cannot be used with."""
+"""What the ways that rows are cut must divide, and what they cannot be used with."""
 
 from ats_jax.config.curriculum import LEAST_LENGTH
 from ats_jax.config.schema import Config
@@ -10,38 +10,51 @@ def context(cfg: Config) -> None:
   """A rule of `config.validate`.
 
   Raises:
-    ValueError: for rows that cannot be cut into so many parts, and for heads that so many devices
-      cannot share.
+    ValueError: for rows that cannot be cut into so many parts, for heads that so many devices
+      cannot share, and for `mesh.shard_residuals` where it does nothing.
   """
   ways, tensor = cfg.mesh.context, cfg.mesh.tensor
+  if cfg.mesh.shard_residuals:
+    if tensor == 1:
+      raise ValueError(
+        "mesh.shard_residuals=true does nothing with mesh.tensor=1, over which it cuts positions. "
+        "Set mesh.tensor, or mesh.shard_residuals=false."
+      )
+    cut = f"mesh.shard_residuals with mesh.context={ways} x mesh.tensor={tensor} = {ways * tensor}"
+    _positions(cfg, ways * tensor, cut, "mesh.shard_residuals=false")
   if ways == 1:
     return
-  if cfg.data.seq_len % ways:
-    raise ValueError(
-      f"mesh.context={ways} does not divide data.seq_len={cfg.data.seq_len}: the devices along a "
-      f"row have equal parts of it. Use a multiple of {ways}, or another mesh.context."
-    )
+  _positions(cfg, ways, f"mesh.context={ways}", "another mesh.context")
   if cfg.model.num_heads % (ways * tensor):
     raise ValueError(
       f"mesh.context={ways} x mesh.tensor={tensor} does not divide model.num_heads="
       f"{cfg.model.num_heads}: in attention each device has whole rows of some heads. Use a "
       "divisor; mesh.fsdp and mesh.data take devices too."
     )
+  if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
+    raise ValueError(
+      f"mesh.context={ways} with moe.dispatch=capacity: experts have places by whole row, and a "
+      "device has a part of it. Set moe.dispatch=dropless, or mesh.context=1."
+    )
+
+
+def _positions(cfg: Config, ways: int, cut: str, instead: str) -> None:
+  """Refuse rows that so many devices cannot share; `cut` names the settings that ask for it."""
+  if cfg.data.seq_len % ways:
+    raise ValueError(
+      f"{cut} does not divide data.seq_len={cfg.data.seq_len}: the devices along a "
+      f"row have equal parts of it. Use a multiple of {ways}, or {instead}."
+    )
   asks = cfg.orchestrator.mode != "off"
   if asks and cfg.data.seq_len > PROBE_POSITIONS and PROBE_POSITIONS % ways:
     raise ValueError(
-      f"mesh.context={ways} with orchestrator.mode={cfg.orchestrator.mode}: its probe has rows of "
+      f"{cut} with orchestrator.mode={cfg.orchestrator.mode}: its probe has rows of "
       f"{PROBE_POSITIONS} positions, which it does not divide. Use a power of two, or "
       "orchestrator.mode=off."
     )
   if cfg.data.length_buckets > 1 and LEAST_LENGTH % ways:
     raise ValueError(
-      f"data.length_buckets={cfg.data.length_buckets} with mesh.context={ways}: shorter rows are "
+      f"data.length_buckets={cfg.data.length_buckets} with {cut}: shorter rows are "
       f"multiples of {LEAST_LENGTH}, which it does not divide. Use data.length_buckets=1, or a "
       f"divisor of {LEAST_LENGTH}."
-    )
-  if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
-    raise ValueError(
-      f"mesh.context={ways} with moe.dispatch=capacity: experts have places by whole row, and a "
-      "device has a part of it. Set moe.dispatch=dropless, or mesh.context=1."
     )

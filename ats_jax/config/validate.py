@@ -358,6 +358,7 @@ def _eight_bits(cfg: Config) -> None:
       "Lower them, or set precision.fp8=false."
     )
   head_dim = model.head_dim or model.d_model // model.num_heads
+  ways = cfg.mesh.context * (tensor if cfg.mesh.shard_residuals else 1)
   widths = {
     "model.d_model": model.d_model,
     "model.num_heads x head_dim": model.num_heads * head_dim // tensor,
@@ -368,7 +369,7 @@ def _eight_bits(cfg: Config) -> None:
     "model.num_heads x v_head_dim": model.num_heads * model.v_head_dim // tensor,
     "model.num_heads x latent_rope_dim": model.num_heads * model.latent_rope_dim // tensor,
     "model.d_ff": model.d_ff // tensor,
-    "data.seq_len": cfg.data.seq_len // cfg.mesh.context,
+    "data.seq_len": cfg.data.seq_len // ways,
   }
   for name, width in widths.items():
     if width % EIGHT_BIT_MULTIPLE:

@@ -91,7 +91,14 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   return dataclasses.replace(
     cfg,
     mesh=dataclasses.replace(
-      cfg.mesh, stage=1, data=-1, fsdp=fsdp, expert=expert, context=1, tensor=tensor
+      cfg.mesh,
+      stage=1,
+      data=-1,
+      fsdp=fsdp,
+      expert=expert,
+      context=1,
+      tensor=tensor,
+      shard_residuals=False,  # it wants rows that `tensor` divides
     ),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1),

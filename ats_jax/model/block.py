@@ -127,8 +127,8 @@ class Block(nnx.Module):
     """Map [batch, seq, d_model] to the same shape.
 
     Args:
-      x_BTD: the residual stream.
-      tokens: about its tokens.
+      x_BTD: the residual stream, positions cut as "residual_seq".
+      tokens: about its tokens, positions cut as "seq".
       rules: of this pass.
       layer: int32 index of this layer.
       key: of this layer and micro-batch, for dropout and noise; None = neither.

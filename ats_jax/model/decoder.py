@@ -22,9 +22,9 @@ from ats_jax.model.param import Buffer, Role, head_std, is_variable
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
-from ats_jax.ops import fp8_matmul
+from ats_jax.ops import fp8_matmul, linear
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.sharding.apply import einsum, num_shards, reshard
+from ats_jax.sharding.apply import einsum, lay, num_shards, reshard
 from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
 from ats_jax.sharding.rules import spec
 
@@ -40,11 +40,11 @@ SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 def remat_policy(name: str):
   """Return the `jax.checkpoint` policy called `name` in `step.remat` ('none' has no policy)."""
   policies = jax.checkpoint_policies
-  kernels = policies.save_only_these_names(*KERNEL_NAMES)
+  products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
   return {
     "full": policies.nothing_saveable,
-    "dots": policies.save_from_both_policies(dots, kernels),
+    "dots": policies.save_from_both_policies(dots, products),
     "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
   }[name]
 
@@ -65,7 +65,7 @@ class Decoder(nnx.Module):
     self.layout, self.fp8 = segments(layer_kinds(cfg)), fp8_layers(cfg)
     check_stages(cfg, num_stages())
     std = head_std(model) if model.tie_embeddings else model.init_std
-    sizes = {"vocab_rows": model.vocab_size, "table_embed": model.d_model}
+    sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
     # Each a SuperBlock whose every leaf has a leading [repeats].
     self.segments = nnx.List(
@@ -75,7 +75,6 @@ class Decoder(nnx.Module):
       ]
     )
     self.final_norm = RMSNorm(model.d_model, model, num)
-    sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.head = (
       None
       if model.tie_embeddings
@@ -102,15 +101,17 @@ class Decoder(nnx.Module):
         pipeline it is folded with the number of the micro-batch here.
 
     Returns:
-      Final normalised activations [batch, seq, d_model] in the compute dtype, and statistics of
-      the sparse layers.
+      Final normalised activations [batch, seq, d_model] in the compute dtype, positions cut as
+      "residual_seq", and statistics of the sparse layers.
     """
     tokens_BT, positions_BT, segment_ids_BT = (
       reshard(a, row_axis(a.shape[0]), "seq") for a in (tokens_BT, positions_BT, segment_ids_BT)
     )
     skips = any(kind.mod for segment in self.layout for kind in segment.kinds)
-    depth_BT = jnp.zeros_like(segment_ids_BT) if skips else None
-    carry, beside = (self._lookup(tokens_BT), depth_BT), (positions_BT, segment_ids_BT)
+    of_stream = row_axis(tokens_BT.shape[0]), "residual_seq"
+    depth_BT = lay(jnp.zeros_like(segment_ids_BT), *of_stream) if skips else None
+    x_BTD = lay(self._lookup(tokens_BT), *of_stream, "act_embed")
+    carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
     run, firsts = (
       functools.partial(self._run, rules=rules),
       [s.layer_indices(0) for s in self.layout],
@@ -121,9 +122,8 @@ class Decoder(nnx.Module):
       rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
       micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
       (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
-    return self.final_norm(x_BTD), StackStats(
-      tuple(stats), self._depth_counts(depth_BT, segment_ids_BT > 0)
-    )
+    x_BTD, valid_BT = self.final_norm(x_BTD), lay(segment_ids_BT, *of_stream) > 0
+    return x_BTD, StackStats(tuple(stats), self._depth_counts(depth_BT, valid_BT))
 
   def _run(
     self, stacks: Any, carry: Any, beside: Any, key: jax.Array | None, *, rules: Pass
@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
         extended.append(new)
       return x_BTD, tuple(extended)
 
-    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "seq", "act_embed"), []
+    x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
       given = jnp.arange(segment.repeats) if num_stages() > 1 else blocks
@@ -254,16 +254,16 @@ class Decoder(nnx.Module):
     )
 
   def head_weights(self) -> jax.Array:
-    """The output matrix [vocab, d_model] in the compute dtype."""
+    """The output matrix [vocab, d_model] in the compute dtype, cut as it is kept."""
     layer = self.embed if self.head is None else self.head
-    return reshard(layer.value(self.num.compute_dtype), "vocab", "act_embed")
+    return layer.value(self.num.compute_dtype)
 
   def logits(self, x_BTD: jax.Array) -> jax.Array:
     """Scores [batch, seq, vocab] in float32; training uses ops.cross_entropy instead."""
     logits_BTV = einsum(
       "BTD,VD->BTV",
-      x_BTD,
-      self.head_weights(),
+      lay(x_BTD, "batch", "seq", "act_embed"),
+      reshard(self.head_weights(), "vocab", "act_embed"),
       axes=("batch", "seq", "vocab"),
       preferred_element_type=jnp.float32,
     )
@@ -271,8 +271,7 @@ class Decoder(nnx.Module):
     return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
   def _lookup(self, tokens_BT: jax.Array) -> jax.Array:
-    # Not cast here: the lookup casts single rows. Whole along the width, however it is kept.
-    num, table_VD = self.num, reshard(self.embed.value(), "vocab_rows", "act_embed")
+    num, table_VD = self.num, self.embed.value()  # the lookup casts single rows
     x_BTD = embedding_lookup(
       table_VD, tokens_BT, num.compute_dtype, deterministic=num.deterministic
     )

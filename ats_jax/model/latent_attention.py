@@ -20,7 +20,7 @@ from ats_jax.model.param import residual_std
 from ats_jax.ops.attention import attention
 from ats_jax.ops.latent_attention import cached_latent_attention
 from ats_jax.ops.rope import rope
-from ats_jax.sharding.apply import einsum, reshape, reshard
+from ats_jax.sharding.apply import einsum, lay, reshape, reshard
 from ats_jax.sharding.rules import spec
 
 LATENT_EPS = 1e-6  # of the latents' norms, as published, whatever model.norm_eps is
@@ -115,6 +115,7 @@ class LatentAttention(nnx.Module):
     """What a cache keeps of a token: the normalised latent, and the rotated part of its keys."""
     both_BTx = self.kv_down(x_BTD, fp8=fp8)
     latent_BTC, part_BTR = jnp.split(both_BTx, [both_BTx.shape[-1] - self.num_rotated], axis=-1)
+    part_BTR = lay(part_BTR, "batch", "seq", "latent")  # narrow, unlike the stream
     part_BT1R = reshape(
       part_BTR, (*x_BTD.shape[:2], 1, self.num_rotated), axes=("batch", "seq", None, "head_dim")
     )

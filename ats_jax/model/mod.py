@@ -22,14 +22,15 @@ from ats_jax.sharding.apply import (
   einsum,
   gather_blocks,
   island,
+  lay,
   num_shards,
   reshard,
   sum_blocks,
 )
 from ats_jax.sharding.rules import spec
 
-X_AXES = ("batch", "seq", "act_embed")
-TOKEN_AXES = ("batch", "seq")
+X_AXES = ("batch", "residual_seq", "act_embed")
+TOKEN_AXES = ("batch", "residual_seq")
 ROW_AXES = ("batch", None)  # whole rows, however others are cut
 # Places for tokens under the causal rule, over those it is expected to choose. A row that wants
 # more goes on without them: the first come by position, the others skip the layer and are counted.
@@ -86,7 +87,7 @@ class Chosen:
     def local(x_BTD, index_BC, filled_BC, slot_BT):
       rows = take_rows(_flat(x_BTD), _places(index_BC, filled_BC, slot_BT), self.kernels)
       # Of the devices along a row one has the token of a place, and the others zeros.
-      return sum_blocks(rows.reshape(*index_BC.shape, -1), "seq", dim=1)
+      return sum_blocks(rows.reshape(*index_BC.shape, -1), TOKEN_AXES[1], dim=1)
 
     axes = (X_AXES, ROW_AXES, ROW_AXES, TOKEN_AXES)
     return island(local, in_axes=axes, out_axes=X_AXES)(
@@ -94,17 +95,17 @@ class Chosen:
     )
 
   def take_ids(self, ids_BT: jax.Array, empty: int) -> jax.Array:
-    """Their integers [batch, places], `empty` in empty places."""
+    """Their integers [batch, places], `empty` in empty places; cut as in sub-layers."""
     taken = lambda ids, index: jnp.take_along_axis(ids, index, axis=1)
     ids_BC = island(taken, in_axes=(ROW_AXES, ROW_AXES), out_axes=ROW_AXES)(ids_BT, self.index_BC)
-    return reshard(jnp.where(self.filled_BC, ids_BC, empty), *TOKEN_AXES)
+    return reshard(jnp.where(self.filled_BC, ids_BC, empty), "batch", "seq")
 
   def put(self, y_BCD: jax.Array) -> jax.Array:
     """`y` times the gate at their own places [batch, seq, d_model], zero elsewhere."""
 
     def local(y_BCD, gate_BT, index_BC, filled_BC, slot_BT):
       places = _places(index_BC, filled_BC, slot_BT)
-      y_BCD = gather_blocks(y_BCD, "seq", dim=1)
+      y_BCD = gather_blocks(y_BCD, TOKEN_AXES[1], dim=1)
       y_ND = sum_rows(_flat(y_BCD), gate_BT.reshape(-1, 1), places, self.kernels)
       return y_ND.reshape(*gate_BT.shape, -1)
 
@@ -122,7 +123,7 @@ def _places(index_BC: jax.Array, filled_BC: jax.Array, slot_BT: jax.Array) -> Pl
   """The map of a device's rows or parts of rows, flattened."""
   (batch, seq), capacity = slot_BT.shape, index_BC.shape[1]
   row_B1 = jnp.arange(batch)[:, None]
-  index_BC = index_BC - axis_index("seq") * seq
+  index_BC = index_BC - axis_index(TOKEN_AXES[1]) * seq
   is_here_BC = filled_BC & (index_BC >= 0) & (index_BC < seq)
   source = jnp.where(is_here_BC, index_BC + row_B1 * seq, batch * seq).reshape(-1)
   slot = jnp.where(slot_BT < capacity, slot_BT + row_B1 * capacity, batch * capacity)
@@ -178,6 +179,7 @@ class Depth(nnx.Module):
       room_B: int32 places that are left of what a row has in all (generation).
     """
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    positions_BT, valid_BT = lay(positions_BT, *TOKEN_AXES), lay(valid_BT, *TOKEN_AXES)
     scores_BT = gate_BT = jnp.ones(positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES))
     predicted_BT = None
     if self.cfg.routing == "learned":
@@ -207,7 +209,7 @@ class Depth(nnx.Module):
     limit = places if room_B is None else jnp.minimum(places, room_B)[:, None]
     chosen_BT = wanted_BT & (order_BT <= limit)
     count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
-    ways = num_shards("seq")
+    ways = num_shards(TOKEN_AXES[1])
     room = -(-places // ways) * ways  # empty places at the end make the parts alike
     chosen = Chosen(
       index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :room],
@@ -242,7 +244,7 @@ class Depth(nnx.Module):
 
   def _predict(self, x_BTD: jax.Array) -> jax.Array:
     """Log-odds that training would choose a token, from its own activations alone."""
-    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, ("batch", "seq", "router"))
+    hidden_BTH = _project("BTD,DH->BTH", x_BTD, self.predict_in, (*TOKEN_AXES, "router"))
     return _project("BTH,H->BT", jax.nn.silu(hidden_BTH), self.predict_out, TOKEN_AXES)
 
   def _pattern(self, positions_BT: jax.Array, layer: jax.Array, capacity: float) -> jax.Array:

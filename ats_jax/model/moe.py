@@ -22,10 +22,17 @@ from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
 from ats_jax.ops.expert_exchange import Experts, through_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
 from ats_jax.ops.swiglu import gated
-from ats_jax.sharding.apply import all_sum, exchange, island, num_shards
+from ats_jax.sharding.apply import (
+  all_sum,
+  exchange,
+  island,
+  lay,
+  num_shards,
+  seq_axis,
+  sum_blocks,
+)
 
-X_AXES = ("batch", "seq", "act_embed")
-CHOICE_AXES = ("batch", "seq", "choice")
+X_AXES = ("batch", "residual_seq", "act_embed")
 SAVED_NAMES = ("expert_gate", "expert_up", "expert_out")  # of matmuls, for remat policies
 
 
@@ -65,11 +72,16 @@ class MoE(nnx.Module):
     routing, stats = self.router(x_BTD, valid_BT, key if training else None)
     with_capacity = training and self.cfg.dispatch == "capacity"
     local = self._capacity if with_capacity else self._dropless
+    inside = "batch", seq_axis("ff")  # the devices of an expert's width see the same tokens
     layers = (self.gate, self.up, self.down)
     biases = [layer.bias for layer in layers if layer.bias is not None]
     y_BTD, dropped, waiting = island(
       local,
-      in_axes=(X_AXES, CHOICE_AXES, CHOICE_AXES, *(a.axes for a in (*layers, *biases))),
+      in_axes=(
+        (*inside, "act_embed"),
+        *[(*inside, "choice")] * 2,
+        *(a.axes for a in (*layers, *biases)),
+      ),
       out_axes=(X_AXES, (), ()),
     )(
       x_BTD,
@@ -78,6 +90,7 @@ class MoE(nnx.Module):
       *(bias[...].astype(x_BTD.dtype) for bias in biases),
     )
     if self.shared is not None:
+      valid_BT = lay(valid_BT, *X_AXES[:2])
       y_BTD += jnp.where(valid_BT[..., None], self.shared(x_BTD, fp8=fp8), 0)
     return y_BTD, stats._replace(dropped=dropped, overflow=waiting)
 
@@ -87,8 +100,8 @@ class MoE(nnx.Module):
     experts = Experts(compute, weights[0].shape[0], self.cfg.exchange_factor, self.num.kernels)
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
     y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, weights, experts, self.cfg.exchange)
-    y_ND, none = all_sum(y_ND, "ff"), jnp.zeros((), weight_BTK.dtype)
-    return y_ND.reshape(x_BTD.shape), none, _over_tokens(waiting.astype(none.dtype))
+    y_BTD, none = _to_stream(y_ND, x_BTD.shape), jnp.zeros((), weight_BTK.dtype)
+    return y_BTD, none, _over_tokens(waiting.astype(none.dtype))
 
   def _capacity(self, x_BTD, expert_BTK, weight_BTK, *weights):
     """One device: every expert has C places in every row, full or not."""
@@ -106,10 +119,10 @@ class MoE(nnx.Module):
     y_EMD = _batched_mlp(rows_EMD, weights, gating=self.gating, kernels=kernels)
     y_EMD = exchange(_swap_back(y_EMD, num_shards("experts")), "experts")
     y_MD = y_EMD.reshape(-1, x_ND.shape[1])
-    y_ND = all_sum(sum_rows(y_MD, weight_NK, places, kernels), "ff")
+    y_BTD = _to_stream(sum_rows(y_MD, weight_NK, places, kernels), x_BTD.shape)
     dropped = jnp.sum((expert_NK < num_experts) & (places.slot_NK == places.source_M.size))
     dropped = _over_tokens(dropped.astype(weight_NK.dtype))
-    return y_ND.reshape(x_BTD.shape), dropped, jnp.zeros_like(dropped)
+    return y_BTD, dropped, jnp.zeros_like(dropped)
 
 
 def _grouped_mlp(x_MD, sizes_E, weights, *, gating, kernels):
@@ -142,9 +155,16 @@ def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -
   return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))
 
 
+def _to_stream(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """The sum of the shares of an expert's width, [batch, seq, d_model] as the stream is cut."""
+  if seq_axis("ff") == "seq":
+    return sum_blocks(y_ND.reshape(shape), "ff", dim=1)
+  return all_sum(y_ND, "ff").reshape(shape)
+
+
 def _over_tokens(count: jax.Array) -> jax.Array:
   """The sum over devices that hold different tokens."""
-  return all_sum(all_sum(count, "batch"), "seq")
+  return all_sum(all_sum(count, "batch"), seq_axis("ff"))
 
 
 def _flat(a_BTx: jax.Array) -> jax.Array:

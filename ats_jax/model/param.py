@@ -157,9 +157,7 @@ def lent(shards: Any, params: Any) -> Any:
 # The setting that a logical axis of a parameter has its length from.
 _SETTINGS = {
   "vocab": "model.vocab_size",
-  "vocab_rows": "model.vocab_size",
   "embed": "model.d_model",
-  "table_embed": "model.d_model",
   "heads": "model.num_heads",
   "kv_heads": "model.num_kv_heads",
   "latent_rows": "model.kv_latent_dim or q_latent_dim",

@@ -15,8 +15,9 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, normal, zero_buffer, zeros
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.routing import Rule, route
-from ats_jax.sharding.apply import einsum
+from ats_jax.sharding.apply import einsum, lay
 
+TOKEN_AXES = ("batch", "residual_seq")  # each device routes its own tokens of the stream
 CLOSED = -1e30  # the logit of an expert that a token cannot go to; exp() of it is 0
 
 
@@ -85,13 +86,13 @@ class Router(nnx.Module):
       valid_BT: bool; the others are padding and go nowhere.
       noise_key: for `moe.noise`; None = no noise.
     """
-    moe = self.cfg
+    moe, valid_BT = self.cfg, lay(valid_BT, *TOKEN_AXES)
     x_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     logits_BTE = einsum(
       "BTD,DE->BTE",
       x_BTD,
       self.weight[...].astype(x_BTD.dtype),
-      axes=("batch", "seq", "router"),
+      axes=(*TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
     if self.offset is not None:
@@ -143,7 +144,7 @@ class Router(nnx.Module):
       "BTD,SD->BTS",
       jax.lax.stop_gradient(x_BTD),
       self.direction_SD[...].astype(x_BTD.dtype),
-      axes=("batch", "seq", "router"),
+      axes=(*TOKEN_AXES, "router"),
       precision=jax.lax.Precision.HIGHEST,
     )
     # Exactly one of the sides +1 and -1 is open, on the plane itself too.

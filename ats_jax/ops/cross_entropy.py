@@ -12,10 +12,20 @@ from jax.custom_derivatives import SymbolicZero
 
 from ats_jax.ops import registry
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import all_max, all_sum, axis_index, island, num_shards
+from ats_jax.sharding.apply import (
+  all_max,
+  all_sum,
+  axis_index,
+  island,
+  lay,
+  num_shards,
+  seq_axis,
+  sum_blocks,
+)
 from ats_jax.sharding.pipeline import row_axis
 
-HEAD_AXES = ("vocab", "act_embed")
+HEAD_AXES = ("vocab", "embed")
+_WHOLE_HEAD = ("vocab", "act_embed")  # gathered by the devices that share the tokens
 
 
 class LossSums(NamedTuple):
@@ -125,9 +135,9 @@ def token_logprobs(
     soft_cap: likewise.
 
   Returns:
-    float32 [batch, seq], sharded like the activations.
+    float32 [batch, seq], sharded like the targets.
   """
-  axes = x_axes(x_BTD)
+  axes = _axes_at_head(x_BTD)
 
   def local(x_BTD, head_VD, targets_BT):
     tokens = targets_BT.size
@@ -143,7 +153,8 @@ def token_logprobs(
     return logprobs.reshape(-1)[:tokens].reshape(targets_BT.shape)
 
   args = x_BTD, head_VD, targets_BT
-  return island(local, in_axes=(axes, HEAD_AXES, axes[:2]), out_axes=axes[:2])(*args)
+  scored = island(local, in_axes=(axes, _WHOLE_HEAD, axes[:2]), out_axes=axes[:2])(*args)
+  return lay(scored, axes[0], "seq")
 
 
 def _logprobs_forward(x_BTD, head_VD, targets_BT, *how):
@@ -186,33 +197,44 @@ def _sums_and_grads(
     per_token=per_token,
     with_grads=with_grads,
   )
-  axes = x_axes(x_BTD)
+  axes = _axes_at_head(x_BTD)
   of_tokens = axes[:2]
   local = functools.partial(
     _local,
     of_chunk=of_chunk,
     chunk=_local_chunk(chunk_tokens, axes),
     over_tokens=lambda s: all_sum(s, *of_tokens),
+    scatter=lambda d_VD: all_sum(_scattered(d_VD), *of_tokens, but="embed"),
     per_token=per_token,
     with_grads=with_grads,
   )
   scalar: Any = ()  # a tree of axes in the place of one of arrays
   each: Any = of_tokens if per_token else scalar
   sums = LossSums(scalar, each, scalar, scalar)
-  grads = (axes, HEAD_AXES) if with_grads else None
-  return island(local, in_axes=(axes, HEAD_AXES, of_tokens, of_tokens), out_axes=(sums, grads))(
-    x_BTD, head_VD, targets_BT, mask_BT
-  )
+  grads = (x_axes(x_BTD), HEAD_AXES) if with_grads else None
+  sums, grads = island(
+    local, in_axes=(axes, _WHOLE_HEAD, of_tokens, of_tokens), out_axes=(sums, grads)
+  )(x_BTD, head_VD, targets_BT, mask_BT)
+  if per_token:
+    sums = sums._replace(cross_entropy=lay(sums.cross_entropy, axes[0], "seq"))
+  return sums, grads
 
 
 def x_axes(x_BTD: jax.Array) -> tuple[str, ...]:
   """How activations are sharded here: the stages of a pipeline share the rows too."""
-  return (row_axis(x_BTD.shape[0]), "seq", "act_embed")
+  return (row_axis(x_BTD.shape[0]), "residual_seq", "act_embed")
+
+
+def _axes_at_head(x_BTD: jax.Array) -> tuple[str, ...]:
+  """How they are where they are scored: all devices of the vocabulary see the same tokens."""
+  rows, _, width = x_axes(x_BTD)
+  return (rows, seq_axis("vocab"), width)
 
 
 def _local(
-  x_BTD, head_VD, targets_BT, mask_BT, *, of_chunk, chunk, over_tokens, per_token, with_grads
-):
+  x_BTD, head_VD, targets_BT, mask_BT, *,
+  of_chunk, chunk, over_tokens, scatter, per_token, with_grads,
+):  # fmt: skip
   """Work on one device's tokens and its share of the vocabulary."""
   tokens, d_model = targets_BT.size, x_BTD.shape[-1]
   chunk = min(chunk, tokens)
@@ -231,8 +253,21 @@ def _local(
     sums = sums._replace(cross_entropy=each.reshape(-1)[:tokens].reshape(targets_BT.shape))
   if dhead_VD is None or dx is None:
     return sums, None
-  dx_BTD = all_sum(dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape), "vocab")
-  return sums, (dx_BTD.astype(x_BTD.dtype), over_tokens(dhead_VD))
+  dx_BTD = dx.reshape(-1, d_model)[:tokens].reshape(x_BTD.shape)
+  if seq_axis("vocab") == "seq":
+    dx_BTD = sum_blocks(dx_BTD, "vocab", dim=1)
+  else:
+    dx_BTD = all_sum(dx_BTD, "vocab")
+  return sums, (dx_BTD.astype(x_BTD.dtype), scatter(dhead_VD))
+
+
+def _scattered(dhead_VD):
+  """The sum of the shares of devices that have parts of the width, of each its own part."""
+  ways, (vocab, d_model) = num_shards("embed"), dhead_VD.shape
+  # Blocks go by the first dimension: by another one, XLA would have the width outermost, and copy
+  # what the optimizer updates.
+  d_WVd = jnp.moveaxis(dhead_VD.reshape(vocab, ways, d_model // ways), 1, 0)
+  return sum_blocks(d_WVd, "embed").reshape(vocab, d_model // ways)
 
 
 def _local_chunk(chunk_tokens, axes):

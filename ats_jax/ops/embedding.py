@@ -1,6 +1,11 @@
 """Table lookup.
 
-Letters: B batch, T seq, V vocab, D d_model, C tokens of a chunk, S devices along a row.
+The devices that share the rows of a batch have parts of the table's width. Each looks up its part
+of the rows of all of them, and an all-to-all brings the parts of a row together. So no device has
+the whole table, or the activations of the others at full width.
+
+Letters: B batch, T seq, V vocab, D d_model, d the part of it on a device, C tokens of a chunk,
+W devices that have parts of the width.
 """
 
 import functools
@@ -8,11 +13,18 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import einsum, gather_rows, num_shards, reshape, reshard
+from ats_jax.sharding.apply import (
+  all_sum,
+  axis_index,
+  exchange,
+  gather_blocks,
+  island,
+  num_shards,
+)
 from ats_jax.sharding.pipeline import row_axis
 
-TABLE_AXES = ("vocab_rows", "act_embed")
-CHUNK_POSITIONS = 1024  # of each row, whose one-hot rows exist at one time
+TABLE_AXES = ("vocab", "embed")
+CHUNK_POSITIONS = 1024  # of each row, whose one-hot rows exist at one time on one device
 
 
 def embedding_lookup(
@@ -21,7 +33,7 @@ def embedding_lookup(
   """Rows `table[tokens]`, cast to `dtype`.
 
   Args:
-    table_VD: [vocab, d_model].
+    table_VD: [vocab, d_model], sharded by `TABLE_AXES`.
     tokens_BT: int32 [batch, seq].
     dtype: of the result.
     deterministic: compute the table's gradient as a one-hot matmul, which adds in a fixed order,
@@ -31,50 +43,100 @@ def embedding_lookup(
   Returns:
     [batch, seq, d_model].
   """
-  if deterministic:
-    return _deterministic(table_VD, tokens_BT, dtype)
-  return _lookup(table_VD, tokens_BT, dtype)
+  return _lookup(table_VD, tokens_BT, dtype, deterministic)
 
 
-def _lookup(table_VD, tokens_BT, dtype):
-  rows = row_axis(tokens_BT.shape[0])
-  return gather_rows(table_VD, tokens_BT, axes=(rows, "seq", "act_embed")).astype(dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD, tokens_BT, dtype, deterministic):
+  del deterministic  # only the gradient differs
+
+  def local(table_Vd, tokens_BT):
+    tokens_BT = gather_blocks(tokens_BT, "embed")
+    if num_shards("vocab") == 1:
+      rows_BTd = table_Vd.at[tokens_BT].get().astype(dtype)
+    else:
+      index_BT, is_own_BT = _own(tokens_BT, len(table_Vd))
+      rows_BTd = table_Vd.at[index_BT].get(mode="clip").astype(dtype)
+      rows_BTd = jnp.where(is_own_BT[..., None], rows_BTd, jnp.zeros((), dtype))
+    return all_sum(_to_rows(rows_BTd), "vocab")
+
+  tokens, x = _axes(tokens_BT)
+  return island(local, in_axes=(TABLE_AXES, tokens), out_axes=x)(table_VD, tokens_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _deterministic(table_VD, tokens_BT, dtype):
-  return _lookup(table_VD, tokens_BT, dtype)
-
-
-def _forward(table_VD, tokens_BT, dtype):
+def _forward(table_VD, tokens_BT, dtype, deterministic):
   # An empty slice carries the table's size and dtype without keeping the table.
-  return _lookup(table_VD, tokens_BT, dtype), (table_VD[:, :0], tokens_BT)
+  return _lookup(table_VD, tokens_BT, dtype, deterministic), (table_VD[:, :0], tokens_BT)
 
 
-def _backward(dtype, residuals, dx_BTD):
+def _backward(dtype, deterministic, residuals, dx_BTD):
   del dtype
   like_V0, tokens_BT = residuals
-  vocab, (batch, seq, d_model) = like_V0.shape[0], dx_BTD.shape
-  ways = num_shards("seq")
-  own = seq // ways  # positions of a row on a device
-  chunk = next(c for c in range(min(CHUNK_POSITIONS, own), 0, -1) if own % c == 0)
-  axes = (row_axis(batch), "seq", None, None)
+  own = len(like_V0) // num_shards("vocab")
+  add_up = _one_hot_sums if deterministic else _scattered_sums
+  tokens, x = _axes(tokens_BT)
 
-  def split(a, *rest):
-    shape = (batch, ways, own // chunk, chunk, *rest)
-    return jnp.moveaxis(reshape(a, shape, axes=axes + (None,) * len(rest)), 2, 0)
+  def local(tokens_BT, dx_BTD):
+    tokens_BT = gather_blocks(tokens_BT, "embed")
+    dtable_Vd = add_up(tokens_BT, _to_widths(dx_BTD), own, like_V0.dtype)
+    return all_sum(dtable_Vd, *tokens, but="embed").astype(like_V0.dtype)
 
-  def step(dtable_VD, inputs):
-    tokens_BSC, dx_BSCD = inputs
-    one_hot_BSCV = jax.nn.one_hot(tokens_BSC, vocab, dtype=dx_BSCD.dtype)
-    part_VD = einsum(
-      "BSCV,BSCD->VD", one_hot_BSCV, dx_BSCD, axes=TABLE_AXES, preferred_element_type=jnp.float32
-    )
-    return dtable_VD + part_VD, None
-
-  zeros_VD = reshard(jnp.zeros((vocab, d_model), jnp.float32), *TABLE_AXES)
-  dtable_VD, _ = jax.lax.scan(step, zeros_VD, (split(tokens_BT), split(dx_BTD, d_model)))
-  return dtable_VD.astype(like_V0.dtype), None
+  dtable_VD = island(local, in_axes=(tokens, x), out_axes=TABLE_AXES)(tokens_BT, dx_BTD)
+  return dtable_VD, None
 
 
-_deterministic.defvjp(_forward, _backward)
+_lookup.defvjp(_forward, _backward)
+
+
+def _axes(tokens_BT):
+  """Logical axes of tokens, and of their activations."""
+  tokens = (row_axis(tokens_BT.shape[0]), "seq")
+  return tokens, (*tokens, "act_embed")
+
+
+# Blocks go by the first dimension: by another one, XLA would have the width outermost.
+def _to_rows(x_BTd):
+  """A part of the width of all devices' rows -> this device's rows, whole."""
+  ways, (batch, seq, width) = num_shards("embed"), x_BTd.shape
+  x_WBTd = exchange(x_BTd, "embed").reshape(ways, batch // ways, seq, width)
+  return jnp.moveaxis(x_WBTd, 0, 2).reshape(batch // ways, seq, ways * width)
+
+
+def _to_widths(x_BTD):
+  """The opposite of `_to_rows`."""
+  ways, (batch, seq, width) = num_shards("embed"), x_BTD.shape
+  x_WBTd = jnp.moveaxis(x_BTD.reshape(batch, seq, ways, width // ways), 2, 0)
+  return exchange(x_WBTd.reshape(ways * batch, seq, width // ways), "embed")
+
+
+def _own(tokens_BT, own):
+  """Rows of this device's part of the vocabulary, and which of them are in it."""
+  index_BT = tokens_BT - axis_index("vocab") * own
+  return index_BT, (index_BT >= 0) & (index_BT < own)
+
+
+def _scattered_sums(tokens_BT, dx_BTd, own, dtype):
+  """Gradient of the table in its dtype, in whatever order."""
+  index_BT, is_own_BT = _own(tokens_BT, own)
+  index_BT = jnp.where(is_own_BT, index_BT, own)  # behind the last row: dropped
+  zeros_Vd = jnp.zeros((own, dx_BTd.shape[-1]), dtype)
+  return zeros_Vd.at[index_BT].add(dx_BTd.astype(dtype), mode="drop")
+
+
+def _one_hot_sums(tokens_BT, dx_BTd, own, dtype):
+  """Gradient of the table in float32, by matmuls of some positions at a time."""
+  del dtype
+  batch, seq, width = dx_BTd.shape
+  index_BT, _ = _own(tokens_BT, own)  # one that is elsewhere has a row of zeros
+  most = max(1, min(CHUNK_POSITIONS // num_shards("embed"), seq))
+  chunk = next(c for c in range(most, 0, -1) if seq % c == 0)
+  split = lambda a: jnp.moveaxis(a.reshape(batch, seq // chunk, chunk, *a.shape[2:]), 1, 0)
+
+  def step(dtable_Vd, inputs):
+    index_BC, dx_BCd = inputs
+    one_hot_BCV = jax.nn.one_hot(index_BC, own, dtype=dx_BCd.dtype)
+    part_Vd = jnp.einsum("BCV,BCd->Vd", one_hot_BCV, dx_BCd, preferred_element_type=jnp.float32)
+    return dtable_Vd + part_Vd, None
+
+  zeros_Vd = jnp.zeros((own, width), jnp.float32)
+  return jax.lax.scan(step, zeros_Vd, (split(index_BT), split(dx_BTd)))[0]

@@ -1,13 +1,28 @@
 """Linear layers on sharded arrays, in the compute dtype or in 8 bits."""
 
+import functools
 import math
 from collections.abc import Sequence
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops.fp8_matmul import fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import all_sum, einsum, island, num_shards, reshape
+from ats_jax.sharding.apply import (
+  all_sum,
+  einsum,
+  einsum_shares,
+  gather_positions,
+  island,
+  num_shards,
+  reshape,
+  seq_axis,
+  sum_blocks,
+)
+
+ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
+SAVED_NAMES = ("sub_layer_out",)  # of scattered sums, for remat policies that keep products
 
 
 def linears(
@@ -21,11 +36,15 @@ def linears(
 ) -> tuple[jax.Array, ...]:
   """Multiply the last dimensions of `x` by each of several weights.
 
+  Where the residual stream is cut along its positions by the axes of a sub-layer's width, they are
+  gathered on the way in, for each pass anew, and scattered with the sum on the way out.
+
   Args:
-    x: activations [batch, seq, *inputs].
+    x: activations [batch, seq, *inputs], positions cut as `seq_axis` of the inputs.
     weights: each [*inputs, *outputs] in the dtype of `x`; sharded in any way.
     inputs: logical axes of the contracted dimensions, as `x` has them.
-    outputs: for each weight, logical axes of the result's new dimensions.
+    outputs: for each weight, logical axes of the result's new dimensions, whose first ones have
+      one `seq_axis`.
     fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
     kernels: what runs.
 
@@ -35,34 +54,68 @@ def linears(
   Raises:
     ValueError: in 8 bits, for sizes on a device that are no multiples of 16.
   """
-  rows = ("batch", "seq")
-  if not fp8:
+  of_x, of_y = seq_axis(inputs[0]), seq_axis(outputs[0][0])
+  gathers, scatters = (of_x, of_y) == ENTRY, (of_y, of_x) == ENTRY
+  at_x, at_y, inside = (("batch", seq) for seq in (of_x, of_y, "seq" if gathers else of_x))
+  if fp8:
+    products = island(
+      functools.partial(_local_fp8, inputs=inputs, scatters=scatters, kernels=kernels),
+      in_axes=((*inside, *inputs), *((*inputs, *axes) for axes in outputs)),
+      out_axes=tuple((*at_y, *axes) for axes in outputs),
+    )
+  else:
     # As matrices: XLA on a CPU transposes and copies operands that sum over several dimensions.
     # The tokens of a device are no block of a matrix where rows are cut along their positions.
-    is_cut = num_shards("seq") > 1
-    tokens, lead = (rows, x.shape[:2]) if is_cut else (rows[:1], (x.shape[0] * x.shape[1],))
-    x_TK = reshape(x, (*lead, math.prod(x.shape[2:])), axes=(*tokens, inputs[0]))
+    is_cut = of_x != of_y or num_shards(of_x) > 1
+    lead = x.shape[:2] if is_cut else (x.shape[0] * x.shape[1],)
+    tokens = len(lead)  # dimensions
     formula = "BTK,KN->BTN" if is_cut else "TK,KN->TN"
+    times = einsum_shares if scatters else einsum
 
-    def times(weight, outputs):
-      weight_KN = weight.reshape(x_TK.shape[-1], -1)
-      y_TN = einsum(formula, x_TK, weight_KN, axes=(*tokens, outputs[0]))
-      shape = (*x.shape[:2], *weight.shape[len(inputs) :])
-      return reshape(y_TN, shape, axes=(*rows, *outputs))
+    def products(x, *weights):
+      x_TK = reshape(x, (*lead, math.prod(x.shape[2:])), axes=(*at_x[:tokens], inputs[0]))
+      if gathers:
+        x_TK = gather_positions(x_TK, *inside, inputs[0])
 
-    return tuple(map(times, weights, outputs))
+      def product(weight, axes):
+        weight_KN = weight.reshape(x_TK.shape[-1], -1)
+        y_TN = times(formula, x_TK, weight_KN, axes=(*at_y[:tokens], axes[0]))
+        if scatters:  # or the shares of the sum would be kept
+          y_TN = checkpoint_name(y_TN, SAVED_NAMES[0])
+        shape = (*x.shape[:2], *weight.shape[len(inputs) :])
+        return reshape(y_TN, shape, axes=(*at_y, *axes))
 
-  def local(x, *weights):
-    batch, seq = x.shape[:2]
-    flat_TK = x.reshape(batch * seq, -1)
-    flat = [weight.reshape(flat_TK.shape[1], -1) for weight in weights]
-    results = fp8_matmuls(flat_TK, flat, kernels)
-    shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
-    return tuple(
-      all_sum(y_TN, inputs[0]).reshape(s) for y_TN, s in zip(results, shapes, strict=True)
-    )
+      return tuple(map(product, weights, outputs))
 
-  in_axes = ((*rows, *inputs), *((*inputs, *axes) for axes in outputs))
-  return island(local, in_axes=in_axes, out_axes=tuple((*rows, *axes) for axes in outputs))(
-    x, *weights
-  )
+  return (_gathering_again(products) if gathers else products)(x, *weights)
+
+
+def _gathering_again(products):
+  """`products`, of which reverse mode keeps the arguments, and gathers `x` again.
+
+  `jax.checkpoint` would put a barrier around weights too, so that these are gathered twice; with
+  one around `x` alone it fails under a policy that keeps products (jax 0.12.0.1).
+  """
+  f = jax.custom_vjp(products)
+
+  def backward(args, dy):
+    x, *weights = args
+    # Or XLA would find that it has gathered `x` before, and keep that.
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    return jax.vjp(products, x, *weights)[1](dy)
+
+  f.defvjp(lambda *args: (products(*args), args), backward)
+  return f
+
+
+def _local_fp8(x, *weights, inputs, scatters, kernels):
+  """One device's products in 8 bits."""
+  batch, seq = x.shape[:2]
+  flat_TK = x.reshape(batch * seq, -1)
+  flat = [weight.reshape(flat_TK.shape[1], -1) for weight in weights]
+  results = fp8_matmuls(flat_TK, flat, kernels)
+  shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
+  pairs = zip(results, shapes, strict=True)
+  if scatters:
+    return tuple(sum_blocks(y_TN.reshape(s), inputs[0], dim=1) for y_TN, s in pairs)
+  return tuple(all_sum(y_TN, inputs[0]).reshape(s) for y_TN, s in pairs)

@@ -159,6 +159,8 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
       continue
     mesh = {"mesh.data": devices // math.prod(sizes)}
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
+    if cfg.mesh.shard_residuals:  # which is refused where it does nothing
+      mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
     for zero in STAGES if mesh["mesh.fsdp"] > 1 else STAGES[:1]:
       yield mesh | {"mesh.zero": zero}
 

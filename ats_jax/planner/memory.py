@@ -16,7 +16,7 @@ from ats_jax.model.numerics import usual_unroll
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
-from ats_jax.sharding.apply import num_shards
+from ats_jax.sharding.apply import num_shards, seq_axis
 from ats_jax.sharding.pipeline import num_stages, one_stage
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.balance import rules_at, totals
@@ -60,14 +60,15 @@ def step_memory(
   activations: what reverse mode keeps of a micro-batch between its forward and backward pass, as
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
     cuDNN's, arrays of the size seq x seq are left out, and so is the head's gradient, which the
-    loss makes and which is among the gradients. In an unrolled stack the gradients of experts come
-    as activations go: what is more counts.
+    loss makes. In an unrolled stack the gradients of experts come as activations go: what is more
+    counts.
   recomputed block: with remat, what a super-block keeps without it, once.
   recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
     stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
   compute weights: those of the head and of a super-block in the compute dtype, whole along fsdp, if
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
+  head's gradient: the loss adds it up in float32, whole along fsdp; without what the gradients have.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype. A
     pipeline computes them before its backward loop: of them what is more than is recomputed there.
 
@@ -79,8 +80,7 @@ def step_memory(
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   rows = cfg.data.batch_size // cfg.step.accum_steps // num_shards("batch")
-  row = cfg.data.seq_len // num_shards("seq")  # tokens of it on a device
-  stream = rows * row * cfg.model.d_model * compute
+  stream = rows * cfg.data.seq_len // num_shards("residual_seq") * cfg.model.d_model * compute
   ticks, of_stage, of_block = cfg.step.accum_steps + stages - 1, 0, 0
   behind = rows * cfg.step.accum_steps // stages if stages > 1 else rows  # rows in the loss
   under = lambda remat: dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat=remat))
@@ -93,19 +93,23 @@ def step_memory(
       of_stage = waiting // stages
       # Of the layers nothing but the input of each tick, and what is behind them.
       waiting = traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
-  waiting -= _gradient_bytes(state.model.head or state.model.embed)
+  table, *_ = params_of(state.model.head or state.model.embed)
+  of_head = _gradient_bytes(table)
+  waiting -= of_head // table.dtype.itemsize * 4
   if _is_unrolled(cfg):
     experts = [p for p in params_of(state.model) if p.role is Role.EXPERT]
     waiting = max(0, waiting - sum(map(_gradient_bytes, experts)))
-  of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * num_shards("seq"))
-  chunk = min(behind * row, max(1, of_chunk)) * cfg.model.vocab_size // num_shards("vocab")
-  logits = chunk * (4 + compute)
+  scored = num_shards(seq_axis("vocab"))  # parts of a row
+  of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
+  chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
+  logits = chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute)
   return {
     "activations": round(waiting),
     "recomputed stage": of_stage,
     "recomputed block": of_block,
     "handed on": 2 * ticks * stream if stages > 1 else 0,
     "compute weights": _compute_weights(cfg, state.model),
+    "head's gradient": max(0, table.size // num_shards("vocab") * 4 - of_head),
     "logits chunk": max(0, logits - of_stage - of_block) if stages > 1 else logits,
   }
 
@@ -123,7 +127,7 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   _, attention = asked_for(cfg).get("attention.forward", ("", ""))
-  if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("seq")):
+  if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("residual_seq")):
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))

@@ -28,7 +28,8 @@ def step_seconds(
   weights are gathered once an update. Other gradients are summed over the axes of the batch and of
   a row. `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
-  al. 2019, arXiv:1909.08053, section 3). `expert` sends rows to experts and back in both passes.
+  al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
+  gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
   `step.remat=full` computes the layers' forward pass twice, with what it exchanges; what other
   policies compute twice is left out. A stage of a pipeline computes its layers once more, in each
   tick, also where it idles (`sharding.pipeline`); what is before and behind them is shared.
@@ -98,7 +99,7 @@ def _weights_and_gradients(
   mesh, staged = jax.sharding.get_abstract_mesh().shape, _is_staged()
   ways = lambda axes: math.prod(mesh[axis] for axis in axes)
   compute, fsdp = jnp.dtype(cfg.precision.compute_dtype).itemsize, mesh["fsdp"]
-  token_axes = {*mesh_axes("rows"), *mesh_axes("seq")}
+  token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
   sent = collections.Counter[tuple[str, int, int]]()  # bytes by name, devices, times in a step
   for param in params_of(model):
     of_layers = param.ndim > len(param.axes)
@@ -137,10 +138,21 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
   tensor, again, staged = num_shards("ff"), cfg.step.remat == "full", _is_staged()
-  # Of the recomputed layer the first sum alone: nothing needs the second.
-  per_layer = hardware.seconds("all_reduce", stream * itemsize, tensor)
-  of_head = hardware.seconds("all_reduce", stream * 4, num_shards("vocab"))  # in float32
-  summed = [_times(runs * (4 + again + 2 * staged), per_layer), _times(micro / stages, of_head)]
+  # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
+  # is recomputed needs both. At the head in float32.
+  if num_shards("residual_seq") > num_shards("seq"):
+    in_layer = {"all_gather": 6 + 2 * (again + staged), "reduce_scatter": 4 + again + 2 * staged}
+    at_head = {"all_gather": itemsize, "reduce_scatter": 4}
+  else:
+    in_layer, at_head = {"all_reduce": 4 + again + 2 * staged}, {"all_reduce": 4}
+  sums = [
+    _times(runs * number, hardware.seconds(kind, stream * itemsize, tensor))
+    for kind, number in in_layer.items()
+  ]
+  sums += [
+    _times(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
+    for kind, n in at_head.items()
+  ]
   ways = num_shards("experts") if cfg.moe.num_experts else 1
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
   local = (cfg.moe.num_experts + cfg.moe.spare_experts) // ways
@@ -152,15 +164,16 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   ]
   # No policy keeps what was swapped.
   passes = 2 + (cfg.step.remat != "none") + staged
+  between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
-  handed = hardware.seconds("all_gather", 2 * stream * itemsize, 2 if staged else 1)
+  handed = hardware.seconds("all_gather", 2 * between * itemsize, 2 if staged else 1)
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [
-    hardware.seconds(collective, micro * stream * itemsize, stages)
+    hardware.seconds(collective, micro * between * itemsize, stages)
     for collective in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all")
   ]
   return {
-    "activations summed": _sum(summed),
+    "activations summed": _sum(sums),
     "heads swapped": _times(runs * passes, _sum(swaps)),
     "tokens exchanged": _times(ticks * sparse // stages * (4 + 2 * again + 2 * staged), sent),
     "handed on": _sum([_times(2 * ticks, handed), *ends]),

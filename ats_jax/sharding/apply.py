@@ -23,14 +23,66 @@ def reshape(x: jax.Array, shape: Sequence[int], *, axes: Axes) -> jax.Array:
   return jax.lax.reshape(x, shape, out_sharding=spec(*axes))
 
 
-def gather_rows(table: jax.Array, index: jax.Array, *, axes: Axes) -> jax.Array:
-  """`table[index]` along the first dimension, sharded by logical `axes`."""
-  return table.at[index].get(out_sharding=spec(*axes))
-
-
 def reshard(x: jax.Array, *axes: str | None) -> jax.Array:
   """Move `x` to the sharding of logical `axes`."""
   return jax.reshard(x, spec(*axes))
+
+
+def lay(x: jax.Array, *axes: str | None) -> jax.Array:
+  """`x` in the sharding of logical `axes`; as it is if it is there."""
+  return _moved(x, spec(*axes))
+
+
+def seq_axis(width: str | None) -> str:
+  """The logical axis of positions beside a dimension: "seq" if both would be cut alike.
+
+  The residual stream may be cut along its positions by mesh axes that cut a width in a sub-layer
+  (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2): there positions are not.
+
+  Args:
+    width: logical axis of the other dimension.
+  """
+  return "seq" if {*mesh_axes(width)} & _of_positions() else "residual_seq"
+
+
+def gather_positions(x: jax.Array, *axes: str | None) -> jax.Array:
+  """The residual stream, sharded by `axes`, for a sub-layer whose devices use all positions of it.
+
+  The derivative adds up what they make of it and scatters the sum along positions.
+  """
+  return jax.reshard(x, jax.P(*spec(*axes), reduced=_shares()))
+
+
+def einsum_shares(formula: str, *operands: jax.Array, axes: Axes) -> jax.Array:
+  """`einsum` from a sub-layer to the residual stream: shares are summed, positions scattered.
+
+  Args:
+    formula: as of `jnp.einsum`.
+    operands: likewise; positions are cut as "seq".
+    axes: of the result, with "residual_seq".
+  """
+  at_seq = spec(*("seq" if axis == "residual_seq" else axis for axis in axes))
+  shares = jax.P(*at_seq, unreduced=_shares())
+  return jax.reshard(jnp.einsum(formula, *operands, out_sharding=shares), spec(*axes))
+
+
+def _of_positions() -> frozenset[str]:
+  """Mesh axes that cut the residual stream along its positions, and widths in sub-layers."""
+  return frozenset(mesh_axes("residual_seq")) - {*mesh_axes("seq")}
+
+
+def _shares() -> frozenset[str]:
+  """Mesh axes along which a type says that devices hold shares of a sum.
+
+  Without it each product is summed whole, and then cut. Of the layers in a pipeline no type may say
+  so: XLA ends the process where there are manual axes too.
+  """
+  is_staged = bool(jax.sharding.get_abstract_mesh().manual_axes)
+  return frozenset() if is_staged else _of_positions()
+
+
+def _moved(x: jax.Array, cut: jax.P) -> jax.Array:
+  return x if jax.typeof(x).sharding.spec == cut else jax.reshard(x, cut)
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -41,8 +93,7 @@ def whole(x: jax.Array) -> jax.Array:
 
 def reshard_part(x: jax.Array, part: Part, *axes: str | None) -> jax.Array:
   """Move `x` to the sharding that the plan has for a part of the state; as it is if it is there."""
-  cut = spec(*axes, part=part)
-  return x if jax.typeof(x).sharding.spec == cut else jax.reshard(x, cut)
+  return _moved(x, spec(*axes, part=part))
 
 
 def is_apart(part: Part) -> bool:
@@ -183,9 +234,18 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
       )
 
 
-def all_sum(x: jax.Array, *axes: str) -> jax.Array:
-  """Inside an island: add up the shares that the devices along logical axes hold."""
-  names = tuple(name for axis in axes if num_shards(axis) > 1 for name in mesh_axes(axis))
+def all_sum(x: jax.Array, *axes: str, but: str | None = None) -> jax.Array:
+  """Inside an island: add up the shares that the devices along logical axes hold.
+
+  Args:
+    x: local array.
+    axes: the logical axes.
+    but: not over the mesh axes of this one.
+  """
+  mesh, apart = jax.sharding.get_abstract_mesh().shape, mesh_axes(but)
+  names = (name for axis in axes for name in mesh_axes(axis))
+  # XLA keeps a sum over devices also where there is one.
+  names = tuple(name for name in names if name not in apart and mesh.get(name, 1) > 1)
   return jax.lax.psum(x, names) if names else x
 
 

@@ -27,7 +27,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by the plan of a resolved config: `mesh.zero`, and what divides what."""
+  """Compute on a mesh by a config's plan: `mesh.zero`, `shard_residuals`, what divides what."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
@@ -39,10 +39,13 @@ def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) ->
 def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
   """The plan of a resolved config on a mesh of these sizes; a vocabulary is never padded."""
   with use_plan("default"):
-    ways = {axis: math.prod(sizes[a] for a in mesh_axes(axis)) for axis in ("vocab", "vocab_rows")}
-  divides = {axis: cfg.model.vocab_size % number == 0 for axis, number in ways.items()}
-  vocabulary = "rows" if divides["vocab_rows"] else "width" if divides["vocab"] else "whole"
-  return use_plan(ZERO[cfg.mesh.zero], vocabulary)
+    ways = math.prod(sizes[axis] for axis in mesh_axes("vocab"))
+  divides = cfg.model.vocab_size % ways == 0
+  return use_plan(
+    ZERO[cfg.mesh.zero],
+    whole_vocabulary=not divides,
+    cut_residuals=cfg.mesh.shard_residuals,
+  )
 
 
 def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:

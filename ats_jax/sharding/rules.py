@@ -19,7 +19,8 @@ _DEFAULT: Rules = {
   "batch": ("data", "fsdp", "expert"),
   "micro": "stage",  # micro-batches on their way into and out of a pipeline
   "rows": ("stage", "data", "fsdp", "expert"),  # of these micro-batches, before and behind it
-  "seq": "context",
+  "seq": "context",  # positions inside a sub-layer
+  "residual_seq": "context",  # positions of the residual stream, between sub-layers
   "act_embed": None,
   "heads": "tensor",
   "kv_heads": "tensor",
@@ -36,13 +37,9 @@ _DEFAULT: Rules = {
   "norm": None,
   "experts": "expert",
   "router": None,  # experts as columns of the router
-  # The lookup table is sharded over its rows only, if they divide: looking up rows that are cut
-  # makes XLA fully rematerialise the gather.
-  "vocab_rows": ("tensor", "fsdp"),
-  "table_embed": None,
 }
 
-_DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None, "vocab_rows": "tensor"}
+_DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None}
 
 RULES: Mapping[str, Rules] = {
   "default": MappingProxyType(_DEFAULT),  # ZeRO-3
@@ -62,41 +59,42 @@ KEPT: Mapping[str, Mapping[Part, str]] = {
 }
 ZERO = {1: "zero_1", 2: "zero_2", 3: "default"}  # plans by `mesh.zero`
 
-# How the vocabulary is cut where the mesh does not divide it: no row is padded.
-Vocabulary = Literal["rows", "width", "whole"]
-
 
 class Plan(NamedTuple):
   """What is in use.
 
   Attributes:
     name: of a table of RULES.
-    vocabulary: "rows": as that table says. "width": the lookup table over its width, as the head.
-      "whole": neither is cut by rows.
+    whole_vocabulary: the vocabulary is not cut: the mesh does not divide it, and no row is padded.
     whole_rows: the positions of a row are not cut.
+    cut_residuals: positions of the residual stream are cut by the axis of widths too.
   """
 
   name: str = "default"
-  vocabulary: Vocabulary = "rows"
+  whole_vocabulary: bool = False
   whole_rows: bool = False
+  cut_residuals: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
-def use_plan(name: str, vocabulary: Vocabulary = "rows") -> contextlib.AbstractContextManager[None]:
+def use_plan(
+  name: str, *, whole_vocabulary: bool = False, cut_residuals: bool = False
+) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
   Args:
     name: of the table.
-    vocabulary: see `Plan`.
+    whole_vocabulary: see `Plan`.
+    cut_residuals: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  return _plan(Plan(name, vocabulary))
+  return _plan(Plan(name, whole_vocabulary, cut_residuals=cut_residuals))
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
@@ -128,14 +126,14 @@ def current_rules(part: Part = "weights") -> Rules:
 
 @functools.cache
 def _table(plan: Plan) -> Rules:
-  rules = RULES[plan.name]
+  rules = dict(RULES[plan.name])
   if plan.whole_rows:
-    whole = {"seq": None, "heads_of_rows": rules["heads"]}
-    rules = MappingProxyType({**rules, **whole})
-  if plan.vocabulary == "rows":
-    return rules
-  cut = None if plan.vocabulary == "whole" else rules["vocab"]
-  return MappingProxyType({**rules, "vocab": cut, "vocab_rows": cut, "table_embed": rules["embed"]})
+    rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
+  elif plan.cut_residuals:
+    rules["residual_seq"] = ("context", "tensor")
+  if plan.whole_vocabulary:
+    rules["vocab"] = None
+  return MappingProxyType(rules)
 
 
 def spec(*axes: str | None, part: Part = "weights") -> jax.P:

@@ -106,9 +106,12 @@ def _loops_around(lines: dict[str, list[str]]) -> dict[str, int]:
 
 def compiled_step(cfg: Config, mesh: jax.sharding.Mesh) -> Any:
   """The train step of a config on a mesh, compiled; call under the mesh."""
+  return traced_step(cfg, mesh).lower().compile()
+
+
+def traced_step(cfg: Config, mesh: jax.sharding.Mesh) -> Any:
+  """Likewise, traced."""
   program = make_program(cfg)
   rows = random_rows(cfg, cfg.data.batch_size)
   batch = to_global(micro_batches(rows, cfg.step.accum_steps), mesh)
-  return program.train_step.lower(
-    program.init(abstract=True), batch, program.training_rules(1)
-  ).compile()
+  return program.train_step.trace(program.init(abstract=True), batch, program.training_rules(1))

@@ -2,22 +2,14 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import Collective, collectives, compiled_step
-from helpers import (
-  make_decoder,
-  make_test_mesh,
-  micro_batches,
-  named_leaves,
-  pack,
-  random_rows,
-  tiny_config,
-)
+from equality import CFG, KINDS, MOD, ROWS, RTOL, assert_equal, assert_lies_still, mesh_of, run
+from helpers import make_decoder, named_leaves, pack, tiny_config
 from processes import run_job
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like
@@ -26,103 +18,8 @@ from ats_jax.data.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.layout import stacks
 from ats_jax.ops.attention import attention
-from ats_jax.sharding.mesh import on_mesh, to_global
+from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.program import make_program
-
-RTOL = 1e-5  # and of the largest element of a tensor a tenth of that
-ROWS, ACCUM, STEPS = 8, 2, 2
-CFG = {
-  "data.batch_size": ROWS,
-  "step.accum_steps": ACCUM,
-  "step.z_loss": 1e-3,
-  "step.remat": "names",
-  "optimizer.grad_clip": 0.0,
-  "orchestrator.mode": "off",
-}
-MOE = {
-  "moe.num_experts": 4,
-  "moe.d_ff": 32,
-  "moe.num_shared": 1,
-  "moe.aux_loss": 0.3,
-  "moe.sequence_aux_loss": 0.2,
-  "moe.z_loss": 0.1,
-}
-# Five places of 16 positions: no context divides them. Scores that rounding does not swap.
-MOD = {
-  "mod.routing": "learned",
-  "mod.capacity": 0.3,
-  "mod.every": 1,
-  "mod.decision": "predictor",
-  "model.init_std": 0.3,
-}
-KINDS = {
-  "dense": {"model.dropout": 0.1, "model.window": 6, "model.attn_sinks": True},
-  "latent": {"model.kv_latent_dim": 16, "model.latent_rope_dim": 4, "model.num_kv_heads": 4},
-  "moe": MOE | {"moe.noise": 0.3, "model.dropout": 0.1},
-  "mod": MOD,
-  "hybrid": MOD | MOE | {"mod.decision": "threshold"},
-}
-SCORED = ("dense", "mod")  # evaluation chooses tokens by another rule than training
-
-
-class Run(NamedTuple):
-  losses: np.ndarray
-  grads: dict[str, np.ndarray]
-  layers: dict[str, np.ndarray]  # metrics of sparse layers
-  scores: np.ndarray
-  shardings: list[dict[str, Any]]
-  compilations: int
-
-
-def mesh_of(sizes):
-  return make_test_mesh(**({"data": 1, "fsdp": 1, "tensor": 1} | sizes))
-
-
-@functools.cache
-def run(kind: str, *sizes: tuple[str, int]) -> Run:
-  cfg, mesh = tiny_config(CFG | KINDS[kind]), mesh_of(dict(sizes))
-  with on_mesh(cfg, mesh):
-    program = make_program(cfg)
-    state, rules = program.init(), program.training_rules(1)
-    shardings = [{k: v.sharding for k, v in named_leaves(state).items()}]
-    rows = [random_rows(cfg, ROWS, seed=s) for s in range(STEPS)]
-    losses, grads, layers = [], {}, {}
-    for batch in [to_global(micro_batches(r, ACCUM), mesh) for r in rows]:
-      state, metrics = program.train_step(state, batch, rules)
-      losses.append(float(metrics.values[0]))
-      if not grads:  # after one update the first moment is (1 - b1) times the gradient
-        mu = named_leaves(state.opt_state[0].mu)
-        grads = {k: np.asarray(v) / (1 - cfg.optimizer.b1) for k, v in mu.items()}
-        layers = {k: np.asarray(v) for k, v in named_leaves(metrics.layers).items()}
-    shardings.append({k: v.sharding for k, v in named_leaves(state).items()})
-    scores = np.zeros(3)
-    if kind in SCORED:
-      batch = to_global({k: v[: ROWS // ACCUM] for k, v in rows[0].items()}, mesh)
-      scores = program.eval_step(state.weights, batch, program.rules(1))
-    return Run(
-      np.array(losses),
-      grads,
-      layers,
-      np.asarray(scores),
-      shardings,
-      program.train_step._cache_size(),
-    )
-
-
-def assert_equal(many: Run, one: Run):
-  def close(got, want, name):
-    np.testing.assert_allclose(got, want, RTOL, RTOL / 10 * np.abs(want).max(), err_msg=name)
-
-  close(many.losses, one.losses, "losses")
-  close(many.scores, one.scores, "scores")
-  assert len(set(one.losses.tolist())) == STEPS  # there is something to compare
-  for part in ("grads", "layers"):
-    got, want = getattr(many, part), getattr(one, part)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-      close(got[name], value, name)
-  assert all(np.abs(g).max() > 1e-5 for g in one.grads.values())
-
 
 CASES = [
   ("dense", {"context": 2}),  # key/value heads divide
@@ -145,17 +42,9 @@ QUICK = (2,)
 def test_a_cut_row_computes_what_a_whole_one_does(kind, sizes):
   many, one = run(kind, *sizes.items()), run(kind)
   assert_equal(many, one)
-  assert many.compilations == 1
-  assert many.shardings[0] == many.shardings[1]
-  of_model = {k: s for k, s in many.shardings[0].items() if k.startswith(".model")}
-  assert not any("context" in str(s.spec) for s in of_model.values())  # weights are whole along it
-  for name, sharding in of_model.items():
-    copies = [
-      s
-      for k, s in many.shardings[0].items()
-      if k.endswith(name.removeprefix(".model")) and "opt_state" in k
-    ]
-    assert set(copies) <= {sharding}, name  # moments lie as their weight
+  assert_lies_still(many)
+  of_model = many.of_model().values()
+  assert not any("context" in str(s.spec) for s in of_model)  # weights are whole along it
 
 
 OP_MESHES = [{"context": 2}, {"context": 4}, {"context": 2, "tensor": 2}]

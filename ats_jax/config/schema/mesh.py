@@ -29,6 +29,11 @@ class MeshConfig:
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
   )
+  shard_residuals: bool = setting(
+    False,
+    "cut positions between sub-layers over `tensor`: less memory; not timed on a GPU yet",
+    resume="free",
+  )
   zero: int = setting(
     3,
     "what `fsdp` shards: 1 = the optimizer's moments, 2 = gradients too, 3 = weights too",

@@ -1,4 +1,4 @@
-"""What `mesh.context` is refused with, and how."""
+"""What `mesh.context` and `mesh.shard_residuals` are refused with, and how."""
 
 import pytest
 from helpers import tiny_config
@@ -43,6 +43,27 @@ from ats_jax.planner.describe import describe
     (
       {"mesh.context": 2, "precision.fp8": True, "model.num_layers": 4},
       r"data.seq_len is 8 on a device",
+    ),
+    (
+      {"mesh.shard_residuals": True},
+      r"does nothing with mesh.tensor=1.* Set mesh.tensor, or mesh.shard_residuals=false",
+    ),
+    (
+      {"mesh.shard_residuals": True, "mesh.tensor": 2, "mesh.context": 2, "data.seq_len": 18},
+      r"context=2 x mesh.tensor=2 = 4 does not divide data.seq_len=18.* multiple of 4, or "
+      "mesh.shard_residuals=false",
+    ),
+    (
+      {
+        "mesh.shard_residuals": True,
+        "mesh.tensor": 3,
+        "data.seq_len": 96,
+        "model.num_heads": 6,
+        "model.num_kv_heads": 3,
+        "model.d_model": 48,
+        "data.length_buckets": 2,
+      },
+      "with mesh.shard_residuals with .*= 3: shorter rows are multiples of 16",
     ),
   ],
 )

@@ -5,6 +5,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import tiny_config
@@ -15,6 +16,7 @@ from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train import train
 
 LEVELDB_BLOCK = 2**15
+FLUSH_SECS = 30
 pytestmark = pytest.mark.filterwarnings("default")  # those of the libraries
 SINKS = ("wandb", "mlflow", "trackio")
 RUN = "0123456789abcdef"
@@ -45,21 +47,33 @@ def open_sink(name, folder, resume_step=None):
 
 
 def wandb_records(folder):
-  """What an offline run of W&B holds, of all its starts: protobufs in the log format of LevelDB."""
+  """What an offline run of W&B holds, of all its starts."""
+  found = []
+  for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+    end = time.monotonic() + FLUSH_SECS  # W&B writes on behind `finish`
+    while not any(r.WhichOneof("record_type") == "exit" for r in records_of(path.read_bytes())):
+      assert time.monotonic() < end, f"{path} did not come to its end"
+      time.sleep(0.1)
+    found += records_of(path.read_bytes())
+  return found
+
+
+def records_of(data):
+  """Protobufs in the log format of LevelDB."""
   from wandb.proto.wandb_internal_pb2 import Record
 
-  for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-    data, at, record = path.read_bytes(), 7, b""
-    while at < len(data):
-      if LEVELDB_BLOCK - at % LEVELDB_BLOCK < 7:  # no room for a header
-        at += LEVELDB_BLOCK - at % LEVELDB_BLOCK
-        continue
-      _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-      record += data[at + 7 : at + 7 + length]
-      at += 7 + length
-      if kind in (1, 4):  # whole, or its last part
-        yield Record.FromString(record)
-        record = b""
+  at, record, found = 7, b"", []
+  while at < len(data):
+    if LEVELDB_BLOCK - at % LEVELDB_BLOCK < 7:  # no room for a header
+      at += LEVELDB_BLOCK - at % LEVELDB_BLOCK
+      continue
+    _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+    record += data[at + 7 : at + 7 + length]
+    at += 7 + length
+    if kind in (1, 4) and at <= len(data):  # whole, or its last part
+      found.append(Record.FromString(record))
+      record = b""
+  return found
 
 
 def wandb_history(folder):

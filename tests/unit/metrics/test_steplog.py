@@ -1,3 +1,5 @@
+import contextlib
+
 import jax.numpy as jnp
 import pytest
 
@@ -18,7 +20,10 @@ def path(tmp_path):
 @pytest.fixture
 def log(path):
   speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
-  with StepLog(NAMES, JsonlWriter(path), speed, Progress(9, enabled=False), 2) as log:
+  with (
+    contextlib.closing(JsonlWriter(path)) as writer,
+    StepLog(NAMES, writer, speed, Progress(9, enabled=False), 2) as log,
+  ):
     yield log
 
 

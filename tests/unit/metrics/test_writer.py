@@ -1,5 +1,6 @@
 """Our writers, and with `-m tf` CLU's own under the same tests."""
 
+import contextlib
 import csv
 import importlib.util
 import inspect
@@ -270,9 +271,9 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
 
 
 def test_csv_columns_keep_their_order_and_old_rows_are_padded(tmp_path):
-  writer = CsvWriter(tmp_path / "m.csv")
-  writer.write_scalars(1, {"b": 1.0})
-  writer.write_scalars(2, {"a": 2.0, "b": 3})
+  with contextlib.closing(CsvWriter(tmp_path / "m.csv")) as writer:
+    writer.write_scalars(1, {"b": 1.0})
+    writer.write_scalars(2, {"a": 2.0, "b": 3})
   header, rows = read_csv(tmp_path / "m.csv")
   assert header == ["step", "wall_time", "b", "a"]
   assert [row[2:] for row in rows] == [["1.0", ""], ["3", "2.0"]]

@@ -30,7 +30,7 @@ HYBRID = {
   "mod.decision": "predictor",
 }
 AXES_AND_ROLES = {
-  "embed.weight": (("vocab_rows", "table_embed"), Role.EMBEDDING),
+  "embed.weight": (("vocab", "embed"), Role.EMBEDDING),
   "head.weight": (("vocab", "embed"), Role.HEAD),
   "final_norm.scale": (("norm",), Role.NORM),
   "attn_norm.scale": (("norm",), Role.NORM),

@@ -77,7 +77,7 @@ def test_bfloat16_operands(mesh):
   x, head, targets, weights = make_inputs(4, 15, 32, 61, seed=3)
   narrow = [
     jax.device_put(jnp.asarray(x, jnp.bfloat16), spec("batch", "seq", "act_embed")),
-    jax.device_put(jnp.asarray(0.2 * head, jnp.bfloat16), spec("vocab", "act_embed")),
+    jax.device_put(jnp.asarray(0.2 * head, jnp.bfloat16), spec("vocab", "embed")),
   ]
   wide = [np.asarray(a, np.float32) for a in narrow]
   of = lambda *args: token_logprobs(*args, 24)
@@ -121,8 +121,7 @@ def test_meshes_agree_with_one_device(shape):
   axes = (("batch", "seq", "act_embed"), ("vocab", "embed"), ("batch", "seq"), ("batch", "seq"))
   with jax.set_mesh(make_test_mesh(*shape)):
     sharded = [jax.device_put(a, spec(*names)) for a, names in zip(inputs, axes, strict=True)]
-    gather = lambda head: jax.reshard(head, spec("vocab", "act_embed"))  # as Decoder.head_weights
-    of = lambda x, head, targets: token_logprobs(x, gather(head), targets, 5)
+    of = lambda x, head, targets: token_logprobs(x, head, targets, 5)
     got, grads = value_and_grads(of, *sharded)
   np.testing.assert_allclose(np.asarray(got), np.asarray(want), RTOL, ATOL)
   for g, w, a in zip(grads, want_grads, sharded, strict=False):

@@ -151,6 +151,7 @@ def test_data_that_is_elsewhere_ends_the_run(program, tmp_path):
   run.data.row += 8  # a batch was lost
   with pytest.raises(FloatingPointError, match=r"136 .* in place of 128. Start again"):
     run(EVERY * 2)
+  run.supervisor.close()
 
 
 def test_a_resumed_run_counts_on_from_its_rows(program, tmp_path):
@@ -158,6 +159,7 @@ def test_a_resumed_run_counts_on_from_its_rows(program, tmp_path):
   run.data.row = 8 * 1000 + 24  # earlier batches were of another size
   run.supervisor.start(0, run.state)
   run(EVERY * 3)
+  run.supervisor.close()
   assert not run.supervisor.decisions
 
 
@@ -194,6 +196,7 @@ def test_the_first_steps_are_made_again_within_the_memory_of_the_snapshots(
   control = run.state.control._replace(decay_scale=jnp.float32(2.0))  # as a hook would
   run.state = dataclasses.replace(run.state, control=control)
   run(EVERY * 13)
+  run.supervisor.close()
   assert run.supervisor.replayed == EVERY * 15 and most() == COPIES
   assert run.supervisor.decisions and float(run.state.control.decay_scale) == 2.0
   assert run.supervisor._pending.probe is None  # it was of the arm that lost

@@ -27,6 +27,13 @@ RATES = Hardware(
 )
 
 
+def test_a_mesh_without_tensor_shards_no_residuals():
+  cfg = tiny_config(DENSE | {"mesh.tensor": 2, "mesh.shard_residuals": True})
+  found = {(mesh["mesh.tensor"], mesh["mesh.shard_residuals"]) for mesh in meshes(cfg, 2)}
+  assert found == {(1, False), (2, True)}
+  assert fit(cfg, 2, 2**40, RATES).refused == {}
+
+
 def every(cfg, devices):
   """All candidates by brute force: likely seconds, bytes, settings."""
   found = []

@@ -103,6 +103,11 @@ def test_what_tokens_cost_on_the_links():
   assert split["activations summed"] == pytest.approx((2 * 4 + 1) * one)
   again = plan(remat="full", tensor=2)["step_seconds"]["parts"]
   assert again["activations summed"] == pytest.approx((2 * 5 + 1) * one)
+  cut = plan(tensor=2, shard_residuals=True)["step_seconds"]["parts"]
+  to, of = (RATES.seconds(kind, size, 2) for kind in ("all_gather", "reduce_scatter"))
+  assert cut["activations summed"] == pytest.approx(2 * (6 * to + 4 * of) + to + of)
+  # Gradients of norms are summed over `tensor` too.
+  assert cut["gradients summed"] > split["gradients summed"]
   experts = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 32, "moe.every": 2}
   sent = plan(settings=experts, expert=2)["step_seconds"]["parts"]["tokens exchanged"]
   # One layer has experts; two of a token's choices may go to each of two devices.

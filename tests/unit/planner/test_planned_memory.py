@@ -39,8 +39,8 @@ def on_first_device(tree):
 def planned(cfg, devices=0):
   """The abstract state, and a context in which to use it."""
   mesh = abstract_mesh(cfg, devices)
-  with jax.sharding.use_abstract_mesh(mesh):
-    return abstract_state(cfg), jax.sharding.use_abstract_mesh(mesh)
+  with on_mesh(cfg, mesh):
+    return abstract_state(cfg), on_mesh(cfg, mesh)
 
 
 @pytest.mark.thorough
@@ -152,11 +152,24 @@ def test_activations_are_cut_along_the_row():
   assert found["device_bytes_estimated"]["logits chunk"] == 4 * 8 * 384 * (4 + 4)
 
 
+def test_activations_are_cut_between_sub_layers():
+  sizes = {"step__remat": "full", "mesh__tensor": 2}
+  whole, cut = kept(**sizes), kept(**sizes, mesh__shard_residuals=True)
+  stream = 8 * 16 * 32 * 4
+  # Inputs of two layers and of the last norm, and the gradient of its output.
+  assert whole - cut == 4 * stream // 2
+  staged = {"mesh.stage": 2, "mesh.tensor": 2, "step.accum_steps": 2, "model.vocab_size": 384}
+  plain = describe(tiny_config(staged))["device_bytes_estimated"]
+  cut = describe(tiny_config(staged | {"mesh.shard_residuals": True}))["device_bytes_estimated"]
+  assert cut["handed on"] == plain["handed on"] / 2
+  assert cut["logits chunk"] == plain["logits chunk"]  # each device scores its vocabulary of all
+
+
 def test_activations_are_cut_along_the_batch():
   one = kept(step__remat="full", mesh__data=1)
   four = kept(step__remat="full", mesh__data=2, mesh__fsdp=2)
-  head = 64 * 32 * 4  # its gradient is whole on each
-  assert four == pytest.approx((one - head) / 4 + head, rel=0.05)
+  head = 64 * 32 * 4  # its gradient is cut along fsdp
+  assert four == pytest.approx((one - head) / 4 + head / 2, rel=0.05)
 
 
 def test_what_a_step_needs_besides():
@@ -167,6 +180,7 @@ def test_what_a_step_needs_besides():
     parts = step_memory(cfg, state)
   layer = (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64 + 2 * 32) * 2
   assert parts["compute weights"] == layer + 2 * 64 * 32  # and the head, in bfloat16
+  assert parts["head's gradient"] == 64 * 32 * 4 // 2  # the half that the gradients do not have
   # 48 tokens over two devices; float32 logits and their gradient in bfloat16.
   assert parts["logits chunk"] == 24 * 64 * 6
   assert (

@@ -32,11 +32,11 @@ def test_spec_refuses_unknown_axes_and_double_use():
 @pytest.mark.parametrize("plan", RULES)
 def test_the_tables_name_the_same_axes_and_only_mesh_axes(plan):
   with use_plan(plan):
-    assert current_rules() is RULES[plan]
+    assert dict(current_rules()) == dict(RULES[plan])
     for axis in RULES[plan]:
       assert set(apply.mesh_axes(axis)) <= set(MESH_AXES)
   assert RULES[plan].keys() == RULES["default"].keys()
-  assert current_rules() is RULES["default"]
+  assert dict(current_rules()) == dict(RULES["default"])
 
 
 def test_a_plan_that_is_none():
@@ -55,13 +55,28 @@ def test_a_function_is_traced_anew_for_each_plan():
 
 @pytest.mark.parametrize("plan", RULES)
 def test_a_plan_may_leave_rows_whole(plan):
-  weights = ("layers", "embed", "vocab_rows", "ff")
-  with use_plan(plan, "width"):
+  weights = ("layers", "embed", "vocab", "ff")
+  with use_plan(plan, whole_vocabulary=True):
     cut = [current_rules()[axis] for axis in weights]
     with whole_rows():
       assert spec("batch", "seq", "heads_of_rows") == jax.P(spec("batch")[0], None, "tensor")
       assert [current_rules()[axis] for axis in weights] == cut
     assert spec("seq", "heads") == jax.P("context", "tensor")
+
+
+def test_a_plan_may_cut_the_stream_by_the_axes_of_a_width():
+  assert spec("residual_seq") == spec("seq") == jax.P("context")
+  assert apply.seq_axis("ff") == apply.seq_axis("act_embed") == "residual_seq"
+  with use_plan("default", cut_residuals=True):
+    assert spec("seq", "ff") == jax.P("context", "tensor")
+    assert spec("residual_seq", "act_embed") == jax.P(("context", "tensor"), None)
+    assert {apply.seq_axis(width) for width in ("heads", "kv_heads", "ff", "vocab")} == {"seq"}
+    assert {apply.seq_axis(width) for width in ("act_embed", "latent")} == {"residual_seq"}
+    with whole_rows():
+      assert spec("residual_seq") == spec("seq") == jax.P(None)
+  with use_plan("default", whole_vocabulary=True, cut_residuals=True):
+    # A device scores tokens of its own.
+    assert apply.seq_axis("vocab") == "residual_seq"
 
 
 @pytest.mark.thorough
@@ -91,8 +106,8 @@ def test_weights_are_whole_in_a_data_parallel_plan_and_the_losses_the_same():
 
 def test_num_shards_multiplies_the_mesh_axes():
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
-    found = {a: apply.num_shards(a) for a in ("batch", "vocab", "vocab_rows", "embed", "seq")}
-  assert found == {"batch": 4, "vocab": 2, "vocab_rows": 4, "embed": 2, "seq": 1}
+    found = {a: apply.num_shards(a) for a in ("batch", "vocab", "embed", "seq")}
+  assert found == {"batch": 4, "vocab": 2, "embed": 2, "seq": 1}
 
 
 @pytest.mark.compat
@@ -112,15 +127,14 @@ def test_an_island_sees_blocks_and_can_reduce_over_a_logical_axis():
   assert np.asarray(index).ravel().tolist() == [0, 1, 2, 3]
 
 
-def test_gather_einsum_and_reshard_put_results_where_they_are_told():
+def test_einsum_and_reshard_put_results_where_they_are_told():
   table = np.arange(32.0, dtype=np.float32).reshape(8, 4)
   ids = np.array([[0, 7, 3], [5, 5, 1]] * 2, np.int32)
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
-    sharded = jax.device_put(table, spec("vocab_rows", "table_embed"))
-    rows = jax.jit(lambda t: apply.gather_rows(t, ids, axes=("batch", "seq", "act_embed")))(sharded)
-    assert rows.sharding.spec == spec("batch", "seq", "act_embed")
-    np.testing.assert_array_equal(rows, table[ids])
-    product = apply.einsum("btd,vd->btv", rows, sharded, axes=("batch", "seq", "vocab"))
+    sharded = jax.device_put(table, spec("vocab", "embed"))
+    rows = jax.device_put(table[ids], spec("batch", "seq", "act_embed"))
+    whole = apply.reshard(sharded, "vocab", "act_embed")
+    product = apply.einsum("btd,vd->btv", rows, whole, axes=("batch", "seq", "vocab"))
     assert product.sharding.spec == spec("batch", "seq", "vocab")
     np.testing.assert_allclose(product, table[ids] @ table.T)
     assert apply.reshard(product, None, None, None).sharding.is_fully_replicated

@@ -24,7 +24,7 @@ def test_who_decays(embeddings):
   for role in (Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPTER):
     assert says(role, "embed", "ff")
     assert not says(role, "norm")  # a vector, whatever it is for
-  assert says(Role.EMBEDDING, "vocab_rows", "table_embed") == embeddings
+  assert says(Role.EMBEDDING, "vocab", "embed") == embeddings
   for role in (Role.NORM, Role.BIAS, Role.SINK, Role.SCALAR):
     assert not says(role) and not says(role, "heads")
     assert not says(role, "experts", "ff")  # a bias of each expert is a bias

@@ -1,0 +1,129 @@
+"""Steps on a mesh compared with those of one device, for several kinds of models."""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
+
+from ats_jax.sharding.mesh import on_mesh, to_global
+from ats_jax.sharding.rules import MESH_AXES
+from ats_jax.step.program import make_program
+
+RTOL = 1e-5  # and of the largest element of a tensor a tenth of that
+ROWS, ACCUM, STEPS = 8, 2, 2
+CFG = {
+  "data.batch_size": ROWS,
+  "step.accum_steps": ACCUM,
+  "step.z_loss": 1e-3,
+  "step.remat": "names",
+  "optimizer.grad_clip": 0.0,
+  "orchestrator.mode": "off",
+}
+MOE = {
+  "moe.num_experts": 4,
+  "moe.d_ff": 32,
+  "moe.num_shared": 1,
+  "moe.aux_loss": 0.3,
+  "moe.sequence_aux_loss": 0.2,
+  "moe.z_loss": 0.1,
+}
+# Five places of 16 positions: no context divides them. Scores that rounding does not swap.
+MOD = {
+  "mod.routing": "learned",
+  "mod.capacity": 0.3,
+  "mod.every": 1,
+  "mod.decision": "predictor",
+  "model.init_std": 0.3,
+}
+KINDS = {
+  "dense": {"model.dropout": 0.1, "model.window": 6, "model.attn_sinks": True},
+  "latent": {"model.kv_latent_dim": 16, "model.latent_rope_dim": 4, "model.num_kv_heads": 4},
+  "moe": MOE | {"moe.noise": 0.3, "model.dropout": 0.1},
+  "capacity": MOE | {"moe.dispatch": "capacity"},
+  "mod": MOD,
+  "hybrid": MOD | MOE | {"mod.decision": "threshold"},
+}
+SCORED = ("dense", "mod")  # evaluation chooses tokens by another rule than training
+
+
+class Run(NamedTuple):
+  losses: np.ndarray
+  grads: dict[str, np.ndarray]
+  layers: dict[str, np.ndarray]  # metrics of sparse layers
+  scores: np.ndarray
+  shardings: list[dict[str, Any]]
+  compilations: int
+
+  def of_model(self):
+    return {k: s for k, s in self.shardings[0].items() if k.startswith(".model")}
+
+
+def mesh_of(sizes):
+  axes = {axis: n for axis, n in sizes.items() if axis in MESH_AXES}
+  return make_test_mesh(**({"data": 1, "fsdp": 1, "tensor": 1} | axes))
+
+
+def config_of(kind, sizes, changes=()):
+  of_mesh = {f"mesh.{name}": value for name, value in sizes.items()}
+  return tiny_config(CFG | KINDS[kind] | of_mesh | dict(changes))
+
+
+@functools.cache
+def run(kind: str, *sizes: tuple[str, int]) -> Run:
+  """Some steps, and the gradient of the first one, on a mesh of these sizes; others of `mesh`."""
+  cfg, mesh = config_of(kind, dict(sizes)), mesh_of(dict(sizes))
+  with on_mesh(cfg, mesh):
+    program = make_program(cfg)
+    state, rules = program.init(), program.training_rules(1)
+    shardings = [{k: v.sharding for k, v in named_leaves(state).items()}]
+    rows = [random_rows(cfg, ROWS, seed=s) for s in range(STEPS)]
+    losses, grads, layers = [], {}, {}
+    for batch in [to_global(micro_batches(r, ACCUM), mesh) for r in rows]:
+      state, metrics = program.train_step(state, batch, rules)
+      losses.append(float(metrics.values[0]))
+      if not grads:  # after one update the first moment is (1 - b1) times the gradient
+        mu = named_leaves(state.opt_state[0].mu)
+        grads = {k: np.asarray(v) / (1 - cfg.optimizer.b1) for k, v in mu.items()}
+        layers = {k: np.asarray(v) for k, v in named_leaves(metrics.layers).items()}
+    shardings.append({k: v.sharding for k, v in named_leaves(state).items()})
+    scores = np.zeros(3)
+    if kind in SCORED:
+      batch = to_global({k: v[: ROWS // ACCUM] for k, v in rows[0].items()}, mesh)
+      scores = program.eval_step(state.weights, batch, program.rules(1))
+    return Run(
+      np.array(losses),
+      grads,
+      layers,
+      np.asarray(scores),
+      shardings,
+      program.train_step._cache_size(),
+    )
+
+
+def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 10):
+  def close(got, want, name):
+    np.testing.assert_allclose(got, want, RTOL, of_largest * np.abs(want).max(), err_msg=name)
+
+  close(many.losses, one.losses, "losses")
+  close(many.scores, one.scores, "scores")
+  assert len(set(one.losses.tolist())) == STEPS  # there is something to compare
+  for part in ("grads", "layers"):
+    got, want = getattr(many, part), getattr(one, part)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+      close(got[name], value, name)
+  assert all(np.abs(g).max() > 1e-5 for g in one.grads.values())
+
+
+def assert_lies_still(many: Run):
+  """One program, whose states lie as the first one does; moments as their weights."""
+  assert many.compilations == 1
+  assert many.shardings[0] == many.shardings[1]
+  for name, sharding in many.of_model().items():
+    copies = [
+      s
+      for k, s in many.shardings[0].items()
+      if k.endswith(name.removeprefix(".model")) and "opt_state" in k
+    ]
+    assert set(copies) <= {sharding}, name
