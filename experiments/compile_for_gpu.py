@@ -2,14 +2,18 @@ r"""What a training step needs on a GPU that is not there: compiled for it, and 
 
 Needs jax's CUDA plugin (`pip install "jax[cuda13]"`), but no GPU. The compiler cannot time
 anything, so matmuls go to the library untuned: their scratch memory and layouts are not those of a
-real run. Prints the memory that the step needs beside the planner's estimate; --out keeps the
-optimized program, to look for what is copied, fused or written out.
+real run. Prints the memory that the step needs beside the planner's estimate, and what a device
+sends through collectives outside of loops. --out keeps the optimized program, to look for what is
+copied, fused or written out.
 Command: python experiments/compile_for_gpu.py --config=configs/dense_1_5b.py [--gpu=H200] \
-  [--out=step.txt] [--config.step.remat=names]
+  [--devices=2 --config.mesh.fsdp=2] [--out=step.txt] [--config.step.remat=names]
 """
 
+import collections
 import contextlib
+import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +36,15 @@ from ats_jax.step import compiler
 from ats_jax.step import program as programs
 
 GIB = 2**30
+MATMUL = r"custom_call_target=\"__(cublas|cudnn)|__triton"
+# Bytes that a device sends for each byte it gets, in units of (devices - 1).
+SENT = {
+  "all-gather": lambda ways: 1 / ways,
+  "reduce-scatter": lambda ways: 1,
+  "all-reduce": lambda ways: 2 / ways,
+  "all-to-all": lambda ways: 1 / ways,
+}
+KINDS = "|".join(SENT)
 NOTHING_IS_TIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 HOPPER = """
 gpu_device_info {{
@@ -115,6 +128,51 @@ def compiled(
     return made[0].compile_train_step(made[1], made[0].training_rules(cfg.num_steps)), made[0]
 
 
+def traffic(program: str) -> collections.Counter[tuple[str, str]]:
+  """Bytes that a device sends in a step through collectives outside of loops.
+
+  Args:
+    program: a compiled one as text, in the order in which it is run.
+
+  Returns:
+    By kind of collective, and by whether a library's or Triton's matmul is between its start and
+    its end.
+  """
+  lines = program[program.index("\nENTRY") :].splitlines()
+  started, found = {}, collections.Counter()
+  for number, line in enumerate(lines):
+    if start := re.search(rf"%?(\S+) = (.*) ({KINDS})(-start)?\(", line):
+      name, results, kind, runs_on = start.groups()
+      results = results.split("), ", 1)[-1] if runs_on else results  # behind the arguments
+      ways = _ways(line)
+      sent = round(_bytes(results) * (ways - 1) * SENT[kind](ways))
+      started[name] = number, kind, sent
+      if not runs_on:
+        found[kind, "beside none"] += sent
+    if done := re.search(rf"({KINDS})-done\(.*?%?([\w.-]+)\)", line):
+      began, kind, sent = started[done[2]]
+      hidden = any(re.search(MATMUL, between) for between in lines[began:number])
+      found[kind, "beside matmuls" if hidden else "beside none"] += sent
+  return found
+
+
+def _bytes(shapes: str) -> int:
+  """Of arrays as HLO writes them."""
+  arrays = re.findall(r"([a-z]+)(\d*)\[([\d,]*)\]", shapes)
+  length = lambda dims: math.prod(map(int, filter(None, dims.split(","))))
+  return sum(max(1, int(bits or 8) // 8) * length(dims) for _, bits, dims in arrays)
+
+
+def _ways(line: str) -> int:
+  """How many devices a collective is among."""
+  sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", line)}
+  if sizes:
+    axes = re.search(r"replica_groups=mesh\[.*?\] \{(.*?)\}", line)
+    return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", axes[1])) if axes else 1
+  groups = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
+  return int(groups[1]) if groups else 1
+
+
 def main(argv: list[str]) -> None:
   """Print what was found."""
   del argv
@@ -130,6 +188,8 @@ def main(argv: list[str]) -> None:
     f"needs {programs.predicted_bytes(step) / GIB:.2f} GiB (the planner estimates "
     f"{planned_bytes(describe(cfg, _DEVICES.value)) / GIB:.2f}); compiled here in {secs:.0f} s."
   )
+  for (kind, when), sent in sorted(traffic(step.as_text() or "").items()):
+    print(f"a device sends {sent / 1e9:.2f} GB by {kind}, {when}")
   if _OUT.value:
     Path(_OUT.value).write_text(step.as_text() or "", encoding="utf-8")
 
