@@ -68,7 +68,8 @@ def step_memory(
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
   compute weights: those of the head and of a super-block in the compute dtype, whole along fsdp, if
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
-  head's gradient: the loss adds it up in float32, whole along fsdp; without what the gradients have.
+  head's gradient: the loss adds it up in float32, whole along fsdp. Without what is among the
+    gradients.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype. A
     pipeline computes them before its backward loop: of them what is more than is recomputed there.
 
