@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import ModelConfig
-from ats_jax.sharding.apply import check_cut, is_apart, reshard_part, standing_for
+from ats_jax.sharding.apply import check_cut, is_apart, num_shards, reshard_part, standing_for
 from ats_jax.sharding.rules import Part, spec
 
 
@@ -133,7 +133,9 @@ def cut_as(part: Part, tree: Any) -> Any:
   def one(param: Any) -> Any:
     if not isinstance(param, Param):
       return param
-    stacked = lambda x: (None,) * (x.ndim - len(param.axes))
+    # Stages of a pipeline keep their own layers.
+    stack = "layers" if num_shards("layers") > 1 else None
+    stacked = lambda x: (stack,) * (x.ndim - len(param.axes))
     return jax.tree.map(lambda x: reshard_part(x, part, *stacked(x), *param.axes), param)
 
   return jax.tree.map(one, tree, is_leaf=is_variable)
@@ -164,8 +166,8 @@ _SETTINGS = {
 }
 
 
-def _cut(shape: tuple[int, ...], axes: tuple[str, ...], role: Role) -> jax.P:
-  """The sharding that a parameter is born in.
+def born_cut(shape: tuple[int, ...], axes: tuple[str, ...], role: Role) -> jax.P:
+  """The sharding that a parameter of one layer is born in.
 
   Raises:
     ValueError: if the current mesh does not divide a dimension.
@@ -185,7 +187,7 @@ def normal(
   role: Role,
 ) -> Param:
   """Draw a weight from N(0, std^2) in float32, cast to `dtype`, sharded by logical `axes`."""
-  value = _draw(key, shape, std, jnp.dtype(dtype), _cut(shape, axes, role))
+  value = _draw(key, shape, std, jnp.dtype(dtype), born_cut(shape, axes, role))
   return Param(value, axes=axes, role=role)
 
 
@@ -200,13 +202,13 @@ def _draw(
 
 def ones(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
   """A vector of ones, e.g. the scale of a norm."""
-  value = jnp.ones(shape, dtype, out_sharding=_cut(shape, axes, role))
+  value = jnp.ones(shape, dtype, out_sharding=born_cut(shape, axes, role))
   return Param(value, axes=axes, role=role)
 
 
 def zeros(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, role: Role) -> Param:
   """A vector of zeros, e.g. a bias."""
-  value = jnp.zeros(shape, dtype, out_sharding=_cut(shape, axes, role))
+  value = jnp.zeros(shape, dtype, out_sharding=born_cut(shape, axes, role))
   return Param(value, axes=axes, role=role)
 
 

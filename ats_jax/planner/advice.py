@@ -82,16 +82,17 @@ def memory_lines(cfg: Config, devices: int, plan: dict[str, Any], limit: int) ->
 def fit_lines(found: Fitted) -> list[str]:
   """The candidates that were looked at, the pick, and why."""
   looked_at = _shortened(found.considered)
-  lines = [f"{'mesh':<34}{'remat':<8}{'accum':>6}{'GiB':>9}{'ms':>12}"]
+  width = max(len(candidate.mesh) for candidate in [*looked_at, *found.slower]) + 2
+  lines = [f"{'mesh':<{width}}{'remat':<8}{'accum':>6}{'GiB':>9}{'ms':>12}"]
   for candidate in looked_at:
     size = f"{_gib(candidate.bytes or 0)}"
-    lines.append(_row(candidate, size, "picked" if candidate.fits else "too large"))
+    lines.append(_row(candidate, width, size, "picked" if candidate.fits else "too large"))
   hidden = len(found.considered) - len(looked_at)
   if hidden:
     lines.append(f"  and {hidden} more that are too large")
-  lines += [_row(candidate, "", "slower") for candidate in found.slower[:ROWS]]
-  if len(found.slower) > ROWS:
-    lines.append(f"  and {len(found.slower) - ROWS} more meshes that are slower")
+  lines += [_row(candidate, width, "", "slower") for candidate in found.slower]
+  if found.unseen:
+    lines.append(f"  and {found.unseen} more meshes that are slower")
   for reason, names in _refusals(found.refused).items():
     lines.append(f"not possible: {'; '.join(names)}: {reason}")
   lines.append("ms: by the rates, if half of what weights and gradients exchange were hidden")
@@ -161,10 +162,10 @@ def _refusals(refused: dict[str, str]) -> dict[str, list[str]]:
   return found
 
 
-def _row(candidate: Candidate, size: str, verdict: str) -> str:
+def _row(candidate: Candidate, width: int, size: str, verdict: str) -> str:
   remat, accum = (candidate.settings[name] for name in ("step.remat", "step.accum_steps"))
   time = f"{candidate.seconds * 1e3:,.1f}"
-  return f"{candidate.mesh:<34}{remat:<8}{accum:>6}{size:>9}{time:>12}  {verdict}"
+  return f"{candidate.mesh:<{width}}{remat:<8}{accum:>6}{size:>9}{time:>12}  {verdict}"
 
 
 def _words(settings: dict[str, Any]) -> str:

@@ -6,7 +6,12 @@ from typing import Any
 from ats_jax.config.schema import Config
 from ats_jax.metrics.memory import GIB
 from ats_jax.model.count import count
-from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
+from ats_jax.planner.abstract import (
+  abstract_mesh,
+  abstract_state,
+  device_bytes,
+  resolve_without_data,
+)
 from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import kv_cache_bytes, state_memory, step_memory
 from ats_jax.planner.seconds import render as render_seconds
@@ -38,7 +43,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     exact, estimated = state_memory(cfg, state), step_memory(cfg, state)
     flops = flops_per_token(cfg, state.model)
     counts = count(cfg, state.model, cfg.data.seq_len)
-    seconds = hardware and step_seconds(cfg, state, counts, hardware)
+    seconds = hardware and step_seconds(cfg, state.model, device_bytes(state), counts, hardware)
   micro = cfg.data.batch_size // cfg.step.accum_steps
   return {
     "run": {
@@ -136,7 +141,9 @@ _NOTES = (
   "  recomputed block: what the layers of one pattern keep without remat",
   "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
   "  handed on: what a stage of a pipeline made in all ticks, and its gradients",
-  "  gathered weights: those of the layers of one pattern in the compute dtype, whole along fsdp",
+  "  compute weights: of the head and the layers of one pattern (of all, if unrolled) in the",
+  "    compute dtype, whole along fsdp",
+  "  head's gradient: in float32, whole along fsdp, without what the gradients have of it",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",
 )
 

@@ -1,7 +1,8 @@
 """Which mesh, remat and accumulation fit the memory of the devices, and are fastest among these.
 
-The search is best first: a candidate's time needs shapes alone, and its memory, which needs a
-trace, is asked for only when no candidate that is left could be faster.
+The search is best first. A candidate enters with a bound of its time, from the shapes of the model;
+its time, which needs the bytes of its state, is asked for when no bound is lower, and its memory,
+which needs a trace of the step, when no candidate that is left could be faster.
 """
 
 import dataclasses
@@ -14,22 +15,31 @@ from typing import Any, NamedTuple
 from ats_jax.config.schema import Config
 from ats_jax.config.validate import validate
 from ats_jax.model.count import count
-from ats_jax.planner.abstract import abstract_mesh, abstract_state, resolve_without_data
+from ats_jax.model.layout import check_stages
+from ats_jax.model.param import born_cut, params_of
+from ats_jax.planner.abstract import (
+  abstract_mesh,
+  abstract_state,
+  device_bytes,
+  resolve_without_data,
+)
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import activations, state_memory, step_memory
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
+from ats_jax.sharding.pipeline import num_stages
 from ats_jax.sharding.rules import MESH_AXES
 from ats_jax.step.state import TrainState
 
+SHOWN = 8  # of the meshes that are slower
 SLACK = 1.02  # how far what is scaled may be above what is traced
-ONE_HOST = 8  # devices that `tensor` should not leave, as it talks in every layer
+ONE_HOST = 8  # devices that an axis should not leave that talks in every layer
 
 
 class Axis(NamedTuple):
-  """A mesh axis whose size is searched; others stay as the config says.
+  """A mesh axis whose size is searched; `data` takes the devices that are left.
 
   Attributes:
     name: of the setting in `mesh`.
@@ -43,8 +53,10 @@ class Axis(NamedTuple):
 # Between candidates that take equally long, less of a later row wins.
 AXES = (
   Axis("fsdp", lambda cfg: cfg.model.d_model),
+  Axis("context", lambda cfg: min(ONE_HOST, cfg.model.num_heads)),
   Axis("expert", lambda cfg: max(1, cfg.moe.num_experts)),
   Axis("tensor", lambda cfg: min(ONE_HOST, cfg.model.num_kv_heads)),
+  Axis("stage", lambda cfg: cfg.model.num_layers),
 )
 REMATS = ("none", "dots", "names", "full")  # from what computes least twice
 STAGES = (3, 2, 1)  # of `mesh.zero`, from what takes least memory
@@ -81,7 +93,9 @@ class Fitted(NamedTuple):
   Attributes:
     pick: the fastest that fits; None = nothing does.
     considered: those whose memory was looked at, fastest first; a pick is the last.
-    slower: the fastest of each mesh that was not looked at, as it is slower than the pick.
+    slower: of the fastest meshes that were not looked at, as they are slower than the pick, the
+      fastest of each.
+    unseen: how many more of these meshes there are.
     refused: meshes that are not possible, and why.
     plan: of the pick, or else of what needs least, as `describe` gives it.
     cfg: its config.
@@ -91,6 +105,7 @@ class Fitted(NamedTuple):
   pick: Candidate | None
   considered: list[Candidate]
   slower: list[Candidate]
+  unseen: int
   refused: dict[str, str]
   plan: dict[str, Any]
   cfg: Config
@@ -103,7 +118,7 @@ def fit(cfg: Config, devices: int, limit: int, hardware: Hardware) -> Fitted:
   The rows of an update, their length and the model stay, so every candidate makes the same updates.
 
   Args:
-    cfg: the run, resolved or not. Mesh axes that are not in AXES stay as they are.
+    cfg: the run, resolved or not; the mesh that it asks for is not read.
     devices: how many share it.
     limit: bytes that a device has.
     hardware: rates.
@@ -123,12 +138,12 @@ def fit(cfg: Config, devices: int, limit: int, hardware: Hardware) -> Fitted:
   pick = considered[-1] if considered[-1].fits else None
   best = changed(cfg, (pick or search.smallest(considered)).settings)
   plan = describe(best, devices, hardware)
-  slower = search.others({c.mesh for c in considered})
-  return Fitted(pick, considered, slower, refused, plan, best, limit)
+  slower, unseen = search.others({c.mesh for c in considered})
+  return Fitted(pick, considered, slower, unseen, refused, plan, best, limit)
 
 
 def changed(cfg: Config, settings: dict[str, Any]) -> Config:
-  """A resolved `cfg` with settings of `mesh` and `step`, by dotted name."""
+  """A resolved `cfg` with other settings, by dotted name."""
   for name, value in settings.items():
     section, field = name.split(".")
     part = dataclasses.replace(getattr(cfg, section), **{field: value})
@@ -138,14 +153,11 @@ def changed(cfg: Config, settings: dict[str, Any]) -> Config:
 
 def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
   """Every split of the devices over `data` and AXES, with the stages of ZeRO that differ."""
-  searched = {"data", *(axis.name for axis in AXES)}
-  fixed = math.prod(getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in searched)
   divisors = lambda most: [n for n in range(1, min(devices, most) + 1) if devices % n == 0]
   for sizes in itertools.product(*(divisors(axis.most(cfg)) for axis in AXES)):
-    taken = fixed * math.prod(sizes)
-    if devices % taken:
+    if devices % math.prod(sizes):
       continue
-    mesh = {"mesh.data": devices // taken}
+    mesh = {"mesh.data": devices // math.prod(sizes)}
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
     if cfg.mesh.shard_residuals:  # which is refused where it does nothing
       mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
@@ -153,44 +165,59 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
       yield mesh | {"mesh.zero": zero}
 
 
+class _Entry(NamedTuple):
+  """A candidate in the queue; the smallest comes first.
+
+  Attributes:
+    seconds: of a step, or a bound.
+    ties: what decides between equal times; no two entries have the same.
+    settings: as of `Candidate`.
+    is_bound: whether its seconds are one.
+  """
+
+  seconds: float
+  ties: tuple[int, ...]
+  settings: dict[str, Any]
+  is_bound: bool
+
+
 class _Search:
-  """A queue of candidates, fastest first; of each mesh and remat the least accumulation left."""
+  """A queue of candidates, fastest first; of each mesh and remat the fastest accumulation left."""
 
   def __init__(self, cfg: Config, devices: int, limit: int, hardware: Hardware):
     self.cfg, self.devices, self.limit, self.hardware = cfg, devices, limit, hardware
-    self.queue: list[tuple[float, tuple[int, ...], dict[str, Any]]] = []
+    self.queue: list[_Entry] = []
     self.of_state: dict[tuple[str, bool], int] = {}  # bytes, by mesh and whether there are sums
     self.too_large: set[str] = set()  # meshes whose state is
-    self.counts: Any = None
     self.states: dict[str, TrainState] = {}
-    self.kept: dict[Any, list[int]] = {}  # of one and two rows, by mesh and remat
+    self.kept: dict[Any, list[int]] = {}  # of one and two rows, by axes and remat
+    one = changed(cfg, {f"mesh.{axis}": 1 for axis in MESH_AXES} | {"step.accum_steps": 1})
+    with on_mesh(one, abstract_mesh(one)):
+      state = abstract_state(one)
+    self.model, self.bytes = state.model, device_bytes(state)
+    self.counts = count(one, self.model, cfg.data.seq_len)
 
   def start(self) -> dict[str, str]:
     """Fill the queue; return meshes that are not possible, and why."""
     refused = {}
     for mesh in meshes(self.cfg, self.devices):
-      first = mesh | {"step.remat": REMATS[0], "step.accum_steps": 1}
-      name = Candidate(first, 0.0).mesh
+      first = mesh | {"step.remat": REMATS[0], "step.accum_steps": mesh["mesh.stage"]}
       try:
-        cfg = validate(changed(self.cfg, first))
-        with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
-          self.states[name] = abstract_state(cfg)
+        self._check(validate(changed(self.cfg, first)))
       except ValueError as error:
-        refused[name] = str(error).splitlines()[0]
+        refused[Candidate(first, 0.0).mesh] = str(error).splitlines()[0]
         continue
-      if self.counts is None:
-        self.counts = count(cfg, self.states[name].model, cfg.data.seq_len)
       for remat in REMATS:
         self._push(first | {"step.remat": remat})
     return refused
 
   def look_at_fastest(self) -> list[Candidate]:
     """The fastest that is left with its memory; if it does not fit, others of its mesh follow."""
-    seconds, _, settings = heapq.heappop(self.queue)
-    candidate, cfg = Candidate(settings, seconds), changed(self.cfg, settings)
+    entry = self._fastest()
+    candidate, cfg = Candidate(entry.settings, entry.seconds), changed(self.cfg, entry.settings)
     if candidate.mesh in self.too_large:
       return []
-    state = self.states[candidate.mesh]
+    state = self._state(cfg, candidate.mesh)
     key = candidate.mesh, cfg.step.accum_steps > 1
     if key not in self.of_state:
       with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
@@ -199,14 +226,13 @@ class _Search:
     if of_state > self.limit:  # nor does it with more micro-batches
       self.too_large.add(candidate.mesh)
       return [candidate._replace(bytes=of_state)]
-    kept = {remat: self._kept(cfg, remat) for remat in {REMATS[0], cfg.step.remat}}
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
-      of_step = step_memory(cfg, state, lambda cfg: kept[cfg.step.remat])
+      of_step = step_memory(cfg, state, self._kept)
     used = of_state + sum(of_step.values())
     if used <= SLACK * self.limit:  # what was scaled is traced
       used = planned_bytes(describe(cfg, self.devices))
     if used > self.limit:
-      self._push_more_micro_batches(settings)
+      self._push(entry.settings, above=cfg.step.accum_steps)
     return [candidate._replace(bytes=used, fits=used <= self.limit)]
 
   def smallest(self, considered: list[Candidate]) -> Candidate:
@@ -218,59 +244,88 @@ class _Search:
     settings = mesh | {"step.remat": REMATS[-1], "step.accum_steps": most}
     return Candidate(settings, self._seconds(settings))
 
-  def others(self, looked_at: set[str]) -> list[Candidate]:
-    """The fastest of each mesh that was not looked at."""
+  def others(self, looked_at: set[str]) -> tuple[list[Candidate], int]:
+    """The fastest of some meshes that were not looked at, and how many more of these there are."""
     found: dict[str, Candidate] = {}
-    for seconds, _, settings in sorted(self.queue, key=lambda entry: entry[:2]):
-      candidate = Candidate(settings, seconds)
-      if candidate.mesh not in looked_at:
-        found.setdefault(candidate.mesh, candidate)
-    return list(found.values())
+    name = lambda entry: Candidate(entry.settings, entry.seconds).mesh
+    self.queue = [entry for entry in self.queue if name(entry) not in looked_at]
+    left = {name(entry) for entry in self.queue}
+    heapq.heapify(self.queue)
+    while self.queue and len(found) < SHOWN:
+      entry = self._fastest()
+      found.setdefault(name(entry), Candidate(entry.settings, entry.seconds))
+    return list(found.values()), len(left) - len(found)
 
-  def _push(self, settings: dict[str, Any]) -> None:
+  def _fastest(self) -> _Entry:
+    """Take the fastest candidate from the queue."""
+    while True:
+      entry = heapq.heappop(self.queue)
+      if not entry.is_bound:
+        return entry
+      seconds = self._seconds(entry.settings)
+      heapq.heappush(self.queue, entry._replace(seconds=seconds, is_bound=False))
+
+  def _push(self, settings: dict[str, Any], above: int = 0) -> None:
+    """Add a candidate, with the fastest number of micro-batches `above` some."""
+    rows, stages = _rows(changed(self.cfg, settings), self.devices), settings["mesh.stage"]
+    numbers = [n for n in range(above + 1, rows + 1) if rows % n == 0 and n % stages == 0]
+    if not numbers:
+      return
+    if stages == 1:  # more of them are slower
+      numbers = numbers[:1]
+    tries = [settings | {"step.accum_steps": n} for n in numbers]
+    seconds, accum, settings = min((self._bound(s), s["step.accum_steps"], s) for s in tries)
     later = [settings[f"mesh.{axis.name}"] for axis in reversed(AXES)]
     ties = (REMATS.index(settings["step.remat"]), *later, STAGES.index(settings["mesh.zero"]))
-    entry = (self._seconds(settings), (settings["step.accum_steps"], *ties), settings)
-    heapq.heappush(self.queue, entry)  # no two have the same ties
+    heapq.heappush(self.queue, _Entry(seconds, (accum, *ties), settings, is_bound=True))
 
-  def _push_more_micro_batches(self, settings: dict[str, Any]) -> None:
-    cfg, accum = self.cfg, settings["step.accum_steps"]
-    rows = _rows(changed(cfg, settings), self.devices)
-    more = [n for n in range(accum + 1, rows + 1) if rows % n == 0]
-    if more:
-      self._push(settings | {"step.accum_steps": more[0]})
+  def _check(self, cfg: Config) -> None:
+    """See that a mesh is possible.
 
-  def _seconds(self, settings: dict[str, Any]) -> float:
+    Raises:
+      ValueError: if it is not.
+    """
+    with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
+      check_stages(cfg, num_stages())
+      for param in params_of(self.model):
+        born_cut(param.shape[param.ndim - len(param.axes) :], param.axes, param.role)
+
+  def _bound(self, settings: dict[str, Any]) -> float:
+    """The least that a candidate takes: as if its state were cut over all devices."""
+    return self._seconds(settings, self.bytes // self.devices)
+
+  def _seconds(self, settings: dict[str, Any], state_bytes: int | None = None) -> float:
     cfg = changed(self.cfg, settings)
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
-      state = self.states[Candidate(settings, 0.0).mesh]
-      return step_seconds(cfg, state, self.counts, self.hardware)["likely"]
+      if state_bytes is None:
+        state_bytes = device_bytes(self._state(cfg, Candidate(settings, 0.0).mesh))
+      return step_seconds(cfg, self.model, state_bytes, self.counts, self.hardware)["likely"]
 
-  def _kept(self, cfg: Config, remat: str) -> int:
-    """`activations` under a policy, scaled from those of one and two rows a device."""
-    rows = _rows(cfg, self.devices) // cfg.step.accum_steps
-    # Copies change nothing on a device. Gathered experts are kept, however many ways they were cut.
-    gathers = cfg.mesh.fsdp > 1 and cfg.mesh.zero == 3 and cfg.moe.num_experts > 0
-    small = dataclasses.replace(cfg.mesh, data=1, fsdp=1 + gathers, zero=3)
-    step = dataclasses.replace(cfg.step, remat=remat, accum_steps=1)
-    cfg = dataclasses.replace(cfg, mesh=small, step=step)
-    key = small, remat
+  def _state(self, cfg: Config, mesh: str) -> TrainState:
+    if mesh not in self.states:
+      with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
+        self.states[mesh] = abstract_state(cfg)
+    return self.states[mesh]
+
+  def _kept(self, cfg: Config, rows: int) -> int:
+    """`activations` of so many rows a device, scaled from those of one and two."""
+    # Copies change nothing on a device, and a part of a row is as so much less of a row. Gathered
+    # experts are kept, however many ways they were cut.
+    mesh = cfg.mesh
+    fsdp = 1 + (mesh.fsdp > 1 and mesh.zero == 3 and cfg.moe.num_experts > 0)
+    copies = self.devices // (fsdp * mesh.expert * mesh.tensor)
+    alike = {"mesh.data": copies, "mesh.fsdp": fsdp, "mesh.zero": 3, "step.accum_steps": 1}
+    alike |= {"mesh.context": 1, "mesh.stage": 1, "data.batch_size": self.devices}
+    cfg, key = changed(cfg, alike), (fsdp, mesh.expert, mesh.tensor, cfg.step.remat)
     if key not in self.kept:
-      self.kept[key] = [_traced(cfg, number) for number in (1, 2)]
+      with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
+        state = abstract_state(cfg)
+        self.kept[key] = [activations(cfg, state, number) for number in (1, 2)]
     one, two = self.kept[key]
-    return one + (two - one) * (rows - 1)
+    return round(one + (two - one) * (rows / mesh.context - 1))
 
 
 def _rows(cfg: Config, devices: int = 0) -> int:
   """Rows of an update on a device."""
   with on_mesh(cfg, abstract_mesh(cfg, devices)):
     return cfg.data.batch_size // num_shards("batch")
-
-
-def _traced(cfg: Config, rows: int) -> int:
-  """`activations` of a config without accumulation, with so many rows on a device."""
-  # The batch divides over all of the mesh, so it does over this part of it.
-  data = dataclasses.replace(cfg.data, batch_size=rows * cfg.data.batch_size // _rows(cfg))
-  cfg = dataclasses.replace(cfg, data=data)
-  with on_mesh(cfg, abstract_mesh(cfg)):
-    return activations(cfg, abstract_state(cfg))

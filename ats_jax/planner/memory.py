@@ -28,7 +28,8 @@ from ats_jax.step.state import TrainState
 def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   """Bytes on one device, by part; exact.
 
-  With gradient accumulation there is a float32 sum beside the gradients of a micro-batch.
+  With gradient accumulation there is a float32 sum beside the gradients of a micro-batch; in a
+  pipeline of those of its layers, as what is before and behind them works once.
 
   Args:
     cfg: the resolved run.
@@ -41,7 +42,8 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   parts = {"weights": device_bytes(state.model), **of_optimizer, "ema": device_bytes(state.ema)}
   as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
   grads = jax.eval_shape(shards_of_gradients, params)
-  sums = jax.eval_shape(as_float32, grads) if cfg.step.accum_steps > 1 else None
+  summed: Any = grads.segments if num_stages() > 1 else grads
+  sums = jax.eval_shape(as_float32, summed) if cfg.step.accum_steps > 1 else None
   return {
     **parts,
     "counters": device_bytes(state) - sum(parts.values()),
@@ -51,61 +53,79 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
 
 
 def step_memory(
-  cfg: Config, state: TrainState, kept: Callable[[Config], int] | None = None
+  cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None
 ) -> dict[str, int]:
   """Bytes on one device that a step needs beside the state; estimates of their peak.
 
   activations: what reverse mode keeps of a micro-batch between its forward and backward pass, as
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
-    cuDNN's, arrays of the size seq x seq are left out.
+    cuDNN's, arrays of the size seq x seq are left out, and so is the head's gradient, which the
+    loss makes. In an unrolled stack the gradients of experts come as activations go: what is more
+    counts.
   recomputed block: with remat, what a super-block keeps without it, once.
   recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
     stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
-  gathered weights: those of a super-block in the compute dtype, whole along fsdp. Of an unrolled
-    stack without remat those of all: XLA gathers a weight once, for both passes. Experts that are
-    gathered for both are among the activations.
-  logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
+  compute weights: those of the head and of a super-block in the compute dtype, whole along fsdp, if
+    they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
+  head's gradient: the loss adds it up in float32, whole along fsdp. Without what is among the
+    gradients.
+  logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype. A
+    pipeline computes them before its backward loop: of them what is more than is recomputed there.
 
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
-    kept: gives `activations` of a config; None = they are traced.
+    kept: gives `activations` of a config and rows; None = they are traced.
   """
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  tokens = cfg.data.batch_size // cfg.step.accum_steps * cfg.data.seq_len // num_shards("batch")
-  scored = num_shards(seq_axis("vocab"))
-  shards = num_shards("batch") * scored
-  chunk = min(tokens // scored, max(1, cfg.step.loss_chunk_tokens // shards))
-  handed_on = tokens // num_shards("residual_seq") * cfg.model.d_model * compute
-  rows = cfg.data.batch_size // cfg.step.accum_steps
-  of_stage = of_block = 0
+  rows = cfg.data.batch_size // cfg.step.accum_steps // num_shards("batch")
+  stream = rows * cfg.data.seq_len // num_shards("residual_seq") * cfg.model.d_model * compute
+  ticks, of_stage, of_block = cfg.step.accum_steps + stages - 1, 0, 0
+  behind = rows * cfg.step.accum_steps // stages if stages > 1 else rows  # rows in the loss
+  under = lambda remat: dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat=remat))
   with jax.sharding.use_abstract_mesh(one_stage()):
-    traced = kept or (lambda cfg: activations(cfg, abstract_state(cfg), rows * stages))
-    if stages > 1:
-      of_stage = traced(cfg) // stages
+    traced = kept or (lambda cfg, rows: activations(cfg, abstract_state(cfg), rows))
+    waiting = traced(cfg, rows)
     if cfg.step.remat != "none":
-      plain = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat="none"))
-      of_block = traced(plain) // blocks
-  ticks = cfg.step.accum_steps + stages - 1
-  if stages > 1 or not kept:
-    waiting = activations(cfg, state, cfg.data.batch_size if stages > 1 else rows)
-  else:
-    waiting = kept(cfg)
+      of_block = traced(under("none"), rows) // blocks
+    if stages > 1:
+      of_stage = waiting // stages
+      # Of the layers nothing but the input of each tick, and what is behind them.
+      waiting = traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
+  table, *_ = params_of(state.model.head or state.model.embed)
+  of_head = _gradient_bytes(table)
+  waiting -= of_head // table.dtype.itemsize * 4
+  if _is_unrolled(cfg):
+    experts = [p for p in params_of(state.model) if p.role is Role.EXPERT]
+    waiting = max(0, waiting - sum(map(_gradient_bytes, experts)))
+  scored = num_shards(seq_axis("vocab"))  # parts of a row
+  of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
+  chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
+  logits = chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute)
   return {
-    "activations": waiting,
+    "activations": round(waiting),
     "recomputed stage": of_stage,
     "recomputed block": of_block,
-    "handed on": 2 * ticks * handed_on if stages > 1 else 0,
-    "gathered weights": _gathered(cfg, state.model, compute),
-    "logits chunk": chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
+    "handed on": 2 * ticks * stream if stages > 1 else 0,
+    "compute weights": _compute_weights(cfg, state.model),
+    "head's gradient": max(0, table.size // num_shards("vocab") * 4 - of_head),
+    "logits chunk": max(0, logits - of_stage - of_block) if stages > 1 else logits,
   }
 
 
-def activations(cfg: Config, state: TrainState, rows: int = 0) -> int:
-  """Bytes that wait for the backward pass, see `step_memory`; of a micro-batch, or of `rows`."""
-  rows, seq = rows or cfg.data.batch_size // cfg.step.accum_steps, cfg.data.seq_len
+def _is_unrolled(cfg: Config) -> bool:
+  return (cfg.step.scan_unroll or usual_unroll(cfg, "gpu")) >= cfg.model.num_layers
+
+
+def _gradient_bytes(weight: Any) -> int:
+  return device_bytes(jax.eval_shape(shards_of_gradients, weight))
+
+
+def activations(cfg: Config, state: TrainState, rows: int) -> int:
+  """Bytes that wait for the backward pass of so many rows a device, see `step_memory`."""
+  rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   _, attention = asked_for(cfg).get("attention.forward", ("", ""))
   if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("residual_seq")):
@@ -130,21 +150,33 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
   return sum(device_bytes(v.aval) for v in kept)
 
 
-def _gathered(cfg: Config, model: Decoder, itemsize: int) -> int:
-  """Bytes of the weights of the largest super-block, or of all, whole along fsdp."""
+def _compute_weights(cfg: Config, model: Decoder) -> int:
+  """Bytes of weights in the compute dtype, whole along fsdp, that are not stored like that.
+
+  Those of the head, and of the largest super-block. XLA makes those of an unrolled stack once, for
+  both passes, and keeps them all, unless remat has it gather them twice. (Experts that are gathered
+  for both are among the activations.)
+  """
+  dtype = jnp.dtype(cfg.precision.compute_dtype)
 
   def of_param(param: Param) -> int:
-    _, *shape = param.sharding.shard_shape(param.shape)
     ways = math.prod(num_shards(axis) for axis in ("embed", "latent_rows") if axis in param.axes)
-    return math.prod(shape) * itemsize * ways
+    if ways == 1 and param.dtype == dtype:
+      return 0
+    shape = param.sharding.shard_shape(param.shape)
+    return math.prod(shape[param.ndim - len(param.axes) :]) * dtype.itemsize * ways
 
+  table, *_ = params_of(model.head or model.embed)
+  whole = table.size // num_shards("vocab")
+  is_stored = table.dtype == dtype and math.prod(table.sharding.shard_shape(table.shape)) == whole
+  head = 0 if is_stored else whole * dtype.itemsize
   largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
-  unroll = cfg.step.scan_unroll or usual_unroll(cfg, "gpu")
-  if num_shards("embed") == 1 or cfg.step.remat != "none" or unroll < cfg.model.num_layers:
-    return largest
+  if not _is_unrolled(cfg) or (num_shards("embed") > 1 and cfg.step.remat != "none"):
+    return head + largest
   dense = lambda block: [p for p in params_of(block) if p.role is not Role.EXPERT]
   every = zip(model.layout, model.segments, strict=True)
-  return max(largest, sum(s.repeats * sum(map(of_param, dense(block))) for s, block in every))
+  layers = sum(s.repeats * sum(map(of_param, dense(block))) for s, block in every)
+  return head + max(largest, layers // num_stages())
 
 
 def kv_cache_bytes(cfg: Config, model: Decoder) -> int:

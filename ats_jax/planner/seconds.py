@@ -1,5 +1,6 @@
 """What a step takes at least, from rates of devices and links."""
 
+import collections
 import math
 from typing import Any
 
@@ -8,19 +9,17 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
+from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import layer_kinds
-from ats_jax.model.param import cut_as, shards_of_gradients, trainable
-from ats_jax.planner.abstract import device_bytes
+from ats_jax.model.param import Param, params_of
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_shards
-from ats_jax.sharding.pipeline import bubble, num_stages
-from ats_jax.step.state import TrainState
-
-COUNTED = ("data", "fsdp", "expert", "context", "tensor")  # mesh axes whose exchange is known here
+from ats_jax.sharding.pipeline import num_stages
+from ats_jax.sharding.rules import Part
 
 
 def step_seconds(
-  cfg: Config, state: TrainState, counts: Counts, hardware: Hardware
+  cfg: Config, model: Decoder, state_bytes: int, counts: Counts, hardware: Hardware
 ) -> dict[str, Any]:
   """Seconds of the parts of a step that the rates tell, on each device.
 
@@ -32,25 +31,24 @@ def step_seconds(
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
   gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
   `step.remat=full` computes the layers' forward pass twice, with what it exchanges; what other
-  policies compute twice is left out. Matmuls take as long as the stages of a pipeline need with its
-  bubble, in which a layer is computed once more.
+  policies compute twice is left out. A stage of a pipeline computes its layers once more, in each
+  tick, also where it idles (`sharding.pipeline`); what is before and behind them is shared.
 
   Args:
     cfg: the resolved run.
-    state: its (abstract) state on the current (abstract) mesh.
-    counts: of its model.
+    model: its (abstract) decoder; how its arrays are cut is asked of the current (abstract) mesh.
+    state_bytes: of the state on a device; fewer give a lower bound.
+    counts: of the model.
     hardware: the rates.
 
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
     weights and gradients were hidden (that of activations is not: the next op waits for it),
-    `most`, if none were, and `likely`, between them; `left_out`, mesh axes whose exchange is not
-    counted.
+    `most`, if none were, and `likely`, between them.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.
   """
-  mesh = jax.sharding.get_abstract_mesh()
   dtype = cfg.precision.compute_dtype
   if dtype not in hardware.matmul_flops:
     known = ", ".join(hardware.matmul_flops)
@@ -58,20 +56,20 @@ def step_seconds(
       f"precision.compute_dtype={dtype}: matmuls were measured in {known} only. Measure anew: "
       "`ats-jax check_env --measure`."
     )
-  tokens = cfg.data.batch_size * cfg.data.seq_len / mesh.size
-  rate, recomputed = hardware.matmul_flops[dtype], 0.0
-  busy = 1.0 - bubble(cfg.step.accum_steps, num_stages())
-  if cfg.step.remat == "full" or num_stages() > 1:
-    recomputed = _stack_flops(cfg, counts) / 3 * tokens / rate / busy
+  tokens = cfg.data.batch_size * cfg.data.seq_len / jax.sharding.get_abstract_mesh().size
+  of_head = 6.0 * cfg.model.vocab_size * cfg.model.d_model
+  # FLOPs of a device in the layers, as many as in all its ticks.
+  of_layers = (counts.flops_causal - of_head) * tokens * _ticks(cfg) / cfg.step.accum_steps
+  rate = hardware.matmul_flops[dtype]
   parts = {
-    "matmuls": counts.flops_causal * tokens / rate / busy,
-    "recomputed": recomputed,
-    "update": 2 * device_bytes(state) / hardware.memory_bytes_per_sec,
-    **_weights_and_gradients(cfg, state, hardware),
+    "matmuls": (of_layers + of_head * tokens) / rate,
+    "recomputed": of_layers / 3 * ((cfg.step.remat == "full") + _is_staged()) / rate,
+    "update": 2 * state_bytes / hardware.memory_bytes_per_sec,
+    **_weights_and_gradients(cfg, model, hardware),
     **_activations(cfg, hardware),
   }
   total = lambda names: sum(parts[name] or 0.0 for name in names)
-  waiting = ("activations summed", "heads swapped", "tokens exchanged")
+  waiting = ("activations summed", "heads swapped", "tokens exchanged", "handed on")
   own = ("matmuls", "recomputed", "update", *waiting)
   computing, talking = total(own), total(name for name in parts if name not in own)
   least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
@@ -82,77 +80,79 @@ def step_seconds(
     "least": least,
     "likely": (least + most) / 2,
     "most": most,
-    "left_out": [axis for axis, n in mesh.shape.items() if n > 1 and axis not in COUNTED],
   }
 
 
-def _stack_flops(cfg: Config, counts: Counts) -> float:
-  """Training FLOPs of a token in the layers: all but those of the head."""
-  return counts.flops_causal - 6.0 * cfg.model.vocab_size * cfg.model.d_model
+def _is_staged() -> bool:
+  return num_stages() > 1
+
+
+def _ticks(cfg: Config) -> int:
+  """How often a device goes through its layers in a step."""
+  return cfg.step.accum_steps + num_stages() - 1
 
 
 def _weights_and_gradients(
-  cfg: Config, state: TrainState, hardware: Hardware
+  cfg: Config, model: Decoder, hardware: Hardware
 ) -> dict[str, float | None]:
   """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
-  mesh, micro = jax.sharding.get_abstract_mesh(), cfg.step.accum_steps
-  compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
+  mesh, staged = jax.sharding.get_abstract_mesh().shape, _is_staged()
+  ways = lambda axes: math.prod(mesh[axis] for axis in axes)
+  compute, fsdp = jnp.dtype(cfg.precision.compute_dtype).itemsize, mesh["fsdp"]
   token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
-  params: Any = trainable(state.model)
-  leaves = [
-    jax.tree.leaves(tree)
-    for tree in (
-      params,
-      jax.eval_shape(shards_of_gradients, params),
-      jax.eval_shape(lambda p: cut_as("moments", p), params),
-    )
-  ]
-  gathered = new = scattered = 0
-  summed: dict[int, int] = {}  # bytes by how many devices sum them
-  for weight, grad, moment in zip(*leaves, strict=True):
-    size = math.prod(grad.sharding.shard_shape(grad.shape))
-    whole = math.prod(weight.sharding.shard_shape(weight.shape))
-    if "fsdp" in _axes(weight):
-      whole *= mesh.shape["fsdp"]
-      gathered += whole * compute
-    elif "fsdp" in _axes(moment):
-      new += whole * weight.dtype.itemsize
-    if "fsdp" in _axes(grad):
-      scattered += whole * grad.dtype.itemsize
-    ways = math.prod(mesh.shape[axis] for axis in token_axes - _axes(grad))
-    summed[ways] = summed.get(ways, 0) + size * grad.dtype.itemsize
-  fsdp = mesh.shape["fsdp"]
-  sums = [hardware.seconds("all_reduce", size, ways) for ways, size in summed.items()]
-  return {
-    "weights gathered": _times(2 * micro, hardware.seconds("all_gather", gathered, fsdp)),
-    "new weights gathered": hardware.seconds("all_gather", new, fsdp),
-    "gradients scattered": _times(micro, hardware.seconds("reduce_scatter", scattered, fsdp)),
-    "gradients summed": None if None in sums else micro * sum(filter(None, sums)),
+  sent = collections.Counter[tuple[str, int, int]]()  # bytes by name, devices, times in a step
+  for param in params_of(model):
+    of_layers = param.ndim > len(param.axes)
+    # A pipeline's layers work in each tick, and what is before and behind them once.
+    passes = _ticks(cfg) if of_layers or not staged else 1
+    weights, grads, moments = (_axes(param, part) for part in ("weights", "gradients", "moments"))
+    itemsize = param.dtype.itemsize
+    whole = param.size // ways(weights - {"fsdp"})
+    if "fsdp" in weights:
+      times = (2 + (staged and of_layers)) * passes
+      sent["weights gathered", fsdp, times] += whole * compute
+    elif "fsdp" in moments:
+      sent["new weights gathered", fsdp, 1] += whole * itemsize
+    if "fsdp" in grads:
+      sent["gradients scattered", fsdp, passes] += whole * itemsize
+    others = ways(token_axes - grads)
+    sent["gradients summed", others, passes] += param.size // ways(grads) * itemsize
+  collectives = {
+    "weights gathered": "all_gather",
+    "new weights gathered": "all_gather",
+    "gradients scattered": "reduce_scatter",
+    "gradients summed": "all_reduce",
   }
+  seconds: dict[str, list[float | None]] = {name: [] for name in collectives}
+  for (name, devices, times), size in sent.items():
+    seconds[name].append(_times(times, hardware.seconds(collectives[name], size, devices)))
+  return {name: _sum(found) for name, found in seconds.items()}
 
 
 def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   """Seconds of what tokens cost on the links."""
-  micro, layers = cfg.step.accum_steps, cfg.model.num_layers
+  micro, stages, ticks = cfg.step.accum_steps, num_stages(), _ticks(cfg)
+  runs = ticks * cfg.model.num_layers // stages  # of a layer, on a device in a step
   tokens = cfg.data.batch_size // micro // num_shards("batch") * cfg.data.seq_len
   tokens //= num_shards("seq")
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  tensor, again = num_shards("ff"), cfg.step.remat == "full"
-  # Of the recomputed layer the first sum alone: nothing needs the second. At the head in float32.
+  tensor, again, staged = num_shards("ff"), cfg.step.remat == "full", _is_staged()
+  # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
+  # is recomputed needs both. At the head in float32.
   if num_shards("residual_seq") > num_shards("seq"):
-    in_layer = {"all_gather": 6 + 2 * again, "reduce_scatter": 4 + again}
+    in_layer = {"all_gather": 6 + 2 * (again + staged), "reduce_scatter": 4 + again + 2 * staged}
     at_head = {"all_gather": itemsize, "reduce_scatter": 4}
   else:
-    in_layer, at_head = {"all_reduce": 4 + again}, {"all_reduce": 4}
+    in_layer, at_head = {"all_reduce": 4 + again + 2 * staged}, {"all_reduce": 4}
   sums = [
-    *(
-      _times(layers * number, hardware.seconds(kind, stream * itemsize, tensor))
-      for kind, number in in_layer.items()
-    ),
-    *(hardware.seconds(kind, stream * n, num_shards("vocab")) for kind, n in at_head.items()),
+    _times(runs * number, hardware.seconds(kind, stream * itemsize, tensor))
+    for kind, number in in_layer.items()
   ]
-  summed = None if None in sums else micro * sum(filter(None, sums))
+  sums += [
+    _times(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
+    for kind, n in at_head.items()
+  ]
   ways = num_shards("experts") if cfg.moe.num_experts else 1
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
   local = (cfg.moe.num_experts + cfg.moe.spare_experts) // ways
@@ -162,12 +162,21 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
     for width in swapped_widths(cfg)
   ]
-  passes = 2 if cfg.step.remat == "none" else 3  # no policy keeps what was swapped
-  swapped = None if None in swaps else micro * layers * passes * sum(filter(None, swaps))
+  # No policy keeps what was swapped.
+  passes = 2 + (cfg.step.remat != "none") + staged
+  between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
+  # One device hands an array to the next: half of what both would have after a gather.
+  handed = hardware.seconds("all_gather", 2 * between * itemsize, 2 if staged else 1)
+  # Each stage gets all micro-batches, and the last one shares its results; and back.
+  ends = [
+    hardware.seconds(collective, micro * between * itemsize, stages)
+    for collective in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all")
+  ]
   return {
-    "activations summed": summed,
-    "heads swapped": swapped,
-    "tokens exchanged": _times(micro * sparse * (4 + 2 * again), sent),
+    "activations summed": _sum(sums),
+    "heads swapped": _times(runs * passes, _sum(swaps)),
+    "tokens exchanged": _times(ticks * sparse // stages * (4 + 2 * again + 2 * staged), sent),
+    "handed on": _sum([_times(2 * ticks, handed), *ends]),
   }
 
 
@@ -182,14 +191,19 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
   return heads * model.head_dim, sent * model.head_dim, sent * value, heads * value
 
 
-def _times(number: int, seconds: float | None) -> float | None:
+def _axes(param: Param, part: Part) -> set[str]:
+  """Mesh axes that shard a parameter, or a part of the state like it."""
+  names = ("layers",) * (param.ndim - len(param.axes)) + param.axes
+  return {axis for name in names for axis in mesh_axes(name, part)}
+
+
+def _times(number: float, seconds: float | None) -> float | None:
   return None if seconds is None else number * seconds
 
 
-def _axes(leaf: jax.ShapeDtypeStruct) -> set[str]:
-  """Mesh axes that shard an array."""
-  entries = leaf.sharding.spec  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-  return {a for entry in entries if entry for a in ((entry,) if isinstance(entry, str) else entry)}
+def _sum(seconds: list[float | None]) -> float | None:
+  known = [s for s in seconds if s is not None]
+  return sum(known) if len(known) == len(seconds) else None
 
 
 def render(seconds: dict[str, Any], tokens: int) -> list[str]:
@@ -202,6 +216,4 @@ def render(seconds: dict[str, Any], tokens: int) -> list[str]:
   lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
   lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")
   lines.append(f"  at most {tokens / seconds['least']:,.0f} tokens/s on all devices")
-  if seconds["left_out"]:
-    lines.append(f"  left out: what mesh axes {', '.join(seconds['left_out'])} exchange")
   return lines

@@ -192,7 +192,8 @@ def test_the_planner_gathers_both_sides_of_the_latents():
   with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
     parts = step_memory(cfg, abstract_state(cfg))
   layer = 32 * 16 + 16 * 4 * 14 + 32 * (12 + 6) + 12 * 4 * (8 + 10) + 4 * 10 * 32
-  assert parts["gathered weights"] == 4 * (layer + 3 * 32 * 64 + 2 * 32 + 16 + 12)
+  head = 64 * 32
+  assert parts["compute weights"] == 4 * (layer + 3 * 32 * 64 + head)
 
 
 def test_in_eight_bits(mesh):

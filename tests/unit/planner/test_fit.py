@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from ats_jax.planner.advice import fit_lines, memory_lines, reliefs
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.fit import AXES, REMATS, changed, fit, meshes
 from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical
+from ats_jax.sharding.rules import MESH_AXES
 
 DENSE = {"model.vocab_size": 384, "model.num_layers": 4, "data.batch_size": 16, "data.seq_len": 32}
 MOE = DENSE | {"moe.num_experts": 4, "moe.d_ff": 32}
@@ -36,7 +38,7 @@ def every(cfg, devices):
   """All candidates by brute force: likely seconds, bytes, settings."""
   found = []
   for mesh, remat in itertools.product(meshes(cfg, devices), REMATS):
-    for accum in (n for n in (1, 2, 4, 8, 16) if n <= cfg.data.batch_size):
+    for accum in (n for n in (1, 2, 4, 8, 16) if cfg.data.batch_size % n == 0):
       settings = mesh | {"step.remat": remat, "step.accum_steps": accum}
       try:
         plan = describe(changed(cfg, settings), devices, RATES)
@@ -93,9 +95,32 @@ def test_the_batch_and_what_is_not_searched_stay():
   assert kept(found.cfg) == kept(cfg)
   rows = found.plan["run"]
   assert rows["rows_per_step"] == 16 and rows["devices"] == 8
-  sizes = [mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.tensor"] for mesh in meshes(cfg, 8)]
+  names = [f"mesh.{axis}" for axis in MESH_AXES]
+  sizes = [math.prod(mesh[name] for name in names) for mesh in meshes(cfg, 8)]
   assert set(sizes) == {8} and len(sizes) > 8
-  assert {axis.name for axis in AXES} == {"fsdp", "expert", "tensor"}
+  assert {"data", *(axis.name for axis in AXES)} == set(MESH_AXES)
+
+
+def test_a_pipeline_is_picked_where_links_are_slow():
+  """Its weights stay where they are; more micro-batches than stages make the bubble smaller."""
+  slow = {name: [[2**10, 1e-7], [2**20, 0.1]] for name in COLLECTIVES}
+  rates = dataclasses.replace(RATES, matmul_flops={"float32": 1e10}, collectives=slow)
+  found = fit(tiny_config(DENSE | {"data.seq_len": 8, "model.num_layers": 16}), 2, 2**40, rates)
+  assert found.pick is not None
+  assert found.pick.settings["mesh.stage"] == 2 and found.pick.settings["step.accum_steps"] == 16
+  assert found.pick.mesh == "stage=2"
+
+
+def test_a_row_is_cut_where_there_is_one():
+  one_row = {"data.batch_size": 1, "model.num_kv_heads": 1}
+  found = fit(tiny_config(DENSE | one_row), 2, 2**40, RATES)
+  assert found.pick is not None and found.pick.mesh == "context=2"
+  assert {"data=2", "stage=2", "fsdp=2"} <= found.refused.keys()
+  assert "step.accum_steps=2 does not divide data.batch_size=1" in found.refused["stage=2"]
+  # Three heads are no whole number for two devices.
+  heads = {"model.num_heads": 3, "model.num_kv_heads": 3, "model.d_model": 24}
+  found = fit(tiny_config(DENSE | heads), 2, 2**40, RATES)
+  assert "mesh.context=2 x mesh.tensor=1 does not divide" in found.refused["context=2"]
 
 
 def test_what_is_not_possible_is_said():

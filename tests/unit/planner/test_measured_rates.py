@@ -92,7 +92,6 @@ def test_what_travels_depends_on_the_mesh():
   assert whole["parts"]["weights gathered"] == whole["parts"]["gradients scattered"] == 0
   assert whole["parts"]["gradients summed"] > split["parts"]["gradients summed"]
   assert whole["parts"]["update"] > 2 * split["parts"]["update"]
-  assert not whole["left_out"]
 
 
 def test_what_tokens_cost_on_the_links():
@@ -128,11 +127,38 @@ def test_what_rows_cut_over_devices_cost_on_the_links():
   copied = plan(context=4, data=1)["step_seconds"]["parts"]["heads swapped"]
   size = 8 * 4 * 4 * 8 * 4
   assert copied == pytest.approx(2 * 2 * 4 * RATES.seconds("all_to_all", size, 4))
-  assert not found["left_out"]
   # Gradients are summed over all devices, as with copies of the weights.
   summed = plan(data=4)["step_seconds"]["parts"]["gradients summed"]
   assert found["parts"]["gradients summed"] == pytest.approx(summed)
   assert plan(data=4)["step_seconds"]["parts"]["heads swapped"] == 0
+
+
+def test_a_pipeline():
+  one, found = plan(data=4)["step_seconds"]["parts"], plan(stage=2, data=2, accum=4)["step_seconds"]
+  parts, ticks = found["parts"], 5
+  # A device has a micro-batch of one row. It hands it on, and its gradient back.
+  stream = 16 * 32 * 4
+  handed = 2 * ticks * RATES.seconds("all_gather", 2 * stream, 2)
+  ends = [RATES.seconds(name, 4 * stream, 2) for name in ("all_gather", "reduce_scatter")]
+  ends += [2 * RATES.seconds("all_to_all", 4 * stream, 2)]
+  assert parts["handed on"] == pytest.approx(handed + sum(ends))
+  assert one["handed on"] == 0
+  head = 6 * 384 * 32 * 8 * 16 / 4 / RATES.matmul_flops["float32"]  # has no bubble
+  in_layers = (one["matmuls"] - head) * ticks / 4
+  assert parts["matmuls"] == pytest.approx(in_layers + head)
+  assert parts["recomputed"] == pytest.approx(in_layers / 3)
+  twice = plan(stage=2, data=2, accum=4, remat="full")["step_seconds"]["parts"]
+  assert twice["recomputed"] == pytest.approx(2 * parts["recomputed"])
+  # Each stage sums the gradients of its layers over data in each tick; embedding, head and the
+  # last norm are summed over all devices, once.
+  layer = 32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64 + 2 * 32
+  of_layers = ticks * RATES.seconds("all_reduce", 4 * layer, 2)
+  of_ends = RATES.seconds("all_reduce", 4 * (2 * 384 * 32 + 32), 4)
+  assert parts["gradients summed"] == pytest.approx(of_layers + of_ends)
+  # Of layers that exchange tokens, the forward pass is made once more.
+  cut = plan(stage=2, context=2, accum=4)["step_seconds"]["parts"]["heads swapped"]
+  swap = lambda heads: RATES.seconds("all_to_all", 2 * 8 * heads * 8 * 4, 2)
+  assert cut == pytest.approx(3 * ticks * 2 * (swap(4) + swap(2)))
 
 
 def test_what_is_computed_twice():

@@ -6,7 +6,7 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.describe import describe, render
-from ats_jax.planner.hardware import Hardware
+from ats_jax.sharding.mesh import on_mesh
 from ats_jax.sharding.pipeline import bubble, most_micro_batches, row_axis
 from ats_jax.step.program import make_program
 
@@ -32,15 +32,22 @@ def test_layers_and_micro_batches_that_stages_do_not_divide(changes, words):
     abstract_state(cfg)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_stage_has_the_moments_of_its_layers_alone(zero):
+  cfg = tiny_config(STAGED | {"model.vocab_size": 384, "mesh.fsdp": 2, "mesh.zero": zero})
+  with on_mesh(cfg, abstract_mesh(cfg)):
+    moments = abstract_state(cfg).opt_state[1].mu
+  assert moments.segments[0].layers[0].mlp.gate.weight.sharding.spec[:2] == ("stage", "fsdp")
+
+
 def test_the_bubble():
   assert bubble(4, 1) == 0.0
   assert bubble(4, 2) == 1 / 5 and bubble(8, 4) == 3 / 11
 
 
 def test_the_planner_knows_a_stage():
-  rates = Hardware("test", 2, {"float32": 1e12}, 1e12, {})
   sizes = STAGED | {"model.vocab_size": 384}
-  one, two = (describe(tiny_config(sizes | {"mesh.stage": n}), 0, rates) for n in (1, 2))
+  one, two = (describe(tiny_config(sizes | {"mesh.stage": n})) for n in (1, 2))
   text = "pipeline: 2 stages of 2 layers; 4 micro-batches take 5 ticks, of which a stage idles 1"
   assert f"{text} (20.0%)" in render(two) and "pipeline:" not in render(one)
   assert "at a time on each: 2 x 16 tokens" in render(two)
@@ -48,9 +55,6 @@ def test_the_planner_knows_a_stage():
   tables = 4 * (2 * 384 * 32 + 32)  # embedding, head and final norm, on each stage
   for part in ("weights", "mu", "gradients"):
     assert exact(two)[part] - tables == (exact(one)[part] - tables) / 2
-  seconds = lambda plan: plan["step_seconds"]["parts"]["matmuls"]
-  assert seconds(two) == pytest.approx(seconds(one) / 2 / 0.8)
-  assert two["step_seconds"]["left_out"] == ["stage"]
   estimated = lambda plan: plan["device_bytes_estimated"]
   assert estimated(two)["recomputed stage"] < estimated(one)["activations"]
   # Five ticks, of which a stage makes 2 x 16 x 32 activations and gets as many gradients.
