@@ -11,7 +11,7 @@ from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import layer_kinds
-from ats_jax.model.param import Param, params_of
+from ats_jax.model.param import Param, Role, params_of
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_shards
 from ats_jax.sharding.pipeline import num_stages
@@ -26,7 +26,8 @@ def step_seconds(
   Weights that are sharded along fsdp are gathered in the compute dtype, for the forward and the
   backward pass of each micro-batch, and their gradients scattered; with `mesh.zero` below 3 new
   weights are gathered once an update. Other gradients are summed over the axes of the batch and of
-  a row. `context` swaps positions for heads before attention and back, in both passes.
+  a row. Of the rows of a lookup table the devices along fsdp swap parts, and of their gradients.
+  `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
   gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
@@ -69,7 +70,9 @@ def step_seconds(
     **_activations(cfg, hardware),
   }
   total = lambda names: sum(parts[name] or 0.0 for name in names)
-  waiting = ("activations summed", "heads swapped", "tokens exchanged", "handed on")
+  waiting = (
+    "activations summed", "heads swapped", "tokens exchanged", "handed on", "rows looked up",
+  )  # fmt: skip
   own = ("matmuls", "recomputed", "update", *waiting)
   computing, talking = total(own), total(name for name in parts if name not in own)
   least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
@@ -108,12 +111,15 @@ def _weights_and_gradients(
     weights, grads, moments = (_axes(param, part) for part in ("weights", "gradients", "moments"))
     itemsize = param.dtype.itemsize
     whole = param.size // ways(weights - {"fsdp"})
-    if "fsdp" in weights:
+    # Of a table that is no head too, devices swap the rows that they look up: see `_activations`.
+    is_table = param.role is Role.EMBEDDING and not cfg.model.tie_embeddings
+    stays = is_table and "fsdp" in weights
+    if "fsdp" in weights and not stays:
       times = (2 + (staged and of_layers)) * passes
       sent["weights gathered", fsdp, times] += whole * compute
-    elif "fsdp" in moments:
+    if "fsdp" in moments - weights:
       sent["new weights gathered", fsdp, 1] += whole * itemsize
-    if "fsdp" in grads:
+    if "fsdp" in grads and not stays:
       sent["gradients scattered", fsdp, passes] += whole * itemsize
     others = ways(token_axes - grads)
     sent["gradients summed", others, passes] += param.size // ways(grads) * itemsize
@@ -172,11 +178,13 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     hardware.seconds(collective, micro * between * itemsize, stages)
     for collective in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all")
   ]
+  looked_up = hardware.seconds("all_to_all", stream * itemsize, num_shards("embed"))
   return {
     "activations summed": _sum(sums),
     "heads swapped": _times(runs * passes, _sum(swaps)),
     "tokens exchanged": _times(ticks * sparse // stages * (4 + 2 * again + 2 * staged), sent),
     "handed on": _sum([_times(2 * ticks, handed), *ends]),
+    "rows looked up": _times(2 * micro / stages, looked_up),
   }
 
 

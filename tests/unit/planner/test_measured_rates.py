@@ -178,7 +178,9 @@ def test_stages_of_zero_differ_in_what_they_gather_and_scatter():
   )
   assert third["new weights gathered"] == 0 == first["weights gathered"]
   assert first["new weights gathered"] == second["new weights gathered"] > 0
-  assert second["gradients scattered"] == third["gradients scattered"] > 0
+  # Of the table parts of rows are swapped where it is cut, and in the compute dtype.
+  assert second["gradients scattered"] > third["gradients scattered"] > 0
+  assert third["rows looked up"] > 0 == second["rows looked up"] == first["rows looked up"]
   assert first["gradients scattered"] == 0
   assert first["gradients summed"] > second["gradients summed"]
   assert first["update"] > third["update"]
