@@ -156,7 +156,7 @@ def traced(remat: str, *, cut: bool) -> Traced:
       list(sums_over_tensor(step.jaxpr.jaxpr)),
       compiled.as_text(),
       compiled.memory_analysis().temp_size_in_bytes,
-      activations(cfg, abstract_state(cfg)),
+      activations(cfg, abstract_state(cfg), ROWS),
     )
 
 
