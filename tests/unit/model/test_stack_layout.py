@@ -14,8 +14,9 @@ from ats_jax.model.block import Tokens
 from ats_jax.model.layout import LayerKind, Segment, fp8_layers, layer_kinds, mod_tokens, segments
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
+from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.ops.rope import rope_table
-from ats_jax.sharding.apply import gather_rows, reshard
+from ats_jax.sharding.apply import reshard
 
 # Both sides run the same float32 operations; a scan may fuse them in another way.
 RTOL, ATOL = 1e-5, 1e-5
@@ -164,7 +165,8 @@ def test_segments_give_what_the_layers_give_one_by_one(mesh):
     table = rope_table(positions, cfg.model.head_dim, cfg.model.rope_theta)
     return layer(x, Tokens(positions, ids, table), rules, layer=index)
 
-  x = gather_rows(model.embed.weight[...], rows["tokens"], axes=("batch", "seq", "act_embed"))
+  table = model.embed.weight[...]
+  x = embedding_lookup(table, rows["tokens"], jnp.float32, deterministic=False)
   depth, stats = 0, []
   for index, (segment, place, repeat) in enumerate(at):
     layer = jax.tree.map(lambda a, r=repeat: a[r], model.segments[segment].layers[place])
