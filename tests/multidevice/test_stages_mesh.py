@@ -4,10 +4,12 @@ import functools
 import re
 from typing import Any, NamedTuple
 
+import equality
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equality import RTOL
 from helpers import make_test_mesh, micro_batches, named_leaves, random_rows, tiny_config
 from processes import run_job
 
@@ -18,27 +20,10 @@ from ats_jax.sharding.mesh import to_global
 from ats_jax.sharding.pipeline import join, pipeline, split
 from ats_jax.step.program import make_program
 
-RTOL = 1e-5  # and of the largest element of a tensor a tenth of that
 ACCUM, ROWS, STEPS = 4, 16, 2
 ONE = {}
-CFG = {
-  "data.batch_size": ROWS,
-  "step.accum_steps": ACCUM,
-  "step.z_loss": 1e-3,
-  "step.remat": "names",
-  "model.dropout": 0.1,
-  "optimizer.grad_clip": 0.0,
-  "orchestrator.mode": "off",
-}
-MOE = {
-  "moe.num_experts": 4,
-  "moe.d_ff": 32,
-  "moe.num_shared": 1,
-  "moe.aux_loss": 0.3,
-  "moe.sequence_aux_loss": 0.2,
-  "moe.z_loss": 0.1,
-  "moe.noise": 0.3,
-}
+CFG = equality.CFG | {"data.batch_size": ROWS, "step.accum_steps": ACCUM, "model.dropout": 0.1}
+MOE = equality.MOE | {"moe.noise": 0.3}
 KINDS = {
   "dense": {},
   "deep": {"model.num_layers": 4},
