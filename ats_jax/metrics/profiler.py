@@ -1,9 +1,10 @@
-"""A profiler trace of a few steps, and which kernels took its time."""
+"""A profiler trace of a few steps: which kernels took its time, and what was waited for."""
 
 import collections
 import contextlib
 import pathlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -14,6 +15,8 @@ from ats_jax import paths
 from ats_jax.paths import Path
 
 NAME_WIDTH = 72  # C++ kernels have names of many lines
+# Kernels that send: NCCL's, XLA's own, and copies from one GPU to another.
+_SENDS = re.compile(r"nccl|RaggedAllToAll|AllReduceKernel|MemcpyP2P")
 
 
 class ProfileWindow:
@@ -69,9 +72,9 @@ class ProfileWindow:
     if self._local is not None:
       local, self._local = self._local, None
       jax.profiler.stop_trace()
-      table = kernel_table(kernel_times(pathlib.Path(local)))
+      text = summary(pathlib.Path(local))
       self._filled.close()
-      logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, table)
+      logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, text)
 
   def __enter__(self) -> Self:
     return self
@@ -96,28 +99,111 @@ class Kernel(NamedTuple):
   share: float
 
 
+class Span(NamedTuple):
+  """What one GPU did in a trace; seconds.
+
+  Attributes:
+    gpu: its name in the trace.
+    secs: from the begin of its first kernel to the end of its last.
+    sending: while a collective ran.
+    exposed: while collectives ran and nothing else.
+    idle: while nothing ran.
+  """
+
+  gpu: str
+  secs: float
+  sending: float
+  exposed: float
+  idle: float
+
+  def __str__(self) -> str:
+    share = lambda secs: f"{1e3 * secs:,.2f} ms ({secs / self.secs:.1%})"
+    return (
+      f"{self.gpu}: {1e3 * self.secs:,.2f} ms; collectives ran for {share(self.sending)}, with "
+      f"nothing beside them for {share(self.exposed)}; nothing ran for {share(self.idle)}"
+    )
+
+
+def summary(folder: pathlib.Path) -> str:
+  """The newest trace in a folder as text: a table of kernels, and a line a GPU if some send.
+
+  Raises:
+    ValueError: if there is no trace.
+  """
+  sent = [str(span) for span in spans(folder) if span.sending]
+  return "\n".join([kernel_table(kernel_times(folder)), *sent])
+
+
+def spans(folder: pathlib.Path) -> list[Span]:
+  """What each GPU did in the newest trace of a folder; none without GPUs.
+
+  Raises:
+    ValueError: if there is no trace.
+  """
+  found = []
+  for gpu, lines in _streams(_newest(folder)).items():
+    events = [event for line in lines for event in line.events if event.duration_ns]
+    times = lambda chosen: _union((e.start_ns, e.start_ns + e.duration_ns) for e in chosen)
+    every, sends = times(events), times(e for e in events if _SENDS.search(e.name))
+    others = times(e for e in events if not _SENDS.search(e.name))
+    whole = every[-1][1] - every[0][0]
+    exposed = _length(every) - _length(others)
+    figures = whole, _length(sends), exposed, whole - _length(every)
+    found.append(Span(gpu, *(nanoseconds / 1e9 for nanoseconds in figures)))
+  return found
+
+
+def _union(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+  """Intervals as few as cover the same time, in order."""
+  merged = list[tuple[float, float]]()
+  for begin, end in sorted(times):
+    if merged and begin <= merged[-1][1]:
+      merged[-1] = merged[-1][0], max(end, merged[-1][1])
+    else:
+      merged.append((begin, end))
+  return merged
+
+
+def _length(times: list[tuple[float, float]]) -> float:
+  return sum(end - begin for begin, end in times)
+
+
 def kernel_times(folder: pathlib.Path) -> list[Kernel]:
   """Sum up the newest trace in a folder that `jax.profiler` wrote to; the longest first.
 
   Raises:
     ValueError: if there is no trace.
   """
-  traces = sorted(folder.glob("**/*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-  if not traces:
-    raise ValueError(f"{folder}: there is no profiler trace (*.xplane.pb). Set log.profile_step.")
   nanoseconds, calls = collections.Counter[str](), collections.Counter[str]()
-  for name, duration in _events(ProfileData.from_file(str(traces[-1]))):
+  for name, duration in _events(_newest(folder)):
     nanoseconds[name] += duration
     calls[name] += 1
   whole = sum(nanoseconds.values()) or 1
   return [Kernel(name, calls[name], ns / 1e9, ns / whole) for name, ns in nanoseconds.most_common()]
 
 
-def _events(trace: Any) -> Iterator[tuple[str, int]]:
+def _newest(folder: pathlib.Path) -> ProfileData:
+  traces = sorted(folder.glob("**/*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+  if not traces:
+    raise ValueError(f"{folder}: there is no profiler trace (*.xplane.pb). Set log.profile_step.")
+  return ProfileData.from_file(str(traces[-1]))
+
+
+def _streams(trace: ProfileData) -> dict[str, list[Any]]:
+  """The streams of each GPU that ran something."""
+  found = collections.defaultdict(list)
+  for plane in trace.planes:
+    for line in plane.lines:
+      if "GPU" in plane.name and line.name.startswith("Stream") and any(True for _ in line.events):
+        found[plane.name].append(line)
+  return dict(found)
+
+
+def _events(trace: ProfileData) -> Iterator[tuple[str, int]]:
   """Name and nanoseconds of each kernel; without a GPU of each instruction that the CPU ran."""
-  lines = [(plane.name, line) for plane in trace.planes for line in plane.lines]
-  streams = [line for plane, line in lines if "GPU" in plane and line.name.startswith("Stream")]
-  for line in streams or [line for _, line in lines if line.name.startswith("tf_XLA")]:
+  streams = [line for lines in _streams(trace).values() for line in lines]
+  lines = [line for plane in trace.planes for line in plane.lines]
+  for line in streams or [line for line in lines if line.name.startswith("tf_XLA")]:
     for event in line.events:
       bookkeeping = not streams and ("::" in event.name or event.name.startswith("end: "))
       if not bookkeeping:

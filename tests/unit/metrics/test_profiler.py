@@ -1,8 +1,16 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.profiler import ProfileData
 
-from ats_jax.metrics.profiler import Kernel, ProfileWindow, kernel_table, kernel_times
+from ats_jax.metrics.profiler import (
+  Kernel,
+  ProfileWindow,
+  kernel_table,
+  kernel_times,
+  spans,
+  summary,
+)
 
 
 def run(window, steps):
@@ -67,6 +75,51 @@ def test_the_table_sums_up_what_it_leaves_out():
   lines = kernel_table(kernels, rows=1).splitlines()
   assert lines[1].split() == ["50.0%", "3.00", "3", "k3"]
   assert lines[2].split() == ["50.0%", "3.00", "3", "2", "others"]
+
+
+EVENT = "events {{ metadata_id: {name} offset_ps: {begin}000000 duration_ps: {length}000000 }}"
+
+
+def write_trace(folder, streams):
+  """A trace of one GPU: for each stream (name, begin, microseconds) of its kernels."""
+  names = sorted({name for stream in streams for name, *_ in stream})
+  metadata = [
+    f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+    for i, name in enumerate(names, 1)
+  ]
+  lines = [
+    f'lines {{ id: {i} name: "Stream #{i}(Compute)" '
+    + " ".join(
+      EVENT.format(name=names.index(name) + 1, begin=begin, length=length)
+      for name, begin, length in stream
+    )
+    + " }"
+    for i, stream in enumerate(streams, 1)
+  ]
+  text = f'planes {{ name: "/device:GPU:0" {" ".join([*metadata, *lines])} }}'
+  folder.joinpath("t.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+
+
+def test_a_collective_with_nothing_beside_it_is_exposed(tmp_path):
+  computing = [("gemm", 0, 10), ("gemm", 12, 8), ("fusion", 40, 10)]
+  sending = [("ncclDevKernel_AllGather", 5, 10), ("ncclDevKernel_ReduceScatter", 18, 12)]
+  write_trace(tmp_path, [computing, sending])
+  (span,) = spans(tmp_path)
+  assert span.gpu == "/device:GPU:0"
+  # 10 to 12 and 20 to 30 are exposed, and nothing runs from 30 to 40.
+  microseconds = [round(1e6 * secs) for secs in span[1:]]
+  assert microseconds == [50, 22, 12, 10]
+  last = summary(tmp_path).splitlines()[-1]
+  assert last == (
+    "/device:GPU:0: 0.05 ms; collectives ran for 0.02 ms (44.0%), with nothing beside them for "
+    "0.01 ms (24.0%); nothing ran for 0.01 ms (20.0%)"
+  )
+
+
+def test_without_collectives_there_is_a_table_alone(tmp_path):
+  write_trace(tmp_path, [[("gemm", 0, 10)]])
+  assert spans(tmp_path)[0].sending == 0
+  assert summary(tmp_path) == kernel_table(kernel_times(tmp_path))
 
 
 def test_no_trace(tmp_path):
