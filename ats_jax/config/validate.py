@@ -25,7 +25,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, context, _latents, _rope, _windows, _gate)
+  of_model = (_heads, context, _gathered, _latents, _rope, _windows, _gate)
   of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
@@ -37,6 +37,17 @@ def validate(cfg: Config) -> Config:
   if cfg.mod.routing != "none":
     _depth(cfg)
   return cfg
+
+
+def _gathered(cfg: Config) -> None:
+  mesh = cfg.mesh
+  idle = {"fsdp": mesh.fsdp == 1, "zero": mesh.zero < 3, "stage": mesh.stage > 1}
+  if mesh.keep_gathered and any(idle.values()):
+    name = next(name for name, is_idle in idle.items() if is_idle)
+    raise ValueError(
+      f"mesh.keep_gathered=true does nothing with mesh.{name}={getattr(mesh, name)}: it is for "
+      "weights that mesh.fsdp shards and that no pipeline gathers. Set mesh.keep_gathered=false."
+    )
 
 
 def _has_unloaded(cfg: Config) -> bool:

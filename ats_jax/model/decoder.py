@@ -24,7 +24,7 @@ from ats_jax.model.unroll import run_layers, scan_runs, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul, linear
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.sharding.apply import einsum, lay, num_shards, reshard
+from ats_jax.sharding.apply import einsum, is_shared, lay, num_shards, reshard
 from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
 from ats_jax.sharding.rules import spec
 
@@ -166,7 +166,8 @@ class Decoder(nnx.Module):
       places = segment.layer_indices(0)[:repeats]
       bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
       if unroll > 1 and unroll >= repeats:
-        carry, of_segment = run_layers(bodies, carry, zip(unstack(blocks), firsts, strict=True))
+        layers = zip(unstack(blocks), firsts, strict=True)
+        carry, of_segment = run_layers(bodies, carry, layers, in_order=is_shared())
       else:
         carry, of_segment = scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
       stats.append(of_segment)
@@ -181,7 +182,7 @@ class Decoder(nnx.Module):
     if self.num.remat == "none":
       return super_block
     # Only gathered weights get a barrier, so that they are not kept; others are resident anyway.
-    of_weights = num_shards("embed") > 1
+    of_weights = num_shards("embed") > 1 and not self.num.keep_gathered
     # A prefix of the arguments' tree: jax accepts it, its type annotation does not.
     barriers: Any = False if in_loop else (True, (of_weights, True))
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)

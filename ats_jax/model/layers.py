@@ -19,7 +19,12 @@ from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.swiglu import Gating, gated
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
-_OF_ACTIVATIONS = {"embed": "act_embed", "latent_rows": "latent"}
+_OF_ACTIVATIONS = {
+  "embed": "act_embed",
+  "latent_rows": "latent",
+  "stored_experts": "experts",
+  "expert_embed": "act_embed",
+}
 
 
 class Weight(nnx.Module):
@@ -71,7 +76,7 @@ class Linear(Weight):
     """
     sizes = {**inputs, **outputs}
     super().__init__(sizes, role=Role.MATRIX, std=std, num=num, rngs=rngs)
-    self.num_inputs, self.kernels = len(inputs), num.kernels
+    self.num_inputs, self.kernels, self.gathered = len(inputs), num.kernels, num.keep_gathered
     # Whole along d_model, as what it is added to.
     shape = tuple(outputs.values())
     self.bias = zeros(shape, self.outputs, num.param_dtype, Role.BIAS) if bias else None
@@ -79,12 +84,12 @@ class Linear(Weight):
   @property
   def inputs(self) -> tuple[str, ...]:
     """Logical axes of the contracted dimensions, as activations have them."""
-    return _of_activations(self.weight.axes[: self.num_inputs])
+    return of_activations(self.weight.axes[: self.num_inputs])
 
   @property
   def outputs(self) -> tuple[str, ...]:
     """Logical axes of the result's new dimensions."""
-    return _of_activations(self.weight.axes[self.num_inputs :])
+    return of_activations(self.weight.axes[self.num_inputs :])
 
   def __call__(self, x: jax.Array, *, fp8: bool = False) -> jax.Array:
     """Map [batch, seq, *inputs] to [batch, seq, *outputs]; `fp8` multiplies in 8 bits."""
@@ -110,7 +115,7 @@ class ExpertLinear(Weight):
     bias: bool = False,
   ):
     """Draw the weights; as of `Linear`, for each of `experts` slots. The caller adds `bias`."""
-    sizes = {"experts": experts, **inputs, **outputs}
+    sizes = {"stored_experts": experts, **inputs, **outputs}
     super().__init__(sizes, role=Role.EXPERT, std=std, num=num, rngs=rngs)
     axes, shape = (self.axes[0], self.axes[-1]), (experts, *outputs.values())
     self.bias = zeros(shape, axes, num.param_dtype, Role.BIAS) if bias else None
@@ -118,7 +123,7 @@ class ExpertLinear(Weight):
   @property
   def axes(self) -> tuple[str, ...]:
     """Logical axes of `value` once the matrices are whole along d_model."""
-    return _of_activations(self.weight.axes)
+    return of_activations(self.weight.axes)
 
 
 def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tuple[jax.Array, ...]:
@@ -139,13 +144,15 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     inputs=first.inputs,
     outputs=[layer.outputs for layer in layers],
     fp8=fp8,
+    gathered=first.gathered,
     kernels=first.kernels,
   )
   with_bias = lambda y, bias: y if bias is None else y + bias[...].astype(y.dtype)
   return tuple(with_bias(y, layer.bias) for y, layer in zip(results, layers, strict=True))
 
 
-def _of_activations(axes: Sequence[str]) -> tuple[str, ...]:
+def of_activations(axes: Sequence[str]) -> tuple[str, ...]:
+  """Logical axes of a weight as it is multiplied with: those that shard its storage are whole."""
   return tuple(_OF_ACTIVATIONS.get(axis, axis) for axis in axes)
 
 

@@ -43,7 +43,7 @@ class MoE(nnx.Module):
     moe, d_model = cfg.moe, cfg.model.d_model
     self.cfg, self.num, self.gating = moe, num, gating(cfg.model)
     self.router = Router(cfg, num, rngs)
-    experts, stream, wide = self.router.num_slots, {"embed": d_model}, {"ff": moe.d_ff}
+    experts, stream, wide = self.router.num_slots, {"expert_embed": d_model}, {"ff": moe.d_ff}
     std, residual = cfg.model.init_std, residual_std(cfg.model)
     linear = functools.partial(ExpertLinear, experts, num=num, rngs=rngs, bias=moe.expert_bias)
     self.gate, self.up = linear(stream, wide, std=std), linear(stream, wide, std=std)

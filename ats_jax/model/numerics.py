@@ -22,6 +22,7 @@ class Numerics:
   remat: str
   scan_unroll: int
   micro_batches: int = 1  # that a batch of training is cut into
+  keep_gathered: bool = False  # weights, from the forward to the backward pass
 
 
 def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numerics:
@@ -41,6 +42,7 @@ def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numer
     remat=cfg.step.remat,
     scan_unroll=cfg.step.scan_unroll or scan_unroll,
     micro_batches=cfg.step.accum_steps,
+    keep_gathered=cfg.mesh.keep_gathered,
   )
 
 

@@ -162,7 +162,8 @@ _SETTINGS = {
   "kv_heads": "model.num_kv_heads",
   "latent_rows": "model.kv_latent_dim or q_latent_dim",
   "ff": "model.d_ff",
-  "experts": "moe.num_experts + moe.spare_experts",
+  "stored_experts": "moe.num_experts + moe.spare_experts",
+  "expert_embed": "model.d_model",
 }
 
 

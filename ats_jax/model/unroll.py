@@ -50,13 +50,37 @@ def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
 _slices.defvjp(_slices_fwd, _slices_bwd)
 
 
-def run_layers(bodies: Sequence[Callable], carry: Any, xs: Iterable[Any]) -> tuple[Any, Any]:
-  """`jax.lax.scan` unrolled over a list `xs`, with one body for each; outputs are stacked."""
-  outputs = []
-  for body, x in zip(bodies, xs, strict=True):
-    carry, output = body(carry, x)
+def run_layers(
+  bodies: Sequence[Callable], carry: Any, xs: Iterable[Any], *, in_order: bool = False
+) -> tuple[Any, Any]:
+  """`jax.lax.scan` unrolled over a list `xs`, with one body for each; outputs are stacked.
+
+  Args:
+    bodies: of each layer.
+    carry: as in `jax.lax.scan`.
+    xs: of each layer.
+    in_order: in the backward pass, a layer waits for the gradients of the last but one before it.
+      Where they are scattered over devices, XLA may put off the matmuls of all layers that make
+      them, and then waits for one scatter after the other.
+  """
+  outputs, xs = [], list(xs)
+  for index, body in enumerate(bodies):
+    if in_order and index + 1 < len(xs):
+      carry, xs[index + 1] = _both_before(carry, xs[index + 1])
+    carry, output = body(carry, xs[index])
     outputs.append(output)
   return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+
+@jax.custom_vjp
+def _both_before(carry: Any, x: Any) -> tuple[Any, Any]:
+  """The arguments. Nothing that reads the gradient of one runs before the other's is there."""
+  return carry, x
+
+
+_both_before.defvjp(
+  lambda carry, x: ((carry, x), None), lambda _, grads: jax.lax.optimization_barrier(grads)
+)
 
 
 def scan_runs(bodies: Sequence[Callable], carry: Any, xs: Any, unroll: int) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from ats_jax.sharding.apply import (
   einsum_shares,
   gather_positions,
   island,
+  lay,
   num_shards,
   reshape,
   seq_axis,
@@ -32,6 +33,7 @@ def linears(
   inputs: Sequence[str],
   outputs: Sequence[Sequence[str]],
   fp8: bool = False,
+  gathered: bool = False,
   kernels: Kernels = XLA,
 ) -> tuple[jax.Array, ...]:
   """Multiply the last dimensions of `x` by each of several weights.
@@ -46,6 +48,7 @@ def linears(
     outputs: for each weight, logical axes of the result's new dimensions, whose first ones have
       one `seq_axis`.
     fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
+    gathered: keep the weights as the devices along fsdp have gathered them, for reverse mode.
     kernels: what runs.
 
   Returns:
@@ -78,6 +81,8 @@ def linears(
         x_TK = gather_positions(x_TK, *inside, inputs[0])
 
       def product(weight, axes):
+        if gathered:  # as it is stored: XLA then finds that both passes ask for the same
+          weight = lay(weight, *inputs, *axes)
         weight_KN = weight.reshape(x_TK.shape[-1], -1)
         y_TN = times(formula, x_TK, weight_KN, axes=(*at_y[:tokens], axes[0]))
         if scatters:  # or the shares of the sum would be kept

@@ -39,6 +39,8 @@ def reliefs(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Relief]:
     tries.append({"mesh.data": 1, "mesh.fsdp": mesh["fsdp"] * mesh["data"]})
   if cfg.mesh.zero < 3:
     tries.append({"mesh.zero": 3})
+  if cfg.mesh.keep_gathered:
+    tries.append({"mesh.keep_gathered": False})
   tries += [{"step.remat": r} for r in REMATS[REMATS.index(cfg.step.remat) + 1 :]]
   tries += [{"step.accum_steps": n * cfg.step.accum_steps} for n in (2, 4, 8)]
   if cfg.precision.param_dtype == "float32":

@@ -162,6 +162,9 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
     if cfg.mesh.shard_residuals:  # which is refused where it does nothing
       mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
     for zero in STAGES if mesh["mesh.fsdp"] > 1 else STAGES[:1]:
+      if cfg.mesh.keep_gathered:  # likewise
+        keeps = mesh["mesh.fsdp"] > 1 and mesh["mesh.stage"] == 1 and zero == 3
+        mesh["mesh.keep_gathered"] = keeps
       yield mesh | {"mesh.zero": zero}
 
 

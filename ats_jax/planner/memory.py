@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend import core
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.layers import of_activations
 from ats_jax.model.numerics import usual_unroll
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
@@ -154,13 +155,13 @@ def _compute_weights(cfg: Config, model: Decoder) -> int:
   """Bytes of weights in the compute dtype, whole along fsdp, that are not stored like that.
 
   Those of the head, and of the largest super-block. XLA makes those of an unrolled stack once, for
-  both passes, and keeps them all, unless remat has it gather them twice. (Experts that are gathered
-  for both are among the activations.)
+  both passes, and keeps them all, unless remat has it gather them twice (`mesh.keep_gathered`: it
+  does not). Experts that are gathered for both without remat are among the activations.
   """
   dtype = jnp.dtype(cfg.precision.compute_dtype)
 
   def of_param(param: Param) -> int:
-    ways = math.prod(num_shards(axis) for axis in ("embed", "latent_rows") if axis in param.axes)
+    ways = _shards(param.axes) // _shards(of_activations(param.axes))
     if ways == 1 and param.dtype == dtype:
       return 0
     shape = param.sharding.shard_shape(param.shape)
@@ -171,12 +172,20 @@ def _compute_weights(cfg: Config, model: Decoder) -> int:
   is_stored = table.dtype == dtype and math.prod(table.sharding.shard_shape(table.shape)) == whole
   head = 0 if is_stored else whole * dtype.itemsize
   largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
-  if not _is_unrolled(cfg) or (num_shards("embed") > 1 and cfg.step.remat != "none"):
+  again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
+  if not _is_unrolled(cfg) or again:
     return head + largest
   dense = lambda block: [p for p in params_of(block) if p.role is not Role.EXPERT]
-  every = zip(model.layout, model.segments, strict=True)
-  layers = sum(s.repeats * sum(map(of_param, dense(block))) for s, block in every)
+  kept = params_of if cfg.mesh.keep_gathered and cfg.step.remat != "none" else dense
+  every = list(zip(model.layout, model.segments, strict=True))
+  layers = sum(s.repeats * sum(map(of_param, kept(block))) for s, block in every)
+  if cfg.mesh.keep_gathered:  # they go as these gradients come
+    layers -= sum(_gradient_bytes(p) for _, block in every for p in dense(block))
   return head + max(largest, layers // num_stages())
+
+
+def _shards(axes: Sequence[str]) -> int:
+  return math.prod(map(num_shards, axes))
 
 
 def kv_cache_bytes(cfg: Config, model: Decoder) -> int:

@@ -24,9 +24,10 @@ def step_seconds(
   """Seconds of the parts of a step that the rates tell, on each device.
 
   Weights that are sharded along fsdp are gathered in the compute dtype, for the forward and the
-  backward pass of each micro-batch, and their gradients scattered; with `mesh.zero` below 3 new
-  weights are gathered once an update. Other gradients are summed over the axes of the batch and of
-  a row. Of the rows of a lookup table the devices along fsdp swap parts, and of their gradients.
+  backward pass of each micro-batch (once with `mesh.keep_gathered`), and their gradients scattered;
+  with `mesh.zero` below 3 new weights are gathered once an update. Other gradients are summed over
+  the axes of the batch and of a row. Of the rows of a lookup table the devices along fsdp swap
+  parts, and of their gradients.
   `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
@@ -115,7 +116,8 @@ def _weights_and_gradients(
     is_table = param.role is Role.EMBEDDING and not cfg.model.tie_embeddings
     stays = is_table and "fsdp" in weights
     if "fsdp" in weights and not stays:
-      times = (2 + (staged and of_layers)) * passes
+      kept = cfg.mesh.keep_gathered and of_layers
+      times = (2 - kept + (staged and of_layers)) * passes
       sent["weights gathered", fsdp, times] += whole * compute
     if "fsdp" in moments - weights:
       sent["new weights gathered", fsdp, 1] += whole * itemsize

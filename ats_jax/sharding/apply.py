@@ -188,6 +188,11 @@ def in_place(f: Callable, *args: jax.Array, out_like: Sequence[int | None]) -> A
   return jax.shard_map(f, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
 
 
+def is_shared() -> bool:
+  """Whether several devices share the work."""
+  return jax.sharding.get_abstract_mesh().size > 1
+
+
 def _is_local(mesh: jax.sharding.AbstractMesh) -> bool:
   """Whether arrays are a device's own: without a mesh, or inside an island.
 

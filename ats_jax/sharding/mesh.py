@@ -41,10 +41,12 @@ def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContext
   with use_plan("default"):
     ways = math.prod(sizes[axis] for axis in mesh_axes("vocab"))
   divides = cfg.model.vocab_size % ways == 0
+  experts = cfg.moe.num_experts + cfg.moe.spare_experts
   return use_plan(
     ZERO[cfg.mesh.zero],
     whole_vocabulary=not divides,
     cut_residuals=cfg.mesh.shard_residuals,
+    whole_matrices=experts % (sizes["expert"] * sizes["fsdp"]) == 0,
   )
 
 

@@ -36,10 +36,12 @@ _DEFAULT: Rules = {
   "latent_rows": "fsdp",  # the latent's side of a matrix, like `embed`
   "norm": None,
   "experts": "expert",
+  "stored_experts": "expert",  # of a stack, and the d_model side of its matrices: see `Plan`
+  "expert_embed": "fsdp",
   "router": None,  # experts as columns of the router
 }
 
-_DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None}
+_DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None, "expert_embed": None}
 
 RULES: Mapping[str, Rules] = {
   "default": MappingProxyType(_DEFAULT),  # ZeRO-3
@@ -68,19 +70,25 @@ class Plan(NamedTuple):
     whole_vocabulary: the vocabulary is not cut: the mesh does not divide it, and no row is padded.
     whole_rows: the positions of a row are not cut.
     cut_residuals: positions of the residual stream are cut by the axis of widths too.
+    whole_matrices: what cuts the matrices of experts deals out whole ones instead.
   """
 
   name: str = "default"
   whole_vocabulary: bool = False
   whole_rows: bool = False
   cut_residuals: bool = False
+  whole_matrices: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
 def use_plan(
-  name: str, *, whole_vocabulary: bool = False, cut_residuals: bool = False
+  name: str,
+  *,
+  whole_vocabulary: bool = False,
+  cut_residuals: bool = False,
+  whole_matrices: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
@@ -88,13 +96,15 @@ def use_plan(
     name: of the table.
     whole_vocabulary: see `Plan`.
     cut_residuals: see `Plan`.
+    whole_matrices: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  return _plan(Plan(name, whole_vocabulary, cut_residuals=cut_residuals))
+  plan = Plan(name, whole_vocabulary, cut_residuals=cut_residuals, whole_matrices=whole_matrices)
+  return _plan(plan)
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
@@ -133,6 +143,8 @@ def _table(plan: Plan) -> Rules:
     rules["residual_seq"] = ("context", "tensor")
   if plan.whole_vocabulary:
     rules["vocab"] = None
+  if plan.whole_matrices and rules["expert_embed"]:
+    rules |= {"stored_experts": ("expert", "fsdp"), "expert_embed": None}
   return MappingProxyType(rules)
 
 

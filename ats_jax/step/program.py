@@ -183,7 +183,8 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
     objective: what is minimised; None = `Pretraining`.
 
   Raises:
-    ValueError: if the mesh does not divide a dimension of the weights.
+    ValueError: if the mesh does not divide a dimension of the weights, or for
+      `mesh.keep_gathered` with layers in a loop.
   """
   objective = Pretraining(cfg) if objective is None else objective
   device = this_device()
@@ -196,6 +197,12 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
       cfg.step.scan_unroll,
     )
   num = numerics(cfg, kernels, unroll)
+  if num.keep_gathered and num.scan_unroll < max(2, cfg.model.num_layers):
+    raise ValueError(
+      f"mesh.keep_gathered=true with layers in a loop (step.scan_unroll={num.scan_unroll} of "
+      f"model.num_layers={cfg.model.num_layers}): a loop gathers the weights of a layer in each "
+      f"pass. Set step.scan_unroll={cfg.model.num_layers}, or mesh.keep_gathered=false."
+    )
   optimizer = build_optimizer(cfg, device.platform, kernels)
   options = compiler_options(cfg, device)
   model = init_state(cfg, num, optimizer, abstract=True).model

@@ -65,13 +65,16 @@ def mesh_of(sizes):
 
 
 def config_of(kind, sizes, changes=()):
-  of_mesh = {f"mesh.{name}": value for name, value in sizes.items()}
+  of_mesh = {n if "." in n else f"mesh.{n}": value for n, value in sizes.items()}
   return tiny_config(CFG | KINDS[kind] | of_mesh | dict(changes))
 
 
 @functools.cache
 def run(kind: str, *sizes: tuple[str, int]) -> Run:
-  """Some steps, and the gradient of the first one, on a mesh of these sizes; others of `mesh`."""
+  """Some steps, and the gradient of the first one, on a mesh of these sizes; others of `mesh`.
+
+  Names with a dot are settings of other sections.
+  """
   cfg, mesh = config_of(kind, dict(sizes)), mesh_of(dict(sizes))
   with on_mesh(cfg, mesh):
     program = make_program(cfg)

@@ -75,6 +75,15 @@ def test_an_unrolled_stack_gathers_a_weight_again_where_it_is_not_kept(remat, ga
   assert not any(c.in_loop for c in every)
 
 
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.mesh)])
+def test_an_unrolled_stack_that_keeps_what_it_gathered_gathers_a_weight_once(remat):
+  unrolled = {"step__remat": remat, "step__scan_unroll": LAYERS}
+  every = found(mesh__fsdp=FSDP, mesh__keep_gathered=True, **unrolled)
+  ends = Counter([TABLE, TOKENS])
+  assert sizes(every, "all-gather", in_loop=False) == times(MATRICES, LAYERS) + ends
+  assert sizes(every, "all-reduce", in_loop=False) == times(MATRICES, LAYERS)
+
+
 @pytest.mark.parametrize(
   "changes",
   [

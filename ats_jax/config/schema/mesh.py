@@ -41,3 +41,8 @@ class MeshConfig:
     high=3,
     resume="free",
   )
+  keep_gathered: bool = setting(
+    False,
+    "keep weights that `fsdp` gathers until the backward pass: sent once, not twice; more memory",
+    resume="free",
+  )

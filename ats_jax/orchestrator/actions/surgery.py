@@ -24,6 +24,7 @@ from ats_jax.sharding.apply import reshard
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 
+_OF_EXPERTS = {"stored_experts", "experts", "router"}  # dimensions that count experts
 EXCLUSIVE = -CLOSED  # the penalty at which a token can go to one half of a pair only
 
 
@@ -186,7 +187,7 @@ def _rows(moe: MoE) -> list[tuple[Param, int]]:
   """The parameters that have a row for each expert, and which dimension of a layer counts them."""
   found = []
   for param in params_of(moe):
-    found += [(param, d) for d, name in enumerate(param.axes) if name in ("experts", "router")]
+    found += [(param, d) for d, name in enumerate(param.axes) if name in _OF_EXPERTS]
   return found
 
 

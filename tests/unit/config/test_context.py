@@ -44,6 +44,18 @@ from ats_jax.planner.describe import describe
       {"mesh.context": 2, "precision.fp8": True, "model.num_layers": 4},
       r"data.seq_len is 8 on a device",
     ),
+    ({"mesh.keep_gathered": True}, "mesh.fsdp=1: .* Set mesh.keep_gathered=false"),
+    ({"mesh.keep_gathered": True, "mesh.fsdp": 2, "mesh.zero": 2}, "nothing with mesh.zero=2"),
+    (
+      {
+        "mesh.keep_gathered": True,
+        "mesh.fsdp": 2,
+        "mesh.stage": 2,
+        "model.num_layers": 4,
+        "step.accum_steps": 2,
+      },
+      "nothing with mesh.stage=2",
+    ),
     (
       {"mesh.shard_residuals": True},
       r"does nothing with mesh.tensor=1.* Set mesh.tensor, or mesh.shard_residuals=false",

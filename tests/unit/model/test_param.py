@@ -46,9 +46,9 @@ AXES_AND_ROLES = {
   "dense.gate.weight": (("embed", "ff"), Role.MATRIX),
   "dense.up.weight": (("embed", "ff"), Role.MATRIX),
   "dense.down.weight": (("ff", "embed"), Role.MATRIX),
-  "experts.gate.weight": (("experts", "embed", "ff"), Role.EXPERT),
-  "experts.up.weight": (("experts", "embed", "ff"), Role.EXPERT),
-  "experts.down.weight": (("experts", "ff", "embed"), Role.EXPERT),
+  "experts.gate.weight": (("stored_experts", "expert_embed", "ff"), Role.EXPERT),
+  "experts.up.weight": (("stored_experts", "expert_embed", "ff"), Role.EXPERT),
+  "experts.down.weight": (("stored_experts", "ff", "expert_embed"), Role.EXPERT),
   "experts.gate.bias": (("experts", "ff"), Role.BIAS),
   "experts.up.bias": (("experts", "ff"), Role.BIAS),
   "experts.down.bias": (("experts", "act_embed"), Role.BIAS),
@@ -92,7 +92,7 @@ def test_every_parameter_of_a_hybrid_model_knows_its_axes_and_role(mesh):
   for path, what in told(abstract_decoder()).items():
     name = short(path)
     if name.startswith("mlp."):
-      name = name.replace("mlp", "experts" if what[0][0] == "experts" else "dense")
+      name = name.replace("mlp", "experts" if what[0][0] == "stored_experts" else "dense")
     name = name.replace("shared.", "dense.")
     assert found.setdefault(name, what) == what, path
   assert found == AXES_AND_ROLES

@@ -46,12 +46,29 @@ def test_the_same_as_a_scan_with_its_gradients(any_mesh):
 
   want = loss(lambda s: jax.lax.scan(body, start, s))
   got = loss(lambda s: run_layers([body] * LAYERS, start, unstack(s)))
+  in_order = loss(lambda s: run_layers([body] * LAYERS, start, unstack(s), in_order=True))
   other = lambda carry, layer: body(carry, layer)
   runs = loss(lambda s: scan_runs([body, other, other], start, s, 1))
-  for found in (got, runs):
+  for found in (got, in_order, runs):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-6)
       assert a.sharding == b.sharding
+
+
+def test_in_order_a_layer_waits_for_the_gradients_of_the_last_but_one(mesh):
+  f = lambda carry, layer: (jnp.sin(carry * layer), None)
+  run = lambda s: run_layers([f] * LAYERS, jnp.ones(8), list(s), in_order=True)[0].sum()
+  jaxpr = jax.make_jaxpr(jax.grad(run))(jnp.ones((LAYERS, 8))).jaxpr
+  made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+  barriers = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "optimization_barrier"]
+  assert len(barriers) == LAYERS - 1
+  for i in barriers:  # the gradients of a layer's input, and of the weights of the one behind it
+    of_input, of_weights = jaxpr.eqns[i].invars
+    assert made[of_weights] < made[of_input] < i
+  # Whatever reads the gradient of a layer's input reads what came out of a barrier.
+  held = [jaxpr.eqns[i].invars[0] for i in barriers]
+  readers = [i for i, eqn in enumerate(jaxpr.eqns) for v in held if v in eqn.invars]
+  assert sorted(readers) == barriers
 
 
 def test_gradients_of_runs_are_put_side_by_side_not_padded_and_added(mesh):

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
+from ats_jax.planner.abstract import abstract_mesh
 from ats_jax.sharding import apply
-from ats_jax.sharding.mesh import to_global
-from ats_jax.sharding.rules import MESH_AXES, RULES, current_rules, spec, use_plan, whole_rows
+from ats_jax.sharding.mesh import on_mesh, to_global
+from ats_jax.sharding.rules import (
+  MESH_AXES,
+  RULES,
+  current_plan,
+  current_rules,
+  spec,
+  use_plan,
+  whole_rows,
+)
 from ats_jax.step.program import make_program
 
 
@@ -37,6 +46,27 @@ def test_the_tables_name_the_same_axes_and_only_mesh_axes(plan):
       assert set(apply.mesh_axes(axis)) <= set(MESH_AXES)
   assert RULES[plan].keys() == RULES["default"].keys()
   assert dict(current_rules()) == dict(RULES["default"])
+
+
+@pytest.mark.parametrize("plan", RULES)
+def test_experts_are_cut_or_dealt_out_whole(plan):
+  sharded = RULES[plan]["embed"]
+  with use_plan(plan):
+    assert spec("stored_experts", "expert_embed", "ff") == jax.P("expert", sharded, "tensor")
+  with use_plan(plan, whole_matrices=True):
+    experts = ("expert", "fsdp") if sharded else "expert"
+    assert spec("stored_experts", "expert_embed", "ff") == jax.P(experts, None, "tensor")
+    assert spec("experts", "embed") == jax.P("expert", sharded)
+
+
+@pytest.mark.parametrize(
+  ("experts", "spare", "whole"), [(4, 0, True), (3, 1, True), (3, 0, False), (0, 0, True)]
+)
+def test_whole_experts_are_dealt_out_where_their_number_divides(experts, spare, whole):
+  changes = {"mesh.fsdp": 2, "mesh.expert": 2} if experts != 3 or spare else {"mesh.fsdp": 2}
+  cfg = tiny_config({"moe.num_experts": experts, "moe.spare_experts": spare} | changes)
+  with on_mesh(cfg, abstract_mesh(cfg)):
+    assert current_plan().whole_matrices == whole
 
 
 def test_a_plan_that_is_none():

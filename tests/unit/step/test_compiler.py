@@ -108,6 +108,23 @@ def test_triton_is_not_timed_where_it_wins_nothing(kind, settings, wanted):
   assert found["xla_gpu_enable_triton_gemm"] is True
 
 
+@pytest.mark.parametrize(
+  ("kind", "keeps", "wanted"),
+  [("NVIDIA H200", True, "4"), ("NVIDIA H200", False, None), ("cpu", True, None)],
+)
+def test_several_collectives_are_on_their_way_where_gathered_weights_are_kept(kind, keeps, wanted):
+  cfg = tiny_config({"mesh.fsdp": 2, "mesh.keep_gathered": keeps})
+  limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+  assert compiler.usual(cfg, device_of(kind)).get(limit) == wanted
+
+
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_weights_that_a_loop_gathers_are_not_kept(mesh, unroll):
+  cfg = tiny_config({"mesh.fsdp": 2, "mesh.keep_gathered": True, "step.scan_unroll": unroll})
+  with pytest.raises(ValueError, match=r"scan_unroll=1 of model.num_layers=2.*scan_unroll=2, or"):
+    make_program(cfg)
+
+
 def test_the_evaluation_gets_its_options(mesh, monkeypatch):
   monkeypatch.setattr(compiler, "NO_TRITON_MATMULS", {"xla_disable_hlo_passes": ""})
   rows = abstract_batch((2, 16), None)
