@@ -30,8 +30,9 @@ class Child:
     more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     self.began, self.lines = time.time(), list[tuple[float, str]]()
     self.process = subprocess.Popen(
-      command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-      cwd=REPOSITORY, env={**os.environ, **more, **env}, start_new_session=True,
+      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+      errors="replace", cwd=REPOSITORY, env={**os.environ, **more, **env},
+      start_new_session=True,
     )  # fmt: skip
     self._reader = threading.Thread(target=self._read, daemon=True)
     self._reader.start()
@@ -64,6 +65,12 @@ class Child:
       if time.time() > until:
         raise TimeoutError(f"no line like {pattern!r} came in time")
       time.sleep(0.02)
+
+  def go_on(self) -> None:
+    """Give it the line that it waits for."""
+    assert self.process.stdin is not None
+    self.process.stdin.write("\n")
+    self.process.stdin.flush()
 
   def ended(self, until: float) -> int:
     """Wait for its end; its exit code."""

@@ -31,12 +31,13 @@ from ats_jax.config import Config
 from ats_jax.ops.requirements import Device
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe, planned_bytes
-from ats_jax.sharding.mesh import make_mesh
+from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step import compiler
 from ats_jax.step import program as programs
 
 GIB = 2**30
-MATMUL = r"custom_call_target=\"__(cublas|cudnn)|__triton"
+MATMUL = r"custom_call_target=\"(__(cublas|cudnn)|mosaic_gpu)|__triton"
+LONGEST = 5000  # characters of a line that are read; behind them are the insides of kernels
 # Bytes that a device sends for each byte it gets, in units of (devices - 1).
 SENT = {
   "all-gather": lambda ways: 1 / ways,
@@ -123,7 +124,7 @@ def compiled(
     made.append(made[0].init(abstract=True))
     return jnp.zeros(())
 
-  with pretending(GPUS[gpu].name), jax.set_mesh(make_mesh(cfg, list(topology.devices))):
+  with pretending(GPUS[gpu].name), on_mesh(cfg, make_mesh(cfg, list(topology.devices))):
     jax.eval_shape(trace)
     return made[0].compile_train_step(made[1], made[0].training_rules(cfg.num_steps)), made[0]
 
@@ -135,10 +136,9 @@ def traffic(program: str) -> collections.Counter[tuple[str, str]]:
     program: a compiled one as text, in the order in which it is run.
 
   Returns:
-    By kind of collective, and by whether a library's or Triton's matmul is between its start and
-    its end.
+    By kind of collective, and by whether a matmul is between its start and its end.
   """
-  lines = program[program.index("\nENTRY") :].splitlines()
+  lines = [line[:LONGEST] for line in program[program.index("\nENTRY") :].splitlines()]
   started, found = {}, collections.Counter()
   for number, line in enumerate(lines):
     if start := re.search(rf"%?(\S+) = (.*) ({KINDS})(-start)?\(", line):
