@@ -142,7 +142,7 @@ def spans(folder: pathlib.Path) -> list[Span]:
   """
   found = []
   for gpu, lines in _streams(_newest(folder)).items():
-    events = [event for line in lines for event in line.events if event.duration_ns]
+    events = [event for line in lines for event in line.events]
     times = lambda chosen: _union((e.start_ns, e.start_ns + e.duration_ns) for e in chosen)
     every, sends = times(events), times(e for e in events if _SENDS.search(e.name))
     others = times(e for e in events if not _SENDS.search(e.name))

@@ -1,4 +1,4 @@
-"""What a step takes at least, from rates of devices and links."""
+"""What a step takes, from rates of devices and links."""
 
 import collections
 import math
@@ -10,12 +10,25 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layout import layer_kinds, mod_tokens
 from ats_jax.model.param import Param, Role, params_of
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_shards
 from ats_jax.sharding.pipeline import num_stages
 from ats_jax.sharding.rules import Part
+
+# Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
+# (docs/lab/performance.md#the-planner-beside-what-was-measured). A step's matmuls have IN_A_STEP of
+# the rate of a large one alone. Attention's share of that grows with the rows' length: LONGEST in
+# the longest, half of it at HALF_AT. Rows below SHORTEST were not measured, and count as that.
+IN_A_STEP = 0.96
+LONGEST, HALF_AT, SHORTEST = 0.82, 2730, 2048
+NARROW_HEADS = 0.73  # of that, where they are narrower than 128
+# Numbers of a token that elementwise ops of a layer and its gradient read or write.
+PASSES_OF_STREAM, PASSES_OF_FF = 26, 20
+PASSES_OF_A_CHOICE = 12  # of d_model, on the way to an expert and back
+BYTES_OF_A_LOGIT = 14
+PASSES_OF_GRADIENTS = 6  # made, put into place, and read for norms and the update
 
 
 def step_seconds(
@@ -32,9 +45,11 @@ def step_seconds(
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
   gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
-  `step.remat=full` computes the layers' forward pass twice, with what it exchanges; what other
-  policies compute twice is left out. A stage of a pipeline computes its layers once more, in each
-  tick, also where it idles (`sharding.pipeline`); what is before and behind them is shared.
+  Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
+  go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
+  twice, with what it exchanges; what other policies compute twice is left out. A stage of a
+  pipeline computes its layers once more, in each tick, also where it idles (`sharding.pipeline`);
+  what is before and behind them is shared.
 
   Args:
     cfg: the resolved run.
@@ -59,14 +74,23 @@ def step_seconds(
       "`ats-jax check_env --measure`."
     )
   tokens = cfg.data.batch_size * cfg.data.seq_len / jax.sharding.get_abstract_mesh().size
+  in_layers = tokens * _ticks(cfg) / cfg.step.accum_steps  # as many as in all ticks of a device
   of_head = 6.0 * cfg.model.vocab_size * cfg.model.d_model
-  # FLOPs of a device in the layers, as many as in all its ticks.
-  of_layers = (counts.flops_causal - of_head) * tokens * _ticks(cfg) / cfg.step.accum_steps
-  rate = hardware.matmul_flops[dtype]
+  table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
+  attention = counts.flops_causal - 6.0 * (counts.active - table)
+  rate, memory = IN_A_STEP * hardware.matmul_flops[dtype], hardware.memory_bytes_per_sec
+  layers = (counts.flops_causal - of_head - attention) * in_layers / rate
+  attention *= in_layers / (rate * _attention_share(cfg))
+  ways = math.prod(num_shards(axis) for axis in ("rows", "seq"))
+  of_device = cfg.data.batch_size * cfg.data.seq_len / ways
+  passes = _passes(cfg) * of_device * num_stages() * _ticks(cfg) / cfg.step.accum_steps
+  logits = of_device * cfg.model.vocab_size / num_shards("vocab") * BYTES_OF_A_LOGIT
   parts = {
-    "matmuls": (of_layers + of_head * tokens) / rate,
-    "recomputed": of_layers / 3 * ((cfg.step.remat == "full") + _is_staged()) / rate,
-    "update": 2 * state_bytes / hardware.memory_bytes_per_sec,
+    "matmuls": layers + of_head * tokens / rate,
+    "attention": attention,
+    "elementwise": (passes + logits) / memory,
+    "recomputed": (layers + attention + passes / memory) / 3 * _times_again(cfg),
+    "update": (2 * state_bytes + PASSES_OF_GRADIENTS * _gradient_bytes(model)) / memory,
     **_weights_and_gradients(cfg, model, hardware),
     **_activations(cfg, hardware),
   }
@@ -74,7 +98,7 @@ def step_seconds(
   waiting = (
     "activations summed", "heads swapped", "tokens exchanged", "handed on", "rows looked up",
   )  # fmt: skip
-  own = ("matmuls", "recomputed", "update", *waiting)
+  own = ("matmuls", "attention", "elementwise", "recomputed", "update", *waiting)
   computing, talking = total(own), total(name for name in parts if name not in own)
   least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
   return {
@@ -85,6 +109,38 @@ def step_seconds(
     "likely": (least + most) / 2,
     "most": most,
   }
+
+
+def _times_again(cfg: Config) -> int:
+  """How often the layers' forward pass is made again."""
+  return (cfg.step.remat == "full") + _is_staged()
+
+
+def _attention_share(cfg: Config) -> float:
+  """The rate of attention over that of a matmul."""
+  narrow = 1.0 if cfg.model.head_dim >= 128 else NARROW_HEADS
+  return LONGEST * narrow / (1 + HALF_AT / max(SHORTEST, cfg.data.seq_len))
+
+
+def _passes(cfg: Config) -> float:
+  """Bytes of a token on a device that elementwise ops of the layers of a stage read or write."""
+  model, moe = cfg.model, cfg.moe
+  stream = model.d_model * num_shards("seq") / num_shards("residual_seq")
+  routed = mod_tokens(cfg.mod.capacity, cfg.data.seq_len) / cfg.data.seq_len
+  numbers = 0.0
+  for kind in layer_kinds(cfg):
+    choices = moe.top_k if kind.moe else 0
+    width = (choices + moe.num_shared) * moe.d_ff if kind.moe else model.d_ff
+    passes = PASSES_OF_STREAM * stream + PASSES_OF_FF * width / num_shards("ff")
+    passes += PASSES_OF_A_CHOICE * choices * model.d_model
+    numbers += passes * (routed if kind.mod else 1.0)
+  return numbers * jnp.dtype(cfg.precision.compute_dtype).itemsize / num_stages()
+
+
+def _gradient_bytes(model: Decoder) -> float:
+  mesh = jax.sharding.get_abstract_mesh().shape
+  ways = lambda param: math.prod(mesh[axis] for axis in _axes(param, "gradients"))
+  return sum(param.size * param.dtype.itemsize / ways(param) for param in params_of(model))
 
 
 def _is_staged() -> bool:
@@ -225,5 +281,6 @@ def render(seconds: dict[str, Any], tokens: int) -> list[str]:
   lines += [f"  {name:<24}{show(part):>16}" for name, part in seconds["parts"].items()]
   lines.append(f"  {'weights hidden':<24}{show(seconds['least']):>16}")
   lines.append(f"  {'nothing hidden':<24}{show(seconds['most']):>16}")
-  lines.append(f"  at most {tokens / seconds['least']:,.0f} tokens/s on all devices")
+  rate = f"{tokens / seconds['likely']:,.0f} tokens/s on all devices"
+  lines.append(f"  about {rate}, if half of what weights and gradients exchange is hidden")
   return lines

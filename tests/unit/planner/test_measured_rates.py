@@ -6,6 +6,7 @@ import json
 import pytest
 from helpers import tiny_config
 
+from ats_jax.planner import seconds
 from ats_jax.planner.describe import describe, render
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
 from ats_jax.preflight import measure
@@ -18,6 +19,9 @@ RATES = Hardware(
   1e10,
   {name: [[1 * KIB, 0.001], [4 * KIB, 0.002]] for name in COLLECTIVES},
 )
+
+ATTENTION = 6 * 2 * 4 * (8 + 8) * 16 / 2  # FLOPs of a token of the tiny model
+LOGITS = seconds.BYTES_OF_A_LOGIT * 384 * 8 * 16 / 4 / 1e10  # seconds on each of four devices
 
 
 def test_seconds_of_a_collective():
@@ -77,7 +81,10 @@ def test_the_plan_uses_them():
   tokens = found["run"]["rows_per_step"] * found["run"]["seq_len"]
   dtype = found["run"]["compute_dtype"]
   flops = found["flops_per_token"]["training"] * tokens / 4
-  assert parts["matmuls"] == pytest.approx(flops / RATES.matmul_flops[dtype])
+  rate = seconds.IN_A_STEP * RATES.matmul_flops[dtype]
+  of_attention = seconds.LONGEST * seconds.NARROW_HEADS / (1 + seconds.HALF_AT / seconds.SHORTEST)
+  assert parts["matmuls"] + parts["attention"] * of_attention == pytest.approx(flops / rate)
+  assert parts["attention"] == pytest.approx(ATTENTION * tokens / 4 / (rate * of_attention))
   half = dataclasses.replace(RATES, matmul_flops={d: f / 2 for d, f in RATES.matmul_flops.items()})
   assert plan(half, fsdp=4)["step_seconds"]["parts"]["matmuls"] == 2 * parts["matmuls"]
   slow = {n: [[size, 10 * s] for size, s in p] for n, p in RATES.collectives.items()}
@@ -143,10 +150,14 @@ def test_a_pipeline():
   ends += [2 * RATES.seconds("all_to_all", 4 * stream, 2)]
   assert parts["handed on"] == pytest.approx(handed + sum(ends))
   assert one["handed on"] == 0
-  head = 6 * 384 * 32 * 8 * 16 / 4 / RATES.matmul_flops["float32"]  # has no bubble
+  rate = seconds.IN_A_STEP * RATES.matmul_flops["float32"]
+  head = 6 * 384 * 32 * 8 * 16 / 4 / rate  # has no bubble
   in_layers = (one["matmuls"] - head) * ticks / 4
   assert parts["matmuls"] == pytest.approx(in_layers + head)
-  assert parts["recomputed"] == pytest.approx(in_layers / 3)
+  assert parts["attention"] == pytest.approx(one["attention"] * ticks / 4)
+  passes = (one["elementwise"] - LOGITS) * ticks / 4
+  assert parts["elementwise"] == pytest.approx(passes + LOGITS)
+  assert parts["recomputed"] == pytest.approx((in_layers + parts["attention"] + passes) / 3)
   twice = plan(stage=2, data=2, accum=4, remat="full")["step_seconds"]["parts"]
   assert twice["recomputed"] == pytest.approx(2 * parts["recomputed"])
   # Each stage sums the gradients of its layers over data in each tick; embedding, head and the
@@ -164,12 +175,27 @@ def test_a_pipeline():
 def test_what_is_computed_twice():
   once, twice = plan(data=4)["step_seconds"], plan(remat="full", data=4)["step_seconds"]
   head = 6 * 384 * 32
-  found = plan(data=4)
-  in_layers = 1 - head / found["flops_per_token"]["training"]
   assert once["parts"]["recomputed"] == 0
-  matmuls = once["parts"]["matmuls"]
-  assert twice["parts"]["recomputed"] == pytest.approx(matmuls * in_layers / 3)
+  rate = seconds.IN_A_STEP * RATES.matmul_flops["float32"]
+  layers = once["parts"]["matmuls"] - head * 8 * 16 / 4 / rate
+  forward = layers + once["parts"]["attention"] + once["parts"]["elementwise"] - LOGITS
+  assert twice["parts"]["recomputed"] == pytest.approx(forward / 3)
   assert twice["most"] == pytest.approx(once["most"] + twice["parts"]["recomputed"])
+
+
+def test_elementwise_ops_take_the_time_of_the_memory_that_they_go_through():
+  one = plan(data=4)["step_seconds"]["parts"]["elementwise"] - LOGITS
+  numbers = 2 * (seconds.PASSES_OF_STREAM * 32 + seconds.PASSES_OF_FF * 64)  # of a token
+  assert one == pytest.approx(4 * numbers * 8 * 16 / 4 / 1e10)
+  experts = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 32, "moe.num_shared": 1}
+  sparse = plan(settings=experts, data=4)["step_seconds"]["parts"]["elementwise"] - LOGITS
+  more = 2 * (seconds.PASSES_OF_FF * (3 * 32 - 64) + seconds.PASSES_OF_A_CHOICE * 2 * 32)
+  assert sparse - one == pytest.approx(4 * more * 8 * 16 / 4 / 1e10)
+  # `tensor` cuts widths, and the stream where positions are cut between sub-layers too.
+  parts = lambda cut: plan(tensor=2, data=2, shard_residuals=cut)["step_seconds"]["parts"]
+  stream = 2 * seconds.PASSES_OF_STREAM * 32 * 8 * 16 / 2
+  less = parts(False)["elementwise"] - parts(True)["elementwise"]
+  assert less == pytest.approx(4 * stream / 2 / 1e10)
 
 
 def test_stages_of_zero_differ_in_what_they_gather_and_scatter():

@@ -1,0 +1,85 @@
+r"""Planned times beside steps that were measured on one and two H200s and H100s, by typical rates.
+
+Needs no GPU. The measured ones are those of docs/lab/performance.md.
+Command: python experiments/planned_times.py
+"""
+
+from typing import NamedTuple
+
+from absl import app, flags
+
+from ats_jax import cli
+from ats_jax.planner.abstract import resolve_without_data
+from ats_jax.planner.describe import describe
+from ats_jax.planner.hardware import typical
+
+COMMON = "data.tokenizer=bytes data.max_segments=1"
+SHORT = "precision.param_dtype=bfloat16 precision.mu_dtype=bfloat16 precision.nu_dtype=bfloat16"
+DENSE = f"{SHORT} model.num_layers=32 model.d_model=4096 model.d_ff=14336"
+SPARSE = f"{SHORT} step.remat=names model.num_layers=24 model.num_heads=16 model.num_kv_heads=4"
+EIGHT = f"{SPARSE} moe.num_experts=8 moe.top_k=2 moe.d_ff=7168 model.d_ff=7168"
+MANY = f"{SPARSE} moe.num_experts=64 moe.top_k=4 moe.d_ff=896 model.d_ff=1024"
+SMALL = "step.remat=names model.num_layers=8 moe.num_experts=8 moe.top_k=2 moe.d_ff=4096"
+LONG = f"{DENSE} step.remat=full data.seq_len=32768"
+FSDP, KEPT = "mesh.fsdp=2", "mesh.fsdp=2 mesh.keep_gathered=true"
+
+
+class Measured(NamedTuple):
+  """A step: on how many of which GPUs, of what, with which settings; and how long it took."""
+
+  gpu: str
+  devices: int
+  name: str
+  settings: str
+  ms: float
+  config: str = "dense_1_5b"
+
+
+STEPS = (
+  Measured("H200", 1, "1.5B, float32 weights", "data.batch_size=8", 514),
+  Measured("H200", 1, "1.5B", f"{SHORT} data.batch_size=8", 507),
+  Measured("H200", 1, "8.03B", f"{DENSE} data.batch_size=4", 1357),
+  Measured("H200", 1, "8 experts", f"{EIGHT} data.batch_size=4", 569),
+  Measured("H200", 1, "64 experts", f"{MANY} data.batch_size=4", 343),
+  Measured("H200", 1, "8.03B, a row of 32,768", f"{LONG} data.batch_size=1", 5398),
+  Measured("H200", 2, "1.5B, fsdp", f"{SHORT} {FSDP} data.batch_size=16", 536),
+  Measured("H200", 2, "1.5B, fsdp, kept", f"{SHORT} {KEPT} data.batch_size=16", 521),
+  Measured("H200", 2, "8.03B, fsdp", f"{DENSE} {FSDP} data.batch_size=8", 1457),
+  Measured("H200", 2, "8.03B, fsdp, kept", f"{DENSE} {KEPT} data.batch_size=8", 1420),
+  Measured("H200", 2, "8 experts, fsdp", f"{EIGHT} {FSDP} data.batch_size=8", 618),
+  Measured("H200", 2, "8 experts, fsdp, kept", f"{EIGHT} {KEPT} data.batch_size=8", 592),
+  Measured("H200", 2, "8 experts, expert", f"{EIGHT} mesh.expert=2 data.batch_size=8", 603),
+  Measured("H200", 2, "two rows, context", f"{LONG} mesh.context=2 data.batch_size=2", 5740),
+  Measured("H100", 1, "1.5B, float32 weights", "data.batch_size=8", 536),
+  Measured("H100", 1, "360M", "data.batch_size=16 step.accum_steps=1", 281, "gpt_350m"),
+  Measured("H100", 1, "8 experts, 8 layers", f"{SMALL} data.batch_size=8", 372),
+  Measured("H100", 2, "1.5B, fsdp", f"{FSDP} data.batch_size=16", 563),
+  Measured("H100", 2, "1.5B, tensor", "mesh.tensor=2 data.batch_size=16", 613),
+  Measured("H100", 2, "1.5B, stage", "mesh.stage=2 step.accum_steps=8 data.batch_size=16", 867),
+  Measured("H100", 2, "8 experts, 8 layers, fsdp", f"{SMALL} {FSDP} data.batch_size=16", 386),
+)
+
+
+def planned(step: Measured) -> float:
+  """Milliseconds by the planner."""
+  values = flags.FlagValues()
+  config = cli.ConfigFlag(values)
+  words = [*COMMON.split(), *step.settings.split()]
+  values(["step", f"--config={step.config}", *(f"--config.{word}" for word in words)])
+  plan = describe(resolve_without_data(config.value), step.devices, typical(step.gpu))
+  return 1e3 * plan["step_seconds"]["likely"]
+
+
+def main(argv: list[str]) -> None:
+  """Print the table."""
+  del argv
+  print("| ms | planned | measured | |\n|---|--:|--:|--:|")
+  for step in STEPS:
+    found = planned(step)
+    devices = f"two {step.gpu}s" if step.devices == 2 else step.gpu
+    gap = f"{100 * (found / step.ms - 1):+.0f} %"
+    print(f"| {devices}: {step.name} | {found:,.0f} | {step.ms:,.0f} | {gap} |")
+
+
+if __name__ == "__main__":
+  app.run(main)
