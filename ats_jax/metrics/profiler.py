@@ -182,14 +182,14 @@ def kernel_times(folder: pathlib.Path) -> list[Kernel]:
   return [Kernel(name, calls[name], ns / 1e9, ns / whole) for name, ns in nanoseconds.most_common()]
 
 
-def _newest(folder: pathlib.Path) -> ProfileData:
+def _newest(folder: pathlib.Path) -> Any:
   traces = sorted(folder.glob("**/*.xplane.pb"), key=lambda p: p.stat().st_mtime)
   if not traces:
     raise ValueError(f"{folder}: there is no profiler trace (*.xplane.pb). Set log.profile_step.")
   return ProfileData.from_file(str(traces[-1]))
 
 
-def _streams(trace: ProfileData) -> dict[str, list[Any]]:
+def _streams(trace: Any) -> dict[str, list[Any]]:
   """The streams of each GPU that ran something."""
   found = collections.defaultdict(list)
   for plane in trace.planes:
@@ -199,7 +199,7 @@ def _streams(trace: ProfileData) -> dict[str, list[Any]]:
   return dict(found)
 
 
-def _events(trace: ProfileData) -> Iterator[tuple[str, int]]:
+def _events(trace: Any) -> Iterator[tuple[str, int]]:
   """Name and nanoseconds of each kernel; without a GPU of each instruction that the CPU ran."""
   streams = [line for lines in _streams(trace).values() for line in lines]
   lines = [line for plane in trace.planes for line in plane.lines]
