@@ -5,6 +5,8 @@ from equality import RTOL, assert_equal, assert_lies_still, run
 
 UNROLLED = ("step.scan_unroll", 2)
 KEPT = ("keep_gathered", True)
+# With its small one Adam makes steps of rounded gradients that move a token to another expert.
+LARGE_EPS = ("optimizer.eps", 1e-3)
 CASES = {
   "dense, fsdp": ("dense", ("fsdp", 4), KEPT),
   "moe, fsdp": ("moe", ("fsdp", 4), KEPT),
@@ -22,7 +24,8 @@ NOT_EACH_TIME = [name for name in CASES if name not in ("moe, fsdp", "dense, ten
 )
 def test_unrolled_layers_have_the_values_of_one_device(case):
   kind, *sizes = CASES[case]
-  many = run(kind, *sizes, UNROLLED)
+  alike = [LARGE_EPS] if case == "hybrid, fsdp, expert" else []
+  many = run(kind, *sizes, UNROLLED, *alike)
   # Sums over devices and over layers come in another order than in a loop on one.
-  assert_equal(many, run(kind), of_largest=RTOL / 5)
+  assert_equal(many, run(kind, *alike), of_largest=RTOL / 5)
   assert_lies_still(many)
