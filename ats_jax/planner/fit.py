@@ -25,7 +25,7 @@ from ats_jax.planner.abstract import (
 )
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.hardware import Hardware
-from ats_jax.planner.memory import activations, state_memory, step_memory
+from ats_jax.planner.memory import activations, is_unrolled, state_memory, step_memory
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
@@ -276,11 +276,17 @@ class _Search:
       return
     if stages == 1:  # more of them are slower
       numbers = numbers[:1]
-    tries = [settings | {"step.accum_steps": n} for n in numbers]
+    tries = [self._possible(settings | {"step.accum_steps": n}) for n in numbers]
     seconds, accum, settings = min((self._bound(s), s["step.accum_steps"], s) for s in tries)
     later = [settings[f"mesh.{axis.name}"] for axis in reversed(AXES)]
     ties = (REMATS.index(settings["step.remat"]), *later, STAGES.index(settings["mesh.zero"]))
     heapq.heappush(self.queue, _Entry(seconds, (accum, *ties), settings, is_bound=True))
+
+  def _possible(self, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` without `mesh.keep_gathered` where layers run in a loop, which refuses it."""
+    if not settings.get("mesh.keep_gathered"):
+      return settings
+    return settings | {"mesh.keep_gathered": is_unrolled(changed(self.cfg, settings))}
 
   def _check(self, cfg: Config) -> None:
     """See that a mesh is possible.

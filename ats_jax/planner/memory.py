@@ -98,7 +98,7 @@ def step_memory(
   table, *_ = params_of(state.model.head or state.model.embed)
   of_head = _gradient_bytes(table)
   waiting -= of_head // table.dtype.itemsize * 4
-  if _is_unrolled(cfg):
+  if is_unrolled(cfg):
     experts = [p for p in params_of(state.model) if p.role is Role.EXPERT]
     waiting = max(0, waiting - sum(map(_gradient_bytes, experts)))
   scored = num_shards(seq_axis("vocab"))  # parts of a row
@@ -116,7 +116,8 @@ def step_memory(
   }
 
 
-def _is_unrolled(cfg: Config) -> bool:
+def is_unrolled(cfg: Config) -> bool:
+  """Whether a GPU runs the layers without a loop."""
   return (cfg.step.scan_unroll or usual_unroll(cfg, "gpu")) >= cfg.model.num_layers
 
 
@@ -173,7 +174,7 @@ def _compute_weights(cfg: Config, model: Decoder) -> int:
   head = 0 if is_stored else whole * dtype.itemsize
   largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
-  if not _is_unrolled(cfg) or again:
+  if not is_unrolled(cfg) or again:
     return head + largest
   dense = lambda block: [p for p in params_of(block) if p.role is not Role.EXPERT]
   kept = params_of if cfg.mesh.keep_gathered and cfg.step.remat != "none" else dense

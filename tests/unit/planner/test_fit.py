@@ -10,6 +10,7 @@ import pytest
 from commands import forked
 from helpers import tiny_config
 
+from ats_jax.config.validate import validate
 from ats_jax.planner.advice import fit_lines, memory_lines, reliefs
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.fit import AXES, REMATS, changed, fit, meshes
@@ -32,6 +33,20 @@ def test_a_mesh_without_tensor_shards_no_residuals():
   found = {(mesh["mesh.tensor"], mesh["mesh.shard_residuals"]) for mesh in meshes(cfg, 2)}
   assert found == {(1, False), (2, True)}
   assert fit(cfg, 2, 2**40, RATES).refused == {}
+
+
+def test_gathered_weights_are_kept_where_a_run_takes_it():
+  cfg = tiny_config(DENSE | {"mesh.fsdp": 2, "mesh.keep_gathered": True})
+  for mesh in meshes(cfg, 2):
+    shards = mesh["mesh.fsdp"] == 2 and mesh["mesh.zero"] == 3 and mesh["mesh.stage"] == 1
+    assert mesh["mesh.keep_gathered"] == shards
+  state = sum(fit(cfg, 2, 1000, RATES).plan["device_bytes_exact"].values())
+  tried = fit(cfg, 2, state + 1000, RATES).considered  # more and more micro-batches
+  assert len({c.settings["step.accum_steps"] for c in tried}) > 1
+  for settings in (c.settings for c in tried):
+    validate(changed(cfg, settings))
+    if settings["step.accum_steps"] > 1:  # such layers run in a loop
+      assert not settings["mesh.keep_gathered"]
 
 
 def every(cfg, devices):
