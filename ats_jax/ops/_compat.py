@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax._src import distributed
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-_MASK, _LAYOUT = cudnn.MaskType.PADDING_CAUSAL, cudnn.AttentionLayout.BTNH
+_LAYOUT = cudnn.AttentionLayout.BTNH
 
 
 def job_client() -> Any:
@@ -20,8 +20,8 @@ def cudnn_attention(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
-  starts_BM: jax.Array,
-  lengths_BM: jax.Array,
+  starts_BM: jax.Array | None,
+  lengths_BM: jax.Array | None,
   scale: float,
   window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -31,14 +31,16 @@ def cudnn_attention(
     q_BTNH: bfloat16 queries [batch, seq, heads, head_dim].
     k_BSKH: keys [batch, seq, kv_heads, head_dim].
     v_BSKH: values like the keys.
-    starts_BM: int32 [batch, M + 1], first token of each of at most M segments, then -1.
-    lengths_BM: int32 [batch, M], tokens in each segment, then -1.
+    starts_BM: int32 [batch, M + 1], first token of each of at most M segments, then -1. None = a
+      row is one segment, for which cuDNN has a faster kernel.
+    lengths_BM: int32 [batch, M], tokens in each segment, then -1; or None.
     scale: multiplies the scores.
     window: a query sees itself and the `window - 1` tokens before it; None = all before it.
 
   Returns:
     The output like the queries, and the logarithms of the softmax's denominators, float32
-    [batch * M, heads, seq]: those of the batch's first segment come first, then the second's...
+    [batch * M, heads, seq], M = 1 for None: those of the batch's first segment come first, then the
+    second's...
   """
   results = cudnn.dot_product_attention(
     q_BTNH,
@@ -49,7 +51,7 @@ def cudnn_attention(
     q_offsets=starts_BM,
     kv_offsets=starts_BM,
     scale=scale,
-    mask_type=_MASK,
+    mask_type=_mask(starts_BM),
     sliding_window_length=window,
     return_residual=True,
   )
@@ -61,8 +63,8 @@ def cudnn_attention_backward(
   q_BTNH: jax.Array,
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
-  starts_BM: jax.Array,
-  lengths_BM: jax.Array,
+  starts_BM: jax.Array | None,
+  lengths_BM: jax.Array | None,
   y_BTNH: jax.Array,
   lse_RNT: jax.Array,
   dy_BTNH: jax.Array,
@@ -74,16 +76,17 @@ def cudnn_attention_backward(
   These need not be what `cudnn_attention` returned: attention weights are `exp(score - lse)`.
   """
   none = jnp.zeros(0, q_BTNH.dtype)
+  lengths, starts = (none if a is None else a for a in (lengths_BM, starts_BM))
   newer = "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
   dq_BTNH, dk_BSKH, dv_BSKH = cudnn._dot_product_attention_bwd_p_wrapper.bind(
     q_BTNH,
     k_BSKH,
     v_BSKH,
     none,  # bias
-    lengths_BM,
-    lengths_BM,
-    starts_BM,
-    starts_BM,
+    lengths,
+    lengths,
+    starts,
+    starts,
     none,  # page tables
     none,
     lse_RNT,
@@ -93,9 +96,13 @@ def cudnn_attention_backward(
     seed=0,
     dropout_rate=0.0,
     variadic_args=(False, False),
-    mask_type=_MASK,
+    mask_type=_mask(starts_BM),
     layout=_LAYOUT.value,
     sliding_window_length=window,
     **({"score_mod": None} if newer else {}),
   )
   return dq_BTNH, dk_BSKH, dv_BSKH
+
+
+def _mask(starts_BM: jax.Array | None) -> cudnn.MaskType:
+  return cudnn.MaskType.CAUSAL if starts_BM is None else cudnn.MaskType.PADDING_CAUSAL

@@ -27,23 +27,24 @@ def attention(
   window: int | None,
 ) -> jax.Array:
   """`ops.attention.attention` of local arrays, in bfloat16; arguments and result as there."""
-  bounds = segment_bounds(segment_ids_BT, max_segments)
-  return _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, *bounds, q_BTNH.shape[-1] ** -0.5, window)
+  starts_BM, lengths_BM = segment_bounds(segment_ids_BT, max_segments)
+  how = q_BTNH.shape[-1] ** -0.5, window, max_segments == 1
+  return _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window):
-  return _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window, is_one):
+  how = scale, window, is_one
+  return _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)[0]
 
 
-def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window):
+def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window, is_one):
   """The kernel, then the sinks, which only enlarge the softmax's denominators.
 
   What the backward pass needs has names, so that a remat policy can keep it.
   """
-  y_BTNH, lse_RNT = _compat.cudnn_attention(
-    q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, scale, window
-  )
+  bounds = (None, None) if is_one else (starts_BM, lengths_BM)
+  y_BTNH, lse_RNT = _compat.cudnn_attention(q_BTNH, k_BTKH, v_BTKH, *bounds, scale, window)
   if sinks_N is not None:
     without_RNT, lse_RNT = lse_RNT, jnp.logaddexp(lse_RNT, sinks_N[:, None])
     share_BTN = by_token(jnp.exp(without_RNT - lse_RNT), starts_BM)
@@ -53,11 +54,12 @@ def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale
   return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT)
 
 
-def _flash_backward(scale, window, saved, dy_BTNH):
+def _flash_backward(scale, window, is_one, saved, dy_BTNH):
   """The kernel's own backward pass: it takes the weights to be `exp(score - lse)`."""
   q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT = saved
+  bounds = (None, None) if is_one else (starts_BM, lengths_BM)
   gradients = _compat.cudnn_attention_backward(
-    q_BTNH, k_BTKH, v_BTKH, starts_BM, lengths_BM, y_BTNH, lse_RNT, dy_BTNH, scale, window
+    q_BTNH, k_BTKH, v_BTKH, *bounds, y_BTNH, lse_RNT, dy_BTNH, scale, window
   )
   dsinks_N = None
   if sinks_N is not None:  # its weight times (0 - y) . dy

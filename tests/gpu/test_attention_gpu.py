@@ -59,7 +59,15 @@ def test_values_narrower_than_keys(kind):
   check(kind, 192, 8, v_head_dim=128)
 
 
-def check(kind, head_dim, kv_heads, with_sinks=False, window=None, v_head_dim=0):
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_of_one_document(with_sinks, window):
+  check("one document", 128, 2, with_sinks, window, max_segments=1)
+
+
+def check(
+  kind, head_dim, kv_heads, with_sinks=False, window=None, v_head_dim=0, max_segments=MAX_SEGMENTS
+):
   """Values and gradients against XLA in float32."""
   rng = np.random.default_rng(0)
   batch, seq, heads = 3, 640, 8
@@ -76,7 +84,7 @@ def check(kind, head_dim, kv_heads, with_sinks=False, window=None, v_head_dim=0)
         return attention(
           q, k, v,
           segment_ids_BT=jnp.asarray(ids),
-          max_segments=MAX_SEGMENTS,
+          max_segments=max_segments,
           kernels=kernels_of("attention", implementation),
           window=window,
           sinks_N=sinks if with_sinks else None,

@@ -123,6 +123,14 @@ def test_segment_bounds_of_exactly_max_segments_runs():
   assert lengths.tolist() == [[1, 2, 1, 1], [5, -1, -1, -1], [5, -1, -1, -1]]
 
 
+def of_one_run(q, starts, lengths):
+  """Bounds that say what None says."""
+  batch, seq = q.shape[:2]
+  if starts is None:
+    return jnp.tile(jnp.array([[0, -1]]), (batch, 1)), jnp.full((batch, 1), seq)
+  return starts, lengths
+
+
 def kernel_scores(q, k, starts, lengths, scale, window):
   """Scores of the cuDNN kernel from the arguments that it gets, [batch, kv, group, seq, seq]."""
   token = jnp.arange(q.shape[1])
@@ -138,6 +146,7 @@ def kernel_scores(q, k, starts, lengths, scale, window):
 
 def kernel_forward(q, k, v, starts, lengths, scale, window=None):
   """The output, and statistics by segment; NaN where the kernel writes none."""
+  starts, lengths = of_one_run(q, starts, lengths)
   scores = kernel_scores(q, k, starts, lengths, scale, window)
   y = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(scores), v).reshape(q.shape)
   lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[0], q.shape[2], -1)
@@ -153,6 +162,7 @@ def kernel_forward(q, k, v, starts, lengths, scale, window=None):
 
 def kernel_backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None):
   """Gradients by the equations of FlashAttention-2 (arXiv:2307.08691), from `y` and `lse`."""
+  starts, lengths = of_one_run(q, starts, lengths)
   scores = kernel_scores(q, k, starts, lengths, scale, window)
   group = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])
   by_score = lambda a: jnp.moveaxis(group(a), 1, 3)[..., None]
@@ -165,22 +175,24 @@ def kernel_backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None):
 
 
 @pytest.mark.parametrize(
-  ("remat", "window", "with_sinks"),
+  ("remat", "window", "with_sinks", "runs"),
   [
-    ("none", None, False),
-    ("full", None, True),
-    ("dots", 3, False),
-    ("names", 5, True),
+    ("none", None, False, 10),
+    ("full", None, True, 10),
+    ("dots", 3, False, 10),
+    ("names", 5, True, 10),
+    ("attention", None, True, 10),
+    ("names", 5, True, 1),
   ],
 )
 def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
-  monkeypatch, remat, window, with_sinks
+  monkeypatch, remat, window, with_sinks, runs
 ):
   """Bounds of segments, sinks, mesh and names for remat; the kernel itself runs in tests/gpu."""
   monkeypatch.setattr(_compat, "cudnn_attention", kernel_forward)
   monkeypatch.setattr(_compat, "cudnn_attention_backward", kernel_backward)
   q, k, v = make_qkv(8, 4, 2)
-  segments, _ = pack((LENGTHS * 2)[:8], SEQ)
+  segments, _ = pack((LENGTHS * 2)[:8] if runs > 1 else [[SEQ]] * 8, SEQ)
   sinks = jnp.array(SINKS) if with_sinks else None
 
   def loss(q, k, v, sinks, implementation):
@@ -191,7 +203,7 @@ def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
       sinks_N=sinks,
       window=window,
       segment_ids_BT=segments,
-      max_segments=10,
+      max_segments=runs,
       kernels=kernels_of("attention", implementation),
     )
     if implementation == "cudnn" and remat != "none":
