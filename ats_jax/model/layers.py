@@ -143,6 +143,7 @@ def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tup
     [layer.value(x.dtype) for layer in layers],
     inputs=first.inputs,
     outputs=[layer.outputs for layer in layers],
+    stored=[layer.weight.axes for layer in layers],
     fp8=fp8,
     gathered=first.gathered,
     kernels=first.kernels,

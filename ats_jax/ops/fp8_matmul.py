@@ -14,6 +14,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,29 @@ from jax.lax import Precision
 
 from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of, transposed
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.sharding.apply import all_max, gather_blocks, num_shards, sum_blocks
 
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
 SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
 
 
+class Cut(NamedTuple):
+  """How devices share a matrix that each multiplies with as a whole.
+
+  Attributes:
+    axis: logical axis of what is cut.
+    dim: 0 = the inputs, 1 = the outputs.
+  """
+
+  axis: str
+  dim: int
+
+
 def fp8_matmuls(
-  x_TK: jax.Array, weights: Sequence[jax.Array], kernels: Kernels = XLA
+  x_TK: jax.Array,
+  weights: Sequence[jax.Array],
+  kernels: Kernels = XLA,
+  cuts: Sequence[Cut | None] | None = None,
 ) -> tuple[jax.Array, ...]:
   """`x @ w` in 8 bits, forward and backward, for several weights, such as those of q, k and v.
 
@@ -36,12 +53,14 @@ def fp8_matmuls(
   activations serve all weights.
 
   For local arrays, or where nothing is sharded: call it inside an island. There, every device has
-  scales of its own.
+  scales of its own; the devices that share a matrix have one scale of it, and send each other their
+  parts in 8 bits. The sum of their gradients is scattered in the dtype of the weights.
 
   Args:
     x_TK: activations [..., K].
-    weights: each [K, N] with a width of its own, same dtype.
+    weights: each [K, N] with a width of its own, same dtype; of one that is cut the device's part.
     kernels: what runs.
+    cuts: for each weight how it is cut; None = it is whole.
 
   Returns:
     [..., N] in the dtype of `x_TK`, for each of the weights.
@@ -50,67 +69,85 @@ def fp8_matmuls(
     ValueError: a width or the number of rows is not a multiple of 16.
   """
   rows, width = math.prod(x_TK.shape[:-1]), x_TK.shape[-1]
-  for w_KN in weights:
+  cuts = (None,) * len(weights) if cuts is None else tuple(cuts)
+  for w_KN, cut in zip(weights, cuts, strict=True):
+    ways = num_shards(cut.axis) if cut is not None and cut.dim == 1 else 1
     for what, size in (
       ("rows", rows),
       ("the input width", width),
-      ("the output width", w_KN.shape[1]),
+      ("the output width", w_KN.shape[1] * ways),
     ):
       if size % MULTIPLE:
         raise ValueError(
           f"fp8_matmul of {x_TK.shape} and {w_KN.shape}: {what}, {size}, must be a multiple of"
           f" {MULTIPLE}. Pad it, or multiply in bfloat16"
         )
-  results = _matmuls(x_TK.reshape(rows, width), tuple(weights), kernels)
+  results = _matmuls(x_TK.reshape(rows, width), tuple(weights), kernels, cuts)
   return tuple(y_RN.reshape(*x_TK.shape[:-1], -1) for y_RN in results)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmuls(x_TK, weights, kernels):
-  return _forward(x_TK, weights, kernels)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmuls(x_TK, weights, kernels, cuts):
+  return _forward(x_TK, weights, kernels, cuts)[0]
 
 
-def _forward(x_TK, weights, kernels):
+def _forward(x_TK, weights, kernels, cuts):
   x_TK = _written(x_TK)
+  of_all = lambda w_KN, cut: _amax(w_KN) if cut is None else all_max(_amax(w_KN), cut.axis)
   # Named, so that a backward pass that recomputes the operands need not recompute the scale.
-  largest = [checkpoint_name(_amax(a), *SAVED_NAMES) for a in (x_TK, *weights)]
-  scale_x, *scales_w = (scale_of(E4M3, a) for a in largest)
+  largest = [_amax(x_TK), *map(of_all, weights, cuts)]
+  scale_x, *scales_w = (scale_of(E4M3, checkpoint_name(a, *SAVED_NAMES)) for a in largest)
   x8_TK = cast(x_TK, scale_x, E4M3)
 
-  def times(w_KN, scale_w):
-    w8_NK = transposed(w_KN, scale_w, E4M3, kernels)
+  def times(w_KN, scale_w, cut):
+    if cut is None:
+      w8_NK = transposed(w_KN, scale_w, E4M3, kernels)
+    else:
+      w8_NK = _gathered(cast(w_KN, scale_w, E4M3), cut).T
     # Each product is exact; the tensor cores accumulate with some 14 bits. Gradients have longer
     # sums, and ask for accumulators that are carried over to float32 now and then.
     y_TN = _product(x8_TK, w8_NK, x_TK.dtype, Precision.DEFAULT)
     return _scale(y_TN, scale_x * scale_w)
 
-  results = tuple(map(times, weights, scales_w))
+  results = tuple(map(times, weights, scales_w, cuts))
   # This reads x a second time, but under remat each pass makes only one of the two casts.
   x8_KT = transposed(x_TK, scale_x, E4M3, kernels)
-  weights8 = tuple(map(functools.partial(cast, dtype=E4M3), weights, scales_w))
+  cast8 = lambda w_KN, scale_w, cut: _gathered(cast(w_KN, scale_w, E4M3), cut)
+  weights8 = tuple(map(cast8, weights, scales_w, cuts))
   like_w = tuple(jnp.zeros(0, w_KN.dtype) for w_KN in weights)
   return results, (x8_KT, scale_x, weights8, scales_w, like_w)
 
 
-def _backward(kernels, residuals, gradients):
+def _backward(kernels, cuts, residuals, gradients):
   x8_KT, scale_x, weights8, scales_w, like_w = residuals
   gradients = [_written(dy_TN) for dy_TN in gradients]
   scales_dy = [scale_of(E5M2, _amax(dy_TN)) for dy_TN in gradients]
 
-  def through(dy_TN, scale_dy, w8_KN, scale_w, like):
+  def through(dy_TN, scale_dy, w8_KN, scale_w, like, cut):
     dy8_TN, dy8_NT = cast_and_transpose(dy_TN, scale_dy, E5M2, kernels)
     dx_TK = _product(dy8_TN, w8_KN, dy_TN.dtype, Precision.HIGHEST)
     dw_KN = _product(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
-    return _scale(dx_TK, scale_dy * scale_w), _scale(dw_KN, scale_x * scale_dy)
+    dw_KN = _scale(dw_KN, scale_x * scale_dy)
+    if cut is not None:
+      dw_KN = sum_blocks(dw_KN, cut.axis, cut.dim)
+    return _scale(dx_TK, scale_dy * scale_w), dw_KN
 
   parts, dweights = zip(
-    *map(through, gradients, scales_dy, weights8, scales_w, like_w), strict=True
+    *map(through, gradients, scales_dy, weights8, scales_w, like_w, cuts), strict=True
   )
   dx_TK = functools.reduce(operator.add, parts)
   return dx_TK, dweights
 
 
 _matmuls.defvjp(_forward, _backward)
+
+
+def _gathered(w8: jax.Array, cut: Cut | None) -> jax.Array:
+  """The parts of all devices, sent as bytes: not every collective knows numbers of 8 bits."""
+  if cut is None:
+    return w8
+  parts = jax.lax.bitcast_convert_type(w8, jnp.uint8)
+  return jax.lax.bitcast_convert_type(gather_blocks(parts, cut.axis, cut.dim), w8.dtype)
 
 
 def _product(a_MC, b_NC, dtype, precision):

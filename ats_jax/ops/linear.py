@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ats_jax.ops.fp8_matmul import fp8_matmuls
+from ats_jax.ops.fp8_matmul import Cut, fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import (
   all_sum,
@@ -32,6 +32,7 @@ def linears(
   *,
   inputs: Sequence[str],
   outputs: Sequence[Sequence[str]],
+  stored: Sequence[Sequence[str]] | None = None,
   fp8: bool = False,
   gathered: bool = False,
   kernels: Kernels = XLA,
@@ -47,8 +48,10 @@ def linears(
     inputs: logical axes of the contracted dimensions, as `x` has them.
     outputs: for each weight, logical axes of the result's new dimensions, whose first ones have
       one `seq_axis`.
+    stored: for each weight its logical axes as it is kept, for 8 bits: where these cut it further,
+      it is gathered in 8 bits. None = gathered before.
     fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
-    gathered: keep the weights as the devices along fsdp have gathered them, for reverse mode.
+    gathered: keep the weights as they were gathered, for reverse mode.
     kernels: what runs.
 
   Returns:
@@ -61,9 +64,12 @@ def linears(
   gathers, scatters = (of_x, of_y) == ENTRY, (of_y, of_x) == ENTRY
   at_x, at_y, inside = (("batch", seq) for seq in (of_x, of_y, "seq" if gathers else of_x))
   if fp8:
+    used = [(*inputs, *axes) for axes in outputs]
+    stored = used if stored is None else stored
+    cuts = tuple(_cut(kept, axes, len(inputs)) for kept, axes in zip(stored, used, strict=True))
     products = island(
-      functools.partial(_local_fp8, inputs=inputs, scatters=scatters, kernels=kernels),
-      in_axes=((*inside, *inputs), *((*inputs, *axes) for axes in outputs)),
+      functools.partial(_local_fp8, inputs=inputs, cuts=cuts, scatters=scatters, kernels=kernels),
+      in_axes=((*inside, *inputs), *stored),
       out_axes=tuple((*at_y, *axes) for axes in outputs),
     )
   else:
@@ -113,13 +119,27 @@ def _gathering_again(products):
   return f
 
 
-def _local_fp8(x, *weights, inputs, scatters, kernels):
+def _cut(stored, used, num_inputs):
+  """What cuts a matrix [inputs, outputs] that is multiplied with as a whole."""
+  for dim, (kept, axis) in enumerate(zip(stored, used, strict=True)):
+    if kept != axis and num_shards(kept) > num_shards(axis):
+      return Cut(kept, 0 if dim < num_inputs else 1)
+  return None
+
+
+def _local_fp8(x, *weights, inputs, cuts, scatters, kernels):
   """One device's products in 8 bits."""
   batch, seq = x.shape[:2]
   flat_TK = x.reshape(batch * seq, -1)
-  flat = [weight.reshape(flat_TK.shape[1], -1) for weight in weights]
-  results = fp8_matmuls(flat_TK, flat, kernels)
-  shapes = [(batch, seq, *weight.shape[len(inputs) :]) for weight in weights]
+  flat = [weight.reshape(math.prod(weight.shape[: len(inputs)]), -1) for weight in weights]
+  results = fp8_matmuls(flat_TK, flat, kernels, cuts)
+
+  def whole(weight, cut):  # its outputs
+    first, *rest = weight.shape[len(inputs) :]
+    ways = num_shards(cut.axis) if cut is not None and cut.dim == 1 else 1
+    return (batch, seq, first * ways, *rest)
+
+  shapes = map(whole, weights, cuts)
   pairs = zip(results, shapes, strict=True)
   if scatters:
     return tuple(sum_blocks(y_TN.reshape(s), inputs[0], dim=1) for y_TN, s in pairs)
