@@ -20,7 +20,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, head_std, is_variable
 from ats_jax.model.stats import StackStats
-from ats_jax.model.unroll import run_layers, scan_runs, unstack
+from ats_jax.model.unroll import run_layers, scan_runs, taken_again, unstack
 from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul, linear
 from ats_jax.ops.embedding import embedding_lookup
@@ -46,6 +46,7 @@ def remat_policy(name: str):
     "full": policies.nothing_saveable,
     "dots": policies.save_from_both_policies(dots, products),
     "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
+    "attention": policies.save_only_these_names(*attention_op.SAVED_NAMES, *fp8_matmul.SAVED_NAMES),
   }[name]
 
 
@@ -157,16 +158,26 @@ class Decoder(nnx.Module):
           depth_BT += passed_BT
       return (x_BTD, depth_BT), tuple(stats)
 
+    def from_stack(fp8, carry, layer, stack):
+      block, index, first = layer
+      return super_block(fp8, carry, (taken_again(block, stack, index), first))
+
     for segment, blocks, firsts in zip(self.layout, *stacks, strict=True):
       unroll, repeats = self.num.scan_unroll, len(firsts)
-      remat = functools.partial(self._remat, in_loop=unroll == 1)
+      is_unrolled = unroll > 1 and unroll >= repeats
+      again = is_unrolled and self._gathers_again()
+      of_layer = functools.partial(from_stack if again else super_block)
+      remat = functools.partial(self._remat, in_loop=unroll == 1, from_stack=again)
       # One function for each choice of formats: what is traced once serves all repeats.
-      body_of = functools.cache(lambda fp8, r=remat: r(functools.partial(super_block, fp8)))
+      body_of = functools.cache(lambda fp8, r=remat, f=of_layer: r(functools.partial(f, fp8)))
       # All stages have the same formats in the same places (`check_stages`).
       places = segment.layer_indices(0)[:repeats]
       bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
-      if unroll > 1 and unroll >= repeats:
-        layers = zip(unstack(blocks), firsts, strict=True)
+      if is_unrolled:
+        layers = [unstack(blocks), range(repeats), firsts] if again else [unstack(blocks), firsts]
+        if again:
+          bodies = [lambda carry, layer, f=f, b=blocks: f(carry, layer, b) for f in bodies]
+        layers = zip(*layers, strict=True)
         carry, of_segment = run_layers(bodies, carry, layers, in_order=is_shared())
       else:
         carry, of_segment = scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
@@ -177,14 +188,21 @@ class Decoder(nnx.Module):
     """Which of `number` layers from `first` on are multiplied in 8 bits in this pass."""
     return tuple(fp8 and rules.fp8 for fp8 in self.fp8[first : first + number])
 
-  def _remat(self, super_block: Callable, *, in_loop: bool) -> Callable:
+  def _gathers_again(self) -> bool:
+    """Whether the backward pass gathers the weights of a layer that it computes again."""
+    is_gathered = num_shards("embed") > 1 and not self.num.keep_gathered
+    return is_gathered and self.num.remat != "none"
+
+  def _remat(self, super_block: Callable, *, in_loop: bool, from_stack: bool) -> Callable:
     """`super_block` under the policy of `step.remat`; a loop needs no barrier against CSE."""
     if self.num.remat == "none":
       return super_block
     # Only gathered weights get a barrier, so that they are not kept; others are resident anyway.
-    of_weights = num_shards("embed") > 1 and not self.num.keep_gathered
+    # Taken from the stack, they have one around their index.
     # A prefix of the arguments' tree: jax accepts it, its type annotation does not.
-    barriers: Any = False if in_loop else (True, (of_weights, True))
+    barriers: Any = False if in_loop else (True, (self._gathers_again(), True))
+    if from_stack:
+      barriers = True, (False, True, True), False
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
   def _depth_counts(self, depth_BT: jax.Array | None, valid_BT: jax.Array) -> jax.Array | None:

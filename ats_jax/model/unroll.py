@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import unwritten
+from ats_jax.sharding.apply import standing_for, unwritten
 
 
 def unstack(tree: Any) -> list[Any]:
@@ -48,6 +48,26 @@ def _slices_bwd(_, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
 
 
 _slices.defvjp(_slices_fwd, _slices_bwd)
+
+
+def taken_again(layer: Any, stack: Any, index: jax.Array) -> Any:
+  """`layer`, read from the stack where it is used; its gradient is that of `layer`.
+
+  For what the backward pass computes again: it then keeps the stack, which is there anyway, and no
+  copy of the layer.
+
+  Args:
+    layer: one of `unstack`. Its values are not read.
+    stack: what that was made of.
+    index: int32, which of them it is.
+  """
+
+  def one(own: jax.Array, stack: jax.Array) -> jax.Array:
+    value = jax.lax.dynamic_index_in_dim(jax.lax.stop_gradient(stack), index, keepdims=False)
+    is_trained = jnp.issubdtype(own.dtype, jnp.inexact)
+    return standing_for(jax.typeof(own).sharding.spec, own, value) if is_trained else value
+
+  return jax.tree.map(one, layer, stack)
 
 
 def run_layers(

@@ -15,8 +15,9 @@ class StepConfig:
   remat: str = setting(
     "none",
     "what the backward pass recomputes: 'none' keeps all, 'full' recomputes each block, 'dots' "
-    "keeps matmul outputs, 'names' keeps the named ones (docs/internals/architecture.md)",
-    choices=("none", "full", "dots", "names"),
+    "keeps matmul outputs, 'names' keeps the named ones (docs/internals/architecture.md), "
+    "'attention' what attention gives",
+    choices=("none", "full", "dots", "names", "attention"),
     resume="free",
   )
   scan_unroll: int = setting(

@@ -156,7 +156,7 @@ def test_layers_are_unrolled_on_a_gpu(platform, layers, changes, want):
   assert numerics(cfg, scan_unroll=usual_unroll(cfg, platform)).scan_unroll == want
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "names"])
+@pytest.mark.parametrize("remat", ["full", "dots", "names", "attention"])
 def test_recomputation_keeps_fewer_arrays(mesh, remat):
   """What the backward pass gets from the forward pass, in elements."""
 
