@@ -33,6 +33,7 @@ MODELS = {
   "experts": "model.num_layers=24 model.num_heads=16 model.num_kv_heads=4 model.d_ff=7168 "
   "moe.num_experts=8 moe.top_k=2 moe.d_ff=7168 step.remat=names",
 }
+MODELS["16"] = MODELS["experts"].replace("num_layers=24", "num_layers=16")  # for GPUs of 80 GB
 TOY = "model.vocab_size=512 model.num_layers=4 model.d_model=64 model.num_heads=8 "
 TOY += "model.num_kv_heads=2 model.d_ff=128 moe.d_ff=64 data.seq_len=64 step.scan_unroll=4"
 NO_TRITON = "xla_gpu_enable_triton_gemm=false"
@@ -100,28 +101,37 @@ def cases() -> list[Case]:
     "residuals": "mesh.tensor=2 mesh.shard_residuals=true",
   }
   found.append(Case("8B long one", 1, f"{long} data.batch_size=1", steps=2, traced=False))
+  cut["attention"] = "mesh.context=2 step.remat=attention"
   for name, mesh in cut.items():
     found.append(Case(f"8B long {name}", 2, f"{long} data.batch_size=2 {mesh}", flights["4e"], 2,
-                      "8B long one", traced=False))  # fmt: skip
+                      "8B long one", traced=name == "context"))  # fmt: skip
+    found.append(Case(f"8B longer {name}", 2, f"{longer} data.batch_size=1 {mesh}", flights["4e"],
+                      1, traced=False))  # fmt: skip
   found += [
-    Case("8B longer context", 2, f"{longer} data.batch_size=1 mesh.context=2", flights["4e"], 1,
-         traced=False),
     Case("8B stage", 2, "data.batch_size=32 step.accum_steps=8 mesh.stage=2", "", 2, "8B one"),
-  ]  # fmt: skip
+    Case("16 one", 1, "data.batch_size=4", NO_TRITON),
+  ]
+  for name, mesh in (("one", "data.batch_size=8"), ("fsdp", fsdp), ("keep", keep)):
+    rows = "" if name == "one" else "data.batch_size=16 "
+    found.append(Case(f"1.5B 8bit {name}", 1 if name == "one" else 2,
+                      f"{rows}{mesh} precision.fp8=true", like="1.5B 8bit one"))  # fmt: skip
+  for name, mesh in (("fsdp", fsdp), ("keep", keep)):
+    found.append(Case(f"16 {name}", 2, f"data.batch_size=8 {mesh}", NO_TRITON, like="16 one"))
   found += [
-    Case(f"experts {way}", 2, f"data.batch_size=8 mesh.expert=2 moe.exchange={way}",
-         NO_TRITON, like="experts one")
-    for way in ("allgather", "ragged", "bins")
+    Case(f"{model} {way}", 2, f"data.batch_size=8 mesh.expert=2 moe.exchange={way}",
+         NO_TRITON, like=f"{model} one")
+    for model in ("experts", "16") for way in ("allgather", "ragged", "bins")
   ]  # fmt: skip
   chosen = _CASES.value or [""]
-  order = [next((i for i, name in enumerate(chosen) if c.name.startswith(name)), -1) for c in found]
+  begins = lambda case, name: f"{case.name} ".startswith(f"{name} ".lstrip())
+  order = [next((i for i, name in enumerate(chosen) if begins(c, name)), -1) for c in found]
   return [
     case for at, case in sorted(zip(order, found, strict=True), key=lambda x: x[0]) if at >= 0
   ]
 
 
 _OUT = flags.DEFINE_string("out", None, "Folder of results.")
-_CASES = flags.DEFINE_list("cases", [], "Beginnings of names; none = all.")
+_CASES = flags.DEFINE_list("cases", [], "First words of names; none = all.")
 _BUDGET = flags.DEFINE_float("budget_secs", 560.0, "Nothing runs past it.", lower_bound=10.0)
 _COMPILE = flags.DEFINE_float("compile_secs", 260.0, "That compiling may take.", lower_bound=1.0)
 _AT_ONCE = flags.DEFINE_integer("at_once", 12, "Processes that compile.", lower_bound=1)
@@ -176,7 +186,7 @@ def work(settings: list[str]) -> None:
       shape = (cfg.step.accum_steps, len(rows), cfg.data.seq_len)
       batch = to_global(random_batch(shape, cfg.model.vocab_size, 1), mesh)
       losses, rounds = [], []
-      for _ in range(2):
+      for _ in range(2 if _STEPS.value > 2 else 1):
         state, metrics = step(state, batch)
         losses.append(float(metrics.values[0]))
       for _ in range(2):
@@ -287,7 +297,7 @@ class Lab:
 
   def compile(self, case: Case, number: int, like: Future | None) -> bool:
     """Whether its step is in the cache now; that of `like`, which shares matmuls, first."""
-    if like is not None and not case.name.startswith("experts"):
+    if like is not None and "d_ff=7168" not in MODELS[case.name.split()[0]]:
       like.result()
     child = self.start(case, "compile", number % 2)
     found = self.result(case, child, min(self.until, self._began + _COMPILE.value))
