@@ -41,12 +41,13 @@ def validate(cfg: Config) -> Config:
 
 def _gathered(cfg: Config) -> None:
   mesh = cfg.mesh
-  idle = {"fsdp": mesh.fsdp == 1, "zero": mesh.zero < 3, "stage": mesh.stage > 1}
+  whole = mesh.fsdp * mesh.expert * mesh.context == 1
+  idle = {"fsdp": whole, "zero": mesh.zero < 3, "stage": mesh.stage > 1}
   if mesh.keep_gathered and any(idle.values()):
     name = next(name for name, is_idle in idle.items() if is_idle)
     raise ValueError(
       f"mesh.keep_gathered=true does nothing with mesh.{name}={getattr(mesh, name)}: it is for "
-      "weights that mesh.fsdp shards and that no pipeline gathers. Set mesh.keep_gathered=false."
+      "weights that are sharded and that no pipeline gathers. Set mesh.keep_gathered=false."
     )
 
 

@@ -85,7 +85,7 @@ def fit_lines(found: Fitted) -> list[str]:
   """The candidates that were looked at, the pick, and why."""
   looked_at = _shortened(found.considered)
   width = max(len(candidate.mesh) for candidate in [*looked_at, *found.slower]) + 2
-  lines = [f"{'mesh':<{width}}{'remat':<8}{'accum':>6}{'GiB':>9}{'ms':>12}"]
+  lines = [f"{'mesh':<{width}}{'remat':<11}{'accum':>6}{'GiB':>9}{'ms':>12}"]
   for candidate in looked_at:
     size = f"{_gib(candidate.bytes or 0)}"
     lines.append(_row(candidate, width, size, "picked" if candidate.fits else "too large"))
@@ -167,7 +167,7 @@ def _refusals(refused: dict[str, str]) -> dict[str, list[str]]:
 def _row(candidate: Candidate, width: int, size: str, verdict: str) -> str:
   remat, accum = (candidate.settings[name] for name in ("step.remat", "step.accum_steps"))
   time = f"{candidate.seconds * 1e3:,.1f}"
-  return f"{candidate.mesh:<{width}}{remat:<8}{accum:>6}{size:>9}{time:>12}  {verdict}"
+  return f"{candidate.mesh:<{width}}{remat:<11}{accum:>6}{size:>9}{time:>12}  {verdict}"
 
 
 def _words(settings: dict[str, Any]) -> str:

@@ -142,8 +142,8 @@ _NOTES = (
   "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
   "  handed on: what a stage of a pipeline made in all ticks, and its gradients",
   "  compute weights: of the head and the layers of one pattern (of all, if unrolled) in the",
-  "    compute dtype, whole along fsdp",
-  "  head's gradient: in float32, whole along fsdp, without what the gradients have of it",
+  "    compute dtype, gathered",
+  "  head's gradient: in float32, gathered, without what the gradients have of it",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",
 )
 

@@ -30,7 +30,7 @@ from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.sharding.pipeline import num_stages
-from ats_jax.sharding.rules import MESH_AXES
+from ats_jax.sharding.rules import MESH_AXES, SHARDS
 from ats_jax.step.state import TrainState
 
 SHOWN = 8  # of the meshes that are slower
@@ -58,7 +58,7 @@ AXES = (
   Axis("tensor", lambda cfg: min(ONE_HOST, cfg.model.num_kv_heads)),
   Axis("stage", lambda cfg: cfg.model.num_layers),
 )
-REMATS = ("none", "dots", "names", "full")  # from what computes least twice
+REMATS = ("none", "dots", "names", "attention", "full")  # from what computes least twice
 STAGES = (3, 2, 1)  # of `mesh.zero`, from what takes least memory
 
 
@@ -161,9 +161,10 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
     if cfg.mesh.shard_residuals:  # which is refused where it does nothing
       mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
-    for zero in STAGES if mesh["mesh.fsdp"] > 1 else STAGES[:1]:
+    shards = math.prod(mesh[f"mesh.{axis}"] for axis in SHARDS)
+    for zero in STAGES if shards > 1 else STAGES[:1]:
       if cfg.mesh.keep_gathered:  # likewise
-        keeps = mesh["mesh.fsdp"] > 1 and mesh["mesh.stage"] == 1 and zero == 3
+        keeps = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
         mesh["mesh.keep_gathered"] = keeps
       yield mesh | {"mesh.zero": zero}
 
@@ -321,7 +322,8 @@ class _Search:
     # Copies change nothing on a device, and a part of a row is as so much less of a row. Gathered
     # experts are kept, however many ways they were cut.
     mesh = cfg.mesh
-    fsdp = 1 + (mesh.fsdp > 1 and mesh.zero == 3 and cfg.moe.num_experts > 0)
+    are_cut = mesh.fsdp * mesh.context > 1 and mesh.zero == 3
+    fsdp = 1 + (are_cut and cfg.moe.num_experts > 0)
     copies = self.devices // (fsdp * mesh.expert * mesh.tensor)
     alike = {"mesh.data": copies, "mesh.fsdp": fsdp, "mesh.zero": 3, "step.accum_steps": 1}
     alike |= {"mesh.context": 1, "mesh.stage": 1, "data.batch_size": self.devices}

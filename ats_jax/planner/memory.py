@@ -67,9 +67,9 @@ def step_memory(
   recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
     stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
-  compute weights: those of the head and of a super-block in the compute dtype, whole along fsdp, if
+  compute weights: those of the head and of a super-block in the compute dtype, gathered, if
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
-  head's gradient: the loss adds it up in float32, whole along fsdp. Without what is among the
+  head's gradient: the loss adds it up in float32, gathered. Without what is among the
     gradients.
   logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype. A
     pipeline computes them before its backward loop: of them what is more than is recomputed there.
@@ -153,7 +153,7 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
 
 
 def _compute_weights(cfg: Config, model: Decoder) -> int:
-  """Bytes of weights in the compute dtype, whole along fsdp, that are not stored like that.
+  """Bytes of weights in the compute dtype, gathered, that are not stored like that.
 
   Those of the head, and of the largest super-block. XLA makes those of an unrolled stack once, for
   both passes, and keeps them all, unless remat has it gather them twice (`mesh.keep_gathered`: it

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.layout import layer_kinds, mod_tokens
+from ats_jax.model.layers import of_activations
+from ats_jax.model.layout import fp8_layers, layer_kinds, mod_tokens
 from ats_jax.model.param import Param, Role, params_of
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import mesh_axes, num_shards
@@ -36,20 +37,20 @@ def step_seconds(
 ) -> dict[str, Any]:
   """Seconds of the parts of a step that the rates tell, on each device.
 
-  Weights that are sharded along fsdp are gathered in the compute dtype, for the forward and the
-  backward pass of each micro-batch (once with `mesh.keep_gathered`), and their gradients scattered;
-  with `mesh.zero` below 3 new weights are gathered once an update. Other gradients are summed over
-  the axes of the batch and of a row. Of the rows of a lookup table the devices along fsdp swap
-  parts, and of their gradients.
+  Weights that are sharded along `rules.SHARDS` are gathered in the compute dtype or in 8 bits, for
+  the forward and the backward pass of each micro-batch (once with `mesh.keep_gathered`), and their
+  gradients scattered; with `mesh.zero` below 3 new weights are gathered once an update. Other
+  gradients are summed over the axes of the batch and of a row. Of the rows of a lookup table the
+  devices along these axes swap parts, and of their gradients.
   `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
   gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
-  twice, with what it exchanges; what other policies compute twice is left out. A stage of a
-  pipeline computes its layers once more, in each tick, also where it idles (`sharding.pipeline`);
-  what is before and behind them is shared.
+  twice, with what it exchanges, and `attention` all of it but attention; what other policies
+  compute twice is left out. A stage of a pipeline computes its layers once more, in each tick, also
+  where it idles (`sharding.pipeline`); what is before and behind them is shared.
 
   Args:
     cfg: the resolved run.
@@ -89,7 +90,7 @@ def step_seconds(
     "matmuls": layers + of_head * tokens / rate,
     "attention": attention,
     "elementwise": (passes + logits) / memory,
-    "recomputed": (layers + attention + passes / memory) / 3 * _times_again(cfg),
+    "recomputed": _recomputed(cfg, attention, layers + passes / memory),
     "update": (2 * state_bytes + PASSES_OF_GRADIENTS * _gradient_bytes(model)) / memory,
     **_weights_and_gradients(cfg, model, hardware),
     **_activations(cfg, hardware),
@@ -111,9 +112,15 @@ def step_seconds(
   }
 
 
-def _times_again(cfg: Config) -> int:
-  """How often the layers' forward pass is made again."""
-  return (cfg.step.remat == "full") + _is_staged()
+def _recomputed(cfg: Config, attention: float, rest: float) -> float:
+  """Seconds of what of both passes of the layers is made again; a third is of the forward pass."""
+  of_attention = (cfg.step.remat == "full") + _is_staged()
+  return (attention * of_attention + rest * (_is_remade(cfg) + _is_staged())) / 3
+
+
+def _is_remade(cfg: Config) -> bool:
+  """Whether the backward pass makes all matmuls of the layers' forward pass again."""
+  return cfg.step.remat in ("full", "attention")
 
 
 def _attention_share(cfg: Config) -> float:
@@ -158,7 +165,8 @@ def _weights_and_gradients(
   """Seconds of what parameters, and gradients of the shape of parameters, cost on the links."""
   mesh, staged = jax.sharding.get_abstract_mesh().shape, _is_staged()
   ways = lambda axes: math.prod(mesh[axis] for axis in axes)
-  compute, fsdp = jnp.dtype(cfg.precision.compute_dtype).itemsize, mesh["fsdp"]
+  compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
+  in_8_bits = fp8_layers(cfg)
   token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
   sent = collections.Counter[tuple[str, int, int]]()  # bytes by name, devices, times in a step
   for param in params_of(model):
@@ -167,18 +175,22 @@ def _weights_and_gradients(
     passes = _ticks(cfg) if of_layers or not staged else 1
     weights, grads, moments = (_axes(param, part) for part in ("weights", "gradients", "moments"))
     itemsize = param.dtype.itemsize
-    whole = param.size // ways(weights - {"fsdp"})
+    used = _mesh_axes(_stacked(param, of_activations(param.axes)))  # as it is multiplied with
+    whole = param.size // ways(used)
     # Of a table that is no head too, devices swap the rows that they look up: see `_activations`.
     is_table = param.role is Role.EMBEDDING and not cfg.model.tie_embeddings
-    stays = is_table and "fsdp" in weights
-    if "fsdp" in weights and not stays:
+    stays = is_table and ways(weights - used) > 1
+    if weights > used and not stays:
       kept = cfg.mesh.keep_gathered and of_layers
+      bytes_each = compute
+      if of_layers and param.role is Role.MATRIX:
+        bytes_each -= (compute - 1) * sum(in_8_bits) / len(in_8_bits)
       times = (2 - kept + (staged and of_layers)) * passes
-      sent["weights gathered", fsdp, times] += whole * compute
-    if "fsdp" in moments - weights:
-      sent["new weights gathered", fsdp, 1] += whole * itemsize
-    if "fsdp" in grads and not stays:
-      sent["gradients scattered", fsdp, passes] += whole * itemsize
+      sent["weights gathered", ways(weights - used), times] += whole * bytes_each
+    if moments > weights:
+      sent["new weights gathered", ways(moments - weights), 1] += whole * itemsize
+    if grads > used and not stays:
+      sent["gradients scattered", ways(grads - used), passes] += whole * itemsize
     others = ways(token_axes - grads)
     sent["gradients summed", others, passes] += param.size // ways(grads) * itemsize
   collectives = {
@@ -201,7 +213,7 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   tokens //= num_shards("seq")
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  tensor, again, staged = num_shards("ff"), cfg.step.remat == "full", _is_staged()
+  tensor, again, staged = num_shards("ff"), _is_remade(cfg), _is_staged()
   # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
   # is recomputed needs both. At the head in float32.
   if num_shards("residual_seq") > num_shards("seq"):
@@ -259,8 +271,16 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
 
 def _axes(param: Param, part: Part) -> set[str]:
   """Mesh axes that shard a parameter, or a part of the state like it."""
-  names = ("layers",) * (param.ndim - len(param.axes)) + param.axes
-  return {axis for name in names for axis in mesh_axes(name, part)}
+  return _mesh_axes(_stacked(param, param.axes), part)
+
+
+def _stacked(param: Param, axes: tuple[str, ...]) -> tuple[str, ...]:
+  """Logical axes of the layers of a stack, from those of one."""
+  return ("layers",) * (param.ndim - len(param.axes)) + axes
+
+
+def _mesh_axes(axes: tuple[str, ...], part: Part = "weights") -> set[str]:
+  return {name for axis in axes for name in mesh_axes(axis, part)}
 
 
 def _times(number: float, seconds: float | None) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.pipeline import bubble
-from ats_jax.sharding.rules import MESH_AXES, ZERO, spec, use_plan
+from ats_jax.sharding.rules import MESH_AXES, SHARDS, ZERO, spec, use_plan
 
 
 def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -46,7 +46,7 @@ def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContext
     ZERO[cfg.mesh.zero],
     whole_vocabulary=not divides,
     cut_residuals=cfg.mesh.shard_residuals,
-    whole_matrices=experts % (sizes["expert"] * sizes["fsdp"]) == 0,
+    whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
   )
 
 

@@ -13,6 +13,9 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 # None = not sharded. A tuple shards one dimension over several mesh axes.
 Rules = Mapping[str | None, str | tuple[str, ...] | None]
+# Along these the devices have other tokens, and parts of the same weights (ZeRO). Along `data` they
+# have other tokens, and copies.
+SHARDS = ("fsdp", "expert", "context")
 _DEFAULT: Rules = {
   None: None,
   # activations
@@ -30,14 +33,14 @@ _DEFAULT: Rules = {
   "ff": "tensor",
   "vocab": "tensor",
   "choice": None,  # of a token among experts
-  # parameters: `embed` is the d_model side of a matrix, sharded ZeRO-style over fsdp
+  # parameters: `embed` is the d_model side of a matrix
   "layers": "stage",  # of a stack
-  "embed": "fsdp",
-  "latent_rows": "fsdp",  # the latent's side of a matrix, like `embed`
+  "embed": SHARDS,
+  "latent_rows": SHARDS,  # the latent's side of a matrix, like `embed`
   "norm": None,
   "experts": "expert",
   "stored_experts": "expert",  # of a stack, and the d_model side of its matrices: see `Plan`
-  "expert_embed": "fsdp",
+  "expert_embed": ("fsdp", "context"),
   "router": None,  # experts as columns of the router
 }
 
@@ -45,7 +48,7 @@ _DATA_PARALLEL: Rules = {**_DEFAULT, "embed": None, "latent_rows": None, "expert
 
 RULES: Mapping[str, Rules] = {
   "default": MappingProxyType(_DEFAULT),  # ZeRO-3
-  # The weights whole on each device of `data` and `fsdp`.
+  # The weights whole along SHARDS, but experts along `expert`.
   "data_parallel": MappingProxyType(_DATA_PARALLEL),
   # Likewise, but not what else is as large as they are: see KEPT.
   "zero_1": MappingProxyType(_DATA_PARALLEL),
@@ -144,7 +147,7 @@ def _table(plan: Plan) -> Rules:
   if plan.whole_vocabulary:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:
-    rules |= {"stored_experts": ("expert", "fsdp"), "expert_embed": None}
+    rules |= {"stored_experts": ("expert", "fsdp", "context"), "expert_embed": None}
   return MappingProxyType(rules)
 
 

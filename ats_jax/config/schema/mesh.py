@@ -36,13 +36,13 @@ class MeshConfig:
   )
   zero: int = setting(
     3,
-    "what `fsdp` shards: 1 = the optimizer's moments, 2 = gradients too, 3 = weights too",
+    "what `fsdp`, `expert` and `context` shard: 1 = moments, 2 = gradients too, 3 = weights too",
     low=1,
     high=3,
     resume="free",
   )
   keep_gathered: bool = setting(
     False,
-    "keep weights that `fsdp` gathers until the backward pass: sent once, not twice; more memory",
+    "keep gathered weights until the backward pass: sent once, not twice; more memory",
     resume="free",
   )
