@@ -302,9 +302,7 @@ def exchange(
   )
 
 
-def gather_blocks(
-  x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None
-) -> jax.Array:
+def gather_blocks(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:
   """Inside an island: the blocks of all devices along a logical axis, joined by dimension `dim`.
 
   With `groups`, of the devices of a group.

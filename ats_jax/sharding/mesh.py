@@ -13,7 +13,7 @@ from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.pipeline import bubble
 from ats_jax.sharding.rules import MESH_AXES, ZERO, spec, use_plan
 
-DEVICES_OF_A_HOST = 8  # where a mesh is of shapes alone
+ONE_HOST = 8  # devices of a host, where a mesh has none that could tell
 
 
 def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -64,20 +64,20 @@ def expert_hosts(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMes
   """Over how many hosts the mesh axis of experts is spread.
 
   `moe.exchange_hosts`, or as many as there are processes along the axis. Of a mesh without devices
-  a host has DEVICES_OF_A_HOST neighbours.
+  a host has up to ONE_HOST neighbours.
 
   Raises:
     ValueError: as `hosts_along`.
   """
   ways, asked = mesh.shape["expert"], cfg.moe.exchange_hosts
+  axis = mesh.axis_names.index("expert")
   if asked and ways > 1:
     assert ways % asked == 0  # `config.validate`
     return asked
   if isinstance(mesh, jax.sharding.AbstractMesh):
-    host_of = np.arange(mesh.size) // DEVICES_OF_A_HOST
-  else:
-    host_of = np.array([device.process_index for device in mesh.devices.flat])
-  axis = mesh.axis_names.index("expert")
+    inner = math.prod(mesh.axis_sizes[axis + 1 :])
+    return ways // math.gcd(ways, max(1, ONE_HOST // inner))
+  host_of = np.array([device.process_index for device in mesh.devices.flat])
   return hosts_along(np.moveaxis(host_of.reshape(mesh.axis_sizes), axis, -1).reshape(-1, ways))
 
 
