@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from typing import NamedTuple
+import json
+from typing import Any, NamedTuple
 
 import equality
 import hypothesis
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from collectives import collectives
 from helpers import make_test_mesh
+from processes import run_job
+from xla_flags import QUICK, devices
 
 from ats_jax.ops.expert_exchange import Experts, host_room, through_experts
 from ats_jax.ops.registry import XLA
@@ -240,3 +243,50 @@ def test_steps_in_a_pipeline_equal_those_of_one_device():
   sizes = {"stage": 2, "expert": 4, "moe.exchange": "hierarchical", "moe.exchange_hosts": 2}
   one = equality.run("moe", *LAYER.items())
   equality.assert_equal(equality.run("moe", *(sizes | LAYER).items()), one)
+
+
+# A step in two processes, or in one; the number of hosts in its plan.
+STEP = """
+import json
+
+from helpers import micro_batches, random_rows, tiny_config
+
+from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
+from ats_jax.sharding.rules import current_plan
+from ats_jax.step.program import make_program
+
+
+def step(settings):
+  cfg = tiny_config(settings)
+  mesh = make_mesh(cfg, jax.devices()[:4])
+  with on_mesh(cfg, mesh):
+    program = make_program(cfg)
+    rows = micro_batches(random_rows(cfg, cfg.data.batch_size), 1)
+    own = local_rows(mesh, cfg.data.batch_size)
+    batch = to_global({name: a[:, own] for name, a in rows.items()}, mesh)
+    _, metrics = program.train_step(program.init(), batch, program.training_rules(1))
+    return current_plan().hosts, metrics.values.tolist()
+"""
+MODEL = {
+  "model.num_layers": 1,
+  "mesh.expert": 4,
+  "moe.num_experts": 8,
+  "moe.d_ff": 16,
+  "moe.exchange_factor": 1.0,
+}
+
+
+@pytest.mark.thorough
+def test_processes_are_hosts(tmp_path):
+  settings = MODEL | {"moe.exchange": "hierarchical"}
+  report = "say(json.dumps(step(json.loads(argv[0]))))"
+  given, flags = json.dumps(settings), f"{devices(2)} {QUICK}"
+  lines = run_job(STEP + report, tmp_path, given, flags=flags, timeout=180)
+  names: dict[str, Any] = {"jax": jax}
+  exec(STEP, names)
+  for (line,) in lines:
+    hosts, values = json.loads(line)
+    assert hosts == 2
+  one_process, alone = names["step"](settings)
+  assert one_process == 1
+  np.testing.assert_allclose(values, alone, 1e-4)

@@ -134,7 +134,9 @@ def test_hosts_that_share_an_axis_otherwise_are_refused(lines, words):
   ],
 )
 def test_a_plan_knows_the_hosts_of_its_experts(changes, hosts):
-  cfg = tiny_config({"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8} | changes)
+  cfg = tiny_config(
+    {"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8} | changes
+  )
   with on_mesh(cfg, make_mesh(cfg)):
     assert current_plan().hosts == hosts
 
