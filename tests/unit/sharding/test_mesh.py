@@ -15,6 +15,7 @@ from ats_jax.sharding.mesh import (
   to_global,
 )
 from ats_jax.sharding.rules import MESH_AXES, current_plan
+from ats_jax.step.program import make_program
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
@@ -139,6 +140,16 @@ def test_a_plan_knows_the_hosts_of_its_experts(changes, hosts):
   )
   with on_mesh(cfg, make_mesh(cfg)):
     assert current_plan().hosts == hosts
+
+
+def test_the_log_says_how_many_hosts_there_are():
+  cfg = {"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8}
+  said = []
+  for changes in ({}, {"moe.exchange_hosts": 2}, {"moe.exchange": "bins"}):
+    own = tiny_config(cfg | changes)
+    with on_mesh(own, make_mesh(own)):
+      said.append(make_program(own).facts().get("exchange of tokens"))
+  assert said == ["one host: as allgather", "between 2 hosts, then within each", None]
 
 
 @pytest.mark.parametrize(
