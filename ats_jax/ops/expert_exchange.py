@@ -136,7 +136,7 @@ def _hierarchical(x_ND, expert_NK, weight_NK, weights, experts):
   places = place_in_bins(host_NC, hosts, tokens)
   pass_NC = places.slot_NK % tokens // rows
   pass_NK = jnp.max(jnp.where(host_NK[..., None] == host_NC[:, None], pass_NC[:, None], 0), axis=2)
-  # Rows that each device gets in each pass: all devices along the axis have to know.
+  # Rows that each device gets in each pass: all have to know how many passes each of them makes.
   passes, devices = jnp.arange(-(-tokens // rows))[:, None], jnp.arange(ways)
   device_NK = (expert_NK // experts.num_local)[..., None, None]
   goes_NKPX = (pass_NK[..., None, None] == passes) & (device_NK == devices)
@@ -150,6 +150,7 @@ def _hierarchical(x_ND, expert_NK, weight_NK, weights, experts):
 
 
 def _host_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows, room):
+  """Up to `rows` tokens from each device to each host, computed there `room` rows at a time."""
   (places, expert_NK, fullest_P), kernels, hosts = whole, experts.kernels, num_hosts()
   across, inside, num_experts = between_hosts("experts"), within_hosts("experts"), _all(experts)
   here = window(places, hosts, start, rows)

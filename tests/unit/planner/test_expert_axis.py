@@ -44,9 +44,7 @@ def test_activations_of_two_steps_have_the_room_of_both():
   two_steps = {"moe__exchange": "hierarchical", "moe__exchange_hosts": 2}
   more = activations(**room, **two_steps) - activations(**room)
   rows = 2 * 2 * 64  # of a device: from two hosts, 2 rows of 64 tokens
-  assert 2 * 4 * 64 * rows <= more  # of each of two layers
-  bounded = lambda **s: activations(moe__exchange_factor=1.0, **s)
-  assert bounded(**two_steps) < activations(**room) / 2
+  assert 2 * 4 * 64 * rows <= more < 3 * 2 * 4 * 64 * rows  # of each of two layers
 
 
 def test_no_axis_is_preferred_where_it_takes_no_more():
