@@ -237,7 +237,7 @@ def test_nothing_but_blocks_of_tokens_crosses_between_hosts():
 LAYER = {"moe.num_experts": 8, "moe.num_groups": 2, "moe.top_groups": 1, "moe.exchange_factor": 2.0}
 
 
-@pytest.mark.mesh
+@pytest.mark.thorough
 def test_steps_in_a_pipeline_equal_those_of_one_device():
   """Of a model whose router keeps to one group, which is a host. It has a loop within hosts."""
   sizes = {"stage": 2, "expert": 4, "moe.exchange": "hierarchical", "moe.exchange_hosts": 2}
