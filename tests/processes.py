@@ -30,6 +30,7 @@ def run_job(
   folder: Path,
   *argv: object,
   devices: int = 1,
+  flags: str = "",
   path: tuple = (),
   timeout: float = 90,
   joins: bool = True,
@@ -41,6 +42,7 @@ def run_job(
     folder: for the lines and the logs.
     argv: what `code` needs.
     devices: per process.
+    flags: more of XLA.
     path: more folders to import from.
     timeout: seconds; the first process that fails ends the job before.
     joins: jax is started; else `code` does that, at `port`.
@@ -48,7 +50,7 @@ def run_job(
   port, prologue = free_port(), PROLOGUE + (JOIN if joins else "")
   env = os.environ | {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}",
     "PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path]),
   }
   said, logs = ([folder / f"{kind}.{rank}" for rank in (0, 1)] for kind in ("said", "log"))

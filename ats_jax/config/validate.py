@@ -10,6 +10,7 @@ from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
+from ats_jax.config.exchange import exchange
 from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.phases import phases
 from ats_jax.config.schema import Config
@@ -34,6 +35,7 @@ def validate(cfg: Config) -> Config:
     rule(cfg)
   if cfg.moe.num_experts:
     _experts(cfg)
+    exchange(cfg)
   if cfg.mod.routing != "none":
     _depth(cfg)
   return cfg

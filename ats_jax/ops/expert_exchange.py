@@ -1,12 +1,13 @@
-"""Tokens to the devices that hold their experts, and back: three ways to the same result.
+"""Tokens to the devices that hold their experts, and back: four ways to the same result.
 
 For local arrays: call these inside an island. Each way has room for `factor` times the rows that a
 device receives on average. Rows that do not fit are computed in further passes through the same
 room, so that memory is bounded and nothing is dropped. Which way is for what:
-docs/internals/adr/0039-expert-exchange.md.
+docs/internals/adr/0039-expert-exchange.md, 0047-hierarchical-exchange.md.
 
 Letters: N tokens of a device, A of all devices along the axis, K choices of a token, M rows,
-D d_model, E experts of a device, X of all devices, S devices that send, R devices that receive.
+D d_model, E experts of a device, X of all devices, S devices that send, R devices that receive,
+H hosts, C hosts of a token, P passes.
 """
 
 import functools
@@ -20,12 +21,17 @@ import jax.numpy as jnp
 from ats_jax.ops.dispatch import place_in_bins, sort_by_expert, sum_rows, take_rows, window
 from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.apply import (
+  Groups,
   all_max,
+  all_sum,
   axis_index,
+  between_hosts,
   exchange,
   gather_blocks,
+  num_hosts,
   num_shards,
   sum_blocks,
+  within_hosts,
 )
 from ats_jax.sharding.ragged import Routes, ragged_exchange
 
@@ -38,12 +44,16 @@ class Experts(NamedTuple):
     num_local: experts of a device.
     factor: rows that there is room for, over the mean.
     kernels: what runs.
+    num_groups: of neighbouring experts, all of one size.
+    top_groups: of these, those that a token's choices are in.
   """
 
   compute: Callable[[jax.Array, jax.Array, Any], jax.Array]
   num_local: int
   factor: float
   kernels: Kernels
+  num_groups: int = 1
+  top_groups: int = 1
 
 
 def through_experts(
@@ -78,32 +88,119 @@ def _allgather(x_ND, expert_NK, weight_NK, weights, experts):
   """All tokens to all devices. Each adds up its experts' shares, then the shares are summed."""
   rows, most = _room(expert_NK, experts)
   expert_AK = gather_blocks(expert_NK, "experts")
+  devices = jnp.arange(num_shards("experts"))
+  received_R = jnp.sum(expert_AK[..., None] // experts.num_local == devices, axis=(0, 1))
+  sorted_here, here = _sorted_here(expert_AK, experts)
+  one = functools.partial(_gathered_pass, experts=experts, rows=rows)
+  y_ND = _in_passes(one, rows, most, jnp.max(received_R), sorted_here, x_ND, weight_NK, weights)
+  return y_ND, jnp.maximum(here - rows, 0)
+
+
+def _sorted_here(expert_AK, experts):
+  """Where the rows of this device's experts are, and how many there are."""
   local_AK = expert_AK - axis_index("experts") * experts.num_local
   is_here_AK = (local_AK >= 0) & (local_AK < experts.num_local)
   local_AK = jnp.where(is_here_AK, local_AK, experts.num_local)
   sorted_here = sort_by_expert(local_AK, experts.num_local, experts.kernels)
-  devices = jnp.arange(num_shards("experts"))
-  received_R = jnp.sum(expert_AK[..., None] // experts.num_local == devices, axis=(0, 1))
-  one = functools.partial(_gathered_pass, experts=experts, rows=rows)
-  y_ND = _in_passes(one, rows, most, jnp.max(received_R), sorted_here, x_ND, weight_NK, weights)
-  return y_ND, jnp.maximum(jnp.sum(sorted_here[1]) - rows, 0)
+  return sorted_here, jnp.sum(sorted_here[1])
 
 
-def _gathered_pass(start, sorted_here, x_ND, weight_NK, weights, *, experts, rows):
+def _gathered_pass(
+  start, sorted_here, x_ND, weight_NK, weights, *, experts, rows, groups: Groups | None = None
+):
+  """Tokens of the devices of a group to all of them, and each token's sum back to its own."""
   places, sizes_E = sorted_here
   here, kernels = window(places, 1, start, rows), experts.kernels
   ends_E = jnp.clip(jnp.cumsum(sizes_E) - start, 0, rows)
-  x_AD, weight_AK = (gather_blocks(a, "experts") for a in (x_ND, weight_NK))
+  x_AD, weight_AK = (gather_blocks(a, "experts", groups=groups) for a in (x_ND, weight_NK))
   rows_MD = take_rows(x_AD, here, kernels)
   y_MD = experts.compute(rows_MD, jnp.diff(ends_E, prepend=0), weights)
-  return sum_blocks(sum_rows(y_MD, weight_AK, here, kernels), "experts")
+  return sum_blocks(sum_rows(y_MD, weight_AK, here, kernels), "experts", groups=groups)
+
+
+def _hierarchical(x_ND, expert_NK, weight_NK, weights, experts):
+  """Each token once to each host that has experts of it, and there to all devices.
+
+  Between hosts it goes to the device that has the same place there, and the sum of the host's
+  shares comes back from that device. DeepSpeed-MoE (arXiv:2201.05596) and Tutel (arXiv:2206.03382)
+  exchange choices in two such steps, DeepSeek-V3 (arXiv:2412.19437, section 3.2.2) tokens, so that
+  none crosses to a host twice.
+  """
+  hosts, ways, (tokens, choices) = num_hosts(), num_shards("experts"), expert_NK.shape
+  if hosts == 1:
+    return _allgather(x_ND, expert_NK, weight_NK, weights, experts)
+  rows = host_room(tokens, choices, hosts, experts.factor, experts.num_groups, experts.top_groups)
+  room, _ = _room(expert_NK, experts)
+  host_NK = expert_NK // (experts.num_local * ways // hosts)
+  host_NC = _without_repeats(host_NK, hosts)
+  places = place_in_bins(host_NC, hosts, tokens)
+  pass_NC = places.slot_NK % tokens // rows
+  pass_NK = jnp.max(jnp.where(host_NK[..., None] == host_NC[:, None], pass_NC[:, None], 0), axis=2)
+  # Rows that each device gets in each pass: all have to know how many passes each of them makes.
+  passes, devices = jnp.arange(-(-tokens // rows))[:, None], jnp.arange(ways)
+  device_NK = (expert_NK // experts.num_local)[..., None, None]
+  goes_NKPX = (pass_NK[..., None, None] == passes) & (device_NK == devices)
+  received_PX = all_sum(jnp.sum(goes_NKPX, axis=(0, 1)), "experts")
+  needed = jnp.sum(jnp.any(received_PX > 0, axis=1)) * rows
+  whole = places, expert_NK, jnp.max(received_PX, axis=1)
+  one = functools.partial(_host_pass, experts=experts, rows=rows, room=room)
+  y_ND = _in_passes(one, rows, tokens, needed, whole, x_ND, weight_NK, weights)
+  beyond = jnp.maximum(received_PX[0, axis_index("experts")] - room, 0)
+  return y_ND, jnp.sum(pass_NK > 0) + beyond
+
+
+def _host_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows, room):
+  """Up to `rows` tokens from each device to each host, computed there `room` rows at a time."""
+  (places, expert_NK, fullest_P), kernels, hosts = whole, experts.kernels, num_hosts()
+  across, inside, num_experts = between_hosts("experts"), within_hosts("experts"), _all(experts)
+  here = window(places, hosts, start, rows)
+  expert_MK = expert_NK.at[here.source_M].get(mode="fill", fill_value=num_experts)
+  sent = take_rows(x_ND, here, kernels), expert_MK, take_rows(weight_NK, here)
+  x_MD, expert_MK, weight_MK = (exchange(a, "experts", groups=across) for a in sent)
+  expert_AK = gather_blocks(expert_MK, "experts", groups=inside)
+  sorted_here, _ = _sorted_here(expert_AK, experts)
+  most = expert_AK.shape[0] * min(expert_AK.shape[1], experts.num_local)
+  room = min(room, most)
+  one = functools.partial(_gathered_pass, experts=experts, rows=room, groups=inside)
+  needed = fullest_P[start // rows]
+  y_MD = _in_passes(one, room, most, needed, sorted_here, x_MD, weight_MK, weights)
+  y_MD = exchange(y_MD, "experts", groups=across)
+  return sum_rows(y_MD, jnp.ones(here.slot_NK.shape, weight_NK.dtype), here, kernels)
+
+
+def host_room(
+  tokens: int, choices: int, hosts: int, factor: float, num_groups: int = 1, top_groups: int = 1
+) -> int:
+  """Tokens that a device can send to each host at a time: `factor` times the mean, or all.
+
+  A token goes to no more hosts than it has choices, and than the groups of experts that it may use
+  lie on. That many are taken for the mean.
+
+  Args:
+    tokens: of a device.
+    choices: of a token.
+    hosts: that the experts are spread over.
+    factor: of the room.
+    num_groups: of neighbouring experts.
+    top_groups: groups of a token.
+  """
+  astride = hosts % num_groups and num_groups % hosts  # a group may begin and end within hosts
+  of_group = -(-hosts // num_groups) + (1 if astride else 0)
+  reached = min(choices, hosts, top_groups * of_group)
+  return min(tokens, _at_least(factor * tokens * reached / hosts))
+
+
+def _without_repeats(host_NK, hosts):
+  """The hosts of each token, each once; `hosts` in the places that are left."""
+  sorted_NK = jnp.sort(host_NK, axis=1)
+  is_again_NK = jnp.diff(sorted_NK, axis=1, prepend=-1) == 0
+  return jnp.sort(jnp.where(is_again_NK, hosts, sorted_NK), axis=1)[:, :hosts]
 
 
 def _ragged(x_ND, expert_NK, weight_NK, weights, experts):
   """Each choice's row to its device alone, where rows arrive sorted by expert."""
   rows, most = _room(expert_NK, experts)
-  num_experts = experts.num_local * num_shards("experts")
-  places, sizes_X = sort_by_expert(expert_NK, num_experts, experts.kernels)
+  places, sizes_X = sort_by_expert(expert_NK, _all(experts), experts.kernels)
   sizes_SX = gather_blocks(sizes_X[None], "experts")
   received_R = jnp.sum(sizes_SX.reshape(len(sizes_SX), -1, experts.num_local), axis=(0, 2))
   one = functools.partial(_ragged_pass, experts=experts, rows=rows)
@@ -183,7 +280,16 @@ def _bins_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows):
   return sum_rows(y_MD, weight_NK, here, kernels)
 
 
-WAYS = {"allgather": _allgather, "ragged": _ragged, "bins": _bins}
+WAYS = {
+  "allgather": _allgather,
+  "ragged": _ragged,
+  "bins": _bins,
+  "hierarchical": _hierarchical,
+}
+
+
+def _all(experts):
+  return experts.num_local * num_shards("experts")
 
 
 def _room(expert_NK, experts):

@@ -28,14 +28,13 @@ from ats_jax.planner.hardware import Hardware
 from ats_jax.planner.memory import activations, is_unrolled, state_memory, step_memory
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
-from ats_jax.sharding.mesh import on_mesh
+from ats_jax.sharding.mesh import ONE_HOST, on_mesh
 from ats_jax.sharding.pipeline import num_stages
 from ats_jax.sharding.rules import MESH_AXES, SHARDS
 from ats_jax.step.state import TrainState
 
 SHOWN = 8  # of the meshes that are slower
 SLACK = 1.02  # how far what is scaled may be above what is traced
-ONE_HOST = 8  # devices that an axis should not leave that talks in every layer
 
 
 class Axis(NamedTuple):
@@ -50,7 +49,8 @@ class Axis(NamedTuple):
   most: Callable[[Config], int]
 
 
-# Between candidates that take equally long, less of a later row wins.
+# Between candidates that take equally long, less of a later row wins. An axis that talks in every
+# layer should not leave a host.
 AXES = (
   Axis("fsdp", lambda cfg: cfg.model.d_model),
   Axis("context", lambda cfg: min(ONE_HOST, cfg.model.num_heads)),

@@ -13,8 +13,9 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.layers import of_activations
 from ats_jax.model.layout import fp8_layers, layer_kinds, mod_tokens
 from ats_jax.model.param import Param, Role, params_of
+from ats_jax.ops.expert_exchange import host_room
 from ats_jax.planner.hardware import Hardware
-from ats_jax.sharding.apply import mesh_axes, num_shards
+from ats_jax.sharding.apply import mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.pipeline import num_stages
 from ats_jax.sharding.rules import Part
 
@@ -45,7 +46,8 @@ def step_seconds(
   `context` swaps positions for heads before attention and back, in both passes.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
-  gathers positions six times a layer. `expert` sends rows to experts and back in both passes.
+  gathers positions six times a layer. `expert` sends rows to experts and back in both passes,
+  by `moe.exchange=hierarchical` first between hosts, at the rate of the links that were measured.
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
   twice, with what it exchanges, and `attention` all of it but attention; what other policies
@@ -229,11 +231,8 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     _times(micro / stages, hardware.seconds(kind, stream * n, num_shards("vocab")))
     for kind, n in at_head.items()
   ]
-  ways = num_shards("experts") if cfg.moe.num_experts else 1
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
-  local = (cfg.moe.num_experts + cfg.moe.spare_experts) // ways
-  room = stream * min(cfg.moe.top_k, local) * ways  # as `model.moe` reserves
-  sent = hardware.seconds("all_to_all", room * itemsize, ways)
+  sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
   swaps = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
     for width in swapped_widths(cfg)
@@ -256,6 +255,25 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     "handed on": _sum([_times(2 * ticks, handed), *ends]),
     "rows looked up": _times(2 * micro / stages, looked_up),
   }
+
+
+def _to_experts(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
+  """Seconds of one way between the tokens of a device and their experts."""
+  moe, ways, hosts = cfg.moe, num_shards("experts"), num_hosts()
+  a_token = cfg.model.d_model * jnp.dtype(cfg.precision.compute_dtype).itemsize
+  if hosts == 1:
+    local = (moe.num_experts + moe.spare_experts) // ways
+    room = tokens * min(moe.top_k, local) * ways  # as `model.moe` reserves
+    return hardware.seconds("all_to_all", room * a_token, ways)
+  # To hosts and their devices in one pass. A gather there, or a sum of blocks on the way back.
+  limits = moe.exchange_factor, moe.num_groups, moe.top_groups
+  sent = hosts * host_room(tokens, moe.top_k, hosts, *limits) * a_token
+  between = hardware.seconds("all_to_all", sent, hosts)
+  within = [
+    hardware.seconds(collective, sent * ways // hosts, ways // hosts)
+    for collective in ("all_gather", "reduce_scatter")
+  ]
+  return _sum([between, _times(1 / 2, _sum(within))])
 
 
 def swapped_widths(cfg: Config) -> tuple[int, ...]:

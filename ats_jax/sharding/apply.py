@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ats_jax.sharding.rules import KEPT, PARTS, Part, current_plan, current_rules, spec
 
@@ -264,7 +265,27 @@ def axis_index(axis: str) -> jax.Array | int:
   return jax.lax.axis_index(mesh_axes(axis)) if num_shards(axis) > 1 else 0
 
 
-def exchange(x: jax.Array, axis: str, *, split: int = 0, join: int = 0) -> jax.Array:
+type Groups = list[list[int]]
+
+
+def num_hosts() -> int:
+  """Over how many hosts the experts are spread, by the plan in use."""
+  return current_plan().hosts
+
+
+def within_hosts(axis: str) -> Groups:
+  """Which pieces of a logical axis are on one host, for each host."""
+  return np.arange(num_shards(axis)).reshape(num_hosts(), -1).tolist()
+
+
+def between_hosts(axis: str) -> Groups:
+  """Which pieces of a logical axis have the same place on their hosts, for each place."""
+  return np.arange(num_shards(axis)).reshape(num_hosts(), -1).T.tolist()
+
+
+def exchange(
+  x: jax.Array, axis: str, *, split: int = 0, join: int = 0, groups: Groups | None = None
+) -> jax.Array:
   """Inside an island: send block i of a dimension to device i along a logical axis.
 
   Args:
@@ -272,22 +293,36 @@ def exchange(x: jax.Array, axis: str, *, split: int = 0, join: int = 0) -> jax.A
     axis: the logical axis.
     split: the dimension that the blocks are of.
     join: along which dimension the result has them: its block j is what device j sent here.
+    groups: of devices, each by itself: i and j count in the group. None = one of all.
   """
-  if num_shards(axis) == 1:
+  if _size(axis, groups) == 1:
     return x
-  return jax.lax.all_to_all(x, mesh_axes(axis), split_axis=split, concat_axis=join, tiled=True)
+  return jax.lax.all_to_all(
+    x, mesh_axes(axis), split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True
+  )
 
 
-def gather_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
-  """Inside an island: the blocks of all devices along a logical axis, joined by dimension `dim`."""
-  return jax.lax.all_gather(x, mesh_axes(axis), axis=dim, tiled=True) if num_shards(axis) > 1 else x
+def gather_blocks(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:
+  """Inside an island: the blocks of all devices along a logical axis, joined by dimension `dim`.
+
+  With `groups`, of the devices of a group.
+  """
+  if _size(axis, groups) == 1:
+    return x
+  return jax.lax.all_gather(x, mesh_axes(axis), axis=dim, axis_index_groups=groups, tiled=True)
 
 
-def sum_blocks(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+def sum_blocks(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:
   """Inside an island: add up what the devices along a logical axis hold, and keep one block.
 
   The opposite of `gather_blocks`: device i keeps block i of dimension `dim` of the sum.
   """
-  if num_shards(axis) == 1:
+  if _size(axis, groups) == 1:
     return x
-  return jax.lax.psum_scatter(x, mesh_axes(axis), scatter_dimension=dim, tiled=True)
+  return jax.lax.psum_scatter(
+    x, mesh_axes(axis), scatter_dimension=dim, axis_index_groups=groups, tiled=True
+  )
+
+
+def _size(axis: str, groups: Groups | None) -> int:
+  return len(groups[0]) if groups else num_shards(axis)

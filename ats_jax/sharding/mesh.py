@@ -13,6 +13,8 @@ from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.pipeline import bubble
 from ats_jax.sharding.rules import MESH_AXES, SHARDS, ZERO, spec, use_plan
 
+ONE_HOST = 8  # devices of a host, where a mesh has none that could tell
+
 
 def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
   """Build the mesh `cfg.mesh` asks for over all devices (explicit axes).
@@ -32,12 +34,19 @@ def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) ->
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
     of_mesh = jax.set_mesh(mesh)
-  with of_mesh, plan_of(cfg, mesh.shape):
+  with of_mesh, plan_of(cfg, mesh):
     yield
 
 
-def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-  """The plan of a resolved config on a mesh of these sizes; a vocabulary is never padded."""
+def plan_of(
+  cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> contextlib.AbstractContextManager[None]:
+  """The plan of a resolved config on a mesh; a vocabulary is never padded.
+
+  Raises:
+    ValueError: as `hosts_along`, with `moe.exchange=hierarchical`.
+  """
+  sizes = mesh.shape
   with use_plan("default"):
     ways = math.prod(sizes[axis] for axis in mesh_axes("vocab"))
   divides = cfg.model.vocab_size % ways == 0
@@ -47,7 +56,50 @@ def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContext
     whole_vocabulary=not divides,
     cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
+    hosts=expert_hosts(cfg, mesh) if cfg.moe.exchange == "hierarchical" else 1,
   )
+
+
+def expert_hosts(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+  """Over how many hosts the mesh axis of experts is spread.
+
+  `moe.exchange_hosts`, or as many as there are processes along the axis. Of a mesh without devices
+  a host has up to ONE_HOST neighbours.
+
+  Raises:
+    ValueError: as `hosts_along`.
+  """
+  ways, asked = mesh.shape["expert"], cfg.moe.exchange_hosts
+  axis = mesh.axis_names.index("expert")
+  if asked and ways > 1:
+    assert ways % asked == 0  # `config.validate`
+    return asked
+  if isinstance(mesh, jax.sharding.AbstractMesh):
+    inner = math.prod(mesh.axis_sizes[axis + 1 :])
+    return ways // math.gcd(ways, max(1, ONE_HOST // inner))
+  host_of = np.array([device.process_index for device in mesh.devices.flat])
+  return hosts_along(np.moveaxis(host_of.reshape(mesh.axis_sizes), axis, -1).reshape(-1, ways))
+
+
+def hosts_along(host_of: np.ndarray) -> int:
+  """How many hosts share each line of devices, in blocks of neighbours of one size.
+
+  Args:
+    host_of: int [lines, devices], the host of each device along a mesh axis.
+
+  Raises:
+    ValueError: if they do not share each line so.
+  """
+  hosts = len(np.unique(host_of[0]))
+  for line in host_of:
+    blocks = line.reshape(hosts, -1) if len(line) % hosts == 0 else line[None]
+    if len(np.unique(line)) != hosts or (blocks != blocks[:, :1]).any():
+      raise ValueError(
+        f"moe.exchange=hierarchical: devices along mesh.expert={len(line)} are on the hosts "
+        f"{line.tolist()}, elsewhere on {hosts}. Each host needs as many of them, side by side. "
+        "Choose another mesh.expert, set moe.exchange_hosts, or use moe.exchange=allgather."
+      )
+  return hosts
 
 
 def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:

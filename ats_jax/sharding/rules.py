@@ -74,6 +74,7 @@ class Plan(NamedTuple):
     whole_rows: the positions of a row are not cut.
     cut_residuals: positions of the residual stream are cut by the axis of widths too.
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
+    hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size.
   """
 
   name: str = "default"
@@ -81,6 +82,7 @@ class Plan(NamedTuple):
   whole_rows: bool = False
   cut_residuals: bool = False
   whole_matrices: bool = False
+  hosts: int = 1
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
@@ -92,6 +94,7 @@ def use_plan(
   whole_vocabulary: bool = False,
   cut_residuals: bool = False,
   whole_matrices: bool = False,
+  hosts: int = 1,
 ) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
@@ -100,14 +103,22 @@ def use_plan(
     whole_vocabulary: see `Plan`.
     cut_residuals: see `Plan`.
     whole_matrices: see `Plan`.
+    hosts: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  plan = Plan(name, whole_vocabulary, cut_residuals=cut_residuals, whole_matrices=whole_matrices)
-  return _plan(plan)
+  return _plan(
+    Plan(
+      name,
+      whole_vocabulary,
+      cut_residuals=cut_residuals,
+      whole_matrices=whole_matrices,
+      hosts=hosts,
+    )
+  )
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:

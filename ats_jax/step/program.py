@@ -18,6 +18,7 @@ from ats_jax.model.numerics import Numerics, numerics, usual_unroll
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
 from ats_jax.ops.requirements import Device, this_device
+from ats_jax.sharding.apply import num_hosts, num_shards
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.sharding.pipeline import in_words, num_stages
 from ats_jax.step.balance import rules_at
@@ -113,6 +114,10 @@ class Program:
       facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"
     if (stages := num_stages()) > 1:
       facts["pipeline"] = in_words(cfg.model.num_layers, cfg.step.accum_steps, stages)
+    if cfg.moe.num_experts and num_shards("experts") > 1 and cfg.moe.exchange == "hierarchical":
+      hosts = num_hosts()
+      steps = f"between {hosts} hosts, then within each" if hosts > 1 else "one host: as allgather"
+      facts["exchange of tokens"] = steps
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {

@@ -52,12 +52,14 @@ class Collective(NamedTuple):
     arrays: its results.
     in_loop: how many loops are around it.
     op: where it comes from, by `op_name` of its metadata.
+    groups: the devices that take part, as HLO writes them.
   """
 
   kind: str
   arrays: tuple[Array, ...]
   in_loop: int
   op: str
+  groups: str
 
   @property
   def bytes(self) -> int:
@@ -85,7 +87,16 @@ def collectives(text: str) -> list[Collective]:
           for dtype, shape in _ARRAY.findall(match[1])
         )
         op = re.search(r'op_name="([^"]*)"', line)
-        found.append(Collective(match[2], arrays, depth.get(name, 0), op[1] if op else ""))
+        groups = re.search(r"replica_groups=(\S+)", line)
+        found.append(
+          Collective(
+            match[2],
+            arrays,
+            depth.get(name, 0),
+            op[1] if op else "",
+            groups[1].rstrip(",") if groups else "",
+          )
+        )
   return found
 
 

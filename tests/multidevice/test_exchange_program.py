@@ -14,6 +14,7 @@ from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.sharding.apply import reshard
+from ats_jax.sharding.rules import use_plan
 
 pytestmark = pytest.mark.compat
 
@@ -44,7 +45,8 @@ def with_gradients(layer, x_BTD, valid_BT):
 def program(f, how, factor):
   """The text of a compiled layer."""
   cfg = tiny_config(LAYER | {"moe.exchange": how, "moe.exchange_factor": factor})
-  with jax.set_mesh(make_test_mesh(1, 1, 1, WAYS)):
+  plan = use_plan("default", hosts=2 if how == "hierarchical" else 1)
+  with jax.set_mesh(make_test_mesh(1, 1, 1, WAYS)), plan:
     layer = MoE(cfg, numerics(cfg), nnx.Rngs(params=jax.random.key(0)))
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, WIDTH)).astype(np.float32)
     x = reshard(jnp.array(x), "batch", "seq", "act_embed")
@@ -95,7 +97,9 @@ def test_bins_travel_to_the_experts_and_back():
   assert shapes == [(2 * TOKENS, WIDTH)] * 2  # of a tuple, one a device
 
 
-@pytest.mark.parametrize("how", ["allgather", "bins"])
+@pytest.mark.parametrize(
+  "how", ["allgather", "bins", pytest.param("hierarchical", marks=pytest.mark.mesh)]
+)
 @pytest.mark.parametrize("f", [forward, with_gradients])
 def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other(f, how):
   """So that a scheduler can run them at the same time."""

@@ -26,6 +26,7 @@ from ats_jax.model.numerics import numerics
 from ats_jax.model.param import Buffer, merge, trainable
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import to_global
+from ats_jax.sharding.rules import use_plan
 from ats_jax.step.balance import rules_at
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.optimizers import build_optimizer
@@ -140,7 +141,8 @@ NO_OVERFLOW = {"['stats'].overflow": np.zeros(())}  # which differs between mesh
 
 @functools.cache
 def run(mode, shape, pull=False, changes=()):
-  with jax.enable_x64(True), jax.set_mesh(make_test_mesh(*shape)):
+  plan = use_plan("default", hosts=dict(changes).get("moe.exchange_hosts", 1))
+  with jax.enable_x64(True), jax.set_mesh(make_test_mesh(*shape)), plan:
     layer = make_layer(mode, weights(mode), changes)
     layer.router.bias_E[...] = jnp.array(biases(mode, pull))
     return on_host(COMPILED(layer, *inputs())[1])
@@ -187,6 +189,18 @@ def test_each_exchange_equals_one_device_with_and_without_overflow(how, shape):
     assert one["['stats'].overflow"] == 0
     if pull and shape[3] > 2:  # of two devices, each has room for what all tokens want first
       assert many["['stats'].overflow"] > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 4), (1, 2, 1, 4)])
+@pytest.mark.mesh
+def test_an_exchange_in_two_steps_equals_one_device_with_and_without_overflow(shape):
+  """Two hosts, with `tensor` and with `fsdp`."""
+  changes = {"exchange": "hierarchical", "exchange_hosts": 2, "exchange_factor": 1.0}
+  changes = tuple((f"moe.{name}", value) for name, value in changes.items())
+  for pull in (False, True):
+    many, one = run("dropless", shape, pull, changes), run("dropless", ONE, pull)
+    assert_close(many | NO_OVERFLOW, one)
+    assert not pull or many["['stats'].overflow"] > 0
 
 
 @pytest.mark.parametrize("how", ["allgather", "ragged"])

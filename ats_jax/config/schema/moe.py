@@ -66,8 +66,16 @@ class MoEConfig:
   exchange: str = setting(
     "allgather",
     "how tokens reach experts on other devices (mesh.expert, dispatch=dropless): all of them go to "
-    "all devices; each to its experts' alone, in blocks of any size; or in blocks of one size",
-    choices=("allgather", "ragged", "bins"),
+    "all devices; each to its experts' alone, in blocks of any size; in blocks of one size; or "
+    "once to each host of its experts, and there to all devices",
+    choices=("allgather", "ragged", "bins", "hierarchical"),
+    resume="free",
+  )
+  exchange_hosts: int = setting(
+    0,
+    "hosts that mesh.expert is spread over, for exchange=hierarchical; 0 = as many as there are "
+    "processes along it",
+    low=0,
     resume="free",
   )
   exchange_factor: float = setting(

@@ -8,6 +8,7 @@ from ats_jax.config import base_config, from_config_dict
 
 MOE = {"moe.num_experts": 8}
 GROUPS = MOE | {"moe.num_groups": 4, "moe.top_groups": 2}
+TWO_STEPS = MOE | {"moe.exchange": "hierarchical", "moe.exchange_hosts": 2}
 MOD = {"mod.routing": "learned"}
 
 
@@ -84,6 +85,16 @@ def build(changes):
       "use them with moe.num_groups=1",
     ),
     (
+      MOE | {"moe.exchange_hosts": 2, "mesh.expert": 4},
+      "moe.exchange_hosts=2 does nothing with moe.exchange=allgather",
+      "Set moe.exchange=hierarchical, or moe.exchange_hosts=0",
+    ),
+    (
+      TWO_STEPS | {"mesh.expert": 4, "moe.exchange_hosts": 3},
+      "moe.exchange_hosts=3 does not divide mesh.expert=4",
+      "Use a divisor, or 0 for one host a process",
+    ),
+    (
       MOE | {"moe.capacity_factor": 0.0},
       "moe.capacity_factor=0.0 is too small",
       "at least 0.1",
@@ -141,6 +152,8 @@ def test_what_cannot_be(changes, wrong, remedy):
     MOE | {"moe.dispatch": "capacity", "moe.capacity_factor": 0.1, "moe.num_shared": 2},
     GROUPS | {"moe.spare_experts": 4, "moe.top_k": 4},
     GROUPS | {"moe.top_groups": 4, "moe.top_k": 8},
+    TWO_STEPS | {"mesh.expert": 8},
+    TWO_STEPS | {"mesh.expert": 1},  # nothing is exchanged
     MOD | {"mod.start_layer": 3, "mod.every": 1},
     MOD | {"mod.start_layer": 1, "mod.end_layer": 3, "mod.every": 2},
     MOD | {"mod.anneal_fraction": 0.5, "mod.start_capacity": 0.3, "mod.capacity": 0.3},

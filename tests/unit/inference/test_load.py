@@ -41,6 +41,14 @@ def test_any_run_fits_any_number_of_devices(trained, devices, fsdp, tensor, batc
   assert fitted.data.batch_size % (devices // tensor) == 0
 
 
+def test_hosts_are_counted_anew():
+  config = base_config()
+  config.moe.update(num_experts=8, exchange="hierarchical", exchange_hosts=4)
+  config.mesh.expert = 8
+  fitted = fit_devices(from_config_dict(config), 2)
+  assert (fitted.mesh.expert, fitted.moe.exchange_hosts) == (2, 0)
+
+
 @pytest.fixture
 def trained(tmp_path):
   """The workdir of a run of two steps."""

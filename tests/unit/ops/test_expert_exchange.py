@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh
 
-from ats_jax.ops.expert_exchange import routes
+from ats_jax.ops.expert_exchange import host_room, routes
 from ats_jax.sharding.ragged import Routes, ragged_exchange
 from ats_jax.sharding.rules import spec
 
@@ -115,3 +115,22 @@ def test_without_the_primitive_a_gather_does_what_it_specifies():
     assert text.count("custom_call @ragged_all_to_all") == 1
     assert "all_gather" not in text
     assert "ragged" not in jax.jit(f).lower(*args).as_text()
+
+
+@pytest.mark.parametrize(
+  ("choices", "hosts", "groups", "mean"),
+  [
+    (1, 4, (1, 1), 1),
+    (2, 4, (1, 1), 2),
+    (8, 4, (1, 1), 4),  # no more than all
+    (8, 8, (8, 4), 4),  # a group is a host
+    (8, 4, (8, 2), 2),  # a host has two groups
+    (8, 8, (4, 2), 4),  # a group is on two hosts
+    (8, 8, (3, 1), 4),  # and on up to four where they do not divide
+  ],
+)
+def test_room_on_a_host_is_for_tokens_and_not_for_their_choices(choices, hosts, groups, mean):
+  room = lambda factor: host_room(64, choices, hosts, factor, *groups)
+  assert room(1.0) == 64 * mean // hosts
+  assert room(1.5) == min(64, 96 * mean // hosts)
+  assert room(float(hosts)) == 64

@@ -38,6 +38,15 @@ def test_activations_grow_with_the_room_and_not_with_the_devices(how):
   assert at(8.0) - at(1.0) > 6.5 * (at(2.0) - at(1.0))  # room for the worst case
 
 
+def test_activations_of_two_steps_have_the_room_of_both():
+  """With room for all: what a host received from both hosts is kept beside the rows of experts."""
+  room = {"moe__exchange_factor": 8.0}
+  two_steps = {"moe__exchange": "hierarchical", "moe__exchange_hosts": 2}
+  more = activations(**room, **two_steps) - activations(**room)
+  rows = 2 * 2 * 64  # of a device: from two hosts, 2 rows of 64 tokens
+  assert 2 * 4 * 64 * rows <= more < 3 * 2 * 4 * 64 * rows  # of each of two layers
+
+
 def test_no_axis_is_preferred_where_it_takes_no_more():
   cfg = tiny_config(EXPERTS | {"moe.exchange_factor": 8.0})
   found = without_expert_axis(cfg, 0, describe(cfg))

@@ -122,6 +122,20 @@ def test_what_tokens_cost_on_the_links():
   assert sent == pytest.approx(4 * RATES.seconds("all_to_all", size, 2))
 
 
+def test_what_tokens_cost_between_hosts_and_within():
+  experts = {"moe.num_experts": 8, "moe.top_k": 3, "moe.d_ff": 32, "moe.every": 2}
+  hosts = {"moe.exchange": "hierarchical", "moe.exchange_hosts": 2, "moe.exchange_factor": 1.0}
+  limit = {"moe.num_groups": 2, "moe.top_groups": 1}
+  sent = lambda **s: plan(settings=experts | hosts | s, expert=4)["step_seconds"]["parts"]
+  # A device has 2 rows of 16 tokens of 32 numbers. All may go to both hosts, or half to each.
+  for settings, tokens in (({}, 2 * 16), (limit, 16)):
+    size = 2 * tokens * 32 * 4
+    between = RATES.seconds("all_to_all", size, 2)
+    to, of = (RATES.seconds(kind, 2 * size, 2) for kind in ("all_gather", "reduce_scatter"))
+    found = sent(**settings)["tokens exchanged"]
+    assert found == pytest.approx(4 * between + 2 * (to + of))
+
+
 def test_what_rows_cut_over_devices_cost_on_the_links():
   found = plan(context=2, data=2)["step_seconds"]
   # A device has 4 rows of 8 tokens. Queries and outputs have 4 heads of 8 numbers; keys and values

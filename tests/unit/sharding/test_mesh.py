@@ -5,8 +5,17 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
-from ats_jax.sharding.mesh import batch_sharding, local_rows, make_mesh, to_global
-from ats_jax.sharding.rules import MESH_AXES
+from ats_jax.planner.abstract import abstract_mesh
+from ats_jax.sharding.mesh import (
+  batch_sharding,
+  hosts_along,
+  local_rows,
+  make_mesh,
+  on_mesh,
+  to_global,
+)
+from ats_jax.sharding.rules import MESH_AXES, current_plan
+from ats_jax.step.program import make_program
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
@@ -87,3 +96,69 @@ def test_rows_become_global_arrays(shape):
     assert {s.data.shape for s in array.addressable_shards} == {(2, rows, cfg.data.seq_len)}
   flat = to_global({"x": batch["tokens"][0]}, mesh)["x"]
   assert flat.sharding == batch_sharding(mesh, 2) and flat.shape == (8, cfg.data.seq_len)
+
+
+@pytest.mark.parametrize(
+  ("lines", "hosts"),
+  [
+    ([[0, 0, 0, 0]], 1),
+    ([[0, 0, 1, 1]], 2),
+    ([[3, 3, 1, 1], [0, 0, 2, 2]], 2),  # copies on other hosts
+    ([[0, 1, 2, 3]] * 2, 4),  # `tensor` takes the devices of a host
+  ],
+)
+def test_hosts_share_an_axis_in_blocks_of_neighbours(lines, hosts):
+  assert hosts_along(np.array(lines)) == hosts
+
+
+@pytest.mark.parametrize(
+  ("lines", "words"),
+  [
+    ([[0, 0, 0, 1]], r"mesh.expert=4 are on the hosts \[0, 0, 0, 1\]"),
+    ([[0, 1, 0, 1]], r"\[0, 1, 0, 1\].*side by side"),
+    ([[0, 0, 1, 1], [2, 2, 2, 2]], r"hosts \[2, 2, 2, 2\], elsewhere on 2.*set moe.exchange_hosts"),
+    ([[0, 0, 1]], "as many of them"),
+  ],
+)
+def test_hosts_that_share_an_axis_otherwise_are_refused(lines, words):
+  with pytest.raises(ValueError, match=words):
+    hosts_along(np.array(lines))
+
+
+@pytest.mark.parametrize(
+  ("changes", "hosts"),
+  [
+    ({}, 1),  # all devices are of one process
+    ({"moe.exchange_hosts": 2}, 2),
+    ({"moe.exchange_hosts": 2, "mesh.expert": 1, "mesh.fsdp": 8}, 1),
+    ({"moe.exchange": "ragged"}, 1),
+  ],
+)
+def test_a_plan_knows_the_hosts_of_its_experts(changes, hosts):
+  cfg = tiny_config(
+    {"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8} | changes
+  )
+  with on_mesh(cfg, make_mesh(cfg)):
+    assert current_plan().hosts == hosts
+
+
+def test_the_log_says_how_many_hosts_there_are():
+  cfg = {"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8}
+  said = []
+  for changes in ({}, {"moe.exchange_hosts": 2}, {"moe.exchange": "bins"}):
+    own = tiny_config(cfg | changes)
+    with on_mesh(own, make_mesh(own)):
+      said.append(make_program(own).facts().get("exchange of tokens"))
+  assert said == ["one host: as allgather", "between 2 hosts, then within each", None]
+
+
+@pytest.mark.parametrize(
+  ("sizes", "hosts"),
+  [({"expert": 8}, 1), ({"expert": 32}, 4), ({"expert": 4, "tensor": 4}, 2), ({"expert": 12}, 3)],
+)
+def test_without_devices_a_host_has_eight(sizes, hosts):
+  changes = {"moe.num_experts": 96, "moe.exchange": "hierarchical", "data.batch_size": 96}
+  changes |= {"model.num_heads": 4, "model.num_kv_heads": 4}
+  cfg = tiny_config(changes | {f"mesh.{axis}": size for axis, size in sizes.items()})
+  with on_mesh(cfg, abstract_mesh(cfg)):
+    assert current_plan().hosts == hosts
