@@ -19,28 +19,23 @@ def without_expert_axis(cfg: Config, devices: int, plan: dict[str, Any]) -> dict
     plan: what `describe` says of it.
 
   Returns:
-    `mesh.fsdp`, `bytes` of a device, `bytes_with` the axis, `prefer` (it takes no more memory, so
-    that it fits wherever the other does) and `obstacle` (why there is no such mesh, "" if there
-    is); None if the mesh has no expert axis.
+    `mesh.fsdp`, `bytes` of a device, `bytes_with` the axis, and `prefer` (it takes no more memory,
+    so that it fits wherever the other does); None if the mesh has no expert axis.
   """
   mesh = cfg.mesh
   if mesh.expert == 1:
     return None
   fsdp = mesh.fsdp * mesh.expert
-  found = {"mesh.fsdp": fsdp, "bytes": 0, "bytes_with": planned_bytes(plan), "prefer": False}
+  # It divides what this mesh divides.
   folded = dataclasses.replace(cfg, mesh=dataclasses.replace(mesh, fsdp=fsdp, expert=1))
-  try:
-    found["bytes"] = planned_bytes(describe(folded, devices))
-  except ValueError as e:
-    return {**found, "obstacle": str(e)}
-  return {**found, "prefer": found["bytes"] <= found["bytes_with"], "obstacle": ""}
+  without, with_axis = planned_bytes(describe(folded, devices)), planned_bytes(plan)
+  prefer = without <= with_axis
+  return {"mesh.fsdp": fsdp, "bytes": without, "bytes_with": with_axis, "prefer": prefer}
 
 
 def render(found: dict[str, Any]) -> list[str]:
   """What `without_expert_axis` found, as text."""
   sizes = f"mesh.fsdp={found['mesh.fsdp']}, mesh.expert=1"
-  if found["obstacle"]:
-    return [f"the expert axis stays: {sizes} cannot be used.", f"  {found['obstacle']}"]
   gap = (found["bytes"] - found["bytes_with"]) / GIB
   size = f"{found['bytes'] / GIB:,.3f} GiB a device"
   if found["prefer"]:

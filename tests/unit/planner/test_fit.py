@@ -15,7 +15,7 @@ from ats_jax.planner.advice import fit_lines, memory_lines, reliefs
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.fit import AXES, REMATS, changed, fit, meshes
 from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical
-from ats_jax.sharding.rules import MESH_AXES
+from ats_jax.sharding.rules import MESH_AXES, SHARDS
 
 DENSE = {"model.vocab_size": 384, "model.num_layers": 4, "data.batch_size": 16, "data.seq_len": 32}
 MOE = DENSE | {"moe.num_experts": 4, "moe.d_ff": 32}
@@ -38,7 +38,8 @@ def test_a_mesh_without_tensor_shards_no_residuals():
 def test_gathered_weights_are_kept_where_a_run_takes_it():
   cfg = tiny_config(DENSE | {"mesh.fsdp": 2, "mesh.keep_gathered": True})
   for mesh in meshes(cfg, 2):
-    shards = mesh["mesh.fsdp"] == 2 and mesh["mesh.zero"] == 3 and mesh["mesh.stage"] == 1
+    cut = max(mesh[f"mesh.{axis}"] for axis in SHARDS) == 2
+    shards = cut and mesh["mesh.zero"] == 3 and mesh["mesh.stage"] == 1
     assert mesh["mesh.keep_gathered"] == shards
   state = sum(fit(cfg, 2, 1000, RATES).plan["device_bytes_exact"].values())
   tried = fit(cfg, 2, state + 1000, RATES).considered  # more and more micro-batches
@@ -129,7 +130,7 @@ def test_a_pipeline_is_picked_where_links_are_slow():
 def test_a_row_is_cut_where_there_is_one():
   one_row = {"data.batch_size": 1, "model.num_kv_heads": 1}
   found = fit(tiny_config(DENSE | one_row), 2, 2**40, RATES)
-  assert found.pick is not None and found.pick.mesh == "context=2"
+  assert found.pick is not None and found.pick.mesh == "context=2, zero=2"  # nothing is gathered
   assert {"data=2", "stage=2", "fsdp=2"} <= found.refused.keys()
   assert "step.accum_steps=2 does not divide data.batch_size=1" in found.refused["stage=2"]
   # Three heads are no whole number for two devices.

@@ -148,9 +148,10 @@ def test_what_rows_cut_over_devices_cost_on_the_links():
   copied = plan(context=4, data=1)["step_seconds"]["parts"]["heads swapped"]
   size = 8 * 4 * 4 * 8 * 4
   assert copied == pytest.approx(2 * 2 * 4 * RATES.seconds("all_to_all", size, 4))
-  # Gradients are summed over all devices, as with copies of the weights.
-  summed = plan(data=4)["step_seconds"]["parts"]["gradients summed"]
-  assert found["parts"]["gradients summed"] == pytest.approx(summed)
+  # Weights are gathered and gradients scattered as with fsdp.
+  for name in ("weights gathered", "gradients scattered", "gradients summed"):
+    of_fsdp = plan(fsdp=2, data=2)["step_seconds"]["parts"][name]
+    assert found["parts"][name] == pytest.approx(of_fsdp) and of_fsdp > 0
   assert plan(data=4)["step_seconds"]["parts"]["heads swapped"] == 0
 
 

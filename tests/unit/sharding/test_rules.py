@@ -14,6 +14,7 @@ from ats_jax.sharding.mesh import on_mesh, to_global
 from ats_jax.sharding.rules import (
   MESH_AXES,
   RULES,
+  SHARDS,
   current_plan,
   current_rules,
   spec,
@@ -25,7 +26,7 @@ from ats_jax.step.program import make_program
 
 def test_spec_translates():
   assert spec("batch", "seq", None) == jax.P(("data", "fsdp", "expert"), "context", None)
-  assert spec("layers", "embed", "ff") == jax.P("stage", "fsdp", "tensor")
+  assert spec("layers", "embed", "ff") == jax.P("stage", SHARDS, "tensor")
   assert spec() == jax.P()
 
 
@@ -51,12 +52,14 @@ def test_the_tables_name_the_same_axes_and_only_mesh_axes(plan):
 @pytest.mark.parametrize("plan", RULES)
 def test_experts_are_cut_or_dealt_out_whole(plan):
   sharded = RULES[plan]["embed"]
+  assert sharded == (SHARDS if plan == "default" else None)
   with use_plan(plan):
-    assert spec("stored_experts", "expert_embed", "ff") == jax.P("expert", sharded, "tensor")
+    others = ("fsdp", "context") if sharded else None
+    assert spec("stored_experts", "expert_embed", "ff") == jax.P("expert", others, "tensor")
   with use_plan(plan, whole_matrices=True):
-    experts = ("expert", "fsdp") if sharded else "expert"
+    experts = ("expert", "fsdp", "context") if sharded else "expert"
     assert spec("stored_experts", "expert_embed", "ff") == jax.P(experts, None, "tensor")
-    assert spec("experts", "embed") == jax.P("expert", sharded)
+    assert spec("experts", None) == jax.P("expert", None)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_a_function_is_traced_anew_for_each_plan():
     first = weight().sharding.spec
     with use_plan("data_parallel"):
       assert weight().sharding.spec == jax.P(None, None)
-    assert weight().sharding.spec == first == jax.P("fsdp", None)
+    assert weight().sharding.spec == first == jax.P(SHARDS, None)
 
 
 @pytest.mark.parametrize("plan", RULES)

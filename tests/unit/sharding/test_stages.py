@@ -8,6 +8,7 @@ from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.describe import describe, render
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.sharding.pipeline import bubble, most_micro_batches, row_axis
+from ats_jax.sharding.rules import SHARDS
 from ats_jax.step.program import make_program
 
 STAGED = {"mesh.data": 1, "mesh.stage": 2, "step.accum_steps": 4, "model.num_layers": 4}
@@ -37,7 +38,7 @@ def test_a_stage_has_the_moments_of_its_layers_alone(zero):
   cfg = tiny_config(STAGED | {"model.vocab_size": 384, "mesh.fsdp": 2, "mesh.zero": zero})
   with on_mesh(cfg, abstract_mesh(cfg)):
     moments = abstract_state(cfg).opt_state[1].mu
-  assert moments.segments[0].layers[0].mlp.gate.weight.sharding.spec[:2] == ("stage", "fsdp")
+  assert moments.segments[0].layers[0].mlp.gate.weight.sharding.spec[:2] == ("stage", SHARDS)
 
 
 def test_the_bubble():
