@@ -27,7 +27,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by a config's plan: `mesh.zero`, `shard_residuals`, what divides what."""
+  """Compute on a mesh by a config's plan: `mesh.zero` and others, and what divides what."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
@@ -47,6 +47,7 @@ def plan_of(cfg: Config, sizes: Mapping[str, int]) -> contextlib.AbstractContext
     whole_vocabulary=not divides,
     cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % (sizes["expert"] * sizes["fsdp"]) == 0,
+    ring=cfg.mesh.context_ring,
   )
 
 

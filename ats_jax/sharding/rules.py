@@ -71,6 +71,7 @@ class Plan(NamedTuple):
     whole_rows: the positions of a row are not cut.
     cut_residuals: positions of the residual stream are cut by the axis of widths too.
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
+    ring: in attention the devices along a row keep their heads, and hand on keys and values.
   """
 
   name: str = "default"
@@ -78,6 +79,7 @@ class Plan(NamedTuple):
   whole_rows: bool = False
   cut_residuals: bool = False
   whole_matrices: bool = False
+  ring: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
@@ -89,6 +91,7 @@ def use_plan(
   whole_vocabulary: bool = False,
   cut_residuals: bool = False,
   whole_matrices: bool = False,
+  ring: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
@@ -97,13 +100,14 @@ def use_plan(
     whole_vocabulary: see `Plan`.
     cut_residuals: see `Plan`.
     whole_matrices: see `Plan`.
+    ring: see `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  plan = Plan(name, whole_vocabulary, cut_residuals=cut_residuals, whole_matrices=whole_matrices)
+  plan = Plan(name, whole_vocabulary, False, cut_residuals, whole_matrices, ring)
   return _plan(plan)
 
 
@@ -141,6 +145,8 @@ def _table(plan: Plan) -> Rules:
     rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
   elif plan.cut_residuals:
     rules["residual_seq"] = ("context", "tensor")
+  if plan.ring:
+    rules["heads_of_rows"] = rules["heads"]
   if plan.whole_vocabulary:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:
