@@ -132,14 +132,14 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
   What it needs has names, so that a remat policy can keep it.
   """
   run = _chosen("block_forward", attention_block.forward, how)
-  device, here, held = axis_index("seq"), _tokens(segment_ids_BR, 0), (k_BTKH, v_BTKV)
+  device, here, held = axis_index("seq"), tokens_after(segment_ids_BR, 0), (k_BTKH, v_BTKV)
   y_BTNV, lse_BTN = run(q_BTNH, *held, here, here, how.rules(is_diagonal=True))
   done, coming = (y_BTNV.astype(lse_BTN.dtype), lse_BTN), _send_on(held)
   for step in range(1, num_shards("seq")):
     held, done = jax.lax.optimization_barrier((coming, done))  # no more than two at a time
     coming = _send_on(held) if step + 1 < num_shards("seq") else None
-    pair = functools.partial(_pair, is_earlier=device >= step)
-    queries, keys = pair(here, SECOND), pair(_tokens(segment_ids_BR, step), FIRST)
+    pair = functools.partial(pair_of_chunks, is_earlier=device >= step)
+    queries, keys = pair(here, SECOND), pair(tokens_after(segment_ids_BR, step), FIRST)
     found = run(
       pair(q_BTNH, SECOND), *pair(held, FIRST), queries, keys, how.rules(is_diagonal=False)
     )
@@ -155,11 +155,14 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
 
 def _ring_backward(how, saved, dy_BTNV):
   """Gradients of keys and values go round with them, and one step further: home."""
+  # Nothing begins before the gradient is there: a first step that is also the forward pass's would
+  # be made once, and kept.
+  saved, dy_BTNV = jax.lax.optimization_barrier((saved, dy_BTNV))
   q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, y_BTNV, lse_BTN = saved
   run = _chosen("block_backward", attention_block.backward, how)
   wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
   as_wide = lambda arrays: tuple(a.astype(wide) for a in arrays)
-  device, here, held = axis_index("seq"), _tokens(segment_ids_BR, 0), (k_BTKH, v_BTKV)
+  device, here, held = axis_index("seq"), tokens_after(segment_ids_BR, 0), (k_BTKH, v_BTKV)
   after = y_BTNV, lse_BTN, dy_BTNV
   dq_BTNH, *of_held = as_wide(run(q_BTNH, *held, here, here, *after, how.rules(is_diagonal=True)))
   coming = _send_on(held)
@@ -167,8 +170,8 @@ def _ring_backward(how, saved, dy_BTNV):
     held, dq_BTNH = jax.lax.optimization_barrier((coming, dq_BTNH))
     coming = _send_on(held) if step + 1 < num_shards("seq") else None
     of_held = _send_on(of_held)
-    pair = functools.partial(_pair, is_earlier=device >= step)
-    queries, keys = pair(here, SECOND), pair(_tokens(segment_ids_BR, step), FIRST)
+    pair = functools.partial(pair_of_chunks, is_earlier=device >= step)
+    queries, keys = pair(here, SECOND), pair(tokens_after(segment_ids_BR, step), FIRST)
     (q, *others), rules = pair((q_BTNH, *after), SECOND), how.rules(is_diagonal=False)
     dq, *dheld = as_wide(run(q, *pair(held, FIRST), queries, keys, *others, rules))
     added = functools.partial(_added, is_earlier=device >= step)
@@ -201,7 +204,7 @@ def _send_on(arrays):
   return jax.tree.map(lambda a: send(a, "seq", [(i + 1) % ways for i in range(ways)]), arrays)
 
 
-def _tokens(segment_ids_BR, step):
+def tokens_after(segment_ids_BR, step):
   """Which tokens a device has here after so many steps: those of the device so far before it."""
   (batch, length), ways = segment_ids_BR.shape, num_shards("seq")
   of_device = (axis_index("seq") - step) % ways
@@ -217,7 +220,7 @@ def _halves(x_BT):
   return x_BT.reshape(batch, 2, positions // 2, *x_BT.shape[2:])
 
 
-def _pair(tree: Any, always: int, is_earlier: jax.Array | bool) -> Any:
+def pair_of_chunks(tree: Any, always: int, is_earlier: jax.Array | bool) -> Any:
   """Chunks of this device, or of what it holds, as rows of a batch twice as large [2B, t, ...].
 
   Two pairs of chunks are computed: the second one's queries with the first keys, whose device ever
@@ -257,7 +260,7 @@ def _joined(done, found, *, is_earlier):
 
 
 def _added(sum_BT, found_Pt, always, *, is_earlier):
-  """A sum over a device's tokens, with shares of two pairs of chunks (`_pair`)."""
+  """A sum over a device's tokens, with shares of two pairs of chunks (`pair_of_chunks`)."""
   of_always, of_other = _unpaired(found_Pt)
   to_first, to_second = jnp.where(is_earlier, of_other, 0), jnp.where(is_earlier, 0, of_other)
   parts = [to_first, to_second]
