@@ -233,10 +233,10 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   # One device hands an array to the next: half of what both would have after a gather.
   hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
   handed = hand_on(between * itemsize, stages)
-  forward, backward = ring_widths(cfg, itemsize) if is_ring() else (0, 0)
+  widths = ring_widths(cfg, itemsize) if is_ring() else (0, 0, 0)
   of_ring = [
     _times(times, hand_on(tokens * width, num_shards("seq")))
-    for times, width in ((passes - 1, forward), (1, backward))
+    for times, width in zip((passes, 1 + again + staged, 1), widths, strict=True)
   ]
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [
@@ -265,17 +265,19 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
   return heads * model.head_dim, sent * model.head_dim, sent * value, heads * value
 
 
-def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int]:
-  """Bytes of a token that a device sends along a row in the forward and in the backward pass.
+def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
+  """Bytes of a token that a device sends for a ring (`ops.ring_attention`).
 
-  Queries, keys, values and what comes of them go to the device that has their chunk and back, keys
-  and values round it, and then home with their gradients in float32 (`ops.ring_attention`).
+  Returns:
+    In each pass queries, keys, values and what comes of them, to the device of their chunk or from
+    it. Keys and values in the forward pass, all round. In the backward pass they go round again,
+    and their gradients in float32 one step further.
   """
   model, ways = cfg.model, num_shards("seq")
   heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
   both = model.head_dim + (model.v_head_dim or model.head_dim)  # widths of a key and a value
-  moved, round_it = (heads + kv_heads) * both * itemsize, kv_heads * both * (ways - 1) * itemsize
-  return moved + round_it, moved + round_it + kv_heads * both * ways * 4
+  round_it = kv_heads * both * (ways - 1) * itemsize
+  return (heads + kv_heads) * both * itemsize, round_it, round_it + kv_heads * both * ways * 4
 
 
 def _axes(param: Param, part: Part) -> set[str]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import Collective, collectives, compiled_step
-from equality import RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
+from equality import ROWS, RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
 from helpers import kernels_of, pack
 
 from ats_jax.ops.attention import attention
@@ -172,16 +172,24 @@ def test_keys_and_values_go_round_once_a_pass():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("remat", ["none", "names", "full"])
-def test_a_step_gathers_no_activations(remat):
-  """What `names` keeps spares the ring, but not the way of the chunks to their devices and back."""
+@pytest.mark.parametrize(("remat", "moved", "sent_on"), [("names", 12, 8), ("full", 12, 10)])
+def test_a_layer_gathers_no_activations(remat, moved, sent_on):
+  """What `names` keeps spares the ring, but not the way of chunks to their devices and back.
+
+  Of two devices: one of two permutations of chunks leaves all where they are. Four arrays are moved
+  in each pass, and four again. Keys and values are sent on once a pass, their gradients twice.
+  """
   sizes = {"context": 2, "context_ring": True}
   cfg = config_of("latent", sizes, {"step.accum_steps": 1, "step.remat": remat})
   mesh = mesh_of(sizes)
   with on_mesh(cfg, mesh):
     every = collectives(compiled_step(cfg, mesh).as_text())
-  import collections
-
-  print(
-    remat, collections.Counter((c.kind, c.in_loop, tuple(a.shape for a in c.arrays)) for c in every)
-  )
+  in_layers = [c for c in every if c.kind == "collective-permute"]
+  assert all(c.in_loop for c in in_layers)
+  chunk, whole = (ROWS, 4, 4, 8), (ROWS, 8, 4, 8)
+  count = lambda shape: sum(a.shape == shape for c in in_layers for a in c.arrays)
+  assert (count(chunk), count(whole)) == (moved, sent_on)
+  # Segment ids, once for all layers.
+  gathered = [(a.shape, c.in_loop) for c in every if c.kind == "all-gather" for a in c.arrays]
+  assert gathered == [((ROWS, 16), 0)]
+  assert {c.kind for c in every} == {"collective-permute", "all-gather", "all-reduce"}
