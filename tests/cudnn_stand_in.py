@@ -37,6 +37,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forward(q, k, v, starts, lengths, scale, window=None, of_keys=None):
   """As `_compat.cudnn_attention`."""
+  dtype, (q, k, v) = q.dtype, in_float32(q, k, v)
   of_q, of_k = pieces(q, k, starts, lengths, of_keys)
   scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=of_keys is None)
   lse = jax.nn.logsumexp(scores, axis=-1)  # [kv heads, group, tokens of the batch]
@@ -46,11 +47,12 @@ def forward(q, k, v, starts, lengths, scale, window=None, of_keys=None):
   place = jnp.arange(q.shape[1])
   token = jnp.minimum(of_q.starts_R[:, None] + place, len(of_q.piece_X) - 1)
   written = place < of_q.lengths_R[:, None]
-  return y, jnp.where(written[:, None], jnp.swapaxes(lse[:, token], 0, 1), jnp.nan)
+  return y.astype(dtype), jnp.where(written[:, None], jnp.swapaxes(lse[:, token], 0, 1), jnp.nan)
 
 
 def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, of_keys=None):
   """As `_compat.cudnn_attention_backward`: FlashAttention-2 (arXiv:2307.08691), algorithm 2."""
+  dtype, (q, k, v, y, dy) = q.dtype, in_float32(q, k, v, y, dy)
   of_q, of_k = pieces(q, k, starts, lengths, of_keys)
   scores = scores_of(q, k, of_q, of_k, scale, window, is_causal=of_keys is None)
   by_head = lambda a: jnp.moveaxis(a, -1, 0).reshape(k.shape[2], -1, a.shape[0])  # [k, g, t]
@@ -64,7 +66,7 @@ def backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None, of_keys=N
   dk = jnp.einsum("kgts,tkgh->skh", ds, grouped(q))
   at = lambda of, a, like: jnp.where(
     of.piece_X.reshape(*like.shape[:2], 1, 1) >= 0, a.reshape(like.shape), jnp.nan
-  )
+  ).astype(dtype)
   return at(of_q, dq, q), at(of_k, dk, k), at(of_k, dv, v)
 
 
@@ -100,6 +102,10 @@ def scores_of(q, k, of_q, of_k, scale, window, *, is_causal):
 def weights(scores, lse):
   """`exp(score - lse)`, 0 where nothing is seen."""
   return jnp.exp(scores - jnp.where(jnp.isneginf(scores), 0, lse[..., None]))
+
+
+def in_float32(*arrays):
+  return [a.astype(jnp.float32) for a in arrays]
 
 
 def flat(x):
