@@ -123,10 +123,7 @@ def test_even_and_odd_chunks_are_one_permutation_each(ways):
     assert [c for c, of in enumerate(owners) if of == device] == [device, 2 * ways - 1 - device]
 
 
-WAYS = [3, 8]
-
-
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("ways", [3, 8])
 def test_chunks_go_to_their_devices_and_back(ways):
   """And what each device computes there: as many pairs of tokens in each step as the others."""
   axes, chunk = ("batch", "seq"), 2
@@ -146,7 +143,7 @@ def test_chunks_go_to_their_devices_and_back(ways):
     return there, here.at_BT, from_zigzag(there), jnp.stack(sizes)[None]
 
   with jax.set_mesh(mesh_of({"context": ways})):
-    run = island(local, in_axes=(axes, ("batch", None)), out_axes=(axes, axes, axes, axes))
+    run = jax.jit(island(local, in_axes=(axes, ("batch", None)), out_axes=(axes,) * 4))
     there, at, back, sizes = map(np.asarray, run(row, ids))
   chunks = row.reshape(-1, chunk)
   want = [chunks[c] for device in range(ways) for c in (device, 2 * ways - 1 - device)]

@@ -30,9 +30,9 @@ SEGMENTS = pack(LENGTHS, SEQ)[0]
 MAX_SEGMENTS = 6
 
 
-def tokens(part: slice, segments: np.ndarray = SEGMENTS) -> Tokens:
-  at = np.broadcast_to(np.arange(SEQ, dtype=np.int32), segments.shape)
-  return Tokens(jnp.asarray(segments[:, part]), jnp.asarray(at[:, part]))
+def tokens(part: slice | np.ndarray) -> Tokens:
+  at = np.broadcast_to(np.arange(SEQ, dtype=np.int32), SEGMENTS.shape)
+  return Tokens(jnp.asarray(SEGMENTS[:, part]), jnp.asarray(at[:, part]))
 
 
 @functools.cache
@@ -96,41 +96,32 @@ PAIRS = [(a, b) for a in range(CHUNKS) for b in range(a)]
 
 @pytest.mark.parametrize("v_width", [8, 6])
 def test_cudnn_is_asked_for_the_segment_that_two_chunks_share(monkeypatch, v_width):
-  """For all pairs of chunks, and of a chunk with itself; what it leaves unwritten is not read."""
+  """For all pairs of chunks, and for tokens with themselves; what it leaves unwritten is not read.
+
+  These may be of two places, as those of a device in a ring: segments stay runs, tokens in order.
+  """
   cudnn_stand_in.install(monkeypatch)
   q, k, v, dy = arrays(v_width)
   whole = Rules(True, MAX_SEGMENTS)
   y, lse = run_forward(q, k, v, tokens(ALL), tokens(ALL), whole)
-  chunk = lambda i: slice(i * CHUNK, (i + 1) * CHUNK)
+  chunk = [np.arange(i * CHUNK, (i + 1) * CHUNK) for i in range(CHUNKS)]
+  both = np.concatenate([chunk[0], chunk[-1]])
   blocks = jax.jit(
     lambda kind, rules, *a: (kind.block_forward(*a[:5], rules), kind.block_backward(*a, rules)),
     static_argnums=(0, 1),
   )
-  for a, b in [*PAIRS, *((i, i) for i in range(CHUNKS))]:
-    of_q, of_k = chunk(a), chunk(b)
-    rules = whole._replace(is_diagonal=a == b)
+  for of_q, of_k in [*((chunk[a], chunk[b]) for a, b in PAIRS), (chunk[1], chunk[1]), (both, both)]:
+    rules = whole._replace(is_diagonal=of_q is of_k)
     args = (q[:, of_q], k[:, of_k], v[:, of_k], tokens(of_q), tokens(of_k))
     args += y[:, of_q], lse[:, of_q], dy[:, of_q]
     found, want = (blocks(kind, rules, *args) for kind in (cudnn, Reference))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-      np.testing.assert_allclose(one, other, RTOL, ATOL, err_msg=f"{a} {b}")
+      np.testing.assert_allclose(one, other, RTOL, ATOL, err_msg=f"{of_q} {of_k}")
 
 
 class Reference:
   block_forward = staticmethod(attention_block.forward)
   block_backward = staticmethod(attention_block.backward)
-
-
-def test_chunks_of_a_row_in_two_places_are_one_causal_block(monkeypatch):
-  """Those of a device in a ring: segments stay runs, and tokens in order."""
-  cudnn_stand_in.install(monkeypatch)
-  q, k, v, _ = arrays(8)
-  both = np.r_[0:CHUNK, SEQ - CHUNK : SEQ]
-  of = lambda a: jnp.asarray(a)[:, both]
-  here = Tokens(*map(of, tokens(ALL)))
-  args = of(q), of(k), of(v), here, here, Rules(True, MAX_SEGMENTS)
-  for found, want in zip(cudnn.block_forward(*args), attention_block.forward(*args), strict=True):
-    np.testing.assert_allclose(found, want, RTOL, ATOL)
 
 
 def test_the_segment_that_began_before():
