@@ -199,9 +199,13 @@ def _chosen(slot: str, otherwise: Callable, how: How) -> Callable:
 
 
 def _send_on(arrays):
-  """To the next device along the row; the last one sends to the first."""
-  ways = num_shards("seq")
-  return jax.tree.map(lambda a: send(a, "seq", [(i + 1) % ways for i in range(ways)]), arrays)
+  """Keys and values, or gradients of both, to the next device along the row; the last to the first.
+
+  As one array: of several that are sent in a step XLA lets one travel beside a kernel.
+  """
+  ways, (keys, _) = num_shards("seq"), arrays
+  joined = send(jnp.concatenate(arrays, axis=-1), "seq", [(i + 1) % ways for i in range(ways)])
+  return tuple(jnp.split(joined, [keys.shape[-1]], axis=-1))
 
 
 def tokens_after(segment_ids_BR, step):
