@@ -66,7 +66,7 @@ def ring_attention(
     y_BTNV like the queries, as wide as the values.
 
   Raises:
-    ValueError: if a device has an odd number of positions, or a kernel has no window here.
+    ValueError: for an odd number of positions on a device, or a window or a soft cap with a kernel.
   """
   if (positions := q_BTNH.shape[1]) % 2:
     ways = num_shards("seq")
@@ -75,11 +75,13 @@ def ring_attention(
       f"devices two chunks of equal length are expected. Use rows of a multiple of {2 * ways}, or "
       "mesh.context_ring=false."
     )
-  name = how.kernels.of("attention", "block_forward")
-  if how.window is not None and name != "xla":
+  kernels = {how.kernels.of("attention", slot) for slot in ("block_forward", "block_backward")}
+  if kernels != {"xla"} and (how.window, how.soft_cap) != (None, None):
+    name = max(kernels - {"xla"})
     raise ValueError(
-      f"attention: {name} has no window ({how.window}) in a ring, whose chunks do not follow one "
-      "another. Use ops.kernels=attention=xla, or mesh.context_ring=false."
+      f"attention: {name} has neither a window ({how.window}) nor a soft_cap ({how.soft_cap}) in a "
+      "ring, whose chunks do not follow one another. Use ops.kernels=attention=xla, or "
+      "mesh.context_ring=false."
     )
   q, k, v = map(to_zigzag, (q_BTNH, k_BTKH, v_BTKV))
   return from_zigzag(_ring(q, k, v, segment_ids_BR, sinks_N, how))
@@ -227,8 +229,9 @@ def _halves(x_BT):
 def pair_of_chunks(tree: Any, always: int, is_earlier: jax.Array | bool) -> Any:
   """Chunks of this device, or of what it holds, as rows of a batch twice as large [2B, t, ...].
 
-  Two pairs of chunks are computed: the second one's queries with the first keys, whose device ever
-  it is; and with an earlier device's keys the first ones, with a later device's the second ones.
+  A step computes two pairs of chunks. One is the second queries with the first keys, wherever these
+  come from. The other is the first queries with the first keys if they come from an earlier device,
+  else the second ones with the second ones.
 
   Args:
     tree: arrays [B, T, ...].

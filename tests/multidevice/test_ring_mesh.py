@@ -109,7 +109,7 @@ def test_what_a_ring_cannot_do_is_an_error():
       run(q, q, q)
     with (
       jax.set_mesh(mesh_of({"context": 3})),
-      pytest.raises(ValueError, match=r"cudnn has no window \(3\).*=attention=xla"),
+      pytest.raises(ValueError, match=r"cudnn has neither a window \(3\).*=attention=xla"),
     ):
       run(q, q, q, window=3, kernels=kernels_of("attention", "cudnn"))
 
