@@ -97,6 +97,7 @@ def cases() -> list[Case]:
   long, longer = (f"data.seq_len={n} step.remat=full" for n in (32_768, 131_072))
   cut = {
     "context": "mesh.context=2",
+    "ring": "mesh.context=2 mesh.context_ring=true",
     "tensor": "mesh.tensor=2",
     "residuals": "mesh.tensor=2 mesh.shard_residuals=true",
   }

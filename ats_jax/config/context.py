@@ -11,7 +11,7 @@ def context(cfg: Config) -> None:
 
   Raises:
     ValueError: for rows that cannot be cut into so many parts, for heads that so many devices
-      cannot share, and for `mesh.shard_residuals` where it does nothing.
+      cannot share, and for `mesh.shard_residuals` and `mesh.context_ring` where they do nothing.
   """
   ways, tensor = cfg.mesh.context, cfg.mesh.tensor
   if cfg.mesh.shard_residuals:
@@ -23,13 +23,21 @@ def context(cfg: Config) -> None:
     cut = f"mesh.shard_residuals with mesh.context={ways} x mesh.tensor={tensor} = {ways * tensor}"
     _positions(cfg, ways * tensor, cut, "mesh.shard_residuals=false")
   if ways == 1:
+    if cfg.mesh.context_ring:
+      raise ValueError(
+        "mesh.context_ring=true does nothing with mesh.context=1, over which it hands on keys and "
+        "values. Set mesh.context, or mesh.context_ring=false."
+      )
     return
   _positions(cfg, ways, f"mesh.context={ways}", "another mesh.context")
-  if cfg.model.num_heads % (ways * tensor):
+  if cfg.mesh.context_ring:
+    cut = f"mesh.context_ring with 2 x mesh.context={ways} = {2 * ways} chunks a row"
+    _positions(cfg, 2 * ways, cut, "mesh.context_ring=false")
+  elif cfg.model.num_heads % (ways * tensor):
     raise ValueError(
       f"mesh.context={ways} x mesh.tensor={tensor} does not divide model.num_heads="
       f"{cfg.model.num_heads}: in attention each device has whole rows of some heads. Use a "
-      "divisor; mesh.fsdp and mesh.data take devices too."
+      "divisor, or mesh.context_ring=true; mesh.fsdp and mesh.data take devices too."
     )
   if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
     raise ValueError(

@@ -23,8 +23,8 @@ from ats_jax.sharding.apply import (
   gather_blocks,
   island,
   lay,
-  num_shards,
   reshard,
+  row_multiple,
   sum_blocks,
 )
 from ats_jax.sharding.rules import spec
@@ -209,7 +209,7 @@ class Depth(nnx.Module):
     limit = places if room_B is None else jnp.minimum(places, room_B)[:, None]
     chosen_BT = wanted_BT & (order_BT <= limit)
     count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
-    ways = num_shards(TOKEN_AXES[1])
+    ways = row_multiple()
     room = -(-places // ways) * ways  # empty places at the end make the parts alike
     chosen = Chosen(
       index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :room],

@@ -24,34 +24,38 @@ def cudnn_attention(
   lengths_BM: jax.Array | None,
   scale: float,
   window: int | None = None,
+  of_keys: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Causal cuDNN flash attention within each segment of a packed row; no dense mask.
 
   Args:
     q_BTNH: bfloat16 queries [batch, seq, heads, head_dim].
-    k_BSKH: keys [batch, seq, kv_heads, head_dim].
+    k_BSKH: keys [batch, their seq, kv_heads, head_dim].
     v_BSKH: values like the keys.
     starts_BM: int32 [batch, M + 1], first token of each of at most M segments, then -1. None = a
       row is one segment, for which cuDNN has a faster kernel.
     lengths_BM: int32 [batch, M], tokens in each segment, then -1; or None.
     scale: multiplies the scores.
     window: a query sees itself and the `window - 1` tokens before it; None = all before it.
+    of_keys: starts and lengths of the same segments among the keys, of which then a query sees all
+      of its segment. None = as among the queries, and attention is causal.
 
   Returns:
     The output like the queries, and the logarithms of the softmax's denominators, float32
     [batch * M, heads, seq], M = 1 for None: those of the batch's first segment come first, then the
-    second's...
+    second's... For tokens of no segment they hold anything.
   """
+  k_starts_BM, k_lengths_BM = of_keys or (starts_BM, lengths_BM)
   results = cudnn.dot_product_attention(
     q_BTNH,
     k_BSKH,
     v_BSKH,
     q_seqlen=lengths_BM,
-    kv_seqlen=lengths_BM,
+    kv_seqlen=k_lengths_BM,
     q_offsets=starts_BM,
-    kv_offsets=starts_BM,
+    kv_offsets=k_starts_BM,
     scale=scale,
-    mask_type=_mask(starts_BM),
+    mask_type=_mask(starts_BM, of_keys),
     sliding_window_length=window,
     return_residual=True,
   )
@@ -70,13 +74,16 @@ def cudnn_attention_backward(
   dy_BTNH: jax.Array,
   scale: float,
   window: int | None = None,
+  of_keys: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Gradients of queries, keys and values, from the output and the statistics that are given.
 
-  These need not be what `cudnn_attention` returned: attention weights are `exp(score - lse)`.
+  These need not be what `cudnn_attention` returned: attention weights are `exp(score - lse)`. For
+  tokens of no segment gradients hold anything.
   """
-  none = jnp.zeros(0, q_BTNH.dtype)
-  lengths, starts = (none if a is None else a for a in (lengths_BM, starts_BM))
+  none, mask = jnp.zeros(0, q_BTNH.dtype), _mask(starts_BM, of_keys)
+  starts, lengths = (none if a is None else a for a in (starts_BM, lengths_BM))
+  k_starts, k_lengths = of_keys or (starts, lengths)
   newer = "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
   dq_BTNH, dk_BSKH, dv_BSKH = cudnn._dot_product_attention_bwd_p_wrapper.bind(
     q_BTNH,
@@ -84,9 +91,9 @@ def cudnn_attention_backward(
     v_BSKH,
     none,  # bias
     lengths,
-    lengths,
+    k_lengths,
     starts,
-    starts,
+    k_starts,
     none,  # page tables
     none,
     lse_RNT,
@@ -96,7 +103,7 @@ def cudnn_attention_backward(
     seed=0,
     dropout_rate=0.0,
     variadic_args=(False, False),
-    mask_type=_mask(starts_BM),
+    mask_type=mask,
     layout=_LAYOUT.value,
     sliding_window_length=window,
     **({"score_mod": None} if newer else {}),
@@ -104,5 +111,7 @@ def cudnn_attention_backward(
   return dq_BTNH, dk_BSKH, dv_BSKH
 
 
-def _mask(starts_BM: jax.Array | None) -> cudnn.MaskType:
+def _mask(starts_BM, of_keys):
+  if of_keys is not None:
+    return cudnn.MaskType.PADDING
   return cudnn.MaskType.CAUSAL if starts_BM is None else cudnn.MaskType.PADDING_CAUSAL

@@ -11,7 +11,8 @@ from ats_jax.ops import registry
 from ats_jax.ops.context_attention import to_cut_rows, to_whole_rows
 from ats_jax.ops.cudnn import SAVED_NAMES
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import island
+from ats_jax.ops.ring_attention import How, ring_attention
+from ats_jax.sharding.apply import is_ring, island
 
 Q_AXES = ("batch", "seq", "heads", "head_dim")
 KV_AXES = ("batch", "seq", "kv_heads", "head_dim")
@@ -72,6 +73,9 @@ def attention(
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 
   def local(q, k, v, segments, sinks=None):
+    if is_ring():
+      how = How(max_segments, window, soft_cap, kernels)
+      return ring_attention(q, k, v, segments, sinks, how)
     return to_cut_rows(of_rows(*to_whole_rows(q, k, v), segments, sinks))
 
   sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads_of_rows",),))

@@ -92,11 +92,17 @@ def reserve_of_the_loss(cfg: Config) -> str:
 
 OPS: dict[str, Op] = {
   "attention": op(
-    ("forward",),  # and backward: the statistics between them have the kernel's own layout
+    # Of whole rows the first one, and backward: the statistics between them have the kernel's own
+    # layout. Of rows that go round a ring the others (`mesh.context_ring`).
+    ("forward", "block_forward", "block_backward"),
     Kernel(
       "cudnn",
-      {"forward": cudnn.attention},
-      default=("forward",),
+      {
+        "forward": cudnn.attention,
+        "block_forward": cudnn.block_forward,
+        "block_backward": cudnn.block_backward,
+      },
+      default=("forward", "block_forward", "block_backward"),
       why="flash attention, the fastest measured on Hopper",
       obstacle=requirements.cudnn_attention,
     ),

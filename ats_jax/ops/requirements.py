@@ -71,6 +71,11 @@ def cudnn_attention(cfg: Config, device: Device) -> str:
     return f"cuDNN needs values no wider than keys, model.v_head_dim is {cfg.model.v_head_dim}"
   if cfg.model.attn_soft_cap:
     return f"cuDNN caps no scores, model.attn_soft_cap is {cfg.model.attn_soft_cap}"
+  if cfg.mesh.context_ring and cfg.model.window:
+    return (
+      f"cuDNN has no windows in a ring, model.window is {cfg.model.window}: with "
+      "mesh.context_ring=false it has"
+    )
   return ""
 
 

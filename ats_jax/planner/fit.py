@@ -53,7 +53,9 @@ class Axis(NamedTuple):
 # layer should not leave a host.
 AXES = (
   Axis("fsdp", lambda cfg: cfg.model.d_model),
-  Axis("context", lambda cfg: min(ONE_HOST, cfg.model.num_heads)),
+  Axis(
+    "context", lambda cfg: ONE_HOST if cfg.mesh.context_ring else min(ONE_HOST, cfg.model.num_heads)
+  ),
   Axis("expert", lambda cfg: max(1, cfg.moe.num_experts)),
   Axis("tensor", lambda cfg: min(ONE_HOST, cfg.model.num_kv_heads)),
   Axis("stage", lambda cfg: cfg.model.num_layers),
@@ -161,6 +163,8 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
     if cfg.mesh.shard_residuals:  # which is refused where it does nothing
       mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
+    if cfg.mesh.context_ring:  # likewise
+      mesh["mesh.context_ring"] = mesh["mesh.context"] > 1
     shards = math.prod(mesh[f"mesh.{axis}"] for axis in SHARDS)
     for zero in STAGES if shards > 1 else STAGES[:1]:
       if cfg.mesh.keep_gathered:  # likewise

@@ -17,7 +17,7 @@ from ats_jax.model.numerics import usual_unroll
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
-from ats_jax.sharding.apply import num_shards, seq_axis
+from ats_jax.sharding.apply import is_ring, num_shards, row_multiple, seq_axis
 from ats_jax.sharding.pipeline import num_stages, one_stage
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.balance import rules_at, totals
@@ -63,7 +63,8 @@ def step_memory(
     cuDNN's, arrays of the size seq x seq are left out, and so is the head's gradient, which the
     loss makes. In an unrolled stack the gradients of experts come as activations go: what is more
     counts.
-  recomputed block: with remat, what a super-block keeps without it, once.
+  recomputed block: with remat, what a super-block keeps without it, once. With or without, the
+    scores of a ring that XLA computes, which keeps none (`mesh.context_ring`).
   recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
     stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what a stage made in each tick, and its gradient.
@@ -108,7 +109,7 @@ def step_memory(
   return {
     "activations": round(waiting),
     "recomputed stage": of_stage,
-    "recomputed block": of_block,
+    "recomputed block": of_block + _scores(cfg, rows),
     "handed on": 2 * ticks * stream if stages > 1 else 0,
     "compute weights": _compute_weights(cfg, state.model),
     "head's gradient": max(0, table.size // num_shards("vocab") * 4 - of_head),
@@ -129,11 +130,26 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
   """Bytes that wait for the backward pass of so many rows a device, see `step_memory`."""
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
-  _, attention = asked_for(cfg).get("attention.forward", ("", ""))
-  if attention == "xla" or cfg.step.remat != "none" or seq % (2 * num_shards("residual_seq")):
+  is_whole = _asks_for_xla(cfg) and not cfg.mesh.context_ring  # a ring keeps nothing of seq x seq
+  if is_whole or cfg.step.remat != "none" or seq % (2 * row_multiple()):
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))
+
+
+def _scores(cfg: Config, rows: int) -> int:
+  """Bytes of scores and of their gradient, of a device's queries and its own keys in a ring."""
+  if not (is_ring() and _asks_for_xla(cfg)):
+    return 0
+  heads, positions = (
+    cfg.model.num_heads // num_shards("heads"),
+    cfg.data.seq_len // num_shards("seq"),
+  )
+  return 2 * rows * heads * positions**2 * 4
+
+
+def _asks_for_xla(cfg: Config) -> bool:
+  return asked_for(cfg).get("attention.forward", ("", ""))[1] == "xla"
 
 
 def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:

@@ -15,7 +15,7 @@ from ats_jax.model.layout import fp8_layers, layer_kinds, mod_tokens
 from ats_jax.model.param import Param, Role, params_of
 from ats_jax.ops.expert_exchange import host_room
 from ats_jax.planner.hardware import Hardware
-from ats_jax.sharding.apply import mesh_axes, num_hosts, num_shards
+from ats_jax.sharding.apply import is_ring, mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.pipeline import num_stages
 from ats_jax.sharding.rules import Part
 
@@ -43,7 +43,8 @@ def step_seconds(
   gradients scattered; with `mesh.zero` below 3 new weights are gathered once an update. Other
   gradients are summed over the axes of the batch and of a row. Of the rows of a lookup table the
   devices along these axes swap parts, and of their gradients.
-  `context` swaps positions for heads before attention and back, in both passes.
+  `context` swaps positions for heads before attention and back, in both passes; with
+  `mesh.context_ring` it hands keys and values round, and their gradients in float32 too.
   `tensor` sums activations twice a layer in the forward and twice in the backward pass (Shoeybi et
   al. 2019, arXiv:1909.08053, section 3); with `mesh.shard_residuals` it scatters these sums, and
   gathers positions six times a layer. `expert` sends rows to experts and back in both passes,
@@ -63,8 +64,8 @@ def step_seconds(
 
   Returns:
     `parts`, seconds by name, None where nothing was measured; `least`, if all communication of
-    weights and gradients were hidden (that of activations is not: the next op waits for it),
-    `most`, if none were, and `likely`, between them.
+    weights and gradients were hidden, and that of a ring (that of other activations is not: the
+    next op waits for it), `most`, if none were, and `likely`, between them.
 
   Raises:
     ValueError: if the rate of a matmul in the compute dtype was not measured.
@@ -235,13 +236,19 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
   swaps = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
-    for width in swapped_widths(cfg)
+    for width in ((0,) if is_ring() else swapped_widths(cfg))
   ]
   # No policy keeps what was swapped.
   passes = 2 + (cfg.step.remat != "none") + staged
   between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
-  handed = hardware.seconds("all_gather", 2 * between * itemsize, 2 if staged else 1)
+  hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
+  handed = hand_on(between * itemsize, stages)
+  widths = ring_widths(cfg, itemsize) if is_ring() else (0, 0, 0)
+  of_ring = [
+    _times(times, hand_on(tokens * width, num_shards("seq")))
+    for times, width in zip((passes, 1 + again + staged, 1), widths, strict=True)
+  ]
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [
     hardware.seconds(collective, micro * between * itemsize, stages)
@@ -251,6 +258,7 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   return {
     "activations summed": _sum(sums),
     "heads swapped": _times(runs * passes, _sum(swaps)),
+    "sent round a ring": _times(runs, _sum(of_ring)),
     "tokens exchanged": _times(ticks * sparse // stages * (4 + 2 * again + 2 * staged), sent),
     "handed on": _sum([_times(2 * ticks, handed), *ends]),
     "rows looked up": _times(2 * micro / stages, looked_up),
@@ -285,6 +293,21 @@ def swapped_widths(cfg: Config) -> tuple[int, ...]:
   heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
   sent, value = math.lcm(kv_heads, ways), model.v_head_dim or model.head_dim
   return heads * model.head_dim, sent * model.head_dim, sent * value, heads * value
+
+
+def ring_widths(cfg: Config, itemsize: int) -> tuple[int, int, int]:
+  """Bytes of a token that a device sends for a ring (`ops.ring_attention`).
+
+  Returns:
+    In each pass queries, keys, values and what comes of them, to the device of their chunk or from
+    it. Keys and values in the forward pass, all round. In the backward pass they go round again,
+    and their gradients in float32 one step further.
+  """
+  model, ways = cfg.model, num_shards("seq")
+  heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))
+  both = model.head_dim + (model.v_head_dim or model.head_dim)  # widths of a key and a value
+  round_it = kv_heads * both * (ways - 1) * itemsize
+  return (heads + kv_heads) * both * itemsize, round_it, round_it + kv_heads * both * ways * 4
 
 
 def _axes(param: Param, part: Part) -> set[str]:

@@ -218,6 +218,17 @@ def num_shards(axis: str | None, part: Part = "weights") -> int:
   return math.prod(shape.get(name, 1) for name in mesh_axes(axis, part))
 
 
+def is_ring() -> bool:
+  """Whether the devices along a row hand on keys and values in attention (`Plan.ring`)."""
+  return current_plan().ring and num_shards("seq") > 1
+
+
+def row_multiple() -> int:
+  """What the length of a row must be a multiple of, wherever its positions are cut."""
+  chunks = 2 * num_shards("seq") if is_ring() else 1  # two for each device
+  return math.lcm(num_shards("residual_seq"), chunks)
+
+
 def check_cut(axis: str | None, size: int, name: str) -> None:
   """See that the current mesh divides a dimension of a weight.
 
@@ -300,6 +311,19 @@ def exchange(
   return jax.lax.all_to_all(
     x, mesh_axes(axis), split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True
   )
+
+
+def send(x: jax.Array, axis: str, to: Sequence[int]) -> jax.Array:
+  """Inside an island: send `x` to another device along a logical axis, and get one's from another.
+
+  Args:
+    x: local array.
+    axis: the logical axis.
+    to: device i sends to device `to[i]`; each gets one.
+  """
+  if list(to) == list(range(len(to))):
+    return x
+  return jax.lax.ppermute(x, mesh_axes(axis), list(enumerate(to)))
 
 
 def gather_blocks(x: jax.Array, axis: str, dim: int = 0, groups: Groups | None = None) -> jax.Array:

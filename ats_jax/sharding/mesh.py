@@ -29,7 +29,7 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
 
 @contextlib.contextmanager
 def on_mesh(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-  """Compute on a mesh by a config's plan: `mesh.zero`, `shard_residuals`, what divides what."""
+  """Compute on a mesh by a config's plan: `mesh.zero` and others, and what divides what."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     of_mesh = jax.sharding.use_abstract_mesh(mesh)
   else:
@@ -57,6 +57,7 @@ def plan_of(
     cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
     hosts=expert_hosts(cfg, mesh) if cfg.moe.exchange == "hierarchical" else 1,
+    ring=cfg.mesh.context_ring,
   )
 
 

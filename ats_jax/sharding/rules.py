@@ -75,6 +75,7 @@ class Plan(NamedTuple):
     cut_residuals: positions of the residual stream are cut by the axis of widths too.
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
     hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size.
+    ring: in attention the devices along a row keep their heads, and hand on keys and values.
   """
 
   name: str = "default"
@@ -83,42 +84,25 @@ class Plan(NamedTuple):
   cut_residuals: bool = False
   whole_matrices: bool = False
   hosts: int = 1
+  ring: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
 
 
-def use_plan(
-  name: str,
-  *,
-  whole_vocabulary: bool = False,
-  cut_residuals: bool = False,
-  whole_matrices: bool = False,
-  hosts: int = 1,
-) -> contextlib.AbstractContextManager[None]:
+def use_plan(name: str, **others: bool | int) -> contextlib.AbstractContextManager[None]:
   """Shard by another table of `RULES`: enter it where the mesh is set.
 
   Args:
     name: of the table.
-    whole_vocabulary: see `Plan`.
-    cut_residuals: see `Plan`.
-    whole_matrices: see `Plan`.
-    hosts: see `Plan`.
+    others: fields of `Plan`.
 
   Raises:
     ValueError: if there is no such table.
   """
   if name not in RULES:
     raise ValueError(f"there is no sharding plan {name!r}; sharding/rules.py has {sorted(RULES)}")
-  return _plan(
-    Plan(
-      name,
-      whole_vocabulary,
-      cut_residuals=cut_residuals,
-      whole_matrices=whole_matrices,
-      hosts=hosts,
-    )
-  )
+  return _plan(Plan(name)._replace(**others))
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
@@ -155,6 +139,8 @@ def _table(plan: Plan) -> Rules:
     rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
   elif plan.cut_residuals:
     rules["residual_seq"] = ("context", "tensor")
+  if plan.ring:
+    rules["heads_of_rows"] = rules["heads"]
   if plan.whole_vocabulary:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:

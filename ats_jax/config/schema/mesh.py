@@ -22,8 +22,13 @@ class MeshConfig:
   )
   context: int = setting(
     1,
-    "ways the positions of a row are cut; context x tensor divides num_heads",
+    "ways the positions of a row are cut; context x tensor divides num_heads, but for context_ring",
     low=1,
+    resume="free",
+  )
+  context_ring: bool = setting(
+    False,
+    "along `context`, hand keys and values round a ring, not swap heads; not timed on a GPU yet",
     resume="free",
   )
   tensor: int = setting(

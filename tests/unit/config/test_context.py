@@ -1,4 +1,4 @@
-"""What `mesh.context` and `mesh.shard_residuals` are refused with, and how."""
+"""What `mesh.context`, its ring and `mesh.shard_residuals` are refused with, and how."""
 
 import pytest
 from helpers import tiny_config
@@ -44,6 +44,20 @@ from ats_jax.planner.describe import describe
       {"mesh.context": 2, "precision.fp8": True, "model.num_layers": 4},
       r"data.seq_len is 8 on a device",
     ),
+    (
+      {"mesh.context_ring": True},
+      "context_ring=true does nothing with mesh.context=1.* Set mesh.context, or mesh.context_ring",
+    ),
+    (
+      {"mesh.context_ring": True, "mesh.context": 2, "data.seq_len": 18},
+      r"2 x mesh.context=2 = 4 chunks a row does not divide data.seq_len=18.* multiple of 4, or "
+      "mesh.context_ring=false",
+    ),
+    (
+      {"mesh.context_ring": True, "mesh.context": 16, "data.seq_len": 96, "data.length_buckets": 2},
+      "= 32 chunks a row: shorter rows are multiples of 16",
+    ),
+    ({"mesh.context_ring": True, "mesh.context": 2, "mesh.tensor": 3}, "mesh.tensor=3 does not"),
     ({"mesh.keep_gathered": True}, "mesh.fsdp=1: .* Set mesh.keep_gathered=false"),
     ({"mesh.keep_gathered": True, "mesh.fsdp": 2, "mesh.zero": 2}, "nothing with mesh.zero=2"),
     (
@@ -86,6 +100,11 @@ def test_what_does_not_divide_is_refused_with_advice(changes, message):
 
 def test_key_value_heads_need_not_divide():
   assert tiny_config({"mesh.context": 4}).model.num_kv_heads == 2
+
+
+def test_a_ring_is_not_limited_by_heads():
+  cfg = tiny_config({"mesh.context": 8, "mesh.tensor": 2, "mesh.context_ring": True})
+  assert cfg.model.num_heads == 4
 
 
 def test_devices_and_batch_are_checked_as_for_other_axes():

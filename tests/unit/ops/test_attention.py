@@ -4,6 +4,7 @@ import functools
 import inspect
 from unittest import mock
 
+import cudnn_stand_in
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -18,7 +19,7 @@ from ats_jax.ops.attention import (
   attention,
   cached_attention,
 )
-from ats_jax.ops.cudnn import by_token, segment_bounds
+from ats_jax.ops.cudnn import segment_bounds
 from ats_jax.ops.registry import FallbackError, choose_op
 from ats_jax.ops.requirements import Device
 
@@ -123,57 +124,6 @@ def test_segment_bounds_of_exactly_max_segments_runs():
   assert lengths.tolist() == [[1, 2, 1, 1], [5, -1, -1, -1], [5, -1, -1, -1]]
 
 
-def of_one_run(q, starts, lengths):
-  """Bounds that say what None says."""
-  batch, seq = q.shape[:2]
-  if starts is None:
-    return jnp.tile(jnp.array([[0, -1]]), (batch, 1)), jnp.full((batch, 1), seq)
-  return starts, lengths
-
-
-def kernel_scores(q, k, starts, lengths, scale, window):
-  """Scores of the cuDNN kernel from the arguments that it gets, [batch, kv, group, seq, seq]."""
-  token = jnp.arange(q.shape[1])
-  ends = jnp.where(lengths > 0, starts[:, :-1] + lengths, -1)
-  inside = (token >= starts[:, :-1, None]) & (token < ends[:, :, None])  # [batch, segment, token]
-  same = jnp.any(inside[:, :, :, None] & inside[:, :, None, :], axis=1)
-  distance = token[:, None] - token
-  mask = same & (distance >= 0) & (distance < (window or q.shape[1]))
-  grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-  scores = scale * jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k)
-  return jnp.where(mask[:, None, None], scores, -jnp.inf)
-
-
-def kernel_forward(q, k, v, starts, lengths, scale, window=None):
-  """The output, and statistics by segment; NaN where the kernel writes none."""
-  starts, lengths = of_one_run(q, starts, lengths)
-  scores = kernel_scores(q, k, starts, lengths, scale, window)
-  y = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(scores), v).reshape(q.shape)
-  lse = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[0], q.shape[2], -1)
-  order = jnp.argsort(lengths.reshape(-1) < 0, stable=True)  # first those in use
-  start, length = (a.reshape(-1)[order] for a in (starts[:, :-1], lengths))
-  source = start[:, None] + jnp.arange(q.shape[1])
-  rows = jnp.take_along_axis(
-    lse[order // lengths.shape[1]], jnp.minimum(source, q.shape[1] - 1)[:, None], axis=2
-  )
-  used = jnp.arange(q.shape[1]) < length[:, None]
-  return y, jnp.where(used[:, None], rows, jnp.nan)
-
-
-def kernel_backward(q, k, v, starts, lengths, y, lse, dy, scale, window=None):
-  """Gradients by the equations of FlashAttention-2 (arXiv:2307.08691), from `y` and `lse`."""
-  starts, lengths = of_one_run(q, starts, lengths)
-  scores = kernel_scores(q, k, starts, lengths, scale, window)
-  group = lambda a: a.reshape(*a.shape[:2], k.shape[2], -1, *a.shape[3:])
-  by_score = lambda a: jnp.moveaxis(group(a), 1, 3)[..., None]
-  p = jnp.exp(scores - by_score(by_token(lse, starts)))
-  dv = jnp.einsum("BKGTS,BTKGH->BSKH", p, group(dy))
-  dp = jnp.einsum("BTKGH,BSKH->BKGTS", group(dy), v)
-  ds = p * (dp - by_score(jnp.sum(y * dy, axis=-1))) * scale
-  dq = jnp.einsum("BKGTS,BSKH->BTKGH", ds, k).reshape(q.shape)
-  return dq, jnp.einsum("BKGTS,BTKGH->BSKH", ds, group(q)), dv
-
-
 @pytest.mark.parametrize(
   ("remat", "window", "with_sinks", "runs"),
   [
@@ -189,8 +139,7 @@ def test_what_surrounds_the_cudnn_kernel_changes_neither_value_nor_gradient(
   monkeypatch, remat, window, with_sinks, runs
 ):
   """Bounds of segments, sinks, mesh and names for remat; the kernel itself runs in tests/gpu."""
-  monkeypatch.setattr(_compat, "cudnn_attention", kernel_forward)
-  monkeypatch.setattr(_compat, "cudnn_attention_backward", kernel_backward)
+  cudnn_stand_in.install(monkeypatch)
   q, k, v = make_qkv(8, 4, 2)
   segments, _ = pack((LENGTHS * 2)[:8] if runs > 1 else [[SEQ]] * 8, SEQ)
   sinks = jnp.array(SINKS) if with_sinks else None

@@ -35,6 +35,15 @@ def test_a_mesh_without_tensor_shards_no_residuals():
   assert fit(cfg, 2, 2**40, RATES).refused == {}
 
 
+def test_a_mesh_without_context_has_no_ring():
+  """And one with it is not limited by heads."""
+  few = {"model.num_heads": 2, "model.num_kv_heads": 1, "data.batch_size": 4}
+  cfg = tiny_config(DENSE | few | {"mesh.context": 4, "mesh.context_ring": True})
+  found = {(mesh["mesh.context"], mesh["mesh.context_ring"]) for mesh in meshes(cfg, 4)}
+  assert found == {(1, False), (2, True), (4, True)}
+  assert not any("context=4" in mesh for mesh in fit(cfg, 4, 2**40, RATES).refused)
+
+
 def test_gathered_weights_are_kept_where_a_run_takes_it():
   cfg = tiny_config(DENSE | {"mesh.fsdp": 2, "mesh.keep_gathered": True})
   for mesh in meshes(cfg, 2):

@@ -155,6 +155,19 @@ def test_what_rows_cut_over_devices_cost_on_the_links():
   assert plan(data=4)["step_seconds"]["parts"]["heads swapped"] == 0
 
 
+def test_what_a_ring_costs_on_the_links():
+  parts = lambda remat: plan(remat=remat, context=4, context_ring=True)["step_seconds"]["parts"]
+  # A device has 8 rows of 4 tokens of 4 heads of 8 numbers, and of 2 of keys and of values.
+  sent = lambda heads: RATES.seconds("all_gather", 2 * 8 * 4 * heads * 8 * 4, 2)
+  moved, round_it, gradients = sent(4 + 2 + 2 + 4), sent(3 * 4), sent(3 * 4 + 4 * 4)
+  found = {remat: parts(remat) for remat in ("none", "names", "full")}
+  none, names, full = (found[remat]["sent round a ring"] for remat in found)
+  assert none == pytest.approx(2 * (2 * moved + round_it + gradients))
+  assert names == pytest.approx(none + 2 * moved)
+  assert full == pytest.approx(names + 2 * round_it)
+  assert found["none"]["heads swapped"] == 0
+
+
 def test_a_pipeline():
   one, found = plan(data=4)["step_seconds"]["parts"], plan(stage=2, data=2, accum=4)["step_seconds"]
   parts, ticks = found["parts"], 5

@@ -137,6 +137,18 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
   assert scores <= whole - flash <= 4 * scores
 
 
+def test_a_ring_keeps_nothing_of_seq_by_seq():
+  """Whatever computes it; XLA has its scores at a time."""
+  ring = {"mesh__context": 2, "mesh__context_ring": True}
+  for remat in ("none", "full"):
+    by_xla = kept(step__remat=remat, ops__kernels="attention=xla", **ring)
+    assert kept(step__remat=remat, **ring) == by_xla
+  cfg = tiny_config({"mesh.context": 2, "mesh.context_ring": True, "model.vocab_size": 384})
+  xla = dataclasses.replace(cfg, ops=dataclasses.replace(cfg.ops, kernels="attention=xla"))
+  parts = [describe(c)["device_bytes_estimated"]["recomputed block"] for c in (cfg, xla)]
+  assert parts[1] - parts[0] == 2 * 8 * 4 * 8 * 8 * 4
+
+
 def test_activations_are_cut_along_the_row():
   one, two = kept(step__remat="full"), kept(step__remat="full", mesh__context=2)
   ids = 8 * 16 * 4  # of the segments of whole rows
