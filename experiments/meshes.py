@@ -109,7 +109,7 @@ def cases() -> list[Case]:
     found.append(Case(f"8B longer {name}", 2, f"{longer} data.batch_size=1 {mesh}", flights["4e"],
                       1, traced=False))  # fmt: skip
   found += [
-    Case("8B stage", 2, "data.batch_size=32 step.accum_steps=8 mesh.stage=2", "", 2, "8B one"),
+    Case("8B stage", 2, "data.batch_size=16 step.accum_steps=8 mesh.stage=2", "", 2, "8B one"),
     Case("16 one", 1, "data.batch_size=4", NO_TRITON),
   ]
   for name, mesh in (("one", "data.batch_size=8"), ("fsdp", fsdp), ("keep", keep)):
