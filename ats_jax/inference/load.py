@@ -100,6 +100,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
       tensor=tensor,
       shard_residuals=False,  # it wants rows that `tensor` divides
       keep_gathered=False,
+      compress_gradients="none",
     ),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1),

@@ -239,6 +239,31 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
       )
 
 
+def num_apart() -> int:
+  """Of how many replicas this is one, where each is traced by itself; else 1."""
+  return num_shards("replica") if current_plan().own_rows else 1
+
+
+def of_own_rows(
+  draw: Callable[[tuple[int, ...], jax.P], jax.Array], shape: tuple[int, ...], cut: jax.P
+) -> jax.Array:
+  """Random numbers of rows: where a replica is by itself, those that its rows have in the batch.
+
+  All are drawn and the replica's taken; where XLA fuses the two, no others are made.
+
+  Args:
+    draw: `(shape, cut) -> numbers`.
+    shape: [rows, ...].
+    cut: how the result is sharded.
+  """
+  number = num_apart()
+  if number == 1:
+    return draw(shape, cut)
+  of_all = draw((number * shape[0], *shape[1:]), jax.P(None, *cut[1:]))
+  first = jax.lax.axis_index(mesh_axes("replica")) * shape[0]
+  return jax.reshard(jax.lax.dynamic_slice_in_dim(of_all, first, shape[0]), cut)
+
+
 def all_sum(x: jax.Array, *axes: str, but: str | None = None) -> jax.Array:
   """Inside an island: add up the shares that the devices along logical axes hold.
 

@@ -32,6 +32,7 @@ _DEFAULT: Rules = {
   "choice": None,  # of a token among experts
   # parameters: `embed` is the d_model side of a matrix, sharded ZeRO-style over fsdp
   "layers": "stage",  # of a stack
+  "replica": "data",  # copies of the weights, where each has something of its own
   "embed": "fsdp",
   "latent_rows": "fsdp",  # the latent's side of a matrix, like `embed`
   "norm": None,
@@ -71,6 +72,7 @@ class Plan(NamedTuple):
     whole_rows: the positions of a row are not cut.
     cut_residuals: positions of the residual stream are cut by the axis of widths too.
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
+    own_rows: a batch is the rows of one replica, and no other replica is met.
   """
 
   name: str = "default"
@@ -78,6 +80,7 @@ class Plan(NamedTuple):
   whole_rows: bool = False
   cut_residuals: bool = False
   whole_matrices: bool = False
+  own_rows: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
@@ -110,6 +113,11 @@ def use_plan(
 def whole_rows() -> contextlib.AbstractContextManager[None]:
   """The plan in use without a cut along the positions of a row: a token by itself has none."""
   return _plan(current_plan()._replace(whole_rows=True))
+
+
+def own_rows() -> contextlib.AbstractContextManager[None]:
+  """The plan in use for one replica by itself (`sharding.replicas`)."""
+  return _plan(current_plan()._replace(own_rows=True))
 
 
 def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
@@ -145,7 +153,13 @@ def _table(plan: Plan) -> Rules:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:
     rules |= {"stored_experts": ("expert", "fsdp"), "expert_embed": None}
+  if plan.own_rows:
+    rules |= {axis: _without(rules[axis], rules["replica"]) for axis in ("batch", "rows")}
   return MappingProxyType(rules)
+
+
+def _without(names, name):
+  return tuple(n for n in names if n != name)
 
 
 def spec(*axes: str | None, part: Part = "weights") -> jax.P:

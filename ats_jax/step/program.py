@@ -20,6 +20,7 @@ from ats_jax.ops.registry import Choice
 from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.sharding.pipeline import in_words, num_stages
+from ats_jax.step import reduction
 from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
@@ -113,6 +114,8 @@ class Program:
       facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"
     if (stages := num_stages()) > 1:
       facts["pipeline"] = in_words(cfg.model.num_layers, cfg.step.accum_steps, stages)
+    if cfg.mesh.compress_gradients != "none":
+      facts["reduction"] = reduction.in_words(cfg)
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {

@@ -46,3 +46,10 @@ class MeshConfig:
     "keep weights that `fsdp` gathers until the backward pass: sent once, not twice; more memory",
     resume="free",
   )
+  compress_gradients: str = setting(
+    "none",
+    "how gradients are sent between copies of the weights: 'none' in their own format, 'int8' in 8 "
+    "bits with error feedback; not timed between hosts yet",
+    choices=("none", "int8"),
+    resume="free",
+  )
