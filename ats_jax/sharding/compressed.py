@@ -14,42 +14,48 @@ from ats_jax.sharding.apply import axis_index, exchange, gather_blocks, num_shar
 
 BLOCK = 256  # values that share a scale, which is 1.6 % more to send
 SCALE_BYTES = 4
-MOST = 127  # of int8, so that a block's largest value is exact
+# Steps in proportion to a value: Adam divides each value by its own usual size, and equal steps (as
+# of int8) drown the small values of a block (docs/internals/adr/0048-gradients-in-8-bits.md).
+FORMAT = jnp.float8_e4m3fn
+MOST = float(jnp.finfo(FORMAT).max)
 
 
 class Quantised(NamedTuple):
   """Blocks in 8 bits.
 
   Attributes:
-    values: int8 [..., BLOCK].
+    bits: int8 [..., BLOCK], the bits of `FORMAT`: whatever sends them need not know that.
     scales: float32 [...]; NaN of a block with a value that is not finite.
   """
 
-  values: jax.Array
+  bits: jax.Array
   scales: jax.Array
 
 
 def quantise(x_NK: jax.Array) -> Quantised:
-  """Round to the nearest of 255 steps between plus and minus the largest value of each block.
+  """Round each value to `FORMAT`, whose largest value becomes that of the block.
 
   Scales by block keep one large value from rounding all others to zero (Dettmers et al. 2022,
-  arXiv:2110.02861, section 2.1). What is not finite stays visible: all of its block becomes NaN.
+  arXiv:2110.02861, section 2.1). A value is off by a sixteenth at most, or by half of the least
+  step, 1 / 458,752 of the block's largest. What is not finite stays visible: all of its block
+  becomes NaN.
 
   Args:
     x_NK: float32 [..., BLOCK].
   """
-  largest_N = jnp.max(jnp.abs(x_NK), axis=-1)
-  scales_N = largest_N / MOST
+  scales_N = jnp.max(jnp.abs(x_NK), axis=-1) / MOST
   is_finite_N = jnp.all(jnp.isfinite(x_NK), axis=-1)
-  usable_N = is_finite_N & (scales_N > 0.0)
-  steps_NK = x_NK / jnp.where(usable_N, scales_N, 1.0)[..., None]
-  steps_NK = jnp.where(usable_N[..., None], jnp.round(steps_NK), 0.0)
-  return Quantised(steps_NK.astype(jnp.int8), jnp.where(is_finite_N, scales_N, jnp.nan))
+  is_usable_N = is_finite_N & (scales_N > 0.0)
+  scaled_NK = x_NK / jnp.where(is_usable_N, scales_N, 1.0)[..., None]
+  rounded_NK = jnp.where(is_usable_N[..., None], scaled_NK, 0.0).astype(FORMAT)
+  bits_NK = jax.lax.bitcast_convert_type(rounded_NK, jnp.int8)
+  return Quantised(bits_NK, jnp.where(is_finite_N, scales_N, jnp.nan))
 
 
 def dequantise(q: Quantised) -> jax.Array:
   """What `quantise` rounded to, float32 [..., BLOCK]."""
-  return q.values.astype(jnp.float32) * q.scales[..., None]
+  rounded_NK = jax.lax.bitcast_convert_type(q.bits, FORMAT)
+  return rounded_NK.astype(jnp.float32) * q.scales[..., None]
 
 
 def sum_over_replicas(parts: jax.Array, unsent: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:

@@ -48,8 +48,8 @@ class MeshConfig:
   )
   compress_gradients: str = setting(
     "none",
-    "how gradients are sent between copies of the weights: 'none' in their own format, 'int8' in 8 "
-    "bits with error feedback; not timed between hosts yet",
-    choices=("none", "int8"),
+    "how gradients are sent between copies of the weights: 'none' as they are, 'fp8' in 8 bits, "
+    "with error feedback; not timed between hosts yet",
+    choices=("none", "fp8"),
     resume="free",
   )

@@ -233,7 +233,7 @@ def test_measured_here():
 
 def test_what_compressed_gradients_cost():
   mesh = {"data": 2, "fsdp": 2, "accum": 2}
-  whole, sent = plan(**mesh), plan(compress_gradients="int8", **mesh)
+  whole, sent = plan(**mesh), plan(compress_gradients="fp8", **mesh)
   matrices = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 2 * 384 * 32
   assert whole["device_bytes_exact"]["unsent gradients"] == 0
   assert sent["device_bytes_exact"]["unsent gradients"] == 4 * matrices // 2
