@@ -63,9 +63,11 @@ def sum_over_replicas(parts: jax.Array, unsent: jax.Array, dim: int) -> tuple[ja
 
   Each replica adds to its part what it has not sent before (error feedback: Seide et al. 2014,
   "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, arXiv:1901.09847), and sends each
-  other one a share in 8 bits. Each sums its share in float32 and sends that to all, in 8 bits again
-  (Tang et al. 2019, arXiv:1905.05957). The error of either rounding stays unsent with the replica
-  that made it. So over steps, all sums and what is unsent at the end add up to all parts.
+  other one a share in 8 bits: an all-to-all, so that each value is rounded once before it is summed
+  (Wang et al. 2023, arXiv:2306.10209). Each sums its share in float32 and sends that
+  to all, in 8 bits again (Tang et al. 2019, arXiv:1905.05957). The error of either rounding stays
+  unsent with the replica that made it. So over steps, all sums and what is unsent at the end add up
+  to all parts.
 
   Args:
     parts: [..., replicas, ...], floating; dimension `dim` is sharded over replicas, the others in
