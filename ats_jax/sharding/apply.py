@@ -259,9 +259,10 @@ def of_own_rows(
   number = num_apart()
   if number == 1:
     return draw(shape, cut)
-  of_all = draw((number * shape[0], *shape[1:]), jax.P(None, *cut[1:]))
-  first = jax.lax.axis_index(mesh_axes("replica")) * shape[0]
-  return jax.reshard(jax.lax.dynamic_slice_in_dim(of_all, first, shape[0]), cut)
+  # A number depends on its place alone: [replicas, rows, ...] are those of all rows in a row.
+  of_all = draw((number, *shape), jax.P(None, *cut))
+  own = jax.lax.axis_index(mesh_axes("replica"))
+  return jax.lax.dynamic_index_in_dim(of_all, own, keepdims=False)
 
 
 def all_sum(x: jax.Array, *axes: str, but: str | None = None) -> jax.Array:
