@@ -1,6 +1,7 @@
 """Array operations that name logical axes: the only place that spells `out_sharding`."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -132,7 +133,9 @@ def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
   if _is_local(mesh):
     return jax.lax.empty(shape, dtype)
   # Asked for as a whole, XLA allocates the whole on each device.
-  local = jax.NamedSharding(mesh, cut).shard_shape(tuple(shape))
+  names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else entry
+  ways = [math.prod(mesh.shape[name] for name in names(entry)) for entry in cut]
+  local = tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
   make = lambda: jax.lax.empty(local, dtype)
   return jax.shard_map(make, in_specs=(), out_specs=cut, check_vma=False)()
 

@@ -110,7 +110,11 @@ def lossless(monkeypatch):
 
 CASES = [
   ("dense", MESH),
-  pytest.param("moe", (("data", 2), ("expert", 2), ("context", 2)), marks=pytest.mark.mesh),
+  pytest.param(
+    "moe",
+    (("data", 2), ("expert", 2), ("context", 2), ("step.scan_unroll", 2)),
+    marks=pytest.mark.mesh,
+  ),
   pytest.param("mod", (("data", 2), ("fsdp", 2), ("zero", 2)), marks=pytest.mark.slow),
   pytest.param("hybrid", (("data", 2), ("fsdp", 2), ("zero", 1)), marks=pytest.mark.slow),
   pytest.param("latent", (("data", 4), ("context", 2)), marks=pytest.mark.slow),
