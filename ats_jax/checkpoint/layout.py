@@ -18,6 +18,9 @@ from jax.sharding import (
 
 PyTree = Any
 WEIGHT = "/weight"  # the end of the name of a module's only array
+# A part of a state that begins at zero where a checkpoint has none that fits: rounding errors of
+# each replica, which are of no use to other replicas.
+UNSENT = "unsent"
 
 
 # Layers that each stack of them holds, by the path of the stack: {"segments/0/layers/1": [1, 3]}.
@@ -138,6 +141,13 @@ def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
     for name in sorted(saved.keys() | wanted.keys())
     if saved.get(name) != wanted.get(name)
   ]
+
+
+def begun_anew(saved: Mapping[str, str], wanted: Mapping[str, str]) -> set[str]:
+  """The names of either `describe` result that are of a part to begin at zero; see `UNSENT`."""
+  of_part = lambda names: {k: t for k, t in names.items() if k.startswith(f"{UNSENT}/")}
+  ours, theirs = of_part(wanted), of_part(saved)
+  return set() if ours == theirs else {*ours, *theirs}
 
 
 def stored(parts: Mapping[str, Part]) -> dict[str, Part]:

@@ -170,7 +170,15 @@ def read(
   saved = integrity.read_manifest(folder)["leaves"]
   if subtree:
     saved = {n: t for n, t in saved.items() if n == subtree or n.startswith(f"{subtree}/")}
-  if lines := layout.differences(saved, layout.describe(wanted)):
+  described = layout.describe(wanted)
+  anew = layout.begun_anew(saved, described)
+  if anew:
+    only = lambda names: {name: text for name, text in names.items() if name in anew}
+    line, *_ = layout.differences(only(saved), only(described))
+    done = "begins at zero" if only(described) else "is left out"
+    logging.warning("`%s` of checkpoint %s %s: %s", layout.UNSENT, folder, done, line)
+  fits = lambda names: {name: text for name, text in names.items() if name not in anew}
+  if lines := layout.differences(fits(saved), fits(described)):
     shown = "\n  ".join(lines[:5] + ([f"and {len(lines) - 5} more"] if lines[5:] else []))
     raise CheckpointError(
       f"checkpoint {folder} does not fit: {len(lines)} of {len(wanted)} arrays differ:\n  {shown}\n"
@@ -178,15 +186,17 @@ def read(
     )
   with paths.fetched(folder / STATE) as local:
     parted.join(local, handler())
-    restored = _read_arrays(local, abstract, wanted)
+    restored = _read_arrays(local, abstract, wanted, anew)
   return step, restored, load_extra(directory, step)
 
 
-def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) -> PyTree:
-  """Return `abstract` with the arrays of `parts` for leaves."""
+def _read_arrays(
+  folder: Path, abstract: PyTree, parts: dict[str, layout.Part], anew: set[str]
+) -> PyTree:
+  """Return `abstract` with the arrays of `parts` for leaves; zeros for those named in `anew`."""
   leaves, structure = jax.tree.flatten(abstract)
   restored: list[Any] = [None] * len(leaves)
-  stored = layout.stored(parts)
+  stored = {name: part for name, part in layout.stored(parts).items() if name not in anew}
   with ocp.Checkpointer(handler()) as checkpointer:
     for group in stream.groups({name: part.target(name) for name, part in stored.items()}):
       arrays = checkpointer.restore(
@@ -199,7 +209,7 @@ def _read_arrays(folder: Path, abstract: PyTree, parts: dict[str, layout.Part]) 
       )
       stream.put(restored, stored, arrays)
   for name, part in parts.items():
-    if name not in stored:
+    if name not in stored and restored[part.number] is None:
       restored[part.number] = stream.zeros(name, part.leaf)
   return structure.unflatten(restored)
 

@@ -13,6 +13,7 @@ from ats_jax.config.curriculum import curriculum
 from ats_jax.config.exchange import exchange
 from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.phases import phases
+from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
 from ats_jax.config.streaming import streaming
 
@@ -26,7 +27,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, context, _gathered, _latents, _rope, _windows, _gate)
+  of_model = (_heads, context, replicas, _gathered, _latents, _rope, _windows, _gate)
   of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.

@@ -22,7 +22,7 @@ from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
 from ats_jax.ops.attention import ROW_AXES
 from ats_jax.ops.rope import Scaling, rope_table
-from ats_jax.sharding.apply import reshard
+from ats_jax.sharding.apply import of_own_rows, reshard
 
 
 class Tokens(NamedTuple):
@@ -91,7 +91,8 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
   """Zero each element with probability `rate` and scale the rest; no-op without a key."""
   if key is None or rate == 0.0:
     return x
-  keep = jax.random.bernoulli(key, 1.0 - rate, x.shape, out_sharding=jax.typeof(x).sharding.spec)
+  draw = lambda shape, cut: jax.random.bernoulli(key, 1.0 - rate, shape, out_sharding=cut)
+  keep = of_own_rows(draw, x.shape, jax.typeof(x).sharding.spec)
   return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 

@@ -23,6 +23,7 @@ from ats_jax.sharding.apply import (
   gather_blocks,
   island,
   lay,
+  of_own_rows,
   reshard,
   row_multiple,
   sum_blocks,
@@ -193,9 +194,8 @@ class Depth(nnx.Module):
       causal_BT = self._pattern(positions_BT, layer, rules.capacity) & valid_BT
       if self.cfg.routing == "random" and rules.training:
         assert key is not None, "random routing draws in training"
-        scores_BT = jax.random.uniform(
-          key, positions_BT.shape, wide, out_sharding=spec(*TOKEN_AXES)
-        )
+        draw = lambda shape, cut: jax.random.uniform(key, shape, wide, out_sharding=cut)
+        scores_BT = of_own_rows(draw, positions_BT.shape, spec(*TOKEN_AXES))
     # The tokens of a row compete, so all devices along it see all of them.
     whole = lambda a_BT: reshard(a_BT, *ROW_AXES)
     scores_BT, valid_BT, causal_BT = map(

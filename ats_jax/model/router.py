@@ -15,7 +15,7 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, normal, zero_buffer, zeros
 from ats_jax.model.stats import MoEStats
 from ats_jax.ops.routing import Rule, route
-from ats_jax.sharding.apply import einsum, lay
+from ats_jax.sharding.apply import einsum, lay, of_own_rows
 
 TOKEN_AXES = ("batch", "residual_seq")  # each device routes its own tokens of the stream
 CLOSED = -1e30  # the logit of an expert that a token cannot go to; exp() of it is 0
@@ -100,10 +100,9 @@ class Router(nnx.Module):
     logits_BTE = self._close(x_BTD, logits_BTE / moe.temperature)
     noisy_BTE = logits_BTE
     if moe.noise and noise_key is not None:
-      sharding = jax.typeof(logits_BTE).sharding.spec
-      noise_BTE = jax.random.normal(
-        noise_key, logits_BTE.shape, logits_BTE.dtype, out_sharding=sharding
-      )
+      dtype, sharding = logits_BTE.dtype, jax.typeof(logits_BTE).sharding.spec
+      draw = lambda shape, cut: jax.random.normal(noise_key, shape, dtype, out_sharding=cut)
+      noise_BTE = of_own_rows(draw, logits_BTE.shape, sharding)
       noisy_BTE = logits_BTE + moe.noise * noise_BTE
     selection_BTE = self._selection(jax.lax.stop_gradient(noisy_BTE))
     rule = Rule(moe.top_k, moe.score, moe.renormalize and moe.top_k > 1, moe.route_scale)

@@ -18,6 +18,7 @@ from ats_jax.sharding.apply import (
   axis_index,
   island,
   lay,
+  num_apart,
   num_shards,
   seq_axis,
   sum_blocks,
@@ -271,7 +272,8 @@ def _scattered(dhead_VD):
 
 
 def _local_chunk(chunk_tokens, axes):
-  return max(1, chunk_tokens // (num_shards(axes[0]) * num_shards(axes[1])))
+  devices = num_shards(axes[0]) * num_shards(axes[1]) * num_apart()
+  return max(1, chunk_tokens // devices)
 
 
 def _split(a, chunk):

@@ -35,8 +35,11 @@ def reliefs(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Relief]:
   cfg = resolve_without_data(cfg)
   mesh, used = plan["run"]["mesh"], planned_bytes(plan)
   tries: list[dict[str, Any]] = []
+  plainly = {"mesh.compress_gradients": "none"} if cfg.mesh.compress_gradients != "none" else {}
   if mesh["data"] > 1:
-    tries.append({"mesh.data": 1, "mesh.fsdp": mesh["fsdp"] * mesh["data"]})
+    tries.append({"mesh.data": 1, "mesh.fsdp": mesh["fsdp"] * mesh["data"], **plainly})
+  if plainly:
+    tries.append(plainly)
   if cfg.mesh.zero < 3:
     tries.append({"mesh.zero": 3})
   if cfg.mesh.keep_gathered:

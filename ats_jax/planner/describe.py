@@ -61,6 +61,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
         "mu": cfg.precision.mu_dtype,
         "nu": cfg.precision.nu_dtype,
         "ema": "float32",
+        "unsent gradients": cfg.precision.param_dtype,
         "gradients": cfg.precision.param_dtype,
         "gradient sums": "float32",
       },

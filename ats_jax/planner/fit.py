@@ -153,18 +153,21 @@ def changed(cfg: Config, settings: dict[str, Any]) -> Config:
   return cfg
 
 
-def meshes(cfg: Config, devices: int) -> Iterator[dict[str, int]]:
+def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
   """Every split of the devices over `data` and AXES, with the stages of ZeRO that differ."""
   divisors = lambda most: [n for n in range(1, min(devices, most) + 1) if devices % n == 0]
   for sizes in itertools.product(*(divisors(axis.most(cfg)) for axis in AXES)):
     if devices % math.prod(sizes):
       continue
-    mesh = {"mesh.data": devices // math.prod(sizes)}
+    mesh: dict[str, Any] = {"mesh.data": devices // math.prod(sizes)}
     mesh |= {f"mesh.{axis.name}": n for axis, n in zip(AXES, sizes, strict=True)}
     if cfg.mesh.shard_residuals:  # which is refused where it does nothing
       mesh["mesh.shard_residuals"] = mesh["mesh.tensor"] > 1
     if cfg.mesh.context_ring:  # likewise
       mesh["mesh.context_ring"] = mesh["mesh.context"] > 1
+    if (asked := cfg.mesh.compress_gradients) != "none":  # likewise, and in a pipeline
+      sends = mesh["mesh.data"] > 1 and mesh["mesh.stage"] == 1
+      mesh["mesh.compress_gradients"] = asked if sends else "none"
     shards = math.prod(mesh[f"mesh.{axis}"] for axis in SHARDS)
     for zero in STAGES if shards > 1 else STAGES[:1]:
       if cfg.mesh.keep_gathered:  # likewise

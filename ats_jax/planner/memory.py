@@ -41,6 +41,7 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   for name, tree in per_parameter(state.opt_state):
     of_optimizer[name] += device_bytes(tree)
   parts = {"weights": device_bytes(state.model), **of_optimizer, "ema": device_bytes(state.ema)}
+  parts["unsent gradients"] = device_bytes(state.unsent)
   as_float32 = lambda tree: jax.tree.map(lambda p: p.astype(jnp.float32), tree)
   grads = jax.eval_shape(shards_of_gradients, params)
   summed: Any = grads.segments if num_stages() > 1 else grads

@@ -16,8 +16,11 @@ from ats_jax.model.param import Param, Role, params_of
 from ats_jax.ops.expert_exchange import host_room
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import is_ring, mesh_axes, num_hosts, num_shards
+from ats_jax.sharding.compressed import sent_bytes
 from ats_jax.sharding.pipeline import num_stages
+from ats_jax.sharding.replicas import num_replicas
 from ats_jax.sharding.rules import Part
+from ats_jax.step.reduction import compresses, is_compressed
 
 # Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
 # (docs/lab/performance.md#the-planner-beside-what-was-measured). A step's matmuls have IN_A_STEP of
@@ -41,7 +44,8 @@ def step_seconds(
   Weights that are sharded along `rules.SHARDS` are gathered in the compute dtype or in 8 bits, for
   the forward and the backward pass of each micro-batch (once with `mesh.keep_gathered`), and their
   gradients scattered; with `mesh.zero` below 3 new weights are gathered once an update. Other
-  gradients are summed over the axes of the batch and of a row. Of the rows of a lookup table the
+  gradients are summed over the axes of the batch and of a row; compressed ones over replicas once
+  an update, in 8 bits there and back (`sharding.compressed`). Of the rows of a lookup table the
   devices along these axes swap parts, and of their gradients.
   `context` swaps positions for heads before attention and back, in both passes; with
   `mesh.context_ring` it hands keys and values round, and their gradients in float32 too.
@@ -194,17 +198,24 @@ def _weights_and_gradients(
       sent["new weights gathered", ways(moments - weights), 1] += whole * itemsize
     if grads > used and not stays:
       sent["gradients scattered", ways(grads - used), passes] += whole * itemsize
-    others = ways(token_axes - grads)
+    summed_over = token_axes - grads
+    if compresses(cfg) and is_compressed(param):
+      summed_over -= {*mesh_axes("replica")}
+      sent["gradients compressed", num_replicas(), 1] += sent_bytes(param.size // ways(grads))
+    others = ways(summed_over)
     sent["gradients summed", others, passes] += param.size // ways(grads) * itemsize
   collectives = {
     "weights gathered": "all_gather",
     "new weights gathered": "all_gather",
     "gradients scattered": "reduce_scatter",
     "gradients summed": "all_reduce",
+    "gradients compressed": "all_to_all",
   }
   seconds: dict[str, list[float | None]] = {name: [] for name in collectives}
   for (name, devices, times), size in sent.items():
     seconds[name].append(_times(times, hardware.seconds(collectives[name], size, devices)))
+    if name == "gradients compressed":  # and the sums back
+      seconds[name].append(hardware.seconds("all_gather", size, devices))
   return {name: _sum(found) for name, found in seconds.items()}
 
 

@@ -1,6 +1,7 @@
 """Array operations that name logical axes: the only place that spells `out_sharding`."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,7 +134,9 @@ def unwritten(shape: Sequence[int], dtype: Any, cut: jax.P) -> jax.Array:
   if _is_local(mesh):
     return jax.lax.empty(shape, dtype)
   # Asked for as a whole, XLA allocates the whole on each device.
-  local = jax.NamedSharding(mesh, cut).shard_shape(tuple(shape))
+  names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else entry
+  ways = [math.prod(mesh.shape[name] for name in names(entry)) for entry in cut]
+  local = tuple(size // n for size, n in itertools.zip_longest(shape, ways, fillvalue=1))
   make = lambda: jax.lax.empty(local, dtype)
   return jax.shard_map(make, in_specs=(), out_specs=cut, check_vma=False)()
 
@@ -249,6 +252,32 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
         f"{product} does not divide {name}={size}, over which {part} are sharded. "
         f"Use a multiple of {ways}, or another mesh."
       )
+
+
+def num_apart() -> int:
+  """Of how many replicas this is one, where each is traced by itself; else 1."""
+  return num_shards("replica") if current_plan().own_rows else 1
+
+
+def of_own_rows(
+  draw: Callable[[tuple[int, ...], jax.P], jax.Array], shape: tuple[int, ...], cut: jax.P
+) -> jax.Array:
+  """Random numbers of rows: where a replica is by itself, those that its rows have in the batch.
+
+  All are drawn and the replica's taken; where XLA fuses the two, no others are made.
+
+  Args:
+    draw: `(shape, cut) -> numbers`.
+    shape: [rows, ...].
+    cut: how the result is sharded.
+  """
+  number = num_apart()
+  if number == 1:
+    return draw(shape, cut)
+  # A number depends on its place alone: [replicas, rows, ...] are those of all rows in a row.
+  of_all = draw((number, *shape), jax.P(None, *cut))
+  own = jax.lax.axis_index(mesh_axes("replica"))
+  return jax.lax.dynamic_index_in_dim(of_all, own, keepdims=False)
 
 
 def all_sum(x: jax.Array, *axes: str, but: str | None = None) -> jax.Array:

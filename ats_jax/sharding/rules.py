@@ -35,6 +35,7 @@ _DEFAULT: Rules = {
   "choice": None,  # of a token among experts
   # parameters: `embed` is the d_model side of a matrix
   "layers": "stage",  # of a stack
+  "replica": "data",  # copies of the weights, where each has something of its own
   "embed": SHARDS,
   "latent_rows": SHARDS,  # the latent's side of a matrix, like `embed`
   "norm": None,
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
     hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size.
     ring: in attention the devices along a row keep their heads, and hand on keys and values.
+    own_rows: a batch is the rows of one replica, and no other replica is met.
   """
 
   name: str = "default"
@@ -85,6 +87,7 @@ class Plan(NamedTuple):
   whole_matrices: bool = False
   hosts: int = 1
   ring: bool = False
+  own_rows: bool = False
 
 
 _plan = jax.make_user_context(Plan())  # what is traced under one plan is not used under another
@@ -108,6 +111,11 @@ def use_plan(name: str, **others: bool | int) -> contextlib.AbstractContextManag
 def whole_rows() -> contextlib.AbstractContextManager[None]:
   """The plan in use without a cut along the positions of a row: a token by itself has none."""
   return _plan(current_plan()._replace(whole_rows=True))
+
+
+def own_rows() -> contextlib.AbstractContextManager[None]:
+  """The plan in use for one replica by itself (`sharding.replicas`)."""
+  return _plan(current_plan()._replace(own_rows=True))
 
 
 def under_this_plan[**P, R](f: Callable[P, R]) -> Callable[P, R]:
@@ -145,7 +153,13 @@ def _table(plan: Plan) -> Rules:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:
     rules |= {"stored_experts": ("expert", "fsdp", "context"), "expert_embed": None}
+  if plan.own_rows:
+    rules |= {axis: _without(rules[axis], rules["replica"]) for axis in ("batch", "rows")}
   return MappingProxyType(rules)
+
+
+def _without(names, name):
+  return tuple(n for n in names if n != name)
 
 
 def spec(*axes: str | None, part: Part = "weights") -> jax.P:

@@ -21,6 +21,7 @@ from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.apply import num_hosts, num_shards
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.sharding.pipeline import in_words, num_stages
+from ats_jax.step import reduction
 from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
@@ -118,6 +119,8 @@ class Program:
       hosts = num_hosts()
       steps = f"between {hosts} hosts, then within each" if hosts > 1 else "one host: as allgather"
       facts["exchange of tokens"] = steps
+    if cfg.mesh.compress_gradients != "none":
+      facts["reduction"] = reduction.in_words(cfg)
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {

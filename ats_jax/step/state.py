@@ -15,6 +15,7 @@ from ats_jax.model.param import cut_as, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.step import tensors
 from ats_jax.step.optimizers import Optimizer
+from ats_jax.step.reduction import nothing_unsent
 from ats_jax.step.reflex import Control, Reflex
 
 
@@ -31,6 +32,8 @@ class TrainState:
     key: root of all randomness; never split, only folded, see `model.random`.
     control: what the supervisor sets; None with `orchestrator.mode=off`.
     reflex: what the step remembers of earlier ones; None likewise.
+    unsent: what the gradients of each replica have not got into an update yet, as they are sent in
+      8 bits (`step.reduction`); None if nothing is compressed.
   """
 
   step: jax.Array
@@ -40,6 +43,7 @@ class TrainState:
   key: jax.Array
   control: Control | None = None
   reflex: Reflex | None = None
+  unsent: Any = None
 
   @property
   def weights(self) -> Decoder:
@@ -65,7 +69,8 @@ def init_state(
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
     opt_state = optimizer.tx.init(cut_as("moments", trainable(model)))
-    state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, key)
+    unsent = nothing_unsent(cfg, model)
+    state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, key, unsent=unsent)
     if cfg.orchestrator.mode == "off":
       return state
     control = Control.new(armed=cfg.orchestrator.mode == "act")

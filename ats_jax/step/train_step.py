@@ -26,6 +26,7 @@ from ats_jax.step.compiler import Options
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.objective import Objective
 from ats_jax.step.optimizers.base import Optimizer
+from ats_jax.step.reduction import over_replicas
 from ats_jax.step.renewal import renewed
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
@@ -59,7 +60,8 @@ def step_function(
     if state.control is not None and cfg.moe.num_experts:
       drop_key = fold(state.key, Purpose.EXPERT_DROPOUT, state.step)
       used = drop_experts(cfg, used, state.control.expert_dropout, drop_key)
-    sums, stats, grads = sums_and_grads(objective, used, batch, whole, key, rules)
+    of_rows = functools.partial(sums_and_grads, objective, rules=rules)
+    sums, stats, grads, unsent = over_replicas(of_rows, used, batch, whole, key, state.unsent)
 
     # As the optimizer's state is sharded: each device updates what it has the moments of.
     params: Any = cut_as("moments", trainable(state.model))  # optax has no type for "any pytree"
@@ -77,7 +79,8 @@ def step_function(
     ema = None if state.ema is None else jax.tree.map(follow, state.ema, model)
     if new.accept is not None:
       take = functools.partial(jnp.where, new.accept)
-      model, ema = jax.tree.map(take, (model, ema), (moved, state.ema))
+      before = moved, state.ema, state.unsent
+      model, ema, unsent = jax.tree.map(take, (model, ema, unsent), before)
 
     # Behind a barrier, so that XLA does not write parameters in float32 for the sake of this norm.
     written = jax.lax.optimization_barrier(trainable(model))
@@ -97,7 +100,8 @@ def step_function(
     after = new.reflex
     if after is not None:
       after = after._replace(written=tensors.checksums(written), knows=jnp.asarray(True))
-    return TrainState(state.step + 1, model, new.opt_state, ema, state.key, control, after), metrics
+    rest = state.key, control, after, unsent
+    return TrainState(state.step + 1, model, new.opt_state, ema, *rest), metrics
 
   return train_step
 

@@ -51,3 +51,10 @@ class MeshConfig:
     "keep gathered weights until the backward pass: sent once, not twice; more memory",
     resume="free",
   )
+  compress_gradients: str = setting(
+    "none",
+    "how gradients are sent between copies of the weights: 'none' as they are, 'fp8' in 8 bits, "
+    "with error feedback; not timed between hosts yet",
+    choices=("none", "fp8"),
+    resume="free",
+  )

@@ -150,4 +150,4 @@ def _local_bytes(x: jax.Array) -> int:
 
 
 def _parts(state: TrainState) -> tuple[Any, ...]:
-  return state.model, state.opt_state, state.ema, state.reflex
+  return state.model, state.opt_state, state.ema, state.reflex, state.unsent

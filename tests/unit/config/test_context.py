@@ -71,6 +71,19 @@ from ats_jax.planner.describe import describe
       "nothing with mesh.stage=2",
     ),
     (
+      {"mesh.compress_gradients": "fp8", "mesh.data": 1},
+      r"fp8 does nothing with mesh.data=1.* Set mesh.data, or mesh.compress_gradients=none",
+    ),
+    (
+      {
+        "mesh.compress_gradients": "fp8",
+        "mesh.stage": 2,
+        "model.num_layers": 4,
+        "step.accum_steps": 2,
+      },
+      r"fp8 with mesh.stage=2.* Set mesh.compress_gradients=none, or mesh.stage=1",
+    ),
+    (
       {"mesh.shard_residuals": True},
       r"does nothing with mesh.tensor=1.* Set mesh.tensor, or mesh.shard_residuals=false",
     ),

@@ -61,6 +61,17 @@ def test_gathered_weights_are_kept_where_a_run_takes_it():
       assert not settings["mesh.keep_gathered"]
 
 
+def test_gradients_are_compressed_where_a_run_takes_it():
+  cfg = tiny_config(DENSE | {"mesh.data": 2, "mesh.compress_gradients": "fp8"})
+  found = {
+    tuple(mesh[f"mesh.{name}"] for name in ("data", "stage", "compress_gradients"))
+    for mesh in meshes(cfg, 4)
+  }
+  assert found == {
+    (1, 1, "none"), (1, 2, "none"), (1, 4, "none"), (2, 1, "fp8"), (2, 2, "none"), (4, 1, "fp8"),
+  }  # fmt: skip
+
+
 def every(cfg, devices):
   """All candidates by brute force: likely seconds, bytes, settings."""
   found = []

@@ -10,6 +10,7 @@ from ats_jax.planner import seconds
 from ats_jax.planner.describe import describe, render
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
 from ats_jax.preflight import measure
+from ats_jax.sharding.compressed import sent_bytes
 
 KIB = 2**10
 RATES = Hardware(
@@ -256,3 +257,20 @@ def test_measured_here():
   assert all([size for size, _ in p] == [2**14, 2**16] for p in found.collectives.values())
   assert all(seconds > 0 for p in found.collectives.values() for _, seconds in p)
   assert len(measure.rows(found)) == 2 + len(COLLECTIVES)
+
+
+def test_what_compressed_gradients_cost():
+  mesh = {"data": 2, "fsdp": 2, "accum": 2}
+  whole, sent = plan(**mesh), plan(compress_gradients="fp8", **mesh)
+  matrices = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 2 * 384 * 32
+  assert whole["device_bytes_exact"]["unsent gradients"] == 0
+  assert sent["device_bytes_exact"]["unsent gradients"] == 4 * matrices // 2
+  more = (sum(p["device_bytes_exact"].values()) for p in (sent, whole))
+  assert next(more) - next(more) == 4 * matrices // 2
+  whole, sent = (p["step_seconds"]["parts"] for p in (whole, sent))
+  assert whole["gradients compressed"] == 0
+  # Once an update, there and back; beyond what was measured the bandwidth of the largest holds.
+  size = sent_bytes(matrices // 2)
+  both = sum(RATES.seconds(kind, size, 2) or 0 for kind in ("all_to_all", "all_gather"))
+  assert sent["gradients compressed"] == pytest.approx(both)
+  assert sent["gradients summed"] < whole["gradients summed"]
