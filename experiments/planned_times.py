@@ -21,6 +21,11 @@ EIGHT = f"{SPARSE} moe.num_experts=8 moe.top_k=2 moe.d_ff=7168 model.d_ff=7168"
 MANY = f"{SPARSE} moe.num_experts=64 moe.top_k=4 moe.d_ff=896 model.d_ff=1024"
 SMALL = "step.remat=names model.num_layers=8 moe.num_experts=8 moe.top_k=2 moe.d_ff=4096"
 LONG = f"{DENSE} step.remat=full data.seq_len=32768"
+LONGEST = f"{DENSE} step.remat=full data.seq_len=131072"
+SIXTEEN = EIGHT.replace("num_layers=24", "num_layers=16")
+CUT, ONCE = "mesh.context=2", "mesh.context=2 step.remat=attention"
+RING, POSITIONS = f"{CUT} mesh.context_ring=true", "mesh.tensor=2 mesh.shard_residuals=true"
+STAGE = "mesh.stage=2 step.accum_steps=8"
 FSDP, KEPT = "mesh.fsdp=2", "mesh.fsdp=2 mesh.keep_gathered=true"
 
 
@@ -57,6 +62,19 @@ STEPS = (
   Measured("H100", 2, "1.5B, tensor", "mesh.tensor=2 data.batch_size=16", 613),
   Measured("H100", 2, "1.5B, stage", "mesh.stage=2 step.accum_steps=8 data.batch_size=16", 867),
   Measured("H100", 2, "8 experts, 8 layers, fsdp", f"{SMALL} {FSDP} data.batch_size=16", 386),
+  Measured("H100", 1, "1.5B", f"{SHORT} data.batch_size=8", 522),
+  Measured("H100", 2, "1.5B, fsdp, kept", f"{SHORT} {KEPT} data.batch_size=16", 541),
+  Measured("H100", 1, "8 experts, 16 layers", f"{SIXTEEN} data.batch_size=4", 410),
+  Measured("H100", 2, "the same, fsdp", f"{SIXTEEN} {FSDP} data.batch_size=8", 457),
+  Measured("H100", 2, "the same, fsdp, kept", f"{SIXTEEN} {KEPT} data.batch_size=8", 437),
+  Measured("H100", 2, "8.03B, two long rows, context", f"{LONG} {CUT} data.batch_size=2", 5778),
+  Measured("H100", 2, "the same, remat=attention", f"{LONG} {ONCE} data.batch_size=2", 5156),
+  Measured("H100", 2, "the same, a ring", f"{LONG} {RING} data.batch_size=2", 5915),
+  Measured("H100", 2, "the same, tensor", f"{LONG} mesh.tensor=2 data.batch_size=2", 5888),
+  Measured("H100", 2, "the same, residuals cut", f"{LONG} {POSITIONS} data.batch_size=2", 6149),
+  Measured("H100", 2, "a row of 131,072, context", f"{LONGEST} {CUT} data.batch_size=1", 26636),
+  Measured("H100", 2, "the same, residuals cut", f"{LONGEST} {POSITIONS} data.batch_size=1", 27101),
+  Measured("H100", 2, "8.03B, stage", f"{DENSE} {STAGE} data.batch_size=16", 4415),
 )
 
 

@@ -24,10 +24,11 @@ from ats_jax.step.reduction import compresses, is_compressed
 
 # Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
 # (docs/lab/performance.md#the-planner-beside-what-was-measured). A step's matmuls have IN_A_STEP of
-# the rate of a large one alone. Attention's share of that grows with the rows' length: LONGEST in
-# the longest, half of it at HALF_AT. Rows below SHORTEST were not measured, and count as that.
+# the rate of a large one alone. Attention's share of that grows with the rows' length, towards
+# LONGEST, with half of it at HALF_AT; by FALLING it would be half of it again (131,072 was measured
+# on an H100). Rows below SHORTEST were not measured, and count as that.
 IN_A_STEP = 0.96
-LONGEST, HALF_AT, SHORTEST = 0.82, 2730, 2048
+LONGEST, HALF_AT, SHORTEST, FALLING = 0.82, 2730, 2048, 2_000_000
 NARROW_HEADS = 0.73  # of that, where they are narrower than 128
 # Numbers of a token that elementwise ops of a layer and its gradient read or write.
 PASSES_OF_STREAM, PASSES_OF_FF = 26, 20
@@ -133,7 +134,8 @@ def _is_remade(cfg: Config) -> bool:
 def _attention_share(cfg: Config) -> float:
   """The rate of attention over that of a matmul."""
   narrow = 1.0 if cfg.model.head_dim >= 128 else NARROW_HEADS
-  return LONGEST * narrow / (1 + HALF_AT / max(SHORTEST, cfg.data.seq_len))
+  length = max(SHORTEST, cfg.data.seq_len)
+  return LONGEST * narrow / (1 + HALF_AT / length + length / FALLING)
 
 
 def _passes(cfg: Config) -> float:

@@ -28,7 +28,7 @@ class MeshConfig:
   )
   context_ring: bool = setting(
     False,
-    "along `context`, hand keys and values round a ring, not swap heads; not timed on a GPU yet",
+    "along `context`, hand keys and values round a ring, not swap heads: no limit by heads",
     resume="free",
   )
   tensor: int = setting(
@@ -36,7 +36,7 @@ class MeshConfig:
   )
   shard_residuals: bool = setting(
     False,
-    "cut positions between sub-layers over `tensor`: less memory; not timed on a GPU yet",
+    "cut positions between sub-layers over `tensor`: less memory, a little slower",
     resume="free",
   )
   zero: int = setting(

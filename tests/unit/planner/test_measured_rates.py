@@ -83,7 +83,9 @@ def test_the_plan_uses_them():
   dtype = found["run"]["compute_dtype"]
   flops = found["flops_per_token"]["training"] * tokens / 4
   rate = seconds.IN_A_STEP * RATES.matmul_flops[dtype]
-  of_attention = seconds.LONGEST * seconds.NARROW_HEADS / (1 + seconds.HALF_AT / seconds.SHORTEST)
+  shortest = seconds.SHORTEST
+  falls = seconds.HALF_AT / shortest + shortest / seconds.FALLING
+  of_attention = seconds.LONGEST * seconds.NARROW_HEADS / (1 + falls)
   assert parts["matmuls"] + parts["attention"] * of_attention == pytest.approx(flops / rate)
   assert parts["attention"] == pytest.approx(ATTENTION * tokens / 4 / (rate * of_attention))
   half = dataclasses.replace(RATES, matmul_flops={d: f / 2 for d, f in RATES.matmul_flops.items()})
