@@ -158,15 +158,15 @@ class Decoder(nnx.Module):
           depth_BT += passed_BT
       return (x_BTD, depth_BT), tuple(stats)
 
-    def from_stack(fp8, carry, layer, stack):
+    def from_stack(fp8, blocks, carry, layer):
       block, index, first = layer
-      return super_block(fp8, carry, (taken_again(block, stack, index), first))
+      return super_block(fp8, carry, (taken_again(block, blocks, index), first))
 
     for segment, blocks, firsts in zip(self.layout, *stacks, strict=True):
       unroll, repeats = self.num.scan_unroll, len(firsts)
       is_unrolled = unroll > 1 and unroll >= repeats
       again = is_unrolled and self._gathers_again()
-      of_layer = functools.partial(from_stack if again else super_block)
+      of_layer = from_stack if again else super_block
       remat = functools.partial(self._remat, in_loop=unroll == 1, from_stack=again)
       # One function for each choice of formats: what is traced once serves all repeats.
       body_of = functools.cache(lambda fp8, r=remat, f=of_layer: r(functools.partial(f, fp8)))
@@ -174,9 +174,10 @@ class Decoder(nnx.Module):
       places = segment.layer_indices(0)[:repeats]
       bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
       if is_unrolled:
-        layers = [unstack(blocks), range(repeats), firsts] if again else [unstack(blocks), firsts]
+        layers = [unstack(blocks), firsts]
         if again:
-          bodies = [lambda carry, layer, f=f, b=blocks: f(carry, layer, b) for f in bodies]
+          layers.insert(1, range(repeats))
+          bodies = [functools.partial(body, blocks) for body in bodies]
         layers = zip(*layers, strict=True)
         carry, of_segment = run_layers(bodies, carry, layers, in_order=is_shared())
       else:
@@ -198,11 +199,11 @@ class Decoder(nnx.Module):
     if self.num.remat == "none":
       return super_block
     # Only gathered weights get a barrier, so that they are not kept; others are resident anyway.
-    # Taken from the stack, they have one around their index.
+    # Of those that are taken from the stack the index has it.
     # A prefix of the arguments' tree: jax accepts it, its type annotation does not.
     barriers: Any = False if in_loop else (True, (self._gathers_again(), True))
     if from_stack:
-      barriers = True, (False, True, True), False
+      barriers = False, True, (False, True, True)
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
   def _depth_counts(self, depth_BT: jax.Array | None, valid_BT: jax.Array) -> jax.Array | None:

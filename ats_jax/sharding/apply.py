@@ -247,7 +247,8 @@ def check_cut(axis: str | None, size: int, name: str) -> None:
   for part in PARTS:
     ways = num_shards(axis, part)
     if size % ways:
-      product = " x ".join(f"mesh.{a}={mesh[a]}" for a in mesh_axes(axis, part))
+      cut_by = [a for a in mesh_axes(axis, part) if mesh[a] > 1]
+      product = " x ".join(f"mesh.{a}={mesh[a]}" for a in cut_by)
       raise ValueError(
         f"{product} does not divide {name}={size}, over which {part} are sharded. "
         f"Use a multiple of {ways}, or another mesh."
