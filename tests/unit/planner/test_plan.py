@@ -26,9 +26,9 @@ def test_3400_billion_parameters_without_a_device():
   sizes = {"stage": 1, "data": 1, "fsdp": 16, "expert": 8, "context": 1, "tensor": 8}
   assert plan["run"]["mesh"] == sizes
   assert plan["parameters"]["total"] > 3.3e12
-  # Experts are cut along all three axes, attention along two of them.
+  # Experts and attention are cut along all three axes.
   parts = plan["parameters"]["parts"]
-  weights = 4 * (parts["experts"]["total"] / 1024 + parts["attention"]["total"] / 128)
+  weights = 4 * (parts["experts"]["total"] + parts["attention"]["total"]) / 1024
   assert plan["device_bytes_exact"]["weights"] == pytest.approx(weights, rel=0.01)
 
 
