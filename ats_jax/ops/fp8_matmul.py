@@ -35,10 +35,12 @@ class Cut(NamedTuple):
   Attributes:
     axis: logical axis of what is cut.
     dim: 0 = the inputs, 1 = the outputs.
+    is_kept: reverse mode keeps what was gathered.
   """
 
   axis: str
   dim: int
+  is_kept: bool
 
 
 def fp8_matmuls(
@@ -93,10 +95,18 @@ def _matmuls(x_TK, weights, kernels, cuts):
 
 def _forward(x_TK, weights, kernels, cuts):
   x_TK = _written(x_TK)
-  of_all = lambda w_KN, cut: _amax(w_KN) if cut is None else all_max(_amax(w_KN), cut.axis)
   # Named, so that a backward pass that recomputes the operands need not recompute the scale.
-  largest = [_amax(x_TK), *map(of_all, weights, cuts)]
-  scale_x, *scales_w = (scale_of(E4M3, checkpoint_name(a, *SAVED_NAMES)) for a in largest)
+  named = lambda amax: checkpoint_name(amax, *SAVED_NAMES)
+
+  def of_all(w_KN, cut):
+    if cut is None:
+      return named(_amax(w_KN))
+    amax = all_max(_amax(w_KN), cut.axis)
+    # What has a name is behind a barrier: XLA would not find that both passes gather the same.
+    return amax if cut.is_kept else named(amax)
+
+  largest = [named(_amax(x_TK)), *map(of_all, weights, cuts)]
+  scale_x, *scales_w = (scale_of(E4M3, a) for a in largest)
   x8_TK = cast(x_TK, scale_x, E4M3)
 
   def times(w_KN, scale_w, cut):

@@ -66,7 +66,8 @@ def linears(
   if fp8:
     used = [(*inputs, *axes) for axes in outputs]
     stored = used if stored is None else stored
-    cuts = tuple(_cut(kept, axes, len(inputs)) for kept, axes in zip(stored, used, strict=True))
+    cut = functools.partial(_cut, num_inputs=len(inputs), is_kept=gathered)
+    cuts = tuple(map(cut, stored, used))
     products = island(
       functools.partial(_local_fp8, inputs=inputs, cuts=cuts, scatters=scatters, kernels=kernels),
       in_axes=((*inside, *inputs), *stored),
@@ -119,11 +120,11 @@ def _gathering_again(products):
   return f
 
 
-def _cut(stored, used, num_inputs):
+def _cut(stored, used, *, num_inputs, is_kept):
   """What cuts a matrix [inputs, outputs] that is multiplied with as a whole."""
   for dim, (kept, axis) in enumerate(zip(stored, used, strict=True)):
     if kept != axis and num_shards(kept) > num_shards(axis):
-      return Cut(kept, 0 if dim < num_inputs else 1)
+      return Cut(kept, 0 if dim < num_inputs else 1, is_kept)
   return None
 
 

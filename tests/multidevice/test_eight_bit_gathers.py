@@ -67,3 +67,16 @@ def test_matrices_are_gathered_as_bytes(remat, times):
   number = Counter(a.dtype for a in gathered if a.dtype != "s32")  # those are tokens
   # Of a loop over layers in 8 bits, of the last layer for both passes, and of the head.
   assert number == {"u8": times * MATRICES, "f32": 2 * MATRICES + 1}
+
+
+@pytest.mark.parametrize(
+  ("keep", "times"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.mesh)]
+)
+def test_matrices_that_are_kept_are_gathered_once(keep, times):
+  unrolled = {"step.remat": "names", "step.scan_unroll": LAYERS}
+  cfg = tiny_config(EIGHT | unrolled | {"mesh.fsdp": 2, "mesh.keep_gathered": keep})
+  mesh = mesh_of({"fsdp": 2})
+  with on_mesh(cfg, mesh):
+    every = collectives(compiled_step(cfg, mesh).as_text())
+  gathered = [a.dtype for c in every if c.kind == "all-gather" for a in c.arrays]
+  assert gathered.count("u8") == times * MATRICES * (LAYERS - 1)
