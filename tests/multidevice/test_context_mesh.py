@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from collectives import Collective, collectives, compiled_step
 from equality import CFG, KINDS, MOD, ROWS, RTOL, assert_equal, assert_lies_still, mesh_of, run
-from helpers import make_decoder, named_leaves, pack, tiny_config
+from helpers import make_decoder, named_leaves, pack, tiny_config, when
 from processes import run_job
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like
@@ -32,12 +32,11 @@ CASES = [
   ("mod", {"context": 4, "fsdp": 2}),
   ("hybrid", {"context": 2, "expert": 2}),
 ]
-QUICK = (2,)
 
 
 @pytest.mark.parametrize(
   ("kind", "sizes"),
-  [pytest.param(*c, marks=() if i in QUICK else pytest.mark.mesh) for i, c in enumerate(CASES)],
+  [pytest.param(*c, marks=when(i, quick=(2,), ci=(3, 5, 6))) for i, c in enumerate(CASES)],
   ids=str,
 )
 def test_a_cut_row_computes_what_a_whole_one_does(kind, sizes):

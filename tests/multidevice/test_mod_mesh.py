@@ -15,8 +15,8 @@ from helpers import (
   micro_batches,
   named_leaves,
   random_rows,
-  thorough_but,
   tiny_config,
+  when,
 )
 
 from ats_jax.config.schema import SampleConfig
@@ -73,7 +73,9 @@ def buffers_of(model):
   return jax.tree.map(keep, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-@pytest.mark.parametrize("shape", thorough_but(MESHES, 2))
+@pytest.mark.parametrize(
+  "shape", [pytest.param(m, marks=when(i, quick=(2,), ci=(1,))) for i, m in enumerate(MESHES)]
+)
 def test_a_mesh_computes_what_one_device_does(shape):
   (metrics, grads, buffers, later), (metrics1, grads1, buffers1, later1) = (
     run(shape),

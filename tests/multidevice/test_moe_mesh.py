@@ -16,8 +16,8 @@ from helpers import (
   micro_batches,
   named_leaves,
   random_rows,
-  thorough_but,
   tiny_config,
+  when,
 )
 
 from ats_jax.model import moe as moe_module
@@ -150,7 +150,12 @@ def run(mode, shape, pull=False, changes=()):
 
 @pytest.mark.parametrize(
   "case",
-  thorough_but([("dropless", m) for m in MESHES] + [("capacity", m) for m in MESHES[2:4]], 4),
+  [
+    pytest.param(case, marks=when(i, quick=(4,), ci=(2, 6)))
+    for i, case in enumerate(
+      [("dropless", m) for m in MESHES] + [("capacity", m) for m in MESHES[2:4]]
+    )
+  ],
   ids=str,
 )
 def test_a_layer_equals_that_of_one_device(case):
@@ -171,16 +176,16 @@ def test_a_layer_equals_that_of_one_device(case):
 EXPERT_MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2)]
 
 
-@pytest.mark.parametrize("how", ["allgather", "ragged", "bins"])
+EXCHANGES = [(shape, how) for shape in EXPERT_MESHES for how in ("allgather", "ragged", "bins")]
+EACH_TIME = [EXCHANGES.index((EXPERT_MESHES[1], how)) for how in ("allgather", "ragged", "bins")]
+IN_TURN = [6, 10, 14, 15]  # of the further meshes each with one exchange
+
+
 @pytest.mark.parametrize(
-  "shape",
-  [
-    EXPERT_MESHES[1],
-    pytest.param(EXPERT_MESHES[0], marks=pytest.mark.slow),
-    *(pytest.param(shape, marks=pytest.mark.mesh) for shape in EXPERT_MESHES[2:]),
-  ],
+  ("shape", "how"),
+  [pytest.param(*c, marks=when(i, quick=EACH_TIME, ci=IN_TURN)) for i, c in enumerate(EXCHANGES)],
 )
-def test_each_exchange_equals_one_device_with_and_without_overflow(how, shape):
+def test_each_exchange_equals_one_device_with_and_without_overflow(shape, how):
   """Room for the mean alone, and all tokens want two experts of one device first, or do not."""
   changes = (("moe.exchange", how), ("moe.exchange_factor", 1.0))
   for pull in (False, True):

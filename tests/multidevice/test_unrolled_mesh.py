@@ -4,7 +4,7 @@ import jax
 import pytest
 from equality import RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
 from flax import nnx
-from helpers import TRAINING, random_rows
+from helpers import TRAINING, random_rows, when
 
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.numerics import numerics
@@ -25,11 +25,11 @@ CASES = {
   "dense, tensor": ("dense", ("tensor", 2)),
   "hybrid, context": ("hybrid", ("context", 2)),
 }
-NOT_EACH_TIME = [name for name in CASES if name not in ("moe, fsdp", "dense, tensor")]
 
 
 @pytest.mark.parametrize(
-  "case", [pytest.param(c, marks=[pytest.mark.mesh] * (c in NOT_EACH_TIME)) for c in CASES]
+  "case",
+  [pytest.param(c, marks=when(i, quick=(7,), ci=(1, 3, 4))) for i, c in enumerate(CASES)],
 )
 def test_unrolled_layers_have_the_values_of_one_device(case):
   kind, *sizes = CASES[case]
