@@ -44,6 +44,7 @@ def disk(tmp_path):
   subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_and_then_larger(disk, tmp_path):
   """There is room for the files of the run, not for a checkpoint."""
   text = tmp_path / "text"

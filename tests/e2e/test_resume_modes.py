@@ -85,7 +85,7 @@ MODES = {
 
 
 # What is theirs alone, `test_mixture_run`, `test_chat_run` and `test_length_run` resume as well.
-FURTHER = ("base_only", "finetuning_only", "hybrid_interleaved", "lengths")
+FURTHER = ("base_only", "finetuning_only", "hybrid_interleaved", "lengths", "streaming")
 
 
 @pytest.fixture(scope="module")

@@ -151,6 +151,7 @@ def test_a_checkpoint_goes_from_cut_rows_to_one_device_and_back(tmp_path):
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_a_text_is_that_of_one_device():
   """Each token is one position, which nothing can cut: rows are whole while a text is drawn."""
   cfg, texts = tiny_config(CFG | MOD | {"model.vocab_size": 384}), []

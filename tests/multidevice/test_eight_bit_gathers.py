@@ -44,7 +44,7 @@ def losses(sizes, **changes):
   "sizes",
   [
     {"fsdp": 2, "tensor": 2},
-    pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.mesh),
+    pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.slow),
   ],
   ids=str,
 )

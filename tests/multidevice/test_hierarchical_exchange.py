@@ -238,6 +238,7 @@ LAYER = {"moe.num_experts": 8, "moe.num_groups": 2, "moe.top_groups": 1, "moe.ex
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_steps_in_a_pipeline_equal_those_of_one_device():
   """Of a model whose router keeps to one group, which is a host. It has a loop within hosts."""
   sizes = {"stage": 2, "expert": 4, "moe.exchange": "hierarchical", "moe.exchange_hosts": 2}

@@ -73,6 +73,7 @@ def test_a_kill_in_every_phase(settings, undisturbed, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="four processes need a second core")
+@pytest.mark.slow
 def test_another_number_of_processes_after_each_kill(settings, undisturbed, tmp_path):
   run = jobs.Kills(tmp_path, settings, tuple(kill for _, kill in CHAIN if kill))
   for number, (size, kill) in enumerate(CHAIN):

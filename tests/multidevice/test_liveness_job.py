@@ -85,7 +85,7 @@ def test_a_frozen_process_ends_all(settings, tmp_path):
   assert "SIGTERM: saved step" in output
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_a_launcher_the_other_ends_soon_and_in_a_line(dead, settings, tmp_path):
   address = f"localhost:{free_port()}"
   job = [

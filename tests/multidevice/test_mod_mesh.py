@@ -117,6 +117,7 @@ def test_evaluation_and_text_of_a_mesh_are_those_of_one_device():
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_micro_batches_change_nothing(mesh):
   cfg = tiny_config(SMALL | {"mod.scope": "ffn", "mod.decision": "predictor"})
   rows, model, rules = (

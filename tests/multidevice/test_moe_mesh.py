@@ -220,7 +220,7 @@ def test_overflow_counts_the_rows_beyond_the_room(how):
   assert stats["['stats'].overflow"] == by_device[0] - room
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
 def test_gradients_are_the_slopes_of_the_values_on_the_mesh_itself(mode):
   """So that a factor common to all meshes would show as well."""
   step, rng = 1e-6, np.random.default_rng(1)
@@ -314,7 +314,9 @@ def train_step(mode, shape):
 
 
 @pytest.mark.parametrize(
-  ("mode", "shape"), [("dropless", (1, 2, 2, 2)), ("capacity", (2, 1, 1, 4))], ids=str
+  ("mode", "shape"),
+  [pytest.param("dropless", (1, 2, 2, 2), marks=pytest.mark.slow), ("capacity", (2, 1, 1, 4))],
+  ids=str,
 )
 @pytest.mark.thorough
 def test_a_train_step_equals_that_of_one_device(mode, shape):

@@ -26,7 +26,10 @@ from ats_jax.step.program import make_program
 
 CUT = {"tensor": 2, "shard_residuals": True}
 STREAM_AXES = ("batch", "residual_seq", "act_embed")
-REMATS = ["none", *(pytest.param(r, marks=pytest.mark.mesh) for r in ("dots", "names", "full"))]
+REMATS = [
+  pytest.param(remat, marks=when(i, quick=(0,), ci=(2,)))
+  for i, remat in enumerate(("none", "dots", "names", "full"))
+]
 CASES = [
   ("hybrid", CUT | {"fsdp": 2}),
   ("dense", CUT),

@@ -95,7 +95,7 @@ def test_it_is_there_once_it_is_asked_for():
     _ = ats_jax.apy
 
 
-@pytest.mark.parametrize("cache", ["off", "own"])
+@pytest.mark.parametrize("cache", [pytest.param("off", marks=pytest.mark.slow), "own"])
 @pytest.mark.thorough
 def test_nothing_stays_behind(cfg, tmp_path, monkeypatch, cache):
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

@@ -87,6 +87,7 @@ def rows(folder, name):
   return {row["step"]: row[name] for row in found}
 
 
+@pytest.mark.slow
 def test_expert_capacity_is_raised_and_put_back(config, tmp_path, asked, compiled):
   cfg = config(moe__num_experts=4, moe__d_ff=32, moe__dispatch="capacity",
                moe__capacity_factor=0.25)  # fmt: skip

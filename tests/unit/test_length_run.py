@@ -72,6 +72,7 @@ def losses(folder):
   return {row["step"]: row["train/loss"] for row in rows}
 
 
+@pytest.mark.thorough
 def test_two_lengths_are_two_programs_and_a_resumed_run_is_bit_equal(make, tmp_path, compiled):
   cfg = make()
   assert sorted(set(lengths(cfg))) == [16, 64]

@@ -158,7 +158,7 @@ def test_eight_bits_that_cost_too_much_are_switched_off_for_good(config, tmp_pat
   assert fp8_gaps(tmp_path) == gaps | {6: None}
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.thorough
 def test_a_run_goes_on_in_another_number_format(config, tmp_path, first):
   """From bfloat16 to 8 bits, and back; without a scan where there was one."""

@@ -89,7 +89,9 @@ def test_an_appended_phase_goes_on_as_if_it_had_been_there(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "stops", [(4,), pytest.param((3, 4, 5), marks=pytest.mark.thorough)], ids=str
+  "stops",
+  [pytest.param((4,), marks=pytest.mark.slow), pytest.param((3, 4, 5), marks=pytest.mark.thorough)],
+  ids=str,
 )
 def test_new_moments_at_a_phase_whenever_the_run_stops(make, tmp_path, stops):
   """A run that ends just before the change, or just behind it, goes on bit for bit."""

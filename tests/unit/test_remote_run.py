@@ -163,6 +163,7 @@ def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, config, bucket):
   assert len(resumed) >= 3
 
 
+@pytest.mark.thorough
 def test_a_complete_run_is_opened_again_and_changes_nothing(whole, config):
   before = logged(whole)
   train(config(), whole)

@@ -126,6 +126,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit(runs):
   assert len(reports) == STEPS // 5 and not any(r["orchestrator/decisions"] for r in reports)
 
 
+@pytest.mark.thorough
 def test_weights_that_break_are_replaced_and_no_checkpoint_holds_them(
   config, runs, tmp_path, monkeypatch
 ):
@@ -207,7 +208,8 @@ def out_of_memory(times):
 
 @pytest.mark.parametrize(
   ("saved_every", "start"),
-  [(STEPS, 15), (32, 32)],  # from a snapshot; from a checkpoint, when that is newer
+  # From a snapshot; from a checkpoint, when that is newer.
+  [(STEPS, 15), pytest.param(32, 32, marks=pytest.mark.slow)],
 )
 @pytest.mark.thorough
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
@@ -233,7 +235,9 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
   assert ledger.replay(tmp_path / "relieved" / workdir.DECISIONS) == []
 
 
-@pytest.mark.parametrize(("mode", "rows"), [("observe", 16), ("act", 8)])
+@pytest.mark.parametrize(
+  ("mode", "rows"), [pytest.param("observe", 16, marks=pytest.mark.slow), ("act", 8)]
+)
 def test_out_of_memory_is_an_error_where_nothing_can_be_done(
   config, tmp_path, monkeypatch, mode, rows
 ):

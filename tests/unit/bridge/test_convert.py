@@ -161,6 +161,7 @@ def test_another_folder_begins_again(tmp_path):
   assert_same_tensors(tmp_path / "out", other)
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_a_folder(tmp_path):
   """Its loss of step 1 is that of the weights, and one setting that differs is named."""
   folder, run = make_folder(tmp_path / "hf"), tmp_path / "run"

@@ -105,6 +105,7 @@ def test_a_run_that_diverges_is_never_called_healthy(result):
     assert look.judgement.finding is not None and look.health.level != "healthy"
 
 
+@pytest.mark.thorough
 def test_nothing_is_done_to_a_clean_run(result):
   """Its weights are bit for bit those of one that nobody watches."""
   guarded, looks = result("ours", "clean")

@@ -84,7 +84,11 @@ def test_the_parameters_do_not_know_of_them(mesh, changes):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("changes", [{}, {"moe.num_experts": 4, "moe.every": 2}], ids=["", "moe"])
+@pytest.mark.parametrize(
+  "changes",
+  [pytest.param({}, marks=pytest.mark.slow), {"moe.num_experts": 4, "moe.every": 2}],
+  ids=["", "moe"],
+)
 def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
   """The first and the last layer are wide: three scans over slices of one stack."""
   found = []

@@ -151,7 +151,9 @@ class Run:
 
 
 @pytest.mark.parametrize(
-  "changes", [{}, {"moe.num_experts": 4, "moe.d_ff": 32}], ids=["dense", "moe"]
+  "changes",
+  [pytest.param({}, marks=pytest.mark.slow), {"moe.num_experts": 4, "moe.d_ff": 32}],
+  ids=["dense", "moe"],
 )
 @pytest.mark.thorough
 def test_a_healthy_run_is_the_same_bit_for_bit(mesh, changes):
