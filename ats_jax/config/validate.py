@@ -15,6 +15,7 @@ from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.phases import phases
 from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
+from ats_jax.config.stages import stages
 from ats_jax.config.streaming import streaming
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -27,7 +28,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, context, replicas, _gathered, _latents, _rope, _windows, _gate)
+  of_model = (_heads, context, replicas, stages, _gathered, _latents, _rope, _windows, _gate)
   of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.

@@ -93,6 +93,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
     mesh=dataclasses.replace(
       cfg.mesh,
       stage=1,
+      stage_rounds=1,
       data=-1,
       fsdp=fsdp,
       expert=expert,
@@ -105,7 +106,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
     ),
     moe=dataclasses.replace(cfg.moe, exchange_hosts=0),  # it counts those of training
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
-    step=dataclasses.replace(cfg.step, accum_steps=1),
+    step=dataclasses.replace(cfg.step, accum_steps=1, remat_stages="full"),
   )
 
 

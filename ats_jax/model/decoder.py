@@ -15,7 +15,7 @@ from ats_jax.config.schema import Config
 from ats_jax.model import moe
 from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.layers import RMSNorm, Weight
-from ats_jax.model.layout import LayerKind, check_stages, fp8_layers, layer_kinds, segments
+from ats_jax.model.layout import LayerKind, Segment, check_stages, fp8_layers, segments_of
 from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, head_std, is_variable
@@ -38,7 +38,7 @@ SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
 
 
 def remat_policy(name: str):
-  """Return the `jax.checkpoint` policy called `name` in `step.remat` ('none' has no policy)."""
+  """Return the `jax.checkpoint` policy of this name in `step.remat`, of which 'none' has none."""
   policies = jax.checkpoint_policies
   products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
@@ -63,16 +63,16 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     model = cfg.model
     self.cfg, self.num = model, num
-    self.layout, self.fp8 = segments(layer_kinds(cfg)), fp8_layers(cfg)
     check_stages(cfg, num_stages())
+    self.layout, self.fp8 = segments_of(cfg), fp8_layers(cfg)
     std = head_std(model) if model.tie_embeddings else model.init_std
     sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
     # Each a SuperBlock whose every leaf has a leading [repeats].
     self.segments = nnx.List(
       [
-        _stack(lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds), rngs.split(s.repeats))
-        for s in self.layout
+        _stack(lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds), of_segment)
+        for s, of_segment in zip(self.layout, self._split(rngs), strict=True)
       ]
     )
     self.final_norm = RMSNorm(model.d_model, model, num)
@@ -113,36 +113,49 @@ class Decoder(nnx.Module):
     depth_BT = lay(jnp.zeros_like(segment_ids_BT), *of_stream) if skips else None
     x_BTD = lay(self._lookup(tokens_BT), *of_stream, "act_embed")
     carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
-    run, firsts = (
-      functools.partial(self._run, rules=rules),
-      [s.layer_indices(0) for s in self.layout],
-    )
+    run = functools.partial(self._run, rules=rules)
+    firsts = [segment.layer_indices(0) for segment in self.layout]
+    stacks = list(zip(self.segments, firsts, strict=True))
     if num_stages() == 1:
-      (x_BTD, depth_BT), stats = run((self.segments, firsts), carry, beside, key)
+      stats = []
+      for segment, stack in zip(self.layout, stacks, strict=True):
+        carry, of_segment = run(stack, carry, beside, key, segment=segment)
+        stats.append(of_segment)
     else:
-      rows, stacks = tokens_BT.shape[0], (self.segments, jax.tree.map(jnp.array, firsts))
+      rows, rounds = tokens_BT.shape[0], [(blocks, jnp.array(firsts)) for blocks, firsts in stacks]
       micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
-      (x_BTD, depth_BT), stats = pipeline(run, stacks, carry, beside, key, micro=micro)
+      stage = functools.partial(run, segment=self.layout[0])
+      policy = remat_policy(self.num.remat_stages)
+      carry, stats = pipeline(stage, rounds, carry, beside, key, micro=micro, policy=policy)
+    x_BTD, depth_BT = carry
     x_BTD, valid_BT = self.final_norm(x_BTD), lay(segment_ids_BT, *of_stream) > 0
     return x_BTD, StackStats(tuple(stats), self._depth_counts(depth_BT, valid_BT))
 
   def _run(
-    self, stacks: Any, carry: Any, beside: Any, key: jax.Array | None, *, rules: Pass
-  ) -> tuple[Any, list[Any]]:
-    """Run layers, all of them or those of one stage.
+    self,
+    stack: Any,
+    carry: Any,
+    beside: Any,
+    key: jax.Array | None,
+    *,
+    segment: Segment,
+    rules: Pass,
+  ) -> tuple[Any, Any]:
+    """Run layers of a segment, all of them or those of one stage.
 
     Args:
-      stacks: the super-blocks of each segment, and the index of the first layer of each of them.
+      stack: their super-blocks, and the index of the first layer of each of them.
       carry: activations, and how many layers each token went through that skip some (None: there
         are none).
       beside: positions and segment ids.
       key: of this micro-batch.
+      segment: whose layers they are. All rounds of a pipeline are alike: any of them.
       rules: of this pass.
 
     Returns:
-      The carry behind them, and the statistics of each segment.
+      The carry behind them, and their statistics.
     """
-    tokens, stats = tokens_at(self.cfg, *beside), []
+    tokens, (blocks, firsts) = tokens_at(self.cfg, *beside), stack
 
     def super_block(fp8, carry, block_and_index):
       (x_BTD, depth_BT), (block, first) = carry, block_and_index
@@ -162,28 +175,32 @@ class Decoder(nnx.Module):
       block, index, first = layer
       return super_block(fp8, carry, (taken_again(block, blocks, index), first))
 
-    for segment, blocks, firsts in zip(self.layout, *stacks, strict=True):
-      unroll, repeats = self.num.scan_unroll, len(firsts)
-      is_unrolled = unroll > 1 and unroll >= repeats
-      again = is_unrolled and self._gathers_again()
-      of_layer = from_stack if again else super_block
-      remat = functools.partial(self._remat, in_loop=unroll == 1, from_stack=again)
-      # One function for each choice of formats: what is traced once serves all repeats.
-      body_of = functools.cache(lambda fp8, r=remat, f=of_layer: r(functools.partial(f, fp8)))
-      # All stages have the same formats in the same places (`check_stages`).
-      places = segment.layer_indices(0)[:repeats]
-      bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
-      if is_unrolled:
-        layers = [unstack(blocks), firsts]
-        if again:
-          layers.insert(1, range(repeats))
-          bodies = [functools.partial(body, blocks) for body in bodies]
-        layers = zip(*layers, strict=True)
-        carry, of_segment = run_layers(bodies, carry, layers, in_order=is_shared())
-      else:
-        carry, of_segment = scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
-      stats.append(of_segment)
-    return carry, stats
+    unroll, repeats = self.num.scan_unroll, len(firsts)
+    is_unrolled = unroll > 1 and unroll >= repeats
+    again = is_unrolled and self._gathers_again()
+    of_layer = from_stack if again else super_block
+    remat = functools.partial(self._remat, in_loop=unroll == 1, from_stack=again)
+    # One function for each choice of formats: what is traced once serves all repeats.
+    body_of = functools.cache(lambda fp8: remat(functools.partial(of_layer, fp8)))
+    # All stages have the same formats in the same places (`check_stages`).
+    places = segment.layer_indices(0)[:repeats]
+    bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
+    if not is_unrolled:
+      return scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
+    layers = [unstack(blocks), firsts]
+    if again:
+      layers.insert(1, range(repeats))
+      bodies = [functools.partial(body, blocks) for body in bodies]
+    return run_layers(bodies, carry, zip(*layers, strict=True), in_order=is_shared())
+
+  def _split(self, rngs: nnx.Rngs) -> list[nnx.Rngs]:
+    """Keys for the super-blocks of each segment; rounds of a pipeline take those of one stack."""
+    if num_stages() == 1:
+      return [rngs.split(segment.repeats) for segment in self.layout]
+    number = self.layout[0].repeats
+    every = rngs.split(number * len(self.layout))
+    part = lambda n: jax.tree.map(lambda a: a[n * number : (n + 1) * number], every)
+    return [part(n) for n in range(len(self.layout))]
 
   def _formats(self, first: int, number: int, rules: Pass) -> tuple[bool, ...]:
     """Which of `number` layers from `first` on are multiplied in 8 bits in this pass."""

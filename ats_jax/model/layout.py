@@ -95,31 +95,50 @@ def segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
   return tuple(found)
 
 
+def segments_of(cfg: Config) -> tuple[Segment, ...]:
+  """The segments of a model. Each round of a pipeline is one: the stages share the layers of each.
+
+  Raises:
+    ValueError: if the layers cannot be cut into so many rounds.
+  """
+  found, rounds = segments(layer_kinds(cfg)), cfg.mesh.stage_rounds
+  if rounds == 1:
+    return found
+  check_stages(cfg, cfg.mesh.stage)
+  (whole,) = found
+  number = whole.repeats // rounds
+  firsts = whole.layer_indices(0)[::number]
+  return tuple(Segment(first, whole.kinds, number) for first in firsts)
+
+
 def check_stages(cfg: Config, stages: int) -> None:
   """See that a pipeline of so many stages can be cut out of the layers.
 
-  All stages run one program, so they have the same layers in the same order.
+  All stages run one program, so they have the same layers in the same order, in each round.
 
   Raises:
     ValueError: if they cannot.
   """
-  if stages == 1:
+  rounds = cfg.mesh.stage_rounds
+  parts = stages * rounds
+  if parts == 1:
     return
   number, found = cfg.model.num_layers, segments(layer_kinds(cfg))
-  if len(found) != 1 or found[0].repeats % stages:
-    parts = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in found)
+  in_words = f"mesh.stage={stages}" + (f" x mesh.stage_rounds={rounds}" if rounds > 1 else "")
+  if len(found) != 1 or found[0].repeats % parts:
+    patterns = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in found)
     raise ValueError(
-      f"mesh.stage={stages} does not cut model.num_layers={number} into equal stages: the layers "
-      f"repeat as {parts} (times x layers of a pattern), and each stage needs the same number of "
-      "whole patterns. Change model.num_layers, or what makes layers differ: moe.every, "
+      f"{in_words} does not cut model.num_layers={number} into equal parts: the layers repeat as "
+      f"{patterns} (times x layers of a pattern), and each stage needs the same number of whole "
+      "patterns in each round. Change model.num_layers, or what makes layers differ: moe.every, "
       "moe.dense_first, moe.dense_last, mod.every, mod.start_layer, mod.end_layer, "
       "model.full_every."
     )
-  of_stage, fp8 = number // stages, fp8_layers(cfg)
-  if fp8 != fp8[:of_stage] * stages:
+  of_part, fp8 = number // parts, fp8_layers(cfg)
+  if fp8 != fp8[:of_part] * parts:
     precision = cfg.precision
     raise ValueError(
-      f"mesh.stage={stages} with precision.fp8_keep_first={precision.fp8_keep_first} and "
+      f"{in_words} with precision.fp8_keep_first={precision.fp8_keep_first} and "
       f"precision.fp8_keep_last={precision.fp8_keep_last}: the stages would multiply in different "
       "formats. Set both to 0, or precision.fp8=false."
     )
@@ -136,7 +155,7 @@ def stacks(cfg: Config) -> dict[str, range]:
   """The layers in each stack of parameters, by its path in a decoder, as checkpoints want it."""
   return {
     f"segments/{number}/layers/{place}": segment.layer_indices(place)
-    for number, segment in enumerate(segments(layer_kinds(cfg)))
+    for number, segment in enumerate(segments_of(cfg))
     for place in range(len(segment.kinds))
   }
 

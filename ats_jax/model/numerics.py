@@ -21,6 +21,7 @@ class Numerics:
   deterministic: bool
   remat: str
   scan_unroll: int
+  remat_stages: str = "full"
   micro_batches: int = 1  # that a batch of training is cut into
   keep_gathered: bool = False  # weights, from the forward to the backward pass
 
@@ -41,6 +42,7 @@ def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numer
     deterministic=cfg.precision.deterministic,
     remat=cfg.step.remat,
     scan_unroll=cfg.step.scan_unroll or scan_unroll,
+    remat_stages=cfg.step.remat_stages,
     micro_batches=cfg.step.accum_steps,
     keep_gathered=cfg.mesh.keep_gathered,
   )

@@ -88,7 +88,7 @@ def fit_lines(found: Fitted) -> list[str]:
   """The candidates that were looked at, the pick, and why."""
   looked_at = _shortened(found.considered)
   width = max(len(candidate.mesh) for candidate in [*looked_at, *found.slower]) + 2
-  lines = [f"{'mesh':<{width}}{'remat':<11}{'accum':>6}{'GiB':>9}{'ms':>12}"]
+  lines = [f"{'mesh':<{width}}{'remat':<15}{'accum':>6}{'GiB':>9}{'ms':>12}"]
   for candidate in looked_at:
     size = f"{_gib(candidate.bytes or 0)}"
     lines.append(_row(candidate, width, size, "picked" if candidate.fits else "too large"))
@@ -122,7 +122,7 @@ def _reasons(found: Fitted, pick: Candidate) -> list[str]:
   faster = [c for c in found.considered if not c.fits]
   if faster:
     nearest = min(faster, key=lambda c: c.bytes or 0)
-    remat, accum = (nearest.settings[name] for name in ("step.remat", "step.accum_steps"))
+    remat, accum = _remat(nearest.settings), nearest.settings["step.accum_steps"]
     lines.append(
       f"  {len(faster)} faster ones are too large; the smallest needs "
       f"{_gib(nearest.bytes or 0)} GiB ({nearest.mesh}, remat={remat}, accum={accum})"
@@ -167,10 +167,16 @@ def _refusals(refused: dict[str, str]) -> dict[str, list[str]]:
   return found
 
 
+def _remat(settings: dict[str, Any]) -> str:
+  """What is computed again: of layers, and of the stages of a pipeline if not all of it."""
+  of_stage = settings["step.remat_stages"]
+  return settings["step.remat"] + (f"/{of_stage}" if of_stage != "full" else "")
+
+
 def _row(candidate: Candidate, width: int, size: str, verdict: str) -> str:
-  remat, accum = (candidate.settings[name] for name in ("step.remat", "step.accum_steps"))
+  remat, accum = _remat(candidate.settings), candidate.settings["step.accum_steps"]
   time = f"{candidate.seconds * 1e3:,.1f}"
-  return f"{candidate.mesh:<{width}}{remat:<11}{accum:>6}{size:>9}{time:>12}  {verdict}"
+  return f"{candidate.mesh:<{width}}{remat:<15}{accum:>6}{size:>9}{time:>12}  {verdict}"
 
 
 def _words(settings: dict[str, Any]) -> str:

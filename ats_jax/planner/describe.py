@@ -53,6 +53,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
       "rows_per_micro_batch": micro,
       "micro_batches": cfg.step.accum_steps,
       "layers": cfg.model.num_layers,
+      "stage_rounds": cfg.mesh.stage_rounds,
       "seq_len": cfg.data.seq_len,
       "remat": cfg.step.remat,
       "compute_dtype": cfg.precision.compute_dtype,
@@ -111,14 +112,16 @@ def flops_per_token(cfg: Config, model: Any) -> dict[str, float]:
 def render(plan: dict[str, Any]) -> str:
   """The numbers of `describe` as text."""
   run, kv = plan["run"], plan["kv_cache_bytes"]
-  stages = run["mesh"]["stage"]
+  stages, rounds = run["mesh"]["stage"], run["stage_rounds"]
   context = run["mesh"]["context"]
   shards = run["devices"] // (run["mesh"]["tensor"] * context * stages)
   rows, positions = run["rows_per_micro_batch"] // shards, run["seq_len"] // context
   lines = [
     f"devices: {run['devices']:,} ({', '.join(f'{a}={n}' for a, n in run['mesh'].items())})",
     f"at a time on each: {rows:,} x {positions:,} tokens",
-    *([f"pipeline: {in_words(run['layers'], run['micro_batches'], stages)}"] if stages > 1 else ()),
+    *(
+      [f"pipeline: {in_words(run['layers'], run['micro_batches'], stages, rounds)}"] * (stages > 1)
+    ),
     "",
     *_table("parameters", ("total", "active"), _parameter_rows(plan["parameters"])),
     "",
@@ -141,7 +144,7 @@ _NOTES = (
   "  activations: what reverse mode keeps of a micro-batch for its backward pass, as traced",
   "  recomputed block: what the layers of one pattern keep without remat",
   "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
-  "  handed on: what a stage of a pipeline made in all ticks, and its gradients",
+  "  handed on: what comes out of a pipeline, and its gradient",
   "  compute weights: of the head and the layers of one pattern (of all, if unrolled) in the",
   "    compute dtype, gathered",
   "  head's gradient: in float32, gathered, without what the gradients have of it",

@@ -61,6 +61,8 @@ AXES = (
   Axis("stage", lambda cfg: cfg.model.num_layers),
 )
 REMATS = ("none", "dots", "names", "attention", "full")  # from what computes least twice
+ROUNDS = (1, 2, 4)  # of `mesh.stage_rounds`; more are as many messages for less and less
+OF_STAGES = ("dots", "names", "attention")  # of `step.remat_stages`, which else is 'full'
 STAGES = (3, 2, 1)  # of `mesh.zero`, from what takes least memory
 
 
@@ -154,7 +156,10 @@ def changed(cfg: Config, settings: dict[str, Any]) -> Config:
 
 
 def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
-  """Every split of the devices over `data` and AXES, with the stages of ZeRO that differ."""
+  """Every split of the devices over `data` and AXES, with the stages of ZeRO that differ.
+
+  And with rounds of a pipeline.
+  """
   divisors = lambda most: [n for n in range(1, min(devices, most) + 1) if devices % n == 0]
   for sizes in itertools.product(*(divisors(axis.most(cfg)) for axis in AXES)):
     if devices % math.prod(sizes):
@@ -173,7 +178,16 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
       if cfg.mesh.keep_gathered:  # likewise
         keeps = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
         mesh["mesh.keep_gathered"] = keeps
-      yield mesh | {"mesh.zero": zero}
+      for rounds in ROUNDS if mesh["mesh.stage"] > 1 else ROUNDS[:1]:
+        yield mesh | {"mesh.zero": zero, "mesh.stage_rounds": rounds}
+
+
+def remats(mesh: dict[str, Any]) -> list[dict[str, Any]]:
+  """What the backward pass may compute again. With a pipeline its stages, or their layers too."""
+  found = [{"step.remat": remat, "step.remat_stages": "full"} for remat in REMATS]
+  if mesh["mesh.stage"] > 1:
+    found = [{"step.remat": "none", "step.remat_stages": kept} for kept in OF_STAGES] + found
+  return found
 
 
 class _Entry(NamedTuple):
@@ -202,7 +216,8 @@ class _Search:
     self.too_large: set[str] = set()  # meshes whose state is
     self.states: dict[str, TrainState] = {}
     self.kept: dict[Any, list[int]] = {}  # of one and two rows, by axes and remat
-    one = changed(cfg, {f"mesh.{axis}": 1 for axis in MESH_AXES} | {"step.accum_steps": 1})
+    alone = {f"mesh.{axis}": 1 for axis in (*MESH_AXES, "stage_rounds")}
+    one = changed(cfg, alone | {"step.accum_steps": 1})
     with on_mesh(one, abstract_mesh(one)):
       state = abstract_state(one)
     self.model, self.bytes = state.model, device_bytes(state)
@@ -212,14 +227,14 @@ class _Search:
     """Fill the queue; return meshes that are not possible, and why."""
     refused = {}
     for mesh in meshes(self.cfg, self.devices):
-      first = mesh | {"step.remat": REMATS[0], "step.accum_steps": mesh["mesh.stage"]}
+      first = mesh | remats(mesh)[0] | {"step.accum_steps": mesh["mesh.stage"]}
       try:
         self._check(validate(changed(self.cfg, first)))
       except ValueError as error:
         refused[Candidate(first, 0.0).mesh] = str(error).splitlines()[0]
         continue
-      for remat in REMATS:
-        self._push(first | {"step.remat": remat})
+      for remat in remats(mesh):
+        self._push(first | remat)
     return refused
 
   def look_at_fastest(self) -> list[Candidate]:
@@ -252,7 +267,7 @@ class _Search:
     mesh = {name: n for name, n in least.settings.items() if name.startswith("mesh.")}
     shards = mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"]
     most = self.cfg.data.batch_size // shards
-    settings = mesh | {"step.remat": REMATS[-1], "step.accum_steps": most}
+    settings = mesh | remats(mesh)[-1] | {"step.accum_steps": most}
     return Candidate(settings, self._seconds(settings))
 
   def others(self, looked_at: set[str]) -> tuple[list[Candidate], int]:
@@ -287,7 +302,10 @@ class _Search:
     tries = [self._possible(settings | {"step.accum_steps": n}) for n in numbers]
     seconds, accum, settings = min((self._bound(s), s["step.accum_steps"], s) for s in tries)
     later = [settings[f"mesh.{axis.name}"] for axis in reversed(AXES)]
-    ties = (REMATS.index(settings["step.remat"]), *later, STAGES.index(settings["mesh.zero"]))
+    of_stage = settings["step.remat_stages"]
+    kept = OF_STAGES.index(of_stage) if of_stage in OF_STAGES else len(OF_STAGES)
+    remat, zero = REMATS.index(settings["step.remat"]), STAGES.index(settings["mesh.zero"])
+    ties = (remat, *later, zero, settings["mesh.stage_rounds"], kept)
     heapq.heappush(self.queue, _Entry(seconds, (accum, *ties), settings, is_bound=True))
 
   def _possible(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -333,7 +351,8 @@ class _Search:
     fsdp = 1 + (are_cut and cfg.moe.num_experts > 0)
     copies = self.devices // (fsdp * mesh.expert * mesh.tensor)
     alike = {"mesh.data": copies, "mesh.fsdp": fsdp, "mesh.zero": 3, "step.accum_steps": 1}
-    alike |= {"mesh.context": 1, "mesh.stage": 1, "data.batch_size": self.devices}
+    alike |= {"mesh.context": 1, "mesh.stage": 1, "mesh.stage_rounds": 1}
+    alike |= {"step.remat_stages": "full", "data.batch_size": self.devices}
     cfg, key = changed(cfg, alike), (fsdp, mesh.expert, mesh.tensor, cfg.step.remat)
     if key not in self.kept:
       with on_mesh(cfg, abstract_mesh(cfg, self.devices)):

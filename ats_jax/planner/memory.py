@@ -18,7 +18,7 @@ from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradien
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
 from ats_jax.sharding.apply import is_ring, num_shards, row_multiple, seq_axis
-from ats_jax.sharding.pipeline import num_stages, one_stage
+from ats_jax.sharding.pipeline import num_stages, num_ticks, one_stage
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.balance import rules_at, totals
 from ats_jax.step.objective import Pretraining
@@ -66,9 +66,9 @@ def step_memory(
     counts.
   recomputed block: with remat, what a super-block keeps without it, once. With or without, the
     scores of a ring that XLA computes, which keeps none (`mesh.context_ring`).
-  recomputed stage: of a pipeline, whose stages keep their inputs alone: what the layers of one
-    stage keep of a micro-batch under `step.remat`.
-  handed on: of a pipeline, what a stage made in each tick, and its gradient.
+  recomputed stage: of a pipeline, whose stages keep their inputs and what `step.remat_stages`
+    says: what else the layers of one stage keep of a micro-batch under `step.remat`.
+  handed on: of a pipeline, what comes out of it, and its gradient.
   compute weights: those of the head and of a super-block in the compute dtype, gathered, if
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
   head's gradient: the loss adds it up in float32, gathered. Without what is among the
@@ -85,8 +85,8 @@ def step_memory(
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   rows = cfg.data.batch_size // cfg.step.accum_steps // num_shards("batch")
   stream = rows * cfg.data.seq_len // num_shards("residual_seq") * cfg.model.d_model * compute
-  ticks, of_stage, of_block = cfg.step.accum_steps + stages - 1, 0, 0
-  behind = rows * cfg.step.accum_steps // stages if stages > 1 else rows  # rows in the loss
+  micro, rounds, of_stage, of_block = cfg.step.accum_steps, cfg.mesh.stage_rounds, 0, 0
+  behind = rows * micro // stages if stages > 1 else rows  # rows in the loss
   under = lambda remat: dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat=remat))
   with jax.sharding.use_abstract_mesh(one_stage()):
     traced = kept or (lambda cfg, rows: activations(cfg, abstract_state(cfg), rows))
@@ -94,9 +94,12 @@ def step_memory(
     if cfg.step.remat != "none":
       of_block = traced(under("none"), rows) // blocks
     if stages > 1:
-      of_stage = waiting // stages
-      # Of the layers nothing but the input of each tick, and what is behind them.
-      waiting = traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
+      ticks, parts = num_ticks(micro, stages, rounds), stages * rounds
+      kept_too = traced(under(cfg.step.remat_stages), rows) - traced(under("full"), rows)
+      of_stage = max(0, waiting - kept_too) // parts
+      # Of the layers the input of each tick, what a policy keeps, and what is behind them.
+      waiting = ticks * kept_too / parts
+      waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
   table, *_ = params_of(state.model.head or state.model.embed)
   of_head = _gradient_bytes(table)
   waiting -= of_head // table.dtype.itemsize * 4
@@ -111,7 +114,7 @@ def step_memory(
     "activations": round(waiting),
     "recomputed stage": of_stage,
     "recomputed block": of_block + _scores(cfg, rows),
-    "handed on": 2 * ticks * stream if stages > 1 else 0,
+    "handed on": 2 * micro * stream if stages > 1 else 0,
     "compute weights": _compute_weights(cfg, state.model),
     "head's gradient": max(0, table.size // num_shards("vocab") * 4 - of_head),
     "logits chunk": max(0, logits - of_stage - of_block) if stages > 1 else logits,

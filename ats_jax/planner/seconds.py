@@ -17,7 +17,7 @@ from ats_jax.ops.expert_exchange import host_room
 from ats_jax.planner.hardware import Hardware
 from ats_jax.sharding.apply import is_ring, mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.compressed import sent_bytes
-from ats_jax.sharding.pipeline import num_stages
+from ats_jax.sharding.pipeline import num_stages, num_ticks
 from ats_jax.sharding.replicas import num_replicas
 from ats_jax.sharding.rules import Part
 from ats_jax.step.reduction import compresses, is_compressed
@@ -34,6 +34,7 @@ NARROW_HEADS = 0.73  # of that, where they are narrower than 128
 PASSES_OF_STREAM, PASSES_OF_FF = 26, 20
 PASSES_OF_A_CHOICE = 12  # of d_model, on the way to an expert and back
 BYTES_OF_A_LOGIT = 14
+REMAKE = ("full", "attention")  # policies of `step.remat` that keep no matmul of a layer
 PASSES_OF_GRADIENTS = 6  # made, put into place, and read for norms and the update
 
 
@@ -57,8 +58,9 @@ def step_seconds(
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
   twice, with what it exchanges, and `attention` all of it but attention; what other policies
-  compute twice is left out. A stage of a pipeline computes its layers once more, in each tick, also
-  where it idles (`sharding.pipeline`); what is before and behind them is shared.
+  compute twice is left out. A stage of a pipeline computes its layers once more by
+  `step.remat_stages`, in each tick, also where it idles (`sharding.pipeline`); what is before and
+  behind them is shared.
 
   Args:
     cfg: the resolved run.
@@ -83,7 +85,7 @@ def step_seconds(
       "`ats-jax check_env --measure`."
     )
   tokens = cfg.data.batch_size * cfg.data.seq_len / jax.sharding.get_abstract_mesh().size
-  in_layers = tokens * _ticks(cfg) / cfg.step.accum_steps  # as many as in all ticks of a device
+  in_layers = tokens * _turns(cfg) / cfg.step.accum_steps  # as many as in all turns of a device
   of_head = 6.0 * cfg.model.vocab_size * cfg.model.d_model
   table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
   attention = counts.flops_causal - 6.0 * (counts.active - table)
@@ -92,7 +94,7 @@ def step_seconds(
   attention *= in_layers / (rate * _attention_share(cfg))
   ways = math.prod(num_shards(axis) for axis in ("rows", "seq"))
   of_device = cfg.data.batch_size * cfg.data.seq_len / ways
-  passes = _passes(cfg) * of_device * num_stages() * _ticks(cfg) / cfg.step.accum_steps
+  passes = _passes(cfg) * of_device * num_stages() * _turns(cfg) / cfg.step.accum_steps
   logits = of_device * cfg.model.vocab_size / num_shards("vocab") * BYTES_OF_A_LOGIT
   parts = {
     "matmuls": layers + of_head * tokens / rate,
@@ -122,13 +124,15 @@ def step_seconds(
 
 def _recomputed(cfg: Config, attention: float, rest: float) -> float:
   """Seconds of what of both passes of the layers is made again; a third is of the forward pass."""
-  of_attention = (cfg.step.remat == "full") + _is_staged()
-  return (attention * of_attention + rest * (_is_remade(cfg) + _is_staged())) / 3
+  of_stage = cfg.step.remat_stages if _is_staged() else "none"
+  policies = cfg.step.remat, of_stage
+  of_attention = sum(policy == "full" for policy in policies)
+  return (attention * of_attention + rest * sum(policy in REMAKE for policy in policies)) / 3
 
 
 def _is_remade(cfg: Config) -> bool:
   """Whether the backward pass makes all matmuls of the layers' forward pass again."""
-  return cfg.step.remat in ("full", "attention")
+  return cfg.step.remat in REMAKE
 
 
 def _attention_share(cfg: Config) -> float:
@@ -163,9 +167,10 @@ def _is_staged() -> bool:
   return num_stages() > 1
 
 
-def _ticks(cfg: Config) -> int:
+def _turns(cfg: Config) -> float:
   """How often a device goes through its layers in a step."""
-  return cfg.step.accum_steps + num_stages() - 1
+  rounds = cfg.mesh.stage_rounds
+  return num_ticks(cfg.step.accum_steps, num_stages(), rounds) / rounds
 
 
 def _weights_and_gradients(
@@ -177,11 +182,11 @@ def _weights_and_gradients(
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   in_8_bits = fp8_layers(cfg)
   token_axes = {*mesh_axes("rows"), *mesh_axes("residual_seq")}
-  sent = collections.Counter[tuple[str, int, int]]()  # bytes by name, devices, times in a step
+  sent = collections.Counter[tuple[str, int, float]]()  # bytes by name, devices, times in a step
   for param in params_of(model):
     of_layers = param.ndim > len(param.axes)
     # A pipeline's layers work in each tick, and what is before and behind them once.
-    passes = _ticks(cfg) if of_layers or not staged else 1
+    passes = _turns(cfg) if of_layers or not staged else 1
     weights, grads, moments = (_axes(param, part) for part in ("weights", "gradients", "moments"))
     itemsize = param.dtype.itemsize
     used = _mesh_axes(_stacked(param, of_activations(param.axes)))  # as it is multiplied with
@@ -223,8 +228,8 @@ def _weights_and_gradients(
 
 def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   """Seconds of what tokens cost on the links."""
-  micro, stages, ticks = cfg.step.accum_steps, num_stages(), _ticks(cfg)
-  runs = ticks * cfg.model.num_layers // stages  # of a layer, on a device in a step
+  micro, stages, turns = cfg.step.accum_steps, num_stages(), _turns(cfg)
+  runs = turns * cfg.model.num_layers / stages  # of a layer, on a device in a step
   tokens = cfg.data.batch_size // micro // num_shards("batch") * cfg.data.seq_len
   tokens //= num_shards("seq")
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
@@ -272,8 +277,8 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
     "activations summed": _sum(sums),
     "heads swapped": _times(runs * passes, _sum(swaps)),
     "sent round a ring": _times(runs, _sum(of_ring)),
-    "tokens exchanged": _times(ticks * sparse // stages * (4 + 2 * again + 2 * staged), sent),
-    "handed on": _sum([_times(2 * ticks, handed), *ends]),
+    "tokens exchanged": _times(turns * sparse / stages * (4 + 2 * again + 2 * staged), sent),
+    "handed on": _sum([_times(2 * turns * cfg.mesh.stage_rounds, handed), *ends]),
     "rows looked up": _times(2 * micro / stages, looked_up),
   }
 

@@ -143,10 +143,11 @@ def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
   stages, accum = sizes["stage"], cfg.step.accum_steps
   if accum % stages:
     more = -(-4 * accum // stages) * stages if accum > 1 else 4 * stages
+    idle = bubble(more, stages, cfg.mesh.stage_rounds)
     raise ValueError(
       f"mesh.stage={stages} does not divide step.accum_steps={accum}, the micro-batches that go "
       f"through the pipeline: the stages share them before and behind it. Use a multiple of "
-      f"{stages}; of a step with {more}, a stage would idle {bubble(more, stages):.0%}."
+      f"{stages}; of a step with {more}, a stage would idle {idle:.0%}."
     )
   return sizes
 

@@ -5,6 +5,11 @@ stage s works on micro-batch t - s, then every stage hands on what it made, by a
 Of the m + p - 1 ticks that m micro-batches take through p stages each stage idles in p - 1: there
 it computes what nobody uses.
 
+With r rounds a stage holds r groups of layers that are not neighbours, and micro-batches go round
+the stages r times, p of them at a time, in the order of Narayanan et al. 2021 (arXiv:2104.04473,
+section 2.2): the last stage's result is with the first one just when it is due. A tick is an r-th
+as long then, and a stage still idles in p - 1 of the r m + p - 1.
+
 Before and behind the layers the stages share the micro-batches, so that none looks up or scores
 what another one does.
 
@@ -13,8 +18,8 @@ Letters: M micro-batches, R rows of all of them.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +33,20 @@ def num_stages() -> int:
   return num_shards("layers")
 
 
-def bubble(micro: int, stages: int) -> float:
+def num_ticks(micro: int, stages: int, rounds: int = 1) -> int:
+  """How often the stages work on a group of layers in one pass.
+
+  The micro-batches go round in groups of as many as there are stages; of a last group that has less
+  each round is as long.
+  """
+  groups, last = divmod(micro - 1, stages)
+  return (groups * rounds + rounds - 1) * stages + last + stages
+
+
+def bubble(micro: int, stages: int, rounds: int = 1) -> float:
   """The share of a pipeline's ticks in which a stage idles (arXiv:1811.06965, section 2.3)."""
-  return (stages - 1) / (micro + stages - 1)
+  ticks = num_ticks(micro, stages, rounds)
+  return (ticks - micro * rounds) / ticks
 
 
 def one_stage() -> jax.sharding.AbstractMesh:
@@ -47,11 +63,13 @@ def one_stage() -> jax.sharding.AbstractMesh:
   )
 
 
-def in_words(layers: int, micro: int, stages: int) -> str:
+def in_words(layers: int, micro: int, stages: int, rounds: int = 1) -> str:
   """A pipeline, for the log and the planner."""
+  ticks, of_tick = num_ticks(micro, stages, rounds), layers // (stages * rounds)
+  groups, turns = (f"{rounds} x ", f" {rounds} rounds of") if rounds > 1 else ("", "")
   return (
-    f"{stages} stages of {layers // stages} layers; {micro} micro-batches take "
-    f"{micro + stages - 1} ticks, of which a stage idles {stages - 1} ({bubble(micro, stages):.1%})"
+    f"{stages} stages of {groups}{of_tick} layers;{turns} {micro} micro-batches take {ticks} "
+    f"ticks, of which a stage idles {ticks - micro * rounds} ({bubble(micro, stages, rounds):.1%})"
   )
 
 
@@ -87,66 +105,101 @@ def split(x_R: jax.Array, micro: int) -> jax.Array:
   return _reshape(jnp.swapaxes(x, 1, 2), (micro, rows // micro, *shape), (outer, "batch"), rest)
 
 
+class _Slot(NamedTuple):
+  """What a stage works on in a tick.
+
+  Attributes:
+    micro: index of the micro-batch.
+    round: how often it has been round before.
+    is_real: whether anybody uses the result.
+  """
+
+  micro: jax.Array
+  round: jax.Array
+  is_real: jax.Array
+
+
+def _slot(number: jax.Array, micro: int, stages: int, rounds: int) -> _Slot:
+  """The slot of a tick that is counted from the one in which the first micro-batch arrives."""
+  group, within = jnp.divmod(jnp.maximum(number, 0), stages * rounds)
+  of_round, place = jnp.divmod(within, stages)
+  index = group * stages + place
+  return _Slot(jnp.minimum(index, micro - 1), of_round, (number >= 0) & (index < micro))
+
+
 def pipeline(
   stage: Callable[..., tuple[Any, Any]],
-  layers: Any,
+  rounds: Sequence[Any],
   x: Any,
   beside: Any,
   key: jax.Array | None,
   *,
   micro: int,
-) -> tuple[Any, Any]:
+  policy: Callable[..., Any] | None = None,
+) -> tuple[Any, list[Any]]:
   """Run micro-batches through the stages.
 
-  What reverse mode keeps is the input of each stage in each tick: a stage computes its layers again
-  in the backward pass. Gradients of weights are added up over the ticks in float32 or wider.
+  What reverse mode keeps is the input of each stage in each tick, and what a policy says: a stage
+  computes its layers again in the backward pass. Gradients of weights are added up over the ticks
+  in float32 or wider.
 
   Args:
     stage: `(layers, x, beside, key) -> (x, statistics)` of some layers and one micro-batch.
-    layers: a tree whose every leaf has a leading [layers]; the stages divide them.
+    rounds: the layers of each round, alike trees whose every leaf has a leading [layers]; the
+      stages divide them.
     x: a tree of arrays [rows, ...] that go through the layers.
     beside: a tree of arrays [rows, ...] that every layer is told about them.
     key: is folded with the number of the micro-batch; None = no key.
     micro: into how many micro-batches the rows are cut, as by `split`.
+    policy: of `jax.checkpoint`; None = nothing else is kept.
 
   Returns:
-    `x` behind the last stage, in the order of the rows, and the statistics, a tree of arrays with a
-    leading [layers], summed over micro-batches.
+    `x` behind the last layers, in the order of the rows, and the statistics of each round, a tree
+    of arrays with a leading [layers], summed over micro-batches.
   """
-  (axis,), stages = mesh_axes("layers"), num_stages()
+  (axis,), stages, times = mesh_axes("layers"), num_stages(), len(rounds)
   shared = row_axis(jax.tree.leaves(x)[0].shape[0]) == "rows"
 
-  def local(layers, x_M, beside_M, key):
+  def local(rounds, x_M, beside_M, key):
     here = jax.lax.axis_index(axis)
     if shared:  # a stage's own
       x_M, beside_M = jax.tree.map(lambda a: a[0], (x_M, beside_M))
-    narrow = jax.tree.map(jax.lax.stop_gradient, layers)
-    wide = jax.tree.map(_widened, layers)
+    narrow = jax.tree.map(jax.lax.stop_gradient, rounds)
+    wide = jax.tree.map(_widened, rounds)
+    # Each hands on to the next one, and what has rounds to go comes back to the first.
+    onwards = [(s, (s + 1) % stages) for s in range(stages if times > 1 else stages - 1)]
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # a loop needs no barriers against CSE
-    def work(layers, x, beside, key, index):
-      return stage(layers, x, beside, None if key is None else jax.random.fold_in(key, index))
+    # A loop needs no barriers against CSE.
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def work(rounds, x, beside, key, slot):
+      layers = jax.tree.map(lambda *of_rounds: _one_of(slot.round, of_rounds), *rounds)
+      return stage(layers, x, beside, None if key is None else jax.random.fold_in(key, slot.micro))
 
-    def tick(arrived, number):
-      index = jnp.clip(number - here, 0, micro - 1)
-      entering, beside = jax.tree.map(lambda a: _micro_batch(a, index), (x_M, beside_M))
-      x = jax.tree.map(lambda new, old: jnp.where(here == 0, new, old), entering, arrived)
-      x, stats = work(jax.tree.map(_summed_wide, narrow, wide), x, beside, key, index)
-      is_real = (number >= here) & (number < here + micro)
-      stats = jax.tree.map(lambda s: jnp.where(is_real, s, jnp.zeros_like(s)), stats)
-      onwards = [(s, s + 1) for s in range(stages - 1)]
-      return jax.tree.map(lambda a: jax.lax.ppermute(a, axis, onwards), x), (x, stats)
+    def tick(carry, number):
+      (arrived, made_M), slot = carry, _slot(number - here, micro, stages, times)
+      entering, beside = jax.tree.map(lambda a: _micro_batch(a, slot.micro), (x_M, beside_M))
+      enters = (here == 0) & (slot.round == 0)
+      x = jax.tree.map(lambda new, old: jnp.where(enters, new, old), entering, arrived)
+      x, stats = work(jax.tree.map(_summed_wide, narrow, wide), x, beside, key, slot)
+      # The last that is written for a micro-batch stays: that of the last round.
+      put = lambda all_M, a: jax.lax.dynamic_update_index_in_dim(all_M, a, slot.micro, 0)
+      made_M = jax.tree.map(put, made_M, x)
+      return (jax.tree.map(lambda a: jax.lax.ppermute(a, axis, onwards), x), made_M), stats
 
     # Before a micro-batch arrives, a stage works on a real one: no zeros whose norm is nothing.
-    start = jax.tree.map(lambda a: _micro_batch(a, 0), x_M)
-    _, (made, stats) = jax.lax.scan(tick, start, jnp.arange(micro + stages - 1))
-    made = jax.tree.map(lambda a: a[stages - 1 :], made)  # right on the last stage
+    start = jax.tree.map(lambda a: _micro_batch(a, 0), x_M), jax.tree.map(jnp.zeros_like, x_M)
+    numbers = jnp.arange(num_ticks(micro, stages, times))
+    (_, made), stats = jax.lax.scan(tick, start, numbers)  # made: right on the last stage
+    slots = _slot(numbers - here, micro, stages, times)
     if shared:
       made = jax.tree.map(lambda a: a[None], made)
     else:
       of_last = lambda a: jnp.where(here == stages - 1, a, jnp.zeros_like(a))
       made = jax.tree.map(lambda a: jax.lax.psum(of_last(a), axis), made)
-    return made, jax.tree.map(lambda s: jnp.sum(s, axis=0), stats)
+    of_round = lambda n: slots.is_real & (slots.round == n)
+    return made, [
+      jax.tree.map(functools.partial(_sum_of, of_round(n)), stats) for n in range(times)
+    ]
 
   ends = jax.P(axis) if shared else jax.P()
   run = jax.shard_map(
@@ -156,11 +209,11 @@ def pipeline(
     axis_names={axis},
     check_vma=False,  # as of islands, see `apply.island`
   )
-  layers = jax.tree.map(lambda a: _cut(a, "layers"), layers)
+  rounds = jax.tree.map(lambda a: _cut(a, "layers"), list(rounds))
   x_M, beside_M = jax.tree.map(lambda a: split(a, micro), (x, beside))
   if shared:
     x_M, beside_M = jax.tree.map(_to_all, (x_M, beside_M))
-  out_M, stats = run(layers, x_M, beside_M, key)
+  out_M, stats = run(rounds, x_M, beside_M, key)
   if shared:
     out_M = jax.tree.map(_from_last, out_M)
   outer, rows = ("micro", "rows") if shared else (None, "batch")
@@ -212,6 +265,17 @@ def _from_last(x_SMB: jax.Array) -> jax.Array:
   of_last = lambda x: exchange(x[0], "layers")[-share:]
   out = jax.P(spec[0], *spec[2:])
   return jax.shard_map(of_last, in_specs=spec, out_specs=out, check_vma=False)(x_SMB)
+
+
+def _one_of(index: jax.Array, choices: Sequence[jax.Array]) -> jax.Array:
+  """`choices[index]`: not of a stack, which would be a copy of all, and so would its gradient."""
+  return choices[0] if len(choices) == 1 else jax.lax.select_n(index, *choices)
+
+
+def _sum_of(is_counted: jax.Array, values: jax.Array) -> jax.Array:
+  """The sum of values [ticks, ...] over some of the ticks."""
+  counts = jnp.expand_dims(is_counted, tuple(range(1, values.ndim)))
+  return jnp.sum(jnp.where(counts, values, jnp.zeros_like(values)), axis=0)
 
 
 def _micro_batch(x_MB: jax.Array, index: jax.Array | int) -> jax.Array:

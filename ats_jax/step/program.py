@@ -114,7 +114,9 @@ class Program:
       watch = watch if every else "not watched (eval.every_steps=0)"
       facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"
     if (stages := num_stages()) > 1:
-      facts["pipeline"] = in_words(cfg.model.num_layers, cfg.step.accum_steps, stages)
+      facts["pipeline"] = in_words(
+        cfg.model.num_layers, cfg.step.accum_steps, stages, cfg.mesh.stage_rounds
+      )
     if cfg.moe.num_experts and num_shards("experts") > 1 and cfg.moe.exchange == "hierarchical":
       hosts = num_hosts()
       steps = f"between {hosts} hosts, then within each" if hosts > 1 else "one host: as allgather"

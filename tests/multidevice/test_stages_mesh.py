@@ -24,13 +24,17 @@ ACCUM, ROWS, STEPS = 4, 16, 2
 ONE = {}
 CFG = equality.CFG | {"data.batch_size": ROWS, "step.accum_steps": ACCUM, "model.dropout": 0.1}
 MOE = equality.MOE | {"moe.noise": 0.3}
+MOD = {"mod.routing": "learned", "mod.capacity": 0.5, "mod.every": 1}
 KINDS = {
   "dense": {},
   "deep": {"model.num_layers": 4},
+  "deeper": {"model.num_layers": 8},
   "moe": MOE,
   "capacity": MOE | {"moe.dispatch": "capacity", "moe.capacity_factor": 0.8},
   "alternating": MOE | {"moe.every": 2, "model.num_layers": 4},
-  "mod": {"mod.routing": "learned", "mod.capacity": 0.5, "mod.every": 1},
+  "alternating_8": MOE | {"moe.every": 2, "model.num_layers": 8},
+  "mod": MOD,
+  "deep_mod": MOD | {"model.num_layers": 4},
 }
 
 
@@ -49,9 +53,19 @@ def mesh_of(sizes):
   return make_test_mesh(**({"data": 1, "fsdp": 1, "tensor": 1} | sizes))
 
 
+def of_all_layers(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
+  """Arrays by name; those of the rounds of a pipeline as those of one stack."""
+  found: dict[str, list[np.ndarray]] = {}
+  for name, value in leaves.items():
+    found.setdefault(re.sub(r"segments\[\d+\]", "segments[0]", name), []).append(np.asarray(value))
+  return {name: np.concatenate(v) if len(v) > 1 else v[0] for name, v in found.items()}
+
+
 @functools.cache
-def run(kind: str, *sizes: tuple[str, int]) -> Run:
-  cfg, mesh = tiny_config(CFG | KINDS[kind]), mesh_of(dict(sizes))
+def run(kind: str, *sizes: tuple[str, int], rounds: int = 1, remat_stages: str = "full") -> Run:
+  pipelined = {"mesh.stage": dict(sizes).get("stage", 1), "mesh.stage_rounds": rounds}
+  pipelined["step.remat_stages"] = remat_stages
+  cfg, mesh = tiny_config(CFG | KINDS[kind] | pipelined), mesh_of(dict(sizes))
   with jax.set_mesh(mesh):
     program = make_program(cfg)
     state, rules = program.init(), program.training_rules(1)
@@ -65,7 +79,7 @@ def run(kind: str, *sizes: tuple[str, int]) -> Run:
       losses.append(float(metrics.values[0]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
-        grads = {k: np.asarray(v) / (1 - cfg.optimizer.b1) for k, v in mu.items()}
+        grads = {k: v / (1 - cfg.optimizer.b1) for k, v in of_all_layers(mu).items()}
     shardings.append({k: v.sharding for k, v in named_leaves(state).items()})
     # Of rows that the stages can share, and of fewer.
     score = lambda n: program.eval_step(
@@ -75,7 +89,7 @@ def run(kind: str, *sizes: tuple[str, int]) -> Run:
       np.array(losses),
       grads,
       {k: np.asarray(v) for k, v in named_leaves(metrics.layers).items()},
-      {k: np.asarray(v) for k, v in named_leaves(state.model).items() if "_E" in k},
+      of_all_layers({k: v for k, v in named_leaves(state.model).items() if "_E" in k}),
       [np.asarray(score(n)) for n in (ROWS, ROWS // ACCUM)],
       shardings,
       program.train_step._cache_size(),
@@ -155,6 +169,47 @@ def test_stages_compose(kind, sizes):
 
 
 @pytest.mark.compat
+def test_two_rounds_equal_one_device():
+  many = run("deep", ("stage", 2), rounds=2)
+  assert_equal(many, run("deep"))
+  assert many.compilations == 1 and many.shardings[0] == many.shardings[1]
+  # Each stage has a half of each round, and hands on and back as with one round.
+  of_layers = {k: s.spec[0] for k, s in many.shardings[0].items() if ".segments[" in k}
+  assert set(of_layers.values()) == {"stage"} and any(".segments[1]" in k for k in of_layers)
+  assert len(collectives(many.text, "collective-permute")) == 2
+  assert_no_stack_is_gathered(many, ROWS // ACCUM)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+  ("kind", "sizes", "rounds"),
+  [
+    ("deeper", {"stage": 2, "fsdp": 2}, 4),
+    ("deeper", {"stage": 4, "tensor": 2}, 2),
+    ("alternating_8", {"stage": 2, "expert": 2}, 2),
+    ("deep_mod", {"stage": 2, "data": 2}, 2),
+  ],
+  ids=str,
+)
+def test_rounds_compose(kind, sizes, rounds):
+  many = run(kind, *sizes.items(), rounds=rounds)
+  assert_equal(many, run(kind))
+  assert many.compilations == 1
+  shards = np.prod([sizes.get(axis, 1) for axis in ("data", "fsdp", "expert")])
+  assert_no_stack_is_gathered(many, ROWS // ACCUM // shards)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("kept", ["dots", "names"])
+def test_a_stage_keeps_what_a_policy_says(kept):
+  """And computes less again in its backward pass; the values are the same."""
+  products = lambda many: many.text.count(" dot(")
+  inputs_alone, many = run("deep", ("stage", 2)), run("deep", ("stage", 2), remat_stages=kept)
+  assert_equal(many, run("deep"))
+  assert products(many) < products(inputs_alone)
+
+
+@pytest.mark.compat
 def test_ticks_of_the_bubble_count_nothing():
   """Statistics are sums over real micro-batches, and no gradient comes of the others."""
 
@@ -163,7 +218,7 @@ def test_ticks_of_the_bubble_count_nothing():
     return x * jnp.prod(layers), jnp.broadcast_to(jnp.sum(x), layers.shape)
 
   def f(layers, x):
-    y, stats = pipeline(stage, layers, x, (), None, micro=4)
+    y, (stats,) = pipeline(stage, [layers], x, (), None, micro=4)
     return jnp.sum(y * jnp.arange(8.0)[:, None]) + 0.1 * jnp.sum(stats), stats
 
   layers, x = np.array([2.0, 3.0, 0.5, 1.5], np.float32), np.arange(16.0, dtype=np.float32)
@@ -182,12 +237,11 @@ def test_ticks_of_the_bubble_count_nothing():
 
 @pytest.mark.compat
 def test_gradients_of_bfloat16_weights_are_added_up_in_float32():
-  x = np.full(
-    (64, 1), 2.0**-9, np.float32
-  )  # too little for bfloat16 beside the one that comes first
-  x[-1] = 1.0  # in the backward pass
+  # Too little for bfloat16 beside the one that comes first in the backward pass.
+  x = np.full((64, 2), 2.0**-10, np.float32)
+  x[-1] = 0.5
   stage = lambda layers, x, beside, key: (x * layers.astype(jnp.float32)[0], ())
-  f = lambda layers: jnp.sum(pipeline(stage, layers, jnp.array(x), (), None, micro=64)[0])
+  f = lambda layers: jnp.sum(pipeline(stage, [layers], jnp.array(x), (), None, micro=64)[0])
   with jax.set_mesh(mesh_of({"stage": 2})):
     ones = jnp.ones(2, jnp.bfloat16, out_sharding=jax.P("stage"))
     grad = jax.jit(jax.grad(f))(ones)
@@ -210,11 +264,11 @@ def test_rows_change_hands_for_nothing():
 
 @pytest.mark.mesh
 def test_a_checkpoint_goes_from_stages_to_one_device_and_back(tmp_path):
-  cfg = tiny_config(CFG | KINDS["deep"])
-  values = lambda state: {k: np.asarray(v) for k, v in named_leaves(state.model).items()}
+  values = lambda state: of_all_layers(named_leaves(state.model))
 
-  def through(sizes, step):
-    mesh = mesh_of(sizes)
+  def through(sizes, step, rounds=1):
+    pipelined = {"mesh.stage": sizes.get("stage", 1), "mesh.stage_rounds": rounds}
+    cfg, mesh = tiny_config(CFG | KINDS["deep"] | pipelined), mesh_of(sizes)
     with (
       jax.set_mesh(mesh),
       CheckpointManager(tmp_path, CheckpointConfig(), None, stacks(cfg)) as manager,
@@ -233,18 +287,20 @@ def test_a_checkpoint_goes_from_stages_to_one_device_and_back(tmp_path):
       return values(state)
 
   first = through({"stage": 2, "fsdp": 2}, 0)
-  for step, sizes in enumerate(({}, {"stage": 4}, {"stage": 2, "data": 2}), 1):
-    now = through(sizes, step)
+  two_rounds = {"stage": 2, "data": 2}, 2
+  for step, (sizes, rounds) in enumerate((({}, 1), ({"stage": 4}, 1), two_rounds, ({}, 1)), 1):
+    now = through(sizes, step, rounds)
     for name, value in first.items():
       np.testing.assert_array_equal(now[name], value, err_msg=name)
 
 
 @pytest.mark.mesh
 def test_generation_takes_the_weights_from_their_stages():
-  cfg = tiny_config(CFG | KINDS["deep"])
   tokens = np.arange(1, 9, dtype=np.int32)[None]
 
-  def scores(sizes):
+  def scores(sizes, rounds=1):
+    pipelined = {"mesh.stage": sizes.get("stage", 1), "mesh.stage_rounds": rounds}
+    cfg = tiny_config(CFG | KINDS["deep"] | pipelined)
     with jax.set_mesh(mesh_of(sizes)):
       program = make_program(cfg)
       model, rules = program.init().model, program.rules(1)
@@ -258,6 +314,7 @@ def test_generation_takes_the_weights_from_their_stages():
       return np.asarray(extend(model, tokens))
 
   np.testing.assert_allclose(scores({"stage": 4}), scores({}), 1e-5, 1e-6)
+  np.testing.assert_allclose(scores({"stage": 2}, rounds=2), scores({}), 1e-5, 1e-6)
 
 
 PROCESS = """

@@ -15,6 +15,12 @@ class MeshConfig:
     low=1,
     resume="free",
   )
+  stage_rounds: int = setting(
+    1,
+    "groups of layers that a stage has; micro-batches go round so often, and stages idle less",
+    low=1,
+    resume="free",
+  )
   data: int = setting(-1, "copies of the weights; -1 = all devices that are left", resume="free")
   fsdp: int = setting(1, "ways weights and moments are sharded", low=1, resume="free")
   expert: int = setting(

@@ -20,6 +20,13 @@ class StepConfig:
     choices=("none", "full", "dots", "names", "attention"),
     resume="free",
   )
+  remat_stages: str = setting(
+    "full",
+    "what a stage of a pipeline keeps of each micro-batch, as remat: 'full' its input alone; remat "
+    "says what its layers keep of one while they are computed again",
+    choices=("full", "dots", "names", "attention"),
+    resume="free",
+  )
   scan_unroll: int = setting(
     0,
     "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers; 1 "

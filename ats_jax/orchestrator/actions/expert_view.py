@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds, segments
+from ats_jax.model.layout import segments_of
 from ats_jax.model.moe import MoE
 from ats_jax.step.state import TrainState
 
@@ -167,7 +167,7 @@ def find(cfg: Config, layer: int) -> Place:
     SurgeryError: if it has none.
   """
   found = {}
-  for number, segment in enumerate(segments(layer_kinds(cfg))):
+  for number, segment in enumerate(segments_of(cfg)):
     for member, kind in enumerate(segment.kinds):
       for repeat, index in enumerate(segment.layer_indices(member)):
         if kind.moe:

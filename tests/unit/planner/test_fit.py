@@ -1,7 +1,6 @@
 """`plan --fit`: what it picks fits, is fastest of what fits, and is explained."""
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -13,7 +12,7 @@ from helpers import tiny_config
 from ats_jax.config.validate import validate
 from ats_jax.planner.advice import fit_lines, memory_lines, reliefs
 from ats_jax.planner.describe import describe, planned_bytes
-from ats_jax.planner.fit import AXES, REMATS, changed, fit, meshes
+from ats_jax.planner.fit import AXES, changed, fit, meshes, remats
 from ats_jax.planner.hardware import COLLECTIVES, TYPICAL, Hardware, typical
 from ats_jax.sharding.rules import MESH_AXES, SHARDS
 
@@ -75,9 +74,9 @@ def test_gradients_are_compressed_where_a_run_takes_it():
 def every(cfg, devices):
   """All candidates by brute force: likely seconds, bytes, settings."""
   found = []
-  for mesh, remat in itertools.product(meshes(cfg, devices), REMATS):
+  for of_mesh in (mesh | remat for mesh in meshes(cfg, devices) for remat in remats(mesh)):
     for accum in (n for n in (1, 2, 4, 8, 16) if cfg.data.batch_size % n == 0):
-      settings = mesh | {"step.remat": remat, "step.accum_steps": accum}
+      settings = of_mesh | {"step.accum_steps": accum}
       try:
         plan = describe(changed(cfg, settings), devices, RATES)
       except ValueError:

@@ -1,13 +1,16 @@
 """What a pipeline refuses, and what is said of it."""
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
+import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.describe import describe, render
 from ats_jax.sharding.mesh import on_mesh
-from ats_jax.sharding.pipeline import bubble, most_micro_batches, row_axis
+from ats_jax.sharding.pipeline import _slot, bubble, most_micro_batches, num_ticks, row_axis
 from ats_jax.sharding.rules import SHARDS
 from ats_jax.step.program import make_program
 
@@ -24,6 +27,7 @@ EIGHT_BITS = {"precision.fp8": True, "precision.fp8_keep_last": 0}
     ({"model.num_layers": 3}, "does not cut model.num_layers=3 into equal.* as 3 x 1 .*num_layers"),
     (MOE | {"moe.dense_first": 1}, r"repeat as 1 x 1 \+ 3 x 1 .*moe.dense_first"),
     (MOE | {"moe.every": 4}, "repeat as .*moe.every"),
+    ({"mesh.stage_rounds": 4}, "stage=2 x mesh.stage_rounds=4 does not cut model.num_layers=4"),
     (EIGHT_BITS | {"precision.fp8_keep_first": 1}, "fp8_keep_first=1 and .* different formats"),
   ],
 )
@@ -44,6 +48,29 @@ def test_a_stage_has_the_moments_of_its_layers_alone(zero):
 def test_the_bubble():
   assert bubble(4, 1) == 0.0
   assert bubble(4, 2) == 1 / 5 and bubble(8, 4) == 3 / 11
+  assert bubble(4, 2, 2) == 1 / 9 and bubble(8, 4, 3) == 3 / 27
+  assert bubble(3, 2, 2) == 2 / 8  # a group of one goes round as slowly as one of two
+
+
+@hypothesis.given(st.integers(1, 9), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
+def test_every_micro_batch_goes_through_every_round_of_every_stage_in_order(micro, stages, rounds):
+  """What a stage made in a tick is what the next one works on in the next tick."""
+  numbers = np.arange(num_ticks(micro, stages, rounds))
+  at = [jax.tree.map(np.asarray, _slot(numbers - s, micro, stages, rounds)) for s in range(stages)]
+  every = {(m, r) for m in range(micro) for r in range(rounds)}
+  for here, slots in enumerate(at):
+    real = [(m, r) for m, r, is_real in zip(*slots, strict=True) if is_real]
+    assert len(real) == len(every) and set(real) == every
+    for tick in np.flatnonzero(slots.is_real):
+      now = int(slots.micro[tick]), int(slots.round[tick])
+      if here == 0 and now[1] == 0:
+        continue  # enters
+      before = at[here - 1]
+      came = int(before.micro[tick - 1]), int(before.round[tick - 1])
+      assert before.is_real[tick - 1] and came == (now[0], now[1] - (here == 0))
+  # The last thing that the last stage makes of a micro-batch is that of its last round.
+  last = {int(m): int(r) for m, r in zip(at[-1].micro, at[-1].round, strict=True)}
+  assert last == dict.fromkeys(range(micro), rounds - 1)
 
 
 def test_the_planner_knows_a_stage():
@@ -58,8 +85,8 @@ def test_the_planner_knows_a_stage():
     assert exact(two)[part] - tables == (exact(one)[part] - tables) / 2
   estimated = lambda plan: plan["device_bytes_estimated"]
   assert estimated(two)["recomputed stage"] < estimated(one)["activations"]
-  # Five ticks, of which a stage makes 2 x 16 x 32 activations and gets as many gradients.
-  assert estimated(two)["handed on"] == 2 * 5 * 2 * 16 * 32 * 4
+  # Of four micro-batches 2 x 16 x 32 activations come out and as many gradients go in.
+  assert estimated(two)["handed on"] == 2 * 4 * 2 * 16 * 32 * 4
   assert not estimated(one)["handed on"] and not estimated(one)["recomputed stage"]
 
 
