@@ -178,7 +178,8 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
       if cfg.mesh.keep_gathered:  # likewise
         keeps = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
         mesh["mesh.keep_gathered"] = keeps
-      for rounds in ROUNDS if mesh["mesh.stage"] > 1 else ROUNDS[:1]:
+      stages, layers = mesh["mesh.stage"], cfg.model.num_layers
+      for rounds in [n for n in ROUNDS if n == 1 or (stages > 1 and layers % (stages * n) == 0)]:
         yield mesh | {"mesh.zero": zero, "mesh.stage_rounds": rounds}
 
 

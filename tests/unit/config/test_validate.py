@@ -14,7 +14,11 @@ FLOATS = [n for n, f in SETTINGS.items() if f.type is float]
 
 
 # What a choice needs beside it.
+STAGED = {"mesh.stage": 2, "step.accum_steps": 2}
 BESIDE = {
+  "dots": STAGED,
+  "names": STAGED,
+  "attention": STAGED,
   "random": {"data.paths": "a=a.txt,b=b.txt"},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
   "llama3": {"model.rope_original_len": 64},
