@@ -67,7 +67,7 @@ def step_memory(
   recomputed block: with remat, what a super-block keeps without it, once. With or without, the
     scores of a ring that XLA computes, which keeps none (`mesh.context_ring`).
   recomputed stage: of a pipeline, whose stages keep their inputs and what `step.remat_stages`
-    says: what else the layers of one stage keep of a micro-batch under `step.remat`.
+    says: what the layers of one stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what comes out of it, and its gradient.
   compute weights: those of the head and of a super-block in the compute dtype, gathered, if
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
@@ -96,7 +96,7 @@ def step_memory(
     if stages > 1:
       ticks, parts = num_ticks(micro, stages, rounds), stages * rounds
       kept_too = traced(under(cfg.step.remat_stages), rows) - traced(under("full"), rows)
-      of_stage = max(0, waiting - kept_too) // parts
+      of_stage = waiting // parts  # with a copy of what was kept
       # Of the layers the input of each tick, what a policy keeps, and what is behind them.
       waiting = ticks * kept_too / parts
       waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream

@@ -81,6 +81,8 @@ def test_unknown_choice(name):
   ("changes", "words"),
   [
     ({"model.num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
+    ({"mesh.stage_rounds": 2}, "mesh.stage_rounds=2 does nothing with mesh.stage=1"),
+    ({"step.remat_stages": "dots"}, "step.remat_stages=dots does nothing with mesh.stage=1"),
     ({"model.d_model": 130}, "model.num_heads=4 does not divide model.d_model=130"),
     ({"model.head_dim": 7}, "head dimension is 7"),
     ({"model.d_model": 12, "model.num_heads": 4}, "head dimension is 3"),

@@ -88,6 +88,14 @@ def test_the_planner_knows_a_stage():
   # Of four micro-batches 2 x 16 x 32 activations come out and as many gradients go in.
   assert estimated(two)["handed on"] == 2 * 4 * 2 * 16 * 32 * 4
   assert not estimated(one)["handed on"] and not estimated(one)["recomputed stage"]
+  rounds = describe(tiny_config(sizes | {"mesh.stage": 2, "mesh.stage_rounds": 2}))
+  text = "pipeline: 2 stages of 2 x 1 layers; 2 rounds of 4 micro-batches take 9 ticks, of which a "
+  assert f"{text}stage idles 1 (11.1%)" in render(rounds)
+  assert exact(rounds) == exact(two)
+  half = estimated(two)["recomputed stage"] / 2
+  assert estimated(rounds)["recomputed stage"] == pytest.approx(half, rel=0.01)
+  kept = describe(tiny_config(sizes | {"mesh.stage": 2, "step.remat_stages": "dots"}))
+  assert estimated(kept)["activations"] > 2 * estimated(two)["activations"]
 
 
 def test_the_log_says_it():
