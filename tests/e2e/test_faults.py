@@ -7,7 +7,7 @@ from xla_flags import FAST_STEPS
 from benchmarks.faults.results import Results
 from benchmarks.faults.suite import NOISE, SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.slow
 
 
 def faults(*flags):

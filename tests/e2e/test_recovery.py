@@ -169,6 +169,7 @@ def shrink(look):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory there is in use")
+@pytest.mark.slow
 def test_out_of_memory(settings, tmp_path):
   """From step 40 on the machine has no memory for a step; what that worked on was donated."""
   large = (

@@ -113,7 +113,7 @@ CASES = [
   pytest.param(
     "moe",
     (("data", 2), ("expert", 2), ("context", 2), ("step.scan_unroll", 2)),
-    marks=pytest.mark.mesh,
+    marks=pytest.mark.slow,
   ),
   pytest.param("mod", (("data", 2), ("fsdp", 2), ("zero", 2)), marks=pytest.mark.slow),
   pytest.param("hybrid", (("data", 2), ("fsdp", 2), ("zero", 1)), marks=pytest.mark.slow),

@@ -128,7 +128,7 @@ def assert_no_stack_is_gathered(many: Run, rows: int):
   assert max(np.prod(shape) for shape in gathered if not entering(shape)) <= layer
 
 
-@pytest.mark.compat
+@pytest.mark.mesh
 def test_two_stages_equal_one_device():
   many = run("dense", ("stage", 2))
   assert_equal(many, run("dense"))
@@ -145,10 +145,10 @@ def test_two_stages_equal_one_device():
 @pytest.mark.parametrize(
   ("kind", "sizes"),
   [
-    ("deep", {"stage": 4}),
-    ("deep", {"stage": 2, "data": 2}),
+    pytest.param("deep", {"stage": 4}, marks=pytest.mark.slow),
+    pytest.param("deep", {"stage": 2, "data": 2}, marks=pytest.mark.slow),
     pytest.param("deep", {"stage": 2, "fsdp": 2}, marks=pytest.mark.slow),
-    ("dense", {"stage": 2, "tensor": 2}),
+    pytest.param("dense", {"stage": 2, "tensor": 2}, marks=pytest.mark.slow),
     pytest.param("moe", {"stage": 2, "expert": 2}, marks=pytest.mark.slow),
     ("moe", {"stage": 2, "fsdp": 2, "tensor": 2}),
     ("capacity", {"stage": 2, "expert": 2}),

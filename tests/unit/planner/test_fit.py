@@ -93,6 +93,7 @@ def every(cfg, devices):
     pytest.param(MOE | {"data.batch_size": 4}, 2, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow
 def test_the_pick_is_the_fastest_of_all_that_fit(settings, devices):
   cfg = tiny_config(settings)
   candidates = every(cfg, devices)
