@@ -1,5 +1,6 @@
 """Eight CPU devices, caches that are not the user's own, one mesh fixture."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -46,6 +47,14 @@ def pytest_collection_modifyitems(items):
   """Put files of whole runs first: one that begins last keeps a single process busy at the end."""
   folder = Path(__file__).parent
   items.sort(key=lambda item: item.path.parent not in (folder / "e2e", folder / "unit"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_files_leave_is_looked_through_once():
+  """Programs and their traces stay in jax's caches: later collections would go through them all."""
+  yield
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture

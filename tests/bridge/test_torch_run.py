@@ -76,6 +76,7 @@ KINDS = {
 # rounding; `test_fifty_steps_are_those_of_jax` holds it to how far JAX is from itself.
 NEAR = {"dense": 1e-4, "moe": 1e-4, "hybrid": 1e-4, "learned": 1e-2}
 TIMES = 5  # its own distance
+LIKE_HYBRID = ("moe", "learned")
 
 
 def settings(tmp_path, kind: str, **changes):
@@ -93,7 +94,9 @@ def rows(folder, name="train/loss"):
   return {row["step"]: row for row in read_jsonl(parse(folder / "metrics.jsonl")) if name in row}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+  "kind", [pytest.param(k, marks=pytest.mark.slow if k in LIKE_HYBRID else ()) for k in KINDS]
+)
 def test_fifty_steps_are_those_of_jax(kind, tmp_path):
   cfg = settings(tmp_path, kind)
   jax_train.train(cfg, parse(tmp_path / "jax"))
