@@ -125,12 +125,13 @@ def check_stages(cfg: Config, stages: int) -> None:
     return
   number, found = cfg.model.num_layers, segments(layer_kinds(cfg))
   in_words = f"mesh.stage={stages}" + (f" x mesh.stage_rounds={rounds}" if rounds > 1 else "")
+  settings = "mesh.stage_rounds, model.num_layers" if rounds > 1 else "model.num_layers"
   if len(found) != 1 or found[0].repeats % parts:
     patterns = " + ".join(f"{s.repeats} x {len(s.kinds)}" for s in found)
     raise ValueError(
       f"{in_words} does not cut model.num_layers={number} into equal parts: the layers repeat as "
       f"{patterns} (times x layers of a pattern), and each stage needs the same number of whole "
-      "patterns in each round. Change model.num_layers, or what makes layers differ: moe.every, "
+      f"patterns in each round. Change {settings}, or what makes layers differ: moe.every, "
       "moe.dense_first, moe.dense_last, mod.every, mod.start_layer, mod.end_layer, "
       "model.full_every."
     )

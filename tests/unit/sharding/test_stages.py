@@ -27,7 +27,10 @@ EIGHT_BITS = {"precision.fp8": True, "precision.fp8_keep_last": 0}
     ({"model.num_layers": 3}, "does not cut model.num_layers=3 into equal.* as 3 x 1 .*num_layers"),
     (MOE | {"moe.dense_first": 1}, r"repeat as 1 x 1 \+ 3 x 1 .*moe.dense_first"),
     (MOE | {"moe.every": 4}, "repeat as .*moe.every"),
-    ({"mesh.stage_rounds": 4}, "stage=2 x mesh.stage_rounds=4 does not cut model.num_layers=4"),
+    (
+      {"mesh.stage_rounds": 4},
+      "stage=2 x mesh.stage_rounds=4 does not cut .* mesh.stage_rounds, model",
+    ),
     (EIGHT_BITS | {"precision.fp8_keep_first": 1}, "fp8_keep_first=1 and .* different formats"),
   ],
 )
