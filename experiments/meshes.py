@@ -108,10 +108,15 @@ def cases() -> list[Case]:
                       "8B long one", traced=name == "context"))  # fmt: skip
     found.append(Case(f"8B longer {name}", 2, f"{longer} data.batch_size=1 {mesh}", flights["4e"],
                       1, traced=False))  # fmt: skip
+  staged = "data.batch_size=16 step.accum_steps=8 mesh.stage=2"
+  further = {"": "", " rounds": " mesh.stage_rounds=2"}
+  further[" kept"] = f"{further[' rounds']} step.remat_stages=names"
   found += [
-    Case("8B stage", 2, "data.batch_size=16 step.accum_steps=8 mesh.stage=2", "", 2, "8B one"),
-    Case("16 one", 1, "data.batch_size=4", NO_TRITON),
+    Case(f"{model} stage{name}", 2, f"{staged}{settings}", "", 2, f"{model} one")
+    for model in ("8B", "1.5B")
+    for name, settings in further.items()
   ]
+  found.append(Case("16 one", 1, "data.batch_size=4", NO_TRITON))
   for name, mesh in (("one", "data.batch_size=8"), ("fsdp", fsdp), ("keep", keep)):
     rows = "" if name == "one" else "data.batch_size=16 "
     found.append(Case(f"1.5B 8bit {name}", 1 if name == "one" else 2,

@@ -221,6 +221,8 @@ class Decoder(nnx.Module):
     barriers: Any = False if in_loop else (True, (self._gathers_again(), True))
     if from_stack:
       barriers = False, True, (False, True, True)
+    if not in_loop and num_stages() > 1 and self.num.remat_stages != "full":
+      barriers = True  # jax cannot cut a tree of them where a policy around it keeps some results
     return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
 
   def _depth_counts(self, depth_BT: jax.Array | None, valid_BT: jax.Array) -> jax.Array | None:

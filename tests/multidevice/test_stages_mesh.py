@@ -62,9 +62,9 @@ def of_all_layers(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def run(kind: str, *sizes: tuple[str, int], rounds: int = 1, remat_stages: str = "full") -> Run:
+def run(kind: str, *sizes: tuple[str, int], rounds: int = 1, **step: Any) -> Run:
   pipelined = {"mesh.stage": dict(sizes).get("stage", 1), "mesh.stage_rounds": rounds}
-  pipelined["step.remat_stages"] = remat_stages
+  pipelined |= {f"step.{name}": value for name, value in step.items()}
   cfg, mesh = tiny_config(CFG | KINDS[kind] | pipelined), mesh_of(dict(sizes))
   with jax.set_mesh(mesh):
     program = make_program(cfg)
@@ -200,11 +200,12 @@ def test_rounds_compose(kind, sizes, rounds):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("kept", ["dots", "names"])
-def test_a_stage_keeps_what_a_policy_says(kept):
+@pytest.mark.parametrize(("kept", "unroll"), [("dots", 1), ("names", 2)])
+def test_a_stage_keeps_what_a_policy_says(kept, unroll):
   """And computes less again in its backward pass; the values are the same."""
   products = lambda many: many.text.count(" dot(")
-  inputs_alone, many = run("deep", ("stage", 2)), run("deep", ("stage", 2), remat_stages=kept)
+  inputs_alone = run("deep", ("stage", 2), scan_unroll=unroll)
+  many = run("deep", ("stage", 2), scan_unroll=unroll, remat_stages=kept)
   assert_equal(many, run("deep"))
   assert products(many) < products(inputs_alone)
 
