@@ -110,7 +110,7 @@ def cases() -> list[Case]:
                       1, traced=False))  # fmt: skip
   staged = "data.batch_size=16 step.accum_steps=8 mesh.stage=2"
   further = {"": "", " rounds": " mesh.stage_rounds=2"}
-  further[" kept"] = f"{further[' rounds']} step.remat_stages=names"
+  further[" kept"] = f"{further[' rounds']} step.remat=none step.remat_stages=names"
   found += [
     Case(f"{model} stage{name}", 2, f"{staged}{settings}", "", 2, f"{model} one")
     for model in ("8B", "1.5B")

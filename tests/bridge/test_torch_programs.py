@@ -61,15 +61,7 @@ def test_stablehlo_runs_without_our_code(name, tokens, tmp_path):
 
 
 @pytest.mark.usefixtures("mesh")
-@pytest.mark.parametrize(
-  "name",
-  [
-    "dense-all-options",
-    "moe-groups",
-    "latent",
-    pytest.param("moe-null", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize("name", ["dense-all-options", "moe-groups", "moe-null", "latent"])
 def test_onnx_and_graphs_of_pytorch(name, tokens, tmp_path):
   onnxruntime = pytest.importorskip("onnxruntime")
   pytest.importorskip("onnxscript")

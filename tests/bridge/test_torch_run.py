@@ -76,7 +76,6 @@ KINDS = {
 # rounding; `test_fifty_steps_are_those_of_jax` holds it to how far JAX is from itself.
 NEAR = {"dense": 1e-4, "moe": 1e-4, "hybrid": 1e-4, "learned": 1e-2}
 TIMES = 5  # its own distance
-LIKE_HYBRID = ("moe", "learned")
 
 
 def settings(tmp_path, kind: str, **changes):
@@ -95,7 +94,7 @@ def rows(folder, name="train/loss"):
 
 
 @pytest.mark.parametrize(
-  "kind", [pytest.param(k, marks=pytest.mark.slow if k in LIKE_HYBRID else ()) for k in KINDS]
+  "kind", [pytest.param(k, marks=pytest.mark.slow if k == "moe" else ()) for k in KINDS]
 )
 def test_fifty_steps_are_those_of_jax(kind, tmp_path):
   cfg = settings(tmp_path, kind)

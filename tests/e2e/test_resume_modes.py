@@ -108,7 +108,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
   "mode", [pytest.param(m, marks=pytest.mark.slow if m in FURTHER else ()) for m in MODES]
 )
-@pytest.mark.slow
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
   paths, settings = MODES[mode]
   whole, broken = tmp_path / "whole", tmp_path / "broken"

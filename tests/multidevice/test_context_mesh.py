@@ -36,7 +36,7 @@ CASES = [
 
 @pytest.mark.parametrize(
   ("kind", "sizes"),
-  [pytest.param(*c, marks=when(i, quick=(2,), ci=(3, 5, 6))) for i, c in enumerate(CASES)],
+  [pytest.param(*c, marks=when(i, quick=(2,), ci=(3, 5, 6, 7))) for i, c in enumerate(CASES)],
   ids=str,
 )
 def test_a_cut_row_computes_what_a_whole_one_does(kind, sizes):

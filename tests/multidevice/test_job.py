@@ -64,7 +64,6 @@ CACHED = (
 )
 
 
-@pytest.mark.slow
 def test_devices_of_a_cpu_do_not_wait_for_each_other_in_a_cached_program(tmp_path):
   """The second run of a mesh: jax ended it, as collectives began in another order on each."""
   (tmp_path / "texts").mkdir()

@@ -70,7 +70,6 @@ def test_a_slow_process_is_named_and_one_that_hangs_ends_all(settings, tmp_path)
   assert len(runs.losses(workdir)) == STEPS
 
 
-@pytest.mark.slow
 def test_a_frozen_process_ends_all(settings, tmp_path):
   job = jobs.launch(tmp_path, 2, *settings, "num_steps=100000", "hang_secs=300")
   runs.read_to(job, 15)

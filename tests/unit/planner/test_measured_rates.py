@@ -203,6 +203,20 @@ def test_a_pipeline():
   assert cut == pytest.approx(3 * ticks * 2 * (swap(4) + swap(2)))
 
 
+def test_a_pipeline_of_several_rounds():
+  deep, sizes = {"model.num_layers": 4}, {"stage": 2, "data": 2, "accum": 4}
+  of = lambda rounds, kept="full": plan(
+    settings=deep | {"step.remat_stages": kept}, stage_rounds=rounds, **sizes
+  )["step_seconds"]["parts"]
+  one, two, kept = of(1), of(2), of(1, "dots")
+  # Nine ticks of half as many layers, where there were five.
+  assert two["attention"] == pytest.approx(one["attention"] * 4.5 / 5)
+  assert two["recomputed"] == pytest.approx(one["recomputed"] * 4.5 / 5)
+  more = 2 * 4 * RATES.seconds("all_gather", 2 * 16 * 32 * 4, 2)
+  assert two["handed on"] - one["handed on"] == pytest.approx(more)
+  assert one["recomputed"] > 0 and kept["recomputed"] == 0
+
+
 def test_what_is_computed_twice():
   once, twice = plan(data=4)["step_seconds"], plan(remat="full", data=4)["step_seconds"]
   head = 6 * 384 * 32

@@ -118,7 +118,6 @@ def test_neutral_again_after_an_undo(mesh):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_all_devices_drop_the_same_experts():
   cfg = tiny_config(CALM | EXPERTS | {"moe.num_experts": 8, "model.num_layers": 1})
   loads = []
