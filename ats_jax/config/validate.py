@@ -47,11 +47,12 @@ def _gathered(cfg: Config) -> None:
   mesh = cfg.mesh
   whole = mesh.fsdp * mesh.expert * mesh.context == 1
   idle = {"fsdp": whole, "zero": mesh.zero < 3, "stage": mesh.stage > 1}
-  if mesh.keep_gathered and any(idle.values()):
+  asked = [name for name in ("keep_gathered", "copy_engines") if getattr(mesh, name)]
+  if asked and any(idle.values()):
     name = next(name for name, is_idle in idle.items() if is_idle)
     raise ValueError(
-      f"mesh.keep_gathered=true does nothing with mesh.{name}={getattr(mesh, name)}: it is for "
-      "weights that are sharded and that no pipeline gathers. Set mesh.keep_gathered=false."
+      f"mesh.{asked[0]}=true does nothing with mesh.{name}={getattr(mesh, name)}: it is for "
+      f"weights that are sharded and that no pipeline gathers. Set mesh.{asked[0]}=false."
     )
 
 

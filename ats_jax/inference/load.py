@@ -102,6 +102,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
       tensor=tensor,
       shard_residuals=False,  # it wants rows that `tensor` divides
       keep_gathered=False,
+      copy_engines=False,
       compress_gradients="none",
     ),
     moe=dataclasses.replace(cfg.moe, exchange_hosts=0),  # it counts those of training

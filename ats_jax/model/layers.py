@@ -17,6 +17,7 @@ from ats_jax.model.param import Role, normal, ones, residual_std, zeros
 from ats_jax.ops.linear import linears
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.swiglu import Gating, gated
+from ats_jax.sharding.rules import current_plan
 
 # Where an activation's dimension has another logical axis than the weight's that meets it.
 _OF_ACTIVATIONS = {
@@ -124,6 +125,11 @@ class ExpertLinear(Weight):
   def axes(self) -> tuple[str, ...]:
     """Logical axes of `value` once the matrices are whole along d_model."""
     return of_activations(self.weight.axes)
+
+  @property
+  def entry(self) -> tuple[str, ...]:
+    """Logical axes of `value` on its way into an island, which joins the shards if these differ."""
+    return self.weight.axes if current_plan().copies else self.axes
 
 
 def project(x: jax.Array, layers: Sequence[Linear], *, fp8: bool = False) -> tuple[jax.Array, ...]:

@@ -31,6 +31,7 @@ from ats_jax.sharding.apply import (
   seq_axis,
   sum_blocks,
 )
+from ats_jax.sharding.shards import joined
 
 X_AXES = ("batch", "residual_seq", "act_embed")
 SAVED_NAMES = ("expert_gate", "expert_up", "expert_out")  # of matmuls, for remat policies
@@ -71,16 +72,23 @@ class MoE(nnx.Module):
     """
     routing, stats = self.router(x_BTD, valid_BT, key if training else None)
     with_capacity = training and self.cfg.dispatch == "capacity"
-    local = self._capacity if with_capacity else self._dropless
+    rows_through = self._capacity if with_capacity else self._dropless
     inside = "batch", seq_axis("ff")  # the devices of an expert's width see the same tokens
     layers = (self.gate, self.up, self.down)
     biases = [layer.bias for layer in layers if layer.bias is not None]
+
+    def local(*args):
+      rows, shards, biases = args[:3], args[3 : 3 + len(layers)], args[3 + len(layers) :]
+      whole = (joined(w, a.entry, a.axes) for w, a in zip(shards, layers, strict=True))
+      return rows_through(*rows, *whole, *biases)
+
     y_BTD, dropped, waiting = island(
       local,
       in_axes=(
         (*inside, "act_embed"),
         *[(*inside, "choice")] * 2,
-        *(a.axes for a in (*layers, *biases)),
+        *(layer.entry for layer in layers),
+        *(bias.axes for bias in biases),
       ),
       out_axes=(X_AXES, (), ()),
     )(

@@ -23,7 +23,8 @@ from jax.lax import Precision
 
 from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of, transposed
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import all_max, gather_blocks, num_shards, sum_blocks
+from ats_jax.sharding.apply import all_max, num_shards
+from ats_jax.sharding.shards import gather_shards, sum_shards
 
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
 SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
@@ -139,7 +140,7 @@ def _backward(kernels, cuts, residuals, gradients):
     dw_KN = _product(x8_KT, dy8_NT, like.dtype, Precision.HIGHEST)
     dw_KN = _scale(dw_KN, scale_x * scale_dy)
     if cut is not None:
-      dw_KN = sum_blocks(dw_KN, cut.axis, cut.dim)
+      dw_KN = sum_shards(dw_KN, cut.axis, cut.dim)
     return _scale(dx_TK, scale_dy * scale_w), dw_KN
 
   parts, dweights = zip(
@@ -157,7 +158,7 @@ def _gathered(w8: jax.Array, cut: Cut | None) -> jax.Array:
   if cut is None:
     return w8
   parts = jax.lax.bitcast_convert_type(w8, jnp.uint8)
-  return jax.lax.bitcast_convert_type(gather_blocks(parts, cut.axis, cut.dim), w8.dtype)
+  return jax.lax.bitcast_convert_type(gather_shards(parts, cut.axis, cut.dim), w8.dtype)
 
 
 def _product(a_MC, b_NC, dtype, precision):

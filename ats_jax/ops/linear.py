@@ -21,6 +21,8 @@ from ats_jax.sharding.apply import (
   seq_axis,
   sum_blocks,
 )
+from ats_jax.sharding.rules import current_plan
+from ats_jax.sharding.shards import gather_shards
 
 ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
 SAVED_NAMES = ("sub_layer_out",)  # of scattered sums, for remat policies that keep products
@@ -48,8 +50,8 @@ def linears(
     inputs: logical axes of the contracted dimensions, as `x` has them.
     outputs: for each weight, logical axes of the result's new dimensions, whose first ones have
       one `seq_axis`.
-    stored: for each weight its logical axes as it is kept, for 8 bits: where these cut it further,
-      it is gathered in 8 bits. None = gathered before.
+    stored: for each weight its logical axes as it is kept, for 8 bits and `Plan.copies`: where
+      these cut it further, it is gathered here, in 8 bits if these are on. None = gathered before.
     fp8: multiply in 8 bits (`fp8_matmuls`), each device with the scales of its own block.
     gathered: keep the weights as they were gathered, for reverse mode.
     kernels: what runs.
@@ -63,13 +65,14 @@ def linears(
   of_x, of_y = seq_axis(inputs[0]), seq_axis(outputs[0][0])
   gathers, scatters = (of_x, of_y) == ENTRY, (of_y, of_x) == ENTRY
   at_x, at_y, inside = (("batch", seq) for seq in (of_x, of_y, "seq" if gathers else of_x))
-  if fp8:
+  if fp8 or current_plan().copies:
     used = [(*inputs, *axes) for axes in outputs]
     stored = used if stored is None else stored
     cut = functools.partial(_cut, num_inputs=len(inputs), is_kept=gathered)
     cuts = tuple(map(cut, stored, used))
+    matmuls = functools.partial(fp8_matmuls, kernels=kernels) if fp8 else _matmuls
     products = island(
-      functools.partial(_local_fp8, inputs=inputs, cuts=cuts, scatters=scatters, kernels=kernels),
+      functools.partial(_local, inputs=inputs, cuts=cuts, scatters=scatters, matmuls=matmuls),
       in_axes=((*inside, *inputs), *stored),
       out_axes=tuple((*at_y, *axes) for axes in outputs),
     )
@@ -128,12 +131,18 @@ def _cut(stored, used, *, num_inputs, is_kept):
   return None
 
 
-def _local_fp8(x, *weights, inputs, cuts, scatters, kernels):
-  """One device's products in 8 bits."""
+def _matmuls(x_TK, weights, *, cuts):
+  """`x @ w` for several weights, of which the device has shards."""
+  whole = lambda w, cut: w if cut is None else gather_shards(w, cut.axis, cut.dim)
+  return tuple(x_TK @ whole(w, cut) for w, cut in zip(weights, cuts, strict=True))
+
+
+def _local(x, *weights, inputs, cuts, scatters, matmuls):
+  """One device's products."""
   batch, seq = x.shape[:2]
   flat_TK = x.reshape(batch * seq, -1)
   flat = [weight.reshape(math.prod(weight.shape[: len(inputs)]), -1) for weight in weights]
-  results = fp8_matmuls(flat_TK, flat, kernels, cuts)
+  results = matmuls(flat_TK, flat, cuts=cuts)
 
   def whole(weight, cut):  # its outputs
     first, *rest = weight.shape[len(inputs) :]

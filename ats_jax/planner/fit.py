@@ -175,9 +175,10 @@ def meshes(cfg: Config, devices: int) -> Iterator[dict[str, Any]]:
       mesh["mesh.compress_gradients"] = asked if sends else "none"
     shards = math.prod(mesh[f"mesh.{axis}"] for axis in SHARDS)
     for zero in STAGES if shards > 1 else STAGES[:1]:
-      if cfg.mesh.keep_gathered:  # likewise
-        keeps = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
-        mesh["mesh.keep_gathered"] = keeps
+      gathers = shards > 1 and mesh["mesh.stage"] == 1 and zero == 3
+      for name in ("keep_gathered", "copy_engines"):
+        if getattr(cfg.mesh, name):  # likewise
+          mesh[f"mesh.{name}"] = gathers
       stages, layers = mesh["mesh.stage"], cfg.model.num_layers
       for rounds in [n for n in ROUNDS if n == 1 or (stages > 1 and layers % (stages * n) == 0)]:
         yield mesh | {"mesh.zero": zero, "mesh.stage_rounds": rounds}

@@ -20,9 +20,15 @@ def make_mesh(cfg: Config, devices: Sequence[Any] | None = None) -> jax.sharding
   """Build the mesh `cfg.mesh` asks for over all devices (explicit axes).
 
   Raises:
-    ValueError: as `mesh_sizes`.
+    ValueError: as `mesh_sizes`; or for `mesh.copy_engines` with devices of several processes.
   """
   devices = devices or jax.devices()
+  processes = len({device.process_index for device in devices})
+  if cfg.mesh.copy_engines and processes > 1:
+    raise ValueError(
+      f"mesh.copy_engines=true with the devices of {processes} processes: copies go from device to "
+      "device inside one process. Start one process, or set mesh.copy_engines=false."
+    )
   sizes = mesh_sizes(cfg, len(devices))
   return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices)
 
@@ -58,6 +64,7 @@ def plan_of(
     whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
     hosts=expert_hosts(cfg, mesh) if cfg.moe.exchange == "hierarchical" else 1,
     ring=cfg.mesh.context_ring,
+    copies=cfg.mesh.copy_engines,
   )
 
 

@@ -33,6 +33,8 @@ WIDE, MANY_EXPERTS = 4096, 64  # the first two
 # of twice one GPU: 8.03B with `mesh.keep_gathered`, two -> three: 95.4 -> 96.3 %; 9.23B in 8
 # experts, one -> two: 93.6 -> 95.2 %. Without it, 1.5B and the experts lost 0.6 and 1.2 % by two.
 SEVERAL_COLLECTIVES = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
+# Permutations are copies by the copy engines, which take no SM of a GPU, inside one process.
+COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 NVIDIA, HOPPER = r"\bNVIDIA\b", r"\bH[12]00\b"  # in the device's `kind`
 
 
@@ -75,6 +77,8 @@ def usual(cfg: Config, device: Device) -> Mapping[str, str]:
     options |= NO_TRITON_MATMULS
   if cfg.mesh.keep_gathered and re.search(NVIDIA, device.kind):
     options |= SEVERAL_COLLECTIVES
+  if cfg.mesh.copy_engines and re.search(NVIDIA, device.kind):
+    options |= COPY_ENGINES
   return options
 
 

@@ -57,6 +57,11 @@ class MeshConfig:
     "keep gathered weights until the backward pass: sent once, not twice; more memory",
     resume="free",
   )
+  copy_engines: bool = setting(
+    False,
+    "sharded weights and their gradients go by the GPUs' copy engines, not by NCCL; one process",
+    resume="free",
+  )
   compress_gradients: str = setting(
     "none",
     "how gradients are sent between copies of the weights: 'none' as they are, 'fp8' in 8 bits, "

@@ -59,6 +59,7 @@ from ats_jax.planner.describe import describe
     ),
     ({"mesh.context_ring": True, "mesh.context": 2, "mesh.tensor": 3}, "mesh.tensor=3 does not"),
     ({"mesh.keep_gathered": True}, "mesh.fsdp=1: .* Set mesh.keep_gathered=false"),
+    ({"mesh.copy_engines": True}, "mesh.copy_engines=true .* Set mesh.copy_engines=false"),
     ({"mesh.keep_gathered": True, "mesh.fsdp": 2, "mesh.zero": 2}, "nothing with mesh.zero=2"),
     (
       {

@@ -118,6 +118,16 @@ def test_several_collectives_are_on_their_way_where_gathered_weights_are_kept(ki
   assert compiler.usual(cfg, device_of(kind)).get(limit) == wanted
 
 
+@pytest.mark.parametrize(
+  ("kind", "asked", "wanted"),
+  [("NVIDIA H100", True, "COLLECTIVES_PEER_MEMORY"), ("NVIDIA H100", False, None),
+   ("cpu", True, None)],
+)  # fmt: skip
+def test_permutations_are_copies_where_a_run_asks_for_it(kind, asked, wanted):
+  cfg = tiny_config({"mesh.fsdp": 2, "mesh.copy_engines": asked})
+  assert compiler.usual(cfg, device_of(kind)).get("xla_gpu_collective_permute_mode") == wanted
+
+
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_weights_that_a_loop_gathers_are_not_kept(mesh, unroll):
   cfg = tiny_config({"mesh.fsdp": 2, "mesh.keep_gathered": True, "step.scan_unroll": unroll})

@@ -1,0 +1,80 @@
+"""Weights that go as copies from device to device: values of one device, and what is sent."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from collectives import collectives, compiled_step
+from equality import CFG, RTOL, assert_equal, assert_lies_still, mesh_of, run
+from helpers import tiny_config, when
+
+from ats_jax.sharding.mesh import make_mesh, on_mesh
+
+COPIES, KEPT = ("copy_engines", True), ("keep_gathered", True)
+CASES = {
+  "dense, fsdp": ("dense", ("fsdp", 4)),
+  "dense, fsdp, kept": ("dense", ("fsdp", 4), ("step.scan_unroll", 2), KEPT),
+  "moe, fsdp, expert": ("moe", ("fsdp", 2), ("expert", 2)),
+  "mod, fsdp, tensor": ("mod", ("fsdp", 2), ("tensor", 2)),
+  "latent, fsdp, context": ("latent", ("fsdp", 2), ("context", 2)),
+  "hybrid, data, fsdp": ("hybrid", ("data", 2), ("fsdp", 2)),
+  "dense, fsdp, residuals": ("dense", ("fsdp", 2), ("tensor", 2), ("shard_residuals", True)),
+}
+
+
+@pytest.mark.parametrize(
+  "case",
+  [pytest.param(c, marks=when(i, quick=(2,), ci=(1, 3, 4, 5, 6))) for i, c in enumerate(CASES)],
+)
+def test_copies_have_the_values_of_one_device(case):
+  kind, *sizes = CASES[case]
+  many = run(kind, *sizes, COPIES)
+  assert_equal(many, run(kind), of_largest=RTOL / 5)
+  assert_lies_still(many)
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    pytest.param((("precision.fp8", True), ("precision.fp8_keep_first", 0)), id="8 bits"),
+    pytest.param(
+      (("data", 2), ("compress_gradients", "fp8")), marks=pytest.mark.mesh, id="compressed"
+    ),
+  ],
+)
+def test_copies_have_the_values_of_collectives(changed):
+  """Where one device rounds otherwise."""
+  sizes = ("fsdp", 2), *changed
+  copied, gathered = run("dense", *sizes, COPIES), run("dense", *sizes)
+  np.testing.assert_allclose(copied.losses, gathered.losses, rtol=RTOL)
+
+
+LAYERS, WAYS, MATRICES = 3, 4, 7
+OF_TABLE = 64 * 32  # and of the head
+
+
+@pytest.mark.parametrize(
+  ("keep", "times"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.mesh)]
+)
+def test_each_shard_is_sent_once_a_pass_to_each_other_device(keep, times):
+  small = {"model.num_layers": LAYERS, "step.scan_unroll": LAYERS, "step.accum_steps": 1}
+  small |= {"mesh.fsdp": WAYS, "mesh.copy_engines": True, "mesh.keep_gathered": keep}
+  cfg, mesh = tiny_config(CFG | small), mesh_of({"fsdp": WAYS})
+  with on_mesh(cfg, mesh):
+    every = collectives(compiled_step(cfg, mesh).as_text())
+  number = Counter({kind: 0 for kind in ("collective-permute", "all-gather")})
+  for c in every:
+    number[c.kind] += sum(len(a.shape) > 1 and a.dtype == "f32" for a in c.arrays)
+  # Gradients once; and the head and the table by collectives.
+  assert number["collective-permute"] == (times + 1) * MATRICES * LAYERS * (WAYS - 1)
+  assert number["all-gather"] <= 2
+  matrices = {a.size for c in every if c.kind == "all-gather" for a in c.arrays}
+  assert matrices <= {OF_TABLE, 8 * 16}
+
+
+def test_copies_stay_in_one_process():
+  devices = [SimpleNamespace(process_index=n) for n in range(2)]
+  cfg = tiny_config({"mesh.fsdp": 2, "mesh.copy_engines": True})
+  with pytest.raises(ValueError, match=r"of 2 processes: .* set mesh.copy_engines=false"):
+    make_mesh(cfg, devices)
