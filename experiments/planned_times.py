@@ -26,7 +26,14 @@ SIXTEEN = EIGHT.replace("num_layers=24", "num_layers=16")
 CUT, ONCE = "mesh.context=2", "mesh.context=2 step.remat=attention"
 RING, POSITIONS = f"{CUT} mesh.context_ring=true", "mesh.tensor=2 mesh.shard_residuals=true"
 STAGE = "mesh.stage=2 step.accum_steps=8"
+NAMES = "step.remat=none step.remat_stages=names"
+SENT = "mesh.compress_gradients=fp8"
 FSDP, KEPT = "mesh.fsdp=2", "mesh.fsdp=2 mesh.keep_gathered=true"
+COPIED = f"{KEPT} mesh.copy_engines=true"
+EXPERT, FEWER = "mesh.expert=2", "moe.exchange_factor=1.25"
+TWENTY = f"{DENSE} model.num_layers=20"
+ROUNDS = f"{STAGE} mesh.stage_rounds=2"
+EIGHT_BIT = f"{SHORT} precision.fp8=true"
 
 
 class Measured(NamedTuple):
@@ -75,6 +82,22 @@ STEPS = (
   Measured("H100", 2, "a row of 131,072, context", f"{LONGEST} {CUT} data.batch_size=1", 26636),
   Measured("H100", 2, "the same, residuals cut", f"{LONGEST} {POSITIONS} data.batch_size=1", 27101),
   Measured("H100", 2, "8.03B, stage", f"{DENSE} {STAGE} data.batch_size=16", 4415),
+  Measured("H100", 2, "the same, two rounds", f"{DENSE} {ROUNDS} data.batch_size=16", 4430),
+  Measured("H100", 2, "1.5B, stage", f"{SHORT} {STAGE} data.batch_size=16", 845),
+  Measured("H100", 2, "the same, two rounds", f"{SHORT} {ROUNDS} data.batch_size=16", 852),
+  Measured("H100", 2, "the same, names kept", f"{SHORT} {ROUNDS} {NAMES} data.batch_size=16", 810),
+  Measured("H100", 2, "1.5B, copied", f"{SHORT} {COPIED} data.batch_size=16", 539),
+  Measured("H100", 2, "1.5B, replicas", f"{SHORT} data.batch_size=16", 547),
+  Measured("H100", 2, "the same, in 8 bits", f"{SHORT} {SENT} data.batch_size=16", 546),
+  Measured("H100", 1, "1.5B in 8 bits", f"{EIGHT_BIT} data.batch_size=8", 445),
+  Measured("H100", 2, "the same, fsdp, kept", f"{EIGHT_BIT} {KEPT} data.batch_size=16", 467),
+  Measured("H100", 1, "5.41B", f"{TWENTY} data.batch_size=4", 893),
+  Measured("H100", 2, "5.41B, fsdp, kept", f"{TWENTY} {KEPT} data.batch_size=8", 930),
+  Measured("H100", 2, "5.41B, copied", f"{TWENTY} {COPIED} data.batch_size=8", 910),
+  Measured("H100", 2, "16 layers, copied", f"{SIXTEEN} {COPIED} data.batch_size=8", 429),
+  Measured("H100", 2, "16 layers, expert", f"{SIXTEEN} {EXPERT} data.batch_size=8", 446),
+  Measured("H100", 2, "the same, less room", f"{SIXTEEN} {EXPERT} {FEWER} data.batch_size=8", 442),
+  Measured("H100", 2, "131,072, attention", f"{LONGEST} {ONCE} data.batch_size=1", 22629),
 )
 
 

@@ -28,7 +28,7 @@ from ats_jax.step.reduction import compresses, is_compressed
 # LONGEST, with half of it at HALF_AT; by FALLING it would be half of it again (131,072 was measured
 # on an H100). Rows below SHORTEST were not measured, and count as that.
 IN_A_STEP = 0.96
-LONGEST, HALF_AT, SHORTEST, FALLING = 0.82, 2730, 2048, 2_000_000
+LONGEST, HALF_AT, SHORTEST, FALLING = 0.82, 2730, 2048, 865_000
 NARROW_HEADS = 0.73  # of that, where they are narrower than 128
 # Numbers of a token that elementwise ops of a layer and its gradient read or write.
 PASSES_OF_STREAM, PASSES_OF_FF = 26, 20
@@ -36,6 +36,11 @@ PASSES_OF_A_CHOICE = 12  # of d_model, on the way to an expert and back
 BYTES_OF_A_LOGIT = 14
 REMAKE = ("full", "attention")  # policies of `step.remat` that keep no matmul of a layer
 PASSES_OF_GRADIENTS = 6  # made, put into place, and read for norms and the update
+# In 8 bits, on an H100: a matmul's time, and the numbers of a token that casts read or write.
+IN_8_BITS, PASSES_OF_CASTS = 0.5, 10
+# Bytes that the loops of a stage move in each tick for each of its weights: they copy slices, put
+# gradients into place and add them up. By steps on two H100s, in one round and in two.
+BYTES_OF_A_TICK = 28
 
 
 def step_seconds(
@@ -90,7 +95,9 @@ def step_seconds(
   table = 0 if cfg.model.tie_embeddings else counts.parts["embedding"].total
   attention = counts.flops_causal - 6.0 * (counts.active - table)
   rate, memory = IN_A_STEP * hardware.matmul_flops[dtype], hardware.memory_bytes_per_sec
+  in_8_bits = _share_in_8_bits(cfg, model, counts.active - table - of_head / 6.0)
   layers = (counts.flops_causal - of_head - attention) * in_layers / rate
+  layers *= 1.0 - (1.0 - IN_8_BITS) * in_8_bits
   attention *= in_layers / (rate * _attention_share(cfg))
   ways = math.prod(num_shards(axis) for axis in ("rows", "seq"))
   of_device = cfg.data.batch_size * cfg.data.seq_len / ways
@@ -101,6 +108,7 @@ def step_seconds(
     "attention": attention,
     "elementwise": (passes + logits) / memory,
     "recomputed": _recomputed(cfg, attention, layers + passes / memory),
+    "moved by a stage": _moved_by_a_stage(cfg, model, passes) / memory,
     "update": (2 * state_bytes + PASSES_OF_GRADIENTS * _gradient_bytes(model)) / memory,
     **_weights_and_gradients(cfg, model, hardware),
     **_activations(cfg, hardware),
@@ -109,7 +117,9 @@ def step_seconds(
   waiting = (
     "activations summed", "heads swapped", "tokens exchanged", "handed on", "rows looked up",
   )  # fmt: skip
-  own = ("matmuls", "attention", "elementwise", "recomputed", "update", *waiting)
+  own = (
+    "matmuls", "attention", "elementwise", "recomputed", "moved by a stage", "update", *waiting
+  )  # fmt: skip
   computing, talking = total(own), total(name for name in parts if name not in own)
   least, most = total(waiting) + max(computing - total(waiting), talking), computing + talking
   return {
@@ -130,6 +140,29 @@ def _recomputed(cfg: Config, attention: float, rest: float) -> float:
   return (attention * of_attention + rest * sum(policy in REMAKE for policy in policies)) / 3
 
 
+def _share_in_8_bits(cfg: Config, model: Decoder, active: float) -> float:
+  """Of the layers' matmuls; `active` weights meet a token there."""
+  in_8_bits = fp8_layers(cfg)
+  if not any(in_8_bits):
+    return 0.0
+  matrices = [p for p in params_of(model) if p.role is Role.MATRIX and p.ndim > len(p.axes)]
+  return sum(in_8_bits) / len(in_8_bits) * min(1.0, sum(p.size for p in matrices) / active)
+
+
+def _moved_by_a_stage(cfg: Config, model: Decoder, passes: float) -> float:
+  """Bytes that the loops of a pipeline move beside what its layers compute; 0 without one.
+
+  What a stage keeps of its layers is put on a stack and taken from it: as much as elementwise ops
+  go through, by a step of 1.5B.
+  """
+  if not _is_staged():
+    return 0.0
+  ways = num_stages() * num_shards("ff")
+  size = sum(p.size for p in params_of(model) if p.ndim > len(p.axes)) / ways
+  kept = passes if cfg.step.remat_stages in ("names", "dots") else 0.0
+  return _turns(cfg) * cfg.mesh.stage_rounds * size * BYTES_OF_A_TICK + kept
+
+
 def _is_remade(cfg: Config) -> bool:
   """Whether the backward pass makes all matmuls of the layers' forward pass again."""
   return cfg.step.remat in REMAKE
@@ -148,11 +181,13 @@ def _passes(cfg: Config) -> float:
   stream = model.d_model * num_shards("seq") / num_shards("residual_seq")
   routed = mod_tokens(cfg.mod.capacity, cfg.data.seq_len) / cfg.data.seq_len
   numbers = 0.0
-  for kind in layer_kinds(cfg):
+  for kind, is_8_bit in zip(layer_kinds(cfg), fp8_layers(cfg), strict=True):
     choices = moe.top_k if kind.moe else 0
     width = (choices + moe.num_shared) * moe.d_ff if kind.moe else model.d_ff
     passes = PASSES_OF_STREAM * stream + PASSES_OF_FF * width / num_shards("ff")
     passes += PASSES_OF_A_CHOICE * choices * model.d_model
+    if is_8_bit and not kind.moe:
+      passes += PASSES_OF_CASTS * (stream + width / num_shards("ff"))
     numbers += passes * (routed if kind.mod else 1.0)
   return numbers * jnp.dtype(cfg.precision.compute_dtype).itemsize / num_stages()
 
