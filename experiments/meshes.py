@@ -136,6 +136,8 @@ def cases() -> list[Case]:
       steps=6,
     ),
     Case("1.5B copies", 2, f"data.batch_size=16 {copies}", like="1.5B one"),
+    Case("8B copies", 2, f"data.batch_size=8 {copies}", steps=5, like="8B one"),
+    Case("experts copies", 2, f"data.batch_size=8 {copies}", NO_TRITON, like="experts one"),
   ]
   for name, mesh in (("", "none"), (" fp8", "fp8")):
     settings = f"data.batch_size=16 mesh.compress_gradients={mesh}"
