@@ -12,6 +12,8 @@ from helpers import tiny_config, when
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 
 COPIES, KEPT = ("copy_engines", True), ("keep_gathered", True)
+# With its small one Adam makes steps of rounded gradients that move a token to another expert.
+LARGE_EPS = ("optimizer.eps", 1e-3)
 CASES = {
   "dense, fsdp": ("dense", ("fsdp", 4)),
   "dense, fsdp, kept": ("dense", ("fsdp", 4), ("step.scan_unroll", 2), KEPT),
@@ -29,8 +31,9 @@ CASES = {
 )
 def test_copies_have_the_values_of_one_device(case):
   kind, *sizes = CASES[case]
-  many = run(kind, *sizes, COPIES)
-  assert_equal(many, run(kind), of_largest=RTOL / 5)
+  alike = [LARGE_EPS] if kind == "hybrid" else []
+  many = run(kind, *sizes, COPIES, *alike)
+  assert_equal(many, run(kind, *alike), of_largest=RTOL / 5)
   assert_lies_still(many)
 
 

@@ -95,7 +95,7 @@ def test_every_setting_is_explained(name):
 
 
 def test_a_section_is_explained_and_a_typo_has_a_suggestion():
-  assert explain("mesh").count("\n") == 23
+  assert explain("mesh").count("\n") == 25
   assert all(
     f"mesh.{axis} (int)" in explain("mesh")
     for axis in ("stage", "data", "fsdp", "expert", "tensor")
