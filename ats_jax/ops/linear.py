@@ -70,9 +70,11 @@ def linears(
     stored = used if stored is None else stored
     cut = functools.partial(_cut, num_inputs=len(inputs), is_kept=gathered)
     cuts = tuple(map(cut, stored, used))
-    matmuls = functools.partial(fp8_matmuls, kernels=kernels) if fp8 else _matmuls
+    of_device = functools.partial(
+      _local, inputs=inputs, cuts=cuts, scatters=scatters, fp8=fp8, kernels=kernels
+    )
     products = island(
-      functools.partial(_local, inputs=inputs, cuts=cuts, scatters=scatters, matmuls=matmuls),
+      of_device,
       in_axes=((*inside, *inputs), *stored),
       out_axes=tuple((*at_y, *axes) for axes in outputs),
     )
@@ -131,18 +133,35 @@ def _cut(stored, used, *, num_inputs, is_kept):
   return None
 
 
-def _matmuls(x_TK, weights, *, cuts):
-  """`x @ w` for several weights, of which the device has shards."""
-  whole = lambda w, cut: w if cut is None else gather_shards(w, cut.axis, cut.dim)
-  return tuple(x_TK @ whole(w, cut) for w, cut in zip(weights, cuts, strict=True))
+def _gather_and_multiply(x, shard, cut, num_inputs):
+  x_TK, shard_KN = _matrix(x, 2), _matrix(shard, num_inputs)
+  return x_TK @ (shard_KN if cut is None else gather_shards(shard_KN, cut.axis, cut.dim))
 
 
-def _local(x, *weights, inputs, cuts, scatters, matmuls):
+# Reverse mode keeps the arguments and gathers again. Where XLA sees both, it makes one of them.
+_matmul = jax.custom_vjp(_gather_and_multiply, nondiff_argnums=(2, 3))
+_matmul.defvjp(
+  lambda x, shard, *static: (_gather_and_multiply(x, shard, *static), (x, shard)),
+  lambda cut, num_inputs, args, dy_TN: jax.vjp(
+    lambda x, shard: _gather_and_multiply(x, shard, cut, num_inputs), *args
+  )[1](dy_TN),
+)
+
+
+def _matrix(x, num_rows):
+  """`x` with its first dimensions as one, and its others as one."""
+  return x.reshape(math.prod(x.shape[:num_rows]), -1)
+
+
+def _local(x, *weights, inputs, cuts, scatters, fp8, kernels):
   """One device's products."""
   batch, seq = x.shape[:2]
-  flat_TK = x.reshape(batch * seq, -1)
-  flat = [weight.reshape(math.prod(weight.shape[: len(inputs)]), -1) for weight in weights]
-  results = matmuls(flat_TK, flat, cuts=cuts)
+  if fp8:
+    matrices = [_matrix(weight, len(inputs)) for weight in weights]
+    results = fp8_matmuls(_matrix(x, 2), matrices, kernels, cuts)
+  else:
+    times = lambda weight, cut: _matmul(x, weight, cut, len(inputs))
+    results = tuple(map(times, weights, cuts))
 
   def whole(weight, cut):  # its outputs
     first, *rest = weight.shape[len(inputs) :]

@@ -157,8 +157,9 @@ def _moved_by_a_stage(cfg: Config, model: Decoder, passes: float) -> float:
   """
   if not _is_staged():
     return 0.0
-  ways = num_stages() * num_shards("ff")
-  size = sum(p.size for p in params_of(model) if p.ndim > len(p.axes)) / ways
+  mesh = jax.sharding.get_abstract_mesh().shape
+  ways = lambda param: math.prod(mesh[axis] for axis in _axes(param, "gradients"))
+  size = sum(p.size / ways(p) for p in params_of(model) if p.ndim > len(p.axes))
   kept = passes if cfg.step.remat_stages in ("names", "dots") else 0.0
   return _turns(cfg) * cfg.mesh.stage_rounds * size * BYTES_OF_A_TICK + kept
 

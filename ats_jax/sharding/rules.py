@@ -111,8 +111,11 @@ def use_plan(name: str, **others: bool | int) -> contextlib.AbstractContextManag
 
 
 def whole_rows() -> contextlib.AbstractContextManager[None]:
-  """The plan in use without a cut along the positions of a row: a token by itself has none."""
-  return _plan(current_plan()._replace(whole_rows=True))
+  """The plan in use without a cut along the positions of a row: a token by itself has none.
+
+  And without copies of shards: what generates has no options of XLA, which make them.
+  """
+  return _plan(current_plan()._replace(whole_rows=True, copies=False))
 
 
 def own_rows() -> contextlib.AbstractContextManager[None]:

@@ -84,7 +84,8 @@ def usual(cfg: Config, device: Device) -> Mapping[str, str]:
 
 def for_evaluation(options: Options) -> Options:
   """Those of the train step's that its forward pass needs too."""
-  return {name: value for name, value in options.items() if name in NO_TRITON_MATMULS}
+  needed = {*NO_TRITON_MATMULS, *COPY_ENGINES}
+  return {name: value for name, value in options.items() if name in needed}
 
 
 def parse(text: str) -> dict[str, str]:

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from collectives import collectives, compiled_step
-from equality import CFG, RTOL, assert_equal, assert_lies_still, mesh_of, run
+from equality import CFG, RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
 from helpers import tiny_config, when
 
+from ats_jax.model.param import Role, params_of
+from ats_jax.planner.abstract import abstract_state, device_bytes
+from ats_jax.planner.memory import activations
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 
 COPIES, KEPT = ("copy_engines", True), ("keep_gathered", True)
@@ -74,6 +77,21 @@ def test_each_shard_is_sent_once_a_pass_to_each_other_device(keep, times):
   assert number["all-gather"] <= 2
   matrices = {a.size for c in every if c.kind == "all-gather" for a in c.arrays}
   assert matrices <= {OF_TABLE, 8 * 16}
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_reverse_mode_keeps_shards_at_most(remat):
+  """As by collectives: the backward pass gathers again, in a loop too."""
+  sizes = {"fsdp": 2, "step.remat": remat}
+  kept = []
+  for copies in (False, True):
+    cfg = config_of("dense", sizes | {"copy_engines": copies})
+    with on_mesh(cfg, mesh_of(sizes)):
+      state = abstract_state(cfg)
+      kept.append(activations(cfg, state, 2))
+      matrices = [p for p in params_of(state.model) if p.role is Role.MATRIX]
+      shards = sum(map(device_bytes, matrices))
+  assert 0 <= kept[1] - kept[0] <= (shards if remat == "none" else 0)
 
 
 def test_copies_stay_in_one_process():
