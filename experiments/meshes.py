@@ -284,11 +284,8 @@ class Lab:
 
   def __init__(self, out: Path, scratch: Path):
     """Begin to count the budget."""
-    self.out, self.scratch, self.speeds = (
-      out,
-      scratch,
-      collections.defaultdict[str, list[float]](list),
-    )
+    self.out, self.scratch = out, scratch
+    self.speeds = collections.defaultdict[str, list[float]](list)
     self._began, self._lock = time.time(), threading.Lock()
 
   @property

@@ -78,9 +78,10 @@ class MoE(nnx.Module):
     biases = [layer.bias for layer in layers if layer.bias is not None]
 
     def local(*args):
-      rows, shards, biases = args[:3], args[3 : 3 + len(layers)], args[3 + len(layers) :]
-      whole = (joined(w, a.entry, a.axes) for w, a in zip(shards, layers, strict=True))
-      return rows_through(*rows, *whole, *biases)
+      end = 3 + len(layers)  # of the weights, which are behind the rows and their routes
+      weights = zip(args[3:end], layers, strict=True)
+      whole = (joined(shard, layer.entry, layer.axes) for shard, layer in weights)
+      return rows_through(*args[:3], *whole, *args[end:])
 
     y_BTD, dropped, waiting = island(
       local,
