@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.ops.registry import XLA, Kernels
 
-UNROLLED = 32  # layers; more were not tried
+UNROLLED = 32  # layers of a stage; more were not tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,8 @@ def usual_unroll(cfg: Config, platform: str) -> int:
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs our kernels twice to avoid
   the copies. Unrolled, a program takes longer to compile (docs/lab/performance.md). With
-  deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md); with accumulation
-  it runs, but was not timed.
+  deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md).
   """
-  layers = cfg.model.num_layers
-  in_a_loop = cfg.precision.deterministic or cfg.step.accum_steps > 1
-  return layers if platform == "gpu" and layers <= UNROLLED and not in_a_loop else 1
+  layers, of_stage = cfg.model.num_layers, cfg.model.num_layers / cfg.mesh.stage
+  in_a_loop = cfg.precision.deterministic or of_stage > UNROLLED
+  return layers if platform == "gpu" and not in_a_loop else 1

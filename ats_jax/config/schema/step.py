@@ -16,21 +16,21 @@ class StepConfig:
     "none",
     "what the backward pass recomputes: 'none' keeps all, 'full' recomputes each block, 'dots' "
     "keeps matmul outputs, 'names' keeps the named ones (docs/internals/architecture.md), "
-    "'attention' what attention gives",
-    choices=("none", "full", "dots", "names", "attention"),
+    "'qkv' all that attention takes and gives, 'attention' what its kernel gives",
+    choices=("none", "full", "dots", "names", "qkv", "attention"),
     resume="free",
   )
   remat_stages: str = setting(
     "full",
     "what a stage of a pipeline keeps of each micro-batch, as remat: 'full' its input alone; remat "
     "says what its layers keep of one while they are computed again",
-    choices=("full", "dots", "names", "attention"),
+    choices=("full", "dots", "names", "qkv", "attention"),
     resume="free",
   )
   scan_unroll: int = setting(
     0,
-    "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers; 1 "
-    "elsewhere, and under accumulation or with deterministic kernels (docs/lab/log.md)",
+    "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers of a "
+    "stage; 1 elsewhere, and with deterministic kernels (docs/lab/log.md)",
     low=0,
     resume="free",
   )

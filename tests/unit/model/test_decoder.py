@@ -145,7 +145,9 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
     ("gpu", 24, {}, 24),
     ("gpu", 33, {}, 1),
     ("gpu", 24, {"step.scan_unroll": 2}, 2),
-    ("gpu", 24, {"step.accum_steps": 2}, 1),
+    ("gpu", 24, {"step.accum_steps": 2}, 24),
+    ("gpu", 64, {"mesh.stage": 2, "step.accum_steps": 2}, 64),
+    ("gpu", 66, {"mesh.stage": 2, "step.accum_steps": 2}, 1),
     ("gpu", 24, {"precision.deterministic": True}, 1),
     ("gpu", 24, {"precision.fp8": True}, 24),
     ("cpu", 24, {}, 1),
@@ -156,7 +158,7 @@ def test_layers_are_unrolled_on_a_gpu(platform, layers, changes, want):
   assert numerics(cfg, scan_unroll=usual_unroll(cfg, platform)).scan_unroll == want
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "names", "attention"])
+@pytest.mark.parametrize("remat", ["full", "dots", "names", "qkv", "attention"])
 def test_recomputation_keeps_fewer_arrays(mesh, remat):
   """What the backward pass gets from the forward pass, in elements."""
 
