@@ -16,7 +16,7 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm, project
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, residual_std, zeros
-from ats_jax.ops.attention import attention, cached_attention
+from ats_jax.ops.attention import OUTPUT_NAME, attention, cached_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import reshape
 from ats_jax.sharding.rules import spec
@@ -92,9 +92,8 @@ class Attention(nnx.Module):
       q_BTNH, k_BSKH = self._normal(q_BTNH, self.q_norm), self._normal(k_BSKH, self.k_norm)
     if self.stretch != 1.0:
       q_BTNH *= self.stretch
-    q_BTNH = checkpoint_name(rope(q_BTNH, table, self.num.kernels), "attn_q")
-    k_BSKH = checkpoint_name(rope(k_BSKH, table, self.num.kernels), "attn_k")
-    v_BSKH = checkpoint_name(v_BSKH, "attn_v")
+    q_BTNH = rope(q_BTNH, table, self.num.kernels)
+    k_BSKH = rope(k_BSKH, table, self.num.kernels)
     sinks_N = None if self.sinks is None else self.sinks[...].astype(self.wide)
     if cache is None:
       assert segment_ids_BT is not None
@@ -122,7 +121,7 @@ class Attention(nnx.Module):
         sinks_N=sinks_N,
       )
       cache = KVCache(*updated)
-    return self.out(y_BTNH, fp8=fp8), cache
+    return checkpoint_name(self.out(y_BTNH, fp8=fp8), OUTPUT_NAME), cache
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:
     """A cache [layers, batch, slots] of zeros."""

@@ -34,7 +34,7 @@ Cache = tuple[tuple[LayerCache, ...], ...]
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
 KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES, *fp8_matmul.SAVED_NAMES)
 # What 'names' keeps beside them: attention's inputs, and those of the MLP's second half.
-SAVED_NAMES = ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up")
+SAVED_NAMES = (*attention_op.INPUT_NAMES, "mlp_gate", "mlp_up")
 
 
 def remat_policy(name: str):
@@ -42,11 +42,14 @@ def remat_policy(name: str):
   policies = jax.checkpoint_policies
   products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
+  of_attention = *attention_op.SAVED_NAMES, *fp8_matmul.SAVED_NAMES
+  whole = *attention_op.INPUT_NAMES, *of_attention, attention_op.OUTPUT_NAME
   return {
     "full": policies.nothing_saveable,
     "dots": policies.save_from_both_policies(dots, products),
     "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
-    "attention": policies.save_only_these_names(*attention_op.SAVED_NAMES, *fp8_matmul.SAVED_NAMES),
+    "qkv": policies.save_only_these_names(*whole),
+    "attention": policies.save_only_these_names(*of_attention),
   }[name]
 
 

@@ -17,7 +17,7 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
-from ats_jax.ops.attention import attention
+from ats_jax.ops.attention import OUTPUT_NAME, attention
 from ats_jax.ops.latent_attention import cached_latent_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import einsum, lay, reshape, reshard
@@ -89,9 +89,9 @@ class LatentAttention(nnx.Module):
       fixed_BTNx, v_BTNV = jnp.split(made_BTNx, [self.num_fixed], axis=-1)
       k_BTNH = jnp.concatenate([fixed_BTNx, self._for_all_heads(rotated_BTR, q_BTNH)], axis=-1)
       y_BTNV = attention(
-        checkpoint_name(q_BTNH, "attn_q"),
-        checkpoint_name(k_BTNH, "attn_k"),
-        checkpoint_name(v_BTNV, "attn_v"),
+        q_BTNH,
+        k_BTNH,
+        v_BTNV,
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
         kernels=self.num.kernels,
@@ -99,7 +99,7 @@ class LatentAttention(nnx.Module):
     else:
       assert index_BT is not None
       y_BTNV, cache = self._attend_to(cache, q_BTNH, latent_BTC, rotated_BTR, index_BT)
-    return self.out(y_BTNV, fp8=fp8), cache
+    return checkpoint_name(self.out(y_BTNV, fp8=fp8), OUTPUT_NAME), cache
 
   def _queries(self, x_BTD: jax.Array, table: Any, fp8: bool) -> jax.Array:
     if self.q_down is not None and self.q_norm is not None:

@@ -18,6 +18,8 @@ Q_AXES = ("batch", "seq", "heads", "head_dim")
 KV_AXES = ("batch", "seq", "kv_heads", "head_dim")
 TOKEN_AXES = ("batch", "seq")
 ROW_AXES = ("batch", None)  # whole rows, however others are cut
+# For remat policies: what the kernel takes, and the sub-layer's output.
+INPUT_NAMES, OUTPUT_NAME = ("attn_q", "attn_k", "attn_v"), "attn_out"
 
 
 def attention(
@@ -75,8 +77,9 @@ def attention(
   def local(q, k, v, segments, sinks=None):
     if is_ring():
       how = How(max_segments, window, soft_cap, kernels)
-      return ring_attention(q, k, v, segments, sinks, how)
-    return to_cut_rows(of_rows(*to_whole_rows(q, k, v), segments, sinks))
+      return ring_attention(*_named(q, k, v), segments, sinks, how)
+    # Those of whole rows have the names, so that what a policy keeps is not swapped again.
+    return to_cut_rows(of_rows(*_named(*to_whole_rows(q, k, v)), segments, sinks))
 
   sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads_of_rows",),))
   return island(
@@ -84,6 +87,10 @@ def attention(
     in_axes=(Q_AXES, KV_AXES, KV_AXES, ROW_AXES, *sinks_axes),
     out_axes=Q_AXES,
   )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *sinks)
+
+
+def _named(*inputs):
+  return [checkpoint_name(x, name) for x, name in zip(inputs, INPUT_NAMES, strict=True)]
 
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):

@@ -60,9 +60,9 @@ AXES = (
   Axis("tensor", lambda cfg: min(ONE_HOST, cfg.model.num_kv_heads)),
   Axis("stage", lambda cfg: cfg.model.num_layers),
 )
-REMATS = ("none", "dots", "names", "attention", "full")  # from what computes least twice
+REMATS = ("none", "dots", "names", "qkv", "attention", "full")  # from what computes least twice
 ROUNDS = (1, 2, 4)  # of `mesh.stage_rounds`; more are as many messages for less and less
-OF_STAGES = ("dots", "names", "attention")  # of `step.remat_stages`, which else is 'full'
+OF_STAGES = ("dots", "names", "qkv", "attention")  # of `step.remat_stages`, which else is 'full'
 STAGES = (3, 2, 1)  # of `mesh.zero`, from what takes least memory
 
 

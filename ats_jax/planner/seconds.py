@@ -34,7 +34,9 @@ NARROW_HEADS = 0.73  # of that, where they are narrower than 128
 PASSES_OF_STREAM, PASSES_OF_FF = 26, 20
 PASSES_OF_A_CHOICE = 12  # of d_model, on the way to an expert and back
 BYTES_OF_A_LOGIT = 14
-REMAKE = ("full", "attention")  # policies of `step.remat` that keep no matmul of a layer
+# Policies of `step.remat`: those that keep no matmul of a layer, and those that keep what attention
+# takes.
+REMAKE, KEEP_INPUTS = ("full", "attention"), ("names", "qkv")
 PASSES_OF_GRADIENTS = 6  # made, put into place, and read for norms and the update
 # In 8 bits, on an H100: a matmul's time, and the numbers of a token that casts read or write.
 IN_8_BITS, PASSES_OF_CASTS = 0.5, 10
@@ -62,8 +64,8 @@ def step_seconds(
   by `moe.exchange=hierarchical` first between hosts, at the rate of the links that were measured.
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
-  twice, with what it exchanges, and `attention` all of it but attention; what other policies
-  compute twice is left out. A stage of a pipeline computes its layers once more by
+  twice, with what it exchanges, `attention` all of it but attention, and `qkv` the feed-forward
+  part; what other policies compute twice is left out. A stage of a pipeline computes its layers once more by
   `step.remat_stages`, in each tick, also where it idles (`sharding.pipeline`); what is before and
   behind them is shared. Its loops move weights and gradients in each tick. Matmuls in 8 bits take
   half the time, as on a GPU that has them.
@@ -108,7 +110,7 @@ def step_seconds(
     "matmuls": layers + of_head * tokens / rate,
     "attention": attention,
     "elementwise": (passes + logits) / memory,
-    "recomputed": _recomputed(cfg, attention, layers + passes / memory),
+    "recomputed": _recomputed(cfg, counts, attention, layers + passes / memory),
     "moved by a stage": _moved_by_a_stage(cfg, model, passes) / memory,
     "update": (2 * state_bytes + PASSES_OF_GRADIENTS * _gradient_bytes(model)) / memory,
     **_weights_and_gradients(cfg, model, hardware),
@@ -133,12 +135,19 @@ def step_seconds(
   }
 
 
-def _recomputed(cfg: Config, attention: float, rest: float) -> float:
+def _recomputed(cfg: Config, counts: Counts, attention: float, rest: float) -> float:
   """Seconds of what of both passes of the layers is made again; a third is of the forward pass."""
-  of_stage = cfg.step.remat_stages if _is_staged() else "none"
-  policies = cfg.step.remat, of_stage
+  active = {name: part.active for name, part in counts.parts.items()}
+  feed = active["dense feed-forward"] + active["experts"]
+  share = dict.fromkeys(REMAKE, 1.0) | {"qkv": feed / (feed + active["attention"])}
+  policies = _policies(cfg)
   of_attention = sum(policy == "full" for policy in policies)
-  return (attention * of_attention + rest * sum(policy in REMAKE for policy in policies)) / 3
+  return (attention * of_attention + rest * sum(share.get(policy, 0.0) for policy in policies)) / 3
+
+
+def _policies(cfg: Config) -> tuple[str, ...]:
+  """Of what a layer keeps, and in a pipeline of what a stage keeps too."""
+  return (cfg.step.remat, cfg.step.remat_stages) if _is_staged() else (cfg.step.remat,)
 
 
 def _share_in_8_bits(cfg: Config, model: Decoder, active: float) -> float:
@@ -163,11 +172,6 @@ def _moved_by_a_stage(cfg: Config, model: Decoder, passes: float) -> float:
   size = sum(p.size / ways(p) for p in params_of(model) if p.ndim > len(p.axes))
   kept = passes if cfg.step.remat_stages in ("names", "dots") else 0.0
   return _turns(cfg) * cfg.mesh.stage_rounds * size * BYTES_OF_A_TICK + kept
-
-
-def _is_remade(cfg: Config) -> bool:
-  """Whether the backward pass makes all matmuls of the layers' forward pass again."""
-  return cfg.step.remat in REMAKE
 
 
 def _attention_share(cfg: Config) -> float:
@@ -271,11 +275,13 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   tokens //= num_shards("seq")
   stream = tokens * cfg.model.d_model  # numbers of a micro-batch on a device
   itemsize = jnp.dtype(cfg.precision.compute_dtype).itemsize
-  tensor, again, staged = num_shards("ff"), _is_remade(cfg), _is_staged()
+  tensor, staged = num_shards("ff"), _is_staged()
+  again, feeds_again = cfg.step.remat in REMAKE, cfg.step.remat in (*REMAKE, "qkv")
   # Of a layer that `remat` recomputes the first sum alone: nothing needs the second. A stage that
   # is recomputed needs both. At the head in float32.
   if num_shards("residual_seq") > num_shards("seq"):
-    in_layer = {"all_gather": 6 + 2 * (again + staged), "reduce_scatter": 4 + again + 2 * staged}
+    gathers = 6 + again + feeds_again + 2 * staged
+    in_layer = {"all_gather": gathers, "reduce_scatter": 4 + again + 2 * staged}
     at_head = {"all_gather": itemsize, "reduce_scatter": 4}
   else:
     in_layer, at_head = {"all_reduce": 4 + again + 2 * staged}, {"all_reduce": 4}
@@ -289,20 +295,23 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   ]
   sparse = sum(kind.moe for kind in layer_kinds(cfg))
   sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
-  swaps = [
+  *inputs, output = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
     for width in ((0,) if is_ring() else swapped_widths(cfg))
   ]
-  # No policy keeps what was swapped.
-  passes = 2 + (cfg.step.remat != "none") + staged
+  # No policy keeps an output that was swapped back.
+  passes = 2 + sum(policy != "none" for policy in _policies(cfg))
+  taken = 2 + sum(policy not in ("none", *KEEP_INPUTS) for policy in _policies(cfg))
+  swaps = [_times(runs * passes, output), _times(runs * taken, _sum(inputs))]
   between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
   hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
   handed = hand_on(between * itemsize, stages)
   widths = ring_widths(cfg, itemsize) if is_ring() else (0, 0, 0)
+  remade = cfg.step.remat == "full"  # others keep what a ring gives
   of_ring = [
     _times(times, hand_on(tokens * width, num_shards("seq")))
-    for times, width in zip((passes, 1 + again + staged, 1), widths, strict=True)
+    for times, width in zip((passes, 1 + remade + staged, 1), widths, strict=True)
   ]
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [
@@ -312,9 +321,9 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   looked_up = hardware.seconds("all_to_all", stream * itemsize, num_shards("embed"))
   return {
     "activations summed": _sum(sums),
-    "heads swapped": _times(runs * passes, _sum(swaps)),
+    "heads swapped": _sum(swaps),
     "sent round a ring": _times(runs, _sum(of_ring)),
-    "tokens exchanged": _times(turns * sparse / stages * (4 + 2 * again + 2 * staged), sent),
+    "tokens exchanged": _times(turns * sparse / stages * (4 + 2 * feeds_again + 2 * staged), sent),
     "handed on": _sum([_times(2 * turns * cfg.mesh.stage_rounds, handed), *ends]),
     "rows looked up": _times(2 * micro / stages, looked_up),
   }

@@ -105,10 +105,15 @@ def found(remat: str) -> list[Collective]:
 
 
 @pytest.mark.parametrize(
-  ("remat", "again"), [("none", 0), pytest.param("names", 4, marks=pytest.mark.mesh)]
+  ("remat", "again"),
+  [
+    ("none", 0),
+    pytest.param("qkv", 1, marks=pytest.mark.mesh),
+    pytest.param("attention", 4, marks=pytest.mark.mesh),
+  ],
 )
 def test_a_layer_swaps_four_arrays_each_way_and_gathers_no_activations(remat, again):
-  """Queries, keys, values and the output; with remat the forward swaps once more."""
+  """Queries, keys, values and the output; the forward swaps again what remat does not keep."""
   every = found(remat)
   kinds = {c.kind for c in every}
   swaps = [c for c in every if c.kind == "all-to-all" and c.in_loop]

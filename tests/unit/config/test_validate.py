@@ -18,6 +18,7 @@ STAGED = {"mesh.stage": 2, "step.accum_steps": 2}
 BESIDE = {
   "dots": STAGED,
   "names": STAGED,
+  "qkv": STAGED,
   "attention": STAGED,
   "random": {"data.paths": "a=a.txt,b=b.txt"},
   "cudnn": {"precision.compute_dtype": "bfloat16"},

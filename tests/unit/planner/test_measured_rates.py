@@ -146,6 +146,8 @@ def test_what_rows_cut_over_devices_cost_on_the_links():
   swap = lambda heads: RATES.seconds("all_to_all", 4 * 8 * heads * 8 * 4, 2)
   assert found["parts"]["heads swapped"] == pytest.approx(2 * 2 * 2 * (swap(4) + swap(2)))
   again = plan(remat="names", context=2, data=2)["step_seconds"]["parts"]
+  assert again["heads swapped"] == pytest.approx(2 * (2 * 2 * (swap(4) + swap(2)) + swap(4)))
+  again = plan(remat="attention", context=2, data=2)["step_seconds"]["parts"]
   assert again["heads swapped"] == pytest.approx(2 * 3 * 2 * (swap(4) + swap(2)))
   # Each of the two key/value heads goes to two devices.
   copied = plan(context=4, data=1)["step_seconds"]["parts"]["heads swapped"]
