@@ -12,7 +12,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import exchange, num_shards
+from ats_jax.sharding.apply import num_shards
+from ats_jax.sharding.shards import swap_shards
 
 
 def to_whole_rows(
@@ -46,10 +47,10 @@ def to_whole_rows(
   # number of copies divides that of a key's query heads.
   copies = ways // math.gcd(kv_heads, ways)
   k_BtKH, v_BtKH = (jnp.repeat(a, copies, axis=2) if copies > 1 else a for a in (k_BtKH, v_BtKH))
-  q, k, v = (exchange(a, "seq", split=2, join=1) for a in (q_BtNH, k_BtKH, v_BtKH))
+  q, k, v = (swap_shards(a, "seq", split=2, join=1) for a in (q_BtNH, k_BtKH, v_BtKH))
   return q, k, v
 
 
 def to_cut_rows(y_BTnH: jax.Array) -> jax.Array:
   """What attention gave for some heads at all positions -> all heads at those of this device."""
-  return exchange(y_BTnH, "seq", split=1, join=2)
+  return swap_shards(y_BTnH, "seq", split=1, join=2)

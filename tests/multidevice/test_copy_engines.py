@@ -24,13 +24,14 @@ CASES = {
   "mod, fsdp, tensor": ("mod", ("fsdp", 2), ("tensor", 2)),
   "latent, fsdp, context": ("latent", ("fsdp", 2), ("context", 2)),
   "hybrid, data, fsdp": ("hybrid", ("data", 2), ("fsdp", 2)),
+  "dense, context, qkv": ("dense", ("context", 4), ("step.remat", "qkv")),
   "dense, fsdp, residuals": ("dense", ("fsdp", 2), ("tensor", 2), ("shard_residuals", True)),
 }
 
 
 @pytest.mark.parametrize(
   "case",
-  [pytest.param(c, marks=when(i, quick=(2,), ci=(1, 3, 4, 5, 6))) for i, c in enumerate(CASES)],
+  [pytest.param(c, marks=when(i, quick=(2,), ci=(1, 3, 4, 5, 6, 7))) for i, c in enumerate(CASES)],
 )
 def test_copies_have_the_values_of_one_device(case):
   kind, *sizes = CASES[case]
