@@ -2,10 +2,10 @@ r"""Speed, memory and what is not hidden, of training steps on one and on two GP
 
 Compiles the steps of all cases at once, each in a process of its own; then times one after the
 other, taken from the compilation cache: random tokens, steps that are queued, twice, and a trace of
-two more. Rows a device are those of the case on one GPU, but for long rows. A case on one GPU runs
-on both, as two of a kind differ by some per cent and a step goes at the pace of the slower one:
-`of_both` is of what the two make alone, `of_slower` of twice what the slower one does. Writes as it
-goes:
+two more (of one more where a round has one). Rows a device are those of the case on one GPU, but
+for long rows. A case on one GPU runs on both, as two of a kind differ by some per cent and a step
+goes at the pace of the slower one: `of_both` is of what the two make alone, `of_slower` of twice
+what the slower one does. Writes as it goes:
 results.jsonl (a row a case), log.txt, and buffers.txt.gz (of the case of --dump, how XLA lays out
 its memory).
 Command: python experiments/meshes.py --out=FOLDER [--cases=1.5B,8B] [--budget_secs=560] [--toy]
@@ -109,32 +109,42 @@ def cases() -> list[Case]:
     "residuals": "mesh.tensor=2 mesh.shard_residuals=true",
   }
   found.append(Case("8B long one", 1, f"{long} data.batch_size=1", steps=2, traced=False))
-  cut["attention"] = "mesh.context=2 step.remat=attention"
+  for name in ("attention", "qkv"):
+    cut[name] = f"mesh.context=2 step.remat={name}"
+    cut[f"{name} copies"] = f"{cut[name]} mesh.copy_engines=true"
   for name, mesh in cut.items():
-    # Beside what attention gave there is no room for several gathered weights.
-    xla = "xla_gpu_memory_limit_slop_factor=70" if name == "attention" else flights["4e"]
+    xla = "" if "remat" in mesh else flights["4e"]
+    if name == "attention":  # an H100 has no room for several gathered weights beside its results
+      xla = "xla_gpu_memory_limit_slop_factor=70"
+    traced = name == "context" or "remat" in mesh
     found.append(Case(f"8B long {name}", 2, f"{long} data.batch_size=2 {mesh}", xla, 2,
-                      "8B long one", traced=name in ("context", "attention")))  # fmt: skip
+                      "8B long one", traced))  # fmt: skip
     found.append(Case(f"8B longer {name}", 2, f"{longer} data.batch_size=1 {mesh}", xla, 1,
-                      traced=False))  # fmt: skip
+                      traced=name == "qkv copies"))  # fmt: skip
   staged = "data.batch_size=16 step.accum_steps=8 mesh.stage=2"
-  further = {"": "", " unrolled": " step.scan_unroll=32", " rounds": " mesh.stage_rounds=2"}
-  further[" kept"] = f"{further[' rounds']} step.remat=none step.remat_stages=names"
+  two, ways = "mesh.stage_rounds=2", {"loop": 1, "unrolled": 32}
+  schedules = {
+    "stage": "",
+    "rounds": two,
+    "kept": f"{two} step.remat=none step.remat_stages=names",
+  }
   found += [
-    Case(f"{model} stage{name}", 2, f"{staged}{settings}", "", 2, f"{model} one")
+    Case(f"{model} {name} {way}", 2, f"{staged} {settings} step.scan_unroll={unroll}", "", 2,
+         f"{model} one")
     for model in ("8B", "1.5B")
-    for name, settings in further.items()
-  ]
+    for name, settings in schedules.items()
+    for way, unroll in ways.items()
+  ]  # fmt: skip
+  for way, unroll in ways.items():  # of accumulation
+    of_one = f"step.accum_steps=2 step.scan_unroll={unroll}"
+    found += [
+      Case(f"1.5B sums {way}", 1, f"data.batch_size=16 {of_one}", steps=6),
+      Case(f"16 sums {way}", 1, f"data.batch_size=8 {of_one}", NO_TRITON, steps=6),
+      Case(f"1.5B summed {way}", 2, f"data.batch_size=32 {fsdp} {of_one}", steps=6),
+    ]
   found += [
     Case("16 one", 1, "data.batch_size=4", NO_TRITON),
     Case("5B one", 1, "data.batch_size=4", steps=6),
-    Case("1.5B sums", 1, "data.batch_size=16 step.accum_steps=2", steps=6),
-    Case(
-      "1.5B sums step.scan_unroll=16",
-      1,
-      "data.batch_size=16 step.accum_steps=2 step.scan_unroll=16",
-      steps=6,
-    ),
     Case("1.5B copies", 2, f"data.batch_size=16 {copies}", like="1.5B one"),
     Case("8B copies", 2, f"data.batch_size=8 {copies}", steps=5, like="8B one"),
     Case("experts copies", 2, f"data.batch_size=8 {copies}", NO_TRITON, like="experts one"),
@@ -257,7 +267,7 @@ def traced(step: Callable, state: Any) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     with jax.profiler.trace(name):
-      for _ in range(2):
+      for _ in range(min(2, _STEPS.value)):
         state = step(state)
       jax.block_until_ready(state)
     if _TRACE.value:

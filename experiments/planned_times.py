@@ -24,7 +24,9 @@ LONG = f"{DENSE} step.remat=full data.seq_len=32768"
 LONGEST = f"{DENSE} step.remat=full data.seq_len=131072"
 SIXTEEN = EIGHT.replace("num_layers=24", "num_layers=16")
 CUT, ONCE = "mesh.context=2", "mesh.context=2 step.remat=attention"
+INPUTS = "mesh.context=2 step.remat=qkv"
 RING, POSITIONS = f"{CUT} mesh.context_ring=true", "mesh.tensor=2 mesh.shard_residuals=true"
+LOOP = "step.scan_unroll=1"
 STAGE = "mesh.stage=2 step.accum_steps=8"
 NAMES = "step.remat=none step.remat_stages=names"
 SENT = "mesh.compress_gradients=fp8"
@@ -33,6 +35,7 @@ COPIED = f"{KEPT} mesh.copy_engines=true"
 EXPERT, FEWER = "mesh.expert=2", "moe.exchange_factor=1.25"
 TWENTY = f"{DENSE} model.num_layers=20"
 ROUNDS = f"{STAGE} mesh.stage_rounds=2"
+SUMS = "step.accum_steps=2"
 EIGHT_BIT = f"{SHORT} precision.fp8=true"
 
 
@@ -67,7 +70,7 @@ STEPS = (
   Measured("H100", 1, "8 experts, 8 layers", f"{SMALL} data.batch_size=8", 372),
   Measured("H100", 2, "1.5B, fsdp", f"{FSDP} data.batch_size=16", 563),
   Measured("H100", 2, "1.5B, tensor", "mesh.tensor=2 data.batch_size=16", 613),
-  Measured("H100", 2, "1.5B, stage", "mesh.stage=2 step.accum_steps=8 data.batch_size=16", 867),
+  Measured("H100", 2, "1.5B, stage", f"{STAGE} {LOOP} data.batch_size=16", 867),
   Measured("H100", 2, "8 experts, 8 layers, fsdp", f"{SMALL} {FSDP} data.batch_size=16", 386),
   Measured("H100", 1, "1.5B", f"{SHORT} data.batch_size=8", 522),
   Measured("H100", 2, "1.5B, fsdp, kept", f"{SHORT} {KEPT} data.batch_size=16", 541),
@@ -81,11 +84,13 @@ STEPS = (
   Measured("H100", 2, "the same, residuals cut", f"{LONG} {POSITIONS} data.batch_size=2", 6149),
   Measured("H100", 2, "a row of 131,072, context", f"{LONGEST} {CUT} data.batch_size=1", 26636),
   Measured("H100", 2, "the same, residuals cut", f"{LONGEST} {POSITIONS} data.batch_size=1", 27101),
-  Measured("H100", 2, "8.03B, stage", f"{DENSE} {STAGE} data.batch_size=16", 4415),
-  Measured("H100", 2, "the same, two rounds", f"{DENSE} {ROUNDS} data.batch_size=16", 4430),
-  Measured("H100", 2, "1.5B, stage", f"{SHORT} {STAGE} data.batch_size=16", 845),
-  Measured("H100", 2, "the same, two rounds", f"{SHORT} {ROUNDS} data.batch_size=16", 852),
-  Measured("H100", 2, "the same, names kept", f"{SHORT} {ROUNDS} {NAMES} data.batch_size=16", 810),
+  Measured("H100", 2, "8.03B, stage, loop", f"{DENSE} {STAGE} {LOOP} data.batch_size=16", 4415),
+  Measured("H100", 2, "two rounds, loop", f"{DENSE} {ROUNDS} {LOOP} data.batch_size=16", 4430),
+  Measured("H100", 2, "1.5B, stage, loop", f"{SHORT} {STAGE} {LOOP} data.batch_size=16", 845),
+  Measured("H100", 2, "two rounds, loop", f"{SHORT} {ROUNDS} {LOOP} data.batch_size=16", 852),
+  Measured(
+    "H100", 2, "names kept, loop", f"{SHORT} {ROUNDS} {NAMES} {LOOP} data.batch_size=16", 810
+  ),
   Measured("H100", 2, "1.5B, copied", f"{SHORT} {COPIED} data.batch_size=16", 539),
   Measured("H100", 2, "1.5B, replicas", f"{SHORT} data.batch_size=16", 547),
   Measured("H100", 2, "the same, in 8 bits", f"{SHORT} {SENT} data.batch_size=16", 546),
@@ -98,6 +103,25 @@ STEPS = (
   Measured("H100", 2, "16 layers, expert", f"{SIXTEEN} {EXPERT} data.batch_size=8", 446),
   Measured("H100", 2, "the same, less room", f"{SIXTEEN} {EXPERT} {FEWER} data.batch_size=8", 442),
   Measured("H100", 2, "131,072, attention", f"{LONGEST} {ONCE} data.batch_size=1", 22629),
+  Measured("H200", 2, "1.5B, copied", f"{SHORT} {COPIED} data.batch_size=16", 518),
+  Measured("H200", 2, "8.03B, copied", f"{DENSE} {COPIED} data.batch_size=8", 1373),
+  Measured("H200", 2, "8 experts, copied", f"{EIGHT} {COPIED} data.batch_size=8", 583),
+  Measured("H200", 2, "8 experts, less room", f"{EIGHT} {EXPERT} {FEWER} data.batch_size=8", 599),
+  Measured("H200", 2, "8.03B, stage, loop", f"{DENSE} {STAGE} {LOOP} data.batch_size=16", 4225),
+  Measured("H200", 2, "8.03B, stage", f"{DENSE} {STAGE} data.batch_size=16", 3991),
+  Measured("H200", 2, "the same, two rounds", f"{DENSE} {ROUNDS} data.batch_size=16", 3938),
+  Measured("H200", 2, "1.5B, stage, loop", f"{SHORT} {STAGE} {LOOP} data.batch_size=16", 801),
+  Measured("H200", 2, "1.5B, stage", f"{SHORT} {STAGE} data.batch_size=16", 752),
+  Measured("H200", 2, "the same, two rounds", f"{SHORT} {ROUNDS} data.batch_size=16", 730),
+  Measured("H200", 2, "the same, names kept", f"{SHORT} {ROUNDS} {NAMES} data.batch_size=16", 651),
+  Measured("H200", 1, "1.5B, two sums, loop", f"{SHORT} {SUMS} {LOOP} data.batch_size=16", 1098),
+  Measured("H200", 1, "1.5B, two sums", f"{SHORT} {SUMS} data.batch_size=16", 1030),
+  Measured("H200", 2, "the same, fsdp", f"{SHORT} {SUMS} {FSDP} data.batch_size=32", 1068),
+  Measured("H200", 1, "16 layers, two sums", f"{SIXTEEN} {SUMS} data.batch_size=8", 788),
+  Measured("H200", 2, "two long rows, attention", f"{LONG} {ONCE} data.batch_size=2", 5184),
+  Measured("H200", 2, "the same, qkv", f"{LONG} {INPUTS} data.batch_size=2", 5014),
+  Measured("H200", 2, "131,072, attention", f"{LONGEST} {ONCE} data.batch_size=1", 22168),
+  Measured("H200", 2, "the same, qkv", f"{LONGEST} {INPUTS} data.batch_size=1", 21452),
 )
 
 
