@@ -3,8 +3,8 @@ r"""1.5B parameters, dense: one 80 GB GPU or more.
 Goal: the speed of a plain training step with real text, packed documents and checkpoints.
 Command: python -m ats_jax train --config=configs/dense_1_5b.py --workdir=runs/dense_1_5b \
   --config.data.paths=TEXT
-Weights are float32, and planned to take 58.3 GiB of a device with all else; with bfloat16 weights
-(--config.precision.param_dtype=bfloat16) it is 50.8. Measured speed: docs/reference/performance.md.
+Weights are float32, and planned to take 55.8 GiB of a device with all else; with bfloat16 weights
+(--config.precision.param_dtype=bfloat16) it is 48.4. Measured speed: docs/reference/performance.md.
 """
 
 from ats_jax.config import base_config

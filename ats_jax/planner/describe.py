@@ -13,7 +13,7 @@ from ats_jax.planner.abstract import (
   resolve_without_data,
 )
 from ats_jax.planner.hardware import Hardware
-from ats_jax.planner.memory import kv_cache_bytes, state_memory, step_memory
+from ats_jax.planner.memory import kv_cache_bytes, peak, state_memory
 from ats_jax.planner.seconds import render as render_seconds
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.mesh import on_mesh
@@ -30,7 +30,8 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
 
   Returns:
     Sections of numbers: `run`, `parameters`, `flops_per_token`, `kv_cache_bytes`,
-    `device_bytes_exact`, `device_bytes_estimated`, `step_seconds` (None without rates).
+    `device_bytes_exact`, `device_bytes_estimated`, `step_seconds` (None without rates). And
+    `peak`, the moment of a step that the estimates are of, in words.
 
   Raises:
     ValueError: for settings or a mesh that cannot be used.
@@ -40,7 +41,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
   with on_mesh(cfg, mesh):
     state = abstract_state(cfg)
     kv_row = kv_cache_bytes(cfg, state.model)
-    exact, estimated = state_memory(cfg, state), step_memory(cfg, state)
+    exact, (moment, estimated) = state_memory(cfg, state), peak(cfg, state)
     flops = flops_per_token(cfg, state.model)
     counts = count(cfg, state.model, cfg.data.seq_len)
     seconds = hardware and step_seconds(cfg, state.model, device_bytes(state), counts, hardware)
@@ -76,6 +77,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
     "kv_cache_bytes": {"row": kv_row, "token": kv_row / cfg.data.seq_len},
     "device_bytes_exact": exact,
     "device_bytes_estimated": estimated,
+    "peak": moment,
     "step_seconds": seconds,
   }
 
@@ -132,6 +134,7 @@ def render(plan: dict[str, Any]) -> str:
     f"({run['compute_dtype']})",
     "",
     *_table("memory of a device", ("GiB",), _memory_rows(plan)),
+    f"Largest moment of a step: {plan['peak']}",
     *_NOTES,
   ]
   if plan["step_seconds"] is not None:
@@ -140,15 +143,19 @@ def render(plan: dict[str, Any]) -> str:
 
 
 _NOTES = (
-  "Estimates, which XLA's choices change:",
+  "Estimates, which XLA's choices change, of what is there at that moment:",
   "  activations: what reverse mode keeps of a micro-batch for its backward pass, as traced",
   "  recomputed block: what the layers of one pattern keep without remat",
+  "  block's gradients: of all that these layers keep",
+  "  whole residuals: what half a layer reads where residuals are cut, and its gradient",
   "  recomputed stage: what those of one stage keep of a micro-batch, once; it keeps its inputs",
   "  handed on: what comes out of a pipeline, and its gradient",
   "  compute weights: of the head and the layers of one pattern (of all, if unrolled) in the",
   "    compute dtype, gathered",
   "  head's gradient: in float32, gathered, without what the gradients have of it",
   "  logits chunk: tokens of a chunk x vocabulary x (float32 + compute dtype)",
+  "  stacks of gradients: of all layers, beside the gradients of each",
+  "  gradients to come: those above that are not there yet, so they are taken off",
 )
 
 

@@ -1,9 +1,10 @@
 """Memory of one device: what the state takes exactly, and an estimate of what comes and goes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from ats_jax.model.numerics import usual_unroll
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
-from ats_jax.sharding.apply import is_ring, num_shards, row_multiple, seq_axis
+from ats_jax.sharding.apply import is_ring, is_shared, num_shards, row_multiple, seq_axis
 from ats_jax.sharding.pipeline import num_stages, num_ticks, one_stage
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.balance import rules_at, totals
@@ -54,18 +55,47 @@ def state_memory(cfg: Config, state: TrainState) -> dict[str, int]:
   }
 
 
+class Peak(NamedTuple):
+  """The moment of a step that needs most.
+
+  Attributes:
+    moment: which, in words.
+    parts: bytes on one device beside the exact ones, by part. All gradients are among the exact
+      ones: those that are not there yet are a part below zero.
+  """
+
+  moment: str
+  parts: dict[str, int]
+
+
 def step_memory(
   cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None
 ) -> dict[str, int]:
-  """Bytes on one device that a step needs beside the state; estimates of their peak.
+  """The parts of the `peak` of a step; arguments as there."""
+  return peak(cfg, state, kept).parts
+
+
+def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None) -> Peak:
+  """What a step needs beside the state in its largest moment; an estimate.
+
+  In a loop the stacks of activations and of gradients are whole all the time, so all parts add up.
+  In unrolled layers activations go as gradients come. The largest of three moments counts, as seen
+  in programs that were compiled for GPUs (docs/lab/performance.md):
+
+    the loss: all activations wait, and layers have no gradients yet;
+    the first layer of the backward pass: all activations wait, and a block is computed;
+    the last one: all gradients are there, and a block is computed.
 
   activations: what reverse mode keeps of a micro-batch between its forward and backward pass, as
     traced under `step.remat`; XLA may keep less (fusion) or more (copies). Where attention may be
     cuDNN's, arrays of the size seq x seq are left out, and so is the head's gradient, which the
-    loss makes. In an unrolled stack the gradients of experts come as activations go: what is more
-    counts.
+    loss makes.
   recomputed block: with remat, what a super-block keeps without it, once. With or without, the
     scores of a ring that XLA computes, which keeps none (`mesh.context_ring`).
+  block's gradients: of unrolled layers. Of all that a super-block keeps; each has the size of what
+    it is the gradient of.
+  whole residuals: of unrolled layers whose residuals are cut (`mesh.shard_residuals`): what half a
+    layer reads, and its gradient.
   recomputed stage: of a pipeline, whose stages keep their inputs and what `step.remat_stages`
     says: what the layers of one stage keep of a micro-batch under `step.remat`.
   handed on: of a pipeline, what comes out of it, and its gradient.
@@ -73,28 +103,63 @@ def step_memory(
     they are stored otherwise; of an unrolled stack those of all layers, see `_compute_weights`.
   head's gradient: the loss adds it up in float32, gathered. Without what is among the
     gradients.
-  logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype. A
-    pipeline computes them before its backward loop: of them what is more than is recomputed there.
+  logits chunk: logits of step.loss_chunk_tokens in float32, their gradient in the compute dtype.
+    A pipeline computes them before its backward loop: in a loop, what is more than what is
+    recomputed there.
+  stacks of gradients: of unrolled layers, beside each layer's own; see `_stacks`.
+  gradients to come: those that are not there yet.
 
   Args:
     cfg: the resolved run.
     state: its (abstract) state on the current (abstract) mesh.
     kept: gives `activations` of a config and rows; None = they are traced.
   """
+  sizes = _sizes(cfg, state, kept)
+  moments = _moments(cfg, state, sizes) if is_unrolled(cfg) else [_at_once(sizes)]
+  return max(moments, key=lambda moment: sum(moment.parts.values()))
+
+
+class _Sizes(NamedTuple):
+  """Bytes of what comes and goes in a step; the parts of `peak`, and more.
+
+  Attributes:
+    of_head: of its gradient, those that are among the gradients.
+    of_layer: of the activations, those of a super-block; in a pipeline none.
+    whole_residual: zero if residuals are not cut.
+    made_by_loss: the head's gradient and that of its input.
+    weights: of the head, the largest super-block, and all layers, see `_compute_weights`.
+  """
+
+  activations: int
+  of_layer: int
+  recomputed_block: int
+  block_gradients: int
+  whole_residual: int
+  recomputed_stage: int
+  handed_on: int
+  weights: tuple[int, int, int]
+  head_gradient: int
+  of_head: int
+  made_by_loss: int
+  logits: int
+
+
+def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None) -> _Sizes:
   blocks, stages = sum(segment.repeats for segment in state.model.layout), num_stages()
-  if stages > 1:  # counted as a loop; unrolled, XLA needs 6 to 8 % less (compiled)
-    cfg = dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, scan_unroll=1))
   compute = jnp.dtype(cfg.precision.compute_dtype).itemsize
   rows = cfg.data.batch_size // cfg.step.accum_steps // num_shards("batch")
+  residual = rows * cfg.data.seq_len // num_shards("seq") * cfg.model.d_model * compute
   stream = rows * cfg.data.seq_len // num_shards("residual_seq") * cfg.model.d_model * compute
-  micro, rounds, of_stage, of_block = cfg.step.accum_steps, cfg.mesh.stage_rounds, 0, 0
+  micro, rounds, of_stage = cfg.step.accum_steps, cfg.mesh.stage_rounds, 0
   behind = rows * micro // stages if stages > 1 else rows  # rows in the loss
-  under = lambda remat: dataclasses.replace(cfg, step=dataclasses.replace(cfg.step, remat=remat))
+  # Traced as a loop: what XLA makes of weights for unrolled layers is a part of its own.
+  step_with = functools.partial(dataclasses.replace, cfg.step, scan_unroll=1)
+  under = lambda remat: dataclasses.replace(cfg, step=step_with(remat=remat))
+  again = cfg.step.remat != "none"
   with jax.sharding.use_abstract_mesh(one_stage()):
     traced = kept or (lambda cfg, rows: activations(cfg, abstract_state(cfg), rows))
-    waiting = traced(cfg, rows)
-    if cfg.step.remat != "none":
-      of_block = traced(under("none"), rows) // blocks
+    waiting = traced(under(cfg.step.remat), rows)
+    of_block = (traced(under("none"), rows) if again else waiting) // blocks
     if stages > 1:
       ticks, parts = num_ticks(micro, stages, rounds), stages * rounds
       kept_too = traced(under(cfg.step.remat_stages), rows) - traced(under("full"), rows)
@@ -103,24 +168,87 @@ def step_memory(
       waiting = ticks * kept_too / parts
       waiting += traced(under("full"), behind) + (ticks - blocks * behind / rows) * stream
   table, *_ = params_of(state.model.head or state.model.embed)
-  of_head = _gradient_bytes(table)
-  waiting -= of_head // table.dtype.itemsize * 4
-  if is_unrolled(cfg):
-    experts = [p for p in params_of(state.model) if p.role is Role.EXPERT]
-    waiting = max(0, waiting - sum(map(_gradient_bytes, experts)))
+  of_head, whole_head = _gradient_bytes(table), table.size // num_shards("vocab") * 4
+  waiting = round(waiting - of_head // table.dtype.itemsize * 4)
   scored = num_shards(seq_axis("vocab"))  # parts of a row
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
   chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
-  logits = chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute)
-  return {
-    "activations": round(waiting),
-    "recomputed stage": of_stage,
-    "recomputed block": of_block + _scores(cfg, rows),
-    "handed on": 2 * micro * stream if stages > 1 else 0,
-    "compute weights": _compute_weights(cfg, state.model),
-    "head's gradient": max(0, table.size // num_shards("vocab") * 4 - of_head),
-    "logits chunk": max(0, logits - of_stage - of_block) if stages > 1 else logits,
+  return _Sizes(
+    activations=waiting,
+    of_layer=0 if stages > 1 else waiting // blocks,
+    recomputed_block=again * of_block + _scores(cfg, rows),
+    block_gradients=of_block,
+    whole_residual=residual if residual > stream else 0,
+    recomputed_stage=of_stage,
+    handed_on=2 * micro * stream if stages > 1 else 0,
+    weights=_compute_weights(cfg, state.model),
+    head_gradient=max(0, whole_head - of_head),
+    of_head=of_head,
+    made_by_loss=whole_head + behind * stream // rows,
+    logits=chunk * cfg.model.vocab_size // num_shards("vocab") * (4 + compute),
+  )
+
+
+def _at_once(sizes: _Sizes) -> Peak:
+  head, largest, _ = sizes.weights
+  recomputed = sizes.recomputed_stage + sizes.recomputed_block * (num_stages() > 1)
+  return Peak(
+    "all at once, as layers run in a loop",
+    {
+      "activations": sizes.activations,
+      "recomputed stage": sizes.recomputed_stage,
+      "recomputed block": sizes.recomputed_block,
+      "handed on": sizes.handed_on,
+      "compute weights": head + largest,
+      "head's gradient": sizes.head_gradient,
+      "logits chunk": max(0, sizes.logits - recomputed),
+    },
+  )
+
+
+def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
+  """Those of unrolled layers, see `peak`."""
+  head, largest, layers = sizes.weights
+  early, late = _stacks(cfg, state.model, sizes.made_by_loss)
+  # Beside the gradients: of the layer at hand, what waits belongs to the block that is recomputed.
+  own = sizes.of_layer if cfg.step.remat != "none" else 0
+  block = {
+    "recomputed block": sizes.recomputed_block,
+    "block's gradients": sizes.block_gradients,
+    "whole residuals": 2 * sizes.whole_residual,
   }
+  always = {"handed on": sizes.handed_on, "head's gradient": sizes.head_gradient}
+  before_gradients = {
+    **always,
+    "compute weights": head + max(largest, layers),
+    "stacks of gradients": early,
+    "gradients to come": sizes.of_head - _gradient_bytes(trainable(state.model)),
+  }
+  return [
+    Peak(
+      "the loss",
+      {"activations": sizes.activations, "logits chunk": sizes.logits, **before_gradients},
+    ),
+    Peak(
+      "the first layer of the backward pass",
+      {
+        "activations": sizes.activations - own,
+        "recomputed stage": sizes.recomputed_stage,
+        **block,
+        **before_gradients,
+      },
+    ),
+    Peak(
+      "the last layer of the backward pass",
+      {
+        "activations": sizes.of_layer - own,
+        **block,
+        **always,
+        "compute weights": largest,
+        "stacks of gradients": late,
+      },
+    ),
+  ]
 
 
 def is_unrolled(cfg: Config) -> bool:
@@ -174,18 +302,45 @@ def _residuals(cfg: Config, state: TrainState, rows: int, seq: int) -> int:
   return sum(device_bytes(v.aval) for v in kept)
 
 
-def _compute_weights(cfg: Config, model: Decoder) -> int:
+def _stacks(cfg: Config, model: Decoder, of_loss: int) -> tuple[int, int]:
+  """Bytes of the stacks of layers' gradients, at the loss and in the last layer.
+
+  Layers make their gradients as arrays of their own. They are written into the stack last, from
+  the first layer on, so for a while both are there; in a pipeline they are added to the sums. The
+  array of a stack waits for nothing. On one device XLA runs what takes least memory first: it makes
+  a stack before the loss if that is smaller than what the loss makes, and so the embedding's
+  gradient. On several devices it makes the stacks when they are written. In 8 bits no stack was
+  seen early: XLA puts off the matmuls of all gradients to the end, and copies few at a time.
+
+  Args:
+    cfg: the resolved run.
+    model: its (abstract) decoder on the current (abstract) mesh.
+    of_loss: bytes that the loss makes.
+  """
+  layers = [_gradient_bytes(p) for p in params_of(model.segments)]
+  if is_shared():
+    return 0, 0 if num_stages() > 1 else sum(layers)
+  if cfg.precision.fp8:
+    return 0, 0
+  small = lambda sizes: sum(size for size in sizes if size <= of_loss)
+  embed = [_gradient_bytes(p) for p in params_of(model.embed)] if model.head else []
+  return small(layers + embed), small(layers)
+
+
+def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int, int]:
   """Bytes of weights in the compute dtype, gathered, that are not stored like that.
 
-  Those of the head, and of the largest super-block. XLA makes those of an unrolled stack once, for
-  both passes, and keeps them all, unless remat has it gather them twice (`mesh.keep_gathered`: it
-  does not). Experts that are gathered for both without remat are among the activations.
+  Of the head, of the largest super-block, and of all layers if they are kept: XLA makes those of
+  an unrolled stack once, for both passes, unless remat has it gather them twice. With
+  `mesh.keep_gathered` it does not, and keeps a copy of the others too. Experts that are gathered
+  for both without remat are among the activations.
   """
   dtype = jnp.dtype(cfg.precision.compute_dtype)
+  keeps = cfg.mesh.keep_gathered and cfg.step.remat != "none"
 
-  def of_param(param: Param) -> int:
+  def of_param(param: Param, *, always: bool = False) -> int:
     ways = _shards(param.axes) // _shards(of_activations(param.axes))
-    if ways == 1 and param.dtype == dtype:
+    if ways == 1 and param.dtype == dtype and not always:
       return 0
     shape = param.sharding.shard_shape(param.shape)
     return math.prod(shape[param.ndim - len(param.axes) :]) * dtype.itemsize * ways
@@ -197,14 +352,13 @@ def _compute_weights(cfg: Config, model: Decoder) -> int:
   largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
   if not is_unrolled(cfg) or again:
-    return head + largest
-  dense = lambda block: [p for p in params_of(block) if p.role is not Role.EXPERT]
-  kept = params_of if cfg.mesh.keep_gathered and cfg.step.remat != "none" else dense
-  every = list(zip(model.layout, model.segments, strict=True))
-  layers = sum(s.repeats * sum(map(of_param, kept(block))) for s, block in every)
-  if cfg.mesh.keep_gathered:  # they go as these gradients come
-    layers -= sum(_gradient_bytes(p) for _, block in every for p in dense(block))
-  return head + max(largest, layers // num_stages())
+    return head, largest, 0
+  counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
+  layers = sum(
+    segment.repeats * sum(of_param(p, always=keeps) for p in params_of(block) if counts(p))
+    for segment, block in zip(model.layout, model.segments, strict=True)
+  )
+  return head, largest, layers // num_stages()
 
 
 def _shards(axes: Sequence[str]) -> int:

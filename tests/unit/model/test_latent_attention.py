@@ -188,7 +188,7 @@ def test_parameters_flops_and_cache_are_counted(mesh):
 
 
 def test_the_planner_gathers_both_sides_of_the_latents():
-  cfg = tiny_config(LATENT | {"mesh.fsdp": 2, "step.remat": "full"})
+  cfg = tiny_config(LATENT | {"mesh.fsdp": 2, "step.remat": "full", "step.scan_unroll": 1})
   with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
     parts = step_memory(cfg, abstract_state(cfg))
   layer = 32 * 16 + 16 * 4 * 14 + 32 * (12 + 6) + 12 * 4 * (8 + 10) + 4 * 10 * 32

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +187,7 @@ def test_activations_are_cut_along_the_batch():
 
 def test_what_a_step_needs_besides():
   changes = {"step.remat": "full", "precision.compute_dtype": "bfloat16", "mesh.fsdp": 2}
-  cfg = tiny_config(changes)
+  cfg = tiny_config(changes | {"step.scan_unroll": 1})
   state, context = planned(cfg)
   with context:
     parts = step_memory(cfg, state)
@@ -217,8 +218,11 @@ def test_weights_in_the_compute_dtype():
   assert part(step__scan_unroll=2) == 2 * layer + head
   assert part(step__scan_unroll=1) == layer + head
   # Gathered in both passes, no more than a layer's are there at a time.
-  assert part(step__scan_unroll=2, mesh__fsdp=2) == layer + head
-  assert part(step__scan_unroll=2, mesh__fsdp=2, step__remat="none") == 2 * layer + head
+  assert part(step__scan_unroll=1, mesh__fsdp=2) == layer + head
+  cut = {"mesh__fsdp": 2, "data__batch_size": 64}  # much text: the loss needs most
+  assert part(step__scan_unroll=2, **cut) == layer + head
+  assert part(step__scan_unroll=2, step__remat="none", **cut) == 2 * layer + head
+  assert part(step__scan_unroll=2, mesh__keep_gathered=True, **cut) == 2 * layer + head
   assert part(step__scan_unroll=2, precision__param_dtype="bfloat16") == 0
 
 
@@ -233,16 +237,50 @@ def traced_and_planned(changes):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_heads_gradient_is_counted_once(tied):
-  traced, part = traced_and_planned({"step.remat": "full", "model.tie_embeddings": tied})
+  changes = {"step.remat": "full", "model.tie_embeddings": tied, "step.scan_unroll": 1}
+  traced, part = traced_and_planned(changes)
   assert part == traced - 384 * 32 * 4
 
 
-def test_gradients_of_unrolled_experts_come_as_activations_go():
-  experts = {"moe.num_experts": 4, "moe.d_ff": 32, "step.remat": "names"}
-  gradients, head = 2 * 4 * 3 * 32 * 32 * 4, 384 * 32 * 4
-  for unroll, fewer in ((1, head), (2, head + gradients)):
-    traced, part = traced_and_planned(experts | {"step.scan_unroll": unroll})
-    assert part == traced - fewer
+def unrolled(**changes):
+  """A plan of two unrolled layers, and bytes of their gradients."""
+  named = {name.replace("__", "."): value for name, value in changes.items()}
+  plan = describe(tiny_config(SMALLEST | {"step.remat": "full", "step.scan_unroll": 2} | named))
+  return plan, 2 * (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64 + 2 * 32) * 4
+
+
+def test_of_unrolled_layers_activations_and_gradients_are_not_there_at_once():
+  """So they need less than in a loop, by what the other moments have."""
+  much = {"data__batch_size": 64, "step__loss_chunk_tokens": 1024, "model__vocab_size": 4096}
+  embed = 4096 * 32 * 4
+  plan, of_layers = unrolled(**much)
+  parts = plan["device_bytes_estimated"]
+  assert plan["peak"] == "the loss" and "recomputed block" not in parts
+  # On one device the stacks of all that is smaller than the head's gradient are there already.
+  assert parts["gradients to come"] == -of_layers - embed - 32 * 4  # and the last norm
+  assert parts["stacks of gradients"] == of_layers + embed
+  in_loop, _ = unrolled(**much, step__scan_unroll=1)
+  estimates = in_loop["device_bytes_estimated"]
+  assert in_loop["peak"].startswith("all at once") and "gradients to come" not in estimates
+  assert planned_bytes(plan) == planned_bytes(in_loop) - estimates["recomputed block"]
+  several, _ = unrolled(**much, mesh__data=2)
+  assert several["device_bytes_estimated"]["stacks of gradients"] == 0  # XLA makes them later
+
+
+def test_the_last_layer_has_all_gradients():
+  """Of two devices in arrays of their own and in stacks; on one the smaller stacks are early."""
+  little = {"data__batch_size": 2, "step__loss_chunk_tokens": 1}
+  for devices in (1, 2):
+    plan, of_layers = unrolled(**little, mesh__data=devices)
+    parts = plan["device_bytes_estimated"]
+    assert plan["peak"] == "the last layer of the backward pass"
+    assert parts["stacks of gradients"] == of_layers and "gradients to come" not in parts
+    assert parts["block's gradients"] == parts["recomputed block"] > 0
+    assert planned_bytes(plan) > sum(plan["device_bytes_exact"].values())
+  text = render(plan)
+  assert "Largest moment of a step: the last layer of the backward pass" in text
+  rows = re.findall(r"^  (.*?), (?:estimate|float32|bfloat16) +(-?[\d.]+)$", text, re.MULTILINE)
+  assert {"weights", "gradients", "stacks of gradients"} <= {name for name, _ in rows}
 
 
 # Rows are large enough that what XLA adds for itself matters little.
@@ -273,7 +311,7 @@ COMPILED = {
 @pytest.mark.thorough
 def test_a_pipeline_needs_what_its_program_does(changes):
   """Within a tenth of XLA's account of the compiled step; it counted 1.4 times as much."""
-  cfg = tiny_config(COMPILED | {"mesh.stage": 2} | changes)
+  cfg = tiny_config(COMPILED | {"mesh.stage": 2, "step.scan_unroll": 1} | changes)
   mesh = make_test_mesh(1, cfg.mesh.fsdp, 1, stage=2)
   with on_mesh(cfg, mesh):
     program = make_program(cfg)
