@@ -99,7 +99,7 @@ STEPS = (
   Measured("H200", 2, "the same, unrolled", f"{SHORT} {STAGE} {UNROLLED}", 16, 14.4),
   Measured("H200", 2, "the same, two rounds", f"{SHORT} {ROUNDS} {UNROLLED}", 16, 12.6),
   Measured("H200", 2, "the same, names kept", f"{SHORT} {ROUNDS} {NAMES} {UNROLLED}", 16, 34.7),
-  Measured("H100", 2, "1.5B, float32 weights, fsdp", FSDP, 16, 39.5, is_compiled=True),
+  Measured("H100", 2, "1.5B, float32 weights, fsdp", FSDP, 16, 38.3, is_compiled=True),
   Measured("H100", 2, "1.5B, float32 weights, tensor", TENSOR, 16, 43.9, is_compiled=True),
   Measured("H100", 1, "360M", "step.accum_steps=1", 16, 9.3, "gpt_350m", is_compiled=True),
   Measured("H100", 1, "8 experts, 8 layers", SMALL, 8, 50.6, is_compiled=True),

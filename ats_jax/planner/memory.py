@@ -210,7 +210,7 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
   """Those of unrolled layers, see `peak`."""
   head, largest, layers = sizes.weights
   early, late = _stacks(cfg, state.model, sizes.made_by_loss)
-  # Beside the gradients: of the layer at hand, what waits belongs to the block that is recomputed.
+  # What waits for the layer at hand is part of the block that is computed again.
   own = sizes.of_layer if cfg.step.remat != "none" else 0
   block = {
     "recomputed block": sizes.recomputed_block,
@@ -252,8 +252,10 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
 
 
 def is_unrolled(cfg: Config) -> bool:
-  """Whether a GPU runs the layers without a loop."""
-  return (cfg.step.scan_unroll or usual_unroll(cfg, "gpu")) >= cfg.model.num_layers
+  """Whether a GPU runs the layers without a loop; of a pipeline, those of one turn of a stage."""
+  layers = cfg.model.num_layers // (cfg.mesh.stage * cfg.mesh.stage_rounds)
+  unroll = cfg.step.scan_unroll or usual_unroll(cfg, "gpu")
+  return unroll >= layers and (unroll > 1 or cfg.mesh.stage == 1)
 
 
 def _gradient_bytes(weight: Any) -> int:

@@ -262,7 +262,8 @@ def test_of_unrolled_layers_activations_and_gradients_are_not_there_at_once():
   in_loop, _ = unrolled(**much, step__scan_unroll=1)
   estimates = in_loop["device_bytes_estimated"]
   assert in_loop["peak"].startswith("all at once") and "gradients to come" not in estimates
-  assert planned_bytes(plan) == planned_bytes(in_loop) - estimates["recomputed block"]
+  fewer = estimates["recomputed block"] + 32 * 4
+  assert planned_bytes(plan) == planned_bytes(in_loop) - fewer
   several, _ = unrolled(**much, mesh__data=2)
   assert several["device_bytes_estimated"]["stacks of gradients"] == 0  # XLA makes them later
 
