@@ -23,9 +23,11 @@ from experiments.planned_times import (
   EXPERT,
   FEWER,
   FSDP,
+  INPUTS,
   KEPT,
   LONG,
   LONGEST,
+  LOOP,
   MANY,
   NAMES,
   ONCE,
@@ -37,14 +39,14 @@ from experiments.planned_times import (
   SIXTEEN,
   SMALL,
   STAGE,
+  SUMS,
   TWENTY,
 )
 
 LESS, TENSOR = f"{EXPERT} {FEWER}", "mesh.tensor=2"
 TWELVE = f"{EIGHT} model.num_layers=12 precision.param_dtype=float32"
-LOOP, UNROLLED = "step.scan_unroll=1", "step.scan_unroll=32"
 BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange_hosts=2"
-COPIES = "mesh.keep_gathered=true mesh.copy_engines=true"
+COPIES, BY_COPIES = "mesh.keep_gathered=true mesh.copy_engines=true", "mesh.copy_engines=true"
 
 
 class Measured(NamedTuple):
@@ -94,11 +96,26 @@ STEPS = (
   Measured("H200", 2, "two rows, tensor", f"{LONG} {TENSOR}", 2, 53.3, is_compiled=True),
   Measured("H200", 2, "the same, residuals cut", f"{LONG} {POSITIONS}", 2, 46.2, is_compiled=True),
   Measured("H200", 2, "8.03B, stage, in a loop", f"{DENSE} {STAGE} {LOOP}", 16, 62.4),
-  Measured("H200", 2, "the same, unrolled", f"{DENSE} {STAGE} {UNROLLED}", 16, 58.1),
+  Measured("H200", 2, "the same, unrolled", f"{DENSE} {STAGE}", 16, 58.1),
+  Measured("H200", 2, "the same, two rounds", f"{DENSE} {ROUNDS}", 16, 54.8),
   Measured("H200", 2, "1.5B, stage, in a loop", f"{SHORT} {STAGE} {LOOP}", 16, 14.5),
-  Measured("H200", 2, "the same, unrolled", f"{SHORT} {STAGE} {UNROLLED}", 16, 14.4),
-  Measured("H200", 2, "the same, two rounds", f"{SHORT} {ROUNDS} {UNROLLED}", 16, 12.6),
-  Measured("H200", 2, "the same, names kept", f"{SHORT} {ROUNDS} {NAMES} {UNROLLED}", 16, 34.7),
+  Measured("H200", 2, "the same, unrolled", f"{SHORT} {STAGE}", 16, 14.5),
+  Measured("H200", 2, "the same, two rounds", f"{SHORT} {ROUNDS}", 16, 12.7),
+  Measured("H200", 2, "the same, names kept", f"{SHORT} {ROUNDS} {NAMES}", 16, 34.7),
+  Measured("H200", 1, "1.5B, two sums, in a loop", f"{SHORT} {SUMS} {LOOP}", 16, 48.0),
+  Measured("H200", 1, "the same, unrolled", f"{SHORT} {SUMS}", 16, 53.6),
+  Measured("H200", 1, "16 layers, two sums, in a loop", f"{SIXTEEN} {SUMS} {LOOP}", 8, 93.5),
+  Measured("H200", 1, "the same, unrolled", f"{SIXTEEN} {SUMS}", 8, 102.6),
+  Measured("H200", 2, "1.5B, two sums, fsdp, in a loop", f"{SHORT} {SUMS} {FSDP} {LOOP}", 32, 38.1),
+  Measured("H200", 2, "the same, unrolled", f"{SHORT} {SUMS} {FSDP}", 32, 38.0),
+  Measured("H200", 2, "two rows, context, remat=attention", f"{LONG} {ONCE}", 2, 52.0),
+  Measured("H200", 2, "the same, copied", f"{LONG} {ONCE} {BY_COPIES}", 2, 51.8),
+  Measured("H200", 2, "two rows, context, remat=qkv", f"{LONG} {INPUTS}", 2, 70.1),
+  Measured("H200", 2, "the same, copied", f"{LONG} {INPUTS} {BY_COPIES}", 2, 67.0),
+  Measured("H200", 2, "131,072, remat=attention", f"{LONGEST} {ONCE}", 1, 78.4),
+  Measured("H200", 2, "the same, copied", f"{LONGEST} {ONCE} {BY_COPIES}", 1, 71.2),
+  Measured("H200", 2, "131,072, remat=qkv", f"{LONGEST} {INPUTS}", 1, 115.2),
+  Measured("H200", 2, "the same, copied", f"{LONGEST} {INPUTS} {BY_COPIES}", 1, 109.2),
   Measured("H100", 2, "1.5B, float32 weights, fsdp", FSDP, 16, 38.3, is_compiled=True),
   Measured("H100", 2, "1.5B, float32 weights, tensor", TENSOR, 16, 43.9, is_compiled=True),
   Measured("H100", 1, "360M", "step.accum_steps=1", 16, 9.3, "gpt_350m", is_compiled=True),

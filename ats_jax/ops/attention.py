@@ -89,8 +89,9 @@ def attention(
   )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *sinks)
 
 
-def _named(*inputs):
-  return [checkpoint_name(x, name) for x, name in zip(inputs, INPUT_NAMES, strict=True)]
+def _named(q, k, v):
+  q, k, v = (checkpoint_name(x, n) for x, n in zip((q, k, v), INPUT_NAMES, strict=True))
+  return q, k, v
 
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):

@@ -79,8 +79,9 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
   """What a step needs beside the state in its largest moment; an estimate.
 
   In a loop the stacks of activations and of gradients are whole all the time, so all parts add up.
-  In unrolled layers activations go as gradients come. The largest of three moments counts, as seen
-  in programs that were compiled for GPUs (docs/lab/performance.md):
+  So they about do under accumulation, by two measured models; what takes the room is not known. In
+  other unrolled layers activations go as gradients come. The largest of three moments counts, as
+  seen in programs that were compiled for GPUs (docs/lab/performance.md):
 
     the loss: all activations wait, and layers have no gradients yet;
     the first layer of the backward pass: all activations wait, and a block is computed;
@@ -115,7 +116,8 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
     kept: gives `activations` of a config and rows; None = they are traced.
   """
   sizes = _sizes(cfg, state, kept)
-  moments = _moments(cfg, state, sizes) if is_unrolled(cfg) else [_at_once(sizes)]
+  apart = is_unrolled(cfg) and (cfg.step.accum_steps == 1 or num_stages() > 1)
+  moments = _moments(cfg, state, sizes) if apart else [_at_once(sizes)]
   return max(moments, key=lambda moment: sum(moment.parts.values()))
 
 
@@ -190,16 +192,16 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
 
 
 def _at_once(sizes: _Sizes) -> Peak:
-  head, largest, _ = sizes.weights
+  head, largest, layers = sizes.weights
   recomputed = sizes.recomputed_stage + sizes.recomputed_block * (num_stages() > 1)
   return Peak(
-    "all at once, as layers run in a loop",
+    "all at once, as in a loop",
     {
       "activations": sizes.activations,
       "recomputed stage": sizes.recomputed_stage,
       "recomputed block": sizes.recomputed_block,
       "handed on": sizes.handed_on,
-      "compute weights": head + largest,
+      "compute weights": head + max(largest, layers),
       "head's gradient": sizes.head_gradient,
       "logits chunk": max(0, sizes.logits - recomputed),
     },

@@ -65,10 +65,10 @@ def step_seconds(
   Attention is slower than other matmuls, and elementwise ops take the time of the memory that they
   go through, by numbers fitted on one GPU. `step.remat=full` computes the layers' forward pass
   twice, with what it exchanges, `attention` all of it but attention, and `qkv` the feed-forward
-  part; what other policies compute twice is left out. A stage of a pipeline computes its layers once more by
-  `step.remat_stages`, in each tick, also where it idles (`sharding.pipeline`); what is before and
-  behind them is shared. Its loops move weights and gradients in each tick. Matmuls in 8 bits take
-  half the time, as on a GPU that has them.
+  part; what other policies compute twice is left out. A stage of a pipeline computes its layers
+  once more by `step.remat_stages`, in each tick, also where it idles (`sharding.pipeline`); what is
+  before and behind them is shared. Its loops move weights and gradients in each tick. Matmuls in 8
+  bits take half the time, as on a GPU that has them.
 
   Args:
     cfg: the resolved run.

@@ -50,9 +50,9 @@ def sum_shards(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def swap_shards(x: jax.Array, axis: str, *, split: int, join: int) -> jax.Array:
-  """What is cut along dimension `join`, cut along `split` instead: as `apply.exchange`, or by copies.
+  """What is cut along dimension `join`, cut along `split` instead.
 
-  The derivative swaps back.
+  As `apply.exchange` does it, or by copies (`Plan.copies`). The derivative swaps back.
 
   Args:
     x: this device's shard.
