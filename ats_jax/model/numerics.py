@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.ops.registry import XLA, Kernels
 
-UNROLLED = 32  # layers of a stage; more were not tried
+UNROLLED = 32  # layers, of a pipeline those of a turn of a stage; more were not tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,15 @@ def usual_unroll(cfg: Config, platform: str) -> int:
   the copies. Unrolled, a program takes longer to compile (docs/lab/performance.md). With
   deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md).
   """
-  layers, of_stage = cfg.model.num_layers, cfg.model.num_layers / cfg.mesh.stage
-  in_a_loop = cfg.precision.deterministic or of_stage > UNROLLED
-  return layers if platform == "gpu" and not in_a_loop else 1
+  in_a_loop = cfg.precision.deterministic or _layers_of_turn(cfg) > UNROLLED
+  return cfg.model.num_layers if platform == "gpu" and not in_a_loop else 1
+
+
+def is_unrolled(cfg: Config, platform: str) -> bool:
+  """Whether such a device runs its layers without a loop; of a pipeline, those of one turn."""
+  unroll = cfg.step.scan_unroll or usual_unroll(cfg, platform)
+  return unroll >= _layers_of_turn(cfg) and (unroll > 1 or cfg.mesh.stage == 1)
+
+
+def _layers_of_turn(cfg: Config) -> int:
+  return cfg.model.num_layers // (cfg.mesh.stage * cfg.mesh.stage_rounds)

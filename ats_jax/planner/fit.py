@@ -16,6 +16,7 @@ from ats_jax.config.schema import Config
 from ats_jax.config.validate import validate
 from ats_jax.model.count import count
 from ats_jax.model.layout import check_stages
+from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import born_cut, params_of
 from ats_jax.planner.abstract import (
   abstract_mesh,
@@ -25,7 +26,7 @@ from ats_jax.planner.abstract import (
 )
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.planner.hardware import Hardware
-from ats_jax.planner.memory import activations, is_unrolled, state_memory, step_memory
+from ats_jax.planner.memory import activations, peak, state_memory
 from ats_jax.planner.seconds import step_seconds
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import ONE_HOST, on_mesh
@@ -255,7 +256,7 @@ class _Search:
       self.too_large.add(candidate.mesh)
       return [candidate._replace(bytes=of_state)]
     with on_mesh(cfg, abstract_mesh(cfg, self.devices)):
-      of_step = step_memory(cfg, state, self._kept)
+      of_step = peak(cfg, state, self._kept).parts
     used = of_state + sum(of_step.values())
     if used <= SLACK * self.limit:  # what was scaled is traced
       used = planned_bytes(describe(cfg, self.devices))
@@ -314,7 +315,7 @@ class _Search:
     """`settings` without `mesh.keep_gathered` where layers run in a loop, which refuses it."""
     if not settings.get("mesh.keep_gathered"):
       return settings
-    return settings | {"mesh.keep_gathered": is_unrolled(changed(self.cfg, settings))}
+    return settings | {"mesh.keep_gathered": is_unrolled(changed(self.cfg, settings), "gpu")}
 
   def _check(self, cfg: Config) -> None:
     """See that a mesh is possible.

@@ -14,7 +14,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layers import of_activations
-from ats_jax.model.numerics import usual_unroll
+from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
 from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
@@ -68,13 +68,6 @@ class Peak(NamedTuple):
   parts: dict[str, int]
 
 
-def step_memory(
-  cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None
-) -> dict[str, int]:
-  """The parts of the `peak` of a step; arguments as there."""
-  return peak(cfg, state, kept).parts
-
-
 def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | None = None) -> Peak:
   """What a step needs beside the state in its largest moment; an estimate.
 
@@ -116,7 +109,7 @@ def peak(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | No
     kept: gives `activations` of a config and rows; None = they are traced.
   """
   sizes = _sizes(cfg, state, kept)
-  apart = is_unrolled(cfg) and (cfg.step.accum_steps == 1 or num_stages() > 1)
+  apart = is_unrolled(cfg, "gpu") and (cfg.step.accum_steps == 1 or num_stages() > 1)
   moments = _moments(cfg, state, sizes) if apart else [_at_once(sizes)]
   return max(moments, key=lambda moment: sum(moment.parts.values()))
 
@@ -253,19 +246,12 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
   ]
 
 
-def is_unrolled(cfg: Config) -> bool:
-  """Whether a GPU runs the layers without a loop; of a pipeline, those of one turn of a stage."""
-  layers = cfg.model.num_layers // (cfg.mesh.stage * cfg.mesh.stage_rounds)
-  unroll = cfg.step.scan_unroll or usual_unroll(cfg, "gpu")
-  return unroll >= layers and (unroll > 1 or cfg.mesh.stage == 1)
-
-
 def _gradient_bytes(weight: Any) -> int:
   return device_bytes(jax.eval_shape(shards_of_gradients, weight))
 
 
 def activations(cfg: Config, state: TrainState, rows: int) -> int:
-  """Bytes that wait for the backward pass of so many rows a device, see `step_memory`."""
+  """Bytes that wait for the backward pass of so many rows a device, see `peak`."""
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   is_whole = _asks_for_xla(cfg) and not cfg.mesh.context_ring  # a ring keeps nothing of seq x seq
@@ -355,7 +341,7 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int, int]:
   head = 0 if is_stored else whole * dtype.itemsize
   largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
-  if not is_unrolled(cfg) or again:
+  if not is_unrolled(cfg, "gpu") or again:
     return head, largest, 0
   counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
   layers = sum(

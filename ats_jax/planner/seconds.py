@@ -303,15 +303,15 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   passes = 2 + sum(policy != "none" for policy in _policies(cfg))
   taken = 2 + sum(policy not in ("none", *KEEP_INPUTS) for policy in _policies(cfg))
   swaps = [_times(runs * passes, output), _times(runs * taken, _sum(inputs))]
+  remade = sum(policy == "full" for policy in _policies(cfg))  # others keep what a ring gives
   between = stream * num_shards("seq") // num_shards("residual_seq")  # of it between layers
   # One device hands an array to the next: half of what both would have after a gather.
   hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
   handed = hand_on(between * itemsize, stages)
   widths = ring_widths(cfg, itemsize) if is_ring() else (0, 0, 0)
-  remade = cfg.step.remat == "full"  # others keep what a ring gives
   of_ring = [
     _times(times, hand_on(tokens * width, num_shards("seq")))
-    for times, width in zip((passes, 1 + remade + staged, 1), widths, strict=True)
+    for times, width in zip((passes, 1 + remade, 1), widths, strict=True)
   ]
   # Each stage gets all micro-batches, and the last one shares its results; and back.
   ends = [

@@ -77,7 +77,8 @@ class Plan(NamedTuple):
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
     hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size.
     ring: in attention the devices along a row keep their heads, and hand on keys and values.
-    copies: shards of weights and of their gradients are sent from device to device, as copies.
+    copies: shards of weights and of their gradients, and what attention swaps along a row, are
+      sent from device to device, as copies.
     own_rows: a batch is the rows of one replica, and no other replica is met.
   """
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.model.numerics import usual_unroll
+from ats_jax.model.numerics import is_unrolled
 from ats_jax.ops.requirements import Device
 
 Options = dict[str, str | bool]
@@ -66,9 +66,7 @@ def compiler_options(cfg: Config, device: Device) -> Options:
 
 def usual(cfg: Config, device: Device) -> Mapping[str, str]:
   """Options that nobody has to ask for."""
-  layers = cfg.model.num_layers
-  in_a_loop = (cfg.step.scan_unroll or usual_unroll(cfg, device.platform)) < layers
-  options = {}
+  in_a_loop, options = not is_unrolled(cfg, device.platform), {}
   if cfg.moe.num_experts and in_a_loop and re.search(HOPPER, device.kind):
     options |= EXPERTS_IN_A_LOOP
   experts, wide = cfg.moe.num_experts, cfg.model.d_model >= WIDE

@@ -108,7 +108,8 @@ def found(remat: str) -> list[Collective]:
   ("remat", "again"),
   [
     ("none", 0),
-    pytest.param("qkv", 1, marks=pytest.mark.mesh),
+    ("qkv", 1),
+    pytest.param("names", 1, marks=pytest.mark.mesh),
     pytest.param("attention", 4, marks=pytest.mark.mesh),
   ],
 )

@@ -80,6 +80,20 @@ def test_each_shard_is_sent_once_a_pass_to_each_other_device(keep, times):
   assert matrices <= {OF_TABLE, 8 * 16}
 
 
+def test_what_attention_swaps_goes_as_copies():
+  """Between two devices each swap is one; what remat does not keep is swapped again."""
+  sizes, sent = {"context": 2}, {}
+  for remat in ("none", "qkv", "attention"):
+    cfg = config_of("dense", sizes | {"step.remat": remat, "copy_engines": True})
+    with on_mesh(cfg, mesh_of(sizes)):
+      every = collectives(compiled_step(cfg, mesh_of(sizes)).as_text())
+    in_loop = Counter(c.kind for c in every if c.in_loop == max(c.in_loop for c in every))
+    assert in_loop["all-to-all"] == 0
+    sent[remat] = in_loop["collective-permute"]
+  assert sent["none"] >= 8
+  assert (sent["qkv"], sent["attention"]) == (sent["none"] + 1, sent["none"] + 4)
+
+
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_reverse_mode_keeps_shards_at_most(remat):
   """As by collectives: the backward pass gathers again, in a loop too."""

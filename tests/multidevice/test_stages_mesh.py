@@ -200,7 +200,9 @@ def test_rounds_compose(kind, sizes, rounds):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(("kept", "unroll"), [("dots", 1), ("names", 2), ("attention", 1)])
+@pytest.mark.parametrize(
+  ("kept", "unroll"), [("dots", 1), ("names", 2), ("qkv", 2), ("attention", 1)]
+)
 def test_a_stage_keeps_what_a_policy_says(kept, unroll):
   """And computes less again in its backward pass; the values are the same."""
   products = lambda many: many.text.count(" dot(")

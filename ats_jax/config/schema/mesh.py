@@ -59,7 +59,8 @@ class MeshConfig:
   )
   copy_engines: bool = setting(
     False,
-    "sharded weights and their gradients go by the GPUs' copy engines, not by NCCL; one process",
+    "sharded weights, their gradients and what attention swaps with context go by the GPUs' copy "
+    "engines, not by NCCL; one process",
     resume="free",
   )
   compress_gradients: str = setting(

@@ -29,8 +29,9 @@ class StepConfig:
   )
   scan_unroll: int = setting(
     0,
-    "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 layers of a "
-    "stage; 1 elsewhere, and with deterministic kernels (docs/lab/log.md)",
+    "blocks per iteration of the scan over layers; 0 = on a GPU all of them, up to 32 (of a "
+    "pipeline those of a turn of a stage); 1 elsewhere, and with deterministic kernels "
+    "(docs/lab/log.md)",
     low=0,
     resume="free",
   )

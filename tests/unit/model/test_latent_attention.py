@@ -18,7 +18,7 @@ from ats_jax.model.latent_attention import LATENT_EPS, LatentAttention
 from ats_jax.model.numerics import numerics
 from ats_jax.ops.requirements import Device, cudnn_attention
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
-from ats_jax.planner.memory import kv_cache_bytes, step_memory
+from ats_jax.planner.memory import kv_cache_bytes, peak
 from ats_jax.sharding.apply import reshard
 
 LATENT = {
@@ -190,7 +190,7 @@ def test_parameters_flops_and_cache_are_counted(mesh):
 def test_the_planner_gathers_both_sides_of_the_latents():
   cfg = tiny_config(LATENT | {"mesh.fsdp": 2, "step.remat": "full", "step.scan_unroll": 1})
   with jax.sharding.use_abstract_mesh(abstract_mesh(cfg)):
-    parts = step_memory(cfg, abstract_state(cfg))
+    parts = peak(cfg, abstract_state(cfg)).parts
   layer = 32 * 16 + 16 * 4 * 14 + 32 * (12 + 6) + 12 * 4 * (8 + 10) + 4 * 10 * 32
   head = 64 * 32
   assert parts["compute weights"] == 4 * (layer + 3 * 32 * 64 + head)

@@ -4,12 +4,16 @@ import pytest
 
 from experiments.planned_memory import STEPS, planned
 
-# Not found: programs that are compiled without a GPU need 63.5 GiB there.
-TOO_SMALL = "131,072, residuals cut"
+TOO_SMALL = pytest.mark.xfail(strict=True, reason="what takes 68 GiB was not found")
+
+
+def marked(step):
+  name = f"{step.devices} {step.gpu}, {step.name}"
+  marks = TOO_SMALL if step.name == "131,072, residuals cut" else ()
+  return pytest.param(step, id=name, marks=marks)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("step", STEPS, ids=lambda s: f"{s.devices} {s.gpu}, {s.name}")
+@pytest.mark.parametrize("step", map(marked, STEPS))
 def test_a_measured_step_is_planned_to_within_8_percent(step):
-  gib = 63.5 if step.name == TOO_SMALL else step.gib
-  assert planned(step) == pytest.approx(gib, rel=0.08)
+  assert planned(step) == pytest.approx(step.gib, rel=0.08)

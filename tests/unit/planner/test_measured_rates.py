@@ -160,16 +160,32 @@ def test_what_rows_cut_over_devices_cost_on_the_links():
   assert plan(data=4)["step_seconds"]["parts"]["heads swapped"] == 0
 
 
+def test_what_remat_computes_again():
+  parts = lambda remat, **mesh: plan(remat=remat, **(mesh or {"data": 4}))["step_seconds"]["parts"]
+  again = {remat: parts(remat)["recomputed"] for remat in ("names", "qkv", "attention", "full")}
+  assert again["full"] > again["attention"] > again["qkv"] > again["names"] == 0
+  mlp, attention = 3 * 32 * 64, 32 * (4 + 2 + 2 + 4) * 8
+  assert again["qkv"] == pytest.approx(again["attention"] * mlp / (mlp + attention))
+  of_swaps = lambda remat: parts(remat, context=2, data=2)["heads swapped"]
+  assert of_swaps("qkv") == of_swaps("names") < of_swaps("attention")
+  # A layer with its residuals cut gathers six times; of the MLP's two sub-layers one once more.
+  cut = {"tensor": 2, "data": 2, "shard_residuals": True}
+  of_sums = lambda remat: parts(remat, **cut)["activations summed"]
+  gather = RATES.seconds("all_gather", 4 * 16 * 32 * 4, 2)
+  assert of_sums("qkv") == pytest.approx(of_sums("none") + 2 * gather)
+
+
 def test_what_a_ring_costs_on_the_links():
   parts = lambda remat: plan(remat=remat, context=4, context_ring=True)["step_seconds"]["parts"]
   # A device has 8 rows of 4 tokens of 4 heads of 8 numbers, and of 2 of keys and of values.
   sent = lambda heads: RATES.seconds("all_gather", 2 * 8 * 4 * heads * 8 * 4, 2)
   moved, round_it, gradients = sent(4 + 2 + 2 + 4), sent(3 * 4), sent(3 * 4 + 4 * 4)
-  found = {remat: parts(remat) for remat in ("none", "names", "full")}
-  none, names, full = (found[remat]["sent round a ring"] for remat in found)
+  found = {remat: parts(remat) for remat in ("none", "names", "full", "attention")}
+  none, names, full, attention = (found[remat]["sent round a ring"] for remat in found)
   assert none == pytest.approx(2 * (2 * moved + round_it + gradients))
   assert names == pytest.approx(none + 2 * moved)
   assert full == pytest.approx(names + 2 * round_it)
+  assert attention == pytest.approx(names)  # what a ring gives is kept
   assert found["none"]["heads swapped"] == 0
 
 

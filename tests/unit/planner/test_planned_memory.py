@@ -12,7 +12,7 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.describe import describe, planned_bytes, render
-from ats_jax.planner.memory import activations, kv_cache_bytes, state_memory, step_memory
+from ats_jax.planner.memory import activations, kv_cache_bytes, peak, state_memory
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.balance import totals
@@ -191,7 +191,7 @@ def test_what_a_step_needs_besides():
   cfg = tiny_config(changes | {"step.scan_unroll": 1})
   state, context = planned(cfg)
   with context:
-    parts = step_memory(cfg, state)
+    parts = peak(cfg, state).parts
   layer = (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64 + 2 * 32) * 2
   assert parts["compute weights"] == layer + 2 * 64 * 32  # and the head, in bfloat16
   assert parts["head's gradient"] == 64 * 32 * 4 // 2  # the half that the gradients do not have
@@ -283,6 +283,33 @@ def test_the_last_layer_has_all_gradients():
   assert "Largest moment of a step: the last layer of the backward pass" in text
   rows = re.findall(r"^  (.*?), (?:estimate|float32|bfloat16) +(-?[\d.]+)$", text, re.MULTILINE)
   assert {"weights", "gradients", "stacks of gradients"} <= {name for name, _ in rows}
+
+
+def test_the_first_layer_has_all_activations_and_a_block():
+  few = {"step__loss_chunk_tokens": 1, "step__remat": "dots"}
+  plan, of_layers = unrolled(data__batch_size=64, mesh__data=2, **few)
+  parts = plan["device_bytes_estimated"]
+  assert plan["peak"] == "the first layer of the backward pass"
+  assert parts["block's gradients"] == parts["recomputed block"] > 0
+  assert parts["gradients to come"] < -of_layers and "logits chunk" not in parts
+
+
+def test_under_accumulation_all_parts_add_up():
+  plan, _ = unrolled(step__accum_steps=2, data__batch_size=64)
+  looped, _ = unrolled(step__accum_steps=2, data__batch_size=64, step__scan_unroll=1)
+  assert plan["peak"].startswith("all at once") and planned_bytes(plan) == planned_bytes(looped)
+
+
+def test_of_an_unrolled_pipeline_one_moment_counts():
+  settings = {"mesh.stage": 2, "step.accum_steps": 8, "step.remat": "full"}
+  plan, looped = (
+    describe(tiny_config(COMPILED | settings | {"step.scan_unroll": n})) for n in (8, 1)
+  )
+  assert looped["peak"].startswith("all at once")
+  assert plan["peak"] == "the first layer of the backward pass"
+  parts = plan["device_bytes_estimated"]
+  assert parts["recomputed stage"] > 0 and parts["stacks of gradients"] == 0
+  assert parts["gradients to come"] < 0 < looped["device_bytes_estimated"]["handed on"]
 
 
 # Rows are large enough that what XLA adds for itself matters little.
