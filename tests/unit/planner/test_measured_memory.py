@@ -14,6 +14,6 @@ def marked(step):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("step", map(marked, STEPS))
+@pytest.mark.parametrize("step", [marked(step) for step in STEPS])
 def test_a_measured_step_is_planned_to_within_8_percent(step):
   assert planned(step) == pytest.approx(step.gib, rel=0.08)
