@@ -7,14 +7,11 @@ Command: python experiments/planned_memory.py
 
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import app
 
-from ats_jax import cli
 from ats_jax.metrics.memory import GIB
-from ats_jax.planner.abstract import resolve_without_data
-from ats_jax.planner.describe import describe, planned_bytes
+from ats_jax.planner.describe import planned_bytes
 from experiments.planned_times import (
-  COMMON,
   COPIED,
   CUT,
   DENSE,
@@ -41,6 +38,7 @@ from experiments.planned_times import (
   STAGE,
   SUMS,
   TWENTY,
+  plan,
 )
 
 LESS, TENSOR = f"{EXPERT} {FEWER}", "mesh.tensor=2"
@@ -158,11 +156,8 @@ STEPS = (
 
 def planned(step: Measured) -> float:
   """GiB of a device by the planner."""
-  values = flags.FlagValues()
-  config = cli.ConfigFlag(values)
-  words = [*COMMON.split(), *step.settings.split(), f"data.batch_size={step.rows}"]
-  values(["step", f"--config={step.config}", *(f"--config.{word}" for word in words)])
-  return planned_bytes(describe(resolve_without_data(config.value), step.devices)) / GIB
+  settings = f"{step.settings} data.batch_size={step.rows}"
+  return planned_bytes(plan(step.config, settings, step.devices, step.gpu)) / GIB
 
 
 def main(argv: list[str]) -> None:

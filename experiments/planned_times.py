@@ -4,7 +4,7 @@ Needs no GPU. The measured ones are those of docs/lab/performance.md.
 Command: python experiments/planned_times.py
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
@@ -125,14 +125,19 @@ STEPS = (
 )
 
 
+def plan(config: str, settings: str, devices: int, gpu: str) -> dict[str, Any]:
+  """What the planner says of a step, as `describe` returns it."""
+  values = flags.FlagValues()
+  flag = cli.ConfigFlag(values)
+  words = [*COMMON.split(), *settings.split()]
+  values(["step", f"--config={config}", *(f"--config.{word}" for word in words)])
+  return describe(resolve_without_data(flag.value), devices, typical(gpu))
+
+
 def planned(step: Measured) -> float:
   """Milliseconds by the planner."""
-  values = flags.FlagValues()
-  config = cli.ConfigFlag(values)
-  words = [*COMMON.split(), *step.settings.split()]
-  values(["step", f"--config={step.config}", *(f"--config.{word}" for word in words)])
-  plan = describe(resolve_without_data(config.value), step.devices, typical(step.gpu))
-  return 1e3 * plan["step_seconds"]["likely"]
+  found = plan(step.config, step.settings, step.devices, step.gpu)
+  return 1e3 * found["step_seconds"]["likely"]
 
 
 def main(argv: list[str]) -> None:

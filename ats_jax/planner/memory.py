@@ -122,7 +122,8 @@ class _Sizes(NamedTuple):
     of_layer: of the activations, those of a super-block; in a pipeline none.
     whole_residual: zero if residuals are not cut.
     made_by_loss: the head's gradient and that of its input.
-    weights: of the head, the largest super-block, and all layers, see `_compute_weights`.
+    weights: in the compute dtype, see `_compute_weights`.
+    weights_at_end: those of them that are there in the last layer of the backward pass.
   """
 
   activations: int
@@ -132,7 +133,8 @@ class _Sizes(NamedTuple):
   whole_residual: int
   recomputed_stage: int
   handed_on: int
-  weights: tuple[int, int, int]
+  weights: int
+  weights_at_end: int
   head_gradient: int
   of_head: int
   made_by_loss: int
@@ -168,6 +170,7 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
   scored = num_shards(seq_axis("vocab"))  # parts of a row
   of_chunk = cfg.step.loss_chunk_tokens // (num_shards("rows") * scored)
   chunk = min(behind * cfg.data.seq_len // scored, max(1, of_chunk))
+  weights, weights_at_end = _compute_weights(cfg, state.model)
   return _Sizes(
     activations=waiting,
     of_layer=0 if stages > 1 else waiting // blocks,
@@ -176,7 +179,8 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
     whole_residual=residual if residual > stream else 0,
     recomputed_stage=of_stage,
     handed_on=2 * micro * stream if stages > 1 else 0,
-    weights=_compute_weights(cfg, state.model),
+    weights=weights,
+    weights_at_end=weights_at_end,
     head_gradient=max(0, whole_head - of_head),
     of_head=of_head,
     made_by_loss=whole_head + behind * stream // rows,
@@ -185,7 +189,6 @@ def _sizes(cfg: Config, state: TrainState, kept: Callable[[Config, int], int] | 
 
 
 def _at_once(sizes: _Sizes) -> Peak:
-  head, largest, layers = sizes.weights
   recomputed = sizes.recomputed_stage + sizes.recomputed_block * (num_stages() > 1)
   return Peak(
     "all at once, as in a loop",
@@ -194,7 +197,7 @@ def _at_once(sizes: _Sizes) -> Peak:
       "recomputed stage": sizes.recomputed_stage,
       "recomputed block": sizes.recomputed_block,
       "handed on": sizes.handed_on,
-      "compute weights": head + max(largest, layers),
+      "compute weights": sizes.weights,
       "head's gradient": sizes.head_gradient,
       "logits chunk": max(0, sizes.logits - recomputed),
     },
@@ -203,7 +206,6 @@ def _at_once(sizes: _Sizes) -> Peak:
 
 def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
   """Those of unrolled layers, see `peak`."""
-  head, largest, layers = sizes.weights
   early, late = _stacks(cfg, state.model, sizes.made_by_loss)
   # What waits for the layer at hand is part of the block that is computed again.
   own = sizes.of_layer if cfg.step.remat != "none" else 0
@@ -215,7 +217,7 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
   always = {"handed on": sizes.handed_on, "head's gradient": sizes.head_gradient}
   before_gradients = {
     **always,
-    "compute weights": head + max(largest, layers),
+    "compute weights": sizes.weights,
     "stacks of gradients": early,
     "gradients to come": sizes.of_head - _gradient_bytes(trainable(state.model)),
   }
@@ -239,7 +241,7 @@ def _moments(cfg: Config, state: TrainState, sizes: _Sizes) -> list[Peak]:
         "activations": sizes.of_layer - own,
         **block,
         **always,
-        "compute weights": largest,
+        "compute weights": sizes.weights_at_end,
         "stacks of gradients": late,
       },
     ),
@@ -317,13 +319,14 @@ def _stacks(cfg: Config, model: Decoder, of_loss: int) -> tuple[int, int]:
   return small(layers + embed), small(layers)
 
 
-def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int, int]:
+def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int]:
   """Bytes of weights in the compute dtype, gathered, that are not stored like that.
 
-  Of the head, of the largest super-block, and of all layers if they are kept: XLA makes those of
-  an unrolled stack once, for both passes, unless remat has it gather them twice. With
-  `mesh.keep_gathered` it does not, and keeps a copy of the others too. Experts that are gathered
-  for both without remat are among the activations.
+  Of the head and the largest super-block, or of all layers if they are kept; and in the last layer
+  of the backward pass those of a super-block. XLA makes those of an unrolled stack once, for both
+  passes, unless remat has it gather them twice. With `mesh.keep_gathered` it does not, and keeps a
+  copy of the others too. Experts that are gathered for both without remat are among the
+  activations.
   """
   dtype = jnp.dtype(cfg.precision.compute_dtype)
   keeps = cfg.mesh.keep_gathered and cfg.step.remat != "none"
@@ -342,13 +345,13 @@ def _compute_weights(cfg: Config, model: Decoder) -> tuple[int, int, int]:
   largest = max(sum(map(of_param, params_of(block))) for block in model.segments)
   again = num_shards("embed") > 1 and cfg.step.remat != "none" and not cfg.mesh.keep_gathered
   if not is_unrolled(cfg, "gpu") or again:
-    return head, largest, 0
+    return head + largest, largest
   counts = lambda p: cfg.step.remat != "none" or p.role is not Role.EXPERT
   layers = sum(
     segment.repeats * sum(of_param(p, always=keeps) for p in params_of(block) if counts(p))
     for segment, block in zip(model.layout, model.segments, strict=True)
   )
-  return head, largest, layers // num_stages()
+  return head + max(largest, layers // num_stages()), largest
 
 
 def _shards(axes: Sequence[str]) -> int:
