@@ -11,37 +11,31 @@ from ats_jax import __version__
 
 
 class Verb(NamedTuple):
-  """A row of the table.
+  """A verb: its module is `ats_jax.verbs.NAME`, whose COMMANDS maps sub-commands to what they do.
 
   Attributes:
     group: under which `--help` lists it.
-    module: in `ats_jax`; its COMMANDS are what the verb does, by the word behind it.
     what: what it does.
   """
 
   group: str
-  module: str
   what: str
 
 
 VERBS = {
-  "train": Verb("train", "train", "train a model, or go on with a run"),
-  "launch": Verb("train", "launch.__main__", "train with several processes, here or on a cluster"),
-  "evaluate": Verb("use", "evaluate", "loss of a trained run on held-out or other text"),
-  "generate": Verb("use", "generate", "continue a text with a trained run"),
-  "decisions": Verb("watch", "decisions", "what the orchestrator of a run saw and did, in words"),
-  "forecast": Verb("watch", "forecast", "the final loss of a run that has begun"),
-  "bridge": Verb(
-    "use", "bridge.__main__", "weights from and to Hugging Face, and how equal they are"
-  ),
-  "plan": Verb("plan", "plan", "parameters, FLOPs and memory of a config, or its token budget"),
-  "check_env": Verb(
-    "plan", "check_env", "what this machine is, and whether a run would do well on it"
-  ),
-  "config": Verb("plan", "config.__main__", "a config's settings, two compared, one imported"),
-  "data": Verb("plan", "data.__main__", "check, prepare, measure and audit the training text"),
-  "bench": Verb("speed", "bench.__main__", "speed of a training step, or of settings in turn"),
-  "tune": Verb("speed", "bench.tune", "find the fastest tiles of the kernels on this GPU"),
+  "train": Verb("train", "train a model, or go on with a run"),
+  "launch": Verb("train", "train with several processes, here or on a cluster"),
+  "evaluate": Verb("use", "loss of a trained run on held-out or other text"),
+  "generate": Verb("use", "continue a text with a trained run"),
+  "decisions": Verb("watch", "what the orchestrator of a run saw and did, in words"),
+  "forecast": Verb("watch", "the final loss of a run that has begun"),
+  "bridge": Verb("use", "weights from and to Hugging Face, and how equal they are"),
+  "plan": Verb("plan", "parameters, FLOPs and memory of a config, or its token budget"),
+  "check_env": Verb("plan", "what this machine is, and whether a run would do well on it"),
+  "config": Verb("plan", "a config's settings, two compared, one imported"),
+  "data": Verb("plan", "check, prepare, measure and audit the training text"),
+  "bench": Verb("speed", "speed of a training step, or of settings in turn"),
+  "tune": Verb("speed", "find the fastest tiles of the kernels on this GPU"),
 }
 GROUPS = {
   "train": "Train",
@@ -70,7 +64,7 @@ def main() -> int:
   if verb == "--version":
     print(f"ats_jax {__version__}")
     return 0
-  from ats_jax import cli  # here: the list of verbs comes at once
+  from ats_jax.verbs import cli  # here: the list of verbs comes at once
 
   if verb not in VERBS:
     near = cli.nearest(verb, VERBS)
@@ -78,7 +72,7 @@ def main() -> int:
     print(f"error: no command {verb!r}. {hint}", file=sys.stderr)
     return cli.exits.REFUSED
   with cli.user_errors():
-    commands = importlib.import_module(f"ats_jax.{VERBS[verb].module}").COMMANDS
+    commands = importlib.import_module(f"ats_jax.verbs.{verb}").COMMANDS
   return cli.dispatch(verb, commands, rest)
 
 

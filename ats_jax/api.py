@@ -6,19 +6,21 @@ They leave the process as it was: jax's settings, the environment, handlers of s
 from collections.abc import Mapping
 from typing import Any
 
-from ats_jax import cli, job, paths, runtime
 from ats_jax.bridge import hub
+from ats_jax.cluster import job, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import updated
 from ats_jax.config.file import load_file
-from ats_jax.evaluate import evaluate_run
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.planner.budget import budget
 from ats_jax.planner.describe import describe as plan
-from ats_jax.run import InitFrom
 from ats_jax.step.state import TrainState
-from ats_jax.train import train as train_run
+from ats_jax.store import paths
+from ats_jax.train.loop import train as train_run
+from ats_jax.train.run import InitFrom
+from ats_jax.verbs import cli
+from ats_jax.verbs.evaluate import evaluate_run
 
 __all__ = ["budget", "config", "evaluate", "generate", "metrics", "plan", "train"]
 

@@ -109,7 +109,7 @@ class Registry:
 writers = Registry("metric writer", "log.writers", "ats_jax.metrics.builtin")
 schedules = Registry("schedule", "optimizer.schedule", "ats_jax.step.schedule")
 optimizers = Registry("optimizer", "optimizer.name", "ats_jax.step.optimizers")
-formats = Registry("data format", "the suffix of a file", "ats_jax.data.source")
+formats = Registry("data format", "the suffix of a file", "ats_jax.data.text.source")
 
 ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats)
 

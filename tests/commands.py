@@ -30,7 +30,7 @@ UNPRIVILEGED = (sys.executable, "-c", _DROP_CAPABILITIES) if os.geteuid() == 0 e
 
 # Its processes are forked from one that has imported the libraries: 0.2 s each instead of 3 s.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["ats_jax.run", "ats_jax.inference.load"])
+_FORKSERVER.set_forkserver_preload(["ats_jax.train.run", "ats_jax.inference.load"])
 
 
 class Result(NamedTuple):

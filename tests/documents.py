@@ -141,7 +141,7 @@ class Command(NamedTuple):
 
   Attributes:
     env: assignments in front of it.
-    program: what runs: `ats_jax`, `benchmarks.NAME`, `experiments/NAME.py`, or another word.
+    program: what runs: `ats_jax`, `lab.NAME`, or another word.
     words: all that follows.
   """
 
@@ -174,7 +174,7 @@ class Reader:
   Attributes:
     folder: where workdirs and files go.
     trained: workdir of a small run that is there already.
-    seen: what trainings and benchmarks of any document have shown so far.
+    seen: what trainings and timings of any document have shown so far.
   """
 
   def __init__(self, folder: Path, trained: Path, seen: set[str], document: Path | None = None):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 _SLOW = (
   r"jax|flax|optax|orbax|subprocess|multiprocessing|commands|runs|documents|golden_run|"
-  r"checkpoint_helpers|benchmarks\.mod_savings|processes import run_job|"
+  r"checkpoint_helpers|lab\.mod_savings|processes import run_job|"
   r"ats_jax\.planner\.(?:describe|fit|memory)|"
-  r"ats_jax\.(?:api|bench|checkpoint|data\.chat\.jinja|run|step\.program|train)\b"
+  r"ats_jax\.(?:api|checkpoint|data\.chat\.jinja|step\.program|train|verbs\.bench)\b"
 )
 _IMPORT = re.compile(rf"^(?:import|from) (?:{_SLOW})\b", re.MULTILINE)
 

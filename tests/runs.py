@@ -41,10 +41,10 @@ def start(
 ):
   """Start `python -m ats_jax.train`; stdout and stderr come line by line from `.stdout`.
 
-  With flags for it in `launch`, start `python -m ats_jax.launch`.
+  With flags for it in `launch`, start `python -m ats_jax.cluster.launch`.
   """
   flags = [f"--config.{o}" for o in overrides]
-  module = ["ats_jax.launch", "local", *launch] if launch else ["ats_jax.train"]
+  module = ["ats_jax", "launch", "local", *launch] if launch else ["ats_jax.train"]
   command = [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}"]
   return subprocess.Popen(
     [*command, *flags],

@@ -14,6 +14,6 @@ FAST_STEPS = "--xla_backend_optimization_level=1"  # for a run of hundreds of st
 
 
 def devices(number: int) -> str:
-  """So many devices of a CPU, in the order of `ats_jax.runtime`."""
+  """So many devices of a CPU, in the order of `ats_jax.cluster.runtime`."""
   in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
   return f"--xla_force_host_platform_device_count={number} {in_order}"

@@ -13,19 +13,18 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from ats_jax import workdir
 from ats_jax.bridge.family import Item, items, names, to_ours
 from ats_jax.bridge.folder import TOKENIZERS, Source, copy_companions, open_source, tokenizer_in
-from ats_jax.checkpoint import deferred, layout, stream
+from ats_jax.checkpoint import deferred, layout, stream, workdir
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
-from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
-from ats_jax.data.tokenizer_file import extends, save_tokenizer
+from ats_jax.data.tokens.file import extends, save_tokenizer
+from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
 from ats_jax.model.numerics import numerics
-from ats_jax.paths import Path
 from ats_jax.sharding.mesh import make_mesh, on_mesh
+from ats_jax.store.paths import Path
 
 COMPANIONS, DTYPE, ASIDE = "huggingface", "dtype.json", "aside.json"  # in a workdir
 ROOT = "model"

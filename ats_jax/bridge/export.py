@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ats_jax import paths, workdir
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, DTYPE, ROOT, abstract_parts
 from ats_jax.bridge.families import FAMILIES, KNOWN, own
 from ats_jax.bridge.family import (
@@ -34,12 +33,13 @@ from ats_jax.bridge.folder import (
   tokenizer_in,
 )
 from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
-from ats_jax.checkpoint import integrity, reader
+from ats_jax.checkpoint import integrity, reader, workdir
 from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.schema import Config
-from ats_jax.data.tokenizer_export import files_of
-from ats_jax.data.tokenizer_file import load_tokenizer
-from ats_jax.paths import Path
+from ats_jax.data.tokens.export import files_of
+from ats_jax.data.tokens.file import load_tokenizer
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 SHARD_BYTES = 5 * 10**9
 PROGRESS = "export.json"

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax import paths
 from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import KNOWN
 from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
 from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
+from ats_jax.store import paths
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that is there is taken

@@ -84,7 +84,7 @@ def torch_program(
 ) -> list[str]:
   """Write what `torch.export.load` reads; as `stablehlo`, for rows of any number and length."""
   del rules, rows, seq_len, opset
-  from ats_jax.bridge.pytorch import graph
+  from ats_jax.pytorch import graph
 
   graph.write_program(_in_torch(cfg, model), folder / "model.pt2")
   return ["model.pt2"]
@@ -101,7 +101,7 @@ def onnx(
   del rules, rows, seq_len
   if opset not in OPSETS:
     raise ValueError(f"--opset={opset}: {OPSETS[0]} to {OPSETS[-1]} are written.")
-  from ats_jax.bridge.pytorch import graph
+  from ats_jax.pytorch import graph
 
   graph.write_onnx(_in_torch(cfg, model), folder / "model.onnx", opset)
   return sorted(path.name for path in folder.iterdir())
@@ -118,8 +118,8 @@ def _in_torch(cfg: Config, model: Decoder) -> Any:
   """The model in PyTorch, in float32 on the CPU."""
   import torch  # pyright: ignore[reportMissingImports]
 
-  from ats_jax.bridge.pytorch import weights
-  from ats_jax.bridge.pytorch.decoder import Decoder as Theirs
+  from ats_jax.pytorch import weights
+  from ats_jax.pytorch.decoder import Decoder as Theirs
 
   leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(model)]
   arrays = {}

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ats_jax import paths
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.stream import Kept
 from ats_jax.config.identity import RunIdentity
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 PROGRESS = "progress.json"
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable
 from typing import Any, cast
 
-from ats_jax import paths
 from ats_jax.config.identity import RunIdentity
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 MANIFEST = "manifest.json"
 VERSION = 4

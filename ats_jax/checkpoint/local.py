@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from ats_jax import paths, together
 from ats_jax.checkpoint import integrity, layout, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import Part, PyTree
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
-from ats_jax.paths import Path
+from ats_jax.store import paths, shared_folder
+from ats_jax.store.paths import Path
 
 DATA, INDEX, EXTRA = "data.bin", "index.json", "extra.json"
 KEEP = 2  # of a process: the newest may be missing at a peer that was killed before it was whole
@@ -104,7 +104,7 @@ class LocalSnapshots:
     """
     offers = [
       [Offer(*offer) for offer in json.loads(text)]
-      for text in together.gather(json.dumps(self._offers(after)))
+      for text in shared_folder.gather(json.dumps(self._offers(after)))
     ]
     found = choose(offers)
     if found is None:
@@ -118,7 +118,7 @@ class LocalSnapshots:
     owner = own.owner if own.process == jax.process_index() else jax.process_index()
     folder = self._root / f"process_{owner}" / str(step)
     self._chosen = step, folder
-    extra = together.gather((folder / EXTRA).read_text())[0]
+    extra = shared_folder.gather((folder / EXTRA).read_text())[0]
     logging.info("going on from snapshot %d of %s, later than any checkpoint", step, self._root)
     return step, json.loads(extra)
 
@@ -209,7 +209,7 @@ class LocalSnapshots:
 
   def _offers(self, after: int) -> list[Offer]:
     """Those that this process answers for: its own, and those of processes that are elsewhere."""
-    me, nodes = jax.process_index(), together.gather(platform.node())
+    me, nodes = jax.process_index(), shared_folder.gather(platform.node())
     here = {rank for rank, node in enumerate(nodes) if node == nodes[me]}
     found = []
     for folder in sorted(self._root.glob("process_*")):
@@ -253,7 +253,7 @@ class LocalSnapshots:
           step, size / 2**20, source.process, time.perf_counter() - start,
         )  # fmt: skip
     shutil.rmtree(staged.parent, ignore_errors=True)
-    problems = [text for text in together.gather(problem) if text]
+    problems = [text for text in shared_folder.gather(problem) if text]
     if problems:
       logging.warning("a peer's snapshot did not arrive whole: %s. Using a checkpoint", problems[0])
     return not problems
@@ -304,13 +304,13 @@ def _broadcast(folder: Path | None, source: int, target: Path | None) -> tuple[i
   """
   names = paths.files(folder) if folder is not None else []
   sizes = {name: os.stat(folder / name).st_size for name in names} if folder is not None else {}
-  sizes = json.loads(together.gather(json.dumps(sizes))[source])
+  sizes = json.loads(shared_folder.gather(json.dumps(sizes))[source])
   problem = ""
   for name, size in sizes.items():
     content = np.memmap(folder / name, np.uint8, "r") if folder is not None and size else None
     for start in range(0, size, _CHUNK):
       end = min(size, start + _CHUNK)
-      chunk = together.from_one(
+      chunk = shared_folder.from_one(
         source, None if content is None else content[start:end], end - start
       )
       if target is not None and not problem:

@@ -11,7 +11,6 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from ats_jax import paths
 from ats_jax.checkpoint import integrity, layout, parted, reader, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
@@ -19,7 +18,8 @@ from ats_jax.checkpoint.local import LocalSnapshots
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.exits import FaultError
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 # Orbax gives up on a write after this time; its default of 600 s is short for a slow network disk.
 WRITE_TIMEOUT_SECS = 3600

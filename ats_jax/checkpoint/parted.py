@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from ats_jax import paths
 from ats_jax.checkpoint import integrity
 from ats_jax.checkpoint.integrity import MANIFEST
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 POLL_SECS = 0.5
 _STATE = "state"

@@ -12,12 +12,12 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint._src.metadata import array_metadata_store
 
-from ats_jax import paths
 from ats_jax.checkpoint import integrity, layout, parted, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
 from ats_jax.checkpoint.layout import PyTree, Stacks
 from ats_jax.config.identity import RunIdentity
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 STATE, EXTRA = "state", "extra.json"
 SET_ASIDE = ".damaged"

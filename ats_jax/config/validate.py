@@ -5,7 +5,7 @@ import math
 import operator
 from typing import Any
 
-from ats_jax import extensions, paths
+from ats_jax import extensions
 from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.context import context
@@ -17,6 +17,7 @@ from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
 from ats_jax.config.stages import stages
 from ats_jax.config.streaming import streaming
+from ats_jax.store import paths
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
 

@@ -1,4 +1,4 @@
-"""What a batch is. Loader, step, planner and benchmarks all take it from here.
+"""What a batch is. Loader, step and planner all take it from here.
 
 The arrays of a batch are named and have one shape: [batch, seq] in an evaluation, [accum, batch,
 seq] for an update. An objective may ask for more fields of that shape (`step.objective`).

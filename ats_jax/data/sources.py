@@ -11,13 +11,15 @@ from absl import logging
 from ats_jax.config import mixture as spec
 from ats_jax.config.mixture import named_paths
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache, prepared
-from ats_jax.data.buckets import Buckets
 from ats_jax.data.chat.tokenizer import plain
-from ats_jax.data.corpus import train_texts
-from ats_jax.data.dataset import Dataset
-from ats_jax.data.mixture import Joined, Mixture, Part
-from ats_jax.data.rows import NoRows, Rows, TrainRows
+from ats_jax.data.corpus import cache, prepared
+from ats_jax.data.corpus.corpus import train_texts
+from ats_jax.data.rows.buckets import Buckets
+from ats_jax.data.rows.dataset import Dataset
+from ats_jax.data.rows.mixture import Joined, Mixture, Part
+from ats_jax.data.rows.rows import NoRows, Rows, TrainRows
+from ats_jax.data.rows.schedule import Stage, Turns
+from ats_jax.data.rows.stream import find_stream, open_stream
 from ats_jax.data.splits import (
   bpe_key,
   find_documents,
@@ -26,9 +28,7 @@ from ats_jax.data.splits import (
   open_datasets,
   open_split,
 )
-from ats_jax.data.stream import find_stream, open_stream
-from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
-from ats_jax.data.turns import Stage, Turns
+from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 _SHARES = 10_000  # in how many parts sizes are rounded, where they make the weights
 

@@ -13,21 +13,21 @@ from ats_jax.config.chat import packing_of, role_weights
 from ats_jax.config.filters import filter_stages
 from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache, prepared
-from ats_jax.data.buckets import Buckets, Part, by_length, by_level, row_lengths
 from ats_jax.data.chat.corpus import open_chat_corpus
 from ats_jax.data.chat.segments import weight_table
 from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
-from ats_jax.data.corpus import Corpus, nothing_left, open_corpus, train_texts
-from ats_jax.data.dataset import Dataset
-from ats_jax.data.difficulty import rarity
+from ats_jax.data.corpus import cache, prepared
+from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
+from ats_jax.data.corpus.shards import USUAL, How
 from ats_jax.data.filters.sift import sift
-from ats_jax.data.holdout import Split, plan_split
-from ats_jax.data.packing import make_layout
-from ats_jax.data.report import Report, in_words
-from ats_jax.data.shards import USUAL, How
-from ats_jax.data.source import SourceFile, content_fingerprint, find_files
-from ats_jax.data.tokenizer import Tokenizer, build_tokenizer
+from ats_jax.data.rows.buckets import Buckets, Part, by_length, by_level, row_lengths
+from ats_jax.data.rows.dataset import Dataset
+from ats_jax.data.rows.difficulty import rarity
+from ats_jax.data.rows.packing import make_layout
+from ats_jax.data.text.holdout import Split, plan_split
+from ats_jax.data.text.report import Report, in_words
+from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
+from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 

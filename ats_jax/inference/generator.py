@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokenizer import StreamDecoder, Tokenizer
+from ats_jax.data.tokens.tokenizer import StreamDecoder, Tokenizer
 from ats_jax.model.decoder import Cache, Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import num_shards, reshard

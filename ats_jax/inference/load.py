@@ -8,22 +8,22 @@ from typing import Any
 
 import jax
 
-from ats_jax import runtime, workdir
-from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree
+from ats_jax.checkpoint import CheckpointError, abstract_like, load_extra, restore_tree, workdir
+from ats_jax.cluster import runtime
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes, with_settings
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.tokenizer import Tokenizer
-from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.data.tokens.file import load_tokenizer
+from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.inference.generator import generate
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
-from ats_jax.paths import Path
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.program import Program, make_program
+from ats_jax.store.paths import Path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ A writer is registered as a function or class that makes it of a `metrics.writer
 import os
 from typing import cast
 
-from ats_jax import paths
 from ats_jax.extensions import writers
 from ats_jax.metrics import sinks
 from ats_jax.metrics.console import ConsoleWriter
 from ats_jax.metrics.files import CsvWriter, JsonlWriter
 from ats_jax.metrics.tensorboard import TensorboardWriter
 from ats_jax.metrics.writer import MetricWriter, Opening
+from ats_jax.store import paths
 
 
 @writers.register("console")

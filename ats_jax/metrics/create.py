@@ -2,12 +2,12 @@
 
 import contextlib
 
-from ats_jax import paths
 from ats_jax.config.schema import LogConfig
 from ats_jax.extensions import writers
 from ats_jax.metrics.guarded import Guarded
 from ats_jax.metrics.writer import MetricWriter, MultiWriter, Opening
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 
 def create_writer(

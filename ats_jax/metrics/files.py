@@ -11,7 +11,7 @@ from absl import logging
 
 from ats_jax.metrics.rows import csv_text, jsonl_rows, read_csv
 from ats_jax.metrics.writer import MetricWriter, as_numbers, check_names
-from ats_jax.paths import Log, Path
+from ats_jax.store.paths import Log, Path
 
 
 class JsonlWriter(MetricWriter):

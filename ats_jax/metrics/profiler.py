@@ -11,8 +11,8 @@ import jax
 from absl import logging
 from jax.profiler import ProfileData
 
-from ats_jax import paths
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 NAME_WIDTH = 72  # C++ kernels have names of many lines
 # Kernels that send: NCCL's, XLA's own, and copies from one GPU to another.

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ats_jax import paths
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

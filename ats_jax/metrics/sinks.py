@@ -13,8 +13,8 @@ from typing import Any, override
 
 import numpy as np
 
-from ats_jax import paths
 from ats_jax.metrics.writer import MetricWriter, Opening, as_numbers
+from ats_jax.store import paths
 
 BUCKETS = 30
 # What MLflow takes in a call, and of a value.

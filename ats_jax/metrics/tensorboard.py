@@ -8,9 +8,9 @@ from typing import Any, override
 
 import numpy as np
 
-from ats_jax import paths
 from ats_jax.metrics.writer import MetricWriter, as_numbers
-from ats_jax.paths import Log, Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Log, Path
 
 INDENT = " " * 4  # of code in Markdown
 # Metrics that the page of hyper-parameters shows of each run.

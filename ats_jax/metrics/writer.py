@@ -13,7 +13,7 @@ from typing import Any, ClassVar, override
 
 import numpy as np
 
-from ats_jax.paths import Path
+from ats_jax.store.paths import Path
 
 # Names (fnmatch patterns) of values that depend on the machine and the moment, not on the run's
 # mathematics: a bitwise comparison of two runs leaves them out.

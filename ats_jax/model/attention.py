@@ -16,7 +16,7 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm, project
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, residual_std, zeros
-from ats_jax.ops.attention import OUTPUT_NAME, attention, cached_attention
+from ats_jax.ops.attention.causal import OUTPUT_NAME, attention, cached_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import reshape
 from ats_jax.sharding.rules import spec

@@ -20,7 +20,7 @@ from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
-from ats_jax.ops.attention import ROW_AXES
+from ats_jax.ops.attention.causal import ROW_AXES
 from ats_jax.ops.rope import Scaling, rope_table
 from ats_jax.sharding.apply import of_own_rows, reshard
 

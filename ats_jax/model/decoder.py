@@ -21,8 +21,8 @@ from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, head_std, is_variable
 from ats_jax.model.stats import StackStats
 from ats_jax.model.unroll import run_layers, scan_runs, taken_again, unstack
-from ats_jax.ops import attention as attention_op
 from ats_jax.ops import fp8_matmul, linear
+from ats_jax.ops.attention import causal
 from ats_jax.ops.embedding import embedding_lookup
 from ats_jax.sharding.apply import einsum, is_shared, lay, num_shards, reshard
 from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
@@ -32,9 +32,9 @@ from ats_jax.sharding.rules import spec
 Cache = tuple[tuple[LayerCache, ...], ...]
 
 # Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
-KERNEL_NAMES = (*attention_op.SAVED_NAMES, *moe.SAVED_NAMES, *fp8_matmul.SAVED_NAMES)
+KERNEL_NAMES = (*causal.SAVED_NAMES, *moe.SAVED_NAMES, *fp8_matmul.SAVED_NAMES)
 # What 'names' keeps beside them: attention's inputs, and those of the MLP's second half.
-SAVED_NAMES = (*attention_op.INPUT_NAMES, "mlp_gate", "mlp_up")
+SAVED_NAMES = (*causal.INPUT_NAMES, "mlp_gate", "mlp_up")
 
 
 def remat_policy(name: str):
@@ -42,8 +42,8 @@ def remat_policy(name: str):
   policies = jax.checkpoint_policies
   products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
   dots = policies.dots_with_no_batch_dims_saveable
-  of_attention = *attention_op.SAVED_NAMES, *fp8_matmul.SAVED_NAMES
-  whole = *attention_op.INPUT_NAMES, *of_attention, attention_op.OUTPUT_NAME
+  of_attention = *causal.SAVED_NAMES, *fp8_matmul.SAVED_NAMES
+  whole = *causal.INPUT_NAMES, *of_attention, causal.OUTPUT_NAME
   return {
     "full": policies.nothing_saveable,
     "dots": policies.save_from_both_policies(dots, products),

@@ -17,8 +17,8 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
-from ats_jax.ops.attention import OUTPUT_NAME, attention
-from ats_jax.ops.latent_attention import cached_latent_attention
+from ats_jax.ops.attention.causal import OUTPUT_NAME, attention
+from ats_jax.ops.attention.latent import cached_latent_attention
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import einsum, lay, reshape, reshard
 from ats_jax.sharding.rules import spec

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import cudnn, requirements
+from ats_jax.ops import requirements
+from ats_jax.ops.attention import cudnn
 from ats_jax.ops.requirements import Device
 from kernels_cuda import (
   adamw,

@@ -23,11 +23,11 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
-from ats_jax.orchestrator.lent import Loop, rows_read
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import SPAN
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
+from ats_jax.orchestrator.ports import Loop, rows_read
 from ats_jax.orchestrator.record.influence import bounded, price
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
@@ -45,12 +45,12 @@ from ats_jax.orchestrator.signals.interval import (
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_AGAIN, Snapshots, local_bytes
-from ats_jax.paths import Path
 from ats_jax.step import tensors
 from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
+from ats_jax.store.paths import Path
 
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]

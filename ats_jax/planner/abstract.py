@@ -6,7 +6,7 @@ import jax
 
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec

@@ -352,7 +352,7 @@ def _to_experts(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
 def swapped_widths(cfg: Config) -> tuple[int, ...]:
   """Numbers of a token that a device sends along a row: queries, keys, values, what comes of them.
 
-  Keys and values as often as devices need them (`ops.context_attention`).
+  Keys and values as often as devices need them (`ops.attention.ulysses`).
   """
   model, ways = cfg.model, num_shards("seq")
   heads, kv_heads = (n // num_shards("heads") for n in (model.num_heads, model.num_kv_heads))

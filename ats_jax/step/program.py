@@ -26,7 +26,7 @@ from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
 from ats_jax.step.optimizers import Optimizer, build_optimizer
-from ats_jax.step.renewal import renewed
+from ats_jax.step.phases import renewed
 from ats_jax.step.state import TrainState, init_state
 from ats_jax.step.train_step import make_train_step
 

@@ -26,8 +26,8 @@ from ats_jax.step.compiler import Options
 from ats_jax.step.metrics import StepMetrics, step_metrics
 from ats_jax.step.objective import Objective
 from ats_jax.step.optimizers.base import Optimizer
+from ats_jax.step.phases import renewed
 from ats_jax.step.reduction import over_replicas
-from ats_jax.step.renewal import renewed
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
 from ats_jax.step.update import guarded_update, update

@@ -20,8 +20,8 @@ from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_source
 from ats_jax.bridge.parity import compare, divergence, our_logits
 from ats_jax.bridge.safetensors_file import Slot, Writer
-from ats_jax.paths import parse
 from ats_jax.step.objective import loss_sums
+from ats_jax.store.paths import parse
 
 pytestmark = [
   pytest.mark.hf,

@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.tokenizer import with_template
-from ats_jax.data.tokenizer import build_tokenizer
-from ats_jax.data.tokenizer_export import files_of
+from ats_jax.data.tokens.export import files_of
+from ats_jax.data.tokens.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.hf
 TEXT = ["la forêt, 漢字 and 🙂\n" * 20, "def f(x):\n  return x\n" * 9]

@@ -10,7 +10,7 @@ import transformers
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
-from ats_jax.paths import parse
+from ats_jax.store.paths import parse
 
 pytestmark = [
   pytest.mark.hf,

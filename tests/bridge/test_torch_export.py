@@ -14,17 +14,16 @@ import torch_cases
 import transformers
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.bridge import remote_code
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.families import KNOWN
 from ats_jax.bridge.folder import open_source
 from ats_jax.bridge.parity import our_greedy, our_logits
-from ats_jax.bridge.pytorch import weights
-from ats_jax.bridge.pytorch.decoder import Decoder
-from ats_jax.bridge.pytorch.generation import generate
-from ats_jax.bridge.pytorch.settings import settings_of
-from ats_jax.paths import parse
+from ats_jax.pytorch import remote_code, weights
+from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.generation import generate
+from ats_jax.pytorch.settings import settings_of
+from ats_jax.store.paths import parse
 
 pytestmark = [
   pytest.mark.hf,
@@ -115,9 +114,9 @@ def test_the_decoder_needs_no_jax(exported):
 import sys
 sys.modules["jax"] = sys.modules["flax"] = None
 import json, torch
-from ats_jax.bridge.pytorch import generation, weights
-from ats_jax.bridge.pytorch.decoder import Decoder
-from ats_jax.bridge.pytorch.settings import settings_of
+from ats_jax.pytorch import generation, weights
+from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.settings import settings_of
 fields = json.load(open({str(root / "out/config.json")!r}))
 model = Decoder(settings_of(fields["settings"]))
 weights.load(model, {str(root / "out/model.safetensors")!r})

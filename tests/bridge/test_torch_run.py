@@ -18,24 +18,24 @@ from helpers import TINY, make_test_mesh
 from safetensors.torch import load_file
 from torch_cases import arrays, both
 
-from ats_jax import train as jax_train
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.parity import our_logits
-from ats_jax.bridge.pytorch import weights
-from ats_jax.bridge.pytorch.decoder import Decoder
-from ats_jax.bridge.pytorch.settings import Rules, settings_of
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.config import Config
 from ats_jax.config.build import with_settings
-from ats_jax.forecast import read_curve
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.writer import is_time_key
-from ats_jax.paths import parse
-from ats_jax.run import InitFrom
-from ats_jax.torch_run import device, loop
-from ats_jax.torch_run.lora import Lora
-from ats_jax.torch_run.state import shared
+from ats_jax.pytorch import weights
+from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.settings import Rules, settings_of
+from ats_jax.pytorch.training import device, loop
+from ats_jax.pytorch.training.lora import Lora
+from ats_jax.pytorch.training.state import shared
+from ats_jax.store.paths import parse
+from ats_jax.train import loop as jax_train
+from ats_jax.train.run import InitFrom
+from ats_jax.verbs.forecast import read_curve
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `torch_cases` sets it here

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from helpers import make_decoder, random_rows, tiny_config
 
-from ats_jax.bridge.pytorch import weights
-from ats_jax.bridge.pytorch.decoder import Decoder
 from ats_jax.checkpoint import layout
 from ats_jax.model.layout import stacks
+from ats_jax.pytorch import weights
+from ats_jax.pytorch.decoder import Decoder
 
 # Of steps this small threads take longer than they save; on busy cores 60 times as long.
 torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.faults --suite=audit_smoke`, spread over processes."""
+"""`python -m lab.faults --suite=audit_smoke`, spread over processes."""
 
 import pytest
 from commands import forked
 from xla_flags import FAST_STEPS
 
-from benchmarks.faults.results import Results
-from benchmarks.faults.suite import SUITES
+from lab.faults.results import Results
+from lab.faults.suite import SUITES
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow]
 
@@ -16,7 +16,7 @@ SMOKE = SUITES["audit_smoke"]
 def smoke(tmp_path_factory):
   """The results file, and what was printed."""
   path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
-  done = forked("benchmarks.faults", "run", "--suite=audit_smoke", f"--results={path}",
+  done = forked("lab.faults", "run", "--suite=audit_smoke", f"--results={path}",
                 "--processes=2", XLA_FLAGS=FAST_STEPS)  # fmt: skip
   assert done.code == 0, done.err
   return path, done.out

@@ -16,31 +16,30 @@ import runs
 from commands import REPOSITORY, forked, train_flags
 from xla_flags import FAST_STEPS, QUICK
 
-from ats_jax import workdir
-from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree
+from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree, workdir
 from ats_jax.checkpoint.integrity import find_damage, read_manifest
 from ats_jax.checkpoint.preemption import ECHO_SECS
 from ats_jax.config.build import resolve
 from ats_jax.data.splits import open_datasets
-from ats_jax.data.tokenizer_file import load_tokenizer
+from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.exits import STOPPED
 from ats_jax.model.layout import stacks
 from ats_jax.ops.kernels import OPS
-from ats_jax.scoring import score
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
-from ats_jax.train import default_workdir
+from ats_jax.train.evaluate import score
+from ats_jax.train.loop import default_workdir
 
 FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"
 
 
 def printed(out: str) -> dict[str, float]:
-  """The metrics that `ats_jax.evaluate` printed."""
+  """The metrics that `ats_jax.verbs.evaluate` printed."""
   return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
 
 
 def evaluate(folder: Path, *flags: str) -> dict[str, float]:
-  result = forked("ats_jax.evaluate", f"--workdir={folder}", *flags)
+  result = forked("ats_jax", "evaluate", f"--workdir={folder}", *flags)
   assert result.code == 0, result.err
   return printed(result.out)
 
@@ -63,7 +62,7 @@ class TestHelp:
 
   def test_entry_points_can_be_imported_together(self):
     modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
-    code = f"import {modules}, ats_jax.data.__main__"
+    code = f"import {modules}, ats_jax.verbs.data"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
 
 
@@ -160,28 +159,28 @@ class TestTrainedRun:
 
   def test_greedy_generation(self, trained):
     flags = ("--prompt=return self", "--temperature=0", "--max_tokens=12", "--step=best")
-    one = forked("ats_jax.generate", f"--workdir={trained}", *flags, "--seed=1")
-    other = forked("ats_jax.generate", f"--workdir={trained}", *flags, "--seed=2")
+    one = forked("ats_jax", "generate", f"--workdir={trained}", *flags, "--seed=1")
+    other = forked("ats_jax", "generate", f"--workdir={trained}", *flags, "--seed=2")
     assert one.code == 0 and one.out == other.out
     assert one.out.startswith("return self") and len(one.out) > len("return self\n")
 
   def test_sampled_generation_follows_its_seed(self, trained):
     flags = ("--prompt=def", "--temperature=1", "--max_tokens=24")
     texts = [
-      forked("ats_jax.generate", f"--workdir={trained}", *flags, f"--seed={seed}").out
+      forked("ats_jax", "generate", f"--workdir={trained}", *flags, f"--seed={seed}").out
       for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
 
   def test_stop_text(self, trained):
     flags = ("--prompt=def", "--temperature=0", "--max_tokens=60", "--step=best")
-    text = forked("ats_jax.generate", f"--workdir={trained}", *flags).out.removeprefix("def")
+    text = forked("ats_jax", "generate", f"--workdir={trained}", *flags).out.removeprefix("def")
     stop = text.strip()[len(text) // 2 :][:3]
-    stopped = forked("ats_jax.generate", f"--workdir={trained}", *flags, f"--stop={stop}").out
+    stopped = forked("ats_jax", "generate", f"--workdir={trained}", *flags, f"--stop={stop}").out
     assert stopped == "def" + text[: text.index(stop)] + "\n"
 
   def test_generation_into_a_pipe_that_closes(self, trained):
-    command = [sys.executable, "-m", "ats_jax.generate", f"--workdir={trained}", "--prompt=def"]
+    command = [sys.executable, "-m", "ats_jax", "generate", f"--workdir={trained}", "--prompt=def"]
     with subprocess.Popen(
       [*command, "--temperature=0"],
       stdout=subprocess.PIPE,
@@ -267,7 +266,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path):
 def test_bench_prints_one_json_line():
   settings = ("model.num_layers=1", "model.d_model=32", "model.d_ff=32", "data.seq_len=32")
   flags = ["--config=configs/debug.py", *(f"--config.{s}" for s in settings)]
-  result = forked("ats_jax.bench", "--steps=2", "--profile", *flags)
+  result = forked("ats_jax", "bench", "--steps=2", "--profile", *flags)
   assert result.code == 0, result.err
   assert re.search(r"kernels of 2 steps:\n +share +ms +calls  kernel\n +\d+\.\d% ", result.err)
   (line,) = result.out.splitlines()
@@ -286,7 +285,7 @@ def test_bench_prints_one_json_line():
   "ops", [("rms_norm", "swiglu", "linear_cross_entropy"), pytest.param(OPS, marks=pytest.mark.slow)]
 )
 def test_bench_ops_checks_and_times_ops(ops):
-  result = forked("benchmarks.ops", "--toy", f"--only={','.join(ops)}", XLA_FLAGS=FAST_STEPS)
+  result = forked("lab.ops", "--toy", f"--only={','.join(ops)}", XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err
   lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
   rows = lines[1:]

@@ -1,17 +1,17 @@
-"""`python -m benchmarks.faults`: the smoke suite with the production step and supervisor."""
+"""`python -m lab.faults`: the smoke suite with the production step and supervisor."""
 
 import pytest
 from commands import forked
 from xla_flags import FAST_STEPS
 
-from benchmarks.faults.results import Results
-from benchmarks.faults.suite import NOISE, SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
+from lab.faults.results import Results
+from lab.faults.suite import NOISE, SMOKE_CONTROLS, SMOKE_FAULTS, SUITES
 
 pytestmark = pytest.mark.slow
 
 
 def faults(*flags):
-  result = forked("benchmarks.faults", *flags, XLA_FLAGS=FAST_STEPS)
+  result = forked("lab.faults", *flags, XLA_FLAGS=FAST_STEPS)
   assert result.code == 0, result.err
   return result.out
 
@@ -93,4 +93,4 @@ def test_the_table_is_printed_again(smoke):
   ],
 )
 def test_wrong_flags(flags, error):
-  assert error in forked("benchmarks.faults", *flags, XLA_FLAGS=FAST_STEPS).error()
+  assert error in forked("lab.faults", *flags, XLA_FLAGS=FAST_STEPS).error()

@@ -41,6 +41,6 @@ def test_kill_9_leaves_a_ledger_that_goes_on_where_the_checkpoint_is(text, tmp_p
   kinds = [row["kind"] for row in ledger.rows(killed / "decisions.jsonl")]
   assert kinds.count("resumed_from") == 1
 
-  told = forked("ats_jax.decisions", str(killed), "--replay")
+  told = forked("ats_jax", "decisions", str(killed), "--replay")
   assert told.code == 0, told.err
   assert "resumed from here" in told.out and "replayed: the same decisions" in told.out

@@ -14,9 +14,9 @@ from commands import forked, started, train_flags
 from xla_flags import FAST_STEPS
 
 from ats_jax.checkpoint import committed_steps
+from ats_jax.checkpoint.workdir import load_config
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.orchestrator.record import ledger
-from ats_jax.workdir import load_config
 
 pytestmark = pytest.mark.thorough
 

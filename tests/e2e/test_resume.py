@@ -105,10 +105,10 @@ def test_a_sparse_run_resumes_bit_for_bit(settings, tmp_path):
   assert all(buffer in names for buffer in ("bias_E", "load_E", "threshold", "updates"))
 
   logged = runs.rows(whole, "eval/loss")[-1]["eval/loss"]
-  evaluated = forked("ats_jax.evaluate", f"--workdir={whole}")
+  evaluated = forked("ats_jax", "evaluate", f"--workdir={whole}")
   assert f"eval/loss {logged:.6g}" in evaluated.out.splitlines(), evaluated.err
   flags = (f"--workdir={whole}", "--prompt=document 1", "--max_tokens=12")
-  generated = forked("ats_jax.generate", *flags)
+  generated = forked("ats_jax", "generate", *flags)
   assert generated.code == 0 and generated.out.startswith("document 1"), generated.err
 
 

@@ -12,9 +12,10 @@ import runs
 import stores
 from commands import forked, started, train_flags
 
-from ats_jax import exits, paths
+from ats_jax import exits
 from ats_jax.checkpoint import committed_steps, integrity, parted, reader
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 pytestmark = pytest.mark.stores
 
@@ -164,8 +165,8 @@ def test_commands_read_it(store, whole, whole_of_two):
   """One process reads what two have written too."""
   root, env = store
   for name, same in ("killed", whole), ("two", whole_of_two):
-    result = started("ats_jax.evaluate", f"--workdir={root}/{name}", **env)
+    result = started("ats_jax", "evaluate", f"--workdir={root}/{name}", **env)
     assert result.code == exits.DONE, result.err
-    assert result.out == forked("ats_jax.evaluate", f"--workdir={same}").out
-  rows = started("ats_jax.check_env", f"--workdir={root}", **env)
+    assert result.out == forked("ats_jax", "evaluate", f"--workdir={same}").out
+  rows = started("ats_jax", "check_env", f"--workdir={root}", **env)
   assert "claims          ok      the store refuses a write" in rows.out, rows

@@ -323,7 +323,7 @@ class TestWorkdir:
     more.write_text("quite other words")
     try:
       train = forked("ats_jax.train", *train_flags(trained, *trained_settings))
-      evaluate = forked("ats_jax.evaluate", f"--workdir={trained}")
+      evaluate = forked("ats_jax", "evaluate", f"--workdir={trained}")
     finally:
       more.unlink()
     for result in (train, evaluate):
@@ -340,7 +340,7 @@ class TestWorkdir:
     (tmp_path / "config.json").write_text('{"seed": ')
     for result in (
       forked("ats_jax.train", *train_flags(tmp_path, *tiny)),
-      forked("ats_jax.generate", f"--workdir={tmp_path}"),
+      forked("ats_jax", "generate", f"--workdir={tmp_path}"),
     ):
       assert_says(result.error(), f"{tmp_path}/config.json cannot be read", "Restore it")
 
@@ -355,9 +355,9 @@ class TestWorkdir:
   def test_without_a_metric_for_the_best(self, tiny, tmp_path):
     settings = (*tiny, "data.validation_fraction=0.0")
     assert forked("ats_jax.train", *train_flags(tmp_path, *settings)).code == 0
-    message = forked("ats_jax.generate", f"--workdir={tmp_path}", "--step=best").error()
+    message = forked("ats_jax", "generate", f"--workdir={tmp_path}", "--step=best").error()
     assert_says(message, "no checkpoint", "has a metric", "Choose a step of [4]")
-    message = forked("ats_jax.evaluate", f"--workdir={tmp_path}").error()
+    message = forked("ats_jax", "evaluate", f"--workdir={tmp_path}").error()
     assert_says(message, "validation split is empty", "data.validation_fraction", "--paths")
 
 
@@ -394,7 +394,7 @@ class TestDamage:
     run = shutil.copytree(trained, tmp_path / "run")
     steps = committed_steps(run / "checkpoints")
     self.damage(run / "checkpoints" / str(steps[-1]))
-    result = forked("ats_jax.evaluate", f"--workdir={run}")  # changes nothing
+    result = forked("ats_jax", "evaluate", f"--workdir={run}")  # changes nothing
     assert result.code == 0
     line = f"checkpoint {steps[-1]} is damaged: state/"
     assert line in result.err and f"Using {steps[-2]} instead" in result.err
@@ -415,7 +415,7 @@ class TestDamage:
     metrics = (run / "metrics.jsonl").read_text()
     for result in (
       started("ats_jax.train", *train_flags(run, *trained_settings)),
-      forked("ats_jax.generate", f"--workdir={run}"),
+      forked("ats_jax", "generate", f"--workdir={run}"),
     ):
       message = result.error()
       for step in steps:

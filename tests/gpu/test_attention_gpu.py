@@ -10,7 +10,7 @@ from helpers import kernels_of, make_test_mesh
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.ops.attention import attention
+from ats_jax.ops.attention.causal import attention
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
 

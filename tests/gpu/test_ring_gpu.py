@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers import kernels_of, make_test_mesh
 
-from ats_jax.ops import attention_block, cudnn
-from ats_jax.ops.attention import attention
-from ats_jax.ops.attention_block import Rules, Tokens
+from ats_jax.ops.attention import block, cudnn
+from ats_jax.ops.attention.block import Rules, Tokens
+from ats_jax.ops.attention.causal import attention
 from ats_jax.sharding.rules import use_plan
 
 pytestmark = pytest.mark.gpu
@@ -55,11 +55,11 @@ def blocks(kind, rules, q, k, v, of_q, of_k, y, lse, dy):
 
 
 class Reference:
-  block_forward = staticmethod(attention_block.forward)
-  block_backward = staticmethod(attention_block.backward)
+  block_forward = staticmethod(block.forward)
+  block_backward = staticmethod(block.backward)
 
 
-whole = jax.jit(attention_block.forward, static_argnums=5)
+whole = jax.jit(block.forward, static_argnums=5)
 SHAPES = [(8, 8, 64, 64), (8, 2, 128, 128), (8, 8, 192, 128)]
 CHUNKS = [(3, 0), (2, 1), (1, 1), (3, 2)]
 

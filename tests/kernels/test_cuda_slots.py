@@ -18,8 +18,6 @@ from helpers import (
   tiny_config,
 )
 
-from ats_jax.bench.cases import grouped_matmul_case, real_cases, toy_cases
-from ats_jax.bench.measure import relative_errors
 from ats_jax.ops import kernels, registry, requirements
 from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
 from ats_jax.ops.fp8_matmul import SAVED_NAMES
@@ -29,6 +27,8 @@ from ats_jax.ops.requirements import Device
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.program import make_program
+from ats_jax.verbs.bench.cases import grouped_matmul_case, real_cases, toy_cases
+from ats_jax.verbs.bench.measure import relative_errors
 from kernels_cuda import library
 
 HOPPER = Device("gpu", "9.0", "NVIDIA Test")

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from bridge import torch_cases  # noqa: E402
 
-from ats_jax.bridge.pytorch import layers, metal, moe  # noqa: E402
-from ats_jax.bridge.pytorch.settings import Rules  # noqa: E402
+from ats_jax.pytorch import layers, metal, moe  # noqa: E402
+from ats_jax.pytorch.settings import Rules  # noqa: E402
 from kernels_metal import library, ops  # noqa: E402
 
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("mesh")]

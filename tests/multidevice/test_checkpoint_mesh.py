@@ -75,7 +75,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from ats_jax.checkpoint import CheckpointError, CheckpointManager, StopSignal
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.schema import CheckpointConfig
-from ats_jax.workdir import claim
+from ats_jax.checkpoint.workdir import claim
 
 directory = Path(argv[0])
 for _ in range(2):

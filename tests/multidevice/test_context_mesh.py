@@ -15,10 +15,10 @@ from processes import run_job
 
 from ats_jax.checkpoint import CheckpointManager, abstract_like
 from ats_jax.config.schema import CheckpointConfig, SampleConfig
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.layout import stacks
-from ats_jax.ops.attention import attention
+from ats_jax.ops.attention.causal import attention
 from ats_jax.sharding.mesh import on_mesh
 from ats_jax.step.program import make_program
 

@@ -13,8 +13,8 @@ from commands import forked, train_flags
 from helpers import tiny_config
 from processes import run_job
 
-from ats_jax.data.audit import BATCH_SIZE, Phase, audit
-from ats_jax.data.loader import TrainBatches
+from ats_jax.data.look.audit import BATCH_SIZE, Phase, audit
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 
 SETTINGS = {
@@ -32,7 +32,7 @@ import json
 import numpy as np
 from helpers import tiny_config
 from ats_jax.data.sources import open_data
-from ats_jax.feed import train_feed
+from ats_jax.train.feed import train_feed
 from ats_jax.sharding.mesh import make_mesh
 
 settings, folder, count = json.loads(argv[0]), argv[1], int(argv[2])

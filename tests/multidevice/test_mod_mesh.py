@@ -20,7 +20,7 @@ from helpers import (
 )
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.param import Buffer
 from ats_jax.model.stats import by_layer

@@ -13,7 +13,7 @@ from equality import ROWS, RTOL, assert_equal, assert_lies_still, config_of, mes
 from helpers import make_decoder, when
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, token_logprobs
 from ats_jax.ops.linear import linears

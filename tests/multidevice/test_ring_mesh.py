@@ -13,8 +13,8 @@ from collectives import Collective, collectives, compiled_step
 from equality import ROWS, RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
 from helpers import kernels_of, pack, when
 
-from ats_jax.ops.attention import attention
-from ats_jax.ops.ring_attention import (
+from ats_jax.ops.attention.causal import attention
+from ats_jax.ops.attention.ring import (
   FIRST,
   SECOND,
   from_zigzag,

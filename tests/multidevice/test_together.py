@@ -3,14 +3,14 @@
 import pytest
 from processes import run_job
 
-from ats_jax.together import CLOCK_SECS, skew
+from ats_jax.store.shared_folder import CLOCK_SECS, skew
 
 PROCESS = """
 import logging, time
 from absl import logging as absl_logging
 from helpers import tiny_config
 from ats_jax import together, workdir
-from ats_jax.paths import Path
+from ats_jax.store.paths import Path
 
 folder, slow = map(Path, argv)
 together.SHARED_SECS, together.SLOW_SECS = 3, 0.2

@@ -13,7 +13,7 @@ import runs
 import slurm_here
 from xla_flags import QUICK
 
-from ats_jax.launch import templates
+from ats_jax.cluster.launch import templates
 
 pytestmark = [
   pytest.mark.slurm,

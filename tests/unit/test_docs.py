@@ -9,12 +9,12 @@ from commands import forked
 
 from ats_jax.__main__ import VERBS
 from ats_jax.config.build import settings
-from benchmarks import settings_page
+from lab import settings_page
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-SOURCES = sorted(p for d in ("ats_jax", "configs", "benchmarks") for p in ROOT.glob(f"{d}/**/*.py"))
-COMMAND = re.compile(r"python -m (ats_jax|benchmarks)([. ])(\w+)((?:[^\n`#\\]|\\\n)*)")
+SOURCES = sorted(p for d in ("ats_jax", "configs", "lab") for p in ROOT.glob(f"{d}/**/*.py"))
+COMMAND = re.compile(r"python -m (ats_jax|lab)([. ])(\w+)((?:[^\n`#\\]|\\\n)*)")
 
 
 def commands() -> list[tuple[str, str, str, str]]:
@@ -54,7 +54,7 @@ def test_commands_exist():
 @pytest.mark.parametrize("flags", plans())
 @pytest.mark.thorough
 def test_plans_that_are_shown_can_be_made(flags):
-  result = forked("ats_jax.plan", *shlex.split(flags))
+  result = forked("ats_jax", "plan", *shlex.split(flags))
   assert result.code == 0, result.err
 
 
@@ -104,7 +104,7 @@ def test_settings_that_are_set_exist(path):
 
 def test_the_page_of_settings_is_up_to_date():
   text = settings_page.PAGE.read_text(encoding="utf-8")
-  assert text == settings_page.page(), "run: python -m benchmarks.settings_page"
+  assert text == settings_page.page(), "run: python -m lab.settings_page"
   assert re.findall(r"^- \*\*`(.+?)`", text, re.MULTILINE) == sorted(
     settings(), key=lambda name: ("." in name, list(settings()).index(name))
   )

@@ -26,8 +26,7 @@ from ats_jax.orchestrator import hooks
 
 # What is not run, by program, and why. Files, flags and targets that are named exist all the same.
 NOT_RUN = {
-  "benchmarks": "takes minutes to hours; tests/e2e and tests/unit/benchmarks run the smallest",
-  "experiments": "takes minutes to hours, and most need a GPU",
+  "lab": "takes minutes to hours, some on a GPU; tests/e2e and tests/unit/lab run the smallest",
   "notebooks": "installs packages from a network; .ci/notebooks runs it",
   "pytest": "would run the tests from within a test",
   "pip": "needs a network; the extras exist, and .ci/run installs most of them",
@@ -68,7 +67,7 @@ state = make_program(cfg).init()
 RUN_ELSEWHERE = {
   "docs/reference/api.md": "tests/unit/test_api.py",
   "docs/guides/pytorch.md": "it needs torch; tests/bridge does the same",
-  "docs/reference/cli.md": "tests/unit/test_verbs.py parses each; they are those of the guides",
+  "docs/reference/cli.md": "tests/unit/verbs/test_verbs.py parses each; guides show the same",
 }
 
 
@@ -166,7 +165,7 @@ def make(words: list[str]) -> str:
 
 def check_names(kind: str, command: Command, line: str) -> None:
   """What a command that is not run names exists: a file, its flags, an extra."""
-  if kind in ("benchmarks", "experiments"):
+  if kind == "lab":
     path = ROOT / command.program.removesuffix(".py").replace(".", "/")
     files = [*path.parent.glob(f"{path.name}.py"), *path.glob("*.py")]
     assert files, f"{line}: no such program"

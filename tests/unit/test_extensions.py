@@ -17,7 +17,7 @@ from ats_jax.config.extend import load_extensions
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.train import train
+from ats_jax.train.loop import train
 
 SINK = """
 from ats_jax.extensions import writers

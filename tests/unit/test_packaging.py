@@ -18,7 +18,7 @@ WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 
 def test_all_that_the_package_imports_is_in_the_wheel():
   folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-  assert set(WHEEL["packages"]) == folders - {"benchmarks"}
+  assert set(WHEEL["packages"]) == folders - {"lab"}
 
 
 def test_what_is_no_python_is_in_the_data_folder():

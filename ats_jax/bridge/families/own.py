@@ -6,12 +6,12 @@ A folder of it is one that `transformers` loads with `trust_remote_code`, and `b
 import dataclasses
 from typing import Any
 
-from ats_jax.bridge import remote_code
 from ats_jax.bridge.family import Family, Row, Values
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2, Transform
 from ats_jax.config.build import flatten
 from ats_jax.config.build import settings as known_settings
 from ats_jax.config.schema import Config
+from ats_jax.pytorch import remote_code
 
 MODEL_TYPE = "ats_jax"
 SECTIONS = ("model", "moe", "mod")

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache
 from ats_jax.data.chat.conversation import Conversation, MalformedError
 from ats_jax.data.chat.records import conversations
 from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.child import worked
-from ats_jax.data.corpus import LAYOUT, Corpus, warn_of_malformed
-from ats_jax.data.formats.token_files import token_dtype
-from ats_jax.data.report import Report
-from ats_jax.data.shards import Entry, How, Shards
-from ats_jax.data.source import SourceFile
-from ats_jax.data.tokenise import write_corpus
-from ats_jax.data.tokenizer_base import Tokenizer
+from ats_jax.data.corpus import cache
+from ats_jax.data.corpus.child import worked
+from ats_jax.data.corpus.corpus import LAYOUT, Corpus, warn_of_malformed
+from ats_jax.data.corpus.shards import Entry, How, Shards
+from ats_jax.data.corpus.tokenise import write_corpus
+from ats_jax.data.text.formats.token_files import token_dtype
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import SourceFile
+from ats_jax.data.tokens.base import Tokenizer
 
 _BATCH_CHARS = 2**21  # of what is said, written and encoded at a time
 _TURN_CHARS = 32  # that a template adds, about

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation, MalformedError, read_conversation
-from ats_jax.data.formats import opening
-from ats_jax.data.formats.records import READERS, records
-from ats_jax.data.formats.text import Piece
-from ats_jax.data.report import Report
-from ats_jax.data.source import SourceFile, pieces
+from ats_jax.data.text.formats import opening
+from ats_jax.data.text.formats.records import READERS, records
+from ats_jax.data.text.formats.text import Piece
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import SourceFile, pieces
 
 
 def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:

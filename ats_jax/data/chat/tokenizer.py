@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from absl import logging
 
-from ats_jax import paths
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, Segment
 from ats_jax.data.chat.templates import PUBLISHED, Template
-from ats_jax.data.tokenizer_base import OWN_NAMES, Tokenizer, known_ids
+from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer, known_ids
+from ats_jax.store import paths
 
 
 class Form(NamedTuple):

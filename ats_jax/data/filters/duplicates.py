@@ -12,7 +12,7 @@ import numpy as np
 from ats_jax.config.filters import Stage
 from ats_jax.data.filters.options import values
 from ats_jax.data.filters.rules import WORD
-from ats_jax.data.formats import extra
+from ats_jax.data.text.formats import extra
 
 NUM_HASHES = 128  # of a MinHash signature; the estimated similarity is off by 0.035 at 0.8
 _SHINGLE = 5  # words

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ats_jax.config.filters import Stage
 from ats_jax.data.filters.options import values
-from ats_jax.data.formats import extra
+from ats_jax.data.text.formats import extra
 
 # Scripts that put no spaces between words: Thai to Burmese, Khmer, Japanese, Chinese. There a
 # character counts as a word.

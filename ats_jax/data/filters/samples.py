@@ -8,8 +8,8 @@ import numpy as np
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.filters.sieve import documents
-from ats_jax.data.report import Report
-from ats_jax.data.source import SourceFile, document_name
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import SourceFile, document_name
 
 _OF_EACH = 5  # reasons and verdicts: those with the lowest keys, which are any
 _CHARS = 600  # of a text

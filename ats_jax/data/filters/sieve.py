@@ -5,10 +5,10 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
-from ats_jax.data import cache
+from ats_jax.data.corpus import cache
 from ats_jax.data.filters.judge import Judge
-from ats_jax.data.formats.text import Piece, cut
-from ats_jax.data.report import Report
+from ats_jax.data.text.formats.text import Piece, cut
+from ats_jax.data.text.report import Report
 
 LONGEST = 2**22  # characters that a document is judged by
 

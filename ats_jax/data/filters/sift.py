@@ -19,16 +19,16 @@ from absl import logging
 
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import cache
 from ats_jax.data.chat.records import judged_pieces
-from ats_jax.data.child import worked
+from ats_jax.data.corpus import cache
+from ats_jax.data.corpus.child import worked
+from ats_jax.data.corpus.shards import How
 from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, resolve
 from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
 from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
-from ats_jax.data.report import Report
-from ats_jax.data.shards import How
-from ats_jax.data.source import SourceFile, document_name, name_hash
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import SourceFile, document_name, name_hash
 
 _VERSION = 1  # of the filters' own code: raise it when a verdict changes
 _BATCH_CHARS = 2**21  # judged at a time

@@ -7,20 +7,30 @@ docs/guides/orchestrator.md shows how to add one.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 
 from ats_jax.config.build import flatten
 from ats_jax.config.schema import Config
+from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.step.state import TrainState
-
-if TYPE_CHECKING:
-  from ats_jax.orchestrator.policy.state import PolicyState
-  from ats_jax.orchestrator.signals.interval import Reading
 
 Settings = tuple[tuple[str, Any], ...]
 KINDS: dict[str, type["Action"]] = {}  # all there are, by name
+
+
+class Memory(Protocol):
+  """What an action may read and change of what the policy remembers, `policy.state.PolicyState`.
+
+  Attributes:
+    control: the scalars of the compiled step that were set, by name.
+  """
+
+  @property
+  def control(self) -> Mapping[str, float]: ...  # noqa: D102
+
+  def _replace(self, **changes: Any) -> Self: ...
 
 
 class Now(NamedTuple):
@@ -35,7 +45,7 @@ class Now(NamedTuple):
 
   cfg: Config
   step: int
-  policy: "PolicyState"
+  policy: Memory
   state: TrainState
 
 
@@ -142,7 +152,7 @@ class Action:
     """The action that takes it back; None if nothing can."""
     return None
 
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """What the policy knows once it is done at `step`.
 
     Args:
@@ -153,11 +163,11 @@ class Action:
     del step, wanted
     return policy
 
-  def retract(self, policy: "PolicyState") -> "PolicyState":
+  def retract[M: Memory](self, policy: M) -> M:
     """What the policy knows once a requested action has done harm."""
     return policy
 
-  def worked(self, reading: "Reading") -> bool:
+  def worked(self, reading: Reading) -> bool:
     """Whether a look shows that it had its intended effect, whatever the loss does."""
     del reading
     return False

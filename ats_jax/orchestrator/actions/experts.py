@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.actions import surgery
@@ -14,11 +14,9 @@ from ats_jax.orchestrator.actions.expert_view import (
   find,
   view_experts,
 )
+from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.state import TrainState
-
-if TYPE_CHECKING:
-  from ats_jax.orchestrator.signals.interval import Reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ class RecycleExpert(ExpertEdit):
     """Close the fresh half: the split one is whole again."""
     return PruneExpert(self.layer, self.expert)
 
-  def worked(self, reading: "Reading") -> bool:
+  def worked(self, reading: Reading) -> bool:
     """The expert gets tokens."""
     return (self.layer, self.expert) not in reading.starved
 

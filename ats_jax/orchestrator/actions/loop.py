@@ -2,16 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.actions.base import Action, Host
+from ats_jax.orchestrator.actions.base import Action, Host, Memory
 from ats_jax.step.state import TrainState
-
-if TYPE_CHECKING:
-  from ats_jax.orchestrator.policy.state import PolicyState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Rollback(Action):
     assert saved is not None, "nothing to go back to"
     return saved
 
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """Ignore steps before it: they say nothing about this state."""
     return policy._replace(acted_step=step)
 
@@ -90,7 +87,7 @@ class CorrectStep(Action):
     """Nothing else changes."""
     return dataclasses.replace(state, step=jnp.full_like(state.step, self.step))
 
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """Ignore steps before it: their rates were wrong."""
     return policy._replace(acted_step=step)
 

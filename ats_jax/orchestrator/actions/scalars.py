@@ -1,17 +1,14 @@
 """Scalars that the compiled step reads: setting one needs no new program."""
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.actions.base import Action, Now
+from ats_jax.orchestrator.actions.base import Action, Memory, Now
 from ats_jax.step.schedule import learning_rate
 from ats_jax.step.state import TrainState
-
-if TYPE_CHECKING:
-  from ats_jax.orchestrator.policy.state import PolicyState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Scalar(Action, abstract=True):
     value, before = dataclasses.astuple(self)
     return self._of(before, value)
 
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """Note the new value in the policy."""
     return policy._replace(control={**policy.control, self.scalar: self.value})
 
@@ -96,12 +93,12 @@ class SetLearningRateScale(Scalar):
     wanted = jnp.where(rises, self.scale * learning_rate(cfg, state.step), 0.0)
     return dataclasses.replace(state, reflex=state.reflex.allowing(wanted))
 
-  def remember(self, policy: "PolicyState", step: int, *, wanted: bool) -> "PolicyState":
+  def remember[M: Memory](self, policy: M, step: int, *, wanted: bool) -> M:
     """A requested rate is the one that recovery returns to after an emergency cut."""
     policy = super().remember(policy, step, wanted=wanted)
     return policy._replace(lr_wanted=self.scale) if wanted else policy
 
-  def retract(self, policy: "PolicyState") -> "PolicyState":
+  def retract[M: Memory](self, policy: M) -> M:
     """Let recovery return to the rate before."""
     return policy._replace(lr_wanted=self.before)
 

@@ -25,14 +25,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ats_jax import paths
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import Action, from_json
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
 from ats_jax.orchestrator.policy.state import Decision, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Fault, Reading
 from ats_jax.orchestrator.trials.paired import Effect
-from ats_jax.paths import Log, Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Log, Path
 
 VERSION = 3
 KINDS = ("start", "resumed_from", "check", "bounded", "trial", "refused", "decision", "outcome")

@@ -8,7 +8,7 @@ from typing import Any
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.influence import recurring, tell_bounded
 from ats_jax.orchestrator.signals.health import LEVELS
-from ats_jax.paths import Path
+from ats_jax.store.paths import Path
 
 
 def tell(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
 from ats_jax.orchestrator.signals.interval import Reading, Rows
 from ats_jax.orchestrator.trials.paired import Effect
-from ats_jax.paths import Path
+from ats_jax.store.paths import Path
 
 Write = Callable[[int, Mapping[str, float]], None]
 

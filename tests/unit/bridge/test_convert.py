@@ -16,7 +16,7 @@ from ats_jax.bridge.export import export
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.folder import open_source
 from ats_jax.bridge.safetensors_file import read_header
-from ats_jax.paths import parse
+from ats_jax.store.paths import parse
 
 
 def assert_same_tensors(one, other):
@@ -102,8 +102,8 @@ def test_a_workdir_with_a_run_is_not_written_over(tmp_path):
 KILLED = """
 import os, sys
 from ats_jax.bridge import safetensors_file
-from ats_jax.bridge.__main__ import COMMANDS
-from ats_jax import cli
+from ats_jax.verbs.bridge import COMMANDS
+from ats_jax.verbs import cli
 count, (kind, method, most) = 0, ({kind}, {method!r}, {most})
 right = getattr(kind, method)
 def dies(*args):
@@ -187,22 +187,22 @@ def test_a_run_begins_with_a_folder(tmp_path):
 def test_an_import_generates_and_begins_a_run(tmp_path):
   folder, run = make_folder(tmp_path / "hf", "qwen2"), tmp_path / "run"
   report = forked(
-    "ats_jax.bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
+    "ats_jax", "bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
   )
   assert report.code == 0, report.err
   assert "Qwen2: " in report.out and "--init_from=" in report.out
-  text = forked("ats_jax.generate", f"--workdir={run}", "--prompt=ab", "--max_tokens=4")
+  text = forked("ats_jax", "generate", f"--workdir={run}", "--prompt=ab", "--max_tokens=4")
   assert text.code == 0, text.err
   again = forked(
-    "ats_jax.bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
+    "ats_jax", "bridge", "import", f"--folder={folder}", f"--workdir={run}", "--tokenizer=bytes"
   )
   assert "holds checkpoints already" in again.error()
 
 
 def test_words_of_the_command_line(tmp_path):
-  assert "--folder is missing" in forked("ats_jax.bridge", "import").error()
-  assert "import" in forked("ats_jax.bridge").error()
+  assert "--folder is missing" in forked("ats_jax", "bridge", "import").error()
+  assert "import" in forked("ats_jax", "bridge").error()
   empty = forked(
-    "ats_jax.bridge", "export", f"--workdir={tmp_path / 'no'}", f"--folder={tmp_path / 'x'}"
+    "ats_jax", "bridge", "export", f"--workdir={tmp_path / 'no'}", f"--folder={tmp_path / 'x'}"
   )
   assert "holds no run" in empty.error()

@@ -23,8 +23,8 @@ from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
 from ats_jax.model.count import count
-from ats_jax.paths import parse
 from ats_jax.planner.memory import kv_cache_bytes
+from ats_jax.store.paths import parse
 
 QUANTISED = {
   "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8],

@@ -10,7 +10,7 @@ from ats_jax.bridge.convert import abstract_parts, config_of, import_folder, pla
 from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve
-from ats_jax.paths import parse
+from ats_jax.store.paths import parse
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

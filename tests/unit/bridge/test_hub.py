@@ -177,11 +177,11 @@ def test_other_words_are_folders():
 def test_the_verbs_take_names_where_they_read(tmp_path):
   to = f"--workdir={tmp_path}/run"
   reads = (
-    forked("ats_jax.bridge", "import", "--folder=hf://model", to),
-    forked("ats_jax.bridge", "verify", "--folder=hf://model", to),
+    forked("ats_jax", "bridge", "import", "--folder=hf://model", to),
+    forked("ats_jax", "bridge", "verify", "--folder=hf://model", to),
     forked("ats_jax.train", *train_flags(tmp_path / "run"), "--init_from=hf://model"),
   )
   for result in reads:
     assert result.error().startswith("hf://model is no name on the Hub"), result
-  writes = forked("ats_jax.bridge", "export", "--folder=hf://some/model", to)
+  writes = forked("ats_jax", "bridge", "export", "--folder=hf://some/model", to)
   assert "an export writes a local folder" in writes.error()

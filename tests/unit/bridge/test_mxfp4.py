@@ -14,7 +14,7 @@ from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_source
 from ats_jax.bridge.mxfp4 import MOST, Packed, dequantise
 from ats_jax.bridge.safetensors_file import read_header
-from ats_jax.paths import parse
+from ats_jax.store.paths import parse
 
 EXPERTS = ("gate_up_proj", "down_proj")
 

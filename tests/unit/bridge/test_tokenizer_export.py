@@ -10,16 +10,16 @@ from hf_folders import make_folder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ats_jax import workdir
 from ats_jax.bridge.convert import config_of, import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.folder import open_source
+from ats_jax.checkpoint import workdir
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.tokenizer import with_template
-from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
-from ats_jax.data.tokenizer_export import files_of
-from ats_jax.data.tokenizer_file import save_tokenizer
-from ats_jax.paths import parse
+from ats_jax.data.tokens.export import files_of
+from ats_jax.data.tokens.file import save_tokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer, build_tokenizer
+from ats_jax.store.paths import parse
 
 TEXT = ["la forêt, 漢字 and 🙂\n" * 20, "def f(x):\n  return x\n" * 9]
 SAID = "a  b\n\tçé 漢字 🙂\u200d <|im_end|> </s> don't  \n"

@@ -14,7 +14,7 @@ from ats_jax.checkpoint import CheckpointError, CheckpointManager, abstract_like
 from ats_jax.checkpoint.local import LocalSnapshots, Offer, choose, folder_of
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
-from ats_jax.paths import Path
+from ats_jax.store.paths import Path
 
 RUN = RunIdentity("0123456789abcdef", "settings")
 

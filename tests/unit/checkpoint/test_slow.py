@@ -4,10 +4,10 @@ import time
 
 from checkpoint_helpers import make_state
 
-from ats_jax import paths
 from ats_jax.checkpoint import CheckpointManager
 from ats_jax.checkpoint import manager as manager_module
 from ats_jax.config.schema import CheckpointConfig
+from ats_jax.store import paths
 
 
 def test_a_slow_folder_is_said(tmp_path, monkeypatch, caplog):

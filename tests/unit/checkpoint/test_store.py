@@ -5,7 +5,6 @@ import pytest
 from bucket import become, objects
 from checkpoint_helpers import assert_same, make_state
 
-from ats_jax import paths
 from ats_jax.checkpoint import (
   CheckpointError,
   CheckpointManager,
@@ -16,7 +15,8 @@ from ats_jax.checkpoint import (
 )
 from ats_jax.checkpoint.reader import damaged_folders
 from ats_jax.config.schema import CheckpointConfig
-from ats_jax.paths import Path
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
 
 STORE = Path("gs://bucket/run/checkpoints")
 

@@ -11,7 +11,7 @@ from ats_jax.config.build import resolve
 from ats_jax.config.presets import PRESETS, VARIANTS, preset
 from ats_jax.planner.describe import describe
 from ats_jax.step.schedule import warmup_steps
-from benchmarks.model_tables import sizes
+from lab.model_tables import sizes
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

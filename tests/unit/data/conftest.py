@@ -7,7 +7,7 @@ import pytest
 from wide_tokenizer import WideTokenizer
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.dataset import Dataset
+from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.splits import open_split
 
 

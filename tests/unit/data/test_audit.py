@@ -4,15 +4,15 @@ import sys
 import numpy as np
 import pytest
 
-from ats_jax.data import cache
-from ats_jax.data.__main__ import _audit, _stats
-from ats_jax.data.audit import SCENARIOS, Phase, audit
-from ats_jax.data.dataset import Dataset
-from ats_jax.data.loader import TrainBatches
+from ats_jax.data.corpus import cache
+from ats_jax.data.look.audit import SCENARIOS, Phase, audit
+from ats_jax.data.look.stats import stats, vocabulary_counts
+from ats_jax.data.rows.dataset import Dataset
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.splits import open_datasets, open_split
-from ats_jax.data.stats import stats, vocabulary_counts
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.exits import REFUSED
+from ats_jax.verbs.data import _audit, _stats
 
 ONE_HOST = {"1 host": (Phase(1, 1, 1.0),)}
 
@@ -186,7 +186,10 @@ def test_stats(write, config, capsys):
 
 def command(*arguments):
   return subprocess.run(
-    [sys.executable, "-m", "ats_jax.data", *arguments], capture_output=True, text=True, check=False
+    [sys.executable, "-m", "ats_jax", "data", *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
   )
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ats_jax.data import bigram
-from ats_jax.data.bigram import Bigram
+from ats_jax.data.look import bigram
+from ats_jax.data.look.bigram import Bigram
 
 VOCAB = 7
 

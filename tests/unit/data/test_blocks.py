@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ats_jax.data.blocks import SHORT, cut, sample_blocks
+from ats_jax.data.rows.blocks import SHORT, cut, sample_blocks
 
 
 class Rows:

@@ -8,12 +8,12 @@ import broken_inputs
 import numpy as np
 import pytest
 
-from ats_jax.data.checks import check
-from ats_jax.data.report import Report
-from ats_jax.data.source import find_files
+from ats_jax.data.look.checks import check
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_split
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import find_files
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 
 class Named(Report):

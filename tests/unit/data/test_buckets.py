@@ -7,8 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ats_jax.data.audit import audit
-from ats_jax.data.buckets import (
+from ats_jax.data.look.audit import audit
+from ats_jax.data.look.overview import overview
+from ats_jax.data.look.page import page
+from ats_jax.data.rows.buckets import (
   LEAST_STEPS,
   LEVELS,
   Buckets,
@@ -17,11 +19,9 @@ from ats_jax.data.buckets import (
   by_level,
   row_lengths,
 )
-from ats_jax.data.dataset import Dataset
-from ats_jax.data.difficulty import rarity
-from ats_jax.data.loader import TrainBatches
-from ats_jax.data.overview import overview
-from ats_jax.data.page import page
+from ats_jax.data.rows.dataset import Dataset
+from ats_jax.data.rows.difficulty import rarity
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ats_jax.data import cache
+from ats_jax.data.corpus import cache
 from ats_jax.data.splits import open_datasets
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ats_jax.data.overview import overview
-from ats_jax.data.page import escaped, page
-from ats_jax.data.shards import How
+from ats_jax.data.corpus.shards import How
+from ats_jax.data.look.overview import overview
+from ats_jax.data.look.page import escaped, page
 from ats_jax.data.splits import open_documents, prepare
 
 HOSTILE = (

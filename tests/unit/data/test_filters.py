@@ -13,11 +13,11 @@ import pytest
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.data import splits
+from ats_jax.data.corpus.shards import How
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
 from ats_jax.data.filters.judge import Head, Judge
-from ats_jax.data.formats.text import PIECE, Piece, cut
-from ats_jax.data.shards import How
 from ats_jax.data.splits import open_datasets, open_documents, prepare
+from ats_jax.data.text.formats.text import PIECE, Piece, cut
 
 without = pytest.mark.skipif(
   importlib.util.find_spec("rensa") is not None, reason="the extra filters is there"
@@ -117,7 +117,7 @@ from pathlib import Path
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.filters import parts, sift
 from ats_jax.data.splits import prepare
-from ats_jax.data.shards import How
+from ats_jax.data.corpus.shards import How
 
 sift._BATCH_CHARS, parts.PART_CHARS = 500, 1500
 

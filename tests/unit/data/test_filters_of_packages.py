@@ -6,9 +6,9 @@ import socket
 import numpy as np
 import pytest
 
+from ats_jax.data.corpus.shards import How
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.judge import Head, Judge
-from ats_jax.data.shards import How
 from ats_jax.data.splits import open_documents, prepare
 
 pytestmark = pytest.mark.filters

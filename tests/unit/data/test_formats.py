@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
-from ats_jax.data.formats import extra, opening, records
-from ats_jax.data.report import Report
-from ats_jax.data.source import find_files, pieces
 from ats_jax.data.splits import open_split
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.text.formats import extra, opening, records
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import find_files, pieces
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 TEXTS = [
   "plain",
@@ -238,8 +238,8 @@ class TestTables:
     code = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
-from ats_jax.data.formats.records import records
-from ats_jax.data.report import Report
+from ats_jax.data.text.formats.records import records
+from ats_jax.data.text.report import Report
 import pyarrow.parquet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert sum(1 for _ in records({str(tmp_path / "a.parquet")!r}, ["text"], Report(strict=True)))
@@ -304,8 +304,8 @@ class TestSize:
     code = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
-from ats_jax.data.report import Report
-from ats_jax.data.source import find_files, pieces
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import find_files, pieces
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = Report(strict=False)
 (file,) = find_files({str(tmp_path / name)!r}, report)

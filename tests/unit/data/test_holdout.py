@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from ats_jax.data import holdout
-from ats_jax.data.audit import audit
-from ats_jax.data.formats.text import Piece
-from ats_jax.data.holdout import Split
-from ats_jax.data.source import SourceFile
+from ats_jax.data.look.audit import audit
 from ats_jax.data.splits import open_datasets
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.text import holdout
+from ats_jax.data.text.formats.text import Piece
+from ats_jax.data.text.holdout import Split
+from ats_jax.data.text.source import SourceFile
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 WORDS = "the cat sat on a mat under an élan of 漢字 while rain fell over every red roof"
 

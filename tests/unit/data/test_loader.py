@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data.loader import Batches, Source, TrainBatches
+from ats_jax.data.rows.loader import Batches, Source, TrainBatches
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
 
@@ -84,7 +84,7 @@ def test_workers_give_what_a_thread_gives(numbered):
 SCRIPT = """
 import signal, sys
 import numpy as np, psutil
-from ats_jax.data.loader import Batches, Source
+from ats_jax.data.rows.loader import Batches, Source
 
 if __name__ == "__main__":
   caught = []
@@ -145,7 +145,7 @@ def test_leaving_without_close_is_quick_and_quiet(tmp_path):
   script = tmp_path / "script.py"
   script.write_text(
     "import numpy as np\n"
-    "from ats_jax.data.loader import Batches, Source\n"
+    "from ats_jax.data.rows.loader import Batches, Source\n"
     "if __name__ == '__main__':\n"
     "  batches = Batches(Source(lambda k: {'k': np.array(k)}, 99), num_workers=2, prefetch=1)\n"
     "  print(next(batches)['k'])\n"  # the second worker has not been asked yet

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from ats_jax.data.audit import Phase, audit
-from ats_jax.data.loader import TrainBatches
-from ats_jax.data.mixture import Joined, Mixture
-from ats_jax.data.shards import USUAL
+from ats_jax.data.corpus.shards import USUAL
+from ats_jax.data.look.audit import Phase, audit
+from ats_jax.data.rows.loader import TrainBatches
+from ats_jax.data.rows.mixture import Joined, Mixture
 from ats_jax.data.sources import by_size, open_data, open_eval_sets, stages
 from ats_jax.data.splits import open_datasets, prepare
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data import packing
-from ats_jax.data.packing import make_layout
+from ats_jax.data.rows import packing
+from ats_jax.data.rows.packing import make_layout
 
 MODES = ("concat", "first_fit", "best_fit")
 

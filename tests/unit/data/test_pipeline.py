@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.loader import TrainBatches, eval_batches
+from ats_jax.data.rows.loader import TrainBatches, eval_batches
 from ats_jax.data.sources import open_eval_sets
 from ats_jax.data.splits import open_datasets, open_split
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data import prepared, shards, tokenise
-from ats_jax.data.shards import How
+from ats_jax.data.corpus import prepared, shards, tokenise
+from ats_jax.data.corpus.shards import How
 from ats_jax.data.splits import open_datasets, open_split, prepare
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import tiktoken_file
 from ats_jax.data.chat.tokenizer import with_template
-from ats_jax.data.tokenizer import StreamDecoder, build_tokenizer
-from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokens import tiktoken_file
+from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokens.tokenizer import StreamDecoder, build_tokenizer
 
 TEXT = [
   "def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂🙃\n" * 20, "<|im_end|> </s> 12345 " * 10,

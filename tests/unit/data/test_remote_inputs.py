@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.data import cache, remote
-from ats_jax.data.report import Report
-from ats_jax.data.source import find_files
+from ats_jax.data.corpus import cache
 from ats_jax.data.splits import open_split
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.text import remote
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import find_files
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import sys
 import numpy as np
 import pytest
 
-from ats_jax.data.loader import TrainBatches
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 BATCH, BATCHES, COUNT = 6, 14, 150
 KINDS = {
@@ -97,7 +97,7 @@ KILLED = """
 import json, os, signal, sys
 import numpy as np
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.loader import TrainBatches
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 
 if __name__ == "__main__":

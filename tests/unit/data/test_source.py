@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ats_jax.data.formats import text as text_format
-from ats_jax.data.formats.token_files import token_documents
-from ats_jax.data.report import Report
-from ats_jax.data.source import find_files, pieces
 from ats_jax.data.splits import open_datasets, open_split
-from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
+from ats_jax.data.text.formats import text as text_format
+from ats_jax.data.text.formats.token_files import token_documents
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import find_files, pieces
+from ats_jax.data.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 
 def find(paths, strict=False):

@@ -13,10 +13,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from ats_jax.data import stream, windows
-from ats_jax.data.loader import TrainBatches
+from ats_jax.data.rows import stream, windows
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 COUNT = 240  # documents
 
@@ -47,7 +47,7 @@ def streamed(folder, config):
 @pytest.fixture
 def long(write, monkeypatch):
   """One document more, which is longer than a window."""
-  monkeypatch.setattr("ats_jax.data.formats.text.PIECE", 500)
+  monkeypatch.setattr("ats_jax.data.text.formats.text.PIECE", 500)
   return write("d/long.txt", "a long word\n" * 900)
 
 

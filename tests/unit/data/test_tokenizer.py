@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import tokenizer as lib
-from ats_jax.data.tokenizer import ByteTokenizer, StreamDecoder, build_tokenizer
-from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokens import tokenizer as lib
+from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer, StreamDecoder, build_tokenizer
 
 TEXT = ["def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂🙃\n" * 20, "<|eos|> </s> 12345 " * 10]
 SPECIAL_WORDS = ["<|eos|>", "</s>", "<s>", "<|endoftext|>", "<pad>", "[PAD]", "<|bos|>"]
@@ -139,7 +139,7 @@ LONG_WORDS = """
 import random, sys
 from absl import logging
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.tokenizer import build_tokenizer
+from ats_jax.data.tokens.tokenizer import build_tokenizer
 
 logging.set_verbosity(logging.INFO)
 random.seed(0)

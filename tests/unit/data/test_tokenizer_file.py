@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.tokenizer import build_tokenizer
-from ats_jax.data.tokenizer_file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
+from ats_jax.data.tokens.tokenizer import build_tokenizer
 
 TEXT = ["def f(x):\n  return x + 1\n", "la forêt, 漢字 and 🙂\n" * 9]
 NUMBERS = ("vocab_size", "bos_id", "eos_id", "pad_id", "fingerprint")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.turns import Stage, Turns, even_order, random_order
+from ats_jax.data.rows.schedule import Stage, Turns, even_order, random_order
 
 PARTS = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 

@@ -1,4 +1,4 @@
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 
 class WideTokenizer(ByteTokenizer):

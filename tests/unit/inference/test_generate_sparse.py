@@ -9,7 +9,7 @@ import pytest
 from helpers import make_decoder, pack, thorough_but, tiny_config
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import reshard

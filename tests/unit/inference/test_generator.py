@@ -13,7 +13,7 @@ import pytest
 from helpers import EVALUATION, make_decoder, make_test_mesh, tiny_config
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference import generator
 from ats_jax.inference.generator import until_stop
 

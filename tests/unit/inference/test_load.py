@@ -6,11 +6,11 @@ import pytest
 from helpers import tiny_config
 from ml_collections import ConfigDict
 
-from ats_jax import runtime, workdir
-from ats_jax.checkpoint import integrity
+from ats_jax.checkpoint import integrity, workdir
+from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.inference.load import fit_devices, load_run
-from ats_jax.train import train
+from ats_jax.train.loop import train
 
 
 def trained_on(data: int, fsdp: int, tensor: int, batch_size: int, accum_steps: int):

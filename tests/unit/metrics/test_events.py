@@ -11,7 +11,7 @@ from test_writer import read_events, scalars_of
 
 from ats_jax.config.build import flatten, from_config_dict
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.train import train
+from ats_jax.train.loop import train
 
 TEXT = "the cat sat on the mat, and the dog on the log. " * 40
 

@@ -10,7 +10,7 @@ from test_events import TEXT, sparse_run
 from ats_jax.metrics.goodput import CATEGORIES
 from ats_jax.metrics.memory import _DEVICE_STATS
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.train import train
+from ats_jax.train.loop import train
 
 pytestmark = pytest.mark.thorough
 

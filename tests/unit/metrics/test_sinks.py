@@ -13,7 +13,7 @@ from helpers import tiny_config
 from ats_jax.config.schema import LogConfig
 from ats_jax.metrics.create import create_writer
 from ats_jax.metrics.rows import read_jsonl
-from ats_jax.train import train
+from ats_jax.train.loop import train
 
 LEVELDB_BLOCK = 2**15
 FLUSH_SECS = 30

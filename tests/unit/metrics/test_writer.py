@@ -282,7 +282,7 @@ def test_csv_columns_keep_their_order_and_old_rows_are_padded(tmp_path):
 FULL_DISK = """
 import contextlib, resource, sys
 from pathlib import Path
-from ats_jax import cli
+from ats_jax.verbs import cli
 from ats_jax.metrics.files import CsvWriter
 
 path = Path(sys.argv.pop())

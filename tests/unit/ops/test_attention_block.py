@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, pack, tiny_config
 
-from ats_jax.ops import _compat, attention_block, cudnn
-from ats_jax.ops.attention import attention
-from ats_jax.ops.attention_block import Rules, Tokens, merge
-from ats_jax.ops.cudnn import by_segment, by_token, segment_bounds, shared_bounds
+from ats_jax.ops import _compat
+from ats_jax.ops.attention import block, cudnn
+from ats_jax.ops.attention.block import Rules, Tokens, merge
+from ats_jax.ops.attention.causal import attention
+from ats_jax.ops.attention.cudnn import by_segment, by_token, segment_bounds, shared_bounds
 from ats_jax.ops.registry import choose_op
 from ats_jax.ops.requirements import Device
 
@@ -81,8 +82,8 @@ def of_whole_rows(window: int | None, soft_cap: float | None) -> tuple:
   return np.asarray(y), [np.asarray(a) for a in gradients]
 
 
-run_forward = jax.jit(attention_block.forward, static_argnums=5)
-run_backward = jax.jit(attention_block.backward, static_argnums=8)
+run_forward = jax.jit(block.forward, static_argnums=5)
+run_backward = jax.jit(block.backward, static_argnums=8)
 
 
 def test_nothing_merged_with_nothing_is_nothing():
@@ -120,8 +121,8 @@ def test_cudnn_is_asked_for_the_segment_that_two_chunks_share(monkeypatch, v_wid
 
 
 class Reference:
-  block_forward = staticmethod(attention_block.forward)
-  block_backward = staticmethod(attention_block.backward)
+  block_forward = staticmethod(block.forward)
+  block_backward = staticmethod(block.backward)
 
 
 def test_the_segment_that_began_before():

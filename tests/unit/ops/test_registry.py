@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.bench.cases import toy_cases
 from ats_jax.ops import kernels, registry
 from ats_jax.ops.adamw import Rates, adamw
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
@@ -22,6 +21,7 @@ from ats_jax.ops.rope import rope, rope_table
 from ats_jax.ops.routing import Rule, route
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
+from ats_jax.verbs.bench.cases import toy_cases
 
 pytestmark = pytest.mark.compat
 

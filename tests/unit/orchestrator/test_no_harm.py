@@ -12,10 +12,10 @@ import pytest
 from helpers import make_test_mesh
 
 from ats_jax.orchestrator import hooks
-from benchmarks.faults import arms
-from benchmarks.faults.bench import Bench
-from benchmarks.faults.single import run
-from benchmarks.faults.suite import AUDIT
+from lab.faults import arms
+from lab.faults.bench import Bench
+from lab.faults.single import run
+from lab.faults.suite import AUDIT
 
 STEPS = 140
 AS_WELL = 0.02  # nats: less is no difference

@@ -31,7 +31,7 @@ from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Again, Effect
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
-from benchmarks.faults.inject import Fault, with_faults
+from lab.faults.inject import Fault, with_faults
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
 WELL, NEW, FRESH = Judgement(), PolicyState(), Plateau()

@@ -11,7 +11,6 @@ from helpers import counting_rows, make_test_mesh, micro_batches, tiny_config
 from readings import EDITED, NAN_STATE, reading
 
 from ats_jax.config.schema import OrchestratorConfig
-from ats_jax.feed import _probe_shape
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.policy.decide import Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
@@ -21,6 +20,7 @@ from ats_jax.orchestrator.signals.probe import FORWARD, Probe
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
+from ats_jax.train.feed import _probe_shape
 
 EVERY, LOOKS = 4, 5  # steps from look to look, looks from reading to reading
 SETTINGS = {

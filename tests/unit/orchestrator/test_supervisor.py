@@ -26,7 +26,7 @@ from ats_jax.orchestrator.trials.snapshots import (
 )
 from ats_jax.step.metrics import METRICS
 from ats_jax.step.program import make_program
-from benchmarks.faults.inject import Fault, with_faults
+from lab.faults.inject import Fault, with_faults
 
 SETTINGS = {
   "num_steps": 220,

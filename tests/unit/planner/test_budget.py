@@ -202,12 +202,12 @@ DEBUG = "--config=configs/debug.py"
   ],
 )
 def test_what_is_wrong_is_said(flags, message):
-  assert re.search(message, forked("ats_jax.plan", *flags).error())
+  assert re.search(message, forked("ats_jax", "plan", *flags).error())
 
 
 def test_the_command():
   asked = ("budget", "--config=configs/debug.py", "--flops=1e15")
-  plan = json.loads(forked("ats_jax.plan", *asked, "--json", "--law=hoffmann").out)
+  plan = json.loads(forked("ats_jax", "plan", *asked, "--json", "--law=hoffmann").out)
   assert plan["budget"]["flops"] == pytest.approx(1e15)
   assert plan["curve"][3]["loss"] == plan["budget"]["loss"]
-  assert "compute efficiency" in forked("ats_jax.plan", *asked).out
+  assert "compute efficiency" in forked("ats_jax", "plan", *asked).out

@@ -71,7 +71,7 @@ def test_where_it_takes_more_the_user_decides():
 
 def test_plan_says_so():
   flags = ("--config.mesh.expert=4", "--config.moe.exchange_factor=4.0")
-  text = forked("ats_jax.plan", "--config=configs/debug.py:moe", "--devices=4", *flags).out
+  text = forked("ats_jax", "plan", "--config=configs/debug.py:moe", "--devices=4", *flags).out
   assert re.search(r"prefer mesh.fsdp=4, mesh.expert=1\.\n  .* GiB a device", text)
-  plain = forked("ats_jax.plan", "--config=configs/debug.py:moe", "--devices=4").out
+  plain = forked("ats_jax", "plan", "--config=configs/debug.py:moe", "--devices=4").out
   assert "expert axis" not in plain

@@ -221,7 +221,7 @@ def test_typical_rates():
 
 
 def test_the_command():
-  arguments = "ats_jax.plan", "--config=configs/debug.py", "--fit"
+  arguments = "ats_jax", "plan", "--config=configs/debug.py", "--fit"
   tiny = "--config.model.num_layers=2"
   told = forked(*arguments, "--devices=2", tiny, "--memory=1")
   assert "picked: " in told.out and "--config.mesh.fsdp=" in told.out
@@ -230,7 +230,8 @@ def test_the_command():
   )
   assert picked is not None
   again = forked(
-    "ats_jax.plan",
+    "ats_jax",
+    "plan",
     "--config=configs/debug.py",
     tiny,
     "--memory=1",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.planned_memory import STEPS, planned
+from lab.planned_memory import STEPS, planned
 
 TOO_SMALL = pytest.mark.xfail(strict=True, reason="what takes 68 GiB was not found")
 

@@ -6,10 +6,10 @@ import json
 import pytest
 from helpers import tiny_config
 
+from ats_jax.cluster.preflight import measure
 from ats_jax.planner import seconds
 from ats_jax.planner.describe import describe, render
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
-from ats_jax.preflight import measure
 from ats_jax.sharding.compressed import sent_bytes
 
 KIB = 2**10

@@ -10,14 +10,14 @@ from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.planner.describe import describe, render
-from benchmarks.model_tables import update
+from lab.model_tables import update
 
 
 @pytest.mark.thorough
 def test_3400_billion_parameters_without_a_device():
   """An unknown platform: whatever touched a device would fail."""
   result = started(
-    "ats_jax.plan", "--config=configs/b300.py:hybrid", "--devices=1024", "--json",
+    "ats_jax", "plan", "--config=configs/b300.py:hybrid", "--devices=1024", "--json",
     "--config.mesh.fsdp=16", "--config.mesh.expert=8", "--config.mesh.tensor=8",
     JAX_PLATFORMS="none-at-all",
   )  # fmt: skip
@@ -49,7 +49,7 @@ def test_3400_billion_parameters_without_a_device():
   ],
 )
 def test_what_is_wrong_is_said(flags, message):
-  assert re.search(message, forked("ats_jax.plan", *flags).error())
+  assert re.search(message, forked("ats_jax", "plan", *flags).error())
 
 
 def test_a_config_without_a_vocabulary_uses_the_tokenizers():
@@ -98,6 +98,6 @@ def test_the_models_page_is_up_to_date():
   """Builds, counts and validates every variant of every preset."""
   page = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
   text = page.read_text(encoding="utf-8")
-  assert update(text) == text, "run: python -m benchmarks.model_tables"
+  assert update(text) == text, "run: python -m lab.model_tables"
   with pytest.raises(ValueError, match="the tables lie between"):
     update("no markers")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.planned_times import STEPS, planned
+from lab.planned_times import STEPS, planned
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from ats_jax.step.balance import drop_experts
 from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
-from benchmarks.faults.inject import Fault, with_faults
+from lab.faults.inject import Fault, with_faults
 
 CALM = {
   "optimizer.learning_rate": 1e-3,

@@ -11,7 +11,7 @@ import pytest
 from helpers import micro_batches, tiny_config
 
 from ats_jax.config.schema import SampleConfig
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
 from ats_jax.ops import linear
 from ats_jax.step.balance import totals

@@ -17,7 +17,7 @@ from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.program import make_program
 from ats_jax.step.reflex import REACH, WARM, Tracker
 from ats_jax.step.schedule import learning_rate
-from benchmarks.faults.inject import Fault, with_faults
+from lab.faults.inject import Fault, with_faults
 
 FLOOR = 0.1
 

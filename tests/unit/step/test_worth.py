@@ -10,7 +10,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax.model.count import count
 from ats_jax.model.mod import Pass
 from ats_jax.step.program import make_program
-from ats_jax.step.worth import expert_efficiency, worth
+from ats_jax.step.sparse_value import expert_efficiency, worth
 
 RULES = Pass(training=True, capacity=0.25)
 MOD = {"model.num_layers": 4, "mod.routing": "learned", "mod.capacity": 0.25}

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from ats_jax.data.audit import audit
+from ats_jax.data.corpus.shards import How
 from ats_jax.data.filters import sift
-from ats_jax.data.shards import How
+from ats_jax.data.look.audit import audit
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents, prepare
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from chat_cases import DIALOGUES
 
-from ats_jax.data.audit import Phase, audit
 from ats_jax.data.chat.tokenizer import ChatTokenizer
+from ats_jax.data.look.audit import Phase, audit
 from ats_jax.data.sources import open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets
 

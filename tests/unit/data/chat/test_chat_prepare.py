@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data import shards
 from ats_jax.data.chat import corpus
-from ats_jax.data.shards import How
+from ats_jax.data.corpus import shards
+from ats_jax.data.corpus.shards import How
 from ats_jax.data.splits import open_datasets, prepare
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 JINJA = """{% for m in messages %}
 {%- if m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}

@@ -11,19 +11,19 @@ import pytest
 from chat_cases import ANSWERS, DIALOGUES, in_loss
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.data import explain
-from ats_jax.data.audit import audit
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
-from ats_jax.data.checks import check
-from ats_jax.data.loader import TrainBatches
-from ats_jax.data.report import Report
-from ats_jax.data.shards import How
-from ats_jax.data.source import SourceFile
+from ats_jax.data.corpus.shards import How
+from ats_jax.data.look import explain
+from ats_jax.data.look.audit import audit
+from ats_jax.data.look.checks import check
+from ats_jax.data.look.stats import stats
+from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.splits import open_datasets, prepare
-from ats_jax.data.stats import stats
-from ats_jax.data.tokenizer import ByteTokenizer, build_tokenizer
-from ats_jax.data.tokenizer_file import extends, load_tokenizer, save_tokenizer
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import SourceFile
+from ats_jax.data.tokens.file import extends, load_tokenizer, save_tokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 MARKERS = ("<|im_start|>", "<|im_end|>")
 

@@ -4,8 +4,8 @@ import pytest
 
 from ats_jax.data.chat.conversation import MalformedError, Message, read_conversation
 from ats_jax.data.chat.records import conversations, message_pieces
-from ats_jax.data.report import Report
-from ats_jax.data.source import SourceFile
+from ats_jax.data.text.report import Report
+from ats_jax.data.text.source import SourceFile
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TURNS = (Message("user", "a"), Message("assistant", "b"))

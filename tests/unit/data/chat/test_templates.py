@@ -9,7 +9,7 @@ from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
 from ats_jax.data.chat.segments import weight_table, written
 from ats_jax.data.chat.templates import PUBLISHED
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form
-from ats_jax.data.tokenizer import ByteTokenizer
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 ANSWERS_ONLY = weight_table(role_weights("assistant=1"), "all")
 EACH = [(family, number) for family in FAMILIES for number in range(len(DIALOGUES))]

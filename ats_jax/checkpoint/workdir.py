@@ -1,0 +1,165 @@
+"""The folder of a run: its config, environment and tokenizer. One workdir = one run."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+from ats_jax.config.build import differences, flatten, from_config_dict, to_dict
+from ats_jax.config.identity import RunIdentity, fixed_settings_hash
+from ats_jax.config.schema import Config
+from ats_jax.store import lease, paths, shared_folder
+from ats_jax.store.paths import Path
+
+CONFIG, RUN_ID, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
+  "config.json",
+  "run_id",
+  "metadata.json",
+  "tokenizer.json",
+  "checkpoints",
+  "layers.jsonl",
+  "decisions.jsonl",
+  "performance.json",
+  ".lock",
+)
+RUN_ID_BYTES = 8
+
+
+@contextlib.contextmanager
+def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
+  """Make `workdir` the folder of a run with `cfg`, or check that it is; keep others out meanwhile.
+
+  Before its first checkpoint a run has nothing to lose: its settings may still change, all of them.
+  In a multi-process job all processes must call this together; all get the same.
+
+  Yields:
+    Which run it is: made at the first claim, and found again at each later one.
+
+  Raises:
+    ValueError: if it cannot be written, another process trains in it, its files cannot be read, or
+      it holds a run whose settings differ in more than what may change on resume; if the processes
+      of a job do not see the same folder.
+  """
+  workdir = Path(workdir)
+  with contextlib.ExitStack() as lock:
+    try:
+      paths.make_folder(workdir)
+      if jax.process_index() == 0:
+        lock.enter_context(lease.held(workdir / LOCK))
+      run = _take(workdir, cfg)
+    except BlockingIOError as e:
+      raise ValueError(
+        f"another process trains in {workdir} now: two would damage its files. "
+        "Wait for it, stop it, or use another --workdir."
+      ) from e
+    except paths.errors() as e:
+      why = "it is a file" if os.path.isfile(workdir) else paths.reason(e)
+      raise ValueError(f"workdir {workdir} cannot be used: {why}. Choose another --workdir.") from e
+    yield RunIdentity(run, fixed_settings_hash(cfg))
+
+
+def _take(workdir: Path, cfg: Config) -> str:
+  """Write what a claimed workdir holds; return the id of its run."""
+  path = workdir / CONFIG
+  has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))
+  if path.exists():
+    _compare(workdir, _read_config(path), cfg, all_free=not has_checkpoints)
+  elif has_checkpoints:
+    raise ValueError(
+      f"{workdir} holds checkpoints but no {CONFIG}, so nobody can say whether they fit. "
+      "Restore the file or use another --workdir."
+    )
+  if jax.process_index() == 0:
+    if not has_checkpoints and not (workdir / RUN_ID).exists():
+      paths.write(workdir / RUN_ID, secrets.token_hex(RUN_ID_BYTES) + "\n")
+    run = bytes.fromhex(_read_run_id(workdir))
+    write_json(path, to_dict(cfg))
+  else:
+    run = bytes(RUN_ID_BYTES)
+  if jax.process_count() > 1:
+    run = multihost_utils.broadcast_one_to_all(np.frombuffer(run, np.uint8)).tobytes()
+    shared_folder.check_folder(workdir / RUN_ID, run.hex() + "\n")
+    shared_folder.check_clocks()
+  return run.hex()
+
+
+def _read_run_id(workdir: Path) -> str:
+  path = Path(workdir) / RUN_ID
+  if not path.exists():
+    raise ValueError(
+      f"{workdir} holds no {RUN_ID}, so nobody can say whether its checkpoints are of this run. "
+      "Restore the file (the manifest.json of each checkpoint says it) or use another --workdir."
+    )
+  text = paths.read(path).decode(errors="replace").removesuffix("\n")
+  if not re.fullmatch(f"[0-9a-f]{{{2 * RUN_ID_BYTES}}}", text):
+    raise ValueError(
+      f"{path} holds {text[:40]!r}, not the {2 * RUN_ID_BYTES} hexadecimal digits of a run. "
+      "Restore the file or use another --workdir."
+    )
+  return text
+
+
+def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_free: bool) -> None:
+  changed = differences(flatten(previous), flatten(cfg))
+  if cfg.counts_epochs:
+    changed.pop("num_steps", None)
+  fixed = [f"  {n}: {a!r} -> {b!r}" for n, (a, b, free) in changed.items() if not free]
+  if fixed and not all_free:
+    lines = "\n".join(fixed)
+    raise ValueError(
+      f"{workdir} holds a run with other settings:\n{lines}\n"
+      "Use another --workdir for the new settings, or the old settings to go on."
+    )
+  for name, (was, now, _) in changed.items():
+    logging.info("changed since the last start: %s: %r -> %r", name, was, now)
+
+
+def write_config(workdir: Path, cfg: Config) -> None:
+  """Replace the settings of a claimed workdir, as more is known of them."""
+  if jax.process_index() == 0:
+    write_json(workdir / CONFIG, to_dict(cfg))
+
+
+def load_config(workdir: Path) -> Config:
+  """Read the config of a run.
+
+  Raises:
+    ValueError: if there is no run, or the file cannot be read.
+  """
+  path = Path(workdir) / CONFIG
+  if not path.exists():
+    raise ValueError(f"{workdir} holds no run ({CONFIG} is missing). Train one there first.")
+  return from_config_dict(_read_config(path))
+
+
+def load_identity(workdir: Path) -> RunIdentity:
+  """Return which run a workdir holds.
+
+  Raises:
+    ValueError: if there is no run, or its files cannot be read.
+  """
+  cfg = load_config(workdir)
+  return RunIdentity(_read_run_id(workdir), fixed_settings_hash(cfg))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+  try:
+    values = json.loads(paths.read(path))
+    if not isinstance(values, dict):
+      raise ValueError(f"it holds no settings but {values!r:.40}")
+    return values
+  except (OSError, ValueError, RecursionError) as e:
+    raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Replace `path` by a value, in one step."""
+  paths.write(path, json.dumps(value, indent=2) + "\n")

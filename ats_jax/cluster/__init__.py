@@ -1,0 +1,1 @@
+"""Processes of a job: started, met, watched, checked before a run, submitted to a scheduler."""

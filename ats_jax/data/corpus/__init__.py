@@ -1,0 +1,1 @@
+"""Documents to a tokenised corpus on disk, made by several processes and cached."""

@@ -1,0 +1,1 @@
+"""Reports on data: audit, statistics, malformed records, single rows, an HTML page."""

@@ -1,0 +1,352 @@
+"""Training rows of which each step reads a part of the documents: rows of one length, or level.
+
+A part is a `Dataset` of its own: the documents up to so many tokens in rows of that length, or
+those of one level of difficulty. A step holds as many tokens in each: where rows are a quarter as
+long there are four times as many. So a run still counts rows of `data.seq_len`, of which a step has
+`data.batch_size`, and its position stays one number.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ats_jax.config.curriculum import LEAST_LENGTH
+from ats_jax.data.corpus import cache
+from ats_jax.data.rows.dataset import Dataset, check_same
+from ats_jax.data.rows.schedule import ranks, shuffled
+from ats_jax.data.tokens.tokenizer import Tokenizer
+
+LEAST_STEPS = 4  # of an epoch, in a part: one with fewer is joined to its neighbour
+LEVELS = 8  # of difficulty, at most
+
+
+class Step(NamedTuple):
+  """Where the rows of a step come from.
+
+  Attributes:
+    part: the number of the part.
+    turn: which of the part's steps it is, counted over the run.
+  """
+
+  part: int
+  turn: int
+
+
+class StepOrder:
+  """Which part each step of a run reads: a pure function of the sizes, the seed and the step.
+
+  Epoch after epoch each part has the fewest steps that end its own epoch. The last of them goes on
+  into the part's next epoch, from where the part goes on in the next one. So after any whole epoch
+  each row of a part has been read that often, and at most a step of them once more.
+  """
+
+  def __init__(self, rows: Sequence[int], a_step: Sequence[int], seed: int | None):
+    """Set the sizes.
+
+    Args:
+      rows: of an epoch of each part.
+      a_step: how many of them a step of the part takes.
+      seed: of a random order in each epoch; None = the parts come one after the other.
+    """
+    assert min(rows) > 0
+    self.seed = seed
+    self._rows, self._a_step = np.array(rows, np.int64), np.array(a_step, np.int64)
+    self._steps = sum(Fraction(n, k) for n, k in zip(rows, a_step, strict=True))  # of an epoch
+    self._table: tuple[int, np.ndarray, np.ndarray] = (-1, self._rows, self._rows)
+
+  def start(self, epoch: int) -> int:
+    """The first step of an epoch."""
+    return int(self._before(epoch).sum())
+
+  def epoch(self, step: int) -> int:
+    """Which epoch a step is of."""
+    # An epoch begins at most `parts - 1` steps later than by the sizes alone.
+    found = max(0, math.floor((step - len(self._rows) + 1) / self._steps))
+    while self.start(found + 1) <= step:
+      found += 1
+    return found
+
+  def epochs(self, step: int) -> float:
+    """How often all rows have been read after so many steps."""
+    epoch = self.epoch(step)
+    start = self.start(epoch)
+    return epoch + (step - start) / (self.start(epoch + 1) - start)
+
+  def find(self, step: int) -> Step:
+    """Where the rows of a step (from 0) come from."""
+    epoch = self.epoch(step)
+    at = step - self.start(epoch)
+    table = self._table  # at once: threads read it
+    if table[0] != epoch:
+      table = self._table = epoch, *self._order(epoch)
+    part = int(table[1][at])
+    return Step(part, int(self._before(epoch)[part] + table[2][at]))
+
+  def until(self, part: int) -> int:
+    """The first step behind the first epoch of a part."""
+    counts = self._before(1)
+    order = self._order(0)[0]
+    return int(np.flatnonzero(order == part)[counts[part] - 1]) + 1
+
+  def _before(self, epoch: int) -> np.ndarray:
+    """[parts] steps of each before an epoch."""
+    return -(-epoch * self._rows // self._a_step)
+
+  def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part of each step of an epoch, and how many steps of the same part come before it."""
+    counts = self._before(epoch + 1) - self._before(epoch)
+    order = np.repeat(np.arange(len(counts)), counts)
+    if self.seed is not None:
+      order = shuffled(order, f"steps {self.seed} {epoch}")
+    return order, ranks(order)
+
+
+class Part(NamedTuple):
+  """The documents that are packed together.
+
+  Attributes:
+    name: in words.
+    seq_len: positions of their rows.
+    documents: indices into the corpus.
+  """
+
+  name: str
+  seq_len: int
+  documents: np.ndarray
+
+
+class Buckets:
+  """Training rows in parts, one a step; see `TrainRows`.
+
+  Row r of the run is of step r // batch_size. If the rows of that step are shorter it is several of
+  them: so many follow each other in a batch in its place.
+
+  Attributes:
+    parts: by name, the first ones first.
+    order: of steps.
+    batch_size: rows of `seq_len` of a step.
+  """
+
+  are_ready = True
+
+  def __init__(
+    self, parts: Mapping[str, Dataset], *, batch_size: int, seq_len: int, seed: int | None
+  ):
+    """Set the order.
+
+    Args:
+      parts: each with at least one row.
+      batch_size: see above.
+      seq_len: of the run; a multiple of each part's.
+      seed: as for `StepOrder`.
+    """
+    self.parts, self.batch_size, self.seq_len = dict(parts), batch_size, seq_len
+    found = list(self.parts.values())
+    self.tokenizer: Tokenizer = found[0].tokenizer
+    self.order = StepOrder(
+      [part.num_rows for part in found], [batch_size * self._times(part) for part in found], seed
+    )
+    self.num_rows = self.order.start(1) * batch_size
+    self.num_tokens = sum(part.num_tokens for part in found)
+    self.num_documents = sum(part.num_documents for part in found)
+    known = all(part.bytes_per_token for part in found)
+    num_bytes = sum(part.bytes_per_token * part.num_tokens for part in found)
+    self.bytes_per_token = num_bytes / self.num_tokens if known else 0.0
+    names = [part.fingerprint for part in found]
+    self.fingerprint = cache.digest("buckets", names, batch_size, seed is None)
+
+  @property
+  def ids_used(self) -> int:
+    """See `TrainRows`."""
+    return next(iter(self.parts.values())).ids_used
+
+  @property
+  def padding(self) -> float:
+    """Share of the places of its rows that hold no token."""
+    places = sum(part.num_rows * part.seq_len for part in self.parts.values())
+    return 1 - self.num_tokens / places
+
+  @property
+  def report(self) -> dict[str, Any]:
+    """See `Dataset`: of the part with the most to say, as all are of one text."""
+    return max((p.report for p in self.parts.values()), key=lambda r: sum(r["skipped"].values()))
+
+  def with_parts(self, parts: Mapping[str, Dataset], tokenizer: Any) -> "Buckets":
+    """The same steps of other documents (for the audit)."""
+    found = Buckets(parts, batch_size=self.batch_size, seq_len=self.seq_len, seed=self.order.seed)
+    found.tokenizer = tokenizer
+    return found
+
+  def place(self, row: int) -> tuple[int, range]:
+    """The number of the part that row `row` of the run is of, and its rows that it is."""
+    step, slot = divmod(row, self.batch_size)
+    number, turn = self.order.find(step)
+    times = self._times(list(self.parts.values())[number])
+    begin = (turn * self.batch_size + slot) * times
+    return number, range(begin, begin + times)
+
+  def row_length(self, row: int) -> int:
+    """See `TrainRows`."""
+    return list(self.parts.values())[self.place(row)[0]].seq_len
+
+  def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+    """See `TrainRows`: of rows of one step, arrays [..., rows x times, seq_len / times]."""
+    indices = np.asarray(indices)
+    places = [self.place(int(row)) for row in indices.flat]
+    assert len({number for number, _ in places}) == 1, "the rows are of several steps"
+    part = list(self.parts.values())[places[0][0]]
+    rows = np.array([row for _, rows in places for row in rows], np.int64)
+    return part.global_rows(rows.reshape(*indices.shape[:-1], -1))
+
+  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+    """See `Rows`: those of the first epoch; short ones are laid end to end to `seq_len`."""
+    indices = np.asarray(indices)
+    whole = [self._whole(int(row)) for row in indices.flat]
+    return {
+      name: np.stack([row[name] for row in whole]).reshape(*indices.shape, self.seq_len)
+      for name in whole[0]
+    }
+
+  def _whole(self, row: int) -> dict[str, np.ndarray]:
+    """One row, [seq_len]; documents of all the short rows that it is are numbered on."""
+    number, short = self.place(row)
+    part = list(self.parts.values())[number]
+    if row >= self.num_rows:  # of padding
+      found = part.rows(np.full(len(short), part.num_rows))
+    else:
+      found = part.global_rows(np.array(short))
+    ids = found["segment_ids"]
+    last = ids.max(axis=1, keepdims=True)
+    found["segment_ids"] = np.where(ids > 0, ids + np.cumsum(last, axis=0) - last, 0)
+    return {name: values.reshape(-1) for name, values in found.items()}
+
+  def position(self, row: int) -> dict[str, Any]:
+    """See `TrainRows`."""
+    return {"row": row, "data": self.fingerprint}
+
+  def row_of(self, position: Mapping[str, Any]) -> int:
+    """See `TrainRows`.
+
+    Raises:
+      ValueError: if the position is one in other data.
+    """
+    check_same(self.fingerprint, position)
+    return position["row"]
+
+  def news(self, first: int, end: int) -> Sequence[str]:
+    """See `TrainRows`: of epochs behind the first, and of parts where they come in order."""
+    found = []
+    names = list(self.parts)
+    for step in range(max(1, -(-first // self.batch_size)), -(-end // self.batch_size)):
+      epoch = self.order.epoch(step)
+      if epoch > self.order.epoch(step - 1):
+        found.append(f"all documents have been read; epoch {epoch + 1:,} begins")
+      part = self.order.find(step).part
+      if self.order.seed is None and part != self.order.find(step - 1).part:
+        found.append(f"from step {step + 1:,} on: {names[part]}")
+    return found
+
+  def in_words(self) -> str:
+    """See `TrainRows`."""
+    parts = "; ".join(
+      f"{name}: {part.num_rows:,} rows of {part.seq_len}" for name, part in self.parts.items()
+    )
+    how = "one after the other in each epoch" if self.order.seed is None else "mixed at random"
+    return (
+      f"{self.num_documents:,} documents, {self.num_tokens:,} targets in "
+      f"{self.order.start(1):,} steps an epoch, {how}, {self.padding:.1%} padding: {parts}"
+    )
+
+  def epochs(self, row: int) -> float | None:
+    """See `TrainRows`."""
+    return self.order.epochs(row // self.batch_size)
+
+  def passes(self, row: int) -> dict[str, float | None]:
+    """See `TrainRows`: no source has a name."""
+    del row
+    return {}
+
+  def ahead(self, row: int, going: Callable[[], bool]) -> None:
+    """See `TrainRows`: nothing is to be made."""
+
+  def _times(self, part: Dataset) -> int:
+    return self.seq_len // part.seq_len
+
+
+def row_lengths(sizes: np.ndarray, *, seq_len: int, count: int, batch_size: int) -> tuple[int, ...]:
+  """At most `count` lengths of rows, `seq_len` the last: quantiles of tokens, rounded up.
+
+  Each is `seq_len` halved some times, and a multiple of LEAST_LENGTH. A length whose documents do
+  not fill LEAST_STEPS steps is left out, and the next longer one has them.
+
+  Args:
+    sizes: [documents] positions of each (text tokens + 1).
+    seq_len: positions of the longest rows.
+    count: lengths at most.
+    batch_size: rows of `seq_len` of a step.
+  """
+  lengths = [seq_len]
+  while lengths[0] % (2 * LEAST_LENGTH) == 0:
+    lengths.insert(0, lengths[0] // 2)
+  ordered = np.sort(sizes)
+  tokens = np.cumsum(ordered)
+  marks = np.searchsorted(tokens, tokens[-1] * np.arange(1, count) / count)
+  fits = np.searchsorted(lengths, np.minimum(ordered[marks], seq_len))
+  found = sorted({*(lengths[i] for i in fits), seq_len})
+  least = LEAST_STEPS * batch_size * seq_len
+  while len(found) > 1:
+    ends = np.searchsorted(ordered, found[:-1], "right")
+    filled = [int(part.sum()) for part in np.split(ordered, ends)]
+    few = int(np.argmin(filled))
+    if filled[few] >= least:
+      break
+    del found[min(few, len(found) - 2)]  # the longest stays: it takes in the one below it
+  return tuple(found)
+
+
+def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Part]:
+  """Documents by the shortest row that holds them whole; the last part has all that are longer.
+
+  Args:
+    sizes: [documents] positions of each.
+    documents: indices of them into the corpus.
+    lengths: of rows, rising.
+  """
+  which = np.searchsorted(lengths[:-1], sizes)
+  parts, above = [], 0
+  for number, length in enumerate(lengths):
+    name = f"documents of {above + 1} to {length} tokens"
+    if number == len(lengths) - 1:
+      name = f"documents of {above + 1} tokens and more"
+    parts.append(Part(name, length, documents[which == number]))
+    above = length
+  return parts
+
+
+def by_level(
+  difficulty: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, seq_len: int, batch_size: int
+) -> list[Part]:
+  """Documents by difficulty, in parts of about as many tokens, the easiest first.
+
+  There are LEVELS parts, or as many as have LEAST_STEPS steps each, but at least one.
+
+  Args:
+    difficulty: [documents] of each.
+    sizes: [documents] positions of each.
+    documents: indices of them into the corpus.
+    seq_len: positions of rows.
+    batch_size: rows of a step.
+  """
+  levels = int(np.clip(sizes.sum() // (LEAST_STEPS * batch_size * seq_len), 1, LEVELS))
+  order = np.argsort(difficulty, kind="stable")
+  before = np.cumsum(sizes[order]) - sizes[order]
+  level = np.empty(len(order), np.int64)
+  level[order] = before * levels // sizes.sum()
+  groups = [documents[level == number] for number in np.unique(level)]
+  return [
+    Part(f"difficulty {number} of {len(groups)}", seq_len, group)
+    for number, group in enumerate(groups, 1)
+  ]

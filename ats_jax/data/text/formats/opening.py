@@ -1,0 +1,61 @@
+"""What the suffixes of a file say of its content and its compression; opening it."""
+
+import bz2
+import gzip
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ats_jax.data.text.formats import extra
+
+# What libraries raise for a damaged file beside OSError, by the modules that define it.
+_LIBRARY_ERRORS = {
+  "backports.zstd": "ZstdError",
+  "compression.zstd": "ZstdError",
+  "pyarrow": "ArrowException",
+}
+_ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+
+
+def _zstd(path: str, mode: str) -> BinaryIO:
+  return extra.module(_ZSTD, path).open(path, mode)
+
+
+# Suffix of a compressed file -> what opens it as a stream.
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _zstd}
+
+
+def opened(path: str) -> BinaryIO:
+  """The bytes of a file, decompressed if its name says that it is compressed.
+
+  Raises:
+    ValueError: if that needs a module that is not installed.
+  """
+  return OPENERS.get(Path(path).suffix.lower(), open)(path, "rb")
+
+
+def suffix(path: str) -> str:
+  """The suffix that says what a file holds, in small letters, without that of a compression."""
+  name = Path(path).name.lower()
+  compression = Path(name).suffix
+  return Path(name.removesuffix(compression) if compression in OPENERS else name).suffix
+
+
+def is_compressed(path: str) -> bool:
+  """Whether `opened` decompresses it."""
+  return Path(path).suffix.lower() in OPENERS
+
+
+def errors() -> tuple[type[Exception], ...]:
+  """What reading a file raises where it is damaged; for an `except`, which asks when it must."""
+  modules = ((sys.modules.get(name), error) for name, error in _LIBRARY_ERRORS.items())
+  loaded = (getattr(module, error) for module, error in modules if module)
+  return (OSError, EOFError, zlib.error, *loaded)
+
+
+def reason(error: Exception) -> str:
+  """What is wrong, on one line."""
+  text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+  return " ".join(text.split()).rstrip(".")

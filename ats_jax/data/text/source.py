@@ -1,0 +1,293 @@
+"""Paths -> files -> documents of text or token ids, with everything that is malformed named."""
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ats_jax.data.corpus import cache
+from ats_jax.data.filters.sieve import Sieve
+from ats_jax.data.text import remote
+from ats_jax.data.text.formats import opening, records, text, token_files
+from ats_jax.data.text.formats.text import Piece
+from ats_jax.data.text.report import Report
+from ats_jax.extensions import formats
+from ats_jax.store import paths as paths_of_stores
+
+# A format is registered by the suffixes of its files, in small letters, as (path, text_field,
+# report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
+# Those of this package are in the modules of `formats`; they count their records in `report` too.
+BUILT_IN = (records, text, token_files)
+_STREAMED = {*text.SUFFIXES.split(), ".jsonl", ".ndjson"}  # these may be compressed
+
+
+class SourceFile(NamedTuple):
+  """One input file.
+
+  Attributes:
+    path: where it is.
+    name: its name in document names.
+    kind: 'text', 'jsonl', 'tokens', or the format of an extension with the extension's hash.
+    sieve: passes over the documents that filters drop; None = all are read.
+  """
+
+  path: str
+  name: str
+  kind: str
+  sieve: Sieve | None = None
+
+
+def find_files(
+  paths: str, report: Report, root: Path | None = None, *, copies: bool = True
+) -> list[SourceFile]:
+  """The files that `DataConfig.paths` names, in a fixed order, each once.
+
+  What is there but is no regular file (to open a pipe waits for a writer, a device may never end)
+  goes to `report`. A broken link is kept: it is unreadable when its documents are read.
+
+  Args:
+    paths: comma-separated files, folders and globs, local or on a store.
+    report: takes what is passed over.
+    root: of the cache, for copies of what is on a store; None = the usual one.
+    copies: make them; else what is on a store has its address as its path.
+
+  Raises:
+    ValueError: for a path that does not exist, a glob without a match, a file whose suffix says
+      nothing, or no file at all.
+  """
+  if not paths.strip():
+    return _standard_library(report)
+  found: dict[str, SourceFile] = {}
+  for entry in (part.strip() for part in paths.split(",")):
+    if not entry:
+      continue
+    if paths_of_stores.is_remote(entry):
+      expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""))
+    else:
+      expanded = _expand(os.path.expanduser(entry), report)
+    for path, name in expanded:
+      is_url = paths_of_stores.is_remote(path)
+      real = path if is_url else os.path.realpath(path)
+      if os.path.exists(real) and not os.path.isfile(real):
+        report.bad("not a regular file", path, "not a regular file but a pipe, socket or device")
+      elif real in found:
+        report.skip("listed twice", path)
+      else:
+        found[real] = SourceFile(path if is_url else os.path.abspath(path), name, _kind(name))
+  if not found:
+    left_out = f" ({report})" if report.malformed or report.skipped else ""
+    raise ValueError(
+      f"paths={paths!r} holds no file that can be read{left_out}. "
+      f"Known suffixes: {' '.join(sorted(formats))}."
+    )
+  return list(found.values())
+
+
+def _standard_library(report: Report) -> list[SourceFile]:
+  root = sysconfig.get_paths()["stdlib"]
+  files = (
+    SourceFile(path, name, "text")
+    for path, name in _walk(root, report)
+    if name.endswith(".py") and not {"site-packages", "dist-packages"}.intersection(name.split("/"))
+  )
+  return list(files)
+
+
+def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
+  """(path, name) of the files under one entry.
+
+  A name is relative to the entry's folder, so the split survives a move of the data.
+  """
+  if os.path.isdir(entry):
+    for path, name in _walk(entry, report):
+      if _is_known(path, report):
+        yield path, name
+  elif os.path.exists(entry) or os.path.islink(entry):
+    _named(entry)
+    yield entry, Path(entry).name
+  elif glob.has_magic(entry):
+    matches = sorted(glob.glob(entry, recursive=True))
+    matches = [path for path in matches if not os.path.isdir(path)]
+    if not matches:
+      raise ValueError(f"paths: the glob {entry!r} matches no file.")
+    fixed = os.path.dirname(re.split(r"[*?\[]", entry)[0])
+    for path in matches:
+      if _is_known(path, report):
+        yield path, Path(os.path.relpath(path, fixed or ".")).as_posix()
+  else:
+    raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).")
+
+
+def _expand_remote(
+  entry: str, report: Report, copies: bool, root: Path
+) -> Iterator[tuple[str, str]]:
+  found = remote.listed(entry)
+  if len(found) == 1:
+    _named(found[0].name)
+  for file in found:
+    if _is_known(file.name, report):
+      yield remote.copied(file, root) if copies else remote.url_of(file), file.name
+
+
+def _has_reader(path: str) -> bool:
+  suffix = opening.suffix(path)
+  return suffix in formats and (suffix in _STREAMED or not opening.is_compressed(path))
+
+
+def _is_known(path: str, report: Report) -> bool:
+  known = _has_reader(path)
+  if not known:
+    report.skip("unknown suffix", path)
+  return known
+
+
+def _named(path: str) -> None:
+  """Refuse a file that was named itself and that nothing reads."""
+  suffix = opening.suffix(path)
+  if _has_reader(path):
+    return
+  if suffix in formats:
+    raise ValueError(
+      f"paths: {path!r} is compressed, which only text and JSON lines may be: {suffix} files are "
+      "read from anywhere in them. Decompress it."
+    )
+  raise ValueError(
+    f"paths: {path!r} has a suffix that says nothing about its format. "
+    f"Known suffixes: {' '.join(sorted(formats))}, and {' '.join(opening.OPENERS)} behind those of "
+    "text and JSON lines."
+  )
+
+
+def _kind(path: str) -> str:
+  """What a file holds; another version of an extension makes another corpus of the same files."""
+  suffix = opening.suffix(path)
+  owner = formats.owner(suffix)
+  return f"{suffix} of {owner}" if owner else formats.find(suffix).__name__
+
+
+def _walk(root: str, report: Report) -> Iterator[tuple[str, str]]:
+  def unreadable(e: OSError) -> None:
+    report.bad("unreadable", str(e.filename), f"the folder cannot be listed ({e.strerror})")
+
+  seen = set()
+  for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+    if os.path.realpath(folder) in seen:  # a link back up
+      folders.clear()
+      continue
+    seen.add(os.path.realpath(folder))
+    folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+    for file in _chosen(folder, sorted(f for f in files if not f.startswith(".")), report):
+      path = os.path.join(folder, file)
+      yield path, Path(os.path.relpath(path, root)).as_posix()
+
+
+def _chosen(folder: str, files: list[str], report: Report) -> list[str]:
+  """Those of a folder that are read: of a Hugging Face dataset, those that it says are its data.
+
+  Raises:
+    ValueError: if it holds several splits, of which nobody said which to train on.
+  """
+  if "dataset_dict.json" in files:
+    splits = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    raise ValueError(
+      f"paths: {folder!r} is a dataset with the splits {', '.join(splits)}. Name the one to read, "
+      f"e.g. {os.path.join(folder, splits[0] if splits else 'train')}."
+    )
+  if not {"state.json", "dataset_info.json"}.issubset(files):
+    return files
+  try:
+    with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
+      named = [part["filename"] for part in json.load(file)["_data_files"]]
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise ValueError(
+      f"{folder}/state.json of a dataset cannot be read: {e!r}. Save it anew."
+    ) from e
+  for file in set(files) - {*named, "state.json", "dataset_info.json"}:
+    report.skip("not part of the dataset", os.path.join(folder, file))
+  return named
+
+
+def content_fingerprint(files: list[SourceFile], root: Path) -> str:
+  """A hash of the names and contents of `files`.
+
+  Contents are read only if a (path, size, mtime) differs from what the memo in `root` was made of.
+  """
+  stats: list[list] = []
+  for file in files:
+    with contextlib.suppress(OSError):  # reported when its documents are read
+      stat = os.stat(file.path)
+      stats.append([*file[:3], stat.st_size, stat.st_mtime_ns])
+  memo = root / f"memo-{cache.digest(stats)}"
+  with contextlib.suppress(FileNotFoundError):
+    remembered = memo.read_text()
+    if re.fullmatch("[0-9a-f]{32}", remembered):
+      return remembered
+  contents = []
+  for file in files:
+    try:
+      with open(file.path, "rb") as f:
+        contents.append([file.name, file.kind, hashlib.file_digest(f, "sha256").hexdigest()])
+    except OSError as e:
+      contents.append([file.name, file.kind, f"unreadable {e.errno}"])
+  fingerprint = cache.digest(contents)
+  if not any(content[2].startswith("unreadable") for content in contents):
+    cache.write_atomically(memo, fingerprint)
+  return fingerprint
+
+
+def pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  """The documents of a file of text, in pieces of bounded length.
+
+  What is malformed goes to `report`, which counts the documents too.
+  """
+  suffix = opening.suffix(file.name)  # its path may be what a link leads to
+  read = formats.find(suffix)
+  foreign = formats.owner(suffix)
+  found = (_foreign if foreign else _own)(read, file, text_field, report)
+  if file.sieve:
+    found = file.sieve.passed(file.path, found, report)
+  try:
+    for piece in found:
+      report.documents += piece.starts
+      yield piece
+  except opening.errors() as e:
+    report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
+
+
+def _own(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  return read(file.path, text_field, report)
+
+
+def _foreign(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  """The documents of an extension's format, which yields texts and counts nothing."""
+  dropped, documents = report.dropped, 0
+  try:
+    for number, document in enumerate(read(file.path, text_field, report), 1):
+      if isinstance(document, Piece):
+        documents += document.starts
+        yield document
+      else:
+        for piece in text.whole(document, number, f"{file.path}:{number}", report):
+          documents += piece.starts
+          yield piece
+  finally:
+    report.records += documents + report.dropped - dropped
+
+
+def document_name(file: SourceFile, line: int, part: int = 0) -> str:
+  """What a document is called in the split, in reports and in the audit."""
+  place = {"text": "", "jsonl": f":{line}", "tokens": f"#{line}"}
+  name = file.name + place.get(file.kind, f":{line}")  # an extension's: the place in its file
+  return f"{name}[{part}]" if part else name
+
+
+def name_hash(name: str) -> int:
+  """64 bits of BLAKE2b."""
+  raw = name.encode(errors="surrogateescape")  # a file's name may be any bytes
+  return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest())

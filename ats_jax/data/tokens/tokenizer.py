@@ -1,0 +1,458 @@
+"""Text <-> token ids: UTF-8 bytes, a BPE trained on the training text, or a tokenizer's file."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import tokenizers
+from absl import logging
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from ats_jax.config.schema import DataConfig
+from ats_jax.data.corpus import cache
+from ats_jax.data.tokens import sentencepiece_file, tiktoken_file
+from ats_jax.data.tokens.base import OfDocuments, Tokenizer, known_ids
+from ats_jax.store import paths
+
+BPE_SAMPLE_BYTES = 16 * 2**20  # of text at least, where there is so much
+_BYTES_PER_ID = 256  # of text, for a vocabulary whose ids are all seen often enough
+_LEAST_BYTES_PER_ID = 64
+_ALWAYS_FITS = 512  # ids: 256 are bytes
+# A word of the trainer's is any run of letters, of digits, of spaces or of other signs. Its time
+# grows with the square of their length, so words are cut every 1,000 bytes, or up to three earlier:
+# not inside a character, whose bytes after the first (128 to 191) ByteLevel spells as in brackets.
+_CUT = r".{997,1000}(?![\u00a1-\u00ac\u00ae-\u00bf\u0122-\u0143])"
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_TRAINING_WORDS = pre_tokenizers.Sequence(
+  [_WORDS, pre_tokenizers.Split(tokenizers.Regex(_CUT), "isolated")]
+)
+
+# What published tokenizers call each special token, where no tokenizer_config.json says it.
+_KNOWN_NAMES = {
+  "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<|bos|>", "<|endoftext|>"),
+  "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "<|eos|>"),
+  "pad": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
+}
+_PROBE = "a  b\n\n\tçé 漢字 🙂\u200d don't <x> 1234  \n"
+
+
+class ByteTokenizer(OfDocuments):
+  """256 ids for the bytes of UTF-8, then bos, eos and pad."""
+
+  vocab_size = 259
+  bos_id = 256
+  eos_id = 257
+  pad_id = 258
+  fingerprint = "bytes-256+3"
+
+  def token_id(self, name: str) -> int | None:
+    """See `Tokenizer`: no token has a name."""
+    del name
+
+  def encode(self, text: str) -> list[int]:
+    """See `Tokenizer.encode`."""
+    return list(text.encode())
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """See `Tokenizer.encode_batch`."""
+    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """See `Tokenizer.decode`."""
+    return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
+
+
+class JsonTokenizer(OfDocuments):
+  """A tokenizer of the `tokenizers` library: a trained BPE, or somebody's tokenizer.json.
+
+  Its own special tokens are matched as plain text in `encode`; a post-processor that adds special
+  tokens, padding and truncation are switched off.
+  """
+
+  def __init__(self, text: str, *, bos_id: int, eos_id: int, pad_id: int, vocab_size: int):
+    self._text = json.dumps(json.loads(text), sort_keys=True)  # one form, one fingerprint
+    self._inner = _parsed(self._text)
+    self._inner.no_padding()
+    self._inner.no_truncation()
+    self._inner.encode_special_tokens = True  # the library's word for "as ordinary text"
+    self.bos_id, self.eos_id, self.pad_id, self.vocab_size = bos_id, eos_id, pad_id, vocab_size
+    self._special = {bos_id, eos_id, pad_id}
+    ids = f"{bos_id},{eos_id},{pad_id},{vocab_size}"
+    self.fingerprint = hashlib.sha256(f"{ids}\n{self._text}".encode()).hexdigest()[:32]
+
+  def token_id(self, name: str) -> int | None:
+    """See `Tokenizer`."""
+    return self._inner.token_to_id(name)
+
+  def special_tokens(self) -> dict[str, int]:
+    """See `Tokenizer`."""
+    added = json.loads(self._text).get("added_tokens") or []
+    return {token["content"]: token["id"] for token in added if token.get("special")}
+
+  def to_json(self) -> str:
+    """The tokenizer.json; with the four numbers it makes this tokenizer again."""
+    return self._text
+
+  def encode(self, text: str) -> list[int]:
+    """See `Tokenizer.encode`."""
+    text.encode()  # a lone surrogate is a ValueError here, a TypeError in the library
+    return self._inner.encode(text, add_special_tokens=False).ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """See `Tokenizer.encode_batch`."""
+    encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(e.ids, np.uint32) for e in encodings]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """See `Tokenizer.decode`."""
+    text_ids = [i for i in known_ids(ids, self) if i not in self._special]
+    return self._inner.decode(text_ids, skip_special_tokens=False)
+
+  def __reduce__(self):
+    return _json_tokenizer, (self._text, self.bos_id, self.eos_id, self.pad_id, self.vocab_size)
+
+
+def _parsed(text: str) -> tokenizers.Tokenizer:
+  """The library's tokenizer of a tokenizer.json's text, or ValueError if it is none."""
+  with contextlib.ExitStack() as stack:
+    stack.push(_value_error)
+    return tokenizers.Tokenizer.from_str(text)
+
+
+def _value_error(
+  kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+  if kind is Exception:  # the library has no kind of its own
+    raise ValueError(str(error)) from error
+
+
+def _json_tokenizer(text: str, bos_id: int, eos_id: int, pad_id: int, vocab_size: int):
+  return JsonTokenizer(text, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, vocab_size=vocab_size)
+
+
+class StreamDecoder:
+  """Decodes ids as they come; the parts it returns join to `decode` of all ids.
+
+  A part is held back while it ends inside a UTF-8 character.
+  """
+
+  def __init__(self, tokenizer: Tokenizer):
+    self._tokenizer = tokenizer
+    self._ids: list[int] = []  # from the last place where a part began
+    self._shown = 0  # how many of them are in parts already returned
+
+  def push(self, token_id: int) -> str:
+    """The text that `token_id` completes; "" if it completes none."""
+    self._ids.append(token_id)
+    text = self._new_text()
+    if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+      return ""
+    # The shown ids stay as context: some tokenizers spell a token differently at the beginning.
+    self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
+    return text
+
+  def finish(self) -> str:
+    """What was held back, with U+FFFD for a character that was never completed."""
+    text = self._new_text()
+    self._ids, self._shown = [], 0
+    return text
+
+  def _new_text(self) -> str:
+    context = self._tokenizer.decode(self._ids[: self._shown])
+    return self._tokenizer.decode(self._ids)[len(context) :]
+
+
+def build_tokenizer(
+  cfg: DataConfig, train_texts: Callable[[], Iterable[str]], *, corpus_fingerprint: str = ""
+) -> Tokenizer:
+  """The tokenizer that `cfg.tokenizer` names.
+
+  Args:
+    cfg: `tokenizer`, `bpe_vocab_size` and `cache_dir` are read.
+    train_texts: gives the training text; called only for a BPE that is not in the cache. Of it the
+      first 16 MiB are used, or 256 bytes an id if that is more.
+    corpus_fingerprint: names what `train_texts` gives. Without it the BPE is not cached.
+
+  Raises:
+    ValueError: if the file is missing or is not a lossless tokenizer, or there is no text.
+  """
+  if cfg.tokenizer == "bytes":
+    return ByteTokenizer()
+  if cfg.tokenizer != "bpe":
+    return _from_file(cfg)
+  if not corpus_fingerprint:
+    return _bpe(_train_bpe(cfg.bpe_vocab_size, train_texts()))
+
+  def build(folder: Path) -> dict[str, Any]:
+    (folder / "tokenizer.json").write_text(_train_bpe(cfg.bpe_vocab_size, train_texts()))
+    return {}
+
+  sample = _sample_bytes(cfg.bpe_vocab_size)
+  key = cache.digest("bpe", corpus_fingerprint, cfg.bpe_vocab_size, sample, _CUT)
+  folder = cache.cached(cache.cache_root(cfg.cache_dir), f"bpe-{key}", build)
+  return _bpe((folder.path / "tokenizer.json").read_text())
+
+
+def _sample_bytes(vocab_size: int) -> int:
+  return max(BPE_SAMPLE_BYTES, _BYTES_PER_ID * vocab_size)
+
+
+def _train_bpe(vocab_size: int, texts: Iterable[str]) -> str:
+  sample, num_bytes = [], 0
+  for text in texts:
+    sample.append(text)
+    num_bytes += len(text.encode())
+    if num_bytes >= _sample_bytes(vocab_size):
+      break
+  if not num_bytes:
+    raise ValueError(
+      "There is no text to train a BPE on. Give some, or set data.tokenizer='bytes'."
+    )
+  logging.info("Training a BPE of %d ids on %.1f MB of text ...", vocab_size, num_bytes / 1e6)
+  if num_bytes < _LEAST_BYTES_PER_ID * vocab_size and vocab_size > _ALWAYS_FITS:
+    logging.warning(
+      "%.2f MB of text is little for a vocabulary of %d: many of its ids will be words seen once "
+      "or twice. --config.data.bpe_vocab_size=%d --config.model.vocab_size=0 would fit it.",
+      num_bytes / 1e6, vocab_size, max(_ALWAYS_FITS, num_bytes // _BYTES_PER_ID),
+    )  # fmt: skip
+  inner = tokenizers.Tokenizer(models.BPE())
+  inner.pre_tokenizer = _TRAINING_WORDS
+  inner.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size - 3,
+    initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    show_progress=False,
+  )
+  inner.train_from_iterator(sample, trainer)
+  inner.pre_tokenizer = _WORDS  # to encode a long word takes n log n: it need not be cut
+  logging.info(
+    "Trained a byte-level BPE of %d tokens (+ 3 special) on %.1f MB of training text.",
+    inner.get_vocab_size(), num_bytes / 1e6,
+  )  # fmt: skip
+  return inner.to_str()
+
+
+def _bpe(text: str) -> JsonTokenizer:
+  # The special tokens are ids past the library's vocabulary, so no text can reach them.
+  size = _parsed(text).get_vocab_size()
+  return JsonTokenizer(text, bos_id=size, eos_id=size + 1, pad_id=size + 2, vocab_size=size + 3)
+
+
+def of_workdir(fields: Mapping[str, Any]) -> Tokenizer:
+  """The tokenizer of a run's text, from what `save_tokenizer` wrote.
+
+  Raises:
+    ValueError: if a field is missing or wrong.
+  """
+  try:
+    if fields["kind"] == "chat":  # its template is for `data.chat.tokenizer` to read
+      return of_workdir(fields["inner"])
+    if fields["kind"] == "bytes":
+      return ByteTokenizer()
+    if fields["kind"] == sentencepiece_file.KIND:
+      return sentencepiece_file.from_fields(fields)
+    ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+    return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
+  except (KeyError, TypeError) as e:
+    raise ValueError(f"it is that of a workdir, damaged: {e!r}") from e
+
+
+def _from_file(cfg: DataConfig) -> Tokenizer:
+  path = paths.parse(cfg.tokenizer).expanduser()
+  try:
+    raw = paths.read(path)
+  except FileNotFoundError as e:
+    raise ValueError(
+      f"data.tokenizer is {str(path)!r}, and there is no such file. Expected 'bytes', 'bpe' or the "
+      "path of a tokenizer.json, a .model of SentencePiece or a .tiktoken file."
+    ) from e
+  except OSError as e:
+    raise ValueError(f"The tokenizer {str(path)!r} cannot be read: {e.strerror}.") from e
+  config = _config_beside(path)
+  if path.suffix == ".model":
+    return _sentencepiece(path, raw, config)
+  is_ranks = path.suffix == ".tiktoken"
+  try:
+    spec = _of_ranks(path, raw, config, cfg.cache_dir) if is_ranks else json.loads(raw)
+    if isinstance(spec, dict) and "kind" in spec:  # that of a workdir
+      return of_workdir(spec)
+    if not isinstance(spec, dict) or "model" not in spec:
+      raise ValueError("it has no field 'model'")
+    ids = _parsed(json.dumps(spec)).get_vocab(with_added_tokens=True)
+  except ValueError as e:
+    kind = "rank file of tiktoken" if is_ranks else "tokenizer.json"
+    raise ValueError(f"{str(path)!r} is not a {kind}: {e}.") from e
+  names = _special_names(path, config, ids)
+  special, vocab_size = _with_new_ids(names, ids)
+  for token in spec.get("added_tokens") or []:
+    token["special"] = token.get("special") or token["id"] in special.values()
+  tokenizer = JsonTokenizer(json.dumps(spec), vocab_size=vocab_size, **special)
+  _check(tokenizer, path, [name for name in names.values() if name])
+  _say_special(path, names, special, vocab_size)
+  return tokenizer
+
+
+def _with_new_ids(
+  names: Mapping[str, str | None], ids: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+  """The id of each role, a new one if it has no name, and how many ids there are then."""
+  vocab_size = max(ids.values(), default=-1) + 1
+  special = {}
+  for role, name in names.items():
+    if name:
+      special[f"{role}_id"] = ids[name]
+    else:  # a new id, which no text can reach
+      special[f"{role}_id"], vocab_size = vocab_size, vocab_size + 1
+  return special, vocab_size
+
+
+def _say_special(
+  path: paths.Path, names: Mapping[str, str | None], special: Mapping[str, int], vocab_size: int
+) -> None:
+  shown = ", ".join(f"{role} {name or 'added'} = {special[role + '_id']}"
+                    for role, name in names.items())  # fmt: skip
+  logging.info("Tokenizer %s: %d tokens, %s.", path, vocab_size, shown)
+
+
+def _config_beside(path: paths.Path) -> dict[str, Any]:
+  """The tokenizer_config.json beside a file; {} if there is none.
+
+  Raises:
+    ValueError: if it is damaged.
+  """
+  beside = path.parent / "tokenizer_config.json"
+  try:
+    config = json.loads(paths.read(beside))
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError) as e:
+    raise ValueError(f"{beside} cannot be read: {e}. Mend it or remove it.") from e
+  if not isinstance(config, dict):
+    raise ValueError(f"{beside} holds {config!r:.40}, not a JSON object. Mend it or remove it.")
+  return config
+
+
+def _added_tokens(path: paths.Path, config: Mapping[str, Any]) -> dict[str, int]:
+  """Id by name, of what a tokenizer_config.json adds to a file that has no place for it."""
+  found = config.get("added_tokens_decoder") or {}
+  try:
+    return {token["content"]: int(i) for i, token in found.items()}
+  except (AttributeError, KeyError, TypeError, ValueError) as e:
+    raise ValueError(
+      f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder is not an object of tokens "
+      "by id. Mend it or remove it."
+    ) from e
+
+
+def _of_ranks(
+  path: paths.Path, raw: bytes, config: Mapping[str, Any], cache_dir: str
+) -> dict[str, Any]:
+  """A .tiktoken file as a tokenizer.json, which is cached."""
+  encoding = tiktoken_file.ENCODINGS.get(path.stem)
+  beside = path.with_suffix(".pattern")
+  if encoding is None and not beside.is_file():
+    raise ValueError(
+      f"what cuts text into words is known of {', '.join(tiktoken_file.ENCODINGS)} alone, by the "
+      f"name of the file. Rename it, or write its regular expression into {beside}"
+    )
+  if encoding is None:
+    pattern = paths.read(beside).decode().rstrip("\r\n")
+    encoding = tiktoken_file.Encoding(pattern, _added_tokens(path, config))
+
+  def build(folder: Path) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+      stack.push(_value_error)
+      spec = tiktoken_file.converted(raw, encoding)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return {}
+
+  key = cache.digest("tiktoken", hashlib.sha256(raw).hexdigest(), encoding)
+  folder = cache.cached(cache.cache_root(cache_dir), f"tiktoken-{key}", build)
+  return json.loads((folder.path / "tokenizer.json").read_text())
+
+
+def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> Tokenizer:
+  """A .model file.
+
+  Raises:
+    ValueError: if it is none, has no pieces for bytes, or the library is not installed.
+  """
+  sentencepiece_file.library()
+  added = _added_tokens(path, config)
+  try:
+    model = sentencepiece_file.without_collisions(raw, {*added, *_said(config).values()})
+    inner = sentencepiece_file.processor(model)
+  except ValueError as e:
+    hint = " It is a rank file: name it NAME.tiktoken" if tiktoken_file.is_ranks(raw) else ""
+    raise ValueError(f"{str(path)!r} is not a model of SentencePiece: {e}.{hint}") from e
+  pieces = {inner.id_to_piece(i): i for i in range(inner.vocab_size())}
+  names = _special_names(path, config, {**pieces, **added}, sentencepiece_file.control(inner))
+  special, vocab_size = _with_new_ids(names, {**pieces, **added})
+  new = {name: i for name, i in added.items() if name not in pieces}
+  tokenizer = sentencepiece_file.SentencePieceTokenizer(
+    model, added=new, vocab_size=vocab_size, **special
+  )
+  back = tokenizer.decode(tokenizer.encode(_PROBE))
+  if back != _PROBE:
+    logging.warning(
+      "%s changes text by its own normaliser before it encodes it: %r comes back as %r. What it "
+      "changes, the model never sees.",
+      path, _PROBE, back,
+    )  # fmt: skip
+  _say_special(path, names, special, vocab_size)
+  return tokenizer
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Role -> what a tokenizer_config.json calls it."""
+  said = {role: config.get(f"{role}_token") for role in _KNOWN_NAMES}
+  said = {r: s.get("content") if isinstance(s, dict) else s for r, s in said.items()}
+  return {role: name for role, name in said.items() if name}
+
+
+def _special_names(
+  path: paths.Path,
+  config: Mapping[str, Any],
+  ids: Mapping[str, int],
+  own: Mapping[str, str | None] | None = None,
+) -> dict[str, str | None]:
+  """Role -> token: as a tokenizer_config.json says, else as the file does, else as known.
+
+  Args:
+    path: of the tokenizer.
+    config: that stands beside it.
+    ids: of all tokens.
+    own: what the file itself says, if it can.
+  """
+  names: dict[str, str | None] = {}
+  for role, known in _KNOWN_NAMES.items():
+    said = _said(config).get(role)
+    if said and (not isinstance(said, str) or said not in ids):
+      raise ValueError(
+        f"{path.parent / 'tokenizer_config.json'} says {role}_token is {said!r}, which {path.name} "
+        "does not hold. The two files belong to different tokenizers."
+      )
+    in_file = next((name for name in known if name in ids), None) if own is None else own[role]
+    names[role] = said or in_file
+  return names
+
+
+def _check(tokenizer: JsonTokenizer, path: paths.Path, names: list[str]) -> None:
+  special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+  for name in names:
+    if special.intersection(tokenizer.encode(name)):
+      raise ValueError(
+        f"{str(path)!r} encodes the text {name!r} as its special token, so a document could end "
+        "itself. Use a tokenizer whose model does not hold its special tokens as words."
+      )
+  back = tokenizer.decode(tokenizer.encode(_PROBE))
+  if back != _PROBE:
+    raise ValueError(
+      f"{str(path)!r} is not lossless: {_PROBE!r} comes back as {back!r}. "
+      "Use a tokenizer without lower-casing, stripping or unknown tokens, such as byte-level BPE."
+    )

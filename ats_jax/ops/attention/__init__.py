@@ -1,0 +1,1 @@
+"""Attention: the op, its kernels, and rows that are cut over devices."""

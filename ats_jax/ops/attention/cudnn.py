@@ -1,0 +1,244 @@
+"""Causal attention over packed rows by cuDNN, with sinks: a kernel of the op `attention`.
+
+Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head_dim, M segments.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ats_jax.ops import _compat
+from ats_jax.ops.attention.block import Rules, Tokens
+
+# Names (jax.ad_checkpoint) of the output and of the softmax statistics. A policy that keeps both
+# spares the backward pass a second run of attention.
+SAVED_NAMES = ("attn_y", "attn_lse")
+
+
+def attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_ids_BT: jax.Array,
+  sinks_N: jax.Array | None,
+  *,
+  max_segments: int,
+  window: int | None,
+) -> jax.Array:
+  """`ops.attention.attention` of local arrays, in bfloat16; arguments and result as there."""
+  starts_BM, lengths_BM = segment_bounds(segment_ids_BT, max_segments)
+  how = q_BTNH.shape[-1] ** -0.5, window, max_segments == 1
+  return _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _flash(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window, is_one):
+  how = scale, window, is_one
+  return _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, *how)[0]
+
+
+def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale, window, is_one):
+  """The kernel, then the sinks, which only enlarge the softmax's denominators.
+
+  What the backward pass needs has names, so that a remat policy can keep it.
+  """
+  bounds = (None, None) if is_one else (starts_BM, lengths_BM)
+  y_BTNH, lse_RNT = _compat.cudnn_attention(q_BTNH, k_BTKH, v_BTKH, *bounds, scale, window)
+  if sinks_N is not None:
+    without_RNT, lse_RNT = lse_RNT, jnp.logaddexp(lse_RNT, sinks_N[:, None])
+    share_BTN = by_token(jnp.exp(without_RNT - lse_RNT), starts_BM)
+    y_BTNH = (y_BTNH * share_BTN[..., None]).astype(y_BTNH.dtype)
+  y_BTNH = checkpoint_name(y_BTNH, SAVED_NAMES[0])
+  lse_RNT = checkpoint_name(lse_RNT, SAVED_NAMES[1])
+  return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT)
+
+
+def _flash_backward(scale, window, is_one, saved, dy_BTNH):
+  """The kernel's own backward pass: it takes the weights to be `exp(score - lse)`."""
+  q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT = saved
+  bounds = (None, None) if is_one else (starts_BM, lengths_BM)
+  gradients = _compat.cudnn_attention_backward(
+    q_BTNH, k_BTKH, v_BTKH, *bounds, y_BTNH, lse_RNT, dy_BTNH, scale, window
+  )
+  dsinks_N = None
+  if sinks_N is not None:  # its weight times (0 - y) . dy
+    weight_BTN = by_token(jnp.exp(sinks_N[:, None] - lse_RNT), starts_BM)
+    product_BTN = jnp.einsum("BTNH,BTNH->BTN", y_BTNH, dy_BTNH, preferred_element_type=jnp.float32)
+    dsinks_N = -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sinks_N.dtype)
+  return *gradients, dsinks_N, None, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+class Bounds(NamedTuple):
+  """Where the segments are, as `_compat.cudnn_attention` wants them.
+
+  Attributes:
+    queries: starts [batch, M + 1] and lengths [batch, M] among the queries.
+    keys: likewise among the keys; None = as among the queries.
+  """
+
+  queries: tuple[jax.Array, jax.Array]
+  keys: tuple[jax.Array, jax.Array] | None
+
+
+def block_forward(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
+  queries: Tokens,
+  keys: Tokens,
+  rules: Rules,
+) -> tuple[jax.Array, jax.Array]:
+  """`ops.attention_block.forward` in bfloat16; no window, and values no wider than keys."""
+  bounds, width = _bounds(queries, keys, rules), q_BTNH.shape[-1]
+  y_BTNH, lse_RNT = _compat.cudnn_attention(
+    q_BTNH, k_BSKH, _widened(v_BSKV, width), *bounds.queries, width**-0.5, of_keys=bounds.keys
+  )
+  lse_BTN = by_token(lse_RNT, bounds.queries[0])
+  if bounds.keys is not None:  # what has no segment was not written
+    seen_BT1 = _tokens_of(bounds.queries, q_BTNH.shape[1])[..., None]
+    y_BTNH = jnp.where(seen_BT1[..., None], y_BTNH, 0)
+    lse_BTN = jnp.where(seen_BT1, lse_BTN, -jnp.inf)
+  return y_BTNH[..., : v_BSKV.shape[-1]], lse_BTN
+
+
+def block_backward(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKV: jax.Array,
+  queries: Tokens,
+  keys: Tokens,
+  y_BTNV: jax.Array,
+  lse_BTN: jax.Array,
+  dy_BTNV: jax.Array,
+  rules: Rules,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`ops.attention_block.backward` in bfloat16; limits as of `block_forward`."""
+  bounds, width = _bounds(queries, keys, rules), q_BTNH.shape[-1]
+  v_BSKH, y_BTNH, dy_BTNH = (_widened(a, width) for a in (v_BSKV, y_BTNV, dy_BTNV))
+  lse_RNT = by_segment(lse_BTN, bounds.queries[0])
+  dq_BTNH, dk_BSKH, dv_BSKH = _compat.cudnn_attention_backward(
+    q_BTNH, k_BSKH, v_BSKH, *bounds.queries, y_BTNH, lse_RNT, dy_BTNH, width**-0.5,
+    of_keys=bounds.keys,
+  )  # fmt: skip
+  if bounds.keys is not None:
+    of_queries = _tokens_of(bounds.queries, q_BTNH.shape[1])[..., None, None]
+    of_keys = _tokens_of(bounds.keys, k_BSKH.shape[1])[..., None, None]
+    dq_BTNH = jnp.where(of_queries, dq_BTNH, 0)
+    dk_BSKH, dv_BSKH = (jnp.where(of_keys, a, 0) for a in (dk_BSKH, dv_BSKH))
+  return dq_BTNH, dk_BSKH, dv_BSKH[..., : v_BSKV.shape[-1]]
+
+
+def _bounds(queries: Tokens, keys: Tokens, rules: Rules) -> Bounds:
+  if rules.is_diagonal:
+    return Bounds(segment_bounds(queries.ids_BT, rules.max_segments), None)
+  return shared_bounds(queries.ids_BT, keys.ids_BT)
+
+
+def _widened(x_BTNV: jax.Array, width: int) -> jax.Array:
+  narrower = width - x_BTNV.shape[-1]
+  return jnp.pad(x_BTNV, ((0, 0), (0, 0), (0, 0), (0, narrower))) if narrower else x_BTNV
+
+
+def shared_bounds(q_ids_BT: jax.Array, k_ids_BS: jax.Array) -> Bounds:
+  """Find the segment of queries that began among keys before them: there is at most one.
+
+  A segment is one run of its row. So it ends the keys and begins the queries.
+
+  Args:
+    q_ids_BT: int32 segment ids of consecutive tokens of a row.
+    k_ids_BS: of consecutive tokens somewhere before them.
+
+  Returns:
+    Bounds of M = 2 segments, of which the second is none. With M = 1 cuDNN would take the layout of
+    rows that are not packed.
+  """
+  lengths = (
+    jnp.sum(q_ids_BT == k_ids_BS[:, -1:], axis=1, dtype=jnp.int32),
+    jnp.sum(k_ids_BS == q_ids_BT[:, :1], axis=1, dtype=jnp.int32),
+  )
+
+  def bounds(start_B, length_B):
+    start_B, length_B = (jnp.where(length_B > 0, a, -1) for a in (start_B, length_B))
+    none_B = jnp.full_like(length_B, -1)
+    return jnp.stack([start_B, none_B, none_B], axis=1), jnp.stack([length_B, none_B], axis=1)
+
+  return Bounds(
+    bounds(jnp.zeros_like(lengths[0]), lengths[0]),
+    bounds(k_ids_BS.shape[1] - lengths[1], lengths[1]),
+  )
+
+
+def _tokens_of(bounds: tuple[jax.Array, jax.Array], length: int) -> jax.Array:
+  """Which tokens are of the first segment, bool [batch, length]; none if there is no segment."""
+  start_B1, length_B1 = (a[:, :1] for a in bounds)
+  distance_BT = jnp.arange(length) - start_B1
+  return (distance_BT >= 0) & (distance_BT < length_B1)
+
+
+def by_segment(values_BTN: jax.Array, starts_BM: jax.Array) -> jax.Array:
+  """The opposite of `by_token`: what is kept by token, as a kernel keeps it by segment.
+
+  Args:
+    values_BTN: [batch, seq, heads].
+    starts_BM: as `segment_bounds` returns them, with M + 1 columns.
+
+  Returns:
+    [batch * M, heads, seq]: of the batch's first segment, then of the second... A segment's tokens
+    come first in a row, and behind them anything.
+  """
+  seq, (batch, columns) = values_BTN.shape[1], starts_BM.shape
+  start_R = starts_BM[:, :-1].reshape(-1)
+  order_R = jnp.argsort(start_R < 0, stable=True)  # those that are segments come first
+  token_RT = jnp.clip(start_R[order_R, None] + jnp.arange(seq), 0, seq - 1)
+  row_R1 = jnp.repeat(jnp.arange(batch), columns - 1)[order_R, None]
+  return jnp.swapaxes(values_BTN[row_R1, token_RT], 1, 2)
+
+
+def by_token(values_RNT: jax.Array, starts_BM: jax.Array) -> jax.Array:
+  """Put what a kernel keeps by segment, its statistics, into the order of the tokens.
+
+  Args:
+    values_RNT: [segments of the batch or more, heads, seq]; a segment's tokens come first in a row.
+    starts_BM: as `segment_bounds` returns them.
+
+  Returns:
+    [batch, seq, heads].
+  """
+  token_T = jnp.arange(values_RNT.shape[-1])
+  is_start_BM = starts_BM >= 0
+  reached_BMT = is_start_BM[..., None] & (starts_BM[..., None] <= token_T)
+  segment_BT = jnp.sum(reached_BMT, axis=1) - 1
+  start_BT = jnp.take_along_axis(starts_BM, segment_BT, axis=1)
+  count_B = jnp.sum(is_start_BM, axis=1)
+  row_BT = segment_BT + (jnp.cumsum(count_B) - count_B)[:, None]
+  of_head = lambda values_RT: values_RT[row_BT, token_T - start_BT]
+  return jax.vmap(of_head, in_axes=1, out_axes=2)(values_RNT)
+
+
+def segment_bounds(segment_ids_BT: jax.Array, max_segments: int) -> tuple[jax.Array, jax.Array]:
+  """Find where each segment starts and how long it is.
+
+  Args:
+    segment_ids_BT: int32 [batch, seq], one contiguous run for each id.
+    max_segments: M, runs in a row at most. More than that would be a wrong result, so the data
+      pipeline never emits them (`data.max_segments`).
+
+  Returns:
+    Starts [batch, M + 1] and lengths [batch, M], int32, filled with -1 after the last segment.
+  """
+  batch, seq = segment_ids_BT.shape
+  changed = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+  is_start = jnp.concatenate([jnp.ones((batch, 1), bool), changed], axis=1)
+  find = lambda row: jnp.nonzero(row, size=max_segments + 1, fill_value=seq)[0].astype(jnp.int32)
+  bounds_BM = jax.vmap(find)(is_start)
+  lengths_BM = bounds_BM[:, 1:] - bounds_BM[:, :-1]
+  return (
+    jnp.where(bounds_BM < seq, bounds_BM, -1),
+    jnp.where(lengths_BM > 0, lengths_BM, -1),
+  )

@@ -1,0 +1,239 @@
+"""Causal attention over packed rows and over a cache: grouped queries, and multi-head latents.
+
+Letters: B batch, T queries, S keys, D d_model, N query heads, K key/value heads, H head_dim.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from ats_jax.pytorch.layers import Linear, RMSNorm, rotate
+from ats_jax.pytorch.settings import Settings
+
+LATENT_EPS = 1e-6  # of the latents' norms, as published, whatever model.norm_eps is
+RopeTable = tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+  """What a layer knows of its tokens beside their activations.
+
+  Attributes:
+    positions_BT: in their document.
+    segment_ids_BT: tokens of different segments do not see each other; 0 = padding.
+    order_BT: how many tokens of the layer stand before each one in its row.
+    rope: cosines and sines of the positions.
+    window_rope: those of layers with a window.
+    alone: each row is one document, and new: every token sees all before it.
+  """
+
+  positions_BT: Tensor
+  segment_ids_BT: Tensor
+  order_BT: Tensor
+  rope: RopeTable
+  window_rope: RopeTable
+  alone: bool = False
+
+
+@dataclasses.dataclass
+class KeyCache:
+  """What attention remembers of the tokens that went through a layer, padding among them.
+
+  Attributes:
+    kept: arrays [batch, slots, ...]: keys and values, or latents and the rotated part of keys.
+    segment_ids_BS: of the slots' tokens; 0 = nothing is there.
+    order_BS: likewise.
+    count_B: tokens that are no padding.
+  """
+
+  kept: tuple[Tensor, ...] = ()
+  segment_ids_BS: Tensor | None = None
+  order_BS: Tensor | None = None
+  count_B: Tensor | None = None
+
+  def extend(self, new: tuple[Tensor, ...], tokens: Tokens) -> tuple[Tensor, ...]:
+    """Put new tokens behind the others; what is kept of all."""
+    joined = lambda old, more: more if old is None else torch.cat([old, more], dim=1)
+    old = self.kept or (None,) * len(new)
+    self.kept = tuple(joined(a, b) for a, b in zip(old, new, strict=True))
+    self.segment_ids_BS = joined(self.segment_ids_BS, tokens.segment_ids_BT)
+    self.order_BS = joined(self.order_BS, tokens.order_BT)
+    return self.kept
+
+  def order_of(self, segment_ids_BT: Tensor) -> Tensor:
+    """`Tokens.order_BT` of new tokens, and count them; padding comes first."""
+    is_real_BT = (segment_ids_BT > 0).long()
+    before_B1 = 0 if self.count_B is None else self.count_B[:, None]
+    order_BT = (before_B1 + is_real_BT.cumsum(dim=1) - 1) * is_real_BT
+    self.count_B = is_real_BT.sum(dim=1) + (0 if self.count_B is None else self.count_B)
+    return order_BT
+
+
+def visibility(tokens: Tokens, cache: KeyCache | None, window: int | None) -> Tensor | None:
+  """Which keys each query sees, bool [batch, 1, queries, keys]; None = itself and all before."""
+  if cache is None and tokens.alone and window is None:
+    return None
+  segment_ids_BS = tokens.segment_ids_BT if cache is None else cache.segment_ids_BS
+  order_BS = tokens.order_BT if cache is None else cache.order_BS
+  assert segment_ids_BS is not None and order_BS is not None
+  distance_BTS = tokens.order_BT[:, :, None] - order_BS[:, None, :]
+  seen_BTS = tokens.segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :]
+  seen_BTS = seen_BTS & (distance_BTS >= 0)
+  if window is not None:
+    seen_BTS = seen_BTS & (distance_BTS < window)
+  # Ids that lie in memory batch by batch would hand their order on, which no fused kernel takes.
+  return seen_BTS[:, None].contiguous()
+
+
+def attend(
+  q_BTNH: Tensor,
+  k_BSKH: Tensor,
+  v_BSKH: Tensor,
+  visible_B1TS: Tensor | None,
+  *,
+  scale: float,
+  soft_cap: float = 0.0,
+  sinks_N: Tensor | None = None,
+) -> Tensor:
+  """Softmax attention, in float32 where PyTorch has no kernel for it.
+
+  Args:
+    q_BTNH: queries.
+    k_BSKH: keys; K divides N.
+    v_BSKH: values, of any width.
+    visible_B1TS: of `visibility`.
+    scale: of the scores.
+    soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 = they stay as they are.
+    sinks_N: a logit of each head that every query sees, with value 0.
+
+  Returns:
+    Array like the queries, as wide as the values.
+  """
+  groups = q_BTNH.shape[2] // k_BSKH.shape[2]
+  k_BSNH, v_BSNH = (
+    a if groups == 1 else a.repeat_interleave(groups, dim=2) for a in (k_BSKH, v_BSKH)
+  )
+  q, k, v = (a.transpose(1, 2) for a in (q_BTNH, k_BSNH, v_BSNH))
+  if not soft_cap and sinks_N is None:
+    y = F.scaled_dot_product_attention(
+      q, k, v, attn_mask=visible_B1TS, is_causal=visible_B1TS is None, scale=scale
+    )
+    return y.transpose(1, 2)
+  scores = scale * (q.float() @ k.float().transpose(-1, -2))
+  if soft_cap:
+    scores = soft_cap * torch.tanh(scores / soft_cap)
+  seen = visible_B1TS
+  if seen is None:
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+  scores = scores.masked_fill(torch.logical_not(seen), -torch.inf)
+  if sinks_N is not None:
+    sink = sinks_N.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, sink], dim=-1)
+  weights = scores.softmax(dim=-1)[..., : k.shape[-2]].to(q.dtype)
+  return (weights @ v).transpose(1, 2)
+
+
+class Attention(nn.Module):
+  """Causal self-attention; groups of query heads share key/value heads."""
+
+  def __init__(self, cfg: Settings, *, window: int | None):
+    super().__init__()
+    model = self.model = cfg.model
+    self.window = window
+    stretch = model.attn_scale * model.head_dim**0.5 if model.attn_scale else 1.0
+    self.stretch, self.scale = stretch, model.head_dim**-0.5
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    self.q = Linear(model.d_model, queries, bias=model.qkv_bias)
+    self.k = Linear(model.d_model, keys, bias=model.qkv_bias)
+    self.v = Linear(model.d_model, keys, bias=model.qkv_bias)
+    self.out = Linear(queries, model.d_model, bias=model.attn_out_bias)
+    self.sinks = nn.Parameter(torch.zeros(model.num_heads)) if model.attn_sinks else None
+    self.all_heads = model.qk_norm_scope == "all"
+    width = lambda all_of_it: all_of_it if self.all_heads else model.head_dim
+    norm = lambda width: RMSNorm(width, eps=model.norm_eps, plus_one=model.norm_plus_one)
+    self.q_norm = norm(width(queries)) if model.qk_norm else None
+    self.k_norm = norm(width(keys)) if model.qk_norm else None
+
+  def forward(self, x_BTD: Tensor, tokens: Tokens, cache: KeyCache | None = None) -> Tensor:
+    """Attend within segments, or also to a cache, which is extended.
+
+    Args:
+      x_BTD: normalised activations.
+      tokens: about its tokens.
+      cache: what earlier tokens left.
+    """
+    q_BTNH = self._heads(self.q(x_BTD), self.q_norm)
+    k_BTKH = self._heads(self.k(x_BTD), self.k_norm)
+    v_BTKH = self._heads(self.v(x_BTD), None)
+    if self.stretch != 1.0:
+      q_BTNH = q_BTNH * self.stretch
+    table = tokens.rope if self.window is None else tokens.window_rope
+    q_BTNH, k_BTKH = rotate(q_BTNH, table), rotate(k_BTKH, table)
+    if cache is not None:
+      k_BTKH, v_BTKH = cache.extend((k_BTKH, v_BTKH), tokens)
+    y_BTNH = attend(
+      q_BTNH,
+      k_BTKH,
+      v_BTKH,
+      visibility(tokens, cache, self.window),
+      scale=self.scale,
+      soft_cap=self.model.attn_soft_cap,
+      sinks_N=self.sinks,
+    )
+    return self.out(y_BTNH.flatten(2))
+
+  def _heads(self, flat_BTx: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is not None and self.all_heads:
+      flat_BTx = norm(flat_BTx)
+    x_BTNH = flat_BTx.unflatten(-1, (-1, self.model.head_dim))
+    return x_BTNH if norm is None or self.all_heads else norm(x_BTNH)
+
+
+class LatentAttention(nn.Module):
+  """Self-attention whose keys and values are made of one narrow latent of a token (DeepSeek-V2).
+
+  Of the H numbers of a query and of a key the last R carry the position; those of the key are the
+  same for all heads. A cache keeps the latents.
+  """
+
+  def __init__(self, cfg: Settings):
+    super().__init__()
+    model = self.model = cfg.model
+    stretch = model.attn_scale * model.head_dim**0.5 if model.attn_scale else 1.0
+    self.stretch, self.scale = stretch, model.head_dim**-0.5
+    self.num_rotated = model.latent_rope_dim
+    self.num_fixed = model.head_dim - model.latent_rope_dim
+    queries, latent, heads = model.num_heads * model.head_dim, model.kv_latent_dim, model.num_heads
+    norm = lambda width: RMSNorm(width, eps=LATENT_EPS, plus_one=model.norm_plus_one)
+    self.q_down = Linear(model.d_model, model.q_latent_dim) if model.q_latent_dim else None
+    self.q_norm = norm(model.q_latent_dim) if model.q_latent_dim else None
+    self.q = Linear(model.q_latent_dim or model.d_model, queries)
+    self.kv_down = Linear(model.d_model, latent + self.num_rotated)
+    self.kv_norm = norm(latent)
+    self.kv = Linear(latent, heads * (self.num_fixed + model.v_head_dim))
+    self.out = Linear(heads * model.v_head_dim, model.d_model)
+
+  def forward(self, x_BTD: Tensor, tokens: Tokens, cache: KeyCache | None = None) -> Tensor:
+    """See `Attention`."""
+    narrow = x_BTD
+    if self.q_down is not None and self.q_norm is not None:
+      narrow = self.q_norm(self.q_down(x_BTD))
+    q_BTNH = self.q(narrow).unflatten(-1, (-1, self.model.head_dim)) * self.stretch
+    fixed_BTNx, turned_BTNR = q_BTNH.split([self.num_fixed, self.num_rotated], dim=-1)
+    q_BTNH = torch.cat([fixed_BTNx, rotate(turned_BTNR, tokens.rope)], dim=-1)
+    latent_BTC, part_BTR = self.kv_down(x_BTD).split(
+      [self.model.kv_latent_dim, self.num_rotated], dim=-1
+    )
+    latent_BTC = self.kv_norm(latent_BTC)
+    rotated_BTR = rotate(part_BTR[:, :, None], tokens.rope)[:, :, 0]
+    if cache is not None:
+      latent_BTC, rotated_BTR = cache.extend((latent_BTC, rotated_BTR), tokens)
+    made_BSNx = self.kv(latent_BTC).unflatten(-1, (self.model.num_heads, -1))
+    fixed_BSNx, v_BSNV = made_BSNx.split([self.num_fixed, self.model.v_head_dim], dim=-1)
+    shared_BSNR = rotated_BTR[:, :, None].expand(*fixed_BSNx.shape[:3], self.num_rotated)
+    k_BSNH = torch.cat([fixed_BSNx, shared_BSNR], dim=-1)
+    visible = visibility(tokens, cache, None)
+    y_BTNV = attend(q_BTNH, k_BSNH, v_BSNV, visible, scale=self.scale)
+    return self.out(y_BTNV.flatten(2))

@@ -1,0 +1,142 @@
+"""The state of a run between PyTorch and JAX: one format of checkpoints serves both."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from ats_jax.checkpoint import layout
+from ats_jax.config import Config
+from ats_jax.model.layout import stacks
+from ats_jax.model.param import trainable
+from ats_jax.pytorch import weights
+from ats_jax.pytorch.decoder import Decoder
+from ats_jax.step.optimizers.base import decay_mask
+from ats_jax.step.state import TrainState
+
+MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # in optax, and in torch.optim
+
+
+def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.optim.AdamW:
+  """AdamW as `step.optimizers` has it: the same decay of the same parameters.
+
+  Args:
+    cfg: the run.
+    model: whose parameters it moves.
+    abstract: the state in JAX, which says what decays.
+  """
+  params = trainable(abstract.model)
+  leaves = jax.tree.leaves(decay_mask(params, embeddings=cfg.optimizer.decay_embeddings))
+  parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+  groups: dict[bool, list[Tensor]] = {True: [], False: []}
+  for ours, part in layout.named_parts(params, stacks=stacks(cfg)).items():
+    groups[leaves[part.number]].append(parameters.pop(weights.their_name(ours, parameters)))
+  assert not parameters
+  o = cfg.optimizer
+  return torch.optim.AdamW(
+    [
+      {"params": groups[True], "weight_decay": o.weight_decay},
+      {"params": groups[False], "weight_decay": 0.0},
+    ],
+    betas=(o.b1, o.b2),
+    eps=o.eps,
+    fused=groups[False][0].is_cuda,
+  )
+
+
+def to_torch(
+  cfg: Config, state: TrainState, model: Decoder, optimizer: torch.optim.AdamW | None
+) -> None:
+  """Give a model, and its optimizer if there is one, what a state of JAX holds, copied."""
+  arrays = _arrays(cfg, state)
+  weights.put(model, {n: torch.tensor(a) for n, a in _under("model/", arrays).items()})
+  if optimizer is None:
+    return
+  updates = torch.tensor(float(state.step))
+  parameters = dict(model.named_parameters())
+  for field, theirs in MOMENTS.items():
+    for ours, array in _under(f"/{field}/", arrays).items():
+      name = weights.their_name(ours, parameters)
+      parameter = parameters[name]
+      moment = weights.as_theirs(name, torch.tensor(array), parameter.dim())
+      kept = optimizer.state[parameter]
+      kept[theirs] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
+      kept["step"] = updates.to(parameter.device) if parameter.is_cuda else updates.clone()
+
+
+def to_jax(
+  cfg: Config, abstract: TrainState, model: Decoder, optimizer: torch.optim.AdamW, step: int
+) -> TrainState:
+  """A state of JAX, in memory of its own, of what PyTorch has after `step` updates."""
+  tensors, parameters = model.state_dict(), dict(model.named_parameters())
+
+  def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name == "step":
+      return np.asarray(step, np.int32)
+    if name.endswith("/steps"):
+      made = next(iter(optimizer.state.values()))["step"]
+      return np.asarray(int(made), np.int32)
+    if name.startswith("model/"):
+      found = weights.their_name(name.removeprefix("model/"), tensors)
+      tensor = tensors[found]
+    else:
+      ((field, ours),) = [
+        (theirs, name.split(f"/{field}/")[1])
+        for field, theirs in MOMENTS.items()
+        if f"/{field}/" in name
+      ]
+      found = weights.their_name(ours, parameters)
+      tensor = optimizer.state[parameters[found]][field]
+    return weights.as_ours(found, tensor.detach().cpu(), shape).numpy()
+
+  leaves, structure = jax.tree.flatten(abstract)
+  filled: list[Any] = [None] * len(leaves)
+  for name, part in layout.named_parts(abstract, stacks=stacks(cfg)).items():
+    if name == "key":
+      filled[part.number] = jax.random.key(cfg.seed)
+    elif part.place is None:
+      filled[part.number] = value(name, part.shape).copy()
+    else:
+      if filled[part.number] is None:
+        filled[part.number] = np.empty(part.leaf.shape, part.leaf.dtype)
+      filled[part.number][part.place] = value(name, part.shape)
+  on_device = lambda x, like: jax.device_put(jnp.asarray(x), like.sharding)
+  return structure.unflatten(list(map(on_device, filled, leaves)))
+
+
+def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
+  """The arrays of a model of JAX as tensors in the same memory, for `weights.put(..., share=True)`.
+
+  Args:
+    cfg: the resolved config.
+    tree: a model whose arrays are each whole on one device; its layers are slices of stacks.
+
+  Returns:
+    Tensors by the names of a checkpoint. They are to be read only.
+  """
+  leaves = list(map(torch.from_dlpack, jax.tree.leaves(tree)))
+  found = {}
+  for name, part in layout.named_parts(tree, stacks=stacks(cfg)).items():
+    whole = leaves[part.number]
+    found[name] = whole if part.place is None else whole[part.place]
+  return found
+
+
+def _arrays(cfg: Config, state: TrainState) -> dict[str, np.ndarray]:
+  """Every array of a state but its key, by the name that it has in a checkpoint."""
+  leaves = jax.tree.leaves(state)
+  found = {}
+  for name, part in layout.named_parts(state, stacks=stacks(cfg)).items():
+    if name != "key":
+      whole = np.asarray(leaves[part.number])
+      found[name] = whole if part.place is None else whole[part.place]
+  return found
+
+
+def _under(root: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  of_root: Callable[[str], bool] = lambda n: root in n and (root[0] == "/" or n.startswith(root))
+  return {n.split(root, 1)[1]: a for n, a in arrays.items() if of_root(n)}

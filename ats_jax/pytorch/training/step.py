@@ -1,0 +1,210 @@
+"""One update in PyTorch, as `ats_jax.step` makes it, and its metrics.
+
+Letters: L layers, E expert slots with the null experts behind.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ats_jax.config import Config
+from ats_jax.pytorch import objective
+from ats_jax.pytorch.decoder import Decoder
+from ats_jax.pytorch.moe import MoE
+from ats_jax.pytorch.objective import Pass, Totals
+from ats_jax.pytorch.settings import Rules
+from ats_jax.pytorch.training.device import LossScale
+from ats_jax.step.balance import rules_at
+from ats_jax.step.metrics import METRICS, MOD_METRICS, MOE_METRICS
+from ats_jax.step.schedule import learning_rate
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+  """What an update leaves for the log.
+
+  Attributes:
+    found: sums and statistics of the batch.
+    whole: its totals.
+    grad_norm: before clipping.
+    rate: the learning rate.
+    made: whether the update was made; not where float16 overflowed.
+  """
+
+  found: Pass
+  whole: Totals
+  grad_norm: Tensor
+  rate: float
+  made: bool
+
+
+@dataclasses.dataclass
+class Trainer:
+  """Makes updates.
+
+  Attributes:
+    cfg: the resolved config.
+    model: what is trained.
+    optimizer: moves it.
+    scale: of the loss.
+    sets_buffers: move selection biases and thresholds; not where the model is frozen.
+  """
+
+  cfg: Config
+  model: Decoder
+  optimizer: torch.optim.AdamW
+  scale: LossScale
+  sets_buffers: bool = True
+
+  def update(self, step: int, batch: Batch) -> Update:
+    """Make update `step` (0-based) of arrays [accum, batch, seq]."""
+    torch.manual_seed(np.random.SeedSequence([self.cfg.seed, step]).generate_state(1).item())
+    rules = their_rules(self.cfg, step, training=True)
+    whole, found = objective.totals(batch, rules), None
+    self.model.train()
+    for number in range(batch["tokens"].shape[0]):
+      micro = {name: array[number] for name, array in batch.items()}
+      part = objective.forward(self.model, micro, rules)
+      (self.scale.value * objective.loss_of(self.cfg, part, whole)).backward()
+      part = objective.detached(part)
+      found = part if found is None else objective.add(found, part)
+    assert found is not None
+    grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+    grads = [grad for grad in grads if grad is not None]
+    if self.scale.value != 1.0:
+      torch._foreach_mul_(grads, 1 / self.scale.value)
+    norm = torch.nn.utils.get_total_norm(grads)
+    rate = float(learning_rate(self.cfg, np.int32(step), np))
+    made = self.scale.took(norm)
+    if made:
+      if most := self.cfg.optimizer.grad_clip:
+        torch._foreach_mul_(grads, (most / norm).clamp(max=1.0))
+      for group in self.optimizer.param_groups:
+        group["lr"] = rate
+      self.optimizer.step()
+      if self.sets_buffers:
+        objective.set_buffers(self.model, found.stats, step, rules)
+    self.optimizer.zero_grad()
+    return Update(found, whole, norm, rate, made)
+
+  @torch.no_grad()
+  def score(self, batch: Batch, step: int) -> np.ndarray:
+    """Sums over a batch [batch, seq] by the weights that update `step` (1-based) left.
+
+    They are cross-entropy in nats, correct predictions, counted tokens.
+    """
+    self.model.eval()
+    rules = their_rules(self.cfg, max(0, step - 1), training=False)
+    sums = objective.forward(self.model, batch, rules).sums
+    return np.array([float(sums.cross_entropy), float(sums.correct), batch["loss_mask"].sum()])
+
+  @torch.no_grad()
+  def metrics(self, update: Update) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The metrics of `step.metrics.step_metrics`, and its arrays by layer."""
+    found, counted = update.found, float(update.whole.counted)
+    values = (
+      float(found.sums.cross_entropy) / counted,
+      float(found.sums.correct) / counted,
+      float(found.sums.z) / counted,
+      float(update.grad_norm),
+      self._update_norm(update.rate) if update.made else 0.0,
+      math.sqrt(sum(float(p.square().sum()) for p in self._parameters())),
+      update.rate,
+      update.rate,
+      counted,
+    )
+    metrics, layers = dict(zip(METRICS, values, strict=True)), {}
+    for more, arrays in (self._of_experts(found), self._of_depth(found)):
+      metrics, layers = metrics | more, layers | arrays
+    return metrics, layers
+
+  def _parameters(self) -> list[Tensor]:
+    return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+  def _update_norm(self, rate: float) -> float:
+    """The norm of what was added to the parameters, from the moments that were added with."""
+    total, o = 0.0, self.cfg.optimizer
+    for group in self.optimizer.param_groups:
+      decay = group["weight_decay"]
+      for parameter in group["params"]:
+        kept = self.optimizer.state[parameter]
+        updates = float(kept["step"])
+        mean = kept["exp_avg"] / (1 - o.b1**updates)
+        root = (kept["exp_avg_sq"] / (1 - o.b2**updates)).sqrt()
+        adam = mean / (root + o.eps)
+        before = (parameter + rate * adam) / (1 - rate * decay)
+        total += float((adam + decay * before).square().sum())
+    return rate * math.sqrt(total)
+
+  def _of_experts(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    moe = [layer.moe for layer in found.stats if layer.moe is not None]
+    if not self.cfg.moe.num_experts:
+      return {}, {}
+    routers = [layer.mlp.router for layer in self.model.layers if isinstance(layer.mlp, MoE)]
+    stack = lambda name: torch.stack([getattr(layer, name) for layer in moe]).cpu().numpy()
+    tokens_L = np.maximum(stack("tokens"), 1.0)
+    choices_L = self.cfg.moe.top_k * tokens_L
+    load_LE = stack("load_E") / choices_L[:, None]
+    is_open_LE = torch.stack([router.is_open() for router in routers]).cpu().numpy()
+    over_mean_LE = load_LE * is_open_LE.sum(axis=1, keepdims=True)
+    null_E = np.arange(load_LE.shape[1]) >= routers[0].num_slots
+    dropped_L, entropy_L = stack("dropped") / choices_L, stack("entropy") / tokens_L
+    values = (
+      over_mean_LE.max() - 1.0,
+      np.where(is_open_LE > 0, over_mean_LE, np.inf).min(),
+      entropy_L.mean(),
+      (stack("confidence") / tokens_L).mean(),
+      dropped_L.mean(),
+      0.0,  # no tokens are exchanged
+      (load_LE * null_E).sum(axis=1).mean(),
+      (stack("balance") / tokens_L).mean(),
+      (stack("z") / tokens_L).mean(),
+      max(float(router.bias_E.abs().max()) for router in routers),
+    )
+    return dict(zip(MOE_METRICS, map(float, values), strict=True)), {
+      "moe/load": load_LE,
+      "moe/layer_entropy": entropy_L,
+      "moe/layer_dropped": dropped_L,
+      "moe/layer_tokens": stack("tokens"),
+    }
+
+  def _of_depth(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    mod = [layer.mod for layer in found.stats if layer.mod is not None]
+    if found.depth_L is None:
+      return {}, {}
+    stack = lambda name: torch.stack([getattr(layer, name) for layer in mod]).cpu().numpy()
+    tokens_L = np.maximum(stack("tokens"), 1.0)
+    depths = found.depth_L.cpu().numpy()
+    depths = depths / max(depths.sum(), 1.0)
+    values = (
+      (stack("routed") / tokens_L).mean(),
+      self.cfg.model.num_layers - len(mod) + (depths * np.arange(depths.size)).sum(),
+      (stack("overflow") / tokens_L).mean(),
+      (stack("agree") / tokens_L).mean(),
+      (stack("gate") / np.maximum(stack("routed"), 1.0)).mean(),
+    )
+    return dict(zip(MOD_METRICS, map(float, values), strict=True)), {
+      "mod/layer_routed": stack("routed") / tokens_L,
+      "mod/layer_overflow": stack("overflow") / tokens_L,
+      "mod/depths": depths,
+    }
+
+
+def their_rules(cfg: Config, step: int, *, training: bool) -> Rules:
+  """`step.balance.rules_at`, for PyTorch."""
+  rules = rules_at(cfg, step, training=training)
+  return Rules(training, rules.capacity, rules.horizon)
+
+
+def on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+  """A batch of the loader's on a device; whole numbers as PyTorch indexes with them."""
+  tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+  to = lambda a: a if a.is_floating_point() else a.long()
+  return {name: to(a).to(device, non_blocking=True) for name, a in tensors.items()}

@@ -1,0 +1,224 @@
+"""What a run says about itself: at its start, and at its end."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+
+from ats_jax.checkpoint import workdir
+from ats_jax.cluster import runtime
+from ats_jax.config.schema import Config
+from ats_jax.data.chat.conversation import Conversation, Message
+from ats_jax.data.chat.tokenizer import ChatTokenizer
+from ats_jax.data.look.bigram import Bigram
+from ats_jax.data.rows.rows import Rows, TrainRows
+from ats_jax.inference.generator import generate
+from ats_jax.metrics.environment import environment
+from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.memory import GIB, memory_metrics
+from ats_jax.metrics.peaks import describe_peak
+from ats_jax.metrics.throughput import Throughput
+from ats_jax.model.count import parameter_overview
+from ats_jax.step.program import Program
+from ats_jax.step.schedule import phases, warmup_steps
+from ats_jax.step.state import TrainState
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
+from ats_jax.train.feed import eval_feed, train_feed
+
+IDLE_ROWS = 0.25  # share of the vocabulary's table that may be idle without a warning
+SMALLEST_BPE = 300  # as `data.bpe_vocab_size`
+
+
+def opening(
+  program: Program,
+  folder: Path,
+  state: TrainState,
+  train_set: TrainRows,
+  start: int,
+  length: str,
+) -> None:
+  """Log and store what will run: parameters, implementations, formats, mesh, data.
+
+  Args:
+    program: how it computes.
+    folder: the workdir.
+    state: its first one.
+    train_set: what it reads.
+    start: updates done.
+    length: what said how many there are.
+  """
+  cfg, mesh = program.cfg, jax.sharding.get_mesh()
+  epochs = train_set.epochs(cfg.num_steps * cfg.data.batch_size)
+  logging.info("parameters:\n%s", parameter_overview(state.model))
+  facts = {
+    "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "peak of a device": describe_peak(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
+    "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+    **program.facts(),
+    "training text": train_set.in_words(),
+    "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows"
+    + ("" if epochs is None else f" = {epochs:.2f} epochs"),
+    "length by": length,
+    "learning rate": "; ".join(
+      f"from step {start + 1:,} on {warmup_steps(own):,} steps of warm-up to "
+      f"{own.optimizer.learning_rate:g}, then {own.optimizer.schedule}"
+      for start, own in phases(cfg)
+    ).removeprefix("from step 1 on "),
+    "compilation cache": runtime.cache_use(cfg),
+  }
+  for name, value in facts.items():
+    logging.info("%s: %s", name, value)
+  if start == 0:
+    say_unused_rows(cfg, train_set, program.counts.parameters)
+  if jax.process_index() == 0:
+    shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
+    run = {**shape, "parameters": program.counts.parameters, **facts}
+    workdir.write_json(folder / workdir.METADATA, {**environment(), "run": run})
+  if start == cfg.num_steps:
+    logging.info(
+      "%s is complete: step %d of %d. --config.num_steps=%d would train on.",
+      folder, start, cfg.num_steps, 2 * cfg.num_steps,
+    )  # fmt: skip
+  elif start:
+    logging.info("resuming %s from step %d of %d", folder, start, cfg.num_steps)
+
+
+def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
+  """Log how much of the vocabulary the text uses; warn if a good part of the table is idle.
+
+  Args:
+    cfg: with the size of the table.
+    train_set: its text and tokenizer.
+    parameters: of the model.
+  """
+  m, size, used = cfg.model, train_set.tokenizer.vocab_size, train_set.ids_used
+  unused = m.vocab_size - used
+  tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
+  share = unused / m.vocab_size
+  weights = len(tables) * unused * m.d_model / parameters
+  found = (
+    f"vocabulary: the text uses {used:,} of {m.vocab_size:,} rows of {' and of '.join(tables)}; "
+    f"the other {unused:,} are {share:.1%} of the table and {weights:.1%} of all parameters"
+  )
+  if share <= IDLE_ROWS:
+    logging.info("%s.", found)
+    return
+  fit = max(SMALLEST_BPE, 2 ** (used.bit_length() - 1))
+  fix = (
+    f"data.tokenizer has {size:,} ids, of which this text has few: --config.data.tokenizer=bpe "
+    f"--config.data.bpe_vocab_size={fit} --config.model.vocab_size=0 makes a vocabulary for it"
+  )
+  if size < (1 - IDLE_ROWS) * m.vocab_size:
+    fix = (
+      f"data.tokenizer has only {size:,} ids: --config.model.vocab_size=0 takes that size, "
+      f"--config.data.tokenizer=FILE names a tokenizer.json of the table's, and "
+      f"--config.data.bpe_vocab_size={m.vocab_size} trains one on a larger text"
+    )
+  logging.warning("%s. For a new run: %s.", found, fix)
+
+
+def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, found: dict[str, float]) -> None:
+  """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
+  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in found.items()))
+  if cfg.eval.bigram_baseline and valid_set.num_rows:
+    baseline = bigram_baseline(cfg, train_set, valid_set)
+    word = "below" if found["eval/loss"] < baseline else "NOT below"
+    logging.info(
+      "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
+      found["eval/loss"], word, baseline,
+    )  # fmt: skip
+
+
+def shorten(value: float) -> str:
+  """A score in five digits, a large count in full."""
+  return f"{value:,.0f}" if value >= 1e4 else f"{value:.5g}"
+
+
+def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float:
+  """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
+  steps = min(cfg.num_steps, -(-train_set.num_rows // cfg.data.batch_size))
+  with train_feed(cfg, train_set) as train, eval_feed(cfg, valid_set) as valid:
+    model = Bigram(itertools.islice(train, steps), train_set.tokenizer.vocab_size)
+    return model.loss(valid)
+
+
+def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
+  """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0.
+
+  A run on conversations answers the prompt.
+  """
+  cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
+  if not cfg.sample.max_tokens:
+    return ""
+  words, begin = train_set.tokenizer, prompt
+  if isinstance(words, ChatTokenizer) and cfg.data.chat_template:
+    begin = words.prompt(Conversation((Message("user", prompt),)))
+  pieces = generate(state.weights, words, cfg.sample, rules=rules, prompt=begin, seed=cfg.seed)
+  text = prompt + "".join(pieces)
+  if jax.process_index() == 0:
+    paths.make_folder(folder / "samples")
+    paths.write(folder / "samples" / f"{cfg.num_steps}.txt", text + "\n")
+  logging.info("a sample that continues %r:\n%s", prompt, text)
+  return text
+
+
+def performance_stats(
+  goodput: Goodput, meter: Throughput, predicted_bytes: int | None, program: Mapping[str, Any]
+) -> dict[str, Any]:
+  """What this process's part of a run took, as JSON-ready numbers.
+
+  Args:
+    goodput: where the wall time went.
+    meter: that measured its speed.
+    predicted_bytes: of a device, that the largest step needs; None if none was compiled.
+    program: what ran: the last three entries of the result.
+
+  Returns:
+    `device`, `Throughput.summary` (step times are means of `log.every_steps` steps),
+    `Goodput.summary`, `memory_metrics`, `memory/predicted_gib`; `kernels` (op -> implementation),
+    `compiler_options`, `compilation_cache`.
+  """
+  predicted = {} if predicted_bytes is None else {"memory/predicted_gib": predicted_bytes / GIB}
+  return {
+    "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    **meter.summary(),
+    **goodput.summary(),
+    **memory_metrics(),
+    **predicted,
+    **program,
+  }
+
+
+def performance(stats: dict[str, Any]) -> str:
+  """The numbers of `performance_stats` as text; what is not known here is left out."""
+
+  def say(*parts: tuple[str, str, float]) -> str:
+    known = [form.format(scale * stats[name]) for form, name, scale in parts if name in stats]
+    return ", ".join(known)
+
+  lines = {
+    f"speed on {stats['device']}": say(
+      ("{:,.0f} tokens/s", "train/tokens_per_sec", 1),
+      ("MFU {:.1%}", "train/mfu", 1),
+      ("{:.1%} by 6N + 12LdS", "train/mfu_6n", 1),
+      ("{:,.3g} TFLOP/s a device", "train/tflops_per_device", 1),
+    )
+    or "too few steps to time",
+    "a step": say(
+      ("median {:,.1f} ms", "train/step_secs_p50", 1e3),
+      ("90th percentile {:,.1f}", "train/step_secs_p90", 1e3),
+      ("slowest {:,.1f} (means of intervals)", "train/step_secs_max", 1e3),
+    ),
+    "memory of a device": say(
+      ("{:.2f} GiB used at most", "memory/device_peak_gib", 1),
+      ("{:.2f} GiB predicted for the step", "memory/predicted_gib", 1),
+      ("{:.2f} GiB there", "memory/device_limit_gib", 1),
+    ),
+    "kernels": ", ".join(f"{op} {name}" for op, name in stats["kernels"].items()),
+    "compilation": f"{stats['goodput/compile_secs']:.1f} s",
+    "compilation cache": stats["compilation_cache"],
+  }
+  return "\n".join(f"{title}: {text}" for title, text in lines.items() if text)

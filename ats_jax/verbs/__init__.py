@@ -1,0 +1,1 @@
+"""The command line: a file for each verb, with its flags, its errors and its exit codes."""

@@ -1,0 +1,261 @@
+"""Weights from and to Hugging Face and PyTorch."""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import flags, logging
+
+from ats_jax import exits
+from ats_jax.bridge import gguf_file, hub, programs
+from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
+from ats_jax.bridge.export import export
+from ats_jax.bridge.family import names
+from ats_jax.bridge.parity import compare
+from ats_jax.checkpoint import abstract_like, restore_tree, workdir
+from ats_jax.cluster import runtime
+from ats_jax.config.build import resolve
+from ats_jax.data.tokens.file import load_tokenizer
+from ats_jax.inference.load import as_data, fit_devices, load_run
+from ats_jax.model.layout import stacks
+from ats_jax.sharding.mesh import make_mesh, on_mesh
+from ats_jax.step.program import make_program
+from ats_jax.store import paths
+from ats_jax.verbs import cli
+from ats_jax.verbs.bridge_train import TRAIN
+
+# What counts as the same model: see docs/guides/bridge.md.
+MOST = {"float32": (1e-4, 1e-6), "bfloat16": (float("inf"), 1e-3)}
+
+IMPORT = """a workdir whose checkpoint 0 holds the weights of a folder
+
+  ats-jax bridge import --folder=FOLDER --workdir=runs/imported
+  ats-jax bridge import --folder=hf://Qwen/Qwen3-0.6B --workdir=runs/imported
+  ats-jax bridge import --folder=FOLDER --workdir=runs/imported --tokenizer=bytes
+
+After a kill the same command goes on.
+"""
+EXPORT = """a folder for transformers and vLLM, of a run's weights; or its forward pass
+
+  ats-jax bridge export --workdir=runs/debug --folder=FOLDER
+  ats-jax bridge export --workdir=runs/debug --folder=FOLDER --step=best --family=llama
+  ats-jax bridge export --workdir=runs/debug --folder=FOLDER --format=onnx
+
+After a kill the same command goes on.
+"""
+VERIFY = """logits and greedy tokens of a run beside those of transformers
+
+  ats-jax bridge verify --workdir=runs/imported --folder=FOLDER
+
+Exit code 1 if they differ.
+"""
+_FOR_IMPORT, _FOR_EXPORT, _FOR_VERIFY = (flags.FlagValues() for _ in range(3))
+for _own in (_FOR_IMPORT, _FOR_EXPORT, _FOR_VERIFY):
+  cli.define_workdir_flag(_own)
+  flags.DEFINE_string(
+    "folder",
+    None,
+    "Folder of Hugging Face's: config.json and weights; or hf://OWNER/NAME of the Hub.",
+    flag_values=_own,
+  )
+_STEP, _STEP_TO_VERIFY = cli.define_step_flag(_FOR_EXPORT), cli.define_step_flag(_FOR_VERIFY)
+_TOKENIZER = flags.DEFINE_string(
+  "tokenizer",
+  "",
+  "'bytes', a tokenizer.json, a .model or a .tiktoken file, where the folder has none.",
+  flag_values=_FOR_IMPORT,
+)
+_KEPT_IN = flags.DEFINE_string(
+  "dtype",
+  "",
+  "Of the weights: float32 or bfloat16; by default as in the files, float16 in float32.",
+  flag_values=_FOR_IMPORT,
+)
+_FAMILY = flags.DEFINE_string(
+  "family", "", "The model_type; by default the first that fits.", flag_values=_FOR_EXPORT
+)
+_WRITTEN_IN = flags.DEFINE_string(
+  "dtype",
+  "",
+  "Of the weights: float32, bfloat16 or float16; by default that of the import, or as they are.",
+  flag_values=_FOR_EXPORT,
+)
+_FORMAT = flags.DEFINE_string(
+  "format",
+  "huggingface",
+  "Weights with a config.json, or of a Llama as gguf; or the forward pass as a program: stablehlo, "
+  "torch (torch.export) or onnx.",
+  flag_values=_FOR_EXPORT,
+)
+_ROWS = flags.DEFINE_integer(
+  "rows", 1, "That a program of stablehlo takes.", lower_bound=1, flag_values=_FOR_EXPORT
+)
+_LENGTH = flags.DEFINE_integer(
+  "seq_len",
+  0,
+  "Tokens of a row of stablehlo; 0 = data.seq_len.",
+  lower_bound=0,
+  flag_values=_FOR_EXPORT,
+)
+_OPSET = flags.DEFINE_integer("opset", 20, "Version of ONNX's operators.", flag_values=_FOR_EXPORT)
+_SHARD_GB = flags.DEFINE_float(
+  "shard_gb",
+  5.0,
+  "A file holds at most this many GB, or one tensor.",
+  lower_bound=0.0,
+  flag_values=_FOR_EXPORT,
+)
+_COMPUTED_IN = flags.DEFINE_string(
+  "dtype", "float32", "Both compute in float32 or bfloat16.", flag_values=_FOR_VERIFY
+)
+_SEQ_LEN = flags.DEFINE_integer(
+  "seq_len", 128, "Tokens of a row.", lower_bound=2, flag_values=_FOR_VERIFY
+)
+
+
+def _one_of(dtype: str, *known: str) -> str:
+  if dtype and dtype not in known:
+    raise ValueError(f"--dtype={dtype} is unknown. Choose one of: {', '.join(known)}.")
+  return dtype
+
+
+def _import(folder: Path, target: paths.Path) -> bool:
+  dtype = _one_of(_KEPT_IN.value, "float32", "bfloat16")
+  report = import_folder(folder, target, param_dtype=dtype, tokenizer=_TOKENIZER.value)
+  print(
+    f"{report['family']}: {report['parameters']:,} parameters, {report['bytes'] / 2**30:.2f} GiB "
+    f"read; {report['resumed']} arrays were there already"
+  )
+  if report["aside"]:
+    print(
+      f"left aside, as no model here has them: {len(report['aside'])} tensors, "
+      f"{names(report['aside'])}; all are named in {target}/{COMPANIONS}/{ASIDE}"
+    )
+  print(f"step 0 of {target}; train on it with --init_from={target}")
+  return True
+
+
+def _export_gguf(folder: Path, source: paths.Path) -> bool:
+  """Write a Llama's weights for llama.cpp."""
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  unfinished = folder.with_name(folder.name + ".unfinished")
+  unfinished.mkdir(parents=True, exist_ok=True)
+  dtype = _one_of(_WRITTEN_IN.value, "float32", "float16") or "float16"
+  with tempfile.TemporaryDirectory(dir=unfinished) as between:
+    plain = Path(between) / "llama"
+    report = export(source, plain, step=_STEP.value, family="llama", dtype=dtype)
+    number = gguf_file.write(plain, unfinished / "model.gguf")
+  unfinished.rename(folder)
+  size = (folder / "model.gguf").stat().st_size / 1e6
+  print(
+    f"step {report['step']}: model.gguf, {number} tensors, {size:.1f} MB; no tokenizer is in it"
+  )
+  return True
+
+
+def _export_program(folder: Path, source: paths.Path) -> bool:
+  """Write the forward pass as a program."""
+  if folder.exists():
+    raise ValueError(f"{folder} exists. Remove it or choose another folder.")
+  if _WRITTEN_IN.value or _FAMILY.value:
+    raise ValueError(f"--format={_FORMAT.value} computes as the run does: no --dtype, --family.")
+  if jax.device_count() > 1:
+    raise ValueError(
+      f"--format={_FORMAT.value}: a program is of one device, and here are {jax.device_count()}. "
+      "CUDA_VISIBLE_DEVICES=0 shows one, JAX_PLATFORMS=cpu the CPU."
+    )
+  with load_run(source, _STEP.value) as run:
+    cfg, unfinished = run.program.cfg, folder.with_name(folder.name + ".unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    try:
+      files = programs.FORMATS[_FORMAT.value](
+        cfg, run.model, run.program.rules(run.step), unfinished,
+        rows=_ROWS.value, seq_len=_LENGTH.value or cfg.data.seq_len, opset=_OPSET.value,
+      )  # fmt: skip
+    except ModuleNotFoundError as e:
+      needs = "'ats_jax[torch,onnx]'"
+      raise ValueError(f"--format={_FORMAT.value} needs {e.name}: pip install {needs}.") from e
+    unfinished.rename(folder)
+  sizes = (f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB" for name in files)
+  print(f"step {run.step}: {', '.join(sizes)}")
+  return True
+
+
+def _export(folder: Path, source: paths.Path) -> bool:
+  known = ("huggingface", "gguf", *programs.FORMATS)
+  if _FORMAT.value not in known:
+    raise ValueError(f"--format={_FORMAT.value} is unknown. Choose one of: {', '.join(known)}.")
+  if _FORMAT.value == "gguf":
+    return _export_gguf(folder, source)
+  if _FORMAT.value != "huggingface":
+    return _export_program(folder, source)
+  report = export(
+    source,
+    folder,
+    step=_STEP.value,
+    family=_FAMILY.value,
+    dtype=_one_of(_WRITTEN_IN.value, "float32", "bfloat16", "float16"),
+    shard_bytes=int(_SHARD_GB.value * 1e9),
+  )
+  print(
+    f"step {report['step']} as {report['family']}: {report['parameters']:,} parameters in "
+    f"{report['files']} files, of which {report['resumed']} were there already"
+  )
+  if report["aside"]:
+    print(f"not in it, as the import left them aside: {len(report['aside'])} tensors")
+  return True
+
+
+def _verify(folder: Path, source: paths.Path) -> bool:
+  dtype, asked = _one_of(_COMPUTED_IN.value, *MOST), _STEP_TO_VERIFY.value
+  cfg = as_data(workdir.load_config(source))
+  cfg = dataclasses.replace(
+    cfg, precision=dataclasses.replace(cfg.precision, compute_dtype=dtype, fp8=False)
+  )
+  runtime.configure(cfg)
+  words = load_tokenizer(source / workdir.TOKENIZER)
+  cfg = fit_devices(resolve(cfg, words.vocab_size), jax.device_count())
+  mesh = make_mesh(cfg)
+  with on_mesh(cfg, mesh):
+    program = make_program(cfg)
+    part = "ema" if cfg.optimizer.ema_decay else "model"
+    abstract = abstract_like(getattr(program.init(abstract=True), part), mesh)
+    step = int(asked) if asked.isdecimal() else asked
+    checkpoints, run = source / workdir.CHECKPOINTS, workdir.load_identity(source)
+    chosen, model, _ = restore_tree(checkpoints, abstract, step, part, run, stacks(cfg))
+    parity = compare(model, program.rules(chosen), folder, seq_len=_SEQ_LEN.value, dtype=dtype)
+  print("\n".join(parity.lines()))
+  logits, kl = MOST[dtype]
+  same = parity.logits <= logits and parity.kl <= kl
+  print(f"{'the same model' if same else 'NOT the same model'} in {dtype}")
+  return same
+
+
+def _command(
+  does: Callable[[Path, paths.Path], bool], own: flags.FlagValues, about: str
+) -> cli.Command:
+  def main(argv: list[str]) -> int:
+    del argv
+    name = cli.require(own["folder"].value, "folder", "Llama-3.2-1B")
+    if does is _export and hub.is_name(name):
+      raise ValueError(f"--folder={name}: an export writes a local folder. hf upload sends it.")
+    folder = Path(hub.local(name)).expanduser()
+    target = paths.parse(cli.require(own["workdir"].value, "workdir", "runs/imported"))
+    began = time.perf_counter()
+    good = does(folder, target)
+    logging.info("%.1f s", time.perf_counter() - began)
+    return exits.DONE if good else exits.FAULT
+
+  return cli.Command(main, own, about)
+
+
+COMMANDS = {
+  "import": _command(_import, _FOR_IMPORT, IMPORT),
+  "export": _command(_export, _FOR_EXPORT, EXPORT),
+  "verify": _command(_verify, _FOR_VERIFY, VERIFY),
+  "train": TRAIN,
+}

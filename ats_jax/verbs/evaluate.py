@@ -1,0 +1,66 @@
+"""Loss, perplexity and bits per byte of a trained run on its validation split, or on other text.
+
+  ats-jax evaluate --workdir=runs/debug --step=best
+  ats-jax evaluate --workdir=runs/debug --paths=other.txt
+
+Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte.
+"""
+
+from absl import flags, logging
+
+from ats_jax.checkpoint import load_extra, workdir
+from ats_jax.data.batch import POSITION
+from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
+from ats_jax.data.splits import open_split
+from ats_jax.inference.load import load_run
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
+from ats_jax.train.evaluate import score_all
+from ats_jax.verbs import cli
+
+FLAGS = flags.FlagValues()
+_WORKDIR = cli.define_workdir_flag(FLAGS)
+_STEP = cli.define_step_flag(FLAGS)
+_PATHS = flags.DEFINE_string(
+  "paths", "", "Evaluate on these files instead (as data.paths).", flag_values=FLAGS
+)
+
+
+def evaluate_run(folder: Path, step: str, text: str = "") -> tuple[int, dict[str, float]]:
+  """The step of a checkpoint, and its metrics.
+
+  Args:
+    folder: the workdir.
+    step: a step, "latest" or "best".
+    text: in place of the validation split, as `data.paths`.
+
+  Raises:
+    ValueError: if there is no such run, checkpoint or text, or its own text has changed.
+  """
+  with load_run(folder, step) as run:
+    cfg = run.program.cfg
+    if text:
+      sets = (EvalSet("", open_split(cfg.data, cfg.seed, text, run.tokenizer)),)
+    else:
+      train_set, main_set = open_data(cfg.data, cfg.seed)
+      train_set.row_of(load_extra(folder / workdir.CHECKPOINTS, run.step)[POSITION])
+      sets = open_eval_sets(cfg.data, main_set)
+    if not sets:
+      raise ValueError(
+        f"evaluation: the validation split is empty, as {folder} was trained without one. Train "
+        "with data.validation_fraction or data.validation_paths, or give other text by --paths."
+      )
+    return run.step, score_all(run.program, run.model, sets, run.step)
+
+
+def main(argv: list[str]) -> None:
+  """Print the metrics of a checkpoint."""
+  del argv
+  folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
+  step, metrics = evaluate_run(folder, _STEP.value, _PATHS.value)
+  logging.info("checkpoint %d of %s", step, folder)
+  for name, value in metrics.items():
+    print(f"{name} {value:.6g}")
+
+
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}

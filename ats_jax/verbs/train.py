@@ -1,0 +1,74 @@
+"""Train a model, or go on with a run.
+
+  ats-jax train
+  ats-jax train --config=debug:moe --workdir=runs/moe --config.num_steps=1000
+  ats-jax train --config=debug --workdir=runs/again --init_from=runs/debug
+  ats-jax train --explain=model.num_layers
+
+The same command goes on with a run that was stopped. Ctrl-C and SIGTERM end it after the step that
+is being made, saved, with exit code 75; a second Ctrl-C ends it at once.
+"""
+
+from pathlib import PurePath
+
+from absl import flags, logging
+
+from ats_jax import exits
+from ats_jax.bridge import hub
+from ats_jax.cluster import job, runtime
+from ats_jax.config.build import explain
+from ats_jax.store import paths
+from ats_jax.train.loop import End, train_to_end
+from ats_jax.train.run import InitFrom
+from ats_jax.verbs import cli
+
+FLAGS = flags.FlagValues()
+CONFIG = cli.ConfigFlag(FLAGS)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of the run; default: that of the config in runs/.", flag_values=FLAGS
+)
+_EXPLAIN = flags.DEFINE_string(
+  "explain",
+  None,
+  "Describe a setting or a section, e.g. model.num_layers, and end.",
+  flag_values=FLAGS,
+)
+_INIT_FROM = flags.DEFINE_string(
+  "init_from",
+  None,
+  "Workdir of a run of this program, or folder of Hugging Face's or hf://OWNER/NAME of its Hub, "
+  "whose weights a new run begins with.",
+  flag_values=FLAGS,
+)
+_INIT_STEP = flags.DEFINE_string(
+  "init_step", "latest", "Its checkpoint: a step, 'latest' or 'best'.", flag_values=FLAGS
+)
+
+
+def default_workdir(config: str) -> str:
+  """`configs/debug.py:moe` -> `runs/debug-moe`."""
+  file, _, variant = config.partition(":")
+  name = "-".join(filter(None, (PurePath(file).stem, variant)))
+  logging.info("no --workdir is given: this is --workdir=runs/%s", name)
+  return f"runs/{name}"
+
+
+def main(argv: list[str]) -> int:
+  """Train, or explain a setting."""
+  del argv
+  if _EXPLAIN.value is not None:
+    print(explain(_EXPLAIN.value))
+    return exits.DONE
+  cfg = CONFIG.value
+  folder = paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
+  if FLAGS["init_step"].present and not _INIT_FROM.value:
+    raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
+  source = _INIT_FROM.value
+  init = InitFrom(paths.parse(hub.local(source)), _INIT_STEP.value) if source else None
+  with runtime.configured(cfg):
+    job.join(cfg)
+    _, end = train_to_end(cfg, folder, init)
+  return exits.STOPPED if end is End.STOPPED else exits.DONE
+
+
+COMMANDS = {"": cli.Command(main, FLAGS, __doc__)}

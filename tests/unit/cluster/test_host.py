@@ -1,0 +1,99 @@
+"""Versions, variables, memory and limits."""
+
+import resource
+
+import jax
+import pytest
+
+from ats_jax.cluster.preflight import host
+from ats_jax.cluster.preflight.rows import Row, Verdict, render
+
+UNLIMITED = resource.RLIM_INFINITY
+GOOD = {
+  "files": (65536, 65536),
+  "file size": (UNLIMITED, UNLIMITED),
+  "locked memory": (UNLIMITED, UNLIMITED),
+  "processes": (UNLIMITED, UNLIMITED),
+}
+
+
+def test_packages(monkeypatch):
+  rows = host.version_rows()
+  assert [row.verdict for row in rows] == [Verdict.OK] * 2
+  assert f"jax {jax.__version__}, jaxlib" in rows[1].found
+  monkeypatch.setattr(host, "_PACKAGES", (*host._PACKAGES, "ats-jax-no-such-package"))
+  assert host.version_rows()[1].verdict is Verdict.BAD
+
+
+@pytest.mark.parametrize(
+  ("driver", "plugins", "backend", "said"),
+  [
+    (None, [], "cpu", None),
+    ("580.159.04", ["jax-cuda13-plugin"], "gpu", None),
+    ("580.159.04", [], "cpu", "pip install 'ats_jax[cuda]'"),
+    ("550.54.15", [], "cpu", "pip install 'ats_jax[cuda12]'"),
+    ("550.54.15", ["jax-cuda13-plugin"], "cpu", "too old for jax-cuda13-plugin: it needs 580"),
+    ("580.159.04", ["jax-cuda13-plugin"], "cpu", "unset JAX_PLATFORMS"),
+  ],
+)
+def test_gpus_that_jax_does_not_use(driver, plugins, backend, said):
+  problems = host.cuda_problems(driver, int(driver is not None), plugins, backend)
+  assert (said in problems[0]) if said else not problems
+
+
+def test_variables_in_force():
+  environ = {"NCCL_P2P_DISABLE": "1", "JAX_PLATFORMS": "cpu", "HOME": "/", "JAX_TOKEN": "secret"}
+  _, row = host.nccl_rows(environ, 0)
+  assert row.found == "JAX_PLATFORMS=cpu NCCL_P2P_DISABLE=1"
+  assert row.advice == "NCCL_P2P_DISABLE=1 makes collectives slow: unset it."
+  assert host.nccl_rows({}, 0)[1] == Row("variables", "none is set")
+
+
+def test_several_gpus_need_nccl(monkeypatch):
+  monkeypatch.setattr(host, "_NCCL", ("ats-jax-no-such-package",))
+  assert host.nccl_rows({}, 2)[0].verdict is Verdict.BAD
+  assert host.nccl_rows({}, 1)[0].verdict is Verdict.NONE
+
+
+def test_the_limit_of_a_container(tmp_path):
+  (tmp_path / "limited").write_text("1073741824\n")
+  (tmp_path / "unlimited").write_text("max\n")
+  row = host.memory_row(tmp_path / "limited")
+  assert "1.0 GiB for this container" in row.found and "Less than 2 GiB" in row.advice
+  assert "container" not in host.memory_row(tmp_path / "unlimited").found
+  assert "container" not in host.memory_row(tmp_path / "none").found
+
+
+@pytest.mark.parametrize(
+  ("limit", "value", "gpus", "said"),
+  [
+    ("files", (1024, 524288), 0, "`ulimit -n 65536`"),
+    ("files", (1024, 2048), 0, "`ulimit -n 2048`"),
+    ("file size", (10**9, UNLIMITED), 0, "checkpoints neither"),
+    ("locked memory", (2**23, 2**23), 1, "`ulimit -l unlimited`"),
+    ("locked memory", (2**23, 2**23), 0, ""),
+  ],
+)
+def test_limits(limit, value, gpus, said):
+  row = host.limit_row(GOOD | {limit: value}, gpus)
+  assert said in row.advice and bool(row.advice) == bool(said)
+
+
+def test_the_limits_of_this_process():
+  assert host.current_limits().keys() == GOOD.keys()
+  assert host.limit_row(GOOD, 8).verdict is Verdict.OK
+
+
+def test_shared_memory(tmp_path, monkeypatch):
+  assert host.shared_memory_row(0, tmp_path).verdict is Verdict.OK
+  monkeypatch.setattr(host, "MIN_SHM_GIB", 2**40)
+  assert "--shm-size" in host.shared_memory_row(2, tmp_path).advice
+  assert host.shared_memory_row(2, tmp_path / "none").verdict is Verdict.NONE
+
+
+def test_the_table_wraps_under_its_column(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "60")
+  text = render([Row("name", "found " * 12, Verdict.BAD, "advice " * 12)])
+  first, *rest = text.splitlines()
+  assert first.startswith("name            bad     found") and len(rest) > 2
+  assert all(line.startswith(" " * 24) and len(line) <= 60 for line in rest)

@@ -1,0 +1,191 @@
+"""What is set before jax starts, and how an entry point ends."""
+
+import errno
+import logging
+import os
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from commands import Result, forked
+
+from ats_jax.cluster import runtime
+from ats_jax.config import Config, base_config, from_config_dict
+from ats_jax.exits import REFUSED
+from ats_jax.verbs import cli
+
+
+def config(**changes) -> Config:
+  base = base_config()
+  base.update_from_flattened_dict(changes)
+  return from_config_dict(base)
+
+
+@pytest.fixture(autouse=True)
+def jax_and_environment_stay(monkeypatch):
+  names = (
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+  )
+  before = {name: getattr(jax.config, name) for name in names}
+  for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.delenv(name)
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+class TestConfigure:
+  def test_cache_in_a_folder(self, tmp_path):
+    runtime.configure(config(compilation_cache=f"{tmp_path}/a/b"))
+    assert (tmp_path / "a" / "b").is_dir()
+    assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/a/b"
+    assert jax.config.jax_enable_compilation_cache
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+
+  def test_cache_off_is_off_whatever_the_environment_says(self):
+    jax.config.update("jax_compilation_cache_dir", "/from/the/environment")
+    runtime.configure(config(compilation_cache="off"))
+    assert not jax.config.jax_enable_compilation_cache
+
+  def test_cache_that_cannot_be_made(self, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cache .*/file/x cannot be made: Not a directory.*'off'"):
+      runtime.configure(config(compilation_cache=f"{tmp_path}/file/x"))
+
+  def test_where_the_cache_is(self, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert runtime.cache_folder(config()) == tmp_path / "ats_jax" / "xla"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert runtime.cache_folder(config()) == Path.home() / ".cache" / "ats_jax" / "xla"
+    assert runtime.cache_folder(config(compilation_cache="~/c")) == Path.home() / "c"
+
+  def test_how_the_cache_was_used(self, tmp_path):
+    cfg = config(compilation_cache=str(tmp_path))
+    runtime.configure(cfg)
+    count = lambda: [int(n) for n in re.findall(r"(\d+) programs found, (\d+)", use())[0]]
+    use = lambda: runtime.cache_use(cfg)
+    (tmp_path / "program").write_bytes(bytes(2**20))
+    assert use().startswith(f"{tmp_path}, 1.0 MiB; ")
+    found, added = count()
+    for name in ("cache_hits", "cache_misses", "cache_misses"):
+      jax.monitoring.record_event(f"/jax/compilation_cache/{name}")
+    runtime.configure(cfg)  # listens once, however often it is called
+    assert count() == [found + 1, added + 2]
+    assert runtime.cache_use(config(compilation_cache="off")) == "off"
+
+  def test_memory_fraction_of_the_user_stays(self, monkeypatch):
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == runtime.GPU_MEMORY_FRACTION
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+
+  def test_deterministic_adds_to_the_flags_of_the_user(self, monkeypatch):
+    changes = {"compilation_cache": "off", "precision.deterministic": True}
+    runtime.configure(config(**changes))
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    runtime.configure(config(**changes))
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1 --xla_gpu_deterministic_ops=true"
+
+  @pytest.mark.parametrize("given", ["", "--xla_force_host_platform_device_count=1"])
+  def test_one_device_of_a_cpu_needs_no_order(self, given, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_FLAGS"] == given
+
+  @pytest.mark.parametrize("count", [2, 8, 16])
+  def test_several_devices_of_a_cpu_keep_their_order(self, count, monkeypatch):
+    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    given = f"--xla_force_host_platform_device_count={count}"
+    monkeypatch.setenv("XLA_FLAGS", given)
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_FLAGS"] == f"{given} {in_order}=false"
+    monkeypatch.setenv("XLA_FLAGS", f"{given} {in_order}=true")  # the user's own choice stays
+    runtime.configure(config(compilation_cache="off"))
+    assert os.environ["XLA_FLAGS"] == f"{given} {in_order}=true"
+
+
+def test_a_missing_flag():
+  assert cli.require("x", "workdir", "runs/debug") == "x"
+  for missing in (None, ""):
+    with pytest.raises(ValueError, match=r"--workdir is missing\. Example: --workdir=runs/debug"):
+      cli.require(missing, "workdir", "runs/debug")
+
+
+SCRIPT = """
+import logging
+from absl import logging as absl_logging
+from ats_jax import cli, runtime
+
+def library_warns():
+  code = "log.warning('look out', exc_info=True); log.info('a step of mine')"
+  try:
+    raise RuntimeError("deep inside")
+  except RuntimeError:
+    exec(compile(code, "/site-packages/orbax/x.py", "exec"), {"log": logging.getLogger("absl")})
+
+def main(argv):
+  absl_logging.info("not of ats_jax")
+  library_warns()
+  raise {error}
+
+cli.run(main)
+"""
+ERRORS = {
+  "ValueError('model.x=3 is wrong. Use 4.')": "error: model.x=3 is wrong. Use 4.\n",
+  "FloatingPointError('train/loss is nan')": "error: train/loss is nan\n",
+  f"OSError({errno.ENOSPC}, 'No space left on device', 'm.jsonl')": (
+    f"error: a file could not be written: [Errno {errno.ENOSPC}] No space left on device: 'm.jsonl'"
+    ". Free space on the disk"
+  ),
+}
+
+
+@pytest.fixture
+def run_script(tmp_path):
+  def run(error: str, **env: str) -> Result:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace("{error}", error))
+    return forked(str(path), **env)
+
+  return run
+
+
+class TestRun:
+  @pytest.mark.parametrize("error", ERRORS)
+  def test_a_users_error_is_a_message(self, error, run_script):
+    code, _, err = run_script(error)
+    assert code == REFUSED
+    assert ERRORS[error] in err
+    assert "Traceback" not in err and "deep inside" not in err
+    assert "look out" in err  # a library's warning, without its traceback
+    assert "a step of mine" not in err and "not of ats_jax" not in err
+
+  def test_ctrl_c_outside_the_steps(self, run_script):
+    code, _, err = run_script("KeyboardInterrupt()")
+    assert code == 130 and err.endswith("interrupted\n") and "Traceback" not in err
+
+  def test_a_fault_of_ours_keeps_its_traceback(self, run_script):
+    code, _, err = run_script("KeyError('oops')")
+    assert code == 1
+    assert "Traceback" in err and "KeyError: 'oops'" in err
+
+  def test_traceback_on_request(self, run_script):
+    code, _, err = run_script("ValueError('wrong')", ATS_TRACEBACK="1")
+    assert code == 1
+    assert "Traceback" in err and "ValueError: wrong" in err
+    assert "RuntimeError: deep inside" in err
+
+
+def test_our_own_lines_are_shown():
+  record = lambda path, level: logging.LogRecord("absl", level, path, 1, "m", (), None)
+  ours = os.sep.join(("", "x", "ats_jax", "report.py"))
+  assert cli._shorten(record(ours, logging.INFO))
+  assert not cli._shorten(record("/x/orbax/y.py", logging.INFO))
+  assert cli._shorten(record("/x/orbax/y.py", logging.WARNING))

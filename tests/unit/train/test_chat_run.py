@@ -1,0 +1,155 @@
+"""Fine-tuning on conversations with a known rule: it answers, and it stops."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import forked, train_flags
+from helpers import TINY, TRAINING, assert_trees_close, make_decoder, micro_batches, tiny_config
+
+from ats_jax.data.chat.conversation import Message
+from ats_jax.data.chat.tokenizer import plain
+from ats_jax.data.splits import open_datasets
+from ats_jax.inference.load import load_run
+from ats_jax.step.balance import totals
+from ats_jax.step.objective import Pretraining
+from ats_jax.step.train_step import sums_and_grads
+
+# The rule: asked for a letter and a number, answer with the letter so many times.
+ASKED = [(letter, count) for letter in "abcdefghijklmnop" for count in (1, 2, 3, 4)]
+HELD_OUT = ASKED[5::9]
+
+
+def turns(letter, count):
+  asked = {"role": "user", "content": f"{letter}{count}"}
+  return {"messages": [asked, {"role": "assistant", "content": letter * count}]}
+
+
+SETTINGS = {
+  "num_steps": 120,
+  "model.vocab_size": 384,
+  "model.d_model": 64,
+  "model.d_ff": 128,
+  "data.tokenizer": "bytes",
+  "data.chat_template": "chatml",
+  "data.packing": "best_fit",
+  "data.seq_len": 64,
+  "data.batch_size": 8,
+  "data.validation_fraction": 0.0,
+  "optimizer.learning_rate": 5e-3,
+  "optimizer.warmup_steps": 20,
+  "orchestrator.mode": "off",
+  "log.writers": "jsonl",
+  "log.progress": False,
+  "sample.prompt": "a1",
+  "sample.max_tokens": 16,
+  "sample.temperature": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+  """Those of a run on conversations of the rule, but for `HELD_OUT`."""
+  folder = tmp_path_factory.mktemp("chats")
+  lines = [json.dumps(turns(*pair)) for pair in ASKED if pair not in HELD_OUT]
+  (folder / "chats.jsonl").write_text("\n".join(lines))
+  paths = {"data.paths": str(folder / "chats.jsonl"), "data.cache_dir": str(folder / "cache")}
+  return TINY | SETTINGS | paths
+
+
+@pytest.fixture(scope="module")
+def trained(settings, tmp_path_factory):
+  """The workdir of a run that has learned the rule."""
+  folder = tmp_path_factory.mktemp("run") / "chat"
+  given = (f"{name}={value}" for name, value in settings.items())
+  assert forked("ats_jax.train", *train_flags(folder, *given)).code == 0
+  return folder
+
+
+@pytest.mark.thorough
+def test_it_learns_the_rule_and_to_stop(trained):
+  with load_run(trained) as run:
+    for letter, count in HELD_OUT:
+      answer = "".join(run.answer(0, [Message("user", f"{letter}{count}")]))
+      assert answer == letter * count
+
+
+def test_what_it_says_at_the_end_of_training_is_an_answer(trained):
+  assert (trained / "samples" / "120.txt").read_text() == "a1a\n"
+
+
+def test_generate_chat_answers_as_in_training(trained):
+  prompt = [f"--workdir={trained}", "--prompt=c3"]
+  assert forked("ats_jax", "generate", *prompt, "--chat").out == "ccc\n"
+  assert "--system is a turn" in forked("ats_jax", "generate", *prompt, "--system=x").error()
+
+
+def test_a_run_on_text_knows_no_turns(trained):
+  with load_run(trained) as run, pytest.raises(ValueError, match="not trained on conversations"):
+    dataclasses.replace(run, tokenizer=plain(run.tokenizer)).answer(0, [Message("user", "a1")])
+
+
+@pytest.fixture(scope="module")
+def cfg(settings):
+  return tiny_config(settings | {"data.chat_weights": "assistant=1,user=0.25"})
+
+
+@pytest.fixture(scope="module")
+def rows(cfg):
+  train_set, _ = open_datasets(cfg.data, cfg.seed)
+  return train_set.global_rows(range(cfg.data.batch_size))
+
+
+@pytest.fixture(scope="module")
+def gradient(cfg):
+  def of_batch(model, batch):
+    whole = totals(batch, TRAINING)
+    objective = Pretraining(cfg)
+    sums, _, grads = sums_and_grads(objective, model, batch, whole, jax.random.key(0), TRAINING)
+    return objective.means(sums, whole)[0], grads
+
+  return jax.jit(of_batch)
+
+
+def test_masked_targets_contribute_exactly_nothing(cfg, rows, gradient, mesh):
+  model, masked = make_decoder(cfg), rows["loss_mask"] == 0
+  assert masked.any() and not masked.all()
+  noise = np.random.default_rng(0).integers(0, 256, masked.shape).astype(np.int32)
+  other = rows | {"targets": np.where(masked, noise, rows["targets"])}
+  assert (other["targets"] != rows["targets"]).sum() > 100
+  found = [jax.device_get(gradient(model, micro_batches(r, 1))) for r in (rows, other)]
+  jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_one_flipped_bit_of_the_mask_changes_the_gradient(cfg, rows, gradient, mesh):
+  model, flipped = make_decoder(cfg), rows["loss_mask"].copy()
+  place = tuple(np.argwhere((flipped == 0) & (rows["segment_ids"] > 0))[3])
+  flipped[place] = 1.0
+  loss, grads = gradient(model, micro_batches(rows, 1))
+  other_loss, others = gradient(model, micro_batches(rows | {"loss_mask": flipped}, 1))
+  assert loss != other_loss
+  same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), grads, others)
+  assert not any(jax.tree.leaves(same))
+
+
+def test_weights_are_those_of_a_weighted_mean(cfg, rows, gradient, mesh):
+  assert set(np.unique(rows["loss_mask"])) == {0.0, 0.25, 1.0}
+
+  def dense(model):
+    x_BTD, _ = model(
+      rows["tokens"], positions_BT=rows["positions"], segment_ids_BT=rows["segment_ids"],
+      rules=TRAINING, key=None,
+    )  # fmt: skip
+    logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, model.head_weights())
+    chosen_BTV = jax.nn.one_hot(rows["targets"], cfg.model.vocab_size)
+    logprobs_BT = jnp.sum(jax.nn.log_softmax(logits_BTV, axis=-1) * chosen_BTV, axis=-1)
+    return -jnp.sum(logprobs_BT * rows["loss_mask"]) / jnp.sum(rows["loss_mask"])
+
+  model = make_decoder(cfg)
+  loss, grads = gradient(model, micro_batches(rows, 1))
+  want, want_grads = jax.jit(jax.value_and_grad(dense))(model)
+  np.testing.assert_allclose(loss, want, rtol=1e-5)
+  assert_trees_close(grads, want_grads, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,271 @@
+"""A whole run on an object store: trained, killed, resumed, evaluated, continued."""
+
+import dataclasses
+import importlib.util
+import random
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from bucket import become, installed, objects
+from commands import forked
+from helpers import tiny_config
+
+from ats_jax import exits
+from ats_jax.checkpoint import committed_steps, workdir
+from ats_jax.data.tokens.file import load_tokenizer
+from ats_jax.metrics.rows import read_csv, read_jsonl
+from ats_jax.metrics.writer import is_time_key
+from ats_jax.orchestrator.record import ledger
+from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.store import lease, paths
+from ats_jax.store.paths import Path
+from ats_jax.train.loop import train
+from ats_jax.train.run import InitFrom, open_run
+from ats_jax.verbs import decisions, evaluate, forecast, generate
+
+STEPS = 12
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+WHOLE = Path("gs://bucket/whole")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+  texts, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+  for i in range(30):
+    (texts / f"{i}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randint(5, 60))))
+  settings = {
+    "num_steps": STEPS,
+    "compilation_cache": "auto",  # in the folder of these tests
+    "model.vocab_size": 384,
+    "model.num_layers": 1,
+    "model.dropout": 0.1,
+    "moe.num_experts": 4,
+    "moe.d_ff": 32,
+    "data.paths": str(texts),
+    "data.validation_fraction": 0.3,
+    "data.cache_dir": str(tmp_path_factory.mktemp("cache")),
+    "optimizer.ema_decay": 0.9,
+    "optimizer.warmup_steps": 2,
+    "checkpoint.every_steps": 3,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_best": True,
+    "eval.every_steps": 3,
+    "eval.bigram_baseline": False,
+    "log.writers": "jsonl,csv,tensorboard",
+    "log.every_steps": 1,
+    "log.progress": False,
+    "orchestrator.mode": "act",
+    "orchestrator.check_interval": 2,
+    "sample.max_tokens": 4,
+  }
+  return lambda **changes: tiny_config(
+    settings | {name.replace("__", "."): value for name, value in changes.items()}
+  )
+
+
+@pytest.fixture(scope="module")
+def content(config):
+  """What is on the store after a run that nothing interrupted."""
+  with installed():
+    train(config(), WHOLE)
+    yield objects()
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+  monkeypatch.setattr(lease, "BEAT_SECS", 0.05)
+  monkeypatch.setattr(lease, "DEAD_SECS", 0.3)
+
+
+@pytest.fixture
+def whole(content, bucket):
+  become(content)
+  return WHOLE
+
+
+def arrays(folder, step):
+  with paths.fetched(folder / "checkpoints" / str(step) / "state") as local:
+    tree = ocp.PyTreeCheckpointer().restore(local)
+  data = lambda x: (
+    jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+  )
+  return {name: np.asarray(data(x)) for name, x in tree.items()}
+
+
+def logged(folder):
+  """All that the logs of a run hold, without what depends on time."""
+  kept = lambda row: {k: v for k, v in row.items() if not is_time_key(k)}
+  found = {
+    name: [kept(row) for row in read_jsonl(folder / name) if len(kept(row)) > 1]
+    for name in ("metrics.jsonl", "layers.jsonl")
+  }
+  columns, rows = read_csv(folder / "metrics.csv")
+  cells = [kept(dict(zip(columns, row, strict=True))) for row in rows]
+  found["metrics.csv"] = [row for row in cells if any(v for k, v in row.items() if k != "step")]
+  looks = [row for row in ledger.rows(folder / "decisions.jsonl") if row["kind"] == "check"]
+  found["decisions.jsonl"] = [(row["step"], row["reading"]["loss"]) for row in looks]
+  return found
+
+
+def assert_same_run(one, other):
+  left, right = arrays(one, STEPS), arrays(other, STEPS)
+  assert left.keys() == right.keys() and len(left) > 20
+  for name, value in left.items():
+    np.testing.assert_array_equal(value, right[name], err_msg=name)
+  assert logged(one) == logged(other)
+  extra = f"checkpoints/{STEPS}/extra.json"
+  assert paths.read(one / extra) == paths.read(other / extra)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_run_on_a_store_leaves_the_files_of_a_local_one(whole, config, tmp_path):
+  train(config(), Path(tmp_path))
+  local = [n for n in paths.files(Path(tmp_path)) if not n.startswith("checkpoints/")]
+  remote = [n for n in paths.files(whole) if not n.startswith("checkpoints/")]
+  plain = lambda names: [n.split(".tfevents")[0] for n in names]
+  assert plain(remote) == [n for n in plain(local) if n != ".lock"]
+  assert_same_run(Path(tmp_path), whole)
+  assert committed_steps(whole / "checkpoints") == committed_steps(tmp_path / "checkpoints")
+
+
+def moments_of(config, bucket, folder):
+  """A run, and what was on the store before each of its changes: (what changed, all of it)."""
+  moments = []
+  bucket.before = staticmethod(lambda operation, name: moments.append((name, objects())))
+  train(config(), folder)
+  bucket.before = staticmethod(lambda operation, name: None)
+  return moments
+
+
+@pytest.mark.thorough
+def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, config, bucket):
+  """In an upload, in a deletion, as a log is put, before the first checkpoint."""
+  broken = Path("gs://bucket/broken")
+  moments = moments_of(config, bucket, broken)
+  last = lambda part: max(i for i, (name, _) in enumerate(moments) if part in name)
+  first = lambda part: min(i for i, (name, _) in enumerate(moments) if part in name)
+  chosen = {
+    first("/tokenizer.json"): [],
+    first("/checkpoints/3/manifest.json"): [],
+    first("/checkpoints/6/manifest.json"): [3],
+    first("/checkpoints/9/state/"): None,
+    last("/metrics.jsonl"): None,
+  }
+  resumed = set()
+  for moment, steps in chosen.items():
+    become(moments[moment][1])
+    if steps is not None:
+      assert committed_steps(broken / "checkpoints") == steps
+    resumed.add(max(committed_steps(broken / "checkpoints"), default=0))
+    train(config(), broken)
+    assert_same_run(whole, broken)
+  assert len(resumed) >= 3
+
+
+@pytest.mark.thorough
+def test_a_complete_run_is_opened_again_and_changes_nothing(whole, config):
+  before = logged(whole)
+  train(config(), whole)
+  assert logged(whole) == before
+
+
+def test_the_settings_of_a_run_on_a_store_are_fixed(whole, config):
+  with pytest.raises(ValueError, match=r"gs://bucket/whole holds a run with other settings"):
+    train(config(model__d_model=64), whole)
+
+
+def test_a_second_process_is_kept_out(whole, config):
+  with (
+    workdir.claim(whole, config()),
+    pytest.raises(ValueError, match="another process trains in gs://bucket/whole now"),
+  ):
+    train(config(), whole)
+
+
+def test_a_new_run_begins_with_weights_from_a_store(whole, config, tmp_path):
+  cfg = config(seed=7)
+  with open_run(cfg, Path(tmp_path), Snapshots.of(cfg.orchestrator), InitFrom(whole)) as run:
+    weights = jax.device_get(run.state.model)
+  saved = arrays(whole, STEPS)
+  np.testing.assert_array_equal(weights.embed.weight[...], saved["ema/embed"])
+
+
+@pytest.mark.thorough
+def test_the_tokenizer_of_a_run_on_a_store_is_taken_along(config, bucket):
+  bpe = {"data__tokenizer": "bpe", "data__bpe_vocab_size": 300, "num_steps": 2}
+  source = Path("gs://bucket/bpe")
+  train(config(**bpe), source)
+  own = source / "tokenizer.json"
+  cfg = config(data__tokenizer=str(own), num_steps=2)
+  cfg = dataclasses.replace(cfg, orchestrator=dataclasses.replace(cfg.orchestrator, mode="off"))
+  train(cfg, Path("gs://bucket/again"), InitFrom(source))
+  found = load_tokenizer(Path("gs://bucket/again/tokenizer.json"))
+  assert found.fingerprint == load_tokenizer(own).fingerprint
+
+
+def said(command, capsys, *operands, **values):
+  """What a command prints."""
+  words = [f"--{name}={value}" for name, value in values.items()]
+  found = command.COMMANDS[""]
+  assert (
+    found.main(found.parse(command.__name__, [*operands, *words])) or exits.DONE
+  ) == exits.DONE
+  return capsys.readouterr().out
+
+
+def test_commands_read_a_run_on_a_store(whole, capsys):
+  folder = str(whole)
+  loss = [r["eval/loss"] for r in read_jsonl(whole / "metrics.jsonl") if "eval/loss" in r][-1]
+  assert f"eval/loss {loss:.6g}\n" in said(evaluate, capsys, workdir=folder)
+  assert said(generate, capsys, workdir=folder, prompt="alpha", max_tokens=3).startswith("alpha")
+  assert "replayed: the same decisions" in said(decisions, capsys, folder, replay=True)
+  assert f"{folder}: step {STEPS}" in said(forecast, capsys, workdir=folder, metric="train/loss")
+
+
+def test_event_files_on_a_store_are_complete(whole):
+  (name,) = [n for n in objects() if ".tfevents." in n]
+  tags = objects()[name]
+  hparams = 1  # their page names both as results
+  assert tags.count(b"train/loss") == STEPS + hparams
+  assert tags.count(b"eval/loss") == STEPS // 3 + hparams
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_profile_is_put_on_the_store(config, bucket):
+  train(config(num_steps=5, log__profile_step=2), Path("gs://bucket/run"))
+  assert any(name.endswith(".xplane.pb") for name in paths.files(Path("gs://bucket/run/profile")))
+
+
+def test_a_writer_of_tensorflow_is_refused(config, bucket):
+  with pytest.raises(ValueError, match=r"'clu' writes to local folders only, not to gs://bucket/r"):
+    train(config(log__writers="clu"), Path("gs://bucket/r"))
+
+
+@pytest.mark.parametrize("name", ["compilation_cache", "data__cache_dir", "checkpoint__local_dir"])
+def test_folders_that_must_be_local_are_refused_on_a_store(config, name):
+  with pytest.raises(ValueError, match=r"'gs://bucket/x' is on a store\. It must be local"):
+    config(**{name: "gs://bucket/x"})
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    ("ats_jax.train", "--config=configs/debug.py", "--workdir={}"),
+    ("ats_jax.train", "--config=configs/debug.py", "--workdir=x", "--init_from={}"),
+    ("ats_jax", "evaluate", "--workdir={}"),
+    ("ats_jax", "generate", "--workdir={}"),
+    ("ats_jax", "forecast", "--workdir={}"),
+    ("ats_jax", "decisions", "{}"),
+  ],
+)
+def test_a_store_that_cannot_be_reached_is_one_line(command):
+  module, *arguments = command
+  said = forked(module, *(a.format("foo://bucket/run") for a in arguments)).error()
+  assert said.startswith("foo://bucket/run: expected a local path or one of gs://, s3://, az://")
+  if importlib.util.find_spec("adlfs") is None:
+    said = forked(module, *(a.format("az://bucket/run") for a in arguments)).error()
+    assert said.startswith("az://bucket/run needs adlfs, which is not installed: pip install")

@@ -1,0 +1,159 @@
+"""`ats-jax VERB`: the table of verbs, their help, their flags in the reference, their examples."""
+
+import importlib
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from commands import REPOSITORY, forked, started
+
+from ats_jax import exits
+from ats_jax.__main__ import GROUPS, VERBS, listing
+from ats_jax.config.build import settings
+from ats_jax.verbs import cli
+
+COMMANDS = {
+  f"{verb} {word}".strip(): command
+  for verb, row in VERBS.items()
+  for word, command in importlib.import_module(f"ats_jax.verbs.{verb}").COMMANDS.items()
+}
+REFERENCE = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_row_of_the_table(verb):
+  row = VERBS[verb]
+  assert row.group in GROUPS and row.what[0].islower() and len(row.what) < 80
+  assert f"  {verb:<10} {row.what}\n" in listing() + "\n"
+
+
+def test_the_list_of_verbs_and_a_misspelt_one():
+  assert forked("ats_jax").out == listing() + "\n" == forked("ats_jax", "--help").out
+  wrong = forked("ats_jax", "trian")
+  assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
+
+
+@pytest.mark.parametrize("module", ["ats_jax", "ats_jax.__main__", "ats_jax.verbs.launch"])
+def test_what_starts_at_once_imports_no_jax(module):
+  code = f"import sys, {module}; assert 'jax' not in sys.modules"
+  assert started("timeit", "-n1", "-r1", code).code == 0
+
+
+def test_the_console_script_is_the_same_door():
+  project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+  module, _, function = project["scripts"][cli.PROGRAM].partition(":")
+  assert getattr(importlib.import_module(module), function) is sys.modules["ats_jax.__main__"].main
+
+
+def test_a_verb_does_what_its_module_does():
+  flags = "--config=configs/debug.py", "--json"
+  by_verb, by_module = forked("ats_jax", "plan", *flags), forked("ats_jax", "plan", *flags)
+  assert by_verb.code == by_module.code == 0
+  assert by_verb.out == by_module.out and '"parameters"' in by_verb.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name):
+  verb, *word = name.split()
+  out = forked("ats_jax", verb, *word, "--help")
+  assert out.code == 0 and out.err == ""
+  text = out.out
+  assert f"ats-jax {name}" in text and "Exit codes\n  0        done\n" in text
+  listed = re.findall(r"^  --(?:\[no\])?(\w+):", text, re.MULTILINE)
+  assert listed == [flag.name for flag in COMMANDS[name].own_flags()]
+  assert len(listed) < 15  # its own, not those of libraries
+  teaches = "--config.section.name=value changes a setting" in text
+  assert teaches == ("config" in listed)
+  if teaches:
+    for name in re.findall(r"--config\.([a-z_.]+)=", text):
+      assert name in settings() or name == "section.name"
+
+
+def test_help_of_a_verb_that_needs_a_word_lists_them():
+  out = forked("ats_jax", "data", "--help")
+  assert out.code == 0 and "ats-jax data stats: " in out.out and "ats-jax data audit: " in out.out
+  refused = forked("ats_jax", "data").error()
+  assert (
+    "expected one command of stats, audit, explain, validate, prepare, report, got none" in refused
+  )
+  assert "got 'stat'" in forked("ats_jax", "data", "stat").error()
+
+
+def examples() -> list[str]:
+  """Each command line that a help text or the reference shows."""
+  texts = [REFERENCE, cli.SETTINGS_HELP, *(c.about or "" for c in COMMANDS.values())]
+  joined = "\n".join(texts).replace("\\\n", " ")
+  found = re.findall(r"^ *(?:\$ )?ats-jax ([^\n#]+)", joined, re.MULTILINE)
+  return sorted({" ".join(line.split()) for line in found if "VERB" not in line})
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_are_understood(line):
+  verb, *rest = shlex.split(line)
+  word = rest[0] if rest and f"{verb} {rest[0]}" in COMMANDS else ""
+  name = f"{verb} {word}".strip()
+  if "--help" in rest:
+    return
+  command = COMMANDS[name]
+  try:
+    command.parse(name, rest[1:] if word else rest)
+    for flag in ("config", "init_from") if verb != "launch" else ():
+      if flag == "config" and flag in command.flags and command.flags[flag].value:
+        file = command.flags[flag].value.partition(":")[0]
+        assert (REPOSITORY / file).exists() or not file.startswith("configs/"), file
+  finally:
+    for name in command.flags:
+      command.flags[name].unparse()
+
+
+def test_no_verb_defines_a_flag_of_the_whole_process():
+  """A program that imports this package may define flags of the same names."""
+  ours = {flag.name for command in COMMANDS.values() for flag in command.own_flags()}
+  assert len(ours) > 30
+  modules = ", ".join(f"ats_jax.{row.module}" for row in VERBS.values())
+  found = f"[n for n in flags.FLAGS if n in {ours!r} or n.startswith('config.')]"
+  code = f"import {modules}; from absl import flags; found = {found}; assert not found, found"
+  assert started("timeit", "-n1", "-r1", code).code == 0
+
+
+def section(name: str) -> str:
+  """What the reference says of a command."""
+  found = re.search(rf"^## `{name}`$(.*?)(?=^## )", REFERENCE, re.MULTILINE | re.DOTALL)
+  assert found, f"docs/reference/cli.md has no section on `{name}`"
+  return found[1]
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n != "bench step"])
+def test_the_reference_has_every_flag(name):
+  listed = re.findall(r"^\| `--(?:\[no\])?(\w+)`", section(name), re.MULTILINE)
+  assert listed == [flag.name for flag in COMMANDS[name].own_flags()]
+  assert "```\n```" not in section(name), "an empty fence turns the rest of the section inside out"
+  for flag in COMMANDS[name].own_flags():
+    assert flag.name == "config" or f"| {cli.meaning(flag)} |" in section(name)
+
+
+@pytest.mark.parametrize(
+  ("name", "flag", "message"),
+  [
+    ("plan", "--devices=x", "--devices=x: 'x' is no whole number"),
+    ("train", "--config.num_steps=abc", "--config.num_steps=abc: 'abc' is no whole number"),
+    ("train", "--config.optimizer.learning_rate=fast", "'fast' is no number"),
+  ],
+)
+def test_a_value_that_is_no_number_is_refused_in_plain_words(name, flag, message):
+  with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    COMMANDS[name].parse(name, [flag])
+  assert "invalid literal" not in str(caught.value) and "convert" not in str(caught.value)
+
+
+def test_the_reference_has_nothing_else():
+  named = re.findall(r"^## `(.+)`$", REFERENCE, re.MULTILINE)
+  assert named == [n for n in COMMANDS if n != "bench step"]
+
+
+def test_the_reference_has_the_exit_codes():
+  for code, meaning in exits.MEANINGS.items():
+    assert f"| {code} | {meaning} |" in REFERENCE
