@@ -6,7 +6,6 @@ They leave the process as it was: jax's settings, the environment, handlers of s
 from collections.abc import Mapping
 from typing import Any
 
-from ats_jax.bridge import hub
 from ats_jax.cluster import job, runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import updated
@@ -17,8 +16,8 @@ from ats_jax.planner.budget import budget
 from ats_jax.planner.describe import describe as plan
 from ats_jax.step.state import TrainState
 from ats_jax.store import paths
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train as train_run
-from ats_jax.train.run import InitFrom
 from ats_jax.verbs import cli
 from ats_jax.verbs.evaluate import evaluate_run
 
@@ -57,11 +56,11 @@ def train(
     ValueError: for settings, data or a workdir that cannot be used.
     FloatingPointError: if the loss or the weights stop being finite.
   """
-  init = InitFrom(paths.parse(hub.local(init_from)), init_step) if init_from else None
+  initial = InitialWeights.of(init_from, init_step) if init_from else None
   folder = paths.parse(workdir)
   with runtime.configured(cfg):
     job.join(cfg)
-    return train_run(cfg, folder, init)
+    return train_run(cfg, folder, initial)
 
 
 def evaluate(workdir: str, *, step: int | str = "latest", text: str = "") -> dict[str, float]:

@@ -36,7 +36,9 @@ import zlib
 
 import numpy as np
 
-from ats_jax import paths, run
+from ats_jax.store import paths
+from ats_jax.train import open as opening_module
+from ats_jax.train.run import Run
 from ats_jax.checkpoint.manager import CheckpointManager
 from ats_jax.step.program import Program
 from configs.debug import get_config  # noqa: F401
@@ -58,7 +60,7 @@ def reach(phase):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-open_data, next_batch, took = run.open_data, run.Run.next_batch, run.Run.took
+open_data, next_batch, made = opening_module.open_data, Run.next_batch, Run.made
 compile_step, commit = Program.compile_train_step, CheckpointManager._commit
 commit_folder = paths.commit_folder
 steps_taken = 0
@@ -85,12 +87,12 @@ def batch_of(self):
   return batch
 
 
-def taking(self, *args):
+def making(self, *args):
   global steps_taken
   steps_taken += 1
   if steps_taken == 6:
     reach("step")
-  took(self, *args)
+  made(self, *args)
 
 
 def committing(self, *args):
@@ -106,7 +108,7 @@ def renaming(*args):
   reach("committed")
 
 
-run.open_data, run.Run.next_batch, run.Run.took = opening, batch_of, taking
+opening_module.open_data, Run.next_batch, Run.made = opening, batch_of, making
 Program.compile_train_step, CheckpointManager._commit = compiling, committing
 paths.commit_folder = renaming
 """

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from ats_jax.metrics.watcher import Watcher
+
 CATEGORIES = ("compile", "data_wait", "step", "checkpoint", "eval", "sample")
 
 
@@ -22,7 +24,7 @@ class _Timed:
     self._goodput._pop()
 
 
-class Goodput:
+class Goodput(Watcher):
   """Splits the time since construction into `CATEGORIES` and "other".
 
   ```
@@ -59,6 +61,11 @@ class Goodput:
     if timer is None:
       raise ValueError(f"goodput: unknown category {name!r}; legal are {', '.join(CATEGORIES)}")
     return timer
+
+  def pause(self, step: int, name: str) -> _Timed:
+    """Count the time under `name`, as `timed`."""
+    del step
+    return self.timed(name)
 
   def _settle(self) -> None:
     now = self._clock()

@@ -11,6 +11,7 @@ import jax
 from absl import logging
 from jax.profiler import ProfileData
 
+from ats_jax.metrics.watcher import Watcher
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
@@ -19,7 +20,7 @@ NAME_WIDTH = 72  # C++ kernels have names of many lines
 _SENDS = re.compile(r"nccl|RaggedAllToAll|AllReduceKernel|MemcpyP2P")
 
 
-class ProfileWindow:
+class ProfileWindow(Watcher):
   """Traces steps `first_step` to `first_step + num_steps - 1`; view with TensorBoard or XProf.
 
   ```

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.transfer import start_copy
+from ats_jax.metrics.watcher import Watcher
 from ats_jax.metrics.writer import MetricWriter
 
 Arrays = dict[str, jax.Array]
@@ -23,7 +24,7 @@ Arrays = dict[str, jax.Array]
 Derive = Callable[[int, Mapping[str, float], Mapping[str, np.ndarray]], Mapping[str, float | None]]
 
 
-class StepLog:
+class StepLog(Watcher):
   """Takes the vector that each step returns; writes every n-th of them, one interval late.
 
   By then the device has long computed it: the loop does not wait, and stays at most one interval
@@ -67,12 +68,13 @@ class StepLog:
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
     self._pending: tuple[int, Arrays, Future[tuple[np.ndarray, float]]] | None = None
 
-  def push(self, step: int, vector: jax.Array, layers: Arrays | None = None) -> None:
-    """Hand over the metrics of `step`.
+  def after(self, step: int, state: Any, metrics: Any) -> Any:
+    """Take over the `StepMetrics` of a step; see `Watcher`.
 
     Raises:
       FloatingPointError: if the loss of the row that is written now is not finite.
     """
+    vector, layers = metrics
     if self._began is not None:
       vector.block_until_ready()
       logging.info("first step done %.2f s after the run was ready", self._since_start())
@@ -80,25 +82,24 @@ class StepLog:
     if step % self._every_steps == 0:
       start_copy((vector, layers))
       self._write()
-      self._pending = (step, layers or {}, self._waiter.submit(_wait, vector))
+      self._pending = (step, layers, self._waiter.submit(_wait, vector))
     else:
       self._progress.update(step)
+    return state
 
   @contextlib.contextmanager
-  def pause(self, step: int) -> Iterator[None]:
-    """Around what is not a step: its time is kept out of the speed.
-
-    What is pending is written first, and all is made durable: a checkpoint has the rows up to it.
+  def pause(self, step: int, name: str) -> Iterator[None]:
+    """Write the pending row and make all rows durable first: a checkpoint has the rows up to it.
 
     Raises:
       FloatingPointError: if the loss of the row that is written is not finite.
     """
+    del step, name
     self._write()
     self._writer.flush()
     if self._layers is not None:
       self._layers.flush()
     yield
-    self._throughput.start(step)
 
   def __enter__(self) -> Self:
     return self

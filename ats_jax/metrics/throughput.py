@@ -1,9 +1,12 @@
 """Tokens and steps a second, and the share of the hardware's peak they amount to (MFU)."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+
+from ats_jax.metrics.watcher import Watcher
 
 
 def mfu(
@@ -13,7 +16,7 @@ def mfu(
   return None if peak is None else flops_per_token * tokens_per_sec / (num_devices * peak)
 
 
-class Throughput:
+class Throughput(Watcher):
   """Speed over the last logging interval, by the host's monotonic clock.
 
   Call `start` when steps begin to run back to back (after the first step has compiled, after an
@@ -59,6 +62,13 @@ class Throughput:
   def took(self, step: int, flops_per_token: Mapping[str, float]) -> None:
     """Notes the FLOPs of a step, by the names given at first, where they are not those of all."""
     self._taken[step] = flops_per_token
+
+  @contextlib.contextmanager
+  def pause(self, step: int, name: str) -> Iterator[None]:
+    """Leave the time out: the next interval begins when the pause ends."""
+    del name
+    yield
+    self.start(step)
 
   def read(self, step: int, now: float | None = None) -> dict[str, float]:
     """Ends the interval and begins the next; empty if there is none or no step ran in it."""

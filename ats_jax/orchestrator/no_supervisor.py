@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ats_jax.orchestrator.policy.state import Decision
+from ats_jax.metrics.watcher import Watcher
 from ats_jax.step.metrics import StepMetrics, check_finite
 from ats_jax.step.program import Program
 from ats_jax.step.state import TrainState
 
 
-class NoSupervisor:
+class NoSupervisor(Watcher):
   """Nobody watches (`orchestrator.mode=off`); only weights that are not finite are not saved."""
 
   wants_checkpoint = wants_restart = False
-  decisions: tuple[tuple[int, Decision], ...] = ()
+  decisions: tuple[Any, ...] = ()
   replayed = 0
 
   def __enter__(self) -> Self:
@@ -23,25 +23,20 @@ class NoSupervisor:
     pass
 
   def start(self, step: int, state: TrainState, saved: Mapping[str, Any] | None = None) -> None:
-    """See `Supervisor.start`."""
+    """Begin before the update after `step`: nothing to do."""
 
   def follow(self, program: Program, step: int, state: TrainState) -> None:
-    """See `Supervisor.follow`."""
-
-  def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """The state, as it is."""
-    del step, metrics
-    return state
+    """The train step was compiled anew: nothing to do."""
 
   def settle(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
-    """The state, as it is.
+    """Check that the weights that are to be saved are finite.
 
     Raises:
-      FloatingPointError: if its weights are not finite.
+      FloatingPointError: if they are not.
     """
     check_finite(step, metrics)
     return state
 
   def saved(self) -> dict[str, Any]:
-    """Nothing to keep."""
+    """What a checkpoint keeps of the supervisor: nothing."""
     return {}

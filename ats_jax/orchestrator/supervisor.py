@@ -18,6 +18,7 @@ from ats_jax.config.build import CHANGES
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
 from ats_jax.metrics.transfer import start_copy
+from ats_jax.metrics.watcher import Watcher
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.param import trainable
@@ -58,7 +59,7 @@ Restore = Callable[[], tuple[int, TrainState, Any] | None]
 SAVED, WAITING, WATCH = "orchestrator", "requests", "watch"
 
 
-class Supervisor:
+class Supervisor(Watcher):
   """One run's supervisor.
 
   Attributes:

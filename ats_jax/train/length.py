@@ -4,7 +4,6 @@ from ats_jax.config import Config
 from ats_jax.config.build import count_epochs, resolve
 from ats_jax.data.rows.mixture import Mixture
 from ats_jax.data.rows.rows import TrainRows
-from ats_jax.planner.budget import budget, reason
 
 
 def with_length(cfg: Config, train_set: TrainRows) -> tuple[Config, str]:
@@ -20,6 +19,8 @@ def with_length(cfg: Config, train_set: TrainRows) -> tuple[Config, str]:
     return count_epochs(cfg, 1.0, train_set.turns.end), "the phases of data.mixture"
   epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
   if cfg.length == "budget":
+    from ats_jax.planner.budget import budget, reason  # here: other runs need no planner
+
     sized = resolve(cfg, train_set.tokenizer.vocab_size)
     plan = budget(sized, unique_tokens=train_set.num_tokens)
     bounds = f"least_epochs={cfg.least_epochs:g}, most_epochs={cfg.most_epochs:g}"

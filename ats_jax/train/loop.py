@@ -1,16 +1,21 @@
 """The training loop: read a batch, take a step, watch, evaluate, save; repeat."""
 
 import enum
+from typing import TYPE_CHECKING
 
 import jax
 from absl import logging
 
 from ats_jax.config import Config
-from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.step.state import TrainState
 from ats_jax.store.paths import Path
+from ats_jax.train.open import open_run, open_snapshots
 from ats_jax.train.resize import smaller_micro_batch
-from ats_jax.train.run import InitFrom, Run, open_run
+from ats_jax.train.run import Run
+
+if TYPE_CHECKING:  # imported by the runs that have them
+  from ats_jax.orchestrator.trials.snapshots import Snapshots
+  from ats_jax.train.initial_weights import InitialWeights
 
 
 class End(enum.Enum):
@@ -21,7 +26,7 @@ class End(enum.Enum):
   OTHER_SETTINGS = enum.auto()  # the run goes on from its newest checkpoint, compiled anew
 
 
-def train(cfg: Config, folder: Path, init: InitFrom | None = None) -> TrainState:
+def train(cfg: Config, folder: Path, initial: "InitialWeights | None" = None) -> TrainState:
   """Train to `cfg.num_steps`, going on from the newest checkpoint in `folder` if there is one.
 
   Where the device's memory runs out and the orchestrator acts, the run goes on from its newest good
@@ -30,7 +35,7 @@ def train(cfg: Config, folder: Path, init: InitFrom | None = None) -> TrainState
   Args:
     cfg: the run, as `from_config_dict` gives it.
     folder: its workdir.
-    init: weights to begin with, of another run; None = random ones.
+    initial: weights to begin with, of another run; None = random ones.
 
   Returns:
     The state at the end, or where a signal stopped the run after saving it.
@@ -40,29 +45,31 @@ def train(cfg: Config, folder: Path, init: InitFrom | None = None) -> TrainState
     FloatingPointError: if the loss or the weights stop being finite, and the orchestrator, if it
       acts, does not mend it.
   """
-  return train_to_end(cfg, folder, init)[0]
+  return train_to_end(cfg, folder, initial)[0]
 
 
-def train_to_end(cfg: Config, folder: Path, init: InitFrom | None = None) -> tuple[TrainState, End]:
+def train_to_end(
+  cfg: Config, folder: Path, initial: "InitialWeights | None" = None
+) -> tuple[TrainState, End]:
   """As `train`; also why it ended: DONE or STOPPED."""
-  snapshots, end, state = Snapshots.of(cfg.orchestrator), End.OTHER_SETTINGS, None
+  snapshots, end, state = open_snapshots(cfg), End.OTHER_SETTINGS, None
   while state is None:
     try:
-      state, end = stretch(cfg, folder, snapshots, init)
+      state, end = stretch(cfg, folder, snapshots, initial)
     except jax.errors.JaxRuntimeError as error:
       cfg = smaller_micro_batch(cfg, folder, error)
   return state, end
 
 
 def stretch(
-  cfg: Config, folder: Path, snapshots: Snapshots, init: InitFrom | None
+  cfg: Config, folder: Path, snapshots: "Snapshots | None", initial: "InitialWeights | None"
 ) -> tuple[TrainState | None, End]:
   """Open the run and train it; no state if it is to be opened again, with other settings."""
-  with open_run(cfg, folder, snapshots, init) as run:
+  with open_run(cfg, folder, snapshots, initial) as run:
     end = loop(run)
     if end is End.OTHER_SETTINGS:
       return None, end
-    run.finish(whole=end is End.DONE)
+    run.finish(complete=end is End.DONE)
     state, by = run.state, run.stop.requested or "a signal to another process"
   if end is End.STOPPED:
     logging.info("%s: saved step %d. The same command goes on from there.", by, state.step)
@@ -71,29 +78,27 @@ def stretch(
 
 def loop(run: Run) -> End:
   """Train an open run until it ends."""
-  watch, last_step = run.watch, run.cfg.num_steps
+  supervisor, last_step = run.supervisor, run.cfg.num_steps
   for step in range(run.step + 1, last_step + 1):
     train_step = run.compiled_step(step)
     batch = run.next_batch()
     with run.timed("step"):
-      run.state, metrics = train_step(run.state, batch)
-      run.took(step, metrics)
-      run.state = watch.after(step, run.state, metrics)
+      state, metrics = train_step(run.state, batch)
+      run.made(step, state, metrics)
 
     stopped = run.stop.agreed(step)
     ends = step == last_step or bool(stopped)
-    saves = ends or watch.wants_checkpoint or due(step, run.cfg.checkpoint.every_steps)
+    saves = ends or supervisor.wants_checkpoint or due(step, run.cfg.checkpoint.every_steps)
     keeps = due(step, run.cfg.checkpoint.local_every)
     if saves or keeps:
-      with run.aside("checkpoint"):
-        run.state = watch.settle(step, run.state, metrics)  # what is known to be bad is not saved
+      run.settle(metrics)  # what is known to be bad is not saved
     if step == last_step or due(step, run.cfg.eval.every_steps):
       run.evaluate()
     if saves or keeps:
       run.save(locally=not saves)
     if stopped:
       return End.STOPPED
-    if watch.wants_restart:
+    if supervisor.wants_restart:
       logging.info("orchestrator: other settings from step %d on; the step is compiled again", step)
       return End.OTHER_SETTINGS
   return End.DONE

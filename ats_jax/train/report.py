@@ -1,7 +1,7 @@
 """What a run says about itself: at its start, and at its end."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,16 +10,10 @@ from absl import logging
 from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config.schema import Config
-from ats_jax.data.chat.conversation import Conversation, Message
-from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.look.bigram import Bigram
 from ats_jax.data.rows.rows import Rows, TrainRows
-from ats_jax.inference.generator import generate
 from ats_jax.metrics.environment import environment
-from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import describe_peak
-from ats_jax.metrics.throughput import Throughput
 from ats_jax.model.count import parameter_overview
 from ats_jax.step.program import Program
 from ats_jax.step.schedule import phases, warmup_steps
@@ -139,6 +133,8 @@ def shorten(value: float) -> str:
 
 def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float:
   """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
+  from ats_jax.data.look.bigram import Bigram  # here: runs without this baseline need none
+
   steps = min(cfg.num_steps, -(-train_set.num_rows // cfg.data.batch_size))
   with train_feed(cfg, train_set) as train, eval_feed(cfg, valid_set) as valid:
     model = Bigram(itertools.islice(train, steps), train_set.tokenizer.vocab_size)
@@ -153,10 +149,14 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRo
   cfg, rules, prompt = program.cfg, program.rules(int(state.step)), program.cfg.sample.prompt
   if not cfg.sample.max_tokens:
     return ""
-  words, begin = train_set.tokenizer, prompt
-  if isinstance(words, ChatTokenizer) and cfg.data.chat_template:
-    begin = words.prompt(Conversation((Message("user", prompt),)))
-  pieces = generate(state.weights, words, cfg.sample, rules=rules, prompt=begin, seed=cfg.seed)
+  from ats_jax.inference.generator import generate  # here: runs without a sample need none
+
+  tokenizer, begin = train_set.tokenizer, prompt
+  if cfg.data.chat_template:
+    from ats_jax.data.chat.tokenizer import as_question
+
+    begin = as_question(prompt, tokenizer)
+  pieces = generate(state.weights, tokenizer, cfg.sample, rules=rules, prompt=begin, seed=cfg.seed)
   text = prompt + "".join(pieces)
   if jax.process_index() == 0:
     paths.make_folder(folder / "samples")
@@ -166,13 +166,14 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRo
 
 
 def performance_stats(
-  goodput: Goodput, meter: Throughput, predicted_bytes: int | None, program: Mapping[str, Any]
+  summaries: Iterable[Mapping[str, float]],
+  predicted_bytes: int | None,
+  program: Mapping[str, Any],
 ) -> dict[str, Any]:
   """What this process's part of a run took, as JSON-ready numbers.
 
   Args:
-    goodput: where the wall time went.
-    meter: that measured its speed.
+    summaries: `Watcher.summary` of each watcher: speed, goodput.
     predicted_bytes: of a device, that the largest step needs; None if none was compiled.
     program: what ran: the last three entries of the result.
 
@@ -184,8 +185,7 @@ def performance_stats(
   predicted = {} if predicted_bytes is None else {"memory/predicted_gib": predicted_bytes / GIB}
   return {
     "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-    **meter.summary(),
-    **goodput.summary(),
+    **{name: value for summary in summaries for name, value in summary.items()},
     **memory_metrics(),
     **predicted,
     **program,

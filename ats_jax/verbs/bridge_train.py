@@ -6,7 +6,6 @@ import jax
 from absl import flags
 
 from ats_jax import exits
-from ats_jax.bridge import hub
 from ats_jax.bridge.convert import config_of
 from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.checkpoint import workdir
@@ -15,7 +14,7 @@ from ats_jax.config.build import flatten, from_config_dict, settings, to_dict, u
 from ats_jax.config.extend import load_extensions
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
-from ats_jax.train.run import InitFrom
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.verbs import cli
 
 ABOUT = """train or fine-tune with PyTorch, on a Mac or any GPU that it knows
@@ -77,7 +76,7 @@ def main(argv: list[str]) -> int:
   jax.config.update("jax_platforms", "cpu")
   target = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/torch"))
   source = _INIT_FROM.value
-  init = InitFrom(paths.parse(hub.local(source)), _INIT_STEP.value) if source else None
+  init = InitialWeights.of(source, _INIT_STEP.value) if source else None
   given = frozenset(n for n in settings() if FLAGS[f"config.{n}"].present)
   cfg = _CONFIG.value
   if init is not None and not FLAGS["config"].present:

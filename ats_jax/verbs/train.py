@@ -14,12 +14,10 @@ from pathlib import PurePath
 from absl import flags, logging
 
 from ats_jax import exits
-from ats_jax.bridge import hub
 from ats_jax.cluster import job, runtime
 from ats_jax.config.build import explain
 from ats_jax.store import paths
 from ats_jax.train.loop import End, train_to_end
-from ats_jax.train.run import InitFrom
 from ats_jax.verbs import cli
 
 FLAGS = flags.FlagValues()
@@ -63,11 +61,14 @@ def main(argv: list[str]) -> int:
   folder = paths.parse(_WORKDIR.value or default_workdir(CONFIG.file))
   if FLAGS["init_step"].present and not _INIT_FROM.value:
     raise ValueError("--init_step says which checkpoint of --init_from; that is missing.")
-  source = _INIT_FROM.value
-  init = InitFrom(paths.parse(hub.local(source)), _INIT_STEP.value) if source else None
+  initial = None
+  if _INIT_FROM.value:
+    from ats_jax.train.initial_weights import InitialWeights  # here: it reads other formats
+
+    initial = InitialWeights.of(_INIT_FROM.value, _INIT_STEP.value)
   with runtime.configured(cfg):
     job.join(cfg)
-    _, end = train_to_end(cfg, folder, init)
+    _, end = train_to_end(cfg, folder, initial)
   return exits.STOPPED if end is End.STOPPED else exits.DONE
 
 

@@ -34,7 +34,7 @@ from ats_jax.pytorch.training.lora import Lora
 from ats_jax.pytorch.training.state import shared
 from ats_jax.store.paths import parse
 from ats_jax.train import loop as jax_train
-from ats_jax.train.run import InitFrom
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.verbs.forecast import read_curve
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
@@ -214,7 +214,7 @@ def test_adapters_go_on_and_merge_into_jax(tmp_path):
   jax_train.train(settings(tmp_path, "dense", num_steps=6), parse(tmp_path / "base"))
   cfg = settings(tmp_path, "dense", num_steps=6, **{"checkpoint.every_steps": 3})
   options = loop.Options(torch.device("cpu"), torch.float32, lora=Lora(4, 8.0, ("q", "down")))
-  init = InitFrom(parse(tmp_path / "base"))
+  init = InitialWeights(parse(tmp_path / "base"))
   run = lambda: loop.train(cfg, parse(tmp_path / "run"), options, init)
   assert run()
   first = rows(tmp_path / "run")

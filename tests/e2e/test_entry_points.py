@@ -28,7 +28,7 @@ from ats_jax.ops.kernels import OPS
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
 from ats_jax.train.evaluate import score
-from ats_jax.train.loop import default_workdir
+from ats_jax.verbs.train import default_workdir
 
 FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"
 

@@ -32,7 +32,7 @@ CONFIG = """
 import os, signal, sys
 
 from configs.debug import get_config  # noqa: F401
-from ats_jax.data import shards, tokenise
+from ats_jax.data.corpus import shards, tokenise
 from ats_jax.data.chat import corpus
 
 shards.SHARD_TOKENS = 3000

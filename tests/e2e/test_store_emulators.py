@@ -104,7 +104,7 @@ def test_what_another_process_writes_is_read(store):
   paths.write(folder / "one", "1")
   assert [path.name for path in folder.iterdir()] == ["one"]
   code = f"""
-from ats_jax import paths
+from ats_jax.store import paths
 for name, text in ("one", "longer"), ("two", "2"):
   paths.write(paths.parse({str(folder)!r}) / name, text)
 """

@@ -30,7 +30,7 @@ SLOW = """
 import os
 import time
 
-from ats_jax import feed
+from ats_jax.train import feed
 from configs.debug import get_config  # noqa: F401
 
 to_global, batches = feed.to_global, 0
@@ -109,7 +109,7 @@ def test_without_a_launcher_the_other_ends_soon_and_in_a_line(dead, settings, tm
 FAILS = """
 import os
 
-from ats_jax import feed
+from ats_jax.train import feed
 from configs.debug import get_config  # noqa: F401
 
 to_global, batches = feed.to_global, 0

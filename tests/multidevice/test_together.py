@@ -9,11 +9,12 @@ PROCESS = """
 import logging, time
 from absl import logging as absl_logging
 from helpers import tiny_config
-from ats_jax import together, workdir
+from ats_jax.store import shared_folder
+from ats_jax.checkpoint import workdir
 from ats_jax.store.paths import Path
 
 folder, slow = map(Path, argv)
-together.SHARED_SECS, together.SLOW_SECS = 3, 0.2
+shared_folder.SHARED_SECS, shared_folder.SLOW_SECS = 3, 0.2
 
 class Say(logging.Handler):
   def emit(self, record):
@@ -30,11 +31,11 @@ def claim(folder):
 
 claim(folder)
 if rank:  # a folder that shows late what process 0 has written
-  read, late = together._read, time.monotonic() + 1
-  together._read = lambda path: read(path) if time.monotonic() > late else ""
+  read, late = shared_folder._read, time.monotonic() + 1
+  shared_folder._read = lambda path: read(path) if time.monotonic() > late else ""
 claim(slow)
 if rank:
-  together._read = read
+  shared_folder._read = read
   now = time.time
   time.time = lambda: now() + 100  # another clock
 claim(folder)

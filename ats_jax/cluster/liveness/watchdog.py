@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from absl import logging
@@ -27,6 +27,7 @@ from ats_jax.cluster.liveness.pace import Straggler, slowest
 from ats_jax.config import Config
 from ats_jax.exits import FAULT, LEFT
 from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.watcher import Watcher
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
@@ -56,7 +57,7 @@ def file_name(process: int) -> str:
   return f"stacks.{process}.txt" if process else "stacks.txt"
 
 
-class Watchdog:
+class Watchdog(Watcher):
   """Watches the loop of this process, and the other processes of its job. A context manager.
 
   In a job, a process that hangs or is left alone writes the Python stacks of its threads into the
@@ -67,7 +68,7 @@ class Watchdog:
   Time in which this process was itself stopped (Ctrl-Z, a laptop that sleeps) does not count.
 
   Attributes:
-    step: the update that is being made; the loop sets it.
+    step: the update that is being made.
   """
 
   def __init__(
@@ -134,6 +135,11 @@ class Watchdog:
       line = (str(error).splitlines() or [""])[0]
       self._ends = f"process {self._rank} on {self._host} failed: {kind.__name__}: {line}"
       self._now.set()
+
+  def before(self, step: int, state: Any) -> None:
+    """Note which update is being made."""
+    del state
+    self.step = step
 
   @contextlib.contextmanager
   def during(self, phase: str) -> Iterator[None]:

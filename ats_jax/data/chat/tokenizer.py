@@ -11,7 +11,7 @@ from absl import logging
 
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.conversation import Conversation
+from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
 from ats_jax.data.chat.segments import BOS, EOS, Segment
 from ats_jax.data.chat.templates import PUBLISHED, Template
@@ -164,6 +164,13 @@ class ChatTokenizer:
 
   def __reduce__(self):
     return ChatTokenizer, (self.inner, self.form)
+
+
+def as_question(text: str, tokenizer: Tokenizer) -> str | list[int]:
+  """What a model reads before it answers `text`; the text itself without a template."""
+  if not isinstance(tokenizer, ChatTokenizer):
+    return text
+  return tokenizer.prompt(Conversation((Message("user", text),)))
 
 
 def plain(tokenizer: Tokenizer) -> Tokenizer:

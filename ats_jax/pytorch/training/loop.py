@@ -46,8 +46,9 @@ from ats_jax.store import paths
 from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.evaluate import means
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.length import with_length
-from ats_jax.train.run import InitFrom, Origin, restored_or_new
+from ats_jax.train.open import Origin, restored_or_new
 
 SCALE = "torch/loss_scale"  # in a checkpoint
 
@@ -247,14 +248,16 @@ class TorchRun:
     return means(loss, correct, tokens, data)
 
 
-def train(cfg: Config, folder: Path, options: Options, init: InitFrom | None = None) -> bool:
+def train(
+  cfg: Config, folder: Path, options: Options, initial: InitialWeights | None = None
+) -> bool:
   """Train to `cfg.num_steps`, going on from the newest checkpoint in `folder` if there is one.
 
   Args:
     cfg: the run, as `from_config_dict` gives it.
     folder: its workdir.
     options: how PyTorch computes.
-    init: weights to begin with, of another run or of Hugging Face; None = random ones.
+    initial: weights to begin with, of another run or of Hugging Face; None = random ones.
 
   Returns:
     Whether it was trained to the end; False where a signal stopped it after saving.
@@ -268,7 +271,7 @@ def train(cfg: Config, folder: Path, options: Options, init: InitFrom | None = N
     raise ValueError(f"--lora_rank: peft writes to a disk, and {folder} is on none.")
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignal())
-    run = _open(stack, cfg, folder, options, init)
+    run = _open(stack, cfg, folder, options, initial)
     last, cfg = run.cfg.num_steps, run.cfg
     due = lambda every: every > 0 and run.step % every == 0
     while run.step < last and not stop.requested:
@@ -287,7 +290,11 @@ def train(cfg: Config, folder: Path, options: Options, init: InitFrom | None = N
 
 
 def _open(
-  stack: contextlib.ExitStack, cfg: Config, folder: Path, options: Options, init: InitFrom | None
+  stack: contextlib.ExitStack,
+  cfg: Config,
+  folder: Path,
+  options: Options,
+  initial: InitialWeights | None,
 ) -> TorchRun:
   enter, goodput = stack.enter_context, Goodput()
   enter(logfile.verbosity(cfg.log))
@@ -315,10 +322,10 @@ def _open(
   model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
   if options.lora is None:
     adapters, optimizer = None, optimizer_of(cfg, model, abstract)
-    to_torch(cfg, restored_or_new(program, origin, init, train_set), model, optimizer)
+    to_torch(cfg, restored_or_new(program, origin, initial, train_set), model, optimizer)
     kept = lambda step: to_jax(cfg, abstract, model, optimizer, step)
   else:  # the model is in no checkpoint: it is what it was
-    to_torch(cfg, restored_or_new(program, Origin(), init, train_set), model, None)
+    to_torch(cfg, restored_or_new(program, Origin(), initial, train_set), model, None)
     adapters = Adapters(cfg, model, options.lora)
     if newest is not None:
       adapters.restore(checkpoints, newest[0])

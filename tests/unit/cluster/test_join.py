@@ -116,7 +116,7 @@ from absl import logging
 logging.use_absl_handler()
 logging.set_verbosity(logging.INFO)
 os.environ.update(ENVIRONMENT)
-from ats_jax import job
+from ats_jax.cluster import job
 from ats_jax.config import Config
 job.join(Config())
 say(jax.process_count())

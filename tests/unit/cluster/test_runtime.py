@@ -121,7 +121,8 @@ def test_a_missing_flag():
 SCRIPT = """
 import logging
 from absl import logging as absl_logging
-from ats_jax import cli, runtime
+from ats_jax.verbs import cli
+from ats_jax.cluster import runtime
 
 def library_warns():
   code = "log.warning('look out', exc_info=True); log.info('a step of mine')"

@@ -176,7 +176,7 @@ def test_processes_that_start_together_build_once(tmp_path):
     import sys, time
     from pathlib import Path
     import numpy as np
-    from ats_jax.data import cache
+    from ats_jax.data.corpus import cache
     root = Path(sys.argv[1])
     def build(folder):
       with open(root / "builds", "a") as f:

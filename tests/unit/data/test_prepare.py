@@ -118,7 +118,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import shards, tokenise
+from ats_jax.data.corpus import shards, tokenise
 from ats_jax.data.splits import prepare
 
 paths, out, workers, kill_at = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

@@ -84,7 +84,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from absl import logging
-from ats_jax import logfile
+from ats_jax.metrics import logfile
 with logfile.kept(Path(sys.argv[1]), 0):
   logging.error("one")
   resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))

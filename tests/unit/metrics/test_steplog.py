@@ -28,7 +28,7 @@ def log(path):
 
 
 def push(log, step, loss):
-  log.push(step, jnp.array([loss, step]))
+  log.after(step, None, (jnp.array([loss, step]), {}))
 
 
 def test_a_row_is_written_when_the_next_one_comes(log, path):
@@ -37,14 +37,14 @@ def test_a_row_is_written_when_the_next_one_comes(log, path):
   assert read_jsonl(path) == []
   push(log, 4, 1.0)
   assert [row["step"] for row in read_jsonl(path)] == [2]
-  with log.pause(4):
+  with log.pause(4, "eval"):
     assert [row["step"] for row in read_jsonl(path)] == [2, 4]
 
 
 def test_rows_hold_the_vector_and_the_speed(log, path):
   for step in (1, 2, 3, 4):
     push(log, step, 0.5)
-  with log.pause(4):
+  with log.pause(4, "eval"):
     pass
   first, second = read_jsonl(path)
   assert (first["train/loss"], first["train/other"]) == (0.5, 2.0)
@@ -55,5 +55,8 @@ def test_rows_hold_the_vector_and_the_speed(log, path):
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run(log, loss):
   push(log, 2, loss)
-  with pytest.raises(FloatingPointError, match=r"train/loss is (nan|inf) at step 2"), log.pause(2):
+  with (
+    pytest.raises(FloatingPointError, match=r"train/loss is (nan|inf) at step 2"),
+    log.pause(2, "checkpoint"),
+  ):
     pytest.fail("a checkpoint would be saved here")

@@ -20,8 +20,8 @@ from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program, predicted_bytes
 from ats_jax.train.evaluate import check_fp8, score
 from ats_jax.train.loop import due, train
+from ats_jax.train.open import speed
 from ats_jax.train.report import performance, performance_stats, shorten
-from ats_jax.train.run import speed
 
 RTOL = 1e-5
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -136,9 +136,8 @@ def test_a_run_ends_with_what_it_took(config, tmp_path, caplog):
     f"{stats['train/tokens_per_sec']:,.0f} tokens/s, {stats['train/tflops_per_device']:,.3g}"
   )
   assert f"speed on 8 x cpu: {speed_line} TFLOP/s a device\n" in caplog.text
-  again = performance_stats(
-    Goodput(), speed(program), None, {"kernels": {}, "compilation_cache": "off"}
-  )
+  summaries = [Goodput().summary(), speed(program).summary()]
+  again = performance_stats(summaries, None, {"kernels": {}, "compilation_cache": "off"})
   assert "memory/predicted_gib" not in again
   assert "too few steps to time" in performance(again)
 

@@ -21,8 +21,9 @@ from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.store import lease, paths
 from ats_jax.store.paths import Path
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.loop import train
-from ats_jax.train.run import InitFrom, open_run
+from ats_jax.train.open import open_run
 from ats_jax.verbs import decisions, evaluate, forecast, generate
 
 STEPS = 12
@@ -187,7 +188,7 @@ def test_a_second_process_is_kept_out(whole, config):
 
 def test_a_new_run_begins_with_weights_from_a_store(whole, config, tmp_path):
   cfg = config(seed=7)
-  with open_run(cfg, Path(tmp_path), Snapshots.of(cfg.orchestrator), InitFrom(whole)) as run:
+  with open_run(cfg, Path(tmp_path), Snapshots.of(cfg.orchestrator), InitialWeights(whole)) as run:
     weights = jax.device_get(run.state.model)
   saved = arrays(whole, STEPS)
   np.testing.assert_array_equal(weights.embed.weight[...], saved["ema/embed"])
@@ -201,7 +202,7 @@ def test_the_tokenizer_of_a_run_on_a_store_is_taken_along(config, bucket):
   own = source / "tokenizer.json"
   cfg = config(data__tokenizer=str(own), num_steps=2)
   cfg = dataclasses.replace(cfg, orchestrator=dataclasses.replace(cfg.orchestrator, mode="off"))
-  train(cfg, Path("gs://bucket/again"), InitFrom(source))
+  train(cfg, Path("gs://bucket/again"), InitialWeights(source))
   found = load_tokenizer(Path("gs://bucket/again/tokenizer.json"))
   assert found.fingerprint == load_tokenizer(own).fingerprint
 

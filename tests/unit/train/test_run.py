@@ -23,10 +23,11 @@ from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.planner.budget import budget
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.schedule import learning_rate
-from ats_jax.train import run as run_module
+from ats_jax.train import open as open_module
+from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.length import with_length
 from ats_jax.train.loop import train
-from ats_jax.train.run import InitFrom, find_origin, open_run
+from ats_jax.train.open import find_origin, open_run
 
 ACTS = {"orchestrator__mode": "act", "orchestrator__check_interval": 2}
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -69,7 +70,7 @@ def first_weights(cfg, folder, init):
 
 def test_a_run_begins_with_the_weights_of_another(texts, trained, tmp_path):
   source, state = trained
-  model, opt_state, step = first_weights(config(texts, seed=7), tmp_path, InitFrom(source))
+  model, opt_state, step = first_weights(config(texts, seed=7), tmp_path, InitialWeights(source))
   assert step == 0
   for new, old in zip(jax.tree.leaves(model), jax.tree.leaves(state.model), strict=True):
     np.testing.assert_array_equal(new, old)
@@ -79,7 +80,7 @@ def test_a_run_begins_with_the_weights_of_another(texts, trained, tmp_path):
 def test_weights_of_a_chosen_step_and_in_another_dtype(texts, trained, tmp_path):
   source, state = trained
   cfg = config(texts, precision__param_dtype="bfloat16")
-  model, *_ = first_weights(cfg, tmp_path, InitFrom(source, "2"))
+  model, *_ = first_weights(cfg, tmp_path, InitialWeights(source, "2"))
   last = jax.tree.leaves(state.model)[0]
   first = jax.tree.leaves(model)[0]
   assert first.dtype == "bfloat16" and first.shape == last.shape
@@ -88,7 +89,7 @@ def test_weights_of_a_chosen_step_and_in_another_dtype(texts, trained, tmp_path)
 
 def test_the_average_is_what_another_run_gets(texts, tmp_path):
   averaged = train(config(texts, optimizer__ema_decay=0.5), tmp_path / "ema")
-  model, *_ = first_weights(config(texts), tmp_path / "new", InitFrom(tmp_path / "ema"))
+  model, *_ = first_weights(config(texts), tmp_path / "new", InitialWeights(tmp_path / "ema"))
   for new, ema in zip(jax.tree.leaves(model), jax.tree.leaves(averaged.ema), strict=True):
     np.testing.assert_array_equal(new, ema.astype(new.dtype))
 
@@ -96,7 +97,7 @@ def test_the_average_is_what_another_run_gets(texts, tmp_path):
 def test_a_run_that_goes_on_keeps_its_own_weights(texts, trained, tmp_path):
   train(config(texts, num_steps=2), tmp_path)
   own, _, step = first_weights(config(texts, num_steps=3), tmp_path, None)
-  again, _, _ = first_weights(config(texts, num_steps=3), tmp_path, InitFrom(trained[0]))
+  again, _, _ = first_weights(config(texts, num_steps=3), tmp_path, InitialWeights(trained[0]))
   assert step == 2
   for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(again), strict=True):
     np.testing.assert_array_equal(a, b)
@@ -112,7 +113,7 @@ def test_a_run_that_goes_on_keeps_its_own_weights(texts, trained, tmp_path):
 )
 def test_weights_that_cannot_be_taken(texts, trained, tmp_path, changes, step, says):
   with pytest.raises(ValueError, match=says):
-    first_weights(config(texts, **changes), tmp_path, InitFrom(trained[0], step))
+    first_weights(config(texts, **changes), tmp_path, InitialWeights(trained[0], step))
 
 
 def test_the_tokenizer_of_the_other_run_is_taken_along(texts, tmp_path):
@@ -122,7 +123,7 @@ def test_the_tokenizer_of_the_other_run_is_taken_along(texts, tmp_path):
   other.mkdir()
   for i in range(30):
     (other / f"{i}.txt").write_text(f"entirely different prose, number {i}. " * 9)
-  source, cfg = InitFrom(tmp_path / "source"), config(other, **bpe)
+  source, cfg = InitialWeights(tmp_path / "source"), config(other, **bpe)
   with pytest.raises(ValueError, match=r"--config\.data\.tokenizer=.*source/tokenizer\.json"):
     first_weights(cfg, tmp_path / "refused", source)
   own = str(tmp_path / "source" / "tokenizer.json")
@@ -133,7 +134,7 @@ def test_the_tokenizer_of_the_other_run_is_taken_along(texts, tmp_path):
 
 def test_no_run_to_begin_from(texts, tmp_path):
   with pytest.raises(ValueError, match="holds no run"):
-    first_weights(config(texts), tmp_path / "new", InitFrom(tmp_path / "nothing"))
+    first_weights(config(texts), tmp_path / "new", InitialWeights(tmp_path / "nothing"))
 
 
 @pytest.mark.thorough
@@ -160,7 +161,7 @@ def test_rules_of_the_number_of_steps_hold_for_epochs(texts, tmp_path):
 def test_nobody_watches_unless_asked(texts, tmp_path):
   cfg = config(texts)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
-    assert isinstance(run.watch, NoSupervisor) and run.watch.saved() == {}
+    assert isinstance(run.supervisor, NoSupervisor) and run.supervisor.saved() == {}
     assert run.position() == {"position": {"row": 0, "data": run.train_set.fingerprint}}
 
 
@@ -233,14 +234,14 @@ def test_state_and_step_may_be_ready_in_any_order(texts, trained, tmp_path, monk
     ready.set()
     return state
 
-  compile_train_step, restored_or_new = Program.compile_train_step, run_module.restored_or_new
+  compile_train_step, restored_or_new = Program.compile_train_step, open_module.restored_or_new
   ends = []
   for order, name in ((compiled_first, "compile_train_step"), (state_first, "restored_or_new")):
     folder = tmp_path / name
     shutil.copytree(tmp_path, folder, ignore=lambda *_: ["compile_train_step", "restored_or_new"])
     with monkeypatch.context() as patch:
       ready.clear()
-      first, second = (Program, run_module) if order is compiled_first else (run_module, Program)
+      first, second = (Program, open_module) if order is compiled_first else (open_module, Program)
       other = "restored_or_new" if order is compiled_first else "compile_train_step"
       patch.setattr(first, name, order)
       slowly(patch, second, other, ready)

@@ -100,7 +100,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ats_jax.config.schema import DataConfig
-from ats_jax.data import shards
+from ats_jax.data.corpus import shards
 from ats_jax.data.chat import corpus
 from ats_jax.data.splits import prepare
 

@@ -1,0 +1,87 @@
+"""Weights that a new run begins with: of another run, or of a Hugging Face folder."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from ats_jax.bridge import hub
+from ats_jax.bridge.convert import check_tokenizer, load_model
+from ats_jax.bridge.folder import is_source, open_source
+from ats_jax.checkpoint import abstract_like, restore_tree, workdir
+from ats_jax.data.tokens.file import extends, load_tokenizer
+from ats_jax.data.tokens.tokenizer import Tokenizer
+from ats_jax.model.layout import stacks
+from ats_jax.step.program import Program
+from ats_jax.step.state import TrainState
+from ats_jax.store import paths
+from ats_jax.store.paths import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialWeights:
+  """Where they are.
+
+  Attributes:
+    folder: workdir of a run of this program, or a folder of Hugging Face's.
+    step: checkpoint of the run: a step, "latest" or "best".
+  """
+
+  folder: Path
+  step: str = "latest"
+
+  @classmethod
+  def of(cls, source: str, step: str = "latest") -> "InitialWeights":
+    """From a path as a user writes it; hf://OWNER/NAME is fetched from the Hub.
+
+    Raises:
+      ValueError: for a name that the Hub does not have, or a path that cannot be read.
+    """
+    return cls(paths.parse(hub.local(source)), step)
+
+  def into(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> TrainState:
+    """A new state with these weights, in the dtypes and shardings that it has.
+
+    Args:
+      state: of step 0.
+      program: of the run.
+      tokenizer: of the run; the weights must have been trained with the same one.
+
+    Raises:
+      ValueError: if there are none, or they do not fit the run's model or tokenizer.
+    """
+    if is_source(self.folder):
+      check_tokenizer(self.folder, program.cfg, tokenizer)
+      source, mesh = open_source(self.folder), jax.sharding.get_mesh()
+      model = load_model(source, program.cfg, abstract_like(state.model, mesh))
+      logging.info("the weights are those of %s in %s", source.family.name, self.folder)
+    else:
+      model = self._of_run(state, program, tokenizer)
+    copied = lambda p: jnp.array(p, jnp.float32, copy=True)
+    ema = None if state.ema is None else jax.tree.map(copied, model)
+    return dataclasses.replace(state, model=model, ema=ema)
+
+  def _of_run(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> Any:
+    """The model of a checkpoint: the average of its weights, if that run kept one."""
+    source = workdir.load_config(self.folder)
+    file = self.folder / workdir.TOKENIZER
+    if not extends(tokenizer, load_tokenizer(file)):
+      raise ValueError(
+        f"--init_from={self.folder}: its tokenizer is not the one of this run, so its weights "
+        f"would read other tokens. Use its own, --config.data.tokenizer={file}."
+      )
+    part = "ema" if source.optimizer.ema_decay else "model"
+    stored = "float32" if part == "ema" else source.precision.param_dtype
+    own = jnp.dtype(program.cfg.precision.param_dtype)
+    like = lambda x: jax.ShapeDtypeStruct(
+      x.shape, stored if part == "ema" or x.dtype == own else x.dtype, sharding=x.sharding
+    )
+    chosen = int(self.step) if self.step.isdecimal() else self.step
+    abstract = jax.tree.map(like, abstract_like(state.model, jax.sharding.get_mesh()))
+    step, model, _ = restore_tree(
+      self.folder / workdir.CHECKPOINTS, abstract, chosen, part, stacks=stacks(program.cfg)
+    )
+    logging.info("the weights are those of step %d of %s", step, self.folder)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), model, state.model)

@@ -1,0 +1,263 @@
+"""Opening a run: its parts, in the order in which each needs those before it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
+from ats_jax.cluster.liveness.watchdog import READING, Watchdog, open_watchdog
+from ats_jax.config import Config
+from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
+from ats_jax.config.extend import load_extensions
+from ats_jax.config.identity import RunIdentity
+from ats_jax.data.batch import POSITION
+from ats_jax.data.rows.rows import TrainRows
+from ats_jax.data.sources import open_data, open_eval_sets
+from ats_jax.data.tokens.file import save_tokenizer
+from ats_jax.metrics import logfile
+from ats_jax.metrics.create import create_writer
+from ats_jax.metrics.files import LayerLog
+from ats_jax.metrics.goodput import Goodput
+from ats_jax.metrics.peaks import peak_flops
+from ats_jax.metrics.profiler import ProfileWindow
+from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.steplog import StepLog
+from ats_jax.metrics.throughput import Throughput
+from ats_jax.metrics.writer import MetricWriter
+from ats_jax.model.layout import stacks
+from ats_jax.orchestrator.no_supervisor import NoSupervisor
+from ats_jax.sharding.mesh import make_mesh, on_mesh
+from ats_jax.step.by_source import objective_of, of_sources
+from ats_jax.step.metrics import metric_names
+from ats_jax.step.program import Program, make_program
+from ats_jax.step.sparse_value import worth
+from ats_jax.step.state import TrainState
+from ats_jax.store.paths import Path
+from ats_jax.train import report
+from ats_jax.train.compiled import Begun, CompiledSteps, Key, begin_compiling
+from ats_jax.train.feed import train_feed
+from ats_jax.train.length import with_length
+from ats_jax.train.resize import DEVICES, fitted, relieved
+from ats_jax.train.run import Run
+
+if TYPE_CHECKING:  # imported by the runs that have them
+  from ats_jax.orchestrator.trials.snapshots import Snapshots
+  from ats_jax.train.initial_weights import InitialWeights
+
+PROFILED_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+  """Where a run goes on, or begins.
+
+  Attributes:
+    step: updates done.
+    extra: what was saved with the state; {} at the beginning.
+    restore: gives the state, from shapes, dtypes and shardings; None = there is none yet.
+  """
+
+  step: int = 0
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  restore: Callable[[TrainState], TrainState] | None = None
+
+
+@contextlib.contextmanager
+def open_run(
+  cfg: Config,
+  folder: Path,
+  snapshots: "Snapshots | None" = None,
+  initial: "InitialWeights | None" = None,
+) -> Iterator[Run]:
+  """Open a run where it goes on: from its newest good state, or else from the beginning.
+
+  The order is that of need. Claim the workdir. Find the newest state, which may have been made with
+  other settings. Open the data, which tells the vocabulary. Make the mesh and the program. Read on
+  from the state's position, which tells the shape of the next batch. Begin to compile, and
+  meanwhile restore the state, cut the logs to its step, and open what follows the run.
+
+  Args:
+    cfg: the run, as its user wrote it.
+    folder: its workdir.
+    snapshots: states in host memory, empty at first; they outlive a run that is opened again. A run
+      with an orchestrator needs them.
+    initial: weights to begin with; a run that goes on has its own.
+
+  Raises:
+    ValueError: for settings, data or a workdir that cannot be used.
+  """
+  goodput, folder = Goodput(), Path(folder)
+  cfg = load_extensions(cfg)
+  with contextlib.ExitStack() as stack:
+    enter = stack.enter_context
+    enter(logfile.verbosity(cfg.log))
+    identity = enter(workdir.claim(folder, cfg))
+    enter(logfile.kept(folder, jax.process_index()))
+    cfg = relieved(cfg, folder)
+    watchdog = enter(open_watchdog(cfg, goodput, folder))
+    directory = folder / workdir.CHECKPOINTS
+    checkpoints = enter(
+      CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
+    )
+    origin = find_origin(checkpoints, snapshots)
+    with watchdog.during(READING):
+      train_set, valid_set = open_data(cfg.data, cfg.seed)
+      eval_sets = open_eval_sets(cfg.data, valid_set)
+    cfg, length = with_length(cfg, train_set)
+    workdir.write_config(folder, cfg)
+    cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
+    cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+    cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
+    mesh = make_mesh(cfg)
+    enter(on_mesh(cfg, mesh))
+    stop = enter(StopSignal())
+    program = make_program(cfg, objective_of(cfg)).continued(origin.extra)
+    batches = enter(
+      train_feed(cfg, train_set, origin.extra.get(POSITION), tells=True, on_mesh=True)
+    )
+    first = Key(program.training_rules(origin.step + 1), batches.row_length)
+    ended = origin.step >= cfg.num_steps
+    steps = CompiledSteps(Begun() if ended else begin_compiling(program, first))
+    state = restored_or_new(program, origin, initial, train_set)
+    if jax.process_index() == 0:
+      save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
+    report.opening(program, folder, state, train_set, origin.step, length)
+    writer = open_writer(stack, cfg, folder, origin, identity)
+    meter = speed(program)
+    log = open_log(stack, program, folder, origin, meter, writer, train_set, watchdog)
+    profile = enter(ProfileWindow(cfg.log.profile_step, PROFILED_STEPS, folder / "profile"))
+    run = Run(
+      program=program,
+      folder=folder,
+      state=state,
+      step=origin.step,
+      steps=steps,
+      train_set=train_set,
+      valid_set=valid_set,
+      eval_sets=eval_sets,
+      batches=batches,
+      devices=devices,
+      checkpoints=checkpoints,
+      stop=stop,
+      writer=writer,
+      goodput=goodput,
+      meter=meter,
+      watchers=(watchdog, profile, log, meter, goodput),
+    )
+    if cfg.orchestrator.mode != "off":
+      from ats_jax.train.supervise import open_supervisor
+
+      assert snapshots is not None, "a run with an orchestrator has snapshots"
+      run.supervisor = enter(open_supervisor(run, snapshots))
+    run.watchers = (*run.watchers, run.supervisor)
+    run.supervisor.start(origin.step, state, origin.extra)
+    stack.push(watchdog.take_error)  # the others hear of it before anything here waits for them
+    try:
+      yield run
+    finally:
+      # The supervisor holds the run: that cycle would keep the state on the devices.
+      run.supervisor, run.watchers = NoSupervisor(), ()
+
+
+def open_snapshots(cfg: Config) -> "Snapshots | None":
+  """Where states are kept in host memory, to go back to; None without an orchestrator."""
+  if cfg.orchestrator.mode == "off":
+    return None
+  from ats_jax.orchestrator.trials.snapshots import Snapshots
+
+  return Snapshots.of(cfg.orchestrator)
+
+
+def find_origin(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -> Origin:
+  """The newest state there is: a snapshot in host memory, or else an intact checkpoint."""
+  kept = None if snapshots is None else snapshots.newest(checkpoints.steps())
+  if kept is not None:
+    step, state, extra = kept
+    # A program with smaller micro-batches (`relieved`) has the same arrays, in another structure.
+    as_now = lambda abstract: jax.tree.unflatten(
+      jax.tree.structure(abstract), jax.tree.leaves(state)
+    )
+    return Origin(step, extra, as_now)
+  newest = checkpoints.newest()
+  if newest is None:
+    return Origin()
+  step, extra = newest
+  return Origin(step, extra, lambda abstract: checkpoints.read(step, abstract))
+
+
+def restored_or_new(
+  program: Program, origin: Origin, initial: "InitialWeights | None", train_set: TrainRows
+) -> TrainState:
+  """The state of `origin`; at the beginning a new one, with the `initial` weights if given."""
+  if origin.restore is not None:
+    abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
+    return origin.restore(abstract)
+  state = program.init()
+  return state if initial is None else initial.into(state, program, train_set.tokenizer)
+
+
+def open_writer(
+  stack: contextlib.ExitStack, cfg: Config, folder: Path, origin: Origin, identity: RunIdentity
+) -> MetricWriter:
+  """Where metrics go; rows of steps that are made again are cut off."""
+  writer = create_writer(
+    cfg.log,
+    folder,
+    resume_step=origin.step if origin.restore else None,
+    is_main=jax.process_index() == 0,
+    run=identity.run,
+  )
+  stack.enter_context(contextlib.closing(writer))
+  writer.write_hparams(flatten(cfg))
+  return writer
+
+
+def open_log(
+  stack: contextlib.ExitStack,
+  program: Program,
+  folder: Path,
+  origin: Origin,
+  meter: Throughput,
+  writer: MetricWriter,
+  train_set: TrainRows,
+  watchdog: Watchdog,
+) -> StepLog:
+  """The log of the steps' metrics, and of those that follow from them."""
+  cfg, is_main = program.cfg, jax.process_index() == 0
+  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main)
+  stack.enter_context(progress)
+  layers = None
+  if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):
+    layers = LayerLog(folder / workdir.LAYERS, last_step=origin.step if origin.restore else -1)
+    stack.enter_context(contextlib.closing(layers))
+
+  def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
+    passes = train_set.passes(step * cfg.data.batch_size)
+    found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
+    return found | of_sources(passes, values) | watchdog.metrics()
+
+  log = StepLog(
+    metric_names(cfg, program.objective.names),
+    writer,
+    meter,
+    progress,
+    cfg.log.every_steps,
+    layers,
+    derive=derived,
+    raises=cfg.orchestrator.mode != "act",
+  )
+  return stack.enter_context(log)
+
+
+def speed(program: Program) -> Throughput:
+  """A meter that knows the run's FLOPs and its devices' peak."""
+  cfg = program.cfg
+  return Throughput(
+    num_devices=jax.device_count(),
+    peak=peak_flops(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
+    tokens_per_step=cfg.data.batch_size * cfg.data.seq_len,
+    flops_per_token=program.flops_per_token(cfg.data.seq_len),
+  )

@@ -1,0 +1,55 @@
+"""The supervisor of a run, and what the run's loop offers it. Imported by runs that have one."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ats_jax.checkpoint import abstract_like, workdir
+from ats_jax.data.batch import POSITION
+from ats_jax.orchestrator.supervisor import Supervisor
+from ats_jax.orchestrator.trials.paired import Ahead, Update
+from ats_jax.orchestrator.trials.snapshots import Snapshots
+from ats_jax.train.feed import probe_feed, upcoming
+from ats_jax.train.run import Run
+
+
+def open_supervisor(run: Run, snapshots: Snapshots) -> Supervisor:
+  """A supervisor with a probe that is not trained on; `start` begins."""
+  abstract = abstract_like(run.program.init(abstract=True), jax.sharding.get_mesh())
+  return Supervisor(
+    run.program,
+    probe_feed(run.cfg, run.eval_sets, run.train_set),
+    run.folder / workdir.DECISIONS,
+    run.writer.write_scalars,
+    lambda: run.checkpoints.restore_latest(abstract),
+    run.goodput.summary,
+    snapshots,
+    Loop(run),
+  )
+
+
+@dataclasses.dataclass
+class Loop:
+  """What an open run offers its supervisor, by the protocol `orchestrator.ports.Loop`."""
+
+  run: Run
+
+  def position(self) -> dict[str, Any]:
+    """The loop's part of a checkpoint's `extra`."""
+    return self.run.position()
+
+  def again(self) -> Update:
+    """A function that makes the last update again, from another state."""
+    train_step, batch = self.run.last_update()
+    marked = self.run.goodput.marking(train_step)
+    return lambda state: marked(state, batch)
+
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+    """Functions that make the updates after `saved`, or the next ones, on their batches."""
+    run = self.run
+    position = (saved or run.position())[POSITION]
+    train_step, _ = run.last_update()
+    batches = lambda: upcoming(run.cfg, run.train_set, position)
+    return Ahead(run.goodput.marking(train_step), batches)

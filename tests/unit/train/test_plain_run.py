@@ -1,0 +1,60 @@
+"""What a plain run imports: code for what it does not ask for stays out of its process."""
+
+import json
+
+from commands import started
+
+CODE = """
+import json, sys
+from pathlib import Path
+from ats_jax.config import from_config_dict
+from ats_jax.config.build import updated
+from ats_jax.config.file import load_file
+from ats_jax.verbs import train  # as `ats-jax train` does
+from ats_jax.train.loop import train_to_end
+folder = Path(sys.argv[1])
+(folder / "text.txt").write_text("some words that come again and again. " * 200)
+settings = {
+  "num_steps": 2, "compilation_cache": "off", "model.num_layers": 1, "model.d_model": 16,
+  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 32, "data.tokenizer": "bytes",
+  "data.paths": str(folder / "text.txt"), "data.cache_dir": str(folder / "cache"),
+  "data.seq_len": 16, "data.batch_size": 2, "data.num_workers": 0,
+  "data.validation_fraction": 0.3, "optimizer.warmup_steps": 1, "eval.every_steps": 2,
+  "eval.bigram_baseline": False, "sample.max_tokens": 0, "log.progress": False,
+  "log.writers": "tensorboard,jsonl", "orchestrator.mode": "off",
+}
+cfg = from_config_dict(updated(load_file("debug").to_dict(), settings))
+train_to_end(cfg, folder / "run")
+print("LOADED", json.dumps(sorted(name for name in sys.modules if name.startswith("ats_jax."))))
+"""
+# Packages and modules that a run imports only if its config asks for what they do.
+OPTIONAL = (
+  "ats_jax.api",
+  "ats_jax.bridge",
+  "ats_jax.cluster.launch",
+  "ats_jax.cluster.preflight",
+  "ats_jax.data.look",
+  "ats_jax.inference",
+  "ats_jax.orchestrator.actions",
+  "ats_jax.orchestrator.policy",
+  "ats_jax.orchestrator.record",
+  "ats_jax.orchestrator.signals",
+  "ats_jax.orchestrator.supervisor",
+  "ats_jax.orchestrator.trials",
+  "ats_jax.planner",
+  "ats_jax.pytorch",
+  "ats_jax.train.initial_weights",
+  "ats_jax.train.supervise",
+  "ats_jax.verbs.bench",
+)
+MOST = 225  # modules of this package; lower it when a change lowers the number
+
+
+def test_a_plain_run_imports_no_optional_part(tmp_path):
+  command = [sys.executable, "-c", CODE, str(tmp_path)]
+  done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOADED ")]
+  loaded = json.loads(line.removeprefix("LOADED "))
+  assert not [name for name in loaded if f"{name}.".startswith(tuple(f"{o}." for o in OPTIONAL))]
+  assert len(loaded) <= MOST
