@@ -7,7 +7,6 @@ import os
 from typing import cast
 
 from ats_jax.extensions import writers
-from ats_jax.metrics import sinks
 from ats_jax.metrics.console import ConsoleWriter
 from ats_jax.metrics.files import CsvWriter, JsonlWriter
 from ats_jax.metrics.tensorboard import TensorboardWriter
@@ -60,6 +59,25 @@ def clu(opening: Opening) -> MetricWriter:
   return cast(MetricWriter, metric_writers.create_default_writer(os.fspath(opening.folder)))
 
 
-writers.register("wandb")(sinks.WandbWriter)
-writers.register("mlflow")(sinks.MlflowWriter)
-writers.register("trackio")(sinks.TrackioWriter)
+@writers.register("wandb")
+def wandb(opening: Opening) -> MetricWriter:
+  """Weights & Biases."""
+  from ats_jax.metrics.sinks import WandbWriter
+
+  return WandbWriter(opening)
+
+
+@writers.register("mlflow")
+def mlflow(opening: Opening) -> MetricWriter:
+  """MLflow."""
+  from ats_jax.metrics.sinks import MlflowWriter
+
+  return MlflowWriter(opening)
+
+
+@writers.register("trackio")
+def trackio(opening: Opening) -> MetricWriter:
+  """Trackio."""
+  from ats_jax.metrics.sinks import TrackioWriter
+
+  return TrackioWriter(opening)

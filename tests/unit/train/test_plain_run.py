@@ -1,8 +1,10 @@
 """What a plain run imports: code for what it does not ask for stays out of its process."""
 
 import json
+import subprocess
+import sys
 
-from commands import started
+from commands import REPOSITORY
 
 CODE = """
 import json, sys
@@ -18,7 +20,7 @@ settings = {
   "num_steps": 2, "compilation_cache": "off", "model.num_layers": 1, "model.d_model": 16,
   "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 32, "data.tokenizer": "bytes",
   "data.paths": str(folder / "text.txt"), "data.cache_dir": str(folder / "cache"),
-  "data.seq_len": 16, "data.batch_size": 2, "data.num_workers": 0,
+  "data.seq_len": 16, "data.batch_size": 8, "data.num_workers": 0,
   "data.validation_fraction": 0.3, "optimizer.warmup_steps": 1, "eval.every_steps": 2,
   "eval.bigram_baseline": False, "sample.max_tokens": 0, "log.progress": False,
   "log.writers": "tensorboard,jsonl", "orchestrator.mode": "off",
