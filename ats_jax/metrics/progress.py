@@ -1,22 +1,21 @@
 """A progress bar on a terminal; plain lines now and then where there is none."""
 
 import contextlib
-import io
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from absl import logging as absl_logging
 
-_ERASE_LINE = "\r\x1b[K"
+if TYPE_CHECKING:
+  from rich.progress import Progress as Bar
 
 
 class Progress:
-  """One line, redrawn in place: bar, step, loss, speed, MFU, time left, memory.
+  """One line, redrawn in place: bar, step, loss, time left, speed, MFU, memory.
 
   ```
   with Progress(cfg.num_steps, start_step=step) as progress:
@@ -25,8 +24,8 @@ class Progress:
   ```
 
   While it is drawn on a terminal, whatever else the process prints or logs there (print, warnings,
-  absl and root logging handlers) appears above it. Elsewhere (a file, a pipe) it prints a plain
-  line without control characters every `plain_secs`.
+  absl and root logging handlers) appears above it. Elsewhere (a file, a pipe, a notebook) it prints
+  a plain line without control characters every `plain_secs`.
   """
 
   def __init__(
@@ -40,7 +39,7 @@ class Progress:
     plain_secs: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Plans the bar; it appears with the first `update` inside the `with` block.
+    """Plans the bar; it appears with the first `update`.
 
     Args:
       total_steps: the last step of the run.
@@ -62,8 +61,7 @@ class Progress:
     self._first: tuple[int, float] | None = None  # the first step done: compilation is behind it
     self._next_draw = 0.0
     self._metrics: dict[str, float] = {}
-    self._lock = threading.RLock()  # a checkpoint thread may log while the bar is redrawn
-    self._mid_line = False  # other output has left the cursor inside a line
+    self._bar: Bar | None = None
     self._stack = contextlib.ExitStack()
 
   def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -82,68 +80,38 @@ class Progress:
       self._first = (step, now)
     if now >= self._next_draw:
       self._next_draw = now + self._interval
-      self._draw()
+      self._draw(self._time_left())
 
   def close(self) -> None:
     """Leaves the final state on the screen and gives the terminal back."""
-    if self._enabled and self._first is not None:
-      self._enabled = False
-      with self._lock:
-        start = "\n" if self._mid_line else _ERASE_LINE if self._terminal else ""
-        line = self._line(f"in {duration(self._clock() - self._began)}")
-        self._stream.write(start + line + "\n")
-        self._stream.flush()
-    self._stack.close()
+    with self._stack:
+      if self._enabled and self._first is not None:
+        self._enabled = False
+        self._draw(f"in {duration(self._clock() - self._began)}")
 
   def __enter__(self) -> Self:
-    if self._enabled and self._terminal:
-      self._stack.enter_context(_terminal_output_through(self))
     return self
 
   def __exit__(self, *exc: object) -> None:
     self.close()
 
-  def _draw(self) -> None:
-    with self._lock:
-      if not self._terminal:
-        self._stream.write(self._line(self._time_left()) + "\n")
-      elif not self._mid_line:
-        self._stream.write(_ERASE_LINE + self._line(self._time_left()))
+  def _draw(self, timing: str) -> None:
+    share = min(self._step / self._total, 1.0) if self._total else 1.0
+    head = f"{self._step}/{self._total} {share:4.0%}"
+    text = "  ".join(filter(None, [head, *_loss(self._metrics), timing, *_rest(self._metrics)]))
+    if not self._terminal:
+      self._stream.write(f"step {text}\n")
       self._stream.flush()
-
-  @contextlib.contextmanager
-  def _above(self) -> Iterator[None]:
-    """Takes the bar away for other output and draws it again below."""
-    with self._lock:
-      shown = self._enabled and self._terminal and self._first is not None
-      if shown and not self._mid_line:
-        self._stream.write(_ERASE_LINE)
-        self._stream.flush()
-      yield
-      if shown:
-        self._draw()
+      return
+    if self._bar is None:
+      self._bar = self._stack.enter_context(_bar(self._stream, self._total))
+    self._bar.update(self._bar.task_ids[0], completed=self._step, description=text, refresh=True)
 
   def _time_left(self) -> str:
     if self._first is None or self._step <= self._first[0]:
       return ""
     steps, secs = self._step - self._first[0], self._clock() - self._first[1]
     return f"ETA {duration(secs / steps * (self._total - self._step))}"
-
-  def _line(self, timing: str) -> str:
-    """The state in words, cut to the terminal's width: the last fields go first, then the bar."""
-    share = min(self._step / self._total, 1.0) if self._total else 1.0
-    head = f"{self._step}/{self._total} {share:4.0%}"
-    fields = [head, *filter(None, [*_loss(self._metrics), timing, *_rest(self._metrics)])]
-    if not self._terminal:
-      return "step " + "  ".join(fields)
-    width = _columns(self._stream) - 1  # a full last column makes some terminals wrap
-    while len(fields) > 1 and len("  ".join(fields)) > width:
-      fields.pop()
-    text = "  ".join(fields)
-    room = min(width - len(text) - 3, 24)  # brackets and a space
-    if room < 6:
-      return text[:width]
-    return f"[{'=' * round(room * share):<{room}}] {text}"
 
 
 def duration(secs: float) -> str:
@@ -180,49 +148,34 @@ def _rate(value: float) -> str:
   return f"{value:,.0f}"
 
 
-def _columns(stream: TextIO) -> int:
-  """Width of the terminal, 80 where the stream has no size to tell."""
-  try:
-    return os.get_terminal_size(stream.fileno()).columns or 80
-  except (OSError, io.UnsupportedOperation):
-    return 80
-
-
-class _AboveBar:
-  """A text stream that puts what is written to it above the bar."""
-
-  def __init__(self, stream: TextIO, progress: Progress):
-    self._stream = stream
-    self._progress = progress
-
-  def write(self, text: str) -> int:
-    if not text:
-      return 0
-    with self._progress._above():
-      count = self._stream.write(text)
-      self._stream.flush()
-      # print() writes its text and its newline apart: the bar waits for the line to end.
-      self._progress._mid_line = not text.endswith("\n")
-    return count
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._stream, name)
-
-
 @contextlib.contextmanager
-def _terminal_output_through(progress: Progress) -> Iterator[None]:
-  """Sends stdout, stderr and the log handlers that write to a terminal through `_AboveBar`."""
-  handlers = [*logging.getLogger().handlers, absl_logging.get_absl_handler().python_handler]
+def _bar(stream: TextIO, total_steps: int) -> Iterator["Bar"]:
+  """A bar and its description in one line of a terminal, below whatever else is written there."""
+  from rich.console import Console
+  from rich.progress import BarColumn, Progress, TextColumn
+
+  # Lines of others are written as they are: neither wrapped nor read as markup.
+  console = Console(
+    file=stream, force_terminal=True, soft_wrap=True, markup=False, emoji=False, highlight=False
+  )
+  streams = (sys.stdout, sys.stderr)
+  bar = Progress(
+    BarColumn(24),
+    TextColumn("{task.description}", markup=False),
+    console=console,
+    auto_refresh=False,
+    redirect_stdout=sys.stdout.isatty(),
+    redirect_stderr=sys.stderr.isatty(),
+  )
+  bar.add_task("", total=total_steps)
   with contextlib.ExitStack() as stack:
-    for name in ("stdout", "stderr"):
-      stream = getattr(sys, name)
-      if not stream.isatty():
-        continue
-      above: Any = _AboveBar(stream, progress)
-      setattr(sys, name, above)
-      stack.callback(setattr, sys, name, stream)
-      for handler in handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
-          handler.setStream(above)
-          stack.callback(handler.setStream, stream)
-    yield
+    stack.enter_context(bar)
+    console.show_cursor(True)  # whoever kills the process gets a terminal with a cursor
+    redirected = (sys.stdout, sys.stderr)
+    for handler in (*logging.getLogger().handlers, absl_logging.get_absl_handler().python_handler):
+      if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+        stack.callback(handler.setStream, handler.stream)
+        handler.setStream(redirected[streams.index(handler.stream)])
+    # rich holds the beginning of a line back until its end: at the end of the bar it is written.
+    stack.callback(lambda: [stream.flush() for stream in redirected])
+    yield bar

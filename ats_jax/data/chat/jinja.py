@@ -8,7 +8,6 @@ more turn adds to the text so far.
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -65,11 +64,6 @@ class Sandbox:
   def _start(self) -> None:
     if self._process is not None:
       return
-    if importlib.util.find_spec("jinja2") is None:
-      raise ValueError(
-        "a chat template of a tokenizer needs jinja2: pip install 'ats_jax[chat]'. The templates "
-        "that data.chat_template knows by name need nothing."
-      )
     self._process = subprocess.Popen(
       [sys.executable, "-P", str(_PROGRAM)],
       stdin=subprocess.PIPE,

@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 # Later no file can be read, so nothing can be imported: what shows errors is needed from the start.
-import jinja2.debug  # noqa: F401 # pyright: ignore[reportMissingImports]
-from jinja2 import exceptions, ext, nodes, sandbox  # pyright: ignore[reportMissingImports]
+import jinja2.debug  # noqa: F401
+from jinja2 import exceptions, ext, nodes, sandbox
 
 MEMORY_BYTES = 2**30
 

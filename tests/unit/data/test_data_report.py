@@ -8,7 +8,7 @@ import pytest
 
 from ats_jax.data.corpus.shards import How
 from ats_jax.data.look.overview import overview
-from ats_jax.data.look.page import escaped, page
+from ats_jax.data.look.page import page, visible
 from ats_jax.data.splits import open_documents, prepare
 
 HOSTILE = (
@@ -136,8 +136,8 @@ def test_roles_of_conversations(write, config, tmp_path):
   assert "Who speaks" in page(shown)
 
 
-def test_escaped():
-  assert escaped("a\tb\nc<&\"'\x7f\u200b") == "a\tb\nc&lt;&amp;&quot;&#x27;[U+007F][U+200B]"
+def test_what_cannot_be_seen_is_made_visible():
+  assert visible("a\tb\nc<&\"'\x7f\u200b") == "a\tb\nc<&\"'[U+007F][U+200B]"
 
 
 def test_large_counts_fit_their_tiles(config, write, tmp_path):
