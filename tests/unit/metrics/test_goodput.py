@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,15 +75,3 @@ def test_totals_add_up_to_the_wall_time(events):
   assert summary["goodput/wall_secs"] == now[0]
   shares = sum(value for name, value in summary.items() if name.endswith("_share"))
   assert shares == pytest.approx(1.0 if now[0] else 0.0)
-
-
-def test_timing_costs_less_than_two_microseconds():
-  goodput = Goodput()
-  costs = []
-  for _ in range(5):  # the best of five, as other processes may take the core away
-    start = time.perf_counter()
-    for _ in range(10_000):
-      with goodput.timed("step"):
-        pass
-    costs.append((time.perf_counter() - start) / 10_000)
-  assert min(costs) < 2e-6
