@@ -33,7 +33,6 @@ class StepLog:
 
   def __init__(
     self,
-    names: Sequence[str],
     writer: MetricWriter,
     throughput: Throughput,
     progress: Progress,
@@ -46,7 +45,6 @@ class StepLog:
     """Set where metrics go.
 
     Args:
-      names: of the vector's entries; "train/loss" is one of them.
       writer: gets a row for each step that `every_steps` divides.
       throughput: measures the speed between those rows.
       progress: shows the newest row.
@@ -55,7 +53,6 @@ class StepLog:
       derive: gives further metrics of a row.
       raises: whether a loss that is not finite ends the run; not if somebody mends it.
     """
-    self._names = names
     self._writer = writer
     self._throughput = throughput
     self._progress = progress
@@ -65,10 +62,18 @@ class StepLog:
     self._raises = raises
     self._began: float | None = time.perf_counter()
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
-    self._pending: tuple[int, Arrays, Future[tuple[np.ndarray, float]]] | None = None
+    self._pending: tuple[int, Sequence[str], Arrays, Future[tuple[np.ndarray, float]]] | None = None
 
-  def push(self, step: int, vector: jax.Array, layers: Arrays | None = None) -> None:
+  def push(
+    self, step: int, names: Sequence[str], vector: jax.Array, layers: Arrays | None = None
+  ) -> None:
     """Hand over the metrics of `step`.
+
+    Args:
+      step: updates done.
+      names: of the vector's entries; "train/loss" is one of them.
+      vector: float32, on the device.
+      layers: arrays of sparse layers.
 
     Raises:
       FloatingPointError: if the loss of the row that is written now is not finite.
@@ -80,7 +85,7 @@ class StepLog:
     if step % self._every_steps == 0:
       start_copy((vector, layers))
       self._write()
-      self._pending = (step, layers or {}, self._waiter.submit(_wait, vector))
+      self._pending = (step, names, layers or {}, self._waiter.submit(_wait, vector))
     else:
       self._progress.update(step)
 
@@ -114,10 +119,10 @@ class StepLog:
   def _write(self) -> None:
     if self._pending is None:
       return
-    step, layers, future = self._pending
+    step, names, layers, future = self._pending
     self._pending = None
     vector, done = future.result()
-    metrics = dict(zip(self._names, vector.tolist(), strict=True))
+    metrics = dict(zip(names, vector.tolist(), strict=True))
     if self._raises and not math.isfinite(metrics["train/loss"]):
       raise FloatingPointError(
         f"train/loss is {metrics['train/loss']} at step {step}. Lower optimizer.learning_rate, or "

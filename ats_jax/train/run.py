@@ -41,10 +41,9 @@ from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.by_source import objective_of, of_sources
-from ats_jax.step.metrics import StepMetrics, metric_names
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import worth
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState
 from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.compiled import Begun, CompiledSteps, Key, begin_compiling
@@ -160,7 +159,7 @@ class Run:
     assert self._key is not None, "its step was compiled"
     self.step, self.scores = step, None
     self.meter.took(step, self.steps.flops_per_token(self._key))
-    self.log.push(step, *metrics)
+    self.log.push(step, metrics.names, metrics.values, metrics.layers)
 
   def evaluate(self) -> None:
     """Score the weights on every evaluation set, if there is one."""
@@ -422,7 +421,6 @@ def open_log(
     return found | of_sources(passes, values) | dog.metrics()
 
   log = StepLog(
-    metric_names(cfg, program.objective.names),
     writer,
     meter,
     progress,

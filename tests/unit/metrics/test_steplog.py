@@ -22,13 +22,13 @@ def log(path):
   speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
   with (
     contextlib.closing(JsonlWriter(path)) as writer,
-    StepLog(NAMES, writer, speed, Progress(9, enabled=False), 2) as log,
+    StepLog(writer, speed, Progress(9, enabled=False), 2) as log,
   ):
     yield log
 
 
 def push(log, step, loss):
-  log.push(step, jnp.array([loss, step]))
+  log.push(step, NAMES, jnp.array([loss, step]))
 
 
 def test_a_row_is_written_when_the_next_one_comes(log, path):
