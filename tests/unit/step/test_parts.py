@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +15,7 @@ from ats_jax.step.objective import Pretraining
 from ats_jax.step.parts import parts_of
 from ats_jax.step.program import Program, abstract_batch, make_program
 
+ROOT = Path(__file__).parents[3]
 PLAIN = {"orchestrator.mode": "off", "num_steps": 1000}
 MOE = {"moe.num_experts": 4, "moe.top_k": 2}
 ACT = {"orchestrator.mode": "act"}
@@ -66,16 +68,20 @@ def test_a_config_lists_its_parts_in_order(mesh, changes, names):
   assert [type(part).__name__ for part in parts_of(cfg, make_program(cfg).optimizer)] == names
 
 
-def test_a_mesh_lists_its_parts_too():
-  sharded = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.zero": 1}
-  compressed = {"mesh.data": 8, "mesh.compress_gradients": "fp8"}
-  alone = {"mesh.data": 1, "mesh.compress_gradients": "fp8"}
-  for changes, names in ((sharded, ["Shards"]), (compressed, ["Replicas"]), (alone, [])):
-    cfg = tiny_config(PLAIN | changes)
-    devices = jax.devices()[: cfg.mesh.data * max(1, cfg.mesh.fsdp)]
-    with on_mesh(cfg, make_mesh(cfg, devices)):
-      optimizer = make_program(cfg).optimizer
-      assert [type(part).__name__ for part in parts_of(cfg, optimizer)] == names
+@pytest.mark.parametrize(
+  ("changes", "devices", "names"),
+  [
+    ({"mesh.fsdp": 2, "mesh.zero": 1}, 4, ["Shards"]),
+    ({"mesh.compress_gradients": "fp8"}, 8, ["Replicas"]),
+    ({"mesh.compress_gradients": "fp8"}, 1, []),  # there is one replica
+  ],
+  ids=str,
+)
+def test_a_mesh_lists_its_parts_too(changes, devices, names):
+  cfg = tiny_config(PLAIN | {"mesh.data": -1} | changes)
+  with on_mesh(cfg, make_mesh(cfg, jax.devices()[:devices])):
+    optimizer = make_program(cfg).optimizer
+    assert [type(part).__name__ for part in parts_of(cfg, optimizer)] == names
 
 
 PROGRAM = """
@@ -113,3 +119,5 @@ def test_each_value_of_a_step_has_a_name_of_its_own(mesh):
     *metrics.layers
   }
   assert {name.split("/")[0] for name in metrics.names} == {"train", "moe", "mod", "reflex"}
+  page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+  assert not [name for name in (*metrics.names, *metrics.layers) if f"`{name}`" not in page]
