@@ -239,7 +239,7 @@ def work(settings: list[str]) -> None:
       losses, rounds = [], []
       for _ in range(2 if _STEPS.value > 2 else 1):
         state, metrics = step(state, batch)
-        losses.append(float(metrics.values[0]))
+        losses.append(float(metrics["train/loss"]))
       for _ in range(2):
         began = time.perf_counter()
         for _ in range(_STEPS.value):

@@ -13,6 +13,8 @@ metric that is computed earlier or later gives such a pair.
 
 import argparse
 import collections
+import functools
+import hashlib
 import os
 import re
 import sys
@@ -149,8 +151,25 @@ def write(folder: Path, only: list[str], *, sizes: bool) -> None:
 
 
 def multiset(text: str) -> collections.Counter[str]:
-  """The lines of a program without the numbers of its values."""
-  return collections.Counter(re.sub(r"%[\w#:]+", "%", line).strip() for line in text.splitlines())
+  """The lines of a program without the numbers of its values, functions named by their content."""
+  programs = re.split(r"^(?=module )", text, flags=re.MULTILINE)
+  lines = [line for program in programs for line in named_by_content(program).splitlines()]
+  return collections.Counter(re.sub(r"%[\w#:]+", "%", line).strip() for line in lines)
+
+
+def named_by_content(text: str) -> str:
+  """A program in which equal functions have equal names, wherever they are defined."""
+  private = re.findall(r"^  func\.func private .*?^  }$", text, flags=re.MULTILINE | re.DOTALL)
+  by_name = {re.findall(r"@f\d+", body)[0]: body for body in private}
+
+  @functools.cache
+  def content(name: str) -> str:
+    if name not in by_name:  # the program itself
+      return name
+    body = re.sub(r"@f\d+", lambda m: "" if m[0] == name else content(m[0]), by_name[name])
+    return "@" + hashlib.sha256(body.encode()).hexdigest()[:16]
+
+  return re.sub(r"@f\d+", lambda m: content(m[0]), text)
 
 
 def compare(before: Path, after: Path) -> int:

@@ -19,7 +19,6 @@ from ats_jax.config.build import resolve
 from ats_jax.data.sources import open_data
 from ats_jax.model.count import Counts
 from ats_jax.sharding.mesh import make_mesh, to_global
-from ats_jax.step.metrics import metric_names
 from ats_jax.step.program import make_program
 from ats_jax.step.state import TrainState
 from ats_jax.train.evaluate import score
@@ -101,20 +100,22 @@ def run(
     state = program.init()
     if edit:
       state = jax.jit(edit, donate_argnums=0)(state)
-    rows, times, began = [], [], time.perf_counter()
+    rows, names, times, began = [], (), [], time.perf_counter()
     for step in range(1, cfg.num_steps + 1):
       batch = to_global(next(batches), mesh)
       state, metrics = program.train_step(state, batch, program.training_rules(step))
       rows.append(metrics.values)
+      names = metrics.names
       if step % WINDOW == 0:
         rows = jax.device_get(rows)
         if step % max(WINDOW, cfg.num_steps // 20) < WINDOW:
-          logging.info("step %d: loss %.3f", step, np.mean([r[0] for r in rows[-WINDOW:]]))
+          means = np.mean(rows[-WINDOW:], axis=0)
+          logging.info("step %d: loss %.3f", step, means[names.index("train/loss")])
         times.append((time.perf_counter() - began) / WINDOW)
         began = time.perf_counter()
     scores = score(program, state.weights, valid_set, cfg.num_steps) if valid_set.num_rows else {}
   values = np.stack(jax.device_get(rows), axis=1)
-  series = dict(zip(metric_names(cfg), values, strict=True))
+  series = dict(zip(names, values, strict=True))
   return Result(series, scores, program.counts, statistics.median(times[1:]))
 
 

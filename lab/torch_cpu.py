@@ -77,7 +77,7 @@ def jax_step(cfg: Config, weights: Path, unrolled: bool) -> Callable[[], float]:
   def step() -> float:
     nonlocal state
     state, metrics = train_step(state, batch)
-    return float(metrics.values[0])
+    return float(metrics["train/loss"])
 
   return step
 

@@ -88,7 +88,7 @@ def compare(size: str) -> Iterator[list[str]]:
     def jax_step() -> float:
       nonlocal state
       state, metrics = train_step(state, batch)
-      return float(metrics.values[0])
+      return float(metrics["train/loss"])
 
     steps = {f"ats_jax, jax {jax.__version__}": jax_step, **steps}
     first = {name: step() for name, step in steps.items()}

@@ -34,7 +34,6 @@ class StepLog(Watcher):
 
   def __init__(
     self,
-    names: Sequence[str],
     writer: MetricWriter,
     throughput: Throughput,
     progress: Progress,
@@ -47,7 +46,6 @@ class StepLog(Watcher):
     """Set where metrics go.
 
     Args:
-      names: of the vector's entries; "train/loss" is one of them.
       writer: gets a row for each step that `every_steps` divides.
       throughput: measures the speed between those rows.
       progress: shows the newest row.
@@ -56,7 +54,6 @@ class StepLog(Watcher):
       derive: gives further metrics of a row.
       raises: whether a loss that is not finite ends the run; not if somebody mends it.
     """
-    self._names = names
     self._writer = writer
     self._throughput = throughput
     self._progress = progress
@@ -66,7 +63,7 @@ class StepLog(Watcher):
     self._raises = raises
     self._began: float | None = time.perf_counter()
     self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steplog")
-    self._pending: tuple[int, Arrays, Future[tuple[np.ndarray, float]]] | None = None
+    self._pending: tuple[int, Sequence[str], Arrays, Future[tuple[np.ndarray, float]]] | None = None
 
   def after(self, step: int, state: Any, metrics: Any) -> Any:
     """Take over the `StepMetrics` of a step; see `Watcher`.
@@ -74,7 +71,7 @@ class StepLog(Watcher):
     Raises:
       FloatingPointError: if the loss of the row that is written now is not finite.
     """
-    vector, layers = metrics
+    vector, layers = metrics.values, metrics.layers
     if self._began is not None:
       vector.block_until_ready()
       logging.info("first step done %.2f s after the run was ready", self._since_start())
@@ -82,7 +79,7 @@ class StepLog(Watcher):
     if step % self._every_steps == 0:
       start_copy((vector, layers))
       self._write()
-      self._pending = (step, layers, self._waiter.submit(_wait, vector))
+      self._pending = (step, metrics.names, layers, self._waiter.submit(_wait, vector))
     else:
       self._progress.update(step)
     return state
@@ -115,10 +112,10 @@ class StepLog(Watcher):
   def _write(self) -> None:
     if self._pending is None:
       return
-    step, layers, future = self._pending
+    step, names, layers, future = self._pending
     self._pending = None
     vector, done = future.result()
-    metrics = dict(zip(self._names, vector.tolist(), strict=True))
+    metrics = dict(zip(names, vector.tolist(), strict=True))
     if self._raises and not math.isfinite(metrics["train/loss"]):
       raise FloatingPointError(
         f"train/loss is {metrics['train/loss']} at step {step}. Lower optimizer.learning_rate, or "

@@ -63,6 +63,20 @@ class Pass:
     return min(seq_len, mod_tokens(share, max(seq_len, self.horizon)))
 
 
+def rules_at(cfg: Config, step: int, *, training: bool) -> Pass:
+  """The rules of update `step` (0-based), or for using the weights that it left.
+
+  `mod.capacity` is reached over the first `mod.anneal_fraction` of the run, in `mod.rungs` steps.
+  """
+  mod, length = cfg.mod, cfg.mod.anneal_fraction * cfg.num_steps
+  horizon = 0 if training else cfg.data.seq_len
+  if step >= length:
+    return Pass(training, mod.capacity, horizon)
+  rung = int(mod.rungs * step / length)
+  ratio = mod.capacity / mod.start_capacity
+  return Pass(training, mod.start_capacity * ratio ** (rung / mod.rungs), horizon)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chosen:

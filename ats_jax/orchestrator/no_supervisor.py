@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from ats_jax.metrics.watcher import Watcher
-from ats_jax.step.metrics import StepMetrics, check_finite
 from ats_jax.step.program import Program
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState, check_finite
 
 
 class NoSupervisor(Watcher):

@@ -47,10 +47,9 @@ from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_AGAIN, Snapshots, local_bytes
 from ats_jax.step import tensors
-from ats_jax.step.metrics import StepMetrics, check_finite, metric_names
 from ats_jax.step.program import Program
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState, check_finite
 from ats_jax.store.paths import Path
 
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
@@ -104,7 +103,7 @@ class Supervisor(Watcher):
     self._program, self._cfg = program, program.cfg.orchestrator
     self._probe = None if probe is None else Probe(program, probe)
     self._alert, self._wait = False, 0  # is anything suspicious; looks until the probe is due
-    self._names = metric_names(program.cfg, program.objective.names)
+    self._names: tuple[str, ...] = ()  # of the step's metrics, as they came with the last
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
     self._restore, self._loop, self._schedule = restore, loop, schedule
@@ -197,6 +196,7 @@ class Supervisor(Watcher):
     Raises:
       FloatingPointError: if the policy gives the run up.
     """
+    self._names = metrics.names
     start_copy(metrics.values)
     self._rows.append(metrics.values)
     if self._experts is not None:

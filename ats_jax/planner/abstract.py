@@ -12,7 +12,8 @@ from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.sharding.rules import MESH_AXES, spec
 from ats_jax.step import program
 from ats_jax.step.optimizers import build_optimizer
-from ats_jax.step.state import TrainState, init_state
+from ats_jax.step.program import init_state
+from ats_jax.step.state import TrainState
 
 
 def resolve_without_data(cfg: Config) -> Config:

@@ -14,6 +14,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layers import of_activations
+from ats_jax.model.mod import rules_at
 from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
@@ -21,8 +22,7 @@ from ats_jax.planner.abstract import abstract_batch, abstract_state, device_byte
 from ats_jax.sharding.apply import is_ring, is_shared, num_shards, row_multiple, seq_axis
 from ats_jax.sharding.pipeline import num_stages, num_ticks, one_stage
 from ats_jax.sharding.rules import whole_rows
-from ats_jax.step.balance import rules_at, totals
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.objective import Pretraining, totals
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.state import TrainState
 

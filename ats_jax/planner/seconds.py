@@ -20,7 +20,7 @@ from ats_jax.sharding.compressed import sent_bytes
 from ats_jax.sharding.pipeline import num_stages, num_ticks
 from ats_jax.sharding.replicas import num_replicas
 from ats_jax.sharding.rules import Part
-from ats_jax.step.reduction import compresses, is_compressed
+from ats_jax.step.parts.replicas import compresses, is_compressed
 
 # Fitted to steps of 1.5B, 8.03B and two models with experts on one H200
 # (docs/lab/performance.md#the-planner-beside-what-was-measured). A step's matmuls have IN_A_STEP of

@@ -16,7 +16,7 @@ from ats_jax.pytorch.mod import Depth, MoDStats
 from ats_jax.pytorch.moe import MoE, MoEStats
 from ats_jax.pytorch.settings import Rules, Settings
 
-PREDICTOR_WEIGHT = 0.01  # of the loss of predictors (`ats_jax.step.balance`)
+PREDICTOR_WEIGHT = 0.01  # of the loss of predictors (`ats_jax.step.objective`)
 RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
 
 Batch = Mapping[str, Tensor]

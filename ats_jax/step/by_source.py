@@ -13,8 +13,14 @@ from ats_jax.data.batch import SOURCE, SOURCE_FIELD, Batch, Field
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.ops.cross_entropy import LossSums
-from ats_jax.step.balance import Totals, routing_loss
-from ats_jax.step.objective import Contribution, Objective, Pretraining, loss_sums
+from ats_jax.step.objective import (
+  Contribution,
+  Objective,
+  Pretraining,
+  Totals,
+  loss_sums,
+  routing_loss,
+)
 
 
 class Sums(NamedTuple):
@@ -46,13 +52,6 @@ class BySource:
     """See `Objective`."""
     return {SOURCE: SOURCE_FIELD}
 
-  @property
-  def names(self) -> tuple[str, ...]:
-    """See `Objective`."""
-    return tuple(
-      f"train/{name}/{what}" for name in sources(self.cfg.data.paths) for what in ("loss", "tokens")
-    )
-
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
@@ -69,11 +68,14 @@ class BySource:
     loss = of_all.objective / whole.counted + routing_loss(self.cfg, model, stats, whole)
     return Contribution(loss, sums, stats)
 
-  def means(self, sums: Sums, whole: Totals) -> tuple[jax.Array, ...]:
+  def means(self, sums: Sums, whole: Totals) -> dict[str, jax.Array]:
     """See `Objective`; the loss of a source without a token in the batch is not a number."""
     loss_S = sums.cross_entropy_S / sums.counted_S
-    of_sources = (x for pair in zip(loss_S, sums.counted_S, strict=True) for x in pair)
-    return (*Pretraining(self.cfg).means(sums.of_all, whole), *of_sources)
+    metrics = Pretraining(self.cfg).means(sums.of_all, whole)
+    names = sources(self.cfg.data.paths)
+    for name, loss, counted in zip(names, loss_S, sums.counted_S, strict=True):
+      metrics |= {f"train/{name}/loss": loss, f"train/{name}/tokens": counted}
+    return metrics
 
 
 def objective_of(cfg: Config) -> Objective:

@@ -14,8 +14,40 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import StackStats
 from ats_jax.ops.cross_entropy import LossSums, linear_cross_entropy, token_logprobs
-from ats_jax.step.balance import Totals, routing_loss
 from ats_jax.step.compiler import Options
+
+# Of the predictor's loss. Any weight trains the predictor alike, as nothing else does and Adam
+# ignores a gradient's scale. It is small so that it does not move the global norm of the clip.
+PREDICTOR_WEIGHT = 0.01
+
+
+class Totals(NamedTuple):
+  """Of a whole batch, over devices and micro-batches; float32.
+
+  Attributes:
+    counted: tokens in the loss.
+    real: tokens that are no padding.
+    places: tokens that training lets through a layer which skips some; with static routing, which
+      lets through a few less, a bound.
+    rows: with a token that is no padding.
+  """
+
+  counted: jax.Array
+  real: jax.Array
+  places: jax.Array
+  rows: jax.Array
+
+
+def totals(batch: Batch, rules: Pass) -> Totals:
+  """Count a batch [..., seq]."""
+  lengths = jnp.sum(batch["segment_ids"] > 0, axis=-1, dtype=jnp.float32)
+  places = rules.places(batch["segment_ids"].shape[-1])
+  return Totals(
+    counted=jnp.sum(batch["loss_mask"]),
+    real=jnp.sum(lengths),
+    places=jnp.sum(jnp.minimum(lengths, places)),
+    rows=jnp.sum(lengths > 0, dtype=jnp.float32),
+  )
 
 
 class Contribution(NamedTuple):
@@ -45,11 +77,6 @@ class Objective(Protocol):
     """Fields of a batch beyond `data.batch.FIELDS`."""
     ...
 
-  @property
-  def names(self) -> tuple[str, ...]:
-    """Metrics beyond those of every step, behind which they are reported."""
-    ...
-
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
@@ -64,10 +91,11 @@ class Objective(Protocol):
     """
     ...
 
-  def means(self, sums: Any, whole: Totals) -> tuple[jax.Array, ...]:
-    """Values of train/loss, train/accuracy and train/z, and then of `names`; float32 scalars.
+  def means(self, sums: Any, whole: Totals) -> dict[str, jax.Array]:
+    """Metrics of a batch by name, float32 scalars.
 
-    The first is what the reflex and the orchestrator watch.
+    One is train/loss, which the reflex and the orchestrator watch. docs/reference/metrics.md has
+    those of pre-training.
     """
     ...
 
@@ -87,11 +115,6 @@ class Pretraining:
     """See `Objective`."""
     return {}
 
-  @property
-  def names(self) -> tuple[str, ...]:
-    """See `Objective`."""
-    return ()
-
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None
   ) -> Contribution:
@@ -100,13 +123,40 @@ class Pretraining:
     loss = sums.objective / whole.counted + routing_loss(self.cfg, model, stats, whole)
     return Contribution(loss, sums, stats)
 
-  def means(self, sums: LossSums, whole: Totals) -> tuple[jax.Array, ...]:
+  def means(self, sums: LossSums, whole: Totals) -> dict[str, jax.Array]:
     """See `Objective`."""
-    return (
-      sums.cross_entropy / whole.counted,
-      sums.correct / whole.counted,
-      sums.z / whole.counted,
-    )
+    return {
+      "train/loss": sums.cross_entropy / whole.counted,
+      "train/accuracy": sums.correct / whole.counted,
+      "train/z": sums.z / whole.counted,
+    }
+
+
+def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) -> jax.Array:
+  """What sparse layers add to the objective; over the micro-batches of a batch it adds up.
+
+  Means over tokens, then over layers, so that its strength depends on neither.
+
+  Args:
+    cfg: the weights of the losses.
+    model: for its layout.
+    stats: of one micro-batch.
+    whole: the batch's totals.
+  """
+  moe, mod, loss = cfg.moe, cfg.mod, jnp.zeros(())
+  kinds = [kind for segment in model.layout for kind in segment.kinds * segment.repeats]
+  num_moe, num_mod = sum(k.moe for k in kinds), sum(k.mod for k in kinds)
+  for segment, of_segment in zip(model.layout, stats.segments, strict=True):
+    for kind, layers in zip(segment.kinds, of_segment, strict=True):
+      if (experts := layers.moe) is not None:
+        tokens = num_moe * (whole.places if kind.mod else whole.real)
+        loss += moe.aux_loss * jnp.sum(experts.balance) / tokens
+        loss += moe.z_loss * jnp.sum(experts.z) / tokens
+        loss += moe.sequence_aux_loss * jnp.sum(experts.sequence_balance) / (num_moe * whole.rows)
+      if mod.decision == "predictor" and layers.mod is not None:
+        share = PREDICTOR_WEIGHT / (num_mod * whole.real)
+        loss += share * jnp.sum(layers.mod.predictor_loss)
+  return loss
 
 
 def loss_sums(

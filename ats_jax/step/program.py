@@ -7,28 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
+from flax import nnx
 
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
+from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import fp8_layers
-from ats_jax.model.mod import Pass
+from ats_jax.model.mod import Pass, rules_at
 from ats_jax.model.numerics import Numerics, numerics, usual_unroll
+from ats_jax.model.param import cut_as, trainable
+from ats_jax.model.random import Purpose, fold
 from ats_jax.ops import registry
 from ats_jax.ops.registry import Choice
 from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.apply import num_hosts, num_shards
 from ats_jax.sharding.mesh import batch_sharding
 from ats_jax.sharding.pipeline import in_words, num_stages
-from ats_jax.step import reduction
-from ats_jax.step.balance import rules_at
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
+from ats_jax.step.core import step_function
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
 from ats_jax.step.optimizers import Optimizer, build_optimizer
-from ats_jax.step.phases import renewed
-from ats_jax.step.state import TrainState, init_state
-from ats_jax.step.train_step import make_train_step
+from ats_jax.step.parts import parts_of
+from ats_jax.step.state import TrainState
 
 FP8 = "fp8"  # where a checkpoint says that 8 bits were switched off
 
@@ -76,6 +79,8 @@ class Program:
     """
     if self.cfg.optimizer.phase_moments == "keep":
       return state
+    from ats_jax.step.parts.phases import renewed
+
     renew = functools.partial(renewed, self.cfg, self.optimizer, since=made_at)
     return jax.jit(renew, donate_argnums=0)(state)
 
@@ -122,7 +127,9 @@ class Program:
       steps = f"between {hosts} hosts, then within each" if hosts > 1 else "one host: as allgather"
       facts["exchange of tokens"] = steps
     if cfg.mesh.compress_gradients != "none":
-      facts["reduction"] = reduction.in_words(cfg)
+      from ats_jax.step.parts import replicas
+
+      facts["reduction"] = replicas.in_words(cfg)
     options = ", ".join(f"{k}={v}" for k, v in self.options.items())
     counts = self.counts
     return facts | {
@@ -162,6 +169,45 @@ class Program:
       seq_len, time.perf_counter() - began, predicted_bytes(compiled) / 2**30,
     )  # fmt: skip
     return compiled
+
+
+def init_state(
+  cfg: Config, num: Numerics, optimizer: Optimizer, *, abstract: bool = False
+) -> TrainState:
+  """Build the state of step 0, each array born in its sharding on the current mesh.
+
+  Args:
+    cfg: the resolved config.
+    num: see `model.numerics.numerics`.
+    optimizer: what is to train it.
+    abstract: give shapes, dtypes and shardings only, without computing anything.
+  """
+  parts = parts_of(cfg, optimizer)
+
+  def init(key: jax.Array) -> TrainState:
+    model: Any = Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT)))
+    opt_state = optimizer.tx.init(cut_as("moments", trainable(model)))
+    state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, None, key)
+    for part in parts:
+      state = part.init(state)
+    return state
+
+  make_key = lambda: jax.random.key(cfg.seed)
+  if abstract:  # no device is used
+    return jax.eval_shape(init, jax.eval_shape(make_key))
+  return jax.jit(init)(make_key())
+
+
+def make_train_step(
+  cfg: Config, optimizer: Optimizer, objective: Objective, options: Options | None = None
+) -> jax.stages.Wrapped:
+  """Return the jitted step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`.
+
+  The state is donated. `objective` is what is minimised; `rules` are those of the update
+  (`Program.training_rules`); `options` are the compiler's. Call it under the mesh.
+  """
+  step = step_function(cfg, optimizer, objective, parts_of(cfg, optimizer))
+  return jax.jit(step, donate_argnums=0, static_argnames="rules", compiler_options=options or None)
 
 
 def abstract_batch(

@@ -1,22 +1,19 @@
-"""Everything a step changes."""
+"""What a step takes and gives: the state of training, and its metrics."""
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from flax import nnx
 
-from ats_jax.config.schema import Config
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import cut_as, trainable
-from ats_jax.model.random import Purpose, fold
-from ats_jax.step import tensors
-from ats_jax.step.optimizers import Optimizer
-from ats_jax.step.reduction import nothing_unsent
-from ats_jax.step.reflex import Control, Reflex
+
+if TYPE_CHECKING:  # a run without a reflex does not load it
+  from ats_jax.step.parts.reflex import Control, Reflex
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +30,7 @@ class TrainState:
     control: what the supervisor sets; None with `orchestrator.mode=off`.
     reflex: what the step remembers of earlier ones; None likewise.
     unsent: what the gradients of each replica have not got into an update yet, as they are sent in
-      8 bits (`step.reduction`); None if nothing is compressed.
+      8 bits (`step.parts.replicas`); None if nothing is compressed.
   """
 
   step: jax.Array
@@ -41,8 +38,8 @@ class TrainState:
   opt_state: optax.OptState
   ema: Decoder | None
   key: jax.Array
-  control: Control | None = None
-  reflex: Reflex | None = None
+  control: "Control | None" = None
+  reflex: "Reflex | None" = None
   unsent: Any = None
 
   @property
@@ -51,33 +48,51 @@ class TrainState:
     return self.model if self.ema is None else self.ema
 
 
-def init_state(
-  cfg: Config, num: Numerics, optimizer: Optimizer, *, abstract: bool = False
-) -> TrainState:
-  """Build the state of step 0, each array born in its sharding on the current mesh.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+  """What a step returns beside the state; `metrics["train/loss"]` is one of its values.
 
-  Args:
-    cfg: the resolved config.
-    num: see `model.numerics.numerics`.
-    optimizer: what is to train it.
-    abstract: give shapes, dtypes and shardings only, without computing anything.
+  Attributes:
+    values: float32 vector: one transfer to the host for all of them.
+    layers: arrays of the sparse layers, in order of depth: moe/load [layers, experts] (share of the
+      layer's choices), moe/layer_entropy, moe/layer_dropped, moe/layer_tokens, mod/layer_routed,
+      mod/layer_overflow [layers], mod/depths [layers + 1] (share of tokens by how many of the
+      skipping layers they went through).
+    names: of the entries of `values`; static, so that they come with each compiled step.
+      docs/reference/metrics.md says what they mean.
   """
 
-  def init(key: jax.Array) -> TrainState:
-    model: Any = Decoder(cfg, num, nnx.Rngs(params=fold(key, Purpose.INIT)))
-    # float32, or a slow average would stop moving; copied, as the state is donated
-    average = lambda p: jnp.array(p, jnp.float32, copy=True)
-    ema = jax.tree.map(average, model) if cfg.optimizer.ema_decay else None
-    opt_state = optimizer.tx.init(cut_as("moments", trainable(model)))
-    unsent = nothing_unsent(cfg, model)
-    state = TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, key, unsent=unsent)
-    if cfg.orchestrator.mode == "off":
-      return state
-    control = Control.new(armed=cfg.orchestrator.mode == "act")
-    reflex = Reflex.new(tensors.count(trainable(model)))
-    return dataclasses.replace(state, control=control, reflex=reflex)
+  values: jax.Array
+  layers: dict[str, jax.Array]
+  names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
-  make_key = lambda: jax.random.key(cfg.seed)
-  if abstract:  # no device is used
-    return jax.eval_shape(init, jax.eval_shape(make_key))
-  return jax.jit(init)(make_key())
+  @classmethod
+  def of(cls, metrics: Mapping[str, jax.Array]) -> "StepMetrics":
+    """Put scalars into the vector, and leave other arrays as they are."""
+    scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
+    values = jnp.stack([x.astype(jnp.float32) for x in scalars.values()])
+    layers = {name: x for name, x in metrics.items() if x.ndim > 0}
+    return cls(values, layers, tuple(scalars))
+
+  def __getitem__(self, name: str) -> jax.Array:
+    """The value of that name."""
+    return self.values[self.names.index(name)]
+
+  def on_host(self) -> dict[str, float]:
+    """All values by name; waits for them."""
+    return dict(zip(self.names, np.asarray(self.values).tolist(), strict=True))
+
+
+def check_finite(step: int, metrics: StepMetrics) -> None:
+  """Before a checkpoint, which would displace good weights: see that `step` left finite ones.
+
+  Raises:
+    FloatingPointError: if it did not; its own loss, from the weights before it, may have been.
+  """
+  weights = metrics.on_host()["train/param_norm"]
+  if not math.isfinite(weights):
+    raise FloatingPointError(
+      f"the norm of the weights is {weights} after step {step}, which was not saved. Lower "
+      "optimizer.learning_rate, or look at the data (python -m ats_jax data stats)."
+    )

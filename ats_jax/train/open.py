@@ -31,7 +31,6 @@ from ats_jax.model.layout import stacks
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.by_source import objective_of, of_sources
-from ats_jax.step.metrics import metric_names
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import worth
 from ats_jax.step.state import TrainState
@@ -240,7 +239,6 @@ def open_log(
     return found | of_sources(passes, values) | watchdog.metrics()
 
   log = StepLog(
-    metric_names(cfg, program.objective.names),
     writer,
     meter,
     progress,

@@ -21,9 +21,8 @@ from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
-from ats_jax.step.metrics import StepMetrics
 from ats_jax.step.program import Program
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState
 from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.compiled import CompiledSteps, Key

@@ -12,10 +12,9 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.orchestrator.supervisor import Loop, Supervisor
-from ats_jax.step.metrics import METRICS, StepMetrics, metric_names
 from ats_jax.step.optimizers import Optimizer, build_optimizer
 from ats_jax.step.program import Program, make_program
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState
 from lab.faults.baselines import Rule, adagc, rate_rules, skip_step, zclip
 from lab.faults.inject import Fault, with_faults
 from lab.faults.watchers import RULE_METRICS, Rewind
@@ -33,7 +32,6 @@ class Arm:
     program: how it computes.
     step: (state, memory, batch, fault) -> (state, memory, metrics); the state is donated.
     memory: at the start.
-    names: of the metrics.
     supervise: makes the supervisor of a run; one that does nothing where the arm has none.
     knows: whether it is told of every fault: no arm can do better.
   """
@@ -42,7 +40,6 @@ class Arm:
   program: Program
   step: Step
   memory: Any
-  names: tuple[str, ...]
   supervise: Callable[[Batch, Loop], Supervisor | NoSupervisor]
   knows: bool = False
 
@@ -124,11 +121,9 @@ def build_arm(name: str, cfg: Config) -> Arm:
     program = dataclasses.replace(program, optimizer=Optimizer(tx, platform))
   program = with_faults(program)
 
-  names = metric_names(cfg) + (RULE_METRICS if kind.rule is not None else ())
-
   def supervise(probe: Batch, loop: Loop) -> Supervisor | NoSupervisor:
     if kind.rewinds:
-      return Rewind(names)
+      return Rewind()
     if not kind.watched:
       return NoSupervisor()
     probe_of_it = probe if kind.probe else None
@@ -137,8 +132,8 @@ def build_arm(name: str, cfg: Config) -> Arm:
 
   if kind.rule is not None:
     rule = kind.rule(cfg)
-    return Arm(name, program, _ruled(program, rule), rule.init(), names, supervise)
-  return Arm(name, program, _plain(program, kind), None, names, supervise, kind.knows)
+    return Arm(name, program, _ruled(program, rule), rule.init(), supervise)
+  return Arm(name, program, _plain(program, kind), None, supervise, kind.knows)
 
 
 def _plain(program: Program, kind: Kind) -> Step:
@@ -160,19 +155,18 @@ def _plain(program: Program, kind: Kind) -> Step:
 
 
 def _ruled(program: Program, rule: Rule) -> Step:
-  loss_at, norm_at = METRICS.index("train/loss"), METRICS.index("train/grad_norm")
   rules = program.training_rules(1)
 
   def step(state: TrainState, memory: Any, batch: Batch, fault: Fault):
     rate = rule.rate(memory)
     fault = fault._replace(rate=fault.rate * rate)
     new, metrics = program.train_step(state, batch, rules, fault)
-    memory, keep = rule.judge(memory, metrics.values[loss_at], metrics.values[norm_at])
+    memory, keep = rule.judge(memory, metrics["train/loss"], metrics["train/grad_norm"])
     take = lambda a, b: jnp.where(keep, a, b)
     kept = jax.tree.map(take, (new.model, new.opt_state), (state.model, state.opt_state))
     state = dataclasses.replace(new, model=kept[0], opt_state=kept[1])
     extra = jnp.stack([1.0 - keep.astype(jnp.float32), rate])
     values = jnp.concatenate([metrics.values, extra])
-    return state, memory, metrics._replace(values=values)
+    return state, memory, StepMetrics(values, metrics.layers, metrics.names + RULE_METRICS)
 
   return jax.jit(step, donate_argnums=0)

@@ -15,13 +15,12 @@ import optax
 from ats_jax.data.batch import Batch, Field
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
-from ats_jax.step.balance import Totals
-from ats_jax.step.metrics import StepMetrics
-from ats_jax.step.objective import Contribution, Objective
+from ats_jax.step.core import step_function
+from ats_jax.step.objective import Contribution, Objective, Totals
+from ats_jax.step.parts import parts_of
 from ats_jax.step.program import Program
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.state import TrainState
-from ats_jax.step.train_step import step_function
+from ats_jax.step.state import StepMetrics, TrainState
 
 
 class Fault(NamedTuple):
@@ -50,7 +49,8 @@ def with_faults(program: Program) -> Program:
       schedule = lambda cfg, step: learning_rate(cfg, step) * fault.schedule
       optimizer = dataclasses.replace(optimizer, tx=_longer(optimizer.tx, fault.rate))
       objective = _Steeper(objective, fault.gradient)
-    return step_function(program.cfg, optimizer, objective, schedule)(state, batch, rules)
+    parts = parts_of(program.cfg, optimizer)
+    return step_function(program.cfg, optimizer, objective, parts, schedule)(state, batch, rules)
 
   options = program.options or None
   step = jax.jit(train_step, donate_argnums=0, static_argnames="rules", compiler_options=options)
@@ -81,11 +81,6 @@ class _Steeper:
   def fields(self) -> Mapping[str, Field]:
     """See `Objective`."""
     return self._objective.fields
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    """See `Objective`."""
-    return self._objective.names
 
   def __call__(
     self, model: Decoder, batch: Batch, whole: Totals, rules: Pass, key: jax.Array | None

@@ -20,12 +20,12 @@ from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
+from ats_jax.orchestrator.signals.interval import SCALES
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.metrics import REFLEX_METRICS, StepMetrics
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState
 from lab.faults.arms import Arm
 from lab.faults.audit import KNOWN
 from lab.faults.bench import Bench
@@ -150,7 +150,7 @@ class _Watch:
   def _begin(self, step: int, state: TrainState, saved: dict[str, Any]) -> None:
     supervisor = self._arm.supervise(self._bench.probe, self._loop)
     if self._bench.restarts and type(supervisor) is NoSupervisor:
-      supervisor = Unguarded(self._arm.names)
+      supervisor = Unguarded()
     supervisor.start(step, state, saved)
     self.all.append(supervisor)
 
@@ -189,7 +189,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
   loop = Loop(bench, arm, scenario, seed)
   kind, draw = loop.kind, loop.draw
   watch, looks = _Watch(bench, arm, loop, state), list[hooks.Look]()
-  values, tokens, hit = [], [], list[str]()
+  rows, tokens, hit = list[StepMetrics](), [], list[str]()
   charged, jumps = 0, list[float]()
   hook = hooks.register(looks.append)
   try:
@@ -210,7 +210,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
         hit += changed(bench.cfg, before, state)
       tokens.append(_tokens(now, kind.domain))
       state, metrics = loop.update(step, state, now)
-      values.append(metrics.values)
+      rows.append(metrics)
       try:
         state = watch.now.after(step + 1, state, metrics)
         if bench.pauses(step + 1):
@@ -228,7 +228,8 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
     hooks.unregister(hook)
   loss, finite = bench.score(arm, state)
   names = ["main", *filter(None, [kind.domain])]
-  reported = dict(zip(arm.names, np.stack(jax.device_get(values)).T, strict=True))
+  columns = np.stack(jax.device_get([row.values for row in rows])).T
+  reported = dict(zip(rows[0].names, columns, strict=True))
   return {
     "arm": arm.name,
     "scenario": scenario,
@@ -307,8 +308,8 @@ def _reactions(metrics: dict[str, np.ndarray], onset: int) -> Record:
   """Whether and when the arm did something; empty for arms that do not say."""
   if set(RULE_METRICS) <= metrics.keys():
     scales = ("rule/rate",)
-  elif set(REFLEX_METRICS) <= metrics.keys():
-    scales = tuple(name for name in REFLEX_METRICS if name.endswith("_scale"))
+  elif "reflex/skipped" in metrics:
+    scales = SCALES
   else:
     return {}
   skipped = _skipped(metrics)

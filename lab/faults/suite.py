@@ -11,7 +11,8 @@ from absl import logging
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.sharding.mesh import make_mesh
-from ats_jax.step.state import TrainState, init_state
+from ats_jax.step.program import init_state
+from ats_jax.step.state import TrainState
 from lab.faults.arms import ARMS, build_arm
 from lab.faults.audit import AUDITED
 from lab.faults.bench import Bench, Suite

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.orchestrator.policy.state import Decision
 from ats_jax.orchestrator.trials.snapshots import Snapshot
-from ats_jax.step.metrics import StepMetrics
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState
 
 RULE_METRICS = ("rule/skipped", "rule/rate")
 PATIENCE = 10  # losses in a row that are not finite though the steps were left out
@@ -25,8 +24,8 @@ class Unguarded(NoSupervisor):
   A rule that left the step out has `PATIENCE`.
   """
 
-  def __init__(self, names: Sequence[str]):
-    self._names, self._broken = names, 0
+  def __init__(self):
+    self._broken = 0
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """The state, as it is.
@@ -34,7 +33,7 @@ class Unguarded(NoSupervisor):
     Raises:
       FloatingPointError: if the loss is not finite.
     """
-    row = dict(zip(self._names, np.asarray(metrics.values), strict=True))
+    row = metrics.on_host()
     self._broken = 0 if math.isfinite(row["train/loss"]) else self._broken + 1
     if self._broken > (PATIENCE if row.get("rule/skipped") else 0):
       raise FloatingPointError(f"the loss is not finite at step {step}")
@@ -52,8 +51,7 @@ class Rewind(NoSupervisor):
   NEWEST, BEFORE, LEAST = 10, 50, 30  # losses
   RISE, SIGMAS = 0.25, 3.0
 
-  def __init__(self, names: Sequence[str]):
-    self._names = names
+  def __init__(self):
     self._copies: list[Snapshot] = []
     self._losses: list[float] = []
 
@@ -64,9 +62,9 @@ class Rewind(NoSupervisor):
 
   def after(self, step: int, state: TrainState, metrics: StepMetrics) -> TrainState:
     """The state, or an earlier one."""
-    row = dict(zip(self._names, np.asarray(metrics.values), strict=True))
+    row = metrics.on_host()
     if not row["rule/skipped"]:
-      self._losses.append(float(row["train/loss"]))
+      self._losses.append(row["train/loss"])
     if not np.isfinite([row["train/param_norm"], *self._losses[-1:]]).all():
       return self._back(step, state, "not finite")
     if step % self.EVERY:

@@ -12,14 +12,15 @@ from torch_cases import CASES
 
 from ats_jax.bridge.parity import our_greedy
 from ats_jax.model.layout import layer_kinds as our_kinds
+from ats_jax.model.mod import rules_at
 from ats_jax.model.param import merge
 from ats_jax.pytorch import objective, weights
 from ats_jax.pytorch.attention import Tokens, visibility
 from ats_jax.pytorch.generation import generate
 from ats_jax.pytorch.settings import Rules, layer_kinds
-from ats_jax.step.balance import rules_at, totals, with_buffers
-from ats_jax.step.objective import Pretraining
-from ats_jax.step.train_step import sums_and_grads
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.parts.sparse import with_buffers
 
 pytestmark = [
   pytest.mark.hf,

@@ -15,8 +15,8 @@ from torch_cases import both
 from ats_jax.bridge import gguf_file, programs
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.parity import our_logits
+from ats_jax.model.mod import rules_at
 from ats_jax.pytorch import graph
-from ats_jax.step.balance import rules_at
 from ats_jax.store.paths import parse
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]

@@ -13,7 +13,6 @@ import jax
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
 from ats_jax.config import Config
-from ats_jax.step.metrics import METRICS
 from ats_jax.step.program import make_program
 
 FOLDER = Path(__file__).parent
@@ -53,7 +52,7 @@ def curve(name: str) -> dict[str, list[float]]:
       rows = random_rows(cfg, cfg.data.batch_size, seed=step % 4)
       state, metrics = program.train_step(state, micro_batches(rows, 2), program.training_rules(1))
       for metric in STORED:
-        found[metric].append(float(metrics.values[METRICS.index(metric)]))
+        found[metric].append(float(metrics[metric]))
   return found
 
 

@@ -84,7 +84,7 @@ def run(kind: str, *sizes: tuple[str, int]) -> Run:
     losses, grads, layers = [], {}, {}
     for batch in [to_global(micro_batches(r, ACCUM), mesh) for r in rows]:
       state, metrics = program.train_step(state, batch, rules)
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
         grads = {k: np.asarray(v) / (1 - cfg.optimizer.b1) for k, v in mu.items()}

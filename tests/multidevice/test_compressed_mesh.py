@@ -161,7 +161,7 @@ def steps(program, mesh, state, numbers, spoilt=()):
       rows["loss_mask"][5, 3] = np.nan
     batch = to_global(micro_batches(rows, program.cfg.step.accum_steps), mesh)
     state, metrics = program.train_step(state, batch, program.training_rules(1))
-    losses.append(float(metrics.values[0]))
+    losses.append(float(metrics["train/loss"]))
   return state, losses
 
 

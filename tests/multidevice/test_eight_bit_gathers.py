@@ -36,7 +36,7 @@ def losses(sizes, **changes):
     batch = to_global(micro_batches(random_rows(cfg, ROWS, seed=0), 1), mesh)
     for _ in range(3):
       state, metrics = program.train_step(state, batch, program.training_rules(1))
-      found.append(float(metrics.values[0]))
+      found.append(float(metrics["train/loss"]))
     return found
 
 

@@ -22,14 +22,14 @@ from helpers import (
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
+from ats_jax.model.mod import rules_at
 from ats_jax.model.param import Buffer
 from ats_jax.model.stats import by_layer
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.balance import rules_at, totals, with_buffers
-from ats_jax.step.metrics import METRICS, metric_names, step_metrics
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, totals
+from ats_jax.step.parts.sparse import sparse_metrics, with_buffers
 from ats_jax.step.program import make_program
-from ats_jax.step.train_step import sums_and_grads
 
 # float32 sums in another order; gradients are of order 1e-3 to 1.
 RTOL, GRAD_RTOL, GRAD_ATOL = 1e-4, 1e-4, 2e-6
@@ -157,8 +157,7 @@ def test_metrics_by_hand(mesh):
   run = jax.jit(
     lambda m: m(rows["tokens"], positions_BT=positions, segment_ids_BT=ids, rules=rules)[1]
   )
-  scalars = tuple(np.zeros((len(METRICS),), np.float32))
-  metrics = step_metrics(cfg, model, run(model), scalars)
+  metrics = sparse_metrics(cfg, model, run(model))
   valid, depth, routed, overflow = ids > 0, np.zeros(ids.shape, int), [], []
   for layer in (1, 3):
     steps = [math.floor(Fraction(3, 10) * (p + layer)) for p in range(17)]
@@ -168,13 +167,12 @@ def test_metrics_by_hand(mesh):
     routed.append(went.sum() / valid.sum())
     overflow.append((wanted & ~went).sum() / valid.sum())
   assert sum(overflow) > 0
-  values = dict(zip(metric_names(cfg), np.asarray(metrics.values), strict=True))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-  close(metrics.layers["mod/depths"], np.bincount(depth[valid], minlength=3) / valid.sum())
-  close(metrics.layers["mod/layer_routed"], routed)
-  close(metrics.layers["mod/layer_overflow"], overflow)
-  close(values["mod/routed"], np.mean(routed))
-  close(values["mod/overflow"], np.mean(overflow))
-  close(values["mod/depth"], 2 + depth[valid].mean())
-  close(values["mod/gate"], 1.0)
-  close(values["mod/agreement"], 1.0)
+  close(metrics["mod/depths"], np.bincount(depth[valid], minlength=3) / valid.sum())
+  close(metrics["mod/layer_routed"], routed)
+  close(metrics["mod/layer_overflow"], overflow)
+  close(metrics["mod/routed"], np.mean(routed))
+  close(metrics["mod/overflow"], np.mean(overflow))
+  close(metrics["mod/depth"], 2 + depth[valid].mean())
+  close(metrics["mod/gate"], 1.0)
+  close(metrics["mod/agreement"], 1.0)

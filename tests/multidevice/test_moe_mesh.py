@@ -21,17 +21,16 @@ from helpers import (
 )
 
 from ats_jax.model import moe as moe_module
+from ats_jax.model.mod import rules_at
 from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import Buffer, merge, trainable
 from ats_jax.sharding.apply import reshard
 from ats_jax.sharding.mesh import to_global
 from ats_jax.sharding.rules import use_plan
-from ats_jax.step.balance import rules_at
 from ats_jax.step.objective import Pretraining
 from ats_jax.step.optimizers import build_optimizer
-from ats_jax.step.state import init_state
-from ats_jax.step.train_step import make_train_step
+from ats_jax.step.program import init_state, make_train_step
 
 pytestmark = pytest.mark.compat
 
@@ -309,7 +308,7 @@ def train_step(mode, shape):
       "grads": {k: v / (1 - cfg.optimizer.b1) for k, v in on_host(state.opt_state[0].mu).items()},
       "buffers": on_host(buffers),
       "metrics": on_host(metrics.layers),
-      "loss": {"loss": np.asarray(metrics.values)[0]},
+      "loss": {"loss": np.asarray(metrics["train/loss"])},
     }
 
 

@@ -76,7 +76,7 @@ def run(kind: str, *sizes: tuple[str, int], rounds: int = 1, **step: Any) -> Run
     losses, grads = [], {}
     for batch in batches:
       state, metrics = program.train_step(state, batch, rules)
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
         grads = {k: v / (1 - cfg.optimizer.b1) for k, v in of_all_layers(mu).items()}

@@ -69,7 +69,7 @@ def run(shape: tuple[int, int, int, int]) -> Run:
     losses = [float(first.values[0])]
     for _ in range(3):
       state, metrics = program.train_step(state, batch, program.training_rules(1))
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
     found.append(shardings(state))
     return Run(cut, np.array(losses), twins, found, program.train_step._cache_size())
 

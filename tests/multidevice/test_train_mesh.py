@@ -69,7 +69,7 @@ def run(shape: tuple[int, int, int]) -> Run:
     losses, grads = [], {}
     for batch in batches:
       state, metrics = program.train_step(state, batch, program.training_rules(1))
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
       if not grads:  # after one update the first moment is (1 - b1) times the gradient
         mu = named_leaves(state.opt_state[0].mu)
         grads = {k: np.asarray(v) / (1 - CFG.optimizer.b1) for k, v in mu.items()}
@@ -143,5 +143,5 @@ def test_the_step_compiled_ahead_takes_real_batches_and_its_own_result(shape):
     for seed in range(2):
       rows = random_rows(CFG, CFG.data.batch_size, seed=seed)
       state, metrics = step(state, to_global(micro_batches(rows, 2), mesh))
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
   np.testing.assert_array_equal(losses, run(shape).losses[:2])

@@ -37,7 +37,7 @@ def run(vocab: int, shape: tuple[int, int, int], tied: bool, deterministic: bool
       rows = random_rows(cfg, cfg.data.batch_size, seed=seed)
       batch = to_global(micro_batches(rows, 1), mesh)
       state, metrics = program.train_step(state, batch, program.training_rules(1))
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
     first = {name: x[0] for name, x in batch.items()}
     sums = program.eval_step(state.model, first, program.rules(1))
     read = lambda model, b: model.logits(

@@ -18,9 +18,9 @@ from ats_jax.orchestrator.actions import AddExpert
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.memory import state_memory
 from ats_jax.sharding.mesh import on_mesh, to_global
-from ats_jax.step.balance import totals
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import totals
 from ats_jax.step.program import Program, make_program
-from ats_jax.step.train_step import sums_and_grads
 
 STEPS = 3
 RTOL = 1e-5
@@ -92,7 +92,7 @@ def run(kind: str, zero: int, shape: tuple[int, ...]) -> Run:
     grad_shards = shard_shapes(grads)
     for batch in given:
       state, metrics = program.train_step(state, batch, program.training_rules(1))
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
     return Run(
       np.array(losses),
       {k: np.asarray(v) for k, v in named_leaves(grads).items()},
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_one_stage_goes_on_in_another(tmp_path):
             np.testing.assert_array_equal(np.asarray(new), old)
       (batch,) = batches(cfg, mesh, range(at, at + 1))
       state, metrics = program.train_step(state, batch, program.training_rules(1))
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
       typed = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
       kept = [None if typed(x) else np.asarray(x) for x in jax.tree.leaves(state)]
       manager.save(at + 1, state, {})

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ats_jax.model.mod import Pass
-from ats_jax.step.reflex import SURPRISE
+from ats_jax.step.parts.reflex import SURPRISE
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
 CUSUM_DOUBT = 10.0  # half of what is an alarm to the policy
@@ -139,7 +139,7 @@ def read(
   """Sum up an interval.
 
   Args:
-    names: of the columns, those of a run with a reflex (`metric_names`).
+    names: of the columns, `StepMetrics.names` of a run with a reflex.
     last_step: that of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
     probe: loss on the probe after the last step; None if it was not measured.

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,8 +23,7 @@ from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.actions.base import Action, carry_out
 from ats_jax.orchestrator.signals.interval import Sums, probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot
-from ats_jax.step.metrics import METRICS, StepMetrics
-from ats_jax.step.state import TrainState
+from ats_jax.step.state import StepMetrics, TrainState
 
 PAIRS = 4
 
@@ -143,12 +141,12 @@ class Again:
     self.first, self.action, self.rules, self._probe = step, action, rules, probe
     self._start = Snapshot.take(step, state)
     self._updates: list[Update] = []
-    self._losses: list[jax.Array] = []
+    self._metrics: list[StepMetrics] = []
 
   def add(self, update: Update, metrics: StepMetrics) -> None:
     """Remember an update of the first arm, and what came of it."""
     self._updates.append(update)
-    self._losses.append(metrics.values)
+    self._metrics.append(metrics)
 
   def make(
     self, cfg: Config, state: TrainState, probe: Probe
@@ -165,11 +163,10 @@ class Again:
     """
     sums = [self._probe, probe(state.model)]
     left = Snapshot.swap_out(self.first + len(self._updates), state)
-    other, losses = _arm(cfg, self._start, self._updates, self.action)
+    other, metrics = _arm(cfg, self._start, self._updates, self.action)
     before, kept, changed = map(_loss, (*sums, probe(other.model)))
-    at = METRICS.index("train/loss")
-    first, second = (np.stack(jax.device_get(rows))[:, at] for rows in (self._losses, losses))
-    gains = first.astype(np.float64) - second
+    losses = lambda arm: np.array([one.on_host()["train/loss"] for one in arm])
+    gains = losses(self._metrics) - losses(metrics)
     return left, other, _effect(before, [kept], [changed], gains)
 
 
@@ -180,8 +177,8 @@ def _arm(
   action: Action | None,
   *,
   anneal: bool = False,
-) -> tuple[TrainState, list[jax.Array]]:
-  """An arm from a snapshot: its last state, and `StepMetrics.values` of each update.
+) -> tuple[TrainState, list[StepMetrics]]:
+  """An arm from a snapshot: its last state, and the metrics of each update.
 
   Args:
     cfg: the run.
@@ -190,7 +187,7 @@ def _arm(
     action: done first, if any.
     anneal: let the learning rate fall to 0 in the second half.
   """
-  state, rows = start.resume(), []
+  state, made = start.resume(), []
   if action is not None:
     state = carry_out(action, state, cfg)
   assert state.control is not None
@@ -200,8 +197,8 @@ def _arm(
       left = min(1.0, 2.0 * (len(updates) - number) / (len(updates) + 1))
       state = _at_rate(state, left * scale)
     state, metrics = update(state)
-    rows.append(metrics.values)
-  return state, rows
+    made.append(metrics)
+  return state, made
 
 
 def _at_rate(state: TrainState, scale: float | np.ndarray) -> TrainState:

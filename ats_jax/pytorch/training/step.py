@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from ats_jax.config import Config
+from ats_jax.model.mod import rules_at
 from ats_jax.pytorch import objective
 from ats_jax.pytorch.decoder import Decoder
 from ats_jax.pytorch.moe import MoE
 from ats_jax.pytorch.objective import Pass, Totals
 from ats_jax.pytorch.settings import Rules
 from ats_jax.pytorch.training.device import LossScale
-from ats_jax.step.balance import rules_at
-from ats_jax.step.metrics import METRICS, MOD_METRICS, MOE_METRICS
 from ats_jax.step.schedule import learning_rate
 
 Batch = Mapping[str, Tensor]
@@ -107,20 +106,20 @@ class Trainer:
 
   @torch.no_grad()
   def metrics(self, update: Update) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """The metrics of `step.metrics.step_metrics`, and its arrays by layer."""
+    """The metrics of a step of `ats_jax.step`, and its arrays by layer."""
     found, counted = update.found, float(update.whole.counted)
-    values = (
-      float(found.sums.cross_entropy) / counted,
-      float(found.sums.correct) / counted,
-      float(found.sums.z) / counted,
-      float(update.grad_norm),
-      self._update_norm(update.rate) if update.made else 0.0,
-      math.sqrt(sum(float(p.square().sum()) for p in self._parameters())),
-      update.rate,
-      update.rate,
-      counted,
-    )
-    metrics, layers = dict(zip(METRICS, values, strict=True)), {}
+    layers = {}
+    metrics = {
+      "train/loss": float(found.sums.cross_entropy) / counted,
+      "train/accuracy": float(found.sums.correct) / counted,
+      "train/z": float(found.sums.z) / counted,
+      "train/grad_norm": float(update.grad_norm),
+      "train/update_norm": self._update_norm(update.rate) if update.made else 0.0,
+      "train/param_norm": math.sqrt(sum(float(p.square().sum()) for p in self._parameters())),
+      "train/learning_rate": update.rate,
+      "train/scheduled_rate": update.rate,
+      "train/tokens": counted,
+    }
     for more, arrays in (self._of_experts(found), self._of_depth(found)):
       metrics, layers = metrics | more, layers | arrays
     return metrics, layers
@@ -156,19 +155,19 @@ class Trainer:
     over_mean_LE = load_LE * is_open_LE.sum(axis=1, keepdims=True)
     null_E = np.arange(load_LE.shape[1]) >= routers[0].num_slots
     dropped_L, entropy_L = stack("dropped") / choices_L, stack("entropy") / tokens_L
-    values = (
-      over_mean_LE.max() - 1.0,
-      np.where(is_open_LE > 0, over_mean_LE, np.inf).min(),
-      entropy_L.mean(),
-      (stack("confidence") / tokens_L).mean(),
-      dropped_L.mean(),
-      0.0,  # no tokens are exchanged
-      (load_LE * null_E).sum(axis=1).mean(),
-      (stack("balance") / tokens_L).mean(),
-      (stack("z") / tokens_L).mean(),
-      max(float(router.bias_E.abs().max()) for router in routers),
-    )
-    return dict(zip(MOE_METRICS, map(float, values), strict=True)), {
+    metrics = {
+      "moe/max_violation": over_mean_LE.max() - 1.0,
+      "moe/min_load": np.where(is_open_LE > 0, over_mean_LE, np.inf).min(),
+      "moe/entropy": entropy_L.mean(),
+      "moe/confidence": (stack("confidence") / tokens_L).mean(),
+      "moe/dropped": dropped_L.mean(),
+      "moe/overflow": 0.0,  # no tokens are exchanged
+      "moe/null": (load_LE * null_E).sum(axis=1).mean(),
+      "moe/balance_loss": (stack("balance") / tokens_L).mean(),
+      "moe/z": (stack("z") / tokens_L).mean(),
+      "moe/max_bias": max(float(router.bias_E.abs().max()) for router in routers),
+    }
+    return {name: float(value) for name, value in metrics.items()}, {
       "moe/load": load_LE,
       "moe/layer_entropy": entropy_L,
       "moe/layer_dropped": dropped_L,
@@ -183,14 +182,15 @@ class Trainer:
     tokens_L = np.maximum(stack("tokens"), 1.0)
     depths = found.depth_L.cpu().numpy()
     depths = depths / max(depths.sum(), 1.0)
-    values = (
-      (stack("routed") / tokens_L).mean(),
-      self.cfg.model.num_layers - len(mod) + (depths * np.arange(depths.size)).sum(),
-      (stack("overflow") / tokens_L).mean(),
-      (stack("agree") / tokens_L).mean(),
-      (stack("gate") / np.maximum(stack("routed"), 1.0)).mean(),
-    )
-    return dict(zip(MOD_METRICS, map(float, values), strict=True)), {
+    always = self.cfg.model.num_layers - len(mod)
+    metrics = {
+      "mod/routed": (stack("routed") / tokens_L).mean(),
+      "mod/depth": always + (depths * np.arange(depths.size)).sum(),
+      "mod/overflow": (stack("overflow") / tokens_L).mean(),
+      "mod/agreement": (stack("agree") / tokens_L).mean(),
+      "mod/gate": (stack("gate") / np.maximum(stack("routed"), 1.0)).mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}, {
       "mod/layer_routed": stack("routed") / tokens_L,
       "mod/layer_overflow": stack("overflow") / tokens_L,
       "mod/depths": depths,
@@ -198,7 +198,7 @@ class Trainer:
 
 
 def their_rules(cfg: Config, step: int, *, training: bool) -> Rules:
-  """`step.balance.rules_at`, for PyTorch."""
+  """`model.mod.rules_at`, for PyTorch."""
   rules = rules_at(cfg, step, training=training)
   return Rules(training, rules.capacity, rules.horizon)
 

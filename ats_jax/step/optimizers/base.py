@@ -16,7 +16,7 @@ DECAYS = frozenset({Role.MATRIX, Role.EXPERT, Role.ROUTER, Role.HEAD, Role.ADAPT
 
 
 class Moved(NamedTuple):
-  """What an update by `Optimizer.fused` leaves behind.
+  """What an update leaves behind.
 
   Attributes:
     params: new parameters.
@@ -73,6 +73,14 @@ class Optimizer:
   recount: Callable[[optax.OptState, jax.Array], tuple[optax.OptState, jax.Array]] | None = None
   check: Callable[[optax.OptState, Any, optax.OptState, jax.Array], Checked] | None = None
   squares: frozenset[str] = frozenset()
+
+  def update(self, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array) -> Moved:
+    """Move parameters by a learning rate, in one pass if there is one."""
+    if self.fused is not None:
+      return self.fused(params, grads, opt_state, lr)
+    directions, opt_state = seam(self.tx.update(grads, opt_state, params), self.platform)
+    params = seam(move(params, directions, lr), self.platform)
+    return Moved(params, opt_state, lr * tensors.norm(directions))
 
 
 def per_parameter(opt_state: optax.OptState) -> list[tuple[str, Any]]:

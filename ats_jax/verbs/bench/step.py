@@ -79,7 +79,7 @@ def measure(
     for _ in range(WARMUP_STEPS + steps):
       began = time.perf_counter()
       state, metrics = train_step(state, batch)
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
       times.append(time.perf_counter() - began)
     began = time.perf_counter()
     for _ in range(steps):

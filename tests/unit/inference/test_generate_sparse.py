@@ -11,9 +11,9 @@ from helpers import make_decoder, pack, thorough_but, tiny_config
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate_tokens
-from ats_jax.model.mod import Pass
+from ats_jax.model.mod import Pass, rules_at
 from ats_jax.sharding.apply import reshard
-from ats_jax.step.balance import rules_at, with_buffers
+from ats_jax.step.parts.sparse import with_buffers
 
 # float32; keys are added up over a cache of another length.
 RTOL, ATOL = 1e-5, 2e-5

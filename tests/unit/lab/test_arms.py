@@ -9,12 +9,11 @@ import pytest
 from helpers import make_test_mesh, random_rows, tiny_config
 
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.reflex import WARM
+from ats_jax.step.parts.reflex import WARM
 from lab.faults.arms import ARMS, OTHER_ARMS, build_arm
 from lab.faults.bench import Bench, Suite
 from lab.faults.inject import Fault
 from lab.faults.single import run
-from lab.faults.watchers import RULE_METRICS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow]  # of the laboratory
 
@@ -51,7 +50,7 @@ def reaction(name, *, rows=ROWS, **fault):
   pairs = zip(jax.tree.leaves(new.model), jax.tree.leaves(state.model), strict=True)
   moved = any(not np.array_equal(a, b) for a, b in pairs)
   assert int(new.step) == 2 * WARM + 1
-  return dict(zip(arm.names, np.asarray(metrics.values), strict=True)), moved
+  return metrics.on_host(), moved
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_each_can_be_built(name):
   assert (arm.program.cfg.moe.bias_update == "none") == (name in ("unbalanced", "switch"))
   assert arm.program.cfg.orchestrator.mode == kind.mode
   assert (arm.program.cfg.optimizer.grad_clip == 1.0) == kind.clip
-  assert (set(RULE_METRICS) <= set(arm.names)) == (kind.rule is not None)
+  assert (arm.memory is not None) == (kind.rule is not None)
   assert isinstance(arm.supervise(None, None), Supervisor) == kind.watched
 
 

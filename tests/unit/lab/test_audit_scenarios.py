@@ -11,7 +11,6 @@ from helpers import make_test_mesh, random_rows, tiny_config
 
 from ats_jax.orchestrator.actions import SetLearningRateScale
 from ats_jax.orchestrator.trials.paired import look_ahead
-from ats_jax.step.metrics import METRICS
 from ats_jax.step.program import make_program
 from lab.faults.arms import build_arm
 from lab.faults.audit import AUDITED, PLACES, flipped
@@ -127,7 +126,7 @@ def test_a_wrong_rate_is_the_schedules():
     bench = Small(name)
     loop = Loop(bench, arm, name, 0)
     _, metrics = loop.update(0, arm.program.init(), loop.injection(0))
-    values = dict(zip(arm.names, np.asarray(metrics.values), strict=True))
+    values = metrics.on_host()
     rates[name] = values["train/scheduled_rate"], values["train/learning_rate"]
   np.testing.assert_allclose(
     np.divide(rates["schedule_x30_from_0"], rates["clean"]), 30.0, rtol=1e-6
@@ -203,6 +202,11 @@ def arm_of(bench):
   return functools.cache(lambda name: build_arm(name, bench.cfg))
 
 
+def with_value(metrics, name, value):
+  values = metrics.values.at[metrics.names.index(name)].set(value)
+  return dataclasses.replace(metrics, values=values)
+
+
 def test_every_domain_is_scored_and_its_tokens_are_counted(bench, arm_of):
   arm = arm_of("clip")
   record = run(bench, arm, "minority_row_10", 0, arm.program.init())
@@ -216,13 +220,12 @@ def test_every_domain_is_scored_and_its_tokens_are_counted(bench, arm_of):
 
 def test_tokens_that_are_left_out_are_counted(bench, arm_of):
   arm = arm_of("skip_step")
-  out = len(arm.names) - 2
   left = {70, 71, 90}
 
   def step(state, memory, batch, fault):
     state, memory, metrics = arm.step(state, memory, batch, fault)
     skipped = float(int(state.step) - 1 in left)
-    return state, memory, metrics._replace(values=metrics.values.at[out].set(skipped))
+    return state, memory, with_value(metrics, "rule/skipped", skipped)
 
   spoilt = dataclasses.replace(arm, step=step)
   record = run(bench, spoilt, "minority_row_10", 0, arm.program.init())
@@ -249,9 +252,8 @@ def test_a_run_that_stops_again_is_over(bench, arm_of):
   def step(state, memory, batch, fault):
     state, memory, metrics = arm.step(state, memory, batch, fault)
     bad = int(state.step) in (50, 90)
-    at = METRICS.index("train/loss")
-    values = metrics.values.at[at].set(jnp.where(bad, jnp.nan, metrics.values[at]))
-    return state, memory, metrics._replace(values=values)
+    loss = jnp.where(bad, jnp.nan, metrics["train/loss"])
+    return state, memory, with_value(metrics, "train/loss", loss)
 
   record = run(bench, dataclasses.replace(arm, step=step), "clean", 0, arm.program.init())
   assert record["stops"] == [50, 90] and record["stopped"]
@@ -265,9 +267,9 @@ def test_a_high_loss_is_rewound(bench, arm_of):
   def step(state, memory, batch, fault):
     state, memory, metrics = arm.step(state, memory, batch, fault)
     calls.append(int(state.step))
-    at, high = METRICS.index("train/loss"), 85 <= int(state.step) < 100
-    values = metrics.values.at[at].add(2.0 * high).at[-2].set(0.0)
-    return state, memory, metrics._replace(values=values)
+    high = 85 <= int(state.step) < 100
+    metrics = with_value(metrics, "train/loss", metrics["train/loss"] + 2.0 * high)
+    return state, memory, with_value(metrics, "rule/skipped", 0.0)
 
   record = run(bench, dataclasses.replace(arm, step=step), "clean", 0, arm.program.init())
   (decision,) = record["decisions"]
@@ -290,9 +292,7 @@ def test_what_comes_is_lent_and_paid_for(bench, arm_of):
       want = bench.rows(0, step)["tokens"]
       np.testing.assert_array_equal(np.asarray(batch["tokens"]), want)
       state, metrics = ahead.train_step(state, batch)
-      rates.append(
-        dict(zip(arm.names, np.asarray(metrics.values), strict=True))["train/scheduled_rate"]
-      )
+      rates.append(metrics.on_host()["train/scheduled_rate"])
   assert loop.made == 4
   assert rates[2] / rates[1] > 25.0 and rates[1] / rates[0] < 2.0 and rates[3] / rates[2] < 2.0
 

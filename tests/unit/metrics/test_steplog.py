@@ -8,6 +8,7 @@ from ats_jax.metrics.progress import Progress
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
+from ats_jax.step.state import StepMetrics
 
 NAMES = ("train/loss", "train/other")
 
@@ -22,13 +23,13 @@ def log(path):
   speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
   with (
     contextlib.closing(JsonlWriter(path)) as writer,
-    StepLog(NAMES, writer, speed, Progress(9, enabled=False), 2) as log,
+    StepLog(writer, speed, Progress(9, enabled=False), 2) as log,
   ):
     yield log
 
 
 def push(log, step, loss):
-  log.after(step, None, (jnp.array([loss, step]), {}))
+  log.after(step, None, StepMetrics(jnp.array([loss, step]), {}, NAMES))
 
 
 def test_a_row_is_written_when_the_next_one_comes(log, path):

@@ -9,10 +9,10 @@ import pytest
 from helpers import TRAINING, make_decoder, micro_batches, random_rows, tiny_config
 
 from ats_jax.model.block import dropout
-from ats_jax.step.balance import rules_at, totals
-from ats_jax.step.objective import Pretraining, make_eval_step
+from ats_jax.model.mod import rules_at
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, make_eval_step, totals
 from ats_jax.step.program import make_program
-from ats_jax.step.train_step import sums_and_grads
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

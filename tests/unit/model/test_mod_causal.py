@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from helpers import make_decoder, micro_batches, pack, random_rows, tiny_config
 
-from ats_jax.model.mod import Pass
+from ats_jax.model.mod import Pass, rules_at
 from ats_jax.model.stats import by_layer
-from ats_jax.step.balance import rules_at, with_buffers
-from ats_jax.step.metrics import metric_names
 from ats_jax.step.objective import make_eval_step
+from ats_jax.step.parts.sparse import with_buffers
 from ats_jax.step.program import make_program
 
 ROWS, SEQ = 4, 24
@@ -162,7 +161,7 @@ def train(cfg, only=None):
   `only`: from the middle on, the one part of the model that still moves.
   """
   program = make_program(cfg)
-  state, values, still = program.init(), [], None
+  state, rows, still = program.init(), [], None
   for step in range(cfg.num_steps):
     state, metrics = program.train_step(
       state, micro_batches(learnable(cfg, step), 1), program.training_rules(1)
@@ -172,8 +171,8 @@ def train(cfg, only=None):
       keep = lambda path, new, old: new if only in jax.tree_util.keystr(path) else (0 * new + old)
       model = jax.tree_util.tree_map_with_path(keep, state.model, still)
       state = dataclasses.replace(state, model=model)
-    values.append(np.asarray(metrics.values))
-  return program, state, dict(zip(metric_names(cfg), np.array(values).T, strict=True))
+    rows.append(metrics.on_host())
+  return program, state, {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
 @pytest.mark.thorough
@@ -225,7 +224,7 @@ def test_a_run_down_the_rungs(mesh):
   for step in range(1, cfg.num_steps + 1):
     rules = program.training_rules(step)
     state, metrics = program.train_step(state, micro_batches(learnable(cfg, step), 1), rules)
-    values = dict(zip(metric_names(cfg), np.asarray(metrics.values), strict=True))
+    values = metrics.on_host()
     losses.append(values["train/loss"])
     np.testing.assert_allclose(values["mod/routed"], rules.capacity, 1e-6)
     (depth,) = (layer.depth for layer in skipping(state.model))

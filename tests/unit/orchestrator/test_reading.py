@@ -1,12 +1,12 @@
 """What an interval of steps is summed up to."""
 
 import numpy as np
-from helpers import tiny_config
 
 from ats_jax.orchestrator.signals.interval import read
-from ats_jax.step.metrics import metric_names
 
-NAMES = metric_names(tiny_config({"num_steps": 100, "orchestrator.mode": "act"}))
+NAMES = [f"train/{name}" for name in ("loss", "param_norm", "learning_rate", "scheduled_rate")]
+NAMES += [f"reflex/{name}" for name in ("z_loss", "grad_scale", "skipped", "broken", "held")]
+NAMES += [f"reflex/{name}" for name in ("bucket", "cusum", "wrong", "wrong_tensor", "miscounted")]
 
 
 def rows(**columns):

@@ -146,7 +146,7 @@ def run():
         state, metrics = program.train_step(
           state, micro_batches(batches[step % 4], 1), program.training_rules(1)
         )
-        losses.append(float(metrics.values[0]))
+        losses.append(float(metrics["train/loss"]))
       return state, np.array(losses), metrics
 
     state, losses, _ = train(program.init(), 20)

@@ -14,8 +14,7 @@ from ats_jax.orchestrator.actions import AddExpert, PruneExpert, ReopenExpert, s
 from ats_jax.orchestrator.actions.expert_view import find, view_experts
 from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.optimizers.base import per_parameter
-from ats_jax.step.program import make_program
-from ats_jax.step.state import init_state
+from ats_jax.step.program import init_state, make_program
 
 CFG = tiny_config(
   {

@@ -15,10 +15,9 @@ from ats_jax.planner.describe import describe, planned_bytes, render
 from ats_jax.planner.memory import activations, kv_cache_bytes, peak, state_memory
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import on_mesh
-from ats_jax.step.balance import totals
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, totals
 from ats_jax.step.program import make_program, predicted_bytes
-from ats_jax.step.train_step import sums_and_grads
 
 SPARSE = {
   "moe.num_experts": 4,

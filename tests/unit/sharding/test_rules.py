@@ -125,7 +125,7 @@ def test_weights_are_whole_in_a_data_parallel_plan_and_the_losses_the_same():
       specs = [x.sharding.spec for x in jax.tree.leaves(state.model)]
       for _ in range(3):
         state, metrics = program.train_step(state, batch, program.training_rules(1))
-        losses.append(float(metrics.values[0]))
+        losses.append(float(metrics["train/loss"]))
       return losses, specs, [x.sharding.spec for x in jax.tree.leaves(state.model)]
 
   losses, specs, _ = run("default")

@@ -14,11 +14,9 @@ from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
 from ats_jax.ops import linear
-from ats_jax.step.balance import totals
-from ats_jax.step.metrics import metric_names
-from ats_jax.step.objective import Pretraining
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, totals
 from ats_jax.step.program import make_program
-from ats_jax.step.train_step import sums_and_grads
 
 SHAPE = {"model.num_layers": 4, "model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16}
 STEPS, BAND = 40, 0.05  # nats between the losses of the last ten steps
@@ -50,10 +48,9 @@ def losses(mesh, **precision):
   )
   program = make_program(cfg)
   state, found = program.init(), []
-  index = metric_names(cfg).index("train/loss")
   for step in range(STEPS):
     state, metrics = program.train_step(state, rows(cfg, step), program.training_rules(1))
-    found.append(float(metrics.values[index]))
+    found.append(float(metrics["train/loss"]))
   return np.array(found), program, state
 
 

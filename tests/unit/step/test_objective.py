@@ -19,11 +19,9 @@ from helpers import (
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS, Field
 from ats_jax.sharding.mesh import to_global
-from ats_jax.step.balance import totals
-from ats_jax.step.metrics import metric_names
-from ats_jax.step.objective import Contribution, Pretraining, target_logprobs
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Contribution, Pretraining, target_logprobs, totals
 from ats_jax.step.program import abstract_batch, make_program
-from ats_jax.step.train_step import sums_and_grads
 
 CFG = tiny_config({"step.accum_steps": 2, "optimizer.warmup_steps": 0})
 BETA, CLIP = 0.5, 0.1
@@ -46,7 +44,6 @@ def preference_losses(logprobs_BT, batch):
 class Preference:
   cfg: Config
   fields: ClassVar = {"reference_logprobs": Field(np.float32, "of another model")}
-  names: ClassVar = ("preference/margin",)
 
   def __call__(self, model, batch, whole, rules, key):
     logprobs_BT, stats = target_logprobs(model, batch, self.cfg.step, rules, key)
@@ -57,7 +54,11 @@ class Preference:
 
   def means(self, sums, whole):
     pairs = whole.rows / 2
-    return sums["loss"] / pairs, sums["won"] / pairs, jnp.zeros(()), sums["margin"] / pairs
+    return {
+      "train/loss": sums["loss"] / pairs,
+      "train/accuracy": sums["won"] / pairs,
+      "preference/margin": sums["margin"] / pairs,
+    }
 
 
 def surrogate(logprobs_BT, batch):
@@ -74,7 +75,6 @@ class PolicyGradient:
     "old_logprobs": Field(np.float32, "of the model that wrote the text"),
     "advantages": Field(np.float32, "how good the text was"),
   }
-  names: ClassVar = ()
 
   def __call__(self, model, batch, whole, rules, key):
     logprobs_BT, stats = target_logprobs(model, batch, self.cfg.step, rules, key)
@@ -82,7 +82,7 @@ class PolicyGradient:
     return Contribution(-gain / whole.counted, gain, stats)
 
   def means(self, sums, whole):
-    return -sums / whole.counted, jnp.zeros(()), jnp.zeros(())
+    return {"train/loss": -sums / whole.counted}
 
 
 def dense_logprobs(model, rows):
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_dense_objective(mesh, objective, dense, accu
   def accumulated(model):
     whole = totals(batch, TRAINING)
     sums, _, grads = sums_and_grads(objective, model, batch, whole, jax.random.key(0), TRAINING)
-    return objective.means(sums, whole)[0], grads
+    return objective.means(sums, whole)["train/loss"], grads
 
   loss, grads = jax.jit(accumulated)(model)
   want, want_grads = jax.jit(jax.value_and_grad(dense))(model, rows)
@@ -148,13 +148,14 @@ def test_real_steps_minimise_it(mesh, objective, dense):
   rules = program.training_rules(1)
   step = program.compile_train_step(state, rules)  # knows the fields
   batch = to_global(micro_batches(rows, 2), mesh)
-  names, found = metric_names(CFG, objective.names), []
+  found = []
   for _ in range(5):
     state, metrics = step(state, batch)
-    found.append(dict(zip(names, np.asarray(metrics.values), strict=True)))
+    found.append(metrics.on_host())
   np.testing.assert_allclose(found[0]["train/loss"], first, RTOL, ATOL)
   assert found[-1]["train/loss"] < first
-  if objective.names:
+  assert ("preference/margin" in found[0]) == isinstance(objective, Preference)
+  if isinstance(objective, Preference):
     assert found[-1]["train/accuracy"] == 1.0
     assert found[-1]["preference/margin"] > found[0]["preference/margin"]
 

@@ -12,10 +12,9 @@ from helpers import micro_batches, tiny_config
 
 from ats_jax.model.param import trainable
 from ats_jax.step import tensors
-from ats_jax.step.metrics import metric_names
 from ats_jax.step.optimizers import build_optimizer
+from ats_jax.step.parts.reflex import REACH, WARM, Tracker
 from ats_jax.step.program import make_program
-from ats_jax.step.reflex import REACH, WARM, Tracker
 from ats_jax.step.schedule import learning_rate
 from lab.faults.inject import Fault, with_faults
 
@@ -132,7 +131,6 @@ class Run:
     cfg = tiny_config(SMALL | {"orchestrator.mode": mode} | (changes or {}))
     program, optimizer = make_program(cfg), build_optimizer(cfg, platform)
     self.program = with_faults(dataclasses.replace(program, optimizer=optimizer))
-    self.names = metric_names(cfg)
     self.state, self.rows, self.step = self.program.init(), [], 0
 
   def __call__(self, steps=1, *, noise=False, **fault):
@@ -142,7 +140,7 @@ class Run:
         self.state, batch(self.step, noise=noise), self.program.training_rules(1), fault=given
       )
       self.step += 1
-      self.rows.append(dict(zip(self.names, np.asarray(metrics.values), strict=True)))
+      self.rows.append(metrics.on_host())
     return self.rows[-1]
 
   @property

@@ -10,7 +10,6 @@ from helpers import make_decoder, tiny_config
 from ats_jax.model.param import Param, Role, params_of, roles, trainable
 from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.optimizers.base import Optimizer, decays, per_parameter
-from ats_jax.step.update import update
 
 MOE = {"moe.num_experts": 4, "moe.top_k": 2, "moe.router_bias": True, "model.qk_norm": True}
 MATRICES = {Role.MATRIX, Role.EXPERT}
@@ -47,7 +46,7 @@ def test_another_optimizer_for_matrices(mesh):
   draw = lambda p: jax.random.normal(jax.random.key(1), p.shape)
   opt_state = optimizer.tx.init(params)
   rate = 0.01
-  step = jax.jit(lambda p, g, s: update(optimizer, p, g, s, jnp.float32(rate)))
+  step = jax.jit(lambda p, g, s: optimizer.update(p, g, s, jnp.float32(rate)))
   new = step(params, jax.tree.map(draw, params), opt_state)
   for old, param in zip(params_of(params), params_of(new.params), strict=True):
     moved = np.abs(np.asarray(param[...]) - np.asarray(old[...]))

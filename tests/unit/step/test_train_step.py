@@ -15,13 +15,11 @@ from helpers import (
   tiny_config,
 )
 
-from ats_jax.step.balance import totals
-from ats_jax.step.metrics import METRICS
-from ats_jax.step.objective import Pretraining, loss_sums
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, loss_sums, totals
 from ats_jax.step.optimizers.base import decay_mask
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
-from ats_jax.step.train_step import sums_and_grads
 
 # float32; the same terms are summed in another order.
 RTOL, ATOL = 2e-5, 1e-7
@@ -143,7 +141,7 @@ def test_metrics(mesh, param_dtype):
   state, metrics = program.train_step(state, batch, program.training_rules(1))
   after = snapshot(state.model)
   norm = lambda tree: np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tree.values()))
-  got = dict(zip(METRICS, np.asarray(metrics.values, np.float64), strict=True))
+  got = metrics.on_host()
   assert metrics.values.dtype == jnp.float32
   assert got["train/tokens"] == tokens
   np.testing.assert_allclose(got["train/loss"], float(sums.cross_entropy) / tokens, RTOL)
@@ -205,7 +203,7 @@ def test_state_is_donated_and_the_step_compiles_once(mesh):
       state, micro_batches(random_rows(cfg, 8, seed=step), 1), program.training_rules(1)
     )
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.model, old.opt_state, old.ema)))
-    rates.append(float(metrics.values[METRICS.index("train/learning_rate")]))
+    rates.append(float(metrics["train/learning_rate"]))
   assert len(set(rates)) == 3
   assert program.train_step._cache_size() == 1
 

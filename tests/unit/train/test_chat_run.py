@@ -14,9 +14,8 @@ from ats_jax.data.chat.conversation import Message
 from ats_jax.data.chat.tokenizer import plain
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
-from ats_jax.step.balance import totals
-from ats_jax.step.objective import Pretraining
-from ats_jax.step.train_step import sums_and_grads
+from ats_jax.step.core import sums_and_grads
+from ats_jax.step.objective import Pretraining, totals
 
 # The rule: asked for a letter and a number, answer with the letter so many times.
 ASKED = [(letter, count) for letter in "abcdefghijklmnop" for count in (1, 2, 3, 4)]

@@ -138,7 +138,7 @@ def test_a_step_of_short_rows_is_that_of_the_same_rows_laid_end_to_end(make):
         state, metrics = program.train_step(
           program.init(), to_global(batch, mesh), program.training_rules(1)
         )
-        found.append((float(metrics.values[0]), jax.device_get(jax.tree.leaves(state.model))))
+        found.append((float(metrics["train/loss"]), jax.device_get(jax.tree.leaves(state.model))))
   for loss, weights in found[1:]:
     np.testing.assert_allclose(loss, found[0][0], rtol=1e-5)
     for a, b in zip(found[0][1], weights, strict=True):
@@ -160,8 +160,8 @@ def test_a_supervised_run_tries_steps_of_every_length(make, tmp_path, compiled):
         batch = next(batches)
         shapes.add(batch["tokens"].shape[-1])
         state, metrics = ahead.train_step(state, batch)
-        seen.append(float(metrics.values[0]))
+        seen.append(float(metrics["train/loss"]))
     assert shapes == {16, 64} and len(compiled) == 2
     assert np.isfinite(seen).all()
     state, metrics = Loop(run).again()(state)
-    assert np.isfinite(float(metrics.values[0])) and len(compiled) == 2
+    assert np.isfinite(float(metrics["train/loss"])) and len(compiled) == 2

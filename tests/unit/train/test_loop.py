@@ -99,7 +99,7 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
       plain, metrics = program.train_step(
         plain, dataset.global_rows(rows), program.training_rules(1)
       )
-      losses.append(float(metrics.values[0]))
+      losses.append(float(metrics["train/loss"]))
       if (step + 1) % 3 == 0:
         evaluations.append(score(program, plain.model, valid, step + 1)["eval/loss"])
   for a, b in zip(*(jax.tree.leaves(s.model) for s in (state, plain)), strict=True):

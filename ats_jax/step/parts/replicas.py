@@ -1,6 +1,6 @@
 """Gradients of replicas to those of the batch; large ones in 8 bits (`mesh.compress_gradients`)."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
 from ats_jax.model.param import Param, Role, is_variable, per_param, shards_of_gradients, trainable
 from ats_jax.model.stats import StackStats
 from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.compressed import sum_over_replicas
 from ats_jax.sharding.replicas import each, num_replicas
-from ats_jax.step.balance import Totals
+from ats_jax.step.core import Gradients, Metrics, Part, Update
+from ats_jax.step.objective import Totals
+from ats_jax.step.state import TrainState
 
 # Nearly all that is sent. The others are vectors, or steer which way a token goes.
 COMPRESSED = frozenset({Role.MATRIX, Role.EXPERT, Role.EMBEDDING, Role.HEAD})
-
-# `(model, batch, whole, key) -> (sums, statistics, gradients)` of some rows.
-type OfRows = Callable[[Decoder, Batch, Totals, jax.Array], tuple[Any, StackStats, Any]]
 
 
 def is_compressed(param: Param) -> bool:
@@ -33,19 +33,13 @@ def compresses(cfg: Config) -> bool:
   return cfg.mesh.compress_gradients != "none" and num_replicas() > 1
 
 
-def nothing_unsent(cfg: Config, model: Decoder) -> Any:
-  """`TrainState.unsent` of step 0: zeros, or None if nothing is compressed.
-
-  Args:
-    cfg: the resolved config.
-    model: the decoder.
+def nothing_unsent(model: Decoder) -> Any:
+  """`TrainState.unsent` of step 0, zeros.
 
   Returns:
     A tree like `trainable(model)`: for each array that is compressed one in its dtype, sharded as
     its gradient is, with a dimension of replicas behind that of a stack. None for others.
   """
-  if not compresses(cfg):
-    return None
 
   def zeros(param: Param) -> Any:
     if not is_compressed(param):
@@ -61,33 +55,37 @@ def _zeros(x: jax.Array, dim: int) -> jax.Array:
   return jnp.zeros(at(x.shape, num_replicas()), x.dtype, out_sharding=cut)
 
 
-def over_replicas(
-  of_rows: OfRows, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, unsent: Any
-) -> tuple[Any, StackStats, Any, Any]:
-  """Sums, statistics and gradients of a batch, and the new `unsent`.
+class Replicas(Part):
+  """One reduction of gradients, behind the last micro-batch.
 
-  Without compression (`unsent` is None) the derivative itself sums over replicas, in each
-  micro-batch. With it each replica adds up the gradients of its own rows, and there is one
-  reduction, behind the last micro-batch.
-
-  Args:
-    of_rows: is linear in rows: what it makes of some and of others adds up.
-    model: the decoder.
-    batch: arrays [accum, batch, seq].
-    whole: totals of the batch.
-    key: of the step.
-    unsent: of the state.
+  Without it the derivative itself sums over replicas, in each micro-batch.
   """
-  if unsent is None:
-    return *of_rows(model, batch, whole, key), None
-  dims = per_param(lambda param: param.ndim - len(param.axes), trainable(model))
-  flipped = lambda rows, model, *rest: of_rows(model, rows, *rest)
-  sums, stats, parts = each(flipped, batch, model, whole, key, dims=(0, 0, dims))
-  sums, stats = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, stats))
-  leaves, structure = jax.tree.flatten(parts, is_leaf=is_variable)
-  pairs = list(map(_summed, leaves, structure.flatten_up_to(unsent)))
-  grads, unsent = (structure.unflatten(half) for half in zip(*pairs, strict=True))
-  return sums, stats, grads, unsent
+
+  def init(self, state: TrainState) -> TrainState:
+    """See `Part`."""
+    return dataclasses.replace(state, unsent=nothing_unsent(state.model))
+
+  def gradients(
+    self, inner: Gradients, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+  ) -> tuple[Any, StackStats, Any]:
+    """See `Part`; each replica adds up the gradients of its own rows, in a dimension of replicas.
+
+    `inner` is linear in rows: what it makes of some and of others adds up.
+    """
+    dims = per_param(lambda param: param.ndim - len(param.axes), trainable(model))
+    of_rows = lambda rows, model, whole, key: inner(model, rows, whole, key, rules)
+    sums, stats, grads = each(of_rows, batch, model, whole, key, dims=(0, 0, dims))
+    sums, stats = jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums, stats))
+    return sums, stats, grads
+
+  def update(
+    self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
+  ) -> tuple[TrainState, Metrics]:
+    """See `Part`; sums the gradients over replicas before the update."""
+    leaves, structure = jax.tree.flatten(grads, is_leaf=is_variable)
+    pairs = list(map(_summed, leaves, structure.flatten_up_to(state.unsent)))
+    grads, unsent = (structure.unflatten(half) for half in zip(*pairs, strict=True))
+    return inner(dataclasses.replace(state, unsent=unsent), grads, lr, loss)
 
 
 def _summed(param: Param, unsent: Param | None) -> tuple[Any, Any]:

@@ -1,92 +1,73 @@
-"""Sparse layers in a step: their losses, and the buffers that steer them."""
+"""Sparse layers in a step: the buffers that steer them, and their metrics."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
-from ats_jax.data.batch import Batch
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.moe import MoE
+from ats_jax.model.random import Purpose, fold
 from ats_jax.model.router import CLOSED, Router
-from ats_jax.model.stats import MoEStats, StackStats
+from ats_jax.model.stats import MoEStats, StackStats, by_layer, stack_layers
+from ats_jax.step.core import Made, Metrics, Part
+from ats_jax.step.state import TrainState
 
-# Of the predictor's loss. Any weight trains the predictor alike, as nothing else does and Adam
-# ignores a gradient's scale. It is small so that it does not move the global norm of the clip.
-PREDICTOR_WEIGHT = 0.01
 RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
 
 
-def rules_at(cfg: Config, step: int, *, training: bool) -> Pass:
-  """The rules of update `step` (0-based), or for using the weights that it left.
-
-  `mod.capacity` is reached over the first `mod.anneal_fraction` of the run, in `mod.rungs` steps.
-  """
-  mod, length = cfg.mod, cfg.mod.anneal_fraction * cfg.num_steps
-  horizon = 0 if training else cfg.data.seq_len
-  if step >= length:
-    return Pass(training, mod.capacity, horizon)
-  rung = int(mod.rungs * step / length)
-  ratio = mod.capacity / mod.start_capacity
-  return Pass(training, mod.start_capacity * ratio ** (rung / mod.rungs), horizon)
-
-
-class Totals(NamedTuple):
-  """Of a whole batch, over devices and micro-batches; float32.
+@dataclasses.dataclass(frozen=True)
+class ExpertDropout(Part):
+  """Leaves experts out of a step, with the probability that the supervisor sets.
 
   Attributes:
-    counted: tokens in the loss.
-    real: tokens that are no padding.
-    places: tokens that training lets through a layer which skips some; with static routing, which
-      lets through a few less, a bound.
-    rows: with a token that is no padding.
+    cfg: `moe`.
   """
 
-  counted: jax.Array
-  real: jax.Array
-  places: jax.Array
-  rows: jax.Array
+  cfg: Config
+
+  def used_model(self, state: TrainState, model: Decoder) -> Decoder:
+    """See `Part`."""
+    assert state.control is not None, "the state was begun without the reflex"
+    key = fold(state.key, Purpose.EXPERT_DROPOUT, state.step)
+    return drop_experts(self.cfg, model, state.control.expert_dropout, key)
 
 
-def totals(batch: Batch, rules: Pass) -> Totals:
-  """Count a batch [..., seq]."""
-  lengths = jnp.sum(batch["segment_ids"] > 0, axis=-1, dtype=jnp.float32)
-  places = rules.places(batch["segment_ids"].shape[-1])
-  return Totals(
-    counted=jnp.sum(batch["loss_mask"]),
-    real=jnp.sum(lengths),
-    places=jnp.sum(jnp.minimum(lengths, places)),
-    rows=jnp.sum(lengths > 0, dtype=jnp.float32),
-  )
+@dataclasses.dataclass(frozen=True)
+class Sparse(Part):
+  """Moves biases and thresholds after an update, and reports how tokens were routed.
+
+  Attributes:
+    cfg: `moe` and `mod`.
+  """
+
+  cfg: Config
+
+  def after(self, made: Made, state: TrainState) -> TrainState:
+    """See `Part`."""
+    step = made.before.step
+    model = with_buffers(self.cfg, state.model, made.stats, step, made.rules, made.used)
+    return dataclasses.replace(state, model=model)
+
+  def report(self, made: Made, state: TrainState, written: Any) -> tuple[TrainState, Metrics]:
+    """See `Part`."""
+    del written
+    return state, sparse_metrics(self.cfg, state.model, made.stats)
 
 
-def routing_loss(cfg: Config, model: Decoder, stats: StackStats, whole: Totals) -> jax.Array:
-  """What sparse layers add to the objective; over the micro-batches of a batch it adds up.
-
-  Means over tokens, then over layers, so that its strength depends on neither.
+def sparse_metrics(cfg: Config, model: Decoder, stats: StackStats) -> Metrics:
+  """Metrics of the sparse layers, and arrays by layer.
 
   Args:
-    cfg: the weights of the losses.
-    model: for its layout.
-    stats: of one micro-batch.
-    whole: the batch's totals.
+    cfg: `moe` and `mod`.
+    model: as the step left it.
+    stats: of the whole batch.
   """
-  moe, mod, loss = cfg.moe, cfg.mod, jnp.zeros(())
-  kinds = [kind for segment in model.layout for kind in segment.kinds * segment.repeats]
-  num_moe, num_mod = sum(k.moe for k in kinds), sum(k.mod for k in kinds)
-  for segment, of_segment in zip(model.layout, stats.segments, strict=True):
-    for kind, layers in zip(segment.kinds, of_segment, strict=True):
-      if (experts := layers.moe) is not None:
-        tokens = num_moe * (whole.places if kind.mod else whole.real)
-        loss += moe.aux_loss * jnp.sum(experts.balance) / tokens
-        loss += moe.z_loss * jnp.sum(experts.z) / tokens
-        loss += moe.sequence_aux_loss * jnp.sum(experts.sequence_balance) / (num_moe * whole.rows)
-      if mod.decision == "predictor" and layers.mod is not None:
-        share = PREDICTOR_WEIGHT / (num_mod * whole.real)
-        loss += share * jnp.sum(layers.mod.predictor_loss)
-  return loss
+  of_experts = _moe_metrics(cfg, model, stats) if cfg.moe.num_experts else {}
+  return of_experts | (_mod_metrics(cfg, model, stats) if cfg.mod.routing != "none" else {})
 
 
 def bias_rate(cfg: Config, step: jax.Array, violation: jax.Array) -> jax.Array:
@@ -191,3 +172,50 @@ def _set_router(
   kinds = {"none": jnp.zeros_like, "sign": jnp.sign, "proportional": lambda e: jnp.clip(e, -1, 1)}
   router.bias_E[...] += rate * kinds[cfg.moe.bias_update](error)
   router.load_E[...] = load
+
+
+def _moe_metrics(cfg: Config, model: Decoder, stats: StackStats) -> Metrics:
+  router = lambda number, place: model.segments[number].layers[place].mlp.router
+  is_open_LE, bias_LE = stack_layers(
+    model.layout, "moe", lambda *at: (router(*at).is_open(), router(*at).bias_E[...])
+  )
+  moe = by_layer(stats, model.layout, "moe")
+  tokens_L = jnp.maximum(moe.tokens, 1.0)
+  choices_L = cfg.moe.top_k * tokens_L
+  load_LE = moe.load_E / choices_L[:, None]
+  over_mean_LE = load_LE * jnp.sum(is_open_LE, axis=1, keepdims=True)
+  null_E = jnp.arange(load_LE.shape[1]) >= cfg.moe.num_experts + cfg.moe.spare_experts
+  return {
+    "moe/max_violation": jnp.max(over_mean_LE) - 1.0,  # arXiv:2408.15664; of the worst layer
+    "moe/min_load": jnp.min(jnp.where(is_open_LE > 0, over_mean_LE, jnp.inf)),
+    "moe/entropy": jnp.mean(moe.entropy / tokens_L),
+    "moe/confidence": jnp.mean(moe.confidence / tokens_L),
+    "moe/dropped": jnp.mean(moe.dropped / choices_L),
+    "moe/overflow": jnp.mean(moe.overflow / choices_L),
+    "moe/null": jnp.mean(jnp.sum(load_LE * null_E, axis=1)),
+    "moe/balance_loss": jnp.mean(moe.balance / tokens_L),
+    "moe/z": jnp.mean(moe.z / tokens_L),
+    "moe/max_bias": jnp.max(jnp.abs(bias_LE)),
+    "moe/load": load_LE,
+    "moe/layer_entropy": moe.entropy / tokens_L,
+    "moe/layer_dropped": moe.dropped / choices_L,
+    "moe/layer_tokens": moe.tokens,
+  }
+
+
+def _mod_metrics(cfg: Config, model: Decoder, stats: StackStats) -> Metrics:
+  assert stats.depth_L is not None
+  mod = by_layer(stats, model.layout, "mod")
+  tokens_L = jnp.maximum(mod.tokens, 1.0)
+  depths = stats.depth_L / jnp.maximum(jnp.sum(stats.depth_L), 1.0)
+  always = cfg.model.num_layers - mod.tokens.size
+  return {
+    "mod/routed": jnp.mean(mod.routed / tokens_L),
+    "mod/depth": always + jnp.sum(depths * jnp.arange(depths.size)),
+    "mod/overflow": jnp.mean(mod.overflow / tokens_L),
+    "mod/agreement": jnp.mean(mod.agree / tokens_L),
+    "mod/gate": jnp.mean(mod.gate / jnp.maximum(mod.routed, 1.0)),
+    "mod/layer_routed": mod.routed / tokens_L,
+    "mod/layer_overflow": mod.overflow / tokens_L,
+    "mod/depths": depths,
+  }

@@ -9,9 +9,29 @@ import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
 from ats_jax.model.param import trainable
+from ats_jax.step.core import Metrics, Part, Update
 from ats_jax.step.optimizers.base import Optimizer
 from ats_jax.step.schedule import phase_starts
 from ats_jax.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases(Part):
+  """Gives the first update of a phase the moments of step 0.
+
+  Attributes:
+    cfg: with the phases.
+    optimizer: whose state is renewed.
+  """
+
+  cfg: Config
+  optimizer: Optimizer
+
+  def update(
+    self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
+  ) -> tuple[TrainState, Metrics]:
+    """See `Part`."""
+    return inner(renewed(self.cfg, self.optimizer, state, state.step), grads, lr, loss)
 
 
 def renewed(
@@ -22,13 +42,11 @@ def renewed(
   The reflex counts updates as the optimizer does, so its count begins anew too.
 
   Args:
-    cfg: with the phases, and whether moments are reset.
+    cfg: with the phases.
     optimizer: whose state it is.
     state: traced.
     since: int32 scalar, 0-based; `state.step` for the update that is about to be made.
   """
-  if cfg.optimizer.phase_moments == "keep":
-    return state
   starts = jnp.array(phase_starts(cfg)[1:], jnp.int32)
   begins = jnp.any((since <= starts) & (starts <= state.step))
   take = functools.partial(jnp.where, begins)

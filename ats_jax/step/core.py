@@ -1,0 +1,225 @@
+"""One optimizer update: gradients, the move of the weights, the new state, metrics.
+
+`step_function` is a plain step. What a config asks for beyond it is a `Part`, a class with methods
+that the step calls at named places. `step.parts` lists those of a run; a dense run has none.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ats_jax.config.schema import Config
+from ats_jax.data.batch import Batch
+from ats_jax.model.decoder import Decoder
+from ats_jax.model.mod import Pass
+from ats_jax.model.param import lent, merge, shards_of_gradients, trainable
+from ats_jax.model.random import Purpose, fold
+from ats_jax.model.stats import StackStats
+from ats_jax.sharding.pipeline import join, num_stages
+from ats_jax.step import tensors
+from ats_jax.step.objective import Objective, Totals, totals
+from ats_jax.step.optimizers.base import Optimizer, seam
+from ats_jax.step.schedule import learning_rate
+from ats_jax.step.state import StepMetrics, TrainState
+
+Schedule = Callable[[Config, jax.Array], jax.Array]
+Metrics = dict[str, jax.Array]
+# `(model, batch, whole, key, rules) -> (sums, statistics, gradients)`, see `sums_and_grads`.
+Gradients = Callable[[Decoder, Batch, Totals, jax.Array, Pass], tuple[Any, StackStats, Any]]
+# `(state, grads, lr, loss) -> (state, metrics)`, with new parameters and optimizer state.
+Update = Callable[[TrainState, Any, jax.Array, jax.Array], tuple[TrainState, Metrics]]
+
+
+class Made(NamedTuple):
+  """An update that was made.
+
+  Attributes:
+    before: the state that the step was given.
+    used: the model that the passes ran through.
+    rules: how its sparse layers chose.
+    stats: of its sparse layers, over the whole batch.
+    metrics: of the objective and the update.
+  """
+
+  before: TrainState
+  used: Decoder
+  rules: Pass
+  stats: StackStats
+  metrics: Metrics
+
+
+class Part:
+  """A feature of the step; a subclass overrides what it changes.
+
+  The methods of all parts are called in the order of the list. Of `gradients` and `update` the
+  first part's is the outermost: `inner` is what the parts behind it and the plain step do.
+  """
+
+  def init(self, state: TrainState) -> TrainState:
+    """The state of step 0, with what the part remembers between steps."""
+    return state
+
+  def used_model(self, state: TrainState, model: Decoder) -> Decoder:
+    """The model that the passes of this step run through."""
+    del state
+    return model
+
+  def gradients(
+    self, inner: Gradients, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+  ) -> tuple[Any, StackStats, Any]:
+    """See `sums_and_grads`."""
+    return inner(model, batch, whole, key, rules)
+
+  def update(
+    self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
+  ) -> tuple[TrainState, Metrics]:
+    """See `update`."""
+    return inner(state, grads, lr, loss)
+
+  def after(self, made: Made, state: TrainState) -> TrainState:
+    """The state after an update, with what follows from it beside parameters and moments."""
+    del made
+    return state
+
+  def report(self, made: Made, state: TrainState, written: Any) -> tuple[TrainState, Metrics]:
+    """Further metrics, and the state with what it says of itself.
+
+    Args:
+      made: the update.
+      state: as the step returns it.
+      written: its parameters, behind a barrier, to be reduced.
+    """
+    del made, written
+    return state, {}
+
+
+def step_function(
+  cfg: Config,
+  optimizer: Optimizer,
+  objective: Objective,
+  parts: Sequence[Part] = (),
+  schedule: Schedule = learning_rate,
+) -> Callable[[TrainState, Batch, Pass], tuple[TrainState, StepMetrics]]:
+  """The step `(state, batch [accum, batch, seq], rules) -> (state, metrics)`, to be traced.
+
+  Args:
+    cfg: the resolved config.
+    optimizer: what makes directions of gradients.
+    objective: what is minimised.
+    parts: what the step does besides (`step.parts.parts_of`).
+    schedule: gives the learning rate of a step.
+  """
+  gradients: Gradients = functools.partial(sums_and_grads, objective)
+  move: Update = functools.partial(update, optimizer)
+  for part in reversed(parts):
+    gradients = functools.partial(part.gradients, gradients)
+    move = functools.partial(part.update, move)
+
+  def train_step(before: TrainState, batch: Batch, rules: Pass) -> tuple[TrainState, StepMetrics]:
+    used = before.model
+    for part in parts:
+      used = part.used_model(before, used)
+
+    whole = totals(batch, rules)
+    key = fold(before.key, Purpose.PASS, before.step)
+    sums, stats, grads = gradients(used, batch, whole, key, rules)
+    means = objective.means(sums, whole)
+
+    lr = schedule(cfg, before.step)
+    state, of_update = move(before, grads, lr, means["train/loss"])
+    made = Made(before, used, rules, stats, means | of_update)
+    for part in parts:
+      state = part.after(made, state)
+
+    # Behind a barrier, so that XLA does not write parameters in float32 for the sake of this norm.
+    written = jax.lax.optimization_barrier(trainable(state.model))
+    metrics = made.metrics | {
+      "train/param_norm": tensors.norm(written),
+      "train/scheduled_rate": lr,
+      "train/tokens": whole.counted,
+    }
+    for part in parts:
+      state, further = part.report(made, state, written)
+      metrics |= further
+    return dataclasses.replace(state, step=before.step + 1), StepMetrics.of(metrics)
+
+  return train_step
+
+
+def sums_and_grads(
+  objective: Objective, model: Decoder, batch: Batch, whole: Totals, key: jax.Array, rules: Pass
+) -> tuple[Any, StackStats, Any]:
+  """Accumulate sums, statistics and gradients of the objective over the micro-batches.
+
+  One after the other; with a pipeline the stages of the model take them all in one pass.
+
+  Returns:
+    The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`,
+    sharded as the plan in use says.
+  """
+  params: Any = trainable(model)
+  shards = shards_of_gradients(params)
+
+  def contribution(shards: Any, micro: Batch, micro_key: jax.Array):
+    used = merge(lent(shards, params), model)
+    part = objective(used, micro, whole, rules, micro_key)
+    return part.loss, (part.sums, part.stats)
+
+  def of_rows(rows: Batch, rows_key: jax.Array):
+    part = jax.grad(contribution, has_aux=True)
+    grads, (sums, stats) = part(shards, rows, rows_key)
+    return sums, stats, grads
+
+  if num_stages() > 1:
+    return of_rows({name: join(x) for name, x in batch.items()}, key)
+
+  def of_micro(index: jax.Array | int, micro: Batch):
+    return of_rows(micro, jax.random.fold_in(key, index))
+
+  accum = batch["tokens"].shape[0]
+  first = {k: v[0] for k, v in batch.items()}
+  if accum == 1:  # no second copy of the gradients
+    return of_micro(0, first)
+
+  def micro_step(carry, index_and_micro):
+    sums, stats, grads = of_micro(*index_and_micro)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return jax.tree.map(jnp.add, carry, (sums, stats, grads)), None
+
+  zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), shards)
+  sums, stats, _ = jax.eval_shape(of_micro, 0, first)
+  start = (*jax.tree.map(jnp.zeros_like, (sums, stats)), zeros)
+  carry, _ = jax.lax.scan(micro_step, start, (jnp.arange(accum), dict(batch)))
+  return carry
+
+
+def update(
+  optimizer: Optimizer, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
+) -> tuple[TrainState, Metrics]:
+  """Move the parameters.
+
+  Args:
+    optimizer: what makes directions of gradients.
+    state: of the step.
+    grads: like `trainable(state.model)`.
+    lr: learning rate of the schedule, float32 scalar.
+    loss: of the batch; a part may look at it.
+
+  Returns:
+    The state with new parameters and optimizer state, and train/grad_norm (before clipping),
+    train/update_norm (of what was added to the parameters) and train/learning_rate.
+  """
+  del loss
+  grads, lr = seam((grads, lr), optimizer.platform)
+  params: Any = trainable(state.model)  # optax has no type for "any pytree"
+  moved = optimizer.update(params, grads, state.opt_state, lr)
+  model = merge(moved.params, state.model)
+  return dataclasses.replace(state, model=model, opt_state=moved.opt_state), {
+    "train/grad_norm": tensors.norm(grads),
+    "train/update_norm": moved.update_norm,
+    "train/learning_rate": lr,
+  }
