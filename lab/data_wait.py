@@ -5,7 +5,7 @@ lines), eight of them, and trains three times from an empty cache: on all tables
 same with data.streaming, and on the eight as sources with uneven weights and two phases. Prints the
 time waited for batches as a share of that in which steps were made, both from performance.json of
 the run; the seconds until the first step could begin, without compiling; and tokens a second.
-Command: python -m lab.data_wait --config=configs/gpt_125m.py --config.num_steps=1000 \
+Command: python -m lab.data_wait --config=gpt_125m --config.num_steps=1000 \
   --text=/usr/lib/python3,.venv/lib [--megabytes=500] [--format=parquet]
 """
 

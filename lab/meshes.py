@@ -167,7 +167,7 @@ def cases() -> list[Case]:
          NO_TRITON, like=f"{model} one")
     for model in ("experts", "16")
     for way in (
-      "allgather", "allgather moe.exchange_factor=1.25", "ragged", "bins",
+      "allgather", "allgather moe.exchange_factor=1.25", "bins",
       "hierarchical moe.exchange_hosts=2",
       "allgather moe.exchange_factor=1.25 mesh.keep_gathered=true mesh.copy_engines=true",
     )

@@ -3,7 +3,6 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ats_jax.data.sources import open_data
 from ats_jax.model.count import Counts
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.program import make_program
-from ats_jax.step.state import TrainState
 from ats_jax.train.evaluate import score
 from ats_jax.train.feed import train_feed
 from ats_jax.train.loop import train
@@ -76,7 +74,6 @@ def finished(folder: Path, config: ConfigDict) -> Path:
 def run(
   config: ConfigDict,
   changes: Changes,
-  edit: Callable[[TrainState], TrainState] | None = None,
   data_seed: int | None = None,
   fp8: bool = True,
 ) -> Result:
@@ -85,7 +82,6 @@ def run(
   Args:
     config: a config file's; not changed.
     changes: settings by dotted name.
-    edit: done to the state before the first step.
     data_seed: of the order of the data; None = the run's.
     fp8: false = layers that the config puts in 8 bits are not.
   """
@@ -98,8 +94,6 @@ def run(
   with jax.set_mesh(mesh), train_feed(cfg, train_set) as batches:
     program = dataclasses.replace(make_program(cfg), fp8=fp8)
     state = program.init()
-    if edit:
-      state = jax.jit(edit, donate_argnums=0)(state)
     rows, names, times, began = [], (), [], time.perf_counter()
     for step in range(1, cfg.num_steps + 1):
       batch = to_global(next(batches), mesh)

@@ -56,7 +56,7 @@ EXPERTS: Settings = {
   "step.compiler_options": "xla_gpu_enable_triton_gemm=false",
 }  # fmt: skip
 TOY_EXPERTS: Settings = {"moe.num_experts": 4, "moe.top_k": 2, "moe.d_ff": 64}
-WAYS = ("allgather", "ragged", "bins")
+WAYS = ("allgather", "bins")
 ROWS = 8  # of a device
 LATER = 3  # steps between one event and the next disturbance
 ONE, TWO, PROCESSES = "one GPU", "two GPUs, one process", "two GPUs, two processes"

@@ -1,4 +1,4 @@
-"""A config file: Python that is run for the ConfigDict that its `get_config` returns."""
+"""A config by its name: a file whose `get_config` is run, a packaged file, or a preset."""
 
 import contextlib
 import difflib
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
+
+from ats_jax.config.presets import PRESETS, preset
 
 _PACKAGE = Path(__file__).parents[1]
 # What Python itself raises for a mistake in a program, and `sys.exit`. Not `KeyboardInterrupt`,
@@ -32,7 +34,7 @@ _MISTAKES = (
 
 
 def packaged() -> dict[str, Path]:
-  """The configs that come with the package, by name: "debug" -> the file.
+  """The config files that come with the package, by name: "debug" -> the file.
 
   A wheel has them in `ats_jax/_data/configs`; a checkout has them in `configs/`, beside `ats_jax/`.
   """
@@ -42,22 +44,21 @@ def packaged() -> dict[str, Path]:
 
 
 def load_file(name: str) -> ConfigDict:
-  """Run `file.py`, `file.py:variant`, or a packaged config: `debug`, `debug:moe`.
+  """Load `file.py`, `file.py:variant`, a packaged file (`debug:moe`) or a preset (`b7:moe`).
 
   Args:
-    name: a file, or the name of a packaged config; the file wins if both exist. After a colon what
-      `get_config` gets; without a colon it gets nothing.
-
-  Returns:
-    What `get_config` returned.
+    name: a file, or the name of a packaged file or a preset; a file of that name wins. After a
+      colon comes the variant, which `get_config` gets; without a colon it gets nothing.
 
   Raises:
-    ValueError: if there is no such file or name, or the file cannot be read, or something in it
-      fails (names the line), or it has no `get_config` that returns a ConfigDict.
+    ValueError: if there is no such file, name or variant, or the file cannot be read, or something
+      in it fails (names the line), or it has no `get_config` that returns a ConfigDict.
   """
   name, *variant = name.split(":", 1)
   if not name:
     raise ValueError("the name of the file is empty. Example: configs/debug.py, or debug")
+  if name in PRESETS and not Path(name).is_file():
+    return preset(name, *variant)
   file = _find(name)
   try:
     source = Path(file).read_bytes()
@@ -99,11 +100,12 @@ def _mistakes(file: str) -> Iterator[None]:
 
 def _find(name: str) -> str:
   """The file that a name stands for. A file that exists wins; a name with / or .py is a file's."""
-  path, known = Path(name), packaged()
+  path, files = Path(name), packaged()
   if path.is_file():
     return name
-  if name in known:
-    return str(known[name])
+  if name in files:
+    return str(files[name])
+  known = [*files, *PRESETS]
   seen = f"(seen from {os.getcwd()})"
   if path.is_dir():
     raise ValueError(f"{name} is a folder {seen}. Name a config file in it, or a packaged config.")

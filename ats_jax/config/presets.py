@@ -1,7 +1,7 @@
 """Published model sizes as configs, each dense, with experts, with skipped layers, or with both.
 
-`configs/<name>.py:<variant>` picks one; docs/reference/models.md has their exact sizes and where
-the dimensions come from.
+`--config=NAME:VARIANT` picks one; docs/reference/models.md has their exact sizes and where the
+dimensions come from.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ class Preset:
 
 
 def _b(layers: int, d_model: int, heads: int, kv_heads: int, **other) -> Preset:
-  """A size of the adaptive training system's own table; four query heads share keys and values."""
-  d_ff = -(-8 * d_model // (3 * 256)) * 256  # as `model.d_ff=0`
+  """A size named by its parameters; `d_ff` is 8/3 of the width in multiples of 256."""
+  d_ff = -(-8 * d_model // (3 * 256)) * 256  # as `model.d_ff=0` resolves
   common = {"d_ff": d_ff, "vocab_size": 50_304, "tie_embeddings": True}
   return Preset(layers, d_model, heads, kv_heads, **common | other)
 
@@ -138,7 +138,7 @@ def preset(name: str, variant: str = "") -> ConfigDict:
   variant = variant or dims.variant
   if variant not in VARIANTS:
     known = "; ".join(f"{v!r} ({meaning})" for v, meaning in VARIANTS.items())
-    raise ValueError(f"configs/{name}.py: unknown variant {variant!r}. Choose one of: {known}.")
+    raise ValueError(f"unknown variant {variant!r} of {name}. Choose one of: {known}.")
   values = to_dict(Config())
   for section in ("model", "data", "optimizer", "step"):
     known = values[section].keys() & vars(dims).keys()

@@ -17,7 +17,7 @@ from ats_jax.store.paths import Path
 
 NAME_WIDTH = 72  # C++ kernels have names of many lines
 # Kernels that send: NCCL's, XLA's own, and copies from one GPU to another.
-_SENDS = re.compile(r"nccl|RaggedAllToAll|AllReduceKernel|MemcpyP2P")
+_SENDS = re.compile(r"nccl|AllReduceKernel|MemcpyP2P")
 
 
 class ProfileWindow(Watcher):

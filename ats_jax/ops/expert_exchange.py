@@ -1,4 +1,4 @@
-"""Tokens to the devices that hold their experts, and back: four ways to the same result.
+"""Tokens to the devices that hold their experts, and back: three ways to the same result.
 
 For local arrays: call these inside an island. Each way has room for `factor` times the rows that a
 device receives on average. Rows that do not fit are computed in further passes through the same
@@ -33,7 +33,6 @@ from ats_jax.sharding.apply import (
   sum_blocks,
   within_hosts,
 )
-from ats_jax.sharding.ragged import Routes, ragged_exchange
 
 
 class Experts(NamedTuple):
@@ -197,62 +196,6 @@ def _without_repeats(host_NK, hosts):
   return jnp.sort(jnp.where(is_again_NK, hosts, sorted_NK), axis=1)[:, :hosts]
 
 
-def _ragged(x_ND, expert_NK, weight_NK, weights, experts):
-  """Each choice's row to its device alone, where rows arrive sorted by expert."""
-  rows, most = _room(expert_NK, experts)
-  places, sizes_X = sort_by_expert(expert_NK, _all(experts), experts.kernels)
-  sizes_SX = gather_blocks(sizes_X[None], "experts")
-  received_R = jnp.sum(sizes_SX.reshape(len(sizes_SX), -1, experts.num_local), axis=(0, 2))
-  one = functools.partial(_ragged_pass, experts=experts, rows=rows)
-  whole = places, sizes_SX
-  y_ND = _in_passes(one, rows, most, jnp.max(received_R), whole, x_ND, weight_NK, weights)
-  return y_ND, jnp.maximum(received_R[axis_index("experts")] - rows, 0)
-
-
-def _ragged_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows):
-  places, sizes_SX = whole
-  device, kernels = axis_index("experts"), experts.kernels
-  there, back, sizes_E = routes(sizes_SX, experts.num_local, device, start, rows)
-  sent_MD = take_rows(x_ND, places, kernels)
-  rows_MD = ragged_exchange(sent_MD, there, back, rows, "experts")
-  y_MD = experts.compute(rows_MD, sizes_E, weights)
-  y_MD = ragged_exchange(y_MD, back, there, sent_MD.shape[0], "experts")
-  return sum_rows(y_MD, weight_NK, places, kernels)
-
-
-def routes(
-  sizes_SX: jax.Array, num_local: int, device: int | jax.Array, start: int | jax.Array, rows: int
-) -> tuple[Routes, Routes, jax.Array]:
-  """What a device sends and gets so that rows arrive sorted by expert, those of a window alone.
-
-  A device's rows are sorted by expert, and within an expert by the device that sends them. The
-  window is what lies between `start` and `start + rows` in this order.
-
-  Args:
-    sizes_SX: int32, how many rows each device has for each expert, sorted by expert.
-    num_local: E.
-    device: which of the devices this is.
-    start: of the window.
-    rows: of the window.
-
-  Returns:
-    The exchange to the experts, one update a device and expert; the one back; int32 [E] sizes.
-  """
-  devices = sizes_SX.shape[0]
-  by_device = lambda a_SX: a_SX.T.reshape(devices, num_local, devices)
-  sizes_RES = by_device(sizes_SX)
-  ends_RES = jnp.cumsum(sizes_RES.reshape(devices, -1), axis=1).reshape(sizes_RES.shape)
-  from_RES = jnp.clip(ends_RES - sizes_RES - start, 0, rows)
-  cut_RES = jnp.clip(ends_RES - start, 0, rows) - from_RES
-  skipped_RES = jnp.clip(start - (ends_RES - sizes_RES), 0, sizes_RES)
-  first_RES = by_device(jnp.cumsum(sizes_SX, axis=1) - sizes_SX) + skipped_RES
-  sends = lambda a_RES: a_RES[:, :, device].reshape(-1)
-  gets = lambda a_RES: a_RES[device].T.reshape(-1)
-  there = Routes(sends(first_RES), sends(cut_RES), sends(from_RES), gets(cut_RES))
-  back = Routes(gets(from_RES), gets(cut_RES), gets(first_RES), sends(cut_RES))
-  return there, back, jnp.sum(cut_RES[device], axis=1)
-
-
 def _bins(x_ND, expert_NK, weight_NK, weights, experts):
   """Each choice's row to its device alone, in blocks of one size for each pair of devices."""
   ways, (tokens, choices) = num_shards("experts"), expert_NK.shape
@@ -282,7 +225,6 @@ def _bins_pass(start, whole, x_ND, weight_NK, weights, *, experts, rows):
 
 WAYS = {
   "allgather": _allgather,
-  "ragged": _ragged,
   "bins": _bins,
   "hierarchical": _hierarchical,
 }

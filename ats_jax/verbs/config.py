@@ -1,11 +1,11 @@
-"""Look at configs, compare two, or make one from a file of another trainer."""
+"""Show a config, compare two, or make one from a `config.json` of Hugging Face."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
 
-from ats_jax.bridge import configs
+from ats_jax.bridge import config_import
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.build import differences, flatten
@@ -13,13 +13,9 @@ from ats_jax.config.file import load_file
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 
-IMPORT = """make a config of a file of another trainer, and list what was not understood
+IMPORT = """make a config from the config.json of a Hugging Face model, and list what is missing
 
   ats-jax config import config.json --to=configs/mine.py
-  ats-jax config import torchtitan/models/llama3/config_registry.py:llama3_8b
-
-FILE is a config.json of a Hugging Face model, a DeepSpeed JSON, torchtitan's TOML, or its
-config_registry.py with a function after a colon, which is read and not run.
 """
 SHOW = """the settings of a config or of a run that are not at their defaults
 
@@ -41,15 +37,15 @@ _TO = flags.DEFINE_string(
 
 
 def _import(name: str) -> None:
-  """Prints what became of each name, and writes or prints the config file."""
+  """Prints what became of each field, and writes or prints the config file."""
   target = Path(_TO.value) if _TO.value else None
   if target and target.suffix != ".py":
     raise ValueError(f"--to={target}: a config file is Python and ends in .py.")
   if target and target.exists():
     raise ValueError(f"--to={target} is there already. Name another file, or remove it.")
-  found = configs.read(name)
-  text = configs.source(found, name, str(target or "configs/mine.py"))
-  print(configs.table(found))
+  report = config_import.read(name)
+  text = config_import.source(report, name, str(target or "configs/mine.py"))
+  print(report.table())
   if target is None:
     print(f"\n{text}", end="")
     return

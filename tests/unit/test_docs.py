@@ -31,7 +31,7 @@ def plans() -> list[str]:
   found = {
     " ".join(flags.replace("\\\n", " ").replace("[--json]", "").split())
     for _, _, verb, flags in commands()
-    if verb == "plan" and "--config=configs/" in flags
+    if verb == "plan" and re.search(r"--config=\w", flags)
   }
   return sorted(flags for flags in found if not set("[|") & set(flags))
 

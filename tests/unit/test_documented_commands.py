@@ -42,7 +42,7 @@ PLACEHOLDER = re.compile(
 )
 # Verbs likewise.
 VERBS_NOT_RUN = {
-  "config import": "needs a file of another program; tests/unit/config imports some",
+  "config import": "needs a file of another program; tests/unit/bridge imports some",
   "bridge import": "needs a folder of another program; tests/unit/bridge imports some",
   "bridge export": "likewise",
   "bridge verify": "likewise, and torch; tests/bridge does",

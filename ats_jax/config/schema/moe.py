@@ -66,9 +66,9 @@ class MoEConfig:
   exchange: str = setting(
     "allgather",
     "how tokens reach experts on other devices (mesh.expert, dispatch=dropless): all of them go to "
-    "all devices; each to its experts' alone, in blocks of any size; in blocks of one size; or "
-    "once to each host of its experts, and there to all devices",
-    choices=("allgather", "ragged", "bins", "hierarchical"),
+    "all devices; each to its experts' alone, in blocks of one size; or once to each host of its "
+    "experts, and there to all devices",
+    choices=("allgather", "bins", "hierarchical"),
     resume="free",
   )
   exchange_hosts: int = setting(

@@ -1,6 +1,8 @@
 """Files and mappings -> typed settings; --explain; comparison of two configs; derived sizes."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from helpers import tiny_config
@@ -9,6 +11,7 @@ from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import differences, explain, flatten, resolve, settings, to_dict
 
 SETTINGS = settings()
+ROOT = Path(__file__).parents[3]
 
 
 def config_with(**changes):
@@ -21,6 +24,12 @@ def to_dict_with(changes):
   config = base_config()
   config.update_from_flattened_dict(changes)
   return config
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "AGENTS.md"])
+def test_the_documents_state_how_many_settings_there_are(name):
+  stated = re.findall(r"\b(\d+)\s+settings\b", (ROOT / name).read_text(encoding="utf-8"))
+  assert [int(number) for number in stated] == [len(SETTINGS)]
 
 
 def test_defaults_survive_the_round_trip():

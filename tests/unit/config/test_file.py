@@ -91,8 +91,8 @@ def test_a_wheel_has_its_configs_in_the_data_folder(tmp_path, monkeypatch):
   assert load_file("own") == base_config()
 
 
-@pytest.mark.parametrize("name", ["debug", "debug.py", "./debug"])
-def test_a_file_wins_over_a_packaged_config(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", ["debug", "debug.py", "./debug", "b7", "b7.py"])
+def test_a_file_wins_over_what_is_packaged(tmp_path, monkeypatch, name):
   monkeypatch.chdir(tmp_path)
   (tmp_path / name).write_text(f"{RETURNS}  return base_config()\n")
   assert load_file(name) == base_config()
@@ -101,14 +101,18 @@ def test_a_file_wins_over_a_packaged_config(tmp_path, monkeypatch, name):
 def test_a_folder_is_no_file_that_wins(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "debug").mkdir()
+  (tmp_path / "b7").mkdir()
   assert from_config_dict(load_file("debug")).num_steps == 400
+  assert load_file("b7").model.num_layers == 32
 
 
 @pytest.mark.parametrize(
   ("name", "words"),
   [
-    ("debg:moe", r"no packaged config 'debg' .*Did you mean debug\? Packaged are b1, .*, debug, "),
-    ("zzz", r"no packaged config 'zzz' \(seen from /.*\)\. Packaged are b1, "),
+    ("debg:moe", r"no packaged config 'debg' .*Did you mean debug\? Packaged are debug, .*, b1, "),
+    ("llama_7:moe", r"no packaged config 'llama_7' .*Did you mean llama_7b\? "),
+    ("zzz", r"no packaged config 'zzz' \(seen from /.*\)\. Packaged are debug, dense_1_5b, "),
+    ("configs/b7.py", r"no file configs/b7\.py \(seen from /.*packaged config b7\?$"),
     ("configs/debug.py", r"no file configs/debug\.py \(seen from /.*packaged config debug\?$"),
     ("debug.py", r"no file debug\.py .*packaged config debug\?$"),
     ("other/mine.py", r"^cannot be read, No such file or directory \(seen from /"),

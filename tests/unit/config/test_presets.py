@@ -1,38 +1,36 @@
-"""The presets' config files, as a user names them."""
+"""Presets, as a user names them, and the packaged files."""
 
 import re
 from pathlib import Path
 
 import pytest
-from ml_collections.config_flags import config_flags
 
 from ats_jax.config import from_config_dict
 from ats_jax.config.build import resolve
+from ats_jax.config.file import load_file, packaged
 from ats_jax.config.presets import PRESETS, VARIANTS, preset
 from ats_jax.planner.describe import describe
 from ats_jax.step.schedule import warmup_steps
 from lab.model_tables import sizes
 
-ROOT = Path(__file__).parents[3]
-CONFIGS = ROOT / "configs"
-DOCS = ROOT / "docs" / "reference" / "models.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 
 
-def load(name, tmp_path, monkeypatch):
-  """The config file as the flag loads it, from some other folder."""
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+  """A folder without config files."""
   monkeypatch.chdir(tmp_path)
-  return config_flags.ConfigFileFlagParser("config").parse(str(CONFIGS / name)).to_dict()
 
 
-def test_every_preset_has_a_file():
-  files = {p.stem for p in CONFIGS.glob("*.py")} - {"debug", "dense_1_5b"}
-  assert files == PRESETS.keys()
+def test_no_preset_hides_a_packaged_file():
+  assert packaged().keys() == {"debug", "dense_1_5b"}
+  assert not packaged().keys() & PRESETS.keys()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_file_gives_its_preset_from_any_folder(name, tmp_path, monkeypatch):
-  assert load(f"{name}.py", tmp_path, monkeypatch) == preset(name).to_dict()
-  assert load(f"{name}.py:hybrid", tmp_path, monkeypatch) == preset(name, "hybrid").to_dict()
+def test_a_name_gives_its_preset_from_any_folder():
+  for name in PRESETS:
+    assert load_file(name) == load_file(f"{name}:") == preset(name)
+  assert load_file("b7:hybrid") == preset("b7", "hybrid") != preset("b7")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -47,13 +45,13 @@ def test_it_can_be_trained_with_the_tokenizer_it_names(name):
     assert cfg.moe.d_ff == (cfg.model.d_ff if cfg.moe.num_experts else 0)
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGS.glob("*.py")))
-def test_weights_are_float32(name, tmp_path, monkeypatch):
-  assert load(f"{name}.py", tmp_path, monkeypatch)["precision"]["param_dtype"] == "float32"
+def test_weights_are_float32():
+  for name in [*packaged(), *PRESETS]:
+    assert load_file(name).precision.param_dtype == "float32", name
 
 
-def test_the_one_for_a_card_of_80_gb_fits_there(tmp_path, monkeypatch):
-  plan = describe(from_config_dict(load("dense_1_5b.py", tmp_path, monkeypatch)))
+def test_the_one_for_a_card_of_80_gb_fits_there():
+  plan = describe(from_config_dict(load_file("dense_1_5b")))
   needs = sum((plan["device_bytes_exact"] | plan["device_bytes_estimated"]).values())
   assert plan["run"]["formats"]["weights"] == "float32" and plan["run"]["devices"] == 1
   assert needs < 0.9 * 80e9  # XLA and cuDNN want some of it
@@ -127,11 +125,12 @@ def test_an_update_of_gpt_3_is_half_a_million_tokens():
     assert config.optimizer.learning_rate == rate
 
 
-def test_any_number_of_steps_has_a_warm_up_that_fits(tmp_path, monkeypatch):
-  for name in sorted(p.name for p in CONFIGS.glob("*.py")):
-    config = load(name, tmp_path, monkeypatch) | {"num_steps": 20}
+def test_any_number_of_steps_has_a_warm_up_that_fits():
+  for name in [*packaged(), *PRESETS]:
+    config = load_file(name)
+    config.num_steps = 20
     assert warmup_steps(from_config_dict(config)) <= 5, name
-  debug = from_config_dict(load("debug.py", tmp_path, monkeypatch))
+  debug = from_config_dict(load_file("debug"))
   assert (debug.num_steps, warmup_steps(debug)) == (400, 50)
 
 
@@ -142,5 +141,5 @@ def test_what_the_name_alone_stands_for():
 
 
 def test_an_unknown_variant():
-  with pytest.raises(ValueError, match=r"configs/b7.py: unknown variant 'big'.*'dense'.*'hybrid'"):
-    preset("b7", "big")
+  with pytest.raises(ValueError, match=r"^unknown variant 'big' of b7\. .*'dense'.*'hybrid'"):
+    load_file("b7:big")

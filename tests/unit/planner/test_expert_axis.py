@@ -25,7 +25,7 @@ def activations(**changes):
   return describe(tiny_config(EXPERTS | settings))["device_bytes_estimated"]["activations"]
 
 
-@pytest.mark.parametrize("how", thorough_but(["allgather", "ragged", "bins"], 0))
+@pytest.mark.parametrize("how", thorough_but(["allgather", "bins"], 0))
 def test_activations_grow_with_the_room_and_not_with_the_devices(how):
   """Of two layers: each further row of room is kept as input, gate, up, product and output."""
   at = lambda factor: activations(moe__exchange=how, moe__exchange_factor=factor)
@@ -33,8 +33,8 @@ def test_activations_grow_with_the_room_and_not_with_the_devices(how):
   widths = {"input": 64, "gate": 64, "up": 64, "product": 64, "output": 64}
   a_row = 4 * sum(widths.values())
   more = (at(2.0) - at(1.0)) / (2 * rows)
-  # A row that `ragged` brings is computed again; places and tiles take some more.
-  assert 0.75 * a_row <= more < 1.3 * a_row
+  # Places and tiles take some more.
+  assert a_row <= more < 1.3 * a_row
   assert at(8.0) - at(1.0) > 6.5 * (at(2.0) - at(1.0))  # room for the worst case
 
 

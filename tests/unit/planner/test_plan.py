@@ -17,7 +17,7 @@ from lab.model_tables import update
 def test_3400_billion_parameters_without_a_device():
   """An unknown platform: whatever touched a device would fail."""
   result = started(
-    "ats_jax", "plan", "--config=configs/b300.py:hybrid", "--devices=1024", "--json",
+    "ats_jax", "plan", "--config=b300:hybrid", "--devices=1024", "--json",
     "--config.mesh.fsdp=16", "--config.mesh.expert=8", "--config.mesh.tensor=8",
     JAX_PLATFORMS="none-at-all",
   )  # fmt: skip
@@ -35,13 +35,13 @@ def test_3400_billion_parameters_without_a_device():
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
-    (("--config=configs/b7.py:sparse",), r"unknown variant 'sparse'.*'dense'.*'hybrid'"),
+    (("--config=b7:sparse",), r"unknown variant 'sparse'.*'dense'.*'hybrid'"),
     (
-      ("--config=configs/b7.py", "--devices=6"),
+      ("--config=b7", "--devices=6"),
       r"16 rows a micro-batch do not divide over .* = 6 shards",
     ),
-    (("--config=configs/b7.py", "--config.mesh.tensor=3"), r"mesh.tensor=3 does not divide"),
-    (("--config=configs/b7.py", "--devices=-1"), r"--devices"),
+    (("--config=b7", "--config.mesh.tensor=3"), r"mesh.tensor=3 does not divide"),
+    (("--config=b7", "--devices=-1"), r"--devices"),
     (
       ("--config=configs/debug.py", "--config.data.tokenizer=README.md"),
       r"model.vocab_size=0 stands for the size of data.tokenizer=README.md",

@@ -131,7 +131,7 @@ def test_hosts_that_share_an_axis_otherwise_are_refused(lines, words):
     ({}, 1),  # all devices are of one process
     ({"moe.exchange_hosts": 2}, 2),
     ({"moe.exchange_hosts": 2, "mesh.expert": 1, "mesh.fsdp": 8}, 1),
-    ({"moe.exchange": "ragged"}, 1),
+    ({"moe.exchange": "bins"}, 1),
   ],
 )
 def test_a_plan_knows_the_hosts_of_its_experts(changes, hosts):

@@ -1,0 +1,228 @@
+"""The `config.json` of a Hugging Face model as a config of ours, for a run from scratch.
+
+The shape is read by the tables of `bridge.family` that an import of weights uses; what a run needs
+besides is added here. Nothing in the file is executed.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ats_jax.bridge.config_report import ConfigReport, Entry
+from ats_jax.bridge.families import FAMILIES
+from ats_jax.bridge.families.common import HeadDim, KVHeads, Rope, gemma, sizes
+from ats_jax.bridge.family import (
+  CARRIED,
+  WRITTEN,
+  Always,
+  Field,
+  FieldRow,
+  Only,
+  contradiction,
+  read_row,
+)
+from ats_jax.config.build import settings as known_settings
+from ats_jax.config.build import with_settings
+from ats_jax.config.schema import Config
+
+# Of Gemma 1 the config can be read; its weights cannot.
+_GEMMA: tuple[FieldRow, ...] = (
+  *sizes(eps=1e-6, tied=True),
+  KVHeads(16),
+  HeadDim(256),
+  Rope(),
+  *gemma(),
+  Always((("model.post_norms", False),)),
+)
+TABLES = {**{kind: family.fields for kind, family in FAMILIES.items()}, "gemma": _GEMMA}
+LONGEST_ROW = 4096  # what data.seq_len is set to where a model has more positions
+# Fields that change training alone, which an import of weights carries along unread.
+_OF_TRAINING = (
+  Field("initializer_range", "model.init_std", 0.02, null=0.02),
+  Only("attention_dropout", 0.0),
+)
+
+
+def read(file: str) -> ConfigReport:
+  """Read a config.json into settings, which are then known to be valid.
+
+  A tokenizer.json in the same folder is taken.
+
+  Raises:
+    ValueError: for a file that is not the config.json of a model known here, a field that is
+      missing or wrong, or settings that this program refuses.
+  """
+  path = Path(file)
+  try:
+    report = _read_model(_parse(path), path)
+    with_settings(Config(), report.settings)
+  except ValueError as error:
+    raise ValueError(f"{file}: {error}") from error
+  return report
+
+
+def _parse(path: Path) -> Mapping[str, Any]:
+  expected = "Expected the config.json of a Hugging Face model."
+  try:
+    values = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, UnicodeDecodeError) as error:
+    raise ValueError(f"cannot be read as text: {error}") from error
+  except json.JSONDecodeError as error:
+    raise ValueError(f"is not JSON ({error}). {expected}") from error
+  if not isinstance(values, dict):
+    raise ValueError(f"is JSON, but not an object of names and values. {expected}")
+  if not {"model_type", "architectures"} & values.keys():
+    names = ", ".join(list(values)[:8])
+    raise ValueError(f"has no model_type (it has {names}). {expected}")
+  return values
+
+
+def _read_model(values: Mapping[str, Any], path: Path) -> ConfigReport:
+  kind = values.get("model_type")
+  if not isinstance(kind, str) or kind not in TABLES:
+    raise ValueError(
+      f"model_type={kind!r} is not a model that can be read. Known: {', '.join(TABLES)}."
+    )
+  report = ConfigReport(f"Hugging Face model, {kind}", values)
+  if report.get("num_nextn_predict_layers"):
+    report.lack("num_nextn_predict_layers", "no layers here predict further tokens")
+  if kind.startswith("deepseek"):
+    report.ignore("it says nothing of the shape", "quantization_config", "auto_map")
+  implied: dict[str, Any] = {}
+  for row in (*TABLES[kind], *_OF_TRAINING):
+    implied |= _take(report, row)
+  if "moe.num_experts" in report.settings:
+    _balance(report, kind)
+  report.take("model_type", implied, "a decoder with RMSNorm, RoPE and a gated MLP")
+  if lack := contradiction(report.settings):
+    report.lack("model_type", lack)
+  _run(report, path)
+  report.ignore("nothing for training", *sorted(CARRIED | WRITTEN))
+  return report.finish()
+
+
+def _take(report: ConfigReport, row: FieldRow) -> Mapping[str, Any]:
+  """Account for the fields of a row; returns the settings that no field stands for."""
+  theirs = report.values
+  present = [key for key in row.keys if theirs.get(key) is not None]
+  ours, refused = _read_row(row, theirs, present)
+  report.settings |= ours
+  for key, why in refused.items():
+    report.lack(key, why)
+  if not row.keys:
+    return ours
+  taken = [key for key in row.keys if key in theirs and key not in refused]
+  taken.sort(key=lambda key: theirs[key] is None)
+  if not ours:
+    report.ignore("the same here", *taken)
+  elif taken:
+    report.take(taken[0], ours)
+    for key in taken[1:]:
+      report.take(key, {}, f"with {taken[0]}")
+  elif not refused:
+    usual = {name: known_settings()[name].default for name in ours}
+    report.defaults += [
+      Entry(row.keys[0], None, f"{name} = {value!r} (ours: {usual[name]!r})")
+      for name, value in ours.items()
+      if value != usual[name]
+    ]
+  return {}
+
+
+def _read_row(
+  row: FieldRow, theirs: Mapping[str, Any], present: Sequence[str]
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+  """The settings of a row, and why it refuses fields, which are then left out.
+
+  Raises:
+    ValueError: if the row cannot be read without them.
+  """
+  try:
+    return read_row(row, theirs), {}
+  except ValueError as error:
+    for gone in (*((key,) for key in present), tuple(present)):
+      # A refused block may still hold what the row also reads outside a block, as `rope_theta`.
+      blocks = [theirs[key] for key in gone if isinstance(theirs[key], Mapping)]
+      left = {k: v for block in blocks for k, v in block.items() if k in row.keys}
+      left |= {k: v for k, v in theirs.items() if k not in gone}
+      try:
+        return read_row(row, left), dict.fromkeys(gone, str(error))
+      except ValueError:
+        continue
+    raise
+
+
+def _balance(report: ConfigReport, kind: str) -> None:
+  usual = {"olmoe": 0.01}.get(kind, 0.001)
+  if kind.startswith("deepseek"):
+    by_row = report.get("seq_aux", True)
+    loss = "moe.sequence_aux_loss" if by_row else "moe.aux_loss"
+    _take(report, Field("aux_loss_alpha", loss, usual, null=usual))
+    report.settings |= {"moe.aux_loss": 0.0} if by_row else {}
+    report.ignore("with aux_loss_alpha", "seq_aux")
+  else:
+    _take(report, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
+  values = {name: setting.default for name, setting in known_settings().items()} | report.settings
+  names = ("moe.bias_update", "moe.aux_loss", "moe.z_loss")
+  report.notes.append(
+    f"What balances experts: {', '.join(f'{name}={values[name]}' for name in names)}."
+  )
+
+
+def _run(report: ConfigReport, path: Path) -> None:
+  """What a run needs besides the shape."""
+  rows = {"data.seq_len": min(report.integer("max_position_embeddings", LONGEST_ROW), LONGEST_ROW)}
+  if report.get("max_position_embeddings") is not None:
+    report.take("max_position_embeddings", rows)
+  report.settings |= rows
+  for name in ("torch_dtype", "dtype"):
+    value = report.get(name)
+    if value in ("bfloat16", "float32"):
+      report.take(name, {"precision.compute_dtype": value}, "weights are trained in float32")
+    elif value:
+      report.lack(name, "matmuls are in bfloat16 or float32; bfloat16 is used")
+  tokenizer = path.resolve().parent / "tokenizer.json"
+  if tokenizer.is_file():
+    report.settings["data.tokenizer"] = str(tokenizer)
+    report.notes.append(f"The tokenizer is that of the same folder: {tokenizer}.")
+  else:
+    report.settings["data.bpe_vocab_size"] = max(300, report.integer("vocab_size", 0))
+    report.notes.append(
+      "There is no tokenizer.json in the same folder: a BPE is trained on your text. "
+      "--config.data.tokenizer=FILE names the model's own."
+    )
+
+
+def source(report: ConfigReport, file: str, target: str) -> str:
+  """The text of a config file of ours, with the settings of a report.
+
+  `file` is the config.json as the user named it, `target` where the text will be written.
+  """
+  plain = lambda text: _printable(text).replace("\\", "/").replace('"""', "'''")
+  head = [
+    f'"""From {plain(file)} ({report.kind}).',
+    "",
+    f"Command: python -m ats_jax train --config={plain(target)} --workdir=runs/imported \\\\",
+    "  --config.data.paths=TEXT",
+  ]
+  if report.missing:
+    head += ["", "Not supported, or not understood:"]
+    head += [f"  {plain(str(entry))}: {plain(entry.text)}" for entry in report.missing]
+  body = ["from ats_jax.config import base_config", "", "", "def get_config():"]
+  body.append("  config = base_config()")
+  body += [
+    f"  config.{setting} = {_typed(setting, report.settings[setting])!r}"
+    for setting in known_settings()
+    if setting in report.settings
+  ]
+  return "\n".join([*head, '"""', "", *body, "  return config", ""])
+
+
+def _printable(text: str) -> str:
+  return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _typed(setting: str, value: Any) -> Any:
+  """Makes a whole number a float where the setting is one."""
+  return float(value) if known_settings()[setting].type is float else value
