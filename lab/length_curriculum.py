@@ -65,7 +65,7 @@ def train(changes: dict[str, Any]) -> Found:
   """One run, without checkpoints or logs."""
   cfg = from_config_dict(tiny_config(changes))
   train_set, valid_set = open_data(cfg.data, cfg.seed)
-  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   mesh, times = make_mesh(cfg), defaultdict(list)
   with jax.set_mesh(mesh), train_feed(cfg, train_set) as batches:
     program = make_program(cfg)

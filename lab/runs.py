@@ -89,7 +89,7 @@ def run(
   config.update_from_flattened_dict(changes)
   cfg = from_config_dict(config)
   train_set, valid_set = open_data(cfg.data, cfg.seed if data_seed is None else data_seed)
-  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   mesh = make_mesh(cfg)
   with jax.set_mesh(mesh), train_feed(cfg, train_set) as batches:
     program = dataclasses.replace(make_program(cfg), fp8=fp8)
@@ -107,7 +107,9 @@ def run(
           logging.info("step %d: loss %.3f", step, means[names.index("train/loss")])
         times.append((time.perf_counter() - began) / WINDOW)
         began = time.perf_counter()
-    scores = score(program, state.weights, valid_set, cfg.num_steps) if valid_set.num_rows else {}
+    scores = {}
+    if valid_set.info.num_rows:
+      scores = score(program, state.weights, valid_set, cfg.num_steps)
   values = np.stack(jax.device_get(rows), axis=1)
   series = dict(zip(names, values, strict=True))
   return Result(series, scores, program.counts, statistics.median(times[1:]))

@@ -14,11 +14,9 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.tokenizer import plain
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import train_texts
-from ats_jax.data.rows.buckets import Buckets
-from ats_jax.data.rows.dataset import Dataset
-from ats_jax.data.rows.mixture import Joined, Mixture, Part
-from ats_jax.data.rows.rows import NoRows, Rows, TrainRows
-from ats_jax.data.rows.schedule import Stage, Turns
+from ats_jax.data.rows.contract import NoRows, Rows, TrainRows
+from ats_jax.data.rows.mixture import Joined, Mixture
+from ats_jax.data.rows.schedule import Schedule, Stage
 from ats_jax.data.rows.stream import find_stream, open_stream
 from ats_jax.data.splits import (
   bpe_key,
@@ -64,18 +62,17 @@ def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
   Raises:
     ValueError: as `open_split`, and for a name that is none or that two sets have.
   """
-  found = [EvalSet("", main)] if main.num_rows else []
-  if isinstance(main, Joined):
-    found += [EvalSet(name, part) for name, part in main.sources.items() if part.num_rows]
+  sets = [EvalSet("", main)] if main.info.num_rows else []
+  sets += [EvalSet(name, part) for name, part in main.info.parts.items() if part.info.num_rows]
   for name, paths in named_paths(cfg.validation_paths, "data.validation_paths").items():
-    if name in [held_out.name for held_out in found if name]:
+    if name in [held_out.name for held_out in sets if name]:
       raise ValueError(
         f"data.validation_paths: {name!r} is what the source {name} of data.paths holds out. Give "
         "the set another name, or set data.validation_fraction=0."
       )
     if name:
-      found.append(EvalSet(name, open_split(_of(cfg, name), 0, paths, main.tokenizer)))
-  return tuple(found)
+      sets.append(EvalSet(name, open_split(_of(cfg, name), 0, paths, main.info.tokenizer)))
+  return tuple(sets)
 
 
 def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
@@ -98,32 +95,26 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   main = main_paths(cfg)
   fraction = 0.0 if main else cfg.validation_fraction
   tokenizer = _tokenizer(cfg, of_source, fraction)
-  train: dict[str, Part] = {}
-  held_out: dict[str, Dataset] = {}
+  train: dict[str, TrainRows] = {}
+  held_out: dict[str, TrainRows] = {}
   for name, own in of_source.items():
     own = dataclasses.replace(own, validation_fraction=fraction)
     logging.info("Source %s:", name)
     try:
-      part, kept = _open(own, seed, tokenizer)
+      train[name], held_out[name] = _open(own, seed, tokenizer)
     except ValueError as e:
       raise ValueError(f"data.paths: source {name}: {e}") from e
-    assert not isinstance(part, Buckets), "a rule of validation"
-    train[name] = part
-    if isinstance(kept, Dataset):
-      held_out[name] = kept
-  words = max((part.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
-  turns = Turns(
-    stages(cfg, {name: part.num_rows for name, part in train.items()}),
+  largest = max((part.info.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
+  schedule = Schedule(
+    stages(cfg, {name: part.info.num_rows for name, part in train.items()}),
     seed if cfg.mixture_order == "random" else None,
   )
-  mixture = Mixture(train, turns, words)
-  for number in range(len(turns.stages)):
+  mixture = Mixture(train, schedule, largest)
+  for number in range(len(schedule.stages)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
   if main:
-    return mixture, open_split(_of(cfg, ""), 0, main, words)
-  if len(held_out) < len(train):
-    return mixture, NoRows(words, cfg.seq_len)
-  return mixture, Joined(held_out, words)
+    return mixture, open_split(_of(cfg, ""), 0, main, largest)
+  return mixture, Joined(held_out, largest)
 
 
 def streams(cfg: DataConfig) -> bool:
@@ -133,13 +124,14 @@ def streams(cfg: DataConfig) -> bool:
 
 def _open(
   cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
-) -> tuple[Part | Buckets, Rows]:
+) -> tuple[TrainRows, TrainRows]:
   """As `open_datasets`, of one text."""
   if not streams(cfg):
     return open_datasets(cfg, seed, tokenizer)
   train, main = open_stream(cfg, seed, tokenizer), main_paths(cfg)
-  held_out = open_split(cfg, 0, main, train.tokenizer) if main else None
-  return train, held_out or NoRows(train.tokenizer, cfg.seq_len)
+  tokenizer = train.info.tokenizer
+  held_out = open_split(cfg, 0, main, tokenizer) if main else NoRows(tokenizer, cfg.seq_len)
+  return train, held_out
 
 
 def _of(cfg: DataConfig, name: str) -> DataConfig:

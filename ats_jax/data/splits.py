@@ -3,6 +3,7 @@
 import dataclasses
 import io
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,10 @@ from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_
 from ats_jax.data.corpus.shards import USUAL, How
 from ats_jax.data.filters.sift import sift
 from ats_jax.data.rows.buckets import Buckets, Part, by_length, by_level, row_lengths
+from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.difficulty import rarity
+from ats_jax.data.rows.packed import Packed
 from ats_jax.data.rows.packing import make_layout
 from ats_jax.data.text.holdout import Split, plan_split
 from ats_jax.data.text.report import Report, in_words
@@ -128,15 +131,15 @@ def open_documents(
     _say_counts(opened.corpus)
     return opened
   found = find_documents(cfg, fraction, given, how)
-  words = given or build_tokenizer(
+  tokenizer = given or build_tokenizer(
     cfg,
     lambda: train_texts(found.files, cfg, found.split),
     corpus_fingerprint=bpe_key(cfg, found),
   )
-  words = with_template(words, cfg)
-  corpus = _open(cfg, found.files, found.fingerprint, words, found.split, how)
+  tokenizer = with_template(tokenizer, cfg)
+  corpus = _open(cfg, found.files, found.fingerprint, tokenizer, found.split, how)
   _say_counts(corpus)
-  return Opened(corpus, words, found.split, found.content, found.passed_over, found.sifted)
+  return Opened(corpus, tokenizer, found.split, found.content, found.passed_over, found.sifted)
 
 
 def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
@@ -223,7 +226,7 @@ def main_paths(cfg: DataConfig) -> str:
 
 def open_datasets(
   cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
-) -> tuple[Dataset | Buckets, Dataset]:
+) -> tuple[TrainRows, Dataset]:
   """The training and the validation split; tokenised, packed and cached on first use.
 
   The validation split is packed with seed 0 whatever `seed` is, so that runs compare. It is empty
@@ -244,60 +247,61 @@ def open_datasets(
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
   train = _pack_train(cfg, seed, opened, np.flatnonzero(~out))
-  if not train.num_documents:
-    raise ValueError(nothing_left(_counts(train.report)))
-  if train.num_tokens < cfg.seq_len and split.block:
+  num_tokens, num_documents = train.info.num_tokens, train.info.num_documents
+  if not num_documents:
+    raise ValueError(nothing_left(_counts(train.info.report)))
+  if num_tokens < cfg.seq_len and split.block:
     logging.warning(
       "Without what is held out the text would be shorter than one row of data.seq_len=%d. "
       "Nothing is held out: the run has no validation loss.",
       cfg.seq_len,
     )
     return open_datasets(dataclasses.replace(cfg, validation_fraction=0.0), seed, tokenizer)
-  if train.num_tokens < cfg.seq_len:
+  if num_tokens < cfg.seq_len:
     raise ValueError(
-      f"The training text has {train.num_tokens} tokens in {train.num_documents} documents, less "
-      f"than one row of data.seq_len={cfg.seq_len}. Give more text or set data.seq_len to at most "
-      f"{train.num_tokens}."
+      f"The training text has {num_tokens} tokens in {num_documents} documents, less than one row "
+      f"of data.seq_len={cfg.seq_len}. Give more text or set data.seq_len to at most {num_tokens}."
     )
   if validation_paths:
     return train, open_split(cfg, 0, validation_paths, opened.tokenizer)
   validation = pack(cfg, 0, opened, np.flatnonzero(out), "validation")
-  if split.fraction and not validation.num_documents:
+  if split.fraction and not validation.info.num_documents:
     raise ValueError(
-      f"The validation split is empty: of {train.num_documents} documents none falls into "
+      f"The validation split is empty: of {num_documents} documents none falls into "
       f"data.validation_fraction={split.fraction}. Raise it, give data.validation_paths, or set it "
       "to 0 to train without validation."
     )
   return train, validation
 
 
-def _pack_train(
-  cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray
-) -> Dataset | Buckets:
+def _pack_train(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray) -> TrainRows:
   """The training rows of these documents, in the parts that `cfg` asks for."""
   groups = training_parts(cfg, opened, documents)
   if len(groups) < 2:
     return pack(cfg, seed, opened, documents, "train")
-  parts = {
+  packed = {
     name: pack(
       dataclasses.replace(cfg, seq_len=length), seed, opened, members, f"train, {name}"
     )
     for name, length, members in groups
   }  # fmt: skip
-  found = Buckets(
-    {name: part for name, part in parts.items() if part.num_rows},  # else all were left out
+  parts = {name: part for name, part in packed.items() if part.info.num_rows}
+  if not parts:  # all documents were left out, and the caller says why
+    return pack(cfg, seed, opened, documents, "train")
+  rows = Buckets(
+    parts,
     batch_size=cfg.batch_size,
     seq_len=cfg.seq_len,
     seed=seed if cfg.curriculum == "none" else None,
   )
-  if found.padding > MUCH_PADDING:
+  if rows.padding > MUCH_PADDING:
     logging.warning(
       "%.0f%% of the places in training rows are padding: a row holds documents of its length "
       "only, and packing=%s cuts none. Fewer data.length_buckets pack better, and so does "
       "data.packing=concat, which has none.",
-      100 * found.padding, packing_of(cfg.packing, cfg.chat_template),
+      100 * rows.padding, packing_of(cfg.packing, cfg.chat_template),
     )  # fmt: skip
-  return found
+  return rows
 
 
 def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> list[Part]:
@@ -361,8 +365,8 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     corpus = _open(cfg, files, content, tokenizer, Split(0.0))
     opened = Opened(corpus, tokenizer, Split(0.0), content, found)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
-  if not dataset.num_documents:
-    raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.report)}.")
+  if not dataset.info.num_documents:
+    raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.info.report)}.")
   return dataset
 
 
@@ -381,7 +385,7 @@ def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str,
   return files, content_fingerprint(files, root), passed_over
 
 
-def _counts(report: dict[str, Any]) -> str:
+def _counts(report: Mapping[str, Any]) -> str:
   counts = {**report["malformed"], **report["skipped"], **report.get("filtered", {})}
   return (
     "; ".join([*(f"{n} {kind}" for kind, n in counts.items()), *report["first"]])
@@ -441,12 +445,10 @@ def pack(
     "first": found["first"] + corpus.report["first"],
     "files": [*found["files"], corpus.report["file"]],
   }
-  dataset = Dataset(
-    corpus, plan, tokenizer, fingerprint=fingerprint, seed=seed, seq_len=cfg.seq_len, report=report,
-    weights=weights,
-  )  # fmt: skip
+  packed = Packed(corpus, plan, tokenizer, seq_len=cfg.seq_len, weights=weights)
+  dataset = Dataset(packed, fingerprint=fingerprint, seed=seed, report=report)
   if says:
-    logging.info("%s: %s, packed by %s.", part.capitalize(), dataset.in_words(), packing)
+    logging.info("%s: %s, packed by %s.", part.capitalize(), dataset.info.in_words(), packing)
   return dataset
 
 

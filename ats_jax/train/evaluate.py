@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from ats_jax.data.rows.rows import Rows
+from ats_jax.data.rows.contract import Rows
 from ats_jax.data.sources import EvalSet
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
@@ -58,8 +58,8 @@ def means(loss_sum: float, correct: float, tokens: float, dataset: Rows) -> dict
     "eval/accuracy": correct / tokens,
     "eval/tokens": tokens,
   }
-  if dataset.bytes_per_token:
-    metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.bytes_per_token
+  if dataset.info.bytes_per_token:
+    metrics["eval/bits_per_byte"] = loss / math.log(2.0) / dataset.info.bytes_per_token
   return metrics
 
 

@@ -12,8 +12,8 @@ from absl import logging
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
 from ats_jax.data.rows.blocks import SHORT, sample_blocks
+from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.data.rows.loader import Batches, TrainBatches, eval_batches
-from ats_jax.data.rows.rows import Rows, TrainRows
 from ats_jax.data.sources import EvalSet
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.mesh import local_rows, to_global
@@ -32,7 +32,7 @@ def train_feed(
 ) -> TrainBatches:
   """This process's share of the training batches from a position on; None = from the beginning.
 
-  With `tells` the log says what begins in them (`TrainRows.news`). With `on_mesh` they are global
+  With `tells` the log says what begins in them (`Progress.news`). With `on_mesh` they are global
   arrays, put on the devices before they are asked for.
   """
   micro, mesh = cfg.data.batch_size // cfg.step.accum_steps, jax.sharding.get_mesh()
@@ -89,7 +89,7 @@ def probe_feed(
   for (prefix, dataset), count in zip(sets, shares.tolist(), strict=True):
     if not count:  # there are more sets than blocks
       continue
-    reported = (cfg.eval.num_batches * micro or dataset.num_rows) if eval_sets else 0
+    reported = (cfg.eval.num_batches * micro or dataset.info.num_rows) if eval_sets else 0
     found, apart = sample_blocks(dataset, count, reported)
     blocks.append(found)
     shared += [] if apart else [f"{prefix}loss"]

@@ -14,7 +14,7 @@ from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
 from ats_jax.config.extend import load_extensions
 from ats_jax.config.identity import RunIdentity
 from ats_jax.data.batch import POSITION
-from ats_jax.data.rows.rows import TrainRows
+from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.sources import open_data, open_eval_sets
 from ats_jax.data.tokens.file import save_tokenizer
 from ats_jax.metrics import logfile
@@ -108,7 +108,7 @@ def open_run(
     cfg, length = with_length(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
-    cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+    cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
     cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
     mesh = make_mesh(cfg)
     enter(on_mesh(cfg, mesh))
@@ -122,7 +122,7 @@ def open_run(
     steps = CompiledSteps(Begun() if ended else begin_compiling(program, first))
     state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
-      save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
+      save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
     report.opening(program, folder, state, train_set, origin.step, length)
     writer = open_writer(stack, cfg, folder, origin, identity)
     meter = speed(program)
@@ -195,7 +195,7 @@ def restored_or_new(
     abstract = abstract_like(program.init(abstract=True), jax.sharding.get_mesh())
     return origin.restore(abstract)
   state = program.init()
-  return state if initial is None else initial.into(state, program, train_set.tokenizer)
+  return state if initial is None else initial.into(state, program, train_set.info.tokenizer)
 
 
 def open_writer(
@@ -234,7 +234,7 @@ def open_log(
     stack.enter_context(contextlib.closing(layers))
 
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
-    passes = train_set.passes(step * cfg.data.batch_size)
+    passes = train_set.progress(step * cfg.data.batch_size).passes
     found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
     return found | of_sources(passes, values) | watchdog.metrics()
 

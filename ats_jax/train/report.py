@@ -10,7 +10,7 @@ from absl import logging
 from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config.schema import Config
-from ats_jax.data.rows.rows import Rows, TrainRows
+from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.metrics.environment import environment
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import describe_peak
@@ -45,14 +45,14 @@ def opening(
     length: what said how many there are.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
-  epochs = train_set.epochs(cfg.num_steps * cfg.data.batch_size)
+  epochs = train_set.progress(cfg.num_steps * cfg.data.batch_size).epochs
   logging.info("parameters:\n%s", parameter_overview(state.model))
   facts = {
     "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     "peak of a device": describe_peak(jax.devices()[0].device_kind, cfg.precision.compute_dtype),
     "mesh": ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
     **program.facts(),
-    "training text": train_set.in_words(),
+    "training text": train_set.info.in_words(),
     "run": f"{cfg.num_steps:,} steps x {cfg.data.batch_size} rows"
     + ("" if epochs is None else f" = {epochs:.2f} epochs"),
     "length by": length,
@@ -88,7 +88,7 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
     train_set: its text and tokenizer.
     parameters: of the model.
   """
-  m, size, used = cfg.model, train_set.tokenizer.vocab_size, train_set.ids_used
+  m, size, used = cfg.model, train_set.info.tokenizer.vocab_size, train_set.info.ids_used
   unused = m.vocab_size - used
   tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
   share = unused / m.vocab_size
@@ -117,7 +117,7 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
 def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, found: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
   logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in found.items()))
-  if cfg.eval.bigram_baseline and valid_set.num_rows:
+  if cfg.eval.bigram_baseline and valid_set.info.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
     word = "below" if found["eval/loss"] < baseline else "NOT below"
     logging.info(
@@ -135,9 +135,9 @@ def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float
   """Loss on the validation text of a bigram model of the rows trained on, each counted once."""
   from ats_jax.data.look.bigram import Bigram  # here: runs without this baseline need none
 
-  steps = min(cfg.num_steps, -(-train_set.num_rows // cfg.data.batch_size))
+  steps = min(cfg.num_steps, -(-train_set.info.num_rows // cfg.data.batch_size))
   with train_feed(cfg, train_set) as train, eval_feed(cfg, valid_set) as valid:
-    model = Bigram(itertools.islice(train, steps), train_set.tokenizer.vocab_size)
+    model = Bigram(itertools.islice(train, steps), train_set.info.tokenizer.vocab_size)
     return model.loss(valid)
 
 
@@ -151,7 +151,7 @@ def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRo
     return ""
   from ats_jax.inference.generator import generate  # here: runs without a sample need none
 
-  tokenizer, begin = train_set.tokenizer, prompt
+  tokenizer, begin = train_set.info.tokenizer, prompt
   if cfg.data.chat_template:
     from ats_jax.data.chat.tokenizer import as_question
 

@@ -12,8 +12,8 @@ from ats_jax.checkpoint import CheckpointManager, StopSignal, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import Config
 from ats_jax.data.batch import POSITION, Batch
+from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.data.rows.loader import TrainBatches
-from ats_jax.data.rows.rows import Rows, TrainRows
 from ats_jax.data.sources import EvalSet
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.rows import read_jsonl

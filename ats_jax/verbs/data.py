@@ -4,10 +4,9 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 from absl import flags
 
 from ats_jax import exits
@@ -21,10 +20,7 @@ from ats_jax.data.look.explain import explain
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import page
 from ats_jax.data.look.stats import stats
-from ats_jax.data.rows.buckets import Buckets
-from ats_jax.data.rows.dataset import Dataset
-from ats_jax.data.rows.mixture import Joined, Mixture
-from ats_jax.data.rows.rows import Rows, TrainRows
+from ats_jax.data.rows.contract import Rows, TrainRows, leaves
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents, prepare
 from ats_jax.data.text.report import Report, in_words
@@ -97,10 +93,10 @@ _ROW = flags.DEFINE_integer(
 def _audit(train: TrainRows, validation: Rows) -> bool:
   """Prints a line for each scenario; whether all of them are without a fault."""
   del validation
-  assert isinstance(train, Dataset | Mixture | Buckets)
+  info = train.info
   print(
-    f"{train.num_tokens:,} targets of {train.num_documents:,} documents in {train.num_rows:,} "
-    f"rows; {batch_size(train)} rows a batch, one epoch each"
+    f"{info.num_tokens:,} targets of {info.num_documents:,} documents in {info.num_rows:,} rows; "
+    f"{batch_size(train)} rows a batch, one epoch each"
   )
   line = "{:<42} {:>8} {:>9} {:>12} {:>8} {:>9}  {}".format
   print(line("", "batches", "rows", "targets", "lost", "repeated", ""))
@@ -113,23 +109,12 @@ def _audit(train: TrainRows, validation: Rows) -> bool:
 
 
 def _stats(train: TrainRows, validation: Rows) -> bool:
-  """Prints the figures of both splits, of each source."""
-  for name, split in (*_splits("train", train), *_splits("validation", validation)):
-    print(f"{name}: {split.fingerprint}")
-    for what, value in stats(split).items():
+  """Prints the figures of both splits, of each part."""
+  for name, rows in (*leaves(train, "train"), *leaves(validation, "validation")):
+    print(f"{name}: {rows.info.fingerprint}")
+    for what, value in stats(rows.info).items():
       print(f"  {what:<48} {value:,}" if isinstance(value, int) else f"  {what:<48} {value}")
   return True
-
-
-def _splits(name: str, rows: Rows) -> Iterator[tuple[str, Dataset]]:
-  if isinstance(rows, Joined | Buckets):
-    parts = rows.parts if isinstance(rows, Buckets) else rows.sources
-    for source, part in parts.items():
-      assert isinstance(part, Dataset)
-      yield f"{name} {source}", part
-  else:
-    assert isinstance(rows, Dataset)
-    yield name, rows
 
 
 def _command(look: Callable[[TrainRows, Rows], bool], about: str) -> cli.Command:
@@ -155,20 +140,8 @@ def _explain(argv: list[str]) -> None:
   del argv
   cfg = _EXPLAIN_CONFIG.value
   train, _ = _open_whole(cfg)
-  row, of = _ROW.value, "training"
-  if isinstance(train, Mixture):
-    place = train.turns.find(np.array(row))
-    of = list(train.sources)[int(place.source)]
-    print(f"row {row} of training is of the source {of}:")
-    train, row = train.sources[of], int(place.row)
-  elif isinstance(train, Buckets):
-    number, short = train.place(row)
-    of, train = list(train.parts.items())[number]
-    print(f"row {row} of training is {len(short)} of {train.seq_len}, the first of them: ({of})")
-    row = short[0]
-  assert isinstance(train, Dataset)
   coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-  for line in explain(train, row, coloured=coloured, of=of):
+  for line in explain(train, _ROW.value, coloured=coloured):
     print(line)
 
 

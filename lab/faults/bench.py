@@ -14,7 +14,7 @@ from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import Batch
-from ats_jax.data.rows.rows import TrainRows
+from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.metrics.environment import environment
 from ats_jax.model.decoder import Decoder
@@ -97,25 +97,25 @@ class Bench:
     config.update_from_flattened_dict(SETTINGS | dict(suite.settings))
     cfg = from_config_dict(config)
     self._train, valid = open_datasets(cfg.data, 0)
-    self._prose = open_split(cfg.data, 0, prose(), self._train.tokenizer)
-    domain = lambda name: open_domain(name, cfg.data, self._train.tokenizer)
+    self._prose = open_split(cfg.data, 0, prose(), self._train.info.tokenizer)
+    domain = lambda name: open_domain(name, cfg.data, self._train.info.tokenizer)
     self._domains = {name: domain(name) for name in suite.domains}
-    self.cfg = resolve(cfg, self._train.tokenizer.vocab_size)
-    self.vocab_size = self._train.tokenizer.vocab_size
-    held_out = lambda data, *n: to_global(data.rows(np.arange(*n)), jax.sharding.get_mesh())
+    self.cfg = resolve(cfg, self._train.info.tokenizer.vocab_size)
+    self.vocab_size = self._train.info.tokenizer.vocab_size
+    held_out = lambda data, *n: to_global(data.read_once(np.arange(*n)), jax.sharding.get_mesh())
     self._scored = {
       "main": held_out(valid, SCORED_ROWS),
       **{name: held_out(kept, SCORED_ROWS) for name, (_, kept) in self._domains.items()},
     }
     self.probe = held_out(valid, SCORED_ROWS, SCORED_ROWS + PROBE_ROWS)
     self._pause_every, self.restarts = suite.pause_every, suite.restarts
-    self.corpus = self._train.fingerprint
+    self.corpus = self._train.info.fingerprint
     c = self.cfg
-    parts = [PROTOCOL, self.corpus, self._prose.fingerprint,
+    parts = [PROTOCOL, self.corpus, self._prose.info.fingerprint,
              c.num_steps, c.model, c.data, c.optimizer, c.precision]  # fmt: skip
     parts += [c.moe, suite.pause_every] if c.moe.num_experts else []
     parts += [suite.pause_every, "restarts"] if suite.restarts else []
-    parts += [d.fingerprint for pair in self._domains.values() for d in pair]
+    parts += [d.info.fingerprint for pair in self._domains.values() for d in pair]
     self.protocol = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
   @functools.cached_property
@@ -162,4 +162,4 @@ class Bench:
 def _rows(dataset: TrainRows, cfg: Config, seed: int, step: int) -> Rows:
   size = cfg.data.batch_size
   first = (seed * cfg.num_steps + step) * size
-  return dataset.global_rows(np.arange(first, first + size)[None])
+  return dataset.read(np.arange(first, first + size)[None])

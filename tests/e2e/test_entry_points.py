@@ -142,7 +142,7 @@ class TestTrainedRun:
     """On another mesh too: this process has eight devices."""
     cfg = workdir.load_config(trained)
     _, valid_set = open_datasets(cfg.data, cfg.seed)
-    cfg = resolve(cfg, valid_set.tokenizer.vocab_size)
+    cfg = resolve(cfg, valid_set.info.tokenizer.vocab_size)
     losses = {}
     mesh = make_mesh(cfg)
     with jax.set_mesh(mesh):

@@ -1,5 +1,6 @@
 """A mixture read by two real processes, then by one: each token once an epoch of its source."""
 
+import itertools
 import json
 import os
 import signal
@@ -79,8 +80,8 @@ def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
   settings = SETTINGS | {"data.paths": paths, "data.cache_dir": f"{tmp_path}/cache"}
   cfg = tiny_config(settings)
   ds, _ = open_data(cfg.data, cfg.seed)
-  place = [ds.turns.until(n, part.num_rows - 1) for n, part in enumerate(ds.sources.values())]
-  count = -(-(max(place) + 1) // BATCH_SIZE)
+  rows = next(r for r in itertools.count() if min(ds.progress(r).passes.values()) >= 1)
+  count = -(-rows // BATCH_SIZE)
   assert count > 6
   alone = {**settings, "data.cache_dir": f"{tmp_path}/of-the-job"}  # both prepare it at once
   said = run_job(PROCESS, tmp_path, json.dumps(alone), tmp_path, count // 2)
@@ -95,7 +96,7 @@ def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
   phases = (Phase(2, 1, 0.5), Phase(1, 1, 1.0))
   (result,) = audit(ds, scenarios={"2 processes, then 1": phases}, batches=batches)
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
-  assert result.targets == ds.num_tokens and result.batches == count
+  assert result.targets == ds.info.num_tokens and result.batches == count
 
 
 @pytest.mark.thorough

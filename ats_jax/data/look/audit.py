@@ -1,27 +1,29 @@
 """Proof that an epoch holds each token of each document as a target once and only once.
 
-Of a mixture: that the first epoch of each source does, wherever its rows come. Of rows of several
-lengths: that the first epoch of each part does.
+Of rows in parts (sources of a mixture, documents of one length): that the first epoch of each part
+does, wherever its rows come.
 
 The loader is run twice side by side: as in training, and over the same rows with each text token
 replaced by its own number. The numbers say which token of which document a place holds without
 asking the packing code; the real batch must hold that token's id in the same place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ats_jax.data.batch import Batch
-from ats_jax.data.rows.buckets import Buckets
-from ats_jax.data.rows.dataset import Dataset
+from ats_jax.data.rows.contract import TrainRows, leaves, with_documents
 from ats_jax.data.rows.loader import TrainBatches
-from ats_jax.data.rows.mixture import Mixture
+from ats_jax.data.rows.packed import Packed
 
 BATCH_SIZE = 28  # rows per update, where their order does not depend on it
 _BOS, _EOS, _PAD = -1, -2, -3  # of the numbered corpus
 _LIMIT = 2**31 - 1
+_LONGEST = 2**40  # rows of a run: a part that has not been read by then never is
 
 
 class Phase(NamedTuple):
@@ -53,11 +55,8 @@ class Result(NamedTuple):
   difference: str
 
 
-type Whole = Dataset | Mixture | Buckets
-
-
 def audit(
-  ds: Whole,
+  dataset: TrainRows,
   *,
   scenarios: dict[str, Sequence[Phase]] | None = None,
   batches: Callable[..., TrainBatches] = TrainBatches,
@@ -65,35 +64,54 @@ def audit(
   """Reads one epoch per scenario and compares it with the documents.
 
   Args:
-    ds: a split with at least one row, a mixture or parts of some. Of these so many rows are read
-      that each source has been read once, but for those that never are. Parts are read in batches
-      of the run's own size, by no more hosts than a micro-batch has rows.
+    dataset: rows of packed documents, at least one. Of those in parts so many are read that each
+      part has been read once, but for those that never are. Where the order of rows depends on the
+      size of a batch they are read in batches of that size, by no more hosts than a micro-batch has
+      rows.
     scenarios: name -> phases; None = SCENARIOS.
     batches: the loader, `TrainBatches` or one that is called like it.
 
   Raises:
-    ValueError: if the split has more targets than fit in 31 bits.
+    ValueError: for rows without packed documents, or more targets than fit in 31 bits.
   """
-  if ds.num_tokens > _LIMIT:
+  if dataset.info.num_tokens > _LIMIT:
     raise ValueError(
-      f"The audit numbers targets in 31 bits, and the split has {ds.num_tokens}. "
+      f"The audit numbers targets in 31 bits, and the split has {dataset.info.num_tokens}. "
       "Audit a part of the files: --config.data.paths=..."
     )
   for name, phases in (SCENARIOS if scenarios is None else scenarios).items():
-    yield _Audit(ds, batches).run(name, phases)
+    yield _Audit(dataset, batches).run(name, phases)
+
+
+def batch_size(dataset: TrainRows) -> int:
+  """Rows of a batch of the audit."""
+  return dataset.info.batch_size or BATCH_SIZE
+
+
+def _rows_until_read(dataset: TrainRows) -> list[int]:
+  """For each of the `leaves`, how many rows there are until it has been read; 0 = it never is."""
+  if not dataset.info.parts:
+    return [dataset.info.num_rows]
+  found = []
+  for name, part in dataset.info.parts.items():
+    count = lambda row, name=name: dataset.progress(row).rows[name]
+    for rows in _rows_until_read(part):
+      comes = 0 < rows <= count(_LONGEST)
+      found.append(bisect.bisect_left(range(_LONGEST), rows, key=count) if comes else 0)
+  return found
 
 
 class _NumberedCorpus:
   """Looks like a Corpus; token i of document d is `base[d] + i`, and its eos the number after."""
 
-  def __init__(self, ds: Dataset, first: int):
-    self.length = ds.corpus.length
-    sizes = self.length[ds.documents] + 1
+  def __init__(self, packed: Packed, first: int):
+    self.length = packed.corpus.length
+    sizes = self.length[packed.documents] + 1
     self.starts = first + np.cumsum(sizes) - sizes
     self.base = np.full(len(self.length), _LIMIT, np.int64)
-    self.base[ds.documents] = self.starts
+    self.base[packed.documents] = self.starts
 
-    self.codes = ds.corpus.codes
+    self.codes = packed.corpus.codes
 
   def tokens(self, document: int, begin: int, end: int) -> np.ndarray:
     return self.base[document] + np.arange(begin, min(end, int(self.length[document])))
@@ -103,101 +121,63 @@ class _NumberedTokenizer:
   bos_id, eos_id, pad_id = _BOS, _EOS, _PAD
 
 
-def batch_size(ds: Whole) -> int:
-  """Rows of a batch of the audit."""
-  return ds.batch_size if isinstance(ds, Buckets) else BATCH_SIZE
-
-
-def _sources(ds: Whole) -> Mapping[str, Any]:
-  if isinstance(ds, Buckets):
-    return ds.parts
-  return ds.sources if isinstance(ds, Mixture) else {"": ds}
-
-
-def _with_sources(ds: Whole, shadows: Mapping[str, Dataset]) -> Whole:
-  """The same rows of other documents."""
-  words = _NumberedTokenizer()
-  if isinstance(ds, Buckets):
-    return ds.with_parts(shadows, words)
-  return ds.with_sources(shadows, words) if isinstance(ds, Mixture) else shadows[""]
-
-
-def _rows_until_read(ds: Whole, source: int) -> int:
-  """How many rows of training there are until a source has been read once; 0 = it never is."""
-  if isinstance(ds, Dataset):
-    return ds.num_rows
-  if isinstance(ds, Buckets):
-    return ds.order.until(source) * ds.batch_size
-  part = list(ds.sources.values())[source]
-  last = ds.turns.until(source, part.num_rows - 1)
-  return 0 if last is None else last + 1
-
-
-def _in_first_epoch(ds: Whole, rows: np.ndarray) -> np.ndarray:
-  """Whether each row of a batch of these rows of training is of the first epoch of its source."""
-  if isinstance(ds, Dataset):
-    return rows < ds.num_rows
-  if isinstance(ds, Buckets):
-    parts, places = list(ds.parts.values()), [ds.place(int(row)) for row in rows.flat]
-    first = [row < parts[number].num_rows for number, short in places for row in short]
-    return np.reshape(first, (*rows.shape[:-1], -1))
-  place = ds.turns.find(rows)
-  return place.row < np.array([part.num_rows for part in ds.sources.values()])[place.source]
-
-
 class _Audit:
   """The state of one scenario: how often each target was seen, and the first fault."""
 
-  def __init__(self, ds: Whole, batches: Callable[..., TrainBatches]):
-    self._ds, self._batches, self._batch_size = ds, batches, batch_size(ds)
-    self._is_first, self._is_eos = np.zeros((2, ds.num_tokens), bool)
-    self._ids = np.full(ds.num_tokens, ds.tokenizer.eos_id, np.int32)
-    self._weights = np.zeros(ds.num_tokens, np.float32)
-    self._due = np.ones(ds.num_tokens, bool)  # whether it must come
-    self._parts: list[tuple[Dataset, np.ndarray]] = []  # and where the documents of each start
-    shadows: dict[str, Dataset] = {}
-    first, self._rows = 0, 0
-    for number, (name, part) in enumerate(_sources(ds).items()):
-      assert isinstance(part, Dataset), "the command refuses streams"
-      numbers = _NumberedCorpus(part, first)
-      shadows[name] = part.with_corpus(numbers, _NumberedTokenizer())
-      self._parts.append((part, numbers.starts))
-      self._expect(part, numbers.starts, first)
-      end = first + part.num_tokens
-      rows = _rows_until_read(ds, number)
+  def __init__(self, dataset: TrainRows, batches: Callable[..., TrainBatches]):
+    info = dataset.info
+    self._dataset, self._batches, self._batch_size = dataset, batches, batch_size(dataset)
+    self._num_tokens = info.num_tokens
+    self._is_first, self._is_eos = np.zeros((2, info.num_tokens), bool)
+    self._ids = np.full(info.num_tokens, info.tokenizer.eos_id, np.int32)
+    self._weights = np.zeros(info.num_tokens, np.float32)
+    self._due = np.ones(info.num_tokens, bool)  # whether it must come
+    self._parts: list[tuple[Packed, np.ndarray]] = []  # and where the documents of each start
+    numbered, first, ends = [], 0, []
+    rows_until_read = _rows_until_read(dataset)
+    for (name, leaf), rows in zip(leaves(dataset), rows_until_read, strict=True):
+      packed, end = leaf.info.packed, first + leaf.info.num_tokens
+      if packed is None:
+        raise ValueError(
+          f"The audit compares rows with documents, and {name or 'these'} have none."
+        )
+      numbered.append(_NumberedCorpus(packed, first))
+      self._parts.append((packed, numbered[-1].starts))
+      self._expect(packed, numbered[-1].starts, first, end)
       self._due[first:end] = rows > 0
-      self._rows, first = max(self._rows, rows), end
-    self._shadow = _with_sources(ds, shadows)
-    self._seen = np.zeros(ds.num_tokens, np.uint16)
+      ends.append(end)
+      first = end
+    self._num_rows = max(rows_until_read)
+    self._ends = np.array(ends)
+    self._unread = np.array([packed.num_rows for packed, _ in self._parts])  # of first epochs
+    corpora, tokenizer = iter(numbered), _NumberedTokenizer()
+    self._shadow = with_documents(
+      dataset, lambda packed: packed.with_corpus(next(corpora), tokenizer)
+    )
+    self._seen = np.zeros(info.num_tokens, np.uint16)
     self._difference = ""
 
-  def _expect(self, part: Dataset, starts: np.ndarray, first: int) -> None:
-    """Note the ids and weights of a source, whose tokens are numbered from `first` on."""
-    ends = np.append(starts[1:], first + part.num_tokens) - 1
+  def _expect(self, packed: Packed, starts: np.ndarray, first: int, end: int) -> None:
+    """Note the ids and weights of documents, whose tokens have the numbers [first, end)."""
+    ends = np.append(starts[1:], end) - 1
     self._is_first[starts] = True
     self._is_eos[ends] = True
-    if part.weights is None:
-      self._weights[first : first + part.num_tokens] = 1.0
-    for document, start, end in zip(part.documents, starts, ends, strict=True):
-      self._ids[start:end] = part.corpus.tokens(int(document), 0, end - start)
-      if part.weights is not None:
-        self._weights[start:end] = part.weights[part.corpus.codes(int(document), 0, end - start)]
+    if packed.weights is None:
+      self._weights[first:end] = 1.0
+    for document, start, last in zip(packed.documents, starts, ends, strict=True):
+      self._ids[start:last] = packed.corpus.tokens(int(document), 0, last - start)
+      if packed.weights is not None:
+        codes = packed.corpus.codes(int(document), 0, last - start)
+        self._weights[start:last] = packed.weights[codes]
 
   def run(self, name: str, phases: Sequence[Phase]) -> Result:
-    total = -(-self._rows // self._batch_size)
+    total = -(-self._num_rows // self._batch_size)
     done = rows = 0
     position = None
     for phase in phases:
       until = total if phase.until == 1.0 else int(total * phase.until)
-      micro = self._batch_size // phase.accum_steps
-      ends = []
-      for local in np.array_split(np.arange(micro), min(phase.hosts, micro)):
-        seen, end = self._read_host(local, phase, position, done, until)
-        rows += seen
-        ends.append(end)
-      position = ends[0]
-      if any(end != position for end in ends):
-        self._difference = self._difference or f"hosts are at different positions: {ends}"
+      seen, position = self._read(phase, position, until - done)
+      rows += seen
       done = until
     wrong = np.flatnonzero((self._seen > 1) | (self._due & (self._seen == 0)))
     if len(wrong) and not self._difference:
@@ -206,38 +186,53 @@ class _Audit:
     repeated = int(np.maximum(self._seen.astype(np.int64) - 1, 0).sum())
     return Result(name, total, rows, seen, lost, repeated, self._difference)
 
-  def _read_host(
-    self, local: np.ndarray, phase: Phase, position: Any, start: int, end: int
-  ) -> tuple[int, Any]:
-    """Reads one host's share of batches [start, end), the first of which is at `position`.
+  def _read(self, phase: Phase, position: Any, count: int) -> tuple[int, Any]:
+    """Reads `count` batches on all hosts, the first of which is at `position`.
 
     Returns:
-      Its rows of the first epoch, and the position behind them.
+      How many of their rows are of a first epoch, and the position behind them.
     """
-    arguments = dict(
-      position=position, accum_steps=phase.accum_steps, batch_size=self._batch_size,
-      local_rows=local,
-      num_workers=0, prefetch=2,
-    )  # fmt: skip
     micro = self._batch_size // phase.accum_steps
-    slots = np.arange(phase.accum_steps)[:, None] * micro + local
     rows = 0
-    with (
-      self._batches(self._ds, **arguments) as real,
-      self._batches(self._shadow, **arguments) as shadow,
-    ):
-      for k in range(start, end):
-        first_epoch = _in_first_epoch(self._ds, k * self._batch_size + slots)
-        pair = ({name: x[first_epoch] for name, x in next(b).items()} for b in (real, shadow))
-        self._check(*pair)
+    with contextlib.ExitStack() as stack:
+      hosts = [
+        [
+          stack.enter_context(
+            self._batches(
+              dataset, position=position, accum_steps=phase.accum_steps,
+              batch_size=self._batch_size, local_rows=local, num_workers=0, prefetch=2,
+            )
+          )
+          for dataset in (self._dataset, self._shadow)
+        ]
+        for local in np.array_split(np.arange(micro), min(phase.hosts, micro))
+      ]  # fmt: skip
+      for _ in range(count):
+        real, shadow = (_joined([next(b) for b in side]) for side in zip(*hosts, strict=True))
+        first_epoch = self._in_first_epoch(shadow)
+        self._check(*({name: x[first_epoch] for name, x in b.items()} for b in (real, shadow)))
         rows += int(first_epoch.sum())
-      return rows, real.position()
+      ends = [real.position() for real, _ in hosts]
+    if any(end != ends[0] for end in ends):
+      self._difference = self._difference or f"hosts are at different positions: {ends}"
+    return rows, ends[0]
+
+  def _in_first_epoch(self, shadow: Batch) -> np.ndarray:
+    """Whether each of these rows, the next ones of the run, is of the first epoch of its part."""
+    number = np.where(shadow["segment_ids"] > 0, _numbers(shadow), -1).max(axis=-1)
+    part = np.searchsorted(self._ends, number, "right")
+    first_epoch = np.ones(len(part), bool)  # also a row that belongs to no part, which is a fault
+    for index, unread in enumerate(self._unread):
+      of_part = np.flatnonzero(part == index)
+      first_epoch[of_part[unread:]] = False
+      self._unread[index] -= min(unread, len(of_part))
+    return first_epoch
 
   def _check(self, real: Batch, shadow: Batch) -> None:
     counts = shadow["segment_ids"] > 0
     tokens, targets = shadow["tokens"][counts].astype(np.int64), shadow["targets"][counts]
-    number = np.where(targets == _EOS, tokens + 1, targets)
-    inside = (number >= 0) & (number < self._ds.num_tokens)
+    number = _numbers(shadow)[counts]
+    inside = (number >= 0) & (number < self._num_tokens)
     self._fault(~inside, number, "a target that belongs to no document")
     number, tokens, targets = number[inside], tokens[inside], targets[inside]
     np.add.at(self._seen, number, 1)
@@ -249,7 +244,7 @@ class _Audit:
     self._fault(real["targets"][counts][inside] != self._ids[number], number, "{} has a wrong id")
     weights = real["loss_mask"][counts][inside]
     self._fault(weights != self._weights[number], number, "{} has a wrong weight")
-    bos = self._ds.tokenizer.bos_id  # of all sources
+    bos = self._dataset.info.tokenizer.bos_id  # of all sources
     inputs = np.where(tokens == _BOS, bos, self._ids[tokens])
     self._fault(real["tokens"][counts][inside] != inputs, number, "the input of {} has a wrong id")
     for name in ("loss_mask", "segment_ids", "positions"):
@@ -266,3 +261,16 @@ class _Audit:
     offset = int(number - starts[at])
     name = part.corpus.name(int(part.documents[at]))
     return f"{'the eos' if self._is_eos[number] else f'token {offset}'} of document {name!r}"
+
+
+def _numbers(shadow: Batch) -> np.ndarray:
+  """The number of each target of the numbered documents; an eos has the one after its input."""
+  return np.where(
+    shadow["targets"] == _EOS, shadow["tokens"].astype(np.int64) + 1, shadow["targets"]
+  )
+
+
+def _joined(shares: Sequence[Batch]) -> dict[str, np.ndarray]:
+  """The shares of all hosts of a batch, as its rows in order: [rows, seq_len]."""
+  batch = {name: np.concatenate([share[name] for share in shares], axis=1) for name in shares[0]}
+  return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}

@@ -3,35 +3,35 @@
 import numpy as np
 
 from ats_jax.config.context import PROBE_POSITIONS
-from ats_jax.data.rows.rows import Rows
+from ats_jax.data.rows.contract import Rows
 
 SHORT = PROBE_POSITIONS  # in a block, where rows are longer
 
 
-def sample_blocks(ds: Rows, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:
+def sample_blocks(dataset: Rows, count: int, reported: int) -> tuple[dict[str, np.ndarray], bool]:
   """`count` blocks, spread evenly over the rows after the first `reported`, if those are enough.
 
   Otherwise they are spread over all rows. A split smaller than `count` blocks is padded.
 
   Args:
-    ds: a split with rows.
+    dataset: a split with rows.
     count: how many.
     reported: rows at the beginning that serve another purpose.
 
   Returns:
     Arrays [count, min(SHORT, seq_len)], and whether all of them are of rows from `reported` on.
   """
-  parts = max(1, ds.seq_len // SHORT)
-  apart = (ds.num_rows - reported) * parts >= count
+  parts = max(1, dataset.info.seq_len // SHORT)
+  apart = (dataset.info.num_rows - reported) * parts >= count
   first = reported if apart else 0
-  rows = ds.num_rows - first
+  rows = dataset.info.num_rows - first
   blocks = []
   for number in range(count):
     if rows >= count:  # a row each, and another part of each
       row, part = _evenly(number, count, rows), number % parts
     else:
       row, part = divmod(_evenly(number, min(count, rows * parts), rows * parts), parts)
-    blocks.append(cut(ds.rows(np.array([first + row])), part))
+    blocks.append(cut(dataset.read_once(np.array([first + row])), part))
   return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}, apart
 
 

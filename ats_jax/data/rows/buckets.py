@@ -1,23 +1,23 @@
 """Training rows of which each step reads a part of the documents: rows of one length, or level.
 
-A part is a `Dataset` of its own: the documents up to so many tokens in rows of that length, or
+A part is rows of its own: the documents up to so many tokens in rows of that length, or
 those of one level of difficulty. A step holds as many tokens in each: where rows are a quarter as
 long there are four times as many. So a run still counts rows of `data.seq_len`, of which a step has
 `data.batch_size`, and its position stays one number.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ats_jax.config.curriculum import LEAST_LENGTH
 from ats_jax.data.corpus import cache
-from ats_jax.data.rows.dataset import Dataset, check_same
+from ats_jax.data.rows.contract import Progress, TrainRows, info_of
 from ats_jax.data.rows.schedule import ranks, shuffled
-from ats_jax.data.tokens.tokenizer import Tokenizer
 
 LEAST_STEPS = 4  # of an epoch, in a part: one with fewer is joined to its neighbour
 LEVELS = 8  # of difficulty, at most
@@ -28,11 +28,11 @@ class Step(NamedTuple):
 
   Attributes:
     part: the number of the part.
-    turn: which of the part's steps it is, counted over the run.
+    number: which of the part's steps it is, counted over the run.
   """
 
   part: int
-  turn: int
+  number: int
 
 
 class StepOrder:
@@ -64,10 +64,10 @@ class StepOrder:
   def epoch(self, step: int) -> int:
     """Which epoch a step is of."""
     # An epoch begins at most `parts - 1` steps later than by the sizes alone.
-    found = max(0, math.floor((step - len(self._rows) + 1) / self._steps))
-    while self.start(found + 1) <= step:
-      found += 1
-    return found
+    epoch = max(0, math.floor((step - len(self._rows) + 1) / self._steps))
+    while self.start(epoch + 1) <= step:
+      epoch += 1
+    return epoch
 
   def epochs(self, step: int) -> float:
     """How often all rows have been read after so many steps."""
@@ -79,24 +79,29 @@ class StepOrder:
     """Where the rows of a step (from 0) come from."""
     epoch = self.epoch(step)
     at = step - self.start(epoch)
-    table = self._table  # at once: threads read it
-    if table[0] != epoch:
-      table = self._table = epoch, *self._order(epoch)
-    part = int(table[1][at])
-    return Step(part, int(self._before(epoch)[part] + table[2][at]))
+    parts, rank = self._order_of(epoch)
+    part = int(parts[at])
+    return Step(part, int(self._before(epoch)[part] + rank[at]))
 
-  def until(self, part: int) -> int:
-    """The first step behind the first epoch of a part."""
-    counts = self._before(1)
-    order = self._order(0)[0]
-    return int(np.flatnonzero(order == part)[counts[part] - 1]) + 1
+  def counts(self, step: int) -> np.ndarray:
+    """[parts] steps of each before a step."""
+    epoch = self.epoch(step)
+    before = self._before(epoch)
+    parts, _ = self._order_of(epoch)
+    return before + np.bincount(parts[: step - self.start(epoch)], minlength=len(before))
 
   def _before(self, epoch: int) -> np.ndarray:
     """[parts] steps of each before an epoch."""
     return -(-epoch * self._rows // self._a_step)
 
-  def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+  def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """The part of each step of an epoch, and how many steps of the same part come before it."""
+    table = self._table  # at once: threads read it
+    if table[0] != epoch:
+      table = self._table = epoch, *self._make_order(epoch)
+    return table[1:]
+
+  def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     counts = self._before(epoch + 1) - self._before(epoch)
     order = np.repeat(np.arange(len(counts)), counts)
     if self.seed is not None:
@@ -118,162 +123,123 @@ class Part(NamedTuple):
   documents: np.ndarray
 
 
-class Buckets:
-  """Training rows in parts, one a step; see `TrainRows`.
+class Buckets(TrainRows):
+  """Training rows in parts, one a step.
 
   Row r of the run is of step r // batch_size. If the rows of that step are shorter it is several of
   them: so many follow each other in a batch in its place.
 
   Attributes:
-    parts: by name, the first ones first.
+    info: its facts; `parts` by name, the first ones first.
     order: of steps.
-    batch_size: rows of `seq_len` of a step.
   """
 
-  are_ready = True
-
   def __init__(
-    self, parts: Mapping[str, Dataset], *, batch_size: int, seq_len: int, seed: int | None
+    self, parts: Mapping[str, TrainRows], *, batch_size: int, seq_len: int, seed: int | None
   ):
     """Set the order.
 
     Args:
       parts: each with at least one row.
-      batch_size: see above.
+      batch_size: rows of `seq_len` of a step.
       seq_len: of the run; a multiple of each part's.
       seed: as for `StepOrder`.
     """
-    self.parts, self.batch_size, self.seq_len = dict(parts), batch_size, seq_len
-    found = list(self.parts.values())
-    self.tokenizer: Tokenizer = found[0].tokenizer
+    infos = [part.info for part in parts.values()]
+    self._batch_size = batch_size
+    self._times = [seq_len // info.seq_len for info in infos]
     self.order = StepOrder(
-      [part.num_rows for part in found], [batch_size * self._times(part) for part in found], seed
+      [info.num_rows for info in infos], [batch_size * times for times in self._times], seed
     )
-    self.num_rows = self.order.start(1) * batch_size
-    self.num_tokens = sum(part.num_tokens for part in found)
-    self.num_documents = sum(part.num_documents for part in found)
-    known = all(part.bytes_per_token for part in found)
-    num_bytes = sum(part.bytes_per_token * part.num_tokens for part in found)
-    self.bytes_per_token = num_bytes / self.num_tokens if known else 0.0
-    names = [part.fingerprint for part in found]
-    self.fingerprint = cache.digest("buckets", names, batch_size, seed is None)
-
-  @property
-  def ids_used(self) -> int:
-    """See `TrainRows`."""
-    return next(iter(self.parts.values())).ids_used
-
-  @property
-  def padding(self) -> float:
-    """Share of the places of its rows that hold no token."""
-    places = sum(part.num_rows * part.seq_len for part in self.parts.values())
-    return 1 - self.num_tokens / places
-
-  @property
-  def report(self) -> dict[str, Any]:
-    """See `Dataset`: of the part with the most to say, as all are of one text."""
-    return max((p.report for p in self.parts.values()), key=lambda r: sum(r["skipped"].values()))
-
-  def with_parts(self, parts: Mapping[str, Dataset], tokenizer: Any) -> "Buckets":
-    """The same steps of other documents (for the audit)."""
-    found = Buckets(parts, batch_size=self.batch_size, seq_len=self.seq_len, seed=self.order.seed)
-    found.tokenizer = tokenizer
-    return found
+    num_rows = self.order.start(1) * batch_size
+    info = info_of(parts, infos[0].tokenizer, seq_len=seq_len, num_rows=num_rows)
+    places = sum(part.num_rows * part.seq_len for part in infos)
+    self.padding = 1 - info.num_tokens / places
+    how = "one after the other in each epoch" if seed is None else "mixed at random"
+    rows = "; ".join(
+      f"{name}: {part.info.num_rows:,} rows of {part.info.seq_len}" for name, part in parts.items()
+    )
+    fingerprints = [part.fingerprint for part in infos]
+    self.info = dataclasses.replace(
+      info,
+      fingerprint=cache.digest("buckets", fingerprints, batch_size, seed is None),
+      batch_size=batch_size,
+      # Of the part with the most to say, as all are of one text.
+      report=max((p.report for p in infos), key=lambda report: sum(report["skipped"].values())),
+      summary=(
+        f"{info.num_documents:,} documents, {info.num_tokens:,} targets in "
+        f"{self.order.start(1):,} steps an epoch, {how}, {self.padding:.1%} padding: {rows}"
+      ),
+    )
 
   def place(self, row: int) -> tuple[int, range]:
     """The number of the part that row `row` of the run is of, and its rows that it is."""
-    step, slot = divmod(row, self.batch_size)
-    number, turn = self.order.find(step)
-    times = self._times(list(self.parts.values())[number])
-    begin = (turn * self.batch_size + slot) * times
-    return number, range(begin, begin + times)
+    step, slot = divmod(row, self._batch_size)
+    part, number = self.order.find(step)
+    times = self._times[part]
+    begin = (number * self._batch_size + slot) * times
+    return part, range(begin, begin + times)
 
-  def row_length(self, row: int) -> int:
+  def length(self, row: int) -> int:
     """See `TrainRows`."""
-    return list(self.parts.values())[self.place(row)[0]].seq_len
+    return self._part(self.place(row)[0]).info.seq_len
 
-  def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+  def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `TrainRows`: of rows of one step, arrays [..., rows x times, seq_len / times]."""
-    indices = np.asarray(indices)
-    places = [self.place(int(row)) for row in indices.flat]
-    assert len({number for number, _ in places}) == 1, "the rows are of several steps"
-    part = list(self.parts.values())[places[0][0]]
-    rows = np.array([row for _, rows in places for row in rows], np.int64)
-    return part.global_rows(rows.reshape(*indices.shape[:-1], -1))
+    rows = np.asarray(rows)
+    places = [self.place(int(row)) for row in rows.flat]
+    assert len({part for part, _ in places}) == 1, "the rows are of several steps"
+    short = np.array([row for _, rows in places for row in rows], np.int64)
+    return self._part(places[0][0]).read(short.reshape(*rows.shape[:-1], -1))
 
-  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+  def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `Rows`: those of the first epoch; short ones are laid end to end to `seq_len`."""
-    indices = np.asarray(indices)
-    whole = [self._whole(int(row)) for row in indices.flat]
+    rows = np.asarray(rows)
+    joined = [self._joined(int(row)) for row in rows.flat]
     return {
-      name: np.stack([row[name] for row in whole]).reshape(*indices.shape, self.seq_len)
-      for name in whole[0]
+      name: np.stack([row[name] for row in joined]).reshape(*rows.shape, self.info.seq_len)
+      for name in joined[0]
     }
 
-  def _whole(self, row: int) -> dict[str, np.ndarray]:
-    """One row, [seq_len]; documents of all the short rows that it is are numbered on."""
-    number, short = self.place(row)
-    part = list(self.parts.values())[number]
-    if row >= self.num_rows:  # of padding
-      found = part.rows(np.full(len(short), part.num_rows))
-    else:
-      found = part.global_rows(np.array(short))
-    ids = found["segment_ids"]
-    last = ids.max(axis=1, keepdims=True)
-    found["segment_ids"] = np.where(ids > 0, ids + np.cumsum(last, axis=0) - last, 0)
-    return {name: values.reshape(-1) for name, values in found.items()}
+  def progress(self, row: int, since: int | None = None) -> Progress:
+    """See `TrainRows`; epochs behind the first are news, and parts where they come in order."""
+    step, slot = divmod(row, self._batch_size)
+    counts = self.order.counts(step) * self._batch_size
+    counts[self.order.find(step).part] += slot
+    counts *= self._times
+    return Progress(
+      epochs=self.order.epochs(step),
+      rows=dict(zip(self.info.parts, map(int, counts), strict=True)),
+      news=() if since is None else self._news(since, row),
+    )
 
-  def position(self, row: int) -> dict[str, Any]:
-    """See `TrainRows`."""
-    return {"row": row, "data": self.fingerprint}
-
-  def row_of(self, position: Mapping[str, Any]) -> int:
-    """See `TrainRows`.
-
-    Raises:
-      ValueError: if the position is one in other data.
-    """
-    check_same(self.fingerprint, position)
-    return position["row"]
-
-  def news(self, first: int, end: int) -> Sequence[str]:
-    """See `TrainRows`: of epochs behind the first, and of parts where they come in order."""
-    found = []
-    names = list(self.parts)
-    for step in range(max(1, -(-first // self.batch_size)), -(-end // self.batch_size)):
+  def _news(self, first: int, end: int) -> list[str]:
+    news = []
+    names = list(self.info.parts)
+    for step in range(max(1, -(-first // self._batch_size)), -(-end // self._batch_size)):
       epoch = self.order.epoch(step)
       if epoch > self.order.epoch(step - 1):
-        found.append(f"all documents have been read; epoch {epoch + 1:,} begins")
+        news.append(f"all documents have been read; epoch {epoch + 1:,} begins")
       part = self.order.find(step).part
       if self.order.seed is None and part != self.order.find(step - 1).part:
-        found.append(f"from step {step + 1:,} on: {names[part]}")
-    return found
+        news.append(f"from step {step + 1:,} on: {names[part]}")
+    return news
 
-  def in_words(self) -> str:
-    """See `TrainRows`."""
-    parts = "; ".join(
-      f"{name}: {part.num_rows:,} rows of {part.seq_len}" for name, part in self.parts.items()
-    )
-    how = "one after the other in each epoch" if self.order.seed is None else "mixed at random"
-    return (
-      f"{self.num_documents:,} documents, {self.num_tokens:,} targets in "
-      f"{self.order.start(1):,} steps an epoch, {how}, {self.padding:.1%} padding: {parts}"
-    )
+  def _part(self, number: int) -> TrainRows:
+    return list(self.info.parts.values())[number]
 
-  def epochs(self, row: int) -> float | None:
-    """See `TrainRows`."""
-    return self.order.epochs(row // self.batch_size)
-
-  def passes(self, row: int) -> dict[str, float | None]:
-    """See `TrainRows`: no source has a name."""
-    del row
-    return {}
-
-  def ahead(self, row: int, going: Callable[[], bool]) -> None:
-    """See `TrainRows`: nothing is to be made."""
-
-  def _times(self, part: Dataset) -> int:
-    return self.seq_len // part.seq_len
+  def _joined(self, row: int) -> dict[str, np.ndarray]:
+    """One row, [seq_len]; documents of all the short rows that it is are numbered on."""
+    number, short = self.place(row)
+    part = self._part(number)
+    if row >= self.info.num_rows:  # of padding
+      batch = part.read_once(np.full(len(short), part.info.num_rows))
+    else:
+      batch = part.read(np.array(short))
+    ids = batch["segment_ids"]
+    last = ids.max(axis=1, keepdims=True)
+    batch["segment_ids"] = np.where(ids > 0, ids + np.cumsum(last, axis=0) - last, 0)
+    return {name: values.reshape(-1) for name, values in batch.items()}
 
 
 def row_lengths(sizes: np.ndarray, *, seq_len: int, count: int, batch_size: int) -> tuple[int, ...]:

@@ -19,34 +19,17 @@ from absl import flags, logging
 
 from ats_jax.data.batch import Batch
 from ats_jax.data.corpus.child import end_with_parent
-from ats_jax.data.rows.rows import Rows, TrainRows
+from ats_jax.data.rows.contract import Rows, TrainRows
 
 _ENDLESS = 2**48  # batches: more than any run takes
 
 
-class Source:
-  """`length` batches, of which `read(k)` makes number k. Must pickle if processes read it."""
-
-  def __init__(self, read: Callable[[int], Any], length: int):
-    self._read, self._length = read, length
-
-  def __len__(self) -> int:
-    return self._length
-
-  def __getitem__(self, index: int) -> Any:
-    return self._read(index)
-
-  def then(self, place: Callable[[Batch], Any]) -> "Source":
-    """The same batches, each handed through `place` by whoever reads it."""
-    return Source(lambda index: place(self._read(index)), self._length)
-
-
 class Batches:
-  """An iterator over a source, in order; owns threads or processes: close it, or use a `with`."""
+  """An iterator over batches, in order; owns threads or processes: close it, or use a `with`."""
 
   def __init__(
     self,
-    source: Source,
+    data: grain.MapDataset,
     *,
     num_workers: int,
     prefetch: int,
@@ -55,7 +38,7 @@ class Batches:
     """Starts to read at once.
 
     Args:
-      source: what to iterate over.
+      data: what to iterate over. Must pickle if processes read it.
       num_workers: processes that read; 0 = a thread of this one.
       prefetch: batches made ahead, by each process or by the thread.
       place: what to make of a batch in this process: of the thread's ahead of time, of a worker's
@@ -63,19 +46,18 @@ class Batches:
     """
     self._place = place if num_workers else None
     if place and not num_workers:
-      source = source.then(place)
+      data = data.map(place)
     # An element is a whole batch, made from its number alone. So no worker holds a remainder that
     # could be lost when shares end unevenly, and there is no state to save.
     threads = 0 if num_workers else 1
-    data = grain.MapDataset.source(source).to_iter_dataset(
-      grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads * prefetch)
-    )
+    read_options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads * prefetch)
+    in_order = data.to_iter_dataset(read_options)
     if num_workers:
       if not flags.FLAGS.is_parsed():  # Grain reads flags; a notebook or a test has parsed none
         flags.FLAGS.mark_as_parsed()
       options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=prefetch)
-      data = data.mp_prefetch(options, worker_init_fn=_start_worker)
-    batches = iter(data)
+      in_order = in_order.mp_prefetch(options, worker_init_fn=_start_worker)
+    batches = iter(in_order)
     self._shared_memory = num_workers > 0
     # Ctrl-C and a preemption signal reach the whole process group. The main process finishes its
     # step, so its loaders must live on: they inherit the mask of the thread that starts them.
@@ -142,12 +124,12 @@ class TrainBatches(Batches):
   from `row` on, where the position is, so another host count or micro-batch gives the same rows in
   another arrangement. Epochs follow each other inside a batch; nothing is dropped. Batches are of
   arrays [accum_steps, len(local_rows), seq_len]; of a step with shorter rows, of as many more of
-  them in the place of each (`TrainRows.row_length`).
+  them in the place of each (`TrainRows.length`).
   """
 
   def __init__(
     self,
-    ds: TrainRows,
+    dataset: TrainRows,
     *,
     position: Mapping[str, Any] | None = None,
     accum_steps: int,
@@ -161,75 +143,74 @@ class TrainBatches(Batches):
     """Starts to read at once, as `Batches`.
 
     Args:
-      ds: the training split.
+      dataset: the training split.
       position: where to go on, from `TrainBatches.position`; None = at the first row.
       accum_steps: micro-batches per update.
       batch_size: rows per update over all hosts; a multiple of `accum_steps`.
       local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
       num_workers: loader processes; 0 = a thread.
       prefetch: batches made ahead, by each process or by the thread.
-      tells: log what begins in the batches that are handed out (`TrainRows.news`), and make rows
-        ahead of them (`TrainRows.ahead`).
+      tells: log what begins in the batches that are handed out (`Progress.news`), and make rows
+        ahead of them (`TrainRows.prepare`).
       place: as of `Batches`.
 
     Raises:
       ValueError: if the arguments contradict each other, the split is empty, or the position is one
         in other data.
     """
-    first_row = 0 if position is None else ds.row_of(position)
-    if not ds.num_rows:
+    first_row = 0 if position is None else dataset.row_of(position)
+    if not dataset.info.num_rows:
       raise ValueError("The dataset has no row to train on.")
     if batch_size % accum_steps:
       raise ValueError(f"batch_size={batch_size} is not a multiple of accum_steps={accum_steps}.")
     micro = batch_size // accum_steps
     slots = np.arange(accum_steps)[:, None] * micro + _checked(local_rows, micro)
-    self._first_row, self._batch_size, self._ds = first_row, batch_size, ds
-    self._count, self._tells = 0, tells
-    self._ahead = _Ahead(ds, first_row) if tells and not ds.are_ready else None
-    read = functools.partial(_train_batch, ds, first_row, batch_size, slots)
-    source = Source(read, _ENDLESS)
-    super().__init__(source, num_workers=num_workers, prefetch=prefetch, place=place)
+    self._first_row, self._batch_size, self._dataset = first_row, batch_size, dataset
+    self._count = 0
+    self._prefetcher = _RowPrefetcher(dataset, first_row) if tells else None
+    read = functools.partial(_train_batch, dataset, first_row, batch_size, slots)
+    data = grain.MapDataset.range(_ENDLESS).map(read)
+    super().__init__(data, num_workers=num_workers, prefetch=prefetch, place=place)
 
   def __next__(self) -> Batch:
     batch = super().__next__()
     begin = self._row()
     self._count += 1
-    if self._tells:
-      for words in self._ds.news(begin, self._row()):
-        logging.info("%s", words)
-    if self._ahead:
-      self._ahead.at(self._row())
+    if self._prefetcher:
+      for news in self._dataset.progress(self._row(), since=begin).news:
+        logging.info("%s", news)
+      self._prefetcher.move_to(self._row())
     return batch
 
   def close(self) -> None:
     """See `Batches`."""
-    if self._ahead:
-      self._ahead.close()
+    if self._prefetcher:
+      self._prefetcher.close()
     super().close()
 
   def position(self) -> dict[str, Any]:
     """After the batches handed out so far, prefetched ones left out; JSON, alike on all hosts."""
-    return self._ds.position(self._row())
+    return self._dataset.position(self._row())
 
   @property
   def row_length(self) -> int:
     """Positions in the rows of the batch that is handed out next."""
-    return self._ds.row_length(self._row())
+    return self._dataset.length(self._row())
 
   def _row(self) -> int:
     return self._first_row + self._count * self._batch_size
 
 
-class _Ahead:
+class _RowPrefetcher:
   """A thread that makes rows before they are read. Without it they would be made as they are."""
 
-  def __init__(self, ds: TrainRows, row: int):
-    self._ds, self._row, self._going = ds, row, True
+  def __init__(self, dataset: TrainRows, row: int):
+    self._dataset, self._row, self._going = dataset, row, True
     self._moved = threading.Event()
     self._thread = threading.Thread(target=self._run, name="data-ahead", daemon=True)
     self._thread.start()
 
-  def at(self, row: int) -> None:
+  def move_to(self, row: int) -> None:
     """Rows before this one have been handed out."""
     self._row = row
     self._moved.set()
@@ -244,7 +225,8 @@ class _Ahead:
     try:
       while self._going:
         self._moved.clear()
-        self._ds.ahead(self._row, lambda: self._going)
+        for _ in self._dataset.prepare(self._row, lambda: self._going):
+          pass
         self._moved.wait()
     except InterruptedError:
       pass
@@ -253,16 +235,18 @@ class _Ahead:
 
 
 def _train_batch(
-  ds: TrainRows, first_row: int, batch_size: int, slots: np.ndarray, k: int
+  dataset: TrainRows, first_row: int, batch_size: int, slots: np.ndarray, k: int
 ) -> Batch:
-  return ds.global_rows(first_row + k * batch_size + slots)
+  return dataset.read(first_row + k * batch_size + slots)
 
 
-def eval_batches(ds: Rows, *, batch_size: int, local_rows: np.ndarray, num_batches: int) -> Batches:
+def eval_batches(
+  dataset: Rows, *, batch_size: int, local_rows: np.ndarray, num_batches: int
+) -> Batches:
   """This host's share of one pass over the rows in order; the last batch is filled with padding.
 
   Args:
-    ds: any split, also an empty one.
+    dataset: any split, also an empty one.
     batch_size: rows of a batch over all hosts.
     local_rows: sorted indices in [0, batch_size) that this host loads.
     num_batches: stop after so many; 0 = all.
@@ -271,10 +255,10 @@ def eval_batches(ds: Rows, *, batch_size: int, local_rows: np.ndarray, num_batch
     `Batches` of arrays [len(local_rows), seq_len].
   """
   local = _checked(local_rows, batch_size)
-  length = -(-ds.num_rows // batch_size)
+  length = -(-dataset.info.num_rows // batch_size)
   length = min(length, num_batches) if num_batches else length
-  source = Source(lambda k: ds.rows(k * batch_size + local), length)
-  return Batches(source, num_workers=0, prefetch=2)
+  data = grain.MapDataset.range(length).map(lambda k: dataset.read_once(k * batch_size + local))
+  return Batches(data, num_workers=0, prefetch=2)
 
 
 def _checked(local_rows: np.ndarray, micro: int) -> np.ndarray:

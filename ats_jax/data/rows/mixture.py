@@ -1,110 +1,98 @@
-"""Rows of several sources: taking turns in training, all of them once in an evaluation."""
+"""Rows of several sources: by a schedule in training, all of them once in an evaluation."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ats_jax.data.batch import SOURCE
 from ats_jax.data.corpus import cache
-from ats_jax.data.rows.dataset import Dataset, check_same, in_words, read_rows
-from ats_jax.data.rows.schedule import Stage, Turns
-from ats_jax.data.rows.stream import AHEAD, Stream
+from ats_jax.data.rows.contract import Progress, Rows, TrainRows, info_of
+from ats_jax.data.rows.schedule import Schedule, Stage
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
-type Part = Dataset | Stream
 
-
-class Joined:
-  """All rows of several sources once, so that any run of them is a fair sample; see `Rows`.
+class Joined(Rows):
+  """All rows of several sources once, so that any run of them is a fair sample.
 
   Attributes:
-    sources: by name.
+    info: its facts; `parts` are the sources.
   """
 
-  def __init__(self, sources: Mapping[str, Part], tokenizer: Tokenizer):
-    self.sources, self.tokenizer = dict(sources), tokenizer
-    parts = list(self.sources.values())
-    self.seq_len = parts[0].seq_len
-    self.num_rows = sum(part.num_rows for part in parts)
-    self.num_tokens = sum(part.num_tokens for part in parts)
-    self.num_documents = sum(part.num_documents for part in parts)
-    known = all(part.bytes_per_token for part in parts if part.num_tokens)
-    num_bytes = sum(part.bytes_per_token * part.num_tokens for part in parts)
-    self.bytes_per_token = num_bytes / max(self.num_tokens, 1) if known else 0.0
-    sizes = np.array([part.num_rows for part in parts])
+  def __init__(self, sources: Mapping[str, TrainRows], tokenizer: Tokenizer):
+    parts = list(sources.values())
+    sizes = np.array([part.info.num_rows for part in parts])
+    num_rows = int(sizes.sum())
+    self.info = info_of(sources, tokenizer, seq_len=parts[0].info.seq_len, num_rows=num_rows)
     source = np.repeat(np.arange(len(parts)), sizes)
-    index = np.arange(self.num_rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    index = np.arange(num_rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     order = np.argsort((index + 0.5) / sizes[source], kind="stable")
     # Behind the last row: one of padding.
     self._source = np.append(source[order], 0)
     self._index = np.append(index[order], sizes[0])
 
-  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+  def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `Rows`."""
-    at = np.minimum(np.asarray(indices), self.num_rows)
-    parts = list(self.sources.values())
-    pairs = zip(self._source[at].flat, self._index[at].flat, strict=True)
-    return read_rows([(parts[source].counted(), int(row)) for source, row in pairs], at.shape)
+    at = np.minimum(np.asarray(rows), self.info.num_rows)
+    parts = list(self.info.parts.values())
+    return _gathered([part.read_once for part in parts], self._source[at], self._index[at])
 
 
-class Mixture(Joined):
-  """Training rows of several sources, which take turns; see `TrainRows`.
+class Mixture(Joined, TrainRows):
+  """Training rows of several sources, by a schedule.
 
-  Which source row r is of, and which of its rows, follows from the phases and r alone (`Turns`).
+  Which source row r is of, and which of its rows, follows from the phases and r alone (`Schedule`).
   The rows of a source come as those of a run on it alone would: each once an epoch, each epoch in
   an order of its own. So row r is a pure function of the fingerprints, the seed, the phases and r.
   """
 
-  def __init__(self, sources: Mapping[str, Part], turns: Turns, tokenizer: Tokenizer):
+  def __init__(self, sources: Mapping[str, TrainRows], schedule: Schedule, tokenizer: Tokenizer):
     super().__init__(sources, tokenizer)
-    self.turns = turns
-    parts = enumerate(self.sources.values())
-    self._streams = {number: part for number, part in parts if isinstance(part, Stream)}
-    self.are_ready = not self._streams
-    self.fingerprint = cache.digest(
-      "mixture", [[name, part.fingerprint] for name, part in self.sources.items()]
+    self.schedule = schedule
+    names = [[name, part.info.fingerprint] for name, part in sources.items()]
+    in_words = "; ".join(f"{name}: {part.info.in_words()}" for name, part in sources.items())
+    self.info = dataclasses.replace(
+      self.info,
+      fingerprint=cache.digest("mixture", names),
+      scheduled_rows=schedule.end,
+      summary="" if self.info.is_complete else in_words,
     )
 
-  @property
-  def ids_used(self) -> int:
-    """See `TrainRows`."""
-    return max(part.ids_used for part in self.sources.values())
-
-  def with_sources(self, sources: Mapping[str, Dataset], tokenizer: Any) -> "Mixture":
-    """The same turns of other sources (for the audit)."""
-    return Mixture(sources, self.turns, tokenizer)
-
-  def row_length(self, row: int) -> int:
-    """See `TrainRows`."""
-    del row
-    return self.seq_len
-
-  def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
+  def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `TrainRows`; with the number of each row's source beside the other arrays."""
-    place = self.turns.find(np.asarray(indices))
-    parts = list(self.sources.values())
-    pairs = ((parts[s], int(row)) for s, row in zip(*(x.flat for x in place), strict=True))
-    batch = read_rows([part.place(row) for part, row in pairs], place.source.shape)
+    source, row = self.schedule.find(np.asarray(rows))
+    batch = _gathered([part.read for part in self.info.parts.values()], source, row)
     like = batch["tokens"]
-    return {**batch, SOURCE: np.broadcast_to(place.source[..., None], like.shape).astype(np.int32)}
+    return {**batch, SOURCE: np.broadcast_to(source[..., None], like.shape).astype(np.int32)}
+
+  def progress(self, row: int, since: int | None = None) -> Progress:
+    """See `TrainRows`; phases and further epochs of sources are news."""
+    counts = self._counts(row)
+    before = dict.fromkeys(counts) if since is None else self._counts(since)
+    parts = {
+      name: part.progress(counts[name], before[name]) for name, part in self.info.parts.items()
+    }
+    news = [
+      f"phase {number + 1} of {len(self.schedule.stages)} of data.mixture begins: "
+      f"{self.shares(number)}"
+      for number, start in enumerate(map(int, self.schedule.starts))
+      if number and since is not None and since <= start < row
+    ]
+    news += [f"source {name}: {text}" for name, part in parts.items() for text in part.news]
+    return Progress(
+      epochs=row / self.info.num_rows if self.info.is_complete else None,
+      passes={name: part.epochs for name, part in parts.items()},
+      rows=counts,
+      news=news,
+    )
 
   def position(self, row: int) -> dict[str, Any]:
     """See `TrainRows`. What has been read before names the phases that have begun."""
-    found = {"row": row, "data": self.fingerprint, "phases": self._begun(row)}
-    if self.are_ready:
-      return found
-    counts, names = self.turns.counts(row), list(self.sources)
-    parts = {names[n]: part.position(int(counts[n])) for n, part in self._streams.items()}
-    return {**found, "parts": parts}
-
-  def _begun(self, row: int) -> list[Any]:
-    """Of each phase that begins before `row`: where it does, and the parts of its sources."""
-    phases = zip(map(int, self.turns.starts), self.turns.stages, strict=True)
-    return [[start, self._parts(stage)] for start, stage in phases if start < row]
-
-  def _parts(self, stage: Stage) -> dict[str, int]:
-    return {name: n for name, n in zip(self.sources, stage.parts, strict=True) if n}
+    counts = self._counts(row)
+    parts = {name: part.position(counts[name]) for name, part in self.info.parts.items()}
+    return {**super().position(row), "phases": self._begun(row), "parts": parts}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
     """See `TrainRows`.
@@ -112,8 +100,7 @@ class Mixture(Joined):
     Raises:
       ValueError: also if the phases before the position are others now.
     """
-    row = position["row"]
-    check_same(self.fingerprint, position)
+    row = super().row_of(position)
     was, now = position.get("phases", []), self._begun(row)
     if was != now:
       raise ValueError(
@@ -123,50 +110,60 @@ class Mixture(Joined):
         "phase behind it. Or use another --workdir."
       )
     for name, part in position.get("parts", {}).items():
-      self.sources[name].row_of(part)
+      self.info.parts[name].row_of(part)
     return row
 
-  def news(self, first: int, end: int) -> Sequence[str]:
-    """Which phases and which further epochs of sources begin in these rows."""
-    found = []
-    phases = len(self.turns.stages)
-    for number, start in enumerate(map(int, self.turns.starts)):
-      if number and first <= start < end:
-        what = f"phase {number + 1} of {phases} of data.mixture begins"
-        found.append(f"{what}: {self.shares(number)}")
-    before, after = self.turns.counts(first), self.turns.counts(end)
-    for (name, part), a, b in zip(self.sources.items(), before, after, strict=True):
-      found += [f"source {name}: {words}" for words in part.news(int(a), int(b))]
-    return found
+  def prepare(self, row: int, going: Callable[[], bool]) -> Iterator[None]:
+    """See `TrainRows`: a piece of each source, then another one."""
+    counts = self._counts(row)
+    pieces = [part.prepare(counts[name], going) for name, part in self.info.parts.items()]
+    for _ in itertools.zip_longest(*pieces):
+      yield
 
   def shares(self, number: int) -> str:
     """A phase in words: the share of each source."""
-    parts = self._parts(self.turns.stages[number])
+    parts = self._parts(self.schedule.stages[number])
     total = sum(parts.values())
     return ", ".join(f"{name} {part / total:.1%}" for name, part in parts.items())
 
-  def in_words(self) -> str:
-    """See `TrainRows`."""
-    if self.are_ready:
-      return in_words(self)
-    return "; ".join(f"{name}: {part.in_words()}" for name, part in self.sources.items())
+  def _counts(self, row: int) -> dict[str, int]:
+    """How many rows of each source come before row `row`."""
+    return dict(zip(self.info.parts, map(int, self.schedule.counts(row)), strict=True))
 
-  def epochs(self, row: int) -> float | None:
-    """See `TrainRows`."""
-    return row / self.num_rows if self.are_ready else None
+  def _begun(self, row: int) -> list[Any]:
+    """Of each phase that begins before `row`: where it does, and the parts of its sources."""
+    phases = zip(map(int, self.schedule.starts), self.schedule.stages, strict=True)
+    return [[start, self._parts(stage)] for start, stage in phases if start < row]
 
-  def passes(self, row: int) -> dict[str, float | None]:
-    """See `TrainRows`."""
-    counts = self.turns.counts(row)
-    pairs = zip(self.sources.items(), counts, strict=True)
-    return {name: part.epochs(int(count)) for (name, part), count in pairs}
+  def _parts(self, stage: Stage) -> dict[str, int]:
+    return {name: n for name, n in zip(self.info.parts, stage.parts, strict=True) if n}
 
-  def ahead(self, row: int, going: Callable[[], bool]) -> None:
-    """See `TrainRows`: one window of each stream, then another one."""
-    counts = self.turns.counts(row)
-    for windows in range(AHEAD + 1):
-      for number, part in self._streams.items():
-        part.make_ready(int(counts[number]), windows, going)
+
+def _gathered(
+  reads: Sequence[Callable[[np.ndarray], dict[str, np.ndarray]]],
+  source: np.ndarray,
+  row: np.ndarray,
+) -> dict[str, np.ndarray]:
+  """Rows of several sources in one batch.
+
+  Args:
+    reads: of each source, gives its rows by number.
+    source: the number of each row's source.
+    row: which of that source's rows it is; of the same shape.
+
+  Returns:
+    Arrays [*source.shape, seq_len].
+  """
+  batch: dict[str, np.ndarray] = {}
+  for number in np.unique(source):
+    here = source == number
+    found = reads[number](row[here])
+    for name, values in found.items():
+      if name not in batch:
+        batch[name] = np.empty((*source.shape, values.shape[-1]), values.dtype)
+      batch[name][here] = values
+    assert batch.keys() == found.keys(), "sources have the same arrays"
+  return batch
 
 
 def _say(begun: Sequence[Any]) -> str:

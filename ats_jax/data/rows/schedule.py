@@ -79,7 +79,7 @@ def shuffled(order: np.ndarray, seed: str) -> np.ndarray:
   return order[np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable")]
 
 
-class Turns:
+class Schedule:
   """The order of all rows of a run; to look up a row takes as long wherever it is.
 
   Attributes:
@@ -134,16 +134,6 @@ class Turns:
     """[sources] int64, how many of the first `rows` rows are of each."""
     number = int(self.phase(np.array(max(rows - 1, 0))))
     return self._before[number] + self._within(number, rows - int(self.starts[number]))
-
-  def until(self, source: int, index: int) -> int | None:
-    """The row of the run that is row `index` of a source; None = it never comes."""
-    number = int(np.searchsorted(self._before[:, source], index, "right")) - 1
-    part = int(self._parts[number, source])
-    if not part:
-      return None
-    period, rank = divmod(index - int(self._before[number, source]), part)
-    at = np.flatnonzero(self._orders[number] == source)[rank]
-    return int(self.starts[number]) + period * len(self._orders[number]) + int(at)
 
   @property
   def end(self) -> int:

@@ -1,12 +1,13 @@
 """Training rows of a text that is tokenised while it is read (`data.streaming`)."""
 
 import bisect
+import dataclasses
 import functools
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import nothing_left, train_texts
-from ats_jax.data.rows.dataset import Dataset, check_same, in_words, read_rows
+from ats_jax.data.rows.contract import Info, Progress, TrainRows
+from ats_jax.data.rows.packed import Packed, read_rows
 from ats_jax.data.rows.windows import Place, Window, Windows
 from ats_jax.data.splits import Found, bpe_key, given_tokenizer
 from ats_jax.data.text import remote
@@ -31,8 +33,8 @@ _FIGURES = "first.json"
 _ENDS = 2**16  # bytes of a file's beginning and of its end that are hashed
 
 
-class Turn(NamedTuple):
-  """A window in the order of a run.
+class Visit(NamedTuple):
+  """A window in the order of a run, which comes to it once an epoch.
 
   Attributes:
     row: the first row of the run that is in it.
@@ -46,7 +48,7 @@ class Turn(NamedTuple):
 
 
 class Figures(NamedTuple):
-  """Of a window; see `Rows` and `TrainRows`."""
+  """Of a window; see `Info`."""
 
   num_rows: int
   num_tokens: int
@@ -55,23 +57,16 @@ class Figures(NamedTuple):
   ids_used: int
 
 
-class Stream:
-  """Rows of windows, one window after the other; see `TrainRows`.
+class Stream(TrainRows):
+  """Rows of windows, one window after the other.
 
   The rows of a window come in an order of their own in each epoch. So row r is a pure function of
   the fingerprint, the seed and r; it is found from the sizes of the windows before it, or from the
   beginning of a window that a checkpoint names.
 
-  Figures of the whole text are not known. `num_rows` and so on are those of the first window.
-
   Attributes:
-    tokenizer: what made the ids.
-    fingerprint: names the content of every row.
-    seq_len: positions in a row.
-    size: of the input, in bytes.
+    info: facts about the first window, as those of the whole text are not known.
   """
-
-  are_ready = False
 
   def __init__(
     self,
@@ -82,129 +77,107 @@ class Stream:
     fingerprint: str,
     seq_len: int,
     size: int,
-    turns: Sequence[Turn] = (Turn(),),
+    visits: Sequence[Visit] = (Visit(),),
   ):
-    self._windows, self.tokenizer, self._figures = windows, tokenizer, first
-    self.fingerprint, self.seq_len, self.size = fingerprint, seq_len, size
-    self.num_rows, self.num_tokens, self.num_documents = first[:3]
-    self.bytes_per_token = first.bytes_per_token
-    self._turns = sorted(turns)
+    """Begin at the first window.
+
+    Args:
+      windows: of the input.
+      tokenizer: what made the ids.
+      first: of the first window.
+      fingerprint: names the content of every row.
+      seq_len: positions in a row.
+      size: of the input, in bytes.
+      visits: of windows whose first row is known.
+    """
+    info = Info(tokenizer, seq_len, fingerprint=fingerprint, is_complete=False, **first._asdict())
+    self.info = dataclasses.replace(
+      info,
+      summary=(
+        f"a stream of {len(windows.files):,} files, {size / 1e6:,.1f} MB; its first window: "
+        f"{info.in_words()}"
+      ),
+    )
+    self._windows, self._figures, self._size = windows, first, size
+    self._visits = sorted(visits)
     self._guard = threading.Lock()  # of the list, to which threads append
 
   def __reduce__(self):
+    info = self.info
     make = functools.partial(
-      Stream, fingerprint=self.fingerprint, seq_len=self.seq_len, size=self.size, turns=self._turns
-    )
-    return make, (self._windows, self.tokenizer, self._figures)
+      Stream, fingerprint=info.fingerprint, seq_len=info.seq_len, size=self._size,
+      visits=self._visits,
+    )  # fmt: skip
+    return make, (self._windows, info.tokenizer, self._figures)
 
-  @property
-  def ids_used(self) -> int:
-    """Of the first window."""
-    return self._figures.ids_used
-
-  def in_words(self) -> str:
-    """See `TrainRows`."""
-    return (
-      f"a stream of {len(self._windows.files):,} files, {self.size / 1e6:,.1f} MB; its first "
-      f"window: {in_words(self)}"
-    )
-
-  def rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
-    """Rows of the first window; see `Rows`."""
-    return self.counted().rows(indices)
-
-  def counted(self) -> Dataset:
-    """The rows that `num_rows` counts."""
-    return self._windows.dataset(0)
-
-  def turn(self, row: int) -> Turn:
+  def visit(self, row: int) -> Visit:
     """In which window row `row` of the run is."""
-    at = self._turns[bisect.bisect_right(self._turns, (row, row, row)) - 1]
-    while row >= at.row + (found := self._windows.window(at.number)).rows:
-      at = _behind(at, found)
+    at = self._visits[bisect.bisect_right(self._visits, (row, row, row)) - 1]
+    while row >= at.row + (window := self._windows.window(at.number)).rows:
+      at = _next_visit(at, window)
       with self._guard:
-        if at.row > self._turns[-1].row:
-          self._turns.append(at)
+        if at.row > self._visits[-1].row:
+          self._visits.append(at)
     return at
 
-  def place(self, row: int) -> tuple[Dataset, int]:
-    """The window that row `row` of the run is in, and which of its rows that is."""
-    at = self.turn(row)
-    dataset = self._windows.dataset(at.number)
-    return dataset, dataset.row_index(at.epoch * dataset.num_rows + row - at.row)
+  def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
+    """See `Rows`: of the first window."""
+    return self._windows.dataset(0).read_once(rows)
 
-  def row_length(self, row: int) -> int:
+  def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
     """See `TrainRows`."""
-    del row
-    return self.seq_len
+    rows = np.asarray(rows)
+    return read_rows([self._place(int(row)) for row in rows.flat], rows.shape)
 
-  def global_rows(self, indices: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`."""
-    indices = np.asarray(indices)
-    return read_rows([self.place(int(row)) for row in indices.flat], indices.shape)
+  def progress(self, row: int, since: int | None = None) -> Progress:
+    """See `TrainRows`: how many epochs is not known; those behind the first are news."""
+    news = []
+    if since is not None and row > since:
+      epoch = self.visit(row - 1).epoch
+      if epoch > self.visit(max(0, since - 1)).epoch:
+        news = [f"all of its text has been read; its epoch {epoch + 1:,} begins"]
+    return Progress(None, news=news)
 
   def position(self, row: int) -> dict[str, Any]:
     """See `TrainRows`; with the window, so that another machine need not begin at the first."""
-    at = self.turn(row)
-    return {"row": row, "data": self.fingerprint, "window": [*at, *self._windows.begin(at.number)]}
+    at = self.visit(row)
+    return {**super().position(row), "window": [*at, *self._windows.begin(at.number)]}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
     """See `TrainRows`.
 
     Raises:
-      ValueError: if the position is one in other data, or the input changed.
+      ValueError: also if the input changed.
     """
-    check_same(self.fingerprint, position)
+    begin = super().row_of(position)
     row, epoch, number, *place = position["window"]
     self._windows.begins(number, Place(*place))
     with self._guard:
-      if (at := Turn(row, epoch, number)) not in self._turns:
-        bisect.insort(self._turns, at)
-    return position["row"]
+      if (at := Visit(row, epoch, number)) not in self._visits:
+        bisect.insort(self._visits, at)
+    return begin
 
-  def news(self, first: int, end: int) -> Sequence[str]:
-    """See `TrainRows`: of epochs behind the first."""
-    done = self.turn(end - 1).epoch if end > first else 0
-    if done <= self.turn(max(0, first - 1)).epoch:
-      return ()
-    return [f"all of its text has been read; its epoch {done + 1:,} begins"]
+  def prepare(self, row: int, going: Callable[[], bool]) -> Iterator[None]:
+    """See `TrainRows`: a window at a time."""
+    for ahead in range(AHEAD + 1):
+      at = self.visit(row)
+      for _ in range(ahead):
+        at = _next_visit(at, self._windows.window(at.number))
+      self._windows.make(at.number, going)
+      yield
 
-  def epochs(self, row: int) -> float | None:
-    """See `TrainRows`: that is not known."""
-    del row
-
-  def passes(self, row: int) -> dict[str, float | None]:
-    """See `TrainRows`: it has no name."""
-    del row
-    return {}
-
-  def make_ready(self, row: int, ahead: int, going: Callable[[], bool]) -> None:
-    """Make the window of row `row`, or one that comes after it.
-
-    Args:
-      row: of the run.
-      ahead: how many windows later.
-      going: see `Windows.make`.
-
-    Raises:
-      ValueError: see `Windows.make`.
-      InterruptedError: likewise.
-    """
-    at = self.turn(row)
-    for _ in range(ahead):
-      at = _behind(at, self._windows.window(at.number))
-    self._windows.make(at.number, going)
-
-  def ahead(self, row: int, going: Callable[[], bool]) -> None:
-    """See `TrainRows`."""
-    for count in range(AHEAD + 1):
-      self.make_ready(row, count, going)
+  def _place(self, row: int) -> tuple[Packed, int]:
+    """The window that row `row` of the run is in, and which of its rows that is."""
+    at = self.visit(row)
+    dataset = self._windows.dataset(at.number)
+    row_index = dataset.row_index(at.epoch * dataset.info.num_rows + row - at.row)
+    return dataset.packed, row_index
 
 
-def _behind(at: Turn, window: Window) -> Turn:
-  """What comes after a turn of that window."""
+def _next_visit(at: Visit, window: Window) -> Visit:
+  """What comes after a visit of that window."""
   ends = window.end is None
-  return Turn(at.row + window.rows, at.epoch + ends, 0 if ends else at.number + 1)
+  return Visit(at.row + window.rows, at.epoch + ends, 0 if ends else at.number + 1)
 
 
 def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) -> Stream:
@@ -219,23 +192,23 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
     ValueError: as `open_datasets`, and for what cannot be read in windows.
   """
   found, size = find_stream(cfg)
-  words = tokenizer or given_tokenizer(cfg)
-  if words is None:
+  tokenizer = tokenizer or given_tokenizer(cfg)
+  if tokenizer is None:
     if named := [file.path for file in found.files if is_remote(file.path)]:
       raise ValueError(
         f"data.streaming=true: a BPE is trained on many files at once, and {named[0]} is on a "
         "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
       )
     texts = lambda: train_texts(found.files, cfg, found.split)
-    words = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, found))
+    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, found))
   how = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("stream", found.content, words.fingerprint, how)
+  fingerprint = cache.digest("stream", found.content, tokenizer.fingerprint, how)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
-  windows = Windows(folder, cfg, found.files, words, seed)
+  windows = Windows(folder, cfg, found.files, tokenizer, seed)
   first = _first(windows)
   if not first.num_rows:  # of others too: a window ends where another document begins
     raise ValueError(nothing_left("no file holds a document"))
-  return Stream(windows, words, first, fingerprint=fingerprint, seq_len=cfg.seq_len, size=size)
+  return Stream(windows, tokenizer, first, fingerprint=fingerprint, seq_len=cfg.seq_len, size=size)
 
 
 def _first(windows: Windows) -> Figures:
@@ -243,7 +216,7 @@ def _first(windows: Windows) -> Figures:
   path = windows.folder / _FIGURES
   if not path.exists():
     dataset = windows.dataset(0)
-    figures = Figures(*(getattr(dataset, name) for name in Figures._fields))
+    figures = Figures(*(getattr(dataset.info, name) for name in Figures._fields))
     cache.write_atomically(path, json.dumps(figures))
   return Figures(*json.loads(path.read_text()))
 

@@ -234,10 +234,10 @@ class Windows:
       ChangedError: if it was another one.
     """
     dataset = self._packed(number)
-    folder = dataset.corpus.folder
+    folder = dataset.packed.corpus.folder
     end = folder.meta["end"]
     content = cache.digest(sorted(cache.hashes(folder.path, "tokens-*.bin").items()))
-    window = Window(begin, dataset.num_rows, end and Place(*end), content)
+    window = Window(begin, dataset.info.num_rows, end and Place(*end), content)
     if self._known.get(number, window) != window:
       raise ChangedError(number)
     if number not in self._known:

@@ -18,8 +18,8 @@ from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, flatten, resolve
 from ats_jax.config.schema import MeshConfig
 from ats_jax.data.batch import POSITION
+from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.data.rows.loader import TrainBatches, eval_batches
-from ats_jax.data.rows.rows import Rows, TrainRows
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.tokens.file import save_tokenizer
 from ats_jax.metrics import logfile
@@ -200,7 +200,7 @@ class TorchRun:
       self.checkpoints.wait()
       if self.adapters is not None and self.step == self.cfg.num_steps:
         folder = pathlib.Path(self.folder)
-        self.adapters.write(self.cfg, folder, self.train_set.tokenizer)
+        self.adapters.write(self.cfg, folder, self.train_set.info.tokenizer)
         logging.info("merged: ats-jax bridge import --folder=%s/%s", self.folder, MERGED)
     self.writer.write_scalars(self.step, self.goodput.summary())
     stats = {
@@ -310,7 +310,7 @@ def _open(
   train_set, valid_set = open_data(cfg.data, cfg.seed)
   cfg, length = with_length(cfg, train_set)
   workdir.write_config(folder, cfg)
-  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   cfg = dataclasses.replace(cfg, mesh=MeshConfig())
   mesh = make_mesh(cfg, jax.devices()[:1])
   enter(jax.set_mesh(mesh))
@@ -346,7 +346,7 @@ def _open(
       tells=True,
     )
   )
-  save_tokenizer(train_set.tokenizer, folder / workdir.TOKENIZER)
+  save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
   _say(program, folder, options, origin.step, length)
   rows_until = origin.step if origin.restore else None
   writer = create_writer(cfg.log, folder, resume_step=rows_until, run=identity.run)

@@ -9,6 +9,7 @@ from ats_jax.data.look.audit import SCENARIOS, Phase, audit
 from ats_jax.data.look.stats import stats, vocabulary_counts
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.loader import TrainBatches
+from ats_jax.data.rows.packed import Packed
 from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.exits import REFUSED
@@ -23,18 +24,22 @@ def ds(write, config):
   return open_split(config(seq_len=32, packing="best_fit"), 0, str(path), ByteTokenizer())
 
 
-def with_plan(ds, root, **arrays):
+def with_plan(ds, root, **changed):
   """The dataset with some arrays of its plan replaced."""
 
   def build(folder):
-    for name, values in {**ds.plan._asdict(), "documents": ds.documents, **arrays}.items():
+    arrays = {**ds.packed.plan._asdict(), "documents": ds.packed.documents, **changed}
+    for name, values in arrays.items():
       np.save(folder / f"{name}.npy", values)
-    return {"num_tokens": ds.num_tokens, "num_documents": ds.num_documents, "num_bytes": 0}
+    return {
+      "num_tokens": ds.info.num_tokens,
+      "num_documents": ds.info.num_documents,
+      "num_bytes": 0,
+    }
 
   folder = cache.cached(root, "faulty", build)
-  return Dataset(
-    ds.corpus, folder, ds.tokenizer, fingerprint="x", seed=0, seq_len=ds.seq_len, report=ds.report
-  )
+  packed = Packed(ds.packed.corpus, folder, ds.info.tokenizer, seq_len=ds.info.seq_len)
+  return Dataset(packed, fingerprint="x", seed=0, report=ds.info.report)
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit", "best_fit"])
@@ -47,7 +52,7 @@ def test_all_scenarios_are_clean(write, config, packing, text):
   assert {h for phases in SCENARIOS.values() for h, _, _ in phases} == {1, 2, 4, 7}
   for r in results:
     assert (r.difference, r.lost, r.repeated) == ("", 0, 0)
-    assert (r.rows, r.targets) == (ds.num_rows, ds.num_tokens)
+    assert (r.rows, r.targets) == (ds.info.num_rows, ds.info.num_tokens)
 
 
 class TestPlantedFaults:
@@ -59,19 +64,19 @@ class TestPlantedFaults:
     return result
 
   def test_lost_piece(self, ds, tmp_path):
-    keep = np.arange(len(ds.plan.length)) != 3
-    first = ds.plan.first - (ds.plan.first > 3)
-    lost = int(ds.plan.length[3])
-    pieces = {n: getattr(ds.plan, n)[keep] for n in ("document", "begin", "length")}
+    keep = np.arange(len(ds.packed.plan.length)) != 3
+    first = ds.packed.plan.first - (ds.packed.plan.first > 3)
+    lost = int(ds.packed.plan.length[3])
+    pieces = {n: getattr(ds.packed.plan, n)[keep] for n in ("document", "begin", "length")}
     faulty = with_plan(ds, tmp_path, first=first, **pieces)
     result = self.find(faulty)
     assert (result.lost, result.repeated) == (lost, 0)
-    name = ds.corpus.name(int(ds.plan.document[3]))
-    assert result.difference == f"token {ds.plan.begin[3]} of document {name!r} came 0 times"
+    name = ds.packed.corpus.name(int(ds.packed.plan.document[3]))
+    assert result.difference == f"token {ds.packed.plan.begin[3]} of document {name!r} came 0 times"
 
   def test_repeated_piece(self, ds, tmp_path):
     document, begin, length = (
-      np.array(getattr(ds.plan, n)) for n in ("document", "begin", "length")
+      np.array(getattr(ds.packed.plan, n)) for n in ("document", "begin", "length")
     )
     same = np.flatnonzero(length == length[5])
     other = same[same != 5][0]
@@ -80,18 +85,18 @@ class TestPlantedFaults:
     assert result.repeated == result.lost == length[5]
 
   def test_lost_document_that_the_plan_never_heard_of(self, ds, tmp_path):
-    gone = ds.plan.document[0]
-    keep = ds.plan.document != gone
-    counts = np.add.reduceat(keep.astype(int), ds.plan.first[:-1])
+    gone = ds.packed.plan.document[0]
+    keep = ds.packed.plan.document != gone
+    counts = np.add.reduceat(keep.astype(int), ds.packed.plan.first[:-1])
     counts = counts[counts > 0]
     faulty = with_plan(
       ds, tmp_path, first=np.concatenate([[0], counts.cumsum()]),
-      **{n: getattr(ds.plan, n)[keep] for n in ("document", "begin", "length")},
+      **{n: getattr(ds.packed.plan, n)[keep] for n in ("document", "begin", "length")},
     )  # fmt: skip
-    assert self.find(faulty).lost == ds.corpus.length[gone] + 1
+    assert self.find(faulty).lost == ds.packed.corpus.length[gone] + 1
 
   def test_piece_one_place_off(self, ds, tmp_path):
-    begin = np.array(ds.plan.begin)
+    begin = np.array(ds.packed.plan.begin)
     cut = np.flatnonzero(begin > 0)[0]
     begin[cut] -= 1
     result = self.find(with_plan(ds, tmp_path, begin=begin))
@@ -146,7 +151,7 @@ class TestPlantedFaults:
 
   def test_a_segment_that_runs_into_the_next_document(self, ds, monkeypatch):
     """As if documents were joined without an eos: the input before is another document's."""
-    row = Dataset._row
+    row = Packed._row
 
     def joined(self, i):
       out = row(self, i)
@@ -156,13 +161,13 @@ class TestPlantedFaults:
         tokens[second[0]] = targets[second[0] - 1]
       return out
 
-    monkeypatch.setattr(Dataset, "_row", joined)
+    monkeypatch.setattr(Packed, "_row", joined)
     assert "crosses a document boundary" in self.find(ds).difference
 
   def test_the_command_fails_and_names_it(self, ds, tmp_path, capsys):
     assert _audit(ds, ds)
     assert "exactly once" in capsys.readouterr().out
-    begin = np.array(ds.plan.begin)
+    begin = np.array(ds.packed.plan.begin)
     begin[np.flatnonzero(begin > 0)[0]] -= 1
     assert not _audit(with_plan(ds, tmp_path, begin=begin), ds)
     out = capsys.readouterr().out
@@ -172,12 +177,12 @@ class TestPlantedFaults:
 def test_stats(write, config, capsys):
   path = write("a.jsonl", [{"text": "aab"}, {"text": "é" * 10}, {"no": 1}])
   train, validation = open_datasets(config(paths=str(path), seq_len=8), 0)
-  figures = stats(train)
+  figures = stats(train.info)
   assert figures["documents"] == 2 and figures["text tokens"] == 23
   assert figures["targets (with one eos a document)"] == 25 and figures["bytes of text"] == 23
   assert figures["rows"] == "4 of 8" and figures["padding"] == "21.875%"
   assert figures["vocabulary used"] == "4 of 259" and figures["left out: missing field"] == 1
-  counts = vocabulary_counts(train)
+  counts = vocabulary_counts(train.packed)
   assert counts[ord("a")] == 2 and counts[0xC3] == 10 and counts.sum() == 23
   assert _stats(train, validation)
   out = capsys.readouterr().out

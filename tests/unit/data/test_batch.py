@@ -6,7 +6,7 @@ from ats_jax.data.batch import FIELDS, random_batch
 
 
 def test_datasets_give_the_fields(numbered):
-  rows = numbered([5, 9, 3], seq_len=8).rows(range(2))
+  rows = numbered([5, 9, 3], seq_len=8).read_once(range(2))
   assert {name: x.dtype for name, x in rows.items()} == {
     name: np.dtype(field.dtype) for name, field in FIELDS.items()
   }

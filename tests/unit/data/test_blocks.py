@@ -4,23 +4,26 @@ import numpy as np
 import pytest
 
 from ats_jax.data.rows.blocks import SHORT, cut, sample_blocks
+from ats_jax.data.rows.contract import Info
+from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 
 class Rows:
   """Rows of two documents whose tokens name row and position, the last fifth of each is padding."""
 
   def __init__(self, num_rows, seq_len):
-    self.num_rows, self.seq_len = num_rows, seq_len
+    self.info = Info(ByteTokenizer(), seq_len, num_rows, num_tokens=0, num_documents=0)
 
-  def rows(self, indices):
-    at = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32), (len(indices), self.seq_len))
-    used = at < self.seq_len * 4 // 5
-    used = used & (np.asarray(indices) < self.num_rows)[:, None]
-    half = self.seq_len // 3
+  def read_once(self, rows):
+    indices, seq_len = np.asarray(rows), self.info.seq_len
+    at = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (len(indices), seq_len))
+    used = at < seq_len * 4 // 5
+    used = used & (indices < self.info.num_rows)[:, None]
+    half = seq_len // 3
     segments = np.where(used, 1 + (at >= half), 0)
     return {
-      "tokens": np.where(used, 10_000 * np.asarray(indices)[:, None] + at, 0),
-      "targets": np.where(used, 10_000 * np.asarray(indices)[:, None] + at + 1, 0),
+      "tokens": np.where(used, 10_000 * indices[:, None] + at, 0),
+      "targets": np.where(used, 10_000 * indices[:, None] + at + 1, 0),
       "segment_ids": segments.astype(np.int32),
       "positions": np.where(used, np.where(at >= half, at - half, at), 0).astype(np.int32),
       "loss_mask": used.astype(np.float32),
@@ -56,7 +59,7 @@ def test_a_split_smaller_than_the_sample_is_filled_with_padding():
 
 def test_a_block_is_a_row_of_its_own():
   seq = 4 * SHORT
-  row = Rows(9, seq).rows(np.array([3]))
+  row = Rows(9, seq).read_once(np.array([3]))
   block = cut(row, 1)  # from the middle of the first document into the second
   assert {x.shape for x in block.values()} == {(1, SHORT)}
   assert {name: x.dtype for name, x in block.items()} == {n: x.dtype for n, x in row.items()}
@@ -70,6 +73,6 @@ def test_a_block_is_a_row_of_its_own():
 
 
 def test_short_rows_stay_whole():
-  row = Rows(9, 20).rows(np.array([3]))
+  row = Rows(9, 20).read_once(np.array([3]))
   for name, values in cut(row, 0).items():
     np.testing.assert_array_equal(values, row[name])

@@ -69,9 +69,9 @@ def try_all(tmp_path, config, seeds):
       next(folder.glob(f"{seed:05}.*")).unlink(missing_ok=True)
   assert expected["documents"] > used / 10 and expected["dropped"] > used / 3  # a fair mixture
   ds = open_split(config(seq_len=64), 0, str(folder), ByteTokenizer())
-  assert ds.corpus.report["balance"] == expected
-  assert ds.num_documents == expected["documents"]
-  assert ds.rows(range(ds.num_rows))["loss_mask"].sum() == ds.num_tokens
+  assert ds.packed.corpus.report["balance"] == expected
+  assert ds.info.num_documents == expected["documents"]
+  assert ds.read_once(range(ds.info.num_rows))["loss_mask"].sum() == ds.info.num_tokens
   return expected
 
 
@@ -88,7 +88,7 @@ def try_filtered_sources(tmp_path, config, expected):
   usual = dict(seq_len=64, mixture="3 steps: a=2,b=1; b=1")
   cfg = config(paths=",".join(f"{n}={p}" for n, p in paths.items()), filters="exact", **usual)
   ds, _ = open_data(cfg, 0)
-  reports = [part.corpus.report for part in ds.sources.values()]
+  reports = [part.packed.corpus.report for part in ds.info.parts.values()]
   sums = {name: sum(r["balance"][name] for r in reports) for name in expected}
   copies = sum(sum(r["filtered"].values()) for r in reports)
   assert copies > 0 and sums == {
@@ -96,7 +96,7 @@ def try_filtered_sources(tmp_path, config, expected):
     "documents": expected["documents"] + 2 - copies,
     "dropped": expected["dropped"] + copies,
   }
-  ds.global_rows(np.arange(200))
+  ds.read(np.arange(200))
 
   tokens = [find_files(str(p), Named()) for p in paths.values()]
   for file in (file for found in tokens for file in found if file.kind == "tokens"):
@@ -105,10 +105,10 @@ def try_filtered_sources(tmp_path, config, expected):
   whole = open_split(config(seq_len=64), 0, both, ByteTokenizer())
   stream, _ = open_data(config(paths=both, seq_len=64, streaming=True, window_mb=0.3), 0)
   targets, row = 0, 0
-  while stream.turn(row).epoch == 0:
-    targets += int(stream.global_rows(np.array([row]))["loss_mask"].sum())
+  while stream.visit(row).epoch == 0:
+    targets += int(stream.read(np.array([row]))["loss_mask"].sum())
     row += 1
-  assert targets == whole.num_tokens
+  assert targets == whole.info.num_tokens
 
 
 def kinds():

@@ -111,8 +111,8 @@ def test_every_epoch_reads_each_part_once_and_less_than_a_step_more(rows, a_step
     parts = []
     for step in range(order.start(epoch), order.start(epoch + 1)):
       assert order.epoch(step) == epoch
-      part, turn = order.find(step)
-      assert turn == taken[part]
+      part, number = order.find(step)
+      assert number == taken[part]
       taken[part] += 1
       parts.append(part)
     for part, (n, k) in enumerate(zip(rows, a_step, strict=True)):
@@ -142,12 +142,12 @@ def test_a_random_order_is_another_in_each_epoch_and_of_each_seed():
 )
 def test_an_epoch_holds_each_token_once_on_any_hosts(parted, how):
   ds = parted(**how)
-  assert len(ds.parts) > 1
+  assert len(ds.info.parts) > 1
   results = list(audit(ds))
   assert len(results) == 5
   for result in results:
     assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
-    assert result.targets == ds.num_tokens
+    assert result.targets == ds.info.num_tokens
 
 
 def test_the_audit_sees_a_row_that_comes_twice(parted, monkeypatch):
@@ -161,14 +161,14 @@ def test_epochs_follow_each_other_without_a_loss(parted):
   """Over three epochs each row of each part comes three times, or once more in a step that ends."""
   ds = parted(curriculum="length")
   steps = ds.order.start(3)
-  seen = [np.zeros(part.num_rows, int) for part in ds.parts.values()]
+  seen = [np.zeros(part.info.num_rows, int) for part in ds.info.parts.values()]
   for row in range(steps * BATCH):
     number, short = ds.place(row)
-    part = list(ds.parts.values())[number]
+    part = list(ds.info.parts.values())[number]
     np.add.at(seen[number], [part.row_index(r) for r in short], 1)
-  for part, counts in zip(ds.parts.values(), seen, strict=True):
+  for part, counts in zip(ds.info.parts.values(), seen, strict=True):
     assert set(counts) <= {3, 4}
-    assert counts.sum() - 3 * part.num_rows < BATCH * 128 // part.seq_len
+    assert counts.sum() - 3 * part.info.num_rows < BATCH * 128 // part.info.seq_len
 
 
 def test_rows_are_those_of_a_training_on_the_part_alone(parted):
@@ -176,13 +176,13 @@ def test_rows_are_those_of_a_training_on_the_part_alone(parted):
   batches, _ = read(ds, ds.order.start(1))
   turns = Counter()
   for step, batch in enumerate(batches):
-    part = list(ds.parts.values())[ds.order.find(step).part]
-    rows = BATCH * 128 // part.seq_len
-    begin = turns[part.seq_len]
-    turns[part.seq_len] += rows
-    assert_same({k: v[0] for k, v in batch.items()}, part.global_rows(range(begin, begin + rows)))
+    part = list(ds.info.parts.values())[ds.order.find(step).part]
+    rows = BATCH * 128 // part.info.seq_len
+    begin = turns[part.info.seq_len]
+    turns[part.info.seq_len] += rows
+    assert_same({k: v[0] for k, v in batch.items()}, part.read(range(begin, begin + rows)))
     assert batch["tokens"].size == BATCH * 128  # of all steps
-  assert set(turns) == {part.seq_len for part in ds.parts.values()} and len(turns) == 3
+  assert set(turns) == {part.info.seq_len for part in ds.info.parts.values()} and len(turns) == 3
 
 
 @pytest.mark.parametrize("curriculum", ["none", "length"])
@@ -218,10 +218,10 @@ def test_a_position_is_one_in_the_same_steps(parted):
 def test_whole_rows_hold_short_ones_end_to_end(parted):
   """As the probe of a run without held-out text reads them."""
   ds = parted()
-  rows = ds.rows(np.arange(ds.num_rows))
-  assert rows["tokens"].shape == (ds.num_rows, 128)
-  for row in range(ds.num_rows):
-    short = ds.global_rows(np.array([row]))
+  rows = ds.read_once(np.arange(ds.info.num_rows))
+  assert rows["tokens"].shape == (ds.info.num_rows, 128)
+  for row in range(ds.info.num_rows):
+    short = ds.read(np.array([row]))
     for name in ("tokens", "targets", "positions", "loss_mask"):
       np.testing.assert_array_equal(rows[name][row], short[name].reshape(-1))
     ids, own = rows["segment_ids"][row], short["segment_ids"]
@@ -229,30 +229,34 @@ def test_whole_rows_hold_short_ones_end_to_end(parted):
     pieces = sum(len(set(r[r > 0])) for r in own)
     assert len(set(ids[ids > 0])) == pieces  # no two documents have a number
     assert (np.diff(ids[ids > 0]) >= 0).all() and starts.sum() <= pieces
-  padding = ds.rows(np.array([ds.num_rows]))
+  padding = ds.read_once(np.array([ds.info.num_rows]))
   assert not padding["segment_ids"].any() and not padding["loss_mask"].any()
 
 
 def test_short_documents_first_and_the_log_says_so(parted):
   ds = parted(curriculum="length")
-  lengths = [ds.row_length(step * BATCH) for step in range(ds.order.start(1))]
+  lengths = [ds.length(step * BATCH) for step in range(ds.order.start(1))]
   assert lengths == sorted(lengths) and len(set(lengths)) == 3
-  news = [w for s in range(ds.order.start(1) + 1) for w in ds.news(s * BATCH, (s + 1) * BATCH)]
+  news = [
+    text
+    for step in range(ds.order.start(1) + 1)
+    for text in ds.progress((step + 1) * BATCH, since=step * BATCH).news
+  ]
   second = lengths.index(lengths[-1]) + 1
   assert f"from step {second} on: documents of" in news[1] and len(news) == 4
   assert news[2] == "all documents have been read; epoch 2 begins"
-  assert all(f"rows of {n}" in ds.in_words() for n in set(lengths))
-  assert ds.epochs(ds.order.start(1) * BATCH) == 1.0
+  assert all(f"rows of {n}" in ds.info.in_words() for n in set(lengths))
+  assert ds.progress(ds.order.start(1) * BATCH).epochs == 1.0
 
 
 def test_easy_documents_come_first(parted):
   ds = parted(length_buckets=1, curriculum="difficulty")
-  assert 1 < len(ds.parts) <= LEVELS
-  part = next(iter(ds.parts.values()))
-  everything = np.sort(np.concatenate([p.documents for p in ds.parts.values()]))
-  bits = np.full(len(part.corpus), np.nan)
-  bits[everything] = rarity(part.corpus, everything, ds.tokenizer.vocab_size)
-  levels = [bits[p.documents] for p in ds.parts.values()]
+  assert 1 < len(ds.info.parts) <= LEVELS
+  part = next(iter(ds.info.parts.values()))
+  everything = np.sort(np.concatenate([p.packed.documents for p in ds.info.parts.values()]))
+  bits = np.full(len(part.packed.corpus), np.nan)
+  bits[everything] = rarity(part.packed.corpus, everything, ds.info.tokenizer.vocab_size)
+  levels = [bits[p.packed.documents] for p in ds.info.parts.values()]
   for easier, harder in itertools.pairwise(levels):
     assert easier.max() <= harder.min()
   steps = [ds.order.find(step).part for step in range(ds.order.start(1))]
@@ -289,7 +293,7 @@ def test_a_text_that_cannot_be_parted_is_read_as_usual_and_that_is_said(write, c
   for how in ({"length_buckets": 4}, {"curriculum": "difficulty"}):
     caplog.clear()
     ds, _ = open_data(config(**settings, **how), 0)
-    assert isinstance(ds, Dataset) and ds.fingerprint == plain.fingerprint
+    assert isinstance(ds, Dataset) and ds.info.fingerprint == plain.info.fingerprint
     assert f"data.{'='.join(map(str, *how.items()))} has no effect" in caplog.text
 
 
@@ -303,22 +307,36 @@ def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
   ds, _ = open_data(
     config(paths=str(path), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2), 0
   )
-  assert isinstance(ds, Buckets) and len(ds.parts) == 2
-  assert ds.num_documents == 200 and ds.report["skipped"]
-  assert all((part.plan.begin == 0).all() for part in ds.parts.values())  # none is cut
+  assert isinstance(ds, Buckets) and len(ds.info.parts) == 2
+  assert ds.info.num_documents == 200 and ds.info.report["skipped"]
+  assert all((part.packed.plan.begin == 0).all() for part in ds.info.parts.values())  # none is cut
   assert not next(iter(audit(ds))).difference
-  assert 0 < ds.padding < 1 and f"{ds.padding:.1%} padding" in ds.in_words()
+  assert 0 < ds.padding < 1 and f"{ds.padding:.1%} padding" in ds.info.in_words()
   assert ("are padding" in caplog.text) == (ds.padding > 0.1)
 
 
 def test_the_report_shows_the_lengths(parted, write, config):
   ds = parted()
-  part = next(iter(ds.parts.values()))
-  path = part.corpus._files[0].path
+  part = next(iter(ds.info.parts.values()))
+  path = part.packed.corpus._files[0].path
   cfg = config(paths=str(path), seq_len=128, batch_size=BATCH, length_buckets=3)
   found = overview(cfg, open_documents(cfg, 0.0))
-  want = [(n, p.seq_len, p.num_documents, p.num_tokens) for n, p in ds.parts.items()]
+  want = [
+    (n, p.info.seq_len, p.info.num_documents, p.info.num_tokens) for n, p in ds.info.parts.items()
+  ]
   assert [tuple(p) for p in found.packed] == want
   text = page(found)
-  assert all(f"<td>{name}</td>" in text for name in ds.parts)
+  assert all(f"<td>{name}</td>" in text for name in ds.info.parts)
   assert "Rows of training" not in page(found._replace(packed=[]))
+
+
+def test_parts_of_which_nothing_is_left_are_refused(write, config):
+  """Of conversations in two lengths none has a token in the loss."""
+  silent = lambda n: [
+    {"role": "user", "content": "what " * n},
+    {"role": "assistant", "content": "so", "weight": 0},
+  ]
+  path = write("c.jsonl", [{"messages": silent(1 + 40 * (i % 8 == 0))} for i in range(400)])
+  how = dict(paths=str(path), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2)
+  with pytest.raises(ValueError, match=r"Nothing is left .* 400 without a token in the loss"):
+    open_data(config(**how), 0)

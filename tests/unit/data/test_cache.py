@@ -41,7 +41,7 @@ def work(monkeypatch):
 
 def first_rows(cfg, seed=0):
   train, _ = open_datasets(cfg, seed)
-  return train.fingerprint, train.global_rows(range(train.num_rows))["tokens"].tobytes()
+  return train.info.fingerprint, train.read(range(train.info.num_rows))["tokens"].tobytes()
 
 
 def test_second_start_reads_nothing(corpus, config, work):

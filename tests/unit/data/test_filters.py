@@ -167,10 +167,10 @@ def test_a_prepared_folder_keeps_its_filters(folder, config, tmp_path):
   prepare(cfg, tmp_path / "out", How(0))
   train, _ = open_datasets(cfg, 0)
   again, _ = open_datasets(config(paths=str(tmp_path / "out"), seq_len=16), 0)
-  assert again.fingerprint == train.fingerprint
-  assert again.report["skipped"]["exact"] == 25
+  assert again.info.fingerprint == train.info.fingerprint
+  assert again.info.report["skipped"]["exact"] == 25
   all_of_it, _ = open_datasets(dataclasses.replace(cfg, filters=""), 0)
-  assert all_of_it.fingerprint != train.fingerprint
+  assert all_of_it.info.fingerprint != train.info.fingerprint
   with pytest.raises(ValueError, match=r"data.filters='near', but .* prepared with 'exact'"):
     open_documents(config(paths=str(tmp_path / "out"), filters="near"), 0.0)
 

@@ -38,8 +38,11 @@ def zstd_with_checksum(raw: bytes) -> bytes:
 
 def texts(path, config, **changes):
   ds = open_split(config(seq_len=8, **changes), 0, str(path), ByteTokenizer())
-  found = [ds.tokenizer.decode(ds.corpus.tokens(d, 0, 10**9)) for d in range(len(ds.corpus))]
-  balance = ds.corpus.report["balance"]
+  found = [
+    ds.info.tokenizer.decode(ds.packed.corpus.tokens(d, 0, 10**9))
+    for d in range(len(ds.packed.corpus))
+  ]
+  balance = ds.packed.corpus.report["balance"]
   assert balance["records"] == balance["documents"] + balance["dropped"]
   assert balance["documents"] == len(found)
   return found, ds
@@ -73,7 +76,7 @@ class TestCompressed:
     write(f"d/b.txt{suffix.upper()}", pack("é one document\n".encode()))
     found, ds = texts(path.parent, config)
     assert found == [*TEXTS, "é one document\n"]
-    assert ds.corpus.name(0) == f"a.jsonl{suffix}:1"
+    assert ds.packed.corpus.name(0) == f"a.jsonl{suffix}:1"
 
   @pytest.mark.parametrize("suffix", [*PACK, pytest.param(".zst", marks=pytest.mark.formats)])
   @pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])
@@ -122,8 +125,8 @@ def test_array_record(tmp_path, config):
   writer.write(b"no JSON")
   writer.close()
   found, ds = texts(path, config)
-  assert found == TEXTS and ds.report["malformed"] == {"missing field": 1, "broken JSON": 1}
-  assert f"{path}:7: no field 'text'" in ds.report["first"][0]
+  assert found == TEXTS and ds.info.report["malformed"] == {"missing field": 1, "broken JSON": 1}
+  assert f"{path}:7: no field 'text'" in ds.info.report["first"][0]
   for name, raw in {
     "cut": path.read_bytes()[:-70_000],
     "other": b"no such file",
@@ -166,7 +169,7 @@ class TestTables:
     table = table.set_column(1, "text", table["text"].cast(types[kind]))
     parquet.write_table(table, tmp_path / "a.parquet", compression=codec, row_group_size=2)
     found, ds = texts(tmp_path / "a.parquet", config)
-    assert found == TEXTS and ds.corpus.name(3) == "a.parquet:4"
+    assert found == TEXTS and ds.packed.corpus.name(3) == "a.parquet:4"
 
   @pytest.mark.parametrize("kind", ["new_file", "new_stream"])
   def test_arrow(self, pa, table, tmp_path, config, kind):
@@ -217,7 +220,7 @@ class TestTables:
     data.save_to_disk(str(tmp_path / "one"), num_shards=2)
     (tmp_path / "one" / "cache-17.arrow").write_bytes(b"of a map")
     found, ds = texts(tmp_path / "one", config)
-    assert found == TEXTS and ds.report["skipped"]["not part of the dataset"] == 1
+    assert found == TEXTS and ds.info.report["skipped"]["not part of the dataset"] == 1
     shuffled = data.select([3, 1])
     shuffled.save_to_disk(str(tmp_path / "two"))
     assert texts(tmp_path / "two", config)[0] == [TEXTS[3], TEXTS[1]]
@@ -329,7 +332,7 @@ print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss -
     began = time.monotonic()
     found, ds = texts(folder, config)
     assert len(found) == 10_000 and time.monotonic() - began < 60
-    assert ds.report["malformed"] == {"not a regular file": 1, "unreadable": 1}
+    assert ds.info.report["malformed"] == {"not a regular file": 1, "unreadable": 1}
 
 
 def test_a_link_is_read_by_its_own_name(write, tmp_path, config):

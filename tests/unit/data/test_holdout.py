@@ -29,8 +29,10 @@ def prose(num_chars: int, seed: int = 0) -> str:
 def documents(ds):
   """Name -> text of each document of a split."""
   return {
-    ds.corpus.name(int(d)): ds.tokenizer.decode(ds.corpus.tokens(int(d), 0, 10**9))
-    for d in ds.documents
+    ds.packed.corpus.name(int(d)): ds.info.tokenizer.decode(
+      ds.packed.corpus.tokens(int(d), 0, 10**9)
+    )
+    for d in ds.packed.documents
   }
 
 
@@ -52,7 +54,7 @@ def test_a_part_of_one_file_is_held_out(write, config, caplog, num_chars):
   held = sum(map(len, documents(validation).values()))
   assert 0.02 < held / num_chars < 0.2
   assert caplog.text.count("Too few documents to hold out whole ones") == 1
-  assert "blocks" in caplog.text and "book.txt" in train.corpus.name(0)
+  assert "blocks" in caplog.text and "book.txt" in train.packed.corpus.name(0)
   # Blocks are whole lines but for what is cut at the end of the text.
   assert all(part.endswith("\n") for part in in_order(train, validation)[:-1])
   assert all(not result.difference for ds in (train, validation) for result in audit(ds))
@@ -65,11 +67,11 @@ def test_the_same_blocks_each_time(write, config):
     for c, seed in ((str(path.parent / "one"), 0), (str(path.parent / "two"), 1))
   )
   assert documents(first[1]) == documents(again[1])
-  assert first[0].fingerprint == again[0].fingerprint
+  assert first[0].info.fingerprint == again[0].info.fingerprint
   write("book.txt", prose(50_000, seed=1))
   assert open_datasets(config(paths=str(path), validation_fraction=0.05, seq_len=32), 0)[
     0
-  ].fingerprint != (first[0].fingerprint)
+  ].info.fingerprint != (first[0].info.fingerprint)
 
 
 def test_a_damaged_note_is_made_again(write, config, tmp_path):
@@ -87,7 +89,7 @@ def test_a_tiny_file_is_trained_on_whole(write, config, caplog, num_chars):
   with caplog.at_level(logging.WARNING, logger="absl"):
     train, validation = open_datasets(cfg, 0)
     open_datasets(cfg, 0)
-  assert (train.num_documents, validation.num_rows) == (1, 0)
+  assert (train.info.num_documents, validation.info.num_rows) == (1, 0)
   assert caplog.text.count("Too little text to hold any of it out") == 2  # once a start
   assert "--config.data.validation_paths" in caplog.text
 
@@ -97,7 +99,7 @@ def test_what_is_held_out_never_makes_the_rest_too_short(write, config, caplog):
   cfg = config(paths=str(write("a.txt", "x" * 4000)), validation_fraction=0.05, seq_len=4001)
   with caplog.at_level(logging.WARNING, logger="absl"):
     train, validation = open_datasets(cfg, 0)
-  assert (train.num_rows, validation.num_rows) == (1, 0)
+  assert (train.info.num_rows, validation.info.num_rows) == (1, 0)
   assert "shorter than one row of data.seq_len=4001" in caplog.text
 
 
@@ -106,7 +108,9 @@ def test_a_folder_of_nineteen(write, config, tmp_path):
     write(f"d/{i}.txt", prose(2000, seed=i))
   cfg = config(paths=str(tmp_path / "d"), validation_fraction=0.05, seq_len=32)
   train, validation = open_datasets(cfg, 0)
-  assert validation.num_rows and sum(map(len, documents(validation).values())) < 0.2 * 19 * 2000
+  assert (
+    validation.info.num_rows and sum(map(len, documents(validation).values())) < 0.2 * 19 * 2000
+  )
   texts = sorted(documents(train).values()) + sorted(documents(validation).values())
   assert sum(map(len, texts)) == 19 * 2000
 
@@ -115,7 +119,7 @@ def test_short_documents_are_held_out_whole(write, config):
   rows = [{"text": prose(90, seed=i)} for i in range(12)]
   cfg = config(paths=str(write("a.jsonl", rows)), validation_fraction=0.05, seq_len=8)
   train, validation = open_datasets(cfg, 0)
-  assert (train.num_documents, validation.num_documents) == (11, 1)
+  assert (train.info.num_documents, validation.info.num_documents) == (11, 1)
   assert {*documents(train).values(), *documents(validation).values()} == {r["text"] for r in rows}
 
 
@@ -126,12 +130,12 @@ def test_token_files_are_cut_too(tmp_path, config):
   train, validation = open_datasets(cfg, 0)
   parts = {}
   for ds in (train, validation):
-    for d in map(int, ds.documents):
-      parts[ds.corpus.name(d)] = ds.corpus.tokens(d, 0, 10**9)
+    for d in map(int, ds.packed.documents):
+      parts[ds.packed.corpus.name(d)] = ds.packed.corpus.tokens(d, 0, 10**9)
   number = lambda name: int(name.rpartition("[")[2][:-1]) if name.endswith("]") else 0
   joined = np.concatenate([parts[name] for name in sorted(parts, key=number)])
   assert np.array_equal(joined, ids)
-  assert 0.05 < validation.num_tokens / 60_000 < 0.2
+  assert 0.05 < validation.info.num_tokens / 60_000 < 0.2
   assert all(not result.difference for result in audit(train))
 
 
@@ -142,7 +146,7 @@ def test_many_documents_are_split_as_they_always_were(write, config, tmp_path):
   cfg = config(paths=str(tmp_path / "d"), validation_fraction=0.1, seq_len=32)
   train, validation = open_datasets(cfg, 0)
   assert sorted(documents(validation)) == ["14.txt"]
-  assert train.fingerprint == "bd7ae9d3025f556ef1c360c4d36d78b8"
+  assert train.info.fingerprint == "bd7ae9d3025f556ef1c360c4d36d78b8"
   (note,) = (tmp_path / "cache").glob("split-*")
   assert json.loads(note.read_text()) == dataclasses.asdict(Split(0.1))
 
@@ -170,7 +174,7 @@ def test_the_bpe_sees_training_text_only(write, config):
   train, validation = open_datasets(cfg, 0)
   assert any("zyzzyva" in part for part in documents(validation).values())
   assert not any("zyzzyva zyzzyva zyzzyva" in part for part in documents(train).values())
-  assert len(train.tokenizer.encode("zyzzyva")) >= 6
+  assert len(train.info.tokenizer.encode("zyzzyva")) >= 6
 
 
 class TestCut:

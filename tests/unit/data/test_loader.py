@@ -7,17 +7,18 @@ import textwrap
 import time
 from pathlib import Path
 
+import grain
 import numpy as np
 import psutil
 import pytest
 
-from ats_jax.data.rows.loader import Batches, Source, TrainBatches
+from ats_jax.data.rows.loader import Batches, TrainBatches
 
 LENGTHS = [3, 30, 1, 7, 19, 12, 2, 2, 40, 5, 6, 11, 9, 14]
 
 
 def numbers(length):
-  return Source(lambda k: {"k": np.full(3, k)}, length)
+  return grain.MapDataset.range(length).map(lambda k: {"k": np.full(3, k)})
 
 
 def test_thread_reads_all_in_order_and_ends():
@@ -44,7 +45,7 @@ def test_an_error_in_the_source_reaches_the_reader():
       raise ValueError("row 2 is bad")
     return {"k": np.array(k)}
 
-  with Batches(Source(read, 5), num_workers=0, prefetch=2) as batches:
+  with Batches(grain.MapDataset.range(5).map(read), num_workers=0, prefetch=2) as batches:
     next(batches), next(batches)
     with pytest.raises(ValueError, match="row 2 is bad"):
       next(batches)
@@ -52,8 +53,8 @@ def test_an_error_in_the_source_reaches_the_reader():
 
 def test_prefetch_is_bounded():
   read = []
-  with Batches(Source(lambda k: read.append(k) or {"k": np.array(k)}, 99), num_workers=0,
-               prefetch=3) as batches:  # fmt: skip
+  data = grain.MapDataset.range(99).map(lambda k: read.append(k) or {"k": np.array(k)})
+  with Batches(data, num_workers=0, prefetch=3) as batches:
     next(batches)
     time.sleep(0.2)
     assert read == list(range(4))
@@ -62,7 +63,7 @@ def test_prefetch_is_bounded():
 def test_workers_give_what_a_thread_gives(numbered):
   """Uneven shares lose nothing (grain#1129), and no process is left behind."""
   ds = numbered(LENGTHS, seq_len=8)
-  position = {"row": 3, "data": ds.fingerprint}
+  position = {"row": 3, "data": ds.info.fingerprint}
   read = dict(
     position=position, accum_steps=2, batch_size=6, local_rows=np.array([0, 2]), prefetch=2
   )
@@ -83,14 +84,14 @@ def test_workers_give_what_a_thread_gives(numbered):
 
 SCRIPT = """
 import signal, sys
-import numpy as np, psutil
-from ats_jax.data.rows.loader import Batches, Source
+import grain, numpy as np, psutil
+from ats_jax.data.rows.loader import Batches
 
 if __name__ == "__main__":
   caught = []
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *a: caught.append(a[0]))
-  source = Source(lambda k: {"k": np.full(100_000, k)}, 10**9)
+  source = grain.MapDataset.range(10**9).map(lambda k: {"k": np.full(100_000, k)})
   batches = Batches(source, num_workers=2, prefetch=2)
   children = psutil.Process().children(recursive=True)
   print("started", *(p.pid for p in children), flush=True)
@@ -144,10 +145,11 @@ def test_signals_to_the_group_and_death_of_the_parent(tmp_path):
 def test_leaving_without_close_is_quick_and_quiet(tmp_path):
   script = tmp_path / "script.py"
   script.write_text(
-    "import numpy as np\n"
-    "from ats_jax.data.rows.loader import Batches, Source\n"
+    "import grain, numpy as np\n"
+    "from ats_jax.data.rows.loader import Batches\n"
     "if __name__ == '__main__':\n"
-    "  batches = Batches(Source(lambda k: {'k': np.array(k)}, 99), num_workers=2, prefetch=1)\n"
+    "  data = grain.MapDataset.range(99).map(lambda k: {'k': np.array(k)})\n"
+    "  batches = Batches(data, num_workers=2, prefetch=1)\n"
     "  print(next(batches)['k'])\n"  # the second worker has not been asked yet
   )
   done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)

@@ -55,28 +55,28 @@ def assert_same(a, b):
 
 def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
   ds = mixed()
-  batch = ds.global_rows(np.arange(60))
-  place = ds.turns.find(np.arange(60))
+  batch = ds.read(np.arange(60))
+  place = ds.schedule.find(np.arange(60))
   np.testing.assert_array_equal(batch.pop("source"), place.source[:, None].repeat(16, 1))
   for number, entry in enumerate(texts.split(",")):
     cfg = config(paths=entry.split("=")[1], seq_len=16, packing="best_fit")
     alone, _ = open_datasets(cfg, 0)
     here = place.source == number
-    assert_same({k: v[here] for k, v in batch.items()}, alone.global_rows(place.row[here]))
+    assert_same({k: v[here] for k, v in batch.items()}, alone.read(place.row[here]))
 
 
 def test_shares_are_exact_on_every_prefix_however_uneven_the_sources(mixed):
   for share in (3, 5, 7):
     ds = mixed(f"web=0.{share},code=0.{10 - share}")
-    source = ds.global_rows(np.arange(200))["source"][:, 0]
+    source = ds.read(np.arange(200))["source"][:, 0]
     had = np.cumsum(source == 0)
     assert np.abs(had - np.arange(1, 201) * share / 10).max() < 1
 
 
 def test_phases_begin_at_their_step(mixed):
   ds = mixed()  # 2 steps of 4 rows; 40 tokens are 2.5 rows of 16, so one step; the rest
-  assert ds.turns.starts.tolist() == [0, 8, 12]
-  source = ds.global_rows(np.arange(32))["source"][:, 0]
+  assert ds.schedule.starts.tolist() == [0, 8, 12]
+  source = ds.read(np.arange(32))["source"][:, 0]
   shares = [np.bincount(s, minlength=3).tolist() for s in (source[:8], source[8:12], source[12:])]
   assert shares == [[6, 2, 0], [0, 3, 1], [5, 5, 10]]
 
@@ -109,19 +109,19 @@ def test_each_token_once_an_epoch_of_its_source_on_any_hosts(mixed, packing):
   phases = [Phase(n, accum, min(1.0, (i + 1) / 6)) for i, (n, accum) in enumerate(hosts)]
   (result,) = audit(ds, scenarios={"1, 2, 3, 4, 7, 1 hosts": phases})
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
-  assert result.targets == ds.num_tokens and result.rows == ds.num_rows
+  assert result.targets == ds.info.num_tokens and result.rows == ds.info.num_rows
   assert result.batches > len(phases)
 
 
 def test_the_audit_of_a_mixture_sees_a_fault(mixed, monkeypatch):
   ds = mixed()
-  find = type(ds.turns).find
+  find = type(ds.schedule).find
 
   def off(self, rows):
     place = find(self, rows)
     return place._replace(row=np.where(place.row == 5, 6, place.row))
 
-  monkeypatch.setattr(type(ds.turns), "find", off)
+  monkeypatch.setattr(type(ds.schedule), "find", off)
   (result,) = audit(ds, scenarios={"1 host": (Phase(1, 1, 1.0),)})
   assert result.lost and result.repeated and "came" in result.difference
 
@@ -130,7 +130,7 @@ def test_a_source_that_never_ends_its_epoch_is_not_lost(mixed):
   ds = mixed("1 steps: web=1; code=1,talk=1")
   (result,) = audit(ds, scenarios={"2 hosts": (Phase(2, 1, 1.0),)})
   assert (result.difference, result.lost) == ("", 0)
-  assert result.targets < ds.num_tokens
+  assert result.targets < ds.info.num_tokens
 
 
 def test_resume_in_the_middle_of_a_mixture_is_bit_equal(mixed):
@@ -156,7 +156,7 @@ def test_workers_get_the_same(mixed):
   """They are given a pickle; `test_loader` runs some."""
   ds = mixed()
   copy = pickle.loads(pickle.dumps(ds))
-  assert_same(copy.global_rows(np.arange(40)), ds.global_rows(np.arange(40)))
+  assert_same(copy.read(np.arange(40)), ds.read(np.arange(40)))
   assert copy.position(40) == ds.position(40)
 
 
@@ -192,7 +192,7 @@ class TestAnotherMixture:
 
 def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
   ds = mixed("5 steps: code=1; web=1,code=1")
-  sizes = {name: part.num_rows for name, part in ds.sources.items()}
+  sizes = {name: part.info.num_rows for name, part in ds.info.parts.items()}
   caplog.set_level("INFO", "absl")
   with TrainBatches(
     ds, accum_steps=1, batch_size=4, local_rows=np.arange(4), num_workers=0, prefetch=2, tells=True
@@ -202,18 +202,22 @@ def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
   said = [r.getMessage() for r in caplog.records]
   assert said.count("phase 2 of 2 of data.mixture begins: web 50.0%, code 50.0%") == 1
   again = [text for text in said if text.startswith("source code: ")]
-  rows = int(ds.turns.counts(36)[1])
+  rows = int(ds.schedule.counts(36)[1])
   assert len(again) == (rows - 1) // sizes["code"] >= 1
   assert again[0] == (
     f"source code: all of its {sizes['code']} rows have been read; its epoch 2 begins"
   )
-  assert ds.passes(36) == {"web": 8 / sizes["web"], "code": 28 / sizes["code"], "talk": 0.0}
+  assert ds.progress(36).passes == {
+    "web": 8 / sizes["web"],
+    "code": 28 / sizes["code"],
+    "talk": 0.0,
+  }
 
 
 def test_a_second_epoch_has_an_order_of_its_own(mixed):
   ds = mixed("code=1")
-  rows = ds.sources["code"].num_rows
-  first, second = (ds.global_rows(np.arange(e * rows, (e + 1) * rows)) for e in (0, 1))
+  rows = ds.info.parts["code"].info.num_rows
+  first, second = (ds.read(np.arange(e * rows, (e + 1) * rows)) for e in (0, 1))
   as_set = lambda batch: {row.tobytes() for row in batch["targets"]}
   assert as_set(first) == as_set(second)
   assert (first["targets"] != second["targets"]).any()
@@ -236,10 +240,10 @@ def test_35_sources_take_no_more_threads_than_one(write, config):
 
 def test_one_tokenizer_of_all_texts(mixed):
   ds = mixed(tokenizer="bpe", bpe_vocab_size=300)
-  prints = {part.tokenizer.fingerprint for part in ds.sources.values()}
-  assert prints == {ds.tokenizer.fingerprint}
-  for name in ds.sources:  # the text of each has trained it
-    assert len(ds.tokenizer.encode(f"{name} ")) < len(name) + 1
+  prints = {part.info.tokenizer.fingerprint for part in ds.info.parts.values()}
+  assert prints == {ds.info.tokenizer.fingerprint}
+  for name in ds.info.parts:  # the text of each has trained it
+    assert len(ds.info.tokenizer.encode(f"{name} ")) < len(name) + 1
 
 
 def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
@@ -250,8 +254,8 @@ def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
     prepare(dataclasses.replace(cfg, paths=path, mixture=""), tmp_path / name, USUAL)
     made.append(f"{name}={tmp_path / name}")
   want, got = mixed(), mixed(paths=",".join(made))
-  assert_same(want.global_rows(np.arange(30)), got.global_rows(np.arange(30)))
-  assert want.fingerprint == got.fingerprint
+  assert_same(want.read(np.arange(30)), got.read(np.arange(30)))
+  assert want.info.fingerprint == got.info.fingerprint
   with pytest.raises(ValueError, match=r"names the sources web, code, talk\. Prepare each of them"):
     prepare(cfg, tmp_path / "all", USUAL)
 
@@ -263,29 +267,29 @@ class TestValidation:
     assert isinstance(train, Mixture) and isinstance(main, Joined)
     sets = open_eval_sets(cfg, main)
     assert [s.name for s in sets] == ["", "web", "code", "talk"]
-    assert sum(s.dataset.num_rows for s in sets[1:]) == main.num_rows
-    rows = main.rows(range(main.num_rows))
-    own = [s.dataset.rows(range(s.dataset.num_rows)) for s in sets[1:]]
+    assert sum(s.dataset.info.num_rows for s in sets[1:]) == main.info.num_rows
+    rows = main.read_once(range(main.info.num_rows))
+    own = [s.dataset.read_once(range(s.dataset.info.num_rows)) for s in sets[1:]]
     joined = {name: np.concatenate([r[name] for r in own]) for name in rows}
     order = lambda batch: np.lexsort(batch["targets"].T)
     assert_same(
       {name: x[order(rows)] for name, x in rows.items()},
       {name: x[order(joined)] for name, x in joined.items()},
     )
-    for name, part in main.sources.items():
-      overlap = set(part.documents) & set(train.sources[name].documents)
-      assert not overlap and len(part.documents)
-    padding = main.rows(np.array([main.num_rows, main.num_rows + 3]))
+    for name, part in main.info.parts.items():
+      overlap = set(part.packed.documents) & set(train.info.parts[name].packed.documents)
+      assert not overlap and len(part.packed.documents)
+    padding = main.read_once(np.array([main.info.num_rows, main.info.num_rows + 3]))
     assert not padding["loss_mask"].any()
-    known = sum(s.dataset.bytes_per_token * s.dataset.num_tokens for s in sets[1:])
-    assert main.bytes_per_token == pytest.approx(known / main.num_tokens)
+    known = sum(s.dataset.info.bytes_per_token * s.dataset.info.num_tokens for s in sets[1:])
+    assert main.info.bytes_per_token == pytest.approx(known / main.info.num_tokens)
 
   def test_a_text_for_all(self, texts, config, write):
     other = write("other.txt", "another text " * 9)
     cfg = config(paths=texts, seq_len=16, validation_fraction=0.2, validation_paths=str(other))
     train, main = open_data(cfg, 0)
     assert [s.name for s in open_eval_sets(cfg, main)] == [""]
-    assert main.num_documents == 1 and train.num_documents == 122
+    assert main.info.num_documents == 1 and train.info.num_documents == 122
 
   def test_a_name_twice(self, texts, config, write):
     other = write("other.txt", "another text " * 9)
@@ -298,7 +302,7 @@ def test_filters_judge_each_source(write, config):
   one, two = ([{"text": f"{name} {i}"} for i in range(20)] for name in ("one", "two"))
   paths = f"a={write('a.jsonl', [*one, *one[:5]])},b={write('b.jsonl', two)}"
   train, _ = open_data(config(paths=paths, filters="exact", validation_fraction=0.0, seq_len=16), 0)
-  assert [part.num_documents for part in train.sources.values()] == [20, 20]
+  assert [part.info.num_documents for part in train.info.parts.values()] == [20, 20]
 
 
 @pytest.mark.parametrize("content", ["", "short"])

@@ -119,16 +119,16 @@ def test_rows_hold_each_token_once_after_the_right_input(
 ):
   """Reads real rows of a corpus in which each token has its own id."""
   ds = numbered(lengths, seed, seq_len=seq_len, packing=mode, max_segments=max_segments)
-  batch = ds.rows(range(ds.num_rows))
+  batch = ds.read_once(range(ds.info.num_rows))
   assert {k: v.dtype for k, v in batch.items()} == {
     **dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32),
     "loss_mask": np.float32,
   }
-  bos, eos, pad = ds.tokenizer.bos_id, ds.tokenizer.eos_id, ds.tokenizer.pad_id
+  bos, eos, pad = ds.info.tokenizer.bos_id, ds.info.tokenizer.eos_id, ds.info.tokenizer.pad_id
   ends = np.cumsum(lengths)
   starts = set((ends - lengths).tolist())
   emitted = []
-  for row in range(ds.num_rows):
+  for row in range(ds.info.num_rows):
     tokens, targets, segments, positions, mask = (batch[k][row] for k in (
       "tokens", "targets", "segment_ids", "positions", "loss_mask"))  # fmt: skip
     used = int((segments > 0).sum())
@@ -152,5 +152,5 @@ def test_rows_hold_each_token_once_after_the_right_input(
     emitted.append(targets[:used])
   emitted = np.concatenate(emitted)
   assert sorted(emitted[emitted != eos]) == list(range(ends[-1]))
-  assert (emitted == eos).sum() == ds.num_documents == len(lengths)
-  assert len(emitted) == ds.num_tokens
+  assert (emitted == eos).sum() == ds.info.num_documents == len(lengths)
+  assert len(emitted) == ds.info.num_tokens

@@ -24,7 +24,7 @@ def ds(numbered):
 
 def at(ds, row):
   """The position behind so many rows."""
-  return {"row": row, "data": ds.fingerprint}
+  return {"row": row, "data": ds.info.fingerprint}
 
 
 def take(ds, count, *, start_row=0, accum=1, batch=4, local=None, workers=0, prefetch=2):
@@ -63,7 +63,7 @@ def test_row_layout_formula(ds):
   for k, batch in enumerate(take(ds, 3, start_row=start, accum=accum, batch=12, local=local)):
     for a in range(accum):
       for slot, j in enumerate(local):
-        want = ds.global_rows(np.array(start + (k * accum + a) * micro + j))
+        want = ds.read(np.array(start + (k * accum + a) * micro + j))
         assert_same({f: batch[f][a, slot] for f in FIELDS}, want)
 
 
@@ -86,7 +86,7 @@ def test_the_same_rows_on_any_arrangement(numbered, start, accum, hosts, prefetc
     {f: np.concatenate([part[f] for part in parts], axis=1) for f in FIELDS}
     for parts in zip(*shares, strict=True)
   ]
-  assert_same(flat(joined), ds.global_rows(range(start, start + 36)))
+  assert_same(flat(joined), ds.read(range(start, start + 36)))
 
 
 def test_resume_anywhere_continues_the_stream(ds):
@@ -130,15 +130,17 @@ def test_a_position_in_other_data_is_refused(numbered):
 
 
 def test_each_epoch_is_a_permutation_of_its_own(ds):
-  assert ds.num_rows % 4  # so that batches straddle the border
-  rows = flat(take(ds, ds.num_rows))["targets"]
-  epochs = rows.reshape(4, ds.num_rows, 8)
+  assert ds.info.num_rows % 4  # so that batches straddle the border
+  rows = flat(take(ds, ds.info.num_rows))["targets"]
+  epochs = rows.reshape(4, ds.info.num_rows, 8)
   as_sets = [sorted(map(bytes, epoch)) for epoch in epochs]
   assert as_sets[0] == as_sets[1] == as_sets[2] == as_sets[3]
-  assert len(set(as_sets[0])) == ds.num_rows
+  assert len(set(as_sets[0])) == ds.info.num_rows
   assert len({epoch.tobytes() for epoch in epochs}) == 4
-  order = [[ds.row_index(e * ds.num_rows + i) for i in range(ds.num_rows)] for e in range(50)]
-  assert all(sorted(o) == list(range(ds.num_rows)) for o in order)
+  order = [
+    [ds.row_index(e * ds.info.num_rows + i) for i in range(ds.info.num_rows)] for e in range(50)
+  ]
+  assert all(sorted(o) == list(range(ds.info.num_rows)) for o in order)
   assert len(set(map(tuple, order))) == 50
 
 
@@ -147,20 +149,20 @@ def test_order_depends_on_the_seed_alone(numbered):
   for seed in (0, 1, 2):
     ds = numbered(LENGTHS, seed, seq_len=8)
     again = numbered(LENGTHS, seed, seq_len=8)
-    rows = ds.global_rows(range(2 * ds.num_rows))
-    assert_same(rows, again.global_rows(range(2 * ds.num_rows)))
+    rows = ds.read(range(2 * ds.info.num_rows))
+    assert_same(rows, again.read(range(2 * ds.info.num_rows)))
     orders[seed] = rows["targets"].tobytes()
   assert len(set(orders.values())) == 3
   # Seed 1 must not be seed 0 one epoch later.
   a, b = (numbered(LENGTHS, seed, seq_len=8) for seed in (0, 1))
-  n = a.num_rows
+  n = a.info.num_rows
   assert [a.row_index(n + i) for i in range(n)] != [b.row_index(i) for i in range(n)]
 
 
 def test_order_is_pinned(numbered):
   """A library that changed its shuffle would make a resumed run lose and repeat rows."""
   ds = numbered(LENGTHS, 7, seq_len=8, packing="best_fit")
-  rows = ds.global_rows(range(2 * ds.num_rows))
+  rows = ds.read(range(2 * ds.info.num_rows))
   digest = hashlib.sha256(b"".join(rows[f].tobytes() for f in FIELDS)).hexdigest()
   assert digest[:16] == "0e7bda4cfbdfe0cc"
 
@@ -168,12 +170,12 @@ def test_order_is_pinned(numbered):
 def test_pickle_reopens_the_files(ds):
   raw = pickle.dumps(ds)
   assert len(raw) < 4000
-  assert_same(pickle.loads(raw).global_rows(range(40)), ds.global_rows(range(40)))
+  assert_same(pickle.loads(raw).read(range(40)), ds.read(range(40)))
 
 
 def test_one_row(numbered):
   ds = numbered([5], seq_len=8)
-  assert ds.num_rows == 1
+  assert ds.info.num_rows == 1
   rows = flat(take(ds, 3))["targets"]
   assert (rows == rows[0]).all()
 
@@ -192,18 +194,20 @@ class TestEval:
   @pytest.mark.parametrize("hosts", [1, 2])
   def test_one_pass_in_order_then_padding(self, ds, hosts):
     batches = self.read(ds, hosts)
-    assert len(batches) == -(-ds.num_rows // 4) and ds.num_rows % 4
+    assert len(batches) == -(-ds.info.num_rows // 4) and ds.info.num_rows % 4
     assert batches[0]["tokens"].shape == (4, 8)
     rows = flat(batches)
-    assert_same({f: rows[f][: ds.num_rows] for f in FIELDS}, ds.rows(range(ds.num_rows)))
-    rest = {f: rows[f][ds.num_rows :] for f in FIELDS}
+    assert_same(
+      {f: rows[f][: ds.info.num_rows] for f in FIELDS}, ds.read_once(range(ds.info.num_rows))
+    )
+    rest = {f: rows[f][ds.info.num_rows :] for f in FIELDS}
     assert not rest["loss_mask"].any() and not rest["segment_ids"].any()
-    assert (rest["tokens"] == ds.tokenizer.pad_id).all()
-    assert rows["loss_mask"].sum() == ds.num_tokens
+    assert (rest["tokens"] == ds.info.tokenizer.pad_id).all()
+    assert rows["loss_mask"].sum() == ds.info.num_tokens
 
   def test_part_of_it(self, ds):
     assert len(self.read(ds, num_batches=2)) == 2
-    assert len(self.read(ds, num_batches=10**6)) == -(-ds.num_rows // 4)
+    assert len(self.read(ds, num_batches=10**6)) == -(-ds.info.num_rows // 4)
 
   def test_twice_the_same(self, ds):
     assert_same(flat(self.read(ds)), flat(self.read(ds)))
@@ -237,7 +241,7 @@ class TestSplit:
     return str(tmp_path / "d")
 
   def names(self, ds):
-    return {ds.corpus.name(int(d)) for d in ds.documents}
+    return {ds.packed.corpus.name(int(d)) for d in ds.packed.documents}
 
   def test_each_document_is_in_one_split(self, documents, config):
     train, validation = open_datasets(
@@ -267,7 +271,7 @@ class TestSplit:
       paths=documents, validation_paths=str(tmp_path / "v"), validation_fraction=0.5, seq_len=8
     )
     train, validation = open_datasets(cfg, 0)
-    assert train.num_documents == 260 and self.names(validation) == {"v.txt"}
+    assert train.info.num_documents == 260 and self.names(validation) == {"v.txt"}
 
   def test_named_evaluation_sets(self, documents, config, write, tmp_path):
     folder = tmp_path / "v"
@@ -291,7 +295,10 @@ class TestSplit:
     train, validation = open_datasets(cfg, 0)
     more = dataclasses.replace(cfg, validation_paths=f"other={path}")
     again, same = open_datasets(more, 0)
-    assert (again.fingerprint, same.fingerprint) == (train.fingerprint, validation.fingerprint)
+    assert (again.info.fingerprint, same.info.fingerprint) == (
+      train.info.fingerprint,
+      validation.info.fingerprint,
+    )
     main, other = open_eval_sets(more, same)
     assert main.dataset is same and self.names(other.dataset) == {"v.txt"}
     (only,) = open_eval_sets(cfg, validation)
@@ -315,7 +322,7 @@ class TestSplit:
   def test_validation_rows_do_not_depend_on_the_seed(self, documents, config):
     cfg = config(paths=documents, validation_fraction=0.2, seq_len=8)
     a, b = (open_datasets(cfg, seed)[1] for seed in (0, 1))
-    assert_same(a.rows(range(a.num_rows)), b.rows(range(b.num_rows)))
+    assert_same(a.read_once(range(a.info.num_rows)), b.read_once(range(b.info.num_rows)))
 
   def test_bpe_sees_training_text_only(self, config, write, tmp_path):
     """The word that only held-out documents use gets no token of its own."""
@@ -329,11 +336,11 @@ class TestSplit:
       seq_len=8,
     )  # fmt: skip
     train, validation = open_datasets(cfg, 0)
-    assert len(train.tokenizer.encode("common")) <= 2
-    assert len(train.tokenizer.encode("zyzzyva")) >= 6
-    assert validation.num_documents
+    assert len(train.info.tokenizer.encode("common")) <= 2
+    assert len(train.info.tokenizer.encode("zyzzyva")) >= 6
+    assert validation.info.num_documents
 
 
 def test_bytes_per_token(write, config):
   ds = open_split(config(seq_len=8), 0, str(write("a.txt", "é" * 50)), ByteTokenizer())
-  assert ds.num_tokens == 101 and ds.bytes_per_token == 100 / 101
+  assert ds.info.num_tokens == 101 and ds.info.bytes_per_token == 100 / 101

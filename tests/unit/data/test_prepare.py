@@ -53,8 +53,8 @@ def hashes(out: Path) -> dict[str, str]:
 
 def rows(cfg, seed=0):
   train, validation = open_datasets(cfg, seed)
-  found = [ds.rows(range(ds.num_rows)) for ds in (train, validation)]
-  return train.fingerprint, validation.fingerprint, found
+  found = [ds.read_once(range(ds.info.num_rows)) for ds in (train, validation)]
+  return train.info.fingerprint, validation.info.fingerprint, found
 
 
 def assert_same_rows(cfg, other):
@@ -86,7 +86,9 @@ def test_rows_are_those_of_the_text(folder, config, tmp_path, small, workers, to
   shutil.move(moved, folder)
   assert_same_rows(cfg, other)
   train, _ = open_datasets(other, 0)
-  assert {"01.txt", "lines.jsonl:2"} <= {train.corpus.name(i) for i in range(len(train.corpus))}
+  assert {"01.txt", "lines.jsonl:2"} <= {
+    train.packed.corpus.name(i) for i in range(len(train.packed.corpus))
+  }
   # By default the tokenizer is the one that it was made with.
   assert_same_rows(cfg, dataclasses.replace(other, tokenizer="bpe"))
 
@@ -100,9 +102,9 @@ def test_blocks_of_one_file(write, config, tmp_path):
   with pytest.raises(ValueError, match=r"fraction=0\.2, but the folder was prepared with .* 0\.1"):
     open_datasets(dataclasses.replace(other, validation_fraction=0.2), 0)
   train, validation = open_datasets(dataclasses.replace(other, validation_fraction=0.0), 0)
-  assert not validation.num_rows and train.num_tokens > 52_000
+  assert not validation.info.num_rows and train.info.num_tokens > 52_000
   ds = open_split(other, 0, str(tmp_path / "out"), ByteTokenizer())
-  assert ds.num_documents == train.num_documents
+  assert ds.info.num_documents == train.info.num_documents
 
 
 def test_too_little_to_hold_out_is_remembered(write, config, tmp_path, caplog):
@@ -111,7 +113,7 @@ def test_too_little_to_hold_out_is_remembered(write, config, tmp_path, caplog):
   caplog.clear()
   with caplog.at_level(logging.WARNING, logger="absl"):
     _, validation = open_datasets(dataclasses.replace(cfg, paths=str(tmp_path / "out")), 0)
-  assert not validation.num_rows and "Too little text to hold any of it out" in caplog.text
+  assert not validation.info.num_rows and "Too little text to hold any of it out" in caplog.text
 
 
 KILLED = """

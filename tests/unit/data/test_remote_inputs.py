@@ -35,8 +35,8 @@ def store():
 def texts(paths, config):
   ds = open_split(config(seq_len=8), 0, paths, ByteTokenizer())
   return {
-    ds.corpus.name(d): ds.tokenizer.decode(ds.corpus.tokens(d, 0, 10**9))
-    for d in range(len(ds.corpus))
+    ds.packed.corpus.name(d): ds.info.tokenizer.decode(ds.packed.corpus.tokens(d, 0, 10**9))
+    for d in range(len(ds.packed.corpus))
   }
 
 
@@ -56,7 +56,7 @@ def test_names_are_those_of_local_files(store, config, write, tmp_path):
     open_split(config(seq_len=8), 0, paths, ByteTokenizer())
     for paths in ("memory://bucket/d", str(tmp_path / "d"))
   )
-  assert there.fingerprint == here.fingerprint
+  assert there.info.fingerprint == here.info.fingerprint
 
 
 def test_token_files_are_mapped(store, config):

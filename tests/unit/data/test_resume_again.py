@@ -82,8 +82,8 @@ def test_a_second_and_a_third_resume_go_on(opened, kind):
 def test_no_document_is_skipped_or_comes_twice_after_resumes(opened, kind):
   """Stopped after each batch, with more of them read ahead (#8145, #8408); over an epoch."""
   ds = opened(kind)
-  ends = (r for r in itertools.count() if kind == "streamed" and ds.turn(r).epoch)
-  size = ds.num_rows if kind == "filtered" else next(ends)
+  ends = (r for r in itertools.count() if kind == "streamed" and ds.visit(r).epoch)
+  size = ds.info.num_rows if kind == "filtered" else next(ends)
   found, position = [], None
   for _ in range(-(-size // BATCH)):
     batches, position = read(opened(kind), 1, position)

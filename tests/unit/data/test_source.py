@@ -27,8 +27,8 @@ def find(paths, strict=False):
 
 def texts(ds):
   """Every document of a split, decoded from its tokens."""
-  tokens = [ds.corpus.tokens(int(d), 0, 10**9) for d in ds.documents]
-  return sorted(ds.tokenizer.decode(t) for t in tokens)
+  tokens = [ds.packed.corpus.tokens(int(d), 0, 10**9) for d in ds.packed.documents]
+  return sorted(ds.info.tokenizer.decode(t) for t in tokens)
 
 
 @contextlib.contextmanager
@@ -127,9 +127,9 @@ class TestMalformed:
     with caplog.at_level(logging.WARNING, logger="absl"):
       ds = open_split(config(), 0, str(path), ByteTokenizer())
     assert texts(ds) == ["good 1", "good 2"]
-    assert ds.report["malformed"] == dict.fromkeys(self.KINDS, 1)
-    assert ds.report["skipped"] == {"empty": 2}
-    (report_file,) = ds.report["files"]
+    assert ds.info.report["malformed"] == dict.fromkeys(self.KINDS, 1)
+    assert ds.info.report["skipped"] == {"empty": 2}
+    (report_file,) = ds.info.report["files"]
     report = Path(report_file).read_text()
     for line in (2, 3, 4, 5, 6, 7, 8, 9):
       assert f"{path}:{line}: " in report
@@ -155,12 +155,12 @@ class TestMalformed:
   def test_other_field_and_byte_order_mark(self, write, config):
     path = write("a.jsonl", b"\xef\xbb\xbf" + b'{"content": "x"}\n')
     ds = open_split(config(text_field="content"), 0, str(path), ByteTokenizer())
-    assert texts(ds) == ["x"] and not ds.report["malformed"]
+    assert texts(ds) == ["x"] and not ds.info.report["malformed"]
 
   def test_deep_nesting_is_no_crash(self, write, config):
     path = write("a.jsonl", b"[" * 200_000 + b'\n{"text": "x"}\n')
     ds = open_split(config(), 0, str(path), ByteTokenizer())
-    assert ds.report["malformed"] == {"broken JSON": 1} and texts(ds) == ["x"]
+    assert ds.info.report["malformed"] == {"broken JSON": 1} and texts(ds) == ["x"]
 
   @pytest.mark.parametrize(
     "at", [0, 5, text_format.PIECE - 1, text_format.PIECE, text_format.PIECE + 7]
@@ -170,7 +170,7 @@ class TestMalformed:
     write("d/good.txt", "good")
     ds = open_split(config(), 0, str(tmp_path / "d"), ByteTokenizer())
     assert texts(ds) == ["good"]
-    assert ds.report["first"] == [f"{bad}: not UTF-8 at byte {at} (c3)"]
+    assert ds.info.report["first"] == [f"{bad}: not UTF-8 at byte {at} (c3)"]
     with pytest.raises(ValueError, match=rf"bad\.txt: not UTF-8 at byte {at} "):
       open_split(config(strict=True), 0, str(tmp_path / "d"), ByteTokenizer())
 
@@ -178,22 +178,22 @@ class TestMalformed:
     bad = write("d/bad.txt", "aé".encode()[:-1])
     write("d/good.txt", "good")
     ds = open_split(config(), 0, str(tmp_path / "d"), ByteTokenizer())
-    assert ds.report["first"] == [f"{bad}: not UTF-8 at byte 1 (c3)"]
+    assert ds.info.report["first"] == [f"{bad}: not UTF-8 at byte 1 (c3)"]
 
   def test_empty_file_is_counted_and_named(self, write, config, tmp_path):
     empty = write("d/empty.txt", "")
     write("d/good.txt", "good")
     for strict in (False, True):  # Python packages are full of them: no fault
       ds = open_split(config(strict=strict), 0, str(tmp_path / "d"), ByteTokenizer())
-      assert ds.report["skipped"] == {"empty": 1} and texts(ds) == ["good"]
-    assert f"{empty}: empty" in Path(ds.report["files"][0]).read_text()
+      assert ds.info.report["skipped"] == {"empty": 1} and texts(ds) == ["good"]
+    assert f"{empty}: empty" in Path(ds.info.report["files"][0]).read_text()
 
   def test_unreadable_file(self, write, config, tmp_path):
     link = tmp_path / "d" / "bad.txt"
     write("d/good.txt", "good")
     link.symlink_to("/proc/self/mem")  # opens, and fails to read, also for root
     ds = open_split(config(), 0, str(tmp_path / "d"), ByteTokenizer())
-    assert texts(ds) == ["good"] and ds.report["malformed"] == {"unreadable": 1}
+    assert texts(ds) == ["good"] and ds.info.report["malformed"] == {"unreadable": 1}
     with pytest.raises(ValueError, match="cannot be read"):
       open_split(config(strict=True), 0, str(tmp_path / "d"), ByteTokenizer())
 
@@ -219,8 +219,8 @@ class TestMalformed:
     with time_limit(20):
       ds = open_split(config(), 0, paths, ByteTokenizer())
     assert texts(ds) == ["good", "linked"]
-    assert ds.report["malformed"] == {"not a regular file": 1}
-    assert ds.report["first"] == [f"{odd}: not a regular file but a pipe, socket or device"]
+    assert ds.info.report["malformed"] == {"not a regular file": 1}
+    assert ds.info.report["first"] == [f"{odd}: not a regular file but a pipe, socket or device"]
     with time_limit(20), pytest.raises(ValueError, match=r"odd\.txt: not a regular file"):
       open_split(config(strict=True), 0, paths, ByteTokenizer())
 
@@ -236,7 +236,7 @@ class TestMalformed:
     write("d/good.txt", "good")
     (tmp_path / "d" / "bad.txt").symlink_to(tmp_path / "gone.txt")
     ds = open_split(config(), 0, paths, ByteTokenizer())
-    assert texts(ds) == ["good"] and ds.report["malformed"] == {"unreadable": 1}
+    assert texts(ds) == ["good"] and ds.info.report["malformed"] == {"unreadable": 1}
 
   def test_no_permission(self):
     with tempfile.TemporaryDirectory() as folder:
@@ -268,12 +268,16 @@ class TestTooLittle:
     with pytest.raises(ValueError, match=r"51 tokens in 1 documents.*seq_len=52.*at most 51"):
       open_datasets(config(paths=str(path), seq_len=52), 0)
     train, _ = open_datasets(config(paths=str(path), seq_len=51), 0)
-    assert train.num_rows == 1
+    assert train.info.num_rows == 1
 
   def test_nothing_to_validate_on(self, write, config, tmp_path):
     path = write("a.txt", "x" * 99)
     train, validation = open_datasets(config(paths=str(path), seq_len=8), 0)
-    assert (train.num_documents, validation.num_documents, validation.num_rows) == (1, 0, 0)
+    assert (train.info.num_documents, validation.info.num_documents, validation.info.num_rows) == (
+      1,
+      0,
+      0,
+    )
     write("v/empty.txt", "")
     with pytest.raises(ValueError, match=r"v' holds no document: 1 empty"):
       open_datasets(config(paths=str(path), seq_len=8, validation_paths=str(tmp_path / "v")), 0)
@@ -311,8 +315,10 @@ class TestTokenFiles:
   def test_rows_come_from_the_file(self, tmp_path, config, name):
     path = self.save(tmp_path / name, [*b"hello", self.EOS, *b"you", self.EOS])
     ds = open_split(config(seq_len=8), 0, str(path), ByteTokenizer())
-    assert texts(ds) == ["hello", "you"] and ds.num_tokens == 10 and ds.bytes_per_token == 0
-    assert sorted(ds.corpus.name(d) for d in (0, 1)) == [f"{name}#1", f"{name}#2"]
+    assert (
+      texts(ds) == ["hello", "you"] and ds.info.num_tokens == 10 and ds.info.bytes_per_token == 0
+    )
+    assert sorted(ds.packed.corpus.name(d) for d in (0, 1)) == [f"{name}#1", f"{name}#2"]
 
   def test_wide_vocabulary_means_uint32(self, tmp_path):
     path = self.save(tmp_path / "a.bin", [70_000, 5, 1], np.uint32)
@@ -380,12 +386,12 @@ def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monke
     parts = list(pieces(files[0], "text", report))
     assert len(parts) > 8 and [p.starts for p in parts] == [True] + [False] * (len(parts) - 1)
     ds = open_split(config(), 0, str(path), tokenizer)
-    assert ds.corpus.tokens(0, 0, 10**9).tolist() == tokenizer.encode(text)
-    assert ds.bytes_per_token == len(text.encode()) / ds.num_tokens
+    assert ds.packed.corpus.tokens(0, 0, 10**9).tolist() == tokenizer.encode(text)
+    assert ds.info.bytes_per_token == len(text.encode()) / ds.info.num_tokens
 
 
 def test_a_document_without_line_breaks_is_cut_anywhere(write, config, monkeypatch):
   monkeypatch.setattr(text_format, "PIECE", 100)
   text = "é" * 5000
   ds = open_split(config(), 0, str(write("a.txt", text)), ByteTokenizer())
-  assert texts(ds) == [text] and ds.num_documents == 1
+  assert texts(ds) == [text] and ds.info.num_documents == 1

@@ -53,7 +53,7 @@ def long(write, monkeypatch):
 
 def open_rows(cfg, seed=0):
   train, held_out = open_data(cfg, seed)
-  assert not held_out.num_rows
+  assert not held_out.info.num_rows
   return train
 
 
@@ -105,11 +105,11 @@ def test_each_document_once_an_epoch(streamed, long):
   """Over several windows; of an epoch no more and no less than its documents and long parts."""
   cfg = streamed()
   ds = open_rows(cfg)
-  ds.turn(700)
+  ds.visit(700)
   size = epoch_rows(cfg)
   counts = []
   for epoch in range(2):
-    found = texts(ds.global_rows(np.arange(epoch * size, (epoch + 1) * size)))
+    found = texts(ds.read(np.arange(epoch * size, (epoch + 1) * size)))
     short = sorted(int(text[1:].split(">")[0]) for text in found if text.startswith("<"))
     assert short == list(range(COUNT))
     rest = "".join(text.rstrip(".") for text in found if not text.startswith("<"))
@@ -122,7 +122,7 @@ def test_each_document_once_an_epoch(streamed, long):
 def test_counts_add_up_over_all_windows(streamed, long, caplog):
   cfg = streamed()
   with caplog.at_level("INFO", logger="absl"):
-    open_rows(cfg).turn(800)
+    open_rows(cfg).visit(800)
   lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Window ")]
   first = {line.split(":")[0]: line for line in lines}  # some are made again in the next epoch
   figures = [line.replace(",", "").split() for line in first.values()]
@@ -152,13 +152,11 @@ def test_another_machine_begins_at_the_window(streamed, tmp_path, monkeypatch):
   row = 130
   position = ds.position(row)
   assert position["window"][2] > 0
-  expected = ds.global_rows(np.arange(row, row + 5))
+  expected = ds.read(np.arange(row, row + 5))
   cfg = dataclasses.replace(cfg, cache_dir=str(tmp_path / "elsewhere"))
   fresh = open_rows(cfg)
   assert fresh.row_of(position) == row
-  np.testing.assert_array_equal(
-    fresh.global_rows(np.arange(row, row + 5))["tokens"], expected["tokens"]
-  )
+  np.testing.assert_array_equal(fresh.read(np.arange(row, row + 5))["tokens"], expected["tokens"])
   known = json.loads((folder_of(cfg) / "windows.json").read_text())
   assert set(map(int, known)) <= {0, position["window"][2], position["window"][2] + 1}
 
@@ -201,10 +199,10 @@ def test_order_depends_on_seed_and_not_on_who_reads(streamed):
   cfg = streamed()
   ds, other = open_rows(cfg), open_rows(cfg, seed=1)
   rows = np.arange(40)
-  one = ds.global_rows(rows)
-  assert_same([one], [pickle.loads(pickle.dumps(ds)).global_rows(rows)])
-  assert_same([{k: v[::-1] for k, v in one.items()}], [open_rows(cfg).global_rows(rows[::-1])])
-  assert (one["tokens"] != other.global_rows(rows)["tokens"]).any()
+  one = ds.read(rows)
+  assert_same([one], [pickle.loads(pickle.dumps(ds)).read(rows)])
+  assert_same([{k: v[::-1] for k, v in one.items()}], [open_rows(cfg).read(rows[::-1])])
+  assert (one["tokens"] != other.read(rows)["tokens"]).any()
 
 
 def test_a_mixture_of_a_stream_and_a_prepared_text(streamed, folder, write):
@@ -213,18 +211,18 @@ def test_a_mixture_of_a_stream_and_a_prepared_text(streamed, folder, write):
   paths = f"big={folder},small={folder}/0.jsonl,old={plain}"
   cfg = streamed(paths=paths, mixture="3 steps: big=2,small=1; big=1,old=1", batch_size=12)
   ds = open_rows(cfg)
-  assert not ds.are_ready
+  assert not ds.info.is_complete
   whole, _ = read(ds, 9, tells=True)
   _, position = read(open_rows(cfg), 4)
   fresh = open_rows(dataclasses.replace(cfg, cache_dir=cfg.cache_dir + "-2"))
   rest, _ = read(fresh, 5, position=json.loads(json.dumps(position)), hosts=2)
   assert_same(rest, whole[4:])
   alone = open_rows(streamed())
-  place = ds.turns.find(np.arange(9 * 12))
+  place = ds.schedule.find(np.arange(9 * 12))
   here = place.source == 0
   tokens = np.concatenate([b["tokens"].reshape(-1, 48) for b in whole])
-  np.testing.assert_array_equal(tokens[here], alone.global_rows(place.row[here])["tokens"])
-  assert ds.passes(40)["big"] is None
+  np.testing.assert_array_equal(tokens[here], alone.read(place.row[here])["tokens"])
+  assert ds.progress(40).passes["big"] is None
 
 
 class TestChanged:
@@ -240,11 +238,11 @@ class TestChanged:
     monkeypatch.setattr(stream, "_ENDS", 8)
     cfg = streamed()
     ds = open_rows(cfg)
-    ds.turn(400)
+    ds.visit(400)
     middle = long.read_bytes()[100:-100].replace(b"long word", b"LONG WORD")
     long.write_bytes(long.read_bytes()[:100] + middle + long.read_bytes()[-100:])
     with pytest.raises(ValueError, match=r"The input changed since the run began: window \d+"):
-      open_rows(cfg).global_rows(np.arange(epoch_rows(cfg)))
+      open_rows(cfg).read(np.arange(epoch_rows(cfg)))
 
 
 def test_nothing_to_train_on(streamed, write):
@@ -255,7 +253,7 @@ def test_nothing_to_train_on(streamed, write):
 
 def test_strict_names_the_line(streamed):
   with pytest.raises(ValueError, match=r"jsonl:31: no field 'text'"):
-    open_rows(dataclasses.replace(streamed(), strict=True)).turn(400)
+    open_rows(dataclasses.replace(streamed(), strict=True)).visit(400)
 
 
 class TestOnAStore:
@@ -274,10 +272,10 @@ class TestOnAStore:
     for row in range(0, 240, 8):
       rows = np.arange(row, row + 8)
       ours, theirs = alone._windows, there._windows
-      numbers = {ds.turn(int(r)).number for r in rows for ds in (alone, there)}
+      numbers = {ds.visit(int(r)).number for r in rows for ds in (alone, there)}
       for number in numbers:
         assert ours.window(number) == theirs.window(number)
-      there.global_rows(rows)
+      there.read(rows)
       assert len(list(of_store.glob("copy-*"))) <= 1
     assert not list(of_store.parent.glob("remote-*"))
 
@@ -286,7 +284,7 @@ class TestOnAStore:
     left = ds._windows.folder / "copy-of-a-killed-one"
     left.mkdir()
     (left / "lock").touch()
-    ds.turn(60)
+    ds.visit(60)
     assert not left.exists()
 
   def test_another_version_is_other_data(self, streamed, memory):
@@ -320,8 +318,8 @@ cfg = DataConfig(
 )
 train, _ = open_data(cfg, 0)
 size = most = row = 0
-while train.turn(row).epoch == 0:
-  train.global_rows(np.arange(row, row + 16))
+while train.visit(row).epoch == 0:
+  train.read(np.arange(row, row + 16))
   row += 16
   if row % 1024 == 0:
     size = sum(f.stat().st_size for f in Path(sys.argv[2]).rglob("*") if f.is_file())

@@ -99,7 +99,7 @@ def cfg(settings):
 @pytest.fixture(scope="module")
 def rows(cfg):
   train_set, _ = open_datasets(cfg.data, cfg.seed)
-  return train_set.global_rows(range(cfg.data.batch_size))
+  return train_set.read(range(cfg.data.batch_size))
 
 
 @pytest.fixture(scope="module")

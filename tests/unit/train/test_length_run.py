@@ -65,7 +65,7 @@ def compiled(monkeypatch):
 
 def lengths(cfg):
   train_set, _ = open_data(cfg.data, cfg.seed)
-  return [train_set.row_length(step * cfg.data.batch_size) for step in range(cfg.num_steps)]
+  return [train_set.length(step * cfg.data.batch_size) for step in range(cfg.num_steps)]
 
 
 def losses(folder):
@@ -106,7 +106,7 @@ def test_the_meter_knows_what_each_length_costs(make, tmp_path):
     for step in range(1, cfg.num_steps + 1):
       train_step = run.compiled_step(step)
       run.made(step, *train_step(run.state, run.next_batch()))
-    assert run.valid_set.seq_len == 64
+    assert run.valid_set.info.seq_len == 64
     model = program.init(abstract=True).model
   flops = {n: count(cfg, model, n).flops_causal for n in (16, 64)}
   assert flops[16] < flops[64]
@@ -128,7 +128,7 @@ def test_a_step_of_short_rows_is_that_of_the_same_rows_laid_end_to_end(make):
   at = lengths(cfg).index(16) * cfg.data.batch_size
   indices = np.arange(at, at + cfg.data.batch_size)
   # A row without documents in common has the segments of both.
-  short, whole = train_set.global_rows(indices[None]), train_set.rows(indices[None])
+  short, whole = train_set.read(indices[None]), train_set.read_once(indices[None])
   assert short["tokens"].shape == (1, 64, 16) and whole["tokens"].shape == (1, 16, 64)
   found = []
   for mesh in (make_test_mesh(1, 1, 1), make_test_mesh(2, 2, 1)):

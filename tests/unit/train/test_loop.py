@@ -57,8 +57,8 @@ def config(tmp_path):
 def test_scores_are_means_over_tokens_of_the_whole_split(config):
   cfg = config()
   _, valid = open_datasets(cfg.data, cfg.seed)
-  assert valid.num_rows % 8  # the last batch is padded
-  rows = valid.rows(range(valid.num_rows))
+  assert valid.info.num_rows % 8  # the last batch is padded
+  rows = valid.read_once(range(valid.info.num_rows))
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     program = make_program(cfg)
     model = program.init().model
@@ -68,11 +68,11 @@ def test_scores_are_means_over_tokens_of_the_whole_split(config):
     part = score(make_program(dataclasses.replace(cfg, eval=two)), model, valid, 0)
     first = program.eval_step(model, {k: v[:16] for k, v in rows.items()}, program.rules(1))
   loss, correct, tokens = whole
-  assert tokens == valid.num_tokens == found["eval/tokens"]
+  assert tokens == valid.info.num_tokens == found["eval/tokens"]
   np.testing.assert_allclose(found["eval/loss"], loss / tokens, RTOL)
   np.testing.assert_allclose(found["eval/perplexity"], np.exp(loss / tokens), RTOL)
   np.testing.assert_allclose(found["eval/accuracy"], correct / tokens, RTOL)
-  text_bytes = tokens - valid.num_documents  # a byte is a token; each document has an eos as well
+  text_bytes = tokens - valid.info.num_documents  # a byte is a token; each document has an eos too
   np.testing.assert_allclose(found["eval/bits_per_byte"], loss / np.log(2) / text_bytes, RTOL)
   np.testing.assert_allclose(part["eval/loss"], first[0] / first[2], RTOL)
   with jax.set_mesh(make_test_mesh(2, 2, 2)):
@@ -96,9 +96,7 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
     plain, losses, evaluations = program.init(), [], []
     for step in range(cfg.num_steps):
       rows = np.arange(step * 16, (step + 1) * 16).reshape(2, 8)
-      plain, metrics = program.train_step(
-        plain, dataset.global_rows(rows), program.training_rules(1)
-      )
+      plain, metrics = program.train_step(plain, dataset.read(rows), program.training_rules(1))
       losses.append(float(metrics["train/loss"]))
       if (step + 1) % 3 == 0:
         evaluations.append(score(program, plain.model, valid, step + 1)["eval/loss"])
@@ -112,7 +110,7 @@ def test_the_loop_equals_a_plain_loop(config, tmp_path):
   checkpoints = tmp_path / "run" / "checkpoints"
   assert committed_steps(checkpoints) == [cfg.num_steps]
   extra = load_extra(checkpoints)
-  assert extra["position"] == {"row": 6 * 16, "data": dataset.fingerprint}
+  assert extra["position"] == {"row": 6 * 16, "data": dataset.info.fingerprint}
   assert extra["devices"]["count"] == 8 and extra.keys() == {"position", "devices"}
 
 

@@ -77,7 +77,7 @@ def test_an_appended_phase_goes_on_as_if_it_had_been_there(make, tmp_path):
     assert sum(row[f"train/{n}/tokens"] for n in read) == row["train/tokens"]
     mean = sum(row[f"train/{n}/loss"] * row[f"train/{n}/tokens"] for n in read)
     assert math.isclose(mean / row["train/tokens"], row["train/loss"], rel_tol=1e-6)
-  sizes = {n: part.num_rows for n, part in open_data(make().data, 0)[0].sources.items()}
+  sizes = {n: part.info.num_rows for n, part in open_data(make().data, 0)[0].info.parts.items()}
   assert rows[3]["train/web/epochs"] == 16 / sizes["web"]
   assert rows[5]["train/talk/epochs"] == 32 / sizes["talk"]
   scores = [row for row in read_jsonl(tmp_path / "whole" / "metrics.jsonl") if "eval/loss" in row]
@@ -123,7 +123,7 @@ def test_the_loss_of_a_source_is_that_of_its_tokens_alone(make):
   with jax.set_mesh(make_test_mesh(2, 1, 1)):
     program = make_program(cfg)
     model, rules = program.init().model, program.training_rules(1)
-    batch = to_global(train_set.global_rows(np.arange(16)), jax.sharding.get_mesh())
+    batch = to_global(train_set.read(np.arange(16)), jax.sharding.get_mesh())
 
     def contribution(objective, batch):
       whole = totals(batch, rules)

@@ -141,7 +141,7 @@ def test_no_run_to_begin_from(texts, tmp_path):
 def test_epochs_in_place_of_steps(texts, tmp_path):
   cfg = config(texts, num_epochs=1.5, num_steps=400, optimizer__warmup_steps=1)
   train_set, _ = open_datasets(cfg.data, cfg.seed)
-  steps = math.ceil(1.5 * train_set.num_rows / cfg.data.batch_size)
+  steps = math.ceil(1.5 * train_set.info.num_rows / cfg.data.batch_size)
   state = train(cfg, tmp_path)
   assert int(state.step) == steps
   assert workdir.load_config(tmp_path).num_steps == steps  # the schedule's, for who reads it
@@ -149,7 +149,7 @@ def test_epochs_in_place_of_steps(texts, tmp_path):
   assert len(losses) == steps
   assert int(train(cfg, tmp_path).step) == steps  # complete: nothing more is trained
   longer = dataclasses.replace(cfg, num_epochs=2.0)
-  assert int(train(longer, tmp_path).step) == math.ceil(2 * train_set.num_rows / 8)
+  assert int(train(longer, tmp_path).step) == math.ceil(2 * train_set.info.num_rows / 8)
 
 
 def test_rules_of_the_number_of_steps_hold_for_epochs(texts, tmp_path):
@@ -162,7 +162,7 @@ def test_nobody_watches_unless_asked(texts, tmp_path):
   cfg = config(texts)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     assert isinstance(run.supervisor, NoSupervisor) and run.supervisor.saved() == {}
-    assert run.position() == {"position": {"row": 0, "data": run.train_set.fingerprint}}
+    assert run.position() == {"position": {"row": 0, "data": run.train_set.info.fingerprint}}
 
 
 def test_nothing_holds_a_run_that_is_over(texts, tmp_path):
@@ -310,8 +310,8 @@ def test_a_text_too_small_for_the_optimum_is_seen_as_often_as_is_allowed(texts, 
   cfg = budgeted(texts, most_epochs=most)
   train_set, _ = open_datasets(cfg.data, cfg.seed)
   known, why = with_length(cfg, train_set)
-  assert budget(cfg, unique_tokens=train_set.num_tokens)["optimal"]["epochs"] is None
-  assert known.num_steps == math.ceil(most * train_set.num_rows / cfg.data.batch_size)
+  assert budget(cfg, unique_tokens=train_set.info.num_tokens)["optimal"]["epochs"] is None
+  assert known.num_steps == math.ceil(most * train_set.info.num_rows / cfg.data.batch_size)
   assert known.length == "budget"
   assert f"least_epochs=0, most_epochs={most:g}" in why and "more than any number of epochs" in why
 
@@ -334,7 +334,7 @@ def test_a_run_as_long_as_the_budget_says(texts, tmp_path):
   """The schedule ends with it, the workdir says it, and a run that goes on keeps it."""
   cfg = budgeted(texts, most_epochs=1.5, optimizer__schedule="linear", checkpoint__every_steps=3)
   train_set, _ = open_datasets(cfg.data, cfg.seed)
-  steps = math.ceil(1.5 * train_set.num_rows / cfg.data.batch_size)
+  steps = math.ceil(1.5 * train_set.info.num_rows / cfg.data.batch_size)
   assert int(train(cfg, tmp_path).step) == steps
   assert workdir.load_config(tmp_path).num_steps == steps
   said = json.loads((tmp_path / "metadata.json").read_text())["run"]["length by"]

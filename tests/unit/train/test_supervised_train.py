@@ -148,7 +148,7 @@ def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp
   state = train_module.train(cfg, tmp_path)
   assert load_extra(tmp_path / workdir.CHECKPOINTS)["fp8"] is False
   train_set, valid_set = open_datasets(cfg.data, cfg.seed)
-  cfg = resolve(cfg, train_set.tokenizer.vocab_size)
+  cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   with jax.set_mesh(make_mesh(cfg)):
     program = make_program(cfg)
     probe = Probe(program, probe_feed(cfg, (EvalSet("", valid_set),), train_set))

@@ -87,7 +87,7 @@ def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
   made = prepare(chats(), tmp_path / "out", How(2))
   assert lines(made.corpus) == lines(alone.corpus)
   train, _ = open_data(dataclasses.replace(chats(), paths=str(tmp_path / "out")), 0)
-  assert train.num_documents == 32
+  assert train.info.num_documents == 32
 
 
 def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
@@ -95,7 +95,10 @@ def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
   paths = f"base={text},chat={chats().paths}"
   cfg = chats(paths=paths, chat_sources="chat", mixture="base=1,chat=2", packing="best_fit")
   ds, _ = open_data(cfg, 0)
-  assert {name: part.num_documents for name, part in ds.sources.items()} == {"base": 20, "chat": 32}
+  assert {name: part.info.num_documents for name, part in ds.info.parts.items()} == {
+    "base": 20,
+    "chat": 32,
+  }
   assert not [result for result in audit(ds) if result.difference]
 
 

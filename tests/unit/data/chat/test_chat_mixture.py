@@ -31,9 +31,9 @@ def chat_and_text(config, write):
 def test_each_is_read_as_what_it_is(chat_and_text):
   cfg = chat_and_text()
   train, main = open_data(cfg, 0)
-  assert isinstance(train.tokenizer, ChatTokenizer)
-  assert train.sources["base"].weights is None
-  batch = train.global_rows(np.arange(12, 52))
+  assert isinstance(train.info.tokenizer, ChatTokenizer)
+  assert train.info.parts["base"].packed.weights is None
+  batch = train.read(np.arange(12, 52))
   is_talk = batch["source"] == 1
   assert is_talk[:, 0].sum() == 30
   text_mask = (batch["segment_ids"] > 0).astype(np.float32)
@@ -46,13 +46,15 @@ def test_each_is_read_as_what_it_is(chat_and_text):
     validation_fraction=0.0,
   )  # fmt: skip
   want, _ = open_datasets(alone, 0)
-  got = train.sources["talk"]
-  for name, values in want.rows(range(want.num_rows)).items():
-    np.testing.assert_array_equal(got.rows(range(got.num_rows))[name], values, err_msg=name)
+  got = train.info.parts["talk"]
+  for name, values in want.read_once(range(want.info.num_rows)).items():
+    np.testing.assert_array_equal(
+      got.read_once(range(got.info.num_rows))[name], values, err_msg=name
+    )
 
   held = {s.name: s.dataset for s in open_eval_sets(cfg, main)}
-  assert held[""].num_documents == 40 and held["held"].num_documents == 3
-  assert held[""].bytes_per_token and not held["held"].bytes_per_token
+  assert held[""].info.num_documents == 40 and held["held"].info.num_documents == 3
+  assert held[""].info.bytes_per_token and not held["held"].info.bytes_per_token
 
 
 def test_each_token_once_and_with_its_weight(chat_and_text):
@@ -60,11 +62,11 @@ def test_each_token_once_and_with_its_weight(chat_and_text):
   phases = (Phase(1, 1, 0.5), Phase(3, 1, 1.0))
   (result,) = audit(train, scenarios={"1 host, then 3": phases})
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
-  assert result.targets == train.num_tokens
+  assert result.targets == train.info.num_tokens
 
 
 def test_one_vocabulary_of_both(chat_and_text):
   train, _ = open_data(chat_and_text(tokenizer="bpe", bpe_vocab_size=400), 0)
-  base, talk = (train.sources[name].tokenizer for name in ("base", "talk"))
+  base, talk = (train.info.parts[name].info.tokenizer for name in ("base", "talk"))
   assert talk.inner.fingerprint == base.fingerprint
-  assert train.tokenizer.fingerprint == talk.fingerprint
+  assert train.info.tokenizer.fingerprint == talk.fingerprint

@@ -44,32 +44,32 @@ def test_conversations_are_whole_unless_told_otherwise(chat_config, write, caplo
   with caplog.at_level(logging.INFO, logger="absl"):
     train, _ = open_datasets(chat_config(packing="auto"), 0)
   assert "packed by best_fit" in caplog.text
-  assert train.fingerprint == open_datasets(chat_config(), 0)[0].fingerprint
+  assert train.info.fingerprint == open_datasets(chat_config(), 0)[0].info.fingerprint
   text = chat_config(chat_template="", paths=str(write("a.txt", "x" * 999)), seq_len=32)
   one, other = (
     open_datasets(dataclasses.replace(text, packing=packing), 0)[0]
     for packing in ("auto", "concat")
   )
-  assert one.fingerprint == other.fingerprint
+  assert one.info.fingerprint == other.info.fingerprint
 
 
 def documents(ds, rows=None):
   """(ids of the targets, weights) of each segment of the rows; the eos behind it left out."""
-  batch = ds.rows(range(ds.num_rows) if rows is None else rows)
+  batch = ds.read_once(range(ds.info.num_rows) if rows is None else rows)
   for row in range(len(batch["tokens"])):
     for segment in range(1, batch["segment_ids"][row].max() + 1):
       here = batch["segment_ids"][row] == segment
       targets, weights = batch["targets"][row][here], batch["loss_mask"][row][here]
-      assert targets[-1] == ds.tokenizer.eos_id and weights[-1] == 0.0
+      assert targets[-1] == ds.info.tokenizer.eos_id and weights[-1] == 0.0
       yield targets[:-1], weights[:-1]
 
 
 def test_rows_have_the_weights_of_their_conversations(chat_config):
   train, _ = open_datasets(chat_config(), 0)
-  batch = train.rows(range(train.num_rows))
+  batch = train.read_once(range(train.info.num_rows))
   assert {name: x.dtype for name, x in batch.items()} == {n: f.dtype for n, f in FIELDS.items()}
   assert batch["segment_ids"].max() > 1, "conversations share rows"
-  found = sorted(in_loss(*d, train.tokenizer, "", "") for d in documents(train))
+  found = sorted(in_loss(*d, train.info.tokenizer, "", "") for d in documents(train))
   assert found == sorted(ANSWERS["chatml"])
 
 
@@ -117,21 +117,21 @@ def test_weights_are_not_part_of_the_cached_text_but_of_the_rows(chat_config, tm
   one, _ = open_datasets(chat_config(), 0)
   other, _ = open_datasets(chat_config(chat_weights=WEIGHTS), 0)
   assert len(list((tmp_path / "cache").glob("corpus-*[!k]"))) == 1
-  assert one.fingerprint != other.fingerprint
+  assert one.info.fingerprint != other.info.fingerprint
   copy = pickle.loads(pickle.dumps(other))
   for name in FIELDS:
-    np.testing.assert_array_equal(copy.rows([0])[name], other.rows([0])[name])
-  assert other.rows([0])["loss_mask"].sum() > one.rows([0])["loss_mask"].sum()
+    np.testing.assert_array_equal(copy.read_once([0])[name], other.read_once([0])[name])
+  assert other.read_once([0])["loss_mask"].sum() > one.read_once([0])["loss_mask"].sum()
   last, _ = open_datasets(chat_config(chat_answers="last"), 0)
-  assert last.fingerprint not in (one.fingerprint, other.fingerprint)
+  assert last.info.fingerprint not in (one.info.fingerprint, other.info.fingerprint)
 
 
 def test_conversations_longer_than_a_row_are_left_out_and_counted(chat_config, caplog):
   longest = max(len(ids) for ids, _ in documents(open_datasets(chat_config(), 0)[0])) + 1
   whole, _ = open_datasets(chat_config(seq_len=longest), 0)
   less, _ = open_datasets(chat_config(seq_len=longest - 1), 0)
-  assert (whole.num_documents, less.num_documents) == (12, 11)
-  assert less.report["skipped"] == {f"longer than a row of data.seq_len={longest - 1}": 1}
+  assert (whole.info.num_documents, less.info.num_documents) == (12, 11)
+  assert less.info.report["skipped"] == {f"longer than a row of data.seq_len={longest - 1}": 1}
   assert "1 longer than a row" in caplog.text
   with pytest.raises(
     ValueError, match=r"Nothing is left .* 12 longer than a row of data.seq_len=8"
@@ -143,14 +143,17 @@ def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, wri
   muted = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
   path = str(write("muted.jsonl", [{"messages": muted}, {"prompt": "abc", "completion": "def"}]))
   train, _ = open_datasets(chat_config(paths=path, seq_len=8, chat_template="plain"), 0)
-  assert (train.num_documents, train.report["skipped"]) == (1, {"without a token in the loss": 1})
+  assert (train.info.num_documents, train.info.report["skipped"]) == (
+    1,
+    {"without a token in the loss": 1},
+  )
 
 
 def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog):
   rows = [*DIALOGUES[:2], {"messages": [{"role": "assistant", "content": "first"}]}]
   path = str(write("some.jsonl", rows))
   train, _ = open_datasets(chat_config(paths=path, chat_template="gemma", seq_len=96), 0)
-  assert train.report["malformed"] == {"turns do not alternate": 1}
+  assert train.info.report["malformed"] == {"turns do not alternate": 1}
   assert f"{path}:3: the template has turns of user and assistant in turn" in caplog.text
 
 
@@ -158,9 +161,9 @@ def test_documents_are_held_out_as_ever(chat_config, write):
   rows = [{"prompt": f"question {i}", "completion": "yes"} for i in range(200)]
   path = str(write("many.jsonl", rows))
   train, valid = open_datasets(chat_config(paths=path, validation_fraction=0.2, seq_len=64), 0)
-  assert train.num_documents + valid.num_documents == 200
-  assert 20 < valid.num_documents < 60
-  assert valid.tokenizer is train.tokenizer
+  assert train.info.num_documents + valid.info.num_documents == 200
+  assert 20 < valid.info.num_documents < 60
+  assert valid.info.tokenizer is train.info.tokenizer
 
 
 def test_conversations_are_prepared_ahead(chat_config, tmp_path):
@@ -170,7 +173,7 @@ def test_conversations_are_prepared_ahead(chat_config, tmp_path):
   ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
   one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
   for name in FIELDS:
-    np.testing.assert_array_equal(one.rows([0])[name], other.rows([0])[name])
+    np.testing.assert_array_equal(one.read_once([0])[name], other.read_once([0])[name])
   for changes in ({"chat_template": "gemma"}, {"chat_template": "", "packing": "concat"}):
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
       open_datasets(dataclasses.replace(ahead, **changes), 0)
@@ -183,7 +186,7 @@ def test_records_are_read_from_parquet(chat_config, tmp_path):
   rows = [{"messages": d["messages"]} for d in DIALOGUES]
   parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
   train, _ = open_datasets(chat_config(paths=str(tmp_path / "d.parquet")), 0)
-  found = sorted(in_loss(*d, train.tokenizer, "", "") for d in documents(train))
+  found = sorted(in_loss(*d, train.info.tokenizer, "", "") for d in documents(train))
   assert found == sorted(ANSWERS["chatml"])
 
 
@@ -198,21 +201,21 @@ def test_validate_names_records_that_are_no_conversation(chat_config, write):
 
 def test_a_bpe_learns_from_what_is_said(chat_config):
   train, _ = open_datasets(chat_config(tokenizer="bpe", bpe_vocab_size=300), 0)
-  assert isinstance(train.tokenizer, ChatTokenizer)
-  assert sorted(train.tokenizer.special) == sorted(MARKERS)
-  assert train.tokenizer.vocab_size == train.tokenizer.inner.vocab_size + 2
-  texts = {train.tokenizer.decode(ids[weights > 0]) for ids, weights in documents(train)}
+  assert isinstance(train.info.tokenizer, ChatTokenizer)
+  assert sorted(train.info.tokenizer.special) == sorted(MARKERS)
+  assert train.info.tokenizer.vocab_size == train.info.tokenizer.inner.vocab_size + 2
+  texts = {train.info.tokenizer.decode(ids[weights > 0]) for ids, weights in documents(train)}
   assert "A line of tokens." in texts
 
 
 def test_bits_per_byte_are_not_told_of_answers_alone(chat_config):
-  assert open_datasets(chat_config(), 0)[0].bytes_per_token == 0
+  assert open_datasets(chat_config(), 0)[0].info.bytes_per_token == 0
 
 
 def test_stats_count_what_is_in_the_loss(chat_config):
   train, _ = open_datasets(chat_config(), 0)
   counted = sum(int((weights > 0).sum()) for _, weights in documents(train))
-  assert stats(train)["targets in the loss"].startswith(f"{counted} (")
+  assert stats(train.info)["targets in the loss"].startswith(f"{counted} (")
 
 
 class TestTokenizer:
@@ -315,7 +318,7 @@ class TestOfAFile:
 def test_a_row_is_explained(chat_config):
   train, _ = open_datasets(chat_config(chat_weights=WEIGHTS), 0)
   title, header, *lines = explain.explain(train, 0, coloured=False)
-  batch = train.global_rows([0])
+  batch = train.read([0])
   used = int((batch["segment_ids"] > 0).sum())
   assert title.startswith(f"row 0 of training: {used} targets in ")
   assert f"{int((batch['loss_mask'] > 0).sum())} of them in the loss" in title

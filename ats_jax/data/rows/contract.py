@@ -1,0 +1,199 @@
+"""The contract of rows: what the loader, evaluations and the commands that look at data ask for.
+
+A new kind of rows is one class that extends `TrainRows` and has `info`, `read_once`, `read` and
+`progress`. Whatever it reads is in its `info`: packed documents, or parts that are rows themselves.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ats_jax.data.rows.packed import Packed
+from ats_jax.data.tokens.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+  """Facts about rows.
+
+  Attributes:
+    tokenizer: what made the ids.
+    seq_len: positions in a row.
+    num_rows: rows of an epoch.
+    num_tokens: targets of an epoch: every text token and one eos a document.
+    num_documents: documents that they are of.
+    bytes_per_token: UTF-8 bytes of the text over `num_tokens`; 0 = unknown.
+    fingerprint: names the content of every row: documents, tokenizer, split, row length, packing.
+    ids_used: how many ids of the tokenizer are in the text; of several sources, in the richest one.
+    is_complete: whether the counts are of the whole text; False = of its beginning.
+    scheduled_rows: how many rows of a run a schedule speaks of; 0 = there is no schedule.
+    batch_size: rows of a step, where their order depends on it; 0 = it does not.
+    report: what was left out: `malformed` and `skipped` (kind -> count), `first` (a few in words),
+      `files` (all).
+    parts: rows that these are made of: sources of a mixture, or documents of one length, by name.
+    packed: the documents that are in the rows; None if they are in `parts`, or not packed.
+    summary: how much there is, for the log; "" = the counts say it.
+  """
+
+  tokenizer: Tokenizer
+  seq_len: int
+  num_rows: int
+  num_tokens: int
+  num_documents: int
+  bytes_per_token: float = 0.0
+  fingerprint: str = ""
+  ids_used: int = 0
+  is_complete: bool = True
+  scheduled_rows: int = 0
+  batch_size: int = 0
+  report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  parts: "Mapping[str, TrainRows]" = dataclasses.field(default_factory=dict)
+  packed: Packed | None = None
+  summary: str = ""
+
+  def in_words(self) -> str:
+    """How much there is."""
+    return self.summary or (
+      f"{self.num_documents:,} documents, {self.num_tokens:,} targets in {self.num_rows:,} rows of "
+      f"{self.seq_len}"
+    )
+
+
+def info_of(
+  parts: "Mapping[str, TrainRows]", tokenizer: Tokenizer, *, seq_len: int, num_rows: int
+) -> Info:
+  """The facts about rows that are made of all rows of `parts`: the sums of theirs."""
+  infos = [part.info for part in parts.values()]
+  num_tokens = sum(info.num_tokens for info in infos)
+  is_known = all(info.bytes_per_token for info in infos if info.num_tokens)
+  num_bytes = sum(info.bytes_per_token * info.num_tokens for info in infos)
+  return Info(
+    tokenizer=tokenizer,
+    seq_len=seq_len,
+    num_rows=num_rows,
+    num_tokens=num_tokens,
+    num_documents=sum(info.num_documents for info in infos),
+    bytes_per_token=num_bytes / max(num_tokens, 1) if is_known else 0.0,
+    ids_used=max(info.ids_used for info in infos),
+    is_complete=all(info.is_complete for info in infos),
+    parts=parts,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """How far a run is that has read some rows.
+
+  Attributes:
+    epochs: how often the text has been read; None = that is not known.
+    passes: the same of each source that metrics name.
+    rows: how many rows of each of `Info.parts` have been read, counted over the run.
+    news: what has begun since a row before, in words for the log.
+  """
+
+  epochs: float | None
+  passes: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+  rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  news: Sequence[str] = ()
+
+
+class Rows(Protocol):
+  """Rows that are read in order once, e.g. held-out ones."""
+
+  info: Info
+
+  def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
+    """Rows by number, arrays [*rows.shape, seq_len]; those from `num_rows` on are padding."""
+    ...
+
+
+class TrainRows(Rows, Protocol):
+  """Rows without end: row r of a run is a pure function of r. Processes read a pickle of them."""
+
+  def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
+    """The rows of a run with these numbers; arrays of shape [*rows.shape, seq_len].
+
+    If those of their step (`length`) are so many times shorter, there are as many times more:
+    [..., rows x times, seq_len / times].
+    """
+    ...
+
+  def progress(self, row: int, since: int | None = None) -> Progress:
+    """How far a run is in front of row `row`, with the news of rows [since, row)."""
+    ...
+
+  def length(self, row: int) -> int:
+    """Positions in the rows of the step that row `row` is of; it divides `seq_len`."""
+    del row
+    return self.info.seq_len
+
+  def position(self, row: int) -> dict[str, Any]:
+    """What a checkpoint keeps in front of row `row`; JSON."""
+    return {"row": row, "data": self.info.fingerprint}
+
+  def row_of(self, position: Mapping[str, Any]) -> int:
+    """The first row that a run at `position` has not read.
+
+    Raises:
+      ValueError: if the position is one in other data.
+    """
+    found, own = position["data"], self.info.fingerprint
+    if found != own:
+      raise ValueError(
+        "the run was trained on other data: the text files, the tokenizer or the packing changed "
+        f"since (fingerprint {found}, now {own}). Restore them, or use another --workdir to train "
+        "and --paths to evaluate."
+      )
+    return position["row"]
+
+  def prepare(self, row: int, going: Callable[[], bool]) -> Iterable[None]:
+    """Make rows from row `row` on, as many as are kept: a piece for each element that is asked for.
+
+    Args:
+      row: of the run.
+      going: whether to go on; asked often.
+
+    Raises:
+      ValueError: for text that cannot be used.
+      InterruptedError: if `going` said no.
+    """
+    del row, going
+    return ()
+
+
+class NoRows(TrainRows):
+  """A split without a document."""
+
+  def __init__(self, tokenizer: Tokenizer, seq_len: int):
+    self.info = Info(tokenizer, seq_len, num_rows=0, num_tokens=0, num_documents=0)
+
+  def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
+    """There is none."""
+    raise AssertionError("asked for rows of an empty split")
+
+  read = read_once
+
+  def progress(self, row: int, since: int | None = None) -> Progress:
+    """There is none."""
+    del row, since
+    return Progress(None)
+
+
+def leaves(rows: Rows, name: str = "") -> Iterator[tuple[str, Rows]]:
+  """The rows that have no parts, with the names of the parts that they are in, joined by spaces."""
+  if not rows.info.parts:
+    yield name, rows
+  for part_name, part in rows.info.parts.items():
+    yield from leaves(part, f"{name} {part_name}".strip())
+
+
+def with_documents[R: Rows](rows: R, change: Callable[[Packed], Packed]) -> R:
+  """The same rows of other documents of the same lengths."""
+  info, other = rows.info, copy.copy(rows)
+  parts = {name: with_documents(part, change) for name, part in info.parts.items()}
+  packed = info.packed and change(info.packed)
+  other.info = dataclasses.replace(info, parts=parts, packed=packed)
+  return other

@@ -1,0 +1,117 @@
+"""Documents that are packed into rows of one length."""
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ats_jax.data.corpus import cache
+from ats_jax.data.corpus.corpus import Corpus
+from ats_jax.data.rows.packing import Layout
+from ats_jax.data.tokens.tokenizer import Tokenizer
+
+_PACKED = ("tokens", "targets", "segment_ids", "positions")  # of a batch's fields, by packing
+
+
+class Packed:
+  """Rows of documents, in the order of a plan.
+
+  Attributes:
+    corpus: the documents, of this split and of others.
+    tokenizer: what made the ids.
+    seq_len: positions in a row.
+    num_rows: of the plan.
+    documents: [num_documents] int64, indices into the corpus.
+    plan: which part of which document is where.
+    weights: of conversations, [codes] float32, the weight in the loss of a target by its code
+      (`chat.segments`); None = every target counts 1.
+    counts: of the plan: `num_documents`, `num_tokens`, `num_bytes`.
+  """
+
+  def __init__(
+    self,
+    corpus: Corpus,
+    folder: cache.Folder,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    weights: np.ndarray | None = None,
+  ):
+    self.corpus, self.tokenizer = corpus, tokenizer
+    self.seq_len, self.weights = seq_len, weights
+    self._folder, self.counts = folder, folder.meta
+    self.plan = Layout(*map(folder.array, Layout._fields))
+    self.documents = folder.array("documents")
+    self.num_rows = len(self.plan.first) - 1
+
+  def __reduce__(self):
+    make = functools.partial(Packed, seq_len=self.seq_len, weights=self.weights)
+    return make, (self.corpus, self._folder, self.tokenizer)
+
+  def with_corpus(self, corpus: Any, tokenizer: Any) -> "Packed":
+    """The same rows of other documents of the same lengths."""
+    other = copy.copy(self)
+    other.corpus, other.tokenizer = corpus, tokenizer
+    return other
+
+  def codes(self, rows: np.ndarray | range) -> np.ndarray:
+    """The codes of the targets of rows, [*rows.shape, seq_len] uint8; 0 where there are none."""
+    indices = np.asarray(rows)
+    out = np.zeros((indices.size, self.seq_len), np.uint8)
+    for row, i in zip(out, map(int, indices.flat), strict=True):
+      at = 0
+      for piece in range(*self.plan.first[i : i + 2]) if i < self.num_rows else ():
+        begin, length = int(self.plan.begin[piece]), int(self.plan.length[piece])
+        codes = self.corpus.codes(int(self.plan.document[piece]), begin, begin + length)
+        row[at : at + len(codes)] = codes  # the eos behind a document has none
+        at += length
+    return out.reshape(*indices.shape, self.seq_len)
+
+  def _row(self, i: int) -> np.ndarray:
+    """_PACKED of row i as [4, seq_len] int32; `i >= num_rows` gives a row of padding."""
+    out = np.zeros((4, self.seq_len), np.int32)
+    out[:2] = self.tokenizer.pad_id
+    if i >= self.num_rows:
+      return out
+    first, end = self.plan.first[i], self.plan.first[i + 1]
+    at = 0
+    for segment, piece in enumerate(range(first, end), 1):
+      document, length = int(self.plan.document[piece]), int(self.plan.length[piece])
+      begin = int(self.plan.begin[piece])
+      # Position p of a document is the input token p - 1 (bos before the first) with target p.
+      ids = self.corpus.tokens(document, max(begin - 1, 0), begin + length)
+      tokens, targets, segment_ids, positions = out[:, at : at + length]
+      if begin == 0:
+        tokens[0], tokens[1:], targets[: len(ids)] = self.tokenizer.bos_id, ids[: length - 1], ids
+      else:
+        tokens[:], targets[: len(ids) - 1] = ids[:length], ids[1:]
+      if begin + length > self.corpus.length[document]:
+        targets[-1] = self.tokenizer.eos_id
+      segment_ids[:] = segment
+      positions[:] = np.arange(length)
+      at += length
+    return out
+
+
+def read_rows(
+  places: Sequence[tuple[Packed, int]], shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+  """Rows of plans that have one length of rows; those behind the end of a plan are padding.
+
+  Args:
+    places: for each row, the packed documents and its number in their plan.
+    shape: of the rows; as many as there are places.
+
+  Returns:
+    Arrays [*shape, seq_len].
+  """
+  stacked = np.stack([packed._row(i) for packed, i in places], axis=1)
+  fields = stacked.reshape(4, *shape, stacked.shape[-1])
+  batch = dict(zip(_PACKED, fields, strict=True))
+  mask = (stacked[_PACKED.index("segment_ids")] > 0).astype(np.float32)
+  for row, (packed, i) in zip(mask, places, strict=True):
+    if packed.weights is not None:
+      row[:] = packed.weights[packed.codes(np.array([i]))[0]]
+  return {**batch, "loss_mask": mask.reshape(*shape, -1)}
