@@ -108,7 +108,7 @@ def gradient(cfg):
     whole = totals(batch, TRAINING)
     objective = Pretraining(cfg)
     sums, _, grads = sums_and_grads(objective, model, batch, whole, jax.random.key(0), TRAINING)
-    return objective.means(sums, whole)[0], grads
+    return objective.means(sums, whole)["train/loss"], grads
 
   return jax.jit(of_batch)
 
