@@ -92,7 +92,10 @@ def imports(source: Source, module: str, *, late: bool) -> set[str]:
 
 
 def _unless_function(node: ast.AST) -> Iterable[ast.AST]:
+  """What runs when a module is imported."""
   if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    return
+  if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
     return
   yield node
   for child in ast.iter_child_nodes(node):
@@ -295,6 +298,7 @@ def main() -> None:
   for name, value in figures.items():
     print(f"| {name} | {value} |")
   if given.files:
+    print(f"\ncircles: {' '.join(circles(source))}")
     for name, files in journeys.items():
       print(f"\n{name}: {' '.join(files)}")
 

@@ -13,7 +13,7 @@ import optax
 from ats_jax.model.decoder import Decoder
 
 if TYPE_CHECKING:  # a run without a reflex does not load it
-  from ats_jax.step.parts.reflex import Control, Reflex
+  from ats_jax.step.reflex import Control, Reflex
 
 
 @jax.tree_util.register_dataclass

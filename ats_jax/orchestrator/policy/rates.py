@@ -2,7 +2,7 @@
 
 The schedule's rate may be wrong from the start, when there is nothing to compare it with. If the
 first steps move the weights by far more than is usual, they are made again at a lower rate, and the
-run goes on with the better outcome. The step itself limits later rises (`step.parts.reflex`).
+run goes on with the better outcome. The step itself limits later rises (`step.reflex`).
 
 Pure rules that `decide` consults.
 """

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ats_jax.model.mod import Pass
-from ats_jax.step.parts.reflex import SURPRISE
+from ats_jax.step.reflex import SURPRISE
 
 RECENT = 8  # last steps of an interval, which tell how things stand now
 CUSUM_DOUBT = 10.0  # half of what is an alarm to the policy

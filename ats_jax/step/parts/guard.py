@@ -12,7 +12,7 @@ from ats_jax.model.param import merge, trainable
 from ats_jax.step import tensors
 from ats_jax.step.core import Made, Metrics, Part, Update
 from ats_jax.step.optimizers.base import Optimizer, move, seam
-from ats_jax.step.parts.reflex import Control, Reflex, advance, judge
+from ats_jax.step.reflex import Control, Reflex, advance, judge
 from ats_jax.step.state import TrainState
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import make_test_mesh, random_rows, tiny_config
 
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.step.parts.reflex import WARM
+from ats_jax.step.reflex import WARM
 from lab.faults.arms import ARMS, OTHER_ARMS, build_arm
 from lab.faults.bench import Bench, Suite
 from lab.faults.inject import Fault

@@ -13,8 +13,8 @@ from helpers import micro_batches, tiny_config
 from ats_jax.model.param import trainable
 from ats_jax.step import tensors
 from ats_jax.step.optimizers import build_optimizer
-from ats_jax.step.parts.reflex import REACH, WARM, Tracker
 from ats_jax.step.program import make_program
+from ats_jax.step.reflex import REACH, WARM, Tracker
 from ats_jax.step.schedule import learning_rate
 from lab.faults.inject import Fault, with_faults
 
