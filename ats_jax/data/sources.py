@@ -5,20 +5,18 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from absl import logging
 
 from ats_jax.config import mixture as spec
 from ats_jax.config.mixture import named_paths
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.tokenizer import plain
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import train_texts
 from ats_jax.data.rows.contract import NoRows, Rows, TrainRows
-from ats_jax.data.rows.mixture import Joined, Mixture
-from ats_jax.data.rows.schedule import Schedule, Stage
-from ats_jax.data.rows.stream import find_stream, open_stream
 from ats_jax.data.splits import (
+  Found,
   bpe_key,
   find_documents,
   given_tokenizer,
@@ -27,6 +25,9 @@ from ats_jax.data.splits import (
   open_split,
 )
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:  # imported by runs on a mixture
+  from ats_jax.data.rows.schedule import Stage
 
 _SHARES = 10_000  # in how many parts sizes are rounded, where they make the weights
 
@@ -88,6 +89,9 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   named = spec.sources(cfg.paths)
   if not named:
     return _open(cfg, seed)
+  from ats_jax.data.rows.mixture import Joined, Mixture  # here: one text needs no schedule
+  from ats_jax.data.rows.schedule import Schedule
+
   of_source = {
     name: dataclasses.replace(_of(cfg, name), paths=paths, validation_paths="")
     for name, paths in named.items()
@@ -128,6 +132,8 @@ def _open(
   """As `open_datasets`, of one text."""
   if not streams(cfg):
     return open_datasets(cfg, seed, tokenizer)
+  from ats_jax.data.rows.stream import open_stream
+
   train, main = open_stream(cfg, seed, tokenizer), main_paths(cfg)
   tokenizer = train.info.tokenizer
   held_out = open_split(cfg, 0, main, tokenizer) if main else NoRows(tokenizer, cfg.seq_len)
@@ -146,8 +152,15 @@ def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: f
     return given
   for own in of_source.values():
     if folder := prepared.folder_of(own.paths):
-      return plain(prepared.load(folder, own).tokenizer)
-  find = lambda own: find_stream(own)[0] if streams(own) else find_documents(own, fraction, None)
+      return prepared.load(folder, own).tokenizer.of_text
+
+  def find(own: DataConfig) -> Found:
+    if not streams(own):
+      return find_documents(own, fraction, None)
+    from ats_jax.data.rows.stream import find_stream
+
+    return find_stream(own)[0]
+
   found = {name: find(own) for name, own in of_source.items()}
   texts = lambda: _in_turn(
     train_texts(found[name].files, own, found[name].split) for name, own in of_source.items()
@@ -162,7 +175,7 @@ def _in_turn(texts: Iterable[Iterator[str]]) -> Iterator[str]:
     yield from (text for text in group if text is not None)
 
 
-def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> list[Stage]:
+def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[Stage]":
   """The phases of `data.mixture` in rows.
 
   Args:
@@ -172,6 +185,8 @@ def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> list[Stage]:
   Raises:
     ValueError: as `config.mixture.phases`.
   """
+  from ats_jax.data.rows.schedule import Stage
+
   phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
   found = []
   for phase in phases:

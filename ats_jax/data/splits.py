@@ -5,7 +5,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -14,23 +14,20 @@ from ats_jax.config.chat import packing_of, role_weights
 from ats_jax.config.filters import filter_stages
 from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.corpus import open_chat_corpus
-from ats_jax.data.chat.segments import weight_table
-from ats_jax.data.chat.tokenizer import ChatTokenizer, plain, with_template
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
 from ats_jax.data.corpus.shards import USUAL, How
-from ats_jax.data.filters.sift import sift
-from ats_jax.data.rows.buckets import Buckets, Part, by_length, by_level, row_lengths
 from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.rows.dataset import Dataset
-from ats_jax.data.rows.difficulty import rarity
 from ats_jax.data.rows.packed import Packed
 from ats_jax.data.rows.packing import make_layout
 from ats_jax.data.text.holdout import Split, plan_split
 from ats_jax.data.text.report import Report, in_words
 from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:  # imported by runs whose rows are parted
+  from ats_jax.data.rows.buckets import Part
 
 MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 
@@ -96,6 +93,8 @@ def find_documents(
   files, fingerprint, passed_over = _find(cfg.paths, cfg)
   sifted = None
   if filter_stages(cfg.filters):
+    from ats_jax.data.filters.sift import sift  # here: few texts are filtered
+
     files, fingerprint, sifted = sift(cfg, files, fingerprint, how)
   if cfg.chat_template:
     split = Split(fraction)  # a conversation is not cut
@@ -126,7 +125,7 @@ def open_documents(
   given = tokenizer or given_tokenizer(cfg)
   if folder := prepared.folder_of(cfg.paths):
     opened = _open_prepared(cfg, folder, fraction)
-    asked = with_template(given or plain(opened.tokenizer), cfg)
+    asked = _with_template(given or opened.tokenizer.of_text, cfg)
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
@@ -136,7 +135,7 @@ def open_documents(
     lambda: train_texts(found.files, cfg, found.split),
     corpus_fingerprint=bpe_key(cfg, found),
   )
-  tokenizer = with_template(tokenizer, cfg)
+  tokenizer = _with_template(tokenizer, cfg)
   corpus = _open(cfg, found.files, found.fingerprint, tokenizer, found.split, how)
   _say_counts(corpus)
   return Opened(corpus, tokenizer, found.split, found.content, found.passed_over, found.sifted)
@@ -149,6 +148,15 @@ def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
     ValueError: as `build_tokenizer`.
   """
   return None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
+
+
+def _with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:
+  """`tokenizer`, which also knows the chat template of `cfg` if that names one."""
+  if not cfg.chat_template:
+    return tokenizer
+  from ats_jax.data.chat.tokenizer import with_template  # here: few runs are on conversations
+
+  return with_template(tokenizer, cfg)
 
 
 def _kind(cfg: DataConfig) -> str | list[str]:
@@ -166,7 +174,8 @@ def _open(
 ) -> Corpus:
   if not cfg.chat_template:
     return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
-  assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
+  from ats_jax.data.chat.corpus import open_chat_corpus
+
   return open_chat_corpus(cfg, files, fingerprint, tokenizer, how)
 
 
@@ -288,6 +297,8 @@ def _pack_train(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarra
   parts = {name: part for name, part in packed.items() if part.info.num_rows}
   if not parts:  # all documents were left out, and the caller says why
     return pack(cfg, seed, opened, documents, "train")
+  from ats_jax.data.rows.buckets import Buckets
+
   rows = Buckets(
     parts,
     batch_size=cfg.batch_size,
@@ -304,7 +315,7 @@ def _pack_train(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarra
   return rows
 
 
-def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> list[Part]:
+def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "list[Part]":
   """How `cfg` parts training documents: by length, by difficulty; [] = not.
 
   Args:
@@ -312,8 +323,11 @@ def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> li
     opened: the documents.
     documents: which of them to part.
   """
-  corpus = opened.corpus
-  sizes = corpus.length[documents] + 1
+  if cfg.length_buckets < 2 and cfg.curriculum != "difficulty":
+    return []
+  from ats_jax.data.rows.buckets import by_length, by_level, row_lengths
+
+  sizes = opened.corpus.length[documents] + 1
   shape = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
   found = []
   if cfg.length_buckets > 1 and len(documents):
@@ -339,6 +353,8 @@ def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarra
                      _kind(cfg))  # fmt: skip
 
   def build(folder: Path) -> dict[str, Any]:
+    from ats_jax.data.rows.difficulty import rarity
+
     np.save(folder / "rarity.npy", rarity(corpus, documents, tokenizer.vocab_size))
     return {}
 
@@ -404,6 +420,8 @@ def pack(
   fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), how)
   weights = None
   if cfg.chat_template:
+    from ats_jax.data.chat.segments import weight_table
+
     weights = weight_table(role_weights(cfg.chat_weights), cfg.chat_answers)
     fingerprint = cache.digest(fingerprint, weights.tolist())
 

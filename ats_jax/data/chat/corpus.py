@@ -53,7 +53,7 @@ def open_chat_corpus(
   cfg: DataConfig,
   files: list[SourceFile],
   fingerprint: str,
-  tokenizer: ChatTokenizer,
+  tokenizer: Tokenizer,
   how: How,
 ) -> Corpus:
   """The tokenised conversations of `files`, from the cache or made now.
@@ -71,6 +71,7 @@ def open_chat_corpus(
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or as `Template.render`.
   """
+  assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
 
   def build(folder: Path) -> dict[str, Any]:
     fill = lambda shards, report: _fill(shards, report, files, cfg.strict, tokenizer, how.workers)

@@ -162,6 +162,15 @@ class ChatTokenizer:
     own = {BOS: self.bos_id, EOS: self.eos_id}
     return own[name] if name in own else self.special[name]
 
+  @property
+  def of_text(self) -> Tokenizer:
+    """See `Tokenizer`."""
+    return self.inner
+
+  def to_fields(self) -> dict[str, Any]:
+    """See `Tokenizer`."""
+    return {"kind": "chat", "form": self.form._asdict(), "inner": self.inner.to_fields()}
+
   def __reduce__(self):
     return ChatTokenizer, (self.inner, self.form)
 
@@ -171,11 +180,6 @@ def as_question(text: str, tokenizer: Tokenizer) -> str | list[int]:
   if not isinstance(tokenizer, ChatTokenizer):
     return text
   return tokenizer.prompt(Conversation((Message("user", text),)))
-
-
-def plain(tokenizer: Tokenizer) -> Tokenizer:
-  """The tokenizer of text that a tokenizer of conversations is made of, or itself."""
-  return tokenizer.inner if isinstance(tokenizer, ChatTokenizer) else tokenizer
 
 
 def with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:

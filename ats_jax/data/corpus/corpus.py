@@ -10,7 +10,6 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.chat.records import message_pieces
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.shards import USUAL, How, codes, shard
 from ats_jax.data.corpus.tokenise import REPORT, tokenise
@@ -126,8 +125,9 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
   found = False
-  of_text = lambda file, report: pieces(file, cfg.text_field, report)
-  read = message_pieces if cfg.chat_template else of_text
+  read = lambda file, report: pieces(file, cfg.text_field, report)
+  if cfg.chat_template:
+    from ats_jax.data.chat.records import message_pieces as read  # here: few are conversations
 
   def texts(file: SourceFile) -> Iterator[str]:
     nonlocal found

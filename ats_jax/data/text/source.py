@@ -9,16 +9,18 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ats_jax.data.corpus import cache
-from ats_jax.data.filters.sieve import Sieve
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats import opening, records, text, token_files
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 from ats_jax.store import paths as paths_of_stores
+
+if TYPE_CHECKING:  # imported by runs that filter
+  from ats_jax.data.filters.sieve import Sieve
 
 # A format is registered by the suffixes of its files, in small letters, as (path, text_field,
 # report) -> iterator of documents: each a string, or `Piece`s. `report` takes what is malformed.
@@ -40,7 +42,7 @@ class SourceFile(NamedTuple):
   path: str
   name: str
   kind: str
-  sieve: Sieve | None = None
+  sieve: "Sieve | None" = None
 
 
 def find_files(

@@ -1,7 +1,7 @@
 """What the rest of the system knows of a tokenizer."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -34,6 +34,15 @@ class Tokenizer(Protocol):
   @property
   def end_ids(self) -> frozenset[int]:
     """Of them, those that end what a model writes."""
+    ...
+
+  @property
+  def of_text(self) -> "Tokenizer":
+    """The tokenizer of the text inside a conversation; itself, if it knows no conversations."""
+    ...
+
+  def to_fields(self) -> dict[str, Any]:
+    """What a workdir keeps of it, as JSON; `kind` says which tokenizer reads it."""
     ...
 
   def token_id(self, name: str) -> int | None:
@@ -81,6 +90,11 @@ class OfDocuments:
   def end_ids(self) -> frozenset[int]:
     """See `Tokenizer`."""
     return frozenset((self.eos_id,))
+
+  @property
+  def of_text(self) -> Self:
+    """Itself."""
+    return self
 
   def special_tokens(self) -> dict[str, int]:
     """See `Tokenizer`: it has no names."""

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ats_jax.data.chat.tokenizer import ChatTokenizer, plain
+from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer
 from ats_jax.data.tokens.sentencepiece_file import SentencePieceTokenizer
 from ats_jax.data.tokens.special import with_special
@@ -27,7 +27,7 @@ def files_of(words: Tokenizer) -> dict[str, bytes]:
   is written as it is, and as a tokenizer.json too where that has the same ids: a BPE in which the
   user defined no pieces.
   """
-  of_text = plain(words)
+  of_text = words.of_text
   special = _special(words)
   roles = {role: _name(special, getattr(words, f"{role[:3]}_id")) for role in OWN_NAMES}
   config: dict[str, Any] = {**roles, "clean_up_tokenization_spaces": False}

@@ -15,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.tokens import sentencepiece_file, tiktoken_file
 from ats_jax.data.tokens.base import OfDocuments, Tokenizer, known_ids
 from ats_jax.store import paths
 
@@ -49,6 +48,10 @@ class ByteTokenizer(OfDocuments):
   eos_id = 257
   pad_id = 258
   fingerprint = "bytes-256+3"
+
+  def to_fields(self) -> dict[str, Any]:
+    """See `Tokenizer`."""
+    return {"kind": "bytes"}
 
   def token_id(self, name: str) -> int | None:
     """See `Tokenizer`: no token has a name."""
@@ -84,6 +87,11 @@ class JsonTokenizer(OfDocuments):
     self._special = {bos_id, eos_id, pad_id}
     ids = f"{bos_id},{eos_id},{pad_id},{vocab_size}"
     self.fingerprint = hashlib.sha256(f"{ids}\n{self._text}".encode()).hexdigest()[:32]
+
+  def to_fields(self) -> dict[str, Any]:
+    """See `Tokenizer`."""
+    ids = {name: getattr(self, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
+    return {"kind": "tokenizers", **ids, "tokenizer": json.loads(self.to_json())}
 
   def token_id(self, name: str) -> int | None:
     """See `Tokenizer`."""
@@ -254,7 +262,9 @@ def of_workdir(fields: Mapping[str, Any]) -> Tokenizer:
       return of_workdir(fields["inner"])
     if fields["kind"] == "bytes":
       return ByteTokenizer()
-    if fields["kind"] == sentencepiece_file.KIND:
+    if fields["kind"] == "sentencepiece":
+      from ats_jax.data.tokens import sentencepiece_file
+
       return sentencepiece_file.from_fields(fields)
     ids = {name: int(fields[name]) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return JsonTokenizer(json.dumps(fields["tokenizer"], ensure_ascii=False), **ids)
@@ -353,6 +363,8 @@ def _of_ranks(
   path: paths.Path, raw: bytes, config: Mapping[str, Any], cache_dir: str
 ) -> dict[str, Any]:
   """A .tiktoken file as a tokenizer.json, which is cached."""
+  from ats_jax.data.tokens import tiktoken_file
+
   encoding = tiktoken_file.ENCODINGS.get(path.stem)
   beside = path.with_suffix(".pattern")
   if encoding is None and not beside.is_file():
@@ -382,6 +394,8 @@ def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> T
   Raises:
     ValueError: if it is none, has no pieces for bytes, or the library is not installed.
   """
+  from ats_jax.data.tokens import sentencepiece_file, tiktoken_file
+
   sentencepiece_file.library()
   added = _added_tokens(path, config)
   try:

@@ -11,7 +11,6 @@ from commands import forked, train_flags
 from helpers import TINY, TRAINING, assert_trees_close, make_decoder, micro_batches, tiny_config
 
 from ats_jax.data.chat.conversation import Message
-from ats_jax.data.chat.tokenizer import plain
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
 from ats_jax.step.core import sums_and_grads
@@ -88,7 +87,7 @@ def test_generate_chat_answers_as_in_training(trained):
 
 def test_a_run_on_text_knows_no_turns(trained):
   with load_run(trained) as run, pytest.raises(ValueError, match="not trained on conversations"):
-    dataclasses.replace(run, tokenizer=plain(run.tokenizer)).answer(0, [Message("user", "a1")])
+    dataclasses.replace(run, tokenizer=run.tokenizer.of_text).answer(0, [Message("user", "a1")])
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,12 @@ OPTIONAL = (
   "ats_jax.bridge",
   "ats_jax.cluster.launch",
   "ats_jax.cluster.preflight",
+  "ats_jax.data.chat",
+  "ats_jax.data.filters",
   "ats_jax.data.look",
+  "ats_jax.data.rows.buckets",
+  "ats_jax.data.rows.mixture",
+  "ats_jax.data.rows.stream",
   "ats_jax.inference",
   "ats_jax.orchestrator.actions",
   "ats_jax.orchestrator.policy",
@@ -49,7 +54,7 @@ OPTIONAL = (
   "ats_jax.train.supervise",
   "ats_jax.verbs.bench",
 )
-MOST = 225  # modules of this package; lower it when a change lowers the number
+MOST = 195  # modules of this package; lower it when a change lowers the number
 
 
 def test_a_plain_run_imports_no_optional_part(tmp_path):
