@@ -16,6 +16,7 @@ import runs
 from commands import REPOSITORY, forked, train_flags
 from xla_flags import FAST_STEPS, QUICK
 
+from ats_jax.__main__ import VERBS
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree, workdir
 from ats_jax.checkpoint.integrity import find_damage, read_manifest
 from ats_jax.checkpoint.preemption import ECHO_SECS
@@ -34,7 +35,7 @@ FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit a
 
 
 def printed(out: str) -> dict[str, float]:
-  """The metrics that `ats_jax.verbs.evaluate` printed."""
+  """The metrics that `ats-jax evaluate` printed."""
   return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
 
 
@@ -61,8 +62,7 @@ class TestHelp:
     ]  # fmt: skip
 
   def test_entry_points_can_be_imported_together(self):
-    modules = ", ".join(f"ats_jax.{m}" for m in ("train", "evaluate", "generate", "bench"))
-    code = f"import {modules}, ats_jax.verbs.data"
+    code = "import " + ", ".join(f"ats_jax.verbs.{verb}" for verb in VERBS)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
 
 

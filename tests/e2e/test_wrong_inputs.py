@@ -278,8 +278,7 @@ COMMANDS = {
 @pytest.mark.parametrize("line, parts", [(s, p) for s, *p in COMMANDS.values()], ids=COMMANDS)
 def test_command_line(line, parts, inputs, trained, tmp_path):
   names = {"run": tmp_path / "run", "inputs": inputs, "trained": trained}
-  module, *flags = line.format(**names).split()
-  result = forked(f"ats_jax.{module}", *flags)
+  result = forked("ats_jax", *line.format(**names).split())
   assert_says(result.error(), *(p.format(**names) for p in parts))
   assert not (tmp_path / "run").exists()
 
@@ -347,8 +346,8 @@ class TestWorkdir:
   def test_without_a_checkpoint(self, trained, tmp_path):
     for name in ("config.json", "run_id", "tokenizer.json"):
       shutil.copy(trained / name, tmp_path)
-    for module in ("generate", "evaluate"):
-      message = forked(f"ats_jax.{module}", f"--workdir={tmp_path}").error()
+    for verb in ("generate", "evaluate"):
+      message = forked("ats_jax", verb, f"--workdir={tmp_path}").error()
       assert_says(message, f"no checkpoint in {tmp_path}/checkpoints", "Train first")
 
   @pytest.mark.thorough
