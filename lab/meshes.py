@@ -1,11 +1,11 @@
-r"""Speed, memory and what is not hidden, of training steps on one and on two GPUs of one machine.
+r"""Speed, memory and what is not hidden, of training steps on one to four GPUs of one machine.
 
 Compiles the steps of all cases at once, each in a process of its own; then times one after the
 other, taken from the compilation cache: random tokens, steps that are queued, twice, and a trace of
 two more (of one more where a round has one). Rows a device are those of the case on one GPU, but
-for long rows. A case on one GPU runs on both, as two of a kind differ by some per cent and a step
-goes at the pace of the slower one: `of_both` is of what the two make alone, `of_slower` of twice
-what the slower one does. Writes as it goes:
+for long rows. A case on one GPU runs on each of --gpus, as GPUs of a kind differ by some per cent
+and a step goes at the pace of the slowest: `of_all` is the share of what all make alone, and
+`of_slowest` of what as many of the slowest would make. Writes as it goes:
 results.jsonl (a row a case), log.txt, and buffers.txt.gz (of the case of --dump, how XLA lays out
 its memory).
 Command: python -m lab.meshes --out=FOLDER [--cases=1.5B,8B] [--budget_secs=560] [--toy]
@@ -172,6 +172,7 @@ def cases() -> list[Case]:
       "allgather moe.exchange_factor=1.25 mesh.keep_gathered=true mesh.copy_engines=true",
     )
   ]  # fmt: skip
+  found += four()
   chosen = _CASES.value or [""]
   begins = lambda case, name: f"{case.name} ".startswith(f"{name} ".lstrip())
   order = [next((i for i, name in enumerate(chosen) if begins(c, name)), -1) for c in found]
@@ -180,12 +181,56 @@ def cases() -> list[Case]:
   ]
 
 
+def four() -> list[Case]:
+  """Cases of four GPUs, with as many rows on each as the case of one GPU has."""
+  fsdp, keep = "mesh.fsdp=4", "mesh.fsdp=4 mesh.keep_gathered=true"
+  meshes = {
+    "fsdp": fsdp,
+    "keep": keep,
+    "copies": f"{keep} mesh.copy_engines=true",
+    "hsdp": "mesh.data=2 mesh.fsdp=2",
+    "tensor": "mesh.tensor=2 mesh.fsdp=2",
+    "residuals": "mesh.tensor=2 mesh.fsdp=2 mesh.shard_residuals=true",
+    "stages": "mesh.stage=2 mesh.fsdp=2 step.accum_steps=8",
+  }
+  rows = {"1.5B": 32, "8B": 8, "16": 16}
+  cases = [
+    Case(f"{model} four {name}", 4, f"data.batch_size={number} {mesh}",
+         NO_TRITON if model == "16" else "", 6, f"{model} one", traced=False)
+    for model, number in rows.items()
+    for name, mesh in meshes.items()
+    if model != "16" or name in ("fsdp", "keep", "copies")
+  ]  # fmt: skip
+  exchanges = {
+    "expert": "mesh.expert=4 moe.exchange_factor=1.25",
+    "bins": "mesh.expert=4 moe.exchange=bins",
+    "two": "mesh.expert=2 mesh.fsdp=2 moe.exchange_factor=1.25",
+    "expert copies": "mesh.expert=4 moe.exchange_factor=1.25 mesh.keep_gathered=true "
+    "mesh.copy_engines=true",
+  }
+  cases += [
+    Case(f"16 four {name}", 4, f"data.batch_size=16 {mesh}", NO_TRITON, 6, "16 one", traced=False)
+    for name, mesh in exchanges.items()
+  ]
+  ways = {"swap": "", "ring": "mesh.context_ring=true", "copies": "mesh.copy_engines=true"}
+  cases += [
+    Case(f"{model} four {size} {name}", 4,
+         f"data.seq_len={length} data.batch_size={4 * 32_768 // length} step.remat=qkv "
+         f"mesh.context=4 {way}", "", 2, traced=False)
+    for model in ("1.5B", "8B")
+    for size, length in (("long", 32_768), ("longer", 131_072))
+    for name, way in ways.items()
+  ]  # fmt: skip
+  return cases
+
+
 _OUT = flags.DEFINE_string("out", None, "Folder of results.")
 _CASES = flags.DEFINE_list("cases", [], "First words of names; none = all.")
 _BUDGET = flags.DEFINE_float("budget_secs", 560.0, "Nothing runs past it.", lower_bound=10.0)
 _COMPILE = flags.DEFINE_float("compile_secs", 260.0, "That compiling may take.", lower_bound=1.0)
 _AT_ONCE = flags.DEFINE_integer("at_once", 12, "Processes that compile.", lower_bound=1)
 _DUMP = flags.DEFINE_string("dump", "", "Name of the case whose buffers are kept.")
+_GPUS = flags.DEFINE_integer("gpus", 2, "That the machine has.", lower_bound=1)
 _TOY = flags.DEFINE_bool("toy", False, "Small models on this machine's CPU.")
 _WORKER = flags.DEFINE_enum("worker", "", ["", "compile", "time"], "What a process of a case does.")
 _TRACE = flags.DEFINE_string("trace", "", "Name of the case whose trace is kept.")
@@ -317,12 +362,14 @@ class Lab:
     """A process of a case, whose first GPU is the one of that number."""
     env = {"XDG_CACHE_HOME": str(self.scratch / "cache")}
     # There is room beside the case before it, but for the longest rows, which need all of a GPU.
-    early = worker == "time" and case.devices == 2 and "longer" not in case.name
+    early = worker == "time" and case.devices > 1 and "longer" not in case.name
     if _TOY.value:
       xla = f"--xla_force_host_platform_device_count={case.devices}"
       env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla}
     else:
-      env["CUDA_VISIBLE_DEVICES"] = f"{gpu},{1 - gpu}" if case.devices == 2 else str(gpu)
+      env["CUDA_VISIBLE_DEVICES"] = ",".join(
+        str((gpu + n) % _GPUS.value) for n in range(case.devices)
+      )
       if worker == "compile" or early:
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
       if worker == "compile" and case.name == _DUMP.value:
@@ -352,7 +399,7 @@ class Lab:
     """Whether its step is in the cache now; that of `like`, which shares matmuls, first."""
     if like is not None and "d_ff=7168" not in MODELS[case.name.split()[0]]:
       like.result()
-    child = self.start(case, "compile", number % 2)
+    child = self.start(case, "compile", number % _GPUS.value)
     found = self.result(case, child, min(self.until, self._began + _COMPILE.value))
     self.row("compiled", case, **found)
     return "failed" not in found
@@ -372,9 +419,9 @@ class Lab:
         child.end()
       if speed := found.get("tokens_per_sec"):
         self.speeds[case.name].append(speed)
-        if case.devices == 2 and (alone := self.speeds[case.like]):
-          found["of_both"] = speed / (2 * sum(alone) / len(alone))
-          found["of_slower"] = speed / (2 * min(alone))
+        if case.devices > 1 and (alone := self.speeds[case.like]):
+          found["of_all"] = speed / (case.devices * sum(alone) / len(alone))
+          found["of_slowest"] = speed / (case.devices * min(alone))
       self.row("timed", case, gpu=gpu, **found)
     for child in children:
       child.end()
@@ -398,10 +445,11 @@ def main(argv: list[str]) -> None:
       with file.open("rb") as source, gzip.open(out / "buffers.txt.gz", "wb") as target:
         shutil.copyfileobj(source, target)
     todo = [case for case in chosen if futures[case.name].result()]
-    with ThreadPoolExecutor(2) as pool:
+    gpus = range(_GPUS.value)
+    with ThreadPoolExecutor(len(gpus)) as pool:
       singles = [case for case in todo if case.devices == 1]
-      list(pool.map(lab.time, (singles, singles), (0, 1)))
-    lab.time([case for case in todo if case.devices == 2])
+      list(pool.map(lab.time, [singles for _ in gpus], gpus))
+    lab.time([case for case in todo if case.devices > 1])
 
 
 if __name__ == "__main__":
