@@ -14,6 +14,7 @@ Command: python -m lab.meshes --out=FOLDER [--cases=1.5B,8B] [--budget_secs=560]
 import collections
 import dataclasses
 import gzip
+import itertools
 import json
 import re
 import shutil
@@ -406,13 +407,13 @@ class Lab:
 
   def time(self, cases: list[Case], gpu: int = 0) -> None:
     """Time cases one after the other; the next one gets ready meanwhile."""
-    children = [self.start(case, "time", gpu) for case in cases[:1]]
-    for number, case in enumerate(cases):
-      child = children[number]
+    coming = None
+    for case, following in itertools.zip_longest(cases, cases[1:]):
+      child, coming = coming or self.start(case, "time", gpu), None
       try:
         child.when("^ready", self.until)
         child.go_on()
-        children += [self.start(case, "time", gpu) for case in cases[number + 1 : number + 2]]
+        coming = following and self.start(following, "time", gpu)
         found = self.result(case, child, self.until)
       except (ChildProcessError, TimeoutError) as error:
         found: dict[str, Any] = {"failed": str(error)}
@@ -423,8 +424,6 @@ class Lab:
           found["of_all"] = speed / (case.devices * sum(alone) / len(alone))
           found["of_slowest"] = speed / (case.devices * min(alone))
       self.row("timed", case, gpu=gpu, **found)
-    for child in children:
-      child.end()
 
 
 def main(argv: list[str]) -> None:
