@@ -11,6 +11,7 @@ from ats_jax.sharding.rules import MESH_AXES
 from ats_jax.step.program import make_program
 
 RTOL = 1e-5  # and of the largest element of a tensor a tenth of that
+FLIPPED = 1e-3  # of a loss, where a token of a hundred goes to another expert or depth
 ROWS, ACCUM, STEPS = 8, 2, 2
 CFG = {
   "data.batch_size": ROWS,
@@ -108,7 +109,10 @@ def assert_equal(many: Run, one: Run, *, of_largest: float = RTOL / 10):
   def close(got, want, name):
     np.testing.assert_allclose(got, want, RTOL, of_largest * np.abs(want).max(), err_msg=name)
 
-  close(many.losses, one.losses, "losses")
+  close(many.losses[0], one.losses[0], "the first loss")
+  # From the second step on a rounding may decide where a token goes (seen on one kind of CPU).
+  later = FLIPPED if many.layers else RTOL
+  np.testing.assert_allclose(many.losses[1:], one.losses[1:], later, err_msg="losses")
   close(many.scores, one.scores, "scores")
   assert len(set(one.losses.tolist())) == STEPS  # there is something to compare
   for part in ("grads", "layers"):
