@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ats_jax.cluster import job, runtime
-from ats_jax.config import Config, from_config_dict
-from ats_jax.config.build import updated
+from ats_jax.config import Config
+from ats_jax.config.extend import build
 from ats_jax.config.file import load_file
+from ats_jax.config.tree import updated
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.planner.budget import budget
@@ -34,7 +35,7 @@ def config(source: str = cli.DEFAULT_CONFIG, settings: Mapping[str, Any] | None 
   Raises:
     ValueError: for a file that cannot be read, an unknown name, or a value that no setting allows.
   """
-  return from_config_dict(updated(load_file(source).to_dict(), settings or {}))
+  return build(updated(load_file(source).to_dict(), settings or {}))
 
 
 def train(

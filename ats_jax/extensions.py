@@ -27,6 +27,7 @@ _loading: list[str] = []
 class _Entry(NamedTuple):
   part: Any
   owner: str
+  settings: type | None
 
 
 class Registry:
@@ -44,8 +45,13 @@ class Registry:
     self.kind, self.setting, self._home = kind, setting, home
     self._entries: dict[str, _Entry] = {}
 
-  def register[P](self, *names: str) -> Callable[[P], P]:
+  def register[P](self, *names: str, settings: type | None = None) -> Callable[[P], P]:
     """Decorate a part: it is known under `names` from now on.
+
+    Args:
+      names: which no other part has.
+      settings: a dataclass of the settings that a config has with this part; None = those alone
+        that it has with every part of this kind.
 
     Raises:
       ValueError: for a name that is taken, or that a comma-separated setting could not hold.
@@ -59,7 +65,7 @@ class Registry:
         if name in self._entries:
           whose = self._entries[name].owner or "ats_jax itself"
           raise ValueError(f"{self.kind} {name!r} is there already, of {whose}. Take another name.")
-      self._entries.update(dict.fromkeys(names, _Entry(part, owner)))
+      self._entries.update(dict.fromkeys(names, _Entry(part, owner, settings)))
       return part
 
     return add
@@ -73,6 +79,13 @@ class Registry:
     if name not in self:
       raise ValueError(self.unknown(name))
     return self._entries[name].part
+
+  def added(self) -> dict[str, type | None]:
+    """The names that are registered by now, with the dataclass of their settings if they have one.
+
+    Those of this package may be missing: nothing is imported for it.
+    """
+    return {name: entry.settings for name, entry in self._entries.items()}
 
   def owner(self, name: str) -> str:
     """The extension that a part is of, as `extensions` names it; "" = it comes with ats_jax."""
@@ -107,7 +120,7 @@ class Registry:
 
 # What is registered under each is said at the built-in ones, in the module that is named.
 writers = Registry("metric writer", "log.writers", "ats_jax.metrics.builtin")
-schedules = Registry("schedule", "optimizer.schedule", "ats_jax.step.schedule")
+schedules = Registry("schedule", "optimizer.schedule.name", "ats_jax.step.schedule")
 optimizers = Registry("optimizer", "optimizer.name", "ats_jax.step.optimizers")
 formats = Registry("data format", "the suffix of a file", "ats_jax.data.text.source")
 

@@ -32,7 +32,7 @@ from absl import app, flags
 from lab.child import Child
 
 COMMON = "data.tokenizer=bytes data.max_segments=1 ops.strict=false precision.param_dtype=bfloat16 "
-COMMON += "precision.mu_dtype=bfloat16 precision.nu_dtype=bfloat16"
+COMMON += "optimizer.mu_dtype=bfloat16 optimizer.nu_dtype=bfloat16"
 MODELS = {
   "1.5B": "",
   "8B": "model.num_layers=32 model.d_model=4096 model.d_ff=14336",
@@ -168,9 +168,9 @@ def cases() -> list[Case]:
          NO_TRITON, like=f"{model} one")
     for model in ("experts", "16")
     for way in (
-      "allgather", "allgather moe.exchange_factor=1.25", "bins",
-      "hierarchical moe.exchange_hosts=2",
-      "allgather moe.exchange_factor=1.25 mesh.keep_gathered=true mesh.copy_engines=true",
+      "allgather", "allgather moe.exchange.factor=1.25", "bins",
+      "hierarchical moe.exchange.hosts=2",
+      "allgather moe.exchange.factor=1.25 mesh.keep_gathered=true mesh.copy_engines=true",
     )
   ]  # fmt: skip
   found += four()
@@ -203,10 +203,10 @@ def four() -> list[Case]:
     if model != "16" or name in ("fsdp", "keep", "copies")
   ]  # fmt: skip
   exchanges = {
-    "expert": "mesh.expert=4 moe.exchange_factor=1.25",
+    "expert": "mesh.expert=4 moe.exchange.factor=1.25",
     "bins": "mesh.expert=4 moe.exchange=bins",
-    "two": "mesh.expert=2 mesh.fsdp=2 moe.exchange_factor=1.25",
-    "expert copies": "mesh.expert=4 moe.exchange_factor=1.25 mesh.keep_gathered=true "
+    "two": "mesh.expert=2 mesh.fsdp=2 moe.exchange.factor=1.25",
+    "expert copies": "mesh.expert=4 moe.exchange.factor=1.25 mesh.keep_gathered=true "
     "mesh.copy_engines=true",
   }
   cases += [

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ats_jax.config import Config
+from ats_jax.config.schema.optimizer import AdamW
 
 Params = dict[str, Any]
 # Of the sample kernels: the fastest that were found on an H200.
@@ -225,6 +226,7 @@ def loss_of(cfg: Config, params: Params, tokens_BT: jax.Array, targets_BT: jax.A
 def make_step(cfg: Config):
   """Returns the jitted `(params, mu, nu, count, tokens, targets) -> (..., loss, grad_norm)`."""
   opt = cfg.optimizer
+  assert isinstance(opt, AdamW)
 
   def step(params, mu, nu, count, tokens_BT, targets_BT):
     loss, grads = jax.value_and_grad(functools.partial(loss_of, cfg))(params, tokens_BT, targets_BT)
@@ -253,5 +255,6 @@ def make_step(cfg: Config):
 def first_state(cfg: Config, params: Params) -> tuple[Params, Params, Params, jax.Array]:
   """Parameters, moments of 0, and the count of updates."""
   zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-  precision = cfg.precision
-  return params, zeros(precision.mu_dtype), zeros(precision.nu_dtype), jnp.float32(0.0)
+  optimizer = cfg.optimizer
+  assert isinstance(optimizer, AdamW)
+  return params, zeros(optimizer.mu_dtype), zeros(optimizer.nu_dtype), jnp.float32(0.0)

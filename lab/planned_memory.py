@@ -43,7 +43,7 @@ from lab.planned_times import (
 
 LESS, TENSOR = f"{EXPERT} {FEWER}", "mesh.tensor=2"
 TWELVE = f"{EIGHT} model.num_layers=12 precision.param_dtype=float32"
-BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange_hosts=2"
+BINS, HOSTS = "moe.exchange=bins", "moe.exchange=hierarchical moe.exchange.hosts=2"
 COPIES, BY_COPIES = "mesh.keep_gathered=true mesh.copy_engines=true", "mesh.copy_engines=true"
 
 

@@ -14,7 +14,7 @@ from ats_jax.planner.hardware import typical
 from ats_jax.verbs import cli
 
 COMMON = "data.tokenizer=bytes data.max_segments=1"
-SHORT = "precision.param_dtype=bfloat16 precision.mu_dtype=bfloat16 precision.nu_dtype=bfloat16"
+SHORT = "precision.param_dtype=bfloat16 optimizer.mu_dtype=bfloat16 optimizer.nu_dtype=bfloat16"
 DENSE = f"{SHORT} model.num_layers=32 model.d_model=4096 model.d_ff=14336"
 SPARSE = f"{SHORT} step.remat=names model.num_layers=24 model.num_heads=16 model.num_kv_heads=4"
 EIGHT = f"{SPARSE} moe.num_experts=8 moe.top_k=2 moe.d_ff=7168 model.d_ff=7168"
@@ -32,7 +32,7 @@ NAMES = "step.remat=none step.remat_stages=names"
 SENT = "mesh.compress_gradients=fp8"
 FSDP, KEPT = "mesh.fsdp=2", "mesh.fsdp=2 mesh.keep_gathered=true"
 COPIED = f"{KEPT} mesh.copy_engines=true"
-EXPERT, FEWER = "mesh.expert=2", "moe.exchange_factor=1.25"
+EXPERT, FEWER = "mesh.expert=2", "moe.exchange.factor=1.25"
 TWENTY = f"{DENSE} model.num_layers=20"
 ROUNDS = f"{STAGE} mesh.stage_rounds=2"
 SUMS = "step.accum_steps=2"

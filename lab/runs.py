@@ -52,7 +52,7 @@ def tiny_config(changes: Changes) -> ConfigDict:
     "data.tokenizer": "bytes",
     "optimizer.warmup_steps": 50,
     "optimizer.schedule": "wsd",
-    "optimizer.decay_fraction": 0.3,
+    "optimizer.schedule.decay_fraction": 0.3,
     "precision.compute_dtype": "float32",
     "log.writers": "jsonl",
     "log.progress": False,

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ats_jax.config.build import explain, settings
+from ats_jax.config.explain import explain
+from ats_jax.config.names import settings
 from ats_jax.verbs import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"

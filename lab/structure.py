@@ -200,7 +200,7 @@ for number in range(40):
 
 from ats_jax.config.file import load_file
 from ats_jax.config import from_config_dict
-from ats_jax.config.build import updated
+from ats_jax.config.tree import updated
 values = updated(load_file("configs/debug.py").to_dict(), {
   "num_steps": 4, "compilation_cache": "off", "model.num_layers": 2, "model.d_model": 32,
   "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64, "data.paths": str(texts),

@@ -15,8 +15,8 @@ from commands import Result, forked
 from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
-from ats_jax.config.build import settings
 from ats_jax.config.file import load_file
+from ats_jax.config.names import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -22,8 +22,8 @@ from ats_jax.bridge.family import (
   contradiction,
   read_row,
 )
-from ats_jax.config.build import settings as known_settings
 from ats_jax.config.build import with_settings
+from ats_jax.config.names import all_settings, default_of
 from ats_jax.config.schema import Config
 
 # Of Gemma 1 the config can be read; its weights cannot.
@@ -121,7 +121,7 @@ def _take(report: ConfigReport, row: FieldRow) -> Mapping[str, Any]:
     for key in taken[1:]:
       report.take(key, {}, f"with {taken[0]}")
   elif not refused:
-    usual = {name: known_settings()[name].default for name in ours}
+    usual = {name: default_of(name, all_settings()[name][0].field) for name in ours}
     report.defaults += [
       Entry(row.keys[0], None, f"{name} = {value!r} (ours: {usual[name]!r})")
       for name, value in ours.items()
@@ -163,7 +163,9 @@ def _balance(report: ConfigReport, kind: str) -> None:
     report.ignore("with aux_loss_alpha", "seq_aux")
   else:
     _take(report, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
-  values = {name: setting.default for name, setting in known_settings().items()} | report.settings
+  values = {
+    name: known[0].field.default for name, known in all_settings().items()
+  } | report.settings
   names = ("moe.bias_update", "moe.aux_loss", "moe.z_loss")
   report.notes.append(
     f"What balances experts: {', '.join(f'{name}={values[name]}' for name in names)}."
@@ -213,7 +215,7 @@ def source(report: ConfigReport, file: str, target: str) -> str:
   body.append("  config = base_config()")
   body += [
     f"  config.{setting} = {_typed(setting, report.settings[setting])!r}"
-    for setting in known_settings()
+    for setting in all_settings()
     if setting in report.settings
   ]
   return "\n".join([*head, '"""', "", *body, "  return config", ""])
@@ -225,4 +227,4 @@ def _printable(text: str) -> str:
 
 def _typed(setting: str, value: Any) -> Any:
   """Makes a whole number a float where the setting is one."""
-  return float(value) if known_settings()[setting].type is float else value
+  return float(value) if all_settings()[setting][0].field.type is float else value

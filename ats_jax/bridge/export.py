@@ -34,7 +34,8 @@ from ats_jax.bridge.folder import (
 )
 from ats_jax.bridge.safetensors_file import DTYPES, Slot, Writer
 from ats_jax.checkpoint import integrity, reader, workdir
-from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
+from ats_jax.config.build import CHANGES, resolve, with_changes
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 from ats_jax.data.tokens.export import files_of
 from ats_jax.data.tokens.file import load_tokenizer

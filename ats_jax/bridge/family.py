@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
-from ats_jax.config.build import flatten
-from ats_jax.config.build import settings as known_settings
+from ats_jax.config.names import all_settings, flatten
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import layer_kinds
 
@@ -106,7 +105,7 @@ class Field:
       value = self.null
     if value is _NEEDED:
       raise ValueError(f"{self.theirs} is missing in config.json.")
-    kind: Any = known_settings()[self.ours].type
+    kind: Any = all_settings()[self.ours][0].field.type
     if type(value) not in ((int, float) if kind is float else (kind,)):
       raise ValueError(f"{self.theirs} is {value!r} in config.json, expected {kind.__name__}.")
     return {self.ours: value}

@@ -15,7 +15,10 @@ from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import KNOWN
 from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
 from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
+from ats_jax.config.build import unchecked
+from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
+from ats_jax.config.tree import updated
 from ats_jax.store import paths
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -137,14 +140,8 @@ def _bits(array: np.ndarray) -> np.ndarray:
 def architecture_of(settings: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   """What `family.architecture` would say of a config with these settings."""
   settings = {"mod.routing": "none", **settings}
-  replaced = {
-    section: dataclasses.replace(
-      getattr(cfg, section),
-      **{n.split(".")[1]: v for n, v in settings.items() if n.split(".")[0] == section},
-    )
-    for section in ("model", "moe", "mod")
-  }
-  return architecture(dataclasses.replace(cfg, **replaced))
+  of_model = {n: v for n, v in settings.items() if n.partition(".")[0] in ("model", "moe", "mod")}
+  return architecture(unchecked(updated(to_dict(cfg), of_model)))
 
 
 def is_source(folder: os.PathLike[str]) -> bool:

@@ -53,10 +53,8 @@ def write(folder: Path, path: Path) -> int:
   own = source.settings
   if source.family.model_type != ARCHITECTURE:
     raise ValueError(f"--format=gguf: {folder} is {source.family.name}, and only Llama is written.")
-  if own["model.rope_scaling"] != "none":
-    raise ValueError(
-      f"--format=gguf: model.rope_scaling={own['model.rope_scaling']} is not written, only none."
-    )
+  if (scaling := own["model.rope_scaling.name"]) != "none":
+    raise ValueError(f"--format=gguf: model.rope_scaling={scaling} is not written, only none.")
   if source.dtype not in ("F32", "F16"):
     raise ValueError(
       f"--format=gguf: {source.dtype} is not written. Use --dtype=float16 or float32."

@@ -13,8 +13,9 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from ats_jax.config.build import differences, flatten, from_config_dict, to_dict
+from ats_jax.config.build import from_config_dict
 from ats_jax.config.identity import RunIdentity, fixed_settings_hash
+from ats_jax.config.names import differences, flatten, to_dict
 from ats_jax.config.schema import Config
 from ats_jax.store import lease, paths, shared_folder
 from ats_jax.store.paths import Path

@@ -12,7 +12,7 @@ from absl import logging
 from ats_jax import __version__
 from ats_jax.cluster import rendezvous
 from ats_jax.cluster.rendezvous import Place
-from ats_jax.config.build import flatten
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

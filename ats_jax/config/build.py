@@ -1,29 +1,19 @@
-"""ConfigDicts and the frozen dataclasses of the schema; `--explain`; comparing two configs."""
+"""From nested values to the frozen dataclasses of the schema, and changes to these."""
 
 import dataclasses
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from ml_collections import ConfigDict
 
+from ats_jax.config.names import as_value, flatten, is_section, to_dict
 from ats_jax.config.schema import Config
-from ats_jax.config.validate import format_bound, validate
-
-
-def to_dict(cfg: Any) -> dict[str, Any]:
-  """Return a (nested) config dataclass as a plain nested dict."""
-  return dataclasses.asdict(cfg)
-
-
-def base_config() -> ConfigDict:
-  """Return every setting at its default.
-
-  Assigning a wrong type raises at once; an unknown name is refused by `from_config_dict`, which
-  can say what was meant.
-  """
-  return ConfigDict(to_dict(Config()))
+from ats_jax.config.schema.setting import Kinds, Table, kinds_of
+from ats_jax.config.tree import updated
+from ats_jax.config.validate import validate
+from ats_jax.extensions import are_loaded
 
 
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -32,11 +22,20 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
   Raises:
     ValueError: for an unknown key (with the nearest known one), a wrong type, or a broken rule.
   """
-  values = config.to_dict() if isinstance(config, ConfigDict) else config
-  return validate(_build(Config, values, path=""))
+  return validate(unchecked(config.to_dict() if isinstance(config, ConfigDict) else config))
 
 
-def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+def unchecked(values: Mapping[str, Any]) -> Config:
+  """A `Config` of nested values, of which only names and types are checked.
+
+  Raises:
+    ValueError: for an unknown key (with the nearest known one), or a wrong type.
+  """
+  extensions = values.get("extensions", "") if isinstance(values, Mapping) else ""
+  return _build(Config, values, "", extensible=not are_loaded(extensions))
+
+
+def _build(cls: type, values: Any, path: str, *, extensible: bool) -> Any:
   if not isinstance(values, Mapping):
     raise ValueError(f"config: {path[:-1] or 'it'} is a section, got {values!r}.")
   fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -47,98 +46,66 @@ def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
       raise ValueError(f"config: unknown key {path}{key}.{hint}")
   kwargs = {}
   for key, value in values.items():
-    kind = fields[key].type
-    assert isinstance(kind, type)
-    if dataclasses.is_dataclass(kind):
-      kwargs[key] = _build(kind, value, f"{path}{key}.")
+    field, kind = fields[key], fields[key].type
+    if (kinds := kinds_of(field)) is not None:
+      kwargs[key] = _build_kind(kinds, value, f"{path}{key}", extensible=extensible)
+    elif is_section(kind):
+      kwargs[key] = _build(kind, value, f"{path}{key}.", extensible=extensible)
     else:
       kwargs[key] = _typed(value, kind, path + key)
   return cls(**kwargs)
 
 
-def _typed(value: Any, kind: type, name: str) -> Any:
+def _build_kind(kinds: Kinds, value: Any, path: str, *, extensible: bool) -> Any:
+  """A section of one of several kinds: of a mapping, or of the name of a kind alone.
+
+  A kind that nobody knows may be of an extension that is not loaded; then what all kinds have is
+  taken.
+  """
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    value = to_dict(value)
+  values = {Kinds.TAG: value} if isinstance(value, str) else value
+  if not isinstance(values, Mapping):
+    raise ValueError(f"config: {path} is a section, got {values!r}.")
+  name = values.get(Kinds.TAG, kinds.default.name)
+  cls = kinds[name] if isinstance(name, str) else kinds.base
+  if isinstance(name, str) and name not in kinds:
+    if not extensible:
+      raise ValueError(kinds.unknown(name))
+    common = {f.name for f in dataclasses.fields(cls)}
+    values = {key: value for key, value in values.items() if key in common}
+  if name in kinds:
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in values.keys() - known:
+      if others := kinds.with_field(key):
+        raise ValueError(
+          f"config: {path}.{key} is a setting of {path}.{Kinds.TAG}={' and '.join(others)}, and "
+          f"{path}.{Kinds.TAG} is {name}. Choose that, or leave {path}.{key} out."
+        )
+  return _build(cls, {Kinds.TAG: name, **values}, f"{path}.", extensible=extensible)
+
+
+def _typed(value: Any, kind: Any, name: str) -> Any:
+  origin, inner = get_origin(kind), get_args(kind)
+  if origin is tuple:
+    if not isinstance(value, list | tuple):
+      raise ValueError(f"config: {name} must be a list of {_word(inner[0])}, got {value!r}.")
+    return tuple(_typed(one, inner[0], f"{name}[{i}]") for i, one in enumerate(value))
+  if origin is Table:
+    if not isinstance(value, Mapping):
+      raise ValueError(
+        f"config: {name} must be a table of names and {_word(inner[0])}s, got {value!r}."
+      )
+    return Table({key: _typed(one, inner[0], f"{name}[{key!r}]") for key, one in value.items()})
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
-    raise ValueError(f"config: {name} must be {kind.__name__}, got {value!r}.")
+    raise ValueError(f"config: {name} must be {_word(kind)}, got {value!r}.")
   return value
 
 
-def flatten(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:
-  """Return `{"model.num_layers": 4, ...}` of a config, or of what a config.json holds."""
-  flat = {}
-  for key, value in (to_dict(cfg) if isinstance(cfg, Config) else cfg).items():
-    if isinstance(value, dict):
-      flat.update({f"{key}.{k}": v for k, v in value.items()})
-    else:
-      flat[key] = value
-  return flat
-
-
-def settings() -> dict[str, dataclasses.Field]:
-  """Return every public setting's dataclass field by dotted name."""
-  found = {}
-  for field in dataclasses.fields(Config):
-    if dataclasses.is_dataclass(field.type):
-      found.update({f"{field.name}.{f.name}": f for f in dataclasses.fields(field.type)})
-    else:
-      found[field.name] = field
-  return found
-
-
-def explain(name: str) -> str:
-  """Describe a setting (`model.num_layers`), or every setting of a section (`model`).
-
-  Raises:
-    ValueError: if there is no such setting.
-  """
-  known = settings()
-  names = [name] if name in known else [k for k in known if k.startswith(name + ".")]
-  if not names:
-    last = name.rpartition(".")[2]
-    near = [k for k in known if k.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(name, known, n=1)
-    sections = sorted({k.partition(".")[0] for k in known if "." in k})
-    hint = f"Did you mean {near[0]}?" if near else f"The sections are {', '.join(sections)}."
-    raise ValueError(f"--explain: no setting {name!r}. {hint}")
-  return "\n".join(_describe(n, known[n]) for n in names)
-
-
-def _describe(name: str, field: dataclasses.Field) -> str:
-  kind, meta, parts = field.type, field.metadata, [f"default {field.default!r}"]
-  assert isinstance(kind, type)
-  if meta["unit"]:
-    parts.append(f"unit: {meta['unit']}")
-  if meta["choices"]:
-    parts.append("one of " + ", ".join(meta["choices"]))
-  elif meta["low"] is not None or meta["high"] is not None:
-    low = "-inf" if meta["low"] is None else format_bound(meta["low"])
-    high = "inf" if meta["high"] is None else format_bound(meta["high"])
-    parts.append(f"range [{low}, {high}]")
-  may = "may change on resume" if meta["resume"] == "free" else "fixed for a workdir"
-  return f"{name} ({kind.__name__}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
-  """Compare two flat configs: `{name: (old, new, may_change)}` for each setting that differs.
-
-  A setting that one side lacks (written by another version) counts as its default.
-  """
-  changed = {}
-  for name, field in settings().items():
-    was, now = old.get(name, field.default), new.get(name, field.default)
-    if was != now:
-      changed[name] = (was, now, field.metadata["resume"] == "free")
-  return changed
-
-
-def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-  """A copy of a nested config with some settings, by dotted name, replaced; unchecked."""
-  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in nested.items()}
-  for name, value in values.items():
-    section, _, key = name.rpartition(".")
-    (changed.setdefault(section, {}) if section else changed)[key] = value
-  return changed
+def _word(kind: Any) -> str:
+  return kind.__name__
 
 
 def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:
@@ -159,7 +126,8 @@ def with_changes(cfg: Config, changes: Mapping[str, Sequence[Any]]) -> Config:
   Where `cfg` no longer has the old value, the user has set another one since, which stays.
   """
   flat = flatten(cfg)
-  return with_settings(cfg, {n: now for n, (was, now) in changes.items() if flat[n] == was})
+  ours = {n: now for n, (was, now) in changes.items() if flat.get(n) == as_value(was)}
+  return with_settings(cfg, ours)
 
 
 def count_epochs(cfg: Config, num_epochs: float, num_rows: int) -> Config:

@@ -4,16 +4,18 @@ Only what a user asks for is loaded: `train` and the commands that take a config
 command that is given a workdir, whose config may be somebody else's.
 """
 
-import dataclasses
 import hashlib
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ats_jax import extensions
+from ats_jax.config.build import from_config_dict
 from ats_jax.config.file import run_file
+from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
-from ats_jax.config.validate import validate
 from ats_jax.extensions import MARK, loaded
 
 SUFFIX = ".py"
@@ -36,8 +38,18 @@ def load_extensions(cfg: Config) -> Config:
     ValueError: if one cannot be read or imported, fails, or registers a name that is taken; or the
       config breaks a rule.
   """
-  entries = [_load(name) for name in map(str.strip, cfg.extensions.split(",")) if name]
-  return validate(dataclasses.replace(cfg, extensions=",".join(entries)))
+  return build(to_dict(cfg))
+
+
+def build(values: Mapping[str, Any]) -> Config:
+  """The config of nested values, whose extensions are loaded first: they may bring settings.
+
+  Raises:
+    ValueError: as `load_extensions` and `from_config_dict`.
+  """
+  names = values.get("extensions", "")
+  entries = [_load(name) for name in map(str.strip, names.split(",")) if name]
+  return from_config_dict({**values, "extensions": ",".join(entries)})
 
 
 def _load(entry: str) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 
-from ats_jax.config.build import flatten, settings
+from ats_jax.config.names import default_of, flatten, settings
 from ats_jax.config.schema import Config
 
 
@@ -28,7 +28,7 @@ def fixed_settings_hash(cfg: Config) -> str:
   version adds changes no hash. Changes by an orchestrator are left out too.
   """
   fixed, flat = {}, flatten(cfg)
-  for name, field in settings().items():
-    if field.metadata["resume"] == "fixed" and flat[name] != field.default:
+  for name, field in settings(cfg).items():
+    if field.metadata["resume"] == "fixed" and flat[name] != default_of(name, field):
       fixed[name] = float(flat[name]) if field.type is float else flat[name]  # 1 and 1.0 are equal
   return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]

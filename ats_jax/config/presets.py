@@ -8,7 +8,7 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from ats_jax.config.build import to_dict
+from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
 
 VARIANTS = {

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 from ats_jax import extensions
@@ -10,11 +11,12 @@ from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
-from ats_jax.config.exchange import exchange
 from ats_jax.config.filters import CHANGES, filter_stages
+from ats_jax.config.names import condition, flatten, settings
 from ats_jax.config.phases import phases
 from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.setting import Checked, Kinds
 from ats_jax.config.stages import stages
 from ats_jax.config.streaming import streaming
 from ats_jax.store import paths
@@ -29,19 +31,41 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, context, replicas, stages, _gathered, _latents, _rope, _windows, _gate)
+  of_model = (_heads, context, replicas, stages, _gathered, _latents, _windows)
   of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
-  rules = (*of_model, *of_data, curriculum, _local_folders, _length, _adam, _writers, _eight_bits)
+  rules = (*of_model, *of_data, curriculum, _local_folders, _length, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
+  _effects(cfg)
   for rule in (*rules, *of_num_steps):
     rule(cfg)
+  for section in _sections(cfg):
+    if isinstance(section, Checked):
+      section.check(cfg)
   if cfg.moe.num_experts:
     _experts(cfg)
-    exchange(cfg)
   if cfg.mod.routing != "none":
     _depth(cfg)
   return cfg
+
+
+def _sections(section: Any) -> Iterator[Any]:
+  for field in dataclasses.fields(section):
+    if dataclasses.is_dataclass(inner := getattr(section, field.name)):
+      yield inner
+      yield from _sections(inner)
+
+
+def _effects(cfg: Config) -> None:
+  """Refuse a setting that cannot have an effect: one whose condition does not hold."""
+  flat = flatten(cfg)
+  for name, field in settings(cfg).items():
+    needs = condition(name, field)
+    if needs and flat[name] != field.default and not needs.holds(flat[needs.setting]):
+      raise ValueError(
+        f"{name}={flat[name]} does nothing with {needs.setting}={flat[needs.setting]}: it needs "
+        f"{needs.words}. Set that, or leave {name} at {field.default!r}."
+      )
 
 
 def _gathered(cfg: Config) -> None:
@@ -69,7 +93,7 @@ def _ranges(section: Any, path: str, *, extensible: bool) -> None:
       _ranges(value, f"{name}.", extensible=extensible)
       continue
     choices = meta["choices"]
-    if isinstance(choices, extensions.Registry):
+    if isinstance(choices, extensions.Registry | Kinds):
       if value not in choices and not extensible:
         raise ValueError(choices.unknown(value))
     elif choices and value not in choices:
@@ -125,11 +149,6 @@ def _heads(cfg: Config) -> None:
 def _latents(cfg: Config) -> None:
   m = cfg.model
   if not m.kv_latent_dim:
-    for name in ("q_latent_dim", "latent_rope_dim", "v_head_dim"):
-      if getattr(m, name):
-        raise ValueError(
-          f"model.{name}={getattr(m, name)} needs model.kv_latent_dim. Set that, or this to 0."
-        )
     return
   head_dim = m.head_dim or m.d_model // m.num_heads
   if not 0 < m.latent_rope_dim < head_dim or m.latent_rope_dim % 2:
@@ -150,41 +169,8 @@ def _latents(cfg: Config) -> None:
       )
 
 
-def _rope(cfg: Config) -> None:
-  m = cfg.model
-  if m.rope_scaling == "none":
-    if m.rope_factor != 1.0:
-      raise ValueError(
-        f"model.rope_factor={m.rope_factor} does nothing with model.rope_scaling=none. Choose a "
-        "scaling, or set the factor to 1."
-      )
-    return
-  if m.rope_scaling != "linear" and not m.rope_original_len:
-    raise ValueError(
-      f"model.rope_scaling={m.rope_scaling} needs model.rope_original_len: the context of the "
-      "first training, in tokens."
-    )
-  if m.rope_scaling != "linear" and m.rope_slow_turns >= m.rope_fast_turns:
-    raise ValueError(
-      f"model.rope_slow_turns={m.rope_slow_turns} is not below model.rope_fast_turns="
-      f"{m.rope_fast_turns}. Lower the first."
-    )
-  if m.rope_scaling == "yarn" and not m.rope_slow_turns:
-    raise ValueError("model.rope_slow_turns=0: YaRN takes its logarithm. Use 1, as published.")
-  if m.rope_scaling != "yarn" and m.rope_concentration not in (0.0, 1.0):
-    raise ValueError(
-      f"model.rope_concentration={m.rope_concentration} belongs to YaRN; model.rope_scaling is "
-      f"{m.rope_scaling}. Set it to 0."
-    )
-
-
 def _windows(cfg: Config) -> None:
   m = cfg.model
-  for name in ("full_every", "window_rope_theta"):
-    if getattr(m, name) and not m.window:
-      raise ValueError(
-        f"model.{name}={getattr(m, name)} needs model.window. Set that, or this to 0."
-      )
   if m.full_every == 1:
     raise ValueError("model.full_every=1 leaves no layer with a window. Set model.window=0.")
   if m.window_rope_theta and m.window_rope_theta < 1.0:
@@ -199,19 +185,6 @@ def _windows(cfg: Config) -> None:
       f"model.qk_norm_scope=all takes all heads together; mesh.tensor={cfg.mesh.tensor} splits "
       "them. Use mesh.tensor=1."
     )
-  if m.qk_norm_scope == "all" and not m.qk_norm:
-    raise ValueError("model.qk_norm_scope=all without model.qk_norm. Set model.qk_norm=true.")
-
-
-def _gate(cfg: Config) -> None:
-  m = cfg.model
-  for name in ("gate_limit", "gate_slope"):
-    value, usual = getattr(m, name), getattr(type(m)(), name)
-    if m.activation != "clamped" and value != usual:
-      raise ValueError(
-        f"model.{name}={value} does nothing with model.activation={m.activation}. Use "
-        f"model.activation=clamped, or set it to {usual}."
-      )
 
 
 def _batch(cfg: Config) -> None:
@@ -239,18 +212,6 @@ def _warmup(cfg: Config) -> None:
     "with warmup_steps=0."
   )
   _at_most(cfg, "optimizer.warmup_steps", "num_steps", advice)
-
-
-def _adam(cfg: Config) -> None:
-  o = cfg.optimizer
-  for name in ("b1", "b2"):
-    if getattr(o, name) == 1.0:
-      raise ValueError(f"optimizer.{name}=1 never takes a gradient in. Use less than 1.")
-  if o.eps == 0.0:
-    raise ValueError(
-      "optimizer.eps=0 divides 0 by 0 where a gradient is 0, as for tokens not seen yet. "
-      "Use a small positive number, e.g. 1e-8."
-    )
 
 
 def _writers(cfg: Config) -> None:

@@ -14,6 +14,9 @@ from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve, with_changes, with_settings
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import SampleConfig
+from ats_jax.config.schema.exchange import Hierarchical
+from ats_jax.config.schema.optimizer import AdamW
+from ats_jax.config.schema.schedule import Constant
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.file import load_tokenizer
@@ -87,7 +90,9 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
   expert = math.gcd(cfg.mesh.expert, num_devices // tensor)
   fsdp = math.gcd(cfg.mesh.fsdp, num_devices // (tensor * expert))
   shards = num_devices // tensor
-  micro = cfg.data.batch_size // cfg.step.accum_steps
+  micro, exchange = cfg.data.batch_size // cfg.step.accum_steps, cfg.moe.exchange
+  if isinstance(exchange, Hierarchical):
+    exchange = dataclasses.replace(exchange, hosts=0)  # it counts those of training
   return dataclasses.replace(
     cfg,
     mesh=dataclasses.replace(
@@ -105,7 +110,10 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
       copy_engines=False,
       compress_gradients="none",
     ),
-    moe=dataclasses.replace(cfg.moe, exchange_hosts=0),  # it counts those of training
+    # A number of hosts counts those of training.
+    moe=dataclasses.replace(
+      cfg.moe, exchange=type(cfg.moe.exchange)(factor=cfg.moe.exchange.factor)
+    ),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1, remat_stages="full"),
   )
@@ -118,10 +126,12 @@ def as_data(cfg: Config) -> Config:
   a workdir names. So does tokenised text. Options of XLA may write files and name programs to run.
   Extensions are programs: what they add to training, weights can be used without.
   """
+  same = {field.name for field in dataclasses.fields(AdamW)} & vars(cfg.optimizer).keys()
+  of_optimizer = {name: getattr(cfg.optimizer, name) for name in same}
   return dataclasses.replace(
     cfg,
     extensions="",
-    optimizer=dataclasses.replace(cfg.optimizer, name="adamw", schedule="constant"),
+    optimizer=AdamW(**of_optimizer | {"name": "adamw", "schedule": Constant()}),
     compilation_cache="off" if cfg.compilation_cache == "off" else "auto",
     data=dataclasses.replace(cfg.data, cache_dir=""),
     step=dataclasses.replace(cfg.step, compiler_options=""),

@@ -3,6 +3,7 @@
 Letters: B batch, T seq, D d_model, C places of a row in a layer that skips tokens.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -62,16 +63,11 @@ def tokens_at(
 
 def rope_scaling(cfg: ModelConfig) -> Scaling:
   """The settings of rotary frequencies as `ops.rope` takes them."""
-  usual = 0.1 * math.log(cfg.rope_factor) + 1.0 if cfg.rope_scaling == "yarn" else 1.0
-  return Scaling(
-    cfg.rope_scaling,
-    cfg.rope_factor,
-    cfg.rope_original_len,
-    cfg.rope_slow_turns,
-    cfg.rope_fast_turns,
-    cfg.rope_whole_pairs,
-    cfg.rope_concentration or usual,
-  )
+  values = dataclasses.asdict(cfg.rope_scaling)
+  kind = values.pop("name")
+  if kind == "yarn" and not values["concentration"]:
+    values["concentration"] = 0.1 * math.log(values["factor"]) + 1.0
+  return Scaling(kind, **values)
 
 
 class LayerCache(NamedTuple):

@@ -108,9 +108,9 @@ class MoE(nnx.Module):
     moe, kernels, num_local = self.cfg, self.num.kernels, weights[0].shape[0]
     compute = functools.partial(_grouped_mlp, gating=self.gating, kernels=kernels)
     groups = moe.num_groups, moe.top_groups
-    experts = Experts(compute, num_local, moe.exchange_factor, kernels, *groups)
+    experts = Experts(compute, num_local, moe.exchange.factor, kernels, *groups)
     x_ND, expert_NK, weight_NK = (_flat(a) for a in (x_BTD, expert_BTK, weight_BTK))
-    y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, weights, experts, moe.exchange)
+    y_ND, waiting = through_experts(x_ND, expert_NK, weight_NK, weights, experts, moe.exchange.name)
     y_BTD, none = _to_stream(y_ND, x_BTD.shape), jnp.zeros((), weight_BTK.dtype)
     return y_BTD, none, _over_tokens(waiting.astype(none.dtype))
 

@@ -48,8 +48,8 @@ def reliefs(cfg: Config, devices: int, plan: dict[str, Any]) -> list[Relief]:
   tries += [{"step.accum_steps": n * cfg.step.accum_steps} for n in (2, 4, 8)]
   if cfg.precision.param_dtype == "float32":
     tries.append({"precision.param_dtype": "bfloat16"})
-  if "float32" in (cfg.precision.mu_dtype, cfg.precision.nu_dtype):
-    tries.append({"precision.mu_dtype": "bfloat16", "precision.nu_dtype": "bfloat16"})
+  if "float32" in cfg.optimizer.formats().values():
+    tries.append({f"optimizer.{name}_dtype": "bfloat16" for name in cfg.optimizer.formats()})
   found = []
   for settings in tries:
     try:

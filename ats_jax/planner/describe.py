@@ -60,8 +60,7 @@ def describe(cfg: Config, devices: int = 0, hardware: Hardware | None = None) ->
       "compute_dtype": cfg.precision.compute_dtype,
       "formats": {
         "weights": cfg.precision.param_dtype,
-        "mu": cfg.precision.mu_dtype,
-        "nu": cfg.precision.nu_dtype,
+        **cfg.optimizer.formats(),
         "ema": "float32",
         "unsent gradients": cfg.precision.param_dtype,
         "gradients": cfg.precision.param_dtype,

@@ -339,7 +339,7 @@ def _to_experts(cfg: Config, tokens: int, hardware: Hardware) -> float | None:
     room = tokens * min(moe.top_k, local) * ways  # as `model.moe` reserves
     return hardware.seconds("all_to_all", room * a_token, ways)
   # To hosts and their devices in one pass. A gather there, or a sum of blocks on the way back.
-  limits = moe.exchange_factor, moe.num_groups, moe.top_groups
+  limits = moe.exchange.factor, moe.num_groups, moe.top_groups
   sent = hosts * host_room(tokens, moe.top_k, hosts, *limits) * a_token
   between = hardware.seconds("all_to_all", sent, hosts)
   within = [

@@ -93,9 +93,11 @@ class Rope(nn.Module):
       scaled: lower them.
     """
     super().__init__()
-    kind = model.rope_scaling if scaled else "none"
-    usual = 0.1 * math.log(model.rope_factor) + 1.0 if kind == "yarn" else 1.0
-    self.concentration = (model.rope_concentration or usual) if scaled else 1.0
+    scaling = model.rope_scaling
+    kind = scaling.name if scaled else "none"
+    self.concentration = 1.0
+    if kind == "yarn":
+      self.concentration = scaling.concentration or 0.1 * math.log(scaling.factor) + 1.0
     # No buffer: `to(dtype)` would round it, and loaders that begin without memory would lose it.
     self.frequencies = frequencies(model, model.latent_rope_dim or model.head_dim, theta, kind)
 
@@ -112,21 +114,22 @@ def frequencies(model: Settings, width: int, theta: float, kind: str) -> list[fl
   plain = [theta ** (-2 * pair / width) for pair in pairs]
   if kind == "none":
     return plain
-  length, slow, fast = model.rope_original_len, model.rope_slow_turns, model.rope_fast_turns
+  scaling = model.rope_scaling
   if kind == "linear":
-    kept = [0.0 for _ in pairs]
-  elif kind == "llama3":
+    return [f / scaling.factor for f in plain]
+  length, slow, fast = scaling.original_len, scaling.slow_turns, scaling.fast_turns
+  if kind == "llama3":
     kept = [(length * f / (2 * math.pi) - slow) / (fast - slow) for f in plain]
   else:
     assert kind == "yarn", kind
     pair_of = lambda turns: width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
     first, last = pair_of(fast), pair_of(slow)
-    if model.rope_whole_pairs:
+    if scaling.whole_pairs:
       first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     kept = [1 - (pair - first) / max(last - first, 0.001) for pair in pairs]
   kept = [min(max(k, 0.0), 1.0) for k in kept]
-  return [f * (k + (1 - k) / model.rope_factor) for f, k in zip(plain, kept, strict=True)]
+  return [f * (k + (1 - k) / scaling.factor) for f, k in zip(plain, kept, strict=True)]
 
 
 def rotate(x_BTNH: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

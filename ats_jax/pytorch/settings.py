@@ -54,10 +54,15 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
   Raises:
     ValueError: for a model that PyTorch does not compute here.
   """
-  part = lambda value: SimpleNamespace(**value) if isinstance(value, Mapping) else value
-  cfg = SimpleNamespace(**{name: part(value) for name, value in values.items()})
+  cfg = _with_attributes(values)
   check(cfg)
   return cfg
+
+
+def _with_attributes(value: Any) -> Any:
+  if not isinstance(value, Mapping):
+    return value
+  return SimpleNamespace(**{name: _with_attributes(inner) for name, inner in value.items()})
 
 
 def check(cfg: Settings) -> None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.sharding.apply import mesh_axes
 from ats_jax.sharding.pipeline import bubble
 from ats_jax.sharding.rules import MESH_AXES, SHARDS, ZERO, spec, use_plan
@@ -62,7 +63,7 @@ def plan_of(
     whole_vocabulary=not divides,
     cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
-    hosts=expert_hosts(cfg, mesh) if cfg.moe.exchange == "hierarchical" else 1,
+    hosts=expert_hosts(cfg, mesh) if isinstance(cfg.moe.exchange, Hierarchical) else 1,
     ring=cfg.mesh.context_ring,
     copies=cfg.mesh.copy_engines,
   )
@@ -71,13 +72,15 @@ def plan_of(
 def expert_hosts(cfg: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
   """Over how many hosts the mesh axis of experts is spread.
 
-  `moe.exchange_hosts`, or as many as there are processes along the axis. Of a mesh without devices
+  `moe.exchange.hosts`, or as many as there are processes along the axis. Of a mesh without devices
   a host has up to ONE_HOST neighbours.
 
   Raises:
     ValueError: as `hosts_along`.
   """
-  ways, asked = mesh.shape["expert"], cfg.moe.exchange_hosts
+  exchange = cfg.moe.exchange
+  assert isinstance(exchange, Hierarchical)
+  ways, asked = mesh.shape["expert"], exchange.hosts
   axis = mesh.axis_names.index("expert")
   if asked and ways > 1:
     assert ways % asked == 0  # `config.validate`
@@ -105,7 +108,7 @@ def hosts_along(host_of: np.ndarray) -> int:
       raise ValueError(
         f"moe.exchange=hierarchical: devices along mesh.expert={len(line)} are on the hosts "
         f"{line.tolist()}, elsewhere on {hosts}. Each host needs as many of them, side by side. "
-        "Choose another mesh.expert, set moe.exchange_hosts, or use moe.exchange=allgather."
+        "Choose another mesh.expert, set moe.exchange.hosts, or use moe.exchange=allgather."
       )
   return hosts
 

@@ -109,9 +109,11 @@ class Program:
     cfg = self.cfg
     p = cfg.precision
     facts = {c.op: f"{c.implementation} ({c.reason})" for c in self.choices}
+    formats = cfg.optimizer.formats().values()
+    moments = f"moments {' and '.join(formats)}; " if formats else ""
     facts["formats"] = (
-      f"parameters {p.param_dtype}, matmuls {p.compute_dtype}, moments {p.mu_dtype} and "
-      f"{p.nu_dtype}; norms, softmax and loss float32"
+      f"parameters {p.param_dtype}, matmuls {p.compute_dtype}, "
+      f"{moments}norms, softmax and loss float32"
     )
     if p.fp8:
       number, every = sum(fp8_layers(cfg)), cfg.eval.every_steps
@@ -122,7 +124,9 @@ class Program:
       facts["pipeline"] = in_words(
         cfg.model.num_layers, cfg.step.accum_steps, stages, cfg.mesh.stage_rounds
       )
-    if cfg.moe.num_experts and num_shards("experts") > 1 and cfg.moe.exchange == "hierarchical":
+    if (
+      cfg.moe.num_experts and num_shards("experts") > 1 and cfg.moe.exchange.name == "hierarchical"
+    ):
       hosts = num_hosts()
       steps = f"between {hosts} hosts, then within each" if hosts > 1 else "one host: as allgather"
       facts["exchange of tokens"] = steps

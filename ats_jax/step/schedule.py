@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ats_jax.config import mixture
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.schedule import Falling, WarmupStableDecay
 from ats_jax.extensions import schedules
 
 
@@ -62,7 +63,7 @@ def _rate(cfg: Config, step: Any, xp: Any) -> Any:
   o, warmup = cfg.optimizer, warmup_steps(cfg)
   t = xp.asarray(step, xp.float32)
   p = xp.clip((t - warmup) / max(1, cfg.num_steps - 1 - warmup), 0.0, 1.0)
-  shape = schedules.find(o.schedule)(p, cfg, xp)
+  shape = schedules.find(o.schedule.name)(p, cfg, xp)
   rise = xp.minimum(1.0, (t + 1.0) / max(1, warmup))
   return xp.asarray(o.learning_rate, xp.float32) * rise * shape
 
@@ -71,14 +72,23 @@ def warmup_steps(cfg: Config) -> int:
   """Steps in which the learning rate rises at first."""
   o = cfg.optimizer
   warmup = o.warmup_steps or round(o.warmup_fraction * cfg.num_steps)
-  if o.schedule == "one_cycle" and not warmup:
+  if o.schedule.name == "one_cycle" and not warmup:
     return max(1, round(0.3 * cfg.num_steps))  # Smith & Topin 2018: a cycle rises first
   return warmup
 
 
 def decay_from(cfg: Config, step: int) -> int:
   """The `num_steps` with which a WSD schedule begins to decay after `step`."""
-  return math.ceil((step + 1) / (1 - cfg.optimizer.decay_fraction))
+  schedule = cfg.optimizer.schedule
+  assert isinstance(schedule, WarmupStableDecay)
+  return math.ceil((step + 1) / (1 - schedule.decay_fraction))
+
+
+def _final(cfg: Config) -> float:
+  """Where a falling schedule ends, as a share of the peak."""
+  schedule = cfg.optimizer.schedule
+  assert isinstance(schedule, Falling)
+  return schedule.final_fraction
 
 
 # A schedule is registered as (progress, cfg, xp) -> factor. Progress runs from 0 at the end of the
@@ -86,7 +96,7 @@ def decay_from(cfg: Config, step: int) -> int:
 # numpy on the host: use its functions.
 
 
-@schedules.register("constant", "none")
+@schedules.register("constant")
 def _constant(p: Any, cfg: Config, xp: Any) -> Any:
   del cfg
   return xp.ones_like(p)
@@ -95,26 +105,27 @@ def _constant(p: Any, cfg: Config, xp: Any) -> Any:
 @schedules.register("linear")
 def _linear(p: Any, cfg: Config, xp: Any) -> Any:
   del xp
-  return 1.0 - (1.0 - cfg.optimizer.final_lr_fraction) * p
+  return 1.0 - (1.0 - _final(cfg)) * p
 
 
 @schedules.register("cosine", "one_cycle")
 def _cosine(p: Any, cfg: Config, xp: Any) -> Any:
-  final = cfg.optimizer.final_lr_fraction
+  final = _final(cfg)
   return final + (1.0 - final) * 0.5 * (1.0 + xp.cos(xp.pi * p))
 
 
 @schedules.register("rex")  # Chen et al. 2021, arXiv:2107.04197, eq. 1
 def _rex(p: Any, cfg: Config, xp: Any) -> Any:
   del xp
-  final = cfg.optimizer.final_lr_fraction
+  final = _final(cfg)
   return final + (1.0 - final) * (1.0 - p) / (0.5 + 0.5 * (1.0 - p))
 
 
 @schedules.register("wsd")  # warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395
 def _wsd(p: Any, cfg: Config, xp: Any) -> Any:
-  o, warmup = cfg.optimizer, warmup_steps(cfg)
+  schedule, warmup = cfg.optimizer.schedule, warmup_steps(cfg)
+  assert isinstance(schedule, WarmupStableDecay)
   # The decay never begins before the warm-up ends.
-  length = min(1.0, o.decay_fraction * cfg.num_steps / max(1, cfg.num_steps - warmup))
+  length = min(1.0, schedule.decay_fraction * cfg.num_steps / max(1, cfg.num_steps - warmup))
   down = xp.clip((p - (1.0 - length)) / max(length, 1e-9), 0.0, 1.0)
-  return 1.0 - (1.0 - o.final_lr_fraction) * down
+  return 1.0 - (1.0 - schedule.final_fraction) * down

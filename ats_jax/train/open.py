@@ -10,9 +10,10 @@ import jax
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
 from ats_jax.cluster.liveness.watchdog import READING, Watchdog, open_watchdog
 from ats_jax.config import Config
-from ats_jax.config.build import CHANGES, flatten, resolve, with_changes
+from ats_jax.config.build import CHANGES, resolve, with_changes
 from ats_jax.config.extend import load_extensions
 from ats_jax.config.identity import RunIdentity
+from ats_jax.config.names import flatten
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.sources import open_data, open_eval_sets

@@ -9,6 +9,7 @@ from absl import logging
 
 from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
+from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
 from ats_jax.data.rows.contract import Rows, TrainRows
 from ats_jax.metrics.environment import environment
@@ -58,7 +59,7 @@ def opening(
     "length by": length,
     "learning rate": "; ".join(
       f"from step {start + 1:,} on {warmup_steps(own):,} steps of warm-up to "
-      f"{own.optimizer.learning_rate:g}, then {own.optimizer.schedule}"
+      f"{own.optimizer.learning_rate:g}, then {own.optimizer.schedule.name}"
       for start, own in phases(cfg)
     ).removeprefix("from step 1 on "),
     "compilation cache": runtime.cache_use(cfg),
@@ -68,7 +69,7 @@ def opening(
   if start == 0:
     say_unused_rows(cfg, train_set, program.counts.parameters)
   if jax.process_index() == 0:
-    shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
+    shape = {name: to_dict(getattr(cfg, name)) for name in ("model", "moe", "mod")}
     run = {**shape, "parameters": program.counts.parameters, **facts}
     workdir.write_json(folder / workdir.METADATA, {**environment(), "run": run})
   if start == cfg.num_steps:

@@ -10,8 +10,9 @@ from ats_jax.bridge.convert import config_of
 from ats_jax.bridge.folder import is_source, open_source
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config
-from ats_jax.config.build import flatten, from_config_dict, settings, to_dict, updated
-from ats_jax.config.extend import load_extensions
+from ats_jax.config.extend import build
+from ats_jax.config.names import flatten, to_dict
+from ats_jax.config.tree import updated
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 from ats_jax.train.initial_weights import InitialWeights
@@ -77,11 +78,10 @@ def main(argv: list[str]) -> int:
   target = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/torch"))
   source = _INIT_FROM.value
   init = InitialWeights.of(source, _INIT_STEP.value) if source else None
-  given = frozenset(n for n in settings() if FLAGS[f"config.{n}"].present)
+  given = frozenset(_CONFIG.given())
   cfg = _CONFIG.value
   if init is not None and not FLAGS["config"].present:
-    values = updated(beginning_with(init.folder), {n: FLAGS[f"config.{n}"].value for n in given})
-    cfg = load_extensions(from_config_dict(values))
+    cfg = build(_CONFIG.applied(beginning_with(init.folder)))
   where = device.find(_DEVICE.value)
   cfg = device.fitted(cfg, where, given)
   rank, adapters = _RANK.value, None

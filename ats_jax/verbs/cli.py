@@ -21,9 +21,13 @@ from absl import flags, logging
 
 from ats_jax import exits
 from ats_jax.config import Config
-from ats_jax.config.build import explain, from_config_dict, settings, updated
-from ats_jax.config.extend import load_extensions
+from ats_jax.config.explain import explain
+from ats_jax.config.extend import build
 from ats_jax.config.file import load_file
+from ats_jax.config.names import KINDS, all_settings
+from ats_jax.config.schema.setting import Kinds
+from ats_jax.config.text import parse
+from ats_jax.config.tree import updated
 
 DEFAULT_CONFIG = "debug"
 PROGRAM = "ats-jax"
@@ -52,7 +56,7 @@ flags.disclaim_key_flags()  # a flag that is defined here belongs to the module 
 
 
 class ConfigFlag:
-  """`--config`, and `--config.section.name` for each setting."""
+  """`--config`, and `--config.section.name` for each setting of each kind of section."""
 
   def __init__(self, flag_values: flags.FlagValues = flags.FLAGS):
     """Define them."""
@@ -62,19 +66,31 @@ class ConfigFlag:
       f"{DEFAULT_CONFIG}. See Settings."
     )
     self._file = flags.DEFINE_string("config", None, text, flag_values=flag_values)
-    for name, field in settings().items():
-      _DEFINE[field.type](f"config.{name}", None, field.metadata["doc"], flag_values=flag_values)
+    for name, kinds in KINDS.items():
+      about = f"which kind {name} is, as --config.{name}.{kinds.TAG}"
+      flags.DEFINE_string(f"config.{name}", None, about, flag_values=flag_values)
+    for name, known in all_settings().items():
+      types = {one.field.type for one in known}
+      define = _DEFINE.get(types.pop(), flags.DEFINE_string) if len(types) == 1 else None
+      about = "; or ".join(one.field.metadata["doc"] for one in known)
+      (define or flags.DEFINE_string)(f"config.{name}", None, about, flag_values=flag_values)
 
   @property
   def file(self) -> str:
     """The config that was asked for, or else the default."""
     return DEFAULT_CONFIG if self._file.value is None else self._file.value
 
+  def given(self) -> dict[str, Any]:
+    """The settings that flags name, by dotted name; lists and tables are still text."""
+    names = [*KINDS, *all_settings()]
+    found = {name: self._flags[f"config.{name}"] for name in names}
+    return {name: flag.value for name, flag in found.items() if flag.present}
+
   def nested(self) -> dict[str, Any]:
     """Its values with the changed settings, unchecked: {section: {name: value}}.
 
     Raises:
-      ValueError: as `load_file`.
+      ValueError: as `load_file`, and for a text that is not of its setting's type.
     """
     if self._file.value is None:
       logging.info("no --config is given: this is --config=%s", DEFAULT_CONFIG)
@@ -82,8 +98,17 @@ class ConfigFlag:
       values = load_file(self.file).to_dict()
     except ValueError as error:
       raise ValueError(f"--config={self.file}: {error}") from error
-    changed = {n: self._flags[f"config.{n}"] for n in settings()}
-    return updated(values, {n: flag.value for n, flag in changed.items() if flag.present})
+    return self.applied(values)
+
+  def applied(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with the settings that flags name, those first that choose kinds of sections.
+
+    Raises:
+      ValueError: for a text that is not of its setting's type.
+    """
+    given = self.given()
+    chosen = updated(values, {name: v for name, v in given.items() if _chooses(name)})
+    return updated(chosen, {name: parse(name, v, chosen) for name, v in given.items()})
 
   @property
   def value(self) -> Config:
@@ -92,7 +117,12 @@ class ConfigFlag:
     Raises:
       ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
     """
-    return load_extensions(from_config_dict(self.nested()))
+    return build(self.nested())
+
+
+def _chooses(name: str) -> bool:
+  """Whether a setting says of which kind a section is."""
+  return name in KINDS or name.removesuffix(f".{Kinds.TAG}") in KINDS
 
 
 def define_workdir_flag(flag_values: flags.FlagValues) -> flags.FlagHolder:
@@ -156,7 +186,7 @@ class Command:
     except flags.UnrecognizedFlagError as e:
       raise ValueError(f"--{e.flagname}: {_unknown(name, e.flagname, self.flags)}") from e
     except flags.Error as e:
-      wrong = [n for n in settings() if f"--config.{n}=" in str(e)]
+      wrong = [n for n in all_settings() if f"--config.{n}=" in str(e)]
       raise ValueError("\n".join([_plain(str(e)), *map(explain, wrong)])) from e
     for flag in (self.flags[name] for name in self.flags):
       if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):

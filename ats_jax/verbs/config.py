@@ -8,8 +8,8 @@ from absl import flags
 from ats_jax.bridge import config_import
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config, from_config_dict
-from ats_jax.config.build import differences, flatten
 from ats_jax.config.file import load_file
+from ats_jax.config.names import differences, flatten
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 

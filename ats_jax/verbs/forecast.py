@@ -18,7 +18,7 @@ from absl import flags
 
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config
-from ats_jax.config.build import differences, flatten
+from ats_jax.config.names import differences, flatten
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.planner.curve import BINS, Curve, Forecast, fit, forecast, phase
 from ats_jax.step.schedule import decay_from, learning_rate
@@ -152,7 +152,7 @@ def report(
   whole = read_curve(folder, metric)
   last = whole.losses[whole.steps > len(whole.rates) * (BINS - 1) // BINS]
   plans = []
-  if now == "stable" and cfg.optimizer.schedule == "wsd" and here.is_annealed:
+  if now == "stable" and cfg.optimizer.schedule.name == "wsd" and here.is_annealed:
     for steps in (decay_from(cfg, step), *(round(m * cfg.num_steps) for m in LATER)):
       other = forecast(curve, fitted, with_num_steps(cfg, curve, steps))
       change = Forecast(other.samples - here.samples, here.is_annealed)

@@ -15,7 +15,7 @@ from absl import flags, logging
 
 from ats_jax import exits
 from ats_jax.cluster import job, runtime
-from ats_jax.config.build import explain
+from ats_jax.config.explain import explain
 from ats_jax.store import paths
 from ats_jax.train.loop import End, train_to_end
 from ats_jax.verbs import cli

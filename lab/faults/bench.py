@@ -44,8 +44,8 @@ SETTINGS = {
   "optimizer.learning_rate": 4e-3,
   "optimizer.warmup_steps": 50,
   "optimizer.schedule": "wsd",
-  "optimizer.decay_fraction": 0.3,
-  "optimizer.final_lr_fraction": 0.05,
+  "optimizer.schedule.decay_fraction": 0.3,
+  "optimizer.schedule.final_fraction": 0.05,
   "orchestrator.check_interval": 10,
   "orchestrator.snapshot_interval": 10,
   "orchestrator.probe_share": 1.0,  # its steps are some hundred tokens: read at each look

@@ -95,9 +95,9 @@ RAMP = {f"model.rope_{name}" for name in ("slow_turns", "fast_turns", "original_
 def _is_idle(source, setting) -> bool:
   """Whether nothing reads a setting in this model."""
   own = source.settings
-  if setting == "model.rope_scaling":  # without a factor none of them does anything
+  if setting == "model.rope_scaling.name":  # without a factor none of them does anything
     return own[setting] == "none"
-  if own.get("model.rope_whole_pairs") and setting in RAMP:  # rounded to the same pairs
+  if own.get("model.rope_scaling.whole_pairs") and setting in RAMP:  # rounded to the same pairs
     return True
   if setting == "moe.group_score":
     return own["moe.num_groups"] == 1
@@ -112,7 +112,7 @@ def _is_idle(source, setting) -> bool:
 
 def other(setting, value):
   """Another value of a setting."""
-  if setting == "model.rope_scaling":
+  if setting == "model.rope_scaling.name":
     return "none"
   if isinstance(value, bool):
     return not value

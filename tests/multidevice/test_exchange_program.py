@@ -44,7 +44,7 @@ def with_gradients(layer, x_BTD, valid_BT):
 @functools.cache
 def program(f, how, factor):
   """The text of a compiled layer."""
-  cfg = tiny_config(LAYER | {"moe.exchange": how, "moe.exchange_factor": factor})
+  cfg = tiny_config(LAYER | {"moe.exchange": how, "moe.exchange.factor": factor})
   plan = use_plan("default", hosts=2 if how == "hierarchical" else 1)
   with jax.set_mesh(make_test_mesh(1, 1, 1, WAYS)), plan:
     layer = MoE(cfg, numerics(cfg), nnx.Rngs(params=jax.random.key(0)))

@@ -234,14 +234,14 @@ def test_nothing_but_blocks_of_tokens_crosses_between_hosts():
   assert {one.in_loop for one in found if one.kind == "all-gather"} == {0, 1, 2}
 
 
-LAYER = {"moe.num_experts": 8, "moe.num_groups": 2, "moe.top_groups": 1, "moe.exchange_factor": 2.0}
+LAYER = {"moe.num_experts": 8, "moe.num_groups": 2, "moe.top_groups": 1, "moe.exchange.factor": 2.0}
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_steps_in_a_pipeline_equal_those_of_one_device():
   """Of a model whose router keeps to one group, which is a host. It has a loop within hosts."""
-  sizes = {"stage": 2, "expert": 4, "moe.exchange": "hierarchical", "moe.exchange_hosts": 2}
+  sizes = {"stage": 2, "expert": 4, "moe.exchange": "hierarchical", "moe.exchange.hosts": 2}
   one = equality.run("moe", *LAYER.items())
   equality.assert_equal(equality.run("moe", *(sizes | LAYER).items()), one)
 
@@ -273,7 +273,7 @@ MODEL = {
   "mesh.expert": 4,
   "moe.num_experts": 8,
   "moe.d_ff": 16,
-  "moe.exchange_factor": 1.0,
+  "moe.exchange.factor": 1.0,
 }
 
 

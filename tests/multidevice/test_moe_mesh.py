@@ -140,7 +140,7 @@ NO_OVERFLOW = {"['stats'].overflow": np.zeros(())}  # which differs between mesh
 
 @functools.cache
 def run(mode, shape, pull=False, changes=()):
-  plan = use_plan("default", hosts=dict(changes).get("moe.exchange_hosts", 1))
+  plan = use_plan("default", hosts=dict(changes).get("moe.exchange.hosts", 1))
   with jax.enable_x64(True), jax.set_mesh(make_test_mesh(*shape)), plan:
     layer = make_layer(mode, weights(mode), changes)
     layer.router.bias_E[...] = jnp.array(biases(mode, pull))
@@ -186,7 +186,7 @@ IN_TURN = [4, 7, 9, 10]  # of the further meshes each with one exchange
 )
 def test_each_exchange_equals_one_device_with_and_without_overflow(shape, how):
   """Room for the mean alone, and all tokens want two experts of one device first, or do not."""
-  changes = (("moe.exchange", how), ("moe.exchange_factor", 1.0))
+  changes = (("moe.exchange", how), ("moe.exchange.factor", 1.0))
   for pull in (False, True):
     many, one = run("dropless", shape, pull, changes), run("dropless", ONE, pull)
     assert_close(many | NO_OVERFLOW, one)
@@ -209,7 +209,7 @@ def test_an_exchange_in_two_steps_equals_one_device_with_and_without_overflow(sh
 
 def test_overflow_counts_the_rows_beyond_the_room():
   """By hand: each token sends two rows to the first device, which has room for the mean."""
-  changes = (("moe.exchange", "allgather"), ("moe.exchange_factor", 1.0))
+  changes = (("moe.exchange", "allgather"), ("moe.exchange.factor", 1.0))
   stats = run("dropless", (1, 1, 1, 4), True, changes)
   room = BATCH * SEQ * 3 // 4
   by_device = stats["['stats'].load_E"][:8].reshape(4, 2).sum(axis=1)

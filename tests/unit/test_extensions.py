@@ -103,16 +103,24 @@ def test_a_metric_writer(config, tmp_path):
 
 def test_a_schedule_and_an_optimizer(config, tmp_path):
   source = """
+import dataclasses
 import optax
+from ats_jax.config.schema.optimizer import OptimizerConfig
+from ats_jax.config.schema.setting import setting
 from ats_jax.extensions import optimizers, schedules
 
 @schedules.register("halved")
 def halved(progress, cfg, xp):
   return xp.where(progress < 0.5, 1.0, 0.5)
 
-@optimizers.register("lion")
+@dataclasses.dataclass(frozen=True)
+class Lion(OptimizerConfig):
+  momentum: float = setting(0.9, "decay of the average whose sign is taken", low=0.0, high=1.0)
+  b2: str = setting("0.95", "a word here, a number in adamw")
+
+@optimizers.register("lion", settings=Lion)
 def lion(cfg, platform, kernels):
-  return optax.scale_by_lion(cfg.optimizer.b1, cfg.optimizer.b2)
+  return optax.scale_by_lion(cfg.optimizer.momentum, float(cfg.optimizer.b2))
 """
   changes = {"optimizer.schedule": "halved", "optimizer.name": "lion", "optimizer.grad_clip": 0.0}
   changes |= {"optimizer.weight_decay": 0.0, "checkpoint.every_steps": 2}
@@ -137,7 +145,11 @@ import optax
 from ats_jax.extensions import optimizers
 optimizers.register("plain")(lambda cfg, platform, kernels: optax.identity())
 """
-  changes = {"optimizer.name": "plain", "optimizer.grad_clip": 0.01, "optimizer.schedule": "none"}
+  changes = {
+    "optimizer.name": "plain",
+    "optimizer.grad_clip": 0.01,
+    "optimizer.schedule": "constant",
+  }
   train(config(source, changes | {"optimizer.weight_decay": 0.0}), tmp_path / "run")
   for row in rows(tmp_path / "run"):
     assert row["train/grad_norm"] > 0.01
@@ -287,8 +299,8 @@ def test_a_module_that_can_be_imported(config, tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_may_be_one_of_a_file_that_is_not_loaded_yet(config):
-  assert config(SINK, {"optimizer.schedule": "of_mine"}).optimizer.schedule == "of_mine"
-  with pytest.raises(ValueError, match=r"optimizer.schedule='of_mine' is unknown"):
+  assert config(SINK, {"optimizer.schedule": "of_mine"}).optimizer.schedule.name == "of_mine"
+  with pytest.raises(ValueError, match=r"optimizer.schedule.name='of_mine' is unknown"):
     tiny_config({"optimizer.schedule": "of_mine"})
 
 
@@ -313,7 +325,5 @@ def test_what_is_built_in_belongs_to_no_file_that_is_loaded_first(tmp_path):
 
 def test_what_is_built_in_is_registered_alike():
   assert {"console", "jsonl", "csv", "tensorboard", "clu"} <= set(extensions.writers)
-  assert {"cosine", "linear", "wsd", "constant", "rex", "one_cycle", "none"} == set(
-    extensions.schedules
-  )
+  assert {"cosine", "linear", "wsd", "constant", "rex", "one_cycle"} == set(extensions.schedules)
   assert list(extensions.optimizers) == ["adamw"] and ".jsonl" in extensions.formats

@@ -202,29 +202,29 @@ class Rope:
     """See `FieldRow`."""
     fields = write_rope(cfg)
     older: dict[str, Any] = {"rope_theta": cfg.model.rope_theta}
-    if cfg.model.rope_scaling != "none":
+    if cfg.model.rope_scaling.name != "none":
       older["rope_scaling"] = {k: v for k, v in fields.items() if k != "rope_theta"}
     return {"rope_parameters": fields, **older}
 
 
 # Their words for a scaling's settings; of both kinds the first two are needed.
 _LLAMA3 = {
-  "factor": "rope_factor",
-  "original_max_position_embeddings": "rope_original_len",
-  "low_freq_factor": "rope_slow_turns",
-  "high_freq_factor": "rope_fast_turns",
+  "factor": "factor",
+  "original_max_position_embeddings": "original_len",
+  "low_freq_factor": "slow_turns",
+  "high_freq_factor": "fast_turns",
 }
 _YARN = {
-  "factor": "rope_factor",
-  "original_max_position_embeddings": "rope_original_len",
-  "beta_slow": "rope_slow_turns",
-  "beta_fast": "rope_fast_turns",
-  "truncate": "rope_whole_pairs",
-  "attention_factor": "rope_concentration",
+  "factor": "factor",
+  "original_max_position_embeddings": "original_len",
+  "beta_slow": "slow_turns",
+  "beta_fast": "fast_turns",
+  "truncate": "whole_pairs",
+  "attention_factor": "concentration",
 }
 SCALINGS: Mapping[str, Mapping[str, str]] = {
   "default": {},
-  "linear": {"factor": "rope_factor"},
+  "linear": {"factor": "factor"},
   "llama3": _LLAMA3,
   "yarn": _YARN,
 }
@@ -248,7 +248,7 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
       f"the rotary scaling is {kind!r} in config.json, and this program has {', '.join(SCALINGS)}."
     )
   found: dict[str, Any] = {"model.rope_theta": float(left.pop("rope_theta"))}
-  found["model.rope_scaling"] = "none" if kind == "default" else kind
+  found["model.rope_scaling.name"] = "none" if kind == "default" else kind
   if "original_max_position_embeddings" in SCALINGS[kind] and trained_len:
     left.setdefault("original_max_position_embeddings", trained_len)
   if kind == "yarn":
@@ -258,7 +258,7 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
       left.setdefault("attention_factor", stretch(of_rotated) / stretch(of_all))
   for theirs, ours in SCALINGS[kind].items():
     if theirs in left:
-      found[f"model.{ours}"] = left.pop(theirs)
+      found[f"model.rope_scaling.{ours}"] = left.pop(theirs)
   if left:
     name, value = next(iter(left.items()))
     raise ValueError(f"{name} of rotary scaling {kind!r} is {value!r}, which is not there.")
@@ -266,18 +266,19 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
 
 
 _FLOATS = frozenset(
-  f"model.rope_{name}" for name in ("factor", "slow_turns", "fast_turns", "concentration")
+  f"model.rope_scaling.{name}" for name in ("factor", "slow_turns", "fast_turns", "concentration")
 )
 
 
 def write_rope(cfg: Config) -> dict[str, Any]:
   """The block of rotary fields of a config."""
-  m = cfg.model
-  kind = "default" if m.rope_scaling == "none" else m.rope_scaling
-  fields: dict[str, Any] = {"rope_type": kind, "rope_theta": m.rope_theta}
+  scaling = cfg.model.rope_scaling
+  kind = "default" if scaling.name == "none" else scaling.name
+  fields: dict[str, Any] = {"rope_type": kind, "rope_theta": cfg.model.rope_theta}
   for theirs, ours in SCALINGS[kind].items():
-    if ours != "rope_concentration" or m.rope_concentration:
-      fields[theirs] = getattr(m, ours)
+    value = getattr(scaling, ours)
+    if ours != "concentration" or value:
+      fields[theirs] = value
   return fields
 
 

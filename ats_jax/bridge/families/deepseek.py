@@ -18,6 +18,7 @@ from ats_jax.bridge.families.common import (
 from ats_jax.bridge.family import Always, Family, Field, FieldRow, Only, Row, Values
 from ats_jax.bridge.transforms import SAME, TRANSPOSED, RopeHalves
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.rope import Yarn
 
 _ATTN = f"{THEIRS}.self_attn"
 ROWS = (
@@ -82,22 +83,23 @@ class _Yarn(Rope):
     """See `FieldRow`."""
     found = dict(super().read(theirs))
     fields = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    if found["model.rope_scaling"] == "yarn" and (scale := fields.get("mscale_all_dim")):
+    if found["model.rope_scaling.name"] == "yarn" and (scale := fields.get("mscale_all_dim")):
       width = theirs.get("qk_nope_head_dim", 128) + theirs.get("qk_rope_head_dim", 64)
-      stretch = 0.1 * scale * math.log(found["model.rope_factor"]) + 1.0
+      stretch = 0.1 * scale * math.log(found["model.rope_scaling.factor"]) + 1.0
       found["model.attn_scale"] = width**-0.5 * stretch * stretch
     return found
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""
     m, fields = cfg.model, dict(super().write(cfg))
-    if m.rope_scaling != "yarn" or not m.attn_scale or m.rope_factor <= 1.0:
+    yarn = m.rope_scaling
+    if not isinstance(yarn, Yarn) or not m.attn_scale or yarn.factor <= 1.0:
       return fields
-    stretch, unit = math.sqrt(m.attn_scale * math.sqrt(m.head_dim)), 0.1 * math.log(m.rope_factor)
+    stretch, unit = math.sqrt(m.attn_scale * math.sqrt(m.head_dim)), 0.1 * math.log(yarn.factor)
     # To six digits: a quotient of rounded numbers is again the number that was read.
     scales: dict[str, Any] = {"mscale_all_dim": round((stretch - 1) / unit, 6)}
-    if m.rope_concentration:
-      scales["mscale"] = round((m.rope_concentration * stretch - 1) / unit, 6)
+    if yarn.concentration:
+      scales["mscale"] = round((yarn.concentration * stretch - 1) / unit, 6)
     for key in ("rope_parameters", "rope_scaling"):
       fields[key] = {k: v for k, v in fields[key].items() if k != "attention_factor"} | scales
     return fields

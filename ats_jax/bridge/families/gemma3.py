@@ -42,7 +42,7 @@ class _Ropes:
     local = dict(nested.get("sliding_attention") or {})
     local.setdefault("rope_theta", theirs.get("rope_local_base_freq", 1e4))
     of_windows = read_rope(local, None)
-    if of_windows["model.rope_scaling"] != "none":
+    if of_windows["model.rope_scaling.name"] != "none":
       raise ValueError("the rotary frequencies of sliding windows are scaled in config.json.")
     has_windows = LAYERS.read(theirs)["model.window"] > 0
     theta = of_windows["model.rope_theta"] if has_windows else 0.0

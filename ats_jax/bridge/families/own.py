@@ -8,8 +8,7 @@ from typing import Any
 
 from ats_jax.bridge.family import Family, Row, Values
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2, Transform
-from ats_jax.config.build import flatten
-from ats_jax.config.build import settings as known_settings
+from ats_jax.config.names import flatten, settings, to_dict
 from ats_jax.config.schema import Config
 from ats_jax.pytorch import remote_code
 
@@ -41,9 +40,8 @@ class Settings:
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    nested = theirs["settings"].items()
-    found = {f"{s}.{name}": value for s, values in nested for name, value in values.items()}
-    wanted = {name for name in known_settings() if _is_of_model(name)}
+    found = flatten(theirs["settings"])
+    wanted = {name for name in settings(found) if _is_of_model(name)}
     if differing := sorted(wanted ^ set(found)):
       raise ValueError(
         f"config.json was written by another version of ats_jax: settings {differing[:4]} are on "
@@ -53,11 +51,8 @@ class Settings:
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""
-    nested: dict[str, dict[str, Any]] = {}
-    for name, value in flatten(cfg).items():
-      if _is_of_model(name):
-        section, _, key = name.partition(".")
-        nested.setdefault(section, {})[key] = value
+    nested = {name: section for name, section in to_dict(cfg).items() if name in SECTIONS}
+    nested["data"] = {"seq_len": cfg.data.seq_len}
     module = remote_code.MODULE
     return {
       "settings": nested,

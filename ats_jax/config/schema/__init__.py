@@ -17,11 +17,11 @@ from ats_jax.config.schema.mod import MoDConfig
 from ats_jax.config.schema.model import ModelConfig
 from ats_jax.config.schema.moe import MoEConfig
 from ats_jax.config.schema.ops import OpsConfig
-from ats_jax.config.schema.optimizer import OptimizerConfig
+from ats_jax.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from ats_jax.config.schema.orchestrator import OrchestratorConfig
 from ats_jax.config.schema.precision import PrecisionConfig
 from ats_jax.config.schema.sample import SampleConfig
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import section, setting
 from ats_jax.config.schema.step import StepConfig
 
 __all__ = [
@@ -117,7 +117,7 @@ class Config:
   moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
   mod: MoDConfig = dataclasses.field(default_factory=MoDConfig)
   data: DataConfig = dataclasses.field(default_factory=DataConfig)
-  optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+  optimizer: OptimizerConfig = section(OPTIMIZERS, "adamw")
   step: StepConfig = dataclasses.field(default_factory=StepConfig)
   precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.rope import ROPE_SCALINGS, RopeScaling
+from ats_jax.config.schema.setting import section, setting, when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,32 +34,16 @@ class ModelConfig:
     choices=("silu", "gelu_tanh", "clamped"),
   )
   gate_limit: float = setting(
-    7.0, "with activation=clamped: g is at most this, and u within it on both sides", low=0.01
+    7.0,
+    "g is at most this, and u within it on both sides",
+    low=0.01,
+    needs=when("model.activation", "clamped"),
   )
-  gate_slope: float = setting(1.702, "with activation=clamped: of the sigmoid", low=0.0)
+  gate_slope: float = setting(
+    1.702, "slope of the sigmoid", low=0.0, needs=when("model.activation", "clamped")
+  )
   rope_theta: float = setting(10_000.0, "base of the rotary frequencies", low=1.0)
-  rope_scaling: str = setting(
-    "none",
-    "how rotary frequencies are lowered for contexts longer than those of the first training: all "
-    "(linear), or the slow ones, as in Llama 3 or as in YaRN",
-    choices=("none", "linear", "llama3", "yarn"),
-  )
-  rope_factor: float = setting(1.0, "by how much, with rope_scaling", low=1.0)
-  rope_original_len: int = setting(
-    0, "context of the first training, which says what is slow (llama3, yarn)", unit="tokens", low=0
-  )
-  rope_slow_turns: float = setting(
-    1.0,
-    "a pair that turns less often in rope_original_len is slowed by all of rope_factor",
-    low=0.0,
-  )
-  rope_fast_turns: float = setting(
-    32.0, "one that turns more often is left as it is; 4 in Llama 3, 32 in YaRN", low=0.0
-  )
-  rope_whole_pairs: bool = setting(True, "round the two ends of YaRN's ramp outwards to pairs")
-  rope_concentration: float = setting(
-    0.0, "multiplies rotated queries and keys (YaRN); 0 = 0.1 ln(rope_factor) + 1", low=0.0
-  )
+  rope_scaling: RopeScaling = section(ROPE_SCALINGS, "none")
   qkv_bias: bool = setting(False, "add trained vectors to queries, keys and values")
   attn_out_bias: bool = setting(False, "add a trained vector to attention's output")
   attn_sinks: bool = setting(
@@ -66,7 +51,10 @@ class ModelConfig:
   )
   qk_norm: bool = setting(False, "RMS-normalise queries and keys before RoPE")
   qk_norm_scope: str = setting(
-    "head", "what qk_norm takes together: each head, or all heads", choices=("head", "all")
+    "head",
+    "what qk_norm takes together: each head, or all heads",
+    choices=("head", "all"),
+    needs=when("model.qk_norm"),
   )
   attn_scale: float = setting(
     0.0, "what queries' products with keys are multiplied with; 0 = head_dim^-1/2", low=0.0
@@ -78,15 +66,19 @@ class ModelConfig:
     low=0,
   )
   q_latent_dim: int = setting(
-    0, "with kv_latent_dim: width of the latent that queries are made of; 0 = none", low=0
+    0,
+    "width of the latent that queries are made of; 0 = none",
+    low=0,
+    needs=when("model.kv_latent_dim"),
   )
   latent_rope_dim: int = setting(
     0,
-    "with kv_latent_dim: how many of head_dim are rotated; that part of a key is one for all heads",
+    "how many of head_dim are rotated; that part of a key is one for all heads",
     low=0,
+    needs=when("model.kv_latent_dim"),
   )
   v_head_dim: int = setting(
-    0, "with kv_latent_dim: width of the values of one head; 0 = head_dim", low=0
+    0, "width of the values of one head; 0 = head_dim", low=0, needs=when("model.kv_latent_dim")
   )
   attn_soft_cap: float = setting(
     0.0, "attention's scores s become cap * tanh(s / cap), without a kernel; 0 = no cap", low=0.0
@@ -95,10 +87,16 @@ class ModelConfig:
     0, "tokens that a query sees, itself and those before it; 0 = all", unit="tokens", low=0
   )
   full_every: int = setting(
-    0, "every n-th layer sees all tokens in spite of the window, the n-th first; 0 = none", low=0
+    0,
+    "every n-th layer sees all tokens in spite of the window, the n-th first; 0 = none",
+    low=0,
+    needs=when("model.window"),
   )
   window_rope_theta: float = setting(
-    0.0, "base of the rotary frequencies, unscaled, of layers with a window; 0 = as others", low=0.0
+    0.0,
+    "base of the rotary frequencies, unscaled, of layers with a window; 0 = as others",
+    low=0.0,
+    needs=when("model.window"),
   )
   tie_embeddings: bool = setting(False, "use the embedding table as the output head")
   scale_embeddings: bool = setting(False, "multiply looked-up embeddings by sqrt(d_model)")

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.exchange import EXCHANGES, Exchange
+from ats_jax.config.schema.setting import section, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,28 +64,7 @@ class MoEConfig:
     "who keeps a place in a full expert: the first in the row, or the highest weight",
     choices=("position", "weight"),
   )
-  exchange: str = setting(
-    "allgather",
-    "how tokens reach experts on other devices (mesh.expert, dispatch=dropless): all of them go to "
-    "all devices; each to its experts' alone, in blocks of one size; or once to each host of its "
-    "experts, and there to all devices",
-    choices=("allgather", "bins", "hierarchical"),
-    resume="free",
-  )
-  exchange_hosts: int = setting(
-    0,
-    "hosts that mesh.expert is spread over, for exchange=hierarchical; 0 = as many as there are "
-    "processes along it",
-    low=0,
-    resume="free",
-  )
-  exchange_factor: float = setting(
-    1.5,
-    "room for rows in the exchange, over what a device receives on average; the rest takes further "
-    "passes (moe/overflow), so that none is dropped",
-    low=1.0,
-    resume="free",
-  )
+  exchange: Exchange = section(EXCHANGES, "allgather")
   aux_loss: float = setting(
     0.001, "weight of the Switch balance loss over the global batch", low=0.0
   )

@@ -1,18 +1,22 @@
 """The section `optimizer`."""
 
 import dataclasses
+from typing import Any
 
-from ats_jax.config.schema.setting import setting
-from ats_jax.extensions import optimizers, schedules
+from ats_jax.config.schema.schedule import SCHEDULES, Schedule
+from ats_jax.config.schema.setting import Kinds, section, setting
+from ats_jax.extensions import optimizers
+
+OPTIMIZERS = Kinds("optimizer", "what makes directions of gradients", registry=optimizers)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """The optimizer and its schedule."""
+  """What every optimizer has: a schedule of its rate, weight decay, a limit of gradients."""
 
-  name: str = setting("adamw", "what makes directions of gradients", choices=optimizers)
+  name: str = OPTIMIZERS.tag("adamw")
   learning_rate: float = setting(3e-4, "peak learning rate", low=0.0)
-  schedule: str = setting("cosine", "shape after warm-up", choices=schedules)
+  schedule: Schedule = section(SCHEDULES, "cosine")
   warmup_steps: int = setting(0, "linear warm-up; the first step uses lr/warmup_steps", low=0)
   warmup_fraction: float = setting(
     0.0, "warm-up as a share of num_steps; warmup_steps, if set, goes before it", low=0.0, high=1.0
@@ -31,15 +35,6 @@ class OptimizerConfig:
     choices=("keep", "reset"),
     resume="free",
   )
-  final_lr_fraction: float = setting(
-    0.1, "learning rate at the end as a share of the peak", low=0.0, high=1.0
-  )
-  decay_fraction: float = setting(
-    0.2, "share of num_steps spent in the decay phase of 'wsd'", low=0.0, high=1.0
-  )
-  b1: float = setting(0.9, "decay of Adam's first moment", low=0.0, high=1.0)
-  b2: float = setting(0.95, "decay of Adam's second moment", low=0.0, high=1.0)
-  eps: float = setting(1e-8, "added to the root of the second moment", low=0.0)
   weight_decay: float = setting(
     0.1, "decoupled decay of matrices; norms, biases and scalars are never decayed", low=0.0
   )
@@ -51,3 +46,35 @@ class OptimizerConfig:
     low=0.0,
     high=1.0,
   )
+
+  def formats(self) -> dict[str, str]:
+    """The dtype of each array that is kept beside a parameter, by its name in the state."""
+    return {}
+
+
+@OPTIMIZERS.register
+@dataclasses.dataclass(frozen=True)
+class AdamW(OptimizerConfig):
+  """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+
+  b1: float = setting(0.9, "decay of Adam's first moment", low=0.0, high=1.0)
+  b2: float = setting(0.95, "decay of Adam's second moment", low=0.0, high=1.0)
+  eps: float = setting(1e-8, "added to the root of the second moment", low=0.0)
+  mu_dtype: str = setting("float32", "format of the first moment", choices=("float32", "bfloat16"))
+  nu_dtype: str = setting("float32", "format of the second moment", choices=("float32", "bfloat16"))
+
+  def check(self, cfg: Any) -> None:
+    """Refuse what never takes a gradient in, or divides 0 by 0."""
+    del cfg
+    for name in ("b1", "b2"):
+      if getattr(self, name) == 1.0:
+        raise ValueError(f"optimizer.{name}=1 never takes a gradient in. Use less than 1.")
+    if self.eps == 0.0:
+      raise ValueError(
+        "optimizer.eps=0 divides 0 by 0 where a gradient is 0, as for tokens not seen yet. "
+        "Use a small positive number, e.g. 1e-8."
+      )
+
+  def formats(self) -> dict[str, str]:
+    """The dtypes of the two moments."""
+    return {"mu": self.mu_dtype, "nu": self.nu_dtype}

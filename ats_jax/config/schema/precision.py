@@ -26,8 +26,6 @@ class PrecisionConfig:
     low=0.0,
     resume="free",
   )
-  mu_dtype: str = setting("float32", "Adam's first moment", choices=("float32", "bfloat16"))
-  nu_dtype: str = setting("float32", "Adam's second moment", choices=("float32", "bfloat16"))
   deterministic: bool = setting(
     False, "GPU: bit-equal reruns, at a cost in speed (docs/reference/performance.md)"
   )

@@ -1,9 +1,51 @@
-"""One setting: its default, and what the tools need to know of it."""
+"""One setting: its default, and what the tools need to know of it; kinds of a section."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ats_jax.extensions import Registry
+
+
+@runtime_checkable
+class Checked(Protocol):
+  """A section with rules of its own."""
+
+  def check(self, cfg: Any) -> None:
+    """Raise a ValueError if the whole config `cfg` breaks one."""
+
+
+class Condition(NamedTuple):
+  """What must hold for a setting to have an effect.
+
+  Attributes:
+    setting: the dotted name of another setting.
+    words: what that must be, for messages: "moe.num_experts above 0".
+    holds: whether a value of it is that.
+  """
+
+  setting: str
+  words: str
+  holds: Callable[[Any], bool]
+
+
+def when(setting: str, *values: Any, above: float | None = None, no: Any = None) -> Condition:
+  """The condition that a setting is on, one of `values`, more than `above`, or anything but `no`.
+
+  Args:
+    setting: its dotted name.
+    values: any of these. Without these, `above` and `no`: anything but False, 0 and "".
+    above: more than this number.
+    no: not this value.
+  """
+  if values:
+    words = f"{setting}={' or '.join(str(value) for value in values)}"
+    return Condition(setting, words, lambda value: value in values)
+  if above is not None:
+    return Condition(setting, f"{setting} above {above:g}", lambda value: value > above)
+  if no is not None:
+    return Condition(setting, f"{setting} other than {no}", lambda value: value != no)
+  return Condition(setting, setting, bool)
 
 
 def setting(
@@ -13,8 +55,9 @@ def setting(
   unit: str = "",
   low: float | None = None,
   high: float | None = None,
-  choices: tuple[str, ...] | Registry = (),
+  choices: "tuple[str, ...] | Registry | Kinds" = (),
   resume: str = "fixed",
+  needs: Condition | None = None,
 ) -> Any:
   """Declare one setting.
 
@@ -26,6 +69,126 @@ def setting(
     high: largest legal value.
     choices: the legal words; of a registry, those that are registered when it is looked at.
     resume: "fixed" if a workdir must be resumed with the same value, "free" if it may change.
+    needs: without it the setting has no effect, and only the default is legal.
   """
-  metadata = dict(doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume)
+  metadata = dict(
+    doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume, needs=needs
+  )
   return dataclasses.field(default=default, metadata=metadata)
+
+
+class Kinds:
+  """The kinds of a section: a dataclass each, chosen by the value of a field called `name`.
+
+  All are subclasses of one base, which holds the settings that every kind has:
+
+    SCALINGS = Kinds("model.rope_scaling", "how rotary frequencies are lowered")
+
+    @dataclasses.dataclass(frozen=True)
+    class Scaling:
+      name: str = SCALINGS.tag("none")
+
+    @SCALINGS.register
+    @dataclasses.dataclass(frozen=True)
+    class Linear(Scaling):
+      name: str = SCALINGS.tag("linear")
+      factor: float = setting(1.0, "...")
+
+    class ModelConfig:
+      rope_scaling: Scaling = section(SCALINGS, "none")
+  """
+
+  TAG = "name"
+
+  def __init__(
+    self, path: str, doc: str, *, resume: str = "fixed", registry: Registry | None = None
+  ):
+    """Make an empty one.
+
+    Args:
+      path: of the section in a config, e.g. "model.rope_scaling".
+      doc: what the choice decides.
+      resume: as of `setting`, of the choice.
+      registry: of parts that users may add; a part that was registered without settings of its own
+        is a kind that has those of the base alone.
+    """
+    self.path, self._doc, self._resume, self._registry = path, doc, resume, registry
+    self._classes: dict[str, type] = {}
+    self.default_name = ""  # `section` says it
+
+  def tag(self, name: str) -> Any:
+    """The field that says of which kind a section is."""
+    return setting(name, self._doc, choices=self, resume=self._resume)
+
+  def register[C: type](self, cls: C) -> C:
+    """Decorate the dataclass of a kind."""
+    (name,) = (f.default for f in dataclasses.fields(cls) if f.name == self.TAG)
+    assert isinstance(name, str)
+    self._classes[name] = cls
+    return cls
+
+  @property
+  def default(self) -> Any:
+    """The section of the default kind, with the defaults of its settings."""
+    return self[self.default_name]()
+
+  @property
+  def base(self) -> type:
+    """The class that all kinds derive from."""
+    cls = next(iter(self._classes.values()))
+    return next(c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
+
+  def own(self, name: str) -> frozenset[str]:
+    """The fields of a kind that the base does not have."""
+    names = lambda cls: {field.name for field in dataclasses.fields(cls)}
+    return frozenset(names(self[name]) - names(self.base))
+
+  def with_field(self, field: str) -> tuple[str, ...]:
+    """The kinds that have a field."""
+    return tuple(n for n in self if any(f.name == field for f in dataclasses.fields(self[n])))
+
+  def unknown(self, name: str) -> str:
+    """A message that says that there is no such kind, and which there are."""
+    if self._registry is not None:
+      return self._registry.unknown(name)
+    return f"{self.path}.{self.TAG}={name!r} is unknown. Choose one of: {', '.join(self)}."
+
+  def __getitem__(self, name: str) -> type:
+    """The class of a kind; the base for one that is not known here.
+
+    Raises:
+      ValueError: if an extension registered a part with settings that do not derive from the base.
+    """
+    of_extension = None if self._registry is None else self._registry.added().get(name)
+    cls = self._classes.get(name) or of_extension or self.base
+    if not issubclass(cls, self.base):
+      raise ValueError(
+        f"{self.path}={name}: its settings, {cls.__name__}, must derive from "
+        f"{self.base.__module__}.{self.base.__name__}."
+      )
+    return cls
+
+  def __contains__(self, name: object) -> bool:
+    return name in tuple(self)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter({**self._classes, **({} if self._registry is None else self._registry.added())})
+
+
+def section(kinds: Kinds, name: str) -> Any:
+  """Declare a section that is one of several kinds, `name` if nothing is said."""
+  kinds.default_name = name
+  make: Callable[[], Any] = lambda: kinds.default
+  return dataclasses.field(default_factory=make, metadata={"kinds": kinds})
+
+
+def kinds_of(field: dataclasses.Field) -> Kinds | None:
+  """The kinds of a field that is a section of several; None for any other field."""
+  return field.metadata.get("kinds")
+
+
+class Table[V](dict[str, V]):
+  """A mapping of names to values in a setting: hashable, compared like a dict."""
+
+  def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    return hash(frozenset(self.items()))

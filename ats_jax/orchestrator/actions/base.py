@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 
-from ats_jax.config.build import flatten
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.step.state import TrainState

@@ -13,8 +13,11 @@ from typing import Any, Self
 
 import jax
 
-from ats_jax.config.build import flatten, with_settings
+from ats_jax.config.build import with_settings
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.optimizer import AdamW
+from ats_jax.config.schema.schedule import WarmupStableDecay
 from ats_jax.orchestrator.actions.base import Action, Host, Now, Settings
 from ats_jax.sharding.mesh import mesh_sizes
 from ats_jax.step.optimizers.adamw import within_bound
@@ -68,7 +71,9 @@ class ChangeSettings(Action):
     if state.control is None or state.reflex is None:
       return state
     wanted = learning_rate(new, state.step) * state.control.lr_scale
-    opt_state = within_bound(state.opt_state, new.optimizer.b1, new.optimizer.b2)
+    adam = new.optimizer
+    assert isinstance(adam, AdamW)  # `changed`
+    opt_state = within_bound(state.opt_state, adam.b1, adam.b2)
     return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allowing(wanted))
 
   def tell(self, host: Host, step: int, reason: str) -> None:
@@ -125,10 +130,10 @@ def decay_now(cfg: Config, step: int) -> ChangeSettings:
   Raises:
     ValueError: if the schedule has no decay that can begin at any time, or it has begun.
   """
-  if cfg.optimizer.schedule != "wsd" or not _is_flat(cfg, step):
+  if not _is_flat(cfg, step):
     raise ValueError(
-      f"optimizer.schedule={cfg.optimizer.schedule} over num_steps={cfg.num_steps} cannot begin to "
-      f"decay after step {step}: only 'wsd' can, and only sooner than it would anyway."
+      f"optimizer.schedule={cfg.optimizer.schedule.name} over num_steps={cfg.num_steps} cannot "
+      f"begin to decay after step {step}: only 'wsd' can, and only sooner than it would anyway."
     )
   return ChangeSettings((("num_steps", decay_from(cfg, step)),))
 
@@ -144,10 +149,12 @@ def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
     ValueError: if the schedule would jump: it must be flat, and go by the step alone.
   """
   o, left = cfg.optimizer, cfg.num_steps - step
-  if o.schedule != "constant" and not (o.schedule == "wsd" and _is_flat(cfg, step)):
+  if not isinstance(o, AdamW):
+    raise ValueError(f"optimizer.name={o.name} has no rule for larger batches; adamw has.")
+  if o.schedule.name != "constant" and not _is_flat(cfg, step):
     raise ValueError(
-      f"optimizer.schedule={o.schedule} at step {step} of {cfg.num_steps} would jump with fewer "
-      "steps. Batches can grow in the flat part of 'wsd' or 'constant'."
+      f"optimizer.schedule={o.schedule.name} at step {step} of {cfg.num_steps} would jump with "
+      "fewer steps. Batches can grow in the flat part of 'wsd' or 'constant'."
     )
   return ChangeSettings(
     (
@@ -162,8 +169,11 @@ def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
 
 
 def _is_flat(cfg: Config, step: int) -> bool:
-  """Before the decay of 'wsd'."""
-  return step + 1 < cfg.num_steps * (1.0 - cfg.optimizer.decay_fraction)
+  """Whether the schedule is 'wsd' and its decay has not begun."""
+  schedule = cfg.optimizer.schedule
+  if not isinstance(schedule, WarmupStableDecay):
+    return False
+  return step + 1 < cfg.num_steps * (1.0 - schedule.decay_fraction)
 
 
 def _micro_batch(cfg: Config) -> float:

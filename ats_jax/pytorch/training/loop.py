@@ -15,7 +15,8 @@ from absl import logging
 
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
 from ats_jax.config import Config
-from ats_jax.config.build import CHANGES, flatten, resolve
+from ats_jax.config.build import CHANGES, resolve
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import MeshConfig
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import Rows, TrainRows
@@ -82,8 +83,8 @@ def check(cfg: Config) -> None:
     "optimizer.phase_moments": "keep",
     "orchestrator.mode": "off",
     "precision.param_dtype": "float32",
-    "precision.mu_dtype": "float32",
-    "precision.nu_dtype": "float32",
+    "optimizer.mu_dtype": "float32",
+    "optimizer.nu_dtype": "float32",
     "precision.fp8": False,
     "data.length_buckets": 1,
   }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ats_jax.bridge.families import own
 from ats_jax.checkpoint import CheckpointManager
 from ats_jax.config import Config
+from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.data.tokens.export import files_of
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.pytorch import weights
@@ -68,6 +69,7 @@ class Adapters:
     self.model, self.peft = model, peft.get_peft_model(Outer(model), how)
     self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     o = cfg.optimizer
+    assert isinstance(o, AdamW)  # `check`
     self.optimizer = torch.optim.AdamW(
       self.trained.values(), betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ats_jax.checkpoint import layout
 from ats_jax.config import Config
+from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.model.layout import stacks
 from ats_jax.model.param import trainable
 from ats_jax.pytorch import weights
@@ -37,6 +38,7 @@ def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.opt
     groups[leaves[part.number]].append(parameters.pop(weights.their_name(ours, parameters)))
   assert not parameters
   o = cfg.optimizer
+  assert isinstance(o, AdamW)  # `check`
   return torch.optim.AdamW(
     [
       {"params": groups[True], "weight_decay": o.weight_decay},

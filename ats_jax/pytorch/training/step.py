@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ats_jax.config import Config
+from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.model.mod import rules_at
 from ats_jax.pytorch import objective
 from ats_jax.pytorch.decoder import Decoder
@@ -130,6 +131,7 @@ class Trainer:
   def _update_norm(self, rate: float) -> float:
     """The norm of what was added to the parameters, from the moments that were added with."""
     total, o = 0.0, self.cfg.optimizer
+    assert isinstance(o, AdamW)
     for group in self.optimizer.param_groups:
       decay = group["weight_decay"]
       for parameter in group["params"]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.ops.adamw import Rates, clip_scale
 from ats_jax.ops.adamw import adamw as adamw_update
 from ats_jax.ops.registry import XLA, Kernels
@@ -48,10 +49,11 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
     kernels: what runs; a kernel in the slot of the `adamw` op makes the update fused.
   """
   o = cfg.optimizer
+  assert isinstance(o, AdamW)
   chain: list[optax.GradientTransformation] = []
   if o.grad_clip:
     chain.append(clip_by_norm(o.grad_clip, platform))
-  dtypes = jnp.dtype(cfg.precision.mu_dtype), jnp.dtype(cfg.precision.nu_dtype)
+  dtypes = jnp.dtype(o.mu_dtype), jnp.dtype(o.nu_dtype)
   chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
   if o.weight_decay:
     chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
@@ -183,6 +185,7 @@ def fused_adamw(
   Neither clipped gradients nor directions are ever in memory.
   """
   o = cfg.optimizer
+  assert isinstance(o, AdamW)
   is_adam = lambda state: isinstance(state, AdamState)
   (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
   steps = adam.steps + 1

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 from absl import flags, logging
 
-from ats_jax.config.build import settings, updated
+from ats_jax.config.names import all_settings
+from ats_jax.config.text import parse_as
+from ats_jax.config.tree import updated
 from ats_jax.verbs import cli
 from ats_jax.verbs.bench import step
 
@@ -60,20 +62,14 @@ def parse_tries(tries: list[str]) -> dict[str, list[Any]]:
   Raises:
     ValueError: for what is no setting, or none of its values.
   """
-  known, found = settings(), {}
+  known, found = all_settings(), {}
   for text in tries:
     name, _, values = text.partition("=")
     if name not in known or not values:
       raise ValueError(f"--try={text}: expected SETTING=VALUE,VALUE, such as {DEFAULT_TRIES[0]}.")
-    found[name] = [_typed(known[name].type, value, text) for value in values.split(",")]
+    kind = known[name][0].field.type
+    found[name] = [parse_as(kind, value, name) for value in values.split(",")]
   return found
-
-
-def _typed(kind: Any, value: str, text: str) -> Any:
-  try:
-    return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-  except (KeyError, ValueError):
-    raise ValueError(f"--try={text}: {value!r} is no {kind.__name__}.") from None
 
 
 def combinations(tries: dict[str, list[Any]]) -> list[dict[str, Any]]:

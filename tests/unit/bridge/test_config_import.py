@@ -11,8 +11,9 @@ from ats_jax.bridge import config_import
 from ats_jax.bridge.config_report import ConfigReport
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.config import from_config_dict
-from ats_jax.config.build import flatten, with_settings
+from ats_jax.config.build import with_settings
 from ats_jax.config.file import load_file
+from ats_jax.config.names import flatten
 from ats_jax.train.loop import train
 
 LLAMA = {
@@ -68,7 +69,7 @@ def test_a_model_of_hugging_face_trains(tmp_path):
     "model.vocab_size": 384, "model.num_layers": 2, "model.d_model": 64, "model.num_heads": 4,
     "model.num_kv_heads": 2, "model.d_ff": 192, "model.head_dim": 16, "model.norm_eps": 1e-5,
     "model.tie_embeddings": False, "model.init_std": 0.02, "model.rope_theta": 5e5,
-    "model.rope_scaling": "none", "data.seq_len": 32, "data.bpe_vocab_size": 384,
+    "model.rope_scaling.name": "none", "data.seq_len": 32, "data.bpe_vocab_size": 384,
     "precision.compute_dtype": "float32",
   }  # fmt: skip
   assert missing(report) == {"secret_sauce": "not understood"}
@@ -153,7 +154,7 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"moe.router_bias": True, "moe.renormalize": True, "model.head_dim": 64,
        "model.window": 128, "model.full_every": 2, "model.qkv_bias": True,
        "model.attn_sinks": True, "moe.expert_bias": True, "model.activation": "clamped",
-       "model.rope_scaling": "yarn", "model.rope_whole_pairs": False},
+       "model.rope_scaling.name": "yarn", "model.rope_scaling.whole_pairs": False},
       {},
     ),
     (
@@ -164,12 +165,16 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
     ),
     (
       {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-      {"model.rope_theta": 5e5, "model.rope_scaling": "linear", "model.rope_factor": 8.0},
+      {
+        "model.rope_theta": 5e5,
+        "model.rope_scaling.name": "linear",
+        "model.rope_scaling.factor": 8.0,
+      },
       {},
     ),
     (
       {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
-      {"model.rope_theta": 5e5, "model.rope_scaling": "none"},
+      {"model.rope_theta": 5e5, "model.rope_scaling.name": "none"},
       {"rope_scaling": "is 'dynamic'"},
     ),
     (

@@ -72,7 +72,7 @@ def test_published_fields_are_settings():
   assert (m.head_dim, m.v_head_dim, m.latent_rope_dim) == (192, 128, 64)
   assert (m.q_latent_dim, m.kv_latent_dim, m.num_kv_heads) == (1536, 512, 128)
   assert m.attn_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-  assert m.rope_concentration == 1.0
+  assert m.rope_scaling.concentration == 1.0
   assert (moe.num_groups, moe.top_groups, moe.group_score, moe.top_k) == (8, 4, "top2", 8)
   assert (moe.score, moe.bias_on, moe.route_scale, moe.dense_first) == ("sigmoid", "scores", 2.5, 3)
   lite = config({**V3, **LITE})

@@ -10,7 +10,8 @@ from ats_jax.bridge.export import choose_family
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import read_rope, write_rope
 from ats_jax.bridge.family import architecture, items, together
-from ats_jax.config.build import flatten, resolve, with_settings
+from ats_jax.config.build import resolve, with_settings
+from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 
 BYTES = {"data.tokenizer": "bytes"}

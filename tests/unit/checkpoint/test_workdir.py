@@ -8,7 +8,7 @@ import pytest
 
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config, base_config, from_config_dict
-from ats_jax.config.build import to_dict
+from ats_jax.config.names import to_dict
 
 
 def claim(folder, cfg):

@@ -8,7 +8,9 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.config import Config, base_config, from_config_dict
-from ats_jax.config.build import differences, explain, flatten, resolve, settings, to_dict
+from ats_jax.config.build import resolve
+from ats_jax.config.explain import explain
+from ats_jax.config.names import differences, flatten, settings, to_dict
 
 SETTINGS = settings()
 ROOT = Path(__file__).parents[3]

@@ -4,9 +4,12 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.build import explain, settings
+from ats_jax.config.explain import explain
+from ats_jax.config.names import all_settings
 
-SETTINGS = settings()
+# A setting that several kinds of a section declare is taken of the first.
+KNOWN = {name: known[0] for name, known in all_settings().items()}
+SETTINGS = {name: known.field for name, known in KNOWN.items()}
 WITH_LOW = [n for n, f in SETTINGS.items() if f.metadata["low"] is not None]
 WITH_HIGH = [n for n, f in SETTINGS.items() if f.metadata["high"] is not None]
 WITH_CHOICES = [n for n, f in SETTINGS.items() if f.metadata["choices"]]
@@ -22,8 +25,8 @@ BESIDE = {
   "attention": STAGED,
   "random": {"data.paths": "a=a.txt,b=b.txt"},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
-  "llama3": {"model.rope_original_len": 64},
-  "yarn": {"model.rope_original_len": 64},
+  "llama3": {"model.rope_scaling.original_len": 64},
+  "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
   "phases": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1"},
   "reset": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1; a=1"},
@@ -34,6 +37,9 @@ BESIDE = {
 
 def build(changes):
   config = base_config()
+  for name in changes:
+    if (known := KNOWN[name]).kinds:
+      changes = {f"{known.section.path}.name": known.kinds[0]} | changes
   config.update_from_flattened_dict(changes)
   return from_config_dict(config)
 

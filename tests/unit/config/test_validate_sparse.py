@@ -8,7 +8,7 @@ from ats_jax.config import base_config, from_config_dict
 
 MOE = {"moe.num_experts": 8}
 GROUPS = MOE | {"moe.num_groups": 4, "moe.top_groups": 2}
-TWO_STEPS = MOE | {"moe.exchange": "hierarchical", "moe.exchange_hosts": 2}
+TWO_STEPS = MOE | {"moe.exchange": "hierarchical", "moe.exchange.hosts": 2}
 MOD = {"mod.routing": "learned"}
 
 
@@ -85,13 +85,13 @@ def build(changes):
       "use them with moe.num_groups=1",
     ),
     (
-      MOE | {"moe.exchange_hosts": 2, "mesh.expert": 4},
-      "moe.exchange_hosts=2 does nothing with moe.exchange=allgather",
-      "Set moe.exchange=hierarchical, or moe.exchange_hosts=0",
+      MOE | {"moe.exchange.hosts": 2, "mesh.expert": 4},
+      "moe.exchange.hosts is a setting of moe.exchange.name=hierarchical",
+      "Choose that, or leave moe.exchange.hosts out",
     ),
     (
-      TWO_STEPS | {"mesh.expert": 4, "moe.exchange_hosts": 3},
-      "moe.exchange_hosts=3 does not divide mesh.expert=4",
+      TWO_STEPS | {"mesh.expert": 4, "moe.exchange.hosts": 3},
+      "moe.exchange.hosts=3 does not divide mesh.expert=4",
       "Use a divisor, or 0 for one host a process",
     ),
     (

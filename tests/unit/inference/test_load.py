@@ -46,7 +46,7 @@ def test_hosts_are_counted_anew():
   config.moe.update(num_experts=8, exchange="hierarchical", exchange_hosts=4)
   config.mesh.expert = 8
   fitted = fit_devices(from_config_dict(config), 2)
-  assert (fitted.mesh.expert, fitted.moe.exchange_hosts) == (2, 0)
+  assert (fitted.mesh.expert, fitted.moe.exchange.hosts) == (2, 0)
 
 
 @pytest.fixture

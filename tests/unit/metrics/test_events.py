@@ -9,7 +9,8 @@ from helpers import tiny_config
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from test_writer import read_events, scalars_of
 
-from ats_jax.config.build import flatten, from_config_dict
+from ats_jax.config.build import from_config_dict
+from ats_jax.config.names import flatten
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train.loop import train
 

@@ -217,7 +217,7 @@ def test_in_eight_bits(mesh):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model.kv_latent_dim": 0}, "model.q_latent_dim=16 needs model.kv_latent_dim"),
+    ({"model.kv_latent_dim": 0}, "model.q_latent_dim=16 does nothing with model.kv_latent_dim=0"),
     ({"model.latent_rope_dim": 0}, "model.latent_rope_dim=0 of a head dimension of 14"),
     ({"model.latent_rope_dim": 14}, "model.latent_rope_dim=14 of a head dimension of 14"),
     ({"model.latent_rope_dim": 5}, "model.latent_rope_dim=5 of a head dimension of 14"),

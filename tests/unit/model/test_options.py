@@ -27,11 +27,11 @@ OSS = {
   "moe.expert_bias": True,
 }
 YARN = {
-  "model.rope_scaling": "yarn",
-  "model.rope_factor": 4.0,
-  "model.rope_original_len": 8,
-  "model.rope_fast_turns": 2.0,
-  "model.rope_slow_turns": 0.25,
+  "model.rope_scaling.name": "yarn",
+  "model.rope_scaling.factor": 4.0,
+  "model.rope_scaling.original_len": 8,
+  "model.rope_scaling.fast_turns": 2.0,
+  "model.rope_scaling.slow_turns": 0.25,
 }
 
 
@@ -114,7 +114,7 @@ def test_the_concentration_of_yarn():
   """0.1 ln(s) + 1 (arXiv:2309.00071, equation 22), or what is said."""
   cfg = with_settings(Config(), YARN)
   assert rope_scaling(cfg.model).concentration == pytest.approx(0.1 * np.log(4) + 1)
-  cfg = with_settings(cfg, {"model.rope_concentration": 1.25})
+  cfg = with_settings(cfg, {"model.rope_scaling.concentration": 1.25})
   assert rope_scaling(cfg.model).concentration == 1.25
   assert rope_scaling(Config().model).concentration == 1.0
 
@@ -151,20 +151,38 @@ def test_keys_of_a_window(mesh):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model.rope_scaling": "yarn"}, "model.rope_scaling=yarn needs model.rope_original_len"),
-    ({"model.rope_factor": 2.0}, "model.rope_factor=2.0 does nothing"),
-    (YARN | {"model.rope_slow_turns": 2.0}, "model.rope_slow_turns=2.0 is not below"),
-    (YARN | {"model.rope_slow_turns": 0.0}, "model.rope_slow_turns=0: YaRN takes its logarithm"),
     (
-      {"model.rope_scaling": "linear", "model.rope_concentration": 1.5},
-      "model.rope_concentration=1.5 belongs to YaRN",
+      {"model.rope_scaling.name": "yarn"},
+      "model.rope_scaling=yarn needs model.rope_scaling.original_len",
     ),
-    ({"model.full_every": 2}, "model.full_every=2 needs model.window"),
-    ({"model.window_rope_theta": 1e4}, "model.window_rope_theta=10000.0 needs model.window"),
+    (
+      {"model.rope_scaling.factor": 2.0},
+      r"factor is a setting of .*=linear and llama3 and yarn, and",
+    ),
+    (
+      YARN | {"model.rope_scaling.slow_turns": 2.0},
+      "model.rope_scaling.slow_turns=2.0 is not below",
+    ),
+    (
+      YARN | {"model.rope_scaling.slow_turns": 0.0},
+      "model.rope_scaling.slow_turns=0: YaRN takes its logarithm",
+    ),
+    (
+      {"model.rope_scaling.name": "linear", "model.rope_scaling.concentration": 1.5},
+      "model.rope_scaling.concentration is a setting of .*=yarn, and .* is linear",
+    ),
+    ({"model.full_every": 2}, "model.full_every=2 does nothing with model.window=0"),
+    (
+      {"model.window_rope_theta": 1e4},
+      "window_rope_theta=10000.0 does nothing with model.window=0",
+    ),
     ({"model.window": 4, "model.full_every": 1}, "model.full_every=1 leaves no layer"),
     ({"model.window": 4, "model.window_rope_theta": 0.5}, "model.window_rope_theta=0.5 is below 1"),
     ({"model.window": 4, "mod.routing": "static"}, "model.window=4 with mod.routing=static"),
-    ({"model.qk_norm_scope": "all"}, "model.qk_norm_scope=all without model.qk_norm"),
+    (
+      {"model.qk_norm_scope": "all"},
+      "model.qk_norm_scope=all does nothing with model.qk_norm=",
+    ),
     ({"model.gate_limit": 5.0}, "model.gate_limit=5.0 does nothing with model.activation=silu"),
     ({"model.activation": "clamped", "model.gate_limit": 0.0}, "model.gate_limit=0.0 is too small"),
     (

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from ats_jax.config.build import flatten, with_changes, with_settings
+from ats_jax.config.build import with_changes, with_settings
+from ats_jax.config.names import flatten
 from ats_jax.orchestrator.actions.base import Now
 from ats_jax.orchestrator.actions.settings import (
   CHANGEABLE,
@@ -20,7 +21,9 @@ from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
 
-WSD = tiny_config({"num_steps": 100, "optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.2})
+WSD = tiny_config(
+  {"num_steps": 100, "optimizer.schedule": "wsd", "optimizer.schedule.decay_fraction": 0.2}
+)
 SPARSE = tiny_config(
   {
     "moe.num_experts": 4,
@@ -78,7 +81,7 @@ def test_decay_begins_now_and_the_run_ends_early(step):
   peak = WSD.optimizer.learning_rate
   assert rates[step - 1] == pytest.approx(peak)
   assert rates[step + 3] < peak and (np.diff(rates[step:]) <= 1e-12).all()
-  assert rates[-1] == pytest.approx(WSD.optimizer.final_lr_fraction * peak)
+  assert rates[-1] == pytest.approx(WSD.optimizer.schedule.final_fraction * peak)
 
 
 @pytest.mark.parametrize("step", [80, 99])

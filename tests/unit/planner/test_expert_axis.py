@@ -48,7 +48,7 @@ def test_activations_of_two_steps_have_the_room_of_both():
 
 
 def test_no_axis_is_preferred_where_it_takes_no_more():
-  cfg = tiny_config(EXPERTS | {"moe.exchange_factor": 8.0})
+  cfg = tiny_config(EXPERTS | {"moe.exchange.factor": 8.0})
   found = without_expert_axis(cfg, 0, describe(cfg))
   assert found["prefer"] and found["mesh.fsdp"] == 8
   folded = describe(tiny_config(EXPERTS | {"mesh.fsdp": 8, "mesh.expert": 1}))
@@ -70,7 +70,7 @@ def test_where_it_takes_more_the_user_decides():
 
 
 def test_plan_says_so():
-  flags = ("--config.mesh.expert=4", "--config.moe.exchange_factor=4.0")
+  flags = ("--config.mesh.expert=4", "--config.moe.exchange.factor=4.0")
   text = forked("ats_jax", "plan", "--config=configs/debug.py:moe", "--devices=4", *flags).out
   assert re.search(r"prefer mesh.fsdp=4, mesh.expert=1\.\n  .* GiB a device", text)
   plain = forked("ats_jax", "plan", "--config=configs/debug.py:moe", "--devices=4").out

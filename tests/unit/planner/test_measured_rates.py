@@ -127,7 +127,7 @@ def test_what_tokens_cost_on_the_links():
 
 def test_what_tokens_cost_between_hosts_and_within():
   experts = {"moe.num_experts": 8, "moe.top_k": 3, "moe.d_ff": 32, "moe.every": 2}
-  hosts = {"moe.exchange": "hierarchical", "moe.exchange_hosts": 2, "moe.exchange_factor": 1.0}
+  hosts = {"moe.exchange": "hierarchical", "moe.exchange.hosts": 2, "moe.exchange.factor": 1.0}
   limit = {"moe.num_groups": 2, "moe.top_groups": 1}
   sent = lambda **s: plan(settings=experts | hosts | s, expert=4)["step_seconds"]["parts"]
   # A device has 2 rows of 16 tokens of 32 numbers. All may go to both hosts, or half to each.

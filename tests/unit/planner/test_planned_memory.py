@@ -25,7 +25,7 @@ SPARSE = {
   "mod.routing": "learned",
   "mod.decision": "predictor",
   "precision.param_dtype": "bfloat16",
-  "precision.mu_dtype": "bfloat16",
+  "optimizer.mu_dtype": "bfloat16",
   "optimizer.ema_decay": 0.9,
 }
 MESH = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2}

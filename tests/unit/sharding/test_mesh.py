@@ -116,7 +116,7 @@ def test_hosts_share_an_axis_in_blocks_of_neighbours(lines, hosts):
   [
     ([[0, 0, 0, 1]], r"mesh.expert=4 are on the hosts \[0, 0, 0, 1\]"),
     ([[0, 1, 0, 1]], r"\[0, 1, 0, 1\].*side by side"),
-    ([[0, 0, 1, 1], [2, 2, 2, 2]], r"hosts \[2, 2, 2, 2\], elsewhere on 2.*set moe.exchange_hosts"),
+    ([[0, 0, 1, 1], [2, 2, 2, 2]], r"hosts \[2, 2, 2, 2\], elsewhere on 2.*set moe.exchange.hosts"),
     ([[0, 0, 1]], "as many of them"),
   ],
 )
@@ -129,8 +129,8 @@ def test_hosts_that_share_an_axis_otherwise_are_refused(lines, words):
   ("changes", "hosts"),
   [
     ({}, 1),  # all devices are of one process
-    ({"moe.exchange_hosts": 2}, 2),
-    ({"moe.exchange_hosts": 2, "mesh.expert": 1, "mesh.fsdp": 8}, 1),
+    ({"moe.exchange.hosts": 2}, 2),
+    ({"moe.exchange.hosts": 2, "mesh.expert": 1, "mesh.fsdp": 8}, 1),
     ({"moe.exchange": "bins"}, 1),
   ],
 )
@@ -145,7 +145,7 @@ def test_a_plan_knows_the_hosts_of_its_experts(changes, hosts):
 def test_the_log_says_how_many_hosts_there_are():
   cfg = {"moe.num_experts": 8, "moe.exchange": "hierarchical", "mesh.expert": 8}
   said = []
-  for changes in ({}, {"moe.exchange_hosts": 2}, {"moe.exchange": "bins"}):
+  for changes in ({}, {"moe.exchange.hosts": 2}, {"moe.exchange": "bins"}):
     own = tiny_config(cfg | changes)
     with on_mesh(own, make_mesh(own)):
       said.append(make_program(own).facts().get("exchange of tokens"))

@@ -89,7 +89,7 @@ def test_a_known_norm_is_taken_for_the_gradients_own(params):
 @pytest.mark.parametrize("mu", ["float32", "bfloat16"])
 def test_moments_are_kept_as_configured(params, mu, nu):
   no_clip = {"optimizer.grad_clip": 0.0}
-  cfg = tiny_config({"precision.mu_dtype": mu, "precision.nu_dtype": nu, **no_clip})
+  cfg = tiny_config({"optimizer.mu_dtype": mu, "optimizer.nu_dtype": nu, **no_clip})
   got, (adam, _) = run(build_optimizer(cfg, "cpu").tx, params, -LR, steps=2)
   dtypes = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree)}
   assert (dtypes(adam.mu), dtypes(adam.nu)) == ({jnp.dtype(mu)}, {jnp.dtype(nu)})
@@ -120,8 +120,8 @@ def test_the_fused_update_follows_the_chain(mesh, clip, moments, decay):
     {
       "optimizer.grad_clip": clip,
       "optimizer.weight_decay": decay,
-      "precision.mu_dtype": moments,
-      "precision.nu_dtype": moments,
+      "optimizer.mu_dtype": moments,
+      "optimizer.nu_dtype": moments,
     }
   )
   optimizer, model = build_optimizer(cfg, "cpu"), make_decoder(cfg)

@@ -29,8 +29,8 @@ def schedules(draw):
     "num_steps": num_steps,
     "optimizer.schedule": draw(st.sampled_from(ALL)),
     "optimizer.warmup_steps": draw(st.integers(0, num_steps)),
-    "optimizer.final_lr_fraction": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
-    "optimizer.decay_fraction": draw(st.sampled_from([0.05, 0.2, 0.7, 1.0])),
+    "optimizer.schedule.final_fraction": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+    "optimizer.schedule.decay_fraction": draw(st.sampled_from([0.05, 0.2, 0.7, 1.0])),
   }
 
 
@@ -39,7 +39,7 @@ def schedules(draw):
 def test_bounds_and_ends(changes):
   lr, num_steps = rates(changes), changes["num_steps"]
   warmup, name = changes["optimizer.warmup_steps"], changes["optimizer.schedule"]
-  final = PEAK * changes["optimizer.final_lr_fraction"]
+  final = PEAK * changes["optimizer.schedule.final_fraction"]
   assert lr[0] > 0 or (num_steps == 1 and final == 0)
   assert np.all(lr[: num_steps - 1] > 0) and np.all(lr <= PEAK * (1 + RTOL))
   if name == "one_cycle" and not warmup:
@@ -61,8 +61,8 @@ def test_shape_between_warmup_and_end(name):
       "num_steps": 50,
       "optimizer.schedule": name,
       "optimizer.warmup_steps": 9,
-      "optimizer.final_lr_fraction": 0.2,
-      "optimizer.decay_fraction": 0.2,
+      "optimizer.schedule.final_fraction": 0.2,
+      "optimizer.schedule.decay_fraction": 0.2,
     }
   )
   p = np.clip((np.arange(len(lr)) - 9) / 40, 0, 1)
@@ -85,8 +85,8 @@ def test_wsd_phases():
       "num_steps": 50,
       "optimizer.schedule": "wsd",
       "optimizer.warmup_steps": 10,
-      "optimizer.decay_fraction": 0.2,
-      "optimizer.final_lr_fraction": 0.0,
+      "optimizer.schedule.decay_fraction": 0.2,
+      "optimizer.schedule.final_fraction": 0.0,
     }
   )
   np.testing.assert_allclose(lr[9:40], PEAK, RTOL)  # stable until 10 steps before the end

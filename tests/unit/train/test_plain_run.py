@@ -10,7 +10,7 @@ CODE = """
 import json, sys
 from pathlib import Path
 from ats_jax.config import from_config_dict
-from ats_jax.config.build import updated
+from ats_jax.config.tree import updated
 from ats_jax.config.file import load_file
 from ats_jax.verbs import train  # as `ats-jax train` does
 from ats_jax.train.loop import train_to_end

@@ -9,7 +9,8 @@ from commands import forked
 from helpers import tiny_config
 
 from ats_jax.checkpoint import workdir
-from ats_jax.config.build import to_dict
+from ats_jax.config.build import with_settings
+from ats_jax.config.names import to_dict
 from ats_jax.verbs.forecast import (
   advise,
   decay_from,
@@ -25,7 +26,7 @@ WSD = {
   "optimizer.schedule": "wsd",
   "optimizer.learning_rate": 3e-3,
   "optimizer.warmup_steps": 50,
-  "optimizer.decay_fraction": 0.3,
+  "optimizer.schedule.decay_fraction": 0.3,
 }
 METRIC = "eval/loss"
 
@@ -44,7 +45,7 @@ def law(rates: np.ndarray, memory: float = 100) -> np.ndarray:
 
 def make_run(folder, changes=None, until=None, offset=0.0):
   """A workdir as a run leaves it, with rows every 10 steps; evaluations every 20."""
-  cfg = tiny_config(WSD | (changes or {}))
+  cfg = with_settings(tiny_config(WSD), changes or {})
   rates = planned_rates(cfg)
   losses = law(rates) + offset
   folder.mkdir()

@@ -12,7 +12,7 @@ from commands import REPOSITORY, forked, started
 
 from ats_jax import exits
 from ats_jax.__main__ import GROUPS, VERBS, listing
-from ats_jax.config.build import settings
+from ats_jax.config.names import settings
 from ats_jax.verbs import cli
 
 COMMANDS = {

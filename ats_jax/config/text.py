@@ -1,0 +1,58 @@
+"""Values of settings as text, for flags: lists with commas, tables of name=value."""
+
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+from ats_jax.config.names import KINDS, all_settings, flatten, settings
+from ats_jax.config.schema.setting import Table
+
+_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def parse(name: str, text: Any, values: Mapping[str, Any]) -> Any:
+  """The value of a setting of its type; what is no text is returned as it is.
+
+  Args:
+    name: of the setting.
+    text: `a,b` of a list, `a=1,b=2` of a table.
+    values: a nested config, which says of which kinds the sections are.
+
+  Raises:
+    ValueError: if it is not of the setting's type.
+  """
+  if not isinstance(text, str) or name in KINDS:
+    return text
+  field = settings(flatten(values)).get(name) or all_settings()[name][0].field
+  return parse_as(field.type, text, name)
+
+
+def parse_as(kind: Any, text: str, name: str) -> Any:
+  """The value of a type that a text stands for.
+
+  Raises:
+    ValueError: if it stands for none; `name` is the setting's.
+  """
+  if get_origin(kind) is tuple:
+    return tuple(parse_as(get_args(kind)[0], part, name) for part in _parts(text))
+  if get_origin(kind) is Table:
+    return _table(get_args(kind)[0], text, name)
+  try:
+    return _BOOLS[text.lower()] if kind is bool else kind(text)
+  except (KeyError, ValueError):
+    raise ValueError(f"--config.{name}: {text!r} is no {kind.__name__}.") from None
+
+
+def _table(kind: Any, text: str, name: str) -> Table:
+  table: Table = Table()
+  for part in _parts(text):
+    key, equals, value = (word.strip() for word in part.partition("="))
+    if not (key and equals):
+      raise ValueError(f"--config.{name}: {part!r} is not name=value, as in a=1,b=2.")
+    if key in table:
+      raise ValueError(f"--config.{name}={text} names {key} twice. Leave one of them out.")
+    table[key] = parse_as(kind, value, name)
+  return table
+
+
+def _parts(text: str) -> list[str]:
+  return [part for part in map(str.strip, text.split(",")) if part]

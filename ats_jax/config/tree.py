@@ -1,0 +1,177 @@
+"""The config that files edit: a ConfigDict that knows the kinds of its sections."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_origin
+
+from ml_collections import ConfigDict
+
+from ats_jax.config.names import condition, flatten, settings
+from ats_jax.config.schema import Config
+from ats_jax.config.schema.setting import Kinds, Table, kinds_of
+
+
+class Section(ConfigDict):
+  """A section of a config, or all of it.
+
+  It differs from a ConfigDict in the sections that are of several kinds: a new name brings the
+  settings of that kind and drops those of the former. Such a section may be assigned a kind's name,
+  an instance of its dataclass, or a mapping.
+  """
+
+  _fields: dict[str, Any]  # of ConfigDict
+  _schema: type | None  # the dataclass of its values; None: one that a file invented
+  _kinds: Kinds | None  # that it is one of
+
+  def __init__(self, initial_dictionary: Any = None, type_safe: bool = True, **options: Any):
+    super(ConfigDict, self).__setattr__("_schema", None)
+    super(ConfigDict, self).__setattr__("_kinds", None)
+    super().__init__(initial_dictionary, type_safe, **options)
+
+  @classmethod
+  def of(cls, value: Any, kinds: Kinds | None = None, *, type_safe: bool = True) -> "Section":
+    """The section of a dataclass's values; `kinds` are those that it is one of."""
+    section = cls(type_safe=type_safe)
+    super(ConfigDict, section).__setattr__("_schema", type(value))
+    super(ConfigDict, section).__setattr__("_kinds", kinds)
+    for field in dataclasses.fields(value):
+      inner = getattr(value, field.name)
+      if dataclasses.is_dataclass(inner):
+        inner = cls.of(inner, kinds_of(field), type_safe=type_safe)
+      section._fields[field.name] = inner
+    return section
+
+  def __setitem__(self, key: str, value: Any) -> None:
+    field = self._field(key)
+    if field is None:
+      super().__setitem__(key, value)
+    elif (kinds := kinds_of(field)) is not None and not isinstance(value, Section):
+      self._fields[key] = _section_of(kinds, value, type_safe=self.is_type_safe)
+    elif dataclasses.is_dataclass(field.type) and isinstance(value, dict):
+      assert isinstance(field.type, type)
+      inner = Section.of(field.type(), type_safe=self.is_type_safe)
+      inner.assign_nested(value)
+      self._fields[key] = inner
+    elif get_origin(field.type) is Table and isinstance(value, dict | ConfigDict):
+      self._fields[key] = Table(dict(value))
+    elif self._kinds is not None and key == Kinds.TAG and value != self._fields[key]:
+      super().__setitem__(key, value)
+      self._become(str(value))
+    else:
+      super().__setitem__(key, value)
+
+  def update_from_flattened_dict(
+    self, flattened_dict: Mapping[str, Any], strip_prefix: str = ""
+  ) -> None:
+    """Set values by dotted name, those first that choose kinds, in whatever order they come."""
+    of_self = {n: v for n, v in flattened_dict.items() if n.startswith(strip_prefix)}
+    self.assign({name.removeprefix(strip_prefix): value for name, value in of_self.items()})
+
+  def assign(self, values: Mapping[str, Any]) -> None:
+    """Set values by dotted name: first those that choose kinds, then the others."""
+    for name, value in sorted(values.items(), key=lambda item: not self._chooses(item[0])):
+      path, _, key = name.rpartition(".")
+      section = self._inner(path)
+      if section is None:
+        raise ValueError(f"config: {name} is set, but {path} is no section.")
+      section[key] = value
+
+  def assign_nested(self, values: Mapping[str, Any]) -> None:
+    """Set values by section and name, those first that choose kinds."""
+    for key, value in sorted(values.items(), key=lambda item: item[0] != Kinds.TAG):
+      if isinstance(value, ConfigDict):
+        value = value.to_dict()
+      inner = self._fields.get(key)
+      if isinstance(inner, Section) and isinstance(value, Mapping):
+        inner.assign_nested(value)
+      else:
+        self[key] = value
+
+  def _chooses(self, name: str) -> bool:
+    """Whether a setting says of which kind a section is."""
+    path, _, key = name.rpartition(".")
+    section = self._inner(path)
+    if section is None:
+      return False
+    field = section._field(key)
+    return (section._kinds is not None and key == Kinds.TAG) or (
+      field is not None and kinds_of(field) is not None
+    )
+
+  def _inner(self, path: str) -> "Section | None":
+    """The section of a dotted name; "" is this one. None if there is no such."""
+    section: Any = self
+    for part in filter(None, path.split(".")):
+      section = section._fields.get(part) if isinstance(section, Section) else None
+    return section if isinstance(section, Section) else None
+
+  def _field(self, key: str) -> dataclasses.Field | None:
+    if self._schema is None:
+      return None
+    return next((f for f in dataclasses.fields(self._schema) if f.name == key), None)
+
+  def _become(self, name: str) -> None:
+    """Take the settings of another kind; what was set that only the new one has is kept."""
+    kinds = self._kinds
+    assert kinds is not None and self._schema is not None
+    before = {f.name for f in dataclasses.fields(self._schema)}
+    common = {field.name for field in dataclasses.fields(kinds.base)}
+    of_new = Section.of(kinds[name](name=name), kinds, type_safe=self.is_type_safe)
+    for key in before - common:
+      del self._fields[key]
+    for key in set(of_new.keys()) - common - self._fields.keys():
+      self._fields[key] = of_new[key]
+    super(ConfigDict, self).__setattr__("_schema", of_new._schema)
+
+
+def base_config() -> ConfigDict:
+  """Return every setting at its default.
+
+  Assigning a wrong type raises at once; an unknown name is refused by `from_config_dict`, which
+  can say what was meant.
+  """
+  return Section.of(Config())
+
+
+def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+  """A copy of a nested config with some settings, by dotted name, replaced; unchecked.
+
+  Where one chooses another kind of a section, the settings of the former kind are dropped, and so
+  are those that `nested` has set and that have no effect any more.
+  """
+  tree = Section.of(Config(), type_safe=False)  # `from_config_dict` checks the types
+  tree.assign_nested(nested)
+  tree.assign(values)
+  result = tree.to_dict()
+  flat = flatten(result)
+  for name, field in settings(flat).items():
+    needs = condition(name, field)
+    if needs is None or needs.setting not in values or name in values:
+      continue
+    if not needs.holds(flat[needs.setting]):
+      put(result, name, field.default)
+  return result
+
+
+def put(nested: dict[str, Any], name: str, value: Any) -> None:
+  """Set one value of a nested config by dotted name."""
+  *path, key = name.split(".")
+  for part in path:
+    nested = nested[part]
+  nested[key] = value
+
+
+def _section_of(kinds: Kinds, value: Any, *, type_safe: bool) -> Section:
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    return Section.of(value, kinds, type_safe=type_safe)
+  values = {Kinds.TAG: value} if isinstance(value, str) else value
+  if isinstance(values, ConfigDict):
+    values = values.to_dict()
+  if not isinstance(values, Mapping):
+    raise TypeError(
+      f"{kinds.path} is a section: assign the name of a kind ({', '.join(kinds)}), a mapping or an "
+      f"instance of its class, not {value!r:.60}"
+    )
+  section = Section.of(kinds.default, kinds, type_safe=type_safe)
+  section.assign_nested(values)
+  return section
