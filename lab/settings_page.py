@@ -3,14 +3,14 @@
 python -m lab.settings_page
 """
 
-import dataclasses
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ats_jax.config.explain import explain
-from ats_jax.config.names import settings
+from ats_jax.config import Config
+from ats_jax.config.explain import describe, type_in_words
+from ats_jax.config.names import Known, all_settings, condition, flatten, settings
 from ats_jax.verbs import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
@@ -32,38 +32,56 @@ value when the run goes on; the others need a new workdir.
 
 def page() -> str:
   """The page, in Markdown."""
-  return "\n".join([OPENING, *_sections()])
+  return "\n".join([OPENING, _counts(), *_sections()])
+
+
+def _counts() -> str:
+  cfg = Config()
+  flat, own = flatten(cfg), settings(cfg)
+  needs = [condition(name, field) for name, field in own.items()]
+  met = [one is None or one.holds(flat[one.setting]) for one in needs]
+  text = (
+    f"There are {len(all_settings())} settings. A config has those of the kinds that it chooses, "
+    f"{len(own)} with the default kind of each section, of which {sum(met)} have an effect "
+    "before another setting is changed."
+  )
+  return textwrap.fill(text, COLUMNS) + "\n"
 
 
 def _sections() -> Iterator[str]:
   section = lambda name: name.rpartition(".")[0] or TOP
-  for title, names in itertools.groupby(sorted(settings(), key=_order), section):
+  known = all_settings()
+  for title, names in itertools.groupby(sorted(known, key=_order(known)), section):
     yield f"## {title}\n"
     for name in names:
-      yield textwrap.fill(
-        _item(name),
-        COLUMNS,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-      )
+      for one in known[name]:
+        yield textwrap.fill(
+          _item(name, one),
+          COLUMNS,
+          subsequent_indent="  ",
+          break_long_words=False,
+          break_on_hyphens=False,
+        )
     yield ""
 
 
-def _order(name: str) -> tuple[bool, int]:
-  """Settings without a section first; else as the schema has them."""
-  return "." in name, list(settings()).index(name)
+def _order(known: dict[str, list[Known]]) -> Callable[[str], tuple[bool, int, int]]:
+  """Settings without a section first; then by section, each as the schema has them."""
+  sections: dict[str, int] = {}
+  for name in known:
+    sections.setdefault(name.rpartition(".")[0], len(sections))
+  places = {name: place for place, name in enumerate(known)}
+  return lambda name: ("." in name, sections[name.rpartition(".")[0]], places[name])
 
 
-def _item(name: str) -> str:
+def _item(name: str, known: Known) -> str:
   """One setting, as `--explain` describes it."""
-  meaning, facts = explain(name).split("\n    ")
-  kind = settings()[name].type
-  assert isinstance(kind, type) and not dataclasses.is_dataclass(kind)
-  meaning = meaning.removeprefix(f"{name} ({kind.__name__}): ")
+  meaning, facts = describe(name, known).split("\n    ")
+  kind = type_in_words(known.field)
+  meaning = meaning.removeprefix(f"{name} ({kind}): ")
   facts = facts.removesuffix("; fixed for a workdir").replace("inf]", "∞]")
   facts = facts.replace("may change on resume", "*may change on resume*")
-  return f"- **`{name}`** ({kind.__name__}): {meaning}. {facts[0].upper()}{facts[1:]}."
+  return f"- **`{name}`** ({kind}): {meaning}. {facts[0].upper()}{facts[1:]}."
 
 
 def main(argv: list[str]) -> None:

@@ -32,6 +32,7 @@ CONFIG, RUN_ID, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE
   ".lock",
 )
 RUN_ID_BYTES = 8
+FORMAT = 2  # of config.json, where it says "format"; raised when settings get other names
 
 
 @contextlib.contextmanager
@@ -82,7 +83,7 @@ def _take(workdir: Path, cfg: Config) -> str:
     if not has_checkpoints and not (workdir / RUN_ID).exists():
       paths.write(workdir / RUN_ID, secrets.token_hex(RUN_ID_BYTES) + "\n")
     run = bytes.fromhex(_read_run_id(workdir))
-    write_json(path, to_dict(cfg))
+    _write_config(path, cfg)
   else:
     run = bytes(RUN_ID_BYTES)
   if jax.process_count() > 1:
@@ -126,7 +127,7 @@ def _compare(workdir: Path, previous: Mapping[str, Any], cfg: Config, *, all_fre
 def write_config(workdir: Path, cfg: Config) -> None:
   """Replace the settings of a claimed workdir, as more is known of them."""
   if jax.process_index() == 0:
-    write_json(workdir / CONFIG, to_dict(cfg))
+    _write_config(workdir / CONFIG, cfg)
 
 
 def load_config(workdir: Path) -> Config:
@@ -156,9 +157,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     values = json.loads(paths.read(path))
     if not isinstance(values, dict):
       raise ValueError(f"it holds no settings but {values!r:.40}")
-    return values
   except (OSError, ValueError, RecursionError) as e:
     raise ValueError(f"{path} cannot be read: {e}. Restore it or use another --workdir.") from e
+  if (written := values.pop("format", 1)) != FORMAT:
+    raise ValueError(
+      f"{path} is of format {written}, and this version of ats_jax reads format {FORMAT}: settings "
+      f"had other names. Go on with the version that wrote it ({METADATA} names it), or use "
+      "another --workdir."
+    )
+  return values
+
+
+def _write_config(path: Path, cfg: Config) -> None:
+  write_json(path, {"format": FORMAT, **to_dict(cfg)})
 
 
 def write_json(path: Path, value: Any) -> None:

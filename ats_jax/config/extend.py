@@ -47,9 +47,16 @@ def build(values: Mapping[str, Any]) -> Config:
   Raises:
     ValueError: as `load_extensions` and `from_config_dict`.
   """
-  names = values.get("extensions", "")
-  entries = [_load(name) for name in map(str.strip, names.split(",")) if name]
-  return from_config_dict({**values, "extensions": ",".join(entries)})
+  return from_config_dict({**values, "extensions": load(values.get("extensions", ""))})
+
+
+def load(names: str) -> str:
+  """Load what `extensions` names; returns it with the hash of each, `name#hash`.
+
+  Raises:
+    ValueError: as `load_extensions`.
+  """
+  return ",".join(_load(name) for name in map(str.strip, names.split(",")) if name)
 
 
 def _load(entry: str) -> str:

@@ -60,6 +60,11 @@ class Section(ConfigDict):
     else:
       super().__setitem__(key, value)
 
+  def update(self, *other: Any, **kwargs: Any) -> None:
+    """Set values by section and name, those first that choose kinds."""
+    for values in (*other, kwargs):
+      self.assign_nested(values.to_dict() if isinstance(values, ConfigDict) else values)
+
   def update_from_flattened_dict(
     self, flattened_dict: Mapping[str, Any], strip_prefix: str = ""
   ) -> None:

@@ -110,10 +110,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
       copy_engines=False,
       compress_gradients="none",
     ),
-    # A number of hosts counts those of training.
-    moe=dataclasses.replace(
-      cfg.moe, exchange=type(cfg.moe.exchange)(factor=cfg.moe.exchange.factor)
-    ),
+    moe=dataclasses.replace(cfg.moe, exchange=exchange),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1, remat_stages="full"),
   )

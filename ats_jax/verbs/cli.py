@@ -22,7 +22,7 @@ from absl import flags, logging
 from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.explain import explain
-from ats_jax.config.extend import build
+from ats_jax.config.extend import build, load
 from ats_jax.config.file import load_file
 from ats_jax.config.names import KINDS, all_settings
 from ats_jax.config.schema.setting import Kinds
@@ -52,6 +52,7 @@ _DEFINE = {
   str: flags.DEFINE_string,
 }
 Flag = flags.Flag
+_CONFIG_FLAGS: dict[int, "ConfigFlag"] = {}  # by the id of the flags that they are among
 flags.disclaim_key_flags()  # a flag that is defined here belongs to the module that asked for it
 
 
@@ -69,11 +70,40 @@ class ConfigFlag:
     for name, kinds in KINDS.items():
       about = f"which kind {name} is, as --config.{name}.{kinds.TAG}"
       flags.DEFINE_string(f"config.{name}", None, about, flag_values=flag_values)
+    self._define_settings()
+    _CONFIG_FLAGS[id(flag_values)] = self
+
+  def _define_settings(self) -> None:
+    """Define a flag for each setting that has none: of its type, or of any text that is read later.
+
+    Texts are lists, tables, and settings of kinds beside which an extension may put one that
+    declares the same name with another type.
+    """
     for name, known in all_settings().items():
+      if f"config.{name}" in self._flags:
+        continue
       types = {one.field.type for one in known}
-      define = _DEFINE.get(types.pop(), flags.DEFINE_string) if len(types) == 1 else None
+      may_differ = any(one.kinds and one.section and one.section.is_open for one in known)
+      define = None if may_differ or len(types) > 1 else _DEFINE.get(types.pop())
       about = "; or ".join(one.field.metadata["doc"] for one in known)
-      (define or flags.DEFINE_string)(f"config.{name}", None, about, flag_values=flag_values)
+      (define or flags.DEFINE_string)(f"config.{name}", None, about, flag_values=self._flags)
+
+  def read_ahead(self, argv: list[str]) -> None:
+    """Define the settings that extensions bring, where the command line has one nobody knows.
+
+    Raises:
+      ValueError: as `load_file` and `load`.
+    """
+    known = {f"config.{name}" for name in (*KINDS, *all_settings())}
+    names = [re.match(r"--?(config\.[\w.]+)", word) for word in argv]
+    if all(name is None or name[1].removeprefix("no") in known for name in names):
+      return
+    words = {key: value for key, _, value in (word.lstrip("-").partition("=") for word in argv)}
+    if "config.extensions" in words:
+      load(words["config.extensions"])
+    elif "config" in words:
+      load(load_file(words["config"]).to_dict().get("extensions", ""))
+    self._define_settings()
 
   @property
   def file(self) -> str:
@@ -181,6 +211,8 @@ class Command:
     Raises:
       ValueError: for what is unknown, missing or of the wrong type, with what was expected.
     """
+    if config := _CONFIG_FLAGS.get(id(self.flags)):
+      config.read_ahead(argv)
     try:
       rest = self.flags([name, *argv], known_only=self.passes_on)[1:]
     except flags.UnrecognizedFlagError as e:

@@ -199,7 +199,7 @@ def test_each_exchange_equals_one_device_with_and_without_overflow(shape, how):
 @pytest.mark.mesh
 def test_an_exchange_in_two_steps_equals_one_device_with_and_without_overflow(shape):
   """Two hosts, with `tensor` and with `fsdp`."""
-  changes = {"exchange": "hierarchical", "exchange_hosts": 2, "exchange_factor": 1.0}
+  changes = {"exchange": "hierarchical", "exchange.hosts": 2, "exchange.factor": 1.0}
   changes = tuple((f"moe.{name}", value) for name, value in changes.items())
   for pull in (False, True):
     many, one = run("dropless", shape, pull, changes), run("dropless", ONE, pull)

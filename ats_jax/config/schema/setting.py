@@ -128,6 +128,11 @@ class Kinds:
     return cls
 
   @property
+  def is_open(self) -> bool:
+    """Whether an extension may add a kind."""
+    return self._registry is not None
+
+  @property
   def default(self) -> Any:
     """The section of the default kind, with the defaults of its settings."""
     return self[self.default_name]()

@@ -35,8 +35,22 @@ def test_new_folder_gets_the_config(tmp_path):
   cfg = config(model__num_layers=3, seed=7)
   claim(tmp_path / "a" / "b", cfg)
   assert workdir.load_config(tmp_path / "a" / "b") == cfg
-  assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == to_dict(cfg)
+  assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == {
+    "format": workdir.FORMAT,
+    **json.loads(json.dumps(to_dict(cfg))),
+  }
   assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"config.json", "run_id", ".lock"}
+
+
+def test_a_config_of_an_earlier_format_is_refused_in_one_line(tmp_path):
+  claim(tmp_path, config())
+  values = json.loads((tmp_path / "config.json").read_text())
+  del values["format"]
+  workdir.write_json(tmp_path / "config.json", values | {"precision": {"mu_dtype": "float32"}})
+  for use in (workdir.load_config, lambda folder: claim(folder, config())):
+    with pytest.raises(ValueError, match=r"json is of format 1, .* reads format 2") as error:
+      use(tmp_path)
+    assert "\n" not in str(error.value) and "another --workdir" in str(error.value)
 
 
 def test_same_settings_go_on(run, caplog):

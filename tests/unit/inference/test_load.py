@@ -43,7 +43,7 @@ def test_any_run_fits_any_number_of_devices(trained, devices, fsdp, tensor, batc
 
 def test_hosts_are_counted_anew():
   config = base_config()
-  config.moe.update(num_experts=8, exchange="hierarchical", exchange_hosts=4)
+  config.moe.update(num_experts=8, exchange={"name": "hierarchical", "hosts": 4})
   config.mesh.expert = 8
   fitted = fit_devices(from_config_dict(config), 2)
   assert (fitted.mesh.expert, fitted.moe.exchange.hosts) == (2, 0)

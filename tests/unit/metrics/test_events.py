@@ -9,7 +9,7 @@ from helpers import tiny_config
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from test_writer import read_events, scalars_of
 
-from ats_jax.config.build import from_config_dict
+from ats_jax.checkpoint import workdir
 from ats_jax.config.names import flatten
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.train.loop import train
@@ -116,7 +116,7 @@ def hparams_of(events):
 def test_the_settings_are_hyper_parameters(run):
   found = hparams_of(read_events(run))
   written = found["_hparams_/session_start_info"].session_start_info.hparams
-  cfg = from_config_dict(json.loads((run / "config.json").read_text()))
+  cfg = workdir.load_config(run)
   assert written.keys() == flatten(cfg).keys()
   assert written["moe.top_k"].number_value == 2 and written["moe.dispatch"].string_value
   metrics = {m.name.tag for m in found["_hparams_/experiment"].experiment.metric_infos}

@@ -28,7 +28,7 @@ def activations(**changes):
 @pytest.mark.parametrize("how", thorough_but(["allgather", "bins"], 0))
 def test_activations_grow_with_the_room_and_not_with_the_devices(how):
   """Of two layers: each further row of room is kept as input, gate, up, product and output."""
-  at = lambda factor: activations(moe__exchange=how, moe__exchange_factor=factor)
+  at = lambda factor: activations(moe__exchange=how, moe__exchange__factor=factor)
   rows = 2 * 64  # of a device: rows of text x tokens, one choice each
   widths = {"input": 64, "gate": 64, "up": 64, "product": 64, "output": 64}
   a_row = 4 * sum(widths.values())
@@ -40,8 +40,8 @@ def test_activations_grow_with_the_room_and_not_with_the_devices(how):
 
 def test_activations_of_two_steps_have_the_room_of_both():
   """With room for all: what a host received from both hosts is kept beside the rows of experts."""
-  room = {"moe__exchange_factor": 8.0}
-  two_steps = {"moe__exchange": "hierarchical", "moe__exchange_hosts": 2}
+  room = {"moe__exchange__factor": 8.0}
+  two_steps = {"moe__exchange": "hierarchical", "moe__exchange__hosts": 2}
   more = activations(**room, **two_steps) - activations(**room)
   rows = 2 * 2 * 64  # of a device: from two hosts, 2 rows of 64 tokens
   assert 2 * 4 * 64 * rows <= more < 3 * 2 * 4 * 64 * rows  # of each of two layers

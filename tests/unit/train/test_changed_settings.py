@@ -143,7 +143,7 @@ def test_depth_capacity_goes_with_each_checkpoint(config, tmp_path, asked, monke
 
 @pytest.mark.slow
 def test_decay_begins_when_a_hook_says_so(config, tmp_path, asked):
-  cfg = config(optimizer__schedule="wsd", optimizer__decay_fraction=0.25)
+  cfg = config(optimizer__schedule="wsd", optimizer__schedule__decay_fraction=0.25)
   asked |= {12: decay_now(cfg, 12)}
   state = train_module.train(cfg, tmp_path)
   assert int(state.step) == 18

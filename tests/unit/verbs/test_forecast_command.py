@@ -10,7 +10,6 @@ from helpers import tiny_config
 
 from ats_jax.checkpoint import workdir
 from ats_jax.config.build import with_settings
-from ats_jax.config.names import to_dict
 from ats_jax.verbs.forecast import (
   advise,
   decay_from,
@@ -49,7 +48,7 @@ def make_run(folder, changes=None, until=None, offset=0.0):
   rates = planned_rates(cfg)
   losses = law(rates) + offset
   folder.mkdir()
-  workdir.write_json(folder / workdir.CONFIG, to_dict(cfg))
+  workdir.write_config(folder, cfg)
   rows = []
   for step in range(10, (until or len(rates)) + 1, 10):
     rate, loss = float(rates[step - 1]), float(losses[step - 1])
