@@ -24,7 +24,7 @@ from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.exits import STOPPED
 from ats_jax.model.layout import stacks
-from ats_jax.ops.kernels import OPS
+from ats_jax.ops.implementations import OPS
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
 from ats_jax.train.evaluate import score
