@@ -12,7 +12,7 @@ from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
 from ats_jax.config.build import flatten
 from ats_jax.config.build import settings as known_settings
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 
 Values = Mapping[str, Any]
 EXPERT = "{expert}"

@@ -11,7 +11,7 @@ import torch_cases
 from torch_cases import CASES
 
 from ats_jax.bridge.parity import our_greedy
-from ats_jax.model.layout import layer_kinds as our_kinds
+from ats_jax.model.layer_kinds import layer_kinds as our_kinds
 from ats_jax.model.mod import rules_at
 from ats_jax.model.param import merge
 from ats_jax.pytorch import objective, weights

@@ -10,7 +10,7 @@ import numpy as np
 from ats_jax.bridge.family import Always, Field, FieldRow, Only, Own, Row, Values
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 
 L, THEIRS = "layers/{layer}", "model.layers.{layer}"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.orchestrator.actions.expert_view import view_experts
 from ats_jax.step.state import TrainState
 

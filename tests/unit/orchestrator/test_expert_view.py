@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from helpers import tiny_config
 
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.numerics import numerics
 from ats_jax.model.router import Router
 from ats_jax.orchestrator.actions import AddExpert
