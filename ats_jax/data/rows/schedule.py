@@ -29,12 +29,12 @@ class Stage(NamedTuple):
   rows: int = 0
 
 
-class Place(NamedTuple):
-  """Where rows come from; int64 arrays of the shape of their numbers.
+class SourceRows(NamedTuple):
+  """The source of each row of a run, and the row's number there.
 
   Attributes:
-    source: index of the source.
-    row: which of its rows, counted over the whole run.
+    source: int64, index of the source; the shape is that of the row numbers that were looked up.
+    row: int64 of the same shape, number among the rows of that source, over the whole run.
   """
 
   source: np.ndarray
@@ -109,7 +109,7 @@ class Schedule:
     for number, stage in enumerate(stages[:-1]):
       self._before[number + 1] = self._before[number] + self._within(number, stage.rows)
 
-  def find(self, rows: np.ndarray) -> Place:
+  def find(self, rows: np.ndarray) -> SourceRows:
     """Where these rows of the run come from."""
     rows = np.asarray(rows, np.int64)
     phase = self.phase(rows)
@@ -124,7 +124,7 @@ class Schedule:
         + period * self._parts[number, which]
         + self._ranks[number][at]
       )  # fmt: skip
-    return Place(source, row)
+    return SourceRows(source, row)
 
   def phase(self, rows: np.ndarray) -> np.ndarray:
     """The number of the phase of each row."""

@@ -17,7 +17,7 @@ from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import nothing_left, train_texts
 from ats_jax.data.rows.contract import Info, Progress, TrainRows
 from ats_jax.data.rows.packed import Packed, read_rows
-from ats_jax.data.rows.windows import Place, Window, Windows
+from ats_jax.data.rows.windows import TextPosition, Window, Windows
 from ats_jax.data.splits import Found, bpe_key, given_tokenizer
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats import opening
@@ -150,8 +150,8 @@ class Stream(TrainRows):
       ValueError: also if the input changed.
     """
     begin = super().row_of(position)
-    row, epoch, number, *place = position["window"]
-    self._windows.begins(number, Place(*place))
+    row, epoch, number, *begin = position["window"]
+    self._windows.begins(number, TextPosition(*begin))
     with self._guard:
       if (at := Visit(row, epoch, number)) not in self._visits:
         bisect.insort(self._visits, at)

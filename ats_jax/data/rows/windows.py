@@ -45,13 +45,13 @@ _MAKING = "making.lock"
 _KNOWN = "windows.json"
 
 
-class Place(NamedTuple):
-  """Where a window begins.
+class TextPosition(NamedTuple):
+  """A position in the input files, at which a window begins or ends.
 
   Attributes:
-    file: the number of the file.
-    piece: how many pieces of it come before (`formats.text`).
-    part: of a document that is longer than a window, how many windows hold what comes before.
+    file: index of the file.
+    piece: number of pieces of the file that come before (`formats.text`).
+    part: number of windows that hold earlier parts of the document, if it is longer than a window.
   """
 
   file: int = 0
@@ -69,9 +69,9 @@ class Window(NamedTuple):
     content: a hash of its ids.
   """
 
-  begin: Place
+  begin: TextPosition
   rows: int
-  end: Place | None
+  end: TextPosition | None
   content: str
 
 
@@ -99,7 +99,7 @@ class Windows:
     self._cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
     self._size = max(1, round(cfg.window_mb * 1e6))
     self._text = _Text(files, cfg, folder)
-    self._begins = {0: Place()}
+    self._begins = {0: TextPosition()}
     self._known: dict[int, Window] = {}
     self._open: OrderedDict[int, tuple[Dataset, IO]] = OrderedDict()
     self._guard = threading.Lock()  # of the three dicts above
@@ -111,7 +111,7 @@ class Windows:
       self.folder, self._cfg, self.files, self._tokenizer, self._seed, self._begins
     )  # fmt: skip
 
-  def begins(self, number: int, place: Place) -> None:
+  def begins(self, number: int, position: TextPosition) -> None:
     """Note where a window begins, which a checkpoint says.
 
     Raises:
@@ -119,10 +119,10 @@ class Windows:
     """
     self._read_known()
     with self._guard:
-      if self._begins.setdefault(number, place) != place:
+      if self._begins.setdefault(number, position) != position:
         raise ChangedError(number)
 
-  def begin(self, number: int) -> Place:
+  def begin(self, number: int) -> TextPosition:
     """Where a window begins; those before it are made if need be."""
     while number not in self._begins:
       before = max(n for n in self._begins if n < number)
@@ -195,7 +195,9 @@ class Windows:
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
-  def _tokenise(self, folder: Path, begin: Place, going: Callable[[], bool]) -> dict[str, Any]:
+  def _tokenise(
+    self, folder: Path, begin: TextPosition, going: Callable[[], bool]
+  ) -> dict[str, Any]:
     """Write the corpus of the window that begins there; its files are those that it has text of."""
     first, last = begin.file, begin.file
     found = self._text.window(begin, self._size, going)
@@ -227,7 +229,7 @@ class Windows:
     cfg = dataclasses.replace(self._cfg, cache_dir=str(folder))
     return pack(cfg, self._seed, opened, np.arange(len(found)), f"window {number}", says=False)
 
-  def _note(self, number: int, begin: Place) -> None:
+  def _note(self, number: int, begin: TextPosition) -> None:
     """Keep what is known of a window that is there.
 
     Raises:
@@ -237,7 +239,7 @@ class Windows:
     folder = dataset.packed.corpus.folder
     end = folder.meta["end"]
     content = cache.digest(sorted(cache.hashes(folder.path, "tokens-*.bin").items()))
-    window = Window(begin, dataset.info.num_rows, end and Place(*end), content)
+    window = Window(begin, dataset.info.num_rows, end and TextPosition(*end), content)
     if self._known.get(number, window) != window:
       raise ChangedError(number)
     if number not in self._known:
@@ -250,7 +252,7 @@ class Windows:
     path = self.folder / _KNOWN
     found = json.loads(path.read_text()) if path.exists() else {}
     for number, (begin, rows, end, content) in found.items():
-      window = Window(Place(*begin), rows, end and Place(*end), content)
+      window = Window(TextPosition(*begin), rows, end and TextPosition(*end), content)
       self._take(int(number), window)
 
   def _take(self, number: int, window: Window) -> None:
@@ -286,11 +288,11 @@ class Windows:
 
 def _windows(
   folder: Path, cfg: DataConfig, files: list[SourceFile], tokenizer: Tokenizer, seed: int,
-  begins: dict[int, Place],
+  begins: dict[int, TextPosition],
 ) -> Windows:  # fmt: skip
   made = Windows(folder, cfg, files, tokenizer, seed)
-  for number, place in begins.items():
-    made.begins(number, place)
+  for number, position in begins.items():
+    made.begins(number, position)
   return made
 
 
@@ -309,11 +311,11 @@ class _Text:
   def __init__(self, files: list[SourceFile], cfg: DataConfig, folder: Path):
     self._files, self._field, self._folder = files, cfg.text_field, folder
     self._strict = cfg.strict
-    self.end: Place | None = None
-    self._found: Iterator[tuple[Place, Piece]] | None = None
+    self.end: TextPosition | None = None
+    self._pieces: Iterator[tuple[TextPosition, Piece]] | None = None
 
   def window(
-    self, begin: Place, size: int, going: Callable[[], bool]
+    self, begin: TextPosition, size: int, going: Callable[[], bool]
   ) -> Iterator[tuple[int, Piece]]:
     """(number of the file, piece) of a window.
 
@@ -327,28 +329,28 @@ class _Text:
     Raises:
       InterruptedError: if not.
     """
-    if self._found is None or self.end != begin:
+    if self._pieces is None or self.end != begin:
       self._open(begin)
-    assert self._found is not None
-    found, self._found = self._found, None  # so that a window that breaks off is begun anew
+    assert self._pieces is not None
+    numbered, self._pieces = self._pieces, None  # so that a window that breaks off is begun anew
     chars, part = 0, begin.part
-    place = None
+    position = None
     while self._next is not None:
-      place, piece = self._next
+      position, piece = self._next
       if chars >= (size if piece.starts else 2 * size):
         break
       if not going():
         raise InterruptedError("told to stop")
       part = 0 if piece.starts else part
       starts = piece.starts or not chars
-      yield place.file, piece._replace(starts=starts, part=part)
+      yield position.file, piece._replace(starts=starts, part=part)
       chars += len(piece.text)
-      self._next = next(found, None)
+      self._next = next(numbered, None)
     self.end = None
     if self._next is not None:
-      place, piece = self._next
-      self.end = place._replace(part=0 if piece.starts else part + 1)
-    self._found = found
+      position, piece = self._next
+      self.end = position._replace(part=0 if piece.starts else part + 1)
+    self._pieces = numbered
 
   def counted(self) -> tuple[Report, str]:
     """What was counted in the window that was read last, and the lines on what was malformed."""
@@ -361,16 +363,16 @@ class _Text:
       self._report.records = self._report.documents = 1
     return counts, lines
 
-  def _open(self, begin: Place) -> None:
-    """Read up to a place; what is malformed before it belongs to another window."""
+  def _open(self, begin: TextPosition) -> None:
+    """Read up to a position; what is malformed before it belongs to another window."""
     self._lines = io.StringIO()
     self._report = Report(strict=self._strict, file=self._lines)
-    self._found = self._from(begin)
-    self._next = next(self._found, None)
-    if begin != Place():
+    self._pieces = self._from(begin)
+    self._next = next(self._pieces, None)
+    if begin != TextPosition():
       self.counted()
 
-  def _from(self, begin: Place) -> Iterator[tuple[Place, Piece]]:
+  def _from(self, begin: TextPosition) -> Iterator[tuple[TextPosition, Piece]]:
     for number in range(begin.file, len(self._files)):
       held = begin.piece if number == begin.file else 0
       with contextlib.ExitStack() as stack:
@@ -380,4 +382,4 @@ class _Text:
           file = file._replace(path=path)
         for count, piece in enumerate(pieces(file, self._field, self._report)):
           if count >= held:
-            yield Place(number, count), piece
+            yield TextPosition(number, count), piece

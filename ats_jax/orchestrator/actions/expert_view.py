@@ -14,12 +14,12 @@ class SurgeryError(ValueError):
   """The edit is not possible; the state is as it was."""
 
 
-class Place(NamedTuple):
-  """Where in the model a layer is.
+class StackIndex(NamedTuple):
+  """Where the parameters of a layer are in the decoder, whose layers are stacked.
 
   Attributes:
-    block: index of its segment, and of the layer in a super-block.
-    repeat: index into the arrays stacked there.
+    block: index of the segment, and of the layer in its super-block.
+    repeat: index of the layer along the first dimension of the stacked arrays.
   """
 
   block: tuple[int, int]
@@ -160,7 +160,7 @@ class ExpertView(NamedTuple):
     return self._replace(is_open=is_open, twin=twin)
 
 
-def find(cfg: Config, layer: int) -> Place:
+def find(cfg: Config, layer: int) -> StackIndex:
   """Where a layer with experts is.
 
   Raises:
@@ -171,7 +171,7 @@ def find(cfg: Config, layer: int) -> Place:
     for member, kind in enumerate(segment.kinds):
       for repeat, index in enumerate(segment.layer_indices(member)):
         if kind.moe:
-          found[index] = Place((number, member), repeat)
+          found[index] = StackIndex((number, member), repeat)
   if layer not in found:
     raise SurgeryError(f"layer {layer} has no experts; layers {sorted(found)} have.")
   return found[layer]

@@ -11,7 +11,7 @@ from processes import free_port, run_job
 
 from ats_jax import __version__
 from ats_jax.cluster import job, rendezvous
-from ats_jax.cluster.rendezvous import Place
+from ats_jax.cluster.rendezvous import JobMember
 from ats_jax.config import Config
 
 VARIABLES = {
@@ -42,7 +42,7 @@ SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_
 
 
 def test_the_three_variables_name_a_job():
-  assert job.find(VARIABLES) == Place("node0:1234", 4, 1)
+  assert job.find(VARIABLES) == JobMember("node0:1234", 4, 1)
   assert job.find(VARIABLES | {"JAX_LOCAL_DEVICE_IDS": "2,3"}).devices == (2, 3)
   assert job.find({}) is None
 
@@ -64,7 +64,7 @@ def test_half_of_what_names_a_job_is_refused(changes, message):
 
 
 def test_a_step_of_slurm_names_a_job():
-  assert job.find(STEP) == Place("node07:61443", 4, 3, (1,), "Slurm")
+  assert job.find(STEP) == JobMember("node07:61443", 4, 3, (1,), "Slurm")
   assert job.find(STEP | {"JAX_COORDINATOR_PORT": "999"}).address == "node07:999"
   assert job.find(STEP | {"JAX_COORDINATOR_ADDRESS": "ib7:1"}).address == "ib7:1"
   one = {"SLURM_STEP_NODELIST": "vm", "SLURM_STEP_NUM_NODES": "1"}
@@ -166,7 +166,7 @@ def test_processes_with_other_settings_do_not_train_together(tmp_path):
   def other():
     facts = {"ats_jax": __version__, "jax": jax.__version__, "seed": 7}
     with pytest.raises(ValueError, match="were started differently") as caught:
-      rendezvous.call(Place(f"localhost:{port}", 2, 1), facts, 60)
+      rendezvous.call(JobMember(f"localhost:{port}", 2, 1), facts, 60)
     said.append(str(caught.value))
 
   second = threading.Thread(target=other)
