@@ -11,14 +11,14 @@ from typing import Any
 
 from ats_jax.bridge.config_report import ConfigReport, Entry
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.families.common import HeadDim, KVHeads, Rope, gemma, sizes
+from ats_jax.bridge.families.common import HeadDim, KVHeads, RopeFields, gemma, sizes
 from ats_jax.bridge.family import (
   CARRIED,
   WRITTEN,
-  Always,
-  Field,
   FieldRow,
-  Only,
+  FixedField,
+  ImpliedSettings,
+  SettingField,
   contradiction,
   read_row,
 )
@@ -31,16 +31,16 @@ _GEMMA: tuple[FieldRow, ...] = (
   *sizes(eps=1e-6, tied=True),
   KVHeads(16),
   HeadDim(256),
-  Rope(),
+  RopeFields(),
   *gemma(),
-  Always((("model.post_norms", False),)),
+  ImpliedSettings((("model.post_norms", False),)),
 )
 TABLES = {**{kind: family.fields for kind, family in FAMILIES.items()}, "gemma": _GEMMA}
 LONGEST_ROW = 4096  # what data.seq_len is set to where a model has more positions
 # Fields that change training alone, which an import of weights carries along unread.
 _OF_TRAINING = (
-  Field("initializer_range", "model.init_std", 0.02, null=0.02),
-  Only("attention_dropout", 0.0),
+  SettingField("initializer_range", "model.init_std", 0.02, null=0.02),
+  FixedField("attention_dropout", 0.0),
 )
 
 
@@ -158,11 +158,11 @@ def _balance(report: ConfigReport, kind: str) -> None:
   if kind.startswith("deepseek"):
     by_row = report.get("seq_aux", True)
     loss = "moe.sequence_aux_loss" if by_row else "moe.aux_loss"
-    _take(report, Field("aux_loss_alpha", loss, usual, null=usual))
+    _take(report, SettingField("aux_loss_alpha", loss, usual, null=usual))
     report.settings |= {"moe.aux_loss": 0.0} if by_row else {}
     report.ignore("with aux_loss_alpha", "seq_aux")
   else:
-    _take(report, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
+    _take(report, SettingField("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
   values = {name: setting.default for name, setting in known_settings().items()} | report.settings
   names = ("moe.bias_update", "moe.aux_loss", "moe.z_loss")
   report.notes.append(

@@ -14,7 +14,13 @@ from absl import logging
 from flax import nnx
 
 from ats_jax.bridge.family import Item, items, names, to_ours
-from ats_jax.bridge.folder import TOKENIZERS, Source, copy_companions, open_source, tokenizer_in
+from ats_jax.bridge.folder import (
+  TOKENIZERS,
+  ModelFolder,
+  copy_companions,
+  open_model_folder,
+  tokenizer_in,
+)
 from ats_jax.checkpoint import deferred, layout, stream, workdir
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
@@ -32,7 +38,7 @@ ROOT = "model"
 KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32"}
 
 
-def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> Config:
+def config_of(source: ModelFolder, *, param_dtype: str = "", tokenizer: str = "") -> Config:
   """The config of a folder's model; what does not concern the model is at its default.
 
   Args:
@@ -58,20 +64,20 @@ def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> 
   return with_settings(Config(), {**changes, **source.settings})
 
 
-def tokenizer_of(cfg: Config, source: Source) -> Tokenizer:
+def tokenizer_of(cfg: Config, source: ModelFolder) -> Tokenizer:
   """The tokenizer of a folder's config.
 
   Raises:
     ValueError: if it is not lossless, or has more tokens than the model.
   """
-  found = build_tokenizer(cfg.data, lambda: [])
-  if found.vocab_size > cfg.model.vocab_size:
+  tokenizer = build_tokenizer(cfg.data, lambda: [])
+  if tokenizer.vocab_size > cfg.model.vocab_size:
     raise ValueError(
-      f"{cfg.data.tokenizer} has {found.vocab_size} tokens, with those for the ends of documents "
-      f"and for padding; vocab_size is {cfg.model.vocab_size} in {source.folder}. They "
+      f"{cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, with those for the ends of "
+      f"documents and for padding; vocab_size is {cfg.model.vocab_size} in {source.folder}. They "
       "belong to different models, or --tokenizer must name another one."
     )
-  return found
+  return tokenizer
 
 
 def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> None:
@@ -103,7 +109,7 @@ def abstract_parts(cfg: Config) -> dict[str, layout.Part]:
   return layout.named_parts(model, stacks=stacks(cfg))
 
 
-def plan(source: Source, cfg: Config, parts: Mapping[str, layout.Part]) -> list[Item]:
+def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.Part]) -> list[Item]:
   """What to read for each of our arrays.
 
   Raises:
@@ -132,10 +138,10 @@ def import_folder(
   Raises:
     ValueError: for a folder that this program cannot follow, or a workdir that is somebody's.
   """
-  source = open_source(folder)
+  source = open_model_folder(folder)
   cfg = config_of(source, param_dtype=param_dtype, tokenizer=tokenizer)
-  words = tokenizer_of(cfg, source)
-  resolved = resolve(cfg, words.vocab_size)
+  our_tokenizer = tokenizer_of(cfg, source)
+  resolved = resolve(cfg, our_tokenizer.vocab_size)
   parts = abstract_parts(resolved)
   planned = plan(source, resolved, parts)
   read = lambda name: source.tensors[name].read()
@@ -149,7 +155,7 @@ def import_folder(
     checkpoints = target / workdir.CHECKPOINTS
     if any(checkpoints.glob("[0-9]*")):
       raise ValueError(f"{target} holds checkpoints already. Use another --workdir.")
-    save_tokenizer(words, target / workdir.TOKENIZER)
+    save_tokenizer(our_tokenizer, target / workdir.TOKENIZER)
     copy_companions(source.folder, target / COMPANIONS)
     workdir.write_json(target / COMPANIONS / DTYPE, source.dtype)
     if source.aside:
@@ -166,7 +172,7 @@ def import_folder(
   }
 
 
-def load_model(source: Source, cfg: Config, abstract: Any) -> Any:
+def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:
   """A folder's weights straight into a (sharded) model, a layer at a time.
 
   Args:

@@ -17,7 +17,7 @@ from ats_jax.bridge.families import FAMILIES, KNOWN, own
 from ats_jax.bridge.family import (
   Family,
   Item,
-  Row,
+  WeightRow,
   architecture,
   items,
   to_theirs,
@@ -189,7 +189,7 @@ def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[S
   size = 0
   for item, *_ in together(planned):
     for name in item.theirs:
-      is_wide = isinstance(item.row, Row) and item.row.wide
+      is_wide = isinstance(item.row, WeightRow) and item.row.wide
       slot = Slot(name, DTYPES["F32"] if is_wide else dtype, item.their_shape)
       if cut[-1] and size + slot.nbytes > most:
         cut.append([])

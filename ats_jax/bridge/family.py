@@ -1,4 +1,4 @@
-"""What a family's table is made of: rows for weights, rows for the fields of config.json."""
+"""The rows of a family's tables: for its weights, and for the fields of its config.json."""
 
 import dataclasses
 import itertools
@@ -20,15 +20,15 @@ _NEEDED = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-  """One of our arrays and where its values are in their files.
+class WeightRow:
+  """One of our arrays, and the tensors of a Hugging Face folder that hold its values.
 
   Attributes:
-    ours: path in the model by layer, e.g. "layers/{layer}/attn/q".
-    theirs: name of the tensor, or of one for each {expert} along our first dimension. Rows of
-      several arrays in one tensor stand together.
-    transform: between the two; with {expert}, of one expert's.
-    wide: theirs is in float32, whatever the others are in.
+    ours: path of the array in the model, by layer, e.g. "layers/{layer}/attn/q".
+    theirs: name of their tensor. With {expert} there is one for each index of our first dimension.
+      Rows of several arrays that share a tensor stand next to each other in the table.
+    transform: the bijection between the two arrays; with {expert}, between those of one expert.
+    wide: whether their tensor is in float32, whatever dtype the others have.
   """
 
   ours: str
@@ -37,19 +37,19 @@ class Row:
   wide: bool = False
 
   def names(self, tensor: str) -> bool:
-    """Whether a tensor is one of these."""
+    """Whether the tensor of this name belongs to the row."""
     pattern = re.escape(self.theirs).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
     return re.fullmatch(pattern, tensor) is not None
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
-  """One of our arrays that they do not have.
+class OwnWeight:
+  """One of our arrays for which a Hugging Face model has no tensor.
 
   Attributes:
-    ours: path in the model by layer.
-    value: what it is after an import, by its shape.
-    needed: an export is refused if it is anything else.
+    ours: path of the array in the model, by layer.
+    value: maps its shape to its value after an import.
+    needed: whether an export is refused if the array has another value.
   """
 
   ours: str
@@ -58,35 +58,36 @@ class Own:
 
 
 class FieldRow(Protocol):
-  """A row of the table of config fields."""
+  """A row of a family's table of fields: some fields of config.json, and the settings they mean."""
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """Those of config.json that it speaks for."""
+    """The fields of config.json that this row reads and writes."""
     ...
 
   def read(self, theirs: Values) -> Values:
-    """Our settings, by dotted name.
+    """Return our settings for a config.json, by dotted name.
 
     Raises:
-      ValueError: if the field says something that this program has not.
+      ValueError: if a field has a value that this program does not support.
     """
     ...
 
   def write(self, cfg: Config) -> Values:
-    """Their fields for a resolved config."""
+    """Return the fields of config.json for a resolved config."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
-  """A field that is one of our settings.
+class SettingField:
+  """A field of config.json that is one of our settings, with the same value.
 
   Attributes:
     theirs: key in config.json.
-    ours: dotted name.
-    default: what a missing field means to `transformers`; without one, it must be there.
-    null: what null means in our setting; without one, it is an error.
+    ours: dotted name of the setting.
+    default: the value that `transformers` uses if the field is missing; without a default that is
+      an error.
+    null: the value of the setting that null stands for; without one, null is an error.
   """
 
   theirs: str
@@ -118,13 +119,13 @@ class Field:
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
-  """A field of which this program knows one value: an import with another is refused.
+class FixedField:
+  """A field of which this program supports one value only; another one is refused.
 
   Attributes:
     theirs: key in config.json.
-    value: the one; also what a missing field means.
-    ours: settings that it stands for.
+    value: the supported value, which a missing field means too.
+    ours: settings that the value stands for, by dotted name.
   """
 
   theirs: str
@@ -152,8 +153,13 @@ class Only:
 
 
 @dataclasses.dataclass(frozen=True)
-class Always:
-  """Settings of ours that a family has without a field that says so."""
+class ImpliedSettings:
+  """Settings that all models of a family have, without a field of config.json that says so.
+
+  Attributes:
+    ours: values of the settings, by dotted name.
+    keys: fields of config.json, as of `FieldRow`: none.
+  """
 
   ours: tuple[tuple[str, Any], ...]
   keys: tuple[str, ...] = ()
@@ -244,10 +250,10 @@ class Family:
   name: str
   model_type: str
   architecture: str
-  rows: tuple[Row | Own, ...]
+  rows: tuple[WeightRow | OwnWeight, ...]
   fields: tuple[FieldRow, ...]
   ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
-  fitted_rows: Callable[[Values], tuple[Row, ...]] = lambda _: ()
+  fitted_rows: Callable[[Values], tuple[WeightRow, ...]] = lambda _: ()
   aside: Callable[[Values], str] = lambda _: ""
   files: Callable[[], Mapping[str, str]] = lambda: {}
 
@@ -330,13 +336,13 @@ class Item:
     ours: its name in a checkpoint, without the root.
     shape: of ours.
     row: what joins the two.
-    theirs: names of the tensors; none for an `Own`.
+    theirs: names of the tensors; none for an `OwnWeight`.
     their_shape: of each of them.
   """
 
   ours: str
   shape: Shape
-  row: Row | Own
+  row: WeightRow | OwnWeight
   theirs: tuple[str, ...]
   their_shape: Shape
 
@@ -365,7 +371,7 @@ def _item(family: Family, name: str, shape: Shape) -> Item:
     match = re.fullmatch(row.ours.replace("{layer}", r"(\d+)"), name)
     if match is None or (EXPERT in getattr(row, "theirs", "") and len(shape) != 3):
       continue  # a dense layer's arrays have the names of experts' and a dimension less
-    if isinstance(row, Own):
+    if isinstance(row, OwnWeight):
       return Item(name, shape, row, (), ())
     theirs = row.theirs.replace("{layer}", match[1] if match.groups() else "")
     if EXPERT in theirs:
@@ -396,7 +402,7 @@ def to_theirs(
     ValueError: if they have no such array and its value matters.
   """
   item, row = group[0], group[0].row
-  if isinstance(row, Own):
+  if isinstance(row, OwnWeight):
     array = read(item)
     if row.needed and not np.array_equal(array, row.value(item.shape).astype(array.dtype)):
       raise ValueError(
@@ -418,7 +424,7 @@ def _joined(group: Sequence[Item], read: Callable[[Item], np.ndarray]) -> np.nda
   for item in group:
     array = read(item)
     whole = np.empty(item.their_shape, array.dtype) if whole is None else whole
-    assert isinstance(item.row, Row) and isinstance(item.row.transform, Interleaved)
+    assert isinstance(item.row, WeightRow) and isinstance(item.row.transform, Interleaved)
     item.row.transform.put(array, whole)
     del array  # before the next one is read
   assert whole is not None
@@ -428,7 +434,7 @@ def _joined(group: Sequence[Item], read: Callable[[Item], np.ndarray]) -> np.nda
 def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:
   """One of our arrays, in its own memory, of the tensors that it is; one of them at a time."""
   row = item.row
-  if isinstance(row, Own):
+  if isinstance(row, OwnWeight):
     return np.broadcast_to(row.value(item.shape), item.shape).astype(dtype)
   if EXPERT not in row.theirs:
     array = row.transform.to_ours(tensors(item.theirs[0]), item.shape)

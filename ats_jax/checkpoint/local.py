@@ -50,8 +50,13 @@ class Offer(NamedTuple):
   holds: list[str]
 
 
-class Source(NamedTuple):
-  """Where a process finds its part: on whose machine, and who wrote it."""
+class SnapshotSource(NamedTuple):
+  """Where a process gets its part of a snapshot from.
+
+  Attributes:
+    process: the process on whose machine the files are.
+    owner: the process that wrote them, whose folder they are in.
+  """
 
   process: int
   owner: int
@@ -231,7 +236,7 @@ class LocalSnapshots:
       return []
     return manifest["holds"]
 
-  def _fetch(self, step: int, sources: Sequence[Source]) -> bool:
+  def _fetch(self, step: int, sources: Sequence[SnapshotSource]) -> bool:
     """Give each process that has not its part what a peer has; whether all have theirs now."""
     me, problem = jax.process_index(), ""
     staged = self._own / "fetched" / str(step)
@@ -271,7 +276,7 @@ def folder_of(text: str) -> Path:
   return paths.absolute(Path(found))
 
 
-def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[Source]] | None:
+def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[SnapshotSource]] | None:
   """The newest step that is whole, and where each process finds its part; None if there is none.
 
   Args:
@@ -279,7 +284,7 @@ def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[Source]] | None
   """
   for step in sorted({offer.step for of_one in offers for offer in of_one}, reverse=True):
     at_step = [
-      (Source(process, offer.owner), offer.holds)
+      (SnapshotSource(process, offer.owner), offer.holds)
       for process, of_one in enumerate(offers)
       for offer in of_one
       if offer.step == step

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ats_jax.data.batch import POSITION
-from ats_jax.orchestrator.signals.interval import Rows
+from ats_jax.orchestrator.signals.interval import RowsRead
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 
 
@@ -28,7 +28,7 @@ class Loop(Protocol):
     ...
 
 
-def rows_read(loop: Loop | None, step: int) -> Rows | None:
+def rows_read(loop: Loop | None, step: int) -> RowsRead | None:
   """Where the loop is in the data after `step`; None if it does not say."""
   position = {} if loop is None else loop.position()
-  return Rows(step, position[POSITION]["row"]) if POSITION in position else None
+  return RowsRead(step, position[POSITION]["row"]) if POSITION in position else None

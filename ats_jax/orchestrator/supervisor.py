@@ -38,7 +38,7 @@ from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, repor
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Pending,
-  Rows,
+  RowsRead,
   Sums,
   probe_loss,
   read,
@@ -107,7 +107,7 @@ class Supervisor(Watcher):
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
     self._restore, self._loop, self._schedule = restore, loop, schedule
-    self._begin: Rows | None = None
+    self._begin: RowsRead | None = None
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
     self._experts: Experts | None = None

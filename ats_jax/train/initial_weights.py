@@ -9,7 +9,7 @@ from absl import logging
 
 from ats_jax.bridge import hub
 from ats_jax.bridge.convert import check_tokenizer, load_model
-from ats_jax.bridge.folder import is_source, open_source
+from ats_jax.bridge.folder import is_model_folder, open_model_folder
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
 from ats_jax.data.tokens.file import extends, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
@@ -52,9 +52,9 @@ class InitialWeights:
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.
     """
-    if is_source(self.folder):
+    if is_model_folder(self.folder):
       check_tokenizer(self.folder, program.cfg, tokenizer)
-      source, mesh = open_source(self.folder), jax.sharding.get_mesh()
+      source, mesh = open_model_folder(self.folder), jax.sharding.get_mesh()
       model = load_model(source, program.cfg, abstract_like(state.model, mesh))
       logging.info("the weights are those of %s in %s", source.family.name, self.folder)
     else:

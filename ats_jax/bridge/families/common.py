@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax.bridge.family import Always, Field, FieldRow, Only, Own, Row, Values
+from ats_jax.bridge.family import (
+  FieldRow,
+  FixedField,
+  ImpliedSettings,
+  OwnWeight,
+  SettingField,
+  Values,
+  WeightRow,
+)
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
 from ats_jax.config.schema import Config
 from ats_jax.model.layer_kinds import layer_kinds
@@ -15,44 +23,52 @@ from ats_jax.model.layer_kinds import layer_kinds
 L, THEIRS = "layers/{layer}", "model.layers.{layer}"
 
 TIED_TABLES = (
-  Row("embed", "model.embed_tokens.weight", SAME),
-  Row("final_norm/scale", "model.norm.weight", SAME),
+  WeightRow("embed", "model.embed_tokens.weight", SAME),
+  WeightRow("final_norm/scale", "model.norm.weight", SAME),
 )
-TABLES = (*TIED_TABLES, Row("head", "lm_head.weight", SAME))
+TABLES = (*TIED_TABLES, WeightRow("head", "lm_head.weight", SAME))
 NORMS = (
-  Row(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
-  Row(f"{L}/mlp_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
+  WeightRow(f"{L}/mlp_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
 )
 FOUR_NORMS = (
-  Row(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
-  Row(f"{L}/attn_post_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
-  Row(f"{L}/mlp_norm/scale", f"{THEIRS}.pre_feedforward_layernorm.weight", SAME),
-  Row(f"{L}/mlp_post_norm/scale", f"{THEIRS}.post_feedforward_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn_post_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
+  WeightRow(f"{L}/mlp_norm/scale", f"{THEIRS}.pre_feedforward_layernorm.weight", SAME),
+  WeightRow(f"{L}/mlp_post_norm/scale", f"{THEIRS}.post_feedforward_layernorm.weight", SAME),
 )
-OUT = Row(f"{L}/attn/out", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2)
+OUT = WeightRow(f"{L}/attn/out", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2)
 ATTENTION = (
-  *(Row(f"{L}/attn/{p}", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
+  *(WeightRow(f"{L}/attn/{p}", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
   OUT,
 )
 QKV_WITH_BIAS = (
-  *(Row(f"{L}/attn/{p}/weight", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
-  *(Row(f"{L}/attn/{p}/bias", f"{THEIRS}.self_attn.{p}_proj.bias", FLAT) for p in "qkv"),
+  *(
+    WeightRow(f"{L}/attn/{p}/weight", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED)
+    for p in "qkv"
+  ),
+  *(WeightRow(f"{L}/attn/{p}/bias", f"{THEIRS}.self_attn.{p}_proj.bias", FLAT) for p in "qkv"),
 )
 ATTENTION_WITH_BIAS = (*QKV_WITH_BIAS, OUT)
 QK_NORM = tuple(
-  Row(f"{L}/attn/{p}_norm/scale", f"{THEIRS}.self_attn.{p}_norm.weight", SAME) for p in "qk"
+  WeightRow(f"{L}/attn/{p}_norm/scale", f"{THEIRS}.self_attn.{p}_norm.weight", SAME) for p in "qk"
 )
 MLP = tuple(
-  Row(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED) for p in ("gate", "up", "down")
+  WeightRow(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED)
+  for p in ("gate", "up", "down")
 )
 
 # The load of a step that has not been: every expert its share.
-LOAD = Own(f"{L}/mlp/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False)
+LOAD = OwnWeight(
+  f"{L}/mlp/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False
+)
 # What a router keeps of balancing by a bias.
-BALANCE = (Own(f"{L}/mlp/router/bias_E", np.zeros, needed=True), LOAD)
+BALANCE = (OwnWeight(f"{L}/mlp/router/bias_E", np.zeros, needed=True), LOAD)
 
 
-def experts(prefix: str, gate: str, up: str, down: str, *, bias: str = "") -> tuple[Row | Own, ...]:
+def experts(
+  prefix: str, gate: str, up: str, down: str, *, bias: str = ""
+) -> tuple[WeightRow | OwnWeight, ...]:
   """Rows of a mixture of experts.
 
   Args:
@@ -65,11 +81,15 @@ def experts(prefix: str, gate: str, up: str, down: str, *, bias: str = "") -> tu
   mlp, one = f"{L}/mlp", f"{THEIRS}.{prefix}.experts.{{expert}}"
   bias_E = f"{mlp}/router/bias_E"
   return (
-    Row(f"{mlp}/router/weight", f"{THEIRS}.{prefix}.gate.weight", TRANSPOSED),
-    Row(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
-    Row(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
-    Row(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
-    *((Row(bias_E, f"{THEIRS}.{prefix}.gate.{bias}", SAME, wide=True), LOAD) if bias else BALANCE),
+    WeightRow(f"{mlp}/router/weight", f"{THEIRS}.{prefix}.gate.weight", TRANSPOSED),
+    WeightRow(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
+    WeightRow(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
+    WeightRow(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
+    *(
+      (WeightRow(bias_E, f"{THEIRS}.{prefix}.gate.{bias}", SAME, wide=True), LOAD)
+      if bias
+      else BALANCE
+    ),
   )
 
 
@@ -77,11 +97,11 @@ def gemma() -> tuple[FieldRow, ...]:
   """Fields that the Gemmas share."""
   gelu = "gelu_pytorch_tanh"
   return (
-    Only("hidden_activation", gelu, (("model.activation", "gelu_tanh"),)),
-    Only("hidden_act", gelu),
-    Only("attention_bias", False),
-    Only("use_bidirectional_attention", None),
-    Always(
+    FixedField("hidden_activation", gelu, (("model.activation", "gelu_tanh"),)),
+    FixedField("hidden_act", gelu),
+    FixedField("attention_bias", False),
+    FixedField("use_bidirectional_attention", None),
+    ImpliedSettings(
       (
         ("model.post_norms", True),
         ("model.norm_plus_one", True),
@@ -91,16 +111,16 @@ def gemma() -> tuple[FieldRow, ...]:
   )
 
 
-def sizes(*, eps: float, tied: bool = False) -> tuple[Field, ...]:
+def sizes(*, eps: float, tied: bool = False) -> tuple[SettingField, ...]:
   """Fields of every family; `eps` and `tied` are what missing ones mean."""
   return (
-    Field("vocab_size", "model.vocab_size"),
-    Field("num_hidden_layers", "model.num_layers"),
-    Field("hidden_size", "model.d_model"),
-    Field("intermediate_size", "model.d_ff"),
-    Field("num_attention_heads", "model.num_heads"),
-    Field("rms_norm_eps", "model.norm_eps", eps),
-    Field("tie_word_embeddings", "model.tie_embeddings", tied),
+    SettingField("vocab_size", "model.vocab_size"),
+    SettingField("num_hidden_layers", "model.num_layers"),
+    SettingField("hidden_size", "model.d_model"),
+    SettingField("intermediate_size", "model.d_ff"),
+    SettingField("num_attention_heads", "model.num_heads"),
+    SettingField("rms_norm_eps", "model.norm_eps", eps),
+    SettingField("tie_word_embeddings", "model.tie_embeddings", tied),
   )
 
 
@@ -180,12 +200,15 @@ class QueryScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
-  """Rotary settings: `rope_parameters`, or `rope_theta` and `rope_scaling` of older folders.
+class RopeFields:
+  """The fields of rotary embeddings: `rope_parameters`, or two older fields.
+
+  Older folders have `rope_theta` and `rope_scaling`. An export writes all three.
 
   Attributes:
-    theta: what a missing one means.
-    scaling: what missing fields mean.
+    theta: the value that a missing `rope_theta` means.
+    scaling: the fields of a scaling that a folder without any means.
+    keys: fields of config.json, as of `FieldRow`.
   """
 
   theta: float = 10_000.0

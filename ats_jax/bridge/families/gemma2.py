@@ -9,11 +9,11 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   QueryScale,
-  Rope,
+  RopeFields,
   gemma,
   sizes,
 )
-from ats_jax.bridge.family import Family, Field
+from ats_jax.bridge.family import Family, SettingField
 
 FAMILY = Family(
   name="Gemma 2",
@@ -24,11 +24,11 @@ FAMILY = Family(
     *sizes(eps=1e-6, tied=True),
     KVHeads(4),
     HeadDim(256),
-    Rope(),
+    RopeFields(),
     Layers(full_every=2),
     QueryScale(),
-    Field("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
-    Field("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
+    SettingField("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
+    SettingField("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
     *gemma(),
   ),
 )

@@ -17,7 +17,7 @@ from ats_jax.bridge.families.common import (
   sizes,
   write_rope,
 )
-from ats_jax.bridge.family import Always, Family, Field, Values
+from ats_jax.bridge.family import Family, ImpliedSettings, SettingField, Values
 from ats_jax.config.schema import Config
 
 LAYERS = Layers(full_every=6)
@@ -73,9 +73,9 @@ FAMILY = Family(
     _Ropes(),
     LAYERS,
     QueryScale(),
-    Field("attn_logit_softcapping", "model.attn_soft_cap", 0.0, null=0.0),
-    Field("final_logit_softcapping", "model.logit_soft_cap", 0.0, null=0.0),
+    SettingField("attn_logit_softcapping", "model.attn_soft_cap", 0.0, null=0.0),
+    SettingField("final_logit_softcapping", "model.logit_soft_cap", 0.0, null=0.0),
     *gemma(),
-    Always((("model.qk_norm", True),)),
+    ImpliedSettings((("model.qk_norm", True),)),
   ),
 )

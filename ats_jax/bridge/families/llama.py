@@ -7,10 +7,10 @@ from ats_jax.bridge.families.common import (
   TABLES,
   HeadDim,
   KVHeads,
-  Rope,
+  RopeFields,
   sizes,
 )
-from ats_jax.bridge.family import Family, Only
+from ats_jax.bridge.family import Family, FixedField
 
 FAMILY = Family(
   name="Llama",
@@ -21,9 +21,9 @@ FAMILY = Family(
     *sizes(eps=1e-6),
     KVHeads(),
     HeadDim(),
-    Rope(),
-    Only("hidden_act", "silu"),
-    Only("attention_bias", False),
-    Only("mlp_bias", False),
+    RopeFields(),
+    FixedField("hidden_act", "silu"),
+    FixedField("attention_bias", False),
+    FixedField("mlp_bias", False),
   ),
 )

@@ -8,10 +8,10 @@ from ats_jax.bridge.families.common import (
   HeadDim,
   KVHeads,
   Layers,
-  Rope,
+  RopeFields,
   sizes,
 )
-from ats_jax.bridge.family import Family, Only
+from ats_jax.bridge.family import Family, FixedField
 
 FAMILY = Family(
   name="Mistral",
@@ -22,8 +22,8 @@ FAMILY = Family(
     *sizes(eps=1e-6),
     KVHeads(8),
     HeadDim(),
-    Rope(),
+    RopeFields(),
     Layers(),
-    Only("hidden_act", "silu"),
+    FixedField("hidden_act", "silu"),
   ),
 )

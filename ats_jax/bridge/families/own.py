@@ -6,7 +6,7 @@ A folder of it is one that `transformers` loads with `trust_remote_code`, and `b
 import dataclasses
 from typing import Any
 
-from ats_jax.bridge.family import Family, Row, Values
+from ats_jax.bridge.family import Family, Values, WeightRow
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2, Transform
 from ats_jax.config.build import flatten
 from ats_jax.config.build import settings as known_settings
@@ -73,12 +73,14 @@ class Settings:
     }
 
 
-def _row(ours: str, transform: Transform = SAME, *, leaf: str = "", wide: bool = False) -> Row:
+def _row(
+  ours: str, transform: Transform = SAME, *, leaf: str = "", wide: bool = False
+) -> WeightRow:
   theirs = ours.replace("/", ".") + (f".{leaf}" if leaf else "")
-  return Row(ours, f"model.{theirs}", transform, wide)
+  return WeightRow(ours, f"model.{theirs}", transform, wide)
 
 
-def _linear(ours: str, transform: Transform = TRANSPOSED) -> tuple[Row, ...]:
+def _linear(ours: str, transform: Transform = TRANSPOSED) -> tuple[WeightRow, ...]:
   """A matrix alone, or with a bias."""
   return (
     _row(ours, transform, leaf="weight"),
@@ -87,7 +89,7 @@ def _linear(ours: str, transform: Transform = TRANSPOSED) -> tuple[Row, ...]:
   )
 
 
-def _rows(settings: Values) -> tuple[Row, ...]:
+def _rows(settings: Values) -> tuple[WeightRow, ...]:
   attention = tuple(
     row
     for name in ("q", "k", "v", "q_down", "kv_down", "kv")
@@ -134,7 +136,7 @@ class Stack:
     return TRANSPOSED if len(shape) == 2 else SAME
 
 
-def _feed_forward(name: str) -> tuple[Row, ...]:
+def _feed_forward(name: str) -> tuple[WeightRow, ...]:
   ours = f"{L}/mlp/{name}"
   stack = Stack()
   return (

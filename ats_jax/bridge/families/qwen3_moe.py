@@ -10,11 +10,11 @@ from ats_jax.bridge.families.common import (
   TABLES,
   HeadDim,
   KVHeads,
-  Rope,
+  RopeFields,
   experts,
   sizes,
 )
-from ats_jax.bridge.family import Always, Family, Field, Only, Values
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, Values
 from ats_jax.config.schema import Config
 
 
@@ -67,17 +67,17 @@ FAMILY = Family(
     *sizes(eps=1e-6),
     KVHeads(4),
     HeadDim(),
-    Rope(),
+    RopeFields(),
     _Count(),
     _DenseFirst(),
-    Field("num_experts_per_tok", "moe.top_k", 8),
-    Field("moe_intermediate_size", "moe.d_ff", 768),
-    Field("decoder_sparse_step", "moe.every", 1),
-    Field("norm_topk_prob", "moe.renormalize", False),
-    Only("hidden_act", "silu"),
-    Only("attention_bias", False),
-    Only("use_sliding_window", False),
-    Only("sliding_window", None),
-    Always((("model.qk_norm", True), ("moe.bias_update", "none"))),
+    SettingField("num_experts_per_tok", "moe.top_k", 8),
+    SettingField("moe_intermediate_size", "moe.d_ff", 768),
+    SettingField("decoder_sparse_step", "moe.every", 1),
+    SettingField("norm_topk_prob", "moe.renormalize", False),
+    FixedField("hidden_act", "silu"),
+    FixedField("attention_bias", False),
+    FixedField("use_sliding_window", False),
+    FixedField("sliding_window", None),
+    ImpliedSettings((("model.qk_norm", True), ("moe.bias_update", "none"))),
   ),
 )

@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 import psutil
 
-from ats_jax.cluster.preflight.rows import Row, Verdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
 from ats_jax.metrics.memory import GIB
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -33,7 +33,7 @@ except BlockingIOError:
 """
 
 
-def folder_rows(workdir: Path) -> list[Row]:
+def folder_rows(workdir: Path) -> list[CheckResult]:
   """What a run would find in its workdir; what is written there is removed again.
 
   Args:
@@ -43,10 +43,14 @@ def folder_rows(workdir: Path) -> list[Row]:
     return _store_rows(workdir) if paths.is_remote(workdir) else _local_rows(workdir)
   except paths.errors() as e:
     why = f"{workdir}: {paths.reason(e)}"
-    return [Row("workdir", why, Verdict.BAD, "Choose another --workdir, or mend its permissions.")]
+    return [
+      CheckResult(
+        "workdir", why, CheckStatus.BAD, "Choose another --workdir, or mend its permissions."
+      )
+    ]
 
 
-def _local_rows(workdir: Path) -> list[Row]:
+def _local_rows(workdir: Path) -> list[CheckResult]:
   here = paths.absolute(workdir)
   while not os.path.isdir(here):  # a run makes what is missing
     here = here.parent
@@ -76,7 +80,7 @@ def file_system(folder: str, mounts: dict[str, str]) -> str:
   return next((mounts[p] for p in above if p in mounts), "unknown")
 
 
-def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> Row:
+def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> CheckResult:
   total, _, free = shutil.disk_usage(here)
   found = f"{workdir}: {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kind}"
   found += ", shared" if shared else ", of this machine only: a job on several needs a shared one"
@@ -91,7 +95,7 @@ def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> Row:
   return judged("workdir", found, problems)
 
 
-def _speed_row(trial: Path) -> Row:
+def _speed_row(trial: Path) -> CheckResult:
   """Write a file to the disk itself, and read it from there."""
   file, data = trial / "speed", os.urandom(_CHUNK)
   start = time.perf_counter()
@@ -108,7 +112,7 @@ def _speed_row(trial: Path) -> Row:
   return speed_row(DISK_BYTES / wrote, DISK_BYTES / (time.perf_counter() - start))
 
 
-def speed_row(write: float, read: float) -> Row:
+def speed_row(write: float, read: float) -> CheckResult:
   """The row of a folder that is written and read at so many bytes a second."""
   found = f"writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s (256 MiB, flushed)"
   problems = []
@@ -121,7 +125,7 @@ def speed_row(write: float, read: float) -> Row:
   return judged("disk", found, problems)
 
 
-def _whole_row(trial: Path, shared: bool) -> Row:
+def _whole_row(trial: Path, shared: bool) -> CheckResult:
   """Whether renames replace a file, flushed folders work, and a lock keeps others out."""
   problems = []
   target = trial / "renamed"
@@ -157,20 +161,20 @@ def clock_skew(folder: Path) -> float:
   return max(stamp - after, 0.0) or min(stamp - before, 0.0)
 
 
-def clock_row(skew: float) -> Row:
+def clock_row(skew: float) -> CheckResult:
   """Whether this machine's clock is that of the file system."""
   found = f"within {SKEW_SECS:.0f} s of the file system's"
   if abs(skew) <= SKEW_SECS:
-    return Row("clock", found)
+    return CheckResult("clock", found)
   found = f"the file system's is {abs(skew):,.1f} s {'ahead' if skew > 0 else 'behind'}"
-  return Row(
-    "clock", found, Verdict.ADVICE,
+  return CheckResult(
+    "clock", found, CheckStatus.ADVICE,
     "Times in the logs of several machines do not fit: set the clocks (chrony, ntpd). A run does "
     "not depend on them.",
   )  # fmt: skip
 
 
-def _store_rows(workdir: Path) -> list[Row]:
+def _store_rows(workdir: Path) -> list[CheckResult]:
   trial = workdir / f".check_env.{secrets.token_hex(4)}"
   data = os.urandom(STORE_BYTES)
   try:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from ats_jax.cluster.preflight.rows import Row, Verdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
 
 _QUERY = (
   "index", "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm",
@@ -118,12 +118,12 @@ def _number(cell: str) -> float | None:
     return None
 
 
-def gpu_rows(gpus: Sequence[Gpu]) -> list[Row]:
+def gpu_rows(gpus: Sequence[Gpu]) -> list[CheckResult]:
   """A row a GPU."""
   return [_gpu_row(gpu) for gpu in gpus]
 
 
-def _gpu_row(gpu: Gpu) -> Row:
+def _gpu_row(gpu: Gpu) -> CheckResult:
   show = lambda number, unit: "?" if number is None else f"{number:,.0f}{unit}"
   found = [
     gpu.name,
@@ -150,12 +150,12 @@ def _gpu_row(gpu: Gpu) -> Row:
   return judged(f"GPU {gpu.index}", ", ".join(found), problems, bad)
 
 
-def no_gpu_row(command: Sequence[str] = QUERY) -> Row:
+def no_gpu_row(command: Sequence[str] = QUERY) -> CheckResult:
   """Why there are none to tell of."""
   if shutil.which(command[0]) is None:
-    return Row("GPUs", f"there is no {command[0]}", Verdict.NONE)
+    return CheckResult("GPUs", f"there is no {command[0]}", CheckStatus.NONE)
   advice = f"Run it to see why: {command[0]}; a driver may be missing, or too old for the question."
-  return Row("GPUs", f"{command[0]} tells of none", Verdict.ADVICE, advice)
+  return CheckResult("GPUs", f"{command[0]} tells of none", CheckStatus.ADVICE, advice)
 
 
 Links = dict[tuple[int, int], str]
@@ -202,15 +202,15 @@ def islands(links: Links) -> list[list[int]]:
   return sorted(found, key=lambda group: (-len(group), group))
 
 
-def topology_row(links: Links) -> Row:
+def topology_row(links: Links) -> CheckResult:
   """What links there are, and the mesh that suits them."""
   groups = islands(links)
   count, size = sum(map(len, groups)), len(groups[0])
   kinds = sorted(set(links.values()))
   found = f"{count} GPUs, links {', '.join(kinds)}"
   if size == count:
-    return Row(
-      "links", f"{found}: all over NVLink", Verdict.OK,
+    return CheckResult(
+      "links", f"{found}: all over NVLink", CheckStatus.OK,
       f"Any mesh suits: mesh.fsdp={count}, or mesh.tensor and mesh.expert within these {count}.",
     )  # fmt: skip
   if size == 1:
@@ -218,7 +218,7 @@ def topology_row(links: Links) -> Row:
       "No NVLink: what talks least is best. mesh.data where a model fits on one GPU, else "
       "mesh.fsdp; keep mesh.tensor and mesh.expert at 1."
     )
-    return Row("links", f"{found}: PCIe only", Verdict.ADVICE, advice)
+    return CheckResult("links", f"{found}: PCIe only", CheckStatus.ADVICE, advice)
   listing = "; ".join(", ".join(map(str, group)) for group in groups)
   if all(len(group) == size for group in groups):
     advice = (
@@ -229,4 +229,4 @@ def topology_row(links: Links) -> Row:
   order = [gpu for group in groups for gpu in group]
   if order != sorted(order):
     advice += f" Neighbours first: CUDA_VISIBLE_DEVICES={','.join(map(str, order))}."
-  return Row("links", f"{found}: NVLink within ({listing})", Verdict.ADVICE, advice)
+  return CheckResult("links", f"{found}: NVLink within ({listing})", CheckStatus.ADVICE, advice)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import psutil
 
-from ats_jax.cluster.preflight.rows import Row, Verdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
 from ats_jax.metrics.environment import variables
 from ats_jax.metrics.memory import GIB
 
@@ -34,7 +34,7 @@ MIN_FILES, MIN_SHM_GIB = 4096, 1.0
 Limit = tuple[int, int]
 
 
-def version_rows() -> list[Row]:
+def version_rows() -> list[CheckResult]:
   """Python and packages; jax and jaxlib must be of one release."""
   found = {name: _version(name) for name in _PACKAGES}
   text = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
@@ -45,10 +45,10 @@ def version_rows() -> list[Row]:
   if minor("jax") != minor("jaxlib"):
     problems.append("jax and jaxlib are of two releases: pip install --upgrade jax jaxlib.")
   python = f"Python {platform.python_version()}, {platform.platform()}"
-  return [Row("system", python), judged("packages", text, problems, bad=True)]
+  return [CheckResult("system", python), judged("packages", text, problems, bad=True)]
 
 
-def device_row(driver: str | None, gpus: int) -> Row:
+def device_row(driver: str | None, gpus: int) -> CheckResult:
   """What jax computes on.
 
   Args:
@@ -82,12 +82,16 @@ def cuda_problems(driver: str | None, gpus: int, plugins: list[str], backend: st
   return []
 
 
-def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[Row]:
+def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[CheckResult]:
   """The library of collectives, and variables that are in force."""
   version = next(filter(None, map(_version, _NCCL)), None)
-  library = Row("NCCL", version or "not installed", Verdict.OK if version else Verdict.NONE)
+  library = CheckResult(
+    "NCCL", version or "not installed", CheckStatus.OK if version else CheckStatus.NONE
+  )
   if gpus > 1 and version is None:
-    library = Row("NCCL", "not installed", Verdict.BAD, "Several GPUs need it: ats_jax[cuda].")
+    library = CheckResult(
+      "NCCL", "not installed", CheckStatus.BAD, "Several GPUs need it: ats_jax[cuda]."
+    )
   shown = variables(environ, _VARIABLES)
   costly = [name for name, value in _COSTLY.items() if environ.get(name) == value]
   problems = [f"{name}={environ[name]} makes collectives slow: unset it." for name in costly]
@@ -95,7 +99,7 @@ def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[Row]:
   return [library, judged("variables", text or "none is set", problems)]
 
 
-def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> Row:
+def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:
   """Memory and processors of the host, or of the container if that has less."""
   memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
   limit = container_limit(limit_file)
@@ -119,7 +123,7 @@ def container_limit(file: Path) -> int | None:
   return int(text) if text.isdecimal() else None
 
 
-def limit_row(limits: Mapping[str, Limit], gpus: int) -> Row:
+def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:
   """Limits of a process.
 
   Args:
@@ -150,10 +154,10 @@ def current_limits() -> dict[str, Limit]:
   }
 
 
-def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> Row:
+def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> CheckResult:
   """The memory that processes share as files: NCCL and the loaders pass data through it."""
   if not folder.is_dir():
-    return Row("shared memory", f"no {folder}", Verdict.NONE)
+    return CheckResult("shared memory", f"no {folder}", CheckStatus.NONE)
   total, _, free = shutil.disk_usage(folder)
   problems = []
   if gpus > 1 and free < MIN_SHM_GIB * GIB:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ats_jax.cluster.preflight.rows import Row
+from ats_jax.cluster.preflight.results import CheckResult
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
 
 ROUNDS, CALLS = 3, 5
@@ -54,16 +54,18 @@ def measure(work: Work | None = None) -> Hardware:
   )
 
 
-def rows(hardware: Hardware) -> list[Row]:
+def rows(hardware: Hardware) -> list[CheckResult]:
   """What was measured, for the table."""
   flops = ", ".join(f"{d} {f / 1e12:,.3g} TFLOP/s" for d, f in hardware.matmul_flops.items())
   found = [
-    Row("matmul", f"{flops} (one device)"),
-    Row("memory", f"{hardware.memory_bytes_per_sec / 1e9:,.1f} GB/s read and written (one device)"),
+    CheckResult("matmul", f"{flops} (one device)"),
+    CheckResult(
+      "memory", f"{hardware.memory_bytes_per_sec / 1e9:,.1f} GB/s read and written (one device)"
+    ),
   ]
   for name, points in hardware.collectives.items():
     rates = ", ".join(f"{size / 2**20:g} MiB {size / s / 1e9:,.2f} GB/s" for size, s in points)
-    found.append(Row(name, f"{rates} ({hardware.devices} devices, size over time)"))
+    found.append(CheckResult(name, f"{rates} ({hardware.devices} devices, size over time)"))
   return found
 
 

@@ -14,8 +14,15 @@ _SOURCES = 15  # named; the rest is one line
 _CHUNK = 2**22  # tokens looked at a time
 
 
-class Source(NamedTuple):
-  """What came from a file or a folder: documents, those of them that are kept, characters."""
+class SourceCounts(NamedTuple):
+  """Counts of a file or a folder of the text.
+
+  Attributes:
+    name: its path, shortened.
+    documents: number of documents that it holds.
+    kept: number of them that the filters keep.
+    chars: size of the documents: characters if there are filters, else bytes.
+  """
 
   name: str
   documents: int
@@ -23,10 +30,14 @@ class Source(NamedTuple):
   chars: int
 
 
-class Packed(NamedTuple):
-  """Training documents that are packed together: the length of their rows, and how many they are.
+class PackedCounts(NamedTuple):
+  """Counts of the training documents that are packed into rows of one length.
 
-  Tokens are those of rows, with an end for each document.
+  Attributes:
+    name: of the group, in words.
+    seq_len: positions in a row.
+    documents: number of documents.
+    tokens: their tokens in rows, with an end for each document.
   """
 
   name: str
@@ -69,11 +80,11 @@ class Overview(NamedTuple):
   num_bytes: int
   chars: tuple[np.ndarray, np.ndarray] | None
   tokens: np.ndarray
-  sources: list[Source]
+  sources: list[SourceCounts]
   roles: dict[str, tuple[int, int]]
   samples: list[dict[str, Any]]
   first: list[str]
-  packed: list[Packed]
+  packed: list[PackedCounts]
 
 
 def overview(cfg: DataConfig, opened: Opened) -> Overview:
@@ -103,16 +114,16 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
   )  # fmt: skip
 
 
-def _packed(cfg: DataConfig, opened: Opened) -> list[Packed]:
+def _packed(cfg: DataConfig, opened: Opened) -> list[PackedCounts]:
   corpus = opened.corpus
   training = np.flatnonzero(~opened.split.held_out(corpus.key, corpus.part))
   return [
-    Packed(name, seq_len, len(documents), int(corpus.length[documents].sum()) + len(documents))
-    for name, seq_len, documents in training_parts(cfg, opened, training)
+    PackedCounts(name, seq_len, len(group), int(corpus.length[group].sum()) + len(group))
+    for name, seq_len, group in training_parts(cfg, opened, training)
   ]
 
 
-def _sources(opened: Opened) -> list[Source]:
+def _sources(opened: Opened) -> list[SourceCounts]:
   """By the first part of the files' names."""
   if opened.sifted:
     names = opened.sifted.meta["files"]
@@ -133,12 +144,12 @@ def _sources(opened: Opened) -> list[Source]:
     kept_documents[folder + slash] += kept_count
     sizes[folder + slash] += chars
   largest = sorted(documents, key=lambda name: (-sizes[name], name))
-  found = [Source(n, documents[n], kept_documents[n], sizes[n]) for n in largest]
-  rest = found[_SOURCES:]
-  if not rest:
-    return found
-  _, *totals = zip(*rest, strict=True)
-  return [*found[:_SOURCES], Source(f"{len(rest):,} others", *map(sum, totals))]
+  by_size = [SourceCounts(n, documents[n], kept_documents[n], sizes[n]) for n in largest]
+  others = by_size[_SOURCES:]
+  if not others:
+    return by_size
+  _, *totals = zip(*others, strict=True)
+  return [*by_size[:_SOURCES], SourceCounts(f"{len(others):,} others", *map(sum, totals))]
 
 
 def _roles(opened: Opened) -> dict[str, tuple[int, int]]:

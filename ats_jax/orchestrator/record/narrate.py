@@ -19,8 +19,8 @@ def tell(path: Path) -> list[str]:
   """
   lines, level, look = [], LEVELS[0], ""
   levels, verdicts, carried_out = Counter[str](), Counter[str](), Counter[bool]()
-  bounded: list[ledger.Row] = []
-  for row in ledger.rows(path):
+  bounded: list[ledger.LedgerLine] = []
+  for row in ledger.read_lines(path):
     with ledger.reading(path, row.number):
       match row["kind"]:
         case "check":

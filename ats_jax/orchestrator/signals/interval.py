@@ -98,8 +98,8 @@ class Reading(NamedTuple):
     return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
 
 
-class Rows(NamedTuple):
-  """How many training rows were read when so many updates were done."""
+class RowsRead(NamedTuple):
+  """How far the loader was after some updates: `row` training rows were read up to `step`."""
 
   step: int
   row: int
@@ -125,7 +125,7 @@ class Pending(NamedTuple):
   rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
-  read: Rows | None = None
+  read: RowsRead | None = None
   again: Sums | None = None
 
 

@@ -77,7 +77,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
   supervisor.close()
   assert program.train_step._cache_size() == programs
   assert metrics.layers["moe/load"][0, DEAD] > 0.05
-  (outcome,) = [row for row in ledger.rows(path) if row["kind"] == "outcome"]
+  (outcome,) = [row for row in ledger.read_lines(path) if row["kind"] == "outcome"]
   assert outcome["verdict"] == "helped"
   assert ledger.replay(path) == ledger.decisions(path)
 

@@ -174,7 +174,7 @@ def train(program, steps, rate, path=None, *, raises=True):
 def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   path = tmp_path / "decisions.jsonl"
   state, supervisor = train(program, 120, LOW, path)
-  branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
+  branches = [row for row in ledger.read_lines(path) if row["kind"] == "trial"]
   first, decision = supervisor.decisions[0]
   assert first == branches[0]["step"] and branches[0]["first"] == first - SPAN * 8
   assert decision.action == SetLearningRateScale(FACTOR, 1.0)
@@ -243,7 +243,7 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
 def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):
   programs = program.train_step._cache_size()
   state, supervisor = train(program, 240, TUNED, path := tmp_path / "decisions.jsonl")
-  branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
+  branches = [row for row in ledger.read_lines(path) if row["kind"] == "trial"]
   assert len(branches) == LOST and not supervisor.decisions
   assert program.train_step._cache_size() == max(programs, 1)
   other, _ = train(program, 240, TUNED, raises=False)

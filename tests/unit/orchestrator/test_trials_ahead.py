@@ -124,7 +124,7 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh, tmp_path):
   run.supervisor.close()
   assert run.opened == [80, 160]
   assert [d.action for _, d in run.supervisor.decisions] == [SetLearningRateScale(6.0, 1.0)]
-  tried = [row for row in ledger.rows(run.path) if row["kind"] == "trial"]
+  tried = [row for row in ledger.read_lines(run.path) if row["kind"] == "trial"]
   assert len(tried) == 2 and tried[1]["gain"] > 0
   assert ledger.replay(run.path) == ledger.decisions(run.path)
   assert "on a branch: held-out loss -" in "\n".join(tell(run.path))

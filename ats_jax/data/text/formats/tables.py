@@ -12,11 +12,11 @@ from ats_jax.data.text.formats import extra
 
 _ROWS = 64  # in memory at a time
 
-# A row that holds text that is no UTF-8 stands for itself as the error.
-Row = dict[str, Any] | UnicodeDecodeError
+# The fields of a row by name; or the error of a row whose text is not UTF-8.
+TableRow = dict[str, Any] | UnicodeDecodeError
 
 
-def parquet(path: str, fields: Sequence[str] | None) -> Iterator[Row]:
+def parquet(path: str, fields: Sequence[str] | None) -> Iterator[TableRow]:
   """The rows of a Parquet file; without any of `fields`, those that it has."""
   module = extra.module("pyarrow.parquet", path)
   with module.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
@@ -25,7 +25,7 @@ def parquet(path: str, fields: Sequence[str] | None) -> Iterator[Row]:
       yield from _rows(batch)
 
 
-def arrow(path: str, fields: Sequence[str] | None) -> Iterator[Row]:
+def arrow(path: str, fields: Sequence[str] | None) -> Iterator[TableRow]:
   """The rows of an Arrow file: of the stream format, as Hugging Face's, or of the file format."""
   module = extra.module("pyarrow", path)
   with module.memory_map(path) as file:
@@ -63,7 +63,7 @@ def _among(fields: Sequence[str] | None, names: list[str]) -> list[str]:
   return [name for name in names if fields is not None and name in fields] or names
 
 
-def _rows(batch: Any) -> Iterator[Row]:
+def _rows(batch: Any) -> Iterator[TableRow]:
   try:
     yield from batch.to_pylist()
   except UnicodeDecodeError:

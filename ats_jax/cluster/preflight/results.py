@@ -1,0 +1,60 @@
+"""The results of the checks of a machine, each with its status and advice, and their table."""
+
+import dataclasses
+import enum
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+_NAME_WIDTH = 16
+
+
+class CheckStatus(enum.StrEnum):
+  """What the result of a check means for a run."""
+
+  OK = "ok"
+  ADVICE = "advice"  # it runs, and could run better
+  BAD = "bad"  # it would not run, or lose work
+  NONE = "-"  # not there, or not known
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+  """The result of one check; a row of the table.
+
+  Attributes:
+    name: what was checked, in a word or two.
+    observed: what the check saw, in words.
+    status: what that means for a run.
+    advice: what to do about it, in full sentences; "" = nothing.
+  """
+
+  name: str
+  observed: str
+  status: CheckStatus = CheckStatus.OK
+  advice: str = ""
+
+
+def judged(name: str, found: str, problems: Sequence[str], bad: bool = False) -> CheckResult:
+  """A row that is fine without problems; they say what to do."""
+  if not problems:
+    return CheckResult(name, found)
+  return CheckResult(
+    name, found, CheckStatus.BAD if bad else CheckStatus.ADVICE, " ".join(problems)
+  )
+
+
+def render(rows: Sequence[CheckResult]) -> str:
+  """The table as text, as wide as the terminal."""
+  width = min(120, shutil.get_terminal_size((100, 24)).columns)
+  indent = " " * (_NAME_WIDTH + 8)
+  wrap = lambda head, text: textwrap.fill(
+    text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+  )
+  lines = []
+  for row in rows:
+    head = f"{row.name:<{_NAME_WIDTH}}{row.status:<8}"
+    lines.append(wrap(head, row.observed))
+    if row.advice:
+      lines.append(wrap(f"{indent}-> ", row.advice))
+  return "\n".join(lines)
