@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.duplicates import NUM_HASHES, same, similar
 from ats_jax.data.filters.rules import make_rule
@@ -223,7 +223,7 @@ def dropped(texts: list[str], filters: str) -> np.ndarray:
     cfg = DataConfig(paths=str(path), filters=filters, cache_dir=f"{folder}/cache")
     files = find_files(cfg.paths, Report(strict=True))
     fingerprint = content_fingerprint(files, Path(folder))
-    return sift(cfg, files, fingerprint, How(0)).folder.array("verdict") > 0
+    return sift(cfg, files, fingerprint, TokeniseOptions(0)).folder.array("verdict") > 0
 
 
 def measure(

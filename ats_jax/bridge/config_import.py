@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ats_jax.bridge.config_report import ConfigReport, Entry
+from ats_jax.bridge.config_report import ConfigReport, FieldReport
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import HeadDim, KVHeads, RopeFields, gemma, sizes
 from ats_jax.bridge.family import (
@@ -123,7 +123,7 @@ def _take(report: ConfigReport, row: FieldRow) -> Mapping[str, Any]:
   elif not refused:
     usual = {name: known_settings()[name].default for name in ours}
     report.defaults += [
-      Entry(row.keys[0], None, f"{name} = {value!r} (ours: {usual[name]!r})")
+      FieldReport(row.keys[0], None, f"{name} = {value!r} (ours: {usual[name]!r})")
       for name, value in ours.items()
       if value != usual[name]
     ]

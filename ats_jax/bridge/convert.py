@@ -100,16 +100,16 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
     )
 
 
-def abstract_parts(cfg: Config) -> dict[str, layout.Part]:
+def abstract_parts(cfg: Config) -> dict[str, layout.StoredArray]:
   """The arrays of a resolved config's model by name, as shapes; no device is used."""
   num = numerics(cfg)
   with on_mesh(cfg, make_mesh(cfg)):
     build = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
     model = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
-  return layout.named_parts(model, stacks=stacks(cfg))
+  return layout.named_arrays(model, stacks=stacks(cfg))
 
 
-def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.Part]) -> list[Item]:
+def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.StoredArray]) -> list[Item]:
   """What to read for each of our arrays.
 
   Raises:
@@ -188,7 +188,7 @@ def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:
       "%s: left aside, as no model here has them: %d tensors, %s",
       source.folder, len(source.aside), names(source.aside),
     )  # fmt: skip
-  parts = layout.named_parts(abstract, stacks=stacks(cfg))
+  parts = layout.named_arrays(abstract, stacks=stacks(cfg))
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)
   for item in plan(source, cfg, parts):

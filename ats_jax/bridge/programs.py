@@ -123,9 +123,9 @@ def _in_torch(cfg: Config, model: Decoder) -> Any:
 
   leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(model)]
   arrays = {}
-  for name, part in layout.named_parts(model, stacks=stacks(cfg)).items():
+  for name, part in layout.named_arrays(model, stacks=stacks(cfg)).items():
     whole = leaves[part.number]
-    arrays[name] = torch.tensor(whole if part.place is None else whole[part.place])
+    arrays[name] = torch.tensor(whole if part.layer is None else whole[part.layer])
   theirs = Theirs(cfg)
   weights.put(theirs, arrays)
   return theirs

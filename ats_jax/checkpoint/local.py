@@ -25,7 +25,7 @@ from absl import logging
 
 from ats_jax.checkpoint import integrity, layout, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
-from ats_jax.checkpoint.layout import Part, PyTree
+from ats_jax.checkpoint.layout import PyTree, StoredArray
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.store import paths, shared_folder
@@ -91,7 +91,7 @@ class LocalSnapshots:
     A snapshot that cannot be written is a warning: checkpoints are there.
     """
     self.wait()
-    parts = layout.named_parts(state)
+    parts = layout.named_arrays(state)
     leaves = layout.describe(parts)
     if leaves != self._holds[0]:
       self._holds = leaves, _holds(parts)
@@ -139,7 +139,7 @@ class LocalSnapshots:
     """
     assert self._chosen is not None
     (_, folder), self._chosen = self._chosen, None
-    parts = layout.named_parts(abstract)
+    parts = layout.named_arrays(abstract)
     saved = integrity.read_manifest(folder)["leaves"]
     if lines := layout.differences(saved, layout.describe(parts)):
       raise CheckpointError(
@@ -344,7 +344,7 @@ def _place(index: tuple[slice, ...], shape: Sequence[int]) -> str:
   return ",".join(f"{start}:{end}" for start, end in bounds)
 
 
-def _holds(parts: Mapping[str, Part]) -> list[str]:
+def _holds(parts: Mapping[str, StoredArray]) -> list[str]:
   """A hash of the names and places of what each process holds."""
   digests = [hashlib.sha256() for _ in range(jax.process_count())]
   for name, part in parts.items():
@@ -357,9 +357,9 @@ def _holds(parts: Mapping[str, Part]) -> list[str]:
   return [digest.hexdigest() for digest in digests]
 
 
-def _own_pieces(parts: Mapping[str, Part]) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _own_pieces(parts: Mapping[str, StoredArray]) -> tuple[dict[str, Any], list[np.ndarray]]:
   """What this process holds, each piece once: where it goes in a file, and copies of it."""
-  index, pieces, offset = {}, dict[str, Part](), 0
+  index, pieces, offset = {}, dict[str, StoredArray](), 0
   for name, part in parts.items():
     raw = _raw(part.leaf)
     places = {}
@@ -367,7 +367,7 @@ def _own_pieces(parts: Mapping[str, Part]) -> tuple[dict[str, Any], list[np.ndar
       place = _place(shard.index, raw.shape)
       if place not in places:
         places[place] = offset
-        pieces[f"{name} {place}"] = Part(shard.data, len(pieces))
+        pieces[f"{name} {place}"] = StoredArray(shard.data, len(pieces))
         offset += shard.data.nbytes
     impl = str(jax.random.key_impl(part.leaf)) if _is_key(part.leaf) else None
     index[name] = {

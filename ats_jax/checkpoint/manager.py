@@ -133,7 +133,7 @@ class CheckpointManager:
     if reader.process_0_decides(lambda: int(step in self.steps())):
       logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
       return
-    parts = layout.named_parts(state, stacks=self._stacks)
+    parts = layout.named_arrays(state, stacks=self._stacks)
     fields = {
       "step": step,
       "run": self._run and dataclasses.asdict(self._run),

@@ -166,7 +166,7 @@ def read(
 ) -> tuple[int, PyTree, dict[str, Any]]:
   """Restore a step that `choose` returned; see `restore_tree`."""
   folder = directory / str(step)
-  wanted = layout.named_parts(abstract, subtree, stacks)
+  wanted = layout.named_arrays(abstract, subtree, stacks)
   saved = integrity.read_manifest(folder)["leaves"]
   if subtree:
     saved = {n: t for n, t in saved.items() if n == subtree or n.startswith(f"{subtree}/")}
@@ -191,7 +191,7 @@ def read(
 
 
 def _read_arrays(
-  folder: Path, abstract: PyTree, parts: dict[str, layout.Part], anew: set[str]
+  folder: Path, abstract: PyTree, parts: dict[str, layout.StoredArray], anew: set[str]
 ) -> PyTree:
   """Return `abstract` with the arrays of `parts` for leaves; zeros for those named in `anew`."""
   leaves, structure = jax.tree.flatten(abstract)

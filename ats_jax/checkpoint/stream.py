@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.checkpoint.layout import Part, of_layer, restore_target
+from ats_jax.checkpoint.layout import StoredArray, of_layer, restore_target
 
 # Device memory of layers that are on their way: out of their stack, or into it.
 MOVING_BYTES = 2**30
@@ -28,7 +28,7 @@ class Kept(np.ndarray):
     return self
 
 
-def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
+def to_save(parts: Mapping[str, StoredArray]) -> dict[str, jax.Array | np.ndarray]:
   """The arrays to write, in host memory: the state may be donated.
 
   On a CPU they are views of the state, which keep JAX from writing to its buffers.
@@ -36,7 +36,7 @@ def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
   arrays, on_gpu = dict[str, jax.Array | np.ndarray](), {}
   for name, part in parts.items():
     if isinstance(part.leaf, np.ndarray):
-      arrays[name] = part.leaf if part.place is None else part.leaf[part.place, ...]
+      arrays[name] = part.leaf if part.layer is None else part.leaf[part.layer, ...]
       continue
     devices = part.leaf.sharding.device_set
     on_cpu = next(iter(devices)).platform == "cpu"
@@ -44,17 +44,17 @@ def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
       arrays[name] = part.leaf
     elif len(devices) == 1 and on_cpu:
       whole = np.asarray(part.leaf)
-      arrays[name] = (whole if part.place is None else whole[part.place, ...]).view(Kept)
+      arrays[name] = (whole if part.layer is None else whole[part.layer, ...]).view(Kept)
     elif len(devices) == 1:
       on_gpu[name] = part
-    elif part.place is None:
+    elif part.layer is None:
       arrays[name] = part.leaf
     else:
-      arrays[name] = _view(part.leaf, part.place) if on_cpu else _pinned(part.leaf, part.place)
+      arrays[name] = _view(part.leaf, part.layer) if on_cpu else _pinned(part.leaf, part.layer)
   return arrays | {name: array.view(Kept) for name, array in fetch(on_gpu).items()}
 
 
-def fetch(parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
+def fetch(parts: Mapping[str, StoredArray]) -> dict[str, np.ndarray]:
   """Copy arrays of one device to host memory.
 
   A device is fast at writing to pinned memory only, and pinning memory takes longer than the copy.
@@ -63,7 +63,7 @@ def fetch(parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
   arrays, waiting, moving_bytes = {}, collections.deque(), 0
   with concurrent.futures.ThreadPoolExecutor(COPIERS, "save") as pool:
     for name, part in parts.items():
-      layer = part.leaf if part.place is None else _take(part.leaf, part.place)
+      layer = part.leaf if part.layer is None else _take(part.leaf, part.layer)
       arrays[name] = np.empty(layer.shape, layer.dtype)
       pinned = jax.device_put(layer, layer.sharding.with_memory_kind(HOST))
       for start in range(0, layer.nbytes, COPIED_BYTES):
@@ -90,16 +90,16 @@ def groups(targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, An
     yield group
 
 
-def put(leaves: list[Any], parts: Mapping[str, Part], arrays: dict[str, jax.Array]) -> None:
+def put(leaves: list[Any], parts: Mapping[str, StoredArray], arrays: dict[str, jax.Array]) -> None:
   """Write restored `arrays` into `leaves`, layers in place; empties `arrays`."""
   for name in list(arrays):
     part, array = parts[name], arrays.pop(name)
-    if part.place is None:
+    if part.layer is None:
       leaves[part.number] = array
       continue
     if leaves[part.number] is None:
       leaves[part.number] = zeros(name, part.leaf)
-    leaves[part.number] = _put_layer(leaves[part.number], array, part.place)
+    leaves[part.number] = _put_layer(leaves[part.number], array, part.layer)
 
 
 def zeros(name: str, leaf: Any) -> jax.Array:

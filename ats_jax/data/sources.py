@@ -27,7 +27,7 @@ from ats_jax.data.splits import (
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:  # imported by runs on a mixture
-  from ats_jax.data.rows.schedule import Stage
+  from ats_jax.data.rows.schedule import MixturePhase
 
 _SHARES = 10_000  # in how many parts sizes are rounded, where they make the weights
 
@@ -114,7 +114,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
     seed if cfg.mixture_order == "random" else None,
   )
   mixture = Mixture(train, schedule, largest)
-  for number in range(len(schedule.stages)):
+  for number in range(len(schedule.phases)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
   if main:
     return mixture, open_split(_of(cfg, ""), 0, main, largest)
@@ -175,7 +175,7 @@ def _in_turn(texts: Iterable[Iterator[str]]) -> Iterator[str]:
     yield from (text for text in group if text is not None)
 
 
-def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[Stage]":
+def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[MixturePhase]":
   """The phases of `data.mixture` in rows.
 
   Args:
@@ -185,7 +185,7 @@ def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[Stage]":
   Raises:
     ValueError: as `config.mixture.phases`.
   """
-  from ats_jax.data.rows.schedule import Stage
+  from ats_jax.data.rows.schedule import MixturePhase
 
   phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
   found = []
@@ -193,7 +193,7 @@ def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[Stage]":
     rows = sum(sizes[name] for name in phase.parts)
     steps = spec.steps_of(phase, cfg.batch_size, cfg.seq_len, rows)
     parts = tuple(phase.parts.get(name, 0) for name in sizes)
-    found.append(Stage(parts, steps * cfg.batch_size))
+    found.append(MixturePhase(parts, steps * cfg.batch_size))
   return found
 
 

@@ -16,7 +16,7 @@ from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
-from ats_jax.data.corpus.shards import USUAL, How
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions
 from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.packed import Packed
@@ -27,7 +27,7 @@ from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:  # imported by runs whose rows are parted
-  from ats_jax.data.rows.buckets import Part
+  from ats_jax.data.rows.buckets import Bucket
 
 MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 
@@ -77,7 +77,10 @@ class Found(NamedTuple):
 
 
 def find_documents(
-  cfg: DataConfig, fraction: float, tokenizer: Tokenizer | None, how: How = USUAL
+  cfg: DataConfig,
+  fraction: float,
+  tokenizer: Tokenizer | None,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
 ) -> Found:
   """The files of `cfg.paths`, and what of them is held out.
 
@@ -85,7 +88,7 @@ def find_documents(
     cfg: as for `open_datasets`.
     fraction: to hold out.
     tokenizer: that made or will make the ids, if it is there already.
-    how: filters run.
+    options: of tokenising, which filters follow too.
 
   Raises:
     ValueError: as `open_datasets`.
@@ -95,7 +98,7 @@ def find_documents(
   if filter_stages(cfg.filters):
     from ats_jax.data.filters.sift import sift  # here: few texts are filtered
 
-    files, fingerprint, sifted = sift(cfg, files, fingerprint, how)
+    files, fingerprint, sifted = sift(cfg, files, fingerprint, options)
   if cfg.chat_template:
     split = Split(fraction)  # a conversation is not cut
   else:
@@ -109,14 +112,17 @@ def bpe_key(cfg: DataConfig, found: Found) -> str:
 
 
 def open_documents(
-  cfg: DataConfig, fraction: float, how: How = USUAL, tokenizer: Tokenizer | None = None
+  cfg: DataConfig,
+  fraction: float,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
+  tokenizer: Tokenizer | None = None,
 ) -> Opened:
   """The documents of `cfg.paths`, and the tokenizer that they ask for.
 
   Args:
     cfg: as for `open_datasets`.
     fraction: to hold out.
-    how: to tokenise them, if that was not done before.
+    options: of tokenising, if it was not done before.
     tokenizer: in place of what `cfg.tokenizer` says, without a template.
 
   Raises:
@@ -129,14 +135,14 @@ def open_documents(
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
-  found = find_documents(cfg, fraction, given, how)
+  found = find_documents(cfg, fraction, given, options)
   tokenizer = given or build_tokenizer(
     cfg,
     lambda: train_texts(found.files, cfg, found.split),
     corpus_fingerprint=bpe_key(cfg, found),
   )
   tokenizer = _with_template(tokenizer, cfg)
-  corpus = _open(cfg, found.files, found.fingerprint, tokenizer, found.split, how)
+  corpus = _open(cfg, found.files, found.fingerprint, tokenizer, found.split, options)
   _say_counts(corpus)
   return Opened(corpus, tokenizer, found.split, found.content, found.passed_over, found.sifted)
 
@@ -170,13 +176,13 @@ def _open(
   fingerprint: str,
   tokenizer: Tokenizer,
   split: Split,
-  how: How = USUAL,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
 ) -> Corpus:
   if not cfg.chat_template:
-    return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
+    return open_corpus(cfg, files, fingerprint, tokenizer, split, options)
   from ats_jax.data.chat.corpus import open_chat_corpus
 
-  return open_chat_corpus(cfg, files, fingerprint, tokenizer, how)
+  return open_chat_corpus(cfg, files, fingerprint, tokenizer, options)
 
 
 def _say_counts(corpus: Corpus) -> None:
@@ -192,7 +198,7 @@ def _open_prepared(cfg: DataConfig, folder: Path, fraction: float) -> Opened:
   return Opened(made.corpus, made.tokenizer, split, made.content, nothing, made.sifted)
 
 
-def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
+def prepare(cfg: DataConfig, out: Path, options: TokeniseOptions) -> Opened:
   """Tokenise `cfg.paths` into the folder `out`, which then serves as `data.paths` itself.
 
   What was done before the process was killed is kept.
@@ -200,7 +206,7 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   Args:
     cfg: as for `open_datasets`.
     out: the folder, made if need be.
-    how: to tokenise.
+    options: of tokenising.
 
   Raises:
     ValueError: as `open_datasets`, and for paths that were prepared before.
@@ -214,7 +220,7 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
       "tokenizer.json as data.tokenizer, and give the folders to the training: name=folder."
     )
   fraction = 0.0 if main_paths(cfg) else cfg.validation_fraction
-  opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
+  opened = open_documents(cfg, fraction, options._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
   made = prepared.Prepared(
@@ -315,7 +321,7 @@ def _pack_train(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarra
   return rows
 
 
-def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "list[Part]":
+def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "list[Bucket]":
   """How `cfg` parts training documents: by length, by difficulty; [] = not.
 
   Args:
@@ -416,8 +422,8 @@ def pack(
   corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
   split = [opened.content, part, opened.split.fraction]
   packing = packing_of(cfg.packing, cfg.chat_template)
-  how = [cfg.seq_len, packing, cfg.max_segments]
-  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), how)
+  shape = [cfg.seq_len, packing, cfg.max_segments]
+  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), shape)
   weights = None
   if cfg.chat_template:
     from ats_jax.data.chat.segments import weight_table

@@ -84,14 +84,14 @@ class ProfileWindow(Watcher):
     self.close()
 
 
-class Kernel(NamedTuple):
-  """All launches of one kernel in a trace.
+class KernelTime(NamedTuple):
+  """The time of all launches of one kernel in a trace.
 
   Attributes:
-    name: a kernel's on a GPU, an instruction's of XLA on a CPU.
-    calls: over all devices of this process.
-    secs: their sum.
-    share: of the time of all kernels.
+    name: name of the kernel on a GPU, of the instruction of XLA on a CPU.
+    calls: number of launches, over all devices of this process.
+    secs: seconds that they took in sum.
+    share: their share of the time of all kernels, from 0 to 1.
   """
 
   name: str
@@ -169,7 +169,7 @@ def _length(times: list[tuple[float, float]]) -> float:
   return sum(end - begin for begin, end in times)
 
 
-def kernel_times(folder: pathlib.Path) -> list[Kernel]:
+def kernel_times(folder: pathlib.Path) -> list[KernelTime]:
   """Sum up the newest trace in a folder that `jax.profiler` wrote to; the longest first.
 
   Raises:
@@ -180,7 +180,9 @@ def kernel_times(folder: pathlib.Path) -> list[Kernel]:
     nanoseconds[name] += duration
     calls[name] += 1
   whole = sum(nanoseconds.values()) or 1
-  return [Kernel(name, calls[name], ns / 1e9, ns / whole) for name, ns in nanoseconds.most_common()]
+  return [
+    KernelTime(name, calls[name], ns / 1e9, ns / whole) for name, ns in nanoseconds.most_common()
+  ]
 
 
 def _newest(folder: pathlib.Path) -> Any:
@@ -211,7 +213,7 @@ def _events(trace: Any) -> Iterator[tuple[str, int]]:
         yield event.name, int(event.duration_ns)
 
 
-def kernel_table(kernels: list[Kernel], rows: int = 15) -> str:
+def kernel_table(kernels: list[KernelTime], rows: int = 15) -> str:
   """The first of them as text."""
   lines = [f"{'share':>6} {'ms':>10} {'calls':>7}  kernel"]
   for k in kernels[:rows]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
   from rich.progress import Progress as Bar
 
 
-class Progress:
+class ProgressBar:
   """One line, redrawn in place: bar, step, loss, time left, speed, MFU, memory.
 
   ```

@@ -13,7 +13,7 @@ from absl import logging
 
 from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.memory import memory_metrics
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.transfer import start_copy
 from ats_jax.metrics.watcher import Watcher
@@ -36,7 +36,7 @@ class StepLog(Watcher):
     self,
     writer: MetricWriter,
     throughput: Throughput,
-    progress: Progress,
+    progress: ProgressBar,
     every_steps: int,
     layers: LayerLog | None = None,
     *,

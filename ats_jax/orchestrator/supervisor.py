@@ -33,7 +33,7 @@ from ats_jax.orchestrator.record.influence import bounded, price
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.experts import Experts
+from ats_jax.orchestrator.signals.experts import OpenExperts
 from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
 from ats_jax.orchestrator.signals.interval import (
   Fault,
@@ -110,7 +110,7 @@ class Supervisor(Watcher):
     self._begin: RowsRead | None = None
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
-    self._experts: Experts | None = None
+    self._experts: OpenExperts | None = None
     self._tensors: list[str] = []
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
@@ -154,7 +154,7 @@ class Supervisor(Watcher):
       self._probe.begin(self._program, state.model, self._program.rules(step))
     self._begin = rows_read(self._loop, step)
     if self._program.cfg.moe.spare_experts:
-      self._experts = Experts(self._program.cfg, state)
+      self._experts = OpenExperts(self._program.cfg, state)
     if self.acts:
       self._snapshots.start(
         step, state, {**(saved or {}), **self._position(), **self._remembered()}
@@ -392,7 +392,7 @@ class Supervisor(Watcher):
     if saved is not None:
       self._restored_step = step
     if self._experts is not None and action.edits:
-      self._experts = Experts(self._program.cfg, changed)
+      self._experts = OpenExperts(self._program.cfg, changed)
     return changed
 
   def restart_with(self, settings: Settings, before: Settings) -> None:

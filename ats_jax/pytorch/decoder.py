@@ -15,7 +15,7 @@ from ats_jax.pytorch.mod import Depth, MoDStats
 from ats_jax.pytorch.moe import MoE, MoEStats
 from ats_jax.pytorch.settings import (
   LayerKind,
-  Rules,
+  RoutingRules,
   Settings,
   check,
   evaluation_rules,
@@ -85,7 +85,7 @@ class Block(nn.Module):
     self,
     x_BTD: Tensor,
     tokens: Tokens,
-    rules: Rules,
+    rules: RoutingRules,
     cache: LayerCache | None = None,
     total: int = 0,
     rope: "Ropes | None" = None,
@@ -115,7 +115,7 @@ class Block(nn.Module):
     depth: Depth,
     x_BTD: Tensor,
     tokens: Tokens,
-    rules: Rules,
+    rules: RoutingRules,
     cache: LayerCache | None,
     total: int,
     rope: "Ropes",
@@ -155,7 +155,9 @@ class Block(nn.Module):
       y_BTD = self.attn_post_norm(y_BTD)
     return self.dropout(y_BTD)
 
-  def _feed(self, x_BTD: Tensor, tokens: Tokens, rules: Rules) -> tuple[Tensor, MoEStats | None]:
+  def _feed(
+    self, x_BTD: Tensor, tokens: Tokens, rules: RoutingRules
+  ) -> tuple[Tensor, MoEStats | None]:
     x_BTD, moe = self.mlp_norm(x_BTD), None
     if isinstance(self.mlp, MoE):
       y_BTD, moe = self.mlp(x_BTD, tokens.segment_ids_BT > 0, training=rules.training)
@@ -224,7 +226,7 @@ class Decoder(nn.Module):
     *,
     positions_BT: Tensor | None = None,
     segment_ids_BT: Tensor | None = None,
-    rules: Rules | None = None,
+    rules: RoutingRules | None = None,
     cache: Cache | None = None,
   ) -> tuple[Tensor, list[LayerStats], Tensor | None]:
     """Run the layers; `logits` turns the result into scores.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ats_jax.pytorch.decoder import Decoder
-from ats_jax.pytorch.settings import Rules
+from ats_jax.pytorch.settings import RoutingRules
 
 
 @torch.no_grad()
@@ -14,7 +14,7 @@ def generate(
   count: int,
   *,
   temperature: float = 0.0,
-  rules: Rules | None = None,
+  rules: RoutingRules | None = None,
   generator: torch.Generator | None = None,
 ) -> Tensor:
   """Continue rows of one length.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ats_jax.pytorch.settings import Rules, Settings
+from ats_jax.pytorch.settings import RoutingRules, Settings
 
 
 class MoDStats(NamedTuple):
@@ -99,7 +99,7 @@ class Depth(nn.Module):
     x_BTD: Tensor,
     positions_BT: Tensor,
     valid_BT: Tensor,
-    rules: Rules,
+    rules: RoutingRules,
     *,
     places: int,
     room_B: Tensor | None = None,

@@ -23,7 +23,7 @@ from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import ProfileWindow
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
@@ -226,7 +226,9 @@ def open_log(
 ) -> StepLog:
   """The log of the steps' metrics, and of those that follow from them."""
   cfg, is_main = program.cfg, jax.process_index() == 0
-  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main)
+  progress = ProgressBar(
+    cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main
+  )
   stack.enter_context(progress)
   layers = None
   if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):

@@ -26,13 +26,13 @@ def open_supervisor(run: Run, snapshots: Snapshots) -> Supervisor:
     lambda: run.checkpoints.restore_latest(abstract),
     run.goodput.summary,
     snapshots,
-    Loop(run),
+    SupervisedLoop(run),
   )
 
 
 @dataclasses.dataclass
-class Loop:
-  """What an open run offers its supervisor, by the protocol `orchestrator.ports.Loop`."""
+class SupervisedLoop:
+  """The training loop as its supervisor sees it: `orchestrator.ports.Loop` of an open run."""
 
   run: Run
 

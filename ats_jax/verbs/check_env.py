@@ -20,7 +20,7 @@ from absl import flags
 from ats_jax import exits
 from ats_jax.cluster import job
 from ats_jax.cluster.preflight import folder, gpus, host, measure, network
-from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, render
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
   if _MEASURE.value:
     found += measure_rows(Path(_HARDWARE.value) if _HARDWARE.value else default_hardware())
   print(json.dumps([dataclasses.asdict(row) for row in found]) if _JSON.value else render(found))
-  return exits.FAULT if any(row.status is CheckStatus.BAD for row in found) else exits.DONE
+  return exits.FAULT if any(row.verdict is CheckVerdict.BAD for row in found) else exits.DONE
 
 
 def machine_rows(environ: Mapping[str, str]) -> list[CheckResult]:
@@ -74,7 +74,7 @@ def machine_rows(environ: Mapping[str, str]) -> list[CheckResult]:
   found += gpus.gpu_rows(cards) or [gpus.no_gpu_row()]
   if len(cards) > 1:
     links = gpus.parse_topology(gpus.output_of(gpus.TOPOLOGY) or "")
-    nothing = CheckResult("links", "nvidia-smi topo -m shows none", CheckStatus.NONE)
+    nothing = CheckResult("links", "nvidia-smi topo -m shows none", CheckVerdict.NONE)
     found.append(gpus.topology_row(links) if links else nothing)
   found += host.nccl_rows(environ, len(cards))
   found += [host.memory_row(), host.shared_memory_row(len(cards))]

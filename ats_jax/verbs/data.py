@@ -13,7 +13,7 @@ from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.mixture import named_paths
 from ats_jax.data.corpus import cache, prepared
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look.audit import audit, batch_size
 from ats_jax.data.look.checks import check
 from ats_jax.data.look.explain import explain
@@ -152,7 +152,11 @@ def _prepare(argv: list[str]) -> int:
   cfg = _PREPARE_CONFIG.value
   workers = len(os.sched_getaffinity(0)) if _WORKERS.value is None else _WORKERS.value
   began = time.monotonic()
-  how = How(workers, say=_show, every_secs=0.5) if sys.stderr.isatty() else How(workers)
+  how = (
+    TokeniseOptions(workers, say=_show, every_secs=0.5)
+    if sys.stderr.isatty()
+    else TokeniseOptions(workers)
+  )
   opened = prepare(cfg.data, out, how)
   corpus = opened.corpus
   print(f"{in_words(corpus.report['balance'])} (see {corpus.report['file']})")

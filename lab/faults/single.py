@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.checkpoint.layout import named_parts
+from ats_jax.checkpoint.layout import named_arrays
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.model.layout import stacks
@@ -258,7 +258,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
 def changed(cfg: Config, before: TrainState, after: TrainState) -> list[str]:
   """Names of the arrays that differ, layer by layer, as checkpoints call them."""
   of = lambda state: dataclasses.replace(state, key=jax.random.key_data(state.key))
-  old, new = (named_parts(of(state), stacks=stacks(cfg)) for state in (before, after))
+  old, new = (named_arrays(of(state), stacks=stacks(cfg)) for state in (before, after))
   array = lambda part: np.asarray(part.leaf if part.place is None else part.leaf[part.place])
   return [name for name in old if array(old[name]).tobytes() != array(new[name]).tobytes()]
 

@@ -28,7 +28,7 @@ from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.writer import is_time_key
 from ats_jax.pytorch import weights
 from ats_jax.pytorch.decoder import Decoder
-from ats_jax.pytorch.settings import Rules, settings_of
+from ats_jax.pytorch.settings import RoutingRules, settings_of
 from ats_jax.pytorch.training import device, loop
 from ats_jax.pytorch.training.lora import Lora
 from ats_jax.pytorch.training.state import shared
@@ -200,7 +200,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
     np.testing.assert_array_equal(restored[name], array, err_msg=name)
   with torch.no_grad():
     x_BTD, _, _ = theirs.eval()(
-      torch.tensor(tokens), rules=Rules(False, rules.capacity, rules.horizon)
+      torch.tensor(tokens), rules=RoutingRules(False, rules.capacity, rules.horizon)
     )
     got = theirs.logits(x_BTD).numpy()
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

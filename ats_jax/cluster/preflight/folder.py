@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 import psutil
 
-from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
 from ats_jax.metrics.memory import GIB
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -45,7 +45,7 @@ def folder_rows(workdir: Path) -> list[CheckResult]:
     why = f"{workdir}: {paths.reason(e)}"
     return [
       CheckResult(
-        "workdir", why, CheckStatus.BAD, "Choose another --workdir, or mend its permissions."
+        "workdir", why, CheckVerdict.BAD, "Choose another --workdir, or mend its permissions."
       )
     ]
 
@@ -168,7 +168,7 @@ def clock_row(skew: float) -> CheckResult:
     return CheckResult("clock", found)
   found = f"the file system's is {abs(skew):,.1f} s {'ahead' if skew > 0 else 'behind'}"
   return CheckResult(
-    "clock", found, CheckStatus.ADVICE,
+    "clock", found, CheckVerdict.ADVICE,
     "Times in the logs of several machines do not fit: set the clocks (chrony, ntpd). A run does "
     "not depend on them.",
   )  # fmt: skip

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
 
 _QUERY = (
   "index", "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm",
@@ -153,9 +153,9 @@ def _gpu_row(gpu: Gpu) -> CheckResult:
 def no_gpu_row(command: Sequence[str] = QUERY) -> CheckResult:
   """Why there are none to tell of."""
   if shutil.which(command[0]) is None:
-    return CheckResult("GPUs", f"there is no {command[0]}", CheckStatus.NONE)
+    return CheckResult("GPUs", f"there is no {command[0]}", CheckVerdict.NONE)
   advice = f"Run it to see why: {command[0]}; a driver may be missing, or too old for the question."
-  return CheckResult("GPUs", f"{command[0]} tells of none", CheckStatus.ADVICE, advice)
+  return CheckResult("GPUs", f"{command[0]} tells of none", CheckVerdict.ADVICE, advice)
 
 
 Links = dict[tuple[int, int], str]
@@ -210,7 +210,7 @@ def topology_row(links: Links) -> CheckResult:
   found = f"{count} GPUs, links {', '.join(kinds)}"
   if size == count:
     return CheckResult(
-      "links", f"{found}: all over NVLink", CheckStatus.OK,
+      "links", f"{found}: all over NVLink", CheckVerdict.OK,
       f"Any mesh suits: mesh.fsdp={count}, or mesh.tensor and mesh.expert within these {count}.",
     )  # fmt: skip
   if size == 1:
@@ -218,7 +218,7 @@ def topology_row(links: Links) -> CheckResult:
       "No NVLink: what talks least is best. mesh.data where a model fits on one GPU, else "
       "mesh.fsdp; keep mesh.tensor and mesh.expert at 1."
     )
-    return CheckResult("links", f"{found}: PCIe only", CheckStatus.ADVICE, advice)
+    return CheckResult("links", f"{found}: PCIe only", CheckVerdict.ADVICE, advice)
   listing = "; ".join(", ".join(map(str, group)) for group in groups)
   if all(len(group) == size for group in groups):
     advice = (
@@ -229,4 +229,4 @@ def topology_row(links: Links) -> CheckResult:
   order = [gpu for group in groups for gpu in group]
   if order != sorted(order):
     advice += f" Neighbours first: CUDA_VISIBLE_DEVICES={','.join(map(str, order))}."
-  return CheckResult("links", f"{found}: NVLink within ({listing})", CheckStatus.ADVICE, advice)
+  return CheckResult("links", f"{found}: NVLink within ({listing})", CheckVerdict.ADVICE, advice)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import psutil
 
-from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
 from ats_jax.metrics.environment import variables
 from ats_jax.metrics.memory import GIB
 
@@ -86,11 +86,11 @@ def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[CheckResult]:
   """The library of collectives, and variables that are in force."""
   version = next(filter(None, map(_version, _NCCL)), None)
   library = CheckResult(
-    "NCCL", version or "not installed", CheckStatus.OK if version else CheckStatus.NONE
+    "NCCL", version or "not installed", CheckVerdict.OK if version else CheckVerdict.NONE
   )
   if gpus > 1 and version is None:
     library = CheckResult(
-      "NCCL", "not installed", CheckStatus.BAD, "Several GPUs need it: ats_jax[cuda]."
+      "NCCL", "not installed", CheckVerdict.BAD, "Several GPUs need it: ats_jax[cuda]."
     )
   shown = variables(environ, _VARIABLES)
   costly = [name for name, value in _COSTLY.items() if environ.get(name) == value]
@@ -157,7 +157,7 @@ def current_limits() -> dict[str, Limit]:
 def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> CheckResult:
   """The memory that processes share as files: NCCL and the loaders pass data through it."""
   if not folder.is_dir():
-    return CheckResult("shared memory", f"no {folder}", CheckStatus.NONE)
+    return CheckResult("shared memory", f"no {folder}", CheckVerdict.NONE)
   total, _, free = shutil.disk_usage(folder)
   problems = []
   if gpus > 1 and free < MIN_SHM_GIB * GIB:

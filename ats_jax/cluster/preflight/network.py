@@ -5,7 +5,7 @@ import socket
 import psutil
 
 from ats_jax.cluster import rendezvous
-from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
 
 _CONNECT_SECS = 5.0
 
@@ -49,7 +49,7 @@ def coordinator_rows(address: str | None, nodes: int) -> list[CheckResult]:
   number = _resolve(host)
   if number is None:
     advice = "Use a name that every machine knows, or a number."
-    return [CheckResult("coordinator", f"{address}: no such host", CheckStatus.BAD, advice)]
+    return [CheckResult("coordinator", f"{address}: no such host", CheckVerdict.BAD, advice)]
   if _is_own(number):
     return [_own_row(address, number, port, nodes)]
   return [_other_row(address, number, port)]
@@ -58,14 +58,14 @@ def coordinator_rows(address: str | None, nodes: int) -> list[CheckResult]:
 def _own_row(text: str, address: str, port: int, nodes: int) -> CheckResult:
   if rendezvous.is_loopback(address) and nodes > 1:
     advice = f"{nodes} machines cannot meet at a loopback address: give that of this machine."
-    return CheckResult("coordinator", f"{text} is {address}", CheckStatus.BAD, advice)
+    return CheckResult("coordinator", f"{text} is {address}", CheckVerdict.BAD, advice)
   try:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as s:
       s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       s.bind((address, port))
   except OSError as e:
     advice = "Another process listens there, an old job perhaps: end it, or choose another port."
-    return CheckResult("coordinator", f"{text}: {e.strerror}", CheckStatus.BAD, advice)
+    return CheckResult("coordinator", f"{text}: {e.strerror}", CheckVerdict.BAD, advice)
   return CheckResult("coordinator", f"{text} is this machine ({address}), the port is free")
 
 
@@ -76,12 +76,12 @@ def _other_row(text: str, address: str, port: int) -> CheckResult:
   except ConnectionRefusedError:
     advice = "That is right before process 0 has started there."
     return CheckResult(
-      "coordinator", f"{text} ({address}) is there, nobody listens", CheckStatus.OK, advice
+      "coordinator", f"{text} ({address}) is there, nobody listens", CheckVerdict.OK, advice
     )
   except OSError as e:
     advice = "A firewall, a wrong interface, or the machine is down."
     why = e.strerror or "no answer"
-    return CheckResult("coordinator", f"{text} ({address}): {why}", CheckStatus.BAD, advice)
+    return CheckResult("coordinator", f"{text} ({address}): {why}", CheckVerdict.BAD, advice)
 
 
 def _resolve(host: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The results of the checks of a machine, each with its status and advice, and their table."""
+"""The results of the checks of a machine, each with its verdict and advice, and their table."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 _NAME_WIDTH = 16
 
 
-class CheckStatus(enum.StrEnum):
+class CheckVerdict(enum.StrEnum):
   """What the result of a check means for a run."""
 
   OK = "ok"
@@ -24,14 +24,14 @@ class CheckResult:
 
   Attributes:
     name: what was checked, in a word or two.
-    observed: what the check saw, in words.
-    status: what that means for a run.
+    found: what the check saw, in words.
+    verdict: what that means for a run.
     advice: what to do about it, in full sentences; "" = nothing.
   """
 
   name: str
-  observed: str
-  status: CheckStatus = CheckStatus.OK
+  found: str
+  verdict: CheckVerdict = CheckVerdict.OK
   advice: str = ""
 
 
@@ -40,7 +40,7 @@ def judged(name: str, found: str, problems: Sequence[str], bad: bool = False) ->
   if not problems:
     return CheckResult(name, found)
   return CheckResult(
-    name, found, CheckStatus.BAD if bad else CheckStatus.ADVICE, " ".join(problems)
+    name, found, CheckVerdict.BAD if bad else CheckVerdict.ADVICE, " ".join(problems)
   )
 
 
@@ -53,8 +53,8 @@ def render(rows: Sequence[CheckResult]) -> str:
   )
   lines = []
   for row in rows:
-    head = f"{row.name:<{_NAME_WIDTH}}{row.status:<8}"
-    lines.append(wrap(head, row.observed))
+    head = f"{row.name:<{_NAME_WIDTH}}{row.verdict:<8}"
+    lines.append(wrap(head, row.found))
     if row.advice:
       lines.append(wrap(f"{indent}-> ", row.advice))
   return "\n".join(lines)

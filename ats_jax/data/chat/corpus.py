@@ -14,7 +14,7 @@ from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import worked
 from ats_jax.data.corpus.corpus import LAYOUT, Corpus, warn_of_malformed
-from ats_jax.data.corpus.shards import Entry, How, Shards
+from ats_jax.data.corpus.shards import EncodedPiece, Shards, TokeniseOptions
 from ats_jax.data.corpus.tokenise import write_corpus
 from ats_jax.data.text.formats.token_files import token_dtype
 from ats_jax.data.text.report import Report
@@ -54,7 +54,7 @@ def open_chat_corpus(
   files: list[SourceFile],
   fingerprint: str,
   tokenizer: Tokenizer,
-  how: How,
+  options: TokeniseOptions,
 ) -> Corpus:
   """The tokenised conversations of `files`, from the cache or made now.
 
@@ -66,7 +66,7 @@ def open_chat_corpus(
     files: from `find_files`.
     fingerprint: of their names and contents.
     tokenizer: with the template.
-    how: to make it.
+    options: of tokenising, if it is made.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or as `Template.render`.
@@ -74,8 +74,10 @@ def open_chat_corpus(
   assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
 
   def build(folder: Path) -> dict[str, Any]:
-    fill = lambda shards, report: _fill(shards, report, files, cfg.strict, tokenizer, how.workers)
-    return write_corpus(folder, files, cfg, tokenizer, how._replace(copies_ids=False), fill)
+    fill = lambda shards, report: _fill(
+      shards, report, files, cfg.strict, tokenizer, options.workers
+    )
+    return write_corpus(folder, files, cfg, tokenizer, options._replace(copies_ids=False), fill)
 
   key = cache.digest("conversations", LAYOUT, fingerprint, tokenizer.fingerprint)
   root = cache.cache_root(cfg.cache_dir)
@@ -159,11 +161,11 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Writ
   return _Written(ids.astype(token_dtype(tokenizer.vocab_size)), codes, lengths, refused)
 
 
-def _entries(batch: list[_Found], written: _Written) -> Iterator[Entry]:
+def _entries(batch: list[_Found], written: _Written) -> Iterator[EncodedPiece]:
   left_out = {number for number, *_ in written.refused}
   ends = np.cumsum(written.lengths)
   for number, (found, end, length) in enumerate(zip(batch, ends, written.lengths, strict=True)):
     if number not in left_out:
       ids, codes = written.ids[end - length : end], written.codes[end - length : end]
       said = sum(len(m.content.encode()) for m in found.conversation.messages)
-      yield Entry(found.file, found.place, True, ids, said, codes=codes)
+      yield EncodedPiece(found.file, found.place, True, ids, said, codes=codes)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message, utf8
-from ats_jax.data.chat.segments import BOS, EOS, Segment
+from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 
 TIMEOUT_SECS = 10.0  # for one conversation; a template takes a millisecond
 _PROGRAM = Path(__file__).with_name("sandbox.py")
@@ -155,7 +155,7 @@ class JinjaTemplate:
       self._ends = (answer[-1].text,)
     return self._ends
 
-  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[Segment]:
+  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
     """See `Template`; the role of what is not of an answer is not known.
 
     Raises:
@@ -169,15 +169,15 @@ class JinjaTemplate:
       text, spans = write.text(prompt=True), []
     else:
       text, spans = write.marked() if self._has_marks else write.by_turns()
-    found: list[Segment] = []
+    found: list[ChatSegment] = []
     at = 0
     for number, (turn, begin, end) in enumerate(spans, 1):
       end = self._end_of_turn(text, begin, end)
-      like = Segment("", "assistant", counts=conversation.messages[turn].counts)
-      found += self._cut(text[at:begin], Segment(""))
+      like = ChatSegment("", "assistant", counts=conversation.messages[turn].counts)
+      found += self._cut(text[at:begin], ChatSegment(""))
       found += self._cut(text[begin:end], like._replace(last=number == len(spans)))
       at = end
-    found += self._cut(text[at:], Segment(""))
+    found += self._cut(text[at:], ChatSegment(""))
     whole = (s._replace(text=s.text.replace(breaker, "")) for s in found)
     return [s for s in whole if s.text]
 
@@ -239,7 +239,7 @@ class JinjaTemplate:
       "data.chat_template=chatml."
     )
 
-  def _cut(self, text: str, like: Segment) -> Iterator[Segment]:
+  def _cut(self, text: str, like: ChatSegment) -> Iterator[ChatSegment]:
     """Text and special tokens in turn, in all else like a segment."""
     at = 0
     for match in self._tokens.finditer(text):

@@ -13,7 +13,7 @@ from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
-from ats_jax.data.chat.segments import BOS, EOS, Segment
+from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 from ats_jax.data.chat.templates import PUBLISHED, Template
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer, known_ids
 from ats_jax.store import paths
@@ -133,7 +133,7 @@ class ChatTokenizer:
     """See `Tokenizer`."""
     return self.inner.decode(i for i in known_ids(ids, self) if i not in self._special_ids)
 
-  def encode_segments(self, conversations: Sequence[Sequence[Segment]]) -> list[Encoded]:
+  def encode_segments(self, conversations: Sequence[Sequence[ChatSegment]]) -> list[Encoded]:
     """Ids of what a template wrote, each segment by itself.
 
     A document begins with the tokenizer's own bos, so the template's is left out.
@@ -142,7 +142,7 @@ class ChatTokenizer:
     ids = dict(zip(texts, self.inner.encode_batch(list(texts)), strict=True))
     return [self._joined(c, ids) for c in conversations]
 
-  def _joined(self, segments: Sequence[Segment], ids: Mapping[str, np.ndarray]) -> Encoded:
+  def _joined(self, segments: Sequence[ChatSegment], ids: Mapping[str, np.ndarray]) -> Encoded:
     if segments and segments[0].special and self._id(segments[0].text) == self.bos_id:
       segments = segments[1:]
     parts = [np.array([self._id(s.text)]) if s.special else ids[s.text] for s in segments]

@@ -11,7 +11,7 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.shards import USUAL, How, codes, shard
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions, codes, shard
 from ats_jax.data.corpus.tokenise import REPORT, tokenise
 from ats_jax.data.text.formats.token_files import token_array
 from ats_jax.data.text.holdout import Split
@@ -160,7 +160,7 @@ def open_corpus(
   fingerprint: str,
   tokenizer: Tokenizer,
   split: Split,
-  how: How = USUAL,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
 ) -> Corpus:
   """The tokenised corpus of `files`, from the cache or made now.
 
@@ -170,16 +170,16 @@ def open_corpus(
     fingerprint: of their names and contents.
     tokenizer: makes the ids.
     split: where documents are cut.
-    how: to make it.
+    options: of tokenising, if it is made.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or a token file holds a foreign id.
   """
 
   def build(folder: Path) -> dict[str, Any]:
-    return tokenise(folder, files, cfg, tokenizer, split, how)
+    return tokenise(folder, files, cfg, tokenizer, split, options)
 
-  parts = [split.content(fingerprint), tokenizer.fingerprint, cfg.text_field, how.copies_ids]
+  parts = [split.content(fingerprint), tokenizer.fingerprint, cfg.text_field, options.copies_ids]
   name = f"corpus-{cache.digest('corpus', LAYOUT, *parts)}"
   folder = cache.cached(cache.cache_root(cfg.cache_dir), name, build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)

@@ -16,7 +16,7 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus.child import worked
-from ats_jax.data.corpus.shards import Entry, How, Shards
+from ats_jax.data.corpus.shards import EncodedPiece, Shards, TokeniseOptions
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.formats.token_files import token_array, token_documents, token_dtype
 from ats_jax.data.text.holdout import Split
@@ -35,7 +35,7 @@ def write_corpus(
   files: list[SourceFile],
   cfg: DataConfig,
   tokenizer: Tokenizer,
-  how: How,
+  options: TokeniseOptions,
   fill: Callable[["Shards", Report], None],
 ) -> dict[str, Any]:
   """Write the documents of `files` to `folder`, or what is missing there.
@@ -45,7 +45,7 @@ def write_corpus(
     files: from `find_files`.
     cfg: `strict` is read.
     tokenizer: that makes the ids.
-    how: to go about it.
+    options: of tokenising.
     fill: gives the shards what they do not hold yet, and the report all that is malformed.
 
   Returns:
@@ -57,7 +57,7 @@ def write_corpus(
   began = time.monotonic()
   with open(folder / REPORT, "w", errors="backslashreplace") as report_file:
     report = Report(strict=cfg.strict, file=report_file)
-    with contextlib.closing(Shards(folder, files, tokenizer.vocab_size, how)) as shards:
+    with contextlib.closing(Shards(folder, files, tokenizer.vocab_size, options)) as shards:
       fill(shards, report)
       shards.use(np.array([tokenizer.bos_id, tokenizer.eos_id]))
       facts = shards.finish()
@@ -69,7 +69,7 @@ def write_corpus(
   )  # fmt: skip
   return {
     **facts, "vocab_size": tokenizer.vocab_size, "report": report.summary(), "balance": balance,
-    "copied": how.copies_ids, "files": [[file.name, file.kind] for file in files],
+    "copied": options.copies_ids, "files": [[file.name, file.kind] for file in files],
   }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def tokenise(
   cfg: DataConfig,
   tokenizer: Tokenizer,
   split: Split,
-  how: How,
+  options: TokeniseOptions,
 ) -> dict[str, Any]:
   """Write the documents of text and of token ids to `folder`, or what is missing there.
 
@@ -94,9 +94,9 @@ def tokenise(
   def fill(shards: Shards, report: Report) -> None:
     texts = batched(_pieces(files, cfg.text_field, report, split))
     left = shards.skip_held(texts)
-    add_texts(shards, texts, tokenizer, how.workers)
+    add_texts(shards, texts, tokenizer, options.workers)
     documents = _token_documents(files, tokenizer, report, split)
-    if how.copies_ids:
+    if options.copies_ids:
       for entry in itertools.islice(_ids(files, documents, tokenizer.vocab_size), left, None):
         shards.add([entry], entry.ids)
       return
@@ -107,7 +107,7 @@ def tokenise(
       if file.kind == "tokens":
         shards.use(token_array(file.path, tokenizer.vocab_size))
 
-  return write_corpus(folder, files, cfg, tokenizer, how, fill)
+  return write_corpus(folder, files, cfg, tokenizer, options, fill)
 
 
 def add_texts(
@@ -180,14 +180,14 @@ def _token_documents(
 
 def _ids(
   files: list[SourceFile], documents: Iterable[_Document], vocab_size: int
-) -> Iterator[Entry]:
+) -> Iterator[EncodedPiece]:
   """Their ids, in parts of bounded length."""
   for number, group in itertools.groupby(documents, lambda document: document.number):
     array = token_array(files[number].path, vocab_size)
     for document in group:
       for begin in range(0, document.length, _BATCH_IDS):
         ids = array[document.start :][begin : min(begin + _BATCH_IDS, document.length)]
-        yield Entry(number, document.line, begin == 0, ids, 0, document.part)
+        yield EncodedPiece(number, document.line, begin == 0, ids, 0, document.part)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -197,9 +197,9 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndar
   return joined, np.cumsum([len(part) for part in ids])[:-1]
 
 
-def _entries(batch: Batch, ids: tuple[np.ndarray, np.ndarray]) -> Iterator[Entry]:
+def _entries(batch: Batch, ids: tuple[np.ndarray, np.ndarray]) -> Iterator[EncodedPiece]:
   joined, ends = ids
   begins = [0, *ends.tolist(), len(joined)]
   for (number, piece), (begin, end) in zip(batch, itertools.pairwise(begins), strict=True):
     num_bytes = len(piece.text.encode())
-    yield Entry(number, piece.line, piece.starts, joined[begin:end], num_bytes, piece.part)
+    yield EncodedPiece(number, piece.line, piece.starts, joined[begin:end], num_bytes, piece.part)

@@ -40,19 +40,19 @@ _PLAIN = {
 _LANGUAGE_OPTIONS = {"keep": "", "min_score": 0.65}
 
 
-class Outcome(NamedTuple):
-  """What a filter says of a document.
+class FilterResult(NamedTuple):
+  """What a filter did with a document.
 
   Attributes:
-    text: what is left of it.
-    reason: why it is dropped; "" = it is kept.
+    text: the text, which the filter may have changed.
+    reason: why the document is dropped; "" = it is kept.
   """
 
   text: str
   reason: str = ""
 
 
-Rule = Callable[[str], Outcome]
+Rule = Callable[[str], FilterResult]
 
 
 def make_rule(stage: Stage) -> Rule:
@@ -71,15 +71,15 @@ def repair(stage: Stage) -> Rule:
   """
   values(stage, {})
   ftfy = extra.module("ftfy", "data.filters=repair", "filters")
-  how = ftfy.TextFixerConfig(
+  settings = ftfy.TextFixerConfig(
     unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
     normalization=None, explain=False,
   )  # fmt: skip
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
-      return Outcome(text)  # nothing to repair, and found out a hundred times faster
-    return Outcome(ftfy.fix_text(text, how))
+      return FilterResult(text)  # nothing to repair, and found out a hundred times faster
+    return FilterResult(ftfy.fix_text(text, settings))
 
   return rule
 
@@ -102,11 +102,11 @@ def language(stage: Stage) -> Rule:
   if not keep:
     raise ValueError("data.filters: language needs the languages to keep: language:keep=en+de.")
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     (found,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
     if found["score"] < lowest:
-      return Outcome(text, "none for sure")
-    return Outcome(text, "" if found["lang"] in keep else found["lang"])
+      return FilterResult(text, "none for sure")
+    return FilterResult(text, "" if found["lang"] in keep else found["lang"])
 
   return rule
 
@@ -114,7 +114,7 @@ def language(stage: Stage) -> Rule:
 def gopher(stage: Stage) -> Rule:
   """Rules of Gopher: number and length of words, symbols, bullets, ellipses, stop words."""
   judge = _datatrove(stage, "GopherQualityFilter")
-  return lambda text: judge(text) if re.search(r"[^\W_]", text) else Outcome(text, "no word")
+  return lambda text: judge(text) if re.search(r"[^\W_]", text) else FilterResult(text, "no word")
 
 
 def repetition(stage: Stage) -> Rule:
@@ -126,9 +126,9 @@ def c4(stage: Stage) -> Rule:
   """Rules of C4, which also take away lines."""
   judge = _datatrove(stage, "C4QualityFilter")
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     left, reason = judge(text)
-    return Outcome(left, reason if left or reason else "nothing left")
+    return FilterResult(left, reason if left or reason else "nothing left")
 
   return rule
 
@@ -147,12 +147,12 @@ def _datatrove(stage: Stage, name: str) -> Rule:
 
   made = kind(**values(stage, _scalars(kind)), language=Words())
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     judged = document(text=text, id="")
     verdict = made.filter(judged)
     kept, why = verdict if isinstance(verdict, tuple) else (verdict, "refused")
     why = why.removeprefix(f"{stage.name}_")
-    return Outcome(judged.text, "" if kept else _PLAIN.get(why, why.replace("_", " ")))
+    return FilterResult(judged.text, "" if kept else _PLAIN.get(why, why.replace("_", " ")))
 
   return rule
 

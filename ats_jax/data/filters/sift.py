@@ -22,7 +22,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import worked
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, resolve
 from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
@@ -63,7 +63,9 @@ def versions(filters: str) -> dict[str, str]:
   return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
-def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -> Sifted:
+def sift(
+  cfg: DataConfig, files: list[SourceFile], fingerprint: str, options: TokeniseOptions
+) -> Sifted:
   """Judge the documents of `files` by `cfg.filters`, if that was not done before.
 
   The folder holds `verdict.npy` ([documents] uint16: 0 = kept, else an index of `reasons` in its
@@ -74,7 +76,7 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
     cfg: `filters`, `text_field`, `chat_template`, `strict` and `cache_dir` are read.
     files: from `find_files`.
     fingerprint: of their names and contents.
-    how: to go about it.
+    options: processes and progress; filters copy no ids.
 
   Raises:
     ValueError: for filters that are none, a module that is missing, malformed input if
@@ -87,7 +89,7 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
   own = cache.digest("sift", _VERSION, fingerprint, kind, filters, versions(filters))
 
   def build(folder: Path) -> dict[str, Any]:
-    return _build(folder, cfg, files, judge, how)
+    return _build(folder, cfg, files, judge, options)
 
   folder = cache.cached(root, f"sift-{own}", build, goes_on=True)
   logging.info("Filters: %s.", in_words(folder.meta))
@@ -107,18 +109,20 @@ def in_words(meta: dict[str, Any]) -> str:
 
 
 def _build(
-  folder: Path, cfg: DataConfig, files: list[SourceFile], judge: Judge, how: How
+  folder: Path, cfg: DataConfig, files: list[SourceFile], judge: Judge, options: TokeniseOptions
 ) -> dict[str, Any]:
   parts = Parts(folder)
   if not parts.complete:
     left = itertools.islice(_documents(files, cfg), parts.documents, None)
     batches = _batches(left)
-    done = worked(batches, judge, how.workers, _heads, Judge.__call__, "filter")
+    done = worked(batches, judge, options.workers, _heads, Judge.__call__, "filter")
     with contextlib.closing(done) as found:
       for number, (batch, judged) in enumerate(found):
         parts.add(batch, judged)
         if number % 32 == 31:
-          how.say(f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}")
+          options.say(
+            f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}"
+          )
     parts.close(last=True)
   columns, judged, near = parts.joined()
   stages = filter_stages(cfg.filters)

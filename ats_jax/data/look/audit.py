@@ -26,20 +26,26 @@ _LIMIT = 2**31 - 1
 _LONGEST = 2**40  # rows of a run: a part that has not been read by then never is
 
 
-class Phase(NamedTuple):
-  """Some hosts that read together from where the last phase ended to this share of the epoch."""
+class ReadingPhase(NamedTuple):
+  """A part of an epoch that some hosts read together, from where the phase before it ended.
+
+  Attributes:
+    hosts: number of hosts.
+    accum_steps: micro-batches of a step.
+    until: the share of the epoch, from 0 to 1, at which the phase ends.
+  """
 
   hosts: int
   accum_steps: int
   until: float
 
 
-SCENARIOS: dict[str, tuple[Phase, ...]] = {
-  "1 host": (Phase(1, 1, 1.0),),
-  "2 hosts": (Phase(2, 1, 1.0),),
-  "4 hosts": (Phase(4, 1, 1.0),),
-  "7 hosts": (Phase(7, 1, 1.0),),
-  "4 hosts, then 7 with half the micro-batch": (Phase(4, 1, 0.5), Phase(7, 2, 1.0)),
+SCENARIOS: dict[str, tuple[ReadingPhase, ...]] = {
+  "1 host": (ReadingPhase(1, 1, 1.0),),
+  "2 hosts": (ReadingPhase(2, 1, 1.0),),
+  "4 hosts": (ReadingPhase(4, 1, 1.0),),
+  "7 hosts": (ReadingPhase(7, 1, 1.0),),
+  "4 hosts, then 7 with half the micro-batch": (ReadingPhase(4, 1, 0.5), ReadingPhase(7, 2, 1.0)),
 }
 
 
@@ -58,7 +64,7 @@ class Result(NamedTuple):
 def audit(
   dataset: TrainRows,
   *,
-  scenarios: dict[str, Sequence[Phase]] | None = None,
+  scenarios: dict[str, Sequence[ReadingPhase]] | None = None,
   batches: Callable[..., TrainBatches] = TrainBatches,
 ) -> Iterator[Result]:
   """Reads one epoch per scenario and compares it with the documents.
@@ -170,7 +176,7 @@ class _Audit:
         codes = packed.corpus.codes(int(document), 0, last - start)
         self._weights[start:last] = packed.weights[codes]
 
-  def run(self, name: str, phases: Sequence[Phase]) -> Result:
+  def run(self, name: str, phases: Sequence[ReadingPhase]) -> Result:
     total = -(-self._num_rows // self._batch_size)
     done = rows = 0
     position = None
@@ -186,7 +192,7 @@ class _Audit:
     repeated = int(np.maximum(self._seen.astype(np.int64) - 1, 0).sum())
     return Result(name, total, rows, seen, lost, repeated, self._difference)
 
-  def _read(self, phase: Phase, position: Any, count: int) -> tuple[int, Any]:
+  def _read(self, phase: ReadingPhase, position: Any, count: int) -> tuple[int, Any]:
     """Reads `count` batches on all hosts, the first of which is at `position`.
 
     Returns:

@@ -109,13 +109,13 @@ class StepOrder:
     return order, ranks(order)
 
 
-class Part(NamedTuple):
-  """The documents that are packed together.
+class Bucket(NamedTuple):
+  """Training documents that are packed together, into rows of one length.
 
   Attributes:
-    name: in words.
-    seq_len: positions of their rows.
-    documents: indices into the corpus.
+    name: what the documents have in common, in words, for logs and metrics.
+    seq_len: positions in a row.
+    documents: [documents] int64, indices into the corpus.
   """
 
   name: str
@@ -155,7 +155,7 @@ class Buckets(TrainRows):
     info = info_of(parts, infos[0].tokenizer, seq_len=seq_len, num_rows=num_rows)
     places = sum(part.num_rows * part.seq_len for part in infos)
     self.padding = 1 - info.num_tokens / places
-    how = "one after the other in each epoch" if seed is None else "mixed at random"
+    order = "one after the other in each epoch" if seed is None else "mixed at random"
     rows = "; ".join(
       f"{name}: {part.info.num_rows:,} rows of {part.info.seq_len}" for name, part in parts.items()
     )
@@ -168,7 +168,7 @@ class Buckets(TrainRows):
       report=max((p.report for p in infos), key=lambda report: sum(report["skipped"].values())),
       summary=(
         f"{info.num_documents:,} documents, {info.num_tokens:,} targets in "
-        f"{self.order.start(1):,} steps an epoch, {how}, {self.padding:.1%} padding: {rows}"
+        f"{self.order.start(1):,} steps an epoch, {order}, {self.padding:.1%} padding: {rows}"
       ),
     )
 
@@ -273,7 +273,7 @@ def row_lengths(sizes: np.ndarray, *, seq_len: int, count: int, batch_size: int)
   return tuple(found)
 
 
-def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Part]:
+def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Bucket]:
   """Documents by the shortest row that holds them whole; the last part has all that are longer.
 
   Args:
@@ -287,14 +287,14 @@ def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) 
     name = f"documents of {above + 1} to {length} tokens"
     if number == len(lengths) - 1:
       name = f"documents of {above + 1} tokens and more"
-    parts.append(Part(name, length, documents[which == number]))
+    parts.append(Bucket(name, length, documents[which == number]))
     above = length
   return parts
 
 
 def by_level(
   difficulty: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, seq_len: int, batch_size: int
-) -> list[Part]:
+) -> list[Bucket]:
   """Documents by difficulty, in parts of about as many tokens, the easiest first.
 
   There are LEVELS parts, or as many as have LEAST_STEPS steps each, but at least one.
@@ -313,6 +313,6 @@ def by_level(
   level[order] = before * levels // sizes.sum()
   groups = [documents[level == number] for number in np.unique(level)]
   return [
-    Part(f"difficulty {number} of {len(groups)}", seq_len, group)
+    Bucket(f"difficulty {number} of {len(groups)}", seq_len, group)
     for number, group in enumerate(groups, 1)
   ]

@@ -10,7 +10,7 @@ import numpy as np
 from ats_jax.data.batch import SOURCE
 from ats_jax.data.corpus import cache
 from ats_jax.data.rows.contract import Progress, Rows, TrainRows, info_of
-from ats_jax.data.rows.schedule import Schedule, Stage
+from ats_jax.data.rows.schedule import MixturePhase, Schedule
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 
@@ -75,7 +75,7 @@ class Mixture(Joined, TrainRows):
       name: part.progress(counts[name], before[name]) for name, part in self.info.parts.items()
     }
     news = [
-      f"phase {number + 1} of {len(self.schedule.stages)} of data.mixture begins: "
+      f"phase {number + 1} of {len(self.schedule.phases)} of data.mixture begins: "
       f"{self.shares(number)}"
       for number, start in enumerate(map(int, self.schedule.starts))
       if number and since is not None and since <= start < row
@@ -122,7 +122,7 @@ class Mixture(Joined, TrainRows):
 
   def shares(self, number: int) -> str:
     """A phase in words: the share of each source."""
-    parts = self._parts(self.schedule.stages[number])
+    parts = self._parts(self.schedule.phases[number])
     total = sum(parts.values())
     return ", ".join(f"{name} {part / total:.1%}" for name, part in parts.items())
 
@@ -132,10 +132,10 @@ class Mixture(Joined, TrainRows):
 
   def _begun(self, row: int) -> list[Any]:
     """Of each phase that begins before `row`: where it does, and the parts of its sources."""
-    phases = zip(map(int, self.schedule.starts), self.schedule.stages, strict=True)
+    phases = zip(map(int, self.schedule.starts), self.schedule.phases, strict=True)
     return [[start, self._parts(stage)] for start, stage in phases if start < row]
 
-  def _parts(self, stage: Stage) -> dict[str, int]:
+  def _parts(self, stage: MixturePhase) -> dict[str, int]:
     return {name: n for name, n in zip(self.info.parts, stage.parts, strict=True) if n}
 
 

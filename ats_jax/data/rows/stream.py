@@ -201,8 +201,8 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
       )
     texts = lambda: train_texts(found.files, cfg, found.split)
     tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, found))
-  how = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("stream", found.content, tokenizer.fingerprint, how)
+  settings = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
+  fingerprint = cache.digest("stream", found.content, tokenizer.fingerprint, settings)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
   windows = Windows(folder, cfg, found.files, tokenizer, seed)
   first = _first(windows)

@@ -26,7 +26,7 @@ from absl import logging
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
-from ats_jax.data.corpus.shards import USUAL, Shards
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, Shards
 from ats_jax.data.corpus.tokenise import add_texts, batched, write_corpus
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.splits import Opened, pack
@@ -213,7 +213,7 @@ class Windows:
       report.join(*self._text.counted())
 
     files = self.files[first:]
-    facts = write_corpus(folder, files, self._cfg, self._tokenizer, USUAL, fill)
+    facts = write_corpus(folder, files, self._cfg, self._tokenizer, DEFAULT_OPTIONS, fill)
     end = self._text.end
     return {**facts, "files": facts["files"][: last - first + 1], "end": end and list(end)}
 

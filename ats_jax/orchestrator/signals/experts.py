@@ -12,16 +12,18 @@ from ats_jax.step.state import TrainState
 STARVED = 0.05  # of the mean share of a layer's open experts
 
 
-class Experts:
-  """The open experts of each layer, as the host knows them; needs `moe.spare_experts` >= 1.
+class OpenExperts:
+  """The slots of each layer that hold an expert in use, as the host knows them.
+
+  It needs `moe.spare_experts` >= 1.
 
   Attributes:
-    layers: indices of the layers with experts, from the bottom.
+    layers: indices of the layers with experts, from the bottom up.
     is_open: bool [layers, slots].
   """
 
   def __init__(self, cfg: Config, state: TrainState):
-    """Read which are open; waits for the step that makes `state`."""
+    """Read which slots are open. Waits for the step that makes `state`."""
     self.layers = moe_layers(cfg)
     self.is_open = np.stack([view_experts(cfg, state, layer).is_open for layer in self.layers])
 

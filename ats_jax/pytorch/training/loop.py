@@ -29,7 +29,7 @@ from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.peaks import peak_flops
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
@@ -134,7 +134,7 @@ class TorchRun:
   layers: LayerLog | None
   meter: Throughput
   goodput: Goodput
-  progress: Progress
+  progress: ProgressBar
   scores: dict[str, float] | None = None
 
   @property
@@ -356,7 +356,7 @@ def _open(
   if cfg.moe.num_experts or cfg.mod.routing != "none":
     layers = LayerLog(folder / workdir.LAYERS, last_step=-1 if rows_until is None else rows_until)
     enter(contextlib.closing(layers))
-  progress = enter(Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress))
+  progress = enter(ProgressBar(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress))
   meter = _meter(program, options)
   meter.start(origin.step)
   return TorchRun(

@@ -33,7 +33,7 @@ def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.opt
   leaves = jax.tree.leaves(decay_mask(params, embeddings=cfg.optimizer.decay_embeddings))
   parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
   groups: dict[bool, list[Tensor]] = {True: [], False: []}
-  for ours, part in layout.named_parts(params, stacks=stacks(cfg)).items():
+  for ours, part in layout.named_arrays(params, stacks=stacks(cfg)).items():
     groups[leaves[part.number]].append(parameters.pop(weights.their_name(ours, parameters)))
   assert not parameters
   o = cfg.optimizer
@@ -95,15 +95,15 @@ def to_jax(
 
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)
-  for name, part in layout.named_parts(abstract, stacks=stacks(cfg)).items():
+  for name, part in layout.named_arrays(abstract, stacks=stacks(cfg)).items():
     if name == "key":
       filled[part.number] = jax.random.key(cfg.seed)
-    elif part.place is None:
+    elif part.layer is None:
       filled[part.number] = value(name, part.shape).copy()
     else:
       if filled[part.number] is None:
         filled[part.number] = np.empty(part.leaf.shape, part.leaf.dtype)
-      filled[part.number][part.place] = value(name, part.shape)
+      filled[part.number][part.layer] = value(name, part.shape)
   on_device = lambda x, like: jax.device_put(jnp.asarray(x), like.sharding)
   return structure.unflatten(list(map(on_device, filled, leaves)))
 
@@ -120,9 +120,9 @@ def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
   """
   leaves = list(map(torch.from_dlpack, jax.tree.leaves(tree)))
   found = {}
-  for name, part in layout.named_parts(tree, stacks=stacks(cfg)).items():
+  for name, part in layout.named_arrays(tree, stacks=stacks(cfg)).items():
     whole = leaves[part.number]
-    found[name] = whole if part.place is None else whole[part.place]
+    found[name] = whole if part.layer is None else whole[part.layer]
   return found
 
 
@@ -130,10 +130,10 @@ def _arrays(cfg: Config, state: TrainState) -> dict[str, np.ndarray]:
   """Every array of a state but its key, by the name that it has in a checkpoint."""
   leaves = jax.tree.leaves(state)
   found = {}
-  for name, part in layout.named_parts(state, stacks=stacks(cfg)).items():
+  for name, part in layout.named_arrays(state, stacks=stacks(cfg)).items():
     if name != "key":
       whole = np.asarray(leaves[part.number])
-      found[name] = whole if part.place is None else whole[part.place]
+      found[name] = whole if part.layer is None else whole[part.layer]
   return found
 
 

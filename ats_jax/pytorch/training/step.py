@@ -17,8 +17,8 @@ from ats_jax.model.mod import rules_at
 from ats_jax.pytorch import objective
 from ats_jax.pytorch.decoder import Decoder
 from ats_jax.pytorch.moe import MoE
-from ats_jax.pytorch.objective import Pass, Totals
-from ats_jax.pytorch.settings import Rules
+from ats_jax.pytorch.objective import ForwardResult, Totals
+from ats_jax.pytorch.settings import RoutingRules
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.step.schedule import learning_rate
 
@@ -37,7 +37,7 @@ class Update:
     made: whether the update was made; not where float16 overflowed.
   """
 
-  found: Pass
+  found: ForwardResult
   whole: Totals
   grad_norm: Tensor
   rate: float
@@ -142,7 +142,7 @@ class Trainer:
         total += float((adam + decay * before).square().sum())
     return rate * math.sqrt(total)
 
-  def _of_experts(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+  def _of_experts(self, found: ForwardResult) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     moe = [layer.moe for layer in found.stats if layer.moe is not None]
     if not self.cfg.moe.num_experts:
       return {}, {}
@@ -174,7 +174,7 @@ class Trainer:
       "moe/layer_tokens": stack("tokens"),
     }
 
-  def _of_depth(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+  def _of_depth(self, found: ForwardResult) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     mod = [layer.mod for layer in found.stats if layer.mod is not None]
     if found.depth_L is None:
       return {}, {}
@@ -197,10 +197,10 @@ class Trainer:
     }
 
 
-def their_rules(cfg: Config, step: int, *, training: bool) -> Rules:
+def their_rules(cfg: Config, step: int, *, training: bool) -> RoutingRules:
   """`model.mod.rules_at`, for PyTorch."""
   rules = rules_at(cfg, step, training=training)
-  return Rules(training, rules.capacity, rules.horizon)
+  return RoutingRules(training, rules.capacity, rules.horizon)
 
 
 def on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Tensor]:

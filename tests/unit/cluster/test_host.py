@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from ats_jax.cluster.preflight import host
-from ats_jax.cluster.preflight.results import CheckResult, CheckStatus, render
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render
 
 UNLIMITED = resource.RLIM_INFINITY
 GOOD = {
@@ -19,10 +19,10 @@ GOOD = {
 
 def test_packages(monkeypatch):
   rows = host.version_rows()
-  assert [row.status for row in rows] == [CheckStatus.OK] * 2
-  assert f"jax {jax.__version__}, jaxlib" in rows[1].observed
+  assert [row.verdict for row in rows] == [CheckVerdict.OK] * 2
+  assert f"jax {jax.__version__}, jaxlib" in rows[1].found
   monkeypatch.setattr(host, "_PACKAGES", (*host._PACKAGES, "ats-jax-no-such-package"))
-  assert host.version_rows()[1].status is CheckStatus.BAD
+  assert host.version_rows()[1].verdict is CheckVerdict.BAD
 
 
 @pytest.mark.parametrize(
@@ -44,24 +44,24 @@ def test_gpus_that_jax_does_not_use(driver, plugins, backend, said):
 def test_variables_in_force():
   environ = {"NCCL_P2P_DISABLE": "1", "JAX_PLATFORMS": "cpu", "HOME": "/", "JAX_TOKEN": "secret"}
   _, row = host.nccl_rows(environ, 0)
-  assert row.observed == "JAX_PLATFORMS=cpu NCCL_P2P_DISABLE=1"
+  assert row.found == "JAX_PLATFORMS=cpu NCCL_P2P_DISABLE=1"
   assert row.advice == "NCCL_P2P_DISABLE=1 makes collectives slow: unset it."
   assert host.nccl_rows({}, 0)[1] == CheckResult("variables", "none is set")
 
 
 def test_several_gpus_need_nccl(monkeypatch):
   monkeypatch.setattr(host, "_NCCL", ("ats-jax-no-such-package",))
-  assert host.nccl_rows({}, 2)[0].status is CheckStatus.BAD
-  assert host.nccl_rows({}, 1)[0].status is CheckStatus.NONE
+  assert host.nccl_rows({}, 2)[0].verdict is CheckVerdict.BAD
+  assert host.nccl_rows({}, 1)[0].verdict is CheckVerdict.NONE
 
 
 def test_the_limit_of_a_container(tmp_path):
   (tmp_path / "limited").write_text("1073741824\n")
   (tmp_path / "unlimited").write_text("max\n")
   row = host.memory_row(tmp_path / "limited")
-  assert "1.0 GiB for this container" in row.observed and "Less than 2 GiB" in row.advice
-  assert "container" not in host.memory_row(tmp_path / "unlimited").observed
-  assert "container" not in host.memory_row(tmp_path / "none").observed
+  assert "1.0 GiB for this container" in row.found and "Less than 2 GiB" in row.advice
+  assert "container" not in host.memory_row(tmp_path / "unlimited").found
+  assert "container" not in host.memory_row(tmp_path / "none").found
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ def test_limits(limit, value, gpus, said):
 
 def test_the_limits_of_this_process():
   assert host.current_limits().keys() == GOOD.keys()
-  assert host.limit_row(GOOD, 8).status is CheckStatus.OK
+  assert host.limit_row(GOOD, 8).verdict is CheckVerdict.OK
 
 
 def test_shared_memory(tmp_path, monkeypatch):
-  assert host.shared_memory_row(0, tmp_path).status is CheckStatus.OK
+  assert host.shared_memory_row(0, tmp_path).verdict is CheckVerdict.OK
   monkeypatch.setattr(host, "MIN_SHM_GIB", 2**40)
   assert "--shm-size" in host.shared_memory_row(2, tmp_path).advice
-  assert host.shared_memory_row(2, tmp_path / "none").status is CheckStatus.NONE
+  assert host.shared_memory_row(2, tmp_path / "none").verdict is CheckVerdict.NONE
 
 
 def test_the_table_wraps_under_its_column(monkeypatch):
   monkeypatch.setenv("COLUMNS", "60")
-  text = render([CheckResult("name", "found " * 12, CheckStatus.BAD, "advice " * 12)])
+  text = render([CheckResult("name", "found " * 12, CheckVerdict.BAD, "advice " * 12)])
   first, *rest = text.splitlines()
   assert first.startswith("name            bad     found") and len(rest) > 2
   assert all(line.startswith(" " * 24) and len(line) <= 60 for line in rest)

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import page, visible
 from ats_jax.data.splits import open_documents, prepare
@@ -87,7 +87,7 @@ def test_figures(folder, config, tmp_path):
   sizes, kept = shown.chars
   assert len(sizes) == 41 and kept.sum() == 31
   assert shown.num_tokens == int(opened.corpus.length.sum()) == shown.num_bytes
-  prepare(cfg, tmp_path / "out", How(0))
+  prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   later = config(paths=str(tmp_path / "out"))
   again = overview(later, open_documents(later, 0.0))
   assert again.samples == shown.samples and again.sources == shown.sources

@@ -13,7 +13,7 @@ import pytest
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.data import splits
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
 from ats_jax.data.filters.judge import Head, Judge
 from ats_jax.data.splits import open_datasets, open_documents, prepare
@@ -89,9 +89,9 @@ def test_what_is_kept_does_not_depend_on_the_order_of_files(folder, config):
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, monkeypatch, fraction):
   cfg = config(paths=str(folder), filters="exact", validation_fraction=fraction)
-  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   if fraction:
-    assert bytes_of(prepare(cfg, tmp_path / "two", How(2))) == expected
+    assert bytes_of(prepare(cfg, tmp_path / "two", TokeniseOptions(2))) == expected
   judged = []
   real = judge.Judge.__call__
   for deadline in (4, 3, 100):  # batches until it is killed
@@ -106,8 +106,8 @@ def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, mon
     monkeypatch.setattr(judge.Judge, "__call__", until)
     if deadline < 100:
       with pytest.raises(KeyboardInterrupt):
-        prepare(cfg, tmp_path / "killed", How(0))
-  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
+        prepare(cfg, tmp_path / "killed", TokeniseOptions(0))
+  assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
   assert 100 < len(judged) < 140  # a part that was written is not judged again
 
 
@@ -144,27 +144,27 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small):
   assert killed.returncode == -9, killed.stderr
   assert len(list((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))) == 2
   cfg = config(paths=str(folder), filters="exact")
-  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
-  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
+  assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
 
 
 def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeypatch):
   cfg = config(paths=str(folder), filters="exact")
-  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(parts.Parts, "joined", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-    prepare(cfg, tmp_path / "killed", How(0))
+    prepare(cfg, tmp_path / "killed", TokeniseOptions(0))
   written = sorted((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))
   assert len(written) > 2
   raw = bytearray(written[1].read_bytes())
   raw[len(raw) // 2] ^= 1
   written[1].write_bytes(raw)
-  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
+  assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
 
 
 def test_a_prepared_folder_keeps_its_filters(folder, config, tmp_path):
   cfg = config(paths=str(folder), filters="exact", seq_len=16)
-  prepare(cfg, tmp_path / "out", How(0))
+  prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   train, _ = open_datasets(cfg, 0)
   again, _ = open_datasets(config(paths=str(tmp_path / "out"), seq_len=16), 0)
   assert again.info.fingerprint == train.info.fingerprint
@@ -203,7 +203,7 @@ def test_blocks_are_what_was_judged():
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
   opened = sift.sift(
-    config(filters="exact"), splits._find(str(folder), config())[0], "", How(0)
+    config(filters="exact"), splits._find(str(folder), config())[0], "", TokeniseOptions(0)
   )  # fmt: skip
   own = next(file.sieve for file in opened.files if file.name == "a.jsonl")
   report = sift.Report(strict=False)

@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.judge import Head, Judge
 from ats_jax.data.splits import open_documents, prepare
@@ -97,7 +97,7 @@ def test_changes_reach_the_corpus(write, config, tmp_path):
   text = "\n".join([*lines, "Home | About | Contact", *lines[::-1], "schÃ¶n â€” ja."])
   write("d/a.txt", text)
   cfg = config(paths=str(tmp_path / "d"), filters="repair,c4", validation_fraction=0.25)
-  opened = prepare(cfg, tmp_path / "out", How(0))
+  opened = prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   assert opened.split.block and len(opened.corpus) > 1
   assert opened.sifted.meta["changed"] == 1
   parts = sorted(range(len(opened.corpus)), key=lambda d: opened.corpus.part[d])
@@ -154,7 +154,7 @@ def test_all_filters_in_processes(write, config, tmp_path):
   write("d/a.jsonl", rows)
   filters = "repair,exact,language:keep=en,gopher,repetition,c4,near"
   cfg = config(paths=str(tmp_path / "d"), filters=filters)
-  one, two = (prepare(cfg, tmp_path / f"out{n}", How(n)) for n in (0, 2))
+  one, two = (prepare(cfg, tmp_path / f"out{n}", TokeniseOptions(n)) for n in (0, 2))
   assert one.sifted.meta == two.sifted.meta and one.content == two.content
   for name in ("verdict.npy", "samples.json"):
     assert (one.sifted.path / name).read_bytes() == (two.sifted.path / name).read_bytes()

@@ -4,7 +4,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from ats_jax.metrics.profiler import (
-  Kernel,
+  KernelTime,
   ProfileWindow,
   kernel_table,
   kernel_times,
@@ -71,7 +71,7 @@ def test_a_sort_that_takes_most_of_the_time_comes_first(tmp_path):
 
 
 def test_the_table_sums_up_what_it_leaves_out():
-  kernels = [Kernel(f"k{i}", i, 0.001 * i, i / 6) for i in (3, 2, 1)]
+  kernels = [KernelTime(f"k{i}", i, 0.001 * i, i / 6) for i in (3, 2, 1)]
   lines = kernel_table(kernels, rows=1).splitlines()
   assert lines[1].split() == ["50.0%", "3.00", "3", "k3"]
   assert lines[2].split() == ["50.0%", "3.00", "3", "2", "others"]

@@ -17,7 +17,7 @@ from ats_jax.orchestrator.actions.expert_view import find, view_experts
 from ats_jax.orchestrator.policy.decide import STARVED_CHECKS, Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
-from ats_jax.orchestrator.signals.experts import Experts, moe_layers
+from ats_jax.orchestrator.signals.experts import OpenExperts, moe_layers
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
 
@@ -102,7 +102,7 @@ def test_what_is_pruned_can_be_opened_again(mesh):
 
 
 def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
-  experts = Experts(CFG, make_program(CFG).init())
+  experts = OpenExperts(CFG, make_program(CFG).init())
   slots = experts.is_open.shape[1]
   assert experts.is_open.sum() == 4 and slots == 5
   even = np.where(experts.is_open, 0.25, 0.0)

@@ -13,7 +13,7 @@ from chat_cases import ANSWERS, DIALOGUES, in_loss
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look import explain
 from ats_jax.data.look.audit import audit
 from ats_jax.data.look.checks import check
@@ -168,7 +168,7 @@ def test_documents_are_held_out_as_ever(chat_config, write):
 
 def test_conversations_are_prepared_ahead(chat_config, tmp_path):
   cfg = chat_config()
-  opened = prepare(cfg, tmp_path / "out", How())
+  opened = prepare(cfg, tmp_path / "out", TokeniseOptions())
   assert opened.corpus.report["balance"] == {"records": 12, "documents": 12, "dropped": 0}
   ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
   one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
