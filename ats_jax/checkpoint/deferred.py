@@ -99,11 +99,11 @@ def write(
 def _done(progress: Path, source: str) -> set[str]:
   """Names of the arrays that an unfinished call wrote; it is removed if it had another source."""
   try:
-    found = json.loads(paths.read(progress))
+    progress_fields = json.loads(paths.read(progress))
   except FileNotFoundError:
-    found = None
-  if found and found["source"] == source:
-    return set(found["done"])
+    progress_fields = None
+  if progress_fields and progress_fields["source"] == source:
+    return set(progress_fields["done"])
   state = progress.parent / reader.STATE
   paths.delete_rest(state)
   paths.make_folder(state)

@@ -106,8 +106,8 @@ def named_arrays(
 
 def _layers(name: str, stacks: Stacks) -> list[tuple[str, int | None]]:
   for stack, layers in stacks.items():
-    before, found, after = f"/{name}".partition(f"/{stack}/")
-    if found:
+    before, separator, after = f"/{name}".partition(f"/{stack}/")
+    if separator:
       return [(f"{before}/layers/{i}/{after}"[1:], place) for place, i in enumerate(layers)]
   return [(name, None)]
 

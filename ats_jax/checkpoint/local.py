@@ -111,12 +111,12 @@ class LocalSnapshots:
       [Offer(*offer) for offer in json.loads(text)]
       for text in shared_folder.gather(json.dumps(self._offers(after)))
     ]
-    found = choose(offers)
-    if found is None:
+    chosen = choose(offers)
+    if chosen is None:
       if any(offers):
         logging.warning("no snapshot in %s is whole: using a checkpoint", self._root)
       return None
-    step, sources = found
+    step, sources = chosen
     if not self._fetch(step, sources):
       return None
     own = sources[jax.process_index()]
@@ -216,14 +216,14 @@ class LocalSnapshots:
     """Those that this process answers for: its own, and those of processes that are elsewhere."""
     me, nodes = jax.process_index(), shared_folder.gather(platform.node())
     here = {rank for rank, node in enumerate(nodes) if node == nodes[me]}
-    found = []
+    offers = []
     for folder in sorted(self._root.glob("process_*")):
       owner = int(folder.name.removeprefix("process_"))
       if owner == me or (owner not in here and me == min(here)):
         for step in self._steps(folder):
           if step > after and (holds := self._intact(folder / str(step))):
-            found.append(Offer(step, owner, holds))
-    return found
+            offers.append(Offer(step, owner, holds))
+    return offers
 
   def _intact(self, folder: Path) -> list[str]:
     """What each process held, of an intact snapshot of this run and mesh; else []."""
@@ -270,10 +270,10 @@ def folder_of(text: str) -> Path:
   Raises:
     ValueError: if it names a variable that is not set.
   """
-  found = os.path.expanduser(os.path.expandvars(text))
-  if "$" in found:
+  expanded = os.path.expanduser(os.path.expandvars(text))
+  if "$" in expanded:
     raise ValueError(f"checkpoint.local_dir={text}: a variable in it is not set.")
-  return paths.absolute(Path(found))
+  return paths.absolute(Path(expanded))
 
 
 def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[SnapshotSource]] | None:

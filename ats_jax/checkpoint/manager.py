@@ -178,8 +178,8 @@ class CheckpointManager:
     """
     self.wait()
     step = reader.process_0_decides(self._choose_latest)
-    if self._local is not None and (found := self._local.newest(step or 0)) is not None:
-      return found
+    if self._local is not None and (snapshot := self._local.newest(step or 0)) is not None:
+      return snapshot
     return None if step is None else (step, reader.load_extra(self.directory, step))
 
   def read(self, step: int, abstract_state: PyTree) -> PyTree:

@@ -43,8 +43,8 @@ def to_save(parts: Mapping[str, StoredArray]) -> dict[str, jax.Array | np.ndarra
     if jnp.issubdtype(part.leaf.dtype, jax.dtypes.prng_key):
       arrays[name] = part.leaf
     elif len(devices) == 1 and on_cpu:
-      whole = np.asarray(part.leaf)
-      arrays[name] = (whole if part.layer is None else whole[part.layer, ...]).view(Kept)
+      full_array = np.asarray(part.leaf)
+      arrays[name] = (full_array if part.layer is None else full_array[part.layer, ...]).view(Kept)
     elif len(devices) == 1:
       on_gpu[name] = part
     elif part.layer is None:
@@ -151,20 +151,20 @@ def _layer(stack: jax.Array, place: int, arrays: list[jax.Array]) -> jax.Array:
 
 def _shards_with(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
   """This process's shards of a stack that hold a layer, and where in them it is."""
-  found = []
+  shards = []
   for shard in stack.addressable_shards:
     start, stop, _ = shard.index[0].indices(len(stack))
     if start <= place < stop:
-      found.append((shard, place - start))
-  return found
+      shards.append((shard, place - start))
+  return shards
 
 
 def _shards_for(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
   """`_shards_with`; in a job of several processes all, with a layer that nobody writes."""
-  found = _shards_with(stack, place)
+  shards = _shards_with(stack, place)
   if jax.process_count() == 1:
-    return found
-  at = {shard.device: index for shard, index in found}
+    return shards
+  at = {shard.device: index for shard, index in shards}
   return [(shard, at.get(shard.device, 0)) for shard in stack.addressable_shards]
 
 

@@ -172,9 +172,9 @@ def until_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
   held = ""
   for piece in pieces:
     held += piece
-    found = [(held.index(s) + len(s), held.index(s)) for s in stops if s in held]
-    if found:
-      _, begin = min(found)
+    matches = [(held.index(s) + len(s), held.index(s)) for s in stops if s in held]
+    if matches:
+      _, begin = min(matches)
       yield held[:begin]
       return
     keep = max((n for s in stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)

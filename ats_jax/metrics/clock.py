@@ -33,9 +33,9 @@ class Clock:
     aside = sum(spent[f"goodput/{name}_secs"] for name in ASIDE)
     wall = max(spent["goodput/wall_secs"] - aside, 1e-9)
     waited, steps = spent["goodput/data_wait_secs"], max(steps, 1)
-    found = {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}
+    times = {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}
     busy = max(wall - waited, 1e-9) / steps
     if len(self._usual) >= LEAST:
-      found["host/slower"] = busy / statistics.median(self._usual) - 1.0
+      times["host/slower"] = busy / statistics.median(self._usual) - 1.0
     self._usual.append(busy)
-    return found
+    return times

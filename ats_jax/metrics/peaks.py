@@ -94,5 +94,5 @@ def describe_peak(device_kind: str, dtype: str) -> str:
 
 
 def _row(device_kind: str) -> DevicePeak | None:
-  found = (row for row in PEAKS if re.search(row.pattern, device_kind, re.IGNORECASE))
-  return next(found, None)
+  matching = (row for row in PEAKS if re.search(row.pattern, device_kind, re.IGNORECASE))
+  return next(matching, None)

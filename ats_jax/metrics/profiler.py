@@ -141,17 +141,17 @@ def spans(folder: pathlib.Path) -> list[Span]:
   Raises:
     ValueError: if there is no trace.
   """
-  found = []
+  of_devices = []
   for gpu, lines in _streams(_newest(folder)).items():
     events = [event for line in lines for event in line.events]
     times = lambda chosen: _union((e.start_ns, e.start_ns + e.duration_ns) for e in chosen)
     every, sends = times(events), times(e for e in events if _SENDS.search(e.name))
     others = times(e for e in events if not _SENDS.search(e.name))
-    whole = every[-1][1] - every[0][0]
+    duration = every[-1][1] - every[0][0]
     exposed = _length(every) - _length(others)
-    figures = whole, _length(sends), exposed, whole - _length(every)
-    found.append(Span(gpu, *(nanoseconds / 1e9 for nanoseconds in figures)))
-  return found
+    figures = duration, _length(sends), exposed, duration - _length(every)
+    of_devices.append(Span(gpu, *(nanoseconds / 1e9 for nanoseconds in figures)))
+  return of_devices
 
 
 def _union(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -179,9 +179,9 @@ def kernel_times(folder: pathlib.Path) -> list[KernelTime]:
   for name, duration in _events(_newest(folder)):
     nanoseconds[name] += duration
     calls[name] += 1
-  whole = sum(nanoseconds.values()) or 1
+  total = sum(nanoseconds.values()) or 1
   return [
-    KernelTime(name, calls[name], ns / 1e9, ns / whole) for name, ns in nanoseconds.most_common()
+    KernelTime(name, calls[name], ns / 1e9, ns / total) for name, ns in nanoseconds.most_common()
   ]
 
 
@@ -194,12 +194,12 @@ def _newest(folder: pathlib.Path) -> Any:
 
 def _streams(trace: Any) -> dict[str, list[Any]]:
   """The streams of each GPU that ran something."""
-  found = collections.defaultdict(list)
+  streams = collections.defaultdict(list)
   for plane in trace.planes:
     for line in plane.lines:
       if "GPU" in plane.name and line.name.startswith("Stream") and any(True for _ in line.events):
-        found[plane.name].append(line)
-  return dict(found)
+        streams[plane.name].append(line)
+  return dict(streams)
 
 
 def _events(trace: Any) -> Iterator[tuple[str, int]]:

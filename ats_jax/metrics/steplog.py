@@ -141,13 +141,13 @@ def histograms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   Of an array by layer and expert, one for each layer, `moe/load/layer_00`: its spread over experts.
   Of an array by layer, one: its spread over layers. `mod/depths` is a distribution itself.
   """
-  found = {}
+  by_name = {}
   for name, array in arrays.items():
     if array.ndim == 2:
-      found |= {f"{name}/layer_{number:02d}": row for number, row in enumerate(array)}
+      by_name |= {f"{name}/layer_{number:02d}": row for number, row in enumerate(array)}
     elif name != "mod/depths":
-      found[name] = array
-  return found
+      by_name[name] = array
+  return by_name
 
 
 def _wait(vector: jax.Array) -> tuple[np.ndarray, float]:

@@ -39,14 +39,16 @@ def check_folder(path: Path, content: str) -> None:
 
 def _wait_for(path: Path, content: str) -> str:
   """Wait until a file has that content; what is there instead after SHARED_SECS, or ""."""
-  start, said = time.monotonic(), False
-  while (found := _read(path)) != content:
+  start, warned = time.monotonic(), False
+  while (content_there := _read(path)) != content:
     waited = time.monotonic() - start
     if waited > SHARED_SECS:
       here = f"process {jax.process_index()} on {platform.node()}: {path}"
-      return f"{here} {'has other content' if found else 'is not there'} after {waited:.0f} s"
-    if waited > SLOW_SECS and not said:
-      said = True
+      return (
+        f"{here} {'has other content' if content_there else 'is not there'} after {waited:.0f} s"
+      )
+    if waited > SLOW_SECS and not warned:
+      warned = True
       logging.warning("waiting to see what process 0 wrote to %s: the shared folder is slow", path)
     time.sleep(0.05)
   return ""

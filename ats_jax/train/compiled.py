@@ -63,10 +63,10 @@ class CompiledSteps:
     if key not in self._steps:
       if key != self.begun.key:
         self.begun = begin_compiling(program, key)
-      found = self.begun.step.result()
+      step = self.begun.step.result()
       if self.rules != key.rules:  # as mod.capacity falls, once 8 bits are off
         self._steps.clear()
-      self._steps[key] = found
+      self._steps[key] = step
       self._flops[key.seq_len] = program.flops_per_token(key.seq_len)
     return self._steps[key]
 

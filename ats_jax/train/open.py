@@ -94,7 +94,7 @@ def open_run(
     enter = stack.enter_context
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
-    enter(logfile.kept(folder, jax.process_index()))
+    enter(logfile.snapshot(folder, jax.process_index()))
     cfg = relieved(cfg, folder)
     watchdog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
@@ -172,9 +172,9 @@ def open_snapshots(cfg: Config) -> "Snapshots | None":
 
 def find_origin(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -> Origin:
   """The newest state there is: a snapshot in host memory, or else an intact checkpoint."""
-  kept = None if snapshots is None else snapshots.newest(checkpoints.steps())
-  if kept is not None:
-    step, state, extra = kept
+  snapshot = None if snapshots is None else snapshots.newest(checkpoints.steps())
+  if snapshot is not None:
+    step, state, extra = snapshot
     # A program with smaller micro-batches (`relieved`) has the same arrays, in another structure.
     as_now = lambda abstract: jax.tree.unflatten(
       jax.tree.structure(abstract), jax.tree.leaves(state)
@@ -237,8 +237,8 @@ def open_log(
 
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
     passes = train_set.progress(step * cfg.data.batch_size).passes
-    found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
-    return found | of_sources(passes, values) | watchdog.metrics()
+    figures = worth(cfg, program.counts, program.training_rules(step), values, arrays)
+    return figures | of_sources(passes, values) | watchdog.metrics()
 
   log = StepLog(
     writer,

@@ -93,12 +93,12 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
   tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
   share = unused / m.vocab_size
   weights = len(tables) * unused * m.d_model / parameters
-  found = (
+  text = (
     f"vocabulary: the text uses {used:,} of {m.vocab_size:,} rows of {' and of '.join(tables)}; "
     f"the other {unused:,} are {share:.1%} of the table and {weights:.1%} of all parameters"
   )
   if share <= IDLE_ROWS:
-    logging.info("%s.", found)
+    logging.info("%s.", text)
     return
   fit = max(SMALLEST_BPE, 2 ** (used.bit_length() - 1))
   fix = (
@@ -111,18 +111,18 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
       f"--config.data.tokenizer=FILE names a tokenizer.json of the table's, and "
       f"--config.data.bpe_vocab_size={m.vocab_size} trains one on a larger text"
     )
-  logging.warning("%s. For a new run: %s.", found, fix)
+  logging.warning("%s. For a new run: %s.", text, fix)
 
 
-def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, found: dict[str, float]) -> None:
+def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, metrics: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
-  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in found.items()))
+  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in metrics.items()))
   if cfg.eval.bigram_baseline and valid_set.info.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
-    word = "below" if found["eval/loss"] < baseline else "NOT below"
+    word = "below" if metrics["eval/loss"] < baseline else "NOT below"
     logging.info(
       "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
-      found["eval/loss"], word, baseline,
+      metrics["eval/loss"], word, baseline,
     )  # fmt: skip
 
 

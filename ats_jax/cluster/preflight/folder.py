@@ -82,8 +82,8 @@ def file_system(folder: str, mounts: dict[str, str]) -> str:
 
 def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> CheckResult:
   total, _, free = shutil.disk_usage(here)
-  found = f"{workdir}: {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kind}"
-  found += ", shared" if shared else ", of this machine only: a job on several needs a shared one"
+  text = f"{workdir}: {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kind}"
+  text += ", shared" if shared else ", of this machine only: a job on several needs a shared one"
   problems = []
   if free < LOW_GIB * GIB:
     problems.append(
@@ -92,7 +92,7 @@ def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> CheckResul
     )
   if kind in ("tmpfs", "ramfs"):
     problems.append("It is in memory: a restart of the machine loses it.")
-  return judged("workdir", found, problems)
+  return judged("workdir", text, problems)
 
 
 def _speed_row(trial: Path) -> CheckResult:
@@ -114,7 +114,7 @@ def _speed_row(trial: Path) -> CheckResult:
 
 def speed_row(write: float, read: float) -> CheckResult:
   """The row of a folder that is written and read at so many bytes a second."""
-  found = f"writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s (256 MiB, flushed)"
+  text = f"writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s (256 MiB, flushed)"
   problems = []
   if write < SLOW_MB_PER_SEC * 1e6:
     minutes = 12e9 / write / 60
@@ -122,7 +122,7 @@ def speed_row(write: float, read: float) -> CheckResult:
       f"Slow: a checkpoint of 1e9 parameters with moments takes {minutes:.0f} minutes. It is "
       "written in the background; let checkpoint.every_steps take longer than that."
     )
-  return judged("disk", found, problems)
+  return judged("disk", text, problems)
 
 
 def _whole_row(trial: Path, shared: bool) -> CheckResult:
@@ -139,10 +139,10 @@ def _whole_row(trial: Path, shared: bool) -> CheckResult:
       "A lock does not keep another process out: two runs could share a workdir unseen. Mount it "
       "with locks (NFS: without nolock and local_lock)."
     )
-  found = "renames replace, locks hold" if not problems else "renames or locks fail"
+  text = "renames replace, locks hold" if not problems else "renames or locks fail"
   if shared:
-    found += " (tried on this machine only)"
-  return judged("whole files", found, problems, bad=True)
+    text += " (tried on this machine only)"
+  return judged("whole files", text, problems, bad=True)
 
 
 def _locks(path: Path) -> bool:
@@ -163,12 +163,12 @@ def clock_skew(folder: Path) -> float:
 
 def clock_row(skew: float) -> CheckResult:
   """Whether this machine's clock is that of the file system."""
-  found = f"within {SKEW_SECS:.0f} s of the file system's"
+  text = f"within {SKEW_SECS:.0f} s of the file system's"
   if abs(skew) <= SKEW_SECS:
-    return CheckResult("clock", found)
-  found = f"the file system's is {abs(skew):,.1f} s {'ahead' if skew > 0 else 'behind'}"
+    return CheckResult("clock", text)
+  text = f"the file system's is {abs(skew):,.1f} s {'ahead' if skew > 0 else 'behind'}"
   return CheckResult(
-    "clock", found, CheckVerdict.ADVICE,
+    "clock", text, CheckVerdict.ADVICE,
     "Times in the logs of several machines do not fit: set the clocks (chrony, ntpd). A run does "
     "not depend on them.",
   )  # fmt: skip
@@ -188,7 +188,7 @@ def _store_rows(workdir: Path) -> list[CheckResult]:
     for name in paths.files(trial):
       (trial / name).unlink()
   mb = STORE_BYTES / 1e6
-  found = f"{workdir}: writes {mb / wrote:,.0f} MB/s, reads {mb / took:,.0f} MB/s (one object)"
+  text = f"{workdir}: writes {mb / wrote:,.0f} MB/s, reads {mb / took:,.0f} MB/s (one object)"
   lost = ["What was written was not read back."] if not same else []
   problems = []
   if not claims:
@@ -198,7 +198,7 @@ def _store_rows(workdir: Path) -> list[CheckResult]:
     )
   locks = "refuses" if claims else "ignores"
   return [
-    judged("workdir", found, lost, bad=True),
+    judged("workdir", text, lost, bad=True),
     judged("claims", f"the store {locks} a write to what must not be there", problems),
   ]
 

@@ -125,7 +125,7 @@ def gpu_rows(gpus: Sequence[Gpu]) -> list[CheckResult]:
 
 def _gpu_row(gpu: Gpu) -> CheckResult:
   show = lambda number, unit: "?" if number is None else f"{number:,.0f}{unit}"
-  found = [
+  facts = [
     gpu.name,
     f"{show(gpu.memory_mib, ' MiB')} ({show(gpu.used_mib, '')} in use)",
     f"clock {show(gpu.clock_mhz, '')} of {show(gpu.max_clock_mhz, ' MHz')}",
@@ -147,7 +147,7 @@ def _gpu_row(gpu: Gpu) -> CheckResult:
     problems.append("MIG is on: no NVLink between slices; switch it off for training.")
   if gpu.exclusive:
     problems.append("One process at a time may use it (exclusive mode).")
-  return judged(f"GPU {gpu.index}", ", ".join(found), problems, bad)
+  return judged(f"GPU {gpu.index}", ", ".join(facts), problems, bad)
 
 
 def no_gpu_row(command: Sequence[str] = QUERY) -> CheckResult:
@@ -191,15 +191,15 @@ def _leading(words: Sequence[str]) -> int:
 
 def islands(links: Links) -> list[list[int]]:
   """GPUs that reach each other over NVLink without a detour, the largest group first."""
-  left, found = sorted({gpu for pair in links for gpu in pair}), []
+  left, groups = sorted({gpu for pair in links for gpu in pair}), []
   while left:
     group = [left[0]]
     for gpu in left[1:]:
       if all(links.get((gpu, other), "").startswith("NV") for other in group):
         group.append(gpu)
-    found.append(group)
+    groups.append(group)
     left = [gpu for gpu in left if gpu not in group]
-  return sorted(found, key=lambda group: (-len(group), group))
+  return sorted(groups, key=lambda group: (-len(group), group))
 
 
 def topology_row(links: Links) -> CheckResult:
@@ -207,10 +207,10 @@ def topology_row(links: Links) -> CheckResult:
   groups = islands(links)
   count, size = sum(map(len, groups)), len(groups[0])
   kinds = sorted(set(links.values()))
-  found = f"{count} GPUs, links {', '.join(kinds)}"
+  text = f"{count} GPUs, links {', '.join(kinds)}"
   if size == count:
     return CheckResult(
-      "links", f"{found}: all over NVLink", CheckVerdict.OK,
+      "links", f"{text}: all over NVLink", CheckVerdict.OK,
       f"Any mesh suits: mesh.fsdp={count}, or mesh.tensor and mesh.expert within these {count}.",
     )  # fmt: skip
   if size == 1:
@@ -218,7 +218,7 @@ def topology_row(links: Links) -> CheckResult:
       "No NVLink: what talks least is best. mesh.data where a model fits on one GPU, else "
       "mesh.fsdp; keep mesh.tensor and mesh.expert at 1."
     )
-    return CheckResult("links", f"{found}: PCIe only", CheckVerdict.ADVICE, advice)
+    return CheckResult("links", f"{text}: PCIe only", CheckVerdict.ADVICE, advice)
   listing = "; ".join(", ".join(map(str, group)) for group in groups)
   if all(len(group) == size for group in groups):
     advice = (
@@ -229,4 +229,4 @@ def topology_row(links: Links) -> CheckResult:
   order = [gpu for group in groups for gpu in group]
   if order != sorted(order):
     advice += f" Neighbours first: CUDA_VISIBLE_DEVICES={','.join(map(str, order))}."
-  return CheckResult("links", f"{found}: NVLink within ({listing})", CheckVerdict.ADVICE, advice)
+  return CheckResult("links", f"{text}: NVLink within ({listing})", CheckVerdict.ADVICE, advice)

@@ -36,12 +36,12 @@ Limit = tuple[int, int]
 
 def version_rows() -> list[CheckResult]:
   """Python and packages; jax and jaxlib must be of one release."""
-  found = {name: _version(name) for name in _PACKAGES}
-  text = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+  versions = {name: _version(name) for name in _PACKAGES}
+  text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
   problems = []
-  if missing := [name for name, version in found.items() if version is None]:
+  if missing := [name for name, version in versions.items() if version is None]:
     problems.append(f"Install {', '.join(missing)}: pip install ats_jax.")
-  minor = lambda name: (found[name] or "").split(".")[:2]
+  minor = lambda name: (versions[name] or "").split(".")[:2]
   if minor("jax") != minor("jaxlib"):
     problems.append("jax and jaxlib are of two releases: pip install --upgrade jax jaxlib.")
   python = f"Python {platform.python_version()}, {platform.platform()}"
@@ -57,13 +57,13 @@ def device_row(driver: str | None, gpus: int) -> CheckResult:
   """
   devices = jax.local_devices()
   kind = devices[0].device_kind
-  found = f"{len(devices)} x {kind} ({jax.default_backend()})"
+  text = f"{len(devices)} x {kind} ({jax.default_backend()})"
   plugins = {name: version for name in _PLUGINS if (version := _version(name))}
-  found += "".join(f", {name} {version}" for name, version in plugins.items())
+  text += "".join(f", {name} {version}" for name, version in plugins.items())
   if driver:
-    found += f", driver {driver}"
+    text += f", driver {driver}"
   problems = cuda_problems(driver, gpus, list(plugins), jax.default_backend())
-  return judged("devices", found, problems, bad=True)
+  return judged("devices", text, problems, bad=True)
 
 
 def cuda_problems(driver: str | None, gpus: int, plugins: list[str], backend: str) -> list[str]:
@@ -103,15 +103,15 @@ def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckRes
   """Memory and processors of the host, or of the container if that has less."""
   memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
   limit = container_limit(limit_file)
-  found = f"{cores} of {os.cpu_count()} cores, {memory.total / GIB:,.1f} GiB of memory"
-  found += f", {memory.available / GIB:,.1f} GiB available"
+  text = f"{cores} of {os.cpu_count()} cores, {memory.total / GIB:,.1f} GiB of memory"
+  text += f", {memory.available / GIB:,.1f} GiB available"
   if limit is not None and limit < memory.total:
-    found += f", {limit / GIB:,.1f} GiB for this container"
+    text += f", {limit / GIB:,.1f} GiB for this container"
   available = min(memory.available, memory.total if limit is None else limit)
   problems = []
   if available < 2 * GIB:
     problems.append("Less than 2 GiB: compiling alone may take that much.")
-  return judged("host", found, problems)
+  return judged("host", text, problems)
 
 
 def container_limit(file: Path) -> int | None:
@@ -132,7 +132,7 @@ def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:
   """
   files, size, locked = limits["files"], limits["file size"], limits["locked memory"]
   show = lambda n: "unlimited" if n == resource.RLIM_INFINITY else f"{n:,}"
-  found = ", ".join(f"{name} {show(soft)}" for name, (soft, _) in limits.items())
+  text = ", ".join(f"{name} {show(soft)}" for name, (soft, _) in limits.items())
   problems = []
   if resource.RLIM_INFINITY != files[0] < MIN_FILES:
     problems.append(f"Few open files: `ulimit -n {min(65536, files[1])}`.")
@@ -140,7 +140,7 @@ def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:
     problems.append("Files may not grow at will, checkpoints neither: `ulimit -f unlimited`.")
   if gpus and locked[0] != resource.RLIM_INFINITY:
     problems.append("InfiniBand and pinned memory want `ulimit -l unlimited`.")
-  return judged("limits", found, problems)
+  return judged("limits", text, problems)
 
 
 def current_limits() -> dict[str, Limit]:
@@ -165,8 +165,8 @@ def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> CheckResult
       f"NCCL wants more than {free / 2**20:,.0f} MiB: `docker run --shm-size=16g`, or an emptyDir "
       "of medium Memory in Kubernetes."
     )
-  found = f"{folder} {total / GIB:,.1f} GiB, {free / GIB:,.1f} GiB free"
-  return judged("shared memory", found, problems)
+  text = f"{folder} {total / GIB:,.1f} GiB, {free / GIB:,.1f} GiB free"
+  return judged("shared memory", text, problems)
 
 
 def _version(package: str) -> str | None:

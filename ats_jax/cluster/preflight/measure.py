@@ -57,7 +57,7 @@ def measure(work: Work | None = None) -> Hardware:
 def rows(hardware: Hardware) -> list[CheckResult]:
   """What was measured, for the table."""
   flops = ", ".join(f"{d} {f / 1e12:,.3g} TFLOP/s" for d, f in hardware.matmul_flops.items())
-  found = [
+  results = [
     CheckResult("matmul", f"{flops} (one device)"),
     CheckResult(
       "memory", f"{hardware.memory_bytes_per_sec / 1e9:,.1f} GB/s read and written (one device)"
@@ -65,8 +65,8 @@ def rows(hardware: Hardware) -> list[CheckResult]:
   ]
   for name, points in hardware.collectives.items():
     rates = ", ".join(f"{size / 2**20:g} MiB {size / s / 1e9:,.2f} GB/s" for size, s in points)
-    found.append(CheckResult(name, f"{rates} ({hardware.devices} devices, size over time)"))
-  return found
+    results.append(CheckResult(name, f"{rates} ({hardware.devices} devices, size over time)"))
+  return results
 
 
 def _seconds(call: Callable[[], jax.Array]) -> float:
@@ -105,12 +105,12 @@ def _collective(name: str, sizes: tuple[int, ...]) -> list[list[float]]:
   devices = jax.local_devices()
   mesh = jax.sharding.Mesh(np.array(devices), ("all",))
   along = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-  split, whole = P("all"), P()
+  split, replicated = P("all"), P()
   # The array of a device, in the sense of `Hardware.collectives`, has `n` numbers.
   body, inputs, outputs = {
-    "all_gather": (lambda x: jax.lax.all_gather(x, "all", tiled=True), split, whole),
-    "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, "all", tiled=True), whole, split),
-    "all_reduce": (lambda x: jax.lax.psum(x, "all"), whole, whole),
+    "all_gather": (lambda x: jax.lax.all_gather(x, "all", tiled=True), split, replicated),
+    "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, "all", tiled=True), replicated, split),
+    "all_reduce": (lambda x: jax.lax.psum(x, "all"), replicated, replicated),
     "all_to_all": (lambda x: jax.lax.all_to_all(x, "all", 0, 0, tiled=True), split, split),
   }[name]
   run = jax.jit(along(body, in_specs=inputs, out_specs=outputs))

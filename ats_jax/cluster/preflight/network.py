@@ -19,7 +19,7 @@ def address_row() -> CheckResult:
     for entry in entries
     if entry.family == socket.AF_INET and not entry.address.startswith("127.")
   ]
-  found = f"{name}; {', '.join(addresses) or 'no network'}"
+  text = f"{name}; {', '.join(addresses) or 'no network'}"
   problems = []
   resolved = _resolve(name)
   if addresses and (resolved is None or rendezvous.is_loopback(resolved)):
@@ -27,7 +27,7 @@ def address_row() -> CheckResult:
       f"{name} is {resolved or 'no known name'} here: for a job on several machines give the "
       "coordinator's address as a number."
     )
-  return judged("network", found, problems)
+  return judged("network", text, problems)
 
 
 def coordinator_rows(address: str | None, nodes: int) -> list[CheckResult]:
