@@ -497,5 +497,5 @@ class Supervisor(Watcher):
     """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
     if (snapshot := self._snapshots.back(back)) is not None:
       return snapshot.step, snapshot.resume()
-    found = None if self._restore is None else self._restore()
-    return None if found is None else found[:2]
+    restored = None if self._restore is None else self._restore()
+    return None if restored is None else restored[:2]

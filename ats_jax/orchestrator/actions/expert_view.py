@@ -166,15 +166,15 @@ def find(cfg: Config, layer: int) -> StackIndex:
   Raises:
     SurgeryError: if it has none.
   """
-  found = {}
+  by_layer = {}
   for number, segment in enumerate(segments_of(cfg)):
     for member, kind in enumerate(segment.kinds):
       for repeat, index in enumerate(segment.layer_indices(member)):
         if kind.moe:
-          found[index] = StackIndex((number, member), repeat)
-  if layer not in found:
-    raise SurgeryError(f"layer {layer} has no experts; layers {sorted(found)} have.")
-  return found[layer]
+          by_layer[index] = StackIndex((number, member), repeat)
+  if layer not in by_layer:
+    raise SurgeryError(f"layer {layer} has no experts; layers {sorted(by_layer)} have.")
+  return by_layer[layer]
 
 
 def view_experts(cfg: Config, state: TrainState, layer: int) -> ExpertView:

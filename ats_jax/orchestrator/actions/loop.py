@@ -36,9 +36,9 @@ class Rollback(Action):
 
     Its step is the host's count of batches consumed, because the count in `state` may be corrupt.
     """
-    if (found := host.earlier(self.back)) is None:
+    if (snapshot := host.earlier(self.back)) is None:
       return None, {}
-    to, earlier = found
+    to, earlier = snapshot
     batches = jnp.full_like(state.step, step)
     earlier = dataclasses.replace(earlier, step=batches, control=state.control)
     if earlier.reflex is not None and state.reflex is not None:

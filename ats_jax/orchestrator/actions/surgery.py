@@ -136,17 +136,17 @@ def merge(state, block, repeat, keep, drop, moe):
   # log(exp a + exp b) = p a + (1 - p) b + entropy(p) at best. A token sees one half of a pair.
   gain = jnp.where(is_pair, 0.0, moe.temperature * (entr(shares[0]) + entr(shares[1])))
   for layer in _models(state, block):
-    kept, dropped = _these(layer, keep), _these(layer, drop)
-    share = shares[0] * kept + shares[1] * dropped
+    kept_mask, dropped = _these(layer, keep), _these(layer, drop)
+    share = shares[0] * kept_mask + shares[1] * dropped
     for variable, axis in (*_rows(layer), (layer.router.bias_E, 0)):
-      _put(variable, repeat, kept, _mix(variable, repeat, share, axis), axis)
+      _put(variable, repeat, kept_mask, _mix(variable, repeat, share, axis), axis)
     if (offset := layer.router.offset) is not None and moe.score == "softmax":
-      _put(offset, repeat, kept, _mix(offset, repeat, 1.0 * kept) + gain)
+      _put(offset, repeat, kept_mask, _mix(offset, repeat, 1.0 * kept_mask) + gain)
     _close(layer, repeat, drop, keep)
   layer = _moe(state.model, block)
-  kept, both = _these(layer, keep), _these(layer, keep, drop)
+  kept_mask, both = _these(layer, keep), _these(layer, keep, drop)
   for _, variable, axis in _kept_rows(state, block):  # a gradient is a sum over tokens
-    _put(variable, repeat, kept, _mix(variable, repeat, 1.0 * both, axis), axis)
+    _put(variable, repeat, kept_mask, _mix(variable, repeat, 1.0 * both, axis), axis)
   return state
 
 
@@ -185,10 +185,10 @@ def _models(state: TrainState, block: tuple[int, int]) -> list[MoE]:
 
 def _rows(moe: MoE) -> list[tuple[Param, int]]:
   """The parameters that have a row for each expert, and which dimension of a layer counts them."""
-  found = []
+  rows = []
   for param in params_of(moe):
-    found += [(param, d) for d, name in enumerate(param.axes) if name in _OF_EXPERTS]
-  return found
+    rows += [(param, d) for d, name in enumerate(param.axes) if name in _OF_EXPERTS]
+  return rows
 
 
 def _kept_rows(state: TrainState, block: tuple[int, int]) -> list[tuple[str, Param, int]]:
@@ -197,13 +197,13 @@ def _kept_rows(state: TrainState, block: tuple[int, int]) -> list[tuple[str, Par
   An array that some optimizer keeps in another shape has rows of experts where it is like the
   parameter up to that dimension; one that sums over experts has none.
   """
-  found, of_model = [], _rows(_moe(state.model, block))
+  rows, of_model = [], _rows(_moe(state.model, block))
   for name, tree in per_parameter(state.opt_state):
     for (array, axis), (param, _) in zip(_rows(_moe(tree, block)), of_model, strict=True):
       leading = slice(axis + 2)  # the stack's dimension too
       if jax.tree.leaves(array) and array.shape[leading] == param.shape[leading]:
-        found.append((name, array, axis))
-  return found
+        rows.append((name, array, axis))
+  return rows
 
 
 def _these(moe: MoE, *experts: Any) -> jax.Array:

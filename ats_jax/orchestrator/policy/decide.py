@@ -129,9 +129,9 @@ def decide(
   tries = tries if terms.cfg.raise_learning_rate else None
   if not (judgement.stale or judgement.decisions):
     span = (terms.warmup, terms.cfg.check_interval)
-    policy, found = doubt(policy, seen.reading, judgement.finding, *span)
-    judgement = judgement._replace(past=found.past)
-    tries = found.coming or tries
+    policy, diagnosis = doubt(policy, seen.reading, judgement.finding, *span)
+    judgement = judgement._replace(past=diagnosis.past)
+    tries = diagnosis.coming or tries
   return policy, judgement._replace(tries=tries, asks=more_room(policy, terms.capacity))
 
 

@@ -75,8 +75,8 @@ def recurring(lines: Iterable[Mapping[str, Any]]) -> list[str]:
   if len(worst) < AGAIN:
     return []
   first, last = worst[0], worst[-1]
-  found = sorted({r for step, line in worst for r in _rows_of(line, [step])})
-  where = f" Their rows: {_ranges(found)}." if found else ""
+  rows = sorted({r for step, line in worst for r in _rows_of(line, [step])})
+  where = f" Their rows: {_ranges(rows)}." if rows else ""
   return [
     f"the same kind again and again? {len(worst)} surprising batches in steps {first[0]:,} to "
     f"{last[0]:,}.{where} Look at that text (python -m ats_jax data stats): what is legitimate is "
@@ -89,8 +89,8 @@ def _batches(steps: Sequence[int]) -> str:
 
 
 def _rows(line: Mapping[str, Any], steps: Sequence[int]) -> str:
-  found = _rows_of(line, steps)
-  return f", rows {_ranges(found)}" if found else ""
+  rows = _rows_of(line, steps)
+  return f", rows {_ranges(rows)}" if rows else ""
 
 
 def _rows_of(line: Mapping[str, Any], steps: Sequence[int]) -> list[int]:
@@ -106,5 +106,5 @@ def _ranges(numbers: Sequence[int]) -> str:
   """[1, 2, 3, 7] -> "1-3, 7"; the first few."""
   cuts = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
   runs = [numbers[a:b] for a, b in pairwise([0, *cuts, len(numbers)])]
-  said = [f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN]]
-  return ", ".join(said) + (f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else "")
+  ranges = [f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN]]
+  return ", ".join(ranges) + (f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else "")

@@ -37,9 +37,9 @@ class OpenExperts:
     mean = np.sum(share * self.is_open, axis=1, keepdims=True) / np.sum(
       self.is_open, axis=1, keepdims=True
     )
-    found = np.argwhere(self.is_open & (share < STARVED * mean))
-    order = np.argsort([share[row, slot] for row, slot in found], kind="stable")
-    return tuple((self.layers[row], int(slot)) for row, slot in found[order])
+    starved = np.argwhere(self.is_open & (share < STARVED * mean))
+    order = np.argsort([share[row, slot] for row, slot in starved], kind="stable")
+    return tuple((self.layers[row], int(slot)) for row, slot in starved[order])
 
 
 def moe_layers(cfg: Config) -> tuple[int, ...]:

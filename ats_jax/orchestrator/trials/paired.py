@@ -115,14 +115,14 @@ def look_back(
   Returns:
     A snapshot of `state`, the state where the other arm ends, and the effect.
   """
-  kept, control = probe(state.model), state.control  # what was set since stays set
+  kept_sums, control = probe(state.model), state.control  # what was set since stays set
   left, other = Snapshot.swap_out(step, state), start.resume()
   before = probe(other.model)
   other = carry_out(action, dataclasses.replace(other, control=control), cfg)
   with past.batches() as batches:
     for batch in islice(batches, step - start.step):
       other, _ = past.train_step(other, batch)
-  losses = map(_loss, (before, kept, probe(other.model)))
+  losses = map(_loss, (before, kept_sums, probe(other.model)))
   first, without, changed = losses
   return left, other, Effect(first, without, changed, without - changed, math.nan)
 
@@ -164,10 +164,10 @@ class Again:
     sums = [self._probe, probe(state.model)]
     left = Snapshot.swap_out(self.first + len(self._updates), state)
     other, metrics = _arm(cfg, self._start, self._updates, self.action)
-    before, kept, changed = map(_loss, (*sums, probe(other.model)))
+    before, kept_loss, changed = map(_loss, (*sums, probe(other.model)))
     losses = lambda arm: np.array([one.on_host()["train/loss"] for one in arm])
     gains = losses(self._metrics) - losses(metrics)
-    return left, other, _effect(before, [kept], [changed], gains)
+    return left, other, _effect(before, [kept_loss], [changed], gains)
 
 
 def _arm(
