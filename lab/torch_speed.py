@@ -133,7 +133,7 @@ def torch_step(cfg, state, abstract, rows, where, compiled: bool) -> Callable[[]
     number += 1
     made = trainer.update(number, batch)
     devices.synchronize(where)
-    return float(made.found.sums.cross_entropy / made.whole.counted)
+    return float(made.result.sums.cross_entropy / made.totals.counted)
 
   return step
 

@@ -55,10 +55,12 @@ def config_of(source: ModelFolder, *, param_dtype: str = "", tokenizer: str = ""
       f"{source.folder} holds no {' or '.join(TOKENIZERS)}. Say which one reads its tokens: "
       "--tokenizer=FILE, or --tokenizer=bytes."
     )
-  kept = KEPT_IN.get(source.dtype, "float32")  # `Source.check` refuses files of other dtypes
+  stored_dtype = KEPT_IN.get(
+    source.dtype, "float32"
+  )  # `Source.check` refuses files of other dtypes
   changes = {
     "data.tokenizer": tokenizer or str(own),
-    "precision.param_dtype": param_dtype or kept,
+    "precision.param_dtype": param_dtype or stored_dtype,
     "precision.compute_dtype": "float32" if source.dtype == "F32" else "bfloat16",
   }
   return with_settings(Config(), {**changes, **source.settings})
@@ -115,9 +117,9 @@ def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.StoredArra
   Raises:
     ValueError: naming the setting or tensor that does not fit.
   """
-  found = items(source.family, {name: part.shape for name, part in parts.items()})
-  source.check(cfg, found)
-  return found
+  planned = items(source.family, {name: part.shape for name, part in parts.items()})
+  source.check(cfg, planned)
+  return planned
 
 
 def import_folder(

@@ -85,11 +85,11 @@ def _not_in(family: Family, cfg: Config) -> list[str]:
     return [str(e)]
   wanted = architecture(cfg)
   bare = dataclasses.replace(cfg, model=type(cfg.model)(), moe=type(cfg.moe)())
-  found = architecture_of(back, bare)
+  imported = architecture_of(back, bare)
   return [
-    f"{name}={value} (would be {found.get(name)!r})"
+    f"{name}={value} (would be {imported.get(name)!r})"
     for name, value in wanted.items()
-    if found.get(name) != value
+    if imported.get(name) != value
   ]
 
 

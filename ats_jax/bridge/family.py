@@ -139,10 +139,10 @@ class FixedField:
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    found = theirs.get(self.theirs, self.value)
-    if found != self.value and (found or self.value):  # null and false are one
+    value = theirs.get(self.theirs, self.value)
+    if value != self.value and (value or self.value):  # null and false are one
       raise ValueError(
-        f"{self.theirs} is {found!r} in config.json, and this program has only {self.value!r}."
+        f"{self.theirs} is {value!r} in config.json, and this program has only {self.value!r}."
       )
     return dict(self.ours)
 
@@ -319,13 +319,15 @@ def architecture(cfg: Config) -> dict[str, Any]:
   flat = flatten(cfg)
   sections = {"model"} | ({"moe"} if cfg.moe.num_experts else set())
   sections |= {"mod"} if cfg.mod.routing != "none" else set()
-  kept = {n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING}
-  kept |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
+  decisive = {
+    n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING
+  }
+  decisive |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
   if cfg.moe.num_experts:
-    kept["moe.renormalize"] = cfg.moe.renormalize and cfg.moe.top_k > 1
+    decisive["moe.renormalize"] = cfg.moe.renormalize and cfg.moe.top_k > 1
     if all(kind.moe for kind in layer_kinds(cfg)):
-      kept.pop("model.d_ff")
-  return kept
+      decisive.pop("model.d_ff")
+  return decisive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +359,8 @@ def items(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
   Raises:
     ValueError: if one of them is in no row.
   """
-  found = [_item(family, name, shape) for name, shape in shapes.items()]
-  return sorted(found, key=lambda item: (_place(item.ours), family.rows.index(item.row)))
+  planned = [_item(family, name, shape) for name, shape in shapes.items()]
+  return sorted(planned, key=lambda item: (_place(item.ours), family.rows.index(item.row)))
 
 
 def together(planned: Sequence[Item]) -> list[list[Item]]:
@@ -420,15 +422,15 @@ def to_theirs(
 
 
 def _joined(group: Sequence[Item], read: Callable[[Item], np.ndarray]) -> np.ndarray:
-  whole = None
+  theirs = None
   for item in group:
     array = read(item)
-    whole = np.empty(item.their_shape, array.dtype) if whole is None else whole
+    theirs = np.empty(item.their_shape, array.dtype) if theirs is None else theirs
     assert isinstance(item.row, WeightRow) and isinstance(item.row.transform, Interleaved)
-    item.row.transform.put(array, whole)
+    item.row.transform.put(array, theirs)
     del array  # before the next one is read
-  assert whole is not None
-  return whole
+  assert theirs is not None
+  return theirs
 
 
 def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:

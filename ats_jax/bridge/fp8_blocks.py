@@ -76,13 +76,13 @@ def joined(tensors: Mapping[str, Stored], fields: Mapping[str, Any]) -> dict[str
   if not config:
     return dict(tensors)
   block = _block(config)
-  found: dict[str, Stored] = {}
+  weights: dict[str, Stored] = {}
   for name, tensor in tensors.items():
     if name.endswith(SCALES) and name.removesuffix(SCALES) in tensors:
       continue
     scales = tensors.get(name + SCALES)
     if tensor.dtype != FORMAT or scales is None:
-      found[name] = tensor  # one in 8 bits without scales is refused where it is needed
+      weights[name] = tensor  # one in 8 bits without scales is refused where it is needed
       continue
     counts = tuple(math.ceil(size / by) for size, by in zip(tensor.shape, block, strict=False))
     if len(tensor.shape) != 2 or scales.shape != counts or scales.dtype != "F32":
@@ -90,8 +90,8 @@ def joined(tensors: Mapping[str, Stored], fields: Mapping[str, Any]) -> dict[str
         f"{scales.path}: tensor {name + SCALES} is {scales.dtype} {list(scales.shape)}, and "
         f"{name} {list(tensor.shape)} in blocks of {list(block)} needs F32 {list(counts)}."
       )
-    found[name] = Blocks(tensor, scales, block)
-  return found
+    weights[name] = Blocks(tensor, scales, block)
+  return weights
 
 
 def _block(config: Any) -> tuple[int, int]:

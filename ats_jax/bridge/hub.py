@@ -75,8 +75,8 @@ def _fetch(folder: str, name: str, revision: str, patterns: list[str]) -> Path:
   except errors.HFValidationError as e:
     raise ValueError(f"{folder} is no name on the Hub: {e}") from e
   except (errors.LocalEntryNotFoundError, unreachable) as e:
-    said = str(e).splitlines()[0]
+    message = str(e).splitlines()[0]
     raise OSError(
-      f"{folder}: the Hub does not answer, and the files are not all in the cache: {said} Try "
+      f"{folder}: the Hub does not answer, and the files are not all in the cache: {message} Try "
       "again: files that have come are kept."
     ) from e

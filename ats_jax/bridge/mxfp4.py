@@ -122,10 +122,10 @@ class Quantised:
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    found = theirs.get("quantization_config")
-    if found and found.get("quant_method") != METHOD:
+    scheme = theirs.get("quantization_config")
+    if scheme and scheme.get("quant_method") != METHOD:
       raise ValueError(
-        f"quantization_config has quant_method {found.get('quant_method')!r} in config.json, and "
+        f"quantization_config has quant_method {scheme.get('quant_method')!r} in config.json, and "
         f"this program reads {METHOD!r}, or weights that are not quantised."
       )
     return {}

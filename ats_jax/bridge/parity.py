@@ -77,12 +77,12 @@ def our_greedy(model: Decoder, rules: Pass, prompt_BT: np.ndarray, count: int) -
   batch, length = prompt_BT.shape
   cache = model.empty_cache(batch, length + count, rules, model.num.compute_dtype)
   at = np.broadcast_to(np.arange(length, dtype=np.int32), prompt_BT.shape)
-  tokens_BT, found = jnp.asarray(prompt_BT, jnp.int32), []
+  tokens_BT, new_tokens = jnp.asarray(prompt_BT, jnp.int32), []
   for number in range(count):
     token_B, cache = _next(model, tokens_BT, jnp.asarray(at), cache, rules=rules)
-    found.append(np.asarray(token_B))
+    new_tokens.append(np.asarray(token_B))
     tokens_BT, at = token_B[:, None], np.full((batch, 1), length + number, np.int32)
-  return np.stack(found, axis=1)
+  return np.stack(new_tokens, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="rules", donate_argnames="cache")
@@ -117,14 +117,14 @@ def compare(
     import transformers  # pyright: ignore[reportMissingImports]
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    kept = getattr(config, "quantization_config", None) or {}
+    quantization = getattr(config, "quantization_config", None) or {}
     plain = transformers.Mxfp4Config(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
       folder,
       dtype=getattr(torch, dtype),
       local_files_only=True,
       attn_implementation="eager",
-      **({"quantization_config": plain} if kept.get("quant_method") == "mxfp4" else {}),
+      **({"quantization_config": plain} if quantization.get("quant_method") == "mxfp4" else {}),
     ).eval()
   except ImportError as e:
     raise ValueError(

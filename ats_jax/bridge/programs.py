@@ -59,12 +59,12 @@ def stablehlo(
   names = list(weights)
 
   def logits(weights: Mapping[str, jax.Array], tokens_BT: jax.Array) -> jax.Array:
-    whole = structure.unflatten([weights[name] for name in names])
+    decoder = structure.unflatten([weights[name] for name in names])
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    x_BTD, _ = whole(
+    x_BTD, _ = decoder(
       tokens_BT, positions_BT=positions_BT, segment_ids_BT=jnp.ones_like(tokens_BT), rules=rules
     )
-    return reshard(whole.logits(x_BTD), None, None, None)
+    return reshard(decoder.logits(x_BTD), None, None, None)
 
   tokens = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
   exported = jax.export.export(jax.jit(logits), platforms=PLATFORMS)(weights, tokens)
@@ -124,8 +124,8 @@ def _in_torch(cfg: Config, model: Decoder) -> Any:
   leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(model)]
   arrays = {}
   for name, part in layout.named_arrays(model, stacks=stacks(cfg)).items():
-    whole = leaves[part.number]
-    arrays[name] = torch.tensor(whole if part.layer is None else whole[part.layer])
+    stacked = leaves[part.number]
+    arrays[name] = torch.tensor(stacked if part.layer is None else stacked[part.layer])
   theirs = Theirs(cfg)
   weights.put(theirs, arrays)
   return theirs

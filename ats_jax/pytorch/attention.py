@@ -42,25 +42,25 @@ class KeyCache:
   """What attention remembers of the tokens that went through a layer, padding among them.
 
   Attributes:
-    kept: arrays [batch, slots, ...]: keys and values, or latents and the rotated part of keys.
-    segment_ids_BS: of the slots' tokens; 0 = nothing is there.
-    order_BS: likewise.
-    count_B: tokens that are no padding.
+    arrays: [batch, slots, ...] each: keys and values, or latents and the rotated part of keys.
+    segment_ids_BS: segment of the token in each slot; 0 = padding.
+    order_BS: number of the token in each slot among those of its row, padding left out.
+    count_B: number of tokens of each row that are no padding.
   """
 
-  kept: tuple[Tensor, ...] = ()
+  arrays: tuple[Tensor, ...] = ()
   segment_ids_BS: Tensor | None = None
   order_BS: Tensor | None = None
   count_B: Tensor | None = None
 
   def extend(self, new: tuple[Tensor, ...], tokens: Tokens) -> tuple[Tensor, ...]:
-    """Put new tokens behind the others; what is kept of all."""
+    """Append the arrays of new tokens; return those of all tokens so far."""
     joined = lambda old, more: more if old is None else torch.cat([old, more], dim=1)
-    old = self.kept or (None,) * len(new)
-    self.kept = tuple(joined(a, b) for a, b in zip(old, new, strict=True))
+    old = self.arrays or (None,) * len(new)
+    self.arrays = tuple(joined(a, b) for a, b in zip(old, new, strict=True))
     self.segment_ids_BS = joined(self.segment_ids_BS, tokens.segment_ids_BT)
     self.order_BS = joined(self.order_BS, tokens.order_BT)
-    return self.kept
+    return self.arrays
 
   def order_of(self, segment_ids_BT: Tensor) -> Tensor:
     """`Tokens.order_BT` of new tokens, and count them; padding comes first."""

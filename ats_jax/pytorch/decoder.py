@@ -262,9 +262,9 @@ class Decoder(nn.Module):
     stats, depth_BT = [], None
     total = before + tokens_BT.shape[1]
     for number, layer in enumerate(self.layers):
-      kept = None if cache is None else cache.layers[number]
+      layer_cache = None if cache is None else cache.layers[number]
       run = functools.partial(checkpoint, layer, use_reentrant=False) if self.remat else layer
-      x_BTD, of_layer, passed_BT = run(x_BTD, tokens, rules, kept, total, self.rope)
+      x_BTD, of_layer, passed_BT = run(x_BTD, tokens, rules, layer_cache, total, self.rope)
       stats.append(of_layer)
       if passed_BT is not None:
         depth_BT = passed_BT.long() + (0 if depth_BT is None else depth_BT)

@@ -30,7 +30,7 @@ def generate(
   Returns:
     The new tokens [batch, count].
   """
-  cache, tokens_BT, found = model.empty_cache(), prompt_BT, []
+  cache, tokens_BT, pieces = model.empty_cache(), prompt_BT, []
   for _ in range(count):
     x_BTD, _, _ = model(tokens_BT, rules=rules, cache=cache)
     logits_BV = model.logits(x_BTD[:, -1])
@@ -39,5 +39,5 @@ def generate(
       tokens_BT = torch.multinomial(weights_BV, 1, generator=generator)
     else:
       tokens_BT = logits_BV.argmax(dim=-1, keepdim=True)
-    found.append(tokens_BT)
-  return torch.cat(found, dim=1)
+    pieces.append(tokens_BT)
+  return torch.cat(pieces, dim=1)

@@ -133,26 +133,26 @@ def _depth_counts(
   return F.one_hot(depth_BT[valid_BT], skipping + 1).sum(dim=0).float()
 
 
-def loss_of(cfg: Settings, found: ForwardResult, whole: Totals) -> Tensor:
+def loss_of(cfg: Settings, result: ForwardResult, totals: Totals) -> Tensor:
   """What is minimised; over the micro-batches of a batch it adds up."""
-  return found.sums.objective / whole.counted + routing_loss(cfg, found.stats, whole)
+  return result.sums.objective / totals.counted + routing_loss(cfg, result.stats, totals)
 
 
-def routing_loss(cfg: Settings, stats: Sequence[LayerStats], whole: Totals) -> Tensor:
+def routing_loss(cfg: Settings, stats: Sequence[LayerStats], totals: Totals) -> Tensor:
   """What sparse layers add: means over tokens, then over layers."""
   moe, mod = cfg.moe, cfg.mod
   num_moe = sum(layer.moe is not None for layer in stats)
   num_mod = sum(layer.mod is not None for layer in stats)
-  loss = torch.zeros((), device=whole.real.device)
+  loss = torch.zeros((), device=totals.real.device)
   for layer in stats:
     if layer.moe is not None:
-      tokens = num_moe * (whole.real if layer.mod is None else whole.places)
+      tokens = num_moe * (totals.real if layer.mod is None else totals.places)
       loss = loss + moe.aux_loss * layer.moe.balance / tokens
       loss = loss + moe.z_loss * layer.moe.z / tokens
-      rows = num_moe * whole.rows
+      rows = num_moe * totals.rows
       loss = loss + moe.sequence_aux_loss * layer.moe.sequence_balance / rows
     if layer.mod is not None and mod.decision == "predictor":
-      loss = loss + PREDICTOR_WEIGHT / (num_mod * whole.real) * layer.mod.predictor_loss
+      loss = loss + PREDICTOR_WEIGHT / (num_mod * totals.real) * layer.mod.predictor_loss
   return loss
 
 
@@ -169,11 +169,11 @@ def add(a: ForwardResult, b: ForwardResult) -> ForwardResult:
   )
 
 
-def detached(found: ForwardResult) -> ForwardResult:
+def detached(result: ForwardResult) -> ForwardResult:
   """Without the graph of the forward pass, so that its memory can go."""
   cut = lambda x: None if x is None else type(x)(*(p.detach() for p in x))
-  stats = [LayerStats(cut(layer.moe), cut(layer.mod)) for layer in found.stats]
-  return ForwardResult(LossSums(*(p.detach() for p in found.sums)), stats, found.depth_L)
+  stats = [LayerStats(cut(layer.moe), cut(layer.mod)) for layer in result.stats]
+  return ForwardResult(LossSums(*(p.detach() for p in result.sums)), stats, result.depth_L)
 
 
 @torch.no_grad()

@@ -137,8 +137,8 @@ class HeadDim:
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    found = theirs.get("head_dim", self.default)
-    return {"model.head_dim": found or theirs["hidden_size"] // theirs["num_attention_heads"]}
+    head_dim = theirs.get("head_dim", self.default)
+    return {"model.head_dim": head_dim or theirs["hidden_size"] // theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""
@@ -174,8 +174,8 @@ class KVHeads:
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    found = theirs.get("num_key_value_heads", self.default)
-    return {"model.num_kv_heads": found or theirs["num_attention_heads"]}
+    num_kv_heads = theirs.get("num_key_value_heads", self.default)
+    return {"model.num_kv_heads": num_kv_heads or theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""
@@ -270,8 +270,8 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
     raise ValueError(
       f"the rotary scaling is {kind!r} in config.json, and this program has {', '.join(SCALINGS)}."
     )
-  found: dict[str, Any] = {"model.rope_theta": float(left.pop("rope_theta"))}
-  found["model.rope_scaling"] = "none" if kind == "default" else kind
+  settings: dict[str, Any] = {"model.rope_theta": float(left.pop("rope_theta"))}
+  settings["model.rope_scaling"] = "none" if kind == "default" else kind
   if "original_max_position_embeddings" in SCALINGS[kind] and trained_len:
     left.setdefault("original_max_position_embeddings", trained_len)
   if kind == "yarn":
@@ -281,11 +281,11 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
       left.setdefault("attention_factor", stretch(of_rotated) / stretch(of_all))
   for theirs, ours in SCALINGS[kind].items():
     if theirs in left:
-      found[f"model.{ours}"] = left.pop(theirs)
+      settings[f"model.{ours}"] = left.pop(theirs)
   if left:
     name, value = next(iter(left.items()))
     raise ValueError(f"{name} of rotary scaling {kind!r} is {value!r}, which is not there.")
-  return {k: float(v) if k in _FLOATS else v for k, v in found.items()}
+  return {k: float(v) if k in _FLOATS else v for k, v in settings.items()}
 
 
 _FLOATS = frozenset(

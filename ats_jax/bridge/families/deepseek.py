@@ -88,13 +88,13 @@ class _Yarn(RopeFields):
 
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
-    found = dict(super().read(theirs))
+    settings = dict(super().read(theirs))
     fields = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    if found["model.rope_scaling"] == "yarn" and (scale := fields.get("mscale_all_dim")):
+    if settings["model.rope_scaling"] == "yarn" and (scale := fields.get("mscale_all_dim")):
       width = theirs.get("qk_nope_head_dim", 128) + theirs.get("qk_rope_head_dim", 64)
-      stretch = 0.1 * scale * math.log(found["model.rope_factor"]) + 1.0
-      found["model.attn_scale"] = width**-0.5 * stretch * stretch
-    return found
+      stretch = 0.1 * scale * math.log(settings["model.rope_factor"]) + 1.0
+      settings["model.attn_scale"] = width**-0.5 * stretch * stretch
+    return settings
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""

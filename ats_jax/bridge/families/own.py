@@ -42,14 +42,14 @@ class Settings:
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
     nested = theirs["settings"].items()
-    found = {f"{s}.{name}": value for s, values in nested for name, value in values.items()}
+    settings = {f"{s}.{name}": value for s, values in nested for name, value in values.items()}
     wanted = {name for name in known_settings() if _is_of_model(name)}
-    if differing := sorted(wanted ^ set(found)):
+    if differing := sorted(wanted ^ set(settings)):
       raise ValueError(
         f"config.json was written by another version of ats_jax: settings {differing[:4]} are on "
         "one side only. Use that version, or export the run again."
       )
-    return found | {"mod.anneal_fraction": 0.0}
+    return settings | {"mod.anneal_fraction": 0.0}
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""

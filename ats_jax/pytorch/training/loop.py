@@ -101,7 +101,7 @@ class TorchRun:
     program: its config, counts and abstract state; JAX computes nothing with it.
     folder: the workdir.
     trainer: makes updates.
-    kept: gives what a checkpoint holds, from the number of updates done.
+    state_after: makes the state that a checkpoint holds, given the number of updates done.
     adapters: that are trained in the model's place, or None.
     step: updates done.
     device: where it runs.
@@ -121,7 +121,7 @@ class TorchRun:
   program: Program
   folder: Path
   trainer: Trainer
-  kept: Callable[[int], Any]
+  state_after: Callable[[int], Any]
   adapters: Adapters | None
   step: int
   device: torch.device
@@ -184,7 +184,7 @@ class TorchRun:
       self.writer.flush()
       if self.layers is not None:
         self.layers.flush()
-      state = self.kept(self.step)
+      state = self.state_after(self.step)
       extra = {POSITION: self.batches.position(), SCALE: trainer.scale.saved()}
       loss = (self.scores or {}).get("eval/loss")
       self.checkpoints.save(self.step, state, extra, metric=loss)
@@ -243,8 +243,8 @@ class TorchRun:
     micro = cfg.data.batch_size // cfg.step.accum_steps
     rows, most = np.arange(micro), cfg.eval.num_batches
     with eval_batches(data, batch_size=micro, local_rows=rows, num_batches=most) as batches:
-      found = [self.trainer.score(on(self.device, batch), self.step) for batch in batches]
-    loss, correct, tokens = np.sum(found or [np.zeros(3)], axis=0).tolist()
+      sums = [self.trainer.score(on(self.device, batch), self.step) for batch in batches]
+    loss, correct, tokens = np.sum(sums or [np.zeros(3)], axis=0).tolist()
     return means(loss, correct, tokens, data)
 
 
@@ -300,7 +300,7 @@ def _open(
   enter(logfile.verbosity(cfg.log))
   enter(devices.as_asked(cfg))
   identity = enter(workdir.claim(folder, cfg))
-  enter(logfile.kept(folder, 0))
+  enter(logfile.snapshot(folder, 0))
   checkpoints = enter(
     CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint, identity, stacks(cfg))
   )
@@ -323,13 +323,13 @@ def _open(
   if options.lora is None:
     adapters, optimizer = None, optimizer_of(cfg, model, abstract)
     to_torch(cfg, restored_or_new(program, origin, initial, train_set), model, optimizer)
-    kept = lambda step: to_jax(cfg, abstract, model, optimizer, step)
+    state_after = lambda step: to_jax(cfg, abstract, model, optimizer, step)
   else:  # the model is in no checkpoint: it is what it was
     to_torch(cfg, restored_or_new(program, Origin(), initial, train_set), model, None)
     adapters = Adapters(cfg, model, options.lora)
     if newest is not None:
       adapters.restore(checkpoints, newest[0])
-    optimizer, kept = adapters.optimizer, lambda step: adapters.state()
+    optimizer, state_after = adapters.optimizer, lambda step: adapters.state()
   if options.compiles:
     model.compile()
   scale = LossScale.of(options.dtype, origin.extra.get(SCALE, {}))
@@ -363,7 +363,7 @@ def _open(
     program,
     folder,
     Trainer(cfg, model, optimizer, scale, sets_buffers=adapters is None),
-    kept,
+    state_after,
     adapters,
     origin.step,
     options.device,

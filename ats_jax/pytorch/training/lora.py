@@ -72,35 +72,35 @@ class Adapters:
       self.trained.values(), betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
     )
     for parameter in self.trained.values():
-      kept = self.optimizer.state[parameter]
-      kept["step"] = torch.tensor(0.0)
+      moments = self.optimizer.state[parameter]
+      moments["step"] = torch.tensor(0.0)
       for field in MOMENTS.values():
-        kept[field] = torch.zeros_like(parameter, requires_grad=False)
+        moments[field] = torch.zeros_like(parameter, requires_grad=False)
 
   def state(self) -> dict[str, Any]:
     """What a checkpoint keeps, copied."""
     array = lambda x: jnp.asarray(x.detach().cpu().numpy().copy())
-    kept = self.optimizer.state
+    moments = self.optimizer.state
     return {
       name: {
         "value": array(parameter),
-        **{ours: array(kept[parameter][theirs]) for ours, theirs in MOMENTS.items()},
-        "updates": array(kept[parameter]["step"]),
+        **{ours: array(moments[parameter][theirs]) for ours, theirs in MOMENTS.items()},
+        "updates": array(moments[parameter]["step"]),
       }
       for name, parameter in self.trained.items()
     }
 
   def restore(self, checkpoints: CheckpointManager, step: int) -> None:
     """Go on from a checkpoint."""
-    found = checkpoints.read(step, self.state())
+    saved = checkpoints.read(step, self.state())
     for name, parameter in self.trained.items():
-      put = lambda tensor, ours, arrays=found[name]: tensor.copy_(_tensor(arrays[ours]))
-      kept = self.optimizer.state[parameter]
+      put = lambda tensor, ours, arrays=saved[name]: tensor.copy_(_tensor(arrays[ours]))
+      moments = self.optimizer.state[parameter]
       with torch.no_grad():
         put(parameter, "value")
       for ours, theirs in MOMENTS.items():
-        put(kept[theirs], ours)
-      put(kept["step"], "updates")
+        put(moments[theirs], ours)
+      put(moments["step"], "updates")
 
   def write(self, cfg: Config, folder: Path, words: Tokenizer) -> None:
     """Write the adapters as peft does, and the merged model in our own format; it ends training."""

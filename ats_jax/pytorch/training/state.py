@@ -63,9 +63,9 @@ def to_torch(
       name = weights.their_name(ours, parameters)
       parameter = parameters[name]
       moment = weights.as_theirs(name, torch.tensor(array), parameter.dim())
-      kept = optimizer.state[parameter]
-      kept[theirs] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
-      kept["step"] = updates.to(parameter.device) if parameter.is_cuda else updates.clone()
+      moments = optimizer.state[parameter]
+      moments[theirs] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
+      moments["step"] = updates.to(parameter.device) if parameter.is_cuda else updates.clone()
 
 
 def to_jax(
@@ -81,17 +81,17 @@ def to_jax(
       made = next(iter(optimizer.state.values()))["step"]
       return np.asarray(int(made), np.int32)
     if name.startswith("model/"):
-      found = weights.their_name(name.removeprefix("model/"), tensors)
-      tensor = tensors[found]
+      their_name = weights.their_name(name.removeprefix("model/"), tensors)
+      tensor = tensors[their_name]
     else:
       ((field, ours),) = [
         (theirs, name.split(f"/{field}/")[1])
         for field, theirs in MOMENTS.items()
         if f"/{field}/" in name
       ]
-      found = weights.their_name(ours, parameters)
-      tensor = optimizer.state[parameters[found]][field]
-    return weights.as_ours(found, tensor.detach().cpu(), shape).numpy()
+      their_name = weights.their_name(ours, parameters)
+      tensor = optimizer.state[parameters[their_name]][field]
+    return weights.as_ours(their_name, tensor.detach().cpu(), shape).numpy()
 
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)
@@ -119,22 +119,22 @@ def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
     Tensors by the names of a checkpoint. They are to be read only.
   """
   leaves = list(map(torch.from_dlpack, jax.tree.leaves(tree)))
-  found = {}
+  tensors = {}
   for name, part in layout.named_arrays(tree, stacks=stacks(cfg)).items():
-    whole = leaves[part.number]
-    found[name] = whole if part.layer is None else whole[part.layer]
-  return found
+    leaf = leaves[part.number]
+    tensors[name] = leaf if part.layer is None else leaf[part.layer]
+  return tensors
 
 
 def _arrays(cfg: Config, state: TrainState) -> dict[str, np.ndarray]:
   """Every array of a state but its key, by the name that it has in a checkpoint."""
   leaves = jax.tree.leaves(state)
-  found = {}
+  arrays = {}
   for name, part in layout.named_arrays(state, stacks=stacks(cfg)).items():
     if name != "key":
-      whole = np.asarray(leaves[part.number])
-      found[name] = whole if part.layer is None else whole[part.layer]
-  return found
+      leaf = np.asarray(leaves[part.number])
+      arrays[name] = leaf if part.layer is None else leaf[part.layer]
+  return arrays
 
 
 def _under(root: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
