@@ -16,7 +16,7 @@ from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import train_texts
 from ats_jax.data.rows.contract import NoRows, Rows, TrainRows
 from ats_jax.data.splits import (
-  Found,
+  TextFiles,
   bpe_key,
   find_documents,
   given_tokenizer,
@@ -154,18 +154,18 @@ def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: f
     if folder := prepared.folder_of(own.paths):
       return prepared.load(folder, own).tokenizer.of_text
 
-  def find(own: DataConfig) -> Found:
+  def find(own: DataConfig) -> TextFiles:
     if not streams(own):
       return find_documents(own, fraction, None)
     from ats_jax.data.rows.stream import find_stream
 
     return find_stream(own)[0]
 
-  found = {name: find(own) for name, own in of_source.items()}
+  files_of = {name: find(own) for name, own in of_source.items()}
   texts = lambda: _in_turn(
-    train_texts(found[name].files, own, found[name].split) for name, own in of_source.items()
+    train_texts(files_of[name].files, own, files_of[name].split) for name, own in of_source.items()
   )
-  keys = [bpe_key(own, found[name]) for name, own in of_source.items()]
+  keys = [bpe_key(own, files_of[name]) for name, own in of_source.items()]
   return build_tokenizer(cfg, texts, corpus_fingerprint=cache.digest("mixture", keys))
 
 
@@ -188,13 +188,13 @@ def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[MixturePhase]":
   from ats_jax.data.rows.schedule import MixturePhase
 
   phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
-  found = []
+  of_rows = []
   for phase in phases:
     rows = sum(sizes[name] for name in phase.parts)
     steps = spec.steps_of(phase, cfg.batch_size, cfg.seq_len, rows)
     parts = tuple(phase.parts.get(name, 0) for name in sizes)
-    found.append(MixturePhase(parts, steps * cfg.batch_size))
-  return found
+    of_rows.append(MixturePhase(parts, steps * cfg.batch_size))
+  return of_rows
 
 
 def by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, int]:

@@ -34,34 +34,34 @@ MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warni
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-  """The documents of some paths.
+  """The tokenised documents of some paths.
 
   Attributes:
     corpus: the documents.
-    tokenizer: that made their ids.
+    tokenizer: the tokenizer that made their ids.
     split: which of them are held out.
     content: a hash of the documents.
-    found: what was passed over, as `Corpus.report`.
-    sifted: what filters said of the documents; None = there were none.
+    passed_over: counts of the files that were not read, in the form of `Corpus.report`.
+    sifted: the verdicts of the filters on the documents; None = there are no filters.
   """
 
   corpus: Corpus
   tokenizer: Tokenizer
   split: Split
   content: str
-  found: dict[str, Any]
+  passed_over: dict[str, Any]
   sifted: cache.Folder | None = None
 
 
-class Found(NamedTuple):
+class TextFiles(NamedTuple):
   """The files of some paths, before they are tokenised.
 
   Attributes:
-    files: that are read.
-    fingerprint: of their names and contents.
-    passed_over: what is not read, as `Corpus.report`.
-    split: what is held out.
-    sifted: what filters said of the documents; None = there were none.
+    files: the files to read.
+    fingerprint: a hash of their names and contents.
+    passed_over: counts of the files that are not read, in the form of `Corpus.report`.
+    split: which of their documents are held out.
+    sifted: the verdicts of the filters on the documents; None = there are no filters.
   """
 
   files: list[SourceFile]
@@ -81,7 +81,7 @@ def find_documents(
   fraction: float,
   tokenizer: Tokenizer | None,
   options: TokeniseOptions = DEFAULT_OPTIONS,
-) -> Found:
+) -> TextFiles:
   """The files of `cfg.paths`, and what of them is held out.
 
   Args:
@@ -103,12 +103,12 @@ def find_documents(
     split = Split(fraction)  # a conversation is not cut
   else:
     split = plan_split(cfg, fraction, files, fingerprint, tokenizer)
-  return Found(files, fingerprint, passed_over, split, sifted)
+  return TextFiles(files, fingerprint, passed_over, split, sifted)
 
 
-def bpe_key(cfg: DataConfig, found: Found) -> str:
+def bpe_key(cfg: DataConfig, texts: TextFiles) -> str:
   """Names the training text of these files, in the cache's key of a BPE."""
-  return cache.digest(found.content, found.split.fraction, _kind(cfg))
+  return cache.digest(texts.content, texts.split.fraction, _kind(cfg))
 
 
 def open_documents(
@@ -135,16 +135,16 @@ def open_documents(
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
-  found = find_documents(cfg, fraction, given, options)
+  texts = find_documents(cfg, fraction, given, options)
   tokenizer = given or build_tokenizer(
     cfg,
-    lambda: train_texts(found.files, cfg, found.split),
-    corpus_fingerprint=bpe_key(cfg, found),
+    lambda: train_texts(texts.files, cfg, texts.split),
+    corpus_fingerprint=bpe_key(cfg, texts),
   )
   tokenizer = _with_template(tokenizer, cfg)
-  corpus = _open(cfg, found.files, found.fingerprint, tokenizer, found.split, options)
+  corpus = _open(cfg, texts.files, texts.fingerprint, tokenizer, texts.split, options)
   _say_counts(corpus)
-  return Opened(corpus, tokenizer, found.split, found.content, found.passed_over, found.sifted)
+  return Opened(corpus, tokenizer, texts.split, texts.content, texts.passed_over, texts.sifted)
 
 
 def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
@@ -335,21 +335,21 @@ def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "l
 
   sizes = opened.corpus.length[documents] + 1
   shape = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
-  found = []
+  buckets = []
   if cfg.length_buckets > 1 and len(documents):
     room = sizes <= cfg.seq_len if cfg.chat_template else np.ones(len(sizes), bool)
-    kept = sizes[room] if room.any() else sizes  # a longer conversation is left out
-    found = by_length(sizes, documents, row_lengths(kept, count=cfg.length_buckets, **shape))
+    fitting = sizes[room] if room.any() else sizes  # a longer conversation is left out
+    buckets = by_length(sizes, documents, row_lengths(fitting, count=cfg.length_buckets, **shape))
   elif cfg.curriculum == "difficulty" and len(documents):
-    found = by_level(_rarity(cfg, opened, documents), sizes, documents, **shape)
-  if len(found) == 1:
+    buckets = by_level(_rarity(cfg, opened, documents), sizes, documents, **shape)
+  if len(buckets) == 1:
     logging.warning(
       "data.%s has no effect: with %d rows of %d tokens a step, the text is too short or its "
       "documents are too much alike to be parted.",
       f"length_buckets={cfg.length_buckets}" if cfg.length_buckets > 1 else "curriculum=difficulty",
       cfg.batch_size, cfg.seq_len,
     )  # fmt: skip
-  return found
+  return buckets
 
 
 def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarray:
@@ -383,9 +383,9 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     opened = _open_prepared(cfg, folder, 0.0)
     prepared.check_tokenizer(folder, opened.tokenizer, tokenizer)
   else:
-    files, content, found = _find(paths, cfg)
+    files, content, passed_over = _find(paths, cfg)
     corpus = _open(cfg, files, content, tokenizer, Split(0.0))
-    opened = Opened(corpus, tokenizer, Split(0.0), content, found)
+    opened = Opened(corpus, tokenizer, Split(0.0), content, passed_over)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.info.num_documents:
     raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.info.report)}.")
@@ -419,7 +419,7 @@ def pack(
   cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, part: str, *, says: bool = True
 ) -> Dataset:
   """Rows of these documents: of the `part` "train", "validation" or "all"; `says`: in the log."""
-  corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
+  corpus, tokenizer, passed_over = opened.corpus, opened.tokenizer, opened.passed_over
   split = [opened.content, part, opened.split.fraction]
   packing = packing_of(cfg.packing, cfg.chat_template)
   shape = [cfg.seq_len, packing, cfg.max_segments]
@@ -461,13 +461,13 @@ def pack(
       f"{len(documents):,}", ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()),
     )  # fmt: skip
   report = {
-    "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
-    "skipped": Counter(found["skipped"])
+    "malformed": Counter(passed_over["malformed"]) + Counter(corpus.report["malformed"]),
+    "skipped": Counter(passed_over["skipped"])
     + Counter(corpus.report["skipped"])
     + Counter(left_out)
     + Counter(corpus.report["filtered"]),
-    "first": found["first"] + corpus.report["first"],
-    "files": [*found["files"], corpus.report["file"]],
+    "first": passed_over["first"] + corpus.report["first"],
+    "files": [*passed_over["files"], corpus.report["file"]],
   }
   packed = Packed(corpus, plan, tokenizer, seq_len=cfg.seq_len, weights=weights)
   dataset = Dataset(packed, fingerprint=fingerprint, seed=seed, report=report)

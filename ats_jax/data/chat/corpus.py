@@ -143,29 +143,29 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Writ
     ValueError: if the template is at fault.
   """
   assert isinstance(tokenizer, ChatTokenizer)
-  kept, refused = [], []
+  rendered, refused = [], []
   for number, (where, conversation) in enumerate(batch):
     try:
-      kept.append(tokenizer.template.render(conversation))
+      rendered.append(tokenizer.template.render(conversation))
     except MalformedError as e:
       refused.append((number, e.kind, str(e)))
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
-  found = tokenizer.encode_segments(kept)
+  encoded = tokenizer.encode_segments(rendered)
   lengths = np.zeros(len(batch), np.int64)
   lengths[np.setdiff1d(np.arange(len(batch)), [n for n, *_ in refused])] = [
-    len(document.ids) for document in found
+    len(document.ids) for document in encoded
   ]
-  ids = np.concatenate([document.ids for document in found] or [np.empty(0, np.uint32)])
-  codes = np.concatenate([document.codes for document in found] or [np.empty(0, np.uint8)])
+  ids = np.concatenate([document.ids for document in encoded] or [np.empty(0, np.uint32)])
+  codes = np.concatenate([document.codes for document in encoded] or [np.empty(0, np.uint8)])
   return _Written(ids.astype(token_dtype(tokenizer.vocab_size)), codes, lengths, refused)
 
 
 def _entries(batch: list[_Found], written: _Written) -> Iterator[EncodedPiece]:
   left_out = {number for number, *_ in written.refused}
   ends = np.cumsum(written.lengths)
-  for number, (found, end, length) in enumerate(zip(batch, ends, written.lengths, strict=True)):
+  for number, (record, end, length) in enumerate(zip(batch, ends, written.lengths, strict=True)):
     if number not in left_out:
       ids, codes = written.ids[end - length : end], written.codes[end - length : end]
-      said = sum(len(m.content.encode()) for m in found.conversation.messages)
-      yield EncodedPiece(found.file, found.place, True, ids, said, codes=codes)
+      num_bytes = sum(len(m.content.encode()) for m in record.conversation.messages)
+      yield EncodedPiece(record.file, record.place, True, ids, num_bytes, codes=codes)

@@ -95,15 +95,15 @@ class Sandbox:
 
 def _line(file: int) -> bytes:
   """A line from a file descriptor, in time."""
-  found = b""
-  while not found.endswith(b"\n"):
+  line = b""
+  while not line.endswith(b"\n"):
     if not select.select([file], [], [], TIMEOUT_SECS)[0]:
       raise TimeoutError
     part = os.read(file, 2**20)
     if not part:
       raise EOFError
-    found += part
-  return found
+    line += part
+  return line
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -169,17 +169,17 @@ class JinjaTemplate:
       text, spans = write.text(prompt=True), []
     else:
       text, spans = write.marked() if self._has_marks else write.by_turns()
-    found: list[ChatSegment] = []
+    segments: list[ChatSegment] = []
     at = 0
     for number, (turn, begin, end) in enumerate(spans, 1):
       end = self._end_of_turn(text, begin, end)
       like = ChatSegment("", "assistant", counts=conversation.messages[turn].counts)
-      found += self._cut(text[at:begin], ChatSegment(""))
-      found += self._cut(text[begin:end], like._replace(last=number == len(spans)))
+      segments += self._cut(text[at:begin], ChatSegment(""))
+      segments += self._cut(text[begin:end], like._replace(last=number == len(spans)))
       at = end
-    found += self._cut(text[at:], ChatSegment(""))
-    whole = (s._replace(text=s.text.replace(breaker, "")) for s in found)
-    return [s for s in whole if s.text]
+    segments += self._cut(text[at:], ChatSegment(""))
+    without_breakers = (s._replace(text=s.text.replace(breaker, "")) for s in segments)
+    return [s for s in without_breakers if s.text]
 
   def _writing(self, conversation: Conversation) -> tuple["_Writing", str]:
     """What the template gets, and the character that breaks the names of special tokens in it."""
@@ -287,15 +287,15 @@ class _Writing(NamedTuple):
 
   def by_turns(self) -> tuple[str, list[tuple[int, int, int]]]:
     """The text, and of each answer its turn, and from where to where that adds to those before."""
-    whole = self.text()
+    text = self.text()
     spans = []
     for turn in self.answers():
       before, after = self.text(turn, prompt=True), self.text(turn + 1)
-      if not whole.startswith(after) or not after.startswith(before):
+      if not text.startswith(after) or not after.startswith(before):
         raise ValueError(
           f"the chat template writes what comes before turn {turn + 1} in another way once that "
           "turn or a later one follows, so it cannot be told which tokens are the answer. Use a "
           "template with {% generation %} marks, or one by name: data.chat_template=chatml."
         )
       spans.append((turn, len(before), len(after)))
-    return whole, spans
+    return text, spans

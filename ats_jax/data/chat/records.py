@@ -16,8 +16,8 @@ def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conve
 
   Those that filters drop are passed over.
   """
-  found = _conversations(file, report)
-  yield from file.sieve.kept(file.path, found, report) if file.sieve else found
+  numbered = _conversations(file, report)
+  yield from file.sieve.kept(file.path, numbered, report) if file.sieve else numbered
 
 
 def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:

@@ -82,18 +82,18 @@ class ChatTokenizer:
     self.special = {name: ids[role] for role, name in form.names.items()}
     self.vocab_size = inner.vocab_size
     for name in form.template().special:
-      found = inner.token_id(name)
+      token_id = inner.token_id(name)
       if name in self.special:
         continue
-      if found is None:
+      if token_id is None:
         self.special[name], self.vocab_size = self.vocab_size, self.vocab_size + 1
-      elif found in inner.encode(name):
+      elif token_id in inner.encode(name):
         raise ValueError(
           f"the tokenizer encodes the text {name!r} as a special token of the chat template, so a "
           "turn could end itself. Mark it as special in the tokenizer.json."
         )
       else:
-        self.special[name] = found
+        self.special[name] = token_id
     self._special_ids = inner.special_ids | frozenset(self.special.values())
     of_form = json.dumps([inner.fingerprint, form, self.special], sort_keys=True)
     self.fingerprint = hashlib.sha256(of_form.encode()).hexdigest()[:32]
@@ -244,21 +244,21 @@ def _own(tokenizer: str) -> str | Form:
     return Form.of(fields["form"])
   if (path.parent / "chat_template.jinja").is_file():
     return _read(str(path.parent / "chat_template.jinja"))
-  found = _object(path.parent / "tokenizer_config.json").get("chat_template")
-  if isinstance(found, list):  # several by name
-    found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-  if not isinstance(found, str):
+  template = _object(path.parent / "tokenizer_config.json").get("chat_template")
+  if isinstance(template, list):  # several by name
+    template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+  if not isinstance(template, str):
     raise ValueError(
       f"data.chat_template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
       "chat_template.jinja nor a tokenizer_config.json with a chat_template. Name a .jinja file, "
       f"or one of {', '.join(TEMPLATES)}."
     )
-  return found
+  return template
 
 
 def _object(path: paths.Path) -> dict[str, Any]:
   """What a JSON file holds; {} if there is none, or it holds no object."""
   if not path.is_file():
     return {}
-  found = json.loads(_read(str(path)))
-  return found if isinstance(found, dict) else {}
+  value = json.loads(_read(str(path)))
+  return value if isinstance(value, dict) else {}

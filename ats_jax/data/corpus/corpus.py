@@ -124,17 +124,17 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
       "All input files hold token ids, so there is no text to train a BPE on. "
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
-  found = False
+  has_text = False
   read = lambda file, report: pieces(file, cfg.text_field, report)
   if cfg.chat_template:
     from ats_jax.data.chat.records import message_pieces as read  # here: few are conversations
 
   def texts(file: SourceFile) -> Iterator[str]:
-    nonlocal found
+    nonlocal has_text
     for piece in split.cut(file, read(file, report)):
       key = 0 if split.block else name_hash(document_name(file, piece.line))
       if not split.held_out(key, piece.part):
-        found = True
+        has_text = True
         yield piece.text
 
   for group in itertools.batched(text_files, _OPEN_FILES):
@@ -145,7 +145,7 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
           yield next(text)
         except StopIteration:
           open_files.remove(text)
-  if not found:
+  if not has_text:
     raise ValueError(nothing_left(str(report)))
 
 

@@ -125,8 +125,10 @@ def add_texts(
     ValueError: if a process died.
   """
   sent = lambda batch: [piece.text for _, piece in batch]
-  with contextlib.closing(worked(batches, tokenizer, workers, sent, _encode, "tokenise")) as found:
-    for batch, ids in found:
+  with contextlib.closing(
+    worked(batches, tokenizer, workers, sent, _encode, "tokenise")
+  ) as encoded:
+    for batch, ids in encoded:
       shards.add(_entries(batch, ids), ids[0])
 
 
@@ -139,11 +141,11 @@ def _pieces(
         yield number, piece
 
 
-def batched(found: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
+def batched(numbered: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
   """Lists of pieces of about `_BATCH_CHARS` characters; the same ones each time."""
   batch: Batch = []
   num_chars = 0
-  for number, piece in found:
+  for number, piece in numbered:
     batch.append((number, piece))
     num_chars += len(piece.text)
     if num_chars >= _BATCH_CHARS:
@@ -169,11 +171,11 @@ def _token_documents(
   for number, file in enumerate(files):
     if file.kind != "tokens":
       continue
-    found = token_documents(
+    columns = token_documents(
       file.path, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id,
       eos_id=tokenizer.eos_id, report=report,
     )  # fmt: skip
-    for line, start, length in zip(*(column.tolist() for column in found), strict=True):
+    for line, start, length in zip(*(column.tolist() for column in columns), strict=True):
       for part, begin, end in split.cut_ids(document_name(file, line), length):
         yield _Document(number, line, part, start + begin, end - begin)
 

@@ -94,23 +94,23 @@ def same(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
   Returns:
     [n] int64, indices; a document that is kept has its own.
   """
-  kept = np.arange(len(keys))
+  survivors = np.arange(len(keys))
   order = np.lexsort((keys, hashes[:, 1], hashes[:, 0]))
   starts = np.ones(len(keys), bool)
   starts[1:] = (hashes[order][1:] != hashes[order][:-1]).any(1)
-  kept[order] = order[starts][np.cumsum(starts) - 1]
-  return kept
+  survivors[order] = order[starts][np.cumsum(starts) - 1]
+  return survivors
 
 
 def similar(
-  found: np.ndarray, members: np.ndarray, keys: np.ndarray, threshold: float
+  signatures: np.ndarray, members: np.ndarray, keys: np.ndarray, threshold: float
 ) -> np.ndarray:
   """As `same`, of documents that are linked by similarities of at least `threshold`.
 
   Pairs are proposed by bands of a signature that agree, and compared by all of it.
 
   Args:
-    found: [documents, NUM_HASHES] uint32; may be on disk.
+    signatures: [documents, NUM_HASHES] uint32; may be on disk.
     members: [n], the documents to compare.
     keys: [n] uint64, of those.
     threshold: from 0.3 to 1.
@@ -123,18 +123,18 @@ def similar(
   leader = np.arange(size)
   rows = rows_of_a_band(threshold)
   for band in range(NUM_HASHES // rows):
-    a, b = _proposed(found[:, band * rows : (band + 1) * rows][place])
+    a, b = _proposed(signatures[:, band * rows : (band + 1) * rows][place])
     new = leader[a] != leader[b]
     a, b = a[new], b[new]
-    alike = _similarity(found, place[a], place[b]) >= threshold
+    alike = _similarity(signatures, place[a], place[b]) >= threshold
     ends = leader[a[alike]], leader[b[alike]]
     graph = sparse.coo_array((np.ones(len(ends[0]), bool), ends), shape=(size, size))
     _, group = csgraph.connected_components(graph, directed=False)
     _, first = np.unique(group, return_index=True)
     leader = first[group][leader]
-  kept = np.empty(size, np.int64)
-  kept[order] = order[leader]
-  return kept
+  survivors = np.empty(size, np.int64)
+  survivors[order] = order[leader]
+  return survivors
 
 
 def rows_of_a_band(threshold: float) -> int:
@@ -158,8 +158,9 @@ def _proposed(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return np.concatenate([first[later], before[later]]), np.concatenate([by[later], by[later]])
 
 
-def _similarity(found: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _similarity(signatures: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
   parts = [
-    (found[a[i : i + _CHUNK]] == found[b[i : i + _CHUNK]]).mean(1) for i in range(0, len(a), _CHUNK)
+    (signatures[a[i : i + _CHUNK]] == signatures[b[i : i + _CHUNK]]).mean(1)
+    for i in range(0, len(a), _CHUNK)
   ]
   return np.concatenate(parts) if parts else np.empty(0)

@@ -115,11 +115,11 @@ def resolve(
       continue
     alive = np.flatnonzero(stage > number)
     if compared.name == "exact":
-      kept = duplicates.same(exact[alive], keys[alive])
+      survivors = duplicates.same(exact[alive], keys[alive])
     else:
       threshold = duplicates.threshold_of(compared)
-      kept = duplicates.similar(near, alive, keys[alive], threshold)
-    twice = kept != np.arange(len(alive))
+      survivors = duplicates.similar(near, alive, keys[alive], threshold)
+    twice = survivors != np.arange(len(alive))
     stage[alive[twice]] = number
-    instead[alive[twice]] = alive[kept[twice]]
+    instead[alive[twice]] = alive[survivors[twice]]
   return stage, instead

@@ -88,7 +88,7 @@ class Parts:
   def joined(self) -> tuple[dict[str, np.ndarray], Judged, np.ndarray]:
     """The columns of all documents, what was said of them, and their signatures on disk."""
     columns = {name: [np.empty(0, np.dtype(code))] for name, code in COLUMNS.items()}
-    found: list[Judged] = []
+    judged: list[Judged] = []
     empty = np.empty((0, NUM_HASHES), np.uint32)
     with open(self._folder / "near.bin", "wb") as near:
       for number in range(self._count):
@@ -97,11 +97,11 @@ class Parts:
             values.append(part[f"column_{name}"])
           near.write(part["near"].tobytes())
           some = {name: part[name] for name in Judged._fields if name != "near"}
-          found.append(Judged(**some, near=empty))
+          judged.append(Judged(**some, near=empty))
       size = near.tell()
     path = self._folder / "near.bin"
     signatures = np.memmap(path, np.uint32, "r").reshape(-1, NUM_HASHES) if size else empty
-    return {n: np.concatenate(v) for n, v in columns.items()}, _together(found), signatures
+    return {n: np.concatenate(v) for n, v in columns.items()}, _together(judged), signatures
 
   def remove(self) -> None:
     """Take away all that served to get here."""

@@ -93,7 +93,7 @@ def language(stage: Stage) -> Rule:
     raise ValueError(f"data.filters: language:min_score={lowest:g} is not from 0 to 1.")
   model = detector.LangDetector(detector.LangDetectConfig(max_input_length=None))
   detect = lambda text, k: model.detect(text, model="lite", k=k)  # the one in the package
-  known = {found["lang"] for found in detect("text", 1000)}
+  known = {detected["lang"] for detected in detect("text", 1000)}
   if unknown := sorted(keep - known):
     raise ValueError(
       f"data.filters: language:keep={options['keep']} has no known language in "
@@ -150,9 +150,9 @@ def _datatrove(stage: Stage, name: str) -> Rule:
   def rule(text: str) -> FilterResult:
     judged = document(text=text, id="")
     verdict = made.filter(judged)
-    kept, why = verdict if isinstance(verdict, tuple) else (verdict, "refused")
+    is_kept, why = verdict if isinstance(verdict, tuple) else (verdict, "refused")
     why = why.removeprefix(f"{stage.name}_")
-    return FilterResult(judged.text, "" if kept else _PLAIN.get(why, why.replace("_", " ")))
+    return FilterResult(judged.text, "" if is_kept else _PLAIN.get(why, why.replace("_", " ")))
 
   return rule
 

@@ -116,8 +116,8 @@ def _build(
     left = itertools.islice(_documents(files, cfg), parts.documents, None)
     batches = _batches(left)
     done = worked(batches, judge, options.workers, _heads, Judge.__call__, "filter")
-    with contextlib.closing(done) as found:
-      for number, (batch, judged) in enumerate(found):
+    with contextlib.closing(done) as results:
+      for number, (batch, judged) in enumerate(results):
         parts.add(batch, judged)
         if number % 32 == 31:
           options.say(
@@ -171,9 +171,9 @@ def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
       yield Document(number, line, key, chars, head)
 
 
-def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
   batch, chars = [], 0
-  for document in found:
+  for document in documents:
     batch.append(document)
     chars += len(document.head.text) + 64  # so that many short ones are a batch too
     if chars >= _BATCH_CHARS:

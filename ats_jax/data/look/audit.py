@@ -98,13 +98,13 @@ def _rows_until_read(dataset: TrainRows) -> list[int]:
   """For each of the `leaves`, how many rows there are until it has been read; 0 = it never is."""
   if not dataset.info.parts:
     return [dataset.info.num_rows]
-  found = []
+  rows_of_parts = []
   for name, part in dataset.info.parts.items():
     count = lambda row, name=name: dataset.progress(row).rows[name]
     for rows in _rows_until_read(part):
       comes = 0 < rows <= count(_LONGEST)
-      found.append(bisect.bisect_left(range(_LONGEST), rows, key=count) if comes else 0)
-  return found
+      rows_of_parts.append(bisect.bisect_left(range(_LONGEST), rows, key=count) if comes else 0)
+  return rows_of_parts
 
 
 class _NumberedCorpus:

@@ -127,15 +127,15 @@ def _sources(opened: Opened) -> list[SourceCounts]:
   """By the first part of the files' names."""
   if opened.sifted:
     names = opened.sifted.meta["files"]
-    file, kept = opened.sifted.array("file"), opened.sifted.array("verdict") == 0
+    file, is_kept = opened.sifted.array("file"), opened.sifted.array("verdict") == 0
     size = opened.sifted.array("chars")
   else:
     corpus = opened.corpus
     names, file = corpus.file_names(), corpus.file
-    kept, size = np.ones(len(corpus), bool), corpus.num_bytes
+    is_kept, size = np.ones(len(corpus), bool), corpus.num_bytes
   documents, kept_documents, sizes = Counter(), Counter(), Counter()
   counts = np.bincount(file, minlength=len(names))
-  kept_counts = np.bincount(file, kept, len(names)).astype(int)
+  kept_counts = np.bincount(file, is_kept, len(names)).astype(int)
   size_counts = np.bincount(file, size, len(names)).astype(int)
   columns = zip(names, counts.tolist(), kept_counts.tolist(), size_counts.tolist(), strict=True)
   for name, count, kept_count, chars in columns:
@@ -158,9 +158,9 @@ def _roles(opened: Opened) -> dict[str, tuple[int, int]]:
     for begin in range(0, length, _CHUNK):
       codes = opened.corpus.codes(document, begin, begin + _CHUNK)
       counts += np.bincount(codes, minlength=256)
-  found: dict[str, tuple[int, int]] = {}
+  by_role: dict[str, tuple[int, int]] = {}
   for code in map(int, np.flatnonzero(counts)):
     role = role_of(code) or "none"
-    tokens, said = found.get(role, (0, 0))
-    found[role] = tokens + int(counts[code]), said + int(counts[code]) * bool(code & COUNTS)
-  return found
+    tokens, counted = by_role.get(role, (0, 0))
+    by_role[role] = tokens + int(counts[code]), counted + int(counts[code]) * bool(code & COUNTS)
+  return by_role

@@ -68,8 +68,8 @@ def page(overview: Overview) -> str:
   ]
   histograms = [_histogram("Tokens a document, kept", {"kept": o.tokens})]
   if o.chars:
-    sizes, kept = o.chars
-    series = {"kept": sizes[kept], "dropped": sizes[~kept]}
+    sizes, is_kept = o.chars
+    series = {"kept": sizes[is_kept], "dropped": sizes[~is_kept]}
     histograms.insert(0, _histogram("Characters a document, before filters", series))
   return environment.get_template("page.html.jinja").render(
     o=o,

@@ -261,16 +261,16 @@ def row_lengths(sizes: np.ndarray, *, seq_len: int, count: int, batch_size: int)
   tokens = np.cumsum(ordered)
   marks = np.searchsorted(tokens, tokens[-1] * np.arange(1, count) / count)
   fits = np.searchsorted(lengths, np.minimum(ordered[marks], seq_len))
-  found = sorted({*(lengths[i] for i in fits), seq_len})
+  chosen = sorted({*(lengths[i] for i in fits), seq_len})
   least = LEAST_STEPS * batch_size * seq_len
-  while len(found) > 1:
-    ends = np.searchsorted(ordered, found[:-1], "right")
+  while len(chosen) > 1:
+    ends = np.searchsorted(ordered, chosen[:-1], "right")
     filled = [int(part.sum()) for part in np.split(ordered, ends)]
     few = int(np.argmin(filled))
     if filled[few] >= least:
       break
-    del found[min(few, len(found) - 2)]  # the longest stays: it takes in the one below it
-  return tuple(found)
+    del chosen[min(few, len(chosen) - 2)]  # the longest stays: it takes in the one below it
+  return tuple(chosen)
 
 
 def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Bucket]:

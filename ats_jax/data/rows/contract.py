@@ -140,11 +140,11 @@ class TrainRows(Rows, Protocol):
     Raises:
       ValueError: if the position is one in other data.
     """
-    found, own = position["data"], self.info.fingerprint
-    if found != own:
+    saved, own = position["data"], self.info.fingerprint
+    if saved != own:
       raise ValueError(
         "the run was trained on other data: the text files, the tokenizer or the packing changed "
-        f"since (fingerprint {found}, now {own}). Restore them, or use another --workdir to train "
+        f"since (fingerprint {saved}, now {own}). Restore them, or use another --workdir to train "
         "and --paths to evaluate."
       )
     return position["row"]

@@ -157,12 +157,12 @@ def _gathered(
   batch: dict[str, np.ndarray] = {}
   for number in np.unique(source):
     here = source == number
-    found = reads[number](row[here])
-    for name, values in found.items():
+    rows = reads[number](row[here])
+    for name, values in rows.items():
       if name not in batch:
         batch[name] = np.empty((*source.shape, values.shape[-1]), values.dtype)
       batch[name][here] = values
-    assert batch.keys() == found.keys(), "sources have the same arrays"
+    assert batch.keys() == rows.keys(), "sources have the same arrays"
   return batch
 
 

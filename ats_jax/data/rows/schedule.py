@@ -151,6 +151,6 @@ def ranks(order: np.ndarray) -> np.ndarray:
   """How many of the same number come before each of an order."""
   by_source = np.argsort(order, kind="stable")
   sizes = np.bincount(order)
-  found = np.empty_like(order)
-  found[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-  return found
+  rank = np.empty_like(order)
+  rank[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+  return rank

@@ -18,7 +18,7 @@ from ats_jax.data.corpus.corpus import nothing_left, train_texts
 from ats_jax.data.rows.contract import Info, Progress, TrainRows
 from ats_jax.data.rows.packed import Packed, read_rows
 from ats_jax.data.rows.windows import TextPosition, Window, Windows
-from ats_jax.data.splits import Found, bpe_key, given_tokenizer
+from ats_jax.data.splits import TextFiles, bpe_key, given_tokenizer
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats import opening
 from ats_jax.data.text.holdout import Split
@@ -150,8 +150,8 @@ class Stream(TrainRows):
       ValueError: also if the input changed.
     """
     begin = super().row_of(position)
-    row, epoch, number, *begin = position["window"]
-    self._windows.begins(number, TextPosition(*begin))
+    row, epoch, number, *of_text = position["window"]
+    self._windows.begins(number, TextPosition(*of_text))
     with self._guard:
       if (at := Visit(row, epoch, number)) not in self._visits:
         bisect.insort(self._visits, at)
@@ -191,20 +191,20 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
   Raises:
     ValueError: as `open_datasets`, and for what cannot be read in windows.
   """
-  found, size = find_stream(cfg)
+  source, size = find_stream(cfg)
   tokenizer = tokenizer or given_tokenizer(cfg)
   if tokenizer is None:
-    if named := [file.path for file in found.files if is_remote(file.path)]:
+    if named := [file.path for file in source.files if is_remote(file.path)]:
       raise ValueError(
         f"data.streaming=true: a BPE is trained on many files at once, and {named[0]} is on a "
         "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
       )
-    texts = lambda: train_texts(found.files, cfg, found.split)
-    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, found))
+    texts = lambda: train_texts(source.files, cfg, source.split)
+    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, source))
   settings = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("stream", found.content, tokenizer.fingerprint, settings)
+  fingerprint = cache.digest("stream", source.content, tokenizer.fingerprint, settings)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
-  windows = Windows(folder, cfg, found.files, tokenizer, seed)
+  windows = Windows(folder, cfg, source.files, tokenizer, seed)
   first = _first(windows)
   if not first.num_rows:  # of others too: a window ends where another document begins
     raise ValueError(nothing_left("no file holds a document"))
@@ -221,7 +221,7 @@ def _first(windows: Windows) -> Figures:
   return Figures(*json.loads(path.read_text()))
 
 
-def find_stream(cfg: DataConfig) -> tuple[Found, int]:
+def find_stream(cfg: DataConfig) -> tuple[TextFiles, int]:
   """The files of `cfg.paths` in the order of a hash of their names, and how many bytes they have.
 
   Their fingerprint is of names, sizes, and of the beginning and the end of each file; of one on a
@@ -231,8 +231,8 @@ def find_stream(cfg: DataConfig) -> tuple[Found, int]:
     ValueError: for files that cannot be read in windows.
   """
   report = Report(strict=cfg.strict)
-  found = find_files(cfg.paths, report, cache.cache_root(cfg.cache_dir), copies=False)
-  files = sorted(found, key=lambda file: (name_hash(file.name), file.name))
+  unsorted = find_files(cfg.paths, report, cache.cache_root(cfg.cache_dir), copies=False)
+  files = sorted(unsorted, key=lambda file: (name_hash(file.name), file.name))
   size, contents = 0, []
   for file in files:
     if file.kind == "tokens" or formats.owner(opening.suffix(file.name)):
@@ -252,7 +252,7 @@ def find_stream(cfg: DataConfig) -> tuple[Found, int]:
       size += length
     except OSError as e:  # reported when its documents are read
       contents.append([file.name, file.kind, f"unreadable {e.errno}"])
-  return Found(files, cache.digest(contents), report.summary(), Split(0.0)), size
+  return TextFiles(files, cache.digest(contents), report.summary(), Split(0.0)), size
 
 
 def _ends(path: str, length: int) -> str:

@@ -200,11 +200,11 @@ class Windows:
   ) -> dict[str, Any]:
     """Write the corpus of the window that begins there; its files are those that it has text of."""
     first, last = begin.file, begin.file
-    found = self._text.window(begin, self._size, going)
+    pieces = self._text.window(begin, self._size, going)
 
     def numbered() -> Iterator[tuple[int, Piece]]:
       nonlocal last
-      for number, piece in found:
+      for number, piece in pieces:
         last = number
         yield number - first, piece
 
@@ -223,11 +223,11 @@ class Windows:
     corpus = cache.finished(folder, "corpus")
     assert corpus is not None, "nobody takes it away while it is read or made"
     first = self._begins[number].file
-    found = Corpus(corpus, self.files[first : first + len(corpus.meta["files"])])
+    documents = Corpus(corpus, self.files[first : first + len(corpus.meta["files"])])
     content = cache.digest("window", self.folder.name, number)
-    opened = Opened(found, self._tokenizer, Split(0.0), content, prepared.NOTHING_PASSED_OVER)
+    opened = Opened(documents, self._tokenizer, Split(0.0), content, prepared.NOTHING_PASSED_OVER)
     cfg = dataclasses.replace(self._cfg, cache_dir=str(folder))
-    return pack(cfg, self._seed, opened, np.arange(len(found)), f"window {number}", says=False)
+    return pack(cfg, self._seed, opened, np.arange(len(documents)), f"window {number}", says=False)
 
   def _note(self, number: int, begin: TextPosition) -> None:
     """Keep what is known of a window that is there.
@@ -250,8 +250,8 @@ class Windows:
   def _read_known(self) -> None:
     """Take in what other processes have found."""
     path = self.folder / _KNOWN
-    found = json.loads(path.read_text()) if path.exists() else {}
-    for number, (begin, rows, end, content) in found.items():
+    windows = json.loads(path.read_text()) if path.exists() else {}
+    for number, (begin, rows, end, content) in windows.items():
       window = Window(TextPosition(*begin), rows, end and TextPosition(*end), content)
       self._take(int(number), window)
 
@@ -378,7 +378,7 @@ class _Text:
       with contextlib.ExitStack() as stack:
         file = self._files[number]
         if is_remote(file.path):
-          path = stack.enter_context(remote.lent(file.path, file.name, self._folder))
+          path = stack.enter_context(remote.local_copy(file.path, file.name, self._folder))
           file = file._replace(path=path)
         for count, piece in enumerate(pieces(file, self._field, self._report)):
           if count >= held:

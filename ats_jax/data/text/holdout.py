@@ -49,14 +49,14 @@ class Split:
       return np.asarray(part) % 2 == 1
     return np.asarray(key, np.uint64) < np.uint64(self.fraction * 2**64)
 
-  def cut(self, file: SourceFile, found: Iterable[Piece]) -> Iterator[Piece]:
+  def cut(self, file: SourceFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces of a file, each held-out block a document of its own, and so what lies between.
 
     Parts of a document with even numbers are for training, those with odd ones for validation.
     They begin at the next line behind a border, if there is one soon.
     """
     borders, part, at, starts = [], 0, 0, True
-    for piece in found:
+    for piece in pieces:
       if piece.starts:
         ranges = self.blocks.get(document_name(file, piece.line), ())
         borders, part, at, starts = [b for pair in ranges for b in pair], 0, 0, True
@@ -132,10 +132,10 @@ def _sizes(
   cfg: DataConfig, fraction: float, files: list[SourceFile], tokenizer: Tokenizer | None
 ) -> dict[str, int] | None:
   """The size of each document by name; None as soon as they can be split whole."""
-  whole, sizes, sides = Split(fraction), {}, set()
+  split, sizes, sides = Split(fraction), {}, set()
   for name, size in _documents(cfg, files, tokenizer):
     sizes[name] = size
-    sides.add(bool(whole.held_out(name_hash(name), 0)))
+    sides.add(bool(split.held_out(name_hash(name), 0)))
     if (len(sides) == 2 and len(sizes) * fraction >= 1) or len(sizes) > _MOST_DOCUMENTS:
       return None
   return sizes

@@ -52,10 +52,10 @@ def listed(entry: str) -> list[RemoteFile]:
   """
   store, place = _store(entry)
   with _said(entry):
-    found = [RemoteFile(store, url, name) for url, name in _listed(store, place)]
-  if not found:
+    files = [RemoteFile(store, url, name) for url, name in _listed(store, place)]
+  if not files:
     raise ValueError(f"paths: {entry!r} does not exist, or matches no file.")
-  return found
+  return files
 
 
 def copied(file: RemoteFile, root: Path) -> str:
@@ -90,7 +90,7 @@ def url_of(file: RemoteFile) -> str:
 
 
 @contextlib.contextmanager
-def lent(url: str, name: str, folder: Path) -> Iterator[str]:
+def local_copy(url: str, name: str, folder: Path) -> Iterator[str]:
   """The path of a copy in `folder`, which is there for a while.
 
   Raises:
@@ -166,9 +166,9 @@ def _copy(
 
 
 def _version(info: dict[str, Any]) -> list[str]:
-  found = [info.get(key) for key in _VERSIONS if info.get(key)][:1]
-  found += [info.get("size"), *(info.get(key) for key in _TIMES)]
-  return [str(part) for part in found]
+  facts = [info.get(key) for key in _VERSIONS if info.get(key)][:1]
+  facts += [info.get("size"), *(info.get(key) for key in _TIMES)]
+  return [str(part) for part in facts]
 
 
 def _fetch(store: fsspec.AbstractFileSystem, url: str, size: int | None, target: Path) -> None:

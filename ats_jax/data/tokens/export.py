@@ -65,7 +65,7 @@ def _special(words: Tokenizer) -> dict[str, int]:
 
 
 def _name(special: Mapping[str, int], i: int) -> str:
-  return next(name for name, found in special.items() if found == i)
+  return next(name for name, number in special.items() if number == i)
 
 
 def _json(text: str, special: Mapping[str, int], bos: str) -> str:
@@ -86,8 +86,8 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
   rules, kinds = proto.normalizer_spec, type(proto).SentencePiece
   usual = rules.escape_whitespaces and not proto.trainer_spec.treat_whitespace_as_suffix
   is_bpe = proto.trainer_spec.model_type == proto.trainer_spec.BPE
-  found = {piece.type for piece in proto.pieces}
-  if not (is_bpe and usual) or found & {kinds.USER_DEFINED, kinds.UNUSED}:
+  types = {piece.type for piece in proto.pieces}
+  if not (is_bpe and usual) or types & {kinds.USER_DEFINED, kinds.UNUSED}:
     return ""
   ranks = {piece.piece: -piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
   inner = tokenizers.Tokenizer(

@@ -46,8 +46,8 @@ class SentencePieceTokenizer(OfDocuments):
     """See `Tokenizer`."""
     if name in self.added:
       return self.added[name]
-    found = self._inner.piece_to_id(name)  # of an unknown one: that of <unk>
-    return found if self._inner.id_to_piece(found) == name else None
+    token = self._inner.piece_to_id(name)  # of an unknown one: that of <unk>
+    return token if self._inner.id_to_piece(token) == name else None
 
   def special_tokens(self) -> dict[str, int]:
     """See `Tokenizer`: the control pieces, and what was added."""
@@ -62,8 +62,8 @@ class SentencePieceTokenizer(OfDocuments):
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """See `Tokenizer`."""
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
-    found = self._inner.encode(list(texts), num_threads=threads)
-    return [np.array(ids, np.uint32) for ids in found]
+    encoded = self._inner.encode(list(texts), num_threads=threads)
+    return [np.array(ids, np.uint32) for ids in encoded]
 
   def decode(self, ids: Iterable[int]) -> str:
     """See `Tokenizer`."""
@@ -146,12 +146,12 @@ def without_collisions(raw: bytes, special: Collection[str]) -> bytes:
     )
   parsed = _parsed(raw)
   kinds = type(parsed).SentencePiece
-  found = [
+  colliding = [
     piece
     for piece in parsed.pieces
     if piece.type == kinds.USER_DEFINED
     and (piece.piece in special or _LOOKS_SPECIAL.fullmatch(piece.piece))
   ]
-  for piece in found:
+  for piece in colliding:
     piece.type = kinds.CONTROL
-  return parsed.SerializeToString(deterministic=True) if found else raw
+  return parsed.SerializeToString(deterministic=True) if colliding else raw

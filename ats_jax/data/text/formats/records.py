@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ats_jax.data.text.formats import tables
 from ats_jax.data.text.formats.opening import opened, suffix
-from ats_jax.data.text.formats.text import Piece, whole
+from ats_jax.data.text.formats.text import Piece, one_document
 from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 
@@ -123,4 +123,4 @@ def jsonl(path: str, text_field: str, report: Report) -> Iterator[Piece]:
       kind = type(row[text_field]).__name__
       report.bad("field not a string", where, f"field {text_field!r} is {kind}, not a string")
     else:
-      yield from whole(row[text_field], line, where, report)
+      yield from one_document(row[text_field], line, where, report)

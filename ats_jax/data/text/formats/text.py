@@ -71,7 +71,7 @@ def _decoded(path: str) -> Iterator[str]:
       offset += len(block)
 
 
-def whole(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
+def one_document(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
   """The pieces of a document that is in memory; what is none goes to `report`.
 
   Args:
