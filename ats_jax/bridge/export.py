@@ -125,8 +125,10 @@ def export(
   run = workdir.load_identity(source)
   chosen, _ = reader.choose(checkpoints, int(step) if step.isdecimal() else step, run)
   extra = reader.load_extra(checkpoints, chosen, run)
-  words = load_tokenizer(source / workdir.TOKENIZER)
-  cfg = resolve(with_changes(workdir.load_config(source), extra.get(CHANGES, {})), words.vocab_size)
+  tokenizer = load_tokenizer(source / workdir.TOKENIZER)
+  cfg = resolve(
+    with_changes(workdir.load_config(source), extra.get(CHANGES, {})), tokenizer.vocab_size
+  )
   companions = source / COMPANIONS
   imported = carried_fields(companions)
   table = choose_family(cfg, family).fitted(flatten(cfg))
@@ -146,16 +148,16 @@ def export(
   resumed = _write(unfinished, shards, arrays)
   copy_companions(companions, unfinished)
   if tokenizer_in(companions) is None:
-    for name, content in files_of(words).items():
+    for name, content in files_of(tokenizer).items():
       if not (unfinished / name).exists():
         (unfinished / name).write_bytes(content)
   for name, text in table.files().items():
     (unfinished / name).write_text(text, encoding="utf-8")
   fields = {
     "max_position_embeddings": cfg.data.seq_len,
-    "bos_token_id": words.bos_id,
-    "eos_token_id": words.eos_id,
-    "pad_token_id": words.pad_id,
+    "bos_token_id": tokenizer.bos_id,
+    "eos_token_id": tokenizer.eos_id,
+    "pad_token_id": tokenizer.pad_id,
     **imported,
     **table.write(cfg),
     "torch_dtype": str(theirs),

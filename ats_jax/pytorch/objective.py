@@ -92,10 +92,10 @@ def forward(model: Decoder, batch: Batch, rules: RoutingRules) -> ForwardResult:
   )
   head_VD, chunks = model.head_weights(), []
   parts = (x_BTD.flatten(0, 1), batch["targets"].flatten(), batch["loss_mask"].flatten())
-  how = model.cfg.model.logit_soft_cap, step.z_loss, step.label_smoothing
+  loss_settings = model.cfg.model.logit_soft_cap, step.z_loss, step.label_smoothing
   for part in zip(*(a.split(step.loss_chunk_tokens) for a in parts), strict=True):
     # Made again in the backward pass: only one chunk's logits are in memory.
-    chunks.append(checkpoint(_chunk, head_VD, *part, *how, use_reentrant=False))
+    chunks.append(checkpoint(_chunk, head_VD, *part, *loss_settings, use_reentrant=False))
   sums = LossSums(*(torch.stack(each).sum() for each in zip(*chunks, strict=True)))
   return ForwardResult(sums, stats, _depth_counts(depth_BT, batch["segment_ids"] > 0, stats))
 

@@ -357,11 +357,11 @@ class Layers:
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""
     has_window = [kind.window for kind in layer_kinds(cfg)]
-    words = {True: "sliding_attention", False: "full_attention"}
+    kinds = {True: "sliding_attention", False: "full_attention"}
     fields: dict[str, Any] = {"sliding_window": cfg.model.window or None}
     if not self.by_switch and not self.full_every:
       return fields
-    fields["layer_types"] = [words[has] for has in has_window]
+    fields["layer_types"] = [kinds[has] for has in has_window]
     if self.by_switch:
       full = has_window.index(True) if True in has_window else len(has_window)
       fields |= {"use_sliding_window": any(has_window), "max_window_layers": full}

@@ -99,8 +99,8 @@ class Shards:
     self._out: BinaryIO | None = None
     self._codes: BinaryIO | None = None
     self._progress = _Progress(files, options)
-    for rest in folder.glob("*.tmp"):
-      rest.unlink()
+    for leftover in folder.glob("*.tmp"):
+      leftover.unlink()
     if not self.complete:
       self._open()
 

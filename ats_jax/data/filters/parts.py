@@ -45,8 +45,8 @@ class Parts:
   def __init__(self, folder: Path):
     self._folder = folder
     self._count, self.documents, self.complete = 0, 0, False
-    for rest in folder.glob("*.tmp"):
-      rest.unlink()
+    for leftover in folder.glob("*.tmp"):
+      leftover.unlink()
     while not self.complete and (size := _size(self._path(self._count))):
       self._count += 1
       self.documents += size[0]

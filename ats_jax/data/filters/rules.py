@@ -136,10 +136,10 @@ def c4(stage: Stage) -> Rule:
 def _datatrove(stage: Stage, name: str) -> Rule:
   where = f"data.filters={stage.name}"
   kind = getattr(extra.module("datatrove.pipeline.filters", where, "filters"), name)
-  words = extra.module("datatrove.utils.word_tokenizers", where, "filters")
+  tokenizers = extra.module("datatrove.utils.word_tokenizers", where, "filters")
   document = extra.module("datatrove.data", where, "filters").Document
 
-  class Words(words.WhitespaceTokenizer):
+  class Words(tokenizers.WhitespaceTokenizer):
     """Its sentences, and the words between spaces."""
 
     def word_tokenize(self, text: str) -> list[str]:

@@ -266,8 +266,8 @@ class Windows:
   def _make_room(self, number: int) -> None:
     """Take away windows that nobody reads from, longest unread first, until there is room."""
     remote.remove_unlent(self.folder)
-    for rest in self.folder.glob("gone-*"):  # of a process that was killed
-      shutil.rmtree(rest)
+    for leftover in self.folder.glob("gone-*"):  # of a process that was killed
+      shutil.rmtree(leftover)
     there = {int(path.name.partition("-")[2]): path for path in self.folder.glob("window-*")}
     there.pop(number, None)
     by_age = sorted(there.items(), key=lambda item: item[1].stat().st_mtime_ns)

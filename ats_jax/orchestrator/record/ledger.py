@@ -189,8 +189,8 @@ def encode(value: Any) -> Any:
 def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   number = lambda x: float(x) if isinstance(x, str) else x
-  words = ("means", "tensor")
-  values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in words}
+  unquoted = ("means", "tensor")
+  values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in unquoted}
   values["tensor"] = fields["tensor"]
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])

@@ -62,10 +62,10 @@ class Adapters:
     if unknown := sorted(set(lora.targets) - known):
       raise ValueError(f"--lora_targets: no {unknown}. The linear layers are {sorted(known)}.")
     torch.manual_seed(cfg.seed)
-    how = peft.LoraConfig(
+    lora_config = peft.LoraConfig(
       r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0
     )
-    self.model, self.peft = model, peft.get_peft_model(Outer(model), how)
+    self.model, self.peft = model, peft.get_peft_model(Outer(model), lora_config)
     self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     o = cfg.optimizer
     self.optimizer = torch.optim.AdamW(
@@ -102,7 +102,7 @@ class Adapters:
         put(moments[theirs], ours)
       put(moments["step"], "updates")
 
-  def write(self, cfg: Config, folder: Path, words: Tokenizer) -> None:
+  def write(self, cfg: Config, folder: Path, tokenizer: Tokenizer) -> None:
     """Write the adapters as peft does, and the merged model in our own format; it ends training."""
     self.peft.save_pretrained(str(folder / ADAPTER))
     merged = self.peft.merge_and_unload().model
@@ -111,7 +111,7 @@ class Adapters:
     weights.save(merged, target / "model.safetensors")
     for name, text in own.FAMILY.files().items():
       (target / name).write_text(text, encoding="utf-8")
-    for name, content in files_of(words).items():
+    for name, content in files_of(tokenizer).items():
       (target / name).write_bytes(content)
     (target / "config.json").write_text(json.dumps(own.FAMILY.write(cfg), indent=2))
 
