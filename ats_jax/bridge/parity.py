@@ -16,7 +16,8 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import num_shards, reshard
 
-ROWS, GREEDY = 2, 64
+ROWS = 2  # of random tokens that are compared
+GREEDY_TOKENS = 64  # that are continued greedily
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +141,13 @@ def compare(
     generated = theirs.generate(
       prompt,
       attention_mask=torch.ones_like(prompt),
-      max_new_tokens=GREEDY,
-      min_new_tokens=GREEDY,
+      max_new_tokens=GREEDY_TOKENS,
+      min_new_tokens=GREEDY_TOKENS,
       do_sample=False,
     )
   their_greedy = generated[:, prompt.shape[1] :].numpy()
   logits = our_logits(model, rules, tokens_BT)
-  greedy = our_greedy(model, rules, prompt.numpy(), GREEDY)
+  greedy = our_greedy(model, rules, prompt.numpy(), GREEDY_TOKENS)
   return Parity(
     logits=float(np.max(np.abs(logits - their_logits))),
     kl=float(np.max(divergence(their_logits, logits))),

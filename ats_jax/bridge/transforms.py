@@ -10,8 +10,9 @@ import numpy as np
 
 Shape = tuple[int, ...]
 # Numpy follows one side's order and touches a cache line of the other for each element. So a
-# transpose goes by tiles of so many bytes of a row and so many rows.
-TILE_BYTES, TILE_ROWS = 32, 512
+# transpose goes by tiles.
+TILE_BYTES = 32  # of a row
+TILE_ROWS = 512
 
 
 def in_order(array: np.ndarray) -> np.ndarray:

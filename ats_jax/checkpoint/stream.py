@@ -17,8 +17,8 @@ from ats_jax.checkpoint.layout import StoredArray, of_layer, restore_target
 # Device memory of layers that are on their way: out of their stack, or into it.
 MOVING_BYTES = 2**30
 HOST = "pinned_host"
-# Threads that copy a layer from pinned memory, and how much each takes at a time.
-COPIERS, COPIED_BYTES = 8, 2**26
+COPIERS = 8  # threads that copy a layer from pinned memory
+COPIED_BYTES = 2**26  # that each copies at a time
 
 
 class Kept(np.ndarray):

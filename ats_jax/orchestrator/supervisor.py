@@ -25,7 +25,7 @@ from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
-from ats_jax.orchestrator.policy.growth import SPAN
+from ats_jax.orchestrator.policy.growth import TRIAL_LOOKS
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.ports import Loop, rows_read
@@ -34,7 +34,7 @@ from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import OpenExperts
-from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
+from ats_jax.orchestrator.signals.health import COMPARED, REMEMBERED_LOOKS, far_probe, report
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Pending,
@@ -54,8 +54,10 @@ from ats_jax.store.paths import Path
 
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
-# Where a checkpoint keeps what the policy remembers, and what hooks asked for.
-SAVED, WAITING, WATCH = "orchestrator", "requests", "watch"
+# Keys of the supervisor's part of a checkpoint.
+SAVED = "orchestrator"  # what the policy remembers
+WAITING = "requests"  # what hooks asked for
+WATCH = "watch"  # the alert, and the looks to wait for the next score of the probe
 
 
 class Supervisor(Watcher):
@@ -316,7 +318,7 @@ class Supervisor(Watcher):
     seen = Interval(reading, pause, request)
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading, judgement.decisions, self._requests.to_json())
-    self._laps = [*self._laps, interval.host][-LAPS:]
+    self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
     self._readings += probe is not None
     further = far_probe(reading) if self._readings in COMPARED else ()
     health = report(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
@@ -440,7 +442,7 @@ class Supervisor(Watcher):
     if again.rules != pending.rules:
       self._again = None  # the probe's losses at start and end are of two models
       return state
-    if step < again.first + SPAN * self._cfg.check_interval:
+    if step < again.first + TRIAL_LOOKS * self._cfg.check_interval:
       return state
     self._again = None
     left, other, effect = again.make(self._program.cfg, state, self._scorer(again.rules))

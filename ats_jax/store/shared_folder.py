@@ -11,9 +11,9 @@ from jax.experimental import multihost_utils
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
-# How long a process waits to see what process 0 has written, and after how long it says so.
-SHARED_SECS, SLOW_SECS = 120.0, 5.0
-CLOCK_SECS = 5.0
+SHARED_SECS = 120.0  # that a process waits to see what process 0 has written
+SLOW_SECS = 5.0  # after which it warns that it waits
+CLOCK_SECS = 5.0  # between the clocks of two machines, for a warning
 
 
 def check_folder(path: Path, content: str) -> None:

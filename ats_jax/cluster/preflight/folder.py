@@ -16,14 +16,19 @@ from ats_jax.metrics.memory import GIB
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
-DISK_BYTES, STORE_BYTES = 2**28, 2**24
+# Written and read back to measure the speed.
+DISK_BYTES = 2**28
+STORE_BYTES = 2**24
 _CHUNK = 2**24
 # File systems that several machines may share, by the names in /proc/mounts.
 SHARED = (
   "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "wekafs",
   "panfs", "orangefs", "virtiofs", "9p", "fuse.",
 )  # fmt: skip
-SLOW_MB_PER_SEC, LOW_GIB, SKEW_SECS = 100, 20, 2.0
+# Limits for advice.
+SLOW_MB_PER_SEC = 100
+LOW_GIB = 20  # free
+SKEW_SECS = 2.0  # of the clock of a file system
 _TRY_LOCK = """
 import fcntl, sys
 try:

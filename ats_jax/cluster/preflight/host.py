@@ -30,7 +30,8 @@ _COSTLY = {
   "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
 }
 _VARIABLES = re.compile("NCCL_|XLA_|JAX_|ATS_|CUDA_VISIBLE_DEVICES$|GLOO_")
-MIN_FILES, MIN_SHM_GIB = 4096, 1.0
+MIN_FILES = 4096  # that a process may open
+MIN_SHM_GIB = 1.0  # of /dev/shm
 Limit = tuple[int, int]
 
 

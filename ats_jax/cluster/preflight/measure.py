@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from ats_jax.cluster.preflight.results import CheckResult
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
 
-ROUNDS, CALLS = 3, 5
+ROUNDS = 3  # of which the median counts
+CALLS_PER_ROUND = 5
 DTYPES = ("bfloat16", "float32")
 
 
@@ -75,10 +76,10 @@ def _seconds(call: Callable[[], jax.Array]) -> float:
   times = []
   for _ in range(ROUNDS):
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(CALLS_PER_ROUND):
       last = call()
     last.block_until_ready()
-    times.append((time.perf_counter() - start) / CALLS)
+    times.append((time.perf_counter() - start) / CALLS_PER_ROUND)
   return statistics.median(times)
 
 

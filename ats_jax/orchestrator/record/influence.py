@@ -11,8 +11,9 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.signals.interval import SCALES
 
-AGAIN, AGAIN_STEPS = 10, 1000  # so many surprising batches in so many steps are a kind
-SHOWN = 4  # ranges of steps or rows in a line
+RECURRING_BATCHES = 10  # surprising batches within RECURRING_STEPS that are no coincidence
+RECURRING_STEPS = 1000
+SHOWN_RANGES = 4  # ranges of steps or rows in a line
 
 
 def bounded(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
@@ -69,10 +70,10 @@ def recurring(lines: Iterable[Mapping[str, Any]]) -> list[str]:
   steps = [(step, line) for line in lines for step in (*line["left_out"], *line["shrunk"])]
   steps.sort(key=lambda item: item[0])
   numbers = [step for step, _ in steps]
-  spans = [(bisect_right(numbers, at - AGAIN_STEPS), end) for end, at in enumerate(numbers, 1)]
+  spans = [(bisect_right(numbers, at - RECURRING_STEPS), end) for end, at in enumerate(numbers, 1)]
   begin, end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
   worst = steps[begin:end]
-  if len(worst) < AGAIN:
+  if len(worst) < RECURRING_BATCHES:
     return []
   first, last = worst[0], worst[-1]
   rows = sorted({r for step, line in worst for r in _rows_of(line, [step])})
@@ -106,5 +107,9 @@ def _ranges(numbers: Sequence[int]) -> str:
   """[1, 2, 3, 7] -> "1-3, 7"; the first few."""
   cuts = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
   runs = [numbers[a:b] for a, b in pairwise([0, *cuts, len(numbers)])]
-  ranges = [f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN]]
-  return ", ".join(ranges) + (f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else "")
+  ranges = [
+    f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN_RANGES]
+  ]
+  return ", ".join(ranges) + (
+    f" and {len(runs) - SHOWN_RANGES} more" if len(runs) > SHOWN_RANGES else ""
+  )

@@ -9,8 +9,12 @@ from ats_jax.orchestrator.policy.state import Finding
 from ats_jax.orchestrator.signals.interval import Reading
 
 LEVELS = ("healthy", "warning", "critical")
-LAPS, LASTS, AT_ONCE = 6, 5, 2  # looks remembered; of them slow, or the last ones very slow
-FAR, FAR_SHARE = 1.0, 0.2  # of the probe's loss from that of training: nats, and share of it
+REMEMBERED_LOOKS = 6
+SLOW_LOOKS = 5  # of the remembered ones, for a word about it
+VERY_SLOW_LOOKS = 2  # the last ones in a row, for a warning at once
+# The probe's loss is far from the training loss if it differs by both of these.
+FAR_NATS = 1.0
+FAR_SHARE = 0.2  # of the training loss
 COMPARED = range(2, 11)  # readings of the probe that are: in the first the loss falls too fast
 
 
@@ -120,7 +124,7 @@ def report(
     value = means.get(limit.metric, math.nan)
     causes += _past(limit, limit.level(value), value)
   for limit in OF_HOST:
-    values = [lap[limit.metric] for lap in laps[-LAPS:] if limit.metric in lap]
+    values = [lap[limit.metric] for lap in laps[-REMEMBERED_LOOKS:] if limit.metric in lap]
     if values:
       causes += _past(limit, _lasting([limit.level(v) for v in values]), statistics.median(values))
   return Health.of(causes)
@@ -129,7 +133,7 @@ def report(
 def far_probe(reading: Reading) -> list[Cause]:
   """Whether held-out text seems to be of another kind than what is trained on."""
   apart = abs(reading.probe - reading.loss)
-  if not apart > max(FAR, FAR_SHARE * reading.loss):  # nor if one is not known
+  if not apart > max(FAR_NATS, FAR_SHARE * reading.loss):  # nor if one is not known
     return []
   says = (
     f"held-out loss {reading.probe:.4g}, training loss {reading.loss:.4g}: is the validation split "
@@ -146,6 +150,6 @@ def _past(limit: Limit, level: int, value: float) -> list[Cause]:
 def _lasting(levels: Sequence[int]) -> int:
   """The level of what a clock says: only what lasts counts, or a warning at once if it is grave."""
   for level in (2, 1):
-    if sum(at >= level for at in levels) >= LASTS:
+    if sum(at >= level for at in levels) >= SLOW_LOOKS:
       return level
-  return int(len(levels) >= AT_ONCE and min(levels[-AT_ONCE:]) == 2)
+  return int(len(levels) >= VERY_SLOW_LOOKS and min(levels[-VERY_SLOW_LOOKS:]) == 2)

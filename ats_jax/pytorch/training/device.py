@@ -19,7 +19,8 @@ DTYPES = {
   "bfloat16": torch.bfloat16,
   "float16": torch.float16,
 }
-FIRST_SCALE, GOOD_STEPS = 2.0**15, 1000
+FIRST_SCALE = 2.0**15  # of the loss in float16
+GOOD_STEPS = 1000  # without an overflow, after which the scale is doubled
 
 
 def find(name: str) -> torch.device:

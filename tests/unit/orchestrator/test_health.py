@@ -5,10 +5,10 @@ import math
 import pytest
 from readings import reading
 
-from ats_jax.metrics.clock import ASIDE, LEAST, Clock
+from ats_jax.metrics.clock import ASIDE, COMPARED_INTERVALS, Clock
 from ats_jax.orchestrator.policy.decide import Finding
 from ats_jax.orchestrator.record.teller import Teller
-from ats_jax.orchestrator.signals.health import LAPS, Health, far_probe, report
+from ats_jax.orchestrator.signals.health import REMEMBERED_LOOKS, Health, far_probe, report
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ class Loop:
 def test_a_slow_loader_is_told_from_slow_steps():
   loop = Loop()
   clock = Clock(loop)
-  for _ in range(LEAST):
+  for _ in range(COMPARED_INTERVALS):
     loop.add(step=9.5, data_wait=0.5, eval=30.0)
     lap = clock.lap(10)
     assert "host/slower" not in lap
@@ -65,12 +65,12 @@ def test_a_slow_loader_is_told_from_slow_steps():
   slow = clock.lap(10)
   assert slow["host/data_wait_share"] == pytest.approx(0.905)
   assert slow["host/slower"] == pytest.approx(0.0)
-  health = report({}, 0, None, [slow] * LAPS)
+  health = report({}, 0, None, [slow] * REMEMBERED_LOOKS)
   assert health.level == "critical" and len(health.causes) == 1
   loop.add(step=28.5)
   slow = clock.lap(10)
   assert slow["host/data_wait_share"] == 0.0 and slow["host/slower"] == pytest.approx(2.0)
-  assert "steps take longer" in report({}, 0, None, [slow] * LAPS).causes[0]
+  assert "steps take longer" in report({}, 0, None, [slow] * REMEMBERED_LOOKS).causes[0]
 
 
 def test_without_totals_there_is_nothing_to_say():
@@ -87,7 +87,7 @@ def test_waiting_for_data_is_a_matter_only_if_it_lasts():
   assert level(0.0, 0.0, 0.9, 0.9) == "warning"  # by far, twice in a row
   assert level(0.3, 0.3, 0.9, 0.3, 0.9, 0.9) == "warning"
   assert level(0.3, 0.9, 0.9, 0.9, 0.9, 0.9) == "critical"
-  assert report({}, 0, None, [{}] * LAPS).level == "healthy"  # nobody keeps the time
+  assert report({}, 0, None, [{}] * REMEMBERED_LOOKS).level == "healthy"  # nobody keeps the time
 
 
 def test_the_log_has_what_changes(caplog):
