@@ -97,11 +97,11 @@ class SettingField:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """See `FieldRow`."""
+    """The fields of config.json that this row reads and writes."""
     return (self.theirs,)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     value = theirs.get(self.theirs, self.default)
     if value is None:
       value = self.null
@@ -113,7 +113,7 @@ class SettingField:
     return {self.ours: value}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     value = flatten(cfg)[self.ours]
     return {self.theirs: None if self.null is not _NEEDED and value == self.null else value}
 
@@ -134,11 +134,11 @@ class FixedField:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """See `FieldRow`."""
+    """The fields of config.json that this row reads and writes."""
     return (self.theirs,)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     value = theirs.get(self.theirs, self.value)
     if value != self.value and (value or self.value):  # null and false are one
       raise ValueError(
@@ -147,7 +147,7 @@ class FixedField:
     return dict(self.ours)
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {self.theirs: self.value}
 
@@ -165,12 +165,12 @@ class ImpliedSettings:
   keys: tuple[str, ...] = ()
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     del theirs
     return dict(self.ours)
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {}
 

@@ -121,7 +121,7 @@ class Quantised:
   keys: tuple[str, ...] = ("quantization_config",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     scheme = theirs.get("quantization_config")
     if scheme and scheme.get("quant_method") != METHOD:
       raise ValueError(
@@ -131,6 +131,6 @@ class Quantised:
     return {}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {}

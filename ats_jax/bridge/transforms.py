@@ -59,16 +59,16 @@ class Same:
   """The same array."""
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return ours
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     del ours
     return theirs
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return ours
 
 
@@ -77,15 +77,15 @@ class Flat:
   """All dimensions of ours in one of theirs, e.g. the bias of heads."""
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return (math.prod(ours),)
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     return theirs.reshape(ours)
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return ours.reshape(-1)
 
 
@@ -100,15 +100,15 @@ class Transposed:
   inputs: int = 1
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     return theirs.T.reshape(ours)
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return ours.reshape(math.prod(ours.shape[: self.inputs]), -1).T
 
 
@@ -125,11 +125,11 @@ class Interleaved:
   of: int = 2
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return *ours[:-1], self.of * ours[-1]
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     del ours
     return theirs[..., self.first :: self.of]
 
@@ -149,16 +149,16 @@ class RopeHalves:
   rotated: int
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return TRANSPOSED.their_shape(ours)
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     fixed, pairs = self._cut(TRANSPOSED.to_ours(theirs, ours))
     return np.concatenate([fixed, pairs[..., 0::2], pairs[..., 1::2]], axis=-1)
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     fixed, halves = self._cut(ours)
     pairs = np.stack(np.split(halves, 2, axis=-1), axis=-1).reshape(halves.shape)
     return TRANSPOSED.to_theirs(np.concatenate([fixed, pairs], axis=-1))

@@ -120,7 +120,7 @@ class _DeferredHandler(ocp.type_handlers.NumpyHandler):
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> Sequence[Any]:
-    """See `ocp.type_handlers.TypeHandler`; all is written when it returns."""
+    """Write the arrays one after the other. Everything is written when it returns."""
     args = args or [ocp.SaveArgs()] * len(values)
     for value, info, arg in zip(values, infos, args, strict=True):
       if info.name in self._already:

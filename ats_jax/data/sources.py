@@ -129,7 +129,7 @@ def streams(cfg: DataConfig) -> bool:
 def _open(
   cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
 ) -> tuple[TrainRows, TrainRows]:
-  """As `open_datasets`, of one text."""
+  """Return the training and validation rows of one text, as `open_datasets` does."""
   if not streams(cfg):
     return open_datasets(cfg, seed, tokenizer)
   from ats_jax.data.rows.stream import open_stream

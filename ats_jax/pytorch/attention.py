@@ -216,7 +216,7 @@ class LatentAttention(nn.Module):
     self.out = Linear(heads * model.v_head_dim, model.d_model)
 
   def forward(self, x_BTD: Tensor, tokens: Tokens, cache: KeyCache | None = None) -> Tensor:
-    """See `Attention`."""
+    """Attend to the tokens, and to those in the cache, from their latents."""
     narrow = x_BTD
     if self.q_down is not None and self.q_norm is not None:
       narrow = self.q_norm(self.q_down(x_BTD))

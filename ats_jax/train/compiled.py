@@ -71,7 +71,7 @@ class CompiledSteps:
     return self._steps[key]
 
   def flops_per_token(self, key: Key) -> Mapping[str, float]:
-    """See `Program.flops_per_token`; of a step that was found before."""
+    """FLOPs per token by name (`Program.flops_per_token`), of a step that `find` returned."""
     return self._flops[key.seq_len]
 
   def predicted_bytes(self) -> int | None:

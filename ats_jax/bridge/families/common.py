@@ -136,12 +136,12 @@ class HeadDim:
   keys: tuple[str, ...] = ("head_dim",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     head_dim = theirs.get("head_dim", self.default)
     return {"model.head_dim": head_dim or theirs["hidden_size"] // theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"head_dim": cfg.model.head_dim}
 
 
@@ -152,11 +152,11 @@ class EqualHeads:
   keys: tuple[str, ...] = ()
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     return {"model.head_dim": theirs["hidden_size"] // theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {}
 
@@ -173,12 +173,12 @@ class KVHeads:
   keys: tuple[str, ...] = ("num_key_value_heads",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     num_kv_heads = theirs.get("num_key_value_heads", self.default)
     return {"model.num_kv_heads": num_kv_heads or theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"num_key_value_heads": cfg.model.num_kv_heads}
 
 
@@ -189,11 +189,11 @@ class QueryScale:
   keys: tuple[str, ...] = ("query_pre_attn_scalar",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     return {"model.attn_scale": theirs.get("query_pre_attn_scalar", 256) ** -0.5}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     scalar = cfg.model.attn_scale**-2 if cfg.model.attn_scale else cfg.model.head_dim
     is_whole = abs(scalar - round(scalar)) < 1e-6
     return {"query_pre_attn_scalar": round(scalar) if is_whole else scalar}
@@ -216,13 +216,13 @@ class RopeFields:
   keys: tuple[str, ...] = ("rope_parameters", "rope_theta", "rope_scaling")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     fields = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or self.scaling)
     fields.setdefault("rope_theta", theirs.get("rope_theta", self.theta))
     return read_rope(fields, theirs.get("max_position_embeddings"))
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     fields = write_rope(cfg)
     older: dict[str, Any] = {"rope_theta": cfg.model.rope_theta}
     if cfg.model.rope_scaling != "none":
@@ -328,7 +328,7 @@ class Layers:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     count, window = theirs["num_hidden_layers"], theirs.get("sliding_window", self.window)
     if not window or (self.by_switch and not theirs.get("use_sliding_window", False)):
       return {"model.window": 0, "model.full_every": 0}
@@ -355,7 +355,7 @@ class Layers:
     return {"model.window": window, "model.full_every": every}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     has_window = [kind.window for kind in layer_kinds(cfg)]
     kinds = {True: "sliding_attention", False: "full_attention"}
     fields: dict[str, Any] = {"sliding_window": cfg.model.window or None}

@@ -66,7 +66,7 @@ class _KeyWidths:
   keys: tuple[str, ...] = ("qk_nope_head_dim", "qk_head_dim", "head_dim", "num_key_value_heads")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     part, heads = theirs.get("qk_rope_head_dim", 64), theirs["num_attention_heads"]
     width = theirs.get("qk_nope_head_dim", 128) + part
     follows = {"qk_head_dim": width, "head_dim": part, "num_key_value_heads": heads}
@@ -76,7 +76,7 @@ class _KeyWidths:
     return {"model.head_dim": width, "model.num_kv_heads": heads}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     m = cfg.model
     fixed = m.head_dim - m.latent_rope_dim
     return {"qk_nope_head_dim": fixed, "num_key_value_heads": m.num_kv_heads}
@@ -87,7 +87,7 @@ class _Yarn(RopeFields):
   """`RopeFields` whose `mscale_all_dim` of YaRN scales all scores, also of parts not rotated."""
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     settings = dict(super().read(theirs))
     fields = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if settings["model.rope_scaling"] == "yarn" and (scale := fields.get("mscale_all_dim")):
@@ -97,7 +97,7 @@ class _Yarn(RopeFields):
     return settings
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     m, fields = cfg.model, dict(super().write(cfg))
     if m.rope_scaling != "yarn" or not m.attn_scale or m.rope_factor <= 1.0:
       return fields
@@ -118,7 +118,7 @@ class _Groups:
   keys: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     method = theirs.get("topk_method", "greedy")
     groups = {
       "greedy": lambda: (1, 1),
@@ -132,7 +132,7 @@ class _Groups:
     return {"moe.num_groups": number, "moe.top_groups": most}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     if cfg.moe.num_groups == 1:
       return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
     return {
@@ -154,12 +154,12 @@ class _Beside:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     del theirs
     return {}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {"num_nextn_predict_layers": 0}
 

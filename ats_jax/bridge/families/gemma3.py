@@ -35,7 +35,7 @@ class _Ropes:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     nested = theirs.get("rope_parameters") or {}
     full = dict(nested.get("full_attention") or theirs.get("rope_scaling") or {})
     full.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
@@ -50,7 +50,7 @@ class _Ropes:
     return {**read_rope(full, trained_len), "model.window_rope_theta": theta}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     theta = cfg.model.window_rope_theta or cfg.model.rope_theta
     full, local = write_rope(cfg), {"rope_type": "default", "rope_theta": theta}
     fields = {"full_attention": full, "sliding_attention": local}

@@ -40,7 +40,7 @@ class Settings:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     nested = theirs["settings"].items()
     settings = {f"{s}.{name}": value for s, values in nested for name, value in values.items()}
     wanted = {name for name in known_settings() if _is_of_model(name)}
@@ -52,7 +52,7 @@ class Settings:
     return settings | {"mod.anneal_fraction": 0.0}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     nested: dict[str, dict[str, Any]] = {}
     for name, value in flatten(cfg).items():
       if _is_of_model(name):
@@ -121,15 +121,15 @@ class Stack:
   """`TRANSPOSED` of a dense layer's matrix; the same of a stack of experts' [experts, in, out]."""
 
   def their_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return self._of(ours).their_shape(ours)
 
   def to_ours(self, theirs: Any, ours: tuple[int, ...]) -> Any:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     return self._of(ours).to_ours(theirs, ours)
 
   def to_theirs(self, ours: Any) -> Any:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return self._of(ours.shape).to_theirs(ours)
 
   def _of(self, shape: tuple[int, ...]) -> Transform:

@@ -25,11 +25,11 @@ class _Count:
   keys: tuple[str, ...] = ("num_experts", "num_local_experts")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     return {"moe.num_experts": theirs.get("num_local_experts", theirs.get("num_experts", 128))}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"num_experts": cfg.moe.num_experts}
 
 
@@ -40,7 +40,7 @@ class _DenseFirst:
   keys: tuple[str, ...] = ("mlp_only_layers",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     layers = theirs.get("mlp_only_layers") or []
     if layers != list(range(len(layers))) or (layers and theirs.get("decoder_sparse_step", 1) > 1):
       raise ValueError(
@@ -50,7 +50,7 @@ class _DenseFirst:
     return {"moe.dense_first": len(layers)}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"mlp_only_layers": list(range(cfg.moe.dense_first))}
 
 

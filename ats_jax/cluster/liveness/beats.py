@@ -39,7 +39,7 @@ class Beat:
   ends: str = ""
 
   def to_json(self) -> str:
-    """As text."""
+    """Return the beat as JSON."""
     return json.dumps(dataclasses.astuple(self))
 
   @classmethod

@@ -142,7 +142,7 @@ class JinjaTemplate:
 
   @property
   def ends(self) -> tuple[str, ...]:
-    """See `Template`; of a first conversation, to see that answers end in the loss.
+    """Names of the special tokens that end an answer, as a first conversation shows.
 
     Raises:
       ValueError: if it is not jinja, does not end, or leaves the end of an answer out of the loss.
@@ -156,7 +156,7 @@ class JinjaTemplate:
     return self._ends
 
   def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
-    """See `Template`; the role of what is not of an answer is not known.
+    """Return the segments of a conversation; a role is known for answers only.
 
     Raises:
       ValueError: if an answer is not found exactly, or its end is not in the loss.

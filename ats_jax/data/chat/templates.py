@@ -182,7 +182,7 @@ class Published(NamedTuple):
   ends: tuple[str, ...]
 
   def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
-    """See `Template`."""
+    """Return the segments of a conversation, none of them empty."""
     messages = conversation.messages
     if tool := next(_of_tools(conversation), ""):
       raise MalformedError(

@@ -105,32 +105,32 @@ class ChatTokenizer:
 
   @property
   def special_ids(self) -> frozenset[int]:
-    """See `Tokenizer`."""
+    """The ids that no text has."""
     return self._special_ids
 
   @property
   def end_ids(self) -> frozenset[int]:
-    """See `Tokenizer`: the ends of an answer too."""
+    """The special ids that end what a model writes, the ends of an answer among them."""
     return self.inner.end_ids | {self._id(name) for name in self.template.ends}
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`."""
+    """Return the id of the token of this name; None = there is none."""
     return self.special[name] if name in self.special else self.inner.token_id(name)
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`: those of the template too."""
+    """Return the id of each special token, by name, those of the template among them."""
     return {**self.inner.special_tokens(), **self.special}
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer`."""
+    """Return the ids of `text`, none of them special."""
     return self.inner.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer`."""
+    """Return the ids of each text, as integer arrays."""
     return self.inner.encode_batch(texts)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer`."""
+    """Return the text of `ids`, without special tokens."""
     return self.inner.decode(i for i in known_ids(ids, self) if i not in self._special_ids)
 
   def encode_segments(self, conversations: Sequence[Sequence[ChatSegment]]) -> list[Encoded]:
@@ -164,11 +164,11 @@ class ChatTokenizer:
 
   @property
   def of_text(self) -> Tokenizer:
-    """See `Tokenizer`."""
+    """The tokenizer of the text inside a conversation."""
     return self.inner
 
   def to_fields(self) -> dict[str, Any]:
-    """See `Tokenizer`."""
+    """Return what a workdir keeps of it, as JSON."""
     return {"kind": "chat", "form": self.form._asdict(), "inner": self.inner.to_fields()}
 
   def __reduce__(self):

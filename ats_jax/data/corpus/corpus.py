@@ -71,7 +71,7 @@ class Corpus:
     return self._codes[start + begin : start + min(end, int(self.length[document]))]
 
   def name(self, document: int) -> str:
-    """See `document_name`."""
+    """Return the name of a document, as `document_name` makes it."""
     file = self._files[self.file[document]]
     return document_name(file, int(self._line[document]), int(self.part[document]))
 

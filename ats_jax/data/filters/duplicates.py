@@ -138,7 +138,7 @@ def similar(
 
 
 def rows_of_a_band(threshold: float) -> int:
-  """As many as leave a pair at the threshold a chance of `_RECALL` to agree in a band."""
+  """Return how many rows of a band leave a pair at the threshold a chance of `_RECALL` to agree."""
   chance = lambda rows: 1 - (1 - threshold**rows) ** (NUM_HASHES // rows)
   return max(rows for rows in range(1, 17) if chance(rows) >= _RECALL)
 

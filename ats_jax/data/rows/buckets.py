@@ -181,11 +181,11 @@ class Buckets(TrainRows):
     return part, range(begin, begin + times)
 
   def length(self, row: int) -> int:
-    """See `TrainRows`."""
+    """Return the positions in a row of the step that row `row` belongs to."""
     return self._part(self.place(row)[0]).info.seq_len
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`: of rows of one step, arrays [..., rows x times, seq_len / times]."""
+    """Return the rows of one step, as arrays [..., rows x times, seq_len / times]."""
     rows = np.asarray(rows)
     places = [self.place(int(row)) for row in rows.flat]
     assert len({part for part, _ in places}) == 1, "the rows are of several steps"
@@ -193,7 +193,7 @@ class Buckets(TrainRows):
     return self._part(places[0][0]).read(short.reshape(*rows.shape[:-1], -1))
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`: those of the first epoch; short ones are laid end to end to `seq_len`."""
+    """Return rows of the first epoch; short ones are laid end to end to `seq_len`."""
     rows = np.asarray(rows)
     joined = [self._joined(int(row)) for row in rows.flat]
     return {
@@ -202,7 +202,7 @@ class Buckets(TrainRows):
     }
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`; epochs behind the first are news, and parts where they come in order."""
+    """Return the progress at `row`. Further epochs are news, and buckets that come in order."""
     step, slot = divmod(row, self._batch_size)
     counts = self.order.counts(step) * self._batch_size
     counts[self.order.find(step).part] += slot

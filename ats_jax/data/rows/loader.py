@@ -183,7 +183,7 @@ class TrainBatches(Batches):
     return batch
 
   def close(self) -> None:
-    """See `Batches`."""
+    """End the threads and processes that read ahead."""
     if self._prefetcher:
       self._prefetcher.close()
     super().close()

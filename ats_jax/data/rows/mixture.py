@@ -34,7 +34,7 @@ class Joined(Rows):
     self._index = np.append(index[order], sizes[0])
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`."""
+    """Return rows of the split by number, as arrays [*rows.shape, seq_len]."""
     at = np.minimum(np.asarray(rows), self.info.num_rows)
     parts = list(self.info.parts.values())
     return _gathered([part.read_once for part in parts], self._source[at], self._index[at])
@@ -61,14 +61,14 @@ class Mixture(Joined, TrainRows):
     )
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`; with the number of each row's source beside the other arrays."""
+    """Return rows by number; the array `source` holds the index of each row's source."""
     source, row = self.schedule.find(np.asarray(rows))
     batch = _gathered([part.read for part in self.info.parts.values()], source, row)
     like = batch["tokens"]
     return {**batch, SOURCE: np.broadcast_to(source[..., None], like.shape).astype(np.int32)}
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`; phases and further epochs of sources are news."""
+    """Return the progress at `row`. Phases and further epochs of sources are news."""
     counts = self._counts(row)
     before = dict.fromkeys(counts) if since is None else self._counts(since)
     parts = {
@@ -89,13 +89,13 @@ class Mixture(Joined, TrainRows):
     )
 
   def position(self, row: int) -> dict[str, Any]:
-    """See `TrainRows`. What has been read before names the phases that have begun."""
+    """Return what a checkpoint keeps at `row`, with the phases that have begun."""
     counts = self._counts(row)
     parts = {name: part.position(counts[name]) for name, part in self.info.parts.items()}
     return {**super().position(row), "phases": self._begun(row), "parts": parts}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
-    """See `TrainRows`.
+    """Return the first row that a run at `position` has not read.
 
     Raises:
       ValueError: also if the phases before the position are others now.
@@ -114,7 +114,7 @@ class Mixture(Joined, TrainRows):
     return row
 
   def prepare(self, row: int, going: Callable[[], bool]) -> Iterator[None]:
-    """See `TrainRows`: a piece of each source, then another one."""
+    """Prepare rows from `row` on, a piece of each source in turn."""
     counts = self._counts(row)
     pieces = [part.prepare(counts[name], going) for name, part in self.info.parts.items()]
     for _ in itertools.zip_longest(*pieces):

@@ -121,16 +121,16 @@ class Stream(TrainRows):
     return at
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`: of the first window."""
+    """Return rows of the first window, by number."""
     return self._windows.dataset(0).read_once(rows)
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`."""
+    """Return the rows of a run with these numbers, as arrays [*rows.shape, seq_len]."""
     rows = np.asarray(rows)
     return read_rows([self._place(int(row)) for row in rows.flat], rows.shape)
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`: how many epochs is not known; those behind the first are news."""
+    """Return the progress at `row`, of unknown epochs. Epochs after the first are news."""
     news = []
     if since is not None and row > since:
       epoch = self.visit(row - 1).epoch
@@ -139,12 +139,12 @@ class Stream(TrainRows):
     return Progress(None, news=news)
 
   def position(self, row: int) -> dict[str, Any]:
-    """See `TrainRows`; with the window, so that another machine need not begin at the first."""
+    """Return what a checkpoint keeps at `row`, with the window that another machine begins at."""
     at = self.visit(row)
     return {**super().position(row), "window": [*at, *self._windows.begin(at.number)]}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
-    """See `TrainRows`.
+    """Return the first row that a run at `position` has not read.
 
     Raises:
       ValueError: also if the input changed.
@@ -158,7 +158,7 @@ class Stream(TrainRows):
     return begin
 
   def prepare(self, row: int, going: Callable[[], bool]) -> Iterator[None]:
-    """See `TrainRows`: a window at a time."""
+    """Prepare the windows from `row` on, one for each element that is asked for."""
     for ahead in range(AHEAD + 1):
       at = self.visit(row)
       for _ in range(ahead):

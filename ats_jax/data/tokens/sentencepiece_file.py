@@ -43,30 +43,30 @@ class SentencePieceTokenizer(OfDocuments):
     self.fingerprint = hashlib.sha256(f"{numbers}\n".encode() + model).hexdigest()[:32]
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`."""
+    """Return the id of the token of this name; None = there is none."""
     if name in self.added:
       return self.added[name]
     token = self._inner.piece_to_id(name)  # of an unknown one: that of <unk>
     return token if self._inner.id_to_piece(token) == name else None
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`: the control pieces, and what was added."""
+    """Return the ids of control pieces and of added tokens, by name."""
     pieces = ((self._inner.id_to_piece(i), i) for i in range(self._inner.vocab_size()))
     return {**{name: i for name, i in pieces if self._inner.is_control(i)}, **self.added}
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer`; the model's normaliser may change the text."""
+    """Return the ids of `text`, which the model's normaliser may change before."""
     text.encode()  # a lone surrogate is a ValueError here; the library writes U+FFFD for it
     return self._inner.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer`."""
+    """Return the ids of each text, as integer arrays."""
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
     encoded = self._inner.encode(list(texts), num_threads=threads)
     return [np.array(ids, np.uint32) for ids in encoded]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer`."""
+    """Return the text of `ids`, without special tokens."""
     num_pieces = self._inner.vocab_size()
     text_ids = (i for i in known_ids(ids, self) if i not in self.special_ids)
     return self._inner.decode([i for i in text_ids if i < num_pieces])

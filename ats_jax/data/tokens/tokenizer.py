@@ -50,23 +50,23 @@ class ByteTokenizer(OfDocuments):
   fingerprint = "bytes-256+3"
 
   def to_fields(self) -> dict[str, Any]:
-    """See `Tokenizer`."""
+    """Return what a workdir keeps of it, as JSON."""
     return {"kind": "bytes"}
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`: no token has a name."""
+    """Return None, as no token has a name."""
     del name
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer.encode`."""
+    """Return the ids of `text`, none of them special."""
     return list(text.encode())
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer.encode_batch`."""
+    """Return the ids of each text, as integer arrays."""
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode`."""
+    """Return the text of `ids`, without special tokens."""
     return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
 
 
@@ -89,16 +89,16 @@ class JsonTokenizer(OfDocuments):
     self.fingerprint = hashlib.sha256(f"{ids}\n{self._text}".encode()).hexdigest()[:32]
 
   def to_fields(self) -> dict[str, Any]:
-    """See `Tokenizer`."""
+    """Return what a workdir keeps of it, as JSON."""
     ids = {name: getattr(self, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return {"kind": "tokenizers", **ids, "tokenizer": json.loads(self.to_json())}
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`."""
+    """Return the id of the token of this name; None = there is none."""
     return self._inner.token_to_id(name)
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`."""
+    """Return the id of each special token, by name."""
     added = json.loads(self._text).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token.get("special")}
 
@@ -107,17 +107,17 @@ class JsonTokenizer(OfDocuments):
     return self._text
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer.encode`."""
+    """Return the ids of `text`, none of them special."""
     text.encode()  # a lone surrogate is a ValueError here, a TypeError in the library
     return self._inner.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer.encode_batch`."""
+    """Return the ids of each text, as integer arrays."""
     encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(e.ids, np.uint32) for e in encodings]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode`."""
+    """Return the text of `ids`, without special tokens."""
     text_ids = [i for i in known_ids(ids, self) if i not in self._special]
     return self._inner.decode(text_ids, skip_special_tokens=False)
 

@@ -22,7 +22,7 @@ class Request(NamedTuple):
   reason: str = "a hook asked for it"
 
   def to_json(self) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the fields as JSON values."""
     return {**self._asdict(), "action": self.action.to_json()}
 
   @classmethod
@@ -232,7 +232,7 @@ class PolicyState(NamedTuple):
     return self.trial is not None or self.checks < self.wait.get(kind.__name__, 0)
 
   def to_json(self) -> dict[str, Any]:
-    """As JSON values; may hold infinity, as Python's json writes it."""
+    """Return the fields as JSON values; infinities are among them, as Python's json writes them."""
     fields = {**self._asdict(), "plateau": self.plateau._asdict()}
     if self.trial is not None:
       fields["trial"] = {**self.trial._asdict(), "action": self.trial.action.to_json()}

@@ -49,7 +49,7 @@ class Health(NamedTuple):
 
   @classmethod
   def of(cls, causes: Sequence[Cause]) -> Self:
-    """As bad as the worst cause."""
+    """Make the report of these causes, which is as bad as the worst one."""
     causes = sorted(causes, key=lambda cause: -cause.level)
     names, levels, says = zip(*causes, strict=True) if causes else ((), (), ())
     return cls(LEVELS[max(levels, default=0)], says, names, levels)
