@@ -11,7 +11,7 @@ from typing import Any
 
 from ats_jax.bridge.config_report import ConfigReport, FieldReport
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.families.common import HeadDim, KVHeads, RopeFields, gemma, sizes
+from ats_jax.bridge.families.common import HeadDim, KVHeads, RopeFields, gemma_fields, size_fields
 from ats_jax.bridge.family import (
   CARRIED,
   WRITTEN,
@@ -28,11 +28,11 @@ from ats_jax.config.schema import Config
 
 # Of Gemma 1 the config can be read; its weights cannot.
 _GEMMA: tuple[FieldRow, ...] = (
-  *sizes(eps=1e-6, tied=True),
+  *size_fields(eps=1e-6, tied=True),
   KVHeads(16),
   HeadDim(256),
   RopeFields(),
-  *gemma(),
+  *gemma_fields(),
   ImpliedSettings((("model.post_norms", False),)),
 )
 TABLES = {**{kind: family.fields for kind, family in FAMILIES.items()}, "gemma": _GEMMA}
@@ -194,7 +194,7 @@ def _run(report: ConfigReport, path: Path) -> None:
     )
 
 
-def source(report: ConfigReport, file: str, target: str) -> str:
+def config_file_text(report: ConfigReport, file: str, target: str) -> str:
   """The text of a config file of ours, with the settings of a report.
 
   `file` is the config.json as the user named it, `target` where the text will be written.

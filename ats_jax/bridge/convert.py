@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from ats_jax.bridge.family import Item, items, names, to_ours
+from ats_jax.bridge.family import Item, match_weights, shorten_names, to_ours
 from ats_jax.bridge.folder import (
   TOKENIZERS,
   ModelFolder,
@@ -24,7 +24,7 @@ from ats_jax.bridge.folder import (
 from ats_jax.checkpoint import deferred, layout, stream, workdir
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
-from ats_jax.data.tokens.file import extends, save_tokenizer
+from ats_jax.data.tokens.file import has_same_ids, save_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
@@ -95,7 +95,7 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
     )
     return
   theirs = build_tokenizer(dataclasses.replace(cfg.data, tokenizer=str(path)), lambda: [])
-  if not extends(own, theirs):
+  if not has_same_ids(own, theirs):
     raise ValueError(
       f"{folder}: its tokenizer is not the one of this run, so its weights would read other "
       f"tokens. Use its own, --config.data.tokenizer={path}."
@@ -117,7 +117,7 @@ def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.StoredArra
   Raises:
     ValueError: naming the setting or tensor that does not fit.
   """
-  planned = items(source.family, {name: part.shape for name, part in parts.items()})
+  planned = match_weights(source.family, {name: part.shape for name, part in parts.items()})
   source.check(cfg, planned)
   return planned
 
@@ -188,7 +188,7 @@ def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:
   if source.aside:
     logging.warning(
       "%s: left aside, as no model here has them: %d tensors, %s",
-      source.folder, len(source.aside), names(source.aside),
+      source.folder, len(source.aside), shorten_names(source.aside),
     )  # fmt: skip
   parts = layout.named_arrays(abstract, stacks=stacks(cfg))
   leaves, structure = jax.tree.flatten(abstract)

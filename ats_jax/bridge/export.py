@@ -19,7 +19,7 @@ from ats_jax.bridge.family import (
   Item,
   WeightRow,
   architecture,
-  items,
+  match_weights,
   to_theirs,
   together,
 )
@@ -123,7 +123,7 @@ def export(
     raise ValueError(f"{target} exists. Remove it or choose another folder.")
   checkpoints = source / workdir.CHECKPOINTS
   run = workdir.load_identity(source)
-  chosen, _ = reader.choose(checkpoints, int(step) if step.isdecimal() else step, run)
+  chosen, _ = reader.choose_checkpoint(checkpoints, int(step) if step.isdecimal() else step, run)
   extra = reader.load_extra(checkpoints, chosen, run)
   tokenizer = load_tokenizer(source / workdir.TOKENIZER)
   cfg = resolve(
@@ -138,7 +138,7 @@ def export(
     )
   theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
   part = "ema" if cfg.optimizer.ema_decay else ROOT
-  planned = items(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
+  planned = match_weights(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
   shards = _shards(planned, theirs, shard_bytes)
   unfinished = target.with_name(target.name + ".unfinished")
   manifest = integrity.read_manifest(checkpoints / str(chosen))

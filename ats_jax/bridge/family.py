@@ -349,7 +349,7 @@ class Item:
   their_shape: Shape
 
 
-def items(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
+def match_weights(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
   """The plan for a model: an item for each of our arrays, layer by layer, in the order of rows.
 
   Args:
@@ -447,7 +447,7 @@ def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -
   return stack
 
 
-def names(sequence: Sequence[str], most: int = 4) -> str:
-  """Some names in a message."""
+def shorten_names(sequence: Sequence[str], most: int = 4) -> str:
+  """Return the first names of a sequence and how many more there are, for a message."""
   shown = ", ".join(sequence[:most])
   return f"{shown} and {len(sequence) - most} more" if len(sequence) > most else shown

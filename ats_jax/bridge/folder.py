@@ -13,7 +13,15 @@ import numpy as np
 
 from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import KNOWN
-from ats_jax.bridge.family import CARRIED, Family, Item, Values, WeightRow, architecture, names
+from ats_jax.bridge.family import (
+  CARRIED,
+  Family,
+  Item,
+  Values,
+  WeightRow,
+  architecture,
+  shorten_names,
+)
 from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
 from ats_jax.store import paths
@@ -100,14 +108,14 @@ class ModelFolder:
     if missing := sorted(needed.keys() - self.tensors.keys()):
       raise ValueError(
         f"{self.folder} misses {len(missing)} tensors of a {self.family.name} model: "
-        f"{names(missing)}. Copy the folder again, with all its files."
+        f"{shorten_names(missing)}. Copy the folder again, with all its files."
       )
     is_ignored = lambda name: any(re.fullmatch(p, name) for p in self.family.ignored)
     extra = [n for n in sorted(self.tensors.keys() - needed.keys()) if not is_ignored(n)]
     if extra and not self._is_tied_copy(extra):
       raise ValueError(
         f"{self.folder} holds {len(extra)} tensors that a {self.family.name} model of its "
-        f"config.json has not: {names(extra)}."
+        f"config.json has not: {shorten_names(extra)}."
       )
     for name, item in needed.items():
       tensor = self.tensors[name]
@@ -214,8 +222,8 @@ def _tensors(folder: Path) -> dict[str, Stored]:
   else:
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
     hint = (
-      f" It has {names(pickles)}: pickles can run any program and are not read. Save the model "
-      "with safe_serialization=True first."
+      f" It has {shorten_names(pickles)}: pickles can run any program and are not read. Save the "
+      "model with safe_serialization=True first."
       if pickles
       else ""
     )

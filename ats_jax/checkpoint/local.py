@@ -111,7 +111,7 @@ class LocalSnapshots:
       [Offer(*offer) for offer in json.loads(text)]
       for text in shared_folder.gather(json.dumps(self._offers(after)))
     ]
-    chosen = choose(offers)
+    chosen = choose_snapshot(offers)
     if chosen is None:
       if any(offers):
         logging.warning("no snapshot in %s is whole: using a checkpoint", self._root)
@@ -276,7 +276,7 @@ def folder_of(text: str) -> Path:
   return paths.absolute(Path(expanded))
 
 
-def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[SnapshotSource]] | None:
+def choose_snapshot(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[SnapshotSource]] | None:
   """The newest step that is whole, and where each process finds its part; None if there is none.
 
   Args:

@@ -305,7 +305,7 @@ class CheckpointManager:
     """Return the newest intact step after renaming damaged ones; None if nothing was committed."""
     if not self._own_steps() and not reader.damaged_folders(self.directory):
       return None
-    step, damaged = reader.choose(self.directory, "latest")
+    step, damaged = reader.choose_checkpoint(self.directory, "latest")
     for bad, what in damaged.items():
       aside = self.directory / f"{bad}{reader.SET_ASIDE}"
       count = 1

@@ -83,7 +83,7 @@ def restore_tree(
   """
 
   def decide() -> int:
-    chosen, damaged = choose(directory, step, run)
+    chosen, damaged = choose_checkpoint(directory, step, run)
     for bad, what in damaged.items():
       logging.warning("checkpoint %d is damaged: %s. Using %d instead.", bad, what, chosen)
     return chosen
@@ -131,7 +131,7 @@ def find(directory: Path, step: int | str) -> int:
   return step
 
 
-def choose(
+def choose_checkpoint(
   directory: Path, step: int | str, run: RunIdentity | None = None
 ) -> tuple[int, dict[int, str]]:
   """Return the verified step that `step` means, and the damaged ones that "latest" went past.
@@ -164,7 +164,7 @@ def read(
   subtree: str = "",
   stacks: Stacks | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
-  """Restore a step that `choose` returned; see `restore_tree`."""
+  """Restore a step that `choose_checkpoint` returned; see `restore_tree`."""
   folder = directory / str(step)
   wanted = layout.named_arrays(abstract, subtree, stacks)
   saved = integrity.read_manifest(folder)["leaves"]

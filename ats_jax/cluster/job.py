@@ -36,7 +36,7 @@ def join(cfg: Config) -> None:
   """
   if jax.distributed.is_initialized():  # `train` may be called more than once in a process
     return
-  member, method = find(os.environ), os.environ.get(CLUSTER)
+  member, method = find_member(os.environ), os.environ.get(CLUSTER)
   connect = functools.partial(
     jax.distributed.initialize,
     initialization_timeout=cfg.join_secs,
@@ -63,10 +63,10 @@ def join(cfg: Config) -> None:
     line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
     logging.get_absl_handler().setFormatter(line)
   by, count = member.by if member else method, jax.process_count()
-  logging.info("job: %d processes, by %s\n%s", count, by, table(hosts))
+  logging.info("job: %d processes, by %s\n%s", count, by, process_table(hosts))
 
 
-def find(env: Mapping[str, str]) -> JobMember | None:
+def find_member(env: Mapping[str, str]) -> JobMember | None:
   """Which process of which job the environment says this is; None = it says nothing, or alone.
 
   In this order: `ATS_CLUSTER`; the three variables; a step of Slurm's `srun` with several tasks. A
@@ -140,7 +140,7 @@ def _slurm_devices(env: Mapping[str, str]) -> tuple[int, ...]:
   return tuple(range(index * share, (index + 1) * share))
 
 
-def table(hosts: Sequence[str]) -> str:
+def process_table(hosts: Sequence[str]) -> str:
   """Which process runs on which host, and with which devices.
 
   Args:

@@ -110,7 +110,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
       raise ValueError(f"data.paths: source {name}: {e}") from e
   largest = max((part.info.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
   schedule = Schedule(
-    stages(cfg, {name: part.info.num_rows for name, part in train.items()}),
+    mixture_phases(cfg, {name: part.info.num_rows for name, part in train.items()}),
     seed if cfg.mixture_order == "random" else None,
   )
   mixture = Mixture(train, schedule, largest)
@@ -175,8 +175,8 @@ def _in_turn(texts: Iterable[Iterator[str]]) -> Iterator[str]:
     yield from (text for text in group if text is not None)
 
 
-def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[MixturePhase]":
-  """The phases of `data.mixture` in rows.
+def mixture_phases(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[MixturePhase]":
+  """Return the phases of `data.mixture`, in rows.
 
   Args:
     cfg: `mixture`, `temperature`, `seq_len` and `batch_size` are read.

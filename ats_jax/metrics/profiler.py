@@ -73,7 +73,7 @@ class ProfileWindow(Watcher):
     if self._local is not None:
       local, self._local = self._local, None
       jax.profiler.stop_trace()
-      text = summary(pathlib.Path(local))
+      text = summarise_trace(pathlib.Path(local))
       self._filled.close()
       logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, text)
 
@@ -125,7 +125,7 @@ class Span(NamedTuple):
     )
 
 
-def summary(folder: pathlib.Path) -> str:
+def summarise_trace(folder: pathlib.Path) -> str:
   """The newest trace in a folder as text: a table of kernels, and a line a GPU if some send.
 
   Raises:

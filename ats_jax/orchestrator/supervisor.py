@@ -29,19 +29,19 @@ from ats_jax.orchestrator.policy.growth import TRIAL_LOOKS
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.ports import Loop, rows_read
-from ats_jax.orchestrator.record.influence import bounded, price
+from ats_jax.orchestrator.record.influence import bounded_steps, cost_of_lost_steps
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.experts import OpenExperts
-from ats_jax.orchestrator.signals.health import COMPARED, REMEMBERED_LOOKS, far_probe, report
+from ats_jax.orchestrator.signals.health import COMPARED, REMEMBERED_LOOKS, far_probe, health_of
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Pending,
   RowsRead,
   Sums,
   probe_loss,
-  read,
+  sum_up,
 )
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
@@ -307,7 +307,7 @@ class Supervisor(Watcher):
     """Conclude from an interval, act, and record both."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(interval.probe)
-    reading = read(self._names, interval.step, rows, probe, self._tensors)
+    reading = sum_up(self._names, interval.step, rows, probe, self._tensors)
     reading = reading._replace(faults=self._faults(interval, rows))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
@@ -321,14 +321,14 @@ class Supervisor(Watcher):
     self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
     self._readings += probe is not None
     further = far_probe(reading) if self._readings in COMPARED else ()
-    health = report(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
+    health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
       host=interval.host, pause=pause, request=None if request is None else request.to_json(),
     )  # fmt: skip
     if judgement.outcome is not None:
       self._teller.outcome(step, judgement.outcome)
-    if (left := bounded(self._names, interval.step, rows)) is not None:
+    if (left := bounded_steps(self._names, interval.step, rows)) is not None:
       self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
     if not judgement.stale:
       self._teller.health(health)
@@ -383,7 +383,7 @@ class Supervisor(Watcher):
       saved, came_to = action.find(self, step, state)
     if saved is not None:
       saved = self._program.caught_up(saved, came_to["to"])
-      came_to["lost"] = price(self._program.cfg, step - came_to["to"], self._laps)
+      came_to["lost"] = cost_of_lost_steps(self._program.cfg, step - came_to["to"], self._laps)
     applied = self.acts and not (action.needs_saved and saved is None)
     self._teller.decision(step, decision, came_to, applied=applied)
     if not applied:

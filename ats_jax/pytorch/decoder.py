@@ -280,9 +280,9 @@ class Decoder(nn.Module):
 
   def logits(self, x_BTD: Tensor) -> Tensor:
     """Scores [..., vocab] in float32."""
-    return capped(F.linear(x_BTD, self.head_weights()).float(), self.cfg.model.logit_soft_cap)
+    return soft_capped(F.linear(x_BTD, self.head_weights()).float(), self.cfg.model.logit_soft_cap)
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
   """`cap * tanh(logits / cap)`; 0 = they stay as they are."""
   return cap * torch.tanh(logits / cap) if cap else logits

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ats_jax.pytorch.decoder import Decoder, LayerStats, capped
+from ats_jax.pytorch.decoder import Decoder, LayerStats, soft_capped
 from ats_jax.pytorch.mod import Depth, MoDStats
 from ats_jax.pytorch.moe import MoE, MoEStats
 from ats_jax.pytorch.settings import RoutingRules, Settings
@@ -109,7 +109,7 @@ def _chunk(
   z_loss: float,
   smoothing: float,
 ) -> LossSums:
-  logits_CV = capped(F.linear(x_CD, head_VD).float(), soft_cap)
+  logits_CV = soft_capped(F.linear(x_CD, head_VD).float(), soft_cap)
   lse_C = logits_CV.logsumexp(dim=-1)
   label_C = logits_CV.gather(-1, targets_C[:, None].long())[:, 0]
   cross_entropy_C = lse_C - label_C

@@ -50,7 +50,7 @@ def train_feed(
 
 
 @contextlib.contextmanager
-def upcoming(
+def training_batches(
   cfg: Config, dataset: TrainRows, position: Mapping[str, Any]
 ) -> Iterator[Iterator[Batch]]:
   """The training batches from a position on, on the mesh."""

@@ -11,7 +11,7 @@ from ats_jax.bridge import hub
 from ats_jax.bridge.convert import check_tokenizer, load_model
 from ats_jax.bridge.folder import is_model_folder, open_model_folder
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
-from ats_jax.data.tokens.file import extends, load_tokenizer
+from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.model.layout import stacks
 from ats_jax.step.program import Program
@@ -39,7 +39,7 @@ class InitialWeights:
     Raises:
       ValueError: for a name that the Hub does not have, or a path that cannot be read.
     """
-    return cls(paths.parse(hub.local(source)), step)
+    return cls(paths.parse(hub.local_folder(source)), step)
 
   def into(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> TrainState:
     """A new state with these weights, in the dtypes and shardings that it has.
@@ -67,7 +67,7 @@ class InitialWeights:
     """The model of a checkpoint: the average of its weights, if that run kept one."""
     source = workdir.load_config(self.folder)
     file = self.folder / workdir.TOKENIZER
-    if not extends(tokenizer, load_tokenizer(file)):
+    if not has_same_ids(tokenizer, load_tokenizer(file)):
       raise ValueError(
         f"--init_from={self.folder}: its tokenizer is not the one of this run, so its weights "
         f"would read other tokens. Use its own, --config.data.tokenizer={file}."

@@ -39,7 +39,7 @@ from ats_jax.train import report
 from ats_jax.train.compiled import Begun, CompiledSteps, Key, begin_compiling
 from ats_jax.train.feed import train_feed
 from ats_jax.train.length import with_length
-from ats_jax.train.resize import DEVICES, fitted, relieved
+from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
 from ats_jax.train.run import Run
 
 if TYPE_CHECKING:  # imported by the runs that have them
@@ -95,7 +95,7 @@ def open_run(
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
     enter(logfile.snapshot(folder, jax.process_index()))
-    cfg = relieved(cfg, folder)
+    cfg = with_smaller_micro_batch(cfg, folder)
     watchdog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(
@@ -109,7 +109,7 @@ def open_run(
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
-    cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
+    cfg, devices = resize_to_devices(cfg, origin.extra.get(DEVICES))
     mesh = make_mesh(cfg)
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
@@ -175,7 +175,8 @@ def find_origin(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -
   snapshot = None if snapshots is None else snapshots.newest(checkpoints.steps())
   if snapshot is not None:
     step, state, extra = snapshot
-    # A program with smaller micro-batches (`relieved`) has the same arrays, in another structure.
+    # With smaller micro-batches (`with_smaller_micro_batch`) the structure is another one, of the
+    # same arrays.
     as_now = lambda abstract: jax.tree.unflatten(
       jax.tree.structure(abstract), jax.tree.leaves(state)
     )

@@ -141,7 +141,7 @@ def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float
     return model.loss(valid)
 
 
-def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
+def log_sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
   """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0.
 
   A run on conversations answers the prompt.

@@ -160,7 +160,7 @@ class Run:
           self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
           report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
-        text = report.sample(self.program, self.folder, self.state, self.train_set)
+        text = report.log_sample(self.program, self.folder, self.state, self.train_set)
         if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):

@@ -11,7 +11,7 @@ from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.orchestrator.trials.paired import Ahead, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
-from ats_jax.train.feed import probe_feed, upcoming
+from ats_jax.train.feed import probe_feed, training_batches
 from ats_jax.train.run import Run
 
 
@@ -51,5 +51,5 @@ class SupervisedLoop:
     run = self.run
     position = (saved or run.position())[POSITION]
     train_step, _ = run.last_update()
-    batches = lambda: upcoming(run.cfg, run.train_set, position)
+    batches = lambda: training_batches(run.cfg, run.train_set, position)
     return Ahead(run.goodput.marking(train_step), batches)

@@ -82,8 +82,8 @@ def main(argv: list[str]) -> int:
   if init is not None and not FLAGS["config"].present:
     values = updated(beginning_with(init.folder), {n: FLAGS[f"config.{n}"].value for n in given})
     cfg = load_extensions(from_config_dict(values))
-  where = device.find(_DEVICE.value)
-  cfg = device.fitted(cfg, where, given)
+  where = device.find_device(_DEVICE.value)
+  cfg = device.fit_device(cfg, where, given)
   rank, adapters = _RANK.value, None
   if rank:
     if init is None:

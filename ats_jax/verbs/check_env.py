@@ -20,7 +20,7 @@ from absl import flags
 from ats_jax import exits
 from ats_jax.cluster import job
 from ats_jax.cluster.preflight import folder, gpus, host, measure, network
-from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render_table
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 
@@ -54,14 +54,16 @@ def main(argv: list[str]) -> int:
   workdir, environ = paths.parse(_WORKDIR.value), dict(os.environ)
   # A look at the devices must not take their memory from a run.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  place = job.find(environ)
+  place = job.find_member(environ)
   address = _COORDINATOR.value or (place.address if place else None)
   nodes = int(environ.get("SLURM_STEP_NUM_NODES", 1))
   meeting = [network.address_row(), *network.coordinator_rows(address, nodes)]
   found = [*machine_rows(environ), *folder.folder_rows(workdir), *meeting]
   if _MEASURE.value:
     found += measure_rows(Path(_HARDWARE.value) if _HARDWARE.value else default_hardware())
-  print(json.dumps([dataclasses.asdict(row) for row in found]) if _JSON.value else render(found))
+  print(
+    json.dumps([dataclasses.asdict(row) for row in found]) if _JSON.value else render_table(found)
+  )
   return exits.FAULT if any(row.verdict is CheckVerdict.BAD for row in found) else exits.DONE
 
 

@@ -93,7 +93,7 @@ def experts(
   )
 
 
-def gemma() -> tuple[FieldRow, ...]:
+def gemma_fields() -> tuple[FieldRow, ...]:
   """Fields that the Gemmas share."""
   gelu = "gelu_pytorch_tanh"
   return (
@@ -111,7 +111,7 @@ def gemma() -> tuple[FieldRow, ...]:
   )
 
 
-def sizes(*, eps: float, tied: bool = False) -> tuple[SettingField, ...]:
+def size_fields(*, eps: float, tied: bool = False) -> tuple[SettingField, ...]:
   """Fields of every family; `eps` and `tied` are what missing ones mean."""
   return (
     SettingField("vocab_size", "model.vocab_size"),

@@ -13,7 +13,7 @@ from ats_jax.bridge.families.common import (
   L,
   RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import (
   Family,
@@ -165,7 +165,7 @@ class _Beside:
 
 
 SHARED: tuple[FieldRow, ...] = (
-  *sizes(eps=1e-6),
+  *size_fields(eps=1e-6),
   SettingField("kv_lora_rank", "model.kv_latent_dim", 512),
   SettingField("q_lora_rank", "model.q_latent_dim", 1536, null=0),
   SettingField("qk_rope_head_dim", "model.latent_rope_dim", 64),

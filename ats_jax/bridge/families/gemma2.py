@@ -10,8 +10,8 @@ from ats_jax.bridge.families.common import (
   Layers,
   QueryScale,
   RopeFields,
-  gemma,
-  sizes,
+  gemma_fields,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, SettingField
 
@@ -21,7 +21,7 @@ FAMILY = Family(
   architecture="Gemma2ForCausalLM",
   rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *MLP),
   fields=(
-    *sizes(eps=1e-6, tied=True),
+    *size_fields(eps=1e-6, tied=True),
     KVHeads(4),
     HeadDim(256),
     RopeFields(),
@@ -29,6 +29,6 @@ FAMILY = Family(
     QueryScale(),
     SettingField("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
     SettingField("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
-    *gemma(),
+    *gemma_fields(),
   ),
 )

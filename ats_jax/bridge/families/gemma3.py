@@ -12,9 +12,9 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   QueryScale,
-  gemma,
+  gemma_fields,
   read_rope,
-  sizes,
+  size_fields,
   write_rope,
 )
 from ats_jax.bridge.family import Family, ImpliedSettings, SettingField, Values
@@ -67,7 +67,7 @@ FAMILY = Family(
   architecture="Gemma3ForCausalLM",
   rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
   fields=(
-    *sizes(eps=1e-6, tied=True),
+    *size_fields(eps=1e-6, tied=True),
     KVHeads(4),
     HeadDim(256),
     _Ropes(),
@@ -75,7 +75,7 @@ FAMILY = Family(
     QueryScale(),
     SettingField("attn_logit_softcapping", "model.attn_soft_cap", 0.0, null=0.0),
     SettingField("final_logit_softcapping", "model.logit_soft_cap", 0.0, null=0.0),
-    *gemma(),
+    *gemma_fields(),
     ImpliedSettings((("model.qk_norm", True),)),
   ),
 )

@@ -12,7 +12,7 @@ from ats_jax.bridge.families.common import (
   L,
   Layers,
   RopeFields,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, WeightRow
 from ats_jax.bridge.transforms import SAME, TRANSPOSED, TRANSPOSED_2, Interleaved
@@ -52,7 +52,7 @@ FAMILY = Family(
     *BALANCE,
   ),
   fields=(
-    *sizes(eps=1e-5),
+    *size_fields(eps=1e-5),
     KVHeads(8),
     HeadDim(64),
     RopeFields(150_000.0, _YARN),

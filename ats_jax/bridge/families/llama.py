@@ -8,7 +8,7 @@ from ats_jax.bridge.families.common import (
   HeadDim,
   KVHeads,
   RopeFields,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField
 
@@ -18,7 +18,7 @@ FAMILY = Family(
   architecture="LlamaForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(),
     HeadDim(),
     RopeFields(),

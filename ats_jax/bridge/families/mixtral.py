@@ -9,7 +9,7 @@ from ats_jax.bridge.families.common import (
   Layers,
   RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField
 
@@ -19,7 +19,7 @@ FAMILY = Family(
   architecture="MixtralForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
   fields=(
-    *sizes(eps=1e-5),
+    *size_fields(eps=1e-5),
     KVHeads(8),
     HeadDim(),
     RopeFields(1e6),

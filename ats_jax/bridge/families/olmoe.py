@@ -9,7 +9,7 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField
 
@@ -22,7 +22,7 @@ FAMILY = Family(
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
   ),
   fields=(
-    *sizes(eps=1e-5),
+    *size_fields(eps=1e-5),
     KVHeads(),
     EqualHeads(),
     RopeFields(),

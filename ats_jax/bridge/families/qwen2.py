@@ -9,7 +9,7 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   RopeFields,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField, ImpliedSettings
 
@@ -19,7 +19,7 @@ FAMILY = Family(
   architecture="Qwen2ForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION_WITH_BIAS, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(32),
     EqualHeads(),
     RopeFields(),

@@ -10,7 +10,7 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   RopeFields,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField, ImpliedSettings
 
@@ -20,7 +20,7 @@ FAMILY = Family(
   architecture="Qwen3ForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *QK_NORM, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(32),
     HeadDim(128),
     RopeFields(),

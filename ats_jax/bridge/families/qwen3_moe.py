@@ -12,7 +12,7 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
 from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, Values
 from ats_jax.config.schema import Config
@@ -64,7 +64,7 @@ FAMILY = Family(
     *MLP,
   ),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(4),
     HeadDim(),
     RopeFields(),

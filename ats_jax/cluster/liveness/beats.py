@@ -89,8 +89,8 @@ class Roll:
     self._heard = dict.fromkeys(self._heard, now)
 
 
-def behind(beats: Mapping[int, Beat], silent: Collection[int] = ()) -> str:
-  """Who keeps the others waiting, in words.
+def late_processes(beats: Mapping[int, Beat], silent: Collection[int] = ()) -> str:
+  """Say which processes keep the others waiting, and in which phase of the loop each of them is.
 
   Args:
     beats: the last of each process.

@@ -18,8 +18,8 @@ REASONS = {
 TIMEOUT_SECS = 20.0
 
 
-def health() -> str:
-  """What is wrong with the GPUs of this machine, in words; "" if nothing is, or there are none."""
+def gpu_faults() -> str:
+  """Say what is wrong with the GPUs of this machine; "" = nothing is, or there are none."""
   program = shutil.which("nvidia-smi")
   if program is None:
     return ""

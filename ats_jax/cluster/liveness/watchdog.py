@@ -20,9 +20,9 @@ from typing import Any, Self
 import jax
 from absl import logging
 
-from ats_jax.cluster.liveness.beats import OVER, READING, START, Beat, Roll, behind
+from ats_jax.cluster.liveness.beats import OVER, READING, START, Beat, Roll, late_processes
 from ats_jax.cluster.liveness.board import Board
-from ats_jax.cluster.liveness.devices import health
+from ats_jax.cluster.liveness.devices import gpu_faults
 from ats_jax.cluster.liveness.pace import Straggler, slowest
 from ats_jax.config import Config
 from ats_jax.exits import FAULT, LEFT
@@ -220,7 +220,7 @@ class Watchdog(Watcher):
     if self._rank and now - self._heard > self._heartbeat_secs:
       return f"process 0 gives no sign of life for {self._heartbeat_secs:.0f} s"
     if not self._rank and (silent := self._roll.silent(self._heartbeat_secs, now)):
-      return behind(self._roll.beats, silent)
+      return late_processes(self._roll.beats, silent)
     return ""
 
   def _set_alarm(self) -> None:
@@ -236,7 +236,7 @@ class Watchdog(Watcher):
   def _end(self, why: str, code: int) -> None:
     """Write the stacks, see that the others do, and end with an exit code."""
     if not self._rank and not self._roll.silent(self._heartbeat_secs, time.monotonic()):
-      why = f"{why}; {behind(self._roll.beats)}"
+      why = f"{why}; {late_processes(self._roll.beats)}"
     self._ends = why
     self._now.set()
     faulthandler.dump_traceback_later(LAST_SECS, exit=True)
@@ -311,7 +311,7 @@ class Watchdog(Watcher):
 
   def _examine(self) -> None:
     """Look for a cause of this process being slow."""
-    if causes := health():
+    if causes := gpu_faults():
       logging.warning("%s may be slow because: %s", self._beat(time.monotonic()).name, causes)
 
   def _compare(self, beats: Mapping[int, Beat]) -> None:

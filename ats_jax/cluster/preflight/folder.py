@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 import psutil
 
-from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
 from ats_jax.metrics.memory import GIB
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -97,7 +97,7 @@ def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> CheckResul
     )
   if kind in ("tmpfs", "ramfs"):
     problems.append("It is in memory: a restart of the machine loses it.")
-  return judged("workdir", text, problems)
+  return check_result("workdir", text, problems)
 
 
 def _speed_row(trial: Path) -> CheckResult:
@@ -127,7 +127,7 @@ def speed_row(write: float, read: float) -> CheckResult:
       f"Slow: a checkpoint of 1e9 parameters with moments takes {minutes:.0f} minutes. It is "
       "written in the background; let checkpoint.every_steps take longer than that."
     )
-  return judged("disk", text, problems)
+  return check_result("disk", text, problems)
 
 
 def _whole_row(trial: Path, shared: bool) -> CheckResult:
@@ -147,7 +147,7 @@ def _whole_row(trial: Path, shared: bool) -> CheckResult:
   text = "renames replace, locks hold" if not problems else "renames or locks fail"
   if shared:
     text += " (tried on this machine only)"
-  return judged("whole files", text, problems, bad=True)
+  return check_result("whole files", text, problems, bad=True)
 
 
 def _locks(path: Path) -> bool:
@@ -203,8 +203,8 @@ def _store_rows(workdir: Path) -> list[CheckResult]:
     )
   locks = "refuses" if claims else "ignores"
   return [
-    judged("workdir", text, lost, bad=True),
-    judged("claims", f"the store {locks} a write to what must not be there", problems),
+    check_result("workdir", text, lost, bad=True),
+    check_result("claims", f"the store {locks} a write to what must not be there", problems),
   ]
 
 

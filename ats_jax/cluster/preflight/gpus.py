@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
 
 _QUERY = (
   "index", "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm",
@@ -147,7 +147,7 @@ def _gpu_row(gpu: Gpu) -> CheckResult:
     problems.append("MIG is on: no NVLink between slices; switch it off for training.")
   if gpu.exclusive:
     problems.append("One process at a time may use it (exclusive mode).")
-  return judged(f"GPU {gpu.index}", ", ".join(facts), problems, bad)
+  return check_result(f"GPU {gpu.index}", ", ".join(facts), problems, bad)
 
 
 def no_gpu_row(command: Sequence[str] = QUERY) -> CheckResult:

@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import psutil
 
-from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
-from ats_jax.metrics.environment import variables
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
+from ats_jax.metrics.environment import public_variables
 from ats_jax.metrics.memory import GIB
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -46,7 +46,7 @@ def version_rows() -> list[CheckResult]:
   if minor("jax") != minor("jaxlib"):
     problems.append("jax and jaxlib are of two releases: pip install --upgrade jax jaxlib.")
   python = f"Python {platform.python_version()}, {platform.platform()}"
-  return [CheckResult("system", python), judged("packages", text, problems, bad=True)]
+  return [CheckResult("system", python), check_result("packages", text, problems, bad=True)]
 
 
 def device_row(driver: str | None, gpus: int) -> CheckResult:
@@ -64,7 +64,7 @@ def device_row(driver: str | None, gpus: int) -> CheckResult:
   if driver:
     text += f", driver {driver}"
   problems = cuda_problems(driver, gpus, list(plugins), jax.default_backend())
-  return judged("devices", text, problems, bad=True)
+  return check_result("devices", text, problems, bad=True)
 
 
 def cuda_problems(driver: str | None, gpus: int, plugins: list[str], backend: str) -> list[str]:
@@ -93,11 +93,11 @@ def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[CheckResult]:
     library = CheckResult(
       "NCCL", "not installed", CheckVerdict.BAD, "Several GPUs need it: ats_jax[cuda]."
     )
-  shown = variables(environ, _VARIABLES)
+  shown = public_variables(environ, _VARIABLES)
   costly = [name for name, value in _COSTLY.items() if environ.get(name) == value]
   problems = [f"{name}={environ[name]} makes collectives slow: unset it." for name in costly]
   text = " ".join(f"{name}={value}" for name, value in shown.items())
-  return [library, judged("variables", text or "none is set", problems)]
+  return [library, check_result("variables", text or "none is set", problems)]
 
 
 def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:
@@ -112,7 +112,7 @@ def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckRes
   problems = []
   if available < 2 * GIB:
     problems.append("Less than 2 GiB: compiling alone may take that much.")
-  return judged("host", text, problems)
+  return check_result("host", text, problems)
 
 
 def container_limit(file: Path) -> int | None:
@@ -141,7 +141,7 @@ def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:
     problems.append("Files may not grow at will, checkpoints neither: `ulimit -f unlimited`.")
   if gpus and locked[0] != resource.RLIM_INFINITY:
     problems.append("InfiniBand and pinned memory want `ulimit -l unlimited`.")
-  return judged("limits", text, problems)
+  return check_result("limits", text, problems)
 
 
 def current_limits() -> dict[str, Limit]:
@@ -167,7 +167,7 @@ def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> CheckResult
       "of medium Memory in Kubernetes."
     )
   text = f"{folder} {total / GIB:,.1f} GiB, {free / GIB:,.1f} GiB free"
-  return judged("shared memory", text, problems)
+  return check_result("shared memory", text, problems)
 
 
 def _version(package: str) -> str | None:

@@ -5,7 +5,7 @@ import socket
 import psutil
 
 from ats_jax.cluster import rendezvous
-from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
 
 _CONNECT_SECS = 5.0
 
@@ -27,7 +27,7 @@ def address_row() -> CheckResult:
       f"{name} is {resolved or 'no known name'} here: for a job on several machines give the "
       "coordinator's address as a number."
     )
-  return judged("network", text, problems)
+  return check_result("network", text, problems)
 
 
 def coordinator_rows(address: str | None, nodes: int) -> list[CheckResult]:

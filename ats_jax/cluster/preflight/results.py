@@ -35,8 +35,15 @@ class CheckResult:
   advice: str = ""
 
 
-def judged(name: str, found: str, problems: Sequence[str], bad: bool = False) -> CheckResult:
-  """A row that is fine without problems; they say what to do."""
+def check_result(name: str, found: str, problems: Sequence[str], bad: bool = False) -> CheckResult:
+  """Make the result of a check, which is fine if there are no problems.
+
+  Args:
+    name: what was checked.
+    found: what the check saw.
+    problems: sentences that say what to do; they become the advice.
+    bad: whether a problem is BAD, not mere advice.
+  """
   if not problems:
     return CheckResult(name, found)
   return CheckResult(
@@ -44,7 +51,7 @@ def judged(name: str, found: str, problems: Sequence[str], bad: bool = False) ->
   )
 
 
-def render(rows: Sequence[CheckResult]) -> str:
+def render_table(rows: Sequence[CheckResult]) -> str:
   """The table as text, as wide as the terminal."""
   width = min(120, shutil.get_terminal_size((100, 24)).columns)
   indent = " " * (_NAME_WIDTH + 8)

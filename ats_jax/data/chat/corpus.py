@@ -12,7 +12,7 @@ from ats_jax.data.chat.conversation import Conversation, MalformedError
 from ats_jax.data.chat.records import conversations
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.child import worked
+from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.corpus import LAYOUT, Corpus, warn_of_malformed
 from ats_jax.data.corpus.shards import EncodedPiece, Shards, TokeniseOptions
 from ats_jax.data.corpus.tokenise import write_corpus
@@ -104,7 +104,9 @@ def _fill(
   sent = lambda batch: [
     (f"{files[found.file].path}:{found.place}", found.conversation) for found in batch
   ]
-  with contextlib.closing(worked(batches, tokenizer, workers, sent, _write, "tokenise")) as results:
+  with contextlib.closing(
+    map_in_children(batches, tokenizer, workers, sent, _write, "tokenise")
+  ) as results:
     for batch, written in results:
       refused = [
         (kind, f"{files[batch[i].file].path}:{batch[i].place}", detail)

@@ -21,7 +21,7 @@ def end_with_parent() -> None:
   threading.Thread(target=leave, name="parent-watch", daemon=True).start()
 
 
-def worked[T, B, S, R](
+def map_in_children[T, B, S, R](
   batches: Iterator[B],
   tool: T,
   workers: int,

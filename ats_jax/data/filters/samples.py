@@ -7,7 +7,7 @@ import numpy as np
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import judged_pieces
-from ats_jax.data.filters.sieve import documents
+from ats_jax.data.filters.sieve import group_documents
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name
 
@@ -66,7 +66,7 @@ def _texts(
   for number in sorted({int(file[document]) for document in wanted}):
     begin = int(np.searchsorted(file, number))
     places = {document - begin for document in wanted if file[document] == number}
-    read = documents(judged_pieces(files[number], cfg, Report(strict=False)))
+    read = group_documents(judged_pieces(files[number], cfg, Report(strict=False)))
     for place, document in enumerate(read):
       if place in places:
         texts[begin + place] = next(document).text[:_CHARS]

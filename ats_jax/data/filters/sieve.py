@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from ats_jax.data.corpus import cache
 from ats_jax.data.filters.judge import Judge
-from ats_jax.data.text.formats.text import Piece, cut
+from ats_jax.data.text.formats.text import Piece, cut_text
 from ats_jax.data.text.report import Report
 
 LONGEST = 2**22  # characters that a document is judged by
@@ -41,7 +41,7 @@ class Sieve:
       ValueError: if the file has other documents than those that were judged.
     """
     changes = _changes(self.filters)
-    for document, reason in self._judged(path, documents(pieces)):
+    for document, reason in self._judged(path, group_documents(pieces)):
       if reason:
         line = next(document).line
         report.drop(reason, f"{path}:{line}" if line else path)
@@ -72,8 +72,8 @@ class Sieve:
       raise ValueError(f"{path} has changed since it was read first. Start again.")
 
 
-def documents(pieces: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
-  """The pieces of each document; a document is read to its end before the next one."""
+def group_documents(pieces: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
+  """Group pieces by document. A document is read to its end before the next one begins."""
   started = 0
 
   def number(piece: Piece) -> int:
@@ -93,7 +93,7 @@ def _changes(filters: str) -> list:
 def _changed(document: Iterator[Piece], changes: list) -> Iterator[Piece]:
   """What the filters left of a document, block by block of `LONGEST` characters."""
   first = next(document)
-  yield from cut(_left(itertools.chain([first], document), changes), first.line)
+  yield from cut_text(_left(itertools.chain([first], document), changes), first.line)
 
 
 def _left(document: Iterable[Piece], changes: list) -> Iterator[str]:

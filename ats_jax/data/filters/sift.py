@@ -21,12 +21,12 @@ from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.child import worked
+from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.shards import TokeniseOptions
-from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, resolve
+from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, drop_duplicates
 from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
-from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
+from ats_jax.data.filters.sieve import LONGEST, Sieve, group_documents
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name, name_hash
 
@@ -115,7 +115,7 @@ def _build(
   if not parts.complete:
     left = itertools.islice(_documents(files, cfg), parts.documents, None)
     batches = _batches(left)
-    done = worked(batches, judge, options.workers, _heads, Judge.__call__, "filter")
+    done = map_in_children(batches, judge, options.workers, _heads, Judge.__call__, "filter")
     with contextlib.closing(done) as results:
       for number, (batch, judged) in enumerate(results):
         parts.add(batch, judged)
@@ -126,7 +126,7 @@ def _build(
     parts.close(last=True)
   columns, judged, near = parts.joined()
   stages = filter_stages(cfg.filters)
-  stage, instead = resolve(cfg.filters, judged.stage, columns["key"], judged.exact, near)
+  stage, instead = drop_duplicates(cfg.filters, judged.stage, columns["key"], judged.exact, near)
   names = judged.reasons.tolist()
   reasons = ["", *sorted({*names} - {""}), *(s.name for s in stages if s.name in COMPARISONS)]
   verdict = np.array([reasons.index(name) for name in names], np.uint16)[judged.reason]
@@ -157,7 +157,7 @@ def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
   for number, file in enumerate(files):
     if file.kind == "tokens":
       continue
-    for document in documents(judged_pieces(file, cfg, report)):
+    for document in group_documents(judged_pieces(file, cfg, report)):
       texts, chars, line, rest = [], 0, 0, None
       for piece in document:
         if chars < LONGEST:

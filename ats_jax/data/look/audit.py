@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.data.batch import Batch
-from ats_jax.data.rows.contract import TrainRows, leaves, with_documents
+from ats_jax.data.rows.contract import TrainRows, leaf_rows, with_documents
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.rows.packed import Packed
 
@@ -141,7 +141,7 @@ class _Audit:
     self._parts: list[tuple[Packed, np.ndarray]] = []  # and where the documents of each start
     numbered, first, ends = [], 0, []
     rows_until_read = _rows_until_read(dataset)
-    for (name, leaf), rows in zip(leaves(dataset), rows_until_read, strict=True):
+    for (name, leaf), rows in zip(leaf_rows(dataset), rows_until_read, strict=True):
       packed, end = leaf.info.packed, first + leaf.info.num_tokens
       if packed is None:
         raise ValueError(

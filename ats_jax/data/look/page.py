@@ -47,8 +47,8 @@ class Histogram(NamedTuple):
   keys: Mapping[str, str] = {}
 
 
-def page(overview: Overview) -> str:
-  """The whole document."""
+def html_page(overview: Overview) -> str:
+  """Return the report as an HTML document."""
   o = overview
   environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -17,7 +17,7 @@ import numpy as np
 from ats_jax.config.curriculum import LEAST_LENGTH
 from ats_jax.data.corpus import cache
 from ats_jax.data.rows.contract import Progress, TrainRows, info_of
-from ats_jax.data.rows.schedule import ranks, shuffled
+from ats_jax.data.rows.schedule import rank_in_source, shuffled
 
 LEAST_STEPS = 4  # of an epoch, in a part: one with fewer is joined to its neighbour
 LEVELS = 8  # of difficulty, at most
@@ -106,7 +106,7 @@ class StepOrder:
     order = np.repeat(np.arange(len(counts)), counts)
     if self.seed is not None:
       order = shuffled(order, f"steps {self.seed} {epoch}")
-    return order, ranks(order)
+    return order, rank_in_source(order)
 
 
 class Bucket(NamedTuple):

@@ -182,12 +182,12 @@ class NoRows(TrainRows):
     return Progress(None)
 
 
-def leaves(rows: Rows, name: str = "") -> Iterator[tuple[str, Rows]]:
-  """The rows that have no parts, with the names of the parts that they are in, joined by spaces."""
+def leaf_rows(rows: Rows, name: str = "") -> Iterator[tuple[str, Rows]]:
+  """Yield the rows that have no parts, each with the names of the parts that lead to it."""
   if not rows.info.parts:
     yield name, rows
   for part_name, part in rows.info.parts.items():
-    yield from leaves(part, f"{name} {part_name}".strip())
+    yield from leaf_rows(part, f"{name} {part_name}".strip())
 
 
 def with_documents[R: Rows](rows: R, change: Callable[[Packed], Packed]) -> R:

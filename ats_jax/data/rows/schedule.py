@@ -104,7 +104,7 @@ class Schedule:
     ]
     count = len(phases[0].parts)  # [phases, sources] rows of each in a period
     self._parts = np.stack([np.bincount(order, minlength=count) for order in self._orders])
-    self._ranks = [ranks(order) for order in self._orders]
+    self._ranks = [rank_in_source(order) for order in self._orders]
     self._before = np.zeros_like(self._parts)  # [phases, sources] rows of each before the phase
     for number, stage in enumerate(phases[:-1]):
       self._before[number + 1] = self._before[number] + self._within(number, stage.rows)
@@ -147,8 +147,8 @@ class Schedule:
     return period * self._parts[number] + rest
 
 
-def ranks(order: np.ndarray) -> np.ndarray:
-  """How many of the same number come before each of an order."""
+def rank_in_source(order: np.ndarray) -> np.ndarray:
+  """Return for each element of an order how many equal ones come before it: [rows] int64."""
   by_source = np.argsort(order, kind="stable")
   sizes = np.bincount(order)
   rank = np.empty_like(order)

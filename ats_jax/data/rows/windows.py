@@ -27,14 +27,14 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, Shards
-from ats_jax.data.corpus.tokenise import add_texts, batched, write_corpus
+from ats_jax.data.corpus.tokenise import add_texts, piece_batches, write_corpus
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.splits import Opened, pack
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report, in_words
-from ats_jax.data.text.source import SourceFile, pieces
+from ats_jax.data.text.source import SourceFile, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.store.paths import is_remote
 
@@ -209,7 +209,7 @@ class Windows:
         yield number - first, piece
 
     def fill(shards: Shards, report: Report) -> None:
-      add_texts(shards, batched(numbered()), self._tokenizer)
+      add_texts(shards, piece_batches(numbered()), self._tokenizer)
       report.join(*self._text.counted())
 
     files = self.files[first:]
@@ -380,6 +380,6 @@ class _Text:
         if is_remote(file.path):
           path = stack.enter_context(remote.local_copy(file.path, file.name, self._folder))
           file = file._replace(path=path)
-        for count, piece in enumerate(pieces(file, self._field, self._report)):
+        for count, piece in enumerate(read_pieces(file, self._field, self._report)):
           if count >= held:
             yield TextPosition(number, count), piece

@@ -14,7 +14,7 @@ from ats_jax.data.corpus import cache
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.formats.token_files import token_documents
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, name_hash, pieces
+from ats_jax.data.text.source import SourceFile, document_name, name_hash, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 _LEAST_BLOCK, _MOST_BLOCK = 256, 2**16  # characters, or ids of a token file
@@ -148,7 +148,7 @@ def _documents(
   for file in files:
     if file.kind != "tokens":
       line, size = 0, 0
-      for piece in pieces(file, cfg.text_field, report):
+      for piece in read_pieces(file, cfg.text_field, report):
         if piece.starts and size:
           yield document_name(file, line), size
           size = 0

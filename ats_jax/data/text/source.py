@@ -245,8 +245,8 @@ def content_fingerprint(files: list[SourceFile], root: Path) -> str:
   return fingerprint
 
 
-def pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
-  """The documents of a file of text, in pieces of bounded length.
+def read_pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  """Read the documents of a file of text, in pieces of bounded length.
 
   What is malformed goes to `report`, which counts the documents too.
   """

@@ -11,7 +11,7 @@ from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer
 from ats_jax.data.tokens.sentencepiece_file import SentencePieceTokenizer
 from ats_jax.data.tokens.special import with_special
-from ats_jax.data.tokens.tiktoken_file import ALPHABET, joints
+from ats_jax.data.tokens.tiktoken_file import ALPHABET, merged_pairs
 from ats_jax.data.tokens.tokenizer import JsonTokenizer
 
 TOKENIZER, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
@@ -92,7 +92,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
   ranks = {piece.piece: -piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
   inner = tokenizers.Tokenizer(
     models.BPE(
-      {piece.piece: i for i, piece in enumerate(proto.pieces)}, list(joints(ranks)),
+      {piece.piece: i for i, piece in enumerate(proto.pieces)}, list(merged_pairs(ranks)),
       unk_token=proto.trainer_spec.unk_piece, fuse_unk=True, byte_fallback=True,
     )
   )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax.data.text.formats.extra import module
+from ats_jax.data.text.formats.extra import import_extra
 from ats_jax.data.tokens.base import OfDocuments, known_ids
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^<>]*\|>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]")
@@ -102,11 +102,11 @@ def library() -> ModuleType:
   Raises:
     ValueError: if it is not installed.
   """
-  return module(KIND, "a tokenizer of SentencePiece", KIND)
+  return import_extra(KIND, "a tokenizer of SentencePiece", KIND)
 
 
 def _parsed(model: bytes) -> Any:
-  messages = module(f"{KIND}.sentencepiece_model_pb2", "a tokenizer of SentencePiece", KIND)
+  messages = import_extra(f"{KIND}.sentencepiece_model_pb2", "a tokenizer of SentencePiece", KIND)
   return messages.ModelProto.FromString(model)
 
 

@@ -160,8 +160,8 @@ class ExpertView(NamedTuple):
     return self._replace(is_open=is_open, twin=twin)
 
 
-def find(cfg: Config, layer: int) -> StackIndex:
-  """Where a layer with experts is.
+def find_layer(cfg: Config, layer: int) -> StackIndex:
+  """Return where the parameters of a layer with experts are.
 
   Raises:
     SurgeryError: if it has none.
@@ -183,7 +183,7 @@ def view_experts(cfg: Config, state: TrainState, layer: int) -> ExpertView:
   Raises:
     SurgeryError: if the layer has no experts, or surgery is off.
   """
-  (segment, member), repeat = find(cfg, layer)
+  (segment, member), repeat = find_layer(cfg, layer)
   if not cfg.moe.spare_experts:
     raise SurgeryError(
       "surgery is off: with moe.spare_experts=0 the routers keep no buffers for closed and split "

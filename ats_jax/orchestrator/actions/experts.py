@@ -11,7 +11,7 @@ from ats_jax.orchestrator.actions.expert_view import (
   ExpertView,
   StackIndex,
   SurgeryError,
-  find,
+  find_layer,
   view_experts,
 )
 from ats_jax.orchestrator.signals.interval import Reading
@@ -39,7 +39,7 @@ class LayerEdit(Action, abc.ABC, abstract=True):
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Edit, if it is possible."""
     view = view_experts(cfg, state, self.layer)
-    return self._resolve(cfg, view)._edit(state, find(cfg, self.layer), cfg, view)
+    return self._resolve(cfg, view)._edit(state, find_layer(cfg, self.layer), cfg, view)
 
   @abc.abstractmethod
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:

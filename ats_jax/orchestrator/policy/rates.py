@@ -56,7 +56,7 @@ def watch_start(policy: PolicyState, reading: Reading) -> PolicyState:
   return policy._replace(first_norm=first, turnover=turnover)
 
 
-def doubt(
+def doubt_rate(
   policy: PolicyState, reading: Reading, finding: Finding | None, warmup: int, interval: int
 ) -> tuple[PolicyState, Doubt]:
   """What to try against what was found.
@@ -88,7 +88,7 @@ def doubt(
   return policy, Doubt()
 
 
-def won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
+def lower_rate_won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
   """Whether the run goes on with the steps made again, judged by the held-out loss alone."""
   # A comparison with NaN is false, so an arm that diverged has lost.
   surely = (policy.turnover / FAST_TURNOVER) ** 2

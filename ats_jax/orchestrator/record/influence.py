@@ -16,8 +16,8 @@ RECURRING_STEPS = 1000
 SHOWN_RANGES = 4  # ranges of steps or rows in a line
 
 
-def bounded(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
-  """The steps of an interval that did not have their whole influence; None if all had.
+def bounded_steps(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
+  """Return the steps of an interval whose updates the reflex left out or shrunk; None = none.
 
   Args:
     names: of the columns.
@@ -44,8 +44,10 @@ def bounded(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str,
   }
 
 
-def price(cfg: Config, steps: int, laps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-  """What it costs that `steps` taught nothing; `laps` are of the last looks, see `Clock.lap`."""
+def cost_of_lost_steps(
+  cfg: Config, steps: int, laps: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+  """Return what the lost `steps` cost in time, by the `laps` of the last looks (`Clock.lap`)."""
   took = [lap["host/step_secs"] for lap in laps if lap]
   secs = steps * statistics.median(took) if took else None
   return {"steps": steps, "tokens": steps * cfg.data.batch_size * cfg.data.seq_len, "secs": secs}
@@ -65,8 +67,8 @@ def tell_bounded(line: Mapping[str, Any]) -> str:
   return "; ".join(parts)
 
 
-def recurring(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Whether surprising batches come again and again, and what to do about it."""
+def recurring_batches(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Say whether surprising batches recur, with their rows and advice; [] = they do not."""
   steps = [(step, line) for line in lines for step in (*line["left_out"], *line["shrunk"])]
   steps.sort(key=lambda item: item[0])
   numbers = [step for step, _ in steps]

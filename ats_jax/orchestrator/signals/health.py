@@ -97,7 +97,7 @@ OF_HOST = (
 )
 
 
-def report(
+def health_of(
   means: Mapping[str, float],
   nonfinite: int,
   finding: Finding | None,

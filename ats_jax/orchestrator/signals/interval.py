@@ -129,7 +129,7 @@ class Pending(NamedTuple):
   again: Sums | None = None
 
 
-def read(
+def sum_up(
   names: Sequence[str],
   last_step: int,
   rows: np.ndarray,

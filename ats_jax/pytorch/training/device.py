@@ -23,7 +23,7 @@ FIRST_SCALE = 2.0**15  # of the loss in float16
 GOOD_STEPS = 1000  # without an overflow, after which the scale is doubled
 
 
-def find(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
   """The device of that name.
 
   Raises:
@@ -59,7 +59,7 @@ def format_of(cfg: Config, device: torch.device, asked: str) -> torch.dtype:
   return DTYPES[name]
 
 
-def fitted(cfg: Config, device: torch.device, given: frozenset[str]) -> Config:
+def fit_device(cfg: Config, device: torch.device, given: frozenset[str]) -> Config:
   """`cfg` as this device takes it.
 
   Args:

@@ -38,14 +38,14 @@ from ats_jax.pytorch.training import device as devices
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.pytorch.training.lora import MERGED, Adapters, Lora
 from ats_jax.pytorch.training.state import optimizer_of, to_jax, to_torch
-from ats_jax.pytorch.training.step import Trainer, Update, on
+from ats_jax.pytorch.training.step import Trainer, Update, batch_on
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import worth
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 from ats_jax.train import report
-from ats_jax.train.evaluate import means
+from ats_jax.train.evaluate import eval_metrics
 from ats_jax.train.initial_weights import InitialWeights
 from ats_jax.train.length import with_length
 from ats_jax.train.open import Origin, restored_or_new
@@ -145,7 +145,7 @@ class TorchRun:
   def update(self) -> None:
     """Make one update, and log it if its step is one that is logged."""
     with self.goodput.timed("data_wait"):
-      batch = on(self.device, next(self.batches))
+      batch = batch_on(self.device, next(self.batches))
     with self.goodput.timed("step"):
       made = self.trainer.update(self.step, batch)
       self.step, self.scores = self.step + 1, None
@@ -243,9 +243,9 @@ class TorchRun:
     micro = cfg.data.batch_size // cfg.step.accum_steps
     rows, most = np.arange(micro), cfg.eval.num_batches
     with eval_batches(data, batch_size=micro, local_rows=rows, num_batches=most) as batches:
-      sums = [self.trainer.score(on(self.device, batch), self.step) for batch in batches]
+      sums = [self.trainer.score(batch_on(self.device, batch), self.step) for batch in batches]
     loss, correct, tokens = np.sum(sums or [np.zeros(3)], axis=0).tolist()
-    return means(loss, correct, tokens, data)
+    return eval_metrics(loss, correct, tokens, data)
 
 
 def train(

@@ -108,7 +108,7 @@ def to_jax(
   return structure.unflatten(list(map(on_device, filled, leaves)))
 
 
-def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
+def shared_tensors(cfg: Config, tree: Any) -> dict[str, Tensor]:
   """The arrays of a model of JAX as tensors in the same memory, for `weights.put(..., share=True)`.
 
   Args:

@@ -203,8 +203,8 @@ def their_rules(cfg: Config, step: int, *, training: bool) -> RoutingRules:
   return RoutingRules(training, rules.capacity, rules.horizon)
 
 
-def on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-  """A batch of the loader's on a device; whole numbers as PyTorch indexes with them."""
+def batch_on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+  """Copy a batch of the loader to a device; integers become int64, which PyTorch indexes with."""
   tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
   to = lambda a: a if a.is_floating_point() else a.long()
   return {name: to(a).to(device, non_blocking=True) for name, a in tensors.items()}

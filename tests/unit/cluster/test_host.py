@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from ats_jax.cluster.preflight import host
-from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render_table
 
 UNLIMITED = resource.RLIM_INFINITY
 GOOD = {
@@ -93,7 +93,7 @@ def test_shared_memory(tmp_path, monkeypatch):
 
 def test_the_table_wraps_under_its_column(monkeypatch):
   monkeypatch.setenv("COLUMNS", "60")
-  text = render([CheckResult("name", "found " * 12, CheckVerdict.BAD, "advice " * 12)])
+  text = render_table([CheckResult("name", "found " * 12, CheckVerdict.BAD, "advice " * 12)])
   first, *rest = text.splitlines()
   assert first.startswith("name            bad     found") and len(rest) > 2
   assert all(line.startswith(" " * 24) and len(line) <= 60 for line in rest)

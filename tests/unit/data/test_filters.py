@@ -17,7 +17,7 @@ from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
 from ats_jax.data.filters.judge import Head, Judge
 from ats_jax.data.splits import open_datasets, open_documents, prepare
-from ats_jax.data.text.formats.text import PIECE, Piece, cut
+from ats_jax.data.text.formats.text import PIECE, Piece, cut_text
 
 without = pytest.mark.skipif(
   importlib.util.find_spec("rensa") is not None, reason="the extra filters is there"
@@ -194,11 +194,11 @@ def test_a_long_document_is_compared_to_its_end(config, write, tmp_path, monkeyp
 
 def test_blocks_are_what_was_judged():
   text = "some words of a long document\n" * 400_000
-  pieces = list(cut([text], 7))
+  pieces = list(cut_text([text], 7))
   found = list(sieve.blocks(pieces))
   assert "".join(found) == text
   assert len(found) == 3 and len(found[0]) >= sieve.LONGEST
-  assert list(map(list, sieve.documents([*pieces, *pieces]))) == [pieces, pieces]
+  assert list(map(list, sieve.group_documents([*pieces, *pieces]))) == [pieces, pieces]
 
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
@@ -216,7 +216,7 @@ def test_same_keeps_the_lowest_key_of_each_group():
   rng = np.random.default_rng(0)
   hashes = rng.integers(0, 5, (200, 2)).astype(np.uint64)
   keys = rng.permutation(200).astype(np.uint64)
-  kept = duplicates.same(hashes, keys)
+  kept = duplicates.group_equal(hashes, keys)
   for i in range(200):
     group = np.flatnonzero((hashes == hashes[i]).all(1))
     assert kept[i] == group[keys[group].argmin()]
@@ -238,17 +238,19 @@ def test_similar_joins_by_similarity_whatever_the_order():
   far[:, 0] = range(50)
   found = np.concatenate([*group, far])
   keys = rng.permutation(250).astype(np.uint64)
-  kept = duplicates.similar(found, np.arange(250), keys, 0.8)
+  kept = duplicates.group_similar(found, np.arange(250), keys, 0.8)
   members = [np.arange(4) * 50 + i for i in range(50)]
   for which in members:
     assert set(kept[which]) == {which[keys[which].argmin()]}
   assert (kept[200:] == np.arange(200, 250)).all()
   order = rng.permutation(250)
-  shuffled = duplicates.similar(found[order], np.arange(250), keys[order], 0.8)
+  shuffled = duplicates.group_similar(found[order], np.arange(250), keys[order], 0.8)
   assert (order[shuffled] == kept[order]).all()
   some = np.flatnonzero(rng.random(250) < 0.5)
-  part = duplicates.similar(found, some, keys[some], 0.8)
-  assert (part == duplicates.similar(found[some], np.arange(len(some)), keys[some], 0.8)).all()
+  part = duplicates.group_similar(found, some, keys[some], 0.8)
+  assert (
+    part == duplicates.group_similar(found[some], np.arange(len(some)), keys[some], 0.8)
+  ).all()
 
 
 def test_bands_find_pairs_at_the_threshold():
@@ -277,7 +279,7 @@ def test_only_what_earlier_filters_kept_is_compared(filters, stage, found, inste
   exact = np.array([[1, 1], [1, 1], [2, 2], [2, 2]], np.uint64)
   near = np.empty((0, duplicates.NUM_HASHES), np.uint32)
   keys = np.arange(4, dtype=np.uint64)
-  resolved = judge.resolve(filters, np.array(stage, np.int16), keys, exact, near)
+  resolved = judge.drop_duplicates(filters, np.array(stage, np.int16), keys, exact, near)
   assert [values.tolist() for values in resolved] == [found, instead]
 
 

@@ -131,7 +131,7 @@ def test_near_duplicates_are_found_at_their_similarity():
   estimate = (found[::2] == found[1::2]).mean(1)
   assert np.abs(estimate - truth).max() < 0.16 and np.abs(estimate - truth).mean() < 0.04
   assert min(truth[40:80]) > 0.9 and max(truth[80:]) < 0.65
-  kept = duplicates.similar(found, np.arange(240), np.arange(240, dtype=np.uint64), 0.8)
+  kept = duplicates.group_similar(found, np.arange(240), np.arange(240, dtype=np.uint64), 0.8)
   assert (kept[1:160:2] == np.arange(0, 160, 2)).all()
   assert (kept[160:] == np.arange(160, 240)).all()
 
@@ -140,7 +140,7 @@ def test_near_duplicates_are_found_at_their_similarity():
 def test_short_texts_are_near_only_if_they_are_alike(name):
   texts = {"words": ["one two", "one three", "One two"], "marks": ["!!!", "???", "!!!"]}[name]
   found = duplicates.signatures(texts)
-  kept = duplicates.similar(found, np.arange(3), np.arange(3, dtype=np.uint64), 0.8)
+  kept = duplicates.group_similar(found, np.arange(3), np.arange(3, dtype=np.uint64), 0.8)
   assert kept.tolist() == [0, 1, 0]
 
 

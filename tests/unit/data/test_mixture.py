@@ -11,7 +11,7 @@ from ats_jax.data.corpus.shards import DEFAULT_OPTIONS
 from ats_jax.data.look.audit import ReadingPhase, audit
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.rows.mixture import Joined, Mixture
-from ats_jax.data.sources import by_size, open_data, open_eval_sets, stages
+from ats_jax.data.sources import by_size, mixture_phases, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets, prepare
 
 PHASES = "2 steps: web=3,code=1; 40 tokens: talk=1,code=2; web=1,code=1,talk=2"
@@ -83,14 +83,14 @@ def test_phases_begin_at_their_step(mixed):
 
 def test_epochs_as_a_length(config):
   cfg = config(seq_len=16, batch_size=4, mixture="1.5 epochs: a=1,b=1; 2 epochs: b=1; a=1")
-  assert [stage.rows for stage in stages(cfg, {"a": 10, "b": 3})] == [20, 8, 0]
+  assert [stage.rows for stage in mixture_phases(cfg, {"a": 10, "b": 3})] == [20, 8, 0]
 
 
 @pytest.mark.parametrize(
   ("temperature", "parts"), [(1.0, (9, 1)), (2.0, (3, 1)), (1e9, (1, 1)), (0.5, (81, 1))]
 )
 def test_temperature_over_sizes(config, temperature, parts):
-  (stage,) = stages(config(temperature=temperature), {"a": 900, "b": 100})
+  (stage,) = mixture_phases(config(temperature=temperature), {"a": 900, "b": 100})
   total = sum(stage.parts)
   np.testing.assert_allclose(np.array(stage.parts) / total, np.array(parts) / sum(parts), atol=1e-4)
 

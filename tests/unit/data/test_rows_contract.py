@@ -13,7 +13,7 @@ from helpers import tiny_config
 import ats_jax
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.look.audit import audit
-from ats_jax.data.rows.contract import Info, Progress, TrainRows, leaves
+from ats_jax.data.rows.contract import Info, Progress, TrainRows, leaf_rows
 from ats_jax.data.rows.loader import TrainBatches, eval_batches
 from ats_jax.data.rows.mixture import Joined, Mixture
 from ats_jax.data.rows.schedule import MixturePhase, Schedule
@@ -91,7 +91,7 @@ def test_a_foreign_kind_as_a_source_of_a_mixture():
   joined = Joined({"a": Counting(10), "b": Counting(3)}, ByteTokenizer())
   rows = joined.read_once(range(13))["tokens"][:, 0]
   assert sorted(rows.tolist()) == sorted([*range(10), *range(3)])
-  assert [name for name, _ in leaves(make(), "train")] == ["train a", "train b"]
+  assert [name for name, _ in leaf_rows(make(), "train")] == ["train a", "train b"]
 
 
 def test_what_looks_at_documents_says_that_there_are_none():

@@ -10,8 +10,8 @@ from ats_jax.orchestrator.policy.rates import (
   FAST_TURNOVER,
   FIRST_TURNOVERS,
   USUAL_TURNOVER,
-  doubt,
-  won,
+  doubt_rate,
+  lower_rate_won,
 )
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.trials.paired import Effect
@@ -20,7 +20,7 @@ WARMUP, INTERVAL = 50, 10
 
 
 def asked(policy, step):
-  return doubt(policy, reading(0)._replace(step=step), None, WARMUP, INTERVAL)
+  return doubt_rate(policy, reading(0)._replace(step=step), None, WARMUP, INTERVAL)
 
 
 @pytest.mark.parametrize("turnover", [0.5, 0.16, 0.08])
@@ -58,9 +58,11 @@ def test_a_lower_rate_may_be_behind_and_leaving_out_must_be_ahead(
   changed, slower_wins, skipping_wins
 ):
   effect = Effect(6.0, 3.0, changed, 3.0 - changed, math.nan)
-  _, has_won = won(PolicyState(turnover=FAST_TURNOVER), SetLearningRateScale(0.1, 1.0), effect)
+  _, has_won = lower_rate_won(
+    PolicyState(turnover=FAST_TURNOVER), SetLearningRateScale(0.1, 1.0), effect
+  )
   assert has_won == slower_wins
-  policy, has_won = won(PolicyState(), SetSkips(5.0, 0.0), effect)
+  policy, has_won = lower_rate_won(PolicyState(), SetSkips(5.0, 0.0), effect)
   assert has_won == skipping_wins and len(policy.fears) == (not skipping_wins)
 
 
@@ -68,10 +70,10 @@ def test_a_lower_rate_may_be_behind_and_leaving_out_must_be_ahead(
 def test_the_faster_the_weights_turned_over_the_further_behind_it_may_be(changed, wins):
   effect = Effect(6.0, 3.0, changed, 3.0 - changed, math.nan)
   policy = PolicyState(turnover=2 * FAST_TURNOVER)
-  assert won(policy, SetLearningRateScale(0.1, 1.0), effect)[1] == wins
+  assert lower_rate_won(policy, SetLearningRateScale(0.1, 1.0), effect)[1] == wins
 
 
 def test_what_diverged_loses_to_what_did_not():
   for without, changed, wins in [(math.nan, 3.0, True), (3.0, math.nan, False)]:
     effect = Effect(6.0, without, changed, without - changed, math.nan)
-    assert won(PolicyState(), SetLearningRateScale(0.1, 1.0), effect)[1] == wins
+    assert lower_rate_won(PolicyState(), SetLearningRateScale(0.1, 1.0), effect)[1] == wins

@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 
-def module(name: str, needed_by: str, extra: str = "formats") -> ModuleType:
+def import_extra(name: str, needed_by: str, extra: str = "formats") -> ModuleType:
   """Import a module of an extra.
 
   Args:
