@@ -61,14 +61,15 @@ WATCH = "watch"  # the alert, and the looks to wait for the next score of the pr
 
 
 class Supervisor(Watcher):
-  """One run's supervisor.
+  """Watches one run: it looks at the metrics of its steps, decides on actions and carries them out.
 
   Attributes:
-    policy: what it remembers.
-    decisions: those of this process, with the steps at which they were taken.
-    wants_checkpoint: an action needs one now.
-    wants_restart: the checkpoint that was just saved is to be gone on from, with other settings.
-    replayed: steps that were made again on branches.
+    policy: the state of the policy, which each checkpoint keeps.
+    decisions: the decisions of this process, each with the step at which it was taken.
+    wants_checkpoint: whether an action needs a checkpoint now.
+    wants_restart: whether the run is to be reopened from the checkpoint just saved, as an action
+      changed its settings.
+    replayed: number of steps that were made again to try an action.
   """
 
   def __init__(
@@ -83,19 +84,19 @@ class Supervisor(Watcher):
     loop: Loop | None = None,
     schedule: Schedule | None = learning_rate,
   ):
-    """Set what it works with; `start` begins.
+    """Set up the supervisor of a run; `start` begins.
 
     Args:
-      program: the run; its config says what may be done.
-      probe: a batch on the mesh that is not trained on, see `Probe`; without one, a fault of the
-        data cannot be told from one of the state, and only what is not finite is rolled back.
-      ledger: where decisions are written, by the first process.
-      write: takes a few metrics at each look.
-      restore: gives the last checkpoint, for a rollback without snapshots.
-      totals: says where the time of this process went, see `Clock`.
-      snapshots: where to keep states, if they are to outlive it.
-      loop: lends what branches need; without one none are tried.
-      schedule: gives the rate that the step must report; None = the rate is not checked.
+      program: the program of the run; its config says which actions are allowed.
+      probe: a held-out batch on the mesh (`Probe`). Without one, a fault of the data cannot be told
+        from one of the state, and a rollback happens only for values that are not finite.
+      ledger: the file of decisions, which process 0 writes; None = none.
+      write: writes a few metrics at each look.
+      restore: returns the last checkpoint, for a rollback without snapshots.
+      totals: returns the time of this process by what it was spent on (`Clock`).
+      snapshots: keeps states in host memory and outlives the supervisor; None = it makes its own.
+      loop: the training loop, which makes updates again; without it no action is tried ahead.
+      schedule: returns the learning rate that a step must report; None = it is not checked.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False

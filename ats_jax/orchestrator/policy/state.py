@@ -153,37 +153,37 @@ class PolicyState(NamedTuple):
   """What the policy remembers, kept in each checkpoint.
 
   Attributes:
-    checks: looks so far.
-    decisions: made so far.
-    reference: the lowest loss of the probe so far while all was well; None before.
-    reference_rate: learning rate that was applied then.
-    last_probe: the probe's loss when it was read last; None before.
-    last_change: the difference of the last two losses of the probe; None before.
-    rules: by which the probe was scored last, see `Reading`.
+    checks: number of looks so far.
+    decisions: number of decisions so far.
+    reference: the lowest loss of the probe (nats) of a look without a finding; None before one.
+    reference_rate: the learning rate that was applied at the reference.
+    last_probe: the probe's loss when it was last scored; None before.
+    last_change: difference of the last two losses of the probe; None before.
+    rules: the rules by which the probe was last scored (`Reading.rules`).
     spread: variance of the probe's loss from look to look.
-    learning_rate: of the schedule at the last look; None before.
-    healthy: looks in a row without a finding.
-    odd: looks since the batches turned odd while the probe was well; 0 if they are not.
-    crowded: looks in a row in which experts had too few places.
-    starved: "layer/expert" -> looks in a row in which it got next to no tokens.
+    learning_rate: the schedule's learning rate at the last look; None before.
+    healthy: number of looks in a row without a finding.
+    odd: number of looks since the batches turned odd while the probe was well; 0 = they are not.
+    crowded: number of looks in a row in which experts had too little room.
+    starved: "layer/expert" -> number of looks in a row in which it got next to no tokens.
     control: the scalars of `Control` that were set, by name.
-    lr_wanted: the scale that recovery returns to; 1 unless a hook or a trial set it.
-    acted_step: when the state was last changed; steps before tell nothing about it.
+    lr_wanted: the scale that a recovery returns to; 1 unless a hook or a trial set it.
+    acted_step: the step of the last change to the state; earlier steps say nothing about it.
     made: kind of action -> the last looks at which it was decided, the newest last.
-    spent: steps of the last actions, which a budget limits.
-    wait: look from which on each kind of action is allowed again.
-    trial: what is being judged.
-    helped: kind of action -> (times it helped, times it did not), its prior included.
+    spent: the steps of the last actions, which ACTION_BUDGET limits.
+    wait: kind of action -> the look from which on it is allowed again.
+    trial: the action that is being judged; None = there is none.
+    helped: kind of action -> (times it helped, times it did not), with its prior.
     effects: sum of the gains of judged actions, in nats, each clipped to [-1, 1].
-    judged: actions judged so far.
-    harms: in a row.
-    latched: the policy's actions did harm: it only watches from here on.
-    plateau: trials of higher learning rates.
+    judged: number of actions judged so far.
+    harms: number of judged actions in a row that did harm.
+    latched: whether the policy stopped to act, as its actions did harm.
+    plateau: the trials of higher learning rates.
     first_norm: norm of the weights in the first look; None before.
     turnover: highest norm of an update over `first_norm`, as a mean over a look.
     started: whether the rate of the first steps has been judged.
-    doubts: why the weights may be corrupt; "" once the probe has been read.
-    fears: looks at which leaving out batches was tried and lost.
+    doubts: why the weights may be corrupt; "" once the probe has been scored.
+    fears: the looks at which leaving out batches was tried and lost.
   """
 
   checks: int = 0

@@ -95,27 +95,27 @@ def check(cfg: Config) -> None:
 
 @dataclasses.dataclass
 class TorchRun:
-  """An open run.
+  """An open run whose updates PyTorch makes.
 
   Attributes:
     program: its config, counts and abstract state; JAX computes nothing with it.
     folder: the workdir.
     trainer: makes updates.
     state_after: makes the state that a checkpoint holds, given the number of updates done.
-    adapters: that are trained in the model's place, or None.
-    step: updates done.
-    device: where it runs.
+    adapters: the low-rank adapters that are trained in place of the model; None = the model is.
+    step: number of updates done.
+    device: the device of the model.
     train_set: the training split.
-    valid_set: the validation split; may be empty.
-    eval_sets: what is evaluated on.
-    batches: of the training split, from the run's position on.
-    checkpoints: saves and restores.
-    writer: takes metrics.
-    layers: takes arrays of sparse layers; None without any.
-    meter: of speed.
-    goodput: of where the time goes.
-    progress: shows the newest row.
-    scores: of the last evaluation, if it was of these weights.
+    valid_set: the validation split; may have no rows.
+    eval_sets: the validation split, if it has rows, and the named validation sets.
+    batches: batches of the training split, from the run's position on.
+    checkpoints: saves and restores the state.
+    writer: writes metrics.
+    layers: writes arrays of sparse layers; None = there are none.
+    meter: measures tokens and steps a second.
+    goodput: adds up where the wall time goes.
+    progress: shows the newest row of metrics.
+    scores: metrics of the last evaluation, if it was of these weights; else None.
   """
 
   program: Program

@@ -105,7 +105,7 @@ def test_the_meter_knows_what_each_length_costs(make, tmp_path):
     program = run.program
     for step in range(1, cfg.num_steps + 1):
       train_step = run.compiled_step(step)
-      run.made(step, *train_step(run.state, run.next_batch()))
+      run.finish_update(step, *train_step(run.state, run.next_batch()))
     assert run.valid_set.info.seq_len == 64
     model = program.init(abstract=True).model
   flops = {n: count(cfg, model, n).flops_causal for n in (16, 64)}
@@ -152,7 +152,7 @@ def test_a_supervised_run_tries_steps_of_every_length(make, tmp_path, compiled):
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     for step in (1, 2):
       train_step = run.compiled_step(step)
-      run.made(step, *train_step(run.state, run.next_batch()))
+      run.finish_update(step, *train_step(run.state, run.next_batch()))
     ahead, shapes, seen = SupervisedLoop(run).ahead(), set(), []
     state = run.state
     with ahead.batches() as batches:
