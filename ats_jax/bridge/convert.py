@@ -43,7 +43,7 @@ def config_of(source: ModelFolder, *, param_dtype: str = "", tokenizer: str = ""
 
   Args:
     source: the folder.
-    param_dtype: of its weights; "" = as `KEPT_IN`.
+    param_dtype: dtype of the weights; "" = that of the folder, by `KEPT_IN`.
     tokenizer: "bytes" or the file of one; "" = that of the folder.
 
   Raises:
@@ -128,10 +128,10 @@ def import_folder(
   """Make a workdir with checkpoint 0 of a folder's weights; after a kill the same call goes on.
 
   Args:
-    folder: of Hugging Face's.
+    folder: a Hugging Face folder.
     target: the workdir.
-    param_dtype: see `config_of`.
-    tokenizer: likewise.
+    param_dtype: dtype of the weights, as of `config_of`.
+    tokenizer: path of the tokenizer, as of `config_of`.
 
   Returns:
     `family`, `parameters`, `bytes`, `resumed`: arrays that an earlier call had written, and

@@ -237,14 +237,14 @@ class Family:
   Attributes:
     name: in messages and documents.
     model_type: in config.json.
-    architecture: likewise.
+    architecture: the class of the model, the `architectures` of config.json.
     rows: every array of ours is in exactly one.
     fields: every field of config.json that says what is computed.
     ignored: patterns of tensors that hold nothing of their own.
     fitted_rows: rows that depend on a model's settings.
     aside: pattern of the tensors that no model here has, for a config.json; an import leaves them
       and says so.
-    files: what an export writes beside the weights, by name.
+    files: returns further files of an export, by name.
   """
 
   name: str
@@ -335,11 +335,11 @@ class Item:
   """One of our arrays in a given model, and the tensors that it is.
 
   Attributes:
-    ours: its name in a checkpoint, without the root.
-    shape: of ours.
-    row: what joins the two.
+    ours: name of our array in a checkpoint, without the root.
+    shape: shape of our array.
+    row: the row of the table that joins the two.
     theirs: names of the tensors; none for an `OwnWeight`.
-    their_shape: of each of them.
+    their_shape: shape of each of their tensors.
   """
 
   ours: str
@@ -354,7 +354,7 @@ def match_weights(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
 
   Args:
     family: whose tables.
-    shapes: of our arrays, by name.
+    shapes: shapes of our arrays, by name.
 
   Raises:
     ValueError: if one of them is in no row.
@@ -397,7 +397,7 @@ def to_theirs(
   """The tensors of our arrays, by name.
 
   Args:
-    group: of `together`.
+    group: items that share tensors, as `together` groups them.
     read: gives one of our arrays; one is in memory at a time.
 
   Raises:

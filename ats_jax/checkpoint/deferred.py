@@ -25,8 +25,8 @@ class Deferred:
   """An array that `make` gives.
 
   Attributes:
-    shape: of it.
-    dtype: of it.
+    shape: shape of the array.
+    dtype: dtype of the array.
     make: reads or computes it; called once.
   """
 

@@ -71,7 +71,7 @@ def named_arrays(
   Args:
     tree: pytree of arrays, or of what has their shape and dtype.
     root: name of `tree` itself when it is a part of a state, e.g. "model".
-    stacks: which layers stand in a stack, wherever in the state its path is met; None = none do.
+    stacks: layers of each stack, wherever in the state its path is met; None = nothing is stacked.
 
   Raises:
     ValueError: if a leaf is not an array, or two arrays would have the same name.
@@ -184,7 +184,7 @@ def abstract_like(tree: PyTree, mesh: Mesh) -> PyTree:
 
   Args:
     tree: arrays or `ShapeDtypeStruct`s with `NamedSharding`s, e.g. from `jax.eval_shape`.
-    mesh: where to put them; it must have the axes that the specs name.
+    mesh: mesh of devices; it must have the axes that the specs name.
 
   Raises:
     ValueError: if an array with dimensions has no NamedSharding and `mesh` has several devices.

@@ -71,7 +71,7 @@ class LocalSnapshots:
     Args:
       cfg: `local_dir` is where; variables of the environment are filled in.
       run: whose snapshots they are.
-      mesh: what shards the state, in words: those of another mesh are not used.
+      mesh: description of the mesh: snapshots of another one are not used.
 
     Raises:
       ValueError: if `local_dir` names a variable that is not set.
@@ -280,7 +280,7 @@ def choose_snapshot(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[Snapsh
   """The newest step that is whole, and where each process finds its part; None if there is none.
 
   Args:
-    offers: of each process.
+    offers: the snapshots that each process sees, by number of the process.
   """
   for step in sorted({offer.step for of_one in offers for offer in of_one}, reverse=True):
     at_step = [

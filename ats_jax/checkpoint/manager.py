@@ -53,10 +53,10 @@ class CheckpointManager:
 
     Args:
       directory: `workdir/checkpoints`.
-      cfg: which ones to keep, and how to write them.
+      cfg: which checkpoints to keep, and how to write them.
       run: whose they are; checkpoints of others are refused. None = nobody's, not compared.
-      stacks: which layers stand in a stack, see `layout.named_parts`; on the disk none do.
-      mesh: what shards the state, for snapshots in `cfg.local_dir`; those also need a `run`.
+      stacks: layers of each stack (`layout.named_arrays`); on the disk each layer is on its own.
+      mesh: description of the mesh, for snapshots in `cfg.local_dir`; those also need a `run`.
 
     Raises:
       CheckpointError: if the directory cannot be made or cleaned.
@@ -196,7 +196,7 @@ class CheckpointManager:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.
 
     Args:
-      abstract_state: what to restore, see `reader.restore_tree`.
+      abstract_state: shapes, dtypes and shardings to restore, as of `reader.restore_tree`.
 
     Returns:
       The step, the state and `extra`; None if nothing was ever committed.

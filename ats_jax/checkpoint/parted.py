@@ -33,9 +33,9 @@ def commit(folder: Path, target: Path, fields: dict[str, Any], attempt: int, sec
   Args:
     folder: a local one that holds the files; nobody writes to it any more.
     target: the checkpoint on the store.
-    fields: as of `integrity.seal`.
-    attempt: how many saves there were, the same in all processes.
-    secs: how long process 0 waits.
+    fields: fields of the manifest, as of `integrity.seal`.
+    attempt: number of the save, the same in all processes.
+    secs: seconds that process 0 waits for the others.
 
   Raises:
     TimeoutError: if another process has not put its part by then.

@@ -72,7 +72,7 @@ def restore_tree(
     step: a step, "latest" (goes back past damaged ones, with a warning each), or "best".
     subtree: name of the part that `abstract` describes, e.g. "model"; empty = everything.
     run: whose checkpoint it must be; None = anybody's.
-    stacks: which layers stand in a stack of `abstract`, see `layout.named_parts`; None = none do.
+    stacks: layers of each stack of `abstract` (`layout.named_arrays`); None = nothing is stacked.
 
   Returns:
     The step, the restored tree, and the `extra` dict saved with it.
@@ -225,7 +225,7 @@ def handler(
 
   Args:
     others: writers of further types of leaves.
-    processes: which of them write where; None = all into one folder.
+    processes: which processes write where; None = all into one folder.
   """
   processes = processes or ocp.options.MultiprocessingOptions()
   # Off: `stream` has copied layers to the host already, and replicas must not split them again.

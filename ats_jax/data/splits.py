@@ -85,9 +85,9 @@ def find_documents(
   """The files of `cfg.paths`, and what of them is held out.
 
   Args:
-    cfg: as for `open_datasets`.
-    fraction: to hold out.
-    tokenizer: that made or will make the ids, if it is there already.
+    cfg: everything but `num_workers` and `prefetch` is read.
+    fraction: share of the documents to hold out, from 0 to 1.
+    tokenizer: the tokenizer of the ids, if it exists already.
     options: of tokenising, which filters follow too.
 
   Raises:
@@ -120,9 +120,9 @@ def open_documents(
   """The documents of `cfg.paths`, and the tokenizer that they ask for.
 
   Args:
-    cfg: as for `open_datasets`.
-    fraction: to hold out.
-    options: of tokenising, if it was not done before.
+    cfg: everything but `num_workers` and `prefetch` is read.
+    fraction: share of the documents to hold out, from 0 to 1.
+    options: of tokenising, if the cache does not hold the ids.
     tokenizer: in place of what `cfg.tokenizer` says, without a template.
 
   Raises:
@@ -204,9 +204,9 @@ def prepare(cfg: DataConfig, out: Path, options: TokeniseOptions) -> Opened:
   What was done before the process was killed is kept.
 
   Args:
-    cfg: as for `open_datasets`.
+    cfg: everything but `num_workers` and `prefetch` is read.
     out: the folder, made if need be.
-    options: of tokenising.
+    options: processes and progress of tokenising.
 
   Raises:
     ValueError: as `open_datasets`, and for paths that were prepared before.
@@ -249,8 +249,8 @@ def open_datasets(
 
   Args:
     cfg: everything but `num_workers` and `prefetch` is read.
-    seed: of the order of training documents and rows.
-    tokenizer: as for `open_documents`.
+    seed: seed of the order of training documents and of rows.
+    tokenizer: the tokenizer to use in place of `cfg.tokenizer`, without a template.
 
   Raises:
     ValueError: for paths that hold nothing, malformed input if `cfg.strict`, or a training text
@@ -327,7 +327,7 @@ def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "l
   Args:
     cfg: `length_buckets`, `curriculum`, `seq_len` and `batch_size` are read.
     opened: the documents.
-    documents: which of them to part.
+    documents: [documents] indices of those to divide into buckets.
   """
   if cfg.length_buckets < 2 and cfg.curriculum != "difficulty":
     return []
@@ -372,8 +372,8 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
 
   Args:
     cfg: says how to read, pack and cache.
-    seed: of the order of documents and rows.
-    paths: as `DataConfig.paths`.
+    seed: seed of the order of documents and rows.
+    paths: paths in the form of `data.paths`.
     tokenizer: makes the ids.
 
   Raises:

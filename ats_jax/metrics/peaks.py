@@ -76,7 +76,7 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
 
   Args:
     device_kind: `jax.devices()[0].device_kind`, e.g. "NVIDIA H100 80GB HBM3".
-    dtype: of the matmul operands, e.g. "bfloat16".
+    dtype: dtype of the matmul operands, e.g. "bfloat16".
   """
   row = _row(device_kind)
   if row is None or dtype not in ("bfloat16", "float16"):

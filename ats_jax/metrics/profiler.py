@@ -37,7 +37,7 @@ class ProfileWindow(Watcher):
     Args:
       first_step: 0 = no trace. A run resumed past this step makes none either.
       num_steps: at least 1.
-      directory: where the trace goes.
+      directory: folder of the trace.
 
     Raises:
       ValueError: a negative first step or no steps.
@@ -104,7 +104,7 @@ class Span(NamedTuple):
   """What one GPU did in a trace; seconds.
 
   Attributes:
-    gpu: its name in the trace.
+    gpu: name of the GPU in the trace.
     secs: from the begin of its first kernel to the end of its last.
     sending: while a collective ran.
     exposed: while collectives ran and nothing else.

@@ -45,7 +45,7 @@ class ProgressBar:
       total_steps: the last step of the run.
       start_step: the restored step, 0 for a new run.
       enabled: False shows nothing (log.progress is off, or not the main process).
-      stream: where to draw; default: stderr.
+      stream: stream to draw on; default: stderr.
       redraw_secs: least time between two drawings on a terminal.
       plain_secs: least time between two lines where there is no terminal.
       clock: seconds.

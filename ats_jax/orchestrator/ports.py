@@ -23,7 +23,7 @@ class Loop(Protocol):
     """Functions that make the next updates; the loop will read their batches again.
 
     Args:
-      saved: what `position` gave; the updates are those that came after it. None = now.
+      saved: what `position` returned; the updates are those after it. None = now.
     """
     ...
 

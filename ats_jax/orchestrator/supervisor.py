@@ -135,7 +135,7 @@ class Supervisor(Watcher):
     Args:
       step: updates done; 0 in a new run.
       state: the new or restored one, which is taken to be good.
-      saved: what the checkpoint that is resumed holds beside the state; see `saved`.
+      saved: what the checkpoint that is resumed holds beside the state (`saved`).
 
     Raises:
       ValueError: if the probe holds no token.
@@ -180,9 +180,9 @@ class Supervisor(Watcher):
     falls. Losses under other rules are not compared, see `decide`.
 
     Args:
-      program: of the same run.
+      program: the new program of the same run.
       step: 1-based.
-      state: as it is before that update; only its shapes matter.
+      state: the state before that update; only its shapes matter.
     """
     self._program = program
     if self._probe is not None:
@@ -193,8 +193,8 @@ class Supervisor(Watcher):
 
     Args:
       step: updates done.
-      state: as it returned it; not to be used any more.
-      metrics: likewise.
+      state: the state after the step; not to be used any more.
+      metrics: metrics of the step.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
@@ -227,8 +227,8 @@ class Supervisor(Watcher):
 
     Args:
       step: updates done.
-      state: what the last one left.
-      metrics: likewise.
+      state: the state after the last step.
+      metrics: metrics of the last step.
 
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.

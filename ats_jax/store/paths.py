@@ -161,8 +161,8 @@ class Log:
     """Open `path`, whose content becomes `content`.
 
     Args:
-      path: of it.
-      content: what it begins with.
+      path: path of the log.
+      content: bytes with which it begins.
       one_object: whether a store holds it as one object, which a file that changes at its
         beginning needs.
     """

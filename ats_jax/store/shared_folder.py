@@ -21,7 +21,7 @@ def check_folder(path: Path, content: str) -> None:
 
   Args:
     path: the file.
-    content: of it.
+    content: text that the file must have.
 
   Raises:
     ValueError: on all of them, if one does not see it within SHARED_SECS.
@@ -92,9 +92,9 @@ def from_one(source: int, data: np.ndarray | None, size: int) -> np.ndarray:
   """Bytes of one process, on all of them; all call this together.
 
   Args:
-    source: which.
+    source: number of the process that sends.
     data: bytes [size], on that one.
-    size: how many.
+    size: number of bytes.
   """
   own = np.zeros(size, np.uint8) if data is None else np.asarray(data)
   is_source = jax.process_index() == source

@@ -17,7 +17,7 @@ class Key(NamedTuple):
   """What a train step is compiled for.
 
   Attributes:
-    rules: that it follows.
+    rules: the rules of the pass.
     seq_len: positions in the rows of its batch; it has the same tokens in each case.
   """
 
@@ -30,8 +30,8 @@ class Begun:
   """A train step that is being compiled, in a thread of its own.
 
   Attributes:
-    key: what for; None = nothing was begun.
-    step: what comes of it.
+    key: key of the step; None = nothing was begun.
+    step: the future of the compiled step.
   """
 
   key: Key | None = None

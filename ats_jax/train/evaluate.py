@@ -21,7 +21,7 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   """Run the model without dropout over `dataset`, or over `eval.num_batches` batches of it.
 
   Args:
-    program: its eval step, on the current mesh.
+    program: the program whose eval step is run, on the current mesh.
     model: the weights.
     dataset: tokenised rows.
     step: updates that made the weights (layers that skip tokens may change over a run).

@@ -45,9 +45,9 @@ class InitialWeights:
     """A new state with these weights, in the dtypes and shardings that it has.
 
     Args:
-      state: of step 0.
-      program: of the run.
-      tokenizer: of the run; the weights must have been trained with the same one.
+      state: the state of step 0.
+      program: program of the run.
+      tokenizer: tokenizer of the run; the weights must have been trained with the same one.
 
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.

@@ -34,7 +34,7 @@ def train(cfg: Config, folder: Path, initial: "InitialWeights | None" = None) ->
 
   Args:
     cfg: the run, as `from_config_dict` gives it.
-    folder: its workdir.
+    folder: workdir of the run.
     initial: weights to begin with, of another run; None = random ones.
 
   Returns:

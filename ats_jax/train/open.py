@@ -55,7 +55,7 @@ class Origin:
 
   Attributes:
     step: updates done.
-    extra: what was saved with the state; {} at the beginning.
+    extra: JSON that was saved with the state; {} at the beginning.
     restore: gives the state, from shapes, dtypes and shardings; None = there is none yet.
   """
 
@@ -80,7 +80,7 @@ def open_run(
 
   Args:
     cfg: the run, as its user wrote it.
-    folder: its workdir.
+    folder: workdir of the run.
     snapshots: states in host memory, empty at first; they outlive a run that is opened again. A run
       with an orchestrator needs them.
     initial: weights to begin with; a run that goes on has its own.

@@ -37,12 +37,12 @@ def opening(
   """Log and store what will run: parameters, implementations, formats, mesh, data.
 
   Args:
-    program: how it computes.
+    program: program of the run.
     folder: the workdir.
-    state: its first one.
-    train_set: what it reads.
+    state: the state at the start.
+    train_set: rows of the training split.
     start: updates done.
-    length: what said how many there are.
+    length: what decided the number of steps, in words.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
   epochs = train_set.progress(cfg.num_steps * cfg.data.batch_size).epochs
@@ -85,8 +85,8 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
 
   Args:
     cfg: with the size of the table.
-    train_set: its text and tokenizer.
-    parameters: of the model.
+    train_set: rows of the training split, for its text and tokenizer.
+    parameters: number of parameters of the model.
   """
   m, size, used = cfg.model, train_set.info.tokenizer.vocab_size, train_set.info.ids_used
   unused = m.vocab_size - used
@@ -174,8 +174,8 @@ def performance_stats(
 
   Args:
     summaries: `Watcher.summary` of each watcher: speed, goodput.
-    predicted_bytes: of a device, that the largest step needs; None if none was compiled.
-    program: what ran: the last three entries of the result.
+    predicted_bytes: bytes that the largest step needs on a device; None = none was compiled.
+    program: facts about the program: the last three entries of the result.
 
   Returns:
     `device`, `Throughput.summary` (step times are means of `log.every_steps` steps),

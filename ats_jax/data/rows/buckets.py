@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
   Attributes:
     part: the number of the part.
-    number: which of the part's steps it is, counted over the run.
+    number: number of the step among those of its part, over the run.
   """
 
   part: int
@@ -47,9 +47,9 @@ class StepOrder:
     """Set the sizes.
 
     Args:
-      rows: of an epoch of each part.
-      a_step: how many of them a step of the part takes.
-      seed: of a random order in each epoch; None = the parts come one after the other.
+      rows: number of rows of each part in an epoch.
+      a_step: number of rows that a step of each part takes.
+      seed: seed of a random order of steps in each epoch; None = the parts follow each other.
     """
     assert min(rows) > 0
     self.seed = seed
@@ -130,8 +130,8 @@ class Buckets(TrainRows):
   them: so many follow each other in a batch in its place.
 
   Attributes:
-    info: its facts; `parts` by name, the first ones first.
-    order: of steps.
+    info: facts about the rows; `parts` are the buckets by name, in the order of training.
+    order: the order of steps.
   """
 
   def __init__(
@@ -142,8 +142,8 @@ class Buckets(TrainRows):
     Args:
       parts: each with at least one row.
       batch_size: rows of `seq_len` of a step.
-      seq_len: of the run; a multiple of each part's.
-      seed: as for `StepOrder`.
+      seq_len: positions in a row of the run; a multiple of that of each part.
+      seed: seed of the order of steps, as for `StepOrder`.
     """
     infos = [part.info for part in parts.values()]
     self._batch_size = batch_size

@@ -15,7 +15,7 @@ class Dataset(TrainRows):
   """One split, tokenised and packed; each epoch has an order of its own.
 
   Attributes:
-    info: its facts, and its packed documents.
+    info: facts about the rows, with the packed documents.
   """
 
   def __init__(self, packed: Packed, *, fingerprint: str, seed: int, report: Mapping[str, Any]):
@@ -25,8 +25,8 @@ class Dataset(TrainRows):
       packed: the documents in rows. Their bytes are 0 if token files hide them, or not all targets
         count alike.
       fingerprint: names the content of every row.
-      seed: of the order of documents and rows.
-      report: as `Info.report`.
+      seed: seed of the order of documents and rows.
+      report: counts of what was left out, as of `Info.report`.
     """
     num_tokens = packed.counts["num_tokens"]
     self.info = Info(

@@ -18,7 +18,7 @@ class Joined(Rows):
   """All rows of several sources once, so that any run of them is a fair sample.
 
   Attributes:
-    info: its facts; `parts` are the sources.
+    info: facts about the rows; `parts` are the sources by name.
   """
 
   def __init__(self, sources: Mapping[str, TrainRows], tokenizer: Tokenizer):
@@ -147,9 +147,9 @@ def _gathered(
   """Rows of several sources in one batch.
 
   Args:
-    reads: of each source, gives its rows by number.
+    reads: for each source, a function of row numbers that returns their arrays.
     source: the number of each row's source.
-    row: which of that source's rows it is; of the same shape.
+    row: number of each row in its source; of the same shape.
 
   Returns:
     Arrays [*source.shape, seq_len].

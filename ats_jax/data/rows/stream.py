@@ -38,8 +38,8 @@ class Visit(NamedTuple):
 
   Attributes:
     row: the first row of the run that is in it.
-    epoch: how often the input has been read.
-    number: of the window.
+    epoch: number of the pass over the input, from 0.
+    number: number of the window in the input, from 0.
   """
 
   row: int = 0
@@ -82,12 +82,12 @@ class Stream(TrainRows):
     """Begin at the first window.
 
     Args:
-      windows: of the input.
-      tokenizer: what made the ids.
+      windows: the windows of the input.
+      tokenizer: the tokenizer of the ids.
       first: of the first window.
       fingerprint: names the content of every row.
       seq_len: positions in a row.
-      size: of the input, in bytes.
+      size: bytes of the input.
       visits: of windows whose first row is known.
     """
     info = Info(tokenizer, seq_len, fingerprint=fingerprint, is_complete=False, **first._asdict())
@@ -185,8 +185,8 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
 
   Args:
     cfg: as for `open_datasets`.
-    seed: of the order of documents and rows.
-    tokenizer: as for `open_documents`.
+    seed: seed of the order of documents and rows.
+    tokenizer: the tokenizer to use in place of `cfg.tokenizer`.
 
   Raises:
     ValueError: as `open_datasets`, and for what cannot be read in windows.

@@ -63,9 +63,9 @@ class Window(NamedTuple):
   """What is known of a window for good.
 
   Attributes:
-    begin: of its text.
-    rows: of it.
-    end: where the next one begins; None = the input ends.
+    begin: position at which its text begins.
+    rows: number of its rows.
+    end: position at which the next window begins; None = the input ends.
     content: a hash of its ids.
   """
 
@@ -89,7 +89,7 @@ class Windows:
   """The windows of some files, by number; of one run's settings.
 
   Attributes:
-    folder: where they are.
+    folder: folder of the ring of windows in the cache.
     files: the input, in the order in which it is read.
   """
 
@@ -161,7 +161,7 @@ class Windows:
     """Make a window, unless it is there.
 
     Args:
-      number: of it.
+      number: number of the window.
       going: whether to go on; asked often.
 
     Raises:
@@ -305,7 +305,7 @@ class _Text:
   """The pieces of all files in order, in windows; goes on where the last one ended.
 
   Attributes:
-    end: of the window that was read last; None = the input ended.
+    end: end of the window that was read last; None = the input ended.
   """
 
   def __init__(self, files: list[SourceFile], cfg: DataConfig, folder: Path):
@@ -322,7 +322,7 @@ class _Text:
     It ends with the document that fills it. One that is twice as long is cut.
 
     Args:
-      begin: where it begins.
+      begin: position at which the window begins.
       size: in characters.
       going: whether to go on.
 

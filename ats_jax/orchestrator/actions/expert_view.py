@@ -33,7 +33,7 @@ class ExpertView(NamedTuple):
     layer: index from the bottom.
     is_open: bool; tokens can go there.
     twin: int, the other half of a split expert; -1 for a whole one.
-    penalty: what a half loses in its logit for tokens on the other side.
+    penalty: what a half subtracts from its logit for tokens on the other side.
     load: share of the layer's choices in the last step.
     group: int, for group-limited routing.
   """

@@ -56,7 +56,7 @@ class ExpertEdit(LayerEdit, abstract=True):
 
   Attributes:
     layer: index from the bottom.
-    expert: its slot.
+    expert: slot of the expert.
   """
 
   expert: int
@@ -162,7 +162,7 @@ class SetPenalty(ExpertEdit):
     layer: index from the bottom.
     expert: one of the halves.
     penalty: what a half loses in its logit for the other's tokens; at 0 they are whole, for good.
-    before: what it was.
+    before: the penalty before the action.
   """
 
   words = "penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"

@@ -110,7 +110,7 @@ class Stop(Action):
   """End the run: what would help was tried, and did not, or nothing would.
 
   Attributes:
-    advice: what the user is to do.
+    advice: what the user should do.
   """
 
   words = "stops the run"

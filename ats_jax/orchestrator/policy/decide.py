@@ -100,9 +100,9 @@ class Interval(NamedTuple):
   """Steps that were looked at.
 
   Attributes:
-    reading: of them.
+    reading: the summary of the steps.
     pause: whether the loop waits anyway, as before a checkpoint: there is time for surgery.
-    request: of a hook; it is done if nothing is wrong and no action is on trial.
+    request: an action that a hook asks for; it is done if nothing is wrong and none is on trial.
   """
 
   reading: Reading
@@ -114,8 +114,8 @@ class Tried(NamedTuple):
   """An action that was tried on the same updates.
 
   Attributes:
-    action: which.
-    effect: what it changed.
+    action: the action that was tried.
+    effect: the difference that it made.
     again: on steps made again, so that the run can go on with them; or ahead.
   """
 
@@ -130,8 +130,8 @@ def decide(
   """What to do about what was seen.
 
   Args:
-    terms: of the run.
-    policy: what the last call returned.
+    terms: facts about the run.
+    policy: the state that the last call returned.
     seen: an interval of steps, or what came of a trial.
     step: at which the actions are applied.
   """

@@ -12,7 +12,7 @@ class Request(NamedTuple):
   """An action that is wanted, though nothing is wrong.
 
   Attributes:
-    action: what.
+    action: the action that is asked for.
     cause: "request" of a hook; "trial" if it is to win a paired trial first, "branch" if it did.
     reason: in words.
   """
@@ -52,7 +52,7 @@ class Decision(NamedTuple):
 
   Attributes:
     id: counts decisions of a run.
-    action: what to do.
+    action: the action to carry out.
     cause: of the `Finding` or the `Request`; "recovery" for lifting an action that is no longer
       needed, "harm" for undoing one that did harm, "plateau" for a higher rate that won a trial.
     confidence: probability that there is this fault, and that the action helps.
@@ -70,10 +70,10 @@ class Outcome(NamedTuple):
   """What an action changed.
 
   Attributes:
-    id: of the decision.
+    id: id of the decision that is judged.
     verdict: "helped", "no effect" or "harmed"; "unclear", and not counted, if the data is odd now
       or the probe is scored by other rules.
-    before: how far the probe's loss was above its reference, nats.
+    before: nats by which the probe's loss was above its reference before the action.
     after: the same, `HORIZON` looks later; NaN if it cannot be compared.
   """
 
@@ -89,8 +89,8 @@ class Judgement(NamedTuple):
   Attributes:
     stale: the steps are from before the last action; nothing was concluded.
     good: the state at the start of the interval has proven itself.
-    finding: what is wrong, if anything.
-    outcome: of an earlier action.
+    finding: what is wrong; None = nothing is.
+    outcome: the verdict on an earlier action; None = none was judged.
     decisions: in the order to be applied.
     tries: an action to be tried on the steps that come, if there is time for it.
     past: an action to be tried on all steps of the run so far.
@@ -111,11 +111,11 @@ class Trial(NamedTuple):
   """An action whose effect is not known yet.
 
   Attributes:
-    id: of the decision.
-    action: what was done.
+    id: id of the decision.
+    action: the action that was carried out.
     step: when.
-    before: how far the probe's loss was above its reference then, in nats; inf if not finite.
-    cause: of the decision.
+    before: nats by which the probe's loss was above its reference then; inf if not finite.
+    cause: cause of the decision.
   """
 
   id: int
@@ -137,7 +137,7 @@ class Plateau(NamedTuple):
     highest: learning rate of the schedule so far.
     calm: looks in a row at that rate, with nothing found and nothing done.
     tried: higher rates so far.
-    lost: of them, in a row at the end.
+    lost: number of trials in a row that lost, up to now.
   """
 
   highest: float = 0.0

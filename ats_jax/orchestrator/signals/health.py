@@ -37,9 +37,9 @@ class Health(NamedTuple):
 
   Attributes:
     level: one of `LEVELS`.
-    causes: what makes it so, in words, the worst first.
-    names: of the causes, see `Cause`.
-    levels: of the causes.
+    causes: the causes of the level, in words, the worst first.
+    names: names of the causes (`Cause.name`).
+    levels: levels of the causes.
   """
 
   level: str
@@ -59,10 +59,10 @@ class Limit(NamedTuple):
   """When a mean over an interval is worth a word.
 
   Attributes:
-    metric: its name.
+    metric: name of the metric.
     warning: from here on.
     critical: from here on; infinite if it never is.
-    says: what it means.
+    says: what a value beyond the limit means, in words.
     low: small values are the bad ones.
   """
 
@@ -107,11 +107,11 @@ def health_of(
   """Say how an interval of steps was.
 
   Args:
-    means: of the metrics, over the interval.
+    means: means of the metrics over the interval, by name.
     nonfinite: steps with a loss or gradient that was not finite.
-    finding: what the policy found.
-    laps: what this process's clock said of the last intervals, the newest last; see `Clock.lap`.
-    further: what else there is to say.
+    finding: the finding of the policy; None = nothing is wrong.
+    laps: times of this process in the last intervals (`Clock.lap`), the newest last.
+    further: causes that others report.
   """
   causes = list(further)
   if finding is not None:

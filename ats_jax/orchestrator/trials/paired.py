@@ -74,7 +74,7 @@ def look_ahead(
     cfg: the run.
     state: donated; a copy of it is in host memory meanwhile.
     action: one that was checked and can be tried.
-    ahead: what to train with; each pair has batches of its own.
+    ahead: makes the updates of the arms; each pair has batches of its own.
     probe: by the rules of `ahead`.
 
   Returns:
@@ -106,9 +106,9 @@ def look_back(
   Args:
     cfg: the run.
     step: updates done.
-    state: where they led; its memory is freed.
-    start: where the arms part.
-    action: what the other arm begins with.
+    state: the state after the updates; its memory is freed.
+    start: the state at which the arms part.
+    action: the action with which the other arm begins.
     past: lends the batches from there on, and what trains with them.
     probe: by rules that are those of the start and of now.
 
@@ -132,7 +132,7 @@ class Again:
 
   Attributes:
     first: step at which the arms part.
-    action: what the other arm begins with.
+    action: the action with which the other arm begins.
     rules: by which the probe was scored there.
   """
 
@@ -155,7 +155,7 @@ class Again:
 
     Args:
       cfg: the run.
-      state: where the first arm ended; its memory is freed.
+      state: the state at the end of the first arm; its memory is freed.
       probe: by the same rules.
 
     Returns:
@@ -182,8 +182,8 @@ def _arm(
 
   Args:
     cfg: the run.
-    start: where it begins.
-    updates: what is made of it.
+    start: the state at which an arm begins.
+    updates: the updates that are made from it.
     action: done first, if any.
     anneal: let the learning rate fall to 0 in the second half.
   """
