@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
-from ats_jax.checkpoint.stream import Kept
+from ats_jax.checkpoint.stream import UncopiedArray
 from ats_jax.config.identity import RunIdentity
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -127,7 +127,7 @@ class _DeferredHandler(ocp.type_handlers.NumpyHandler):
         continue
       array = value.make()
       assert array.shape == value.shape and array.dtype == value.dtype, info.name
-      for commit in await super().serialize([array.view(Kept)], [info], [arg]):
+      for commit in await super().serialize([array.view(UncopiedArray)], [info], [arg]):
         await asyncio.to_thread(commit.result)
       self._wrote(info.name)
     return []

@@ -21,7 +21,7 @@ COPIERS = 8  # threads that copy a layer from pinned memory
 COPIED_BYTES = 2**26  # that each copies at a time
 
 
-class Kept(np.ndarray):
+class UncopiedArray(np.ndarray):
   """An array that is not written to during a save, so Orbax need not deep-copy it."""
 
   def __deepcopy__(self, memo: Any) -> Self:
@@ -44,14 +44,16 @@ def to_save(parts: Mapping[str, StoredArray]) -> dict[str, jax.Array | np.ndarra
       arrays[name] = part.leaf
     elif len(devices) == 1 and on_cpu:
       full_array = np.asarray(part.leaf)
-      arrays[name] = (full_array if part.layer is None else full_array[part.layer, ...]).view(Kept)
+      arrays[name] = (full_array if part.layer is None else full_array[part.layer, ...]).view(
+        UncopiedArray
+      )
     elif len(devices) == 1:
       on_gpu[name] = part
     elif part.layer is None:
       arrays[name] = part.leaf
     else:
       arrays[name] = _view(part.leaf, part.layer) if on_cpu else _pinned(part.leaf, part.layer)
-  return arrays | {name: array.view(Kept) for name, array in fetch(on_gpu).items()}
+  return arrays | {name: array.view(UncopiedArray) for name, array in fetch(on_gpu).items()}
 
 
 def fetch(parts: Mapping[str, StoredArray]) -> dict[str, np.ndarray]:

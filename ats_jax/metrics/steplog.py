@@ -12,10 +12,10 @@ import numpy as np
 from absl import logging
 
 from ats_jax.metrics.files import LayerLog
+from ats_jax.metrics.host_copy import start_copy
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.throughput import Throughput
-from ats_jax.metrics.transfer import start_copy
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.metrics.writer import MetricWriter
 

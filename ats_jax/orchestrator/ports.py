@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.signals.interval import RowsRead
-from ats_jax.orchestrator.trials.paired import Ahead, Update
+from ats_jax.orchestrator.trials.paired import NextUpdates, Update
 
 
 class Loop(Protocol):
@@ -19,7 +19,7 @@ class Loop(Protocol):
     """A function that makes the last update again, from another state."""
     ...
 
-  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """Functions that make the next updates; the loop will read their batches again.
 
     Args:

@@ -17,7 +17,7 @@ from absl import logging
 from ats_jax.config.build import CHANGES
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
-from ats_jax.metrics.transfer import start_copy
+from ats_jax.metrics.host_copy import start_copy
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
@@ -44,7 +44,7 @@ from ats_jax.orchestrator.signals.interval import (
   sum_up,
 )
 from ats_jax.orchestrator.signals.probe import Probe
-from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
+from ats_jax.orchestrator.trials.paired import NextUpdates, ReplayedUpdates, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_AGAIN, Snapshots, local_bytes
 from ats_jax.step import tensors
 from ats_jax.step.program import Program
@@ -119,7 +119,7 @@ class Supervisor(Watcher):
     self._clock, self._restored_step = Clock(totals), -1
     self._laps, self._readings = list[dict[str, float]](), 0
     self._tries: Action | None = None  # what is to be tried when the next steps begin
-    self._again: Again | None = None
+    self._again: ReplayedUpdates | None = None
     self._has_room = False  # for what making steps again keeps
     self._past: Action | None = None  # what is to be tried on all steps so far
     self._snapshots = snapshots or Snapshots.of(self._cfg)
@@ -415,7 +415,7 @@ class Supervisor(Watcher):
     has_won = any(request.cause == "branch" for request in self._requests.waiting)
     return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
 
-  def _try_ahead(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
+  def _try_ahead(self, step: int, state: TrainState, ahead: NextUpdates) -> TrainState:
     """Try what a hook wants tried, on the batches that come next; ask for it if it wins."""
     ready = self._requests.ready(self.policy, state, step, pause=True, trial=True)
     if ready is None:
@@ -437,7 +437,7 @@ class Supervisor(Watcher):
     assert pending is not None, "no interval ends here"
     if again is None:
       if self._tries is not None and self._probe is not None:
-        self._again = Again(step, state, self._tries, pending.probe, pending.rules)
+        self._again = ReplayedUpdates(step, state, self._tries, pending.probe, pending.rules)
         self._tries = None
       return state
     if again.rules != pending.rules:

@@ -26,8 +26,8 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun:
-  """A train step that is being compiled, in a thread of its own.
+class PendingStep:
+  """A train step that a thread compiles.
 
   Attributes:
     key: key of the step; None = nothing was begun.
@@ -42,11 +42,11 @@ class CompiledSteps:
   """One step for each length of rows, by the rules that hold.
 
   Attributes:
-    begun: the step that was begun last.
+    pending: the step whose compilation began last.
   """
 
-  def __init__(self, begun: Begun):
-    self.begun = begun
+  def __init__(self, pending: PendingStep):
+    self.pending = pending
     self._steps: dict[Key, jax.stages.Compiled] = {}
     self._flops: dict[int, Mapping[str, float]] = {}  # by length
 
@@ -61,9 +61,9 @@ class CompiledSteps:
   def find(self, program: Program, key: Key) -> jax.stages.Compiled:
     """The step of a key; waits for the compiler if it is not there. Those of other rules go."""
     if key not in self._steps:
-      if key != self.begun.key:
-        self.begun = begin_compiling(program, key)
-      step = self.begun.step.result()
+      if key != self.pending.key:
+        self.pending = begin_compiling(program, key)
+      step = self.pending.step.result()
       if self.rules != key.rules:  # as mod.capacity falls, once 8 bits are off
         self._steps.clear()
       self._steps[key] = step
@@ -80,7 +80,7 @@ class CompiledSteps:
     return max(map(predicted_bytes, planned), default=None)
 
 
-def begin_compiling(program: Program, key: Key) -> Begun:
+def begin_compiling(program: Program, key: Key) -> PendingStep:
   """Start to compile the train step, while the state is made or read: its shapes are all it takes.
 
   The thread launches nothing on the devices, so processes of a job need not agree on its pace. What
@@ -96,4 +96,4 @@ def begin_compiling(program: Program, key: Key) -> Begun:
   pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
   step = pool.submit(compile_step)
   pool.shutdown(wait=False)  # of the thread once it is done
-  return Begun(key, step)
+  return PendingStep(key, step)

@@ -36,9 +36,9 @@ from ats_jax.step.sparse_value import worth
 from ats_jax.step.state import TrainState
 from ats_jax.store.paths import Path
 from ats_jax.train import report
-from ats_jax.train.compiled import Begun, CompiledSteps, Key, begin_compiling
+from ats_jax.train.compiled import CompiledSteps, Key, PendingStep, begin_compiling
 from ats_jax.train.feed import train_feed
-from ats_jax.train.length import with_length
+from ats_jax.train.num_steps import with_num_steps
 from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
 from ats_jax.train.run import Run
 
@@ -50,13 +50,13 @@ PROFILED_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-  """Where a run goes on, or begins.
+class ResumePoint:
+  """The checkpoint, snapshot or step 0 from which a run starts.
 
   Attributes:
-    step: updates done.
+    step: number of updates done there.
     extra: JSON that was saved with the state; {} at the beginning.
-    restore: gives the state, from shapes, dtypes and shardings; None = there is none yet.
+    restore: maps shapes, dtypes and shardings to the saved state; None = the run is new.
   """
 
   step: int = 0
@@ -101,11 +101,11 @@ def open_run(
     checkpoints = enter(
       CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
     )
-    origin = find_origin(checkpoints, snapshots)
+    origin = find_resume_point(checkpoints, snapshots)
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
-    cfg, length = with_length(cfg, train_set)
+    cfg, length = with_num_steps(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
@@ -119,7 +119,7 @@ def open_run(
     )
     first = Key(program.training_rules(origin.step + 1), batches.row_length)
     ended = origin.step >= cfg.num_steps
-    steps = CompiledSteps(Begun() if ended else begin_compiling(program, first))
+    steps = CompiledSteps(PendingStep() if ended else begin_compiling(program, first))
     state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
@@ -170,7 +170,7 @@ def open_snapshots(cfg: Config) -> "Snapshots | None":
   return Snapshots.of(cfg.orchestrator)
 
 
-def find_origin(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -> Origin:
+def find_resume_point(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -> ResumePoint:
   """The newest state there is: a snapshot in host memory, or else an intact checkpoint."""
   snapshot = None if snapshots is None else snapshots.newest(checkpoints.steps())
   if snapshot is not None:
@@ -180,16 +180,16 @@ def find_origin(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -
     as_now = lambda abstract: jax.tree.unflatten(
       jax.tree.structure(abstract), jax.tree.leaves(state)
     )
-    return Origin(step, extra, as_now)
+    return ResumePoint(step, extra, as_now)
   newest = checkpoints.newest()
   if newest is None:
-    return Origin()
+    return ResumePoint()
   step, extra = newest
-  return Origin(step, extra, lambda abstract: checkpoints.read(step, abstract))
+  return ResumePoint(step, extra, lambda abstract: checkpoints.read(step, abstract))
 
 
 def restored_or_new(
-  program: Program, origin: Origin, initial: "InitialWeights | None", train_set: TrainRows
+  program: Program, origin: ResumePoint, initial: "InitialWeights | None", train_set: TrainRows
 ) -> TrainState:
   """The state of `origin`; at the beginning a new one, with the `initial` weights if given."""
   if origin.restore is not None:
@@ -200,7 +200,7 @@ def restored_or_new(
 
 
 def open_writer(
-  stack: contextlib.ExitStack, cfg: Config, folder: Path, origin: Origin, identity: RunIdentity
+  stack: contextlib.ExitStack, cfg: Config, folder: Path, origin: ResumePoint, identity: RunIdentity
 ) -> MetricWriter:
   """Where metrics go; rows of steps that are made again are cut off."""
   writer = create_writer(
@@ -219,7 +219,7 @@ def open_log(
   stack: contextlib.ExitStack,
   program: Program,
   folder: Path,
-  origin: Origin,
+  origin: ResumePoint,
   meter: Throughput,
   writer: MetricWriter,
   train_set: TrainRows,

@@ -23,7 +23,7 @@ from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.shards import TokeniseOptions
-from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, drop_duplicates
+from ats_jax.data.filters.judge import COMPARISONS, DocumentHead, Judge, drop_duplicates
 from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
 from ats_jax.data.filters.sieve import LONGEST, Sieve, group_documents
@@ -43,13 +43,13 @@ _MODULES = {
 }
 
 
-class Sifted(NamedTuple):
-  """Files of which only some documents are read.
+class FilteredFiles(NamedTuple):
+  """Files of which only the documents are read that the filters keep.
 
   Attributes:
-    files: the same, each with its sieve.
-    fingerprint: of their contents and of the filters.
-    folder: in the cache; see `sift`.
+    files: the files, each with its sieve.
+    fingerprint: a hash of their contents and of the filters.
+    folder: the verdicts in the cache (`sift`).
   """
 
   files: list[SourceFile]
@@ -65,7 +65,7 @@ def versions(filters: str) -> dict[str, str]:
 
 def sift(
   cfg: DataConfig, files: list[SourceFile], fingerprint: str, options: TokeniseOptions
-) -> Sifted:
+) -> FilteredFiles:
   """Judge the documents of `files` by `cfg.filters`, if that was not done before.
 
   The folder holds `verdict.npy` ([documents] uint16: 0 = kept, else an index of `reasons` in its
@@ -98,7 +98,7 @@ def sift(
     file if file.kind == "tokens" else file._replace(sieve=Sieve(folder, filters, begin, end))
     for file, (begin, end) in zip(files, itertools.pairwise(first), strict=True)
   ]
-  return Sifted(sifted, own, folder)
+  return FilteredFiles(sifted, own, folder)
 
 
 def in_words(meta: dict[str, Any]) -> str:
@@ -166,7 +166,7 @@ def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
           rest = rest or hashlib.blake2b(digest_size=16)
           rest.update(piece.text.encode())
         chars, line = chars + len(piece.text), piece.line
-      head = Head("".join(texts), rest.digest() if rest else b"")
+      head = DocumentHead("".join(texts), rest.digest() if rest else b"")
       key = name_hash(document_name(file, line))
       yield Document(number, line, key, chars, head)
 
@@ -183,5 +183,5 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     yield batch
 
 
-def _heads(batch: list[Document]) -> list[Head]:
+def _heads(batch: list[Document]) -> list[DocumentHead]:
   return [document.head for document in batch]

@@ -98,7 +98,7 @@ class Windows:
     self.folder, self.files = folder, files
     self._cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
     self._size = max(1, round(cfg.window_mb * 1e6))
-    self._text = _Text(files, cfg, folder)
+    self._text = _WindowReader(files, cfg, folder)
     self._begins = {0: TextPosition()}
     self._known: dict[int, Window] = {}
     self._open: OrderedDict[int, tuple[Dataset, IO]] = OrderedDict()
@@ -301,7 +301,7 @@ def _close(windows: OrderedDict[int, tuple[Dataset, IO]]) -> None:
     use.close()
 
 
-class _Text:
+class _WindowReader:
   """The pieces of all files in order, in windows; goes on where the last one ended.
 
   Attributes:

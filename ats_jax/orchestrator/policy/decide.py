@@ -23,7 +23,7 @@ from ats_jax.orchestrator.actions import (
   Stop,
 )
 from ats_jax.orchestrator.policy.growth import helps, higher_rate, more_room, rate_won
-from ats_jax.orchestrator.policy.rates import SURPRISES, doubt_rate, lower_rate_won, watch_start
+from ats_jax.orchestrator.policy.rates import SURPRISES, lower_rate_won, propose_trial, watch_start
 from ats_jax.orchestrator.policy.state import (
   REQUESTED,
   Decision,
@@ -142,7 +142,7 @@ def decide(
   tries = tries if terms.cfg.raise_learning_rate else None
   if not (judgement.stale or judgement.decisions):
     span = (terms.warmup, terms.cfg.check_interval)
-    policy, diagnosis = doubt_rate(policy, seen.reading, judgement.finding, *span)
+    policy, diagnosis = propose_trial(policy, seen.reading, judgement.finding, *span)
     judgement = judgement._replace(past=diagnosis.past)
     tries = diagnosis.coming or tries
   return policy, judgement._replace(tries=tries, asks=more_room(policy, terms.capacity))

@@ -34,12 +34,12 @@ MOST_TRIALS = 4  # in a run
 LEAST_SCALE = 1e-3
 
 
-class Doubt(NamedTuple):
-  """What is to be tried, if anything.
+class ProposedTrial(NamedTuple):
+  """The trial that the policy proposes, if any.
 
   Attributes:
-    coming: on the steps that come, with and without.
-    past: on all steps of the run so far.
+    coming: an action to try on the next steps, with and without it.
+    past: an action to try on all steps of the run so far, made again.
   """
 
   coming: Action | None = None
@@ -56,10 +56,10 @@ def watch_start(policy: PolicyState, reading: Reading) -> PolicyState:
   return policy._replace(first_norm=first, turnover=turnover)
 
 
-def doubt_rate(
+def propose_trial(
   policy: PolicyState, reading: Reading, finding: Finding | None, warmup: int, interval: int
-) -> tuple[PolicyState, Doubt]:
-  """What to try against what was found.
+) -> tuple[PolicyState, ProposedTrial]:
+  """Propose a trial against the finding of a look.
 
   Args:
     policy: after the look.
@@ -69,7 +69,7 @@ def doubt_rate(
     interval: steps of a look.
   """
   if policy.latched or policy.trial is not None:
-    return policy, Doubt()
+    return policy, ProposedTrial()
   if not policy.started and reading.step >= max(warmup, FIRST_LOOKS * interval):
     # Steps made again from the first state would lack edits and repeat what a rollback undid.
     edited = any(KINDS[kind].edits for kind in policy.made)
@@ -78,14 +78,14 @@ def doubt_rate(
     elif reading.step >= FIRST_TURNOVERS / policy.turnover:
       scale = max(LEAST_SCALE, policy.lr_scale * USUAL_TURNOVER / policy.turnover)
       past = SetLearningRateScale(scale, policy.lr_scale)
-      return policy._replace(started=True), Doubt(past=past)
+      return policy._replace(started=True), ProposedTrial(past=past)
   is_rested = not policy.fears or policy.checks >= policy.fears[-1] + LOOKS_AFTER_LOSS
   if finding is None or finding.certain or len(policy.fears) >= MOST_TRIALS or not is_rested:
-    return policy, Doubt()
+    return policy, ProposedTrial()
   if finding.cause == "data" and policy.odd >= LASTING and reading.surprising >= SURPRISES:
     bucket = policy.control["bucket"]
-    return policy, Doubt(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
-  return policy, Doubt()
+    return policy, ProposedTrial(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
+  return policy, ProposedTrial()
 
 
 def lower_rate_won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:

@@ -25,18 +25,18 @@ from ats_jax.orchestrator.signals.interval import Sums, probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.step.state import StepMetrics, TrainState
 
-PAIRS = 4
+PAIRS = 4  # of arms, each pair on batches of its own
 
 Update = Callable[[TrainState], tuple[TrainState, StepMetrics]]  # donates the state
 Probe = Callable[[Decoder], Sums]  # scores the probe, by one set of rules
 
 
-class Ahead(NamedTuple):
-  """What the loop lends.
+class NextUpdates(NamedTuple):
+  """What the training loop offers to make its next updates in a trial.
 
   Attributes:
     train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
-    batches: opens the training batches that come next, on the mesh.
+    batches: opens the next training batches, on the mesh; the loop reads them again later.
   """
 
   train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -63,7 +63,7 @@ class Effect(NamedTuple):
 
 
 def look_ahead(
-  cfg: Config, state: TrainState, action: Action, ahead: Ahead, probe: Probe
+  cfg: Config, state: TrainState, action: Action, ahead: NextUpdates, probe: Probe
 ) -> tuple[TrainState, Effect]:
   """Make `orchestrator.branch_steps` updates with and without an action, `PAIRS` times.
 
@@ -98,7 +98,7 @@ def look_back(
   state: TrainState,
   start: Snapshot,
   action: Action,
-  past: Ahead,
+  past: NextUpdates,
   probe: Probe,
 ) -> tuple[Snapshot, TrainState, Effect]:
   """Make all updates since `start` again with an action, on the batches that they were made on.
@@ -127,13 +127,13 @@ def look_back(
   return left, other, Effect(first, without, changed, without - changed, math.nan)
 
 
-class Again:
-  """What is kept to make the updates from here on again.
+class ReplayedUpdates:
+  """Updates that can be made again with an action, from the state at which a trial began.
 
   Attributes:
     first: step at which the arms part.
     action: the action with which the other arm begins.
-    rules: by which the probe was scored there.
+    rules: the rules by which the probe was scored at the start.
   """
 
   def __init__(self, step: int, state: TrainState, action: Action, probe: Sums | None, rules: Pass):

@@ -47,8 +47,8 @@ from ats_jax.store.paths import Path
 from ats_jax.train import report
 from ats_jax.train.evaluate import eval_metrics
 from ats_jax.train.initial_weights import InitialWeights
-from ats_jax.train.length import with_length
-from ats_jax.train.open import Origin, restored_or_new
+from ats_jax.train.num_steps import with_num_steps
+from ats_jax.train.open import ResumePoint, restored_or_new
 
 SCALE = "torch/loss_scale"  # in a checkpoint
 
@@ -308,7 +308,7 @@ def _open(
   if newest is not None and newest[1].get(CHANGES):
     raise ValueError(f"{folder}: an orchestrator changed its settings. Train on in JAX.")
   train_set, valid_set = open_data(cfg.data, cfg.seed)
-  cfg, length = with_length(cfg, train_set)
+  cfg, length = with_num_steps(cfg, train_set)
   workdir.write_config(folder, cfg)
   cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   cfg = dataclasses.replace(cfg, mesh=MeshConfig())
@@ -316,16 +316,16 @@ def _open(
   enter(jax.set_mesh(mesh))
   program = make_program(cfg)
   abstract = abstract_like(program.init(abstract=True), mesh)
-  origin = Origin()
+  origin = ResumePoint()
   if newest is not None:
-    origin = Origin(*newest, lambda like: checkpoints.read(newest[0], like))
+    origin = ResumePoint(*newest, lambda like: checkpoints.read(newest[0], like))
   model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
   if options.lora is None:
     adapters, optimizer = None, optimizer_of(cfg, model, abstract)
     to_torch(cfg, restored_or_new(program, origin, initial, train_set), model, optimizer)
     state_after = lambda step: to_jax(cfg, abstract, model, optimizer, step)
   else:  # the model is in no checkpoint: it is what it was
-    to_torch(cfg, restored_or_new(program, Origin(), initial, train_set), model, None)
+    to_torch(cfg, restored_or_new(program, ResumePoint(), initial, train_set), model, None)
     adapters = Adapters(cfg, model, options.lora)
     if newest is not None:
       adapters.restore(checkpoints, newest[0])

@@ -15,7 +15,7 @@ from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.data import splits
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
-from ats_jax.data.filters.judge import Head, Judge
+from ats_jax.data.filters.judge import DocumentHead, Judge
 from ats_jax.data.splits import open_datasets, open_documents, prepare
 from ats_jax.data.text.formats.text import PIECE, Piece, cut_text
 
@@ -342,6 +342,8 @@ def test_a_missing_package_is_named_before_any_work(name):
 
 
 def test_a_judge_says_what_to_compare():
-  found = Judge("exact")([Head("One", b""), Head("one ", b""), Head("two", b"")])
+  found = Judge("exact")(
+    [DocumentHead("One", b""), DocumentHead("one ", b""), DocumentHead("two", b"")]
+  )
   assert found.stage.tolist() == [1, 1, 1] and found.reasons.tolist() == [""]
   assert (found.exact[0] == found.exact[1]).all() and (found.exact[0] != found.exact[2]).any()

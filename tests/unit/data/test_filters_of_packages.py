@@ -8,7 +8,7 @@ import pytest
 
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
-from ats_jax.data.filters.judge import Head, Judge
+from ats_jax.data.filters.judge import DocumentHead, Judge
 from ats_jax.data.splits import open_documents, prepare
 
 pytestmark = pytest.mark.filters
@@ -32,7 +32,7 @@ def offline(monkeypatch):
 
 
 def reason(filters: str, text: str) -> str:
-  judged = Judge(filters)([Head(text, b"")])
+  judged = Judge(filters)([DocumentHead(text, b"")])
   return str(judged.reasons[judged.reason[0]])
 
 

@@ -21,7 +21,7 @@ from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
 from ats_jax.orchestrator.signals.interval import Fault, RowsRead
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Ahead
+from ats_jax.orchestrator.trials.paired import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
@@ -57,7 +57,7 @@ class Data(Lent):
 
   def ahead(self, saved=None):
     begin = (saved or self.position())[POSITION]["row"] // 8
-    return Ahead(self.train_step, lambda: contextlib.nullcontext(iter(self.fed[begin:])))
+    return NextUpdates(self.train_step, lambda: contextlib.nullcontext(iter(self.fed[begin:])))
 
 
 class Run:

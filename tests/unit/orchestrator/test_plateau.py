@@ -28,7 +28,7 @@ from ats_jax.orchestrator.policy.state import Finding, Judgement, Plateau, Polic
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Again, Effect
+from ats_jax.orchestrator.trials.paired import Effect, ReplayedUpdates
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 from lab.faults.inject import Fault, with_faults
@@ -227,7 +227,7 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
     state, probe = program.init(), to_global(counting_rows(10**6), mesh)
     look = lambda model: program.eval_step(model, probe, program.rules(1))
     compiled = program.compile_train_step(state, program.training_rules(1))
-    rerun = Again(0, state, HIGHER, look(state.model), program.rules(1))
+    rerun = ReplayedUpdates(0, state, HIGHER, look(state.model), program.rules(1))
     for step in (1, 2):
       batch = to_global(micro_batches(counting_rows(step), 1), mesh)
       again = lambda state, batch=batch: compiled(state, batch)

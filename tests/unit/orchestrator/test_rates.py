@@ -10,8 +10,8 @@ from ats_jax.orchestrator.policy.rates import (
   FAST_TURNOVER,
   FIRST_TURNOVERS,
   USUAL_TURNOVER,
-  doubt_rate,
   lower_rate_won,
+  propose_trial,
 )
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.trials.paired import Effect
@@ -20,7 +20,7 @@ WARMUP, INTERVAL = 50, 10
 
 
 def asked(policy, step):
-  return doubt_rate(policy, reading(0)._replace(step=step), None, WARMUP, INTERVAL)
+  return propose_trial(policy, reading(0)._replace(step=step), None, WARMUP, INTERVAL)
 
 
 @pytest.mark.parametrize("turnover", [0.5, 0.16, 0.08])
