@@ -65,7 +65,7 @@ def fetch(parts: Mapping[str, StoredArray]) -> dict[str, np.ndarray]:
   arrays, waiting, moving_bytes = {}, collections.deque(), 0
   with concurrent.futures.ThreadPoolExecutor(COPIERS, "save") as pool:
     for name, part in parts.items():
-      layer = part.leaf if part.layer is None else _take(part.leaf, part.layer)
+      layer = part.leaf if part.layer is None else _layer_of(part.leaf, part.layer)
       arrays[name] = np.empty(layer.shape, layer.dtype)
       pinned = jax.device_put(layer, layer.sharding.with_memory_kind(HOST))
       for start in range(0, layer.nbytes, COPIED_BYTES):
@@ -128,10 +128,10 @@ def _pinned(stack: jax.Array, place: int) -> jax.Array:
     taken = []
     for shard, at in _shards_for(stack, place):
       with _alone(shard.device):
-        taken.append(_take(shard.data, at))
+        taken.append(_layer_of(shard.data, at))
     layer = _layer(stack, place, taken)
   else:
-    layer = _take(stack, place)
+    layer = _layer_of(stack, place)
   return jax.device_put(layer, layer.sharding.with_memory_kind(HOST)).block_until_ready()
 
 
@@ -173,7 +173,7 @@ def _shards_for(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
 def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:
   """`stack` with a layer in its place; the old one is donated."""
   if not _is_staged(stack):
-    return _put(stack, layer, place)
+    return _with_layer(stack, layer, place)
   # On the devices of its stage alone: no program of all devices can take both arrays.
   at = {shard.device: index for shard, index in _shards_with(stack, place)}
   new = {shard.device: shard.data for shard in layer.addressable_shards}
@@ -182,7 +182,7 @@ def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:
     data = shard.data
     if shard.device in at:
       with _alone(shard.device):
-        data = _put(data, new[shard.device], at[shard.device])
+        data = _with_layer(data, new[shard.device], at[shard.device])
     shards.append(data)
   return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, shards)
 
@@ -198,10 +198,10 @@ def _is_staged(stack: jax.Array) -> bool:
 
 
 @jax.jit
-def _take(stack: jax.Array, place: jax.Array) -> jax.Array:
+def _layer_of(stack: jax.Array, place: jax.Array) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+def _with_layer(stack: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_index_in_dim(stack, layer, place, axis=0)

@@ -54,7 +54,7 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
       paths.make_folder(workdir)
       if jax.process_index() == 0:
         lock.enter_context(lease.held(workdir / LOCK))
-      run = _take(workdir, cfg)
+      run = _open_claimed(workdir, cfg)
     except BlockingIOError as e:
       raise ValueError(
         f"another process trains in {workdir} now: two would damage its files. "
@@ -66,7 +66,7 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
     yield RunIdentity(run, fixed_settings_hash(cfg))
 
 
-def _take(workdir: Path, cfg: Config) -> str:
+def _open_claimed(workdir: Path, cfg: Config) -> str:
   """Write what a claimed workdir holds; return the id of its run."""
   path = workdir / CONFIG
   has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))

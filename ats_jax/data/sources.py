@@ -72,7 +72,9 @@ def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
         "the set another name, or set data.validation_fraction=0."
       )
     if name:
-      sets.append(EvalSet(name, open_split(_of(cfg, name), 0, paths, main.info.tokenizer)))
+      sets.append(
+        EvalSet(name, open_split(_config_of_source(cfg, name), 0, paths, main.info.tokenizer))
+      )
   return tuple(sets)
 
 
@@ -93,7 +95,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   from ats_jax.data.rows.schedule import Schedule
 
   of_source = {
-    name: dataclasses.replace(_of(cfg, name), paths=paths, validation_paths="")
+    name: dataclasses.replace(_config_of_source(cfg, name), paths=paths, validation_paths="")
     for name, paths in named.items()
   }
   main = main_paths(cfg)
@@ -117,7 +119,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   for number in range(len(schedule.phases)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
   if main:
-    return mixture, open_split(_of(cfg, ""), 0, main, largest)
+    return mixture, open_split(_config_of_source(cfg, ""), 0, main, largest)
   return mixture, Joined(held_out, largest)
 
 
@@ -140,8 +142,8 @@ def _open(
   return train, held_out
 
 
-def _of(cfg: DataConfig, name: str) -> DataConfig:
-  """How to read the paths of that name: as conversations, or as text."""
+def _config_of_source(cfg: DataConfig, name: str) -> DataConfig:
+  """Return `cfg` for the source of that name, which holds conversations or plain text."""
   chats = spec.chat_sources(cfg.chat_sources)
   return cfg if not chats or name in chats else dataclasses.replace(cfg, chat_template="")
 

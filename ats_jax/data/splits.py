@@ -432,21 +432,21 @@ def pack(
     fingerprint = cache.digest(fingerprint, weights.tolist())
 
   def build(folder: Path) -> dict[str, Any]:
-    kept, left_out = documents, {}
+    fitting, left_out = documents, {}
     if weights is not None:
-      kept, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
-    lengths = corpus.length[kept] + 1
+      fitting, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
+    lengths = corpus.length[fitting] + 1
     plan = make_layout(
-      lengths, _order(corpus.key[kept], seed), seq_len=cfg.seq_len, packing=packing,
+      lengths, _order(corpus.key[fitting], seed), seq_len=cfg.seq_len, packing=packing,
       max_segments=cfg.max_segments,
     )  # fmt: skip
-    for name, values in plan._replace(document=kept[plan.document])._asdict().items():
+    for name, values in plan._replace(document=fitting[plan.document])._asdict().items():
       np.save(folder / f"{name}.npy", values)
-    np.save(folder / "documents.npy", kept)
+    np.save(folder / "documents.npy", fitting)
     # A loss of answers alone is not one of the bytes of all that was said.
-    num_bytes = corpus.num_bytes[kept] * (weights is None)
+    num_bytes = corpus.num_bytes[fitting] * (weights is None)
     return {
-      "num_documents": len(kept),
+      "num_documents": len(fitting),
       "num_tokens": int(lengths.sum()),
       "num_bytes": int(num_bytes.sum()) if (num_bytes > 0).all() else 0,
       "left_out": left_out,

@@ -102,7 +102,7 @@ def _fill(
   batches = _batches(files, report)
   shards.skip_held(batches)
   sent = lambda batch: [
-    (f"{files[found.file].path}:{found.place}", found.conversation) for found in batch
+    (f"{files[record.file].path}:{record.place}", record.conversation) for record in batch
   ]
   with contextlib.closing(
     map_in_children(batches, tokenizer, workers, sent, _write, "tokenise")

@@ -213,7 +213,7 @@ def _form(tokenizer: Tokenizer, cfg: DataConfig) -> Form:
   name = cfg.chat_template
   if name in TEMPLATES:
     return Form(name)
-  source = _read(name) if name != OWN_TEMPLATE else _own(cfg.tokenizer)
+  source = _read(name) if name != OWN_TEMPLATE else _own_template(cfg.tokenizer)
   if isinstance(source, Form):
     return source
   special = tokenizer.special_tokens()
@@ -232,7 +232,7 @@ def _read(name: str) -> str:
     raise ValueError(f"data.chat_template={name!r} cannot be read: {e}.") from e
 
 
-def _own(tokenizer: str) -> str | Form:
+def _own_template(tokenizer: str) -> str | Form:
   """The jinja text beside a tokenizer.json, or the form of a run's.
 
   Raises:

@@ -103,10 +103,10 @@ def language(stage: Stage) -> Rule:
     raise ValueError("data.filters: language needs the languages to keep: language:keep=en+de.")
 
   def rule(text: str) -> FilterResult:
-    (found,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
-    if found["score"] < lowest:
+    (best,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
+    if best["score"] < lowest:
       return FilterResult(text, "none for sure")
-    return FilterResult(text, "" if found["lang"] in keep else found["lang"])
+    return FilterResult(text, "" if best["lang"] in keep else best["lang"])
 
   return rule
 

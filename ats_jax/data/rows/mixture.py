@@ -104,10 +104,10 @@ class Mixture(Joined, TrainRows):
     was, now = position.get("phases", []), self._begun(row)
     if was != now:
       raise ValueError(
-        f"data.mixture: the first {row:,} rows were drawn from these sources: {_say(was)}; now "
-        f"they would be: {_say(now)}. What was trained on must stay: write the phases up to here "
-        "as they were, give the last of them a length that ends here or later, and append the new "
-        "phase behind it. Or use another --workdir."
+        f"data.mixture: the first {row:,} rows were drawn from these sources: {_in_words(was)}; "
+        f"now they would be: {_in_words(now)}. What was trained on must stay: write the phases up "
+        "to here as they were, give the last of them a length that ends here or later, and append "
+        "the new phase behind it. Or use another --workdir."
       )
     for name, part in position.get("parts", {}).items():
       self.info.parts[name].row_of(part)
@@ -166,6 +166,6 @@ def _gathered(
   return batch
 
 
-def _say(begun: Sequence[Any]) -> str:
+def _in_words(begun: Sequence[Any]) -> str:
   one = lambda start, parts: f"from row {start:,} {','.join(f'{n}={p}' for n, p in parts.items())}"
   return "; ".join(one(*phase) for phase in begun) or "none"

@@ -253,7 +253,7 @@ def read_pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[P
   suffix = opening.suffix(file.name)  # its path may be what a link leads to
   read = formats.find(suffix)
   foreign = formats.owner(suffix)
-  raw_pieces = (_foreign if foreign else _own)(read, file, text_field, report)
+  raw_pieces = (_read_extension if foreign else _read_builtin)(read, file, text_field, report)
   if file.sieve:
     raw_pieces = file.sieve.passed(file.path, raw_pieces, report)
   try:
@@ -264,11 +264,15 @@ def read_pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[P
     report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
 
 
-def _own(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+def _read_builtin(
+  read: Callable, file: SourceFile, text_field: str, report: Report
+) -> Iterator[Piece]:
   return read(file.path, text_field, report)
 
 
-def _foreign(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+def _read_extension(
+  read: Callable, file: SourceFile, text_field: str, report: Report
+) -> Iterator[Piece]:
   """The documents of an extension's format, which yields texts and counts nothing."""
   dropped, documents = report.dropped, 0
   try:

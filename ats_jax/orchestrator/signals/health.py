@@ -122,11 +122,13 @@ def health_of(
     causes.append(Cause("not finite", 1, says))
   for limit in LIMITS:
     value = means.get(limit.metric, math.nan)
-    causes += _past(limit, limit.level(value), value)
+    causes += _causes_beyond(limit, limit.level(value), value)
   for limit in OF_HOST:
     values = [lap[limit.metric] for lap in laps[-REMEMBERED_LOOKS:] if limit.metric in lap]
     if values:
-      causes += _past(limit, _lasting([limit.level(v) for v in values]), statistics.median(values))
+      causes += _causes_beyond(
+        limit, _lasting([limit.level(v) for v in values]), statistics.median(values)
+      )
   return Health.of(causes)
 
 
@@ -142,7 +144,7 @@ def far_probe(reading: Reading) -> list[Cause]:
   return [Cause("held-out text", 1, says)]
 
 
-def _past(limit: Limit, level: int, value: float) -> list[Cause]:
+def _causes_beyond(limit: Limit, level: int, value: float) -> list[Cause]:
   says = f"{limit.metric} is {value:.3g}: {limit.says}"
   return [Cause(limit.metric, level, says)] if level else []
 
