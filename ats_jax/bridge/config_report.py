@@ -31,14 +31,14 @@ class ConfigReport:
   """A `config.json` with the settings that were read from it; it accounts for each field once.
 
   Attributes:
-    kind: what file it is, for the user.
+    kind: kind of the file, in words for the user.
     values: the fields of the file.
-    settings: of ours, by dotted name.
+    settings: settings of this program, by dotted name.
     taken: fields that became settings.
     same: fields whose value is what this program does anyway, or that do not bear on training.
     missing: fields that are not supported or not understood.
     defaults: what the file leaves out, where the default of `transformers` differs from ours.
-    notes: what to know before training.
+    notes: sentences that the user should know before training.
   """
 
   kind: str

@@ -88,7 +88,7 @@ class ModelFolder:
 
     Args:
       cfg: the resolved config of the model.
-      items: what it needs.
+      items: the arrays that it needs, with their tensors.
 
     Raises:
       ValueError: naming the setting or tensor that does not fit.

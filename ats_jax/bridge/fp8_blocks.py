@@ -24,7 +24,7 @@ class Blocks:
 
   Attributes:
     values: in 8 bits.
-    scales: of the blocks.
+    scales: the scales of the blocks.
     block: rows and columns of one.
   """
 
@@ -67,7 +67,7 @@ def joined(tensors: Mapping[str, Stored], fields: Mapping[str, Any]) -> dict[str
 
   Args:
     tensors: by name.
-    fields: of config.json; `quantization_config` says how large a block is.
+    fields: fields of config.json; `quantization_config` has the size of a block.
 
   Raises:
     ValueError: for another format, or scales that do not fit their matrix; it names the tensor.

@@ -36,8 +36,8 @@ def write(folder: Path, path: Path) -> int:
   """Write the file of a folder of the family `llama`, a tensor at a time.
 
   Args:
-    folder: of an export, in float32 or float16.
-    path: of the file.
+    folder: folder of an export in float32 or float16.
+    path: path of the file.
 
   Returns:
     How many tensors it has.

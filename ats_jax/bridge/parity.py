@@ -29,7 +29,7 @@ class Parity:
     kl: largest Kullback-Leibler divergence of ours from theirs, over all tokens, in nats.
     std: of their logits: the smaller, the less the two above say.
     greedy: how many of the likeliest tokens, each put behind the ones before, are equal.
-    asked: of how many.
+    asked: number of tokens that were compared.
   """
 
   logits: float
@@ -104,11 +104,11 @@ def compare(
 
   Args:
     model: ours.
-    rules: of evaluation.
-    folder: of Hugging Face's.
-    seq_len: of the random rows.
+    rules: rules of sparse layers in evaluation.
+    folder: a Hugging Face folder.
+    seq_len: positions in a random row.
     dtype: in which theirs computes.
-    seed: of the rows.
+    seed: seed of the random rows.
 
   Raises:
     ValueError: if torch, transformers or what that needs for the folder is not installed.

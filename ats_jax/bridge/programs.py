@@ -34,11 +34,11 @@ def stablehlo(
   Args:
     cfg: the run, resolved.
     model: on one device, of implementations in XLA.
-    rules: of evaluation.
+    rules: rules of sparse layers in evaluation.
     folder: exists.
-    rows: of the batch.
-    seq_len: of a row.
-    opset: of ONNX; nothing reads it here.
+    rows: number of rows of the batch.
+    seq_len: positions in a row.
+    opset: version of the operators of ONNX; nothing reads it here.
 
   Returns:
     The files.

@@ -65,11 +65,11 @@ class Tensor:
   """Where a tensor lies.
 
   Attributes:
-    path: of the file.
+    path: path of the file.
     dtype: in the words of the format, e.g. "BF16".
-    shape: of the array.
-    start: of its bytes in the file.
-    nbytes: how many.
+    shape: shape of the array.
+    start: offset of its bytes in the file.
+    nbytes: number of its bytes.
   """
 
   path: Path

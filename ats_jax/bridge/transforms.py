@@ -94,7 +94,7 @@ class Transposed:
   """Ours [*inputs, *outputs] is theirs [outputs, inputs], each side in one dimension.
 
   Attributes:
-    inputs: how many dimensions of ours are contracted.
+    inputs: number of dimensions of ours that are contracted.
   """
 
   inputs: int = 1
@@ -117,8 +117,8 @@ class Interleaved:
   """One of several arrays of ours whose columns take turns in theirs.
 
   Attributes:
-    first: which column of theirs is our first.
-    of: how many arrays there are.
+    first: index of the column of theirs that is our first.
+    of: number of arrays that take turns.
   """
 
   first: int

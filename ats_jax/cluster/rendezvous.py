@@ -45,10 +45,10 @@ class Card(NamedTuple):
   """What a process says of itself.
 
   Attributes:
-    rank: its number.
-    size: how many processes it expects.
-    host: its machine.
-    facts: what must be the same for all.
+    rank: number of the process.
+    size: number of processes that it expects.
+    host: name of its machine.
+    facts: values that must be the same in all processes, by name.
   """
 
   rank: int

@@ -39,7 +39,7 @@ class EvalSet:
   Attributes:
     name: what its metrics are called after; "" = the main set, whose loss decides which checkpoint
       is best.
-    dataset: its rows.
+    dataset: rows of the set.
   """
 
   name: str
@@ -82,8 +82,8 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   """The training rows and the validation split, of one text or of all sources.
 
   Args:
-    cfg: as for `open_datasets`.
-    seed: of the order of training documents and rows.
+    cfg: everything but `num_workers` and `prefetch` is read.
+    seed: seed of the order of training documents and rows.
 
   Raises:
     ValueError: as `open_datasets`, with the name of the source.

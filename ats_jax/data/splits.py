@@ -88,7 +88,7 @@ def find_documents(
     cfg: everything but `num_workers` and `prefetch` is read.
     fraction: share of the documents to hold out, from 0 to 1.
     tokenizer: the tokenizer of the ids, if it exists already.
-    options: of tokenising, which filters follow too.
+    options: processes and progress of tokenising, which filters follow too.
 
   Raises:
     ValueError: as `open_datasets`.
@@ -122,7 +122,7 @@ def open_documents(
   Args:
     cfg: everything but `num_workers` and `prefetch` is read.
     fraction: share of the documents to hold out, from 0 to 1.
-    options: of tokenising, if the cache does not hold the ids.
+    options: processes and progress of tokenising.
     tokenizer: in place of what `cfg.tokenizer` says, without a template.
 
   Raises:

@@ -103,8 +103,8 @@ def attend(
     q_BTNH: queries.
     k_BSKH: keys; K divides N.
     v_BSKH: values, of any width.
-    visible_B1TS: of `visibility`.
-    scale: of the scores.
+    visible_B1TS: result of `visibility`.
+    scale: factor of the scores.
     soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 = they stay as they are.
     sinks_N: a logit of each head that every query sees, with value 0.
 
@@ -162,7 +162,7 @@ class Attention(nn.Module):
     Args:
       x_BTD: normalised activations.
       tokens: about its tokens.
-      cache: what earlier tokens left.
+      cache: arrays of earlier tokens, to which these are appended; None = there are none.
     """
     q_BTNH = self._heads(self.q(x_BTD), self.q_norm)
     k_BTKH = self._heads(self.k(x_BTD), self.k_norm)

@@ -35,7 +35,7 @@ class LayerCache:
   """What generation remembers of a layer.
 
   Attributes:
-    keys: of the tokens that attention saw.
+    keys: arrays of the tokens that attention has seen.
     taken_B: how many tokens went through a layer that skips some.
   """
 
@@ -49,7 +49,7 @@ class Cache:
 
   Attributes:
     layers: from the bottom up.
-    order: of tokens in rows, as in a layer that all go through.
+    order: numbers of the tokens in their rows, as in a layer that all tokens go through.
     length: tokens of a row so far, padding among them.
   """
 
@@ -95,8 +95,8 @@ class Block(nn.Module):
     Args:
       x_BTD: the residual stream.
       tokens: about its tokens.
-      rules: of this pass.
-      cache: what earlier tokens left, which is extended.
+      rules: how sparse layers choose.
+      cache: arrays of earlier tokens, to which these are appended; None = there are none.
       total: tokens of a row with those of the cache.
       rope: for the tokens that are chosen; a layer for all tokens needs none.
 
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
       segment_ids_BT: tokens of different segments do not see each other; 0 = padding, which comes
         first where there is a cache. None = one document a row.
       rules: how sparse layers choose; None = those of evaluation.
-      cache: of the tokens before these (`empty_cache`), which is extended.
+      cache: arrays of earlier tokens (`empty_cache`), to which these are appended.
 
     Returns:
       Final normalised activations [batch, seq, d_model]; statistics of each layer; how many of the

@@ -25,7 +25,7 @@ def generate(
     count: tokens to add.
     temperature: divides the logits; 0 = the likeliest token.
     rules: how sparse layers choose; None = those of evaluation.
-    generator: of the draws.
+    generator: generator of the draws.
 
   Returns:
     The new tokens [batch, count].

@@ -183,10 +183,10 @@ def set_buffers(
   """Move the routers' biases against the load, and thresholds after the scores.
 
   Args:
-    model: its buffers are set.
-    stats: of the whole batch.
+    model: the model whose buffers are set.
+    stats: routing statistics of the whole batch.
     step: updates before this one.
-    rules: that the update followed.
+    rules: the rules that the update followed.
   """
   for layer, of_layer in zip(model.layers, stats, strict=True):
     if isinstance(layer.mlp, MoE) and of_layer.moe is not None:

@@ -72,10 +72,10 @@ def experts(
   """Rows of a mixture of experts.
 
   Args:
-    prefix: of its tensors in a layer.
+    prefix: name of the module of experts in a layer.
     gate: name of an expert's matrix.
-    up: likewise.
-    down: likewise.
+    up: name of an expert's up-projection.
+    down: name of an expert's down-projection.
     bias: name of the router's selection bias; "" = there is none.
   """
   mlp, one = f"{L}/mlp", f"{THEIRS}.{prefix}.experts.{{expert}}"
@@ -309,7 +309,7 @@ class Layers:
   """`sliding_window` with the layers that have one: `layer_types`, or a rule of older folders.
 
   Attributes:
-    window: what a missing `sliding_window` means.
+    window: the value that a missing `sliding_window` means.
     by_switch: as in Qwen, there is `use_sliding_window`, and layers from `max_window_layers` on
       have the window.
     full_every: as in Gemma, what missing `layer_types` mean.

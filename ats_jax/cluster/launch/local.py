@@ -21,7 +21,7 @@ class Job:
   """Processes that live and die together.
 
   Attributes:
-    processes: those running, by rank.
+    processes: the running processes, by rank.
     told: the first signal that was passed on to them, or None; after one, nothing starts again.
   """
 

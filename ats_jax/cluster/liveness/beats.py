@@ -17,10 +17,10 @@ class Beat:
   """A sign of life.
 
   Attributes:
-    rank: of the process.
-    host: its machine.
-    count: of its beats so far; one that stays the same is no sign of life.
-    phase: what its loop does.
+    rank: number of the process.
+    host: name of its machine.
+    count: number of its beats so far; one that stays the same is no sign of life.
+    phase: what its loop is busy with.
     step: the update that it makes, or made last.
     still_secs: for how long nothing has moved.
     host_secs: what its loop spent so far on its own part of steps: waiting for data, and between.
@@ -94,7 +94,7 @@ def late_processes(beats: Mapping[int, Beat], silent: Collection[int] = ()) -> s
 
   Args:
     beats: the last of each process.
-    silent: those that give no sign of life.
+    silent: numbers of the processes that give no sign of life.
   """
   if silent:
     last = "; ".join(f"{beats[rank].name}, last heard of in {beats[rank].place}" for rank in silent)

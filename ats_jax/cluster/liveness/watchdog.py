@@ -87,8 +87,8 @@ class Watchdog(Watcher):
       goodput: what the loop does; whenever it changes, the loop gets on.
       folder: the workdir.
       hang_secs: for how long a step may do nothing, see `limit`; 0 = for ever.
-      board: of the job, if the process is of one.
-      rank: of this process.
+      board: the exchange of beats in a job; None = this process is alone.
+      rank: number of this process.
       heartbeat_secs: a process that says nothing for so long is taken for dead.
     """
     self.step = 0

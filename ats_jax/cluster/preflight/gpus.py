@@ -35,15 +35,15 @@ class Gpu:
   """A line of `QUERY`; what the driver does not say is None.
 
   Attributes:
-    index: its number.
-    name: as the driver calls it.
+    index: number of the GPU on this machine.
+    name: name of the card, as the driver calls it.
     driver: version of that.
-    memory_mib: of the device.
+    memory_mib: memory of the device.
     used_mib: by all processes.
     clock_mhz: now.
     max_clock_mhz: at most.
     throttles: why the clock is lower than it could be.
-    ecc_errors: of memory that could not be mended, since the driver was loaded.
+    ecc_errors: memory errors since the driver was loaded that could not be corrected.
     celsius: temperature.
     watts: power limit.
     default_watts: power limit as it left the factory.

@@ -54,7 +54,7 @@ def device_row(driver: str | None, gpus: int) -> CheckResult:
 
   Args:
     driver: NVIDIA's version; None = there is none.
-    gpus: how many it shows.
+    gpus: number of GPUs that the driver shows.
   """
   devices = jax.local_devices()
   kind = devices[0].device_kind
@@ -129,7 +129,7 @@ def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:
 
   Args:
     limits: soft and hard, as `current_limits`.
-    gpus: of the machine.
+    gpus: number of GPUs of the machine.
   """
   files, size, locked = limits["files"], limits["file size"], limits["locked memory"]
   show = lambda n: "unlimited" if n == resource.RLIM_INFINITY else f"{n:,}"

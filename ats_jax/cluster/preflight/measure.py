@@ -23,7 +23,7 @@ class Work(NamedTuple):
   """What is timed.
 
   Attributes:
-    side: of the square matrices.
+    side: rows and columns of the square matrices.
     stream: bytes that are read and written.
     sizes: bytes of the arrays of collectives.
   """

@@ -38,7 +38,7 @@ class _Written(NamedTuple):
 
   Attributes:
     ids: of all conversations that the template has a place for, one behind the other.
-    codes: of the ids.
+    codes: codes of the ids.
     lengths: tokens of each conversation; of those that were refused, 0.
     refused: (number in the batch, kind, detail).
   """
@@ -64,9 +64,9 @@ def open_chat_corpus(
   Args:
     cfg: `strict` and `cache_dir` are read.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     tokenizer: with the template.
-    options: of tokenising, if it is made.
+    options: processes and progress of tokenising.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or as `Template.render`.

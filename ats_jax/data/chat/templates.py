@@ -27,7 +27,7 @@ class Template(Protocol):
     """The segments of a conversation; none is empty.
 
     Args:
-      conversation: what was said.
+      conversation: the turns to write.
       prompt: write the heading of an answer behind it, for a model to go on.
 
     Raises:

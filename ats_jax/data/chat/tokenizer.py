@@ -23,7 +23,7 @@ class Form(NamedTuple):
   """A template as plain data, from which it can be made anew.
 
   Attributes:
-    name: of a published one; "" = it is jinja.
+    name: name of a published template; "" = `source` holds one in jinja.
     source: the jinja text.
     names: what that calls the tokenizer's own special tokens.
     special: names of special tokens that may be in the text.

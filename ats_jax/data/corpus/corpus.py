@@ -167,10 +167,10 @@ def open_corpus(
   Args:
     cfg: `text_field`, `strict` and `cache_dir` are read.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     tokenizer: makes the ids.
-    split: where documents are cut.
-    options: of tokenising, if it is made.
+    split: the split, which may cut documents.
+    options: processes and progress of tokenising.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or a token file holds a foreign id.

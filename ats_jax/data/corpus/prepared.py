@@ -29,8 +29,8 @@ class Prepared:
 
   Attributes:
     corpus: the documents.
-    tokenizer: that made their ids.
-    split: that was planned for them.
+    tokenizer: the tokenizer of their ids.
+    split: the split that was planned for them.
     content: a hash of the documents.
     sifted: what filters said of them; None = there were none.
   """

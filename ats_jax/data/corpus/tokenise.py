@@ -44,8 +44,8 @@ def write_corpus(
     folder: for the corpus.
     files: from `find_files`.
     cfg: `strict` is read.
-    tokenizer: that makes the ids.
-    options: of tokenising.
+    tokenizer: the tokenizer of the ids.
+    options: processes and progress of tokenising.
     fill: gives the shards what they do not hold yet, and the report all that is malformed.
 
   Returns:
@@ -118,7 +118,7 @@ def add_texts(
   Args:
     shards: take them.
     batches: from `piece_batches`.
-    tokenizer: that makes the ids.
+    tokenizer: the tokenizer of the ids.
     workers: processes that encode; 0 = this one.
 
   Raises:

@@ -100,7 +100,7 @@ def drop_duplicates(
   """Compare the documents that the filters before have kept.
 
   Args:
-    filters: as `data.filters`.
+    filters: filters in the form of `data.filters`.
     stage: [n], of all documents, as `Verdicts.stage`.
     keys: [n] uint64, of their names.
     exact: as `Verdicts.exact`.

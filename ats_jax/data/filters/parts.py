@@ -21,10 +21,10 @@ class Document(NamedTuple):
 
   Attributes:
     file: the number of its file.
-    line: its place there.
+    line: number of its record in the file.
     key: the hash of its name.
     chars: characters.
-    head: what is judged.
+    head: the part of it that filters judge.
   """
 
   file: int
@@ -38,7 +38,7 @@ class Parts:
   """Files of verdicts in a folder, in order.
 
   Attributes:
-    documents: that were judged.
+    documents: number of documents that were judged.
     complete: whether those are all.
   """
 

@@ -19,7 +19,7 @@ class Sieve:
 
   Attributes:
     folder: in the cache, with those of all files.
-    filters: as `data.filters`.
+    filters: filters in the form of `data.filters`.
     begin: the first of this file.
     end: behind the last.
   """
@@ -33,7 +33,7 @@ class Sieve:
     """The pieces of documents that are kept.
 
     Args:
-      path: of the file.
+      path: path of the file.
       pieces: all pieces of the file, in order.
       report: counts the dropped documents.
 

@@ -75,7 +75,7 @@ def sift(
   Args:
     cfg: `filters`, `text_field`, `chat_template`, `strict` and `cache_dir` are read.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     options: processes and progress; filters copy no ids.
 
   Raises:

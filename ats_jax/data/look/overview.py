@@ -34,7 +34,7 @@ class PackedCounts(NamedTuple):
   """Counts of the training documents that are packed into rows of one length.
 
   Attributes:
-    name: of the group, in words.
+    name: name of the group, in words.
     seq_len: positions in a row.
     documents: number of documents.
     tokens: their tokens in rows, with an end for each document.
@@ -50,18 +50,18 @@ class Overview(NamedTuple):
   """All that the page shows.
 
   Attributes:
-    paths: as `data.paths`.
-    filters: as `data.filters`; "" = none.
-    versions: of the packages that the filters run.
+    paths: value of `data.paths`.
+    filters: value of `data.filters`; "" = none.
+    versions: versions of the packages that the filters run.
     tokenizer: in words.
     balance: counts of records, documents and what was left out.
     reasons: (kind, reason) -> count of what was left out; kinds are 'filters', 'malformed',
       'skipped'.
     changed: documents that filters made another text of, and kept.
-    num_tokens: of text.
-    num_bytes: of text, 0 if token files hide them.
+    num_tokens: number of tokens of the text.
+    num_bytes: number of UTF-8 bytes of the text; 0 if token files hide them.
     chars: of each document that was judged, and whether it is kept; None = there were no filters.
-    tokens: of each document that is kept.
+    tokens: number of tokens of each document that is kept.
     sources: the largest first.
     roles: role -> (tokens, those of them that are said and not heading), of conversations.
     samples: see `filters.samples`.
@@ -92,7 +92,7 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
 
   Args:
     cfg: `paths`, `tokenizer`, `chat_template` and what `training_parts` reads.
-    opened: they.
+    opened: the documents of the run or the folder.
   """
   corpus, sifted = opened.corpus, opened.sifted
   report = corpus.report

@@ -100,7 +100,7 @@ def plan_split(
     cfg: `text_field`, `strict` and `cache_dir` are read.
     fraction: to hold out.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     tokenizer: says where documents of token files end; None = those files do not count.
 
   Raises:

@@ -63,7 +63,7 @@ def copied(file: RemoteFile, root: Path) -> str:
 
   Args:
     file: to copy.
-    root: of the cache.
+    root: root of the cache.
 
   Raises:
     ValueError: if the store does not answer.

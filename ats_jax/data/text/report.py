@@ -36,8 +36,8 @@ class Report:
     Args:
       kind: by which it is counted.
       where: the file and the line.
-      detail: what is wrong.
-      count: of records that share this fault.
+      detail: what is wrong with it.
+      count: number of records that share this fault.
     """
     if self._strict:
       raise ValueError(

@@ -33,8 +33,8 @@ class SourceFile(NamedTuple):
   """One input file.
 
   Attributes:
-    path: where it is.
-    name: its name in document names.
+    path: path or URL of the file.
+    name: name of the file in the names of its documents.
     kind: 'text', 'jsonl', 'tokens', or the format of an extension with the extension's hash.
     sieve: passes over the documents that filters drop; None = all are read.
   """

@@ -440,10 +440,10 @@ def _special_names(
   """Role -> token: as a tokenizer_config.json says, else as the file does, else as known.
 
   Args:
-    path: of the tokenizer.
-    config: that stands beside it.
-    ids: of all tokens.
-    own: what the file itself says, if it can.
+    path: path of the tokenizer.
+    config: content of the `tokenizer_config.json` beside it.
+    ids: ids of all tokens, by name.
+    own: special tokens that the file itself names, by role; None = it names none.
   """
   names: dict[str, str | None] = {}
   for role, known in _KNOWN_NAMES.items():

@@ -64,7 +64,7 @@ def fit_device(cfg: Config, device: torch.device, given: frozenset[str]) -> Conf
 
   Args:
     cfg: the run.
-    device: where it runs.
+    device: the device of the run.
     given: settings that the user named, which stay.
   """
   data = dataclasses.replace(cfg.data, num_workers=0)

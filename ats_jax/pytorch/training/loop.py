@@ -58,8 +58,8 @@ class Options:
   """How PyTorch computes; none of it is a setting of the run.
 
   Attributes:
-    device: where.
-    dtype: of activations, and of what they are multiplied with.
+    device: name of the device, as of `device.find_device`.
+    dtype: dtype of activations and of the weights in a matmul.
     compiles: by `torch.compile`.
     lora: train adapters instead of the model; None = the model.
   """
@@ -255,7 +255,7 @@ def train(
 
   Args:
     cfg: the run, as `from_config_dict` gives it.
-    folder: its workdir.
+    folder: workdir of the run.
     options: how PyTorch computes.
     initial: weights to begin with, of another run or of Hugging Face; None = random ones.
 

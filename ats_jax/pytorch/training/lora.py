@@ -27,8 +27,8 @@ class Lora:
   """What adapters there are.
 
   Attributes:
-    rank: of them.
-    alpha: they are multiplied with alpha / rank.
+    rank: rank of the adapters.
+    alpha: the adapters are multiplied with alpha / rank.
     targets: linear layers that have one, e.g. "q".
   """
 

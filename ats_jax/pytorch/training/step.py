@@ -50,9 +50,9 @@ class Trainer:
 
   Attributes:
     cfg: the resolved config.
-    model: what is trained.
+    model: the model that is trained.
     optimizer: moves it.
-    scale: of the loss.
+    scale: scale of the loss, for gradients in float16.
     sets_buffers: move selection biases and thresholds; not where the model is frozen.
   """
 

@@ -8,9 +8,9 @@ def import_extra(name: str, needed_by: str, extra: str = "formats") -> ModuleTyp
   """Import a module of an extra.
 
   Args:
-    name: of the module.
+    name: name of the module.
     needed_by: the file, for the message.
-    extra: that brings it.
+    extra: the extra of this package that installs it.
 
   Raises:
     ValueError: if it is not installed.

@@ -75,8 +75,8 @@ def one_document(text: str, line: int, where: str, report: Report) -> Iterator[P
   """Cut a document that is in memory into pieces; a malformed one goes to `report`.
 
   Args:
-    text: of the document.
-    line: its record.
+    text: text of the document.
+    line: number of its record.
     where: that is, in words.
     report: takes an empty one, and one that has no UTF-8 form.
   """
