@@ -191,20 +191,20 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
   Raises:
     ValueError: as `open_datasets`, and for what cannot be read in windows.
   """
-  source, size = find_stream(cfg)
+  text_files, size = find_stream(cfg)
   tokenizer = tokenizer or given_tokenizer(cfg)
   if tokenizer is None:
-    if named := [file.path for file in source.files if is_remote(file.path)]:
+    if named := [file.path for file in text_files.files if is_remote(file.path)]:
       raise ValueError(
         f"data.streaming=true: a BPE is trained on many files at once, and {named[0]} is on a "
         "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
       )
-    texts = lambda: train_texts(source.files, cfg, source.split)
-    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, source))
+    texts = lambda: train_texts(text_files.files, cfg, text_files.split)
+    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, text_files))
   settings = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("stream", source.content, tokenizer.fingerprint, settings)
+  fingerprint = cache.digest("stream", text_files.content, tokenizer.fingerprint, settings)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
-  windows = Windows(folder, cfg, source.files, tokenizer, seed)
+  windows = Windows(folder, cfg, text_files.files, tokenizer, seed)
   first = _first(windows)
   if not first.num_rows:  # of others too: a window ends where another document begins
     raise ValueError(nothing_left("no file holds a document"))
