@@ -32,7 +32,10 @@ from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.store.paths import Path
 
-COMPANIONS, DTYPE, ASIDE = "huggingface", "dtype.json", "aside.json"  # in a workdir
+# Of an import in a workdir.
+COMPANIONS = "huggingface"  # folder of the files that stand beside the weights
+DTYPE = "dtype.json"  # dtype of the weights in the folder
+ASIDE = "aside.json"  # names of tensors that were left out
 ROOT = "model"
 # In which of our dtypes a file's are kept: it holds all their values.
 KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32"}

@@ -26,7 +26,9 @@ from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.schema import Config
 from ats_jax.store import paths
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"  # of weights in several files
+SINGLE = "model.safetensors"  # weights in one file
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that is there is taken
 # What an import keeps beside the weights and an export gives back.
 COMPANIONS = (

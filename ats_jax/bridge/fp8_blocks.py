@@ -14,7 +14,8 @@ import numpy as np
 
 from ats_jax.bridge.safetensors_file import Stored
 
-FORMAT, SCALES = "F8_E4M3", "_scale_inv"
+FORMAT = "F8_E4M3"  # dtype of the blocks in a file
+SCALES = "_scale_inv"  # suffix of the name of their scales
 KNOWN = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 

@@ -14,7 +14,9 @@ from ats_jax.bridge.family import Values
 from ats_jax.bridge.safetensors_file import Stored
 from ats_jax.config.schema import Config
 
-METHOD, BLOCKS, SCALES = "mxfp4", "_blocks", "_scales"
+METHOD = "mxfp4"  # `quant_method` of a config.json
+BLOCKS = "_blocks"  # suffixes of the two tensors of a weight
+SCALES = "_scales"
 GROUP_BYTES = 16
 BIAS = 127  # of a scale's exponent
 MOST = 252  # 6 times a higher scale is more than bfloat16 holds; 255 stands for NaN

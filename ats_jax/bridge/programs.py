@@ -20,7 +20,10 @@ from ats_jax.sharding.apply import reshard
 
 OPSETS = range(18, 24)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-WEIGHTS, PROGRAM, ABOUT = "weights.safetensors", "program.stablehlo", "program.json"
+# Files of an exported program.
+WEIGHTS = "weights.safetensors"
+PROGRAM = "program.stablehlo"
+ABOUT = "program.json"  # names and shapes of its arguments
 
 
 def stablehlo(

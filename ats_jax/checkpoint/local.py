@@ -31,7 +31,10 @@ from ats_jax.config.schema import CheckpointConfig
 from ats_jax.store import paths, shared_folder
 from ats_jax.store.paths import Path
 
-DATA, INDEX, EXTRA = "data.bin", "index.json", "extra.json"
+# Files of a snapshot.
+DATA = "data.bin"  # the bytes of all pieces of arrays
+INDEX = "index.json"  # where each piece is in them
+EXTRA = "extra.json"
 KEEP = 2  # of a process: the newest may be missing at a peer that was killed before it was whole
 _CHUNK = 2**26
 

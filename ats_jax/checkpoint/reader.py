@@ -19,7 +19,9 @@ from ats_jax.config.identity import RunIdentity
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
-STATE, EXTRA = "state", "extra.json"
+# Parts of a checkpoint.
+STATE = "state"  # folder of the arrays
+EXTRA = "extra.json"  # what was saved beside them
 SET_ASIDE = ".damaged"
 
 

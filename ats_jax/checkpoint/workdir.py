@@ -19,17 +19,16 @@ from ats_jax.config.schema import Config
 from ats_jax.store import lease, paths, shared_folder
 from ats_jax.store.paths import Path
 
-CONFIG, RUN_ID, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
-  "config.json",
-  "run_id",
-  "metadata.json",
-  "tokenizer.json",
-  "checkpoints",
-  "layers.jsonl",
-  "decisions.jsonl",
-  "performance.json",
-  ".lock",
-)
+# Files and folders of a workdir.
+CONFIG = "config.json"
+RUN_ID = "run_id"
+METADATA = "metadata.json"  # versions, machine and facts about the run
+TOKENIZER = "tokenizer.json"
+CHECKPOINTS = "checkpoints"
+LAYERS = "layers.jsonl"  # arrays of sparse layers
+DECISIONS = "decisions.jsonl"  # ledger of the orchestrator
+PERFORMANCE = "performance.json"
+LOCK = ".lock"  # of the process that has claimed the workdir
 RUN_ID_BYTES = 8
 
 

@@ -21,7 +21,9 @@ CLUSTER = "ATS_CLUSTER"
 METHODS = ("ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
 ALONE = "none"
 OF_A_MACHINE = ("compilation_cache",)  # settings that may differ from machine to machine
-SLURM_PORT, SLURM_PORTS = 61440, 4096  # the first, and how many: a job's number chooses, as in jax
+# A job of Slurm has the port that its number chooses, as in jax.
+SLURM_PORT = 61440  # the first one
+SLURM_PORTS = 4096  # number of ports
 
 
 def join(cfg: Config) -> None:

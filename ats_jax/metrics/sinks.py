@@ -17,8 +17,10 @@ from ats_jax.metrics.writer import MetricWriter, Opening, as_numbers
 from ats_jax.store import paths
 
 BUCKETS = 30
-# What MLflow takes in a call, and of a value.
-MLFLOW_METRICS, MLFLOW_PARAMS, MLFLOW_CHARACTERS = 1000, 100, 6000
+# Limits of MLflow.
+MLFLOW_METRICS = 1000  # in a call
+MLFLOW_PARAMS = 100  # in a call
+MLFLOW_CHARACTERS = 6000  # of a value
 
 
 class WandbWriter(MetricWriter):

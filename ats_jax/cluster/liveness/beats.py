@@ -7,7 +7,10 @@ from typing import Self
 
 # Phases beside those of `metrics.goodput`: before the first step; reading the text, which may take
 # hours; after the last step.
-START, READING, OVER = "start", "reading the text", "over"
+# Phases of a process that are no parts of the loop.
+START = "start"
+READING = "reading the text"
+OVER = "over"
 # A process that waits for others in a collective is in the step that they have not begun.
 _ORDER = (START, READING, "compile", "data_wait", "other", "step", "checkpoint", "eval", "sample")
 

@@ -17,7 +17,9 @@ from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name, name_hash, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
-_LEAST_BLOCK, _MOST_BLOCK = 256, 2**16  # characters, or ids of a token file
+# Lengths of a block that is held out, in characters, or in ids of a token file.
+_LEAST_BLOCK = 256
+_MOST_BLOCK = 2**16
 _LEAST_BLOCKS = 8  # of a text; a smaller one is trained on whole
 _WANTED = 4  # held-out blocks, where text is short
 _MOST_DOCUMENTS = 100_000  # so many are not few, whatever the fraction is

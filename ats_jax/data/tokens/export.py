@@ -14,9 +14,13 @@ from ats_jax.data.tokens.special import with_special
 from ats_jax.data.tokens.tiktoken_file import ALPHABET, merged_pairs
 from ats_jax.data.tokens.tokenizer import JsonTokenizer
 
-TOKENIZER, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
-TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-_SPACE, _ENDS = "▁", tokenizers.Regex(r"\A | \z")  # what SentencePiece writes for a space
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+MODEL = "tokenizer.model"
+TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+_SPACE = "▁"  # what SentencePiece writes for a space
+_ENDS = tokenizers.Regex(r"\A | \z")  # a space at the start or the end of a text
 
 
 def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
