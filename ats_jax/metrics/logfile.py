@@ -37,7 +37,7 @@ def verbosity(cfg: LogConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def snapshot(folder: Path, process: int) -> Iterator[None]:
+def log_to_file(folder: Path, process: int) -> Iterator[None]:
   """Within it, what the process logs goes to its file in `folder` too, behind what is there.
 
   The error that ends a run is the last line. What libraries of a further process write to standard

@@ -94,7 +94,7 @@ def open_run(
     enter = stack.enter_context
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
-    enter(logfile.snapshot(folder, jax.process_index()))
+    enter(logfile.log_to_file(folder, jax.process_index()))
     cfg = with_smaller_micro_batch(cfg, folder)
     watchdog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS

@@ -300,7 +300,7 @@ def _open(
   enter(logfile.verbosity(cfg.log))
   enter(devices.as_asked(cfg))
   identity = enter(workdir.claim(folder, cfg))
-  enter(logfile.snapshot(folder, 0))
+  enter(logfile.log_to_file(folder, 0))
   checkpoints = enter(
     CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint, identity, stacks(cfg))
   )
