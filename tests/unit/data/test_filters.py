@@ -117,7 +117,7 @@ from pathlib import Path
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.filters import parts, sift
 from ats_jax.data.splits import prepare
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 
 sift._BATCH_CHARS, parts.PART_CHARS = 500, 1500
 
@@ -130,7 +130,7 @@ def die(event, arguments, seen=[0]):
 if __name__ == "__main__":
   sys.addaudithook(die)
   cfg = DataConfig(paths=sys.argv[1], tokenizer="bytes", validation_fraction=0.0, filters="exact")
-  prepare(cfg, Path(sys.argv[2]), How(2))
+  prepare(cfg, Path(sys.argv[2]), TokeniseOptions(2))
 """
 
 

@@ -308,11 +308,11 @@ class TestSize:
 import resource, sys
 sys.path[:0] = {sys.path!r}
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import find_files, pieces
+from ats_jax.data.text.source import find_files, read_pieces
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = Report(strict=False)
 (file,) = find_files({str(tmp_path / name)!r}, report)
-size = sum(len(p.text) for p in pieces(file, "text", report))
+size = sum(len(p.text) for p in read_pieces(file, "text", report))
 print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     began = time.monotonic()
