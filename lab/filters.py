@@ -29,9 +29,9 @@ import numpy as np
 from absl import app, flags, logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
-from ats_jax.data.filters.duplicates import NUM_HASHES, same, similar
+from ats_jax.data.filters.duplicates import NUM_HASHES, group_equal, group_similar
 from ats_jax.data.filters.rules import make_rule
 from ats_jax.data.filters.sift import filter_stages, sift
 from ats_jax.data.text.report import Report
@@ -223,7 +223,7 @@ def dropped(texts: list[str], filters: str) -> np.ndarray:
     cfg = DataConfig(paths=str(path), filters=filters, cache_dir=f"{folder}/cache")
     files = find_files(cfg.paths, Report(strict=True))
     fingerprint = content_fingerprint(files, Path(folder))
-    return sift(cfg, files, fingerprint, How(0)).folder.array("verdict") > 0
+    return sift(cfg, files, fingerprint, TokeniseOptions(0)).folder.array("verdict") > 0
 
 
 def measure(
@@ -305,8 +305,8 @@ def memory(count: int = 1_000_000) -> None:
     found = np.memmap(path, np.uint32, "r").reshape(-1, NUM_HASHES)
     exact = np.stack([source, source], 1).astype(np.uint64)
     for name, compare in (
-      ("exact", lambda: same(exact, keys)),
-      ("near", lambda: similar(found, np.arange(count), keys, 0.8)),
+      ("exact", lambda: group_equal(exact, keys)),
+      ("near", lambda: group_similar(found, np.arange(count), keys, 0.8)),
     ):
       tracemalloc.start()
       began = time.monotonic()

@@ -118,7 +118,7 @@ def ours(folder: Path, tokens: np.ndarray, out: Path) -> None:
   from flax import nnx
 
   from ats_jax.bridge.convert import config_of, load_model
-  from ats_jax.bridge.folder import open_source
+  from ats_jax.bridge.folder import open_model_folder
   from ats_jax.bridge.parity import our_logits
   from ats_jax.checkpoint import abstract_like
   from ats_jax.config.build import resolve
@@ -127,7 +127,7 @@ def ours(folder: Path, tokens: np.ndarray, out: Path) -> None:
   from ats_jax.model.numerics import numerics
   from ats_jax.sharding.mesh import make_mesh
 
-  source = open_source(folder)
+  source = open_model_folder(folder)
   cfg = resolve(config_of(source, tokenizer="bytes"), 0)
   with jax.set_mesh(make_mesh(cfg)):
     build = lambda key: Decoder(cfg, numerics(cfg), nnx.Rngs(params=key))

@@ -16,7 +16,7 @@ import jax
 from absl import flags, logging
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import kernels
+from ats_jax.ops import implementations
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.requirements import this_device
 from ats_jax.sharding.rules import MESH_AXES
@@ -81,7 +81,7 @@ def measure_case(case: Case, *, check_only: bool, with_torch: bool) -> Iterator[
 def variants(case: Case, pass_name: str) -> list[tuple[str, Kernels]]:
   """What can run in the slots of a pass: XLA's, then each kernel with its tuned tiles."""
   device, found = this_device(), [("xla", XLA)]
-  for kernel in kernels.OPS[case.op].kernels:
+  for kernel in implementations.OPS[case.op].kernels:
     slots = [s for s in case.passes[pass_name].slots if s in kernel.where]
     if slots and not kernel.obstacle(ANY_RUN, device):
       names = tuple((f"{case.op}.{s}", kernel.name) for s in slots)
@@ -200,8 +200,9 @@ def main(argv: list[str]) -> int:
   del argv
   # torch wants memory on the same GPU.
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")
-  if unknown := sorted(set(_ONLY.value) - set(kernels.OPS)):
-    raise ValueError(f"--only={','.join(unknown)}: there is no such op; {', '.join(kernels.OPS)}.")
+  if unknown := sorted(set(_ONLY.value) - set(implementations.OPS)):
+    known = ", ".join(implementations.OPS)
+    raise ValueError(f"--only={','.join(unknown)}: there is no such op; {known}.")
   files = (cases, attention_cases)
   known = [c for f in files for c in (f.toy_cases() if _TOY.value else f.real_cases())]
   asked = [c for c in known if not _ONLY.value or c.op in _ONLY.value]

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from ats_jax.cluster import runtime
 from ats_jax.config import from_config_dict
-from ats_jax.ops.kernels import OPS
+from ats_jax.ops.implementations import OPS
 from ats_jax.verbs import cli
 from lab.runs import Changes, markdown, run
 

@@ -29,8 +29,8 @@ from ats_jax.pytorch import weights
 from ats_jax.pytorch.decoder import Decoder
 from ats_jax.pytorch.training import device as devices
 from ats_jax.pytorch.training.device import LossScale
-from ats_jax.pytorch.training.state import optimizer_of, shared, to_torch
-from ats_jax.pytorch.training.step import Trainer, on
+from ats_jax.pytorch.training.state import optimizer_of, shared_tensors, to_torch
+from ats_jax.pytorch.training.step import Trainer, batch_on
 from ats_jax.sharding.mesh import make_mesh, to_global
 from ats_jax.step.program import make_program
 from lab.runs import markdown
@@ -68,7 +68,7 @@ def make_config(size: str, dtype: str) -> Config:
 
 def compare(size: str) -> Iterator[list[str]]:
   """Rows of the table for one size."""
-  where = devices.find(_DEVICE.value)
+  where = devices.find_device(_DEVICE.value)
   dtype = "bfloat16" if where.type == "cuda" else "float32"
   cfg = make_config(size, dtype)
   mesh = make_mesh(cfg, jax.devices()[:1])
@@ -126,14 +126,14 @@ def torch_step(cfg, state, abstract, rows, where, compiled: bool) -> Callable[[]
   to_torch(cfg, state, model, optimizer)
   if compiled:
     model.compile()
-  trainer, batch, number = Trainer(cfg, model, optimizer, LossScale()), on(where, rows), -1
+  trainer, batch, number = Trainer(cfg, model, optimizer, LossScale()), batch_on(where, rows), -1
 
   def step() -> float:
     nonlocal number
     number += 1
     made = trainer.update(number, batch)
     devices.synchronize(where)
-    return float(made.found.sums.cross_entropy / made.whole.counted)
+    return float(made.result.sums.cross_entropy / made.totals.counted)
 
   return step
 
@@ -141,7 +141,7 @@ def torch_step(cfg, state, abstract, rows, where, compiled: bool) -> Callable[[]
 def check_pointers(cfg: Config, model, where) -> None:
   """PyTorch's weights at the addresses of JAX's."""
   theirs = Decoder(cfg).to(where)
-  tensors = shared(cfg, model)
+  tensors = shared_tensors(cfg, model)
   weights.put(theirs, tensors, share=True)
   held = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(model)}
   wrong = [

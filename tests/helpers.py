@@ -14,7 +14,7 @@ from ats_jax.config.build import resolve
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import numerics
-from ats_jax.ops.kernels import OPS
+from ats_jax.ops.implementations import OPS
 from ats_jax.ops.registry import Kernels
 from ats_jax.sharding.rules import MESH_AXES
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ats_jax.bridge.config_report import ConfigReport, Entry
+from ats_jax.bridge.config_report import ConfigReport, FieldReport
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.families.common import HeadDim, KVHeads, Rope, gemma, sizes
+from ats_jax.bridge.families.common import HeadDim, KVHeads, RopeFields, gemma_fields, size_fields
 from ats_jax.bridge.family import (
   CARRIED,
   WRITTEN,
-  Always,
-  Field,
   FieldRow,
-  Only,
+  FixedField,
+  ImpliedSettings,
+  SettingField,
   contradiction,
   read_row,
 )
@@ -28,19 +28,19 @@ from ats_jax.config.schema import Config
 
 # Of Gemma 1 the config can be read; its weights cannot.
 _GEMMA: tuple[FieldRow, ...] = (
-  *sizes(eps=1e-6, tied=True),
+  *size_fields(eps=1e-6, tied=True),
   KVHeads(16),
   HeadDim(256),
-  Rope(),
-  *gemma(),
-  Always((("model.post_norms", False),)),
+  RopeFields(),
+  *gemma_fields(),
+  ImpliedSettings((("model.post_norms", False),)),
 )
 TABLES = {**{kind: family.fields for kind, family in FAMILIES.items()}, "gemma": _GEMMA}
 LONGEST_ROW = 4096  # what data.seq_len is set to where a model has more positions
 # Fields that change training alone, which an import of weights carries along unread.
 _OF_TRAINING = (
-  Field("initializer_range", "model.init_std", 0.02, null=0.02),
-  Only("attention_dropout", 0.0),
+  SettingField("initializer_range", "model.init_std", 0.02, null=0.02),
+  FixedField("attention_dropout", 0.0),
 )
 
 
@@ -123,7 +123,7 @@ def _take(report: ConfigReport, row: FieldRow) -> Mapping[str, Any]:
   elif not refused:
     usual = {name: default_of(name, all_settings()[name][0].field) for name in ours}
     report.defaults += [
-      Entry(row.keys[0], None, f"{name} = {value!r} (ours: {usual[name]!r})")
+      FieldReport(row.keys[0], None, f"{name} = {value!r} (ours: {usual[name]!r})")
       for name, value in ours.items()
       if value != usual[name]
     ]
@@ -158,11 +158,11 @@ def _balance(report: ConfigReport, kind: str) -> None:
   if kind.startswith("deepseek"):
     by_row = report.get("seq_aux", True)
     loss = "moe.sequence_aux_loss" if by_row else "moe.aux_loss"
-    _take(report, Field("aux_loss_alpha", loss, usual, null=usual))
+    _take(report, SettingField("aux_loss_alpha", loss, usual, null=usual))
     report.settings |= {"moe.aux_loss": 0.0} if by_row else {}
     report.ignore("with aux_loss_alpha", "seq_aux")
   else:
-    _take(report, Field("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
+    _take(report, SettingField("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
   values = {
     name: known[0].field.default for name, known in all_settings().items()
   } | report.settings
@@ -196,7 +196,7 @@ def _run(report: ConfigReport, path: Path) -> None:
     )
 
 
-def source(report: ConfigReport, file: str, target: str) -> str:
+def config_file_text(report: ConfigReport, file: str, target: str) -> str:
   """The text of a config file of ours, with the settings of a report.
 
   `file` is the config.json as the user named it, `target` where the text will be written.

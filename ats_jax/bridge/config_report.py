@@ -8,11 +8,13 @@ WIDEST = 60  # characters of a field's value that the table shows
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-  """One field and what became of it.
+class FieldReport:
+  """One field of a config.json, and its translation.
 
   Attributes:
-    text: the setting that it became with its value, or why there is none.
+    name: key of the field.
+    value: its value in the file.
+    text: the setting that the field became, with its value; or why it became none.
   """
 
   name: str
@@ -29,23 +31,23 @@ class ConfigReport:
   """A `config.json` with the settings that were read from it; it accounts for each field once.
 
   Attributes:
-    kind: what file it is, for the user.
+    kind: kind of the file, in words for the user.
     values: the fields of the file.
-    settings: of ours, by dotted name.
+    settings: settings of this program, by dotted name.
     taken: fields that became settings.
     same: fields whose value is what this program does anyway, or that do not bear on training.
     missing: fields that are not supported or not understood.
     defaults: what the file leaves out, where the default of `transformers` differs from ours.
-    notes: what to know before training.
+    notes: sentences that the user should know before training.
   """
 
   kind: str
   values: Mapping[str, Any]
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-  taken: list[Entry] = dataclasses.field(default_factory=list)
-  same: list[Entry] = dataclasses.field(default_factory=list)
-  missing: list[Entry] = dataclasses.field(default_factory=list)
-  defaults: list[Entry] = dataclasses.field(default_factory=list)
+  taken: list[FieldReport] = dataclasses.field(default_factory=list)
+  same: list[FieldReport] = dataclasses.field(default_factory=list)
+  missing: list[FieldReport] = dataclasses.field(default_factory=list)
+  defaults: list[FieldReport] = dataclasses.field(default_factory=list)
   notes: list[str] = dataclasses.field(default_factory=list)
 
   def get(self, name: str, default: Any = None) -> Any:
@@ -69,23 +71,23 @@ class ConfigReport:
     self.settings |= settings
     text = ", ".join(f"{setting} = {value!r}" for setting, value in settings.items())
     text += f"{': ' if text and why else ''}{why}"
-    self.taken.append(Entry(name, self.values.get(name), text))
+    self.taken.append(FieldReport(name, self.values.get(name), text))
 
   def ignore(self, why: str, *names: str) -> None:
     """Account for those of `names` in the file that need no setting and have no entry yet."""
     new = self.values.keys() & set(names) - self._accounted()
-    self.same += [Entry(name, self.values[name], why) for name in names if name in new]
+    self.same += [FieldReport(name, self.values[name], why) for name in names if name in new]
 
   def lack(self, name: str, why: str) -> None:
     """Account for a field that is understood and has no counterpart here."""
-    self.missing.append(Entry(name, self.values.get(name), why))
+    self.missing.append(FieldReport(name, self.values.get(name), why))
 
   def finish(self) -> "ConfigReport":
     """List every field without an entry as not understood."""
     accounted = self._accounted()
     for name, value in self.values.items():
       if name not in accounted:
-        self.missing.append(Entry(name, value, "not understood"))
+        self.missing.append(FieldReport(name, value, "not understood"))
     return self
 
   def table(self) -> str:

@@ -13,12 +13,18 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from ats_jax.bridge.family import Item, items, names, to_ours
-from ats_jax.bridge.folder import TOKENIZERS, Source, copy_companions, open_source, tokenizer_in
+from ats_jax.bridge.family import Item, match_weights, shorten_names, to_ours
+from ats_jax.bridge.folder import (
+  TOKENIZERS,
+  ModelFolder,
+  copy_companions,
+  open_model_folder,
+  tokenizer_in,
+)
 from ats_jax.checkpoint import deferred, layout, stream, workdir
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
-from ats_jax.data.tokens.file import extends, save_tokenizer
+from ats_jax.data.tokens.file import has_same_ids, save_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.layout import stacks
@@ -26,18 +32,21 @@ from ats_jax.model.numerics import numerics
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.store.paths import Path
 
-COMPANIONS, DTYPE, ASIDE = "huggingface", "dtype.json", "aside.json"  # in a workdir
+# Of an import in a workdir.
+COMPANIONS = "huggingface"  # folder of the files that stand beside the weights
+DTYPE = "dtype.json"  # dtype of the weights in the folder
+ASIDE = "aside.json"  # names of tensors that were left out
 ROOT = "model"
 # In which of our dtypes a file's are kept: it holds all their values.
 KEPT_IN = {"BF16": "bfloat16", "F32": "float32", "F16": "float32"}
 
 
-def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> Config:
+def config_of(source: ModelFolder, *, param_dtype: str = "", tokenizer: str = "") -> Config:
   """The config of a folder's model; what does not concern the model is at its default.
 
   Args:
     source: the folder.
-    param_dtype: of its weights; "" = as `KEPT_IN`.
+    param_dtype: dtype of the weights; "" = that of the folder, by `KEPT_IN`.
     tokenizer: "bytes" or the file of one; "" = that of the folder.
 
   Raises:
@@ -49,29 +58,31 @@ def config_of(source: Source, *, param_dtype: str = "", tokenizer: str = "") -> 
       f"{source.folder} holds no {' or '.join(TOKENIZERS)}. Say which one reads its tokens: "
       "--tokenizer=FILE, or --tokenizer=bytes."
     )
-  kept = KEPT_IN.get(source.dtype, "float32")  # `Source.check` refuses files of other dtypes
+  stored_dtype = KEPT_IN.get(
+    source.dtype, "float32"
+  )  # `Source.check` refuses files of other dtypes
   changes = {
     "data.tokenizer": tokenizer or str(own),
-    "precision.param_dtype": param_dtype or kept,
+    "precision.param_dtype": param_dtype or stored_dtype,
     "precision.compute_dtype": "float32" if source.dtype == "F32" else "bfloat16",
   }
   return with_settings(Config(), {**changes, **source.settings})
 
 
-def tokenizer_of(cfg: Config, source: Source) -> Tokenizer:
+def tokenizer_of(cfg: Config, source: ModelFolder) -> Tokenizer:
   """The tokenizer of a folder's config.
 
   Raises:
     ValueError: if it is not lossless, or has more tokens than the model.
   """
-  found = build_tokenizer(cfg.data, lambda: [])
-  if found.vocab_size > cfg.model.vocab_size:
+  tokenizer = build_tokenizer(cfg.data, lambda: [])
+  if tokenizer.vocab_size > cfg.model.vocab_size:
     raise ValueError(
-      f"{cfg.data.tokenizer} has {found.vocab_size} tokens, with those for the ends of documents "
-      f"and for padding; vocab_size is {cfg.model.vocab_size} in {source.folder}. They "
+      f"{cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, with those for the ends of "
+      f"documents and for padding; vocab_size is {cfg.model.vocab_size} in {source.folder}. They "
       "belong to different models, or --tokenizer must name another one."
     )
-  return found
+  return tokenizer
 
 
 def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> None:
@@ -87,31 +98,31 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
     )
     return
   theirs = build_tokenizer(dataclasses.replace(cfg.data, tokenizer=str(path)), lambda: [])
-  if not extends(own, theirs):
+  if not has_same_ids(own, theirs):
     raise ValueError(
       f"{folder}: its tokenizer is not the one of this run, so its weights would read other "
       f"tokens. Use its own, --config.data.tokenizer={path}."
     )
 
 
-def abstract_parts(cfg: Config) -> dict[str, layout.Part]:
+def abstract_parts(cfg: Config) -> dict[str, layout.StoredArray]:
   """The arrays of a resolved config's model by name, as shapes; no device is used."""
   num = numerics(cfg)
   with on_mesh(cfg, make_mesh(cfg)):
     build = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
     model = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
-  return layout.named_parts(model, stacks=stacks(cfg))
+  return layout.named_arrays(model, stacks=stacks(cfg))
 
 
-def plan(source: Source, cfg: Config, parts: Mapping[str, layout.Part]) -> list[Item]:
+def plan(source: ModelFolder, cfg: Config, parts: Mapping[str, layout.StoredArray]) -> list[Item]:
   """What to read for each of our arrays.
 
   Raises:
     ValueError: naming the setting or tensor that does not fit.
   """
-  found = items(source.family, {name: part.shape for name, part in parts.items()})
-  source.check(cfg, found)
-  return found
+  planned = match_weights(source.family, {name: part.shape for name, part in parts.items()})
+  source.check(cfg, planned)
+  return planned
 
 
 def import_folder(
@@ -120,10 +131,10 @@ def import_folder(
   """Make a workdir with checkpoint 0 of a folder's weights; after a kill the same call goes on.
 
   Args:
-    folder: of Hugging Face's.
+    folder: a Hugging Face folder.
     target: the workdir.
-    param_dtype: see `config_of`.
-    tokenizer: likewise.
+    param_dtype: dtype of the weights, as of `config_of`.
+    tokenizer: path of the tokenizer, as of `config_of`.
 
   Returns:
     `family`, `parameters`, `bytes`, `resumed`: arrays that an earlier call had written, and
@@ -132,10 +143,10 @@ def import_folder(
   Raises:
     ValueError: for a folder that this program cannot follow, or a workdir that is somebody's.
   """
-  source = open_source(folder)
+  source = open_model_folder(folder)
   cfg = config_of(source, param_dtype=param_dtype, tokenizer=tokenizer)
-  words = tokenizer_of(cfg, source)
-  resolved = resolve(cfg, words.vocab_size)
+  our_tokenizer = tokenizer_of(cfg, source)
+  resolved = resolve(cfg, our_tokenizer.vocab_size)
   parts = abstract_parts(resolved)
   planned = plan(source, resolved, parts)
   read = lambda name: source.tensors[name].read()
@@ -149,7 +160,7 @@ def import_folder(
     checkpoints = target / workdir.CHECKPOINTS
     if any(checkpoints.glob("[0-9]*")):
       raise ValueError(f"{target} holds checkpoints already. Use another --workdir.")
-    save_tokenizer(words, target / workdir.TOKENIZER)
+    save_tokenizer(our_tokenizer, target / workdir.TOKENIZER)
     copy_companions(source.folder, target / COMPANIONS)
     workdir.write_json(target / COMPANIONS / DTYPE, source.dtype)
     if source.aside:
@@ -166,7 +177,7 @@ def import_folder(
   }
 
 
-def load_model(source: Source, cfg: Config, abstract: Any) -> Any:
+def load_model(source: ModelFolder, cfg: Config, abstract: Any) -> Any:
   """A folder's weights straight into a (sharded) model, a layer at a time.
 
   Args:
@@ -180,9 +191,9 @@ def load_model(source: Source, cfg: Config, abstract: Any) -> Any:
   if source.aside:
     logging.warning(
       "%s: left aside, as no model here has them: %d tensors, %s",
-      source.folder, len(source.aside), names(source.aside),
+      source.folder, len(source.aside), shorten_names(source.aside),
     )  # fmt: skip
-  parts = layout.named_parts(abstract, stacks=stacks(cfg))
+  parts = layout.named_arrays(abstract, stacks=stacks(cfg))
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)
   for item in plan(source, cfg, parts):

@@ -17,9 +17,9 @@ from ats_jax.bridge.families import FAMILIES, KNOWN, own
 from ats_jax.bridge.family import (
   Family,
   Item,
-  Row,
+  WeightRow,
   architecture,
-  items,
+  match_weights,
   to_theirs,
   together,
 )
@@ -86,11 +86,11 @@ def _not_in(family: Family, cfg: Config) -> list[str]:
     return [str(e)]
   wanted = architecture(cfg)
   bare = dataclasses.replace(cfg, model=type(cfg.model)(), moe=type(cfg.moe)())
-  found = architecture_of(back, bare)
+  imported = architecture_of(back, bare)
   return [
-    f"{name}={value} (would be {found.get(name)!r})"
+    f"{name}={value} (would be {imported.get(name)!r})"
     for name, value in wanted.items()
-    if found.get(name) != value
+    if imported.get(name) != value
   ]
 
 
@@ -124,10 +124,12 @@ def export(
     raise ValueError(f"{target} exists. Remove it or choose another folder.")
   checkpoints = source / workdir.CHECKPOINTS
   run = workdir.load_identity(source)
-  chosen, _ = reader.choose(checkpoints, int(step) if step.isdecimal() else step, run)
+  chosen, _ = reader.choose_checkpoint(checkpoints, int(step) if step.isdecimal() else step, run)
   extra = reader.load_extra(checkpoints, chosen, run)
-  words = load_tokenizer(source / workdir.TOKENIZER)
-  cfg = resolve(with_changes(workdir.load_config(source), extra.get(CHANGES, {})), words.vocab_size)
+  tokenizer = load_tokenizer(source / workdir.TOKENIZER)
+  cfg = resolve(
+    with_changes(workdir.load_config(source), extra.get(CHANGES, {})), tokenizer.vocab_size
+  )
   companions = source / COMPANIONS
   imported = carried_fields(companions)
   table = choose_family(cfg, family).fitted(flatten(cfg))
@@ -137,7 +139,7 @@ def export(
     )
   theirs = DTYPES[WORDS[dtype] if dtype else _own_dtype(companions, cfg)]
   part = "ema" if cfg.optimizer.ema_decay else ROOT
-  planned = items(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
+  planned = match_weights(table, {n: p.shape for n, p in abstract_parts(cfg).items()})
   shards = _shards(planned, theirs, shard_bytes)
   unfinished = target.with_name(target.name + ".unfinished")
   manifest = integrity.read_manifest(checkpoints / str(chosen))
@@ -147,16 +149,16 @@ def export(
   resumed = _write(unfinished, shards, arrays)
   copy_companions(companions, unfinished)
   if tokenizer_in(companions) is None:
-    for name, content in files_of(words).items():
+    for name, content in files_of(tokenizer).items():
       if not (unfinished / name).exists():
         (unfinished / name).write_bytes(content)
   for name, text in table.files().items():
     (unfinished / name).write_text(text, encoding="utf-8")
   fields = {
     "max_position_embeddings": cfg.data.seq_len,
-    "bos_token_id": words.bos_id,
-    "eos_token_id": words.eos_id,
-    "pad_token_id": words.pad_id,
+    "bos_token_id": tokenizer.bos_id,
+    "eos_token_id": tokenizer.eos_id,
+    "pad_token_id": tokenizer.pad_id,
     **imported,
     **table.write(cfg),
     "torch_dtype": str(theirs),
@@ -190,7 +192,7 @@ def _shards(planned: list[Item], dtype: np.dtype, most: int) -> dict[str, list[S
   size = 0
   for item, *_ in together(planned):
     for name in item.theirs:
-      is_wide = isinstance(item.row, Row) and item.row.wide
+      is_wide = isinstance(item.row, WeightRow) and item.row.wide
       slot = Slot(name, DTYPES["F32"] if is_wide else dtype, item.their_shape)
       if cut[-1] and size + slot.nbytes > most:
         cut.append([])

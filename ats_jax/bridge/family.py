@@ -1,4 +1,4 @@
-"""What a family's table is made of: rows for weights, rows for the fields of config.json."""
+"""The rows of a family's tables: for its weights, and for the fields of its config.json."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
 from ats_jax.config.names import all_settings, flatten
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 
 Values = Mapping[str, Any]
 EXPERT = "{expert}"
@@ -19,15 +19,15 @@ _NEEDED = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-  """One of our arrays and where its values are in their files.
+class WeightRow:
+  """One of our arrays, and the tensors of a Hugging Face folder that hold its values.
 
   Attributes:
-    ours: path in the model by layer, e.g. "layers/{layer}/attn/q".
-    theirs: name of the tensor, or of one for each {expert} along our first dimension. Rows of
-      several arrays in one tensor stand together.
-    transform: between the two; with {expert}, of one expert's.
-    wide: theirs is in float32, whatever the others are in.
+    ours: path of the array in the model, by layer, e.g. "layers/{layer}/attn/q".
+    theirs: name of their tensor. With {expert} there is one for each index of our first dimension.
+      Rows of several arrays that share a tensor stand next to each other in the table.
+    transform: the bijection between the two arrays; with {expert}, between those of one expert.
+    wide: whether their tensor is in float32, whatever dtype the others have.
   """
 
   ours: str
@@ -36,19 +36,19 @@ class Row:
   wide: bool = False
 
   def names(self, tensor: str) -> bool:
-    """Whether a tensor is one of these."""
+    """Whether the tensor of this name belongs to the row."""
     pattern = re.escape(self.theirs).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
     return re.fullmatch(pattern, tensor) is not None
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
-  """One of our arrays that they do not have.
+class OwnWeight:
+  """One of our arrays for which a Hugging Face model has no tensor.
 
   Attributes:
-    ours: path in the model by layer.
-    value: what it is after an import, by its shape.
-    needed: an export is refused if it is anything else.
+    ours: path of the array in the model, by layer.
+    value: maps its shape to its value after an import.
+    needed: whether an export is refused if the array has another value.
   """
 
   ours: str
@@ -57,35 +57,36 @@ class Own:
 
 
 class FieldRow(Protocol):
-  """A row of the table of config fields."""
+  """A row of a family's table of fields: some fields of config.json, and the settings they mean."""
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """Those of config.json that it speaks for."""
+    """The fields of config.json that this row reads and writes."""
     ...
 
   def read(self, theirs: Values) -> Values:
-    """Our settings, by dotted name.
+    """Return our settings for a config.json, by dotted name.
 
     Raises:
-      ValueError: if the field says something that this program has not.
+      ValueError: if a field has a value that this program does not support.
     """
     ...
 
   def write(self, cfg: Config) -> Values:
-    """Their fields for a resolved config."""
+    """Return the fields of config.json for a resolved config."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
-  """A field that is one of our settings.
+class SettingField:
+  """A field of config.json that is one of our settings, with the same value.
 
   Attributes:
     theirs: key in config.json.
-    ours: dotted name.
-    default: what a missing field means to `transformers`; without one, it must be there.
-    null: what null means in our setting; without one, it is an error.
+    ours: dotted name of the setting.
+    default: the value that `transformers` uses if the field is missing; without a default that is
+      an error.
+    null: the value of the setting that null stands for; without one, null is an error.
   """
 
   theirs: str
@@ -95,11 +96,11 @@ class Field:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """See `FieldRow`."""
+    """The fields of config.json that this row reads and writes."""
     return (self.theirs,)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     value = theirs.get(self.theirs, self.default)
     if value is None:
       value = self.null
@@ -111,19 +112,19 @@ class Field:
     return {self.ours: value}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     value = flatten(cfg)[self.ours]
     return {self.theirs: None if self.null is not _NEEDED and value == self.null else value}
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
-  """A field of which this program knows one value: an import with another is refused.
+class FixedField:
+  """A field of which this program supports one value only; another one is refused.
 
   Attributes:
     theirs: key in config.json.
-    value: the one; also what a missing field means.
-    ours: settings that it stands for.
+    value: the supported value, which a missing field means too.
+    ours: settings that the value stands for, by dotted name.
   """
 
   theirs: str
@@ -132,38 +133,43 @@ class Only:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """See `FieldRow`."""
+    """The fields of config.json that this row reads and writes."""
     return (self.theirs,)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
-    found = theirs.get(self.theirs, self.value)
-    if found != self.value and (found or self.value):  # null and false are one
+    """Return our settings for a config.json, by dotted name."""
+    value = theirs.get(self.theirs, self.value)
+    if value != self.value and (value or self.value):  # null and false are one
       raise ValueError(
-        f"{self.theirs} is {found!r} in config.json, and this program has only {self.value!r}."
+        f"{self.theirs} is {value!r} in config.json, and this program has only {self.value!r}."
       )
     return dict(self.ours)
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {self.theirs: self.value}
 
 
 @dataclasses.dataclass(frozen=True)
-class Always:
-  """Settings of ours that a family has without a field that says so."""
+class ImpliedSettings:
+  """Settings that all models of a family have, without a field of config.json that says so.
+
+  Attributes:
+    ours: values of the settings, by dotted name.
+    keys: fields of config.json, as of `FieldRow`: none.
+  """
 
   ours: tuple[tuple[str, Any], ...]
   keys: tuple[str, ...] = ()
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     del theirs
     return dict(self.ours)
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {}
 
@@ -230,23 +236,23 @@ class Family:
   Attributes:
     name: in messages and documents.
     model_type: in config.json.
-    architecture: likewise.
+    architecture: the class of the model, the `architectures` of config.json.
     rows: every array of ours is in exactly one.
     fields: every field of config.json that says what is computed.
     ignored: patterns of tensors that hold nothing of their own.
     fitted_rows: rows that depend on a model's settings.
     aside: pattern of the tensors that no model here has, for a config.json; an import leaves them
       and says so.
-    files: what an export writes beside the weights, by name.
+    files: returns further files of an export, by name.
   """
 
   name: str
   model_type: str
   architecture: str
-  rows: tuple[Row | Own, ...]
+  rows: tuple[WeightRow | OwnWeight, ...]
   fields: tuple[FieldRow, ...]
   ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
-  fitted_rows: Callable[[Values], tuple[Row, ...]] = lambda _: ()
+  fitted_rows: Callable[[Values], tuple[WeightRow, ...]] = lambda _: ()
   aside: Callable[[Values], str] = lambda _: ""
   files: Callable[[], Mapping[str, str]] = lambda: {}
 
@@ -312,13 +318,15 @@ def architecture(cfg: Config) -> dict[str, Any]:
   flat = flatten(cfg)
   sections = {"model"} | ({"moe"} if cfg.moe.num_experts else set())
   sections |= {"mod"} if cfg.mod.routing != "none" else set()
-  kept = {n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING}
-  kept |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
+  decisive = {
+    n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING
+  }
+  decisive |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
   if cfg.moe.num_experts:
-    kept["moe.renormalize"] = cfg.moe.renormalize and cfg.moe.top_k > 1
+    decisive["moe.renormalize"] = cfg.moe.renormalize and cfg.moe.top_k > 1
     if all(kind.moe for kind in layer_kinds(cfg)):
-      kept.pop("model.d_ff")
-  return kept
+      decisive.pop("model.d_ff")
+  return decisive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,32 +334,32 @@ class Item:
   """One of our arrays in a given model, and the tensors that it is.
 
   Attributes:
-    ours: its name in a checkpoint, without the root.
-    shape: of ours.
-    row: what joins the two.
-    theirs: names of the tensors; none for an `Own`.
-    their_shape: of each of them.
+    ours: name of our array in a checkpoint, without the root.
+    shape: shape of our array.
+    row: the row of the table that joins the two.
+    theirs: names of the tensors; none for an `OwnWeight`.
+    their_shape: shape of each of their tensors.
   """
 
   ours: str
   shape: Shape
-  row: Row | Own
+  row: WeightRow | OwnWeight
   theirs: tuple[str, ...]
   their_shape: Shape
 
 
-def items(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
+def match_weights(family: Family, shapes: Mapping[str, Shape]) -> list[Item]:
   """The plan for a model: an item for each of our arrays, layer by layer, in the order of rows.
 
   Args:
     family: whose tables.
-    shapes: of our arrays, by name.
+    shapes: shapes of our arrays, by name.
 
   Raises:
     ValueError: if one of them is in no row.
   """
-  found = [_item(family, name, shape) for name, shape in shapes.items()]
-  return sorted(found, key=lambda item: (_place(item.ours), family.rows.index(item.row)))
+  planned = [_item(family, name, shape) for name, shape in shapes.items()]
+  return sorted(planned, key=lambda item: (_place(item.ours), family.rows.index(item.row)))
 
 
 def together(planned: Sequence[Item]) -> list[list[Item]]:
@@ -364,7 +372,7 @@ def _item(family: Family, name: str, shape: Shape) -> Item:
     match = re.fullmatch(row.ours.replace("{layer}", r"(\d+)"), name)
     if match is None or (EXPERT in getattr(row, "theirs", "") and len(shape) != 3):
       continue  # a dense layer's arrays have the names of experts' and a dimension less
-    if isinstance(row, Own):
+    if isinstance(row, OwnWeight):
       return Item(name, shape, row, (), ())
     theirs = row.theirs.replace("{layer}", match[1] if match.groups() else "")
     if EXPERT in theirs:
@@ -388,14 +396,14 @@ def to_theirs(
   """The tensors of our arrays, by name.
 
   Args:
-    group: of `together`.
+    group: items that share tensors, as `together` groups them.
     read: gives one of our arrays; one is in memory at a time.
 
   Raises:
     ValueError: if they have no such array and its value matters.
   """
   item, row = group[0], group[0].row
-  if isinstance(row, Own):
+  if isinstance(row, OwnWeight):
     array = read(item)
     if row.needed and not np.array_equal(array, row.value(item.shape).astype(array.dtype)):
       raise ValueError(
@@ -413,21 +421,21 @@ def to_theirs(
 
 
 def _joined(group: Sequence[Item], read: Callable[[Item], np.ndarray]) -> np.ndarray:
-  whole = None
+  theirs = None
   for item in group:
     array = read(item)
-    whole = np.empty(item.their_shape, array.dtype) if whole is None else whole
-    assert isinstance(item.row, Row) and isinstance(item.row.transform, Interleaved)
-    item.row.transform.put(array, whole)
+    theirs = np.empty(item.their_shape, array.dtype) if theirs is None else theirs
+    assert isinstance(item.row, WeightRow) and isinstance(item.row.transform, Interleaved)
+    item.row.transform.put(array, theirs)
     del array  # before the next one is read
-  assert whole is not None
-  return whole
+  assert theirs is not None
+  return theirs
 
 
 def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:
   """One of our arrays, in its own memory, of the tensors that it is; one of them at a time."""
   row = item.row
-  if isinstance(row, Own):
+  if isinstance(row, OwnWeight):
     return np.broadcast_to(row.value(item.shape), item.shape).astype(dtype)
   if EXPERT not in row.theirs:
     array = row.transform.to_ours(tensors(item.theirs[0]), item.shape)
@@ -438,7 +446,7 @@ def to_ours(item: Item, tensors: Callable[[str], np.ndarray], dtype: np.dtype) -
   return stack
 
 
-def names(sequence: Sequence[str], most: int = 4) -> str:
-  """Some names in a message."""
+def shorten_names(sequence: Sequence[str], most: int = 4) -> str:
+  """Return the first names of a sequence and how many more there are, for a message."""
   shown = ", ".join(sequence[:most])
   return f"{shown} and {len(sequence) - most} more" if len(sequence) > most else shown

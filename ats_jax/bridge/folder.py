@@ -13,7 +13,15 @@ import numpy as np
 
 from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import KNOWN
-from ats_jax.bridge.family import CARRIED, Family, Item, Row, Values, architecture, names
+from ats_jax.bridge.family import (
+  CARRIED,
+  Family,
+  Item,
+  Values,
+  WeightRow,
+  architecture,
+  shorten_names,
+)
 from ats_jax.bridge.safetensors_file import DTYPES, Stored, read_header
 from ats_jax.config.build import unchecked
 from ats_jax.config.names import to_dict
@@ -21,7 +29,9 @@ from ats_jax.config.schema import Config
 from ats_jax.config.tree import updated
 from ats_jax.store import paths
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"  # of weights in several files
+SINGLE = "model.safetensors"  # weights in one file
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that is there is taken
 # What an import keeps beside the weights and an export gives back.
 COMPANIONS = (
@@ -39,16 +49,16 @@ COMPANIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-  """A folder that can be imported.
+class ModelFolder:
+  """A Hugging Face folder whose model this program can import.
 
   Attributes:
-    folder: where it is.
-    family: whose tables it follows.
-    fields: of its config.json.
-    settings: ours for them, by dotted name.
-    tensors: by name.
-    aside: names of tensors that an import leaves where they are.
+    folder: its path.
+    family: the tables of names and fields that its model follows, with all rows of this model.
+    fields: the content of its config.json.
+    settings: the settings of this program that the fields stand for, by dotted name.
+    tensors: the weights to import, by their name in the folder; read when they are needed.
+    aside: names of the tensors that an import leaves out, as no model here has them.
   """
 
   folder: Path
@@ -64,10 +74,10 @@ class Source:
 
     But for those of rows that are always in float32.
     """
-    wide = [row for row in self.family.rows if isinstance(row, Row) and row.wide]
+    wide = [row for row in self.family.rows if isinstance(row, WeightRow) and row.wide]
     is_wide = lambda name: any(row.names(name) for row in wide)
-    found = {tensor.dtype for name, tensor in self.tensors.items() if not is_wide(name)}
-    return found.pop() if len(found) == 1 else "F32"
+    dtypes = {tensor.dtype for name, tensor in self.tensors.items() if not is_wide(name)}
+    return dtypes.pop() if len(dtypes) == 1 else "F32"
 
   @property
   def fingerprint(self) -> str:
@@ -83,7 +93,7 @@ class Source:
 
     Args:
       cfg: the resolved config of the model.
-      items: what it needs.
+      items: the arrays that it needs, with their tensors.
 
     Raises:
       ValueError: naming the setting or tensor that does not fit.
@@ -103,14 +113,14 @@ class Source:
     if missing := sorted(needed.keys() - self.tensors.keys()):
       raise ValueError(
         f"{self.folder} misses {len(missing)} tensors of a {self.family.name} model: "
-        f"{names(missing)}. Copy the folder again, with all its files."
+        f"{shorten_names(missing)}. Copy the folder again, with all its files."
       )
     is_ignored = lambda name: any(re.fullmatch(p, name) for p in self.family.ignored)
     extra = [n for n in sorted(self.tensors.keys() - needed.keys()) if not is_ignored(n)]
     if extra and not self._is_tied_copy(extra):
       raise ValueError(
         f"{self.folder} holds {len(extra)} tensors that a {self.family.name} model of its "
-        f"config.json has not: {names(extra)}."
+        f"config.json has not: {shorten_names(extra)}."
       )
     for name, item in needed.items():
       tensor = self.tensors[name]
@@ -144,8 +154,8 @@ def architecture_of(settings: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   return architecture(unchecked(updated(to_dict(cfg), of_model)))
 
 
-def is_source(folder: os.PathLike[str]) -> bool:
-  """Whether a folder is one of Hugging Face's, which are local, and no workdir."""
+def is_model_folder(folder: os.PathLike[str]) -> bool:
+  """Whether a local folder holds a Hugging Face model, by its config.json."""
   if paths.is_remote(folder):
     return False
   try:
@@ -155,12 +165,12 @@ def is_source(folder: os.PathLike[str]) -> bool:
   return isinstance(fields, dict) and "model_type" in fields
 
 
-def open_source(folder: os.PathLike[str]) -> Source:
-  """Read config.json and the headers of all files.
+def open_model_folder(folder: os.PathLike[str]) -> ModelFolder:
+  """Read config.json and the headers of all weight files, not the weights themselves.
 
   Raises:
-    ValueError: for a folder that is none, an unknown architecture, or files that are missing or
-      damaged; it names the file.
+    ValueError: for a folder that is no Hugging Face model, an unknown architecture, or files that
+      are missing or damaged; the message names the file.
   """
   folder = Path(folder)
   fields = _read_json(folder / CONFIG)
@@ -177,13 +187,13 @@ def open_source(folder: os.PathLike[str]) -> Source:
   tensors = _joined(_tensors(folder), fields)
   aside = tuple(n for n in sorted(tensors) if re.fullmatch(family.aside(fields), n))
   used = {name: tensor for name, tensor in tensors.items() if name not in set(aside)}
-  return Source(folder, family.fitted(settings), fields, settings, used, aside)
+  return ModelFolder(folder, family.fitted(settings), fields, settings, used, aside)
 
 
 def _joined(tensors: Mapping[str, Stored], fields: Values) -> Mapping[str, Stored]:
   """The tensors of a folder, those in another format each together with its scales."""
-  kept = fields.get("quantization_config") or {}
-  if kept.get("quant_method") == mxfp4.METHOD:
+  quantization = fields.get("quantization_config") or {}
+  if quantization.get("quant_method") == mxfp4.METHOD:
     return mxfp4.joined(tensors)
   return fp8_blocks.joined(tensors, fields)
 
@@ -211,28 +221,28 @@ def _tensors(folder: Path) -> dict[str, Stored]:
   else:
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
     hint = (
-      f" It has {names(pickles)}: pickles can run any program and are not read. Save the model "
-      "with safe_serialization=True first."
+      f" It has {shorten_names(pickles)}: pickles can run any program and are not read. Save the "
+      "model with safe_serialization=True first."
       if pickles
       else ""
     )
     raise ValueError(f"{folder} holds neither {INDEX} nor {SINGLE}.{hint}")
-  found: dict[str, Stored] = {}
+  all_tensors: dict[str, Stored] = {}
   for name in files:
     tensors = read_header(folder / name)
-    if twice := sorted(found.keys() & tensors.keys()):
+    if twice := sorted(all_tensors.keys() & tensors.keys()):
       raise ValueError(f"{folder}: tensor {twice[0]} is in {name} and in another file.")
-    found |= tensors
+    all_tensors |= tensors
   for tensor, file in by_name.items():
-    if tensor not in found or found[tensor].path.name != file:
+    if tensor not in all_tensors or all_tensors[tensor].path.name != file:
       raise ValueError(f"{folder}: {file} does not hold tensor {tensor}, as {INDEX} says.")
-  return found
+  return all_tensors
 
 
 def tokenizer_in(folder: os.PathLike[str]) -> paths.Path | None:
   """The tokenizer of a folder, if it holds one."""
-  found = (paths.parse(folder) / name for name in TOKENIZERS)
-  return next((path for path in found if path.is_file()), None)
+  candidates = (paths.parse(folder) / name for name in TOKENIZERS)
+  return next((path for path in candidates if path.is_file()), None)
 
 
 def copy_companions(source: os.PathLike[str], target: os.PathLike[str]) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from ats_jax.bridge.safetensors_file import Stored
 
-FORMAT, SCALES = "F8_E4M3", "_scale_inv"
+FORMAT = "F8_E4M3"  # dtype of the blocks in a file
+SCALES = "_scale_inv"  # suffix of the name of their scales
 KNOWN = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 
@@ -24,7 +25,7 @@ class Blocks:
 
   Attributes:
     values: in 8 bits.
-    scales: of the blocks.
+    scales: the scales of the blocks.
     block: rows and columns of one.
   """
 
@@ -67,7 +68,7 @@ def joined(tensors: Mapping[str, Stored], fields: Mapping[str, Any]) -> dict[str
 
   Args:
     tensors: by name.
-    fields: of config.json; `quantization_config` says how large a block is.
+    fields: fields of config.json; `quantization_config` has the size of a block.
 
   Raises:
     ValueError: for another format, or scales that do not fit their matrix; it names the tensor.
@@ -76,13 +77,13 @@ def joined(tensors: Mapping[str, Stored], fields: Mapping[str, Any]) -> dict[str
   if not config:
     return dict(tensors)
   block = _block(config)
-  found: dict[str, Stored] = {}
+  weights: dict[str, Stored] = {}
   for name, tensor in tensors.items():
     if name.endswith(SCALES) and name.removesuffix(SCALES) in tensors:
       continue
     scales = tensors.get(name + SCALES)
     if tensor.dtype != FORMAT or scales is None:
-      found[name] = tensor  # one in 8 bits without scales is refused where it is needed
+      weights[name] = tensor  # one in 8 bits without scales is refused where it is needed
       continue
     counts = tuple(math.ceil(size / by) for size, by in zip(tensor.shape, block, strict=False))
     if len(tensor.shape) != 2 or scales.shape != counts or scales.dtype != "F32":
@@ -90,8 +91,8 @@ def joined(tensors: Mapping[str, Stored], fields: Mapping[str, Any]) -> dict[str
         f"{scales.path}: tensor {name + SCALES} is {scales.dtype} {list(scales.shape)}, and "
         f"{name} {list(tensor.shape)} in blocks of {list(block)} needs F32 {list(counts)}."
       )
-    found[name] = Blocks(tensor, scales, block)
-  return found
+    weights[name] = Blocks(tensor, scales, block)
+  return weights
 
 
 def _block(config: Any) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.safetensors_file import DTYPES, Stored
 
 ARCHITECTURE = "llama"
@@ -36,8 +36,8 @@ def write(folder: Path, path: Path) -> int:
   """Write the file of a folder of the family `llama`, a tensor at a time.
 
   Args:
-    folder: of an export, in float32 or float16.
-    path: of the file.
+    folder: folder of an export in float32 or float16.
+    path: path of the file.
 
   Returns:
     How many tensors it has.
@@ -49,7 +49,7 @@ def write(folder: Path, path: Path) -> int:
     import gguf  # pyright: ignore[reportMissingImports]
   except ModuleNotFoundError as e:
     raise ValueError(f"--format=gguf needs {e.name}: pip install 'ats_jax[gguf]'.") from e
-  source = open_source(folder)
+  source = open_model_folder(folder)
   own = source.settings
   if source.family.model_type != ARCHITECTURE:
     raise ValueError(f"--format=gguf: {folder} is {source.family.name}, and only Llama is written.")

@@ -17,8 +17,8 @@ def is_name(folder: str | os.PathLike[str]) -> bool:
   return os.fspath(folder).startswith(SCHEME)
 
 
-def local(folder: str) -> str:
-  """A folder as it is; of a name on the Hub, the folder of its files on this machine.
+def local_folder(folder: str) -> str:
+  """Return the path of a folder; of a name on the Hub, that of its files on this machine.
 
   Files are kept in the cache of huggingface_hub (`HF_HOME`), which alone is asked where there is no
   network. Only what the weights' index names is
@@ -75,8 +75,8 @@ def _fetch(folder: str, name: str, revision: str, patterns: list[str]) -> Path:
   except errors.HFValidationError as e:
     raise ValueError(f"{folder} is no name on the Hub: {e}") from e
   except (errors.LocalEntryNotFoundError, unreachable) as e:
-    said = str(e).splitlines()[0]
+    message = str(e).splitlines()[0]
     raise OSError(
-      f"{folder}: the Hub does not answer, and the files are not all in the cache: {said} Try "
+      f"{folder}: the Hub does not answer, and the files are not all in the cache: {message} Try "
       "again: files that have come are kept."
     ) from e

@@ -14,7 +14,9 @@ from ats_jax.bridge.family import Values
 from ats_jax.bridge.safetensors_file import Stored
 from ats_jax.config.schema import Config
 
-METHOD, BLOCKS, SCALES = "mxfp4", "_blocks", "_scales"
+METHOD = "mxfp4"  # `quant_method` of a config.json
+BLOCKS = "_blocks"  # suffixes of the two tensors of a weight
+SCALES = "_scales"
 GROUP_BYTES = 16
 BIAS = 127  # of a scale's exponent
 MOST = 252  # 6 times a higher scale is more than bfloat16 holds; 255 stands for NaN
@@ -34,12 +36,14 @@ def dequantise(blocks_NGB: np.ndarray, scales_NG: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
-  """The matrices [E, D, N] that two tensors stand for: blocks [E, N, G, B] and scales [E, N, G].
+class Mxfp4Weight:
+  """A weight [E, D, N] of bfloat16 that a folder holds as two tensors in MXFP4.
+
+  It has the interface of `Stored`, so that the rest of an import does not know the format.
 
   Attributes:
-    blocks: two values a byte.
-    scales: exponents.
+    blocks: uint8 [E, N, G, B], two values a byte.
+    scales: uint8 [E, N, G], the exponent of each group.
   """
 
   blocks: Stored
@@ -47,30 +51,32 @@ class Packed:
 
   @property
   def path(self) -> Path:
-    """See `Stored`."""
+    """The file that holds the blocks."""
     return self.blocks.path
 
   @property
   def dtype(self) -> str:
-    """See `Stored`: it holds all values exactly."""
+    """The dtype of what `read` returns, which holds all values exactly."""
     return "BF16"
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """See `Stored`."""
+    """[experts, inputs, outputs], as `read` returns it."""
     experts, outputs, groups, _ = self.blocks.shape
     return experts, 2 * GROUP_BYTES * groups, outputs
 
   @property
   def nbytes(self) -> int:
-    """See `Stored`."""
+    """Bytes of both tensors in their files."""
     return self.blocks.nbytes + self.scales.nbytes
 
   def read(self) -> np.ndarray:
-    """See `Stored`; beside the result, one expert is in memory in float32.
+    """Read and dequantise both tensors into an array of bfloat16 [E, D, N].
+
+    Besides the result, one expert at a time is in memory in float32.
 
     Raises:
-      ValueError: if a scale is none of a weight.
+      ValueError: for a scale that no weight in MXFP4 has.
     """
     blocks_ENGB, scales_ENG = self.blocks.read(), self.scales.read()
     if (most := int(np.max(scales_ENG, initial=0))) > MOST:
@@ -84,30 +90,30 @@ class Packed:
 
 
 def joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-  """The tensors of a folder by name, a `Packed` in place of each pair of blocks and scales.
+  """The tensors of a folder by name, an `Mxfp4Weight` in place of each pair of blocks and scales.
 
   Raises:
     ValueError: naming a tensor that is missing or is none of a pair.
   """
-  found = dict(tensors)
+  weights = dict(tensors)
   for name in tensors:
     stem = name.removesuffix(BLOCKS)
     if stem == name:
       continue
-    blocks, scales = found.pop(name), found.pop(stem + SCALES, None)
+    blocks, scales = weights.pop(name), weights.pop(stem + SCALES, None)
     if scales is None:
       raise ValueError(f"{blocks.path} holds {name}, and no file holds {stem + SCALES}.")
-    for tensor, said in ((name, blocks), (stem + SCALES, scales)):
-      if said.dtype != "U8":
-        raise ValueError(f"{said.path}: tensor {tensor} is in {said.dtype}, MXFP4 is in U8.")
+    for tensor, stored in ((name, blocks), (stem + SCALES, scales)):
+      if stored.dtype != "U8":
+        raise ValueError(f"{stored.path}: tensor {tensor} is in {stored.dtype}, MXFP4 is in U8.")
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, GROUP_BYTES):
       raise ValueError(
         f"{blocks.path}: tensor {name} is {list(blocks.shape)}, and its scales are "
         f"{list(scales.shape)}; expected [experts, outputs, groups, {GROUP_BYTES}] and the same "
         "without the last."
       )
-    found[stem] = Packed(blocks, scales)
-  return found
+    weights[stem] = Mxfp4Weight(blocks, scales)
+  return weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +123,16 @@ class Quantised:
   keys: tuple[str, ...] = ("quantization_config",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
-    found = theirs.get("quantization_config")
-    if found and found.get("quant_method") != METHOD:
+    """Return our settings for a config.json, by dotted name."""
+    scheme = theirs.get("quantization_config")
+    if scheme and scheme.get("quant_method") != METHOD:
       raise ValueError(
-        f"quantization_config has quant_method {found.get('quant_method')!r} in config.json, and "
+        f"quantization_config has quant_method {scheme.get('quant_method')!r} in config.json, and "
         f"this program reads {METHOD!r}, or weights that are not quantised."
       )
     return {}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {}

@@ -16,7 +16,8 @@ from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.sharding.apply import num_shards, reshard
 
-ROWS, GREEDY = 2, 64
+ROWS = 2  # of random tokens that are compared
+GREEDY_TOKENS = 64  # that are continued greedily
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Parity:
     kl: largest Kullback-Leibler divergence of ours from theirs, over all tokens, in nats.
     std: of their logits: the smaller, the less the two above say.
     greedy: how many of the likeliest tokens, each put behind the ones before, are equal.
-    asked: of how many.
+    asked: number of tokens that were compared.
   """
 
   logits: float
@@ -77,12 +78,12 @@ def our_greedy(model: Decoder, rules: Pass, prompt_BT: np.ndarray, count: int) -
   batch, length = prompt_BT.shape
   cache = model.empty_cache(batch, length + count, rules, model.num.compute_dtype)
   at = np.broadcast_to(np.arange(length, dtype=np.int32), prompt_BT.shape)
-  tokens_BT, found = jnp.asarray(prompt_BT, jnp.int32), []
+  tokens_BT, new_tokens = jnp.asarray(prompt_BT, jnp.int32), []
   for number in range(count):
     token_B, cache = _next(model, tokens_BT, jnp.asarray(at), cache, rules=rules)
-    found.append(np.asarray(token_B))
+    new_tokens.append(np.asarray(token_B))
     tokens_BT, at = token_B[:, None], np.full((batch, 1), length + number, np.int32)
-  return np.stack(found, axis=1)
+  return np.stack(new_tokens, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="rules", donate_argnames="cache")
@@ -103,11 +104,11 @@ def compare(
 
   Args:
     model: ours.
-    rules: of evaluation.
-    folder: of Hugging Face's.
-    seq_len: of the random rows.
+    rules: rules of sparse layers in evaluation.
+    folder: a Hugging Face folder.
+    seq_len: positions in a random row.
     dtype: in which theirs computes.
-    seed: of the rows.
+    seed: seed of the random rows.
 
   Raises:
     ValueError: if torch, transformers or what that needs for the folder is not installed.
@@ -117,14 +118,14 @@ def compare(
     import transformers  # pyright: ignore[reportMissingImports]
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    kept = getattr(config, "quantization_config", None) or {}
+    quantization = getattr(config, "quantization_config", None) or {}
     plain = transformers.Mxfp4Config(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
       folder,
       dtype=getattr(torch, dtype),
       local_files_only=True,
       attn_implementation="eager",
-      **({"quantization_config": plain} if kept.get("quant_method") == "mxfp4" else {}),
+      **({"quantization_config": plain} if quantization.get("quant_method") == "mxfp4" else {}),
     ).eval()
   except ImportError as e:
     raise ValueError(
@@ -140,13 +141,13 @@ def compare(
     generated = theirs.generate(
       prompt,
       attention_mask=torch.ones_like(prompt),
-      max_new_tokens=GREEDY,
-      min_new_tokens=GREEDY,
+      max_new_tokens=GREEDY_TOKENS,
+      min_new_tokens=GREEDY_TOKENS,
       do_sample=False,
     )
   their_greedy = generated[:, prompt.shape[1] :].numpy()
   logits = our_logits(model, rules, tokens_BT)
-  greedy = our_greedy(model, rules, prompt.numpy(), GREEDY)
+  greedy = our_greedy(model, rules, prompt.numpy(), GREEDY_TOKENS)
   return Parity(
     logits=float(np.max(np.abs(logits - their_logits))),
     kl=float(np.max(divergence(their_logits, logits))),

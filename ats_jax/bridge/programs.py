@@ -20,7 +20,10 @@ from ats_jax.sharding.apply import reshard
 
 OPSETS = range(18, 24)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-WEIGHTS, PROGRAM, ABOUT = "weights.safetensors", "program.stablehlo", "program.json"
+# Files of an exported program.
+WEIGHTS = "weights.safetensors"
+PROGRAM = "program.stablehlo"
+ABOUT = "program.json"  # names and shapes of its arguments
 
 
 def stablehlo(
@@ -34,11 +37,11 @@ def stablehlo(
   Args:
     cfg: the run, resolved.
     model: on one device, of implementations in XLA.
-    rules: of evaluation.
+    rules: rules of sparse layers in evaluation.
     folder: exists.
-    rows: of the batch.
-    seq_len: of a row.
-    opset: of ONNX; nothing reads it here.
+    rows: number of rows of the batch.
+    seq_len: positions in a row.
+    opset: version of the operators of ONNX; nothing reads it here.
 
   Returns:
     The files.
@@ -59,12 +62,12 @@ def stablehlo(
   names = list(weights)
 
   def logits(weights: Mapping[str, jax.Array], tokens_BT: jax.Array) -> jax.Array:
-    whole = structure.unflatten([weights[name] for name in names])
+    decoder = structure.unflatten([weights[name] for name in names])
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    x_BTD, _ = whole(
+    x_BTD, _ = decoder(
       tokens_BT, positions_BT=positions_BT, segment_ids_BT=jnp.ones_like(tokens_BT), rules=rules
     )
-    return reshard(whole.logits(x_BTD), None, None, None)
+    return reshard(decoder.logits(x_BTD), None, None, None)
 
   tokens = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
   exported = jax.export.export(jax.jit(logits), platforms=PLATFORMS)(weights, tokens)
@@ -123,9 +126,9 @@ def _in_torch(cfg: Config, model: Decoder) -> Any:
 
   leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(model)]
   arrays = {}
-  for name, part in layout.named_parts(model, stacks=stacks(cfg)).items():
-    whole = leaves[part.number]
-    arrays[name] = torch.tensor(whole if part.place is None else whole[part.place])
+  for name, part in layout.named_arrays(model, stacks=stacks(cfg)).items():
+    stacked = leaves[part.number]
+    arrays[name] = torch.tensor(stacked if part.layer is None else stacked[part.layer])
   theirs = Theirs(cfg)
   weights.put(theirs, arrays)
   return theirs

@@ -65,11 +65,11 @@ class Tensor:
   """Where a tensor lies.
 
   Attributes:
-    path: of the file.
+    path: path of the file.
     dtype: in the words of the format, e.g. "BF16".
-    shape: of the array.
-    start: of its bytes in the file.
-    nbytes: how many.
+    shape: shape of the array.
+    start: offset of its bytes in the file.
+    nbytes: number of its bytes.
   """
 
   path: Path
@@ -114,10 +114,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
   try:
     entries = json.loads(text)
     entries.pop("__metadata__", None)
-    found = {name: _tensor(path, 8 + length, entry) for name, entry in entries.items()}
+    tensors = {name: _tensor(path, 8 + length, entry) for name, entry in entries.items()}
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(f"{path} has a header that cannot be read: {e!r}. Copy it again.") from e
-  for name, tensor in found.items():
+  for name, tensor in tensors.items():
     if tensor.dtype in _ALL and tensor.nbytes != _nbytes(tensor.dtype, tensor.shape):
       raise ValueError(f"{path}: tensor {name} has {tensor.nbytes} bytes for {tensor.shape}.")
     if tensor.start + tensor.nbytes > size:
@@ -125,7 +125,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         f"{path} is truncated: tensor {name} ends at byte {tensor.start + tensor.nbytes:,}, the "
         f"file at {size:,}. Copy it again."
       )
-  return found
+  return tensors
 
 
 def _tensor(path: Path, data_start: int, entry: Mapping[str, Any]) -> Tensor:

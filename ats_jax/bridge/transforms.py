@@ -10,8 +10,9 @@ import numpy as np
 
 Shape = tuple[int, ...]
 # Numpy follows one side's order and touches a cache line of the other for each element. So a
-# transpose goes by tiles of so many bytes of a row and so many rows.
-TILE_BYTES, TILE_ROWS = 32, 512
+# transpose goes by tiles.
+TILE_BYTES = 32  # of a row
+TILE_ROWS = 512
 
 
 def in_order(array: np.ndarray) -> np.ndarray:
@@ -58,16 +59,16 @@ class Same:
   """The same array."""
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return ours
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     del ours
     return theirs
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return ours
 
 
@@ -76,15 +77,15 @@ class Flat:
   """All dimensions of ours in one of theirs, e.g. the bias of heads."""
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return (math.prod(ours),)
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     return theirs.reshape(ours)
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return ours.reshape(-1)
 
 
@@ -93,21 +94,21 @@ class Transposed:
   """Ours [*inputs, *outputs] is theirs [outputs, inputs], each side in one dimension.
 
   Attributes:
-    inputs: how many dimensions of ours are contracted.
+    inputs: number of dimensions of ours that are contracted.
   """
 
   inputs: int = 1
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     return theirs.T.reshape(ours)
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return ours.reshape(math.prod(ours.shape[: self.inputs]), -1).T
 
 
@@ -116,19 +117,19 @@ class Interleaved:
   """One of several arrays of ours whose columns take turns in theirs.
 
   Attributes:
-    first: which column of theirs is our first.
-    of: how many arrays there are.
+    first: index of the column of theirs that is our first.
+    of: number of arrays that take turns.
   """
 
   first: int
   of: int = 2
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return *ours[:-1], self.of * ours[-1]
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     del ours
     return theirs[..., self.first :: self.of]
 
@@ -148,16 +149,16 @@ class RopeHalves:
   rotated: int
 
   def their_shape(self, ours: Shape) -> Shape:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return TRANSPOSED.their_shape(ours)
 
   def to_ours(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     fixed, pairs = self._cut(TRANSPOSED.to_ours(theirs, ours))
     return np.concatenate([fixed, pairs[..., 0::2], pairs[..., 1::2]], axis=-1)
 
   def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     fixed, halves = self._cut(ours)
     pairs = np.stack(np.split(halves, 2, axis=-1), axis=-1).reshape(halves.shape)
     return TRANSPOSED.to_theirs(np.concatenate([fixed, pairs], axis=-1))

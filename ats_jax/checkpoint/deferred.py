@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
-from ats_jax.checkpoint.stream import Kept
+from ats_jax.checkpoint.stream import UncopiedArray
 from ats_jax.config.identity import RunIdentity
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
@@ -25,8 +25,8 @@ class Deferred:
   """An array that `make` gives.
 
   Attributes:
-    shape: of it.
-    dtype: of it.
+    shape: shape of the array.
+    dtype: dtype of the array.
     make: reads or computes it; called once.
   """
 
@@ -99,11 +99,11 @@ def write(
 def _done(progress: Path, source: str) -> set[str]:
   """Names of the arrays that an unfinished call wrote; it is removed if it had another source."""
   try:
-    found = json.loads(paths.read(progress))
+    progress_fields = json.loads(paths.read(progress))
   except FileNotFoundError:
-    found = None
-  if found and found["source"] == source:
-    return set(found["done"])
+    progress_fields = None
+  if progress_fields and progress_fields["source"] == source:
+    return set(progress_fields["done"])
   state = progress.parent / reader.STATE
   paths.delete_rest(state)
   paths.make_folder(state)
@@ -120,14 +120,14 @@ class _DeferredHandler(ocp.type_handlers.NumpyHandler):
   async def serialize(
     self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
   ) -> Sequence[Any]:
-    """See `ocp.type_handlers.TypeHandler`; all is written when it returns."""
+    """Write the arrays one after the other. Everything is written when it returns."""
     args = args or [ocp.SaveArgs()] * len(values)
     for value, info, arg in zip(values, infos, args, strict=True):
       if info.name in self._already:
         continue
       array = value.make()
       assert array.shape == value.shape and array.dtype == value.dtype, info.name
-      for commit in await super().serialize([array.view(Kept)], [info], [arg]):
+      for commit in await super().serialize([array.view(UncopiedArray)], [info], [arg]):
         await asyncio.to_thread(commit.result)
       self._wrote(info.name)
     return []

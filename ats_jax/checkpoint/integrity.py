@@ -112,18 +112,18 @@ def check_run(folder: Path, expected: RunIdentity | None) -> None:
   if expected is None:
     return
   try:
-    found = read_manifest(folder)["run"]
+    saved = read_manifest(folder)["run"]
   except _DamagedManifestError:
     return
   wanted = dataclasses.asdict(expected)
-  if found == wanted:
+  if saved == wanted:
     return
-  found = found or dict.fromkeys(wanted, "none")
-  if found["run"] != wanted["run"]:
-    which = f"is of another run: {found['run']}, expected {wanted['run']}"
+  saved = saved or dict.fromkeys(wanted, "none")
+  if saved["run"] != wanted["run"]:
+    which = f"is of another run: {saved['run']}, expected {wanted['run']}"
   else:
     which = (
-      f"is of this run ({wanted['run']}) with other settings: their hash is {found['settings']}, "
+      f"is of this run ({wanted['run']}) with other settings: their hash is {saved['settings']}, "
       f"expected {wanted['settings']}"
     )
   raise CheckpointError(

@@ -28,34 +28,40 @@ type Stacks = Mapping[str, Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-  """What becomes one array on the disk: a leaf of the state, or one layer of a leaf that has many.
+class StoredArray:
+  """What becomes one array on the disk: a leaf of the state, or one layer of a stacked leaf.
 
   Attributes:
-    leaf: an array, or what has its shape, dtype and sharding.
-    number: of the leaf in `jax.tree.leaves`.
-    place: of the layer, along the first axis of the leaf; None = all of the leaf.
+    leaf: an array, or an object with the shape, dtype and sharding of one.
+    number: index of the leaf in `jax.tree.leaves` of the state.
+    layer: index of the layer along the first dimension of the leaf; None = the whole leaf.
   """
 
   leaf: Any
   number: int
-  place: int | None = None
+  layer: int | None = None
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the array on the disk."""
-    return self.leaf.shape if self.place is None else self.leaf.shape[1:]
+    """Shape of the array on the disk."""
+    return self.leaf.shape if self.layer is None else self.leaf.shape[1:]
 
   def target(self, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and concrete sharding to restore it with, see `restore_target`."""
-    whole = restore_target(name, self.leaf)
-    sharding = whole.sharding
-    if self.place is not None:
-      sharding = of_layer(sharding, self.place, self.leaf.shape[0])
-    return jax.ShapeDtypeStruct(self.shape, whole.dtype, sharding=sharding)
+    """Return the shape, dtype and concrete sharding with which it is restored.
+
+    Raises:
+      ValueError: as `restore_target`.
+    """
+    leaf = restore_target(name, self.leaf)
+    sharding = leaf.sharding
+    if self.layer is not None:
+      sharding = of_layer(sharding, self.layer, self.leaf.shape[0])
+    return jax.ShapeDtypeStruct(self.shape, leaf.dtype, sharding=sharding)
 
 
-def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> dict[str, Part]:
+def named_arrays(
+  tree: PyTree, root: str = "", stacks: Stacks | None = None
+) -> dict[str, StoredArray]:
   """Flatten `tree` to {"model/embed": part, "model/layers/7/attn/q": part, ...}, leaf by leaf.
 
   Dict keys, attribute names and list indices become the parts of a name. The `value` attribute in
@@ -65,12 +71,12 @@ def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> d
   Args:
     tree: pytree of arrays, or of what has their shape and dtype.
     root: name of `tree` itself when it is a part of a state, e.g. "model".
-    stacks: which layers stand in a stack, wherever in the state its path is met; None = none do.
+    stacks: layers of each stack, wherever in the state its path is met; None = nothing is stacked.
 
   Raises:
     ValueError: if a leaf is not an array, or two arrays would have the same name.
   """
-  parts: dict[str, Part] = {}
+  parts: dict[str, StoredArray] = {}
   for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
       path = path[:-1]
@@ -84,7 +90,7 @@ def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> d
     for part_name, place in _layers(name, stacks or {}):
       if part_name in parts:
         raise ValueError(f"state has two leaves named {part_name!r}. Rename one.")
-      parts[part_name] = Part(leaf, number, place)
+      parts[part_name] = StoredArray(leaf, number, place)
   within = Counter(name[:i] for name in parts for i, c in enumerate(name) if c == "/")
   alone = lambda name: name.endswith(WEIGHT) and within[name.removesuffix(WEIGHT)] == 1
   parts = {name.removesuffix(WEIGHT) if alone(name) else name: p for name, p in parts.items()}
@@ -100,13 +106,13 @@ def named_parts(tree: PyTree, root: str = "", stacks: Stacks | None = None) -> d
 
 def _layers(name: str, stacks: Stacks) -> list[tuple[str, int | None]]:
   for stack, layers in stacks.items():
-    before, found, after = f"/{name}".partition(f"/{stack}/")
-    if found:
+    before, separator, after = f"/{name}".partition(f"/{stack}/")
+    if separator:
       return [(f"{before}/layers/{i}/{after}"[1:], place) for place, i in enumerate(layers)]
   return [(name, None)]
 
 
-def describe(parts: Mapping[str, Part]) -> dict[str, str]:
+def describe(parts: Mapping[str, StoredArray]) -> dict[str, str]:
   """Return the dtype and shape of each array as text: {"step": "int32[]", ...}."""
   return {n: f"{p.leaf.dtype}[{','.join(map(str, p.shape))}]" for n, p in parts.items()}
 
@@ -150,7 +156,7 @@ def begun_anew(saved: Mapping[str, str], wanted: Mapping[str, str]) -> set[str]:
   return set() if ours == theirs else {*ours, *theirs}
 
 
-def stored(parts: Mapping[str, Part]) -> dict[str, Part]:
+def stored(parts: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   """Return the parts that have bytes to write; Orbax refuses arrays of size zero."""
   return {name: part for name, part in parts.items() if part.leaf.size}
 
@@ -178,7 +184,7 @@ def abstract_like(tree: PyTree, mesh: Mesh) -> PyTree:
 
   Args:
     tree: arrays or `ShapeDtypeStruct`s with `NamedSharding`s, e.g. from `jax.eval_shape`.
-    mesh: where to put them; it must have the axes that the specs name.
+    mesh: mesh of devices; it must have the axes that the specs name.
 
   Raises:
     ValueError: if an array with dimensions has no NamedSharding and `mesh` has several devices.

@@ -25,13 +25,16 @@ from absl import logging
 
 from ats_jax.checkpoint import integrity, layout, stream
 from ats_jax.checkpoint.integrity import MANIFEST, CheckpointError
-from ats_jax.checkpoint.layout import Part, PyTree
+from ats_jax.checkpoint.layout import PyTree, StoredArray
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.store import paths, shared_folder
 from ats_jax.store.paths import Path
 
-DATA, INDEX, EXTRA = "data.bin", "index.json", "extra.json"
+# Files of a snapshot.
+DATA = "data.bin"  # the bytes of all pieces of arrays
+INDEX = "index.json"  # where each piece is in them
+EXTRA = "extra.json"
 KEEP = 2  # of a process: the newest may be missing at a peer that was killed before it was whole
 _CHUNK = 2**26
 
@@ -50,8 +53,13 @@ class Offer(NamedTuple):
   holds: list[str]
 
 
-class Source(NamedTuple):
-  """Where a process finds its part: on whose machine, and who wrote it."""
+class SnapshotSource(NamedTuple):
+  """Where a process gets its part of a snapshot from.
+
+  Attributes:
+    process: the process on whose machine the files are.
+    owner: the process that wrote them, whose folder they are in.
+  """
 
   process: int
   owner: int
@@ -66,7 +74,7 @@ class LocalSnapshots:
     Args:
       cfg: `local_dir` is where; variables of the environment are filled in.
       run: whose snapshots they are.
-      mesh: what shards the state, in words: those of another mesh are not used.
+      mesh: description of the mesh: snapshots of another one are not used.
 
     Raises:
       ValueError: if `local_dir` names a variable that is not set.
@@ -86,7 +94,7 @@ class LocalSnapshots:
     A snapshot that cannot be written is a warning: checkpoints are there.
     """
     self.wait()
-    parts = layout.named_parts(state)
+    parts = layout.named_arrays(state)
     leaves = layout.describe(parts)
     if leaves != self._holds[0]:
       self._holds = leaves, _holds(parts)
@@ -106,12 +114,12 @@ class LocalSnapshots:
       [Offer(*offer) for offer in json.loads(text)]
       for text in shared_folder.gather(json.dumps(self._offers(after)))
     ]
-    found = choose(offers)
-    if found is None:
+    chosen = choose_snapshot(offers)
+    if chosen is None:
       if any(offers):
         logging.warning("no snapshot in %s is whole: using a checkpoint", self._root)
       return None
-    step, sources = found
+    step, sources = chosen
     if not self._fetch(step, sources):
       return None
     own = sources[jax.process_index()]
@@ -134,7 +142,7 @@ class LocalSnapshots:
     """
     assert self._chosen is not None
     (_, folder), self._chosen = self._chosen, None
-    parts = layout.named_parts(abstract)
+    parts = layout.named_arrays(abstract)
     saved = integrity.read_manifest(folder)["leaves"]
     if lines := layout.differences(saved, layout.describe(parts)):
       raise CheckpointError(
@@ -211,14 +219,14 @@ class LocalSnapshots:
     """Those that this process answers for: its own, and those of processes that are elsewhere."""
     me, nodes = jax.process_index(), shared_folder.gather(platform.node())
     here = {rank for rank, node in enumerate(nodes) if node == nodes[me]}
-    found = []
+    offers = []
     for folder in sorted(self._root.glob("process_*")):
       owner = int(folder.name.removeprefix("process_"))
       if owner == me or (owner not in here and me == min(here)):
         for step in self._steps(folder):
           if step > after and (holds := self._intact(folder / str(step))):
-            found.append(Offer(step, owner, holds))
-    return found
+            offers.append(Offer(step, owner, holds))
+    return offers
 
   def _intact(self, folder: Path) -> list[str]:
     """What each process held, of an intact snapshot of this run and mesh; else []."""
@@ -231,7 +239,7 @@ class LocalSnapshots:
       return []
     return manifest["holds"]
 
-  def _fetch(self, step: int, sources: Sequence[Source]) -> bool:
+  def _fetch(self, step: int, sources: Sequence[SnapshotSource]) -> bool:
     """Give each process that has not its part what a peer has; whether all have theirs now."""
     me, problem = jax.process_index(), ""
     staged = self._own / "fetched" / str(step)
@@ -265,21 +273,21 @@ def folder_of(text: str) -> Path:
   Raises:
     ValueError: if it names a variable that is not set.
   """
-  found = os.path.expanduser(os.path.expandvars(text))
-  if "$" in found:
+  expanded = os.path.expanduser(os.path.expandvars(text))
+  if "$" in expanded:
     raise ValueError(f"checkpoint.local_dir={text}: a variable in it is not set.")
-  return paths.absolute(Path(found))
+  return paths.absolute(Path(expanded))
 
 
-def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[Source]] | None:
+def choose_snapshot(offers: Sequence[Sequence[Offer]]) -> tuple[int, list[SnapshotSource]] | None:
   """The newest step that is whole, and where each process finds its part; None if there is none.
 
   Args:
-    offers: of each process.
+    offers: the snapshots that each process sees, by number of the process.
   """
   for step in sorted({offer.step for of_one in offers for offer in of_one}, reverse=True):
     at_step = [
-      (Source(process, offer.owner), offer.holds)
+      (SnapshotSource(process, offer.owner), offer.holds)
       for process, of_one in enumerate(offers)
       for offer in of_one
       if offer.step == step
@@ -339,7 +347,7 @@ def _place(index: tuple[slice, ...], shape: Sequence[int]) -> str:
   return ",".join(f"{start}:{end}" for start, end in bounds)
 
 
-def _holds(parts: Mapping[str, Part]) -> list[str]:
+def _holds(parts: Mapping[str, StoredArray]) -> list[str]:
   """A hash of the names and places of what each process holds."""
   digests = [hashlib.sha256() for _ in range(jax.process_count())]
   for name, part in parts.items():
@@ -352,9 +360,9 @@ def _holds(parts: Mapping[str, Part]) -> list[str]:
   return [digest.hexdigest() for digest in digests]
 
 
-def _own_pieces(parts: Mapping[str, Part]) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _own_pieces(parts: Mapping[str, StoredArray]) -> tuple[dict[str, Any], list[np.ndarray]]:
   """What this process holds, each piece once: where it goes in a file, and copies of it."""
-  index, pieces, offset = {}, dict[str, Part](), 0
+  index, pieces, offset = {}, dict[str, StoredArray](), 0
   for name, part in parts.items():
     raw = _raw(part.leaf)
     places = {}
@@ -362,7 +370,7 @@ def _own_pieces(parts: Mapping[str, Part]) -> tuple[dict[str, Any], list[np.ndar
       place = _place(shard.index, raw.shape)
       if place not in places:
         places[place] = offset
-        pieces[f"{name} {place}"] = Part(shard.data, len(pieces))
+        pieces[f"{name} {place}"] = StoredArray(shard.data, len(pieces))
         offset += shard.data.nbytes
     impl = str(jax.random.key_impl(part.leaf)) if _is_key(part.leaf) else None
     index[name] = {

@@ -53,10 +53,10 @@ class CheckpointManager:
 
     Args:
       directory: `workdir/checkpoints`.
-      cfg: which ones to keep, and how to write them.
+      cfg: which checkpoints to keep, and how to write them.
       run: whose they are; checkpoints of others are refused. None = nobody's, not compared.
-      stacks: which layers stand in a stack, see `layout.named_parts`; on the disk none do.
-      mesh: what shards the state, for snapshots in `cfg.local_dir`; those also need a `run`.
+      stacks: layers of each stack (`layout.named_arrays`); on the disk each layer is on its own.
+      mesh: description of the mesh, for snapshots in `cfg.local_dir`; those also need a `run`.
 
     Raises:
       CheckpointError: if the directory cannot be made or cleaned.
@@ -133,7 +133,7 @@ class CheckpointManager:
     if reader.process_0_decides(lambda: int(step in self.steps())):
       logging.info("checkpoint %d is in %s already; not saved again", step, self.directory)
       return
-    parts = layout.named_parts(state, stacks=self._stacks)
+    parts = layout.named_arrays(state, stacks=self._stacks)
     fields = {
       "step": step,
       "run": self._run and dataclasses.asdict(self._run),
@@ -178,8 +178,8 @@ class CheckpointManager:
     """
     self.wait()
     step = reader.process_0_decides(self._choose_latest)
-    if self._local is not None and (found := self._local.newest(step or 0)) is not None:
-      return found
+    if self._local is not None and (snapshot := self._local.newest(step or 0)) is not None:
+      return snapshot
     return None if step is None else (step, reader.load_extra(self.directory, step))
 
   def read(self, step: int, abstract_state: PyTree) -> PyTree:
@@ -196,7 +196,7 @@ class CheckpointManager:
     """Restore the newest intact checkpoint, setting damaged newer ones aside.
 
     Args:
-      abstract_state: what to restore, see `reader.restore_tree`.
+      abstract_state: shapes, dtypes and shardings to restore, as of `reader.restore_tree`.
 
     Returns:
       The step, the state and `extra`; None if nothing was ever committed.
@@ -305,7 +305,7 @@ class CheckpointManager:
     """Return the newest intact step after renaming damaged ones; None if nothing was committed."""
     if not self._own_steps() and not reader.damaged_folders(self.directory):
       return None
-    step, damaged = reader.choose(self.directory, "latest")
+    step, damaged = reader.choose_checkpoint(self.directory, "latest")
     for bad, what in damaged.items():
       aside = self.directory / f"{bad}{reader.SET_ASIDE}"
       count = 1

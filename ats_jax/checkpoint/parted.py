@@ -33,9 +33,9 @@ def commit(folder: Path, target: Path, fields: dict[str, Any], attempt: int, sec
   Args:
     folder: a local one that holds the files; nobody writes to it any more.
     target: the checkpoint on the store.
-    fields: as of `integrity.seal`.
-    attempt: how many saves there were, the same in all processes.
-    secs: how long process 0 waits.
+    fields: fields of the manifest, as of `integrity.seal`.
+    attempt: number of the save, the same in all processes.
+    secs: seconds that process 0 waits for the others.
 
   Raises:
     TimeoutError: if another process has not put its part by then.
@@ -45,11 +45,11 @@ def commit(folder: Path, target: Path, fields: dict[str, Any], attempt: int, sec
   files = integrity.digests(folder, names)
   paths.put(folder, target, names)
   if rank:
-    paths.write(_note(target, attempt, rank), json.dumps(files))
+    paths.write(_note_path(target, attempt, rank), json.dumps(files))
     return
   deadline = time.monotonic() + secs
   for other in range(1, jax.process_count()):
-    files |= _wait_for(_note(target, attempt, other), deadline)
+    files |= _wait_for(_note_path(target, attempt, other), deadline)
   paths.write(target / MANIFEST, integrity.manifest(fields, files))
 
 
@@ -68,8 +68,8 @@ def _is_own(name: str, rank: int) -> bool:
   )
 
 
-def _note(target: Path, attempt: int, rank: int) -> Path:
-  """What says which files a process has put."""
+def _note_path(target: Path, attempt: int, rank: int) -> Path:
+  """Return the path of the note that lists the files which a process has put."""
   return target / f"part.{attempt}.{rank}.json"
 
 

@@ -19,7 +19,9 @@ from ats_jax.config.identity import RunIdentity
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
-STATE, EXTRA = "state", "extra.json"
+# Parts of a checkpoint.
+STATE = "state"  # folder of the arrays
+EXTRA = "extra.json"  # what was saved beside them
 SET_ASIDE = ".damaged"
 
 
@@ -72,7 +74,7 @@ def restore_tree(
     step: a step, "latest" (goes back past damaged ones, with a warning each), or "best".
     subtree: name of the part that `abstract` describes, e.g. "model"; empty = everything.
     run: whose checkpoint it must be; None = anybody's.
-    stacks: which layers stand in a stack of `abstract`, see `layout.named_parts`; None = none do.
+    stacks: layers of each stack of `abstract` (`layout.named_arrays`); None = nothing is stacked.
 
   Returns:
     The step, the restored tree, and the `extra` dict saved with it.
@@ -83,7 +85,7 @@ def restore_tree(
   """
 
   def decide() -> int:
-    chosen, damaged = choose(directory, step, run)
+    chosen, damaged = choose_checkpoint(directory, step, run)
     for bad, what in damaged.items():
       logging.warning("checkpoint %d is damaged: %s. Using %d instead.", bad, what, chosen)
     return chosen
@@ -131,7 +133,7 @@ def find(directory: Path, step: int | str) -> int:
   return step
 
 
-def choose(
+def choose_checkpoint(
   directory: Path, step: int | str, run: RunIdentity | None = None
 ) -> tuple[int, dict[int, str]]:
   """Return the verified step that `step` means, and the damaged ones that "latest" went past.
@@ -164,9 +166,9 @@ def read(
   subtree: str = "",
   stacks: Stacks | None = None,
 ) -> tuple[int, PyTree, dict[str, Any]]:
-  """Restore a step that `choose` returned; see `restore_tree`."""
+  """Restore a step that `choose_checkpoint` returned; see `restore_tree`."""
   folder = directory / str(step)
-  wanted = layout.named_parts(abstract, subtree, stacks)
+  wanted = layout.named_arrays(abstract, subtree, stacks)
   saved = integrity.read_manifest(folder)["leaves"]
   if subtree:
     saved = {n: t for n, t in saved.items() if n == subtree or n.startswith(f"{subtree}/")}
@@ -191,7 +193,7 @@ def read(
 
 
 def _read_arrays(
-  folder: Path, abstract: PyTree, parts: dict[str, layout.Part], anew: set[str]
+  folder: Path, abstract: PyTree, parts: dict[str, layout.StoredArray], anew: set[str]
 ) -> PyTree:
   """Return `abstract` with the arrays of `parts` for leaves; zeros for those named in `anew`."""
   leaves, structure = jax.tree.flatten(abstract)
@@ -225,7 +227,7 @@ def handler(
 
   Args:
     others: writers of further types of leaves.
-    processes: which of them write where; None = all into one folder.
+    processes: which processes write where; None = all into one folder.
   """
   processes = processes or ocp.options.MultiprocessingOptions()
   # Off: `stream` has copied layers to the host already, and replicas must not split them again.

@@ -12,23 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.checkpoint.layout import Part, of_layer, restore_target
+from ats_jax.checkpoint.layout import StoredArray, of_layer, restore_target
 
 # Device memory of layers that are on their way: out of their stack, or into it.
 MOVING_BYTES = 2**30
 HOST = "pinned_host"
-# Threads that copy a layer from pinned memory, and how much each takes at a time.
-COPIERS, COPIED_BYTES = 8, 2**26
+COPIERS = 8  # threads that copy a layer from pinned memory
+COPIED_BYTES = 2**26  # that each copies at a time
 
 
-class Kept(np.ndarray):
+class UncopiedArray(np.ndarray):
   """An array that is not written to during a save, so Orbax need not deep-copy it."""
 
   def __deepcopy__(self, memo: Any) -> Self:
     return self
 
 
-def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
+def to_save(parts: Mapping[str, StoredArray]) -> dict[str, jax.Array | np.ndarray]:
   """The arrays to write, in host memory: the state may be donated.
 
   On a CPU they are views of the state, which keep JAX from writing to its buffers.
@@ -36,25 +36,27 @@ def to_save(parts: Mapping[str, Part]) -> dict[str, jax.Array | np.ndarray]:
   arrays, on_gpu = dict[str, jax.Array | np.ndarray](), {}
   for name, part in parts.items():
     if isinstance(part.leaf, np.ndarray):
-      arrays[name] = part.leaf if part.place is None else part.leaf[part.place, ...]
+      arrays[name] = part.leaf if part.layer is None else part.leaf[part.layer, ...]
       continue
     devices = part.leaf.sharding.device_set
     on_cpu = next(iter(devices)).platform == "cpu"
     if jnp.issubdtype(part.leaf.dtype, jax.dtypes.prng_key):
       arrays[name] = part.leaf
     elif len(devices) == 1 and on_cpu:
-      whole = np.asarray(part.leaf)
-      arrays[name] = (whole if part.place is None else whole[part.place, ...]).view(Kept)
+      full_array = np.asarray(part.leaf)
+      arrays[name] = (full_array if part.layer is None else full_array[part.layer, ...]).view(
+        UncopiedArray
+      )
     elif len(devices) == 1:
       on_gpu[name] = part
-    elif part.place is None:
+    elif part.layer is None:
       arrays[name] = part.leaf
     else:
-      arrays[name] = _view(part.leaf, part.place) if on_cpu else _pinned(part.leaf, part.place)
-  return arrays | {name: array.view(Kept) for name, array in fetch(on_gpu).items()}
+      arrays[name] = _view(part.leaf, part.layer) if on_cpu else _pinned(part.leaf, part.layer)
+  return arrays | {name: array.view(UncopiedArray) for name, array in fetch(on_gpu).items()}
 
 
-def fetch(parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
+def fetch(parts: Mapping[str, StoredArray]) -> dict[str, np.ndarray]:
   """Copy arrays of one device to host memory.
 
   A device is fast at writing to pinned memory only, and pinning memory takes longer than the copy.
@@ -63,7 +65,7 @@ def fetch(parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
   arrays, waiting, moving_bytes = {}, collections.deque(), 0
   with concurrent.futures.ThreadPoolExecutor(COPIERS, "save") as pool:
     for name, part in parts.items():
-      layer = part.leaf if part.place is None else _take(part.leaf, part.place)
+      layer = part.leaf if part.layer is None else _layer_of(part.leaf, part.layer)
       arrays[name] = np.empty(layer.shape, layer.dtype)
       pinned = jax.device_put(layer, layer.sharding.with_memory_kind(HOST))
       for start in range(0, layer.nbytes, COPIED_BYTES):
@@ -90,16 +92,16 @@ def groups(targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, An
     yield group
 
 
-def put(leaves: list[Any], parts: Mapping[str, Part], arrays: dict[str, jax.Array]) -> None:
+def put(leaves: list[Any], parts: Mapping[str, StoredArray], arrays: dict[str, jax.Array]) -> None:
   """Write restored `arrays` into `leaves`, layers in place; empties `arrays`."""
   for name in list(arrays):
     part, array = parts[name], arrays.pop(name)
-    if part.place is None:
+    if part.layer is None:
       leaves[part.number] = array
       continue
     if leaves[part.number] is None:
       leaves[part.number] = zeros(name, part.leaf)
-    leaves[part.number] = _put_layer(leaves[part.number], array, part.place)
+    leaves[part.number] = _put_layer(leaves[part.number], array, part.layer)
 
 
 def zeros(name: str, leaf: Any) -> jax.Array:
@@ -126,10 +128,10 @@ def _pinned(stack: jax.Array, place: int) -> jax.Array:
     taken = []
     for shard, at in _shards_for(stack, place):
       with _alone(shard.device):
-        taken.append(_take(shard.data, at))
+        taken.append(_layer_of(shard.data, at))
     layer = _layer(stack, place, taken)
   else:
-    layer = _take(stack, place)
+    layer = _layer_of(stack, place)
   return jax.device_put(layer, layer.sharding.with_memory_kind(HOST)).block_until_ready()
 
 
@@ -151,27 +153,27 @@ def _layer(stack: jax.Array, place: int, arrays: list[jax.Array]) -> jax.Array:
 
 def _shards_with(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
   """This process's shards of a stack that hold a layer, and where in them it is."""
-  found = []
+  shards = []
   for shard in stack.addressable_shards:
     start, stop, _ = shard.index[0].indices(len(stack))
     if start <= place < stop:
-      found.append((shard, place - start))
-  return found
+      shards.append((shard, place - start))
+  return shards
 
 
 def _shards_for(stack: jax.Array, place: int) -> list[tuple[Any, int]]:
   """`_shards_with`; in a job of several processes all, with a layer that nobody writes."""
-  found = _shards_with(stack, place)
+  shards = _shards_with(stack, place)
   if jax.process_count() == 1:
-    return found
-  at = {shard.device: index for shard, index in found}
+    return shards
+  at = {shard.device: index for shard, index in shards}
   return [(shard, at.get(shard.device, 0)) for shard in stack.addressable_shards]
 
 
 def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:
   """`stack` with a layer in its place; the old one is donated."""
   if not _is_staged(stack):
-    return _put(stack, layer, place)
+    return _with_layer(stack, layer, place)
   # On the devices of its stage alone: no program of all devices can take both arrays.
   at = {shard.device: index for shard, index in _shards_with(stack, place)}
   new = {shard.device: shard.data for shard in layer.addressable_shards}
@@ -180,7 +182,7 @@ def _put_layer(stack: jax.Array, layer: jax.Array, place: int) -> jax.Array:
     data = shard.data
     if shard.device in at:
       with _alone(shard.device):
-        data = _put(data, new[shard.device], at[shard.device])
+        data = _with_layer(data, new[shard.device], at[shard.device])
     shards.append(data)
   return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, shards)
 
@@ -196,10 +198,10 @@ def _is_staged(stack: jax.Array) -> bool:
 
 
 @jax.jit
-def _take(stack: jax.Array, place: jax.Array) -> jax.Array:
+def _layer_of(stack: jax.Array, place: jax.Array) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
+def _with_layer(stack: jax.Array, layer: jax.Array, place: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_index_in_dim(stack, layer, place, axis=0)

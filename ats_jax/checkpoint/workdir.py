@@ -20,17 +20,16 @@ from ats_jax.config.schema import Config
 from ats_jax.store import lease, paths, shared_folder
 from ats_jax.store.paths import Path
 
-CONFIG, RUN_ID, METADATA, TOKENIZER, CHECKPOINTS, LAYERS, DECISIONS, PERFORMANCE, LOCK = (
-  "config.json",
-  "run_id",
-  "metadata.json",
-  "tokenizer.json",
-  "checkpoints",
-  "layers.jsonl",
-  "decisions.jsonl",
-  "performance.json",
-  ".lock",
-)
+# Files and folders of a workdir.
+CONFIG = "config.json"
+RUN_ID = "run_id"
+METADATA = "metadata.json"  # versions, machine and facts about the run
+TOKENIZER = "tokenizer.json"
+CHECKPOINTS = "checkpoints"
+LAYERS = "layers.jsonl"  # arrays of sparse layers
+DECISIONS = "decisions.jsonl"  # ledger of the orchestrator
+PERFORMANCE = "performance.json"
+LOCK = ".lock"  # of the process that has claimed the workdir
 RUN_ID_BYTES = 8
 FORMAT = 2  # of config.json, where it says "format"; raised when settings get other names
 
@@ -56,7 +55,7 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
       paths.make_folder(workdir)
       if jax.process_index() == 0:
         lock.enter_context(lease.held(workdir / LOCK))
-      run = _take(workdir, cfg)
+      run = _open_claimed(workdir, cfg)
     except BlockingIOError as e:
       raise ValueError(
         f"another process trains in {workdir} now: two would damage its files. "
@@ -68,7 +67,7 @@ def claim(workdir: Path, cfg: Config) -> Iterator[RunIdentity]:
     yield RunIdentity(run, fixed_settings_hash(cfg))
 
 
-def _take(workdir: Path, cfg: Config) -> str:
+def _open_claimed(workdir: Path, cfg: Config) -> str:
   """Write what a claimed workdir holds; return the id of its run."""
   path = workdir / CONFIG
   has_checkpoints = any((workdir / CHECKPOINTS).glob("[0-9]*"))

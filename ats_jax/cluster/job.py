@@ -11,7 +11,7 @@ from absl import logging
 
 from ats_jax import __version__
 from ats_jax.cluster import rendezvous
-from ats_jax.cluster.rendezvous import Place
+from ats_jax.cluster.rendezvous import JobMember
 from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
 
@@ -21,7 +21,9 @@ CLUSTER = "ATS_CLUSTER"
 METHODS = ("ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
 ALONE = "none"
 OF_A_MACHINE = ("compilation_cache",)  # settings that may differ from machine to machine
-SLURM_PORT, SLURM_PORTS = 61440, 4096  # the first, and how many: a job's number chooses, as in jax
+# A job of Slurm has the port that its number chooses, as in jax.
+SLURM_PORT = 61440  # the first one
+SLURM_PORTS = 4096  # number of ports
 
 
 def join(cfg: Config) -> None:
@@ -36,7 +38,7 @@ def join(cfg: Config) -> None:
   """
   if jax.distributed.is_initialized():  # `train` may be called more than once in a process
     return
-  place, method = find(os.environ), os.environ.get(CLUSTER)
+  member, method = find_member(os.environ), os.environ.get(CLUSTER)
   connect = functools.partial(
     jax.distributed.initialize,
     initialization_timeout=cfg.join_secs,
@@ -44,12 +46,12 @@ def join(cfg: Config) -> None:
     # this time: of a process that freezes right before one, only the other half is left.
     heartbeat_timeout_seconds=4 * cfg.heartbeat_secs,
   )
-  if place is not None:
+  if member is not None:
     facts = {"ats_jax": __version__, "jax": jax.__version__} | flatten(cfg)
     same = {name: value for name, value in facts.items() if name not in OF_A_MACHINE}
-    hosts = rendezvous.call(place, same, cfg.join_secs)
+    hosts = rendezvous.call(member, same, cfg.join_secs)
     connect(
-      place.address, place.size, place.rank, list(place.devices) or None,
+      member.address, member.size, member.rank, list(member.devices) or None,
       cluster_detection_method="deactivate",
     )  # fmt: skip
   elif method in METHODS:
@@ -62,11 +64,11 @@ def join(cfg: Config) -> None:
     logging.get_absl_handler().setLevel(std_logging.WARNING)  # its file has all
     line = std_logging.Formatter(f"%(asctime)s [{rank}] %(message)s", "%H:%M:%S")
     logging.get_absl_handler().setFormatter(line)
-  by, count = place.by if place else method, jax.process_count()
-  logging.info("job: %d processes, by %s\n%s", count, by, table(hosts))
+  by, count = member.by if member else method, jax.process_count()
+  logging.info("job: %d processes, by %s\n%s", count, by, process_table(hosts))
 
 
-def find(env: Mapping[str, str]) -> Place | None:
+def find_member(env: Mapping[str, str]) -> JobMember | None:
   """Which process of which job the environment says this is; None = it says nothing, or alone.
 
   In this order: `ATS_CLUSTER`; the three variables; a step of Slurm's `srun` with several tasks. A
@@ -82,22 +84,22 @@ def find(env: Mapping[str, str]) -> Place | None:
     return None
   tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
   if tasks > 1 and not {"JAX_NUM_PROCESSES", "JAX_PROCESS_ID"} & set(env):
-    place = _of_slurm(env, tasks)
+    member = _of_slurm(env, tasks)
   elif any(name in env for name in VARIABLES):
-    place = _of_variables(env)
+    member = _of_variables(env)
   else:
     return None
   nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
-  host, _ = rendezvous.split_address(place.address)
+  host, _ = rendezvous.split_address(member.address)
   if nodes > 1 and rendezvous.is_loopback(host):
     raise ValueError(
-      f"the address of process 0 is {place.address}, which is each machine itself, and this job "
+      f"the address of process 0 is {member.address}, which is each machine itself, and this job "
       f"has {nodes} machines. Set JAX_COORDINATOR_ADDRESS to a name of the first one, or unset it."
     )
-  return place
+  return member
 
 
-def _of_variables(env: Mapping[str, str]) -> Place:
+def _of_variables(env: Mapping[str, str]) -> JobMember:
   missing = ", ".join(name for name in VARIABLES if name not in env)
   if missing:
     raise ValueError(
@@ -113,11 +115,11 @@ def _of_variables(env: Mapping[str, str]) -> Place:
       f"JAX_PROCESS_ID={rank} with JAX_NUM_PROCESSES={size}: numbers go from 0 to {size - 1}."
     )
   devices = filter(None, env.get("JAX_LOCAL_DEVICE_IDS", "").split(","))
-  return Place(address, size, rank, tuple(map(int, devices)))
+  return JobMember(address, size, rank, tuple(map(int, devices)))
 
 
-def _of_slurm(env: Mapping[str, str], tasks: int) -> Place:
-  """The place of a task of `srun`: as jax's own detection, but for this step and with all GPUs.
+def _of_slurm(env: Mapping[str, str], tasks: int) -> JobMember:
+  """The process that a task of `srun` is: as jax detects it, but of this step and with all GPUs.
 
   jax counts the tasks of the allocation and gives each the GPU of its number.
   """
@@ -125,7 +127,7 @@ def _of_slurm(env: Mapping[str, str], tasks: int) -> Place:
   assert first, env["SLURM_STEP_NODELIST"]
   port = int(env.get("JAX_COORDINATOR_PORT") or SLURM_PORT + int(env["SLURM_JOB_ID"]) % SLURM_PORTS)
   address = env.get("JAX_COORDINATOR_ADDRESS") or f"{first[1]}{first[2] or ''}:{port}"
-  return Place(address, tasks, int(env["SLURM_PROCID"]), _slurm_devices(env), "Slurm")
+  return JobMember(address, tasks, int(env["SLURM_PROCID"]), _slurm_devices(env), "Slurm")
 
 
 def _slurm_devices(env: Mapping[str, str]) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ def _slurm_devices(env: Mapping[str, str]) -> tuple[int, ...]:
   return tuple(range(index * share, (index + 1) * share))
 
 
-def table(hosts: Sequence[str]) -> str:
+def process_table(hosts: Sequence[str]) -> str:
   """Which process runs on which host, and with which devices.
 
   Args:

@@ -23,15 +23,15 @@ SHOWN = 3  # differing facts
 BACKLOG = 1024  # calls that wait to be taken
 
 
-class Place(NamedTuple):
-  """Which process of a job this one is.
+class JobMember(NamedTuple):
+  """One process of a job: how it reaches the others, and its number among them.
 
   Attributes:
-    address: host and port of process 0.
-    size: how many processes there are.
-    rank: the number of this one.
-    devices: which of the machine's devices are its own; () = all.
-    by: what said so.
+    address: host and port of process 0, "node0:1234".
+    size: number of processes of the job.
+    rank: number of this process, from 0.
+    devices: indices of the machine's devices that this process uses; () = all.
+    by: the variable or scheduler that named these values, for messages.
   """
 
   address: str
@@ -45,10 +45,10 @@ class Card(NamedTuple):
   """What a process says of itself.
 
   Attributes:
-    rank: its number.
-    size: how many processes it expects.
-    host: its machine.
-    facts: what must be the same for all.
+    rank: number of the process.
+    size: number of processes that it expects.
+    host: name of its machine.
+    facts: values that must be the same in all processes, by name.
   """
 
   rank: int
@@ -57,22 +57,22 @@ class Card(NamedTuple):
   facts: Mapping[str, Any]
 
 
-def call(place: Place, facts: Mapping[str, Any], wait_secs: float) -> list[str]:
+def call(member: JobMember, facts: Mapping[str, Any], wait_secs: float) -> list[str]:
   """Wait until all processes are there; return their hosts, by rank.
 
   Args:
-    place: of this process.
-    facts: by name, what must be equal in all; values that JSON can hold.
-    wait_secs: how long to wait.
+    member: this process.
+    facts: by name, what must be equal in all processes; values that JSON can hold.
+    wait_secs: seconds after which a process that has not come is missing.
 
   Raises:
     ValueError: in all of them, if two differ in a fact, or say that they are the same.
     FaultError: in all of them, if some do not come; in process 0, if its port is taken.
   """
-  card = Card(place.rank, place.size, socket.gethostname(), facts)
+  card = Card(member.rank, member.size, socket.gethostname(), facts)
   deadline = time.monotonic() + wait_secs
-  meet = _gather if place.rank == 0 else _attend
-  return meet(place.address, card, deadline, wait_secs)
+  meet = _gather if member.rank == 0 else _attend
+  return meet(member.address, card, deadline, wait_secs)
 
 
 def split_address(address: str) -> tuple[str, int]:

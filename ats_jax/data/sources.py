@@ -16,7 +16,7 @@ from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import train_texts
 from ats_jax.data.rows.contract import NoRows, Rows, TrainRows
 from ats_jax.data.splits import (
-  Found,
+  TextFiles,
   bpe_key,
   find_documents,
   given_tokenizer,
@@ -27,7 +27,7 @@ from ats_jax.data.splits import (
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:  # imported by runs on a mixture
-  from ats_jax.data.rows.schedule import Stage
+  from ats_jax.data.rows.schedule import MixturePhase
 
 _SHARES = 10_000  # in how many parts sizes are rounded, where they make the weights
 
@@ -39,7 +39,7 @@ class EvalSet:
   Attributes:
     name: what its metrics are called after; "" = the main set, whose loss decides which checkpoint
       is best.
-    dataset: its rows.
+    dataset: rows of the set.
   """
 
   name: str
@@ -72,7 +72,9 @@ def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
         "the set another name, or set data.validation_fraction=0."
       )
     if name:
-      sets.append(EvalSet(name, open_split(_of(cfg, name), 0, paths, main.info.tokenizer)))
+      sets.append(
+        EvalSet(name, open_split(_config_of_source(cfg, name), 0, paths, main.info.tokenizer))
+      )
   return tuple(sets)
 
 
@@ -80,8 +82,8 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   """The training rows and the validation split, of one text or of all sources.
 
   Args:
-    cfg: as for `open_datasets`.
-    seed: of the order of training documents and rows.
+    cfg: everything but `num_workers` and `prefetch` is read.
+    seed: seed of the order of training documents and rows.
 
   Raises:
     ValueError: as `open_datasets`, with the name of the source.
@@ -93,7 +95,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   from ats_jax.data.rows.schedule import Schedule
 
   of_source = {
-    name: dataclasses.replace(_of(cfg, name), paths=paths, validation_paths="")
+    name: dataclasses.replace(_config_of_source(cfg, name), paths=paths, validation_paths="")
     for name, paths in named.items()
   }
   main = main_paths(cfg)
@@ -110,14 +112,14 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
       raise ValueError(f"data.paths: source {name}: {e}") from e
   largest = max((part.info.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
   schedule = Schedule(
-    stages(cfg, {name: part.info.num_rows for name, part in train.items()}),
+    mixture_phases(cfg, {name: part.info.num_rows for name, part in train.items()}),
     seed if cfg.mixture_order == "random" else None,
   )
   mixture = Mixture(train, schedule, largest)
-  for number in range(len(schedule.stages)):
+  for number in range(len(schedule.phases)):
     logging.info("Mixture, phase %d: %s of rows.", number + 1, mixture.shares(number))
   if main:
-    return mixture, open_split(_of(cfg, ""), 0, main, largest)
+    return mixture, open_split(_config_of_source(cfg, ""), 0, main, largest)
   return mixture, Joined(held_out, largest)
 
 
@@ -129,7 +131,7 @@ def streams(cfg: DataConfig) -> bool:
 def _open(
   cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None
 ) -> tuple[TrainRows, TrainRows]:
-  """As `open_datasets`, of one text."""
+  """Return the training and validation rows of one text, as `open_datasets` does."""
   if not streams(cfg):
     return open_datasets(cfg, seed, tokenizer)
   from ats_jax.data.rows.stream import open_stream
@@ -140,8 +142,8 @@ def _open(
   return train, held_out
 
 
-def _of(cfg: DataConfig, name: str) -> DataConfig:
-  """How to read the paths of that name: as conversations, or as text."""
+def _config_of_source(cfg: DataConfig, name: str) -> DataConfig:
+  """Return `cfg` for the source of that name, which holds conversations or plain text."""
   chats = spec.chat_sources(cfg.chat_sources)
   return cfg if not chats or name in chats else dataclasses.replace(cfg, chat_template="")
 
@@ -154,18 +156,18 @@ def _tokenizer(cfg: DataConfig, of_source: Mapping[str, DataConfig], fraction: f
     if folder := prepared.folder_of(own.paths):
       return prepared.load(folder, own).tokenizer.of_text
 
-  def find(own: DataConfig) -> Found:
+  def find(own: DataConfig) -> TextFiles:
     if not streams(own):
       return find_documents(own, fraction, None)
     from ats_jax.data.rows.stream import find_stream
 
     return find_stream(own)[0]
 
-  found = {name: find(own) for name, own in of_source.items()}
+  files_of = {name: find(own) for name, own in of_source.items()}
   texts = lambda: _in_turn(
-    train_texts(found[name].files, own, found[name].split) for name, own in of_source.items()
+    train_texts(files_of[name].files, own, files_of[name].split) for name, own in of_source.items()
   )
-  keys = [bpe_key(own, found[name]) for name, own in of_source.items()]
+  keys = [bpe_key(own, files_of[name]) for name, own in of_source.items()]
   return build_tokenizer(cfg, texts, corpus_fingerprint=cache.digest("mixture", keys))
 
 
@@ -175,8 +177,8 @@ def _in_turn(texts: Iterable[Iterator[str]]) -> Iterator[str]:
     yield from (text for text in group if text is not None)
 
 
-def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[Stage]":
-  """The phases of `data.mixture` in rows.
+def mixture_phases(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[MixturePhase]":
+  """Return the phases of `data.mixture`, in rows.
 
   Args:
     cfg: `mixture`, `temperature`, `seq_len` and `batch_size` are read.
@@ -185,16 +187,16 @@ def stages(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[Stage]":
   Raises:
     ValueError: as `config.mixture.phases`.
   """
-  from ats_jax.data.rows.schedule import Stage
+  from ats_jax.data.rows.schedule import MixturePhase
 
   phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
-  found = []
+  of_rows = []
   for phase in phases:
     rows = sum(sizes[name] for name in phase.parts)
     steps = spec.steps_of(phase, cfg.batch_size, cfg.seq_len, rows)
     parts = tuple(phase.parts.get(name, 0) for name in sizes)
-    found.append(Stage(parts, steps * cfg.batch_size))
-  return found
+    of_rows.append(MixturePhase(parts, steps * cfg.batch_size))
+  return of_rows
 
 
 def by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, int]:

@@ -16,7 +16,7 @@ from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
-from ats_jax.data.corpus.shards import USUAL, How
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions
 from ats_jax.data.rows.contract import TrainRows
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.packed import Packed
@@ -27,41 +27,41 @@ from ats_jax.data.text.source import SourceFile, content_fingerprint, find_files
 from ats_jax.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:  # imported by runs whose rows are parted
-  from ats_jax.data.rows.buckets import Part
+  from ats_jax.data.rows.buckets import Bucket
 
 MUCH_PADDING = 0.1  # share of the places of training rows that is worth a warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-  """The documents of some paths.
+  """The tokenised documents of some paths.
 
   Attributes:
     corpus: the documents.
-    tokenizer: that made their ids.
+    tokenizer: the tokenizer that made their ids.
     split: which of them are held out.
     content: a hash of the documents.
-    found: what was passed over, as `Corpus.report`.
-    sifted: what filters said of the documents; None = there were none.
+    passed_over: counts of the files that were not read, in the form of `Corpus.report`.
+    sifted: the verdicts of the filters on the documents; None = there are no filters.
   """
 
   corpus: Corpus
   tokenizer: Tokenizer
   split: Split
   content: str
-  found: dict[str, Any]
+  passed_over: dict[str, Any]
   sifted: cache.Folder | None = None
 
 
-class Found(NamedTuple):
+class TextFiles(NamedTuple):
   """The files of some paths, before they are tokenised.
 
   Attributes:
-    files: that are read.
-    fingerprint: of their names and contents.
-    passed_over: what is not read, as `Corpus.report`.
-    split: what is held out.
-    sifted: what filters said of the documents; None = there were none.
+    files: the files to read.
+    fingerprint: a hash of their names and contents.
+    passed_over: counts of the files that are not read, in the form of `Corpus.report`.
+    split: which of their documents are held out.
+    sifted: the verdicts of the filters on the documents; None = there are no filters.
   """
 
   files: list[SourceFile]
@@ -77,15 +77,18 @@ class Found(NamedTuple):
 
 
 def find_documents(
-  cfg: DataConfig, fraction: float, tokenizer: Tokenizer | None, how: How = USUAL
-) -> Found:
+  cfg: DataConfig,
+  fraction: float,
+  tokenizer: Tokenizer | None,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
+) -> TextFiles:
   """The files of `cfg.paths`, and what of them is held out.
 
   Args:
-    cfg: as for `open_datasets`.
-    fraction: to hold out.
-    tokenizer: that made or will make the ids, if it is there already.
-    how: filters run.
+    cfg: everything but `num_workers` and `prefetch` is read.
+    fraction: share of the documents to hold out, from 0 to 1.
+    tokenizer: the tokenizer of the ids, if it exists already.
+    options: processes and progress of tokenising, which filters follow too.
 
   Raises:
     ValueError: as `open_datasets`.
@@ -95,28 +98,31 @@ def find_documents(
   if filter_stages(cfg.filters):
     from ats_jax.data.filters.sift import sift  # here: few texts are filtered
 
-    files, fingerprint, sifted = sift(cfg, files, fingerprint, how)
+    files, fingerprint, sifted = sift(cfg, files, fingerprint, options)
   if cfg.chat_template:
     split = Split(fraction)  # a conversation is not cut
   else:
     split = plan_split(cfg, fraction, files, fingerprint, tokenizer)
-  return Found(files, fingerprint, passed_over, split, sifted)
+  return TextFiles(files, fingerprint, passed_over, split, sifted)
 
 
-def bpe_key(cfg: DataConfig, found: Found) -> str:
+def bpe_key(cfg: DataConfig, texts: TextFiles) -> str:
   """Names the training text of these files, in the cache's key of a BPE."""
-  return cache.digest(found.content, found.split.fraction, _kind(cfg))
+  return cache.digest(texts.content, texts.split.fraction, _kind(cfg))
 
 
 def open_documents(
-  cfg: DataConfig, fraction: float, how: How = USUAL, tokenizer: Tokenizer | None = None
+  cfg: DataConfig,
+  fraction: float,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
+  tokenizer: Tokenizer | None = None,
 ) -> Opened:
   """The documents of `cfg.paths`, and the tokenizer that they ask for.
 
   Args:
-    cfg: as for `open_datasets`.
-    fraction: to hold out.
-    how: to tokenise them, if that was not done before.
+    cfg: everything but `num_workers` and `prefetch` is read.
+    fraction: share of the documents to hold out, from 0 to 1.
+    options: processes and progress of tokenising.
     tokenizer: in place of what `cfg.tokenizer` says, without a template.
 
   Raises:
@@ -129,16 +135,16 @@ def open_documents(
     prepared.check_tokenizer(folder, opened.tokenizer, asked)
     _say_counts(opened.corpus)
     return opened
-  found = find_documents(cfg, fraction, given, how)
+  texts = find_documents(cfg, fraction, given, options)
   tokenizer = given or build_tokenizer(
     cfg,
-    lambda: train_texts(found.files, cfg, found.split),
-    corpus_fingerprint=bpe_key(cfg, found),
+    lambda: train_texts(texts.files, cfg, texts.split),
+    corpus_fingerprint=bpe_key(cfg, texts),
   )
   tokenizer = _with_template(tokenizer, cfg)
-  corpus = _open(cfg, found.files, found.fingerprint, tokenizer, found.split, how)
+  corpus = _open(cfg, texts.files, texts.fingerprint, tokenizer, texts.split, options)
   _say_counts(corpus)
-  return Opened(corpus, tokenizer, found.split, found.content, found.passed_over, found.sifted)
+  return Opened(corpus, tokenizer, texts.split, texts.content, texts.passed_over, texts.sifted)
 
 
 def given_tokenizer(cfg: DataConfig) -> Tokenizer | None:
@@ -170,13 +176,13 @@ def _open(
   fingerprint: str,
   tokenizer: Tokenizer,
   split: Split,
-  how: How = USUAL,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
 ) -> Corpus:
   if not cfg.chat_template:
-    return open_corpus(cfg, files, fingerprint, tokenizer, split, how)
+    return open_corpus(cfg, files, fingerprint, tokenizer, split, options)
   from ats_jax.data.chat.corpus import open_chat_corpus
 
-  return open_chat_corpus(cfg, files, fingerprint, tokenizer, how)
+  return open_chat_corpus(cfg, files, fingerprint, tokenizer, options)
 
 
 def _say_counts(corpus: Corpus) -> None:
@@ -192,15 +198,15 @@ def _open_prepared(cfg: DataConfig, folder: Path, fraction: float) -> Opened:
   return Opened(made.corpus, made.tokenizer, split, made.content, nothing, made.sifted)
 
 
-def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
+def prepare(cfg: DataConfig, out: Path, options: TokeniseOptions) -> Opened:
   """Tokenise `cfg.paths` into the folder `out`, which then serves as `data.paths` itself.
 
   What was done before the process was killed is kept.
 
   Args:
-    cfg: as for `open_datasets`.
+    cfg: everything but `num_workers` and `prefetch` is read.
     out: the folder, made if need be.
-    how: to tokenise.
+    options: processes and progress of tokenising.
 
   Raises:
     ValueError: as `open_datasets`, and for paths that were prepared before.
@@ -214,7 +220,7 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
       "tokenizer.json as data.tokenizer, and give the folders to the training: name=folder."
     )
   fraction = 0.0 if main_paths(cfg) else cfg.validation_fraction
-  opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
+  opened = open_documents(cfg, fraction, options._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
   made = prepared.Prepared(
@@ -243,8 +249,8 @@ def open_datasets(
 
   Args:
     cfg: everything but `num_workers` and `prefetch` is read.
-    seed: of the order of training documents and rows.
-    tokenizer: as for `open_documents`.
+    seed: seed of the order of training documents and of rows.
+    tokenizer: the tokenizer to use in place of `cfg.tokenizer`, without a template.
 
   Raises:
     ValueError: for paths that hold nothing, malformed input if `cfg.strict`, or a training text
@@ -315,13 +321,13 @@ def _pack_train(cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarra
   return rows
 
 
-def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "list[Part]":
+def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "list[Bucket]":
   """How `cfg` parts training documents: by length, by difficulty; [] = not.
 
   Args:
     cfg: `length_buckets`, `curriculum`, `seq_len` and `batch_size` are read.
     opened: the documents.
-    documents: which of them to part.
+    documents: [documents] indices of those to divide into buckets.
   """
   if cfg.length_buckets < 2 and cfg.curriculum != "difficulty":
     return []
@@ -329,21 +335,21 @@ def training_parts(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> "l
 
   sizes = opened.corpus.length[documents] + 1
   shape = {"seq_len": cfg.seq_len, "batch_size": cfg.batch_size}
-  found = []
+  buckets = []
   if cfg.length_buckets > 1 and len(documents):
     room = sizes <= cfg.seq_len if cfg.chat_template else np.ones(len(sizes), bool)
-    kept = sizes[room] if room.any() else sizes  # a longer conversation is left out
-    found = by_length(sizes, documents, row_lengths(kept, count=cfg.length_buckets, **shape))
+    fitting = sizes[room] if room.any() else sizes  # a longer conversation is left out
+    buckets = by_length(sizes, documents, row_lengths(fitting, count=cfg.length_buckets, **shape))
   elif cfg.curriculum == "difficulty" and len(documents):
-    found = by_level(_rarity(cfg, opened, documents), sizes, documents, **shape)
-  if len(found) == 1:
+    buckets = by_level(_rarity(cfg, opened, documents), sizes, documents, **shape)
+  if len(buckets) == 1:
     logging.warning(
       "data.%s has no effect: with %d rows of %d tokens a step, the text is too short or its "
       "documents are too much alike to be parted.",
       f"length_buckets={cfg.length_buckets}" if cfg.length_buckets > 1 else "curriculum=difficulty",
       cfg.batch_size, cfg.seq_len,
     )  # fmt: skip
-  return found
+  return buckets
 
 
 def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarray:
@@ -366,8 +372,8 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
 
   Args:
     cfg: says how to read, pack and cache.
-    seed: of the order of documents and rows.
-    paths: as `DataConfig.paths`.
+    seed: seed of the order of documents and rows.
+    paths: paths in the form of `data.paths`.
     tokenizer: makes the ids.
 
   Raises:
@@ -377,9 +383,9 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     opened = _open_prepared(cfg, folder, 0.0)
     prepared.check_tokenizer(folder, opened.tokenizer, tokenizer)
   else:
-    files, content, found = _find(paths, cfg)
+    files, content, passed_over = _find(paths, cfg)
     corpus = _open(cfg, files, content, tokenizer, Split(0.0))
-    opened = Opened(corpus, tokenizer, Split(0.0), content, found)
+    opened = Opened(corpus, tokenizer, Split(0.0), content, passed_over)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.info.num_documents:
     raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.info.report)}.")
@@ -413,11 +419,11 @@ def pack(
   cfg: DataConfig, seed: int, opened: Opened, documents: np.ndarray, part: str, *, says: bool = True
 ) -> Dataset:
   """Rows of these documents: of the `part` "train", "validation" or "all"; `says`: in the log."""
-  corpus, tokenizer, found = opened.corpus, opened.tokenizer, opened.found
+  corpus, tokenizer, passed_over = opened.corpus, opened.tokenizer, opened.passed_over
   split = [opened.content, part, opened.split.fraction]
   packing = packing_of(cfg.packing, cfg.chat_template)
-  how = [cfg.seq_len, packing, cfg.max_segments]
-  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), how)
+  shape = [cfg.seq_len, packing, cfg.max_segments]
+  fingerprint = cache.digest("rows", split, tokenizer.fingerprint, _kind(cfg), shape)
   weights = None
   if cfg.chat_template:
     from ats_jax.data.chat.segments import weight_table
@@ -426,21 +432,21 @@ def pack(
     fingerprint = cache.digest(fingerprint, weights.tolist())
 
   def build(folder: Path) -> dict[str, Any]:
-    kept, left_out = documents, {}
+    fitting, left_out = documents, {}
     if weights is not None:
-      kept, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
-    lengths = corpus.length[kept] + 1
+      fitting, left_out = _whole_conversations(corpus, documents, weights, cfg.seq_len)
+    lengths = corpus.length[fitting] + 1
     plan = make_layout(
-      lengths, _order(corpus.key[kept], seed), seq_len=cfg.seq_len, packing=packing,
+      lengths, _order(corpus.key[fitting], seed), seq_len=cfg.seq_len, packing=packing,
       max_segments=cfg.max_segments,
     )  # fmt: skip
-    for name, values in plan._replace(document=kept[plan.document])._asdict().items():
+    for name, values in plan._replace(document=fitting[plan.document])._asdict().items():
       np.save(folder / f"{name}.npy", values)
-    np.save(folder / "documents.npy", kept)
+    np.save(folder / "documents.npy", fitting)
     # A loss of answers alone is not one of the bytes of all that was said.
-    num_bytes = corpus.num_bytes[kept] * (weights is None)
+    num_bytes = corpus.num_bytes[fitting] * (weights is None)
     return {
-      "num_documents": len(kept),
+      "num_documents": len(fitting),
       "num_tokens": int(lengths.sum()),
       "num_bytes": int(num_bytes.sum()) if (num_bytes > 0).all() else 0,
       "left_out": left_out,
@@ -455,13 +461,13 @@ def pack(
       f"{len(documents):,}", ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()),
     )  # fmt: skip
   report = {
-    "malformed": Counter(found["malformed"]) + Counter(corpus.report["malformed"]),
-    "skipped": Counter(found["skipped"])
+    "malformed": Counter(passed_over["malformed"]) + Counter(corpus.report["malformed"]),
+    "skipped": Counter(passed_over["skipped"])
     + Counter(corpus.report["skipped"])
     + Counter(left_out)
     + Counter(corpus.report["filtered"]),
-    "first": found["first"] + corpus.report["first"],
-    "files": [*found["files"], corpus.report["file"]],
+    "first": passed_over["first"] + corpus.report["first"],
+    "files": [*passed_over["files"], corpus.report["file"]],
   }
   packed = Packed(corpus, plan, tokenizer, seq_len=cfg.seq_len, weights=weights)
   dataset = Dataset(packed, fingerprint=fingerprint, seed=seed, report=report)

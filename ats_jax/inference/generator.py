@@ -34,11 +34,11 @@ def generate(
   Args:
     model: the decoder.
     tokenizer: the one it was trained with.
-    cfg: how to sample.
+    cfg: temperature, limits and stops of sampling.
     rules: how sparse layers choose (`Program.rules`).
     prompt: text to continue; empty = the beginning of a document. Or the ids of one, bos first
       (`ChatTokenizer.prompt`).
-    seed: of the draws.
+    seed: seed of the draws.
   """
   stops = tuple(filter(None, cfg.stop.split(",")))
   tokens = generate_tokens(model, tokenizer, cfg, rules=rules, prompt=prompt, seed=seed)
@@ -129,7 +129,7 @@ def sample(
 
   Args:
     logits_BV: float32 [batch, vocab]; -inf never comes out.
-    key: of this draw.
+    key: random key of this draw.
     temperature: divides the logits; 0 = the likeliest token, and the rest is ignored.
     top_k: keep the k likeliest (ties with the k-th stay); 0 = all.
     top_p: then keep the likeliest whose probabilities first reach p (Holtzman et al. 2020,
@@ -172,9 +172,9 @@ def until_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
   held = ""
   for piece in pieces:
     held += piece
-    found = [(held.index(s) + len(s), held.index(s)) for s in stops if s in held]
-    if found:
-      _, begin = min(found)
+    matches = [(held.index(s) + len(s), held.index(s)) for s in stops if s in held]
+    if matches:
+      _, begin = min(matches)
       yield held[:begin]
       return
     keep = max((n for s in stops for n in range(1, len(s)) if held.endswith(s[:n])), default=0)

@@ -30,14 +30,14 @@ from ats_jax.store.paths import Path
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-  """What `load_run` gives.
+class TrainedRun:
+  """A trained run that is loaded for evaluation and sampling; `load_run` makes one.
 
   Attributes:
-    step: of the checkpoint.
-    model: the weights; their average where the run keeps one (`optimizer.ema_decay`).
-    tokenizer: the one of the training.
-    program: how it computes.
+    step: the step of its checkpoint.
+    model: its weights; their average if the run keeps one (`optimizer.ema_decay`).
+    tokenizer: the tokenizer of the training.
+    program: the compiled functions of its config.
   """
 
   step: int
@@ -70,14 +70,14 @@ class Run:
       ValueError: if the run was not trained on conversations, or its template has no place for a
         turn.
     """
-    cfg, rules, words = self.sampling(**given), self.program.rules(self.step), self.tokenizer
-    if not isinstance(words, ChatTokenizer):
+    cfg, rules = self.sampling(**given), self.program.rules(self.step)
+    if not isinstance(self.tokenizer, ChatTokenizer):
       raise ValueError(
         "this run was not trained on conversations (data.chat_template is empty), so it knows no "
         "turns. Continue a text instead: without --chat."
       )
-    ids = words.prompt(Conversation(tuple(messages)))
-    return generate(self.model, words, cfg, rules=rules, prompt=ids, seed=seed)
+    ids = self.tokenizer.prompt(Conversation(tuple(messages)))
+    return generate(self.model, self.tokenizer, cfg, rules=rules, prompt=ids, seed=seed)
 
 
 def fit_devices(cfg: Config, num_devices: int) -> Config:
@@ -144,7 +144,7 @@ def settings_of(checkpoints: Path, step: int | str, run: RunIdentity) -> dict[st
 
 
 @contextlib.contextmanager
-def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
+def load_run(folder: Path, step: str = "latest") -> Iterator[TrainedRun]:
   """Restore the weights of a run; its mesh is set inside the context.
 
   Args:
@@ -176,4 +176,4 @@ def load_run(folder: Path, step: str = "latest") -> Iterator[Run]:
         f"the newest checkpoint in {checkpoints} is damaged, and the one before it was made with "
         f"other settings. Use --step={restored}."
       )
-    yield Run(restored, model, tokenizer, program.continued(extra))
+    yield TrainedRun(restored, model, tokenizer, program.continued(extra))

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 Totals = Callable[[], Mapping[str, float]]
-MEMORY, LEAST = 20, 5  # intervals that are remembered, and needed to compare with
+REMEMBERED_INTERVALS = 20
+COMPARED_INTERVALS = 5  # at least, to compare an interval with
 ASIDE = ("compile", "eval", "checkpoint", "sample")  # is no training
 
 
@@ -16,7 +17,7 @@ class Clock:
     """Take `Goodput.summary`, or something that gives totals under the same names."""
     self._totals = totals
     self._last = None if totals is None else dict(totals())
-    self._usual: deque[float] = deque(maxlen=MEMORY)
+    self._usual: deque[float] = deque(maxlen=REMEMBERED_INTERVALS)
 
   def lap(self, steps: int) -> dict[str, float]:
     """What the last `steps` steps took; empty without totals.
@@ -33,9 +34,9 @@ class Clock:
     aside = sum(spent[f"goodput/{name}_secs"] for name in ASIDE)
     wall = max(spent["goodput/wall_secs"] - aside, 1e-9)
     waited, steps = spent["goodput/data_wait_secs"], max(steps, 1)
-    found = {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}
+    times = {"host/step_secs": wall / steps, "host/data_wait_share": waited / wall}
     busy = max(wall - waited, 1e-9) / steps
-    if len(self._usual) >= LEAST:
-      found["host/slower"] = busy / statistics.median(self._usual) - 1.0
+    if len(self._usual) >= COMPARED_INTERVALS:
+      times["host/slower"] = busy / statistics.median(self._usual) - 1.0
     self._usual.append(busy)
-    return found
+    return times

@@ -17,7 +17,7 @@ def create_writer(
 
   Args:
     cfg: the log settings.
-    workdir: where the files go; created if absent.
+    workdir: folder of the files; created if absent.
     resume_step: the restored step: rows of later steps are cut from the files, as the run writes
       them again. None: nothing was restored, all earlier rows are cut.
     is_main: False on processes other than the first: their writer writes nothing.

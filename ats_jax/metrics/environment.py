@@ -51,7 +51,7 @@ def environment() -> dict[str, Any]:
     "device_count": len(devices),
     "device_kinds": sorted({device.device_kind for device in devices}),
     "nvidia_driver": driver,
-    "variables": variables(os.environ),
+    "variables": public_variables(os.environ),
     "git": _git(Path(__file__)),
   }
 
@@ -63,7 +63,9 @@ def _version(package: str) -> str | None:
     return None
 
 
-def variables(environ: Mapping[str, str], wanted: re.Pattern[str] = _VARIABLES) -> dict[str, str]:
+def public_variables(
+  environ: Mapping[str, str], wanted: re.Pattern[str] = _VARIABLES
+) -> dict[str, str]:
   """Variables whose names begin with `wanted`, without those that look like secrets."""
   return {
     name: value

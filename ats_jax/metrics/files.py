@@ -27,12 +27,12 @@ class JsonlWriter(MetricWriter):
 
   def __init__(self, path: Path, *, last_step: int = -1):
     """Opens `path`, first cutting rows of steps after `last_step` and a torn last line."""
-    kept = []
+    lines = []
     if path.exists():
       rows = list(jsonl_rows(path))
-      kept = [line for line, row in rows if row["step"] <= last_step]
-      _log_cut(path, len(rows) - len(kept))
-    self._file = Log(path, "".join(line + "\n" for line in kept).encode())
+      lines = [line for line, row in rows if row["step"] <= last_step]
+      _log_cut(path, len(rows) - len(lines))
+    self._file = Log(path, "".join(line + "\n" for line in lines).encode())
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -84,14 +84,17 @@ class CsvWriter(MetricWriter):
   def __init__(self, path: Path, *, last_step: int = -1):
     """Opens `path`, first cutting rows of steps after `last_step` and a torn last line."""
     self._path = path
-    columns, kept = ["step", "wall_time"], []
+    columns, kept_rows = ["step", "wall_time"], []
     if path.exists():
       old_columns, rows = read_csv(path)
-      kept = [row for row in rows if int(row[0]) <= last_step]
-      if kept:
+      kept_rows = [row for row in rows if int(row[0]) <= last_step]
+      if kept_rows:
         columns = old_columns
-      _log_cut(path, len(rows) - len(kept))
-    self._columns, self._file = columns, Log(path, csv_text([columns, *kept]).encode(), whole=True)
+      _log_cut(path, len(rows) - len(kept_rows))
+    self._columns, self._file = (
+      columns,
+      Log(path, csv_text([columns, *kept_rows]).encode(), one_object=True),
+    )
 
   @override
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Guarded(MultiWriter):
     """Begin.
 
     Args:
-      name: as in `log.writers`.
+      name: name of the writer in `log.writers`.
       writer: opened.
       close_secs: to wait at the end.
     """

@@ -37,7 +37,7 @@ def verbosity(cfg: LogConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept(folder: Path, process: int) -> Iterator[None]:
+def log_to_file(folder: Path, process: int) -> Iterator[None]:
   """Within it, what the process logs goes to its file in `folder` too, behind what is there.
 
   The error that ends a run is the last line. What libraries of a further process write to standard
@@ -78,9 +78,9 @@ class _FileHandler(std_logging.Handler):
 
   def __init__(self, path: Path):
     super().__init__()
-    kept = paths.read_log(path) if path.exists() else b""
-    torn = kept and not kept.endswith(b"\n")  # a kill in the middle of a line
-    self._log = paths.Log(path, kept + b"\n" if torn else kept)
+    content = paths.read_log(path) if path.exists() else b""
+    torn = content and not content.endswith(b"\n")  # a kill in the middle of a line
+    self._log = paths.Log(path, content + b"\n" if torn else content)
     self.setFormatter(FORMAT)
     for shown in logging.get_absl_handler().filters:
       self.addFilter(shown)

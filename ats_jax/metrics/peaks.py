@@ -9,15 +9,16 @@ import re
 from typing import NamedTuple
 
 
-class Peak(NamedTuple):
-  """A row of the table.
+class DevicePeak(NamedTuple):
+  """The peak speed of a kind of device, a row of the table.
 
   Attributes:
-    pattern: for jax's `device_kind`, case ignored; the first row that matches decides.
-    bfloat16: TFLOP/s; 0 = it has no such matmul.
-    float16: TFLOP/s.
-    bandwidth: of its memory, GB/s; 0 = more than one card has this name.
-    source: who says so.
+    pattern: regular expression for jax's `device_kind`, in any case; the first row that matches
+      counts.
+    bfloat16: TFLOP/s of dense matmuls; 0 = the device has none in bfloat16.
+    float16: TFLOP/s of dense matmuls.
+    bandwidth: GB/s of its memory; 0 = unknown, as several cards have this name.
+    source: the publication that states the figures.
   """
 
   pattern: str
@@ -29,44 +30,44 @@ class Peak(NamedTuple):
 
 _NVIDIA = "NVIDIA data sheet: "
 _GOOGLE = "cloud.google.com/tpu/docs/"
-PEAKS: tuple[Peak, ...] = (
-  Peak(r"\bMIG\b|Laptop|Max-Q", 0, 0, 0, "a part of a device, or one with other clocks"),
-  Peak(r"\bGB200\b", 2500, 2500, 8000, _NVIDIA + "GB200 NVL72, per GPU"),
-  Peak(r"\bB200\b", 2250, 2250, 8000, _NVIDIA + "HGX B200"),
-  Peak(r"\bGH200\b", 989, 989, 0, _NVIDIA + "GH200; 4000 or 4900 GB/s"),
-  Peak(r"\bH200 NVL\b", 835.5, 835.5, 4800, _NVIDIA + "H200 NVL"),
-  Peak(r"\bH200\b", 989, 989, 4800, _NVIDIA + "H200 SXM"),
-  Peak(r"\bH100 NVL\b", 835.5, 835.5, 3900, _NVIDIA + "H100 NVL"),
-  Peak(r"\bH100 PCIe\b", 756.5, 756.5, 2000, _NVIDIA + "H100 PCIe"),
-  Peak(r"\bH100\b", 989, 989, 3350, _NVIDIA + "H100 SXM"),
-  Peak(r"\bA100-SXM4-40GB\b", 312, 312, 1555, _NVIDIA + "A100 40GB"),
-  Peak(r"\bA100-SXM4-80GB\b", 312, 312, 2039, _NVIDIA + "A100 80GB SXM"),
-  Peak(r"\bA100 80GB PCIe\b", 312, 312, 1935, _NVIDIA + "A100 80GB PCIe"),
-  Peak(r"\bA100-PCIE-40GB\b", 312, 312, 1555, _NVIDIA + "A100 40GB PCIe"),
-  Peak(r"\bA100\b", 312, 312, 0, _NVIDIA + "A100"),
-  Peak(r"\bA40\b", 149.7, 149.7, 696, _NVIDIA + "A40"),
-  Peak(r"\bA30\b", 165, 165, 933, _NVIDIA + "A30"),
-  Peak(r"\bA10G\b", 70, 70, 600, _NVIDIA + "A10G"),
-  Peak(r"\bA10\b", 125, 125, 600, _NVIDIA + "A10"),
-  Peak(r"\bL40S\b", 362, 362, 864, _NVIDIA + "L40S"),
-  Peak(r"\bL40\b", 181, 181, 864, _NVIDIA + "L40"),
-  Peak(r"\bL4\b", 121, 121, 300, _NVIDIA + "L4"),
-  Peak(r"\bT4\b", 0, 65, 320, _NVIDIA + "T4"),
-  Peak(r"\bV100-SXM2\b", 0, 125, 900, _NVIDIA + "V100 SXM2"),
-  Peak(r"\bV100-PCIE\b", 0, 112, 900, _NVIDIA + "V100 PCIe"),
-  Peak(
+PEAKS: tuple[DevicePeak, ...] = (
+  DevicePeak(r"\bMIG\b|Laptop|Max-Q", 0, 0, 0, "a part of a device, or one with other clocks"),
+  DevicePeak(r"\bGB200\b", 2500, 2500, 8000, _NVIDIA + "GB200 NVL72, per GPU"),
+  DevicePeak(r"\bB200\b", 2250, 2250, 8000, _NVIDIA + "HGX B200"),
+  DevicePeak(r"\bGH200\b", 989, 989, 0, _NVIDIA + "GH200; 4000 or 4900 GB/s"),
+  DevicePeak(r"\bH200 NVL\b", 835.5, 835.5, 4800, _NVIDIA + "H200 NVL"),
+  DevicePeak(r"\bH200\b", 989, 989, 4800, _NVIDIA + "H200 SXM"),
+  DevicePeak(r"\bH100 NVL\b", 835.5, 835.5, 3900, _NVIDIA + "H100 NVL"),
+  DevicePeak(r"\bH100 PCIe\b", 756.5, 756.5, 2000, _NVIDIA + "H100 PCIe"),
+  DevicePeak(r"\bH100\b", 989, 989, 3350, _NVIDIA + "H100 SXM"),
+  DevicePeak(r"\bA100-SXM4-40GB\b", 312, 312, 1555, _NVIDIA + "A100 40GB"),
+  DevicePeak(r"\bA100-SXM4-80GB\b", 312, 312, 2039, _NVIDIA + "A100 80GB SXM"),
+  DevicePeak(r"\bA100 80GB PCIe\b", 312, 312, 1935, _NVIDIA + "A100 80GB PCIe"),
+  DevicePeak(r"\bA100-PCIE-40GB\b", 312, 312, 1555, _NVIDIA + "A100 40GB PCIe"),
+  DevicePeak(r"\bA100\b", 312, 312, 0, _NVIDIA + "A100"),
+  DevicePeak(r"\bA40\b", 149.7, 149.7, 696, _NVIDIA + "A40"),
+  DevicePeak(r"\bA30\b", 165, 165, 933, _NVIDIA + "A30"),
+  DevicePeak(r"\bA10G\b", 70, 70, 600, _NVIDIA + "A10G"),
+  DevicePeak(r"\bA10\b", 125, 125, 600, _NVIDIA + "A10"),
+  DevicePeak(r"\bL40S\b", 362, 362, 864, _NVIDIA + "L40S"),
+  DevicePeak(r"\bL40\b", 181, 181, 864, _NVIDIA + "L40"),
+  DevicePeak(r"\bL4\b", 121, 121, 300, _NVIDIA + "L4"),
+  DevicePeak(r"\bT4\b", 0, 65, 320, _NVIDIA + "T4"),
+  DevicePeak(r"\bV100-SXM2\b", 0, 125, 900, _NVIDIA + "V100 SXM2"),
+  DevicePeak(r"\bV100-PCIE\b", 0, 112, 900, _NVIDIA + "V100 PCIe"),
+  DevicePeak(
     r"\bRTX PRO 6000 Blackwell Workstation Edition$", 503.8, 503.8, 1792,
     "NVIDIA RTX Blackwell PRO architecture paper",
   ),
-  Peak(r"\bRTX 6000 Ada\b", 364.2, 364.2, 960, "NVIDIA Ada PRO architecture paper"),
-  Peak(r"\bRTX A6000\b", 154.8, 154.8, 768, "NVIDIA GA102 architecture paper"),
-  Peak(r"\bRTX 5090$", 209.5, 209.5, 1792, "NVIDIA RTX Blackwell architecture paper"),
-  Peak(r"\bRTX 4090$", 165.2, 165.2, 1008, "NVIDIA Ada architecture paper"),
-  Peak(r"\bRTX 3090$", 71, 71, 936, "NVIDIA GA102 architecture paper"),
-  Peak(r"\bTPU v4$", 275, 0, 1228, _GOOGLE + "v4"),
-  Peak(r"\bTPU v5( lite|e)$", 197, 0, 819, _GOOGLE + "v5e"),
-  Peak(r"\bTPU v5p?$", 459, 0, 2765, _GOOGLE + "v5p"),
-  Peak(r"\bTPU v6( lite|e)$", 918, 0, 1638, _GOOGLE + "v6e"),
+  DevicePeak(r"\bRTX 6000 Ada\b", 364.2, 364.2, 960, "NVIDIA Ada PRO architecture paper"),
+  DevicePeak(r"\bRTX A6000\b", 154.8, 154.8, 768, "NVIDIA GA102 architecture paper"),
+  DevicePeak(r"\bRTX 5090$", 209.5, 209.5, 1792, "NVIDIA RTX Blackwell architecture paper"),
+  DevicePeak(r"\bRTX 4090$", 165.2, 165.2, 1008, "NVIDIA Ada architecture paper"),
+  DevicePeak(r"\bRTX 3090$", 71, 71, 936, "NVIDIA GA102 architecture paper"),
+  DevicePeak(r"\bTPU v4$", 275, 0, 1228, _GOOGLE + "v4"),
+  DevicePeak(r"\bTPU v5( lite|e)$", 197, 0, 819, _GOOGLE + "v5e"),
+  DevicePeak(r"\bTPU v5p?$", 459, 0, 2765, _GOOGLE + "v5p"),
+  DevicePeak(r"\bTPU v6( lite|e)$", 918, 0, 1638, _GOOGLE + "v6e"),
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
 
   Args:
     device_kind: `jax.devices()[0].device_kind`, e.g. "NVIDIA H100 80GB HBM3".
-    dtype: of the matmul operands, e.g. "bfloat16".
+    dtype: dtype of the matmul operands, e.g. "bfloat16".
   """
   row = _row(device_kind)
   if row is None or dtype not in ("bfloat16", "float16"):
@@ -92,6 +93,6 @@ def describe_peak(device_kind: str, dtype: str) -> str:
   return f"{peak / 1e12:,.1f} TFLOP/s in {dtype}{memory} ({row.source})"
 
 
-def _row(device_kind: str) -> Peak | None:
-  found = (row for row in PEAKS if re.search(row.pattern, device_kind, re.IGNORECASE))
-  return next(found, None)
+def _row(device_kind: str) -> DevicePeak | None:
+  matching = (row for row in PEAKS if re.search(row.pattern, device_kind, re.IGNORECASE))
+  return next(matching, None)

@@ -37,7 +37,7 @@ class ProfileWindow(Watcher):
     Args:
       first_step: 0 = no trace. A run resumed past this step makes none either.
       num_steps: at least 1.
-      directory: where the trace goes.
+      directory: folder of the trace.
 
     Raises:
       ValueError: a negative first step or no steps.
@@ -73,7 +73,7 @@ class ProfileWindow(Watcher):
     if self._local is not None:
       local, self._local = self._local, None
       jax.profiler.stop_trace()
-      text = summary(pathlib.Path(local))
+      text = summarise_trace(pathlib.Path(local))
       self._filled.close()
       logging.info("profiler trace of steps from %d: %s\n%s", self._first, self._directory, text)
 
@@ -84,14 +84,14 @@ class ProfileWindow(Watcher):
     self.close()
 
 
-class Kernel(NamedTuple):
-  """All launches of one kernel in a trace.
+class KernelTime(NamedTuple):
+  """The time of all launches of one kernel in a trace.
 
   Attributes:
-    name: a kernel's on a GPU, an instruction's of XLA on a CPU.
-    calls: over all devices of this process.
-    secs: their sum.
-    share: of the time of all kernels.
+    name: name of the kernel on a GPU, of the instruction of XLA on a CPU.
+    calls: number of launches, over all devices of this process.
+    secs: seconds that they took in sum.
+    share: their share of the time of all kernels, from 0 to 1.
   """
 
   name: str
@@ -104,7 +104,7 @@ class Span(NamedTuple):
   """What one GPU did in a trace; seconds.
 
   Attributes:
-    gpu: its name in the trace.
+    gpu: name of the GPU in the trace.
     secs: from the begin of its first kernel to the end of its last.
     sending: while a collective ran.
     exposed: while collectives ran and nothing else.
@@ -125,7 +125,7 @@ class Span(NamedTuple):
     )
 
 
-def summary(folder: pathlib.Path) -> str:
+def summarise_trace(folder: pathlib.Path) -> str:
   """The newest trace in a folder as text: a table of kernels, and a line a GPU if some send.
 
   Raises:
@@ -141,17 +141,17 @@ def spans(folder: pathlib.Path) -> list[Span]:
   Raises:
     ValueError: if there is no trace.
   """
-  found = []
+  of_devices = []
   for gpu, lines in _streams(_newest(folder)).items():
     events = [event for line in lines for event in line.events]
     times = lambda chosen: _union((e.start_ns, e.start_ns + e.duration_ns) for e in chosen)
     every, sends = times(events), times(e for e in events if _SENDS.search(e.name))
     others = times(e for e in events if not _SENDS.search(e.name))
-    whole = every[-1][1] - every[0][0]
+    duration = every[-1][1] - every[0][0]
     exposed = _length(every) - _length(others)
-    figures = whole, _length(sends), exposed, whole - _length(every)
-    found.append(Span(gpu, *(nanoseconds / 1e9 for nanoseconds in figures)))
-  return found
+    figures = duration, _length(sends), exposed, duration - _length(every)
+    of_devices.append(Span(gpu, *(nanoseconds / 1e9 for nanoseconds in figures)))
+  return of_devices
 
 
 def _union(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -169,7 +169,7 @@ def _length(times: list[tuple[float, float]]) -> float:
   return sum(end - begin for begin, end in times)
 
 
-def kernel_times(folder: pathlib.Path) -> list[Kernel]:
+def kernel_times(folder: pathlib.Path) -> list[KernelTime]:
   """Sum up the newest trace in a folder that `jax.profiler` wrote to; the longest first.
 
   Raises:
@@ -179,8 +179,10 @@ def kernel_times(folder: pathlib.Path) -> list[Kernel]:
   for name, duration in _events(_newest(folder)):
     nanoseconds[name] += duration
     calls[name] += 1
-  whole = sum(nanoseconds.values()) or 1
-  return [Kernel(name, calls[name], ns / 1e9, ns / whole) for name, ns in nanoseconds.most_common()]
+  total = sum(nanoseconds.values()) or 1
+  return [
+    KernelTime(name, calls[name], ns / 1e9, ns / total) for name, ns in nanoseconds.most_common()
+  ]
 
 
 def _newest(folder: pathlib.Path) -> Any:
@@ -192,12 +194,12 @@ def _newest(folder: pathlib.Path) -> Any:
 
 def _streams(trace: Any) -> dict[str, list[Any]]:
   """The streams of each GPU that ran something."""
-  found = collections.defaultdict(list)
+  streams = collections.defaultdict(list)
   for plane in trace.planes:
     for line in plane.lines:
       if "GPU" in plane.name and line.name.startswith("Stream") and any(True for _ in line.events):
-        found[plane.name].append(line)
-  return dict(found)
+        streams[plane.name].append(line)
+  return dict(streams)
 
 
 def _events(trace: Any) -> Iterator[tuple[str, int]]:
@@ -211,7 +213,7 @@ def _events(trace: Any) -> Iterator[tuple[str, int]]:
         yield event.name, int(event.duration_ns)
 
 
-def kernel_table(kernels: list[Kernel], rows: int = 15) -> str:
+def kernel_table(kernels: list[KernelTime], rows: int = 15) -> str:
   """The first of them as text."""
   lines = [f"{'share':>6} {'ms':>10} {'calls':>7}  kernel"]
   for k in kernels[:rows]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
   from rich.progress import Progress as Bar
 
 
-class Progress:
+class ProgressBar:
   """One line, redrawn in place: bar, step, loss, time left, speed, MFU, memory.
 
   ```
@@ -45,7 +45,7 @@ class Progress:
       total_steps: the last step of the run.
       start_step: the restored step, 0 for a new run.
       enabled: False shows nothing (log.progress is off, or not the main process).
-      stream: where to draw; default: stderr.
+      stream: stream to draw on; default: stderr.
       redraw_secs: least time between two drawings on a terminal.
       plain_secs: least time between two lines where there is no terminal.
       clock: seconds.

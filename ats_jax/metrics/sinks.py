@@ -17,8 +17,10 @@ from ats_jax.metrics.writer import MetricWriter, Opening, as_numbers
 from ats_jax.store import paths
 
 BUCKETS = 30
-# What MLflow takes in a call, and of a value.
-MLFLOW_METRICS, MLFLOW_PARAMS, MLFLOW_CHARACTERS = 1000, 100, 6000
+# Limits of MLflow.
+MLFLOW_METRICS = 1000  # in a call
+MLFLOW_PARAMS = 100  # in a call
+MLFLOW_CHARACTERS = 6000  # of a value
 
 
 class WandbWriter(MetricWriter):
@@ -55,8 +57,8 @@ class WandbWriter(MetricWriter):
   def write_histograms(
     self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
   ) -> None:
-    found = _histograms(arrays, num_buckets)
-    self._log(step, {name: self._wandb.Histogram(np_histogram=pair) for name, pair in found})
+    histograms = _histograms(arrays, num_buckets)
+    self._log(step, {name: self._wandb.Histogram(np_histogram=pair) for name, pair in histograms})
 
   @override
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
@@ -104,10 +106,10 @@ class MlflowWriter(MetricWriter):
     experiment = client.get_experiment_by_name(opening.project)
     number = experiment and experiment.experiment_id
     number = number or client.create_experiment(opening.project, artifact_location=artifacts)
-    found = client.search_runs([number], f"tags.ats_jax_run = '{opening.run}'", max_results=1)
-    if opening.run and found:
-      client.update_run(found[0].info.run_id, status="RUNNING")
-      return found[0].info.run_id
+    runs = client.search_runs([number], f"tags.ats_jax_run = '{opening.run}'", max_results=1)
+    if opening.run and runs:
+      client.update_run(runs[0].info.run_id, status="RUNNING")
+      return runs[0].info.run_id
     new = client.create_run(number, tags={"ats_jax_run": opening.run}, run_name=_name(opening))
     return new.info.run_id
 

@@ -12,10 +12,10 @@ import numpy as np
 from absl import logging
 
 from ats_jax.metrics.files import LayerLog
+from ats_jax.metrics.host_copy import start_copy
 from ats_jax.metrics.memory import memory_metrics
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.throughput import Throughput
-from ats_jax.metrics.transfer import start_copy
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.metrics.writer import MetricWriter
 
@@ -36,7 +36,7 @@ class StepLog(Watcher):
     self,
     writer: MetricWriter,
     throughput: Throughput,
-    progress: Progress,
+    progress: ProgressBar,
     every_steps: int,
     layers: LayerLog | None = None,
     *,
@@ -141,13 +141,13 @@ def histograms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   Of an array by layer and expert, one for each layer, `moe/load/layer_00`: its spread over experts.
   Of an array by layer, one: its spread over layers. `mod/depths` is a distribution itself.
   """
-  found = {}
+  by_name = {}
   for name, array in arrays.items():
     if array.ndim == 2:
-      found |= {f"{name}/layer_{number:02d}": row for number, row in enumerate(array)}
+      by_name |= {f"{name}/layer_{number:02d}": row for number, row in enumerate(array)}
     elif name != "mod/depths":
-      found[name] = array
-  return found
+      by_name[name] = array
+  return by_name
 
 
 def _wait(vector: jax.Array) -> tuple[np.ndarray, float]:

@@ -14,8 +14,8 @@ from flax import nnx
 from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.model.attention import Attention, KVCache, RopeTable
 from ats_jax.model.latent_attention import LatentAttention, LatentCache
+from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import MLP, RMSNorm
-from ats_jax.model.layout import LayerKind
 from ats_jax.model.mod import Depth, Pass
 from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import Numerics

@@ -9,7 +9,8 @@ import jax
 from jax.tree_util import GetAttrKey
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import LayerKind, mod_tokens
+from ats_jax.model.layer_kinds import LayerKind
+from ats_jax.model.layout import mod_tokens
 from ats_jax.model.param import trainable
 
 PARTS: tuple[str, ...] = (

@@ -14,8 +14,10 @@ from flax import nnx
 from ats_jax.config.schema import Config
 from ats_jax.model import moe
 from ats_jax.model.block import Block, LayerCache, tokens_at
+from ats_jax.model.fp8 import fp8_layers
+from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import RMSNorm, Weight
-from ats_jax.model.layout import LayerKind, Segment, check_stages, fp8_layers, segments_of
+from ats_jax.model.layout import Segment, check_stages, segments_of
 from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Buffer, Role, head_std, is_variable

@@ -1,24 +1,11 @@
-"""Which layers have experts, windows or skip tokens, and how the stack is cut into scans."""
+"""How the layers of a model are cut into scans, rounds and stages of a pipeline."""
 
 import dataclasses
 import math
 
 from ats_jax.config.schema import Config
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-  """What one layer is made of.
-
-  Attributes:
-    moe: its feed-forward is a mixture of experts.
-    mod: only some tokens go through it (mixture of depths).
-    window: its queries see the last `model.window` tokens only.
-  """
-
-  moe: bool
-  mod: bool
-  window: bool = False
+from ats_jax.model.fp8 import fp8_layers
+from ats_jax.model.layer_kinds import LayerKind, layer_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,42 +26,6 @@ class Segment:
     """Indices of the layers at one place of the super-block."""
     period = len(self.kinds)
     return range(self.first + place, self.first + period * self.repeats, period)
-
-
-def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
-  """The kind of every layer, from the bottom up."""
-  model, moe, mod, num_layers = cfg.model, cfg.moe, cfg.mod, cfg.model.num_layers
-  moe_layers = _every(moe.every, moe.dense_first, num_layers - moe.dense_last)
-  mod_layers = _every(mod.every, mod.start_layer, mod.end_layer or num_layers)
-  full_layers = _every(model.full_every, 0, num_layers) if model.full_every else ()
-  kinds = []
-  for layer in range(num_layers):
-    kinds.append(
-      LayerKind(
-        moe=moe.num_experts > 0 and layer in moe_layers,
-        mod=mod.routing != "none" and layer in mod_layers,
-        window=model.window > 0 and layer not in full_layers,
-      )
-    )
-  return tuple(kinds)
-
-
-def fp8_layers(cfg: Config) -> tuple[bool, ...]:
-  """Which layers multiply their projections and dense feed-forwards in 8 bits, from the bottom up.
-
-  The choice changes the computation only; the weights are the same.
-  """
-  precision = cfg.precision
-  within = range(precision.fp8_keep_first, cfg.model.num_layers - precision.fp8_keep_last)
-  return tuple(
-    # Skipping layers see any number of rows, 8 bits take multiples of 16.
-    precision.fp8 and layer in within and not kind.mod
-    for layer, kind in enumerate(layer_kinds(cfg))
-  )
-
-
-def _every(n: int, start: int, stop: int) -> range:
-  return range(start + n - 1, stop, n)
 
 
 def segments(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:

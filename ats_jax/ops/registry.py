@@ -1,6 +1,7 @@
 """Which implementation runs in which slot: decided once, in Python, with a reason that is logged.
 
-Before anything is traced, `choose` fills the slots from the settings, the device and `kernels.OPS`.
+Before anything is traced, `choose` fills the slots from the settings, the device and the table
+`implementations.OPS`.
 While an op is traced, `kernel` looks up the shape at hand in the device's tuning table, a file in
 the repository, for tile parameters, or for a note that XLA is faster at this shape. Nothing is
 measured in a run.
@@ -16,7 +17,7 @@ from pathlib import Path
 from absl import logging
 
 from ats_jax.config.schema import Config
-from ats_jax.ops.kernels import OPS, Kernel
+from ats_jax.ops.implementations import OPS, Kernel
 from ats_jax.ops.requirements import Device
 
 TUNING = Path(__file__).parent / "tuning"
@@ -172,7 +173,7 @@ def kernel(op: str, slot: str, kernels: Kernels, **dims: int) -> functools.parti
   """The kernel for a slot at one shape, its tile parameters filled in; None = XLA's version.
 
   Args:
-    op: of `ops.kernels.OPS`.
+    op: of `ops.implementations.OPS`.
     slot: of that op.
     kernels: the run's.
     dims: the sizes of one device's arrays by which tuning tables are kept. `rows` is rounded up

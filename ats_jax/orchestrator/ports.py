@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ats_jax.data.batch import POSITION
-from ats_jax.orchestrator.signals.interval import Rows
-from ats_jax.orchestrator.trials.paired import Ahead, Update
+from ats_jax.orchestrator.signals.interval import RowsRead
+from ats_jax.orchestrator.trials.paired import NextUpdates, Update
 
 
 class Loop(Protocol):
@@ -19,16 +19,16 @@ class Loop(Protocol):
     """A function that makes the last update again, from another state."""
     ...
 
-  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """Functions that make the next updates; the loop will read their batches again.
 
     Args:
-      saved: what `position` gave; the updates are those that came after it. None = now.
+      saved: what `position` returned; the updates are those after it. None = now.
     """
     ...
 
 
-def rows_read(loop: Loop | None, step: int) -> Rows | None:
+def rows_read(loop: Loop | None, step: int) -> RowsRead | None:
   """Where the loop is in the data after `step`; None if it does not say."""
   position = {} if loop is None else loop.position()
-  return Rows(step, position[POSITION]["row"]) if POSITION in position else None
+  return RowsRead(step, position[POSITION]["row"]) if POSITION in position else None

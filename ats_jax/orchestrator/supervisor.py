@@ -17,7 +17,7 @@ from absl import logging
 from ats_jax.config.build import CHANGES
 from ats_jax.data.batch import Batch
 from ats_jax.metrics.clock import Clock, Totals
-from ats_jax.metrics.transfer import start_copy
+from ats_jax.metrics.host_copy import start_copy
 from ats_jax.metrics.watcher import Watcher
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
@@ -25,26 +25,26 @@ from ats_jax.model.param import trainable
 from ats_jax.orchestrator import hooks
 from ats_jax.orchestrator.actions.base import Action, Settings, carry_out
 from ats_jax.orchestrator.policy.decide import Interval, Terms, Tried, decide
-from ats_jax.orchestrator.policy.growth import SPAN
+from ats_jax.orchestrator.policy.growth import TRIAL_LOOKS
 from ats_jax.orchestrator.policy.requests import Ready, Requests
 from ats_jax.orchestrator.policy.state import Decision, Judgement, PolicyState, Request
 from ats_jax.orchestrator.ports import Loop, rows_read
-from ats_jax.orchestrator.record.influence import bounded, price
+from ats_jax.orchestrator.record.influence import bounded_steps, cost_of_lost_steps
 from ats_jax.orchestrator.record.ledger import check_agreement
 from ats_jax.orchestrator.record.teller import Teller, Write
 from ats_jax.orchestrator.signals.counts import Schedule, wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.experts import Experts
-from ats_jax.orchestrator.signals.health import COMPARED, LAPS, far_probe, report
+from ats_jax.orchestrator.signals.experts import OpenExperts
+from ats_jax.orchestrator.signals.health import COMPARED, REMEMBERED_LOOKS, far_probe, health_of
 from ats_jax.orchestrator.signals.interval import (
   Fault,
   Pending,
-  Rows,
+  RowsRead,
   Sums,
   probe_loss,
-  read,
+  sum_up,
 )
 from ats_jax.orchestrator.signals.probe import Probe
-from ats_jax.orchestrator.trials.paired import Again, Ahead, look_ahead, look_back
+from ats_jax.orchestrator.trials.paired import NextUpdates, ReplayedUpdates, look_ahead, look_back
 from ats_jax.orchestrator.trials.snapshots import COPIES, COPIES_OF_AGAIN, Snapshots, local_bytes
 from ats_jax.step import tensors
 from ats_jax.step.program import Program
@@ -54,19 +54,22 @@ from ats_jax.store.paths import Path
 
 # Gives the newest checkpoint as `CheckpointManager.restore_latest` does: step, state and the rest.
 Restore = Callable[[], tuple[int, TrainState, Any] | None]
-# Where a checkpoint keeps what the policy remembers, and what hooks asked for.
-SAVED, WAITING, WATCH = "orchestrator", "requests", "watch"
+# Keys of the supervisor's part of a checkpoint.
+SAVED = "orchestrator"  # what the policy remembers
+WAITING = "requests"  # what hooks asked for
+WATCH = "watch"  # the alert, and the looks to wait for the next score of the probe
 
 
 class Supervisor(Watcher):
-  """One run's supervisor.
+  """Watches one run: it looks at the metrics of its steps, decides on actions and carries them out.
 
   Attributes:
-    policy: what it remembers.
-    decisions: those of this process, with the steps at which they were taken.
-    wants_checkpoint: an action needs one now.
-    wants_restart: the checkpoint that was just saved is to be gone on from, with other settings.
-    replayed: steps that were made again on branches.
+    policy: the state of the policy, which each checkpoint keeps.
+    decisions: the decisions of this process, each with the step at which it was taken.
+    wants_checkpoint: whether an action needs a checkpoint now.
+    wants_restart: whether the run is to be reopened from the checkpoint just saved, as an action
+      changed its settings.
+    replayed: number of steps that were made again to try an action.
   """
 
   def __init__(
@@ -81,19 +84,19 @@ class Supervisor(Watcher):
     loop: Loop | None = None,
     schedule: Schedule | None = learning_rate,
   ):
-    """Set what it works with; `start` begins.
+    """Set up the supervisor of a run; `start` begins.
 
     Args:
-      program: the run; its config says what may be done.
-      probe: a batch on the mesh that is not trained on, see `Probe`; without one, a fault of the
-        data cannot be told from one of the state, and only what is not finite is rolled back.
-      ledger: where decisions are written, by the first process.
-      write: takes a few metrics at each look.
-      restore: gives the last checkpoint, for a rollback without snapshots.
-      totals: says where the time of this process went, see `Clock`.
-      snapshots: where to keep states, if they are to outlive it.
-      loop: lends what branches need; without one none are tried.
-      schedule: gives the rate that the step must report; None = the rate is not checked.
+      program: the program of the run; its config says which actions are allowed.
+      probe: a held-out batch on the mesh (`Probe`). Without one, a fault of the data cannot be told
+        from one of the state, and a rollback happens only for values that are not finite.
+      ledger: the file of decisions, which process 0 writes; None = none.
+      write: writes a few metrics at each look.
+      restore: returns the last checkpoint, for a rollback without snapshots.
+      totals: returns the time of this process by what it was spent on (`Clock`).
+      snapshots: keeps states in host memory and outlives the supervisor; None = it makes its own.
+      loop: the training loop, which makes updates again; without it no action is tried ahead.
+      schedule: returns the learning rate that a step must report; None = it is not checked.
     """
     self.policy, self.decisions = PolicyState(), list[tuple[int, Decision]]()
     self.wants_checkpoint = self.wants_restart = False
@@ -107,16 +110,16 @@ class Supervisor(Watcher):
     self._terms = Terms.of(program.cfg)
     self._teller = Teller(ledger, write)
     self._restore, self._loop, self._schedule = restore, loop, schedule
-    self._begin: Rows | None = None
+    self._begin: RowsRead | None = None
     self._rows: list[jax.Array] = []
     self._loads: list[jax.Array] = []
-    self._experts: Experts | None = None
+    self._experts: OpenExperts | None = None
     self._tensors: list[str] = []
     self._pending: Pending | None = None
     self._clock, self._restored_step = Clock(totals), -1
     self._laps, self._readings = list[dict[str, float]](), 0
     self._tries: Action | None = None  # what is to be tried when the next steps begin
-    self._again: Again | None = None
+    self._again: ReplayedUpdates | None = None
     self._has_room = False  # for what making steps again keeps
     self._past: Action | None = None  # what is to be tried on all steps so far
     self._snapshots = snapshots or Snapshots.of(self._cfg)
@@ -132,7 +135,7 @@ class Supervisor(Watcher):
     Args:
       step: updates done; 0 in a new run.
       state: the new or restored one, which is taken to be good.
-      saved: what the checkpoint that is resumed holds beside the state; see `saved`.
+      saved: what the checkpoint that is resumed holds beside the state (`saved`).
 
     Raises:
       ValueError: if the probe holds no token.
@@ -154,7 +157,7 @@ class Supervisor(Watcher):
       self._probe.begin(self._program, state.model, self._program.rules(step))
     self._begin = rows_read(self._loop, step)
     if self._program.cfg.moe.spare_experts:
-      self._experts = Experts(self._program.cfg, state)
+      self._experts = OpenExperts(self._program.cfg, state)
     if self.acts:
       self._snapshots.start(
         step, state, {**(saved or {}), **self._position(), **self._remembered()}
@@ -177,9 +180,9 @@ class Supervisor(Watcher):
     falls. Losses under other rules are not compared, see `decide`.
 
     Args:
-      program: of the same run.
+      program: the new program of the same run.
       step: 1-based.
-      state: as it is before that update; only its shapes matter.
+      state: the state before that update; only its shapes matter.
     """
     self._program = program
     if self._probe is not None:
@@ -190,8 +193,8 @@ class Supervisor(Watcher):
 
     Args:
       step: updates done.
-      state: as it returned it; not to be used any more.
-      metrics: likewise.
+      state: the state after the step; not to be used any more.
+      metrics: metrics of the step.
 
     Raises:
       FloatingPointError: if the policy gives the run up.
@@ -224,8 +227,8 @@ class Supervisor(Watcher):
 
     Args:
       step: updates done.
-      state: what the last one left.
-      metrics: likewise.
+      state: the state after the last step.
+      metrics: metrics of the last step.
 
     Raises:
       FloatingPointError: if weights are not finite and nothing mends them.
@@ -305,7 +308,7 @@ class Supervisor(Watcher):
     """Conclude from an interval, act, and record both."""
     rows = np.stack(jax.device_get(interval.rows))
     probe = None if interval.probe is None else probe_loss(interval.probe)
-    reading = read(self._names, interval.step, rows, probe, self._tensors)
+    reading = sum_up(self._names, interval.step, rows, probe, self._tensors)
     reading = reading._replace(faults=self._faults(interval, rows))
     if self._probe is not None:
       reading = reading._replace(rules=dataclasses.astuple(interval.rules))
@@ -316,17 +319,17 @@ class Supervisor(Watcher):
     seen = Interval(reading, pause, request)
     self.policy, judgement = decide(self._terms, self.policy, seen, step)
     check_agreement(self.policy, reading, judgement.decisions, self._requests.to_json())
-    self._laps = [*self._laps, interval.host][-LAPS:]
+    self._laps = [*self._laps, interval.host][-REMEMBERED_LOOKS:]
     self._readings += probe is not None
     further = far_probe(reading) if self._readings in COMPARED else ()
-    health = report(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
+    health = health_of(reading.means, reading.nonfinite, judgement.finding, self._laps, further)
     self._teller.note(
       "check", step, reading=reading._asdict(), stale=judgement.stale, health=health._asdict(),
       host=interval.host, pause=pause, request=None if request is None else request.to_json(),
     )  # fmt: skip
     if judgement.outcome is not None:
       self._teller.outcome(step, judgement.outcome)
-    if (left := bounded(self._names, interval.step, rows)) is not None:
+    if (left := bounded_steps(self._names, interval.step, rows)) is not None:
       self._teller.bounded(step, left, interval.read, self._program.cfg.data.batch_size)
     if not judgement.stale:
       self._teller.health(health)
@@ -381,7 +384,7 @@ class Supervisor(Watcher):
       saved, came_to = action.find(self, step, state)
     if saved is not None:
       saved = self._program.caught_up(saved, came_to["to"])
-      came_to["lost"] = price(self._program.cfg, step - came_to["to"], self._laps)
+      came_to["lost"] = cost_of_lost_steps(self._program.cfg, step - came_to["to"], self._laps)
     applied = self.acts and not (action.needs_saved and saved is None)
     self._teller.decision(step, decision, came_to, applied=applied)
     if not applied:
@@ -392,7 +395,7 @@ class Supervisor(Watcher):
     if saved is not None:
       self._restored_step = step
     if self._experts is not None and action.edits:
-      self._experts = Experts(self._program.cfg, changed)
+      self._experts = OpenExperts(self._program.cfg, changed)
     return changed
 
   def restart_with(self, settings: Settings, before: Settings) -> None:
@@ -412,7 +415,7 @@ class Supervisor(Watcher):
     has_won = any(request.cause == "branch" for request in self._requests.waiting)
     return bool(able) and healthy and not (is_over or has_won or self.wants_restart)
 
-  def _try_ahead(self, step: int, state: TrainState, ahead: Ahead) -> TrainState:
+  def _try_ahead(self, step: int, state: TrainState, ahead: NextUpdates) -> TrainState:
     """Try what a hook wants tried, on the batches that come next; ask for it if it wins."""
     ready = self._requests.ready(self.policy, state, step, pause=True, trial=True)
     if ready is None:
@@ -434,13 +437,13 @@ class Supervisor(Watcher):
     assert pending is not None, "no interval ends here"
     if again is None:
       if self._tries is not None and self._probe is not None:
-        self._again = Again(step, state, self._tries, pending.probe, pending.rules)
+        self._again = ReplayedUpdates(step, state, self._tries, pending.probe, pending.rules)
         self._tries = None
       return state
     if again.rules != pending.rules:
       self._again = None  # the probe's losses at start and end are of two models
       return state
-    if step < again.first + SPAN * self._cfg.check_interval:
+    if step < again.first + TRIAL_LOOKS * self._cfg.check_interval:
       return state
     self._again = None
     left, other, effect = again.make(self._program.cfg, state, self._scorer(again.rules))
@@ -497,5 +500,5 @@ class Supervisor(Watcher):
     """The newest good state but `back`, and the step that made it; else the last checkpoint's."""
     if (snapshot := self._snapshots.back(back)) is not None:
       return snapshot.step, snapshot.resume()
-    found = None if self._restore is None else self._restore()
-    return None if found is None else found[:2]
+    restored = None if self._restore is None else self._restore()
+    return None if restored is None else restored[:2]

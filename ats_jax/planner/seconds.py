@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
 from ats_jax.model.decoder import Decoder
+from ats_jax.model.fp8 import fp8_layers
+from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.layers import of_activations
-from ats_jax.model.layout import fp8_layers, layer_kinds, mod_tokens
+from ats_jax.model.layout import mod_tokens
 from ats_jax.model.param import Param, Role, params_of
 from ats_jax.ops.expert_exchange import host_room
 from ats_jax.planner.hardware import Hardware

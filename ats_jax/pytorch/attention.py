@@ -42,25 +42,25 @@ class KeyCache:
   """What attention remembers of the tokens that went through a layer, padding among them.
 
   Attributes:
-    kept: arrays [batch, slots, ...]: keys and values, or latents and the rotated part of keys.
-    segment_ids_BS: of the slots' tokens; 0 = nothing is there.
-    order_BS: likewise.
-    count_B: tokens that are no padding.
+    arrays: [batch, slots, ...] each: keys and values, or latents and the rotated part of keys.
+    segment_ids_BS: segment of the token in each slot; 0 = padding.
+    order_BS: number of the token in each slot among those of its row, padding left out.
+    count_B: number of tokens of each row that are no padding.
   """
 
-  kept: tuple[Tensor, ...] = ()
+  arrays: tuple[Tensor, ...] = ()
   segment_ids_BS: Tensor | None = None
   order_BS: Tensor | None = None
   count_B: Tensor | None = None
 
   def extend(self, new: tuple[Tensor, ...], tokens: Tokens) -> tuple[Tensor, ...]:
-    """Put new tokens behind the others; what is kept of all."""
+    """Append the arrays of new tokens; return those of all tokens so far."""
     joined = lambda old, more: more if old is None else torch.cat([old, more], dim=1)
-    old = self.kept or (None,) * len(new)
-    self.kept = tuple(joined(a, b) for a, b in zip(old, new, strict=True))
+    old = self.arrays or (None,) * len(new)
+    self.arrays = tuple(joined(a, b) for a, b in zip(old, new, strict=True))
     self.segment_ids_BS = joined(self.segment_ids_BS, tokens.segment_ids_BT)
     self.order_BS = joined(self.order_BS, tokens.order_BT)
-    return self.kept
+    return self.arrays
 
   def order_of(self, segment_ids_BT: Tensor) -> Tensor:
     """`Tokens.order_BT` of new tokens, and count them; padding comes first."""
@@ -103,8 +103,8 @@ def attend(
     q_BTNH: queries.
     k_BSKH: keys; K divides N.
     v_BSKH: values, of any width.
-    visible_B1TS: of `visibility`.
-    scale: of the scores.
+    visible_B1TS: result of `visibility`.
+    scale: factor of the scores.
     soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 = they stay as they are.
     sinks_N: a logit of each head that every query sees, with value 0.
 
@@ -162,7 +162,7 @@ class Attention(nn.Module):
     Args:
       x_BTD: normalised activations.
       tokens: about its tokens.
-      cache: what earlier tokens left.
+      cache: arrays of earlier tokens, to which these are appended; None = there are none.
     """
     q_BTNH = self._heads(self.q(x_BTD), self.q_norm)
     k_BTKH = self._heads(self.k(x_BTD), self.k_norm)
@@ -216,7 +216,7 @@ class LatentAttention(nn.Module):
     self.out = Linear(heads * model.v_head_dim, model.d_model)
 
   def forward(self, x_BTD: Tensor, tokens: Tokens, cache: KeyCache | None = None) -> Tensor:
-    """See `Attention`."""
+    """Attend to the tokens, and to those in the cache, from their latents."""
     narrow = x_BTD
     if self.q_down is not None and self.q_norm is not None:
       narrow = self.q_norm(self.q_down(x_BTD))

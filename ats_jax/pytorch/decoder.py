@@ -15,7 +15,7 @@ from ats_jax.pytorch.mod import Depth, MoDStats
 from ats_jax.pytorch.moe import MoE, MoEStats
 from ats_jax.pytorch.settings import (
   LayerKind,
-  Rules,
+  RoutingRules,
   Settings,
   check,
   evaluation_rules,
@@ -35,7 +35,7 @@ class LayerCache:
   """What generation remembers of a layer.
 
   Attributes:
-    keys: of the tokens that attention saw.
+    keys: arrays of the tokens that attention has seen.
     taken_B: how many tokens went through a layer that skips some.
   """
 
@@ -49,7 +49,7 @@ class Cache:
 
   Attributes:
     layers: from the bottom up.
-    order: of tokens in rows, as in a layer that all go through.
+    order: numbers of the tokens in their rows, as in a layer that all tokens go through.
     length: tokens of a row so far, padding among them.
   """
 
@@ -85,7 +85,7 @@ class Block(nn.Module):
     self,
     x_BTD: Tensor,
     tokens: Tokens,
-    rules: Rules,
+    rules: RoutingRules,
     cache: LayerCache | None = None,
     total: int = 0,
     rope: "Ropes | None" = None,
@@ -95,8 +95,8 @@ class Block(nn.Module):
     Args:
       x_BTD: the residual stream.
       tokens: about its tokens.
-      rules: of this pass.
-      cache: what earlier tokens left, which is extended.
+      rules: how sparse layers choose.
+      cache: arrays of earlier tokens, to which these are appended; None = there are none.
       total: tokens of a row with those of the cache.
       rope: for the tokens that are chosen; a layer for all tokens needs none.
 
@@ -115,7 +115,7 @@ class Block(nn.Module):
     depth: Depth,
     x_BTD: Tensor,
     tokens: Tokens,
-    rules: Rules,
+    rules: RoutingRules,
     cache: LayerCache | None,
     total: int,
     rope: "Ropes",
@@ -155,7 +155,9 @@ class Block(nn.Module):
       y_BTD = self.attn_post_norm(y_BTD)
     return self.dropout(y_BTD)
 
-  def _feed(self, x_BTD: Tensor, tokens: Tokens, rules: Rules) -> tuple[Tensor, MoEStats | None]:
+  def _feed(
+    self, x_BTD: Tensor, tokens: Tokens, rules: RoutingRules
+  ) -> tuple[Tensor, MoEStats | None]:
     x_BTD, moe = self.mlp_norm(x_BTD), None
     if isinstance(self.mlp, MoE):
       y_BTD, moe = self.mlp(x_BTD, tokens.segment_ids_BT > 0, training=rules.training)
@@ -224,7 +226,7 @@ class Decoder(nn.Module):
     *,
     positions_BT: Tensor | None = None,
     segment_ids_BT: Tensor | None = None,
-    rules: Rules | None = None,
+    rules: RoutingRules | None = None,
     cache: Cache | None = None,
   ) -> tuple[Tensor, list[LayerStats], Tensor | None]:
     """Run the layers; `logits` turns the result into scores.
@@ -235,7 +237,7 @@ class Decoder(nn.Module):
       segment_ids_BT: tokens of different segments do not see each other; 0 = padding, which comes
         first where there is a cache. None = one document a row.
       rules: how sparse layers choose; None = those of evaluation.
-      cache: of the tokens before these (`empty_cache`), which is extended.
+      cache: arrays of earlier tokens (`empty_cache`), to which these are appended.
 
     Returns:
       Final normalised activations [batch, seq, d_model]; statistics of each layer; how many of the
@@ -260,9 +262,9 @@ class Decoder(nn.Module):
     stats, depth_BT = [], None
     total = before + tokens_BT.shape[1]
     for number, layer in enumerate(self.layers):
-      kept = None if cache is None else cache.layers[number]
+      layer_cache = None if cache is None else cache.layers[number]
       run = functools.partial(checkpoint, layer, use_reentrant=False) if self.remat else layer
-      x_BTD, of_layer, passed_BT = run(x_BTD, tokens, rules, kept, total, self.rope)
+      x_BTD, of_layer, passed_BT = run(x_BTD, tokens, rules, layer_cache, total, self.rope)
       stats.append(of_layer)
       if passed_BT is not None:
         depth_BT = passed_BT.long() + (0 if depth_BT is None else depth_BT)
@@ -278,9 +280,9 @@ class Decoder(nn.Module):
 
   def logits(self, x_BTD: Tensor) -> Tensor:
     """Scores [..., vocab] in float32."""
-    return capped(F.linear(x_BTD, self.head_weights()).float(), self.cfg.model.logit_soft_cap)
+    return soft_capped(F.linear(x_BTD, self.head_weights()).float(), self.cfg.model.logit_soft_cap)
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
   """`cap * tanh(logits / cap)`; 0 = they stay as they are."""
   return cap * torch.tanh(logits / cap) if cap else logits

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ats_jax.pytorch.decoder import Decoder
-from ats_jax.pytorch.settings import Rules
+from ats_jax.pytorch.settings import RoutingRules
 
 
 @torch.no_grad()
@@ -14,7 +14,7 @@ def generate(
   count: int,
   *,
   temperature: float = 0.0,
-  rules: Rules | None = None,
+  rules: RoutingRules | None = None,
   generator: torch.Generator | None = None,
 ) -> Tensor:
   """Continue rows of one length.
@@ -25,12 +25,12 @@ def generate(
     count: tokens to add.
     temperature: divides the logits; 0 = the likeliest token.
     rules: how sparse layers choose; None = those of evaluation.
-    generator: of the draws.
+    generator: generator of the draws.
 
   Returns:
     The new tokens [batch, count].
   """
-  cache, tokens_BT, found = model.empty_cache(), prompt_BT, []
+  cache, tokens_BT, pieces = model.empty_cache(), prompt_BT, []
   for _ in range(count):
     x_BTD, _, _ = model(tokens_BT, rules=rules, cache=cache)
     logits_BV = model.logits(x_BTD[:, -1])
@@ -39,5 +39,5 @@ def generate(
       tokens_BT = torch.multinomial(weights_BV, 1, generator=generator)
     else:
       tokens_BT = logits_BV.argmax(dim=-1, keepdim=True)
-    found.append(tokens_BT)
-  return torch.cat(found, dim=1)
+    pieces.append(tokens_BT)
+  return torch.cat(pieces, dim=1)

@@ -62,13 +62,13 @@ class AtsJaxForCausalLM(PreTrainedModel, GenerationMixin):
 
     Args:
       input_ids: padding comes first, not last, where a cache is used.
-      attention_mask: of the tokens of the cache too; 0 = padding.
+      attention_mask: 0 for padding, else 1; of the tokens of the cache too.
       position_ids: by default each token's place behind the padding.
-      past_key_values: what an earlier call gave.
+      past_key_values: the cache that an earlier call returned.
       labels: like `input_ids`; -100 is not counted. They are shifted here.
       use_cache: give `past_key_values`.
       logits_to_keep: only the last so many positions; 0 = all.
-      others: of `transformers`; nothing reads them.
+      others: further arguments of `transformers`; nothing reads them.
     """
     del others
     cache = past_key_values

@@ -119,7 +119,7 @@ def frequencies(model: Settings, width: int, theta: float, kind: str) -> list[fl
     return [f / scaling.factor for f in plain]
   length, slow, fast = scaling.original_len, scaling.slow_turns, scaling.fast_turns
   if kind == "llama3":
-    kept = [(length * f / (2 * math.pi) - slow) / (fast - slow) for f in plain]
+    shares = [(length * f / (2 * math.pi) - slow) / (fast - slow) for f in plain]
   else:
     assert kind == "yarn", kind
     pair_of = lambda turns: width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -127,9 +127,9 @@ def frequencies(model: Settings, width: int, theta: float, kind: str) -> list[fl
     if scaling.whole_pairs:
       first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    kept = [1 - (pair - first) / max(last - first, 0.001) for pair in pairs]
-  kept = [min(max(k, 0.0), 1.0) for k in kept]
-  return [f * (k + (1 - k) / scaling.factor) for f, k in zip(plain, kept, strict=True)]
+    shares = [1 - (pair - first) / max(last - first, 0.001) for pair in pairs]
+  shares = [min(max(k, 0.0), 1.0) for k in shares]
+  return [f * (k + (1 - k) / scaling.factor) for f, k in zip(plain, shares, strict=True)]
 
 
 def rotate(x_BTNH: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

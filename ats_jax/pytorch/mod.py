@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ats_jax.pytorch.settings import Rules, Settings
+from ats_jax.pytorch.settings import RoutingRules, Settings
 
 
 class MoDStats(NamedTuple):
   """Of one layer; float32 sums over tokens, padding left out, as `ats_jax.model.stats` has it.
 
   Attributes:
-    tokens: how many there were.
-    routed: how many went through.
-    overflow: how many the rule chose but had no place.
+    tokens: number of tokens.
+    routed: number of tokens that went through.
+    overflow: number of tokens that the rule chose but for which there was no room.
     gate: weights of those that went through.
     agree: tokens for which training's choice and the causal rule agree.
     threshold: the score between the last token in and the first one out, summed over rows.
@@ -99,7 +99,7 @@ class Depth(nn.Module):
     x_BTD: Tensor,
     positions_BT: Tensor,
     valid_BT: Tensor,
-    rules: Rules,
+    rules: RoutingRules,
     *,
     places: int,
     room_B: Tensor | None = None,
@@ -110,7 +110,7 @@ class Depth(nn.Module):
       x_BTD: the residual stream [batch, seq, d_model].
       positions_BT: position of each token in its document.
       valid_BT: bool; padding never goes through.
-      rules: of this pass.
+      rules: how sparse layers choose.
       places: C.
       room_B: places that are left of what a row has in all (generation).
     """

@@ -23,12 +23,12 @@ class MoEStats(NamedTuple):
   """Of one layer; float32 sums over its tokens, padding left out, as `ats_jax.model.stats` has it.
 
   Attributes:
-    tokens: how many there were.
+    tokens: number of tokens.
     load_E: choices that fell on each expert.
     balance: E * sum_e load_share_e * probability_e, with the shares of the step before.
     sequence_balance: the same with each row's own shares, its mean over the row, summed over rows.
     z: squared logsumexp of the router's logits.
-    entropy: of each token's probabilities, in nats.
+    entropy: entropy of a token's probabilities in nats, summed over tokens.
     confidence: the highest probability of each token.
     dropped: choices without a place (capacity mode).
   """
@@ -252,7 +252,7 @@ class ExpertLinear(nn.Module):
 
     Args:
       x_MD: rows, sorted by expert.
-      sizes_E: how many rows each expert has.
+      sizes_E: number of rows of each expert.
       group_M: the expert of each row.
     """
     y_MF = grouped_matmul(x_MD, self.weight.to(x_MD.dtype), sizes_E)

@@ -11,10 +11,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ats_jax.pytorch.decoder import Decoder, LayerStats, capped
+from ats_jax.pytorch.decoder import Decoder, LayerStats, soft_capped
 from ats_jax.pytorch.mod import Depth, MoDStats
 from ats_jax.pytorch.moe import MoE, MoEStats
-from ats_jax.pytorch.settings import Rules, Settings
+from ats_jax.pytorch.settings import RoutingRules, Settings
 
 PREDICTOR_WEIGHT = 0.01  # of the loss of predictors (`ats_jax.step.objective`)
 RESCUE_RATE = 0.15  # of the selection bias, where a router has collapsed
@@ -54,13 +54,14 @@ class Totals(NamedTuple):
   rows: Tensor
 
 
-class Pass(NamedTuple):
-  """What a forward pass over a batch gives.
+class ForwardResult(NamedTuple):
+  """The results of a forward pass over a batch.
 
   Attributes:
-    sums: of the loss.
-    stats: of each layer.
-    depth_L: tokens by how many of the skipping layers they went through; None without any.
+    sums: the losses, summed over the tokens of the batch.
+    stats: routing statistics of each layer, from the bottom up.
+    depth_L: [skipping layers + 1] numbers of tokens, by how many of those layers they went through;
+      None if no layer skips tokens.
   """
 
   sums: LossSums
@@ -68,7 +69,7 @@ class Pass(NamedTuple):
   depth_L: Tensor | None
 
 
-def totals(batch: Batch, rules: Rules) -> Totals:
+def totals(batch: Batch, rules: RoutingRules) -> Totals:
   """Count a batch of arrays [..., seq]."""
   lengths = (batch["segment_ids"] > 0).sum(dim=-1).float()
   places = rules.places(batch["segment_ids"].shape[-1])
@@ -80,7 +81,7 @@ def totals(batch: Batch, rules: Rules) -> Totals:
   )
 
 
-def forward(model: Decoder, batch: Batch, rules: Rules) -> Pass:
+def forward(model: Decoder, batch: Batch, rules: RoutingRules) -> ForwardResult:
   """Run a model over packed rows [batch, seq] and score its targets."""
   step = model.cfg.step
   x_BTD, stats, depth_BT = model(
@@ -91,12 +92,12 @@ def forward(model: Decoder, batch: Batch, rules: Rules) -> Pass:
   )
   head_VD, chunks = model.head_weights(), []
   parts = (x_BTD.flatten(0, 1), batch["targets"].flatten(), batch["loss_mask"].flatten())
-  how = model.cfg.model.logit_soft_cap, step.z_loss, step.label_smoothing
+  loss_settings = model.cfg.model.logit_soft_cap, step.z_loss, step.label_smoothing
   for part in zip(*(a.split(step.loss_chunk_tokens) for a in parts), strict=True):
     # Made again in the backward pass: only one chunk's logits are in memory.
-    chunks.append(checkpoint(_chunk, head_VD, *part, *how, use_reentrant=False))
+    chunks.append(checkpoint(_chunk, head_VD, *part, *loss_settings, use_reentrant=False))
   sums = LossSums(*(torch.stack(each).sum() for each in zip(*chunks, strict=True)))
-  return Pass(sums, stats, _depth_counts(depth_BT, batch["segment_ids"] > 0, stats))
+  return ForwardResult(sums, stats, _depth_counts(depth_BT, batch["segment_ids"] > 0, stats))
 
 
 def _chunk(
@@ -108,7 +109,7 @@ def _chunk(
   z_loss: float,
   smoothing: float,
 ) -> LossSums:
-  logits_CV = capped(F.linear(x_CD, head_VD).float(), soft_cap)
+  logits_CV = soft_capped(F.linear(x_CD, head_VD).float(), soft_cap)
   lse_C = logits_CV.logsumexp(dim=-1)
   label_C = logits_CV.gather(-1, targets_C[:, None].long())[:, 0]
   cross_entropy_C = lse_C - label_C
@@ -132,30 +133,30 @@ def _depth_counts(
   return F.one_hot(depth_BT[valid_BT], skipping + 1).sum(dim=0).float()
 
 
-def loss_of(cfg: Settings, found: Pass, whole: Totals) -> Tensor:
+def loss_of(cfg: Settings, result: ForwardResult, totals: Totals) -> Tensor:
   """What is minimised; over the micro-batches of a batch it adds up."""
-  return found.sums.objective / whole.counted + routing_loss(cfg, found.stats, whole)
+  return result.sums.objective / totals.counted + routing_loss(cfg, result.stats, totals)
 
 
-def routing_loss(cfg: Settings, stats: Sequence[LayerStats], whole: Totals) -> Tensor:
+def routing_loss(cfg: Settings, stats: Sequence[LayerStats], totals: Totals) -> Tensor:
   """What sparse layers add: means over tokens, then over layers."""
   moe, mod = cfg.moe, cfg.mod
   num_moe = sum(layer.moe is not None for layer in stats)
   num_mod = sum(layer.mod is not None for layer in stats)
-  loss = torch.zeros((), device=whole.real.device)
+  loss = torch.zeros((), device=totals.real.device)
   for layer in stats:
     if layer.moe is not None:
-      tokens = num_moe * (whole.real if layer.mod is None else whole.places)
+      tokens = num_moe * (totals.real if layer.mod is None else totals.places)
       loss = loss + moe.aux_loss * layer.moe.balance / tokens
       loss = loss + moe.z_loss * layer.moe.z / tokens
-      rows = num_moe * whole.rows
+      rows = num_moe * totals.rows
       loss = loss + moe.sequence_aux_loss * layer.moe.sequence_balance / rows
     if layer.mod is not None and mod.decision == "predictor":
-      loss = loss + PREDICTOR_WEIGHT / (num_mod * whole.real) * layer.mod.predictor_loss
+      loss = loss + PREDICTOR_WEIGHT / (num_mod * totals.real) * layer.mod.predictor_loss
   return loss
 
 
-def add(a: Pass, b: Pass) -> Pass:
+def add(a: ForwardResult, b: ForwardResult) -> ForwardResult:
   """What two micro-batches give together."""
   join = lambda x, y: None if x is None else type(x)(*(p + q for p, q in zip(x, y, strict=True)))
   stats = [
@@ -163,25 +164,29 @@ def add(a: Pass, b: Pass) -> Pass:
     for x, y in zip(a.stats, b.stats, strict=True)
   ]
   depth_L = None if a.depth_L is None or b.depth_L is None else a.depth_L + b.depth_L
-  return Pass(LossSums(*(p + q for p, q in zip(a.sums, b.sums, strict=True))), stats, depth_L)
+  return ForwardResult(
+    LossSums(*(p + q for p, q in zip(a.sums, b.sums, strict=True))), stats, depth_L
+  )
 
 
-def detached(found: Pass) -> Pass:
+def detached(result: ForwardResult) -> ForwardResult:
   """Without the graph of the forward pass, so that its memory can go."""
   cut = lambda x: None if x is None else type(x)(*(p.detach() for p in x))
-  stats = [LayerStats(cut(layer.moe), cut(layer.mod)) for layer in found.stats]
-  return Pass(LossSums(*(p.detach() for p in found.sums)), stats, found.depth_L)
+  stats = [LayerStats(cut(layer.moe), cut(layer.mod)) for layer in result.stats]
+  return ForwardResult(LossSums(*(p.detach() for p in result.sums)), stats, result.depth_L)
 
 
 @torch.no_grad()
-def set_buffers(model: Decoder, stats: Sequence[LayerStats], step: int, rules: Rules) -> None:
+def set_buffers(
+  model: Decoder, stats: Sequence[LayerStats], step: int, rules: RoutingRules
+) -> None:
   """Move the routers' biases against the load, and thresholds after the scores.
 
   Args:
-    model: its buffers are set.
-    stats: of the whole batch.
+    model: the model whose buffers are set.
+    stats: routing statistics of the whole batch.
     step: updates before this one.
-    rules: that the update followed.
+    rules: the rules that the update followed.
   """
   for layer, of_layer in zip(model.layers, stats, strict=True):
     if isinstance(layer.mlp, MoE) and of_layer.moe is not None:

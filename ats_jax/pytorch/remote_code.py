@@ -33,8 +33,8 @@ def source() -> str:
         taken.update(range(node.lineno - 1, node.end_lineno))
       if is_import and not _is_internal(node):
         imports[ast.unparse(node)] = None
-    kept = [line for number, line in enumerate(lines) if number not in taken]
-    bodies.append("\n".join(kept).strip("\n"))
+    rest = [line for number, line in enumerate(lines) if number not in taken]
+    bodies.append("\n".join(rest).strip("\n"))
   return "\n".join([HEADER, *sorted(imports), "\n", "\n\n\n".join(bodies), ""])
 
 

@@ -26,13 +26,13 @@ class LayerKind(NamedTuple):
   window: bool
 
 
-class Rules(NamedTuple):
-  """How sparse layers choose in a forward pass.
+class RoutingRules(NamedTuple):
+  """How sparse layers choose experts and tokens in a forward pass; `model.mod.Pass` of JAX.
 
   Attributes:
-    training: choose experts and tokens as training does, which looks at whole rows.
-    capacity: share of a row that goes through a layer which skips tokens.
-    horizon: outside of training, shorter rows have the places of a row of this length.
+    training: whether they choose as in training, which looks at whole rows.
+    capacity: share of a row's tokens that a skipping layer lets through.
+    horizon: outside of training, a shorter row lets as many tokens through as one of this length.
   """
 
   training: bool
@@ -98,6 +98,6 @@ def _every(n: int, start: int, stop: int) -> range:
   return range(start + n - 1, stop, n)
 
 
-def evaluation_rules(cfg: Settings) -> Rules:
+def evaluation_rules(cfg: Settings) -> RoutingRules:
   """How evaluation and generation use the weights of an export."""
-  return Rules(False, cfg.mod.capacity, cfg.data.seq_len)
+  return RoutingRules(False, cfg.mod.capacity, cfg.data.seq_len)

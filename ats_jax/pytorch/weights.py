@@ -60,9 +60,9 @@ def their_name(ours: str, known: Mapping[str, Any]) -> str:
     ValueError: if there is none.
   """
   name = ours.replace("/", ".")
-  for found in (name, f"{name}.weight"):
-    if found in known:
-      return found
+  for candidate in (name, f"{name}.weight"):
+    if candidate in known:
+      return candidate
   raise ValueError(f"the model has no {ours}.")
 
 

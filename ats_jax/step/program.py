@@ -15,7 +15,7 @@ from ats_jax.config.schema import Config
 from ats_jax.data.batch import FIELDS
 from ats_jax.model.count import Counts, count
 from ats_jax.model.decoder import Decoder
-from ats_jax.model.layout import fp8_layers
+from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.mod import Pass, rules_at
 from ats_jax.model.numerics import Numerics, numerics, usual_unroll
 from ats_jax.model.param import cut_as, trainable

@@ -57,8 +57,8 @@ class _Lease:
 
   def take(self) -> None:
     """Write the object, if nobody does, and go on doing so."""
-    if (found := self._read()) is not None:
-      self._see_it_die(found)
+    if (holder := self._read()) is not None:
+      self._see_it_die(holder)
     try:
       paths.create(self._path, self._text())
     except FileExistsError:
@@ -74,9 +74,9 @@ class _Lease:
     if self._mine():
       self._path.unlink()
 
-  def _see_it_die(self, found: str) -> None:
+  def _see_it_die(self, holder: str) -> None:
     """Return when the object is gone: deleted by its holder, or dead and deleted here."""
-    logging.info("%s is that of %s; waiting to see whether it lives", self._path, found)
+    logging.info("%s is that of %s; waiting to see whether it lives", self._path, holder)
     deadline = time.monotonic() + DEAD_SECS
     dead = False
     while not dead:
@@ -85,7 +85,7 @@ class _Lease:
       now = self._read()  # before it is deleted too: another one may just have taken it
       if now is None:
         return
-      if now != found:
+      if now != holder:
         raise BlockingIOError(f"{self._path} is held by {now}")
     self._path.unlink(missing_ok=True)
 

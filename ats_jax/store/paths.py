@@ -157,15 +157,16 @@ class Log:
   flushes.
   """
 
-  def __init__(self, path: Path, content: bytes = b"", *, whole: bool = False):
+  def __init__(self, path: Path, content: bytes = b"", *, one_object: bool = False):
     """Open `path`, whose content becomes `content`.
 
     Args:
-      path: of it.
-      content: what it begins with.
-      whole: put it as one object on a store, as what is changed at its beginning too must be.
+      path: path of the log.
+      content: bytes with which it begins.
+      one_object: whether a store holds it as one object, which a file that changes at its
+        beginning needs.
     """
-    self._path, self._whole = path, whole
+    self._path, self._one_object = path, one_object
     self._part, self._data = 0, bytearray()  # the last one, on a store
     self._file: BinaryIO | None = None
     self._put_from = 0.0  # a write puts from this time on
@@ -174,7 +175,7 @@ class Log:
   def rewrite(self, content: bytes) -> None:
     """Begin with other content; if that fails, the file goes on as it was."""
     if is_remote(self._path):
-      old = [] if self._whole else _parts(self._path)
+      old = [] if self._one_object else _parts(self._path)
       self._part = 0
       for data in old[:-1]:  # those that stay as they are
         if not content.startswith(data):
@@ -198,7 +199,7 @@ class Log:
       self._file.flush()
       return
     self._data += data
-    if len(self._data) >= PART_BYTES and not self._whole:
+    if len(self._data) >= PART_BYTES and not self._one_object:
       self.flush()
       self._part, self._data = self._part + 1, bytearray()
     elif time.monotonic() >= self._put_from:
@@ -231,12 +232,12 @@ def read_log(path: Path) -> bytes:
 
 def _parts(path: Path) -> list[bytes]:
   """The parts of a log on a store."""
-  found = []
+  parts = []
   while True:
     try:
-      found.append(read(_part_path(path, len(found))))
+      parts.append(read(_part_path(path, len(parts))))
     except FileNotFoundError:
-      return found
+      return parts
 
 
 def _part_path(path: Path, number: int) -> Path:
@@ -281,8 +282,8 @@ def unfinished_in(folder: Path, last: str) -> list[str]:
   """Names of what a stopped process has left on a store in place of committed folders."""
   if not is_remote(folder) or not folder.exists():
     return []
-  whole = committed(folder, last)
-  return sorted(p.name for p in folder.iterdir() if p.name not in whole)
+  finished = committed(folder, last)
+  return sorted(p.name for p in folder.iterdir() if p.name not in finished)
 
 
 def delete_folder(folder: Path, last: str, aside: Path) -> None:
@@ -341,8 +342,8 @@ def filled(folder: Path) -> Iterator[Path]:
 def files(folder: Path) -> list[str]:
   """Names of all files in a folder and those in it, relative to it."""
   if not is_remote(folder):
-    found = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
-    return sorted(os.path.relpath(path, folder) for path in found)
+    absolute = [os.path.join(root, name) for root, _, names in os.walk(folder) for name in names]
+    return sorted(os.path.relpath(path, folder) for path in absolute)
   store = _store(folder)
   store.invalidate_cache(os.fspath(folder))  # other processes write too
   root = f"{store._strip_protocol(os.fspath(folder))}/"

@@ -11,9 +11,9 @@ from jax.experimental import multihost_utils
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
-# How long a process waits to see what process 0 has written, and after how long it says so.
-SHARED_SECS, SLOW_SECS = 120.0, 5.0
-CLOCK_SECS = 5.0
+SHARED_SECS = 120.0  # that a process waits to see what process 0 has written
+SLOW_SECS = 5.0  # after which it warns that it waits
+CLOCK_SECS = 5.0  # between the clocks of two machines, for a warning
 
 
 def check_folder(path: Path, content: str) -> None:
@@ -21,7 +21,7 @@ def check_folder(path: Path, content: str) -> None:
 
   Args:
     path: the file.
-    content: of it.
+    content: text that the file must have.
 
   Raises:
     ValueError: on all of them, if one does not see it within SHARED_SECS.
@@ -39,14 +39,16 @@ def check_folder(path: Path, content: str) -> None:
 
 def _wait_for(path: Path, content: str) -> str:
   """Wait until a file has that content; what is there instead after SHARED_SECS, or ""."""
-  start, said = time.monotonic(), False
-  while (found := _read(path)) != content:
+  start, warned = time.monotonic(), False
+  while (content_there := _read(path)) != content:
     waited = time.monotonic() - start
     if waited > SHARED_SECS:
       here = f"process {jax.process_index()} on {platform.node()}: {path}"
-      return f"{here} {'has other content' if found else 'is not there'} after {waited:.0f} s"
-    if waited > SLOW_SECS and not said:
-      said = True
+      return (
+        f"{here} {'has other content' if content_there else 'is not there'} after {waited:.0f} s"
+      )
+    if waited > SLOW_SECS and not warned:
+      warned = True
       logging.warning("waiting to see what process 0 wrote to %s: the shared folder is slow", path)
     time.sleep(0.05)
   return ""
@@ -90,9 +92,9 @@ def from_one(source: int, data: np.ndarray | None, size: int) -> np.ndarray:
   """Bytes of one process, on all of them; all call this together.
 
   Args:
-    source: which.
+    source: number of the process that sends.
     data: bytes [size], on that one.
-    size: how many.
+    size: number of bytes.
   """
   own = np.zeros(size, np.uint8) if data is None else np.asarray(data)
   is_source = jax.process_index() == source

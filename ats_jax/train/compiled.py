@@ -17,7 +17,7 @@ class Key(NamedTuple):
   """What a train step is compiled for.
 
   Attributes:
-    rules: that it follows.
+    rules: the rules of the pass.
     seq_len: positions in the rows of its batch; it has the same tokens in each case.
   """
 
@@ -26,12 +26,12 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun:
-  """A train step that is being compiled, in a thread of its own.
+class PendingStep:
+  """A train step that a thread compiles.
 
   Attributes:
-    key: what for; None = nothing was begun.
-    step: what comes of it.
+    key: key of the step; None = nothing was begun.
+    step: the future of the compiled step.
   """
 
   key: Key | None = None
@@ -42,11 +42,11 @@ class CompiledSteps:
   """One step for each length of rows, by the rules that hold.
 
   Attributes:
-    begun: the step that was begun last.
+    pending: the step whose compilation began last.
   """
 
-  def __init__(self, begun: Begun):
-    self.begun = begun
+  def __init__(self, pending: PendingStep):
+    self.pending = pending
     self._steps: dict[Key, jax.stages.Compiled] = {}
     self._flops: dict[int, Mapping[str, float]] = {}  # by length
 
@@ -61,17 +61,17 @@ class CompiledSteps:
   def find(self, program: Program, key: Key) -> jax.stages.Compiled:
     """The step of a key; waits for the compiler if it is not there. Those of other rules go."""
     if key not in self._steps:
-      if key != self.begun.key:
-        self.begun = begin_compiling(program, key)
-      found = self.begun.step.result()
+      if key != self.pending.key:
+        self.pending = begin_compiling(program, key)
+      step = self.pending.step.result()
       if self.rules != key.rules:  # as mod.capacity falls, once 8 bits are off
         self._steps.clear()
-      self._steps[key] = found
+      self._steps[key] = step
       self._flops[key.seq_len] = program.flops_per_token(key.seq_len)
     return self._steps[key]
 
   def flops_per_token(self, key: Key) -> Mapping[str, float]:
-    """See `Program.flops_per_token`; of a step that was found before."""
+    """FLOPs per token by name (`Program.flops_per_token`), of a step that `find` returned."""
     return self._flops[key.seq_len]
 
   def predicted_bytes(self) -> int | None:
@@ -80,7 +80,7 @@ class CompiledSteps:
     return max(map(predicted_bytes, planned), default=None)
 
 
-def begin_compiling(program: Program, key: Key) -> Begun:
+def begin_compiling(program: Program, key: Key) -> PendingStep:
   """Start to compile the train step, while the state is made or read: its shapes are all it takes.
 
   The thread launches nothing on the devices, so processes of a job need not agree on its pace. What
@@ -96,4 +96,4 @@ def begin_compiling(program: Program, key: Key) -> Begun:
   pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
   step = pool.submit(compile_step)
   pool.shutdown(wait=False)  # of the thread once it is done
-  return Begun(key, step)
+  return PendingStep(key, step)

@@ -21,7 +21,7 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   """Run the model without dropout over `dataset`, or over `eval.num_batches` batches of it.
 
   Args:
-    program: its eval step, on the current mesh.
+    program: the program whose eval step is run, on the current mesh.
     model: the weights.
     dataset: tokenised rows.
     step: updates that made the weights (layers that skip tokens may change over a run).
@@ -33,14 +33,14 @@ def score(program: Program, model: Decoder, dataset: Rows, step: int) -> dict[st
   """
   rules = program.rules(step)
   loss_sum, correct, tokens = _sums(program, model, dataset, rules)
-  metrics = means(loss_sum, correct, tokens, dataset)
+  metrics = eval_metrics(loss_sum, correct, tokens, dataset)
   if program.cfg.precision.fp8 and program.fp8:
     wider, *_ = _sums(program, model, dataset, dataclasses.replace(rules, fp8=False))
     metrics["eval/fp8_gap"] = (loss_sum - wider) / tokens
   return metrics
 
 
-def means(loss_sum: float, correct: float, tokens: float, dataset: Rows) -> dict[str, float]:
+def eval_metrics(loss_sum: float, correct: float, tokens: float, dataset: Rows) -> dict[str, float]:
   """The metrics of `score`, of sums over the counted tokens of `dataset`.
 
   Raises:

@@ -50,7 +50,7 @@ def train_feed(
 
 
 @contextlib.contextmanager
-def upcoming(
+def training_batches(
   cfg: Config, dataset: TrainRows, position: Mapping[str, Any]
 ) -> Iterator[Iterator[Batch]]:
   """The training batches from a position on, on the mesh."""
@@ -90,8 +90,8 @@ def probe_feed(
     if not count:  # there are more sets than blocks
       continue
     reported = (cfg.eval.num_batches * micro or dataset.info.num_rows) if eval_sets else 0
-    found, apart = sample_blocks(dataset, count, reported)
-    blocks.append(found)
+    some, apart = sample_blocks(dataset, count, reported)
+    blocks.append(some)
     shared += [] if apart else [f"{prefix}loss"]
   if shared and eval_sets:
     logging.info(

@@ -9,9 +9,9 @@ from absl import logging
 
 from ats_jax.bridge import hub
 from ats_jax.bridge.convert import check_tokenizer, load_model
-from ats_jax.bridge.folder import is_source, open_source
+from ats_jax.bridge.folder import is_model_folder, open_model_folder
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
-from ats_jax.data.tokens.file import extends, load_tokenizer
+from ats_jax.data.tokens.file import has_same_ids, load_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.model.layout import stacks
 from ats_jax.step.program import Program
@@ -39,22 +39,22 @@ class InitialWeights:
     Raises:
       ValueError: for a name that the Hub does not have, or a path that cannot be read.
     """
-    return cls(paths.parse(hub.local(source)), step)
+    return cls(paths.parse(hub.local_folder(source)), step)
 
   def into(self, state: TrainState, program: Program, tokenizer: Tokenizer) -> TrainState:
     """A new state with these weights, in the dtypes and shardings that it has.
 
     Args:
-      state: of step 0.
-      program: of the run.
-      tokenizer: of the run; the weights must have been trained with the same one.
+      state: the state of step 0.
+      program: program of the run.
+      tokenizer: tokenizer of the run; the weights must have been trained with the same one.
 
     Raises:
       ValueError: if there are none, or they do not fit the run's model or tokenizer.
     """
-    if is_source(self.folder):
+    if is_model_folder(self.folder):
       check_tokenizer(self.folder, program.cfg, tokenizer)
-      source, mesh = open_source(self.folder), jax.sharding.get_mesh()
+      source, mesh = open_model_folder(self.folder), jax.sharding.get_mesh()
       model = load_model(source, program.cfg, abstract_like(state.model, mesh))
       logging.info("the weights are those of %s in %s", source.family.name, self.folder)
     else:
@@ -67,7 +67,7 @@ class InitialWeights:
     """The model of a checkpoint: the average of its weights, if that run kept one."""
     source = workdir.load_config(self.folder)
     file = self.folder / workdir.TOKENIZER
-    if not extends(tokenizer, load_tokenizer(file)):
+    if not has_same_ids(tokenizer, load_tokenizer(file)):
       raise ValueError(
         f"--init_from={self.folder}: its tokenizer is not the one of this run, so its weights "
         f"would read other tokens. Use its own, --config.data.tokenizer={file}."

@@ -34,7 +34,7 @@ def train(cfg: Config, folder: Path, initial: "InitialWeights | None" = None) ->
 
   Args:
     cfg: the run, as `from_config_dict` gives it.
-    folder: its workdir.
+    folder: workdir of the run.
     initial: weights to begin with, of another run; None = random ones.
 
   Returns:
@@ -84,7 +84,7 @@ def loop(run: Run) -> End:
     batch = run.next_batch()
     with run.timed("step"):
       state, metrics = train_step(run.state, batch)
-      run.made(step, state, metrics)
+      run.finish_update(step, state, metrics)
 
     stopped = run.stop.agreed(step)
     ends = step == last_step or bool(stopped)

@@ -24,7 +24,7 @@ from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import ProfileWindow
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
@@ -37,10 +37,10 @@ from ats_jax.step.sparse_value import worth
 from ats_jax.step.state import TrainState
 from ats_jax.store.paths import Path
 from ats_jax.train import report
-from ats_jax.train.compiled import Begun, CompiledSteps, Key, begin_compiling
+from ats_jax.train.compiled import CompiledSteps, Key, PendingStep, begin_compiling
 from ats_jax.train.feed import train_feed
-from ats_jax.train.length import with_length
-from ats_jax.train.resize import DEVICES, fitted, relieved
+from ats_jax.train.num_steps import with_num_steps
+from ats_jax.train.resize import DEVICES, resize_to_devices, with_smaller_micro_batch
 from ats_jax.train.run import Run
 
 if TYPE_CHECKING:  # imported by the runs that have them
@@ -51,13 +51,13 @@ PROFILED_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-  """Where a run goes on, or begins.
+class ResumePoint:
+  """The checkpoint, snapshot or step 0 from which a run starts.
 
   Attributes:
-    step: updates done.
-    extra: what was saved with the state; {} at the beginning.
-    restore: gives the state, from shapes, dtypes and shardings; None = there is none yet.
+    step: number of updates done there.
+    extra: JSON that was saved with the state; {} at the beginning.
+    restore: maps shapes, dtypes and shardings to the saved state; None = the run is new.
   """
 
   step: int = 0
@@ -81,7 +81,7 @@ def open_run(
 
   Args:
     cfg: the run, as its user wrote it.
-    folder: its workdir.
+    folder: workdir of the run.
     snapshots: states in host memory, empty at first; they outlive a run that is opened again. A run
       with an orchestrator needs them.
     initial: weights to begin with; a run that goes on has its own.
@@ -95,22 +95,22 @@ def open_run(
     enter = stack.enter_context
     enter(logfile.verbosity(cfg.log))
     identity = enter(workdir.claim(folder, cfg))
-    enter(logfile.kept(folder, jax.process_index()))
-    cfg = relieved(cfg, folder)
+    enter(logfile.log_to_file(folder, jax.process_index()))
+    cfg = with_smaller_micro_batch(cfg, folder)
     watchdog = enter(open_watchdog(cfg, goodput, folder))
     directory = folder / workdir.CHECKPOINTS
     checkpoints = enter(
       CheckpointManager(directory, cfg.checkpoint, identity, stacks(cfg), str(cfg.mesh))
     )
-    origin = find_origin(checkpoints, snapshots)
+    origin = find_resume_point(checkpoints, snapshots)
     with watchdog.during(READING):
       train_set, valid_set = open_data(cfg.data, cfg.seed)
       eval_sets = open_eval_sets(cfg.data, valid_set)
-    cfg, length = with_length(cfg, train_set)
+    cfg, length = with_num_steps(cfg, train_set)
     workdir.write_config(folder, cfg)
     cfg = with_changes(cfg, origin.extra.get(CHANGES, {}))
     cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
-    cfg, devices = fitted(cfg, origin.extra.get(DEVICES))
+    cfg, devices = resize_to_devices(cfg, origin.extra.get(DEVICES))
     mesh = make_mesh(cfg)
     enter(on_mesh(cfg, mesh))
     stop = enter(StopSignal())
@@ -120,7 +120,7 @@ def open_run(
     )
     first = Key(program.training_rules(origin.step + 1), batches.row_length)
     ended = origin.step >= cfg.num_steps
-    steps = CompiledSteps(Begun() if ended else begin_compiling(program, first))
+    steps = CompiledSteps(PendingStep() if ended else begin_compiling(program, first))
     state = restored_or_new(program, origin, initial, train_set)
     if jax.process_index() == 0:
       save_tokenizer(train_set.info.tokenizer, folder / workdir.TOKENIZER)
@@ -171,25 +171,26 @@ def open_snapshots(cfg: Config) -> "Snapshots | None":
   return Snapshots.of(cfg.orchestrator)
 
 
-def find_origin(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -> Origin:
+def find_resume_point(checkpoints: CheckpointManager, snapshots: "Snapshots | None") -> ResumePoint:
   """The newest state there is: a snapshot in host memory, or else an intact checkpoint."""
-  kept = None if snapshots is None else snapshots.newest(checkpoints.steps())
-  if kept is not None:
-    step, state, extra = kept
-    # A program with smaller micro-batches (`relieved`) has the same arrays, in another structure.
+  snapshot = None if snapshots is None else snapshots.newest(checkpoints.steps())
+  if snapshot is not None:
+    step, state, extra = snapshot
+    # With smaller micro-batches (`with_smaller_micro_batch`) the structure is another one, of the
+    # same arrays.
     as_now = lambda abstract: jax.tree.unflatten(
       jax.tree.structure(abstract), jax.tree.leaves(state)
     )
-    return Origin(step, extra, as_now)
+    return ResumePoint(step, extra, as_now)
   newest = checkpoints.newest()
   if newest is None:
-    return Origin()
+    return ResumePoint()
   step, extra = newest
-  return Origin(step, extra, lambda abstract: checkpoints.read(step, abstract))
+  return ResumePoint(step, extra, lambda abstract: checkpoints.read(step, abstract))
 
 
 def restored_or_new(
-  program: Program, origin: Origin, initial: "InitialWeights | None", train_set: TrainRows
+  program: Program, origin: ResumePoint, initial: "InitialWeights | None", train_set: TrainRows
 ) -> TrainState:
   """The state of `origin`; at the beginning a new one, with the `initial` weights if given."""
   if origin.restore is not None:
@@ -200,7 +201,7 @@ def restored_or_new(
 
 
 def open_writer(
-  stack: contextlib.ExitStack, cfg: Config, folder: Path, origin: Origin, identity: RunIdentity
+  stack: contextlib.ExitStack, cfg: Config, folder: Path, origin: ResumePoint, identity: RunIdentity
 ) -> MetricWriter:
   """Where metrics go; rows of steps that are made again are cut off."""
   writer = create_writer(
@@ -219,7 +220,7 @@ def open_log(
   stack: contextlib.ExitStack,
   program: Program,
   folder: Path,
-  origin: Origin,
+  origin: ResumePoint,
   meter: Throughput,
   writer: MetricWriter,
   train_set: TrainRows,
@@ -227,7 +228,9 @@ def open_log(
 ) -> StepLog:
   """The log of the steps' metrics, and of those that follow from them."""
   cfg, is_main = program.cfg, jax.process_index() == 0
-  progress = Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main)
+  progress = ProgressBar(
+    cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress and is_main
+  )
   stack.enter_context(progress)
   layers = None
   if is_main and (cfg.moe.num_experts or cfg.mod.routing != "none"):
@@ -236,8 +239,8 @@ def open_log(
 
   def derived(step: int, values: Mapping[str, float], arrays: Mapping[str, Any]):
     passes = train_set.progress(step * cfg.data.batch_size).passes
-    found = worth(cfg, program.counts, program.training_rules(step), values, arrays)
-    return found | of_sources(passes, values) | watchdog.metrics()
+    figures = worth(cfg, program.counts, program.training_rules(step), values, arrays)
+    return figures | of_sources(passes, values) | watchdog.metrics()
 
   log = StepLog(
     writer,

@@ -38,12 +38,12 @@ def opening(
   """Log and store what will run: parameters, implementations, formats, mesh, data.
 
   Args:
-    program: how it computes.
+    program: program of the run.
     folder: the workdir.
-    state: its first one.
-    train_set: what it reads.
+    state: the state at the start.
+    train_set: rows of the training split.
     start: updates done.
-    length: what said how many there are.
+    length: what decided the number of steps, in words.
   """
   cfg, mesh = program.cfg, jax.sharding.get_mesh()
   epochs = train_set.progress(cfg.num_steps * cfg.data.batch_size).epochs
@@ -86,20 +86,20 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
 
   Args:
     cfg: with the size of the table.
-    train_set: its text and tokenizer.
-    parameters: of the model.
+    train_set: rows of the training split, for its text and tokenizer.
+    parameters: number of parameters of the model.
   """
   m, size, used = cfg.model, train_set.info.tokenizer.vocab_size, train_set.info.ids_used
   unused = m.vocab_size - used
   tables = ("the embedding",) if m.tie_embeddings else ("the embedding", "the head")
   share = unused / m.vocab_size
   weights = len(tables) * unused * m.d_model / parameters
-  found = (
+  text = (
     f"vocabulary: the text uses {used:,} of {m.vocab_size:,} rows of {' and of '.join(tables)}; "
     f"the other {unused:,} are {share:.1%} of the table and {weights:.1%} of all parameters"
   )
   if share <= IDLE_ROWS:
-    logging.info("%s.", found)
+    logging.info("%s.", text)
     return
   fit = max(SMALLEST_BPE, 2 ** (used.bit_length() - 1))
   fix = (
@@ -112,18 +112,18 @@ def say_unused_rows(cfg: Config, train_set: TrainRows, parameters: int) -> None:
       f"--config.data.tokenizer=FILE names a tokenizer.json of the table's, and "
       f"--config.data.bpe_vocab_size={m.vocab_size} trains one on a larger text"
     )
-  logging.warning("%s. For a new run: %s.", found, fix)
+  logging.warning("%s. For a new run: %s.", text, fix)
 
 
-def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, found: dict[str, float]) -> None:
+def scores(cfg: Config, train_set: TrainRows, valid_set: Rows, metrics: dict[str, float]) -> None:
   """Log validation scores, beside a bigram model's loss if asked (`eval.bigram_baseline`)."""
-  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in found.items()))
+  logging.info("validation: %s", ", ".join(f"{k[5:]} {shorten(v)}" for k, v in metrics.items()))
   if cfg.eval.bigram_baseline and valid_set.info.num_rows:
     baseline = bigram_baseline(cfg, train_set, valid_set)
-    word = "below" if found["eval/loss"] < baseline else "NOT below"
+    word = "below" if metrics["eval/loss"] < baseline else "NOT below"
     logging.info(
       "validation loss %.4f is %s that of a Witten-Bell bigram model of the same tokens, %.4f",
-      found["eval/loss"], word, baseline,
+      metrics["eval/loss"], word, baseline,
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def bigram_baseline(cfg: Config, train_set: TrainRows, valid_set: Rows) -> float
     return model.loss(valid)
 
 
-def sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
+def log_sample(program: Program, folder: Path, state: TrainState, train_set: TrainRows) -> str:
   """Log, store and return the prompt and its continuation; "" if `sample.max_tokens` is 0.
 
   A run on conversations answers the prompt.
@@ -175,8 +175,8 @@ def performance_stats(
 
   Args:
     summaries: `Watcher.summary` of each watcher: speed, goodput.
-    predicted_bytes: of a device, that the largest step needs; None if none was compiled.
-    program: what ran: the last three entries of the result.
+    predicted_bytes: bytes that the largest step needs on a device; None = none was compiled.
+    program: facts about the program: the last three entries of the result.
 
   Returns:
     `device`, `Throughput.summary` (step times are means of `log.every_steps` steps),

@@ -19,7 +19,7 @@ from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's message begins
-DEVICES = "devices"  # where a checkpoint keeps what `fitted` gives
+DEVICES = "devices"  # where a checkpoint keeps what `resize_to_devices` gives
 RELIEF = "relief.json"  # of a job, in its workdir: a process can tell its successors only
 
 
@@ -28,7 +28,7 @@ def smaller_micro_batch(cfg: Config, folder: Path, error: RuntimeError) -> Confi
 
   The step's arguments were donated: what it was working on is gone. Only an orchestrator that acts
   goes on. In a job, one process cannot: the others wait for it. It leaves a note in the workdir,
-  which `relieved` reads when the job is started again.
+  which `with_smaller_micro_batch` reads when the job is started again.
 
   Raises:
     RuntimeError: `error`, if it is another one, nothing can be done, or the process is of a job.
@@ -53,8 +53,8 @@ def smaller_micro_batch(cfg: Config, folder: Path, error: RuntimeError) -> Confi
   return smaller
 
 
-def relieved(cfg: Config, folder: Path) -> Config:
-  """`cfg` with the micro-batch that a process without memory asked for; all must call it."""
+def with_smaller_micro_batch(cfg: Config, folder: Path) -> Config:
+  """Return `cfg` with the micro-batch that a process without memory asked for; all call it."""
   number = 0
   if jax.process_index() == 0 and (folder / RELIEF).exists():
     number = json.loads(paths.read(folder / RELIEF))["accum_steps"]
@@ -69,7 +69,7 @@ def relieved(cfg: Config, folder: Path) -> Config:
   return relieved
 
 
-def fitted(
+def resize_to_devices(
   cfg: Config, before: Mapping[str, int] | None, count: int | None = None
 ) -> tuple[Config, dict[str, int]]:
   """`cfg` for a run that goes on on another number of devices: the same batch in other parts.

@@ -38,24 +38,24 @@ class Run:
   """An open run. The loop reads and writes `state`; the rest goes through the methods.
 
   Attributes:
-    program: how it computes; another one once 8 bits are switched off.
+    program: the functions of its config. It is replaced when 8 bits are switched off.
     folder: the workdir.
-    state: as the last update left it.
-    step: updates done.
-    steps: the compiled train steps.
-    train_set: the training split.
-    valid_set: the validation split; may be empty.
+    state: the state after `step` updates.
+    step: number of updates done.
+    steps: the train steps that are compiled.
+    train_set: the rows of the training split.
+    valid_set: the rows of the validation split; may have none.
     eval_sets: the validation split, if it has rows, and the named validation sets.
-    batches: of the training split, from the run's position on.
-    devices: the shares of the batch, for a start on another number of devices.
-    checkpoints: saves and restores.
-    stop: whether a signal asks to end.
-    writer: takes metrics.
-    goodput: where the wall time goes.
-    meter: tokens and steps a second.
-    watchers: what follows each update, in the order of the calls; the supervisor is the last.
-    supervisor: decides what is done to the run.
-    scores: of the last evaluation, if it was of this state.
+    batches: batches of the training split, from the run's position on.
+    devices: how the batch is divided among devices, for a resume on another number of them.
+    checkpoints: saves and restores the state.
+    stop: knows whether a signal asked the run to end.
+    writer: writes metrics.
+    goodput: adds up where the wall time goes.
+    meter: measures tokens and steps a second.
+    watchers: are called before and after each update, in this order; the supervisor is the last.
+    supervisor: decides on actions, such as a rollback or another learning rate.
+    scores: metrics of the last evaluation, if it was of `state`; else None.
   """
 
   program: Program
@@ -81,11 +81,11 @@ class Run:
 
   @property
   def cfg(self) -> Config:
-    """Resolved, with what an orchestrator has changed."""
+    """The resolved config, with the settings that the orchestrator has changed."""
     return self.program.cfg
 
   def compiled_step(self, step: int) -> Callable:
-    """The function that makes update `step` of the next batch; compiled if there is none yet."""
+    """Return the train step for update `step` of the next batch, which is compiled if need be."""
     self._key = key = Key(self.program.training_rules(step), self.batches.row_length)
     if key not in self.steps:
       with self.aside("compile"):
@@ -98,13 +98,13 @@ class Run:
     return self.steps.find(self.program, key)
 
   def next_batch(self) -> Batch:
-    """The next training batch, on the mesh."""
+    """Return the next training batch, on the mesh. The wait for it is counted."""
     with self.timed("data_wait"):
       self._batch = next(self.batches)
     return self._batch
 
-  def made(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
-    """Go on from what update `step` left, or from the state that a watcher puts in its place."""
+  def finish_update(self, step: int, state: TrainState, metrics: StepMetrics) -> None:
+    """Take over the state after update `step`, or the one that a watcher puts in its place."""
     assert self._key is not None, "its step was compiled"
     self.step, self.state, self.scores = step, state, None
     self.meter.took(step, self.steps.flops_per_token(self._key))
@@ -112,7 +112,7 @@ class Run:
       self.state = watcher.after(step, self.state, metrics)
 
   def last_update(self) -> tuple[Callable, Batch]:
-    """A train step by the rules of the last update, for rows of any length, and its batch."""
+    """Return a train step by the last update's rules, for rows of any length, and its batch."""
     assert self._key is not None and self._batch is not None, "an update was made"
     last = self._key
 
@@ -149,7 +149,7 @@ class Run:
       self.writer.write_scalars(self.step, stall)
 
   def position(self) -> dict[str, Any]:
-    """The loop's part of a checkpoint's `extra`, beside that of the supervisor."""
+    """Return the loop's part of a checkpoint's `extra`; the supervisor adds its own."""
     return {POSITION: self.batches.position(), **self.program.saved()}
 
   def finish(self, *, complete: bool) -> None:
@@ -160,7 +160,7 @@ class Run:
           self.scores = score_all(self.program, self.state.weights, self.eval_sets, self.step)
         if self.scores:
           report.scores(self.cfg, self.train_set, self.valid_set, self.scores)
-        text = report.sample(self.program, self.folder, self.state, self.train_set)
+        text = report.log_sample(self.program, self.folder, self.state, self.train_set)
         if text and not self._has_sample():
           self.writer.write_texts(self.step, {"sample": text})
     with self.timed("checkpoint"):
@@ -172,12 +172,12 @@ class Run:
       workdir.write_json(self.folder / workdir.PERFORMANCE, stats)
 
   def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-    """Around a part of the loop: its time is counted under that name."""
+    """Count the time of a block as part `name` of the loop."""
     return self.goodput.timed(name)
 
   @contextlib.contextmanager
   def aside(self, name: str) -> Iterator[None]:
-    """As `timed`, for work other than training: it does not count as slow steps."""
+    """Run a block that is not training: its time is counted as `name`, not as that of steps."""
     with contextlib.ExitStack() as stack:
       for watcher in self.watchers:
         stack.enter_context(watcher.pause(self.step, name))

@@ -9,9 +9,9 @@ import jax
 from ats_jax.checkpoint import abstract_like, workdir
 from ats_jax.data.batch import POSITION
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Ahead, Update
+from ats_jax.orchestrator.trials.paired import NextUpdates, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshots
-from ats_jax.train.feed import probe_feed, upcoming
+from ats_jax.train.feed import probe_feed, training_batches
 from ats_jax.train.run import Run
 
 
@@ -26,13 +26,13 @@ def open_supervisor(run: Run, snapshots: Snapshots) -> Supervisor:
     lambda: run.checkpoints.restore_latest(abstract),
     run.goodput.summary,
     snapshots,
-    Loop(run),
+    SupervisedLoop(run),
   )
 
 
 @dataclasses.dataclass
-class Loop:
-  """What an open run offers its supervisor, by the protocol `orchestrator.ports.Loop`."""
+class SupervisedLoop:
+  """The training loop as its supervisor sees it: `orchestrator.ports.Loop` of an open run."""
 
   run: Run
 
@@ -46,10 +46,10 @@ class Loop:
     marked = self.run.goodput.marking(train_step)
     return lambda state: marked(state, batch)
 
-  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """Functions that make the updates after `saved`, or the next ones, on their batches."""
     run = self.run
     position = (saved or run.position())[POSITION]
     train_step, _ = run.last_update()
-    batches = lambda: upcoming(run.cfg, run.train_set, position)
-    return Ahead(run.goodput.marking(train_step), batches)
+    batches = lambda: training_batches(run.cfg, run.train_set, position)
+    return NextUpdates(run.goodput.marking(train_step), batches)

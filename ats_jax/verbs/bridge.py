@@ -13,7 +13,7 @@ from ats_jax import exits
 from ats_jax.bridge import gguf_file, hub, programs
 from ats_jax.bridge.convert import ASIDE, COMPANIONS, import_folder
 from ats_jax.bridge.export import export
-from ats_jax.bridge.family import names
+from ats_jax.bridge.family import shorten_names
 from ats_jax.bridge.parity import compare
 from ats_jax.checkpoint import abstract_like, restore_tree, workdir
 from ats_jax.cluster import runtime
@@ -132,7 +132,7 @@ def _import(folder: Path, target: paths.Path) -> bool:
   if report["aside"]:
     print(
       f"left aside, as no model here has them: {len(report['aside'])} tensors, "
-      f"{names(report['aside'])}; all are named in {target}/{COMPANIONS}/{ASIDE}"
+      f"{shorten_names(report['aside'])}; all are named in {target}/{COMPANIONS}/{ASIDE}"
     )
   print(f"step 0 of {target}; train on it with --init_from={target}")
   return True
@@ -243,7 +243,7 @@ def _command(
     name = cli.require(own["folder"].value, "folder", "Llama-3.2-1B")
     if does is _export and hub.is_name(name):
       raise ValueError(f"--folder={name}: an export writes a local folder. hf upload sends it.")
-    folder = Path(hub.local(name)).expanduser()
+    folder = Path(hub.local_folder(name)).expanduser()
     target = paths.parse(cli.require(own["workdir"].value, "workdir", "runs/imported"))
     began = time.perf_counter()
     good = does(folder, target)

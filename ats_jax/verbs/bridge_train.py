@@ -7,7 +7,7 @@ from absl import flags
 
 from ats_jax import exits
 from ats_jax.bridge.convert import config_of
-from ats_jax.bridge.folder import is_source, open_source
+from ats_jax.bridge.folder import is_model_folder, open_model_folder
 from ats_jax.checkpoint import workdir
 from ats_jax.config import Config
 from ats_jax.config.extend import build
@@ -82,8 +82,8 @@ def main(argv: list[str]) -> int:
   cfg = _CONFIG.value
   if init is not None and not FLAGS["config"].present:
     cfg = build(_CONFIG.applied(beginning_with(init.folder)))
-  where = device.find(_DEVICE.value)
-  cfg = device.fitted(cfg, where, given)
+  where = device.find_device(_DEVICE.value)
+  cfg = device.fit_device(cfg, where, given)
   rank, adapters = _RANK.value, None
   if rank:
     if init is None:
@@ -100,8 +100,8 @@ def beginning_with(folder: Path) -> dict[str, Any]:
 
   Matmuls are in the format that they were in there; weights are in float32.
   """
-  if is_source(folder):
-    source = config_of(open_source(folder))
+  if is_model_folder(folder):
+    source = config_of(open_model_folder(folder))
     tokenizer = source.data.tokenizer
   else:
     source = workdir.load_config(folder)

@@ -20,7 +20,7 @@ from absl import flags
 from ats_jax import exits
 from ats_jax.cluster import job
 from ats_jax.cluster.preflight import folder, gpus, host, measure, network
-from ats_jax.cluster.preflight.rows import Row, Verdict, render
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render_table
 from ats_jax.store import paths
 from ats_jax.verbs import cli
 
@@ -54,18 +54,20 @@ def main(argv: list[str]) -> int:
   workdir, environ = paths.parse(_WORKDIR.value), dict(os.environ)
   # A look at the devices must not take their memory from a run.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  place = job.find(environ)
+  place = job.find_member(environ)
   address = _COORDINATOR.value or (place.address if place else None)
   nodes = int(environ.get("SLURM_STEP_NUM_NODES", 1))
   meeting = [network.address_row(), *network.coordinator_rows(address, nodes)]
   found = [*machine_rows(environ), *folder.folder_rows(workdir), *meeting]
   if _MEASURE.value:
     found += measure_rows(Path(_HARDWARE.value) if _HARDWARE.value else default_hardware())
-  print(json.dumps([dataclasses.asdict(row) for row in found]) if _JSON.value else render(found))
-  return exits.FAULT if any(row.verdict is Verdict.BAD for row in found) else exits.DONE
+  print(
+    json.dumps([dataclasses.asdict(row) for row in found]) if _JSON.value else render_table(found)
+  )
+  return exits.FAULT if any(row.verdict is CheckVerdict.BAD for row in found) else exits.DONE
 
 
-def machine_rows(environ: Mapping[str, str]) -> list[Row]:
+def machine_rows(environ: Mapping[str, str]) -> list[CheckResult]:
   """Versions, GPUs, links, NCCL, memory and limits; `environ` as the user set it."""
   text = gpus.output_of(gpus.QUERY)
   cards = gpus.parse_gpus(text) if text else []
@@ -74,7 +76,7 @@ def machine_rows(environ: Mapping[str, str]) -> list[Row]:
   found += gpus.gpu_rows(cards) or [gpus.no_gpu_row()]
   if len(cards) > 1:
     links = gpus.parse_topology(gpus.output_of(gpus.TOPOLOGY) or "")
-    nothing = Row("links", "nvidia-smi topo -m shows none", Verdict.NONE)
+    nothing = CheckResult("links", "nvidia-smi topo -m shows none", CheckVerdict.NONE)
     found.append(gpus.topology_row(links) if links else nothing)
   found += host.nccl_rows(environ, len(cards))
   found += [host.memory_row(), host.shared_memory_row(len(cards))]
@@ -82,13 +84,13 @@ def machine_rows(environ: Mapping[str, str]) -> list[Row]:
   return found
 
 
-def measure_rows(path: Path) -> list[Row]:
+def measure_rows(path: Path) -> list[CheckResult]:
   """Measure, and write what was found to `path`."""
   hardware = measure.measure()
   path = path.expanduser()
   hardware.save(path)
   how = f"{path}; ats-jax plan --hardware={path} reads it"
-  return [*measure.rows(hardware), Row("hardware", how)]
+  return [*measure.rows(hardware), CheckResult("hardware", how)]
 
 
 def default_hardware() -> Path:

@@ -44,7 +44,7 @@ def _import(name: str) -> None:
   if target and target.exists():
     raise ValueError(f"--to={target} is there already. Name another file, or remove it.")
   report = config_import.read(name)
-  text = config_import.source(report, name, str(target or "configs/mine.py"))
+  text = config_import.config_file_text(report, name, str(target or "configs/mine.py"))
   print(report.table())
   if target is None:
     print(f"\n{text}", end="")

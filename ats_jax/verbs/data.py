@@ -13,14 +13,14 @@ from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.mixture import named_paths
 from ats_jax.data.corpus import cache, prepared
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look.audit import audit, batch_size
-from ats_jax.data.look.checks import check
+from ats_jax.data.look.checks import check_files
 from ats_jax.data.look.explain import explain
 from ats_jax.data.look.overview import overview
-from ats_jax.data.look.page import page
+from ats_jax.data.look.page import html_page
 from ats_jax.data.look.stats import stats
-from ats_jax.data.rows.contract import Rows, TrainRows, leaves
+from ats_jax.data.rows.contract import Rows, TrainRows, leaf_rows
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_documents, prepare
 from ats_jax.data.text.report import Report, in_words
@@ -110,7 +110,7 @@ def _audit(train: TrainRows, validation: Rows) -> bool:
 
 def _stats(train: TrainRows, validation: Rows) -> bool:
   """Prints the figures of both splits, of each part."""
-  for name, rows in (*leaves(train, "train"), *leaves(validation, "validation")):
+  for name, rows in (*leaf_rows(train, "train"), *leaf_rows(validation, "validation")):
     print(f"{name}: {rows.info.fingerprint}")
     for what, value in stats(rows.info).items():
       print(f"  {what:<48} {value:,}" if isinstance(value, int) else f"  {what:<48} {value}")
@@ -152,7 +152,11 @@ def _prepare(argv: list[str]) -> int:
   cfg = _PREPARE_CONFIG.value
   workers = len(os.sched_getaffinity(0)) if _WORKERS.value is None else _WORKERS.value
   began = time.monotonic()
-  how = How(workers, say=_show, every_secs=0.5) if sys.stderr.isatty() else How(workers)
+  how = (
+    TokeniseOptions(workers, say=_show, every_secs=0.5)
+    if sys.stderr.isatty()
+    else TokeniseOptions(workers)
+  )
   opened = prepare(cfg.data, out, how)
   corpus = opened.corpus
   print(f"{in_words(corpus.report['balance'])} (see {corpus.report['file']})")
@@ -176,7 +180,7 @@ def _report(argv: list[str]) -> None:
   cfg = dataclasses.replace(cfg, paths=paths)
   fraction = 0.0 if prepared.folder_of(cfg.paths) else cfg.validation_fraction
   shown = overview(cfg, open_documents(cfg, fraction))
-  out.write_text(page(shown), encoding="utf-8")
+  out.write_text(html_page(shown), encoding="utf-8")
   print(f"{in_words(shown.balance)}: {out}")
 
 
@@ -192,7 +196,7 @@ def _validate(argv: list[str]) -> int:
   paths = ",".join(named_paths(cfg.paths, "data.paths").values())
   files = find_files(paths, found, cache.cache_root(cfg.cache_dir))
   tokenizer = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
-  check(files, cfg, tokenizer, report)
+  check_files(files, cfg, tokenizer, report)
   for kind, count in (*report.malformed.items(), *report.skipped.items()):
     print(f"  {kind:<30} {count:,}")
   print(f"{in_words(report.balance())}; {len(files):,} files, {found.dropped:,} passed over")

@@ -15,8 +15,8 @@ import jax
 from absl import flags, logging
 
 from ats_jax.config.schema import Config
-from ats_jax.ops import kernels, registry
-from ats_jax.ops.kernels import Kernel
+from ats_jax.ops import implementations, registry
+from ats_jax.ops.implementations import Kernel
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.requirements import this_device
 from ats_jax.sharding.rules import MESH_AXES
@@ -112,12 +112,12 @@ def one_of_each(cases: Sequence[Case]) -> list[tuple[str, Case]]:
 def main(argv: list[str]) -> None:
   """Tune every op that has a kernel for this device."""
   del argv
-  if unknown := sorted(set(_ONLY.value) - set(kernels.OPS)):
-    raise ValueError(f"--only={','.join(unknown)}: no such op; {', '.join(kernels.OPS)}.")
+  if unknown := sorted(set(_ONLY.value) - set(implementations.OPS)):
+    raise ValueError(f"--only={','.join(unknown)}: no such op; {', '.join(implementations.OPS)}.")
   device = this_device()
   mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
-    for op, entry in kernels.OPS.items():
+    for op, entry in implementations.OPS.items():
       if _ONLY.value and op not in _ONLY.value:
         continue
       obstacles = {k.name: k.obstacle(Config(), device) for k in entry.kernels}

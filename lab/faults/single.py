@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ats_jax.checkpoint.layout import named_parts
+from ats_jax.checkpoint.layout import named_arrays
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import POSITION, Batch
 from ats_jax.model.layout import stacks
@@ -22,7 +22,7 @@ from ats_jax.orchestrator.actions import Rollback, SetLearningRateScale
 from ats_jax.orchestrator.no_supervisor import NoSupervisor
 from ats_jax.orchestrator.signals.interval import SCALES
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Ahead, Update
+from ats_jax.orchestrator.trials.paired import NextUpdates, Update
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.state import StepMetrics, TrainState
@@ -78,7 +78,7 @@ class Loop:
     memory, batch, fault = self._last
     return functools.partial(self._more, memory, batch, fault)
 
-  def ahead(self, saved: Mapping[str, Any] | None = None) -> Ahead:
+  def ahead(self, saved: Mapping[str, Any] | None = None) -> NextUpdates:
     """The updates that come next, with all that is going to happen to their rows and rates.
 
     Rows go by the position in the data, rates by the state's count of steps, as in production.
@@ -87,7 +87,7 @@ class Loop:
       saved: what `position` gave: the updates that were made after it, again. None = now.
     """
     if saved is None:
-      return Ahead(self._step_ahead, functools.partial(self._batches, self._left()))
+      return NextUpdates(self._step_ahead, functools.partial(self._batches, self._left()))
     first = saved[POSITION]["row"] // self._bench.cfg.data.batch_size
     steps = [step for step in self._trained if step >= first]
     numbers = iter(steps)
@@ -96,7 +96,7 @@ class Loop:
       # Over steps that were paid for others, whose batches are gone.
       return self._step_ahead(_at_step(state, next(numbers)), batch)
 
-    return Ahead(train_step, functools.partial(self._batches, steps))
+    return NextUpdates(train_step, functools.partial(self._batches, steps))
 
   def _left(self) -> range:
     return range(self._next, self._bench.cfg.num_steps)
@@ -258,7 +258,7 @@ def run(bench: Bench, arm: Arm, scenario: str, seed: int, state: TrainState) -> 
 def changed(cfg: Config, before: TrainState, after: TrainState) -> list[str]:
   """Names of the arrays that differ, layer by layer, as checkpoints call them."""
   of = lambda state: dataclasses.replace(state, key=jax.random.key_data(state.key))
-  old, new = (named_parts(of(state), stacks=stacks(cfg)) for state in (before, after))
+  old, new = (named_arrays(of(state), stacks=stacks(cfg)) for state in (before, after))
   array = lambda part: np.asarray(part.leaf if part.place is None else part.leaf[part.place])
   return [name for name in old if array(old[name]).tobytes() != array(new[name]).tobytes()]
 

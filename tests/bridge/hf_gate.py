@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ats_jax.bridge.convert import config_of, load_model
-from ats_jax.bridge.folder import Source, open_source
+from ats_jax.bridge.folder import ModelFolder, open_model_folder
 from ats_jax.bridge.parity import divergence, our_logits
 from ats_jax.checkpoint import abstract_like
 from ats_jax.config import Config
@@ -23,7 +23,7 @@ from ats_jax.model.numerics import numerics
 LOGITS, KL = 1e-4, 1e-6
 
 
-def settings(source: Source) -> Config:
+def settings(source: ModelFolder) -> Config:
   """The resolved config of an import; any tokens."""
   cfg = config_of(source, tokenizer="bytes")
   return resolve(cfg, 0)
@@ -36,7 +36,7 @@ def abstract(cfg: Config) -> Any:
   return abstract_like(shapes, jax.sharding.get_mesh())
 
 
-def imported(source: Source, cfg: Config | None = None) -> Decoder:
+def imported(source: ModelFolder, cfg: Config | None = None) -> Decoder:
   cfg = cfg or settings(source)
   return load_model(source, cfg, abstract(cfg))
 
@@ -45,7 +45,7 @@ def rules(cfg: Config, *, training: bool = False) -> Any:
   return rules_at(cfg, 0, training=training)
 
 
-def passes(source: Source, tokens: np.ndarray, theirs: np.ndarray) -> bool:
+def passes(source: ModelFolder, tokens: np.ndarray, theirs: np.ndarray) -> bool:
   """Whether an import computes these logits; False too where it is refused."""
   try:
     cfg = settings(source)
@@ -56,20 +56,20 @@ def passes(source: Source, tokens: np.ndarray, theirs: np.ndarray) -> bool:
   return bool(np.max(np.abs(ours - theirs)) <= LOGITS and np.max(divergence(theirs, ours)) <= KL)
 
 
-def with_setting(source: Source, name: str, value: Any) -> Source:
+def with_setting(source: ModelFolder, name: str, value: Any) -> ModelFolder:
   return dataclasses.replace(source, settings={**source.settings, name: value})
 
 
-def with_row(source: Source, number: int, row: Any) -> Source:
+def with_row(source: ModelFolder, number: int, row: Any) -> ModelFolder:
   rows = list(source.family.rows)
   rows[number] = row
   return dataclasses.replace(source, family=dataclasses.replace(source.family, rows=tuple(rows)))
 
 
 @functools.cache
-def case(name: str, folder: Path) -> tuple[Source, np.ndarray, np.ndarray]:
+def case(name: str, folder: Path) -> tuple[ModelFolder, np.ndarray, np.ndarray]:
   """A saved case, some tokens, and the logits of `transformers`."""
   model = hf_models.make(name)
   hf_models.save(model, folder)
   tokens = hf_models.rows()
-  return open_source(folder), tokens, hf_models.logits(model, tokens)
+  return open_model_folder(folder), tokens, hf_models.logits(model, tokens)

@@ -8,8 +8,8 @@ import pytest
 from hf_models import CASES
 
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import Only, Own
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.family import FixedField, OwnWeight
+from ats_jax.bridge.folder import open_model_folder
 
 pytestmark = [
   pytest.mark.hf,
@@ -51,13 +51,13 @@ def test_a_wrong_row_fails(kind, cases):
     source, tokens, theirs = cases(name)
     assert hf_gate.passes(source, tokens, theirs), name
     for number, row in enumerate(source.family.rows):
-      if isinstance(row, Own) or row in used or not _is_used(source, row):
+      if isinstance(row, OwnWeight) or row in used or not _is_used(source, row):
         continue
       used.add(row)
       wrong = dataclasses.replace(row, transform=Wrong(row.transform))
       assert not hf_gate.passes(hf_gate.with_row(source, number, wrong), tokens, theirs), row
   every = {row for name in OF_FAMILY[kind] for row in cases(name)[0].family.rows}
-  assert used == {row for row in every if not isinstance(row, Own)}
+  assert used == {row for row in every if not isinstance(row, OwnWeight)}
 
 
 def _is_used(source, row) -> bool:
@@ -130,14 +130,14 @@ def other(setting, value):
 def test_a_field_that_is_not_there_is_refused(kind, cases, tmp_path):
   source, _, _ = cases(OF_FAMILY[kind][0])
   for row in FAMILIES[kind].fields:
-    if not isinstance(row, Only):
+    if not isinstance(row, FixedField):
       continue
     folder = tmp_path / row.theirs
     folder.mkdir()
     fields = {**source.fields, row.theirs: "something else"}
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=row.theirs):
-      open_source(folder)
+      open_model_folder(folder)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

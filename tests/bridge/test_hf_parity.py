@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.parity import compare, divergence, our_logits
 from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.step.objective import loss_sums
@@ -95,7 +95,7 @@ def test_an_export_is_the_folder_that_was_imported(name, cases, tmp_path):
   source, tokens, theirs = cases(name)
   import_folder(source.folder, parse(tmp_path / "run"), tokenizer="bytes")
   export(parse(tmp_path / "run"), tmp_path / "out", shard_bytes=60_000)
-  out = open_source(tmp_path / "out")
+  out = open_model_folder(tmp_path / "out")
   assert out.tensors.keys() == source.tensors.keys()
   for tensor, theirs_here in source.tensors.items():
     got, want = out.tensors[tensor].read(), theirs_here.read()
@@ -111,7 +111,7 @@ def test_a_folder_in_bfloat16_keeps_its_bits(tmp_path):
   assert (tmp_path / "hf/model.safetensors.index.json").exists()
   import_folder(tmp_path / "hf", parse(tmp_path / "run"), tokenizer="bytes")
   export(parse(tmp_path / "run"), tmp_path / "out")
-  one, other = open_source(tmp_path / "hf"), open_source(tmp_path / "out")
+  one, other = open_model_folder(tmp_path / "hf"), open_model_folder(tmp_path / "out")
   assert {t.dtype for t in other.tensors.values()} == {"BF16"}
   for tensor in one.tensors:
     got, want = other.tensors[tensor].read(), one.tensors[tensor].read()
@@ -148,7 +148,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
   fields["quantization_config"] = {"quant_method": "mxfp4"}
   (folder / "config.json").write_text(json.dumps(fields))
 
-  source = open_source(folder)
+  source = open_model_folder(folder)
   for name in (n.removesuffix("_blocks") for n in packed if n.endswith("_blocks")):
     want = plain[name].view(torch.int16).numpy()
     np.testing.assert_array_equal(source.tensors[name].read().view(np.int16), want, err_msg=name)
@@ -174,7 +174,7 @@ def test_a_folder_in_8_bits_is_the_model_of_its_dequantised_weights(cases, tmp_p
   write(tmp_path / "fp8", {**source.fields, "quantization_config": quantisation}, narrow)
   theirs = hf_models.logits(hf_models.load(tmp_path / "wide"), tokens)
   assert np.max(np.abs(theirs - before)) > 0.1  # 8 bits show
-  assert hf_gate.passes(open_source(tmp_path / "fp8"), tokens, theirs)
+  assert hf_gate.passes(open_model_folder(tmp_path / "fp8"), tokens, theirs)
 
 
 def write(folder, fields, tensors):

@@ -17,7 +17,7 @@ from helpers import make_test_mesh, tiny_config
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.families import KNOWN
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.parity import our_greedy, our_logits
 from ats_jax.pytorch import remote_code, weights
 from ats_jax.pytorch.decoder import Decoder
@@ -58,7 +58,7 @@ def exported(request, tmp_path_factory):
 
 def test_an_export_is_what_was_imported(exported):
   _, root = exported
-  one, other = open_source(root / "first"), open_source(root / "out")
+  one, other = open_model_folder(root / "first"), open_model_folder(root / "out")
   assert one.tensors.keys() == other.tensors.keys()
   for name, tensor in one.tensors.items():
     np.testing.assert_array_equal(tensor.read(), other.tensors[name].read(), err_msg=name)
@@ -67,7 +67,7 @@ def test_an_export_is_what_was_imported(exported):
 
 def test_all_three_compute_the_same_and_generate_the_same(exported):
   name, root = exported
-  source = open_source(root / "out")
+  source = open_model_folder(root / "out")
   cfg = hf_gate.settings(source)
   ours, rules = hf_gate.imported(source, cfg), hf_gate.rules(cfg)
   tokens = np.random.default_rng(3).integers(0, cfg.model.vocab_size, (2, 20))
@@ -134,7 +134,7 @@ def test_what_a_folder_of_another_version_says_is_named(tmp_path):
   del fields["settings"]["model"]["window"]
   (folder / "config.json").write_text(json.dumps(fields))
   with pytest.raises(ValueError, match=r"another version.*model\.window"):
-    open_source(folder)
+    open_model_folder(folder)
   with pytest.raises(ValueError, match=r"mod\.routing=random"):
     Decoder(tiny_config({"mod.routing": "random"}))
 

@@ -11,13 +11,13 @@ import torch_cases
 from torch_cases import CASES
 
 from ats_jax.bridge.parity import our_greedy
-from ats_jax.model.layout import layer_kinds as our_kinds
+from ats_jax.model.layer_kinds import layer_kinds as our_kinds
 from ats_jax.model.mod import rules_at
 from ats_jax.model.param import merge
 from ats_jax.pytorch import objective, weights
 from ats_jax.pytorch.attention import Tokens, visibility
 from ats_jax.pytorch.generation import generate
-from ats_jax.pytorch.settings import Rules, layer_kinds
+from ats_jax.pytorch.settings import RoutingRules, layer_kinds
 from ats_jax.step.core import sums_and_grads
 from ats_jax.step.objective import Pretraining, totals
 from ats_jax.step.parts.sparse import with_buffers
@@ -49,7 +49,7 @@ def test_the_mask_lies_in_memory_as_kernels_of_attention_need_it():
 
 def rules_of(cfg, *, training):
   found = rules_at(cfg, 0, training=training)
-  return found, Rules(training, found.capacity, found.horizon)
+  return found, RoutingRules(training, found.capacity, found.horizon)
 
 
 @jax.jit(static_argnames="rules")

@@ -28,10 +28,10 @@ from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.writer import is_time_key
 from ats_jax.pytorch import weights
 from ats_jax.pytorch.decoder import Decoder
-from ats_jax.pytorch.settings import Rules, settings_of
+from ats_jax.pytorch.settings import RoutingRules, settings_of
 from ats_jax.pytorch.training import device, loop
 from ats_jax.pytorch.training.lora import Lora
-from ats_jax.pytorch.training.state import shared
+from ats_jax.pytorch.training.state import shared_tensors
 from ats_jax.store.paths import parse
 from ats_jax.train import loop as jax_train
 from ats_jax.train.initial_weights import InitialWeights
@@ -200,7 +200,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
     np.testing.assert_array_equal(restored[name], array, err_msg=name)
   with torch.no_grad():
     x_BTD, _, _ = theirs.eval()(
-      torch.tensor(tokens), rules=Rules(False, rules.capacity, rules.horizon)
+      torch.tensor(tokens), rules=RoutingRules(False, rules.capacity, rules.horizon)
     )
     got = theirs.logits(x_BTD).numpy()
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -288,15 +288,15 @@ def test_what_pytorch_has_not_is_named(changes, words, tmp_path):
 
 def test_devices_and_formats_that_are_not_there():
   with pytest.raises(ValueError, match="--device=tpu is unknown"):
-    device.find("tpu")
+    device.find_device("tpu")
   if not torch.backends.mps.is_available():
     with pytest.raises(ValueError, match="--device=mps: this PyTorch finds no such device"):
-      device.find("mps")
+      device.find_device("mps")
   cfg, mps = with_settings(Config(), {"data.seq_len": 4096}), torch.device("mps")
   assert device.format_of(cfg, mps, "") == torch.float16
   assert device.format_of(cfg, mps, "float32") == torch.float32
-  assert device.fitted(cfg, mps, frozenset()).data.seq_len == device.MPS_SEQ_LEN
-  assert device.fitted(cfg, mps, frozenset({"data.seq_len"})).data.seq_len == 4096
+  assert device.fit_device(cfg, mps, frozenset()).data.seq_len == device.MPS_SEQ_LEN
+  assert device.fit_device(cfg, mps, frozenset({"data.seq_len"})).data.seq_len == 4096
   with pytest.raises(ValueError, match="--dtype=int8 is unknown"):
     device.format_of(cfg, mps, "int8")
 
@@ -306,7 +306,7 @@ def test_weights_without_a_copy():
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     cfg, ours, theirs = both("hybrid")
     copied = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
-    weights.put(theirs, shared(cfg, ours), share=True)
+    weights.put(theirs, shared_tensors(cfg, ours), share=True)
     held = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(ours)}
   for name, tensor in theirs.state_dict().items():
     assert tensor.untyped_storage().data_ptr() in held, name

@@ -142,9 +142,9 @@ VECTORS = ("scale", "bias", "sinks", "offset", "bias_E", "threshold", "direction
 def arrays(cfg, tree) -> dict[str, np.ndarray]:
   """A model's arrays, or gradients, by their names in a checkpoint."""
   leaves = jax.tree.leaves(tree)
-  parts = layout.named_parts(tree, stacks=stacks(cfg))
+  parts = layout.named_arrays(tree, stacks=stacks(cfg))
   whole = lambda part: np.asarray(leaves[part.number])
-  return {n: whole(p) if p.place is None else whole(p)[p.place] for n, p in parts.items()}
+  return {n: whole(p) if p.layer is None else whole(p)[p.layer] for n, p in parts.items()}
 
 
 def both(name: str):

@@ -16,7 +16,6 @@ import runs
 from commands import REPOSITORY, forked, train_flags
 from xla_flags import FAST_STEPS, QUICK
 
-from ats_jax.__main__ import VERBS
 from ats_jax.checkpoint import abstract_like, committed_steps, load_extra, restore_tree, workdir
 from ats_jax.checkpoint.integrity import find_damage, read_manifest
 from ats_jax.checkpoint.preemption import ECHO_SECS
@@ -25,10 +24,11 @@ from ats_jax.data.splits import open_datasets
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.exits import STOPPED
 from ats_jax.model.layout import stacks
-from ats_jax.ops.kernels import OPS
+from ats_jax.ops.implementations import OPS
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import make_program
 from ats_jax.train.evaluate import score
+from ats_jax.verbs import VERBS
 from ats_jax.verbs.train import default_workdir
 
 FINISHING = "SIGINT: finishing the step and saving; press Ctrl-C again to exit at once"

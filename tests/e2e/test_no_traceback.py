@@ -10,7 +10,7 @@ import pytest
 import runs
 from commands import UNPRIVILEGED, forked, started, train_flags
 
-from ats_jax.__main__ import VERBS
+from ats_jax.verbs import VERBS
 
 # Command line -> a part of the message. {in} is a folder of files that are no good, {ok} a trained
 # run, {new} a folder that is not there; {in}/NAME of `BROKEN` is that run with one file replaced.

@@ -25,7 +25,7 @@ SETTINGS = (
 
 def seen(workdir):
   """What was read at each look, and what was decided, of the run as it counts."""
-  rows = ledger.rows(workdir / "decisions.jsonl")
+  rows = ledger.read_lines(workdir / "decisions.jsonl")
   checks = [(row["step"], row["reading"]) for row in rows if row["kind"] == "check"]
   return checks, ledger.decisions(workdir / "decisions.jsonl")
 
@@ -38,7 +38,7 @@ def test_kill_9_leaves_a_ledger_that_goes_on_where_the_checkpoint_is(text, tmp_p
   runs.finish(runs.start(killed, *settings))
   assert seen(killed) == seen(whole)
   assert len(seen(whole)[0]) == 12
-  kinds = [row["kind"] for row in ledger.rows(killed / "decisions.jsonl")]
+  kinds = [row["kind"] for row in ledger.read_lines(killed / "decisions.jsonl")]
   assert kinds.count("resumed_from") == 1
 
   told = forked("ats_jax", "decisions", str(killed), "--replay")

@@ -119,7 +119,7 @@ def test_a_slow_loader_is_named_and_nothing_is_done(settings, undisturbed, tmp_p
   assert runs.losses(workdir) == undisturbed
   path = workdir / "decisions.jsonl"
   assert ledger.replay(path) == ledger.decisions(path) == []
-  checks = [row for row in ledger.rows(path) if row["kind"] == "check"]
+  checks = [row for row in ledger.read_lines(path) if row["kind"] == "check"]
   waits = {row["reading"]["step"]: row for row in checks}
   stalled = [waits[step] for step in range(55, 80, 5)]  # five of six looks
   assert all(row["host"]["host/data_wait_share"] > 0.8 for row in stalled)

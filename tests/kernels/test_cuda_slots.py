@@ -18,7 +18,7 @@ from helpers import (
   tiny_config,
 )
 
-from ats_jax.ops import kernels, registry, requirements
+from ats_jax.ops import implementations, registry, requirements
 from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
 from ats_jax.ops.fp8_matmul import SAVED_NAMES
 from ats_jax.ops.linear import linears
@@ -34,7 +34,7 @@ from kernels_cuda import library
 HOPPER = Device("gpu", "9.0", "NVIDIA Test")
 CUDA = {
   op: kernel
-  for op, entry in kernels.OPS.items()
+  for op, entry in implementations.OPS.items()
   for kernel in entry.kernels
   if kernel.name == "cuda"
 }
@@ -294,7 +294,7 @@ def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):
   monkeypatch.setattr(requirements.library, "load", no_library)
   requirements._no_library.cache_clear()
   kernel = dataclasses.replace(CUDA["adamw"], default=("update",))
-  monkeypatch.setitem(kernels.OPS, "adamw", kernels.Op(("update",), (kernel,)))
+  monkeypatch.setitem(implementations.OPS, "adamw", implementations.Op(("update",), (kernel,)))
   choice = registry.choose_op(tiny_config(), HOPPER, "adamw")["update"]
   assert str(choice) == "adamw: xla (reference: CUDA kernels need nvcc)"
   with pytest.raises(ValueError, match="adamw=cuda: CUDA kernels need nvcc"):

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from bridge import torch_cases  # noqa: E402
 
 from ats_jax.pytorch import layers, metal, moe  # noqa: E402
-from ats_jax.pytorch.settings import Rules  # noqa: E402
+from ats_jax.pytorch.settings import RoutingRules  # noqa: E402
 from kernels_metal import library, ops  # noqa: E402
 
 pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("mesh")]
@@ -158,7 +158,7 @@ def test_a_model_computes_the_same_with_them(name, monkeypatch):
       batch["tokens"],
       positions_BT=batch["positions"],
       segment_ids_BT=batch["segment_ids"],
-      rules=Rules(training=True, capacity=0.5),
+      rules=RoutingRules(training=True, capacity=0.5),
     )
     logits = model.logits(x_BTD)
     model.zero_grad()

@@ -46,7 +46,7 @@ def check(workdir: Path, undisturbed: list[float]) -> None:
   """The run is the undisturbed one, and so is what the ledger says of it."""
   np.testing.assert_allclose(runs.losses(workdir)[:STEPS], undisturbed, rtol=1e-5)
   path = workdir / "decisions.jsonl"
-  kinds = [row["kind"] for row in ledger.rows(path)]
+  kinds = [row["kind"] for row in ledger.read_lines(path)]
   assert "resumed_from" in kinds and kinds.count("check") >= STEPS // 10
   assert ledger.replay(path) == ledger.decisions(path) == []
 
@@ -117,5 +117,5 @@ def test_a_process_that_sees_another_reading_is_caught_before_it_acts(
   message = "processes see or decide differently at look 2, of steps 11 to 20; nothing was done"
   assert message in output and "launch: giving up after 0 restarts" in output
   path = workdir / "decisions.jsonl"
-  assert [row["kind"] for row in ledger.rows(path)] == ["start", "check"]
+  assert [row["kind"] for row in ledger.read_lines(path)] == ["start", "check"]
   np.testing.assert_allclose(runs.losses(workdir), undisturbed[: len(runs.losses(workdir))], 1e-5)

@@ -182,7 +182,9 @@ def test_a_job_acts_and_goes_on_when_one_process_has_no_memory(action, says, set
     "orchestrator.mode=act", "orchestrator.check_interval=5", "orchestrator.snapshot_interval=5",
   )  # fmt: skip
   output = runs.finish(jobs.launch(workdir, 2, *settings, *acts, config=str(config)))
-  (done,) = (row for row in ledger.rows(workdir / "decisions.jsonl") if row["kind"] == "decision")
+  (done,) = (
+    row for row in ledger.read_lines(workdir / "decisions.jsonl") if row["kind"] == "decision"
+  )
   assert done["applied"] and action.startswith(done["action"]) and says in output
   assert "RESOURCE_EXHAUSTED: Out of memory allocating" in output
   assert "The job goes on with step.accum_steps=2 instead of 1 when it is started" in output

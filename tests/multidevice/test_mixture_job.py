@@ -14,7 +14,7 @@ from commands import forked, train_flags
 from helpers import tiny_config
 from processes import run_job
 
-from ats_jax.data.look.audit import BATCH_SIZE, Phase, audit
+from ats_jax.data.look.audit import BATCH_SIZE, ReadingPhase, audit
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 
@@ -93,7 +93,7 @@ def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
       return Recorded(tmp_path, rank, positions[rank])
     return TrainBatches(data, position=position, local_rows=local_rows, **arguments)
 
-  phases = (Phase(2, 1, 0.5), Phase(1, 1, 1.0))
+  phases = (ReadingPhase(2, 1, 0.5), ReadingPhase(1, 1, 1.0))
   (result,) = audit(ds, scenarios={"2 processes, then 1": phases}, batches=batches)
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
   assert result.targets == ds.info.num_tokens and result.batches == count

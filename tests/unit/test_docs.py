@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from commands import forked
 
-from ats_jax.__main__ import VERBS
 from ats_jax.config.names import KINDS, all_settings
+from ats_jax.verbs import VERBS
 from lab import settings_page
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from documents import (
   write_texts,
 )
 
-from ats_jax.__main__ import VERBS
 from ats_jax.orchestrator import hooks
+from ats_jax.verbs import VERBS
 
 # What is not run, by program, and why. Files, flags and targets that are named exist all the same.
 NOT_RUN = {

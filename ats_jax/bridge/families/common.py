@@ -7,81 +7,101 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax.bridge.family import Always, Field, FieldRow, Only, Own, Row, Values
+from ats_jax.bridge.family import (
+  FieldRow,
+  FixedField,
+  ImpliedSettings,
+  OwnWeight,
+  SettingField,
+  Values,
+  WeightRow,
+)
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 
 L, THEIRS = "layers/{layer}", "model.layers.{layer}"
 
 TIED_TABLES = (
-  Row("embed", "model.embed_tokens.weight", SAME),
-  Row("final_norm/scale", "model.norm.weight", SAME),
+  WeightRow("embed", "model.embed_tokens.weight", SAME),
+  WeightRow("final_norm/scale", "model.norm.weight", SAME),
 )
-TABLES = (*TIED_TABLES, Row("head", "lm_head.weight", SAME))
+TABLES = (*TIED_TABLES, WeightRow("head", "lm_head.weight", SAME))
 NORMS = (
-  Row(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
-  Row(f"{L}/mlp_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
+  WeightRow(f"{L}/mlp_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
 )
 FOUR_NORMS = (
-  Row(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
-  Row(f"{L}/attn_post_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
-  Row(f"{L}/mlp_norm/scale", f"{THEIRS}.pre_feedforward_layernorm.weight", SAME),
-  Row(f"{L}/mlp_post_norm/scale", f"{THEIRS}.post_feedforward_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn_norm/scale", f"{THEIRS}.input_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn_post_norm/scale", f"{THEIRS}.post_attention_layernorm.weight", SAME),
+  WeightRow(f"{L}/mlp_norm/scale", f"{THEIRS}.pre_feedforward_layernorm.weight", SAME),
+  WeightRow(f"{L}/mlp_post_norm/scale", f"{THEIRS}.post_feedforward_layernorm.weight", SAME),
 )
-OUT = Row(f"{L}/attn/out", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2)
+OUT = WeightRow(f"{L}/attn/out", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2)
 ATTENTION = (
-  *(Row(f"{L}/attn/{p}", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
+  *(WeightRow(f"{L}/attn/{p}", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
   OUT,
 )
 QKV_WITH_BIAS = (
-  *(Row(f"{L}/attn/{p}/weight", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED) for p in "qkv"),
-  *(Row(f"{L}/attn/{p}/bias", f"{THEIRS}.self_attn.{p}_proj.bias", FLAT) for p in "qkv"),
+  *(
+    WeightRow(f"{L}/attn/{p}/weight", f"{THEIRS}.self_attn.{p}_proj.weight", TRANSPOSED)
+    for p in "qkv"
+  ),
+  *(WeightRow(f"{L}/attn/{p}/bias", f"{THEIRS}.self_attn.{p}_proj.bias", FLAT) for p in "qkv"),
 )
 ATTENTION_WITH_BIAS = (*QKV_WITH_BIAS, OUT)
 QK_NORM = tuple(
-  Row(f"{L}/attn/{p}_norm/scale", f"{THEIRS}.self_attn.{p}_norm.weight", SAME) for p in "qk"
+  WeightRow(f"{L}/attn/{p}_norm/scale", f"{THEIRS}.self_attn.{p}_norm.weight", SAME) for p in "qk"
 )
 MLP = tuple(
-  Row(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED) for p in ("gate", "up", "down")
+  WeightRow(f"{L}/mlp/{p}", f"{THEIRS}.mlp.{p}_proj.weight", TRANSPOSED)
+  for p in ("gate", "up", "down")
 )
 
 # The load of a step that has not been: every expert its share.
-LOAD = Own(f"{L}/mlp/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False)
+LOAD = OwnWeight(
+  f"{L}/mlp/router/load_E", lambda shape: np.full(shape, 1 / shape[-1]), needed=False
+)
 # What a router keeps of balancing by a bias.
-BALANCE = (Own(f"{L}/mlp/router/bias_E", np.zeros, needed=True), LOAD)
+BALANCE = (OwnWeight(f"{L}/mlp/router/bias_E", np.zeros, needed=True), LOAD)
 
 
-def experts(prefix: str, gate: str, up: str, down: str, *, bias: str = "") -> tuple[Row | Own, ...]:
+def experts(
+  prefix: str, gate: str, up: str, down: str, *, bias: str = ""
+) -> tuple[WeightRow | OwnWeight, ...]:
   """Rows of a mixture of experts.
 
   Args:
-    prefix: of its tensors in a layer.
+    prefix: name of the module of experts in a layer.
     gate: name of an expert's matrix.
-    up: likewise.
-    down: likewise.
+    up: name of an expert's up-projection.
+    down: name of an expert's down-projection.
     bias: name of the router's selection bias; "" = there is none.
   """
   mlp, one = f"{L}/mlp", f"{THEIRS}.{prefix}.experts.{{expert}}"
   bias_E = f"{mlp}/router/bias_E"
   return (
-    Row(f"{mlp}/router/weight", f"{THEIRS}.{prefix}.gate.weight", TRANSPOSED),
-    Row(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
-    Row(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
-    Row(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
-    *((Row(bias_E, f"{THEIRS}.{prefix}.gate.{bias}", SAME, wide=True), LOAD) if bias else BALANCE),
+    WeightRow(f"{mlp}/router/weight", f"{THEIRS}.{prefix}.gate.weight", TRANSPOSED),
+    WeightRow(f"{mlp}/gate", f"{one}.{gate}.weight", TRANSPOSED),
+    WeightRow(f"{mlp}/up", f"{one}.{up}.weight", TRANSPOSED),
+    WeightRow(f"{mlp}/down", f"{one}.{down}.weight", TRANSPOSED),
+    *(
+      (WeightRow(bias_E, f"{THEIRS}.{prefix}.gate.{bias}", SAME, wide=True), LOAD)
+      if bias
+      else BALANCE
+    ),
   )
 
 
-def gemma() -> tuple[FieldRow, ...]:
+def gemma_fields() -> tuple[FieldRow, ...]:
   """Fields that the Gemmas share."""
   gelu = "gelu_pytorch_tanh"
   return (
-    Only("hidden_activation", gelu, (("model.activation", "gelu_tanh"),)),
-    Only("hidden_act", gelu),
-    Only("attention_bias", False),
-    Only("use_bidirectional_attention", None),
-    Always(
+    FixedField("hidden_activation", gelu, (("model.activation", "gelu_tanh"),)),
+    FixedField("hidden_act", gelu),
+    FixedField("attention_bias", False),
+    FixedField("use_bidirectional_attention", None),
+    ImpliedSettings(
       (
         ("model.post_norms", True),
         ("model.norm_plus_one", True),
@@ -91,16 +111,16 @@ def gemma() -> tuple[FieldRow, ...]:
   )
 
 
-def sizes(*, eps: float, tied: bool = False) -> tuple[Field, ...]:
+def size_fields(*, eps: float, tied: bool = False) -> tuple[SettingField, ...]:
   """Fields of every family; `eps` and `tied` are what missing ones mean."""
   return (
-    Field("vocab_size", "model.vocab_size"),
-    Field("num_hidden_layers", "model.num_layers"),
-    Field("hidden_size", "model.d_model"),
-    Field("intermediate_size", "model.d_ff"),
-    Field("num_attention_heads", "model.num_heads"),
-    Field("rms_norm_eps", "model.norm_eps", eps),
-    Field("tie_word_embeddings", "model.tie_embeddings", tied),
+    SettingField("vocab_size", "model.vocab_size"),
+    SettingField("num_hidden_layers", "model.num_layers"),
+    SettingField("hidden_size", "model.d_model"),
+    SettingField("intermediate_size", "model.d_ff"),
+    SettingField("num_attention_heads", "model.num_heads"),
+    SettingField("rms_norm_eps", "model.norm_eps", eps),
+    SettingField("tie_word_embeddings", "model.tie_embeddings", tied),
   )
 
 
@@ -116,12 +136,12 @@ class HeadDim:
   keys: tuple[str, ...] = ("head_dim",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
-    found = theirs.get("head_dim", self.default)
-    return {"model.head_dim": found or theirs["hidden_size"] // theirs["num_attention_heads"]}
+    """Return our settings for a config.json, by dotted name."""
+    head_dim = theirs.get("head_dim", self.default)
+    return {"model.head_dim": head_dim or theirs["hidden_size"] // theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"head_dim": cfg.model.head_dim}
 
 
@@ -132,11 +152,11 @@ class EqualHeads:
   keys: tuple[str, ...] = ()
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     return {"model.head_dim": theirs["hidden_size"] // theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {}
 
@@ -153,12 +173,12 @@ class KVHeads:
   keys: tuple[str, ...] = ("num_key_value_heads",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
-    found = theirs.get("num_key_value_heads", self.default)
-    return {"model.num_kv_heads": found or theirs["num_attention_heads"]}
+    """Return our settings for a config.json, by dotted name."""
+    num_kv_heads = theirs.get("num_key_value_heads", self.default)
+    return {"model.num_kv_heads": num_kv_heads or theirs["num_attention_heads"]}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"num_key_value_heads": cfg.model.num_kv_heads}
 
 
@@ -169,23 +189,26 @@ class QueryScale:
   keys: tuple[str, ...] = ("query_pre_attn_scalar",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     return {"model.attn_scale": theirs.get("query_pre_attn_scalar", 256) ** -0.5}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     scalar = cfg.model.attn_scale**-2 if cfg.model.attn_scale else cfg.model.head_dim
     is_whole = abs(scalar - round(scalar)) < 1e-6
     return {"query_pre_attn_scalar": round(scalar) if is_whole else scalar}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
-  """Rotary settings: `rope_parameters`, or `rope_theta` and `rope_scaling` of older folders.
+class RopeFields:
+  """The fields of rotary embeddings: `rope_parameters`, or two older fields.
+
+  Older folders have `rope_theta` and `rope_scaling`. An export writes all three.
 
   Attributes:
-    theta: what a missing one means.
-    scaling: what missing fields mean.
+    theta: the value that a missing `rope_theta` means.
+    scaling: the fields of a scaling that a folder without any means.
+    keys: fields of config.json, as of `FieldRow`.
   """
 
   theta: float = 10_000.0
@@ -193,13 +216,13 @@ class Rope:
   keys: tuple[str, ...] = ("rope_parameters", "rope_theta", "rope_scaling")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     fields = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or self.scaling)
     fields.setdefault("rope_theta", theirs.get("rope_theta", self.theta))
     return read_rope(fields, theirs.get("max_position_embeddings"))
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     fields = write_rope(cfg)
     older: dict[str, Any] = {"rope_theta": cfg.model.rope_theta}
     if cfg.model.rope_scaling.name != "none":
@@ -247,8 +270,8 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
     raise ValueError(
       f"the rotary scaling is {kind!r} in config.json, and this program has {', '.join(SCALINGS)}."
     )
-  found: dict[str, Any] = {"model.rope_theta": float(left.pop("rope_theta"))}
-  found["model.rope_scaling.name"] = "none" if kind == "default" else kind
+  settings: dict[str, Any] = {"model.rope_theta": float(left.pop("rope_theta"))}
+  settings["model.rope_scaling.name"] = "none" if kind == "default" else kind
   if "original_max_position_embeddings" in SCALINGS[kind] and trained_len:
     left.setdefault("original_max_position_embeddings", trained_len)
   if kind == "yarn":
@@ -258,11 +281,11 @@ def read_rope(fields: Mapping[str, Any], trained_len: int | None) -> Values:
       left.setdefault("attention_factor", stretch(of_rotated) / stretch(of_all))
   for theirs, ours in SCALINGS[kind].items():
     if theirs in left:
-      found[f"model.rope_scaling.{ours}"] = left.pop(theirs)
+      settings[f"model.rope_scaling.{ours}"] = left.pop(theirs)
   if left:
     name, value = next(iter(left.items()))
     raise ValueError(f"{name} of rotary scaling {kind!r} is {value!r}, which is not there.")
-  return {k: float(v) if k in _FLOATS else v for k, v in found.items()}
+  return {k: float(v) if k in _FLOATS else v for k, v in settings.items()}
 
 
 _FLOATS = frozenset(
@@ -287,7 +310,7 @@ class Layers:
   """`sliding_window` with the layers that have one: `layer_types`, or a rule of older folders.
 
   Attributes:
-    window: what a missing `sliding_window` means.
+    window: the value that a missing `sliding_window` means.
     by_switch: as in Qwen, there is `use_sliding_window`, and layers from `max_window_layers` on
       have the window.
     full_every: as in Gemma, what missing `layer_types` mean.
@@ -306,7 +329,7 @@ class Layers:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     count, window = theirs["num_hidden_layers"], theirs.get("sliding_window", self.window)
     if not window or (self.by_switch and not theirs.get("use_sliding_window", False)):
       return {"model.window": 0, "model.full_every": 0}
@@ -333,13 +356,13 @@ class Layers:
     return {"model.window": window, "model.full_every": every}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     has_window = [kind.window for kind in layer_kinds(cfg)]
-    words = {True: "sliding_attention", False: "full_attention"}
+    kinds = {True: "sliding_attention", False: "full_attention"}
     fields: dict[str, Any] = {"sliding_window": cfg.model.window or None}
     if not self.by_switch and not self.full_every:
       return fields
-    fields["layer_types"] = [words[has] for has in has_window]
+    fields["layer_types"] = [kinds[has] for has in has_window]
     if self.by_switch:
       full = has_window.index(True) if True in has_window else len(has_window)
       fields |= {"use_sliding_window": any(has_window), "max_window_layers": full}

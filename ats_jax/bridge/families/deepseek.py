@@ -11,11 +11,19 @@ from ats_jax.bridge.families.common import (
   TABLES,
   THEIRS,
   L,
-  Rope,
+  RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Field, FieldRow, Only, Row, Values
+from ats_jax.bridge.family import (
+  Family,
+  FieldRow,
+  FixedField,
+  ImpliedSettings,
+  SettingField,
+  Values,
+  WeightRow,
+)
 from ats_jax.bridge.transforms import SAME, TRANSPOSED, RopeHalves
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.rope import Yarn
@@ -23,24 +31,24 @@ from ats_jax.config.schema.rope import Yarn
 _ATTN = f"{THEIRS}.self_attn"
 ROWS = (
   *(*TABLES, *NORMS, *MLP, OUT),
-  Row(f"{L}/attn/q_down", f"{_ATTN}.q_a_proj.weight", TRANSPOSED),
-  Row(f"{L}/attn/q_norm/scale", f"{_ATTN}.q_a_layernorm.weight", SAME),
-  Row(f"{L}/attn/kv_norm/scale", f"{_ATTN}.kv_a_layernorm.weight", SAME),
-  Row(f"{L}/attn/kv", f"{_ATTN}.kv_b_proj.weight", TRANSPOSED),
+  WeightRow(f"{L}/attn/q_down", f"{_ATTN}.q_a_proj.weight", TRANSPOSED),
+  WeightRow(f"{L}/attn/q_norm/scale", f"{_ATTN}.q_a_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn/kv_norm/scale", f"{_ATTN}.kv_a_layernorm.weight", SAME),
+  WeightRow(f"{L}/attn/kv", f"{_ATTN}.kv_b_proj.weight", TRANSPOSED),
   *(
-    Row(f"{L}/mlp/shared/{p}", f"{THEIRS}.mlp.shared_experts.{p}_proj.weight", TRANSPOSED)
+    WeightRow(f"{L}/mlp/shared/{p}", f"{THEIRS}.mlp.shared_experts.{p}_proj.weight", TRANSPOSED)
     for p in ("gate", "up", "down")
   ),
 )
 
 
-def rotated(settings: Values) -> tuple[Row, ...]:
+def rotated(settings: Values) -> tuple[WeightRow, ...]:
   """Rows of the matrices whose last columns become rotated pairs."""
   halves = RopeHalves(settings["model.latent_rope_dim"])
   queries = "q_b_proj" if settings["model.q_latent_dim"] else "q_proj"
   return (
-    Row(f"{L}/attn/q", f"{_ATTN}.{queries}.weight", halves),
-    Row(f"{L}/attn/kv_down", f"{_ATTN}.kv_a_proj_with_mqa.weight", halves),
+    WeightRow(f"{L}/attn/q", f"{_ATTN}.{queries}.weight", halves),
+    WeightRow(f"{L}/attn/kv_down", f"{_ATTN}.kv_a_proj_with_mqa.weight", halves),
   )
 
 
@@ -59,7 +67,7 @@ class _KeyWidths:
   keys: tuple[str, ...] = ("qk_nope_head_dim", "qk_head_dim", "head_dim", "num_key_value_heads")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     part, heads = theirs.get("qk_rope_head_dim", 64), theirs["num_attention_heads"]
     width = theirs.get("qk_nope_head_dim", 128) + part
     follows = {"qk_head_dim": width, "head_dim": part, "num_key_value_heads": heads}
@@ -69,28 +77,28 @@ class _KeyWidths:
     return {"model.head_dim": width, "model.num_kv_heads": heads}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     m = cfg.model
     fixed = m.head_dim - m.latent_rope_dim
     return {"qk_nope_head_dim": fixed, "num_key_value_heads": m.num_kv_heads}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Yarn(Rope):
-  """`Rope` where YaRN's `mscale_all_dim` stretches all scores, not only those of rotated parts."""
+class _Yarn(RopeFields):
+  """`RopeFields` whose `mscale_all_dim` of YaRN scales all scores, also of parts not rotated."""
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
-    found = dict(super().read(theirs))
+    """Return our settings for a config.json, by dotted name."""
+    settings = dict(super().read(theirs))
     fields = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    if found["model.rope_scaling.name"] == "yarn" and (scale := fields.get("mscale_all_dim")):
+    if settings["model.rope_scaling.name"] == "yarn" and (scale := fields.get("mscale_all_dim")):
       width = theirs.get("qk_nope_head_dim", 128) + theirs.get("qk_rope_head_dim", 64)
-      stretch = 0.1 * scale * math.log(found["model.rope_scaling.factor"]) + 1.0
-      found["model.attn_scale"] = width**-0.5 * stretch * stretch
-    return found
+      stretch = 0.1 * scale * math.log(settings["model.rope_scaling.factor"]) + 1.0
+      settings["model.attn_scale"] = width**-0.5 * stretch * stretch
+    return settings
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     m, fields = cfg.model, dict(super().write(cfg))
     yarn = m.rope_scaling
     if not isinstance(yarn, Yarn) or not m.attn_scale or yarn.factor <= 1.0:
@@ -112,7 +120,7 @@ class _Groups:
   keys: tuple[str, ...] = ("topk_method", "n_group", "topk_group")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     method = theirs.get("topk_method", "greedy")
     groups = {
       "greedy": lambda: (1, 1),
@@ -126,7 +134,7 @@ class _Groups:
     return {"moe.num_groups": number, "moe.top_groups": most}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     if cfg.moe.num_groups == 1:
       return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
     return {
@@ -148,27 +156,27 @@ class _Beside:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     del theirs
     return {}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     del cfg
     return {"num_nextn_predict_layers": 0}
 
 
 SHARED: tuple[FieldRow, ...] = (
-  *sizes(eps=1e-6),
-  Field("kv_lora_rank", "model.kv_latent_dim", 512),
-  Field("q_lora_rank", "model.q_latent_dim", 1536, null=0),
-  Field("qk_rope_head_dim", "model.latent_rope_dim", 64),
-  Field("v_head_dim", "model.v_head_dim", 128),
+  *size_fields(eps=1e-6),
+  SettingField("kv_lora_rank", "model.kv_latent_dim", 512),
+  SettingField("q_lora_rank", "model.q_latent_dim", 1536, null=0),
+  SettingField("qk_rope_head_dim", "model.latent_rope_dim", 64),
+  SettingField("v_head_dim", "model.v_head_dim", 128),
   _KeyWidths(),
   _Yarn(),
-  Only("hidden_act", "silu"),
-  Only("attention_bias", False),
-  Only("moe_layer_freq", 1),
+  FixedField("hidden_act", "silu"),
+  FixedField("attention_bias", False),
+  FixedField("moe_layer_freq", 1),
   _Beside(),
 )
 V2 = Family(
@@ -181,16 +189,16 @@ V2 = Family(
   fields=(
     *SHARED,
     _Groups(),
-    Field("n_routed_experts", "moe.num_experts", 64),
-    Field("num_experts_per_tok", "moe.top_k"),
-    Field("moe_intermediate_size", "moe.d_ff", 1407),
-    Field("n_shared_experts", "moe.num_shared", 2),
-    Field("routed_scaling_factor", "moe.route_scale", 1.0),
-    Field("first_k_dense_replace", "moe.dense_first", 0),
-    Only("norm_topk_prob", False, (("moe.renormalize", False),)),
-    Only("scoring_func", "softmax"),
-    Only("mlp_bias", False),
-    Always((("moe.group_score", "max"), ("moe.bias_update", "none"))),
+    SettingField("n_routed_experts", "moe.num_experts", 64),
+    SettingField("num_experts_per_tok", "moe.top_k"),
+    SettingField("moe_intermediate_size", "moe.d_ff", 1407),
+    SettingField("n_shared_experts", "moe.num_shared", 2),
+    SettingField("routed_scaling_factor", "moe.route_scale", 1.0),
+    SettingField("first_k_dense_replace", "moe.dense_first", 0),
+    FixedField("norm_topk_prob", False, (("moe.renormalize", False),)),
+    FixedField("scoring_func", "softmax"),
+    FixedField("mlp_bias", False),
+    ImpliedSettings((("moe.group_score", "max"), ("moe.bias_update", "none"))),
   ),
 )
 V3 = Family(
@@ -205,19 +213,19 @@ V3 = Family(
   aside=next_tokens,
   fields=(
     *SHARED,
-    Field("n_group", "moe.num_groups", 8),
-    Field("topk_group", "moe.top_groups", 4),
-    Field("n_routed_experts", "moe.num_experts", 256),
-    Field("num_experts_per_tok", "moe.top_k", 8),
-    Field("moe_intermediate_size", "moe.d_ff", 2048),
-    Field("n_shared_experts", "moe.num_shared", 1),
-    Field("routed_scaling_factor", "moe.route_scale", 2.5),
-    Field("first_k_dense_replace", "moe.dense_first", 3),
-    Field("norm_topk_prob", "moe.renormalize", True),
-    Only("scoring_func", "sigmoid", (("moe.score", "sigmoid"),)),
-    Only("topk_method", "noaux_tc", (("moe.bias_on", "scores"),)),
-    Only("rope_interleave", True),
+    SettingField("n_group", "moe.num_groups", 8),
+    SettingField("topk_group", "moe.top_groups", 4),
+    SettingField("n_routed_experts", "moe.num_experts", 256),
+    SettingField("num_experts_per_tok", "moe.top_k", 8),
+    SettingField("moe_intermediate_size", "moe.d_ff", 2048),
+    SettingField("n_shared_experts", "moe.num_shared", 1),
+    SettingField("routed_scaling_factor", "moe.route_scale", 2.5),
+    SettingField("first_k_dense_replace", "moe.dense_first", 3),
+    SettingField("norm_topk_prob", "moe.renormalize", True),
+    FixedField("scoring_func", "sigmoid", (("moe.score", "sigmoid"),)),
+    FixedField("topk_method", "noaux_tc", (("moe.bias_on", "scores"),)),
+    FixedField("rope_interleave", True),
     # The published pace: arXiv:2412.19437, section 4.2.
-    Always((("moe.bias_update", "sign"), ("moe.bias_rate", 0.001))),
+    ImpliedSettings((("moe.bias_update", "sign"), ("moe.bias_rate", 0.001))),
   ),
 )

@@ -9,11 +9,11 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   QueryScale,
-  Rope,
-  gemma,
-  sizes,
+  RopeFields,
+  gemma_fields,
+  size_fields,
 )
-from ats_jax.bridge.family import Family, Field
+from ats_jax.bridge.family import Family, SettingField
 
 FAMILY = Family(
   name="Gemma 2",
@@ -21,14 +21,14 @@ FAMILY = Family(
   architecture="Gemma2ForCausalLM",
   rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *MLP),
   fields=(
-    *sizes(eps=1e-6, tied=True),
+    *size_fields(eps=1e-6, tied=True),
     KVHeads(4),
     HeadDim(256),
-    Rope(),
+    RopeFields(),
     Layers(full_every=2),
     QueryScale(),
-    Field("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
-    Field("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
-    *gemma(),
+    SettingField("attn_logit_softcapping", "model.attn_soft_cap", 50.0, null=0.0),
+    SettingField("final_logit_softcapping", "model.logit_soft_cap", 30.0, null=0.0),
+    *gemma_fields(),
   ),
 )

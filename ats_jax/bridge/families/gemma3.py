@@ -12,12 +12,12 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   QueryScale,
-  gemma,
+  gemma_fields,
   read_rope,
-  sizes,
+  size_fields,
   write_rope,
 )
-from ats_jax.bridge.family import Always, Family, Field, Values
+from ats_jax.bridge.family import Family, ImpliedSettings, SettingField, Values
 from ats_jax.config.schema import Config
 
 LAYERS = Layers(full_every=6)
@@ -35,7 +35,7 @@ class _Ropes:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     nested = theirs.get("rope_parameters") or {}
     full = dict(nested.get("full_attention") or theirs.get("rope_scaling") or {})
     full.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
@@ -50,7 +50,7 @@ class _Ropes:
     return {**read_rope(full, trained_len), "model.window_rope_theta": theta}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     theta = cfg.model.window_rope_theta or cfg.model.rope_theta
     full, local = write_rope(cfg), {"rope_type": "default", "rope_theta": theta}
     fields = {"full_attention": full, "sliding_attention": local}
@@ -67,15 +67,15 @@ FAMILY = Family(
   architecture="Gemma3ForCausalLM",
   rows=(*TIED_TABLES, *FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
   fields=(
-    *sizes(eps=1e-6, tied=True),
+    *size_fields(eps=1e-6, tied=True),
     KVHeads(4),
     HeadDim(256),
     _Ropes(),
     LAYERS,
     QueryScale(),
-    Field("attn_logit_softcapping", "model.attn_soft_cap", 0.0, null=0.0),
-    Field("final_logit_softcapping", "model.logit_soft_cap", 0.0, null=0.0),
-    *gemma(),
-    Always((("model.qk_norm", True),)),
+    SettingField("attn_logit_softcapping", "model.attn_soft_cap", 0.0, null=0.0),
+    SettingField("final_logit_softcapping", "model.logit_soft_cap", 0.0, null=0.0),
+    *gemma_fields(),
+    ImpliedSettings((("model.qk_norm", True),)),
   ),
 )

@@ -11,10 +11,10 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   L,
   Layers,
-  Rope,
-  sizes,
+  RopeFields,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Field, Only, Row
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, WeightRow
 from ats_jax.bridge.transforms import SAME, TRANSPOSED, TRANSPOSED_2, Interleaved
 
 _MLP, _EXPERTS = f"{L}/mlp", f"{THEIRS}.mlp.experts"
@@ -34,32 +34,38 @@ FAMILY = Family(
   architecture="GptOssForCausalLM",
   rows=(
     *(*TABLES, *NORMS, *QKV_WITH_BIAS),
-    Row(f"{L}/attn/out/weight", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2),
-    Row(f"{L}/attn/out/bias", f"{THEIRS}.self_attn.o_proj.bias", SAME),
-    Row(f"{L}/attn/sinks", f"{THEIRS}.self_attn.sinks", SAME),
-    Row(f"{_MLP}/router/weight", f"{THEIRS}.mlp.router.weight", TRANSPOSED),
-    Row(f"{_MLP}/router/offset", f"{THEIRS}.mlp.router.bias", SAME),
-    *(Row(f"{_MLP}/{p}/weight", f"{_EXPERTS}.gate_up_proj", columns) for p, columns in _GATE_UP),
-    *(Row(f"{_MLP}/{p}/bias", f"{_EXPERTS}.gate_up_proj_bias", columns) for p, columns in _GATE_UP),
-    Row(f"{_MLP}/down/weight", f"{_EXPERTS}.down_proj", SAME),
-    Row(f"{_MLP}/down/bias", f"{_EXPERTS}.down_proj_bias", SAME),
+    WeightRow(f"{L}/attn/out/weight", f"{THEIRS}.self_attn.o_proj.weight", TRANSPOSED_2),
+    WeightRow(f"{L}/attn/out/bias", f"{THEIRS}.self_attn.o_proj.bias", SAME),
+    WeightRow(f"{L}/attn/sinks", f"{THEIRS}.self_attn.sinks", SAME),
+    WeightRow(f"{_MLP}/router/weight", f"{THEIRS}.mlp.router.weight", TRANSPOSED),
+    WeightRow(f"{_MLP}/router/offset", f"{THEIRS}.mlp.router.bias", SAME),
+    *(
+      WeightRow(f"{_MLP}/{p}/weight", f"{_EXPERTS}.gate_up_proj", columns)
+      for p, columns in _GATE_UP
+    ),
+    *(
+      WeightRow(f"{_MLP}/{p}/bias", f"{_EXPERTS}.gate_up_proj_bias", columns)
+      for p, columns in _GATE_UP
+    ),
+    WeightRow(f"{_MLP}/down/weight", f"{_EXPERTS}.down_proj", SAME),
+    WeightRow(f"{_MLP}/down/bias", f"{_EXPERTS}.down_proj_bias", SAME),
     *BALANCE,
   ),
   fields=(
-    *sizes(eps=1e-5),
+    *size_fields(eps=1e-5),
     KVHeads(8),
     HeadDim(64),
-    Rope(150_000.0, _YARN),
+    RopeFields(150_000.0, _YARN),
     Layers(window=128, full_every=2),
-    Field("num_local_experts", "moe.num_experts", 128),
-    Field("num_experts_per_tok", "moe.top_k", 4),
-    Field("intermediate_size", "moe.d_ff"),
-    Field("swiglu_limit", "model.gate_limit", 7.0),
-    Field("swiglu_alpha", "model.gate_slope", 1.702),
-    Only("attention_bias", True, (("model.qkv_bias", True), ("model.attn_out_bias", True))),
-    Only("hidden_act", "silu", (("model.activation", "clamped"),)),
+    SettingField("num_local_experts", "moe.num_experts", 128),
+    SettingField("num_experts_per_tok", "moe.top_k", 4),
+    SettingField("intermediate_size", "moe.d_ff"),
+    SettingField("swiglu_limit", "model.gate_limit", 7.0),
+    SettingField("swiglu_alpha", "model.gate_slope", 1.702),
+    FixedField("attention_bias", True, (("model.qkv_bias", True), ("model.attn_out_bias", True))),
+    FixedField("hidden_act", "silu", (("model.activation", "clamped"),)),
     mxfp4.Quantised(),
-    Always(
+    ImpliedSettings(
       (
         ("model.attn_sinks", True),
         ("moe.router_bias", True),
@@ -69,6 +75,6 @@ FAMILY = Family(
       )
     ),
     # Copies of other fields in the published files, which nothing reads.
-    Always((), ("experts_per_token", "initial_context_length")),
+    ImpliedSettings((), ("experts_per_token", "initial_context_length")),
   ),
 )

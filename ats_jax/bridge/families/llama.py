@@ -7,10 +7,10 @@ from ats_jax.bridge.families.common import (
   TABLES,
   HeadDim,
   KVHeads,
-  Rope,
-  sizes,
+  RopeFields,
+  size_fields,
 )
-from ats_jax.bridge.family import Family, Only
+from ats_jax.bridge.family import Family, FixedField
 
 FAMILY = Family(
   name="Llama",
@@ -18,12 +18,12 @@ FAMILY = Family(
   architecture="LlamaForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(),
     HeadDim(),
-    Rope(),
-    Only("hidden_act", "silu"),
-    Only("attention_bias", False),
-    Only("mlp_bias", False),
+    RopeFields(),
+    FixedField("hidden_act", "silu"),
+    FixedField("attention_bias", False),
+    FixedField("mlp_bias", False),
   ),
 )

@@ -8,10 +8,10 @@ from ats_jax.bridge.families.common import (
   HeadDim,
   KVHeads,
   Layers,
-  Rope,
-  sizes,
+  RopeFields,
+  size_fields,
 )
-from ats_jax.bridge.family import Family, Only
+from ats_jax.bridge.family import Family, FixedField
 
 FAMILY = Family(
   name="Mistral",
@@ -19,11 +19,11 @@ FAMILY = Family(
   architecture="MistralForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(8),
     HeadDim(),
-    Rope(),
+    RopeFields(),
     Layers(),
-    Only("hidden_act", "silu"),
+    FixedField("hidden_act", "silu"),
   ),
 )

@@ -7,11 +7,11 @@ from ats_jax.bridge.families.common import (
   HeadDim,
   KVHeads,
   Layers,
-  Rope,
+  RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Field, Only
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField
 
 FAMILY = Family(
   name="Mixtral",
@@ -19,16 +19,16 @@ FAMILY = Family(
   architecture="MixtralForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
   fields=(
-    *sizes(eps=1e-5),
+    *size_fields(eps=1e-5),
     KVHeads(8),
     HeadDim(),
-    Rope(1e6),
+    RopeFields(1e6),
     Layers(window=0),
-    Field("num_local_experts", "moe.num_experts", 8),
-    Field("num_experts_per_tok", "moe.top_k", 2),
-    Field("intermediate_size", "moe.d_ff"),
-    Only("hidden_act", "silu"),
-    Only("router_jitter_noise", 0.0),
-    Always((("moe.renormalize", True), ("moe.bias_update", "none"))),
+    SettingField("num_local_experts", "moe.num_experts", 8),
+    SettingField("num_experts_per_tok", "moe.top_k", 2),
+    SettingField("intermediate_size", "moe.d_ff"),
+    FixedField("hidden_act", "silu"),
+    FixedField("router_jitter_noise", 0.0),
+    ImpliedSettings((("moe.renormalize", True), ("moe.bias_update", "none"))),
   ),
 )

@@ -7,11 +7,11 @@ from ats_jax.bridge.families.common import (
   TABLES,
   EqualHeads,
   KVHeads,
-  Rope,
+  RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Field, Only
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField
 
 FAMILY = Family(
   name="OLMoE",
@@ -22,18 +22,18 @@ FAMILY = Family(
     *experts("mlp", "gate_proj", "up_proj", "down_proj"),
   ),
   fields=(
-    *sizes(eps=1e-5),
+    *size_fields(eps=1e-5),
     KVHeads(),
     EqualHeads(),
-    Rope(),
-    Field("num_experts", "moe.num_experts", 64),
-    Field("num_experts_per_tok", "moe.top_k", 8),
-    Field("intermediate_size", "moe.d_ff"),
-    Field("norm_topk_prob", "moe.renormalize", False),
-    Only("hidden_act", "silu"),
-    Only("attention_bias", False),
-    Only("clip_qkv", None),
-    Always(
+    RopeFields(),
+    SettingField("num_experts", "moe.num_experts", 64),
+    SettingField("num_experts_per_tok", "moe.top_k", 8),
+    SettingField("intermediate_size", "moe.d_ff"),
+    SettingField("norm_topk_prob", "moe.renormalize", False),
+    FixedField("hidden_act", "silu"),
+    FixedField("attention_bias", False),
+    FixedField("clip_qkv", None),
+    ImpliedSettings(
       (
         ("model.qk_norm", True),
         ("model.qk_norm_scope", "all"),

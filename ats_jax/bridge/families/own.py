@@ -6,7 +6,7 @@ A folder of it is one that `transformers` loads with `trust_remote_code`, and `b
 import dataclasses
 from typing import Any
 
-from ats_jax.bridge.family import Family, Row, Values
+from ats_jax.bridge.family import Family, Values, WeightRow
 from ats_jax.bridge.transforms import FLAT, SAME, TRANSPOSED, TRANSPOSED_2, Transform
 from ats_jax.config.names import flatten, settings, to_dict
 from ats_jax.config.schema import Config
@@ -39,18 +39,18 @@ class Settings:
   )
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
-    found = flatten(theirs["settings"])
-    wanted = {name for name in settings(found) if _is_of_model(name)}
-    if differing := sorted(wanted ^ set(found)):
+    """Return our settings for a config.json, by dotted name."""
+    values = flatten(theirs["settings"])
+    wanted = {name for name in settings(values) if _is_of_model(name)}
+    if differing := sorted(wanted ^ set(values)):
       raise ValueError(
         f"config.json was written by another version of ats_jax: settings {differing[:4]} are on "
         "one side only. Use that version, or export the run again."
       )
-    return found | {"mod.anneal_fraction": 0.0}
+    return values | {"mod.anneal_fraction": 0.0}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     nested = {name: section for name, section in to_dict(cfg).items() if name in SECTIONS}
     nested["data"] = {"seq_len": cfg.data.seq_len}
     module = remote_code.MODULE
@@ -68,12 +68,14 @@ class Settings:
     }
 
 
-def _row(ours: str, transform: Transform = SAME, *, leaf: str = "", wide: bool = False) -> Row:
+def _row(
+  ours: str, transform: Transform = SAME, *, leaf: str = "", wide: bool = False
+) -> WeightRow:
   theirs = ours.replace("/", ".") + (f".{leaf}" if leaf else "")
-  return Row(ours, f"model.{theirs}", transform, wide)
+  return WeightRow(ours, f"model.{theirs}", transform, wide)
 
 
-def _linear(ours: str, transform: Transform = TRANSPOSED) -> tuple[Row, ...]:
+def _linear(ours: str, transform: Transform = TRANSPOSED) -> tuple[WeightRow, ...]:
   """A matrix alone, or with a bias."""
   return (
     _row(ours, transform, leaf="weight"),
@@ -82,7 +84,7 @@ def _linear(ours: str, transform: Transform = TRANSPOSED) -> tuple[Row, ...]:
   )
 
 
-def _rows(settings: Values) -> tuple[Row, ...]:
+def _rows(settings: Values) -> tuple[WeightRow, ...]:
   attention = tuple(
     row
     for name in ("q", "k", "v", "q_down", "kv_down", "kv")
@@ -114,22 +116,22 @@ class Stack:
   """`TRANSPOSED` of a dense layer's matrix; the same of a stack of experts' [experts, in, out]."""
 
   def their_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """See `Transform`."""
+    """Return the shape of their array for our shape."""
     return self._of(ours).their_shape(ours)
 
   def to_ours(self, theirs: Any, ours: tuple[int, ...]) -> Any:
-    """See `Transform`."""
+    """Return our array, of shape `ours`; maybe a view."""
     return self._of(ours).to_ours(theirs, ours)
 
   def to_theirs(self, ours: Any) -> Any:
-    """See `Transform`."""
+    """Return their array; maybe a view."""
     return self._of(ours.shape).to_theirs(ours)
 
   def _of(self, shape: tuple[int, ...]) -> Transform:
     return TRANSPOSED if len(shape) == 2 else SAME
 
 
-def _feed_forward(name: str) -> tuple[Row, ...]:
+def _feed_forward(name: str) -> tuple[WeightRow, ...]:
   ours = f"{L}/mlp/{name}"
   stack = Stack()
   return (

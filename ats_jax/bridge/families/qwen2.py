@@ -8,10 +8,10 @@ from ats_jax.bridge.families.common import (
   EqualHeads,
   KVHeads,
   Layers,
-  Rope,
-  sizes,
+  RopeFields,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Only
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings
 
 FAMILY = Family(
   name="Qwen2",
@@ -19,12 +19,12 @@ FAMILY = Family(
   architecture="Qwen2ForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION_WITH_BIAS, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(32),
     EqualHeads(),
-    Rope(),
+    RopeFields(),
     Layers(by_switch=True),
-    Only("hidden_act", "silu"),
-    Always((("model.qkv_bias", True),)),
+    FixedField("hidden_act", "silu"),
+    ImpliedSettings((("model.qkv_bias", True),)),
   ),
 )

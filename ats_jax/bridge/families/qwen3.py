@@ -9,10 +9,10 @@ from ats_jax.bridge.families.common import (
   HeadDim,
   KVHeads,
   Layers,
-  Rope,
-  sizes,
+  RopeFields,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Only
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings
 
 FAMILY = Family(
   name="Qwen3",
@@ -20,13 +20,13 @@ FAMILY = Family(
   architecture="Qwen3ForCausalLM",
   rows=(*TABLES, *NORMS, *ATTENTION, *QK_NORM, *MLP),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(32),
     HeadDim(128),
-    Rope(),
+    RopeFields(),
     Layers(by_switch=True),
-    Only("hidden_act", "silu"),
-    Only("attention_bias", False),
-    Always((("model.qk_norm", True),)),
+    FixedField("hidden_act", "silu"),
+    FixedField("attention_bias", False),
+    ImpliedSettings((("model.qk_norm", True),)),
   ),
 )

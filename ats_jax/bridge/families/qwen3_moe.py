@@ -10,11 +10,11 @@ from ats_jax.bridge.families.common import (
   TABLES,
   HeadDim,
   KVHeads,
-  Rope,
+  RopeFields,
   experts,
-  sizes,
+  size_fields,
 )
-from ats_jax.bridge.family import Always, Family, Field, Only, Values
+from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, Values
 from ats_jax.config.schema import Config
 
 
@@ -25,11 +25,11 @@ class _Count:
   keys: tuple[str, ...] = ("num_experts", "num_local_experts")
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     return {"moe.num_experts": theirs.get("num_local_experts", theirs.get("num_experts", 128))}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"num_experts": cfg.moe.num_experts}
 
 
@@ -40,7 +40,7 @@ class _DenseFirst:
   keys: tuple[str, ...] = ("mlp_only_layers",)
 
   def read(self, theirs: Values) -> Values:
-    """See `FieldRow`."""
+    """Return our settings for a config.json, by dotted name."""
     layers = theirs.get("mlp_only_layers") or []
     if layers != list(range(len(layers))) or (layers and theirs.get("decoder_sparse_step", 1) > 1):
       raise ValueError(
@@ -50,7 +50,7 @@ class _DenseFirst:
     return {"moe.dense_first": len(layers)}
 
   def write(self, cfg: Config) -> Values:
-    """See `FieldRow`."""
+    """Return the fields of config.json for a resolved config."""
     return {"mlp_only_layers": list(range(cfg.moe.dense_first))}
 
 
@@ -64,20 +64,20 @@ FAMILY = Family(
     *MLP,
   ),
   fields=(
-    *sizes(eps=1e-6),
+    *size_fields(eps=1e-6),
     KVHeads(4),
     HeadDim(),
-    Rope(),
+    RopeFields(),
     _Count(),
     _DenseFirst(),
-    Field("num_experts_per_tok", "moe.top_k", 8),
-    Field("moe_intermediate_size", "moe.d_ff", 768),
-    Field("decoder_sparse_step", "moe.every", 1),
-    Field("norm_topk_prob", "moe.renormalize", False),
-    Only("hidden_act", "silu"),
-    Only("attention_bias", False),
-    Only("use_sliding_window", False),
-    Only("sliding_window", None),
-    Always((("model.qk_norm", True), ("moe.bias_update", "none"))),
+    SettingField("num_experts_per_tok", "moe.top_k", 8),
+    SettingField("moe_intermediate_size", "moe.d_ff", 768),
+    SettingField("decoder_sparse_step", "moe.every", 1),
+    SettingField("norm_topk_prob", "moe.renormalize", False),
+    FixedField("hidden_act", "silu"),
+    FixedField("attention_bias", False),
+    FixedField("use_sliding_window", False),
+    FixedField("sliding_window", None),
+    ImpliedSettings((("model.qk_norm", True), ("moe.bias_update", "none"))),
   ),
 )

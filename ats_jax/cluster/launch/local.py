@@ -21,7 +21,7 @@ class Job:
   """Processes that live and die together.
 
   Attributes:
-    processes: those running, by rank.
+    processes: the running processes, by rank.
     told: the first signal that was passed on to them, or None; after one, nothing starts again.
   """
 
@@ -55,8 +55,8 @@ class Job:
     rank, code = self._wait()
     self._end()
     if code not in (DONE, STOPPED):
-      how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-      say(f"process {rank} {how} after {time.monotonic() - began:.0f} s")
+      end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+      say(f"process {rank} {end} after {time.monotonic() - began:.0f} s")
     return code
 
   def _start(self) -> None:

@@ -18,10 +18,10 @@ class Asked(NamedTuple):
   """A job that is to be submitted.
 
   Attributes:
-    name: of the job.
-    flags: of `train`.
-    options: of the scheduler's own command.
-    value: of the verb's other flags, by name.
+    name: name of the job.
+    flags: flags of `train`.
+    options: options of the scheduler's own command.
+    value: values of the verb's other flags, by name.
   """
 
   name: str
@@ -35,8 +35,8 @@ class Scheduler(NamedTuple):
 
   Attributes:
     template: file of `launch/`.
-    command: that takes the file, with a place for its options.
-    values: of the template's marks.
+    command: command that takes the file, with a place for its options.
+    values: values of the template's marks.
     devices: how many devices the job has; 0 = that is known there only.
   """
 

@@ -19,7 +19,7 @@ def render(name: str, values: Mapping[str, str | int | None]) -> str:
   """A file with the values of a job.
 
   Args:
-    name: of the file.
+    name: name of the template's file.
     values: by the word in the mark at the end of a line, what the line gets in place of its
       example; None leaves the line out.
 

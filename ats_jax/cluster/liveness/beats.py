@@ -7,7 +7,10 @@ from typing import Self
 
 # Phases beside those of `metrics.goodput`: before the first step; reading the text, which may take
 # hours; after the last step.
-START, READING, OVER = "start", "reading the text", "over"
+# Phases of a process that are no parts of the loop.
+START = "start"
+READING = "reading the text"
+OVER = "over"
 # A process that waits for others in a collective is in the step that they have not begun.
 _ORDER = (START, READING, "compile", "data_wait", "other", "step", "checkpoint", "eval", "sample")
 
@@ -17,10 +20,10 @@ class Beat:
   """A sign of life.
 
   Attributes:
-    rank: of the process.
-    host: its machine.
-    count: of its beats so far; one that stays the same is no sign of life.
-    phase: what its loop does.
+    rank: number of the process.
+    host: name of its machine.
+    count: number of its beats so far; one that stays the same is no sign of life.
+    phase: what its loop is busy with.
     step: the update that it makes, or made last.
     still_secs: for how long nothing has moved.
     host_secs: what its loop spent so far on its own part of steps: waiting for data, and between.
@@ -39,7 +42,7 @@ class Beat:
   ends: str = ""
 
   def to_json(self) -> str:
-    """As text."""
+    """Return the beat as JSON."""
     return json.dumps(dataclasses.astuple(self))
 
   @classmethod
@@ -89,12 +92,12 @@ class Roll:
     self._heard = dict.fromkeys(self._heard, now)
 
 
-def behind(beats: Mapping[int, Beat], silent: Collection[int] = ()) -> str:
-  """Who keeps the others waiting, in words.
+def late_processes(beats: Mapping[int, Beat], silent: Collection[int] = ()) -> str:
+  """Say which processes keep the others waiting, and in which phase of the loop each of them is.
 
   Args:
     beats: the last of each process.
-    silent: those that give no sign of life.
+    silent: numbers of the processes that give no sign of life.
   """
   if silent:
     last = "; ".join(f"{beats[rank].name}, last heard of in {beats[rank].place}" for rank in silent)

@@ -18,8 +18,8 @@ REASONS = {
 TIMEOUT_SECS = 20.0
 
 
-def health() -> str:
-  """What is wrong with the GPUs of this machine, in words; "" if nothing is, or there are none."""
+def gpu_faults() -> str:
+  """Say what is wrong with the GPUs of this machine; "" = nothing is, or there are none."""
   program = shutil.which("nvidia-smi")
   if program is None:
     return ""
@@ -33,14 +33,14 @@ def health() -> str:
 
 def faults(table: str) -> list[str]:
   """What is wrong, from the rows that `nvidia-smi` printed of `FIELDS`."""
-  found = []
+  lines = []
   for row in csv.reader(table.splitlines(), skipinitialspace=True):
     if len(row) != len(FIELDS):  # "No devices were found"
       continue
     index, heat, clock, most, reasons, errors = row
     active = int(reasons, 16) if reasons.startswith("0x") else 0
     if causes := [words for bit, words in REASONS.items() if active & bit]:
-      found.append(f"GPU {index} at {heat} C runs at {clock} of {most} MHz: {', '.join(causes)}")
+      lines.append(f"GPU {index} at {heat} C runs at {clock} of {most} MHz: {', '.join(causes)}")
     if errors.isdecimal() and int(errors):
-      found.append(f"GPU {index} has had {errors} memory errors that could not be corrected")
-  return found
+      lines.append(f"GPU {index} has had {errors} memory errors that could not be corrected")
+  return lines

@@ -20,9 +20,9 @@ class Pace(NamedTuple):
   """The slowest process of a stretch of steps.
 
   Attributes:
-    rank: which.
-    host: its machine.
-    secs: its own seconds a step.
+    rank: number of the process.
+    host: name of its machine.
+    secs: seconds a step that it spends itself, not in waiting for others.
     ratio: these over the median of the others'.
   """
 
@@ -56,7 +56,7 @@ class Straggler:
   """Names a process once when it becomes slow, and once when it no longer is.
 
   Attributes:
-    pace: of the slowest process in the last stretch.
+    pace: pace of the slowest process in the last stretch.
   """
 
   def __init__(self):

@@ -20,9 +20,9 @@ from typing import Any, Self
 import jax
 from absl import logging
 
-from ats_jax.cluster.liveness.beats import OVER, READING, START, Beat, Roll, behind
+from ats_jax.cluster.liveness.beats import OVER, READING, START, Beat, Roll, late_processes
 from ats_jax.cluster.liveness.board import Board
-from ats_jax.cluster.liveness.devices import health
+from ats_jax.cluster.liveness.devices import gpu_faults
 from ats_jax.cluster.liveness.pace import Straggler, slowest
 from ats_jax.config import Config
 from ats_jax.exits import FAULT, LEFT
@@ -87,8 +87,8 @@ class Watchdog(Watcher):
       goodput: what the loop does; whenever it changes, the loop gets on.
       folder: the workdir.
       hang_secs: for how long a step may do nothing, see `limit`; 0 = for ever.
-      board: of the job, if the process is of one.
-      rank: of this process.
+      board: the exchange of beats in a job; None = this process is alone.
+      rank: number of this process.
       heartbeat_secs: a process that says nothing for so long is taken for dead.
     """
     self.step = 0
@@ -102,7 +102,7 @@ class Watchdog(Watcher):
     self._news, self._beats = "", 0  # what process 0 said last; how often it has read all beats
     self._slow, self._busy = False, False  # is this process slow; is any in no step
     self._heard = time.monotonic()  # when the board answered last
-    self._ends, self._told = "", ""  # why this process ends; why others do
+    self._ends, self._others_end = "", ""  # why this process ends; why others do
     self._over, self._now = threading.Event(), threading.Event()
     self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
     if board is not None:
@@ -196,10 +196,10 @@ class Watchdog(Watcher):
       if self._busy and self._place() in STEP_PHASES:
         self._since = now  # waiting for who compiles or saves is no fault
       self._set_alarm()
-      hangs = "" if self._ends or self._told else self._hangs(now)
-      told = "" if self._ends else self._told
+      hangs = "" if self._ends or self._others_end else self._hangs(now)
+      reason = "" if self._ends else self._others_end
       # Also of a process that fails: to close, it may wait for others.
-      why = told or hangs or self._alone(now)
+      why = reason or hangs or self._alone(now)
       if why and self._board is not None:
         self._end(why, FAULT if hangs else LEFT)
       elif why and not warned:
@@ -220,7 +220,7 @@ class Watchdog(Watcher):
     if self._rank and now - self._heard > self._heartbeat_secs:
       return f"process 0 gives no sign of life for {self._heartbeat_secs:.0f} s"
     if not self._rank and (silent := self._roll.silent(self._heartbeat_secs, now)):
-      return behind(self._roll.beats, silent)
+      return late_processes(self._roll.beats, silent)
     return ""
 
   def _set_alarm(self) -> None:
@@ -236,7 +236,7 @@ class Watchdog(Watcher):
   def _end(self, why: str, code: int) -> None:
     """Write the stacks, see that the others do, and end with an exit code."""
     if not self._rank and not self._roll.silent(self._heartbeat_secs, time.monotonic()):
-      why = f"{why}; {behind(self._roll.beats)}"
+      why = f"{why}; {late_processes(self._roll.beats)}"
     self._ends = why
     self._now.set()
     faulthandler.dump_traceback_later(LAST_SECS, exit=True)
@@ -274,7 +274,7 @@ class Watchdog(Watcher):
         self._talk(time.monotonic())
         self._heard = time.monotonic()
       except ConnectionError as error:
-        self._told = self._told or f"process 0 is gone ({error})"
+        self._others_end = self._others_end or f"process 0 is gone ({error})"
       if self._over.is_set():
         return
       self._now.wait(self._beat_secs)
@@ -289,12 +289,12 @@ class Watchdog(Watcher):
       return
     beats = {beat.rank: beat for beat in map(Beat.from_json, board.all("beat"))}
     self._roll.hear(beats, now)
-    told = next((beat.ends for beat in beats.values() if beat.ends and beat.rank), "")
-    self._told = self._told or told
+    reason = next((beat.ends for beat in beats.values() if beat.ends and beat.rank), "")
+    self._others_end = self._others_end or reason
     self._compare(beats)
     busy = any(beat.phase not in (*STEP_PHASES, OVER) for beat in beats.values())
     named = self._straggler.named
-    news = json.dumps((self._ends or self._told, -1 if named is None else named, busy))
+    news = json.dumps((self._ends or self._others_end, -1 if named is None else named, busy))
     if news != self._news:
       board.put("news", news)
       self._hear(news)
@@ -304,15 +304,15 @@ class Watchdog(Watcher):
     if not news or news == self._news:
       return
     self._news, was_slow = news, self._slow
-    told, slow, self._busy = json.loads(news)
-    self._told, self._slow = self._told or told, slow == self._rank
+    reason, slow, self._busy = json.loads(news)
+    self._others_end, self._slow = self._others_end or reason, slow == self._rank
     if self._slow and not was_slow:  # not here: the driver may take longer than a sign of life
       threading.Thread(target=self._examine, name="health", daemon=True).start()
 
   def _examine(self) -> None:
     """Look for a cause of this process being slow."""
-    if found := health():
-      logging.warning("%s may be slow because: %s", self._beat(time.monotonic()).name, found)
+    if causes := gpu_faults():
+      logging.warning("%s may be slow because: %s", self._beat(time.monotonic()).name, causes)
 
   def _compare(self, beats: Mapping[int, Beat]) -> None:
     """At the end of a stretch, see who is slow."""
@@ -323,5 +323,5 @@ class Watchdog(Watcher):
     pace = slowest(then, beats)
     if pace is None:
       return
-    if said := self._straggler.take(pace):
-      logging.warning("%s.", said)
+    if warning := self._straggler.take(pace):
+      logging.warning("%s.", warning)

@@ -11,19 +11,24 @@ from pathlib import PurePath
 
 import psutil
 
-from ats_jax.cluster.preflight.rows import Row, Verdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
 from ats_jax.metrics.memory import GIB
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 
-DISK_BYTES, STORE_BYTES = 2**28, 2**24
+# Written and read back to measure the speed.
+DISK_BYTES = 2**28
+STORE_BYTES = 2**24
 _CHUNK = 2**24
 # File systems that several machines may share, by the names in /proc/mounts.
 SHARED = (
   "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "wekafs",
   "panfs", "orangefs", "virtiofs", "9p", "fuse.",
 )  # fmt: skip
-SLOW_MB_PER_SEC, LOW_GIB, SKEW_SECS = 100, 20, 2.0
+# Limits for advice.
+SLOW_MB_PER_SEC = 100
+LOW_GIB = 20  # free
+SKEW_SECS = 2.0  # of the clock of a file system
 _TRY_LOCK = """
 import fcntl, sys
 try:
@@ -33,7 +38,7 @@ except BlockingIOError:
 """
 
 
-def folder_rows(workdir: Path) -> list[Row]:
+def folder_rows(workdir: Path) -> list[CheckResult]:
   """What a run would find in its workdir; what is written there is removed again.
 
   Args:
@@ -43,10 +48,14 @@ def folder_rows(workdir: Path) -> list[Row]:
     return _store_rows(workdir) if paths.is_remote(workdir) else _local_rows(workdir)
   except paths.errors() as e:
     why = f"{workdir}: {paths.reason(e)}"
-    return [Row("workdir", why, Verdict.BAD, "Choose another --workdir, or mend its permissions.")]
+    return [
+      CheckResult(
+        "workdir", why, CheckVerdict.BAD, "Choose another --workdir, or mend its permissions."
+      )
+    ]
 
 
-def _local_rows(workdir: Path) -> list[Row]:
+def _local_rows(workdir: Path) -> list[CheckResult]:
   here = paths.absolute(workdir)
   while not os.path.isdir(here):  # a run makes what is missing
     here = here.parent
@@ -76,10 +85,10 @@ def file_system(folder: str, mounts: dict[str, str]) -> str:
   return next((mounts[p] for p in above if p in mounts), "unknown")
 
 
-def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> Row:
+def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> CheckResult:
   total, _, free = shutil.disk_usage(here)
-  found = f"{workdir}: {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kind}"
-  found += ", shared" if shared else ", of this machine only: a job on several needs a shared one"
+  text = f"{workdir}: {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kind}"
+  text += ", shared" if shared else ", of this machine only: a job on several needs a shared one"
   problems = []
   if free < LOW_GIB * GIB:
     problems.append(
@@ -88,10 +97,10 @@ def _space_row(workdir: Path, here: Path, kind: str, shared: bool) -> Row:
     )
   if kind in ("tmpfs", "ramfs"):
     problems.append("It is in memory: a restart of the machine loses it.")
-  return judged("workdir", found, problems)
+  return check_result("workdir", text, problems)
 
 
-def _speed_row(trial: Path) -> Row:
+def _speed_row(trial: Path) -> CheckResult:
   """Write a file to the disk itself, and read it from there."""
   file, data = trial / "speed", os.urandom(_CHUNK)
   start = time.perf_counter()
@@ -108,9 +117,9 @@ def _speed_row(trial: Path) -> Row:
   return speed_row(DISK_BYTES / wrote, DISK_BYTES / (time.perf_counter() - start))
 
 
-def speed_row(write: float, read: float) -> Row:
+def speed_row(write: float, read: float) -> CheckResult:
   """The row of a folder that is written and read at so many bytes a second."""
-  found = f"writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s (256 MiB, flushed)"
+  text = f"writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s (256 MiB, flushed)"
   problems = []
   if write < SLOW_MB_PER_SEC * 1e6:
     minutes = 12e9 / write / 60
@@ -118,10 +127,10 @@ def speed_row(write: float, read: float) -> Row:
       f"Slow: a checkpoint of 1e9 parameters with moments takes {minutes:.0f} minutes. It is "
       "written in the background; let checkpoint.every_steps take longer than that."
     )
-  return judged("disk", found, problems)
+  return check_result("disk", text, problems)
 
 
-def _whole_row(trial: Path, shared: bool) -> Row:
+def _whole_row(trial: Path, shared: bool) -> CheckResult:
   """Whether renames replace a file, flushed folders work, and a lock keeps others out."""
   problems = []
   target = trial / "renamed"
@@ -135,10 +144,10 @@ def _whole_row(trial: Path, shared: bool) -> Row:
       "A lock does not keep another process out: two runs could share a workdir unseen. Mount it "
       "with locks (NFS: without nolock and local_lock)."
     )
-  found = "renames replace, locks hold" if not problems else "renames or locks fail"
+  text = "renames replace, locks hold" if not problems else "renames or locks fail"
   if shared:
-    found += " (tried on this machine only)"
-  return judged("whole files", found, problems, bad=True)
+    text += " (tried on this machine only)"
+  return check_result("whole files", text, problems, bad=True)
 
 
 def _locks(path: Path) -> bool:
@@ -157,20 +166,20 @@ def clock_skew(folder: Path) -> float:
   return max(stamp - after, 0.0) or min(stamp - before, 0.0)
 
 
-def clock_row(skew: float) -> Row:
+def clock_row(skew: float) -> CheckResult:
   """Whether this machine's clock is that of the file system."""
-  found = f"within {SKEW_SECS:.0f} s of the file system's"
+  text = f"within {SKEW_SECS:.0f} s of the file system's"
   if abs(skew) <= SKEW_SECS:
-    return Row("clock", found)
-  found = f"the file system's is {abs(skew):,.1f} s {'ahead' if skew > 0 else 'behind'}"
-  return Row(
-    "clock", found, Verdict.ADVICE,
+    return CheckResult("clock", text)
+  text = f"the file system's is {abs(skew):,.1f} s {'ahead' if skew > 0 else 'behind'}"
+  return CheckResult(
+    "clock", text, CheckVerdict.ADVICE,
     "Times in the logs of several machines do not fit: set the clocks (chrony, ntpd). A run does "
     "not depend on them.",
   )  # fmt: skip
 
 
-def _store_rows(workdir: Path) -> list[Row]:
+def _store_rows(workdir: Path) -> list[CheckResult]:
   trial = workdir / f".check_env.{secrets.token_hex(4)}"
   data = os.urandom(STORE_BYTES)
   try:
@@ -184,7 +193,7 @@ def _store_rows(workdir: Path) -> list[Row]:
     for name in paths.files(trial):
       (trial / name).unlink()
   mb = STORE_BYTES / 1e6
-  found = f"{workdir}: writes {mb / wrote:,.0f} MB/s, reads {mb / took:,.0f} MB/s (one object)"
+  text = f"{workdir}: writes {mb / wrote:,.0f} MB/s, reads {mb / took:,.0f} MB/s (one object)"
   lost = ["What was written was not read back."] if not same else []
   problems = []
   if not claims:
@@ -194,8 +203,8 @@ def _store_rows(workdir: Path) -> list[Row]:
     )
   locks = "refuses" if claims else "ignores"
   return [
-    judged("workdir", found, lost, bad=True),
-    judged("claims", f"the store {locks} a write to what must not be there", problems),
+    check_result("workdir", text, lost, bad=True),
+    check_result("claims", f"the store {locks} a write to what must not be there", problems),
   ]
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from ats_jax.cluster.preflight.rows import Row, Verdict, judged
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
 
 _QUERY = (
   "index", "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm",
@@ -35,15 +35,15 @@ class Gpu:
   """A line of `QUERY`; what the driver does not say is None.
 
   Attributes:
-    index: its number.
-    name: as the driver calls it.
+    index: number of the GPU on this machine.
+    name: name of the card, as the driver calls it.
     driver: version of that.
-    memory_mib: of the device.
+    memory_mib: memory of the device.
     used_mib: by all processes.
     clock_mhz: now.
     max_clock_mhz: at most.
     throttles: why the clock is lower than it could be.
-    ecc_errors: of memory that could not be mended, since the driver was loaded.
+    ecc_errors: memory errors since the driver was loaded that could not be corrected.
     celsius: temperature.
     watts: power limit.
     default_watts: power limit as it left the factory.
@@ -118,14 +118,14 @@ def _number(cell: str) -> float | None:
     return None
 
 
-def gpu_rows(gpus: Sequence[Gpu]) -> list[Row]:
+def gpu_rows(gpus: Sequence[Gpu]) -> list[CheckResult]:
   """A row a GPU."""
   return [_gpu_row(gpu) for gpu in gpus]
 
 
-def _gpu_row(gpu: Gpu) -> Row:
+def _gpu_row(gpu: Gpu) -> CheckResult:
   show = lambda number, unit: "?" if number is None else f"{number:,.0f}{unit}"
-  found = [
+  facts = [
     gpu.name,
     f"{show(gpu.memory_mib, ' MiB')} ({show(gpu.used_mib, '')} in use)",
     f"clock {show(gpu.clock_mhz, '')} of {show(gpu.max_clock_mhz, ' MHz')}",
@@ -147,15 +147,15 @@ def _gpu_row(gpu: Gpu) -> Row:
     problems.append("MIG is on: no NVLink between slices; switch it off for training.")
   if gpu.exclusive:
     problems.append("One process at a time may use it (exclusive mode).")
-  return judged(f"GPU {gpu.index}", ", ".join(found), problems, bad)
+  return check_result(f"GPU {gpu.index}", ", ".join(facts), problems, bad)
 
 
-def no_gpu_row(command: Sequence[str] = QUERY) -> Row:
+def no_gpu_row(command: Sequence[str] = QUERY) -> CheckResult:
   """Why there are none to tell of."""
   if shutil.which(command[0]) is None:
-    return Row("GPUs", f"there is no {command[0]}", Verdict.NONE)
+    return CheckResult("GPUs", f"there is no {command[0]}", CheckVerdict.NONE)
   advice = f"Run it to see why: {command[0]}; a driver may be missing, or too old for the question."
-  return Row("GPUs", f"{command[0]} tells of none", Verdict.ADVICE, advice)
+  return CheckResult("GPUs", f"{command[0]} tells of none", CheckVerdict.ADVICE, advice)
 
 
 Links = dict[tuple[int, int], str]
@@ -191,26 +191,26 @@ def _leading(words: Sequence[str]) -> int:
 
 def islands(links: Links) -> list[list[int]]:
   """GPUs that reach each other over NVLink without a detour, the largest group first."""
-  left, found = sorted({gpu for pair in links for gpu in pair}), []
+  left, groups = sorted({gpu for pair in links for gpu in pair}), []
   while left:
     group = [left[0]]
     for gpu in left[1:]:
       if all(links.get((gpu, other), "").startswith("NV") for other in group):
         group.append(gpu)
-    found.append(group)
+    groups.append(group)
     left = [gpu for gpu in left if gpu not in group]
-  return sorted(found, key=lambda group: (-len(group), group))
+  return sorted(groups, key=lambda group: (-len(group), group))
 
 
-def topology_row(links: Links) -> Row:
+def topology_row(links: Links) -> CheckResult:
   """What links there are, and the mesh that suits them."""
   groups = islands(links)
   count, size = sum(map(len, groups)), len(groups[0])
   kinds = sorted(set(links.values()))
-  found = f"{count} GPUs, links {', '.join(kinds)}"
+  text = f"{count} GPUs, links {', '.join(kinds)}"
   if size == count:
-    return Row(
-      "links", f"{found}: all over NVLink", Verdict.OK,
+    return CheckResult(
+      "links", f"{text}: all over NVLink", CheckVerdict.OK,
       f"Any mesh suits: mesh.fsdp={count}, or mesh.tensor and mesh.expert within these {count}.",
     )  # fmt: skip
   if size == 1:
@@ -218,7 +218,7 @@ def topology_row(links: Links) -> Row:
       "No NVLink: what talks least is best. mesh.data where a model fits on one GPU, else "
       "mesh.fsdp; keep mesh.tensor and mesh.expert at 1."
     )
-    return Row("links", f"{found}: PCIe only", Verdict.ADVICE, advice)
+    return CheckResult("links", f"{text}: PCIe only", CheckVerdict.ADVICE, advice)
   listing = "; ".join(", ".join(map(str, group)) for group in groups)
   if all(len(group) == size for group in groups):
     advice = (
@@ -229,4 +229,4 @@ def topology_row(links: Links) -> Row:
   order = [gpu for group in groups for gpu in group]
   if order != sorted(order):
     advice += f" Neighbours first: CUDA_VISIBLE_DEVICES={','.join(map(str, order))}."
-  return Row("links", f"{found}: NVLink within ({listing})", Verdict.ADVICE, advice)
+  return CheckResult("links", f"{text}: NVLink within ({listing})", CheckVerdict.ADVICE, advice)

@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import psutil
 
-from ats_jax.cluster.preflight.rows import Row, Verdict, judged
-from ats_jax.metrics.environment import variables
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, check_result
+from ats_jax.metrics.environment import public_variables
 from ats_jax.metrics.memory import GIB
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -30,40 +30,41 @@ _COSTLY = {
   "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
 }
 _VARIABLES = re.compile("NCCL_|XLA_|JAX_|ATS_|CUDA_VISIBLE_DEVICES$|GLOO_")
-MIN_FILES, MIN_SHM_GIB = 4096, 1.0
+MIN_FILES = 4096  # that a process may open
+MIN_SHM_GIB = 1.0  # of /dev/shm
 Limit = tuple[int, int]
 
 
-def version_rows() -> list[Row]:
+def version_rows() -> list[CheckResult]:
   """Python and packages; jax and jaxlib must be of one release."""
-  found = {name: _version(name) for name in _PACKAGES}
-  text = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+  versions = {name: _version(name) for name in _PACKAGES}
+  text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
   problems = []
-  if missing := [name for name, version in found.items() if version is None]:
+  if missing := [name for name, version in versions.items() if version is None]:
     problems.append(f"Install {', '.join(missing)}: pip install ats_jax.")
-  minor = lambda name: (found[name] or "").split(".")[:2]
+  minor = lambda name: (versions[name] or "").split(".")[:2]
   if minor("jax") != minor("jaxlib"):
     problems.append("jax and jaxlib are of two releases: pip install --upgrade jax jaxlib.")
   python = f"Python {platform.python_version()}, {platform.platform()}"
-  return [Row("system", python), judged("packages", text, problems, bad=True)]
+  return [CheckResult("system", python), check_result("packages", text, problems, bad=True)]
 
 
-def device_row(driver: str | None, gpus: int) -> Row:
+def device_row(driver: str | None, gpus: int) -> CheckResult:
   """What jax computes on.
 
   Args:
     driver: NVIDIA's version; None = there is none.
-    gpus: how many it shows.
+    gpus: number of GPUs that the driver shows.
   """
   devices = jax.local_devices()
   kind = devices[0].device_kind
-  found = f"{len(devices)} x {kind} ({jax.default_backend()})"
+  text = f"{len(devices)} x {kind} ({jax.default_backend()})"
   plugins = {name: version for name in _PLUGINS if (version := _version(name))}
-  found += "".join(f", {name} {version}" for name, version in plugins.items())
+  text += "".join(f", {name} {version}" for name, version in plugins.items())
   if driver:
-    found += f", driver {driver}"
+    text += f", driver {driver}"
   problems = cuda_problems(driver, gpus, list(plugins), jax.default_backend())
-  return judged("devices", found, problems, bad=True)
+  return check_result("devices", text, problems, bad=True)
 
 
 def cuda_problems(driver: str | None, gpus: int, plugins: list[str], backend: str) -> list[str]:
@@ -82,32 +83,36 @@ def cuda_problems(driver: str | None, gpus: int, plugins: list[str], backend: st
   return []
 
 
-def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[Row]:
+def nccl_rows(environ: Mapping[str, str], gpus: int) -> list[CheckResult]:
   """The library of collectives, and variables that are in force."""
   version = next(filter(None, map(_version, _NCCL)), None)
-  library = Row("NCCL", version or "not installed", Verdict.OK if version else Verdict.NONE)
+  library = CheckResult(
+    "NCCL", version or "not installed", CheckVerdict.OK if version else CheckVerdict.NONE
+  )
   if gpus > 1 and version is None:
-    library = Row("NCCL", "not installed", Verdict.BAD, "Several GPUs need it: ats_jax[cuda].")
-  shown = variables(environ, _VARIABLES)
+    library = CheckResult(
+      "NCCL", "not installed", CheckVerdict.BAD, "Several GPUs need it: ats_jax[cuda]."
+    )
+  shown = public_variables(environ, _VARIABLES)
   costly = [name for name, value in _COSTLY.items() if environ.get(name) == value]
   problems = [f"{name}={environ[name]} makes collectives slow: unset it." for name in costly]
   text = " ".join(f"{name}={value}" for name, value in shown.items())
-  return [library, judged("variables", text or "none is set", problems)]
+  return [library, check_result("variables", text or "none is set", problems)]
 
 
-def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> Row:
+def memory_row(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:
   """Memory and processors of the host, or of the container if that has less."""
   memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
   limit = container_limit(limit_file)
-  found = f"{cores} of {os.cpu_count()} cores, {memory.total / GIB:,.1f} GiB of memory"
-  found += f", {memory.available / GIB:,.1f} GiB available"
+  text = f"{cores} of {os.cpu_count()} cores, {memory.total / GIB:,.1f} GiB of memory"
+  text += f", {memory.available / GIB:,.1f} GiB available"
   if limit is not None and limit < memory.total:
-    found += f", {limit / GIB:,.1f} GiB for this container"
+    text += f", {limit / GIB:,.1f} GiB for this container"
   available = min(memory.available, memory.total if limit is None else limit)
   problems = []
   if available < 2 * GIB:
     problems.append("Less than 2 GiB: compiling alone may take that much.")
-  return judged("host", found, problems)
+  return check_result("host", text, problems)
 
 
 def container_limit(file: Path) -> int | None:
@@ -119,16 +124,16 @@ def container_limit(file: Path) -> int | None:
   return int(text) if text.isdecimal() else None
 
 
-def limit_row(limits: Mapping[str, Limit], gpus: int) -> Row:
+def limit_row(limits: Mapping[str, Limit], gpus: int) -> CheckResult:
   """Limits of a process.
 
   Args:
     limits: soft and hard, as `current_limits`.
-    gpus: of the machine.
+    gpus: number of GPUs of the machine.
   """
   files, size, locked = limits["files"], limits["file size"], limits["locked memory"]
   show = lambda n: "unlimited" if n == resource.RLIM_INFINITY else f"{n:,}"
-  found = ", ".join(f"{name} {show(soft)}" for name, (soft, _) in limits.items())
+  text = ", ".join(f"{name} {show(soft)}" for name, (soft, _) in limits.items())
   problems = []
   if resource.RLIM_INFINITY != files[0] < MIN_FILES:
     problems.append(f"Few open files: `ulimit -n {min(65536, files[1])}`.")
@@ -136,7 +141,7 @@ def limit_row(limits: Mapping[str, Limit], gpus: int) -> Row:
     problems.append("Files may not grow at will, checkpoints neither: `ulimit -f unlimited`.")
   if gpus and locked[0] != resource.RLIM_INFINITY:
     problems.append("InfiniBand and pinned memory want `ulimit -l unlimited`.")
-  return judged("limits", found, problems)
+  return check_result("limits", text, problems)
 
 
 def current_limits() -> dict[str, Limit]:
@@ -150,10 +155,10 @@ def current_limits() -> dict[str, Limit]:
   }
 
 
-def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> Row:
+def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> CheckResult:
   """The memory that processes share as files: NCCL and the loaders pass data through it."""
   if not folder.is_dir():
-    return Row("shared memory", f"no {folder}", Verdict.NONE)
+    return CheckResult("shared memory", f"no {folder}", CheckVerdict.NONE)
   total, _, free = shutil.disk_usage(folder)
   problems = []
   if gpus > 1 and free < MIN_SHM_GIB * GIB:
@@ -161,8 +166,8 @@ def shared_memory_row(gpus: int, folder: Path = Path("/dev/shm")) -> Row:
       f"NCCL wants more than {free / 2**20:,.0f} MiB: `docker run --shm-size=16g`, or an emptyDir "
       "of medium Memory in Kubernetes."
     )
-  found = f"{folder} {total / GIB:,.1f} GiB, {free / GIB:,.1f} GiB free"
-  return judged("shared memory", found, problems)
+  text = f"{folder} {total / GIB:,.1f} GiB, {free / GIB:,.1f} GiB free"
+  return check_result("shared memory", text, problems)
 
 
 def _version(package: str) -> str | None:

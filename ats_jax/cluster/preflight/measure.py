@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ats_jax.cluster.preflight.rows import Row
+from ats_jax.cluster.preflight.results import CheckResult
 from ats_jax.planner.hardware import COLLECTIVES, Hardware
 
-ROUNDS, CALLS = 3, 5
+ROUNDS = 3  # of which the median counts
+CALLS_PER_ROUND = 5
 DTYPES = ("bfloat16", "float32")
 
 
@@ -22,7 +23,7 @@ class Work(NamedTuple):
   """What is timed.
 
   Attributes:
-    side: of the square matrices.
+    side: rows and columns of the square matrices.
     stream: bytes that are read and written.
     sizes: bytes of the arrays of collectives.
   """
@@ -54,17 +55,19 @@ def measure(work: Work | None = None) -> Hardware:
   )
 
 
-def rows(hardware: Hardware) -> list[Row]:
+def rows(hardware: Hardware) -> list[CheckResult]:
   """What was measured, for the table."""
   flops = ", ".join(f"{d} {f / 1e12:,.3g} TFLOP/s" for d, f in hardware.matmul_flops.items())
-  found = [
-    Row("matmul", f"{flops} (one device)"),
-    Row("memory", f"{hardware.memory_bytes_per_sec / 1e9:,.1f} GB/s read and written (one device)"),
+  results = [
+    CheckResult("matmul", f"{flops} (one device)"),
+    CheckResult(
+      "memory", f"{hardware.memory_bytes_per_sec / 1e9:,.1f} GB/s read and written (one device)"
+    ),
   ]
   for name, points in hardware.collectives.items():
     rates = ", ".join(f"{size / 2**20:g} MiB {size / s / 1e9:,.2f} GB/s" for size, s in points)
-    found.append(Row(name, f"{rates} ({hardware.devices} devices, size over time)"))
-  return found
+    results.append(CheckResult(name, f"{rates} ({hardware.devices} devices, size over time)"))
+  return results
 
 
 def _seconds(call: Callable[[], jax.Array]) -> float:
@@ -73,10 +76,10 @@ def _seconds(call: Callable[[], jax.Array]) -> float:
   times = []
   for _ in range(ROUNDS):
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(CALLS_PER_ROUND):
       last = call()
     last.block_until_ready()
-    times.append((time.perf_counter() - start) / CALLS)
+    times.append((time.perf_counter() - start) / CALLS_PER_ROUND)
   return statistics.median(times)
 
 
@@ -103,12 +106,12 @@ def _collective(name: str, sizes: tuple[int, ...]) -> list[list[float]]:
   devices = jax.local_devices()
   mesh = jax.sharding.Mesh(np.array(devices), ("all",))
   along = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-  split, whole = P("all"), P()
+  split, replicated = P("all"), P()
   # The array of a device, in the sense of `Hardware.collectives`, has `n` numbers.
   body, inputs, outputs = {
-    "all_gather": (lambda x: jax.lax.all_gather(x, "all", tiled=True), split, whole),
-    "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, "all", tiled=True), whole, split),
-    "all_reduce": (lambda x: jax.lax.psum(x, "all"), whole, whole),
+    "all_gather": (lambda x: jax.lax.all_gather(x, "all", tiled=True), split, replicated),
+    "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, "all", tiled=True), replicated, split),
+    "all_reduce": (lambda x: jax.lax.psum(x, "all"), replicated, replicated),
     "all_to_all": (lambda x: jax.lax.all_to_all(x, "all", 0, 0, tiled=True), split, split),
   }[name]
   run = jax.jit(along(body, in_specs=inputs, out_specs=outputs))

@@ -41,7 +41,7 @@ class Message(NamedTuple):
 
   Attributes:
     role: one of `ROLES`.
-    content: its text.
+    content: text of the turn.
     counts: whether the turn may be in the loss; the record's own `weight` of 0 says no.
     extra: the turn's other fields, as JSON gave them; only a template of one's own reads them.
   """

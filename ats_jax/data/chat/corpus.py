@@ -12,9 +12,9 @@ from ats_jax.data.chat.conversation import Conversation, MalformedError
 from ats_jax.data.chat.records import conversations
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.child import worked
+from ats_jax.data.corpus.child import map_in_children
 from ats_jax.data.corpus.corpus import LAYOUT, Corpus, warn_of_malformed
-from ats_jax.data.corpus.shards import Entry, How, Shards
+from ats_jax.data.corpus.shards import EncodedPiece, Shards, TokeniseOptions
 from ats_jax.data.corpus.tokenise import write_corpus
 from ats_jax.data.text.formats.token_files import token_dtype
 from ats_jax.data.text.report import Report
@@ -38,7 +38,7 @@ class _Written(NamedTuple):
 
   Attributes:
     ids: of all conversations that the template has a place for, one behind the other.
-    codes: of the ids.
+    codes: codes of the ids.
     lengths: tokens of each conversation; of those that were refused, 0.
     refused: (number in the batch, kind, detail).
   """
@@ -54,7 +54,7 @@ def open_chat_corpus(
   files: list[SourceFile],
   fingerprint: str,
   tokenizer: Tokenizer,
-  how: How,
+  options: TokeniseOptions,
 ) -> Corpus:
   """The tokenised conversations of `files`, from the cache or made now.
 
@@ -64,9 +64,9 @@ def open_chat_corpus(
   Args:
     cfg: `strict` and `cache_dir` are read.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     tokenizer: with the template.
-    how: to make it.
+    options: processes and progress of tokenising.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or as `Template.render`.
@@ -74,8 +74,10 @@ def open_chat_corpus(
   assert isinstance(tokenizer, ChatTokenizer), "of a run on conversations"
 
   def build(folder: Path) -> dict[str, Any]:
-    fill = lambda shards, report: _fill(shards, report, files, cfg.strict, tokenizer, how.workers)
-    return write_corpus(folder, files, cfg, tokenizer, how._replace(copies_ids=False), fill)
+    fill = lambda shards, report: _fill(
+      shards, report, files, cfg.strict, tokenizer, options.workers
+    )
+    return write_corpus(folder, files, cfg, tokenizer, options._replace(copies_ids=False), fill)
 
   key = cache.digest("conversations", LAYOUT, fingerprint, tokenizer.fingerprint)
   root = cache.cache_root(cfg.cache_dir)
@@ -100,9 +102,11 @@ def _fill(
   batches = _batches(files, report)
   shards.skip_held(batches)
   sent = lambda batch: [
-    (f"{files[found.file].path}:{found.place}", found.conversation) for found in batch
+    (f"{files[record.file].path}:{record.place}", record.conversation) for record in batch
   ]
-  with contextlib.closing(worked(batches, tokenizer, workers, sent, _write, "tokenise")) as results:
+  with contextlib.closing(
+    map_in_children(batches, tokenizer, workers, sent, _write, "tokenise")
+  ) as results:
     for batch, written in results:
       refused = [
         (kind, f"{files[batch[i].file].path}:{batch[i].place}", detail)
@@ -141,29 +145,29 @@ def _write(tokenizer: Tokenizer, batch: list[tuple[str, Conversation]]) -> _Writ
     ValueError: if the template is at fault.
   """
   assert isinstance(tokenizer, ChatTokenizer)
-  kept, refused = [], []
+  rendered, refused = [], []
   for number, (where, conversation) in enumerate(batch):
     try:
-      kept.append(tokenizer.template.render(conversation))
+      rendered.append(tokenizer.template.render(conversation))
     except MalformedError as e:
       refused.append((number, e.kind, str(e)))
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
-  found = tokenizer.encode_segments(kept)
+  encoded = tokenizer.encode_segments(rendered)
   lengths = np.zeros(len(batch), np.int64)
   lengths[np.setdiff1d(np.arange(len(batch)), [n for n, *_ in refused])] = [
-    len(document.ids) for document in found
+    len(document.ids) for document in encoded
   ]
-  ids = np.concatenate([document.ids for document in found] or [np.empty(0, np.uint32)])
-  codes = np.concatenate([document.codes for document in found] or [np.empty(0, np.uint8)])
+  ids = np.concatenate([document.ids for document in encoded] or [np.empty(0, np.uint32)])
+  codes = np.concatenate([document.codes for document in encoded] or [np.empty(0, np.uint8)])
   return _Written(ids.astype(token_dtype(tokenizer.vocab_size)), codes, lengths, refused)
 
 
-def _entries(batch: list[_Found], written: _Written) -> Iterator[Entry]:
+def _entries(batch: list[_Found], written: _Written) -> Iterator[EncodedPiece]:
   left_out = {number for number, *_ in written.refused}
   ends = np.cumsum(written.lengths)
-  for number, (found, end, length) in enumerate(zip(batch, ends, written.lengths, strict=True)):
+  for number, (record, end, length) in enumerate(zip(batch, ends, written.lengths, strict=True)):
     if number not in left_out:
       ids, codes = written.ids[end - length : end], written.codes[end - length : end]
-      said = sum(len(m.content.encode()) for m in found.conversation.messages)
-      yield Entry(found.file, found.place, True, ids, said, codes=codes)
+      num_bytes = sum(len(m.content.encode()) for m in record.conversation.messages)
+      yield EncodedPiece(record.file, record.place, True, ids, num_bytes, codes=codes)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message, utf8
-from ats_jax.data.chat.segments import BOS, EOS, Segment
+from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 
 TIMEOUT_SECS = 10.0  # for one conversation; a template takes a millisecond
 _PROGRAM = Path(__file__).with_name("sandbox.py")
@@ -95,15 +95,15 @@ class Sandbox:
 
 def _line(file: int) -> bytes:
   """A line from a file descriptor, in time."""
-  found = b""
-  while not found.endswith(b"\n"):
+  line = b""
+  while not line.endswith(b"\n"):
     if not select.select([file], [], [], TIMEOUT_SECS)[0]:
       raise TimeoutError
     part = os.read(file, 2**20)
     if not part:
       raise EOFError
-    found += part
-  return found
+    line += part
+  return line
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -142,7 +142,7 @@ class JinjaTemplate:
 
   @property
   def ends(self) -> tuple[str, ...]:
-    """See `Template`; of a first conversation, to see that answers end in the loss.
+    """Names of the special tokens that end an answer, as a first conversation shows.
 
     Raises:
       ValueError: if it is not jinja, does not end, or leaves the end of an answer out of the loss.
@@ -155,8 +155,8 @@ class JinjaTemplate:
       self._ends = (answer[-1].text,)
     return self._ends
 
-  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[Segment]:
-    """See `Template`; the role of what is not of an answer is not known.
+  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
+    """Return the segments of a conversation; a role is known for answers only.
 
     Raises:
       ValueError: if an answer is not found exactly, or its end is not in the loss.
@@ -169,17 +169,17 @@ class JinjaTemplate:
       text, spans = write.text(prompt=True), []
     else:
       text, spans = write.marked() if self._has_marks else write.by_turns()
-    found: list[Segment] = []
+    segments: list[ChatSegment] = []
     at = 0
     for number, (turn, begin, end) in enumerate(spans, 1):
       end = self._end_of_turn(text, begin, end)
-      like = Segment("", "assistant", counts=conversation.messages[turn].counts)
-      found += self._cut(text[at:begin], Segment(""))
-      found += self._cut(text[begin:end], like._replace(last=number == len(spans)))
+      like = ChatSegment("", "assistant", counts=conversation.messages[turn].counts)
+      segments += self._cut(text[at:begin], ChatSegment(""))
+      segments += self._cut(text[begin:end], like._replace(last=number == len(spans)))
       at = end
-    found += self._cut(text[at:], Segment(""))
-    whole = (s._replace(text=s.text.replace(breaker, "")) for s in found)
-    return [s for s in whole if s.text]
+    segments += self._cut(text[at:], ChatSegment(""))
+    without_breakers = (s._replace(text=s.text.replace(breaker, "")) for s in segments)
+    return [s for s in without_breakers if s.text]
 
   def _writing(self, conversation: Conversation) -> tuple["_Writing", str]:
     """What the template gets, and the character that breaks the names of special tokens in it."""
@@ -239,7 +239,7 @@ class JinjaTemplate:
       "data.chat_template=chatml."
     )
 
-  def _cut(self, text: str, like: Segment) -> Iterator[Segment]:
+  def _cut(self, text: str, like: ChatSegment) -> Iterator[ChatSegment]:
     """Text and special tokens in turn, in all else like a segment."""
     at = 0
     for match in self._tokens.finditer(text):
@@ -287,15 +287,15 @@ class _Writing(NamedTuple):
 
   def by_turns(self) -> tuple[str, list[tuple[int, int, int]]]:
     """The text, and of each answer its turn, and from where to where that adds to those before."""
-    whole = self.text()
+    text = self.text()
     spans = []
     for turn in self.answers():
       before, after = self.text(turn, prompt=True), self.text(turn + 1)
-      if not whole.startswith(after) or not after.startswith(before):
+      if not text.startswith(after) or not after.startswith(before):
         raise ValueError(
           f"the chat template writes what comes before turn {turn + 1} in another way once that "
           "turn or a later one follows, so it cannot be told which tokens are the answer. Use a "
           "template with {% generation %} marks, or one by name: data.chat_template=chatml."
         )
       spans.append((turn, len(before), len(after)))
-    return whole, spans
+    return text, spans

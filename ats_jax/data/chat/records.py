@@ -8,7 +8,7 @@ from ats_jax.data.text.formats import opening
 from ats_jax.data.text.formats.records import READERS, records
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, pieces
+from ats_jax.data.text.source import SourceFile, read_pieces
 
 
 def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
@@ -16,8 +16,8 @@ def conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conve
 
   Those that filters drop are passed over.
   """
-  found = _conversations(file, report)
-  yield from file.sieve.kept(file.path, found, report) if file.sieve else found
+  numbered = _conversations(file, report)
+  yield from file.sieve.kept(file.path, numbered, report) if file.sieve else numbered
 
 
 def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conversation]]:
@@ -40,7 +40,7 @@ def _conversations(file: SourceFile, report: Report) -> Iterator[tuple[int, Conv
 def judged_pieces(file: SourceFile, cfg: DataConfig, report: Report) -> Iterator[Piece]:
   """The documents of a file, as filters judge them: of a conversation all that is said in it."""
   if not cfg.chat_template:
-    yield from pieces(file, cfg.text_field, report)
+    yield from read_pieces(file, cfg.text_field, report)
     return
   for piece in message_pieces(file, report):
     yield piece._replace(text=f"{piece.text}\n\n")

@@ -44,7 +44,7 @@ def _tojson(
   separators: Any = None,
   sort_keys: bool = False,
 ) -> str:
-  """As in `transformers`: characters stay as they are, for no web page reads them."""
+  """Return JSON as `transformers` makes it: characters are not escaped, as for a web page."""
   return json.dumps(
     value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
   )

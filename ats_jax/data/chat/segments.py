@@ -19,15 +19,15 @@ LAST = 16  # it is of the conversation's last answer
 NUM_CODES = 32
 
 
-class Segment(NamedTuple):
-  """A run of text, or one special token.
+class ChatSegment(NamedTuple):
+  """A piece of a conversation as its template writes it: some text, or one special token.
 
   Attributes:
-    text: what is written; of a special token its name.
-    role: of the turn; "" = of none.
-    special: whether it is one token that no text can produce.
-    counts: whether it is of what the role said, the end of the turn included; not its heading.
-    last: whether it is of the conversation's last answer.
+    text: the text, or the name of the special token.
+    role: whose turn it belongs to; "" = to no turn.
+    special: whether it is one special token, which no text can produce.
+    counts: whether it belongs to what the role says, with the end of the turn; not to a heading.
+    last: whether it belongs to the last answer of the conversation.
   """
 
   text: str
@@ -43,7 +43,7 @@ class Segment(NamedTuple):
     return role + COUNTS * self.counts + LAST * self.last
 
 
-def written(segments: Iterable[Segment], bos: str, eos: str) -> str:
+def written(segments: Iterable[ChatSegment], bos: str, eos: str) -> str:
   """The text of segments, with the names of the tokenizer's own special tokens."""
   names = {BOS: bos, EOS: eos}
   return "".join(names.get(s.text, s.text) if s.special else s.text for s in segments)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
-from ats_jax.data.chat.segments import BOS, EOS, Segment
+from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 
 
 class Template(Protocol):
@@ -23,11 +23,11 @@ class Template(Protocol):
     """Names of those that end an answer."""
     ...
 
-  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[Segment]:
+  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
     """The segments of a conversation; none is empty.
 
     Args:
-      conversation: what was said.
+      conversation: the turns to write.
       prompt: write the heading of an answer behind it, for a model to go on.
 
     Raises:
@@ -40,24 +40,24 @@ class _Writer:
   """Collects segments of the turns of one conversation."""
 
   def __init__(self, messages: Sequence[Message]):
-    self.segments: list[Segment] = []
+    self.segments: list[ChatSegment] = []
     answers = [m for m in messages if m.role == "assistant"]
     self._last = answers[-1] if answers else None
 
   def mark(self, text: str, message: Message | None = None) -> None:
     """A special token: of the template, or of the heading of a turn."""
-    self.segments.append(Segment(text, message.role if message else "", special=True))
+    self.segments.append(ChatSegment(text, message.role if message else "", special=True))
 
   def text(self, text: str, message: Message | None = None) -> None:
     """Text of the template, or of the heading of a turn."""
-    self.segments.append(Segment(text, message.role if message else ""))
+    self.segments.append(ChatSegment(text, message.role if message else ""))
 
   def said(self, text: str, message: Message, *, special: bool = False) -> None:
     """What a turn says, or the special token that ends it."""
     last = message is self._last
-    self.segments.append(Segment(text, message.role, special, message.counts, last))
+    self.segments.append(ChatSegment(text, message.role, special, message.counts, last))
 
-  def done(self) -> list[Segment]:
+  def done(self) -> list[ChatSegment]:
     """The segments that are not empty."""
     return [s for s in self.segments if s.text]
 
@@ -181,8 +181,8 @@ class Published(NamedTuple):
   special: tuple[str, ...]
   ends: tuple[str, ...]
 
-  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[Segment]:
-    """See `Template`."""
+  def render(self, conversation: Conversation, *, prompt: bool = False) -> list[ChatSegment]:
+    """Return the segments of a conversation, none of them empty."""
     messages = conversation.messages
     if tool := next(_of_tools(conversation), ""):
       raise MalformedError(

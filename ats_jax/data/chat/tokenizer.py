@@ -13,7 +13,7 @@ from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
-from ats_jax.data.chat.segments import BOS, EOS, Segment
+from ats_jax.data.chat.segments import BOS, EOS, ChatSegment
 from ats_jax.data.chat.templates import PUBLISHED, Template
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer, known_ids
 from ats_jax.store import paths
@@ -23,7 +23,7 @@ class Form(NamedTuple):
   """A template as plain data, from which it can be made anew.
 
   Attributes:
-    name: of a published one; "" = it is jinja.
+    name: name of a published template; "" = `source` holds one in jinja.
     source: the jinja text.
     names: what that calls the tokenizer's own special tokens.
     special: names of special tokens that may be in the text.
@@ -82,18 +82,18 @@ class ChatTokenizer:
     self.special = {name: ids[role] for role, name in form.names.items()}
     self.vocab_size = inner.vocab_size
     for name in form.template().special:
-      found = inner.token_id(name)
+      token_id = inner.token_id(name)
       if name in self.special:
         continue
-      if found is None:
+      if token_id is None:
         self.special[name], self.vocab_size = self.vocab_size, self.vocab_size + 1
-      elif found in inner.encode(name):
+      elif token_id in inner.encode(name):
         raise ValueError(
           f"the tokenizer encodes the text {name!r} as a special token of the chat template, so a "
           "turn could end itself. Mark it as special in the tokenizer.json."
         )
       else:
-        self.special[name] = found
+        self.special[name] = token_id
     self._special_ids = inner.special_ids | frozenset(self.special.values())
     of_form = json.dumps([inner.fingerprint, form, self.special], sort_keys=True)
     self.fingerprint = hashlib.sha256(of_form.encode()).hexdigest()[:32]
@@ -105,35 +105,35 @@ class ChatTokenizer:
 
   @property
   def special_ids(self) -> frozenset[int]:
-    """See `Tokenizer`."""
+    """The ids that no text has."""
     return self._special_ids
 
   @property
   def end_ids(self) -> frozenset[int]:
-    """See `Tokenizer`: the ends of an answer too."""
+    """The special ids that end what a model writes, the ends of an answer among them."""
     return self.inner.end_ids | {self._id(name) for name in self.template.ends}
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`."""
+    """Return the id of the token of this name; None = there is none."""
     return self.special[name] if name in self.special else self.inner.token_id(name)
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`: those of the template too."""
+    """Return the id of each special token, by name, those of the template among them."""
     return {**self.inner.special_tokens(), **self.special}
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer`."""
+    """Return the ids of `text`, none of them special."""
     return self.inner.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer`."""
+    """Return the ids of each text, as integer arrays."""
     return self.inner.encode_batch(texts)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer`."""
+    """Return the text of `ids`, without special tokens."""
     return self.inner.decode(i for i in known_ids(ids, self) if i not in self._special_ids)
 
-  def encode_segments(self, conversations: Sequence[Sequence[Segment]]) -> list[Encoded]:
+  def encode_segments(self, conversations: Sequence[Sequence[ChatSegment]]) -> list[Encoded]:
     """Ids of what a template wrote, each segment by itself.
 
     A document begins with the tokenizer's own bos, so the template's is left out.
@@ -142,7 +142,7 @@ class ChatTokenizer:
     ids = dict(zip(texts, self.inner.encode_batch(list(texts)), strict=True))
     return [self._joined(c, ids) for c in conversations]
 
-  def _joined(self, segments: Sequence[Segment], ids: Mapping[str, np.ndarray]) -> Encoded:
+  def _joined(self, segments: Sequence[ChatSegment], ids: Mapping[str, np.ndarray]) -> Encoded:
     if segments and segments[0].special and self._id(segments[0].text) == self.bos_id:
       segments = segments[1:]
     parts = [np.array([self._id(s.text)]) if s.special else ids[s.text] for s in segments]
@@ -164,11 +164,11 @@ class ChatTokenizer:
 
   @property
   def of_text(self) -> Tokenizer:
-    """See `Tokenizer`."""
+    """The tokenizer of the text inside a conversation."""
     return self.inner
 
   def to_fields(self) -> dict[str, Any]:
-    """See `Tokenizer`."""
+    """Return what a workdir keeps of it, as JSON."""
     return {"kind": "chat", "form": self.form._asdict(), "inner": self.inner.to_fields()}
 
   def __reduce__(self):
@@ -213,7 +213,7 @@ def _form(tokenizer: Tokenizer, cfg: DataConfig) -> Form:
   name = cfg.chat_template
   if name in TEMPLATES:
     return Form(name)
-  source = _read(name) if name != OWN_TEMPLATE else _own(cfg.tokenizer)
+  source = _read(name) if name != OWN_TEMPLATE else _own_template(cfg.tokenizer)
   if isinstance(source, Form):
     return source
   special = tokenizer.special_tokens()
@@ -232,7 +232,7 @@ def _read(name: str) -> str:
     raise ValueError(f"data.chat_template={name!r} cannot be read: {e}.") from e
 
 
-def _own(tokenizer: str) -> str | Form:
+def _own_template(tokenizer: str) -> str | Form:
   """The jinja text beside a tokenizer.json, or the form of a run's.
 
   Raises:
@@ -244,21 +244,21 @@ def _own(tokenizer: str) -> str | Form:
     return Form.of(fields["form"])
   if (path.parent / "chat_template.jinja").is_file():
     return _read(str(path.parent / "chat_template.jinja"))
-  found = _object(path.parent / "tokenizer_config.json").get("chat_template")
-  if isinstance(found, list):  # several by name
-    found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-  if not isinstance(found, str):
+  template = _object(path.parent / "tokenizer_config.json").get("chat_template")
+  if isinstance(template, list):  # several by name
+    template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+  if not isinstance(template, str):
     raise ValueError(
       f"data.chat_template=tokenizer, but beside data.tokenizer={tokenizer!r} there is neither a "
       "chat_template.jinja nor a tokenizer_config.json with a chat_template. Name a .jinja file, "
       f"or one of {', '.join(TEMPLATES)}."
     )
-  return found
+  return template
 
 
 def _object(path: paths.Path) -> dict[str, Any]:
   """What a JSON file holds; {} if there is none, or it holds no object."""
   if not path.is_file():
     return {}
-  found = json.loads(_read(str(path)))
-  return found if isinstance(found, dict) else {}
+  value = json.loads(_read(str(path)))
+  return value if isinstance(value, dict) else {}

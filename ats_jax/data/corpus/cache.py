@@ -69,16 +69,16 @@ def cached(
   Raises:
     ValueError: if the file system of `root` has no file locks.
   """
-  if found := finished(root, name):
-    return found
+  if folder := finished(root, name):
+    return folder
   name = f"{name}-{FORMAT}"
   final = root / name
   with locked(root / f"{name}.lock"):
-    found = damage(final)  # again: another process may have built it while this one waited
-    if found and final.exists():
-      logging.warning("The cache entry %s is damaged (%s); building it again.", final, found)
+    defect = damage(final)  # again: another process may have built it while this one waited
+    if defect and final.exists():
+      logging.warning("The cache entry %s is damaged (%s); building it again.", final, defect)
       shutil.rmtree(final)
-    if found:
+    if defect:
       unfinished = root / f"{name}.tmp"
       if not goes_on:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed

@@ -21,7 +21,7 @@ def end_with_parent() -> None:
   threading.Thread(target=leave, name="parent-watch", daemon=True).start()
 
 
-def worked[T, B, S, R](
+def map_in_children[T, B, S, R](
   batches: Iterator[B],
   tool: T,
   workers: int,
@@ -34,10 +34,10 @@ def worked[T, B, S, R](
   Close it: that ends the processes.
 
   Args:
-    batches: of work.
-    tool: what the work needs; a process gets it once.
+    batches: batches of work.
+    tool: an object that the work needs; each process gets it once.
     workers: processes; 0 = this one.
-    sent: what of a batch a process needs.
+    sent: maps a batch to the part of it that a process needs.
     work: makes of that what comes back; a function of a module.
     what: the processes do, for the error.
 

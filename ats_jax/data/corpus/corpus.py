@@ -11,12 +11,12 @@ from absl import logging
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.shards import USUAL, How, codes, shard
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, TokeniseOptions, codes_path, ids_path
 from ats_jax.data.corpus.tokenise import REPORT, tokenise
 from ats_jax.data.text.formats.token_files import token_array
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, name_hash, pieces
+from ats_jax.data.text.source import SourceFile, document_name, name_hash, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 LAYOUT = 4  # of a corpus in the cache: raise it when its files change
@@ -49,8 +49,8 @@ class Corpus:
     vocab_size = meta["vocab_size"]
     self.ids_used: int = meta["ids_used"]
     numbers = range(meta["shards"])
-    text = _joined([token_array(str(shard(folder.path, n)), vocab_size) for n in numbers])
-    self._codes = _joined([_mapped_codes(codes(folder.path, n)) for n in numbers])
+    text = _joined([token_array(str(ids_path(folder.path, n)), vocab_size) for n in numbers])
+    self._codes = _joined([_mapped_codes(codes_path(folder.path, n)) for n in numbers])
     apart = {n for n, file in enumerate(files) if file.kind == "tokens" and not meta["copied"]}
     self._ids = [
       token_array(file.path, vocab_size) if n in apart else text for n, file in enumerate(files)
@@ -71,7 +71,7 @@ class Corpus:
     return self._codes[start + begin : start + min(end, int(self.length[document]))]
 
   def name(self, document: int) -> str:
-    """See `document_name`."""
+    """Return the name of a document, as `document_name` makes it."""
     file = self._files[self.file[document]]
     return document_name(file, int(self._line[document]), int(self.part[document]))
 
@@ -124,17 +124,17 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
       "All input files hold token ids, so there is no text to train a BPE on. "
       "Set data.tokenizer to the tokenizer.json they were made with, or to 'bytes'."
     )
-  found = False
-  read = lambda file, report: pieces(file, cfg.text_field, report)
+  has_text = False
+  read = lambda file, report: read_pieces(file, cfg.text_field, report)
   if cfg.chat_template:
     from ats_jax.data.chat.records import message_pieces as read  # here: few are conversations
 
   def texts(file: SourceFile) -> Iterator[str]:
-    nonlocal found
+    nonlocal has_text
     for piece in split.cut(file, read(file, report)):
       key = 0 if split.block else name_hash(document_name(file, piece.line))
       if not split.held_out(key, piece.part):
-        found = True
+        has_text = True
         yield piece.text
 
   for group in itertools.batched(text_files, _OPEN_FILES):
@@ -145,7 +145,7 @@ def train_texts(files: list[SourceFile], cfg: DataConfig, split: Split) -> Itera
           yield next(text)
         except StopIteration:
           open_files.remove(text)
-  if not found:
+  if not has_text:
     raise ValueError(nothing_left(str(report)))
 
 
@@ -160,26 +160,26 @@ def open_corpus(
   fingerprint: str,
   tokenizer: Tokenizer,
   split: Split,
-  how: How = USUAL,
+  options: TokeniseOptions = DEFAULT_OPTIONS,
 ) -> Corpus:
   """The tokenised corpus of `files`, from the cache or made now.
 
   Args:
     cfg: `text_field`, `strict` and `cache_dir` are read.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     tokenizer: makes the ids.
-    split: where documents are cut.
-    how: to make it.
+    split: the split, which may cut documents.
+    options: processes and progress of tokenising.
 
   Raises:
     ValueError: if `cfg.strict` and something is malformed, or a token file holds a foreign id.
   """
 
   def build(folder: Path) -> dict[str, Any]:
-    return tokenise(folder, files, cfg, tokenizer, split, how)
+    return tokenise(folder, files, cfg, tokenizer, split, options)
 
-  parts = [split.content(fingerprint), tokenizer.fingerprint, cfg.text_field, how.copies_ids]
+  parts = [split.content(fingerprint), tokenizer.fingerprint, cfg.text_field, options.copies_ids]
   name = f"corpus-{cache.digest('corpus', LAYOUT, *parts)}"
   folder = cache.cached(cache.cache_root(cfg.cache_dir), name, build, goes_on=True)
   warn_of_malformed(folder, cfg.strict)

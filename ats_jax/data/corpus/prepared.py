@@ -29,8 +29,8 @@ class Prepared:
 
   Attributes:
     corpus: the documents.
-    tokenizer: that made their ids.
-    split: that was planned for them.
+    tokenizer: the tokenizer of their ids.
+    split: the split that was planned for them.
     content: a hash of the documents.
     sifted: what filters said of them; None = there were none.
   """
@@ -118,11 +118,11 @@ def load(folder: Path, cfg: DataConfig) -> Prepared:
   tokenizer = load_tokenizer(paths.Path(folder / TOKENIZER))
   if tokenizer.fingerprint != index["tokenizer"]:
     raise ValueError(f"{folder / TOKENIZER} is not what was written. Prepare it again.")
-  found = cache.Folder(path)
-  warn_of_malformed(found, cfg.strict)
-  files = [SourceFile(name, name, kind) for name, kind in found.meta["files"]]
+  corpus = cache.Folder(path)
+  warn_of_malformed(corpus, cfg.strict)
+  files = [SourceFile(name, name, kind) for name, kind in corpus.meta["files"]]
   return Prepared(
-    Corpus(found, files), tokenizer, Split(**index["split"]), index["content"], sifted
+    Corpus(corpus, files), tokenizer, Split(**index["split"]), index["content"], sifted
   )
 
 

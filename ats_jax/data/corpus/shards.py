@@ -25,14 +25,15 @@ COLUMNS = {"file": "i", "line": "q", "part": "i", "start": "q", "length": "q", "
             "key": "Q"}  # fmt: skip
 
 
-class How(NamedTuple):
-  """How to go about it; the result does not depend on it, but for `copies_ids`.
+class TokeniseOptions(NamedTuple):
+  """How a corpus is tokenised. Only `copies_ids` changes the result.
 
   Attributes:
-    workers: processes that encode; 0 = this one.
-    copies_ids: ids of token files are put into the shards, so that nothing else is needed.
-    say: shows how far it is.
-    every_secs: how often.
+    workers: number of processes that encode; 0 = this process does.
+    copies_ids: whether the ids of token files are copied into the shards, so that the corpus does
+      not need those files any more.
+    say: is called with a line that says how far the work is.
+    every_secs: seconds between two such lines.
   """
 
   workers: int = 0
@@ -41,25 +42,25 @@ class How(NamedTuple):
   every_secs: float = 15.0
 
 
-USUAL = How()
+DEFAULT_OPTIONS = TokeniseOptions()
 
 
-def shard(folder: Path, number: int) -> Path:
-  """Where the ids of a shard are."""
+def ids_path(folder: Path, number: int) -> Path:
+  """Return the path of a shard's token ids."""
   return folder / f"tokens-{number:05}.bin"
 
 
-class Entry(NamedTuple):
-  """What shards take: a document, or a part of one.
+class EncodedPiece(NamedTuple):
+  """The ids of a document, or of a part of one, on their way into the shards.
 
   Attributes:
-    file: the number of its file.
-    line: its record there.
-    starts: whether it is the first of its document.
-    ids: its tokens.
-    num_bytes: of the text; 0 if that is not known.
-    part: see `Piece`.
-    codes: of its tokens, where they are of a conversation (`chat.segments`).
+    file: index of its file.
+    line: number of its record in the file.
+    starts: whether it is the first part of its document.
+    ids: [tokens] integers.
+    num_bytes: UTF-8 bytes of its text; 0 = unknown.
+    part: which part of its document it is, as of `formats.text.Piece`.
+    codes: [tokens] uint8, the codes of a conversation's tokens (`chat.segments`); None = a text.
   """
 
   file: int
@@ -71,8 +72,8 @@ class Entry(NamedTuple):
   codes: np.ndarray | None = None
 
 
-def codes(folder: Path, number: int) -> Path:
-  """Where the codes of a shard's ids are, if it is of conversations."""
+def codes_path(folder: Path, number: int) -> Path:
+  """Return the path of the codes of a shard's ids, which a corpus of conversations has."""
   return folder / f"codes-{number:05}.bin"
 
 
@@ -84,8 +85,10 @@ class Shards:
     refused: (kind, where, detail) of records that became malformed as they were encoded.
   """
 
-  def __init__(self, folder: Path, files: list[SourceFile], vocab_size: int, how: How):
-    self._folder, self._files, self._how = folder, files, how
+  def __init__(
+    self, folder: Path, files: list[SourceFile], vocab_size: int, options: TokeniseOptions
+  ):
+    self._folder, self._files = folder, files
     self._dtype = token_dtype(vocab_size)
     self._done = self._intact()
     self._batches = sum(part["batches"] for part in self._done)
@@ -95,9 +98,9 @@ class Shards:
     self._used = np.zeros(vocab_size, bool)
     self._out: BinaryIO | None = None
     self._codes: BinaryIO | None = None
-    self._progress = _Progress(files, how)
-    for rest in folder.glob("*.tmp"):
-      rest.unlink()
+    self._progress = _Progress(files, options)
+    for leftover in folder.glob("*.tmp"):
+      leftover.unlink()
     if not self.complete:
       self._open()
 
@@ -123,7 +126,7 @@ class Shards:
     self._added = self._tokens = 0  # batches and ids of this shard
     self._continued = [0, 0]  # ids and bytes of a document that began in the last shard
     self._refused: list[tuple[str, str, str]] = []  # of this shard
-    self._out = open(shard(self._folder, len(self._done)), "wb")  # noqa: SIM115
+    self._out = open(ids_path(self._folder, len(self._done)), "wb")  # noqa: SIM115
     self._codes = None
 
   def skip_held(self, batches: Iterator[Any]) -> int:
@@ -132,7 +135,7 @@ class Shards:
 
   def add(
     self,
-    entries: Iterable[Entry],
+    entries: Iterable[EncodedPiece],
     ids: np.ndarray,
     refused: Sequence[tuple[str, str, str]] = (),
   ) -> None:
@@ -171,7 +174,7 @@ class Shards:
 
   def _write_codes(self, values: np.ndarray) -> None:
     if self._codes is None:
-      self._codes = open(codes(self._folder, len(self._done)), "wb")  # noqa: SIM115
+      self._codes = open(codes_path(self._folder, len(self._done)), "wb")  # noqa: SIM115
     self._codes.write(values.tobytes())
 
   def refer(self, number: int, line: int, part: int, start: int, length: int) -> None:
@@ -191,9 +194,9 @@ class Shards:
   def _close(self, *, last: bool) -> None:
     """Make the shard durable, then say that it is there."""
     number = len(self._done)
-    written = [shard(self._folder, number)]
+    written = [ids_path(self._folder, number)]
     if self._codes is not None:
-      written.append(codes(self._folder, number))
+      written.append(codes_path(self._folder, number))
     for file in filter(None, (self._out, self._codes)):
       file.flush()
       os.fsync(file.fileno())
@@ -255,8 +258,8 @@ class Shards:
 class _Progress:
   """Says now and then how far it is, by the bytes of the input."""
 
-  def __init__(self, files: list[SourceFile], how: How):
-    self._files, self._how = files, how
+  def __init__(self, files: list[SourceFile], options: TokeniseOptions):
+    self._files, self._options = files, options
     self._size, self._before = [0] * len(files), [0] * len(files)  # bytes, and of what comes first
     self._total = 0
     for number in sorted(range(len(files)), key=lambda n: files[n].kind == "tokens"):
@@ -277,12 +280,12 @@ class _Progress:
   def say(self, num_tokens: int) -> None:
     """Show it, if it is time."""
     now = time.monotonic()
-    if now - self._said < self._how.every_secs:
+    if now - self._said < self._options.every_secs:
       return
     self._said = now
     done = self._before[self._file] + min(self._in_file, self._size[self._file])
     rate = self._text / (now - self._began) / 1e6
-    self._how.say(
+    self._options.say(
       f"Tokenising: {done / max(self._total, 1):.0%} of {self._total / 1e6:,.1f} MB, "
       f"{num_tokens:,} tokens, {rate:.1f} MB/s, now in {self._files[self._file].path}"
     )

@@ -15,13 +15,13 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.schema import DataConfig
-from ats_jax.data.corpus.child import worked
-from ats_jax.data.corpus.shards import Entry, How, Shards
+from ats_jax.data.corpus.child import map_in_children
+from ats_jax.data.corpus.shards import EncodedPiece, Shards, TokeniseOptions
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.formats.token_files import token_array, token_documents, token_dtype
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, pieces
+from ats_jax.data.text.source import SourceFile, document_name, read_pieces
 from ats_jax.data.tokens.base import Tokenizer
 
 REPORT = "report.txt"
@@ -35,7 +35,7 @@ def write_corpus(
   files: list[SourceFile],
   cfg: DataConfig,
   tokenizer: Tokenizer,
-  how: How,
+  options: TokeniseOptions,
   fill: Callable[["Shards", Report], None],
 ) -> dict[str, Any]:
   """Write the documents of `files` to `folder`, or what is missing there.
@@ -44,8 +44,8 @@ def write_corpus(
     folder: for the corpus.
     files: from `find_files`.
     cfg: `strict` is read.
-    tokenizer: that makes the ids.
-    how: to go about it.
+    tokenizer: the tokenizer of the ids.
+    options: processes and progress of tokenising.
     fill: gives the shards what they do not hold yet, and the report all that is malformed.
 
   Returns:
@@ -57,7 +57,7 @@ def write_corpus(
   began = time.monotonic()
   with open(folder / REPORT, "w", errors="backslashreplace") as report_file:
     report = Report(strict=cfg.strict, file=report_file)
-    with contextlib.closing(Shards(folder, files, tokenizer.vocab_size, how)) as shards:
+    with contextlib.closing(Shards(folder, files, tokenizer.vocab_size, options)) as shards:
       fill(shards, report)
       shards.use(np.array([tokenizer.bos_id, tokenizer.eos_id]))
       facts = shards.finish()
@@ -69,7 +69,7 @@ def write_corpus(
   )  # fmt: skip
   return {
     **facts, "vocab_size": tokenizer.vocab_size, "report": report.summary(), "balance": balance,
-    "copied": how.copies_ids, "files": [[file.name, file.kind] for file in files],
+    "copied": options.copies_ids, "files": [[file.name, file.kind] for file in files],
   }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def tokenise(
   cfg: DataConfig,
   tokenizer: Tokenizer,
   split: Split,
-  how: How,
+  options: TokeniseOptions,
 ) -> dict[str, Any]:
   """Write the documents of text and of token ids to `folder`, or what is missing there.
 
@@ -92,11 +92,11 @@ def tokenise(
   """
 
   def fill(shards: Shards, report: Report) -> None:
-    texts = batched(_pieces(files, cfg.text_field, report, split))
+    texts = piece_batches(_pieces(files, cfg.text_field, report, split))
     left = shards.skip_held(texts)
-    add_texts(shards, texts, tokenizer, how.workers)
+    add_texts(shards, texts, tokenizer, options.workers)
     documents = _token_documents(files, tokenizer, report, split)
-    if how.copies_ids:
+    if options.copies_ids:
       for entry in itertools.islice(_ids(files, documents, tokenizer.vocab_size), left, None):
         shards.add([entry], entry.ids)
       return
@@ -107,7 +107,7 @@ def tokenise(
       if file.kind == "tokens":
         shards.use(token_array(file.path, tokenizer.vocab_size))
 
-  return write_corpus(folder, files, cfg, tokenizer, how, fill)
+  return write_corpus(folder, files, cfg, tokenizer, options, fill)
 
 
 def add_texts(
@@ -117,16 +117,18 @@ def add_texts(
 
   Args:
     shards: take them.
-    batches: from `batched`.
-    tokenizer: that makes the ids.
+    batches: from `piece_batches`.
+    tokenizer: the tokenizer of the ids.
     workers: processes that encode; 0 = this one.
 
   Raises:
     ValueError: if a process died.
   """
   sent = lambda batch: [piece.text for _, piece in batch]
-  with contextlib.closing(worked(batches, tokenizer, workers, sent, _encode, "tokenise")) as found:
-    for batch, ids in found:
+  with contextlib.closing(
+    map_in_children(batches, tokenizer, workers, sent, _encode, "tokenise")
+  ) as encoded:
+    for batch, ids in encoded:
       shards.add(_entries(batch, ids), ids[0])
 
 
@@ -135,15 +137,15 @@ def _pieces(
 ) -> Iterator[tuple[int, Piece]]:
   for number, file in enumerate(files):
     if file.kind != "tokens":
-      for piece in split.cut(file, pieces(file, text_field, report)):
+      for piece in split.cut(file, read_pieces(file, text_field, report)):
         yield number, piece
 
 
-def batched(found: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
-  """Lists of pieces of about `_BATCH_CHARS` characters; the same ones each time."""
+def piece_batches(numbered: Iterable[tuple[int, Piece]]) -> Iterator[Batch]:
+  """Group pieces into lists of about `_BATCH_CHARS` characters, the same ones each time."""
   batch: Batch = []
   num_chars = 0
-  for number, piece in found:
+  for number, piece in numbered:
     batch.append((number, piece))
     num_chars += len(piece.text)
     if num_chars >= _BATCH_CHARS:
@@ -169,25 +171,25 @@ def _token_documents(
   for number, file in enumerate(files):
     if file.kind != "tokens":
       continue
-    found = token_documents(
+    columns = token_documents(
       file.path, vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id,
       eos_id=tokenizer.eos_id, report=report,
     )  # fmt: skip
-    for line, start, length in zip(*(column.tolist() for column in found), strict=True):
+    for line, start, length in zip(*(column.tolist() for column in columns), strict=True):
       for part, begin, end in split.cut_ids(document_name(file, line), length):
         yield _Document(number, line, part, start + begin, end - begin)
 
 
 def _ids(
   files: list[SourceFile], documents: Iterable[_Document], vocab_size: int
-) -> Iterator[Entry]:
+) -> Iterator[EncodedPiece]:
   """Their ids, in parts of bounded length."""
   for number, group in itertools.groupby(documents, lambda document: document.number):
     array = token_array(files[number].path, vocab_size)
     for document in group:
       for begin in range(0, document.length, _BATCH_IDS):
         ids = array[document.start :][begin : min(begin + _BATCH_IDS, document.length)]
-        yield Entry(number, document.line, begin == 0, ids, 0, document.part)
+        yield EncodedPiece(number, document.line, begin == 0, ids, 0, document.part)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -197,9 +199,9 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndar
   return joined, np.cumsum([len(part) for part in ids])[:-1]
 
 
-def _entries(batch: Batch, ids: tuple[np.ndarray, np.ndarray]) -> Iterator[Entry]:
+def _entries(batch: Batch, ids: tuple[np.ndarray, np.ndarray]) -> Iterator[EncodedPiece]:
   joined, ends = ids
   begins = [0, *ends.tolist(), len(joined)]
   for (number, piece), (begin, end) in zip(batch, itertools.pairwise(begins), strict=True):
     num_bytes = len(piece.text.encode())
-    yield Entry(number, piece.line, piece.starts, joined[begin:end], num_bytes, piece.part)
+    yield EncodedPiece(number, piece.line, piece.starts, joined[begin:end], num_bytes, piece.part)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ats_jax.config.filters import Stage
-from ats_jax.data.filters.options import values
+from ats_jax.data.filters.options import parse_options
 from ats_jax.data.filters.rules import WORD
 from ats_jax.data.text.formats import extra
 
@@ -38,7 +38,7 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
   Raises:
     ValueError: if rensa is not installed.
   """
-  rensa = extra.module("rensa", "data.filters=near", "filters")
+  rensa = extra.import_extra("rensa", "data.filters=near", "filters")
   if not texts:
     return np.empty((0, NUM_HASHES), np.uint32)
   matrix = rensa.RMinHash.digest_matrix_from_token_sets(
@@ -61,7 +61,7 @@ def threshold_of(stage: Stage) -> float:
   Raises:
     ValueError: if it is not from 0.3 to 1.
   """
-  threshold = float(values(stage, {"threshold": 0.8})["threshold"])
+  threshold = float(parse_options(stage, {"threshold": 0.8})["threshold"])
   if not 0.3 <= threshold <= 1.0:
     raise ValueError(
       f"data.filters: near:threshold={threshold:g} is not from 0.3 to 1, the share of sequences of "
@@ -77,14 +77,14 @@ def check(stage: Stage) -> None:
     ValueError: as said.
   """
   if stage.name == "exact":
-    values(stage, {})
+    parse_options(stage, {})
     return
   threshold_of(stage)
   signatures([""])
-  extra.module("scipy.sparse.csgraph", "data.filters=near", "filters")
+  extra.import_extra("scipy.sparse.csgraph", "data.filters=near", "filters")
 
 
-def same(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def group_equal(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
   """For each document the one that is kept of those with the same hash.
 
   Args:
@@ -94,51 +94,51 @@ def same(hashes: np.ndarray, keys: np.ndarray) -> np.ndarray:
   Returns:
     [n] int64, indices; a document that is kept has its own.
   """
-  kept = np.arange(len(keys))
+  survivors = np.arange(len(keys))
   order = np.lexsort((keys, hashes[:, 1], hashes[:, 0]))
   starts = np.ones(len(keys), bool)
   starts[1:] = (hashes[order][1:] != hashes[order][:-1]).any(1)
-  kept[order] = order[starts][np.cumsum(starts) - 1]
-  return kept
+  survivors[order] = order[starts][np.cumsum(starts) - 1]
+  return survivors
 
 
-def similar(
-  found: np.ndarray, members: np.ndarray, keys: np.ndarray, threshold: float
+def group_similar(
+  signatures: np.ndarray, members: np.ndarray, keys: np.ndarray, threshold: float
 ) -> np.ndarray:
-  """As `same`, of documents that are linked by similarities of at least `threshold`.
+  """Return for each document the one that is kept of those similar to it, by `threshold` at least.
 
   Pairs are proposed by bands of a signature that agree, and compared by all of it.
 
   Args:
-    found: [documents, NUM_HASHES] uint32; may be on disk.
+    signatures: [documents, NUM_HASHES] uint32; may be on disk.
     members: [n], the documents to compare.
     keys: [n] uint64, of those.
     threshold: from 0.3 to 1.
   """
-  csgraph = extra.module("scipy.sparse.csgraph", "data.filters=near", "filters")
-  sparse = extra.module("scipy.sparse", "data.filters=near", "filters")
+  csgraph = extra.import_extra("scipy.sparse.csgraph", "data.filters=near", "filters")
+  sparse = extra.import_extra("scipy.sparse", "data.filters=near", "filters")
   size = len(keys)
   order = np.argsort(keys, kind="stable")  # a document is known by its rank among the keys
   place = members[order]
   leader = np.arange(size)
   rows = rows_of_a_band(threshold)
   for band in range(NUM_HASHES // rows):
-    a, b = _proposed(found[:, band * rows : (band + 1) * rows][place])
+    a, b = _proposed(signatures[:, band * rows : (band + 1) * rows][place])
     new = leader[a] != leader[b]
     a, b = a[new], b[new]
-    alike = _similarity(found, place[a], place[b]) >= threshold
+    alike = _similarity(signatures, place[a], place[b]) >= threshold
     ends = leader[a[alike]], leader[b[alike]]
     graph = sparse.coo_array((np.ones(len(ends[0]), bool), ends), shape=(size, size))
     _, group = csgraph.connected_components(graph, directed=False)
     _, first = np.unique(group, return_index=True)
     leader = first[group][leader]
-  kept = np.empty(size, np.int64)
-  kept[order] = order[leader]
-  return kept
+  survivors = np.empty(size, np.int64)
+  survivors[order] = order[leader]
+  return survivors
 
 
 def rows_of_a_band(threshold: float) -> int:
-  """As many as leave a pair at the threshold a chance of `_RECALL` to agree in a band."""
+  """Return how many rows of a band leave a pair at the threshold a chance of `_RECALL` to agree."""
   chance = lambda rows: 1 - (1 - threshold**rows) ** (NUM_HASHES // rows)
   return max(rows for rows in range(1, 17) if chance(rows) >= _RECALL)
 
@@ -158,8 +158,9 @@ def _proposed(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return np.concatenate([first[later], before[later]]), np.concatenate([by[later], by[later]])
 
 
-def _similarity(found: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _similarity(signatures: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
   parts = [
-    (found[a[i : i + _CHUNK]] == found[b[i : i + _CHUNK]]).mean(1) for i in range(0, len(a), _CHUNK)
+    (signatures[a[i : i + _CHUNK]] == signatures[b[i : i + _CHUNK]]).mean(1)
+    for i in range(0, len(a), _CHUNK)
   ]
   return np.concatenate(parts) if parts else np.empty(0)

@@ -12,27 +12,27 @@ from ats_jax.data.filters.rules import RULES, Rule, make_rule
 COMPARISONS = ("exact", "near")  # these look at all documents, at the end
 
 
-class Head(NamedTuple):
-  """A document to be judged.
+class DocumentHead(NamedTuple):
+  """The part of a document that filters judge.
 
   Attributes:
-    text: its beginning; all of it, unless it is very long.
-    rest: a hash of what follows, or nothing.
+    text: its first characters; all of it, unless it is longer than `sieve.LONGEST`.
+    rest: a hash of the text that follows; b"" = nothing follows.
   """
 
   text: str
   rest: bytes
 
 
-class Judged(NamedTuple):
-  """What is said of n documents.
+class Verdicts(NamedTuple):
+  """The verdicts of all filters on n documents.
 
   Attributes:
-    reasons: in words, each once; the first is "".
-    stage: [n] int16, which filter drops each; the number of filters = none of those that look at
-      one document.
-    reason: [n] int32, why, as an index of `reasons`.
-    changed: [n] bool, whether a filter made another text of it.
+    reasons: the different reasons, in words; the first is "".
+    stage: [n] int16, index of the filter that drops each document; the number of filters = none
+      of those that look at one document.
+    reason: [n] int32, index of `reasons`.
+    changed: [n] bool, whether a filter changed the text.
     exact: [n, 2] uint64, or [0, 2] without this filter.
     near: [n, NUM_HASHES] uint32, or [0, NUM_HASHES].
   """
@@ -59,7 +59,7 @@ class Judge:
   def __reduce__(self):
     return Judge, (self._filters,)  # another process makes its own
 
-  def __call__(self, documents: Sequence[Head]) -> Judged:
+  def __call__(self, documents: Sequence[DocumentHead]) -> Verdicts:
     """Judge each by itself, and say what it is to be compared by."""
     reasons = {"": 0}
     stages, whys, changed = [], [], []
@@ -79,7 +79,7 @@ class Judge:
       stages.append(dropped_at)
       whys.append(reasons.setdefault(why, len(reasons)))
       changed.append(not why and text != document.text)
-    return Judged(
+    return Verdicts(
       np.array(list(reasons)), np.array(stages, np.int16), np.array(whys, np.int32),
       np.array(changed, bool), np.frombuffer(bytes(hashes), np.uint64).reshape(-1, 2),
       duplicates.signatures(texts) if texts else np.empty((0, duplicates.NUM_HASHES), np.uint32),
@@ -90,7 +90,7 @@ class Judge:
     return [rule for name, rule in self._rules.items() if name in CHANGES]
 
 
-def resolve(
+def drop_duplicates(
   filters: str,
   stage: np.ndarray,
   keys: np.ndarray,
@@ -100,11 +100,11 @@ def resolve(
   """Compare the documents that the filters before have kept.
 
   Args:
-    filters: as `data.filters`.
-    stage: [n], of all documents, as `Judged.stage`.
+    filters: filters in the form of `data.filters`.
+    stage: [n], of all documents, as `Verdicts.stage`.
     keys: [n] uint64, of their names.
-    exact: as `Judged.exact`.
-    near: as `Judged.near`.
+    exact: as `Verdicts.exact`.
+    near: as `Verdicts.near`.
 
   Returns:
     [n] the filter that drops each, and [n] int64 which document is kept in its place, or -1.
@@ -115,11 +115,11 @@ def resolve(
       continue
     alive = np.flatnonzero(stage > number)
     if compared.name == "exact":
-      kept = duplicates.same(exact[alive], keys[alive])
+      survivors = duplicates.group_equal(exact[alive], keys[alive])
     else:
       threshold = duplicates.threshold_of(compared)
-      kept = duplicates.similar(near, alive, keys[alive], threshold)
-    twice = kept != np.arange(len(alive))
+      survivors = duplicates.group_similar(near, alive, keys[alive], threshold)
+    twice = survivors != np.arange(len(alive))
     stage[alive[twice]] = number
-    instead[alive[twice]] = alive[kept[twice]]
+    instead[alive[twice]] = alive[survivors[twice]]
   return stage, instead

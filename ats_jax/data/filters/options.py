@@ -7,19 +7,19 @@ from ats_jax.config.filters import Stage
 Value = bool | int | float | str
 
 
-def values(stage: Stage, defaults: Mapping[str, Value]) -> dict[str, Value]:
+def parse_options(stage: Stage, defaults: Mapping[str, Value]) -> dict[str, Value]:
   """`defaults` with what `stage` says, each of the type of its default.
 
   Raises:
     ValueError: for an option that the filter does not have, or a value of another type.
   """
-  found = dict(defaults)
+  options = dict(defaults)
   for name, text in stage.options:
     if name not in defaults:
       has = f"It has: {', '.join(defaults)}" if defaults else "It has none"
       raise ValueError(f"data.filters: {stage.name} has no option {name!r}. {has}.")
-    found[name] = _value(f"data.filters: {stage.name}:{name}={text}", text, defaults[name])
-  return found
+    options[name] = _value(f"data.filters: {stage.name}:{name}={text}", text, defaults[name])
+  return options
 
 
 def _value(where: str, text: str, default: Value) -> Value:

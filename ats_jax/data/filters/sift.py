@@ -21,12 +21,12 @@ from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.corpus import cache
-from ats_jax.data.corpus.child import worked
-from ats_jax.data.corpus.shards import How
-from ats_jax.data.filters.judge import COMPARISONS, Head, Judge, resolve
+from ats_jax.data.corpus.child import map_in_children
+from ats_jax.data.corpus.shards import TokeniseOptions
+from ats_jax.data.filters.judge import COMPARISONS, DocumentHead, Judge, drop_duplicates
 from ats_jax.data.filters.parts import Document, Parts
 from ats_jax.data.filters.samples import take_samples
-from ats_jax.data.filters.sieve import LONGEST, Sieve, documents
+from ats_jax.data.filters.sieve import LONGEST, Sieve, group_documents
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile, document_name, name_hash
 
@@ -43,13 +43,13 @@ _MODULES = {
 }
 
 
-class Sifted(NamedTuple):
-  """Files of which only some documents are read.
+class FilteredFiles(NamedTuple):
+  """Files of which only the documents are read that the filters keep.
 
   Attributes:
-    files: the same, each with its sieve.
-    fingerprint: of their contents and of the filters.
-    folder: in the cache; see `sift`.
+    files: the files, each with its sieve.
+    fingerprint: a hash of their contents and of the filters.
+    folder: the verdicts in the cache (`sift`).
   """
 
   files: list[SourceFile]
@@ -63,7 +63,9 @@ def versions(filters: str) -> dict[str, str]:
   return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
-def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -> Sifted:
+def sift(
+  cfg: DataConfig, files: list[SourceFile], fingerprint: str, options: TokeniseOptions
+) -> FilteredFiles:
   """Judge the documents of `files` by `cfg.filters`, if that was not done before.
 
   The folder holds `verdict.npy` ([documents] uint16: 0 = kept, else an index of `reasons` in its
@@ -73,8 +75,8 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
   Args:
     cfg: `filters`, `text_field`, `chat_template`, `strict` and `cache_dir` are read.
     files: from `find_files`.
-    fingerprint: of their names and contents.
-    how: to go about it.
+    fingerprint: a hash of their names and contents.
+    options: processes and progress; filters copy no ids.
 
   Raises:
     ValueError: for filters that are none, a module that is missing, malformed input if
@@ -87,7 +89,7 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
   own = cache.digest("sift", _VERSION, fingerprint, kind, filters, versions(filters))
 
   def build(folder: Path) -> dict[str, Any]:
-    return _build(folder, cfg, files, judge, how)
+    return _build(folder, cfg, files, judge, options)
 
   folder = cache.cached(root, f"sift-{own}", build, goes_on=True)
   logging.info("Filters: %s.", in_words(folder.meta))
@@ -96,7 +98,7 @@ def sift(cfg: DataConfig, files: list[SourceFile], fingerprint: str, how: How) -
     file if file.kind == "tokens" else file._replace(sieve=Sieve(folder, filters, begin, end))
     for file, (begin, end) in zip(files, itertools.pairwise(first), strict=True)
   ]
-  return Sifted(sifted, own, folder)
+  return FilteredFiles(sifted, own, folder)
 
 
 def in_words(meta: dict[str, Any]) -> str:
@@ -107,22 +109,24 @@ def in_words(meta: dict[str, Any]) -> str:
 
 
 def _build(
-  folder: Path, cfg: DataConfig, files: list[SourceFile], judge: Judge, how: How
+  folder: Path, cfg: DataConfig, files: list[SourceFile], judge: Judge, options: TokeniseOptions
 ) -> dict[str, Any]:
   parts = Parts(folder)
   if not parts.complete:
     left = itertools.islice(_documents(files, cfg), parts.documents, None)
     batches = _batches(left)
-    done = worked(batches, judge, how.workers, _heads, Judge.__call__, "filter")
-    with contextlib.closing(done) as found:
-      for number, (batch, judged) in enumerate(found):
+    done = map_in_children(batches, judge, options.workers, _heads, Judge.__call__, "filter")
+    with contextlib.closing(done) as results:
+      for number, (batch, judged) in enumerate(results):
         parts.add(batch, judged)
         if number % 32 == 31:
-          how.say(f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}")
+          options.say(
+            f"Filtering: {parts.documents:,} documents, now in {files[batch[-1].file].path}"
+          )
     parts.close(last=True)
   columns, judged, near = parts.joined()
   stages = filter_stages(cfg.filters)
-  stage, instead = resolve(cfg.filters, judged.stage, columns["key"], judged.exact, near)
+  stage, instead = drop_duplicates(cfg.filters, judged.stage, columns["key"], judged.exact, near)
   names = judged.reasons.tolist()
   reasons = ["", *sorted({*names} - {""}), *(s.name for s in stages if s.name in COMPARISONS)]
   verdict = np.array([reasons.index(name) for name in names], np.uint16)[judged.reason]
@@ -153,7 +157,7 @@ def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
   for number, file in enumerate(files):
     if file.kind == "tokens":
       continue
-    for document in documents(judged_pieces(file, cfg, report)):
+    for document in group_documents(judged_pieces(file, cfg, report)):
       texts, chars, line, rest = [], 0, 0, None
       for piece in document:
         if chars < LONGEST:
@@ -162,14 +166,14 @@ def _documents(files: list[SourceFile], cfg: DataConfig) -> Iterator[Document]:
           rest = rest or hashlib.blake2b(digest_size=16)
           rest.update(piece.text.encode())
         chars, line = chars + len(piece.text), piece.line
-      head = Head("".join(texts), rest.digest() if rest else b"")
+      head = DocumentHead("".join(texts), rest.digest() if rest else b"")
       key = name_hash(document_name(file, line))
       yield Document(number, line, key, chars, head)
 
 
-def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
   batch, chars = [], 0
-  for document in found:
+  for document in documents:
     batch.append(document)
     chars += len(document.head.text) + 64  # so that many short ones are a batch too
     if chars >= _BATCH_CHARS:
@@ -179,5 +183,5 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
     yield batch
 
 
-def _heads(batch: list[Document]) -> list[Head]:
+def _heads(batch: list[Document]) -> list[DocumentHead]:
   return [document.head for document in batch]

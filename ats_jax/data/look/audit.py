@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ats_jax.data.batch import Batch
-from ats_jax.data.rows.contract import TrainRows, leaves, with_documents
+from ats_jax.data.rows.contract import TrainRows, leaf_rows, with_documents
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.rows.packed import Packed
 
@@ -26,20 +26,26 @@ _LIMIT = 2**31 - 1
 _LONGEST = 2**40  # rows of a run: a part that has not been read by then never is
 
 
-class Phase(NamedTuple):
-  """Some hosts that read together from where the last phase ended to this share of the epoch."""
+class ReadingPhase(NamedTuple):
+  """A part of an epoch that some hosts read together, from where the phase before it ended.
+
+  Attributes:
+    hosts: number of hosts.
+    accum_steps: micro-batches of a step.
+    until: the share of the epoch, from 0 to 1, at which the phase ends.
+  """
 
   hosts: int
   accum_steps: int
   until: float
 
 
-SCENARIOS: dict[str, tuple[Phase, ...]] = {
-  "1 host": (Phase(1, 1, 1.0),),
-  "2 hosts": (Phase(2, 1, 1.0),),
-  "4 hosts": (Phase(4, 1, 1.0),),
-  "7 hosts": (Phase(7, 1, 1.0),),
-  "4 hosts, then 7 with half the micro-batch": (Phase(4, 1, 0.5), Phase(7, 2, 1.0)),
+SCENARIOS: dict[str, tuple[ReadingPhase, ...]] = {
+  "1 host": (ReadingPhase(1, 1, 1.0),),
+  "2 hosts": (ReadingPhase(2, 1, 1.0),),
+  "4 hosts": (ReadingPhase(4, 1, 1.0),),
+  "7 hosts": (ReadingPhase(7, 1, 1.0),),
+  "4 hosts, then 7 with half the micro-batch": (ReadingPhase(4, 1, 0.5), ReadingPhase(7, 2, 1.0)),
 }
 
 
@@ -58,7 +64,7 @@ class Result(NamedTuple):
 def audit(
   dataset: TrainRows,
   *,
-  scenarios: dict[str, Sequence[Phase]] | None = None,
+  scenarios: dict[str, Sequence[ReadingPhase]] | None = None,
   batches: Callable[..., TrainBatches] = TrainBatches,
 ) -> Iterator[Result]:
   """Reads one epoch per scenario and compares it with the documents.
@@ -92,13 +98,13 @@ def _rows_until_read(dataset: TrainRows) -> list[int]:
   """For each of the `leaves`, how many rows there are until it has been read; 0 = it never is."""
   if not dataset.info.parts:
     return [dataset.info.num_rows]
-  found = []
+  rows_of_parts = []
   for name, part in dataset.info.parts.items():
     count = lambda row, name=name: dataset.progress(row).rows[name]
     for rows in _rows_until_read(part):
       comes = 0 < rows <= count(_LONGEST)
-      found.append(bisect.bisect_left(range(_LONGEST), rows, key=count) if comes else 0)
-  return found
+      rows_of_parts.append(bisect.bisect_left(range(_LONGEST), rows, key=count) if comes else 0)
+  return rows_of_parts
 
 
 class _NumberedCorpus:
@@ -135,7 +141,7 @@ class _Audit:
     self._parts: list[tuple[Packed, np.ndarray]] = []  # and where the documents of each start
     numbered, first, ends = [], 0, []
     rows_until_read = _rows_until_read(dataset)
-    for (name, leaf), rows in zip(leaves(dataset), rows_until_read, strict=True):
+    for (name, leaf), rows in zip(leaf_rows(dataset), rows_until_read, strict=True):
       packed, end = leaf.info.packed, first + leaf.info.num_tokens
       if packed is None:
         raise ValueError(
@@ -170,7 +176,7 @@ class _Audit:
         codes = packed.corpus.codes(int(document), 0, last - start)
         self._weights[start:last] = packed.weights[codes]
 
-  def run(self, name: str, phases: Sequence[Phase]) -> Result:
+  def run(self, name: str, phases: Sequence[ReadingPhase]) -> Result:
     total = -(-self._num_rows // self._batch_size)
     done = rows = 0
     position = None
@@ -186,7 +192,7 @@ class _Audit:
     repeated = int(np.maximum(self._seen.astype(np.int64) - 1, 0).sum())
     return Result(name, total, rows, seen, lost, repeated, self._difference)
 
-  def _read(self, phase: Phase, position: Any, count: int) -> tuple[int, Any]:
+  def _read(self, phase: ReadingPhase, position: Any, count: int) -> tuple[int, Any]:
     """Reads `count` batches on all hosts, the first of which is at `position`.
 
     Returns:

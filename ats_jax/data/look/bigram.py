@@ -6,7 +6,7 @@ import numpy as np
 
 _MERGE_PAIRS = 2**22  # held before they are counted
 
-Rows = Iterable[Mapping[str, np.ndarray]]
+Batches = Iterable[Mapping[str, np.ndarray]]
 
 
 class Bigram:
@@ -16,7 +16,7 @@ class Bigram:
   share `t / (n + t)` of its probability to the next lower order.
   """
 
-  def __init__(self, rows: Rows, vocab_size: int):
+  def __init__(self, rows: Batches, vocab_size: int):
     """Count the pairs of `rows` (batches with tokens, targets and loss_mask of any shape).
 
     Raises:
@@ -38,7 +38,7 @@ class Bigram:
     types = np.count_nonzero(unigram)
     self._unigram = (unigram + types / vocab_size) / (unigram.sum() + types)
 
-  def loss(self, rows: Rows) -> float:
+  def loss(self, rows: Batches) -> float:
     """Mean cross-entropy of the counted targets of `rows`, nats per token.
 
     Raises:

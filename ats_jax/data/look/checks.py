@@ -4,11 +4,11 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.records import conversations
 from ats_jax.data.text.formats.token_files import token_documents
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, pieces
+from ats_jax.data.text.source import SourceFile, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 
-def check(
+def check_files(
   files: list[SourceFile], cfg: DataConfig, tokenizer: Tokenizer | None, report: Report
 ) -> None:
   """Read `files` to the end.
@@ -27,7 +27,7 @@ def check(
       for _ in conversations(file, report):
         report.documents += 1
     elif file.kind != "tokens":
-      for _ in pieces(file, cfg.text_field, report):
+      for _ in read_pieces(file, cfg.text_field, report):
         pass
     elif tokenizer:
       _check_ids(file, tokenizer, report)

@@ -14,8 +14,15 @@ _SOURCES = 15  # named; the rest is one line
 _CHUNK = 2**22  # tokens looked at a time
 
 
-class Source(NamedTuple):
-  """What came from a file or a folder: documents, those of them that are kept, characters."""
+class SourceCounts(NamedTuple):
+  """Counts of a file or a folder of the text.
+
+  Attributes:
+    name: its path, shortened.
+    documents: number of documents that it holds.
+    kept: number of them that the filters keep.
+    chars: size of the documents: characters if there are filters, else bytes.
+  """
 
   name: str
   documents: int
@@ -23,10 +30,14 @@ class Source(NamedTuple):
   chars: int
 
 
-class Packed(NamedTuple):
-  """Training documents that are packed together: the length of their rows, and how many they are.
+class PackedCounts(NamedTuple):
+  """Counts of the training documents that are packed into rows of one length.
 
-  Tokens are those of rows, with an end for each document.
+  Attributes:
+    name: name of the group, in words.
+    seq_len: positions in a row.
+    documents: number of documents.
+    tokens: their tokens in rows, with an end for each document.
   """
 
   name: str
@@ -39,18 +50,18 @@ class Overview(NamedTuple):
   """All that the page shows.
 
   Attributes:
-    paths: as `data.paths`.
-    filters: as `data.filters`; "" = none.
-    versions: of the packages that the filters run.
+    paths: value of `data.paths`.
+    filters: value of `data.filters`; "" = none.
+    versions: versions of the packages that the filters run.
     tokenizer: in words.
     balance: counts of records, documents and what was left out.
     reasons: (kind, reason) -> count of what was left out; kinds are 'filters', 'malformed',
       'skipped'.
     changed: documents that filters made another text of, and kept.
-    num_tokens: of text.
-    num_bytes: of text, 0 if token files hide them.
+    num_tokens: number of tokens of the text.
+    num_bytes: number of UTF-8 bytes of the text; 0 if token files hide them.
     chars: of each document that was judged, and whether it is kept; None = there were no filters.
-    tokens: of each document that is kept.
+    tokens: number of tokens of each document that is kept.
     sources: the largest first.
     roles: role -> (tokens, those of them that are said and not heading), of conversations.
     samples: see `filters.samples`.
@@ -69,11 +80,11 @@ class Overview(NamedTuple):
   num_bytes: int
   chars: tuple[np.ndarray, np.ndarray] | None
   tokens: np.ndarray
-  sources: list[Source]
+  sources: list[SourceCounts]
   roles: dict[str, tuple[int, int]]
   samples: list[dict[str, Any]]
   first: list[str]
-  packed: list[Packed]
+  packed: list[PackedCounts]
 
 
 def overview(cfg: DataConfig, opened: Opened) -> Overview:
@@ -81,7 +92,7 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
 
   Args:
     cfg: `paths`, `tokenizer`, `chat_template` and what `training_parts` reads.
-    opened: they.
+    opened: the documents of the run or the folder.
   """
   corpus, sifted = opened.corpus, opened.sifted
   report = corpus.report
@@ -103,28 +114,28 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
   )  # fmt: skip
 
 
-def _packed(cfg: DataConfig, opened: Opened) -> list[Packed]:
+def _packed(cfg: DataConfig, opened: Opened) -> list[PackedCounts]:
   corpus = opened.corpus
   training = np.flatnonzero(~opened.split.held_out(corpus.key, corpus.part))
   return [
-    Packed(name, seq_len, len(documents), int(corpus.length[documents].sum()) + len(documents))
-    for name, seq_len, documents in training_parts(cfg, opened, training)
+    PackedCounts(name, seq_len, len(group), int(corpus.length[group].sum()) + len(group))
+    for name, seq_len, group in training_parts(cfg, opened, training)
   ]
 
 
-def _sources(opened: Opened) -> list[Source]:
+def _sources(opened: Opened) -> list[SourceCounts]:
   """By the first part of the files' names."""
   if opened.sifted:
     names = opened.sifted.meta["files"]
-    file, kept = opened.sifted.array("file"), opened.sifted.array("verdict") == 0
+    file, is_kept = opened.sifted.array("file"), opened.sifted.array("verdict") == 0
     size = opened.sifted.array("chars")
   else:
     corpus = opened.corpus
     names, file = corpus.file_names(), corpus.file
-    kept, size = np.ones(len(corpus), bool), corpus.num_bytes
+    is_kept, size = np.ones(len(corpus), bool), corpus.num_bytes
   documents, kept_documents, sizes = Counter(), Counter(), Counter()
   counts = np.bincount(file, minlength=len(names))
-  kept_counts = np.bincount(file, kept, len(names)).astype(int)
+  kept_counts = np.bincount(file, is_kept, len(names)).astype(int)
   size_counts = np.bincount(file, size, len(names)).astype(int)
   columns = zip(names, counts.tolist(), kept_counts.tolist(), size_counts.tolist(), strict=True)
   for name, count, kept_count, chars in columns:
@@ -133,12 +144,12 @@ def _sources(opened: Opened) -> list[Source]:
     kept_documents[folder + slash] += kept_count
     sizes[folder + slash] += chars
   largest = sorted(documents, key=lambda name: (-sizes[name], name))
-  found = [Source(n, documents[n], kept_documents[n], sizes[n]) for n in largest]
-  rest = found[_SOURCES:]
-  if not rest:
-    return found
-  _, *totals = zip(*rest, strict=True)
-  return [*found[:_SOURCES], Source(f"{len(rest):,} others", *map(sum, totals))]
+  by_size = [SourceCounts(n, documents[n], kept_documents[n], sizes[n]) for n in largest]
+  others = by_size[_SOURCES:]
+  if not others:
+    return by_size
+  _, *totals = zip(*others, strict=True)
+  return [*by_size[:_SOURCES], SourceCounts(f"{len(others):,} others", *map(sum, totals))]
 
 
 def _roles(opened: Opened) -> dict[str, tuple[int, int]]:
@@ -147,9 +158,9 @@ def _roles(opened: Opened) -> dict[str, tuple[int, int]]:
     for begin in range(0, length, _CHUNK):
       codes = opened.corpus.codes(document, begin, begin + _CHUNK)
       counts += np.bincount(codes, minlength=256)
-  found: dict[str, tuple[int, int]] = {}
+  by_role: dict[str, tuple[int, int]] = {}
   for code in map(int, np.flatnonzero(counts)):
     role = role_of(code) or "none"
-    tokens, said = found.get(role, (0, 0))
-    found[role] = tokens + int(counts[code]), said + int(counts[code]) * bool(code & COUNTS)
-  return found
+    tokens, counted = by_role.get(role, (0, 0))
+    by_role[role] = tokens + int(counts[code]), counted + int(counts[code]) * bool(code & COUNTS)
+  return by_role

@@ -47,8 +47,8 @@ class Histogram(NamedTuple):
   keys: Mapping[str, str] = {}
 
 
-def page(overview: Overview) -> str:
-  """The whole document."""
+def html_page(overview: Overview) -> str:
+  """Return the report as an HTML document."""
   o = overview
   environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -68,8 +68,8 @@ def page(overview: Overview) -> str:
   ]
   histograms = [_histogram("Tokens a document, kept", {"kept": o.tokens})]
   if o.chars:
-    sizes, kept = o.chars
-    series = {"kept": sizes[kept], "dropped": sizes[~kept]}
+    sizes, is_kept = o.chars
+    series = {"kept": sizes[is_kept], "dropped": sizes[~is_kept]}
     histograms.insert(0, _histogram("Characters a document, before filters", series))
   return environment.get_template("page.html.jinja").render(
     o=o,

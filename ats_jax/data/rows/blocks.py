@@ -31,7 +31,7 @@ def sample_blocks(dataset: Rows, count: int, reported: int) -> tuple[dict[str, n
       row, part = _evenly(number, count, rows), number % parts
     else:
       row, part = divmod(_evenly(number, min(count, rows * parts), rows * parts), parts)
-    blocks.append(cut(dataset.read_once(np.array([first + row])), part))
+    blocks.append(cut_block(dataset.read_once(np.array([first + row])), part))
   return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}, apart
 
 
@@ -40,7 +40,7 @@ def _evenly(number: int, count: int, among: int) -> int:
   return (2 * number + 1) * among // (2 * count)
 
 
-def cut(row: dict[str, np.ndarray], part: int) -> dict[str, np.ndarray]:
+def cut_block(row: dict[str, np.ndarray], part: int) -> dict[str, np.ndarray]:
   """The `part`-th block of a row [1, seq], or the last one full of text, as a row of its own.
 
   A document that the block cuts off at its start begins there: its positions count from 0.

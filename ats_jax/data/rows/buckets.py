@@ -17,7 +17,7 @@ import numpy as np
 from ats_jax.config.curriculum import LEAST_LENGTH
 from ats_jax.data.corpus import cache
 from ats_jax.data.rows.contract import Progress, TrainRows, info_of
-from ats_jax.data.rows.schedule import ranks, shuffled
+from ats_jax.data.rows.schedule import rank_in_source, shuffled
 
 LEAST_STEPS = 4  # of an epoch, in a part: one with fewer is joined to its neighbour
 LEVELS = 8  # of difficulty, at most
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
   Attributes:
     part: the number of the part.
-    number: which of the part's steps it is, counted over the run.
+    number: number of the step among those of its part, over the run.
   """
 
   part: int
@@ -47,9 +47,9 @@ class StepOrder:
     """Set the sizes.
 
     Args:
-      rows: of an epoch of each part.
-      a_step: how many of them a step of the part takes.
-      seed: of a random order in each epoch; None = the parts come one after the other.
+      rows: number of rows of each part in an epoch.
+      a_step: number of rows that a step of each part takes.
+      seed: seed of a random order of steps in each epoch; None = the parts follow each other.
     """
     assert min(rows) > 0
     self.seed = seed
@@ -106,16 +106,16 @@ class StepOrder:
     order = np.repeat(np.arange(len(counts)), counts)
     if self.seed is not None:
       order = shuffled(order, f"steps {self.seed} {epoch}")
-    return order, ranks(order)
+    return order, rank_in_source(order)
 
 
-class Part(NamedTuple):
-  """The documents that are packed together.
+class Bucket(NamedTuple):
+  """Training documents that are packed together, into rows of one length.
 
   Attributes:
-    name: in words.
-    seq_len: positions of their rows.
-    documents: indices into the corpus.
+    name: what the documents have in common, in words, for logs and metrics.
+    seq_len: positions in a row.
+    documents: [documents] int64, indices into the corpus.
   """
 
   name: str
@@ -130,8 +130,8 @@ class Buckets(TrainRows):
   them: so many follow each other in a batch in its place.
 
   Attributes:
-    info: its facts; `parts` by name, the first ones first.
-    order: of steps.
+    info: facts about the rows; `parts` are the buckets by name, in the order of training.
+    order: the order of steps.
   """
 
   def __init__(
@@ -142,8 +142,8 @@ class Buckets(TrainRows):
     Args:
       parts: each with at least one row.
       batch_size: rows of `seq_len` of a step.
-      seq_len: of the run; a multiple of each part's.
-      seed: as for `StepOrder`.
+      seq_len: positions in a row of the run; a multiple of that of each part.
+      seed: seed of the order of steps, as for `StepOrder`.
     """
     infos = [part.info for part in parts.values()]
     self._batch_size = batch_size
@@ -155,7 +155,7 @@ class Buckets(TrainRows):
     info = info_of(parts, infos[0].tokenizer, seq_len=seq_len, num_rows=num_rows)
     places = sum(part.num_rows * part.seq_len for part in infos)
     self.padding = 1 - info.num_tokens / places
-    how = "one after the other in each epoch" if seed is None else "mixed at random"
+    order = "one after the other in each epoch" if seed is None else "mixed at random"
     rows = "; ".join(
       f"{name}: {part.info.num_rows:,} rows of {part.info.seq_len}" for name, part in parts.items()
     )
@@ -168,7 +168,7 @@ class Buckets(TrainRows):
       report=max((p.report for p in infos), key=lambda report: sum(report["skipped"].values())),
       summary=(
         f"{info.num_documents:,} documents, {info.num_tokens:,} targets in "
-        f"{self.order.start(1):,} steps an epoch, {how}, {self.padding:.1%} padding: {rows}"
+        f"{self.order.start(1):,} steps an epoch, {order}, {self.padding:.1%} padding: {rows}"
       ),
     )
 
@@ -181,11 +181,11 @@ class Buckets(TrainRows):
     return part, range(begin, begin + times)
 
   def length(self, row: int) -> int:
-    """See `TrainRows`."""
+    """Return the positions in a row of the step that row `row` belongs to."""
     return self._part(self.place(row)[0]).info.seq_len
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`: of rows of one step, arrays [..., rows x times, seq_len / times]."""
+    """Return the rows of one step, as arrays [..., rows x times, seq_len / times]."""
     rows = np.asarray(rows)
     places = [self.place(int(row)) for row in rows.flat]
     assert len({part for part, _ in places}) == 1, "the rows are of several steps"
@@ -193,7 +193,7 @@ class Buckets(TrainRows):
     return self._part(places[0][0]).read(short.reshape(*rows.shape[:-1], -1))
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`: those of the first epoch; short ones are laid end to end to `seq_len`."""
+    """Return rows of the first epoch; short ones are laid end to end to `seq_len`."""
     rows = np.asarray(rows)
     joined = [self._joined(int(row)) for row in rows.flat]
     return {
@@ -202,7 +202,7 @@ class Buckets(TrainRows):
     }
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`; epochs behind the first are news, and parts where they come in order."""
+    """Return the progress at `row`. Further epochs are news, and buckets that come in order."""
     step, slot = divmod(row, self._batch_size)
     counts = self.order.counts(step) * self._batch_size
     counts[self.order.find(step).part] += slot
@@ -261,19 +261,19 @@ def row_lengths(sizes: np.ndarray, *, seq_len: int, count: int, batch_size: int)
   tokens = np.cumsum(ordered)
   marks = np.searchsorted(tokens, tokens[-1] * np.arange(1, count) / count)
   fits = np.searchsorted(lengths, np.minimum(ordered[marks], seq_len))
-  found = sorted({*(lengths[i] for i in fits), seq_len})
+  chosen = sorted({*(lengths[i] for i in fits), seq_len})
   least = LEAST_STEPS * batch_size * seq_len
-  while len(found) > 1:
-    ends = np.searchsorted(ordered, found[:-1], "right")
+  while len(chosen) > 1:
+    ends = np.searchsorted(ordered, chosen[:-1], "right")
     filled = [int(part.sum()) for part in np.split(ordered, ends)]
     few = int(np.argmin(filled))
     if filled[few] >= least:
       break
-    del found[min(few, len(found) - 2)]  # the longest stays: it takes in the one below it
-  return tuple(found)
+    del chosen[min(few, len(chosen) - 2)]  # the longest stays: it takes in the one below it
+  return tuple(chosen)
 
 
-def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Part]:
+def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) -> list[Bucket]:
   """Documents by the shortest row that holds them whole; the last part has all that are longer.
 
   Args:
@@ -287,14 +287,14 @@ def by_length(sizes: np.ndarray, documents: np.ndarray, lengths: Sequence[int]) 
     name = f"documents of {above + 1} to {length} tokens"
     if number == len(lengths) - 1:
       name = f"documents of {above + 1} tokens and more"
-    parts.append(Part(name, length, documents[which == number]))
+    parts.append(Bucket(name, length, documents[which == number]))
     above = length
   return parts
 
 
 def by_level(
   difficulty: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, seq_len: int, batch_size: int
-) -> list[Part]:
+) -> list[Bucket]:
   """Documents by difficulty, in parts of about as many tokens, the easiest first.
 
   There are LEVELS parts, or as many as have LEAST_STEPS steps each, but at least one.
@@ -313,6 +313,6 @@ def by_level(
   level[order] = before * levels // sizes.sum()
   groups = [documents[level == number] for number in np.unique(level)]
   return [
-    Part(f"difficulty {number} of {len(groups)}", seq_len, group)
+    Bucket(f"difficulty {number} of {len(groups)}", seq_len, group)
     for number, group in enumerate(groups, 1)
   ]

@@ -20,22 +20,22 @@ class Info:
   """Facts about rows.
 
   Attributes:
-    tokenizer: what made the ids.
+    tokenizer: the tokenizer of the ids.
     seq_len: positions in a row.
     num_rows: rows of an epoch.
     num_tokens: targets of an epoch: every text token and one eos a document.
     num_documents: documents that they are of.
     bytes_per_token: UTF-8 bytes of the text over `num_tokens`; 0 = unknown.
     fingerprint: names the content of every row: documents, tokenizer, split, row length, packing.
-    ids_used: how many ids of the tokenizer are in the text; of several sources, in the richest one.
+    ids_used: number of ids of the tokenizer in the text; of several sources, in the richest one.
     is_complete: whether the counts are of the whole text; False = of its beginning.
-    scheduled_rows: how many rows of a run a schedule speaks of; 0 = there is no schedule.
+    scheduled_rows: number of rows that a schedule covers; 0 = there is no schedule.
     batch_size: rows of a step, where their order depends on it; 0 = it does not.
-    report: what was left out: `malformed` and `skipped` (kind -> count), `first` (a few in words),
+    report: counts of what was left out: `malformed`, `skipped` (kind -> count), `first` (in words),
       `files` (all).
     parts: rows that these are made of: sources of a mixture, or documents of one length, by name.
     packed: the documents that are in the rows; None if they are in `parts`, or not packed.
-    summary: how much there is, for the log; "" = the counts say it.
+    summary: the amount of text, for the log; "" = the counts say it.
   """
 
   tokenizer: Tokenizer
@@ -88,10 +88,10 @@ class Progress:
   """How far a run is that has read some rows.
 
   Attributes:
-    epochs: how often the text has been read; None = that is not known.
+    epochs: number of passes over the text, with fractions; None = unknown.
     passes: the same of each source that metrics name.
-    rows: how many rows of each of `Info.parts` have been read, counted over the run.
-    news: what has begun since a row before, in words for the log.
+    rows: number of rows of each of `Info.parts` that were read, over the run.
+    news: what has begun since an earlier row, in words for the log.
   """
 
   epochs: float | None
@@ -140,11 +140,11 @@ class TrainRows(Rows, Protocol):
     Raises:
       ValueError: if the position is one in other data.
     """
-    found, own = position["data"], self.info.fingerprint
-    if found != own:
+    saved, own = position["data"], self.info.fingerprint
+    if saved != own:
       raise ValueError(
         "the run was trained on other data: the text files, the tokenizer or the packing changed "
-        f"since (fingerprint {found}, now {own}). Restore them, or use another --workdir to train "
+        f"since (fingerprint {saved}, now {own}). Restore them, or use another --workdir to train "
         "and --paths to evaluate."
       )
     return position["row"]
@@ -153,7 +153,7 @@ class TrainRows(Rows, Protocol):
     """Make rows from row `row` on, as many as are kept: a piece for each element that is asked for.
 
     Args:
-      row: of the run.
+      row: number of a row of the run.
       going: whether to go on; asked often.
 
     Raises:
@@ -182,12 +182,12 @@ class NoRows(TrainRows):
     return Progress(None)
 
 
-def leaves(rows: Rows, name: str = "") -> Iterator[tuple[str, Rows]]:
-  """The rows that have no parts, with the names of the parts that they are in, joined by spaces."""
+def leaf_rows(rows: Rows, name: str = "") -> Iterator[tuple[str, Rows]]:
+  """Yield the rows that have no parts, each with the names of the parts that lead to it."""
   if not rows.info.parts:
     yield name, rows
   for part_name, part in rows.info.parts.items():
-    yield from leaves(part, f"{name} {part_name}".strip())
+    yield from leaf_rows(part, f"{name} {part_name}".strip())
 
 
 def with_documents[R: Rows](rows: R, change: Callable[[Packed], Packed]) -> R:

@@ -15,7 +15,7 @@ class Dataset(TrainRows):
   """One split, tokenised and packed; each epoch has an order of its own.
 
   Attributes:
-    info: its facts, and its packed documents.
+    info: facts about the rows, with the packed documents.
   """
 
   def __init__(self, packed: Packed, *, fingerprint: str, seed: int, report: Mapping[str, Any]):
@@ -25,8 +25,8 @@ class Dataset(TrainRows):
       packed: the documents in rows. Their bytes are 0 if token files hide them, or not all targets
         count alike.
       fingerprint: names the content of every row.
-      seed: of the order of documents and rows.
-      report: as `Info.report`.
+      seed: seed of the order of documents and rows.
+      report: counts of what was left out, as of `Info.report`.
     """
     num_tokens = packed.counts["num_tokens"]
     self.info = Info(
@@ -57,17 +57,17 @@ class Dataset(TrainRows):
     return grain.experimental.index_shuffle(i, max_index=last, seed=seed, rounds=4)
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`: in the order of the plan."""
+    """Return rows of the split by number, in the order of the packing plan."""
     rows = np.asarray(rows)
     return read_rows([(self.packed, int(row)) for row in rows.flat], rows.shape)
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`."""
+    """Return the rows of a run with these numbers, as arrays [*rows.shape, seq_len]."""
     rows = np.asarray(rows)
     return read_rows([(self.packed, self.row_index(int(row))) for row in rows.flat], rows.shape)
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`; epochs behind the first are news."""
+    """Return the progress at `row`. Epochs after the first are news."""
     size, news = self.info.num_rows, []
     begun = (row - 1) // size
     if since is not None and row > since and begun > max(0, (since - 1) // size):

@@ -39,10 +39,10 @@ def _chunks(corpus: Corpus, documents: np.ndarray) -> Iterator[tuple[np.ndarray,
   parts: list[np.ndarray] = []
 
   def joined() -> tuple[np.ndarray, np.ndarray]:
-    found = np.repeat(places, list(map(len, parts))), np.concatenate(parts)
+    chunk = np.repeat(places, list(map(len, parts))), np.concatenate(parts)
     places.clear()
     parts.clear()
-    return found
+    return chunk
 
   held = 0
   for place, document in enumerate(map(int, documents)):

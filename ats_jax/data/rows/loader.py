@@ -38,7 +38,7 @@ class Batches:
     """Starts to read at once.
 
     Args:
-      data: what to iterate over. Must pickle if processes read it.
+      data: the batches by number. It must pickle if processes read it.
       num_workers: processes that read; 0 = a thread of this one.
       prefetch: batches made ahead, by each process or by the thread.
       place: what to make of a batch in this process: of the thread's ahead of time, of a worker's
@@ -144,7 +144,7 @@ class TrainBatches(Batches):
 
     Args:
       dataset: the training split.
-      position: where to go on, from `TrainBatches.position`; None = at the first row.
+      position: the position to go on at, from `TrainBatches.position`; None = the first row.
       accum_steps: micro-batches per update.
       batch_size: rows per update over all hosts; a multiple of `accum_steps`.
       local_rows: sorted indices in [0, batch_size // accum_steps) that this host loads.
@@ -152,7 +152,7 @@ class TrainBatches(Batches):
       prefetch: batches made ahead, by each process or by the thread.
       tells: log what begins in the batches that are handed out (`Progress.news`), and make rows
         ahead of them (`TrainRows.prepare`).
-      place: as of `Batches`.
+      place: maps a batch to what the iterator returns, as of `Batches`.
 
     Raises:
       ValueError: if the arguments contradict each other, the split is empty, or the position is one
@@ -183,7 +183,7 @@ class TrainBatches(Batches):
     return batch
 
   def close(self) -> None:
-    """See `Batches`."""
+    """End the threads and processes that read ahead."""
     if self._prefetcher:
       self._prefetcher.close()
     super().close()

@@ -10,7 +10,7 @@ import numpy as np
 from ats_jax.data.batch import SOURCE
 from ats_jax.data.corpus import cache
 from ats_jax.data.rows.contract import Progress, Rows, TrainRows, info_of
-from ats_jax.data.rows.schedule import Schedule, Stage
+from ats_jax.data.rows.schedule import MixturePhase, Schedule
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
 
@@ -18,7 +18,7 @@ class Joined(Rows):
   """All rows of several sources once, so that any run of them is a fair sample.
 
   Attributes:
-    info: its facts; `parts` are the sources.
+    info: facts about the rows; `parts` are the sources by name.
   """
 
   def __init__(self, sources: Mapping[str, TrainRows], tokenizer: Tokenizer):
@@ -34,7 +34,7 @@ class Joined(Rows):
     self._index = np.append(index[order], sizes[0])
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`."""
+    """Return rows of the split by number, as arrays [*rows.shape, seq_len]."""
     at = np.minimum(np.asarray(rows), self.info.num_rows)
     parts = list(self.info.parts.values())
     return _gathered([part.read_once for part in parts], self._source[at], self._index[at])
@@ -61,21 +61,21 @@ class Mixture(Joined, TrainRows):
     )
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`; with the number of each row's source beside the other arrays."""
+    """Return rows by number; the array `source` holds the index of each row's source."""
     source, row = self.schedule.find(np.asarray(rows))
     batch = _gathered([part.read for part in self.info.parts.values()], source, row)
     like = batch["tokens"]
     return {**batch, SOURCE: np.broadcast_to(source[..., None], like.shape).astype(np.int32)}
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`; phases and further epochs of sources are news."""
+    """Return the progress at `row`. Phases and further epochs of sources are news."""
     counts = self._counts(row)
     before = dict.fromkeys(counts) if since is None else self._counts(since)
     parts = {
       name: part.progress(counts[name], before[name]) for name, part in self.info.parts.items()
     }
     news = [
-      f"phase {number + 1} of {len(self.schedule.stages)} of data.mixture begins: "
+      f"phase {number + 1} of {len(self.schedule.phases)} of data.mixture begins: "
       f"{self.shares(number)}"
       for number, start in enumerate(map(int, self.schedule.starts))
       if number and since is not None and since <= start < row
@@ -89,13 +89,13 @@ class Mixture(Joined, TrainRows):
     )
 
   def position(self, row: int) -> dict[str, Any]:
-    """See `TrainRows`. What has been read before names the phases that have begun."""
+    """Return what a checkpoint keeps at `row`, with the phases that have begun."""
     counts = self._counts(row)
     parts = {name: part.position(counts[name]) for name, part in self.info.parts.items()}
     return {**super().position(row), "phases": self._begun(row), "parts": parts}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
-    """See `TrainRows`.
+    """Return the first row that a run at `position` has not read.
 
     Raises:
       ValueError: also if the phases before the position are others now.
@@ -104,17 +104,17 @@ class Mixture(Joined, TrainRows):
     was, now = position.get("phases", []), self._begun(row)
     if was != now:
       raise ValueError(
-        f"data.mixture: the first {row:,} rows were drawn from these sources: {_say(was)}; now "
-        f"they would be: {_say(now)}. What was trained on must stay: write the phases up to here "
-        "as they were, give the last of them a length that ends here or later, and append the new "
-        "phase behind it. Or use another --workdir."
+        f"data.mixture: the first {row:,} rows were drawn from these sources: {_in_words(was)}; "
+        f"now they would be: {_in_words(now)}. What was trained on must stay: write the phases up "
+        "to here as they were, give the last of them a length that ends here or later, and append "
+        "the new phase behind it. Or use another --workdir."
       )
     for name, part in position.get("parts", {}).items():
       self.info.parts[name].row_of(part)
     return row
 
   def prepare(self, row: int, going: Callable[[], bool]) -> Iterator[None]:
-    """See `TrainRows`: a piece of each source, then another one."""
+    """Prepare rows from `row` on, a piece of each source in turn."""
     counts = self._counts(row)
     pieces = [part.prepare(counts[name], going) for name, part in self.info.parts.items()]
     for _ in itertools.zip_longest(*pieces):
@@ -122,7 +122,7 @@ class Mixture(Joined, TrainRows):
 
   def shares(self, number: int) -> str:
     """A phase in words: the share of each source."""
-    parts = self._parts(self.schedule.stages[number])
+    parts = self._parts(self.schedule.phases[number])
     total = sum(parts.values())
     return ", ".join(f"{name} {part / total:.1%}" for name, part in parts.items())
 
@@ -132,10 +132,10 @@ class Mixture(Joined, TrainRows):
 
   def _begun(self, row: int) -> list[Any]:
     """Of each phase that begins before `row`: where it does, and the parts of its sources."""
-    phases = zip(map(int, self.schedule.starts), self.schedule.stages, strict=True)
+    phases = zip(map(int, self.schedule.starts), self.schedule.phases, strict=True)
     return [[start, self._parts(stage)] for start, stage in phases if start < row]
 
-  def _parts(self, stage: Stage) -> dict[str, int]:
+  def _parts(self, stage: MixturePhase) -> dict[str, int]:
     return {name: n for name, n in zip(self.info.parts, stage.parts, strict=True) if n}
 
 
@@ -147,9 +147,9 @@ def _gathered(
   """Rows of several sources in one batch.
 
   Args:
-    reads: of each source, gives its rows by number.
+    reads: for each source, a function of row numbers that returns their arrays.
     source: the number of each row's source.
-    row: which of that source's rows it is; of the same shape.
+    row: number of each row in its source; of the same shape.
 
   Returns:
     Arrays [*source.shape, seq_len].
@@ -157,15 +157,15 @@ def _gathered(
   batch: dict[str, np.ndarray] = {}
   for number in np.unique(source):
     here = source == number
-    found = reads[number](row[here])
-    for name, values in found.items():
+    rows = reads[number](row[here])
+    for name, values in rows.items():
       if name not in batch:
         batch[name] = np.empty((*source.shape, values.shape[-1]), values.dtype)
       batch[name][here] = values
-    assert batch.keys() == found.keys(), "sources have the same arrays"
+    assert batch.keys() == rows.keys(), "sources have the same arrays"
   return batch
 
 
-def _say(begun: Sequence[Any]) -> str:
+def _in_words(begun: Sequence[Any]) -> str:
   one = lambda start, parts: f"from row {start:,} {','.join(f'{n}={p}' for n, p in parts.items())}"
   return "; ".join(one(*phase) for phase in begun) or "none"

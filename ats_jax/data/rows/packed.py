@@ -20,14 +20,14 @@ class Packed:
 
   Attributes:
     corpus: the documents, of this split and of others.
-    tokenizer: what made the ids.
+    tokenizer: the tokenizer of the ids.
     seq_len: positions in a row.
-    num_rows: of the plan.
+    num_rows: number of rows of the plan.
     documents: [num_documents] int64, indices into the corpus.
-    plan: which part of which document is where.
+    plan: which part of which document is in which row.
     weights: of conversations, [codes] float32, the weight in the loss of a target by its code
       (`chat.segments`); None = every target counts 1.
-    counts: of the plan: `num_documents`, `num_tokens`, `num_bytes`.
+    counts: `num_documents`, `num_tokens` and `num_bytes` of the plan.
   """
 
   def __init__(

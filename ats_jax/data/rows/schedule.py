@@ -17,24 +17,24 @@ from ats_jax.data.corpus import cache
 _RANDOM_ROWS = 4096  # of a period at least, where the order is random
 
 
-class Stage(NamedTuple):
-  """A phase, in rows.
+class MixturePhase(NamedTuple):
+  """A phase of a mixture, in which each source has a fixed share of the rows.
 
   Attributes:
-    parts: a whole number for each source: of `sum(parts)` rows it has so many.
-    rows: how many there are; 0 = without end.
+    parts: shares as whole numbers: of `sum(parts)` rows, source i has `parts[i]`.
+    rows: number of rows of the phase; 0 = it has no end.
   """
 
   parts: tuple[int, ...]
   rows: int = 0
 
 
-class Place(NamedTuple):
-  """Where rows come from; int64 arrays of the shape of their numbers.
+class SourceRows(NamedTuple):
+  """The source of each row of a run, and the row's number there.
 
   Attributes:
-    source: index of the source.
-    row: which of its rows, counted over the whole run.
+    source: int64, index of the source; the shape is that of the row numbers that were looked up.
+    row: int64 of the same shape, number among the rows of that source, over the whole run.
   """
 
   source: np.ndarray
@@ -83,33 +83,33 @@ class Schedule:
   """The order of all rows of a run; to look up a row takes as long wherever it is.
 
   Attributes:
-    stages: the phases; the last one has no end, whatever its `rows` say.
+    phases: the last one has no end, whatever its `rows` say.
     starts: [phases] the first row of each.
     seed: of a random order; None = it is the even one.
   """
 
-  def __init__(self, stages: Sequence[Stage], seed: int | None = None):
+  def __init__(self, phases: Sequence[MixturePhase], seed: int | None = None):
     """Make the tables: 16 bytes for each row of one period of a phase.
 
     Args:
-      stages: the phases.
+      phases: at least one, each with a share for every source.
       seed: of a random order; None = the even one.
     """
-    assert stages and len({len(stage.parts) for stage in stages}) == 1
-    self.stages, self.seed = tuple(stages), seed
-    self.starts = np.array([0, *itertools.accumulate(s.rows for s in stages[:-1])])
+    assert phases and len({len(stage.parts) for stage in phases}) == 1
+    self.phases, self.seed = tuple(phases), seed
+    self.starts = np.array([0, *itertools.accumulate(s.rows for s in phases[:-1])])
     self._orders = [
       even_order(stage.parts) if seed is None else random_order(stage.parts, f"{seed} {number}")
-      for number, stage in enumerate(stages)
+      for number, stage in enumerate(phases)
     ]
-    count = len(stages[0].parts)  # [phases, sources] rows of each in a period
+    count = len(phases[0].parts)  # [phases, sources] rows of each in a period
     self._parts = np.stack([np.bincount(order, minlength=count) for order in self._orders])
-    self._ranks = [ranks(order) for order in self._orders]
+    self._ranks = [rank_in_source(order) for order in self._orders]
     self._before = np.zeros_like(self._parts)  # [phases, sources] rows of each before the phase
-    for number, stage in enumerate(stages[:-1]):
+    for number, stage in enumerate(phases[:-1]):
       self._before[number + 1] = self._before[number] + self._within(number, stage.rows)
 
-  def find(self, rows: np.ndarray) -> Place:
+  def find(self, rows: np.ndarray) -> SourceRows:
     """Where these rows of the run come from."""
     rows = np.asarray(rows, np.int64)
     phase = self.phase(rows)
@@ -124,7 +124,7 @@ class Schedule:
         + period * self._parts[number, which]
         + self._ranks[number][at]
       )  # fmt: skip
-    return Place(source, row)
+    return SourceRows(source, row)
 
   def phase(self, rows: np.ndarray) -> np.ndarray:
     """The number of the phase of each row."""
@@ -138,7 +138,7 @@ class Schedule:
   @property
   def end(self) -> int:
     """The row behind the phases, by the rows of the last one too."""
-    return int(self.starts[-1]) + self.stages[-1].rows
+    return int(self.starts[-1]) + self.phases[-1].rows
 
   def _within(self, number: int, rows: int) -> np.ndarray:
     """[sources] rows of each among the first `rows` of a phase."""
@@ -147,10 +147,10 @@ class Schedule:
     return period * self._parts[number] + rest
 
 
-def ranks(order: np.ndarray) -> np.ndarray:
-  """How many of the same number come before each of an order."""
+def rank_in_source(order: np.ndarray) -> np.ndarray:
+  """Return for each element of an order how many equal ones come before it: [rows] int64."""
   by_source = np.argsort(order, kind="stable")
   sizes = np.bincount(order)
-  found = np.empty_like(order)
-  found[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-  return found
+  rank = np.empty_like(order)
+  rank[by_source] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+  return rank

@@ -17,8 +17,8 @@ from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import nothing_left, train_texts
 from ats_jax.data.rows.contract import Info, Progress, TrainRows
 from ats_jax.data.rows.packed import Packed, read_rows
-from ats_jax.data.rows.windows import Place, Window, Windows
-from ats_jax.data.splits import Found, bpe_key, given_tokenizer
+from ats_jax.data.rows.windows import TextPosition, Window, Windows
+from ats_jax.data.splits import TextFiles, bpe_key, given_tokenizer
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats import opening
 from ats_jax.data.text.holdout import Split
@@ -38,8 +38,8 @@ class Visit(NamedTuple):
 
   Attributes:
     row: the first row of the run that is in it.
-    epoch: how often the input has been read.
-    number: of the window.
+    epoch: number of the pass over the input, from 0.
+    number: number of the window in the input, from 0.
   """
 
   row: int = 0
@@ -82,12 +82,12 @@ class Stream(TrainRows):
     """Begin at the first window.
 
     Args:
-      windows: of the input.
-      tokenizer: what made the ids.
+      windows: the windows of the input.
+      tokenizer: the tokenizer of the ids.
       first: of the first window.
       fingerprint: names the content of every row.
       seq_len: positions in a row.
-      size: of the input, in bytes.
+      size: bytes of the input.
       visits: of windows whose first row is known.
     """
     info = Info(tokenizer, seq_len, fingerprint=fingerprint, is_complete=False, **first._asdict())
@@ -121,16 +121,16 @@ class Stream(TrainRows):
     return at
 
   def read_once(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `Rows`: of the first window."""
+    """Return rows of the first window, by number."""
     return self._windows.dataset(0).read_once(rows)
 
   def read(self, rows: np.ndarray | range) -> dict[str, np.ndarray]:
-    """See `TrainRows`."""
+    """Return the rows of a run with these numbers, as arrays [*rows.shape, seq_len]."""
     rows = np.asarray(rows)
     return read_rows([self._place(int(row)) for row in rows.flat], rows.shape)
 
   def progress(self, row: int, since: int | None = None) -> Progress:
-    """See `TrainRows`: how many epochs is not known; those behind the first are news."""
+    """Return the progress at `row`, of unknown epochs. Epochs after the first are news."""
     news = []
     if since is not None and row > since:
       epoch = self.visit(row - 1).epoch
@@ -139,26 +139,26 @@ class Stream(TrainRows):
     return Progress(None, news=news)
 
   def position(self, row: int) -> dict[str, Any]:
-    """See `TrainRows`; with the window, so that another machine need not begin at the first."""
+    """Return what a checkpoint keeps at `row`, with the window that another machine begins at."""
     at = self.visit(row)
     return {**super().position(row), "window": [*at, *self._windows.begin(at.number)]}
 
   def row_of(self, position: Mapping[str, Any]) -> int:
-    """See `TrainRows`.
+    """Return the first row that a run at `position` has not read.
 
     Raises:
       ValueError: also if the input changed.
     """
     begin = super().row_of(position)
-    row, epoch, number, *place = position["window"]
-    self._windows.begins(number, Place(*place))
+    row, epoch, number, *of_text = position["window"]
+    self._windows.begins(number, TextPosition(*of_text))
     with self._guard:
       if (at := Visit(row, epoch, number)) not in self._visits:
         bisect.insort(self._visits, at)
     return begin
 
   def prepare(self, row: int, going: Callable[[], bool]) -> Iterator[None]:
-    """See `TrainRows`: a window at a time."""
+    """Prepare the windows from `row` on, one for each element that is asked for."""
     for ahead in range(AHEAD + 1):
       at = self.visit(row)
       for _ in range(ahead):
@@ -185,26 +185,26 @@ def open_stream(cfg: DataConfig, seed: int, tokenizer: Tokenizer | None = None) 
 
   Args:
     cfg: as for `open_datasets`.
-    seed: of the order of documents and rows.
-    tokenizer: as for `open_documents`.
+    seed: seed of the order of documents and rows.
+    tokenizer: the tokenizer to use in place of `cfg.tokenizer`.
 
   Raises:
     ValueError: as `open_datasets`, and for what cannot be read in windows.
   """
-  found, size = find_stream(cfg)
+  text_files, size = find_stream(cfg)
   tokenizer = tokenizer or given_tokenizer(cfg)
   if tokenizer is None:
-    if named := [file.path for file in found.files if is_remote(file.path)]:
+    if named := [file.path for file in text_files.files if is_remote(file.path)]:
       raise ValueError(
         f"data.streaming=true: a BPE is trained on many files at once, and {named[0]} is on a "
         "store. Set data.tokenizer to a tokenizer.json, or to 'bytes'."
       )
-    texts = lambda: train_texts(found.files, cfg, found.split)
-    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, found))
-  how = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
-  fingerprint = cache.digest("stream", found.content, tokenizer.fingerprint, how)
+    texts = lambda: train_texts(text_files.files, cfg, text_files.split)
+    tokenizer = build_tokenizer(cfg, texts, corpus_fingerprint=bpe_key(cfg, text_files))
+  settings = [cfg.text_field, cfg.window_mb, cfg.seq_len, cfg.packing, cfg.max_segments]
+  fingerprint = cache.digest("stream", text_files.content, tokenizer.fingerprint, settings)
   folder = cache.cache_root(cfg.cache_dir) / f"stream-{cache.digest(fingerprint, seed)}"
-  windows = Windows(folder, cfg, found.files, tokenizer, seed)
+  windows = Windows(folder, cfg, text_files.files, tokenizer, seed)
   first = _first(windows)
   if not first.num_rows:  # of others too: a window ends where another document begins
     raise ValueError(nothing_left("no file holds a document"))
@@ -221,7 +221,7 @@ def _first(windows: Windows) -> Figures:
   return Figures(*json.loads(path.read_text()))
 
 
-def find_stream(cfg: DataConfig) -> tuple[Found, int]:
+def find_stream(cfg: DataConfig) -> tuple[TextFiles, int]:
   """The files of `cfg.paths` in the order of a hash of their names, and how many bytes they have.
 
   Their fingerprint is of names, sizes, and of the beginning and the end of each file; of one on a
@@ -231,8 +231,8 @@ def find_stream(cfg: DataConfig) -> tuple[Found, int]:
     ValueError: for files that cannot be read in windows.
   """
   report = Report(strict=cfg.strict)
-  found = find_files(cfg.paths, report, cache.cache_root(cfg.cache_dir), copies=False)
-  files = sorted(found, key=lambda file: (name_hash(file.name), file.name))
+  unsorted = find_files(cfg.paths, report, cache.cache_root(cfg.cache_dir), copies=False)
+  files = sorted(unsorted, key=lambda file: (name_hash(file.name), file.name))
   size, contents = 0, []
   for file in files:
     if file.kind == "tokens" or formats.owner(opening.suffix(file.name)):
@@ -252,7 +252,7 @@ def find_stream(cfg: DataConfig) -> tuple[Found, int]:
       size += length
     except OSError as e:  # reported when its documents are read
       contents.append([file.name, file.kind, f"unreadable {e.errno}"])
-  return Found(files, cache.digest(contents), report.summary(), Split(0.0)), size
+  return TextFiles(files, cache.digest(contents), report.summary(), Split(0.0)), size
 
 
 def _ends(path: str, length: int) -> str:

@@ -26,15 +26,15 @@ from absl import logging
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
-from ats_jax.data.corpus.shards import USUAL, Shards
-from ats_jax.data.corpus.tokenise import add_texts, batched, write_corpus
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS, Shards
+from ats_jax.data.corpus.tokenise import add_texts, piece_batches, write_corpus
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.splits import Opened, pack
 from ats_jax.data.text import remote
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.report import Report, in_words
-from ats_jax.data.text.source import SourceFile, pieces
+from ats_jax.data.text.source import SourceFile, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 from ats_jax.store.paths import is_remote
 
@@ -45,13 +45,13 @@ _MAKING = "making.lock"
 _KNOWN = "windows.json"
 
 
-class Place(NamedTuple):
-  """Where a window begins.
+class TextPosition(NamedTuple):
+  """A position in the input files, at which a window begins or ends.
 
   Attributes:
-    file: the number of the file.
-    piece: how many pieces of it come before (`formats.text`).
-    part: of a document that is longer than a window, how many windows hold what comes before.
+    file: index of the file.
+    piece: number of pieces of the file that come before (`formats.text`).
+    part: number of windows that hold earlier parts of the document, if it is longer than a window.
   """
 
   file: int = 0
@@ -63,15 +63,15 @@ class Window(NamedTuple):
   """What is known of a window for good.
 
   Attributes:
-    begin: of its text.
-    rows: of it.
-    end: where the next one begins; None = the input ends.
+    begin: position at which its text begins.
+    rows: number of its rows.
+    end: position at which the next window begins; None = the input ends.
     content: a hash of its ids.
   """
 
-  begin: Place
+  begin: TextPosition
   rows: int
-  end: Place | None
+  end: TextPosition | None
   content: str
 
 
@@ -89,7 +89,7 @@ class Windows:
   """The windows of some files, by number; of one run's settings.
 
   Attributes:
-    folder: where they are.
+    folder: folder of the ring of windows in the cache.
     files: the input, in the order in which it is read.
   """
 
@@ -98,8 +98,8 @@ class Windows:
     self.folder, self.files = folder, files
     self._cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
     self._size = max(1, round(cfg.window_mb * 1e6))
-    self._text = _Text(files, cfg, folder)
-    self._begins = {0: Place()}
+    self._text = _WindowReader(files, cfg, folder)
+    self._begins = {0: TextPosition()}
     self._known: dict[int, Window] = {}
     self._open: OrderedDict[int, tuple[Dataset, IO]] = OrderedDict()
     self._guard = threading.Lock()  # of the three dicts above
@@ -111,7 +111,7 @@ class Windows:
       self.folder, self._cfg, self.files, self._tokenizer, self._seed, self._begins
     )  # fmt: skip
 
-  def begins(self, number: int, place: Place) -> None:
+  def begins(self, number: int, position: TextPosition) -> None:
     """Note where a window begins, which a checkpoint says.
 
     Raises:
@@ -119,10 +119,10 @@ class Windows:
     """
     self._read_known()
     with self._guard:
-      if self._begins.setdefault(number, place) != place:
+      if self._begins.setdefault(number, position) != position:
         raise ChangedError(number)
 
-  def begin(self, number: int) -> Place:
+  def begin(self, number: int) -> TextPosition:
     """Where a window begins; those before it are made if need be."""
     while number not in self._begins:
       before = max(n for n in self._begins if n < number)
@@ -161,7 +161,7 @@ class Windows:
     """Make a window, unless it is there.
 
     Args:
-      number: of it.
+      number: number of the window.
       going: whether to go on; asked often.
 
     Raises:
@@ -195,23 +195,25 @@ class Windows:
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
-  def _tokenise(self, folder: Path, begin: Place, going: Callable[[], bool]) -> dict[str, Any]:
+  def _tokenise(
+    self, folder: Path, begin: TextPosition, going: Callable[[], bool]
+  ) -> dict[str, Any]:
     """Write the corpus of the window that begins there; its files are those that it has text of."""
     first, last = begin.file, begin.file
-    found = self._text.window(begin, self._size, going)
+    pieces = self._text.window(begin, self._size, going)
 
     def numbered() -> Iterator[tuple[int, Piece]]:
       nonlocal last
-      for number, piece in found:
+      for number, piece in pieces:
         last = number
         yield number - first, piece
 
     def fill(shards: Shards, report: Report) -> None:
-      add_texts(shards, batched(numbered()), self._tokenizer)
+      add_texts(shards, piece_batches(numbered()), self._tokenizer)
       report.join(*self._text.counted())
 
     files = self.files[first:]
-    facts = write_corpus(folder, files, self._cfg, self._tokenizer, USUAL, fill)
+    facts = write_corpus(folder, files, self._cfg, self._tokenizer, DEFAULT_OPTIONS, fill)
     end = self._text.end
     return {**facts, "files": facts["files"][: last - first + 1], "end": end and list(end)}
 
@@ -221,13 +223,13 @@ class Windows:
     corpus = cache.finished(folder, "corpus")
     assert corpus is not None, "nobody takes it away while it is read or made"
     first = self._begins[number].file
-    found = Corpus(corpus, self.files[first : first + len(corpus.meta["files"])])
+    documents = Corpus(corpus, self.files[first : first + len(corpus.meta["files"])])
     content = cache.digest("window", self.folder.name, number)
-    opened = Opened(found, self._tokenizer, Split(0.0), content, prepared.NOTHING_PASSED_OVER)
+    opened = Opened(documents, self._tokenizer, Split(0.0), content, prepared.NOTHING_PASSED_OVER)
     cfg = dataclasses.replace(self._cfg, cache_dir=str(folder))
-    return pack(cfg, self._seed, opened, np.arange(len(found)), f"window {number}", says=False)
+    return pack(cfg, self._seed, opened, np.arange(len(documents)), f"window {number}", says=False)
 
-  def _note(self, number: int, begin: Place) -> None:
+  def _note(self, number: int, begin: TextPosition) -> None:
     """Keep what is known of a window that is there.
 
     Raises:
@@ -237,7 +239,7 @@ class Windows:
     folder = dataset.packed.corpus.folder
     end = folder.meta["end"]
     content = cache.digest(sorted(cache.hashes(folder.path, "tokens-*.bin").items()))
-    window = Window(begin, dataset.info.num_rows, end and Place(*end), content)
+    window = Window(begin, dataset.info.num_rows, end and TextPosition(*end), content)
     if self._known.get(number, window) != window:
       raise ChangedError(number)
     if number not in self._known:
@@ -248,9 +250,9 @@ class Windows:
   def _read_known(self) -> None:
     """Take in what other processes have found."""
     path = self.folder / _KNOWN
-    found = json.loads(path.read_text()) if path.exists() else {}
-    for number, (begin, rows, end, content) in found.items():
-      window = Window(Place(*begin), rows, end and Place(*end), content)
+    windows = json.loads(path.read_text()) if path.exists() else {}
+    for number, (begin, rows, end, content) in windows.items():
+      window = Window(TextPosition(*begin), rows, end and TextPosition(*end), content)
       self._take(int(number), window)
 
   def _take(self, number: int, window: Window) -> None:
@@ -264,8 +266,8 @@ class Windows:
   def _make_room(self, number: int) -> None:
     """Take away windows that nobody reads from, longest unread first, until there is room."""
     remote.remove_unlent(self.folder)
-    for rest in self.folder.glob("gone-*"):  # of a process that was killed
-      shutil.rmtree(rest)
+    for leftover in self.folder.glob("gone-*"):  # of a process that was killed
+      shutil.rmtree(leftover)
     there = {int(path.name.partition("-")[2]): path for path in self.folder.glob("window-*")}
     there.pop(number, None)
     by_age = sorted(there.items(), key=lambda item: item[1].stat().st_mtime_ns)
@@ -286,11 +288,11 @@ class Windows:
 
 def _windows(
   folder: Path, cfg: DataConfig, files: list[SourceFile], tokenizer: Tokenizer, seed: int,
-  begins: dict[int, Place],
+  begins: dict[int, TextPosition],
 ) -> Windows:  # fmt: skip
   made = Windows(folder, cfg, files, tokenizer, seed)
-  for number, place in begins.items():
-    made.begins(number, place)
+  for number, position in begins.items():
+    made.begins(number, position)
   return made
 
 
@@ -299,56 +301,56 @@ def _close(windows: OrderedDict[int, tuple[Dataset, IO]]) -> None:
     use.close()
 
 
-class _Text:
+class _WindowReader:
   """The pieces of all files in order, in windows; goes on where the last one ended.
 
   Attributes:
-    end: of the window that was read last; None = the input ended.
+    end: end of the window that was read last; None = the input ended.
   """
 
   def __init__(self, files: list[SourceFile], cfg: DataConfig, folder: Path):
     self._files, self._field, self._folder = files, cfg.text_field, folder
     self._strict = cfg.strict
-    self.end: Place | None = None
-    self._found: Iterator[tuple[Place, Piece]] | None = None
+    self.end: TextPosition | None = None
+    self._pieces: Iterator[tuple[TextPosition, Piece]] | None = None
 
   def window(
-    self, begin: Place, size: int, going: Callable[[], bool]
+    self, begin: TextPosition, size: int, going: Callable[[], bool]
   ) -> Iterator[tuple[int, Piece]]:
     """(number of the file, piece) of a window.
 
     It ends with the document that fills it. One that is twice as long is cut.
 
     Args:
-      begin: where it begins.
+      begin: position at which the window begins.
       size: in characters.
       going: whether to go on.
 
     Raises:
       InterruptedError: if not.
     """
-    if self._found is None or self.end != begin:
+    if self._pieces is None or self.end != begin:
       self._open(begin)
-    assert self._found is not None
-    found, self._found = self._found, None  # so that a window that breaks off is begun anew
+    assert self._pieces is not None
+    numbered, self._pieces = self._pieces, None  # so that a window that breaks off is begun anew
     chars, part = 0, begin.part
-    place = None
+    position = None
     while self._next is not None:
-      place, piece = self._next
+      position, piece = self._next
       if chars >= (size if piece.starts else 2 * size):
         break
       if not going():
         raise InterruptedError("told to stop")
       part = 0 if piece.starts else part
       starts = piece.starts or not chars
-      yield place.file, piece._replace(starts=starts, part=part)
+      yield position.file, piece._replace(starts=starts, part=part)
       chars += len(piece.text)
-      self._next = next(found, None)
+      self._next = next(numbered, None)
     self.end = None
     if self._next is not None:
-      place, piece = self._next
-      self.end = place._replace(part=0 if piece.starts else part + 1)
-    self._found = found
+      position, piece = self._next
+      self.end = position._replace(part=0 if piece.starts else part + 1)
+    self._pieces = numbered
 
   def counted(self) -> tuple[Report, str]:
     """What was counted in the window that was read last, and the lines on what was malformed."""
@@ -361,23 +363,23 @@ class _Text:
       self._report.records = self._report.documents = 1
     return counts, lines
 
-  def _open(self, begin: Place) -> None:
-    """Read up to a place; what is malformed before it belongs to another window."""
+  def _open(self, begin: TextPosition) -> None:
+    """Read up to a position; what is malformed before it belongs to another window."""
     self._lines = io.StringIO()
     self._report = Report(strict=self._strict, file=self._lines)
-    self._found = self._from(begin)
-    self._next = next(self._found, None)
-    if begin != Place():
+    self._pieces = self._from(begin)
+    self._next = next(self._pieces, None)
+    if begin != TextPosition():
       self.counted()
 
-  def _from(self, begin: Place) -> Iterator[tuple[Place, Piece]]:
+  def _from(self, begin: TextPosition) -> Iterator[tuple[TextPosition, Piece]]:
     for number in range(begin.file, len(self._files)):
       held = begin.piece if number == begin.file else 0
       with contextlib.ExitStack() as stack:
         file = self._files[number]
         if is_remote(file.path):
-          path = stack.enter_context(remote.lent(file.path, file.name, self._folder))
+          path = stack.enter_context(remote.local_copy(file.path, file.name, self._folder))
           file = file._replace(path=path)
-        for count, piece in enumerate(pieces(file, self._field, self._report)):
+        for count, piece in enumerate(read_pieces(file, self._field, self._report)):
           if count >= held:
-            yield Place(number, count), piece
+            yield TextPosition(number, count), piece

@@ -14,10 +14,12 @@ from ats_jax.data.corpus import cache
 from ats_jax.data.text.formats.text import Piece
 from ats_jax.data.text.formats.token_files import token_documents
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import SourceFile, document_name, name_hash, pieces
+from ats_jax.data.text.source import SourceFile, document_name, name_hash, read_pieces
 from ats_jax.data.tokens.tokenizer import Tokenizer
 
-_LEAST_BLOCK, _MOST_BLOCK = 256, 2**16  # characters, or ids of a token file
+# Lengths of a block that is held out, in characters, or in ids of a token file.
+_LEAST_BLOCK = 256
+_MOST_BLOCK = 2**16
 _LEAST_BLOCKS = 8  # of a text; a smaller one is trained on whole
 _WANTED = 4  # held-out blocks, where text is short
 _MOST_DOCUMENTS = 100_000  # so many are not few, whatever the fraction is
@@ -49,14 +51,14 @@ class Split:
       return np.asarray(part) % 2 == 1
     return np.asarray(key, np.uint64) < np.uint64(self.fraction * 2**64)
 
-  def cut(self, file: SourceFile, found: Iterable[Piece]) -> Iterator[Piece]:
+  def cut(self, file: SourceFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces of a file, each held-out block a document of its own, and so what lies between.
 
     Parts of a document with even numbers are for training, those with odd ones for validation.
     They begin at the next line behind a border, if there is one soon.
     """
     borders, part, at, starts = [], 0, 0, True
-    for piece in found:
+    for piece in pieces:
       if piece.starts:
         ranges = self.blocks.get(document_name(file, piece.line), ())
         borders, part, at, starts = [b for pair in ranges for b in pair], 0, 0, True
@@ -100,7 +102,7 @@ def plan_split(
     cfg: `text_field`, `strict` and `cache_dir` are read.
     fraction: to hold out.
     files: from `find_files`.
-    fingerprint: of their names and contents.
+    fingerprint: a hash of their names and contents.
     tokenizer: says where documents of token files end; None = those files do not count.
 
   Raises:
@@ -132,10 +134,10 @@ def _sizes(
   cfg: DataConfig, fraction: float, files: list[SourceFile], tokenizer: Tokenizer | None
 ) -> dict[str, int] | None:
   """The size of each document by name; None as soon as they can be split whole."""
-  whole, sizes, sides = Split(fraction), {}, set()
+  split, sizes, sides = Split(fraction), {}, set()
   for name, size in _documents(cfg, files, tokenizer):
     sizes[name] = size
-    sides.add(bool(whole.held_out(name_hash(name), 0)))
+    sides.add(bool(split.held_out(name_hash(name), 0)))
     if (len(sides) == 2 and len(sizes) * fraction >= 1) or len(sizes) > _MOST_DOCUMENTS:
       return None
   return sizes
@@ -148,7 +150,7 @@ def _documents(
   for file in files:
     if file.kind != "tokens":
       line, size = 0, 0
-      for piece in pieces(file, cfg.text_field, report):
+      for piece in read_pieces(file, cfg.text_field, report):
         if piece.starts and size:
           yield document_name(file, line), size
           size = 0

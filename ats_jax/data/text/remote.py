@@ -24,7 +24,7 @@ from ats_jax.store import paths
 
 # What names a version of an object, by the words of the stores; the first that is known is used.
 _VERSIONS = ("etag", "ETag", "md5Hash", "crc32c", "sha256", "blob_id", "content_md5", "checksum")
-_LENT = "copy-"  # how folders of copies begin
+_COPY_PREFIX = "copy-"  # of the names of folders with copies
 _TIMES = ("mtime", "updated", "LastModified", "last_modified", "last-modified", "created")
 _EXTRAS = {
   "gs": "gs",
@@ -51,11 +51,11 @@ def listed(entry: str) -> list[RemoteFile]:
     ValueError: if the store is unknown or does not answer, or there is no such file.
   """
   store, place = _store(entry)
-  with _said(entry):
-    found = [RemoteFile(store, url, name) for url, name in _listed(store, place)]
-  if not found:
+  with _named_errors(entry):
+    files = [RemoteFile(store, url, name) for url, name in _listed(store, place)]
+  if not files:
     raise ValueError(f"paths: {entry!r} does not exist, or matches no file.")
-  return found
+  return files
 
 
 def copied(file: RemoteFile, root: Path) -> str:
@@ -63,12 +63,12 @@ def copied(file: RemoteFile, root: Path) -> str:
 
   Args:
     file: to copy.
-    root: of the cache.
+    root: root of the cache.
 
   Raises:
     ValueError: if the store does not answer.
   """
-  with _said(file.url):
+  with _named_errors(file.url):
     return _copy(file.store, file.url, file.store.info(file.url), file.name, root)
 
 
@@ -78,7 +78,7 @@ def version(url: str) -> tuple[int, str]:
   Raises:
     ValueError: if the store does not answer.
   """
-  with _said(url):
+  with _named_errors(url):
     store, path = _store(url)
     info = store.info(path)
   return info.get("size") or 0, cache.digest(_version(info))
@@ -90,18 +90,18 @@ def url_of(file: RemoteFile) -> str:
 
 
 @contextlib.contextmanager
-def lent(url: str, name: str, folder: Path) -> Iterator[str]:
-  """The path of a copy in `folder`, which is there for a while.
+def local_copy(url: str, name: str, folder: Path) -> Iterator[str]:
+  """Copy a file of a store into `folder` for the length of a block; gives the path of the copy.
 
   Raises:
     ValueError: if the store does not answer.
   """
-  place = Path(tempfile.mkdtemp(prefix=_LENT, dir=folder))
+  place = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX, dir=folder))
   try:
     with open(place / "lock", "w") as lock:
       fcntl.flock(lock, fcntl.LOCK_SH)  # until the process ends, however it does
       target = place / os.path.basename(name)
-      with _said(url):
+      with _named_errors(url):
         store, path = _store(url)
         _fetch(store, path, store.info(path).get("size"), target)
       yield str(target)
@@ -111,14 +111,14 @@ def lent(url: str, name: str, folder: Path) -> Iterator[str]:
 
 def remove_unlent(folder: Path) -> None:
   """Take away copies of processes that were killed."""
-  for place in folder.glob(f"{_LENT}*"):
+  for place in folder.glob(f"{_COPY_PREFIX}*"):
     with open(place / "lock", "w") as lock, contextlib.suppress(BlockingIOError):
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
       shutil.rmtree(place)
 
 
 @contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
+def _named_errors(what: str) -> Iterator[None]:
   try:
     yield
   except paths.errors() as e:
@@ -166,9 +166,9 @@ def _copy(
 
 
 def _version(info: dict[str, Any]) -> list[str]:
-  found = [info.get(key) for key in _VERSIONS if info.get(key)][:1]
-  found += [info.get("size"), *(info.get(key) for key in _TIMES)]
-  return [str(part) for part in found]
+  facts = [info.get(key) for key in _VERSIONS if info.get(key)][:1]
+  facts += [info.get("size"), *(info.get(key) for key in _TIMES)]
+  return [str(part) for part in facts]
 
 
 def _fetch(store: fsspec.AbstractFileSystem, url: str, size: int | None, target: Path) -> None:

@@ -36,8 +36,8 @@ class Report:
     Args:
       kind: by which it is counted.
       where: the file and the line.
-      detail: what is wrong.
-      count: of records that share this fault.
+      detail: what is wrong with it.
+      count: number of records that share this fault.
     """
     if self._strict:
       raise ValueError(
@@ -75,13 +75,13 @@ class Report:
 
   def taken(self) -> "Report":
     """What was counted so far; counting begins anew."""
-    found = Report(strict=self._strict)
-    found.join(self, "")
+    taken = Report(strict=self._strict)
+    taken.join(self, "")
     self.records = self.documents = 0
     for name in ("malformed", "skipped", "filtered"):
       getattr(self, name).clear()
     self.first = []
-    return found
+    return taken
 
   @property
   def dropped(self) -> int:

@@ -33,8 +33,8 @@ class SourceFile(NamedTuple):
   """One input file.
 
   Attributes:
-    path: where it is.
-    name: its name in document names.
+    path: path or URL of the file.
+    name: name of the file in the names of its documents.
     kind: 'text', 'jsonl', 'tokens', or the format of an extension with the extension's hash.
     sieve: passes over the documents that filters drop; None = all are read.
   """
@@ -65,7 +65,7 @@ def find_files(
   """
   if not paths.strip():
     return _standard_library(report)
-  found: dict[str, SourceFile] = {}
+  by_real_path: dict[str, SourceFile] = {}
   for entry in (part.strip() for part in paths.split(",")):
     if not entry:
       continue
@@ -78,17 +78,19 @@ def find_files(
       real = path if is_url else os.path.realpath(path)
       if os.path.exists(real) and not os.path.isfile(real):
         report.bad("not a regular file", path, "not a regular file but a pipe, socket or device")
-      elif real in found:
+      elif real in by_real_path:
         report.skip("listed twice", path)
       else:
-        found[real] = SourceFile(path if is_url else os.path.abspath(path), name, _kind(name))
-  if not found:
+        by_real_path[real] = SourceFile(
+          path if is_url else os.path.abspath(path), name, _kind(name)
+        )
+  if not by_real_path:
     left_out = f" ({report})" if report.malformed or report.skipped else ""
     raise ValueError(
       f"paths={paths!r} holds no file that can be read{left_out}. "
       f"Known suffixes: {' '.join(sorted(formats))}."
     )
-  return list(found.values())
+  return list(by_real_path.values())
 
 
 def _standard_library(report: Report) -> list[SourceFile]:
@@ -129,10 +131,10 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
 def _expand_remote(
   entry: str, report: Report, copies: bool, root: Path
 ) -> Iterator[tuple[str, str]]:
-  found = remote.listed(entry)
-  if len(found) == 1:
-    _named(found[0].name)
-  for file in found:
+  files = remote.listed(entry)
+  if len(files) == 1:
+    _named(files[0].name)
+  for file in files:
     if _is_known(file.name, report):
       yield remote.copied(file, root) if copies else remote.url_of(file), file.name
 
@@ -243,30 +245,34 @@ def content_fingerprint(files: list[SourceFile], root: Path) -> str:
   return fingerprint
 
 
-def pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
-  """The documents of a file of text, in pieces of bounded length.
+def read_pieces(file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+  """Read the documents of a file of text, in pieces of bounded length.
 
   What is malformed goes to `report`, which counts the documents too.
   """
   suffix = opening.suffix(file.name)  # its path may be what a link leads to
   read = formats.find(suffix)
   foreign = formats.owner(suffix)
-  found = (_foreign if foreign else _own)(read, file, text_field, report)
+  raw_pieces = (_read_extension if foreign else _read_builtin)(read, file, text_field, report)
   if file.sieve:
-    found = file.sieve.passed(file.path, found, report)
+    raw_pieces = file.sieve.passed(file.path, raw_pieces, report)
   try:
-    for piece in found:
+    for piece in raw_pieces:
       report.documents += piece.starts
       yield piece
   except opening.errors() as e:
     report.lost("unreadable", file.path, f"cannot be read ({opening.reason(e)})")
 
 
-def _own(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+def _read_builtin(
+  read: Callable, file: SourceFile, text_field: str, report: Report
+) -> Iterator[Piece]:
   return read(file.path, text_field, report)
 
 
-def _foreign(read: Callable, file: SourceFile, text_field: str, report: Report) -> Iterator[Piece]:
+def _read_extension(
+  read: Callable, file: SourceFile, text_field: str, report: Report
+) -> Iterator[Piece]:
   """The documents of an extension's format, which yields texts and counts nothing."""
   dropped, documents = report.dropped, 0
   try:
@@ -275,7 +281,7 @@ def _foreign(read: Callable, file: SourceFile, text_field: str, report: Report) 
         documents += document.starts
         yield document
       else:
-        for piece in text.whole(document, number, f"{file.path}:{number}", report):
+        for piece in text.one_document(document, number, f"{file.path}:{number}", report):
           documents += piece.starts
           yield piece
   finally:

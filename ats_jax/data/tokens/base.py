@@ -83,12 +83,12 @@ class OfDocuments:
 
   @property
   def special_ids(self) -> frozenset[int]:
-    """See `Tokenizer`."""
+    """The ids that no text has."""
     return frozenset((self.bos_id, self.eos_id, self.pad_id))
 
   @property
   def end_ids(self) -> frozenset[int]:
-    """See `Tokenizer`."""
+    """The special ids that end what a model writes."""
     return frozenset((self.eos_id,))
 
   @property
@@ -97,7 +97,7 @@ class OfDocuments:
     return self
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`: it has no names."""
+    """Return no token, as this tokenizer has no names for them."""
     return {}
 
 

@@ -11,15 +11,19 @@ from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.base import OWN_NAMES, Tokenizer
 from ats_jax.data.tokens.sentencepiece_file import SentencePieceTokenizer
 from ats_jax.data.tokens.special import with_special
-from ats_jax.data.tokens.tiktoken_file import ALPHABET, joints
+from ats_jax.data.tokens.tiktoken_file import ALPHABET, merged_pairs
 from ats_jax.data.tokens.tokenizer import JsonTokenizer
 
-TOKENIZER, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
-TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-_SPACE, _ENDS = "▁", tokenizers.Regex(r"\A | \z")  # what SentencePiece writes for a space
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+MODEL = "tokenizer.model"
+TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+_SPACE = "▁"  # what SentencePiece writes for a space
+_ENDS = tokenizers.Regex(r"\A | \z")  # a space at the start or the end of a text
 
 
-def files_of(words: Tokenizer) -> dict[str, bytes]:
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
   """Content by name of the files that stand for a tokenizer.
 
   Ids are those of the run. The library puts bos before a text, as every document of ours begins.
@@ -27,9 +31,9 @@ def files_of(words: Tokenizer) -> dict[str, bytes]:
   is written as it is, and as a tokenizer.json too where that has the same ids: a BPE in which the
   user defined no pieces.
   """
-  of_text = words.of_text
-  special = _special(words)
-  roles = {role: _name(special, getattr(words, f"{role[:3]}_id")) for role in OWN_NAMES}
+  of_text = tokenizer.of_text
+  special = _special(tokenizer)
+  roles = {role: _name(special, getattr(tokenizer, f"{role[:3]}_id")) for role in OWN_NAMES}
   config: dict[str, Any] = {**roles, "clean_up_tokenization_spaces": False}
   files: dict[str, bytes] = {}
   if isinstance(of_text, SentencePieceTokenizer):
@@ -44,20 +48,20 @@ def files_of(words: Tokenizer) -> dict[str, bytes]:
   if text:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     files[TOKENIZER] = _json(text, special, roles["bos_token"]).encode()
-  if isinstance(words, ChatTokenizer):
-    ids = {"bos_token_id": words.bos_id, "pad_token_id": words.pad_id}
-    files[GENERATION] = json.dumps({**ids, "eos_token_id": sorted(words.end_ids)}).encode()
-    if words.form.source:
-      files[TEMPLATE] = words.form.source.encode()
+  if isinstance(tokenizer, ChatTokenizer):
+    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    files[GENERATION] = json.dumps({**ids, "eos_token_id": sorted(tokenizer.end_ids)}).encode()
+    if tokenizer.form.source:
+      files[TEMPLATE] = tokenizer.form.source.encode()
   return {**files, CONFIG: json.dumps(config, ensure_ascii=False, indent=2).encode()}
 
 
-def _special(words: Tokenizer) -> dict[str, int]:
+def _special(tokenizer: Tokenizer) -> dict[str, int]:
   """Id by name, of all special tokens, those without a name in their file by one of ours."""
-  special = words.special_tokens()
+  special = tokenizer.special_tokens()
   for role, name in OWN_NAMES.items():
-    i = getattr(words, f"{role[:3]}_id")
-    while i not in special.values() and words.token_id(name) not in (None, i):
+    i = getattr(tokenizer, f"{role[:3]}_id")
+    while i not in special.values() and tokenizer.token_id(name) not in (None, i):
       name = f"{name[:-2]}_|>"  # somebody else has the name
     if i not in special.values():
       special[name] = i
@@ -65,7 +69,7 @@ def _special(words: Tokenizer) -> dict[str, int]:
 
 
 def _name(special: Mapping[str, int], i: int) -> str:
-  return next(name for name, found in special.items() if found == i)
+  return next(name for name, number in special.items() if number == i)
 
 
 def _json(text: str, special: Mapping[str, int], bos: str) -> str:
@@ -86,13 +90,13 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
   rules, kinds = proto.normalizer_spec, type(proto).SentencePiece
   usual = rules.escape_whitespaces and not proto.trainer_spec.treat_whitespace_as_suffix
   is_bpe = proto.trainer_spec.model_type == proto.trainer_spec.BPE
-  found = {piece.type for piece in proto.pieces}
-  if not (is_bpe and usual) or found & {kinds.USER_DEFINED, kinds.UNUSED}:
+  types = {piece.type for piece in proto.pieces}
+  if not (is_bpe and usual) or types & {kinds.USER_DEFINED, kinds.UNUSED}:
     return ""
   ranks = {piece.piece: -piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
   inner = tokenizers.Tokenizer(
     models.BPE(
-      {piece.piece: i for i, piece in enumerate(proto.pieces)}, list(joints(ranks)),
+      {piece.piece: i for i, piece in enumerate(proto.pieces)}, list(merged_pairs(ranks)),
       unk_token=proto.trainer_spec.unk_piece, fuse_unk=True, byte_fallback=True,
     )
   )  # fmt: skip

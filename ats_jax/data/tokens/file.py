@@ -34,6 +34,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     ) from e
 
 
-def extends(tokenizer: Tokenizer, other: Tokenizer) -> bool:
-  """Whether the ids of `other` mean the same to `tokenizer`, which may know a template besides."""
+def has_same_ids(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+  """Whether the ids of `other` mean the same in `tokenizer`, which may have a template besides."""
   return other.fingerprint in (tokenizer.fingerprint, tokenizer.of_text.fingerprint)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ats_jax.data.text.formats.extra import module
+from ats_jax.data.text.formats.extra import import_extra
 from ats_jax.data.tokens.base import OfDocuments, known_ids
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^<>]*\|>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]")
@@ -43,30 +43,30 @@ class SentencePieceTokenizer(OfDocuments):
     self.fingerprint = hashlib.sha256(f"{numbers}\n".encode() + model).hexdigest()[:32]
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`."""
+    """Return the id of the token of this name; None = there is none."""
     if name in self.added:
       return self.added[name]
-    found = self._inner.piece_to_id(name)  # of an unknown one: that of <unk>
-    return found if self._inner.id_to_piece(found) == name else None
+    token = self._inner.piece_to_id(name)  # of an unknown one: that of <unk>
+    return token if self._inner.id_to_piece(token) == name else None
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`: the control pieces, and what was added."""
+    """Return the ids of control pieces and of added tokens, by name."""
     pieces = ((self._inner.id_to_piece(i), i) for i in range(self._inner.vocab_size()))
     return {**{name: i for name, i in pieces if self._inner.is_control(i)}, **self.added}
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer`; the model's normaliser may change the text."""
+    """Return the ids of `text`, which the model's normaliser may change before."""
     text.encode()  # a lone surrogate is a ValueError here; the library writes U+FFFD for it
     return self._inner.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer`."""
+    """Return the ids of each text, as integer arrays."""
     threads = 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else -1
-    found = self._inner.encode(list(texts), num_threads=threads)
-    return [np.array(ids, np.uint32) for ids in found]
+    encoded = self._inner.encode(list(texts), num_threads=threads)
+    return [np.array(ids, np.uint32) for ids in encoded]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer`."""
+    """Return the text of `ids`, without special tokens."""
     num_pieces = self._inner.vocab_size()
     text_ids = (i for i in known_ids(ids, self) if i not in self.special_ids)
     return self._inner.decode([i for i in text_ids if i < num_pieces])
@@ -102,11 +102,11 @@ def library() -> ModuleType:
   Raises:
     ValueError: if it is not installed.
   """
-  return module(KIND, "a tokenizer of SentencePiece", KIND)
+  return import_extra(KIND, "a tokenizer of SentencePiece", KIND)
 
 
 def _parsed(model: bytes) -> Any:
-  messages = module(f"{KIND}.sentencepiece_model_pb2", "a tokenizer of SentencePiece", KIND)
+  messages = import_extra(f"{KIND}.sentencepiece_model_pb2", "a tokenizer of SentencePiece", KIND)
   return messages.ModelProto.FromString(model)
 
 
@@ -146,12 +146,12 @@ def without_collisions(raw: bytes, special: Collection[str]) -> bytes:
     )
   parsed = _parsed(raw)
   kinds = type(parsed).SentencePiece
-  found = [
+  colliding = [
     piece
     for piece in parsed.pieces
     if piece.type == kinds.USER_DEFINED
     and (piece.piece in special or _LOOKS_SPECIAL.fullmatch(piece.piece))
   ]
-  for piece in found:
+  for piece in colliding:
     piece.type = kinds.CONTROL
-  return parsed.SerializeToString(deterministic=True) if found else raw
+  return parsed.SerializeToString(deterministic=True) if colliding else raw

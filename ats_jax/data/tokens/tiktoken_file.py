@@ -71,7 +71,7 @@ def converted(raw: bytes, encoding: Encoding) -> dict[str, Any]:
   if taken:
     raise ValueError(f"id {min(taken)} is of a special token and of a rank")
   vocab = {_spelled(token): rank for token, rank in ranks.items()}
-  merges = [(_spelled(left), _spelled(right)) for left, right in joints(ranks)]
+  merges = [(_spelled(left), _spelled(right)) for left, right in merged_pairs(ranks)]
   inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
   inner.pre_tokenizer = pre_tokenizers.Sequence([
     pre_tokenizers.Split(tokenizers.Regex(encoding.pattern), "isolated"),
@@ -104,8 +104,8 @@ def _ranks(raw: bytes) -> dict[bytes, int]:
   return ranks
 
 
-def joints[T: (bytes, str)](ranks: Mapping[T, float]) -> Iterator[tuple[T, T]]:
-  """Of each token the two parts that it is joined from, in the order of ranks.
+def merged_pairs[T: (bytes, str)](ranks: Mapping[T, float]) -> Iterator[tuple[T, T]]:
+  """Yield the two tokens that each token is merged from, in the order of ranks.
 
   Args:
     ranks: of all tokens; their items (bytes or characters) are tokens too.

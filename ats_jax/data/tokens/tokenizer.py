@@ -50,23 +50,23 @@ class ByteTokenizer(OfDocuments):
   fingerprint = "bytes-256+3"
 
   def to_fields(self) -> dict[str, Any]:
-    """See `Tokenizer`."""
+    """Return what a workdir keeps of it, as JSON."""
     return {"kind": "bytes"}
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`: no token has a name."""
+    """Return None, as no token has a name."""
     del name
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer.encode`."""
+    """Return the ids of `text`, none of them special."""
     return list(text.encode())
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer.encode_batch`."""
+    """Return the ids of each text, as integer arrays."""
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode`."""
+    """Return the text of `ids`, without special tokens."""
     return bytes(i for i in known_ids(ids, self) if i < 256).decode(errors="replace")
 
 
@@ -89,16 +89,16 @@ class JsonTokenizer(OfDocuments):
     self.fingerprint = hashlib.sha256(f"{ids}\n{self._text}".encode()).hexdigest()[:32]
 
   def to_fields(self) -> dict[str, Any]:
-    """See `Tokenizer`."""
+    """Return what a workdir keeps of it, as JSON."""
     ids = {name: getattr(self, name) for name in ("bos_id", "eos_id", "pad_id", "vocab_size")}
     return {"kind": "tokenizers", **ids, "tokenizer": json.loads(self.to_json())}
 
   def token_id(self, name: str) -> int | None:
-    """See `Tokenizer`."""
+    """Return the id of the token of this name; None = there is none."""
     return self._inner.token_to_id(name)
 
   def special_tokens(self) -> dict[str, int]:
-    """See `Tokenizer`."""
+    """Return the id of each special token, by name."""
     added = json.loads(self._text).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token.get("special")}
 
@@ -107,17 +107,17 @@ class JsonTokenizer(OfDocuments):
     return self._text
 
   def encode(self, text: str) -> list[int]:
-    """See `Tokenizer.encode`."""
+    """Return the ids of `text`, none of them special."""
     text.encode()  # a lone surrogate is a ValueError here, a TypeError in the library
     return self._inner.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """See `Tokenizer.encode_batch`."""
+    """Return the ids of each text, as integer arrays."""
     encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(e.ids, np.uint32) for e in encodings]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """See `Tokenizer.decode`."""
+    """Return the text of `ids`, without special tokens."""
     text_ids = [i for i in known_ids(ids, self) if i not in self._special]
     return self._inner.decode(text_ids, skip_special_tokens=False)
 
@@ -283,7 +283,7 @@ def _from_file(cfg: DataConfig) -> Tokenizer:
     ) from e
   except OSError as e:
     raise ValueError(f"The tokenizer {str(path)!r} cannot be read: {e.strerror}.") from e
-  config = _config_beside(path)
+  config = _config_of(path)
   if path.suffix == ".model":
     return _sentencepiece(path, raw, config)
   is_ranks = path.suffix == ".tiktoken"
@@ -329,29 +329,31 @@ def _say_special(
   logging.info("Tokenizer %s: %d tokens, %s.", path, vocab_size, shown)
 
 
-def _config_beside(path: paths.Path) -> dict[str, Any]:
+def _config_of(path: paths.Path) -> dict[str, Any]:
   """The tokenizer_config.json beside a file; {} if there is none.
 
   Raises:
     ValueError: if it is damaged.
   """
-  beside = path.parent / "tokenizer_config.json"
+  config_path = path.parent / "tokenizer_config.json"
   try:
-    config = json.loads(paths.read(beside))
+    config = json.loads(paths.read(config_path))
   except FileNotFoundError:
     return {}
   except (OSError, ValueError) as e:
-    raise ValueError(f"{beside} cannot be read: {e}. Mend it or remove it.") from e
+    raise ValueError(f"{config_path} cannot be read: {e}. Mend it or remove it.") from e
   if not isinstance(config, dict):
-    raise ValueError(f"{beside} holds {config!r:.40}, not a JSON object. Mend it or remove it.")
+    raise ValueError(
+      f"{config_path} holds {config!r:.40}, not a JSON object. Mend it or remove it."
+    )
   return config
 
 
 def _added_tokens(path: paths.Path, config: Mapping[str, Any]) -> dict[str, int]:
   """Id by name, of what a tokenizer_config.json adds to a file that has no place for it."""
-  found = config.get("added_tokens_decoder") or {}
+  tokens = config.get("added_tokens_decoder") or {}
   try:
-    return {token["content"]: int(i) for i, token in found.items()}
+    return {token["content"]: int(i) for i, token in tokens.items()}
   except (AttributeError, KeyError, TypeError, ValueError) as e:
     raise ValueError(
       f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder is not an object of tokens "
@@ -366,14 +368,14 @@ def _of_ranks(
   from ats_jax.data.tokens import tiktoken_file
 
   encoding = tiktoken_file.ENCODINGS.get(path.stem)
-  beside = path.with_suffix(".pattern")
-  if encoding is None and not beside.is_file():
+  pattern_path = path.with_suffix(".pattern")
+  if encoding is None and not pattern_path.is_file():
     raise ValueError(
       f"what cuts text into words is known of {', '.join(tiktoken_file.ENCODINGS)} alone, by the "
-      f"name of the file. Rename it, or write its regular expression into {beside}"
+      f"name of the file. Rename it, or write its regular expression into {pattern_path}"
     )
   if encoding is None:
-    pattern = paths.read(beside).decode().rstrip("\r\n")
+    pattern = paths.read(pattern_path).decode().rstrip("\r\n")
     encoding = tiktoken_file.Encoding(pattern, _added_tokens(path, config))
 
   def build(folder: Path) -> dict[str, Any]:
@@ -399,7 +401,7 @@ def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> T
   sentencepiece_file.library()
   added = _added_tokens(path, config)
   try:
-    model = sentencepiece_file.without_collisions(raw, {*added, *_said(config).values()})
+    model = sentencepiece_file.without_collisions(raw, {*added, *_names_in(config).values()})
     inner = sentencepiece_file.processor(model)
   except ValueError as e:
     hint = " It is a rank file: name it NAME.tiktoken" if tiktoken_file.is_ranks(raw) else ""
@@ -422,11 +424,11 @@ def _sentencepiece(path: paths.Path, raw: bytes, config: Mapping[str, Any]) -> T
   return tokenizer
 
 
-def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+def _names_in(config: Mapping[str, Any]) -> dict[str, Any]:
   """Role -> what a tokenizer_config.json calls it."""
-  said = {role: config.get(f"{role}_token") for role in _KNOWN_NAMES}
-  said = {r: s.get("content") if isinstance(s, dict) else s for r, s in said.items()}
-  return {role: name for role, name in said.items() if name}
+  names = {role: config.get(f"{role}_token") for role in _KNOWN_NAMES}
+  names = {r: s.get("content") if isinstance(s, dict) else s for r, s in names.items()}
+  return {role: name for role, name in names.items() if name}
 
 
 def _special_names(
@@ -438,21 +440,21 @@ def _special_names(
   """Role -> token: as a tokenizer_config.json says, else as the file does, else as known.
 
   Args:
-    path: of the tokenizer.
-    config: that stands beside it.
-    ids: of all tokens.
-    own: what the file itself says, if it can.
+    path: path of the tokenizer.
+    config: content of the `tokenizer_config.json` beside it.
+    ids: ids of all tokens, by name.
+    own: special tokens that the file itself names, by role; None = it names none.
   """
   names: dict[str, str | None] = {}
   for role, known in _KNOWN_NAMES.items():
-    said = _said(config).get(role)
-    if said and (not isinstance(said, str) or said not in ids):
+    named = _names_in(config).get(role)
+    if named and (not isinstance(named, str) or named not in ids):
       raise ValueError(
-        f"{path.parent / 'tokenizer_config.json'} says {role}_token is {said!r}, which {path.name} "
-        "does not hold. The two files belong to different tokenizers."
+        f"{path.parent / 'tokenizer_config.json'} says {role}_token is {named!r}, which "
+        f"{path.name} does not hold. The two files belong to different tokenizers."
       )
     in_file = next((name for name in known if name in ids), None) if own is None else own[role]
-    names[role] = said or in_file
+    names[role] = named or in_file
   return names
 
 

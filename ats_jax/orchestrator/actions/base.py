@@ -140,7 +140,7 @@ class Action:
     Args:
       state: as the last step left it, of a run with `orchestrator.mode=act`; edits donate it.
       cfg: the run, for which the action was checked.
-      saved: what `find` gave.
+      saved: what `find` returned.
 
     Raises:
       SurgeryError: for an edit that is not possible; the state is as it was.

@@ -14,12 +14,12 @@ class SurgeryError(ValueError):
   """The edit is not possible; the state is as it was."""
 
 
-class Place(NamedTuple):
-  """Where in the model a layer is.
+class StackIndex(NamedTuple):
+  """Where the parameters of a layer are in the decoder, whose layers are stacked.
 
   Attributes:
-    block: index of its segment, and of the layer in a super-block.
-    repeat: index into the arrays stacked there.
+    block: index of the segment, and of the layer in its super-block.
+    repeat: index of the layer along the first dimension of the stacked arrays.
   """
 
   block: tuple[int, int]
@@ -33,7 +33,7 @@ class ExpertView(NamedTuple):
     layer: index from the bottom.
     is_open: bool; tokens can go there.
     twin: int, the other half of a split expert; -1 for a whole one.
-    penalty: what a half loses in its logit for tokens on the other side.
+    penalty: what a half subtracts from its logit for tokens on the other side.
     load: share of the layer's choices in the last step.
     group: int, for group-limited routing.
   """
@@ -160,21 +160,21 @@ class ExpertView(NamedTuple):
     return self._replace(is_open=is_open, twin=twin)
 
 
-def find(cfg: Config, layer: int) -> Place:
-  """Where a layer with experts is.
+def find_layer(cfg: Config, layer: int) -> StackIndex:
+  """Return where the parameters of a layer with experts are.
 
   Raises:
     SurgeryError: if it has none.
   """
-  found = {}
+  by_layer = {}
   for number, segment in enumerate(segments_of(cfg)):
     for member, kind in enumerate(segment.kinds):
       for repeat, index in enumerate(segment.layer_indices(member)):
         if kind.moe:
-          found[index] = Place((number, member), repeat)
-  if layer not in found:
-    raise SurgeryError(f"layer {layer} has no experts; layers {sorted(found)} have.")
-  return found[layer]
+          by_layer[index] = StackIndex((number, member), repeat)
+  if layer not in by_layer:
+    raise SurgeryError(f"layer {layer} has no experts; layers {sorted(by_layer)} have.")
+  return by_layer[layer]
 
 
 def view_experts(cfg: Config, state: TrainState, layer: int) -> ExpertView:
@@ -183,7 +183,7 @@ def view_experts(cfg: Config, state: TrainState, layer: int) -> ExpertView:
   Raises:
     SurgeryError: if the layer has no experts, or surgery is off.
   """
-  (segment, member), repeat = find(cfg, layer)
+  (segment, member), repeat = find_layer(cfg, layer)
   if not cfg.moe.spare_experts:
     raise SurgeryError(
       "surgery is off: with moe.spare_experts=0 the routers keep no buffers for closed and split "

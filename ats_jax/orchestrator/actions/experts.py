@@ -9,9 +9,9 @@ from ats_jax.orchestrator.actions import surgery
 from ats_jax.orchestrator.actions.base import Action, Now
 from ats_jax.orchestrator.actions.expert_view import (
   ExpertView,
-  Place,
+  StackIndex,
   SurgeryError,
-  find,
+  find_layer,
   view_experts,
 )
 from ats_jax.orchestrator.signals.interval import Reading
@@ -39,14 +39,14 @@ class LayerEdit(Action, abc.ABC, abstract=True):
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
     """Edit, if it is possible."""
     view = view_experts(cfg, state, self.layer)
-    return self._resolve(cfg, view)._edit(state, find(cfg, self.layer), cfg, view)
+    return self._resolve(cfg, view)._edit(state, find_layer(cfg, self.layer), cfg, view)
 
   @abc.abstractmethod
   def _resolve(self, cfg: Config, view: ExpertView) -> Self:
     """With what was left open filled in; a `SurgeryError` if it is not possible."""
 
   @abc.abstractmethod
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     """Make it; it is possible and nothing is open."""
 
 
@@ -56,7 +56,7 @@ class ExpertEdit(LayerEdit, abstract=True):
 
   Attributes:
     layer: index from the bottom.
-    expert: its slot.
+    expert: slot of the expert.
   """
 
   expert: int
@@ -77,7 +77,7 @@ class RecycleExpert(ExpertEdit):
     view.check_recycle(cfg, self.expert)
     return self
 
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     source = view.check_recycle(cfg, self.expert)
     state = surgery.prune(state, *at, self.expert, view.twin[self.expert])
     return surgery.split(state, *at, self.layer, source, self.expert)
@@ -100,7 +100,7 @@ class PruneExpert(ExpertEdit):
     view.without(cfg, self.expert)
     return self
 
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     return surgery.prune(state, *at, self.expert, view.twin[self.expert])
 
   def undo(self) -> Action:
@@ -117,7 +117,7 @@ class ReopenExpert(ExpertEdit):
     view.check_idle(self.expert)
     return self
 
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     squares = build_optimizer(cfg, "cpu").squares  # those of any platform
     return surgery.reopen(state, *at, self.expert, squares)
 
@@ -146,7 +146,7 @@ class AddExpert(LayerEdit):
     slot = view.check_split(expert, None if self.slot < 0 else self.slot)
     return dataclasses.replace(self, expert=expert, slot=slot)
 
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     return surgery.split(state, *at, self.layer, self.expert, self.slot)
 
   def undo(self) -> Action:
@@ -162,7 +162,7 @@ class SetPenalty(ExpertEdit):
     layer: index from the bottom.
     expert: one of the halves.
     penalty: what a half loses in its logit for the other's tokens; at 0 they are whole, for good.
-    before: what it was.
+    before: the penalty before the action.
   """
 
   words = "penalty of expert {expert} of layer {layer} is {penalty:g} ({before:g} before)"
@@ -180,7 +180,7 @@ class SetPenalty(ExpertEdit):
     self.check(cfg)
     return dataclasses.replace(self, before=float(view.penalty[self.expert]))
 
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     twin = view.twin[self.expert]
     return surgery.release(state, *at, self.expert, twin, self.penalty)
 
@@ -209,7 +209,7 @@ class MergeExperts(LayerEdit):
     view.check_merge(cfg, self.keep, self.drop)
     return self
 
-  def _edit(self, state: TrainState, at: Place, cfg: Config, view: ExpertView) -> TrainState:
+  def _edit(self, state: TrainState, at: StackIndex, cfg: Config, view: ExpertView) -> TrainState:
     return surgery.merge(state, *at, self.keep, self.drop, cfg.moe)
 
 

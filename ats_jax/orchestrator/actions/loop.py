@@ -36,9 +36,9 @@ class Rollback(Action):
 
     Its step is the host's count of batches consumed, because the count in `state` may be corrupt.
     """
-    if (found := host.earlier(self.back)) is None:
+    if (snapshot := host.earlier(self.back)) is None:
       return None, {}
-    to, earlier = found
+    to, earlier = snapshot
     batches = jnp.full_like(state.step, step)
     earlier = dataclasses.replace(earlier, step=batches, control=state.control)
     if earlier.reflex is not None and state.reflex is not None:
@@ -110,7 +110,7 @@ class Stop(Action):
   """End the run: what would help was tried, and did not, or nothing would.
 
   Attributes:
-    advice: what the user is to do.
+    advice: what the user should do.
   """
 
   words = "stops the run"

@@ -16,7 +16,7 @@ class Scalar(Action, abstract=True):
   """Sets a scalar of `Control` to its first field; the second, `before`, is the old value.
 
   Attributes:
-    scalar: its name there.
+    scalar: name of the scalar in `Control`.
     called: the same in words.
     least: value.
     most: value.
@@ -72,7 +72,7 @@ class SetLearningRateScale(Scalar):
   Attributes:
     scale: at most 32. The policy raises the rate above the schedule's only after the higher rate
       has won a paired trial (`policy/growth.py`), never in an emergency.
-    before: what it was.
+    before: the value before the action.
   """
 
   prior = (6.8, 1.2)
@@ -112,7 +112,7 @@ class SetSkips(Scalar):
 
   Attributes:
     bucket: at most 5; 0 = all that is finite is trained on.
-    before: what it was.
+    before: the value before the action.
   """
 
   prior = (7.2, 0.8)
@@ -131,7 +131,7 @@ class SetWeightDecay(Scalar):
 
   Attributes:
     scale: in [0, 10]; repeated data wants more (Lovelace et al. 2026, arXiv:2605.01640).
-    before: what it was.
+    before: the value before the action.
   """
 
   scalar, called, least, most = "decay_scale", "the weight decay's scale", 0.0, 10.0
@@ -148,7 +148,7 @@ class SetExpertDropout(Scalar):
 
   Attributes:
     rate: in [0, 0.5].
-    before: what it was.
+    before: the value before the action.
   """
 
   scalar, called, least, most = "expert_dropout", "the experts' dropout", 0.0, 0.5

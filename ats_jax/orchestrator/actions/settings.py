@@ -58,7 +58,7 @@ class ChangeSettings(Action):
 
   def check(self, cfg: Config, step: int = 0) -> None:
     """Check that each setting may change, and to its new value."""
-    changed(cfg, self, step)
+    with_new_settings(cfg, self, step)
 
   def fill(self, now: Now) -> Self:
     """Fill in the old values."""
@@ -91,7 +91,7 @@ class ChangeSettings(Action):
     return f"goes on from here with {', '.join(of_each)}"
 
 
-def changed(cfg: Config, action: ChangeSettings, step: int) -> Config:
+def with_new_settings(cfg: Config, action: ChangeSettings, step: int) -> Config:
   """`cfg` as it is to be from `step` on.
 
   Raises:

@@ -45,7 +45,7 @@ def split(state, block, repeat, layer, expert, slot):
   """
   direction = _direction(state, block, repeat, layer, expert)
   for moe in _models(state, block):
-    first, second, router = _these(moe, expert), _these(moe, slot), moe.router
+    first, second, router = _mask_of(moe, expert), _mask_of(moe, slot), moe.router
     for variable, axis in (*_rows(moe), (router.bias_E, 0)):
       _put(variable, repeat, second, _mix(variable, repeat, 1.0 * first, axis), axis)
     both = first | second
@@ -56,7 +56,7 @@ def split(state, block, repeat, layer, expert, slot):
     _put(router.penalty_S, repeat, both, EXCLUSIVE)
     _put(router.direction_SD, repeat, both, direction)
   moe = _moe(state.model, block)
-  first, both = _these(moe, expert), _these(moe, expert, slot)
+  first, both = _mask_of(moe, expert), _mask_of(moe, expert, slot)
   for _, variable, axis in _kept_rows(state, block):  # each half sees half of the tokens
     _put(variable, repeat, both, _mix(variable, repeat, 0.5 * first, axis), axis)
   return state
@@ -85,7 +85,7 @@ def release(state, block, repeat, expert, twin, penalty):
   its own, to 0 over some hundreds of steps. At 0 they are two ordinary experts.
   """
   for moe in _models(state, block):
-    both = _these(moe, expert, twin)
+    both = _mask_of(moe, expert, twin)
     _put(moe.router.penalty_S, repeat, both, penalty)
     _make_whole(moe, repeat, both & (penalty == 0.0))
   return state
@@ -136,17 +136,17 @@ def merge(state, block, repeat, keep, drop, moe):
   # log(exp a + exp b) = p a + (1 - p) b + entropy(p) at best. A token sees one half of a pair.
   gain = jnp.where(is_pair, 0.0, moe.temperature * (entr(shares[0]) + entr(shares[1])))
   for layer in _models(state, block):
-    kept, dropped = _these(layer, keep), _these(layer, drop)
-    share = shares[0] * kept + shares[1] * dropped
+    kept_mask, dropped = _mask_of(layer, keep), _mask_of(layer, drop)
+    share = shares[0] * kept_mask + shares[1] * dropped
     for variable, axis in (*_rows(layer), (layer.router.bias_E, 0)):
-      _put(variable, repeat, kept, _mix(variable, repeat, share, axis), axis)
+      _put(variable, repeat, kept_mask, _mix(variable, repeat, share, axis), axis)
     if (offset := layer.router.offset) is not None and moe.score == "softmax":
-      _put(offset, repeat, kept, _mix(offset, repeat, 1.0 * kept) + gain)
+      _put(offset, repeat, kept_mask, _mix(offset, repeat, 1.0 * kept_mask) + gain)
     _close(layer, repeat, drop, keep)
   layer = _moe(state.model, block)
-  kept, both = _these(layer, keep), _these(layer, keep, drop)
+  kept_mask, both = _mask_of(layer, keep), _mask_of(layer, keep, drop)
   for _, variable, axis in _kept_rows(state, block):  # a gradient is a sum over tokens
-    _put(variable, repeat, kept, _mix(variable, repeat, 1.0 * both, axis), axis)
+    _put(variable, repeat, kept_mask, _mix(variable, repeat, 1.0 * both, axis), axis)
   return state
 
 
@@ -159,7 +159,7 @@ def reopen(state, block, repeat, slot, squares):
   updates too long (6 times at b2 = 0.999): it becomes the mean over the other open experts.
   """
   router = _moe(state.model, block).router
-  opened = _these(_moe(state.model, block), slot)
+  opened = _mask_of(_moe(state.model, block), slot)
   others = jnp.where(opened, 0.0, router.active_S[...][repeat])
   mean = others / jnp.maximum(jnp.sum(others), 1.0)
   for moe in _models(state, block):
@@ -185,10 +185,10 @@ def _models(state: TrainState, block: tuple[int, int]) -> list[MoE]:
 
 def _rows(moe: MoE) -> list[tuple[Param, int]]:
   """The parameters that have a row for each expert, and which dimension of a layer counts them."""
-  found = []
+  rows = []
   for param in params_of(moe):
-    found += [(param, d) for d, name in enumerate(param.axes) if name in _OF_EXPERTS]
-  return found
+    rows += [(param, d) for d, name in enumerate(param.axes) if name in _OF_EXPERTS]
+  return rows
 
 
 def _kept_rows(state: TrainState, block: tuple[int, int]) -> list[tuple[str, Param, int]]:
@@ -197,16 +197,16 @@ def _kept_rows(state: TrainState, block: tuple[int, int]) -> list[tuple[str, Par
   An array that some optimizer keeps in another shape has rows of experts where it is like the
   parameter up to that dimension; one that sums over experts has none.
   """
-  found, of_model = [], _rows(_moe(state.model, block))
+  rows, of_model = [], _rows(_moe(state.model, block))
   for name, tree in per_parameter(state.opt_state):
     for (array, axis), (param, _) in zip(_rows(_moe(tree, block)), of_model, strict=True):
       leading = slice(axis + 2)  # the stack's dimension too
       if jax.tree.leaves(array) and array.shape[leading] == param.shape[leading]:
-        found.append((name, array, axis))
-  return found
+        rows.append((name, array, axis))
+  return rows
 
 
-def _these(moe: MoE, *experts: Any) -> jax.Array:
+def _mask_of(moe: MoE, *experts: Any) -> jax.Array:
   """Mask [slots]; -1 is none of them."""
   return jnp.any(jnp.arange(moe.router.num_slots) == jnp.array(experts)[:, None], axis=0)
 
@@ -238,7 +238,7 @@ def _put(variable: nnx.Variable, repeat: Any, is_slot_S: Any, row: Any, axis: in
 
 def _close(moe: MoE, repeat: Any, expert: Any, heir: Any) -> None:
   """Close an expert; another one (-1 = none) gets its load, and all tokens if it was its twin."""
-  router, closed, both = moe.router, _these(moe, expert), _these(moe, expert, heir)
+  router, closed, both = moe.router, _mask_of(moe, expert), _mask_of(moe, expert, heir)
   _put(router.active_S, repeat, closed, 0.0)
   _put(router.load_E, repeat, both & ~closed, _mix(router.load_E, repeat, 1.0 * both))
   _put(router.load_E, repeat, closed, 0.0)

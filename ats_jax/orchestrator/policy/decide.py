@@ -23,7 +23,7 @@ from ats_jax.orchestrator.actions import (
   Stop,
 )
 from ats_jax.orchestrator.policy.growth import helps, higher_rate, more_room, rate_won
-from ats_jax.orchestrator.policy.rates import SURPRISES, doubt, watch_start, won
+from ats_jax.orchestrator.policy.rates import SURPRISES, lower_rate_won, propose_trial, watch_start
 from ats_jax.orchestrator.policy.state import (
   REQUESTED,
   Decision,
@@ -38,25 +38,38 @@ from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.step.schedule import warmup_steps
 
-MARGIN, MARGIN_SIGMAS = 0.02, 5.0  # nats; how far the probe's loss may be above its reference
-NEAR, RATE_ROSE, WIDER = 2.0, 1.1, 2.0  # margins; a higher rate may cost some loss
-CUSUM = 20.0  # false alarms below one in two hundred runs of 20,000 clean steps
-BROKEN, HELD, RECENT_Z = 8, 20, 2.0  # steps, steps, sigmas: from here an alarm
+# The margin: how far the probe's loss may be above its reference.
+LEAST_MARGIN = 0.02  # nats
+MARGIN_SIGMAS = 5.0  # standard deviations of the probe's loss between looks
+REFERENCE_MARGINS = 2.0  # margins above the reference, from which on no look widens the margin
+RAISED_RATE = 1.1  # times the rate at the reference, from which on the loss may rise for a while
+RAISED_RATE_MARGINS = 2.0  # margins that are allowed then
+# From here on the signals of the reflex are an alarm.
+CUSUM_ALARM = 20.0  # sigmas; false alarms below one in two hundred runs of 20,000 clean steps
+BROKEN_STEPS = 8  # steps in a row whose loss or gradient is not finite
+HELD_STEPS = 20  # steps in a row whose learning rate is held
+RISING_SIGMAS = 2.0  # of the loss in the last steps, without which an old CUSUM is no alarm
 BROKEN_STOP = 200  # steps in a row, whatever the interval of looks: a fault may pass
 BROKEN_ADVICE = (
   "The weights are sound and the newest checkpoint holds them. Look at the batches of these steps "
   "(python -m ats_jax data stats); if they are well, try precision.compute_dtype=float32, "
   "ops.kernels=attention=xla or another machine, and run the same command again."
 )
-PRIOR_ODDS = -math.log(2000.0)  # of a fault in an interval
-EVIDENCE = 12.0  # at most, log odds
-HORIZON = 2  # looks until an action is judged
-CROWDED = 0.3  # share of choices that are dropped, from which on experts have too few places
+PRIOR_ODDS = -math.log(2000.0)  # log odds of a fault in an interval
+MOST_EVIDENCE = 12.0  # log odds that a CUSUM adds at most
+JUDGED_AFTER_LOOKS = 2  # looks after an action, at which it is judged
+CROWDED_SHARE = 0.3  # share of dropped choices, from which on experts have too little room
 STARVED_CHECKS = 10  # looks in a row without tokens, after which an expert is dead
-BUDGET, BUDGET_STEPS = 3, 1000
-LADDER, LADDER_RATE, LADDER_CHECKS = 4, 0.6, 8  # the fourth rollback in eight looks is a stop
-LEAST_SCALE, RECOVER, RECOVER_CHECKS = 1e-3, 1.1, 5
-LATCH_HARMS, LATCH_JUDGED = 2, 5
+ACTION_BUDGET = 3  # actions of the policy in BUDGET_STEPS
+BUDGET_STEPS = 1000
+LADDER_RUNGS = 4  # which rollback in LADDER_LOOKS is a stop
+LADDER_LOOKS = 8
+LADDER_RATE_FACTOR = 0.6  # of the learning rate, with each rollback from the second on
+LEAST_SCALE = 1e-3  # of the learning rate
+RECOVERY_FACTOR = 1.1  # of the learning rate, at each look of a recovery
+RECOVERY_LOOKS = 5  # looks in a row that found nothing, after which a recovery begins
+LATCH_HARMS = 2  # harmful actions in a row, after which the policy takes no others
+LATCH_JUDGED = 5  # judged actions after which it takes none if they did harm in sum
 LEAST_HARM = 0.005  # nats
 ROLLBACK = Rollback.__name__
 
@@ -87,9 +100,9 @@ class Interval(NamedTuple):
   """Steps that were looked at.
 
   Attributes:
-    reading: of them.
+    reading: the summary of the steps.
     pause: whether the loop waits anyway, as before a checkpoint: there is time for surgery.
-    request: of a hook; it is done if nothing is wrong and no action is on trial.
+    request: an action that a hook asks for; it is done if nothing is wrong and none is on trial.
   """
 
   reading: Reading
@@ -101,8 +114,8 @@ class Tried(NamedTuple):
   """An action that was tried on the same updates.
 
   Attributes:
-    action: which.
-    effect: what it changed.
+    action: the action that was tried.
+    effect: the difference that it made.
     again: on steps made again, so that the run can go on with them; or ahead.
   """
 
@@ -117,8 +130,8 @@ def decide(
   """What to do about what was seen.
 
   Args:
-    terms: of the run.
-    policy: what the last call returned.
+    terms: facts about the run.
+    policy: the state that the last call returned.
     seen: an interval of steps, or what came of a trial.
     step: at which the actions are applied.
   """
@@ -129,9 +142,9 @@ def decide(
   tries = tries if terms.cfg.raise_learning_rate else None
   if not (judgement.stale or judgement.decisions):
     span = (terms.warmup, terms.cfg.check_interval)
-    policy, found = doubt(policy, seen.reading, judgement.finding, *span)
-    judgement = judgement._replace(past=found.past)
-    tries = found.coming or tries
+    policy, diagnosis = propose_trial(policy, seen.reading, judgement.finding, *span)
+    judgement = judgement._replace(past=diagnosis.past)
+    tries = diagnosis.coming or tries
   return policy, judgement._replace(tries=tries, asks=more_room(policy, terms.capacity))
 
 
@@ -147,7 +160,7 @@ def _decide_trial(
   if raises:
     policy, confidence = rate_won(terms.cfg, policy, effect)
   else:
-    policy, has_won = won(policy, action, effect)
+    policy, has_won = lower_rate_won(policy, action, effect)
     confidence = 1.0 if has_won else None
   if confidence is None:
     return policy, Judgement()
@@ -223,14 +236,14 @@ def diagnose(policy: PolicyState, reading: Reading) -> Finding | None:
     return Finding(fault.cause, 1.0, True, fault.reason)
   if policy.doubts:
     return Finding("state", 1.0, True, f"{policy.doubts}; {probe}")
-  if reading.broken >= BROKEN:
+  if reading.broken >= BROKEN_STEPS:
     steps = f"no loss or gradient was finite in the last {reading.broken} steps"
     return Finding("system", 1.0, True, f"{steps}, though the weights are: {probe}")
-  is_worse, is_held = excess > margin, reading.held >= HELD
+  is_worse, is_held = excess > margin, reading.held >= HELD_STEPS
   # The CUSUM remembers long: a rise that the statistics have taken in by now is no surprise.
-  rising = reading.cusum > CUSUM and reading.recent_z > RECENT_Z
+  rising = reading.cusum > CUSUM_ALARM and reading.recent_z > RISING_SIGMAS
   surprised = rising or reading.surprising >= SURPRISES
-  fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, EVIDENCE))
+  fault = _sigmoid(PRIOR_ODDS + min(reading.cusum / 2.0, MOST_EVIDENCE))
   worse = _sigmoid(_log_odds_outlier(MARGIN_SIGMAS * excess / margin))
   held = f"the learning rate rises too fast, the last {reading.held} steps had it held"
   if (surprised or is_held) and reading.unread:
@@ -265,7 +278,7 @@ def _doubts(reading: Reading) -> str:
 
 def _raised(reading: Reading) -> str:
   return (
-    f"{reading.loss:.4g}, evidence of a rise {reading.cusum:.3g} (alarm at {CUSUM:g}), "
+    f"{reading.loss:.4g}, evidence of a rise {reading.cusum:.3g} (alarm at {CUSUM_ALARM:g}), "
     f"{reading.surprising} surprising batches, {reading.skipped} left out"
   )
 
@@ -287,7 +300,7 @@ def _remedy(
   yes, no = policy.chances(kind)
   confidence = 1.0 if finding.certain else finding.confidence * yes / (yes + no)
   recent = [s for s in policy.spent if s > reading.step - BUDGET_STEPS]
-  spent = len(recent) >= BUDGET
+  spent = len(recent) >= ACTION_BUDGET
   if finding.certain:
     actions = [Stop()] if policy.latched else actions
   elif policy.latched or confidence < cfg.confidence or policy.waits(kind) or spent:
@@ -307,10 +320,13 @@ def _candidates(
   if finding.cause == "state":
     if not is_worse:  # mended, or harmless: a rollback would cost more
       return []
-    rung = 1 + sum(check > policy.checks - LADDER_CHECKS for check in policy.made.get(ROLLBACK, ()))
-    if rung >= LADDER:
+    rung = 1 + sum(check > policy.checks - LADDER_LOOKS for check in policy.made.get(ROLLBACK, ()))
+    if rung >= LADDER_RUNGS:
       return [Stop()]
-    return [Rollback(back=int(rung == 3)), *(_slower(scale, LADDER_RATE) if rung > 1 else [])]
+    return [
+      Rollback(back=int(rung == 3)),
+      *(_slower(scale, LADDER_RATE_FACTOR) if rung > 1 else []),
+    ]
   if finding.cause == "learning rate" and policy.reference_rate and reading.learning_rate:
     return _slower(scale, policy.reference_rate / reading.learning_rate / scale)
   if finding.cause == "system":
@@ -325,12 +341,12 @@ def _slower(scale: float, by: float) -> list[Action]:
 
 def _recover(policy: PolicyState, finding: Finding | None) -> list[Wanted]:
   """Lift cuts of the rate and skips, once the run has been well for some time."""
-  if finding is not None or policy.trial is not None or policy.healthy < RECOVER_CHECKS:
+  if finding is not None or policy.trial is not None or policy.healthy < RECOVERY_LOOKS:
     return []
   why = f"{policy.healthy} looks in a row found nothing"
   wanted: list[Action] = []
   if policy.lr_scale < policy.lr_wanted:
-    scale = min(policy.lr_wanted, RECOVER * policy.lr_scale)
+    scale = min(policy.lr_wanted, RECOVERY_FACTOR * policy.lr_scale)
     wanted.append(SetLearningRateScale(scale, policy.lr_scale))
   if bucket := policy.control["bucket"]:
     wanted.append(SetSkips(0.0, bucket))
@@ -409,7 +425,7 @@ def _remember(
 ) -> PolicyState:
   names = [f"{layer}/{expert}" for layer, expert in reading.starved]
   starved = {name: policy.starved.get(name, 0) + 1 for name in names}
-  crowded = policy.crowded + 1 if reading.means.get("moe/dropped", 0.0) > CROWDED else 0
+  crowded = policy.crowded + 1 if reading.means.get("moe/dropped", 0.0) > CROWDED_SHARE else 0
   policy = policy._replace(
     learning_rate=reading.learning_rate,
     starved=starved,
@@ -442,7 +458,7 @@ def _spread(policy: PolicyState, probe: float) -> PolicyState:
   margin, before = _usual_margin(policy), policy.last_change
   change = None if policy.last_probe is None else probe - policy.last_probe
   policy = policy._replace(last_probe=probe, last_change=change)
-  is_far = policy.reference is not None and probe > policy.reference + NEAR * margin
+  is_far = policy.reference is not None and probe > policy.reference + REFERENCE_MARGINS * margin
   if is_far or change is None or before is None:
     return policy
   # Times 2: only the negative half counts. Over 3: a second difference has thrice the variance.
@@ -455,20 +471,20 @@ def _act(
 ) -> PolicyState:
   """Remember a decision; in mode "observe" only that it was made, as nothing is carried out."""
   action, kind = decision.action, type(decision.action).__name__
-  made = (*policy.made.get(kind, ()), policy.checks)[-LADDER:]
+  made = (*policy.made.get(kind, ()), policy.checks)[-LADDER_RUNGS:]
   policy = policy._replace(decisions=decision.id + 1, made={**policy.made, kind: made})
   requested = decision.cause in REQUESTED
   is_on_trial = decision.cause not in ("recovery", "harm")
   if is_on_trial and not requested:
     wait = {**policy.wait, kind: policy.checks + action.cooldown}
-    policy = policy._replace(wait=wait, spent=(*policy.spent, step)[-BUDGET:])
+    policy = policy._replace(wait=wait, spent=(*policy.spent, step)[-ACTION_BUDGET:])
   if cfg.mode != "act":
     return policy
   policy = action.remember(policy, step, wanted=requested)
   if is_on_trial and policy.trial is None and action.judged:
     before = excess if math.isfinite(excess) else math.inf
     trial = Trial(decision.id, action, step, before, decision.cause)
-    wait = {**policy.wait, "trial": policy.checks + HORIZON + 1}
+    wait = {**policy.wait, "trial": policy.checks + JUDGED_AFTER_LOOKS + 1}
     policy = policy._replace(trial=trial, wait=wait)
   return policy
 
@@ -483,12 +499,12 @@ def _excess(policy: PolicyState, reading: Reading) -> float:
 
 
 def _margin(policy: PolicyState, reading: Reading) -> float:
-  rose = reading.applied > RATE_ROSE * policy.reference_rate > 0.0
-  return WIDER * _usual_margin(policy) if rose else _usual_margin(policy)
+  rose = reading.applied > RAISED_RATE * policy.reference_rate > 0.0
+  return RAISED_RATE_MARGINS * _usual_margin(policy) if rose else _usual_margin(policy)
 
 
 def _usual_margin(policy: PolicyState) -> float:
-  return max(MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
+  return max(LEAST_MARGIN, MARGIN_SIGMAS * math.sqrt(policy.spread))
 
 
 def _log_odds_outlier(z: float) -> float:

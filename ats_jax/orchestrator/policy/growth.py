@@ -16,14 +16,20 @@ from ats_jax.orchestrator.policy.state import Judgement, PolicyState, Request
 from ats_jax.orchestrator.signals.interval import Reading
 from ats_jax.orchestrator.trials.paired import Effect
 
-FACTOR = 3.0
-SPAN = 2  # looks that a trial of a higher rate lasts
-WAIT, LONGER = 3, 12  # calm looks before one; before the next, if the last one lost
-LOST, MOST = 2, 6  # lost in a row, and tried in a run, after which there is no other
-TOP = 0.9  # of the schedule's highest rate so far: below, the run anneals
-GAIN, SHARE = 0.01, 0.25  # nats, and share of the progress in the same steps, to win by
+RATE_FACTOR = 3.0  # of the learning rate in a trial
+TRIAL_LOOKS = 2  # looks that a trial of a higher rate lasts
+CALM_LOOKS = 3  # in a row, before a trial
+CALM_LOOKS_AFTER_LOSS = 12  # the same after a trial that lost
+MOST_LOST = 2  # trials lost in a row, after which there is no other
+MOST_TRIALS = 6  # in a run
+TOP_SHARE = 0.9  # share of the schedule's highest rate so far: below, the run anneals
+# By both of these a trial has to win.
+WINNING_NATS = 0.01  # of the held-out loss
+WINNING_SHARE = 0.25  # share of the progress in the same steps
 CONFIDENCE = 0.975  # at least, that the training losses are lower, batch by batch
-SIGMAS, LEAST_GAIN = 3.2, 0.003  # Student's t with 3 degrees, 97.5 % to one side; nats
+# By both of these an action that is tried ahead has to help.
+HELPING_ERRORS = 3.2  # standard errors: Student's t with 3 degrees, 97.5 % to one side
+HELPING_NATS = 0.003  # of the held-out loss
 # Of moe.capacity_factor: 1 to 1.25 in Switch (arXiv:2101.03961), 2 in GShard (arXiv:2006.16668).
 ROOMS = (1.0, 1.25, 1.5, 2.0)
 CROWDED_CHECKS = 10  # looks in a row, in which too much is dropped
@@ -40,15 +46,16 @@ def higher_rate(
     judgement: what was made of it.
   """
   plateau, rate = policy.plateau, reading.learning_rate
-  at_top = TOP * plateau.highest <= rate <= plateau.highest
+  at_top = TOP_SHARE * plateau.highest <= rate <= plateau.highest
   well = not (judgement.stale or judgement.finding or judgement.decisions or policy.trial)
   calm = plateau.calm + 1 if at_top and well else 0
   plateau = plateau._replace(highest=max(plateau.highest, rate), calm=calm)
   policy = policy._replace(plateau=plateau)
-  spent = plateau.lost >= LOST or plateau.tried >= MOST
-  scale = FACTOR * policy.lr_scale
+  spent = plateau.lost >= MOST_LOST or plateau.tried >= MOST_TRIALS
+  scale = RATE_FACTOR * policy.lr_scale
   allowed = not (spent or policy.latched) and policy.lr_scale == policy.lr_wanted
-  if not allowed or scale > SetLearningRateScale.most or calm < (LONGER if plateau.lost else WAIT):
+  needed = CALM_LOOKS_AFTER_LOSS if plateau.lost else CALM_LOOKS
+  if not allowed or scale > SetLearningRateScale.most or calm < needed:
     return policy, None
   return policy, SetLearningRateScale(scale, policy.lr_scale)
 
@@ -66,7 +73,8 @@ def rate_won(
   progress, gain = effect.before - effect.without, effect.without - effect.changed
   confidence = NormalDist().cdf(effect.gain / max(effect.error, 1e-9))
   # A comparison with NaN is false, so an arm that diverged has lost.
-  won = gain > max(GAIN, SHARE * progress) and confidence > max(cfg.confidence, CONFIDENCE)
+  is_enough = gain > max(WINNING_NATS, WINNING_SHARE * progress)
+  won = is_enough and confidence > max(cfg.confidence, CONFIDENCE)
   plateau = policy.plateau
   lost = 0 if won else plateau.lost + 1
   plateau = plateau._replace(calm=0, tried=plateau.tried + 1, lost=lost)
@@ -75,7 +83,7 @@ def rate_won(
 
 def helps(effect: Effect) -> bool:
   """Whether an action that was tried ahead helps beyond noise, and by enough to matter."""
-  return effect.gain > max(SIGMAS * effect.error, LEAST_GAIN)
+  return effect.gain > max(HELPING_ERRORS * effect.error, HELPING_NATS)
 
 
 def more_room(policy: PolicyState, capacity: float | None) -> Request | None:

@@ -16,28 +16,30 @@ from ats_jax.orchestrator.trials.paired import Effect
 
 # Norm of an update over the norm of the first weights. Usual is 0.001 to 0.02 in the first thousand
 # steps; at 0.045 all weights turn over in 22 steps.
-FAST, USUAL = 0.045, 0.008
-# Looks, and turnovers of the weights, after which the first steps are judged. Earlier, a rate that
-# is ten times too high still looks well.
-FIRST_LOOKS, TURNS = 5, 7.0
+FAST_TURNOVER = 0.045  # from here on the rate is doubted
+USUAL_TURNOVER = 0.008  # to which a lower rate aims
+# After these the first steps are judged. Earlier, a rate ten times too high still looks well.
+FIRST_LOOKS = 5
+FIRST_TURNOVERS = 7.0  # of the weights
 LEAST_GAIN = 0.03  # nats of the held-out loss by which to win
 # Nats by which the first steps may be worse at the lower rate, which gains later. Times the square
-# of the turnover over FAST: the faster the weights turn over, the surer it is. At four times FAST
-# the two are within 0.3 of each other after 60 steps, and 0.8 apart after 400.
+# of the turnover over FAST_TURNOVER: the faster the weights turn over, the surer it is. At four
+# times FAST_TURNOVER the two are within 0.3 of each other after 60 steps, and 0.8 apart after 400.
 BEHIND = 0.03
 SURPRISES = 4  # batches in a look
 LASTING = 6  # looks at odd batches, from which on they are no burst
 SKIPS = 5.0
-WAIT, MOST = 12, 4  # looks after a trial that lost; of those in a run
+LOOKS_AFTER_LOSS = 12  # after a trial, before the next one
+MOST_TRIALS = 4  # in a run
 LEAST_SCALE = 1e-3
 
 
-class Doubt(NamedTuple):
-  """What is to be tried, if anything.
+class ProposedTrial(NamedTuple):
+  """The trial that the policy proposes, if any.
 
   Attributes:
-    coming: on the steps that come, with and without.
-    past: on all steps of the run so far.
+    coming: an action to try on the next steps, with and without it.
+    past: an action to try on all steps of the run so far, made again.
   """
 
   coming: Action | None = None
@@ -54,10 +56,10 @@ def watch_start(policy: PolicyState, reading: Reading) -> PolicyState:
   return policy._replace(first_norm=first, turnover=turnover)
 
 
-def doubt(
+def propose_trial(
   policy: PolicyState, reading: Reading, finding: Finding | None, warmup: int, interval: int
-) -> tuple[PolicyState, Doubt]:
-  """What to try against what was found.
+) -> tuple[PolicyState, ProposedTrial]:
+  """Propose a trial against the finding of a look.
 
   Args:
     policy: after the look.
@@ -67,29 +69,29 @@ def doubt(
     interval: steps of a look.
   """
   if policy.latched or policy.trial is not None:
-    return policy, Doubt()
+    return policy, ProposedTrial()
   if not policy.started and reading.step >= max(warmup, FIRST_LOOKS * interval):
     # Steps made again from the first state would lack edits and repeat what a rollback undid.
     edited = any(KINDS[kind].edits for kind in policy.made)
-    if policy.turnover <= FAST or edited:
+    if policy.turnover <= FAST_TURNOVER or edited:
       policy = policy._replace(started=True)
-    elif reading.step >= TURNS / policy.turnover:
-      scale = max(LEAST_SCALE, policy.lr_scale * USUAL / policy.turnover)
+    elif reading.step >= FIRST_TURNOVERS / policy.turnover:
+      scale = max(LEAST_SCALE, policy.lr_scale * USUAL_TURNOVER / policy.turnover)
       past = SetLearningRateScale(scale, policy.lr_scale)
-      return policy._replace(started=True), Doubt(past=past)
-  is_rested = not policy.fears or policy.checks >= policy.fears[-1] + WAIT
-  if finding is None or finding.certain or len(policy.fears) >= MOST or not is_rested:
-    return policy, Doubt()
+      return policy._replace(started=True), ProposedTrial(past=past)
+  is_rested = not policy.fears or policy.checks >= policy.fears[-1] + LOOKS_AFTER_LOSS
+  if finding is None or finding.certain or len(policy.fears) >= MOST_TRIALS or not is_rested:
+    return policy, ProposedTrial()
   if finding.cause == "data" and policy.odd >= LASTING and reading.surprising >= SURPRISES:
     bucket = policy.control["bucket"]
-    return policy, Doubt(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
-  return policy, Doubt()
+    return policy, ProposedTrial(coming=SetSkips(SKIPS, bucket) if bucket < SKIPS else None)
+  return policy, ProposedTrial()
 
 
-def won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
+def lower_rate_won(policy: PolicyState, action: Action, effect: Effect) -> tuple[PolicyState, bool]:
   """Whether the run goes on with the steps made again, judged by the held-out loss alone."""
   # A comparison with NaN is false, so an arm that diverged has lost.
-  surely = (policy.turnover / FAST) ** 2
+  surely = (policy.turnover / FAST_TURNOVER) ** 2
   least = LEAST_GAIN if isinstance(action, SetSkips) else -BEHIND * surely
   has_won = effect.without - effect.changed > least
   diverged = effect.without != effect.without and effect.changed == effect.changed

@@ -37,7 +37,7 @@ class Requests:
     self.waiting = [Request.from_json(fields) for fields in waiting]
 
   def to_json(self) -> list[dict[str, Any]]:
-    """As JSON values."""
+    """Return the fields as JSON values."""
     return [request.to_json() for request in self.waiting]
 
   def add(self, request: Request, step: int) -> None:

@@ -12,7 +12,7 @@ class Request(NamedTuple):
   """An action that is wanted, though nothing is wrong.
 
   Attributes:
-    action: what.
+    action: the action that is asked for.
     cause: "request" of a hook; "trial" if it is to win a paired trial first, "branch" if it did.
     reason: in words.
   """
@@ -22,7 +22,7 @@ class Request(NamedTuple):
   reason: str = "a hook asked for it"
 
   def to_json(self) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the fields as JSON values."""
     return {**self._asdict(), "action": self.action.to_json()}
 
   @classmethod
@@ -52,7 +52,7 @@ class Decision(NamedTuple):
 
   Attributes:
     id: counts decisions of a run.
-    action: what to do.
+    action: the action to carry out.
     cause: of the `Finding` or the `Request`; "recovery" for lifting an action that is no longer
       needed, "harm" for undoing one that did harm, "plateau" for a higher rate that won a trial.
     confidence: probability that there is this fault, and that the action helps.
@@ -70,10 +70,10 @@ class Outcome(NamedTuple):
   """What an action changed.
 
   Attributes:
-    id: of the decision.
+    id: id of the decision that is judged.
     verdict: "helped", "no effect" or "harmed"; "unclear", and not counted, if the data is odd now
       or the probe is scored by other rules.
-    before: how far the probe's loss was above its reference, nats.
+    before: nats by which the probe's loss was above its reference before the action.
     after: the same, `HORIZON` looks later; NaN if it cannot be compared.
   """
 
@@ -89,8 +89,8 @@ class Judgement(NamedTuple):
   Attributes:
     stale: the steps are from before the last action; nothing was concluded.
     good: the state at the start of the interval has proven itself.
-    finding: what is wrong, if anything.
-    outcome: of an earlier action.
+    finding: what is wrong; None = nothing is.
+    outcome: the verdict on an earlier action; None = none was judged.
     decisions: in the order to be applied.
     tries: an action to be tried on the steps that come, if there is time for it.
     past: an action to be tried on all steps of the run so far.
@@ -111,11 +111,11 @@ class Trial(NamedTuple):
   """An action whose effect is not known yet.
 
   Attributes:
-    id: of the decision.
-    action: what was done.
+    id: id of the decision.
+    action: the action that was carried out.
     step: when.
-    before: how far the probe's loss was above its reference then, in nats; inf if not finite.
-    cause: of the decision.
+    before: nats by which the probe's loss was above its reference then; inf if not finite.
+    cause: cause of the decision.
   """
 
   id: int
@@ -137,7 +137,7 @@ class Plateau(NamedTuple):
     highest: learning rate of the schedule so far.
     calm: looks in a row at that rate, with nothing found and nothing done.
     tried: higher rates so far.
-    lost: of them, in a row at the end.
+    lost: number of trials in a row that lost, up to now.
   """
 
   highest: float = 0.0
@@ -153,37 +153,37 @@ class PolicyState(NamedTuple):
   """What the policy remembers, kept in each checkpoint.
 
   Attributes:
-    checks: looks so far.
-    decisions: made so far.
-    reference: the lowest loss of the probe so far while all was well; None before.
-    reference_rate: learning rate that was applied then.
-    last_probe: the probe's loss when it was read last; None before.
-    last_change: the difference of the last two losses of the probe; None before.
-    rules: by which the probe was scored last, see `Reading`.
+    checks: number of looks so far.
+    decisions: number of decisions so far.
+    reference: the lowest loss of the probe (nats) of a look without a finding; None before one.
+    reference_rate: the learning rate that was applied at the reference.
+    last_probe: the probe's loss when it was last scored; None before.
+    last_change: difference of the last two losses of the probe; None before.
+    rules: the rules by which the probe was last scored (`Reading.rules`).
     spread: variance of the probe's loss from look to look.
-    learning_rate: of the schedule at the last look; None before.
-    healthy: looks in a row without a finding.
-    odd: looks since the batches turned odd while the probe was well; 0 if they are not.
-    crowded: looks in a row in which experts had too few places.
-    starved: "layer/expert" -> looks in a row in which it got next to no tokens.
+    learning_rate: the schedule's learning rate at the last look; None before.
+    healthy: number of looks in a row without a finding.
+    odd: number of looks since the batches turned odd while the probe was well; 0 = they are not.
+    crowded: number of looks in a row in which experts had too little room.
+    starved: "layer/expert" -> number of looks in a row in which it got next to no tokens.
     control: the scalars of `Control` that were set, by name.
-    lr_wanted: the scale that recovery returns to; 1 unless a hook or a trial set it.
-    acted_step: when the state was last changed; steps before tell nothing about it.
+    lr_wanted: the scale that a recovery returns to; 1 unless a hook or a trial set it.
+    acted_step: the step of the last change to the state; earlier steps say nothing about it.
     made: kind of action -> the last looks at which it was decided, the newest last.
-    spent: steps of the last actions, which a budget limits.
-    wait: look from which on each kind of action is allowed again.
-    trial: what is being judged.
-    helped: kind of action -> (times it helped, times it did not), its prior included.
+    spent: the steps of the last actions, which ACTION_BUDGET limits.
+    wait: kind of action -> the look from which on it is allowed again.
+    trial: the action that is being judged; None = there is none.
+    helped: kind of action -> (times it helped, times it did not), with its prior.
     effects: sum of the gains of judged actions, in nats, each clipped to [-1, 1].
-    judged: actions judged so far.
-    harms: in a row.
-    latched: the policy's actions did harm: it only watches from here on.
-    plateau: trials of higher learning rates.
+    judged: number of actions judged so far.
+    harms: number of judged actions in a row that did harm.
+    latched: whether the policy stopped to act, as its actions did harm.
+    plateau: the trials of higher learning rates.
     first_norm: norm of the weights in the first look; None before.
     turnover: highest norm of an update over `first_norm`, as a mean over a look.
     started: whether the rate of the first steps has been judged.
-    doubts: why the weights may be corrupt; "" once the probe has been read.
-    fears: looks at which leaving out batches was tried and lost.
+    doubts: why the weights may be corrupt; "" once the probe has been scored.
+    fears: the looks at which leaving out batches was tried and lost.
   """
 
   checks: int = 0
@@ -232,7 +232,7 @@ class PolicyState(NamedTuple):
     return self.trial is not None or self.checks < self.wait.get(kind.__name__, 0)
 
   def to_json(self) -> dict[str, Any]:
-    """As JSON values; may hold infinity, as Python's json writes it."""
+    """Return the fields as JSON values; infinities are among them, as Python's json writes them."""
     fields = {**self._asdict(), "plateau": self.plateau._asdict()}
     if self.trial is not None:
       fields["trial"] = {**self.trial._asdict(), "action": self.trial.action.to_json()}

@@ -11,12 +11,13 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.orchestrator.signals.interval import SCALES
 
-AGAIN, AGAIN_STEPS = 10, 1000  # so many surprising batches in so many steps are a kind
-SHOWN = 4  # ranges of steps or rows in a line
+RECURRING_BATCHES = 10  # surprising batches within RECURRING_STEPS that are no coincidence
+RECURRING_STEPS = 1000
+SHOWN_RANGES = 4  # ranges of steps or rows in a line
 
 
-def bounded(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
-  """The steps of an interval that did not have their whole influence; None if all had.
+def bounded_steps(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str, Any] | None:
+  """Return the steps of an interval whose updates the reflex left out or shrunk; None = none.
 
   Args:
     names: of the columns.
@@ -43,8 +44,10 @@ def bounded(names: Sequence[str], last_step: int, rows: np.ndarray) -> dict[str,
   }
 
 
-def price(cfg: Config, steps: int, laps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-  """What it costs that `steps` taught nothing; `laps` are of the last looks, see `Clock.lap`."""
+def cost_of_lost_steps(
+  cfg: Config, steps: int, laps: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+  """Return what the lost `steps` cost in time, by the `laps` of the last looks (`Clock.lap`)."""
   took = [lap["host/step_secs"] for lap in laps if lap]
   secs = steps * statistics.median(took) if took else None
   return {"steps": steps, "tokens": steps * cfg.data.batch_size * cfg.data.seq_len, "secs": secs}
@@ -64,19 +67,19 @@ def tell_bounded(line: Mapping[str, Any]) -> str:
   return "; ".join(parts)
 
 
-def recurring(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Whether surprising batches come again and again, and what to do about it."""
+def recurring_batches(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Say whether surprising batches recur, with their rows and advice; [] = they do not."""
   steps = [(step, line) for line in lines for step in (*line["left_out"], *line["shrunk"])]
   steps.sort(key=lambda item: item[0])
   numbers = [step for step, _ in steps]
-  spans = [(bisect_right(numbers, at - AGAIN_STEPS), end) for end, at in enumerate(numbers, 1)]
+  spans = [(bisect_right(numbers, at - RECURRING_STEPS), end) for end, at in enumerate(numbers, 1)]
   begin, end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
   worst = steps[begin:end]
-  if len(worst) < AGAIN:
+  if len(worst) < RECURRING_BATCHES:
     return []
   first, last = worst[0], worst[-1]
-  found = sorted({r for step, line in worst for r in _rows_of(line, [step])})
-  where = f" Their rows: {_ranges(found)}." if found else ""
+  rows = sorted({r for step, line in worst for r in _rows_of(line, [step])})
+  where = f" Their rows: {_ranges(rows)}." if rows else ""
   return [
     f"the same kind again and again? {len(worst)} surprising batches in steps {first[0]:,} to "
     f"{last[0]:,}.{where} Look at that text (python -m ats_jax data stats): what is legitimate is "
@@ -89,8 +92,8 @@ def _batches(steps: Sequence[int]) -> str:
 
 
 def _rows(line: Mapping[str, Any], steps: Sequence[int]) -> str:
-  found = _rows_of(line, steps)
-  return f", rows {_ranges(found)}" if found else ""
+  rows = _rows_of(line, steps)
+  return f", rows {_ranges(rows)}" if rows else ""
 
 
 def _rows_of(line: Mapping[str, Any], steps: Sequence[int]) -> list[int]:
@@ -106,5 +109,9 @@ def _ranges(numbers: Sequence[int]) -> str:
   """[1, 2, 3, 7] -> "1-3, 7"; the first few."""
   cuts = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
   runs = [numbers[a:b] for a, b in pairwise([0, *cuts, len(numbers)])]
-  said = [f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN]]
-  return ", ".join(said) + (f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else "")
+  ranges = [
+    f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,}-{run[-1]:,}" for run in runs[:SHOWN_RANGES]
+  ]
+  return ", ".join(ranges) + (
+    f" and {len(runs) - SHOWN_RANGES} more" if len(runs) > SHOWN_RANGES else ""
+  )

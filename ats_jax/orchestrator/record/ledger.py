@@ -38,15 +38,15 @@ VERSION = 3
 KINDS = ("start", "resumed_from", "check", "bounded", "trial", "refused", "decision", "outcome")
 
 
-class Row(dict[str, Any]):
-  """What a line holds.
+class LedgerLine(dict[str, Any]):
+  """The fields of a line of the ledger, by name.
 
   Attributes:
-    number: of the line in its file, from 1.
+    number: number of the line in its file, from 1.
   """
 
   def __init__(self, number: int, fields: Mapping[str, Any]):
-    """Take what `fields` has."""
+    """Make the line `number` with these fields."""
     super().__init__(fields)
     self.number = number
 
@@ -56,8 +56,8 @@ class Ledger:
 
   def __init__(self, path: Path):
     """Open `path` for more, first cutting the last line if a killed process left half of it."""
-    found = paths.read_log(path) if path.exists() else b""
-    self._file = Log(path, found[: found.rfind(b"\n") + 1])
+    content = paths.read_log(path) if path.exists() else b""
+    self._file = Log(path, content[: content.rfind(b"\n") + 1])
 
   def write(self, kind: str, step: int, action: Action | None = None, **fields: Any) -> None:
     """Append a line; of an action its name and its fields."""
@@ -92,7 +92,7 @@ def reading(path: Path, number: int) -> Iterator[None]:
     ) from error
 
 
-def rows(path: Path) -> list[Row]:
+def read_lines(path: Path) -> list[LedgerLine]:
   """The lines that count, in order: without those that a resumed run has superseded.
 
   A last line without its newline (the run is writing it, or was killed) is left out.
@@ -100,20 +100,20 @@ def rows(path: Path) -> list[Row]:
   Raises:
     ValueError: if a line is damaged, or of another version; names the line.
   """
-  kept: list[Row] = []
-  for number, line in enumerate(paths.read_log(path).split(b"\n")[:-1], 1):
+  lines: list[LedgerLine] = []
+  for number, text in enumerate(paths.read_log(path).split(b"\n")[:-1], 1):
     with reading(path, number):
-      row = _row(number, line)
-    if row["kind"] == "start" and row["step"] == 0:  # killed before its first checkpoint
-      kept = []
-    if row["kind"] == "resumed_from":
-      kept = [r for r in kept if r["step"] <= row["step"]]
-    kept.append(row)
-  return kept
+      line = _parse_line(number, text)
+    if line["kind"] == "start" and line["step"] == 0:  # killed before its first checkpoint
+      lines = []
+    if line["kind"] == "resumed_from":
+      lines = [r for r in lines if r["step"] <= line["step"]]
+    lines.append(line)
+  return lines
 
 
-def _row(number: int, line: bytes) -> Row:
-  row = Row(number, {**json.loads(line)})
+def _parse_line(number: int, line: bytes) -> LedgerLine:
+  row = LedgerLine(number, {**json.loads(line)})
   if row["v"] != VERSION:
     raise ValueError(f"it is of version {row['v']!r}, this program reads {VERSION}")
   if row["kind"] not in KINDS:
@@ -130,7 +130,7 @@ def decisions(path: Path) -> list[tuple[int, Decision]]:
     ValueError: if a line cannot be read; names it.
   """
   made = []
-  for row in rows(path):
+  for row in read_lines(path):
     if row["kind"] == "decision":
       with reading(path, row.number):
         rest = (row["cause"], row["confidence"], row["reason"])
@@ -146,7 +146,7 @@ def replay(path: Path) -> list[tuple[int, Decision]]:
   """
   terms, policy = Terms(OrchestratorConfig()), PolicyState()
   made: list[tuple[int, Decision]] = []
-  for row in rows(path):
+  for row in read_lines(path):
     with reading(path, row.number):
       if row["kind"] == "start":
         terms = Terms(OrchestratorConfig(**row["settings"]), row["warmup"], row["capacity"])
@@ -189,8 +189,8 @@ def encode(value: Any) -> Any:
 def decode(fields: Mapping[str, Any]) -> Reading:
   """The reading that `encode` wrote."""
   number = lambda x: float(x) if isinstance(x, str) else x
-  words = ("means", "tensor")
-  values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in words}
+  unquoted = ("means", "tensor")
+  values: dict[str, Any] = {name: number(x) for name, x in fields.items() if name not in unquoted}
   values["tensor"] = fields["tensor"]
   values["means"] = {name: number(x) for name, x in fields["means"].items()}
   values["starved"] = tuple((layer, expert) for layer, expert in fields["starved"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ats_jax.orchestrator.record import ledger
-from ats_jax.orchestrator.record.influence import recurring, tell_bounded
+from ats_jax.orchestrator.record.influence import recurring_batches, tell_bounded
 from ats_jax.orchestrator.signals.health import LEVELS
 from ats_jax.store.paths import Path
 
@@ -19,8 +19,8 @@ def tell(path: Path) -> list[str]:
   """
   lines, level, look = [], LEVELS[0], ""
   levels, verdicts, carried_out = Counter[str](), Counter[str](), Counter[bool]()
-  bounded: list[ledger.Row] = []
-  for row in ledger.rows(path):
+  bounded: list[ledger.LedgerLine] = []
+  for row in ledger.read_lines(path):
     with ledger.reading(path, row.number):
       match row["kind"]:
         case "check":
@@ -44,7 +44,7 @@ def tell(path: Path) -> list[str]:
           verdicts[row["verdict"]] += 1
         case _:
           lines.append(_line(row, _event(row)))
-  return [*lines, *recurring(bounded), *_summary(levels, verdicts, carried_out, look)]
+  return [*lines, *recurring_batches(bounded), *_summary(levels, verdicts, carried_out, look)]
 
 
 def _event(row: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from ats_jax.orchestrator.policy.requests import Ready
 from ats_jax.orchestrator.policy.state import Decision, Judgement, Outcome, PolicyState
 from ats_jax.orchestrator.record.ledger import Ledger
 from ats_jax.orchestrator.signals.health import LEVELS, Health
-from ats_jax.orchestrator.signals.interval import Reading, Rows
+from ats_jax.orchestrator.signals.interval import Reading, RowsRead
 from ats_jax.orchestrator.trials.paired import Effect
 from ats_jax.store.paths import Path
 
@@ -48,7 +48,9 @@ class Teller:
     if self._ledger is not None:
       self._ledger.close()
 
-  def bounded(self, step: int, left: Mapping[str, Any], read: Rows | None, batch_size: int) -> None:
+  def bounded(
+    self, step: int, left: Mapping[str, Any], read: RowsRead | None, batch_size: int
+  ) -> None:
     """What was left out or shrunk, and what tells its rows."""
     at, row = read or (None, None)
     self.note("bounded", step, **left, row=row, step_of_row=at, batch_size=batch_size)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.orchestrator.signals.interval import Fault, Rows
+from ats_jax.orchestrator.signals.interval import Fault, RowsRead
 
 Schedule = Callable[..., Any]  # see `step.schedule.learning_rate`
 ROUNDING = 1e-4  # of the highest rate; the device computes it in float32
@@ -46,7 +46,7 @@ def wrong_counts(
   return [Fault("count", says)]
 
 
-def wrong_position(cfg: Config, begin: Rows | None, now: Rows | None) -> list[Fault]:
+def wrong_position(cfg: Config, begin: RowsRead | None, now: RowsRead | None) -> list[Fault]:
   """Whether the data is elsewhere than the steps since `begin` say; nothing mends that."""
   if begin is None or now is None:
     return []

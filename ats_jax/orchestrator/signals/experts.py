@@ -5,23 +5,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from ats_jax.config.schema import Config
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.orchestrator.actions.expert_view import view_experts
 from ats_jax.step.state import TrainState
 
 STARVED = 0.05  # of the mean share of a layer's open experts
 
 
-class Experts:
-  """The open experts of each layer, as the host knows them; needs `moe.spare_experts` >= 1.
+class OpenExperts:
+  """The slots of each layer that hold an expert in use, as the host knows them.
+
+  It needs `moe.spare_experts` >= 1.
 
   Attributes:
-    layers: indices of the layers with experts, from the bottom.
+    layers: indices of the layers with experts, from the bottom up.
     is_open: bool [layers, slots].
   """
 
   def __init__(self, cfg: Config, state: TrainState):
-    """Read which are open; waits for the step that makes `state`."""
+    """Read which slots are open. Waits for the step that makes `state`."""
     self.layers = moe_layers(cfg)
     self.is_open = np.stack([view_experts(cfg, state, layer).is_open for layer in self.layers])
 
@@ -35,9 +37,9 @@ class Experts:
     mean = np.sum(share * self.is_open, axis=1, keepdims=True) / np.sum(
       self.is_open, axis=1, keepdims=True
     )
-    found = np.argwhere(self.is_open & (share < STARVED * mean))
-    order = np.argsort([share[row, slot] for row, slot in found], kind="stable")
-    return tuple((self.layers[row], int(slot)) for row, slot in found[order])
+    starved = np.argwhere(self.is_open & (share < STARVED * mean))
+    order = np.argsort([share[row, slot] for row, slot in starved], kind="stable")
+    return tuple((self.layers[row], int(slot)) for row, slot in starved[order])
 
 
 def moe_layers(cfg: Config) -> tuple[int, ...]:

@@ -9,8 +9,12 @@ from ats_jax.orchestrator.policy.state import Finding
 from ats_jax.orchestrator.signals.interval import Reading
 
 LEVELS = ("healthy", "warning", "critical")
-LAPS, LASTS, AT_ONCE = 6, 5, 2  # looks remembered; of them slow, or the last ones very slow
-FAR, FAR_SHARE = 1.0, 0.2  # of the probe's loss from that of training: nats, and share of it
+REMEMBERED_LOOKS = 6
+SLOW_LOOKS = 5  # of the remembered ones, for a word about it
+VERY_SLOW_LOOKS = 2  # the last ones in a row, for a warning at once
+# The probe's loss is far from the training loss if it differs by both of these.
+FAR_NATS = 1.0
+FAR_SHARE = 0.2  # of the training loss
 COMPARED = range(2, 11)  # readings of the probe that are: in the first the loss falls too fast
 
 
@@ -33,9 +37,9 @@ class Health(NamedTuple):
 
   Attributes:
     level: one of `LEVELS`.
-    causes: what makes it so, in words, the worst first.
-    names: of the causes, see `Cause`.
-    levels: of the causes.
+    causes: the causes of the level, in words, the worst first.
+    names: names of the causes (`Cause.name`).
+    levels: levels of the causes.
   """
 
   level: str
@@ -45,7 +49,7 @@ class Health(NamedTuple):
 
   @classmethod
   def of(cls, causes: Sequence[Cause]) -> Self:
-    """As bad as the worst cause."""
+    """Make the report of these causes, which is as bad as the worst one."""
     causes = sorted(causes, key=lambda cause: -cause.level)
     names, levels, says = zip(*causes, strict=True) if causes else ((), (), ())
     return cls(LEVELS[max(levels, default=0)], says, names, levels)
@@ -55,10 +59,10 @@ class Limit(NamedTuple):
   """When a mean over an interval is worth a word.
 
   Attributes:
-    metric: its name.
+    metric: name of the metric.
     warning: from here on.
     critical: from here on; infinite if it never is.
-    says: what it means.
+    says: what a value beyond the limit means, in words.
     low: small values are the bad ones.
   """
 
@@ -93,7 +97,7 @@ OF_HOST = (
 )
 
 
-def report(
+def health_of(
   means: Mapping[str, float],
   nonfinite: int,
   finding: Finding | None,
@@ -103,11 +107,11 @@ def report(
   """Say how an interval of steps was.
 
   Args:
-    means: of the metrics, over the interval.
+    means: means of the metrics over the interval, by name.
     nonfinite: steps with a loss or gradient that was not finite.
-    finding: what the policy found.
-    laps: what this process's clock said of the last intervals, the newest last; see `Clock.lap`.
-    further: what else there is to say.
+    finding: the finding of the policy; None = nothing is wrong.
+    laps: times of this process in the last intervals (`Clock.lap`), the newest last.
+    further: causes that others report.
   """
   causes = list(further)
   if finding is not None:
@@ -118,18 +122,20 @@ def report(
     causes.append(Cause("not finite", 1, says))
   for limit in LIMITS:
     value = means.get(limit.metric, math.nan)
-    causes += _past(limit, limit.level(value), value)
+    causes += _causes_beyond(limit, limit.level(value), value)
   for limit in OF_HOST:
-    values = [lap[limit.metric] for lap in laps[-LAPS:] if limit.metric in lap]
+    values = [lap[limit.metric] for lap in laps[-REMEMBERED_LOOKS:] if limit.metric in lap]
     if values:
-      causes += _past(limit, _lasting([limit.level(v) for v in values]), statistics.median(values))
+      causes += _causes_beyond(
+        limit, _lasting([limit.level(v) for v in values]), statistics.median(values)
+      )
   return Health.of(causes)
 
 
 def far_probe(reading: Reading) -> list[Cause]:
   """Whether held-out text seems to be of another kind than what is trained on."""
   apart = abs(reading.probe - reading.loss)
-  if not apart > max(FAR, FAR_SHARE * reading.loss):  # nor if one is not known
+  if not apart > max(FAR_NATS, FAR_SHARE * reading.loss):  # nor if one is not known
     return []
   says = (
     f"held-out loss {reading.probe:.4g}, training loss {reading.loss:.4g}: is the validation split "
@@ -138,7 +144,7 @@ def far_probe(reading: Reading) -> list[Cause]:
   return [Cause("held-out text", 1, says)]
 
 
-def _past(limit: Limit, level: int, value: float) -> list[Cause]:
+def _causes_beyond(limit: Limit, level: int, value: float) -> list[Cause]:
   says = f"{limit.metric} is {value:.3g}: {limit.says}"
   return [Cause(limit.metric, level, says)] if level else []
 
@@ -146,6 +152,6 @@ def _past(limit: Limit, level: int, value: float) -> list[Cause]:
 def _lasting(levels: Sequence[int]) -> int:
   """The level of what a clock says: only what lasts counts, or a warning at once if it is grave."""
   for level in (2, 1):
-    if sum(at >= level for at in levels) >= LASTS:
+    if sum(at >= level for at in levels) >= SLOW_LOOKS:
       return level
-  return int(len(levels) >= AT_ONCE and min(levels[-AT_ONCE:]) == 2)
+  return int(len(levels) >= VERY_SLOW_LOOKS and min(levels[-VERY_SLOW_LOOKS:]) == 2)

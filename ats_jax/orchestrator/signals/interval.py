@@ -21,9 +21,9 @@ class Fault(NamedTuple):
   """A certain fault: two quantities that must be equal differ.
 
   Attributes:
-    cause: as of a `Finding`.
+    cause: cause as of a `Finding`, e.g. "state".
     reason: in words.
-    advice: what the user is to do; not empty if the run cannot go on.
+    advice: what the user should do; not empty if the run cannot go on.
   """
 
   cause: str
@@ -43,22 +43,22 @@ class Reading(NamedTuple):
       at each look, and there may be none.
     sound: whether weights and the probe's loss are finite after `step`.
     nonfinite: with a loss or gradient that was not finite.
-    broken: of them in a row at the end.
+    broken: number of such steps in a row at the end of the interval.
     skipped: whose update was left out.
     surprising: whose loss was far above what is usual.
     shrunk: in which a tensor's gradient was.
     held: in a row at the end whose learning rate was held.
     bucket: the reflex's, at the end.
     cusum: the reflex's, at the end.
-    learning_rate: of the schedule, at the end, without the policy's own factor.
+    learning_rate: the schedule's rate at the end, without the policy's own factor.
     applied: learning rate, at the end.
-    means: of every metric of the step, over the steps where it was finite.
+    means: mean of every metric of the step, over the steps where it was finite.
     starved: (layer, expert) of experts that got next to no tokens, the idlest first.
     rules: by which the probe is scored after `step`, the fields of a `Pass`; () if there is none.
     wrong: corrupted tensors, summed over the steps, see `Optimizer.check` and `Reflex.written`.
     tensor: the name of the first of them.
     miscounted: by how much the optimizer's count of updates was off, at most.
-    faults: what is certainly wrong, the worst first.
+    faults: certain faults, the worst first.
   """
 
   first: int
@@ -98,8 +98,8 @@ class Reading(NamedTuple):
     return bool(of_reflex or shrunk or self.means.get("reflex/wrong", 0.0) > 0.0)
 
 
-class Rows(NamedTuple):
-  """How many training rows were read when so many updates were done."""
+class RowsRead(NamedTuple):
+  """How far the loader was after some updates: `row` training rows were read up to `step`."""
 
   step: int
   row: int
@@ -111,12 +111,12 @@ class Pending(NamedTuple):
   Attributes:
     step: the last of them.
     rows: `StepMetrics.values` of each, on their way to the host.
-    probe: what the eval step returned for the weights after the last; None if it was not asked.
+    probe: sums of the eval step for the weights after the last step; None = not scored.
     rules: by which the probe is scored after these steps.
     host: times of these steps by this process's clock.
     loads: moe/load of each step, if experts are watched.
-    read: where the loop was in the data after the last; None if it does not say.
-    again: what the eval step returned for the same weights once more; at a pause.
+    read: position of the loop in the data after the last step; None = unknown.
+    again: sums of a second score of the same weights, at a pause; None = there is none.
   """
 
   step: int
@@ -125,11 +125,11 @@ class Pending(NamedTuple):
   rules: Pass
   host: dict[str, float]
   loads: list[jax.Array]
-  read: Rows | None = None
+  read: RowsRead | None = None
   again: Sums | None = None
 
 
-def read(
+def sum_up(
   names: Sequence[str],
   last_step: int,
   rows: np.ndarray,
@@ -139,8 +139,8 @@ def read(
   """Sum up an interval.
 
   Args:
-    names: of the columns, `StepMetrics.names` of a run with a reflex.
-    last_step: that of the last row.
+    names: names of the columns: `StepMetrics.names` of a run with a reflex.
+    last_step: step of the last row.
     rows: [steps, names], `StepMetrics.values` of consecutive steps.
     probe: loss on the probe after the last step; None if it was not measured.
     tensors: their names.

@@ -8,14 +8,16 @@ import math
 import numpy as np
 
 from ats_jax.data.batch import Batch
-from ats_jax.metrics.transfer import start_copy
+from ats_jax.metrics.host_copy import start_copy
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.orchestrator.signals.interval import Fault, Sums, check_probe, probe_loss
 from ats_jax.step.program import Program
 
 FORWARD = 1 / 3  # of the FLOPs that a token costs in training
-WITHIN, ROUNDING = 10.0, 1e-6  # times the spread at the start; share of the loss
+# Two scores of the same weights may differ by the larger one of these.
+MOST_SPREADS = 10.0  # times the spread at the start of the run
+ROUNDING_SHARE = 1e-6  # of the loss
 ADVICE = (
   "Test this machine's memory and devices, and start again on another from the last checkpoint but "
   "one."
@@ -60,7 +62,7 @@ class Probe:
     """
     exact = program.device.platform == "cpu" or program.cfg.precision.deterministic
     one, two = probe_loss(first), probe_loss(second)
-    bound = 0.0 if exact else max(WITHIN * self.spread, ROUNDING * abs(one))
+    bound = 0.0 if exact else max(MOST_SPREADS * self.spread, ROUNDING_SHARE * abs(one))
     if abs(one - two) <= bound or not (math.isfinite(one) or math.isfinite(two)):
       self._disagreed = 0
       return ()

@@ -25,18 +25,18 @@ from ats_jax.orchestrator.signals.interval import Sums, probe_loss
 from ats_jax.orchestrator.trials.snapshots import Snapshot
 from ats_jax.step.state import StepMetrics, TrainState
 
-PAIRS = 4
+PAIRS = 4  # of arms, each pair on batches of its own
 
 Update = Callable[[TrainState], tuple[TrainState, StepMetrics]]  # donates the state
 Probe = Callable[[Decoder], Sums]  # scores the probe, by one set of rules
 
 
-class Ahead(NamedTuple):
-  """What the loop lends.
+class NextUpdates(NamedTuple):
+  """What the training loop offers to make its next updates in a trial.
 
   Attributes:
     train_step: `(state, batch) -> (state, metrics)`, compiled; donates the state.
-    batches: opens the training batches that come next, on the mesh.
+    batches: opens the next training batches, on the mesh; the loop reads them again later.
   """
 
   train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -63,7 +63,7 @@ class Effect(NamedTuple):
 
 
 def look_ahead(
-  cfg: Config, state: TrainState, action: Action, ahead: Ahead, probe: Probe
+  cfg: Config, state: TrainState, action: Action, ahead: NextUpdates, probe: Probe
 ) -> tuple[TrainState, Effect]:
   """Make `orchestrator.branch_steps` updates with and without an action, `PAIRS` times.
 
@@ -74,7 +74,7 @@ def look_ahead(
     cfg: the run.
     state: donated; a copy of it is in host memory meanwhile.
     action: one that was checked and can be tried.
-    ahead: what to train with; each pair has batches of its own.
+    ahead: makes the updates of the arms; each pair has batches of its own.
     probe: by the rules of `ahead`.
 
   Returns:
@@ -98,7 +98,7 @@ def look_back(
   state: TrainState,
   start: Snapshot,
   action: Action,
-  past: Ahead,
+  past: NextUpdates,
   probe: Probe,
 ) -> tuple[Snapshot, TrainState, Effect]:
   """Make all updates since `start` again with an action, on the batches that they were made on.
@@ -106,34 +106,34 @@ def look_back(
   Args:
     cfg: the run.
     step: updates done.
-    state: where they led; its memory is freed.
-    start: where the arms part.
-    action: what the other arm begins with.
+    state: the state after the updates; its memory is freed.
+    start: the state at which the arms part.
+    action: the action with which the other arm begins.
     past: lends the batches from there on, and what trains with them.
     probe: by rules that are those of the start and of now.
 
   Returns:
     A snapshot of `state`, the state where the other arm ends, and the effect.
   """
-  kept, control = probe(state.model), state.control  # what was set since stays set
+  kept_sums, control = probe(state.model), state.control  # what was set since stays set
   left, other = Snapshot.swap_out(step, state), start.resume()
   before = probe(other.model)
   other = carry_out(action, dataclasses.replace(other, control=control), cfg)
   with past.batches() as batches:
     for batch in islice(batches, step - start.step):
       other, _ = past.train_step(other, batch)
-  losses = map(_loss, (before, kept, probe(other.model)))
+  losses = map(_loss, (before, kept_sums, probe(other.model)))
   first, without, changed = losses
   return left, other, Effect(first, without, changed, without - changed, math.nan)
 
 
-class Again:
-  """What is kept to make the updates from here on again.
+class ReplayedUpdates:
+  """Updates that can be made again with an action, from the state at which a trial began.
 
   Attributes:
     first: step at which the arms part.
-    action: what the other arm begins with.
-    rules: by which the probe was scored there.
+    action: the action with which the other arm begins.
+    rules: the rules by which the probe was scored at the start.
   """
 
   def __init__(self, step: int, state: TrainState, action: Action, probe: Sums | None, rules: Pass):
@@ -155,7 +155,7 @@ class Again:
 
     Args:
       cfg: the run.
-      state: where the first arm ended; its memory is freed.
+      state: the state at the end of the first arm; its memory is freed.
       probe: by the same rules.
 
     Returns:
@@ -164,10 +164,10 @@ class Again:
     sums = [self._probe, probe(state.model)]
     left = Snapshot.swap_out(self.first + len(self._updates), state)
     other, metrics = _arm(cfg, self._start, self._updates, self.action)
-    before, kept, changed = map(_loss, (*sums, probe(other.model)))
+    before, kept_loss, changed = map(_loss, (*sums, probe(other.model)))
     losses = lambda arm: np.array([one.on_host()["train/loss"] for one in arm])
     gains = losses(self._metrics) - losses(metrics)
-    return left, other, _effect(before, [kept], [changed], gains)
+    return left, other, _effect(before, [kept_loss], [changed], gains)
 
 
 def _arm(
@@ -182,8 +182,8 @@ def _arm(
 
   Args:
     cfg: the run.
-    start: where it begins.
-    updates: what is made of it.
+    start: the state at which an arm begins.
+    updates: the updates that are made from it.
     action: done first, if any.
     anneal: let the learning rate fall to 0 in the second half.
   """

@@ -22,8 +22,8 @@ class Snapshot:
   Attributes:
     step: after which it was taken.
     arrays: the state, its key as numbers; what becomes of a restored one does not change it.
-    shardings: where its arrays live on the devices.
-    saved: what a checkpoint would hold beside it, as JSON.
+    shardings: shardings of its arrays on the devices.
+    saved: what a checkpoint would hold beside the state, as JSON.
   """
 
   step: int

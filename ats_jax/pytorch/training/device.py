@@ -19,10 +19,11 @@ DTYPES = {
   "bfloat16": torch.bfloat16,
   "float16": torch.float16,
 }
-FIRST_SCALE, GOOD_STEPS = 2.0**15, 1000
+FIRST_SCALE = 2.0**15  # of the loss in float16
+GOOD_STEPS = 1000  # without an overflow, after which the scale is doubled
 
 
-def find(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
   """The device of that name.
 
   Raises:
@@ -58,12 +59,12 @@ def format_of(cfg: Config, device: torch.device, asked: str) -> torch.dtype:
   return DTYPES[name]
 
 
-def fitted(cfg: Config, device: torch.device, given: frozenset[str]) -> Config:
+def fit_device(cfg: Config, device: torch.device, given: frozenset[str]) -> Config:
   """`cfg` as this device takes it.
 
   Args:
     cfg: the run.
-    device: where it runs.
+    device: the device of the run.
     given: settings that the user named, which stay.
   """
   data = dataclasses.replace(cfg.data, num_workers=0)

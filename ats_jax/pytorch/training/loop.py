@@ -30,7 +30,7 @@ from ats_jax.metrics.files import LayerLog
 from ats_jax.metrics.goodput import Goodput
 from ats_jax.metrics.memory import memory_metrics
 from ats_jax.metrics.peaks import peak_flops
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.throughput import Throughput
 from ats_jax.metrics.writer import MetricWriter
 from ats_jax.model.layout import stacks
@@ -39,17 +39,17 @@ from ats_jax.pytorch.training import device as devices
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.pytorch.training.lora import MERGED, Adapters, Lora
 from ats_jax.pytorch.training.state import optimizer_of, to_jax, to_torch
-from ats_jax.pytorch.training.step import Trainer, Update, on
+from ats_jax.pytorch.training.step import Trainer, Update, batch_on
 from ats_jax.sharding.mesh import make_mesh
 from ats_jax.step.program import Program, make_program
 from ats_jax.step.sparse_value import worth
 from ats_jax.store import paths
 from ats_jax.store.paths import Path
 from ats_jax.train import report
-from ats_jax.train.evaluate import means
+from ats_jax.train.evaluate import eval_metrics
 from ats_jax.train.initial_weights import InitialWeights
-from ats_jax.train.length import with_length
-from ats_jax.train.open import Origin, restored_or_new
+from ats_jax.train.num_steps import with_num_steps
+from ats_jax.train.open import ResumePoint, restored_or_new
 
 SCALE = "torch/loss_scale"  # in a checkpoint
 
@@ -59,8 +59,8 @@ class Options:
   """How PyTorch computes; none of it is a setting of the run.
 
   Attributes:
-    device: where.
-    dtype: of activations, and of what they are multiplied with.
+    device: name of the device, as of `device.find_device`.
+    dtype: dtype of activations and of the weights in a matmul.
     compiles: by `torch.compile`.
     lora: train adapters instead of the model; None = the model.
   """
@@ -96,33 +96,33 @@ def check(cfg: Config) -> None:
 
 @dataclasses.dataclass
 class TorchRun:
-  """An open run.
+  """An open run whose updates PyTorch makes.
 
   Attributes:
     program: its config, counts and abstract state; JAX computes nothing with it.
     folder: the workdir.
     trainer: makes updates.
-    kept: gives what a checkpoint holds, from the number of updates done.
-    adapters: that are trained in the model's place, or None.
-    step: updates done.
-    device: where it runs.
+    state_after: makes the state that a checkpoint holds, given the number of updates done.
+    adapters: the low-rank adapters that are trained in place of the model; None = the model is.
+    step: number of updates done.
+    device: the device of the model.
     train_set: the training split.
-    valid_set: the validation split; may be empty.
-    eval_sets: what is evaluated on.
-    batches: of the training split, from the run's position on.
-    checkpoints: saves and restores.
-    writer: takes metrics.
-    layers: takes arrays of sparse layers; None without any.
-    meter: of speed.
-    goodput: of where the time goes.
-    progress: shows the newest row.
-    scores: of the last evaluation, if it was of these weights.
+    valid_set: the validation split; may have no rows.
+    eval_sets: the validation split, if it has rows, and the named validation sets.
+    batches: batches of the training split, from the run's position on.
+    checkpoints: saves and restores the state.
+    writer: writes metrics.
+    layers: writes arrays of sparse layers; None = there are none.
+    meter: measures tokens and steps a second.
+    goodput: adds up where the wall time goes.
+    progress: shows the newest row of metrics.
+    scores: metrics of the last evaluation, if it was of these weights; else None.
   """
 
   program: Program
   folder: Path
   trainer: Trainer
-  kept: Callable[[int], Any]
+  state_after: Callable[[int], Any]
   adapters: Adapters | None
   step: int
   device: torch.device
@@ -135,7 +135,7 @@ class TorchRun:
   layers: LayerLog | None
   meter: Throughput
   goodput: Goodput
-  progress: Progress
+  progress: ProgressBar
   scores: dict[str, float] | None = None
 
   @property
@@ -146,7 +146,7 @@ class TorchRun:
   def update(self) -> None:
     """Make one update, and log it if its step is one that is logged."""
     with self.goodput.timed("data_wait"):
-      batch = on(self.device, next(self.batches))
+      batch = batch_on(self.device, next(self.batches))
     with self.goodput.timed("step"):
       made = self.trainer.update(self.step, batch)
       self.step, self.scores = self.step + 1, None
@@ -185,7 +185,7 @@ class TorchRun:
       self.writer.flush()
       if self.layers is not None:
         self.layers.flush()
-      state = self.kept(self.step)
+      state = self.state_after(self.step)
       extra = {POSITION: self.batches.position(), SCALE: trainer.scale.saved()}
       loss = (self.scores or {}).get("eval/loss")
       self.checkpoints.save(self.step, state, extra, metric=loss)
@@ -244,9 +244,9 @@ class TorchRun:
     micro = cfg.data.batch_size // cfg.step.accum_steps
     rows, most = np.arange(micro), cfg.eval.num_batches
     with eval_batches(data, batch_size=micro, local_rows=rows, num_batches=most) as batches:
-      found = [self.trainer.score(on(self.device, batch), self.step) for batch in batches]
-    loss, correct, tokens = np.sum(found or [np.zeros(3)], axis=0).tolist()
-    return means(loss, correct, tokens, data)
+      sums = [self.trainer.score(batch_on(self.device, batch), self.step) for batch in batches]
+    loss, correct, tokens = np.sum(sums or [np.zeros(3)], axis=0).tolist()
+    return eval_metrics(loss, correct, tokens, data)
 
 
 def train(
@@ -256,7 +256,7 @@ def train(
 
   Args:
     cfg: the run, as `from_config_dict` gives it.
-    folder: its workdir.
+    folder: workdir of the run.
     options: how PyTorch computes.
     initial: weights to begin with, of another run or of Hugging Face; None = random ones.
 
@@ -301,7 +301,7 @@ def _open(
   enter(logfile.verbosity(cfg.log))
   enter(devices.as_asked(cfg))
   identity = enter(workdir.claim(folder, cfg))
-  enter(logfile.kept(folder, 0))
+  enter(logfile.log_to_file(folder, 0))
   checkpoints = enter(
     CheckpointManager(folder / workdir.CHECKPOINTS, cfg.checkpoint, identity, stacks(cfg))
   )
@@ -309,7 +309,7 @@ def _open(
   if newest is not None and newest[1].get(CHANGES):
     raise ValueError(f"{folder}: an orchestrator changed its settings. Train on in JAX.")
   train_set, valid_set = open_data(cfg.data, cfg.seed)
-  cfg, length = with_length(cfg, train_set)
+  cfg, length = with_num_steps(cfg, train_set)
   workdir.write_config(folder, cfg)
   cfg = resolve(cfg, train_set.info.tokenizer.vocab_size)
   cfg = dataclasses.replace(cfg, mesh=MeshConfig())
@@ -317,20 +317,20 @@ def _open(
   enter(jax.set_mesh(mesh))
   program = make_program(cfg)
   abstract = abstract_like(program.init(abstract=True), mesh)
-  origin = Origin()
+  origin = ResumePoint()
   if newest is not None:
-    origin = Origin(*newest, lambda like: checkpoints.read(newest[0], like))
+    origin = ResumePoint(*newest, lambda like: checkpoints.read(newest[0], like))
   model = Decoder(cfg, options.dtype, remat=cfg.step.remat != "none").to(options.device)
   if options.lora is None:
     adapters, optimizer = None, optimizer_of(cfg, model, abstract)
     to_torch(cfg, restored_or_new(program, origin, initial, train_set), model, optimizer)
-    kept = lambda step: to_jax(cfg, abstract, model, optimizer, step)
+    state_after = lambda step: to_jax(cfg, abstract, model, optimizer, step)
   else:  # the model is in no checkpoint: it is what it was
-    to_torch(cfg, restored_or_new(program, Origin(), initial, train_set), model, None)
+    to_torch(cfg, restored_or_new(program, ResumePoint(), initial, train_set), model, None)
     adapters = Adapters(cfg, model, options.lora)
     if newest is not None:
       adapters.restore(checkpoints, newest[0])
-    optimizer, kept = adapters.optimizer, lambda step: adapters.state()
+    optimizer, state_after = adapters.optimizer, lambda step: adapters.state()
   if options.compiles:
     model.compile()
   scale = LossScale.of(options.dtype, origin.extra.get(SCALE, {}))
@@ -357,14 +357,14 @@ def _open(
   if cfg.moe.num_experts or cfg.mod.routing != "none":
     layers = LayerLog(folder / workdir.LAYERS, last_step=-1 if rows_until is None else rows_until)
     enter(contextlib.closing(layers))
-  progress = enter(Progress(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress))
+  progress = enter(ProgressBar(cfg.num_steps, start_step=origin.step, enabled=cfg.log.progress))
   meter = _meter(program, options)
   meter.start(origin.step)
   return TorchRun(
     program,
     folder,
     Trainer(cfg, model, optimizer, scale, sets_buffers=adapters is None),
-    kept,
+    state_after,
     adapters,
     origin.step,
     options.device,

@@ -28,8 +28,8 @@ class Lora:
   """What adapters there are.
 
   Attributes:
-    rank: of them.
-    alpha: they are multiplied with alpha / rank.
+    rank: rank of the adapters.
+    alpha: the adapters are multiplied with alpha / rank.
     targets: linear layers that have one, e.g. "q".
   """
 
@@ -63,10 +63,10 @@ class Adapters:
     if unknown := sorted(set(lora.targets) - known):
       raise ValueError(f"--lora_targets: no {unknown}. The linear layers are {sorted(known)}.")
     torch.manual_seed(cfg.seed)
-    how = peft.LoraConfig(
+    lora_config = peft.LoraConfig(
       r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0
     )
-    self.model, self.peft = model, peft.get_peft_model(Outer(model), how)
+    self.model, self.peft = model, peft.get_peft_model(Outer(model), lora_config)
     self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     o = cfg.optimizer
     assert isinstance(o, AdamW)  # `check`
@@ -74,37 +74,37 @@ class Adapters:
       self.trained.values(), betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
     )
     for parameter in self.trained.values():
-      kept = self.optimizer.state[parameter]
-      kept["step"] = torch.tensor(0.0)
+      moments = self.optimizer.state[parameter]
+      moments["step"] = torch.tensor(0.0)
       for field in MOMENTS.values():
-        kept[field] = torch.zeros_like(parameter, requires_grad=False)
+        moments[field] = torch.zeros_like(parameter, requires_grad=False)
 
   def state(self) -> dict[str, Any]:
     """What a checkpoint keeps, copied."""
     array = lambda x: jnp.asarray(x.detach().cpu().numpy().copy())
-    kept = self.optimizer.state
+    moments = self.optimizer.state
     return {
       name: {
         "value": array(parameter),
-        **{ours: array(kept[parameter][theirs]) for ours, theirs in MOMENTS.items()},
-        "updates": array(kept[parameter]["step"]),
+        **{ours: array(moments[parameter][theirs]) for ours, theirs in MOMENTS.items()},
+        "updates": array(moments[parameter]["step"]),
       }
       for name, parameter in self.trained.items()
     }
 
   def restore(self, checkpoints: CheckpointManager, step: int) -> None:
     """Go on from a checkpoint."""
-    found = checkpoints.read(step, self.state())
+    saved = checkpoints.read(step, self.state())
     for name, parameter in self.trained.items():
-      put = lambda tensor, ours, arrays=found[name]: tensor.copy_(_tensor(arrays[ours]))
-      kept = self.optimizer.state[parameter]
+      put = lambda tensor, ours, arrays=saved[name]: tensor.copy_(_tensor(arrays[ours]))
+      moments = self.optimizer.state[parameter]
       with torch.no_grad():
         put(parameter, "value")
       for ours, theirs in MOMENTS.items():
-        put(kept[theirs], ours)
-      put(kept["step"], "updates")
+        put(moments[theirs], ours)
+      put(moments["step"], "updates")
 
-  def write(self, cfg: Config, folder: Path, words: Tokenizer) -> None:
+  def write(self, cfg: Config, folder: Path, tokenizer: Tokenizer) -> None:
     """Write the adapters as peft does, and the merged model in our own format; it ends training."""
     self.peft.save_pretrained(str(folder / ADAPTER))
     merged = self.peft.merge_and_unload().model
@@ -113,7 +113,7 @@ class Adapters:
     weights.save(merged, target / "model.safetensors")
     for name, text in own.FAMILY.files().items():
       (target / name).write_text(text, encoding="utf-8")
-    for name, content in files_of(words).items():
+    for name, content in files_of(tokenizer).items():
       (target / name).write_bytes(content)
     (target / "config.json").write_text(json.dumps(own.FAMILY.write(cfg), indent=2))
 

@@ -34,7 +34,7 @@ def optimizer_of(cfg: Config, model: Decoder, abstract: TrainState) -> torch.opt
   leaves = jax.tree.leaves(decay_mask(params, embeddings=cfg.optimizer.decay_embeddings))
   parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
   groups: dict[bool, list[Tensor]] = {True: [], False: []}
-  for ours, part in layout.named_parts(params, stacks=stacks(cfg)).items():
+  for ours, part in layout.named_arrays(params, stacks=stacks(cfg)).items():
     groups[leaves[part.number]].append(parameters.pop(weights.their_name(ours, parameters)))
   assert not parameters
   o = cfg.optimizer
@@ -65,9 +65,9 @@ def to_torch(
       name = weights.their_name(ours, parameters)
       parameter = parameters[name]
       moment = weights.as_theirs(name, torch.tensor(array), parameter.dim())
-      kept = optimizer.state[parameter]
-      kept[theirs] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
-      kept["step"] = updates.to(parameter.device) if parameter.is_cuda else updates.clone()
+      moments = optimizer.state[parameter]
+      moments[theirs] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
+      moments["step"] = updates.to(parameter.device) if parameter.is_cuda else updates.clone()
 
 
 def to_jax(
@@ -83,34 +83,34 @@ def to_jax(
       made = next(iter(optimizer.state.values()))["step"]
       return np.asarray(int(made), np.int32)
     if name.startswith("model/"):
-      found = weights.their_name(name.removeprefix("model/"), tensors)
-      tensor = tensors[found]
+      their_name = weights.their_name(name.removeprefix("model/"), tensors)
+      tensor = tensors[their_name]
     else:
       ((field, ours),) = [
         (theirs, name.split(f"/{field}/")[1])
         for field, theirs in MOMENTS.items()
         if f"/{field}/" in name
       ]
-      found = weights.their_name(ours, parameters)
-      tensor = optimizer.state[parameters[found]][field]
-    return weights.as_ours(found, tensor.detach().cpu(), shape).numpy()
+      their_name = weights.their_name(ours, parameters)
+      tensor = optimizer.state[parameters[their_name]][field]
+    return weights.as_ours(their_name, tensor.detach().cpu(), shape).numpy()
 
   leaves, structure = jax.tree.flatten(abstract)
   filled: list[Any] = [None] * len(leaves)
-  for name, part in layout.named_parts(abstract, stacks=stacks(cfg)).items():
+  for name, part in layout.named_arrays(abstract, stacks=stacks(cfg)).items():
     if name == "key":
       filled[part.number] = jax.random.key(cfg.seed)
-    elif part.place is None:
+    elif part.layer is None:
       filled[part.number] = value(name, part.shape).copy()
     else:
       if filled[part.number] is None:
         filled[part.number] = np.empty(part.leaf.shape, part.leaf.dtype)
-      filled[part.number][part.place] = value(name, part.shape)
+      filled[part.number][part.layer] = value(name, part.shape)
   on_device = lambda x, like: jax.device_put(jnp.asarray(x), like.sharding)
   return structure.unflatten(list(map(on_device, filled, leaves)))
 
 
-def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
+def shared_tensors(cfg: Config, tree: Any) -> dict[str, Tensor]:
   """The arrays of a model of JAX as tensors in the same memory, for `weights.put(..., share=True)`.
 
   Args:
@@ -121,22 +121,22 @@ def shared(cfg: Config, tree: Any) -> dict[str, Tensor]:
     Tensors by the names of a checkpoint. They are to be read only.
   """
   leaves = list(map(torch.from_dlpack, jax.tree.leaves(tree)))
-  found = {}
-  for name, part in layout.named_parts(tree, stacks=stacks(cfg)).items():
-    whole = leaves[part.number]
-    found[name] = whole if part.place is None else whole[part.place]
-  return found
+  tensors = {}
+  for name, part in layout.named_arrays(tree, stacks=stacks(cfg)).items():
+    leaf = leaves[part.number]
+    tensors[name] = leaf if part.layer is None else leaf[part.layer]
+  return tensors
 
 
 def _arrays(cfg: Config, state: TrainState) -> dict[str, np.ndarray]:
   """Every array of a state but its key, by the name that it has in a checkpoint."""
   leaves = jax.tree.leaves(state)
-  found = {}
-  for name, part in layout.named_parts(state, stacks=stacks(cfg)).items():
+  arrays = {}
+  for name, part in layout.named_arrays(state, stacks=stacks(cfg)).items():
     if name != "key":
-      whole = np.asarray(leaves[part.number])
-      found[name] = whole if part.place is None else whole[part.place]
-  return found
+      leaf = np.asarray(leaves[part.number])
+      arrays[name] = leaf if part.layer is None else leaf[part.layer]
+  return arrays
 
 
 def _under(root: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -18,8 +18,8 @@ from ats_jax.model.mod import rules_at
 from ats_jax.pytorch import objective
 from ats_jax.pytorch.decoder import Decoder
 from ats_jax.pytorch.moe import MoE
-from ats_jax.pytorch.objective import Pass, Totals
-from ats_jax.pytorch.settings import Rules
+from ats_jax.pytorch.objective import ForwardResult, Totals
+from ats_jax.pytorch.settings import RoutingRules
 from ats_jax.pytorch.training.device import LossScale
 from ats_jax.step.schedule import learning_rate
 
@@ -28,18 +28,18 @@ Batch = Mapping[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """What an update leaves for the log.
+  """The facts about an update that metrics are made of.
 
   Attributes:
-    found: sums and statistics of the batch.
-    whole: its totals.
-    grad_norm: before clipping.
+    result: losses and routing statistics, summed over the micro-batches.
+    totals: counts of tokens and rows of the whole batch.
+    grad_norm: norm of the gradient before clipping.
     rate: the learning rate.
-    made: whether the update was made; not where float16 overflowed.
+    made: whether the update was made; false if gradients in float16 overflowed.
   """
 
-  found: Pass
-  whole: Totals
+  result: ForwardResult
+  totals: Totals
   grad_norm: Tensor
   rate: float
   made: bool
@@ -51,9 +51,9 @@ class Trainer:
 
   Attributes:
     cfg: the resolved config.
-    model: what is trained.
+    model: the model that is trained.
     optimizer: moves it.
-    scale: of the loss.
+    scale: scale of the loss, for gradients in float16.
     sets_buffers: move selection biases and thresholds; not where the model is frozen.
   """
 
@@ -67,15 +67,15 @@ class Trainer:
     """Make update `step` (0-based) of arrays [accum, batch, seq]."""
     torch.manual_seed(np.random.SeedSequence([self.cfg.seed, step]).generate_state(1).item())
     rules = their_rules(self.cfg, step, training=True)
-    whole, found = objective.totals(batch, rules), None
+    totals, result = objective.totals(batch, rules), None
     self.model.train()
     for number in range(batch["tokens"].shape[0]):
       micro = {name: array[number] for name, array in batch.items()}
       part = objective.forward(self.model, micro, rules)
-      (self.scale.value * objective.loss_of(self.cfg, part, whole)).backward()
+      (self.scale.value * objective.loss_of(self.cfg, part, totals)).backward()
       part = objective.detached(part)
-      found = part if found is None else objective.add(found, part)
-    assert found is not None
+      result = part if result is None else objective.add(result, part)
+    assert result is not None
     grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
     grads = [grad for grad in grads if grad is not None]
     if self.scale.value != 1.0:
@@ -90,9 +90,9 @@ class Trainer:
         group["lr"] = rate
       self.optimizer.step()
       if self.sets_buffers:
-        objective.set_buffers(self.model, found.stats, step, rules)
+        objective.set_buffers(self.model, result.stats, step, rules)
     self.optimizer.zero_grad()
-    return Update(found, whole, norm, rate, made)
+    return Update(result, totals, norm, rate, made)
 
   @torch.no_grad()
   def score(self, batch: Batch, step: int) -> np.ndarray:
@@ -108,12 +108,12 @@ class Trainer:
   @torch.no_grad()
   def metrics(self, update: Update) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """The metrics of a step of `ats_jax.step`, and its arrays by layer."""
-    found, counted = update.found, float(update.whole.counted)
+    result, counted = update.result, float(update.totals.counted)
     layers = {}
     metrics = {
-      "train/loss": float(found.sums.cross_entropy) / counted,
-      "train/accuracy": float(found.sums.correct) / counted,
-      "train/z": float(found.sums.z) / counted,
+      "train/loss": float(result.sums.cross_entropy) / counted,
+      "train/accuracy": float(result.sums.correct) / counted,
+      "train/z": float(result.sums.z) / counted,
       "train/grad_norm": float(update.grad_norm),
       "train/update_norm": self._update_norm(update.rate) if update.made else 0.0,
       "train/param_norm": math.sqrt(sum(float(p.square().sum()) for p in self._parameters())),
@@ -121,7 +121,7 @@ class Trainer:
       "train/scheduled_rate": update.rate,
       "train/tokens": counted,
     }
-    for more, arrays in (self._of_experts(found), self._of_depth(found)):
+    for more, arrays in (self._of_experts(result), self._of_depth(result)):
       metrics, layers = metrics | more, layers | arrays
     return metrics, layers
 
@@ -135,17 +135,17 @@ class Trainer:
     for group in self.optimizer.param_groups:
       decay = group["weight_decay"]
       for parameter in group["params"]:
-        kept = self.optimizer.state[parameter]
-        updates = float(kept["step"])
-        mean = kept["exp_avg"] / (1 - o.b1**updates)
-        root = (kept["exp_avg_sq"] / (1 - o.b2**updates)).sqrt()
+        moments = self.optimizer.state[parameter]
+        updates = float(moments["step"])
+        mean = moments["exp_avg"] / (1 - o.b1**updates)
+        root = (moments["exp_avg_sq"] / (1 - o.b2**updates)).sqrt()
         adam = mean / (root + o.eps)
         before = (parameter + rate * adam) / (1 - rate * decay)
         total += float((adam + decay * before).square().sum())
     return rate * math.sqrt(total)
 
-  def _of_experts(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    moe = [layer.moe for layer in found.stats if layer.moe is not None]
+  def _of_experts(self, result: ForwardResult) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    moe = [layer.moe for layer in result.stats if layer.moe is not None]
     if not self.cfg.moe.num_experts:
       return {}, {}
     routers = [layer.mlp.router for layer in self.model.layers if isinstance(layer.mlp, MoE)]
@@ -176,13 +176,13 @@ class Trainer:
       "moe/layer_tokens": stack("tokens"),
     }
 
-  def _of_depth(self, found: Pass) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    mod = [layer.mod for layer in found.stats if layer.mod is not None]
-    if found.depth_L is None:
+  def _of_depth(self, result: ForwardResult) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    mod = [layer.mod for layer in result.stats if layer.mod is not None]
+    if result.depth_L is None:
       return {}, {}
     stack = lambda name: torch.stack([getattr(layer, name) for layer in mod]).cpu().numpy()
     tokens_L = np.maximum(stack("tokens"), 1.0)
-    depths = found.depth_L.cpu().numpy()
+    depths = result.depth_L.cpu().numpy()
     depths = depths / max(depths.sum(), 1.0)
     always = self.cfg.model.num_layers - len(mod)
     metrics = {
@@ -199,14 +199,14 @@ class Trainer:
     }
 
 
-def their_rules(cfg: Config, step: int, *, training: bool) -> Rules:
+def their_rules(cfg: Config, step: int, *, training: bool) -> RoutingRules:
   """`model.mod.rules_at`, for PyTorch."""
   rules = rules_at(cfg, step, training=training)
-  return Rules(training, rules.capacity, rules.horizon)
+  return RoutingRules(training, rules.capacity, rules.horizon)
 
 
-def on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-  """A batch of the loader's on a device; whole numbers as PyTorch indexes with them."""
+def batch_on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+  """Copy a batch of the loader to a device; integers become int64, which PyTorch indexes with."""
   tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
   to = lambda a: a if a.is_floating_point() else a.long()
   return {name: to(a).to(device, non_blocking=True) for name, a in tensors.items()}

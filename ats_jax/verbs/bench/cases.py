@@ -49,7 +49,7 @@ class Case:
   """One op at one shape. Run it under a mesh.
 
   Attributes:
-    op: of `kernels.OPS`.
+    op: of `implementations.OPS`.
     shape: its sizes in words.
     dims: the sizes by which tuning tables keep it (`registry.kernel`).
     f: `(kernels, *args)` -> results; the first floating-point one is differentiated.

@@ -24,7 +24,7 @@ from ats_jax.config import Config
 from ats_jax.data.batch import random_batch
 from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import peak_flops
-from ats_jax.metrics.profiler import summary
+from ats_jax.metrics.profiler import summarise_trace
 from ats_jax.metrics.throughput import mfu
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe, planned_bytes
@@ -92,7 +92,7 @@ def measure(
           for _ in range(PROFILED_STEPS):
             state, _ = train_step(state, batch)
           jax.block_until_ready(state)
-        logging.info("kernels of %d steps:\n%s", PROFILED_STEPS, summary(Path(folder)))
+        logging.info("kernels of %d steps:\n%s", PROFILED_STEPS, summarise_trace(Path(folder)))
   step_secs = statistics.median(times[WARMUP_STEPS:])
   tokens = cfg.data.batch_size * cfg.data.seq_len
   tokens_per_sec = tokens / step_secs

@@ -9,7 +9,7 @@ import numpy as np
 
 from ats_jax.bridge.convert import abstract_parts
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.family import Row, items
+from ats_jax.bridge.family import WeightRow, match_weights
 from ats_jax.bridge.safetensors_file import Slot, Writer
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.schema import Config
@@ -88,9 +88,9 @@ def random_tensors(fields: dict[str, Any], dtype: Any = np.float32) -> dict[str,
   cfg = with_settings(Config(), {"data.tokenizer": "bytes", **settings})
   shapes = {name: part.shape for name, part in abstract_parts(resolve(cfg, 0)).items()}
   rng, tensors = np.random.default_rng(0), {}
-  for item in items(family.fitted(settings), shapes):
+  for item in match_weights(family.fitted(settings), shapes):
     for name in item.theirs:
-      kept = np.float32 if isinstance(item.row, Row) and item.row.wide else dtype
+      kept = np.float32 if isinstance(item.row, WeightRow) and item.row.wide else dtype
       tensors[name] = rng.normal(0, 0.2, item.their_shape).astype(kept)
   return tensors
 

@@ -46,7 +46,7 @@ def read(folder: Path, content: dict) -> ConfigReport:
   """Reads a config.json; its config file builds with the same settings, and no field is lost."""
   file = write(folder, "config.json", content)
   report = config_import.read(file)
-  target = write(folder, "mine.py", config_import.source(report, file, "configs/mine.py"))
+  target = write(folder, "mine.py", config_import.config_file_text(report, file, "configs/mine.py"))
   settings = flatten(from_config_dict(load_file(target)))
   assert {name: settings[name] for name in report.settings} == report.settings
   listed = [line.name for line in (*report.taken, *report.same, *report.missing)]
@@ -298,7 +298,7 @@ def test_what_is_wrong_is_said_with_the_file(tmp_path, name, content, words):
 def test_a_name_in_the_file_cannot_end_the_text_it_is_written_in(tmp_path):
   hostile = {'"""\nraise SystemExit\n"""': '"""\\', "\\N{oops}": 1, "\0": 2}
   file = write(tmp_path, "config.json", LLAMA | hostile)
-  source = config_import.source(config_import.read(file), file, "configs/mine.py")
+  source = config_import.config_file_text(config_import.read(file), file, "configs/mine.py")
   assert load_file(write(tmp_path, "mine.py", source)).model.d_model == 64
 
 

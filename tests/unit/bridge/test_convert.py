@@ -14,13 +14,13 @@ from runs import arrays
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.store.paths import parse
 
 
 def assert_same_tensors(one, other):
-  one, other = open_source(one).tensors, open_source(other).tensors
+  one, other = open_model_folder(one).tensors, open_model_folder(other).tensors
   assert one.keys() == other.keys()
   for name in one:
     assert one[name].dtype == other[name].dtype
@@ -46,7 +46,7 @@ def test_float16_and_a_chosen_dtype(tmp_path):
   export(parse(tmp_path / "run"), tmp_path / "same")
   assert_same_tensors(tmp_path / "same", folder)
   export(parse(tmp_path / "run"), tmp_path / "other", dtype="bfloat16")
-  assert open_source(tmp_path / "other").dtype == "BF16"
+  assert open_model_folder(tmp_path / "other").dtype == "BF16"
   with pytest.raises(ValueError, match=r"other exists"):
     export(parse(tmp_path / "run"), tmp_path / "other")
 

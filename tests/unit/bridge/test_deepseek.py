@@ -17,7 +17,7 @@ from runs import arrays
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import choose_family, export
 from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.folder import open_model_folder
 from ats_jax.bridge.fp8_blocks import joined
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve, with_settings
@@ -207,7 +207,7 @@ def quantised_folder(folder, **changes):
 
 def test_a_quantised_folder_is_imported(tmp_path):
   _, want = quantised_folder(tmp_path / "hf")
-  source = open_source(tmp_path / "hf")
+  source = open_model_folder(tmp_path / "hf")
   assert source.tensors.keys() == want.keys()
   assert sum(t.nbytes for t in source.tensors.values()) < sum(a.nbytes for a in want.values())
   import_folder(tmp_path / "hf", parse(tmp_path / "run"), tokenizer="bytes")
@@ -221,11 +221,11 @@ def test_a_quantised_folder_is_imported(tmp_path):
 def test_the_bias_that_chooses_stays_in_float32(tmp_path):
   """The rest of such a folder is in bfloat16, and so is the model of an import."""
   folder, run = make_folder(tmp_path / "hf", "deepseek_v3", dtype=BFLOAT16), tmp_path / "run"
-  assert open_source(folder).dtype == "BF16"
+  assert open_model_folder(folder).dtype == "BF16"
   import_folder(folder, parse(run), tokenizer="bytes")
   export(parse(run), tmp_path / "half", dtype="float16")
   name = "model.layers.1.mlp.gate.e_score_correction_bias"
-  got, want = (open_source(f).tensors[name].read() for f in (tmp_path / "half", folder))
+  got, want = (open_model_folder(f).tensors[name].read() for f in (tmp_path / "half", folder))
   assert want.dtype == np.float32 and np.any(want.astype(np.float16) != want)
   np.testing.assert_array_equal(got, want)
 

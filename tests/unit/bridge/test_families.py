@@ -9,7 +9,7 @@ from ats_jax.bridge.convert import abstract_parts
 from ats_jax.bridge.export import choose_family
 from ats_jax.bridge.families import FAMILIES
 from ats_jax.bridge.families.common import read_rope, write_rope
-from ats_jax.bridge.family import architecture, items, together
+from ats_jax.bridge.family import architecture, match_weights, together
 from ats_jax.config.build import resolve, with_settings
 from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
@@ -33,7 +33,7 @@ def test_a_config_comes_back_as_it_was(kind):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_array_is_in_one_row_and_every_tensor_in_one_array(kind):
   family = FAMILIES[kind].fitted(flatten(config(kind)))
-  planned = items(family, {n: p.shape for n, p in abstract_parts(config(kind)).items()})
+  planned = match_weights(family, {n: p.shape for n, p in abstract_parts(config(kind)).items()})
   theirs = [name for item, *_ in together(planned) for name in item.theirs]
   assert len(theirs) == len(set(theirs)) > 20
   layers = [int(i.ours.split("/")[1]) for i in planned if i.ours.startswith("layers/")]
@@ -156,7 +156,7 @@ def test_a_model_without_a_family_names_its_array():
   with pytest.raises(
     ValueError, match=r"Llama models have nothing like layers/0/attn/./(weight|bias)"
   ):
-    items(FAMILIES["llama"], shapes)
+    match_weights(FAMILIES["llama"], shapes)
 
 
 def test_dense_layers_beside_experts_keep_their_width():

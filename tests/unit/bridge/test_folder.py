@@ -7,7 +7,7 @@ import pytest
 from hf_folders import BFLOAT16, fields_of, make_folder, random_tensors, write_tensors
 
 from ats_jax.bridge.convert import abstract_parts, config_of, import_folder, plan
-from ats_jax.bridge.folder import is_source, open_source
+from ats_jax.bridge.folder import is_model_folder, open_model_folder
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.config.build import resolve
 from ats_jax.store.paths import parse
@@ -16,7 +16,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def check(folder):
-  source = open_source(folder)
+  source = open_model_folder(folder)
   cfg = resolve(config_of(source, tokenizer="bytes"), 0)
   return plan(source, cfg, abstract_parts(cfg))
 
@@ -152,7 +152,7 @@ def test_a_field_that_is_missing(tmp_path):
 def test_no_folder(tmp_path):
   with pytest.raises(ValueError, match=r"config.json cannot be read"):
     check(tmp_path)
-  assert not is_source(tmp_path)
+  assert not is_model_folder(tmp_path)
 
 
 def test_an_index_that_lies(tmp_path):

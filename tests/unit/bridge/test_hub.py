@@ -21,7 +21,7 @@ ASK = """
 import sys
 from ats_jax.bridge import hub
 try:
-  print(hub.local(sys.argv[1]))
+  print(hub.local_folder(sys.argv[1]))
 except (ValueError, OSError) as e:
   print(type(e).__name__, e)
 """
@@ -168,10 +168,10 @@ def test_names_that_the_hub_does_not_give(tmp_path):
 
 
 def test_other_words_are_folders():
-  assert hub.local("some/model") == "some/model"
+  assert hub.local_folder("some/model") == "some/model"
   for name in ("hf://model", "hf://", "hf://a/b/c", "hf:///b"):
     with pytest.raises(ValueError, match="no name on the Hub"):
-      hub.local(name)
+      hub.local_folder(name)
 
 
 def test_the_verbs_take_names_where_they_read(tmp_path):

@@ -11,8 +11,8 @@ from runs import arrays
 
 from ats_jax.bridge.convert import import_folder
 from ats_jax.bridge.export import export
-from ats_jax.bridge.folder import open_source
-from ats_jax.bridge.mxfp4 import MOST, Packed, dequantise
+from ats_jax.bridge.folder import open_model_folder
+from ats_jax.bridge.mxfp4 import MOST, Mxfp4Weight, dequantise
 from ats_jax.bridge.safetensors_file import read_header
 from ats_jax.store.paths import parse
 
@@ -105,9 +105,9 @@ def test_a_quantised_folder_is_the_one_that_it_stands_for(folder, tmp_path):
   tensors, _ = quantised(folder, kept)
   assert len(kept) == 4
   write_tensors(plain / "model.safetensors", tensors | kept)
-  source = open_source(folder)
+  source = open_model_folder(folder)
   assert source.dtype == "BF16"
-  assert all(isinstance(source.tensors[name], Packed) for name in kept)
+  assert all(isinstance(source.tensors[name], Mxfp4Weight) for name in kept)
   for name, made in (("one", folder), ("other", plain)):
     import_folder(made, parse(tmp_path / name), tokenizer="bytes")
   got, want = arrays(tmp_path / "one", 0), arrays(tmp_path / "other", 0)

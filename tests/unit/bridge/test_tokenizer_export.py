@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ats_jax.bridge.convert import config_of, import_folder
 from ats_jax.bridge.export import export
-from ats_jax.bridge.folder import open_source
+from ats_jax.bridge.folder import open_model_folder
 from ats_jax.checkpoint import workdir
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.tokenizer import with_template
@@ -103,9 +103,9 @@ def test_an_export_has_them(tmp_path):
 def test_a_folder_whose_tokenizer_is_a_model(tmp_path):
   folder = make_folder(tmp_path / "hf")
   with pytest.raises(ValueError, match=r"holds no tokenizer\.json or tokenizer\.model"):
-    config_of(open_source(folder))
+    config_of(open_model_folder(folder))
   (folder / "tokenizer.model").write_bytes(b"")
-  assert config_of(open_source(folder)).data.tokenizer == str(folder / "tokenizer.model")
+  assert config_of(open_model_folder(folder)).data.tokenizer == str(folder / "tokenizer.model")
 
 
 @pytest.mark.formats

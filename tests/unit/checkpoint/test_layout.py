@@ -10,22 +10,22 @@ from ats_jax.checkpoint import layout
 
 def test_names_do_not_depend_on_python_classes():
   state = make_state(0)
-  names = list(layout.named_parts(state))
+  names = list(layout.named_arrays(state))
   assert "model/embed" in names and "model/layers/1/kernel" in names
   assert "opt_state/1/0/mu/layers/0/bias" in names
-  assert list(layout.named_parts({"q": {"weight": jnp.zeros(1)}})) == ["q"]
+  assert list(layout.named_arrays({"q": {"weight": jnp.zeros(1)}})) == ["q"]
   router = {"weight": jnp.zeros(1), "bias": jnp.zeros(1)}
-  assert set(layout.named_parts({"router": router})) == {"router/weight", "router/bias"}
+  assert set(layout.named_arrays({"router": router})) == {"router/weight", "router/bias"}
   adapted = {"weight": jnp.zeros(1), "adapter": {"a": jnp.zeros(1)}}
-  assert set(layout.named_parts({"q": adapted})) == {"q/weight", "q/adapter/a"}
+  assert set(layout.named_arrays({"q": adapted})) == {"q/weight", "q/adapter/a"}
   assert not any("value" in n for n in names)
-  model_names = list(layout.named_parts(state["model"], "model"))
+  model_names = list(layout.named_arrays(state["model"], "model"))
   assert model_names == [n for n in names if n.startswith("model/")]
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_name():
   with pytest.raises(ValueError, match=r"'model/rate' is a float \(0.5\).*`extra`"):
-    layout.named_parts({"model": {"rate": 0.5}})
+    layout.named_arrays({"model": {"rate": 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_leaf_that_is_no_array_is_refused_by_name():
 )
 def test_names_that_clash_are_refused(tree):
   with pytest.raises(ValueError, match=r"two leaves named 'a/b'|the group 'a'"):
-    layout.named_parts(tree)
+    layout.named_arrays(tree)
 
 
 def test_layers_go_by_their_index_whatever_stack_they_are_in():
@@ -50,7 +50,7 @@ def test_layers_go_by_their_index_whatever_stack_they_are_in():
     "segments/1/layers/0": (4,),
   }
   state = {"model": model, "opt_state": [{"mu": model}]}
-  assert layout.describe(layout.named_parts(state, stacks=stacks)) == {
+  assert layout.describe(layout.named_arrays(state, stacks=stacks)) == {
     f"{part}/{name}": shape
     for part in ("model", "opt_state/0/mu")
     for name, shape in {
@@ -62,11 +62,11 @@ def test_layers_go_by_their_index_whatever_stack_they_are_in():
       "layers/4/attn/q": "float32[7]",
     }.items()
   }
-  assert "model/layers/3/attn/q" in layout.named_parts(model, "model", stacks)
+  assert "model/layers/3/attn/q" in layout.named_arrays(model, "model", stacks)
 
 
 def test_differences_names_both_sides():
-  describe = lambda tree: layout.describe(layout.named_parts(tree))
+  describe = lambda tree: layout.describe(layout.named_arrays(tree))
   saved = describe({"w": np.zeros((2, 3), np.float32), "old": np.zeros(1, np.int8)})
   wanted = describe({"w": np.zeros((2, 4), np.float32), "new": jax.random.key(0)})
   assert layout.differences(saved, wanted) == [

@@ -11,7 +11,7 @@ from checkpoint_helpers import assert_same, flip_bit, make_state
 from jax.sharding import PartitionSpec as P
 
 from ats_jax.checkpoint import CheckpointError, CheckpointManager, abstract_like
-from ats_jax.checkpoint.local import LocalSnapshots, Offer, choose, folder_of
+from ats_jax.checkpoint.local import LocalSnapshots, Offer, choose_snapshot, folder_of
 from ats_jax.config.identity import RunIdentity
 from ats_jax.config.schema import CheckpointConfig
 from ats_jax.store.paths import Path
@@ -181,7 +181,7 @@ REPLICAS, SHARDS = ["a", "a"], ["a", "b"]
   ],
 )
 def test_where_each_process_finds_its_part(offers, found):
-  assert choose(offers) == found
+  assert choose_snapshot(offers) == found
 
 
 def test_the_folder_of_a_machine(monkeypatch):

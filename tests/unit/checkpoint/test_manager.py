@@ -443,7 +443,7 @@ def test_a_large_state_is_moved_in_groups(tmp_path, monkeypatch):
   sizes = [
     len(g)
     for g in stream.groups(
-      {name: part.target(name) for name, part in layout.named_parts(state, stacks=stacks).items()}
+      {name: part.target(name) for name, part in layout.named_arrays(state, stacks=stacks).items()}
     )
   ]
   assert sizes == [1, 3, 3, 3, 1]
@@ -467,20 +467,20 @@ def test_what_is_fetched_from_a_device_survives_donation_of_the_state(monkeypatc
     "step": jnp.int32(3),
   }
   expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
-  parts = layout.named_parts(state, stacks={"stack": range(5)})
+  parts = layout.named_arrays(state, stacks={"stack": range(5)})
   fetched = stream.fetch(parts)
   spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
   jax.block_until_ready(spoil(state))
   assert fetched.keys() == parts.keys()
   for name, part in parts.items():
-    leaf = expected[name.split("/")[0]] if part.place is None else expected["stack"][part.place]
+    leaf = expected[name.split("/")[0]] if part.layer is None else expected["stack"][part.layer]
     assert fetched[name].dtype == leaf.dtype
     np.testing.assert_array_equal(fetched[name], leaf, err_msg=name)
 
 
 def test_what_a_save_holds_is_not_copied_again():
   state = {"stack": jnp.arange(4000.0).reshape(4, 1000), "table": jnp.ones((10, 10))}
-  parts = layout.named_parts(state, stacks={"stack": range(4)})
+  parts = layout.named_arrays(state, stacks={"stack": range(4)})
   for name, array in stream.to_save(parts).items():
     whole = np.asarray(parts[name].leaf)
     assert np.shares_memory(copy.deepcopy(array), whole)  # Orbax makes such a copy

@@ -12,7 +12,7 @@ from ats_jax.cluster.preflight.gpus import (
   parse_topology,
   topology_row,
 )
-from ats_jax.cluster.preflight.rows import Verdict
+from ats_jax.cluster.preflight.results import CheckVerdict
 
 LEGEND = """
 Legend:
@@ -75,9 +75,11 @@ def test_links():
 
 def test_the_mesh_that_suits():
   row = topology_row(parse_topology(ALL_LINKED))
-  assert row.verdict is Verdict.OK and "mesh.fsdp=4" in row.advice
+  assert row.verdict is CheckVerdict.OK and "mesh.fsdp=4" in row.advice
   row = topology_row(parse_topology(NO_LINKS))
-  assert row.verdict is Verdict.ADVICE and "keep mesh.tensor and mesh.expert at 1" in row.advice
+  assert (
+    row.verdict is CheckVerdict.ADVICE and "keep mesh.tensor and mesh.expert at 1" in row.advice
+  )
   assert islands(parse_topology(PAIRS)) == [[0, 2], [1, 3]]
   row = topology_row(parse_topology(PAIRS))
   assert "mesh.data=2 between groups, at most 2 of fsdp" in row.advice
@@ -95,7 +97,7 @@ def test_a_healthy_card():
   (card,) = parse_gpus(HEALTHY)
   assert (card.name, card.memory_mib, card.throttles) == ("NVIDIA H100 80GB HBM3", 81559, ())
   (row,) = gpu_rows([card])
-  assert row.verdict is Verdict.OK and not row.advice
+  assert row.verdict is CheckVerdict.OK and not row.advice
   assert row.found.endswith("clock 345 of 1,980 MHz, 28 C, power limit 700 W, ECC errors 0")
 
 
@@ -103,18 +105,18 @@ def test_fields_that_a_card_does_not_have():
   card = parse_gpus(HEALTHY + CONSUMER)[1]
   assert card.ecc_errors is None and not card.mig
   (row,) = gpu_rows([card])
-  assert "no ECC" in row.found and row.verdict is Verdict.ADVICE
+  assert "no ECC" in row.found and row.verdict is CheckVerdict.ADVICE
   assert row.advice == "Its power limit is below the usual 420 W."
 
 
 @pytest.mark.parametrize(
   ("was", "now", "verdict", "said"),
   [
-    ("01, 0,", "01, 3,", Verdict.BAD, "Its memory has lost bits"),
-    ("0x0000000000000001", "0x0000000000000024", Verdict.ADVICE, "(power cap, too hot)"),
-    ("81559, 4,", "81559, 40004,", Verdict.ADVICE, "Another process holds memory"),
-    ("Disabled", "Enabled", Verdict.ADVICE, "MIG is on"),
-    ("Default", "Exclusive_Process", Verdict.ADVICE, "One process at a time"),
+    ("01, 0,", "01, 3,", CheckVerdict.BAD, "Its memory has lost bits"),
+    ("0x0000000000000001", "0x0000000000000024", CheckVerdict.ADVICE, "(power cap, too hot)"),
+    ("81559, 4,", "81559, 40004,", CheckVerdict.ADVICE, "Another process holds memory"),
+    ("Disabled", "Enabled", CheckVerdict.ADVICE, "MIG is on"),
+    ("Default", "Exclusive_Process", CheckVerdict.ADVICE, "One process at a time"),
   ],
 )
 def test_a_card_with_a_problem(was, now, verdict, said):
@@ -130,9 +132,9 @@ def test_a_line_of_another_form():
 
 
 def test_none():
-  assert gpus.no_gpu_row(["ats-jax-no-such-command"]).verdict is Verdict.NONE
+  assert gpus.no_gpu_row(["ats-jax-no-such-command"]).verdict is CheckVerdict.NONE
   row = gpus.no_gpu_row(["false"])
-  assert row.verdict is Verdict.ADVICE and row.advice.startswith("Run it to see why: false;")
+  assert row.verdict is CheckVerdict.ADVICE and row.advice.startswith("Run it to see why: false;")
 
 
 def test_commands_that_are_not_there_fail_or_print():

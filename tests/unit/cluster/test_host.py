@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from ats_jax.cluster.preflight import host
-from ats_jax.cluster.preflight.rows import Row, Verdict, render
+from ats_jax.cluster.preflight.results import CheckResult, CheckVerdict, render_table
 
 UNLIMITED = resource.RLIM_INFINITY
 GOOD = {
@@ -19,10 +19,10 @@ GOOD = {
 
 def test_packages(monkeypatch):
   rows = host.version_rows()
-  assert [row.verdict for row in rows] == [Verdict.OK] * 2
+  assert [row.verdict for row in rows] == [CheckVerdict.OK] * 2
   assert f"jax {jax.__version__}, jaxlib" in rows[1].found
   monkeypatch.setattr(host, "_PACKAGES", (*host._PACKAGES, "ats-jax-no-such-package"))
-  assert host.version_rows()[1].verdict is Verdict.BAD
+  assert host.version_rows()[1].verdict is CheckVerdict.BAD
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_variables_in_force():
   _, row = host.nccl_rows(environ, 0)
   assert row.found == "JAX_PLATFORMS=cpu NCCL_P2P_DISABLE=1"
   assert row.advice == "NCCL_P2P_DISABLE=1 makes collectives slow: unset it."
-  assert host.nccl_rows({}, 0)[1] == Row("variables", "none is set")
+  assert host.nccl_rows({}, 0)[1] == CheckResult("variables", "none is set")
 
 
 def test_several_gpus_need_nccl(monkeypatch):
   monkeypatch.setattr(host, "_NCCL", ("ats-jax-no-such-package",))
-  assert host.nccl_rows({}, 2)[0].verdict is Verdict.BAD
-  assert host.nccl_rows({}, 1)[0].verdict is Verdict.NONE
+  assert host.nccl_rows({}, 2)[0].verdict is CheckVerdict.BAD
+  assert host.nccl_rows({}, 1)[0].verdict is CheckVerdict.NONE
 
 
 def test_the_limit_of_a_container(tmp_path):
@@ -81,19 +81,19 @@ def test_limits(limit, value, gpus, said):
 
 def test_the_limits_of_this_process():
   assert host.current_limits().keys() == GOOD.keys()
-  assert host.limit_row(GOOD, 8).verdict is Verdict.OK
+  assert host.limit_row(GOOD, 8).verdict is CheckVerdict.OK
 
 
 def test_shared_memory(tmp_path, monkeypatch):
-  assert host.shared_memory_row(0, tmp_path).verdict is Verdict.OK
+  assert host.shared_memory_row(0, tmp_path).verdict is CheckVerdict.OK
   monkeypatch.setattr(host, "MIN_SHM_GIB", 2**40)
   assert "--shm-size" in host.shared_memory_row(2, tmp_path).advice
-  assert host.shared_memory_row(2, tmp_path / "none").verdict is Verdict.NONE
+  assert host.shared_memory_row(2, tmp_path / "none").verdict is CheckVerdict.NONE
 
 
 def test_the_table_wraps_under_its_column(monkeypatch):
   monkeypatch.setenv("COLUMNS", "60")
-  text = render([Row("name", "found " * 12, Verdict.BAD, "advice " * 12)])
+  text = render_table([CheckResult("name", "found " * 12, CheckVerdict.BAD, "advice " * 12)])
   first, *rest = text.splitlines()
   assert first.startswith("name            bad     found") and len(rest) > 2
   assert all(line.startswith(" " * 24) and len(line) <= 60 for line in rest)

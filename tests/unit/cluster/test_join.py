@@ -11,7 +11,7 @@ from processes import free_port, run_job
 
 from ats_jax import __version__
 from ats_jax.cluster import job, rendezvous
-from ats_jax.cluster.rendezvous import Place
+from ats_jax.cluster.rendezvous import JobMember
 from ats_jax.config import Config
 
 VARIABLES = {
@@ -42,9 +42,9 @@ SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_
 
 
 def test_the_three_variables_name_a_job():
-  assert job.find(VARIABLES) == Place("node0:1234", 4, 1)
-  assert job.find(VARIABLES | {"JAX_LOCAL_DEVICE_IDS": "2,3"}).devices == (2, 3)
-  assert job.find({}) is None
+  assert job.find_member(VARIABLES) == JobMember("node0:1234", 4, 1)
+  assert job.find_member(VARIABLES | {"JAX_LOCAL_DEVICE_IDS": "2,3"}).devices == (2, 3)
+  assert job.find_member({}) is None
 
 
 @pytest.mark.parametrize(
@@ -60,22 +60,22 @@ def test_the_three_variables_name_a_job():
 def test_half_of_what_names_a_job_is_refused(changes, message):
   env = {k: v for k, v in (VARIABLES | changes).items() if v is not None}
   with pytest.raises(ValueError, match=re.escape(message)):
-    job.find(env)
+    job.find_member(env)
 
 
 def test_a_step_of_slurm_names_a_job():
-  assert job.find(STEP) == Place("node07:61443", 4, 3, (1,), "Slurm")
-  assert job.find(STEP | {"JAX_COORDINATOR_PORT": "999"}).address == "node07:999"
-  assert job.find(STEP | {"JAX_COORDINATOR_ADDRESS": "ib7:1"}).address == "ib7:1"
+  assert job.find_member(STEP) == JobMember("node07:61443", 4, 3, (1,), "Slurm")
+  assert job.find_member(STEP | {"JAX_COORDINATOR_PORT": "999"}).address == "node07:999"
+  assert job.find_member(STEP | {"JAX_COORDINATOR_ADDRESS": "ib7:1"}).address == "ib7:1"
   one = {"SLURM_STEP_NODELIST": "vm", "SLURM_STEP_NUM_NODES": "1"}
-  assert job.find(STEP | one).address == "vm:61443"
+  assert job.find_member(STEP | one).address == "vm:61443"
 
 
 def test_in_an_allocation_a_process_that_srun_did_not_start_is_alone():
-  assert job.find(SCRIPT) is None
-  assert job.find(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell that srun started
-  assert job.find(STEP | {"ATS_CLUSTER": "none"}) is None
-  assert job.find(SCRIPT | VARIABLES) == job.find(VARIABLES)
+  assert job.find_member(SCRIPT) is None
+  assert job.find_member(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell that srun started
+  assert job.find_member(STEP | {"ATS_CLUSTER": "none"}) is None
+  assert job.find_member(SCRIPT | VARIABLES) == job.find_member(VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_in_an_allocation_a_process_that_srun_did_not_start_is_alone():
 def test_tasks_of_a_node_share_its_gpus(tasks_per_node, index, seen, devices):
   env = STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_LOCALID": index}
   env |= {"CUDA_VISIBLE_DEVICES": seen} if seen is not None else {}
-  assert job.find(env).devices == devices
+  assert job.find_member(env).devices == devices
 
 
 @pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:1", "[::1]:1"])
 def test_loopback_is_refused_for_several_nodes(address):
   changes = {"JAX_COORDINATOR_ADDRESS": address}
   with pytest.raises(ValueError, match="is each machine itself, and this job has 2 machines"):
-    job.find(STEP | changes)
-  assert job.find(STEP | changes | {"SLURM_STEP_NUM_NODES": "1"}).address == address
+    job.find_member(STEP | changes)
+  assert job.find_member(STEP | changes | {"SLURM_STEP_NUM_NODES": "1"}).address == address
 
 
 def test_a_process_joins_its_job_once(monkeypatch):
@@ -166,7 +166,7 @@ def test_processes_with_other_settings_do_not_train_together(tmp_path):
   def other():
     facts = {"ats_jax": __version__, "jax": jax.__version__, "seed": 7}
     with pytest.raises(ValueError, match="were started differently") as caught:
-      rendezvous.call(Place(f"localhost:{port}", 2, 1), facts, 60)
+      rendezvous.call(JobMember(f"localhost:{port}", 2, 1), facts, 60)
     said.append(str(caught.value))
 
   second = threading.Thread(target=other)

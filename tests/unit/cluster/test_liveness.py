@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import free_port
 
-from ats_jax.cluster.liveness.beats import OVER, READING, START, Beat, Roll, behind
+from ats_jax.cluster.liveness.beats import OVER, READING, START, Beat, Roll, late_processes
 from ats_jax.cluster.liveness.devices import faults
 from ats_jax.cluster.liveness.pace import LEAST_STEPS, Pace, Straggler, slowest
 from ats_jax.cluster.liveness.watchdog import PATIENCE, Watchdog
@@ -64,12 +64,12 @@ def test_who_reads_text_or_is_done_may_be_silent():
   ],
 )
 def test_who_is_behind(beats, says):
-  assert behind({b.rank: b for b in beats}).startswith(says)
+  assert late_processes({b.rank: b for b in beats}).startswith(says)
 
 
 def test_the_silent_come_first():
   beats = {0: beat(0, step=4), 1: beat(1)}
-  assert behind(beats, [1]).startswith("without a sign of life: process 1 on host1")
+  assert late_processes(beats, [1]).startswith("without a sign of life: process 1 on host1")
 
 
 @given(

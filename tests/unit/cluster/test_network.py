@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from ats_jax.cluster.preflight.network import address_row, coordinator_rows
-from ats_jax.cluster.preflight.rows import Verdict
+from ats_jax.cluster.preflight.results import CheckVerdict
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def taken():
 
 def test_a_free_port_and_one_that_is_taken(taken):
   (row,) = coordinator_rows(f"127.0.0.1:{taken}", 1)
-  assert row.verdict is Verdict.BAD and "Another process listens there" in row.advice
+  assert row.verdict is CheckVerdict.BAD and "Another process listens there" in row.advice
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     free = s.getsockname()[1]
   (row,) = coordinator_rows(f"127.0.0.1:{free}", 1)
-  assert row.verdict is Verdict.OK and row.found.endswith("the port is free")
+  assert row.verdict is CheckVerdict.OK and row.found.endswith("the port is free")
 
 
 def test_loopback_for_several_machines():
   (row,) = coordinator_rows("127.0.0.1:12345", 2)
-  assert row.verdict is Verdict.BAD
+  assert row.verdict is CheckVerdict.BAD
   assert row.advice.startswith("2 machines cannot meet at a loopback address")
 
 
@@ -41,12 +41,12 @@ def test_what_is_no_address(text):
 
 def test_a_name_that_nobody_knows():
   (row,) = coordinator_rows("no-such-host.invalid:1234", 1)
-  assert row.verdict is Verdict.BAD and row.found.endswith("no such host")
+  assert row.verdict is CheckVerdict.BAD and row.found.endswith("no such host")
 
 
 def test_none_is_set():
   (row,) = coordinator_rows(None, 1)
-  assert row.verdict is Verdict.OK and "ports can be opened here" in row.found
+  assert row.verdict is CheckVerdict.OK and "ports can be opened here" in row.found
 
 
 def test_the_name_of_this_machine():

@@ -8,7 +8,7 @@ import pytest
 from processes import free_port
 
 from ats_jax.cluster import rendezvous
-from ats_jax.cluster.rendezvous import Place
+from ats_jax.cluster.rendezvous import JobMember
 from ats_jax.exits import FaultError
 
 FACTS = {"jax": "0.11.2", "num_steps": 400}
@@ -19,7 +19,7 @@ class Call(threading.Thread):
 
   def __init__(self, port, rank, size=2, facts=FACTS, wait=20.0, host="localhost"):
     super().__init__(daemon=True)
-    self.arguments = Place(f"{host}:{port}", size, rank), facts, wait
+    self.arguments = JobMember(f"{host}:{port}", size, rank), facts, wait
     self.result: list[str] | Exception | None = None
     self.start()
 

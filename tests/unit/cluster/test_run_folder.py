@@ -12,7 +12,7 @@ from ats_jax.cluster.preflight.folder import (
   folder_rows,
   speed_row,
 )
-from ats_jax.cluster.preflight.rows import Verdict
+from ats_jax.cluster.preflight.results import CheckVerdict
 from ats_jax.store.paths import Path
 
 
@@ -23,7 +23,7 @@ def test_a_folder_is_left_as_it_was(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
   assert list(rows) == ["workdir", "disk", "whole files", "clock"]
   assert rows["workdir"].found.startswith(f"{workdir}: ")
-  assert rows["whole files"].verdict is rows["clock"].verdict is Verdict.OK
+  assert rows["whole files"].verdict is rows["clock"].verdict is CheckVerdict.OK
 
 
 def test_a_folder_in_memory(tmp_path, monkeypatch):
@@ -38,7 +38,7 @@ def test_a_folder_in_memory(tmp_path, monkeypatch):
 
 def test_a_folder_that_may_not_be_written():
   (row,) = folder_rows(Path("/proc/runs"))  # for root too
-  assert row.verdict is Verdict.BAD and "Choose another --workdir" in row.advice
+  assert row.verdict is CheckVerdict.BAD and "Choose another --workdir" in row.advice
 
 
 def test_kinds_of_file_systems():
@@ -50,7 +50,7 @@ def test_kinds_of_file_systems():
 
 
 def test_a_slow_disk():
-  assert speed_row(2e9, 3e9).verdict is Verdict.OK
+  assert speed_row(2e9, 3e9).verdict is CheckVerdict.OK
   row = speed_row(20e6, 3e9)
   assert row.found.startswith("writes 20 MB/s, reads 3,000 MB/s")
   assert "takes 10 minutes" in row.advice and "checkpoint.every_steps" in row.advice
@@ -65,7 +65,7 @@ def test_a_file_system_with_another_clock(ahead, tmp_path, monkeypatch):
   skew = clock_skew(tmp_path)
   assert skew == pytest.approx(ahead, abs=1)
   row = clock_row(skew)
-  assert row.verdict is Verdict.ADVICE and "set the clocks" in row.advice
+  assert row.verdict is CheckVerdict.ADVICE and "set the clocks" in row.advice
   assert f"s {'ahead' if ahead > 0 else 'behind'}" in row.found
 
 
@@ -74,12 +74,12 @@ def test_a_lock_that_does_not_hold(tmp_path, monkeypatch):
   monkeypatch.setattr(folder.fcntl, "flock", lambda file, how: None)  # a file system without locks
   assert not folder._locks(tmp_path / "lock")
   row = folder._whole_row(Path(tmp_path), shared=True)
-  assert row.verdict is Verdict.BAD and "two runs could share a workdir" in row.advice
+  assert row.verdict is CheckVerdict.BAD and "two runs could share a workdir" in row.advice
 
 
 def test_a_store(bucket):
   workdir, claims = folder_rows(Path("gs://bucket/runs"))
-  assert workdir.verdict is claims.verdict is Verdict.OK
+  assert workdir.verdict is claims.verdict is CheckVerdict.OK
   assert claims.found == "the store refuses a write to what must not be there"
   assert not bucket.store, os.linesep.join(bucket.store)
 
@@ -90,7 +90,7 @@ def test_a_store_that_writes_all_the_same(bucket, monkeypatch):
     bucket, "pipe_file", lambda self, path, value, mode="": put(self, path, value)
   )
   _, claims = folder_rows(Path("gs://bucket/runs"))
-  assert claims.verdict is Verdict.ADVICE and "ends within 10 s" in claims.advice
+  assert claims.verdict is CheckVerdict.ADVICE and "ends within 10 s" in claims.advice
 
 
 def test_a_store_that_refuses(bucket):
@@ -99,4 +99,4 @@ def test_a_store_that_refuses(bucket):
 
   bucket.before = staticmethod(refuse)
   (row,) = folder_rows(Path("gs://bucket/runs"))
-  assert row.verdict is Verdict.BAD and "Forbidden" in row.found
+  assert row.verdict is CheckVerdict.BAD and "Forbidden" in row.found

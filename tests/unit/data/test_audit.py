@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ats_jax.data.corpus import cache
-from ats_jax.data.look.audit import SCENARIOS, Phase, audit
+from ats_jax.data.look.audit import SCENARIOS, ReadingPhase, audit
 from ats_jax.data.look.stats import stats, vocabulary_counts
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.rows.loader import TrainBatches
@@ -15,7 +15,7 @@ from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.exits import REFUSED
 from ats_jax.verbs.data import _audit, _stats
 
-ONE_HOST = {"1 host": (Phase(1, 1, 1.0),)}
+ONE_HOST = {"1 host": (ReadingPhase(1, 1, 1.0),)}
 
 
 @pytest.fixture
@@ -123,7 +123,9 @@ class TestPlantedFaults:
       return TrainBatches(ds, position=position, **arguments)
 
     (good, bad) = audit(
-      ds, scenarios={**ONE_HOST, "resumed": (Phase(1, 1, 0.5), Phase(2, 1, 1.0))}, batches=late
+      ds,
+      scenarios={**ONE_HOST, "resumed": (ReadingPhase(1, 1, 0.5), ReadingPhase(2, 1, 1.0))},
+      batches=late,
     )
     assert not good.difference and bad.difference and bad.lost
 

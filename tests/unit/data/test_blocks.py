@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ats_jax.data.rows.blocks import SHORT, cut, sample_blocks
+from ats_jax.data.rows.blocks import SHORT, cut_block, sample_blocks
 from ats_jax.data.rows.contract import Info
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
@@ -60,7 +60,7 @@ def test_a_split_smaller_than_the_sample_is_filled_with_padding():
 def test_a_block_is_a_row_of_its_own():
   seq = 4 * SHORT
   row = Rows(9, seq).read_once(np.array([3]))
-  block = cut(row, 1)  # from the middle of the first document into the second
+  block = cut_block(row, 1)  # from the middle of the first document into the second
   assert {x.shape for x in block.values()} == {(1, SHORT)}
   assert {name: x.dtype for name, x in block.items()} == {n: x.dtype for n, x in row.items()}
   change = seq // 3 - SHORT
@@ -68,11 +68,11 @@ def test_a_block_is_a_row_of_its_own():
   want = [*range(change), *range(SHORT - change)]
   assert block["positions"][0].tolist() == want
   assert (block["targets"] == block["tokens"] + 1).all() and block["loss_mask"].all()
-  last = cut(row, 3)  # half of the fourth part is padding: the last block that text fills
+  last = cut_block(row, 3)  # half of the fourth part is padding: the last block that text fills
   assert last["loss_mask"].all() and last["tokens"][0, -1] == 30_000 + seq * 4 // 5 - 1
 
 
 def test_short_rows_stay_whole():
   row = Rows(9, 20).read_once(np.array([3]))
-  for name, values in cut(row, 0).items():
+  for name, values in cut_block(row, 0).items():
     np.testing.assert_array_equal(values, row[name])

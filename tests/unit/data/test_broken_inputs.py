@@ -8,7 +8,7 @@ import broken_inputs
 import numpy as np
 import pytest
 
-from ats_jax.data.look.checks import check
+from ats_jax.data.look.checks import check_files
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_split
 from ats_jax.data.text.report import Report
@@ -43,7 +43,7 @@ def tried(folder, config, seed):
   except ValueError as e:  # nothing but what is no file
     assert str(case.path) in str(e), seed
     return None
-  check(files, config(), ByteTokenizer(), report)
+  check_files(files, config(), ByteTokenizer(), report)
   balance = report.balance()
   assert balance["records"] == balance["documents"] + balance["dropped"], seed
   assert case.records in (None, balance["records"]), (seed, case, balance, report.lines)

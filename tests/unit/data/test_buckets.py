@@ -9,7 +9,7 @@ import pytest
 
 from ats_jax.data.look.audit import audit
 from ats_jax.data.look.overview import overview
-from ats_jax.data.look.page import page
+from ats_jax.data.look.page import html_page
 from ats_jax.data.rows.buckets import (
   LEAST_STEPS,
   LEVELS,
@@ -325,9 +325,9 @@ def test_the_report_shows_the_lengths(parted, write, config):
     (n, p.info.seq_len, p.info.num_documents, p.info.num_tokens) for n, p in ds.info.parts.items()
   ]
   assert [tuple(p) for p in found.packed] == want
-  text = page(found)
+  text = html_page(found)
   assert all(f"<td>{name}</td>" in text for name in ds.info.parts)
-  assert "Rows of training" not in page(found._replace(packed=[]))
+  assert "Rows of training" not in html_page(found._replace(packed=[]))
 
 
 def test_parts_of_which_nothing_is_left_are_refused(write, config):

@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look.overview import overview
-from ats_jax.data.look.page import page, visible
+from ats_jax.data.look.page import html_page, visible
 from ats_jax.data.splits import open_documents, prepare
 
 HOSTILE = (
@@ -53,7 +53,7 @@ def folder(write, tmp_path):
 
 def test_nothing_hostile_is_markup(folder, config):
   cfg = config(paths=str(folder), filters="exact")
-  found = Tags(page(overview(cfg, open_documents(cfg, 0.0))))
+  found = Tags(html_page(overview(cfg, open_documents(cfg, 0.0))))
   used = {tag for tag, _ in found.tags}
   assert not used & {"script", "img", "iframe", "object", "a", "link", "base", "form"}
   assert [tag for tag, _ in found.tags].count("style") == 1
@@ -68,7 +68,7 @@ def test_nothing_hostile_is_markup(folder, config):
 
 def test_it_asks_for_nothing(folder, config):
   cfg = config(paths=str(folder), filters="exact")
-  text = page(overview(cfg, open_documents(cfg, 0.0)))
+  text = html_page(overview(cfg, open_documents(cfg, 0.0)))
   assert not re.search(r"https?:|url\(|@import|//", text.split("</style>")[0])
 
 
@@ -87,7 +87,7 @@ def test_figures(folder, config, tmp_path):
   sizes, kept = shown.chars
   assert len(sizes) == 41 and kept.sum() == 31
   assert shown.num_tokens == int(opened.corpus.length.sum()) == shown.num_bytes
-  prepare(cfg, tmp_path / "out", How(0))
+  prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   later = config(paths=str(tmp_path / "out"))
   again = overview(later, open_documents(later, 0.0))
   assert again.samples == shown.samples and again.sources == shown.sources
@@ -98,7 +98,7 @@ def test_without_filters_it_says_so(folder, config):
   cfg = config(paths=str(folder))
   shown = overview(cfg, open_documents(cfg, 0.0))
   assert shown.chars is None and not shown.samples
-  text = page(shown)
+  text = html_page(shown)
   assert "Filters: none" in text and "Samples" not in text
   assert [(s.documents, s.kept) for s in shown.sources] == [(40, 40), (1, 1)]
 
@@ -116,7 +116,7 @@ def test_histogram_bars_hold_all_documents(write, config, tmp_path):
   lengths = [1, 2, 3, 4, 1023, 1024, 5000]
   write("d/a.jsonl", [{"text": "x" * n} for n in lengths])
   cfg = config(paths=str(tmp_path / "d"))
-  text = page(overview(cfg, open_documents(cfg, 0.0)))
+  text = html_page(overview(cfg, open_documents(cfg, 0.0)))
   counts = re.findall(r"<title>([\d,]+) to ([\d,]+): (\d+) kept", text)
   plain = [tuple(int(n.replace(",", "")) for n in found) for found in counts]
   expected = np.histogram(lengths, [2**k for k in range(14)])[0]
@@ -133,7 +133,7 @@ def test_roles_of_conversations(write, config, tmp_path):
   tokens, said = shown.roles["assistant"]
   assert said >= 3 * len("Yes, hello.") and tokens > said
   assert sum(tokens for tokens, _ in shown.roles.values()) == shown.num_tokens
-  assert "Who speaks" in page(shown)
+  assert "Who speaks" in html_page(shown)
 
 
 def test_what_cannot_be_seen_is_made_visible():
@@ -145,4 +145,4 @@ def test_large_counts_fit_their_tiles(config, write, tmp_path):
   shown = overview(cfg, open_documents(cfg, 0.0))
   for count, said in ((9_999_999, "9,999,999"), (12_345_678, "12.3 million"),
                       (34 * 10**9, "34.0 billion")):  # fmt: skip
-    assert f"<b>{said}</b><span>tokens kept" in page(shown._replace(num_tokens=count))
+    assert f"<b>{said}</b><span>tokens kept" in html_page(shown._replace(num_tokens=count))

@@ -13,11 +13,11 @@ import pytest
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.data import splits
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
-from ats_jax.data.filters.judge import Head, Judge
+from ats_jax.data.filters.judge import DocumentHead, Judge
 from ats_jax.data.splits import open_datasets, open_documents, prepare
-from ats_jax.data.text.formats.text import PIECE, Piece, cut
+from ats_jax.data.text.formats.text import PIECE, Piece, cut_text
 
 without = pytest.mark.skipif(
   importlib.util.find_spec("rensa") is not None, reason="the extra filters is there"
@@ -89,9 +89,9 @@ def test_what_is_kept_does_not_depend_on_the_order_of_files(folder, config):
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, monkeypatch, fraction):
   cfg = config(paths=str(folder), filters="exact", validation_fraction=fraction)
-  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   if fraction:
-    assert bytes_of(prepare(cfg, tmp_path / "two", How(2))) == expected
+    assert bytes_of(prepare(cfg, tmp_path / "two", TokeniseOptions(2))) == expected
   judged = []
   real = judge.Judge.__call__
   for deadline in (4, 3, 100):  # batches until it is killed
@@ -106,8 +106,8 @@ def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, mon
     monkeypatch.setattr(judge.Judge, "__call__", until)
     if deadline < 100:
       with pytest.raises(KeyboardInterrupt):
-        prepare(cfg, tmp_path / "killed", How(0))
-  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
+        prepare(cfg, tmp_path / "killed", TokeniseOptions(0))
+  assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
   assert 100 < len(judged) < 140  # a part that was written is not judged again
 
 
@@ -117,7 +117,7 @@ from pathlib import Path
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.filters import parts, sift
 from ats_jax.data.splits import prepare
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 
 sift._BATCH_CHARS, parts.PART_CHARS = 500, 1500
 
@@ -130,7 +130,7 @@ def die(event, arguments, seen=[0]):
 if __name__ == "__main__":
   sys.addaudithook(die)
   cfg = DataConfig(paths=sys.argv[1], tokenizer="bytes", validation_fraction=0.0, filters="exact")
-  prepare(cfg, Path(sys.argv[2]), How(2))
+  prepare(cfg, Path(sys.argv[2]), TokeniseOptions(2))
 """
 
 
@@ -144,27 +144,27 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small):
   assert killed.returncode == -9, killed.stderr
   assert len(list((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))) == 2
   cfg = config(paths=str(folder), filters="exact")
-  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
-  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
+  assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
 
 
 def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeypatch):
   cfg = config(paths=str(folder), filters="exact")
-  expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
+  expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(parts.Parts, "joined", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-    prepare(cfg, tmp_path / "killed", How(0))
+    prepare(cfg, tmp_path / "killed", TokeniseOptions(0))
   written = sorted((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))
   assert len(written) > 2
   raw = bytearray(written[1].read_bytes())
   raw[len(raw) // 2] ^= 1
   written[1].write_bytes(raw)
-  assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
+  assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
 
 
 def test_a_prepared_folder_keeps_its_filters(folder, config, tmp_path):
   cfg = config(paths=str(folder), filters="exact", seq_len=16)
-  prepare(cfg, tmp_path / "out", How(0))
+  prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   train, _ = open_datasets(cfg, 0)
   again, _ = open_datasets(config(paths=str(tmp_path / "out"), seq_len=16), 0)
   assert again.info.fingerprint == train.info.fingerprint
@@ -194,16 +194,16 @@ def test_a_long_document_is_compared_to_its_end(config, write, tmp_path, monkeyp
 
 def test_blocks_are_what_was_judged():
   text = "some words of a long document\n" * 400_000
-  pieces = list(cut([text], 7))
+  pieces = list(cut_text([text], 7))
   found = list(sieve.blocks(pieces))
   assert "".join(found) == text
   assert len(found) == 3 and len(found[0]) >= sieve.LONGEST
-  assert list(map(list, sieve.documents([*pieces, *pieces]))) == [pieces, pieces]
+  assert list(map(list, sieve.group_documents([*pieces, *pieces]))) == [pieces, pieces]
 
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
   opened = sift.sift(
-    config(filters="exact"), splits._find(str(folder), config())[0], "", How(0)
+    config(filters="exact"), splits._find(str(folder), config())[0], "", TokeniseOptions(0)
   )  # fmt: skip
   own = next(file.sieve for file in opened.files if file.name == "a.jsonl")
   report = sift.Report(strict=False)
@@ -216,7 +216,7 @@ def test_same_keeps_the_lowest_key_of_each_group():
   rng = np.random.default_rng(0)
   hashes = rng.integers(0, 5, (200, 2)).astype(np.uint64)
   keys = rng.permutation(200).astype(np.uint64)
-  kept = duplicates.same(hashes, keys)
+  kept = duplicates.group_equal(hashes, keys)
   for i in range(200):
     group = np.flatnonzero((hashes == hashes[i]).all(1))
     assert kept[i] == group[keys[group].argmin()]
@@ -238,17 +238,19 @@ def test_similar_joins_by_similarity_whatever_the_order():
   far[:, 0] = range(50)
   found = np.concatenate([*group, far])
   keys = rng.permutation(250).astype(np.uint64)
-  kept = duplicates.similar(found, np.arange(250), keys, 0.8)
+  kept = duplicates.group_similar(found, np.arange(250), keys, 0.8)
   members = [np.arange(4) * 50 + i for i in range(50)]
   for which in members:
     assert set(kept[which]) == {which[keys[which].argmin()]}
   assert (kept[200:] == np.arange(200, 250)).all()
   order = rng.permutation(250)
-  shuffled = duplicates.similar(found[order], np.arange(250), keys[order], 0.8)
+  shuffled = duplicates.group_similar(found[order], np.arange(250), keys[order], 0.8)
   assert (order[shuffled] == kept[order]).all()
   some = np.flatnonzero(rng.random(250) < 0.5)
-  part = duplicates.similar(found, some, keys[some], 0.8)
-  assert (part == duplicates.similar(found[some], np.arange(len(some)), keys[some], 0.8)).all()
+  part = duplicates.group_similar(found, some, keys[some], 0.8)
+  assert (
+    part == duplicates.group_similar(found[some], np.arange(len(some)), keys[some], 0.8)
+  ).all()
 
 
 def test_bands_find_pairs_at_the_threshold():
@@ -277,7 +279,7 @@ def test_only_what_earlier_filters_kept_is_compared(filters, stage, found, inste
   exact = np.array([[1, 1], [1, 1], [2, 2], [2, 2]], np.uint64)
   near = np.empty((0, duplicates.NUM_HASHES), np.uint32)
   keys = np.arange(4, dtype=np.uint64)
-  resolved = judge.resolve(filters, np.array(stage, np.int16), keys, exact, near)
+  resolved = judge.drop_duplicates(filters, np.array(stage, np.int16), keys, exact, near)
   assert [values.tolist() for values in resolved] == [found, instead]
 
 
@@ -340,6 +342,8 @@ def test_a_missing_package_is_named_before_any_work(name):
 
 
 def test_a_judge_says_what_to_compare():
-  found = Judge("exact")([Head("One", b""), Head("one ", b""), Head("two", b"")])
+  found = Judge("exact")(
+    [DocumentHead("One", b""), DocumentHead("one ", b""), DocumentHead("two", b"")]
+  )
   assert found.stage.tolist() == [1, 1, 1] and found.reasons.tolist() == [""]
   assert (found.exact[0] == found.exact[1]).all() and (found.exact[0] != found.exact[2]).any()

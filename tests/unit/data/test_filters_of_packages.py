@@ -6,9 +6,9 @@ import socket
 import numpy as np
 import pytest
 
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
-from ats_jax.data.filters.judge import Head, Judge
+from ats_jax.data.filters.judge import DocumentHead, Judge
 from ats_jax.data.splits import open_documents, prepare
 
 pytestmark = pytest.mark.filters
@@ -32,7 +32,7 @@ def offline(monkeypatch):
 
 
 def reason(filters: str, text: str) -> str:
-  judged = Judge(filters)([Head(text, b"")])
+  judged = Judge(filters)([DocumentHead(text, b"")])
   return str(judged.reasons[judged.reason[0]])
 
 
@@ -97,7 +97,7 @@ def test_changes_reach_the_corpus(write, config, tmp_path):
   text = "\n".join([*lines, "Home | About | Contact", *lines[::-1], "schÃ¶n â€” ja."])
   write("d/a.txt", text)
   cfg = config(paths=str(tmp_path / "d"), filters="repair,c4", validation_fraction=0.25)
-  opened = prepare(cfg, tmp_path / "out", How(0))
+  opened = prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   assert opened.split.block and len(opened.corpus) > 1
   assert opened.sifted.meta["changed"] == 1
   parts = sorted(range(len(opened.corpus)), key=lambda d: opened.corpus.part[d])
@@ -131,7 +131,7 @@ def test_near_duplicates_are_found_at_their_similarity():
   estimate = (found[::2] == found[1::2]).mean(1)
   assert np.abs(estimate - truth).max() < 0.16 and np.abs(estimate - truth).mean() < 0.04
   assert min(truth[40:80]) > 0.9 and max(truth[80:]) < 0.65
-  kept = duplicates.similar(found, np.arange(240), np.arange(240, dtype=np.uint64), 0.8)
+  kept = duplicates.group_similar(found, np.arange(240), np.arange(240, dtype=np.uint64), 0.8)
   assert (kept[1:160:2] == np.arange(0, 160, 2)).all()
   assert (kept[160:] == np.arange(160, 240)).all()
 
@@ -140,7 +140,7 @@ def test_near_duplicates_are_found_at_their_similarity():
 def test_short_texts_are_near_only_if_they_are_alike(name):
   texts = {"words": ["one two", "one three", "One two"], "marks": ["!!!", "???", "!!!"]}[name]
   found = duplicates.signatures(texts)
-  kept = duplicates.similar(found, np.arange(3), np.arange(3, dtype=np.uint64), 0.8)
+  kept = duplicates.group_similar(found, np.arange(3), np.arange(3, dtype=np.uint64), 0.8)
   assert kept.tolist() == [0, 1, 0]
 
 
@@ -154,7 +154,7 @@ def test_all_filters_in_processes(write, config, tmp_path):
   write("d/a.jsonl", rows)
   filters = "repair,exact,language:keep=en,gopher,repetition,c4,near"
   cfg = config(paths=str(tmp_path / "d"), filters=filters)
-  one, two = (prepare(cfg, tmp_path / f"out{n}", How(n)) for n in (0, 2))
+  one, two = (prepare(cfg, tmp_path / f"out{n}", TokeniseOptions(n)) for n in (0, 2))
   assert one.sifted.meta == two.sifted.meta and one.content == two.content
   for name in ("verdict.npy", "samples.json"):
     assert (one.sifted.path / name).read_bytes() == (two.sifted.path / name).read_bytes()

@@ -15,7 +15,7 @@ import pytest
 from ats_jax.data.splits import open_split
 from ats_jax.data.text.formats import extra, opening, records
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import find_files, pieces
+from ats_jax.data.text.source import find_files, read_pieces
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 TEXTS = [
@@ -53,7 +53,7 @@ def read(path, field="text"):
   found, report = find_files(str(path), Report(strict=False)), Report(strict=False)
   joined: dict[tuple, str] = {}
   for file in found:
-    for piece in pieces(file, field, report):
+    for piece in read_pieces(file, field, report):
       key = (file.name, piece.line)
       joined[key] = joined.get(key, "") + piece.text
   report.balance()
@@ -260,7 +260,7 @@ def test_an_extra_that_is_missing_is_named(write, monkeypatch):
     with pytest.raises(ValueError, match=rf"{name} needs .*pip install 'ats_jax\[formats\]'"):
       read(write(name, b"x"))
   with pytest.raises(ValueError, match=r"x needs nowhere_there.*ats_jax\[more\]"):
-    extra.module("nowhere_there", "x", "more")
+    extra.import_extra("nowhere_there", "x", "more")
 
 
 class TestRecords:
@@ -308,11 +308,11 @@ class TestSize:
 import resource, sys
 sys.path[:0] = {sys.path!r}
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import find_files, pieces
+from ats_jax.data.text.source import find_files, read_pieces
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = Report(strict=False)
 (file,) = find_files({str(tmp_path / name)!r}, report)
-size = sum(len(p.text) for p in pieces(file, "text", report))
+size = sum(len(p.text) for p in read_pieces(file, "text", report))
 print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     began = time.monotonic()
@@ -348,7 +348,7 @@ def test_a_link_is_read_by_its_own_name(write, tmp_path, config):
 
 def test_opening_says_what_is_wrong(tmp_path):
   with pytest.raises(opening.errors()) as raised:
-    opening.opened(str(tmp_path / "none.gz"))
+    opening.open_decompressed(str(tmp_path / "none.gz"))
   assert opening.reason(raised.value) == "No such file or directory"
   assert opening.reason(EOFError("cut off.\nhere")) == "cut off. here"
   assert opening.suffix("a/B.JSONL.GZ") == ".jsonl" and opening.suffix("a.gz") == ""

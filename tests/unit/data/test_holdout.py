@@ -154,8 +154,10 @@ def test_many_documents_are_split_as_they_always_were(write, config, tmp_path):
 def test_only_as_much_is_read_as_the_answer_needs(write, config, monkeypatch, tmp_path):
   for i in range(400):
     write(f"d/{i}.txt", "some text")
-  read, pieces = [], holdout.pieces
-  monkeypatch.setattr(holdout, "pieces", lambda file, *a: read.append(file) or pieces(file, *a))
+  read, pieces = [], holdout.read_pieces
+  monkeypatch.setattr(
+    holdout, "read_pieces", lambda file, *a: read.append(file) or pieces(file, *a)
+  )
   open_datasets(config(paths=str(tmp_path / "d"), validation_fraction=0.1, seq_len=32), 0)
   assert 10 <= len(read) < 60
 

@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from ats_jax.data.corpus.shards import USUAL
-from ats_jax.data.look.audit import Phase, audit
+from ats_jax.data.corpus.shards import DEFAULT_OPTIONS
+from ats_jax.data.look.audit import ReadingPhase, audit
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.rows.mixture import Joined, Mixture
-from ats_jax.data.sources import by_size, open_data, open_eval_sets, stages
+from ats_jax.data.sources import by_size, mixture_phases, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets, prepare
 
 PHASES = "2 steps: web=3,code=1; 40 tokens: talk=1,code=2; web=1,code=1,talk=2"
@@ -83,14 +83,14 @@ def test_phases_begin_at_their_step(mixed):
 
 def test_epochs_as_a_length(config):
   cfg = config(seq_len=16, batch_size=4, mixture="1.5 epochs: a=1,b=1; 2 epochs: b=1; a=1")
-  assert [stage.rows for stage in stages(cfg, {"a": 10, "b": 3})] == [20, 8, 0]
+  assert [stage.rows for stage in mixture_phases(cfg, {"a": 10, "b": 3})] == [20, 8, 0]
 
 
 @pytest.mark.parametrize(
   ("temperature", "parts"), [(1.0, (9, 1)), (2.0, (3, 1)), (1e9, (1, 1)), (0.5, (81, 1))]
 )
 def test_temperature_over_sizes(config, temperature, parts):
-  (stage,) = stages(config(temperature=temperature), {"a": 900, "b": 100})
+  (stage,) = mixture_phases(config(temperature=temperature), {"a": 900, "b": 100})
   total = sum(stage.parts)
   np.testing.assert_allclose(np.array(stage.parts) / total, np.array(parts) / sum(parts), atol=1e-4)
 
@@ -106,7 +106,7 @@ def test_each_token_once_an_epoch_of_its_source_on_any_hosts(mixed, packing):
     "4 steps: web=3,code=1; 300 tokens: talk=1,code=2; web=4,code=1,talk=2", packing=packing
   )
   hosts = ((1, 1), (2, 1), (3, 2), (4, 2), (7, 1), (1, 2))
-  phases = [Phase(n, accum, min(1.0, (i + 1) / 6)) for i, (n, accum) in enumerate(hosts)]
+  phases = [ReadingPhase(n, accum, min(1.0, (i + 1) / 6)) for i, (n, accum) in enumerate(hosts)]
   (result,) = audit(ds, scenarios={"1, 2, 3, 4, 7, 1 hosts": phases})
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
   assert result.targets == ds.info.num_tokens and result.rows == ds.info.num_rows
@@ -122,13 +122,13 @@ def test_the_audit_of_a_mixture_sees_a_fault(mixed, monkeypatch):
     return place._replace(row=np.where(place.row == 5, 6, place.row))
 
   monkeypatch.setattr(type(ds.schedule), "find", off)
-  (result,) = audit(ds, scenarios={"1 host": (Phase(1, 1, 1.0),)})
+  (result,) = audit(ds, scenarios={"1 host": (ReadingPhase(1, 1, 1.0),)})
   assert result.lost and result.repeated and "came" in result.difference
 
 
 def test_a_source_that_never_ends_its_epoch_is_not_lost(mixed):
   ds = mixed("1 steps: web=1; code=1,talk=1")
-  (result,) = audit(ds, scenarios={"2 hosts": (Phase(2, 1, 1.0),)})
+  (result,) = audit(ds, scenarios={"2 hosts": (ReadingPhase(2, 1, 1.0),)})
   assert (result.difference, result.lost) == ("", 0)
   assert result.targets < ds.info.num_tokens
 
@@ -251,13 +251,13 @@ def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
   made = []
   for entry in texts.split(","):
     name, path = entry.split("=")
-    prepare(dataclasses.replace(cfg, paths=path, mixture=""), tmp_path / name, USUAL)
+    prepare(dataclasses.replace(cfg, paths=path, mixture=""), tmp_path / name, DEFAULT_OPTIONS)
     made.append(f"{name}={tmp_path / name}")
   want, got = mixed(), mixed(paths=",".join(made))
   assert_same(want.read(np.arange(30)), got.read(np.arange(30)))
   assert want.info.fingerprint == got.info.fingerprint
   with pytest.raises(ValueError, match=r"names the sources web, code, talk\. Prepare each of them"):
-    prepare(cfg, tmp_path / "all", USUAL)
+    prepare(cfg, tmp_path / "all", DEFAULT_OPTIONS)
 
 
 class TestValidation:

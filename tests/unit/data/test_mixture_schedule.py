@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ats_jax.data.rows.schedule import Schedule, Stage, even_order, random_order
+from ats_jax.data.rows.schedule import MixturePhase, Schedule, even_order, random_order
 
 PARTS = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
@@ -19,8 +19,8 @@ def turns(draw):
   parts = st.lists(st.integers(0, 20), min_size=sources, max_size=sources).filter(any)
   lengths = draw(st.lists(st.integers(1, 120), min_size=0, max_size=3))
   seed = draw(st.sampled_from([None, 0, 1]))
-  last = Stage(tuple(draw(parts)))
-  return Schedule([*(Stage(tuple(draw(parts)), n) for n in lengths), last], seed)
+  last = MixturePhase(tuple(draw(parts)))
+  return Schedule([*(MixturePhase(tuple(draw(parts)), n) for n in lengths), last], seed)
 
 
 def most_off(order, parts):
@@ -53,7 +53,7 @@ def test_a_random_order_has_its_shares_in_each_period(parts):
   counts = np.bincount(order, minlength=len(parts))
   assert len(order) >= 4096 and (counts * sum(parts) == len(order) * np.array(parts)).all()
   assert (order != random_order(parts, "1 0")).any()
-  found = Schedule([Stage(parts)], 0).find(np.arange(2 * len(order)))
+  found = Schedule([MixturePhase(parts)], 0).find(np.arange(2 * len(order)))
   np.testing.assert_array_equal(found.source, np.tile(order, 2))
 
 
@@ -68,7 +68,7 @@ def test_a_random_order_is_as_random_as_coins():
 
 @pytest.mark.parametrize("share", [3, 5, 7])
 def test_0_3_0_5_0_7(share):
-  place = Schedule([Stage((share, 10 - share))]).find(np.arange(5000))
+  place = Schedule([MixturePhase((share, 10 - share))]).find(np.arange(5000))
   had = np.cumsum(place.source == 0)
   assert np.abs(had - np.arange(1, 5001) * share / 10).max() < 1
 
@@ -113,23 +113,23 @@ def test_hosts_and_a_change_of_their_number_read_each_row_once(found, start, dat
 @given(turns())
 @settings(deadline=None)
 def test_an_appended_phase_changes_no_row_before_it(found):
-  last = found.stages[-1]
+  last = found.phases[-1]
   end = int(found.starts[-1]) + 50
   longer = Schedule(
-    [*found.stages[:-1], last._replace(rows=50), Stage(last.parts[::-1])], found.seed
+    [*found.phases[:-1], last._replace(rows=50), MixturePhase(last.parts[::-1])], found.seed
   )
   for before, after in zip(found.find(np.arange(end)), longer.find(np.arange(end)), strict=True):
     np.testing.assert_array_equal(before, after)
 
 
 def test_phases_begin_at_their_row():
-  found = Schedule([Stage((1, 0), 10), Stage((0, 1), 4), Stage((1, 1))])
+  found = Schedule([MixturePhase((1, 0), 10), MixturePhase((0, 1), 4), MixturePhase((1, 1))])
   assert found.find(np.arange(14)).source.tolist() == [0] * 10 + [1] * 4
   assert found.counts(14).tolist() == [10, 4] and found.counts(18).tolist() == [12, 6]
   assert found.phase(np.array([0, 9, 10, 13, 14, 10**9])).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_source_without_a_part_never_comes():
-  found = Schedule([Stage((1, 2, 0), 9), Stage((1, 0, 0))])
+  found = Schedule([MixturePhase((1, 2, 0), 9), MixturePhase((1, 0, 0))])
   counts = found.counts(10**9)
   assert counts[0] > 10**8 and counts[1:].tolist() == [6, 0]

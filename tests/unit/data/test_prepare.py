@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ats_jax.data.corpus import prepared, shards, tokenise
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.splits import open_datasets, open_split, prepare
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
@@ -74,7 +74,7 @@ def test_rows_are_those_of_the_text(folder, config, tmp_path, small, workers, to
   if tokenizer == "bpe":
     (folder / "ids.npy").unlink()
   out = tmp_path / "out"
-  prepare(cfg, out, How(workers))
+  prepare(cfg, out, TokeniseOptions(workers))
   corpus = [path for path in out.glob("corpus-*") if path.is_dir()]
   assert len(corpus) == 1 and len(list(corpus[0].glob("tokens-*.bin"))) >= 3
   before = rows(cfg)
@@ -96,7 +96,7 @@ def test_rows_are_those_of_the_text(folder, config, tmp_path, small, workers, to
 def test_blocks_of_one_file(write, config, tmp_path):
   path = write("book.txt", "It was a bright cold day.\n" * 2000)
   cfg = config(paths=str(path), validation_fraction=0.1, seq_len=32)
-  prepare(cfg, tmp_path / "out", How())
+  prepare(cfg, tmp_path / "out", TokeniseOptions())
   other = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
   assert_same_rows(cfg, other)
   with pytest.raises(ValueError, match=r"fraction=0\.2, but the folder was prepared with .* 0\.1"):
@@ -109,7 +109,7 @@ def test_blocks_of_one_file(write, config, tmp_path):
 
 def test_too_little_to_hold_out_is_remembered(write, config, tmp_path, caplog):
   cfg = config(paths=str(write("a.txt", "x" * 500)), validation_fraction=0.1, seq_len=32)
-  prepare(cfg, tmp_path / "out", How())
+  prepare(cfg, tmp_path / "out", TokeniseOptions())
   caplog.clear()
   with caplog.at_level(logging.WARNING, logger="absl"):
     _, validation = open_datasets(dataclasses.replace(cfg, paths=str(tmp_path / "out")), 0)
@@ -162,7 +162,7 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small, workers
     assert time.monotonic() < deadline, "processes that encode have outlived their parent"
     time.sleep(0.1)
   assert run(out, 0).returncode == 0
-  prepare(config(paths=str(folder), validation_fraction=0.1, seq_len=32), whole, How())
+  prepare(config(paths=str(folder), validation_fraction=0.1, seq_len=32), whole, TokeniseOptions())
   assert hashes(out) == hashes(whole) and len(hashes(whole)) > 10
   assert not list(out.glob("corpus-*/part-*"))
 
@@ -178,10 +178,10 @@ def test_what_is_done_is_not_done_again(folder, config, tmp_path, small, monkeyp
 
   monkeypatch.setattr(ByteTokenizer, "encode_batch", counting)
   with pytest.raises(KeyboardInterrupt):
-    prepare(cfg, tmp_path / "out", How())
-  prepare(cfg, tmp_path / "out", How())
+    prepare(cfg, tmp_path / "out", TokeniseOptions())
+  prepare(cfg, tmp_path / "out", TokeniseOptions())
   again = next(encoded) - 11
-  prepare(cfg, tmp_path / "whole", How())
+  prepare(cfg, tmp_path / "whole", TokeniseOptions())
   assert (
     0 < again < next(encoded) - again - 12 - 5
   )  # of a whole one, what five batches made is kept
@@ -195,13 +195,13 @@ def test_a_shard_that_was_damaged_meanwhile_is_made_again(
   cfg = config(paths=str(folder), validation_fraction=0.1, seq_len=32)
   with monkeypatch.context() as patch, pytest.raises(RuntimeError):
     patch.setattr(shards.Shards, "finish", lambda self: 1 / 0 if not self else fail())
-    prepare(cfg, tmp_path / "out", How())
+    prepare(cfg, tmp_path / "out", TokeniseOptions())
   (unfinished,) = (tmp_path / "out").glob("corpus-*.tmp")
   raw = bytearray((unfinished / file).read_bytes())
   raw[len(raw) // 2] ^= 1
   (unfinished / file).write_bytes(raw)
-  prepare(cfg, tmp_path / "out", How())
-  prepare(cfg, tmp_path / "whole", How())
+  prepare(cfg, tmp_path / "out", TokeniseOptions())
+  prepare(cfg, tmp_path / "whole", TokeniseOptions())
   assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
 
@@ -213,7 +213,7 @@ class TestRefused:
   @pytest.fixture
   def out(self, folder, config, tmp_path):
     self.cfg = config(paths=str(folder), validation_fraction=0.1, seq_len=32)
-    prepare(self.cfg, tmp_path / "out", How())
+    prepare(self.cfg, tmp_path / "out", TokeniseOptions())
     self.other = dataclasses.replace(self.cfg, paths=str(tmp_path / "out"))
     return tmp_path / "out"
 
@@ -234,7 +234,7 @@ class TestRefused:
   def test_ids_of_another_tokenizer(self, out, folder, config, tmp_path):
     (folder / "ids.npy").unlink()
     bpe = config(paths=str(folder), tokenizer="bpe", bpe_vocab_size=300, seq_len=32)
-    prepare(bpe, tmp_path / "bpe", How())
+    prepare(bpe, tmp_path / "bpe", TokeniseOptions())
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
       open_split(self.cfg, 0, str(tmp_path / "bpe"), ByteTokenizer())
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
@@ -256,12 +256,16 @@ class TestRefused:
 
   def test_what_is_prepared_already(self, out, tmp_path):
     with pytest.raises(ValueError, match="is prepared already"):
-      prepare(self.other, tmp_path / "again", How())
+      prepare(self.other, tmp_path / "again", TokeniseOptions())
 
 
 def test_progress_is_shown(folder, config, tmp_path, small):
   said = []
-  prepare(config(paths=str(folder), seq_len=32), tmp_path / "out", How(0, False, said.append, 0.0))
+  prepare(
+    config(paths=str(folder), seq_len=32),
+    tmp_path / "out",
+    TokeniseOptions(0, False, said.append, 0.0),
+  )
   shares = [int(text.split("%")[0].split()[-1]) for text in said]
   assert shares == sorted(shares) and shares[0] < 20 and shares[-1] > 90
   assert "MB/s, now in" in said[0]
@@ -269,7 +273,7 @@ def test_progress_is_shown(folder, config, tmp_path, small):
 
 def test_counts_are_said(folder, config, tmp_path, caplog):
   with caplog.at_level(logging.INFO, logger="absl"):
-    opened = prepare(config(paths=str(folder), seq_len=32), tmp_path / "out", How())
+    opened = prepare(config(paths=str(folder), seq_len=32), tmp_path / "out", TokeniseOptions())
   balance = opened.corpus.report["balance"]
   assert balance == {"records": 352, "documents": 305, "dropped": 47}
   assert "352 records read = 305 documents + 47 left out" in caplog.text

@@ -13,10 +13,10 @@ from helpers import tiny_config
 import ats_jax
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.look.audit import audit
-from ats_jax.data.rows.contract import Info, Progress, TrainRows, leaves
+from ats_jax.data.rows.contract import Info, Progress, TrainRows, leaf_rows
 from ats_jax.data.rows.loader import TrainBatches, eval_batches
 from ats_jax.data.rows.mixture import Joined, Mixture
-from ats_jax.data.rows.schedule import Schedule, Stage
+from ats_jax.data.rows.schedule import MixturePhase, Schedule
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.orchestrator.trials.snapshots import Snapshots
 from ats_jax.train import open as opening
@@ -82,7 +82,7 @@ def test_a_foreign_kind_goes_through_the_loader_and_on_where_it_was(caplog):
 
 def test_a_foreign_kind_as_a_source_of_a_mixture():
   make = lambda: Mixture(
-    {"a": Counting(10), "b": Counting(3)}, Schedule([Stage((3, 1))]), ByteTokenizer()
+    {"a": Counting(10), "b": Counting(3)}, Schedule([MixturePhase((3, 1))]), ByteTokenizer()
   )
   whole, _ = loaded(make(), 6)
   _, position = loaded(make(), 2)
@@ -91,7 +91,7 @@ def test_a_foreign_kind_as_a_source_of_a_mixture():
   joined = Joined({"a": Counting(10), "b": Counting(3)}, ByteTokenizer())
   rows = joined.read_once(range(13))["tokens"][:, 0]
   assert sorted(rows.tolist()) == sorted([*range(10), *range(3)])
-  assert [name for name, _ in leaves(make(), "train")] == ["train a", "train b"]
+  assert [name for name, _ in leaf_rows(make(), "train")] == ["train a", "train b"]
 
 
 def test_what_looks_at_documents_says_that_there_are_none():

@@ -16,7 +16,7 @@ from ats_jax.data.splits import open_datasets, open_split
 from ats_jax.data.text.formats import text as text_format
 from ats_jax.data.text.formats.token_files import token_documents
 from ats_jax.data.text.report import Report
-from ats_jax.data.text.source import find_files, pieces
+from ats_jax.data.text.source import find_files, read_pieces
 from ats_jax.data.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 
@@ -250,7 +250,7 @@ class TestMalformed:
       if user == 0:
         os.seteuid(nobody)
       try:
-        assert list(pieces(files[0], "text", report)) == []
+        assert list(read_pieces(files[0], "text", report)) == []
       finally:
         os.seteuid(user)
     assert report.first == [f"{os.path.realpath(path)}: cannot be read (Permission denied)"]
@@ -383,7 +383,7 @@ def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monke
   tokenizer = build_tokenizer(config(tokenizer="bpe", bpe_vocab_size=500), lambda: [text])
   for path in (write("a.py", text), write("a.jsonl", [{"text": text}])):
     files, report = find(path)
-    parts = list(pieces(files[0], "text", report))
+    parts = list(read_pieces(files[0], "text", report))
     assert len(parts) > 8 and [p.starts for p in parts] == [True] + [False] * (len(parts) - 1)
     ds = open_split(config(), 0, str(path), tokenizer)
     assert ds.packed.corpus.tokens(0, 0, 10**9).tolist() == tokenizer.encode(text)

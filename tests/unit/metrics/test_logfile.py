@@ -52,7 +52,7 @@ def test_the_level_is_of_the_screen_and_the_file(tmp_path, text):
 
 
 def test_the_error_that_ends_a_run_is_the_last_line(tmp_path):
-  with pytest.raises(ValueError, match="no good"), logfile.kept(tmp_path, 0):
+  with pytest.raises(ValueError, match="no good"), logfile.log_to_file(tmp_path, 0):
     logging.warning("before")
     raise ValueError("no good")
   *_, before, last = (tmp_path / "log.txt").read_text().splitlines()
@@ -63,7 +63,7 @@ def test_the_error_that_ends_a_run_is_the_last_line(tmp_path):
 def test_each_process_has_its_own_and_a_torn_line_is_ended(tmp_path):
   (tmp_path / "log.2.txt").write_bytes(b"torn")
   before = list(std_logging.root.handlers)
-  with logfile.kept(tmp_path, 2):
+  with logfile.log_to_file(tmp_path, 2):
     logging.error("after")
   assert std_logging.root.handlers == before
   torn, after = (tmp_path / "log.2.txt").read_text().splitlines()
@@ -85,7 +85,7 @@ import resource, sys
 from pathlib import Path
 from absl import logging
 from ats_jax.metrics import logfile
-with logfile.kept(Path(sys.argv[1]), 0):
+with logfile.log_to_file(Path(sys.argv[1]), 0):
   logging.error("one")
   resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
   logging.error("two " * 99)

@@ -4,12 +4,12 @@ import pytest
 from jax.profiler import ProfileData
 
 from ats_jax.metrics.profiler import (
-  Kernel,
+  KernelTime,
   ProfileWindow,
   kernel_table,
   kernel_times,
   spans,
-  summary,
+  summarise_trace,
 )
 
 
@@ -71,7 +71,7 @@ def test_a_sort_that_takes_most_of_the_time_comes_first(tmp_path):
 
 
 def test_the_table_sums_up_what_it_leaves_out():
-  kernels = [Kernel(f"k{i}", i, 0.001 * i, i / 6) for i in (3, 2, 1)]
+  kernels = [KernelTime(f"k{i}", i, 0.001 * i, i / 6) for i in (3, 2, 1)]
   lines = kernel_table(kernels, rows=1).splitlines()
   assert lines[1].split() == ["50.0%", "3.00", "3", "k3"]
   assert lines[2].split() == ["50.0%", "3.00", "3", "2", "others"]
@@ -109,7 +109,7 @@ def test_a_collective_with_nothing_beside_it_is_exposed(tmp_path):
   # 10 to 12 and 20 to 30 are exposed, and nothing runs from 30 to 40.
   microseconds = [round(1e6 * secs) for secs in span[1:]]
   assert microseconds == [50, 22, 12, 10]
-  last = summary(tmp_path).splitlines()[-1]
+  last = summarise_trace(tmp_path).splitlines()[-1]
   assert last == (
     "/device:GPU:0: 0.05 ms; collectives ran for 0.02 ms (44.0%), with nothing beside them for "
     "0.01 ms (24.0%); nothing ran for 0.01 ms (20.0%)"
@@ -119,7 +119,7 @@ def test_a_collective_with_nothing_beside_it_is_exposed(tmp_path):
 def test_without_collectives_there_is_a_table_alone(tmp_path):
   write_trace(tmp_path, [[("gemm", 0, 10)]])
   assert spans(tmp_path)[0].sending == 0
-  assert summary(tmp_path) == kernel_table(kernel_times(tmp_path))
+  assert summarise_trace(tmp_path) == kernel_table(kernel_times(tmp_path))
 
 
 def test_no_trace(tmp_path):

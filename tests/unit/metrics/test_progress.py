@@ -9,7 +9,7 @@ import tty
 import pytest
 from absl import logging as absl_logging
 
-from ats_jax.metrics.progress import Progress, duration
+from ats_jax.metrics.progress import ProgressBar, duration
 
 METRICS = {
   "train/loss": 3.21049,
@@ -82,7 +82,7 @@ def terminal(monkeypatch):
 
 def test_the_bar_shows_the_state_and_stays_at_the_end(terminal):
   clock = Clock()
-  with Progress(400, stream=terminal.stream, clock=clock) as progress:
+  with ProgressBar(400, stream=terminal.stream, clock=clock) as progress:
     clock.now = 60.0  # compiling
     progress.update(1)
     clock.now = 70.0
@@ -103,7 +103,7 @@ def test_the_bar_shows_the_state_and_stays_at_the_end(terminal):
 def test_a_line_never_wraps(terminal, monkeypatch, columns):
   monkeypatch.setenv("COLUMNS", str(columns))
   clock = Clock()
-  with Progress(400, stream=terminal.stream, clock=clock) as progress:
+  with ProgressBar(400, stream=terminal.stream, clock=clock) as progress:
     for step in (1, 200):
       clock.now = float(step)
       progress.update(step, METRICS)
@@ -119,7 +119,7 @@ def test_other_output_stays_whole_above_the_bar(terminal, monkeypatch):
   monkeypatch.setattr(root, "handlers", [own])
   monkeypatch.setattr(absl_handler, "stream", terminal.stream)
   long = "[bold] :smile: " + "word " * 50 + "end"
-  with Progress(9, stream=terminal.stream, clock=Clock()) as progress:
+  with ProgressBar(9, stream=terminal.stream, clock=Clock()) as progress:
     print("before the bar")
     progress.update(1)
     print("half a", end=" ")
@@ -150,7 +150,7 @@ def absl_handler_record(text):
 def test_what_goes_to_a_file_stays_out_of_the_terminal(terminal, monkeypatch):
   file = io.StringIO()
   monkeypatch.setattr(sys, "stdout", file)
-  with Progress(9, stream=terminal.stream) as progress:
+  with ProgressBar(9, stream=terminal.stream) as progress:
     progress.update(1)
     print("a result")
   assert file.getvalue() == "a result\n" and "result" not in terminal.raw()
@@ -158,7 +158,7 @@ def test_what_goes_to_a_file_stays_out_of_the_terminal(terminal, monkeypatch):
 
 def test_an_exception_leaves_the_last_state_and_a_clean_terminal(terminal, monkeypatch):
   monkeypatch.setattr(sys, "stdout", terminal.stream)
-  with pytest.raises(KeyError), Progress(9, stream=terminal.stream) as progress:
+  with pytest.raises(KeyError), ProgressBar(9, stream=terminal.stream) as progress:
     progress.update(3)
     print("no newline", end="")
     raise KeyError
@@ -168,7 +168,7 @@ def test_an_exception_leaves_the_last_state_and_a_clean_terminal(terminal, monke
 
 
 def test_the_cursor_is_visible_while_the_bar_is_drawn(terminal):
-  with Progress(9, stream=terminal.stream) as progress:
+  with ProgressBar(9, stream=terminal.stream) as progress:
     progress.update(3)
     hidden, shown = terminal.raw().rfind("\x1b[?25l"), terminal.raw().rfind("\x1b[?25h")
     assert hidden < shown  # who kills the process would otherwise have none
@@ -176,7 +176,7 @@ def test_the_cursor_is_visible_while_the_bar_is_drawn(terminal):
 
 def test_drawing_is_rate_limited(terminal):
   clock = Clock()
-  with Progress(10_000, stream=terminal.stream, redraw_secs=0.1, clock=clock) as progress:
+  with ProgressBar(10_000, stream=terminal.stream, redraw_secs=0.1, clock=clock) as progress:
     for step in range(1, 10_001):
       clock.now = step / 1000
       progress.update(step)
@@ -201,7 +201,7 @@ def test_without_a_terminal_nothing_of_it_is_imported():
 
 def test_a_file_gets_plain_lines_now_and_then():
   stream, clock = io.StringIO(), Clock()
-  with Progress(400, start_step=100, stream=stream, plain_secs=30.0, clock=clock) as progress:
+  with ProgressBar(400, start_step=100, stream=stream, plain_secs=30.0, clock=clock) as progress:
     for step in range(101, 401):
       clock.now += 0.25
       progress.update(step, METRICS if step == 110 else None)
@@ -215,14 +215,14 @@ def test_a_file_gets_plain_lines_now_and_then():
 
 
 def test_a_disabled_bar_shows_nothing(terminal):
-  with Progress(9, enabled=False, stream=terminal.stream) as progress:
+  with ProgressBar(9, enabled=False, stream=terminal.stream) as progress:
     progress.update(1, METRICS)
   assert terminal.raw() == ""
 
 
 def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
   monkeypatch.setenv("TERM", "dumb")
-  with Progress(9, stream=terminal.stream) as progress:
+  with ProgressBar(9, stream=terminal.stream) as progress:
     progress.update(1)
   assert "\x1b" not in terminal.raw() and "\r" not in terminal.raw()
 
@@ -240,7 +240,7 @@ def test_durations(secs, text):
 )
 def test_a_rate_has_four_digits_at_most(speed, shown):
   with io.StringIO() as stream:
-    with Progress(10, stream=stream) as progress:
+    with ProgressBar(10, stream=stream) as progress:
       progress.update(1)
       progress.update(10, {"train/tokens_per_sec": speed})
     assert f" {shown} tok/s" in stream.getvalue()

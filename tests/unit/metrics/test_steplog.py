@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from ats_jax.metrics.files import JsonlWriter
-from ats_jax.metrics.progress import Progress
+from ats_jax.metrics.progress import ProgressBar
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.steplog import StepLog
 from ats_jax.metrics.throughput import Throughput
@@ -23,7 +23,7 @@ def log(path):
   speed = Throughput(num_devices=1, peak=None, tokens_per_step=8, flops_per_token={})
   with (
     contextlib.closing(JsonlWriter(path)) as writer,
-    StepLog(writer, speed, Progress(9, enabled=False), 2) as log,
+    StepLog(writer, speed, ProgressBar(9, enabled=False), 2) as log,
   ):
     yield log
 

@@ -16,7 +16,7 @@ from flax import nnx
 from helpers import make_test_mesh, named_leaves, pack, thorough_but, tiny_config
 
 from ats_jax.model.block import Block, Tokens
-from ats_jax.model.layout import LayerKind
+from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.mod import Depth, Pass
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable

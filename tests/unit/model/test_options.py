@@ -10,7 +10,8 @@ from ats_jax.config.build import with_settings
 from ats_jax.config.schema import Config
 from ats_jax.model.block import rope_scaling
 from ats_jax.model.count import count, window_share
-from ats_jax.model.layout import layer_kinds, segments
+from ats_jax.model.layer_kinds import layer_kinds
+from ats_jax.model.layout import segments
 from ats_jax.ops.rope import Scaling, frequencies
 from ats_jax.sharding.apply import reshard
 

@@ -11,7 +11,9 @@ import pytest
 from helpers import assert_trees_close, make_decoder, random_rows, tiny_config
 
 from ats_jax.model.block import Tokens
-from ats_jax.model.layout import LayerKind, Segment, fp8_layers, layer_kinds, mod_tokens, segments
+from ats_jax.model.fp8 import fp8_layers
+from ats_jax.model.layer_kinds import LayerKind, layer_kinds
+from ats_jax.model.layout import Segment, mod_tokens, segments
 from ats_jax.model.mod import Pass
 from ats_jax.model.stats import by_layer
 from ats_jax.ops.embedding import embedding_lookup

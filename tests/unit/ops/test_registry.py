@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
-from ats_jax.ops import kernels, registry
+from ats_jax.ops import implementations, registry
 from ats_jax.ops.adamw import Rates, adamw
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
 from ats_jax.ops.registry import XLA, FallbackError, Kernels
@@ -97,17 +97,17 @@ def sum_back_kernel(y, weight, source, choice, slot, dout):
 
 def plug(monkeypatch, op, obstacle="", default=True, tiles=None, **where):
   """Adds a kernel "mine" of this file to the table."""
-  entry = kernels.OPS[op]
+  entry = implementations.OPS[op]
   where = {slot: globals()[name] for slot, name in where.items()}
-  kernel = kernels.Kernel(
+  kernel = implementations.Kernel(
     "mine", where, tuple(where) if default else (), "2x", lambda cfg, device: obstacle, tiles or {}
   )
-  monkeypatch.setitem(kernels.OPS, op, dataclasses.replace(entry, kernels=(kernel,)))
+  monkeypatch.setitem(implementations.OPS, op, dataclasses.replace(entry, kernels=(kernel,)))
   return Kernels(tuple((f"{op}.{slot}", "mine") for slot in where))
 
 
 def test_the_table_is_consistent():
-  for name, op in kernels.OPS.items():
+  for name, op in implementations.OPS.items():
     for kernel in op.kernels:
       assert set(kernel.default) <= set(kernel.where) <= set(op.slots), (name, kernel.name)
       assert kernel.why and kernel.name != "xla"
@@ -117,14 +117,15 @@ def test_the_table_is_consistent():
 
 def test_docs_name_every_op_and_slot():
   text = (Path(__file__).parents[3] / "docs/reference/kernels.md").read_text()
-  for name, op in kernels.OPS.items():
+  for name, op in implementations.OPS.items():
     for slot in op.slots:
       assert f"`{name}.{slot}`" in text
 
 
 def test_default_obstacle_and_strict(monkeypatch):
   cfg, strict = tiny_config(), tiny_config({"ops.strict": True})
-  monkeypatch.setitem(kernels.OPS, "rope", kernels.Op(kernels.FORWARD_BACKWARD))
+  no_kernel = implementations.Op(implementations.FORWARD_BACKWARD)
+  monkeypatch.setitem(implementations.OPS, "rope", no_kernel)
   plug(monkeypatch, "swiglu", forward="swiglu_forward")
   chosen, choices = registry.choose(cfg, HOPPER)
   assert chosen.of("swiglu", "forward") == "mine"
@@ -307,7 +308,7 @@ def test_cases_know_the_shape_that_tuning_tables_are_asked_for(monkeypatch):
   monkeypatch.setattr(registry, "tuned_choice", lambda *key: asked.append(key) or ("xla", {}))
   with jax.set_mesh(make_test_mesh(1, 1, 1)):
     for case in toy_cases():
-      where = {slot: "swiglu_forward" for slot in kernels.OPS[case.op].slots}
+      where = {slot: "swiglu_forward" for slot in implementations.OPS[case.op].slots}
       slots = dataclasses.replace(plug(monkeypatch, case.op, **where), tuned_for="NVIDIA Test")
       for name, of_pass in case.passes.items():
         asked.clear()

@@ -6,7 +6,7 @@ from readings import HEALTHY, INTERVAL, reading
 
 from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.orchestrator.actions import ChangeSettings
-from ats_jax.orchestrator.policy.decide import CROWDED, Interval, Terms, decide
+from ats_jax.orchestrator.policy.decide import CROWDED_SHARE, Interval, Terms, decide
 from ats_jax.orchestrator.policy.growth import CROWDED_CHECKS as LOOKS
 from ats_jax.orchestrator.policy.growth import ROOMS, more_room
 from ats_jax.orchestrator.policy.state import PolicyState
@@ -47,7 +47,13 @@ def test_the_next_rung(factor, policy, wanted):
 def test_looks_in_a_row_are_counted():
   cfg = OrchestratorConfig(mode="act", check_interval=INTERVAL)
   policy, counted = PolicyState(), []
-  shares = [CROWDED / 2, 2 * CROWDED, 2 * CROWDED, CROWDED / 2, 2 * CROWDED]
+  shares = [
+    CROWDED_SHARE / 2,
+    2 * CROWDED_SHARE,
+    2 * CROWDED_SHARE,
+    CROWDED_SHARE / 2,
+    2 * CROWDED_SHARE,
+  ]
   for number, share in enumerate(shares):
     seen = reading(number, means=HEALTHY["means"] | {"moe/dropped": share})
     policy, _ = decide(Terms(cfg), policy, Interval(seen), seen.step)
@@ -59,7 +65,7 @@ def test_a_crowded_look_asks_and_only_once_in_a_while():
   cfg = OrchestratorConfig(mode="act", check_interval=INTERVAL)
   policy, asked = PolicyState(), []
   for number in range(2 * LOOKS):
-    seen = reading(number, means=HEALTHY["means"] | {"moe/dropped": 2 * CROWDED})
+    seen = reading(number, means=HEALTHY["means"] | {"moe/dropped": 2 * CROWDED_SHARE})
     policy, judgement = decide(Terms(cfg, capacity=0.25), policy, Interval(seen), seen.step)
     asked.append(judgement.asks is not None)
   assert [number for number, asks in enumerate(asked, 1) if asks] == [LOOKS, 2 * LOOKS]

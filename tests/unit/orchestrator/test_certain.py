@@ -18,10 +18,10 @@ from ats_jax.orchestrator.policy import rates
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.counts import wrong_counts, wrong_position
-from ats_jax.orchestrator.signals.interval import Fault, Rows
+from ats_jax.orchestrator.signals.interval import Fault, RowsRead
 from ats_jax.orchestrator.signals.probe import Probe
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Ahead
+from ats_jax.orchestrator.trials.paired import NextUpdates
 from ats_jax.orchestrator.trials.snapshots import COPIES
 from ats_jax.step.program import make_program
 from ats_jax.step.schedule import learning_rate
@@ -57,7 +57,7 @@ class Data(Lent):
 
   def ahead(self, saved=None):
     begin = (saved or self.position())[POSITION]["row"] // 8
-    return Ahead(self.train_step, lambda: contextlib.nullcontext(iter(self.fed[begin:])))
+    return NextUpdates(self.train_step, lambda: contextlib.nullcontext(iter(self.fed[begin:])))
 
 
 class Run:
@@ -81,7 +81,7 @@ class Run:
 
   def healths(self, path):
     self.supervisor.close()
-    return [row["health"] for row in ledger.rows(path) if row["kind"] == "check"]
+    return [row["health"] for row in ledger.read_lines(path) if row["kind"] == "check"]
 
 
 def scoring(program, errors):
@@ -176,7 +176,7 @@ def test_the_story_has_what_was_left_out_and_what_a_rollback_cost(program, tmp_p
   run.supervisor.close()
   story = "\n".join(tell(path))
   assert "2 batches (steps 62-63) left out" in story and "rows 488-503" in story
-  rows = [row for row in ledger.rows(path) if row["kind"] == "decision"]
+  rows = [row for row in ledger.read_lines(path) if row["kind"] == "decision"]
   lost = rows[0]["step"] - rows[0]["to"]
   assert f"which costs {lost} steps, {lost * 128:,} tokens" in story
   assert "surprising batches in steps" in story  # those that the broken weights made
@@ -233,6 +233,6 @@ def test_the_counter_itself_is_compared_where_the_step_reports_it():
 
 def test_rows_and_steps_go_together():
   cfg = tiny_config({"data.batch_size": 8})
-  assert wrong_position(cfg, Rows(5, 100), Rows(9, 132)) == []
-  (fault,) = wrong_position(cfg, Rows(5, 100), Rows(9, 124))
+  assert wrong_position(cfg, RowsRead(5, 100), RowsRead(9, 132)) == []
+  (fault,) = wrong_position(cfg, RowsRead(5, 100), RowsRead(9, 124))
   assert fault.cause == "data" and fault.advice

@@ -13,9 +13,9 @@ from ats_jax.orchestrator.actions.base import Now
 from ats_jax.orchestrator.actions.settings import (
   CHANGEABLE,
   ChangeSettings,
-  changed,
   decay_now,
   grow_batch,
+  with_new_settings,
 )
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.step.program import make_program
@@ -37,13 +37,13 @@ SPARSE = tiny_config(
 
 def test_values_change_and_change_back(mesh):
   action = ChangeSettings((("mod.capacity", 0.5), ("moe.capacity_factor", 2.0)))
-  new = changed(SPARSE, action, 5)
+  new = with_new_settings(SPARSE, action, 5)
   assert (new.mod.capacity, new.moe.capacity_factor) == (0.5, 2.0)
   now = Now(SPARSE, 5, PolicyState(), make_program(SPARSE).init(abstract=True))
   before = (("mod.capacity", 0.25), ("moe.capacity_factor", 1.25))
   back = action.fill(now).undo()
   assert back == ChangeSettings(before, action.settings)
-  assert changed(new, back, 5) == SPARSE
+  assert with_new_settings(new, back, 5) == SPARSE
 
 
 def test_all_that_can_change_are_settings():
@@ -66,10 +66,10 @@ def test_all_that_can_change_are_settings():
 def test_what_cannot_be_is_refused(cfg, settings, message):
   action = ChangeSettings(tuple(settings.items()))
   if message is None:
-    changed(cfg, action, 50)
+    with_new_settings(cfg, action, 50)
     return
   with pytest.raises(ValueError, match=message):
-    changed(cfg, action, 50)
+    with_new_settings(cfg, action, 50)
 
 
 @pytest.mark.parametrize("step", [17, 50, 77])
@@ -95,7 +95,7 @@ def test_what_has_begun_to_decay_is_left_alone(step, make):
 
 def test_a_batch_grows_with_what_belongs_to_it():
   step = 40
-  new = changed(WSD, grow_batch(WSD, step), step)
+  new = with_new_settings(WSD, grow_batch(WSD, step), step)
   old_tokens = WSD.num_steps * WSD.data.batch_size
   assert step * WSD.data.batch_size + (new.num_steps - step) * new.data.batch_size == old_tokens
   assert new.data.batch_size / new.step.accum_steps == WSD.data.batch_size

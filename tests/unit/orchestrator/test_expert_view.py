@@ -5,11 +5,11 @@ import pytest
 from flax import nnx
 from helpers import tiny_config
 
-from ats_jax.model.layout import layer_kinds
+from ats_jax.model.layer_kinds import layer_kinds
 from ats_jax.model.numerics import numerics
 from ats_jax.model.router import Router
 from ats_jax.orchestrator.actions import AddExpert
-from ats_jax.orchestrator.actions.expert_view import ExpertView, SurgeryError, find
+from ats_jax.orchestrator.actions.expert_view import ExpertView, SurgeryError, find_layer
 from ats_jax.step.program import make_program
 
 BASE = {"moe.num_experts": 4, "moe.spare_experts": 4, "moe.d_ff": 32, "model.d_ff": 32}
@@ -28,11 +28,11 @@ def test_layers_are_found_in_any_layout():
     | {"mod.routing": "learned", "mod.every": 3}
   )
   layers = [i for i, kind in enumerate(layer_kinds(cfg)) if kind.moe]
-  places = [find(cfg, layer) for layer in layers]
+  places = [find_layer(cfg, layer) for layer in layers]
   assert layers == [2, 4, 6, 8] and len(set(places)) == 4
   for layer in set(range(-1, 12)) - set(layers):
     with pytest.raises(SurgeryError, match=f"layer {layer} has no experts"):
-      find(cfg, layer)
+      find_layer(cfg, layer)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from ats_jax.orchestrator.actions import (
   ReopenExpert,
   surgery,
 )
-from ats_jax.orchestrator.actions.expert_view import find, view_experts
+from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
 from ats_jax.orchestrator.policy.decide import STARVED_CHECKS, Interval, Terms, decide
 from ats_jax.orchestrator.policy.state import PolicyState
 from ats_jax.orchestrator.record import ledger
-from ats_jax.orchestrator.signals.experts import Experts, moe_layers
+from ats_jax.orchestrator.signals.experts import OpenExperts, moe_layers
 from ats_jax.orchestrator.supervisor import Supervisor
 from ats_jax.step.program import make_program
 
@@ -40,7 +40,7 @@ CFG = tiny_config(
 
 def starve(state):
   """Expert `DEAD` gets no tokens any more."""
-  (segment, member), repeat = find(CFG, LAYER)
+  (segment, member), repeat = find_layer(CFG, LAYER)
   router = state.model.segments[segment].layers[member].mlp.router
   router.bias_E[...] = router.bias_E[...].at[repeat, DEAD].set(-100.0)
 
@@ -77,7 +77,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
   supervisor.close()
   assert program.train_step._cache_size() == programs
   assert metrics.layers["moe/load"][0, DEAD] > 0.05
-  (outcome,) = [row for row in ledger.rows(path) if row["kind"] == "outcome"]
+  (outcome,) = [row for row in ledger.read_lines(path) if row["kind"] == "outcome"]
   assert outcome["verdict"] == "helped"
   assert ledger.replay(path) == ledger.decisions(path)
 
@@ -89,7 +89,7 @@ def test_a_dead_expert_is_recycled_at_a_pause_and_the_loss_is_the_same(mesh, tmp
 
 def test_what_is_pruned_can_be_opened_again(mesh):
   state = make_program(CFG).init()
-  weights = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate.weight[...])
+  weights = np.asarray(surgery._moe(state.model, find_layer(CFG, LAYER).block).gate.weight[...])
   action = PruneExpert(LAYER, 0)
   state = action.apply(state, CFG)
   assert not view_experts(CFG, state, LAYER).is_open[0]
@@ -97,12 +97,12 @@ def test_what_is_pruned_can_be_opened_again(mesh):
   assert back == ReopenExpert(LAYER, 0) and back.undo() == action
   state = back.apply(state, CFG)
   assert view_experts(CFG, state, LAYER).is_open[0]
-  kept = np.asarray(surgery._moe(state.model, find(CFG, LAYER).block).gate.weight[...])
+  kept = np.asarray(surgery._moe(state.model, find_layer(CFG, LAYER).block).gate.weight[...])
   np.testing.assert_array_equal(kept, weights)
 
 
 def test_closed_slots_are_not_starved_and_one_batch_is_not_an_interval(mesh):
-  experts = Experts(CFG, make_program(CFG).init())
+  experts = OpenExperts(CFG, make_program(CFG).init())
   slots = experts.is_open.shape[1]
   assert experts.is_open.sum() == 4 and slots == 5
   even = np.where(experts.is_open, 0.25, 0.0)

@@ -5,10 +5,10 @@ import math
 import pytest
 from readings import reading
 
-from ats_jax.metrics.clock import ASIDE, LEAST, Clock
+from ats_jax.metrics.clock import ASIDE, COMPARED_INTERVALS, Clock
 from ats_jax.orchestrator.policy.decide import Finding
 from ats_jax.orchestrator.record.teller import Teller
-from ats_jax.orchestrator.signals.health import LAPS, Health, far_probe, report
+from ats_jax.orchestrator.signals.health import REMEMBERED_LOOKS, Health, far_probe, health_of
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from ats_jax.orchestrator.signals.health import LAPS, Health, far_probe, report
   ],
 )
 def test_a_mean_past_its_limit_is_a_cause(means, level, says):
-  health = report(means, 0, None)
+  health = health_of(means, 0, None)
   assert health.level == level
   assert (says is None) == (not health.causes)
   assert says is None or says in health.causes[0]
@@ -32,9 +32,9 @@ def test_a_mean_past_its_limit_is_a_cause(means, level, says):
 
 def test_the_worst_cause_comes_first():
   finding = Finding("state", 1.0, True, "weights are not finite")
-  health = report({"train/z": 150.0}, 3, finding)
+  health = health_of({"train/z": 150.0}, 3, finding)
   assert health.level == "critical" and health.causes[0] == "state: weights are not finite"
-  assert report({}, 3, None).level == "warning"
+  assert health_of({}, 3, None).level == "warning"
 
 
 class Loop:
@@ -55,7 +55,7 @@ class Loop:
 def test_a_slow_loader_is_told_from_slow_steps():
   loop = Loop()
   clock = Clock(loop)
-  for _ in range(LEAST):
+  for _ in range(COMPARED_INTERVALS):
     loop.add(step=9.5, data_wait=0.5, eval=30.0)
     lap = clock.lap(10)
     assert "host/slower" not in lap
@@ -65,12 +65,12 @@ def test_a_slow_loader_is_told_from_slow_steps():
   slow = clock.lap(10)
   assert slow["host/data_wait_share"] == pytest.approx(0.905)
   assert slow["host/slower"] == pytest.approx(0.0)
-  health = report({}, 0, None, [slow] * LAPS)
+  health = health_of({}, 0, None, [slow] * REMEMBERED_LOOKS)
   assert health.level == "critical" and len(health.causes) == 1
   loop.add(step=28.5)
   slow = clock.lap(10)
   assert slow["host/data_wait_share"] == 0.0 and slow["host/slower"] == pytest.approx(2.0)
-  assert "steps take longer" in report({}, 0, None, [slow] * LAPS).causes[0]
+  assert "steps take longer" in health_of({}, 0, None, [slow] * REMEMBERED_LOOKS).causes[0]
 
 
 def test_without_totals_there_is_nothing_to_say():
@@ -78,7 +78,7 @@ def test_without_totals_there_is_nothing_to_say():
 
 
 def level(*shares):
-  return report({}, 0, None, [{"host/data_wait_share": share} for share in shares]).level
+  return health_of({}, 0, None, [{"host/data_wait_share": share} for share in shares]).level
 
 
 def test_waiting_for_data_is_a_matter_only_if_it_lasts():
@@ -87,19 +87,19 @@ def test_waiting_for_data_is_a_matter_only_if_it_lasts():
   assert level(0.0, 0.0, 0.9, 0.9) == "warning"  # by far, twice in a row
   assert level(0.3, 0.3, 0.9, 0.3, 0.9, 0.9) == "warning"
   assert level(0.3, 0.9, 0.9, 0.9, 0.9, 0.9) == "critical"
-  assert report({}, 0, None, [{}] * LAPS).level == "healthy"  # nobody keeps the time
+  assert health_of({}, 0, None, [{}] * REMEMBERED_LOOKS).level == "healthy"  # nobody keeps the time
 
 
 def test_the_log_has_what_changes(caplog):
   teller = Teller(None, None)
   says = lambda: [record.getMessage() for record in caplog.records]
-  one = lambda z: report({"train/z": z}, 0, None)
+  one = lambda z: health_of({"train/z": z}, 0, None)
   with caplog.at_level("INFO", logger="absl"):
     for z in (150.0, 160.0, 170.0):
       teller.health(one(z))
     assert says() == ["health: warning: train/z is 150: the logits grow (step.z_loss holds them)"]
     teller.health(one(3000.0))
-    teller.health(report({"train/z": 3000.0, "moe/dropped": 0.1}, 0, None))
+    teller.health(health_of({"train/z": 3000.0, "moe/dropped": 0.1}, 0, None))
     teller.health(Health.of([]))
     teller.health(one(150.0))
   assert [line.split(" is ")[0] for line in says()[1:]] == [

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ats_jax.orchestrator.record.influence import bounded, recurring, tell_bounded
+from ats_jax.orchestrator.record.influence import bounded_steps, recurring_batches, tell_bounded
 
 NAMES = ("train/tokens", "reflex/skipped", "reflex/grad_scale", "reflex/rate_scale")
 USUAL = (100.0, 0.0, 1.0, 1.0)
@@ -11,15 +11,15 @@ SHRUNK = (100.0, 0.0, 0.5, 1.0)
 
 
 def line(last_step, *rows, **changes):
-  found = bounded(NAMES, last_step, np.array(rows, np.float32))
+  found = bounded_steps(NAMES, last_step, np.array(rows, np.float32))
   assert found is not None
   where = {"row": 8 * last_step, "step_of_row": last_step, "batch_size": 8}
   return {**found, **where, **changes}
 
 
 def test_steps_with_their_whole_influence_are_no_story():
-  assert bounded(NAMES, 4, np.array([USUAL] * 4)) is None
-  assert bounded(NAMES[:2], 4, np.array([USUAL[:2]] * 4)) is None
+  assert bounded_steps(NAMES, 4, np.array([USUAL] * 4)) is None
+  assert bounded_steps(NAMES[:2], 4, np.array([USUAL[:2]] * 4)) is None
 
 
 def test_steps_tokens_and_rows_are_told():
@@ -40,8 +40,8 @@ def test_the_last_row_is_where_the_loop_was():
 
 def test_what_comes_again_and_again_is_said_with_what_to_do():
   often = [line(step, LEFT_OUT) for step in range(100, 1000, 100)]
-  assert recurring(often) == []
-  (says,) = recurring([*often, line(1050, SHRUNK)])
+  assert recurring_batches(often) == []
+  (says,) = recurring_batches([*often, line(1050, SHRUNK)])
   assert "10 surprising batches in steps 100 to 1,050" in says and "rows: 792-799" in says
   assert "data stats" in says
-  assert recurring([*often, line(1100, SHRUNK)]) == []  # not in 1,000 steps
+  assert recurring_batches([*often, line(1100, SHRUNK)]) == []  # not in 1,000 steps

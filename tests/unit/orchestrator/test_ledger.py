@@ -27,7 +27,7 @@ def write(path, *lines):
 
 
 def steps(path):
-  return [(row["kind"], row["step"]) for row in ledger.rows(path)]
+  return [(row["kind"], row["step"]) for row in ledger.read_lines(path)]
 
 
 def test_lines_after_the_step_that_is_resumed_do_not_count(path):
@@ -95,12 +95,12 @@ def test_whole_lines_are_told_in_order(path):
 
 # What is done to a line -> its place in WHOLE, what changes, who notices.
 EDITS = {
-  "no version": (2, {"v": None}, ledger.rows),
-  "no kind": (2, {"kind": None}, ledger.rows),
-  "unknown kind": (2, {"kind": "chekc"}, ledger.rows),
-  "kind that is no word": (2, {"kind": []}, ledger.rows),
-  "step that is no number": (2, {"step": "40"}, ledger.rows),
-  "step that is a truth value": (2, {"step": True}, ledger.rows),
+  "no version": (2, {"v": None}, ledger.read_lines),
+  "no kind": (2, {"kind": None}, ledger.read_lines),
+  "unknown kind": (2, {"kind": "chekc"}, ledger.read_lines),
+  "kind that is no word": (2, {"kind": []}, ledger.read_lines),
+  "step that is no number": (2, {"step": "40"}, ledger.read_lines),
+  "step that is a truth value": (2, {"step": True}, ledger.read_lines),
   "no settings": (0, {"settings": None}, tell),
   "unknown mode": (0, {"settings": SETTINGS | {"mode": "nap"}}, tell),
   "no settings to replay": (0, {"settings": None}, ledger.replay),
@@ -140,7 +140,7 @@ def test_rubbish_is_named(path, line):
   write_rows(path, WHOLE[:2])
   path.write_bytes(path.read_bytes() + line + b"\n")
   with pytest.raises(ValueError, match=r"decisions\.jsonl:3: not a line of an orchestrator's dec"):
-    ledger.rows(path)
+    ledger.read_lines(path)
 
 
 @pytest.mark.parametrize("line", ['{"v": 3, "step', '{"v": 1, "kind": "check", "step": 3}'])
@@ -148,7 +148,7 @@ def test_a_damaged_line_is_an_error_that_names_the_file(path, line):
   write(path, ("start", 0))
   path.write_text(path.read_text() + line + "\n")
   with pytest.raises(ValueError, match=r"decisions\.jsonl:2: not a line of an orchestrator's dec"):
-    ledger.rows(path)
+    ledger.read_lines(path)
 
 
 def test_numbers_that_are_not_finite_come_back(path):
@@ -158,6 +158,6 @@ def test_numbers_that_are_not_finite_come_back(path):
   book.close()
   text = path.read_text()
   json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-  found = ledger.decode(ledger.rows(path)[0]["reading"])
+  found = ledger.decode(ledger.read_lines(path)[0]["reading"])
   assert math.isnan(found.probe) and found.cusum == math.inf
   assert found._replace(probe=0.0) == seen._replace(probe=0.0)

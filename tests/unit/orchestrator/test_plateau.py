@@ -16,26 +16,26 @@ from ats_jax.orchestrator.actions import SetLearningRateScale
 from ats_jax.orchestrator.actions.base import carry_out
 from ats_jax.orchestrator.policy.decide import Terms, Tried, decide
 from ats_jax.orchestrator.policy.growth import (
-  FACTOR,
-  LONGER,
-  LOST,
-  MOST,
-  SPAN,
-  WAIT,
+  CALM_LOOKS,
+  CALM_LOOKS_AFTER_LOSS,
+  MOST_LOST,
+  MOST_TRIALS,
+  RATE_FACTOR,
+  TRIAL_LOOKS,
   higher_rate,
 )
 from ats_jax.orchestrator.policy.state import Finding, Judgement, Plateau, PolicyState
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Again, Effect
+from ats_jax.orchestrator.trials.paired import Effect, ReplayedUpdates
 from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 from lab.faults.inject import Fault, with_faults
 
 ACT = OrchestratorConfig(mode="act", check_interval=INTERVAL, raise_learning_rate=True)
 WELL, NEW, FRESH = Judgement(), PolicyState(), Plateau()
-HIGHER = SetLearningRateScale(FACTOR, 1.0)
+HIGHER = SetLearningRateScale(RATE_FACTOR, 1.0)
 WON = Effect(before=3.0, without=2.9, changed=2.8, gain=0.05, error=0.01)
 
 
@@ -46,7 +46,7 @@ def looks_until_ripe(rates, judgements=(WELL,) * 100, policy=NEW, plateau=FRESH)
     seen = reading(number, learning_rate=rate)
     policy, tries = higher_rate(policy, seen, judgement)
     if tries is not None:
-      assert tries == SetLearningRateScale(FACTOR * policy.lr_scale, policy.lr_scale)
+      assert tries == SetLearningRateScale(RATE_FACTOR * policy.lr_scale, policy.lr_scale)
       return number + 1
   return None
 
@@ -60,14 +60,16 @@ def conclude(cfg, policy, effect):
 
 def test_it_waits_for_calm_looks_at_the_top_of_the_schedule():
   warmup = [0.2, 0.4, 0.6, 0.8, 1.0]
-  assert looks_until_ripe(warmup + [1.0] * 20) == len(warmup) + WAIT
+  assert looks_until_ripe(warmup + [1.0] * 20) == len(warmup) + CALM_LOOKS
   assert looks_until_ripe(warmup) is None
   assert looks_until_ripe([1.0, 0.89] * 20) is None  # half of the looks are of a decay
-  assert looks_until_ripe(list(np.linspace(1.0, 0.0, 100))) == 1 + WAIT  # slow: still at the top
+  assert (
+    looks_until_ripe(list(np.linspace(1.0, 0.0, 100))) == 1 + CALM_LOOKS
+  )  # slow: still at the top
   found = Judgement(finding=Finding("data", 0.1, False, ""))
   for trouble in (found, Judgement(stale=True)):
-    assert looks_until_ripe([1.0] * 20, [WELL] * WAIT + [trouble] * 20) is None
-    assert looks_until_ripe([1.0] * 20, [WELL, trouble, *[WELL] * 20]) == 2 + WAIT
+    assert looks_until_ripe([1.0] * 20, [WELL] * CALM_LOOKS + [trouble] * 20) is None
+    assert looks_until_ripe([1.0] * 20, [WELL, trouble, *[WELL] * 20]) == 2 + CALM_LOOKS
 
 
 @pytest.mark.parametrize(
@@ -118,12 +120,12 @@ def test_the_confidence_asked_for_counts():
 
 def test_branches_end_after_two_that_lost_and_after_a_few_in_all():
   lost, plateau = WON._replace(changed=3.0), Plateau(highest=1.0)
-  for number in range(LOST):
-    wanted = LONGER if number else WAIT
+  for number in range(MOST_LOST):
+    wanted = CALM_LOOKS_AFTER_LOSS if number else CALM_LOOKS
     assert looks_until_ripe([1.0] * 50, plateau=plateau) == wanted
     plateau = conclude(ACT, PolicyState(plateau=plateau), lost)[0].plateau
   assert looks_until_ripe([1.0] * 50, plateau=plateau) is None
-  assert looks_until_ripe([1.0] * 50, plateau=Plateau(highest=1.0, tried=MOST)) is None
+  assert looks_until_ripe([1.0] * 50, plateau=Plateau(highest=1.0, tried=MOST_TRIALS)) is None
 
 
 # On the real step.
@@ -174,14 +176,14 @@ def train(program, steps, rate, path=None, *, raises=True):
 def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
   path = tmp_path / "decisions.jsonl"
   state, supervisor = train(program, 120, LOW, path)
-  branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
+  branches = [row for row in ledger.read_lines(path) if row["kind"] == "trial"]
   first, decision = supervisor.decisions[0]
-  assert first == branches[0]["step"] and branches[0]["first"] == first - SPAN * 8
-  assert decision.action == SetLearningRateScale(FACTOR, 1.0)
+  assert first == branches[0]["step"] and branches[0]["first"] == first - TRIAL_LOOKS * 8
+  assert decision.action == SetLearningRateScale(RATE_FACTOR, 1.0)
   assert all(d.cause == "plateau" for _, d in supervisor.decisions)
   wins = len(supervisor.decisions)
-  assert wins >= 2 and supervisor.replayed == SPAN * 8 * len(branches)
-  scale = FACTOR**wins
+  assert wins >= 2 and supervisor.replayed == TRIAL_LOOKS * 8 * len(branches)
+  scale = RATE_FACTOR**wins
   assert float(state.control.lr_scale) == supervisor.policy.lr_wanted == scale
   assert ledger.replay(path) == ledger.decisions(path) == supervisor.decisions
   assert "learning rate times 3 of the schedule's (1 before): held-out loss" in "\n".join(
@@ -202,9 +204,9 @@ def test_a_rate_far_too_low_is_raised_on_evidence(program, tmp_path):
 
 def test_the_winner_is_the_state_of_a_run_with_that_rate(program):
   """The arms part where the branch begins; the steps made again are those of the batches."""
-  state, supervisor = train(program, 8 * (2 + WAIT + SPAN), LOW)
+  state, supervisor = train(program, 8 * (2 + CALM_LOOKS + TRIAL_LOOKS), LOW)
   ((step, _),) = supervisor.decisions
-  first = step - SPAN * 8
+  first = step - TRIAL_LOOKS * 8
   by_hand, fault = program.init(), Fault(jnp.float32(1.0), jnp.float32(LOW))
   for number in range(1, step + 1):
     if number == first + 1:
@@ -225,7 +227,7 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
     state, probe = program.init(), to_global(counting_rows(10**6), mesh)
     look = lambda model: program.eval_step(model, probe, program.rules(1))
     compiled = program.compile_train_step(state, program.training_rules(1))
-    rerun = Again(0, state, HIGHER, look(state.model), program.rules(1))
+    rerun = ReplayedUpdates(0, state, HIGHER, look(state.model), program.rules(1))
     for step in (1, 2):
       batch = to_global(micro_batches(counting_rows(step), 1), mesh)
       again = lambda state, batch=batch: compiled(state, batch)
@@ -243,8 +245,8 @@ def test_steps_are_made_again_on_eight_devices_by_the_program_that_there_is():
 def test_a_good_rate_is_not_changed_and_trying_leaves_no_trace(program, tmp_path):
   programs = program.train_step._cache_size()
   state, supervisor = train(program, 240, TUNED, path := tmp_path / "decisions.jsonl")
-  branches = [row for row in ledger.rows(path) if row["kind"] == "trial"]
-  assert len(branches) == LOST and not supervisor.decisions
+  branches = [row for row in ledger.read_lines(path) if row["kind"] == "trial"]
+  assert len(branches) == MOST_LOST and not supervisor.decisions
   assert program.train_step._cache_size() == max(programs, 1)
   other, _ = train(program, 240, TUNED, raises=False)
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):

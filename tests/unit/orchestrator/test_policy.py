@@ -27,9 +27,9 @@ from ats_jax.orchestrator.actions import (
   Stop,
 )
 from ats_jax.orchestrator.policy.decide import (
+  ACTION_BUDGET,
   BROKEN_ADVICE,
   BROKEN_STOP,
-  BUDGET,
   LEAST_SCALE,
   Interval,
   Terms,
@@ -295,7 +295,7 @@ def test_whatever_happens_it_stays_within_its_bounds(faults):
     assert PolicyState.from_json(json.loads(json.dumps(policy.to_json()))) == policy
   certain = sum(d.confidence == 1.0 for d in looks.remedies())
   stretches = 1 + looks.number * INTERVAL // 1000
-  assert len(looks.remedies()) - certain <= 2 * BUDGET * stretches
+  assert len(looks.remedies()) - certain <= 2 * ACTION_BUDGET * stretches
   ids = [d.id for judgement in looks.judgements for d in judgement.decisions]
   assert ids == list(range(len(ids)))
 

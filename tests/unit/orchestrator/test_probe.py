@@ -64,7 +64,7 @@ class Run:
 
   def looks(self):
     self.supervisor.close()
-    return [r["reading"] for r in ledger.rows(self.path) if r["kind"] == "check"]
+    return [r["reading"] for r in ledger.read_lines(self.path) if r["kind"] == "check"]
 
 
 def read_at(looks):
@@ -138,7 +138,7 @@ def test_a_spoilt_state_is_rolled_back_at_the_look_after_the_suspicion(program, 
   ((step, decision),) = run.supervisor.decisions
   assert (step, decision.action, decision.cause) == (begin + 3 * EVERY, Rollback(), "state")
   assert begin + 2 * EVERY in read_at(run.looks())
-  checks = {r["reading"]["step"]: r for r in ledger.rows(run.path) if r["kind"] == "check"}
+  checks = {r["reading"]["step"]: r for r in ledger.read_lines(run.path) if r["kind"] == "check"}
   first, second = (checks[begin + n * EVERY] for n in (1, 2))
   # Named at once by its checksum; how bad it is the probe says, which is scored for that.
   assert (first["reading"]["wrong"], second["reading"]["wrong"]) == (1, 0)

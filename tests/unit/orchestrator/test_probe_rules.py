@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import Lent, counting_rows, make_test_mesh, micro_batches, tiny_config
 
-from ats_jax.orchestrator.policy.growth import SPAN
+from ats_jax.orchestrator.policy.growth import TRIAL_LOOKS
 from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
@@ -60,7 +60,7 @@ def train(program, path):
 @pytest.mark.thorough
 def test_the_probe_follows_the_capacity(program, tmp_path):
   supervisor, losses = train(program, path := tmp_path / "decisions.jsonl")
-  looks = [row["reading"] for row in ledger.rows(path) if row["kind"] == "check"]
+  looks = [row["reading"] for row in ledger.read_lines(path) if row["kind"] == "check"]
   assert {look["step"]: look["probe"] for look in looks} == {
     step: losses[step] for step in range(EVERY, STEPS + 1, EVERY)
   }
@@ -75,5 +75,5 @@ def test_the_probe_follows_the_capacity(program, tmp_path):
 def test_a_branch_whose_rules_change_is_dropped(program, tmp_path):
   """It would begin at step 20, after three calm looks; the next begins, and ends, by new rules."""
   supervisor, _ = train(program, path := tmp_path / "decisions.jsonl")
-  branches = [row["first"] for row in ledger.rows(path) if row["kind"] == "trial"]
-  assert branches == [RUNG + 2 * EVERY] and supervisor.replayed == SPAN * EVERY
+  branches = [row["first"] for row in ledger.read_lines(path) if row["kind"] == "trial"]
+  assert branches == [RUNG + 2 * EVERY] and supervisor.replayed == TRIAL_LOOKS * EVERY

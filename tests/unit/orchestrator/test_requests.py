@@ -205,7 +205,7 @@ class Run:
     return cross_entropy / tokens
 
   def kinds(self, kind):
-    return [row for row in ledger.rows(self.path) if row["kind"] == kind]
+    return [row for row in ledger.read_lines(self.path) if row["kind"] == kind]
 
 
 @pytest.mark.thorough

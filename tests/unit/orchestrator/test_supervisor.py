@@ -133,7 +133,7 @@ def test_a_spoilt_state_is_rolled_back(program, tmp_path, clean_loss, factor):
   assert int(run.state.step) == run.step  # the data is not rewound
   assert interventions(run.end()) == [("state", Rollback())]
   assert run.probe_loss() < clean_loss + 0.15
-  recorded = ledger.rows(run.path)
+  recorded = ledger.read_lines(run.path)
   (decision,) = [row for row in recorded if row["kind"] == "decision"]
   assert decision["applied"] and FAULT_STEP - 40 < decision["to"] < FAULT_STEP
   (outcome,) = [row for row in recorded if row["kind"] == "outcome"]
@@ -154,7 +154,7 @@ def test_weights_that_something_else_wrote_to_are_rolled_back(program, tmp_path,
   assert decision.action == Rollback() and decision.reason.startswith("head/weight ")
   assert "something else wrote to their memory" in decision.reason
   assert run.probe_loss() < clean_loss + 0.15
-  readings = [row["reading"] for row in ledger.rows(run.path) if row["kind"] == "check"]
+  readings = [row["reading"] for row in ledger.read_lines(run.path) if row["kind"] == "check"]
   assert sorted(reading["wrong"] for reading in readings)[-2:] == [0, 1]
   (found,) = [reading for reading in readings if reading["wrong"]]
   assert found["first"] == step - step % 8 + 1 and not found["surprising"]
@@ -175,7 +175,7 @@ def test_a_burst_of_noise_is_trained_on_and_told(program, tmp_path, clean_loss):
   run(FAULT_STEP)(16, noise=True)(SETTINGS["num_steps"] - FAULT_STEP - 16)
   assert not run.end()
   assert run.probe_loss() < clean_loss + 0.15
-  checks = [row for row in ledger.rows(run.path) if row["kind"] == "check"]
+  checks = [row for row in ledger.read_lines(run.path) if row["kind"] == "check"]
   assert sum(row["reading"]["skipped"] for row in checks) == 0
   assert causes(checks) == ["data", "data"]  # of the look with noise only, and of the next
 
@@ -196,7 +196,7 @@ def test_another_domain_is_taken_in_at_once(program, tmp_path):
     )
     run.state = run.supervisor.after(run.step, run.state, run.metrics)
   assert not run.end()
-  checks = [row for row in ledger.rows(run.path) if row["kind"] == "check"]
+  checks = [row for row in ledger.read_lines(run.path) if row["kind"] == "check"]
   assert sum(row["reading"]["skipped"] for row in checks) == 0
   assert float(run.metrics["train/loss"]) < float(before) + 1.0  # it was 3.3 more at the switch
   assert set(causes(checks)) == {"data"} and checks[-1]["health"]["level"] == "healthy"
@@ -215,7 +215,7 @@ def test_a_schedule_thirty_times_too_high_is_held_and_reported(
   run(60 - steps)
   assert not interventions(run.end())
   assert run.probe_loss() < clean_loss + most
-  recorded = ledger.rows(run.path)
+  recorded = ledger.read_lines(run.path)
   checks = [row for row in recorded if row["kind"] == "check"]
   assert set(causes(checks)) == {"learning rate"}
   assert any("rises too fast" in cause for row in checks for cause in row["health"]["causes"])
@@ -229,7 +229,7 @@ def test_a_gradient_broken_for_ever_ends_the_run_and_says_so(program, tmp_path):
     run(BROKEN_STOP + 30, gradient=np.nan)
   assert BROKEN_STOP <= run.step - 20 <= BROKEN_STOP + 16  # it looks each eight steps
   run.supervisor.close()
-  assert ledger.rows(run.path)[-1]["action"] == "Stop"
+  assert ledger.read_lines(run.path)[-1]["action"] == "Stop"
 
 
 def test_without_room_for_snapshots_the_checkpoint_is_used(program):
@@ -253,7 +253,7 @@ def test_observing_writes_the_same_findings_and_applies_none(program, tmp_path):
   run.spoil(100.0)
   run(32)
   assert run.end()
-  made = [row for row in ledger.rows(run.path) if row["kind"] == "decision"]
+  made = [row for row in ledger.read_lines(run.path) if row["kind"] == "decision"]
   assert made[0]["action"] == "Rollback" and not any(row["applied"] for row in made)
   assert "would do, but did not: rolls back" in "\n".join(tell(run.path))
   assert run.probe_loss() > 5.0

@@ -26,7 +26,7 @@ from ats_jax.orchestrator.actions import (
   SetPenalty,
   surgery,
 )
-from ats_jax.orchestrator.actions.expert_view import SurgeryError, find, view_experts
+from ats_jax.orchestrator.actions.expert_view import SurgeryError, find_layer, view_experts
 from ats_jax.step.program import make_program
 
 EXACT = 1e-5  # nats per token, float32
@@ -36,12 +36,12 @@ BFLOAT16 = {"precision.compute_dtype": "bfloat16", "precision.param_dtype": "bfl
 
 
 def moe_of(tree, cfg, layer):
-  return surgery._moe(tree, find(cfg, layer).block)
+  return surgery._moe(tree, find_layer(cfg, layer).block)
 
 
 def experts_of(tree, cfg, layer):
   """The weights of a layer (or their moments) by name, on the host, experts first."""
-  moe, repeat = moe_of(tree, cfg, layer), find(cfg, layer).repeat
+  moe, repeat = moe_of(tree, cfg, layer), find_layer(cfg, layer).repeat
   found = {
     name: np.array(getattr(moe, name).weight[...][repeat]) for name in ("gate", "up", "down")
   }

@@ -11,7 +11,7 @@ from helpers import named_leaves, tiny_config
 
 from ats_jax.model.param import Role, params_of, roles
 from ats_jax.orchestrator.actions import AddExpert, PruneExpert, ReopenExpert, surgery
-from ats_jax.orchestrator.actions.expert_view import find, view_experts
+from ats_jax.orchestrator.actions.expert_view import find_layer, view_experts
 from ats_jax.step.optimizers import Optimizer
 from ats_jax.step.optimizers.base import per_parameter
 from ats_jax.step.program import init_state, make_program
@@ -52,12 +52,14 @@ def test_rows_go_with_their_experts(mesh, tx, keeps):
   ones = lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
   state = dataclasses.replace(state, opt_state=jax.tree.map(ones, state.opt_state))
   was = named_leaves(state.opt_state)
-  rows = surgery._kept_rows(state, find(CFG, LAYER).block)
+  rows = surgery._kept_rows(state, find_layer(CFG, LAYER).block)
   assert {name: sum(n == name for n, *_ in rows) for name in keeps} == keeps
 
   state = AddExpert(LAYER, EXPERT).apply(state, CFG)
   twin = int(view_experts(CFG, state, LAYER).twin[EXPERT])
-  halved = {id(array): axis for _, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block)}
+  halved = {
+    id(array): axis for _, array, axis in surgery._kept_rows(state, find_layer(CFG, LAYER).block)
+  }
   for _, tree in per_parameter(state.opt_state):
     for param in params_of(tree):
       if not jax.tree.leaves(param):
@@ -69,7 +71,7 @@ def test_rows_go_with_their_experts(mesh, tx, keeps):
   assert named_leaves(state.opt_state).keys() == was.keys()
 
   state = ReopenExpert(LAYER, twin).apply(PruneExpert(LAYER, twin).apply(state, CFG), CFG)
-  for name, array, axis in surgery._kept_rows(state, find(CFG, LAYER).block):
+  for name, array, axis in surgery._kept_rows(state, find_layer(CFG, LAYER).block):
     row = np.moveaxis(np.asarray(array[...]), 1 + axis, 0)[twin]
     # Of Adam's squares the mean over the others, one of which was halved; else 0.
     np.testing.assert_allclose(row, (0.5 + 1 + 1) / 3 if name == "nu" else 0.0, rtol=1e-6)

@@ -23,7 +23,7 @@ from ats_jax.orchestrator.record import ledger
 from ats_jax.orchestrator.record.narrate import tell
 from ats_jax.orchestrator.signals.interval import probe_loss
 from ats_jax.orchestrator.supervisor import Supervisor
-from ats_jax.orchestrator.trials.paired import Ahead, Effect, look_ahead
+from ats_jax.orchestrator.trials.paired import Effect, NextUpdates, look_ahead
 from ats_jax.step.program import make_program
 
 SETTINGS = {
@@ -44,7 +44,7 @@ class Run:
     self.cfg = tiny_config(SETTINGS | {"optimizer.learning_rate": rate} | settings)
     self.program, self.path, self.step = make_program(self.cfg), path, 0
     self.state = self.program.init()
-    lent = Lent(ahead=Ahead(self.step_ahead, self.batches))
+    lent = Lent(ahead=NextUpdates(self.step_ahead, self.batches))
     self.supervisor = Supervisor(self.program, counting_rows(10**6), path, loop=lent)
     self.supervisor.start(0, self.state)
     self.opened = []
@@ -77,7 +77,7 @@ class Run:
     )
 
   def compare(self, action):
-    ahead = Ahead(self.step_ahead, self.batches)
+    ahead = NextUpdates(self.step_ahead, self.batches)
     probe = lambda model: self.program.eval_step(model, counting_rows(10**6), self.program.rules(1))
     self.state, effect = look_ahead(self.cfg, self.state, action, ahead, probe)
     return effect
@@ -124,7 +124,7 @@ def test_what_a_hook_wants_tried_is_done_only_if_it_wins(mesh, tmp_path):
   run.supervisor.close()
   assert run.opened == [80, 160]
   assert [d.action for _, d in run.supervisor.decisions] == [SetLearningRateScale(6.0, 1.0)]
-  tried = [row for row in ledger.rows(run.path) if row["kind"] == "trial"]
+  tried = [row for row in ledger.read_lines(run.path) if row["kind"] == "trial"]
   assert len(tried) == 2 and tried[1]["gain"] > 0
   assert ledger.replay(run.path) == ledger.decisions(run.path)
   assert "on a branch: held-out loss -" in "\n".join(tell(run.path))

@@ -138,7 +138,7 @@ def test_a_log_on_a_store_grows_by_parts(bucket, monkeypatch):
 def test_what_is_changed_at_its_beginning_stays_whole(bucket, monkeypatch):
   monkeypatch.setattr(paths, "PART_BYTES", 20)
   path = Path("gs://bucket/run/table.csv")
-  log = Log(path, whole=True)
+  log = Log(path, one_object=True)
   for row in ROWS:
     log.write(row)
   log.close()

@@ -103,9 +103,9 @@ def test_expert_capacity_is_raised_and_put_back(config, tmp_path, asked, compile
   changed = {"moe.capacity_factor": [0.25, 4.0]}
   assert settings == [changed, changed, {}]
   path = tmp_path / workdir.DECISIONS
-  made = [row for row in ledger.rows(path) if row["kind"] == "decision"]
+  made = [row for row in ledger.read_lines(path) if row["kind"] == "decision"]
   assert [row["step"] for row in made] == [12, 32] and all(row["applied"] for row in made)
-  assert any(row["kind"] == "outcome" for row in ledger.rows(path))  # across the restart
+  assert any(row["kind"] == "outcome" for row in ledger.read_lines(path))  # across the restart
   assert ledger.replay(path) == ledger.decisions(path)
 
 

@@ -17,7 +17,7 @@ from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import Program, make_program, predicted_bytes
 from ats_jax.train.loop import train
 from ats_jax.train.open import open_run
-from ats_jax.train.supervise import Loop
+from ats_jax.train.supervise import SupervisedLoop
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_the_meter_knows_what_each_length_costs(make, tmp_path):
     program = run.program
     for step in range(1, cfg.num_steps + 1):
       train_step = run.compiled_step(step)
-      run.made(step, *train_step(run.state, run.next_batch()))
+      run.finish_update(step, *train_step(run.state, run.next_batch()))
     assert run.valid_set.info.seq_len == 64
     model = program.init(abstract=True).model
   flops = {n: count(cfg, model, n).flops_causal for n in (16, 64)}
@@ -152,8 +152,8 @@ def test_a_supervised_run_tries_steps_of_every_length(make, tmp_path, compiled):
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
     for step in (1, 2):
       train_step = run.compiled_step(step)
-      run.made(step, *train_step(run.state, run.next_batch()))
-    ahead, shapes, seen = Loop(run).ahead(), set(), []
+      run.finish_update(step, *train_step(run.state, run.next_batch()))
+    ahead, shapes, seen = SupervisedLoop(run).ahead(), set(), []
     state = run.state
     with ahead.batches() as batches:
       for _ in range(6):
@@ -163,5 +163,5 @@ def test_a_supervised_run_tries_steps_of_every_length(make, tmp_path, compiled):
         seen.append(float(metrics["train/loss"]))
     assert shapes == {16, 64} and len(compiled) == 2
     assert np.isfinite(seen).all()
-    state, metrics = Loop(run).again()(state)
+    state, metrics = SupervisedLoop(run).again()(state)
     assert np.isfinite(float(metrics["train/loss"])) and len(compiled) == 2

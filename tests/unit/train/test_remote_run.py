@@ -105,7 +105,7 @@ def logged(folder):
   columns, rows = read_csv(folder / "metrics.csv")
   cells = [kept(dict(zip(columns, row, strict=True))) for row in rows]
   found["metrics.csv"] = [row for row in cells if any(v for k, v in row.items() if k != "step")]
-  looks = [row for row in ledger.rows(folder / "decisions.jsonl") if row["kind"] == "check"]
+  looks = [row for row in ledger.read_lines(folder / "decisions.jsonl") if row["kind"] == "check"]
   found["decisions.jsonl"] = [(row["step"], row["reading"]["loss"]) for row in looks]
   return found
 

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ats_jax.config import Config
-from ats_jax.train.resize import RELIEF, fitted, relieved, smaller_micro_batch
+from ats_jax.train.resize import (
+  RELIEF,
+  resize_to_devices,
+  smaller_micro_batch,
+  with_smaller_micro_batch,
+)
 
 
 def config(batch: int = 12, accum_steps: int = 1, **mesh: int) -> Config:
@@ -31,23 +36,26 @@ def config(batch: int = 12, accum_steps: int = 1, **mesh: int) -> Config:
   ],
 )
 def test_a_device_holds_no_more_rows_than_before(accum_steps, devices, now, parts):
-  _, before = fitted(config(accum_steps=accum_steps), None, devices)
-  cfg, after = fitted(config(accum_steps=accum_steps), before, now)
+  _, before = resize_to_devices(config(accum_steps=accum_steps), None, devices)
+  cfg, after = resize_to_devices(config(accum_steps=accum_steps), before, now)
   assert cfg.step.accum_steps == parts
   assert after == before | {"count": now}
-  assert fitted(config(accum_steps=accum_steps), after, devices)[0].step.accum_steps == accum_steps
+  assert (
+    resize_to_devices(config(accum_steps=accum_steps), after, devices)[0].step.accum_steps
+    == accum_steps
+  )
 
 
 @given(st.sampled_from([12, 24, 32, 60]), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
 def test_the_batch_stays_whole_or_is_refused(batch, devices, now, accum_steps):
   try:
-    _, before = fitted(config(batch, accum_steps), None, devices)
+    _, before = resize_to_devices(config(batch, accum_steps), None, devices)
   except ValueError:
     return  # would not have begun
   if batch % accum_steps:
     return
   try:
-    cfg, after = fitted(config(batch, accum_steps), before, now)
+    cfg, after = resize_to_devices(config(batch, accum_steps), before, now)
   except ValueError as error:
     assert batch % now and f"cannot go on on {now}" in str(error)
     return
@@ -56,18 +64,18 @@ def test_the_batch_stays_whole_or_is_refused(batch, devices, now, accum_steps):
 
 
 def test_a_number_that_the_user_has_changed_stands():
-  _, before = fitted(config(accum_steps=1), None, 4)
-  assert fitted(config(accum_steps=2), before, 2)[0].step.accum_steps == 2
-  assert fitted(config(accum_steps=1), before, 4)[0].step.accum_steps == 1
+  _, before = resize_to_devices(config(accum_steps=1), None, 4)
+  assert resize_to_devices(config(accum_steps=2), before, 2)[0].step.accum_steps == 2
+  assert resize_to_devices(config(accum_steps=1), before, 4)[0].step.accum_steps == 1
 
 
 def test_what_does_not_divide_is_refused_with_what_does():
-  _, before = fitted(config(), None, 4)
+  _, before = resize_to_devices(config(), None, 4)
   with pytest.raises(ValueError, match=r"on 4 devices .* on 8: .* 12 rows .* Use 1 or 2 or 3 or 4"):
-    fitted(config(), before, 8)
-  _, before = fitted(config(fsdp=2), None, 4)
+    resize_to_devices(config(), before, 8)
+  _, before = resize_to_devices(config(fsdp=2), None, 4)
   with pytest.raises(ValueError, match=r"on 3: .* Use 2 or 4 or 6 devices, or another mesh"):
-    fitted(config(fsdp=2), before, 3)
+    resize_to_devices(config(fsdp=2), before, 3)
 
 
 def acting(cfg: Config) -> Config:
@@ -102,4 +110,4 @@ def test_what_cannot_be_mended_is_raised(cfg, error, tmp_path):
 )
 def test_a_note_that_memory_ran_out_is_followed(number, own, parts, tmp_path):
   (tmp_path / RELIEF).write_text(json.dumps({"accum_steps": number}))
-  assert relieved(config(32, accum_steps=own), tmp_path).step.accum_steps == parts
+  assert with_smaller_micro_batch(config(32, accum_steps=own), tmp_path).step.accum_steps == parts

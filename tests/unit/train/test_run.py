@@ -25,9 +25,9 @@ from ats_jax.step.program import Program, make_program
 from ats_jax.step.schedule import learning_rate
 from ats_jax.train import open as open_module
 from ats_jax.train.initial_weights import InitialWeights
-from ats_jax.train.length import with_length
 from ats_jax.train.loop import train
-from ats_jax.train.open import find_origin, open_run
+from ats_jax.train.num_steps import with_num_steps
+from ats_jax.train.open import find_resume_point, open_run
 
 ACTS = {"orchestrator__mode": "act", "orchestrator__check_interval": 2}
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -199,10 +199,10 @@ def test_the_step_that_is_compiled_from_shapes_is_the_one_of_the_state(texts, tm
       program.train_step.lower(state, batch, rules) for state in (abstract, run.state)
     )
     assert of_shapes.as_text() == of_state.as_text()
-    assert run.steps.begun.key == (rules, cfg.data.seq_len)
-    begun = run.steps.begun.step
+    assert run.steps.pending.key == (rules, cfg.data.seq_len)
+    begun = run.steps.pending.step
     run.compiled_step(1)
-    assert run.steps.begun.step is begun  # nothing was compiled twice
+    assert run.steps.pending.step is begun  # nothing was compiled twice
 
 
 def slowly(monkeypatch, where, name, event):
@@ -272,7 +272,7 @@ def test_a_snapshot_has_the_structure_of_the_program_that_goes_on(mesh, tmp_path
   abstract = abstract_like(after.init(abstract=True), mesh)
   assert jax.tree.structure(abstract) != jax.tree.structure(state)
   with CheckpointManager(tmp_path, CheckpointConfig()) as checkpoints:
-    origin = find_origin(checkpoints, snapshots)
+    origin = find_resume_point(checkpoints, snapshots)
   restored = origin.restore(abstract)
   assert origin.step == 3 and jax.tree.structure(restored) == jax.tree.structure(abstract)
   for (name, got), want in zip(
@@ -298,7 +298,7 @@ def test_a_run_that_is_complete_compiles_no_step(texts, trained, tmp_path):
   shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
   cfg = config(texts, checkpoint__every_steps=2)
   with open_run(cfg, tmp_path, Snapshots.of(cfg.orchestrator)) as run:
-    assert run.step == 4 and run.steps.begun.key is None
+    assert run.step == 4 and run.steps.pending.key is None
 
 
 def budgeted(texts, **changes):
@@ -309,7 +309,7 @@ def budgeted(texts, **changes):
 def test_a_text_too_small_for_the_optimum_is_seen_as_often_as_is_allowed(texts, most):
   cfg = budgeted(texts, most_epochs=most)
   train_set, _ = open_datasets(cfg.data, cfg.seed)
-  known, why = with_length(cfg, train_set)
+  known, why = with_num_steps(cfg, train_set)
   assert budget(cfg, unique_tokens=train_set.info.num_tokens)["optimal"]["epochs"] is None
   assert known.num_steps == math.ceil(most * train_set.info.num_rows / cfg.data.batch_size)
   assert known.length == "budget"

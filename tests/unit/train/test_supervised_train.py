@@ -118,7 +118,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit(runs):
   ]
   assert losses(off) == losses(act) and len(losses(off)) == STEPS
   assert not (off / workdir.DECISIONS).exists()
-  rows = ledger.rows(act / workdir.DECISIONS)
+  rows = ledger.read_lines(act / workdir.DECISIONS)
   assert [row["reading"]["step"] for row in rows if row["kind"] == "check"] == list(range(5, 61, 5))
   assert not ledger.decisions(act / workdir.DECISIONS)
   reports = [r for r in read_jsonl(act / "metrics.jsonl") if "orchestrator/health" in r]
@@ -155,7 +155,9 @@ def test_the_probe_is_scored_as_the_model_trains_once_8_bits_are_off(config, tmp
     rules = program.rules(15)
     score = lambda rules: probe_loss(probe.score(program, state.model, rules))
     eight, wide = score(rules), score(dataclasses.replace(rules, fp8=False))
-  looks = [r["reading"] for r in ledger.rows(tmp_path / workdir.DECISIONS) if r["kind"] == "check"]
+  looks = [
+    r["reading"] for r in ledger.read_lines(tmp_path / workdir.DECISIONS) if r["kind"] == "check"
+  ]
   assert looks[-1]["step"] == 15 and looks[-1]["probe"] == wide != eight
   assert looks[-1]["rules"] == [False, rules.capacity, rules.horizon, False]
 
@@ -183,7 +185,7 @@ def test_a_killed_run_goes_on_with_its_memory_and_its_ledger(config, tmp_path, m
     np.testing.assert_array_equal(a, b)
   kept = lambda p: [
     {k: v for k, v in row.items() if k not in ("host", "health", "lost")}  # of the clock
-    for row in ledger.rows(p)
+    for row in ledger.read_lines(p)
     if row["kind"] not in ("start", "resumed_from")
   ]
   assert kept(path) == kept(whole / workdir.DECISIONS)
@@ -228,7 +230,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_losses(
   assert losses("relieved") != losses("whole")  # sums in another order
   assert workdir.load_config(tmp_path / "relieved").step.accum_steps == 2
   starts = [
-    r for r in ledger.rows(tmp_path / "relieved" / workdir.DECISIONS) if r["kind"] == "start"
+    r for r in ledger.read_lines(tmp_path / "relieved" / workdir.DECISIONS) if r["kind"] == "start"
   ]
   assert [(row["step"], row["accum_steps"]) for row in starts] == [(0, 1), (start, 2)]
   assert ledger.replay(tmp_path / "relieved" / workdir.DECISIONS) == []
@@ -250,7 +252,7 @@ def test_a_low_rate_is_raised_by_the_compiled_step_on_its_own_batches(config, ru
   low = {"optimizer__learning_rate": 1e-4, "orchestrator__raise_learning_rate": True}
   state = train_module.train(config("act", **low), tmp_path)
   path = tmp_path / workdir.DECISIONS
-  decisions, rows = ledger.decisions(path), ledger.rows(path)
+  decisions, rows = ledger.decisions(path), ledger.read_lines(path)
   scales = [decision.action.scale for _, decision in decisions]
   assert scales and scales == [3.0**n for n in range(1, len(scales) + 1)]
   assert float(state.control.lr_scale) == scales[-1] and int(state.step) == STEPS

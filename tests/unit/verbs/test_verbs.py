@@ -11,9 +11,8 @@ import pytest
 from commands import REPOSITORY, forked, started
 
 from ats_jax import exits
-from ats_jax.__main__ import GROUPS, VERBS, listing
 from ats_jax.config.names import settings
-from ats_jax.verbs import cli
+from ats_jax.verbs import GROUPS, VERBS, cli, listing
 
 COMMANDS = {
   f"{verb} {word}".strip(): command
@@ -26,8 +25,8 @@ REFERENCE = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text(enco
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_row_of_the_table(verb):
   row = VERBS[verb]
-  assert row.group in GROUPS and row.what[0].islower() and len(row.what) < 80
-  assert f"  {verb:<10} {row.what}\n" in listing() + "\n"
+  assert row.group in GROUPS and row.summary[0].islower() and len(row.summary) < 80
+  assert f"  {verb:<10} {row.summary}\n" in listing() + "\n"
 
 
 def test_the_list_of_verbs_and_a_misspelt_one():
@@ -36,7 +35,7 @@ def test_the_list_of_verbs_and_a_misspelt_one():
   assert wrong.error().strip() == "no command 'trian'. Did you mean train?"
 
 
-@pytest.mark.parametrize("module", ["ats_jax", "ats_jax.__main__", "ats_jax.verbs.launch"])
+@pytest.mark.parametrize("module", ["ats_jax.__main__", "ats_jax.verbs", "ats_jax.verbs.launch"])
 def test_what_starts_at_once_imports_no_jax(module):
   code = f"import sys, {module}; assert 'jax' not in sys.modules"
   assert started("timeit", "-n1", "-r1", code).code == 0

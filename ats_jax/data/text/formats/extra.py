@@ -4,13 +4,13 @@ import importlib
 from types import ModuleType
 
 
-def module(name: str, needed_by: str, extra: str = "formats") -> ModuleType:
+def import_extra(name: str, needed_by: str, extra: str = "formats") -> ModuleType:
   """Import a module of an extra.
 
   Args:
-    name: of the module.
+    name: name of the module.
     needed_by: the file, for the message.
-    extra: that brings it.
+    extra: the extra of this package that installs it.
 
   Raises:
     ValueError: if it is not installed.

@@ -20,15 +20,15 @@ _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 def _zstd(path: str, mode: str) -> BinaryIO:
-  return extra.module(_ZSTD, path).open(path, mode)
+  return extra.import_extra(_ZSTD, path).open(path, mode)
 
 
 # Suffix of a compressed file -> what opens it as a stream.
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _zstd}
 
 
-def opened(path: str) -> BinaryIO:
-  """The bytes of a file, decompressed if its name says that it is compressed.
+def open_decompressed(path: str) -> BinaryIO:
+  """Open a file for reading bytes, decompressed if its name says that it is compressed.
 
   Raises:
     ValueError: if that needs a module that is not installed.
@@ -44,7 +44,7 @@ def suffix(path: str) -> str:
 
 
 def is_compressed(path: str) -> bool:
-  """Whether `opened` decompresses it."""
+  """Whether `open_decompressed` decompresses it."""
   return Path(path).suffix.lower() in OPENERS
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from ats_jax.data.text.formats import tables
-from ats_jax.data.text.formats.opening import opened, suffix
-from ats_jax.data.text.formats.text import Piece, whole
+from ats_jax.data.text.formats.opening import open_decompressed, suffix
+from ats_jax.data.text.formats.text import Piece, one_document
 from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 
@@ -40,7 +40,7 @@ def records(path: str, fields: Fields, report: Report) -> Iterator[Record]:
 def json_lines(path: str, fields: Fields, report: Report) -> Iterator[Record]:
   """A JSON object a line."""
   del fields
-  with opened(path) as file:
+  with open_decompressed(path) as file:
     offset = 0
     for line, (raw, size) in enumerate(_lines(file), 1):
       report.records += 1
@@ -123,4 +123,4 @@ def jsonl(path: str, text_field: str, report: Report) -> Iterator[Piece]:
       kind = type(row[text_field]).__name__
       report.bad("field not a string", where, f"field {text_field!r} is {kind}, not a string")
     else:
-      yield from whole(row[text_field], line, where, report)
+      yield from one_document(row[text_field], line, where, report)

@@ -12,22 +12,22 @@ from ats_jax.data.text.formats import extra
 
 _ROWS = 64  # in memory at a time
 
-# A row that holds text that is no UTF-8 stands for itself as the error.
-Row = dict[str, Any] | UnicodeDecodeError
+# The fields of a row by name; or the error of a row whose text is not UTF-8.
+TableRow = dict[str, Any] | UnicodeDecodeError
 
 
-def parquet(path: str, fields: Sequence[str] | None) -> Iterator[Row]:
+def parquet(path: str, fields: Sequence[str] | None) -> Iterator[TableRow]:
   """The rows of a Parquet file; without any of `fields`, those that it has."""
-  module = extra.module("pyarrow.parquet", path)
+  module = extra.import_extra("pyarrow.parquet", path)
   with module.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
     columns = _among(fields, file.schema_arrow.names)
     for batch in file.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
       yield from _rows(batch)
 
 
-def arrow(path: str, fields: Sequence[str] | None) -> Iterator[Row]:
+def arrow(path: str, fields: Sequence[str] | None) -> Iterator[TableRow]:
   """The rows of an Arrow file: of the stream format, as Hugging Face's, or of the file format."""
-  module = extra.module("pyarrow", path)
+  module = extra.import_extra("pyarrow", path)
   with module.memory_map(path) as file:
     is_file = bytes(file.read(6)) == b"ARROW1"
     file.seek(0)
@@ -63,7 +63,7 @@ def _among(fields: Sequence[str] | None, names: list[str]) -> list[str]:
   return [name for name in names if fields is not None and name in fields] or names
 
 
-def _rows(batch: Any) -> Iterator[Row]:
+def _rows(batch: Any) -> Iterator[TableRow]:
   try:
     yield from batch.to_pylist()
   except UnicodeDecodeError:
@@ -81,7 +81,7 @@ def array_record(path: str) -> Iterator[bytes]:
   Raises:
     OSError: if it is damaged.
   """
-  module = extra.module("array_record.python.array_record_module", path)
+  module = extra.import_extra("array_record.python.array_record_module", path)
   open(path, "rb").close()  # its own message says less
   with contextlib.ExitStack() as stack:
     stack.push(_damaged)

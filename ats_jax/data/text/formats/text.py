@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ats_jax.data.text.formats.opening import opened
+from ats_jax.data.text.formats.opening import open_decompressed
 from ats_jax.data.text.report import Report
 from ats_jax.extensions import formats
 
@@ -49,14 +49,14 @@ def text(path: str, text_field: str, report: Report) -> Iterator[Piece]:
   if not num_chars:
     report.skip("empty", path)
     return
-  yield from cut(_decoded(path), 0)
+  yield from cut_text(_decoded(path), 0)
 
 
 def _decoded(path: str) -> Iterator[str]:
   """Blocks of the text. Raises UnicodeDecodeError with `start` counted in the file."""
   decoder = codecs.getincrementaldecoder("utf-8")()
   offset = 0
-  with opened(path) as f:
+  with open_decompressed(path) as f:
     while True:
       block = f.read(PIECE)
       pending = len(decoder.getstate()[0])
@@ -71,12 +71,12 @@ def _decoded(path: str) -> Iterator[str]:
       offset += len(block)
 
 
-def whole(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
-  """The pieces of a document that is in memory; what is none goes to `report`.
+def one_document(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
+  """Cut a document that is in memory into pieces; a malformed one goes to `report`.
 
   Args:
-    text: of the document.
-    line: its record.
+    text: text of the document.
+    line: number of its record.
     where: that is, in words.
     report: takes an empty one, and one that has no UTF-8 form.
   """
@@ -88,11 +88,11 @@ def whole(text: str, line: int, where: str, report: Report) -> Iterator[Piece]:
   except UnicodeEncodeError as e:
     report.bad("lone surrogate", where, f"a lone surrogate at character {e.start} of the text")
     return
-  yield from cut((text[i : i + PIECE] for i in range(0, len(text), PIECE)), line)
+  yield from cut_text((text[i : i + PIECE] for i in range(0, len(text), PIECE)), line)
 
 
-def cut(blocks: Iterable[str], line: int) -> Iterator[Piece]:
-  """Blocks of a text as pieces that end between words."""
+def cut_text(blocks: Iterable[str], line: int) -> Iterator[Piece]:
+  """Cut the blocks of a text into pieces that end between words."""
   rest, starts = "", True
   for block in blocks:
     unseen = max(PIECE, len(rest) - 2)  # a cut shows two characters later

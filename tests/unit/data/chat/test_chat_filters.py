@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import sift
 from ats_jax.data.look.audit import audit
 from ats_jax.data.sources import open_data
@@ -84,7 +84,7 @@ def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
     patch.setattr(sift.Judge, "__call__", stops)
     open_documents(cfg, 0.0)
   assert lines(open_documents(cfg, 0.0).corpus) == lines(alone.corpus)
-  made = prepare(chats(), tmp_path / "out", How(2))
+  made = prepare(chats(), tmp_path / "out", TokeniseOptions(2))
   assert lines(made.corpus) == lines(alone.corpus)
   train, _ = open_data(dataclasses.replace(chats(), paths=str(tmp_path / "out")), 0)
   assert train.info.num_documents == 32

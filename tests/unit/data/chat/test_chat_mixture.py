@@ -5,7 +5,7 @@ import pytest
 from chat_cases import DIALOGUES
 
 from ats_jax.data.chat.tokenizer import ChatTokenizer
-from ats_jax.data.look.audit import Phase, audit
+from ats_jax.data.look.audit import ReadingPhase, audit
 from ats_jax.data.sources import open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets
 
@@ -59,7 +59,7 @@ def test_each_is_read_as_what_it_is(chat_and_text):
 
 def test_each_token_once_and_with_its_weight(chat_and_text):
   train, _ = open_data(chat_and_text(), 0)
-  phases = (Phase(1, 1, 0.5), Phase(3, 1, 1.0))
+  phases = (ReadingPhase(1, 1, 0.5), ReadingPhase(3, 1, 1.0))
   (result,) = audit(train, scenarios={"1 host, then 3": phases})
   assert (result.difference, result.lost, result.repeated) == ("", 0, 0)
   assert result.targets == train.info.num_tokens

@@ -15,7 +15,7 @@ import pytest
 
 from ats_jax.data.chat import corpus
 from ats_jax.data.corpus import shards
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.splits import open_datasets, prepare
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
@@ -70,8 +70,8 @@ def make(files, config):
 
 def test_processes_change_nothing(make, tmp_path, small):
   cfg = make("gemma")
-  alone = prepare(cfg, tmp_path / "alone", How(0))
-  together = prepare(cfg, tmp_path / "together", How(2))
+  alone = prepare(cfg, tmp_path / "alone", TokeniseOptions(0))
+  together = prepare(cfg, tmp_path / "together", TokeniseOptions(2))
   found = hashes(tmp_path / "alone")
   assert found == hashes(tmp_path / "together")
   assert {"tokens-00002.bin", "codes-00002.bin", "report.txt"} <= found.keys()
@@ -84,9 +84,9 @@ def test_processes_change_nothing(make, tmp_path, small):
 
 def test_codes_stand_beside_their_ids_in_every_shard(make, tmp_path, small):
   """Of one shard, as of many."""
-  many = prepare(make("chatml"), tmp_path / "many", How(0)).corpus
+  many = prepare(make("chatml"), tmp_path / "many", TokeniseOptions(0)).corpus
   shards.SHARD_TOKENS = 2**26
-  one = prepare(make("chatml"), tmp_path / "one", How(0)).corpus
+  one = prepare(make("chatml"), tmp_path / "one", TokeniseOptions(0)).corpus
   assert many.folder.meta["shards"] > 3 and one.folder.meta["shards"] == 1
   for document in range(len(one)):
     n = int(one.length[document])
@@ -154,7 +154,7 @@ def test_it_goes_on_where_it_was_killed(make, tmp_path, small, template, workers
     time.sleep(0.1)
   again = run(0)
   assert again.returncode == 0, again.stderr
-  prepare(cfg, tmp_path / "whole", How())
+  prepare(cfg, tmp_path / "whole", TokeniseOptions())
   assert hashes(out) == hashes(tmp_path / "whole") and len(hashes(out)) > 10
   assert not list(out.glob("corpus-*/part-*"))
 
@@ -180,12 +180,12 @@ def test_what_is_done_is_not_done_again(make, tmp_path, small, monkeypatch):
 
   monkeypatch.setattr(ByteTokenizer, "encode_batch", counting)
   with pytest.raises(KeyboardInterrupt):
-    prepare(make("chatml"), tmp_path / "out", How())
+    prepare(make("chatml"), tmp_path / "out", TokeniseOptions())
   del calls[:]
   calls += [1] * 20
-  prepare(make("chatml"), tmp_path / "out", How())
+  prepare(make("chatml"), tmp_path / "out", TokeniseOptions())
   again = len(calls) - 20
-  prepare(make("chatml"), tmp_path / "whole", How())
+  prepare(make("chatml"), tmp_path / "whole", TokeniseOptions())
   assert 0 < again < len(calls) - 20 - again - 5
   assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
@@ -197,13 +197,13 @@ def test_a_shard_that_was_damaged_meanwhile_is_made_again(make, tmp_path, small,
 
   with monkeypatch.context() as patch, pytest.raises(RuntimeError):
     patch.setattr(shards.Shards, "finish", fail)
-    prepare(make("gemma"), tmp_path / "out", How())
+    prepare(make("gemma"), tmp_path / "out", TokeniseOptions())
   (unfinished,) = (tmp_path / "out").glob("corpus-*.tmp")
   raw = bytearray((unfinished / file).read_bytes())
   raw[len(raw) // 2] ^= 1
   (unfinished / file).write_bytes(raw)
-  prepare(make("gemma"), tmp_path / "out", How())
-  prepare(make("gemma"), tmp_path / "whole", How())
+  prepare(make("gemma"), tmp_path / "out", TokeniseOptions())
+  prepare(make("gemma"), tmp_path / "whole", TokeniseOptions())
   assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
 
@@ -215,7 +215,7 @@ def test_what_is_nested_too_deeply_is_left_out_by_processes_too(make, write, tmp
   lines = "\n".join(map(json.dumps, [*rows, {"messages": said()}]))
   path = write("deep.jsonl", lines.replace('"DEEP"', 900 * "[" + 900 * "]"))
   cfg = dataclasses.replace(make("jinja"), paths=str(path))
-  report = prepare(cfg, tmp_path / "out", How(1)).corpus.report
+  report = prepare(cfg, tmp_path / "out", TokeniseOptions(1)).corpus.report
   assert report["malformed"] == {"nested too deeply": 2}
   assert report["balance"] == {"records": 3, "documents": 1, "dropped": 2}
 
@@ -230,4 +230,4 @@ def test_strict_stops_at_what_the_template_refuses(make, write, tmp_path):
 def test_a_template_at_fault_is_named_from_a_process_too(make, files, tmp_path):
   (files.parent / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
   with pytest.raises(ValueError, match=r"ends an answer with"):
-    prepare(make("jinja"), tmp_path / "out", How(2))
+    prepare(make("jinja"), tmp_path / "out", TokeniseOptions(2))

@@ -13,16 +13,16 @@ from chat_cases import ANSWERS, DIALOGUES, in_loss
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
-from ats_jax.data.corpus.shards import How
+from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look import explain
 from ats_jax.data.look.audit import audit
-from ats_jax.data.look.checks import check
+from ats_jax.data.look.checks import check_files
 from ats_jax.data.look.stats import stats
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.splits import open_datasets, prepare
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import SourceFile
-from ats_jax.data.tokens.file import extends, load_tokenizer, save_tokenizer
+from ats_jax.data.tokens.file import has_same_ids, load_tokenizer, save_tokenizer
 from ats_jax.data.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 MARKERS = ("<|im_start|>", "<|im_end|>")
@@ -168,7 +168,7 @@ def test_documents_are_held_out_as_ever(chat_config, write):
 
 def test_conversations_are_prepared_ahead(chat_config, tmp_path):
   cfg = chat_config()
-  opened = prepare(cfg, tmp_path / "out", How())
+  opened = prepare(cfg, tmp_path / "out", TokeniseOptions())
   assert opened.corpus.report["balance"] == {"records": 12, "documents": 12, "dropped": 0}
   ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
   one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
@@ -194,7 +194,7 @@ def test_validate_names_records_that_are_no_conversation(chat_config, write):
   path = str(write("some.jsonl", [*DIALOGUES, {"messages": []}]))
   report = Report(strict=False)
   cfg = chat_config(paths=path)
-  check([SourceFile(path, "some.jsonl", "jsonl")], cfg, None, report)
+  check_files([SourceFile(path, "some.jsonl", "jsonl")], cfg, None, report)
   assert report.first == [f"{path}:13: the conversation has no turn"]
   assert report.balance() == {"records": 13, "documents": 12, "dropped": 1}
 
@@ -236,9 +236,9 @@ class TestTokenizer:
 
   def test_a_tuned_run_may_begin_with_a_run_on_text(self):
     of_text, of_chats = ByteTokenizer(), ChatTokenizer(ByteTokenizer(), Form("gemma"))
-    assert extends(of_chats, of_text) and extends(of_chats, of_chats)
-    assert not extends(of_text, of_chats)
-    assert not extends(ChatTokenizer(ByteTokenizer(), Form("chatml")), of_chats)
+    assert has_same_ids(of_chats, of_text) and has_same_ids(of_chats, of_chats)
+    assert not has_same_ids(of_text, of_chats)
+    assert not has_same_ids(ChatTokenizer(ByteTokenizer(), Form("chatml")), of_chats)
 
   def test_special_tokens_decode_to_nothing(self):
     made = ChatTokenizer(ByteTokenizer(), Form("chatml"))

@@ -9,7 +9,7 @@ from chat_cases import ANSWERS, DIALOGUES, NAMES, TEXTS, conversation
 from ats_jax.data.chat import jinja
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
-from ats_jax.data.chat.segments import BOS, EOS, Segment, written
+from ats_jax.data.chat.segments import BOS, EOS, ChatSegment, written
 
 # Ours, in the form of ChatML: with its heading, tools, and thoughts that later turns leave out.
 HEADING = "<|im_start|>{{ m.role }}\n"
@@ -37,7 +37,7 @@ def template(source: str, *, marks: bool = True, special=("<|im_start|>", "<|im_
   return JinjaTemplate(source, names, (*special, *names.values()), marks)
 
 
-def answers(segments: list[Segment]) -> list[str]:
+def answers(segments: list[ChatSegment]) -> list[str]:
   """The text of each run of segments in the loss."""
   runs = [list(run) for counts, run in groupby(segments, lambda s: s.counts) if counts]
   return [written(run, "<s>", "</s>") for run in runs]

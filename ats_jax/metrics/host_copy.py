@@ -1,4 +1,4 @@
-"""Copies from the device that are meant, and for which nobody waits."""
+"""Asynchronous copies of metrics from the device to the host."""
 
 from typing import Any
 

@@ -1,12 +1,12 @@
-"""How long a run is."""
+"""The number of steps of a run whose config counts epochs, phases or a budget."""
 
 from ats_jax.config import Config
 from ats_jax.config.build import count_epochs, resolve
 from ats_jax.data.rows.contract import TrainRows
 
 
-def with_length(cfg: Config, train_set: TrainRows) -> tuple[Config, str]:
-  """`cfg` with its number of steps, and what said it.
+def with_num_steps(cfg: Config, train_set: TrainRows) -> tuple[Config, str]:
+  """Return `cfg` with its number of steps, and what decided that number, in words.
 
   Raises:
     ValueError: as `count_epochs`.

@@ -1,4 +1,4 @@
-"""Which ops exist, what can run in each of their slots, what does by default and why.
+"""Which ops exist, the implementations of each, and which one runs by default and why.
 
 A slot is one computation of an op: its forward pass, its backward pass or a part of that. Every
 slot can run XLA's version, which stands in the op's own file and is the specification.
