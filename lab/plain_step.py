@@ -18,7 +18,8 @@ from absl import flags
 from ats_jax.config import Config
 from ats_jax.data.batch import random_batch
 from ats_jax.metrics.memory import memory_metrics
-from ats_jax.metrics.throughput import mfu, peak_flops
+from ats_jax.metrics.peaks import peak_flops
+from ats_jax.metrics.throughput import mfu
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe
 from ats_jax.verbs import cli
