@@ -16,7 +16,7 @@ from absl import logging
 from ats_jax.checkpoint import CheckpointManager, StopSignal, abstract_like, workdir
 from ats_jax.config import Config
 from ats_jax.config.build import CHANGES, resolve
-from ats_jax.config.names import flatten
+from ats_jax.config.names import flatten, to_dict
 from ats_jax.config.schema import MeshConfig
 from ats_jax.data.batch import POSITION
 from ats_jax.data.rows.contract import Rows, TrainRows
@@ -404,7 +404,7 @@ def _say(program: Program, folder: Path, options: Options, start: int, length: s
   }
   for name, value in facts.items():
     logging.info("%s: %s", name, value)
-  shape = {name: vars(getattr(cfg, name)) for name in ("model", "moe", "mod")}
+  shape = {name: to_dict(getattr(cfg, name)) for name in ("model", "moe", "mod")}
   run = {**shape, "parameters": counts.parameters, **facts}
   workdir.write_json(paths.parse(folder / workdir.METADATA), {**environment(), "run": run})
   if start:
