@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops.fp8_matmul import Cut, fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.ops.remat import SCATTERED_SUM
 from ats_jax.sharding.apply import (
   all_sum,
   einsum,
@@ -25,7 +26,6 @@ from ats_jax.sharding.rules import current_plan
 from ats_jax.sharding.shards import gather_shards
 
 ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
-SAVED_NAMES = ("sub_layer_out",)  # of scattered sums, for remat policies that keep products
 
 
 def linears(
@@ -98,7 +98,7 @@ def linears(
         weight_KN = weight.reshape(x_TK.shape[-1], -1)
         y_TN = times(formula, x_TK, weight_KN, axes=(*at_y[:tokens], axes[0]))
         if scatters:  # or the shares of the sum would be kept
-          y_TN = checkpoint_name(y_TN, SAVED_NAMES[0])
+          y_TN = checkpoint_name(y_TN, SCATTERED_SUM)
         shape = (*x.shape[:2], *weight.shape[len(inputs) :])
         return reshape(y_TN, shape, axes=(*at_y, *axes))
 

@@ -47,6 +47,16 @@ def seq_axis(width: str | None) -> str:
   return "seq" if {*mesh_axes(width)} & _of_positions() else "residual_seq"
 
 
+def row_axis(rows: int) -> str:
+  """The logical axis of rows outside of the layers; stages of a pipeline share them, if they can.
+
+  Args:
+    rows: how many.
+  """
+  shared = num_shards("layers") > 1 and rows % num_shards("rows") == 0
+  return "rows" if shared else "batch"
+
+
 def gather_positions(x: jax.Array, *axes: str | None) -> jax.Array:
   """The residual stream, sharded by `axes`, for a sub-layer whose devices use all positions of it.
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from ats_jax.config.schema import Config
 from ats_jax.sharding.apply import mesh_axes
-from ats_jax.sharding.pipeline import bubble
 from ats_jax.sharding.rules import MESH_AXES, SHARDS, ZERO, spec, use_plan
 
 ONE_HOST = 8  # devices of a host, where a mesh has none that could tell
@@ -149,6 +148,8 @@ def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
     )
   stages, accum = sizes["stage"], cfg.step.accum_steps
   if accum % stages:
+    from ats_jax.sharding.pipeline import bubble
+
     more = -(-4 * accum // stages) * stages if accum > 1 else 4 * stages
     idle = bubble(more, stages, cfg.mesh.stage_rounds)
     raise ValueError(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
-from ats_jax.ops.attention.cudnn import SAVED_NAMES
 from ats_jax.ops.attention.ring import How, ring_attention
 from ats_jax.ops.attention.ulysses import to_cut_rows, to_whole_rows
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.ops.remat import ATTENTION_INPUTS, ATTENTION_RESULTS
 from ats_jax.sharding.apply import is_ring, island
 
 Q_AXES = ("batch", "seq", "heads", "head_dim")
@@ -19,7 +19,6 @@ KV_AXES = ("batch", "seq", "kv_heads", "head_dim")
 TOKEN_AXES = ("batch", "seq")
 ROW_AXES = ("batch", None)  # whole rows, however others are cut
 # For remat policies: what the kernel takes, and the sub-layer's output.
-INPUT_NAMES, OUTPUT_NAME = ("attn_q", "attn_k", "attn_v"), "attn_out"
 
 
 def attention(
@@ -90,7 +89,7 @@ def attention(
 
 
 def _named(q, k, v):
-  q, k, v = (checkpoint_name(x, n) for x, n in zip((q, k, v), INPUT_NAMES, strict=True))
+  q, k, v = (checkpoint_name(x, n) for x, n in zip((q, k, v), ATTENTION_INPUTS, strict=True))
   return q, k, v
 
 
@@ -107,12 +106,12 @@ def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
       local_window_size=before,
       implementation="xla",
     )
-    return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+    return checkpoint_name(y_BTNH, ATTENTION_RESULTS[0])
   seq = q_BTNH.shape[1]
   distance_TT = jnp.arange(seq)[:, None] - jnp.arange(seq)
   visible_B1TT = same_B1TT & (distance_TT >= 0) & (distance_TT < (window or seq))
   y_BTNH = _capped(q_BTNH, k_BTKH, v_BTKH, visible_B1TT, soft_cap, sinks_N)
-  return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+  return checkpoint_name(y_BTNH, ATTENTION_RESULTS[0])
 
 
 def _capped(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):

@@ -25,8 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ats_jax.ops import registry
 from ats_jax.ops.attention import block
 from ats_jax.ops.attention.block import Rules, Tokens, merge
-from ats_jax.ops.attention.cudnn import SAVED_NAMES
 from ats_jax.ops.registry import Kernels
+from ats_jax.ops.remat import ATTENTION_RESULTS
 from ats_jax.sharding.apply import axis_index, num_shards, send
 
 FIRST, SECOND = 0, 1  # the chunks of a device
@@ -151,8 +151,8 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
   if sinks_N is not None:  # they only enlarge the softmax's denominators
     without_BTN, lse_BTN = lse_BTN, jnp.logaddexp(lse_BTN, sinks_N)
     y_BTNV *= jnp.exp(without_BTN - lse_BTN)[..., None]
-  y_BTNV = checkpoint_name(y_BTNV.astype(q_BTNH.dtype), SAVED_NAMES[0])
-  lse_BTN = checkpoint_name(lse_BTN, SAVED_NAMES[1])
+  y_BTNV = checkpoint_name(y_BTNV.astype(q_BTNH.dtype), ATTENTION_RESULTS[0])
+  lse_BTN = checkpoint_name(lse_BTN, ATTENTION_RESULTS[1])
   return y_BTNV, (q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, y_BTNV, lse_BTN)
 
 
