@@ -105,6 +105,7 @@ class Attention(nnx.Module):
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
         kernels=self.num.kernels,
+        along_row=self.num.along_row,
         window=self.window,
         soft_cap=self.soft_cap,
         sinks_N=sinks_N,

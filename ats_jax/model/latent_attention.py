@@ -96,6 +96,7 @@ class LatentAttention(nnx.Module):
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
         kernels=self.num.kernels,
+        along_row=self.num.along_row,
       )
     else:
       assert index_BT is not None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from ats_jax.config.schema import Config
 from ats_jax.model.layout import check_stages, segments_of
 from ats_jax.model.stack import InOrder, Remat, Scan, Stack, Unrolled
+from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.sharding.apply import num_shards
 
@@ -23,6 +24,7 @@ class Numerics:
   max_segments: int  # runs of one segment id in a row at most, padding's included
   deterministic: bool
   stack: Stack  # how the layers follow each other
+  along_row: AlongRow  # how devices share the attention of a row
   keep_gathered: bool = False  # weights, from the forward to the backward pass
 
 
@@ -44,6 +46,7 @@ def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Nume
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
     stack=stack_of(cfg, unroll_of(cfg, platform)),
+    along_row=along_row_of(cfg),
     keep_gathered=cfg.mesh.keep_gathered,
   )
 
@@ -78,6 +81,19 @@ def stack_of(cfg: Config, unroll: int) -> Stack:
     rounds=cfg.mesh.stage_rounds,
     remat=step.remat_stages,
   )
+
+
+def along_row_of(cfg: Config) -> AlongRow:
+  """Choose how the devices along a row of the current mesh share its attention."""
+  if num_shards("seq") == 1:
+    return WHOLE_ROWS
+  if cfg.mesh.context_ring:
+    from ats_jax.ops.attention.ring import Ring
+
+    return Ring()
+  from ats_jax.ops.attention.ulysses import SwappedHeads
+
+  return SwappedHeads()
 
 
 def unroll_of(cfg: Config, platform: str) -> int:

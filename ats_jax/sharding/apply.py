@@ -231,17 +231,6 @@ def num_shards(axis: str | None, part: Part = "weights") -> int:
   return math.prod(shape.get(name, 1) for name in mesh_axes(axis, part))
 
 
-def is_ring() -> bool:
-  """Whether the devices along a row hand on keys and values in attention (`Plan.ring`)."""
-  return current_plan().ring and num_shards("seq") > 1
-
-
-def row_multiple() -> int:
-  """What the length of a row must be a multiple of, wherever its positions are cut."""
-  chunks = 2 * num_shards("seq") if is_ring() else 1  # two for each device
-  return math.lcm(num_shards("residual_seq"), chunks)
-
-
 def check_cut(axis: str | None, size: int, name: str) -> None:
   """See that the current mesh divides a dimension of a weight.
 

@@ -62,7 +62,6 @@ def plan_of(
     cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
     hosts=expert_hosts(cfg, mesh) if cfg.moe.exchange == "hierarchical" else 1,
-    ring=cfg.mesh.context_ring,
     copies=cfg.mesh.copy_engines,
   )
 

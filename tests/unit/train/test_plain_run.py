@@ -43,6 +43,8 @@ OPTIONAL = (
   "ats_jax.data.rows.stream",
   "ats_jax.inference",
   "ats_jax.model.pipelined",
+  "ats_jax.ops.attention.ring",
+  "ats_jax.ops.attention.ulysses",
   "ats_jax.orchestrator.actions",
   "ats_jax.orchestrator.policy",
   "ats_jax.orchestrator.record",
