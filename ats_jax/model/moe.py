@@ -5,7 +5,6 @@ C places of an expert in a row.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
 from ats_jax.model.layers import MLP, ExpertLinear, gating
+from ats_jax.model.layout import expert_capacity
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router
@@ -159,11 +159,6 @@ def _mlp(x, weights, times, plus, gating, kernels):
   if biases:  # the devices along ff hold shares of y, which are added up later
     y = plus(y, biases[2] / num_shards("ff"))
   return checkpoint_name(y, EXPERT_RESULTS[2])  # the gradients of the weights need it
-
-
-def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:
-  """Places of one expert in a row of `seq_len` tokens (GShard, arXiv:2006.16668, section 2.2)."""
-  return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))
 
 
 def _to_stream(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ats_jax.ops.fp8_matmul import Cut, fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.remat import SCATTERED_SUM
 from ats_jax.sharding.apply import (
@@ -23,7 +22,7 @@ from ats_jax.sharding.apply import (
   sum_blocks,
 )
 from ats_jax.sharding.rules import current_plan
-from ats_jax.sharding.shards import gather_shards
+from ats_jax.sharding.shards import Cut, gather_shards
 
 ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
 
@@ -157,6 +156,8 @@ def _local(x, *weights, inputs, cuts, scatters, fp8, kernels):
   """One device's products."""
   batch, seq = x.shape[:2]
   if fp8:
+    from ats_jax.ops.fp8_matmul import fp8_matmuls
+
     matrices = [_matrix(weight, len(inputs)) for weight in weights]
     results = fp8_matmuls(_matrix(x, 2), matrices, kernels, cuts)
   else:
