@@ -107,8 +107,8 @@ def check_tokenizer(folder: os.PathLike[str], cfg: Config, own: Tokenizer) -> No
 
 def abstract_parts(cfg: Config) -> dict[str, layout.StoredArray]:
   """The arrays of a resolved config's model by name, as shapes; no device is used."""
-  num = numerics(cfg)
   with on_mesh(cfg, make_mesh(cfg)):
+    num = numerics(cfg)
     build = lambda key: Decoder(cfg, num, nnx.Rngs(params=key))
     model = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
   return layout.named_arrays(model, stacks=stacks(cfg))

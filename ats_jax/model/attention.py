@@ -16,7 +16,8 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm, project
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, residual_std, zeros
-from ats_jax.ops.attention.causal import OUTPUT_NAME, attention, cached_attention
+from ats_jax.ops.attention.causal import attention, cached_attention
+from ats_jax.ops.remat import ATTENTION_OUT
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import reshape
 from ats_jax.sharding.rules import spec
@@ -104,6 +105,7 @@ class Attention(nnx.Module):
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
         kernels=self.num.kernels,
+        along_row=self.num.along_row,
         window=self.window,
         soft_cap=self.soft_cap,
         sinks_N=sinks_N,
@@ -121,7 +123,7 @@ class Attention(nnx.Module):
         sinks_N=sinks_N,
       )
       cache = KVCache(*updated)
-    return checkpoint_name(self.out(y_BTNH, fp8=fp8), OUTPUT_NAME), cache
+    return checkpoint_name(self.out(y_BTNH, fp8=fp8), ATTENTION_OUT), cache
 
   def empty_cache(self, shape: tuple[int, int, int], dtype: jnp.dtype) -> KVCache:
     """A cache [layers, batch, slots] of zeros."""

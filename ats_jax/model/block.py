@@ -5,7 +5,7 @@ Letters: B batch, T seq, D d_model, C places of a row in a layer that skips toke
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,18 @@ from flax import nnx
 
 from ats_jax.config.schema import Config, ModelConfig
 from ats_jax.model.attention import Attention, KVCache, RopeTable
-from ats_jax.model.latent_attention import LatentAttention, LatentCache
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import MLP, RMSNorm
 from ats_jax.model.mod import Depth, Pass
-from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.random import Purpose, maybe_fold
 from ats_jax.model.stats import LayerStats, MoEStats
 from ats_jax.ops.attention.causal import ROW_AXES
 from ats_jax.ops.rope import Scaling, rope_table
 from ats_jax.sharding.apply import of_own_rows, reshard
+
+if TYPE_CHECKING:
+  from ats_jax.model.latent_attention import LatentCache
 
 
 class Tokens(NamedTuple):
@@ -79,7 +80,7 @@ class LayerCache(NamedTuple):
     taken_B: int32 places that they took; None in a layer for all tokens.
   """
 
-  kv: KVCache | LatentCache
+  kv: "KVCache | LatentCache"
   taken_B: jax.Array | None
 
 
@@ -100,13 +101,21 @@ class Block(nnx.Module):
     self.scope, self.has_window = cfg.mod.scope, kind.window
     norm = lambda: RMSNorm(model.d_model, model, num)
     self.attn_norm = norm()
+    # Layers that most models have none of are imported where one is made.
     if model.kv_latent_dim:
+      from ats_jax.model.latent_attention import LatentAttention
+
       self.attn = LatentAttention(model, num, rngs)
     else:
       self.attn = Attention(model, num, rngs, window=model.window if kind.window else None)
     self.attn_post_norm = norm() if model.post_norms else None
     self.mlp_norm = norm()
-    self.mlp = MoE(cfg, num, rngs) if kind.moe else MLP(model, num, rngs, model.d_ff)
+    if kind.moe:
+      from ats_jax.model.moe import MoE
+
+      self.mlp = MoE(cfg, num, rngs)
+    else:
+      self.mlp = MLP(model, num, rngs, model.d_ff)
     self.mlp_post_norm = norm() if model.post_norms else None
     self.depth = Depth(cfg, num, rngs) if kind.mod else None
 
@@ -229,13 +238,13 @@ class Block(nnx.Module):
     self, x_BTD: jax.Array, tokens: Tokens, rules: Pass, key: jax.Array | None, fp8: bool = False
   ) -> tuple[jax.Array, MoEStats | None]:
     x_BTD, moe = self.mlp_norm(x_BTD), None
-    if isinstance(self.mlp, MoE):
+    if isinstance(self.mlp, MLP):
+      y_BTD = self.mlp(x_BTD, fp8=fp8)
+    else:
       noise_key = maybe_fold(key, Purpose.EXPERT_NOISE)
       y_BTD, moe = self.mlp(
         x_BTD, tokens.segment_ids_BT > 0, training=rules.training, key=noise_key, fp8=fp8
       )
-    else:
-      y_BTD = self.mlp(x_BTD, fp8=fp8)
     if self.mlp_post_norm is not None:
       y_BTD = self.mlp_post_norm(y_BTD)
     return dropout(y_BTD, self.cfg.dropout, maybe_fold(key, Purpose.MLP_DROPOUT)), moe

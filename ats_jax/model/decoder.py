@@ -1,10 +1,9 @@
-"""The decoder: embed, scan over super-blocks, norm, head.
+"""The decoder: embed, super-blocks, norm, head.
 
 Letters: B batch, T seq, D d_model, V vocab, L layers that skip tokens.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,47 +11,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ats_jax.config.schema import Config
-from ats_jax.model import moe
 from ats_jax.model.block import Block, LayerCache, tokens_at
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.layer_kinds import LayerKind
 from ats_jax.model.layers import RMSNorm, Weight
-from ats_jax.model.layout import Segment, check_stages, segments_of
+from ats_jax.model.layout import Segment, segments_of
 from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import Numerics
-from ats_jax.model.param import Buffer, Role, head_std, is_variable
+from ats_jax.model.param import Role, head_std
+from ats_jax.model.stack import Body, Layers
 from ats_jax.model.stats import StackStats
-from ats_jax.model.unroll import run_layers, scan_runs, taken_again, unstack
-from ats_jax.ops import fp8_matmul, linear
-from ats_jax.ops.attention import causal
 from ats_jax.ops.embedding import embedding_lookup
-from ats_jax.sharding.apply import einsum, is_shared, lay, num_shards, reshard
-from ats_jax.sharding.pipeline import layer_at, most_micro_batches, num_stages, pipeline, row_axis
+from ats_jax.sharding.apply import einsum, lay, reshard, row_axis
 from ats_jax.sharding.rules import spec
 
 # For each segment, for each place of its super-block: caches with a leading [repeats].
 Cache = tuple[tuple[LayerCache, ...], ...]
-
-# Results of kernels: 'dots' and 'names' keep them, so that none runs twice.
-KERNEL_NAMES = (*causal.SAVED_NAMES, *moe.SAVED_NAMES, *fp8_matmul.SAVED_NAMES)
-# What 'names' keeps beside them: attention's inputs, and those of the MLP's second half.
-SAVED_NAMES = (*causal.INPUT_NAMES, "mlp_gate", "mlp_up")
-
-
-def remat_policy(name: str):
-  """Return the `jax.checkpoint` policy of this name in `step.remat`, of which 'none' has none."""
-  policies = jax.checkpoint_policies
-  products = policies.save_only_these_names(*KERNEL_NAMES, *linear.SAVED_NAMES)
-  dots = policies.dots_with_no_batch_dims_saveable
-  of_attention = *causal.SAVED_NAMES, *fp8_matmul.SAVED_NAMES
-  whole = *causal.INPUT_NAMES, *of_attention, causal.OUTPUT_NAME
-  return {
-    "full": policies.nothing_saveable,
-    "dots": policies.save_from_both_policies(dots, products),
-    "names": policies.save_only_these_names(*SAVED_NAMES, *KERNEL_NAMES),
-    "qkv": policies.save_only_these_names(*whole),
-    "attention": policies.save_only_these_names(*of_attention),
-  }[name]
 
 
 class SuperBlock(nnx.Module):
@@ -63,23 +37,21 @@ class SuperBlock(nnx.Module):
 
 
 class Decoder(nnx.Module):
-  """A decoder-only transformer: a list of segments, each scanned over its super-blocks."""
+  """A decoder-only transformer: a list of segments of stacked super-blocks.
+
+  `Numerics.stack` draws the segments and runs them.
+  """
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
     model = cfg.model
     self.cfg, self.num = model, num
-    check_stages(cfg, num_stages())
     self.layout, self.fp8 = segments_of(cfg), fp8_layers(cfg)
     std = head_std(model) if model.tie_embeddings else model.init_std
     sizes = {"vocab": model.vocab_size, "embed": model.d_model}
     self.embed = Weight(sizes, role=Role.EMBEDDING, std=std, num=num, rngs=rngs)
+    makes = [lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds) for s in self.layout]
     # Each a SuperBlock whose every leaf has a leading [repeats].
-    self.segments = nnx.List(
-      [
-        _stack(lambda r, kinds=s.kinds: SuperBlock(cfg, num, r, kinds), of_segment)
-        for s, of_segment in zip(self.layout, self._split(rngs), strict=True)
-      ]
-    )
+    self.segments = nnx.List(num.stack.draw(makes, [s.repeats for s in self.layout], rngs))
     self.final_norm = RMSNorm(model.d_model, model, num)
     self.head = (
       None
@@ -99,12 +71,11 @@ class Decoder(nnx.Module):
     """Run the stack; `logits` or the loss op turns the result into scores.
 
     Args:
-      tokens_BT: int32 [batch, seq]; with a pipeline all micro-batches of a step (`join`).
+      tokens_BT: int32 [batch, seq]; of a micro-batch, or of all that `Stack.join` joined.
       positions_BT: int32, for RoPE; restart at 0 in each segment.
       segment_ids_BT: int32; tokens of different segments do not see each other; 0 = padding.
       rules: how sparse layers choose.
-      key: of this micro-batch, for dropout, noise and random routing; None = none of them. With a
-        pipeline it is folded with the number of the micro-batch here.
+      key: of these rows, for dropout, noise and random routing; None = none of them.
 
     Returns:
       Final normalised activations [batch, seq, d_model] in the compute dtype, positions cut as
@@ -118,49 +89,29 @@ class Decoder(nnx.Module):
     depth_BT = lay(jnp.zeros_like(segment_ids_BT), *of_stream) if skips else None
     x_BTD = lay(self._lookup(tokens_BT), *of_stream, "act_embed")
     carry, beside = (x_BTD, depth_BT), (positions_BT, segment_ids_BT)
-    run = functools.partial(self._run, rules=rules)
-    firsts = [segment.layer_indices(0) for segment in self.layout]
-    stacks = list(zip(self.segments, firsts, strict=True))
-    if num_stages() == 1:
-      stats = []
-      for segment, stack in zip(self.layout, stacks, strict=True):
-        carry, of_segment = run(stack, carry, beside, key, segment=segment)
-        stats.append(of_segment)
-    else:
-      rows, rounds = tokens_BT.shape[0], [(blocks, jnp.array(firsts)) for blocks, firsts in stacks]
-      micro = self.num.micro_batches if rules.training else most_micro_batches(rows)
-      stage = functools.partial(run, segment=self.layout[0])
-      policy = remat_policy(self.num.remat_stages)
-      carry, stats = pipeline(stage, rounds, carry, beside, key, micro=micro, policy=policy)
+    layers = [
+      Layers(blocks, segment.layer_indices(0), self._formats(segment, rules))
+      for segment, blocks in zip(self.layout, self.segments, strict=True)
+    ]
+    body_of = functools.partial(self._body, rules)
+    carry, stats = self.num.stack.run(body_of, layers, carry, beside, key, training=rules.training)
     x_BTD, depth_BT = carry
     x_BTD, valid_BT = self.final_norm(x_BTD), lay(segment_ids_BT, *of_stream) > 0
     return x_BTD, StackStats(tuple(stats), self._depth_counts(depth_BT, valid_BT))
 
-  def _run(
-    self,
-    stack: Any,
-    carry: Any,
-    beside: Any,
-    key: jax.Array | None,
-    *,
-    segment: Segment,
-    rules: Pass,
-  ) -> tuple[Any, Any]:
-    """Run layers of a segment, all of them or those of one stage.
+  def _body(self, rules: Pass, beside: Any, key: jax.Array | None) -> Body:
+    """What a super-block computes.
 
     Args:
-      stack: their super-blocks, and the index of the first layer of each of them.
-      carry: activations, and how many layers each token went through that skip some (None: there
-        are none).
+      rules: of this pass.
       beside: positions and segment ids.
       key: of this micro-batch.
-      segment: whose layers they are. All rounds of a pipeline are alike: any of them.
-      rules: of this pass.
 
     Returns:
-      The carry behind them, and their statistics.
+      See `Body`. The carry are activations, and how many layers each token went through that skip
+      some (None: there are none).
     """
-    tokens, (blocks, firsts) = tokens_at(self.cfg, *beside), stack
+    tokens = tokens_at(self.cfg, *beside)
 
     def super_block(fp8, carry, block_and_index):
       (x_BTD, depth_BT), (block, first) = carry, block_and_index
@@ -176,59 +127,13 @@ class Decoder(nnx.Module):
           depth_BT += passed_BT
       return (x_BTD, depth_BT), tuple(stats)
 
-    def from_stack(fp8, blocks, carry, layer):
-      block, index, first = layer
-      return super_block(fp8, carry, (taken_again(block, blocks, index), first))
+    return super_block
 
-    unroll, repeats = self.num.scan_unroll, len(firsts)
-    is_unrolled = unroll > 1 and unroll >= repeats
-    again = is_unrolled and self._gathers_again()
-    of_layer = from_stack if again else super_block
-    remat = functools.partial(self._remat, in_loop=unroll == 1, from_stack=again)
-    # One function for each choice of formats: what is traced once serves all repeats.
-    body_of = functools.cache(lambda fp8: remat(functools.partial(of_layer, fp8)))
-    # All stages have the same formats in the same places (`check_stages`).
-    places = segment.layer_indices(0)[:repeats]
-    bodies = [body_of(self._formats(place, len(segment.kinds), rules)) for place in places]
-    if not is_unrolled:
-      return scan_runs(bodies, carry, (blocks, jnp.array(firsts)), unroll)
-    layers = [unstack(blocks), firsts]
-    if again:
-      layers.insert(1, range(repeats))
-      bodies = [functools.partial(body, blocks) for body in bodies]
-    return run_layers(bodies, carry, zip(*layers, strict=True), in_order=is_shared())
-
-  def _split(self, rngs: nnx.Rngs) -> list[nnx.Rngs]:
-    """Keys for the super-blocks of each segment; rounds of a pipeline take those of one stack."""
-    if num_stages() == 1:
-      return [rngs.split(segment.repeats) for segment in self.layout]
-    number = self.layout[0].repeats
-    every = rngs.split(number * len(self.layout))
-    part = lambda n: jax.tree.map(lambda a: a[n * number : (n + 1) * number], every)
-    return [part(n) for n in range(len(self.layout))]
-
-  def _formats(self, first: int, number: int, rules: Pass) -> tuple[bool, ...]:
-    """Which of `number` layers from `first` on are multiplied in 8 bits in this pass."""
-    return tuple(fp8 and rules.fp8 for fp8 in self.fp8[first : first + number])
-
-  def _gathers_again(self) -> bool:
-    """Whether the backward pass gathers the weights of a layer that it computes again."""
-    is_gathered = num_shards("embed") > 1 and not self.num.keep_gathered
-    return is_gathered and self.num.remat != "none"
-
-  def _remat(self, super_block: Callable, *, in_loop: bool, from_stack: bool) -> Callable:
-    """`super_block` under the policy of `step.remat`; a loop needs no barrier against CSE."""
-    if self.num.remat == "none":
-      return super_block
-    # Only gathered weights get a barrier, so that they are not kept; others are resident anyway.
-    # Of those that are taken from the stack the index has it.
-    # A prefix of the arguments' tree: jax accepts it, its type annotation does not.
-    barriers: Any = False if in_loop else (True, (self._gathers_again(), True))
-    if from_stack:
-      barriers = False, True, (False, True, True)
-    if not in_loop and num_stages() > 1 and self.num.remat_stages != "full":
-      barriers = True  # jax cannot cut a tree of them where a policy around it keeps some results
-    return jax.checkpoint(super_block, policy=remat_policy(self.num.remat), prevent_cse=barriers)
+  def _formats(self, segment: Segment, rules: Pass) -> list[tuple[bool, ...]]:
+    """For each super-block, which of its layers are multiplied in 8 bits in this pass."""
+    number = len(segment.kinds)
+    flags = lambda first: self.fp8[first : first + number]
+    return [tuple(fp8 and rules.fp8 for fp8 in flags(n)) for n in segment.layer_indices(0)]
 
   def _depth_counts(self, depth_BT: jax.Array | None, valid_BT: jax.Array) -> jax.Array | None:
     if depth_BT is None:
@@ -258,10 +163,8 @@ class Decoder(nnx.Module):
     assert not rules.training
     tokens = tokens_at(self.cfg, index_BT, valid_BT.astype(jnp.int32), index_BT)
 
-    def super_block(blocks, x_BTD, inputs):
-      block, first, caches = inputs
-      if num_stages() > 1:  # one token is no pipeline: the weights come to it
-        block = layer_at(blocks, block)
+    def super_block(x_BTD, block_and_inputs):
+      block, (first, caches) = block_and_inputs
       extended = []
       for place, layer in enumerate(block.layers):
         x_BTD, _, _, new = layer(x_BTD, tokens, rules, layer=first + place, cache=caches[place])
@@ -271,9 +174,7 @@ class Decoder(nnx.Module):
     x_BTD, new_cache = reshard(self._lookup(tokens_BT), "batch", "residual_seq", "act_embed"), []
     for segment, blocks, caches in zip(self.layout, self.segments, cache, strict=True):
       firsts = jnp.array(segment.layer_indices(0))
-      given = jnp.arange(segment.repeats) if num_stages() > 1 else blocks
-      body = functools.partial(super_block, blocks)
-      x_BTD, extended = jax.lax.scan(body, x_BTD, (given, firsts, caches))
+      x_BTD, extended = self.num.stack.scan(super_block, blocks, x_BTD, (firsts, caches))
       new_cache.append(extended)
     return self.final_norm(x_BTD), tuple(new_cache)
 
@@ -322,14 +223,3 @@ class Decoder(nnx.Module):
     if not self.cfg.scale_embeddings:
       return x_BTD
     return x_BTD * jnp.asarray(self.cfg.d_model**0.5, x_BTD.dtype)
-
-
-def _stack(make: Callable[[nnx.Rngs], SuperBlock], rngs: nnx.Rngs) -> SuperBlock:
-  """A super-block for each key, stacked; each stage of a pipeline draws the weights of its own."""
-  if num_stages() == 1:
-    return jax.vmap(make)(rngs)
-  blocks = jax.vmap(make)(jax.tree.map(lambda a: reshard(a, "layers"), rngs))
-  # Buffers are small, and the step sets those of all layers at a time.
-  whole = lambda v: jax.tree.map(lambda a: reshard(a, None, *v.axes), v)
-  set_whole = lambda v: whole(v) if isinstance(v, Buffer) else v
-  return jax.tree.map(set_whole, blocks, is_leaf=is_variable)

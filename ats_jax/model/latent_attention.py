@@ -17,8 +17,9 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.layers import Linear, RMSNorm
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
-from ats_jax.ops.attention.causal import OUTPUT_NAME, attention
+from ats_jax.ops.attention.causal import attention
 from ats_jax.ops.attention.latent import cached_latent_attention
+from ats_jax.ops.remat import ATTENTION_OUT
 from ats_jax.ops.rope import rope
 from ats_jax.sharding.apply import einsum, lay, reshape, reshard
 from ats_jax.sharding.rules import spec
@@ -95,11 +96,12 @@ class LatentAttention(nnx.Module):
         segment_ids_BT=segment_ids_BT,
         max_segments=self.num.max_segments,
         kernels=self.num.kernels,
+        along_row=self.num.along_row,
       )
     else:
       assert index_BT is not None
       y_BTNV, cache = self._attend_to(cache, q_BTNH, latent_BTC, rotated_BTR, index_BT)
-    return checkpoint_name(self.out(y_BTNV, fp8=fp8), OUTPUT_NAME), cache
+    return checkpoint_name(self.out(y_BTNV, fp8=fp8), ATTENTION_OUT), cache
 
   def _queries(self, x_BTD: jax.Array, table: Any, fp8: bool) -> jax.Array:
     if self.q_down is not None and self.q_norm is not None:

@@ -15,6 +15,7 @@ from ats_jax.config.schema import ModelConfig
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import Role, normal, ones, residual_std, zeros
 from ats_jax.ops.linear import linears
+from ats_jax.ops.remat import MLP_HIDDEN
 from ats_jax.ops.rms_norm import rms_norm
 from ats_jax.ops.swiglu import Gating, gated
 from ats_jax.sharding.rules import current_plan
@@ -201,5 +202,6 @@ class MLP(nnx.Module):
   def __call__(self, x_BTD: jax.Array, *, fp8: bool = False) -> jax.Array:
     """Map [batch, seq, d_model] to the same shape; `fp8` multiplies in 8 bits."""
     gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up), fp8=fp8)
-    gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+    pair = zip((gate_BTF, up_BTF), MLP_HIDDEN, strict=True)
+    gate_BTF, up_BTF = (checkpoint_name(x, name) for x, name in pair)
     return self.down(gated(gate_BTF, up_BTF, self.gating, self.kernels), fp8=fp8)

@@ -116,3 +116,8 @@ def mod_tokens(capacity: float, seq_len: int) -> int:
   """Tokens of a row that go through a layer of this capacity."""
   # Not ceil(capacity * seq_len): 0.55 * 100 is a hair over 55 in binary.
   return min(seq_len, math.ceil(round(capacity * seq_len, 6)))
+
+
+def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:
+  """Places of one expert in a row of `seq_len` tokens (GShard, arXiv:2006.16668, section 2.2)."""
+  return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))

@@ -23,9 +23,9 @@ from ats_jax.sharding.apply import (
   gather_blocks,
   island,
   lay,
+  num_shards,
   of_own_rows,
   reshard,
-  row_multiple,
   sum_blocks,
 )
 from ats_jax.sharding.rules import spec
@@ -154,7 +154,7 @@ class Depth(nnx.Module):
   """
 
   def __init__(self, cfg: Config, num: Numerics, rngs: nnx.Rngs):
-    self.cfg, self.kernels = cfg.mod, num.kernels
+    self.cfg, self.kernels, self.along_row = cfg.mod, num.kernels, num.along_row
     if self.cfg.routing != "learned":
       return
     width, wide = cfg.model.d_model, jnp.promote_types(num.param_dtype, jnp.float32)
@@ -223,7 +223,7 @@ class Depth(nnx.Module):
     limit = places if room_B is None else jnp.minimum(places, room_B)[:, None]
     chosen_BT = wanted_BT & (order_BT <= limit)
     count_B1 = jnp.sum(chosen_BT, axis=1, keepdims=True)
-    ways = row_multiple()
+    ways = math.lcm(num_shards("residual_seq"), self.along_row.row_multiple())
     room = -(-places // ways) * ways  # empty places at the end make the parts alike
     chosen = Chosen(
       index_BC=jnp.argsort(~chosen_BT, axis=1, stable=True)[:, :room],

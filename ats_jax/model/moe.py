@@ -5,7 +5,6 @@ C places of an expert in a row.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.config.schema import Config
 from ats_jax.model.layers import MLP, ExpertLinear, gating
+from ats_jax.model.layout import expert_capacity
 from ats_jax.model.numerics import Numerics
 from ats_jax.model.param import residual_std
 from ats_jax.model.router import Router
@@ -21,6 +21,7 @@ from ats_jax.model.stats import MoEStats
 from ats_jax.ops.dispatch import place_in_bins, sum_rows, take_rows
 from ats_jax.ops.expert_exchange import Experts, through_experts
 from ats_jax.ops.grouped_matmul import add_by_group, grouped_matmuls
+from ats_jax.ops.remat import EXPERT_RESULTS
 from ats_jax.ops.swiglu import gated
 from ats_jax.sharding.apply import (
   all_sum,
@@ -34,7 +35,6 @@ from ats_jax.sharding.apply import (
 from ats_jax.sharding.shards import joined
 
 X_AXES = ("batch", "residual_seq", "act_embed")
-SAVED_NAMES = ("expert_gate", "expert_up", "expert_out")  # of matmuls, for remat policies
 
 
 class MoE(nnx.Module):
@@ -154,16 +154,11 @@ def _mlp(x, weights, times, plus, gating, kernels):
   gate, up = times(x, matrices[:2])
   if biases:
     gate, up = plus(gate, biases[0]), plus(up, biases[1])
-  gate, up = checkpoint_name(gate, SAVED_NAMES[0]), checkpoint_name(up, SAVED_NAMES[1])
+  gate, up = checkpoint_name(gate, EXPERT_RESULTS[0]), checkpoint_name(up, EXPERT_RESULTS[1])
   (y,) = times(gated(gate, up, gating, kernels), matrices[2:])
   if biases:  # the devices along ff hold shares of y, which are added up later
     y = plus(y, biases[2] / num_shards("ff"))
-  return checkpoint_name(y, SAVED_NAMES[2])  # the gradients of the weights need it
-
-
-def expert_capacity(seq_len: int, top_k: int, factor: float, num_experts: int) -> int:
-  """Places of one expert in a row of `seq_len` tokens (GShard, arXiv:2006.16668, section 2.2)."""
-  return min(seq_len, math.ceil(round(factor * top_k * seq_len / num_experts, 6)))
+  return checkpoint_name(y, EXPERT_RESULTS[2])  # the gradients of the weights need it
 
 
 def _to_stream(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:

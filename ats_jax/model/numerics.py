@@ -5,7 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from ats_jax.config.schema import Config
+from ats_jax.model.layout import check_stages, segments_of
+from ats_jax.model.stack import InOrder, Remat, Scan, Stack, Unrolled
+from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.sharding.apply import num_shards
 
 UNROLLED = 32  # layers, of a pipeline those of a turn of a stage; more were not tried
 
@@ -19,20 +23,21 @@ class Numerics:
   kernels: Kernels  # what runs in the slots of the ops
   max_segments: int  # runs of one segment id in a row at most, padding's included
   deterministic: bool
-  remat: str
-  scan_unroll: int
-  remat_stages: str = "full"
-  micro_batches: int = 1  # that a batch of training is cut into
+  stack: Stack  # how the layers follow each other
+  along_row: AlongRow  # how devices share the attention of a row
   keep_gathered: bool = False  # weights, from the forward to the backward pass
 
 
-def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numerics:
-  """Collect the settings that the model needs beside its shape.
+def numerics(cfg: Config, kernels: Kernels = XLA, platform: str = "cpu") -> Numerics:
+  """Collect what the model needs beside its shape; call it under the mesh.
 
   Args:
     cfg: the resolved config.
     kernels: what runs, by `ops.registry.choose`.
-    scan_unroll: where no setting says so.
+    platform: as of `unroll_of`.
+
+  Raises:
+    ValueError: as `stack_of`.
   """
   return Numerics(
     param_dtype=jnp.dtype(cfg.precision.param_dtype),
@@ -40,28 +45,76 @@ def numerics(cfg: Config, kernels: Kernels = XLA, scan_unroll: int = 1) -> Numer
     kernels=kernels,
     max_segments=cfg.data.max_segments + 1,
     deterministic=cfg.precision.deterministic,
-    remat=cfg.step.remat,
-    scan_unroll=cfg.step.scan_unroll or scan_unroll,
-    remat_stages=cfg.step.remat_stages,
-    micro_batches=cfg.step.accum_steps,
+    stack=stack_of(cfg, unroll_of(cfg, platform)),
+    along_row=along_row_of(cfg),
     keep_gathered=cfg.mesh.keep_gathered,
   )
 
 
-def usual_unroll(cfg: Config, platform: str) -> int:
-  """Blocks per iteration of the scan over layers that are fastest on a "cpu", "gpu" or "tpu".
+def stack_of(cfg: Config, unroll: int) -> Stack:
+  """Choose how the layers of a run follow each other: the only place that does.
+
+  A pipeline where the current mesh has stages. A segment that is no longer than `unroll` is
+  unrolled.
+
+  Args:
+    cfg: the resolved config.
+    unroll: super-blocks of an iteration of a loop over layers, by `unroll_of`.
+
+  Raises:
+    ValueError: if the stages of the mesh cannot share the layers.
+  """
+  stages, step = num_shards("layers"), cfg.step
+  check_stages(cfg, stages)
+  one_barrier = stages > 1 and step.remat_stages != "full"
+  remat = Remat(step.remat, cfg.mesh.keep_gathered, one_barrier)
+  loop = lambda repeats: Unrolled(remat) if 1 < unroll >= repeats else Scan(remat, unroll)
+  segments = segments_of(cfg)
+  if stages == 1:
+    return InOrder(tuple(loop(segment.repeats) for segment in segments))
+  from ats_jax.model.pipelined import Pipeline
+
+  return Pipeline(
+    loop=loop(segments[0].repeats // stages),
+    num_layers=cfg.model.num_layers,
+    micro_batches=step.accum_steps,
+    rounds=cfg.mesh.stage_rounds,
+    remat=step.remat_stages,
+  )
+
+
+def along_row_of(cfg: Config) -> AlongRow:
+  """Choose how the devices along a row of the current mesh share its attention."""
+  if num_shards("seq") == 1:
+    return WHOLE_ROWS
+  if cfg.mesh.context_ring:
+    from ats_jax.ops.attention.ring import Ring
+
+    return Ring()
+  from ats_jax.ops.attention.ulysses import SwappedHeads
+
+  return SwappedHeads()
+
+
+def unroll_of(cfg: Config, platform: str) -> int:
+  """Blocks per iteration of the scan over layers: `step.scan_unroll`, or what is fastest.
 
   In a loop XLA on a GPU copies what each layer reads and stores, or runs our kernels twice to avoid
   the copies. Unrolled, a program takes longer to compile (docs/lab/performance.md). With
   deterministic kernels an unrolled step stops in XLA's runtime (docs/lab/log.md).
+
+  Args:
+    cfg: the resolved config.
+    platform: "cpu", "gpu" or "tpu".
   """
   in_a_loop = cfg.precision.deterministic or _layers_of_turn(cfg) > UNROLLED
-  return cfg.model.num_layers if platform == "gpu" and not in_a_loop else 1
+  fastest = cfg.model.num_layers if platform == "gpu" and not in_a_loop else 1
+  return cfg.step.scan_unroll or fastest
 
 
 def is_unrolled(cfg: Config, platform: str) -> bool:
   """Whether such a device runs its layers without a loop; of a pipeline, those of one turn."""
-  unroll = cfg.step.scan_unroll or usual_unroll(cfg, platform)
+  unroll = unroll_of(cfg, platform)
   return unroll >= _layers_of_turn(cfg) and (unroll > 1 or cfg.mesh.stage == 1)
 
 

@@ -20,10 +20,10 @@ from ats_jax.sharding.apply import (
   lay,
   num_apart,
   num_shards,
+  row_axis,
   seq_axis,
   sum_blocks,
 )
-from ats_jax.sharding.pipeline import row_axis
 
 HEAD_AXES = ("vocab", "embed")
 _WHOLE_HEAD = ("vocab", "act_embed")  # gathered by the devices that share the tokens

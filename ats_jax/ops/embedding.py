@@ -20,8 +20,8 @@ from ats_jax.sharding.apply import (
   gather_blocks,
   island,
   num_shards,
+  row_axis,
 )
-from ats_jax.sharding.pipeline import row_axis
 
 TABLE_AXES = ("vocab", "embed")
 CHUNK_POSITIONS = 1024  # of each row, whose one-hot rows exist at one time on one device

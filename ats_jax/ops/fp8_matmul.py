@@ -14,7 +14,6 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +22,11 @@ from jax.lax import Precision
 
 from ats_jax.ops.quantise import E4M3, E5M2, cast, cast_and_transpose, scale_of, transposed
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.ops.remat import FP8_MAXIMA
 from ats_jax.sharding.apply import all_max, num_shards
-from ats_jax.sharding.shards import gather_shards, sum_shards
+from ats_jax.sharding.shards import Cut, gather_shards, sum_shards
 
 MULTIPLE = 16  # of every contracted and every output width: what cuBLASLt takes
-SAVED_NAMES = ("fp8_amax",)  # the largest values of a forward pass, for remat policies
-
-
-class Cut(NamedTuple):
-  """How devices share a matrix that each multiplies with as a whole.
-
-  Attributes:
-    axis: logical axis of what is cut.
-    dim: 0 = the inputs, 1 = the outputs.
-    is_kept: reverse mode keeps what was gathered.
-  """
-
-  axis: str
-  dim: int
-  is_kept: bool
 
 
 def fp8_matmuls(
@@ -97,7 +82,7 @@ def _matmuls(x_TK, weights, kernels, cuts):
 def _forward(x_TK, weights, kernels, cuts):
   x_TK = _written(x_TK)
   # Named, so that a backward pass that recomputes the operands need not recompute the scale.
-  named = lambda amax: checkpoint_name(amax, *SAVED_NAMES)
+  named = lambda amax: checkpoint_name(amax, FP8_MAXIMA)
 
   def of_all(w_KN, cut):
     if cut is None:

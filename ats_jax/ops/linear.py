@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ats_jax.ops.fp8_matmul import Cut, fp8_matmuls
 from ats_jax.ops.registry import XLA, Kernels
+from ats_jax.ops.remat import SCATTERED_SUM
 from ats_jax.sharding.apply import (
   all_sum,
   einsum,
@@ -22,10 +22,9 @@ from ats_jax.sharding.apply import (
   sum_blocks,
 )
 from ats_jax.sharding.rules import current_plan
-from ats_jax.sharding.shards import gather_shards
+from ats_jax.sharding.shards import Cut, gather_shards
 
 ENTRY = ("residual_seq", "seq")  # how positions are cut before and behind the entry of a sub-layer
-SAVED_NAMES = ("sub_layer_out",)  # of scattered sums, for remat policies that keep products
 
 
 def linears(
@@ -98,7 +97,7 @@ def linears(
         weight_KN = weight.reshape(x_TK.shape[-1], -1)
         y_TN = times(formula, x_TK, weight_KN, axes=(*at_y[:tokens], axes[0]))
         if scatters:  # or the shares of the sum would be kept
-          y_TN = checkpoint_name(y_TN, SAVED_NAMES[0])
+          y_TN = checkpoint_name(y_TN, SCATTERED_SUM)
         shape = (*x.shape[:2], *weight.shape[len(inputs) :])
         return reshape(y_TN, shape, axes=(*at_y, *axes))
 
@@ -157,6 +156,8 @@ def _local(x, *weights, inputs, cuts, scatters, fp8, kernels):
   """One device's products."""
   batch, seq = x.shape[:2]
   if fp8:
+    from ats_jax.ops.fp8_matmul import fp8_matmuls
+
     matrices = [_matrix(weight, len(inputs)) for weight in weights]
     results = fp8_matmuls(_matrix(x, 2), matrices, kernels, cuts)
   else:

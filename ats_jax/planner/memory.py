@@ -18,8 +18,8 @@ from ats_jax.model.mod import rules_at
 from ats_jax.model.numerics import is_unrolled
 from ats_jax.model.param import Param, Role, merge, params_of, shards_of_gradients, trainable
 from ats_jax.ops.registry import asked_for
-from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes
-from ats_jax.sharding.apply import is_ring, is_shared, num_shards, row_multiple, seq_axis
+from ats_jax.planner.abstract import abstract_batch, abstract_state, device_bytes, is_ring
+from ats_jax.sharding.apply import is_shared, num_shards, seq_axis
 from ats_jax.sharding.pipeline import num_stages, num_ticks, one_stage
 from ats_jax.sharding.rules import whole_rows
 from ats_jax.step.objective import Pretraining, totals
@@ -257,7 +257,8 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
   rows, seq = rows * num_shards("batch"), cfg.data.seq_len
   kept = _residuals(cfg, state, rows, seq)
   is_whole = _asks_for_xla(cfg) and not cfg.mesh.context_ring  # a ring keeps nothing of seq x seq
-  if is_whole or cfg.step.remat != "none" or seq % (2 * row_multiple()):
+  multiple = math.lcm(num_shards("residual_seq"), state.model.num.along_row.row_multiple())
+  if is_whole or cfg.step.remat != "none" or seq % (2 * multiple):
     return kept
   # The same tokens in rows half as long need half as much of what grows with seq x seq.
   return kept - 2 * (kept - _residuals(cfg, state, 2 * rows, seq // 2))
@@ -265,7 +266,7 @@ def activations(cfg: Config, state: TrainState, rows: int) -> int:
 
 def _scores(cfg: Config, rows: int) -> int:
   """Bytes of scores and of their gradient, of a device's queries and its own keys in a ring."""
-  if not (is_ring() and _asks_for_xla(cfg)):
+  if not (is_ring(cfg) and _asks_for_xla(cfg)):
     return 0
   heads, positions = (
     cfg.model.num_heads // num_shards("heads"),

@@ -16,8 +16,9 @@ from ats_jax.model.layers import of_activations
 from ats_jax.model.layout import mod_tokens
 from ats_jax.model.param import Param, Role, params_of
 from ats_jax.ops.expert_exchange import host_room
+from ats_jax.planner.abstract import is_ring
 from ats_jax.planner.hardware import Hardware
-from ats_jax.sharding.apply import is_ring, mesh_axes, num_hosts, num_shards
+from ats_jax.sharding.apply import mesh_axes, num_hosts, num_shards
 from ats_jax.sharding.compressed import sent_bytes
 from ats_jax.sharding.pipeline import num_stages, num_ticks
 from ats_jax.sharding.replicas import num_replicas
@@ -300,7 +301,7 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   sent = _to_experts(cfg, tokens, hardware) if sparse else 0.0
   *inputs, output = [
     hardware.seconds("all_to_all", tokens * width * itemsize, num_shards("seq"))
-    for width in ((0,) if is_ring() else swapped_widths(cfg))
+    for width in ((0,) if is_ring(cfg) else swapped_widths(cfg))
   ]
   # No policy keeps an output that was swapped back.
   passes = 2 + sum(policy != "none" for policy in _policies(cfg))
@@ -311,7 +312,7 @@ def _activations(cfg: Config, hardware: Hardware) -> dict[str, float | None]:
   # One device hands an array to the next: half of what both would have after a gather.
   hand_on = lambda size, ways: hardware.seconds("all_gather", 2 * size, 2 if ways > 1 else 1)
   handed = hand_on(between * itemsize, stages)
-  widths = ring_widths(cfg, itemsize) if is_ring() else (0, 0, 0)
+  widths = ring_widths(cfg, itemsize) if is_ring(cfg) else (0, 0, 0)
   of_ring = [
     _times(times, hand_on(tokens * width, num_shards("seq")))
     for times, width in zip((passes, 1 + remade, 1), widths, strict=True)

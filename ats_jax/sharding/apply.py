@@ -47,6 +47,16 @@ def seq_axis(width: str | None) -> str:
   return "seq" if {*mesh_axes(width)} & _of_positions() else "residual_seq"
 
 
+def row_axis(rows: int) -> str:
+  """The logical axis of rows outside of the layers; stages of a pipeline share them, if they can.
+
+  Args:
+    rows: how many.
+  """
+  shared = num_shards("layers") > 1 and rows % num_shards("rows") == 0
+  return "rows" if shared else "batch"
+
+
 def gather_positions(x: jax.Array, *axes: str | None) -> jax.Array:
   """The residual stream, sharded by `axes`, for a sub-layer whose devices use all positions of it.
 
@@ -219,17 +229,6 @@ def num_shards(axis: str | None, part: Part = "weights") -> int:
   """Into how many pieces the current mesh cuts a dimension with this logical axis."""
   shape = jax.sharding.get_abstract_mesh().shape
   return math.prod(shape.get(name, 1) for name in mesh_axes(axis, part))
-
-
-def is_ring() -> bool:
-  """Whether the devices along a row hand on keys and values in attention (`Plan.ring`)."""
-  return current_plan().ring and num_shards("seq") > 1
-
-
-def row_multiple() -> int:
-  """What the length of a row must be a multiple of, wherever its positions are cut."""
-  chunks = 2 * num_shards("seq") if is_ring() else 1  # two for each device
-  return math.lcm(num_shards("residual_seq"), chunks)
 
 
 def check_cut(axis: str | None, size: int, name: str) -> None:

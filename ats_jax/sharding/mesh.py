@@ -11,7 +11,6 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.sharding.apply import mesh_axes
-from ats_jax.sharding.pipeline import bubble
 from ats_jax.sharding.rules import MESH_AXES, SHARDS, ZERO, spec, use_plan
 
 ONE_HOST = 8  # devices of a host, where a mesh has none that could tell
@@ -64,7 +63,6 @@ def plan_of(
     cut_residuals=cfg.mesh.shard_residuals,
     whole_matrices=experts % math.prod(sizes[axis] for axis in SHARDS) == 0,
     hosts=expert_hosts(cfg, mesh) if isinstance(cfg.moe.exchange, Hierarchical) else 1,
-    ring=cfg.mesh.context_ring,
     copies=cfg.mesh.copy_engines,
   )
 
@@ -152,6 +150,8 @@ def mesh_sizes(cfg: Config, num_devices: int) -> dict[str, int]:
     )
   stages, accum = sizes["stage"], cfg.step.accum_steps
   if accum % stages:
+    from ats_jax.sharding.pipeline import bubble
+
     more = -(-4 * accum // stages) * stages if accum > 1 else 4 * stages
     idle = bubble(more, stages, cfg.mesh.stage_rounds)
     raise ValueError(

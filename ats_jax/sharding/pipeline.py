@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ats_jax.sharding.apply import exchange, mesh_axes, num_shards
+from ats_jax.sharding.apply import exchange, mesh_axes, num_shards, row_axis
 from ats_jax.sharding.rules import current_rules
 
 
@@ -71,12 +71,6 @@ def in_words(layers: int, micro: int, stages: int, rounds: int = 1) -> str:
     f"{stages} stages of {groups}{of_tick} layers;{turns} {micro} micro-batches take {ticks} "
     f"ticks, of which a stage idles {ticks - micro * rounds} ({bubble(micro, stages, rounds):.1%})"
   )
-
-
-def row_axis(rows: int) -> str:
-  """The logical axis of rows outside of the layers: the stages share them where they divide."""
-  shared = num_stages() > 1 and rows % num_shards("rows") == 0
-  return "rows" if shared else "batch"
 
 
 def most_micro_batches(rows: int) -> int:

@@ -67,7 +67,7 @@ ZERO = {1: "zero_1", 2: "zero_2", 3: "default"}  # plans by `mesh.zero`
 
 
 class Plan(NamedTuple):
-  """What is in use.
+  """What is in use: a table of logical axes, and how it differs from that of RULES.
 
   Attributes:
     name: of a table of RULES.
@@ -75,11 +75,13 @@ class Plan(NamedTuple):
     whole_rows: the positions of a row are not cut.
     cut_residuals: positions of the residual stream are cut by the axis of widths too.
     whole_matrices: what cuts the matrices of experts deals out whole ones instead.
-    hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size.
-    ring: in attention the devices along a row keep their heads, and hand on keys and values.
+    hosts: that the mesh axis of experts is spread over, in blocks of neighbours of one size. A fact
+      of the mesh, like its sizes.
     copies: shards of weights and of their gradients, and what attention swaps along a row, are
-      sent from device to device, as copies.
-    own_rows: a batch is the rows of one replica, and no other replica is met.
+      sent from device to device, as copies. Not an argument of layers: the same layers train with
+      copies and generate without (`whole_rows`).
+    own_rows: a batch is the rows of one replica, and no other replica is met. Not an argument: it
+      holds for all that a gradient traces (`sharding.replicas`).
   """
 
   name: str = "default"
@@ -88,7 +90,6 @@ class Plan(NamedTuple):
   cut_residuals: bool = False
   whole_matrices: bool = False
   hosts: int = 1
-  ring: bool = False
   copies: bool = False
   own_rows: bool = False
 
@@ -153,8 +154,6 @@ def _table(plan: Plan) -> Rules:
     rules |= {"seq": None, "residual_seq": None, "heads_of_rows": rules["heads"]}
   elif plan.cut_residuals:
     rules["residual_seq"] = ("context", "tensor")
-  if plan.ring:
-    rules["heads_of_rows"] = rules["heads"]
   if plan.whole_vocabulary:
     rules["vocab"] = None
   if plan.whole_matrices and rules["expert_embed"]:

@@ -1,12 +1,27 @@
 """Inside islands: shards of weights joined, summed gradients cut again, and rows cut otherwise."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ats_jax.sharding.apply import Axes, exchange, mesh_axes
 from ats_jax.sharding.rules import current_plan
+
+
+class Cut(NamedTuple):
+  """How devices share a matrix that each multiplies with as a whole.
+
+  Attributes:
+    axis: logical axis of what is cut.
+    dim: 0 = the inputs, 1 = the outputs.
+    is_kept: reverse mode keeps what was gathered.
+  """
+
+  axis: str
+  dim: int
+  is_kept: bool
 
 
 def gather_shards(x: jax.Array, axis: str | None, dim: int, but: str | None = None) -> jax.Array:

@@ -19,7 +19,6 @@ from ats_jax.model.mod import Pass
 from ats_jax.model.param import lent, merge, shards_of_gradients, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.model.stats import StackStats
-from ats_jax.sharding.pipeline import join, num_stages
 from ats_jax.step import tensors
 from ats_jax.step.objective import Objective, Totals, totals
 from ats_jax.step.optimizers.base import Optimizer, seam
@@ -155,7 +154,7 @@ def sums_and_grads(
 ) -> tuple[Any, StackStats, Any]:
   """Accumulate sums, statistics and gradients of the objective over the micro-batches.
 
-  One after the other; with a pipeline the stages of the model take them all in one pass.
+  One after the other, or in one pass where the model takes them all (`Stack.join`).
 
   Returns:
     The objective's sums, statistics of the sparse layers, and gradients like `trainable(model)`,
@@ -174,8 +173,9 @@ def sums_and_grads(
     grads, (sums, stats) = part(shards, rows, rows_key)
     return sums, stats, grads
 
-  if num_stages() > 1:
-    return of_rows({name: join(x) for name, x in batch.items()}, key)
+  joined = model.num.stack.join(dict(batch))
+  if joined is not None:
+    return of_rows(joined, key)
 
   def of_micro(index: jax.Array | int, micro: Batch):
     return of_rows(micro, jax.random.fold_in(key, index))

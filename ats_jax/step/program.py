@@ -17,7 +17,7 @@ from ats_jax.model.count import Counts, count
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.fp8 import fp8_layers
 from ats_jax.model.mod import Pass, rules_at
-from ats_jax.model.numerics import Numerics, numerics, usual_unroll
+from ats_jax.model.numerics import Numerics, numerics, unroll_of
 from ats_jax.model.param import cut_as, trainable
 from ats_jax.model.random import Purpose, fold
 from ats_jax.ops import registry
@@ -25,7 +25,6 @@ from ats_jax.ops.registry import Choice
 from ats_jax.ops.requirements import Device, this_device
 from ats_jax.sharding.apply import num_hosts, num_shards
 from ats_jax.sharding.mesh import batch_sharding
-from ats_jax.sharding.pipeline import in_words, num_stages
 from ats_jax.step.compiler import Options, compiler_options, for_evaluation
 from ats_jax.step.core import step_function
 from ats_jax.step.objective import Objective, Pretraining, make_eval_step
@@ -120,13 +119,9 @@ class Program:
       watch = f"off once they add {p.fp8_band:.2%} to a validation loss (each {every} steps)"
       watch = watch if every else "not watched (eval.every_steps=0)"
       facts["8 bits"] = f"{number} of {cfg.model.num_layers} layers; {watch}"
-    if (stages := num_stages()) > 1:
-      facts["pipeline"] = in_words(
-        cfg.model.num_layers, cfg.step.accum_steps, stages, cfg.mesh.stage_rounds
-      )
-    if (
-      cfg.moe.num_experts and num_shards("experts") > 1 and cfg.moe.exchange.name == "hierarchical"
-    ):
+    facts |= self.num.stack.facts()
+    is_spread = cfg.moe.num_experts and num_shards("experts") > 1
+    if is_spread and cfg.moe.exchange.name == "hierarchical":
       hosts = num_hosts()
       steps = f"between {hosts} hosts, then within each" if hosts > 1 else "one host: as allgather"
       facts["exchange of tokens"] = steps
@@ -249,20 +244,20 @@ def make_program(cfg: Config, objective: Objective | None = None) -> Program:
   objective = Pretraining(cfg) if objective is None else objective
   device = this_device()
   kernels, choices = registry.choose(cfg, device)
-  unroll = usual_unroll(cfg, device.platform)
+  unroll = unroll_of(cfg, device.platform)
   if device.platform == "gpu" and cfg.step.scan_unroll > 1 and cfg.precision.deterministic:
     logging.warning(
       "step.scan_unroll=%d with precision.deterministic: such a step stopped at its first call "
       "with an IndexError inside XLA (jax 0.11.2). If this one does too, use step.scan_unroll=1.",
       cfg.step.scan_unroll,
     )
-  num = numerics(cfg, kernels, unroll)
-  if num.keep_gathered and num.scan_unroll < max(2, cfg.model.num_layers):
+  if cfg.mesh.keep_gathered and unroll < max(2, cfg.model.num_layers):
     raise ValueError(
-      f"mesh.keep_gathered=true with layers in a loop (step.scan_unroll={num.scan_unroll} of "
+      f"mesh.keep_gathered=true with layers in a loop (step.scan_unroll={unroll} of "
       f"model.num_layers={cfg.model.num_layers}): a loop gathers the weights of a layer in each "
       f"pass. Set step.scan_unroll={cfg.model.num_layers}, or mesh.keep_gathered=false."
     )
+  num = numerics(cfg, kernels, device.platform)
   optimizer = build_optimizer(cfg, device.platform, kernels)
   options = compiler_options(cfg, device)
   model = init_state(cfg, num, optimizer, abstract=True).model

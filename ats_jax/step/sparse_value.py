@@ -7,8 +7,8 @@ import numpy as np
 from ats_jax.config.schema import Config
 from ats_jax.model.count import Counts
 from ats_jax.model.layer_kinds import layer_kinds
+from ats_jax.model.layout import expert_capacity
 from ats_jax.model.mod import Pass
-from ats_jax.model.moe import expert_capacity
 
 
 def worth(

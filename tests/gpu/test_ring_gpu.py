@@ -12,9 +12,10 @@ import pytest
 from helpers import kernels_of, make_test_mesh
 
 from ats_jax.ops.attention import block, cudnn
+from ats_jax.ops.attention.along_row import WHOLE_ROWS
 from ats_jax.ops.attention.block import Rules, Tokens
 from ats_jax.ops.attention.causal import attention
-from ats_jax.sharding.rules import use_plan
+from ats_jax.ops.attention.ring import Ring
 
 pytestmark = pytest.mark.gpu
 
@@ -115,6 +116,7 @@ def test_a_ring_of_gpus(kind, with_sinks):
       segment_ids_BT=ids,
       max_segments=MAX_SEGMENTS,
       kernels=kernels_of("attention", name),
+      along_row=Ring() if size > 1 else WHOLE_ROWS,
     )
 
     def loss(q, k, v, sinks, run=run):
@@ -122,7 +124,7 @@ def test_a_ring_of_gpus(kind, with_sinks):
       return jnp.sum(y.astype(jnp.float32) * np.asarray(dy, np.float32)), y
 
     args = [np.asarray(a, np.float32 if size == 1 else a.dtype) for a in (q, k, v)]
-    with jax.set_mesh(make_test_mesh(1, 1, 1, context=size)), use_plan("default", ring=size > 1):
+    with jax.set_mesh(make_test_mesh(1, 1, 1, context=size)):
       of = (0, 1, 2, 3) if with_sinks else (0, 1, 2)
       grads, y = jax.jit(jax.grad(loss, of, has_aux=True))(*args, sinks)
     results.append([np.asarray(a, np.float32) for a in (y, *grads)])

@@ -20,9 +20,9 @@ from helpers import (
 
 from ats_jax.ops import implementations, registry, requirements
 from ats_jax.ops.cross_entropy import HEAD_AXES, linear_cross_entropy, x_axes
-from ats_jax.ops.fp8_matmul import SAVED_NAMES
 from ats_jax.ops.linear import linears
 from ats_jax.ops.registry import XLA
+from ats_jax.ops.remat import FP8_MAXIMA
 from ats_jax.ops.requirements import Device
 from ats_jax.ops.swiglu import swiglu
 from ats_jax.sharding.apply import reshard
@@ -127,7 +127,7 @@ def test_on_a_mesh_the_kernel_sees_blocks():
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 def test_linear_layers_in_eight_bits_are_those_of_xla(shape):
   draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
-  policy = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+  policy = jax.checkpoint_policies.save_only_these_names(FP8_MAXIMA)
   axes = dict(inputs=("act_embed",), outputs=(("ff",), ("ff",), ("ff",)))
 
   def gradients(slots):

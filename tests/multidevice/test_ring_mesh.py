@@ -13,10 +13,12 @@ from collectives import Collective, collectives, compiled_step
 from equality import ROWS, RTOL, assert_equal, assert_lies_still, config_of, mesh_of, run
 from helpers import kernels_of, pack, when
 
+from ats_jax.ops.attention.along_row import WHOLE_ROWS
 from ats_jax.ops.attention.causal import attention
 from ats_jax.ops.attention.ring import (
   FIRST,
   SECOND,
+  Ring,
   from_zigzag,
   owner,
   pair_of_chunks,
@@ -25,7 +27,6 @@ from ats_jax.ops.attention.ring import (
 )
 from ats_jax.sharding.apply import axis_index, island
 from ats_jax.sharding.mesh import on_mesh
-from ats_jax.sharding.rules import use_plan
 
 RING = {"context_ring": True}
 CASES = [
@@ -73,8 +74,9 @@ def arrays(kv_heads: int) -> tuple[np.ndarray, ...]:
 
 
 def of_attention(kv_heads, sizes, **how):
-  with jax.set_mesh(mesh_of(sizes)), use_plan("default", ring=True):
-    grads, y = gradients(**how)(*arrays(kv_heads))
+  along_row = Ring() if "context" in sizes else WHOLE_ROWS
+  with jax.set_mesh(mesh_of(sizes)):
+    grads, y = gradients(along_row=along_row, **how)(*arrays(kv_heads))
   return [np.asarray(a) for a in (y, *grads)]
 
 
@@ -100,18 +102,18 @@ def test_attention_equals_one_device(monkeypatch, sizes, kv_heads, how, kernel):
 
 def test_what_a_ring_cannot_do_is_an_error():
   q = np.zeros((2, 18, 4, 8), np.float32)
-  run = functools.partial(attention, segment_ids_BT=np.ones((2, 18), np.int32), max_segments=1)
-  with use_plan("default", ring=True):
-    with (
-      jax.set_mesh(mesh_of({"context": 2})),
-      pytest.raises(ValueError, match=r"has 9 of 18 .* multiple of 4, or mesh.context_ring=false"),
-    ):
-      run(q, q, q)
-    with (
-      jax.set_mesh(mesh_of({"context": 3})),
-      pytest.raises(ValueError, match=r"cudnn has neither a window \(3\).*=attention=xla"),
-    ):
-      run(q, q, q, window=3, kernels=kernels_of("attention", "cudnn"))
+  ids = np.ones((2, 18), np.int32)
+  run = functools.partial(attention, segment_ids_BT=ids, max_segments=1, along_row=Ring())
+  with (
+    jax.set_mesh(mesh_of({"context": 2})),
+    pytest.raises(ValueError, match=r"has 9 of 18 .* multiple of 4, or mesh.context_ring=false"),
+  ):
+    run(q, q, q)
+  with (
+    jax.set_mesh(mesh_of({"context": 3})),
+    pytest.raises(ValueError, match=r"cudnn has neither a window \(3\).*=attention=xla"),
+  ):
+    run(q, q, q, window=3, kernels=kernels_of("attention", "cudnn"))
 
 
 @hypothesis.given(st.integers(1, 64))
@@ -161,8 +163,8 @@ def permutes(every: list[Collective]) -> int:
 def test_keys_and_values_go_round_once_a_pass():
   """Of n = 4 devices; to the owners of chunks and back it takes two permutations an array."""
   q, k, v, _, dy = arrays(2)
-  with jax.set_mesh(mesh_of({"context": 4})), use_plan("default", ring=True):
-    text = gradients().lower(q, k, v, None, dy).compile().as_text()
+  with jax.set_mesh(mesh_of({"context": 4})):
+    text = gradients(along_row=Ring()).lower(q, k, v, None, dy).compile().as_text()
   every = collectives(text)
   forward, backward = 4 * 2 + 3, 4 * 2 + 3 + 4  # gradients go home too
   assert permutes(every) == len(every) == forward + backward

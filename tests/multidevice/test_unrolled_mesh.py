@@ -47,7 +47,7 @@ def test_layers_that_are_gathered_again_leave_no_slices_behind(keep):
   sizes |= {"keep_gathered": keep}
   cfg = config_of("dense", sizes)
   with on_mesh(cfg, mesh_of(sizes)):
-    model = Decoder(cfg, numerics(cfg, scan_unroll=2), nnx.Rngs(params=jax.random.key(0)))
+    model = Decoder(cfg, numerics(cfg), nnx.Rngs(params=jax.random.key(0)))
     rows = random_rows(cfg, 4)
     read = lambda model: model(
       rows["tokens"],

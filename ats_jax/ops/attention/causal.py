@@ -8,18 +8,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
-from ats_jax.ops.attention.cudnn import SAVED_NAMES
-from ats_jax.ops.attention.ring import How, ring_attention
-from ats_jax.ops.attention.ulysses import to_cut_rows, to_whole_rows
+from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow, How
 from ats_jax.ops.registry import XLA, Kernels
-from ats_jax.sharding.apply import is_ring, island
+from ats_jax.ops.remat import ATTENTION_RESULTS
+from ats_jax.sharding.apply import island
 
 Q_AXES = ("batch", "seq", "heads", "head_dim")
 KV_AXES = ("batch", "seq", "kv_heads", "head_dim")
 TOKEN_AXES = ("batch", "seq")
 ROW_AXES = ("batch", None)  # whole rows, however others are cut
-# For remat policies: what the kernel takes, and the sub-layer's output.
-INPUT_NAMES, OUTPUT_NAME = ("attn_q", "attn_k", "attn_v"), "attn_out"
 
 
 def attention(
@@ -30,6 +27,7 @@ def attention(
   segment_ids_BT: jax.Array,
   max_segments: int,
   kernels: Kernels = XLA,
+  along_row: AlongRow = WHOLE_ROWS,
   window: int | None = None,
   soft_cap: float | None = None,
   sinks_N: jax.Array | None = None,
@@ -44,6 +42,7 @@ def attention(
       contiguous run.
     max_segments: runs in a row at most, padding's included.
     kernels: what runs.
+    along_row: how the devices along a row share it.
     window: a token sees itself and the `window - 1` tokens before it; None = all before it.
     soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv:2408.00118); not
       with a kernel.
@@ -75,23 +74,15 @@ def attention(
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 
   def local(q, k, v, segments, sinks=None):
-    if is_ring():
-      how = How(max_segments, window, soft_cap, kernels)
-      return ring_attention(*_named(q, k, v), segments, sinks, how)
-    # Those of whole rows have the names, so that what a policy keeps is not swapped again.
-    return to_cut_rows(of_rows(*_named(*to_whole_rows(q, k, v)), segments, sinks))
+    how = How(max_segments, window, soft_cap, kernels)
+    return along_row.attend(of_rows, q, k, v, segments, sinks, how)
 
-  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), (("heads_of_rows",),))
+  sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), ((along_row.sinks_axis,),))
   return island(
     local,
     in_axes=(Q_AXES, KV_AXES, KV_AXES, ROW_AXES, *sinks_axes),
     out_axes=Q_AXES,
   )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *sinks)
-
-
-def _named(q, k, v):
-  q, k, v = (checkpoint_name(x, n) for x, n in zip((q, k, v), INPUT_NAMES, strict=True))
-  return q, k, v
 
 
 def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
@@ -107,12 +98,12 @@ def _dense(q_BTNH, k_BTKH, v_BTKH, same_B1TT, window, soft_cap, sinks_N):
       local_window_size=before,
       implementation="xla",
     )
-    return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+    return checkpoint_name(y_BTNH, ATTENTION_RESULTS[0])
   seq = q_BTNH.shape[1]
   distance_TT = jnp.arange(seq)[:, None] - jnp.arange(seq)
   visible_B1TT = same_B1TT & (distance_TT >= 0) & (distance_TT < (window or seq))
   y_BTNH = _capped(q_BTNH, k_BTKH, v_BTKH, visible_B1TT, soft_cap, sinks_N)
-  return checkpoint_name(y_BTNH, SAVED_NAMES[0])
+  return checkpoint_name(y_BTNH, ATTENTION_RESULTS[0])
 
 
 def _capped(q_BTNH, k_BSKH, v_BSKH, visible_B1TS, soft_cap, sinks_N):

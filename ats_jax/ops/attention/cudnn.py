@@ -12,10 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import _compat
 from ats_jax.ops.attention.block import Rules, Tokens
-
-# Names (jax.ad_checkpoint) of the output and of the softmax statistics. A policy that keeps both
-# spares the backward pass a second run of attention.
-SAVED_NAMES = ("attn_y", "attn_lse")
+from ats_jax.ops.remat import ATTENTION_RESULTS
 
 
 def attention(
@@ -51,8 +48,8 @@ def _flash_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, scale
     without_RNT, lse_RNT = lse_RNT, jnp.logaddexp(lse_RNT, sinks_N[:, None])
     share_BTN = by_token(jnp.exp(without_RNT - lse_RNT), starts_BM)
     y_BTNH = (y_BTNH * share_BTN[..., None]).astype(y_BTNH.dtype)
-  y_BTNH = checkpoint_name(y_BTNH, SAVED_NAMES[0])
-  lse_RNT = checkpoint_name(lse_RNT, SAVED_NAMES[1])
+  y_BTNH = checkpoint_name(y_BTNH, ATTENTION_RESULTS[0])
+  lse_RNT = checkpoint_name(lse_RNT, ATTENTION_RESULTS[1])
   return y_BTNH, (q_BTNH, k_BTKH, v_BTKH, sinks_N, starts_BM, lengths_BM, y_BTNH, lse_RNT)
 
 

@@ -14,9 +14,10 @@ For local arrays: call these inside an island. Letters: B batch, R positions of 
 device, t = T / 2 of a chunk, N query heads, K key/value heads, H head_dim, V width of a value.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +25,42 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
 from ats_jax.ops.attention import block
-from ats_jax.ops.attention.block import Rules, Tokens, merge
-from ats_jax.ops.attention.cudnn import SAVED_NAMES
-from ats_jax.ops.registry import Kernels
+from ats_jax.ops.attention.along_row import AlongRow, How, OfRows, named
+from ats_jax.ops.attention.block import Tokens, merge
+from ats_jax.ops.remat import ATTENTION_RESULTS
 from ats_jax.sharding.apply import axis_index, num_shards, send
 
 FIRST, SECOND = 0, 1  # the chunks of a device
 
 
-class How(NamedTuple):
-  """What is computed, and by what; static. The first three are those of `ops.attention`."""
+@dataclasses.dataclass(frozen=True)
+class Ring(AlongRow):
+  """Devices keep their heads, and hand on keys and values (`mesh.context_ring`)."""
 
-  max_segments: int
-  window: int | None
-  soft_cap: float | None
-  kernels: Kernels
+  @property
+  def sinks_axis(self) -> str:
+    """See `AlongRow`."""
+    return "heads"
 
-  def rules(self, *, is_diagonal: bool) -> Rules:
-    """Of one part of it."""
-    return Rules(is_diagonal, self.max_segments, self.window, self.soft_cap)
+  def row_multiple(self) -> int:
+    """See `AlongRow`; two chunks for each device."""
+    ways = num_shards("seq")
+    return 2 * ways if ways > 1 else 1
+
+  def attend(
+    self,
+    of_rows: OfRows,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKV: jax.Array,
+    segment_ids_BR: jax.Array,
+    sinks_N: jax.Array | None,
+    how: How,
+  ) -> jax.Array:
+    """See `AlongRow`."""
+    del of_rows
+    q, k, v = named(q_BTNH, k_BTKH, v_BTKV)
+    return ring_attention(q, k, v, segment_ids_BR, sinks_N, how)
 
 
 def ring_attention(
@@ -151,8 +169,8 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
   if sinks_N is not None:  # they only enlarge the softmax's denominators
     without_BTN, lse_BTN = lse_BTN, jnp.logaddexp(lse_BTN, sinks_N)
     y_BTNV *= jnp.exp(without_BTN - lse_BTN)[..., None]
-  y_BTNV = checkpoint_name(y_BTNV.astype(q_BTNH.dtype), SAVED_NAMES[0])
-  lse_BTN = checkpoint_name(lse_BTN, SAVED_NAMES[1])
+  y_BTNV = checkpoint_name(y_BTNV.astype(q_BTNH.dtype), ATTENTION_RESULTS[0])
+  lse_BTN = checkpoint_name(lse_BTN, ATTENTION_RESULTS[1])
   return y_BTNV, (q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, y_BTNV, lse_BTN)
 
 

@@ -7,13 +7,45 @@ For local arrays: call these inside an island. Letters: B batch, T positions of 
 device, N query heads, n those of them with whole rows, K key/value heads, H head_dim.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
+from ats_jax.ops.attention.along_row import AlongRow, How, OfRows, named
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.shards import swap_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class SwappedHeads(AlongRow):
+  """Devices have whole rows of some heads while they attend."""
+
+  @property
+  def sinks_axis(self) -> str:
+    """See `AlongRow`."""
+    return "heads_of_rows"
+
+  def row_multiple(self) -> int:
+    """See `AlongRow`."""
+    return 1
+
+  def attend(
+    self,
+    of_rows: OfRows,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKV: jax.Array,
+    segment_ids_BR: jax.Array,
+    sinks_N: jax.Array | None,
+    how: How,
+  ) -> jax.Array:
+    """See `AlongRow`."""
+    del how
+    # Those of whole rows have the names, so that what a policy keeps is not swapped again.
+    whole = named(*to_whole_rows(q_BTNH, k_BTKH, v_BTKV))
+    return to_cut_rows(of_rows(*whole, segment_ids_BR, sinks_N))
 
 
 def to_whole_rows(

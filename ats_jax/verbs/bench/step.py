@@ -26,6 +26,7 @@ from ats_jax.metrics.memory import GIB, memory_metrics
 from ats_jax.metrics.peaks import peak_flops
 from ats_jax.metrics.profiler import summarise_trace
 from ats_jax.metrics.throughput import mfu
+from ats_jax.model.numerics import unroll_of
 from ats_jax.planner.abstract import resolve_without_data
 from ats_jax.planner.describe import describe, planned_bytes
 from ats_jax.sharding.mesh import local_rows, make_mesh, on_mesh, to_global
@@ -103,7 +104,7 @@ def measure(
     "device": f"{devices} x {kind}",
     "parameters": program.counts.parameters,
     "remat": cfg.step.remat,
-    "scan_unroll": program.num.scan_unroll,
+    "scan_unroll": unroll_of(cfg, program.device.platform),
     "compiler_options": program.options,
     "segments": segments,
     "compile_secs": compile_secs,

@@ -20,7 +20,7 @@ from helpers import (
 )
 
 from ats_jax.model.block import Block, Tokens
-from ats_jax.model.numerics import numerics, usual_unroll
+from ats_jax.model.numerics import unroll_of
 from ats_jax.ops.rope import rope_table
 from ats_jax.sharding.apply import reshard
 from ats_jax.step.objective import loss_sums
@@ -157,7 +157,7 @@ def test_how_it_is_computed_does_not_change_loss_or_gradients(mesh, changes):
 )
 def test_layers_are_unrolled_on_a_gpu(platform, layers, changes, want):
   cfg = tiny_config({"model.num_layers": layers} | changes)
-  assert numerics(cfg, scan_unroll=usual_unroll(cfg, platform)).scan_unroll == want
+  assert unroll_of(cfg, platform) == want
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "names", "qkv", "attention"])

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 from helpers import thorough_but, tiny_config
 
-from ats_jax.model.moe import MoE, expert_capacity
+from ats_jax.model.layout import expert_capacity
+from ats_jax.model.moe import MoE
 from ats_jax.model.numerics import numerics
 from ats_jax.model.param import merge, trainable
 from ats_jax.sharding.apply import reshard

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from helpers import kernels_of, make_test_mesh, pack, tiny_config
 
-from ats_jax.model.decoder import remat_policy
 from ats_jax.ops import _compat
 from ats_jax.ops.attention.causal import attention, cached_attention
 from ats_jax.ops.attention.cudnn import segment_bounds
 from ats_jax.ops.registry import FallbackError, choose_op
+from ats_jax.ops.remat import remat_policy
 from ats_jax.ops.requirements import Device
 
 pytestmark = pytest.mark.compat

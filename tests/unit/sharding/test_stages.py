@@ -9,8 +9,9 @@ from helpers import make_test_mesh, tiny_config
 
 from ats_jax.planner.abstract import abstract_mesh, abstract_state
 from ats_jax.planner.describe import describe, render
+from ats_jax.sharding.apply import row_axis
 from ats_jax.sharding.mesh import on_mesh
-from ats_jax.sharding.pipeline import _slot, bubble, most_micro_batches, num_ticks, row_axis
+from ats_jax.sharding.pipeline import _slot, bubble, most_micro_batches, num_ticks
 from ats_jax.sharding.rules import SHARDS
 from ats_jax.step.program import make_program
 

@@ -42,6 +42,18 @@ OPTIONAL = (
   "ats_jax.data.rows.mixture",
   "ats_jax.data.rows.stream",
   "ats_jax.inference",
+  "ats_jax.model.latent_attention",
+  "ats_jax.model.moe",
+  "ats_jax.model.pipelined",
+  "ats_jax.model.router",
+  "ats_jax.ops.attention.latent",
+  "ats_jax.ops.attention.ring",
+  "ats_jax.ops.attention.ulysses",
+  "ats_jax.ops.expert_exchange",
+  "ats_jax.ops.fp8_matmul",
+  "ats_jax.ops.grouped_matmul",
+  "ats_jax.ops.quantise",
+  "ats_jax.ops.routing",
   "ats_jax.orchestrator.actions",
   "ats_jax.orchestrator.policy",
   "ats_jax.orchestrator.record",
@@ -50,11 +62,12 @@ OPTIONAL = (
   "ats_jax.orchestrator.trials",
   "ats_jax.planner",
   "ats_jax.pytorch",
+  "ats_jax.sharding.pipeline",
   "ats_jax.train.initial_weights",
   "ats_jax.train.supervise",
   "ats_jax.verbs.bench",
 )
-MOST = 195  # modules of this package; lower it when a change lowers the number
+MOST = 180  # modules of this package; lower it when a change lowers the number
 
 
 def test_a_plain_run_imports_no_optional_part(tmp_path):

@@ -1,0 +1,107 @@
+"""A decoder's layers as a pipeline: each stage has some of them; see `sharding.pipeline`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ats_jax.model.param import Buffer, is_variable
+from ats_jax.model.stack import Body, Layers, Loop, Stack
+from ats_jax.ops.remat import remat_policy
+from ats_jax.sharding.apply import reshard
+from ats_jax.sharding.pipeline import (
+  in_words,
+  join,
+  layer_at,
+  most_micro_batches,
+  num_stages,
+  pipeline,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline(Stack):
+  """The stages of the mesh share the layers of each segment, which is a round.
+
+  Attributes:
+    loop: of the layers that a stage has of a round. Rounds are alike.
+    num_layers: of all stages and rounds.
+    micro_batches: that a batch of training is cut into.
+    rounds: how often a micro-batch goes through all stages.
+    remat: `step.remat_stages`.
+  """
+
+  loop: Loop
+  num_layers: int
+  micro_batches: int
+  rounds: int
+  remat: str
+
+  def draw(
+    self, makes: Sequence[Callable[[nnx.Rngs], Any]], repeats: Sequence[int], rngs: nnx.Rngs
+  ) -> list[Any]:
+    """See `Stack`; rounds take the keys of one stack, and a stage draws its own weights."""
+    number, *others = repeats
+    assert set(others) <= {number}
+    every = rngs.split(number * len(repeats))
+    part = lambda n: jax.tree.map(lambda a: a[n * number : (n + 1) * number], every)
+    keys = [part(n) for n in range(len(repeats))]
+    return [_drawn(make, of_round) for make, of_round in zip(makes, keys, strict=True)]
+
+  def join(self, batch: Any) -> Any:
+    """See `Stack`."""
+    return jax.tree.map(join, batch)
+
+  def run(
+    self,
+    body_of: Callable[[Any, jax.Array | None], Body],
+    segments: Sequence[Layers],
+    carry: Any,
+    beside: Any,
+    key: jax.Array | None,
+    *,
+    training: bool,
+  ) -> tuple[Any, list[Any]]:
+    """See `Stack`; the key is folded with the number of each micro-batch."""
+    # All stages have the same formats in the same places (`check_stages`).
+    formats = segments[0].formats
+
+    def stage(layers, carry, beside, key):
+      blocks, firsts = layers
+      return self.loop.run(
+        body_of(beside, key), Layers(blocks, firsts, formats[: len(firsts)]), carry
+      )
+
+    rows = len(jax.tree.leaves(carry)[0])
+    rounds = [(layers.blocks, jnp.array(layers.firsts)) for layers in segments]
+    micro = self.micro_batches if training else most_micro_batches(rows)
+    policy = remat_policy(self.remat)
+    return pipeline(stage, rounds, carry, beside, key, micro=micro, policy=policy)
+
+  def scan(
+    self, body: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], blocks: Any, carry: Any, xs: Any
+  ) -> tuple[Any, Any]:
+    """See `Stack`; the weights of each layer are sent to all stages."""
+
+    def of_layer(blocks, carry, index_and_x):
+      index, x = index_and_x
+      return body(carry, (layer_at(blocks, index), x))
+
+    repeats = len(jax.tree.leaves(blocks)[0])
+    return jax.lax.scan(functools.partial(of_layer, blocks), carry, (jnp.arange(repeats), xs))
+
+  def facts(self) -> dict[str, str]:
+    """See `Stack`."""
+    return {"pipeline": in_words(self.num_layers, self.micro_batches, num_stages(), self.rounds)}
+
+
+def _drawn(make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> Any:
+  blocks = jax.vmap(make)(jax.tree.map(lambda a: reshard(a, "layers"), rngs))
+  # Buffers are small, and the step sets those of all layers at a time.
+  gathered = lambda v: jax.tree.map(lambda a: reshard(a, None, *v.axes), v)
+  of_variable = lambda v: gathered(v) if isinstance(v, Buffer) else v
+  return jax.tree.map(of_variable, blocks, is_leaf=is_variable)
