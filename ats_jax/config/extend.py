@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config.build import from_config_dict
+from ats_jax.config.build import extensions_of, from_config_dict
 from ats_jax.config.file import run_file
 from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
@@ -47,9 +47,7 @@ def build(values: Mapping[str, Any]) -> Config:
   Raises:
     ValueError: as `load_extensions` and `from_config_dict`.
   """
-  names = values.get("extensions", "")
-  entries = [_load(name) for name in map(str.strip, names.split(",")) if name]
-  return from_config_dict({**values, "extensions": ",".join(entries)})
+  return from_config_dict({**values, "extensions": [_load(e) for e in extensions_of(values)]})
 
 
 def _load(entry: str) -> str:

@@ -17,6 +17,7 @@ from ats_jax.config.schema import SampleConfig
 from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.config.schema.schedule import Constant
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.file import load_tokenizer
@@ -110,10 +111,7 @@ def fit_devices(cfg: Config, num_devices: int) -> Config:
       copy_engines=False,
       compress_gradients="none",
     ),
-    # A number of hosts counts those of training.
-    moe=dataclasses.replace(
-      cfg.moe, exchange=type(cfg.moe.exchange)(factor=cfg.moe.exchange.factor)
-    ),
+    moe=dataclasses.replace(cfg.moe, exchange=exchange),
     data=dataclasses.replace(cfg.data, batch_size=-(-micro // shards) * shards),
     step=dataclasses.replace(cfg.step, accum_steps=1, remat_stages="full"),
   )
@@ -130,11 +128,11 @@ def as_data(cfg: Config) -> Config:
   of_optimizer = {name: getattr(cfg.optimizer, name) for name in same}
   return dataclasses.replace(
     cfg,
-    extensions="",
+    extensions=(),
     optimizer=AdamW(**of_optimizer | {"name": "adamw", "schedule": Constant()}),
     compilation_cache="off" if cfg.compilation_cache == "off" else "auto",
     data=dataclasses.replace(cfg.data, cache_dir=""),
-    step=dataclasses.replace(cfg.step, compiler_options=""),
+    step=dataclasses.replace(cfg.step, compiler_options=Table()),
   )
 
 

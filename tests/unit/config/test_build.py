@@ -3,13 +3,14 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from helpers import tiny_config
 
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.config.explain import explain
+from ats_jax.config.explain import explain, type_in_words
 from ats_jax.config.names import differences, flatten, settings, to_dict
 
 SETTINGS = settings()
@@ -93,11 +94,11 @@ def test_there_are_fewer_than_200_settings():
 def test_every_setting_is_explained(name):
   field = SETTINGS[name]
   text = explain(name)
-  assert text.startswith(f"{name} ({field.type.__name__}): ")
+  assert text.startswith(f"{name} ({type_in_words(field)}): ")
   assert field.metadata["doc"] in text and f"default {field.default!r}" in text
   assert ("may change on resume" in text) == (field.metadata["resume"] == "free")
   assert ("fixed for a workdir" in text) == (field.metadata["resume"] == "fixed")
-  assert type(field.default) is field.type
+  assert type(field.default) is (get_origin(field.type) or field.type)
   for choice in field.metadata["choices"]:
     assert choice in text
   if field.metadata["low"] is not None and not field.metadata["choices"]:

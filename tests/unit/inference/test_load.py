@@ -4,11 +4,11 @@ import json
 import jax
 import pytest
 from helpers import tiny_config
-from ml_collections import ConfigDict
 
 from ats_jax.checkpoint import integrity, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.tree import edited
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
 
@@ -43,7 +43,8 @@ def test_any_run_fits_any_number_of_devices(trained, devices, fsdp, tensor, batc
 
 def test_hosts_are_counted_anew():
   config = base_config()
-  config.moe.update(num_experts=8, exchange="hierarchical", exchange_hosts=4)
+  config.moe.num_experts = 8
+  config.moe.exchange = {"name": "hierarchical", "hosts": 4}
   config.mesh.expert = 8
   fitted = fit_devices(from_config_dict(config), 2)
   assert (fitted.mesh.expert, fitted.moe.exchange.hosts) == (2, 0)
@@ -68,7 +69,7 @@ def trained(tmp_path):
 
 def prepare(folder, of_the_config, of_the_checkpoint):
   """Give settings to a workdir, in its config and as what an orchestrator would have changed."""
-  config = ConfigDict(json.loads((folder / workdir.CONFIG).read_text()))
+  config = edited(json.loads((folder / workdir.CONFIG).read_text()))
   config.update_from_flattened_dict(of_the_config)
   workdir.write_json(folder / workdir.CONFIG, config.to_dict())
   checkpoint = folder / workdir.CHECKPOINTS / "2"
@@ -85,7 +86,7 @@ def test_a_workdir_names_no_cache_and_no_option_of_the_compiler(trained, tmp_pat
   reaching = {
     "compilation_cache": str(theirs),
     "data.cache_dir": str(theirs),
-    "step.compiler_options": f"xla_dump_to={dump}",
+    "step.compiler_options": {"xla_dump_to": str(dump)},
   }
   prepare(trained, reaching, {})
   with load_run(trained) as run:
