@@ -15,7 +15,7 @@ that come with this package are registered in the same way.
 import contextlib
 import difflib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 MARK = "#"  # between the name of an extension and the hash of its file
@@ -54,7 +54,7 @@ class Registry:
         that it has with every part of this kind.
 
     Raises:
-      ValueError: for a name that is taken, or that a comma-separated setting could not hold.
+      ValueError: for a name that is taken, or that a list on the command line could not hold.
     """
 
     def add(part: P) -> P:
@@ -143,7 +143,7 @@ def owned_by(owner: str) -> Iterator[None]:
     _loading.pop()
 
 
-def are_loaded(setting: str) -> bool:
-  """Whether this process has loaded all that a value of the setting `extensions` names."""
-  entries = (entry.strip().partition(MARK) for entry in setting.split(",") if entry.strip())
-  return all(digest and loaded.get(name) == digest for name, _, digest in entries)
+def are_loaded(entries: Iterable[str]) -> bool:
+  """Whether this process has loaded all entries of the setting `extensions`."""
+  parts = (entry.partition(MARK) for entry in entries)
+  return all(digest and loaded.get(name) == digest for name, _, digest in parts)

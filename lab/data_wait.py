@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import from_config_dict
+from ats_jax.config.tree import edited
 from ats_jax.train.loop import train
 from ats_jax.verbs import cli
 from lab.runs import Changes, markdown
@@ -85,11 +86,11 @@ def cases(paths: dict[str, Path], steps: int) -> dict[str, Changes]:
 
 def measured(config: ConfigDict, changes: Changes, folder: Path) -> list[str]:
   """Train; a row of the table."""
-  config = ConfigDict(config.to_dict())
+  config = edited(config.to_dict())
   common: Changes = {
     "data.validation_fraction": 0.0, "data.cache_dir": str(folder / "cache"),
     "data.num_workers": _WORKERS.value, "data.validation_paths": "", "eval.bigram_baseline": False,
-    "checkpoint.every_steps": config.num_steps, "log.writers": "jsonl", "sample.max_tokens": 0,
+    "checkpoint.every_steps": config.num_steps, "log.writers": ("jsonl",), "sample.max_tokens": 0,
   }  # fmt: skip
   config.update_from_flattened_dict(common | changes)
   train(from_config_dict(config), folder / "run")
@@ -105,7 +106,7 @@ def measured(config: ConfigDict, changes: Changes, folder: Path) -> list[str]:
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
-  config = ConfigDict(_CONFIG.nested())
+  config = edited(_CONFIG.nested())
   runtime.configure(from_config_dict(config))
   rows = []
   with tempfile.TemporaryDirectory() as root:

@@ -15,6 +15,7 @@ from absl import flags
 from ats_jax.cluster import runtime
 from ats_jax.config import Config, from_config_dict
 from ats_jax.config.schema import MoDConfig
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import random_batch
 from ats_jax.planner.abstract import abstract_batch, resolve_without_data
 from ats_jax.sharding.mesh import make_mesh, to_global
@@ -75,7 +76,7 @@ def saving(dense: Program, mod: Program) -> Saving:
 
 def _step_flops(program: Program) -> int:
   """Of the reference implementations, where every matmul shows."""
-  ops = dataclasses.replace(program.cfg.ops, kernels="attention=xla,grouped_matmul=xla")
+  ops = dataclasses.replace(program.cfg.ops, kernels=Table(attention="xla", grouped_matmul="xla"))
   program = make_program(dataclasses.replace(program.cfg, ops=ops))
   data, accum = program.cfg.data, program.cfg.step.accum_steps
   batch = abstract_batch(accum, data.batch_size // accum, data.seq_len)

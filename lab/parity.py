@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from ats_jax.cluster import runtime
 from ats_jax.config import from_config_dict
+from ats_jax.config.tree import edited
 from ats_jax.ops.implementations import OPS
 from ats_jax.verbs import cli
 from lab.runs import Changes, markdown, run
@@ -39,7 +40,7 @@ _OUT = flags.DEFINE_string("out", "", "Where to write the losses of all runs, as
 def plain(config: ConfigDict, remat: str, accum_steps: int) -> Changes:
   """Settings of the plain step. Accumulation changes nothing but the order of sums."""
   return {
-    "ops.kernels": ",".join(f"{op}=xla" for op, entry in OPS.items() if entry.kernels),
+    "ops.kernels": {op: "xla" for op, entry in OPS.items() if entry.kernels},
     "step.remat": remat,
     "step.scan_unroll": 1,
     "step.accum_steps": accum_steps or config.step.accum_steps,
@@ -60,7 +61,7 @@ def gap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def main(argv: list[str]) -> None:
   """Print the table."""
   del argv
-  config = ConfigDict(_CONFIG.nested())
+  config = edited(_CONFIG.nested())
   runtime.configure(from_config_dict(config))
   common: Changes = {
     "num_steps": _STEPS.value,

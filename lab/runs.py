@@ -15,6 +15,7 @@ from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.build import resolve
+from ats_jax.config.tree import edited
 from ats_jax.data.sources import open_data
 from ats_jax.model.count import Counts
 from ats_jax.sharding.mesh import make_mesh, to_global
@@ -54,7 +55,7 @@ def tiny_config(changes: Changes) -> ConfigDict:
     "optimizer.schedule": "wsd",
     "optimizer.schedule.decay_fraction": 0.3,
     "precision.compute_dtype": "float32",
-    "log.writers": "jsonl",
+    "log.writers": ("jsonl",),
     "log.progress": False,
     "sample.max_tokens": 0,
   }
@@ -85,7 +86,7 @@ def run(
     data_seed: of the order of the data; None = the run's.
     fp8: false = layers that the config puts in 8 bits are not.
   """
-  config = ConfigDict(config.to_dict())
+  config = edited(config.to_dict())
   config.update_from_flattened_dict(changes)
   cfg = from_config_dict(config)
   train_set, valid_set = open_data(cfg.data, cfg.seed if data_seed is None else data_seed)

@@ -58,7 +58,7 @@ def make_config(size: str, dtype: str) -> Config:
   config.moe.update(EXPERTS.get(size, {}))
   if size in EXPERTS:  # unrolled, JAX's step was not compiled after 105 s on an H100
     config.step.scan_unroll = 1
-    config.step.compiler_options = "xla_gpu_enable_triton_gemm=false"
+    config.step.compiler_options = {"xla_gpu_enable_triton_gemm": "false"}
   config.data.batch_size, config.data.seq_len = ROWS[size]
   config.data.tokenizer, config.data.max_segments = "bytes", 4
   config.optimizer.schedule, config.optimizer.learning_rate = "constant", 1e-4

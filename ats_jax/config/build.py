@@ -31,8 +31,18 @@ def unchecked(values: Mapping[str, Any]) -> Config:
   Raises:
     ValueError: for an unknown key (with the nearest known one), or a wrong type.
   """
-  extensions = values.get("extensions", "") if isinstance(values, Mapping) else ""
-  return _build(Config, values, "", extensible=not are_loaded(extensions))
+  entries = extensions_of(values) if isinstance(values, Mapping) else ()
+  return _build(Config, values, "", extensible=not are_loaded(entries))
+
+
+def extensions_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+  """The setting `extensions` of nested values, which says what else they may hold.
+
+  Raises:
+    ValueError: if it is not of its type.
+  """
+  (field,) = (f for f in dataclasses.fields(Config) if f.name == "extensions")
+  return _typed(values.get(field.name, field.default), field.type, field.name)
 
 
 def _build(cls: type, values: Any, path: str, *, extensible: bool) -> Any:

@@ -7,12 +7,12 @@ command that is given a workdir, whose config may be somebody else's.
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config.build import from_config_dict
+from ats_jax.config.build import extensions_of, from_config_dict
 from ats_jax.config.file import run_file
 from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
@@ -47,16 +47,16 @@ def build(values: Mapping[str, Any]) -> Config:
   Raises:
     ValueError: as `load_extensions` and `from_config_dict`.
   """
-  return from_config_dict({**values, "extensions": load(values.get("extensions", ""))})
+  return from_config_dict({**values, "extensions": load(extensions_of(values))})
 
 
-def load(names: str) -> str:
-  """Load what `extensions` names; returns it with the hash of each, `name#hash`.
+def load(names: Iterable[str]) -> tuple[str, ...]:
+  """Load files or modules; returns each with its hash, `name#hash`, as a workdir keeps it.
 
   Raises:
     ValueError: as `load_extensions`.
   """
-  return ",".join(_load(name) for name in map(str.strip, names.split(",")) if name)
+  return tuple(map(_load, names))
 
 
 def _load(entry: str) -> str:

@@ -5,11 +5,13 @@ dimensions come from.
 """
 
 import dataclasses
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from ats_jax.config.names import to_dict
 from ats_jax.config.schema import Config
+from ats_jax.config.tree import edited
 
 VARIANTS = {
   "dense": "every token goes through every layer",
@@ -139,14 +141,14 @@ def preset(name: str, variant: str = "") -> ConfigDict:
   if variant not in VARIANTS:
     known = "; ".join(f"{v!r} ({meaning})" for v, meaning in VARIANTS.items())
     raise ValueError(f"unknown variant {variant!r} of {name}. Choose one of: {known}.")
-  values = to_dict(Config())
+  defaults = to_dict(Config())
+  values: dict[str, dict[str, Any]] = {}
   for section in ("model", "data", "optimizer", "step"):
-    known = values[section].keys() & vars(dims).keys()
-    values[section] |= {key: getattr(dims, key) for key in known}
-  data, moe, mod = values["data"], values["moe"], values["mod"]
-  data["bpe_vocab_size"] = dims.vocab_size  # a tokenizer that fills the table
+    known = defaults[section].keys() & vars(dims).keys()
+    values[section] = {key: getattr(dims, key) for key in known}
+  values["data"]["bpe_vocab_size"] = dims.vocab_size  # a tokenizer that fills the table
   if variant in ("moe", "hybrid"):
-    moe |= {"num_experts": dims.num_experts, "num_shared": dims.num_shared}
+    values["moe"] = {"num_experts": dims.num_experts, "num_shared": dims.num_shared}
   if variant in ("mod", "hybrid"):
-    mod |= {"routing": "learned", "every": min(mod["every"], dims.num_layers)}
-  return ConfigDict(values)
+    values["mod"] = {"routing": "learned", "every": min(defaults["mod"]["every"], dims.num_layers)}
+  return edited(values)

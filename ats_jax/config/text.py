@@ -1,4 +1,7 @@
-"""Values of settings as text, for flags: lists with commas, tables of name=value."""
+"""Values of settings as text, for flags: lists with commas, tables of name=value.
+
+Spaces around an entry are left out; line ends are not, as a text may begin with them.
+"""
 
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -55,4 +58,4 @@ def _table(kind: Any, text: str, name: str) -> Table:
 
 
 def _parts(text: str) -> list[str]:
-  return [part for part in map(str.strip, text.split(",")) if part]
+  return [part for part in (part.strip(" ") for part in text.split(",")) if part]

@@ -38,6 +38,8 @@ class Section(ConfigDict):
       inner = getattr(value, field.name)
       if dataclasses.is_dataclass(inner):
         inner = cls.of(inner, kinds_of(field), type_safe=type_safe)
+      elif isinstance(inner, Table):
+        inner = Table(inner)  # a file may add to it
       section._fields[field.name] = inner
     return section
 
@@ -136,6 +138,13 @@ def base_config() -> ConfigDict:
   can say what was meant.
   """
   return Section.of(Config())
+
+
+def edited(values: Mapping[str, Any]) -> Section:
+  """The config that files edit, with nested values in place of some defaults."""
+  tree = Section.of(Config())
+  tree.assign_nested(values)
+  return tree
 
 
 def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

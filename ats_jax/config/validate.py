@@ -215,7 +215,7 @@ def _warmup(cfg: Config) -> None:
 
 
 def _writers(cfg: Config) -> None:
-  for name in filter(None, (w.strip() for w in cfg.log.writers.split(","))):
+  for name in cfg.log.writers:
     if name not in extensions.writers and not _has_unloaded(cfg):
       raise ValueError(extensions.writers.unknown(name))
 

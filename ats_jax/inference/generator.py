@@ -40,9 +40,8 @@ def generate(
       (`ChatTokenizer.prompt`).
     seed: seed of the draws.
   """
-  stops = tuple(filter(None, cfg.stop.split(",")))
   tokens = generate_tokens(model, tokenizer, cfg, rules=rules, prompt=prompt, seed=seed)
-  return until_stop(stream_text(tokens, tokenizer), stops)
+  return until_stop(stream_text(tokens, tokenizer), cfg.stop)
 
 
 def generate_tokens(

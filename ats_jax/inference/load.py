@@ -17,6 +17,7 @@ from ats_jax.config.schema import SampleConfig
 from ats_jax.config.schema.exchange import Hierarchical
 from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.config.schema.schedule import Constant
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.tokenizer import ChatTokenizer
 from ats_jax.data.tokens.file import load_tokenizer
@@ -127,11 +128,11 @@ def as_data(cfg: Config) -> Config:
   of_optimizer = {name: getattr(cfg.optimizer, name) for name in same}
   return dataclasses.replace(
     cfg,
-    extensions="",
+    extensions=(),
     optimizer=AdamW(**of_optimizer | {"name": "adamw", "schedule": Constant()}),
     compilation_cache="off" if cfg.compilation_cache == "off" else "auto",
     data=dataclasses.replace(cfg.data, cache_dir=""),
-    step=dataclasses.replace(cfg.step, compiler_options=""),
+    step=dataclasses.replace(cfg.step, compiler_options=Table()),
   )
 
 

@@ -27,7 +27,6 @@ def create_writer(
     ValueError: a writer that there is not, that lacks an extra or cannot be opened, or a damaged
       file in the workdir.
   """
-  names = [name.strip() for name in cfg.writers.split(",") if name.strip()]
   if not is_main:
     return MultiWriter([])
   workdir = Path(workdir)
@@ -35,7 +34,7 @@ def create_writer(
   opening = Opening(workdir, run, -1 if resume_step is None else resume_step, cfg.project)
   with contextlib.ExitStack() as opened:  # if one cannot be opened, the others are closed
     made = []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(cfg.writers):
       writer = writers.find(name)(opening)
       if getattr(writer, "guarded", False):  # CLU's own have no such thing
         writer = Guarded(name, writer)

@@ -85,7 +85,7 @@ def reserve_of_the_loss(cfg: Config) -> str:
   With experts or 8 bits the library is built anyway. For this slot alone, the first start would
   have to wait for the build. A sharded vocabulary always runs XLA.
   """
-  asked = "=cuda" in cfg.ops.kernels.replace(" ", "")
+  asked = "cuda" in cfg.ops.kernels.values()
   if not (cfg.moe.num_experts or cfg.precision.fp8 or asked):
     return "nothing else here needs the CUDA library, whose build takes half a minute"
   return requirements.rows_of_logits(cfg)

@@ -138,20 +138,18 @@ def asked_for(cfg: Config) -> dict[str, tuple[str, str]]:
     ValueError: for an op, slot or implementation in `ops.kernels` that does not exist.
   """
   asked = {}
-  for item in filter(None, cfg.ops.kernels.replace(" ", "").split(",")):
-    op, slot, name = _parse(item)
+  # Of whole ops first: what is said of a slot goes before it.
+  for key, name in sorted(cfg.ops.kernels.items(), key=lambda item: "." in item[0]):
+    op, _, slot = key.partition(".")
+    _check_asked(op, slot, name, f"ops.kernels: {key}={name}")
     for each in [slot] if slot else OPS[op].slots:
       if name == "xla" or slot or each in _kernel(op, name).where:
-        asked[f"{op}.{each}"] = (f"ops.kernels={item}", name)
+        asked[f"{op}.{each}"] = (f"ops.kernels={key}={name}", name)
   return asked
 
 
-def _parse(item: str) -> tuple[str, str, str]:
-  match = re.fullmatch(r"(\w+)(?:\.(\w+))?=(\w+)", item)
-  where = f"ops.kernels: {item!r}"
-  if not match:
-    raise ValueError(f"{where} is not 'op=implementation' or 'op.slot=implementation'.")
-  op, slot, name = match[1], match[2] or "", match[3]
+def _check_asked(op: str, slot: str, name: str, where: str) -> None:
+  """Refuse what does not exist; `slot` is "" for all of the op."""
   if op not in OPS:
     raise ValueError(f"{where}: no op {op!r}; there are {', '.join(OPS)}.")
   entry = OPS[op]
@@ -160,7 +158,6 @@ def _parse(item: str) -> tuple[str, str, str]:
   fitting = [k.name for k in entry.kernels if not slot or slot in k.where]
   if name not in ["xla", *fitting]:
     raise ValueError(f"{where}: {name!r} is not one of {', '.join(['xla', *fitting])}.")
-  return op, slot, name
 
 
 def _merged(op: str, of_op: dict[str, Choice]) -> list[Choice]:

@@ -51,7 +51,7 @@ def compiler_options(cfg: Config, device: Device) -> Options:
   Raises:
     ValueError: if `step.compiler_options` has one that this XLA does not take.
   """
-  asked, options = parse(cfg.step.compiler_options), Options()
+  asked, options = cfg.step.compiler_options, Options()
   for name, text in {**usual(cfg, device), **asked}.items():
     value = {"true": True, "false": False}.get(text.lower(), text)
     refusal = _refusal(name, value)
@@ -84,24 +84,6 @@ def for_evaluation(options: Options) -> Options:
   """Those of the train step's that its forward pass needs too."""
   needed = {*NO_TRITON_MATMULS, *COPY_ENGINES}
   return {name: value for name, value in options.items() if name in needed}
-
-
-def parse(text: str) -> dict[str, str]:
-  """`xla_a=true,xla_b=X,Y` -> {"xla_a": "true", "xla_b": "X,Y"}: values may hold commas.
-
-  Raises:
-    ValueError: for a part that is no option.
-  """
-  options = {}
-  for part in re.split(r",(?=xla_)", text.replace(" ", "")) if text.strip() else ():
-    name, equals, value = part.partition("=")
-    if not (re.fullmatch(r"xla_\w+", name) and equals and value):
-      raise ValueError(
-        f"step.compiler_options: {part!r} is not an option of XLA, such as "
-        "xla_gpu_enable_dynamic_slice_fusion=false."
-      )
-    options[name] = value
-  return options
 
 
 def _refusal(name: str, value: str | bool) -> str:

@@ -21,6 +21,7 @@ from absl import flags, logging
 
 from ats_jax import exits
 from ats_jax.config import Config
+from ats_jax.config.build import extensions_of
 from ats_jax.config.explain import explain
 from ats_jax.config.extend import build, load
 from ats_jax.config.file import load_file
@@ -100,9 +101,9 @@ class ConfigFlag:
       return
     words = {key: value for key, _, value in (word.lstrip("-").partition("=") for word in argv)}
     if "config.extensions" in words:
-      load(words["config.extensions"])
+      load(parse("extensions", words["config.extensions"], {}))
     elif "config" in words:
-      load(load_file(words["config"]).to_dict().get("extensions", ""))
+      load(extensions_of(load_file(words["config"]).to_dict()))
     self._define_settings()
 
   @property

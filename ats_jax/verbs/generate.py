@@ -11,6 +11,7 @@ is not given is that of the run's own config (`sample.*`).
 from absl import flags
 
 from ats_jax.config.schema import MAX_SEED
+from ats_jax.config.text import parse
 from ats_jax.data.chat.conversation import Message
 from ats_jax.inference.load import load_run
 from ats_jax.store import paths
@@ -57,7 +58,11 @@ def main(argv: list[str]) -> None:
   if _SYSTEM.value and not _CHAT.value:
     raise ValueError("--system is a turn of a conversation: it needs --chat.")
   folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  given = {flag.name: flag.value for flag in _SAMPLING if flag.value is not None}
+  given = {
+    flag.name: parse(f"sample.{flag.name}", flag.value, {})
+    for flag in _SAMPLING
+    if flag.value is not None
+  }
   with load_run(folder, _STEP.value) as run:
     prompt = run.sampling(**given).prompt
     if _CHAT.value:

@@ -47,7 +47,7 @@ RUN = TINY | {
   "data.seq_len": 24,
   "log.every_steps": 1,
   "log.progress": False,
-  "log.writers": "jsonl",
+  "log.writers": ("jsonl",),
   "checkpoint.every_steps": 20,
   "eval.every_steps": 25,
   "eval.num_batches": 2,

@@ -53,7 +53,7 @@ def test_steps_follow_the_reference(changes):
   shape = {"model.d_model": 128, "model.d_ff": 256, "model.head_dim": 64, "data.seq_len": 128}
   sparse = {"moe.num_experts": 4, "moe.d_ff": 128, "precision.compute_dtype": "bfloat16"}
   losses = []
-  for ops in ({"ops.strict": True}, {"ops.kernels": "attention=xla,grouped_matmul=xla"}):
+  for ops in ({"ops.strict": True}, {"ops.kernels": {"attention": "xla", "grouped_matmul": "xla"}}):
     cfg = tiny_config(shape | sparse | changes | ops | {"optimizer.learning_rate": 1e-3})
     with jax.set_mesh(make_test_mesh(1, 1, 1)):
       program = make_program(cfg)

@@ -38,8 +38,6 @@ CUDA = {
   for kernel in entry.kernels
   if kernel.name == "cuda"
 }
-EVERYWHERE = ",".join(f"{op}=cuda" for op in CUDA)
-NOWHERE = ",".join(f"{op}=xla" for op in CUDA)
 PASSES = [
   (case, name)
   for case in toy_cases()
@@ -190,21 +188,25 @@ def test_training_with_all_of_them_follows_xla(on_host):
   }
   found = {}
   with jax.set_mesh(make_test_mesh(2, 2, 1, expert=2)):
-    for slots in (NOWHERE, EVERYWHERE):
-      cfg = tiny_config(changes | {"ops.kernels": f"attention=xla,{slots}"})
+    for implementation in ("xla", "cuda"):
+      slots = dict.fromkeys(CUDA, implementation)
+      cfg = tiny_config(changes | {"ops.kernels": {"attention": "xla", **slots}})
       program = make_program(cfg)
-      assert program.num.kernels.of("adamw", "update") == ("cuda" if slots == EVERYWHERE else "xla")
+      assert program.num.kernels.of("adamw", "update") == implementation
       state, values = program.init(), []
       batches = [micro_batches(random_rows(cfg, 8, seed=seed), 1) for seed in range(2)]
       text = program.train_step.lower(state, batches[0], program.training_rules(1)).as_text()
       called = {name for name in library.TARGETS if f"@{name}(" in text}
       # Nothing is in 8 bits here, and the loss is never without its gradient.
       others = {name for name in library.TARGETS if "quantise" in name} | {"ats_cross_entropy"}
-      assert called == (set(library.TARGETS) - others if slots == EVERYWHERE else set())
+      assert called == (set(library.TARGETS) - others if implementation == "cuda" else set())
       for batch in batches:
         state, metrics = program.train_step(state, batch, program.training_rules(1))
         values.append(np.asarray(metrics.values))
-      found[slots] = values, {k: np.asarray(v) for k, v in named_leaves(state.opt_state).items()}
+      found[implementation] = (
+        values,
+        {k: np.asarray(v) for k, v in named_leaves(state.opt_state).items()},
+      )
   (want, want_state), (got, got_state) = found.values()
   np.testing.assert_allclose(got, want, rtol=2e-2)
   assert want_state.keys() == got_state.keys()  # so checkpoints go both ways
@@ -229,7 +231,7 @@ def test_training_with_all_of_them_follows_xla(on_host):
   ],
 )
 def test_obstacles(on_host, changes, op, message):
-  cfg = tiny_config({"precision.compute_dtype": "bfloat16", "ops.kernels": f"{op}=cuda"} | changes)
+  cfg = tiny_config({"precision.compute_dtype": "bfloat16", "ops.kernels": {op: "cuda"}} | changes)
   with pytest.raises(ValueError, match=f"{op}=cuda: .*{message}"):
     registry.choose_op(cfg, HOPPER, op)
 
@@ -237,14 +239,14 @@ def test_obstacles(on_host, changes, op, message):
 @pytest.mark.parametrize("op", CUDA)
 def test_a_missing_gpu_is_named_before_what_the_config_lacks(op):
   changes = {"precision.compute_dtype": "float32", "moe.num_experts": 300, "moe.top_k": 9}
-  cfg = tiny_config(changes | {"ops.kernels": f"{op}=cuda"})
+  cfg = tiny_config(changes | {"ops.kernels": {op: "cuda"}})
   with pytest.raises(ValueError, match=f"{op}=cuda: the kernel runs on NVIDIA GPUs, this is cpu"):
     registry.choose_op(cfg, Device("cpu"), op)
 
 
 def test_all_slots_of_the_grouped_matmul_are_filled(on_host):
   changes = {"moe.num_experts": 4, "precision.compute_dtype": "bfloat16"}
-  cfg = tiny_config(changes | {"ops.kernels": "grouped_matmul=cuda"})
+  cfg = tiny_config(changes | {"ops.kernels": {"grouped_matmul": "cuda"}})
   of_slots = registry.choose_op(cfg, HOPPER, "grouped_matmul")
   assert {choice.implementation for choice in of_slots.values()} == {"cuda"}
 
@@ -257,10 +259,10 @@ def test_the_loss_takes_the_kernel_where_the_library_is_needed_anyway(on_host):
   (dense,), (strict,) = choice(), choice(**{"ops.strict": True})  # not what strict is about
   assert dense == strict and re.search("xla .*no default for this config: nothing else", dense)
   eight_bits = {"precision.fp8": True, "model.num_layers": 4}
-  for other in ({"moe.num_experts": 4}, eight_bits, {"ops.kernels": "swiglu=cuda"}):
+  for other in ({"moe.num_experts": 4}, eight_bits, {"ops.kernels": {"swiglu": "cuda"}}):
     (built,) = choice(**other)
     assert built.startswith("linear_cross_entropy: cuda (")
-  (asked,) = choice(**{"ops.kernels": "linear_cross_entropy=cuda"})
+  (asked,) = choice(**{"ops.kernels": {"linear_cross_entropy": "cuda"}})
   assert asked.startswith("linear_cross_entropy: cuda (ops.kernels")
   (cut,) = choice(**{"moe.num_experts": 4, "mesh.tensor": 2, "ops.strict": True})
   assert re.search("xla .*whole rows", cut)
@@ -274,15 +276,17 @@ def test_the_loss_needs_a_library_for_its_gpu(on_host, monkeypatch):
 
 
 def test_an_old_gpu_is_refused():
-  cfg = tiny_config({"ops.kernels": "adamw=cuda"})
+  cfg = tiny_config({"ops.kernels": {"adamw": "cuda"}})
   with pytest.raises(ValueError, match=r"needs compute capability 7\.5, this GPU has 7\.0"):
     registry.choose_op(cfg, Device("gpu", "7.0"), "adamw")
-  cfg = tiny_config({"ops.kernels": "grouped_matmul=cuda", "precision.compute_dtype": "bfloat16"})
+  cfg = tiny_config(
+    {"ops.kernels": {"grouped_matmul": "cuda"}, "precision.compute_dtype": "bfloat16"}
+  )
   with pytest.raises(ValueError, match=r"needs compute capability 8\.0, this GPU has 7\.5"):
     registry.choose_op(cfg, Device("gpu", "7.5"), "grouped_matmul")
   with pytest.raises(ValueError, match=r"needs compute capability 9\.0 or .* this GPU has 8\.9"):
     cfg = tiny_config(
-      {"ops.kernels": "linear_cross_entropy=cuda", "precision.compute_dtype": "bfloat16"}
+      {"ops.kernels": {"linear_cross_entropy": "cuda"}, "precision.compute_dtype": "bfloat16"}
     )
     registry.choose_op(cfg, Device("gpu", "8.9"), "linear_cross_entropy")
 
@@ -298,7 +302,7 @@ def test_without_nvcc_xla_runs_unless_the_kernel_is_asked_for(monkeypatch):
   choice = registry.choose_op(tiny_config(), HOPPER, "adamw")["update"]
   assert str(choice) == "adamw: xla (reference: CUDA kernels need nvcc)"
   with pytest.raises(ValueError, match="adamw=cuda: CUDA kernels need nvcc"):
-    registry.choose_op(tiny_config({"ops.kernels": "adamw=cuda"}), HOPPER, "adamw")
+    registry.choose_op(tiny_config({"ops.kernels": {"adamw": "cuda"}}), HOPPER, "adamw")
   with pytest.raises(registry.FallbackError, match="CUDA kernels need nvcc"):
     registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "adamw")
   requirements._no_library.cache_clear()

@@ -48,7 +48,7 @@ def cfg(text) -> Config:
       "data.validation_fraction": 0.2,
       "optimizer.warmup_steps": 1,
       "eval.bigram_baseline": False,
-      "log.writers": "jsonl",
+      "log.writers": ("jsonl",),
       "log.every_steps": 1,
       "sample.max_tokens": 0,
     },

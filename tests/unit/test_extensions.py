@@ -67,12 +67,12 @@ def config(tmp_path):
     return tiny_config(
       {
         "num_steps": 4,
-        "extensions": str(tmp_path / name),
+        "extensions": (str(tmp_path / name),),
         "model.vocab_size": 384,
         "data.paths": str(text),
         "data.validation_fraction": 0.0,
         "data.cache_dir": str(tmp_path / "cache"),
-        "log.writers": "jsonl",
+        "log.writers": ("jsonl",),
         "log.every_steps": 1,
         "log.progress": False,
         "sample.max_tokens": 0,
@@ -88,7 +88,7 @@ def rows(folder):
 
 
 def test_a_metric_writer(config, tmp_path):
-  cfg = config(SINK, {"log.writers": "jsonl,mine", "log.project": "cats"})
+  cfg = config(SINK, {"log.writers": ("jsonl", "mine"), "log.project": "cats"})
   train(cfg, tmp_path / "run")
   lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
   run = (tmp_path / "run" / "run_id").read_text().strip()
@@ -203,14 +203,14 @@ def test_the_examples_of_the_guide(tmp_path):
   cfg = tiny_config(
     {
       "num_steps": 3,
-      "extensions": f"{tmp_path}/parts.py",
+      "extensions": (f"{tmp_path}/parts.py",),
       "model.vocab_size": 384,
       "optimizer.name": "lion",
       "optimizer.schedule": "halved",
       "data.paths": f"{tmp_path}/cats.tsv",
       "data.validation_fraction": 0.0,
       "data.cache_dir": f"{tmp_path}/cache",
-      "log.writers": "losses",
+      "log.writers": ("losses",),
       "log.every_steps": 1,
       "log.progress": False,
       "sample.max_tokens": 0,
@@ -226,9 +226,9 @@ def test_the_examples_of_the_guide(tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_that_goes_on_with_another_file_says_so(config, tmp_path, caplog):
-  cfg = config(SINK, {"log.writers": "jsonl,mine"})
+  cfg = config(SINK, {"log.writers": ("jsonl", "mine")})
   train(cfg, tmp_path / "run")
-  kept = json.loads((tmp_path / "run" / "config.json").read_text())["extensions"]
+  (kept,) = json.loads((tmp_path / "run" / "config.json").read_text())["extensions"]
   name, _, digest = kept.partition("#")
   assert name == str(tmp_path / "mine.py") and len(digest) == 16
   longer = with_settings(cfg, {"num_steps": 5})
@@ -237,18 +237,18 @@ def test_a_run_that_goes_on_with_another_file_says_so(config, tmp_path, caplog):
     assert "extensions" not in caplog.text
     (tmp_path / "mine.py").write_text(SINK.replace('f"layers', 'f"depth'))
     train(with_settings(cfg, {"num_steps": 6}), tmp_path / "run")
-  assert f"changed since the last start: extensions: {kept!r} -> '{name}#" in caplog.text
+  assert f"changed since the last start: extensions: {(kept,)!r} -> ('{name}#" in caplog.text
   lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
   assert [line for line in lines if line.endswith(" 2")] == ["layers 2", "layers 2", "depth 2"]
 
 
 def test_no_command_on_a_workdir_runs_what_it_names(config, tmp_path):
-  train(config(SINK, {"log.writers": "mine"}), tmp_path / "run")
+  train(config(SINK, {"log.writers": ("mine",)}), tmp_path / "run")
   extensions.loaded.clear()
   extensions.writers.forget(extensions.writers.owner("mine"))
   (tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
   with load_run(tmp_path / "run") as run:
-    assert run.program.cfg.extensions == ""
+    assert run.program.cfg.extensions == ()
 
 
 # Mistakes.
@@ -271,30 +271,31 @@ def test_no_command_on_a_workdir_runs_what_it_names(config, tmp_path):
 )
 def test_what_is_wrong_with_a_file_is_said(config, tmp_path, source, words):
   with pytest.raises(ValueError, match=f"(?s){words}"):
-    train(config(source, {"log.writers": "mine"}), tmp_path / "run")
+    train(config(source, {"log.writers": ("mine",)}), tmp_path / "run")
   assert not (tmp_path / "run").exists()
   assert "mine" not in extensions.writers  # nothing of a file that failed stays
 
 
 def test_a_name_that_two_files_take(config, tmp_path):
   (tmp_path / "other.py").write_text(SINK)
-  both = f"{tmp_path}/mine.py,{tmp_path}/other.py"
+  both = (f"{tmp_path}/mine.py", f"{tmp_path}/other.py")
   with pytest.raises(ValueError, match=r"'mine' is there already, of .*mine.py#"):
     load_extensions(config(SINK, {"extensions": both}))
 
 
 def test_a_file_that_is_not_there(config):
-  cfg = config(SINK, {"extensions": "nowhere.py"})
+  cfg = config(SINK, {"extensions": ("nowhere.py",)})
   with pytest.raises(ValueError, match=r"extensions='nowhere.py' cannot be read: No such file"):
     load_extensions(cfg)
   with pytest.raises(ValueError, match=r"extensions='nowhere' is neither a file that ends in .py"):
-    load_extensions(with_settings(cfg, {"extensions": "nowhere"}))
+    load_extensions(with_settings(cfg, {"extensions": ("nowhere",)}))
 
 
 def test_a_module_that_can_be_imported(config, tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
-  cfg = config(SINK, {"extensions": "my_parts", "log.writers": "mine"}, name="my_parts.py")
-  assert load_extensions(cfg).extensions.startswith("my_parts#")
+  cfg = config(SINK, {"extensions": ("my_parts",), "log.writers": ("mine",)}, name="my_parts.py")
+  (entry,) = load_extensions(cfg).extensions
+  assert entry.startswith("my_parts#")
   assert "mine" in extensions.writers
 
 
@@ -309,7 +310,7 @@ import sys
 from ats_jax import extensions
 from ats_jax.config.extend import load_extensions
 from ats_jax.config.schema import Config
-load_extensions(Config(extensions=sys.argv[1]))
+load_extensions(Config(extensions=(sys.argv[1],)))
 for registry in extensions.ALL:
   print(*{registry.owner(name).partition("#")[0] for name in registry})
 """

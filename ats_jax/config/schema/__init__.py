@@ -107,10 +107,10 @@ class Config:
     low=1,
     resume="free",
   )
-  extensions: str = setting(
-    "",
-    "comma-separated files or modules of yours that add metric writers, schedules, optimizers and "
-    "data formats (docs/guides/extensions.md); a workdir keeps them as name#hash",
+  extensions: tuple[str, ...] = setting(
+    (),
+    "files or modules of yours that add metric writers, schedules, optimizers and data formats "
+    "(docs/guides/extensions.md); a workdir keeps them as name#hash",
     resume="free",
   )
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

@@ -10,10 +10,10 @@ class LogConfig:
   """What is written and shown."""
 
   every_steps: int = setting(10, "steps between metric rows", low=1, resume="free")
-  writers: str = setting(
-    "console,jsonl,csv,tensorboard",
-    "comma-separated: console, jsonl, csv, tensorboard; clu, wandb, mlflow, trackio (each needs an "
-    "extra, docs/reference/metrics.md); or those of `extensions`",
+  writers: tuple[str, ...] = setting(
+    ("console", "jsonl", "csv", "tensorboard"),
+    "where metrics go: console, jsonl, csv, tensorboard; clu, wandb, mlflow, trackio (each needs "
+    "an extra, docs/reference/metrics.md); or those of `extensions`",
     resume="free",
   )
   project: str = setting(

@@ -25,4 +25,4 @@ class SampleConfig:
   top_p: float = setting(
     0.95, "keep the likeliest tokens that sum to p; 1 = all", low=0.0, high=1.0, resume="free"
   )
-  stop: str = setting("", "comma-separated texts that end generation", resume="free")
+  stop: tuple[str, ...] = setting((), "texts that end generation", resume="free")

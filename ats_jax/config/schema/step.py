@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import Table, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class StepConfig:
     low=0,
     resume="free",
   )
-  compiler_options: str = setting(
-    "",
-    "options of XLA for the train step, e.g. 'xla_gpu_enable_dynamic_slice_fusion=false,"
-    "xla_gpu_autotune_level=1'; they go before those that the device gets anyway (logged)",
+  compiler_options: Table[str] = setting(
+    Table(),
+    "options of XLA for the train step, e.g. xla_gpu_autotune_level=1; they go before those that "
+    "the device gets anyway (logged)",
     resume="free",
   )
   loss_chunk_tokens: int = setting(

@@ -91,8 +91,8 @@ def measure(
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "candidate.py")
     file.write_text(
-      "from ml_collections import ConfigDict\n"
-      f"def get_config():\n  return ConfigDict({updated(config, changes)!r})\n",
+      "from ats_jax.config.tree import edited\n"
+      f"def get_config():\n  return edited({updated(config, changes)!r})\n",
       encoding="utf-8",
     )
     command = [sys.executable, "-m", "ats_jax", "bench", f"--config={file}", *options]

@@ -77,7 +77,7 @@ def test_a_model_of_hugging_face_trains(tmp_path):
     write(tmp_path, f"text/{i}.txt", f"the quick brown fox number {i} jumps over a lazy dog\n" * 9)
   small = {
     "num_steps": 1, "data.paths": str(tmp_path / "text"), "data.tokenizer": "bytes",
-    "data.batch_size": 8, "data.cache_dir": str(tmp_path / "cache"), "log.writers": "",
+    "data.batch_size": 8, "data.cache_dir": str(tmp_path / "cache"), "log.writers": (),
     "log.progress": False, "sample.max_tokens": 0, "data.validation_fraction": 0.0,
   }  # fmt: skip
   cfg = with_settings(from_config_dict(load_file(str(tmp_path / "mine.py"))), small)

@@ -175,7 +175,7 @@ def test_a_kind_of_an_extension_brings_its_settings(extension, tmp_path):
     "from ats_jax.config import base_config\n"
     "def get_config():\n"
     "  config = base_config()\n"
-    f"  config.extensions = {extension!r}\n"
+    f"  config.extensions = ({extension!r},)\n"
     "  config.optimizer = {'name': 'sign', 'momentum': 0.7}\n"
     "  return config\n"
   )

@@ -108,7 +108,10 @@ def test_unknown_choice(name):
     ({"optimizer.b1": 1.0}, "optimizer.b1=1 never takes a gradient in"),
     ({"optimizer.b2": 1.0}, "optimizer.b2=1 never takes a gradient in"),
     ({"optimizer.eps": 0.0}, "optimizer.eps=0 divides 0 by 0"),
-    ({"log.writers": "console,xml"}, "log.writers='xml' is unknown. Choose one of: console, jsonl"),
+    (
+      {"log.writers": ("console", "xml")},
+      "log.writers='xml' is unknown. Choose one of: console, jsonl",
+    ),
     ({"data.tokenizer": "/no/such.json"}, "data.tokenizer='/no/such.json' is neither 'bytes'"),
     (
       {"precision.fp8": True, "precision.fp8_keep_first": 3, "model.num_layers": 4},
@@ -133,8 +136,8 @@ def test_what_is_just_legal(tmp_path):
     {"mesh.data": 1},
     {"optimizer.warmup_steps": 400},
     {"optimizer.warmup_fraction": 1.0},
-    {"log.writers": ""},
-    {"log.writers": " jsonl , csv ,"},
+    {"log.writers": ()},
+    {"log.writers": ("jsonl", "csv")},
     {"data.tokenizer": str(tmp_path / "tokenizer.json")},
     {"mesh.tensor": 2, "mesh.fsdp": 4},
     {"step.accum_steps": 16},

@@ -105,7 +105,7 @@ def test_a_foreign_kind_trains_and_a_run_resumes_exactly(tmp_path, monkeypatch):
   )
   cfg = tiny_config({
     "num_steps": 6, "model.vocab_size": 260, "data.seq_len": 16, "data.batch_size": 8,
-    "optimizer.schedule": "constant", "log.writers": "jsonl", "log.progress": False,
+    "optimizer.schedule": "constant", "log.writers": ("jsonl",), "log.progress": False,
     "sample.max_tokens": 0,
   })  # fmt: skip
   whole = train(cfg, tmp_path / "whole")

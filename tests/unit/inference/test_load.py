@@ -4,11 +4,11 @@ import json
 import jax
 import pytest
 from helpers import tiny_config
-from ml_collections import ConfigDict
 
 from ats_jax.checkpoint import integrity, workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.tree import edited
 from ats_jax.inference.load import fit_devices, load_run
 from ats_jax.train.loop import train
 
@@ -68,7 +68,7 @@ def trained(tmp_path):
 
 def prepare(folder, of_the_config, of_the_checkpoint):
   """Give settings to a workdir, in its config and as what an orchestrator would have changed."""
-  config = ConfigDict(json.loads((folder / workdir.CONFIG).read_text()))
+  config = edited(json.loads((folder / workdir.CONFIG).read_text()))
   config.update_from_flattened_dict(of_the_config)
   workdir.write_json(folder / workdir.CONFIG, config.to_dict())
   checkpoint = folder / workdir.CHECKPOINTS / "2"
@@ -85,7 +85,7 @@ def test_a_workdir_names_no_cache_and_no_option_of_the_compiler(trained, tmp_pat
   reaching = {
     "compilation_cache": str(theirs),
     "data.cache_dir": str(theirs),
-    "step.compiler_options": f"xla_dump_to={dump}",
+    "step.compiler_options": {"xla_dump_to": str(dump)},
   }
   prepare(trained, reaching, {})
   with load_run(trained) as run:

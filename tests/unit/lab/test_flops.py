@@ -98,7 +98,7 @@ MEASURED = {
   "data.batch_size": 2,
   "step.scan_unroll": 2,
   "step.loss_chunk_tokens": 256,  # one chunk: XLA counts the body of a loop once
-  "ops.kernels": "attention=xla",
+  "ops.kernels": {"attention": "xla"},
 }
 
 

@@ -36,7 +36,7 @@ def sparse_run(folder, changes=()):
       "eval.every_steps": 2,
       "log.every_steps": 2,
       "log.progress": False,
-      "log.writers": "jsonl,tensorboard",
+      "log.writers": ("jsonl", "tensorboard"),
       "sample.max_tokens": 8,
       **dict(changes),
     }
@@ -187,7 +187,7 @@ def test_a_run_through_clus_own_writer_feeds_the_orchestrator(tmp_path):
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
   changes = {
-    "log.writers": "clu",
+    "log.writers": ("clu",),
     "num_steps": 24,
     "orchestrator.mode": "act",
     "orchestrator.check_interval": 2,

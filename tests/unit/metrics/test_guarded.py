@@ -62,7 +62,7 @@ def test_one_that_fails_is_given_up_once_and_the_others_go_on(tmp_path, monkeypa
   extensions.writers.open()  # once in a process: what it registers must outlive the test
   monkeypatch.setattr(extensions.writers, "_entries", dict(extensions.writers._entries))
   extensions.writers.register("service")(make)
-  writer = create_writer(LogConfig(writers="service,jsonl"), tmp_path, resume_step=None)
+  writer = create_writer(LogConfig(writers=("service", "jsonl")), tmp_path, resume_step=None)
   write(writer, range(9))
   writer.close()
   assert [step for step, _ in made[0].steps] == [0, 1, 2]

@@ -52,7 +52,7 @@ def written(tmp_path_factory):
     "data.validation_paths": f"{folder}/other.txt",
     "data.cache_dir": f"{folder}/cache",
     "log.progress": False,
-    "log.writers": "jsonl",
+    "log.writers": ("jsonl",),
     "sample.max_tokens": 0,
   }
   train(tiny_config(eight), folder / "eight")

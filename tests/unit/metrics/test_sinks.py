@@ -27,7 +27,7 @@ def test_a_missing_library_is_said_with_its_extra(name, tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, name, None)
   words = rf"log.writers: '{name}' needs the library {name} .*pip install 'ats_jax\[{name}\]'"
   with pytest.raises(ValueError, match=words):
-    create_writer(LogConfig(writers=f"jsonl,{name}"), tmp_path, resume_step=None)
+    create_writer(LogConfig(writers=("jsonl", name)), tmp_path, resume_step=None)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def offline(tmp_path, monkeypatch):
 
 
 def open_sink(name, folder, resume_step=None):
-  cfg = LogConfig(writers=f"jsonl,{name}", project="cats")
+  cfg = LogConfig(writers=("jsonl", name), project="cats")
   return create_writer(cfg, folder, resume_step=resume_step, run=RUN)
 
 
@@ -105,7 +105,7 @@ def test_all_three_take_a_whole_run(tmp_path, monkeypatch, offline):
       "log.every_steps": 2,
       "log.progress": False,
       "log.project": "cats",
-      "log.writers": "jsonl,wandb,mlflow,trackio",
+      "log.writers": ("jsonl", "wandb", "mlflow", "trackio"),
       "sample.max_tokens": 4,
     }
   )
@@ -179,7 +179,7 @@ import sys
 from pathlib import Path
 from ats_jax.config.schema import LogConfig
 from ats_jax.metrics.create import create_writer
-create_writer(LogConfig(writers="wandb"), Path(sys.argv[1]), resume_step=None)
+create_writer(LogConfig(writers=("wandb",)), Path(sys.argv[1]), resume_step=None)
 """
 
 

@@ -54,7 +54,7 @@ EVENT_WRITERS = [
     lambda d: clu_writer("create_default_writer", str(d)), id="clu-default", marks=pytest.mark.tf
   ),
   pytest.param(
-    lambda d: create_writer(LogConfig(writers="clu"), d, resume_step=None),
+    lambda d: create_writer(LogConfig(writers=("clu",)), d, resume_step=None),
     id="ours-of-clu",
     marks=pytest.mark.tf,
   ),
@@ -421,7 +421,7 @@ def test_create_writer_writes_on_the_main_process_only(tmp_path, monkeypatch):
   assert not (tmp_path / "run").exists()
   monkeypatch.setitem(sys.modules, "clu", None)
   with pytest.raises(ValueError, match=r"pip install 'ats_jax\[tf\]'"):
-    create_writer(LogConfig(writers="clu"), tmp_path, resume_step=None)
+    create_writer(LogConfig(writers=("clu",)), tmp_path, resume_step=None)
 
 
 def test_multi_writer_closes_all_even_if_one_fails(tmp_path):

@@ -244,9 +244,9 @@ def config_for(**changes):
   [
     ({}, HOPPER, "cudnn", "flash attention"),
     ({}, ("gpu", "10.0"), "cudnn", "flash attention"),
-    ({"ops__kernels": "attention=cudnn"}, HOPPER, "cudnn", "ops.kernels=attention=cudnn"),
-    ({"ops__kernels": "attention=xla"}, HOPPER, "xla", "ops.kernels=attention=xla"),
-    ({"ops__kernels": "attention=xla", "ops__strict": True}, HOPPER, "xla", "attention=xla"),
+    ({"ops__kernels": {"attention": "cudnn"}}, HOPPER, "cudnn", "ops.kernels=attention=cudnn"),
+    ({"ops__kernels": {"attention": "xla"}}, HOPPER, "xla", "ops.kernels=attention=xla"),
+    ({"ops__kernels": {"attention": "xla"}, "ops__strict": True}, HOPPER, "xla", "attention=xla"),
     ({}, ("cpu",), "xla", "cuDNN runs on NVIDIA GPUs, this is cpu"),
     ({"ops__strict": True}, ("cpu",), "xla", "reference"),
     ({}, ("tpu",), "xla", "this is tpu"),
@@ -275,7 +275,7 @@ def test_cudnn_that_cannot_run_is_an_error(changes, device, words):
   with pytest.raises(
     ValueError, match=f"ops.kernels=attention=cudnn: .*{words}.*Use attention=xla"
   ):
-    choose(config_for(ops__kernels="attention=cudnn", **changes), *device)
+    choose(config_for(ops__kernels={"attention": "cudnn"}, **changes), *device)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_the_kernel_is_chosen_on_hopper_and_the_reference_elsewhere():
   ]:
     choice = choose(on(), platform, capability)
     assert choice.implementation == "xla" and reason in choice.reason
-  assert choose(on(ops__kernels="grouped_matmul=xla"), "gpu", "9.0").implementation == "xla"
+  assert choose(on(ops__kernels={"grouped_matmul": "xla"}), "gpu", "9.0").implementation == "xla"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_the_kernel_cannot_do(changes, obstacle):
   assert obstacle in choose(on(**changes), "gpu", "9.0").reason
   message = f"grouped_matmul=mosaic: .*{obstacle}. Use grouped_matmul=xla, or leave it out"
   with pytest.raises(ValueError, match=message):
-    choose(on(**changes, ops__kernels="grouped_matmul=mosaic"), "gpu", "9.0")
+    choose(on(**changes, ops__kernels={"grouped_matmul": "mosaic"}), "gpu", "9.0")
   with pytest.raises(FallbackError, match=f"ops.strict: .*{obstacle}.*set ops.strict=false"):
     choose(on(**changes, ops__strict=True), "gpu", "9.0")
   # There is nothing faster to miss on a CPU.

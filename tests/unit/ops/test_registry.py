@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -140,7 +139,7 @@ def test_default_obstacle_and_strict(monkeypatch):
   with pytest.raises(FallbackError, match="swiglu would fall back to xla because it is broken"):
     registry.choose_op(strict, HOPPER, "swiglu")
   assert registry.choose_op(strict, Device("cpu"), "swiglu")["forward"].implementation == "xla"
-  forced = tiny_config({"ops.kernels": "swiglu=mine"})
+  forced = tiny_config({"ops.kernels": {"swiglu": "mine"}})
   with pytest.raises(
     ValueError, match=r"ops\.kernels=swiglu=mine: it is broken\. Use swiglu=xla, or leave it out"
   ):
@@ -157,7 +156,7 @@ def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
   plug(monkeypatch, "swiglu", default=False, forward="swiglu_forward", backward="swiglu_backward")
   choice = registry.choose_op(tiny_config({"ops.strict": True}), HOPPER, "swiglu")["forward"]
   assert str(choice) == "swiglu: xla (reference: mine is no default: 2x)"
-  cfg = tiny_config({"ops.kernels": "swiglu.backward=mine, rope=xla"})
+  cfg = tiny_config({"ops.kernels": {"swiglu.backward": "mine", "rope": "xla"}})
   slots, _ = registry.choose(cfg, HOPPER)
   assert (slots.of("swiglu", "forward"), slots.of("swiglu", "backward")) == ("xla", "mine")
 
@@ -165,14 +164,13 @@ def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):
 @pytest.mark.parametrize(
   ("slots", "message"),
   [
-    ("swiglu", "is not 'op=implementation'"),
-    ("gelu=xla", "no op 'gelu'; there are attention"),
-    ("swiglu.middle=xla", "swiglu has the slots forward, backward"),
-    ("swiglu=mosaic", "'mosaic' is not one of xla, cuda"),
+    ({"gelu": "xla"}, "gelu=xla: no op 'gelu'; there are attention"),
+    ({"swiglu.middle": "xla"}, "swiglu.middle=xla: swiglu has the slots forward, backward"),
+    ({"swiglu": "mosaic"}, "swiglu=mosaic: 'mosaic' is not one of xla, cuda"),
   ],
 )
 def test_wrong_settings(slots, message):
-  with pytest.raises(ValueError, match=f"ops.kernels: {re.escape(repr(slots))}.*{message}"):
+  with pytest.raises(ValueError, match=f"ops.kernels: {message}"):
     registry.choose(tiny_config({"ops.kernels": slots}), Device("cpu"))
 
 
@@ -191,7 +189,7 @@ def test_tuning_tables(monkeypatch, tmp_path):
   assert find(slots, 16).keywords == find(slots, 9).keywords == {"block": 2}
   assert find(slots, 17).keywords == {}  # not tuned: the kernel's own tiles
   assert find(slots, 600) is None  # measured: XLA is faster there
-  asked, _ = registry.choose(tiny_config({"ops.kernels": "swiglu=mine"}), HOPPER)
+  asked, _ = registry.choose(tiny_config({"ops.kernels": {"swiglu": "mine"}}), HOPPER)
   assert find(asked, 600).keywords == {}  # unless it is asked for
   SEEN.clear()
   swiglu(jnp.ones((16, 8)), jnp.ones((16, 8)), slots)

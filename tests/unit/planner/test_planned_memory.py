@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.config.schema.setting import Table
 from ats_jax.planner.abstract import abstract_batch, abstract_mesh, abstract_state, device_bytes
 from ats_jax.planner.describe import describe, planned_bytes, render
 from ats_jax.planner.memory import activations, kv_cache_bytes, peak, state_memory
@@ -132,7 +133,7 @@ def test_flash_attention_keeps_nothing_of_seq_by_seq():
   flash = kept(step__remat="none")
   as_short = kept(step__remat="none", data__seq_len=8, data__batch_size=16)
   assert flash == pytest.approx(as_short, rel=1e-3)
-  whole = kept(step__remat="none", ops__kernels="attention=xla")
+  whole = kept(step__remat="none", ops__kernels={"attention": "xla"})
   scores = 2 * 8 * 4 * 16 * 16 * 4  # layers x rows x heads x seq x seq, float32
   assert scores <= whole - flash <= 4 * scores
 
@@ -141,10 +142,10 @@ def test_a_ring_keeps_nothing_of_seq_by_seq():
   """Whatever computes it; XLA has its scores at a time."""
   ring = {"mesh__context": 2, "mesh__context_ring": True}
   for remat in ("none", "full"):
-    by_xla = kept(step__remat=remat, ops__kernels="attention=xla", **ring)
+    by_xla = kept(step__remat=remat, ops__kernels={"attention": "xla"}, **ring)
     assert kept(step__remat=remat, **ring) == by_xla
   cfg = tiny_config({"mesh.context": 2, "mesh.context_ring": True, "model.vocab_size": 384})
-  xla = dataclasses.replace(cfg, ops=dataclasses.replace(cfg.ops, kernels="attention=xla"))
+  xla = dataclasses.replace(cfg, ops=dataclasses.replace(cfg.ops, kernels=Table(attention="xla")))
   parts = [describe(c)["device_bytes_estimated"]["recomputed block"] for c in (cfg, xla)]
   assert parts[1] - parts[0] == 2 * 8 * 4 * 8 * 8 * 4
 
@@ -322,7 +323,7 @@ COMPILED = {
   "model.vocab_size": 1024,
   "data.batch_size": 16,
   "data.seq_len": 128,
-  "ops.kernels": "attention=xla",
+  "ops.kernels": {"attention": "xla"},
   "step.loss_chunk_tokens": 512,
 }
 

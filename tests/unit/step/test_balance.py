@@ -80,7 +80,7 @@ def test_a_collapsed_router_recovers(mesh):
         "optimizer.learning_rate": 3e-3,
         "optimizer.warmup_steps": 20,
         "step.loss_chunk_tokens": 1024,
-        "step.compiler_options": FAST_STEPS.removeprefix("--"),
+        "step.compiler_options": dict([FAST_STEPS.removeprefix("--").split("=")]),
       }
     )
     found.append(steps_to_balance(make_program(cfg), seed))

@@ -41,7 +41,7 @@ def config(tmp_path_factory):
         "data.paths": str(folder),
         "data.validation_fraction": 0.3,
         "data.cache_dir": str(cache),
-        "log.writers": "jsonl",
+        "log.writers": ("jsonl",),
         "log.every_steps": 1,
         "log.progress": False,
         "sample.max_tokens": 0,

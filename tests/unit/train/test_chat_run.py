@@ -40,7 +40,7 @@ SETTINGS = {
   "optimizer.learning_rate": 5e-3,
   "optimizer.warmup_steps": 20,
   "orchestrator.mode": "off",
-  "log.writers": "jsonl",
+  "log.writers": ("jsonl",),
   "log.progress": False,
   "sample.prompt": "a1",
   "sample.max_tokens": 16,

@@ -42,7 +42,7 @@ def make(tmp_path_factory):
       "eval.num_batches": 2,
       "log.every_steps": 1,
       "log.progress": False,
-      "log.writers": "jsonl",
+      "log.writers": ("jsonl",),
       "sample.max_tokens": 0,
     } | {name.replace("__", "."): value for name, value in changes.items()})  # fmt: skip
 

@@ -43,7 +43,7 @@ def config(tmp_path):
         "data.paths": str(texts),
         "data.validation_fraction": 0.3,
         "data.cache_dir": str(tmp_path / "cache"),
-        "log.writers": "jsonl",
+        "log.writers": ("jsonl",),
         "log.every_steps": 1,
         "log.progress": False,
         "sample.max_tokens": 0,

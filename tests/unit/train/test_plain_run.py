@@ -23,7 +23,7 @@ settings = {
   "data.seq_len": 16, "data.batch_size": 8, "data.num_workers": 0,
   "data.validation_fraction": 0.3, "optimizer.warmup_steps": 1, "eval.every_steps": 2,
   "eval.bigram_baseline": False, "sample.max_tokens": 0, "log.progress": False,
-  "log.writers": "tensorboard,jsonl", "orchestrator.mode": "off",
+  "log.writers": ("tensorboard", "jsonl"), "orchestrator.mode": "off",
 }
 cfg = from_config_dict(updated(load_file("debug").to_dict(), settings))
 train_to_end(cfg, folder / "run")

@@ -54,7 +54,7 @@ def config(tmp_path_factory):
     "checkpoint.keep_best": True,
     "eval.every_steps": 3,
     "eval.bigram_baseline": False,
-    "log.writers": "jsonl,csv,tensorboard",
+    "log.writers": ("jsonl", "csv", "tensorboard"),
     "log.every_steps": 1,
     "log.progress": False,
     "orchestrator.mode": "act",
@@ -243,7 +243,7 @@ def test_a_profile_is_put_on_the_store(config, bucket):
 
 def test_a_writer_of_tensorflow_is_refused(config, bucket):
   with pytest.raises(ValueError, match=r"'clu' writes to local folders only, not to gs://bucket/r"):
-    train(config(log__writers="clu"), Path("gs://bucket/r"))
+    train(config(log__writers=("clu",)), Path("gs://bucket/r"))
 
 
 @pytest.mark.parametrize("name", ["compilation_cache", "data__cache_dir", "checkpoint__local_dir"])

@@ -48,7 +48,7 @@ def config(texts, **changes):
     "data.paths": str(texts),
     "data.validation_fraction": 0.3,
     "data.cache_dir": str(texts.parent / "cache"),
-    "log.writers": "jsonl",
+    "log.writers": ("jsonl",),
     "log.every_steps": 1,
     "log.progress": False,
     "sample.max_tokens": 0,

@@ -50,7 +50,7 @@ def config(texts, tmp_path_factory):
         "data.paths": str(texts),
         "data.validation_fraction": 0.3,
         "data.cache_dir": str(cache),
-        "log.writers": "jsonl",
+        "log.writers": ("jsonl",),
         "log.every_steps": 1,
         "log.progress": False,
         "sample.max_tokens": 0,
