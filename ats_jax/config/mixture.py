@@ -68,11 +68,6 @@ def sources(paths: str) -> dict[str, str]:
   return found
 
 
-def chat_sources(text: str) -> tuple[str, ...]:
-  """The names in `data.chat_sources`."""
-  return tuple(filter(None, map(str.strip, text.split(","))))
-
-
 def phases(text: str, names: Iterable[str]) -> tuple[Phase, ...]:
   """`1000 steps: web=0.7,code=0.3; web=1,code=3` -> its phases.
 

@@ -1,8 +1,8 @@
 """What `data.streaming` cannot be used with."""
 
 from ats_jax.config import mixture
-from ats_jax.config.filters import filter_stages
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.filters import spelled
 
 
 def streaming(cfg: Config) -> None:
@@ -26,8 +26,8 @@ def streaming(cfg: Config) -> None:
     raise ValueError(
       whole.format(what, "Conversations are not streamed: set data.streaming=false.")
     )
-  if filter_stages(data.filters):
-    what = f"data.filters={data.filters!r}"
+  if data.filters:
+    what = f"data.filters={spelled(data.filters)}"
     raise ValueError(whole.format(what, "Filter it with `ats-jax data prepare`, or leave it out."))
   held_out = mixture.named_paths(data.validation_paths, "data.validation_paths")
   if data.validation_fraction and "" not in held_out:

@@ -1,10 +1,14 @@
-"""Values of settings as text, for flags: lists with commas, tables of name=value."""
+"""Values of settings as text, for flags: lists with commas, tables of name=value.
 
+A dataclass that is one of several kinds is its name.
+"""
+
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from ats_jax.config.names import KINDS, all_settings, flatten, settings
-from ats_jax.config.schema.setting import Table
+from ats_jax.config.names import KINDS, all_settings, flatten, is_section, settings
+from ats_jax.config.schema.setting import Kinds, Table
 
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 
@@ -32,6 +36,12 @@ def parse_as(kind: Any, text: str, name: str) -> Any:
   Raises:
     ValueError: if it stands for none; `name` is the setting's.
   """
+  if is_section(kind):
+    if dataclasses.fields(kind)[0].name == Kinds.TAG:
+      return text  # the name of a kind, whose options are at their defaults
+    raise ValueError(
+      f"--config.{name}: there is no text for a {kind.__name__}. Set {name} in a config file."
+    )
   if get_origin(kind) is tuple:
     return tuple(parse_as(get_args(kind)[0], part, name) for part in _parts(text))
   if get_origin(kind) is Table:

@@ -142,7 +142,7 @@ def _open(
 
 def _of(cfg: DataConfig, name: str) -> DataConfig:
   """How to read the paths of that name: as conversations, or as text."""
-  chats = spec.chat_sources(cfg.chat_sources)
+  chats = cfg.chat_sources
   return cfg if not chats or name in chats else dataclasses.replace(cfg, chat_template="")
 
 

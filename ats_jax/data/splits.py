@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from ats_jax.config.chat import packing_of, role_weights
-from ats_jax.config.filters import filter_stages
+from ats_jax.config.chat import packing_of
 from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
@@ -92,7 +91,7 @@ def find_documents(
   """
   files, fingerprint, passed_over = _find(cfg.paths, cfg)
   sifted = None
-  if filter_stages(cfg.filters):
+  if cfg.filters:
     from ats_jax.data.filters.sift import sift  # here: few texts are filtered
 
     files, fingerprint, sifted = sift(cfg, files, fingerprint, how)
@@ -422,7 +421,7 @@ def pack(
   if cfg.chat_template:
     from ats_jax.data.chat.segments import weight_table
 
-    weights = weight_table(role_weights(cfg.chat_weights), cfg.chat_answers)
+    weights = weight_table(cfg.chat_weights, cfg.chat_answers)
     fingerprint = cache.digest(fingerprint, weights.tolist())
 
   def build(folder: Path) -> dict[str, Any]:

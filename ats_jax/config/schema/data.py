@@ -1,8 +1,12 @@
 """The section `data`."""
 
 import dataclasses
+from typing import Any
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.filters import FILTERS, Filter
+from ats_jax.config.schema.setting import Table, setting, when
+
+_CHAT = when("data.chat_template")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +50,11 @@ class DataConfig:
   text_field: str = setting(
     "text", "the field of a JSON object or a table's row that holds the document"
   )
-  filters: str = setting(
-    "",
-    "which documents to keep: filters in order, of repair, exact, near, language, gopher, "
-    "repetition, c4, with options as in near:threshold=0.7; empty = all",
+  filters: tuple[Filter, ...] = setting(
+    (),
+    "which documents to keep: filters in order; options are given in a config file, as in "
+    "(Exact(), Near(threshold=0.7)); empty = all",
+    elements=FILTERS,
   )
   streaming: bool = setting(
     False,
@@ -105,23 +110,29 @@ class DataConfig:
     "'gemma', 'plain', 'tokenizer' (the one beside data.tokenizer) or a .jinja file; empty = files "
     "are of text",
   )
-  chat_sources: str = setting(
-    "",
-    "comma-separated names of data.paths and data.validation_paths whose files are of "
-    "conversations, where others are of text; empty = all are",
+  chat_sources: tuple[str, ...] = setting(
+    (),
+    "names of data.paths and data.validation_paths whose files are of conversations, where others "
+    "are of text; empty = all are",
+    needs=_CHAT,
   )
-  chat_weights: str = setting(
-    "assistant=1",
-    "weight in the loss of what each role says, as role=weight with commas; one that is not named "
-    "has none",
+  chat_weights: Table[float] = setting(
+    Table(assistant=1.0),
+    "weight in the loss of what each role says; one that is not named has none",
+    low=0.0,
+    high=1.0,
+    needs=_CHAT,
   )
   chat_answers: str = setting(
     "all",
     "which answers of a conversation are in the loss: 'all', or the 'last' one",
     choices=("all", "last"),
+    needs=_CHAT,
   )
   chat_marks: bool = setting(
-    True, "take as an answer what a template's {% generation %} marks enclose, where it has some"
+    True,
+    "take as an answer what a template's {% generation %} marks enclose, where it has some",
+    needs=_CHAT,
   )
   num_workers: int = setting(
     0, "loader processes; 0 = threads of the main process", low=0, resume="free"
@@ -132,3 +143,10 @@ class DataConfig:
   cache_dir: str = setting(
     "", "tokenised corpora and trained tokenizers; empty = ~/.cache/ats_jax/data", resume="free"
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse a filter that is named twice."""
+    del cfg
+    names = [one.name for one in self.filters]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+      raise ValueError(f"data.filters names {twice} twice. Leave one of them out.")

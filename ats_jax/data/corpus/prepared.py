@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ats_jax.config.filters import canonical
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.filters import spelled
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
 from ats_jax.data.text.holdout import Split
@@ -110,10 +110,10 @@ def load(folder: Path, cfg: DataConfig) -> Prepared:
     )
   sifted = cache.Folder(folder / index["sifted"]) if index["sifted"] else None
   its = sifted.meta["filters"] if sifted else ""
-  if cfg.filters and canonical(cfg.filters) != its:
+  if cfg.filters and spelled(cfg.filters) != its:
     raise ValueError(
-      f"data.filters={cfg.filters!r}, but {folder} was prepared with {its!r}. Leave it empty, or "
-      "prepare the text again."
+      f"data.filters={spelled(cfg.filters)!r}, but {folder} was prepared with {its!r}. Leave it "
+      "empty, or prepare the text again."
     )
   tokenizer = load_tokenizer(paths.Path(folder / TOKENIZER))
   if tokenizer.fingerprint != index["tokenizer"]:

@@ -3,13 +3,14 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from helpers import tiny_config
 
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.config.explain import explain
+from ats_jax.config.explain import explain, type_in_words
 from ats_jax.config.names import differences, flatten, settings, to_dict
 
 SETTINGS = settings()
@@ -93,16 +94,23 @@ def test_there_are_fewer_than_200_settings():
 def test_every_setting_is_explained(name):
   field = SETTINGS[name]
   text = explain(name)
-  assert text.startswith(f"{name} ({field.type.__name__}): ")
+  assert text.startswith(f"{name} ({type_in_words(field)}): ")
   assert field.metadata["doc"] in text and f"default {field.default!r}" in text
   assert ("may change on resume" in text) == (field.metadata["resume"] == "free")
   assert ("fixed for a workdir" in text) == (field.metadata["resume"] == "fixed")
-  assert type(field.default) is field.type
+  assert type(field.default) is (get_origin(field.type) or field.type)
   for choice in field.metadata["choices"]:
     assert choice in text
   if field.metadata["low"] is not None and not field.metadata["choices"]:
     assert f"range [{field.metadata['low']:g}, " in text
   assert len(field.metadata["doc"]) > 8 and field.metadata["resume"] in ("fixed", "free")
+
+
+def test_options_of_the_elements_of_a_list_are_explained():
+  text = explain("data.filters")
+  assert "data.filters (list of Filter): " in text
+  assert "\n  near: Drops near copies" in text
+  assert "\n    threshold (float): " in text and "default 0.8; range [0.3, 1]" in text
 
 
 def test_a_section_is_explained_and_a_typo_has_a_suggestion():

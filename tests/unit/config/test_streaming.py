@@ -11,7 +11,7 @@ MIXED = {"data.paths": "a=a.txt,b=b.txt", "data.mixture": "a=1,b=1"}
   ("changes", "message"),
   [
     ({"data.streaming": False, "data.window_mb": 3.0}, "window_mb=3 does nothing without"),
-    ({"data.filters": "exact"}, r"filters='exact' .*ats-jax data prepare"),
+    ({"data.filters": ("exact",)}, r"filters=exact .*ats-jax data prepare"),
     ({"data.validation_fraction": 0.1}, r"validation_fraction=0\.1 .* data\.validation_paths"),
     ({"data.chat_template": "chatml"}, "Conversations are not streamed"),
     ({"num_epochs": 2.0}, r"num_epochs=2 .* num_steps"),
@@ -31,7 +31,7 @@ def test_refused(changes, message):
     {},
     {"data.validation_fraction": 0.1, "data.validation_paths": "c.txt"},
     MIXED,
-    MIXED | {"data.chat_template": "chatml", "data.chat_sources": "a"},
+    MIXED | {"data.chat_template": "chatml", "data.chat_sources": ("a",)},
   ],
 )
 def test_accepted(changes):

@@ -1,11 +1,14 @@
 """Every range, every choice, and every rule that joins several settings."""
 
+from typing import get_args, get_origin
+
 import pytest
 from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.explain import explain
 from ats_jax.config.names import all_settings
+from ats_jax.config.schema.setting import Table
 
 # A setting that several kinds of a section declare is taken of the first.
 KNOWN = {name: known[0] for name, known in all_settings().items()}
@@ -44,20 +47,32 @@ def build(changes):
   return from_config_dict(config)
 
 
+def valued(field, number):
+  """A value of a setting: the number, or a table with it."""
+  if get_origin(field.type) is Table:
+    return Table(a=get_args(field.type)[0](number))
+  return field.type(number)
+
+
+def said(name, number):
+  value = valued(SETTINGS[name], number)
+  return rf"{name}\['a'\]={value['a']}" if isinstance(value, Table) else f"{name}={value}"
+
+
 @pytest.mark.parametrize("name", WITH_LOW)
 def test_too_small(name):
   field = SETTINGS[name]
-  bad = field.type(field.metadata["low"] - 1)
-  with pytest.raises(ValueError, match=rf"^{name}={bad} is too small: at least"):
-    build({name: bad})
+  bad = field.metadata["low"] - 1
+  with pytest.raises(ValueError, match=rf"^{said(name, bad)} is too small: at least"):
+    build({name: valued(field, bad)})
 
 
 @pytest.mark.parametrize("name", WITH_HIGH)
 def test_too_large(name):
   field = SETTINGS[name]
-  bad = field.type(field.metadata["high"] + 1)
-  with pytest.raises(ValueError, match=rf"^{name}={bad} is too large: at most"):
-    build({name: bad})
+  bad = field.metadata["high"] + 1
+  with pytest.raises(ValueError, match=rf"^{said(name, bad)} is too large: at most"):
+    build({name: valued(field, bad)})
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

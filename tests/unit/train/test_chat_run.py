@@ -92,7 +92,7 @@ def test_a_run_on_text_knows_no_turns(trained):
 
 @pytest.fixture(scope="module")
 def cfg(settings):
-  return tiny_config(settings | {"data.chat_weights": "assistant=1,user=0.25"})
+  return tiny_config(settings | {"data.chat_weights": {"assistant": 1.0, "user": 0.25}})
 
 
 @pytest.fixture(scope="module")

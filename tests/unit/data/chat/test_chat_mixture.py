@@ -20,7 +20,7 @@ def chat_and_text(config, write):
   def make(**changes):
     defaults = dict(
       paths=f"base={base},talk={talk}", chat_template="chatml", packing="best_fit", seq_len=512,
-      chat_sources="talk,held", validation_paths=f"held={held},{base}", batch_size=4,
+      chat_sources=("talk", "held"), validation_paths=f"held={held},{base}", batch_size=4,
       mixture="3 steps: base=1; base=1,talk=3",
     )  # fmt: skip
     return config(**{**defaults, **changes})
@@ -42,7 +42,7 @@ def test_each_is_read_as_what_it_is(chat_and_text):
   assert asked.any() and batch["loss_mask"][is_talk].any()
 
   alone = chat_and_text(
-    paths=cfg.paths.partition("talk=")[2], chat_sources="", mixture="", validation_paths="",
+    paths=cfg.paths.partition("talk=")[2], chat_sources=(), mixture="", validation_paths="",
     validation_fraction=0.0,
   )  # fmt: skip
   want, _ = open_datasets(alone, 0)

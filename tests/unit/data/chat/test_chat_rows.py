@@ -11,6 +11,7 @@ import pytest
 from chat_cases import ANSWERS, DIALOGUES, in_loss
 
 from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
 from ats_jax.data.corpus.shards import How
@@ -80,7 +81,7 @@ def test_each_target_comes_once_with_its_weight(chat_config, packing):
   assert not [result.difference for result in audit(train) if result.difference]
 
 
-WEIGHTS = "assistant=1,user=0.25"
+WEIGHTS = Table(assistant=1.0, user=0.25)
 
 
 def test_the_audit_sees_a_wrong_weight(chat_config):
@@ -345,19 +346,20 @@ def test_a_row_of_text_is_explained(config, write):
   ("changes", "match"),
   [
     ({"chat_template": "alpaca"}, r"Choose one of: chatml, .*tokenizer for .*\.jinja"),
-    ({"chat_weights": "assistant=0,user=1"}, r"never learn to stop.*e.g. assistant=1"),
-    ({"chat_weights": "user=1"}, "never learn to stop"),
-    ({"chat_weights": "bot=1"}, "'bot=1' is not role=weight with a role of system, user"),
-    ({"chat_weights": "assistant"}, "is not role=weight"),
-    ({"chat_weights": "assistant=2"}, "no weight from 0 to 1"),
-    ({"chat_weights": "assistant=nan"}, "no weight from 0 to 1"),
-    ({"chat_weights": "assistant=much"}, "no weight from 0 to 1"),
-    ({"chat_weights": "assistant=1,assistant=1"}, "names assistant twice"),
+    ({"chat_weights": {"assistant": 0.0, "user": 1.0}}, r"never learn to stop.*e.g. assistant=1"),
+    ({"chat_weights": {"user": 1.0}}, "never learn to stop"),
+    ({"chat_weights": {"bot": 1.0}}, "no role 'bot'. The roles are system, user"),
+    ({"chat_weights": {"assistant": 2.0}}, r"chat_weights\['assistant'\]=2.0 is too large"),
+    ({"chat_weights": {"assistant": float("nan")}}, "not a finite number"),
+    ({"chat_weights": {"assistant": "much"}}, "must be float, got 'much'"),
     ({"chat_answers": "first"}, "Choose one of: all, last"),
     ({"packing": "concat"}, r"cuts conversations .* set data.packing=best_fit"),
-    ({"chat_template": "", "chat_answers": "last"}, "does nothing with text"),
-    ({"chat_template": "", "chat_marks": False}, "does nothing with text"),
-    ({"chat_template": "", "chat_weights": "assistant=0.5"}, "does nothing with text"),
+    ({"chat_template": "", "chat_answers": "last"}, "does nothing with data.chat_template="),
+    ({"chat_template": "", "chat_marks": False}, "does nothing with data.chat_template="),
+    (
+      {"chat_template": "", "chat_weights": {"assistant": 0.5}},
+      "does nothing with data.chat_template=",
+    ),
   ],
 )
 def test_settings_that_contradict_are_refused(changes, match):
