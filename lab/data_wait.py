@@ -21,6 +21,8 @@ from ml_collections import ConfigDict
 from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import from_config_dict
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.train.loop import train
 from ats_jax.verbs import cli
 from lab.runs import Changes, markdown
@@ -71,14 +73,14 @@ def write(folder: Path, found: list[str], kind: str) -> dict[str, Path]:
 def cases(paths: dict[str, Path], steps: int) -> dict[str, Changes]:
   """What is trained on, by name."""
   one = ",".join(map(str, paths.values()))
-  rising = ",".join(f"{name}={n + 1}" for n, name in enumerate(paths))
-  falling = ",".join(f"{name}={SOURCES - n}" for n, name in enumerate(paths))
+  rising = Table({name: n + 1.0 for n, name in enumerate(paths)})
+  falling = Table({name: float(SOURCES - n) for n, name in enumerate(paths)})
   return {
     "raw": {"data.paths": one},
     "streamed": {"data.paths": one, "data.streaming": True, "data.window_mb": _WINDOW.value},
     f"mixture of {SOURCES}": {
-      "data.paths": ",".join(f"{name}={path}" for name, path in paths.items()),
-      "data.mixture": f"{steps // 2} steps: {rising}; {falling}",
+      "data.sources": {name: (str(path),) for name, path in paths.items()},
+      "data.phases": (Phase(rising, steps=steps // 2), Phase(falling)),
     },
   }
 

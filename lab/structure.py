@@ -31,9 +31,7 @@ OPTION = "chat_template"
 # Settings whose value is a language of its own, which a parser reads.
 LANGUAGES = (
   "data.paths",
-  "data.mixture",
   "data.validation_paths",
-  "optimizer.phases",
   "step.compiler_options",
   "ops.kernels",
   "log.writers",

@@ -18,7 +18,7 @@ def parse(name: str, text: Any, values: Mapping[str, Any]) -> Any:
 
   Args:
     name: of the setting.
-    text: `a,b` of a list, `a=1,b=2` of a table.
+    text: `a,b` of a list, `a=1,b=2` of a table; of a table of lists `a=1,a=2`.
     values: a nested config, which says of which kinds the sections are.
 
   Raises:
@@ -58,9 +58,10 @@ def _table(kind: Any, text: str, name: str) -> Table:
     key, equals, value = (word.strip() for word in part.partition("="))
     if not (key and equals):
       raise ValueError(f"--config.{name}: {part!r} is not name=value, as in a=1,b=2.")
-    if key in table:
+    parsed = parse_as(kind, value, name)
+    if key in table and get_origin(kind) is not tuple:
       raise ValueError(f"--config.{name}={text} names {key} twice. Leave one of them out.")
-    table[key] = parse_as(kind, value, name)
+    table[key] = table[key] + parsed if key in table else parsed
   return table
 
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config import mixture
 from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
 from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
 from ats_jax.config.names import condition, flatten, settings
-from ats_jax.config.phases import phases
 from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Checked, Kinds, Table, elements
@@ -31,7 +29,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, context, replicas, stages, _gathered, _latents, _windows)
-  of_data = (_batch, _tokenizer, _mixture, phases, _chat, streaming)
+  of_data = (_batch, _tokenizer, _chat, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -245,38 +243,6 @@ def _tokenizer(cfg: Config) -> None:
     )
 
 
-def _mixture(cfg: Config) -> None:
-  data = cfg.data
-  names = mixture.sources(data.paths)
-  if data.temperature <= 0.0:
-    raise ValueError(
-      f"data.temperature={data.temperature:g} is not positive. Use 1 for shares by size, more to "
-      "raise those of small sources."
-    )
-  for name, idle in (("mixture", ""), ("temperature", 1.0), ("mixture_order", "even")):
-    if not names and getattr(data, name) != idle:
-      raise ValueError(
-        f"data.{name}={getattr(data, name)} needs sources with names, as in "
-        "data.paths=web=web.txt,code=src."
-      )
-  if data.mixture and data.temperature != 1.0:
-    raise ValueError(
-      f"data.temperature={data.temperature:g} does nothing with data.mixture, which gives the "
-      "weights. Leave one of them out."
-    )
-  phases = mixture.phases(data.mixture, names)
-  if phases and phases[-1].amount and cfg.length != "phases":
-    raise ValueError(
-      "data.mixture: its last phase has a length, but the end of the run is elsewhere. Leave that "
-      "length out, or set length=phases, which ends the run there."
-    )
-  if cfg.length == "phases" and not (phases and phases[-1].amount):
-    raise ValueError(
-      f"length=phases, but data.mixture={data.mixture!r} does not say how long its last phase is. "
-      "Give it a length, or use length=given and num_steps."
-    )
-
-
 def _chat(cfg: Config) -> None:
   data = cfg.data
   name = data.chat_template
@@ -287,16 +253,15 @@ def _chat(cfg: Config) -> None:
       f"data.chat_template={name!r} is unknown. Choose one of: {', '.join(TEMPLATES)}; "
       f"{OWN_TEMPLATE} for the one beside data.tokenizer; or the path of a .jinja file."
     )
-  chats, named = data.chat_sources, mixture.sources(data.paths)
-  held_out = mixture.named_paths(data.validation_paths, "data.validation_paths")
+  chats, named = data.chat_sources, data.sources
   for source in chats:
-    if source not in {*named, *held_out} - {""}:
+    if source not in {*named, *data.validation_sets}:
       raise ValueError(
-        f"data.chat_sources: {source!r} is no name of data.paths or data.validation_paths."
+        f"data.chat_sources: {source!r} is no name of data.sources or data.validation_sets."
       )
   if chats and not {*chats} & {*named}:
     raise ValueError(
-      f"data.chat_sources={list(chats)} names no source of data.paths, so that no conversation "
+      f"data.chat_sources={list(chats)} names no source of data.sources, so that no conversation "
       "would be trained on. Name one, or leave data.chat_template out."
     )
   for role in data.chat_weights:

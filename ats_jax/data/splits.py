@@ -11,7 +11,6 @@ import numpy as np
 from absl import logging
 
 from ats_jax.config.chat import packing_of
-from ats_jax.config.mixture import named_paths, sources
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
@@ -207,12 +206,12 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   if folder := prepared.folder_of(cfg.paths):
     raise ValueError(f"{folder} is prepared already: train on it by --config.data.paths={folder}.")
   cfg = dataclasses.replace(cfg, cache_dir=str(out))
-  if named := sources(cfg.paths):
+  if cfg.sources:
     raise ValueError(
-      f"data.paths names the sources {', '.join(named)}. Prepare each of them apart, with the same "
+      f"data.sources names {', '.join(cfg.sources)}. Prepare each of them apart, with the same "
       "tokenizer.json as data.tokenizer, and give the folders to the training: name=folder."
     )
-  fraction = 0.0 if main_paths(cfg) else cfg.validation_fraction
+  fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
   opened = open_documents(cfg, fraction, how._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
@@ -221,15 +220,6 @@ def prepare(cfg: DataConfig, out: Path, how: How) -> Opened:
   )
   prepared.save(out, cfg, made)
   return opened
-
-
-def main_paths(cfg: DataConfig) -> str:
-  """Those paths to validate on that have no name.
-
-  Raises:
-    ValueError: as `named_paths`.
-  """
-  return named_paths(cfg.validation_paths, "data.validation_paths").get("", "")
 
 
 def open_datasets(
@@ -249,8 +239,7 @@ def open_datasets(
     ValueError: for paths that hold nothing, malformed input if `cfg.strict`, or a training text
       shorter than one row.
   """
-  validation_paths = main_paths(cfg)
-  fraction = 0.0 if validation_paths else cfg.validation_fraction
+  fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
   opened = open_documents(cfg, fraction, tokenizer=tokenizer)
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
@@ -270,8 +259,8 @@ def open_datasets(
       f"The training text has {num_tokens} tokens in {num_documents} documents, less than one row "
       f"of data.seq_len={cfg.seq_len}. Give more text or set data.seq_len to at most {num_tokens}."
     )
-  if validation_paths:
-    return train, open_split(cfg, 0, validation_paths, opened.tokenizer)
+  if cfg.validation_paths:
+    return train, open_split(cfg, 0, cfg.validation_paths, opened.tokenizer)
   validation = pack(cfg, 0, opened, np.flatnonzero(out), "validation")
   if split.fraction and not validation.info.num_documents:
     raise ValueError(

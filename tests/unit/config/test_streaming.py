@@ -3,8 +3,15 @@
 import pytest
 from helpers import tiny_config
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
+
 STREAMED = {"data.streaming": True, "data.validation_fraction": 0.0}
-MIXED = {"data.paths": "a=a.txt,b=b.txt", "data.mixture": "a=1,b=1"}
+MIXED = {
+  "data.sources": {"a": ("a.txt",), "b": ("b.txt",)},
+  "data.mixture": {"a": 1.0, "b": 1.0},
+}
+PHASES = (Phase(Table(a=1), epochs=2), Phase(Table(b=1)))
 
 
 @pytest.mark.parametrize(
@@ -16,8 +23,8 @@ MIXED = {"data.paths": "a=a.txt,b=b.txt", "data.mixture": "a=1,b=1"}
     ({"data.chat_template": "chatml"}, "Conversations are not streamed"),
     ({"num_epochs": 2.0}, r"num_epochs=2 .* num_steps"),
     ({"eval.bigram_baseline": True}, "bigram_baseline=true"),
-    (MIXED | {"data.mixture": ""}, r"a mixture by size .* data\.mixture=web"),
-    (MIXED | {"data.mixture": "2 epochs: a=1; b=1"}, "a phase in epochs .* steps or tokens"),
+    (MIXED | {"data.mixture": {}}, r"a mixture by size .* data\.mixture=web"),
+    (MIXED | {"data.mixture": {}, "data.phases": PHASES}, "a phase in epochs .* steps or tokens"),
   ],
 )
 def test_refused(changes, message):

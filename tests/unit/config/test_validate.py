@@ -8,6 +8,7 @@ from helpers import tiny_config
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.explain import explain
 from ats_jax.config.names import all_settings
+from ats_jax.config.schema.mixture import Phase
 from ats_jax.config.schema.setting import Table
 
 # A setting that several kinds of a section declare is taken of the first.
@@ -26,13 +27,16 @@ BESIDE = {
   "names": STAGED,
   "qkv": STAGED,
   "attention": STAGED,
-  "random": {"data.paths": "a=a.txt,b=b.txt"},
+  "random": {"data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
   "llama3": {"model.rope_scaling.original_len": 64},
   "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
-  "phases": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1"},
-  "reset": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1; a=1"},
+  "phases": {"data.sources": {"a": ("a.txt",)}, "data.phases": (Phase(Table(a=1), steps=3),)},
+  "reset": {
+    "data.sources": {"a": ("a.txt",)},
+    "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
+  },
   "length": {"data.length_buckets": 2},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
 }

@@ -8,6 +8,9 @@ import broken_inputs
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.filters import Exact
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.look.checks import check
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_split
@@ -85,8 +88,9 @@ def try_filtered_sources(tmp_path, config, expected):
   paths = {name: tmp_path / name for name in "ab"}
   for name in ("one", "two"):
     (tmp_path / "a" / f"{name}.txt").write_text("The same words.")
-  usual = dict(seq_len=64, mixture="3 steps: a=2,b=1; b=1")
-  cfg = config(paths=",".join(f"{n}={p}" for n, p in paths.items()), filters="exact", **usual)
+  usual = dict(seq_len=64, phases=(Phase(Table(a=2, b=1), steps=3), Phase(Table(b=1))))
+  sources = Table({name: (str(path),) for name, path in paths.items()})
+  cfg = config(sources=sources, filters=(Exact(),), **usual)
   ds, _ = open_data(cfg, 0)
   reports = [part.packed.corpus.report for part in ds.info.parts.values()]
   sums = {name: sum(r["balance"][name] for r in reports) for name in expected}

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.filters import Exact
 from ats_jax.data.corpus.shards import How
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import page, visible
@@ -52,7 +53,7 @@ def folder(write, tmp_path):
 
 
 def test_nothing_hostile_is_markup(folder, config):
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=str(folder), filters=(Exact(),))
   found = Tags(page(overview(cfg, open_documents(cfg, 0.0))))
   used = {tag for tag, _ in found.tags}
   assert not used & {"script", "img", "iframe", "object", "a", "link", "base", "form"}
@@ -67,14 +68,14 @@ def test_nothing_hostile_is_markup(folder, config):
 
 
 def test_it_asks_for_nothing(folder, config):
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=str(folder), filters=(Exact(),))
   text = page(overview(cfg, open_documents(cfg, 0.0)))
   assert not re.search(r"https?:|url\(|@import|//", text.split("</style>")[0])
 
 
 def test_figures(folder, config, tmp_path):
   """They are those of the corpus, and the same of a prepared folder whose text is gone."""
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=str(folder), filters=(Exact(),))
   opened = open_documents(cfg, 0.0)
   shown = overview(cfg, opened)
   assert shown.balance == {"records": 43, "documents": 31, "dropped": 12}

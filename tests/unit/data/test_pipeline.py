@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.rows.loader import TrainBatches, eval_batches
 from ats_jax.data.sources import open_eval_sets
 from ats_jax.data.splits import open_datasets, open_split
@@ -277,8 +278,9 @@ class TestSplit:
     folder = tmp_path / "v"
     for name in ("main", "code", "more", "wiki"):
       write(f"v/{name}.txt", f"text of {name}")
-    paths = f"{folder}/main.txt, code={folder}/code.txt,wiki={folder}/wiki.txt,code={folder}/more.*"
-    cfg = config(paths=documents, validation_paths=paths, seq_len=8)
+    sets = Table(code=(f"{folder}/code.txt", f"{folder}/more.*"), wiki=(f"{folder}/wiki.txt",))
+    main = f"{folder}/main.txt"
+    cfg = config(paths=documents, validation_paths=main, validation_sets=sets, seq_len=8)
     _, validation = open_datasets(cfg, 0)
     sets = open_eval_sets(cfg, validation)
     assert [(s.name, s.prefix) for s in sets] == [
@@ -293,7 +295,7 @@ class TestSplit:
     path = write("v/v.txt", "other text")
     cfg = config(paths=documents, validation_fraction=0.2, seq_len=8)
     train, validation = open_datasets(cfg, 0)
-    more = dataclasses.replace(cfg, validation_paths=f"other={path}")
+    more = dataclasses.replace(cfg, validation_sets=Table(other=(str(path),)))
     again, same = open_datasets(more, 0)
     assert (again.info.fingerprint, same.info.fingerprint) == (
       train.info.fingerprint,
@@ -306,18 +308,11 @@ class TestSplit:
 
   def test_sets_without_a_main_one(self, documents, config, write):
     path = write("v/a=b.txt", "other text")
-    cfg = config(
-      paths=documents, validation_paths=f"other={path}", validation_fraction=0.0, seq_len=8
-    )
+    cfg = config(paths=documents, validation_sets=Table(other=(str(path),)), seq_len=8)
     (other,) = open_eval_sets(cfg, open_datasets(cfg, 0)[1])
     assert other.name == "other" and self.names(other.dataset) == {"a=b.txt"}
-    plain = dataclasses.replace(cfg, validation_paths=str(path))
+    plain = dataclasses.replace(cfg, validation_sets=Table(), validation_paths=str(path))
     assert [s.name for s in open_eval_sets(plain, open_datasets(plain, 0)[1])] == [""]
-
-  @pytest.mark.parametrize("entry", ["=a.txt", "A=a.txt", "a b=c.txt", "name="])
-  def test_a_name_that_is_none(self, documents, config, entry):
-    with pytest.raises(ValueError, match=r"data\.validation_paths.*not name=path"):
-      open_datasets(config(paths=documents, validation_paths=entry, seq_len=8), 0)
 
   def test_validation_rows_do_not_depend_on_the_seed(self, documents, config):
     cfg = config(paths=documents, validation_fraction=0.2, seq_len=8)

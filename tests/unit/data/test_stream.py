@@ -13,6 +13,8 @@ import fsspec
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.rows import stream, windows
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
@@ -208,8 +210,10 @@ def test_order_depends_on_seed_and_not_on_who_reads(streamed):
 def test_a_mixture_of_a_stream_and_a_prepared_text(streamed, folder, write):
   """Row by row what each gives alone; it goes on with the cache gone."""
   plain = write("plain.jsonl", [{"text": f"plain {i}"} for i in range(50)])
-  paths = f"big={folder},small={folder}/0.jsonl,old={plain}"
-  cfg = streamed(paths=paths, mixture="3 steps: big=2,small=1; big=1,old=1", batch_size=12)
+  paths = {"big": folder, "small": f"{folder}/0.jsonl", "old": plain}
+  sources = Table({name: (str(path),) for name, path in paths.items()})
+  phases = (Phase(Table(big=2, small=1), steps=3), Phase(Table(big=1, old=1)))
+  cfg = streamed(paths="", sources=sources, phases=phases, batch_size=12)
   ds = open_rows(cfg)
   assert not ds.info.is_complete
   whole, _ = read(ds, 9, tells=True)

@@ -39,7 +39,8 @@ def written(tmp_path_factory):
   changes = {
     "orchestrator.mode": "observe",
     "orchestrator.check_interval": 2,
-    "data.validation_paths": f"{folder}/other.txt,code={folder}/text.txt",
+    "data.validation_paths": f"{folder}/other.txt",
+    "data.validation_sets": {"code": (f"{folder}/text.txt",)},
   }
   runs = [sparse_run(folder, changes)]
   (folder / "eight.txt").write_text(TEXT)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from ats_jax.config.schema.filters import Exact, Near, Repetition
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus.shards import How
 from ats_jax.data.filters import sift
 from ats_jax.data.look.audit import audit
@@ -93,8 +94,9 @@ def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
 
 def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
   text = write("base.jsonl", [{"text": f"text {i % 20}"} for i in range(25)])
-  paths = f"base={text},chat={chats().paths}"
-  cfg = chats(paths=paths, chat_sources=("chat",), mixture="base=1,chat=2", packing="best_fit")
+  sources = Table(base=(str(text),), chat=(chats().paths,))
+  mixed = dict(sources=sources, chat_sources=("chat",), mixture=Table(base=1, chat=2))
+  cfg = chats(paths="", packing="best_fit", **mixed)
   ds, _ = open_data(cfg, 0)
   assert {name: part.info.num_documents for name, part in ds.info.parts.items()} == {
     "base": 20,
