@@ -72,7 +72,7 @@ def write(folder: Path, found: list[str], kind: str) -> dict[str, Path]:
 
 def cases(paths: dict[str, Path], steps: int) -> dict[str, Changes]:
   """What is trained on, by name."""
-  one = ",".join(map(str, paths.values()))
+  one = tuple(map(str, paths.values()))
   rising = Table({name: n + 1.0 for n, name in enumerate(paths)})
   falling = Table({name: float(SOURCES - n) for n, name in enumerate(paths)})
   return {
@@ -90,7 +90,7 @@ def measured(config: ConfigDict, changes: Changes, folder: Path) -> list[str]:
   config = ConfigDict(config.to_dict())
   common: Changes = {
     "data.validation_fraction": 0.0, "data.cache_dir": str(folder / "cache"),
-    "data.num_workers": _WORKERS.value, "data.validation_paths": "", "eval.bigram_baseline": False,
+    "data.num_workers": _WORKERS.value, "data.validation_paths": (), "eval.bigram_baseline": False,
     "checkpoint.every_steps": config.num_steps, "log.writers": "jsonl", "sample.max_tokens": 0,
   }  # fmt: skip
   config.update_from_flattened_dict(common | changes)

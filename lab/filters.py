@@ -231,7 +231,7 @@ def dropped(texts: list[str], filters: tuple[Filter, ...]) -> np.ndarray:
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    cfg = DataConfig(paths=str(path), filters=filters, cache_dir=f"{folder}/cache")
+    cfg = DataConfig(paths=(str(path),), filters=filters, cache_dir=f"{folder}/cache")
     files = find_files(cfg.paths, Report(strict=True))
     fingerprint = content_fingerprint(files, Path(folder))
     return sift(cfg, files, fingerprint, How(0)).folder.array("verdict") > 0

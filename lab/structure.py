@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 OPTION = "chat_template"
 # Settings whose value is a language of its own, which a parser reads.
 LANGUAGES = (
-  "data.paths",
-  "data.validation_paths",
   "step.compiler_options",
   "ops.kernels",
   "log.writers",
@@ -198,7 +196,7 @@ from ats_jax.config import from_config_dict
 from ats_jax.config.tree import updated
 values = updated(load_file("configs/debug.py").to_dict(), {
   "num_steps": 4, "compilation_cache": "off", "model.num_layers": 2, "model.d_model": 32,
-  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64, "data.paths": str(texts),
+  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64, "data.paths": (str(texts),),
   "data.seq_len": 32, "data.batch_size": 8, "data.tokenizer": "bytes", "data.num_workers": 0,
   "data.validation_fraction": 0.3, "data.cache_dir": str(folder / "cache"),
   "optimizer.warmup_steps": 1, "eval.bigram_baseline": False, "eval.every_steps": 4,

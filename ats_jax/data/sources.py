@@ -70,7 +70,7 @@ def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
         f"data.validation_sets: {name!r} is what the source {name} of data.sources holds out. Give "
         "the set another name, or set data.validation_fraction=0."
       )
-    held_out = open_split(_of(cfg, name), 0, ",".join(paths), main.info.tokenizer)
+    held_out = open_split(_of(cfg, name), 0, paths, main.info.tokenizer)
     sets.append(EvalSet(name, held_out))
   return tuple(sets)
 
@@ -91,9 +91,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   from ats_jax.data.rows.schedule import Schedule
 
   of_source = {
-    name: dataclasses.replace(
-      _of(cfg, name), paths=",".join(paths), sources=Table(), validation_paths=""
-    )
+    name: dataclasses.replace(_of(cfg, name), paths=paths, sources=Table(), validation_paths=())
     for name, paths in cfg.sources.items()
   }
   main = cfg.validation_paths

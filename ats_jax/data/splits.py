@@ -3,7 +3,7 @@
 import dataclasses
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -349,7 +349,7 @@ def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarra
   return cache.cached(cache.cache_root(cfg.cache_dir), f"rarity-{key}", build).array("rarity")
 
 
-def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> Dataset:
+def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Tokenizer) -> Dataset:
   """All documents of `paths`, with a tokenizer that is there already.
 
   Args:
@@ -370,11 +370,13 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     opened = Opened(corpus, tokenizer, Split(0.0), content, found)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.info.num_documents:
-    raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.info.report)}.")
+    raise ValueError(
+      f"paths={','.join(paths)!r} holds no document: {_counts(dataset.info.report)}."
+    )
   return dataset
 
 
-def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
+def _find(paths: Sequence[str], cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
   """The files of `paths`, the hash of their contents, and what was passed over."""
   root = cache.cache_root(cfg.cache_dir)
   lines = io.StringIO()

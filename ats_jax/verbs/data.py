@@ -179,9 +179,9 @@ def _report(argv: list[str]) -> None:
   print(f"{in_words(shown.balance)}: {out}")
 
 
-def _all_paths(cfg: DataConfig) -> str:
+def _all_paths(cfg: DataConfig) -> tuple[str, ...]:
   """The paths of all sources, as of one text."""
-  return ",".join([cfg.paths, *(path for paths in cfg.sources.values() for path in paths)])
+  return (*cfg.paths, *(path for paths in cfg.sources.values() for path in paths))
 
 
 def _show(text: str) -> None:

@@ -15,9 +15,9 @@ _MIXED = when("data.sources")
 class DataConfig:
   """Text to batches."""
 
-  paths: str = setting(
-    "",
-    "comma-separated files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
+  paths: tuple[str, ...] = setting(
+    (),
+    "files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
     ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
     "`ats-jax data prepare`; empty = this Python's own standard library sources",
   )
@@ -54,7 +54,9 @@ class DataConfig:
     "n^(1/temperature); above 1 small ones come more often than their size says",
     needs=_MIXED,
   )
-  validation_paths: str = setting("", "the same for validation; empty = hold out a fraction")
+  validation_paths: tuple[str, ...] = setting(
+    (), "the same for validation; empty = hold out a fraction"
+  )
   validation_sets: Table[tuple[str, ...]] = setting(
     Table(), "more sets to validate on: paths by name; their metrics are eval/NAME/..."
   )

@@ -62,7 +62,7 @@ def test_a_config_is_frozen():
     ({"model": {"qk_norm": 1}}, "model.qk_norm must be bool, got 1"),
     ({"optimizer": {"b1": True}}, "optimizer.b1 must be float, got True"),
     ({"optimizer": {"b1": "0.9"}}, "optimizer.b1 must be float, got '0.9'"),
-    ({"data": {"paths": ["a"]}}, r"data.paths must be str, got \['a'\]"),
+    ({"data": {"paths": "a"}}, "data.paths must be a list of str, got 'a'"),
     ({"seed": 1.5}, "seed must be int, got 1.5"),
   ],
 )

@@ -112,7 +112,7 @@ def test_a_mixture_is_one_phase():
     ({"data.temperature": 0.0}, "data.temperature=0 is not positive"),
     ({"data.temperature": -1.0}, "data.temperature=-1 is not positive"),
     ({"data.temperature": 2.0, "data.mixture": WEB}, "data.temperature=2 does nothing with"),
-    ({"data.paths": "b.txt"}, "data.paths and data.sources are both set"),
+    ({"data.paths": ("b.txt",)}, "data.paths and data.sources are both set"),
     ({"data.sources": {"Web": ("a.txt",)}}, "data.sources: 'Web' is no name"),
     ({"data.sources": {"web": ()}}, "data.sources: web has no path"),
     ({"data.sources": {"web": "a.txt"}}, r"data.sources\['web'\] must be a list of str"),

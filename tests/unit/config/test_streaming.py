@@ -36,7 +36,7 @@ def test_refused(changes, message):
   "changes",
   [
     {},
-    {"data.validation_fraction": 0.1, "data.validation_paths": "c.txt"},
+    {"data.validation_fraction": 0.1, "data.validation_paths": ("c.txt",)},
     MIXED,
     MIXED | {"data.chat_template": "chatml", "data.chat_sources": ("a",)},
   ],

@@ -35,7 +35,7 @@ def numbered(tmp_path, config):
     path = tmp_path / f"numbered-{zlib.crc32(str(lengths).encode())}.npy"
     if not path.exists():  # a thread of an earlier dataset may still read it
       np.save(path, np.concatenate(parts).astype(np.uint32))
-    return open_split(config(**changes), seed, str(path), WideTokenizer())
+    return open_split(config(**changes), seed, (str(path),), WideTokenizer())
 
   return make
 

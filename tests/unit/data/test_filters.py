@@ -59,7 +59,7 @@ def kept_names(cfg):
 
 
 def test_counts_add_up_and_all_is_named(folder, config):
-  opened = open_documents(config(paths=str(folder), filters=(Exact(),)), 0.0)
+  opened = open_documents(config(paths=(str(folder),), filters=(Exact(),)), 0.0)
   report, meta = opened.corpus.report, opened.sifted.meta
   assert meta["documents"] == 100 == meta["kept"] + sum(meta["dropped"].values())
   assert meta["dropped"] == {"exact": 25} == report["filtered"]
@@ -71,7 +71,7 @@ def test_counts_add_up_and_all_is_named(folder, config):
 
 
 def test_samples_show_a_duplicate_beside_the_one_that_is_kept(folder, config):
-  opened = open_documents(config(paths=str(folder), filters=(Exact(),)), 0.0)
+  opened = open_documents(config(paths=(str(folder),), filters=(Exact(),)), 0.0)
   samples = json.loads((opened.sifted.path / "samples.json").read_text())
   assert [sample["reason"] for sample in samples] == [""] * 5 + ["exact"] * 5
   for sample in samples[5:]:
@@ -82,14 +82,14 @@ def test_samples_show_a_duplicate_beside_the_one_that_is_kept(folder, config):
 def test_what_is_kept_does_not_depend_on_the_order_of_files(folder, config):
   files = sorted(map(str, folder.iterdir()))
   orders = (files, files[::-1], files[7:] + files[:7])
-  first, *others = (kept_names(config(paths=",".join(o), filters=(Exact(),))) for o in orders)
+  first, *others = (kept_names(config(paths=tuple(o), filters=(Exact(),))) for o in orders)
   assert len(first) == 75
   assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, monkeypatch, fraction):
-  cfg = config(paths=str(folder), filters=(Exact(),), validation_fraction=fraction)
+  cfg = config(paths=(str(folder),), filters=(Exact(),), validation_fraction=fraction)
   expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
   if fraction:
     assert bytes_of(prepare(cfg, tmp_path / "two", How(2))) == expected
@@ -132,7 +132,7 @@ def die(event, arguments, seen=[0]):
 if __name__ == "__main__":
   sys.addaudithook(die)
   settings = {"tokenizer": "bytes", "validation_fraction": 0.0, "filters": (Exact(),)}
-  cfg = DataConfig(paths=sys.argv[1], **settings)
+  cfg = DataConfig(paths=(sys.argv[1],), **settings)
   prepare(cfg, Path(sys.argv[2]), How(2))
 """
 
@@ -146,13 +146,13 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small):
   killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
   assert killed.returncode == -9, killed.stderr
   assert len(list((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))) == 2
-  cfg = config(paths=str(folder), filters=(Exact(),))
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
   assert bytes_of(prepare(cfg, tmp_path / "killed", How(0))) == expected
 
 
 def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeypatch):
-  cfg = config(paths=str(folder), filters=(Exact(),))
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   expected = bytes_of(prepare(cfg, tmp_path / "alone", How(0)))
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(parts.Parts, "joined", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -166,20 +166,20 @@ def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeyp
 
 
 def test_a_prepared_folder_keeps_its_filters(folder, config, tmp_path):
-  cfg = config(paths=str(folder), filters=(Exact(),), seq_len=16)
+  cfg = config(paths=(str(folder),), filters=(Exact(),), seq_len=16)
   prepare(cfg, tmp_path / "out", How(0))
   train, _ = open_datasets(cfg, 0)
-  again, _ = open_datasets(config(paths=str(tmp_path / "out"), seq_len=16), 0)
+  again, _ = open_datasets(config(paths=(str(tmp_path / "out"),), seq_len=16), 0)
   assert again.info.fingerprint == train.info.fingerprint
   assert again.info.report["skipped"]["exact"] == 25
   all_of_it, _ = open_datasets(dataclasses.replace(cfg, filters=()), 0)
   assert all_of_it.info.fingerprint != train.info.fingerprint
   with pytest.raises(ValueError, match=r"data.filters='near', but .* prepared with 'exact'"):
-    open_documents(config(paths=str(tmp_path / "out"), filters=(Near(),)), 0.0)
+    open_documents(config(paths=(str(tmp_path / "out"),), filters=(Near(),)), 0.0)
 
 
 def test_versions_of_packages_are_part_of_the_fingerprint(folder, config, monkeypatch):
-  cfg = config(paths=str(folder), filters=(Exact(),))
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   before = open_documents(cfg, 0.0).content
   monkeypatch.setattr(sift, "versions", lambda filters: {"rensa": "0.5.1"})
   assert open_documents(cfg, 0.0).content != before
@@ -191,7 +191,7 @@ def test_a_long_document_is_compared_to_its_end(config, write, tmp_path, monkeyp
   text = "some words of a long document\n" * 20_000
   for name, changed in {"a": text, "b": text, "c": text + "end\n"}.items():
     write(f"d/{name}.txt", changed)
-  opened = open_documents(config(paths=str(tmp_path / "d"), filters=(Exact(),)), 0.0)
+  opened = open_documents(config(paths=(str(tmp_path / "d"),), filters=(Exact(),)), 0.0)
   assert opened.sifted.meta["dropped"] == {"exact": 1}
 
 
@@ -206,7 +206,7 @@ def test_blocks_are_what_was_judged():
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
   opened = sift.sift(
-    config(filters=(Exact(),)), splits._find(str(folder), config())[0], "", How(0)
+    config(filters=(Exact(),)), splits._find((str(folder),), config())[0], "", How(0)
   )  # fmt: skip
   own = next(file.sieve for file in opened.files if file.name == "a.jsonl")
   report = sift.Report(strict=False)

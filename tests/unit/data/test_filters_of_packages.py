@@ -111,7 +111,7 @@ def test_changes_reach_the_corpus(write, config, tmp_path):
   lines = STORY.splitlines() * 5
   text = "\n".join([*lines, "Home | About | Contact", *lines[::-1], "schÃ¶n â€” ja."])
   write("d/a.txt", text)
-  cfg = config(paths=str(tmp_path / "d"), filters=(Repair(), C4()), validation_fraction=0.25)
+  cfg = config(paths=(str(tmp_path / "d"),), filters=(Repair(), C4()), validation_fraction=0.25)
   opened = prepare(cfg, tmp_path / "out", How(0))
   assert opened.split.block and len(opened.corpus) > 1
   assert opened.sifted.meta["changed"] == 1
@@ -168,7 +168,7 @@ def test_all_filters_in_processes(write, config, tmp_path):
   rows = [{"text": text} for text in [*texts, *texts[:10], GERMAN, "buy now " * 99, "schÃ¶n."]]
   write("d/a.jsonl", rows)
   filters = (Repair(), Exact(), Language(keep=("en",)), Gopher(), Repetition(), C4(), Near())
-  cfg = config(paths=str(tmp_path / "d"), filters=filters)
+  cfg = config(paths=(str(tmp_path / "d"),), filters=filters)
   one, two = (prepare(cfg, tmp_path / f"out{n}", How(n)) for n in (0, 2))
   assert one.sifted.meta == two.sifted.meta and one.content == two.content
   for name in ("verdict.npy", "samples.json"):

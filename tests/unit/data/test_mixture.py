@@ -67,7 +67,7 @@ def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
   place = ds.schedule.find(np.arange(60))
   np.testing.assert_array_equal(batch.pop("source"), place.source[:, None].repeat(16, 1))
   for number, (path,) in enumerate(texts.values()):
-    cfg = config(paths=path, seq_len=16, packing="best_fit")
+    cfg = config(paths=(path,), seq_len=16, packing="best_fit")
     alone, _ = open_datasets(cfg, 0)
     here = place.source == number
     assert_same({k: v[here] for k, v in batch.items()}, alone.read(place.row[here]))
@@ -277,7 +277,7 @@ def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
   cfg = config(sources=texts, seq_len=16, batch_size=4, packing="best_fit", phases=PHASES)
   made = Table()
   for name, (path,) in texts.items():
-    alone = dataclasses.replace(cfg, paths=path, sources=Table(), phases=())
+    alone = dataclasses.replace(cfg, paths=(path,), sources=Table(), phases=())
     prepare(alone, tmp_path / name, USUAL)
     made[name] = (str(tmp_path / name),)
   want, got = mixed(), mixed(sources=made)
@@ -313,7 +313,7 @@ class TestValidation:
 
   def test_a_text_for_all(self, texts, config, write):
     other = write("other.txt", "another text " * 9)
-    cfg = config(sources=texts, seq_len=16, validation_fraction=0.2, validation_paths=str(other))
+    cfg = config(sources=texts, seq_len=16, validation_fraction=0.2, validation_paths=(str(other),))
     train, main = open_data(cfg, 0)
     assert [s.name for s in open_eval_sets(cfg, main)] == [""]
     assert main.info.num_documents == 1 and train.info.num_documents == 122

@@ -34,7 +34,7 @@ def texts(kind, files):
   """The settings of `data` that name two files."""
   if kind == "mixed":
     return {"sources": {name: (str(path),) for name, path in files.items()}}
-  return {"paths": ",".join(map(str, files.values()))}
+  return {"paths": tuple(map(str, files.values()))}
 
 
 @pytest.fixture

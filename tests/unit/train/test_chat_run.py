@@ -54,7 +54,7 @@ def settings(tmp_path_factory):
   folder = tmp_path_factory.mktemp("chats")
   lines = [json.dumps(turns(*pair)) for pair in ASKED if pair not in HELD_OUT]
   (folder / "chats.jsonl").write_text("\n".join(lines))
-  paths = {"data.paths": str(folder / "chats.jsonl"), "data.cache_dir": str(folder / "cache")}
+  paths = {"data.paths": (str(folder / "chats.jsonl"),), "data.cache_dir": str(folder / "cache")}
   return TINY | SETTINGS | paths
 
 

@@ -24,7 +24,7 @@ def chat_and_text(config, write):
     defaults = dict(
       sources=Table(base=(str(base),), talk=(str(talk),)),
       chat_template="chatml", packing="best_fit", seq_len=512,
-      chat_sources=("talk", "held"), validation_paths=str(base),
+      chat_sources=("talk", "held"), validation_paths=(str(base),),
       validation_sets=Table(held=(str(held),)), batch_size=4,
       phases=(Phase(Table(base=1), steps=3), Phase(Table(base=1, talk=3))),
     )  # fmt: skip
@@ -47,8 +47,8 @@ def test_each_is_read_as_what_it_is(chat_and_text):
   assert asked.any() and batch["loss_mask"][is_talk].any()
 
   alone = chat_and_text(
-    paths=cfg.sources["talk"][0], sources=Table(), chat_sources=(), phases=(), validation_paths="",
-    validation_sets=Table(), validation_fraction=0.0,
+    paths=cfg.sources["talk"], sources=Table(), chat_sources=(), phases=(),
+    validation_paths=(), validation_sets=Table(), validation_fraction=0.0,
   )  # fmt: skip
   want, _ = open_datasets(alone, 0)
   got = train.info.parts["talk"]

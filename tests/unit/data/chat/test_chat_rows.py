@@ -35,7 +35,7 @@ def chat_config(config, write):
   paths = str(write("dialogues.jsonl", DIALOGUES))
 
   def make(**changes):
-    defaults = dict(paths=paths, chat_template="chatml", packing="best_fit", seq_len=512)
+    defaults = dict(paths=(paths,), chat_template="chatml", packing="best_fit", seq_len=512)
     return config(**{**defaults, **changes})
 
   return make
@@ -46,7 +46,7 @@ def test_conversations_are_whole_unless_told_otherwise(chat_config, write, caplo
     train, _ = open_datasets(chat_config(packing="auto"), 0)
   assert "packed by best_fit" in caplog.text
   assert train.info.fingerprint == open_datasets(chat_config(), 0)[0].info.fingerprint
-  text = chat_config(chat_template="", paths=str(write("a.txt", "x" * 999)), seq_len=32)
+  text = chat_config(chat_template="", paths=(str(write("a.txt", "x" * 999)),), seq_len=32)
   one, other = (
     open_datasets(dataclasses.replace(text, packing=packing), 0)[0]
     for packing in ("auto", "concat")
@@ -143,7 +143,7 @@ def test_conversations_longer_than_a_row_are_left_out_and_counted(chat_config, c
 def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, write):
   muted = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
   path = str(write("muted.jsonl", [{"messages": muted}, {"prompt": "abc", "completion": "def"}]))
-  train, _ = open_datasets(chat_config(paths=path, seq_len=8, chat_template="plain"), 0)
+  train, _ = open_datasets(chat_config(paths=(path,), seq_len=8, chat_template="plain"), 0)
   assert (train.info.num_documents, train.info.report["skipped"]) == (
     1,
     {"without a token in the loss": 1},
@@ -153,7 +153,7 @@ def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, wri
 def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog):
   rows = [*DIALOGUES[:2], {"messages": [{"role": "assistant", "content": "first"}]}]
   path = str(write("some.jsonl", rows))
-  train, _ = open_datasets(chat_config(paths=path, chat_template="gemma", seq_len=96), 0)
+  train, _ = open_datasets(chat_config(paths=(path,), chat_template="gemma", seq_len=96), 0)
   assert train.info.report["malformed"] == {"turns do not alternate": 1}
   assert f"{path}:3: the template has turns of user and assistant in turn" in caplog.text
 
@@ -161,7 +161,7 @@ def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog)
 def test_documents_are_held_out_as_ever(chat_config, write):
   rows = [{"prompt": f"question {i}", "completion": "yes"} for i in range(200)]
   path = str(write("many.jsonl", rows))
-  train, valid = open_datasets(chat_config(paths=path, validation_fraction=0.2, seq_len=64), 0)
+  train, valid = open_datasets(chat_config(paths=(path,), validation_fraction=0.2, seq_len=64), 0)
   assert train.info.num_documents + valid.info.num_documents == 200
   assert 20 < valid.info.num_documents < 60
   assert valid.info.tokenizer is train.info.tokenizer
@@ -171,7 +171,7 @@ def test_conversations_are_prepared_ahead(chat_config, tmp_path):
   cfg = chat_config()
   opened = prepare(cfg, tmp_path / "out", How())
   assert opened.corpus.report["balance"] == {"records": 12, "documents": 12, "dropped": 0}
-  ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
+  ahead = dataclasses.replace(cfg, paths=(str(tmp_path / "out"),))
   one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
   for name in FIELDS:
     np.testing.assert_array_equal(one.read_once([0])[name], other.read_once([0])[name])
@@ -186,7 +186,7 @@ def test_records_are_read_from_parquet(chat_config, tmp_path):
   parquet = importlib.import_module("pyarrow.parquet")
   rows = [{"messages": d["messages"]} for d in DIALOGUES]
   parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
-  train, _ = open_datasets(chat_config(paths=str(tmp_path / "d.parquet")), 0)
+  train, _ = open_datasets(chat_config(paths=(str(tmp_path / "d.parquet"),)), 0)
   found = sorted(in_loss(*d, train.info.tokenizer, "", "") for d in documents(train))
   assert found == sorted(ANSWERS["chatml"])
 
@@ -194,7 +194,7 @@ def test_records_are_read_from_parquet(chat_config, tmp_path):
 def test_validate_names_records_that_are_no_conversation(chat_config, write):
   path = str(write("some.jsonl", [*DIALOGUES, {"messages": []}]))
   report = Report(strict=False)
-  cfg = chat_config(paths=path)
+  cfg = chat_config(paths=(path,))
   check([SourceFile(path, "some.jsonl", "jsonl")], cfg, None, report)
   assert report.first == [f"{path}:13: the conversation has no turn"]
   assert report.balance() == {"records": 13, "documents": 12, "dropped": 1}
@@ -334,7 +334,7 @@ def test_a_row_is_explained(chat_config):
 
 
 def test_a_row_of_text_is_explained(config, write):
-  train, _ = open_datasets(config(paths=str(write("a.txt", "héllo" * 5)), seq_len=16), 0)
+  train, _ = open_datasets(config(paths=(str(write("a.txt", "héllo" * 5)),), seq_len=16), 0)
   lines = list(explain.explain(train, 1, coloured=False))[2:]
   assert lines[0].split()[1:3] == ["1", "1"]
   assert any(
