@@ -3,7 +3,7 @@
 They leave the process as it was: jax's settings, the environment, handlers of signals and logs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ats_jax.cluster import job, runtime
@@ -64,13 +64,15 @@ def train(
     return train_run(cfg, folder, initial)
 
 
-def evaluate(workdir: str, *, step: int | str = "latest", text: str = "") -> dict[str, float]:
+def evaluate(
+  workdir: str, *, step: int | str = "latest", text: str | Sequence[str] = ()
+) -> dict[str, float]:
   """Metrics of a trained run on its validation split, or on other text.
 
   Args:
     workdir: of the run.
     step: a step, "latest" or "best".
-    text: files, folders or globs, comma-separated, in place of the validation split.
+    text: a file, folder or glob, or several, in place of the validation split.
 
   Returns:
     `eval/loss` (nats per token), `eval/perplexity`, `eval/accuracy` and others.
@@ -78,7 +80,8 @@ def evaluate(workdir: str, *, step: int | str = "latest", text: str = "") -> dic
   Raises:
     ValueError: if there is no such run, checkpoint or text.
   """
-  return evaluate_run(paths.parse(workdir), str(step), text)[1]
+  several = (text,) if isinstance(text, str) else text
+  return evaluate_run(paths.parse(workdir), str(step), several)[1]
 
 
 def generate(

@@ -21,6 +21,8 @@ from ml_collections import ConfigDict
 from ats_jax.checkpoint import workdir
 from ats_jax.cluster import runtime
 from ats_jax.config import from_config_dict
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.config.tree import edited
 from ats_jax.train.loop import train
 from ats_jax.verbs import cli
@@ -71,15 +73,15 @@ def write(folder: Path, found: list[str], kind: str) -> dict[str, Path]:
 
 def cases(paths: dict[str, Path], steps: int) -> dict[str, Changes]:
   """What is trained on, by name."""
-  one = ",".join(map(str, paths.values()))
-  rising = ",".join(f"{name}={n + 1}" for n, name in enumerate(paths))
-  falling = ",".join(f"{name}={SOURCES - n}" for n, name in enumerate(paths))
+  one = tuple(map(str, paths.values()))
+  rising = Table({name: n + 1.0 for n, name in enumerate(paths)})
+  falling = Table({name: float(SOURCES - n) for n, name in enumerate(paths)})
   return {
     "raw": {"data.paths": one},
     "streamed": {"data.paths": one, "data.streaming": True, "data.window_mb": _WINDOW.value},
     f"mixture of {SOURCES}": {
-      "data.paths": ",".join(f"{name}={path}" for name, path in paths.items()),
-      "data.mixture": f"{steps // 2} steps: {rising}; {falling}",
+      "data.sources": {name: (str(path),) for name, path in paths.items()},
+      "data.phases": (Phase(rising, steps=steps // 2), Phase(falling)),
     },
   }
 
@@ -89,7 +91,7 @@ def measured(config: ConfigDict, changes: Changes, folder: Path) -> list[str]:
   config = edited(config.to_dict())
   common: Changes = {
     "data.validation_fraction": 0.0, "data.cache_dir": str(folder / "cache"),
-    "data.num_workers": _WORKERS.value, "data.validation_paths": "", "eval.bigram_baseline": False,
+    "data.num_workers": _WORKERS.value, "data.validation_paths": (), "eval.bigram_baseline": False,
     "checkpoint.every_steps": config.num_steps, "log.writers": ("jsonl",), "sample.max_tokens": 0,
   }  # fmt: skip
   config.update_from_flattened_dict(common | changes)

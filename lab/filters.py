@@ -29,11 +29,22 @@ import numpy as np
 from absl import app, flags, logging
 
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.filters import (
+  C4,
+  Exact,
+  Filter,
+  Gopher,
+  Language,
+  Near,
+  Repair,
+  Repetition,
+  spelled,
+)
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.duplicates import NUM_HASHES, group_equal, group_similar
 from ats_jax.data.filters.rules import make_rule
-from ats_jax.data.filters.sift import filter_stages, sift
+from ats_jax.data.filters.sift import sift
 from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import content_fingerprint, find_files
 
@@ -201,33 +212,37 @@ SPAM = {
   "hash tags and dots": symbols, "random letters": noise, "a table of figures": numbers,
   "lorem ipsum": lorem, "a script's braces": code,
 }  # fmt: skip
-PLANTS: dict[str, dict[str, Callable[[str, random.Random], str]]] = {
-  "exact": {"copies, other spaces and capitals": other_spelling},
+PLANTS: dict[tuple[Filter, ...], dict[str, Callable[[str, random.Random], str]]] = {
+  (Exact(),): {"copies, other spaces and capitals": other_spelling},
   **{
-    f"near:threshold={threshold}": {
+    (Near(threshold=threshold),): {
       "copies, other spaces and capitals": other_spelling,
       **{f"copies, {rate:.0%} of words edited": edited(rate) for rate in _RATES},
     }
     for threshold in (0.8, 0.7, 0.5)
   },
-  "gopher": SPAM, "repetition": SPAM, "c4": SPAM, "gopher,repetition,c4": SPAM,
-  "language:keep=en": {"German, French, Spanish, Russian, Chinese": foreign},
+  (Gopher(),): SPAM, (Repetition(),): SPAM, (C4(),): SPAM, (Gopher(), Repetition(), C4()): SPAM,
+  (Language(keep=("en",)),): {"German, French, Spanish, Russian, Chinese": foreign},
 }  # fmt: skip
 
 
-def dropped(texts: list[str], filters: str) -> np.ndarray:
+def dropped(texts: list[str], filters: tuple[Filter, ...]) -> np.ndarray:
   """[texts] bool, by `filters`."""
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    cfg = DataConfig(paths=str(path), filters=filters, cache_dir=f"{folder}/cache")
+    cfg = DataConfig(paths=(str(path),), filters=filters, cache_dir=f"{folder}/cache")
     files = find_files(cfg.paths, Report(strict=True))
     fingerprint = content_fingerprint(files, Path(folder))
     return sift(cfg, files, fingerprint, TokeniseOptions(0)).folder.array("verdict") > 0
 
 
 def measure(
-  texts: list[str], filters: str, plants: dict[str, Callable], count: int, seed: int
+  texts: list[str],
+  filters: tuple[Filter, ...],
+  plants: dict[str, Callable],
+  count: int,
+  seed: int,
 ) -> Iterator[Row]:
   """A row for each kind that is planted; a copy and what it is of count as one that is found."""
   alone = dropped(texts, filters)
@@ -242,19 +257,19 @@ def measure(
     originals = np.array([places[text] for text in chosen])
     hits = found[len(texts) :]
     wrong = int(found[: len(texts)].sum())
-    if filters.startswith(("exact", "near")):  # one of the two is kept, whichever
+    if isinstance(filters[0], Exact | Near):  # one of the two is kept, whichever
       hits = hits | found[originals]
       wrong -= int(found[originals].sum())
-    if filters.startswith("near"):
+    if isinstance(filters[0], Near):
       alike = [similarity(*pair) for pair in zip(chosen, planted, strict=True)]
       pairs += zip(alike, hits.tolist(), strict=True)
       name = f"{name} (similarity {np.median(alike):.2f})"
-    yield _row(filters, name, hits, np.ones(len(hits), bool), wrong, float(alone.mean()))
-  if pairs:
+    yield _row(spelled(filters), name, hits, np.ones(len(hits), bool), wrong, float(alone.mean()))
+  if isinstance(filters[0], Near):
     alike, hits = map(np.array, zip(*pairs, strict=True))
-    truth = alike >= duplicates.threshold_of(filter_stages(filters)[0])
+    truth = alike >= filters[0].threshold
     name = "all of these, truth being the true similarity"
-    yield _row(filters, name, hits, truth, 0, float(alone.mean()))
+    yield _row(spelled(filters), name, hits, truth, 0, float(alone.mean()))
 
 
 def _row(
@@ -275,7 +290,7 @@ def similarity(a: str, b: str) -> float:
 
 def repairs(texts: list[str], count: int, seed: int) -> Iterator[str]:
   """What `repair` mends of text that was read in a wrong encoding, and touches of other text."""
-  rule = make_rule(filter_stages("repair")[0])
+  rule = make_rule(Repair())
   rng = random.Random(seed)
   sentences = [s for t in (GERMAN, FRENCH, SPANISH, RUSSIAN) for s in t.split(". ")]
   for wrong in ("latin-1", "cp1252", "cp1251"):
@@ -338,10 +353,10 @@ def main(argv: list[str]) -> None:
       )  # fmt: skip
   for text in repairs(texts, _PLANTED.value, _SEED.value):
     print(text)
-  for name in ("repair", "exact", "near", "language:keep=en", "gopher", "repetition", "c4"):
+  for one in (Repair(), Exact(), Near(), Language(keep=("en",)), Gopher(), Repetition(), C4()):
     began = time.monotonic()
-    dropped(texts, name)
-    print(f"{name}: {size / (time.monotonic() - began):.1f} million characters/s, one process")
+    dropped(texts, (one,))
+    print(f"{one}: {size / (time.monotonic() - began):.1f} million characters/s, one process")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     write_texts(path, _MEGABYTES.value)
     common = {
       "model.d_model": 32, "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 96,
-      "model.vocab_size": 384, "data.paths": str(path), "data.cache_dir": f"{folder}/cache",
+      "model.vocab_size": 384, "data.paths": (str(path),), "data.cache_dir": f"{folder}/cache",
       "data.seq_len": 512, "data.batch_size": 4, "optimizer.learning_rate": 3e-3,
       "optimizer.warmup_steps": 20, "eval.num_batches": 8, "eval.bigram_baseline": False,
       "orchestrator.mode": "off",

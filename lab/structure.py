@@ -29,15 +29,7 @@ from typing import Any, NamedTuple
 # A data option that is off in most runs, to see how many files ask for it.
 OPTION = "chat_template"
 # Settings whose value is a language of its own, which a parser reads.
-LANGUAGES = (
-  "data.paths",
-  "data.mixture",
-  "data.validation_paths",
-  "data.filters",
-  "data.chat_weights",
-  "data.chat_sources",
-  "optimizer.phases",
-)
+LANGUAGES = ()
 KINDS_OF_ROWS = {"Dataset", "Joined", "Mixture", "Buckets", "Stream", "NoRows"}
 
 
@@ -198,7 +190,7 @@ from ats_jax.config import from_config_dict
 from ats_jax.config.tree import updated
 values = updated(load_file("configs/debug.py").to_dict(), {
   "num_steps": 4, "compilation_cache": "off", "model.num_layers": 2, "model.d_model": 32,
-  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64, "data.paths": str(texts),
+  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64, "data.paths": (str(texts),),
   "data.seq_len": 32, "data.batch_size": 8, "data.tokenizer": "bytes", "data.num_workers": 0,
   "data.validation_fraction": 0.3, "data.cache_dir": str(folder / "cache"),
   "optimizer.warmup_steps": 1, "eval.bigram_baseline": False, "eval.every_steps": 4,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
@@ -62,7 +63,8 @@ def _build(cls: type, values: Any, path: str, *, extensible: bool) -> Any:
     elif is_section(kind):
       kwargs[key] = _build(kind, value, f"{path}{key}.", extensible=extensible)
     else:
-      kwargs[key] = _typed(value, kind, path + key)
+      kinds = field.metadata["elements"]
+      kwargs[key] = _typed(value, kind, path + key, kinds, extensible=extensible)
   return cls(**kwargs)
 
 
@@ -77,7 +79,7 @@ def _build_kind(kinds: Kinds, value: Any, path: str, *, extensible: bool) -> Any
   values = {Kinds.TAG: value} if isinstance(value, str) else value
   if not isinstance(values, Mapping):
     raise ValueError(f"config: {path} is a section, got {values!r}.")
-  name = values.get(Kinds.TAG, kinds.default.name)
+  name = values.get(Kinds.TAG, kinds.default_name)
   cls = kinds[name] if isinstance(name, str) else kinds.base
   if isinstance(name, str) and name not in kinds:
     if not extensible:
@@ -95,18 +97,28 @@ def _build_kind(kinds: Kinds, value: Any, path: str, *, extensible: bool) -> Any
   return _build(cls, {Kinds.TAG: name, **values}, f"{path}.", extensible=extensible)
 
 
-def _typed(value: Any, kind: Any, name: str) -> Any:
+def _typed(
+  value: Any, kind: Any, name: str, kinds: Kinds | None = None, *, extensible: bool = False
+) -> Any:
+  """A value of a type, whose elements may be dataclasses, one of `kinds` each."""
+  if kinds is not None and is_section(kind):
+    return _build_kind(kinds, value, name, extensible=extensible)
+  if is_section(kind):
+    values = to_dict(value) if isinstance(value, kind) else value
+    return _build(kind, values, f"{name}.", extensible=extensible)
   origin, inner = get_origin(kind), get_args(kind)
   if origin is tuple:
     if not isinstance(value, list | tuple):
       raise ValueError(f"config: {name} must be a list of {_word(inner[0])}, got {value!r}.")
-    return tuple(_typed(one, inner[0], f"{name}[{i}]") for i, one in enumerate(value))
+    typed = functools.partial(_typed, kind=inner[0], kinds=kinds, extensible=extensible)
+    return tuple(typed(one, name=f"{name}[{i}]") for i, one in enumerate(value))
   if origin is Table:
     if not isinstance(value, Mapping):
       raise ValueError(
         f"config: {name} must be a table of names and {_word(inner[0])}s, got {value!r}."
       )
-    return Table({key: _typed(one, inner[0], f"{name}[{key!r}]") for key, one in value.items()})
+    typed = functools.partial(_typed, kind=inner[0], kinds=kinds, extensible=extensible)
+    return Table({key: typed(one, name=f"{name}[{key!r}]") for key, one in value.items()})
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
@@ -115,7 +127,11 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
 
 
 def _word(kind: Any) -> str:
-  return kind.__name__
+  """A type in words."""
+  origin, inner = get_origin(kind), get_args(kind)
+  if origin is None:
+    return kind.__name__
+  return f"{'list' if origin is tuple else 'table'} of {_word(inner[0])}"
 
 
 def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:

@@ -1,6 +1,5 @@
 """What `data.length_buckets` and `data.curriculum` cannot be used with."""
 
-from ats_jax.config import mixture
 from ats_jax.config.schema import Config
 
 LEAST_LENGTH = 16  # of a row, where rows have several lengths
@@ -29,10 +28,10 @@ def curriculum(cfg: Config) -> None:
     what = "data.curriculum=difficulty"
   elif not several:
     return
-  if mixture.sources(data.paths):
+  if data.sources:
     raise ValueError(
-      f"{what} parts the documents of one text, and data.paths names sources, which take turns row "
-      "by row. Take the names away, or set data.length_buckets=1 and data.curriculum=none."
+      f"{what} parts the documents of one text, and data.sources take turns row by row. Put all "
+      "text into data.paths, or set data.length_buckets=1 and data.curriculum=none."
     )
   if data.streaming:
     raise ValueError(

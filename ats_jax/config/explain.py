@@ -2,10 +2,12 @@
 
 import dataclasses
 import difflib
+import inspect
+from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-from ats_jax.config.names import Known, all_settings, condition, default_of
-from ats_jax.config.schema.setting import Table
+from ats_jax.config.names import Known, all_settings, condition, default_of, is_section
+from ats_jax.config.schema.setting import Kinds
 from ats_jax.config.validate import format_bound
 
 
@@ -26,7 +28,30 @@ def explain(name: str) -> str:
     sections = sorted({k.partition(".")[0] for k in known if "." in k})
     hint = f"Did you mean {near[0]}?" if near else f"The sections are {', '.join(sections)}."
     raise ValueError(f"--explain: no setting {name!r}. {hint}")
-  return "\n".join(describe(n, one) for n in names for one in known[n])
+  return "\n".join(line for n in names for one in known[n] for line in _lines(n, one))
+
+
+def _lines(name: str, known: Known) -> Iterator[str]:
+  yield describe(name, known)
+  yield from options(known)
+
+
+def options(known: Known) -> Iterator[str]:
+  """A line on each kind that the elements of a setting can be of, and each of their options."""
+  kind = next(iter(get_args(known.field.type)), None)
+  kinds = known.field.metadata["elements"]
+  for name, cls in ((name, kinds[name]) for name in kinds or ()):
+    yield f"  {name}: {inspect.getdoc(cls)}"
+    yield from _options(cls)
+  if not kinds and is_section(kind):
+    yield from _options(kind)
+
+
+def _options(cls: type) -> Iterator[str]:
+  for field in dataclasses.fields(cls):
+    if field.name != Kinds.TAG:
+      facts = f"default {field.default!r}{_range(field)}"
+      yield f"    {field.name} ({type_in_words(field)}): {field.metadata['doc']}; {facts}"
 
 
 def describe(name: str, known: Known) -> str:
@@ -37,10 +62,8 @@ def describe(name: str, known: Known) -> str:
     parts.append(f"unit: {meta['unit']}")
   if meta["choices"]:
     parts.append("one of " + ", ".join(meta["choices"]))
-  elif meta["low"] is not None or meta["high"] is not None:
-    low = "-inf" if meta["low"] is None else format_bound(meta["low"])
-    high = "inf" if meta["high"] is None else format_bound(meta["high"])
-    parts.append(f"range [{low}, {high}]")
+  elif within := _range(field):
+    parts.append(within.removeprefix("; "))
   if known.kinds:
     assert known.section is not None
     parts.append(f"of {known.section.path}={' and '.join(known.kinds)}")
@@ -50,11 +73,21 @@ def describe(name: str, known: Known) -> str:
   return f"{name} ({type_in_words(field)}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
 
 
+def _range(field: dataclasses.Field) -> str:
+  low, high = field.metadata["low"], field.metadata["high"]
+  if low is None and high is None:
+    return ""
+  least = "-inf" if low is None else format_bound(low)
+  return f"; range [{least}, {'inf' if high is None else format_bound(high)}]"
+
+
 def type_in_words(field: dataclasses.Field) -> str:
   """The type of a setting: "int", "list of str", "table of float"."""
-  kind: Any = field.type
-  if get_origin(kind) is tuple:
-    return f"list of {get_args(kind)[0].__name__}"
-  if get_origin(kind) is Table:
-    return f"table of {get_args(kind)[0].__name__}"
-  return kind.__name__
+  return _in_words(field.type)
+
+
+def _in_words(kind: Any) -> str:
+  origin, inner = get_origin(kind), get_args(kind)
+  if origin is None:
+    return kind.__name__
+  return f"{'list' if origin is tuple else 'table'} of {_in_words(inner[0])}"

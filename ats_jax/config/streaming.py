@@ -1,8 +1,8 @@
 """What `data.streaming` cannot be used with."""
 
-from ats_jax.config import mixture
-from ats_jax.config.filters import filter_stages
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.filters import spelled
+from ats_jax.config.schema.mixture import phases_of
 
 
 def streaming(cfg: Config) -> None:
@@ -26,11 +26,10 @@ def streaming(cfg: Config) -> None:
     raise ValueError(
       whole.format(what, "Conversations are not streamed: set data.streaming=false.")
     )
-  if filter_stages(data.filters):
-    what = f"data.filters={data.filters!r}"
+  if data.filters:
+    what = f"data.filters={spelled(data.filters)}"
     raise ValueError(whole.format(what, "Filter it with `ats-jax data prepare`, or leave it out."))
-  held_out = mixture.named_paths(data.validation_paths, "data.validation_paths")
-  if data.validation_fraction and "" not in held_out:
+  if data.validation_fraction and not data.validation_paths:
     what = f"data.validation_fraction={data.validation_fraction:g}"
     advice = "Name text to validate on in data.validation_paths, or set data.validation_fraction=0."
     raise ValueError(whole.format(what, advice))
@@ -40,11 +39,10 @@ def streaming(cfg: Config) -> None:
   if cfg.eval.bigram_baseline:
     what = "eval.bigram_baseline=true"
     raise ValueError(whole.format(what, "Set eval.bigram_baseline=false."))
-  names = mixture.sources(data.paths)
-  phases = mixture.phases(data.mixture, names)
-  if names and not phases:
+  phases = phases_of(data)
+  if data.sources and not phases:
     advice = "Give the weights in data.mixture, e.g. data.mixture=web=0.7,code=0.3."
     raise ValueError(whole.format("a mixture by size", advice))
-  if any(phase.unit == "epochs" for phase in phases):
+  if any(phase.epochs for phase in phases):
     advice = "Give the lengths of phases in steps or tokens."
     raise ValueError(whole.format("a phase in epochs", advice))

@@ -1,13 +1,16 @@
 """Values of settings as text, for flags: lists with commas, tables of name=value.
 
 Spaces around an entry are left out; line ends are not, as a text may begin with them.
+
+A dataclass that is one of several kinds is its name.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from ats_jax.config.names import KINDS, all_settings, flatten, settings
-from ats_jax.config.schema.setting import Table
+from ats_jax.config.names import KINDS, all_settings, flatten, is_section, settings
+from ats_jax.config.schema.setting import Kinds, Table
 
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 
@@ -17,7 +20,7 @@ def parse(name: str, text: Any, values: Mapping[str, Any]) -> Any:
 
   Args:
     name: of the setting.
-    text: `a,b` of a list, `a=1,b=2` of a table.
+    text: `a,b` of a list, `a=1,b=2` of a table; of a table of lists `a=1,a=2`.
     values: a nested config, which says of which kinds the sections are.
 
   Raises:
@@ -35,6 +38,12 @@ def parse_as(kind: Any, text: str, name: str) -> Any:
   Raises:
     ValueError: if it stands for none; `name` is the setting's.
   """
+  if is_section(kind):
+    if dataclasses.fields(kind)[0].name == Kinds.TAG:
+      return text  # the name of a kind, whose options are at their defaults
+    raise ValueError(
+      f"--config.{name}: there is no text for a {kind.__name__}. Set {name} in a config file."
+    )
   if get_origin(kind) is tuple:
     return tuple(parse_as(get_args(kind)[0], part, name) for part in _parts(text))
   if get_origin(kind) is Table:
@@ -51,9 +60,10 @@ def _table(kind: Any, text: str, name: str) -> Table:
     key, equals, value = (word.strip() for word in part.partition("="))
     if not (key and equals):
       raise ValueError(f"--config.{name}: {part!r} is not name=value, as in a=1,b=2.")
-    if key in table:
+    parsed = parse_as(kind, value, name)
+    if key in table and get_origin(kind) is not tuple:
       raise ValueError(f"--config.{name}={text} names {key} twice. Leave one of them out.")
-    table[key] = parse_as(kind, value, name)
+    table[key] = table[key] + parsed if key in table else parsed
   return table
 
 

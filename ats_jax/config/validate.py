@@ -3,20 +3,17 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ats_jax import extensions
-from ats_jax.config import mixture
-from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
 from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
-from ats_jax.config.filters import CHANGES, filter_stages
 from ats_jax.config.names import condition, flatten, settings
-from ats_jax.config.phases import phases
 from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
-from ats_jax.config.schema.setting import Checked, Kinds
+from ats_jax.config.schema.setting import Checked, Kinds, Table, elements
 from ats_jax.config.stages import stages
 from ats_jax.config.streaming import streaming
 from ats_jax.store import paths
@@ -32,7 +29,7 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, context, replicas, stages, _gathered, _latents, _windows)
-  of_data = (_batch, _tokenizer, _mixture, phases, _chat, _filters, streaming)
+  of_data = (_batch, _tokenizer, _chat, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
@@ -51,9 +48,10 @@ def validate(cfg: Config) -> Config:
 
 def _sections(section: Any) -> Iterator[Any]:
   for field in dataclasses.fields(section):
-    if dataclasses.is_dataclass(inner := getattr(section, field.name)):
-      yield inner
-      yield from _sections(inner)
+    for inner in elements(getattr(section, field.name)):
+      if dataclasses.is_dataclass(inner):
+        yield inner
+        yield from _sections(inner)
 
 
 def _effects(cfg: Config) -> None:
@@ -89,23 +87,39 @@ def _has_unloaded(cfg: Config) -> bool:
 def _ranges(section: Any, path: str, *, extensible: bool) -> None:
   for field in dataclasses.fields(section):
     value, name, meta = getattr(section, field.name), path + field.name, field.metadata
-    if dataclasses.is_dataclass(value):
-      _ranges(value, f"{name}.", extensible=extensible)
-      continue
-    choices = meta["choices"]
-    if isinstance(choices, extensions.Registry | Kinds):
-      if value not in choices and not extensible:
-        raise ValueError(choices.unknown(value))
-    elif choices and value not in choices:
-      raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(choices)}.")
-    if isinstance(value, float) and not math.isfinite(value):
-      raise ValueError(f"{name}={value} is not a finite number ({meta['doc']}).")
-    if meta["low"] is not None and value < meta["low"]:
-      least = format_bound(meta["low"])
-      raise ValueError(f"{name}={value} is too small: at least {least} ({meta['doc']}).")
-    if meta["high"] is not None and value > meta["high"]:
-      most = format_bound(meta["high"])
-      raise ValueError(f"{name}={value} is too large: at most {most} ({meta['doc']}).")
+    for place, one in _places(value):
+      if dataclasses.is_dataclass(one):
+        kind = getattr(one, Kinds.TAG, "") if place else ""
+        _ranges(one, f"{name}{place}{kind and f' ({kind})'}.", extensible=extensible)
+      else:
+        _range(one, name + place, meta, extensible=extensible)
+
+
+def _places(value: Any) -> Iterator[tuple[str, Any]]:
+  """The elements of a list or a table, each with its place in brackets; or the one value."""
+  if isinstance(value, Table):
+    yield from ((f"[{key!r}]", one) for key, one in value.items())
+  elif isinstance(value, tuple):
+    yield from ((f"[{number}]", one) for number, one in enumerate(value))
+  else:
+    yield "", value
+
+
+def _range(value: Any, name: str, meta: Mapping[str, Any], *, extensible: bool) -> None:
+  choices = meta["choices"]
+  if isinstance(choices, extensions.Registry | Kinds):
+    if value not in choices and not extensible:
+      raise ValueError(choices.unknown(value))
+  elif choices and value not in choices:
+    raise ValueError(f"{name}={value!r} is unknown. Choose one of: {', '.join(choices)}.")
+  if isinstance(value, float) and not math.isfinite(value):
+    raise ValueError(f"{name}={value} is not a finite number ({meta['doc']}).")
+  if meta["low"] is not None and value < meta["low"]:
+    least = format_bound(meta["low"])
+    raise ValueError(f"{name}={value} is too small: at least {least} ({meta['doc']}).")
+  if meta["high"] is not None and value > meta["high"]:
+    most = format_bound(meta["high"])
+    raise ValueError(f"{name}={value} is too large: at most {most} ({meta['doc']}).")
 
 
 def format_bound(bound: float) -> str:
@@ -229,88 +243,42 @@ def _tokenizer(cfg: Config) -> None:
     )
 
 
-def _mixture(cfg: Config) -> None:
-  data = cfg.data
-  names = mixture.sources(data.paths)
-  if data.temperature <= 0.0:
-    raise ValueError(
-      f"data.temperature={data.temperature:g} is not positive. Use 1 for shares by size, more to "
-      "raise those of small sources."
-    )
-  for name, idle in (("mixture", ""), ("temperature", 1.0), ("mixture_order", "even")):
-    if not names and getattr(data, name) != idle:
-      raise ValueError(
-        f"data.{name}={getattr(data, name)} needs sources with names, as in "
-        "data.paths=web=web.txt,code=src."
-      )
-  if data.mixture and data.temperature != 1.0:
-    raise ValueError(
-      f"data.temperature={data.temperature:g} does nothing with data.mixture, which gives the "
-      "weights. Leave one of them out."
-    )
-  phases = mixture.phases(data.mixture, names)
-  if phases and phases[-1].amount and cfg.length != "phases":
-    raise ValueError(
-      "data.mixture: its last phase has a length, but the end of the run is elsewhere. Leave that "
-      "length out, or set length=phases, which ends the run there."
-    )
-  if cfg.length == "phases" and not (phases and phases[-1].amount):
-    raise ValueError(
-      f"length=phases, but data.mixture={data.mixture!r} does not say how long its last phase is. "
-      "Give it a length, or use length=given and num_steps."
-    )
-
-
 def _chat(cfg: Config) -> None:
   data = cfg.data
-  weights = role_weights(data.chat_weights)
   name = data.chat_template
   if not name:
-    for field in dataclasses.fields(data):
-      value = getattr(data, field.name)
-      if field.name.startswith("chat_") and value != field.default:
-        raise ValueError(
-          f"data.{field.name}={value} does nothing with text. Set data.chat_template, or leave "
-          f"data.{field.name} at {field.default}."
-        )
     return
   if name not in (*TEMPLATES, OWN_TEMPLATE) and not name.endswith(".jinja"):
     raise ValueError(
       f"data.chat_template={name!r} is unknown. Choose one of: {', '.join(TEMPLATES)}; "
       f"{OWN_TEMPLATE} for the one beside data.tokenizer; or the path of a .jinja file."
     )
-  chats, named = mixture.chat_sources(data.chat_sources), mixture.sources(data.paths)
-  held_out = mixture.named_paths(data.validation_paths, "data.validation_paths")
+  chats, named = data.chat_sources, data.sources
   for source in chats:
-    if source not in {*named, *held_out} - {""}:
+    if source not in {*named, *data.validation_sets}:
       raise ValueError(
-        f"data.chat_sources: {source!r} is no name of data.paths or data.validation_paths."
+        f"data.chat_sources: {source!r} is no name of data.sources or data.validation_sets."
       )
   if chats and not {*chats} & {*named}:
     raise ValueError(
-      f"data.chat_sources={data.chat_sources!r} names no source of data.paths, so that no "
-      "conversation would be trained on. Name one, or leave data.chat_template out."
+      f"data.chat_sources={list(chats)} names no source of data.sources, so that no conversation "
+      "would be trained on. Name one, or leave data.chat_template out."
     )
-  if not weights["assistant"]:
+  for role in data.chat_weights:
+    if role not in ROLES:
+      raise ValueError(
+        f"data.chat_weights: there is no role {role!r}. The roles are {', '.join(ROLES)}."
+      )
+  if not data.chat_weights.get("assistant"):
     raise ValueError(
-      f"data.chat_weights={data.chat_weights!r} leaves the end of an answer out of the loss, so a "
-      "model would never learn to stop. Give the assistant a weight, e.g. assistant=1."
+      "data.chat_weights leaves the end of an answer out of the loss, so a model would never learn "
+      "to stop. Give the assistant a weight, e.g. assistant=1."
     )
   if data.packing == "concat":
     raise ValueError(
       "data.packing=concat cuts conversations at the ends of rows, so that answers lose their "
       "questions. Leave data.packing at auto, or set data.packing=best_fit."
     )
-
-
-def _filters(cfg: Config) -> None:
-  for stage in filter_stages(cfg.data.filters):
-    if stage.name in CHANGES and cfg.data.chat_template:
-      raise ValueError(
-        f"data.filters: {stage.name} changes text, and data.chat_template="
-        f"{cfg.data.chat_template!r} reads conversations, which are kept as they are or dropped. "
-        "Leave it out; text beside them can be filtered by `ats-jax data prepare` first."
-      )
 
 
 def _local_folders(cfg: Config) -> None:

@@ -28,7 +28,7 @@ FIELDS = {
   "loss_mask": Field(np.float32, "weight in the loss; 0 = not counted"),
 }
 SOURCE = "source"  # of a mixture, a further field
-SOURCE_FIELD = Field(np.int32, "the number of the row's source, in the order of data.paths")
+SOURCE_FIELD = Field(np.int32, "the number of the row's source, in the order of data.sources")
 
 
 def random_batch(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from absl import logging
 
-from ats_jax.config import mixture as spec
-from ats_jax.config.mixture import named_paths
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema import mixture as spec
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import train_texts
 from ats_jax.data.rows.contract import NoRows, Rows, TrainRows
@@ -20,7 +20,6 @@ from ats_jax.data.splits import (
   bpe_key,
   find_documents,
   given_tokenizer,
-  main_paths,
   open_datasets,
   open_split,
 )
@@ -54,27 +53,25 @@ class EvalSet:
 def open_eval_sets(cfg: DataConfig, main: Rows) -> tuple[EvalSet, ...]:
   """The validation split, if it has rows, and what has a name.
 
-  These are what each source of a mixture holds out, and the named sets of `data.validation_paths`.
+  These are what each source of a mixture holds out, and `data.validation_sets`.
 
   Args:
     cfg: as for `open_data`.
     main: the validation split that `open_data` gave.
 
   Raises:
-    ValueError: as `open_split`, and for a name that is none or that two sets have.
+    ValueError: as `open_split`, and for a name that two sets have.
   """
   sets = [EvalSet("", main)] if main.info.num_rows else []
   sets += [EvalSet(name, part) for name, part in main.info.parts.items() if part.info.num_rows]
-  for name, paths in named_paths(cfg.validation_paths, "data.validation_paths").items():
+  for name, paths in cfg.validation_sets.items():
     if name in [held_out.name for held_out in sets if name]:
       raise ValueError(
-        f"data.validation_paths: {name!r} is what the source {name} of data.paths holds out. Give "
+        f"data.validation_sets: {name!r} is what the source {name} of data.sources holds out. Give "
         "the set another name, or set data.validation_fraction=0."
       )
-    if name:
-      sets.append(
-        EvalSet(name, open_split(_config_of_source(cfg, name), 0, paths, main.info.tokenizer))
-      )
+    held_out = open_split(_config_of_source(cfg, name), 0, paths, main.info.tokenizer)
+    sets.append(EvalSet(name, held_out))
   return tuple(sets)
 
 
@@ -88,17 +85,18 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
   Raises:
     ValueError: as `open_datasets`, with the name of the source.
   """
-  named = spec.sources(cfg.paths)
-  if not named:
+  if not cfg.sources:
     return _open(cfg, seed)
   from ats_jax.data.rows.mixture import Joined, Mixture  # here: one text needs no schedule
   from ats_jax.data.rows.schedule import Schedule
 
   of_source = {
-    name: dataclasses.replace(_config_of_source(cfg, name), paths=paths, validation_paths="")
-    for name, paths in named.items()
+    name: dataclasses.replace(
+      _config_of_source(cfg, name), paths=paths, sources=Table(), validation_paths=()
+    )
+    for name, paths in cfg.sources.items()
   }
-  main = main_paths(cfg)
+  main = cfg.validation_paths
   fraction = 0.0 if main else cfg.validation_fraction
   tokenizer = _tokenizer(cfg, of_source, fraction)
   train: dict[str, TrainRows] = {}
@@ -109,7 +107,7 @@ def open_data(cfg: DataConfig, seed: int) -> tuple[TrainRows, Rows]:
     try:
       train[name], held_out[name] = _open(own, seed, tokenizer)
     except ValueError as e:
-      raise ValueError(f"data.paths: source {name}: {e}") from e
+      raise ValueError(f"data.sources: {name}: {e}") from e
   largest = max((part.info.tokenizer for part in train.values()), key=lambda t: t.vocab_size)
   schedule = Schedule(
     mixture_phases(cfg, {name: part.info.num_rows for name, part in train.items()}),
@@ -136,15 +134,15 @@ def _open(
     return open_datasets(cfg, seed, tokenizer)
   from ats_jax.data.rows.stream import open_stream
 
-  train, main = open_stream(cfg, seed, tokenizer), main_paths(cfg)
+  train, main = open_stream(cfg, seed, tokenizer), cfg.validation_paths
   tokenizer = train.info.tokenizer
   held_out = open_split(cfg, 0, main, tokenizer) if main else NoRows(tokenizer, cfg.seq_len)
   return train, held_out
 
 
 def _config_of_source(cfg: DataConfig, name: str) -> DataConfig:
-  """Return `cfg` for the source of that name, which holds conversations or plain text."""
-  chats = spec.chat_sources(cfg.chat_sources)
+  """TokeniseOptions to read the paths of that name: as conversations, or as text."""
+  chats = cfg.chat_sources
   return cfg if not chats or name in chats else dataclasses.replace(cfg, chat_template="")
 
 
@@ -178,31 +176,35 @@ def _in_turn(texts: Iterable[Iterator[str]]) -> Iterator[str]:
 
 
 def mixture_phases(cfg: DataConfig, sizes: Mapping[str, int]) -> "list[MixturePhase]":
-  """Return the phases of `data.mixture`, in rows.
+  """The phases of a mixture in rows.
 
   Args:
-    cfg: `mixture`, `temperature`, `seq_len` and `batch_size` are read.
+    cfg: `mixture`, `phases`, `temperature`, `seq_len` and `batch_size` are read.
     sizes: rows of each source.
 
   Raises:
-    ValueError: as `config.mixture.phases`.
+    ValueError: as `config.schema.mixture.parts`.
   """
   from ats_jax.data.rows.schedule import MixturePhase
 
-  phases = spec.phases(cfg.mixture, sizes) or (spec.Phase(by_size(sizes, cfg.temperature)),)
+  phases = spec.phases_of(cfg)
+  if not phases:
+    return [MixturePhase(tuple(by_size(sizes, cfg.temperature).values()), 0)]
   of_rows = []
   for phase in phases:
-    rows = sum(sizes[name] for name in phase.parts)
+    parts = spec.parts(phase.weights, sizes)
+    rows = sum(sizes[name] for name in parts)
     steps = spec.steps_of(phase, cfg.batch_size, cfg.seq_len, rows)
-    parts = tuple(phase.parts.get(name, 0) for name in sizes)
-    of_rows.append(MixturePhase(parts, steps * cfg.batch_size))
+    of_rows.append(
+      MixturePhase(tuple(parts.get(name, 0) for name in sizes), steps * cfg.batch_size)
+    )
   return of_rows
 
 
 def by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, int]:
   """Parts in the ratio size^(1/temperature); each source has one at least.
 
-  At a temperature of 1 they are exact as far as a period of `config.mixture.MOST_PARTS` rows
+  At a temperature of 1 they are exact as far as a period of `config.schema.mixture.MOST_PARTS` rows
   allows; else they are ten-thousandths, rounded.
   """
   divisor = math.gcd(*sizes.values())

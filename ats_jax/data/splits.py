@@ -3,16 +3,14 @@
 import dataclasses
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
-from ats_jax.config.chat import packing_of, role_weights
-from ats_jax.config.filters import filter_stages
-from ats_jax.config.mixture import named_paths, sources
+from ats_jax.config.chat import packing_of
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.corpus import Corpus, nothing_left, open_corpus, train_texts
@@ -95,7 +93,7 @@ def find_documents(
   """
   files, fingerprint, passed_over = _find(cfg.paths, cfg)
   sifted = None
-  if filter_stages(cfg.filters):
+  if cfg.filters:
     from ats_jax.data.filters.sift import sift  # here: few texts are filtered
 
     files, fingerprint, sifted = sift(cfg, files, fingerprint, options)
@@ -214,12 +212,12 @@ def prepare(cfg: DataConfig, out: Path, options: TokeniseOptions) -> Opened:
   if folder := prepared.folder_of(cfg.paths):
     raise ValueError(f"{folder} is prepared already: train on it by --config.data.paths={folder}.")
   cfg = dataclasses.replace(cfg, cache_dir=str(out))
-  if named := sources(cfg.paths):
+  if cfg.sources:
     raise ValueError(
-      f"data.paths names the sources {', '.join(named)}. Prepare each of them apart, with the same "
+      f"data.sources names {', '.join(cfg.sources)}. Prepare each of them apart, with the same "
       "tokenizer.json as data.tokenizer, and give the folders to the training: name=folder."
     )
-  fraction = 0.0 if main_paths(cfg) else cfg.validation_fraction
+  fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
   opened = open_documents(cfg, fraction, options._replace(copies_ids=True))
   if not len(opened.corpus):
     raise ValueError(nothing_left(_counts(opened.corpus.report)))
@@ -228,15 +226,6 @@ def prepare(cfg: DataConfig, out: Path, options: TokeniseOptions) -> Opened:
   )
   prepared.save(out, cfg, made)
   return opened
-
-
-def main_paths(cfg: DataConfig) -> str:
-  """Those paths to validate on that have no name.
-
-  Raises:
-    ValueError: as `named_paths`.
-  """
-  return named_paths(cfg.validation_paths, "data.validation_paths").get("", "")
 
 
 def open_datasets(
@@ -256,8 +245,7 @@ def open_datasets(
     ValueError: for paths that hold nothing, malformed input if `cfg.strict`, or a training text
       shorter than one row.
   """
-  validation_paths = main_paths(cfg)
-  fraction = 0.0 if validation_paths else cfg.validation_fraction
+  fraction = 0.0 if cfg.validation_paths else cfg.validation_fraction
   opened = open_documents(cfg, fraction, tokenizer=tokenizer)
   split, corpus = opened.split, opened.corpus
   out = split.held_out(corpus.key, corpus.part)
@@ -277,8 +265,8 @@ def open_datasets(
       f"The training text has {num_tokens} tokens in {num_documents} documents, less than one row "
       f"of data.seq_len={cfg.seq_len}. Give more text or set data.seq_len to at most {num_tokens}."
     )
-  if validation_paths:
-    return train, open_split(cfg, 0, validation_paths, opened.tokenizer)
+  if cfg.validation_paths:
+    return train, open_split(cfg, 0, cfg.validation_paths, opened.tokenizer)
   validation = pack(cfg, 0, opened, np.flatnonzero(out), "validation")
   if split.fraction and not validation.info.num_documents:
     raise ValueError(
@@ -367,7 +355,7 @@ def _rarity(cfg: DataConfig, opened: Opened, documents: np.ndarray) -> np.ndarra
   return cache.cached(cache.cache_root(cfg.cache_dir), f"rarity-{key}", build).array("rarity")
 
 
-def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> Dataset:
+def open_split(cfg: DataConfig, seed: int, paths: Sequence[str], tokenizer: Tokenizer) -> Dataset:
   """All documents of `paths`, with a tokenizer that is there already.
 
   Args:
@@ -388,11 +376,13 @@ def open_split(cfg: DataConfig, seed: int, paths: str, tokenizer: Tokenizer) -> 
     opened = Opened(corpus, tokenizer, Split(0.0), content, passed_over)
   dataset = pack(cfg, seed, opened, np.arange(len(opened.corpus)), "all")
   if not dataset.info.num_documents:
-    raise ValueError(f"paths={paths!r} holds no document: {_counts(dataset.info.report)}.")
+    raise ValueError(
+      f"paths={','.join(paths)!r} holds no document: {_counts(dataset.info.report)}."
+    )
   return dataset
 
 
-def _find(paths: str, cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
+def _find(paths: Sequence[str], cfg: DataConfig) -> tuple[list[SourceFile], str, dict[str, Any]]:
   """The files of `paths`, the hash of their contents, and what was passed over."""
   root = cache.cache_root(cfg.cache_dir)
   lines = io.StringIO()
@@ -428,7 +418,7 @@ def pack(
   if cfg.chat_template:
     from ats_jax.data.chat.segments import weight_table
 
-    weights = weight_table(role_weights(cfg.chat_weights), cfg.chat_answers)
+    weights = weight_table(cfg.chat_weights, cfg.chat_answers)
     fingerprint = cache.digest(fingerprint, weights.tolist())
 
   def build(folder: Path) -> dict[str, Any]:

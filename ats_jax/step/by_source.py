@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ats_jax.config.mixture import sources
 from ats_jax.config.schema import Config
 from ats_jax.data.batch import SOURCE, SOURCE_FIELD, Batch, Field
 from ats_jax.model.decoder import Decoder
@@ -42,7 +41,7 @@ class BySource:
   """`Pretraining`, which also reports `train/NAME/loss` and `train/NAME/tokens`; see `Objective`.
 
   Attributes:
-    cfg: the resolved config, with named sources in `data.paths`.
+    cfg: the resolved config, with `data.sources`.
   """
 
   cfg: Config
@@ -58,7 +57,7 @@ class BySource:
     """See `Objective`; `sums` are `Sums`."""
     of_all, stats = loss_sums(model, batch, self.cfg.step, rules, key, per_token=True)
     each_BT = of_all.cross_entropy
-    number_S = jnp.arange(len(sources(self.cfg.data.paths)))
+    number_S = jnp.arange(len(self.cfg.data.sources))
     is_of_BTS = batch[SOURCE][..., None] == number_S
     sums = Sums(
       of_all._replace(cross_entropy=jnp.sum(each_BT)),
@@ -72,15 +71,15 @@ class BySource:
     """See `Objective`; the loss of a source without a token in the batch is not a number."""
     loss_S = sums.cross_entropy_S / sums.counted_S
     metrics = Pretraining(self.cfg).means(sums.of_all, whole)
-    names = sources(self.cfg.data.paths)
+    names = self.cfg.data.sources
     for name, loss, counted in zip(names, loss_S, sums.counted_S, strict=True):
       metrics |= {f"train/{name}/loss": loss, f"train/{name}/tokens": counted}
     return metrics
 
 
 def objective_of(cfg: Config) -> Objective:
-  """What a run on the rows of `data.paths` minimises."""
-  return BySource(cfg) if sources(cfg.data.paths) else Pretraining(cfg)
+  """What a run on its text, or on its mixture of sources, minimises."""
+  return BySource(cfg) if cfg.data.sources else Pretraining(cfg)
 
 
 def of_sources(

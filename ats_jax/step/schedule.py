@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ats_jax.config import mixture
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.mixture import has_rates, phases_of, steps_of
 from ats_jax.config.schema.schedule import Falling, WarmupStableDecay
 from ats_jax.extensions import schedules
 
@@ -17,11 +17,11 @@ def learning_rate(cfg: Config, step: Any, xp: Any = jnp) -> Any:
   """Learning rate of update `step` (0-based); with jax.numpy a jax.Array in float32.
 
   Warm-up rises linearly from lr/warmup on the first update, so that none is wasted at 0. After
-  it, `p` runs from 0 to 1 over the rest of the run and stays at 1. With `optimizer.phases` each
-  phase has such a schedule of its own.
+  it, `p` runs from 0 to 1 over the rest of the run and stays at 1. Phases with a learning
+  rate have such a schedule each.
 
   Args:
-    cfg: `optimizer`, `num_steps`, and the phases of `data.mixture`.
+    cfg: `optimizer`, `num_steps`, and the phases of `data`.
     step: int32 scalar, or array with numpy.
     xp: jax.numpy, or numpy to compute it on the host.
   """
@@ -37,24 +37,26 @@ def phases(cfg: Config) -> list[tuple[int, Config]]:
 
   Its `num_steps` are those of the part, and its `optimizer` has the peak and the warm-up.
   """
-  rates = mixture.rates(cfg.optimizer.phases)
-  if not rates:
+  if not has_rates(cfg.data):
     return [(0, cfg)]
   found, starts = [], phase_starts(cfg)
   ends = (*starts[1:], max(cfg.num_steps, starts[-1] + 1))
-  for start, end, rate in zip(starts, ends, rates, strict=True):
+  for start, end, phase in zip(starts, ends, cfg.data.phases, strict=True):
     optimizer = dataclasses.replace(
-      cfg.optimizer, learning_rate=rate.peak, warmup_steps=rate.warmup, warmup_fraction=0.0
+      cfg.optimizer,
+      learning_rate=phase.learning_rate,
+      warmup_steps=phase.warmup_steps,
+      warmup_fraction=0.0,
     )
     found.append((start, dataclasses.replace(cfg, optimizer=optimizer, num_steps=end - start)))
   return found
 
 
 def phase_starts(cfg: Config) -> tuple[int, ...]:
-  """The first update (0-based) of each phase of `data.mixture`, whose lengths are in no epochs."""
+  """The first update (0-based) of each phase of `data`, whose lengths are in no epochs."""
   data = cfg.data
-  parts = mixture.phases(data.mixture, mixture.sources(data.paths))
-  lengths = (mixture.steps_of(part, data.batch_size, data.seq_len, 0) for part in parts[:-1])
+  before = phases_of(data)[:-1]
+  lengths = (steps_of(phase, data.batch_size, data.seq_len, 0) for phase in before)
   return tuple(itertools.accumulate(lengths, initial=0))
 
 

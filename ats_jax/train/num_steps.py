@@ -15,7 +15,7 @@ def with_num_steps(cfg: Config, train_set: TrainRows) -> tuple[Config, str]:
     return cfg, "num_steps"
   info = train_set.info
   if cfg.length == "phases":
-    return count_epochs(cfg, 1.0, info.scheduled_rows), "the phases of data.mixture"
+    return count_epochs(cfg, 1.0, info.scheduled_rows), "the lengths of data.phases"
   epochs, why = cfg.num_epochs, f"num_epochs={cfg.num_epochs}"
   if cfg.length == "budget":
     from ats_jax.planner.budget import budget, reason  # here: other runs need no planner

@@ -11,7 +11,7 @@ from absl import flags
 
 from ats_jax import exits
 from ats_jax.config import Config
-from ats_jax.config.mixture import named_paths
+from ats_jax.config.schema import DataConfig
 from ats_jax.data.corpus import cache, prepared
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look.audit import audit, batch_size
@@ -176,12 +176,16 @@ def _report(argv: list[str]) -> None:
   if not out.parent.is_dir():
     raise ValueError(f"--out={out}: there is no folder {out.parent}. Make it, or name another.")
   cfg = _REPORT_CONFIG.value.data
-  paths = ",".join(named_paths(cfg.paths, "data.paths").values())  # of all sources, as one text
-  cfg = dataclasses.replace(cfg, paths=paths)
+  cfg = dataclasses.replace(cfg, paths=_all_paths(cfg))
   fraction = 0.0 if prepared.folder_of(cfg.paths) else cfg.validation_fraction
   shown = overview(cfg, open_documents(cfg, fraction))
   out.write_text(html_page(shown), encoding="utf-8")
   print(f"{in_words(shown.balance)}: {out}")
+
+
+def _all_paths(cfg: DataConfig) -> tuple[str, ...]:
+  """The paths of all sources, as of one text."""
+  return (*cfg.paths, *(path for paths in cfg.sources.values() for path in paths))
 
 
 def _show(text: str) -> None:
@@ -193,8 +197,7 @@ def _validate(argv: list[str]) -> int:
   del argv
   cfg = _CONFIG.value.data
   found, report = Report(strict=False, file=sys.stdout), Report(strict=False, file=sys.stdout)
-  paths = ",".join(named_paths(cfg.paths, "data.paths").values())
-  files = find_files(paths, found, cache.cache_root(cfg.cache_dir))
+  files = find_files(_all_paths(cfg), found, cache.cache_root(cfg.cache_dir))
   tokenizer = None if cfg.tokenizer == "bpe" else build_tokenizer(cfg, lambda: ())
   check_files(files, cfg, tokenizer, report)
   for kind, count in (*report.malformed.items(), *report.skipped.items()):

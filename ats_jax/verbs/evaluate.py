@@ -6,9 +6,12 @@
 Prints a line a metric: eval/loss, eval/perplexity, eval/accuracy, eval/bits_per_byte.
 """
 
+from collections.abc import Sequence
+
 from absl import flags, logging
 
 from ats_jax.checkpoint import load_extra, workdir
+from ats_jax.config.text import parse_as
 from ats_jax.data.batch import POSITION
 from ats_jax.data.sources import EvalSet, open_data, open_eval_sets
 from ats_jax.data.splits import open_split
@@ -26,7 +29,7 @@ _PATHS = flags.DEFINE_string(
 )
 
 
-def evaluate_run(folder: Path, step: str, text: str = "") -> tuple[int, dict[str, float]]:
+def evaluate_run(folder: Path, step: str, text: Sequence[str] = ()) -> tuple[int, dict[str, float]]:
   """The step of a checkpoint, and its metrics.
 
   Args:
@@ -57,7 +60,8 @@ def main(argv: list[str]) -> None:
   """Print the metrics of a checkpoint."""
   del argv
   folder = paths.parse(cli.require(_WORKDIR.value, "workdir", "runs/debug"))
-  step, metrics = evaluate_run(folder, _STEP.value, _PATHS.value)
+  text = parse_as(tuple[str, ...], _PATHS.value, "paths")
+  step, metrics = evaluate_run(folder, _STEP.value, text)
   logging.info("checkpoint %d of %s", step, folder)
   for name, value in metrics.items():
     print(f"{name} {value:.6g}")

@@ -97,7 +97,7 @@ class Bench:
     config.update_from_flattened_dict(SETTINGS | dict(suite.settings))
     cfg = from_config_dict(config)
     self._train, valid = open_datasets(cfg.data, 0)
-    self._prose = open_split(cfg.data, 0, prose(), self._train.info.tokenizer)
+    self._prose = open_split(cfg.data, 0, (prose(),), self._train.info.tokenizer)
     domain = lambda name: open_domain(name, cfg.data, self._train.info.tokenizer)
     self._domains = {name: domain(name) for name in suite.domains}
     self.cfg = resolve(cfg, self._train.info.tokenizer.vocab_size)

@@ -85,7 +85,7 @@ def settings(tmp_path, kind: str, **changes):
     words = ["ape", "bee", "cat", "dog", "emu", "fox", "gnu"]
     lines = [" ".join(rng.choice(words, 12)) for _ in range(600)]
     text.write_text("\n\n".join(lines))
-  cache = {"data.cache_dir": str(tmp_path / "cache"), "data.paths": str(text)}
+  cache = {"data.cache_dir": str(tmp_path / "cache"), "data.paths": (str(text),)}
   return with_settings(Config(), RUN | KINDS[kind] | cache | changes)
 
 

@@ -81,7 +81,7 @@ def test_report_of_named_sources(folder, tmp_path):
   page = tmp_path / "report.html"
   result = forked(
     "ats_jax", "data", "report", f"--out={page}", "--config.data.tokenizer=bytes",
-    f"--config.data.paths=a={folder},b={tmp_path}/b.txt",
+    f"--config.data.sources=a={folder},b={tmp_path}/b.txt",
     f"--config.data.cache_dir={tmp_path}/cache",
   )  # fmt: skip
   assert result.code == 0 and page.is_file(), result.err

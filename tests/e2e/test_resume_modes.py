@@ -31,7 +31,8 @@ SETTINGS = (
 CONFIG = """
 import os, signal, sys
 
-from configs.debug import get_config  # noqa: F401
+from configs.debug import get_config as debug
+from ats_jax.config.schema.mixture import Phase
 from ats_jax.data.corpus import shards, tokenise
 from ats_jax.data.chat import corpus
 
@@ -47,15 +48,34 @@ def die(event, arguments, seen=[0]):
 
 
 sys.addaudithook(die)
+SWITCH, TEXT, CHAT = 10, {"base": 1}, {"chat": 1}
+PHASES = {
+  "": (),
+  "sequential": (
+    Phase(TEXT, steps=SWITCH, learning_rate=3e-3, warmup_steps=2),
+    Phase(CHAT, learning_rate=1e-4, warmup_steps=2),
+  ),
+  "interleaved": (Phase({"base": 3, "chat": 1}, steps=SWITCH), Phase({"base": 1, "chat": 1})),
+}
+
+
+def get_config(variant: str = ""):
+  config = debug()
+  config.data.phases = PHASES[variant]
+  return config
 """
 CHATS = ("data.filters=exact", "data.chat_template=chatml", "data.chat_sources=chat")
 
 
 class Mode(NamedTuple):
-  """Paths, with `{}` for the folder of the texts, and further settings."""
+  """Paths or sources, with `{}` for the folder of the texts, and further settings.
+
+  `variant` is of the config.
+  """
 
   paths: str
   settings: tuple[str, ...]
+  variant: str = ""
 
 
 MODES = {
@@ -63,12 +83,8 @@ MODES = {
   "finetuning_only": Mode("{0}/chat.jsonl", ("data.filters=exact", "data.chat_template=chatml")),
   "hybrid_sequential": Mode(
     "base={0}/base.jsonl,chat={0}/chat.jsonl",
-    (
-      *CHATS,
-      f"data.mixture={SWITCH} steps: base=1; chat=1",
-      "optimizer.phases=3e-3/2; 1e-4/2",
-      "optimizer.phase_moments=reset",
-    ),
+    (*CHATS, "optimizer.phase_moments=reset"),
+    "sequential",
   ),
   "lengths": Mode(
     "{0}/lengths.jsonl", ("data.length_buckets=2", "data.packing=concat", "data.num_workers=1")
@@ -79,7 +95,8 @@ MODES = {
   ),
   "hybrid_interleaved": Mode(
     "base={0}/base.jsonl,chat={0}/chat.jsonl",
-    (*CHATS, f"data.mixture={SWITCH} steps: base=3,chat=1; base=1,chat=1"),
+    CHATS,
+    "interleaved",
   ),
 }
 
@@ -109,16 +126,22 @@ def folder(tmp_path_factory) -> Path:
   "mode", [pytest.param(m, marks=pytest.mark.slow if m in FURTHER else ()) for m in MODES]
 )
 def test_killed_at_its_worst_moments(folder, tmp_path, mode):
-  paths, settings = MODES[mode]
+  paths, settings, variant = MODES[mode]
+  named = "data.sources" if variant else "data.paths"
   whole, broken = tmp_path / "whole", tmp_path / "broken"
 
   def start(workdir: Path, kill_at: int = 0):
     own = f"data.cache_dir={workdir}.cache"
-    given = (*SETTINGS, *settings, f"data.paths={paths.format(folder)}", own)
-    return runs.start(workdir, *given, config=str(folder / "config.py"), KILL_AT=str(kill_at))
+    given = (*SETTINGS, *settings, f"{named}={paths.format(folder)}", own)
+    return runs.start(
+      workdir,
+      *given,
+      config=f"{folder}/config.py:{variant}".removesuffix(":"),
+      KILL_AT=str(kill_at),
+    )
 
   output = runs.finish(start(whole))
-  assert mode.startswith("hybrid") == ("phase 2 of 2 of data.mixture begins" in output)
+  assert mode.startswith("hybrid") == ("phase 2 of 2 of data.phases begins" in output)
 
   process = start(broken, kill_at=2)
   process.communicate(timeout=runs.TIMEOUT_SECS)

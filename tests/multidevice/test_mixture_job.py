@@ -20,13 +20,26 @@ from ats_jax.data.sources import open_data
 
 SETTINGS = {
   "model.vocab_size": 259,
-  "data.mixture": "3 steps: web=3,code=1; 200 tokens: talk=1,code=2; web=4,code=1,talk=2",
-  "data.filters": "exact",
+  "data.phases": (
+    {"weights": {"web": 3, "code": 1}, "steps": 3},
+    {"weights": {"talk": 1, "code": 2}, "tokens": 200},
+    {"weights": {"web": 4, "code": 1, "talk": 2}},
+  ),
+  "data.filters": ("exact",),
   "data.packing": "best_fit",
   "data.seq_len": 32,
   "data.batch_size": BATCH_SIZE,
   "data.num_workers": 1,
 }
+CONFIG = """
+from configs.debug import get_config as debug
+
+
+def get_config(variant: str = ""):
+  config = debug(variant)
+  config.update_from_flattened_dict({0})
+  return config
+"""
 # What each process reads in training, written down.
 PROCESS = """
 import json
@@ -47,13 +60,13 @@ with jax.set_mesh(make_mesh(cfg)), train_feed(cfg, train_set, tells=True) as bat
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> str:
+def sources(tmp_path_factory) -> dict[str, tuple[str]]:
   """Three uneven sources with copies in them."""
   folder = tmp_path_factory.mktemp("texts")
   for name, size in {"web": 260, "code": 50, "talk": 90}.items():
     rows = [{"text": f"{name} {i % (size - 9)} " * (i % 7 + 1)} for i in range(size)]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return ",".join(f"{name}={folder}/{name}.jsonl" for name in ("web", "code", "talk"))
+  return {name: (f"{folder}/{name}.jsonl",) for name in ("web", "code", "talk")}
 
 
 class Recorded:
@@ -76,8 +89,8 @@ class Recorded:
     return self._position
 
 
-def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
-  settings = SETTINGS | {"data.paths": paths, "data.cache_dir": f"{tmp_path}/cache"}
+def test_two_processes_and_then_one_read_each_token_once(sources, tmp_path):
+  settings = SETTINGS | {"data.sources": sources, "data.cache_dir": f"{tmp_path}/cache"}
   cfg = tiny_config(settings)
   ds, _ = open_data(cfg.data, cfg.seed)
   rows = next(r for r in itertools.count() if min(ds.progress(r).passes.values()) >= 1)
@@ -100,12 +113,15 @@ def test_two_processes_and_then_one_read_each_token_once(paths, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_share_the_windows_of_a_stream(paths, tmp_path):
+def test_two_processes_share_the_windows_of_a_stream(sources, tmp_path):
   """They read what one process reads, and one goes on where they ended, without their windows."""
   settings = {k: v for k, v in SETTINGS.items() if k != "data.filters"}
   settings |= {
-    "data.paths": paths, "data.streaming": True, "data.window_mb": 0.001,
-    "data.validation_fraction": 0.0, "data.mixture": "3 steps: web=3,code=1; web=1,talk=2",
+    "data.sources": sources, "data.streaming": True, "data.window_mb": 0.001,
+    "data.validation_fraction": 0.0,
+    "data.phases": (
+      {"weights": {"web": 3, "code": 1}, "steps": 3}, {"weights": {"web": 1, "talk": 2}},
+    ),
     "data.cache_dir": f"{tmp_path}/cache",
   }  # fmt: skip
   said = run_job(PROCESS, tmp_path, json.dumps(settings), tmp_path, 8)
@@ -131,20 +147,23 @@ def test_two_processes_share_the_windows_of_a_stream(paths, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_job_that_is_killed_goes_on_as_one_process(paths, tmp_path):
+def test_a_job_that_is_killed_goes_on_as_one_process(sources, tmp_path):
   """Rows of sources are those of a run that nobody killed, and losses but for rounding."""
-  settings = [*jobs.TINY, f"data.paths={paths}", "num_steps=60", "checkpoint.every_steps=20"]
-  settings += [f"{k}={v}" for k, v in SETTINGS.items() if k != "data.batch_size"]
+  config = tmp_path / "config.py"
+  config.write_text(CONFIG.format(SETTINGS | {"data.sources": sources}))
+  settings = [*jobs.TINY, "num_steps=60", "checkpoint.every_steps=20"]
   devices = f"{runs.QUICK} --xla_force_host_platform_device_count=2"
   whole = forked(
-    "ats_jax.train", *train_flags(tmp_path / "whole", *settings), XLA_FLAGS=devices
+    "ats_jax.train", *train_flags(tmp_path / "whole", *settings, config=config), XLA_FLAGS=devices
   )  # fmt: skip
   assert whole.code == 0, whole.err
-  job = jobs.launch(tmp_path / "job", 2, *settings, restarts=0)
+  job = jobs.launch(tmp_path / "job", 2, *settings, restarts=0, config=str(config))
   runs.read_to(job, 45)  # the save at 40 begins when that at 20 is complete
   os.kill(jobs.pid_of(job, 1), signal.SIGKILL)
   job.communicate(timeout=runs.TIMEOUT_SECS)
-  output = runs.finish(runs.start(tmp_path / "job", *settings, XLA_FLAGS=devices))
+  output = runs.finish(
+    runs.start(tmp_path / "job", *settings, config=str(config), XLA_FLAGS=devices)
+  )
   assert "from step" in output
   rows = [runs.rows(tmp_path / name, "train/loss") for name in ("whole", "job")]
   for a, b in zip(*rows, strict=True):

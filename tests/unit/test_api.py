@@ -42,7 +42,7 @@ def cfg(text) -> Config:
       "model.d_model": 16,
       "model.num_heads": 2,
       "model.d_ff": 16,
-      "data.paths": text,
+      "data.paths": (text,),
       "data.tokenizer": "bytes",
       "data.seq_len": 32,
       "data.validation_fraction": 0.2,
@@ -118,7 +118,7 @@ def test_nothing_stays_behind_what_fails(cfg, tmp_path):
   steep = dataclasses.replace(cfg.optimizer, learning_rate=1e30)
   for wrong, error in (
     (dataclasses.replace(cfg, optimizer=steep, num_steps=30), FloatingPointError),
-    (dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, paths="/no/text")), ValueError),
+    (dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, paths=("/no/text",))), ValueError),
   ):
     with pytest.raises(error):
       api.train(wrong, str(tmp_path / error.__name__))

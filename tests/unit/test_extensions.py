@@ -69,7 +69,7 @@ def config(tmp_path):
         "num_steps": 4,
         "extensions": (str(tmp_path / name),),
         "model.vocab_size": 384,
-        "data.paths": str(text),
+        "data.paths": (str(text),),
         "data.validation_fraction": 0.0,
         "data.cache_dir": str(tmp_path / "cache"),
         "log.writers": ("jsonl",),
@@ -183,7 +183,7 @@ def columns(path, text_field, report):
 """
   text = "".join(f"{i}\tthe cat number {i} sat on the mat\n" for i in range(40))
   (tmp_path / "cats.tsv").write_text(f"broken\n{text}")
-  changes = {"data.paths": str(tmp_path / "cats.tsv"), "data.tokenizer": "bytes"}
+  changes = {"data.paths": (str(tmp_path / "cats.tsv"),), "data.tokenizer": "bytes"}
   train(config(source, changes), tmp_path / "run")
   assert "Malformed input was left out: 1 no two columns" in caplog.text
   assert "40 documents" in caplog.text
@@ -207,7 +207,7 @@ def test_the_examples_of_the_guide(tmp_path):
       "model.vocab_size": 384,
       "optimizer.name": "lion",
       "optimizer.schedule": "halved",
-      "data.paths": f"{tmp_path}/cats.tsv",
+      "data.paths": (f"{tmp_path}/cats.tsv",),
       "data.validation_fraction": 0.0,
       "data.cache_dir": f"{tmp_path}/cache",
       "log.writers": ("losses",),

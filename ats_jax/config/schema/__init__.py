@@ -64,7 +64,7 @@ class Config:
     "given",
     "what says when to end: 'given' = num_steps or num_epochs; 'budget' = the tokens with which "
     "`plan budget` finds this model compute-optimal on this text, between the next two; 'phases' = "
-    "the lengths in data.mixture",
+    "the lengths in data.phases",
     choices=("given", "budget", "phases"),
     resume="free",
   )

@@ -1,41 +1,64 @@
 """The section `data`."""
 
 import dataclasses
+from typing import Any
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.filters import FILTERS, Filter
+from ats_jax.config.schema.mixture import Phase, check_mixture, check_rates, check_sources
+from ats_jax.config.schema.setting import Table, setting, when
+
+_CHAT = when("data.chat_template")
+_MIXED = when("data.sources")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Text to batches."""
 
-  paths: str = setting(
-    "",
-    "comma-separated files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
+  paths: tuple[str, ...] = setting(
+    (),
+    "files, folders or globs, local or gs:// s3:// hf:// https:// (.txt .jsonl "
     ".parquet .arrow .array_record .bin .npy ..., text also as .gz .zst .bz2), or a folder of "
-    "`ats-jax data prepare`; empty = this Python's own standard library sources; name=path for "
-    "sources that are mixed",
+    "`ats-jax data prepare`; empty = this Python's own standard library sources",
   )
-  mixture: str = setting(
-    "",
-    "of named sources: how many rows of each, as name=weight with commas; phases with semicolons, "
-    "each but the last with its length in steps, tokens or epochs: '1000 steps: a=0.9,b=0.1; b=1'; "
-    "empty = by size and data.temperature",
+  sources: Table[tuple[str, ...]] = setting(
+    Table(),
+    "in place of data.paths: sources by name, each with paths as there, whose rows are mixed; on "
+    "the command line web=a.txt,web=b.txt,code=src",
+  )
+  mixture: Table[float] = setting(
+    Table(),
+    "how many rows of each source, in this ratio; empty = data.phases, or else by size and "
+    "data.temperature",
+    low=0.0,
     resume="free",
+    needs=_MIXED,
+  )
+  phases: tuple[Phase, ...] = setting(
+    (),
+    "in place of data.mixture: ratios one after another, each with a length and, if wanted, a "
+    "learning rate of its own; in a config file only",
+    resume="free",
+    needs=_MIXED,
   )
   mixture_order: str = setting(
     "even",
-    "of named sources: how their rows take turns: 'even' (each has its share of any number of "
+    "of sources: how their rows take turns: 'even' (each has its share of any number of "
     "rows, to less than one), or 'random' (it has its share of each 4,096 rows or so)",
     choices=("even", "random"),
+    needs=_MIXED,
   )
   temperature: float = setting(
     1.0,
-    "of named sources without data.mixture: one of n rows has the weight n^(1/temperature); above "
-    "1 small ones come more often than their size says",
+    "of sources without data.mixture or data.phases: one of n rows has the weight "
+    "n^(1/temperature); above 1 small ones come more often than their size says",
+    needs=_MIXED,
   )
-  validation_paths: str = setting(
-    "", "the same for validation, name=path for more sets; no plain path = hold out a fraction"
+  validation_paths: tuple[str, ...] = setting(
+    (), "the same for validation; empty = hold out a fraction"
+  )
+  validation_sets: Table[tuple[str, ...]] = setting(
+    Table(), "more sets to validate on: paths by name; their metrics are eval/NAME/..."
   )
   validation_fraction: float = setting(
     0.05,
@@ -46,10 +69,11 @@ class DataConfig:
   text_field: str = setting(
     "text", "the field of a JSON object or a table's row that holds the document"
   )
-  filters: str = setting(
-    "",
-    "which documents to keep: filters in order, of repair, exact, near, language, gopher, "
-    "repetition, c4, with options as in near:threshold=0.7; empty = all",
+  filters: tuple[Filter, ...] = setting(
+    (),
+    "which documents to keep: filters in order; options are given in a config file, as in "
+    "(Exact(), Near(threshold=0.7)); empty = all",
+    elements=FILTERS,
   )
   streaming: bool = setting(
     False,
@@ -105,23 +129,29 @@ class DataConfig:
     "'gemma', 'plain', 'tokenizer' (the one beside data.tokenizer) or a .jinja file; empty = files "
     "are of text",
   )
-  chat_sources: str = setting(
-    "",
-    "comma-separated names of data.paths and data.validation_paths whose files are of "
-    "conversations, where others are of text; empty = all are",
+  chat_sources: tuple[str, ...] = setting(
+    (),
+    "names of data.sources and data.validation_sets whose files are of conversations, where others "
+    "are of text; empty = all are",
+    needs=_CHAT,
   )
-  chat_weights: str = setting(
-    "assistant=1",
-    "weight in the loss of what each role says, as role=weight with commas; one that is not named "
-    "has none",
+  chat_weights: Table[float] = setting(
+    Table(assistant=1.0),
+    "weight in the loss of what each role says; one that is not named has none",
+    low=0.0,
+    high=1.0,
+    needs=_CHAT,
   )
   chat_answers: str = setting(
     "all",
     "which answers of a conversation are in the loss: 'all', or the 'last' one",
     choices=("all", "last"),
+    needs=_CHAT,
   )
   chat_marks: bool = setting(
-    True, "take as an answer what a template's {% generation %} marks enclose, where it has some"
+    True,
+    "take as an answer what a template's {% generation %} marks enclose, where it has some",
+    needs=_CHAT,
   )
   num_workers: int = setting(
     0, "loader processes; 0 = threads of the main process", low=0, resume="free"
@@ -132,3 +162,12 @@ class DataConfig:
   cache_dir: str = setting(
     "", "tokenised corpora and trained tokenizers; empty = ~/.cache/ats_jax/data", resume="free"
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse a filter that is named twice, and sources and phases that cannot be."""
+    check_sources(self)
+    check_mixture(cfg)
+    check_rates(cfg)
+    names = [one.name for one in self.filters]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+      raise ValueError(f"data.filters names {twice} twice. Leave one of them out.")

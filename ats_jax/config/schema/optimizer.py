@@ -21,16 +21,9 @@ class OptimizerConfig:
   warmup_fraction: float = setting(
     0.0, "warm-up as a share of num_steps; warmup_steps, if set, goes before it", low=0.0, high=1.0
   )
-  phases: str = setting(
-    "",
-    "of each phase of data.mixture its peak learning rate and steps of warm-up, as rate/steps with "
-    "semicolons, in place of the settings above: each has a schedule of its own over its length; "
-    "empty = one over the run",
-    resume="free",
-  )
   phase_moments: str = setting(
     "keep",
-    "the optimizer's moments and count of updates where a phase of data.mixture begins: 'keep' "
+    "the optimizer's moments and count of updates where one of data.phases begins: 'keep' "
     "them, or 'reset' them to those of a new run",
     choices=("keep", "reset"),
     resume="free",

@@ -58,6 +58,7 @@ def setting(
   choices: "tuple[str, ...] | Registry | Kinds" = (),
   resume: str = "fixed",
   needs: Condition | None = None,
+  elements: "Kinds | None" = None,
 ) -> Any:
   """Declare one setting.
 
@@ -70,10 +71,12 @@ def setting(
     choices: the legal words; of a registry, those that are registered when it is looked at.
     resume: "fixed" if a workdir must be resumed with the same value, "free" if it may change.
     needs: without it the setting has no effect, and only the default is legal.
+    elements: of a list of dataclasses, the kinds that each of them is one of.
   """
   metadata = dict(
-    doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume, needs=needs
-  )
+    doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume, needs=needs,
+    elements=elements,
+  )  # fmt: skip
   return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -185,6 +188,13 @@ def section(kinds: Kinds, name: str) -> Any:
   kinds.default_name = name
   make: Callable[[], Any] = lambda: kinds.default
   return dataclasses.field(default_factory=make, metadata={"kinds": kinds})
+
+
+def elements(value: Any) -> tuple[Any, ...]:
+  """The elements of the value of a setting: of a list or a table, or the one that it is."""
+  if isinstance(value, Table):
+    return tuple(value.values())
+  return value if isinstance(value, tuple) else (value,)
 
 
 def kinds_of(field: dataclasses.Field) -> Kinds | None:

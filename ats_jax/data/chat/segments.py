@@ -4,7 +4,7 @@ The mask is exact by construction: whoever writes a segment knows whether it is 
 nothing is searched for in the text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -55,16 +55,16 @@ def role_of(code: int) -> str:
   return ROLES[number - 1] if number else ""
 
 
-def weight_table(weights: dict[str, float], answers: str) -> np.ndarray:
+def weight_table(weights: Mapping[str, float], answers: str) -> np.ndarray:
   """[NUM_CODES] float32, the weight in the loss by code.
 
   Args:
-    weights: by role.
+    weights: by role; one that is not there has none.
     answers: which turns of the assistant count: 'all' or 'last'.
   """
   table = np.zeros(NUM_CODES, np.float32)
   for number, role in enumerate(ROLES, 1):
     for last in (0, LAST):
       if last or role != "assistant" or answers == "all":
-        table[number | COUNTS | last] = weights[role]
+        table[number | COUNTS | last] = weights.get(role, 0.0)
   return table

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from absl import logging
 
-from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES, role_weights
+from ats_jax.config.chat import OWN_TEMPLATE, TEMPLATES
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.chat.conversation import Conversation, Message
 from ats_jax.data.chat.jinja import JinjaTemplate
@@ -192,10 +192,10 @@ def with_template(tokenizer: Tokenizer, cfg: DataConfig) -> Tokenizer:
   if not cfg.chat_template:
     return tokenizer
   form = _form(tokenizer, cfg)
-  others = [r for r, w in role_weights(cfg.chat_weights).items() if w and r != "assistant"]
+  others = [r for r, w in cfg.chat_weights.items() if w and r != "assistant"]
   if others and not form.name:
     raise ValueError(
-      f"data.chat_weights={cfg.chat_weights!r} weighs {' and '.join(others)}, but of jinja only "
+      f"data.chat_weights weighs {' and '.join(others)}, but of jinja only "
       "the answers are known. Use data.chat_weights=assistant=1, or a template by name: "
       f"{', '.join(TEMPLATES)}."
     )

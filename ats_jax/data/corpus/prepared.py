@@ -5,18 +5,19 @@ The corpus is one of the cache's, so that rows are those of the text it was made
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ats_jax.config.filters import canonical
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.filters import spelled
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.corpus import Corpus, warn_of_malformed
 from ats_jax.data.text.holdout import Split
 from ats_jax.data.text.source import SourceFile
 from ats_jax.data.tokens.file import load_tokenizer, save_tokenizer
 from ats_jax.data.tokens.tokenizer import Tokenizer
-from ats_jax.store import paths
+from ats_jax.store.paths import Path as StorePath
 
 INDEX = "prepared.json"
 TOKENIZER = "tokenizer.json"
@@ -61,7 +62,7 @@ class Prepared:
 
 def save(folder: Path, cfg: DataConfig, made: Prepared) -> None:
   """Make `folder`, in which the corpus was cached, one that `load` reads."""
-  save_tokenizer(made.tokenizer, paths.Path(folder / TOKENIZER))
+  save_tokenizer(made.tokenizer, StorePath(folder / TOKENIZER))
   body = json.dumps({
     "corpus": made.corpus.folder.path.name, "tokenizer": made.tokenizer.fingerprint,
     "content": made.content, "text_field": cfg.text_field,
@@ -71,15 +72,14 @@ def save(folder: Path, cfg: DataConfig, made: Prepared) -> None:
   cache.write_atomically(folder / INDEX, f"{cache.digest(body)}\n{body}")
 
 
-def folder_of(text: str) -> Path | None:
-  """The folder that `text`, as `data.paths`, names, if it is one that was prepared.
+def folder_of(paths: Sequence[str]) -> Path | None:
+  """The folder that `paths`, as `data.paths`, name, if it is one that was prepared.
 
   Raises:
     ValueError: if there are other paths beside it.
   """
-  entries = [entry.strip() for entry in text.split(",") if entry.strip()]
-  made = [entry for entry in entries if (Path(entry).expanduser() / INDEX).is_file()]
-  if made and len(entries) > 1:
+  made = [entry for entry in paths if (Path(entry).expanduser() / INDEX).is_file()]
+  if made and len(paths) > 1:
     raise ValueError(
       f"paths: {made[0]!r} is a prepared folder, which stands alone. Prepare all of the text "
       "together, or name the text itself."
@@ -110,12 +110,12 @@ def load(folder: Path, cfg: DataConfig) -> Prepared:
     )
   sifted = cache.Folder(folder / index["sifted"]) if index["sifted"] else None
   its = sifted.meta["filters"] if sifted else ""
-  if cfg.filters and canonical(cfg.filters) != its:
+  if cfg.filters and spelled(cfg.filters) != its:
     raise ValueError(
-      f"data.filters={cfg.filters!r}, but {folder} was prepared with {its!r}. Leave it empty, or "
-      "prepare the text again."
+      f"data.filters={spelled(cfg.filters)!r}, but {folder} was prepared with {its!r}. Leave it "
+      "empty, or prepare the text again."
     )
-  tokenizer = load_tokenizer(paths.Path(folder / TOKENIZER))
+  tokenizer = load_tokenizer(StorePath(folder / TOKENIZER))
   if tokenizer.fingerprint != index["tokenizer"]:
     raise ValueError(f"{folder / TOKENIZER} is not what was written. Prepare it again.")
   corpus = cache.Folder(path)

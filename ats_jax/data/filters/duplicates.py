@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ats_jax.config.filters import Stage
-from ats_jax.data.filters.options import parse_options
 from ats_jax.data.filters.rules import WORD
 from ats_jax.data.text.formats import extra
 
@@ -55,31 +53,12 @@ def shingles(text: str) -> list[str]:
   return [" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))]
 
 
-def threshold_of(stage: Stage) -> float:
-  """The similarity from which documents are near duplicates.
+def check_packages() -> None:
+  """Refuse `near` where a package of it is missing.
 
   Raises:
-    ValueError: if it is not from 0.3 to 1.
+    ValueError: naming the package, and how to install it.
   """
-  threshold = float(parse_options(stage, {"threshold": 0.8})["threshold"])
-  if not 0.3 <= threshold <= 1.0:
-    raise ValueError(
-      f"data.filters: near:threshold={threshold:g} is not from 0.3 to 1, the share of sequences of "
-      "five words that two documents have in common."
-    )
-  return threshold
-
-
-def check(stage: Stage) -> None:
-  """Refuse options that this comparison does not have, and a module that is missing.
-
-  Raises:
-    ValueError: as said.
-  """
-  if stage.name == "exact":
-    parse_options(stage, {})
-    return
-  threshold_of(stage)
   signatures([""])
   extra.import_extra("scipy.sparse.csgraph", "data.filters=near", "filters")
 

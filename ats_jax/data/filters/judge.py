@@ -1,11 +1,11 @@
 """All filters over some documents: what a process does for a batch of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ats_jax.config.filters import CHANGES, filter_stages
+from ats_jax.config.schema.filters import ChangesText, Filter, Near
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.rules import RULES, Rule, make_rule
 
@@ -48,16 +48,15 @@ class Verdicts(NamedTuple):
 class Judge:
   """The filters of `data.filters`, made once."""
 
-  def __init__(self, filters: str):
-    self._stages = filter_stages(filters)
+  def __init__(self, filters: Iterable[Filter]):
+    self._stages = tuple(filters)
     self._rules = {s.name: make_rule(s) for s in self._stages if s.name in RULES}
     for stage in self._stages:
-      if stage.name in COMPARISONS:
-        duplicates.check(stage)
-    self._filters = filters
+      if stage.name == "near":
+        duplicates.check_packages()
 
   def __reduce__(self):
-    return Judge, (self._filters,)  # another process makes its own
+    return Judge, (self._stages,)  # another process makes its own
 
   def __call__(self, documents: Sequence[DocumentHead]) -> Verdicts:
     """Judge each by itself, and say what it is to be compared by."""
@@ -87,11 +86,11 @@ class Judge:
 
   def changes(self) -> list[Rule]:
     """The filters that may make another text of a document, in order."""
-    return [rule for name, rule in self._rules.items() if name in CHANGES]
+    return [self._rules[s.name] for s in self._stages if isinstance(s, ChangesText)]
 
 
 def drop_duplicates(
-  filters: str,
+  filters: Iterable[Filter],
   stage: np.ndarray,
   keys: np.ndarray,
   exact: np.ndarray,
@@ -100,7 +99,7 @@ def drop_duplicates(
   """Compare the documents that the filters before have kept.
 
   Args:
-    filters: filters in the form of `data.filters`.
+    filters: those of `data.filters`.
     stage: [n], of all documents, as `Verdicts.stage`.
     keys: [n] uint64, of their names.
     exact: as `Verdicts.exact`.
@@ -110,15 +109,15 @@ def drop_duplicates(
     [n] the filter that drops each, and [n] int64 which document is kept in its place, or -1.
   """
   stage, instead = stage.copy(), np.full(len(stage), -1)
-  for number, compared in enumerate(filter_stages(filters)):
+  for number, compared in enumerate(filters):
     if compared.name not in COMPARISONS:
       continue
     alive = np.flatnonzero(stage > number)
     if compared.name == "exact":
       survivors = duplicates.group_equal(exact[alive], keys[alive])
     else:
-      threshold = duplicates.threshold_of(compared)
-      survivors = duplicates.group_similar(near, alive, keys[alive], threshold)
+      assert isinstance(compared, Near)
+      survivors = duplicates.group_similar(near, alive, keys[alive], compared.threshold)
     twice = survivors != np.arange(len(alive))
     stage[alive[twice]] = number
     instead[alive[twice]] = alive[survivors[twice]]

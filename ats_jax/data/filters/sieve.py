@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
+from ats_jax.config.schema.filters import Filter
 from ats_jax.data.corpus import cache
 from ats_jax.data.filters.judge import Judge
 from ats_jax.data.text.formats.text import Piece, cut_text
@@ -19,13 +20,13 @@ class Sieve:
 
   Attributes:
     folder: in the cache, with those of all files.
-    filters: filters in the form of `data.filters`.
+    filters: those of `data.filters`.
     begin: the first of this file.
     end: behind the last.
   """
 
   folder: cache.Folder
-  filters: str
+  filters: tuple[Filter, ...]
   begin: int
   end: int
 
@@ -86,7 +87,7 @@ def group_documents(pieces: Iterable[Piece]) -> Iterator[Iterator[Piece]]:
 
 
 @functools.lru_cache(maxsize=4)
-def _changes(filters: str) -> list:
+def _changes(filters: tuple[Filter, ...]) -> list:
   return Judge(filters).changes()
 
 

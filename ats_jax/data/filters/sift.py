@@ -10,15 +10,15 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
-from ats_jax.config.filters import canonical, filter_stages
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.filters import Filter, spelled
 from ats_jax.data.chat.records import judged_pieces
 from ats_jax.data.corpus import cache
 from ats_jax.data.corpus.child import map_in_children
@@ -57,9 +57,9 @@ class FilteredFiles(NamedTuple):
   folder: cache.Folder
 
 
-def versions(filters: str) -> dict[str, str]:
+def versions(filters: Iterable[Filter]) -> dict[str, str]:
   """Of the packages that `filters` runs."""
-  names = {_MODULES[s.name] for s in filter_stages(filters) if s.name in _MODULES}
+  names = {_MODULES[s.name] for s in filters if s.name in _MODULES}
   return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
@@ -79,14 +79,15 @@ def sift(
     options: processes and progress; filters copy no ids.
 
   Raises:
-    ValueError: for filters that are none, a module that is missing, malformed input if
+    ValueError: for a language that is unknown, a package that is missing, malformed input if
       `cfg.strict`, or a process that died.
   """
-  filters = canonical(cfg.filters)
-  judge = Judge(filters)  # before any work: its options may be wrong
+  judge = Judge(cfg.filters)  # before any work: a package may be missing
   root = cache.cache_root(cfg.cache_dir)
   kind = ["conversations"] if cfg.chat_template else cfg.text_field
-  own = cache.digest("sift", _VERSION, fingerprint, kind, filters, versions(filters))
+  own = cache.digest(
+    "sift", _VERSION, fingerprint, kind, spelled(cfg.filters), versions(cfg.filters)
+  )
 
   def build(folder: Path) -> dict[str, Any]:
     return _build(folder, cfg, files, judge, options)
@@ -95,7 +96,7 @@ def sift(
   logging.info("Filters: %s.", in_words(folder.meta))
   first = folder.array("first").tolist()
   sifted = [
-    file if file.kind == "tokens" else file._replace(sieve=Sieve(folder, filters, begin, end))
+    file if file.kind == "tokens" else file._replace(sieve=Sieve(folder, cfg.filters, begin, end))
     for file, (begin, end) in zip(files, itertools.pairwise(first), strict=True)
   ]
   return FilteredFiles(sifted, own, folder)
@@ -125,7 +126,7 @@ def _build(
           )
     parts.close(last=True)
   columns, judged, near = parts.joined()
-  stages = filter_stages(cfg.filters)
+  stages = cfg.filters
   stage, instead = drop_duplicates(cfg.filters, judged.stage, columns["key"], judged.exact, near)
   names = judged.reasons.tolist()
   reasons = ["", *sorted({*names} - {""}), *(s.name for s in stages if s.name in COMPARISONS)]
@@ -144,7 +145,7 @@ def _build(
   assert sum(counts) == len(verdict)
   dropped = {name: counts[i] for i, name in enumerate(reasons) if i and counts[i]}
   return {
-    "filters": canonical(cfg.filters), "versions": versions(cfg.filters), "reasons": reasons,
+    "filters": spelled(cfg.filters), "versions": versions(cfg.filters), "reasons": reasons,
     "documents": len(verdict), "kept": counts[0], "dropped": dropped,
     "changed": int((judged.changed & (verdict == 0)).sum()),
     "files": [file.name for file in files],

@@ -50,9 +50,9 @@ class Overview(NamedTuple):
   """All that the page shows.
 
   Attributes:
-    paths: value of `data.paths`.
-    filters: value of `data.filters`; "" = none.
-    versions: versions of the packages that the filters run.
+    paths: those of `data.paths`.
+    filters: as `data.filters`; "" = none.
+    versions: of the packages that the filters run.
     tokenizer: in words.
     balance: counts of records, documents and what was left out.
     reasons: (kind, reason) -> count of what was left out; kinds are 'filters', 'malformed',
@@ -105,8 +105,9 @@ def overview(cfg: DataConfig, opened: Opened) -> Overview:
   chars = (sifted.array("chars"), sifted.array("verdict") == 0) if sifted else None
   samples = json.loads((sifted.path / "samples.json").read_text()) if sifted else []
   tokenizer = f"{opened.tokenizer.vocab_size:,} ids of {cfg.tokenizer}"
+  paths = ", ".join(cfg.paths) or "the standard library of this Python"
   return Overview(
-    cfg.paths or "the standard library of this Python", meta["filters"], meta["versions"],
+    paths, meta["filters"], meta["versions"],
     tokenizer, report["balance"], reasons, meta["changed"], int(corpus.length.sum()),
     int(corpus.num_bytes.sum()) if (corpus.num_bytes > 0).all() else 0, chars, corpus.length,
     _sources(opened), _roles(opened) if cfg.chat_template else {}, samples, report["first"],

@@ -75,7 +75,7 @@ class Mixture(Joined, TrainRows):
       name: part.progress(counts[name], before[name]) for name, part in self.info.parts.items()
     }
     news = [
-      f"phase {number + 1} of {len(self.schedule.phases)} of data.mixture begins: "
+      f"phase {number + 1} of {len(self.schedule.phases)} of data.phases begins: "
       f"{self.shares(number)}"
       for number, start in enumerate(map(int, self.schedule.starts))
       if number and since is not None and since <= start < row
@@ -104,10 +104,10 @@ class Mixture(Joined, TrainRows):
     was, now = position.get("phases", []), self._begun(row)
     if was != now:
       raise ValueError(
-        f"data.mixture: the first {row:,} rows were drawn from these sources: {_in_words(was)}; "
-        f"now they would be: {_in_words(now)}. What was trained on must stay: write the phases up "
-        "to here as they were, give the last of them a length that ends here or later, and append "
-        "the new phase behind it. Or use another --workdir."
+        f"data.phases: the first {row:,} rows were drawn from these sources: {_in_words(was)}; now "
+        f"they would be: {_in_words(now)}. What was trained on must stay: write the phases up to "
+        "here as they were, give the last of them a length that ends here or later, and append the new "
+        "phase behind it. Or use another --workdir."
       )
     for name, part in position.get("parts", {}).items():
       self.info.parts[name].row_of(part)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +46,7 @@ class SourceFile(NamedTuple):
 
 
 def find_files(
-  paths: str, report: Report, root: Path | None = None, *, copies: bool = True
+  paths: Sequence[str], report: Report, root: Path | None = None, *, copies: bool = True
 ) -> list[SourceFile]:
   """The files that `DataConfig.paths` names, in a fixed order, each once.
 
@@ -54,7 +54,7 @@ def find_files(
   goes to `report`. A broken link is kept: it is unreadable when its documents are read.
 
   Args:
-    paths: comma-separated files, folders and globs, local or on a store.
+    paths: files, folders and globs, local or on a store; empty = the standard library's sources.
     report: takes what is passed over.
     root: of the cache, for copies of what is on a store; None = the usual one.
     copies: make them; else what is on a store has its address as its path.
@@ -63,12 +63,10 @@ def find_files(
     ValueError: for a path that does not exist, a glob without a match, a file whose suffix says
       nothing, or no file at all.
   """
-  if not paths.strip():
+  if not paths:
     return _standard_library(report)
   by_real_path: dict[str, SourceFile] = {}
-  for entry in (part.strip() for part in paths.split(",")):
-    if not entry:
-      continue
+  for entry in paths:
     if paths_of_stores.is_remote(entry):
       expanded = _expand_remote(entry, report, copies, root or cache.cache_root(""))
     else:
@@ -87,7 +85,7 @@ def find_files(
   if not by_real_path:
     left_out = f" ({report})" if report.malformed or report.skipped else ""
     raise ValueError(
-      f"paths={paths!r} holds no file that can be read{left_out}. "
+      f"paths={','.join(paths)!r} holds no file that can be read{left_out}. "
       f"Known suffixes: {' '.join(sorted(formats))}."
     )
   return list(by_real_path.values())

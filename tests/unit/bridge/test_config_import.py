@@ -76,7 +76,7 @@ def test_a_model_of_hugging_face_trains(tmp_path):
   for i in range(8):
     write(tmp_path, f"text/{i}.txt", f"the quick brown fox number {i} jumps over a lazy dog\n" * 9)
   small = {
-    "num_steps": 1, "data.paths": str(tmp_path / "text"), "data.tokenizer": "bytes",
+    "num_steps": 1, "data.paths": (str(tmp_path / "text"),), "data.tokenizer": "bytes",
     "data.batch_size": 8, "data.cache_dir": str(tmp_path / "cache"), "log.writers": (),
     "log.progress": False, "sample.max_tokens": 0, "data.validation_fraction": 0.0,
   }  # fmt: skip

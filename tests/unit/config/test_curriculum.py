@@ -13,8 +13,14 @@ LONG = {"data.seq_len": 64}
       {"data.curriculum": "difficulty", "data.length_buckets": 2},
       "both part the documents. Set data.length_buckets=1",
     ),
-    ({"data.length_buckets": 2, "data.paths": "a=a.txt,b=b.txt"}, "Take the names away"),
-    ({"data.curriculum": "difficulty", "data.paths": "a=a.txt,b=b.txt"}, "Take the names away"),
+    (
+      {"data.length_buckets": 2, "data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
+      "Put all text into data.paths",
+    ),
+    (
+      {"data.curriculum": "difficulty", "data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
+      "Put all text into data.paths",
+    ),
     (
       {"data.length_buckets": 2, "data.streaming": True, "data.validation_fraction": 0.0},
       "Set data.streaming=false",

@@ -1,106 +1,151 @@
-"""`data.paths` with names and `data.mixture`: what they say, and errors that name the setting."""
+"""`data.sources`, `data.mixture` and `data.phases`: what they mean, and errors that name them."""
 
+import json
 from fractions import Fraction
 
 import pytest
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.mixture import Phase, in_words, named_paths, phases, sources
+from ats_jax.config.names import differences, flatten, to_dict
+from ats_jax.config.schema.mixture import Phase, parts, phases_of, steps_of
+from ats_jax.config.schema.setting import Table
+from ats_jax.config.text import parse
 
-PATHS = "web=a.txt,web=b.txt,code=src"
+SOURCES = {"web": ("a.txt", "b.txt"), "code": ("src",)}
 CHAT = {"data.chat_template": "chatml", "data.packing": "best_fit"}
+WEB, CODE = Table(web=1.0), Table(code=1.0)
 
 
 def build(**changes):
   config = base_config()
-  config.update_from_flattened_dict({"data.paths": PATHS, **changes})
+  config.update_from_flattened_dict({"data.sources": SOURCES, **changes})
   return from_config_dict(config)
 
 
-def test_sources_in_their_order():
-  assert sources(PATHS) == {"web": "a.txt,b.txt", "code": "src"}
-  assert sources("a.txt, b.txt") == {} == sources("")
-  assert sources("./a=b.txt,https://x/?q=1") == {}
-  assert named_paths("a.txt,code=b.py", "x") == {"": "a.txt", "code": "b.py"}
+def phases(*of):
+  return {"data.phases": of}
+
+
+def test_sources_keep_their_order_and_come_back_from_json():
+  cfg = build(**phases(Phase(WEB, steps=3), Phase(CODE)))
+  assert list(cfg.data.sources) == ["web", "code"]
+  stored = json.loads(json.dumps(to_dict(cfg)))
+  again = from_config_dict(stored)
+  assert again == cfg and list(again.data.sources) == ["web", "code"]
+  assert hash(again) == hash(cfg)
+  assert not differences(flatten(stored), flatten(cfg))
+
+
+def test_text_of_flags():
+  assert parse("data.sources", "web=a.txt,code=src,web=b.txt", {}) == SOURCES
+  assert parse("data.mixture", "web=0.7,code=0.3", {}) == Table(web=0.7, code=0.3)
+  assert parse("data.filters", "exact,near", {}) == ("exact", "near")
+  with pytest.raises(ValueError, match=r"data.mixture=web=1,web=2 names web twice"):
+    parse("data.mixture", "web=1,web=2", {})
+  with pytest.raises(ValueError, match=r"no text for a Phase. Set data.phases in a config file"):
+    parse("data.phases", "3", {})
+
+
+def test_phases_of_a_file_may_be_mappings():
+  config = base_config()
+  config.data.sources = SOURCES
+  config.data.phases = ({"weights": {"web": 9, "code": 1}, "steps": 3}, Phase(Table(code=1.0)))
+  found = from_config_dict(config).data.phases
+  assert found == (Phase(Table(web=9.0, code=1.0), steps=3), Phase(Table(code=1.0)))
 
 
 @pytest.mark.parametrize(
-  ("text", "parts"),
+  ("weights", "expected"),
   [
-    ("web=0.7,code=0.3", {"web": 7, "code": 3}),
-    ("code=3 , web=1", {"web": 1, "code": 3}),
-    ("web=1/3,code=2/3", {"web": 1, "code": 2}),
-    ("web=0,code=2", {"code": 1}),
-    ("web=50,code=100", {"web": 1, "code": 2}),
-    ("web=1e-2,code=0.99", {"web": 1, "code": 99}),
+    ({"web": 0.7, "code": 0.3}, {"web": 7, "code": 3}),
+    ({"code": 3.0, "web": 1.0}, {"web": 1, "code": 3}),
+    ({"web": 0.0, "code": 2.0}, {"code": 1}),
+    ({"web": 50, "code": 100}, {"web": 1, "code": 2}),
+    ({"web": 1e-2, "code": 0.99}, {"web": 1, "code": 99}),
+    ({"web": 1e-05, "code": 0.1}, {"web": 1, "code": 10_000}),
   ],
 )
-def test_weights_are_whole_numbers_of_rows(text, parts):
-  assert phases(text, ["web", "code"]) == (Phase(parts),)
+def test_weights_are_whole_numbers_of_rows(weights, expected):
+  found = parts(weights, ["web", "code"])
+  assert found == expected and list(found) == list(expected)
 
 
-def test_phases():
-  text = "1000 steps: web=0.9,code=0.1; 2.5e9tokens:web=1;1.5 epochs: code=1 ; web=1,code=3;"
-  found = phases(text, ["web", "code"])
-  assert [(p.amount, p.unit) for p in found] == [
-    (1000, "steps"), (2_500_000_000, "tokens"), (Fraction(3, 2), "epochs"), (0, "steps")
-  ]  # fmt: skip
-  assert phases(in_words(found), ["web", "code"]) == found
-  assert phases("", ["web"]) == ()
+def test_lengths_in_steps():
+  how = dict(batch_size=4, seq_len=16, rows=13)
+  assert steps_of(Phase(WEB, steps=7), **how) == 7
+  assert steps_of(Phase(WEB, tokens=40), **how) == 1  # 2.5 rows
+  assert steps_of(Phase(WEB, epochs=1.5), **how) == 5  # 19.5 rows
+  assert steps_of(Phase(WEB, epochs=0.1), **{**how, "rows": 40}) == 1  # 4 rows, not a little more
+  assert steps_of(Phase(WEB), **how) == 0
+  assert Phase(WEB).is_endless and not Phase(WEB, tokens=1).is_endless
+  assert Fraction(str(0.1)) == Fraction(1, 10)
+
+
+def test_a_mixture_is_one_phase():
+  assert phases_of(build(**{"data.mixture": WEB}).data) == (Phase(WEB),)
+  assert phases_of(build().data) == ()
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"data.mixture": "wbe=1"}, "data.mixture: there is no source 'wbe'. .* are web, code"),
-    ({"data.mixture": "web=-1,code=2"}, "data.mixture: 'web=-1' has no weight"),
-    ({"data.mixture": "web=nan"}, "data.mixture: 'web=nan' has no weight"),
-    ({"data.mixture": "web=1/0"}, "data.mixture: 'web=1/0' has no weight"),
-    ({"data.mixture": "web"}, "data.mixture: 'web' is not source=weight"),
-    ({"data.mixture": "web=0,code=0"}, "data.mixture: the weights of 'web=0,code=0' sum to 0"),
-    ({"data.mixture": "10 steps:; web=1"}, "data.mixture: the weights of '' sum to 0"),
-    ({"data.mixture": "web=1,web=2"}, "data.mixture: .* names web twice"),
-    ({"data.mixture": "web=0.123457,code=0.9"}, "data.mixture: .* Round the weights, e.g. web=121"),
-    ({"data.mixture": "0 steps: web=1; code=1"}, "data.mixture: .* has a length of 0 steps"),
-    ({"data.mixture": "-3 epochs: web=1; code=1"}, "has a length of -3 epochs"),
-    ({"data.mixture": "1.5 steps: web=1; code=1"}, "data.mixture: .* ends inside a step"),
-    ({"data.mixture": "5 rows: web=1; code=1"}, "'5 rows' is no length. .* steps, tokens, epochs"),
-    ({"data.mixture": "few steps: web=1; code=1"}, "'few steps' is no length"),
-    ({"data.mixture": "web=1; code=1"}, "data.mixture: the phase 'web=1' has no length"),
-    ({"data.mixture": "5 steps: web=1"}, "its last phase has a length, .* length=phases"),
-    ({"length": "phases", "data.mixture": "web=1"}, "length=phases, but data.mixture='web=1'"),
-    ({"length": "phases"}, "length=phases, but data.mixture=''"),
-    ({"length": "phases", "data.mixture": "1 epochs: web=1", "num_epochs": 1.0}, "both say when"),
-    ({"data.paths": "a.txt", "data.mixture": "a=1"}, "data.mixture=a=1 needs sources with names"),
-    ({"data.paths": "a.txt", "data.temperature": 2.0}, "data.temperature=2.0 needs sources"),
+    ({"data.mixture": {"wbe": 1.0}}, "data.mixture: there is no source 'wbe'. .* are web, code"),
+    ({"data.mixture": {"web": -1.0}}, r"data.mixture\['web'\]=-1.0 is too small"),
+    ({"data.mixture": {"web": float("nan")}}, r"data.mixture\['web'\]=nan is not a finite number"),
+    ({"data.mixture": {"web": "1/3"}}, r"data.mixture\['web'\] must be float, got '1/3'"),
+    ({"data.mixture": {"web": 0.0, "code": 0.0}}, "data.mixture: the weights sum to 0"),
+    (phases(Phase(steps=10), Phase(WEB)), r"data.phases\[0\]: the weights sum to 0"),
+    ({"data.mixture": {"web": 0.123457, "code": 0.9}}, "data.mixture: .* Round .* e.g. web=121"),
+    (phases(Phase(WEB, steps=-3), Phase(CODE)), r"data.phases\[0\].steps=-3 is too small"),
+    (phases({"weights": {"web": 1}, "steps": 1.5}), r"data.phases\[0\].steps must be int, got 1.5"),
+    (phases({"weights": {"web": 1}, "rows": 5}), r"unknown key data.phases\[0\].rows"),
+    (phases(Phase(WEB, steps=1, tokens=1)), r"data.phases\[0\] has several lengths"),
+    (phases(Phase(WEB), Phase(CODE)), r"data.phases\[0\] has no length, but another"),
+    (phases(Phase(WEB, steps=5)), "the last one has a length, .* length=phases"),
+    ({"length": "phases", "data.mixture": WEB}, "length=phases, but there is no last phase"),
+    ({"length": "phases"}, "length=phases, but there is no last phase"),
+    ({"length": "phases", **phases(Phase(WEB, epochs=1.0)), "num_epochs": 1.0}, "both say when"),
+    ({"data.mixture": WEB, **phases(Phase(WEB))}, "data.mixture and data.phases both give weights"),
+    ({"data.sources": {}, "data.mixture": WEB}, "data.mixture=.* needs data.sources"),
+    ({"data.sources": {}, **phases(Phase(WEB))}, "data.phases=.* needs data.sources"),
+    ({"data.sources": {}, "data.temperature": 2.0}, "data.temperature=2.0 .* needs data.sources"),
     ({"data.temperature": 0.0}, "data.temperature=0 is not positive"),
     ({"data.temperature": -1.0}, "data.temperature=-1 is not positive"),
-    ({"data.temperature": 2.0, "data.mixture": "web=1"}, "data.temperature=2 does nothing with"),
-    ({"data.paths": "web=a.txt,b.txt"}, "data.paths: 'b.txt' has no name, but others have"),
-    ({"data.paths": "Web=a.txt"}, "data.paths: 'Web=a.txt' is not name=path"),
-    ({**CHAT, "data.chat_sources": "talk"}, "data.chat_sources: 'talk' is no name of data.paths"),
+    ({"data.temperature": 2.0, "data.mixture": WEB}, "data.temperature=2 does nothing with"),
+    ({"data.paths": ("b.txt",)}, "data.paths and data.sources are both set"),
+    ({"data.sources": {"Web": ("a.txt",)}}, "data.sources: 'Web' is no name"),
+    ({"data.sources": {"web": ()}}, "data.sources: web has no path"),
+    ({"data.sources": {"web": "a.txt"}}, r"data.sources\['web'\] must be a list of str"),
+    ({"data.validation_sets": {"a b": ("a.txt",)}}, "data.validation_sets: 'a b' is no name"),
+    ({**CHAT, "data.chat_sources": ("talk",)}, "data.chat_sources: 'talk' is no name of data"),
     (
-      {**CHAT, "data.chat_sources": "held", "data.validation_paths": "held=a.jsonl"},
-      "data.chat_sources='held' names no source of data.paths",
+      {**CHAT, "data.chat_sources": ("held",), "data.validation_sets": {"held": ("a.jsonl",)}},
+      r"data.chat_sources=\['held'\] names no source of data.sources",
     ),
-    ({"data.chat_sources": "web"}, "data.chat_sources=web does nothing with text"),
-    ({"optimizer.phases": "3e-4"}, "optimizer.phases: '3e-4' is not rate/steps"),
-    ({"optimizer.phases": "-1/0"}, "optimizer.phases: '-1/0' is not rate/steps"),
-    ({"optimizer.phases": "3e-4/0"}, "has 1 rates, data.mixture 0 phases"),
+    ({"data.chat_sources": ("web",)}, "data.chat_sources=.* does nothing with data.chat_template="),
     (
-      {"data.mixture": "5 steps: web=1; code=1", "optimizer.phases": "1/6;1/0"},
-      "optimizer.phases: 6 steps of warm-up exceed a phase of 5 steps",
+      phases(Phase(WEB, steps=5, learning_rate=1.0), Phase(CODE)),
+      r"data.phases\[1\] has no learning_rate, and others have",
     ),
     (
-      {"data.mixture": "5 epochs: web=1; code=1", "optimizer.phases": "1/0;1/0"},
-      "optimizer.phases needs to know when each phase",
+      phases(Phase(WEB, steps=5, warmup_steps=1), Phase(CODE)),
+      r"data.phases\[0\].warmup_steps=1 does nothing without learning_rate",
     ),
-    ({"optimizer.phase_moments": "reset"}, "optimizer.phase_moments=reset, but data.mixture=''"),
     (
-      {"data.mixture": "5 epochs: web=1; code=1", "optimizer.phase_moments": "reset"},
+      phases(
+        Phase(WEB, steps=5, learning_rate=1.0, warmup_steps=6), Phase(CODE, learning_rate=1.0)
+      ),
+      r"data.phases\[0\]: 6 steps of warm-up exceed a phase of 5 steps",
+    ),
+    (
+      phases(Phase(WEB, epochs=5.0, learning_rate=1.0), Phase(CODE, learning_rate=1.0)),
+      "a learning rate by phase needs to know when each phase",
+    ),
+    ({"optimizer.phase_moments": "reset"}, "phase_moments=reset, but data.phases has no second"),
+    (
+      {"optimizer.phase_moments": "reset", **phases(Phase(WEB, epochs=5.0), Phase(CODE))},
       "optimizer.phase_moments=reset needs to know when each phase",
     ),
-    ({"data.paths": "web="}, "data.paths: 'web=' is not name=path"),
   ],
 )
 def test_errors_name_the_setting(changes, message):
@@ -110,5 +155,5 @@ def test_errors_name_the_setting(changes, message):
 
 def test_valid():
   assert build(**{"data.temperature": 3.0}).data.temperature == 3.0
-  cfg = build(**{"length": "phases", "data.mixture": "3 steps: web=1; 2 epochs: code=1"})
-  assert cfg.counts_epochs
+  both = phases(Phase(WEB, steps=3), Phase(CODE, epochs=2.0))
+  assert build(**{"length": "phases", **both}).counts_epochs

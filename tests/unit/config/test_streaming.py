@@ -3,21 +3,28 @@
 import pytest
 from helpers import tiny_config
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
+
 STREAMED = {"data.streaming": True, "data.validation_fraction": 0.0}
-MIXED = {"data.paths": "a=a.txt,b=b.txt", "data.mixture": "a=1,b=1"}
+MIXED = {
+  "data.sources": {"a": ("a.txt",), "b": ("b.txt",)},
+  "data.mixture": {"a": 1.0, "b": 1.0},
+}
+PHASES = (Phase(Table(a=1), epochs=2), Phase(Table(b=1)))
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
     ({"data.streaming": False, "data.window_mb": 3.0}, "window_mb=3 does nothing without"),
-    ({"data.filters": "exact"}, r"filters='exact' .*ats-jax data prepare"),
+    ({"data.filters": ("exact",)}, r"filters=exact .*ats-jax data prepare"),
     ({"data.validation_fraction": 0.1}, r"validation_fraction=0\.1 .* data\.validation_paths"),
     ({"data.chat_template": "chatml"}, "Conversations are not streamed"),
     ({"num_epochs": 2.0}, r"num_epochs=2 .* num_steps"),
     ({"eval.bigram_baseline": True}, "bigram_baseline=true"),
-    (MIXED | {"data.mixture": ""}, r"a mixture by size .* data\.mixture=web"),
-    (MIXED | {"data.mixture": "2 epochs: a=1; b=1"}, "a phase in epochs .* steps or tokens"),
+    (MIXED | {"data.mixture": {}}, r"a mixture by size .* data\.mixture=web"),
+    (MIXED | {"data.mixture": {}, "data.phases": PHASES}, "a phase in epochs .* steps or tokens"),
   ],
 )
 def test_refused(changes, message):
@@ -29,9 +36,9 @@ def test_refused(changes, message):
   "changes",
   [
     {},
-    {"data.validation_fraction": 0.1, "data.validation_paths": "c.txt"},
+    {"data.validation_fraction": 0.1, "data.validation_paths": ("c.txt",)},
     MIXED,
-    MIXED | {"data.chat_template": "chatml", "data.chat_sources": "a"},
+    MIXED | {"data.chat_template": "chatml", "data.chat_sources": ("a",)},
   ],
 )
 def test_accepted(changes):

@@ -1,11 +1,15 @@
 """Every range, every choice, and every rule that joins several settings."""
 
+from typing import get_args, get_origin
+
 import pytest
 from helpers import tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.explain import explain
 from ats_jax.config.names import all_settings
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 
 # A setting that several kinds of a section declare is taken of the first.
 KNOWN = {name: known[0] for name, known in all_settings().items()}
@@ -23,13 +27,16 @@ BESIDE = {
   "names": STAGED,
   "qkv": STAGED,
   "attention": STAGED,
-  "random": {"data.paths": "a=a.txt,b=b.txt"},
+  "random": {"data.sources": {"a": ("a.txt",), "b": ("b.txt",)}},
   "cudnn": {"precision.compute_dtype": "bfloat16"},
   "llama3": {"model.rope_scaling.original_len": 64},
   "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
-  "phases": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1"},
-  "reset": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1; a=1"},
+  "phases": {"data.sources": {"a": ("a.txt",)}, "data.phases": (Phase(Table(a=1), steps=3),)},
+  "reset": {
+    "data.sources": {"a": ("a.txt",)},
+    "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
+  },
   "length": {"data.length_buckets": 2},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
 }
@@ -44,20 +51,32 @@ def build(changes):
   return from_config_dict(config)
 
 
+def valued(field, number):
+  """A value of a setting: the number, or a table with it."""
+  if get_origin(field.type) is Table:
+    return Table(a=get_args(field.type)[0](number))
+  return field.type(number)
+
+
+def said(name, number):
+  value = valued(SETTINGS[name], number)
+  return rf"{name}\['a'\]={value['a']}" if isinstance(value, Table) else f"{name}={value}"
+
+
 @pytest.mark.parametrize("name", WITH_LOW)
 def test_too_small(name):
   field = SETTINGS[name]
-  bad = field.type(field.metadata["low"] - 1)
-  with pytest.raises(ValueError, match=rf"^{name}={bad} is too small: at least"):
-    build({name: bad})
+  bad = field.metadata["low"] - 1
+  with pytest.raises(ValueError, match=rf"^{said(name, bad)} is too small: at least"):
+    build({name: valued(field, bad)})
 
 
 @pytest.mark.parametrize("name", WITH_HIGH)
 def test_too_large(name):
   field = SETTINGS[name]
-  bad = field.type(field.metadata["high"] + 1)
-  with pytest.raises(ValueError, match=rf"^{name}={bad} is too large: at most"):
-    build({name: bad})
+  bad = field.metadata["high"] + 1
+  with pytest.raises(ValueError, match=rf"^{said(name, bad)} is too large: at most"):
+    build({name: valued(field, bad)})
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from wide_tokenizer import WideTokenizer
 
+from ats_jax.config.build import unchecked
 from ats_jax.config.schema import DataConfig
 from ats_jax.data.rows.dataset import Dataset
 from ats_jax.data.splits import open_split
@@ -17,7 +18,7 @@ def config(tmp_path):
 
   def make(**changes) -> DataConfig:
     defaults = dict(tokenizer="bytes", cache_dir=str(tmp_path / "cache"), validation_fraction=0.0)
-    return DataConfig(**{**defaults, **changes})
+    return unchecked({"data": {**defaults, **changes}}).data
 
   return make
 
@@ -34,7 +35,7 @@ def numbered(tmp_path, config):
     path = tmp_path / f"numbered-{zlib.crc32(str(lengths).encode())}.npy"
     if not path.exists():  # a thread of an earlier dataset may still read it
       np.save(path, np.concatenate(parts).astype(np.uint32))
-    return open_split(config(**changes), seed, str(path), WideTokenizer())
+    return open_split(config(**changes), seed, (str(path),), WideTokenizer())
 
   return make
 

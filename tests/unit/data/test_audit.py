@@ -21,7 +21,7 @@ ONE_HOST = {"1 host": (ReadingPhase(1, 1, 1.0),)}
 @pytest.fixture
 def ds(write, config):
   path = write("a.jsonl", [{"text": f"document number {i} " * (i % 5 + 1)} for i in range(40)])
-  return open_split(config(seq_len=32, packing="best_fit"), 0, str(path), ByteTokenizer())
+  return open_split(config(seq_len=32, packing="best_fit"), 0, (str(path),), ByteTokenizer())
 
 
 def with_plan(ds, root, **changed):
@@ -46,7 +46,7 @@ def with_plan(ds, root, **changed):
 @pytest.mark.parametrize("text", ["a", "long document " * 9])
 def test_all_scenarios_are_clean(write, config, packing, text):
   path = write("a.jsonl", [{"text": text + str(i)} for i in range(50)])
-  ds = open_split(config(seq_len=16, packing=packing), 0, str(path), ByteTokenizer())
+  ds = open_split(config(seq_len=16, packing=packing), 0, (str(path),), ByteTokenizer())
   results = list(audit(ds))
   assert [r.scenario for r in results] == list(SCENARIOS)
   assert {h for phases in SCENARIOS.values() for h, _, _ in phases} == {1, 2, 4, 7}
@@ -178,7 +178,7 @@ class TestPlantedFaults:
 
 def test_stats(write, config, capsys):
   path = write("a.jsonl", [{"text": "aab"}, {"text": "é" * 10}, {"no": 1}])
-  train, validation = open_datasets(config(paths=str(path), seq_len=8), 0)
+  train, validation = open_datasets(config(paths=(str(path),), seq_len=8), 0)
   figures = stats(train.info)
   assert figures["documents"] == 2 and figures["text tokens"] == 23
   assert figures["targets (with one eos a document)"] == 25 and figures["bytes of text"] == 23

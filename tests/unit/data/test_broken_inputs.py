@@ -8,6 +8,9 @@ import broken_inputs
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.filters import Exact
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.look.checks import check_files
 from ats_jax.data.sources import open_data
 from ats_jax.data.splits import open_split
@@ -39,7 +42,7 @@ def tried(folder, config, seed):
   case = broken_inputs.make(folder, seed)
   found, report = Named(), Named()
   try:
-    files = find_files(str(case.path), found)
+    files = find_files((str(case.path),), found)
   except ValueError as e:  # nothing but what is no file
     assert str(case.path) in str(e), seed
     return None
@@ -68,7 +71,7 @@ def try_all(tmp_path, config, seeds):
     else:
       next(folder.glob(f"{seed:05}.*")).unlink(missing_ok=True)
   assert expected["documents"] > used / 10 and expected["dropped"] > used / 3  # a fair mixture
-  ds = open_split(config(seq_len=64), 0, str(folder), ByteTokenizer())
+  ds = open_split(config(seq_len=64), 0, (str(folder),), ByteTokenizer())
   assert ds.packed.corpus.report["balance"] == expected
   assert ds.info.num_documents == expected["documents"]
   assert ds.read_once(range(ds.info.num_rows))["loss_mask"].sum() == ds.info.num_tokens
@@ -85,8 +88,9 @@ def try_filtered_sources(tmp_path, config, expected):
   paths = {name: tmp_path / name for name in "ab"}
   for name in ("one", "two"):
     (tmp_path / "a" / f"{name}.txt").write_text("The same words.")
-  usual = dict(seq_len=64, mixture="3 steps: a=2,b=1; b=1")
-  cfg = config(paths=",".join(f"{n}={p}" for n, p in paths.items()), filters="exact", **usual)
+  usual = dict(seq_len=64, phases=(Phase(Table(a=2, b=1), steps=3), Phase(Table(b=1))))
+  sources = Table({name: (str(path),) for name, path in paths.items()})
+  cfg = config(sources=sources, filters=(Exact(),), **usual)
   ds, _ = open_data(cfg, 0)
   reports = [part.packed.corpus.report for part in ds.info.parts.values()]
   sums = {name: sum(r["balance"][name] for r in reports) for name in expected}
@@ -98,10 +102,10 @@ def try_filtered_sources(tmp_path, config, expected):
   }
   ds.read(np.arange(200))
 
-  tokens = [find_files(str(p), Named()) for p in paths.values()]
+  tokens = [find_files((str(p),), Named()) for p in paths.values()]
   for file in (file for found in tokens for file in found if file.kind == "tokens"):
     os.unlink(file.path)
-  both = ",".join(map(str, paths.values()))
+  both = tuple(map(str, paths.values()))
   whole = open_split(config(seq_len=64), 0, both, ByteTokenizer())
   stream, _ = open_data(config(paths=both, seq_len=64, streaming=True, window_mb=0.3), 0)
   targets, row = 0, 0

@@ -38,7 +38,7 @@ def parted(write, config):
   path = write("a.jsonl", rows)
 
   def make(seed=0, **changes) -> Buckets:
-    settings = dict(paths=str(path), seq_len=128, batch_size=BATCH, length_buckets=3)
+    settings = dict(paths=(str(path),), seq_len=128, batch_size=BATCH, length_buckets=3)
     ds, _ = open_data(config(**{**settings, **changes}), seed)
     assert isinstance(ds, Buckets)
     return ds
@@ -265,7 +265,7 @@ def test_easy_documents_come_first(parted):
 
 def test_rarity_is_the_mean_surprise_of_a_token(write, config):
   path = write("a.jsonl", [{"text": t} for t in ("aaaa", "aab", "bc", "c")])
-  opened = open_documents(config(paths=str(path)), 0.0)
+  opened = open_documents(config(paths=(str(path),)), 0.0)
   found = rarity(opened.corpus, np.arange(4), opened.tokenizer.vocab_size)
   bits = {c: -np.log2(n / 10) for c, n in {"a": 6, "b": 2, "c": 2}.items()}
   want = [np.mean([bits[c] for c in text]) for text in ("aaaa", "aab", "bc", "c")]
@@ -288,7 +288,7 @@ def test_levels_hold_about_as_many_tokens_and_no_document_twice():
 
 def test_a_text_that_cannot_be_parted_is_read_as_usual_and_that_is_said(write, config, caplog):
   path = write("a.jsonl", [{"text": "document " * 30}] * 9)
-  settings = dict(paths=str(path), seq_len=128, batch_size=BATCH)
+  settings = dict(paths=(str(path),), seq_len=128, batch_size=BATCH)
   plain, _ = open_data(config(**settings), 0)
   for how in ({"length_buckets": 4}, {"curriculum": "difficulty"}):
     caplog.clear()
@@ -305,7 +305,8 @@ def test_conversations_keep_whole_and_padding_is_said(write, config, caplog):
   chats = [{"messages": turns(i, 1 + 22 * (i % 16 == 0))} for i in range(200)]
   path = write("c.jsonl", [*chats, {"messages": turns(0, 500)}])
   ds, _ = open_data(
-    config(paths=str(path), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2), 0
+    config(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2),
+    0,
   )
   assert isinstance(ds, Buckets) and len(ds.info.parts) == 2
   assert ds.info.num_documents == 200 and ds.info.report["skipped"]
@@ -319,7 +320,7 @@ def test_the_report_shows_the_lengths(parted, write, config):
   ds = parted()
   part = next(iter(ds.info.parts.values()))
   path = part.packed.corpus._files[0].path
-  cfg = config(paths=str(path), seq_len=128, batch_size=BATCH, length_buckets=3)
+  cfg = config(paths=(str(path),), seq_len=128, batch_size=BATCH, length_buckets=3)
   found = overview(cfg, open_documents(cfg, 0.0))
   want = [
     (n, p.info.seq_len, p.info.num_documents, p.info.num_tokens) for n, p in ds.info.parts.items()
@@ -337,6 +338,6 @@ def test_parts_of_which_nothing_is_left_are_refused(write, config):
     {"role": "assistant", "content": "so", "weight": 0},
   ]
   path = write("c.jsonl", [{"messages": silent(1 + 40 * (i % 8 == 0))} for i in range(400)])
-  how = dict(paths=str(path), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2)
+  how = dict(paths=(str(path),), chat_template="plain", seq_len=256, batch_size=2, length_buckets=2)
   with pytest.raises(ValueError, match=r"Nothing is left .* 400 without a token in the loss"):
     open_data(config(**how), 0)

@@ -45,7 +45,7 @@ def first_rows(cfg, seed=0):
 
 
 def test_second_start_reads_nothing(corpus, config, work):
-  cfg = config(paths=str(corpus), seq_len=16)
+  cfg = config(paths=(str(corpus),), seq_len=16)
   first = first_rows(cfg)
   assert work == {"texts": 40, "files": 40}
   assert first_rows(cfg) == first
@@ -53,7 +53,7 @@ def test_second_start_reads_nothing(corpus, config, work):
 
 
 def test_touched_files_are_hashed_but_not_tokenised(corpus, config, work):
-  cfg = config(paths=str(corpus), seq_len=16)
+  cfg = config(paths=(str(corpus),), seq_len=16)
   first = first_rows(cfg)
   os.utime(corpus / "3.txt", (1, 1))
   assert first_rows(cfg) == first
@@ -62,7 +62,7 @@ def test_touched_files_are_hashed_but_not_tokenised(corpus, config, work):
 
 @pytest.mark.parametrize("change", ["content", "name", "new file", "gone file"])
 def test_other_input_is_tokenised_again(corpus, config, work, change):
-  cfg = config(paths=str(corpus), seq_len=16)
+  cfg = config(paths=(str(corpus),), seq_len=16)
   first = first_rows(cfg)
   path = corpus / "3.txt"
   if change == "content":
@@ -82,16 +82,17 @@ def test_other_input_is_tokenised_again(corpus, config, work, change):
   {"tokenizer": "bpe", "bpe_vocab_size": 300},
 ])  # fmt: skip
 def test_settings_that_change_rows_change_the_fingerprint(corpus, config, setting):
-  cfg = config(paths=str(corpus), seq_len=16)
+  cfg = config(paths=(str(corpus),), seq_len=16)
   assert (
-    first_rows(config(**{"paths": str(corpus), "seq_len": 16, **setting}))[0] != first_rows(cfg)[0]
+    first_rows(config(**{"paths": (str(corpus),), "seq_len": 16, **setting}))[0]
+    != first_rows(cfg)[0]
   )
 
 
 def test_moved_data_is_the_same_data(corpus, config, tmp_path):
-  first = first_rows(config(paths=str(corpus), seq_len=16))
+  first = first_rows(config(paths=(str(corpus),), seq_len=16))
   corpus.rename(tmp_path / "elsewhere")
-  assert first_rows(config(paths=str(tmp_path / "elsewhere"), seq_len=16)) == first
+  assert first_rows(config(paths=(str(tmp_path / "elsewhere"),), seq_len=16)) == first
 
 
 def damage_flip(path):
@@ -113,7 +114,7 @@ DAMAGE = {"flip": damage_flip, "truncate": damage_truncate, "remove": Path.unlin
   "bpe-*/tokenizer.json",
 ])  # fmt: skip
 def test_damage_is_found_and_mended(corpus, config, tmp_path, caplog, kind, file):
-  cfg = config(paths=str(corpus), seq_len=16, tokenizer="bpe", bpe_vocab_size=300)
+  cfg = config(paths=(str(corpus),), seq_len=16, tokenizer="bpe", bpe_vocab_size=300)
   first = first_rows(cfg)
   paths = list((tmp_path / "cache").glob(file))
   assert paths
@@ -128,7 +129,7 @@ def test_damage_is_found_and_mended(corpus, config, tmp_path, caplog, kind, file
 
 
 def test_a_damaged_memo_is_made_again(corpus, config, tmp_path):
-  cfg = config(paths=str(corpus), seq_len=16)
+  cfg = config(paths=(str(corpus),), seq_len=16)
   first = first_rows(cfg)
   for memo in (tmp_path / "cache").glob("memo-*"):
     memo.write_text("half")

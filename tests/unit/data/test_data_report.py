@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.filters import Exact
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.look.overview import overview
 from ats_jax.data.look.page import html_page, visible
@@ -52,7 +53,7 @@ def folder(write, tmp_path):
 
 
 def test_nothing_hostile_is_markup(folder, config):
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   found = Tags(html_page(overview(cfg, open_documents(cfg, 0.0))))
   used = {tag for tag, _ in found.tags}
   assert not used & {"script", "img", "iframe", "object", "a", "link", "base", "form"}
@@ -67,14 +68,14 @@ def test_nothing_hostile_is_markup(folder, config):
 
 
 def test_it_asks_for_nothing(folder, config):
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   text = html_page(overview(cfg, open_documents(cfg, 0.0)))
   assert not re.search(r"https?:|url\(|@import|//", text.split("</style>")[0])
 
 
 def test_figures(folder, config, tmp_path):
   """They are those of the corpus, and the same of a prepared folder whose text is gone."""
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   opened = open_documents(cfg, 0.0)
   shown = overview(cfg, opened)
   assert shown.balance == {"records": 43, "documents": 31, "dropped": 12}
@@ -88,14 +89,14 @@ def test_figures(folder, config, tmp_path):
   assert len(sizes) == 41 and kept.sum() == 31
   assert shown.num_tokens == int(opened.corpus.length.sum()) == shown.num_bytes
   prepare(cfg, tmp_path / "out", TokeniseOptions(0))
-  later = config(paths=str(tmp_path / "out"))
+  later = config(paths=(str(tmp_path / "out"),))
   again = overview(later, open_documents(later, 0.0))
   assert again.samples == shown.samples and again.sources == shown.sources
   assert again.reasons == shown.reasons
 
 
 def test_without_filters_it_says_so(folder, config):
-  cfg = config(paths=str(folder))
+  cfg = config(paths=(str(folder),))
   shown = overview(cfg, open_documents(cfg, 0.0))
   assert shown.chars is None and not shown.samples
   text = html_page(shown)
@@ -106,7 +107,7 @@ def test_without_filters_it_says_so(folder, config):
 def test_many_sources_are_few_lines(write, config, tmp_path):
   for i in range(20):
     write(f"d/{i:02}.txt", "text " * (i + 1))
-  cfg = config(paths=str(tmp_path / "d"))
+  cfg = config(paths=(str(tmp_path / "d"),))
   sources = overview(cfg, open_documents(cfg, 0.0)).sources
   assert len(sources) == 16 and sources[-1].name == "5 others" and sources[-1].documents == 5
   assert sources[0].name == "19.txt" and sum(s.documents for s in sources) == 20
@@ -115,7 +116,7 @@ def test_many_sources_are_few_lines(write, config, tmp_path):
 def test_histogram_bars_hold_all_documents(write, config, tmp_path):
   lengths = [1, 2, 3, 4, 1023, 1024, 5000]
   write("d/a.jsonl", [{"text": "x" * n} for n in lengths])
-  cfg = config(paths=str(tmp_path / "d"))
+  cfg = config(paths=(str(tmp_path / "d"),))
   text = html_page(overview(cfg, open_documents(cfg, 0.0)))
   counts = re.findall(r"<title>([\d,]+) to ([\d,]+): (\d+) kept", text)
   plain = [tuple(int(n.replace(",", "")) for n in found) for found in counts]
@@ -127,7 +128,7 @@ def test_roles_of_conversations(write, config, tmp_path):
   say = lambda role, text: {"role": role, "content": text}
   rows = [{"messages": [say("user", "Hello?"), say("assistant", "Yes, hello.")]}] * 3
   write("d/a.jsonl", rows)
-  cfg = config(paths=str(tmp_path / "d"), chat_template="chatml", packing="best_fit")
+  cfg = config(paths=(str(tmp_path / "d"),), chat_template="chatml", packing="best_fit")
   shown = overview(cfg, open_documents(cfg, 0.0))
   assert set(shown.roles) >= {"user", "assistant"}
   tokens, said = shown.roles["assistant"]
@@ -141,7 +142,7 @@ def test_what_cannot_be_seen_is_made_visible():
 
 
 def test_large_counts_fit_their_tiles(config, write, tmp_path):
-  cfg = config(paths=str(write("a.txt", "text")))
+  cfg = config(paths=(str(write("a.txt", "text")),))
   shown = overview(cfg, open_documents(cfg, 0.0))
   for count, said in ((9_999_999, "9,999,999"), (12_345_678, "12.3 million"),
                       (34 * 10**9, "34.0 billion")):  # fmt: skip

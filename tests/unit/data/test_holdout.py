@@ -47,7 +47,7 @@ def in_order(*splits):
 @pytest.mark.thorough
 def test_a_part_of_one_file_is_held_out(write, config, caplog, num_chars):
   text = prose(num_chars)
-  cfg = config(paths=str(write("book.txt", text)), validation_fraction=0.05, seq_len=32)
+  cfg = config(paths=(str(write("book.txt", text)),), validation_fraction=0.05, seq_len=32)
   with caplog.at_level(logging.WARNING, logger="absl"):
     train, validation = open_datasets(cfg, 0)
   assert "".join(in_order(train, validation)) == text
@@ -63,19 +63,21 @@ def test_a_part_of_one_file_is_held_out(write, config, caplog, num_chars):
 def test_the_same_blocks_each_time(write, config):
   path = write("book.txt", prose(50_000))
   first, again = (
-    open_datasets(config(paths=str(path), validation_fraction=0.05, seq_len=32, cache_dir=c), seed)
+    open_datasets(
+      config(paths=(str(path),), validation_fraction=0.05, seq_len=32, cache_dir=c), seed
+    )
     for c, seed in ((str(path.parent / "one"), 0), (str(path.parent / "two"), 1))
   )
   assert documents(first[1]) == documents(again[1])
   assert first[0].info.fingerprint == again[0].info.fingerprint
   write("book.txt", prose(50_000, seed=1))
-  assert open_datasets(config(paths=str(path), validation_fraction=0.05, seq_len=32), 0)[
+  assert open_datasets(config(paths=(str(path),), validation_fraction=0.05, seq_len=32), 0)[
     0
   ].info.fingerprint != (first[0].info.fingerprint)
 
 
 def test_a_damaged_note_is_made_again(write, config, tmp_path):
-  cfg = config(paths=str(write("a.txt", prose(9000))), validation_fraction=0.05, seq_len=32)
+  cfg = config(paths=(str(write("a.txt", prose(9000))),), validation_fraction=0.05, seq_len=32)
   before = documents(open_datasets(cfg, 0)[1])
   (note,) = (tmp_path / "cache").glob("split-*")
   for damage in ("half", "[]", '{"fraction": 1, "more": 2}'):
@@ -85,7 +87,7 @@ def test_a_damaged_note_is_made_again(write, config, tmp_path):
 
 @pytest.mark.parametrize("num_chars", [100, 1000, 2000])
 def test_a_tiny_file_is_trained_on_whole(write, config, caplog, num_chars):
-  cfg = config(paths=str(write("a.txt", "x" * num_chars)), validation_fraction=0.05, seq_len=32)
+  cfg = config(paths=(str(write("a.txt", "x" * num_chars)),), validation_fraction=0.05, seq_len=32)
   with caplog.at_level(logging.WARNING, logger="absl"):
     train, validation = open_datasets(cfg, 0)
     open_datasets(cfg, 0)
@@ -96,7 +98,7 @@ def test_a_tiny_file_is_trained_on_whole(write, config, caplog, num_chars):
 
 def test_what_is_held_out_never_makes_the_rest_too_short(write, config, caplog):
   """With it the text is one row, without it none."""
-  cfg = config(paths=str(write("a.txt", "x" * 4000)), validation_fraction=0.05, seq_len=4001)
+  cfg = config(paths=(str(write("a.txt", "x" * 4000)),), validation_fraction=0.05, seq_len=4001)
   with caplog.at_level(logging.WARNING, logger="absl"):
     train, validation = open_datasets(cfg, 0)
   assert (train.info.num_rows, validation.info.num_rows) == (1, 0)
@@ -106,7 +108,7 @@ def test_what_is_held_out_never_makes_the_rest_too_short(write, config, caplog):
 def test_a_folder_of_nineteen(write, config, tmp_path):
   for i in range(19):
     write(f"d/{i}.txt", prose(2000, seed=i))
-  cfg = config(paths=str(tmp_path / "d"), validation_fraction=0.05, seq_len=32)
+  cfg = config(paths=(str(tmp_path / "d"),), validation_fraction=0.05, seq_len=32)
   train, validation = open_datasets(cfg, 0)
   assert (
     validation.info.num_rows and sum(map(len, documents(validation).values())) < 0.2 * 19 * 2000
@@ -117,7 +119,7 @@ def test_a_folder_of_nineteen(write, config, tmp_path):
 
 def test_short_documents_are_held_out_whole(write, config):
   rows = [{"text": prose(90, seed=i)} for i in range(12)]
-  cfg = config(paths=str(write("a.jsonl", rows)), validation_fraction=0.05, seq_len=8)
+  cfg = config(paths=(str(write("a.jsonl", rows)),), validation_fraction=0.05, seq_len=8)
   train, validation = open_datasets(cfg, 0)
   assert (train.info.num_documents, validation.info.num_documents) == (11, 1)
   assert {*documents(train).values(), *documents(validation).values()} == {r["text"] for r in rows}
@@ -126,7 +128,7 @@ def test_short_documents_are_held_out_whole(write, config):
 def test_token_files_are_cut_too(tmp_path, config):
   ids = np.arange(60_000) % 250
   np.save(tmp_path / "a.npy", np.append(ids, ByteTokenizer.eos_id).astype(np.uint16))
-  cfg = config(paths=str(tmp_path / "a.npy"), validation_fraction=0.1, seq_len=64)
+  cfg = config(paths=(str(tmp_path / "a.npy"),), validation_fraction=0.1, seq_len=64)
   train, validation = open_datasets(cfg, 0)
   parts = {}
   for ds in (train, validation):
@@ -143,7 +145,7 @@ def test_many_documents_are_split_as_they_always_were(write, config, tmp_path):
   """Pinned: a split that moved would put validation text into the training of old runs."""
   for i in range(40):
     write(f"d/{i}.txt", prose(300, seed=i))
-  cfg = config(paths=str(tmp_path / "d"), validation_fraction=0.1, seq_len=32)
+  cfg = config(paths=(str(tmp_path / "d"),), validation_fraction=0.1, seq_len=32)
   train, validation = open_datasets(cfg, 0)
   assert sorted(documents(validation)) == ["14.txt"]
   assert train.info.fingerprint == "bd7ae9d3025f556ef1c360c4d36d78b8"
@@ -158,20 +160,20 @@ def test_only_as_much_is_read_as_the_answer_needs(write, config, monkeypatch, tm
   monkeypatch.setattr(
     holdout, "read_pieces", lambda file, *a: read.append(file) or pieces(file, *a)
   )
-  open_datasets(config(paths=str(tmp_path / "d"), validation_fraction=0.1, seq_len=32), 0)
+  open_datasets(config(paths=(str(tmp_path / "d"),), validation_fraction=0.1, seq_len=32), 0)
   assert 10 <= len(read) < 60
 
 
 def test_the_bpe_sees_training_text_only(write, config):
   text = prose(40_000)
-  cfg = config(paths=str(write("a.txt", text)), validation_fraction=0.2, seq_len=8)
+  cfg = config(paths=(str(write("a.txt", text)),), validation_fraction=0.2, seq_len=8)
   held = documents(open_datasets(cfg, 0)[1]).values()
   planted = text
   for part in held:  # of the same length, so that the blocks are the same
     planted = planted.replace(part, ("zyzzyva " * len(part))[: len(part) - 1] + "\n")
   path = write("a.txt", planted)
   cfg = config(
-    paths=str(path), validation_fraction=0.2, seq_len=8, tokenizer="bpe", bpe_vocab_size=300
+    paths=(str(path),), validation_fraction=0.2, seq_len=8, tokenizer="bpe", bpe_vocab_size=300
   )
   train, validation = open_datasets(cfg, 0)
   assert any("zyzzyva" in part for part in documents(validation).values())

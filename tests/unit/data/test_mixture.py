@@ -7,6 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.filters import Exact
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus.shards import DEFAULT_OPTIONS
 from ats_jax.data.look.audit import ReadingPhase, audit
 from ats_jax.data.rows.loader import TrainBatches
@@ -14,24 +17,28 @@ from ats_jax.data.rows.mixture import Joined, Mixture
 from ats_jax.data.sources import by_size, mixture_phases, open_data, open_eval_sets
 from ats_jax.data.splits import open_datasets, prepare
 
-PHASES = "2 steps: web=3,code=1; 40 tokens: talk=1,code=2; web=1,code=1,talk=2"
+PHASES = (
+  Phase(Table(web=3, code=1), steps=2),
+  Phase(Table(talk=1, code=2), tokens=40),
+  Phase(Table(web=1, code=1, talk=2)),
+)
 
 
 @pytest.fixture
 def texts(write):
   """Three sources of very uneven size."""
   sizes = {"web": 90, "code": 9, "talk": 23}
-  return ",".join(
-    f"{name}={write(f'{name}.jsonl', [{'text': f'{name} {i} ' * (i % 7 + 1)} for i in range(n)])}"
-    for name, n in sizes.items()
-  )
+  rows = lambda name, n: [{"text": f"{name} {i} " * (i % 7 + 1)} for i in range(n)]
+  return Table({n: (str(write(f"{n}.jsonl", rows(n, size))),) for n, size in sizes.items()})
 
 
 @pytest.fixture
 def mixed(texts, config):
-  def make(mixture=PHASES, **changes):
-    settings = dict(paths=texts, mixture=mixture, seq_len=16, batch_size=4, packing="best_fit")
-    return open_data(config(**{**settings, **changes}), 0)[0]
+  def make(ratio=PHASES, **changes):
+    """`ratio`: weights of one phase, or phases."""
+    own = {"mixture" if isinstance(ratio, Table) else "phases": ratio}
+    settings = dict(sources=texts, seq_len=16, batch_size=4, packing="best_fit")
+    return open_data(config(**{**settings, **own, **changes}), 0)[0]
 
   return make
 
@@ -58,8 +65,8 @@ def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
   batch = ds.read(np.arange(60))
   place = ds.schedule.find(np.arange(60))
   np.testing.assert_array_equal(batch.pop("source"), place.source[:, None].repeat(16, 1))
-  for number, entry in enumerate(texts.split(",")):
-    cfg = config(paths=entry.split("=")[1], seq_len=16, packing="best_fit")
+  for number, (path,) in enumerate(texts.values()):
+    cfg = config(paths=(path,), seq_len=16, packing="best_fit")
     alone, _ = open_datasets(cfg, 0)
     here = place.source == number
     assert_same({k: v[here] for k, v in batch.items()}, alone.read(place.row[here]))
@@ -67,7 +74,7 @@ def test_rows_are_those_of_runs_on_one_source(mixed, texts, config):
 
 def test_shares_are_exact_on_every_prefix_however_uneven_the_sources(mixed):
   for share in (3, 5, 7):
-    ds = mixed(f"web=0.{share},code=0.{10 - share}")
+    ds = mixed(Table(web=share / 10, code=(10 - share) / 10))
     source = ds.read(np.arange(200))["source"][:, 0]
     had = np.cumsum(source == 0)
     assert np.abs(had - np.arange(1, 201) * share / 10).max() < 1
@@ -82,7 +89,11 @@ def test_phases_begin_at_their_step(mixed):
 
 
 def test_epochs_as_a_length(config):
-  cfg = config(seq_len=16, batch_size=4, mixture="1.5 epochs: a=1,b=1; 2 epochs: b=1; a=1")
+  cfg = config(
+    seq_len=16,
+    batch_size=4,
+    phases=(Phase(Table(a=1, b=1), epochs=1.5), Phase(Table(b=1), epochs=2), Phase(Table(a=1))),
+  )
   assert [stage.rows for stage in mixture_phases(cfg, {"a": 10, "b": 3})] == [20, 8, 0]
 
 
@@ -102,9 +113,12 @@ def test_the_smallest_source_is_not_rounded_away():
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_each_token_once_an_epoch_of_its_source_on_any_hosts(mixed, packing):
   """Their number changes from 1 to 2, 3, 4, 7 and back; switches of phases are among the rows."""
-  ds = mixed(
-    "4 steps: web=3,code=1; 300 tokens: talk=1,code=2; web=4,code=1,talk=2", packing=packing
+  ratios = (
+    Phase(Table(web=3, code=1), steps=4),
+    Phase(Table(talk=1, code=2), tokens=300),
+    Phase(Table(web=4, code=1, talk=2)),
   )
+  ds = mixed(ratios, packing=packing)
   hosts = ((1, 1), (2, 1), (3, 2), (4, 2), (7, 1), (1, 2))
   phases = [ReadingPhase(n, accum, min(1.0, (i + 1) / 6)) for i, (n, accum) in enumerate(hosts)]
   (result,) = audit(ds, scenarios={"1, 2, 3, 4, 7, 1 hosts": phases})
@@ -127,7 +141,7 @@ def test_the_audit_of_a_mixture_sees_a_fault(mixed, monkeypatch):
 
 
 def test_a_source_that_never_ends_its_epoch_is_not_lost(mixed):
-  ds = mixed("1 steps: web=1; code=1,talk=1")
+  ds = mixed((Phase(Table(web=1), steps=1), Phase(Table(code=1, talk=1))))
   (result,) = audit(ds, scenarios={"2 hosts": (ReadingPhase(2, 1, 1.0),)})
   assert (result.difference, result.lost) == ("", 0)
   assert result.targets < ds.info.num_tokens
@@ -161,26 +175,38 @@ def test_workers_get_the_same(mixed):
 
 
 class TestAnotherMixture:
-  """Resumed with another data.mixture."""
+  """Resumed with another ratio."""
 
   def test_a_phase_that_is_appended(self, mixed):
     """Rows before the new phase stay what they were; the new one begins where it says."""
-    _, position = read(mixed("web=1,code=1"), 3, batch=4)
-    longer = mixed("4 steps: web=1,code=1; talk=1")
+    _, position = read(mixed(Table(web=1, code=1)), 3, batch=4)
+    longer = mixed((Phase(Table(web=1, code=1), steps=4), Phase(Table(talk=1))))
     (fourth, fifth), _ = read(longer, 2, position=position, batch=4)
     assert set(fourth["source"].flat) == {0, 1} and set(fifth["source"].flat) == {2}
 
   def test_a_later_phase_may_change(self, mixed):
-    _, position = read(mixed("4 steps: web=1,code=1; talk=1"), 4, batch=4)
-    batches, _ = read(mixed("4 steps: web=1,code=1; code=1"), 1, position=position, batch=4)
+    _, position = read(
+      mixed((Phase(Table(web=1, code=1), steps=4), Phase(Table(talk=1)))), 4, batch=4
+    )
+    batches, _ = read(
+      mixed((Phase(Table(web=1, code=1), steps=4), Phase(Table(code=1)))),
+      1,
+      position=position,
+      batch=4,
+    )
     assert set(batches[0]["source"].flat) == {1}
 
   @pytest.mark.parametrize(
-    "other", ["web=1,code=2", "2 steps: web=1,code=1; talk=1", "1 steps: web=1; web=1,code=1"]
+    "other",
+    [
+      Table(web=1, code=2),
+      (Phase(Table(web=1, code=1), steps=2), Phase(Table(talk=1))),
+      (Phase(Table(web=1), steps=1), Phase(Table(web=1, code=1))),
+    ],
   )
   def test_what_was_trained_on_must_stay(self, mixed, other):
-    _, position = read(mixed("web=1,code=1"), 3, batch=4)
-    with pytest.raises(ValueError, match=r"mixture: the first 12 rows .* append the new phase"):
+    _, position = read(mixed(Table(web=1, code=1)), 3, batch=4)
+    with pytest.raises(ValueError, match=r"phases: the first 12 rows .* append the new phase"):
       read(mixed(other), 1, position=position, batch=4)
 
   def test_other_text(self, mixed, write):
@@ -191,7 +217,7 @@ class TestAnotherMixture:
 
 
 def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
-  ds = mixed("5 steps: code=1; web=1,code=1")
+  ds = mixed((Phase(Table(code=1), steps=5), Phase(Table(web=1, code=1))))
   sizes = {name: part.info.num_rows for name, part in ds.info.parts.items()}
   caplog.set_level("INFO", "absl")
   with TrainBatches(
@@ -200,7 +226,7 @@ def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
     for _ in range(9):
       next(batches)
   said = [r.getMessage() for r in caplog.records]
-  assert said.count("phase 2 of 2 of data.mixture begins: web 50.0%, code 50.0%") == 1
+  assert said.count("phase 2 of 2 of data.phases begins: web 50.0%, code 50.0%") == 1
   again = [text for text in said if text.startswith("source code: ")]
   rows = int(ds.schedule.counts(36)[1])
   assert len(again) == (rows - 1) // sizes["code"] >= 1
@@ -215,7 +241,7 @@ def test_epochs_and_phases_are_said_and_counted(mixed, caplog):
 
 
 def test_a_second_epoch_has_an_order_of_its_own(mixed):
-  ds = mixed("code=1")
+  ds = mixed(Table(code=1))
   rows = ds.info.parts["code"].info.num_rows
   first, second = (ds.read(np.arange(e * rows, (e + 1) * rows)) for e in (0, 1))
   as_set = lambda batch: {row.tobytes() for row in batch["targets"]}
@@ -224,10 +250,10 @@ def test_a_second_epoch_has_an_order_of_its_own(mixed):
 
 
 def test_35_sources_take_no_more_threads_than_one(write, config):
-  entries = [f"s{i}={write(f's{i}.txt', f'text {i} ' * 9)}" for i in range(35)]
+  entries = {f"s{i}": (str(write(f"s{i}.txt", f"text {i} " * 9)),) for i in range(35)}
   counts = []
-  for paths in (entries[:1], entries):
-    ds, _ = open_data(config(paths=",".join(paths), seq_len=16, batch_size=4), 0)
+  for sources in (Table(s0=entries["s0"]), Table(entries)):
+    ds, _ = open_data(config(sources=sources, seq_len=16, batch_size=4), 0)
     before = threading.active_count()
     with TrainBatches(
       ds, accum_steps=1, batch_size=4, local_rows=np.arange(4), num_workers=0, prefetch=2
@@ -247,22 +273,22 @@ def test_one_tokenizer_of_all_texts(mixed):
 
 
 def test_prepared_folders_as_sources(texts, config, tmp_path, mixed):
-  cfg = config(paths=texts, seq_len=16, batch_size=4, packing="best_fit", mixture=PHASES)
-  made = []
-  for entry in texts.split(","):
-    name, path = entry.split("=")
-    prepare(dataclasses.replace(cfg, paths=path, mixture=""), tmp_path / name, DEFAULT_OPTIONS)
-    made.append(f"{name}={tmp_path / name}")
-  want, got = mixed(), mixed(paths=",".join(made))
+  cfg = config(sources=texts, seq_len=16, batch_size=4, packing="best_fit", phases=PHASES)
+  made = Table()
+  for name, (path,) in texts.items():
+    alone = dataclasses.replace(cfg, paths=(path,), sources=Table(), phases=())
+    prepare(alone, tmp_path / name, DEFAULT_OPTIONS)
+    made[name] = (str(tmp_path / name),)
+  want, got = mixed(), mixed(sources=made)
   assert_same(want.read(np.arange(30)), got.read(np.arange(30)))
   assert want.info.fingerprint == got.info.fingerprint
-  with pytest.raises(ValueError, match=r"names the sources web, code, talk\. Prepare each of them"):
+  with pytest.raises(ValueError, match=r"names web, code, talk\. Prepare each of them"):
     prepare(cfg, tmp_path / "all", DEFAULT_OPTIONS)
 
 
 class TestValidation:
   def test_each_source_holds_out_its_own(self, texts, config):
-    cfg = config(paths=texts, seq_len=16, validation_fraction=0.2)
+    cfg = config(sources=texts, seq_len=16, validation_fraction=0.2)
     train, main = open_data(cfg, 0)
     assert isinstance(train, Mixture) and isinstance(main, Joined)
     sets = open_eval_sets(cfg, main)
@@ -286,27 +312,30 @@ class TestValidation:
 
   def test_a_text_for_all(self, texts, config, write):
     other = write("other.txt", "another text " * 9)
-    cfg = config(paths=texts, seq_len=16, validation_fraction=0.2, validation_paths=str(other))
+    cfg = config(sources=texts, seq_len=16, validation_fraction=0.2, validation_paths=(str(other),))
     train, main = open_data(cfg, 0)
     assert [s.name for s in open_eval_sets(cfg, main)] == [""]
     assert main.info.num_documents == 1 and train.info.num_documents == 122
 
   def test_a_name_twice(self, texts, config, write):
     other = write("other.txt", "another text " * 9)
-    cfg = config(paths=texts, seq_len=16, validation_fraction=0.2, validation_paths=f"web={other}")
-    with pytest.raises(ValueError, match=r"validation_paths: 'web' is what the source web"):
+    cfg = config(
+      sources=texts, seq_len=16, validation_fraction=0.2, validation_sets=Table(web=(str(other),))
+    )
+    with pytest.raises(ValueError, match=r"validation_sets: 'web' is what the source web"):
       open_eval_sets(cfg, open_data(cfg, 0)[1])
 
 
 def test_filters_judge_each_source(write, config):
   one, two = ([{"text": f"{name} {i}"} for i in range(20)] for name in ("one", "two"))
-  paths = f"a={write('a.jsonl', [*one, *one[:5]])},b={write('b.jsonl', two)}"
-  train, _ = open_data(config(paths=paths, filters="exact", validation_fraction=0.0, seq_len=16), 0)
+  files = {"a": write("a.jsonl", [*one, *one[:5]]), "b": write("b.jsonl", two)}
+  sources = Table({name: (str(path),) for name, path in files.items()})
+  train, _ = open_data(config(sources=sources, filters=(Exact(),), seq_len=16), 0)
   assert [part.info.num_documents for part in train.info.parts.values()] == [20, 20]
 
 
 @pytest.mark.parametrize("content", ["", "short"])
 def test_an_empty_source_is_named(write, config, content):
   good, bad = write("good.txt", "some text " * 30), write("bad.txt", content)
-  with pytest.raises(ValueError, match=r"data.paths: source dull: (Nothing is left|The training)"):
-    open_data(config(paths=f"good={good},dull={bad}", seq_len=16), 0)
+  with pytest.raises(ValueError, match=r"data.sources: dull: (Nothing is left|The training)"):
+    open_data(config(sources=Table(good=(str(good),), dull=(str(bad),)), seq_len=16), 0)

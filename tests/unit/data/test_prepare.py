@@ -69,7 +69,11 @@ def assert_same_rows(cfg, other):
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_rows_are_those_of_the_text(folder, config, tmp_path, small, workers, tokenizer):
   cfg = config(
-    paths=str(folder), tokenizer=tokenizer, bpe_vocab_size=300, validation_fraction=0.1, seq_len=32
+    paths=(str(folder),),
+    tokenizer=tokenizer,
+    bpe_vocab_size=300,
+    validation_fraction=0.1,
+    seq_len=32,
   )
   if tokenizer == "bpe":
     (folder / "ids.npy").unlink()
@@ -80,7 +84,7 @@ def test_rows_are_those_of_the_text(folder, config, tmp_path, small, workers, to
   before = rows(cfg)
   moved = folder.rename(tmp_path / "moved")
   shutil.rmtree(tmp_path / "cache")
-  other = dataclasses.replace(cfg, paths=str(out))
+  other = dataclasses.replace(cfg, paths=(str(out),))
   assert rows(other)[:2] == before[:2]
   shutil.rmtree(tmp_path / "cache")
   shutil.move(moved, folder)
@@ -95,24 +99,24 @@ def test_rows_are_those_of_the_text(folder, config, tmp_path, small, workers, to
 
 def test_blocks_of_one_file(write, config, tmp_path):
   path = write("book.txt", "It was a bright cold day.\n" * 2000)
-  cfg = config(paths=str(path), validation_fraction=0.1, seq_len=32)
+  cfg = config(paths=(str(path),), validation_fraction=0.1, seq_len=32)
   prepare(cfg, tmp_path / "out", TokeniseOptions())
-  other = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
+  other = dataclasses.replace(cfg, paths=(str(tmp_path / "out"),))
   assert_same_rows(cfg, other)
   with pytest.raises(ValueError, match=r"fraction=0\.2, but the folder was prepared with .* 0\.1"):
     open_datasets(dataclasses.replace(other, validation_fraction=0.2), 0)
   train, validation = open_datasets(dataclasses.replace(other, validation_fraction=0.0), 0)
   assert not validation.info.num_rows and train.info.num_tokens > 52_000
-  ds = open_split(other, 0, str(tmp_path / "out"), ByteTokenizer())
+  ds = open_split(other, 0, (str(tmp_path / "out"),), ByteTokenizer())
   assert ds.info.num_documents == train.info.num_documents
 
 
 def test_too_little_to_hold_out_is_remembered(write, config, tmp_path, caplog):
-  cfg = config(paths=str(write("a.txt", "x" * 500)), validation_fraction=0.1, seq_len=32)
+  cfg = config(paths=(str(write("a.txt", "x" * 500)),), validation_fraction=0.1, seq_len=32)
   prepare(cfg, tmp_path / "out", TokeniseOptions())
   caplog.clear()
   with caplog.at_level(logging.WARNING, logger="absl"):
-    _, validation = open_datasets(dataclasses.replace(cfg, paths=str(tmp_path / "out")), 0)
+    _, validation = open_datasets(dataclasses.replace(cfg, paths=(str(tmp_path / "out"),)), 0)
   assert not validation.info.num_rows and "Too little text to hold any of it out" in caplog.text
 
 
@@ -134,7 +138,7 @@ def die(event, arguments, seen=[0]):
 
 if __name__ == "__main__":
   sys.addaudithook(die)
-  cfg = DataConfig(paths=paths, tokenizer="bytes", validation_fraction=0.1, seq_len=32)
+  cfg = DataConfig(paths=(paths,), tokenizer="bytes", validation_fraction=0.1, seq_len=32)
   prepare(cfg, out, shards.How(workers))
 """
 
@@ -162,13 +166,15 @@ def test_it_goes_on_where_it_was_killed(folder, config, tmp_path, small, workers
     assert time.monotonic() < deadline, "processes that encode have outlived their parent"
     time.sleep(0.1)
   assert run(out, 0).returncode == 0
-  prepare(config(paths=str(folder), validation_fraction=0.1, seq_len=32), whole, TokeniseOptions())
+  prepare(
+    config(paths=(str(folder),), validation_fraction=0.1, seq_len=32), whole, TokeniseOptions()
+  )
   assert hashes(out) == hashes(whole) and len(hashes(whole)) > 10
   assert not list(out.glob("corpus-*/part-*"))
 
 
 def test_what_is_done_is_not_done_again(folder, config, tmp_path, small, monkeypatch):
-  cfg = config(paths=str(folder), validation_fraction=0.1, seq_len=32)
+  cfg = config(paths=(str(folder),), validation_fraction=0.1, seq_len=32)
   encoded, encode = itertools.count(), ByteTokenizer.encode_batch
 
   def counting(self, texts):
@@ -192,7 +198,7 @@ def test_what_is_done_is_not_done_again(folder, config, tmp_path, small, monkeyp
 def test_a_shard_that_was_damaged_meanwhile_is_made_again(
   folder, config, tmp_path, small, monkeypatch, file
 ):
-  cfg = config(paths=str(folder), validation_fraction=0.1, seq_len=32)
+  cfg = config(paths=(str(folder),), validation_fraction=0.1, seq_len=32)
   with monkeypatch.context() as patch, pytest.raises(RuntimeError):
     patch.setattr(shards.Shards, "finish", lambda self: 1 / 0 if not self else fail())
     prepare(cfg, tmp_path / "out", TokeniseOptions())
@@ -212,13 +218,13 @@ def fail():
 class TestRefused:
   @pytest.fixture
   def out(self, folder, config, tmp_path):
-    self.cfg = config(paths=str(folder), validation_fraction=0.1, seq_len=32)
+    self.cfg = config(paths=(str(folder),), validation_fraction=0.1, seq_len=32)
     prepare(self.cfg, tmp_path / "out", TokeniseOptions())
-    self.other = dataclasses.replace(self.cfg, paths=str(tmp_path / "out"))
+    self.other = dataclasses.replace(self.cfg, paths=(str(tmp_path / "out"),))
     return tmp_path / "out"
 
   def test_other_paths_beside_it(self, out, folder):
-    cfg = dataclasses.replace(self.cfg, paths=f"{out},{folder}")
+    cfg = dataclasses.replace(self.cfg, paths=(str(out), str(folder)))
     with pytest.raises(ValueError, match="is a prepared folder, which stands alone"):
       open_datasets(cfg, 0)
 
@@ -233,12 +239,12 @@ class TestRefused:
 
   def test_ids_of_another_tokenizer(self, out, folder, config, tmp_path):
     (folder / "ids.npy").unlink()
-    bpe = config(paths=str(folder), tokenizer="bpe", bpe_vocab_size=300, seq_len=32)
+    bpe = config(paths=(str(folder),), tokenizer="bpe", bpe_vocab_size=300, seq_len=32)
     prepare(bpe, tmp_path / "bpe", TokeniseOptions())
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
-      open_split(self.cfg, 0, str(tmp_path / "bpe"), ByteTokenizer())
+      open_split(self.cfg, 0, (str(tmp_path / "bpe"),), ByteTokenizer())
     with pytest.raises(ValueError, match="holds ids of another tokenizer"):
-      open_datasets(dataclasses.replace(self.cfg, paths=str(tmp_path / "bpe")), 0)
+      open_datasets(dataclasses.replace(self.cfg, paths=(str(tmp_path / "bpe"),)), 0)
 
   @pytest.mark.parametrize("file", ["prepared.json", "tokenizer.json", "corpus-*/tokens-00000.bin"])
   def test_damage(self, out, file):
@@ -262,7 +268,7 @@ class TestRefused:
 def test_progress_is_shown(folder, config, tmp_path, small):
   said = []
   prepare(
-    config(paths=str(folder), seq_len=32),
+    config(paths=(str(folder),), seq_len=32),
     tmp_path / "out",
     TokeniseOptions(0, False, said.append, 0.0),
   )
@@ -273,7 +279,7 @@ def test_progress_is_shown(folder, config, tmp_path, small):
 
 def test_counts_are_said(folder, config, tmp_path, caplog):
   with caplog.at_level(logging.INFO, logger="absl"):
-    opened = prepare(config(paths=str(folder), seq_len=32), tmp_path / "out", TokeniseOptions())
+    opened = prepare(config(paths=(str(folder),), seq_len=32), tmp_path / "out", TokeniseOptions())
   balance = opened.corpus.report["balance"]
   assert balance == {"records": 352, "documents": 305, "dropped": 47}
   assert "352 records read = 305 documents + 47 left out" in caplog.text

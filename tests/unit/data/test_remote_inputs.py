@@ -33,7 +33,7 @@ def store():
 
 
 def texts(paths, config):
-  ds = open_split(config(seq_len=8), 0, paths, ByteTokenizer())
+  ds = open_split(config(seq_len=8), 0, (paths,), ByteTokenizer())
   return {
     ds.packed.corpus.name(d): ds.info.tokenizer.decode(ds.packed.corpus.tokens(d, 0, 10**9))
     for d in range(len(ds.packed.corpus))
@@ -53,7 +53,7 @@ def test_names_are_those_of_local_files(store, config, write, tmp_path):
   write("d/sub/b.jsonl.gz", gzip.compress(b'{"text": "b"}\n', mtime=0))
   store.pipe_file("/bucket/d/sub/b.jsonl.gz", (tmp_path / "d/sub/b.jsonl.gz").read_bytes())
   there, here = (
-    open_split(config(seq_len=8), 0, paths, ByteTokenizer())
+    open_split(config(seq_len=8), 0, (paths,), ByteTokenizer())
     for paths in ("memory://bucket/d", str(tmp_path / "d"))
   )
   assert there.info.fingerprint == here.info.fingerprint
@@ -78,9 +78,9 @@ def test_a_file_is_copied_once_for_each_version(store, config, tmp_path, monkeyp
 def test_what_was_cut_off_is_no_file(store, tmp_path, monkeypatch):
   monkeypatch.setattr(remote.shutil, "copyfileobj", lambda source, copy, _: copy.write(b"half"))
   with pytest.raises(ValueError, match=r"4 of 9 bytes of .*a\.txt came"):
-    find_files("memory://bucket/d/a.txt", Report(strict=False), tmp_path)
+    find_files(("memory://bucket/d/a.txt",), Report(strict=False), tmp_path)
   monkeypatch.undo()
-  (file,) = find_files("memory://bucket/d/a.txt", Report(strict=False), tmp_path)
+  (file,) = find_files(("memory://bucket/d/a.txt",), Report(strict=False), tmp_path)
   assert Path(file.path).read_bytes() == "é 漢字".encode()
 
 
@@ -95,7 +95,7 @@ def test_what_was_cut_off_is_no_file(store, tmp_path, monkeypatch):
 )
 def test_what_is_refused(store, tmp_path, path, message):
   with pytest.raises(ValueError, match=message):
-    find_files(path, Report(strict=False), tmp_path)
+    find_files((path,), Report(strict=False), tmp_path)
 
 
 def test_a_driver_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -104,13 +104,13 @@ def test_a_driver_that_is_missing_is_named(tmp_path, monkeypatch):
 
   monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
   with pytest.raises(ValueError, match=r"gs://b/a\.txt needs .*pip install 'ats_jax\[gs\]'"):
-    find_files("gs://b/a.txt", Report(strict=False), tmp_path)
+    find_files(("gs://b/a.txt",), Report(strict=False), tmp_path)
 
 
 def test_a_config_may_name_a_store():
   config = base_config()
-  config.data.paths = "hf://datasets/someone/some/data"
-  assert from_config_dict(config).data.paths.startswith("hf://")
+  config.data.paths = ("hf://datasets/someone/some/data",)
+  assert from_config_dict(config).data.paths == ("hf://datasets/someone/some/data",)
 
 
 @pytest.mark.formats
@@ -136,4 +136,4 @@ def test_https(write, config, tmp_path):
       texts(f"http://127.0.0.1:{server.server_port}/none.jsonl", config)
     server.shutdown()
   with pytest.raises(ValueError, match=r"cannot be read|does not exist"):
-    find_files(url, Report(strict=False), cache.cache_root(str(tmp_path / "other")))
+    find_files((url,), Report(strict=False), cache.cache_root(str(tmp_path / "other")))

@@ -21,10 +21,20 @@ from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
 BATCH, BATCHES, COUNT = 6, 14, 150
 KINDS = {
-  "filtered": dict(filters="exact"),
-  "mixed": dict(filters="exact", mixture="5 steps: a=2,b=1; a=1,b=3"),
+  "filtered": dict(filters=("exact",)),
+  "mixed": dict(
+    filters=("exact",),
+    phases=({"weights": {"a": 2, "b": 1}, "steps": 5}, {"weights": {"a": 1, "b": 3}}),
+  ),
   "streamed": dict(streaming=True, window_mb=0.0015),
 }
+
+
+def texts(kind, files):
+  """The settings of `data` that name two files."""
+  if kind == "mixed":
+    return {"sources": {name: (str(path),) for name, path in files.items()}}
+  return {"paths": tuple(map(str, files.values()))}
 
 
 @pytest.fixture
@@ -35,9 +45,8 @@ def opened(write, config):
     numbers = [i for i in range(COUNT) for _ in range(1 + (i % 3 == 0 and kind != "streamed"))]
     rows = [{"text": f"<{i}>{'é' * (i % 9)}"} for i in numbers]
     files = {name: write(f"{name}.jsonl", rows[k::2]) for k, name in enumerate("ab")}
-    named = [f"{n}={path}" if kind == "mixed" else str(path) for n, path in files.items()]
     cfg = config(
-      paths=",".join(named), seq_len=24, packing="best_fit", batch_size=BATCH, **KINDS[kind]
+      **texts(kind, files), seq_len=24, packing="best_fit", batch_size=BATCH, **KINDS[kind]
     )
     return open_data(cfg, 0)[0]
 
@@ -96,13 +105,13 @@ def test_no_document_is_skipped_or_comes_twice_after_resumes(opened, kind):
 KILLED = """
 import json, os, signal, sys
 import numpy as np
-from ats_jax.config.schema import DataConfig
+from ats_jax.config import from_config_dict
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
 
 if __name__ == "__main__":
   settings, kept, count = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-  ds, _ = open_data(DataConfig(**settings), 0)
+  ds, _ = open_data(from_config_dict({"data": settings}).data, 0)
   position = json.load(open(kept)) if os.path.exists(kept) else None
   batches = TrainBatches(ds, position=position, accum_steps=1, batch_size=6, tells=True,
                          local_rows=np.arange(6), num_workers=1, prefetch=3)
@@ -117,9 +126,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_that_are_killed_with_rows_read_ahead(opened, kind, tmp_path, config):
   whole, _ = read(opened(kind), 9)
-  paths = ",".join(f"{n}={tmp_path}/{n}.jsonl" for n in "ab")
   settings = dict(
-    paths=paths if kind == "mixed" else paths.replace("a=", "").replace("b=", ""),
+    **texts(kind, {name: f"{tmp_path}/{name}.jsonl" for name in "ab"}),
     cache_dir=str(tmp_path / "other"), tokenizer="bytes", validation_fraction=0.0, seq_len=24,
     packing="best_fit", batch_size=BATCH, **KINDS[kind],
   )  # fmt: skip

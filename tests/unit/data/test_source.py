@@ -20,9 +20,9 @@ from ats_jax.data.text.source import find_files, read_pieces
 from ats_jax.data.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 
-def find(paths, strict=False):
+def find(*paths, strict=False):
   report = Report(strict=strict)
-  return find_files(str(paths), report), report
+  return find_files(tuple(map(str, paths)), report), report
 
 
 def texts(ds):
@@ -61,7 +61,7 @@ class TestFiles:
   def test_list_glob_and_link_give_a_file_once(self, write, tmp_path):
     a, b = write("d/a.txt", "x"), write("d/b.txt", "x")
     (tmp_path / "d" / "loop").symlink_to(tmp_path / "d")
-    files, report = find(f"{a}, {tmp_path}/d/*.txt,{tmp_path}/d")
+    files, report = find(a, f"{tmp_path}/d/*.txt", tmp_path / "d")
     assert [f.path for f in files] == [str(a), str(b)]
     assert report.skipped["listed twice"] == 3
 
@@ -77,7 +77,7 @@ class TestFiles:
       assert [f.name for f in here] == [f.name for f in away]
 
   def test_default_is_the_standard_library(self):
-    files, _ = find("")
+    files, _ = find()
     names = {f.name for f in files}
     assert "json/decoder.py" in names and len(names) == len(files) > 500
     assert all(f.path.startswith(sysconfig.get_paths()["stdlib"]) for f in files)
@@ -125,7 +125,7 @@ class TestMalformed:
   def test_each_line_is_named_and_the_good_ones_are_used(self, write, config, caplog):
     path = write("d/a.jsonl", self.LINES)
     with caplog.at_level(logging.WARNING, logger="absl"):
-      ds = open_split(config(), 0, str(path), ByteTokenizer())
+      ds = open_split(config(), 0, (str(path),), ByteTokenizer())
     assert texts(ds) == ["good 1", "good 2"]
     assert ds.info.report["malformed"] == dict.fromkeys(self.KINDS, 1)
     assert ds.info.report["skipped"] == {"empty": 2}
@@ -144,22 +144,22 @@ class TestMalformed:
     path = write("a.jsonl", b'{"text": "good"}\n' + raw + b'\n{"no": 1}\n')
     line_at_fault = 4 if line == 6 else 2  # an empty line is no fault
     with pytest.raises(ValueError, match=rf"a\.jsonl:{line_at_fault}: .*data\.strict=False"):
-      open_split(config(strict=True), 0, str(path), ByteTokenizer())
+      open_split(config(strict=True), 0, (str(path),), ByteTokenizer())
 
   def test_strict_also_stops_at_what_the_cache_knows(self, write, config):
     path = write("a.jsonl", self.LINES)
-    open_split(config(), 0, str(path), ByteTokenizer())
+    open_split(config(), 0, (str(path),), ByteTokenizer())
     with pytest.raises(ValueError, match=r"a\.jsonl:2: broken JSON"):
-      open_split(config(strict=True), 0, str(path), ByteTokenizer())
+      open_split(config(strict=True), 0, (str(path),), ByteTokenizer())
 
   def test_other_field_and_byte_order_mark(self, write, config):
     path = write("a.jsonl", b"\xef\xbb\xbf" + b'{"content": "x"}\n')
-    ds = open_split(config(text_field="content"), 0, str(path), ByteTokenizer())
+    ds = open_split(config(text_field="content"), 0, (str(path),), ByteTokenizer())
     assert texts(ds) == ["x"] and not ds.info.report["malformed"]
 
   def test_deep_nesting_is_no_crash(self, write, config):
     path = write("a.jsonl", b"[" * 200_000 + b'\n{"text": "x"}\n')
-    ds = open_split(config(), 0, str(path), ByteTokenizer())
+    ds = open_split(config(), 0, (str(path),), ByteTokenizer())
     assert ds.info.report["malformed"] == {"broken JSON": 1} and texts(ds) == ["x"]
 
   @pytest.mark.parametrize(
@@ -168,23 +168,23 @@ class TestMalformed:
   def test_file_that_is_not_utf8(self, write, config, tmp_path, at):
     bad = write("d/bad.txt", b"a" * at + b"\xc3(" + b"b" * 10)
     write("d/good.txt", "good")
-    ds = open_split(config(), 0, str(tmp_path / "d"), ByteTokenizer())
+    ds = open_split(config(), 0, (str(tmp_path / "d"),), ByteTokenizer())
     assert texts(ds) == ["good"]
     assert ds.info.report["first"] == [f"{bad}: not UTF-8 at byte {at} (c3)"]
     with pytest.raises(ValueError, match=rf"bad\.txt: not UTF-8 at byte {at} "):
-      open_split(config(strict=True), 0, str(tmp_path / "d"), ByteTokenizer())
+      open_split(config(strict=True), 0, (str(tmp_path / "d"),), ByteTokenizer())
 
   def test_file_that_ends_inside_a_character(self, write, config, tmp_path):
     bad = write("d/bad.txt", "aé".encode()[:-1])
     write("d/good.txt", "good")
-    ds = open_split(config(), 0, str(tmp_path / "d"), ByteTokenizer())
+    ds = open_split(config(), 0, (str(tmp_path / "d"),), ByteTokenizer())
     assert ds.info.report["first"] == [f"{bad}: not UTF-8 at byte 1 (c3)"]
 
   def test_empty_file_is_counted_and_named(self, write, config, tmp_path):
     empty = write("d/empty.txt", "")
     write("d/good.txt", "good")
     for strict in (False, True):  # Python packages are full of them: no fault
-      ds = open_split(config(strict=strict), 0, str(tmp_path / "d"), ByteTokenizer())
+      ds = open_split(config(strict=strict), 0, (str(tmp_path / "d"),), ByteTokenizer())
       assert ds.info.report["skipped"] == {"empty": 1} and texts(ds) == ["good"]
     assert f"{empty}: empty" in Path(ds.info.report["files"][0]).read_text()
 
@@ -192,10 +192,10 @@ class TestMalformed:
     link = tmp_path / "d" / "bad.txt"
     write("d/good.txt", "good")
     link.symlink_to("/proc/self/mem")  # opens, and fails to read, also for root
-    ds = open_split(config(), 0, str(tmp_path / "d"), ByteTokenizer())
+    ds = open_split(config(), 0, (str(tmp_path / "d"),), ByteTokenizer())
     assert texts(ds) == ["good"] and ds.info.report["malformed"] == {"unreadable": 1}
     with pytest.raises(ValueError, match="cannot be read"):
-      open_split(config(strict=True), 0, str(tmp_path / "d"), ByteTokenizer())
+      open_split(config(strict=True), 0, (str(tmp_path / "d"),), ByteTokenizer())
 
   @pytest.mark.parametrize("place", ["folder", "glob", "named"])
   @pytest.mark.parametrize("special", ["pipe", "link to a pipe", "link to a device"])
@@ -212,9 +212,9 @@ class TestMalformed:
       odd.symlink_to("/dev/zero")
     (tmp_path / "d" / "link.txt").symlink_to(write("elsewhere", "linked"))
     paths = {
-      "folder": str(tmp_path / "d"),
-      "glob": f"{tmp_path}/d/*.txt",
-      "named": f"{good},{odd},{tmp_path}/d/link.txt",
+      "folder": (str(tmp_path / "d"),),
+      "glob": (f"{tmp_path}/d/*.txt",),
+      "named": (str(good), str(odd), f"{tmp_path}/d/link.txt"),
     }[place]
     with time_limit(20):
       ds = open_split(config(), 0, paths, ByteTokenizer())
@@ -230,7 +230,7 @@ class TestMalformed:
       with pytest.raises(ValueError, match=r"no file .* read .*odd\.txt: not a regular file"):
         find(paths)
 
-  @pytest.mark.parametrize("paths", ["d", "d/*.txt", "d/bad.txt,d/good.txt"])
+  @pytest.mark.parametrize("paths", [("d",), ("d/*.txt",), ("d/bad.txt", "d/good.txt")])
   def test_broken_link(self, write, config, tmp_path, paths, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("d/good.txt", "good")
@@ -261,18 +261,18 @@ class TestTooLittle:
     path = write("a.jsonl", [{"content": "x"}])
     for tokenizer in ("bytes", "bpe"):
       with pytest.raises(ValueError, match=r"(?s)Nothing is left.*1 missing field.*a\.jsonl:1"):
-        open_datasets(config(paths=str(path), tokenizer=tokenizer), 0)
+        open_datasets(config(paths=(str(path),), tokenizer=tokenizer), 0)
 
   def test_shorter_than_a_row(self, write, config):
     path = write("a.txt", "x" * 50)
     with pytest.raises(ValueError, match=r"51 tokens in 1 documents.*seq_len=52.*at most 51"):
-      open_datasets(config(paths=str(path), seq_len=52), 0)
-    train, _ = open_datasets(config(paths=str(path), seq_len=51), 0)
+      open_datasets(config(paths=(str(path),), seq_len=52), 0)
+    train, _ = open_datasets(config(paths=(str(path),), seq_len=51), 0)
     assert train.info.num_rows == 1
 
   def test_nothing_to_validate_on(self, write, config, tmp_path):
     path = write("a.txt", "x" * 99)
-    train, validation = open_datasets(config(paths=str(path), seq_len=8), 0)
+    train, validation = open_datasets(config(paths=(str(path),), seq_len=8), 0)
     assert (train.info.num_documents, validation.info.num_documents, validation.info.num_rows) == (
       1,
       0,
@@ -280,10 +280,12 @@ class TestTooLittle:
     )
     write("v/empty.txt", "")
     with pytest.raises(ValueError, match=r"v' holds no document: 1 empty"):
-      open_datasets(config(paths=str(path), seq_len=8, validation_paths=str(tmp_path / "v")), 0)
+      open_datasets(
+        config(paths=(str(path),), seq_len=8, validation_paths=(str(tmp_path / "v"),)), 0
+      )
 
   def test_cache_that_cannot_be_written(self, write, config):
-    cfg = config(paths=str(write("a.txt", "x")), cache_dir="/proc/no/cache")
+    cfg = config(paths=(str(write("a.txt", "x")),), cache_dir="/proc/no/cache")
     with pytest.raises(ValueError, match=r"'/proc/no/cache' cannot be created.*data\.cache_dir"):
       open_datasets(cfg, 0)
 
@@ -314,7 +316,7 @@ class TestTokenFiles:
   @pytest.mark.parametrize("name", ["a.bin", "a.npy"])
   def test_rows_come_from_the_file(self, tmp_path, config, name):
     path = self.save(tmp_path / name, [*b"hello", self.EOS, *b"you", self.EOS])
-    ds = open_split(config(seq_len=8), 0, str(path), ByteTokenizer())
+    ds = open_split(config(seq_len=8), 0, (str(path),), ByteTokenizer())
     assert (
       texts(ds) == ["hello", "you"] and ds.info.num_tokens == 10 and ds.info.bytes_per_token == 0
     )
@@ -354,7 +356,7 @@ class TestTokenFiles:
   def test_bpe_has_nothing_to_train_on(self, tmp_path, config):
     path = self.save(tmp_path / "a.bin", [1, 2, 3])
     with pytest.raises(ValueError, match="All input files hold token ids"):
-      open_datasets(config(paths=str(path), tokenizer="bpe"), 0)
+      open_datasets(config(paths=(str(path),), tokenizer="bpe"), 0)
 
   def test_a_big_file_is_not_loaded(self, tmp_path, config):
     size = 2**25
@@ -385,7 +387,7 @@ def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monke
     files, report = find(path)
     parts = list(read_pieces(files[0], "text", report))
     assert len(parts) > 8 and [p.starts for p in parts] == [True] + [False] * (len(parts) - 1)
-    ds = open_split(config(), 0, str(path), tokenizer)
+    ds = open_split(config(), 0, (str(path),), tokenizer)
     assert ds.packed.corpus.tokens(0, 0, 10**9).tolist() == tokenizer.encode(text)
     assert ds.info.bytes_per_token == len(text.encode()) / ds.info.num_tokens
 
@@ -393,5 +395,5 @@ def test_long_documents_are_cut_where_the_ids_stay_the_same(write, config, monke
 def test_a_document_without_line_breaks_is_cut_anywhere(write, config, monkeypatch):
   monkeypatch.setattr(text_format, "PIECE", 100)
   text = "é" * 5000
-  ds = open_split(config(), 0, str(write("a.txt", text)), ByteTokenizer())
+  ds = open_split(config(), 0, (str(write("a.txt", text)),), ByteTokenizer())
   assert texts(ds) == [text] and ds.info.num_documents == 1

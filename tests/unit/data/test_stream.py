@@ -13,6 +13,8 @@ import fsspec
 import numpy as np
 import pytest
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.rows import stream, windows
 from ats_jax.data.rows.loader import TrainBatches
 from ats_jax.data.sources import open_data
@@ -37,7 +39,7 @@ def streamed(folder, config):
 
   def make(**changes):
     settings = dict(
-      paths=str(folder), streaming=True, window_mb=0.001, seq_len=48, packing="best_fit"
+      paths=(str(folder),), streaming=True, window_mb=0.001, seq_len=48, packing="best_fit"
     )
     return config(**{**settings, **changes})
 
@@ -208,8 +210,10 @@ def test_order_depends_on_seed_and_not_on_who_reads(streamed):
 def test_a_mixture_of_a_stream_and_a_prepared_text(streamed, folder, write):
   """Row by row what each gives alone; it goes on with the cache gone."""
   plain = write("plain.jsonl", [{"text": f"plain {i}"} for i in range(50)])
-  paths = f"big={folder},small={folder}/0.jsonl,old={plain}"
-  cfg = streamed(paths=paths, mixture="3 steps: big=2,small=1; big=1,old=1", batch_size=12)
+  paths = {"big": folder, "small": f"{folder}/0.jsonl", "old": plain}
+  sources = Table({name: (str(path),) for name, path in paths.items()})
+  phases = (Phase(Table(big=2, small=1), steps=3), Phase(Table(big=1, old=1)))
+  cfg = streamed(paths=(), sources=sources, phases=phases, batch_size=12)
   ds = open_rows(cfg)
   assert not ds.info.is_complete
   whole, _ = read(ds, 9, tells=True)
@@ -248,7 +252,7 @@ class TestChanged:
 def test_nothing_to_train_on(streamed, write):
   path = write("none.jsonl", [{"no": 1}] * 5)
   with pytest.raises(ValueError, match="Nothing is left to train on"):
-    read(open_rows(streamed(paths=str(path))), 1)
+    read(open_rows(streamed(paths=(str(path),))), 1)
 
 
 def test_strict_names_the_line(streamed):
@@ -267,7 +271,7 @@ class TestOnAStore:
     memory.store.clear()
 
   def test_rows_are_those_of_local_files_and_one_copy_is_kept(self, streamed, memory):
-    alone, there = open_rows(streamed()), open_rows(streamed(paths="memory://bucket/d"))
+    alone, there = open_rows(streamed()), open_rows(streamed(paths=("memory://bucket/d",)))
     (of_store,) = Path(there._windows.folder.parent).glob(there._windows.folder.name)
     for row in range(0, 240, 8):
       rows = np.arange(row, row + 8)
@@ -280,7 +284,7 @@ class TestOnAStore:
     assert not list(of_store.parent.glob("remote-*"))
 
   def test_a_copy_of_a_killed_process_is_taken_away(self, streamed, memory):
-    ds = open_rows(streamed(paths="memory://bucket/d"))
+    ds = open_rows(streamed(paths=("memory://bucket/d",)))
     left = ds._windows.folder / "copy-of-a-killed-one"
     left.mkdir()
     (left / "lock").touch()
@@ -288,7 +292,7 @@ class TestOnAStore:
     assert not left.exists()
 
   def test_another_version_is_other_data(self, streamed, memory):
-    cfg = streamed(paths="memory://bucket/d")
+    cfg = streamed(paths=("memory://bucket/d",))
     _, position = read(open_rows(cfg), 1)
     memory.pipe_file("/bucket/d/0.jsonl", b'{"text": "new"}')
     with pytest.raises(ValueError, match="was trained on other data"):
@@ -296,7 +300,7 @@ class TestOnAStore:
 
   def test_a_bpe_is_not_trained_on_a_store(self, streamed, memory):
     with pytest.raises(ValueError, match="a BPE is trained on many files at once"):
-      open_rows(streamed(paths="memory://bucket/d", tokenizer="bpe"))
+      open_rows(streamed(paths=("memory://bucket/d",), tokenizer="bpe"))
 
 
 def test_ids_are_not_streamed(streamed, folder):
@@ -313,7 +317,7 @@ from ats_jax.config.schema import DataConfig
 from ats_jax.data.sources import open_data
 
 cfg = DataConfig(
-  paths=sys.argv[1], cache_dir=sys.argv[2], streaming=True, window_mb=1.0, tokenizer="bytes",
+  paths=(sys.argv[1],), cache_dir=sys.argv[2], streaming=True, window_mb=1.0, tokenizer="bytes",
   validation_fraction=0.0, seq_len=1024,
 )
 train, _ = open_data(cfg, 0)

@@ -56,7 +56,7 @@ def trained(tmp_path):
   settings = {
     "num_steps": 2,
     "model.vocab_size": 384,
-    "data.paths": str(tmp_path / "text.txt"),
+    "data.paths": (str(tmp_path / "text.txt"),),
     "data.validation_fraction": 0.0,
     "log.progress": False,
     "sample.max_tokens": 0,

@@ -30,8 +30,8 @@ def sparse_run(folder, changes=()):
       "moe.top_k": 2,
       "moe.dispatch": "capacity",
       "mod.routing": "learned",
-      "data.paths": str(folder / "text.txt"),
-      "data.validation_paths": str(folder / "other.txt"),
+      "data.paths": (str(folder / "text.txt"),),
+      "data.validation_paths": (str(folder / "other.txt"),),
       "data.cache_dir": str(folder / "cache"),
       "eval.every_steps": 2,
       "log.every_steps": 2,
@@ -49,9 +49,12 @@ def sparse_run(folder, changes=()):
 def run(tmp_path_factory):
   """The workdir of a sparse run."""
   folder = tmp_path_factory.mktemp("sparse")
-  sets = f"{folder}/other.txt,code={folder}/text.txt"
+  sets = {
+    "data.validation_paths": (f"{folder}/other.txt",),
+    "data.validation_sets": {"code": (f"{folder}/text.txt",)},
+  }
   changes = {"orchestrator.mode": "observe", "orchestrator.check_interval": 2}
-  return sparse_run(folder, changes | {"data.validation_paths": sets})
+  return sparse_run(folder, changes | sets)
 
 
 def texts_of(events):

@@ -39,7 +39,8 @@ def written(tmp_path_factory):
   changes = {
     "orchestrator.mode": "observe",
     "orchestrator.check_interval": 2,
-    "data.validation_paths": f"{folder}/other.txt,code={folder}/text.txt",
+    "data.validation_paths": (f"{folder}/other.txt",),
+    "data.validation_sets": {"code": (f"{folder}/text.txt",)},
   }
   runs = [sparse_run(folder, changes)]
   (folder / "eight.txt").write_text(TEXT)
@@ -48,8 +49,8 @@ def written(tmp_path_factory):
     "model.num_layers": 3,
     "model.vocab_size": 384,
     "precision.fp8": True,
-    "data.paths": f"{folder}/eight.txt",
-    "data.validation_paths": f"{folder}/other.txt",
+    "data.paths": (f"{folder}/eight.txt",),
+    "data.validation_paths": (f"{folder}/other.txt",),
     "data.cache_dir": f"{folder}/cache",
     "log.progress": False,
     "log.writers": ("jsonl",),

@@ -99,7 +99,7 @@ def test_all_three_take_a_whole_run(tmp_path, monkeypatch, offline):
     {
       "num_steps": 4,
       "model.vocab_size": 384,
-      "data.paths": str(tmp_path / "text.txt"),
+      "data.paths": (str(tmp_path / "text.txt"),),
       "data.validation_fraction": 0.0,
       "data.cache_dir": str(tmp_path / "cache"),
       "log.every_steps": 2,

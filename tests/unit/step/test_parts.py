@@ -9,6 +9,8 @@ import pytest
 from helpers import tiny_config
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.sharding.mesh import make_mesh, on_mesh
 from ats_jax.step.core import step_function
 from ats_jax.step.objective import Pretraining
@@ -21,8 +23,8 @@ MOE = {"moe.num_experts": 4, "moe.top_k": 2}
 ACT = {"orchestrator.mode": "act"}
 MOD = {"mod.routing": "learned", "mod.capacity": 0.5}
 PHASES = {
-  "data.paths": "a=a.txt,b=b.txt",
-  "data.mixture": "4 steps: a=1; a=1,b=1",
+  "data.sources": {"a": ("a.txt",), "b": ("b.txt",)},
+  "data.phases": (Phase(Table(a=1), steps=4), Phase(Table(a=1, b=1))),
   "optimizer.schedule": "constant",
   "optimizer.phase_moments": "reset",
 }

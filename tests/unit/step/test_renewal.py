@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, micro_batches, random_rows, tiny_config
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.model.param import trainable
 from ats_jax.orchestrator.actions import Rollback
 from ats_jax.orchestrator.policy.decide import Decision
@@ -17,8 +19,12 @@ from ats_jax.sharding.mesh import to_global
 from ats_jax.step.program import make_program
 
 PHASES = {
-  "data.paths": "a=a.txt,b=b.txt",
-  "data.mixture": "3 steps: a=1; 256 tokens: b=1; a=1,b=1",  # 256 tokens are 2 steps
+  "data.sources": {"a": ("a.txt",), "b": ("b.txt",)},
+  "data.phases": (
+    Phase(Table(a=1), steps=3),
+    Phase(Table(b=1), tokens=256),  # 2 steps
+    Phase(Table(a=1, b=1)),
+  ),
   "optimizer.phase_moments": "reset",
   "optimizer.schedule": "constant",
 }

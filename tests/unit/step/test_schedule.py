@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.step.schedule import learning_rate
 
 # A handful of float32 operations on numbers of at most 60 steps.
@@ -108,16 +110,21 @@ def test_one_cycle_without_warmup_rises_for_three_tenths():
   assert np.argmax(lr) == 11 and np.all(np.diff(lr[:12]) > 0)
 
 
-MIXED = {"data.paths": "a=a.txt,b=b.txt", "data.batch_size": 2, "data.seq_len": 16}
+MIXED = {
+  "data.sources": {"a": ("a.txt",), "b": ("b.txt",)}, "data.batch_size": 2, "data.seq_len": 16,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_each_phase_has_a_schedule_of_its_own(name):
   """That of a run with its rate, its warm-up and its length; 300 tokens are 10 steps of 32."""
   common = {"optimizer.schedule": name, "optimizer.warmup_fraction": 0.5}
-  phases = {"data.mixture": "20 steps: a=1; 300 tokens: b=1; a=1,b=1"}
-  rate = {"optimizer.phases": "3e-3/4; 1e-3/0; 2e-4/5", "num_steps": 60}
-  found = rates(MIXED | common | phases | rate)[:60]
+  phases = (
+    Phase(Table(a=1), steps=20, learning_rate=3e-3, warmup_steps=4),
+    Phase(Table(b=1), tokens=300, learning_rate=1e-3),
+    Phase(Table(a=1, b=1), learning_rate=2e-4, warmup_steps=5),
+  )
+  found = rates(MIXED | common | {"data.phases": phases, "num_steps": 60})[:60]
   parts = [(20, 3e-3, 4), (10, 1e-3, 0), (30, 2e-4, 5)]
   alone = [
     rates({
@@ -130,7 +137,10 @@ def test_each_phase_has_a_schedule_of_its_own(name):
 
 
 def test_a_phase_behind_the_end_changes_nothing():
-  two = {"data.mixture": "20 steps: a=1; b=1", "optimizer.phases": "3e-3/4; 1e-3/0"}
-  found = rates(MIXED | two | {"num_steps": 15})[:15]
+  two = (
+    Phase(Table(a=1), steps=20, learning_rate=3e-3, warmup_steps=4),
+    Phase(Table(b=1), learning_rate=1e-3),
+  )
+  found = rates(MIXED | {"data.phases": two} | {"num_steps": 15})[:15]
   want = rates({"num_steps": 20, "optimizer.warmup_steps": 4})[:15]
   np.testing.assert_array_equal(found, want)

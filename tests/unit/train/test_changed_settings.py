@@ -38,7 +38,7 @@ def config(tmp_path_factory):
         "compilation_cache": "auto",
         "model.vocab_size": 384,
         "model.num_layers": 1,
-        "data.paths": str(folder),
+        "data.paths": (str(folder),),
         "data.validation_fraction": 0.3,
         "data.cache_dir": str(cache),
         "log.writers": ("jsonl",),

@@ -54,7 +54,7 @@ def settings(tmp_path_factory):
   folder = tmp_path_factory.mktemp("chats")
   lines = [json.dumps(turns(*pair)) for pair in ASKED if pair not in HELD_OUT]
   (folder / "chats.jsonl").write_text("\n".join(lines))
-  paths = {"data.paths": str(folder / "chats.jsonl"), "data.cache_dir": str(folder / "cache")}
+  paths = {"data.paths": (str(folder / "chats.jsonl"),), "data.cache_dir": str(folder / "cache")}
   return TINY | SETTINGS | paths
 
 
@@ -92,7 +92,7 @@ def test_a_run_on_text_knows_no_turns(trained):
 
 @pytest.fixture(scope="module")
 def cfg(settings):
-  return tiny_config(settings | {"data.chat_weights": "assistant=1,user=0.25"})
+  return tiny_config(settings | {"data.chat_weights": {"assistant": 1.0, "user": 0.25}})
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,9 @@ def test_each_set_has_metrics_of_its_own(tmp_path):
   cfg = tiny_config(
     {
       "model.vocab_size": 259,
-      "data.paths": str(tmp_path / "train.txt"),
-      "data.validation_paths": f"{tmp_path}/main.txt,code={tmp_path}/code.txt",
+      "data.paths": (str(tmp_path / "train.txt"),),
+      "data.validation_paths": (f"{tmp_path}/main.txt",),
+      "data.validation_sets": {"code": (f"{tmp_path}/code.txt",)},
       "data.cache_dir": str(tmp_path / "cache"),
     }
   )

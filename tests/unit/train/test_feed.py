@@ -25,7 +25,7 @@ def test_batches_on_the_mesh_are_those_of_the_host(workers, tmp_path, monkeypatc
   monkeypatch.setattr(feed, "to_global", placing)
   (tmp_path / "text.txt").write_text("one two three four\n" * 200)
   cfg = tiny_config({
-    "model.vocab_size": 384, "data.paths": str(tmp_path / "text.txt"),
+    "model.vocab_size": 384, "data.paths": (str(tmp_path / "text.txt"),),
     "data.cache_dir": str(tmp_path / "cache"), "data.num_workers": workers,
   })  # fmt: skip
   mesh = make_mesh(cfg)

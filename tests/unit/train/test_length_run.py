@@ -31,7 +31,7 @@ def make(tmp_path_factory):
     return tiny_config({
       "num_steps": 8,
       "model.vocab_size": 260,
-      "data.paths": f"{folder}/a.jsonl",
+      "data.paths": (f"{folder}/a.jsonl",),
       "data.cache_dir": f"{folder}/cache",
       "data.seq_len": 64,
       "data.length_buckets": 2,

@@ -40,7 +40,7 @@ def config(tmp_path):
       {
         "num_steps": 6,
         "model.vocab_size": 384,
-        "data.paths": str(texts),
+        "data.paths": (str(texts),),
         "data.validation_fraction": 0.3,
         "data.cache_dir": str(tmp_path / "cache"),
         "log.writers": ("jsonl",),

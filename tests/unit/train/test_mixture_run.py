@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.sources import open_data, open_eval_sets
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.sharding.mesh import to_global
@@ -15,7 +17,7 @@ from ats_jax.step.objective import Pretraining, totals
 from ats_jax.step.program import make_program
 from ats_jax.train.loop import train
 
-SWITCHED = "4 steps: web=1,code=3; talk=1"
+SWITCHED = (Phase(Table(web=1, code=3), steps=4), Phase(Table(talk=1)))
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +32,9 @@ def make(tmp_path_factory):
     return tiny_config({
       "num_steps": 6,
       "model.vocab_size": 259,
-      "data.paths": ",".join(f"{n}={folder}/{n}.txt" for n in ("web", "code", "talk")),
+      "data.sources": {n: (f"{folder}/{n}.txt",) for n in ("web", "code", "talk")},
       "data.cache_dir": f"{folder}/cache",
-      "data.mixture": SWITCHED,
+      "data.phases": SWITCHED,
       "data.batch_size": 16,
         "step.accum_steps": 2,
         "optimizer.schedule": "constant",  # of no other length
@@ -59,9 +61,9 @@ def test_an_appended_phase_goes_on_as_if_it_had_been_there(make, tmp_path):
   Its rows name each source's loss, its tokens, and how often it has been read.
   """
   whole = train(make(), tmp_path / "whole")
-  train(make(num_steps=3, data__mixture="web=1,code=3"), tmp_path / "changed")
-  with pytest.raises(ValueError, match=r"mixture: the first 48 rows .* append the new phase"):
-    train(make(data__mixture="talk=1"), tmp_path / "changed")
+  train(make(num_steps=3, data__phases=(Phase(Table(web=1, code=3)),)), tmp_path / "changed")
+  with pytest.raises(ValueError, match=r"phases: the first 48 rows .* append the new phase"):
+    train(make(data__phases=(Phase(Table(talk=1)),)), tmp_path / "changed")
   resumed = train(make(), tmp_path / "changed")
   for a, b in zip(jax.tree.leaves(whole.model), jax.tree.leaves(resumed.model), strict=True):
     np.testing.assert_array_equal(a, b)
@@ -117,7 +119,7 @@ def _is_key(x):
 @pytest.mark.thorough
 def test_the_loss_of_a_source_is_that_of_its_tokens_alone(make):
   """And the objective that is minimised is that of a run on one text, bit for bit."""
-  cfg = make(data__mixture="web=2,code=1,talk=1")
+  cfg = make(data__phases=(Phase(Table(web=2, code=1, talk=1)),))
   train_set, main = open_data(cfg.data, cfg.seed)
   assert [s.name for s in open_eval_sets(cfg.data, main)] == ["", "web", "code", "talk"]
   with jax.set_mesh(make_test_mesh(2, 1, 1)):

@@ -44,7 +44,7 @@ def config(tmp_path_factory):
     "model.dropout": 0.1,
     "moe.num_experts": 4,
     "moe.d_ff": 32,
-    "data.paths": str(texts),
+    "data.paths": (str(texts),),
     "data.validation_fraction": 0.3,
     "data.cache_dir": str(tmp_path_factory.mktemp("cache")),
     "optimizer.ema_decay": 0.9,

@@ -45,7 +45,7 @@ def config(texts, **changes):
   settings = {
     "num_steps": 4,
     "model.vocab_size": 384,
-    "data.paths": str(texts),
+    "data.paths": (str(texts),),
     "data.validation_fraction": 0.3,
     "data.cache_dir": str(texts.parent / "cache"),
     "log.writers": ("jsonl",),

@@ -47,7 +47,7 @@ def config(texts, tmp_path_factory):
         "compilation_cache": "auto",  # in the folder of these tests: two programs for all runs
         "model.vocab_size": 384,
         "model.num_layers": 1,
-        "data.paths": str(texts),
+        "data.paths": (str(texts),),
         "data.validation_fraction": 0.3,
         "data.cache_dir": str(cache),
         "log.writers": ("jsonl",),

@@ -18,7 +18,7 @@ def said(tmp_path, caplog):
   def of(text, parameters=10**6, **settings):
     (tmp_path / "a.txt").write_text(text)
     cfg = tiny_config({
-      "data.paths": str(tmp_path / "a.txt"), "data.cache_dir": f"{tmp_path}/cache",
+      "data.paths": (str(tmp_path / "a.txt"),), "data.cache_dir": f"{tmp_path}/cache",
       "data.tokenizer": "bytes", "data.seq_len": 16,
       **{name.replace("__", "."): value for name, value in settings.items()},
     })  # fmt: skip
@@ -65,7 +65,9 @@ def test_presets_train_a_vocabulary_that_fills_their_table(name):
 
 def test_a_preset_of_a_small_text_says_what_would_fit(tmp_path, caplog):
   (tmp_path / "a.txt").write_text(LETTERS * 200)
-  cfg = tiny_config({"data.paths": str(tmp_path / "a.txt"), "data.cache_dir": f"{tmp_path}/cache"})
+  cfg = tiny_config(
+    {"data.paths": (str(tmp_path / "a.txt"),), "data.cache_dir": f"{tmp_path}/cache"}
+  )
   data = dataclasses.replace(cfg.data, tokenizer="bpe", bpe_vocab_size=50_304, seq_len=16)
   with caplog.at_level(logging.WARNING, logger="absl"):
     open_datasets(data, 0)

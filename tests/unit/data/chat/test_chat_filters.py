@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from ats_jax.config.schema.filters import Exact, Near, Repetition
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.corpus.shards import TokeniseOptions
 from ats_jax.data.filters import sift
 from ats_jax.data.look.audit import audit
@@ -32,7 +34,7 @@ def chats(write, config):
   path = write("chats.jsonl", ROWS)
 
   def make(**changes):
-    usual = dict(paths=str(path), chat_template="chatml", seq_len=128, filters="exact")
+    usual = dict(paths=(str(path),), chat_template="chatml", seq_len=128, filters=(Exact(),))
     return config(**{**usual, **changes})
 
   return make
@@ -58,7 +60,7 @@ def test_copies_are_dropped_whole_and_counts_add_up(chats):
 
 def test_what_is_kept_is_as_without_filters(chats):
   kept = open_documents(chats(), 0.0).corpus
-  whole = open_documents(chats(filters=""), 0.0).corpus
+  whole = open_documents(chats(filters=()), 0.0).corpus
   of_line = {whole.name(d): d for d in range(len(whole))}
   for d in range(len(kept)):
     other, length = of_line[kept.name(d)], int(kept.length[d])
@@ -86,14 +88,15 @@ def test_a_kill_and_processes_change_nothing(chats, tmp_path, monkeypatch):
   assert lines(open_documents(cfg, 0.0).corpus) == lines(alone.corpus)
   made = prepare(chats(), tmp_path / "out", TokeniseOptions(2))
   assert lines(made.corpus) == lines(alone.corpus)
-  train, _ = open_data(dataclasses.replace(chats(), paths=str(tmp_path / "out")), 0)
+  train, _ = open_data(dataclasses.replace(chats(), paths=(str(tmp_path / "out"),)), 0)
   assert train.info.num_documents == 32
 
 
 def test_in_a_mixture_with_text_each_token_comes_once(chats, write):
   text = write("base.jsonl", [{"text": f"text {i % 20}"} for i in range(25)])
-  paths = f"base={text},chat={chats().paths}"
-  cfg = chats(paths=paths, chat_sources="chat", mixture="base=1,chat=2", packing="best_fit")
+  sources = Table(base=(str(text),), chat=chats().paths)
+  mixed = dict(sources=sources, chat_sources=("chat",), mixture=Table(base=1, chat=2))
+  cfg = chats(paths=(), packing="best_fit", **mixed)
   ds, _ = open_data(cfg, 0)
   assert {name: part.info.num_documents for name, part in ds.info.parts.items()} == {
     "base": 20,
@@ -113,7 +116,7 @@ def test_rules_look_at_all_turns(chats, write):
   good = record("How do I make bread at home without a machine?", answer)
   spam = record("Buy now!\n" * 30, "Why should I?")
   path = write("rules.jsonl", [good, spam, record("Hello, how are you?", "Buy now!\n" * 30)])
-  opened = open_documents(chats(paths=str(path), filters="repetition,near"), 0.0)
+  opened = open_documents(chats(paths=(str(path),), filters=(Repetition(), Near())), 0.0)
   assert lines(opened.corpus) == [1]
   (reason,) = opened.corpus.report["filtered"]
   assert reason.startswith("repetition: ") and opened.corpus.report["filtered"][reason] == 2

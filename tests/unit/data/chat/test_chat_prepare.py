@@ -63,7 +63,7 @@ def make(files, config):
   def of(template, **changes):
     name = str(files.parent / "t.jinja") if template == "jinja" else template
     changes = dict(chat_template=name, packing="best_fit", seq_len=512, **changes)
-    return config(paths=str(files), **changes)
+    return config(paths=(str(files),), **changes)
 
   return of
 
@@ -116,7 +116,7 @@ def die(event, arguments, seen=[0]):
 
 if __name__ == "__main__":
   sys.addaudithook(die)
-  cfg = DataConfig(paths=paths, tokenizer="bytes", validation_fraction=0.0, seq_len=512,
+  cfg = DataConfig(paths=(paths,), tokenizer="bytes", validation_fraction=0.0, seq_len=512,
                    chat_template=template, packing="best_fit")
   prepare(cfg, out, shards.How(workers))
 """
@@ -135,7 +135,7 @@ def test_it_goes_on_where_it_was_killed(make, tmp_path, small, template, workers
     command = [
       sys.executable,
       script,
-      cfg.paths,
+      *cfg.paths,
       cfg.chat_template,
       out,
       str(workers),
@@ -214,7 +214,7 @@ def test_what_is_nested_too_deeply_is_left_out_by_processes_too(make, write, tmp
   rows = [{"messages": said(tool_calls="DEEP")}, {"tools": "DEEP", "messages": said()}]
   lines = "\n".join(map(json.dumps, [*rows, {"messages": said()}]))
   path = write("deep.jsonl", lines.replace('"DEEP"', 900 * "[" + 900 * "]"))
-  cfg = dataclasses.replace(make("jinja"), paths=str(path))
+  cfg = dataclasses.replace(make("jinja"), paths=(str(path),))
   report = prepare(cfg, tmp_path / "out", TokeniseOptions(1)).corpus.report
   assert report["malformed"] == {"nested too deeply": 2}
   assert report["balance"] == {"records": 3, "documents": 1, "dropped": 2}
@@ -224,7 +224,7 @@ def test_strict_stops_at_what_the_template_refuses(make, write, tmp_path):
   turns = [{"role": "assistant", "content": "first"}]
   path = write("some.jsonl", [{"prompt": "a", "completion": "b"}, {"messages": turns}])
   with pytest.raises(ValueError, match=r"some\.jsonl:2: the template has turns"):
-    open_datasets(dataclasses.replace(make("gemma", strict=True), paths=str(path)), 0)
+    open_datasets(dataclasses.replace(make("gemma", strict=True), paths=(str(path),)), 0)
 
 
 def test_a_template_at_fault_is_named_from_a_process_too(make, files, tmp_path):

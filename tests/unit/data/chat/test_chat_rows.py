@@ -11,6 +11,7 @@ import pytest
 from chat_cases import ANSWERS, DIALOGUES, in_loss
 
 from ats_jax.config import base_config, from_config_dict
+from ats_jax.config.schema.setting import Table
 from ats_jax.data.batch import FIELDS
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form, with_template
 from ats_jax.data.corpus.shards import TokeniseOptions
@@ -34,7 +35,7 @@ def chat_config(config, write):
   paths = str(write("dialogues.jsonl", DIALOGUES))
 
   def make(**changes):
-    defaults = dict(paths=paths, chat_template="chatml", packing="best_fit", seq_len=512)
+    defaults = dict(paths=(paths,), chat_template="chatml", packing="best_fit", seq_len=512)
     return config(**{**defaults, **changes})
 
   return make
@@ -45,7 +46,7 @@ def test_conversations_are_whole_unless_told_otherwise(chat_config, write, caplo
     train, _ = open_datasets(chat_config(packing="auto"), 0)
   assert "packed by best_fit" in caplog.text
   assert train.info.fingerprint == open_datasets(chat_config(), 0)[0].info.fingerprint
-  text = chat_config(chat_template="", paths=str(write("a.txt", "x" * 999)), seq_len=32)
+  text = chat_config(chat_template="", paths=(str(write("a.txt", "x" * 999)),), seq_len=32)
   one, other = (
     open_datasets(dataclasses.replace(text, packing=packing), 0)[0]
     for packing in ("auto", "concat")
@@ -80,7 +81,7 @@ def test_each_target_comes_once_with_its_weight(chat_config, packing):
   assert not [result.difference for result in audit(train) if result.difference]
 
 
-WEIGHTS = "assistant=1,user=0.25"
+WEIGHTS = Table(assistant=1.0, user=0.25)
 
 
 def test_the_audit_sees_a_wrong_weight(chat_config):
@@ -142,7 +143,7 @@ def test_conversations_longer_than_a_row_are_left_out_and_counted(chat_config, c
 def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, write):
   muted = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
   path = str(write("muted.jsonl", [{"messages": muted}, {"prompt": "abc", "completion": "def"}]))
-  train, _ = open_datasets(chat_config(paths=path, seq_len=8, chat_template="plain"), 0)
+  train, _ = open_datasets(chat_config(paths=(path,), seq_len=8, chat_template="plain"), 0)
   assert (train.info.num_documents, train.info.report["skipped"]) == (
     1,
     {"without a token in the loss": 1},
@@ -152,7 +153,7 @@ def test_conversations_without_a_token_in_the_loss_are_left_out(chat_config, wri
 def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog):
   rows = [*DIALOGUES[:2], {"messages": [{"role": "assistant", "content": "first"}]}]
   path = str(write("some.jsonl", rows))
-  train, _ = open_datasets(chat_config(paths=path, chat_template="gemma", seq_len=96), 0)
+  train, _ = open_datasets(chat_config(paths=(path,), chat_template="gemma", seq_len=96), 0)
   assert train.info.report["malformed"] == {"turns do not alternate": 1}
   assert f"{path}:3: the template has turns of user and assistant in turn" in caplog.text
 
@@ -160,7 +161,7 @@ def test_what_a_template_has_no_place_for_is_counted(chat_config, write, caplog)
 def test_documents_are_held_out_as_ever(chat_config, write):
   rows = [{"prompt": f"question {i}", "completion": "yes"} for i in range(200)]
   path = str(write("many.jsonl", rows))
-  train, valid = open_datasets(chat_config(paths=path, validation_fraction=0.2, seq_len=64), 0)
+  train, valid = open_datasets(chat_config(paths=(path,), validation_fraction=0.2, seq_len=64), 0)
   assert train.info.num_documents + valid.info.num_documents == 200
   assert 20 < valid.info.num_documents < 60
   assert valid.info.tokenizer is train.info.tokenizer
@@ -170,7 +171,7 @@ def test_conversations_are_prepared_ahead(chat_config, tmp_path):
   cfg = chat_config()
   opened = prepare(cfg, tmp_path / "out", TokeniseOptions())
   assert opened.corpus.report["balance"] == {"records": 12, "documents": 12, "dropped": 0}
-  ahead = dataclasses.replace(cfg, paths=str(tmp_path / "out"))
+  ahead = dataclasses.replace(cfg, paths=(str(tmp_path / "out"),))
   one, other = open_datasets(cfg, 0)[0], open_datasets(ahead, 0)[0]
   for name in FIELDS:
     np.testing.assert_array_equal(one.read_once([0])[name], other.read_once([0])[name])
@@ -185,7 +186,7 @@ def test_records_are_read_from_parquet(chat_config, tmp_path):
   parquet = importlib.import_module("pyarrow.parquet")
   rows = [{"messages": d["messages"]} for d in DIALOGUES]
   parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
-  train, _ = open_datasets(chat_config(paths=str(tmp_path / "d.parquet")), 0)
+  train, _ = open_datasets(chat_config(paths=(str(tmp_path / "d.parquet"),)), 0)
   found = sorted(in_loss(*d, train.info.tokenizer, "", "") for d in documents(train))
   assert found == sorted(ANSWERS["chatml"])
 
@@ -193,7 +194,7 @@ def test_records_are_read_from_parquet(chat_config, tmp_path):
 def test_validate_names_records_that_are_no_conversation(chat_config, write):
   path = str(write("some.jsonl", [*DIALOGUES, {"messages": []}]))
   report = Report(strict=False)
-  cfg = chat_config(paths=path)
+  cfg = chat_config(paths=(path,))
   check_files([SourceFile(path, "some.jsonl", "jsonl")], cfg, None, report)
   assert report.first == [f"{path}:13: the conversation has no turn"]
   assert report.balance() == {"records": 13, "documents": 12, "dropped": 1}
@@ -333,7 +334,7 @@ def test_a_row_is_explained(chat_config):
 
 
 def test_a_row_of_text_is_explained(config, write):
-  train, _ = open_datasets(config(paths=str(write("a.txt", "héllo" * 5)), seq_len=16), 0)
+  train, _ = open_datasets(config(paths=(str(write("a.txt", "héllo" * 5)),), seq_len=16), 0)
   lines = list(explain.explain(train, 1, coloured=False))[2:]
   assert lines[0].split()[1:3] == ["1", "1"]
   assert any(
@@ -345,19 +346,20 @@ def test_a_row_of_text_is_explained(config, write):
   ("changes", "match"),
   [
     ({"chat_template": "alpaca"}, r"Choose one of: chatml, .*tokenizer for .*\.jinja"),
-    ({"chat_weights": "assistant=0,user=1"}, r"never learn to stop.*e.g. assistant=1"),
-    ({"chat_weights": "user=1"}, "never learn to stop"),
-    ({"chat_weights": "bot=1"}, "'bot=1' is not role=weight with a role of system, user"),
-    ({"chat_weights": "assistant"}, "is not role=weight"),
-    ({"chat_weights": "assistant=2"}, "no weight from 0 to 1"),
-    ({"chat_weights": "assistant=nan"}, "no weight from 0 to 1"),
-    ({"chat_weights": "assistant=much"}, "no weight from 0 to 1"),
-    ({"chat_weights": "assistant=1,assistant=1"}, "names assistant twice"),
+    ({"chat_weights": {"assistant": 0.0, "user": 1.0}}, r"never learn to stop.*e.g. assistant=1"),
+    ({"chat_weights": {"user": 1.0}}, "never learn to stop"),
+    ({"chat_weights": {"bot": 1.0}}, "no role 'bot'. The roles are system, user"),
+    ({"chat_weights": {"assistant": 2.0}}, r"chat_weights\['assistant'\]=2.0 is too large"),
+    ({"chat_weights": {"assistant": float("nan")}}, "not a finite number"),
+    ({"chat_weights": {"assistant": "much"}}, "must be float, got 'much'"),
     ({"chat_answers": "first"}, "Choose one of: all, last"),
     ({"packing": "concat"}, r"cuts conversations .* set data.packing=best_fit"),
-    ({"chat_template": "", "chat_answers": "last"}, "does nothing with text"),
-    ({"chat_template": "", "chat_marks": False}, "does nothing with text"),
-    ({"chat_template": "", "chat_weights": "assistant=0.5"}, "does nothing with text"),
+    ({"chat_template": "", "chat_answers": "last"}, "does nothing with data.chat_template="),
+    ({"chat_template": "", "chat_marks": False}, "does nothing with data.chat_template="),
+    (
+      {"chat_template": "", "chat_weights": {"assistant": 0.5}},
+      "does nothing with data.chat_template=",
+    ),
   ],
 )
 def test_settings_that_contradict_are_refused(changes, match):

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from chat_cases import ANSWERS, DIALOGUES, FAMILIES, NAMES, TEXTS, conversation, in_loss, text_of
 
-from ats_jax.config.chat import TEMPLATES, role_weights
+from ats_jax.config.chat import TEMPLATES
 from ats_jax.data.chat.conversation import Conversation, MalformedError, Message
 from ats_jax.data.chat.segments import weight_table, written
 from ats_jax.data.chat.templates import PUBLISHED
 from ats_jax.data.chat.tokenizer import ChatTokenizer, Form
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 
-ANSWERS_ONLY = weight_table(role_weights("assistant=1"), "all")
+ANSWERS_ONLY = weight_table({"assistant": 1.0}, "all")
 EACH = [(family, number) for family in FAMILIES for number in range(len(DIALOGUES))]
 each_dialogue = pytest.mark.parametrize(
   ("family", "number"), EACH, ids=[f"{family}-{NAMES[number]}" for family, number in EACH]
@@ -111,7 +111,7 @@ def test_an_answer_goes_on_where_its_prompt_ends(family):
 def test_weights_are_of_what_each_role_says():
   tokenizer = tokenizer_of("chatml")
   ids, codes = tokenizer.encode_segments([tokenizer.template.render(conversation(3))])[0]
-  table = weight_table(role_weights("assistant=1, user=0.25,system=0.5"), "all")
+  table = weight_table({"assistant": 1.0, "user": 0.25, "system": 0.5}, "all")
   by_weight = {
     weight: in_loss(ids, np.where(table[codes] == weight, 1, 0), tokenizer, "", "")
     for weight in (1.0, 0.5, 0.25)
@@ -126,7 +126,7 @@ def test_weights_are_of_what_each_role_says():
 def test_the_last_answer_alone_can_be_in_the_loss():
   tokenizer = tokenizer_of("gemma")
   ids, codes = tokenizer.encode_segments([tokenizer.template.render(conversation(3))])[0]
-  table = weight_table(role_weights("assistant=1"), "last")
+  table = weight_table({"assistant": 1.0}, "last")
   assert in_loss(ids, table[codes], tokenizer, "", "") == ["7<end_of_turn>"]
 
 
