@@ -65,6 +65,10 @@ TRAINED = TOY | {
 # Of settings, those whose sections make another program. A run is traced for 5 s, so of all that a
 # training shows only what no training before it has shown is run; all settings are checked.
 SECTIONS = ("mesh", "moe", "mod", "orchestrator", "extensions", "data.chat", "data.mixture")
+PATHS = (
+  "--config.data.paths", "--config.data.sources", "--config.data.validation_paths",
+  "--config.data.validation_sets", "--paths",
+)  # fmt: skip
 MIXED = ("data.mixture", "data.chat_sources")  # each shows something of its own
 
 
@@ -245,7 +249,7 @@ class Reader:
     if flag in ("--config", "--config.extensions"):
       file = self.folder / value.partition(":")[0]
       return f"{flag}={self.folder}/{value}" if file.is_file() else word
-    if flag in ("--config.data.paths", "--config.data.validation_paths", "--paths"):
+    if flag in PATHS:
       entries = [e.rpartition("=") for e in value.split(",")]
       return f"{flag}=" + ",".join(f"{n}{eq}{self._text(path)}" for n, eq, path in entries)
     if flag == "--config.data.tokenizer" and "/" in value:
@@ -276,7 +280,7 @@ class Reader:
     if not any(word.startswith("--config=") for word in words):
       return words
     kept = [w for w in words if w.partition("=")[0].removeprefix("--config.") not in TOY]
-    if not any("data.paths=" in w for w in kept):
+    if not any("data.paths=" in w or "data.sources=" in w for w in kept):
       kept.append(f"--config.data.paths={self.folder}/text")
     sizes = dict(TOY)
     if any(w.startswith("--config.data.chat_template=") for w in words):

@@ -13,12 +13,6 @@ def streaming(cfg: Config) -> None:
   """
   data = cfg.data
   if not data.streaming:
-    usual = type(data)().window_mb
-    if data.window_mb != usual:
-      raise ValueError(
-        f"data.window_mb={data.window_mb:g} does nothing without data.streaming. Set that, or "
-        f"leave data.window_mb at {usual:g}."
-      )
     return
   whole = "data.streaming=true, but {} needs the whole text before the first step. {}"
   if data.chat_template and not data.chat_sources:

@@ -82,10 +82,10 @@ class DataConfig:
   )
   window_mb: float = setting(
     64.0,
-    "with data.streaming: text of a window, whose rows are shuffled together; four of them are on "
-    "disk",
+    "text of a window, whose rows are shuffled together; four of them are on disk",
     unit="millions of characters",
     low=0.001,
+    needs=when("data.streaming"),
   )
   strict: bool = setting(
     False, "stop at the first malformed line or file instead of counting it", resume="free"

@@ -17,7 +17,10 @@ PHASES = (Phase(Table(a=1), epochs=2), Phase(Table(b=1)))
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"data.streaming": False, "data.window_mb": 3.0}, "window_mb=3 does nothing without"),
+    (
+      {"data.streaming": False, "data.window_mb": 3.0},
+      "window_mb=3.0 does nothing with data.streaming=False",
+    ),
     ({"data.filters": ("exact",)}, r"filters=exact .*ats-jax data prepare"),
     ({"data.validation_fraction": 0.1}, r"validation_fraction=0\.1 .* data\.validation_paths"),
     ({"data.chat_template": "chatml"}, "Conversations are not streamed"),

@@ -62,7 +62,8 @@ def settings(tmp_path_factory):
 def trained(settings, tmp_path_factory):
   """The workdir of a run that has learned the rule."""
   folder = tmp_path_factory.mktemp("run") / "chat"
-  given = (f"{name}={value}" for name, value in settings.items())
+  (path,) = settings["data.paths"]
+  given = (f"{name}={value}" for name, value in (settings | {"data.paths": path}).items())
   assert forked("ats_jax.train", *train_flags(folder, *given)).code == 0
   return folder
 
