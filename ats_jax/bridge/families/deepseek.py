@@ -123,7 +123,9 @@ class _Groups:
         f"topk_method is {method!r} in config.json, and this program has {', '.join(groups)}."
       )
     number, most = groups[method]()
-    return {"moe.num_groups": number, "moe.top_groups": most}
+    if number == 1:
+      return {"moe.num_groups": 1}
+    return {"moe.num_groups": number, "moe.top_groups": most, "moe.group_score": "max"}
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""
@@ -190,7 +192,7 @@ V2 = Family(
     Only("norm_topk_prob", False, (("moe.renormalize", False),)),
     Only("scoring_func", "softmax"),
     Only("mlp_bias", False),
-    Always((("moe.group_score", "max"), ("moe.bias_update", "none"))),
+    Always((("moe.bias_update", "none"),)),
   ),
 )
 V3 = Family(

@@ -41,13 +41,15 @@ class Settings:
   def read(self, theirs: Values) -> Values:
     """See `FieldRow`."""
     found = flatten(theirs["settings"])
-    wanted = {name for name in settings(found) if _is_of_model(name)}
+    fields = settings(found)
+    wanted = {name for name in fields if _is_of_model(name)}
     if differing := sorted(wanted ^ set(found)):
       raise ValueError(
         f"config.json was written by another version of ats_jax: settings {differing[:4]} are on "
         "one side only. Use that version, or export the run again."
       )
-    return found | {"mod.anneal_fraction": 0.0}
+    annealing = ("mod.anneal_fraction", "mod.start_capacity", "mod.rungs")
+    return found | {name: fields[name].default for name in annealing}
 
   def write(self, cfg: Config) -> Values:
     """See `FieldRow`."""

@@ -95,7 +95,10 @@ def test_phases():
       {"data.mixture": "5 epochs: web=1; code=1", "optimizer.phases": "1/0;1/0"},
       "optimizer.phases needs to know when each phase",
     ),
-    ({"optimizer.phase_moments": "reset"}, "optimizer.phase_moments=reset, but data.mixture=''"),
+    (
+      {"optimizer.phase_moments": "reset"},
+      "optimizer.phase_moments=reset does nothing with data.mixture=''",
+    ),
     (
       {"data.mixture": "5 epochs: web=1; code=1", "optimizer.phase_moments": "reset"},
       "optimizer.phase_moments=reset needs to know when each phase",

@@ -1,7 +1,7 @@
 """Every range, every choice, and every rule that joins several settings."""
 
 import pytest
-from helpers import tiny_config
+from helpers import enabling, tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.explain import explain
@@ -29,6 +29,7 @@ BESIDE = {
   "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
   "phases": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1"},
+  "keep": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1; a=1"},
   "reset": {"data.paths": "a=a.txt", "data.mixture": "3 steps: a=1; a=1"},
   "length": {"data.length_buckets": 2},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
@@ -81,7 +82,7 @@ def test_unknown_choice(name):
   with pytest.raises(ValueError, match=f"{name}='nonsense' is unknown. Choose one of: {choices}."):
     build({name: "nonsense"})
   for choice in SETTINGS[name].metadata["choices"]:
-    assert build({name: choice} | BESIDE.get(choice, {}))
+    assert build(enabling(name) | {name: choice} | BESIDE.get(choice, {}))
 
 
 @pytest.mark.parametrize(
@@ -147,10 +148,9 @@ def test_what_is_just_legal(tmp_path):
     assert build(changes)
 
 
-@pytest.mark.parametrize(
-  "changes", [{"checkpoint.local_every": 10}, {"checkpoint.local_dir": "/tmp/x"}]
-)
-def test_snapshots_need_a_folder_and_an_interval(changes):
-  with pytest.raises(ValueError, match=r"local_every and checkpoint\.local_dir: set both"):
-    tiny_config(changes)
+def test_snapshots_need_a_folder_and_an_interval():
+  with pytest.raises(ValueError, match=r"local_every=10 needs a folder .* Set checkpoint\.local_d"):
+    tiny_config({"checkpoint.local_every": 10})
+  with pytest.raises(ValueError, match=r"local_dir=/tmp/x does nothing with .*local_every=0"):
+    tiny_config({"checkpoint.local_dir": "/tmp/x"})
   tiny_config({"checkpoint.local_every": 10, "checkpoint.local_dir": "/tmp/x"})
