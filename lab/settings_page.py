@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ats_jax.config import Config
 from ats_jax.config.explain import describe, type_in_words
-from ats_jax.config.names import Known, all_settings, condition, flatten, settings
+from ats_jax.config.names import Known, all_settings, flatten, settings, unmet
 from ats_jax.verbs import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
@@ -38,8 +38,7 @@ def page() -> str:
 def _counts() -> str:
   cfg = Config()
   flat, own = flatten(cfg), settings(cfg)
-  needs = [condition(name, field) for name, field in own.items()]
-  met = [one is None or one.holds(flat[one.setting]) for one in needs]
+  met = [unmet(name, own, flat) is None for name in own]
   text = (
     f"There are {len(all_settings())} settings. A config has those of the kinds that it chooses, "
     f"{len(own)} with the default kind of each section, of which {sum(met)} have an effect "

@@ -11,12 +11,14 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from absl import flags
 from commands import Result, forked
 from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
 from ats_jax.config.file import load_file
-from ats_jax.config.names import settings
+from ats_jax.config.names import flatten, settings, unmet
+from ats_jax.verbs.cli import ConfigFlag
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -51,7 +53,7 @@ TOY = {
   "sample.max_tokens": "4",
 }
 # The run that readers of workdirs are given: its curve can be extrapolated.
-TRAINED = TOY | {
+TRAINED = {n: v for n, v in TOY.items() if n not in ("moe.d_ff", "orchestrator.snapshot_gb")} | {
   "num_steps": "400",
   "data.tokenizer": "bpe",
   "data.bpe_vocab_size": "300",
@@ -288,7 +290,7 @@ class Reader:
     tokenizer = [w for w in words if w.startswith(f"--config.data.tokenizer={self.folder}")]
     if tokenizer:
       kept, _ = [*kept, *tokenizer], sizes.pop("data.tokenizer")
-    return kept + [f"--config.{name}={value}" for name, value in sizes.items()]
+    return kept + [f"--config.{name}={value}" for name, value in with_effect(kept, sizes).items()]
 
   def _short(self, words: list[str]) -> list[str]:
     """Flags of a benchmark with few steps, and of a sweep with one candidate."""
@@ -298,6 +300,16 @@ class Reader:
     return (
       [*words, "--try=step.accum_steps=1"] if sweep and "--try=" not in " ".join(words) else words
     )
+
+
+def with_effect(words: list[str], sizes: dict[str, str]) -> dict[str, str]:
+  """Those of `sizes` that have an effect in the run that a command asks for."""
+  values = flags.FlagValues()
+  config = ConfigFlag(values)
+  values(["train", *(word for word in words if word.startswith("--config"))])
+  flat = flatten(config.nested())
+  fields = settings(flat)
+  return {n: v for n, v in sizes.items() if n not in fields or unmet(n, fields, flat) is None}
 
 
 def check_settings(words: list[str]) -> None:

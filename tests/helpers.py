@@ -11,6 +11,9 @@ from flax import nnx
 
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
+from ats_jax.config.names import all_settings, conditions
+from ats_jax.config.schema.mixture import Phase
+from ats_jax.config.schema.setting import Table
 from ats_jax.model.decoder import Decoder
 from ats_jax.model.mod import Pass
 from ats_jax.model.numerics import numerics
@@ -38,8 +41,8 @@ TINY = {
   "optimizer.learning_rate": 1e-2,
   "precision.compute_dtype": "float32",
   "step.loss_chunk_tokens": 48,
-  "orchestrator.probe_share": 1.0,  # at each look, however small the run
 }
+WATCHED = {"orchestrator.probe_share": 1.0}  # at each look, however small the run
 
 
 def kernels_of(op: str, name: str) -> Kernels:
@@ -76,10 +79,37 @@ class Lent:
 
 def tiny_config(changes: dict[str, Any] | None = None) -> Config:
   """A resolved config of a two-layer model, with some settings (by dotted name) changed."""
-  config = base_config()
-  config.update_from_flattened_dict(TINY | (changes or {}))
+  config, changes = base_config(), changes or {}
+  watched = WATCHED if changes.get("orchestrator.mode", "off") != "off" else {}
+  config.update_from_flattened_dict(TINY | watched | changes)
   cfg = from_config_dict(config)
   return resolve(cfg, cfg.model.vocab_size)
+
+
+# Of some conditions a value that holds, which goes with the other ones of a setting.
+HOLDS = {
+  "moe.num_experts": 8,
+  "moe.num_groups": 2,
+  "data.chat_template": "chatml",
+  "log.writers": ("wandb",),
+  "data.sources": Table(a=("a.txt",)),
+  "data.phases": (Phase(Table(a=1.0), steps=3), Phase(Table(a=1.0))),
+}
+
+
+def enabling(name: str) -> dict[str, Any]:
+  """Settings with which the setting `name` has an effect, as far as its conditions say."""
+  every, found = conditions(name, all_settings()[name][0].field), {}
+  for needs in every:
+    if needs.setting == name:
+      continue
+    other = all_settings()[needs.setting][0].field
+    usual = {bool: True, int: 2, float: 0.5, str: "x"}.get(other.type)
+    values = (other.default, *other.metadata["choices"], HOLDS.get(needs.setting, usual))
+    of_it = [one for one in every if one.setting == needs.setting]
+    value = next(v for v in values if all(one.holds(v) for one in of_it))
+    found |= enabling(needs.setting) | ({} if value == other.default else {needs.setting: value})
+  return found
 
 
 def make_decoder(cfg: Config, seed: int = 0) -> Decoder:

@@ -163,7 +163,7 @@ def count_epochs(cfg: Config, num_epochs: float, num_rows: int) -> Config:
     ValueError: as `from_config_dict`, for rules that join `num_steps` with others.
   """
   num_steps = max(1, math.ceil(round(num_epochs * num_rows / cfg.data.batch_size, 6)))
-  validate(dataclasses.replace(cfg, num_steps=num_steps, num_epochs=0.0, length="given"))
+  with_settings(cfg, {"num_steps": num_steps, "num_epochs": 0.0, "length": "given"})
   return dataclasses.replace(cfg, num_steps=num_steps)
 
 

@@ -10,24 +10,14 @@ def context(cfg: Config) -> None:
   """A rule of `config.validate`.
 
   Raises:
-    ValueError: for rows that cannot be cut into so many parts, for heads that so many devices
-      cannot share, and for `mesh.shard_residuals` and `mesh.context_ring` where they do nothing.
+    ValueError: for rows that cannot be cut into so many parts, and for heads that so many devices
+      cannot share.
   """
   ways, tensor = cfg.mesh.context, cfg.mesh.tensor
   if cfg.mesh.shard_residuals:
-    if tensor == 1:
-      raise ValueError(
-        "mesh.shard_residuals=true does nothing with mesh.tensor=1, over which it cuts positions. "
-        "Set mesh.tensor, or mesh.shard_residuals=false."
-      )
     cut = f"mesh.shard_residuals with mesh.context={ways} x mesh.tensor={tensor} = {ways * tensor}"
     _positions(cfg, ways * tensor, cut, "mesh.shard_residuals=false")
   if ways == 1:
-    if cfg.mesh.context_ring:
-      raise ValueError(
-        "mesh.context_ring=true does nothing with mesh.context=1, over which it hands on keys and "
-        "values. Set mesh.context, or mesh.context_ring=false."
-      )
     return
   _positions(cfg, ways, f"mesh.context={ways}", "another mesh.context")
   if cfg.mesh.context_ring:

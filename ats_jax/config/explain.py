@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-from ats_jax.config.names import Known, all_settings, condition, default_of, is_section
+from ats_jax.config.names import Known, all_settings, conditions, default_of, is_section
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.config.validate import format_bound
 
@@ -67,8 +67,8 @@ def describe(name: str, known: Known) -> str:
   if known.kinds:
     assert known.section is not None
     parts.append(f"of {known.section.path}={' and '.join(known.kinds)}")
-  if needs := condition(name, field):
-    parts.append(f"needs {needs.words}")
+  if needs := [one.words for one in conditions(name, field) if one.setting != name]:
+    parts.append(f"needs {' and '.join(needs)}")
   may = "may change on resume" if meta["resume"] == "free" else "fixed for a workdir"
   return f"{name} ({type_in_words(field)}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
 

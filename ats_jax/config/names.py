@@ -93,13 +93,35 @@ def default_of(name: str, field: dataclasses.Field) -> Any:
   return KINDS[section].default_name if section in KINDS and key == Kinds.TAG else field.default
 
 
-def condition(name: str, field: dataclasses.Field) -> Condition | None:
-  """What a setting needs to have an effect: its own condition, or that of its section."""
-  own = field.metadata["needs"]
-  of_section = NEEDS.get(name.rpartition(".")[0])
-  if own is not None or of_section is None or of_section.setting == name:
-    return own
-  return of_section
+def conditions(name: str, field: dataclasses.Field) -> tuple[Condition, ...]:
+  """What a setting needs to have an effect: its own condition, and those of its sections."""
+  needs = [field.metadata["needs"]]
+  while "." in name:
+    name = name.rpartition(".")[0]
+    needs.append(NEEDS.get(name))
+  return tuple(one for one in needs if one is not None)
+
+
+def unmet(
+  name: str, fields: Mapping[str, dataclasses.Field], flat: Mapping[str, Any]
+) -> Condition | None:
+  """What keeps a setting from having an effect; None = it has one.
+
+  A setting needs its conditions, and whatever the settings need that those are about.
+
+  Args:
+    name: of the setting.
+    fields: those of the config.
+    flat: its values.
+  """
+  for needs in conditions(name, fields[name]):
+    if needs.setting == name:
+      continue
+    if not needs.holds(flat[needs.setting]):
+      return needs
+    if (deeper := unmet(needs.setting, fields, flat)) is not None:
+      return deeper
+  return None
 
 
 def flatten(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:

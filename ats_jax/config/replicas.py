@@ -7,17 +7,11 @@ def replicas(cfg: Config) -> None:
   """A rule of `config.validate`.
 
   Raises:
-    ValueError: for `mesh.compress_gradients` where it does nothing, and with a pipeline.
+    ValueError: for `mesh.compress_gradients` with a pipeline.
   """
   asked = cfg.mesh.compress_gradients
   if asked == "none":
     return
-  if cfg.mesh.data == 1:
-    raise ValueError(
-      f"mesh.compress_gradients={asked} does nothing with mesh.data=1: it is for gradients that "
-      "several copies of the weights send one another. Set mesh.data, or "
-      "mesh.compress_gradients=none."
-    )
   if cfg.mesh.stage > 1:
     raise ValueError(
       f"mesh.compress_gradients={asked} with mesh.stage={cfg.mesh.stage}: a pipeline makes the "

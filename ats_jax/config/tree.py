@@ -6,7 +6,7 @@ from typing import Any, get_origin
 
 from ml_collections import ConfigDict
 
-from ats_jax.config.names import condition, flatten, settings
+from ats_jax.config.names import default_of, flatten, settings, unmet
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Kinds, Table, kinds_of
 
@@ -150,21 +150,26 @@ def edited(values: Mapping[str, Any]) -> Section:
 def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
   """A copy of a nested config with some settings, by dotted name, replaced; unchecked.
 
-  Where one chooses another kind of a section, the settings of the former kind are dropped, and so
-  are those that `nested` has set and that have no effect any more.
+  Where one chooses another kind of a section, the settings of the former kind are dropped. Those
+  that `nested` has set and that have no effect any more get their defaults.
   """
   tree = Section.of(Config(), type_safe=False)  # `from_config_dict` checks the types
   tree.assign_nested(nested)
+  had_effect = _with_effect(tree)
   tree.assign(values)
-  result = tree.to_dict()
-  flat = flatten(result)
-  for name, field in settings(flat).items():
-    needs = condition(name, field)
-    if needs is None or needs.setting not in values or name in values:
-      continue
-    if not needs.holds(flat[needs.setting]):
-      put(result, name, field.default)
-  return result
+  idle = had_effect.keys() - _with_effect(tree).keys() - values.keys()
+  # Kinds first: with another one, its section has other settings.
+  for name in sorted(idle, key=lambda name: not tree._chooses(name)):
+    if name in settings(flatten(tree.to_dict())):
+      tree.assign({name: default_of(name, had_effect[name])})
+  return tree.to_dict()
+
+
+def _with_effect(tree: Section) -> dict[str, dataclasses.Field]:
+  """The settings of a config that have an effect."""
+  flat = flatten(tree.to_dict())
+  fields = settings(flat)
+  return {n: f for n, f in fields.items() if unmet(n, fields, flat) is None}
 
 
 def put(nested: dict[str, Any], name: str, value: Any) -> None:

@@ -10,11 +10,10 @@ from ats_jax import extensions
 from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
 from ats_jax.config.context import context
 from ats_jax.config.curriculum import curriculum
-from ats_jax.config.names import condition, flatten, settings
+from ats_jax.config.names import default_of, flatten, settings, unmet
 from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Checked, Kinds, Table, elements
-from ats_jax.config.stages import stages
 from ats_jax.config.streaming import streaming
 from ats_jax.store import paths
 
@@ -28,7 +27,7 @@ def validate(cfg: Config) -> Config:
     ValueError: naming the setting, its value, what was expected and what to change.
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
-  of_model = (_heads, context, replicas, stages, _gathered, _latents, _windows)
+  of_model = (_heads, context, replicas, _gathered, _latents, _windows)
   of_data = (_batch, _tokenizer, _chat, streaming)
   rules = (*of_model, *of_data, curriculum, _local_folders, _length, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
@@ -56,20 +55,21 @@ def _sections(section: Any) -> Iterator[Any]:
 
 def _effects(cfg: Config) -> None:
   """Refuse a setting that cannot have an effect: one whose condition does not hold."""
-  flat = flatten(cfg)
-  for name, field in settings(cfg).items():
-    needs = condition(name, field)
-    if needs and flat[name] != field.default and not needs.holds(flat[needs.setting]):
+  flat, fields = flatten(cfg), settings(cfg)
+  for name, field in fields.items():
+    default = default_of(name, field)
+    if flat[name] != default and (needs := unmet(name, fields, flat)):
+      value = flat[needs.setting] or repr(flat[needs.setting])  # '' shows that it is empty
       raise ValueError(
-        f"{name}={flat[name]} does nothing with {needs.setting}={flat[needs.setting]}: it needs "
-        f"{needs.words}. Set that, or leave {name} at {field.default!r}."
+        f"{name}={flat[name]} does nothing with {needs.setting}={value}: it needs {needs.words}. "
+        f"Set that, or leave {name} at {default!r}."
       )
 
 
 def _gathered(cfg: Config) -> None:
   mesh = cfg.mesh
   whole = mesh.fsdp * mesh.expert * mesh.context == 1
-  idle = {"fsdp": whole, "zero": mesh.zero < 3, "stage": mesh.stage > 1}
+  idle = {"fsdp": whole, "stage": mesh.stage > 1}
   asked = [name for name in ("keep_gathered", "copy_engines") if getattr(mesh, name)]
   if asked and any(idle.values()):
     name = next(name for name, is_idle in idle.items() if is_idle)
@@ -289,8 +289,11 @@ def _local_folders(cfg: Config) -> None:
   ):
     if paths.is_remote(value):
       raise ValueError(f"{name}={value!r} is on a store. It must be local; a workdir need not be.")
-  if bool(cfg.checkpoint.local_every) != bool(cfg.checkpoint.local_dir):
-    raise ValueError("checkpoint.local_every and checkpoint.local_dir: set both, or neither.")
+  if cfg.checkpoint.local_every and not cfg.checkpoint.local_dir:
+    raise ValueError(
+      f"checkpoint.local_every={cfg.checkpoint.local_every} needs a folder for its snapshots. Set "
+      "checkpoint.local_dir, or checkpoint.local_every=0."
+    )
 
 
 def _eight_bits(cfg: Config) -> None:
@@ -328,20 +331,10 @@ def _eight_bits(cfg: Config) -> None:
 
 def _orchestrator(cfg: Config) -> None:
   o = cfg.orchestrator
-  if o.raise_learning_rate and o.mode != "act":
-    raise ValueError(
-      f"orchestrator.raise_learning_rate=true, but orchestrator.mode={o.mode} changes nothing. Use "
-      "orchestrator.mode=act."
-    )
   if o.mode == "off":
     return
   advice = ": nobody would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
   _at_most(cfg, "orchestrator.check_interval", "num_steps", advice)
-  if o.branch_steps and o.mode != "act":
-    raise ValueError(
-      f"orchestrator.branch_steps={o.branch_steps} with orchestrator.mode={o.mode}: what is tried "
-      "ahead is done if it wins. Use mode=act, or branch_steps=0."
-    )
   if o.mode == "act" and o.snapshot_gb == 0.0 and cfg.checkpoint.every_steps >= cfg.num_steps:
     raise ValueError(
       f"orchestrator.snapshot_gb=0 and checkpoint.every_steps={cfg.checkpoint.every_steps} of "
@@ -379,10 +372,6 @@ def _experts(cfg: Config) -> None:
 def _groups(cfg: Config) -> None:
   moe = cfg.moe
   if moe.num_groups == 1:
-    if moe.top_groups > 1:
-      raise ValueError(
-        f"moe.top_groups={moe.top_groups} of moe.num_groups=1. Set moe.num_groups too."
-      )
     return
   for name in ("moe.num_experts", "moe.spare_experts"):
     _divides(cfg, "moe.num_groups", name, "Groups are of one size; change one of them.")
@@ -415,9 +404,4 @@ def _depth(cfg: Config) -> None:
     raise ValueError(
       f"mod.start_capacity={mod.start_capacity} is below mod.capacity={mod.capacity}: capacity "
       "falls over the annealing. Swap them, or set mod.anneal_fraction=0."
-    )
-  if mod.decision == "predictor" and mod.routing != "learned":
-    raise ValueError(
-      f"mod.decision=predictor learns what a trained router does; mod.routing={mod.routing} has "
-      "none. Set mod.routing=learned or mod.decision=threshold."
     )

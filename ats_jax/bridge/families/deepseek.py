@@ -131,7 +131,9 @@ class _Groups:
         f"topk_method is {method!r} in config.json, and this program has {', '.join(groups)}."
       )
     number, most = groups[method]()
-    return {"moe.num_groups": number, "moe.top_groups": most}
+    if number == 1:
+      return {"moe.num_groups": 1}
+    return {"moe.num_groups": number, "moe.top_groups": most, "moe.group_score": "max"}
 
   def write(self, cfg: Config) -> Values:
     """Return the fields of config.json for a resolved config."""
@@ -198,7 +200,7 @@ V2 = Family(
     FixedField("norm_topk_prob", False, (("moe.renormalize", False),)),
     FixedField("scoring_func", "softmax"),
     FixedField("mlp_bias", False),
-    ImpliedSettings((("moe.group_score", "max"), ("moe.bias_update", "none"))),
+    ImpliedSettings((("moe.bias_update", "none"),)),
   ),
 )
 V3 = Family(

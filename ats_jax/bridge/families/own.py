@@ -41,13 +41,15 @@ class Settings:
   def read(self, theirs: Values) -> Values:
     """Return our settings for a config.json, by dotted name."""
     values = flatten(theirs["settings"])
-    wanted = {name for name in settings(values) if _is_of_model(name)}
+    fields = settings(values)
+    wanted = {name for name in fields if _is_of_model(name)}
     if differing := sorted(wanted ^ set(values)):
       raise ValueError(
         f"config.json was written by another version of ats_jax: settings {differing[:4]} are on "
         "one side only. Use that version, or export the run again."
       )
-    return values | {"mod.anneal_fraction": 0.0}
+    annealing = ("mod.anneal_fraction", "mod.start_capacity", "mod.rungs")
+    return values | {name: fields[name].default for name in annealing}
 
   def write(self, cfg: Config) -> Values:
     """Return the fields of config.json for a resolved config."""

@@ -21,7 +21,7 @@ from ats_jax.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from ats_jax.config.schema.orchestrator import OrchestratorConfig
 from ats_jax.config.schema.precision import PrecisionConfig
 from ats_jax.config.schema.sample import SampleConfig
-from ats_jax.config.schema.setting import section, setting
+from ats_jax.config.schema.setting import section, setting, when
 from ats_jax.config.schema.step import StepConfig
 
 __all__ = [
@@ -69,13 +69,18 @@ class Config:
     resume="free",
   )
   least_epochs: float = setting(
-    0.0, "of a budget: at least so many passes over the training rows", low=0.0, resume="free"
+    0.0,
+    "of a budget: at least so many passes over the training rows",
+    low=0.0,
+    resume="free",
+    needs=when("length", "budget"),
   )
   most_epochs: float = setting(
     4.0,
     "of a budget: at most so many; past 4 a repeated token is worth visibly less",
     low=0.0,
     resume="free",
+    needs=when("length", "budget"),
   )
   compilation_cache: str = setting(
     "auto",

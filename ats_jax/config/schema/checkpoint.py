@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import setting, when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,5 +27,6 @@ class CheckpointConfig:
     "",
     "folder on each machine's own disk or in its memory, e.g. /dev/shm/ats or $TMPDIR/ats",
     resume="free",
+    needs=when("checkpoint.local_every"),
   )
   asynchronous: bool = setting(True, "write in the background", resume="free")

@@ -2,7 +2,15 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import Condition, setting
+
+_OF_FILES = {"console", "jsonl", "csv", "tensorboard", "clu"}
+# What of `writers` puts a run in a project: services, and whatever is registered by extensions.
+IN_PROJECTS = Condition(
+  "log.writers",
+  "a writer to a service in log.writers, such as wandb",
+  lambda names: not _OF_FILES.issuperset(names),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +28,7 @@ class LogConfig:
     "ats_jax",
     "project of W&B and trackio, experiment of MLflow, that a run is put in",
     resume="free",
+    needs=IN_PROJECTS,
   )
   level: str = setting(
     "info",

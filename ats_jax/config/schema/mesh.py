@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import setting, when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class MeshConfig:
     "groups of layers that a stage has; micro-batches go round so often, and stages idle less",
     low=1,
     resume="free",
+    needs=when("mesh.stage", above=1),
   )
   data: int = setting(-1, "copies of the weights; -1 = all devices that are left", resume="free")
   fsdp: int = setting(1, "ways weights and moments are sharded", low=1, resume="free")
@@ -36,6 +37,7 @@ class MeshConfig:
     False,
     "along `context`, hand keys and values round a ring, not swap heads: no limit by heads",
     resume="free",
+    needs=when("mesh.context", above=1),
   )
   tensor: int = setting(
     1, "ways heads, hidden width and vocabulary are sharded", low=1, resume="free"
@@ -44,6 +46,7 @@ class MeshConfig:
     False,
     "cut positions between sub-layers over `tensor`: less memory, a little slower",
     resume="free",
+    needs=when("mesh.tensor", above=1),
   )
   zero: int = setting(
     3,
@@ -56,12 +59,14 @@ class MeshConfig:
     False,
     "keep gathered weights until the backward pass: sent once, not twice; more memory",
     resume="free",
+    needs=when("mesh.zero", 3),
   )
   copy_engines: bool = setting(
     False,
     "sharded weights, their gradients and what attention swaps with context go by the GPUs' copy "
     "engines, not by NCCL; one process",
     resume="free",
+    needs=when("mesh.zero", 3),
   )
   compress_gradients: str = setting(
     "none",
@@ -69,4 +74,5 @@ class MeshConfig:
     "with error feedback; not timed between hosts yet",
     choices=("none", "fp8"),
     resume="free",
+    needs=when("mesh.data", no=1),
   )

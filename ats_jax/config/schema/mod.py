@@ -1,13 +1,16 @@
 """The section `mod`."""
 
 import dataclasses
+from typing import ClassVar
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import setting, when
 
 
 @dataclasses.dataclass(frozen=True)
 class MoDConfig:
   """Mixture of depths: layers that only some tokens of a row go through."""
+
+  NEEDS: ClassVar = when("mod.routing", no="none")
 
   routing: str = setting(
     "none",
@@ -23,7 +26,11 @@ class MoDConfig:
   start_layer: int = setting(0, "first layer of the range", low=0)
   end_layer: int = setting(0, "end of the range, exclusive; 0 = num_layers", low=0)
   start_capacity: float = setting(
-    1.0, "capacity at the start of the annealing", low=0.001, high=1.0
+    1.0,
+    "capacity at the start of the annealing",
+    low=0.001,
+    high=1.0,
+    needs=when("mod.anneal_fraction"),
   )
   anneal_fraction: float = setting(
     0.0,
@@ -32,12 +39,22 @@ class MoDConfig:
     low=0.0,
   )
   rungs: int = setting(
-    4, "steps of the annealing, each compiled once; capacities in geometric progression", low=1
+    4,
+    "steps of the annealing, each compiled once; capacities in geometric progression",
+    low=1,
+    needs=when("mod.anneal_fraction"),
   )
   decision: str = setting(
     "threshold",
     "causal rule of evaluation and generation: score above a running quantile, or a predictor "
     "trained beside the router",
     choices=("threshold", "predictor"),
+    needs=when("mod.routing", "learned"),
   )
-  threshold_decay: float = setting(0.99, "decay of the running quantile", low=0.0, high=0.9999)
+  threshold_decay: float = setting(
+    0.99,
+    "decay of the running quantile",
+    low=0.0,
+    high=0.9999,
+    needs=when("mod.decision", "threshold"),
+  )

@@ -1,14 +1,17 @@
 """The section `moe`."""
 
 import dataclasses
+from typing import ClassVar
 
 from ats_jax.config.schema.exchange import EXCHANGES, Exchange
-from ats_jax.config.schema.setting import section, setting
+from ats_jax.config.schema.setting import section, setting, when
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
   """Mixture of experts: several feed-forwards in a layer, of which each token uses a few."""
+
+  NEEDS: ClassVar = when("moe.num_experts")
 
   num_experts: int = setting(
     0, "routed experts of a layer; 0 = no mixture of experts", low=0, high=2**16
@@ -37,11 +40,14 @@ class MoEConfig:
   num_groups: int = setting(
     1, "groups of neighbouring experts, of which a token uses top_groups; 1 = no limit", low=1
   )
-  top_groups: int = setting(1, "groups that a token may use", low=1)
+  top_groups: int = setting(
+    1, "groups that a token may use", low=1, needs=when("moe.num_groups", above=1)
+  )
   group_score: str = setting(
     "top2",
     "what a group counts by: the sum of its two best scores, or its best",
     choices=("top2", "max"),
+    needs=when("moe.num_groups", above=1),
   )
   null_experts: int = setting(
     0, "experts that do nothing: the compute of a token depends on how many it draws", low=0
@@ -58,11 +64,14 @@ class MoEConfig:
     "its fair share of each row and drops the rest (training only)",
     choices=("dropless", "capacity"),
   )
-  capacity_factor: float = setting(1.25, "room of an expert over its fair share", low=0.1)
+  capacity_factor: float = setting(
+    1.25, "room of an expert over its fair share", low=0.1, needs=when("moe.dispatch", "capacity")
+  )
   drop_policy: str = setting(
     "position",
     "who keeps a place in a full expert: the first in the row, or the highest weight",
     choices=("position", "weight"),
+    needs=when("moe.dispatch", "capacity"),
   )
   exchange: Exchange = section(EXCHANGES, "allgather")
   aux_loss: float = setting(
@@ -86,7 +95,12 @@ class MoEConfig:
     "collapsed",
     low=0.0,
     high=1.0,
+    needs=when("moe.bias_update", no="none"),
   )
   bias_freeze: float = setting(
-    0.05, "last share of the run over which bias_rate falls to 0", low=0.0, high=1.0
+    0.05,
+    "last share of the run over which bias_rate falls to 0",
+    low=0.0,
+    high=1.0,
+    needs=when("moe.bias_update", no="none"),
   )

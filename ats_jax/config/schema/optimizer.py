@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ats_jax.config.schema.schedule import SCHEDULES, Schedule
-from ats_jax.config.schema.setting import Kinds, section, setting
+from ats_jax.config.schema.setting import Kinds, section, setting, when
 from ats_jax.extensions import optimizers
 
 OPTIMIZERS = Kinds("optimizer", "what makes directions of gradients", registry=optimizers)
@@ -27,6 +27,7 @@ class OptimizerConfig:
     "them, or 'reset' them to those of a new run",
     choices=("keep", "reset"),
     resume="free",
+    needs=when("data.phases"),
   )
   weight_decay: float = setting(
     0.1, "decoupled decay of matrices; norms, biases and scalars are never decayed", low=0.0

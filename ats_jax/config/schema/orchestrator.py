@@ -1,13 +1,16 @@
 """The section `orchestrator`."""
 
 import dataclasses
+from typing import ClassVar
 
-from ats_jax.config.schema.setting import setting
+from ats_jax.config.schema.setting import setting, when
 
 
 @dataclasses.dataclass(frozen=True)
 class OrchestratorConfig:
   """What watches the run and steps in."""
+
+  NEEDS: ClassVar = when("orchestrator.mode", no="off")
 
   mode: str = setting(
     "off",
@@ -31,7 +34,11 @@ class OrchestratorConfig:
     resume="free",
   )
   snapshot_interval: int = setting(
-    100, "least updates between two snapshots to roll back to", low=1, resume="free"
+    100,
+    "least updates between two snapshots to roll back to",
+    low=1,
+    resume="free",
+    needs=when("orchestrator.mode", "act"),
   )
   snapshot_gb: float = setting(
     64.0,
@@ -40,6 +47,7 @@ class OrchestratorConfig:
     unit="GiB",
     low=0.0,
     resume="free",
+    needs=when("orchestrator.mode", "act"),
   )
   branch_steps: int = setting(
     0,
@@ -47,10 +55,12 @@ class OrchestratorConfig:
     "what a hook wants tried is done; 0 = nothing is tried",
     low=0,
     resume="free",
+    needs=when("orchestrator.mode", "act"),
   )
   raise_learning_rate: bool = setting(
     False,
     "try higher learning rates on branches from a snapshot, and keep one that wins; a try takes "
     "the time of two intervals and the host memory of two snapshots",
     resume="free",
+    needs=when("orchestrator.mode", "act"),
   )

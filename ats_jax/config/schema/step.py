@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ats_jax.config.schema.setting import Table, setting
+from ats_jax.config.schema.setting import Table, setting, when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StepConfig:
     "says what its layers keep of one while they are computed again",
     choices=("full", "dots", "names", "qkv", "attention"),
     resume="free",
+    needs=when("mesh.stage", above=1),
   )
   scan_unroll: int = setting(
     0,

@@ -106,8 +106,8 @@ class Mixture(Joined, TrainRows):
       raise ValueError(
         f"data.phases: the first {row:,} rows were drawn from these sources: {_in_words(was)}; now "
         f"they would be: {_in_words(now)}. What was trained on must stay: write the phases up to "
-        "here as they were, give the last of them a length that ends here or later, and append the new "
-        "phase behind it. Or use another --workdir."
+        "here as they were, give the last of them a length that ends here or later, and append "
+        "the new phase behind it. Or use another --workdir."
       )
     for name, part in position.get("parts", {}).items():
       self.info.parts[name].row_of(part)

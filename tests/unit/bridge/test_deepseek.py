@@ -134,8 +134,10 @@ def test_a_model_of_ours_is_a_deepseek():
   assert choose_family(own()).model_type == "deepseek_v3"
   groups = {"moe__num_groups": 4, "moe__top_groups": 2, "moe__num_shared": 1, "moe__dense_first": 1}
   assert choose_family(own(**groups)).model_type == "deepseek_v3"
-  best = {"moe__group_score": "max", "moe__score": "softmax", "moe__bias_on": "logits"}
-  assert choose_family(own(moe__renormalize=False, **best)).model_type == "deepseek_v2"
+  v2 = {"moe__score": "softmax", "moe__bias_on": "logits", "moe__renormalize": False}
+  best = {"moe__num_groups": 4, "moe__top_groups": 2, "moe__group_score": "max"}
+  assert choose_family(own(**v2)).model_type == "deepseek_v2"
+  assert choose_family(own(**v2, **best)).model_type == "deepseek_v2"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from ats_jax.planner.describe import describe
     ),
     (
       {"mesh.context_ring": True},
-      "context_ring=true does nothing with mesh.context=1.* Set mesh.context, or mesh.context_ring",
+      "context_ring=True does nothing with mesh.context=1: it needs mesh.context above 1",
     ),
     (
       {"mesh.context_ring": True, "mesh.context": 2, "data.seq_len": 18},
@@ -73,7 +73,7 @@ from ats_jax.planner.describe import describe
     ),
     (
       {"mesh.compress_gradients": "fp8", "mesh.data": 1},
-      r"fp8 does nothing with mesh.data=1.* Set mesh.data, or mesh.compress_gradients=none",
+      r"fp8 does nothing with mesh.data=1: it needs mesh.data other than 1",
     ),
     (
       {
@@ -86,7 +86,7 @@ from ats_jax.planner.describe import describe
     ),
     (
       {"mesh.shard_residuals": True},
-      r"does nothing with mesh.tensor=1.* Set mesh.tensor, or mesh.shard_residuals=false",
+      r"does nothing with mesh.tensor=1: it needs mesh.tensor above 1",
     ),
     (
       {"mesh.shard_residuals": True, "mesh.tensor": 2, "mesh.context": 2, "data.seq_len": 18},

@@ -141,7 +141,7 @@ def test_a_mixture_is_one_phase():
       phases(Phase(WEB, epochs=5.0, learning_rate=1.0), Phase(CODE, learning_rate=1.0)),
       "a learning rate by phase needs to know when each phase",
     ),
-    ({"optimizer.phase_moments": "reset"}, "phase_moments=reset, but data.phases has no second"),
+    ({"optimizer.phase_moments": "reset"}, "phase_moments=reset does nothing with data.phases="),
     (
       {"optimizer.phase_moments": "reset", **phases(Phase(WEB, epochs=5.0), Phase(CODE))},
       "optimizer.phase_moments=reset needs to know when each phase",

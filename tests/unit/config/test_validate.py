@@ -3,7 +3,7 @@
 from typing import get_args, get_origin
 
 import pytest
-from helpers import tiny_config
+from helpers import enabling, tiny_config
 
 from ats_jax.config import base_config, from_config_dict
 from ats_jax.config.explain import explain
@@ -22,6 +22,10 @@ FLOATS = [n for n, f in SETTINGS.items() if f.type is float]
 
 # What a choice needs beside it.
 STAGED = {"mesh.stage": 2, "step.accum_steps": 2}
+TWO_PHASES = {
+  "data.sources": {"a": ("a.txt",)},
+  "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
+}
 BESIDE = {
   "dots": STAGED,
   "names": STAGED,
@@ -33,10 +37,8 @@ BESIDE = {
   "yarn": {"model.rope_scaling.original_len": 64},
   "all": {"model.qk_norm": True},
   "phases": {"data.sources": {"a": ("a.txt",)}, "data.phases": (Phase(Table(a=1), steps=3),)},
-  "reset": {
-    "data.sources": {"a": ("a.txt",)},
-    "data.phases": (Phase(Table(a=1), steps=3), Phase(Table(a=1))),
-  },
+  "keep": TWO_PHASES,
+  "reset": TWO_PHASES,
   "length": {"data.length_buckets": 2},
   "last": {"data.chat_template": "chatml", "data.packing": "best_fit"},
 }
@@ -100,7 +102,7 @@ def test_unknown_choice(name):
   with pytest.raises(ValueError, match=f"{name}='nonsense' is unknown. Choose one of: {choices}."):
     build({name: "nonsense"})
   for choice in SETTINGS[name].metadata["choices"]:
-    assert build({name: choice} | BESIDE.get(choice, {}))
+    assert build(enabling(name) | {name: choice} | BESIDE.get(choice, {}))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,9 @@ def test_what_is_just_legal(tmp_path):
     assert build(changes)
 
 
-@pytest.mark.parametrize(
-  "changes", [{"checkpoint.local_every": 10}, {"checkpoint.local_dir": "/tmp/x"}]
-)
-def test_snapshots_need_a_folder_and_an_interval(changes):
-  with pytest.raises(ValueError, match=r"local_every and checkpoint\.local_dir: set both"):
-    tiny_config(changes)
+def test_snapshots_need_a_folder_and_an_interval():
+  with pytest.raises(ValueError, match=r"local_every=10 needs a folder .* Set checkpoint\.local_d"):
+    tiny_config({"checkpoint.local_every": 10})
+  with pytest.raises(ValueError, match=r"local_dir=/tmp/x does nothing with .*local_every=0"):
+    tiny_config({"checkpoint.local_dir": "/tmp/x"})
   tiny_config({"checkpoint.local_every": 10, "checkpoint.local_dir": "/tmp/x"})

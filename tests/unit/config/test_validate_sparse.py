@@ -56,8 +56,8 @@ def build(changes):
     ),
     (
       MOE | {"moe.top_groups": 2},
-      "moe.top_groups=2 of moe.num_groups=1",
-      "Set moe.num_groups too",
+      "moe.top_groups=2 does nothing with moe.num_groups=1",
+      "it needs moe.num_groups above 1",
     ),
     (
       GROUPS | {"moe.num_experts": 6},
@@ -128,8 +128,8 @@ def build(changes):
     ),
     (
       {"mod.routing": "static", "mod.decision": "predictor"},
-      "mod.routing=static has none",
-      "Set mod.routing=learned or mod.decision=threshold",
+      "mod.decision=predictor does nothing with mod.routing=static",
+      "it needs mod.routing=learned. Set that, or leave mod.decision at 'threshold'",
     ),
   ],
 )
@@ -158,9 +158,7 @@ def test_what_cannot_be(changes, wrong, remedy):
     MOD | {"mod.start_layer": 1, "mod.end_layer": 3, "mod.every": 2},
     MOD | {"mod.anneal_fraction": 0.5, "mod.start_capacity": 0.3, "mod.capacity": 0.3},
     MOD | {"mod.decision": "predictor"},
-    # Of what is off, nothing is asked.
-    {"moe.num_experts": 0, "moe.dense_first": 9, "mesh.expert": 3},
-    {"mod.routing": "none", "mod.start_layer": 9},
+    {"moe.num_experts": 0, "mesh.expert": 3},  # which splits the batch too
   ],
 )
 def test_what_is_just_legal(changes):

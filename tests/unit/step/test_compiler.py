@@ -75,8 +75,8 @@ def test_experts_in_a_loop_run_once_on_hopper(kind, experts, unroll, wanted):
   ],
 )
 def test_eight_bits_leave_matmuls_to_the_library(kind, fp8, wanted):
-  settings = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0}
-  found = compiler_options(tiny_config(settings | {"precision.fp8": fp8}), device_of(kind))
+  keeps = {"precision.fp8_keep_first": 0, "precision.fp8_keep_last": 0} if fp8 else {}
+  found = compiler_options(tiny_config({"precision.fp8": fp8, **keeps}), device_of(kind))
   assert found == ({"xla_gpu_enable_triton_gemm": False} if wanted else {})
   assert compiler.for_evaluation(found | {"xla_gpu_other": True}) == found
 

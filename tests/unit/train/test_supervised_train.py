@@ -276,7 +276,7 @@ def test_a_low_rate_is_raised_by_the_compiled_step_on_its_own_batches(config, ru
     ({"orchestrator.mode": "on"}, "Choose one of: off, observe, act"),
     (
       {"orchestrator.mode": "observe", "orchestrator.raise_learning_rate": True},
-      "orchestrator.mode=observe changes nothing",
+      "raise_learning_rate=True does nothing with orchestrator.mode=observe",
     ),
   ],
 )
