@@ -22,7 +22,6 @@ from absl import flags, logging
 from ats_jax import exits
 from ats_jax.config import Config
 from ats_jax.config.build import extensions_of
-from ats_jax.config.explain import explain
 from ats_jax.config.extend import build, load
 from ats_jax.config.file import load_file
 from ats_jax.config.names import KINDS, all_settings
@@ -219,6 +218,8 @@ class Command:
     except flags.UnrecognizedFlagError as e:
       raise ValueError(f"--{e.flagname}: {_unknown(name, e.flagname, self.flags)}") from e
     except flags.Error as e:
+      from ats_jax.config.explain import explain  # here: few command lines are wrong
+
       wrong = [n for n in all_settings() if f"--config.{n}=" in str(e)]
       raise ValueError("\n".join([_plain(str(e)), *map(explain, wrong)])) from e
     for flag in (self.flags[name] for name in self.flags):

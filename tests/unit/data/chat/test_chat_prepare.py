@@ -118,7 +118,7 @@ if __name__ == "__main__":
   sys.addaudithook(die)
   cfg = DataConfig(paths=(paths,), tokenizer="bytes", validation_fraction=0.0, seq_len=512,
                    chat_template=template, packing="best_fit")
-  prepare(cfg, out, shards.How(workers))
+  prepare(cfg, out, shards.TokeniseOptions(workers))
 """
 
 
