@@ -18,6 +18,7 @@ from xla_flags import QUICK, devices
 from ats_jax.config import from_config_dict
 from ats_jax.config.file import load_file
 from ats_jax.config.names import flatten, settings, unmet
+from ats_jax.config.text import text_of
 from ats_jax.verbs.cli import ConfigFlag
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +77,7 @@ MIXED = ("data.mixture", "data.chat_sources")  # each shows something of its own
 
 _CONFIG_FILE = """
 from ats_jax.config import base_config
+from ats_jax.config.text import text_of
 
 
 def get_config(variant: str = ""):
@@ -290,7 +292,9 @@ class Reader:
     tokenizer = [w for w in words if w.startswith(f"--config.data.tokenizer={self.folder}")]
     if tokenizer:
       kept, _ = [*kept, *tokenizer], sizes.pop("data.tokenizer")
-    return kept + [f"--config.{name}={value}" for name, value in with_effect(kept, sizes).items()]
+    return kept + [
+      f"--config.{name}={text_of(value)}" for name, value in with_effect(kept, sizes).items()
+    ]
 
   def _short(self, words: list[str]) -> list[str]:
     """Flags of a benchmark with few steps, and of a sweep with one candidate."""

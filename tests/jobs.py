@@ -60,7 +60,7 @@ def reach(phase):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-open_data, next_batch, made = opening_module.open_data, Run.next_batch, Run.made
+open_data, next_batch, made = opening_module.open_data, Run.next_batch, Run.finish_update
 compile_step, commit = Program.compile_train_step, CheckpointManager._commit
 commit_folder = paths.commit_folder
 steps_taken = 0
@@ -108,7 +108,7 @@ def renaming(*args):
   reach("committed")
 
 
-opening_module.open_data, Run.next_batch, Run.made = opening, batch_of, making
+opening_module.open_data, Run.next_batch, Run.finish_update = opening, batch_of, making
 Program.compile_train_step, CheckpointManager._commit = compiling, committing
 paths.commit_folder = renaming
 """

@@ -1,6 +1,7 @@
 """The job of several processes that this one belongs to, if any: found, joined, shown."""
 
 import functools
+import json
 import logging as std_logging
 import os
 import re
@@ -49,6 +50,7 @@ def join(cfg: Config) -> None:
   if member is not None:
     facts = {"ats_jax": __version__, "jax": jax.__version__} | flatten(cfg)
     same = {name: value for name, value in facts.items() if name not in OF_A_MACHINE}
+    same = json.loads(json.dumps(same))  # as the others get it: lists for tuples
     hosts = rendezvous.call(member, same, cfg.join_secs)
     connect(
       member.address, member.size, member.rank, list(member.devices) or None,

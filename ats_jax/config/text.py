@@ -54,6 +54,17 @@ def parse_as(kind: Any, text: str, name: str) -> Any:
     raise ValueError(f"--config.{name}: {text!r} is no {kind.__name__}.") from None
 
 
+def text_of(value: Any) -> str:
+  """The text that `parse_as` turns into a value; of elements that are a kind, their names."""
+  if isinstance(value, Mapping):
+    return ",".join(f"{key}={text_of(one)}" for key, one in value.items())
+  if isinstance(value, tuple):
+    return ",".join(map(text_of, value))
+  if dataclasses.is_dataclass(value):
+    return str(getattr(value, Kinds.TAG))
+  return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _table(kind: Any, text: str, name: str) -> Table:
   table: Table = Table()
   for part in _parts(text):

@@ -6,7 +6,7 @@ from typing import Any, get_origin
 
 from ml_collections import ConfigDict
 
-from ats_jax.config.names import default_of, flatten, settings, unmet
+from ats_jax.config.names import default_of, flatten, is_section, settings, unmet
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Kinds, Table, kinds_of
 
@@ -49,8 +49,9 @@ class Section(ConfigDict):
       super().__setitem__(key, value)
     elif (kinds := kinds_of(field)) is not None and not isinstance(value, Section):
       self._fields[key] = _section_of(kinds, value, type_safe=self.is_type_safe)
-    elif dataclasses.is_dataclass(field.type) and isinstance(value, dict):
-      assert isinstance(field.type, type)
+    elif is_section(field.type) and not isinstance(value, Section):
+      if not isinstance(value, dict):
+        raise ValueError(f"config: {key} is a section, got {value!r}.")
       inner = Section.of(field.type(), type_safe=self.is_type_safe)
       inner.assign_nested(value)
       self._fields[key] = inner
@@ -79,9 +80,12 @@ class Section(ConfigDict):
     for name, value in sorted(values.items(), key=lambda item: not self._chooses(item[0])):
       path, _, key = name.rpartition(".")
       section = self._inner(path)
-      if section is None:
+      if section is not None:
+        section[key] = value
+      elif path in self._fields:
         raise ValueError(f"config: {name} is set, but {path} is no section.")
-      section[key] = value
+      else:  # as a file could; `from_config_dict` says what was meant
+        self._fields[path] = ConfigDict({key: value})
 
   def assign_nested(self, values: Mapping[str, Any]) -> None:
     """Set values by section and name, those first that choose kinds."""
@@ -187,9 +191,9 @@ def _section_of(kinds: Kinds, value: Any, *, type_safe: bool) -> Section:
   if isinstance(values, ConfigDict):
     values = values.to_dict()
   if not isinstance(values, Mapping):
-    raise TypeError(
-      f"{kinds.path} is a section: assign the name of a kind ({', '.join(kinds)}), a mapping or an "
-      f"instance of its class, not {value!r:.60}"
+    raise ValueError(
+      f"config: {kinds.path} is a section, got {value!r:.60}. Assign the name of a kind "
+      f"({', '.join(kinds)}), a mapping or an instance of its class."
     )
   section = Section.of(kinds.default, kinds, type_safe=type_safe)
   section.assign_nested(values)

@@ -23,6 +23,7 @@ from ats_jax.bridge.parity import our_logits
 from ats_jax.checkpoint import integrity, reader
 from ats_jax.config import Config
 from ats_jax.config.build import with_settings
+from ats_jax.config.text import text_of
 from ats_jax.inference.load import load_run
 from ats_jax.metrics.rows import read_jsonl
 from ats_jax.metrics.writer import is_time_key
@@ -163,7 +164,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_back_into_jax(tmp_path):
   command = [sys.executable, "-m", "ats_jax", "bridge", "train"]
   (tmp_path / "plain.py").write_text("from ats_jax.config import base_config as get_config\n")
   command += [f"--workdir={tmp_path}/killed", f"--config={tmp_path}/plain.py", "--device=cpu"]
-  command += [f"--config.{name}={value}" for name, value in flags.items()]
+  command += [f"--config.{name}={text_of(value)}" for name, value in flags.items()]
   log = (tmp_path / "log").open("w")
   process = subprocess.Popen(command, stdout=log, stderr=log, env=ONE_THREAD)
   begun = tmp_path / "killed/checkpoints/6"

@@ -66,7 +66,7 @@ def test_a_slow_process_is_named_and_one_that_hangs_ends_all(settings, tmp_path)
   # Which of the two sees it first: the one that hangs, or the one that waits for it.
   assert re.search(r"launch: process \d ended with code 1 ", output)
   assert "in slow_feed" in (workdir / "stacks.1.txt").read_text()
-  assert "in made" in (workdir / "stacks.txt").read_text()  # process 0 waits for the step
+  assert "in finish_update" in (workdir / "stacks.txt").read_text()  # process 0 waits for the step
   assert len(runs.losses(workdir)) == STEPS
 
 

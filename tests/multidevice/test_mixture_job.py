@@ -35,8 +35,8 @@ CONFIG = """
 from configs.debug import get_config as debug
 
 
-def get_config(variant: str = ""):
-  config = debug(variant)
+def get_config():
+  config = debug()
   config.update_from_flattened_dict({0})
   return config
 """

@@ -21,6 +21,7 @@ from documents import (
   write_texts,
 )
 
+from ats_jax.config.text import text_of
 from ats_jax.orchestrator import hooks
 from ats_jax.verbs import VERBS
 
@@ -57,6 +58,7 @@ from helpers import tiny_config
 from ats_jax.step.program import make_program
 import jax
 from ats_jax.sharding.mesh import make_mesh
+from ats_jax.config.text import text_of
 experts = {"moe.num_experts": 4, "moe.spare_experts": 1, "moe.d_ff": 16}
 cfg = tiny_config(experts | {"model.num_layers": 4})
 jax.set_mesh(make_mesh(cfg, jax.devices()[:1]))
@@ -93,7 +95,7 @@ def trained(tmp_path_factory):
   folder = tmp_path_factory.mktemp("small")
   write_texts(folder / "text")
   settings = TRAINED | {"data.paths": folder / "text"}
-  flags = [f"--config.{name}={value}" for name, value in settings.items()]
+  flags = [f"--config.{name}={text_of(value)}" for name, value in settings.items()]
   result = forked(
     "ats_jax", "train", "--config=configs/debug.py", f"--workdir={folder / 'run'}", *flags
   )

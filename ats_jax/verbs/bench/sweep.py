@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 
 from ats_jax.config.names import all_settings
-from ats_jax.config.text import parse_as
+from ats_jax.config.text import parse_as, text_of
 from ats_jax.config.tree import updated
 from ats_jax.verbs import cli
 from ats_jax.verbs.bench import step
@@ -127,7 +127,7 @@ def table(candidates: list[Candidate]) -> str:
   }
   lines = [[*names, *columns, ""], ["---"] * len(names) + ["--:"] * len(columns) + ["---"]]
   for c in candidates:
-    cells = [_text(value) for value in c.changes.values()]
+    cells = [text_of(value) for value in c.changes.values()]
     if c is winner:
       cells = [f"**{cell}**" for cell in cells]
     for key, form, scale in columns.values():
@@ -139,11 +139,7 @@ def table(candidates: list[Candidate]) -> str:
 
 def as_flags(changes: dict[str, Any]) -> str:
   """What to add to a command line."""
-  return " ".join(f"--config.{name}={_text(value)}" for name, value in changes.items())
-
-
-def _text(value: Any) -> str:
-  return str(value).lower() if isinstance(value, bool) else str(value)
+  return " ".join(f"--config.{name}={text_of(value)}" for name, value in changes.items())
 
 
 FLAGS = flags.FlagValues()

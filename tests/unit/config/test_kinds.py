@@ -137,7 +137,7 @@ def test_a_setting_of_another_kind_names_both(changes, words):
 
 def test_a_section_is_no_number():
   config = base_config()
-  with pytest.raises(TypeError, match=r"rope_scaling is a section: assign the name of a kind"):
+  with pytest.raises(ValueError, match=r"rope_scaling is a section, got 4\. Assign the name of a "):
     config.model.rope_scaling = 4
   with pytest.raises(ValueError, match=r"model\.rope_scaling is a section, got 4"):
     from_config_dict({"model": {"rope_scaling": 4}})

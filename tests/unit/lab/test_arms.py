@@ -17,7 +17,7 @@ from lab.faults.single import run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow]  # of the laboratory
 
-CFG = tiny_config({"optimizer.warmup_steps": 5, "orchestrator.check_interval": 10})
+CFG = tiny_config({"optimizer.warmup_steps": 5})
 ROWS = {k: v[None] for k, v in random_rows(CFG, CFG.data.batch_size).items()}
 OTHER = ROWS | {"targets": (ROWS["targets"] + 7) % CFG.model.vocab_size}
 

@@ -187,10 +187,10 @@ def test_drawing_is_rate_limited(terminal):
 def test_without_a_terminal_nothing_of_it_is_imported():
   program = """if True:
     import sys
-    from ats_jax.metrics.progress import Progress
-    with Progress(9) as progress:
+    from ats_jax.metrics.progress import ProgressBar
+    with ProgressBar(9) as progress:
       progress.update(3)
-    with Progress(9, enabled=False) as progress:
+    with ProgressBar(9, enabled=False) as progress:
       progress.update(3)
     print([name for name in sys.modules if name.partition(".")[0] == "rich"])
   """

@@ -39,7 +39,6 @@ MOE, MOD = {"moe.num_experts": 4}, {"mod.routing": "learned"}
   ("layers", "changes", "want"),
   [
     (4, {}, "...."),
-    (4, {"moe.every": 2, "mod.every": 3}, "...."),  # neither is asked for
     (4, MOE, "eeee"),
     (5, MOE | {"moe.every": 2}, ".e.e."),
     (7, MOE | {"moe.every": 3}, "..e..e."),
@@ -72,7 +71,8 @@ def test_layer_kinds(layers, changes, want):
 def test_layers_in_8_bits_have_the_same_kinds(layers, changes, want):
   cfg = tiny_config({"model.num_layers": layers} | changes)
   assert "".join(".8"[fp8] for fp8 in fp8_layers(cfg)) == want
-  wide = tiny_config({"model.num_layers": layers} | changes | {"precision.fp8": False})
+  plain = {name: value for name, value in changes.items() if "fp8" not in name}
+  wide = tiny_config({"model.num_layers": layers} | plain)
   assert layer_kinds(cfg) == layer_kinds(wide)
 
 

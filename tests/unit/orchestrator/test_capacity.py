@@ -40,7 +40,7 @@ def test_the_next_rung(factor, policy, wanted):
   asked = more_room(policy, Terms.of(config(factor)).capacity)
   settings = None if wanted is None else (("moe.capacity_factor", wanted),)
   assert (asked and asked.action) == (None if settings is None else ChangeSettings(settings))
-  dropless = config(factor, **{"moe.dispatch": "dropless"})
+  dropless = tiny_config({"moe.num_experts": 4, "moe.d_ff": 32} | ACT)
   assert more_room(policy, Terms.of(dropless).capacity) is None
 
 

@@ -145,5 +145,6 @@ def test_what_cannot_be_tried_is_refused(changes, action, message):
 
 
 def test_only_who_acts_may_try():
-  with pytest.raises(ValueError, match="branch_steps=12 with"):
-    tiny_config(SETTINGS | {"orchestrator.mode": "observe"})
+  changes = {"orchestrator.mode": "observe", "orchestrator.branch_steps": 12}
+  with pytest.raises(ValueError, match=r"branch_steps=12 does nothing with orchestrator\.mode="):
+    tiny_config(changes)

@@ -16,7 +16,7 @@ RTOL = 3e-6
 LONGEST = 60
 PEAK = 3e-3
 DECAYING = ("cosine", "linear", "wsd", "rex", "one_cycle")
-ALL = (*DECAYING, "constant", "none")
+ALL = (*DECAYING, "constant")
 
 
 def rates(changes):
@@ -26,14 +26,22 @@ def rates(changes):
 
 @st.composite
 def schedules(draw):
-  num_steps = draw(st.integers(1, LONGEST))
+  num_steps, name = draw(st.integers(1, LONGEST)), draw(st.sampled_from(ALL))
   return {
     "num_steps": num_steps,
-    "optimizer.schedule": draw(st.sampled_from(ALL)),
+    "optimizer.schedule": name,
     "optimizer.warmup_steps": draw(st.integers(0, num_steps)),
-    "optimizer.schedule.final_fraction": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
-    "optimizer.schedule.decay_fraction": draw(st.sampled_from([0.05, 0.2, 0.7, 1.0])),
+    **of_kind(name, draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), draw(st.sampled_from(SHARES))),
   }
+
+
+SHARES = [0.05, 0.2, 0.7, 1.0]
+
+
+def of_kind(name, final, decay):
+  """The settings that a schedule has, of these two."""
+  settings = {"optimizer.schedule.final_fraction": final} if name in DECAYING else {}
+  return settings | ({"optimizer.schedule.decay_fraction": decay} if name == "wsd" else {})
 
 
 @hypothesis.settings(max_examples=150)
@@ -41,7 +49,7 @@ def schedules(draw):
 def test_bounds_and_ends(changes):
   lr, num_steps = rates(changes), changes["num_steps"]
   warmup, name = changes["optimizer.warmup_steps"], changes["optimizer.schedule"]
-  final = PEAK * changes["optimizer.schedule.final_fraction"]
+  final = PEAK * changes.get("optimizer.schedule.final_fraction", 1.0)
   assert lr[0] > 0 or (num_steps == 1 and final == 0)
   assert np.all(lr[: num_steps - 1] > 0) and np.all(lr <= PEAK * (1 + RTOL))
   if name == "one_cycle" and not warmup:
@@ -63,8 +71,7 @@ def test_shape_between_warmup_and_end(name):
       "num_steps": 50,
       "optimizer.schedule": name,
       "optimizer.warmup_steps": 9,
-      "optimizer.schedule.final_fraction": 0.2,
-      "optimizer.schedule.decay_fraction": 0.2,
+      **of_kind(name, 0.2, 0.2),
     }
   )
   p = np.clip((np.arange(len(lr)) - 9) / 40, 0, 1)
@@ -75,7 +82,6 @@ def test_shape_between_warmup_and_end(name):
     "rex": (1 - p) / (1 - p / 2),
     "wsd": 1 - np.clip((p - (1 - 10 / 41)) / (10 / 41), 0, 1),
     "constant": np.ones_like(p),
-    "none": np.ones_like(p),
   }[name]
   want = PEAK * (0.2 + 0.8 * shape)
   np.testing.assert_allclose(lr[9:], want[9:], RTOL, PEAK * RTOL)

@@ -10,6 +10,7 @@ import pytest
 from commands import forked, train_flags
 from helpers import TINY, TRAINING, assert_trees_close, make_decoder, micro_batches, tiny_config
 
+from ats_jax.config.text import text_of
 from ats_jax.data.chat.conversation import Message
 from ats_jax.data.splits import open_datasets
 from ats_jax.inference.load import load_run
@@ -62,8 +63,7 @@ def settings(tmp_path_factory):
 def trained(settings, tmp_path_factory):
   """The workdir of a run that has learned the rule."""
   folder = tmp_path_factory.mktemp("run") / "chat"
-  (path,) = settings["data.paths"]
-  given = (f"{name}={value}" for name, value in (settings | {"data.paths": path}).items())
+  given = (f"{name}={text_of(value)}" for name, value in settings.items())
   assert forked("ats_jax.train", *train_flags(folder, *given)).code == 0
   return folder
 

@@ -265,8 +265,8 @@ def test_what_fails_in_the_compiler_is_said_where_the_step_is_asked_for(
 
 
 def test_a_snapshot_has_the_structure_of_the_program_that_goes_on(mesh, tmp_path):
-  """Smaller micro-batches are another program of the same arrays: compiled, it takes no other."""
-  before, after = (make_program(tiny_config({"step.accum_steps": n})) for n in (1, 2))
+  """What layers keep makes another program of the same arrays: compiled, it takes no other."""
+  before, after = (make_program(tiny_config({"step.remat": kept})) for kept in ("none", "full"))
   state, snapshots = before.init(), Snapshots(every_steps=1, max_bytes=2**40)
   snapshots.start(3, state)
   abstract = abstract_like(after.init(abstract=True), mesh)

@@ -25,6 +25,7 @@ from ats_jax.train import loop as train_module
 from ats_jax.train.feed import probe_feed
 
 STEPS = 60
+WATCHED = {"orchestrator.check_interval": 5, "orchestrator.snapshot_interval": 5}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,7 @@ def config(texts, tmp_path_factory):
         "optimizer.learning_rate": 1e-3,
         "optimizer.schedule": "constant",
         "orchestrator.mode": mode,
-        "orchestrator.check_interval": 5,
-        "orchestrator.snapshot_interval": 5,
+        **(WATCHED if mode != "off" else {}),
         **{name.replace("__", "."): value for name, value in changes.items()},
       }
     )
