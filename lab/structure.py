@@ -29,7 +29,21 @@ from typing import Any, NamedTuple
 # A data option that is off in most runs, to see how many files ask for it.
 OPTION = "chat_template"
 # Settings whose value is a language of its own, which a parser reads.
-LANGUAGES = ()
+# Settings that were small languages in strings, each with a parser of its own.
+LANGUAGES = (
+  "data.paths",
+  "data.mixture",
+  "data.validation_paths",
+  "data.filters",
+  "data.chat_weights",
+  "data.chat_sources",
+  "optimizer.phases",
+  "step.compiler_options",
+  "ops.kernels",
+  "log.writers",
+  "sample.stop",
+  "extensions",
+)
 KINDS_OF_ROWS = {"Dataset", "Joined", "Mixture", "Buckets", "Stream", "NoRows"}
 
 
@@ -150,20 +164,33 @@ def of_ats_jax(source: Source) -> dict[str, Any]:
     for node in ast.walk(tree):
       if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
         kinds += bool(KINDS_OF_ROWS & set(re.findall(r"\w+", ast.unparse(node.args[1]))))
-  code = (
-    "import json; from ats_jax.config.build import settings; "
-    "print(json.dumps([[n, f.type.__name__] for n, f in settings().items()]))"
-  )
-  settings = dict(json.loads(_python(source.folder.parent, "-c", code).splitlines()[-1]))
-  languages = [name for name in LANGUAGES if settings.get(name) == "str"]
+  settings = json.loads(_python(source.folder.parent, "-c", SETTINGS).splitlines()[-1])
+  languages = [name for name in LANGUAGES if settings["types"].get(name) == "str"]
   return {
     f"files that read data.{OPTION}": len(asked),
     "isinstance on kinds of rows": kinds,
-    "settings": len(settings),
+    "settings of all kinds": settings["all"],
+    "settings of the default kinds": len(settings["types"]),
+    "settings that have an effect before another is changed": settings["met"],
     "settings that are languages in strings": len(languages),
   }
 
 
+# Prints how many settings there are, and the types of those of the default kinds.
+SETTINGS = """
+import json
+from ats_jax.config import Config
+try:
+  from ats_jax.config.names import all_settings, flatten, settings, unmet
+  own, flat = settings(), flatten(Config())
+  every, met = len(all_settings()), sum(unmet(name, own, flat) is None for name in own)
+except ImportError:  # before sections had kinds
+  from ats_jax.config.build import settings
+  own = settings()
+  every = met = len(own)
+types = {name: getattr(field.type, "__name__", str(field.type)) for name, field in own.items()}
+print(json.dumps({"types": types, "all": every, "met": met}))
+"""
 # Runs in a process of its own, with either commit's names.
 TRACED = """
 import importlib, json, os, sys, threading
@@ -186,15 +213,18 @@ for number in range(40):
   (texts / f"{number}.txt").write_text("some words that come again and again. " * 20)
 
 from ats_jax.config.file import load_file
-from ats_jax.config import from_config_dict
-from ats_jax.config.tree import updated
+from ats_jax.config import Config, from_config_dict
+updated, _ = either("ats_jax.config.tree:updated", "ats_jax.config.build:updated")
+in_text = isinstance(Config().data.paths, str)  # lists were text with commas
 values = updated(load_file("configs/debug.py").to_dict(), {
   "num_steps": 4, "compilation_cache": "off", "model.num_layers": 2, "model.d_model": 32,
-  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64, "data.paths": (str(texts),),
+  "model.num_heads": 2, "model.num_kv_heads": 2, "model.d_ff": 64,
+  "data.paths": str(texts) if in_text else (str(texts),),
   "data.seq_len": 32, "data.batch_size": 8, "data.tokenizer": "bytes", "data.num_workers": 0,
   "data.validation_fraction": 0.3, "data.cache_dir": str(folder / "cache"),
   "optimizer.warmup_steps": 1, "eval.bigram_baseline": False, "eval.every_steps": 4,
-  "sample.max_tokens": 0, "log.progress": False, "log.writers": ["tensorboard", "jsonl"],
+  "sample.max_tokens": 0, "log.progress": False, 
+  "log.writers": "tensorboard,jsonl" if in_text else ("tensorboard", "jsonl"),
   "log.every_steps": 2, "orchestrator.mode": "off", "checkpoint.every_steps": 4,
 })
 either("ats_jax.verbs.train:main", "ats_jax.train:main")  # as the command does
