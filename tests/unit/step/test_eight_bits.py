@@ -13,7 +13,7 @@ from helpers import micro_batches, tiny_config
 from ats_jax.config.schema import SampleConfig
 from ats_jax.data.tokens.tokenizer import ByteTokenizer
 from ats_jax.inference.generator import generate
-from ats_jax.ops import linear
+from ats_jax.ops import fp8_matmul
 from ats_jax.step.core import sums_and_grads
 from ats_jax.step.objective import Pretraining, totals
 from ats_jax.step.program import make_program
@@ -62,7 +62,7 @@ def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkey
   assert want[-10:].mean() < want[0] - 1.5
   assert found[-10:].mean() == pytest.approx(want[-10:].mean(), abs=BAND)
   # A prompt is 16 rows and more, which 8 bits could take; a token is not.
-  monkeypatch.setattr(linear, "fp8_matmuls", None)
+  monkeypatch.setattr(fp8_matmul, "fp8_matmuls", None)
   greedy = SampleConfig(temperature=0.0, max_tokens=4)
   rules = program.rules(STEPS)
   text = generate(state.weights, ByteTokenizer(), greedy, rules=rules, prompt="import ", seed=0)
