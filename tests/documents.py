@@ -9,14 +9,13 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 from commands import Result, forked
 from xla_flags import QUICK, devices
 
 from ats_jax.config import from_config_dict
-from ats_jax.config.file import load_file
 from ats_jax.config.names import flatten, settings, unmet
 from ats_jax.config.text import text_of
 from ats_jax.verbs.cli import ConfigFlag
@@ -322,13 +321,10 @@ def check_settings(words: list[str]) -> None:
   Raises:
     ValueError: for what is not legal.
   """
-  (file,) = (w.partition("=")[2] for w in words if w.startswith("--config="))
-  config, known, changes = load_file(file), settings(), {}
-  for name, value in re.findall(r"^--config\.([\w.]+)=(.*)$", "\n".join(words), re.MULTILINE):
-    kind: Any = known[name].type
-    changes[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-  config.update_from_flattened_dict(changes)
-  from_config_dict(config)
+  values = flags.FlagValues()
+  config = ConfigFlag(values)
+  values(["", *(word for word in words if word.startswith("--config"))])
+  from_config_dict(config.nested())
 
 
 def write_texts(folder: Path) -> None:

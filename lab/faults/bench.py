@@ -46,6 +46,7 @@ SETTINGS = {
   "optimizer.schedule": "wsd",
   "optimizer.schedule.decay_fraction": 0.3,
   "optimizer.schedule.final_fraction": 0.05,
+  "orchestrator.mode": "act",  # arms have their own
   "orchestrator.check_interval": 10,
   "orchestrator.snapshot_interval": 10,
   "orchestrator.probe_share": 1.0,  # its steps are some hundred tokens: read at each look

@@ -40,6 +40,9 @@ def rows(cfg, step):
   )
 
 
+ALL_LAYERS = {"fp8": True, "fp8_keep_first": 0, "fp8_keep_last": 0}
+
+
 def losses(mesh, **precision):
   cfg = tiny_config(
     SHAPE
@@ -57,7 +60,7 @@ def losses(mesh, **precision):
 @pytest.mark.thorough
 def test_the_loss_stays_within_a_band_and_text_is_made_without_them(mesh, monkeypatch):
   want, *_ = losses(mesh)
-  found, program, state = losses(mesh, fp8=True, fp8_keep_first=0, fp8_keep_last=0)
+  found, program, state = losses(mesh, **ALL_LAYERS)
   assert found[0] == pytest.approx(want[0], abs=0.01) and (found != want).all()
   assert want[-10:].mean() < want[0] - 1.5
   assert found[-10:].mean() == pytest.approx(want[-10:].mean(), abs=BAND)
@@ -103,11 +106,9 @@ def test_a_scan_in_runs_is_what_unrolled_layers_are(mesh, remat, changes):
 
 @pytest.mark.thorough
 def test_the_rules_switch_them_off(mesh):
-  changes = SHAPE | {"model.vocab_size": 320, "precision.fp8_keep_first": 0}
-  program, wide = (
-    make_program(tiny_config(changes | {"precision.fp8_keep_last": 0, "precision.fp8": fp8}))
-    for fp8 in (True, False)
-  )
+  changes = SHAPE | {"model.vocab_size": 320}
+  eight = {f"precision.{name}": value for name, value in ALL_LAYERS.items()}
+  program, wide = (make_program(tiny_config(changes | more)) for more in (eight, {}))
   model, batch = program.init().model, {k: v[0] for k, v in rows(program.cfg, 0).items()}
   same = wide.init().model
   want = wide.eval_step(same, batch, wide.rules(1))

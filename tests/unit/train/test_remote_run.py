@@ -14,6 +14,7 @@ from helpers import tiny_config
 
 from ats_jax import exits
 from ats_jax.checkpoint import committed_steps, workdir
+from ats_jax.config.schema import OrchestratorConfig
 from ats_jax.data.tokens.file import load_tokenizer
 from ats_jax.metrics.rows import read_csv, read_jsonl
 from ats_jax.metrics.writer import is_time_key
@@ -201,7 +202,7 @@ def test_the_tokenizer_of_a_run_on_a_store_is_taken_along(config, bucket):
   train(config(**bpe), source)
   own = source / "tokenizer.json"
   cfg = config(data__tokenizer=str(own), num_steps=2)
-  cfg = dataclasses.replace(cfg, orchestrator=dataclasses.replace(cfg.orchestrator, mode="off"))
+  cfg = dataclasses.replace(cfg, orchestrator=OrchestratorConfig())
   train(cfg, Path("gs://bucket/again"), InitialWeights(source))
   found = load_tokenizer(Path("gs://bucket/again/tokenizer.json"))
   assert found.fingerprint == load_tokenizer(own).fingerprint

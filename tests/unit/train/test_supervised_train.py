@@ -25,7 +25,11 @@ from ats_jax.train import loop as train_module
 from ats_jax.train.feed import probe_feed
 
 STEPS = 60
-WATCHED = {"orchestrator.check_interval": 5, "orchestrator.snapshot_interval": 5}
+WATCHED = {
+  "off": {},
+  "observe": {"orchestrator.check_interval": 5},
+  "act": {"orchestrator.check_interval": 5, "orchestrator.snapshot_interval": 5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def config(texts, tmp_path_factory):
         "optimizer.learning_rate": 1e-3,
         "optimizer.schedule": "constant",
         "orchestrator.mode": mode,
-        **(WATCHED if mode != "off" else {}),
+        **WATCHED[mode],
         **{name.replace("__", "."): value for name, value in changes.items()},
       }
     )
