@@ -71,9 +71,9 @@ class ChangeSettings(Action):
     if state.control is None or state.reflex is None:
       return state
     wanted = learning_rate(new, state.step) * state.control.lr_scale
-    adam = new.optimizer
-    assert isinstance(adam, AdamW)  # `changed`
-    opt_state = within_bound(state.opt_state, adam.b1, adam.b2)
+    opt_state, optimizer = state.opt_state, new.optimizer
+    if isinstance(optimizer, AdamW):
+      opt_state = within_bound(opt_state, optimizer.b1, optimizer.b2)
     return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allowing(wanted))
 
   def tell(self, host: Host, step: int, reason: str) -> None:
