@@ -97,8 +97,8 @@ class Registry:
     near = difflib.get_close_matches(name, self, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
-      f"{self.setting}={name!r} is unknown. Choose one of: {', '.join(self)}. {hint}For a "
-      f"{self.kind} of yours, name the file that registers it in `extensions`."
+      f"{self.setting}={name!r} is unknown. Choose one of: {', '.join(self)}. {hint}To "
+      f"use your own {self.kind}, name the file that registers it in `extensions`."
     )
 
   def forget(self, owner: str) -> None:

@@ -259,7 +259,7 @@ def changed(cfg: Config, before: TrainState, after: TrainState) -> list[str]:
   """Names of the arrays that differ, layer by layer, as checkpoints call them."""
   of = lambda state: dataclasses.replace(state, key=jax.random.key_data(state.key))
   old, new = (named_arrays(of(state), stacks=stacks(cfg)) for state in (before, after))
-  array = lambda part: np.asarray(part.leaf if part.place is None else part.leaf[part.place])
+  array = lambda part: np.asarray(part.leaf if part.layer is None else part.leaf[part.layer])
   return [name for name in old if array(old[name]).tobytes() != array(new[name]).tobytes()]
 
 

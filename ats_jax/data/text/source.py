@@ -123,7 +123,8 @@ def _expand(entry: str, report: Report) -> Iterator[tuple[str, str]]:
       if _is_known(path, report):
         yield path, Path(os.path.relpath(path, fixed or ".")).as_posix()
   else:
-    raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).")
+    named = " Sources with names are given in data.sources." if "=" in entry else ""
+    raise ValueError(f"paths: {entry!r} does not exist (seen from {os.getcwd()!r}).{named}")
 
 
 def _expand_remote(
