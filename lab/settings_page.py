@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ats_jax.config import Config
-from ats_jax.config.explain import describe, type_in_words
-from ats_jax.config.names import Known, all_settings, flatten, settings, unmet
+from ats_jax.config.explain import describe
+from ats_jax.config.names import Known, all_settings, flatten, in_words, settings, unmet
 from ats_jax.verbs import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
@@ -76,7 +76,7 @@ def _order(known: dict[str, list[Known]]) -> Callable[[str], tuple[bool, int, in
 def _item(name: str, known: Known) -> str:
   """One setting, as `--explain` describes it."""
   meaning, facts = describe(name, known).split("\n    ")
-  kind = type_in_words(known.field)
+  kind = in_words(known.field.type)
   meaning = meaning.removeprefix(f"{name} ({kind}): ")
   facts = facts.removesuffix("; fixed for a workdir").replace("inf]", "∞]")
   facts = facts.replace("may change on resume", "*may change on resume*")

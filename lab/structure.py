@@ -299,7 +299,10 @@ def main() -> None:
   parser.add_argument("--files", action="store_true", help="list the files of each journey")
   given = parser.parse_args()
   source = read(given.checkout.resolve() / given.package)
-  figures = static(source, f"{given.package}.{given.entry}")
+  entry = f"{given.package}.{given.entry}"
+  if entry not in source.files:
+    parser.error(f"--entry={given.entry}: there is no {entry} in {given.checkout}")
+  figures = static(source, entry)
   journeys: dict[str, list[str]] = {}
   if not given.static:
     journeys = traced(source)

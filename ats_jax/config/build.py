@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from ml_collections import ConfigDict
 
-from ats_jax.config.names import as_value, flatten, is_section, to_dict
+from ats_jax.config.names import as_value, flatten, in_words, is_section, to_dict
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Kinds, Table, kinds_of
 from ats_jax.config.tree import updated
@@ -109,29 +109,21 @@ def _typed(
   origin, inner = get_origin(kind), get_args(kind)
   if origin is tuple:
     if not isinstance(value, list | tuple):
-      raise ValueError(f"config: {name} must be a list of {_word(inner[0])}, got {value!r}.")
+      raise ValueError(f"config: {name} must be a list of {in_words(inner[0])}, got {value!r}.")
     typed = functools.partial(_typed, kind=inner[0], kinds=kinds, extensible=extensible)
     return tuple(typed(one, name=f"{name}[{i}]") for i, one in enumerate(value))
   if origin is Table:
     if not isinstance(value, Mapping):
       raise ValueError(
-        f"config: {name} must be a table of names and {_word(inner[0])}s, got {value!r}."
+        f"config: {name} must be a table of names and {in_words(inner[0])}s, got {value!r}."
       )
     typed = functools.partial(_typed, kind=inner[0], kinds=kinds, extensible=extensible)
     return Table({key: typed(one, name=f"{name}[{key!r}]") for key, one in value.items()})
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
-    raise ValueError(f"config: {name} must be {_word(kind)}, got {value!r}.")
+    raise ValueError(f"config: {name} must be {in_words(kind)}, got {value!r}.")
   return value
-
-
-def _word(kind: Any) -> str:
-  """A type in words."""
-  origin, inner = get_origin(kind), get_args(kind)
-  if origin is None:
-    return kind.__name__
-  return f"{'list' if origin is tuple else 'table'} of {_word(inner[0])}"
 
 
 def with_settings(cfg: Config, values: Mapping[str, Any]) -> Config:

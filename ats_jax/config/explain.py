@@ -4,9 +4,9 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from typing import get_args
 
-from ats_jax.config.names import Known, all_settings, conditions, default_of, is_section
+from ats_jax.config.names import Known, all_settings, conditions, default_of, in_words, is_section
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.config.validate import format_bound
 
@@ -51,7 +51,7 @@ def _options(cls: type) -> Iterator[str]:
   for field in dataclasses.fields(cls):
     if field.name != Kinds.TAG:
       facts = f"default {field.default!r}{_range(field)}"
-      yield f"    {field.name} ({type_in_words(field)}): {field.metadata['doc']}; {facts}"
+      yield f"    {field.name} ({in_words(field.type)}): {field.metadata['doc']}; {facts}"
 
 
 def describe(name: str, known: Known) -> str:
@@ -70,7 +70,7 @@ def describe(name: str, known: Known) -> str:
   if needs := [one.words for one in conditions(name, field) if one.setting != name]:
     parts.append(f"needs {' and '.join(needs)}")
   may = "may change on resume" if meta["resume"] == "free" else "fixed for a workdir"
-  return f"{name} ({type_in_words(field)}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
+  return f"{name} ({in_words(field.type)}): {meta['doc']}\n    {'; '.join(parts)}; {may}"
 
 
 def _range(field: dataclasses.Field) -> str:
@@ -79,15 +79,3 @@ def _range(field: dataclasses.Field) -> str:
     return ""
   least = "-inf" if low is None else format_bound(low)
   return f"; range [{least}, {'inf' if high is None else format_bound(high)}]"
-
-
-def type_in_words(field: dataclasses.Field) -> str:
-  """The type of a setting: "int", "list of str", "table of float"."""
-  return _in_words(field.type)
-
-
-def _in_words(kind: Any) -> str:
-  origin, inner = get_origin(kind), get_args(kind)
-  if origin is None:
-    return kind.__name__
-  return f"{'list' if origin is tuple else 'table'} of {_in_words(inner[0])}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, get_args, get_origin
 
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Condition, Kinds, Table, kinds_of
@@ -168,6 +168,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
       field = fields[1].get(name) or fields[0][name]
       changed[name] = (was, now, field.metadata["resume"] == "free")
   return changed
+
+
+def in_words(kind: Any) -> str:
+  """The type of a setting: "int", "list of str", "table of float"."""
+  origin, inner = get_origin(kind), get_args(kind)
+  if origin is None:
+    return kind.__name__
+  return f"{'list' if origin is tuple else 'table'} of {in_words(inner[0])}"
 
 
 def is_section(kind: Any) -> TypeGuard[type]:

@@ -1,7 +1,7 @@
 """The config that files edit: a ConfigDict that knows the kinds of its sections."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, get_origin
 
 from ml_collections import ConfigDict
@@ -169,19 +169,31 @@ def updated(nested: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
   return tree.to_dict()
 
 
+def dropped(
+  before: Mapping[str, Any], after: Mapping[str, Any], given: Container[str]
+) -> list[str]:
+  """The settings of a nested config that `updated` set back or took away, as name=value.
+
+  Args:
+    before: what `updated` got.
+    after: what it returned.
+    given: the names of the values that it set.
+  """
+  was, now = (flatten(edited(values).to_dict()) for values in (before, after))
+  usual = {name: default_of(name, field) for name, field in settings(was).items()}
+  return [
+    f"{name}={value}"
+    for name, value in was.items()
+    if name in usual and name not in given and value != usual[name] and now.get(name) != value
+    and name.removesuffix(f".{Kinds.TAG}") not in given
+  ]  # fmt: skip
+
+
 def _with_effect(tree: Section) -> dict[str, dataclasses.Field]:
   """The settings of a config that have an effect."""
   flat = flatten(tree.to_dict())
   fields = settings(flat)
   return {n: f for n, f in fields.items() if unmet(n, fields, flat) is None}
-
-
-def put(nested: dict[str, Any], name: str, value: Any) -> None:
-  """Set one value of a nested config by dotted name."""
-  *path, key = name.split(".")
-  for part in path:
-    nested = nested[part]
-  nested[key] = value
 
 
 def _section_of(kinds: Kinds, value: Any, *, type_safe: bool) -> Section:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,8 @@ class Pipeline(Stack):
     keys = [part(n) for n in range(len(repeats))]
     return [_drawn(make, of_round) for make, of_round in zip(makes, keys, strict=True)]
 
+  @override
   def join(self, batch: Any) -> Any:
-    """See `Stack`."""
     return jax.tree.map(join, batch)
 
   def run(
@@ -94,8 +94,8 @@ class Pipeline(Stack):
     repeats = len(jax.tree.leaves(blocks)[0])
     return jax.lax.scan(functools.partial(of_layer, blocks), carry, (jnp.arange(repeats), xs))
 
+  @override
   def facts(self) -> dict[str, str]:
-    """See `Stack`."""
     return {"pipeline": in_words(self.num_layers, self.micro_batches, num_stages(), self.rounds)}
 
 

@@ -9,7 +9,7 @@ The decoder says what a super-block computes, a `Stack` how the super-blocks fol
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, override
 
 import jax
 import jax.numpy as jnp
@@ -153,27 +153,27 @@ class Remat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scan:
+class Scan(Loop):
   """A loop over super-blocks, `unroll` of them an iteration."""
 
   remat: Remat
   unroll: int
 
+  @override
   def run(self, body: Body, layers: Layers, carry: Any) -> tuple[Any, Any]:
-    """See `Loop`."""
     barriers = False if self.unroll == 1 else self.remat.barriers()
     bodies = _bodies(lambda fp8: self.remat.of(functools.partial(body, fp8), barriers), layers)
     return scan_runs(bodies, carry, (layers.blocks, jnp.array(layers.firsts)), self.unroll)
 
 
 @dataclasses.dataclass(frozen=True)
-class Unrolled:
+class Unrolled(Loop):
   """Super-blocks one after the other in the program."""
 
   remat: Remat
 
+  @override
   def run(self, body: Body, layers: Layers, carry: Any) -> tuple[Any, Any]:
-    """See `Loop`."""
     if self.remat.gathers_again():
       return self._from_stack(body, layers, carry)
     barriers = self.remat.barriers()
@@ -211,17 +211,18 @@ class InOrder(Stack):
 
   loops: tuple[Loop, ...]
 
+  @override
   def draw(
     self, makes: Sequence[Callable[[nnx.Rngs], Any]], repeats: Sequence[int], rngs: nnx.Rngs
   ) -> list[Any]:
-    """See `Stack`."""
     keys = [rngs.split(number) for number in repeats]
     return [jax.vmap(make)(of_segment) for make, of_segment in zip(makes, keys, strict=True)]
 
+  @override
   def join(self, batch: Any) -> None:
-    """See `Stack`."""
     del batch
 
+  @override
   def run(
     self,
     body_of: Callable[[Any, jax.Array | None], Body],
@@ -232,7 +233,6 @@ class InOrder(Stack):
     *,
     training: bool,
   ) -> tuple[Any, list[Any]]:
-    """See `Stack`."""
     del training
     stats = []
     for loop, layers in zip(self.loops, segments, strict=True):
@@ -240,12 +240,12 @@ class InOrder(Stack):
       stats.append(of_segment)
     return carry, stats
 
+  @override
   def scan(
     self, body: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], blocks: Any, carry: Any, xs: Any
   ) -> tuple[Any, Any]:
-    """See `Stack`."""
     return jax.lax.scan(body, carry, (blocks, xs))
 
+  @override
   def facts(self) -> dict[str, str]:
-    """See `Stack`."""
     return {}

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import errno
 import faulthandler
+import itertools
 import logging as std_logging
 import math
 import os
@@ -27,7 +28,7 @@ from ats_jax.config.file import load_file
 from ats_jax.config.names import KINDS, all_settings
 from ats_jax.config.schema.setting import Kinds
 from ats_jax.config.text import parse
-from ats_jax.config.tree import updated
+from ats_jax.config.tree import dropped, updated
 
 DEFAULT_CONFIG = "debug"
 PROGRAM = "ats-jax"
@@ -96,13 +97,12 @@ class ConfigFlag:
     """
     known = {f"config.{name}" for name in (*KINDS, *all_settings())}
     names = [re.match(r"--?(config\.[\w.]+)", word) for word in argv]
-    if all(name is None or name[1].removeprefix("no") in known for name in names):
+    if all(name is None or name[1] in known for name in names):
       return
-    words = {key: value for key, _, value in (word.lstrip("-").partition("=") for word in argv)}
-    if "config.extensions" in words:
-      load(parse("extensions", words["config.extensions"], {}))
-    elif "config" in words:
-      load(extensions_of(load_file(words["config"]).to_dict()))
+    if (extensions := _value_of("config.extensions", argv)) is not None:
+      load(parse("extensions", extensions, {}))
+    else:
+      load(extensions_of(_values_of_file(_value_of("config", argv) or DEFAULT_CONFIG)))
     self._define_settings()
 
   @property
@@ -124,21 +124,22 @@ class ConfigFlag:
     """
     if self._file.value is None:
       logging.info("no --config is given: this is --config=%s", DEFAULT_CONFIG)
-    try:
-      values = load_file(self.file).to_dict()
-    except ValueError as error:
-      raise ValueError(f"--config={self.file}: {error}") from error
-    return self.applied(values)
+    return self.applied(_values_of_file(self.file))
 
   def applied(self, values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested values with the settings that flags name, those first that choose kinds of sections.
+
+    What has no effect any more because of a flag gets its default, with a line in the log.
 
     Raises:
       ValueError: for a text that is not of its setting's type.
     """
     given = self.given()
     chosen = updated(values, {name: v for name, v in given.items() if _chooses(name)})
-    return updated(chosen, {name: parse(name, v, chosen) for name, v in given.items()})
+    result = updated(chosen, {name: parse(name, v, chosen) for name, v in given.items()})
+    if lost := dropped(values, result, given):
+      logging.info("flags leave without effect, and reset: %s", ", ".join(lost))
+    return result
 
   @property
   def value(self) -> Config:
@@ -148,6 +149,28 @@ class ConfigFlag:
       ValueError: as `load_file`, `from_config_dict` and `load_extensions`.
     """
     return build(self.nested())
+
+
+def _values_of_file(name: str) -> dict[str, Any]:
+  """The nested values of `--config`.
+
+  Raises:
+    ValueError: as `load_file`.
+  """
+  try:
+    return load_file(name).to_dict()
+  except ValueError as error:
+    raise ValueError(f"--config={name}: {error}") from error
+
+
+def _value_of(name: str, argv: list[str]) -> str | None:
+  """The last value that a command line gives a flag, as `--name=value` or `--name value`."""
+  value = None
+  for word, following in itertools.zip_longest(argv, argv[1:]):
+    key, equals, text = word.partition("=")
+    if key in (f"--{name}", f"-{name}"):
+      value = text if equals else following
+  return value
 
 
 def _chooses(name: str) -> bool:

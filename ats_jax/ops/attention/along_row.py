@@ -6,7 +6,7 @@ positions are cut over devices.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, override
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -21,7 +21,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 OfRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
-class How(NamedTuple):
+class AttentionOptions(NamedTuple):
   """What is computed, and by what; static. The first three are those of `ops.attention`."""
 
   max_segments: int
@@ -54,7 +54,7 @@ class AlongRow(Protocol):
     v_BTKV: jax.Array,
     segment_ids_BR: jax.Array,
     sinks_N: jax.Array | None,
-    how: How,
+    options: AttentionOptions,
   ) -> jax.Array:
     """`ops.attention.causal.attention` inside an island.
 
@@ -65,7 +65,7 @@ class AlongRow(Protocol):
       v_BTKV: values likewise.
       segment_ids_BR: int32, of whole rows.
       sinks_N: float32 [heads], or None.
-      how: what `of_rows` computes.
+      options: what `of_rows` computes.
 
     Returns:
       y_BTNV like the queries, as wide as the values.
@@ -78,14 +78,15 @@ class WholeRows(AlongRow):
   """A device has all positions of its rows."""
 
   @property
+  @override
   def sinks_axis(self) -> str:
-    """See `AlongRow`."""
     return "heads_of_rows"
 
+  @override
   def row_multiple(self) -> int:
-    """See `AlongRow`."""
     return 1
 
+  @override
   def attend(
     self,
     of_rows: OfRows,
@@ -94,10 +95,9 @@ class WholeRows(AlongRow):
     v_BTKV: jax.Array,
     segment_ids_BR: jax.Array,
     sinks_N: jax.Array | None,
-    how: How,
+    options: AttentionOptions,
   ) -> jax.Array:
-    """See `AlongRow`."""
-    del how
+    del options
     assert num_shards("seq") == 1, "rows are cut: choose by `model.numerics.along_row_of`"
     return of_rows(*named(q_BTNH, k_BTKH, v_BTKV), segment_ids_BR, sinks_N)
 

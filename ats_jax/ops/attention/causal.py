@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
-from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow, How
+from ats_jax.ops.attention.along_row import WHOLE_ROWS, AlongRow, AttentionOptions
 from ats_jax.ops.registry import XLA, Kernels
 from ats_jax.ops.remat import ATTENTION_RESULTS
 from ats_jax.sharding.apply import island
@@ -74,8 +74,8 @@ def attention(
     return _dense(q, k, v, same_B1TT, window, soft_cap, sinks)
 
   def local(q, k, v, segments, sinks=None):
-    how = How(max_segments, window, soft_cap, kernels)
-    return along_row.attend(of_rows, q, k, v, segments, sinks, how)
+    options = AttentionOptions(max_segments, window, soft_cap, kernels)
+    return along_row.attend(of_rows, q, k, v, segments, sinks, options)
 
   sinks, sinks_axes = ((), ()) if sinks_N is None else ((sinks_N,), ((along_row.sinks_axis,),))
   return island(

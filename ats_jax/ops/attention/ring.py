@@ -17,7 +17,7 @@ device, t = T / 2 of a chunk, N query heads, K key/value heads, H head_dim, V wi
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ats_jax.ops import registry
 from ats_jax.ops.attention import block
-from ats_jax.ops.attention.along_row import AlongRow, How, OfRows, named
+from ats_jax.ops.attention.along_row import AlongRow, AttentionOptions, OfRows, named
 from ats_jax.ops.attention.block import Tokens, merge
 from ats_jax.ops.remat import ATTENTION_RESULTS
 from ats_jax.sharding.apply import axis_index, num_shards, send
@@ -38,8 +38,8 @@ class Ring(AlongRow):
   """Devices keep their heads, and hand on keys and values (`mesh.context_ring`)."""
 
   @property
+  @override
   def sinks_axis(self) -> str:
-    """See `AlongRow`."""
     return "heads"
 
   def row_multiple(self) -> int:
@@ -47,6 +47,7 @@ class Ring(AlongRow):
     ways = num_shards("seq")
     return 2 * ways if ways > 1 else 1
 
+  @override
   def attend(
     self,
     of_rows: OfRows,
@@ -55,12 +56,11 @@ class Ring(AlongRow):
     v_BTKV: jax.Array,
     segment_ids_BR: jax.Array,
     sinks_N: jax.Array | None,
-    how: How,
+    options: AttentionOptions,
   ) -> jax.Array:
-    """See `AlongRow`."""
     del of_rows
     q, k, v = named(q_BTNH, k_BTKH, v_BTKV)
-    return ring_attention(q, k, v, segment_ids_BR, sinks_N, how)
+    return ring_attention(q, k, v, segment_ids_BR, sinks_N, options)
 
 
 def ring_attention(
@@ -69,7 +69,7 @@ def ring_attention(
   v_BTKV: jax.Array,
   segment_ids_BR: jax.Array,
   sinks_N: jax.Array | None,
-  how: How,
+  options: AttentionOptions,
 ) -> jax.Array:
   """`ops.attention.attention` of the positions of this device to those of the whole row.
 
@@ -79,7 +79,7 @@ def ring_attention(
     v_BTKV: values like the keys, of any width.
     segment_ids_BR: int32, of the whole row.
     sinks_N: float32 [heads], or None.
-    how: what is computed.
+    options: what is computed.
 
   Returns:
     y_BTNV like the queries, as wide as the values.
@@ -94,16 +94,16 @@ def ring_attention(
       f"devices two chunks of equal length are expected. Use rows of a multiple of {2 * ways}, or "
       "mesh.context_ring=false."
     )
-  kernels = {how.kernels.of("attention", slot) for slot in ("block_forward", "block_backward")}
-  if kernels != {"xla"} and (how.window, how.soft_cap) != (None, None):
+  kernels = {options.kernels.of("attention", slot) for slot in ("block_forward", "block_backward")}
+  if kernels != {"xla"} and (options.window, options.soft_cap) != (None, None):
     name = max(kernels - {"xla"})
     raise ValueError(
-      f"attention: {name} has neither a window ({how.window}) nor a soft_cap ({how.soft_cap}) in a "
-      "ring, whose chunks do not follow one another. Use ops.kernels=attention=xla, or "
-      "mesh.context_ring=false."
+      f"attention: {name} has neither a window ({options.window}) nor a soft_cap "
+      f"({options.soft_cap}) in a ring, whose chunks do not follow one another. "
+      "Use ops.kernels=attention=xla, or mesh.context_ring=false."
     )
   q, k, v = map(to_zigzag, (q_BTNH, k_BTKH, v_BTKV))
-  return from_zigzag(_ring(q, k, v, segment_ids_BR, sinks_N, how))
+  return from_zigzag(_ring(q, k, v, segment_ids_BR, sinks_N, options))
 
 
 def owner(chunk: int, ways: int) -> int:
@@ -142,19 +142,19 @@ def _in_turn(first, second):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _ring(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
+def _ring(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, options):
   """Attention in zig-zag order."""
-  return _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how)[0]
+  return _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, options)[0]
 
 
-def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
+def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, options):
   """Keep nothing that grows with the devices: the backward pass sends keys and values again.
 
   What it needs has names, so that a remat policy can keep it.
   """
-  run = _chosen("block_forward", block.forward, how)
+  run = _chosen("block_forward", block.forward, options)
   device, here, held = axis_index("seq"), tokens_after(segment_ids_BR, 0), (k_BTKH, v_BTKV)
-  y_BTNV, lse_BTN = run(q_BTNH, *held, here, here, how.rules(is_diagonal=True))
+  y_BTNV, lse_BTN = run(q_BTNH, *held, here, here, options.rules(is_diagonal=True))
   done, coming = (y_BTNV.astype(lse_BTN.dtype), lse_BTN), _send_on(held)
   for step in range(1, num_shards("seq")):
     held, done = jax.lax.optimization_barrier((coming, done))  # no more than two at a time
@@ -162,7 +162,7 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
     pair = functools.partial(pair_of_chunks, is_earlier=device >= step)
     queries, keys = pair(here, SECOND), pair(tokens_after(segment_ids_BR, step), FIRST)
     found = run(
-      pair(q_BTNH, SECOND), *pair(held, FIRST), queries, keys, how.rules(is_diagonal=False)
+      pair(q_BTNH, SECOND), *pair(held, FIRST), queries, keys, options.rules(is_diagonal=False)
     )
     done = _joined(done, found, is_earlier=device >= step)
   y_BTNV, lse_BTN = done
@@ -174,18 +174,20 @@ def _ring_forward(q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, how):
   return y_BTNV, (q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, y_BTNV, lse_BTN)
 
 
-def _ring_backward(how, saved, dy_BTNV):
+def _ring_backward(options, saved, dy_BTNV):
   """Gradients of keys and values go round with them, and one step further: home."""
   # Nothing begins before the gradient is there: a first step that is also the forward pass's would
   # be made once, and kept.
   saved, dy_BTNV = jax.lax.optimization_barrier((saved, dy_BTNV))
   q_BTNH, k_BTKH, v_BTKV, segment_ids_BR, sinks_N, y_BTNV, lse_BTN = saved
-  run = _chosen("block_backward", block.backward, how)
+  run = _chosen("block_backward", block.backward, options)
   wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
   as_wide = lambda arrays: tuple(a.astype(wide) for a in arrays)
   device, here, held = axis_index("seq"), tokens_after(segment_ids_BR, 0), (k_BTKH, v_BTKV)
   after = y_BTNV, lse_BTN, dy_BTNV
-  dq_BTNH, *of_held = as_wide(run(q_BTNH, *held, here, here, *after, how.rules(is_diagonal=True)))
+  dq_BTNH, *of_held = as_wide(
+    run(q_BTNH, *held, here, here, *after, options.rules(is_diagonal=True))
+  )
   coming = _send_on(held)
   for step in range(1, num_shards("seq")):
     held, dq_BTNH = jax.lax.optimization_barrier((coming, dq_BTNH))
@@ -193,7 +195,7 @@ def _ring_backward(how, saved, dy_BTNV):
     of_held = _send_on(of_held)
     pair = functools.partial(pair_of_chunks, is_earlier=device >= step)
     queries, keys = pair(here, SECOND), pair(tokens_after(segment_ids_BR, step), FIRST)
-    (q, *others), rules = pair((q_BTNH, *after), SECOND), how.rules(is_diagonal=False)
+    (q, *others), rules = pair((q_BTNH, *after), SECOND), options.rules(is_diagonal=False)
     dq, *dheld = as_wide(run(q, *pair(held, FIRST), queries, keys, *others, rules))
     added = functools.partial(_added, is_earlier=device >= step)
     dq_BTNH = added(dq_BTNH, dq, SECOND)
@@ -215,8 +217,8 @@ def _ring_backward(how, saved, dy_BTNV):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _chosen(slot: str, otherwise: Callable, how: How) -> Callable:
-  return registry.kernel("attention", slot, how.kernels) or otherwise
+def _chosen(slot: str, otherwise: Callable, options: AttentionOptions) -> Callable:
+  return registry.kernel("attention", slot, options.kernels) or otherwise
 
 
 def _send_on(arrays):

@@ -9,11 +9,12 @@ device, N query heads, n those of them with whole rows, K key/value heads, H hea
 
 import dataclasses
 import math
+from typing import override
 
 import jax
 import jax.numpy as jnp
 
-from ats_jax.ops.attention.along_row import AlongRow, How, OfRows, named
+from ats_jax.ops.attention.along_row import AlongRow, AttentionOptions, OfRows, named
 from ats_jax.sharding.apply import num_shards
 from ats_jax.sharding.shards import swap_shards
 
@@ -23,14 +24,15 @@ class SwappedHeads(AlongRow):
   """Devices have whole rows of some heads while they attend."""
 
   @property
+  @override
   def sinks_axis(self) -> str:
-    """See `AlongRow`."""
     return "heads_of_rows"
 
+  @override
   def row_multiple(self) -> int:
-    """See `AlongRow`."""
     return 1
 
+  @override
   def attend(
     self,
     of_rows: OfRows,
@@ -39,10 +41,9 @@ class SwappedHeads(AlongRow):
     v_BTKV: jax.Array,
     segment_ids_BR: jax.Array,
     sinks_N: jax.Array | None,
-    how: How,
+    options: AttentionOptions,
   ) -> jax.Array:
-    """See `AlongRow`."""
-    del how
+    del options
     # Those of whole rows have the names, so that what a policy keeps is not swapped again.
     whole = named(*to_whole_rows(q_BTNH, k_BTKH, v_BTKV))
     return to_cut_rows(of_rows(*whole, segment_ids_BR, sinks_N))

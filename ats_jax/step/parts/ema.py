@@ -1,6 +1,7 @@
 """An exponential moving average of the weights (`optimizer.ema_decay`)."""
 
 import dataclasses
+from typing import override
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,14 @@ class Ema(Part):
 
   decay: float
 
+  @override
   def init(self, state: TrainState) -> TrainState:
-    """See `Part`."""
     # float32, or a slow average would stop moving; copied, as the state is donated
     average = lambda p: jnp.array(p, jnp.float32, copy=True)
     return dataclasses.replace(state, ema=jax.tree.map(average, state.model))
 
+  @override
   def after(self, made: Made, state: TrainState) -> TrainState:
-    """See `Part`."""
     del made
     follow = lambda e, p: e + (1.0 - self.decay) * (p.astype(e.dtype) - e)
     return dataclasses.replace(state, ema=jax.tree.map(follow, state.ema, state.model))

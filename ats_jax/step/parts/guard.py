@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ class Guard(Part):
   optimizer: Optimizer
   is_armed: bool
 
+  @override
   def init(self, state: TrainState) -> TrainState:
-    """See `Part`."""
     reflex = Reflex.new(tensors.count(trainable(state.model)))
     return dataclasses.replace(state, control=Control.new(armed=self.is_armed), reflex=reflex)
 

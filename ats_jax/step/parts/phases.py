@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ class Phases(Part):
   cfg: Config
   optimizer: Optimizer
 
+  @override
   def update(
     self, inner: Update, state: TrainState, grads: Any, lr: jax.Array, loss: jax.Array
   ) -> tuple[TrainState, Metrics]:
-    """See `Part`."""
     return inner(renewed(self.cfg, self.optimizer, state, state.step), grads, lr, loss)
 
 

@@ -1,7 +1,7 @@
 """Gradients of replicas to those of the batch; large ones in 8 bits (`mesh.compress_gradients`)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ class Replicas(Part):
   Without it the derivative itself sums over replicas, in each micro-batch.
   """
 
+  @override
   def init(self, state: TrainState) -> TrainState:
-    """See `Part`."""
     return dataclasses.replace(state, unsent=nothing_unsent(state.model))
 
   def gradients(

@@ -1,7 +1,7 @@
 """Sparse layers in a step: the buffers that steer them, and their metrics."""
 
 import dataclasses
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ class ExpertDropout(Part):
 
   cfg: Config
 
+  @override
   def used_model(self, state: TrainState, model: Decoder) -> Decoder:
-    """See `Part`."""
     assert state.control is not None, "the state was begun without the reflex"
     key = fold(state.key, Purpose.EXPERT_DROPOUT, state.step)
     return drop_experts(self.cfg, model, state.control.expert_dropout, key)
@@ -46,14 +46,14 @@ class Sparse(Part):
 
   cfg: Config
 
+  @override
   def after(self, made: Made, state: TrainState) -> TrainState:
-    """See `Part`."""
     step = made.before.step
     model = with_buffers(self.cfg, state.model, made.stats, step, made.rules, made.used)
     return dataclasses.replace(state, model=model)
 
+  @override
   def report(self, made: Made, state: TrainState, written: Any) -> tuple[TrainState, Metrics]:
-    """See `Part`."""
     del written
     return state, sparse_metrics(self.cfg, state.model, made.stats)
 

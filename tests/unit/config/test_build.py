@@ -9,8 +9,8 @@ from helpers import tiny_config
 
 from ats_jax.config import Config, base_config, from_config_dict
 from ats_jax.config.build import resolve
-from ats_jax.config.explain import explain, type_in_words
-from ats_jax.config.names import default_of, differences, flatten, settings, to_dict
+from ats_jax.config.explain import explain
+from ats_jax.config.names import default_of, differences, flatten, in_words, settings, to_dict
 
 SETTINGS = settings()
 ROOT = Path(__file__).parents[3]
@@ -87,7 +87,7 @@ def test_there_are_fewer_than_200_settings():
 def test_every_setting_is_explained(name):
   field = SETTINGS[name]
   text = explain(name)
-  assert text.startswith(f"{name} ({type_in_words(field)}): ")
+  assert text.startswith(f"{name} ({in_words(field.type)}): ")
   assert field.metadata["doc"] in text and f"default {default_of(name, field)!r}" in text
   assert ("may change on resume" in text) == (field.metadata["resume"] == "free")
   assert ("fixed for a workdir" in text) == (field.metadata["resume"] == "fixed")

@@ -74,9 +74,8 @@ def test_every_kind_in_files_and_commands(path, kind, tmp_path):
   changed = differences(flatten(of_default(path)), flatten(cfg))
   is_default = kind == KINDS[path].default_name
   assert (f"{path}.name" in changed) != is_default
-  assert is_default == (fixed_settings_hash(cfg) == fixed_settings_hash(of_default(path))) or (
-    path == "moe.exchange"  # may change on resume
-  )
+  is_same = is_default or path == "moe.exchange"  # which may change on resume
+  assert (fixed_settings_hash(cfg) == fixed_settings_hash(of_default(path))) == is_same
 
 
 @pytest.mark.parametrize("tag", ["model.rope_scaling", "model.rope_scaling.name"])
@@ -100,6 +99,27 @@ def test_a_new_kind_drops_the_settings_of_the_old_one():
   # A flag that goes back to another kind of what a file has chosen needs nothing besides.
   nested = updated(to_dict(Config()), {"model.rope_scaling": "yarn"} | YARN)
   assert from_config_dict(updated(nested, {"model.rope_scaling": "none"})) == Config()
+
+
+def test_what_a_flag_leaves_without_effect_is_said(tmp_path, caplog):
+  (tmp_path / "wsd.py").write_text(
+    "from ats_jax.config import base_config\n"
+    "def get_config():\n"
+    "  config = base_config()\n"
+    "  config.optimizer.schedule = {'name': 'wsd', 'decay_fraction': 0.5}\n"
+    "  config.mod.routing, config.mod.capacity = 'learned', 0.25\n"
+    "  return config\n"
+  )
+  words = ("--config.optimizer.schedule=cosine", "--config.mod.routing=none")
+  with caplog.at_level("INFO"):
+    cfg = parsed(f"--config={tmp_path}/wsd.py", *words)
+  assert cfg == Config()
+  said = "flags leave without effect, and reset: "
+  assert said + "mod.capacity=0.25, optimizer.schedule.decay_fraction=0.5" in caplog.text
+  caplog.clear()
+  with caplog.at_level("INFO"):
+    parsed(f"--config={tmp_path}/wsd.py", "--config.mod.capacity=0.5")
+  assert said not in caplog.text
 
 
 def test_what_a_file_sets_before_it_chooses_the_kind_is_kept():
@@ -177,6 +197,10 @@ def test_a_kind_of_an_extension_brings_its_settings(extension, tmp_path):
   assert parsed("--config.optimizer.eps=1e-6").optimizer.eps == 1e-6  # of adamw a number
   with pytest.raises(ValueError, match=r"--config\.optimizer\.eps: 'none' is no float"):
     parsed("--config.optimizer.eps=none")
+  apart = [part for word in words for part in word.split("=")]  # --name value, as absl takes it
+  assert parsed(*apart) == cfg
+  with pytest.raises(ValueError, match=r"--config\.optimizer\.momentun: there is no such setting"):
+    parsed("--config", "debug", "--config.optimizer.momentun=0.8")
   file = tmp_path / "config.py"
   file.write_text(
     "from ats_jax.config import base_config\n"
