@@ -234,6 +234,7 @@ class InOrder(Stack):
     training: bool,
   ) -> tuple[Any, list[Any]]:
     del training
+    assert num_shards("layers") == 1, "the mesh has stages: choose by `model.numerics.stack_of`"
     stats = []
     for loop, layers in zip(self.loops, segments, strict=True):
       carry, of_segment = loop.run(body_of(beside, key), layers, carry)
