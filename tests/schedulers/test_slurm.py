@@ -96,13 +96,18 @@ exit ${codes[$(wc -l < starts) - 1]}
 """
 
 
-def begin(slurm, folder, program, *options):
-  """Submit the script with a program of a few lines of bash; the number of the job."""
+def begin(slurm, folder, program, *options, before=""):
+  """Submit the script with a program of a few lines of bash; the number of the job.
+
+  `before` is bash that the script runs before anything else.
+  """
   (folder / "program.sh").write_text(program)
   values = {"program": "(bash program.sh)", "flags": "()", "restarts": 2, "gpus": None}
   values |= {"name": "codes", "nodes": 1, "processes_per_node": 1}
   script = folder / "slurm.sbatch"
-  script.write_text(templates.render("slurm.sbatch", values))
+  script.write_text(
+    templates.render("slurm.sbatch", values).replace("program=", f"{before}program=", 1)
+  )
   where = f"--chdir={folder}", f"--output={folder}/log"
   return slurm.tell("sbatch", *where, *options, str(script)).split()[-1]
 
@@ -161,10 +166,12 @@ def test_before_its_time_is_up_a_job_is_told_and_queued_again(slurm, tmp_path):
   assert job["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
 
 
-def test_a_users_scancel_ends_the_job_saved(slurm, tmp_path):
-  """Slurm sends SIGTERM to all and to the script, which dies of it: nothing is queued again."""
-  program = "trap 'echo saved > saved; exit 75' TERM; touch ready; sleep 60 & wait"
-  number = begin(slurm, tmp_path, program)
+@pytest.mark.parametrize("script_lives", [False, True])
+def test_a_users_scancel_ends_the_job_saved(slurm, script_lives, tmp_path):
+  """Slurm sends SIGTERM to all; whether srun or the script ends first, nothing is queued again."""
+  program = "[ -e saved ] && exit 0; trap 'echo saved > saved; exit 75' TERM; touch ready; "
+  before = "trap : TERM\n" if script_lives else ""
+  number = begin(slurm, tmp_path, program + "sleep 200 & wait", before=before)
   while not (tmp_path / "ready").exists():
     assert slurm.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING")
     time.sleep(0.1)
