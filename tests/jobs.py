@@ -55,8 +55,6 @@ def reach(phase):
   if next_kill == f"{phase}:{RANK}":
     with open(done, "a") as file:
       file.write("x")
-    with open(f"{FOLDER}/times", "a") as file:
-      print(next_kill, time.time(), file=file)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -180,15 +178,3 @@ class Kills:
       assert {**known, **rows} == {**rows, **known}, f"step {step} was made of other rows"
       known |= rows
     return found
-
-  def recoveries(self) -> dict[str, float]:
-    """Seconds from each death to the first batch of a process that was started after it."""
-    text = (self._folder / "times").read_text()
-    began: dict[int, float] = {}
-    for _, at, _, process in self.batches():
-      began.setdefault(process, at)
-    died = [(name, float(at)) for name, at in map(str.split, text.splitlines())]
-    return {
-      name: min((t - at for t in began.values() if t > at), default=float("inf"))
-      for name, at in died
-    }

@@ -5,7 +5,6 @@ their checksums, and the same losses, bit for bit where the mesh is the same.
 """
 
 import os
-import statistics
 
 import jobs
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import runs
 
 STEPS = 16
-RESTART_SECS = 30  # from a death to the next step; two cores take 8 if nobody else uses them
 SETTINGS = (
   *jobs.TINY,
   f"num_steps={STEPS}",
@@ -66,9 +64,6 @@ def test_a_kill_in_every_phase(settings, undisturbed, tmp_path):
   assert run.rows() == undisturbed.rows()
   assert runs.losses(run.workdir) == runs.losses(undisturbed.workdir)
   assert runs.rows(run.workdir) == runs.rows(undisturbed.workdir)  # norms of gradients and all
-  took = run.recoveries()
-  print(f"seconds from kill to next step: {took}")
-  assert statistics.median(took.values()) < RESTART_SECS
 
 
 @pytest.mark.thorough

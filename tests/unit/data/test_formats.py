@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -315,12 +314,10 @@ report = Report(strict=False)
 size = sum(len(p.text) for p in read_pieces(file, "text", report))
 print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     size, count, memory = map(int, done.stdout.split())
     assert (size, count) == ((4, 2) if name == "a.jsonl" else (150_000_000, 1))
     assert memory < 250_000  # KiB
-    assert time.monotonic() - began < 60
 
   def test_ten_thousand_files_of_one_line(self, tmp_path, config):
     folder = tmp_path / "d"
@@ -329,9 +326,8 @@ print(size, report.records, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss -
       (folder / f"{i}.txt").write_text(f"line {i}\n")
     os.mkfifo(folder / "pipe.txt")
     (folder / "gone.txt").symlink_to(tmp_path / "nothing")
-    began = time.monotonic()
     found, ds = texts(folder, config)
-    assert len(found) == 10_000 and time.monotonic() - began < 60
+    assert len(found) == 10_000
     assert ds.info.report["malformed"] == {"not a regular file": 1, "unreadable": 1}
 
 
