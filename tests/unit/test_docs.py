@@ -1,5 +1,6 @@
 """What the documents show: commands that run, and links, files and settings that exist."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -58,23 +59,31 @@ def test_plans_that_are_shown_can_be_made(flags):
   assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=identify)
-def test_links_lead_to_files_and_to_their_headings(path):
+def test_links_lead_to_files_and_to_their_headings():
+  dead = [f"{identify(path)}: {link}" for path in DOCUMENTS for link in dead_links(path)]
+  assert not dead, "\n".join(dead)
+
+
+def dead_links(path: Path) -> list[str]:
+  """The links of a document that lead to no file of the repository, or to no heading of one."""
+  dead = []
   for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_blocks(path)):
     if target.startswith("http"):
       continue
     other = path.parent / target if target else path
-    assert other.exists(), target
-    if anchor:
-      assert anchor in anchors(other), f"{target} has no heading #{anchor}"
+    if not other.exists() or (anchor and anchor not in anchors(other)):
+      dead.append(f"{target}#{anchor}" if anchor else target)
+  return dead
 
 
+@functools.cache
 def without_blocks(path: Path) -> str:
   """The text of a document, what is fenced left out."""
   text = path.read_text(encoding="utf-8")
   return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@functools.cache
 def anchors(path: Path) -> set[str]:
   """What links may name in a document: its headings, as GitHub and mkdocs write them."""
   headings = re.findall(r"^#+ (.*)", without_blocks(path), re.MULTILINE)
@@ -98,11 +107,15 @@ def test_the_site_lists_every_page():
 OF_EXTENSION = "optimizer.momentum"  # of the guide's own optimizer
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *SOURCES], ids=identify)
-def test_settings_that_are_set_exist(path):
-  names = {*KINDS, *all_settings()}
-  for name in re.findall(r"--config\.([a-z_0-9.]+)=", path.read_text(encoding="utf-8")):
-    assert name in names or name in ("section.name", "data.name", OF_EXTENSION), name
+def test_settings_that_are_set_exist():
+  names = {*KINDS, *all_settings(), "section.name", "data.name", OF_EXTENSION}
+  unknown = [
+    f"{identify(path)}: {name}"
+    for path in (*DOCUMENTS, *SOURCES)
+    for name in re.findall(r"--config\.([a-z_0-9.]+)=", path.read_text(encoding="utf-8"))
+    if name not in names
+  ]
+  assert not unknown, "\n".join(unknown)
 
 
 def test_the_page_of_settings_is_up_to_date():
