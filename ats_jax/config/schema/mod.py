@@ -31,18 +31,21 @@ class MoDConfig:
     low=0.001,
     high=1.0,
     needs=when("mod.anneal_fraction"),
+    training=True,
   )
   anneal_fraction: float = setting(
     0.0,
     "share of the run over which capacity falls to its final value; 0 = at once",
     high=1.0,
     low=0.0,
+    training=True,
   )
   rungs: int = setting(
     4,
     "steps of the annealing, each compiled once; capacities in geometric progression",
     low=1,
     needs=when("mod.anneal_fraction"),
+    training=True,
   )
   decision: str = setting(
     "threshold",
@@ -57,6 +60,7 @@ class MoDConfig:
     low=0.0,
     high=0.9999,
     needs=when("mod.decision", "threshold"),
+    training=True,
   )
 
   def check(self, cfg: Any) -> None:

@@ -107,10 +107,15 @@ class ModelConfig:
   )
   post_norms: bool = setting(False, "RMS-normalise the output of each sub-layer too")
   norm_plus_one: bool = setting(False, "norms multiply by 1 + weight; weights begin with 0")
-  dropout: float = setting(0.0, "rate on the output of each sub-layer", low=0.0, high=0.9)
+  dropout: float = setting(
+    0.0, "rate on the output of each sub-layer", low=0.0, high=0.9, training=True
+  )
   norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", low=0.0)
   init_std: float = setting(
-    0.02, "standard deviation of weights; residual outputs get it / sqrt(2 * num_layers)", low=0.0
+    0.02,
+    "standard deviation of weights; residual outputs get it / sqrt(2 * num_layers)",
+    low=0.0,
+    training=True,
   )
 
   @property

@@ -36,7 +36,10 @@ class MoEConfig:
   route_scale: float = setting(1.0, "multiplies the weights of the experts", low=0.0)
   temperature: float = setting(1.0, "divides the router's logits", low=0.01, high=100.0)
   noise: float = setting(
-    0.0, "standard deviation of what is added to the logits when training chooses experts", low=0.0
+    0.0,
+    "standard deviation of what is added to the logits when training chooses experts",
+    low=0.0,
+    training=True,
   )
   num_groups: int = setting(
     1, "groups of neighbouring experts, of which a token uses top_groups; 1 = no limit", low=1
@@ -64,26 +67,37 @@ class MoEConfig:
     "'dropless' computes every choice; 'capacity' gives an expert room for capacity_factor times "
     "its fair share of each row and drops the rest (training only)",
     choices=("dropless", "capacity"),
+    training=True,
   )
   capacity_factor: float = setting(
-    1.25, "room of an expert over its fair share", low=0.1, needs=when("moe.dispatch", "capacity")
+    1.25,
+    "room of an expert over its fair share",
+    low=0.1,
+    needs=when("moe.dispatch", "capacity"),
+    training=True,
   )
   drop_policy: str = setting(
     "position",
     "who keeps a place in a full expert: the first in the row, or the highest weight",
     choices=("position", "weight"),
     needs=when("moe.dispatch", "capacity"),
+    training=True,
   )
   exchange: Exchange = section(EXCHANGES, "allgather")
   aux_loss: float = setting(
-    0.001, "weight of the Switch balance loss over the global batch", low=0.0
+    0.001, "weight of the Switch balance loss over the global batch", low=0.0, training=True
   )
-  sequence_aux_loss: float = setting(0.0, "weight of the balance loss within each row", low=0.0)
-  z_loss: float = setting(0.001, "weight of mean(logsumexp(router logits)^2)", low=0.0)
+  sequence_aux_loss: float = setting(
+    0.0, "weight of the balance loss within each row", low=0.0, training=True
+  )
+  z_loss: float = setting(
+    0.001, "weight of mean(logsumexp(router logits)^2)", low=0.0, training=True
+  )
   bias_update: str = setting(
     "proportional",
     "how the selection bias follows the load: not, by the error's sign, or by the error",
     choices=("none", "sign", "proportional"),
+    training=True,
   )
   bias_on: str = setting(
     "logits",
@@ -97,6 +111,7 @@ class MoEConfig:
     low=0.0,
     high=1.0,
     needs=when("moe.bias_update", no="none"),
+    training=True,
   )
   bias_freeze: float = setting(
     0.05,
@@ -104,6 +119,7 @@ class MoEConfig:
     low=0.0,
     high=1.0,
     needs=when("moe.bias_update", no="none"),
+    training=True,
   )
 
   def check(self, cfg: Any) -> None:

@@ -72,6 +72,7 @@ def setting(
   resume: str = "fixed",
   needs: Condition | None = None,
   elements: "Kinds | None" = None,
+  training: bool = False,
 ) -> Any:
   """Declare one setting.
 
@@ -85,10 +86,12 @@ def setting(
     resume: "fixed" if a workdir must be resumed with the same value, "free" if it may change.
     needs: without it the setting has no effect, and only the default is legal.
     elements: of a list of dataclasses, the kinds that each of them is one of.
+    training: of a section of the model: it decides how that is trained, and nothing that a trained
+      one computes.
   """
   metadata = dict(
     doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume, needs=needs,
-    elements=elements,
+    elements=elements, training=training,
   )  # fmt: skip
   return dataclasses.field(default=default, metadata=metadata)
 

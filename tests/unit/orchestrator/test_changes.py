@@ -110,9 +110,7 @@ def test_a_batch_grows_with_what_belongs_to_it():
 
 def test_a_batch_does_not_grow_with_an_optimizer_that_has_no_rule_for_it():
   optimizer = OptimizerConfig(name="other", schedule=WSD.optimizer.schedule)
-  with pytest.raises(
-    ValueError, match=r"optimizer\.name=other does not say how .*Leave data"
-  ):
+  with pytest.raises(ValueError, match=r"optimizer\.name=other does not say how .*Leave data"):
     grow_batch(dataclasses.replace(WSD, optimizer=optimizer), 40)
 
 
