@@ -9,7 +9,8 @@ A user's file that `extensions` in the config names (docs/guides/extensions.md):
     return xp.where(progress < 0.5, 1.0, 0.5)
 
 `--config.extensions=my_file.py --config.optimizer.schedule=halved` then trains with it. The parts
-that come with this package are registered in the same way.
+that come with this package are registered in the same way, many by `Registry.late`: the module of
+such a part is imported when the part is asked for.
 """
 
 import contextlib
@@ -22,6 +23,16 @@ MARK = "#"  # between the name of an extension and the hash of its file
 loaded: dict[str, str] = {}  # name -> hash, of this process; `config.extend` keeps it
 # Whose registrations are being made; empty = this package's, or a script's.
 _loading: list[str] = []
+
+
+class _Place(NamedTuple):
+  """Where a part is that is imported when it is asked for."""
+
+  module: str
+  attribute: str
+
+  def load(self) -> Any:
+    return getattr(importlib.import_module(self.module), self.attribute)
 
 
 class _Entry(NamedTuple):
@@ -70,6 +81,20 @@ class Registry:
 
     return add
 
+  def late(self, place: str, *names: str, settings: type | None = None) -> None:
+    """Register a part that is imported when it is asked for.
+
+    Args:
+      place: "module:attribute" of the part.
+      names: as of `register`.
+      settings: as of `register`.
+
+    Raises:
+      ValueError: as `register`.
+    """
+    module, _, attribute = place.partition(":")
+    self.register(*names, settings=settings)(_Place(module, attribute))
+
   def find(self, name: str) -> Any:
     """The part of a name.
 
@@ -78,7 +103,8 @@ class Registry:
     """
     if name not in self:
       raise ValueError(self.unknown(name))
-    return self._entries[name].part
+    part = self._entries[name].part
+    return part.load() if isinstance(part, _Place) else part
 
   def added(self) -> dict[str, type | None]:
     """The names that are registered by now, with the dataclass of their settings if they have one.
@@ -120,8 +146,8 @@ class Registry:
 
 # What is registered under each is said at the built-in ones, in the module that is named.
 writers = Registry("metric writer", "log.writers", "ats_jax.metrics.builtin")
-schedules = Registry("schedule", "optimizer.schedule.name", "ats_jax.step.schedule")
-optimizers = Registry("optimizer", "optimizer.name", "ats_jax.step.optimizers")
+schedules = Registry("schedule", "optimizer.schedule.name", "ats_jax.config.schema.schedule")
+optimizers = Registry("optimizer", "optimizer.name", "ats_jax.config.schema.optimizer")
 formats = Registry("data format", "the suffix of a file", "ats_jax.data.text.source")
 
 ALL: tuple[Registry, ...] = (writers, schedules, optimizers, formats)

@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ats_jax.bridge.config_report import ConfigReport, FieldReport
-from ats_jax.bridge.families import FAMILIES
-from ats_jax.bridge.families.common import HeadDim, KVHeads, RopeFields, gemma_fields, size_fields
+from ats_jax.bridge.families import CONFIGS
 from ats_jax.bridge.family import (
   CARRIED,
   WRITTEN,
   FieldRow,
-  FixedField,
-  ImpliedSettings,
-  SettingField,
   contradiction,
   read_row,
 )
@@ -26,22 +22,7 @@ from ats_jax.config.build import with_settings
 from ats_jax.config.names import all_settings, default_of
 from ats_jax.config.schema import Config
 
-# Of Gemma 1 the config can be read; its weights cannot.
-_GEMMA: tuple[FieldRow, ...] = (
-  *size_fields(eps=1e-6, tied=True),
-  KVHeads(16),
-  HeadDim(256),
-  RopeFields(),
-  *gemma_fields(),
-  ImpliedSettings((("model.post_norms", False),)),
-)
-TABLES = {**{kind: family.fields for kind, family in FAMILIES.items()}, "gemma": _GEMMA}
 LONGEST_ROW = 4096  # what data.seq_len is set to where a model has more positions
-# Fields that change training alone, which an import of weights carries along unread.
-_OF_TRAINING = (
-  SettingField("initializer_range", "model.init_std", 0.02, null=0.02),
-  FixedField("attention_dropout", 0.0),
-)
 
 
 def read(file: str) -> ConfigReport:
@@ -80,20 +61,16 @@ def _parse(path: Path) -> Mapping[str, Any]:
 
 def _read_model(values: Mapping[str, Any], path: Path) -> ConfigReport:
   kind = values.get("model_type")
-  if not isinstance(kind, str) or kind not in TABLES:
+  if not isinstance(kind, str) or kind not in CONFIGS:
     raise ValueError(
-      f"model_type={kind!r} is not a model that can be read. Known: {', '.join(TABLES)}."
+      f"model_type={kind!r} is not a model that can be read. Known: {', '.join(CONFIGS)}."
     )
   report = ConfigReport(f"Hugging Face model, {kind}", values)
-  if report.get("num_nextn_predict_layers"):
-    report.lack("num_nextn_predict_layers", "no layers here predict further tokens")
-  if kind.startswith("deepseek"):
-    report.ignore("it says nothing of the shape", "quantization_config", "auto_map")
   implied: dict[str, Any] = {}
-  for row in (*TABLES[kind], *_OF_TRAINING):
+  for row in (*CONFIGS[kind].fields, *CONFIGS[kind].training):
     implied |= _take(report, row)
   if "moe.num_experts" in report.settings:
-    _balance(report, kind)
+    _say_what_balances(report)
   report.take("model_type", implied, "a decoder with RMSNorm, RoPE and a gated MLP")
   if lack := contradiction(report.settings):
     report.lack("model_type", lack)
@@ -115,7 +92,7 @@ def _take(report: ConfigReport, row: FieldRow) -> Mapping[str, Any]:
   taken = [key for key in row.keys if key in theirs and key not in refused]
   taken.sort(key=lambda key: theirs[key] is None)
   if not ours:
-    report.ignore("the same here", *taken)
+    report.ignore("no setting is needed for it", *taken)
   elif taken:
     report.take(taken[0], ours)
     for key in taken[1:]:
@@ -153,16 +130,7 @@ def _read_row(
     raise
 
 
-def _balance(report: ConfigReport, kind: str) -> None:
-  usual = {"olmoe": 0.01}.get(kind, 0.001)
-  if kind.startswith("deepseek"):
-    by_row = report.get("seq_aux", True)
-    loss = "moe.sequence_aux_loss" if by_row else "moe.aux_loss"
-    _take(report, SettingField("aux_loss_alpha", loss, usual, null=usual))
-    report.settings |= {"moe.aux_loss": 0.0} if by_row else {}
-    report.ignore("with aux_loss_alpha", "seq_aux")
-  else:
-    _take(report, SettingField("router_aux_loss_coef", "moe.aux_loss", usual, null=usual))
+def _say_what_balances(report: ConfigReport) -> None:
   values = {
     name: known[0].field.default for name, known in all_settings().items()
   } | report.settings

@@ -131,8 +131,8 @@ def export(
     with_changes(workdir.load_config(source), extra.get(CHANGES, {})), tokenizer.vocab_size
   )
   companions = source / COMPANIONS
-  imported = carried_fields(companions)
   table = choose_family(cfg, family).fitted(flatten(cfg))
+  imported = carried_fields(companions, table)
   if cfg.mod.routing != "none" and chosen < cfg.mod.anneal_fraction * cfg.num_steps:
     raise ValueError(
       f"at step {chosen} mod.capacity still falls (mod.anneal_fraction). Export a later step."

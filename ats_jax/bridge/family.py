@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ats_jax.bridge.transforms import Interleaved, Shape, Transform, in_order
-from ats_jax.config.names import all_settings, flatten
+from ats_jax.config.names import all_settings, flatten, settings
 from ats_jax.config.schema import Config
 from ats_jax.model.layer_kinds import layer_kinds
 
@@ -125,11 +125,13 @@ class FixedField:
     theirs: key in config.json.
     value: the supported value, which a missing field means too.
     ours: settings that the value stands for, by dotted name.
+    lack: why there is no other one, for the message.
   """
 
   theirs: str
   value: Any
   ours: tuple[tuple[str, Any], ...] = ()
+  lack: str = ""
 
   @property
   def keys(self) -> tuple[str, ...]:
@@ -140,8 +142,10 @@ class FixedField:
     """Return our settings for a config.json, by dotted name."""
     value = theirs.get(self.theirs, self.value)
     if value != self.value and (value or self.value):  # null and false are one
+      lack = f": {self.lack}" if self.lack else ""
       raise ValueError(
-        f"{self.theirs} is {value!r} in config.json, and this program has only {self.value!r}."
+        f"{self.theirs} is {value!r} in config.json, and this program has only {self.value!r}"
+        f"{lack}."
       )
     return dict(self.ours)
 
@@ -196,19 +200,15 @@ def contradiction(settings: Values) -> str:
   return ""
 
 
-# What config.json may hold beside a table's fields: it changes nothing that is computed after
-# training. An export carries it.
+# Fields of config.json that any model may have, and that bear on nothing here: an import and a run
+# from scratch pass over them, and an export gives back those of the import.
 CARRIED = frozenset(
   [
-    "attention_dropout",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
-    "initializer_range",
     "use_cache",
     "max_position_embeddings",
-    "output_router_logits",
-    "router_aux_loss_coef",
     "pretraining_tp",
     "id2label",
     "label2id",
@@ -218,14 +218,18 @@ CARRIED = frozenset(
     "return_dict",
     "chunk_size_feed_forward",
     "cache_implementation",
-    "aux_loss_alpha",
-    "seq_aux",
-    "ep_size",
   ]
 )
 # What an export writes itself.
 WRITTEN = frozenset(
   ["architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"]
+)
+
+
+# Rows of `Family.training` that most families have.
+TRAINING: tuple[FieldRow, ...] = (
+  SettingField("initializer_range", "model.init_std", 0.02, null=0.02),
+  FixedField("attention_dropout", 0.0),
 )
 
 
@@ -239,6 +243,8 @@ class Family:
     architecture: the class of the model, the `architectures` of config.json.
     rows: every array of ours is in exactly one.
     fields: every field of config.json that says what is computed.
+    training: fields that say how the model is trained, and change nothing that it computes: a run
+      from scratch takes them, an import passes over them, and an export gives them back.
     ignored: patterns of tensors that hold nothing of their own.
     fitted_rows: rows that depend on a model's settings.
     aside: pattern of the tensors that no model here has, for a config.json; an import leaves them
@@ -251,10 +257,16 @@ class Family:
   architecture: str
   rows: tuple[WeightRow | OwnWeight, ...]
   fields: tuple[FieldRow, ...]
+  training: tuple[FieldRow, ...] = TRAINING
   ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
   fitted_rows: Callable[[Values], tuple[WeightRow, ...]] = lambda _: ()
   aside: Callable[[Values], str] = lambda _: ""
   files: Callable[[], Mapping[str, str]] = lambda: {}
+
+  @property
+  def carried(self) -> frozenset[str]:
+    """Fields of config.json that an import passes over and an export gives back."""
+    return CARRIED | {key for row in self.training for key in row.keys}
 
   def fitted(self, settings: Values) -> "Family":
     """This family with all rows for a model of these settings, by dotted name."""
@@ -273,7 +285,7 @@ class Family:
       settings.update(read_row(row, theirs))
     if why := contradiction(settings):
       raise ValueError(why)
-    known = CARRIED | WRITTEN | {key for row in self.fields for key in row.keys}
+    known = self.carried | WRITTEN | {key for row in self.fields for key in row.keys}
     for key in sorted(set(theirs) - known):
       raise ValueError(
         f"{key} is {theirs[key]!r} in config.json, and this program does not know whether it "
@@ -292,34 +304,19 @@ class Family:
     return fields
 
 
-# Settings that do not change what a trained model computes.
-_OF_TRAINING = {"model.dropout", "model.init_std"} | {
-  f"moe.{name}"
-  for name in (
-    "noise",
-    "dispatch",
-    "capacity_factor",
-    "drop_policy",
-    "aux_loss",
-    "sequence_aux_loss",
-    "z_loss",
-    "bias_update",
-    "bias_rate",
-    "bias_freeze",
-  )
-}
-_OF_TRAINING |= {
-  f"mod.{name}" for name in ("start_capacity", "anneal_fraction", "rungs", "threshold_decay")
-}
-
-
 def architecture(cfg: Config) -> dict[str, Any]:
-  """The settings of a resolved config that decide what its model computes, by dotted name."""
-  flat = flatten(cfg)
+  """The settings of a resolved config that decide what its model computes, by dotted name.
+
+  What may change on resume decides nothing of it, and neither does what is for training alone.
+  """
+  flat, fields = flatten(cfg), settings(cfg)
+  is_decisive = lambda of: not of["training"] and of["resume"] == "fixed"
   sections = {"model"} | ({"moe"} if cfg.moe.num_experts else set())
   sections |= {"mod"} if cfg.mod.routing != "none" else set()
   decisive = {
-    n: v for n, v in flat.items() if n.split(".")[0] in sections and n not in _OF_TRAINING
+    name: flat[name]
+    for name, field in fields.items()
+    if name.split(".")[0] in sections and is_decisive(field.metadata)
   }
   decisive |= {name: flat[name] for name in ("moe.num_experts", "mod.routing")}
   if cfg.moe.num_experts:

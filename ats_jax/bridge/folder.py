@@ -14,7 +14,6 @@ import numpy as np
 from ats_jax.bridge import fp8_blocks, mxfp4
 from ats_jax.bridge.families import KNOWN
 from ats_jax.bridge.family import (
-  CARRIED,
   Family,
   Item,
   Values,
@@ -254,9 +253,9 @@ def copy_companions(source: os.PathLike[str], target: os.PathLike[str]) -> None:
       paths.write(copies / name, paths.read(origin / name))
 
 
-def carried_fields(companions: paths.Path) -> dict[str, Any]:
-  """Fields of the config.json of an import that an export gives back as they were."""
+def carried_fields(companions: paths.Path, family: Family) -> dict[str, Any]:
+  """Fields of the config.json of an import that an export as a family gives back as they were."""
   if not (companions / CONFIG).is_file():
     return {}
   fields = json.loads(paths.read(companions / CONFIG))
-  return {k: v for k, v in fields.items() if k in CARRIED}
+  return {k: v for k, v in fields.items() if k in family.carried}

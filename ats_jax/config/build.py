@@ -172,7 +172,7 @@ def resolve(cfg: Config, tokenizer_size: int) -> Config:
       f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens. "
       f"Use at least {tokenizer_size}, or 0 to take it from the tokenizer."
     )
-  head_dim = m.head_dim or m.d_model // m.num_heads
+  head_dim = m.head_width
   model = dataclasses.replace(
     m,
     vocab_size=vocab_size,

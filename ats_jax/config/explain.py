@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import get_args
 
 from ats_jax.config.names import Known, all_settings, conditions, default_of, in_words, is_section
+from ats_jax.config.schema.rules import format_bound
 from ats_jax.config.schema.setting import Kinds
-from ats_jax.config.validate import format_bound
 
 
 def explain(name: str) -> str:

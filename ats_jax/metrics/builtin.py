@@ -59,25 +59,6 @@ def clu(opening: Opening) -> MetricWriter:
   return cast(MetricWriter, metric_writers.create_default_writer(os.fspath(opening.folder)))
 
 
-@writers.register("wandb")
-def wandb(opening: Opening) -> MetricWriter:
-  """Weights & Biases."""
-  from ats_jax.metrics.sinks import WandbWriter
-
-  return WandbWriter(opening)
-
-
-@writers.register("mlflow")
-def mlflow(opening: Opening) -> MetricWriter:
-  """MLflow."""
-  from ats_jax.metrics.sinks import MlflowWriter
-
-  return MlflowWriter(opening)
-
-
-@writers.register("trackio")
-def trackio(opening: Opening) -> MetricWriter:
-  """Trackio."""
-  from ats_jax.metrics.sinks import TrackioWriter
-
-  return TrackioWriter(opening)
+writers.late("ats_jax.metrics.sinks:WandbWriter", "wandb")
+writers.late("ats_jax.metrics.sinks:MlflowWriter", "mlflow")
+writers.late("ats_jax.metrics.sinks:TrackioWriter", "trackio")

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.setting import Condition, when
 from ats_jax.ops import requirements
 from ats_jax.ops.attention import cudnn
 from ats_jax.ops.requirements import Device
@@ -51,18 +52,31 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-  """Its slots, and the kernels that can run there beside "xla", the preferred first."""
+  """Its slots, and the kernels that can run there beside "xla".
+
+  Attributes:
+    slots: their names.
+    kernels: the preferred first.
+    used_by: what a config must be for its runs to use the op; None = all do.
+  """
 
   slots: tuple[str, ...]
   kernels: tuple[Kernel, ...] = ()
+  used_by: Condition | None = None
+
+  def is_used(self, cfg: Config) -> bool:
+    """Whether runs of a config use it."""
+    return self.used_by is None or self.used_by.is_met(cfg)
 
 
 FORWARD_BACKWARD = ("forward", "backward")
+OF_EXPERTS = when("moe.num_experts")
+OF_8_BITS = when("precision.fp8")
 
 
-def op(slots: tuple[str, ...], *kernels: Kernel) -> Op:
+def op(slots: tuple[str, ...], *kernels: Kernel, used_by: Condition | None = None) -> Op:
   """An op with the kernels that can run in its slots, the preferred first."""
-  return Op(slots, kernels)
+  return Op(slots, kernels, used_by)
 
 
 def cuda(
@@ -82,11 +96,13 @@ def cuda(
 def reserve_of_the_loss(cfg: Config) -> str:
   """Why the loss's kernel is no default for a config, "" if it is.
 
-  With experts or 8 bits the library is built anyway. For this slot alone, the first start would
-  have to wait for the build. A sharded vocabulary always runs XLA.
+  Where another op of this run has a default of the CUDA library, that is built anyway. For this
+  slot alone, the first start would have to wait for the build. A sharded vocabulary always runs
+  XLA.
   """
-  asked = "cuda" in cfg.ops.kernels.values()
-  if not (cfg.moe.num_experts or cfg.precision.fp8 or asked):
+  others = (op for name, op in OPS.items() if name != "linear_cross_entropy" and op.is_used(cfg))
+  is_built = any(kernel.name == "cuda" and kernel.default for op in others for kernel in op.kernels)
+  if not is_built and "cuda" not in cfg.ops.kernels.values():
     return "nothing else here needs the CUDA library, whose build takes half a minute"
   return requirements.rows_of_logits(cfg)
 
@@ -130,6 +146,7 @@ OPS: dict[str, Op] = {
       input_gradient=grouped_matmul.grouped_matmul_dx,
       weight_gradient=grouped_matmul.grouped_matmul_dw,
     ),
+    used_by=OF_EXPERTS,
   ),
   "swiglu": op(
     FORWARD_BACKWARD,
@@ -168,6 +185,7 @@ OPS: dict[str, Op] = {
       transposed=quantise.transposed,
       both=quantise.both,
     ),
+    used_by=OF_8_BITS,
   ),
   "routing": op(
     FORWARD_BACKWARD,
@@ -177,6 +195,7 @@ OPS: dict[str, Op] = {
       default=True,
       forward=routing.choose,
     ),
+    used_by=OF_EXPERTS,
   ),
   "sort_by_expert": op(
     ("forward",),
@@ -186,6 +205,7 @@ OPS: dict[str, Op] = {
       default=True,
       forward=routing.sort_by_expert,
     ),
+    used_by=OF_EXPERTS,
   ),
   "take_rows": op(
     FORWARD_BACKWARD,
@@ -196,6 +216,7 @@ OPS: dict[str, Op] = {
       forward=rows.take_rows,
       backward=rows.take_rows_backward,
     ),
+    used_by=OF_EXPERTS,
   ),
   "sum_rows": op(
     FORWARD_BACKWARD,
@@ -206,6 +227,7 @@ OPS: dict[str, Op] = {
       forward=rows.sum_rows,
       backward=rows.sum_rows_backward,
     ),
+    used_by=OF_EXPERTS,
   ),
   "linear_cross_entropy": op(
     ("value", "gradient"),  # of some tokens, between the matmuls, while their logits exist

@@ -21,8 +21,6 @@ from ats_jax.ops.implementations import OPS, Kernel
 from ats_jax.ops.requirements import Device
 
 TUNING = Path(__file__).parent / "tuning"
-OF_8_BITS = ("quantise",)
-OF_EXPERTS = ("grouped_matmul", "routing", "sort_by_expert", "take_rows", "sum_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +78,9 @@ def choose(cfg: Config, device: Device) -> tuple[Kernels, tuple[Choice, ...]]:
     FallbackError: if `ops.strict` is set and the default of a GPU cannot run.
   """
   asked = asked_for(cfg)  # also for ops that this run does not use
-  unused = () if cfg.moe.num_experts else OF_EXPERTS
-  unused += () if cfg.precision.fp8 else OF_8_BITS
   names, choices = [], []
   for op, entry in OPS.items():
-    if entry.kernels and op not in unused:
+    if entry.kernels and entry.is_used(cfg):
       of_op = choose_op(cfg, device, op)
       names += [(f"{op}.{s}", c.implementation) for s, c in of_op.items()]
       choices += _merged(op, of_op)

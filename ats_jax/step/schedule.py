@@ -93,38 +93,38 @@ def _final(cfg: Config) -> float:
   return schedule.final_fraction
 
 
-# A schedule is registered as (progress, cfg, xp) -> factor. Progress runs from 0 at the end of the
-# warm-up to 1 at the end of the run; the factor multiplies the peak rate. `xp` is jax.numpy, or
-# numpy on the host: use its functions.
+# A schedule is (progress, cfg, xp) -> factor. Progress runs from 0 at the end of the warm-up to 1
+# at the end of the run; the factor multiplies the peak rate. `xp` is jax.numpy, or numpy on the
+# host: use its functions. They are registered beside their settings, in `config.schema.schedule`.
 
 
-@schedules.register("constant")
-def _constant(p: Any, cfg: Config, xp: Any) -> Any:
+def constant(p: Any, cfg: Config, xp: Any) -> Any:
+  """The peak to the end."""
   del cfg
   return xp.ones_like(p)
 
 
-@schedules.register("linear")
-def _linear(p: Any, cfg: Config, xp: Any) -> Any:
+def linear(p: Any, cfg: Config, xp: Any) -> Any:
+  """A straight line."""
   del xp
   return 1.0 - (1.0 - _final(cfg)) * p
 
 
-@schedules.register("cosine", "one_cycle")
-def _cosine(p: Any, cfg: Config, xp: Any) -> Any:
+def cosine(p: Any, cfg: Config, xp: Any) -> Any:
+  """Half a period of a cosine."""
   final = _final(cfg)
   return final + (1.0 - final) * 0.5 * (1.0 + xp.cos(xp.pi * p))
 
 
-@schedules.register("rex")  # Chen et al. 2021, arXiv:2107.04197, eq. 1
-def _rex(p: Any, cfg: Config, xp: Any) -> Any:
+def rex(p: Any, cfg: Config, xp: Any) -> Any:
+  """Reflected exponential (Chen et al. 2021, arXiv:2107.04197, eq. 1)."""
   del xp
   final = _final(cfg)
   return final + (1.0 - final) * (1.0 - p) / (0.5 + 0.5 * (1.0 - p))
 
 
-@schedules.register("wsd")  # warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395
-def _wsd(p: Any, cfg: Config, xp: Any) -> Any:
+def warmup_stable_decay(p: Any, cfg: Config, xp: Any) -> Any:
+  """The peak, then a straight line down (Hu et al. 2024, arXiv:2404.06395)."""
   schedule, warmup = cfg.optimizer.schedule, warmup_steps(cfg)
   assert isinstance(schedule, WarmupStableDecay)
   # The decay never begins before the warm-up ends.

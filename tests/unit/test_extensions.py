@@ -108,6 +108,7 @@ import optax
 from ats_jax.config.schema.optimizer import OptimizerConfig
 from ats_jax.config.schema.setting import setting
 from ats_jax.extensions import optimizers, schedules
+from ats_jax.step.optimizers.base import Optimizer
 
 @schedules.register("halved")
 def halved(progress, cfg, xp):
@@ -120,16 +121,16 @@ class Lion(OptimizerConfig):
 
 @optimizers.register("lion", settings=Lion)
 def lion(cfg, platform, kernels):
-  return optax.scale_by_lion(cfg.optimizer.momentum, float(cfg.optimizer.b2))
+  return Optimizer(optax.scale_by_lion(cfg.optimizer.momentum, float(cfg.optimizer.b2)), platform)
 """
-  changes = {"optimizer.schedule": "halved", "optimizer.name": "lion", "optimizer.grad_clip": 0.0}
-  changes |= {"optimizer.weight_decay": 0.0, "checkpoint.every_steps": 2}
+  changes = {"optimizer.schedule": "halved", "optimizer.name": "lion", "checkpoint.every_steps": 2}
   cfg = config(source, changes)
   state = train(cfg, tmp_path / "run")
   rates = [row["train/learning_rate"] for row in rows(tmp_path / "run")]
   np.testing.assert_allclose(rates, [1e-2, 1e-2, 5e-3, 5e-3])
-  assert "ScaleByLionState" in str(type(state.opt_state[0]))
-  # Every weight moves by the learning rate, as only the sign of Lion's direction counts.
+  assert "ScaleByLionState" in str(type(state.opt_state))
+  # Every weight moves by the learning rate, as only the sign of Lion's direction counts: what an
+  # optimizer returns is all that is done, and this one leaves clipping and decay out.
   moved = [row["train/update_norm"] / row["train/learning_rate"] for row in rows(tmp_path / "run")]
   np.testing.assert_allclose(moved, moved[0], rtol=1e-3)
   # A run that goes on finds Lion's state; generation needs neither it nor the file.
@@ -139,11 +140,16 @@ def lion(cfg, platform, kernels):
     assert run.step == 6
 
 
-def test_clipping_and_decay_are_those_of_the_settings(config, tmp_path):
+def test_an_optimizer_takes_clipping_and_decay_of_the_settings(config, tmp_path):
   source = """
 import optax
 from ats_jax.extensions import optimizers
-optimizers.register("plain")(lambda cfg, platform, kernels: optax.identity())
+from ats_jax.step.optimizers.base import Optimizer, clipping, decoupled_decay
+
+@optimizers.register("plain")
+def plain(cfg, platform, kernels):
+  links = (*clipping(cfg, platform), optax.identity(), *decoupled_decay(cfg))
+  return Optimizer(optax.chain(*links), platform)
 """
   changes = {
     "optimizer.name": "plain",
@@ -159,12 +165,16 @@ optimizers.register("plain")(lambda cfg, platform, kernels: optax.identity())
   assert first["train/update_norm"] > 1.5 * rows(tmp_path / "run")[0]["train/update_norm"]
 
 
-def test_an_optimizer_that_is_none(config, tmp_path):
-  source = """
+@pytest.mark.parametrize("made", ["3", "optax.sgd(1.0)"])
+def test_an_optimizer_that_is_none(config, tmp_path, made):
+  source = f"""
+import optax
 from ats_jax.extensions import optimizers
-optimizers.register("none")(lambda cfg, platform, kernels: 3)
+optimizers.register("none")(lambda cfg, platform, kernels: {made})
 """
-  with pytest.raises(ValueError, match=r"optimizer.name='none' made 3: expected an optax"):
+  with pytest.raises(
+    ValueError, match=r"optimizer.name=none made .*: expected an ats_jax.*docs/gu"
+  ):
     train(config(source, {"optimizer.name": "none"}), tmp_path / "run")
 
 
@@ -328,3 +338,20 @@ def test_what_is_built_in_is_registered_alike():
   assert {"console", "jsonl", "csv", "tensorboard", "clu"} <= set(extensions.writers)
   assert {"cosine", "linear", "wsd", "constant", "rex", "one_cycle"} == set(extensions.schedules)
   assert list(extensions.optimizers) == ["adamw"] and ".jsonl" in extensions.formats
+  for registry in (extensions.writers, extensions.schedules, extensions.optimizers):
+    assert all(callable(registry.find(name)) for name in registry)
+
+
+LATE = """
+import sys
+from ats_jax.config import base_config, from_config_dict
+from_config_dict(base_config())
+print(*(name for name in sys.modules if name.startswith("ats_jax.step")))
+"""
+
+
+def test_a_config_is_checked_without_the_parts_that_it_names():
+  result = subprocess.run(
+    [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, timeout=120
+  )
+  assert result.stdout.split() == []

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ats_jax.bridge.families import (
   deepseek,
+  gemma,
   gemma2,
   gemma3,
   gpt_oss,
@@ -23,5 +24,7 @@ FAMILIES: Mapping[str, Family] = {
   family.model_type: family
   for family in (*(module.FAMILY for module in _MODULES), deepseek.V2, deepseek.V3)
 }
+# With those of which only the config can be read, for a run from scratch.
+CONFIGS: Mapping[str, Family] = {**FAMILIES, gemma.FAMILY.model_type: gemma.FAMILY}
 # With our own format, which says everything: an export takes it only where it is asked for.
 KNOWN: Mapping[str, Family] = {**FAMILIES, own.MODEL_TYPE: own.FAMILY}

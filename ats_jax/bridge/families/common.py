@@ -93,6 +93,14 @@ def experts(
   )
 
 
+def balance_fields(usual: float = 0.001) -> tuple[FieldRow, ...]:
+  """Fields of training that balance experts; `usual` is what a missing weight of the loss means."""
+  return (
+    SettingField("router_aux_loss_coef", "moe.aux_loss", usual, null=usual),
+    ImpliedSettings((), ("output_router_logits",)),
+  )
+
+
 def gemma_fields() -> tuple[FieldRow, ...]:
   """Fields that the Gemmas share."""
   gelu = "gelu_pytorch_tanh"

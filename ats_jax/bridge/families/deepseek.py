@@ -16,6 +16,7 @@ from ats_jax.bridge.families.common import (
   size_fields,
 )
 from ats_jax.bridge.family import (
+  TRAINING,
   Family,
   FieldRow,
   FixedField,
@@ -150,12 +151,7 @@ class _Groups:
 class _Beside:
   """What changes no setting: layers kept aside, the format of the files, code in the folder."""
 
-  keys: tuple[str, ...] = (
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "quantization_config",
-    "auto_map",
-  )
+  keys: tuple[str, ...] = ("num_mtp_layers", "quantization_config", "auto_map")
 
   def read(self, theirs: Values) -> Values:
     """Return our settings for a config.json, by dotted name."""
@@ -168,6 +164,31 @@ class _Beside:
     return {"num_nextn_predict_layers": 0}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Balance:
+  """`aux_loss_alpha`, the weight of the balance loss: of each row, or of the whole batch."""
+
+  keys: tuple[str, ...] = ("aux_loss_alpha", "seq_aux")
+
+  def read(self, theirs: Values) -> Values:
+    """Return our settings for a config.json, by dotted name."""
+    by_row = theirs.get("seq_aux") in (None, True)
+    loss = "moe.sequence_aux_loss" if by_row else "moe.aux_loss"
+    weight = SettingField("aux_loss_alpha", loss, 0.001, null=0.001).read(theirs)
+    return {"moe.aux_loss": 0.0, **weight}
+
+  def write(self, cfg: Config) -> Values:
+    """Return the fields of config.json for a resolved config."""
+    del cfg
+    return {}
+
+
+OF_TRAINING: tuple[FieldRow, ...] = (
+  *TRAINING,
+  _Balance(),
+  FixedField("num_nextn_predict_layers", 0, lack="no layers here predict further tokens"),
+  ImpliedSettings((), ("ep_size",)),
+)
 SHARED: tuple[FieldRow, ...] = (
   *size_fields(eps=1e-6),
   SettingField("kv_lora_rank", "model.kv_latent_dim", 512),
@@ -188,6 +209,7 @@ V2 = Family(
   rows=(*experts("mlp", "gate_proj", "up_proj", "down_proj"), *ROWS),
   fitted_rows=rotated,
   aside=next_tokens,
+  training=OF_TRAINING,
   fields=(
     *SHARED,
     _Groups(),
@@ -213,6 +235,7 @@ V3 = Family(
   ),
   fitted_rows=rotated,
   aside=next_tokens,
+  training=OF_TRAINING,
   fields=(
     *SHARED,
     SettingField("n_group", "moe.num_groups", 8),

@@ -12,9 +12,17 @@ from ats_jax.bridge.families.common import (
   L,
   Layers,
   RopeFields,
+  balance_fields,
   size_fields,
 )
-from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, WeightRow
+from ats_jax.bridge.family import (
+  TRAINING,
+  Family,
+  FixedField,
+  ImpliedSettings,
+  SettingField,
+  WeightRow,
+)
 from ats_jax.bridge.transforms import SAME, TRANSPOSED, TRANSPOSED_2, Interleaved
 
 _MLP, _EXPERTS = f"{L}/mlp", f"{THEIRS}.mlp.experts"
@@ -77,4 +85,5 @@ FAMILY = Family(
     # Copies of other fields in the published files, which nothing reads.
     ImpliedSettings((), ("experts_per_token", "initial_context_length")),
   ),
+  training=(*TRAINING, *balance_fields()),
 )

@@ -8,10 +8,11 @@ from ats_jax.bridge.families.common import (
   KVHeads,
   Layers,
   RopeFields,
+  balance_fields,
   experts,
   size_fields,
 )
-from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField
+from ats_jax.bridge.family import TRAINING, Family, FixedField, ImpliedSettings, SettingField
 
 FAMILY = Family(
   name="Mixtral",
@@ -31,4 +32,5 @@ FAMILY = Family(
     FixedField("router_jitter_noise", 0.0),
     ImpliedSettings((("moe.renormalize", True), ("moe.bias_update", "none"))),
   ),
+  training=(*TRAINING, *balance_fields()),
 )

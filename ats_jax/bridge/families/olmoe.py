@@ -8,10 +8,11 @@ from ats_jax.bridge.families.common import (
   EqualHeads,
   KVHeads,
   RopeFields,
+  balance_fields,
   experts,
   size_fields,
 )
-from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField
+from ats_jax.bridge.family import TRAINING, Family, FixedField, ImpliedSettings, SettingField
 
 FAMILY = Family(
   name="OLMoE",
@@ -41,4 +42,5 @@ FAMILY = Family(
       )
     ),
   ),
+  training=(*TRAINING, *balance_fields(0.01)),
 )

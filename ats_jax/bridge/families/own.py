@@ -149,6 +149,7 @@ FAMILY = Family(
   architecture="AtsJaxForCausalLM",
   rows=(),
   fields=(Settings(),),
+  training=(),
   fitted_rows=_rows,
   files=lambda: {f"{remote_code.MODULE}.py": remote_code.source()},
 )

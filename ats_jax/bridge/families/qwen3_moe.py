@@ -11,10 +11,18 @@ from ats_jax.bridge.families.common import (
   HeadDim,
   KVHeads,
   RopeFields,
+  balance_fields,
   experts,
   size_fields,
 )
-from ats_jax.bridge.family import Family, FixedField, ImpliedSettings, SettingField, Values
+from ats_jax.bridge.family import (
+  TRAINING,
+  Family,
+  FixedField,
+  ImpliedSettings,
+  SettingField,
+  Values,
+)
 from ats_jax.config.schema import Config
 
 
@@ -80,4 +88,5 @@ FAMILY = Family(
     FixedField("sliding_window", None),
     ImpliedSettings((("model.qk_norm", True), ("moe.bias_update", "none"))),
   ),
+  training=(*TRAINING, *balance_fields()),
 )

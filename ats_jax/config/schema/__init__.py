@@ -2,12 +2,15 @@
 
 A file a section; this one assembles them.
 
-`configs/*.py` edit these through an ml_collections ConfigDict (`base.py`); `build.py` turns the
-result back into these frozen classes; `validate.py` holds the rules that join several fields.
+`configs/*.py` edit these through an ml_collections ConfigDict (`tree.py`); `build.py` turns the
+result back into these frozen classes. A rule that joins several settings is in the `check` of a
+section that it is about, or in its `check_length` if it needs to know `num_steps`.
 """
 
 import dataclasses
+from typing import Any
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.checkpoint import CheckpointConfig
 from ats_jax.config.schema.data import DataConfig
 from ats_jax.config.schema.eval import EvalConfig
@@ -137,3 +140,20 @@ class Config:
   def counts_epochs(self) -> bool:
     """Whether `num_steps` is not what the user says, but follows from the data."""
     return self.num_epochs > 0 or self.length != "given"
+
+  def check(self, cfg: Any) -> None:
+    """Refuse two lengths of the run, and caches on a store."""
+    del cfg
+    for name in ("compilation_cache", "data.cache_dir"):
+      rules.is_local(self, name)
+    if self.length != "given" and self.num_epochs:
+      most = " and most_epochs" if self.length == "budget" else ""
+      raise ValueError(
+        f"num_epochs={self.num_epochs} and length={self.length} both say when to end. Use "
+        f"num_epochs=0{most}, or length=given."
+      )
+    if self.length == "budget":
+      advice = ". Raise most_epochs or lower least_epochs."
+      rules.at_most(self, "least_epochs", "most_epochs", advice)
+      if not self.most_epochs:
+        raise ValueError("most_epochs=0 trains nothing: use a positive number of passes, e.g. 4.")

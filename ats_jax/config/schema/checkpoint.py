@@ -1,7 +1,9 @@
 """The section `checkpoint`."""
 
 import dataclasses
+from typing import Any
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.setting import setting, when
 
 
@@ -30,3 +32,12 @@ class CheckpointConfig:
     needs=when("checkpoint.local_every"),
   )
   asynchronous: bool = setting(True, "write in the background", resume="free")
+
+  def check(self, cfg: Any) -> None:
+    """Refuse snapshots without a folder, or with one on a store."""
+    rules.is_local(cfg, "checkpoint.local_dir")
+    if self.local_every and not self.local_dir:
+      raise ValueError(
+        f"checkpoint.local_every={self.local_every} needs a folder for its snapshots. Set "
+        "checkpoint.local_dir, or checkpoint.local_every=0."
+      )

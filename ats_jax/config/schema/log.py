@@ -1,7 +1,9 @@
 """The section `log`."""
 
 import dataclasses
+from typing import Any
 
+from ats_jax import extensions
 from ats_jax.config.schema.setting import Condition, setting
 
 _OF_FILES = {"console", "jsonl", "csv", "tensorboard", "clu"}
@@ -43,3 +45,9 @@ class LogConfig:
     low=0,
     resume="free",
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse a writer that is none, unless an extension may bring it that is not loaded yet."""
+    for name in self.writers:
+      if name not in extensions.writers and extensions.are_loaded(cfg.extensions):
+        raise ValueError(extensions.writers.unknown(name))

@@ -1,8 +1,25 @@
 """The section `mesh`."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.setting import setting, when
+
+
+class Cut(NamedTuple):
+  """A way in which the positions of a row are cut.
+
+  Attributes:
+    ways: parts of a row.
+    words: the settings that ask for it, for messages.
+    instead: what to set to do without it.
+  """
+
+  ways: int
+  words: str
+  instead: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +93,62 @@ class MeshConfig:
     resume="free",
     needs=when("mesh.data", no=1),
   )
+
+  def cuts(self) -> Iterator[Cut]:
+    """The ways in which the positions of a row are cut."""
+    ways, tensor = self.context, self.tensor
+    if self.shard_residuals:
+      words = f"mesh.shard_residuals with mesh.context={ways} x mesh.tensor={tensor}"
+      yield Cut(ways * tensor, f"{words} = {ways * tensor}", "mesh.shard_residuals=false")
+    if ways > 1:
+      yield Cut(ways, f"mesh.context={ways}", "another mesh.context")
+    if self.context_ring:
+      words = f"mesh.context_ring with 2 x mesh.context={ways} = {2 * ways} chunks a row"
+      yield Cut(2 * ways, words, "mesh.context_ring=false")
+
+  def check(self, cfg: Any) -> None:
+    """Refuse axes that do not divide what they cut, and ways to send weights that there are not."""
+    for name in ("model.num_heads", "model.num_kv_heads"):
+      rules.divides(cfg, "mesh.tensor", name, "Heads are sharded over 'tensor'.")
+    if self.data != -1 and self.data < 1:
+      raise ValueError(f"mesh.data={self.data}: use a positive number, or -1 for all that is left.")
+    self._check_rows(cfg)
+    if self.compress_gradients != "none" and self.stage > 1:
+      raise ValueError(
+        f"mesh.compress_gradients={self.compress_gradients} with mesh.stage={self.stage}: a "
+        "pipeline makes the gradients of all replicas in one pass, which sums them. Set "
+        "mesh.compress_gradients=none, or mesh.stage=1 with mesh.fsdp."
+      )
+    self._check_gathered()
+
+  def _check_rows(self, cfg: Any) -> None:
+    ways, tensor, heads = self.context, self.tensor, cfg.model.num_heads
+    for cut in self.cuts():
+      if cfg.data.seq_len % cut.ways:
+        raise ValueError(
+          f"{cut.words} does not divide data.seq_len={cfg.data.seq_len}: the devices along a row "
+          f"have equal parts of it. Use a multiple of {cut.ways}, or {cut.instead}."
+        )
+    if ways == 1:
+      return
+    if not self.context_ring and heads % (ways * tensor):
+      raise ValueError(
+        f"mesh.context={ways} x mesh.tensor={tensor} does not divide model.num_heads={heads}: in "
+        "attention each device has whole rows of some heads. Use a divisor, or "
+        "mesh.context_ring=true; mesh.fsdp and mesh.data take devices too."
+      )
+    if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
+      raise ValueError(
+        f"mesh.context={ways} with moe.dispatch=capacity: experts have places by whole row, and a "
+        "device has a part of it. Set moe.dispatch=dropless, or mesh.context=1."
+      )
+
+  def _check_gathered(self) -> None:
+    idle = {"fsdp": self.fsdp * self.expert * self.context == 1, "stage": self.stage > 1}
+    asked = [name for name in ("keep_gathered", "copy_engines") if getattr(self, name)]
+    if asked and any(idle.values()):
+      name = next(name for name, is_idle in idle.items() if is_idle)
+      raise ValueError(
+        f"mesh.{asked[0]}=true does nothing with mesh.{name}={getattr(self, name)}: it is for "
+        f"weights that are sharded and that no pipeline gathers. Set mesh.{asked[0]}=false."
+      )

@@ -1,7 +1,9 @@
 """The section `model`."""
 
 import dataclasses
+from typing import Any
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.rope import ROPE_SCALINGS, RopeScaling
 from ats_jax.config.schema.setting import section, setting, when
 
@@ -105,8 +107,69 @@ class ModelConfig:
   )
   post_norms: bool = setting(False, "RMS-normalise the output of each sub-layer too")
   norm_plus_one: bool = setting(False, "norms multiply by 1 + weight; weights begin with 0")
-  dropout: float = setting(0.0, "rate on the output of each sub-layer", low=0.0, high=0.9)
+  dropout: float = setting(
+    0.0, "rate on the output of each sub-layer", low=0.0, high=0.9, training=True
+  )
   norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", low=0.0)
   init_std: float = setting(
-    0.02, "standard deviation of weights; residual outputs get it / sqrt(2 * num_layers)", low=0.0
+    0.02,
+    "standard deviation of weights; residual outputs get it / sqrt(2 * num_layers)",
+    low=0.0,
+    training=True,
   )
+
+  @property
+  def head_width(self) -> int:
+    """`head_dim`, or what its 0 stands for."""
+    return self.head_dim or self.d_model // self.num_heads
+
+  def check(self, cfg: Any) -> None:
+    """Refuse heads that do not share widths, and layers that none of this can be."""
+    advice = "Each key/value head serves the same number of query heads; use a divisor."
+    rules.divides(cfg, "model.num_kv_heads", "model.num_heads", advice)
+    if not self.head_dim:
+      advice = "Change one of them, or set model.head_dim."
+      rules.divides(cfg, "model.num_heads", "model.d_model", advice)
+    if self.kv_latent_dim:
+      self._check_latents()
+    elif self.head_width % 2:
+      raise ValueError(
+        f"the head dimension is {self.head_width}: RoPE needs pairs. Make model.head_dim even."
+      )
+    self._check_windows(cfg)
+    if self.qk_norm_scope == "all" and cfg.mesh.tensor > 1:
+      raise ValueError(
+        f"model.qk_norm_scope=all takes all heads together; mesh.tensor={cfg.mesh.tensor} splits "
+        "them. Use mesh.tensor=1."
+      )
+
+  def _check_latents(self) -> None:
+    if not 0 < self.latent_rope_dim < self.head_width or self.latent_rope_dim % 2:
+      raise ValueError(
+        f"model.latent_rope_dim={self.latent_rope_dim} of a head dimension of {self.head_width}: "
+        "an even number is rotated, and not all."
+      )
+    if self.num_kv_heads != self.num_heads:
+      raise ValueError(
+        f"model.num_kv_heads={self.num_kv_heads} with model.kv_latent_dim={self.kv_latent_dim}: "
+        f"each of model.num_heads={self.num_heads} has its own keys there. Set both alike."
+      )
+    for name in ("qkv_bias", "attn_out_bias", "attn_sinks", "qk_norm", "attn_soft_cap", "window"):
+      if getattr(self, name):
+        raise ValueError(
+          f"model.{name}={getattr(self, name)} with model.kv_latent_dim={self.kv_latent_dim}: "
+          "latent attention has none. Set one of them to nothing."
+        )
+
+  def _check_windows(self, cfg: Any) -> None:
+    if self.full_every == 1:
+      raise ValueError("model.full_every=1 leaves no layer with a window. Set model.window=0.")
+    if self.window_rope_theta and self.window_rope_theta < 1.0:
+      raise ValueError(
+        f"model.window_rope_theta={self.window_rope_theta} is below 1. Use 0 or 1e4."
+      )
+    if self.window and cfg.mod.routing != "none":
+      raise ValueError(
+        f"model.window={self.window} with mod.routing={cfg.mod.routing}: in a layer that skips "
+        "tokens a window would count others. Set one of them to none."
+      )

@@ -1,8 +1,9 @@
 """The section `moe`."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.exchange import EXCHANGES, Exchange
 from ats_jax.config.schema.setting import section, setting, when
 
@@ -35,7 +36,10 @@ class MoEConfig:
   route_scale: float = setting(1.0, "multiplies the weights of the experts", low=0.0)
   temperature: float = setting(1.0, "divides the router's logits", low=0.01, high=100.0)
   noise: float = setting(
-    0.0, "standard deviation of what is added to the logits when training chooses experts", low=0.0
+    0.0,
+    "standard deviation of what is added to the logits when training chooses experts",
+    low=0.0,
+    training=True,
   )
   num_groups: int = setting(
     1, "groups of neighbouring experts, of which a token uses top_groups; 1 = no limit", low=1
@@ -63,26 +67,37 @@ class MoEConfig:
     "'dropless' computes every choice; 'capacity' gives an expert room for capacity_factor times "
     "its fair share of each row and drops the rest (training only)",
     choices=("dropless", "capacity"),
+    training=True,
   )
   capacity_factor: float = setting(
-    1.25, "room of an expert over its fair share", low=0.1, needs=when("moe.dispatch", "capacity")
+    1.25,
+    "room of an expert over its fair share",
+    low=0.1,
+    needs=when("moe.dispatch", "capacity"),
+    training=True,
   )
   drop_policy: str = setting(
     "position",
     "who keeps a place in a full expert: the first in the row, or the highest weight",
     choices=("position", "weight"),
     needs=when("moe.dispatch", "capacity"),
+    training=True,
   )
   exchange: Exchange = section(EXCHANGES, "allgather")
   aux_loss: float = setting(
-    0.001, "weight of the Switch balance loss over the global batch", low=0.0
+    0.001, "weight of the Switch balance loss over the global batch", low=0.0, training=True
   )
-  sequence_aux_loss: float = setting(0.0, "weight of the balance loss within each row", low=0.0)
-  z_loss: float = setting(0.001, "weight of mean(logsumexp(router logits)^2)", low=0.0)
+  sequence_aux_loss: float = setting(
+    0.0, "weight of the balance loss within each row", low=0.0, training=True
+  )
+  z_loss: float = setting(
+    0.001, "weight of mean(logsumexp(router logits)^2)", low=0.0, training=True
+  )
   bias_update: str = setting(
     "proportional",
     "how the selection bias follows the load: not, by the error's sign, or by the error",
     choices=("none", "sign", "proportional"),
+    training=True,
   )
   bias_on: str = setting(
     "logits",
@@ -96,6 +111,7 @@ class MoEConfig:
     low=0.0,
     high=1.0,
     needs=when("moe.bias_update", no="none"),
+    training=True,
   )
   bias_freeze: float = setting(
     0.05,
@@ -103,4 +119,47 @@ class MoEConfig:
     low=0.0,
     high=1.0,
     needs=when("moe.bias_update", no="none"),
+    training=True,
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse experts that no layer or device can have, and choices among them that cannot be."""
+    if not self.num_experts:
+      return
+    advice = ". A token goes to each expert at most once; lower top_k or add experts."
+    rules.at_most(cfg, "moe.top_k", "moe.num_experts", advice)
+    layers = cfg.model.num_layers
+    if self.dense_first + self.dense_last + self.every > layers:
+      raise ValueError(
+        f"no layer has experts: moe.dense_first={self.dense_first}, "
+        f"moe.dense_last={self.dense_last} and moe.every={self.every} leave none of "
+        f"model.num_layers={layers}. Lower one of them, or set moe.num_experts=0."
+      )
+    if (self.num_experts + self.spare_experts) % cfg.mesh.expert:
+      spare = f" + moe.spare_experts={self.spare_experts}" if self.spare_experts else ""
+      raise ValueError(
+        f"mesh.expert={cfg.mesh.expert} does not divide moe.num_experts={self.num_experts}{spare}. "
+        "Each device holds the same number of experts; change one of them."
+      )
+    if self.num_groups > 1:
+      self._check_groups(cfg)
+    if self.null_experts and self.dispatch == "capacity":
+      raise ValueError(
+        f"moe.null_experts={self.null_experts} needs moe.dispatch=dropless: in capacity mode every "
+        "expert computes all its places, so that nothing is saved. Set moe.null_experts=0, or "
+        "moe.dispatch=dropless."
+      )
+
+  def _check_groups(self, cfg: Any) -> None:
+    for name in ("moe.num_experts", "moe.spare_experts"):
+      rules.divides(cfg, "moe.num_groups", name, "Groups are of one size; change one of them.")
+    rules.at_most(cfg, "moe.top_groups", "moe.num_groups", ". Lower top_groups.")
+    if self.top_k > (reach := self.top_groups * self.num_experts // self.num_groups):
+      raise ValueError(
+        f"moe.top_k={self.top_k} exceeds the {reach} experts of moe.top_groups={self.top_groups} "
+        "groups. Raise top_groups or lower top_k."
+      )
+    if self.null_experts:
+      raise ValueError(
+        f"moe.null_experts={self.null_experts} belong to no group: use them with moe.num_groups=1."
+      )

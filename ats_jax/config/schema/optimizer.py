@@ -1,13 +1,22 @@
 """The section `optimizer`."""
 
 import dataclasses
+import math
 from typing import Any
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.schedule import SCHEDULES, Schedule
 from ats_jax.config.schema.setting import Kinds, section, setting, when
 from ats_jax.extensions import optimizers
 
 OPTIMIZERS = Kinds("optimizer", "what makes directions of gradients", registry=optimizers)
+
+
+def check_averages(optimizer: "OptimizerConfig", *names: str) -> None:
+  """Refuse a decay of 1 of an average of gradients: a rule for `check` of any optimizer."""
+  for name in names:
+    if getattr(optimizer, name) == 1.0:
+      raise ValueError(f"optimizer.{name}=1 never takes a gradient in. Use less than 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +50,25 @@ class OptimizerConfig:
     high=1.0,
   )
 
+  def check_length(self, cfg: Any) -> None:
+    """Refuse a warm-up that does not end."""
+    advice = (
+      ". Shorten the warm-up, train longer, or use optimizer.warmup_fraction, a share of the run, "
+      "with warmup_steps=0."
+    )
+    rules.at_most(cfg, "optimizer.warmup_steps", "num_steps", advice)
+
   def formats(self) -> dict[str, str]:
     """The dtype of each array that is kept beside a parameter, by its name in the state."""
     return {}
 
+  def for_larger_batches(self, by: int) -> dict[str, Any] | None:
+    """Settings that train on batches `by` times as large as these do; None = no rule is known."""
+    del by
+    return None
 
-@OPTIMIZERS.register
+
+@OPTIMIZERS.of_part("ats_jax.step.optimizers.adamw:adamw")
 @dataclasses.dataclass(frozen=True)
 class AdamW(OptimizerConfig):
   """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
@@ -60,9 +82,7 @@ class AdamW(OptimizerConfig):
   def check(self, cfg: Any) -> None:
     """Refuse what never takes a gradient in, or divides 0 by 0."""
     del cfg
-    for name in ("b1", "b2"):
-      if getattr(self, name) == 1.0:
-        raise ValueError(f"optimizer.{name}=1 never takes a gradient in. Use less than 1.")
+    check_averages(self, "b1", "b2")
     if self.eps == 0.0:
       raise ValueError(
         "optimizer.eps=0 divides 0 by 0 where a gradient is 0, as for tokens not seen yet. "
@@ -72,3 +92,15 @@ class AdamW(OptimizerConfig):
   def formats(self) -> dict[str, str]:
     """The dtypes of the two moments."""
     return {"mu": self.mu_dtype, "nu": self.nu_dtype}
+
+  def for_larger_batches(self, by: int) -> dict[str, Any]:
+    """The rate times sqrt(by) (Malladi et al. 2022, arXiv:2205.10287); times in tokens stay.
+
+    Those are the half-life of the second moment (Marek et al. 2025, arXiv:2507.07101) and the time
+    scale of the decay, batch / (rate * decay) (Wang & Aitchison 2024, arXiv:2405.13698).
+    """
+    return {
+      "learning_rate": math.sqrt(by) * self.learning_rate,
+      "b2": self.b2**by,
+      "weight_decay": math.sqrt(by) * self.weight_decay,
+    }

@@ -1,9 +1,12 @@
 """The section `orchestrator`."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.setting import setting, when
+
+PROBE_POSITIONS = 256  # of the probe's rows, where those of training are longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,3 +67,29 @@ class OrchestratorConfig:
     resume="free",
     needs=when("orchestrator.mode", "act"),
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse a mesh that the probe's rows cannot be cut for."""
+    if self.mode == "off" or cfg.data.seq_len <= PROBE_POSITIONS:
+      return
+    for cut in cfg.mesh.cuts():
+      if PROBE_POSITIONS % cut.ways:
+        raise ValueError(
+          f"{cut.words} with orchestrator.mode={self.mode}: its probe has rows of "
+          f"{PROBE_POSITIONS} positions, which it does not divide. Use a power of two, or "
+          "orchestrator.mode=off."
+        )
+
+  def check_length(self, cfg: Any) -> None:
+    """Refuse a run that ends before the first look, or has nothing to roll back to."""
+    if self.mode == "off":
+      return
+    advice = ": nobody would ever look. Use a tenth of the run or less, or orchestrator.mode=off."
+    rules.at_most(cfg, "orchestrator.check_interval", "num_steps", advice)
+    every, steps = cfg.checkpoint.every_steps, cfg.num_steps
+    if self.mode == "act" and self.snapshot_gb == 0.0 and every >= steps:
+      raise ValueError(
+        f"orchestrator.snapshot_gb=0 and checkpoint.every_steps={every} of num_steps={steps} leave "
+        "nothing to roll back to. Allow snapshots, save more often, or use "
+        "orchestrator.mode=observe."
+      )

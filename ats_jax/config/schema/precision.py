@@ -1,8 +1,11 @@
 """The section `precision`."""
 
 import dataclasses
+from typing import Any
 
 from ats_jax.config.schema.setting import setting, when
+
+EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,3 +37,33 @@ class PrecisionConfig:
   deterministic: bool = setting(
     False, "GPU: bit-equal reruns, at a cost in speed (docs/reference/performance.md)"
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse 8 bits without a layer for them, or of sizes that their matmuls do not take."""
+    if not self.fp8:
+      return
+    m, tensor = cfg.model, cfg.mesh.tensor
+    if self.fp8_keep_first + self.fp8_keep_last >= m.num_layers:
+      raise ValueError(
+        f"precision.fp8_keep_first={self.fp8_keep_first} and fp8_keep_last={self.fp8_keep_last} "
+        f"leave none of {m.num_layers} layers for 8 bits. Lower them, or set precision.fp8=false."
+      )
+    ways = cfg.mesh.context * (tensor if cfg.mesh.shard_residuals else 1)
+    widths = {
+      "model.d_model": m.d_model,
+      "model.num_heads x head_dim": m.num_heads * m.head_width // tensor,
+      "model.num_kv_heads x head_dim": m.num_kv_heads * m.head_width // tensor,
+      "model.kv_latent_dim": m.kv_latent_dim,
+      "model.kv_latent_dim + latent_rope_dim": m.kv_latent_dim + m.latent_rope_dim,
+      "model.q_latent_dim": m.q_latent_dim,
+      "model.num_heads x v_head_dim": m.num_heads * m.v_head_dim // tensor,
+      "model.num_heads x latent_rope_dim": m.num_heads * m.latent_rope_dim // tensor,
+      "model.d_ff": m.d_ff // tensor,
+      "data.seq_len": cfg.data.seq_len // ways,
+    }
+    for name, width in widths.items():
+      if width % EIGHT_BIT_MULTIPLE:
+        raise ValueError(
+          f"precision.fp8 needs multiples of {EIGHT_BIT_MULTIPLE}: {name} is {width} on a device. "
+          "Change it, or set precision.fp8=false."
+        )

@@ -15,7 +15,7 @@ class Schedule:
   name: str = SCHEDULES.tag("constant")
 
 
-@SCHEDULES.register
+@SCHEDULES.of_part("ats_jax.step.schedule:constant")
 @dataclasses.dataclass(frozen=True)
 class Constant(Schedule):
   """The peak to the end."""
@@ -30,7 +30,7 @@ class Falling(Schedule):
   )
 
 
-@SCHEDULES.register
+@SCHEDULES.of_part("ats_jax.step.schedule:linear")
 @dataclasses.dataclass(frozen=True)
 class Linear(Falling):
   """A straight line from the peak to the end of the run."""
@@ -38,7 +38,7 @@ class Linear(Falling):
   name: str = SCHEDULES.tag("linear")
 
 
-@SCHEDULES.register
+@SCHEDULES.of_part("ats_jax.step.schedule:cosine")
 @dataclasses.dataclass(frozen=True)
 class Cosine(Falling):
   """Half a period of a cosine from the peak to the end of the run."""
@@ -46,7 +46,7 @@ class Cosine(Falling):
   name: str = SCHEDULES.tag("cosine")
 
 
-@SCHEDULES.register
+@SCHEDULES.of_part("ats_jax.step.schedule:cosine")
 @dataclasses.dataclass(frozen=True)
 class OneCycle(Falling):
   """A cosine, with a warm-up of 30 % of the run where none is given (Smith & Topin 2018)."""
@@ -54,7 +54,7 @@ class OneCycle(Falling):
   name: str = SCHEDULES.tag("one_cycle")
 
 
-@SCHEDULES.register
+@SCHEDULES.of_part("ats_jax.step.schedule:rex")
 @dataclasses.dataclass(frozen=True)
 class Rex(Falling):
   """Reflected exponential (Chen et al. 2021, arXiv:2107.04197)."""
@@ -62,7 +62,7 @@ class Rex(Falling):
   name: str = SCHEDULES.tag("rex")
 
 
-@SCHEDULES.register
+@SCHEDULES.of_part("ats_jax.step.schedule:warmup_stable_decay")
 @dataclasses.dataclass(frozen=True)
 class WarmupStableDecay(Falling):
   """The peak, then a straight line down (Hu et al. 2024, arXiv:2404.06395)."""

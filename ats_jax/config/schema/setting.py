@@ -1,7 +1,8 @@
 """One setting: its default, and what the tools need to know of it; kinds of a section."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ats_jax.extensions import Registry
@@ -13,6 +14,14 @@ class Checked(Protocol):
 
   def check(self, cfg: Any) -> None:
     """Raise a ValueError if the whole config `cfg` breaks one."""
+
+
+@runtime_checkable
+class LengthChecked(Protocol):
+  """A section with rules about the length of the run."""
+
+  def check_length(self, cfg: Any) -> None:
+    """Raise a ValueError if the whole config `cfg`, whose `num_steps` is known, breaks one."""
 
 
 class Condition(NamedTuple):
@@ -27,6 +36,10 @@ class Condition(NamedTuple):
   setting: str
   words: str
   holds: Callable[[Any], bool]
+
+  def is_met(self, cfg: Any) -> bool:
+    """Whether it holds of a whole config."""
+    return self.holds(operator.attrgetter(self.setting)(cfg))
 
 
 def when(setting: str, *values: Any, above: float | None = None, no: Any = None) -> Condition:
@@ -59,6 +72,7 @@ def setting(
   resume: str = "fixed",
   needs: Condition | None = None,
   elements: "Kinds | None" = None,
+  training: bool = False,
 ) -> Any:
   """Declare one setting.
 
@@ -72,10 +86,12 @@ def setting(
     resume: "fixed" if a workdir must be resumed with the same value, "free" if it may change.
     needs: without it the setting has no effect, and only the default is legal.
     elements: of a list of dataclasses, the kinds that each of them is one of.
+    training: of a section of the model: it decides how that is trained, and nothing that a trained
+      one computes.
   """
   metadata = dict(
     doc=doc, unit=unit, low=low, high=high, choices=choices, resume=resume, needs=needs,
-    elements=elements,
+    elements=elements, training=training,
   )  # fmt: skip
   return dataclasses.field(default=default, metadata=metadata)
 
@@ -112,8 +128,8 @@ class Kinds:
       path: of the section in a config, e.g. "model.rope_scaling".
       doc: what the choice decides.
       resume: as of `setting`, of the choice.
-      registry: of parts that users may add; a part that was registered without settings of its own
-        is a kind that has those of the base alone.
+      registry: of the parts that the kinds are settings of, to which users may add; a part that was
+        registered without settings of its own is a kind that has those of the base alone.
     """
     self.path, self._doc, self._resume, self._registry = path, doc, resume, registry
     self._classes: dict[str, type] = {}
@@ -125,10 +141,32 @@ class Kinds:
 
   def register[C: type](self, cls: C) -> C:
     """Decorate the dataclass of a kind."""
+    assert self._registry is None, "the kinds of a registry have parts: use `of_part`"
+    self._classes[self._name(cls)] = cls
+    return cls
+
+  def of_part[C: type](self, place: str) -> Callable[[C], C]:
+    """Decorate the dataclass of a kind, and register the part whose settings it has.
+
+    Args:
+      place: "module:attribute" of the part, which is imported when it is asked for.
+    """
+
+    def add(cls: C) -> C:
+      assert self._registry is not None
+      self._registry.late(place, self._name(cls), settings=cls)
+      return cls
+
+    return add
+
+  def _name(self, cls: type) -> str:
     (name,) = (f.default for f in dataclasses.fields(cls) if f.name == self.TAG)
     assert isinstance(name, str)
-    self._classes[name] = cls
-    return cls
+    return name
+
+  @property
+  def _known(self) -> Mapping[str, type | None]:
+    return self._classes if self._registry is None else self._registry.added()
 
   @property
   def is_open(self) -> bool:
@@ -143,7 +181,7 @@ class Kinds:
   @property
   def base(self) -> type:
     """The class that all kinds derive from."""
-    cls = next(iter(self._classes.values()))
+    cls = next(cls for cls in self._known.values() if cls is not None)
     return next(c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
 
   def own(self, name: str) -> frozenset[str]:
@@ -167,8 +205,7 @@ class Kinds:
     Raises:
       ValueError: if an extension registered a part with settings that do not derive from the base.
     """
-    of_extension = None if self._registry is None else self._registry.added().get(name)
-    cls = self._classes.get(name) or of_extension or self.base
+    cls = self._known.get(name) or self.base
     if not issubclass(cls, self.base):
       raise ValueError(
         f"{self.path}={name}: its settings, {cls.__name__}, must derive from "
@@ -180,7 +217,7 @@ class Kinds:
     return name in tuple(self)
 
   def __iter__(self) -> Iterator[str]:
-    return iter({**self._classes, **({} if self._registry is None else self._registry.added())})
+    return iter(dict(self._known))
 
 
 def section(kinds: Kinds, name: str) -> Any:

@@ -1,7 +1,9 @@
 """The section `step`."""
 
 import dataclasses
+from typing import Any
 
+from ats_jax.config.schema import rules
 from ats_jax.config.schema.setting import Table, setting, when
 
 
@@ -49,3 +51,8 @@ class StepConfig:
   label_smoothing: float = setting(
     0.0, "share of the target spread over the vocabulary", low=0.0, high=0.9
   )
+
+  def check(self, cfg: Any) -> None:
+    """Refuse micro-batches of no whole number of rows."""
+    advice = "A micro-batch is a whole number of rows; change one of them."
+    rules.divides(cfg, "step.accum_steps", "data.batch_size", advice)

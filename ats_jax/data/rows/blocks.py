@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ats_jax.config.context import PROBE_POSITIONS
+from ats_jax.config.schema.orchestrator import PROBE_POSITIONS
 from ats_jax.data.rows.contract import Rows
 
 SHORT = PROBE_POSITIONS  # in a block, where rows are longer

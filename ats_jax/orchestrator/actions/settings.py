@@ -7,7 +7,6 @@ evaluation and generation use each checkpoint as it was made.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -16,11 +15,10 @@ import jax
 from ats_jax.config.build import with_settings
 from ats_jax.config.names import flatten
 from ats_jax.config.schema import Config
-from ats_jax.config.schema.optimizer import AdamW
 from ats_jax.config.schema.schedule import WarmupStableDecay
 from ats_jax.orchestrator.actions.base import Action, Host, Now, Settings
 from ats_jax.sharding.mesh import mesh_sizes
-from ats_jax.step.optimizers.adamw import within_bound
+from ats_jax.step.optimizers import build_optimizer
 from ats_jax.step.schedule import decay_from, learning_rate
 from ats_jax.step.state import TrainState
 
@@ -66,14 +64,14 @@ class ChangeSettings(Action):
     return dataclasses.replace(self, before=tuple((name, flat[name]) for name, _ in self.settings))
 
   def apply(self, state: TrainState, cfg: Config, saved: TrainState | None = None) -> TrainState:
-    """Adapt the state to the new settings: the reflex's limit on the rate, moments under `b2`."""
+    """Adapt the state to the new settings: the reflex's limit on the rate, the optimizer's own."""
     new = with_settings(cfg, dict(self.settings))
     if state.control is None or state.reflex is None:
       return state
     wanted = learning_rate(new, state.step) * state.control.lr_scale
-    opt_state, optimizer = state.opt_state, new.optimizer
-    if isinstance(optimizer, AdamW):
-      opt_state = within_bound(opt_state, optimizer.b1, optimizer.b2)
+    opt_state = state.opt_state
+    if (refit := build_optimizer(new, "cpu").refit) is not None:  # that of any platform
+      opt_state = refit(opt_state)
     return dataclasses.replace(state, opt_state=opt_state, reflex=state.reflex.allowing(wanted))
 
   def tell(self, host: Host, step: int, reason: str) -> None:
@@ -141,16 +139,19 @@ def decay_now(cfg: Config, step: int) -> ChangeSettings:
 def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
   """Batches `by` times as large for the tokens that are left, in micro-batches of the same size.
 
-  What goes with it for Adam: the rate times sqrt(by) (Malladi et al. 2022, arXiv:2205.10287), the
-  half-life of the second moment in tokens (Marek et al. 2025, arXiv:2507.07101), and the time scale
-  of the decay, batch / (rate * decay), in tokens too (Wang & Aitchison 2024, arXiv:2405.13698).
+  The optimizer says which of its settings go with it (`OptimizerConfig.for_larger_batches`).
 
   Raises:
-    ValueError: if the schedule would jump: it must be flat, and go by the step alone.
+    ValueError: if the optimizer has no rule for it, or the schedule would jump: it must be flat,
+      and go by the step alone.
   """
   o, left = cfg.optimizer, cfg.num_steps - step
-  if not isinstance(o, AdamW):
-    raise ValueError(f"optimizer.name={o.name} has no rule for larger batches; adamw has.")
+  of_optimizer = o.for_larger_batches(by)
+  if of_optimizer is None:
+    raise ValueError(
+      f"optimizer.name={o.name} does not say how its settings go with larger batches. Leave "
+      "data.batch_size as it is."
+    )
   if o.schedule.name != "constant" and not _is_flat(cfg, step):
     raise ValueError(
       f"optimizer.schedule={o.schedule.name} at step {step} of {cfg.num_steps} would jump with "
@@ -161,9 +162,7 @@ def grow_batch(cfg: Config, step: int, by: int = 2) -> ChangeSettings:
       ("data.batch_size", by * cfg.data.batch_size),
       ("step.accum_steps", by * cfg.step.accum_steps),
       ("num_steps", step + -(-left // by)),
-      ("optimizer.learning_rate", math.sqrt(by) * o.learning_rate),
-      ("optimizer.b2", o.b2**by),
-      ("optimizer.weight_decay", math.sqrt(by) * o.weight_decay),
+      *((f"optimizer.{name}", value) for name, value in of_optimizer.items()),
     )
   )
 

@@ -17,9 +17,9 @@ from ats_jax.step.optimizers.base import (
   Checked,
   Moved,
   Optimizer,
-  add_decayed_weights,
-  clip_by_norm,
+  clipping,
   decay_mask,
+  decoupled_decay,
 )
 
 # (1 - b2) times squares of smaller gradients is 0 in float32, up to a b2 of 0.9999.
@@ -50,17 +50,19 @@ def adamw(cfg: Config, platform: str, kernels: Kernels = XLA) -> Optimizer:
   """
   o = cfg.optimizer
   assert isinstance(o, AdamW)
-  chain: list[optax.GradientTransformation] = []
-  if o.grad_clip:
-    chain.append(clip_by_norm(o.grad_clip, platform))
-  dtypes = jnp.dtype(o.mu_dtype), jnp.dtype(o.nu_dtype)
-  chain.append(scale_by_adam(o.b1, o.b2, o.eps, *dtypes))
-  if o.weight_decay:
-    chain.append(add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings))
+  adam = scale_by_adam(o.b1, o.b2, o.eps, jnp.dtype(o.mu_dtype), jnp.dtype(o.nu_dtype))
+  tx = optax.chain(*clipping(cfg, platform), adam, *decoupled_decay(cfg))
   has_kernel = kernels.of("adamw", "update") != "xla"
   fused = functools.partial(fused_adamw, cfg, kernels) if has_kernel else None
-  check = functools.partial(check_moments, b1=o.b1, b2=o.b2)
-  return Optimizer(optax.chain(*chain), platform, fused, recount, check, squares=frozenset({"nu"}))
+  return Optimizer(
+    tx,
+    platform,
+    fused,
+    recount,
+    check=functools.partial(check_moments, b1=o.b1, b2=o.b2),
+    refit=functools.partial(within_bound, b1=o.b1, b2=o.b2),
+    squares=frozenset({"nu"}),
+  )
 
 
 def scale_by_adam(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from ats_jax.config.schema import Config
 from ats_jax.model.param import Param, Role, per_param
 from ats_jax.step import tensors
 
@@ -62,6 +63,8 @@ class Optimizer:
     check: `(before, directions, after, armed) -> Checked`: finds elements that no gradients can
       have led to. Takes the state before the update, and the directions and the state after it.
       Removes the elements if `armed`, and marks them in any case; None = nothing can be checked.
+    refit: `(opt_state) -> opt_state`: a state that was made with other settings as these could have
+      left it, so that `check` finds nothing; None = as it is.
     squares: names of the fields of its state that hold averages of squares. They are never
       negative, and must not be 0 in a row that is reset late in a run. All other fields are
       averages of gradients, which are reset to 0.
@@ -72,6 +75,7 @@ class Optimizer:
   fused: Callable[[Any, Any, optax.OptState, jax.Array], Moved] | None = None
   recount: Callable[[optax.OptState, jax.Array], tuple[optax.OptState, jax.Array]] | None = None
   check: Callable[[optax.OptState, Any, optax.OptState, jax.Array], Checked] | None = None
+  refit: Callable[[optax.OptState], optax.OptState] | None = None
   squares: frozenset[str] = frozenset()
 
   def update(self, params: Any, grads: Any, opt_state: optax.OptState, lr: jax.Array) -> Moved:
@@ -102,6 +106,20 @@ def decays(param: Param, *, embeddings: bool) -> bool:
 def decay_mask(params: Any, *, embeddings: bool) -> Any:
   """`decays` of each parameter, in a tree like `params`."""
   return per_param(lambda param: decays(param, embeddings=embeddings), params)
+
+
+def clipping(cfg: Config, platform: str) -> tuple[optax.GradientTransformationExtraArgs, ...]:
+  """The link of a chain that clips as `optimizer.grad_clip` says; none if it is 0."""
+  max_norm = cfg.optimizer.grad_clip
+  return (clip_by_norm(max_norm, platform),) if max_norm else ()
+
+
+def decoupled_decay(cfg: Config) -> tuple[optax.GradientTransformationExtraArgs, ...]:
+  """The link that adds decay to directions as `optimizer.weight_decay` says; none if it is 0."""
+  o = cfg.optimizer
+  if not o.weight_decay:
+    return ()
+  return (add_decayed_weights(o.weight_decay, embeddings=o.decay_embeddings),)
 
 
 def clip_by_norm(max_norm: float, platform: str) -> optax.GradientTransformationExtraArgs:

@@ -149,6 +149,13 @@ def test_the_tokenizer_beside_the_file_is_taken(tmp_path):
       {"num_nextn_predict_layers": "predict further tokens"},
     ),
     (
+      {"model_type": "deepseek_v3", "num_key_value_heads": None, "first_k_dense_replace": 1,
+       "aux_loss_alpha": 1e-4, "seq_aux": False, "ep_size": 1, "auto_map": {"AutoConfig": "x"},
+       "num_nextn_predict_layers": 0, "quantization_config": {"quant_method": "fp8"}},
+      {"moe.aux_loss": 1e-4, "moe.sequence_aux_loss": False},
+      {},
+    ),
+    (
       {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
        "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True},
       {"moe.router_bias": True, "moe.renormalize": True, "model.head_dim": 64,

@@ -78,7 +78,7 @@ def test_a_value_that_a_dtype_does_not_hold(tmp_path):
 
 
 def test_what_stands_beside_the_weights_is_carried(tmp_path):
-  folder = make_folder(tmp_path / "hf", max_position_embeddings=777)
+  folder = make_folder(tmp_path / "hf", max_position_embeddings=777, initializer_range=0.5)
   (folder / "generation_config.json").write_text('{"temperature": 0.6}')
   (folder / "chat_template.jinja").write_text("{{ messages }}")
   (folder / "notes.bin").write_text("no weights, no tokenizer")
@@ -88,7 +88,7 @@ def test_what_stands_beside_the_weights_is_carried(tmp_path):
     assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
   assert not (tmp_path / "out/notes.bin").exists()
   fields = json.loads((tmp_path / "out/config.json").read_text())
-  assert fields["max_position_embeddings"] == 777
+  assert fields["max_position_embeddings"] == 777 and fields["initializer_range"] == 0.5
   assert fields["architectures"] == ["LlamaForCausalLM"] and fields["torch_dtype"] == "float32"
 
 

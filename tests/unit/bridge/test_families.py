@@ -62,6 +62,29 @@ def test_what_no_family_has_is_named(changes, words):
     choose_family(cfg)
 
 
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"model.dropout": 0.1, "moe.aux_loss": 0.5, "moe.noise": 1.0},
+    {"moe.dispatch": "capacity", "moe.capacity_factor": 2.0},
+    {"moe.exchange": "bins", "moe.exchange.factor": 2.0},
+  ],
+)
+def test_what_is_for_training_alone_is_in_the_way_of_no_family(changes):
+  cfg = resolve(with_settings(config("mixtral"), changes), 0)
+  assert architecture(cfg) == architecture(config("mixtral"))
+  assert choose_family(cfg).model_type == "mixtral"
+
+
+def test_fields_of_training_are_passed_over_by_the_families_that_have_them():
+  fields = {"router_aux_loss_coef": 0.5, "output_router_logits": True, "initializer_range": 0.1}
+  plain = FAMILIES["mixtral"].read(fields_of("mixtral"))
+  assert FAMILIES["mixtral"].read(fields_of("mixtral", **fields)) == plain
+  assert FAMILIES["mixtral"].carried >= fields.keys()
+  with pytest.raises(ValueError, match="output_router_logits is True in config"):
+    FAMILIES["llama"].read(fields_of("llama", **fields))
+
+
 def test_the_first_family_that_fits_is_chosen():
   assert choose_family(config("qwen2")).model_type == "qwen2"
   assert choose_family(config("olmoe")).model_type == "olmoe"

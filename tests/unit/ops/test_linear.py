@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh
 
-from ats_jax.config.validate import EIGHT_BIT_MULTIPLE
+from ats_jax.config.schema.precision import EIGHT_BIT_MULTIPLE
 from ats_jax.ops.fp8_matmul import MULTIPLE
 from ats_jax.ops.linear import linears
 from ats_jax.sharding.apply import reshard

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import make_test_mesh, tiny_config
 
+from ats_jax.config.schema.setting import when
 from ats_jax.ops import implementations, registry
 from ats_jax.ops.adamw import Rates, adamw
 from ats_jax.ops.dispatch import sort_by_expert, sum_rows, take_rows
@@ -150,6 +151,19 @@ def test_a_cpu_is_told_nothing_of_speeds_on_a_gpu():
   _, choices = registry.choose(tiny_config(), Device("cpu"))
   assert choices and all("this is cpu" in c.reason for c in choices)
   assert not any("XLA's speed" in c.reason for c in choices)
+
+
+def test_an_op_says_which_configs_use_it(monkeypatch):
+  ops = lambda cfg: {c.op.split(".")[0] for c in registry.choose(cfg, Device("cpu"))[1]}
+  dense, of_experts = ops(tiny_config()), {"grouped_matmul", "routing", "sort_by_expert"}
+  of_experts |= {"take_rows", "sum_rows"}
+  assert "swiglu" in dense and not dense & (of_experts | {"quantise"})
+  assert ops(tiny_config({"moe.num_experts": 4})) == dense | of_experts
+  # One that is used by nothing in here is not chosen, and needs no edit elsewhere.
+  entry = dataclasses.replace(implementations.OPS["swiglu"], used_by=when("step.z_loss"))
+  monkeypatch.setitem(implementations.OPS, "swiglu", entry)
+  assert ops(tiny_config()) == dense - {"swiglu"}
+  assert ops(tiny_config({"step.z_loss": 1e-4})) == dense
 
 
 def test_a_kernel_that_is_no_default_runs_when_asked_for(monkeypatch):

@@ -9,6 +9,7 @@ from helpers import tiny_config
 
 from ats_jax.config.build import with_changes, with_settings
 from ats_jax.config.names import flatten
+from ats_jax.config.schema.optimizer import OptimizerConfig
 from ats_jax.orchestrator.actions.base import Now
 from ats_jax.orchestrator.actions.settings import (
   CHANGEABLE,
@@ -105,6 +106,12 @@ def test_a_batch_grows_with_what_belongs_to_it():
   assert tokens_of(n, new) == pytest.approx(tokens_of(o, WSD))  # the decay's time scale
   half_life = lambda o, c: c.data.batch_size / np.log(o.b2)
   assert half_life(n, new) == pytest.approx(half_life(o, WSD))
+
+
+def test_a_batch_does_not_grow_with_an_optimizer_that_has_no_rule_for_it():
+  optimizer = OptimizerConfig(name="other", schedule=WSD.optimizer.schedule)
+  with pytest.raises(ValueError, match=r"optimizer\.name=other does not say how .*Leave data"):
+    grow_batch(dataclasses.replace(WSD, optimizer=optimizer), 40)
 
 
 def test_who_sets_a_changed_setting_anew_has_the_last_word():
