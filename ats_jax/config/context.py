@@ -1,7 +1,7 @@
 """What the ways that rows are cut must divide, and what they cannot be used with."""
 
-from ats_jax.config.curriculum import LEAST_LENGTH
 from ats_jax.config.schema import Config
+from ats_jax.config.schema.row_order import LEAST_LENGTH
 
 PROBE_POSITIONS = 256  # of the orchestrator's blocks, where rows are longer
 
@@ -50,9 +50,8 @@ def _positions(cfg: Config, ways: int, cut: str, instead: str) -> None:
       f"{PROBE_POSITIONS} positions, which it does not divide. Use a power of two, or "
       "orchestrator.mode=off."
     )
-  if cfg.data.length_buckets > 1 and LEAST_LENGTH % ways:
+  if cfg.data.order.num_lengths > 1 and LEAST_LENGTH % ways:
     raise ValueError(
-      f"data.length_buckets={cfg.data.length_buckets} with {cut}: shorter rows are "
-      f"multiples of {LEAST_LENGTH}, which it does not divide. Use data.length_buckets=1, or a "
-      f"divisor of {LEAST_LENGTH}."
+      f"data.order={cfg.data.order.name} with {cut}: shorter rows are multiples of {LEAST_LENGTH}, "
+      f"which it does not divide. Use data.order=shuffled, or a divisor of {LEAST_LENGTH}."
     )

@@ -9,12 +9,10 @@ from typing import Any
 from ats_jax import extensions
 from ats_jax.config.chat import OWN_TEMPLATE, ROLES, TEMPLATES
 from ats_jax.config.context import context
-from ats_jax.config.curriculum import curriculum
 from ats_jax.config.names import default_of, flatten, settings, unmet
 from ats_jax.config.replicas import replicas
 from ats_jax.config.schema import Config
 from ats_jax.config.schema.setting import Checked, Kinds, Table, elements
-from ats_jax.config.streaming import streaming
 from ats_jax.store import paths
 
 EIGHT_BIT_MULTIPLE = 16  # of the sizes of a matmul in 8 bits: what cuBLASLt takes
@@ -28,8 +26,8 @@ def validate(cfg: Config) -> Config:
   """
   _ranges(cfg, "", extensible=_has_unloaded(cfg))
   of_model = (_heads, context, replicas, _gathered, _latents, _windows)
-  of_data = (_batch, _tokenizer, _chat, streaming)
-  rules = (*of_model, *of_data, curriculum, _local_folders, _length, _writers, _eight_bits)
+  of_data = (_batch, _tokenizer, _chat)
+  rules = (*of_model, *of_data, _local_folders, _length, _writers, _eight_bits)
   # Where num_steps follows from the data, `count_epochs` checks these rules once that is known.
   of_num_steps = () if cfg.counts_epochs else (_warmup, _orchestrator)
   _effects(cfg)
