@@ -28,16 +28,38 @@ class RowOrderConfig:
     return 1
 
   def check(self, cfg: Any) -> None:
-    """Refuse several sources, and documents that are not there before the first step."""
+    """Refuse what has not all documents of one text, or needs rows of one length."""
+    what = f"data.order={self.name}"
     if cfg.data.sources:
       raise ValueError(
-        f"data.order={self.name} orders the documents of one text, and data.sources take turns row "
+        f"{what} orders the documents of one text, and data.sources take turns row "
         "by row. Put all text into data.paths, or set data.order=shuffled."
       )
     if cfg.data.reading.is_streamed:
       raise ValueError(
-        f"data.order={self.name} looks at all documents before the first step, and data.reading="
+        f"{what} looks at all documents before the first step, and data.reading="
         f"{cfg.data.reading.name} does not. Set data.reading=whole, or data.order=shuffled."
+      )
+    if self.num_lengths > 1:
+      self._check_lengths(cfg, what)
+
+  def _check_lengths(self, cfg: Any, what: str) -> None:
+    """Refuse what needs rows of one length."""
+    if cfg.mesh.stage > 1:
+      raise ValueError(
+        f"{what} with mesh.stage={cfg.mesh.stage}: a pipeline has rows of one length. Set "
+        "data.order=shuffled, or mesh.stage=1."
+      )
+    if cfg.mod.routing != "none":
+      raise ValueError(
+        f"{what} with mod.routing={cfg.mod.routing}: a layer that skips tokens keeps a share of a "
+        "row, so tokens would compete otherwise in each length. Set data.order=shuffled, or "
+        "mod.routing=none."
+      )
+    if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
+      raise ValueError(
+        f"{what} with moe.dispatch=capacity: experts have places by row, of which a short one has "
+        "few. Set moe.dispatch=dropless, or data.order=shuffled."
       )
 
 
@@ -70,29 +92,12 @@ class LengthBuckets(RowOrderConfig):
     return self.lengths
 
   def check(self, cfg: Any) -> None:
-    """Refuse, besides, what needs rows of one length."""
+    """Refuse, besides, rows that cannot be halved."""
     super().check(cfg)
-    what = f"data.order={self.name}"
     if cfg.data.seq_len % (2 * LEAST_LENGTH):
       raise ValueError(
-        f"{what}: shorter rows are halves of data.seq_len={cfg.data.seq_len} and multiples of "
-        f"{LEAST_LENGTH}. Use a multiple of {2 * LEAST_LENGTH}, better a power of two."
-      )
-    if cfg.mesh.stage > 1:
-      raise ValueError(
-        f"{what} with mesh.stage={cfg.mesh.stage}: a pipeline has rows of one length. Set "
-        "data.order=shuffled, or mesh.stage=1."
-      )
-    if cfg.mod.routing != "none":
-      raise ValueError(
-        f"{what} with mod.routing={cfg.mod.routing}: a layer that skips tokens keeps a share of a "
-        "row, so tokens would compete otherwise in each length. Set data.order=shuffled, or "
-        "mod.routing=none."
-      )
-    if cfg.moe.num_experts and cfg.moe.dispatch == "capacity":
-      raise ValueError(
-        f"{what} with moe.dispatch=capacity: experts have places by row, of which a short one has "
-        "few. Set moe.dispatch=dropless, or data.order=shuffled."
+        f"data.order={self.name}: shorter rows are halves of data.seq_len={cfg.data.seq_len} and "
+        f"multiples of {LEAST_LENGTH}. Use a multiple of {2 * LEAST_LENGTH}, better a power of two."
       )
 
 
